@@ -1,0 +1,89 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <source_location>
+#include <span>
+#include <string_view>
+
+#include <lockstep/types.hpp>
+
+namespace lockstep {
+
+enum class Op : std::uint8_t {
+  barrier,
+  all_reduce,
+  reduce,
+  broadcast,
+  all_gather,
+  gather,
+  scatter,
+  reduce_scatter,
+  all_to_all,
+  send,
+  recv,
+  split,
+  allocate,
+};
+
+std::string_view name_of(Op op);
+
+/// One operation as every rank calls it. A Group has checked it before an engine sees it: in and
+/// out are not null where bytes move, root is a rank, the reduction fits the type.
+struct Call {
+  Op op = Op::barrier;
+  DType dtype = DType::u8;
+  ReduceOp reduce = ReduceOp::sum;
+  int root = -1;          ///< root of reduce, broadcast, gather, scatter; peer of send, recv
+  std::size_t count = 0;  ///< elements, see Engine::run
+  const void* in = nullptr;
+  void* out = nullptr;
+  std::span<const std::size_t>
+      counts;                  ///< all_gather, gather: elements per rank; empty: all `count`
+  std::uint64_t sequence = 0;  ///< number of the call in its group, from 1
+  std::chrono::milliseconds timeout{};
+  std::source_location where;
+};
+
+/// Memory of one rank that its peers can reach (see Group::allocate).
+class SharedMemory {
+ public:
+  virtual ~SharedMemory() = default;
+  virtual std::byte* data() const noexcept = 0;
+};
+
+/// How bytes move between the ranks of one group: the whole contract of a backend.
+///
+/// run() does one call and returns when this rank's part is done: `out` is complete and `in` may
+/// be reused. What `count` means and what moves, with n = size(), r = rank():
+///   barrier         nothing
+///   all_reduce      out[count] <- reduction of every rank's in[count]; in == out
+///   reduce          the same, on root only; elsewhere out is left alone; in == out on root
+///   broadcast       out[count] <- root's in[count]; in == out
+///   all_gather      out <- in[counts[0]] of rank 0, in[counts[1]] of rank 1, ...
+///   gather          the same, on root only
+///   scatter         out[count] <- root's in[r * count ...]
+///   reduce_scatter  out[count] <- reduction of every rank's in[r * count ...]
+///   all_to_all      out[q * count ...] <- rank q's in[r * count ...]
+///   send, recv      in[count] to / out[count] from rank `root`
+/// in and out do not overlap, except where in == out is said. Reductions fold in rank order.
+///
+/// Errors: MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError, EngineError. The Group
+/// is dead after any of them and calls no more. Threads: one call at a time.
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  virtual std::string_view name() const noexcept = 0;
+  virtual int rank() const noexcept = 0;
+  virtual int size() const noexcept = 0;
+  virtual void run(const Call& call) = 0;
+  /// A new engine over the ranks that gave the same color, in order of (key, rank). Collective.
+  virtual std::unique_ptr<Engine> split(const Call& call, int color, int key) = 0;
+  /// `call.count` zeroed bytes, on every rank; the engine moves them without copies where it
+  /// can. Collective, of one size.
+  virtual std::unique_ptr<SharedMemory> allocate(const Call& call) = 0;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <string>
+
+namespace lockstep {
+
+/// Every LOCKSTEP_* variable, read once by init_dist. Throws UsageError naming the variable, its
+/// value and what it may be.
+struct Env {
+  /// LOCKSTEP_SEGMENT: set by `lockstep run` for its ranks: "fd:nonce", the inherited descriptor
+  /// of the world's shared segment and the job's 16 hexadecimal digits, which the segment holds
+  /// too.
+  std::optional<std::string> segment;
+  /// LOCKSTEP_TIMEOUT: limit of one operation in seconds (decimals allowed), over InitOptions.
+  std::optional<std::chrono::milliseconds> timeout;
+  /// LOCKSTEP_SIMD: scalar|avx2|avx512: the widest kernels to use. For measurements.
+  std::optional<std::string> simd;
+
+  static Env read();
+};
+
+}  // namespace lockstep

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <source_location>
+#include <stdexcept>
+#include <string>
+
+namespace lockstep {
+
+/// Which call failed: every lockstep error carries one.
+struct ErrorContext {
+  std::string operation;       ///< "all_reduce", "init_dist", ...
+  std::string group;           ///< "world", "world/0", ...; empty outside a group
+  int rank = -1;               ///< this rank in that group; -1 outside a group
+  std::uint64_t sequence = 0;  ///< number of the call in that group, from 1
+  std::source_location where;  ///< the caller's line
+};
+
+/// Base of all errors. what() names the operation, the rank, the call and the source line, then
+/// what was wrong and what to do.
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorContext context, const std::string& text);
+  const ErrorContext& context() const noexcept { return context_; }
+  /// what() without the context in front.
+  const std::string& text() const noexcept { return text_; }
+
+ private:
+  ErrorContext context_;
+  std::string text_;
+};
+
+/// The caller's bug, found before a byte moved. The group stays usable.
+class UsageError : public Error {
+  using Error::Error;
+};
+
+/// Ranks disagree on the operation, type, count, root or reduction. The group is dead.
+class MismatchError : public Error {
+  using Error::Error;
+};
+
+/// A peer is late. The group is dead.
+class TimeoutError : public Error {
+  using Error::Error;
+};
+
+/// A peer died or left. The group is dead.
+class PeerLost : public Error {
+  using Error::Error;
+};
+
+/// A peer left by an exception, whose text this carries. The group is dead.
+class PeerFailed : public Error {
+  using Error::Error;
+};
+
+/// A system call failed. The group is dead.
+class SystemError : public Error {
+ public:
+  SystemError(ErrorContext context, int error_number, const std::string& text);
+  int error_number() const noexcept { return error_number_; }
+
+ private:
+  int error_number_;
+};
+
+/// An engine's own library (MPI, c10d) failed, or an engine cannot be had. The group is dead.
+class EngineError : public Error {
+  using Error::Error;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,158 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <source_location>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include <lockstep/engine.hpp>
+#include <lockstep/types.hpp>
+
+namespace lockstep {
+
+namespace comm {
+class GroupState;
+class WorkState;
+}  // namespace comm
+
+/// An operation under way on the group's own worker thread.
+///
+/// The buffers given to it must live until wait() returned or done() is true. Destroying a Work
+/// neither waits nor hides a failure: the group is dead then, and its next call throws.
+class Work {
+ public:
+  Work() = default;  ///< done
+  explicit Work(std::shared_ptr<comm::WorkState> state) : state_(std::move(state)) {}
+  /// Blocks until the operation ended; throws what it threw. May be called again.
+  void wait();
+  bool done() const;
+
+ private:
+  std::shared_ptr<comm::WorkState> state_;
+};
+
+/// Memory that every rank of the group on this host can reach. Collectives whose buffers lie in
+/// it move without copies in and out. Copyable handle: the last one frees this rank's share.
+class SharedBuffer {
+ public:
+  SharedBuffer() = default;
+  SharedBuffer(std::shared_ptr<SharedMemory> memory, std::size_t n_bytes)
+      : memory_(std::move(memory)), n_bytes_(n_bytes) {}
+  std::byte* data() const noexcept { return memory_ ? memory_->data() : nullptr; }
+  std::size_t size() const noexcept { return n_bytes_; }
+  /// The buffer as elements of T; what does not fill one is left off.
+  template <Arithmetic T>
+  std::span<T> as() const noexcept {
+    return {reinterpret_cast<T*>(data()), n_bytes_ / sizeof(T)};
+  }
+
+ private:
+  std::shared_ptr<SharedMemory> memory_;
+  std::size_t n_bytes_ = 0;
+};
+
+/// Ranks that talk to each other. Copyable handle over shared state.
+///
+/// Every verb is collective (send and recv: both ends): all ranks call the same verbs in the same
+/// order. Buffers hold elements, sizes are counted in elements; dist.hpp has the typed forms.
+///
+/// Errors, for all verbs: UsageError (group stays usable); MismatchError, TimeoutError, PeerLost,
+/// PeerFailed, SystemError, EngineError (group is dead: every later call throws the same error).
+/// Threads: one call at a time per Group. The *_async forms run on a worker thread that the Group
+/// starts when first needed, in the order given; a blocking call first waits for them.
+class Group {
+ public:
+  using Where = std::source_location;
+
+  /// The solo group: rank 0 of 1, where every verb works and moves nothing to anyone.
+  Group();
+  /// A group over an engine: for engine authors.
+  Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout);
+
+  int rank() const noexcept;
+  int size() const noexcept;
+  std::string_view backend() const noexcept;
+  const std::string& name() const noexcept;
+  /// Limit of one operation where the call gives none.
+  std::chrono::milliseconds timeout() const noexcept;
+
+  /// New groups of the ranks that gave the same color (0 or more), ordered by key; ranks of equal
+  /// or negative key keep their order. Collective.
+  Group split(int color, int key = -1, Where where = Where::current()) const;
+  /// The same ranks over a channel of their own, so that two threads can communicate at once.
+  Group duplicate(Where where = Where::current()) const;
+  /// `n_bytes` of zeroed memory on every rank; the same n_bytes everywhere. Collective.
+  SharedBuffer allocate(std::size_t n_bytes, Where where = Where::current()) const;
+
+  /// Returns when every rank has called it.
+  void barrier(Deadline deadline = {}, Where where = Where::current()) const;
+  /// data <- reduction of every rank's data. Same count, type and op on all ranks.
+  void all_reduce(Elements data, ReduceOp op = ReduceOp::sum, Deadline deadline = {},
+                  Where where = Where::current()) const;
+  /// On dst: data <- reduction of every rank's data. Elsewhere data is left as it was.
+  void reduce(Elements data, int dst = 0, ReduceOp op = ReduceOp::sum, Deadline deadline = {},
+              Where where = Where::current()) const;
+  /// data <- src's data.
+  void broadcast(Elements data, int src = 0, Deadline deadline = {},
+                 Where where = Where::current()) const;
+  /// out <- every rank's in, in rank order: size() * in.count elements.
+  void all_gather(ConstElements in, Elements out, Deadline deadline = {},
+                  Where where = Where::current()) const;
+  /// The same with counts[r] elements from rank r; counts has size() entries, equal on all ranks.
+  void all_gather(ConstElements in, Elements out, std::span<const std::size_t> counts,
+                  Deadline deadline = {}, Where where = Where::current()) const;
+  /// all_gather on dst only; elsewhere out is not used.
+  void gather(ConstElements in, Elements out, int dst = 0, Deadline deadline = {},
+              Where where = Where::current()) const;
+  void gather(ConstElements in, Elements out, std::span<const std::size_t> counts, int dst = 0,
+              Deadline deadline = {}, Where where = Where::current()) const;
+  /// out <- the rank-th of size() equal parts of src's in; elsewhere in is not used.
+  void scatter(ConstElements in, Elements out, int src = 0, Deadline deadline = {},
+               Where where = Where::current()) const;
+  /// out <- reduction of every rank's part of in that belongs to this rank.
+  /// in: size() * out.count elements, rank-major; may not overlap out.
+  void reduce_scatter(ConstElements in, Elements out, ReduceOp op = ReduceOp::sum,
+                      Deadline deadline = {}, Where where = Where::current()) const;
+  /// Part q of out <- this rank's part of rank q's in. in, out: size() equal parts, no overlap.
+  void all_to_all(ConstElements in, Elements out, Deadline deadline = {},
+                  Where where = Where::current()) const;
+  /// Matches a recv of the same count and type on dst. May return before it is received, or wait
+  /// for the recv. Messages between two ranks arrive in order.
+  void send(ConstElements data, int dst, Deadline deadline = {},
+            Where where = Where::current()) const;
+  void recv(Elements data, int src, Deadline deadline = {}, Where where = Where::current()) const;
+
+  [[nodiscard]] Work barrier_async(Deadline deadline = {}, Where where = Where::current()) const;
+  [[nodiscard]] Work all_reduce_async(Elements data, ReduceOp op = ReduceOp::sum,
+                                      Deadline deadline = {}, Where where = Where::current()) const;
+  [[nodiscard]] Work reduce_async(Elements data, int dst = 0, ReduceOp op = ReduceOp::sum,
+                                  Deadline deadline = {}, Where where = Where::current()) const;
+  [[nodiscard]] Work broadcast_async(Elements data, int src = 0, Deadline deadline = {},
+                                     Where where = Where::current()) const;
+  [[nodiscard]] Work all_gather_async(ConstElements in, Elements out, Deadline deadline = {},
+                                      Where where = Where::current()) const;
+  [[nodiscard]] Work gather_async(ConstElements in, Elements out, int dst = 0,
+                                  Deadline deadline = {}, Where where = Where::current()) const;
+  [[nodiscard]] Work scatter_async(ConstElements in, Elements out, int src = 0,
+                                   Deadline deadline = {}, Where where = Where::current()) const;
+  [[nodiscard]] Work reduce_scatter_async(ConstElements in, Elements out,
+                                          ReduceOp op = ReduceOp::sum, Deadline deadline = {},
+                                          Where where = Where::current()) const;
+  [[nodiscard]] Work all_to_all_async(ConstElements in, Elements out, Deadline deadline = {},
+                                      Where where = Where::current()) const;
+  [[nodiscard]] Work send_async(ConstElements data, int dst, Deadline deadline = {},
+                                Where where = Where::current()) const;
+  [[nodiscard]] Work recv_async(Elements data, int src, Deadline deadline = {},
+                                Where where = Where::current()) const;
+
+  /// Same group, not merely same ranks.
+  friend bool operator==(const Group&, const Group&) = default;
+
+ private:
+  std::shared_ptr<comm::GroupState> state_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,10 @@
+#pragma once
+
+/// The whole core. The libtorch layer is <lockstep/nn.hpp>.
+#include <lockstep/dist.hpp>
+#include <lockstep/env.hpp>
+#include <lockstep/error.hpp>
+#include <lockstep/group.hpp>
+#include <lockstep/launch.hpp>
+#include <lockstep/sync.hpp>
+#include <lockstep/types.hpp>

@@ -1,0 +1,184 @@
+#pragma once
+
+#include <bit>
+#include <chrono>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <type_traits>
+
+namespace lockstep {
+
+/// The element types every engine moves and reduces.
+enum class DType : std::uint8_t { u8, i8, i32, i64, f16, bf16, f32, f64 };
+
+/// Bytes of one element.
+constexpr std::size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::u8:
+    case DType::i8: return 1;
+    case DType::f16:
+    case DType::bf16: return 2;
+    case DType::i32:
+    case DType::f32: return 4;
+    case DType::i64:
+    case DType::f64: return 8;
+  }
+  return 0;
+}
+
+constexpr bool is_floating(DType dtype) { return dtype >= DType::f16; }
+
+std::string_view name_of(DType dtype);
+
+/// How the values of the ranks become one. `mean` on integers truncates toward zero; the 16-bit
+/// floats accumulate in f32 and round once; NaN wins in `min` and `max`. The bit operations take
+/// integers only. Every reduction folds in rank order, so all ranks hold the same bits.
+enum class ReduceOp : std::uint8_t { sum, product, min, max, band, bor, bxor, mean };
+
+std::string_view name_of(ReduceOp op);
+
+/// "sum", "SUM", "Mean", ... Throws UsageError naming the valid names for anything else.
+ReduceOp parse_reduce_op(std::string_view name);
+
+/// IEEE 754 binary16 as storage: arithmetic happens in float.
+struct Float16 {
+  std::uint16_t bits = 0;
+
+  constexpr Float16() = default;
+  constexpr explicit Float16(float value);
+  constexpr explicit operator float() const;
+  friend constexpr bool operator==(Float16, Float16) = default;  // compares bits
+};
+
+/// The upper half of a binary32 as storage: arithmetic happens in float.
+struct BFloat16 {
+  std::uint16_t bits = 0;
+
+  constexpr BFloat16() = default;
+  constexpr explicit BFloat16(float value);
+  constexpr explicit operator float() const;
+  friend constexpr bool operator==(BFloat16, BFloat16) = default;  // compares bits
+};
+
+namespace detail {
+
+template <class T>
+consteval std::optional<DType> dtype_of() {
+  using U = std::remove_cv_t<T>;
+  if constexpr (std::same_as<U, Float16>) return DType::f16;
+  if constexpr (std::same_as<U, BFloat16>) return DType::bf16;
+  if constexpr (std::same_as<U, float>) return DType::f32;
+  if constexpr (std::same_as<U, double>) return DType::f64;
+  if constexpr (std::integral<U> && !std::same_as<U, bool>) {
+    if constexpr (std::is_unsigned_v<U>) {
+      if constexpr (sizeof(U) == 1) return DType::u8;
+    } else {
+      if constexpr (sizeof(U) == 1) return DType::i8;
+      if constexpr (sizeof(U) == 4) return DType::i32;
+      if constexpr (sizeof(U) == 8) return DType::i64;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace detail
+
+/// C++ types with a DType: unsigned and signed 8-bit, signed 32- and 64-bit integers, Float16,
+/// BFloat16, float, double.
+template <class T>
+concept Arithmetic = detail::dtype_of<T>()
+.has_value();
+
+template <Arithmetic T>
+inline constexpr DType kDTypeOf = *detail::dtype_of<T>();
+
+/// Untyped views of elements: what a Group's verbs take. Null data is allowed when count is 0.
+struct ConstElements {
+  const void* data = nullptr;
+  std::size_t count = 0;
+  DType dtype = DType::u8;
+
+  std::size_t n_bytes() const { return count * size_of(dtype); }
+};
+
+struct Elements {
+  void* data = nullptr;
+  std::size_t count = 0;
+  DType dtype = DType::u8;
+
+  std::size_t n_bytes() const { return count * size_of(dtype); }
+  operator ConstElements() const { return {data, count, dtype}; }
+};
+
+/// How long one operation may take. Default-constructed: the group's own timeout.
+class Deadline {
+ public:
+  constexpr Deadline() = default;
+  /// At most `limit` from the start of the operation; zero means "do not wait at all".
+  constexpr Deadline(std::chrono::milliseconds limit)
+      : limit_(limit) {}  // NOLINT: a duration is one
+  static constexpr Deadline never() { return Deadline(std::chrono::milliseconds::max()); }
+
+  constexpr std::chrono::milliseconds or_else(std::chrono::milliseconds fallback) const {
+    return limit_.value_or(fallback);
+  }
+
+ private:
+  std::optional<std::chrono::milliseconds> limit_;
+};
+
+// --- conversions ----------------------------------------------------------------------------
+
+constexpr BFloat16::BFloat16(float value) {
+  const auto word = std::bit_cast<std::uint32_t>(value);
+  if ((word & 0x7fffffffU) > 0x7f800000U) {
+    bits = static_cast<std::uint16_t>((word >> 16) | 0x40U);  // keep a NaN a (quiet) NaN
+  } else {
+    bits = static_cast<std::uint16_t>((word + 0x7fffU + ((word >> 16) & 1U)) >> 16);
+  }
+}
+
+constexpr BFloat16::operator float() const {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+}
+
+constexpr Float16::Float16(float value) {
+  const auto word = std::bit_cast<std::uint32_t>(value);
+  const auto sign = static_cast<std::uint16_t>((word >> 16) & 0x8000U);
+  const std::uint32_t magnitude = word & 0x7fffffffU;
+  if (magnitude > 0x7f800000U) {
+    bits = static_cast<std::uint16_t>(sign | 0x7e00U | ((magnitude >> 13) & 0x1ffU));
+  } else if (magnitude >= 0x477ff000U) {  // rounds to 2^16 or more: infinity
+    bits = static_cast<std::uint16_t>(sign | 0x7c00U);
+  } else if (magnitude >= 0x38800000U) {  // normal: rebias, round to nearest even
+    const std::uint32_t rounded = magnitude + 0xfffU + ((magnitude >> 13) & 1U);
+    bits = static_cast<std::uint16_t>(sign | ((rounded - 0x38000000U) >> 13));
+  } else if (magnitude < 0x33000000U) {  // below half of the least subnormal
+    bits = sign;
+  } else {  // subnormal: the exponent says how far the significand moves right
+    const std::uint32_t shift = 126U - (magnitude >> 23);
+    const std::uint32_t significand = (magnitude & 0x7fffffU) | 0x800000U;
+    const std::uint32_t kept = significand >> shift;
+    const std::uint32_t rest = significand & ((1U << shift) - 1U);
+    const std::uint32_t half = 1U << (shift - 1U);
+    const std::uint32_t up = (rest > half || (rest == half && (kept & 1U) != 0U)) ? 1U : 0U;
+    bits = static_cast<std::uint16_t>(sign | (kept + up));
+  }
+}
+
+constexpr Float16::operator float() const {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000U) << 16;
+  const std::uint32_t exponent = (bits >> 10) & 0x1fU;
+  const std::uint32_t significand = bits & 0x3ffU;
+  if (exponent == 0x1fU) return std::bit_cast<float>(sign | 0x7f800000U | (significand << 13));
+  if (exponent != 0U) {
+    return std::bit_cast<float>(sign | ((exponent + 112U) << 23) | (significand << 13));
+  }
+  const float magnitude = static_cast<float>(significand) * 0x1p-24F;
+  return sign != 0U ? -magnitude : magnitude;
+}
+
+}  // namespace lockstep

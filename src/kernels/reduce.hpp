@@ -1,0 +1,19 @@
+#pragma once
+
+#include <cstddef>
+
+#include <lockstep/types.hpp>
+
+namespace lockstep::kernels {
+
+/// out[i] = in[0][i] op in[1][i] op ... op in[n - 1][i], folded in that order.
+/// f16 and bf16 accumulate in f32 and round once; mean divides at the end and, on integers, sums
+/// in 64 bits and truncates toward zero; integer sums and products wrap; NaN wins in min and max.
+/// `out` may be one of the inputs, and may not overlap them otherwise. n >= 1; op fits dtype.
+/// Same bits on every instruction set. Threads: any number at once.
+void reduce(DType dtype, ReduceOp op, const void* const* in, int n, void* out, std::size_t count);
+
+/// Whether `op` is defined for `dtype`: bit operations are for integers.
+bool can_reduce(DType dtype, ReduceOp op);
+
+}  // namespace lockstep::kernels
