@@ -1,0 +1,37 @@
+#include <fmt/format.h>
+
+#include <cstring>
+#include <lockstep/error.hpp>
+#include <utility>
+
+namespace lockstep {
+namespace {
+
+std::string_view base_name(std::string_view path) {
+  return path.substr(path.find_last_of('/') + 1);  // npos + 1 is 0: the whole path
+}
+
+std::string compose(const ErrorContext& context, const std::string& text) {
+  std::string message = context.operation;
+  if (!context.group.empty()) {
+    fmt::format_to(std::back_inserter(message), " on group '{}' (rank {}, call #{})", context.group,
+                   context.rank, context.sequence);
+  }
+  if (context.where.line() != 0) {
+    fmt::format_to(std::back_inserter(message), " at {}:{}", base_name(context.where.file_name()),
+                   context.where.line());
+  }
+  return message + ": " + text;
+}
+
+}  // namespace
+
+Error::Error(ErrorContext context, const std::string& text)
+    : std::runtime_error(compose(context, text)), context_(std::move(context)), text_(text) {}
+
+SystemError::SystemError(ErrorContext context, int error_number, const std::string& text)
+    : Error(std::move(context),
+            fmt::format("{}: {} (errno {})", text, std::strerror(error_number), error_number)),
+      error_number_(error_number) {}
+
+}  // namespace lockstep

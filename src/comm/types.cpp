@@ -1,0 +1,73 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cctype>
+#include <lockstep/engine.hpp>
+#include <lockstep/error.hpp>
+#include <lockstep/types.hpp>
+#include <string>
+
+namespace lockstep {
+
+std::string_view name_of(DType dtype) {
+  switch (dtype) {
+    case DType::u8: return "u8";
+    case DType::i8: return "i8";
+    case DType::i32: return "i32";
+    case DType::i64: return "i64";
+    case DType::f16: return "f16";
+    case DType::bf16: return "bf16";
+    case DType::f32: return "f32";
+    case DType::f64: return "f64";
+  }
+  return "unknown type";
+}
+
+std::string_view name_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum: return "sum";
+    case ReduceOp::product: return "product";
+    case ReduceOp::min: return "min";
+    case ReduceOp::max: return "max";
+    case ReduceOp::band: return "band";
+    case ReduceOp::bor: return "bor";
+    case ReduceOp::bxor: return "bxor";
+    case ReduceOp::mean: return "mean";
+  }
+  return "unknown reduction";
+}
+
+std::string_view name_of(Op op) {
+  switch (op) {
+    case Op::barrier: return "barrier";
+    case Op::all_reduce: return "all_reduce";
+    case Op::reduce: return "reduce";
+    case Op::broadcast: return "broadcast";
+    case Op::all_gather: return "all_gather";
+    case Op::gather: return "gather";
+    case Op::scatter: return "scatter";
+    case Op::reduce_scatter: return "reduce_scatter";
+    case Op::all_to_all: return "all_to_all";
+    case Op::send: return "send";
+    case Op::recv: return "recv";
+    case Op::split: return "split";
+    case Op::allocate: return "allocate";
+  }
+  return "unknown operation";
+}
+
+ReduceOp parse_reduce_op(std::string_view name) {
+  std::string lower(name);
+  std::transform(lower.begin(), lower.end(), lower.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  for (int i = 0; i <= static_cast<int>(ReduceOp::mean); ++i) {
+    const auto op = static_cast<ReduceOp>(i);
+    if (lower == name_of(op)) return op;
+  }
+  throw UsageError({.operation = "parse_reduce_op"},
+                   fmt::format("'{}' is no reduction; use sum, product, min, max, band, bor, bxor "
+                               "or mean",
+                               name));
+}
+
+}  // namespace lockstep
