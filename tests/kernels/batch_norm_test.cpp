@@ -1,0 +1,407 @@
+#include "kernels/batch_norm.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "kernels/batch_norm_isa.hpp"
+
+namespace lockstep::kernels {
+namespace {
+
+using Wide = long double;
+
+std::vector<Isa> supported_isas() {
+  std::vector<Isa> isas;
+  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+    if (is_supported(isa)) isas.push_back(isa);
+  }
+  return isas;
+}
+
+std::string describe(BatchNormShape s) {
+  return fmt::format("x[{}][{}][{}]", s.outer, s.channels, s.inner);
+}
+
+std::size_t n_values(BatchNormShape s) { return s.outer * s.channels * s.inner; }
+
+/// Both walks, whole registers and rests, folded rows with and without a rest, several tiles.
+std::vector<BatchNormShape> shapes() {
+  std::vector<BatchNormShape> all = {
+      {1, 1, 1},    {2, 3, 5},     {1, 1, 5000}, {3, 2, 16},   {3, 2, 17},  {7, 3, 49},
+      {2, 2, 4096}, {2, 1, 10000}, {2, 3, 4097}, {40, 5, 7},   {9, 33, 15}, {3, 100, 9},
+      {2, 1030, 2}, {1000, 2, 1},  {300, 1, 1},  {1, 4096, 1}, {5, 4096, 1}};
+  for (const std::size_t channels : {1, 2, 3, 5, 8, 10, 16, 31, 33, 64, 127, 128, 511, 512, 513}) {
+    all.push_back({263, channels, 1});
+  }
+  return all;
+}
+
+template <class T>
+std::vector<T> random_values(std::size_t n, double mean, double std, unsigned seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<double> normal(mean, std);
+  std::vector<T> values(n);
+  for (T& x : values) x = static_cast<T>(normal(random));
+  return values;
+}
+
+/// Values of one channel.
+template <class T>
+std::vector<T> channel_of(const std::vector<T>& x, BatchNormShape s, std::size_t channel) {
+  std::vector<T> values;
+  for (std::size_t n = 0; n < s.outer; ++n) {
+    for (std::size_t i = 0; i < s.inner; ++i) {
+      values.push_back(x[(n * s.channels + channel) * s.inner + i]);
+    }
+  }
+  return values;
+}
+
+struct WideStats {
+  Wide mean = 0;
+  Wide m2 = 0;
+};
+
+template <class T>
+WideStats wide_stats(const std::vector<T>& values) {
+  WideStats stats;
+  for (const T x : values) stats.mean += x;
+  if (!values.empty()) stats.mean /= static_cast<Wide>(values.size());
+  for (const T x : values) stats.m2 += (x - stats.mean) * (x - stats.mean);
+  return stats;
+}
+
+struct Stats {
+  std::vector<double> mean;
+  std::vector<double> m2;
+};
+
+template <class T>
+Stats stats_with(Isa isa, const std::vector<T>& x, BatchNormShape s) {
+  Stats stats{std::vector<double>(s.channels, -1), std::vector<double>(s.channels, -1)};
+  batch_norm_table<T>(isa).stats(x.data(), s, stats.mean.data(), stats.m2.data());
+  return stats;
+}
+
+template <class T>
+void expect_same_bits(const std::vector<T>& a, const std::vector<T>& b, const std::string& what) {
+  ASSERT_EQ(a.size(), b.size());
+  if (a.empty()) return;
+  EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * sizeof(T)), 0) << what;
+}
+
+double ulp_of(double x) {
+  return std::nextafter(std::abs(x), std::numeric_limits<double>::infinity()) - std::abs(x);
+}
+
+template <class T>
+class BatchNormTest : public testing::Test {
+ protected:
+  static constexpr double kEpsilon = std::numeric_limits<T>::epsilon();
+
+  static void check_stats(const std::vector<T>& x, BatchNormShape s, double m2_tolerance) {
+    const Stats scalar = stats_with(Isa::scalar, x, s);
+    for (std::size_t c = 0; c < s.channels; ++c) {
+      const WideStats want = wide_stats(channel_of(x, s, c));
+      const auto n = static_cast<Wide>(s.n_per_channel());
+      // Rounding once costs half an ulp; the sum of the deviations, some of theirs.
+      const double slack = 0.51 * ulp_of(static_cast<double>(want.mean)) +
+                           1e-15 * static_cast<double>(std::sqrt(want.m2 / n));
+      EXPECT_NEAR(static_cast<double>(scalar.mean[c] - want.mean), 0, slack)
+          << describe(s) << " channel " << c;
+      EXPECT_NEAR(scalar.m2[c], static_cast<double>(want.m2),
+                  m2_tolerance * static_cast<double>(want.m2))
+          << describe(s) << " channel " << c;
+    }
+    for (const Isa isa : supported_isas()) {
+      const Stats other = stats_with(isa, x, s);
+      expect_same_bits(other.mean, scalar.mean, describe(s) + std::string(name_of(isa)));
+      expect_same_bits(other.m2, scalar.m2, describe(s) + std::string(name_of(isa)));
+    }
+  }
+};
+
+using Types = testing::Types<float, double>;
+TYPED_TEST_SUITE(BatchNormTest, Types);
+
+TYPED_TEST(BatchNormTest, stats_equal_long_double) {
+  for (const BatchNormShape s : shapes()) {
+    this->check_stats(random_values<TypeParam>(n_values(s), 0.3, 2, 1), s, 1e-14);
+  }
+}
+
+TYPED_TEST(BatchNormTest, stats_keep_a_small_spread_about_a_large_mean) {
+  for (const BatchNormShape s : shapes()) {
+    this->check_stats(random_values<TypeParam>(n_values(s), 1e4, 1, 2), s, 1e-13);
+    this->check_stats(random_values<TypeParam>(n_values(s), -1e6, 1, 2), s, 1e-13);
+  }
+}
+
+TYPED_TEST(BatchNormTest, stats_survive_a_first_value_far_from_the_rest) {
+  for (const BatchNormShape s : {BatchNormShape{8, 2, 5000}, BatchNormShape{20000, 3, 1}}) {
+    auto x = random_values<TypeParam>(n_values(s), 1e4, 1, 3);
+    for (std::size_t c = 0; c < s.channels; ++c) x[c * s.inner] = 0;
+    const Stats got = stats_with(Isa::scalar, x, s);
+    for (std::size_t c = 0; c < s.channels; ++c) {
+      const WideStats want = wide_stats(channel_of(x, s, c));
+      EXPECT_NEAR(got.mean[c] / static_cast<double>(want.mean), 1, 1e-14);
+      EXPECT_NEAR(got.m2[c] / static_cast<double>(want.m2), 1, 1e-12);
+    }
+  }
+}
+
+TYPED_TEST(BatchNormTest, stats_follow_a_drifting_mean) {
+  for (const BatchNormShape s : {BatchNormShape{64, 2, 500}, BatchNormShape{20000, 3, 1}}) {
+    auto x = random_values<TypeParam>(n_values(s), 0, 1, 4);
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      x[i] += static_cast<TypeParam>(1e4 + 100.0 * static_cast<double>(i) /
+                                               static_cast<double>(x.size()));
+    }
+    this->check_stats(x, s, 1e-13);
+  }
+}
+
+TYPED_TEST(BatchNormTest, constant_channels_have_no_spread) {
+  for (const BatchNormShape s : shapes()) {
+    std::vector<TypeParam> x(n_values(s));
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      x[i] = TypeParam(0.1) + static_cast<TypeParam>(i / s.inner % s.channels);
+    }
+    for (const Isa isa : supported_isas()) {
+      const Stats got = stats_with(isa, x, s);
+      for (std::size_t c = 0; c < s.channels; ++c) {
+        EXPECT_EQ(got.mean[c], static_cast<double>(x[c * s.inner]));
+        EXPECT_EQ(got.m2[c], 0);
+      }
+    }
+  }
+}
+
+TYPED_TEST(BatchNormTest, no_values_give_zeros_and_touch_nothing) {
+  for (const BatchNormShape s : {BatchNormShape{0, 3, 5}, BatchNormShape{4, 3, 0},
+                                 BatchNormShape{0, 3, 1}, BatchNormShape{2, 0, 4}}) {
+    std::vector<double> mean(s.channels, 7);
+    std::vector<double> m2(s.channels, 7);
+    batch_norm_stats<TypeParam>(nullptr, s, mean.data(), m2.data());
+    EXPECT_EQ(mean, std::vector<double>(s.channels, 0));
+    EXPECT_EQ(m2, std::vector<double>(s.channels, 0));
+    std::vector<double> first(s.channels, 7);
+    std::vector<double> second(s.channels, 7);
+    batch_norm_backward_reduce<TypeParam>(nullptr, nullptr, s, mean.data(), first.data(),
+                                          second.data());
+    EXPECT_EQ(first, std::vector<double>(s.channels, 0));
+    EXPECT_EQ(second, std::vector<double>(s.channels, 0));
+    batch_norm_normalize<TypeParam>(nullptr, s, mean.data(), m2.data(), nullptr, nullptr, nullptr);
+    batch_norm_backward_elementwise<TypeParam>(nullptr, nullptr, s, mean.data(), m2.data(), nullptr,
+                                               mean.data(), m2.data(), nullptr);
+  }
+}
+
+TYPED_TEST(BatchNormTest, not_finite_values_stay_in_their_channel) {
+  using Limits = std::numeric_limits<TypeParam>;
+  for (const BatchNormShape s : {BatchNormShape{2, 3, 100}, BatchNormShape{2, 3, 5},
+                                 BatchNormShape{300, 3, 1}, BatchNormShape{30, 600, 1}}) {
+    const auto tame = random_values<TypeParam>(n_values(s), 1, 1, 5);
+    for (const TypeParam wild : {Limits::infinity(), -Limits::infinity(), Limits::quiet_NaN()}) {
+      for (const std::size_t n : {std::size_t{0}, s.outer - 1}) {
+        auto x = tame;
+        x[(n * s.channels + 1) * s.inner + (n == 0 ? 0 : s.inner - 1)] = wild;
+        for (const Isa isa : supported_isas()) {
+          const Stats want = stats_with(isa, tame, s);
+          const Stats got = stats_with(isa, x, s);
+          for (std::size_t c = 0; c < s.channels; ++c) {
+            if (c == 1) {
+              EXPECT_FALSE(std::isfinite(got.mean[c])) << describe(s);
+              EXPECT_TRUE(std::isnan(got.m2[c])) << describe(s);
+            } else {
+              EXPECT_EQ(got.mean[c], want.mean[c]) << describe(s);
+              EXPECT_EQ(got.m2[c], want.m2[c]) << describe(s);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TYPED_TEST(BatchNormTest, merged_parts_equal_the_whole) {
+  constexpr std::size_t kChannels = 37;
+  constexpr std::size_t kStride = 40;
+  const std::vector<std::size_t> counts = {0, 5, 1, 300, 0, 2, 1, 64};
+  const BatchNormShape whole{373, kChannels, 1};
+  for (const double centre : {0.0, 1e4}) {
+    const auto x = random_values<TypeParam>(n_values(whole), centre, 1, 6);
+    std::vector<double> count;
+    std::vector<double> mean(counts.size() * kStride, std::numeric_limits<double>::quiet_NaN());
+    std::vector<double> m2 = mean;
+    std::size_t row = 0;
+    for (std::size_t p = 0; p < counts.size(); ++p) {
+      count.push_back(static_cast<double>(counts[p]));
+      if (counts[p] > 0) {  // what a part of count 0 holds does not matter
+        batch_norm_stats(x.data() + row * kChannels, {counts[p], kChannels, 1},
+                         mean.data() + p * kStride, m2.data() + p * kStride);
+      }
+      row += counts[p];
+    }
+    ASSERT_EQ(row, whole.outer);
+    std::vector<double> out_mean(kChannels);
+    std::vector<double> out_m2(kChannels);
+    batch_norm_merge(static_cast<int>(counts.size()), count.data(), mean.data(), m2.data(), kStride,
+                     kChannels, out_mean.data(), out_m2.data());
+    for (std::size_t c = 0; c < kChannels; ++c) {
+      const WideStats want = wide_stats(channel_of(x, whole, c));
+      EXPECT_NEAR(out_mean[c], static_cast<double>(want.mean),
+                  1.5 * ulp_of(centre + 1));  // the parts' means are rounded too
+      EXPECT_NEAR(out_m2[c] / static_cast<double>(want.m2), 1, centre == 0 ? 1e-14 : 1e-12);
+    }
+  }
+}
+
+TEST(BatchNormMergeTest, nothing_but_empty_parts_gives_zeros) {
+  const double count[] = {0, 0};
+  const double parts[] = {1, 2, 3, 4};
+  double mean[] = {9, 9};
+  double m2[] = {9, 9};
+  batch_norm_merge(2, count, parts, parts, 2, 2, mean, m2);
+  EXPECT_EQ(mean[0], 0);
+  EXPECT_EQ(mean[1], 0);
+  EXPECT_EQ(m2[0], 0);
+  EXPECT_EQ(m2[1], 0);
+}
+
+/// Everything a normalisation takes, per channel.
+template <class T>
+struct Parameters {
+  std::vector<double> mean, invstd, mean_dy, mean_dy_xmu;
+  std::vector<T> weight, bias;
+};
+
+template <class T>
+Parameters<T> random_parameters(std::size_t channels, double mean) {
+  Parameters<T> p;
+  p.mean = random_values<double>(channels, mean, 1, 7);
+  p.invstd = random_values<double>(channels, 1, 0.1, 8);
+  p.mean_dy = random_values<double>(channels, 0, 1, 9);
+  p.mean_dy_xmu = random_values<double>(channels, 0, 1, 10);
+  p.weight = random_values<T>(channels, 1, 1, 11);
+  p.bias = random_values<T>(channels, 0, 1, 12);
+  return p;
+}
+
+TYPED_TEST(BatchNormTest, normalize_equals_long_double) {
+  for (const BatchNormShape s : shapes()) {
+    for (const double mean : {0.5, 1e4}) {
+      const auto x = random_values<TypeParam>(n_values(s), mean, 1, 13);
+      const auto p = random_parameters<TypeParam>(s.channels, mean);
+      for (const bool affine : {true, false}) {
+        const TypeParam* weight = affine ? p.weight.data() : nullptr;
+        const TypeParam* bias = affine ? p.bias.data() : nullptr;
+        std::vector<TypeParam> y(x.size());
+        batch_norm_table<TypeParam>(Isa::scalar)
+            .normalize(x.data(), s, p.mean.data(), p.invstd.data(), weight, bias, y.data());
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          const std::size_t c = i / s.inner % s.channels;
+          const Wide scaled = (x[i] - static_cast<Wide>(p.mean[c])) * p.invstd[c] *
+                              (affine ? static_cast<Wide>(weight[c]) : 1);
+          const Wide shift = affine ? static_cast<Wide>(bias[c]) : 0;
+          ASSERT_NEAR(static_cast<double>(y[i] - (scaled + shift)), 0,
+                      this->kEpsilon * (3 * std::abs(static_cast<double>(scaled)) +
+                                        std::abs(static_cast<double>(shift))))
+              << describe(s) << " element " << i;
+        }
+        for (const Isa isa : supported_isas()) {
+          auto in_place = x;
+          batch_norm_table<TypeParam>(isa).normalize(
+              in_place.data(), s, p.mean.data(), p.invstd.data(), weight, bias, in_place.data());
+          expect_same_bits(in_place, y, describe(s) + std::string(name_of(isa)));
+        }
+      }
+    }
+  }
+}
+
+TYPED_TEST(BatchNormTest, backward_reduce_equals_long_double) {
+  for (const BatchNormShape s : shapes()) {
+    for (const double mean : {0.5, 1e4}) {
+      const auto x = random_values<TypeParam>(n_values(s), mean, 1, 14);
+      const auto dy = random_values<TypeParam>(n_values(s), 0.1, 1, 15);
+      const auto p = random_parameters<TypeParam>(s.channels, mean);
+      std::vector<double> sum_dy(s.channels);
+      std::vector<double> sum_dy_xmu(s.channels);
+      batch_norm_table<TypeParam>(Isa::scalar)
+          .backward_reduce(dy.data(), x.data(), s, p.mean.data(), sum_dy.data(), sum_dy_xmu.data());
+      for (std::size_t c = 0; c < s.channels; ++c) {
+        const auto channel_x = channel_of(x, s, c);
+        const auto channel_dy = channel_of(dy, s, c);
+        Wide want[2] = {0, 0};
+        Wide size[2] = {0, 0};
+        for (std::size_t i = 0; i < channel_x.size(); ++i) {
+          const Wide product = channel_dy[i] * (channel_x[i] - static_cast<Wide>(p.mean[c]));
+          want[0] += channel_dy[i];
+          want[1] += product;
+          size[0] += std::abs(static_cast<Wide>(channel_dy[i]));
+          size[1] += std::abs(product);
+        }
+        EXPECT_NEAR(sum_dy[c], static_cast<double>(want[0]), 1e-14 * static_cast<double>(size[0]))
+            << describe(s) << " channel " << c;
+        EXPECT_NEAR(sum_dy_xmu[c], static_cast<double>(want[1]),
+                    1e-14 * static_cast<double>(size[1]))
+            << describe(s) << " channel " << c;
+      }
+      for (const Isa isa : supported_isas()) {
+        std::vector<double> first(s.channels);
+        std::vector<double> second(s.channels);
+        batch_norm_table<TypeParam>(isa).backward_reduce(dy.data(), x.data(), s, p.mean.data(),
+                                                         first.data(), second.data());
+        expect_same_bits(first, sum_dy, describe(s) + std::string(name_of(isa)));
+        expect_same_bits(second, sum_dy_xmu, describe(s) + std::string(name_of(isa)));
+      }
+    }
+  }
+}
+
+TYPED_TEST(BatchNormTest, backward_elementwise_equals_long_double) {
+  for (const BatchNormShape s : shapes()) {
+    for (const double mean : {0.5, 1e4}) {
+      const auto x = random_values<TypeParam>(n_values(s), mean, 1, 16);
+      const auto dy = random_values<TypeParam>(n_values(s), 0.1, 1, 17);
+      const auto p = random_parameters<TypeParam>(s.channels, mean);
+      for (const bool affine : {true, false}) {
+        const TypeParam* weight = affine ? p.weight.data() : nullptr;
+        std::vector<TypeParam> dx(x.size());
+        batch_norm_table<TypeParam>(Isa::scalar)
+            .backward_elementwise(dy.data(), x.data(), s, p.mean.data(), p.invstd.data(), weight,
+                                  p.mean_dy.data(), p.mean_dy_xmu.data(), dx.data());
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          const std::size_t c = i / s.inner % s.channels;
+          const Wide scale = p.invstd[c] * (affine ? static_cast<Wide>(weight[c]) : 1);
+          const Wide centred = dy[i] - static_cast<Wide>(p.mean_dy[c]);
+          const Wide slope =
+              (x[i] - static_cast<Wide>(p.mean[c])) * p.invstd[c] * p.invstd[c] * p.mean_dy_xmu[c];
+          const Wide want = (centred - slope) * scale;
+          const Wide size = (std::abs(centred) + std::abs(slope)) * std::abs(scale);
+          ASSERT_NEAR(static_cast<double>(dx[i] - want), 0,
+                      4 * this->kEpsilon * static_cast<double>(size))
+              << describe(s) << " element " << i;
+        }
+        for (const Isa isa : supported_isas()) {
+          auto in_place = dy;
+          batch_norm_table<TypeParam>(isa).backward_elementwise(
+              in_place.data(), x.data(), s, p.mean.data(), p.invstd.data(), weight,
+              p.mean_dy.data(), p.mean_dy_xmu.data(), in_place.data());
+          expect_same_bits(in_place, dx, describe(s) + std::string(name_of(isa)));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::kernels
