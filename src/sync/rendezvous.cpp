@@ -1,0 +1,375 @@
+#include "sync/rendezvous.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include <lockstep/error.hpp>
+
+#include "base/futex.hpp"
+
+// Protocol.
+//
+// Rounds are numbered from 1; round_ is the open one, and ends by replies for all or by one
+// Failure for all. Every participant counts its own calls (Seat::next_round), which says what a
+// call finds:
+//   next_round <  round_   late: its round failed without it. It takes that failure, and nobody
+//                          else notices.
+//   next_round == round_   expected. It leaves its message (arrives), next_round becomes round_+1.
+//   next_round >  round_   has arrived, and waits.
+// A round is answered only when all have arrived, so a late call can only have missed failures.
+//
+// The open round:
+//
+//   gathering --last arrival--> complete --answer--> (round_ + 1, gathering)
+//       |                          |
+//       +------ any failure -------+--fail_round--> (round_ + 1, gathering)
+//
+// Who waits on whom: slaves wait for round_word_, which changes exactly when a round ends. The
+// master waits for master_word_, which changes when its round is complete or has ended; it runs
+// the callback without the lock, and then looks whether the round is still open (a slave whose
+// deadline passed may have failed it). Both words are read at arrival, under the lock, and change
+// only under it: no wake-up is lost, and one change is all that a call ever waits for.
+//
+// One set of places suffices for all rounds: a seat's outcome (reply, failure) is written before
+// round_word_ changes and only for a seat that has arrived, and it arrives again only after it took
+// it. So once the word has changed, the outcome is the participant's own and is taken without the
+// lock: a round costs each slave one short lock, on arrival, and the wake-up is no stampede for
+// it. Wake-ups are sent after the lock is released, for the same reason.
+
+namespace lockstep::detail {
+namespace {
+
+// A participant that is later than this many failed rounds gets the oldest failure kept.
+constexpr std::size_t kFailuresKept = 64;
+
+constexpr const char* kMasterIsWaiting =
+    "a run_master is under way; register slaves before it starts or after it returned";
+
+const char* operation_of(const Seat& seat) {
+  return seat.id == kMasterId ? "run_master" : "run_slave";
+}
+
+ErrorContext context(const Seat& seat, const char* operation, std::uint64_t round,
+                     std::source_location where) {
+  return {.operation = operation,
+          .group = "replicas",
+          .rank = seat.id,
+          .sequence = round,
+          .where = where};
+}
+
+[[noreturn]] void raise(const Failure& failure, ErrorContext context) {
+  switch (failure.kind) {
+    case Failure::Kind::usage: throw UsageError(std::move(context), failure.text);
+    case Failure::Kind::timeout: throw TimeoutError(std::move(context), failure.text);
+    case Failure::Kind::lost: throw PeerLost(std::move(context), failure.text);
+    case Failure::Kind::failed: throw PeerFailed(std::move(context), failure.text);
+  }
+  std::terminate();
+}
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& exception) {
+    return exception.what();
+  } catch (...) {
+    return "an exception that is no std::exception";
+  }
+}
+
+std::string name_of(int id) {
+  return id == kMasterId ? std::string("the master") : fmt::format("slave {}", id);
+}
+
+// Puts the replies into the order of `ids` (rising); what is wrong with them otherwise.
+std::optional<std::string> sort_replies(std::vector<NumberedParcel>& replies,
+                                        const std::vector<int>& ids) {
+  std::ranges::stable_sort(replies, {}, &NumberedParcel::id);
+  std::vector<int> got;
+  for (const NumberedParcel& reply : replies) got.push_back(reply.id);
+  if (got == ids) return std::nullopt;
+  std::vector<int> doubled;
+  for (std::size_t i = 1; i < got.size(); ++i) {
+    if (got[i] == got[i - 1]) doubled.push_back(got[i]);
+  }
+  doubled.erase(std::unique(doubled.begin(), doubled.end()), doubled.end());
+  got.erase(std::unique(got.begin(), got.end()), got.end());
+  std::vector<int> missing;
+  std::vector<int> unknown;
+  std::ranges::set_difference(ids, got, std::back_inserter(missing));
+  std::ranges::set_difference(got, ids, std::back_inserter(unknown));
+  std::string text = "the master's callback returned wrong ids:";
+  const auto add = [&](const char* what, const std::vector<int>& wrong) {
+    if (!wrong.empty()) text += fmt::format(" {} {};", what, fmt::join(wrong, ", "));
+  };
+  add("no reply for", missing);
+  add("several replies for", doubled);
+  add("unknown", unknown);
+  return text + fmt::format(" return one reply for each of {}", fmt::join(ids, ", "));
+}
+
+// Once the round has ended: the outcome is the caller's own, without the lock.
+Parcel take_outcome(Seat& seat, std::uint64_t round, std::source_location where) {
+  seat.message.reset();
+  const auto failure = std::exchange(seat.failure, nullptr);
+  if (failure) raise(*failure, context(seat, operation_of(seat), round, where));
+  return std::exchange(seat.reply, nullptr);
+}
+
+}  // namespace
+
+/// A call that was let in, with what its words held then.
+struct Rendezvous::Ticket {
+  std::uint64_t round;
+  std::uint32_t master_word;
+  std::size_t n_threads;
+};
+
+/// Keeps a second thread out of the same end.
+class Rendezvous::InCall {
+ public:
+  InCall(Seat& seat, std::source_location where) : seat_(seat) {
+    if (seat.in_call.exchange(true, std::memory_order_acquire)) {
+      throw UsageError(
+          context(seat, operation_of(seat), 0, where),
+          fmt::format("another thread is in {} of the same {}, which takes one call at a time",
+                      operation_of(seat), seat.id == kMasterId ? "SyncMaster" : "SlavePipe"));
+    }
+  }
+  InCall(const InCall&) = delete;
+  InCall& operator=(const InCall&) = delete;
+  ~InCall() { seat_.in_call.store(false, std::memory_order_release); }
+
+ private:
+  Seat& seat_;
+};
+
+std::shared_ptr<Seat> Rendezvous::add(int id, std::source_location where) {
+  auto seat = std::make_shared<Seat>(id);
+  const auto refuse = [&](const std::string& text) {
+    throw UsageError(context(*seat, "register_slave", /*round=*/0, where), text);
+  };
+  if (id == kMasterId) refuse("got id 0, which is the master's; slaves have ids above 0");
+  if (id < 0) refuse(fmt::format("got id {}; slaves have ids above 0", id));
+  const Lock lock(mutex_);
+  if (has_arrived(master_)) refuse(kMasterIsWaiting);
+  const auto place =
+      std::ranges::find_if(slaves_, [&](const auto& other) { return other->id >= id; });
+  if (place != slaves_.end() && (*place)->id == id) {
+    refuse(
+        fmt::format("id {} is registered already; give each slave an id of its own, or call "
+                    "clear_slaves first to register all anew",
+                    id));
+  }
+  slaves_.insert(place, seat);
+  return seat;
+}
+
+Parcel Rendezvous::run_slave(Seat& seat, Parcel message, Deadline deadline,
+                             std::source_location where) {
+  const InCall in_call(seat, where);
+  const auto limit = deadline.or_else(timeout_);
+  const Expiry expiry(limit);
+  const Ticket ticket = arrive(seat, std::move(message), where);
+  if (!wait_for_change(round_word_, static_cast<std::uint32_t>(ticket.round), expiry,
+                       ticket.n_threads)) {
+    time_out(seat, ticket.round, limit);
+  }
+  return take_outcome(seat, ticket.round, where);
+}
+
+Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callback,
+                              Deadline deadline, std::source_location where) {
+  const InCall in_call(master_, where);
+  const auto limit = deadline.or_else(timeout_);
+  const Expiry expiry(limit);
+  const Ticket ticket = arrive(master_, std::move(message), where);
+  if (!wait_for_change(master_word_, ticket.master_word, expiry, ticket.n_threads)) {
+    time_out(master_, ticket.round, limit);
+  }
+  try {
+    std::vector<NumberedParcel> messages = collect(ticket.round);
+    if (!messages.empty()) {
+      std::vector<int> ids;
+      for (const NumberedParcel& parcel : messages) ids.push_back(parcel.id);
+      std::vector<NumberedParcel> replies = callback(std::move(messages));
+      if (auto wrong = sort_replies(replies, ids)) {
+        fail_if_open(ticket.round, {Failure::Kind::usage, *std::move(wrong)});
+      } else {
+        answer(ticket.round, std::move(replies));
+      }
+    }
+  } catch (...) {
+    fail_if_open(ticket.round, {Failure::Kind::failed, "the master's callback threw: " +
+                                                           text_of(std::current_exception())});
+    throw;
+  }
+  return take_outcome(master_, ticket.round, where);
+}
+
+void Rendezvous::fail(Seat& seat, const std::exception_ptr& error, std::source_location where) {
+  const InCall in_call(seat, where);
+  Failure failure{Failure::Kind::failed,
+                  fmt::format("{} failed: {}", name_of(seat.id), text_of(error))};
+  Lock lock(mutex_);
+  const bool is_open = seat.next_round++ == round_;
+  if (is_open) fail_round(std::move(lock), std::move(failure));
+}
+
+void Rendezvous::leave(Seat& seat, bool by_exception) noexcept {
+  Lock lock(mutex_);
+  std::erase_if(slaves_, [&](const auto& other) { return other.get() == &seat; });
+  if (!departure_) departure_ = {Failure::Kind::lost, ""};
+  if (by_exception) departure_->kind = Failure::Kind::failed;
+  departure_->text +=
+      fmt::format("slave {} left: its SlavePipe was dropped {}; ", seat.id,
+                  by_exception ? "while an exception unwound its thread" : "in place of a call");
+  if (n_arrived_ > 0) fail_for_departure(std::move(lock));
+}
+
+bool Rendezvous::close(Failure failure) {
+  Lock lock(mutex_);
+  if (has_arrived(master_)) return false;
+  closed_ = failure;
+  if (n_arrived_ > 0) fail_round(std::move(lock), std::move(failure));
+  return true;
+}
+
+int Rendezvous::n_slaves() const {
+  const Lock lock(mutex_);
+  return static_cast<int>(slaves_.size());
+}
+
+bool Rendezvous::is_used() const {
+  const Lock lock(mutex_);
+  return round_ > 1 || has_arrived(master_) || (departure_ && slaves_.empty());
+}
+
+Rendezvous::Ticket Rendezvous::arrive(Seat& seat, Parcel message, std::source_location where) {
+  Lock lock(mutex_);
+  if (seat.next_round < round_) {
+    const std::uint64_t missed = seat.next_round++;
+    const Failure failure = failure_of(missed);
+    lock.unlock();
+    raise(failure, context(seat, operation_of(seat), missed, where));
+  }
+  if (closed_) {
+    const Failure failure = *closed_;
+    lock.unlock();
+    raise(failure, context(seat, operation_of(seat), seat.next_round, where));
+  }
+  const Ticket ticket{.round = round_,
+                      .master_word = master_word_.load(std::memory_order_relaxed),
+                      .n_threads = slaves_.size() + 1};
+  seat.message = std::move(message);
+  seat.failure.reset();  // where fail() left one
+  seat.next_round = round_ + 1;
+  ++n_arrived_;
+  if (departure_) {
+    fail_for_departure(std::move(lock));
+  } else if (is_complete()) {
+    // Relaxed: the master takes the lock before it looks at a message.
+    master_word_.fetch_add(1, std::memory_order_relaxed);
+    lock.unlock();
+    if (seat.id != kMasterId) base::futex_wake_all(master_word_, base::FutexScope::thread);
+  }
+  return ticket;
+}
+
+void Rendezvous::time_out(const Seat& seat, std::uint64_t round, std::chrono::milliseconds limit) {
+  Lock lock(mutex_);
+  if (round_ != round) return;
+  if (is_complete()) {
+    if (seat.id == kMasterId) return;
+    fail_round(std::move(lock),
+               {Failure::Kind::timeout,
+                fmt::format("all have come, but the master's callback did not return within {} ms "
+                            "of {}'s call; make it faster or give a longer deadline",
+                            limit.count(), name_of(seat.id))});
+    return;
+  }
+  std::string text = fmt::format(
+      "missing within {} ms of {}'s call: {}; every participant must call equally often: register "
+      "the slaves anew where there are fewer, or give a longer deadline",
+      limit.count(), name_of(seat.id), missing());
+  fail_round(std::move(lock), {Failure::Kind::timeout, std::move(text)});
+}
+
+std::vector<NumberedParcel> Rendezvous::collect(std::uint64_t round) {
+  std::vector<NumberedParcel> messages;
+  const Lock lock(mutex_);
+  if (round_ != round) return messages;
+  messages.reserve(slaves_.size() + 1);
+  messages.push_back({kMasterId, std::move(master_.message)});
+  for (const auto& slave : slaves_) messages.push_back({slave->id, std::move(slave->message)});
+  return messages;
+}
+
+void Rendezvous::answer(std::uint64_t round, std::vector<NumberedParcel> replies) {
+  Lock lock(mutex_);
+  if (round_ != round) return;
+  // Still the seats of collect(): nobody registers, and nobody who has arrived can leave.
+  master_.reply = std::move(replies[0].value);
+  for (std::size_t i = 0; i < slaves_.size(); ++i)
+    slaves_[i]->reply = std::move(replies[i + 1].value);
+  end_round(std::move(lock));
+}
+
+void Rendezvous::fail_if_open(std::uint64_t round, Failure failure) {
+  Lock lock(mutex_);
+  if (round_ == round) fail_round(std::move(lock), std::move(failure));
+}
+
+void Rendezvous::fail_for_departure(Lock lock) {
+  Failure failure = *std::exchange(departure_, std::nullopt);
+  failure.text += "the rounds after this one go on without it";
+  fail_round(std::move(lock), std::move(failure));
+}
+
+void Rendezvous::fail_round(Lock lock, Failure failure) {
+  const auto shared = std::make_shared<const Failure>(std::move(failure));
+  failed_rounds_.push_back({round_, shared});
+  if (failed_rounds_.size() > kFailuresKept) failed_rounds_.pop_front();
+  if (has_arrived(master_)) master_.failure = shared;
+  for (const auto& slave : slaves_) {
+    if (has_arrived(*slave)) slave->failure = shared;
+  }
+  master_word_.fetch_add(1, std::memory_order_release);
+  end_round(std::move(lock));
+  base::futex_wake_all(master_word_, base::FutexScope::thread);
+}
+
+void Rendezvous::end_round(Lock lock) {
+  ++round_;
+  n_arrived_ = 0;
+  // Release: whoever sees the change takes its outcome without the lock.
+  round_word_.store(static_cast<std::uint32_t>(round_), std::memory_order_release);
+  lock.unlock();
+  base::futex_wake_all(round_word_, base::FutexScope::thread);
+}
+
+std::string Rendezvous::missing() const {
+  std::vector<std::string> names;
+  const auto look_at = [&](const Seat& seat) {
+    if (has_arrived(seat)) return;
+    const std::uint64_t last = seat.next_round - 1;
+    names.push_back(name_of(seat.id) + (last == 0 ? std::string(" (has not called yet)")
+                                                  : fmt::format(" (its last call was #{})", last)));
+  };
+  look_at(master_);
+  for (const auto& slave : slaves_) look_at(*slave);
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+Failure Rendezvous::failure_of(std::uint64_t round) const {
+  const auto found = std::ranges::find(failed_rounds_, round, &FailedRound::round);
+  Failure failure = *(found == failed_rounds_.end() ? failed_rounds_.front() : *found).failure;
+  failure.text = "late, this round has ended: " + failure.text;
+  return failure;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <source_location>
+#include <string>
+#include <vector>
+
+#include <lockstep/sync.hpp>
+#include <lockstep/types.hpp>
+
+#include "sync/wait.hpp"
+
+namespace lockstep::detail {
+
+inline constexpr int kMasterId = 0;
+
+/// What ended a round without replies: each participant throws it as an error of its own.
+struct Failure {
+  enum class Kind : std::uint8_t { usage, timeout, lost, failed };
+  Kind kind;
+  std::string text;
+};
+
+/// One participant's place. The Rendezvous's lock guards it, except where the protocol in
+/// rendezvous.cpp says that it is the participant's own.
+struct Seat {
+  explicit Seat(int seat_id) : id(seat_id) {}
+
+  const int id;
+  std::atomic<bool> in_call = false;
+  std::uint64_t next_round = 1;  // the round that its next call belongs to
+  Parcel message;
+  Parcel reply;
+  std::shared_ptr<const Failure> failure;
+};
+
+/// The rounds of one registration: a master and the slaves registered with it.
+class Rendezvous {
+ public:
+  explicit Rendezvous(std::chrono::milliseconds timeout) : timeout_(timeout) {}
+
+  /// Throws UsageError for an id that is below 1 or taken, and during run_master.
+  std::shared_ptr<Seat> add(int id, std::source_location where);
+  Parcel run_slave(Seat& seat, Parcel message, Deadline deadline, std::source_location where);
+  Parcel run_master(Parcel message, const MasterEnd::Callback& callback, Deadline deadline,
+                    std::source_location where);
+  /// Ends the seat's next round, where that is still open, in place of a call.
+  void fail(Seat& seat, const std::exception_ptr& error, std::source_location where);
+  Seat& master() noexcept { return master_; }
+  void leave(Seat& seat, bool by_exception) noexcept;
+  /// Ends the open round, and all calls to come, with this failure. False, and nothing done, while
+  /// run_master is under way.
+  bool close(Failure failure);
+
+  int n_slaves() const;
+  /// A round has begun, or every slave registered has left: the next registration starts anew.
+  bool is_used() const;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  class InCall;
+  struct Ticket;
+
+  Ticket arrive(Seat& seat, Parcel message, std::source_location where);
+  void time_out(const Seat& seat, std::uint64_t round, std::chrono::milliseconds limit);
+  // All messages, the master's first; empty where the round has ended.
+  std::vector<NumberedParcel> collect(std::uint64_t round);
+  void answer(std::uint64_t round, std::vector<NumberedParcel> replies);
+  void fail_if_open(std::uint64_t round, Failure failure);
+
+  // These take the lock over, and release it before they wake anyone.
+  void fail_round(Lock lock, Failure failure);
+  void fail_for_departure(Lock lock);
+  void end_round(Lock lock);
+
+  // The lock is held.
+  bool has_arrived(const Seat& seat) const { return seat.next_round > round_; }
+  bool is_complete() const { return n_arrived_ == slaves_.size() + 1; }
+  std::string missing() const;
+  Failure failure_of(std::uint64_t round) const;
+
+  struct FailedRound {
+    std::uint64_t round;
+    std::shared_ptr<const Failure> failure;
+  };
+
+  const std::chrono::milliseconds timeout_;
+
+  mutable std::mutex mutex_;                   // guards all down to master_
+  std::uint64_t round_ = 1;                    // the open one
+  std::size_t n_arrived_ = 0;                  // in the open round
+  std::vector<std::shared_ptr<Seat>> slaves_;  // by rising id
+  std::optional<Failure> departure_;           // of slaves that left while no round had begun
+  std::optional<Failure> closed_;
+  std::deque<FailedRound> failed_rounds_;  // the latest, for those who come late
+  Seat master_{kMasterId};
+
+  // In lines of their own: threads that wait look at them while others take the lock.
+  alignas(64) std::atomic<std::uint32_t> round_word_{1};   // low bits of round_
+  alignas(64) std::atomic<std::uint32_t> master_word_{0};  // changes when the master must look
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,100 @@
+#include <exception>
+#include <utility>
+
+#include <lockstep/error.hpp>
+#include <lockstep/sync.hpp>
+
+#include "sync/rendezvous.hpp"
+
+namespace lockstep::detail {
+namespace {
+
+[[noreturn]] void refuse(const char* operation, int id, std::source_location where,
+                         const char* text) {
+  throw UsageError({.operation = operation, .group = {}, .rank = id, .sequence = 0, .where = where},
+                   text);
+}
+
+}  // namespace
+
+SlaveEnd::SlaveEnd(std::shared_ptr<Rendezvous> rendezvous, std::shared_ptr<Seat> seat) noexcept
+    : rendezvous_(std::move(rendezvous)), seat_(std::move(seat)) {}
+
+SlaveEnd& SlaveEnd::operator=(SlaveEnd&& other) noexcept {
+  SlaveEnd old(std::move(*this));  // leaves at the end
+  rendezvous_ = std::move(other.rendezvous_);
+  seat_ = std::move(other.seat_);
+  return *this;
+}
+
+SlaveEnd::~SlaveEnd() {
+  if (seat_) rendezvous_->leave(*seat_, /*by_exception=*/std::uncaught_exceptions() > 0);
+}
+
+int SlaveEnd::id() const noexcept { return seat_ ? seat_->id : -1; }
+
+Parcel SlaveEnd::run(Parcel message, Deadline deadline, std::source_location where) {
+  if (!seat_) refuse("run_slave", -1, where, "this SlavePipe is empty; use one of register_slave");
+  return rendezvous_->run_slave(*seat_, std::move(message), deadline, where);
+}
+
+void SlaveEnd::fail(const std::exception_ptr& error, std::source_location where) {
+  if (!seat_) refuse("SlavePipe::fail", -1, where, "this SlavePipe is empty");
+  rendezvous_->fail(*seat_, error, where);
+}
+
+MasterEnd::MasterEnd(Callback callback, std::chrono::milliseconds timeout,
+                     std::source_location where)
+    : callback_(std::move(callback)),
+      timeout_(timeout),
+      rendezvous_(std::make_shared<Rendezvous>(timeout)) {
+  if (!callback_) refuse("SyncMaster", kMasterId, where, "the callback is empty; give a function");
+}
+
+MasterEnd::~MasterEnd() {
+  const bool by_exception = std::uncaught_exceptions() > 0;
+  current()->close({by_exception ? Failure::Kind::failed : Failure::Kind::lost,
+                    by_exception ? "the master left: its SyncMaster was destroyed while an "
+                                   "exception unwound its thread"
+                                 : "the master left: its SyncMaster was destroyed"});
+}
+
+SlaveEnd MasterEnd::register_slave(int id, std::source_location where) {
+  const std::scoped_lock lock(mutex_);
+  if (rendezvous_->is_used()) start_anew("register_slave", where);
+  return SlaveEnd(rendezvous_, rendezvous_->add(id, where));
+}
+
+void MasterEnd::clear_slaves(std::source_location where) {
+  const std::scoped_lock lock(mutex_);
+  start_anew("clear_slaves", where);
+}
+
+Parcel MasterEnd::run(Parcel message, Deadline deadline, std::source_location where) {
+  return current()->run_master(std::move(message), callback_, deadline, where);
+}
+
+void MasterEnd::fail(const std::exception_ptr& error, std::source_location where) {
+  const auto rendezvous = current();
+  rendezvous->fail(rendezvous->master(), error, where);
+}
+
+int MasterEnd::nr_slaves() const { return current()->n_slaves(); }
+
+std::shared_ptr<Rendezvous> MasterEnd::current() const {
+  const std::scoped_lock lock(mutex_);
+  return rendezvous_;
+}
+
+void MasterEnd::start_anew(const char* operation, std::source_location where) {
+  auto next = std::make_shared<Rendezvous>(timeout_);
+  if (!rendezvous_->close({Failure::Kind::lost,
+                           "the master has begun a new registration since this pipe was made; use "
+                           "the pipe of the latest register_slave"})) {
+    refuse(operation, kMasterId, where,
+           "a run_master is under way; register slaves before it starts or after it returned");
+  }
+  rendezvous_ = std::move(next);
+}
+
+}  // namespace lockstep::detail
