@@ -1,0 +1,74 @@
+#include "base/futex.hpp"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <new>
+#include <thread>
+#include <vector>
+
+namespace lockstep::base {
+namespace {
+
+using namespace std::chrono_literals;
+
+// Sleeps until the word is no longer `expected`; false when the watchdog of a minute bit.
+bool wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
+                     FutexScope scope) {
+  while (word.load(std::memory_order_acquire) == expected) {
+    if (!futex_wait(word, expected, 60s, scope)) return false;
+  }
+  return true;
+}
+
+TEST(FutexTest, timeout_returns_false_and_not_early) {
+  const std::atomic<std::uint32_t> word{7};
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_FALSE(futex_wait(word, 7, 20ms, FutexScope::thread));
+  EXPECT_GE(std::chrono::steady_clock::now() - start, 20ms);
+  EXPECT_FALSE(futex_wait(word, 7, 0ns, FutexScope::thread));
+  EXPECT_FALSE(futex_wait(word, 7, -1s, FutexScope::process));
+}
+
+TEST(FutexTest, changed_word_returns_at_once) {
+  const std::atomic<std::uint32_t> word{8};
+  EXPECT_TRUE(futex_wait(word, 7, 60s, FutexScope::thread));
+  EXPECT_TRUE(futex_wait(word, 7, 60s, FutexScope::process));
+}
+
+TEST(FutexTest, wake_reaches_every_thread) {
+  std::atomic<std::uint32_t> word{0};
+  std::atomic<int> n_woken{0};
+  {
+    std::vector<std::jthread> sleepers;
+    for (int i = 0; i < 4; ++i) {
+      sleepers.emplace_back(
+          [&] { n_woken += wait_for_change(word, 0, FutexScope::thread) ? 1 : 0; });
+    }
+    std::this_thread::sleep_for(20ms);
+    word.store(1, std::memory_order_release);
+    futex_wake_all(word, FutexScope::thread);
+  }
+  EXPECT_EQ(n_woken, 4);
+}
+
+TEST(FutexTest, wake_reaches_another_process) {
+  void* page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(page, MAP_FAILED);
+  auto* word = new (page) std::atomic<std::uint32_t>{0};
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) _exit(wait_for_change(*word, 0, FutexScope::process) ? 0 : 1);
+  std::this_thread::sleep_for(20ms);
+  word->store(1, std::memory_order_release);
+  futex_wake_all(*word, FutexScope::process);
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  munmap(page, 4096);
+}
+
+}  // namespace
+}  // namespace lockstep::base
