@@ -2,8 +2,8 @@
 // namespace. As in reduce_body.hpp: internal linkage, no call of an inline function from elsewhere.
 //
 // Two walks over x[outer][channels][inner]:
-// - runs, for inner >= kLanes: one channel after the other, along its runs of `inner` values.
-//   Sums are kept in kLanes lanes however wide the registers are.
+// - runs, for inner >= kLanes: along the runs of `inner` values of a few adjoining channels, sums
+//   kept in kLanes lanes however wide the registers are.
 // - rows, for shorter inner: positions of a row side by side, each with its own sums. Where a row
 //   is short, k rows are taken as one; several positions then belong to one channel.
 // Both give the same bits on every instruction set.
@@ -17,6 +17,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "kernels/batch_norm_isa.hpp"
 
 #if defined(__clang__)
@@ -27,6 +31,8 @@
 #define LOCKSTEP_UNROLL _Pragma("GCC unroll 16")
 #endif
 
+#define LOCKSTEP_INLINE [[gnu::always_inline]] static inline
+
 namespace lockstep::kernels::LOCKSTEP_ISA {
 namespace {
 
@@ -34,6 +40,7 @@ using Index = std::size_t;
 
 constexpr Index kLanes = 16;
 constexpr Index kRunBlock = 4096;  // values between two merges
+constexpr Index kRunTile = 64;     // channels side by side, at most: their lanes stay in L1
 constexpr Index kRowBlock = 128;   // rows between two merges
 constexpr Index kRowStart = 8;     // rows of the first guess of the mean
 constexpr Index kWidth = 512;      // positions side by side: their sums stay in L1
@@ -72,137 +79,187 @@ constexpr Index kRegisters = kLanes / kDoubles;
 
 typedef double Doubles __attribute__((vector_size(kDoubles * sizeof(double))));
 
-template <class T>
-struct Narrow;
-template <>
-struct Narrow<float> {
-  typedef float Values __attribute__((vector_size(kDoubles * sizeof(float))));
-};
-template <>
-struct Narrow<double> {
-  typedef Doubles Values;
-};
-
-double sum_of_lanes(const Doubles* registers) {
-  double lane[kLanes];
-  __builtin_memcpy(lane, registers, sizeof(lane));
-  for (Index half = kLanes / 2; half > 0; half /= 2) {
-    for (Index i = 0; i < half; ++i) lane[i] += lane[i + half];
-  }
-  return lane[0];
-}
-
 struct TwoSums {
   double first = 0;
   double second = 0;
 };
 
-/// sum d and sum d^2 of n_runs runs of `length` values, d = x - pivot.
-template <class T>
-TwoSums sums_of_powers(const T* x, Index n_runs, Index stride, Index length, double pivot) {
-  Doubles first[kRegisters] = {};
-  Doubles second[kRegisters] = {};
-  TwoSums rest;
-  for (Index run = 0; run < n_runs; ++run, x += stride) {
-    Index i = 0;
-    for (; i + kLanes <= length; i += kLanes) {
-      LOCKSTEP_UNROLL
-      for (Index r = 0; r < kRegisters; ++r) {
-        typename Narrow<T>::Values values;
-        __builtin_memcpy(&values, x + i + r * kDoubles, sizeof(values));
-        const Doubles d = __builtin_convertvector(values, Doubles) - pivot;
-        first[r] += d;
-        second[r] += d * d;
-      }
+/// Two sums of a channel, in lanes.
+struct Lanes {
+  Doubles first[kRegisters];
+  Doubles second[kRegisters];
+
+  TwoSums total() const { return {total_of(first), total_of(second)}; }
+
+ private:
+  static double total_of(const Doubles* registers) {
+    double lane[kLanes];
+    __builtin_memcpy(lane, registers, sizeof(lane));
+    for (Index half = kLanes / 2; half > 0; half /= 2) {
+      for (Index i = 0; i < half; ++i) lane[i] += lane[i + half];
     }
-    for (; i < length; ++i) {
-      const double d = static_cast<double>(x[i]) - pivot;
-      rest.first += d;
-      rest.second += d * d;
-    }
+    return lane[0];
   }
-  return {sum_of_lanes(first) + rest.first, sum_of_lanes(second) + rest.second};
+};
+
+LOCKSTEP_INLINE Doubles load(const double* x) {
+  Doubles values;
+  __builtin_memcpy(&values, x, sizeof(values));
+  return values;
 }
 
-/// sum dy and sum dy * (x - mean) of n_runs runs of `length` values.
-template <class T>
-TwoSums sums_of_products(const T* dy, const T* x, Index n_runs, Index stride, Index length,
-                         double mean) {
-  Doubles first[kRegisters] = {};
-  Doubles second[kRegisters] = {};
-  TwoSums rest;
-  for (Index run = 0; run < n_runs; ++run, x += stride, dy += stride) {
-    Index i = 0;
-    for (; i + kLanes <= length; i += kLanes) {
-      LOCKSTEP_UNROLL
-      for (Index r = 0; r < kRegisters; ++r) {
-        typename Narrow<T>::Values values;
-        __builtin_memcpy(&values, x + i + r * kDoubles, sizeof(values));
-        const Doubles d = __builtin_convertvector(values, Doubles) - mean;
-        __builtin_memcpy(&values, dy + i + r * kDoubles, sizeof(values));
-        const Doubles g = __builtin_convertvector(values, Doubles);
-        first[r] += g;
-        second[r] += g * d;
-      }
-    }
-    for (; i < length; ++i) {
-      const auto g = static_cast<double>(dy[i]);
-      rest.first += g;
-      rest.second += g * (static_cast<double>(x[i]) - mean);
-    }
-  }
-  return {sum_of_lanes(first) + rest.first, sum_of_lanes(second) + rest.second};
+LOCKSTEP_INLINE Doubles load(const float* x) {
+  typedef float Floats __attribute__((vector_size(kDoubles * sizeof(float))));
+  Floats values;
+  __builtin_memcpy(&values, x, sizeof(values));
+// By name, for the reasons in reduce_body.hpp.
+#if defined(__AVX512F__)
+  return (Doubles)_mm512_maskz_cvtps_pd(0xff, (__m256)values);
+#elif defined(__AVX2__)
+  return (Doubles)_mm256_cvtps_pd((__m128)values);
+#else
+  return __builtin_convertvector(values, Doubles);
+#endif
 }
 
-/// Calls visit(offset of the first value, n_runs, length) for each block of a channel's runs:
-/// whole runs where they are short, pieces of one where it is long.
+/// The last, fewer than kLanes values of a run, and `filler` after them.
+template <class T>
+LOCKSTEP_INLINE void fill_lanes(const T* x, Index length, double filler, double* lane) {
+  for (Index i = 0; i < kLanes; ++i) lane[i] = filler;
+  for (Index i = 0; i < length; ++i) lane[i] = static_cast<double>(x[i]);
+}
+
+/// Adds d and d^2 of a run, d = x - pivot.
+template <class T>
+LOCKSTEP_INLINE void add_powers_of_run(const T* x, Index length, double pivot, Lanes& sums) {
+  Lanes s = sums;
+  const auto add = [&](const auto* values) {
+    LOCKSTEP_UNROLL
+    for (Index r = 0; r < kRegisters; ++r) {
+      const Doubles d = load(values + r * kDoubles) - pivot;
+      s.first[r] += d;
+      s.second[r] += d * d;
+    }
+  };
+  Index i = 0;
+  for (; i + kLanes <= length; i += kLanes) add(x + i);
+  if (i < length) {
+    double lane[kLanes];
+    fill_lanes(x + i, length - i, pivot, lane);
+    add(lane);
+  }
+  sums = s;
+}
+
+/// Adds dy and dy * (x - mean) of a run.
+template <class T>
+LOCKSTEP_INLINE void add_products_of_run(const T* dy, const T* x, Index length, double mean,
+                                         Lanes& sums) {
+  Lanes s = sums;
+  const auto add = [&](const auto* gradients, const auto* values) {
+    LOCKSTEP_UNROLL
+    for (Index r = 0; r < kRegisters; ++r) {
+      const Doubles g = load(gradients + r * kDoubles);
+      s.first[r] += g;
+      s.second[r] += g * (load(values + r * kDoubles) - mean);
+    }
+  };
+  Index i = 0;
+  for (; i + kLanes <= length; i += kLanes) add(dy + i, x + i);
+  if (i < length) {
+    double lane_dy[kLanes];
+    double lane_x[kLanes];
+    fill_lanes(dy + i, length - i, 0, lane_dy);
+    fill_lanes(x + i, length - i, mean, lane_x);
+    add(lane_dy, lane_x);
+  }
+  sums = s;
+}
+
+/// Calls add(c, at, length, lanes of c) for every run of a block, c counting from the tile's first
+/// channel, and then end_of(c, number of values, their sums), block by block. The channels of a
+/// tile adjoin in memory, and short runs alone would defeat the prefetcher.
+template <class Add, class EndOf>
+void for_each_run_of_tile(BatchNormShape shape, Index channel, Index n_channels, Add add,
+                          EndOf end_of) {
+  Lanes lanes[kRunTile];
+  const Index samples_per_block = max_of(1, kRunBlock / shape.inner);
+  for (Index sample = 0; sample < shape.outer; sample += samples_per_block) {
+    const Index n_samples = min_of(samples_per_block, shape.outer - sample);
+    for (Index begin = 0; begin < shape.inner; begin += kRunBlock) {
+      const Index length = min_of(kRunBlock, shape.inner - begin);
+      for (Index c = 0; c < n_channels; ++c) lanes[c] = Lanes{};
+      for (Index n = sample; n < sample + n_samples; ++n) {
+        for (Index c = 0; c < n_channels; ++c) {
+          const Index run = n * shape.channels + channel + c;
+          add(c, run * shape.inner + begin, length, lanes[c]);
+        }
+      }
+      for (Index c = 0; c < n_channels; ++c) {
+        end_of(c, static_cast<double>(n_samples * length), lanes[c].total());
+      }
+    }
+  }
+}
+
+/// Calls visit(first channel, number of channels) for tiles of about kRunBlock adjoining values.
 template <class Visit>
-void for_each_block(BatchNormShape shape, Index channel, Visit visit) {
-  const Index stride = shape.channels * shape.inner;
-  const Index runs_per_block = max_of(1, kRunBlock / shape.inner);
-  for (Index run = 0; run < shape.outer; run += runs_per_block) {
-    const Index n_runs = min_of(runs_per_block, shape.outer - run);
-    for (Index i = 0; i < shape.inner; i += kRunBlock) {
-      visit(run * stride + channel * shape.inner + i, n_runs, min_of(kRunBlock, shape.inner - i));
-    }
-  }
+void for_each_run_tile(BatchNormShape shape, Visit visit) {
+  const Index most = min_of(kRunTile, max_of(1, kRunBlock / shape.inner));
+  for (Index c = 0; c < shape.channels; c += most) visit(c, min_of(most, shape.channels - c));
 }
 
 template <class T>
 void stats_runs(const T* x, BatchNormShape shape, double* mean, double* m2) {
-  const Index stride = shape.channels * shape.inner;
-  for (Index c = 0; c < shape.channels; ++c) {
-    const double base = finite_or_zero(static_cast<double>(x[c * shape.inner]));
-    Moments moments;
-    const TwoSums start = sums_of_powers(x + c * shape.inner, 1, stride, kLanes, base);
-    moments.offset = start.first / static_cast<double>(kLanes);
-    for_each_block(shape, c, [&](Index at, Index n_runs, Index length) {
-      const double pivot = finite_or_zero(base + moments.offset);
-      const TwoSums sums = sums_of_powers(x + at, n_runs, stride, length, pivot);
-      const auto count = static_cast<double>(n_runs * length);
-      const double distance = sums.first / count;
-      moments.merge(count, (pivot - base) + distance,
-                    not_negative(sums.second - sums.first * distance));
-    });
-    mean[c] = base + moments.offset;
-    m2[c] = moments.m2;
-  }
+  for_each_run_tile(shape, [&](Index channel, Index n_channels) {
+    double base[kRunTile];
+    double pivot[kRunTile];
+    Moments moments[kRunTile];
+    for (Index c = 0; c < n_channels; ++c) {
+      const T* first = x + (channel + c) * shape.inner;
+      base[c] = finite_or_zero(static_cast<double>(*first));
+      Lanes start{};
+      add_powers_of_run(first, kLanes, base[c], start);
+      moments[c].offset = start.total().first / static_cast<double>(kLanes);
+      pivot[c] = finite_or_zero(base[c] + moments[c].offset);
+    }
+    for_each_run_of_tile(
+        shape, channel, n_channels,
+        [&](Index c, Index at, Index length, Lanes& lanes) {
+          add_powers_of_run(x + at, length, pivot[c], lanes);
+        },
+        [&](Index c, double count, TwoSums sums) {
+          const double distance = sums.first / count;
+          moments[c].merge(count, (pivot[c] - base[c]) + distance,
+                           not_negative(sums.second - sums.first * distance));
+          pivot[c] = finite_or_zero(base[c] + moments[c].offset);
+        });
+    for (Index c = 0; c < n_channels; ++c) {
+      mean[channel + c] = base[c] + moments[c].offset;
+      m2[channel + c] = moments[c].m2;
+    }
+  });
 }
 
 template <class T>
 void backward_reduce_runs(const T* dy, const T* x, BatchNormShape shape, const double* mean,
                           double* sum_dy, double* sum_dy_xmu) {
-  const Index stride = shape.channels * shape.inner;
-  for (Index c = 0; c < shape.channels; ++c) {
-    TwoSums total;
-    for_each_block(shape, c, [&](Index at, Index n_runs, Index length) {
-      const TwoSums sums = sums_of_products(dy + at, x + at, n_runs, stride, length, mean[c]);
-      total.first += sums.first;
-      total.second += sums.second;
-    });
-    sum_dy[c] = total.first;
-    sum_dy_xmu[c] = total.second;
-  }
+  for_each_run_tile(shape, [&](Index channel, Index n_channels) {
+    TwoSums total[kRunTile];
+    for_each_run_of_tile(
+        shape, channel, n_channels,
+        [&](Index c, Index at, Index length, Lanes& lanes) {
+          add_products_of_run(dy + at, x + at, length, mean[channel + c], lanes);
+        },
+        [&](Index c, double /*count*/, TwoSums sums) {
+          total[c].first += sums.first;
+          total[c].second += sums.second;
+        });
+    for (Index c = 0; c < n_channels; ++c) {
+      sum_dy[channel + c] = total[c].first;
+      sum_dy_xmu[channel + c] = total[c].second;
+    }
+  });
 }
 
 // --- rows ---------------------------------------------------------------------------------------
@@ -545,5 +602,6 @@ const BatchNormTable<double> kBatchNormDouble = {
 
 #undef LOCKSTEP_INDEPENDENT
 #undef LOCKSTEP_UNROLL
+#undef LOCKSTEP_INLINE
 
 }  // namespace lockstep::kernels::LOCKSTEP_ISA
