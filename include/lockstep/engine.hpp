@@ -8,6 +8,7 @@
 #include <span>
 #include <string_view>
 
+#include <lockstep/error.hpp>
 #include <lockstep/types.hpp>
 
 namespace lockstep {
@@ -40,12 +41,16 @@ struct Call {
   std::size_t count = 0;  ///< elements, see Engine::run
   const void* in = nullptr;
   void* out = nullptr;
-  std::span<const std::size_t>
-      counts;                  ///< all_gather, gather: elements per rank; empty: all `count`
+  /// all_gather, gather: elements per rank; empty: all `count`.
+  std::span<const std::size_t> counts{};
+  std::string_view group{};    ///< name of the group, for errors
   std::uint64_t sequence = 0;  ///< number of the call in its group, from 1
   std::chrono::milliseconds timeout{};
   std::source_location where;
 };
+
+/// For the errors of one call.
+ErrorContext context_of(const Call& call, int rank);
 
 /// Memory of one rank that its peers can reach (see Group::allocate).
 class SharedMemory {
@@ -84,6 +89,9 @@ class Engine {
   /// `call.count` zeroed bytes, on every rank; the engine moves them without copies where it
   /// can. Collective, of one size.
   virtual std::unique_ptr<SharedMemory> allocate(const Call& call) = 0;
+  /// This rank leaves the world: peers that wait for it get PeerLost or, where it leaves by an
+  /// exception, PeerFailed with its text. Called once, on the world's engine.
+  virtual void leave(std::string_view failure) noexcept = 0;
 };
 
 }  // namespace lockstep

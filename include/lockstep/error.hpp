@@ -9,11 +9,11 @@ namespace lockstep {
 
 /// Which call failed: every lockstep error carries one.
 struct ErrorContext {
-  std::string operation;       ///< "all_reduce", "init_dist", ...
-  std::string group;           ///< "world", "world/0", ...; empty outside a group
-  int rank = -1;               ///< this rank in that group; -1 outside a group
-  std::uint64_t sequence = 0;  ///< number of the call in that group, from 1
-  std::source_location where;  ///< the caller's line
+  std::string operation{};       ///< "all_reduce", "init_dist", ...
+  std::string group{};           ///< "world", "world/0", ...; empty outside a group
+  int rank = -1;                 ///< this rank in that group; -1 outside a group
+  std::uint64_t sequence = 0;    ///< number of the call in that group, from 1
+  std::source_location where{};  ///< the caller's line
 };
 
 /// Base of all errors. what() names the operation, the rank, the call and the source line, then

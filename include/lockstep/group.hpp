@@ -79,8 +79,8 @@ class Group {
   /// Limit of one operation where the call gives none.
   std::chrono::milliseconds timeout() const noexcept;
 
-  /// New groups of the ranks that gave the same color (0 or more), ordered by key; ranks of equal
-  /// or negative key keep their order. Collective.
+  /// New groups of the ranks that gave the same color (0 or more), ordered by key, then by rank.
+  /// Collective.
   Group split(int color, int key = -1, Where where = Where::current()) const;
   /// The same ranks over a channel of their own, so that two threads can communicate at once.
   Group duplicate(Where where = Where::current()) const;

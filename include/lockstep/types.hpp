@@ -120,7 +120,8 @@ class Deadline {
   /// At most `limit` from the start of the operation; zero means "do not wait at all".
   constexpr Deadline(std::chrono::milliseconds limit)
       : limit_(limit) {}  // NOLINT: a duration is one
-  static constexpr Deadline never() { return Deadline(std::chrono::milliseconds::max()); }
+  /// A hundred years.
+  static constexpr Deadline never() { return Deadline(std::chrono::hours(876'000)); }
 
   constexpr std::chrono::milliseconds or_else(std::chrono::milliseconds fallback) const {
     return limit_.value_or(fallback);

@@ -1,6 +1,7 @@
 #include "base/futex.hpp"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -36,5 +37,7 @@ bool futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
 void futex_wake_all(std::atomic<std::uint32_t>& word, FutexScope scope) noexcept {
   futex(word, FUTEX_WAKE, scope, INT_MAX, nullptr);
 }
+
+void yield_cpu() noexcept { ::sched_yield(); }
 
 }  // namespace lockstep::base

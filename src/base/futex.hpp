@@ -25,4 +25,7 @@ inline void cpu_relax() noexcept {
 #endif
 }
 
+/// Lets another thread have this core.
+void yield_cpu() noexcept;
+
 }  // namespace lockstep::base

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <lockstep/engine.hpp>
 #include <lockstep/error.hpp>
 #include <utility>
 
@@ -33,5 +34,13 @@ SystemError::SystemError(ErrorContext context, int error_number, const std::stri
     : Error(std::move(context),
             fmt::format("{}: {} (errno {})", text, std::strerror(error_number), error_number)),
       error_number_(error_number) {}
+
+ErrorContext context_of(const Call& call, int rank) {
+  return {.operation = std::string(name_of(call.op)),
+          .group = std::string(call.group),
+          .rank = rank,
+          .sequence = call.sequence,
+          .where = call.where};
+}
 
 }  // namespace lockstep

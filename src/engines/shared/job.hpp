@@ -25,11 +25,11 @@ class Job {
   int fd() const noexcept;
   /// Value of LOCKSTEP_SEGMENT for the ranks.
   std::string environment() const;
-  /// Notes how a rank ended (a status as waitpid gives it) and wakes those who wait for it.
+  /// Notes how a rank ended (a status as waitpid gives it).
   void rank_ended(int rank, int wait_status) noexcept;
 
  private:
-  std::unique_ptr<Segment> segment_;
+  std::shared_ptr<Segment> segment_;
 };
 
 }  // namespace lockstep::shared

@@ -1,0 +1,71 @@
+#include "comm/group_state.hpp"
+
+#include <algorithm>
+#include <lockstep/error.hpp>
+#include <utility>
+
+namespace lockstep::comm {
+
+GroupState::GroupState(std::unique_ptr<Engine> engine, std::string name,
+                       std::chrono::milliseconds timeout)
+    : engine_(std::move(engine)),
+      name_(std::move(name)),
+      timeout_(timeout),
+      rank_(engine_->rank()),
+      size_(engine_->size()) {}
+
+void GroupState::prepare(Call& call, Deadline deadline) {
+  call.group = name_;
+  call.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+  // Longer limits overflow a clock's count of nanoseconds.
+  call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
+}
+
+void GroupState::enter(const Call& call) {
+  // A plain look and a plain store: free, and enough to catch the mistake sooner or later.
+  if (is_busy_.load(std::memory_order_relaxed)) {
+    throw UsageError(context_of(call, rank_),
+                     "another thread is inside a call on this group; one call at a time: give each "
+                     "thread its own group (Group::duplicate)");
+  }
+  if (has_worker_.load(std::memory_order_acquire) && !worker_->is_idle()) {
+    worker_->wait_until_idle();
+  }
+  if (is_dead_.load(std::memory_order_acquire)) throw_death();
+  is_busy_.store(true, std::memory_order_relaxed);
+}
+
+std::shared_ptr<WorkState> GroupState::post(const Call& call) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!worker_) {
+      worker_ = std::make_unique<Worker>();
+      has_worker_.store(true, std::memory_order_release);
+    }
+  }
+  return worker_->post([this, call] {
+    if (is_dead_.load(std::memory_order_acquire)) throw_death();
+    try {
+      engine_->run(call);
+    } catch (const UsageError&) {
+      throw;
+    } catch (...) {
+      die();
+      throw;
+    }
+  });
+}
+
+void GroupState::die() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (death_) return;
+  death_ = std::current_exception();
+  is_dead_.store(true, std::memory_order_release);
+}
+
+void GroupState::throw_death() {
+  const std::lock_guard lock(mutex_);
+  std::rethrow_exception(death_);
+}
+
+}  // namespace lockstep::comm

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "comm/worker.hpp"
+
+namespace lockstep::comm {
+
+/// What the handles of one group share: its engine, and the path of every call to it.
+class GroupState {
+ public:
+  GroupState(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout);
+
+  Engine& engine() const noexcept { return *engine_; }
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+  const std::string& name() const noexcept { return name_; }
+  std::chrono::milliseconds timeout() const noexcept { return timeout_; }
+
+  /// Gives the call its name, number and limit.
+  void prepare(Call& call, Deadline deadline);
+  /// Runs one prepared call on the calling thread: `make` calls the engine. Any error but
+  /// UsageError makes the group dead.
+  template <class Make>
+  auto run(const Call& call, Make make);
+  /// The same on the worker thread.
+  std::shared_ptr<WorkState> post(const Call& call);
+
+  /// How many groups were split off: part of their names.
+  int count_child() noexcept { return ++n_children_; }
+
+ private:
+  void enter(const Call& call);
+  void die() noexcept;
+  [[noreturn]] void throw_death();
+
+  std::unique_ptr<Engine> engine_;
+  std::string name_;
+  std::chrono::milliseconds timeout_;
+  int rank_;
+  int size_;
+  std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<bool> is_busy_{false};
+  std::atomic<bool> is_dead_{false};
+  std::mutex mutex_;  // guards death_ and the making of worker_
+  std::exception_ptr death_;
+  int n_children_ = 0;
+  std::atomic<bool> has_worker_{false};
+  std::unique_ptr<Worker> worker_;  // last: its thread uses the rest
+};
+
+template <class Make>
+auto GroupState::run(const Call& call, Make make) {
+  enter(call);
+  struct Leave {
+    std::atomic<bool>& is_busy;
+    ~Leave() { is_busy.store(false, std::memory_order_release); }
+  } const leave{is_busy_};
+  try {
+    return make(*engine_);
+  } catch (const UsageError&) {
+    throw;
+  } catch (...) {
+    die();
+    throw;
+  }
+}
+
+}  // namespace lockstep::comm

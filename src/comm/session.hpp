@@ -1,0 +1,47 @@
+#pragma once
+
+#include <lockstep/group.hpp>
+#include <lockstep/launch.hpp>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace lockstep::comm {
+
+/// Who this rank is, as its launcher says.
+struct World {
+  Launcher launcher = Launcher::none;
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  int local_size = 1;
+  std::optional<std::string> segment;  ///< LOCKSTEP_SEGMENT
+};
+
+/// A thread's membership in a world, from init_dist or run_ranks to its end. Leaving happens in
+/// the destructor, so a thread or program that ends leaves too.
+class Session {
+ public:
+  Session(World world, std::unique_ptr<Engine> engine, std::chrono::milliseconds timeout);
+  ~Session() { leave({}); }
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  const World& world() const noexcept { return world_; }
+  const Group& world_group() const noexcept { return world_group_; }
+  const Group& local_group() const noexcept { return local_group_; }
+  /// `failure`: text of the exception by which this rank leaves; empty where it just leaves.
+  void leave(std::string_view failure) noexcept;
+
+ private:
+  World world_;
+  Engine* engine_;  // world_group_ owns it
+  Group world_group_;
+  Group local_group_;
+};
+
+/// The calling thread's session: null when not distributed.
+std::unique_ptr<Session>& session() noexcept;
+
+}  // namespace lockstep::comm

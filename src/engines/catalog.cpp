@@ -1,0 +1,66 @@
+#include "engines/catalog.hpp"
+
+#include <fmt/format.h>
+
+#include <iterator>
+#include <lockstep/error.hpp>
+
+#include "engines/shared/world.hpp"
+#include "engines/solo/solo.hpp"
+
+namespace lockstep::engines {
+namespace {
+
+Availability solo_available(const comm::World& world) {
+  return {world.size == 1, fmt::format("is for a world of one rank, this one has {}", world.size)};
+}
+
+std::unique_ptr<Engine> join_solo(const comm::World&, const Call&) { return solo::make(); }
+
+Availability shared_available(const comm::World& world) {
+  return {world.segment.has_value(),
+          "needs the memory that `lockstep run` gives its ranks, and LOCKSTEP_SEGMENT is not set"};
+}
+
+std::unique_ptr<Engine> join_shared(const comm::World& world, const Call& barrier) {
+  auto segment = shared::inherit_world(*world.segment);
+  if (segment->n_ranks() != world.size) {
+    throw UsageError(context_of(barrier, world.rank),
+                     fmt::format("WORLD_SIZE is {}, but `lockstep run` started {} ranks; do not "
+                                 "change the variables it sets",
+                                 world.size, segment->n_ranks()));
+  }
+  return shared::join_world(std::move(segment), world.rank, barrier);
+}
+
+}  // namespace
+
+const std::vector<Entry>& catalog() {
+  static const std::vector<Entry> entries = {
+      {"shared", shared_available, join_shared},
+      {"solo", solo_available, join_solo},
+  };
+  return entries;
+}
+
+std::unique_ptr<Engine> join(std::string_view backend, const comm::World& world,
+                             const Call& barrier) {
+  std::string names;
+  std::string reasons;
+  for (const Entry& entry : catalog()) {
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", entry.name);
+    if (backend != "auto" && backend != entry.name) continue;
+    const Availability availability = entry.available(world);
+    if (availability.is_available) return entry.join(world, barrier);
+    fmt::format_to(std::back_inserter(reasons), "\n  {} {}", entry.name, availability.reason);
+  }
+  if (reasons.empty()) {
+    throw UsageError(context_of(barrier, world.rank),
+                     fmt::format("backend '{}' does not exist; use auto, {}", backend, names));
+  }
+  throw EngineError(context_of(barrier, world.rank),
+                    fmt::format("no engine can join rank {} of {} (launcher: {}):{}", world.rank,
+                                world.size, name_of(world.launcher), reasons));
+}
+
+}  // namespace lockstep::engines

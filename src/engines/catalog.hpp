@@ -1,0 +1,35 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "comm/session.hpp"
+
+namespace lockstep::engines {
+
+/// Whether an engine can serve a world, or why not.
+struct Availability {
+  bool is_available;
+  std::string reason;
+};
+
+/// One line of the table of engines.
+struct Entry {
+  std::string_view name;
+  Availability (*available)(const comm::World& world);
+  /// Joins the world as its rank; `barrier` has the limit and the caller's line.
+  std::unique_ptr<Engine> (*join)(const comm::World& world, const Call& barrier);
+};
+
+/// All engines, in the order in which `auto` tries them.
+const std::vector<Entry>& catalog();
+
+/// Joins by the engine of that name, or by the first available for "auto". Throws UsageError for
+/// an unknown name, EngineError with every reason where none can serve.
+std::unique_ptr<Engine> join(std::string_view backend, const comm::World& world,
+                             const Call& barrier);
+
+}  // namespace lockstep::engines

@@ -1,0 +1,133 @@
+#include "engines/shared/channel.hpp"
+
+#include <algorithm>
+
+#include "engines/shared/record.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+/// A machine's memory is finite and groups are cheap to ask for: a channel's slots take about
+/// 3 MiB together, however many ranks it has.
+std::uint32_t slot_bytes_for(int n_ranks) {
+  constexpr std::uint32_t kTogether = 1U << 20U;
+  constexpr std::uint32_t kPage = 4096;
+  const std::uint32_t share = kTogether / static_cast<std::uint32_t>(n_ranks) / kPage * kPage;
+  return std::clamp(share, 16U << 10U, 256U << 10U);
+}
+
+std::uint32_t outbox_bytes_for(int n_ranks) {
+  return std::min(slot_bytes_for(n_ranks), 64U << 10U);
+}
+
+/// Offsets of a channel's parts behind its header.
+struct Parts {
+  std::size_t lanes;
+  std::size_t slots;
+  std::size_t outboxes;
+  std::size_t end;
+};
+
+Parts parts_of(int n_ranks) {
+  constexpr std::size_t kPage = 4096;
+  const auto n = static_cast<std::size_t>(n_ranks);
+  Parts parts{};
+  parts.lanes = sizeof(ChannelHeader);
+  parts.slots = (parts.lanes + n * sizeof(Lane) + kPage - 1) / kPage * kPage;
+  parts.outboxes = parts.slots + n * kPhases * slot_bytes_for(n_ranks);
+  parts.end = parts.outboxes + n * kOutboxDepth * outbox_bytes_for(n_ranks);
+  return parts;
+}
+
+/// 32 bits of everything the ranks must agree on.
+std::uint32_t fingerprint_of(const Call& call) {
+  std::uint64_t hash = pack_what(call);
+  const auto mix = [&hash](std::uint64_t value) {
+    hash = (hash ^ value) * 0x9e3779b97f4a7c15ULL;
+    hash ^= hash >> 29U;
+  };
+  mix(call.counts.empty() ? call.count : 0);
+  for (const std::size_t count : call.counts) mix(count);
+  return static_cast<std::uint32_t>(hash >> 16U);
+}
+
+}  // namespace
+
+std::uint64_t Channel::make(Segment& segment, std::span<const int> members) {
+  const int n_ranks = static_cast<int>(members.size());
+  return Range::make(segment, parts_of(n_ranks).end, n_ranks, [&](std::byte* data) {
+    auto* header = reinterpret_cast<ChannelHeader*>(data);
+    header->n_ranks = n_ranks;
+    header->slot_bytes = slot_bytes_for(n_ranks);
+    header->outbox_bytes = outbox_bytes_for(n_ranks);
+    std::copy(members.begin(), members.end(), header->members.begin());
+  });
+}
+
+Channel::Channel(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int n_ranks)
+    : seat_(std::move(seat)),
+      range_(seat_->shared_segment(), offset, parts_of(n_ranks).end),
+      header_(reinterpret_cast<ChannelHeader*>(range_.data())),
+      lanes_(reinterpret_cast<Lane*>(range_.data() + parts_of(n_ranks).lanes)),
+      slots_(range_.data() + parts_of(n_ranks).slots),
+      outboxes_(range_.data() + parts_of(n_ranks).outboxes),
+      rank_(rank) {
+  for (int r = 0; r < n_ranks; ++r) {
+    if (r != rank_) peers_.push_back(r);
+  }
+}
+
+void Channel::choose_waiting() { is_crowded_ = seat_->is_oversubscribed(); }
+
+std::byte* Channel::place(int rank, int back, std::size_t n_bytes) const noexcept {
+  const int index = turn_ - back < 0 ? turn_ - back + kPhases : turn_ - back;
+  if (n_bytes <= kInlineBytes) {
+    return lane(rank).flags[static_cast<std::size_t>(index)].payload.data();
+  }
+  const auto number = static_cast<std::size_t>(rank * kPhases + index);
+  return slots_ + number * header_->slot_bytes;
+}
+
+void Channel::begin(const Call& call) {
+  fingerprint_ = fingerprint_of(call);
+  has_waited_ = false;
+  if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
+    site_file_ = call.where.file_name();
+    site_line_ = call.where.line();
+    site_ = seat_->site(call.where);
+  }
+  CallRecord& record = lane(rank_).record;
+  record.sequence.store(call.sequence, std::memory_order_relaxed);
+  record.what.store(pack_what(call), std::memory_order_relaxed);
+  record.count.store(call.count, std::memory_order_relaxed);
+  // Release: who reads the number finds the text of the place.
+  record.site.store(site_, std::memory_order_release);
+}
+
+void Channel::end() {
+  auto& what = lane(rank_).record.what;
+  what.store(what.load(std::memory_order_relaxed) | kFinished, std::memory_order_relaxed);
+}
+
+void Channel::turn(const Call& call) {
+  const std::uint64_t word = phase_ << 32U | fingerprint_;
+  lane(rank_).flags[static_cast<std::size_t>(turn_)].word.store(word, std::memory_order_seq_cst);
+  if (is_crowded_) {
+    const std::uint64_t all = phase_ * static_cast<std::uint64_t>(size());
+    if (header_->n_arrivals.fetch_add(1, std::memory_order_seq_cst) + 1 == all) wake_sleepers();
+    wait(call, kEverybody,
+         [this, all] { return header_->n_arrivals.load(std::memory_order_seq_cst) >= all; });
+  } else {
+    wake_sleepers();
+    for (const int peer : peers_) {
+      wait(call, kEverybody, [this, peer] { return is_raised(flag_of(peer)); });
+    }
+  }
+  for (const int peer : peers_) {
+    if (flag_of(peer) != word) fail_mismatch(call);
+  }
+  ++phase_;
+  turn_ = turn_ + 1 == kPhases ? 0 : turn_ + 1;
+}
+
+}  // namespace lockstep::shared

@@ -1,0 +1,305 @@
+#include <algorithm>
+#include <cstring>
+
+#include "engines/shared/shared_engine.hpp"
+#include "kernels/reduce.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+/// Up to here, on two ranks, every rank reduces everything: one phase. Above, slices.
+constexpr std::size_t kFlatBytes = 256U << 10U;
+/// From here, a second phase costs less than copying in and out.
+constexpr std::size_t kInPlaceBytes = 4U << 10U;
+/// A piece that is still in the core's own cache when it is stored to the peers.
+constexpr std::size_t kCachedBytes = 64U << 10U;
+
+const std::byte* bytes(const void* data) { return static_cast<const std::byte*>(data); }
+std::byte* bytes(void* data) { return static_cast<std::byte*>(data); }
+
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t n) {
+  if (n > 0 && to != from) std::memcpy(to, from, n);
+}
+
+/// Cuts a message into chunks; a message of no bytes is one empty chunk.
+struct Chunks {
+  std::size_t n_total;
+  std::size_t n_each;
+
+  std::size_t count() const { return std::max<std::size_t>(1, (n_total + n_each - 1) / n_each); }
+  std::size_t begin(std::size_t i) const { return i * n_each; }
+  std::size_t length(std::size_t i) const {
+    return begin(i) >= n_total ? 0 : std::min(n_each, n_total - begin(i));
+  }
+};
+
+/// Cuts `n` elements into one slice per rank, at cache lines.
+struct Slices {
+  std::size_t n_each;
+  std::size_t n_total;
+
+  Slices(std::size_t n, int n_ranks, std::size_t element_bytes) : n_total(n) {
+    const std::size_t line = 64 / element_bytes;
+    const std::size_t share =
+        (n + static_cast<std::size_t>(n_ranks) - 1) / static_cast<std::size_t>(n_ranks);
+    n_each = (share + line - 1) / line * line;
+  }
+  std::size_t begin(int rank) const {
+    return std::min(n_total, static_cast<std::size_t>(rank) * n_each);
+  }
+  std::size_t length(int rank) const { return begin(rank + 1) - begin(rank); }
+};
+
+}  // namespace
+
+void SharedEngine::run(const Call& call) {
+  channel_.begin(call);
+  switch (call.op) {
+    case Op::barrier: channel_.turn(call); break;
+    case Op::all_reduce: all_reduce(call); break;
+    case Op::reduce: {
+      const bool is_root = call.root == rank();
+      if (call.count * size_of(call.dtype) <= kFlatBytes / static_cast<std::size_t>(size())) {
+        reduce_flat(call, is_root);
+      } else {
+        reduce_pipelined(call, is_root);
+      }
+      break;
+    }
+    case Op::broadcast: broadcast(call); break;
+    case Op::all_gather: gather(call, /*wants_result=*/true); break;
+    case Op::gather: gather(call, /*wants_result=*/call.root == rank()); break;
+    case Op::scatter: scatter(call); break;
+    case Op::reduce_scatter: reduce_scatter(call); break;
+    case Op::all_to_all: all_to_all(call); break;
+    case Op::send: channel_.send(call); break;
+    case Op::recv: channel_.receive(call); break;
+    case Op::split:
+    case Op::allocate: break;  // have functions of their own
+  }
+  channel_.end();
+}
+
+/// Chunk i is put in one phase and taken in the next, while chunk i + 1 is put.
+template <class Put, class Take>
+void SharedEngine::exchange(const Call& call, std::size_t n_chunks, Put put, Take take) {
+  for (std::size_t i = 0; i <= n_chunks; ++i) {
+    if (i < n_chunks) put(i);
+    if (i > 0) take(i - 1);
+    if (i < n_chunks) channel_.turn(call);
+  }
+}
+
+void SharedEngine::all_reduce(const Call& call) {
+  const std::size_t n_bytes = call.count * size_of(call.dtype);
+  if (n_allocated_ > 0 && n_bytes >= kInPlaceBytes) {
+    BufferTable::Place place = buffers_->find(call.out, n_bytes);
+    if (agree_on_place(call, place)) return all_reduce_in_place(call, place);
+  }
+  if (n_bytes <= kFlatBytes / static_cast<std::size_t>(size())) {
+    reduce_flat(call, /*wants_result=*/true);
+  } else {
+    reduce_pipelined(call, /*wants_result=*/true);
+  }
+}
+
+/// Whether every rank's data lies at the same place of the same shared buffer.
+bool SharedEngine::agree_on_place(const Call& call, BufferTable::Place& place) {
+  std::memcpy(channel_.mine(sizeof place), &place, sizeof place);
+  channel_.turn(call);
+  bool agree = place.buffer != 0;
+  for (int r = 0; r < size(); ++r) {
+    BufferTable::Place other;
+    std::memcpy(&other, channel_.theirs(r, 1, sizeof other), sizeof other);
+    agree = agree && other == place;
+  }
+  return agree;
+}
+
+/// Each rank reduces its slice straight from every rank's memory and stores it to every rank's
+/// memory. agree_on_place was the barrier before; the turn at the end is the one after.
+void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Place& place) {
+  const BufferTable::Entry entry = buffers_->entry(place.buffer);
+  const std::size_t element = size_of(call.dtype);
+  const Slices slices(call.count, size(), element);
+  const Chunks pieces{slices.length(rank()) * element, kCachedBytes};
+  const std::size_t base = place.offset + slices.begin(rank()) * element;
+  const auto at = [&](int r, std::size_t i) {
+    return entry.parts + static_cast<std::size_t>(r) * entry.n_part_bytes + base + pieces.begin(i);
+  };
+  for (std::size_t i = 0; i < pieces.count(); ++i) {
+    const std::size_t n_bytes = pieces.length(i);
+    for (int r = 0; r < size(); ++r) inputs_[static_cast<std::size_t>(r)] = at(r, i);
+    kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), at(rank(), i),
+                    n_bytes / element);
+    for (int r = 0; r < size(); ++r) copy_bytes(at(r, i), at(rank(), i), n_bytes);
+  }
+  channel_.turn(call);
+}
+
+/// One phase: everyone shows all of its data, and whoever wants the result reduces all of it.
+void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
+  const std::size_t n_bytes = call.count * size_of(call.dtype);
+  copy_bytes(channel_.mine(n_bytes), bytes(call.in), n_bytes);
+  channel_.turn(call);
+  if (!wants_result) return;
+  for (int r = 0; r < size(); ++r) {
+    inputs_[static_cast<std::size_t>(r)] = r == rank() ? call.in : channel_.theirs(r, 1, n_bytes);
+  }
+  kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), call.out, call.count);
+}
+
+/// Three steps in flight: copy chunk i in, reduce this rank's slice of chunk i - 1 and show it,
+/// copy the slices of chunk i - 2 out.
+void SharedEngine::reduce_pipelined(const Call& call, bool wants_result) {
+  const std::size_t element = size_of(call.dtype);
+  const std::size_t slot = channel_.slot_bytes();
+  const Chunks chunks{call.count * element, slot};
+  const std::size_t n_chunks = chunks.count();
+  const auto slices_of = [&](std::size_t i) {
+    return Slices(chunks.length(i) / element, size(), element);
+  };
+  for (std::size_t i = 0; i < n_chunks + 2; ++i) {
+    if (i < n_chunks) {
+      copy_bytes(channel_.mine(slot), bytes(call.in) + chunks.begin(i), chunks.length(i));
+    }
+    if (i >= 1 && i <= n_chunks) {
+      const Slices slices = slices_of(i - 1);
+      const std::size_t begin = slices.begin(rank()) * element;
+      for (int r = 0; r < size(); ++r) {
+        inputs_[static_cast<std::size_t>(r)] = channel_.theirs(r, 1, slot) + begin;
+      }
+      std::byte* shown = channel_.theirs(rank(), 1, slot) + begin;
+      std::byte* result = wants_result ? bytes(call.out) + chunks.begin(i - 1) + begin : shown;
+      kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), result,
+                      slices.length(rank()));
+      copy_bytes(shown, result, slices.length(rank()) * element);
+    }
+    if (i >= 2 && wants_result) {
+      const Slices slices = slices_of(i - 2);
+      for (int r = 0; r < size(); ++r) {
+        if (r == rank()) continue;
+        const std::size_t begin = slices.begin(r) * element;
+        copy_bytes(bytes(call.out) + chunks.begin(i - 2) + begin,
+                   channel_.theirs(r, 2, slot) + begin, slices.length(r) * element);
+      }
+    }
+    if (i <= n_chunks) channel_.turn(call);
+  }
+}
+
+void SharedEngine::broadcast(const Call& call) {
+  const Chunks chunks{call.count * size_of(call.dtype), channel_.slot_bytes()};
+  const bool is_root = call.root == rank();
+  exchange(
+      call, chunks.count(),
+      [&](std::size_t i) {
+        if (!is_root) return;
+        copy_bytes(channel_.mine(chunks.length(i)), bytes(call.in) + chunks.begin(i),
+                   chunks.length(i));
+      },
+      [&](std::size_t i) {
+        if (is_root) return;
+        copy_bytes(bytes(call.out) + chunks.begin(i),
+                   channel_.theirs(call.root, 1, chunks.length(i)), chunks.length(i));
+      });
+}
+
+/// all_gather and gather: rank r's part has counts[r] elements, or `count` where counts is empty.
+void SharedEngine::gather(const Call& call, bool wants_result) {
+  const std::size_t element = size_of(call.dtype);
+  const auto chunks_of = [&](int r) {
+    const std::size_t n =
+        call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(r)];
+    return Chunks{n * element, channel_.slot_bytes()};
+  };
+  std::size_t n_chunks = 1;
+  for (int r = 0; r < size(); ++r) n_chunks = std::max(n_chunks, chunks_of(r).count());
+  const Chunks own = chunks_of(rank());
+  exchange(
+      call, n_chunks,
+      [&](std::size_t i) {
+        copy_bytes(channel_.mine(own.length(i)), bytes(call.in) + own.begin(i), own.length(i));
+      },
+      [&](std::size_t i) {
+        if (!wants_result) return;
+        std::byte* to = bytes(call.out);
+        for (int r = 0; r < size(); ++r) {
+          const Chunks part = chunks_of(r);
+          const std::byte* from =
+              r == rank() ? bytes(call.in) + part.begin(i) : channel_.theirs(r, 1, part.length(i));
+          copy_bytes(to + part.begin(i), from, part.length(i));
+          to += part.n_total;
+        }
+      });
+}
+
+// In the three below a slot holds one piece per rank, of the same length for all.
+
+void SharedEngine::scatter(const Call& call) {
+  const auto n = static_cast<std::size_t>(size());
+  const Chunks part{call.count * size_of(call.dtype), channel_.slot_bytes() / n};
+  const bool is_root = call.root == rank();
+  exchange(
+      call, part.count(),
+      [&](std::size_t i) {
+        if (!is_root) return;
+        std::byte* slot = channel_.mine(n * part.length(i));
+        for (std::size_t q = 0; q < n; ++q) {
+          copy_bytes(slot + q * part.length(i), bytes(call.in) + q * part.n_total + part.begin(i),
+                     part.length(i));
+        }
+      },
+      [&](std::size_t i) {
+        const std::byte* slot = channel_.theirs(call.root, 1, n * part.length(i));
+        copy_bytes(bytes(call.out) + part.begin(i),
+                   slot + static_cast<std::size_t>(rank()) * part.length(i), part.length(i));
+      });
+}
+
+void SharedEngine::reduce_scatter(const Call& call) {
+  const auto n = static_cast<std::size_t>(size());
+  const std::size_t element = size_of(call.dtype);
+  const Chunks part{call.count * element, channel_.slot_bytes() / n / element * element};
+  exchange(
+      call, part.count(),
+      [&](std::size_t i) {
+        std::byte* slot = channel_.mine(n * part.length(i));
+        for (std::size_t q = 0; q < n; ++q) {
+          copy_bytes(slot + q * part.length(i), bytes(call.in) + q * part.n_total + part.begin(i),
+                     part.length(i));
+        }
+      },
+      [&](std::size_t i) {
+        const std::size_t piece = static_cast<std::size_t>(rank()) * part.length(i);
+        for (int r = 0; r < size(); ++r) {
+          inputs_[static_cast<std::size_t>(r)] = channel_.theirs(r, 1, n * part.length(i)) + piece;
+        }
+        kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(),
+                        bytes(call.out) + part.begin(i), part.length(i) / element);
+      });
+}
+
+void SharedEngine::all_to_all(const Call& call) {
+  const auto n = static_cast<std::size_t>(size());
+  const Chunks part{call.count * size_of(call.dtype), channel_.slot_bytes() / n};
+  exchange(
+      call, part.count(),
+      [&](std::size_t i) {
+        std::byte* slot = channel_.mine(n * part.length(i));
+        for (std::size_t q = 0; q < n; ++q) {
+          copy_bytes(slot + q * part.length(i), bytes(call.in) + q * part.n_total + part.begin(i),
+                     part.length(i));
+        }
+      },
+      [&](std::size_t i) {
+        const std::size_t piece = static_cast<std::size_t>(rank()) * part.length(i);
+        for (std::size_t q = 0; q < n; ++q) {
+          copy_bytes(bytes(call.out) + q * part.n_total + part.begin(i),
+                     channel_.theirs(static_cast<int>(q), 1, n * part.length(i)) + piece,
+                     part.length(i));
+        }
+      });
+}
+
+}  // namespace lockstep::shared

@@ -1,0 +1,146 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <lockstep/error.hpp>
+#include <thread>
+
+#include "engines/shared/channel.hpp"
+#include "engines/shared/record.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+/// How long the ranks that are there wait for the others' part of a story before they tell it.
+constexpr milliseconds kPatience{300};
+
+bool has_root(Op op) {
+  switch (op) {
+    case Op::reduce:
+    case Op::broadcast:
+    case Op::gather:
+    case Op::scatter:
+    case Op::send:
+    case Op::recv: return true;
+    case Op::barrier:
+    case Op::all_reduce:
+    case Op::all_gather:
+    case Op::reduce_scatter:
+    case Op::all_to_all:
+    case Op::split:
+    case Op::allocate: return false;
+  }
+  return false;
+}
+
+bool has_reduction(Op op) {
+  return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
+}
+
+}  // namespace
+
+void Channel::fail(const Call& call, FailureKind kind, const std::string& text, int error_number) {
+  Failure& failure = header_->failure;
+  auto none = FailureState::none;
+  if (failure.state.compare_exchange_strong(none, FailureState::writing)) {
+    failure.kind = kind;
+    failure.error_number = error_number;
+    const std::size_t n = std::min(text.size(), failure.text.size() - 1);
+    std::memcpy(failure.text.data(), text.data(), n);
+    failure.text[n] = '\0';
+    failure.state.store(FailureState::ready, std::memory_order_seq_cst);
+    header_->bell.fetch_add(1, std::memory_order_seq_cst);
+    base::futex_wake_all(header_->bell, seat_->segment().scope());
+  }
+  throw_failure(call);
+}
+
+void Channel::throw_failure(const Call& call) {
+  Failure& failure = header_->failure;
+  const auto give_up = steady_clock::now() + kPatience;
+  while (failure.state.load(std::memory_order_acquire) != FailureState::ready) {
+    if (steady_clock::now() > give_up) {
+      throw PeerLost(context_of(call, rank_), "a rank died while it wrote why the group failed");
+    }
+    std::this_thread::yield();
+  }
+  const std::string text(failure.text.data(), ::strnlen(failure.text.data(), failure.text.size()));
+  switch (failure.kind) {
+    case FailureKind::mismatch: throw MismatchError(context_of(call, rank_), text);
+    case FailureKind::timeout: throw TimeoutError(context_of(call, rank_), text);
+    case FailureKind::peer_lost: throw PeerLost(context_of(call, rank_), text);
+    case FailureKind::peer_failed: throw PeerFailed(context_of(call, rank_), text);
+    case FailureKind::system:
+      throw SystemError(context_of(call, rank_), failure.error_number, text);
+  }
+  throw PeerLost(context_of(call, rank_), "the group's failure record is damaged");
+}
+
+void Channel::fail_system(const Call& call, int error_number, const std::string& text) {
+  fail(call, FailureKind::system, text, error_number);
+}
+
+std::string Channel::call_of(int rank) const {
+  const CallRecord& record = lane(rank).record;
+  const std::uint32_t site = record.site.load(std::memory_order_acquire);
+  const std::uint64_t what = record.what.load(std::memory_order_relaxed);
+  const std::uint64_t sequence = record.sequence.load(std::memory_order_relaxed);
+  if (sequence == 0) return "none";
+  return fmt::format("{} #{} at {} ({})", name_of(op_of(what)), sequence,
+                     seat_->site_name(world_rank(rank), site),
+                     (what & kFinished) != 0 ? "finished" : "under way");
+}
+
+void Channel::fail_mismatch(const Call& call) {
+  const auto give_up = steady_clock::now() + std::min(kPatience, call.timeout);
+  while (!absent(kEverybody).empty() && steady_clock::now() < give_up && !has_failed()) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  if (has_failed()) throw_failure(call);
+
+  std::string table =
+      "the ranks made different calls; all ranks must call the same, in the same order\n"
+      "  rank  operation       type  count       root  reduction  where";
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank_ && !is_raised(flag_of(r))) {
+      fmt::format_to(std::back_inserter(table), "\n  {:<4}  not here yet; its last call: {}", r,
+                     call_of(r));
+      continue;
+    }
+    const CallRecord& record = lane(r).record;
+    const std::uint32_t site = record.site.load(std::memory_order_acquire);
+    const std::uint64_t what = record.what.load(std::memory_order_relaxed);
+    const Op op = op_of(what);
+    const bool moves_data = op != Op::barrier && op != Op::split;
+    fmt::format_to(std::back_inserter(table), "\n  {:<4}  {:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}",
+                   r, name_of(op), moves_data ? name_of(dtype_of(what)) : "-",
+                   moves_data ? std::to_string(record.count.load(std::memory_order_relaxed)) : "-",
+                   has_root(op) ? std::to_string(root_of(what)) : "-",
+                   has_reduction(op) ? name_of(reduce_of(what)) : "-",
+                   seat_->site_name(world_rank(r), site));
+  }
+  fail(call, FailureKind::mismatch, table);
+}
+
+void Channel::fail_timeout(const Call& call, const std::vector<int>& absent) {
+  std::vector<int> present;
+  for (int r = 0; r < size(); ++r) {
+    if (std::find(absent.begin(), absent.end(), r) == absent.end()) present.push_back(r);
+  }
+  std::string text = fmt::format("waited {:g} s for rank{} {} of {}; here: {}",
+                                 std::chrono::duration<double>(call.timeout).count(),
+                                 absent.size() == 1 ? "" : "s", fmt::join(absent, ", "), size(),
+                                 fmt::join(present, ", "));
+  for (const int r : absent) {
+    fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}", r,
+                   seat_->condition_of(world_rank(r)), call_of(r));
+  }
+  fail(call, FailureKind::timeout, text);
+}
+
+}  // namespace lockstep::shared

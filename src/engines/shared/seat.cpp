@@ -1,0 +1,156 @@
+#include "engines/shared/seat.hpp"
+
+#include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <lockstep/error.hpp>
+#include <span>
+#include <thread>
+
+#include "base/process.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+void copy_text(std::span<char> to, std::string_view text) {
+  const std::size_t n = std::min(text.size(), to.size() - 1);
+  std::memcpy(to.data(), text.data(), n);
+  to[n] = '\0';
+}
+
+std::string describe_wait_status(int status) {
+  if (WIFSIGNALED(status)) {
+    const int signal = WTERMSIG(status);
+    const char* name = ::sigabbrev_np(signal);
+    return fmt::format("was killed by signal {} (SIG{})", signal, name != nullptr ? name : "?");
+  }
+  return fmt::format("left the program with exit code {}", WEXITSTATUS(status));
+}
+
+}  // namespace
+
+void mark_ended(RankBlock& block, std::string_view failure) noexcept {
+  if (!failure.empty()) copy_text(block.failure, failure);
+  // Release: a peer that sees the state sees the text, and all that the rank published before.
+  block.state.store(failure.empty() ? RankState::left : RankState::failed,
+                    std::memory_order_release);
+}
+
+Seat::Seat(std::shared_ptr<Segment> segment, int world_rank)
+    : segment_(std::move(segment)), world_rank_(world_rank), pid_(::getpid()) {
+  RankBlock& mine = block(world_rank_);
+  std::int32_t nobody = 0;
+  if (!mine.pid.compare_exchange_strong(nobody, pid_)) {
+    throw UsageError({.operation = "init_dist"},
+                     fmt::format("rank {} is taken by process {}; each rank joins once, and a "
+                                 "program started by a rank is no rank (unset LOCKSTEP_SEGMENT)",
+                                 world_rank_, nobody));
+  }
+  mine.start_time.store(base::process_start_time(pid_), std::memory_order_relaxed);
+  mine.cpu_quota.store(base::cpu_quota(), std::memory_order_relaxed);
+  const base::CpuMask mask = base::allowed_cpus();
+  for (std::size_t i = 0; i < mask.size(); ++i) {
+    mine.cpus[i].store(mask[i], std::memory_order_relaxed);
+  }
+  copy_text(mine.sites[0], "(one of too many call sites)");
+  // Release: who sees this rank alive sees its pid and cores too.
+  mine.state.store(RankState::alive, std::memory_order_release);
+}
+
+Seat::~Seat() { leave({}); }
+
+void Seat::leave(std::string_view failure) noexcept {
+  // A fork of this process inherits the object but is not the rank.
+  if (left_ || ::getpid() != pid_) return;
+  left_ = true;
+  mark_ended(block(world_rank_), failure);
+}
+
+std::uint32_t Seat::site(const std::source_location& where) {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(sites_.begin(), sites_.end(), [&](const Site& site) {
+    return site.file == where.file_name() && site.line == where.line();
+  });
+  if (found != sites_.end()) return static_cast<std::uint32_t>(found - sites_.begin()) + 1;
+  if (sites_.size() + 1 >= RankBlock::kMaxSites) return 0;
+  sites_.push_back({where.file_name(), where.line()});
+  const std::string_view path = where.file_name();
+  const std::string name =
+      fmt::format("{}:{}", path.substr(path.find_last_of('/') + 1), where.line());
+  copy_text(block(world_rank_).sites[sites_.size()], name);
+  return static_cast<std::uint32_t>(sites_.size());
+}
+
+std::string Seat::site_name(int world_rank, std::uint32_t site) const {
+  const auto& text = block(world_rank).sites[std::min<std::size_t>(site, RankBlock::kMaxSites - 1)];
+  return {text.data(), ::strnlen(text.data(), text.size())};
+}
+
+std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
+  const RankBlock& peer = block(world_rank);
+  // Acquire: see the text of a failure, and everything published before leaving.
+  const RankState state = peer.state.load(std::memory_order_acquire);
+  if (state == RankState::failed) {
+    return Ending{
+        .failed = true,
+        .text = {peer.failure.data(), ::strnlen(peer.failure.data(), peer.failure.size())}};
+  }
+  if (const int status = peer.wait_status_plus_one.load(std::memory_order_acquire); status != 0) {
+    return Ending{.failed = false, .text = describe_wait_status(status - 1)};
+  }
+  if (state == RankState::left) {
+    return Ending{.failed = false, .text = "left the world (destroy_dist, or its end)"};
+  }
+  if (state != RankState::alive || !look_closely || segment_->fd() < 0) return std::nullopt;
+
+  const pid_t pid = peer.pid.load(std::memory_order_relaxed);
+  const auto start_time = peer.start_time.load(std::memory_order_relaxed);
+  if (base::process_state(pid, start_time) != base::ProcessState::dead) return std::nullopt;
+  // A launcher knows the signal or the code as soon as it has reaped the process.
+  for (int i = 0; i < 25; ++i) {
+    if (peer.wait_status_plus_one.load(std::memory_order_acquire) != 0 ||
+        peer.state.load(std::memory_order_acquire) != RankState::alive) {
+      return ending_of(world_rank, /*look_closely=*/false);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return Ending{.failed = false, .text = fmt::format("died (its process {} is gone)", pid)};
+}
+
+std::string Seat::condition_of(int world_rank) const {
+  const RankBlock& peer = block(world_rank);
+  if (peer.state.load(std::memory_order_acquire) == RankState::absent) {
+    return "has not joined the world yet (init_dist)";
+  }
+  if (segment_->fd() < 0) return "is alive";
+  const pid_t pid = peer.pid.load(std::memory_order_relaxed);
+  switch (base::process_state(pid, peer.start_time.load(std::memory_order_relaxed))) {
+    case base::ProcessState::running: return fmt::format("is running (pid {})", pid);
+    case base::ProcessState::sleeping: return fmt::format("is sleeping (pid {})", pid);
+    case base::ProcessState::stopped:
+      return fmt::format("is stopped by a signal or a debugger (pid {})", pid);
+    case base::ProcessState::dead: return fmt::format("is dead (pid {})", pid);
+  }
+  return {};
+}
+
+bool Seat::is_oversubscribed() const {
+  base::CpuMask together{};
+  int quota = INT32_MAX;
+  for (int r = 0; r < segment_->n_ranks(); ++r) {
+    const RankBlock& peer = block(r);
+    quota = std::min(quota, peer.cpu_quota.load(std::memory_order_relaxed));
+    for (std::size_t i = 0; i < together.size(); ++i) {
+      together[i] |= peer.cpus[i].load(std::memory_order_relaxed);
+    }
+  }
+  int n_cpus = 0;
+  for (const std::uint64_t word : together) n_cpus += std::popcount(word);
+  return segment_->n_ranks() > std::min(n_cpus, quota);
+}
+
+}  // namespace lockstep::shared

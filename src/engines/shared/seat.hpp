@@ -1,0 +1,72 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <source_location>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engines/shared/segment.hpp"
+
+namespace lockstep::shared {
+
+/// How a rank that will never come ended.
+struct Ending {
+  bool failed;  ///< left by an exception: PeerFailed, else PeerLost
+  std::string text;
+};
+
+/// Says in a rank's block that it is gone: by an exception with that text, if there is one.
+void mark_ended(RankBlock& block, std::string_view failure) noexcept;
+
+/// This rank's place in the world: its RankBlock, held from joining to leaving.
+class Seat {
+ public:
+  /// Throws UsageError where another process has the place.
+  Seat(std::shared_ptr<Segment> segment, int world_rank);
+  ~Seat();
+  Seat(const Seat&) = delete;
+  Seat& operator=(const Seat&) = delete;
+
+  Segment& segment() const noexcept { return *segment_; }
+  const std::shared_ptr<Segment>& shared_segment() const noexcept { return segment_; }
+  int world_rank() const noexcept { return world_rank_; }
+
+  /// Marks this rank as gone; the first call counts.
+  void leave(std::string_view failure) noexcept;
+
+  /// Number under which peers find this place of the program. Threads: any.
+  std::uint32_t site(const std::source_location& where);
+  std::string site_name(int world_rank, std::uint32_t site) const;
+
+  /// Whether a rank is gone, and how; nullopt while it may still come. `look_closely` asks the
+  /// operating system too, which takes some 10 us.
+  std::optional<Ending> ending_of(int world_rank, bool look_closely) const;
+  /// "is stopped (pid 12)", "has not joined the world yet", ...
+  std::string condition_of(int world_rank) const;
+
+  /// Whether the ranks of the world are more than the cores they may use together.
+  bool is_oversubscribed() const;
+
+ private:
+  struct Site {
+    const char* file;
+    std::uint_least32_t line;
+  };
+
+  RankBlock& block(int world_rank) const noexcept { return segment_->rank(world_rank); }
+
+  std::shared_ptr<Segment> segment_;
+  int world_rank_;
+  pid_t pid_;
+  bool left_ = false;
+  std::mutex mutex_;         // guards sites_ and the writing of the block's sites
+  std::vector<Site> sites_;  // place i is the block's entry i + 1
+};
+
+}  // namespace lockstep::shared

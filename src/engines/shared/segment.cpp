@@ -1,0 +1,191 @@
+#include "engines/shared/segment.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <lockstep/error.hpp>
+#include <new>
+
+namespace lockstep::shared {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+std::size_t round_to_pages(std::size_t n_bytes) { return (n_bytes + kPage - 1) / kPage * kPage; }
+
+std::size_t base_bytes(int n_ranks) {
+  return round_to_pages(sizeof(SegmentHeader) +
+                        static_cast<std::size_t>(n_ranks) * sizeof(RankBlock));
+}
+
+[[noreturn]] void fail(const char* what, std::size_t n_bytes) {
+  const int error_number = errno;
+  throw SystemError({.operation = "shared memory"}, error_number,
+                    fmt::format("cannot {} {} bytes; free memory, or raise the limits (ulimit -v, "
+                                "-n, the container's memory)",
+                                what, n_bytes));
+}
+
+std::byte* map_pages(int fd, std::uint64_t offset, std::size_t n_bytes) {
+  const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED | MAP_POPULATE;
+  void* data =
+      ::mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, flags, fd, static_cast<off_t>(offset));
+  if (data == MAP_FAILED) fail("map", n_bytes);
+  return static_cast<std::byte*>(data);
+}
+
+}  // namespace
+
+void Segment::create(int n_ranks) {
+  if (n_ranks < 1 || n_ranks > kMaxRanks) {
+    throw UsageError(
+        {.operation = "shared memory"},
+        fmt::format("{} ranks asked for; one machine takes 1 to {}", n_ranks, kMaxRanks));
+  }
+  n_base_bytes_ = base_bytes(n_ranks);
+  // Reserved before use: a store into shared memory must never end in SIGBUS.
+  if (fd_ && ::fallocate(fd_.get(), 0, 0, static_cast<off_t>(n_base_bytes_)) != 0) {
+    fail("reserve", n_base_bytes_);
+  }
+  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_));
+  header_->magic = kMagic;
+  header_->version = kVersion;
+  header_->n_ranks = n_ranks;
+  if (::getrandom(&header_->nonce, sizeof header_->nonce, 0) != sizeof header_->nonce) {
+    fail("draw the random", sizeof header_->nonce);
+  }
+  header_->n_bytes.store(n_base_bytes_, std::memory_order_relaxed);
+}
+
+std::shared_ptr<Segment> Segment::for_threads(int n_ranks) {
+  std::shared_ptr<Segment> segment(new Segment);
+  segment->create(n_ranks);
+  return segment;
+}
+
+std::shared_ptr<Segment> Segment::for_processes(int n_ranks) {
+  std::shared_ptr<Segment> segment(new Segment);
+  segment->fd_.reset(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!segment->fd_) fail("make a memfd for", base_bytes(n_ranks));
+  // Nobody can cut pages off under a peer's feet.
+  if (::fcntl(segment->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
+    fail("seal the memfd of", base_bytes(n_ranks));
+  }
+  segment->create(n_ranks);
+  return segment;
+}
+
+std::shared_ptr<Segment> Segment::attach(base::UniqueFd fd, std::uint64_t nonce) {
+  const auto refuse = [](const std::string& why) {
+    throw UsageError({.operation = "init_dist"},
+                     "LOCKSTEP_SEGMENT does not name this job's segment: " + why +
+                         ". Start the program with `lockstep run`, or unset the variable");
+  };
+  struct stat status {};
+  if (::fstat(fd.get(), &status) != 0) refuse("the descriptor is closed");
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) refuse("the descriptor is no sealed memfd");
+  if (static_cast<std::size_t>(status.st_size) < sizeof(SegmentHeader)) refuse("it is too short");
+
+  std::shared_ptr<Segment> segment(new Segment);
+  segment->fd_ = std::move(fd);
+  segment->n_base_bytes_ = kPage;
+  segment->header_ = reinterpret_cast<SegmentHeader*>(map_pages(segment->fd_.get(), 0, kPage));
+  const SegmentHeader& header = *segment->header_;
+  if (header.magic != kMagic) refuse("it holds something else");
+  if (header.version != kVersion) {
+    refuse(
+        fmt::format("it has layout {}, this library has {}; use the `lockstep` command of the "
+                    "library that the program links",
+                    header.version, kVersion));
+  }
+  if (header.nonce != nonce) refuse("it belongs to another job");
+  const int n_ranks = header.n_ranks;
+  if (n_ranks < 1 || n_ranks > kMaxRanks ||
+      static_cast<std::size_t>(status.st_size) < base_bytes(n_ranks)) {
+    refuse("its header is damaged");
+  }
+  ::munmap(segment->header_, kPage);
+  segment->header_ = nullptr;
+  segment->n_base_bytes_ = base_bytes(n_ranks);
+  segment->header_ =
+      reinterpret_cast<SegmentHeader*>(map_pages(segment->fd_.get(), 0, segment->n_base_bytes_));
+  // Programs that a rank starts are no ranks.
+  ::fcntl(segment->fd_.get(), F_SETFD, FD_CLOEXEC);
+  return segment;
+}
+
+Segment::~Segment() {
+  if (header_ != nullptr) ::munmap(header_, n_base_bytes_);
+}
+
+RankBlock& Segment::rank(int world_rank) noexcept {
+  return reinterpret_cast<RankBlock*>(header_ + 1)[world_rank];
+}
+
+std::uint64_t Segment::reserve(std::size_t n_bytes) {
+  n_bytes = round_to_pages(n_bytes);
+  if (!fd_) return reinterpret_cast<std::uint64_t>(map_pages(-1, 0, n_bytes));
+  const std::uint64_t offset = header_->n_bytes.fetch_add(n_bytes, std::memory_order_relaxed);
+  if (::fallocate(fd_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(n_bytes)) != 0) {
+    fail("reserve", n_bytes);
+  }
+  return offset;
+}
+
+void Segment::release(std::uint64_t offset, std::size_t n_bytes) noexcept {
+  n_bytes = round_to_pages(n_bytes);
+  if (!fd_) {
+    ::munmap(reinterpret_cast<void*>(offset), n_bytes);
+  } else {
+    ::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                static_cast<off_t>(n_bytes));
+  }
+}
+
+std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes) {
+  if (!fd_) return reinterpret_cast<std::byte*>(offset);
+  return map_pages(fd_.get(), offset, round_to_pages(n_bytes));
+}
+
+void Segment::unmap(std::byte* data, std::size_t n_bytes) noexcept {
+  if (fd_) ::munmap(data, round_to_pages(n_bytes));
+}
+
+std::size_t Range::total(std::size_t n_bytes) noexcept { return sizeof(RangeHeader) + n_bytes; }
+
+std::uint64_t Range::make(Segment& segment, std::size_t n_bytes, int n_users,
+                          const std::function<void(std::byte*)>& initialise) {
+  const std::uint64_t offset = segment.reserve(total(n_bytes));
+  try {
+    std::byte* data = segment.map(offset, total(n_bytes));
+    reinterpret_cast<RangeHeader*>(data)->n_users.store(static_cast<std::uint32_t>(n_users),
+                                                        std::memory_order_relaxed);
+    initialise(data + sizeof(RangeHeader));
+    segment.unmap(data, total(n_bytes));
+  } catch (...) {
+    segment.release(offset, total(n_bytes));
+    throw;
+  }
+  return offset;
+}
+
+Range::Range(std::shared_ptr<Segment> segment, std::uint64_t offset, std::size_t n_bytes)
+    : segment_(std::move(segment)),
+      offset_(offset),
+      n_bytes_(n_bytes),
+      data_(segment_->map(offset, total(n_bytes))) {}
+
+Range::~Range() {
+  auto& n_users = reinterpret_cast<RangeHeader*>(data_)->n_users;
+  // Acquire and release: the last one frees what the others have finished using.
+  const bool last = n_users.fetch_sub(1, std::memory_order_acq_rel) == 1;
+  segment_->unmap(data_, total(n_bytes_));
+  if (last) segment_->release(offset_, total(n_bytes_));
+}
+
+}  // namespace lockstep::shared

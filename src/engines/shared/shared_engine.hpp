@@ -1,0 +1,74 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engines/shared/channel.hpp"
+
+namespace lockstep::shared {
+
+/// The live buffers of one channel's `allocate`, numbered alike on all ranks.
+class BufferTable {
+ public:
+  struct Place {
+    std::uint64_t buffer = 0;  ///< number of the buffer, from 1; 0: memory of another kind
+    std::uint64_t offset = 0;
+    friend bool operator==(const Place&, const Place&) = default;
+  };
+  struct Entry {
+    std::uint64_t buffer;
+    std::byte* parts;          ///< every rank's part, one behind the other
+    std::size_t n_part_bytes;  ///< distance between parts
+    std::byte* mine;
+  };
+
+  void add(const Entry& entry);
+  void remove(std::uint64_t buffer);
+  Place find(const void* data, std::size_t n_bytes) const;
+  Entry entry(std::uint64_t buffer) const;
+
+ private:
+  mutable std::mutex mutex_;  // a handle may be dropped by any thread
+  std::vector<Entry> entries_;
+};
+
+/// Collectives over one channel. collectives.cpp has one function per verb.
+class SharedEngine final : public Engine {
+ public:
+  /// Attaches to the world's channel as `seat` and waits for all ranks of the world.
+  static std::unique_ptr<Engine> join(std::shared_ptr<Seat> seat, const Call& barrier);
+
+  SharedEngine(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int n_ranks);
+
+  std::string_view name() const noexcept override { return "shared"; }
+  int rank() const noexcept override { return channel_.rank(); }
+  int size() const noexcept override { return channel_.size(); }
+  void run(const Call& call) override;
+  std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
+  std::unique_ptr<SharedMemory> allocate(const Call& call) override;
+  void leave(std::string_view failure) noexcept override { channel_.seat()->leave(failure); }
+
+ private:
+  void all_reduce(const Call& call);
+  void all_reduce_in_place(const Call& call, const BufferTable::Place& place);
+  void reduce_flat(const Call& call, bool wants_result);
+  void reduce_pipelined(const Call& call, bool wants_result);
+  void broadcast(const Call& call);
+  void gather(const Call& call, bool wants_result);
+  void scatter(const Call& call);
+  void reduce_scatter(const Call& call);
+  void all_to_all(const Call& call);
+
+  template <class Put, class Take>
+  void exchange(const Call& call, std::size_t n_chunks, Put put, Take take);
+  bool agree_on_place(const Call& call, BufferTable::Place& place);
+
+  Channel channel_;
+  std::vector<const void*> inputs_;  ///< one per rank, for kernels::reduce
+  std::shared_ptr<BufferTable> buffers_ = std::make_shared<BufferTable>();
+  std::uint64_t n_allocated_ = 0;
+};
+
+}  // namespace lockstep::shared

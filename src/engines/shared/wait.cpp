@@ -1,0 +1,86 @@
+#include <algorithm>
+
+#include "engines/shared/channel.hpp"
+
+namespace lockstep::shared {
+
+using std::chrono::steady_clock;
+
+namespace {
+
+/// How often a sleeper looks whether those it waits for still live: well within the second in
+/// which everyone shall know.
+constexpr std::chrono::milliseconds kLookEvery{20};
+
+}  // namespace
+
+void Channel::wake_sleepers() noexcept {
+  if (header_->n_sleepers.load(std::memory_order_seq_cst) == 0) return;
+  header_->bell.fetch_add(1, std::memory_order_seq_cst);
+  base::futex_wake_all(header_->bell, seat_->segment().scope());
+}
+
+void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
+  header_->n_sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const std::uint32_t bell = header_->bell.load(std::memory_order_seq_cst);
+  if (!ready() && !has_failed()) {
+    base::futex_wait(header_->bell, bell, at_most, seat_->segment().scope());
+  }
+  header_->n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
+  auto now = steady_clock::now();
+  if (!has_waited_) {
+    has_waited_ = true;
+    wait_began_ = now;  // the polling before costs less than a clock would at every call
+  }
+  auto next_look = now + kLookEvery;
+  for (unsigned round = 0; !ready(); now = steady_clock::now()) {
+    if (has_failed()) throw_failure(call);
+    if (now >= next_look) {
+      look_for_the_dead(call, awaited, ready, round++);
+      next_look = now + kLookEvery;
+    }
+    const auto left = call.timeout - (now - wait_began_);
+    if (left <= left.zero()) {
+      const std::vector<int> late = absent(awaited);
+      if (ready()) return;
+      fail_timeout(call, late);
+    }
+    sleep(ready, std::min<std::chrono::nanoseconds>(left, kLookEvery));
+  }
+}
+
+std::vector<int> Channel::absent(int awaited) const {
+  if (awaited != kEverybody) return {awaited};
+  std::vector<int> ranks;
+  for (const int peer : peers_) {
+    if (!is_raised(flag_of(peer))) ranks.push_back(peer);
+  }
+  return ranks;
+}
+
+void Channel::look_for_the_dead(const Call& call, int awaited, Condition ready, unsigned round) {
+  // Asking the system about 63 peers 50 times a second would cost more than the work: a few at a
+  // time, another few the next time.
+  constexpr std::size_t kCloseLooks = 4;
+  const std::vector<int> ranks = absent(awaited);
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const std::size_t shift =
+        (i + ranks.size() - round * kCloseLooks % ranks.size()) % ranks.size();
+    const auto ending =
+        seat_->ending_of(world_rank(ranks[i]), /*look_closely=*/shift < kCloseLooks);
+    if (!ending) continue;
+    // It may have done its part, or failed for a reason that stands in the channel, before it
+    // ended.
+    if (ready()) return;
+    if (awaited == kEverybody && is_raised(flag_of(ranks[i]))) continue;
+    if (has_failed()) throw_failure(call);
+    fail(call, ending->failed ? FailureKind::peer_failed : FailureKind::peer_lost,
+         "rank " + std::to_string(ranks[i]) + (ending->failed ? " failed: " : " ") + ending->text +
+             ". Its last call here: " + call_of(ranks[i]));
+  }
+}
+
+}  // namespace lockstep::shared

@@ -1,0 +1,53 @@
+#include "engines/shared/world.hpp"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <lockstep/error.hpp>
+#include <numeric>
+#include <vector>
+
+#include "engines/shared/shared_engine.hpp"
+
+namespace lockstep::shared {
+
+std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment) {
+  std::vector<int> everybody(static_cast<std::size_t>(segment->n_ranks()));
+  std::iota(everybody.begin(), everybody.end(), 0);
+  segment->header().world_channel = Channel::make(*segment, everybody);
+  return segment;
+}
+
+std::shared_ptr<Segment> inherit_world(std::string_view variable) {
+  const std::size_t colon = variable.find(':');
+  const char* const end = variable.data() + variable.size();
+  int fd = -1;
+  std::uint64_t nonce = 0;
+  bool is_valid = colon != std::string_view::npos;
+  if (is_valid) {
+    const char* const middle = variable.data() + colon;
+    const auto number = std::from_chars(variable.data(), middle, fd);
+    const auto digits = std::from_chars(middle + 1, end, nonce, 16);
+    is_valid = number.ec == std::errc() && number.ptr == middle && fd >= 0 &&
+               digits.ec == std::errc() && digits.ptr == end;
+  }
+  if (!is_valid) {
+    throw UsageError(
+        {.operation = "init_dist"},
+        fmt::format("LOCKSTEP_SEGMENT is '{}', not FD:NONCE as `lockstep run` sets it; "
+                    "unset it, or start the program with `lockstep run`",
+                    variable));
+  }
+  return Segment::attach(base::UniqueFd(fd), nonce);
+}
+
+std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank,
+                                   const Call& barrier) {
+  return SharedEngine::join(std::make_shared<Seat>(std::move(segment), rank), barrier);
+}
+
+void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept {
+  mark_ended(segment.rank(rank), failure);
+}
+
+}  // namespace lockstep::shared

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <string_view>
+
+#include "engines/shared/segment.hpp"
+
+/// What the rest of the library needs of the shared engine.
+namespace lockstep::shared {
+
+/// Gives a fresh segment the channel of its world.
+std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment);
+
+/// The segment that LOCKSTEP_SEGMENT ("fd:nonce") names. Throws UsageError, SystemError.
+std::shared_ptr<Segment> inherit_world(std::string_view variable);
+
+/// Takes the place of `rank` in the segment's world and waits, as long as `barrier` says, for all
+/// others. Throws UsageError, and what any barrier throws.
+std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank, const Call& barrier);
+
+/// Says for a rank that will never join why it will not.
+void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept;
+
+}  // namespace lockstep::shared
