@@ -119,8 +119,8 @@ class Group {
   /// Part q of out <- this rank's part of rank q's in. in, out: size() equal parts, no overlap.
   void all_to_all(ConstElements in, Elements out, Deadline deadline = {},
                   Where where = Where::current()) const;
-  /// Matches a recv of the same count and type on dst. May return before it is received, or wait
-  /// for the recv. Messages between two ranks arrive in order.
+  /// Matches a recv of the same count and type on dst, another rank. May return before it is
+  /// received, or wait for the recv. Messages between two ranks arrive in order.
   void send(ConstElements data, int dst, Deadline deadline = {},
             Where where = Where::current()) const;
   void recv(Elements data, int src, Deadline deadline = {}, Where where = Where::current()) const;

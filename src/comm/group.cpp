@@ -142,7 +142,7 @@ Call gather_call(GroupState& group, ConstElements in, Elements out,
   const Call call{.op = to_all ? Op::all_gather : Op::gather,
                   .dtype = in.dtype,
                   .root = to_all ? -1 : dst,
-                  .count = has_counts ? 0 : in.count,
+                  .count = in.count,
                   .in = in.data,
                   .out = out.data,
                   .counts = counts,
@@ -213,6 +213,15 @@ Call all_to_all_call(GroupState& group, ConstElements in, Elements out,
   return call;
 }
 
+void check_peer(const GroupState& group, const Call& call, std::string_view parameter) {
+  check_rank(group, call, parameter);
+  if (call.root == group.rank()) {
+    refuse(group, call,
+           fmt::format("{} is this rank itself ({}); a message goes to another rank", parameter,
+                       call.root));
+  }
+}
+
 Call send_call(GroupState& group, ConstElements data, int dst, std::source_location where) {
   const Call call{.op = Op::send,
                   .dtype = data.dtype,
@@ -220,7 +229,7 @@ Call send_call(GroupState& group, ConstElements data, int dst, std::source_locat
                   .count = data.count,
                   .in = data.data,
                   .where = where};
-  check_rank(group, call, "dst");
+  check_peer(group, call, "dst");
   check_memory(group, call, data, "data");
   return call;
 }
@@ -232,7 +241,7 @@ Call recv_call(GroupState& group, Elements data, int src, std::source_location w
                   .count = data.count,
                   .out = data.data,
                   .where = where};
-  check_rank(group, call, "src");
+  check_peer(group, call, "src");
   check_memory(group, call, data, "data");
   return call;
 }

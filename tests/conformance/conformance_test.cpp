@@ -1,0 +1,421 @@
+// What every engine must do, at every world size. An engine joins by a line in `settings`.
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <lockstep/lockstep.hpp>
+#include <numeric>
+#include <random>
+
+#include "conformance/reference.hpp"
+#include "support/ranks.hpp"
+
+namespace lockstep::test {
+namespace {
+
+class Conformance : public ::testing::TestWithParam<Setting> {
+ protected:
+  void run(const std::function<void()>& body) { run_as(GetParam(), body); }
+};
+
+std::vector<Setting> settings() {
+  std::vector<Setting> all = {{Form::solo, 1}};
+  for (const int n : {1, 2, 3, 4, 8}) {
+    all.push_back({Form::threads, n});
+    all.push_back({Form::processes, n});
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Engines, Conformance, ::testing::ValuesIn(settings()),
+                         [](const auto& info) { return name_of(info.param); });
+
+constexpr DType kTypes[] = {DType::u8,  DType::i8,   DType::i32, DType::i64,
+                            DType::f16, DType::bf16, DType::f32, DType::f64};
+constexpr ReduceOp kOps[] = {ReduceOp::sum,  ReduceOp::product, ReduceOp::min,  ReduceOp::max,
+                             ReduceOp::band, ReduceOp::bor,     ReduceOp::bxor, ReduceOp::mean};
+/// Around the borders of the inline payload, a slot, a slice; none; one; odd.
+constexpr std::size_t kCounts[] = {0, 1, 7, 31, 62, 63, 1000, 4097, 70'001};
+
+TEST_P(Conformance, all_reduce_of_every_type_and_reduction) {
+  run([] {
+    const Group group = default_group();
+    for (const DType dtype : kTypes) {
+      for (const ReduceOp op : kOps) {
+        if (is_floating(dtype) && is_bitwise(op)) continue;
+        for (const std::size_t count : {std::size_t{1}, std::size_t{67}, std::size_t{33'333}}) {
+          Bytes data = values(dtype, count, /*seed=*/count, group.rank());
+          group.all_reduce({data.data(), count, dtype}, op);
+          ASSERT_EQ(data, reduced(dtype, op, count, /*seed=*/count, group.size()))
+              << name_of(dtype) << ' ' << name_of(op) << ' ' << count;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Conformance, all_reduce_of_every_length) {
+  run([] {
+    const Group group = default_group();
+    for (const std::size_t count : kCounts) {
+      for (const DType dtype : {DType::u8, DType::f32, DType::f64}) {
+        Bytes data = values(dtype, count, /*seed=*/1, group.rank());
+        group.all_reduce({data.data(), count, dtype});
+        ASSERT_EQ(data, reduced(dtype, ReduceOp::sum, count, /*seed=*/1, group.size())) << count;
+      }
+    }
+  });
+}
+
+TEST_P(Conformance, all_reduce_of_many_chunks) {
+  run([] {
+    const Group group = default_group();
+    const std::size_t count = 1'000'003;
+    Bytes data = values(DType::f32, count, /*seed=*/2, group.rank());
+    group.all_reduce({data.data(), count, DType::f32}, ReduceOp::mean);
+    ASSERT_EQ(data, reduced(DType::f32, ReduceOp::mean, count, /*seed=*/2, group.size()));
+  });
+}
+
+TEST_P(Conformance, all_reduce_in_shared_buffers) {
+  run([] {
+    const Group group = default_group();
+    SharedBuffer buffer = group.allocate(1'000'000);
+    ASSERT_EQ(buffer.size(), 1'000'000U);
+    for (const std::size_t count : {1, 100, 5'000, 250'000}) {
+      const Bytes mine = values(DType::f32, count, /*seed=*/3, group.rank());
+      std::memcpy(buffer.data(), mine.data(), mine.size());
+      group.all_reduce({buffer.data(), count, DType::f32});
+      const Bytes expected = reduced(DType::f32, ReduceOp::sum, count, /*seed=*/3, group.size());
+      ASSERT_EQ(std::memcmp(buffer.data(), expected.data(), expected.size()), 0) << count;
+    }
+    // At another place of the buffer, and beside ordinary memory on one rank.
+    const std::size_t count = 20'000;
+    Bytes ordinary = values(DType::f32, count, /*seed=*/4, group.rank());
+    std::memcpy(buffer.data() + 4096, ordinary.data(), ordinary.size());
+    void* data = group.rank() == 0 ? ordinary.data() : buffer.data() + 4096;
+    group.all_reduce({data, count, DType::f32}, ReduceOp::max);
+    const Bytes expected = reduced(DType::f32, ReduceOp::max, count, /*seed=*/4, group.size());
+    ASSERT_EQ(std::memcmp(data, expected.data(), expected.size()), 0);
+    // A second buffer, after the first is gone.
+    buffer = group.allocate(64);
+    EXPECT_EQ(buffer.as<double>().size(), 8U);
+    EXPECT_EQ(buffer.as<double>()[7], 0.0);
+  });
+}
+
+TEST_P(Conformance, reduce_leaves_other_ranks_alone) {
+  run([] {
+    const Group group = default_group();
+    for (const std::size_t count : kCounts) {
+      for (int root = 0; root < group.size(); ++root) {
+        const Bytes before = values(DType::i32, count, /*seed=*/5, group.rank());
+        Bytes data = before;
+        group.reduce({data.data(), count, DType::i32}, root, ReduceOp::sum);
+        const bool is_root = root == group.rank();
+        ASSERT_EQ(data,
+                  is_root ? reduced(DType::i32, ReduceOp::sum, count, 5, group.size()) : before);
+      }
+    }
+  });
+}
+
+TEST_P(Conformance, broadcast_from_every_root) {
+  run([] {
+    const Group group = default_group();
+    for (const std::size_t count : kCounts) {
+      for (int root = 0; root < group.size(); ++root) {
+        Bytes data = values(DType::f64, count, /*seed=*/6, group.rank());
+        group.broadcast({data.data(), count, DType::f64}, root);
+        ASSERT_EQ(data, values(DType::f64, count, /*seed=*/6, root));
+      }
+    }
+  });
+}
+
+TEST_P(Conformance, all_gather_of_equal_parts) {
+  run([] {
+    const Group group = default_group();
+    for (const std::size_t count : kCounts) {
+      const Bytes mine = values(DType::i32, count, /*seed=*/7, group.rank());
+      Bytes all(mine.size() * static_cast<std::size_t>(group.size()));
+      group.all_gather({mine.data(), count, DType::i32},
+                       {all.data(), count * static_cast<std::size_t>(group.size()), DType::i32});
+      Bytes expected;
+      for (int r = 0; r < group.size(); ++r) append(expected, values(DType::i32, count, 7, r));
+      ASSERT_EQ(all, expected);
+    }
+  });
+}
+
+TEST_P(Conformance, gathers_of_unequal_parts) {
+  run([] {
+    // Rank 1 has nothing at all.
+    const int rank = get_rank();
+    const auto length = [](int r) { return r == 1 ? 0 : 40'000 / (r + 1) + r; };
+    std::vector<int> mine(static_cast<std::size_t>(length(rank)));
+    std::iota(mine.begin(), mine.end(), 1000 * rank);
+    for (const auto& parts : {all_gather(mine), gather(mine, /*dst=*/0)}) {
+      if (parts.empty()) continue;  // gather, on another rank
+      ASSERT_EQ(parts.size(), static_cast<std::size_t>(get_world_size()));
+      for (int r = 0; r < get_world_size(); ++r) {
+        const auto& part = parts[static_cast<std::size_t>(r)];
+        ASSERT_EQ(part.size(), static_cast<std::size_t>(length(r)));
+        for (std::size_t i = 0; i < part.size(); ++i) {
+          ASSERT_EQ(part[i], 1000 * r + static_cast<int>(i));
+        }
+      }
+    }
+    EXPECT_EQ(gather(mine, get_world_size() - 1).empty(), rank != get_world_size() - 1);
+  });
+}
+
+TEST_P(Conformance, scatter_from_every_root) {
+  run([] {
+    const Group group = default_group();
+    const auto n = static_cast<std::size_t>(group.size());
+    for (const std::size_t count : kCounts) {
+      for (int root = 0; root < group.size(); ++root) {
+        const Bytes all = values(DType::i64, count * n, /*seed=*/8, root);
+        const bool is_root = root == group.rank();
+        Bytes part(count * 8);
+        group.scatter({is_root ? all.data() : nullptr, is_root ? count * n : 0, DType::i64},
+                      {part.data(), count, DType::i64}, root);
+        ASSERT_EQ(part, piece(all, group.rank(), count * 8));
+      }
+    }
+  });
+}
+
+TEST_P(Conformance, reduce_scatter_of_every_length) {
+  run([] {
+    const Group group = default_group();
+    const auto n = static_cast<std::size_t>(group.size());
+    for (const std::size_t count : kCounts) {
+      for (const DType dtype : {DType::i8, DType::bf16, DType::f64}) {
+        const Bytes all = values(dtype, count * n, /*seed=*/9, group.rank());
+        Bytes part(count * size_of(dtype));
+        group.reduce_scatter({all.data(), count * n, dtype}, {part.data(), count, dtype},
+                             ReduceOp::sum);
+        ASSERT_EQ(part, piece(reduced(dtype, ReduceOp::sum, count * n, 9, group.size()),
+                              group.rank(), part.size()));
+      }
+    }
+  });
+}
+
+TEST_P(Conformance, all_to_all_of_every_length) {
+  run([] {
+    const Group group = default_group();
+    const auto n = static_cast<std::size_t>(group.size());
+    for (const std::size_t count : kCounts) {
+      const Bytes sent = values(DType::f32, count * n, /*seed=*/10, group.rank());
+      Bytes received(sent.size());
+      group.all_to_all({sent.data(), count * n, DType::f32},
+                       {received.data(), count * n, DType::f32});
+      Bytes expected;
+      for (int r = 0; r < group.size(); ++r) {
+        append(expected, piece(values(DType::f32, count * n, 10, r), group.rank(), count * 4));
+      }
+      ASSERT_EQ(received, expected);
+    }
+  });
+}
+
+TEST_P(Conformance, send_and_recv_around_a_ring) {
+  run([] {
+    const Group group = default_group();
+    if (group.size() == 1) {
+      int nothing = 0;
+      EXPECT_THROW(group.send({&nothing, 1, DType::i32}, 0), UsageError);
+      EXPECT_THROW(group.recv({&nothing, 1, DType::i32}, 0), UsageError);
+      return;
+    }
+    const int next = (group.rank() + 1) % group.size();
+    const int previous = (group.rank() + group.size() - 1) % group.size();
+    for (const std::size_t count : kCounts) {
+      const Bytes sent = values(DType::f32, count, /*seed=*/11, group.rank());
+      Bytes received(sent.size());
+      const auto send = [&] { group.send({sent.data(), count, DType::f32}, next); };
+      const auto recv = [&] { group.recv({received.data(), count, DType::f32}, previous); };
+      // Long messages wait for their receiver: someone has to begin by receiving.
+      if (group.rank() == 0) {
+        send();
+        recv();
+      } else {
+        recv();
+        send();
+      }
+      ASSERT_EQ(received, values(DType::f32, count, /*seed=*/11, previous));
+    }
+  });
+}
+
+TEST_P(Conformance, messages_of_one_sender_to_many) {
+  run([] {
+    const Group group = default_group();
+    for (int turn = 0; turn < 50; ++turn) {
+      if (group.rank() == 0) {
+        for (int r = 1; r < group.size(); ++r) send(std::vector<int>{turn, r}, r);
+      } else {
+        std::vector<int> got(2);
+        recv(got, 0);
+        ASSERT_EQ(got, (std::vector<int>{turn, group.rank()}));
+      }
+    }
+  });
+}
+
+TEST_P(Conformance, split_orders_by_key_and_groups_are_apart) {
+  run([] {
+    const Group world = default_group();
+    const int color = world.rank() % 2;
+    const Group half = world.split(color, /*key=*/-world.rank());
+    const int n_half = (world.size() + 1 - color) / 2;
+    ASSERT_EQ(half.size(), n_half);
+    ASSERT_EQ(half.rank(), n_half - 1 - world.rank() / 2);  // keys fall with the rank
+    EXPECT_EQ(half.backend(), world.backend());
+    EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, half), n_half);
+    int expected = 0;
+    for (int r = color; r < world.size(); r += 2) expected += r;
+    EXPECT_EQ(all_reduce_value(world.rank(), ReduceOp::sum, half), expected);
+    const Group again = half.split(half.rank());
+    EXPECT_EQ(again.size(), 1);
+    EXPECT_EQ(all_reduce_value(5, ReduceOp::sum, again), 5);
+    EXPECT_EQ(all_reduce_value(1), world.size());  // the world goes on
+  });
+}
+
+TEST_P(Conformance, a_duplicate_has_a_channel_of_its_own) {
+  run([] {
+    const Group world = default_group();
+    const Group other = world.duplicate();
+    std::vector<double> slow(100'000, 1.0);
+    Work work = other.all_reduce_async({slow.data(), slow.size(), DType::f64});
+    for (int i = 0; i < 20; ++i) ASSERT_EQ(all_reduce_value(1), world.size());
+    work.wait();
+    EXPECT_TRUE(work.done());
+    EXPECT_EQ(slow.back(), world.size());
+  });
+}
+
+TEST_P(Conformance, asynchronous_calls_run_in_order) {
+  run([] {
+    const Group group = default_group();
+    const auto n = static_cast<std::size_t>(group.size());
+    std::vector<float> data(1000, 1.0F);
+    std::vector<float> part(1000);
+    std::vector<float> all(1000 * n);
+    std::vector<Work> works;
+    const Elements elements{data.data(), data.size(), DType::f32};
+    works.push_back(group.all_reduce_async(elements));
+    works.push_back(group.barrier_async());
+    works.push_back(group.all_reduce_async(elements));
+    works.push_back(group.broadcast_async(elements, group.size() - 1));
+    works.push_back(group.all_gather_async(elements, {all.data(), all.size(), DType::f32}));
+    works.push_back(group.scatter_async({all.data(), all.size(), DType::f32},
+                                        {part.data(), part.size(), DType::f32}));
+    works.push_back(group.reduce_scatter_async({all.data(), all.size(), DType::f32},
+                                               {part.data(), part.size(), DType::f32}));
+    const float sum = static_cast<float>(n) * static_cast<float>(n);
+    // A blocking call waits for what was given before.
+    EXPECT_EQ(all_reduce_value(1), group.size());
+    for (Work& work : works) {
+      EXPECT_TRUE(work.done());
+      work.wait();
+    }
+    EXPECT_EQ(data[999], sum);
+    EXPECT_EQ(part[0], sum * static_cast<float>(n));
+  });
+}
+
+TEST_P(Conformance, barrier_waits_for_every_rank) {
+  run([] {
+    // Each rank in turn is late; whoever passes must have seen the late one's message.
+    for (int late = 0; late < get_world_size(); ++late) {
+      std::int64_t mark = 0;
+      if (get_rank() == late) mark = late + 1;
+      EXPECT_EQ(all_reduce_value(mark, ReduceOp::max), late + 1);
+      barrier();
+    }
+  });
+}
+
+TEST_P(Conformance, values_and_seed_are_alike_on_all_ranks) {
+  run([] {
+    EXPECT_EQ(all_reduce_value(get_rank(), ReduceOp::max), get_world_size() - 1);
+    EXPECT_EQ(all_reduce_value(-3, ReduceOp::mean), -3);
+    const auto seed = static_cast<std::int64_t>(sync_random_seed());
+    EXPECT_EQ(all_reduce_value(seed, ReduceOp::min), all_reduce_value(seed, ReduceOp::max));
+    EXPECT_NE(sync_random_seed(), sync_random_seed());
+  });
+}
+
+TEST_P(Conformance, ten_thousand_mixed_collectives) {
+  const int n_calls = GetParam().n_ranks > 4 ? 2'500 : 10'000;
+  run([n_calls] {
+    const Group group = default_group();
+    const auto n = static_cast<std::size_t>(group.size());
+    std::mt19937_64 random(20);  // the same on every rank
+    for (int call = 0; call < n_calls; ++call) {
+      const auto kind = random() % 8;
+      const DType dtype = kTypes[random() % std::size(kTypes)];
+      const ReduceOp op = is_floating(dtype) ? ReduceOp::sum : kOps[random() % std::size(kOps)];
+      const std::size_t count = random() % (call % 100 == 0 ? 40'000 : 300);
+      const int root = static_cast<int>(random() % n);
+      const std::uint64_t seed = random() % 1000;
+      const std::size_t n_bytes = count * size_of(dtype);
+      const Bytes mine = values(dtype, count, seed, group.rank());
+      Bytes data = mine;
+      Bytes all(n_bytes * n);
+      switch (kind) {
+        case 0: group.barrier(); break;
+        case 1:
+          group.all_reduce({data.data(), count, dtype}, op);
+          ASSERT_EQ(data, reduced(dtype, op, count, seed, group.size())) << call;
+          break;
+        case 2:
+          group.reduce({data.data(), count, dtype}, root, op);
+          ASSERT_EQ(data,
+                    root == group.rank() ? reduced(dtype, op, count, seed, group.size()) : mine);
+          break;
+        case 3:
+          group.broadcast({data.data(), count, dtype}, root);
+          ASSERT_EQ(data, values(dtype, count, seed, root)) << call;
+          break;
+        case 4:
+          group.all_gather({mine.data(), count, dtype}, {all.data(), count * n, dtype});
+          for (int r = 0; r < group.size(); ++r) {
+            ASSERT_EQ(piece(all, r, n_bytes), values(dtype, count, seed, r)) << call;
+          }
+          break;
+        case 5:
+          group.gather({mine.data(), count, dtype}, {all.data(), count * n, dtype}, root);
+          for (int r = 0; root == group.rank() && r < group.size(); ++r) {
+            ASSERT_EQ(piece(all, r, n_bytes), values(dtype, count, seed, r)) << call;
+          }
+          break;
+        case 6: {
+          const Bytes whole = values(dtype, count * n, seed, group.rank());
+          group.reduce_scatter({whole.data(), count * n, dtype}, {data.data(), count, dtype}, op);
+          ASSERT_EQ(data, piece(reduced(dtype, op, count * n, seed, group.size()), group.rank(),
+                                n_bytes));
+          break;
+        }
+        case 7: {
+          const Bytes whole = values(dtype, count * n, seed, group.rank());
+          group.all_to_all({whole.data(), count * n, dtype}, {all.data(), count * n, dtype});
+          for (int r = 0; r < group.size(); ++r) {
+            ASSERT_EQ(piece(all, r, n_bytes),
+                      piece(values(dtype, count * n, seed, r), group.rank(), n_bytes));
+          }
+          break;
+        }
+        default: break;
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::test

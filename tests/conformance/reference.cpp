@@ -1,0 +1,115 @@
+#include "conformance/reference.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+namespace lockstep::test {
+namespace {
+
+std::uint64_t mix(std::uint64_t x) {  // splitmix64
+  x += 0x9e3779b97f4a7c15ULL;
+  x = (x ^ (x >> 30U)) * 0xbf58476d1ce4e5b9ULL;
+  x = (x ^ (x >> 27U)) * 0x94d049bb133111ebULL;
+  return x ^ (x >> 31U);
+}
+
+template <class Visit>
+auto visit(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::u8: return visit(std::uint8_t{});
+    case DType::i8: return visit(std::int8_t{});
+    case DType::i32: return visit(std::int32_t{});
+    case DType::i64: return visit(std::int64_t{});
+    case DType::f16: return visit(Float16{});
+    case DType::bf16: return visit(BFloat16{});
+    case DType::f32: return visit(float{});
+    case DType::f64: break;
+  }
+  return visit(double{});
+}
+
+/// The type a sum of T is kept in while it grows.
+template <class T>
+using Wide = std::conditional_t<std::is_integral_v<T>, std::int64_t,
+                                std::conditional_t<std::is_same_v<T, double>, double, float>>;
+
+template <class W>
+W fold(ReduceOp op, W a, W b) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::mean: return a + b;
+    case ReduceOp::product: return a * b;
+    case ReduceOp::min: return std::min(a, b);
+    case ReduceOp::max: return std::max(a, b);
+    case ReduceOp::band:
+    case ReduceOp::bor:
+    case ReduceOp::bxor: break;
+  }
+  if constexpr (std::is_integral_v<W>) {
+    if (op == ReduceOp::band) return a & b;
+    return op == ReduceOp::bor ? a | b : a ^ b;
+  }
+  return a;
+}
+
+}  // namespace
+
+Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank) {
+  return visit(dtype, [&]<class T>(T) {
+    Bytes bytes(count * sizeof(T));
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint64_t bits = mix(mix(seed * 1000 + static_cast<std::uint64_t>(rank)) + i);
+      T value;
+      if constexpr (std::is_integral_v<T>) {
+        value = static_cast<T>(bits);  // wraps alike everywhere
+        if constexpr (sizeof(T) == 8) value = static_cast<T>(bits >> 40U);
+      } else {
+        // Fractions, so that the order of a sum shows in its bits.
+        value =
+            static_cast<T>(static_cast<float>(bits >> 40U) / static_cast<float>(1U << 23U) - 1.0F);
+      }
+      std::memcpy(bytes.data() + i * sizeof(T), &value, sizeof(T));
+    }
+    return bytes;
+  });
+}
+
+Bytes reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks) {
+  return visit(dtype, [&]<class T>(T) {
+    std::vector<Wide<T>> sums(count);
+    for (int rank = 0; rank < n_ranks; ++rank) {
+      const Bytes data = values(dtype, count, seed, rank);
+      for (std::size_t i = 0; i < count; ++i) {
+        T element;
+        std::memcpy(&element, data.data() + i * sizeof(T), sizeof(T));
+        const auto value = static_cast<Wide<T>>(element);
+        sums[i] = rank == 0 ? value : fold(op, sums[i], value);
+        // Products and sums of narrow integers wrap at every step; a mean does not.
+        if constexpr (std::is_integral_v<T>) {
+          if (op != ReduceOp::mean) sums[i] = static_cast<T>(sums[i]);
+        }
+      }
+    }
+    Bytes bytes(count * sizeof(T));
+    for (std::size_t i = 0; i < count; ++i) {
+      if (op == ReduceOp::mean) sums[i] = sums[i] / static_cast<Wide<T>>(n_ranks);
+      const T value = static_cast<T>(sums[i]);
+      std::memcpy(bytes.data() + i * sizeof(T), &value, sizeof(T));
+    }
+    return bytes;
+  });
+}
+
+bool is_bitwise(ReduceOp op) {
+  return op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
+}
+
+void append(Bytes& to, const Bytes& what) { to.insert(to.end(), what.begin(), what.end()); }
+
+Bytes piece(const Bytes& all, int rank, std::size_t n_bytes) {
+  const auto begin = all.begin() + static_cast<std::ptrdiff_t>(n_bytes) * rank;
+  return {begin, begin + static_cast<std::ptrdiff_t>(n_bytes)};
+}
+
+}  // namespace lockstep::test

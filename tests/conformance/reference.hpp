@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <lockstep/types.hpp>
+#include <vector>
+
+/// What collectives should give, computed by one rank alone and in the plainest way.
+namespace lockstep::test {
+
+using Bytes = std::vector<std::byte>;
+
+/// The data of `rank`: pseudo-random elements, small enough that no integer or float overflows.
+Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank);
+
+/// values() of n ranks, folded in rank order.
+Bytes reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks);
+
+bool is_bitwise(ReduceOp op);
+void append(Bytes& to, const Bytes& what);
+/// The rank-th piece of n_bytes.
+Bytes piece(const Bytes& all, int rank, std::size_t n_bytes);
+
+}  // namespace lockstep::test

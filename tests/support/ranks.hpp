@@ -1,0 +1,37 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <functional>
+#include <ostream>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace lockstep::test {
+
+/// How the ranks of a test come to be.
+enum class Form { solo, threads, processes };
+
+struct Setting {
+  Form form;
+  int n_ranks;
+};
+
+std::string name_of(const Setting& setting);
+std::ostream& operator<<(std::ostream& out, const Setting& setting);
+
+/// Runs body as every rank, each with its default group, and waits for all. A failed expectation
+/// or an exception on any rank fails the test. Processes are forked from this one, join by
+/// init_dist as under `lockstep run`, and are killed when they outlast `watchdog`.
+void run_as(const Setting& setting, const std::function<void()>& body,
+            std::chrono::seconds watchdog = std::chrono::seconds(120));
+
+/// Forks n ranks that may die as they like: returns each one's status as waitpid gives it.
+/// `started`: called in the parent with the pids, before any is waited for.
+std::vector<int> run_processes(int n, const std::function<void()>& body,
+                               std::chrono::seconds watchdog = std::chrono::seconds(120),
+                               const std::function<void(std::span<const pid_t>)>& started = {});
+
+}  // namespace lockstep::test
