@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+namespace torch::nn {
+class Module;
+}
+namespace torch::optim {
+class SGD;
+}
+
+namespace train {
+
+/// Where a training stands: with it, the parameters and the momenta, the next step follows. The
+/// order of the images is a function of seed and epoch, so there is no other generator's state.
+struct Position {
+  std::string model;
+  std::string precision;
+  std::uint64_t seed = 0;
+  std::size_t batch = 0;
+  std::size_t step = 0;       ///< done since the first epoch
+  double epoch_loss_sum = 0;  ///< of the epoch under way, over its samples
+};
+
+/// Writes the checkpoint beside `path` and renames it there once it is on the disk: whoever reads
+/// `path` finds the old one or the new one, whole. Throws std::system_error.
+void save_checkpoint(const std::filesystem::path& path, const torch::nn::Module& model,
+                     const torch::optim::SGD& optimizer, const Position& position);
+
+/// Fills model and optimizer. `model` and `precision` of `expected` must be the checkpoint's.
+/// Throws std::runtime_error naming the file and what it holds instead.
+Position load_checkpoint(const std::filesystem::path& path, torch::nn::Module& model,
+                         torch::optim::SGD& optimizer, const Position& expected);
+
+struct Difference {
+  double largest = 0;  ///< NaN where a value is NaN in one of them
+  std::string name;    ///< of the parameter or buffer that has it
+};
+
+/// The largest absolute difference between the parameters and buffers of two checkpoints.
+/// Throws std::runtime_error where they are not of the same network.
+Difference compare_checkpoints(const std::filesystem::path& a, const std::filesystem::path& b);
+
+}  // namespace train

@@ -1,0 +1,24 @@
+# Draws DIRECTORY/{one,sync,plain}.dat (step, mean loss since the line before) to DIRECTORY/loss.svg.
+set terminal svg size 860,500 font "Helvetica,Arial,sans-serif,15" background "#ffffff" rounded
+set output directory . "/loss.svg"
+
+set border 3 linewidth 1 linecolor rgb "#888888"
+set tics nomirror out textcolor rgb "#444444"
+set grid ytics xtics linetype 1 linewidth 0.6 linecolor rgb "#e2e2e2"
+set xlabel "epoch" textcolor rgb "#222222"
+set ylabel "training loss" textcolor rgb "#222222"
+set title "Handwritten digits, global batch of 8, same seed" font ",18" textcolor rgb "#111111"
+set key top right spacing 1.4 samplen 3 textcolor rgb "#222222"
+set logscale y
+set yrange [] noextend
+set format y "%g"
+set ytics add (0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+set xtics 1
+
+epoch(step) = step / real(steps_per_epoch)
+plot directory . "/one.dat" using (epoch($1)):2 with lines linewidth 8 linecolor rgb "#a9cbee" \
+       title "one rank", \
+     directory . "/sync.dat" using (epoch($1)):2 with lines linewidth 2 linecolor rgb "#0b4f9e" \
+       title "4 ranks, SyncBatchNorm", \
+     directory . "/plain.dat" using (epoch($1)):2 with lines linewidth 2 linecolor rgb "#d1495b" \
+       title "4 ranks, BatchNorm"

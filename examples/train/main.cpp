@@ -1,0 +1,53 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <exception>
+#include <lockstep/launch.hpp>
+
+#include "train/checkpoint.hpp"
+#include "train/data.hpp"
+#include "train/options.hpp"
+#include "train/trainer.hpp"
+
+namespace {
+
+constexpr int kUsage = 2;
+
+void run(const train::Options& options) {
+  if (!options.compare.empty()) {
+    const auto difference = train::compare_checkpoints(options.compare[0], options.compare[1]);
+    fmt::print("{:.3g} {}\n", difference.largest, difference.name);
+    return;
+  }
+  // Files come first: what is wrong with them shows before any rank waits for another.
+  const train::Dataset data = train::read_dataset(options.data, options.n_classes);
+  train::Trainer trainer(options, data);
+  lockstep::init_dist();
+  trainer.run(lockstep::default_group());
+  lockstep::destroy_dist();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("Trains an image classifier: alone, or as one rank of `lockstep run`.",
+               "lockstep-train");
+  train::Options options;
+  train::add_options(app, options);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : kUsage;
+  }
+  try {
+    run(options);
+    return 0;
+  } catch (const std::invalid_argument& error) {
+    fmt::print(stderr, "lockstep-train: {}\n", error.what());
+    return kUsage;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "lockstep-train: {}\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,99 @@
+#include "train/options.hpp"
+
+#include <CLI/CLI.hpp>
+#include <map>
+#include <string>
+#include <system_error>
+
+namespace train {
+namespace {
+
+const std::map<std::string, Model> kModels{{"convnet", Model::convnet},
+                                           {"resnet18", Model::resnet18}};
+const std::map<std::string, Precision> kPrecisions{{"f32", Precision::f32},
+                                                   {"f64", Precision::f64}};
+const std::map<std::string, bool> kSwitch{{"on", true}, {"off", false}};
+
+template <class T>
+std::string key_of(const std::map<std::string, T>& names, T value) {
+  for (const auto& [name, named] : names) {
+    if (named == value) return name;
+  }
+  return "?";
+}
+
+/// A flag whose values are words.
+template <class T>
+void add_choice(CLI::App& app, const std::string& flag, T& value,
+                const std::map<std::string, T>& names, const std::string& text) {
+  std::vector<std::string> words;
+  for (const auto& [name, named] : names) words.push_back(name);
+  app.add_option_function<std::string>(
+         flag, [&](const std::string& word) { value = names.at(word); }, text)
+      ->check(CLI::IsMember(words))
+      ->default_str(key_of(names, value));
+}
+
+}  // namespace
+
+std::string name_of(Model model) { return key_of(kModels, model); }
+std::string name_of(Precision precision) { return key_of(kPrecisions, precision); }
+
+void add_options(CLI::App& app, Options& options) {
+  options.data = shipped_digits();
+  app.add_option("--data", options.data,
+                 "directory of MNIST, Fashion-MNIST, EMNIST (IDX, plain or .gz) or CIFAR-10 "
+                 "(binary) files")
+      ->capture_default_str();
+  app.add_option("--classes", options.n_classes, "number of classes; 0: as the files' names say")
+      ->capture_default_str();
+  add_choice(app, "--model", options.model, kModels, "the network");
+  add_choice(app, "--precision", options.precision, kPrecisions, "of parameters and arithmetic");
+  add_choice(app, "--sync-bn", options.sync_bn, kSwitch,
+             "BatchNorm statistics over all ranks, or each rank's own");
+  app.add_option("--epochs", options.epochs, "passes over the training images")
+      ->capture_default_str();
+  app.add_option("--max-steps", options.max_steps, "stop after so many steps in all; 0: no limit")
+      ->capture_default_str();
+  app.add_option("--batch", options.batch, "images of one step, over all ranks together")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--shares", options.shares,
+                 "images of one step on each rank, as 5,2,1; left out: equal parts of --batch")
+      ->delimiter(',');
+  app.add_option("--lr", options.learning_rate, "learning rate of SGD")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--momentum", options.momentum, "momentum of SGD")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  app.add_option("--weight-decay", options.weight_decay, "weight decay of SGD")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--seed", options.seed,
+                 "of the parameters and the order of the images; default: 1, or the checkpoint's");
+  app.add_option("--threads", options.threads, "libtorch's threads per rank; 0: as it chooses")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--save", options.save, "write a checkpoint here after every epoch");
+  app.add_option("--load", options.load, "go on from this checkpoint");
+  app.add_option("--metrics", options.metrics,
+                 "append JSON lines here: one an epoch, and a summary");
+  app.add_option("--metrics-every", options.metrics_every,
+                 "also a line with the mean loss of every so many steps")
+      ->capture_default_str();
+  app.add_option("--compare", options.compare,
+                 "only print the largest absolute difference between the parameters and buffers "
+                 "of two checkpoints")
+      ->expected(2);
+}
+
+std::filesystem::path shipped_digits() {
+  std::error_code ignored;
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", ignored);
+  const auto installed = program.parent_path().parent_path() / LOCKSTEP_TRAIN_INSTALLED_DATA;
+  if (std::filesystem::is_directory(installed, ignored)) return installed;
+  return LOCKSTEP_TRAIN_SOURCE_DATA;
+}
+
+}  // namespace train

@@ -1,0 +1,217 @@
+#include "train/trainer.hpp"
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <lockstep/dist.hpp>
+#include <lockstep/nn.hpp>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <stdexcept>
+
+#include "train/batches.hpp"
+#include "train/checkpoint.hpp"
+#include "train/models.hpp"
+#include "train/report.hpp"
+#include "train/samples.hpp"
+
+namespace train {
+namespace {
+
+namespace F = torch::nn::functional;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::uint64_t kDefaultSeed = 1;
+constexpr std::size_t kTestBatch = 256;
+
+torch::Dtype dtype_of(Precision precision) {
+  switch (precision) {
+    case Precision::f32: return torch::kFloat32;
+    case Precision::f64: return torch::kFloat64;
+  }
+  throw std::invalid_argument("no such precision");
+}
+
+torch::optim::SGDOptions sgd_options(const Options& options) {
+  return torch::optim::SGDOptions(options.learning_rate)
+      .momentum(options.momentum)
+      .weight_decay(options.weight_decay);
+}
+
+}  // namespace
+
+class Trainer::State {
+ public:
+  State(const Options& options, const Dataset& data);
+  std::vector<EpochResult> run(const lockstep::Group& group);
+
+ private:
+  using Network = lockstep::nn::DistributedDataParallel<torch::nn::Sequential>;
+
+  void load();
+  bool done() const;
+  EpochResult run_epoch(Network& network, std::span<const std::size_t> shares,
+                        const lockstep::Group& group, std::optional<Report>& report);
+  /// One step on this rank's part of the batch; returns the loss summed over the whole batch.
+  double step(Network& network, std::span<const std::int64_t> part, const lockstep::Group& group);
+  /// The share of the test images that the network gets right, each rank testing a part of them.
+  double test(const lockstep::Group& group);
+
+  Options options_;
+  std::size_t n_train_;
+  std::size_t n_test_;
+  Samples train_;
+  Samples test_;
+  torch::nn::Sequential model_;
+  torch::optim::SGD optimizer_;
+  std::size_t steps_per_epoch_;
+  Position at_;
+};
+
+Trainer::State::State(const Options& options, const Dataset& data)
+    : options_(options),
+      n_train_(data.train.size()),
+      n_test_(data.test.size()),
+      train_(data.train, data.train, dtype_of(options.precision)),
+      test_(data.test, data.train, dtype_of(options.precision)),
+      model_(make_model(options.model, data.train.channels, data.n_classes)),
+      optimizer_((model_->to(dtype_of(options.precision)), model_->parameters()),
+                 sgd_options(options)),
+      // What does not fill a batch is left out; the next epoch leaves out others.
+      steps_per_epoch_(n_train_ / options.batch),
+      at_{.model = name_of(options.model),
+          .precision = name_of(options.precision),
+          .seed = options.seed.value_or(kDefaultSeed),
+          .batch = options.batch} {
+  if (steps_per_epoch_ == 0) {
+    throw std::invalid_argument(fmt::format("--batch {}: expected at most the {} images of {}",
+                                            options_.batch, n_train_, options_.data.string()));
+  }
+  if (options_.threads > 0) at::set_num_threads(options_.threads);
+  if (options_.load.empty()) {
+    initialise(*model_, at_.seed);
+  } else {
+    load();
+  }
+}
+
+void Trainer::State::load() {
+  const Position loaded = load_checkpoint(options_.load, *model_, optimizer_, at_);
+  const bool other_seed = options_.seed && *options_.seed != loaded.seed;
+  if (loaded.batch != options_.batch || other_seed) {
+    throw std::invalid_argument(fmt::format(
+        "cannot go on from {}: it was trained with --batch {} --seed {}, got --batch {} --seed {}; "
+        "give the same",
+        options_.load.string(), loaded.batch, loaded.seed, options_.batch, at_.seed));
+  }
+  at_ = loaded;
+  if (done()) {
+    throw std::invalid_argument(
+        fmt::format("cannot go on from {}: it has done {} steps, all that --epochs and --max-steps "
+                    "ask for; give more",
+                    options_.load.string(), at_.step));
+  }
+  // The checkpoint brings its own rate; the command line's is what its user asks for now.
+  for (auto& parameters : optimizer_.param_groups()) {
+    static_cast<torch::optim::SGDOptions&>(parameters.options()) = sgd_options(options_);
+  }
+}
+
+bool Trainer::State::done() const {
+  return at_.step >= options_.epochs * steps_per_epoch_ ||
+         (options_.max_steps > 0 && at_.step >= options_.max_steps);
+}
+
+double Trainer::State::step(Network& network, std::span<const std::int64_t> part,
+                            const lockstep::Group& group) {
+  const Samples::Batch batch = train_.batch(part);
+  optimizer_.zero_grad();
+  const torch::Tensor loss_sum =
+      F::cross_entropy(network.forward(batch.input), batch.labels,
+                       F::CrossEntropyFuncOptions().reduction(torch::kSum));
+  // The ranks' gradients get averaged. So that the average is the gradient of the mean over the
+  // whole batch, whatever the shares: sum over ranks of (loss_sum * ranks / batch) / ranks.
+  (loss_sum * (static_cast<double>(group.size()) / static_cast<double>(options_.batch))).backward();
+  optimizer_.step();
+  return lockstep::all_reduce_value(loss_sum.item<double>(), lockstep::ReduceOp::sum, group);
+}
+
+double Trainer::State::test(const lockstep::Group& group) {
+  const torch::NoGradGuard no_grad;
+  model_->eval();
+  if (!options_.sync_bn) {
+    // Each rank has running statistics of its own: test with rank 0's, which are those saved.
+    for (torch::Tensor& buffer : model_->buffers())
+      lockstep::nn::broadcast(buffer, /*src=*/0, group);
+  }
+  std::vector<std::int64_t> all(n_test_);
+  std::iota(all.begin(), all.end(), 0);
+  auto part = part_of(std::span<const std::int64_t>(all), cut(n_test_, group.size()), group.rank());
+  std::int64_t n_right = 0;
+  while (!part.empty()) {
+    const auto now = part.first(std::min(part.size(), kTestBatch));
+    part = part.subspan(now.size());
+    const Samples::Batch batch = test_.batch(now);
+    n_right += model_->forward(batch.input).argmax(1).eq(batch.labels).sum().item<std::int64_t>();
+  }
+  n_right = lockstep::all_reduce_value(n_right, lockstep::ReduceOp::sum, group);
+  return static_cast<double>(n_right) / static_cast<double>(n_test_);
+}
+
+std::vector<EpochResult> Trainer::State::run(const lockstep::Group& group) {
+  const auto shares = shares_of(options_.batch, group.size(), options_.shares);
+  std::optional<Report> report;
+  if (group.rank() == 0) report.emplace(options_, steps_per_epoch_, at_.step);
+  if (options_.sync_bn) lockstep::nn::convert_sync_batchnorm(model_, group);
+  Network network(model_, {.group = group});
+
+  std::vector<EpochResult> epochs;
+  while (!done()) {
+    epochs.push_back(run_epoch(network, shares, group, report));
+    if (!report) continue;
+    report->after_epoch(epochs.back());
+    if (!options_.save.empty()) save_checkpoint(options_.save, *model_, optimizer_, at_);
+  }
+  if (report) report->summary(epochs, at_.seed, shares);
+  return epochs;
+}
+
+EpochResult Trainer::State::run_epoch(Network& network, std::span<const std::size_t> shares,
+                                      const lockstep::Group& group, std::optional<Report>& report) {
+  const std::size_t first = at_.step;
+  const std::size_t epoch = first / steps_per_epoch_;
+  const auto order = epoch_order(n_train_, at_.seed, epoch);
+  const auto start = Clock::now();
+  model_->train();
+  do {
+    const auto batch = std::span<const std::int64_t>(order).subspan(
+        at_.step % steps_per_epoch_ * options_.batch, options_.batch);
+    const double loss_sum = step(network, part_of(batch, shares, group.rank()), group);
+    at_.epoch_loss_sum += loss_sum;
+    ++at_.step;
+    if (report) report->after_step(at_.step, loss_sum / static_cast<double>(options_.batch));
+  } while (at_.step % steps_per_epoch_ != 0 && !done());
+
+  const std::chrono::duration<double> elapsed = Clock::now() - start;
+  const auto n_images = [&](std::size_t since) {
+    return static_cast<double>((at_.step - since) * options_.batch);
+  };
+  EpochResult result{.step = at_.step,
+                     .loss = at_.epoch_loss_sum / n_images(epoch * steps_per_epoch_),
+                     .seconds = elapsed.count(),
+                     .images_per_second = n_images(first) / elapsed.count()};
+  if (at_.step % steps_per_epoch_ == 0) at_.epoch_loss_sum = 0;
+  result.test_accuracy = test(group);
+  return result;
+}
+
+Trainer::Trainer(const Options& options, const Dataset& data)
+    : state_(std::make_unique<State>(options, data)) {}
+Trainer::~Trainer() = default;
+
+std::vector<EpochResult> Trainer::run(const lockstep::Group& group) { return state_->run(group); }
+
+}  // namespace train

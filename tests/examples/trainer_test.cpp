@@ -1,0 +1,293 @@
+#include "train/trainer.hpp"
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <lockstep/launch.hpp>
+#include <lockstep/sync.hpp>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "temporary_directory.hpp"
+#include "train/checkpoint.hpp"
+#include "train/data.hpp"
+
+namespace train {
+namespace {
+
+constexpr std::size_t kSteps = 50;
+constexpr double kSame = 1e-9;
+constexpr double kOther = 1e-3;
+
+const Dataset& digits() {
+  static const Dataset data = read_dataset(LOCKSTEP_DIGITS);
+  return data;
+}
+
+/// A batch of 8 in f64, on one thread.
+Options small_options() {
+  Options options;
+  options.batch = 8;
+  options.max_steps = kSteps;
+  options.precision = Precision::f64;
+  options.threads = 1;
+  return options;
+}
+
+class TrainerTest : public testing::Test {
+ protected:
+  void train_over(int n_ranks, const Options& options) {
+    lockstep::run_ranks(n_ranks,
+                        [&] { Trainer(options, digits()).run(lockstep::default_group()); });
+  }
+
+  /// What one rank with the whole batch makes of it.
+  std::filesystem::path train_alone() {
+    Options options = small_options();
+    options.save = directory_ / "alone.pt";
+    train_over(1, options);
+    return options.save;
+  }
+
+  double difference_to_alone(int n_ranks, Options options) {
+    options.save = directory_ / "ranks.pt";
+    train_over(n_ranks, options);
+    return compare_checkpoints(train_alone(), options.save).largest;
+  }
+
+  /// Both print and report the same error whichever rank meets it.
+  template <class E>
+  void expect_error(const Options& options, const std::string& part, int n_ranks = 1) {
+    try {
+      train_over(n_ranks, options);
+      ADD_FAILURE() << "no error";
+    } catch (const E& error) {
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos)
+          << "no \"" << part << "\" in: " << error.what();
+    }
+  }
+
+  TemporaryDirectory directory_;
+};
+
+TEST_F(TrainerTest, learns_the_digits) {
+  Options options = small_options();
+  options.precision = Precision::f32;
+  options.max_steps = 0;
+  options.epochs = 2;
+  const auto epochs = Trainer(options, digits()).run(lockstep::Group());
+  ASSERT_EQ(epochs.size(), 2U);
+  EXPECT_LT(epochs[1].loss, epochs[0].loss);
+  EXPECT_GT(epochs[1].test_accuracy, 0.9);
+}
+
+TEST_F(TrainerTest, learns_with_resnet18) {
+  Options options = small_options();
+  options.model = Model::resnet18;
+  options.precision = Precision::f32;
+  options.max_steps = 2;
+  options.save = directory_ / "resnet18.pt";
+  train_over(1, options);
+  EXPECT_EQ(compare_checkpoints(options.save, options.save).largest, 0);
+}
+
+TEST_F(TrainerTest, sync_bn_on_2_ranks_is_one_rank) {
+  EXPECT_LT(difference_to_alone(2, small_options()), kSame);
+}
+
+TEST_F(TrainerTest, sync_bn_on_3_ranks_with_shares_5_2_1_is_one_rank) {
+  Options options = small_options();
+  options.shares = {5, 2, 1};
+  EXPECT_LT(difference_to_alone(3, options), kSame);
+}
+
+TEST_F(TrainerTest, sync_bn_on_4_ranks_is_one_rank) {
+  EXPECT_LT(difference_to_alone(4, small_options()), kSame);
+}
+
+TEST_F(TrainerTest, plain_bn_on_4_ranks_is_not) {
+  Options options = small_options();
+  options.sync_bn = false;
+  EXPECT_GT(difference_to_alone(4, options), kOther);
+}
+
+TEST_F(TrainerTest, sync_bn_on_3_processes_with_shares_5_2_1_is_one_rank) {
+  const std::string ranks = directory_ / "processes.pt";
+  const std::string command =
+      std::string(LOCKSTEP_CLI) + " run -n 3 -- " + LOCKSTEP_TRAIN +
+      " --batch 8 --shares 5,2,1 --precision f64 --max-steps 50 --threads 1 --save " + ranks +
+      " --data " + LOCKSTEP_DIGITS;
+  const int status = std::system(command.c_str());
+  ASSERT_TRUE(WIFEXITED(status));
+  ASSERT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_LT(compare_checkpoints(train_alone(), ranks).largest, kSame);
+}
+
+TEST_F(TrainerTest, wrong_file_ends_every_process_before_it_joins) {
+  const std::string command = std::string(LOCKSTEP_CLI) + " run -n 3 -- " + LOCKSTEP_TRAIN +
+                              " --data " + (directory_ / "nowhere").string() + " 2> " +
+                              (directory_ / "errors").string();
+  const int status = std::system(command.c_str());
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 1);
+  std::ifstream file(directory_ / "errors");
+  const std::string errors{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_NE(errors.find("nowhere: expected a directory"), std::string::npos) << errors;
+}
+
+TEST_F(TrainerTest, resume_takes_the_same_steps) {
+  Options options = small_options();
+  options.save = directory_ / "half.pt";
+  options.max_steps = 17;  // in the midst of an epoch
+  train_over(2, options);
+  options.load = options.save;
+  options.save = directory_ / "resumed.pt";
+  options.max_steps = 30;
+  train_over(2, options);
+  options.load.clear();
+  options.save = directory_ / "straight.pt";
+  train_over(2, options);
+  EXPECT_EQ(compare_checkpoints(directory_ / "straight.pt", directory_ / "resumed.pt").largest, 0);
+  EXPECT_GT(compare_checkpoints(directory_ / "straight.pt", directory_ / "half.pt").largest, 0);
+}
+
+TEST_F(TrainerTest, resume_over_an_epoch_has_its_whole_loss) {
+  Options options = small_options();
+  options.precision = Precision::f32;
+  options.batch = 240;  // 6 steps an epoch
+  options.epochs = 2;
+  options.max_steps = 0;
+  const auto straight = Trainer(options, digits()).run(lockstep::Group());
+  options.save = directory_ / "half.pt";
+  options.max_steps = 8;
+  Trainer(options, digits()).run(lockstep::Group());
+  options.load = options.save;
+  options.max_steps = 0;
+  const auto resumed = Trainer(options, digits()).run(lockstep::Group());
+  ASSERT_EQ(resumed.size(), 1U);
+  EXPECT_EQ(resumed.back().loss, straight.back().loss);
+  EXPECT_EQ(resumed.back().test_accuracy, straight.back().test_accuracy);
+}
+
+TEST_F(TrainerTest, checkpoint_of_something_else) {
+  Options options = small_options();
+  options.max_steps = 1;
+  options.save = directory_ / "one.pt";
+  train_over(1, options);
+  options.load = options.save;
+  expect_error<std::invalid_argument>(options, "has done 1 steps");
+  options.max_steps = 2;
+  options.seed = 5;
+  expect_error<std::invalid_argument>(options, "--seed 1, got");
+  options.seed.reset();
+  options.batch = 16;
+  expect_error<std::invalid_argument>(options, "--batch 8");
+  options = small_options();
+  options.load = directory_ / "one.pt";
+  options.precision = Precision::f32;
+  expect_error<std::runtime_error>(options, "convnet in f64, expected a convnet in f32");
+  options.precision = Precision::f64;
+  options.model = Model::resnet18;
+  expect_error<std::runtime_error>(options, "expected a resnet18 in f64");
+}
+
+TEST_F(TrainerTest, checkpoint_for_other_classes) {
+  Options options = small_options();
+  options.max_steps = 1;
+  options.save = directory_ / "one.pt";
+  train_over(1, options);
+  options.load = options.save;
+  options.max_steps = 2;
+  const Dataset more_classes = read_dataset(LOCKSTEP_DIGITS, /*n_classes=*/11);
+  EXPECT_THROW(Trainer(options, more_classes), std::runtime_error);
+}
+
+TEST_F(TrainerTest, checkpoint_absent_or_cut_short) {
+  Options options = small_options();
+  options.load = directory_ / "nowhere.pt";
+  expect_error<std::runtime_error>(options, "nowhere.pt: absent");
+  options.load = train_alone();
+  std::filesystem::resize_file(options.load, std::filesystem::file_size(options.load) / 2);
+  expect_error<std::runtime_error>(options, "alone.pt");
+}
+
+TEST_F(TrainerTest, save_leaves_only_the_checkpoint) {
+  Options options = small_options();
+  options.max_steps = 1;
+  options.save = directory_ / "one.pt";
+  train_over(1, options);
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(directory_.path())) {
+    names.push_back(entry.path().filename().string());
+  }
+  EXPECT_EQ(names, std::vector<std::string>{"one.pt"});
+
+  std::filesystem::create_directory(directory_ / "taken");
+  options.save = directory_ / "taken";  // the rename fails
+  expect_error<std::system_error>(options, "taken");
+  options.save = directory_ / "nowhere" / "one.pt";
+  expect_error<std::system_error>(options, "nowhere");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 2);
+}
+
+TEST_F(TrainerTest, compare_other_networks) {
+  Options options = small_options();
+  options.max_steps = 1;
+  options.save = directory_ / "convnet.pt";
+  train_over(1, options);
+  options.model = Model::resnet18;
+  options.precision = Precision::f32;
+  options.save = directory_ / "resnet18.pt";
+  train_over(1, options);
+  EXPECT_THROW(compare_checkpoints(directory_ / "convnet.pt", directory_ / "resnet18.pt"),
+               std::runtime_error);
+}
+
+TEST_F(TrainerTest, batch_that_does_not_fit) {
+  Options options = small_options();
+  options.batch = 2;
+  expect_error<std::invalid_argument>(options, "at least one sample for each", /*n_ranks=*/3);
+  options.batch = 1441;
+  expect_error<std::invalid_argument>(options, "at most the 1440 images");
+}
+
+TEST_F(TrainerTest, metrics_are_json_lines) {
+  Options options = small_options();
+  options.precision = Precision::f32;
+  options.batch = 240;
+  options.epochs = 2;
+  options.max_steps = 0;
+  options.metrics = directory_ / "metrics.jsonl";
+  options.metrics_every = 4;
+  std::vector<EpochResult> epochs;
+  lockstep::run_ranks(2, [&](int rank) {
+    auto results = Trainer(options, digits()).run(lockstep::default_group());
+    if (rank == 1) epochs = std::move(results);  // all ranks have the same
+  });
+  std::vector<nlohmann::json> lines;
+  std::ifstream file(options.metrics);
+  for (std::string line; std::getline(file, line);) lines.push_back(nlohmann::json::parse(line));
+  ASSERT_EQ(lines.size(), 3U + 2U + 1U);
+  EXPECT_EQ(lines[0]["event"], "steps");
+  EXPECT_EQ(lines[0]["step"], 4);
+  EXPECT_EQ(lines[1]["event"], "epoch");
+  EXPECT_EQ(lines[1]["loss"].get<double>(), epochs[0].loss);
+  EXPECT_EQ(lines[4]["test_accuracy"].get<double>(), epochs[1].test_accuracy);
+  EXPECT_EQ(lines[5]["event"], "summary");
+  EXPECT_EQ(lines[5]["model"], "convnet");
+  EXPECT_EQ(lines[5]["ranks"], 2);
+  EXPECT_EQ(lines[5]["sync_bn"], true);
+  EXPECT_EQ(lines[5]["shares"], (std::vector<int>{120, 120}));
+  EXPECT_EQ(lines[5]["loss"].get<double>(), epochs[1].loss);
+  EXPECT_GT(lines[5]["images_per_second"].get<double>(), 0);
+}
+
+}  // namespace
+}  // namespace train
