@@ -1,0 +1,33 @@
+# lockstep_torch: the libtorch that the nn layer is built on: headers (as the system's, so that our
+# warnings do not speak of them), flags and libraries. Used by this build and, installed, by
+# find_package(lockstep COMPONENTS nn).
+if(TARGET lockstep_torch)
+  return()
+endif()
+
+# Targets that a project which adds lockstep as a folder sees too.
+set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)
+if(LOCKSTEP_TORCH_DIR)
+  # A libtorch's own prefix, or what torch.utils.cmake_prefix_path says.
+  find_package(Torch REQUIRED NO_DEFAULT_PATH PATHS ${LOCKSTEP_TORCH_DIR})
+else()
+  find_package(Torch QUIET)
+  if(NOT Torch_FOUND)
+    message(FATAL_ERROR
+      "No libtorch found. Install it (Debian: libtorch-dev), or give the prefix of another with "
+      "-DLOCKSTEP_TORCH_DIR=DIR, or build lockstep without its libtorch layer: -DLOCKSTEP_NN=OFF.")
+  endif()
+endif()
+unset(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL)
+
+if(TORCH_CXX_FLAGS MATCHES "_GLIBCXX_USE_CXX11_ABI=0")
+  message(FATAL_ERROR
+    "The libtorch in ${TORCH_INSTALL_PREFIX} is built with the C++ library's old ABI "
+    "(${TORCH_CXX_FLAGS}), which lockstep's other dependencies are not. Take its cxx11-abi build.")
+endif()
+
+add_library(lockstep_torch INTERFACE IMPORTED GLOBAL)
+target_link_libraries(lockstep_torch INTERFACE ${TORCH_LIBRARIES})
+target_include_directories(lockstep_torch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
+separate_arguments(lockstep_torch_flags UNIX_COMMAND "${TORCH_CXX_FLAGS}")
+target_compile_options(lockstep_torch INTERFACE ${lockstep_torch_flags})
