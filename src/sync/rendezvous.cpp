@@ -175,7 +175,7 @@ Parcel Rendezvous::run_slave(Seat& seat, Parcel message, Deadline deadline,
   const auto limit = deadline.or_else(timeout_);
   const Expiry expiry(limit);
   const Ticket ticket = arrive(seat, std::move(message), where);
-  if (!wait_for_change(round_word_, static_cast<std::uint32_t>(ticket.round), expiry,
+  if (!wait_for_change(round_word_, static_cast<std::uint32_t>(ticket.round), expiry, spin_time_,
                        ticket.n_threads)) {
     time_out(seat, ticket.round, limit);
   }
@@ -188,7 +188,7 @@ Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callbac
   const auto limit = deadline.or_else(timeout_);
   const Expiry expiry(limit);
   const Ticket ticket = arrive(master_, std::move(message), where);
-  if (!wait_for_change(master_word_, ticket.master_word, expiry, ticket.n_threads)) {
+  if (!wait_for_change(master_word_, ticket.master_word, expiry, spin_time_, ticket.n_threads)) {
     time_out(master_, ticket.round, limit);
   }
   try {

@@ -102,6 +102,7 @@ class Rendezvous {
   std::deque<FailedRound> failed_rounds_;  // the latest, for those who come late
   Seat master_{kMasterId};
 
+  SpinTime spin_time_;
   // In lines of their own: threads that wait look at them while others take the lock.
   alignas(64) std::atomic<std::uint32_t> round_word_{1};   // low bits of round_
   alignas(64) std::atomic<std::uint32_t> master_word_{0};  // changes when the master must look

@@ -11,20 +11,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::nanoseconds;
 
-// About the cost of going to sleep and being woken: spinning longer gains nothing more.
-constexpr nanoseconds kSpin = std::chrono::microseconds(20);
-
-bool spin_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen) {
-  const auto end = Clock::now() + kSpin;
-  do {
-    for (int i = 0; i < 32; ++i) {
-      if (word.load(std::memory_order_acquire) != seen) return true;
-      base::cpu_relax();
-    }
-  } while (Clock::now() < end);
-  return false;
-}
-
 }  // namespace
 
 Expiry::Expiry(std::chrono::milliseconds limit) {
@@ -40,10 +26,30 @@ nanoseconds Expiry::left() const {
   return std::max<nanoseconds>(end_ - Clock::now(), nanoseconds::zero());
 }
 
+bool SpinTime::spin(const std::atomic<std::uint32_t>& word, std::uint32_t seen) {
+  // Relaxed, and updates may be lost: it is a guess.
+  const std::uint32_t time_ns = time_ns_.load(std::memory_order_relaxed);
+  const auto end = Clock::now() + nanoseconds(time_ns);
+  bool changed = false;
+  do {
+    for (int i = 0; i < 16 && !changed; ++i) {
+      base::cpu_relax();
+      changed = word.load(std::memory_order_acquire) != seen;
+    }
+  } while (!changed && Clock::now() < end);
+  const std::uint32_t next_ns =
+      std::clamp(changed ? time_ns * 2 : time_ns / 2, kShortestNs, kLongestNs);
+  if (next_ns != time_ns) time_ns_.store(next_ns, std::memory_order_relaxed);
+  return changed;
+}
+
 bool wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
-                     const Expiry& expiry, std::size_t n_threads) {
+                     const Expiry& expiry, SpinTime& spin_time, std::size_t n_threads) {
   static const std::size_t n_cores = std::thread::hardware_concurrency();
-  if (n_threads <= n_cores && expiry.left() > kSpin && spin_for_change(word, seen)) return true;
+  if (word.load(std::memory_order_acquire) != seen) return true;
+  if (n_threads <= n_cores && expiry.left() > nanoseconds::zero() && spin_time.spin(word, seen)) {
+    return true;
+  }
   while (word.load(std::memory_order_acquire) == seen) {
     const nanoseconds left = expiry.left();
     if (left == nanoseconds::zero()) return false;
