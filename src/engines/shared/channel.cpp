@@ -89,6 +89,7 @@ std::byte* Channel::place(int rank, int back, std::size_t n_bytes) const noexcep
 }
 
 void Channel::begin(const Call& call) {
+  if (has_failed()) throw_failure(call);  // found by others while this rank was elsewhere
   fingerprint_ = fingerprint_of(call);
   has_waited_ = false;
   if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {

@@ -99,11 +99,11 @@ std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
         .failed = true,
         .text = {peer.failure.data(), ::strnlen(peer.failure.data(), peer.failure.size())}};
   }
-  if (const int status = peer.wait_status_plus_one.load(std::memory_order_acquire); status != 0) {
-    return Ending{.failed = false, .text = describe_wait_status(status - 1)};
-  }
-  if (state == RankState::left) {
-    return Ending{.failed = false, .text = "left the world (destroy_dist, or its end)"};
+  const int status = peer.wait_status_plus_one.load(std::memory_order_acquire);
+  if (state == RankState::left || status != 0) {
+    std::string text = state == RankState::left ? "left the world (destroy_dist, or its end)" : "";
+    if (status != 0) text += (text.empty() ? "" : " and ") + describe_wait_status(status - 1);
+    return Ending{.failed = false, .text = text};
   }
   if (state != RankState::alive || !look_closely || segment_->fd() < 0) return std::nullopt;
 

@@ -1,0 +1,188 @@
+#include <gtest/gtest.h>
+
+#include <array>
+#include <lockstep/lockstep.hpp>
+#include <thread>
+
+namespace lockstep {
+namespace {
+
+/// The text of the UsageError that `call` throws.
+template <class F>
+std::string refusal(F call) {
+  try {
+    call();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "no UsageError";
+}
+
+void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+TEST(GroupTest, solo_outside_a_world) {
+  EXPECT_FALSE(is_distributed());
+  EXPECT_EQ(get_rank(), 0);
+  EXPECT_EQ(get_world_size(), 1);
+  EXPECT_EQ(get_local_rank(), 0);
+  EXPECT_EQ(get_local_size(), 1);
+  EXPECT_EQ(get_backend(), std::nullopt);
+  EXPECT_TRUE(is_main_process());
+  EXPECT_EQ(get_dist_info().world_size, 1);
+  barrier();
+  destroy_dist();  // nothing to leave
+  std::array<float, 2> data = {1, 2};
+  all_reduce(data, ReduceOp::mean);
+  EXPECT_EQ(data[1], 2);
+}
+
+TEST(GroupTest, null_data) {
+  const Group group;
+  expect_contains(refusal([&] {
+                    group.all_reduce({nullptr, 3, DType::f32});
+                  }),
+                  "data is null but has 3 elements");
+  group.all_reduce({nullptr, 0, DType::f32});
+}
+
+TEST(GroupTest, roots_outside_the_group) {
+  run_ranks(2, [] {
+    const Group group = default_group();
+    int value = 1;
+    const Elements data{&value, 1, DType::i32};
+    expect_contains(refusal([&] { group.broadcast(data, -1); }),
+                    "src is -1; the group's ranks are 0 to 1");
+    expect_contains(refusal([&] { group.reduce(data, 2); }), "dst is 2");
+    expect_contains(refusal([&] { group.gather(data, {}, 7); }), "dst is 7");
+    expect_contains(refusal([&] { group.scatter({}, data, -2); }), "src is -2");
+    expect_contains(refusal([&] { group.send(data, group.rank()); }), "is this rank itself");
+    expect_contains(refusal([&] { group.recv(data, 9); }), "src is 9");
+    barrier();  // the group goes on
+  });
+}
+
+TEST(GroupTest, bit_operations_on_floats) {
+  const Group group;
+  float value = 1;
+  expect_contains(refusal([&] {
+                    group.all_reduce({&value, 1, DType::f32}, ReduceOp::bxor);
+                  }),
+                  "bxor of f32: bit operations are for integers");
+}
+
+TEST(GroupTest, reduction_that_does_not_exist) {
+  float value = 1;
+  expect_contains(refusal([&] {
+                    Group().all_reduce({&value, 1, DType::f32}, ReduceOp(99));
+                  }),
+                  "reduction 99 does not exist");
+}
+
+TEST(GroupTest, sizes_that_do_not_fit) {
+  run_ranks(2, [] {
+    std::vector<int> two(2);
+    std::vector<int> three(3);
+    std::vector<int> other(3);
+    expect_contains(refusal([&] { all_gather(two, three); }), "out has 3 elements, expected 4");
+    expect_contains(refusal([&] { reduce_scatter(three, two); }), "in has 3 elements, expected 4");
+    expect_contains(refusal([&] { all_to_all(three, other); }), "cannot share equally");
+    std::vector<double> doubles(4);
+    expect_contains(
+        refusal([&] {
+          default_group().all_gather({two.data(), 2, DType::i32}, {doubles.data(), 4, DType::f64});
+        }),
+        "in holds i32, out f64");
+    const std::vector<std::size_t> counts = {1, 1, 1};
+    expect_contains(refusal([&] {
+                      default_group().all_gather({two.data(), 2, DType::i32},
+                                                 {three.data(), 3, DType::i32}, counts);
+                    }),
+                    "counts has 3 entries");
+    barrier();
+  });
+}
+
+TEST(GroupTest, overlapping_buffers) {
+  std::vector<int> data(4);
+  expect_contains(refusal([&] { all_to_all(std::span<const int>(data), std::span<int>(data)); }),
+                  "in and out overlap");
+}
+
+TEST(GroupTest, split_negative_color) {
+  expect_contains(refusal([] { static_cast<void>(Group().split(-1)); }), "color is -1");
+}
+
+TEST(GroupTest, allocate_more_than_any_memory) {
+  expect_contains(refusal([] { static_cast<void>(Group().allocate(SIZE_MAX)); }),
+                  "more than any memory");
+}
+
+TEST(GroupTest, two_threads_in_one_group) {
+  run_ranks(2, [](int rank) {
+    const Group group = default_group().duplicate();
+    if (rank == 1) {
+      barrier();  // until rank 0 has seen what it wants to see
+      group.barrier();
+      return;
+    }
+    std::thread inside([&] { group.barrier(); });
+    // The look is free and not exact: a call that is refused must come while the other waits.
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    expect_contains(refusal([&] { group.barrier(); }), "another thread is inside a call");
+    barrier();
+    inside.join();
+  });
+}
+
+TEST(GroupTest, handles_compare_by_group) {
+  const Group a;
+  const Group b = a;
+  EXPECT_EQ(a, b);
+  EXPECT_NE(a, a.duplicate());
+}
+
+TEST(GroupTest, errors_name_the_callers_line) {
+  int line = 0;
+  try {
+    line = __LINE__ + 1;
+    broadcast(std::vector<float>(1), 5);
+    FAIL();
+  } catch (const UsageError& error) {
+    EXPECT_EQ(error.context().where.line(), line);
+    expect_contains(error.what(), "group_test.cpp:" + std::to_string(line));
+  }
+}
+
+TEST(WorkTest, failure_is_rethrown_and_the_group_is_dead) {
+  run_ranks(2, [](int rank) {
+    const Group group = default_group().duplicate();
+    if (rank == 1) return;  // leaves its peer alone
+    float value = 0;
+    Work work = group.all_reduce_async({&value, 1, DType::f32});
+    EXPECT_THROW(work.wait(), PeerLost);
+    EXPECT_THROW(work.wait(), PeerLost);
+    EXPECT_TRUE(work.done());
+    EXPECT_THROW(group.barrier(), PeerLost);
+  });
+}
+
+TEST(WorkTest, a_work_nobody_waits_for_does_not_hide_its_failure) {
+  run_ranks(2, [](int rank) {
+    const Group group = default_group().duplicate();
+    if (rank == 1) return;
+    static_cast<void>(group.barrier_async());
+    EXPECT_THROW(group.barrier(), PeerLost);
+  });
+}
+
+TEST(WorkTest, usage_errors_come_at_the_call) {
+  EXPECT_THROW(static_cast<void>(Group().broadcast_async({}, 3)), UsageError);
+  Work nothing;
+  EXPECT_TRUE(nothing.done());
+  nothing.wait();
+}
+
+}  // namespace
+}  // namespace lockstep

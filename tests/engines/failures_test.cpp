@@ -1,0 +1,261 @@
+// Ranks that disagree, are late, leave, throw or die: who is told what.
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <cstdlib>
+#include <lockstep/lockstep.hpp>
+#include <stdexcept>
+#include <thread>
+
+#include "support/ranks.hpp"
+
+namespace lockstep::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+class Failures : public ::testing::TestWithParam<Setting> {
+ protected:
+  void run(const std::function<void()>& body) { run_as(GetParam(), body, seconds(60)); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Engines, Failures,
+                         ::testing::Values(Setting{Form::threads, 3}, Setting{Form::processes, 3},
+                                           Setting{Form::threads, 2}, Setting{Form::processes, 2}),
+                         [](const auto& info) { return name_of(info.param); });
+
+/// The error of type E that `call` throws, as text.
+template <class E, class F>
+std::string text_of(F call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("another error: ") + error.what();
+  }
+  return "no error";
+}
+
+void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text << "\n  lacks: " << part;
+}
+
+TEST_P(Failures, different_operations) {
+  run([] {
+    float value = 1;
+    const Group group = default_group();
+    const std::string text = text_of<MismatchError>([&] {
+      if (group.rank() == 1) {
+        group.barrier();
+      } else {
+        group.all_reduce({&value, 1, DType::f32}, ReduceOp::max);
+      }
+    });
+    expect_contains(text, "0     all_reduce      f32   1           -     max");
+    expect_contains(text, "1     barrier         -     -           -     -");
+    expect_contains(text, "failures_test.cpp:");
+    // Dead for good, with the same words.
+    EXPECT_EQ(text_of<MismatchError>([&] { group.barrier(); }), text);
+  });
+}
+
+TEST_P(Failures, different_counts_types_roots_and_reductions) {
+  run([] {
+    const Group world = default_group();
+    const bool odd = world.rank() == 1;
+    std::vector<double> data(100);
+    const auto mismatch = [&](const char* part, const auto& call) {
+      const Group group = world.duplicate();
+      expect_contains(text_of<MismatchError>([&] { call(group); }), part);
+    };
+    mismatch("  8  ", [&](const Group& group) {
+      group.all_reduce({data.data(), odd ? 8U : 4U, DType::f64});
+    });
+    mismatch("i64", [&](const Group& group) {
+      group.all_reduce({data.data(), 4, odd ? DType::i64 : DType::f64});
+    });
+    mismatch("broadcast", [&](const Group& group) {
+      group.broadcast({data.data(), 4, DType::f64}, odd ? 1 : 0);
+    });
+    mismatch("product", [&](const Group& group) {
+      group.all_reduce({data.data(), 4, DType::f64}, odd ? ReduceOp::product : ReduceOp::sum);
+    });
+    mismatch("allocate",
+             [&](const Group& group) { static_cast<void>(group.allocate(odd ? 100 : 200)); });
+    const std::vector<std::size_t> counts(static_cast<std::size_t>(world.size()), 1);
+    std::vector<std::size_t> others = counts;
+    others[0] += odd ? 1 : 0;
+    std::vector<double> all(counts.size() + (odd ? 1U : 0U));
+    mismatch("all_gather", [&](const Group& group) {
+      group.all_gather({data.data(), 1, DType::f64}, {all.data(), all.size(), DType::f64}, others);
+    });
+    barrier();  // the world is none of these groups
+  });
+}
+
+TEST_P(Failures, send_and_recv_of_different_counts) {
+  run([] {
+    const Group group = default_group();
+    std::vector<float> data(8);
+    if (group.rank() == 0) group.send({data.data(), 8, DType::f32}, 1);
+    if (group.rank() == 1) {
+      expect_contains(text_of<MismatchError>([&] {
+                        group.recv({data.data(), 4, DType::f32}, 0);
+                      }),
+                      "rank 0 sent 8 elements of f32, rank 1 receives 4 of f32");
+    } else {
+      EXPECT_THROW(group.barrier(), MismatchError);
+    }
+  });
+}
+
+TEST_P(Failures, a_rank_that_does_not_come) {
+  run([] {
+    const Group group = default_group().duplicate();
+    if (group.rank() == 0) {
+      barrier();  // comes when the others have given up
+      EXPECT_THROW(group.barrier(), TimeoutError);
+      return;
+    }
+    const std::string text = text_of<TimeoutError>([&] { group.barrier(milliseconds(100)); });
+    expect_contains(text, "waited 0.1 s for rank 0 of ");
+    expect_contains(text, "rank 0 is ");
+    expect_contains(text, "its last call here: none");
+    barrier();
+  });
+}
+
+TEST_P(Failures, a_rank_that_leaves_early) {
+  run([] {
+    const Group group = default_group();
+    barrier();
+    if (group.rank() == 1) {
+      destroy_dist();
+      return;
+    }
+    const std::string text = text_of<PeerLost>([&] { group.barrier(); });
+    expect_contains(text, "rank 1 left the world");
+    expect_contains(text, "Its last call here: barrier #1 at failures_test.cpp:");
+  });
+}
+
+TEST_P(Failures, a_message_from_a_rank_that_has_left_still_arrives) {
+  run([] {
+    const Group group = default_group();
+    std::vector<float> data = {1, 2, 3};
+    if (group.rank() == 0) {
+      send(data, 1);
+      destroy_dist();
+    } else if (group.rank() == 1) {
+      std::this_thread::sleep_for(milliseconds(50));
+      recv(data, 0);
+      EXPECT_EQ(data[2], 3);
+      EXPECT_THROW(recv(data, 0), PeerLost);
+    }
+  });
+}
+
+TEST(FailuresOfThreads, an_exception_reaches_the_peers_and_the_caller) {
+  std::string text_at_peer;
+  const auto body = [&](int rank) {
+    if (rank == 1) throw std::runtime_error("no more disk");
+    if (rank == 0) {
+      text_at_peer = text_of<PeerFailed>([] { barrier(); });
+    } else {
+      barrier();
+    }
+  };
+  try {
+    run_ranks(3, body);
+    FAIL() << "no exception";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "no more disk");  // not the echo of rank 2
+  }
+  expect_contains(text_at_peer, "rank 1 failed: no more disk");
+}
+
+void expect_all_notice_the_death_of(int victim, int n, const std::function<void()>& die,
+                                    int expected_status, const std::string& expected_text) {
+  const auto statuses = run_processes(n, [&] {
+    barrier();
+    if (get_rank() == victim) die();
+    const std::string text = text_of<PeerLost>([] { barrier(); });
+    expect_contains(text, "rank " + std::to_string(victim) + " " + expected_text);
+  });
+  for (int rank = 0; rank < n; ++rank) {
+    EXPECT_EQ(statuses[static_cast<std::size_t>(rank)], rank == victim ? expected_status : 0);
+  }
+}
+
+TEST(FailuresOfProcesses, killed) {
+  expect_all_notice_the_death_of(
+      1, 4, [] { ::raise(SIGKILL); }, SIGKILL, "was killed by signal 9 (SIGKILL)");
+}
+
+TEST(FailuresOfProcesses, exits) {
+  expect_all_notice_the_death_of(
+      0, 3, [] { ::_exit(7); }, 7 << 8, "left the program with exit code 7");
+}
+
+TEST(FailuresOfProcesses, killed_while_it_computes_and_the_others_sleep) {
+  const auto statuses = run_processes(
+      3,
+      [] {
+        barrier();
+        if (get_rank() == 1) std::this_thread::sleep_for(seconds(30));
+        expect_contains(text_of<PeerLost>([] { barrier(); }), "rank 1 was killed by signal 9");
+      },
+      seconds(60),
+      [](std::span<const pid_t> pids) {
+        std::this_thread::sleep_for(milliseconds(300));
+        ::kill(pids[1], SIGKILL);
+      });
+  EXPECT_EQ(statuses[0], 0);
+  EXPECT_EQ(statuses[1], SIGKILL);
+  EXPECT_EQ(statuses[2], 0);
+}
+
+TEST(FailuresOfProcesses, stopped_is_said_so) {
+  std::vector<pid_t> all;
+  const auto statuses = run_processes(
+      2,
+      [] {
+        barrier();
+        if (get_rank() == 1) ::raise(SIGSTOP);
+        if (get_rank() == 0) {
+          expect_contains(
+              text_of<TimeoutError>([] { barrier(default_group(), milliseconds(300)); }),
+              "rank 1 is stopped by a signal or a debugger");
+        } else {
+          EXPECT_THROW(barrier(), TimeoutError);
+        }
+      },
+      seconds(60),
+      [&](std::span<const pid_t> pids) {
+        std::this_thread::sleep_for(milliseconds(1500));
+        ::kill(pids[1], SIGCONT);
+      });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+TEST(FailuresOfProcesses, a_rank_that_never_joins_is_named) {
+  ::setenv("LOCKSTEP_TIMEOUT", "0.3", 1);
+  const auto statuses = run_processes(
+      2, [] {}, seconds(60),
+      [](std::span<const pid_t> pids) {
+        ::kill(pids[1], SIGSTOP);
+        std::this_thread::sleep_for(milliseconds(600));
+        ::kill(pids[1], SIGKILL);
+      });
+  ::unsetenv("LOCKSTEP_TIMEOUT");
+  // Rank 0 prints its error and ends with code 3 unless rank 1 was quick enough to join first.
+  EXPECT_TRUE(statuses[0] == 3 << 8 || statuses[0] == 0);
+  EXPECT_EQ(statuses[1], SIGKILL);
+}
+
+}  // namespace
+}  // namespace lockstep::test
