@@ -15,8 +15,9 @@ struct BatchNormShape {
 };
 
 /// mean[c] <- mean of the channel's values; m2[c] <- sum of their squared deviations from it.
-/// Blocked and merged (Chan, Golub, LeVeque 1979), so mean/std = 1e4 loses nothing; 0 for no
-/// values.
+/// One pass in blocks about the mean so far, merged (Chan, Golub, LeVeque 1979): with
+/// mean/std = 1e4 the mean is rounded once and m2 has 13 digits. 0 for no values. A NaN or an
+/// infinity leaves its channel's mean not finite and its m2 NaN, and no other channel's.
 template <class T>
 void batch_norm_stats(const T* x, BatchNormShape shape, double* mean, double* m2);
 
@@ -26,6 +27,7 @@ void batch_norm_merge(int n_parts, const double* count, const double* mean, cons
                       std::size_t stride, std::size_t channels, double* out_mean, double* out_m2);
 
 /// y = (x - mean[c]) * invstd[c] * weight[c] + bias[c]. weight null: 1; bias null: 0. y may be x.
+/// In T, with the mean as two T, so that float loses nothing where mean/std is large.
 template <class T>
 void batch_norm_normalize(const T* x, BatchNormShape shape, const double* mean,
                           const double* invstd, const T* weight, const T* bias, T* y);
@@ -42,6 +44,7 @@ void batch_norm_backward_elementwise(const T* dy, const T* x, BatchNormShape sha
                                      const double* mean, const double* invstd, const T* weight,
                                      const double* mean_dy, const double* mean_dy_xmu, T* dx);
 
-// T is float or double. Threads: any number at once on different outputs; each call is serial.
+// T is float or double. Same bits on every instruction set. Outputs may overlap inputs only where
+// it says so. Threads: any number at once on different outputs; each call is serial.
 
 }  // namespace lockstep::kernels

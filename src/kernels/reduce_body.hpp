@@ -202,14 +202,14 @@ struct Product : NoFinish {
 struct Min : NoFinish {
   template <class V>
   LOCKSTEP_INLINE V apply(V a, V b) {
-    return (a <= b) | (a != a) ? a : b;
+    return ((a <= b) | (a != a)) ? a : b;
   }
 };
 
 struct Max : NoFinish {
   template <class V>
   LOCKSTEP_INLINE V apply(V a, V b) {
-    return (a >= b) | (a != a) ? a : b;
+    return ((a >= b) | (a != a)) ? a : b;
   }
 };
 
