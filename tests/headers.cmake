@@ -1,0 +1,30 @@
+# Every header compiles alone: a translation unit for each that includes it and nothing else. Those
+# of the libtorch layer, slow without the precompiled header, only when ./dev lint asks for them.
+function(headers_alone target)
+  add_library(${target} OBJECT)
+  foreach(header ${ARGN})
+    string(MAKE_C_IDENTIFIER ${header} name)
+    file(CONFIGURE OUTPUT headers/${name}.cpp CONTENT "#include \"${header}\"\n")
+    target_sources(${target} PRIVATE ${CMAKE_CURRENT_BINARY_DIR}/headers/${name}.cpp)
+  endforeach()
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src)
+endfunction()
+
+file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/include
+     ${PROJECT_SOURCE_DIR}/include/*.hpp)
+file(GLOB_RECURSE private_headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/src
+     ${PROJECT_SOURCE_DIR}/src/*.hpp)
+list(APPEND headers ${private_headers})
+set(nn_headers ${headers})
+list(FILTER headers EXCLUDE REGEX "^(lockstep/)?nn[/.]")
+list(FILTER nn_headers INCLUDE REGEX "^(lockstep/)?nn[/.]")
+list(REMOVE_ITEM nn_headers nn/pch.hpp)
+
+headers_alone(headers_alone ${headers})
+target_link_libraries(headers_alone PRIVATE lockstep fmt::fmt)
+if(TARGET lockstep_nn)
+  headers_alone(headers_alone_nn ${nn_headers})
+  set_target_properties(headers_alone_nn PROPERTIES EXCLUDE_FROM_ALL ON)
+  target_compile_options(headers_alone_nn PRIVATE -O0)
+  target_link_libraries(headers_alone_nn PRIVATE lockstep_nn fmt::fmt)
+endif()
