@@ -13,6 +13,9 @@ struct Env {
   /// of the world's shared segment and the job's 16 hexadecimal digits, which the segment holds
   /// too.
   std::optional<std::string> segment;
+  /// LOCKSTEP_RESTART: set by `lockstep run`: how often it has started the ranks again, 0 at first
+  /// (--max-restarts). Programs read it to go on from a checkpoint.
+  int restart = 0;
   /// LOCKSTEP_TIMEOUT: limit of one operation in seconds (decimals allowed), over InitOptions.
   std::optional<std::chrono::milliseconds> timeout;
   /// LOCKSTEP_SIMD: scalar|avx2|avx512: the widest kernels to use. For measurements.

@@ -90,6 +90,9 @@ Env Env::read() {
   Env env;
   env.segment = get("LOCKSTEP_SEGMENT");
   env.simd = get("LOCKSTEP_SIMD");
+  if (get("LOCKSTEP_RESTART")) {
+    env.restart = number("lockstep run", {"LOCKSTEP_RESTART"}, 0, kMost).value;
+  }
   if (const auto text = get("LOCKSTEP_TIMEOUT")) {
     double seconds = 0;
     const char* const end = text->data() + text->size();

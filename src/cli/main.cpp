@@ -1,0 +1,75 @@
+#include <fmt/format.h>
+
+#include <array>
+#include <cstdio>
+#include <exception>
+#include <lockstep/error.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cli/verbs.hpp"
+#include "launch/errors.hpp"
+
+namespace {
+
+struct Verb {
+  std::string_view name;
+  std::string_view summary;
+  int (*run)(const std::vector<std::string>& arguments);
+};
+
+constexpr std::array kVerbs = {
+    Verb{"run", "start a program on N ranks of this machine", lockstep::cli::run},
+};
+
+std::string help() {
+  std::string text =
+      "lockstep: distributed training that moves together, or says who stopped.\n\n"
+      "Usage: lockstep VERB [OPTIONS] ...\n\nVerbs:\n";
+  for (const Verb& verb : kVerbs) text += fmt::format("  {:<8}{}\n", verb.name, verb.summary);
+  return text +
+         "\nlockstep VERB --help tells more. Begin with:\n"
+         "  lockstep run -n 4 ./my_program\n\n"
+         "Options:\n"
+         "  -h,--help   print this\n"
+         "  --version   print the version\n";
+}
+
+int dispatch(const std::vector<std::string>& arguments) {
+  if (arguments.empty()) {
+    fmt::print(stderr, "{}", help());
+    return lockstep::cli::kUsageExitCode;
+  }
+  const std::string& first = arguments.front();
+  if (first == "--help" || first == "-h") {
+    fmt::print("{}", help());
+    return 0;
+  }
+  if (first == "--version") {
+    fmt::print("lockstep {}\n", LOCKSTEP_VERSION);
+    return 0;
+  }
+  for (const Verb& verb : kVerbs) {
+    if (first == verb.name) return verb.run({arguments.begin() + 1, arguments.end()});
+  }
+  fmt::print(stderr, "lockstep: there is no verb '{}'; see lockstep --help\n", first);
+  return lockstep::cli::kUsageExitCode;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return dispatch({argv + 1, argv + argc});
+  } catch (const lockstep::launch::ExecError& error) {
+    fmt::print(stderr, "{}\n", error.what());
+    return error.exit_code();
+  } catch (const lockstep::UsageError& error) {
+    fmt::print(stderr, "{}\n", error.what());
+    return lockstep::cli::kUsageExitCode;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "lockstep: {}\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,166 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cli/verbs.hpp"
+#include "launch/launch_ranks.hpp"
+#include "launch/options.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+constexpr const char* kFooter = R"(Example:
+  lockstep run -n 4 ./train --epochs 3
+
+Everything after PROGRAM is the program's own; '--' before it is only needed
+when its name begins with a dash.
+
+Each rank finds in its environment RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (a free port, or yours if it is set),
+LOCKSTEP_RESTART (how often the ranks were started again: 0 at first) and
+LOCKSTEP_SEGMENT, by which lockstep::init_dist joins the others.
+OMP_NUM_THREADS is set to the cores per rank, at least 1, unless you have set it.
+Rank 0 reads your standard input unless that is a terminal; the others read nothing.
+
+When a rank fails, the others have a second to end with their own error, then
+get SIGTERM and, after --grace seconds, SIGKILL. Ctrl-C goes to all ranks; a
+second one kills them. What the ranks have started ends with them.
+
+Exit code: 0 when every rank ended with 0; else that of the rank which failed
+first, or 128 + N where signal N killed it. 2: this command line is wrong.
+127: there is no such program. 126: it cannot be run. 1: the system refused.)";
+
+class Formatter : public CLI::Formatter {
+ public:
+  std::string make_usage(const CLI::App* /*app*/, std::string /*name*/) const override {
+    return "\nUsage: lockstep run -n N [OPTIONS] [--] PROGRAM [ARGUMENTS...]\n";
+  }
+};
+
+/// Takes numbers from `least` to `most`. `what` says in words what they are.
+template <class Number>
+CLI::Validator number(Number least, Number most, const char* what) {
+  return CLI::Validator(
+      [least, most, what](const std::string& text) -> std::string {
+        Number value{};
+        const char* end = text.data() + text.size();
+        const auto [rest, error] = std::from_chars(text.data(), end, value);
+        if (error == std::errc() && rest == end && value >= least && value <= most) return {};
+        return fmt::format("got '{}', expected {} from {} to {}", text, what, least, most);
+      },
+      /*validator_desc=*/"");
+}
+
+/// Takes the names of an enum's values.
+template <class Enum>
+CLI::Validator choice(std::map<std::string, Enum> values) {
+  return CLI::Validator(
+      [values = std::move(values)](std::string& text) -> std::string {
+        const auto found = values.find(text);
+        if (found != values.end()) {
+          text = std::to_string(static_cast<int>(found->second));
+          return {};
+        }
+        std::string names;
+        for (const auto& [name, value] : values) names += (names.empty() ? "" : ", ") + name;
+        return fmt::format("got '{}', expected one of: {}", text, names);
+      },
+      /*validator_desc=*/"");
+}
+
+/// Where the launcher's own options end. The program's arguments never reach the parser, so that
+/// none of them is taken for ours.
+std::size_t find_program_word(const CLI::App& app, const std::vector<std::string>& arguments) {
+  std::size_t i = 0;
+  while (i < arguments.size()) {
+    const std::string& word = arguments[i];
+    if (word == "--" || !word.starts_with('-') || word == "-") return i;
+    const CLI::Option* option = app.get_option_no_throw(word);  // none for --name=value and -n4
+    i += option != nullptr && option->get_items_expected_max() > 0 ? 2 : 1;
+  }
+  return arguments.size();
+}
+
+}  // namespace
+
+int run(const std::vector<std::string>& arguments) {
+  launch::Options options;
+  double grace_s = 10;
+  std::string log_dir;
+
+  CLI::App app("Starts a program on N ranks of this machine and watches over them.",
+               "lockstep run");
+  app.formatter(std::make_shared<Formatter>());
+  app.get_formatter()->column_width(30);
+  app.footer(kFooter);
+  app.set_help_flag("-h,--help", "Print this");
+  app.add_option("-n", options.n_ranks, "How many ranks to start, 1 to 512")
+      ->required()
+      ->check(number(1, launch::kMaxRanks, "a whole number"))
+      ->type_name("N");
+  app.add_option("--log-dir", log_dir,
+                 "Also write each rank's output to DIR/rank-R.out and\n"
+                 "rank-R.err (rank-R.restart-K.out, ... after restart K);\n"
+                 "they must not exist yet")
+      ->type_name("DIR");
+  app.add_option("--max-restarts", options.max_restarts,
+                 "After a failure start all ranks again, at most K times\n"
+                 "(default 0)")
+      ->check(number(0, 1'000'000, "a whole number"))
+      ->type_name("K");
+  app.add_option("--grace", grace_s, "From SIGTERM or Ctrl-C to SIGKILL (default 10)")
+      ->check(number(0.0, 86'400.0, "seconds"))
+      ->type_name("SECONDS");
+  app.add_option("--bind", options.bind,
+                 "core: rank R runs on the R-th core allowed, from the first\n"
+                 "again when there are more ranks than cores (default none)")
+      ->transform(
+          choice<launch::Bind>({{"core", launch::Bind::core}, {"none", launch::Bind::none}}))
+      ->type_name("core|none");
+  app.add_option("--prefix", options.prefix,
+                 "[R] before each line of rank R, coloured on a terminal;\n"
+                 "auto (the default): on a terminal only")
+      ->transform(choice<launch::Prefix>({{"auto", launch::Prefix::automatic},
+                                          {"always", launch::Prefix::always},
+                                          {"never", launch::Prefix::never}}))
+      ->type_name("auto|always|never");
+
+  const std::size_t program = find_program_word(app, arguments);
+  std::vector<std::string> own(arguments.begin(),
+                               arguments.begin() + static_cast<std::ptrdiff_t>(program));
+  std::reverse(own.begin(), own.end());  // as CLI11 takes them
+  try {
+    app.parse(std::move(own));
+  } catch (const CLI::CallForHelp&) {
+    fmt::print("{}", app.help());
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    fmt::print(stderr, "lockstep run: {}\nSee lockstep run --help\n", error.what());
+    return kUsageExitCode;
+  }
+  options.command.assign(arguments.begin() + static_cast<std::ptrdiff_t>(program), arguments.end());
+  if (!options.command.empty() && options.command.front() == "--") {
+    options.command.erase(options.command.begin());
+  }
+  if (options.command.empty()) {
+    fmt::print(stderr,
+               "lockstep run: no program to start; expected e.g. lockstep run -n {} ./train\n"
+               "See lockstep run --help\n",
+               options.n_ranks);
+    return kUsageExitCode;
+  }
+  if (!log_dir.empty()) options.log_dir = log_dir;
+  options.grace = std::chrono::milliseconds(static_cast<long>(grace_s * 1000));
+  return launch::launch_ranks(options);
+}
+
+}  // namespace lockstep::cli

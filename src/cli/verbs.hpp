@@ -1,0 +1,15 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace lockstep::cli {
+
+/// Exit code of every verb when its command line is wrong.
+inline constexpr int kUsageExitCode = 2;
+
+/// `lockstep run`: starts the ranks of a program on this machine. Takes what follows the verb and
+/// returns the exit code. Throws lockstep::Error.
+int run(const std::vector<std::string>& arguments);
+
+}  // namespace lockstep::cli

@@ -1,0 +1,74 @@
+#include "launch/launch_ranks.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "base/cpus.hpp"
+#include "launch/attempt.hpp"
+#include "launch/errors.hpp"
+#include "launch/rank_environment.hpp"
+
+namespace lockstep::launch {
+namespace {
+
+/// Raises the soft limit of open files to what n ranks need. Returns the limits from before.
+rlimit make_room_for_files(int n_ranks) {
+  rlimit before{};
+  if (getrlimit(RLIMIT_NOFILE, &before) != 0) throw system_error("cannot read the file limit");
+  // Per rank two outputs and two logs; some for the segment, the signals, one start, and what the
+  // launcher inherited.
+  const rlim_t n_needed = 4 * static_cast<rlim_t>(n_ranks) + 64;
+  if (before.rlim_cur >= n_needed) return before;
+  if (before.rlim_max < n_needed) {
+    throw usage_error(
+        fmt::format("{} ranks need {} open files, and the limit is {}; raise it (ulimit -Hn, "
+                    "/etc/security/limits.conf) or start fewer ranks",
+                    n_ranks, n_needed, before.rlim_max));
+  }
+  const rlimit raised{.rlim_cur = n_needed, .rlim_max = before.rlim_max};
+  if (setrlimit(RLIMIT_NOFILE, &raised) != 0) throw system_error("cannot raise the file limit");
+  return before;
+}
+
+/// A pipe of ours must not become number 0, 1 or 2 because the caller closed that one.
+void fill_standard_descriptors() {
+  while (true) {
+    const int fd = open("/dev/null", O_RDWR);
+    if (fd < 0) throw system_error("cannot open /dev/null");
+    if (fd > STDERR_FILENO) {
+      close(fd);
+      return;
+    }
+  }
+}
+
+}  // namespace
+
+int launch_ranks(const Options& options) {
+  fill_standard_descriptors();
+  const std::string program = find_program(options.command.front());
+  const rlimit open_files = make_room_for_files(options.n_ranks);
+  const Guard guard;
+  const Signals signals;
+  OutputMux mux(options.prefix);
+  std::vector<int> cores = allowed_cores();
+  if (options.bind == Bind::core && static_cast<std::size_t>(options.n_ranks) > cores.size()) {
+    mux.say(fmt::format("--bind core: {} ranks share {} cores, so some wait for each other",
+                        options.n_ranks, cores.size()));
+  }
+  const LaunchContext context{options, program, std::move(cores), open_files, guard, signals, mux};
+  for (int n_restarts = 0;; ++n_restarts) {
+    const Outcome outcome = Attempt(context, n_restarts).run();
+    const bool again =
+        outcome.exit_code != 0 && !outcome.interrupted && n_restarts < options.max_restarts;
+    if (!again) return outcome.exit_code;
+    mux.say(fmt::format("restart {} of {}: starting all {} ranks again", n_restarts + 1,
+                        options.max_restarts, options.n_ranks));
+  }
+}
+
+}  // namespace lockstep::launch

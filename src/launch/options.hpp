@@ -1,0 +1,34 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace lockstep::launch {
+
+/// Ranks that one launcher starts at most: what a segment has room for.
+inline constexpr int kMaxRanks = 512;
+
+enum class Bind : std::uint8_t {
+  none,  ///< ranks run wherever the launcher may
+  core,  ///< rank i on the i-th allowed core, again from the first when they run out
+};
+
+/// When lines carry their rank: `automatic` where the output is a terminal.
+enum class Prefix : std::uint8_t { automatic, always, never };
+
+/// What `lockstep run` was asked to do.
+struct Options {
+  int n_ranks = 0;
+  std::vector<std::string> command;  ///< the program and its arguments
+  std::optional<std::filesystem::path> log_dir;
+  int max_restarts = 0;
+  std::chrono::milliseconds grace{10'000};  ///< between SIGTERM and SIGKILL
+  Bind bind = Bind::none;
+  Prefix prefix = Prefix::automatic;
+};
+
+}  // namespace lockstep::launch

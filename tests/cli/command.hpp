@@ -1,0 +1,93 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/fd.hpp"
+
+namespace lockstep::test {
+
+struct Ended {
+  int exit_code = -1;  ///< -1: killed by `signal`
+  int signal = 0;
+  std::string out;
+  std::string err;
+};
+
+/// How to start the command.
+struct StartOptions {
+  std::vector<std::string> arguments = {};            ///< after the command's own name
+  std::map<std::string, std::string> variables = {};  ///< over the test's environment
+  std::optional<std::string> input = {};              ///< on its stdin; else /dev/null
+  bool terminal = false;                              ///< stdout and stderr are one terminal
+  std::string shell = {};  ///< a shell line to start it by, where "$@" is the command line
+};
+
+/// The real `lockstep` command, running. Every wait has a watchdog, which kills it and fails the
+/// test.
+class Command {
+ public:
+  explicit Command(const StartOptions& start);
+  /// Kills the command and whatever it has left.
+  ~Command();
+  Command(const Command&) = delete;
+  Command& operator=(const Command&) = delete;
+
+  pid_t pid() const { return pid_; }
+  void send(int signal) const;
+  /// Reads until `text` has come on stdout or stderr so many times.
+  void read_until(const std::string& text, int times = 1);
+  /// What has come so far.
+  const std::string& out() const { return ended_.out; }
+  const std::string& err() const { return ended_.err; }
+  /// Waits for its end, without reading what it writes.
+  void wait_unread();
+  /// Reads to the end of its outputs and waits for its end.
+  Ended wait();
+  /// Processes that still run: the command and all its descendants, by a mark in the environment.
+  std::vector<pid_t> processes() const;
+  void wait_for_processes(std::size_t count) const;
+  /// Fails unless all of them end, and unless nothing remains in /dev/shm and among the sockets.
+  void expect_nothing_left() const;
+
+ private:
+  bool read_some(int timeout_ms);
+
+  std::string mark_;
+  pid_t pid_ = -1;
+  bool reaped_ = false;
+  base::UniqueFd out_;
+  base::UniqueFd err_;
+  Ended ended_;
+};
+
+/// Runs `lockstep run` with these arguments to its end; nothing may be left then.
+Ended run(const StartOptions& start);
+Ended run(const std::vector<std::string>& arguments);
+
+/// A rank that is the shell script `text`.
+std::vector<std::string> script(const std::vector<std::string>& options, const std::string& text);
+
+std::vector<std::string> lines_of(const std::string& text);
+std::vector<std::string> sorted_lines_of(const std::string& text);
+
+/// A folder of its own, gone at the end.
+class TemporaryFolder {
+ public:
+  TemporaryFolder();
+  ~TemporaryFolder();
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;
+};
+
+std::string contents_of(const std::string& path);
+
+}  // namespace lockstep::test

@@ -1,0 +1,57 @@
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <csignal>
+#include <regex>
+#include <string>
+#include <vector>
+
+#include "cli/command.hpp"
+
+namespace lockstep::test {
+namespace {
+
+class RunCollectivesTest : public testing::TestWithParam<int> {};
+
+TEST_P(RunCollectivesTest, ranks_meet) {
+  const int n_ranks = GetParam();
+  const Ended ended = run({"-n", std::to_string(n_ranks), COLLECTIVES_PROGRAM, "sum"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.err << ended.out;
+  std::vector<std::string> expected;
+  for (int rank = 0; rank < n_ranks; ++rank) {
+    expected.push_back(fmt::format("rank {} of {}: sum {}, backend shared", rank, n_ranks,
+                                   n_ranks * (n_ranks + 1) / 2));
+  }
+  std::sort(expected.begin(), expected.end());
+  EXPECT_EQ(sorted_lines_of(ended.out), expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, RunCollectivesTest, testing::Values(1, 2, 4, 16));
+
+TEST(RunLossTest, every_peer_of_a_killed_rank_learns_who_and_by_what) {
+  Command command(StartOptions{.arguments = {"run", "-n", "4", COLLECTIVES_PROGRAM, "lose", "2"}});
+  command.read_until("joined", 4);
+  const std::regex of_rank_2(R"(rank 2 is pid (\d+)\.)");
+  std::smatch match;
+  ASSERT_TRUE(std::regex_search(command.out(), match, of_rank_2)) << command.out();
+  const std::string pid = match[1].str();  // the match points into text that is about to grow
+  kill(std::stoi(pid), SIGKILL);
+  const Ended ended = command.wait();
+  EXPECT_EQ(ended.exit_code, 137);
+  EXPECT_NE(ended.err.find("rank 2 (pid " + pid + ") was killed by SIGKILL"), std::string::npos)
+      << ended.err;
+  int n_told = 0;
+  for (const std::string& line : lines_of(ended.out)) {
+    if (line.starts_with("joined")) continue;
+    ++n_told;
+    EXPECT_TRUE(line.starts_with("PeerLost: all_reduce")) << line;
+    EXPECT_NE(line.find("rank 2"), std::string::npos) << line;
+    EXPECT_NE(line.find("SIGKILL"), std::string::npos) << line;
+  }
+  EXPECT_EQ(n_told, 3) << ended.out;
+  command.expect_nothing_left();
+}
+
+}  // namespace
+}  // namespace lockstep::test

@@ -1,0 +1,153 @@
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "cli/command.hpp"
+
+namespace lockstep::test {
+namespace {
+
+using Lines = std::vector<std::string>;
+
+std::vector<int> allowed_cores() {
+  cpu_set_t set;
+  sched_getaffinity(0, sizeof set, &set);
+  std::vector<int> cores;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(static_cast<std::size_t>(cpu), &set)) cores.push_back(cpu);
+  }
+  return cores;
+}
+
+TEST(RunRanksTest, each_rank_knows_its_place) {
+  const Ended ended = run(script({"-n", "3"},
+                                 "echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE "
+                                 "$MASTER_ADDR $LOCKSTEP_RESTART"));
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(sorted_lines_of(ended.out),
+            (Lines{"0 3 0 3 127.0.0.1 0", "1 3 1 3 127.0.0.1 0", "2 3 2 3 127.0.0.1 0"}));
+  EXPECT_EQ(ended.err, "");
+}
+
+TEST(RunRanksTest, outer_variables_give_way) {
+  const Ended ended = run(
+      StartOptions{.arguments = script({"-n", "1"}, "env | grep -c '^RANK='; echo $RANK $RANK_X"),
+                   .variables = {{"RANK", "7"}, {"WORLD_SIZE", "9"}, {"RANK_X", "kept"}}});
+  EXPECT_EQ(ended.out, "1\n0 kept\n");
+}
+
+TEST(RunRanksTest, master_port_is_one_free_port_or_the_users) {
+  const Lines free = lines_of(run(script({"-n", "3"}, "echo $MASTER_PORT")).out);
+  ASSERT_EQ(free.size(), 3U);
+  EXPECT_EQ(std::set<std::string>(free.begin(), free.end()).size(), 1U);
+  EXPECT_GT(std::stoi(free[0]), 0);
+  const Ended own = run(StartOptions{.arguments = script({"-n", "2"}, "echo $MASTER_PORT"),
+                                     .variables = {{"MASTER_PORT", "29517"}}});
+  EXPECT_EQ(own.out, "29517\n29517\n");
+}
+
+TEST(RunRanksTest, inherits_the_segment_and_nothing_else) {
+  // The descriptors a rank has: 0, 1, 2, the segment's, and that of ls itself, and those that this
+  // test was started with.
+  int n_expected = 5;
+  for (int fd = 3; fd < 1024; ++fd) {
+    if (fcntl(fd, F_GETFD) == 0) ++n_expected;  // open, without FD_CLOEXEC
+  }
+  const Ended ended = run(script({"-n", "2"},
+                                 "[ -e /proc/self/fd/${LOCKSTEP_SEGMENT%%:*} ] && echo segment; "
+                                 "ls /proc/self/fd | wc -l"));
+  EXPECT_EQ(sorted_lines_of(ended.out),
+            (Lines{std::to_string(n_expected), std::to_string(n_expected), "segment", "segment"}))
+      << ended.err;
+}
+
+TEST(RunRanksTest, passes_arguments_on_untouched) {
+  const Lines words = {"-n", "3", "--help", "--", "a b", "", "--bind=x", "*"};
+  Lines arguments = {"-n", "2", "printf", "<%s>"};
+  arguments.insert(arguments.end(), words.begin(), words.end());
+  std::string expected;
+  for (const std::string& word : words) expected += fmt::format("<{}>", word);
+  EXPECT_EQ(run(arguments).out, expected + "\n" + expected);
+  arguments.insert(arguments.begin() + 2, "--");
+  EXPECT_EQ(run(arguments).out, expected + "\n" + expected);
+}
+
+TEST(RunRanksTest, omp_threads_share_the_cores) {
+  const int n_cores = static_cast<int>(allowed_cores().size());
+  const Ended one = run(script({"-n", "1"}, "echo $OMP_NUM_THREADS"));
+  EXPECT_GE(std::stoi(one.out), 1);
+  EXPECT_LE(std::stoi(one.out), n_cores);
+  EXPECT_EQ(run(script({"-n", "1"}, "echo $OMP_NUM_THREADS")).out, one.out);
+  const Ended many = run(script({"-n", std::to_string(2 * n_cores)}, "echo $OMP_NUM_THREADS"));
+  EXPECT_EQ(lines_of(many.out), Lines(static_cast<std::size_t>(2 * n_cores), "1"));
+  const Ended own = run(StartOptions{.arguments = script({"-n", "1"}, "echo $OMP_NUM_THREADS"),
+                                     .variables = {{"OMP_NUM_THREADS", "5"}}});
+  EXPECT_EQ(own.out, "5\n");
+}
+
+TEST(RunRanksTest, rank_zero_reads_stdin) {
+  const Ended ended = run(StartOptions{.arguments = script({"-n", "3"}, "echo $RANK: $(cat)"),
+                                       .input = "first\nsecond\n"});
+  EXPECT_EQ(sorted_lines_of(ended.out), (Lines{"0: first second", "1:", "2:"}));
+}
+
+TEST(RunRanksTest, bind_core) {
+  const std::vector<int> cores = allowed_cores();
+  const int n_ranks = static_cast<int>(cores.size()) + 1;
+  const Ended ended =
+      run(script({"-n", std::to_string(n_ranks), "--bind", "core"},
+                 "echo $RANK $(sed -n 's/Cpus_allowed_list:\\s*//p' /proc/self/status) "
+                 "$OMP_NUM_THREADS"));
+  Lines expected;
+  for (int rank = 0; rank < n_ranks; ++rank) {
+    expected.push_back(
+        fmt::format("{} {} 1", rank, cores[static_cast<std::size_t>(rank) % cores.size()]));
+  }
+  std::sort(expected.begin(), expected.end());
+  EXPECT_EQ(sorted_lines_of(ended.out), expected);
+  EXPECT_NE(ended.err.find(fmt::format("{} ranks share {} cores", n_ranks, cores.size())),
+            std::string::npos)
+      << ended.err;
+}
+
+TEST(RunRanksTest, bind_none) {
+  const std::string allowed = "sed -n 's/Cpus_allowed_list:\\s*//p' /proc/self/status";
+  const Ended ended = run(script({"-n", "2", "--bind", "none"}, allowed));
+  const Lines lines = lines_of(ended.out);
+  ASSERT_EQ(lines.size(), 2U);
+  EXPECT_EQ(lines[0], lines[1]);
+  if (allowed_cores().size() > 1) {
+    EXPECT_NE(lines[0].find_first_of(",-"), std::string::npos);
+  }
+}
+
+TEST(RunRanksTest, sixty_four_ranks) {
+  const Ended ended = run(script({"-n", "64"}, "echo $RANK"));
+  Lines expected;
+  for (int rank = 0; rank < 64; ++rank) expected.push_back(std::to_string(rank));
+  std::sort(expected.begin(), expected.end());
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(sorted_lines_of(ended.out), expected);
+}
+
+TEST(RunRanksTest, five_hundred_and_twelve_ranks_under_a_low_file_limit) {
+  const Ended ended = run(StartOptions{.arguments = script({"-n", "512"}, "ulimit -n"),
+                                       .shell = "ulimit -S -n 256; exec \"$@\""});
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(lines_of(ended.out), Lines(512, "256"));  // the ranks have the limit of before
+}
+
+TEST(RunRanksTest, ranks_get_the_callers_signal_state) {
+  // The launcher blocks signals and ignores SIGPIPE for itself; a child must not inherit that.
+  const Ended ended = run(script({"-n", "1"}, "grep -E '^Sig(Blk|Ign)' /proc/self/status"));
+  EXPECT_EQ(ended.out, "SigBlk:\t0000000000000000\nSigIgn:\t0000000000000000\n");
+}
+
+}  // namespace
+}  // namespace lockstep::test
