@@ -80,9 +80,17 @@ TEST(RunFailureTest, one_after_the_other_the_first_is_named_however_late_we_look
 }
 
 TEST(RunFailureTest, last_words_stand_before_the_report) {
-  const Ended ended = run(script({"-n", "2"},
-                                 "[ $RANK = 1 ] && { echo reason >&2; exit 3; }; "
-                                 "sleep 1000"));
+  Command command(StartOptions{.arguments = with_run(script({"-n", "1"},
+                                                            "echo \"pid $$.\"; sleep 0.2; "
+                                                            "echo reason >&2; exit 3"))});
+  command.read_until(".");
+  command.send(SIGSTOP);  // so that it finds the words and the end together
+  const std::string status =
+      "/proc/" + std::to_string(std::stoi(command.out().substr(4))) + "/status";
+  while (!contains(contents_of(status), "State:\tZ")) {
+  }
+  command.send(SIGCONT);
+  const Ended ended = command.wait();
   ASSERT_EQ(lines_of(ended.err).size(), 2U) << ended.err;
   EXPECT_EQ(lines_of(ended.err)[0], "reason");
 }

@@ -73,6 +73,20 @@ TEST(RunOutputTest, progress_bar_shows_before_its_line_ends) {
   command.read_until("[0] 10%\r");
 }
 
+TEST(RunOutputTest, carriage_return_gets_the_prefix_again) {
+  const Ended ended = run(StartOptions{.arguments = {"-n", "1", "printf", "10%%\\r20%%\\n"},
+                                       .variables = {{"NO_COLOR", "1"}},
+                                       .terminal = true});
+  EXPECT_EQ(ended.out, "[0] 10%\r[0] 20%\r\n");
+}
+
+TEST(RunOutputTest, endless_line_is_passed_on_before_its_end) {
+  Command command(
+      StartOptions{.arguments = {"run", "-n", "1", "/bin/sh", "-c",
+                                 "printf begin; head -c 3000000 /dev/zero; sleep 1000"}});
+  command.read_until("begin");
+}
+
 TEST(RunOutputTest, last_line_without_an_end) {
   EXPECT_EQ(run({"-n", "1", "printf", "no end"}).out, "no end");
   EXPECT_EQ(run({"-n", "2", "printf", "no end"}).out, "no end\nno end");
@@ -215,13 +229,13 @@ TEST(RunLogTest, folder_cannot_be_made) {
 }
 
 TEST(RunLogTest, full_disk_is_said_and_the_ranks_go_on) {
-  // A limit on the size of files, 512 KiB, stands for the disk.
+  // A limit on the size of files, 4 MiB, stands for the disk.
   const TemporaryFolder folder;
   const Ended ended =
-      run(StartOptions{.arguments = script({"-n", "1", "--log-dir", folder / "."}, "seq 1 200000"),
-                       .shell = "trap '' XFSZ; ulimit -f 1024; exec \"$@\""});
+      run(StartOptions{.arguments = script({"-n", "1", "--log-dir", folder / "."}, "seq 1 1000000"),
+                       .shell = "trap '' XFSZ; ulimit -f 8192; exec \"$@\""});
   EXPECT_EQ(ended.exit_code, 0);
-  EXPECT_EQ(lines_of(ended.out).size(), 200'000U);
+  EXPECT_EQ(lines_of(ended.out).size(), 1'000'000U);
   EXPECT_NE(ended.err.find("log of rank 0's stdout ends here"), std::string::npos) << ended.err;
 }
 

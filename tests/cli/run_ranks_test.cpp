@@ -92,8 +92,9 @@ TEST(RunRanksTest, omp_threads_share_the_cores) {
 }
 
 TEST(RunRanksTest, rank_zero_reads_stdin) {
-  const Ended ended = run(StartOptions{.arguments = script({"-n", "3"}, "echo $RANK: $(cat)"),
-                                       .input = "first\nsecond\n"});
+  const Ended ended = run(StartOptions{
+      .arguments = script({"-n", "3"}, "[ $RANK = 0 ] && sleep 0.3; echo $RANK: $(cat)"),
+      .input = "first\nsecond\n"});
   EXPECT_EQ(sorted_lines_of(ended.out), (Lines{"0: first second", "1:", "2:"}));
 }
 
