@@ -1,0 +1,46 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <memory>
+#include <source_location>
+
+#include <lockstep/group.hpp>
+#include <lockstep/launch.hpp>
+
+namespace lockstep::nn {
+
+/// Replaces every torch::nn::BatchNorm1d/2d/3d in `module` by the SyncBatchNorm of its dimension
+/// over `group`; returns `module`, or its replacement where it is itself a BatchNorm.
+///
+/// Nothing is lost: parameters and buffers are the same tensors (an optimizer made before keeps
+/// working), options, training flag and requires_grad stay, a module that stands in several places
+/// still does. BatchNorms can be replaced inside Sequential, ModuleList and ModuleDict, at any
+/// depth. A BatchNorm that a module of yours holds as a typed member cannot: UsageError names all
+/// of them, and nothing has been replaced then.
+/// Not collective. Threads: not while the module is in use.
+std::shared_ptr<torch::nn::Module> convert_sync_batchnorm(
+    const std::shared_ptr<torch::nn::Module>& module, const Group& group = default_group(),
+    std::source_location where = std::source_location::current());
+
+/// The way back: every SyncBatchNorm becomes the BatchNorm of its dimension, with the same rules.
+std::shared_ptr<torch::nn::Module> revert_sync_batchnorm(
+    const std::shared_ptr<torch::nn::Module>& module,
+    std::source_location where = std::source_location::current());
+
+template <class M>
+std::shared_ptr<torch::nn::Module> convert_sync_batchnorm(
+    const torch::nn::ModuleHolder<M>& module, const Group& group = default_group(),
+    std::source_location where = std::source_location::current()) {
+  return convert_sync_batchnorm(std::shared_ptr<torch::nn::Module>(module.ptr()), group, where);
+}
+
+template <class M>
+std::shared_ptr<torch::nn::Module> revert_sync_batchnorm(
+    const torch::nn::ModuleHolder<M>& module,
+    std::source_location where = std::source_location::current()) {
+  return revert_sync_batchnorm(std::shared_ptr<torch::nn::Module>(module.ptr()), where);
+}
+
+}  // namespace lockstep::nn

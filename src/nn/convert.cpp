@@ -1,0 +1,197 @@
+#include <lockstep/nn/convert.hpp>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include <functional>
+#include <lockstep/error.hpp>
+#include <lockstep/nn/sync_batch_norm.hpp>
+#include <map>
+#include <set>
+#include <string>
+#include <typeinfo>
+#include <vector>
+
+namespace lockstep::nn {
+namespace {
+
+using torch::nn::Module;
+using ModulePtr = std::shared_ptr<Module>;
+
+/// The same state in a module of the other kind. Assigning the Module part takes the registered
+/// tensors themselves, the training flag and what else was registered.
+template <class To, class From>
+torch::nn::AnyModule adopt(const From& from, std::shared_ptr<To> to) {
+  static_cast<Module&>(*to) = from;
+  to->weight = from.weight;
+  to->bias = from.bias;
+  to->running_mean = from.running_mean;
+  to->running_var = from.running_var;
+  to->num_batches_tracked = from.num_batches_tracked;
+  return torch::nn::AnyModule(std::move(to));
+}
+
+/// How one kind of module is replaced.
+struct Conversion {
+  const char* operation;
+  /// Of the kind, by its exact type: a class derived from it may do anything in its forward.
+  std::function<bool(const Module&)> matches;
+  std::function<bool(const Module&)> is_derived;
+  std::function<torch::nn::AnyModule(const Module&)> replace;
+};
+
+template <class... From>
+bool is_exactly(const Module& module) {
+  return ((typeid(module) == typeid(From)) || ...);
+}
+template <class... From>
+bool is_derived_from(const Module& module) {
+  return !is_exactly<From...>(module) && ((dynamic_cast<const From*>(&module) != nullptr) || ...);
+}
+
+template <class From, class To, class Options>
+bool replace_as(const Module& module, const Options& options, torch::nn::AnyModule& result) {
+  if (typeid(module) != typeid(From)) return false;
+  const auto& from = dynamic_cast<const From&>(module);
+  result = adopt(from, std::make_shared<To>(options(from)));
+  return true;
+}
+
+/// One slot of a container that holds a module to be replaced.
+struct Slot {
+  ModulePtr old;
+  std::function<void(const torch::nn::AnyModule&)> put;
+};
+
+/// Walks the tree once without changing it, so that an error leaves everything as it was.
+class Plan {
+ public:
+  explicit Plan(const Conversion& conversion) : conversion_(conversion) {}
+
+  void visit(const ModulePtr& module, const std::string& name) {
+    if (!visited_.insert(module.get()).second) return;
+    if (auto* list = dynamic_cast<torch::nn::SequentialImpl*>(module.get())) {
+      const auto children = list->named_children();
+      std::size_t index = 0;
+      for (auto& entry : *list) {
+        const std::string key = children[index++].key();
+        child(entry.ptr(), name, key, [list, key, &entry](const torch::nn::AnyModule& replacement) {
+          entry = replacement;
+          list->replace_module(key, replacement.ptr());
+        });
+      }
+    } else if (auto* modules = dynamic_cast<torch::nn::ModuleListImpl*>(module.get())) {
+      std::size_t index = 0;
+      for (auto& entry : *modules) {
+        const std::string key = std::to_string(index++);
+        child(entry, name, key, [modules, key, &entry](const torch::nn::AnyModule& replacement) {
+          entry = replacement.ptr();
+          modules->replace_module(key, replacement.ptr());
+        });
+      }
+    } else if (auto* dict = dynamic_cast<torch::nn::ModuleDictImpl*>(module.get())) {
+      for (const auto& [key, entry] : dict->items()) {
+        child(entry, name, key, [dict, key = key](const torch::nn::AnyModule& replacement) {
+          dict->update({{key, replacement.ptr()}});
+        });
+      }
+    } else {
+      for (const auto& entry : module->named_children()) {
+        child(entry.value(), name, entry.key(), nullptr);
+      }
+    }
+  }
+
+  void run(std::source_location where) {
+    if (!irreplaceable_.empty()) {
+      throw UsageError(
+          {conversion_.operation, "", -1, 0, where},
+          fmt::format("cannot replace {}: its type is fixed by the C++ member that holds it or by "
+                      "the class derived from it. Hold it in a torch::nn::Sequential (or "
+                      "ModuleList, ModuleDict); nothing has been converted",
+                      fmt::join(irreplaceable_, ", ")));
+    }
+    std::map<Module*, torch::nn::AnyModule> replacements;  // a shared module stays shared
+    for (const Slot& slot : slots_) {
+      auto& replacement = replacements[slot.old.get()];
+      if (replacement.is_empty()) replacement = conversion_.replace(*slot.old);
+      slot.put(replacement);
+    }
+  }
+
+ private:
+  void child(const ModulePtr& module, const std::string& parent, const std::string& key,
+             std::function<void(const torch::nn::AnyModule&)> put) {
+    const std::string name = parent.empty() ? key : parent + "." + key;
+    const bool matches = conversion_.matches(*module);
+    if (conversion_.is_derived(*module) || (matches && !put)) {
+      irreplaceable_.push_back(
+          fmt::format("'{}' ({})", name, c10::demangle(typeid(*module).name())));
+    } else if (matches) {
+      slots_.push_back({module, std::move(put)});
+    } else {
+      visit(module, name);
+    }
+  }
+
+  const Conversion& conversion_;
+  std::set<Module*> visited_;
+  std::vector<Slot> slots_;
+  std::vector<std::string> irreplaceable_;
+};
+
+ModulePtr convert(const ModulePtr& module, const Conversion& conversion,
+                  std::source_location where) {
+  if (!module) throw UsageError({conversion.operation, "", -1, 0, where}, "got no module");
+  if (conversion.matches(*module)) return conversion.replace(*module).ptr();
+  Plan plan(conversion);
+  plan.visit(module, "");
+  plan.run(where);
+  return module;
+}
+
+}  // namespace
+
+std::shared_ptr<Module> convert_sync_batchnorm(const std::shared_ptr<Module>& module,
+                                               const Group& group, std::source_location where) {
+  using torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl;
+  const auto options = [&group](const auto& from) {
+    return SyncBatchNormOptions(from.options, group);
+  };
+  return convert(
+      module,
+      {"convert_sync_batchnorm", is_exactly<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl>,
+       is_derived_from<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl>,
+       [&options](const Module& from) {
+         torch::nn::AnyModule to;
+         (void)(replace_as<BatchNorm1dImpl, SyncBatchNorm1dImpl>(from, options, to) ||
+                replace_as<BatchNorm2dImpl, SyncBatchNorm2dImpl>(from, options, to) ||
+                replace_as<BatchNorm3dImpl, SyncBatchNorm3dImpl>(from, options, to));
+         return to;
+       }},
+      where);
+}
+
+std::shared_ptr<Module> revert_sync_batchnorm(const std::shared_ptr<Module>& module,
+                                              std::source_location where) {
+  using torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl;
+  const auto options = [](const auto& from) { return from.options.without_group(); };
+  return convert(module,
+                 {"revert_sync_batchnorm",
+                  is_exactly<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>,
+                  is_derived_from<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>,
+                  [&options](const Module& from) {
+                    torch::nn::AnyModule to;
+                    (void)(replace_as<SyncBatchNorm1dImpl, BatchNorm1dImpl>(from, options, to) ||
+                           replace_as<SyncBatchNorm2dImpl, BatchNorm2dImpl>(from, options, to) ||
+                           replace_as<SyncBatchNorm3dImpl, BatchNorm3dImpl>(from, options, to));
+                    return to;
+                  }},
+                 where);
+}
+
+}  // namespace lockstep::nn

@@ -1,0 +1,492 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <lockstep/error.hpp>
+#include <lockstep/nn.hpp>
+
+#include <string>
+#include <vector>
+
+#include "helpers.hpp"
+
+namespace lockstep::nn {
+namespace {
+
+using at::Tensor;
+using testing::difference;
+using testing::on_ranks;
+using testing::Random;
+using testing::share_of;
+
+enum class Layout { contiguous, channels_last, strided };
+
+struct Case {
+  std::vector<std::int64_t> sizes;   // without the batch
+  std::vector<std::int64_t> shares;  // samples per rank
+  Layout layout = Layout::contiguous;
+  at::ScalarType type = at::kDouble;
+};
+
+std::ostream& operator<<(std::ostream& stream, const Case& c) {
+  return stream << "sizes " << c10::str(c.sizes) << " shares " << c10::str(c.shares) << " layout "
+                << static_cast<int>(c.layout) << ' ' << c10::toString(c.type);
+}
+
+/// The same values, laid out as asked.
+Tensor laid_out(const Tensor& tensor, Layout layout) {
+  switch (layout) {
+    case Layout::contiguous: return tensor.contiguous();
+    case Layout::channels_last: return tensor.movedim(1, -1).contiguous().movedim(-1, 1);
+    case Layout::strided:
+      return at::stack({tensor, tensor}, -1).select(-1, 1);  // every second element
+  }
+  return {};
+}
+
+/// What a batch normalisation makes of one batch.
+struct Outcome {
+  Tensor output, input_gradient, weight_gradient, bias_gradient, running_mean, running_var;
+  std::int64_t n_batches = 0;
+};
+
+template <class Holder>
+Outcome run_module(Holder bn, const Tensor& input, const Tensor& output_gradient,
+                   const Tensor& weight, const Tensor& bias) {
+  bn->to(input.scalar_type());
+  {
+    const at::NoGradGuard no_grad;
+    bn->weight.copy_(weight);
+    bn->bias.copy_(bias);
+  }
+  // A detached clone keeps a dense layout, but packs a strided one: so the leaf is a view's base.
+  const Tensor x = input.detach();
+  x.requires_grad_();
+  const Tensor output = bn->forward(x);
+  output.backward(output_gradient);
+  return {output,
+          x.grad(),
+          bn->weight.grad(),
+          bn->bias.grad(),
+          bn->running_mean,
+          bn->running_var,
+          bn->num_batches_tracked.template item<std::int64_t>()};
+}
+
+template <class Options>
+Outcome run(const Options& options, const Tensor& input, const Tensor& output_gradient,
+            const Tensor& weight, const Tensor& bias) {
+  constexpr bool kSync = std::is_same_v<Options, SyncBatchNormOptions>;
+  using One = std::conditional_t<kSync, SyncBatchNorm1d, torch::nn::BatchNorm1d>;
+  using Two = std::conditional_t<kSync, SyncBatchNorm2d, torch::nn::BatchNorm2d>;
+  using Three = std::conditional_t<kSync, SyncBatchNorm3d, torch::nn::BatchNorm3d>;
+  switch (input.dim()) {
+    case 5: return run_module(Three(options), input, output_gradient, weight, bias);
+    case 4: return run_module(Two(options), input, output_gradient, weight, bias);
+    default: return run_module(One(options), input, output_gradient, weight, bias);
+  }
+}
+
+struct Batch {
+  Tensor input, output_gradient, weight, bias;
+};
+
+Batch batch_of(const Case& c, double mean) {
+  Random random(1);
+  std::vector<std::int64_t> sizes{0};
+  for (const auto share : c.shares) sizes[0] += share;
+  sizes.insert(sizes.end(), c.sizes.begin(), c.sizes.end());
+  const auto channels = c.sizes[0];
+  return {random.normal(sizes).add_(mean).to(c.type), random.normal(sizes, c.type),
+          random.normal({channels}, c.type).abs_().add_(0.1), random.normal({channels}, c.type)};
+}
+
+/// The ranks' outcomes put together again: what one rank with the whole batch should have.
+Outcome run_on_ranks(const Case& c, const Batch& batch) {
+  const auto n_ranks = static_cast<int>(c.shares.size());
+  std::vector<Outcome> outcomes(c.shares.size());
+  on_ranks(n_ranks, [&](int rank) {
+    const Tensor input = laid_out(share_of(batch.input, c.shares, rank), c.layout);
+    const Tensor gradient = share_of(batch.output_gradient, c.shares, rank);
+    auto& outcome = outcomes[static_cast<std::size_t>(rank)];
+    outcome = run(SyncBatchNormOptions(c.sizes[0]), input, gradient, batch.weight, batch.bias);
+    if (c.layout == Layout::channels_last) {
+      EXPECT_TRUE(outcome.output.movedim(1, -1).is_contiguous());
+      EXPECT_TRUE(outcome.input_gradient.movedim(1, -1).is_contiguous());
+    }
+  });
+  Outcome whole = outcomes[0];
+  std::vector<Tensor> outputs, input_gradients;
+  for (const Outcome& outcome : outcomes) {
+    outputs.push_back(outcome.output.detach());
+    input_gradients.push_back(outcome.input_gradient);
+    EXPECT_TRUE(outcome.running_mean.equal(outcomes[0].running_mean)) << "not the same bits";
+    EXPECT_TRUE(outcome.running_var.equal(outcomes[0].running_var)) << "not the same bits";
+    if (&outcome == outcomes.data()) continue;
+    whole.weight_gradient = whole.weight_gradient + outcome.weight_gradient;
+    whole.bias_gradient = whole.bias_gradient + outcome.bias_gradient;
+  }
+  whole.output = at::cat(outputs);
+  whole.input_gradient = at::cat(input_gradients);
+  return whole;
+}
+
+void expect_equal(const Outcome& got, const Outcome& expected, double tolerance) {
+  const auto near = [&](const Tensor& a, const Tensor& b, const char* what) {
+    EXPECT_EQ(a.sizes(), b.sizes()) << what;
+    EXPECT_LE(difference(a, b), tolerance * std::max(1.0, testing::largest(b.detach()))) << what;
+  };
+  near(got.output, expected.output, "output");
+  near(got.input_gradient, expected.input_gradient, "input gradient");
+  near(got.weight_gradient, expected.weight_gradient, "weight gradient");
+  near(got.bias_gradient, expected.bias_gradient, "bias gradient");
+  near(got.running_mean, expected.running_mean, "running_mean");
+  near(got.running_var, expected.running_var, "running_var");
+  EXPECT_EQ(got.n_batches, expected.n_batches);
+}
+
+class SyncBatchNormTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(SyncBatchNormTest, equals_batch_norm_of_the_whole_batch) {
+  const Case& c = GetParam();
+  const Batch batch = batch_of(c, /*mean=*/0.5);
+  const Outcome expected = run(torch::nn::BatchNormOptions(c.sizes[0]), batch.input,
+                               batch.output_gradient, batch.weight, batch.bias);
+  expect_equal(run_on_ranks(c, batch), expected, c.type == at::kDouble ? 1e-12 : 1e-5);
+}
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  const std::vector<std::vector<std::int64_t>> shapes{{5}, {4, 7}, {3, 5, 6}, {8, 2, 3, 4}, {1, 9}};
+  const std::vector<std::vector<std::int64_t>> shares{
+      {8},       {4, 4},    {7, 1},       {8, 0},       {5, 2, 1},   {0, 3, 5},
+      {1, 1, 1}, {2, 2, 2}, {1, 0, 4, 3}, {2, 2, 2, 2}, {0, 0, 0, 3}};
+  for (const auto& shape : shapes) {
+    for (const auto& share : shares) {
+      for (const Layout layout : {Layout::contiguous, Layout::channels_last, Layout::strided}) {
+        if (layout == Layout::channels_last && shape.size() == 1) continue;  // contiguous
+        for (const auto type : {at::kDouble, at::kFloat})
+          cases.push_back({shape, share, layout, type});
+      }
+    }
+  }
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(all, SyncBatchNormTest, ::testing::ValuesIn(all_cases()));
+
+/// One channel in long double, from the values as they are.
+struct Exact {
+  long double mean = 0, var = 0, unbiased = 0;
+};
+
+Exact exact_statistics(const Tensor& channel) {
+  const Tensor values = channel.to(at::kDouble).contiguous().view({-1});
+  const double* const x = values.data_ptr<double>();
+  const auto n = values.numel();
+  Exact exact;
+  for (std::int64_t i = 0; i < n; ++i) exact.mean += x[i];
+  exact.mean /= n;
+  for (std::int64_t i = 0; i < n; ++i) exact.var += (x[i] - exact.mean) * (x[i] - exact.mean);
+  exact.unbiased = exact.var / (n - 1);
+  exact.var /= n;
+  return exact;
+}
+
+/// Largest error of output and running statistics against long double, per channel of the batch.
+struct Errors {
+  long double output = 0, running_mean = 0, running_var = 0;
+};
+
+Errors errors_of(const Outcome& got, const Batch& batch) {
+  Errors errors;
+  const auto worse = [](long double& worst, long double a, long double b) {
+    worst = std::max(worst, std::abs(a - b));
+  };
+  for (std::int64_t c = 0; c < batch.input.size(1); ++c) {
+    const Exact exact = exact_statistics(batch.input.select(1, c));
+    const Tensor x = batch.input.select(1, c).to(at::kDouble).contiguous().view({-1});
+    const Tensor y = got.output.detach().select(1, c).to(at::kDouble).contiguous().view({-1});
+    const long double scale =
+        batch.weight[c].item<double>() / std::sqrt(exact.var + static_cast<long double>(1e-5));
+    for (std::int64_t i = 0; i < x.numel(); ++i) {
+      worse(errors.output, y.data_ptr<double>()[i],
+            (x.data_ptr<double>()[i] - exact.mean) * scale + batch.bias[c].item<double>());
+    }
+    worse(errors.running_mean, got.running_mean[c].item<double>(), exact.mean * 0.1L);
+    worse(errors.running_var, got.running_var[c].item<double>(), 0.9L + exact.unbiased * 0.1L);
+  }
+  return errors;
+}
+
+/// With mean/std = 1e4 two correct results in f64 may differ by the rounding of the mean itself,
+/// 1e4 * 2^-53 = 1e-12: so both are measured against long double, and ours may not be worse than
+/// torch's, nor than a few roundings.
+TEST(SyncBatchNormPrecisionTest, mean_ten_thousand_times_the_deviation) {
+  for (const auto type : {at::kDouble, at::kFloat}) {
+    for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
+      const Case c{{6, 9, 11}, {13, 2, 1}, layout, type};
+      const Batch batch = batch_of(c, /*mean=*/1e4);
+      const Errors ours = errors_of(run_on_ranks(c, batch), batch);
+      const Errors torchs =
+          errors_of(run(torch::nn::BatchNormOptions(6), laid_out(batch.input, layout),
+                        batch.output_gradient, batch.weight, batch.bias),
+                    batch);
+      const std::string name = std::string(c10::toString(type)) +
+                               (layout == Layout::contiguous ? " contiguous" : " channels-last");
+      RecordProperty(name + " ours: output, running_mean, running_var",
+                     c10::str(ours.output, ' ', ours.running_mean, ' ', ours.running_var));
+      RecordProperty(name + " torch: output, running_mean, running_var",
+                     c10::str(torchs.output, ' ', torchs.running_mean, ' ', torchs.running_var));
+      const long double rounding = type == at::kDouble ? 1e-12L : 1e-6L;
+      EXPECT_LE(ours.output, std::max(torchs.output, 4 * rounding)) << name;
+      EXPECT_LE(ours.output, type == at::kDouble ? 4e-12L : 1e-5L) << name;
+      EXPECT_LE(ours.running_mean, type == at::kDouble ? 1e-12L : 1e-4L) << name;  // 1 ulp of 1e3
+      EXPECT_LE(ours.running_var, type == at::kDouble ? 1e-12L : 1e-5L) << name;
+    }
+  }
+}
+
+TEST(SyncBatchNormPrecisionTest, gradients_at_ten_thousand_times_the_deviation) {
+  for (const auto type : {at::kDouble, at::kFloat}) {
+    const Case c{{6, 9, 11}, {13, 2, 1}, Layout::contiguous, type};
+    Batch batch = batch_of(c, /*mean=*/1e4);
+    const Outcome got = run_on_ranks(c, batch);
+    // Shifting the input changes no gradient: torch on the centred batch is the reference.
+    batch.input = (batch.input.to(at::kDouble) - 1e4).to(type);
+    const Outcome expected = run(torch::nn::BatchNormOptions(6), batch.input, batch.output_gradient,
+                                 batch.weight, batch.bias);
+    const double tolerance = type == at::kDouble ? 1e-11 : 1e-5;
+    EXPECT_LE(difference(got.input_gradient, expected.input_gradient), tolerance);
+    EXPECT_LE(difference(got.weight_gradient, expected.weight_gradient), 100 * tolerance);
+    EXPECT_LE(difference(got.bias_gradient, expected.bias_gradient), 100 * tolerance);
+  }
+}
+
+TEST(SyncBatchNormModuleTest, state_is_that_of_batch_norm) {
+  for (const bool affine : {true, false}) {
+    for (const bool track : {true, false}) {
+      const SyncBatchNorm2d ours(SyncBatchNormOptions(3).affine(affine).track_running_stats(track));
+      const torch::nn::BatchNorm2d torchs(
+          torch::nn::BatchNormOptions(3).affine(affine).track_running_stats(track));
+      for (const auto& [got, expected] :
+           {std::pair{ours->named_parameters(), torchs->named_parameters()},
+            std::pair{ours->named_buffers(), torchs->named_buffers()}}) {
+        ASSERT_EQ(got.keys(), expected.keys());
+        for (const auto& item : expected) {
+          EXPECT_EQ(got[item.key()].sizes(), item->sizes());
+          EXPECT_EQ(got[item.key()].scalar_type(), item->scalar_type());
+          EXPECT_TRUE(got[item.key()].equal(*item));
+        }
+      }
+    }
+  }
+}
+
+TEST(SyncBatchNormModuleTest, loads_what_batch_norm_saved_and_back) {
+  torch::nn::BatchNorm2d torchs(4);
+  torchs->forward(Random(1).normal({2, 4, 3, 3}, at::kFloat));
+  std::stringstream there, back;
+  torch::save(torchs, there);
+  SyncBatchNorm2d ours(4);
+  torch::load(ours, there);
+  EXPECT_TRUE(ours->running_mean.equal(torchs->running_mean));
+  EXPECT_EQ(ours->num_batches_tracked.item<std::int64_t>(), 1);
+  ours->forward(Random(2).normal({2, 4, 3, 3}, at::kFloat));
+  torch::save(ours, back);
+  torch::load(torchs, back);
+  EXPECT_TRUE(torchs->running_var.equal(ours->running_var));
+}
+
+TEST(SyncBatchNormModuleTest, several_batches_with_and_without_momentum) {
+  for (const std::optional<double> momentum : {std::optional(0.3), std::optional<double>()}) {
+    on_ranks(3, [&](int rank) {
+      Random random(7);
+      SyncBatchNorm1d ours(SyncBatchNormOptions(3).momentum(momentum));
+      auto options = torch::nn::BatchNormOptions(3);
+      options.momentum().reset();
+      if (momentum) options.momentum() = *momentum;
+      torch::nn::BatchNorm1d torchs(options);
+      ours->to(at::kDouble);
+      torchs->to(at::kDouble);
+      const std::vector<std::int64_t> shares{4, 1, 2};
+      for (int step = 0; step < 5; ++step) {
+        const Tensor batch = random.normal({7, 3}) * (step + 1);
+        ours->forward(share_of(batch, shares, rank));
+        torchs->forward(batch);
+        EXPECT_LE(difference(ours->running_mean, torchs->running_mean), 1e-12);
+        EXPECT_LE(difference(ours->running_var, torchs->running_var), 1e-12);
+        EXPECT_EQ(ours->num_batches_tracked.item<std::int64_t>(), step + 1);
+      }
+    });
+  }
+}
+
+TEST(SyncBatchNormModuleTest, eval_uses_running_statistics_and_sends_nothing) {
+  on_ranks(2, [](int rank) {
+    Random random(3);
+    SyncBatchNorm2d bn(3);
+    torch::nn::BatchNorm2d reference(3);
+    bn->forward(random.normal({2, 3, 4, 4}, at::kFloat));
+    bn->eval();
+    reference->eval();
+    reference->running_mean.copy_(bn->running_mean);
+    reference->running_var.copy_(bn->running_var);
+    const Tensor x = random.normal({2, 3, 4, 4}, at::kFloat);
+    if (rank == 0) EXPECT_TRUE(bn->forward(x).equal(reference->forward(x)));  // rank 1 is away
+    EXPECT_EQ(bn->num_batches_tracked.item<std::int64_t>(), 1);
+  });
+}
+
+TEST(SyncBatchNormModuleTest, synchronises_without_gradients_and_twice_per_forward) {
+  on_ranks(2, [](int rank) {
+    Random random(4);
+    SyncBatchNorm1d bn(SyncBatchNormOptions(2));
+    torch::nn::BatchNorm1d reference(2);
+    bn->to(at::kDouble);
+    reference->to(at::kDouble);
+    const Tensor a = random.normal({6, 2}), b = random.normal({6, 2});
+    {
+      const at::NoGradGuard no_grad;
+      const Tensor whole = reference->forward(reference->forward(a) + b);
+      const auto part = [&](const Tensor& t) { return t.narrow(0, 3 * rank, 3); };
+      const Tensor got = bn->forward(bn->forward(part(a)) + part(b));
+      EXPECT_LE(difference(got, part(whole)), 1e-12);
+      EXPECT_FALSE(got.requires_grad());
+    }
+    EXPECT_LE(difference(bn->running_var, reference->running_var), 1e-12);
+  });
+}
+
+TEST(SyncBatchNormModuleTest, gradients_where_only_some_are_wanted) {
+  on_ranks(2, [](int rank) {
+    Random random(5);
+    const Tensor all = random.normal({6, 3}), gradient = random.normal({6, 3});
+    const auto part = [&](const Tensor& t) { return t.narrow(0, 3 * rank, 3); };
+    for (const bool input_wanted : {true, false}) {
+      for (const bool weight_wanted : {true, false}) {
+        if (!input_wanted && !weight_wanted) continue;
+        SyncBatchNorm1d bn(3);
+        bn->to(at::kDouble);
+        bn->weight.requires_grad_(weight_wanted);
+        bn->bias.requires_grad_(false);
+        const Tensor x = part(all).detach().clone();
+        x.requires_grad_(input_wanted);
+        bn->forward(x).backward(part(gradient));
+        EXPECT_EQ(x.grad().defined(), input_wanted);
+        EXPECT_EQ(bn->weight.grad().defined(), weight_wanted);
+        EXPECT_FALSE(bn->bias.grad().defined());
+      }
+    }
+    SyncBatchNorm1d plain(SyncBatchNormOptions(3).affine(false).track_running_stats(false));
+    const Tensor x = part(all).detach().to(at::kFloat).requires_grad_();
+    plain->forward(x).sum().backward();
+    EXPECT_LE(testing::largest(x.grad()), 1e-5);
+  });
+}
+
+TEST(SyncBatchNormModuleTest, a_rank_without_samples_takes_part) {
+  on_ranks(2, [](int rank) {
+    Random random(6);
+    SyncBatchNorm2d bn(3);
+    const Tensor x = random.normal({rank == 0 ? 4 : 0, 3, 2, 2}, at::kFloat).requires_grad_();
+    const Tensor y = bn->forward(x);
+    EXPECT_EQ(y.sizes(), x.sizes());
+    (y * y).sum().backward();
+    EXPECT_EQ(x.grad().sizes(), x.sizes());
+    if (rank == 1) EXPECT_EQ(testing::largest(bn->weight.grad()), 0);
+  });
+}
+
+TEST(SyncBatchNormModuleTest, no_sample_at_all_changes_nothing) {
+  on_ranks(2, [](int) {
+    SyncBatchNorm1d bn(3);
+    EXPECT_EQ(bn->forward(at::empty({0, 3})).sizes(), (std::vector<std::int64_t>{0, 3}));
+    EXPECT_EQ(testing::largest(bn->running_mean), 0);
+  });
+}
+
+TEST(SyncBatchNormModuleTest, one_value_per_channel_over_all_ranks) {
+  for (const int n_ranks : {1, 3}) {
+    on_ranks(n_ranks, [](int rank) {
+      SyncBatchNorm1d bn(3);
+      const Tensor x = at::ones({rank == 0 ? 1 : 0, 3});
+      try {
+        bn->forward(x);
+        ADD_FAILURE() << "no error";
+      } catch (const UsageError& error) {
+        EXPECT_EQ(error.text(), c10::str("Expected more than 1 value per channel when training, "
+                                         "got input size ",
+                                         x.sizes()));
+      }
+      EXPECT_EQ(bn->num_batches_tracked.item<std::int64_t>(), 0);
+      EXPECT_EQ(testing::largest(bn->running_mean), 0);
+      bn->forward(at::ones({2, 3}));  // the group still works
+    });
+  }
+}
+
+template <class F>
+std::string usage_error(F f) {
+  try {
+    f();
+  } catch (const UsageError& error) {
+    return error.text();
+  }
+  return "no error";
+}
+
+TEST(SyncBatchNormModuleTest, wrong_input_is_told_before_anything_is_sent) {
+  on_ranks(2, [](int rank) {
+    SyncBatchNorm2d bn(3);
+    if (rank == 0) {
+      EXPECT_EQ(usage_error([&] {
+                  bn->forward(at::ones({2, 3, 4}));
+                }),
+                "expected 4D input, got 3D input");
+      EXPECT_EQ(usage_error([&] {
+                  bn->forward(at::ones({2, 4, 1, 1}));
+                }),
+                "expected 3 channels, got input size [2, 4, 1, 1]");
+      EXPECT_NE(usage_error([&] {
+                  bn->forward(at::ones({2, 3, 1, 1}, at::kHalf));
+                }).find("f16/bf16 input is not supported yet"),
+                std::string::npos);
+      EXPECT_NE(usage_error([&] {
+                  bn->forward(at::ones({2, 3, 1, 1}, at::kDouble));
+                }).find("expected weight to be a Double CPU tensor"),
+                std::string::npos);
+      EXPECT_EQ(usage_error([&] { SyncBatchNorm1d(3)->forward(at::ones({2})); }),
+                "expected 2D or 3D input, got 1D input");
+      EXPECT_EQ(usage_error([&] {
+                  SyncBatchNorm3d(3)->forward(at::ones({2, 3, 1, 1}));
+                }),
+                "expected 5D input, got 4D input");
+    }
+    bn->forward(at::ones({1, 3, 2, 2}));
+  });
+}
+
+TEST(SyncBatchNormModuleTest, gradient_of_gradient_is_refused) {
+  SyncBatchNorm1d bn(3);
+  const Tensor x = Random(8).normal({4, 3}, at::kFloat).requires_grad_();
+  const Tensor y = bn->forward(x).pow(2).sum();
+  EXPECT_THROW(torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true),
+               UsageError);
+}
+
+TEST(SyncBatchNormModuleTest, clones_and_prints) {
+  SyncBatchNorm2d bn(SyncBatchNormOptions(3).momentum(std::nullopt));
+  bn->forward(Random(9).normal({2, 3, 2, 2}, at::kFloat));
+  const auto copy = std::dynamic_pointer_cast<SyncBatchNorm2dImpl>(bn->clone());
+  ASSERT_TRUE(copy);
+  EXPECT_TRUE(copy->running_mean.equal(bn->running_mean));
+  EXPECT_FALSE(copy->running_mean.is_same(bn->running_mean));
+  EXPECT_EQ(copy->options.group(), bn->options.group());
+  std::stringstream text;
+  text << *bn;
+  EXPECT_NE(text.str().find("SyncBatchNorm2d(3, eps=1e-05, momentum=none, affine=true"),
+            std::string::npos)
+      << text.str();
+}
+
+}  // namespace
+}  // namespace lockstep::nn
