@@ -9,8 +9,12 @@ set xlabel "epoch" textcolor rgb "#222222"
 set ylabel "training loss" textcolor rgb "#222222"
 set title "Handwritten digits, global batch of 8, same seed" font ",18" textcolor rgb "#111111"
 set key top right spacing 1.4 samplen 3 textcolor rgb "#222222"
+stats directory . "/one.dat" using 2 name "one" nooutput
+stats directory . "/plain.dat" using 2 name "plain" nooutput
+least = one_min < plain_min ? one_min : plain_min
+most = one_max > plain_max ? one_max : plain_max
+set yrange [0.8 * least : 1.25 * most]
 set logscale y
-set yrange [] noextend
 set format y "%g"
 set ytics add (0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 set xtics 1

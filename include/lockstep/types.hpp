@@ -118,9 +118,8 @@ class Deadline {
  public:
   constexpr Deadline() = default;
   /// At most `limit` from the start of the operation; zero means "do not wait at all".
-  template <class Rep, class Period>
-  constexpr Deadline(std::chrono::duration<Rep, Period> limit)  // NOLINT: a duration is a deadline
-      : limit_(std::chrono::ceil<std::chrono::milliseconds>(limit)) {}
+  constexpr Deadline(std::chrono::milliseconds limit)
+      : limit_(limit) {}  // NOLINT: a duration is one
   /// A hundred years.
   static constexpr Deadline never() { return Deadline(std::chrono::hours(876'000)); }
 

@@ -25,7 +25,7 @@ TEST(BatchesTest, shares_as_wanted_or_equal) {
 }
 
 TEST(BatchesTest, shares_that_do_not_fit) {
-  EXPECT_THROW(shares_of(8, 3, {5, 2}), std::invalid_argument);
+  EXPECT_THROW(shares_of(8, 3, {5, 3}), std::invalid_argument);
   EXPECT_THROW(shares_of(8, 3, {5, 2, 2}), std::invalid_argument);
   EXPECT_THROW(shares_of(8, 3, {6, 2, 0}), std::invalid_argument);
   EXPECT_THROW(shares_of(2, 3, {}), std::invalid_argument);
