@@ -3,11 +3,14 @@
 #include <lockstep/error.hpp>
 #include <lockstep/nn.hpp>
 
+#include <functional>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/ranks.hpp"
 #include "training.hpp"
 
 namespace lockstep::nn {
@@ -18,32 +21,44 @@ using testing::difference;
 using testing::on_ranks;
 using testing::Random;
 
-class TrainingTest : public ::testing::TestWithParam<std::vector<std::int64_t>> {};
+using Shares = std::vector<std::int64_t>;
+
+class TrainingTest : public ::testing::TestWithParam<std::tuple<test::Form, Shares>> {
+ protected:
+  static void on_shares(const Shares& shares, const std::function<void()>& body) {
+    test::run_as({std::get<0>(GetParam()), static_cast<int>(shares.size())}, body);
+  }
+};
 
 TEST_P(TrainingTest, ranks_with_sync_batch_norm_equal_one_rank) {
-  const auto& shares = GetParam();
-  on_ranks(static_cast<int>(shares.size()), [&](int rank) {
+  const Shares& shares = std::get<1>(GetParam());
+  on_shares(shares, [&] {
     const double worst = testing::difference_from_one_rank(default_group(), shares, true);
-    if (rank == 0) RecordProperty("largest_difference", c10::str(worst));
+    if (is_main_process()) RecordProperty("largest_difference", c10::str(worst));
     EXPECT_LE(worst, 1e-9);
   });
 }
 
 INSTANTIATE_TEST_SUITE_P(
     shares, TrainingTest,
-    ::testing::Values(std::vector<std::int64_t>{8}, std::vector<std::int64_t>{5, 3},
-                      std::vector<std::int64_t>{8, 0}, std::vector<std::int64_t>{5, 2, 1},
-                      std::vector<std::int64_t>{4, 2, 2}, std::vector<std::int64_t>{3, 2, 2, 1},
-                      std::vector<std::int64_t>{2, 2, 2, 2}));
+    ::testing::Combine(::testing::Values(test::Form::threads, test::Form::processes),
+                       ::testing::Values(Shares{8}, Shares{5, 3}, Shares{8, 0}, Shares{5, 2, 1},
+                                         Shares{4, 2, 2}, Shares{3, 2, 2, 1}, Shares{2, 2, 2, 2})));
 
-TEST(PlainTrainingTest, ranks_with_plain_batch_norm_do_not) {
-  for (const std::vector<std::int64_t>& shares :
-       {std::vector<std::int64_t>{5, 3}, {4, 2, 2}, {2, 2, 2, 2}}) {
-    on_ranks(static_cast<int>(shares.size()), [&](int) {
-      EXPECT_GE(testing::difference_from_one_rank(default_group(), shares, false), 1e-3);
-    });
-  }
+/// Shares of 2 or more: plain BatchNorm1d refuses one sample.
+class PlainTrainingTest : public TrainingTest {};
+
+TEST_P(PlainTrainingTest, ranks_with_plain_batch_norm_do_not) {
+  const Shares& shares = std::get<1>(GetParam());
+  on_shares(shares, [&] {
+    EXPECT_GE(testing::difference_from_one_rank(default_group(), shares, false), 1e-3);
+  });
 }
+
+INSTANTIATE_TEST_SUITE_P(
+    shares, PlainTrainingTest,
+    ::testing::Combine(::testing::Values(test::Form::threads, test::Form::processes),
+                       ::testing::Values(Shares{5, 3}, Shares{4, 2, 2}, Shares{2, 2, 2, 2})));
 
 struct LinearsImpl : torch::nn::Module {
   torch::nn::Linear used{2, 3}, sometimes{2, 3}, never{2, 3};
