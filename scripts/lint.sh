@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# scripts/lint.sh BUILD_DIR [--all]: what ./dev lint runs. BUILD_DIR is configured.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+build=$1 all=${2:-} bad=0
+
+stage() { printf '\n== %s\n' "$1"; }
+mapfile -t sources < <(git ls-files --cached --others --exclude-standard '*.cpp' '*.hpp')
+
+stage "clang-format"
+printf '%s\n' "${sources[@]}" | xargs clang-format-14 --dry-run --Werror || bad=1
+
+stage "who includes whom"
+awk -f scripts/check_includes.awk "${sources[@]}" || bad=1
+
+stage "headers alone"
+targets=(headers_alone)
+[[ " ${sources[*]} " != *" src/nn/"* ]] || ! grep -q '^LOCKSTEP_NN:BOOL=ON' "$build/CMakeCache.txt" ||
+  targets+=(headers_alone_nn)
+cmake --build "$build" --target "${targets[@]}" || bad=1
+
+# A room is a folder of src/, tests/, ...; the core's public headers are read with the rooms that
+# define them. A branch is compared with main; main itself with its last 20 commits.
+changed_rooms() {
+  local base
+  base=$(git merge-base HEAD origin/main 2>/dev/null)
+  if [ -z "$base" ] || [ "$base" = "$(git rev-parse HEAD)" ]; then
+    base=$(git rev-parse -q --verify HEAD~20 || git hash-object -t tree /dev/null)
+  fi
+  { git diff --name-only "$base" && git ls-files --others --exclude-standard; } |
+    sed -nE 's#^include/lockstep/[a-z_]+\.hpp$#src/comm\nsrc/dist\nsrc/sync\nsrc/launch#p
+             s#^((src|tests|examples)/[^/]+)/.*\.[ch]pp$#\1#p
+             s#^bench/.*\.cpp$#bench#p' | sort -u
+}
+if [ "$all" = --all ]; then rooms=src$'\n'tests$'\n'examples$'\n'bench; else rooms=$(changed_rooms); fi
+
+# Not what includes libtorch: a minute for each translation unit, and most of what is said speaks of
+# libtorch's macros.
+stage "clang-tidy: $(tr '\n' ' ' <<<"$rooms")"
+awk -F'"' '/^ *"command"/ { torch = /torch\/csrc/ } /^ *"file"/ && !torch { print $4 }' \
+  "$build/compile_commands.json" | sed "s#^$PWD/##" | grep -v '^/\|^build/' |
+  grep -E "^($(paste -sd'|' <<<"$rooms"))/" | sort -u |
+  xargs -r -P "$(nproc)" -n 1 clang-tidy-16 -p "$build" --quiet 2> >(grep -vE 'warnings? (and .*)?generated|^Suppressed|^Use -' >&2) || bad=1
+
+[ "$bad" -eq 0 ] && stage "lint: clean"
+exit "$bad"
