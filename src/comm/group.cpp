@@ -51,7 +51,9 @@ void check_memory(const GroupState& group, const Call& call, ConstElements data,
   if (data.count > 0 && data.data == nullptr) {
     refuse(group, call, fmt::format("{} is null but has {} elements", parameter, data.count));
   }
-  if (data.count > SIZE_MAX / 16) {
+  // So far below SIZE_MAX that sizes of all ranks together cannot wrap either.
+  constexpr std::size_t kMost = std::size_t{1} << 46U;
+  if (data.count > kMost) {
     refuse(group, call,
            fmt::format("{} has {} elements, more than any memory", parameter, data.count));
   }

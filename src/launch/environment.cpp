@@ -90,6 +90,9 @@ Env Env::read() {
   Env env;
   env.segment = get("LOCKSTEP_SEGMENT");
   env.simd = get("LOCKSTEP_SIMD");
+  if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
+    refuse(fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));
+  }
   if (get("LOCKSTEP_RESTART")) {
     env.restart = number("lockstep run", {"LOCKSTEP_RESTART"}, 0, kMost).value;
   }

@@ -28,7 +28,7 @@ std::vector<Setting> settings() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Engines, Conformance, ::testing::ValuesIn(settings()),
-                         [](const auto& info) { return name_of(info.param); });
+                         [](const auto& setting) { return name_of(setting.param); });
 
 constexpr DType kTypes[] = {DType::u8,  DType::i8,   DType::i32, DType::i64,
                             DType::f16, DType::bf16, DType::f32, DType::f64};

@@ -25,7 +25,7 @@ class Failures : public ::testing::TestWithParam<Setting> {
 INSTANTIATE_TEST_SUITE_P(Engines, Failures,
                          ::testing::Values(Setting{Form::threads, 3}, Setting{Form::processes, 3},
                                            Setting{Form::threads, 2}, Setting{Form::processes, 2}),
-                         [](const auto& info) { return name_of(info.param); });
+                         [](const auto& setting) { return name_of(setting.param); });
 
 /// The error of type E that `call` throws, as text.
 template <class E, class F>
@@ -143,6 +143,17 @@ TEST_P(Failures, a_rank_that_leaves_early) {
   });
 }
 
+TEST_P(Failures, a_buffer_larger_than_the_memory_there_is) {
+  run([] {
+    const Group group = default_group().duplicate();
+    const std::string text =
+        text_of<SystemError>([&] { static_cast<void>(group.allocate(std::size_t{1} << 45U)); });
+    expect_contains(text, "rank 0 could not reserve shared memory");
+    expect_contains(text, "errno 12");
+    barrier();
+  });
+}
+
 TEST_P(Failures, a_message_from_a_rank_that_has_left_still_arrives) {
   run([] {
     const Group group = default_group();
@@ -255,6 +266,14 @@ TEST(FailuresOfProcesses, a_rank_that_never_joins_is_named) {
   // Rank 0 prints its error and ends with code 3 unless rank 1 was quick enough to join first.
   EXPECT_TRUE(statuses[0] == 3 << 8 || statuses[0] == 0);
   EXPECT_EQ(statuses[1], SIGKILL);
+}
+
+TEST(FailuresOfProcesses, a_rank_joins_once) {
+  const auto statuses = run_processes(1, [] {
+    destroy_dist();
+    expect_contains(text_of<UsageError>([] { init_dist(); }), "each rank joins once");
+  });
+  EXPECT_EQ(statuses, std::vector<int>{0});
 }
 
 }  // namespace

@@ -4,26 +4,13 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
-#include <new>
 
 #include "engines/shared/segment.hpp"
+#include "support/allocations.hpp"
 #include "support/ranks.hpp"
-
-namespace {
-std::atomic<std::size_t> n_allocations = 0;
-}  // namespace
-
-void* operator new(std::size_t n_bytes) {
-  n_allocations.fetch_add(1, std::memory_order_relaxed);
-  if (void* memory = std::malloc(n_bytes)) return memory;
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace lockstep::test {
 namespace {
@@ -39,9 +26,9 @@ TEST(SharedEngineTest, a_warm_all_reduce_allocates_nothing) {
       barrier();
     };
     for (int i = 0; i < 3; ++i) step();
-    const std::size_t before = n_allocations.load();
+    const std::size_t before = n_allocations();
     for (int i = 0; i < 10; ++i) step();
-    if (rank == 0) n_counted = n_allocations.load() - before;
+    if (rank == 0) n_counted = n_allocations() - before;
     barrier();
   });
   EXPECT_EQ(n_counted.load(), 0U);
@@ -53,7 +40,7 @@ INSTANTIATE_TEST_SUITE_P(Engines, ManyRanks,
                          ::testing::Values(Setting{Form::threads, 16}, Setting{Form::processes, 16},
                                            Setting{Form::threads, 33}, Setting{Form::threads, 64},
                                            Setting{Form::processes, 64}),
-                         [](const auto& info) { return name_of(info.param); });
+                         [](const auto& setting) { return name_of(setting.param); });
 
 TEST_P(ManyRanks, every_verb_once) {
   run_as(GetParam(), [] {

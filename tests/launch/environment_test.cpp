@@ -114,6 +114,11 @@ TEST(EnvironmentTest, timeouts_that_are_none) {
   destroy_dist();
 }
 
+TEST(EnvironmentTest, instruction_sets_that_are_none) {
+  EXPECT_EQ(refusal({{"LOCKSTEP_SIMD", "mmx"}}),
+            "LOCKSTEP_SIMD is 'mmx'; it takes scalar, avx2 or avx512");
+}
+
 TEST(EnvironmentTest, unknown_backend_names_the_known) {
   try {
     init_dist({.backend = "smoke"});

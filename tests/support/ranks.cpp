@@ -43,7 +43,7 @@ namespace {
     body();
     destroy_dist();
   } catch (const std::exception& error) {
-    fmt::print("rank {}: {}\n", rank, error.what());
+    fmt::print(stderr, "rank {}: {}\n", rank, error.what());
     code = 3;
   }
   if (::testing::Test::HasFailure()) code = 4;

@@ -8,7 +8,8 @@
 
 #include <cerrno>
 #include <lockstep/error.hpp>
-#include <new>
+
+#include "base/memory.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -114,8 +115,6 @@ std::shared_ptr<Segment> Segment::attach(base::UniqueFd fd, std::uint64_t nonce)
   segment->n_base_bytes_ = base_bytes(n_ranks);
   segment->header_ =
       reinterpret_cast<SegmentHeader*>(map_pages(segment->fd_.get(), 0, segment->n_base_bytes_));
-  // Programs that a rank starts are no ranks.
-  ::fcntl(segment->fd_.get(), F_SETFD, FD_CLOEXEC);
   return segment;
 }
 
@@ -130,6 +129,11 @@ RankBlock& Segment::rank(int world_rank) noexcept {
 std::uint64_t Segment::reserve(std::size_t n_bytes) {
   n_bytes = round_to_pages(n_bytes);
   if (!fd_) return reinterpret_cast<std::uint64_t>(map_pages(-1, 0, n_bytes));
+  // The system would give page after page and then end processes to find more.
+  if (n_bytes > base::available_memory()) {
+    errno = ENOMEM;
+    fail("reserve", n_bytes);
+  }
   const std::uint64_t offset = header_->n_bytes.fetch_add(n_bytes, std::memory_order_relaxed);
   if (::fallocate(fd_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(n_bytes)) != 0) {
     fail("reserve", n_bytes);

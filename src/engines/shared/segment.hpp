@@ -20,7 +20,7 @@ class Segment {
   static std::shared_ptr<Segment> for_threads(int n_ranks);
   /// For processes: a sealed memfd.
   static std::shared_ptr<Segment> for_processes(int n_ranks);
-  /// Maps the segment behind `fd` (which it takes over, also when it throws). Throws UsageError
+  /// Maps the segment behind `fd`, which it takes over, also when it throws. Throws UsageError
   /// where it is not this job's, or of another version of the library.
   static std::shared_ptr<Segment> attach(base::UniqueFd fd, std::uint64_t nonce);
 

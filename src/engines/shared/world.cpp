@@ -1,5 +1,6 @@
 #include "engines/shared/world.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 
 #include <charconv>
@@ -38,7 +39,9 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable) {
                     "unset it, or start the program with `lockstep run`",
                     variable));
   }
-  return Segment::attach(base::UniqueFd(fd), nonce);
+  auto segment = Segment::attach(base::UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)), nonce);
+  ::fcntl(fd, F_SETFD, FD_CLOEXEC);  // programs that a rank starts are no ranks
+  return segment;
 }
 
 std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank,
