@@ -437,6 +437,7 @@ TEST(SyncBatchNormModuleTest, no_sample_at_all_changes_nothing) {
     SyncBatchNorm1d bn(3);
     EXPECT_EQ(bn->forward(at::empty({0, 3})).sizes(), (std::vector<std::int64_t>{0, 3}));
     EXPECT_EQ(testing::largest(bn->running_mean), 0);
+    EXPECT_TRUE(bn->running_var.eq(1).all().item<bool>());
   });
 }
 
