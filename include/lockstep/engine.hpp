@@ -89,6 +89,9 @@ class Engine {
   /// `call.count` zeroed bytes, on every rank; the engine moves them without copies where it
   /// can. Collective, of one size.
   virtual std::unique_ptr<SharedMemory> allocate(const Call& call) = 0;
+  /// This rank cannot do its part of what is under way or to come: the group is dead for all, with
+  /// PeerFailed and this reason. From any thread, also while run() is waiting on another.
+  virtual void abandon(std::string_view reason) noexcept = 0;
   /// This rank leaves the world: peers that wait for it get PeerLost or, where it leaves by an
   /// exception, PeerFailed with its text. Called once, on the world's engine.
   virtual void leave(std::string_view failure) noexcept = 0;

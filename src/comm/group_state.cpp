@@ -14,6 +14,14 @@ GroupState::GroupState(std::unique_ptr<Engine> engine, std::string name,
       rank_(engine_->rank()),
       size_(engine_->size()) {}
 
+GroupState::~GroupState() {
+  // The worker ends when its calls have. Where an exception unwinds this rank, its peers will not
+  // come to them, because they wait for this rank elsewhere: neither side may wait for the other.
+  if (worker_ && !worker_->is_idle() && std::uncaught_exceptions() > 0) {
+    engine_->abandon("a rank left by an exception with asynchronous calls under way");
+  }
+}
+
 void GroupState::prepare(Call& call, Deadline deadline) {
   call.group = name_;
   call.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;

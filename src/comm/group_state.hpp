@@ -16,6 +16,9 @@ namespace lockstep::comm {
 class GroupState {
  public:
   GroupState(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout);
+  ~GroupState();
+  GroupState(const GroupState&) = delete;
+  GroupState& operator=(const GroupState&) = delete;
 
   Engine& engine() const noexcept { return *engine_; }
   int rank() const noexcept { return rank_; }

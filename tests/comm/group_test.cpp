@@ -177,6 +177,26 @@ TEST(WorkTest, a_work_nobody_waits_for_does_not_hide_its_failure) {
   });
 }
 
+TEST(WorkTest, an_exception_does_not_wait_for_calls_under_way) {
+  std::string text_at_peer;
+  const auto body = [&](int rank) {
+    const Group group = default_group().duplicate();
+    if (rank == 0) {
+      try {
+        barrier();
+      } catch (const PeerFailed& error) {
+        text_at_peer = error.text();
+      }
+      EXPECT_THROW(group.barrier(), PeerFailed);
+      return;
+    }
+    static_cast<void>(group.barrier_async());
+    throw std::runtime_error("out of paper");
+  };
+  EXPECT_THROW(run_ranks(2, body, {.timeout = std::chrono::seconds(60)}), std::runtime_error);
+  expect_contains(text_at_peer, "rank 1 failed: out of paper");
+}
+
 TEST(WorkTest, usage_errors_come_at_the_call) {
   EXPECT_THROW(static_cast<void>(Group().broadcast_async({}, 3)), UsageError);
   Work nothing;

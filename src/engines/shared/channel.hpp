@@ -86,6 +86,8 @@ class Channel {
 
   /// Makes the channel dead for all members with a system call's error, and throws it.
   [[noreturn]] void fail_system(const Call& call, int error_number, const std::string& text);
+  /// Makes the channel dead for all members because this one cannot go on. From any thread.
+  void abandon(std::string_view reason) noexcept;
 
  private:
   /// What a waiter waits for: a question that costs a few loads.
@@ -120,6 +122,8 @@ class Channel {
   void wake_sleepers() noexcept;
 
   // failure.cpp
+  /// Writes the channel's failure, unless there is one already.
+  void note_failure(FailureKind kind, std::string_view text, int error_number) noexcept;
   [[noreturn]] void fail(const Call& call, FailureKind kind, const std::string& text,
                          int error_number = 0);
   [[noreturn]] void fail_mismatch(const Call& call);

@@ -44,20 +44,27 @@ bool has_reduction(Op op) {
 
 }  // namespace
 
-void Channel::fail(const Call& call, FailureKind kind, const std::string& text, int error_number) {
+void Channel::note_failure(FailureKind kind, std::string_view text, int error_number) noexcept {
   Failure& failure = header_->failure;
   auto none = FailureState::none;
-  if (failure.state.compare_exchange_strong(none, FailureState::writing)) {
-    failure.kind = kind;
-    failure.error_number = error_number;
-    const std::size_t n = std::min(text.size(), failure.text.size() - 1);
-    std::memcpy(failure.text.data(), text.data(), n);
-    failure.text[n] = '\0';
-    failure.state.store(FailureState::ready, std::memory_order_seq_cst);
-    header_->bell.fetch_add(1, std::memory_order_seq_cst);
-    base::futex_wake_all(header_->bell, seat_->segment().scope());
-  }
+  if (!failure.state.compare_exchange_strong(none, FailureState::writing)) return;
+  failure.kind = kind;
+  failure.error_number = error_number;
+  const std::size_t n = std::min(text.size(), failure.text.size() - 1);
+  std::memcpy(failure.text.data(), text.data(), n);
+  failure.text[n] = '\0';
+  failure.state.store(FailureState::ready, std::memory_order_seq_cst);
+  header_->bell.fetch_add(1, std::memory_order_seq_cst);
+  base::futex_wake_all(header_->bell, seat_->segment().scope());
+}
+
+void Channel::fail(const Call& call, FailureKind kind, const std::string& text, int error_number) {
+  note_failure(kind, text, error_number);
   throw_failure(call);
+}
+
+void Channel::abandon(std::string_view reason) noexcept {
+  note_failure(FailureKind::peer_failed, reason, /*error_number=*/0);
 }
 
 void Channel::throw_failure(const Call& call) {

@@ -48,6 +48,7 @@ class SharedEngine final : public Engine {
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;
+  void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
   void leave(std::string_view failure) noexcept override { channel_.seat()->leave(failure); }
 
  private:

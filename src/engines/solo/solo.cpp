@@ -48,6 +48,7 @@ class SoloEngine final : public Engine {
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     return std::make_unique<Buffer>(call.count);
   }
+  void abandon(std::string_view) noexcept override {}
   void leave(std::string_view) noexcept override {}
 };
 
