@@ -2,6 +2,8 @@
 
 /// The libtorch layer. CMake target lockstep::nn.
 #include <lockstep/nn/convert.hpp>
+#include <lockstep/nn/data_parallel.hpp>
 #include <lockstep/nn/distributed_data_parallel.hpp>
+#include <lockstep/nn/replication.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
 #include <lockstep/nn/tensor_ops.hpp>

@@ -4,14 +4,25 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <memory>
 #include <optional>
 #include <ostream>
 #include <utility>
 
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
+#include <lockstep/nn/replication.hpp>
 
 namespace lockstep::nn {
+
+namespace detail {
+class ReplicaLink;
+}
+
+/// How eps keeps the variance from 0 in training: var + eps as in torch, or max(var, eps) (no
+/// gradient then goes through a variance below eps). Eval mode always has var + eps.
+enum class EpsMode { plus, clamp };
 
 /// The options of torch::nn::BatchNorm, and the group.
 struct SyncBatchNormOptions {
@@ -22,8 +33,8 @@ struct SyncBatchNormOptions {
   torch::nn::BatchNormOptions without_group() const;
 
   TORCH_ARG(std::int64_t, num_features);
-  /// Added to the variance.
   TORCH_ARG(double, eps) = 1e-5;
+  TORCH_ARG(EpsMode, eps_mode) = EpsMode::plus;
   /// Weight of the new batch in the running statistics; nullopt: the average over all batches.
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
   TORCH_ARG(bool, affine) = true;
@@ -45,6 +56,10 @@ struct SyncBatchNormOptions {
 /// weight and bias get this rank's share of their gradients, as in PyTorch: the sum over the ranks
 /// is the whole; DistributedDataParallel makes it.
 ///
+/// In the replicas of a DataParallel the batch is that of all replicas (of all ranks): they
+/// exchange their statistics through a SyncMaster, and the master, copy 0, does the ranks' part.
+/// The exchange is a node of the autograd graph, so that backward, on one thread, waits for nobody.
+///
 /// State: weight, bias, running_mean, running_var, num_batches_tracked, as BatchNormNd.
 /// Input: CPU, float32 or float64, of the type of the state; any strides, channels-last is kept.
 /// Errors: UsageError before a byte moves for another shape, type or device; UsageError after the
@@ -53,15 +68,21 @@ struct SyncBatchNormOptions {
 /// Threads: one forward or backward at a time per Group.
 template <std::size_t D, class Derived>
 class SyncBatchNormImplBase
-    : public torch::nn::NormImplBase<D, Derived, SyncBatchNormOptions> {  // NOLINT: as in torch
+    : public torch::nn::NormImplBase<D, Derived, SyncBatchNormOptions>,  // NOLINT: as in torch
+      public ReplicationCallback {
  public:
   using torch::nn::NormImplBase<D, Derived, SyncBatchNormOptions>::NormImplBase;
 
   at::Tensor forward(const at::Tensor& input);
   void pretty_print(std::ostream& stream) const override;
+  void on_replicate(CallbackContext& context, int copy_id) override;
+  void on_failure(const std::exception_ptr& error) override;
 
  protected:
   void _check_input_dim(const at::Tensor& input) override;
+
+ private:
+  std::shared_ptr<detail::ReplicaLink> replica_;  // none where it is no replica
 };
 
 /// Input (N, C) or (N, C, L).

@@ -1,0 +1,293 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <torch/nn/module.h>
+#include <torch/ordered_dict.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <source_location>
+#include <span>
+#include <tuple>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <lockstep/nn/replication.hpp>
+
+namespace lockstep::nn {
+
+namespace detail {
+
+class Replicas;
+
+/// How one call's batch is cut for the replicas, and put together again.
+class Cut {
+ public:
+  explicit Cut(const Replicas& replicas) : replicas_(&replicas) {}
+
+  void measure(const at::Tensor& tensor);  ///< all tensors first: then the cut is known
+  std::size_t n_pieces() const;
+  std::vector<at::Tensor> scatter(const at::Tensor& tensor) const;
+  at::Tensor gather(std::vector<at::Tensor> parts) const;
+  [[noreturn]] void fail_unlike() const;
+
+ private:
+  const Replicas* replicas_;
+  std::optional<std::int64_t> size_;
+};
+
+std::shared_ptr<Replicas> make_replicas(torch::nn::Module& module, std::vector<at::Device> devices,
+                                        std::optional<at::Device> output_device, std::int64_t dim,
+                                        std::source_location where);
+/// body(i, copy i of the module) on replica i's thread, for i < n_pieces.
+using ReplicaBody = std::function<void(std::size_t replica, torch::nn::Module& copy)>;
+void run_replicas(Replicas& replicas, std::size_t n_pieces, const ReplicaBody& body);
+void refresh_replicas(Replicas& replicas);
+
+/// The parts of a T. Here: one that is not cut, but given to every replica as it is.
+template <class T>
+struct Parts {
+  static void measure(Cut& /*cut*/, const T& /*value*/) {}
+  static std::vector<T> scatter(const Cut& cut, const T& value) {
+    return std::vector<T>(cut.n_pieces(), value);
+  }
+};
+
+template <>
+struct Parts<at::Tensor> {
+  static void measure(Cut& cut, const at::Tensor& value) { cut.measure(value); }
+  static std::vector<at::Tensor> scatter(const Cut& cut, const at::Tensor& value) {
+    return cut.scatter(value);
+  }
+  static at::Tensor gather(const Cut& cut, std::vector<at::Tensor> parts) {
+    return cut.gather(std::move(parts));
+  }
+};
+
+template <class T>
+struct Parts<std::vector<T>> {
+  static void measure(Cut& cut, const std::vector<T>& value) {
+    for (const T& item : value) Parts<T>::measure(cut, item);
+  }
+  static std::vector<std::vector<T>> scatter(const Cut& cut, const std::vector<T>& value) {
+    std::vector<std::vector<T>> pieces(cut.n_pieces());
+    for (const T& item : value) {
+      auto of_item = Parts<T>::scatter(cut, item);
+      for (std::size_t i = 0; i < pieces.size(); ++i) pieces[i].push_back(std::move(of_item[i]));
+    }
+    return pieces;
+  }
+  static std::vector<T> gather(const Cut& cut, const std::vector<std::vector<T>>& parts) {
+    std::vector<T> whole;
+    for (std::size_t k = 0; k < parts[0].size(); ++k) {
+      std::vector<T> of_item;
+      for (const auto& part : parts) {
+        if (part.size() != parts[0].size()) cut.fail_unlike();
+        of_item.push_back(part[k]);
+      }
+      whole.push_back(Parts<T>::gather(cut, std::move(of_item)));
+    }
+    return whole;
+  }
+};
+
+template <class Map, class K, class T>
+struct MapParts {
+  static void measure(Cut& cut, const Map& value) {
+    for (const auto& [key, item] : value) Parts<T>::measure(cut, item);
+  }
+  static std::vector<Map> scatter(const Cut& cut, const Map& value) {
+    std::vector<Map> pieces(cut.n_pieces());
+    for (const auto& [key, item] : value) {
+      auto of_item = Parts<T>::scatter(cut, item);
+      for (std::size_t i = 0; i < pieces.size(); ++i) pieces[i].emplace(key, std::move(of_item[i]));
+    }
+    return pieces;
+  }
+  static Map gather(const Cut& cut, const std::vector<Map>& parts) {
+    Map whole;
+    for (const auto& [key, item] : parts[0]) {
+      std::vector<T> of_item;
+      for (const auto& part : parts) {
+        const auto found = part.find(key);
+        if (found == part.end() || part.size() != parts[0].size()) cut.fail_unlike();
+        of_item.push_back(found->second);
+      }
+      whole.emplace(key, Parts<T>::gather(cut, std::move(of_item)));
+    }
+    return whole;
+  }
+};
+
+template <class K, class T, class... Rest>
+struct Parts<std::map<K, T, Rest...>> : MapParts<std::map<K, T, Rest...>, K, T> {};
+template <class K, class T, class... Rest>
+struct Parts<std::unordered_map<K, T, Rest...>>
+    : MapParts<std::unordered_map<K, T, Rest...>, K, T> {};
+
+template <class K, class T>
+struct Parts<torch::OrderedDict<K, T>> {
+  using Dict = torch::OrderedDict<K, T>;
+  static void measure(Cut& cut, const Dict& value) {
+    for (const auto& item : value) Parts<T>::measure(cut, item.value());
+  }
+  static std::vector<Dict> scatter(const Cut& cut, const Dict& value) {
+    std::vector<Dict> pieces(cut.n_pieces());
+    for (const auto& item : value) {
+      auto of_item = Parts<T>::scatter(cut, item.value());
+      for (std::size_t i = 0; i < pieces.size(); ++i) {
+        pieces[i].insert(item.key(), std::move(of_item[i]));
+      }
+    }
+    return pieces;
+  }
+  static Dict gather(const Cut& cut, const std::vector<Dict>& parts) {
+    Dict whole;
+    for (const auto& item : parts[0]) {
+      std::vector<T> of_item;
+      for (const auto& part : parts) {
+        const T* const found = part.find(item.key());
+        if (found == nullptr || part.size() != parts[0].size()) cut.fail_unlike();
+        of_item.push_back(*found);
+      }
+      whole.insert(item.key(), Parts<T>::gather(cut, std::move(of_item)));
+    }
+    return whole;
+  }
+};
+
+template <class Tuple, class... Ts>
+struct TupleParts {
+  static void measure(Cut& cut, const Tuple& value) {
+    std::apply([&cut](const Ts&... items) { (Parts<Ts>::measure(cut, items), ...); }, value);
+  }
+  static std::vector<Tuple> scatter(const Cut& cut, const Tuple& value) {
+    return scatter_items(cut, value, std::index_sequence_for<Ts...>());
+  }
+  static Tuple gather(const Cut& cut, const std::vector<Tuple>& parts) {
+    return gather_items(cut, parts, std::index_sequence_for<Ts...>());
+  }
+
+ private:
+  template <std::size_t... I>
+  static std::vector<Tuple> scatter_items(const Cut& cut, const Tuple& value,
+                                          std::index_sequence<I...> /*indices*/) {
+    auto of_items = std::make_tuple(Parts<Ts>::scatter(cut, std::get<I>(value))...);
+    std::vector<Tuple> pieces;
+    for (std::size_t i = 0; i < cut.n_pieces(); ++i) {
+      pieces.emplace_back(static_cast<Ts>(std::get<I>(of_items)[i])...);
+    }
+    return pieces;
+  }
+  template <std::size_t I>
+  static auto item_of(const std::vector<Tuple>& parts) {
+    std::vector<std::tuple_element_t<I, Tuple>> items;
+    for (const Tuple& part : parts) items.push_back(std::get<I>(part));
+    return items;
+  }
+  template <std::size_t... I>
+  static Tuple gather_items(const Cut& cut, const std::vector<Tuple>& parts,
+                            std::index_sequence<I...> /*indices*/) {
+    return Tuple(Parts<Ts>::gather(cut, item_of<I>(parts))...);
+  }
+};
+
+template <class... Ts>
+struct Parts<std::tuple<Ts...>> : TupleParts<std::tuple<Ts...>, Ts...> {};
+template <class A, class B>
+struct Parts<std::pair<A, B>> : TupleParts<std::pair<A, B>, A, B> {};
+
+}  // namespace detail
+
+/// One forward of a module over several devices of this process: the batch is cut along `dim`,
+/// each device's copy of the module works on its piece on a thread of its own, the outputs are put
+/// together on the output device (default: the first). {at::kCPU, at::kCPU}: two CPU workers.
+///
+/// Tensors are cut as Tensor::chunk does, so a small batch uses fewer devices, the last pieces may
+/// be smaller, and a batch of one piece goes to the module itself on the calling thread. Tensors
+/// inside std::vector, map, unordered_map, pair, tuple and torch::OrderedDict, at any depth, are
+/// cut and put together too; anything else, and tensors without dimensions or undefined ones, go
+/// to every replica as they are. Outputs without dimensions are stacked.
+///
+/// CPU copies are kept between calls and share the parameters' memory: nothing is copied but the
+/// buffers. Gradients arrive in the module's own parameters. What copy 0 writes into buffers (the
+/// running statistics of a BatchNorm) is written into the module's own, what others write is lost.
+/// The training flag, changed or replaced parameters and submodules are seen at the next forward;
+/// other members are not: call refresh() after changing them. What a forward writes into members
+/// that are no buffers stays in the copy. Copies are made with Module::clone.
+///
+/// ReplicationCallbacks are called before every forward of two or more pieces, so that
+/// SyncBatchNorm (convert_sync_batchnorm) works over the whole batch, in backward too. All copies
+/// must call such modules in the same order.
+///
+/// Grad mode, inference mode and autocast are the caller's; the default group is not. Each worker
+/// takes its share of the caller's at::get_num_threads(). Random numbers come from torch's shared
+/// generator in any order.
+/// Errors: UsageError (tensors of unequal size along `dim`, a module that cannot be cloned, outputs
+/// of unlike structure). A replica's exception arrives as PeerFailed whose context().rank is the
+/// replica's index, with the original nested (std::rethrow_if_nested), when all have stopped. With
+/// one device it arrives as it is. Threads: calls from several threads take turns. A copyable
+/// handle.
+template <ModuleHandle M>
+class DataParallel {
+ public:
+  /// The module must be on devices[0]. Throws UsageError where not, or without a device.
+  DataParallel(M module, std::vector<at::Device> devices,
+               std::optional<at::Device> output_device = std::nullopt, std::int64_t dim = 0,
+               std::source_location where = std::source_location::current())
+      : module_(std::move(module)),
+        replicas_(detail::make_replicas(*module_, std::move(devices), output_device, dim, where)) {}
+
+  template <class... Args>
+  auto forward(const Args&... args) {
+    using Impl = std::remove_cvref_t<decltype(*module_)>;
+    using Result = std::remove_cvref_t<decltype(module_->forward(Args(args)...))>;
+    detail::Cut cut(*replicas_);
+    (detail::Parts<Args>::measure(cut, args), ...);
+    auto pieces = std::make_tuple(detail::Parts<Args>::scatter(cut, args)...);
+    std::vector<std::optional<Result>> results(cut.n_pieces());
+    detail::run_replicas(*replicas_, cut.n_pieces(), [&](std::size_t i, torch::nn::Module& copy) {
+      results[i] = std::apply(
+          [&](auto&... of_arg) {
+            return dynamic_cast<Impl&>(copy).forward(Args(std::move(of_arg[i]))...);
+          },
+          pieces);
+    });
+    std::vector<Result> parts;
+    for (auto& result : results) parts.push_back(std::move(*result));
+    return detail::Parts<Result>::gather(cut, std::move(parts));
+  }
+  template <class... Args>
+  auto operator()(const Args&... args) {
+    return forward(args...);
+  }
+
+  /// Makes the copies anew at the next forward.
+  void refresh() { detail::refresh_replicas(*replicas_); }
+  M& module() { return module_; }
+  const M& module() const { return module_; }
+
+ private:
+  M module_;
+  std::shared_ptr<detail::Replicas> replicas_;
+};
+
+/// DataParallel by the name under which the known implementation has the callbacks.
+template <ModuleHandle M>
+class DataParallelWithCallback : public DataParallel<M> {
+ public:
+  DataParallelWithCallback(M module, std::vector<at::Device> devices,
+                           std::optional<at::Device> output_device = std::nullopt,
+                           std::int64_t dim = 0,
+                           std::source_location where = std::source_location::current())
+      : DataParallel<M>(std::move(module), std::move(devices), output_device, dim, where) {}
+};
+
+}  // namespace lockstep::nn

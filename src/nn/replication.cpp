@@ -1,0 +1,84 @@
+#include <lockstep/nn/replication.hpp>
+
+#include <c10/util/Type.h>
+#include <fmt/format.h>
+
+#include <lockstep/error.hpp>
+#include <set>
+#include <string>
+
+namespace lockstep::nn {
+namespace {
+
+using torch::nn::Module;
+
+struct Position {
+  std::string name;  ///< dotted
+  Module* module;
+  std::size_t n_children;
+};
+
+void flatten(Module& module, const std::string& name, std::vector<Position>& positions) {
+  const auto children = module.named_children();
+  positions.push_back({name, &module, children.size()});
+  for (const auto& child : children) {
+    flatten(*child.value(), name.empty() ? child.key() : name + "." + child.key(), positions);
+  }
+}
+
+std::string type_of(const Module& module) { return c10::demangle(typeid(module).name()); }
+
+/// Names are not compared: torch::nn::Sequential::clone numbers its modules anew.
+void check_same_structure(const std::vector<Position>& first, const std::vector<Position>& copy,
+                          std::size_t copy_id, std::source_location where) {
+  // Up to the first difference both walks are at the same place, so neither ends before it.
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    const Module& expected = *first[i].module;
+    const Module& got = *copy[i].module;
+    std::string difference;
+    if (typeid(expected) != typeid(got)) {
+      difference = fmt::format("is a {}, but a {} in copy 0", type_of(got), type_of(expected));
+    } else if (first[i].n_children != copy[i].n_children) {
+      difference = fmt::format("({}) has {} submodules, but {} in copy 0", type_of(got),
+                               copy[i].n_children, first[i].n_children);
+    } else {
+      continue;
+    }
+    throw UsageError(
+        {"execute_replication_callbacks", "", -1, 0, where},
+        fmt::format(
+            "copy {} is not built like copy 0: {} {}; make the copies from one module", copy_id,
+            first[i].name.empty() ? "the module itself" : "'" + first[i].name + "'", difference));
+  }
+}
+
+}  // namespace
+
+void execute_replication_callbacks(std::span<const std::shared_ptr<Module>> replicas,
+                                   std::source_location where) {
+  const ErrorContext context{"execute_replication_callbacks", "", -1, 0, where};
+  if (replicas.empty()) throw UsageError(context, "got no copies; copy 0 at least is needed");
+  std::vector<std::vector<Position>> copies(replicas.size());
+  for (std::size_t id = 0; id < replicas.size(); ++id) {
+    if (!replicas[id]) throw UsageError(context, fmt::format("copy {} is null", id));
+    flatten(*replicas[id], "", copies[id]);
+    check_same_structure(copies[0], copies[id], id, where);
+  }
+  std::map<const Module*, CallbackContext> contexts;  // by the submodule of copy 0
+  for (std::size_t id = 0; id < copies.size(); ++id) {
+    std::set<const Module*> called;
+    for (std::size_t i = 0; i < copies[id].size(); ++i) {
+      auto* callback = dynamic_cast<ReplicationCallback*>(copies[id][i].module);
+      if (callback == nullptr || !called.insert(copies[id][i].module).second) continue;
+      callback->on_replicate(contexts[copies[0][i].module], static_cast<int>(id));
+    }
+  }
+}
+
+void execute_failure_callbacks(Module& replica, const std::exception_ptr& error) {
+  replica.apply([&error](Module& module) {
+    if (auto* callback = dynamic_cast<ReplicationCallback*>(&module)) callback->on_failure(error);
+  });
+}
+
+}  // namespace lockstep::nn
