@@ -19,7 +19,7 @@ BEGIN {
   may["programs"] = "words comm dist sync launch umbrella nn"
 
   n = split("types:words error:comm engine:comm group:comm launch:comm env:launch dist:dist " \
-            "objects:dist sync:sync lockstep:umbrella nn:nn", pairs, " ")
+            "objects:dist control:dist detail:dist sync:sync lockstep:umbrella nn:nn", pairs, " ")
   for (i = 1; i <= n; ++i) {
     split(pairs[i], pair, ":")
     public[pair[1]] = pair[2]

@@ -12,7 +12,7 @@ struct ErrorContext {
   std::string operation{};       ///< "all_reduce", "init_dist", ...
   std::string group{};           ///< "world", "world/0", ...; empty outside a group
   int rank = -1;                 ///< this rank in that group; -1 outside a group
-  std::uint64_t sequence = 0;    ///< number of the call in that group, from 1
+  std::uint64_t sequence = 0;    ///< number of the call in that group, from 1; 0: of several calls
   std::source_location where{};  ///< the caller's line
 };
 

@@ -17,6 +17,9 @@ namespace comm {
 class GroupState;
 class WorkState;
 }  // namespace comm
+namespace detail {
+class Hold;
+}
 
 /// An operation under way on the group's own worker thread.
 ///
@@ -152,6 +155,7 @@ class Group {
   friend bool operator==(const Group&, const Group&) = default;
 
  private:
+  friend class detail::Hold;
   std::shared_ptr<comm::GroupState> state_;
 };
 

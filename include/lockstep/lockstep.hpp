@@ -1,10 +1,12 @@
 #pragma once
 
 /// The whole core. The libtorch layer is <lockstep/nn.hpp>.
+#include <lockstep/control.hpp>
 #include <lockstep/dist.hpp>
 #include <lockstep/env.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
+#include <lockstep/objects.hpp>
 #include <lockstep/sync.hpp>
 #include <lockstep/types.hpp>

@@ -15,8 +15,12 @@ std::string_view base_name(std::string_view path) {
 std::string compose(const ErrorContext& context, const std::string& text) {
   std::string message = context.operation;
   if (!context.group.empty()) {
-    fmt::format_to(std::back_inserter(message), " on group '{}' (rank {}, call #{})", context.group,
-                   context.rank, context.sequence);
+    fmt::format_to(std::back_inserter(message), " on group '{}' (rank {}", context.group,
+                   context.rank);
+    if (context.sequence != 0) {
+      fmt::format_to(std::back_inserter(message), ", call #{}", context.sequence);
+    }
+    message += ')';
   }
   if (context.where.line() != 0) {
     fmt::format_to(std::back_inserter(message), " at {}:{}", base_name(context.where.file_name()),

@@ -32,6 +32,7 @@ void GroupState::prepare(Call& call, Deadline deadline) {
 void GroupState::enter(const Call& call) {
   // A plain look and a plain store: free, and enough to catch the mistake sooner or later.
   if (is_busy_.load(std::memory_order_relaxed)) {
+    if (is_held_.load(std::memory_order_relaxed)) throw_held(call);
     throw UsageError(context_of(call, rank_),
                      "another thread is inside a call on this group; one call at a time: give each "
                      "thread its own group (Group::duplicate)");
@@ -43,7 +44,30 @@ void GroupState::enter(const Call& call) {
   is_busy_.store(true, std::memory_order_relaxed);
 }
 
+void GroupState::hold(const Call& call) {
+  enter(call);
+  is_held_.store(true, std::memory_order_relaxed);
+}
+
+bool GroupState::try_hold() noexcept {
+  if (is_busy_.exchange(true, std::memory_order_relaxed)) return false;
+  is_held_.store(true, std::memory_order_relaxed);
+  return true;
+}
+
+void GroupState::release() noexcept {
+  is_held_.store(false, std::memory_order_relaxed);
+  is_busy_.store(false, std::memory_order_release);
+}
+
+void GroupState::throw_held(const Call& call) const {
+  throw UsageError(context_of(call, rank_),
+                   "called inside main_process_first or local_main_process_first, where the other "
+                   "ranks wait and cannot take part; call it before or after");
+}
+
 std::shared_ptr<WorkState> GroupState::post(const Call& call) {
+  if (is_held_.load(std::memory_order_relaxed)) throw_held(call);
   {
     const std::lock_guard lock(mutex_);
     if (!worker_) {

@@ -35,11 +35,20 @@ class GroupState {
   /// The same on the worker thread.
   std::shared_ptr<WorkState> post(const Call& call);
 
+  /// Until release(), calls on this group throw UsageError: only this rank may be inside a function
+  /// that the others wait for. Waits for what is under way and throws as a call would.
+  void hold(const Call& call);
+  /// The same where nothing is under way on the group; false, and nothing done, where something is.
+  bool try_hold() noexcept;
+  void release() noexcept;
+  bool is_held() const noexcept { return is_held_.load(std::memory_order_relaxed); }
+
   /// How many groups were split off: part of their names.
   int count_child() noexcept { return ++n_children_; }
 
  private:
   void enter(const Call& call);
+  [[noreturn]] void throw_held(const Call& call) const;
   void die() noexcept;
   [[noreturn]] void throw_death();
 
@@ -50,6 +59,7 @@ class GroupState {
   int size_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> is_busy_{false};
+  std::atomic<bool> is_held_{false};  // is_busy_ is set too: the one that every call looks at
   std::atomic<bool> is_dead_{false};
   std::mutex mutex_;  // guards death_ and the making of worker_
   std::exception_ptr death_;

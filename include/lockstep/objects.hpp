@@ -1,0 +1,329 @@
+#pragma once
+
+#include <cereal/types/array.hpp>
+#include <cereal/types/chrono.hpp>
+#include <cereal/types/complex.hpp>
+#include <cereal/types/deque.hpp>
+#include <cereal/types/list.hpp>
+#include <cereal/types/map.hpp>
+#include <cereal/types/optional.hpp>
+#include <cereal/types/set.hpp>
+#include <cereal/types/string.hpp>
+#include <cereal/types/tuple.hpp>
+#include <cereal/types/unordered_map.hpp>
+#include <cereal/types/unordered_set.hpp>
+#include <cereal/types/utility.hpp>
+#include <cereal/types/variant.hpp>
+#include <cereal/types/vector.hpp>
+#include <concepts>
+#include <cstddef>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
+#include <source_location>
+#include <span>
+#include <string>
+#include <string_view>
+#include <typeinfo>
+#include <vector>
+
+#include <lockstep/detail/codec.hpp>
+#include <lockstep/dist.hpp>
+#include <lockstep/group.hpp>
+#include <lockstep/launch.hpp>
+#include <lockstep/types.hpp>
+
+/// Collectives over objects. An object is of any type that cereal can serialise (standard
+/// containers, optional, variant, tuple, types with a `serialize` member; for others include
+/// cereal's header of the type), or a nlohmann::json. Its size may differ per rank, from 0 bytes
+/// to what memory holds. src and dst are ranks of the group.
+///
+/// All are collective over the group. Errors, besides those of every collective (group.hpp):
+///   MismatchError  on every rank, where the ranks call different functions, types, src or dst,
+///                  lengths, keys: these stand in a header that travels first, and nothing is
+///                  changed. On the ranks that read it, where a message is damaged or does not
+///                  decode as the type. Either way the group stays usable, unlike after the
+///                  MismatchError of a verb of group.hpp.
+///   UsageError     an object that nests deeper than 2000 levels.
+/// What the serialize function of an object throws comes out of the call unchanged; the other
+/// ranks go on waiting until this rank leaves (PeerFailed) or their deadline passes.
+/// A deadline holds for each of the collectives that a call consists of (two, as a rule).
+/// Threads: as for the Group.
+namespace lockstep {
+
+template <class T>
+concept Serializable = std::default_initializable<T> && std::movable<T> &&
+    cereal::traits::is_output_serializable<T, detail::Writer>::value &&
+    cereal::traits::is_input_serializable<T, detail::Reader>::value;
+
+namespace detail {
+
+/// One call of a function of this header, without its type.
+struct ObjectCall {
+  ObjectOp op;
+  const std::type_info& type;
+  const Group& group;
+  Deadline deadline;
+  Where where;
+  int root = -1;
+  std::uint64_t agreed = 0;
+  std::uint64_t n_items = 1;
+};
+
+/// One message per rank, in one piece of memory.
+struct Messages {
+  Bytes bytes;
+  std::vector<std::span<const std::byte>> of_rank;
+};
+
+/// Headers first, which are checked on every rank; then every rank's bytes, to all ranks or, where
+/// the call has a root, to that. Frees `mine` when it is on its way.
+Messages gather_messages(const ObjectCall& call, Bytes mine);
+/// The bytes of the root, on every other rank; none on the root.
+Bytes broadcast_message(const ObjectCall& call, const Bytes& mine);
+[[noreturn]] void throw_undecodable(const ObjectCall& call, int sender, const char* reason);
+
+template <class F>
+void decode_from(const ObjectCall& call, int sender, F decode_it) {
+  try {
+    decode_it();
+  } catch (const std::exception& error) {
+    throw_undecodable(call, sender, error.what());
+  }
+}
+
+template <class T>
+std::vector<T> decode_all(const ObjectCall& call, const Messages& messages) {
+  std::vector<T> objects;
+  objects.reserve(messages.of_rank.size());
+  for (std::size_t r = 0; r < messages.of_rank.size(); ++r) {
+    T object;
+    decode_from(call, static_cast<int>(r), [&] { decode(messages.of_rank[r], object); });
+    objects.push_back(std::move(object));
+  }
+  return objects;
+}
+
+/// This rank's part of the results, and the results, without their type.
+struct Results {
+  std::size_t n_mine;
+  /// Appends one message of items from `first` on, one at least and none from `last` on, that is
+  /// about as long as a batch shall be. Returns the next item.
+  std::function<std::size_t(std::size_t first, std::size_t last, Bytes& out)> encode;
+  std::function<void(std::size_t n_results)> make;
+  /// Moves this rank's own item `item` to its place.
+  std::function<void(std::size_t item, std::size_t place)> keep;
+  /// Reads a message of items that belong at these places.
+  std::function<void(std::span<const std::byte>, std::span<const std::size_t> places)> decode;
+};
+inline constexpr std::size_t kBatchBytes = std::size_t{4} << 20;
+
+void collect_results(const ObjectCall& call, const std::filesystem::path* tmpdir,
+                     const Results& results);
+
+template <Serializable T>
+std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
+                                              const std::filesystem::path* tmpdir,
+                                              const Group& group, Deadline deadline, Where where) {
+  std::vector<T> all;
+  const Results results{
+      .n_mine = part.size(),
+      .encode =
+          [&part](std::size_t first, std::size_t last, Bytes& out) {
+            Writer writer(out);
+            do {
+              writer(static_cast<const T&>(part[first++]));
+            } while (first < last && out.size() < kBatchBytes);
+            writer.finish();
+            return first;
+          },
+      .make = [&all](std::size_t n_results) { all.resize(n_results); },
+      .keep = [&](std::size_t item, std::size_t place) { all[place] = part[item]; },
+      .decode =
+          [&all](std::span<const std::byte> bytes, std::span<const std::size_t> places) {
+            Reader reader(bytes);
+            for (const std::size_t place : places) {
+              T item;
+              reader(item);
+              all[place] = std::move(item);
+            }
+            reader.finish();
+          },
+  };
+  collect_results({.op = ObjectOp::collect_results,
+                   .type = typeid(T),
+                   .group = group,
+                   .deadline = deadline,
+                   .where = where,
+                   .root = 0,
+                   .agreed = size,
+                   .n_items = part.size()},
+                  tmpdir, results);
+  if (group.rank() != 0) return std::nullopt;
+  return all;
+}
+
+/// One entry of a dict, without its type.
+struct DictEntry {
+  std::string_view key;
+  std::size_t count;
+};
+
+/// Throws MismatchError on every rank where the entries or the reduction differ.
+void check_dicts(const ObjectCall& call, std::span<const DictEntry> entries, ReduceOp op);
+
+template <class V>
+struct DictValue;
+template <Arithmetic V>
+struct DictValue<V> {
+  using Element = V;
+  static std::span<V> elements(V& value) { return {&value, 1}; }
+};
+template <Arithmetic E>
+struct DictValue<std::vector<E>> {
+  using Element = E;
+  static std::span<E> elements(std::vector<E>& value) { return value; }
+};
+
+}  // namespace detail
+
+/// Every rank's object, by rank, on every rank.
+template <Serializable T>
+std::vector<T> all_gather_object(const T& object, const Group& group = default_group(),
+                                 Deadline deadline = {}, Where where = Where::current()) {
+  const detail::ObjectCall call{.op = detail::ObjectOp::all_gather_object,
+                                .type = typeid(T),
+                                .group = group,
+                                .deadline = deadline,
+                                .where = where};
+  detail::Bytes mine;
+  detail::encode(mine, object);
+  return detail::decode_all<T>(call, detail::gather_messages(call, std::move(mine)));
+}
+
+/// Every rank's object, by rank, on dst; nullopt elsewhere, where no memory is used for it.
+template <Serializable T>
+std::optional<std::vector<T>> gather_object(const T& object, int dst = 0,
+                                            const Group& group = default_group(),
+                                            Deadline deadline = {},
+                                            Where where = Where::current()) {
+  const detail::ObjectCall call{.op = detail::ObjectOp::gather_object,
+                                .type = typeid(T),
+                                .group = group,
+                                .deadline = deadline,
+                                .where = where,
+                                .root = dst};
+  detail::Bytes mine;
+  detail::encode(mine, object);
+  const detail::Messages messages = detail::gather_messages(call, std::move(mine));
+  if (group.rank() != dst) return std::nullopt;
+  return detail::decode_all<T>(call, messages);
+}
+
+/// object <- src's object. Where this throws, object is as it was.
+template <Serializable T>
+void broadcast_object(T& object, int src = 0, const Group& group = default_group(),
+                      Deadline deadline = {}, Where where = Where::current()) {
+  const detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object,
+                                .type = typeid(T),
+                                .group = group,
+                                .deadline = deadline,
+                                .where = where,
+                                .root = src};
+  detail::Bytes mine;
+  if (group.rank() == src) detail::encode(mine, object);
+  const detail::Bytes bytes = detail::broadcast_message(call, mine);
+  if (group.rank() == src) return;
+  T received;
+  detail::decode_from(call, src, [&] { detail::decode(bytes.span(), received); });
+  object = std::move(received);
+}
+
+/// objects <- src's objects, in place: the lists must be of one length on all ranks.
+/// MismatchError where they are not, on every rank, naming the lengths.
+template <Serializable T>
+void broadcast_object_list(std::vector<T>& objects, int src = 0,
+                           const Group& group = default_group(), Deadline deadline = {},
+                           Where where = Where::current()) {
+  const detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object_list,
+                                .type = typeid(T),
+                                .group = group,
+                                .deadline = deadline,
+                                .where = where,
+                                .root = src,
+                                .agreed = objects.size(),
+                                .n_items = objects.size()};
+  detail::Bytes mine;
+  if (group.rank() == src) detail::encode(mine, objects);
+  const detail::Bytes bytes = detail::broadcast_message(call, mine);
+  if (group.rank() == src) return;
+  std::vector<T> received;
+  detail::decode_from(call, src, [&] {
+    detail::decode(bytes.span(), received);
+    if (received.size() != objects.size()) throw std::length_error("it holds another list");
+  });
+  std::move(received.begin(), received.end(), objects.begin());
+}
+
+/// On rank 0 the ranks' parts, interleaved: item 0 of rank 0, of rank 1, ..., item 1 of rank 0,
+/// ...; a rank that has no more items is passed over. Cut to `size` items, the same on all ranks;
+/// fewer where the parts have fewer in all. Nothing is left out for being empty. nullopt on the
+/// other ranks.
+/// Memory on rank 0: the results and one batch (4 MiB, or one item where that is larger). Each
+/// operation of a batch has the whole deadline.
+/// Where the serialize function of an item throws on another rank, rank 0 throws PeerFailed with
+/// its text, and the group stays usable.
+template <Serializable T>
+std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
+                                              const Group& group = default_group(),
+                                              Deadline deadline = {},
+                                              Where where = Where::current()) {
+  return detail::collect_results(part, size, /*tmpdir=*/nullptr, group, deadline, where);
+}
+
+/// The same out of core: the items travel through one file per rank in `tmpdir`, a directory that
+/// exists and is the same for all ranks. The directory and what is in it stay; the files are gone
+/// when the call returns or throws. Throws SystemError on the rank that cannot write or read a
+/// file, PeerFailed with its text on the others; the group stays usable.
+template <Serializable T>
+std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
+                                              const std::filesystem::path& tmpdir,
+                                              const Group& group = default_group(),
+                                              Deadline deadline = {},
+                                              Where where = Where::current()) {
+  return detail::collect_results(part, size, &tmpdir, group, deadline, where);
+}
+
+/// dict[key] <- reduction of every rank's dict[key], on all ranks, in one all_reduce.
+/// V: an Arithmetic type, or a vector of one. MismatchError where keys, lengths or op differ, on
+/// every rank; it names the keys and the ranks, and the dicts are as they were.
+template <class V>
+requires requires { typename detail::DictValue<V>::Element; }
+void all_reduce_dict(std::map<std::string, V>& dict, ReduceOp op = ReduceOp::sum,
+                     const Group& group = default_group(), Deadline deadline = {},
+                     Where where = Where::current()) {
+  using Value = detail::DictValue<V>;
+  std::vector<detail::DictEntry> entries;
+  std::vector<typename Value::Element> flat;
+  for (auto& [key, value] : dict) {
+    const auto elements = Value::elements(value);
+    entries.push_back({key, elements.size()});
+    flat.insert(flat.end(), elements.begin(), elements.end());
+  }
+  detail::check_dicts({.op = detail::ObjectOp::all_reduce_dict,
+                       .type = typeid(V),
+                       .group = group,
+                       .deadline = deadline,
+                       .where = where},
+                      entries, op);
+  all_reduce(flat, op, group, deadline, where);
+  auto next = flat.begin();
+  for (auto& [key, value] : dict) {
+    const auto elements = Value::elements(value);
+    std::copy_n(next, elements.size(), elements.begin());
+    next += static_cast<std::ptrdiff_t>(elements.size());
+  }
+}
+
+}  // namespace lockstep

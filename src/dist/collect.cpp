@@ -1,0 +1,267 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+
+#include "dist/messages.hpp"
+#include "dist/spill.hpp"
+
+namespace lockstep::detail {
+namespace {
+
+/// Where each rank's items stand among the results.
+class Interleaving {
+ public:
+  Interleaving(const std::vector<MessageHeader>& headers, std::size_t size) {
+    for (const auto& header : headers) n_items_.push_back(header.n_items);
+    n_results_ = std::min(size, std::reduce(n_items_.begin(), n_items_.end()));
+    for (std::size_t r = 0; r < n_items_.size(); ++r) {
+      std::size_t low = 0;
+      std::size_t high = n_items_[r];
+      while (low < high) {  // places rise with the items: the first one that is cut off
+        const std::size_t middle = low + (high - low) / 2;
+        if (place(r, middle) < n_results_) {
+          low = middle + 1;
+        } else {
+          high = middle;
+        }
+      }
+      n_kept_.push_back(low);
+    }
+  }
+
+  std::size_t n_results() const { return n_results_; }
+  std::size_t n_kept(std::size_t rank) const { return n_kept_[rank]; }
+  std::size_t place(std::size_t rank, std::size_t item) const {
+    std::size_t n_before = 0;
+    for (std::size_t r = 0; r < n_items_.size(); ++r) {
+      n_before += std::min(n_items_[r], item + (r < rank ? 1 : 0));
+    }
+    return n_before;
+  }
+  std::vector<std::size_t> places(std::size_t rank, std::size_t first, std::size_t n) const {
+    std::vector<std::size_t> all(n);
+    for (std::size_t i = 0; i < n; ++i) all[i] = place(rank, first + i);
+    return all;
+  }
+
+ private:
+  std::vector<std::size_t> n_items_;
+  std::vector<std::size_t> n_kept_;
+  std::size_t n_results_ = 0;
+};
+
+/// This rank's kept items as messages, one after the other.
+class Outgoing {
+ public:
+  Outgoing(const ObjectCall& call, const Results& results, std::size_t n_kept)
+      : call_(call), results_(results), n_kept_(n_kept) {}
+
+  bool is_empty() const { return next_ == n_kept_; }
+  /// The next one. Where an item cannot be encoded the message says so, is the last, and the
+  /// exception is in `error`.
+  MessageHeader encode_next(Bytes& bytes) {
+    bytes.clear();
+    const std::size_t first = next_;
+    try {
+      next_ = results_.encode(first, n_kept_, bytes);
+    } catch (...) {
+      error = std::current_exception();
+      const std::string text = text_of(error);
+      bytes.clear();
+      bytes.append(text.data(), text.size());
+      next_ = n_kept_;
+    }
+    return seal({.op = call_.op,
+                 .failed = error ? std::uint8_t{1} : std::uint8_t{0},
+                 .type = fingerprint(call_.type),
+                 .n_items = next_ - first},
+                bytes.span());
+  }
+
+  std::exception_ptr error;
+
+ private:
+  const ObjectCall& call_;
+  const Results& results_;
+  std::size_t n_kept_;
+  std::size_t next_ = 0;
+};
+
+/// What rank 0 reads from each of the others.
+class Incoming {
+ public:
+  Incoming(const ObjectCall& call, const Results& results, const Interleaving& order)
+      : call_(call),
+        results_(results),
+        order_(order),
+        n_read_(static_cast<std::size_t>(call.group.size())) {}
+
+  bool is_complete(std::size_t rank) const { return n_read_[rank] == order_.n_kept(rank); }
+  /// Takes one message. What is wrong with it is thrown at the end, because the other ranks' bytes
+  /// must be fetched all the same.
+  void take(std::size_t rank, const MessageHeader& header, std::span<const std::byte> bytes) {
+    const std::size_t first = n_read_[rank];
+    const std::size_t n_left = order_.n_kept(rank) - first;
+    if (header.failed != 0 || header.n_items == 0 || header.n_items > n_left) {
+      n_read_[rank] = order_.n_kept(rank);
+    } else {
+      n_read_[rank] += header.n_items;
+    }
+    if (error_) return;
+    try {
+      const int sender = static_cast<int>(rank);
+      check_message(call_, sender, header, bytes);
+      if (header.failed != 0) {
+        throw PeerFailed(
+            context_of(call_),
+            fmt::format("rank {} failed: {}. The group stays usable", rank,
+                        std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size())));
+      }
+      decode_from(call_, sender, [&] {
+        if (header.n_items == 0 || header.n_items > n_left) {
+          throw std::length_error(fmt::format("it has {} items of {}", header.n_items, n_left));
+        }
+        results_.decode(bytes, order_.places(rank, first, header.n_items));
+      });
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+  void rethrow() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  const ObjectCall& call_;
+  const Results& results_;
+  const Interleaving& order_;
+  std::vector<std::size_t> n_read_;  // items, by rank
+  std::exception_ptr error_;
+};
+
+void keep_own(const Results& results, const Interleaving& order) {
+  results.make(order.n_results());
+  for (std::size_t i = 0; i < order.n_kept(0); ++i) results.keep(i, order.place(0, i));
+}
+
+void send_all(const ObjectCall& call, Outgoing& outgoing) {
+  Bytes bytes;
+  while (!outgoing.is_empty()) {
+    const MessageHeader header = outgoing.encode_next(bytes);
+    call.group.send({.data = &header, .count = sizeof header, .dtype = DType::u8}, /*dst=*/0,
+                    call.deadline, call.where);
+    call.group.send({.data = bytes.data(), .count = bytes.size(), .dtype = DType::u8}, /*dst=*/0,
+                    call.deadline, call.where);
+  }
+  if (outgoing.error) std::rethrow_exception(outgoing.error);
+}
+
+/// One message of each rank in turn, so that none waits for all of another's.
+void receive_all(const ObjectCall& call, Incoming& incoming) {
+  Bytes bytes;
+  const auto n = static_cast<std::size_t>(call.group.size());
+  for (bool is_any = true; is_any;) {
+    is_any = false;
+    for (std::size_t rank = 1; rank < n; ++rank) {
+      if (incoming.is_complete(rank)) continue;
+      is_any = true;
+      const int src = static_cast<int>(rank);
+      MessageHeader header;
+      call.group.recv({.data = &header, .count = sizeof header, .dtype = DType::u8}, src,
+                      call.deadline, call.where);
+      bytes.resize(header.n_bytes);
+      call.group.recv({.data = bytes.data(), .count = bytes.size(), .dtype = DType::u8}, src,
+                      call.deadline, call.where);
+      incoming.take(rank, header, bytes.span());
+    }
+  }
+  incoming.rethrow();
+}
+
+template <class F>
+std::exception_ptr error_of(F step) {
+  try {
+    step();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+void write_spill(const std::filesystem::path& path, Removal& removal, Outgoing& outgoing) {
+  SpillFile file = SpillFile::create(path);
+  removal.of(path);
+  Bytes bytes;
+  while (!outgoing.is_empty()) {
+    const MessageHeader header = outgoing.encode_next(bytes);
+    if (outgoing.error) std::rethrow_exception(outgoing.error);
+    file.write(&header, sizeof header);
+    file.write(bytes.data(), bytes.size());
+  }
+}
+
+void read_spill(const ObjectCall& call, std::size_t rank, SpillFile& file, Incoming& incoming) {
+  Bytes bytes;
+  while (!incoming.is_complete(rank)) {
+    decode_from(call, static_cast<int>(rank), [&] {
+      MessageHeader header;
+      file.read(&header, sizeof header);
+      bytes.resize(header.n_bytes);
+      file.read(bytes.data(), bytes.size());
+      incoming.take(rank, header, bytes.span());
+    });
+  }
+}
+
+/// Every rank writes its file; rank 0 opens all of them; then nobody needs their names, and they
+/// go before they are read.
+void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Results& results,
+           const Interleaving& order) {
+  const int rank = call.group.rank();
+  const std::uint64_t job = sync_random_seed(call.group, call.deadline, call.where);
+  const auto path_of = [&](std::size_t r) {
+    return tmpdir / fmt::format("lockstep-{:016x}-{}", job, r);
+  };
+  const auto me = static_cast<std::size_t>(rank);
+  Removal removal;
+  agree(call, error_of([&] {
+          if (rank == 0) return;
+          Outgoing outgoing(call, results, order.n_kept(me));
+          write_spill(path_of(me), removal, outgoing);
+        }));
+  std::vector<SpillFile> files;
+  agree(call, error_of([&] {
+          for (std::size_t r = 1; rank == 0 && r < static_cast<std::size_t>(call.group.size());
+               ++r) {
+            files.push_back(SpillFile::open(path_of(r)));
+          }
+        }));
+  removal.now();
+  if (rank != 0) return;
+  keep_own(results, order);
+  Incoming incoming(call, results, order);
+  for (std::size_t i = 0; i < files.size(); ++i) read_spill(call, i + 1, files[i], incoming);
+  incoming.rethrow();
+}
+
+}  // namespace
+
+void collect_results(const ObjectCall& call, const std::filesystem::path* tmpdir,
+                     const Results& results) {
+  const auto headers = exchange_headers(call, {});
+  check_agreed(call, headers, "size");
+  const Interleaving order(headers, call.agreed);
+  if (tmpdir != nullptr) return spill(call, *tmpdir, results, order);
+  if (call.group.rank() == 0) {
+    keep_own(results, order);
+    Incoming incoming(call, results, order);
+    receive_all(call, incoming);
+  } else {
+    Outgoing outgoing(call, results, order.n_kept(static_cast<std::size_t>(call.group.rank())));
+    send_all(call, outgoing);
+  }
+}
+
+}  // namespace lockstep::detail

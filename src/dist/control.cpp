@@ -1,0 +1,118 @@
+#include <fmt/format.h>
+
+#include <exception>
+#include <lockstep/control.hpp>
+#include <lockstep/error.hpp>
+#include <string>
+
+#include "comm/group_state.hpp"
+#include "dist/messages.hpp"
+
+namespace lockstep {
+namespace detail {
+
+namespace {
+
+std::string_view name_of(First function) {
+  switch (function) {
+    case First::main_process: return "main_process_first";
+    case First::local_main_process: return "local_main_process_first";
+  }
+  return {};
+}
+
+ErrorContext context_of(First function, const Group& group, std::source_location where) {
+  return {.operation = std::string(name_of(function)),
+          .group = group.name(),
+          .rank = group.rank(),
+          .where = where};
+}
+
+}  // namespace
+
+/// While it lives, every call on the group, and on the groups that f could take for it, is refused.
+class Hold {
+ public:
+  Hold(const Group& group, std::source_location where) : group_(*group.state_) {
+    group_.hold({.op = Op::barrier, .group = group.name(), .where = where});
+    if (is_alone(group)) return;
+    default_ = also(default_group());
+    local_ = also(local_group());
+  }
+  ~Hold() {
+    if (local_ != nullptr) local_->release();
+    if (default_ != nullptr) default_->release();
+    group_.release();
+  }
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+
+  /// Throws where the calling thread is inside already.
+  static void refuse_nesting(First function, const Group& group, std::source_location where) {
+    if (!group.state_->is_held() && (is_alone(group) || (!default_group().state_->is_held() &&
+                                                         !local_group().state_->is_held()))) {
+      return;
+    }
+    throw UsageError(context_of(function, group, where),
+                     "called inside main_process_first or local_main_process_first, where the "
+                     "other ranks wait and cannot take part; call one after the other");
+  }
+
+ private:
+  /// Then nobody waits, so nobody is missing elsewhere.
+  static bool is_alone(const Group& group) { return group.size() == 1; }
+  static comm::GroupState* also(const Group& group) {
+    return group.state_->try_hold() ? group.state_.get() : nullptr;
+  }
+
+  comm::GroupState& group_;
+  comm::GroupState* default_ = nullptr;
+  comm::GroupState* local_ = nullptr;
+};
+
+namespace {
+
+/// Rank 0's text to all ranks; empty where f went well.
+std::string share_failure(std::string text, const Group& group, Deadline deadline,
+                          std::source_location where) {
+  auto n_bytes = static_cast<std::int64_t>(text.size());
+  group.broadcast({.data = &n_bytes, .count = 1, .dtype = DType::i64}, /*src=*/0, deadline, where);
+  if (n_bytes == 0) return text;
+  text.resize(static_cast<std::size_t>(n_bytes));
+  group.broadcast({.data = text.data(), .count = text.size(), .dtype = DType::u8}, /*src=*/0,
+                  deadline, where);
+  return text;
+}
+
+}  // namespace
+
+void run_first(First function, const std::function<void()>& f, const Group& group, Deadline limit,
+               std::source_location where) {
+  Hold::refuse_nesting(function, group, where);
+  if (group.rank() != 0) {
+    const std::string failure = share_failure({}, group, limit, where);
+    if (!failure.empty()) {
+      throw PeerFailed(context_of(function, group, where),
+                       fmt::format("rank 0 failed inside:{}. This rank did not run its part; the "
+                                   "group stays usable",
+                                   failure));
+    }
+    const Hold hold(group, where);
+    return f();
+  }
+  std::exception_ptr error;
+  {
+    const Hold hold(group, where);  // its own errors are no failure of f
+    try {
+      f();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  // Rank 0 waits for the others no longer than any collective does.
+  share_failure(error ? fmt::format(" {}", text_of(error)) : "", group, {}, where);
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace detail
+}  // namespace lockstep

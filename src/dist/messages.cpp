@@ -1,0 +1,227 @@
+#include "dist/messages.hpp"
+
+#include <cxxabi.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <numeric>
+
+namespace lockstep::detail {
+namespace {
+
+constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;  // and 512 ranks' sum does not wrap
+
+std::string readable(const std::type_info& type) {
+  int status = 0;
+  const std::unique_ptr<char, void (*)(void*)> name(
+      abi::__cxa_demangle(type.name(), nullptr, nullptr, &status), std::free);
+  return status == 0 ? name.get() : type.name();
+}
+
+[[noreturn]] void throw_mismatch(const ObjectCall& call, const std::string& text) {
+  throw MismatchError(context_of(call), text);
+}
+
+/// Throws where the ranks' values differ: all ranks see the same headers, so all throw.
+template <class Value, class Describe>
+void check_equal(const ObjectCall& call, const std::vector<MessageHeader>& headers,
+                 std::string_view what, Value value, Describe describe) {
+  const auto differs = [&](const MessageHeader& header) {
+    return value(header) != value(headers.front());
+  };
+  const auto other = std::find_if(headers.begin(), headers.end(), differs);
+  if (other == headers.end()) return;
+  throw_mismatch(call, fmt::format("the ranks differ in {}: rank 0 has {}, rank {} has {}; all "
+                                   "ranks must have the same. The group stays usable",
+                                   what, describe(headers.front()), other - headers.begin(),
+                                   describe(*other)));
+}
+
+void check_types(const ObjectCall& call, const std::vector<MessageHeader>& headers) {
+  const auto first = headers.front().type;
+  const auto other = std::find_if(headers.begin(), headers.end(),
+                                  [first](const auto& header) { return header.type != first; });
+  if (other == headers.end()) return;
+  const auto names = exchange_texts(call, readable(call.type));
+  const auto rank = static_cast<std::size_t>(other - headers.begin());
+  throw_mismatch(call, fmt::format("the ranks have objects of different types: rank 0 has {}, rank "
+                                   "{} has {}; give the same type on all ranks. The group stays "
+                                   "usable",
+                                   names[0], rank, names[rank]));
+}
+
+void check_root(const ObjectCall& call) {
+  if (call.op == ObjectOp::all_gather_object || call.op == ObjectOp::all_reduce_dict) return;
+  if (call.root >= 0 && call.root < call.group.size()) return;
+  throw UsageError(context_of(call), fmt::format("{} is {}; the group's ranks are 0 to {}",
+                                                 call.op == ObjectOp::gather_object ? "dst" : "src",
+                                                 call.root, call.group.size() - 1));
+}
+
+ConstElements erased(std::span<const std::byte> bytes) {
+  return {.data = bytes.data(), .count = bytes.size(), .dtype = DType::u8};
+}
+Elements erased(const Bytes& bytes) {
+  return {.data = bytes.data(), .count = bytes.size(), .dtype = DType::u8};
+}
+
+}  // namespace
+
+void throw_too_deep() {
+  throw UsageError({.operation = "object"},
+                   fmt::format("the object nests deeper than {} levels; send it flat, as a vector "
+                               "of its nodes",
+                               kMaxDepth));
+}
+
+std::string_view name_of(ObjectOp op) {
+  switch (op) {
+    case ObjectOp::all_gather_object: return "all_gather_object";
+    case ObjectOp::gather_object: return "gather_object";
+    case ObjectOp::broadcast_object: return "broadcast_object";
+    case ObjectOp::broadcast_object_list: return "broadcast_object_list";
+    case ObjectOp::collect_results: return "collect_results";
+    case ObjectOp::all_reduce_dict: return "all_reduce_dict";
+  }
+  return "another function";
+}
+
+ErrorContext context_of(const ObjectCall& call) {
+  return {.operation = std::string(name_of(call.op)),
+          .group = call.group.name(),
+          .rank = call.group.rank(),
+          .where = call.where};
+}
+
+std::vector<MessageHeader> exchange_headers(const ObjectCall& call, const Bytes& mine) {
+  check_root(call);
+  const MessageHeader header = seal({.op = call.op,
+                                     .root = call.root,
+                                     .type = fingerprint(call.type),
+                                     .agreed = call.agreed,
+                                     .n_items = call.n_items},
+                                    mine.span());
+  std::vector<MessageHeader> headers(static_cast<std::size_t>(call.group.size()));
+  call.group.all_gather(
+      {.data = &header, .count = sizeof header, .dtype = DType::u8},
+      {.data = headers.data(), .count = headers.size() * sizeof header, .dtype = DType::u8},
+      call.deadline, call.where);
+  for (std::size_t r = 0; r < headers.size(); ++r) {
+    const auto& theirs = headers[r];
+    if (theirs.magic != header.magic || theirs.version != header.version) {
+      throw_mismatch(call, fmt::format("rank {} sent no header of version {}; all ranks must call "
+                                       "this function, of the same lockstep",
+                                       r, header.version));
+    }
+    if (theirs.n_bytes > kMostBytes || theirs.n_items > kMostBytes) {
+      throw_mismatch(call, fmt::format("rank {} announces {} objects of {} bytes, more than any "
+                                       "memory",
+                                       r, theirs.n_items, theirs.n_bytes));
+    }
+  }
+  check_equal(
+      call, headers, "the function they call", [](const auto& h) { return h.op; },
+      [](const auto& h) { return name_of(h.op); });
+  check_equal(
+      call, headers, call.op == ObjectOp::gather_object ? "dst" : "src",
+      [](const auto& h) { return h.root; }, [](const auto& h) { return h.root; });
+  check_types(call, headers);
+  return headers;
+}
+
+void check_agreed(const ObjectCall& call, const std::vector<MessageHeader>& headers,
+                  std::string_view what) {
+  check_equal(
+      call, headers, what, [](const auto& h) { return h.agreed; },
+      [](const auto& h) { return h.agreed; });
+}
+
+void check_message(const ObjectCall& call, int sender, const MessageHeader& header,
+                   std::span<const std::byte> bytes) {
+  const std::string flaw = flaw_of(header, bytes);
+  if (!flaw.empty()) {
+    throw_mismatch(call, fmt::format("the message of rank {} {}", sender, flaw));
+  }
+}
+
+Messages gather_messages(const ObjectCall& call, Bytes mine) {
+  const auto headers = exchange_headers(call, mine);
+  std::vector<std::size_t> counts;
+  for (const auto& header : headers) counts.push_back(header.n_bytes);
+  Messages all;
+  const bool to_all = call.root < 0;
+  if (!to_all && call.root != call.group.rank()) {
+    call.group.gather(erased(mine.span()), {}, counts, call.root, call.deadline, call.where);
+    return all;
+  }
+  all.bytes.resize(std::reduce(counts.begin(), counts.end()));
+  if (to_all) {
+    call.group.all_gather(erased(mine.span()), erased(all.bytes), counts, call.deadline,
+                          call.where);
+  } else {
+    call.group.gather(erased(mine.span()), erased(all.bytes), counts, call.root, call.deadline,
+                      call.where);
+  }
+  auto rest = all.bytes.span();
+  for (std::size_t r = 0; r < counts.size(); ++r) {
+    all.of_rank.push_back(rest.first(counts[r]));
+    rest = rest.subspan(counts[r]);
+    check_message(call, static_cast<int>(r), headers[r], all.of_rank.back());
+  }
+  return all;
+}
+
+Bytes broadcast_message(const ObjectCall& call, const Bytes& mine) {
+  const auto headers = exchange_headers(call, mine);
+  if (call.op == ObjectOp::broadcast_object_list) {
+    check_agreed(call, headers, "the lengths of their lists");
+  }
+  const auto& header = headers[static_cast<std::size_t>(call.root)];
+  Bytes received;
+  if (call.group.rank() == call.root) {
+    call.group.broadcast(erased(mine), call.root, call.deadline, call.where);
+  } else {
+    received.resize(header.n_bytes);
+    call.group.broadcast(erased(received), call.root, call.deadline, call.where);
+    check_message(call, call.root, header, received.span());
+  }
+  return received;
+}
+
+void throw_undecodable(const ObjectCall& call, int sender, const char* reason) {
+  throw_mismatch(call, fmt::format("the message of rank {} does not decode as {}: {}. Do the ranks "
+                                   "run different builds? The group stays usable",
+                                   sender, readable(call.type), reason));
+}
+
+std::vector<std::string> exchange_texts(const ObjectCall& call, std::string_view mine) {
+  const auto parts =
+      all_gather(std::span(reinterpret_cast<const std::uint8_t*>(mine.data()), mine.size()),
+                 call.group, call.deadline, call.where);
+  std::vector<std::string> texts;
+  for (const auto& part : parts) texts.emplace_back(part.begin(), part.end());
+  return texts;
+}
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return known.what();
+  } catch (...) {
+    return "unknown exception";
+  }
+}
+
+void agree(const ObjectCall& call, const std::exception_ptr& mine) {
+  const auto texts = exchange_texts(call, mine ? fmt::format("x{}", text_of(mine)) : "");
+  if (mine) std::rethrow_exception(mine);
+  for (std::size_t r = 0; r < texts.size(); ++r) {
+    if (texts[r].empty()) continue;
+    throw PeerFailed(context_of(call), fmt::format("rank {} failed: {}. The group stays usable", r,
+                                                   texts[r].substr(1)));
+  }
+}
+
+}  // namespace lockstep::detail
