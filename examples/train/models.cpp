@@ -16,11 +16,16 @@ nn::Conv2d conv(std::int64_t in, std::int64_t out, std::int64_t kernel, std::int
 }
 
 /// Two convolutions and a way around them.
-struct ResidualBlockImpl : nn::Module {
-  ResidualBlockImpl(std::int64_t in, std::int64_t out, std::int64_t stride)
-      : body(register_module(
-            "body", nn::Sequential(conv(in, out, 3, stride), nn::BatchNorm2d(out), nn::ReLU(),
-                                   conv(out, out, 3), nn::BatchNorm2d(out)))) {
+struct ResidualBlockImpl : nn::Cloneable<ResidualBlockImpl> {
+  ResidualBlockImpl(std::int64_t n_in, std::int64_t n_out, std::int64_t first_stride)
+      : in(n_in), out(n_out), stride(first_stride) {
+    ResidualBlockImpl::reset();
+  }
+
+  void reset() override {
+    body = register_module(
+        "body", nn::Sequential(conv(in, out, 3, stride), nn::BatchNorm2d(out), nn::ReLU(),
+                               conv(out, out, 3), nn::BatchNorm2d(out)));
     if (stride == 1 && in == out) return;
     around = register_module(
         "around", nn::Sequential(conv(in, out, /*kernel=*/1, stride), nn::BatchNorm2d(out)));
@@ -30,7 +35,8 @@ struct ResidualBlockImpl : nn::Module {
     return torch::relu(body->forward(x) + (around.is_empty() ? x : around->forward(x)));
   }
 
-  nn::Sequential body;
+  std::int64_t in, out, stride;
+  nn::Sequential body{nullptr};
   nn::Sequential around{nullptr};
 };
 TORCH_MODULE(ResidualBlock);

@@ -75,6 +75,10 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--threads", options.threads, "libtorch's threads per rank; 0: as it chooses")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
+  app.add_option("--data-parallel", options.data_parallel,
+                 "replicas of the network in each rank, which share its part of the batch")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--save", options.save, "write a checkpoint here after every epoch");
   app.add_option("--load", options.load, "go on from this checkpoint");
   app.add_option("--metrics", options.metrics,

@@ -35,6 +35,7 @@ struct Options {
   double weight_decay = 5e-4;
   std::optional<std::uint64_t> seed;
   int threads = 0;
+  std::size_t data_parallel = 1;
   std::filesystem::path save;
   std::filesystem::path load;
   std::filesystem::path metrics;

@@ -41,6 +41,17 @@ torch::optim::SGDOptions sgd_options(const Options& options) {
       .weight_decay(options.weight_decay);
 }
 
+/// The network over the replicas of one rank; one replica is the network itself.
+struct ReplicatedImpl : torch::nn::Module {
+  ReplicatedImpl(const torch::nn::Sequential& network, std::size_t n_replicas)
+      : replicas(register_module("network", network),
+                 std::vector<torch::Device>(n_replicas, torch::kCPU)) {}
+  torch::Tensor forward(const torch::Tensor& input) { return replicas(input); }
+
+  lockstep::nn::DataParallelWithCallback<torch::nn::Sequential> replicas;
+};
+TORCH_MODULE(Replicated);
+
 }  // namespace
 
 class Trainer::State {
@@ -49,7 +60,7 @@ class Trainer::State {
   std::vector<EpochResult> run(const lockstep::Group& group);
 
  private:
-  using Network = lockstep::nn::DistributedDataParallel<torch::nn::Sequential>;
+  using Network = lockstep::nn::DistributedDataParallel<Replicated>;
 
   void load();
   bool done() const;
@@ -166,7 +177,7 @@ std::vector<EpochResult> Trainer::State::run(const lockstep::Group& group) {
   std::optional<Report> report;
   if (group.rank() == 0) report.emplace(options_, steps_per_epoch_, at_.step);
   if (options_.sync_bn) lockstep::nn::convert_sync_batchnorm(model_, group);
-  Network network(model_, {.group = group});
+  Network network(Replicated(model_, options_.data_parallel), {.group = group});
 
   std::vector<EpochResult> epochs;
   while (!done()) {
