@@ -95,7 +95,7 @@ void add_options(CLI::App& app, Options& options) {
 std::filesystem::path shipped_digits() {
   std::error_code ignored;
   const auto program = std::filesystem::read_symlink("/proc/self/exe", ignored);
-  const auto installed = program.parent_path().parent_path() / LOCKSTEP_TRAIN_INSTALLED_DATA;
+  auto installed = program.parent_path().parent_path() / LOCKSTEP_TRAIN_INSTALLED_DATA;
   if (std::filesystem::is_directory(installed, ignored)) return installed;
   return LOCKSTEP_TRAIN_SOURCE_DATA;
 }

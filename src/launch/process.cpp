@@ -106,7 +106,7 @@ std::string find_program(const std::string& name) {
   while (!name.empty()) {
     const std::size_t colon = rest.find(':');
     const std::string_view folder = rest.substr(0, colon);
-    const std::string candidate = fmt::format("{}/{}", folder.empty() ? "." : folder, name);
+    std::string candidate = fmt::format("{}/{}", folder.empty() ? "." : folder, name);
     const int why_not = runnable(candidate);
     if (why_not == 0) return candidate;
     if (why_not == EACCES) error_number = EACCES;
