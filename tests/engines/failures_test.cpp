@@ -3,12 +3,14 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
 #include <thread>
 
+#include "engines/shared/job.hpp"
 #include "support/ranks.hpp"
 
 namespace lockstep::test {
@@ -254,18 +256,22 @@ TEST(FailuresOfProcesses, stopped_is_said_so) {
 }
 
 TEST(FailuresOfProcesses, a_rank_that_never_joins_is_named) {
-  ::setenv("LOCKSTEP_TIMEOUT", "0.3", 1);
-  const auto statuses = run_processes(
-      2, [] {}, seconds(60),
-      [](std::span<const pid_t> pids) {
-        ::kill(pids[1], SIGSTOP);
-        std::this_thread::sleep_for(milliseconds(600));
-        ::kill(pids[1], SIGKILL);
-      });
-  ::unsetenv("LOCKSTEP_TIMEOUT");
-  // Rank 0 prints its error and ends with code 3 unless rank 1 was quick enough to join first.
-  EXPECT_TRUE(statuses[0] == 3 << 8 || statuses[0] == 0);
-  EXPECT_EQ(statuses[1], SIGKILL);
+  const shared::Job job(2);  // and nobody is rank 1
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::setenv("RANK", "0", 1);
+    ::setenv("WORLD_SIZE", "2", 1);
+    ::setenv("LOCAL_RANK", "0", 1);
+    ::setenv("LOCAL_WORLD_SIZE", "2", 1);
+    ::setenv("LOCKSTEP_SEGMENT", job.environment().c_str(), 1);
+    const std::string text =
+        text_of<TimeoutError>([] { init_dist({.timeout = milliseconds(100)}); });
+    expect_contains(text, "rank 1 has not joined the world yet (init_dist)");
+    ::_exit(::testing::Test::HasFailure() ? 1 : 0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(FailuresOfProcesses, a_rank_joins_once) {
