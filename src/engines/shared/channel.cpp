@@ -75,6 +75,7 @@ Channel::Channel(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int
   for (int r = 0; r < n_ranks; ++r) {
     if (r != rank_) peers_.push_back(r);
   }
+  absent_.reserve(static_cast<std::size_t>(n_ranks));
 }
 
 void Channel::choose_waiting() { is_crowded_ = seat_->is_oversubscribed(); }

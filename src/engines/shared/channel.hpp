@@ -118,7 +118,8 @@ class Channel {
   void wait_asleep(const Call& call, int awaited, Condition ready);
   void sleep(Condition ready, std::chrono::nanoseconds at_most);
   void look_for_the_dead(const Call& call, int awaited, Condition ready, unsigned round);
-  std::vector<int> absent(int awaited) const;
+  /// Valid until the next call of it; allocates nothing, since a late peer is no reason to.
+  const std::vector<int>& absent(int awaited);
   void wake_sleepers() noexcept;
 
   // failure.cpp
@@ -142,6 +143,7 @@ class Channel {
   std::byte* outboxes_;
   int rank_;
   std::vector<int> peers_;
+  std::vector<int> absent_;
 
   std::uint64_t phase_ = 1;  ///< the one being worked in
   int turn_ = 1;             ///< phase_ % kPhases

@@ -44,7 +44,7 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
     }
     const auto left = call.timeout - (now - wait_began_);
     if (left <= left.zero()) {
-      const std::vector<int> late = absent(awaited);
+      const std::vector<int>& late = absent(awaited);
       if (ready()) return;
       fail_timeout(call, late);
     }
@@ -52,20 +52,23 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
   }
 }
 
-std::vector<int> Channel::absent(int awaited) const {
-  if (awaited != kEverybody) return {awaited};
-  std::vector<int> ranks;
-  for (const int peer : peers_) {
-    if (!is_raised(flag_of(peer))) ranks.push_back(peer);
+const std::vector<int>& Channel::absent(int awaited) {
+  absent_.clear();
+  if (awaited != kEverybody) {
+    absent_.push_back(awaited);
+    return absent_;
   }
-  return ranks;
+  for (const int peer : peers_) {
+    if (!is_raised(flag_of(peer))) absent_.push_back(peer);
+  }
+  return absent_;
 }
 
 void Channel::look_for_the_dead(const Call& call, int awaited, Condition ready, unsigned round) {
   // Asking the system about 63 peers 50 times a second would cost more than the work: a few at a
   // time, another few the next time.
   constexpr std::size_t kCloseLooks = 4;
-  const std::vector<int> ranks = absent(awaited);
+  const std::vector<int>& ranks = absent(awaited);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     const std::size_t shift =
         (i + ranks.size() - round * kCloseLooks % ranks.size()) % ranks.size();
