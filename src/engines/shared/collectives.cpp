@@ -236,6 +236,16 @@ void SharedEngine::gather(const Call& call, bool wants_result) {
 
 // In the three below a slot holds one piece per rank, of the same length for all.
 
+template <class Parts>
+void SharedEngine::put_pieces(const Call& call, const Parts& part, std::size_t i) {
+  const auto n = static_cast<std::size_t>(size());
+  std::byte* slot = channel_.mine(n * part.length(i));
+  for (std::size_t q = 0; q < n; ++q) {
+    copy_bytes(slot + q * part.length(i), bytes(call.in) + q * part.n_total + part.begin(i),
+               part.length(i));
+  }
+}
+
 void SharedEngine::scatter(const Call& call) {
   const auto n = static_cast<std::size_t>(size());
   const Chunks part{call.count * size_of(call.dtype), channel_.slot_bytes() / n};
@@ -243,12 +253,7 @@ void SharedEngine::scatter(const Call& call) {
   exchange(
       call, part.count(),
       [&](std::size_t i) {
-        if (!is_root) return;
-        std::byte* slot = channel_.mine(n * part.length(i));
-        for (std::size_t q = 0; q < n; ++q) {
-          copy_bytes(slot + q * part.length(i), bytes(call.in) + q * part.n_total + part.begin(i),
-                     part.length(i));
-        }
+        if (is_root) put_pieces(call, part, i);
       },
       [&](std::size_t i) {
         const std::byte* slot = channel_.theirs(call.root, 1, n * part.length(i));
@@ -262,14 +267,7 @@ void SharedEngine::reduce_scatter(const Call& call) {
   const std::size_t element = size_of(call.dtype);
   const Chunks part{call.count * element, channel_.slot_bytes() / n / element * element};
   exchange(
-      call, part.count(),
-      [&](std::size_t i) {
-        std::byte* slot = channel_.mine(n * part.length(i));
-        for (std::size_t q = 0; q < n; ++q) {
-          copy_bytes(slot + q * part.length(i), bytes(call.in) + q * part.n_total + part.begin(i),
-                     part.length(i));
-        }
-      },
+      call, part.count(), [&](std::size_t i) { put_pieces(call, part, i); },
       [&](std::size_t i) {
         const std::size_t piece = static_cast<std::size_t>(rank()) * part.length(i);
         for (int r = 0; r < size(); ++r) {
@@ -284,14 +282,7 @@ void SharedEngine::all_to_all(const Call& call) {
   const auto n = static_cast<std::size_t>(size());
   const Chunks part{call.count * size_of(call.dtype), channel_.slot_bytes() / n};
   exchange(
-      call, part.count(),
-      [&](std::size_t i) {
-        std::byte* slot = channel_.mine(n * part.length(i));
-        for (std::size_t q = 0; q < n; ++q) {
-          copy_bytes(slot + q * part.length(i), bytes(call.in) + q * part.n_total + part.begin(i),
-                     part.length(i));
-        }
-      },
+      call, part.count(), [&](std::size_t i) { put_pieces(call, part, i); },
       [&](std::size_t i) {
         const std::size_t piece = static_cast<std::size_t>(rank()) * part.length(i);
         for (std::size_t q = 0; q < n; ++q) {

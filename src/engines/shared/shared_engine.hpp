@@ -64,6 +64,8 @@ class SharedEngine final : public Engine {
 
   template <class Put, class Take>
   void exchange(const Call& call, std::size_t n_chunks, Put put, Take take);
+  template <class Parts>
+  void put_pieces(const Call& call, const Parts& part, std::size_t i);
   bool agree_on_place(const Call& call, BufferTable::Place& place);
 
   Channel channel_;
