@@ -16,5 +16,10 @@ void* operator new(std::size_t n_bytes) {
   if (void* memory = std::malloc(n_bytes == 0 ? 1 : n_bytes)) return memory;
   throw std::bad_alloc();
 }
+// A sanitizer brings every form of its own: what one of these frees, one of these must have made.
+void* operator new(std::size_t n_bytes, const std::nothrow_t&) noexcept {
+  n_so_far.fetch_add(1, std::memory_order_relaxed);
+  return std::malloc(n_bytes == 0 ? 1 : n_bytes);
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
