@@ -36,6 +36,11 @@ using Wide = std::conditional_t<std::is_integral_v<T>, std::int64_t,
 
 template <class W>
 W fold(ReduceOp op, W a, W b) {
+  if constexpr (std::is_integral_v<W>) {  // integers wrap
+    using U = std::make_unsigned_t<W>;
+    if (op == ReduceOp::sum || op == ReduceOp::mean) return static_cast<W>(U(a) + U(b));
+    if (op == ReduceOp::product) return static_cast<W>(U(a) * U(b));
+  }
   switch (op) {
     case ReduceOp::sum:
     case ReduceOp::mean: return a + b;
