@@ -17,6 +17,9 @@ struct World {
   int local_rank = 0;
   int local_size = 1;
   std::optional<std::string> segment;  ///< LOCKSTEP_SEGMENT
+  /// What this job's ranks on this host have in common, and no other job of this user has at the
+  /// same time; empty where the launcher does not say.
+  std::string job;
 };
 
 /// A thread's membership in a world, from init_dist or run_ranks to its end. Leaving happens in

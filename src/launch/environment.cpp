@@ -1,6 +1,8 @@
 #include "launch/environment.hpp"
 
 #include <fmt/format.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <charconv>
 #include <cmath>
@@ -10,6 +12,8 @@
 #include <lockstep/error.hpp>
 #include <string>
 #include <string_view>
+
+#include "base/process.hpp"
 
 namespace lockstep {
 namespace {
@@ -81,7 +85,78 @@ comm::World read(Launcher launcher, const Variables& variables) {
           .size = size.value,
           .local_rank = local_rank.value,
           .local_size = local_size.value,
-          .segment = std::nullopt};
+          .segment = std::nullopt,
+          .job = {}};
+}
+
+/// The values of `names`, for those that are set; empty where none is.
+std::string values_of(std::initializer_list<const char*> names) {
+  std::string values;
+  for (const char* name : names) {
+    if (const auto value = get(name)) values += fmt::format("{}={} ", name, *value);
+  }
+  return values;
+}
+
+/// The process at the other end of PMI_FD, by which MPICH's ranks talk to their launcher: the same
+/// for all ranks of a job on one host, also when a shell stands between. Else this one's parent.
+std::string pmi_job() {
+  ucred launcher{.pid = ::getppid(), .uid = 0, .gid = 0};
+  if (const auto fd = get("PMI_FD")) {
+    ucred peer{};
+    socklen_t n_bytes = sizeof peer;
+    if (::getsockopt(std::atoi(fd->c_str()), SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes) == 0 &&
+        peer.pid > 0) {
+      launcher = peer;
+    }
+  }
+  return fmt::format("pmi {} {}", launcher.pid, base::process_start_time(launcher.pid));
+}
+
+comm::World read_variables(Launcher launcher) {
+  switch (launcher) {
+    case Launcher::lockstep:
+    case Launcher::pytorch: {
+      comm::World world =
+          read(launcher, {{"RANK"}, {"WORLD_SIZE"}, {"LOCAL_RANK"}, {"LOCAL_WORLD_SIZE"}});
+      world.segment = get("LOCKSTEP_SEGMENT");
+      return world;
+    }
+    case Launcher::slurm:
+      return read(launcher, {{"SLURM_PROCID"},
+                             {"SLURM_NTASKS"},
+                             {"SLURM_LOCALID"},
+                             {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS"}});
+    case Launcher::mpi:
+      return read(launcher, {{"OMPI_COMM_WORLD_RANK", "PMI_RANK"},
+                             {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"},
+                             {"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_RANK"},
+                             {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_SIZE"}});
+    case Launcher::infer:
+    case Launcher::none: break;
+  }
+  return {};
+}
+
+std::string job_of(Launcher launcher) {
+  switch (launcher) {
+    case Launcher::pytorch:
+      if (!get("MASTER_PORT")) return {};
+      return values_of(
+          {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"});
+    case Launcher::slurm:
+      if (!get("SLURM_JOB_ID")) return {};
+      return values_of({"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"});
+    case Launcher::mpi: {
+      const std::string job =
+          values_of({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"});
+      return job.empty() ? pmi_job() : job;
+    }
+    case Launcher::lockstep:  // its ranks inherit their segment
+    case Launcher::infer:
+    case Launcher::none: break;
+  }
+  return {};
 }
 
 }  // namespace
@@ -135,28 +210,9 @@ Launcher infer_launcher() {
 }
 
 comm::World launch::read_world(Launcher launcher) {
-  switch (launcher) {
-    case Launcher::lockstep:
-    case Launcher::pytorch: {
-      comm::World world =
-          read(launcher, {{"RANK"}, {"WORLD_SIZE"}, {"LOCAL_RANK"}, {"LOCAL_WORLD_SIZE"}});
-      world.segment = get("LOCKSTEP_SEGMENT");
-      return world;
-    }
-    case Launcher::slurm:
-      return read(launcher, {{"SLURM_PROCID"},
-                             {"SLURM_NTASKS"},
-                             {"SLURM_LOCALID"},
-                             {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS"}});
-    case Launcher::mpi:
-      return read(launcher, {{"OMPI_COMM_WORLD_RANK", "PMI_RANK"},
-                             {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"},
-                             {"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_RANK"},
-                             {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_SIZE"}});
-    case Launcher::infer:
-    case Launcher::none: break;
-  }
-  return {};
+  comm::World world = read_variables(launcher);
+  world.job = job_of(launcher);
+  return world;
 }
 
 }  // namespace lockstep

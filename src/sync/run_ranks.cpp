@@ -62,7 +62,8 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
                                                             .size = n,
                                                             .local_rank = rank,
                                                             .local_size = n,
-                                                            .segment = std::nullopt},
+                                                            .segment = std::nullopt,
+                                                            .job = {}},
                                                 shared::join_world(segment, rank, barrier),
                                                 options.timeout);
       body(rank);
