@@ -6,4 +6,5 @@
 #include <lockstep/nn/distributed_data_parallel.hpp>
 #include <lockstep/nn/replication.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
+#include <lockstep/nn/sync_batch_norm_scope.hpp>
 #include <lockstep/nn/tensor_ops.hpp>

@@ -2,6 +2,8 @@
 
 #include <ATen/Dispatch.h>
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <lockstep/error.hpp>
@@ -13,6 +15,8 @@
 namespace lockstep::nn {
 
 using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
 
 namespace {
 
@@ -20,22 +24,80 @@ std::size_t channels_of(const Tensor& statistics) {
   return static_cast<std::size_t>(statistics.size(-1) - 1) / 2;
 }
 
-void update_running(const Tensor& running, double factor, std::span<const double> values,
-                    double scale) {
+void update_running(const Tensor& running, double factor, const Tensor& values, double scale) {
   if (!running.defined()) return;
-  AT_DISPATCH_FLOATING_TYPES(running.scalar_type(), "sync_batch_norm", [&] {
-    auto out = running.accessor<scalar_t, 1>();
-    for (std::size_t c = 0; c < values.size(); ++c) {
-      auto& value = out[static_cast<std::int64_t>(c)];
-      value = static_cast<scalar_t>((1 - factor) * static_cast<double>(value) +
-                                    factor * values[c] * scale);
-    }
-  });
+  Tensor updated = running.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
+  running.copy_(updated.mul_(1 - factor).add_(values, factor * scale));  // rounded once
 }
+
+bool is_16_bit(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+void check_state(const char* name, const Tensor& state, const Tensor& input,
+                 std::int64_t num_features, const ErrorContext& context) {
+  if (!state.defined()) return;
+  const bool type_fits = state.scalar_type() == input.scalar_type() ||
+                         (is_16_bit(input) && state.scalar_type() == at::kFloat);
+  if (!type_fits || !state.device().is_cpu() || state.dim() != 1 || state.size(0) != num_features) {
+    throw UsageError(
+        context,
+        fmt::format("expected {} to be a {}{} CPU tensor of {} elements, as the "
+                    "input; got {} of {}: convert the module or the input with to()",
+                    name, c10::toString(input.scalar_type()), is_16_bit(input) ? " or Float" : "",
+                    num_features, state.toString(), c10::str(state.sizes())));
+  }
+}
+
+/// Autograd's own form of batch_norm_forward and batch_norm_backward.
+class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
+ public:
+  static Tensor forward(AutogradContext* context, const Tensor& input,
+                        const OptionalTensor& optional_weight, const OptionalTensor& optional_bias,
+                        const c10::intrusive_ptr<BatchNormRecord>& record) {
+    const Tensor weight = optional_weight.value_or(Tensor());
+    Tensor output = batch_norm_forward(input, weight, optional_bias.value_or(Tensor()), *record);
+    context->save_for_backward({input, weight});
+    context->saved_data["record"] = c10::IValue::make_capsule(record);
+    // Whether to communicate must not depend on what this rank asks of autograd, but on the graph
+    // alone, which is the same on all ranks.
+    context->saved_data["wanted"] = input.requires_grad();
+    context->saved_data["has_weight"] = weight.defined();
+    context->saved_data["has_bias"] = optional_bias.has_value();
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const auto hold = context->saved_data["record"].toCapsule();
+    const auto& record = static_cast<const BatchNormRecord&>(*hold);
+    const variable_list tensors = context->get_saved_variables();
+    // Autograd numbers the tensors that were there.
+    const bool has_weight = context->saved_data["has_weight"].toBool();
+    const bool has_bias = context->saved_data["has_bias"].toBool();
+    const BatchNormWanted wanted{context->saved_data["wanted"].toBool(),
+                                 has_weight && context->needs_input_grad(1),
+                                 has_bias && context->needs_input_grad(has_weight ? 2 : 1)};
+    const auto result = batch_norm_backward(gradients[0], tensors[0], tensors[1], record, wanted);
+    return {result.input, result.weight, result.bias, Tensor()};
+  }
+};
 
 }  // namespace
 
-Activation activation_of(const Tensor& input) {
+OptionalTensor parameter_for(const Tensor& parameter, const Tensor& input) {
+  if (!parameter.defined()) return {};
+  return parameter.to(is_16_bit(input) ? at::kFloat : input.scalar_type()).contiguous();
+}
+
+Tensor gradient_like(const Tensor& gradient, const Tensor& x) {
+  if (gradient.strides() == x.strides() && gradient.scalar_type() == x.scalar_type()) {
+    return gradient;
+  }
+  return at::empty_like(x).copy_(gradient);
+}
+
+Activation activation_of(const Tensor& original) {
+  const Tensor input = is_16_bit(original) ? original.to(at::kFloat) : original;
   const auto outer = static_cast<std::size_t>(input.size(0));
   const auto channels = static_cast<std::size_t>(input.size(1));
   std::size_t inner = 1;
@@ -82,6 +144,12 @@ Tensor merge_over(const Tensor& mine, const Group& group) {
   return merge_statistics(all);
 }
 
+bool holds_nonfinite(const Tensor& statistics) {
+  // The kernels leave such a channel's mean not finite.
+  const std::span means(data(statistics) + 1, channels_of(statistics));
+  return !std::all_of(means.begin(), means.end(), [](double mean) { return std::isfinite(mean); });
+}
+
 void finish_statistics(const Tensor& statistics, const BatchNormSettings& settings,
                        at::IntArrayRef input_sizes) {
   const double n = data(statistics)[0];
@@ -91,11 +159,14 @@ void finish_statistics(const Tensor& statistics, const BatchNormSettings& settin
                          c10::str(input_sizes));
   }
   const std::size_t channels = channels_of(statistics);
-  const std::span means(data(statistics) + 1, channels);
   const std::span m2s(data(statistics) + 1 + channels, channels);
-  if (n > 0) {
-    update_running(settings.running_mean, settings.factor, means, 1);
-    update_running(settings.running_var, settings.factor, m2s, 1 / (n - 1));
+  const bool keeps =
+      settings.on_nonfinite == OnNonfinite::keep_running_stats && holds_nonfinite(statistics);
+  if (n > 0 && !keeps) {
+    const auto c = static_cast<std::int64_t>(channels);
+    update_running(settings.running_mean, settings.factor, statistics.narrow(0, 1, c), 1);
+    update_running(settings.running_var, settings.factor, statistics.narrow(0, 1 + c, c),
+                   1 / (n - 1));
   }
   for (double& value : m2s) {
     const double var = value / n;
@@ -135,6 +206,81 @@ void refuse_create_graph(const Group& group) {
   throw UsageError(context_of("SyncBatchNorm", group, std::source_location::current()),
                    "gradients of gradients are not supported: call backward or grad without "
                    "create_graph");
+}
+
+void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
+                      const Tensor& bias, const BatchNormSettings& settings,
+                      const ErrorContext& context) {
+  if (!input.device().is_cpu() || input.layout() != at::kStrided) {
+    throw UsageError(context,
+                     fmt::format("expected a dense CPU tensor, got {}: other devices are not "
+                                 "supported yet",
+                                 input.toString()));
+  }
+  if (!input.is_floating_point()) {
+    throw UsageError(context,
+                     fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: "
+                                 "convert it with to()",
+                                 c10::toString(input.scalar_type())));
+  }
+  if (input.size(1) != num_features) {
+    throw UsageError(context, fmt::format("expected {} channels, got input size {}", num_features,
+                                          c10::str(input.sizes())));
+  }
+  check_state("weight", weight, input, num_features, context);
+  check_state("bias", bias, input, num_features, context);
+  check_state("running_mean", settings.running_mean, input, num_features, context);
+  check_state("running_var", settings.running_var, input, num_features, context);
+}
+
+Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                          BatchNormRecord& record) {
+  const Activation x = activation_of(input);
+  const Tensor output = at::empty_like(x.tensor);
+  record.shape = x.shape;
+  record.statistics = merge_over(local_statistics(x), record.settings.group);
+  finish_statistics(record.statistics, record.settings, input.sizes());
+  normalize(x, record.statistics, weight, bias, output);
+  return output.to(input.scalar_type());
+}
+
+BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& input,
+                                       const Tensor& weight, const BatchNormRecord& record,
+                                       BatchNormWanted wanted) {
+  refuse_create_graph(record.settings.group);
+  const Tensor x = activation_of(input).tensor;
+  const Tensor dy = gradient_like(gradient, x);
+  const auto c = static_cast<std::int64_t>(record.shape.channels);
+  const Tensor mean = record.statistics.narrow(0, 1, c);
+  const Tensor invstd = record.statistics.narrow(0, 1 + c, c);
+  const Tensor message = doubles(2 * c);
+  const Tensor sum_dy = message.narrow(0, 0, c);
+  const Tensor sum_dy_xmu = message.narrow(0, c, c);
+  BatchNormGradients result;
+  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "sync_batch_norm_backward", [&] {
+    const auto* const dys = dy.data_ptr<scalar_t>();
+    const auto* const xs = x.data_ptr<scalar_t>();
+    kernels::batch_norm_backward_reduce(dys, xs, record.shape, data(mean), data(sum_dy),
+                                        data(sum_dy_xmu));
+    if (wanted.weight) result.weight = (sum_dy_xmu * invstd).to(x.scalar_type());
+    if (wanted.bias) {
+      result.bias = sum_dy.to(x.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+    }
+    if (!wanted.input) return;
+    average_gradient(message, invstd, data(record.statistics)[0], record.settings);
+    const Tensor dx = at::empty_like(x);
+    kernels::batch_norm_backward_elementwise(dys, xs, record.shape, data(mean), data(invstd),
+                                             data_or_null<scalar_t>(weight), data(sum_dy),
+                                             data(sum_dy_xmu), dx.data_ptr<scalar_t>());
+    result.input = dx.to(input.scalar_type());
+  });
+  return result;
+}
+
+Tensor synchronised_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                               const c10::intrusive_ptr<BatchNormRecord>& record) {
+  return BatchNormFunction::apply(input, parameter_for(weight, input), parameter_for(bias, input),
+                                  record);
 }
 
 }  // namespace lockstep::nn

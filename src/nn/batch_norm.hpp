@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
 
@@ -18,7 +19,7 @@ namespace lockstep::nn {
 /// so, but no undefined one.
 using OptionalTensor = torch::autograd::optional_variable_list::value_type;
 
-/// A tensor in one of the two layouts that the kernels read in place.
+/// A tensor of float or double in one of the two layouts that the kernels read in place.
 struct Activation {
   at::Tensor tensor;
   kernels::BatchNormShape shape;
@@ -31,6 +32,21 @@ struct BatchNormSettings {
   EpsMode eps_mode = EpsMode::plus;
   double factor = 0;  ///< weight of this batch in the running statistics
   at::Tensor running_mean, running_var;
+  OnNonfinite on_nonfinite = OnNonfinite::propagate;
+};
+
+/// What backward needs of its forward besides the tensors that autograd keeps.
+struct BatchNormRecord : torch::CustomClassHolder {
+  BatchNormSettings settings;
+  at::Tensor statistics;  ///< over all ranks: count, mean, invstd
+  kernels::BatchNormShape shape;
+};
+
+struct BatchNormGradients {
+  at::Tensor input, weight, bias;  ///< undefined where not wanted
+};
+struct BatchNormWanted {
+  bool input, weight, bias;
 };
 
 inline at::Tensor doubles(std::int64_t size) { return at::empty({size}, at::kDouble); }
@@ -40,14 +56,21 @@ const T* data_or_null(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.data_ptr<T>() : nullptr;
 }
 
+/// A 16-bit tensor is widened.
 Activation activation_of(const at::Tensor& input);
+/// weight or bias as the kernels take it for this input.
+OptionalTensor parameter_for(const at::Tensor& parameter, const at::Tensor& input);
+/// `gradient` in the type and layout of x.
+at::Tensor gradient_like(const at::Tensor& gradient, const at::Tensor& x);
 at::Tensor local_statistics(const Activation& x);
 /// n x (1 + 2C) statistics, merged in order.
 at::Tensor merge_statistics(const at::Tensor& parts);
 /// The one message of forward: each rank merges all in rank order, so that all hold the same bits.
 /// Why not sums: docs/design/001.
 at::Tensor merge_over(const at::Tensor& mine, const Group& group);
-/// Updates the running statistics, then m2 becomes invstd.
+/// Whether some value of the batch is a NaN or an infinity; alike on all ranks.
+bool holds_nonfinite(const at::Tensor& statistics);
+/// Updates the running statistics, unless on_nonfinite keeps them, then m2 becomes invstd.
 /// Throws UsageError where there is one value per channel; nothing has changed then.
 void finish_statistics(const at::Tensor& statistics, const BatchNormSettings& settings,
                        at::IntArrayRef input_sizes);
@@ -58,5 +81,33 @@ void average_gradient(const at::Tensor& message, const at::Tensor& invstd, doubl
                       const BatchNormSettings& settings);
 /// Throws UsageError in a backward with create_graph.
 void refuse_create_graph(const Group& group);
+
+/// Throws UsageError where input or state cannot be taken. Undefined state is absent.
+void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const at::Tensor& weight,
+                      const at::Tensor& bias, const BatchNormSettings& settings,
+                      const ErrorContext& context);
+/// The whole forward of one module per rank; fills the rest of a record that has its settings.
+at::Tensor batch_norm_forward(const at::Tensor& input, const at::Tensor& weight,
+                              const at::Tensor& bias, BatchNormRecord& record);
+/// Its backward. Collective where the input's gradient is wanted.
+BatchNormGradients batch_norm_backward(const at::Tensor& gradient, const at::Tensor& input,
+                                       const at::Tensor& weight, const BatchNormRecord& record,
+                                       BatchNormWanted wanted);
+/// The two as a node of the graph, after the checks. Fills `record`.
+at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& weight,
+                                   const at::Tensor& bias,
+                                   const c10::intrusive_ptr<BatchNormRecord>& record);
+
+/// While one lives, no SyncBatchNormScope acts on this thread.
+class SuspendedScope {
+ public:
+  SuspendedScope();
+  ~SuspendedScope();
+  SuspendedScope(const SuspendedScope&) = delete;
+  SuspendedScope& operator=(const SuspendedScope&) = delete;
+
+ private:
+  const Group* group_;
+};
 
 }  // namespace lockstep::nn

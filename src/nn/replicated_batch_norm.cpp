@@ -34,6 +34,7 @@ struct Share : torch::CustomClassHolder {
   Tensor statistics;  // no history: count, mean, invstd
   Tensor dy;          // from Normalize's backward to that of LocalStatistics
   bool has_bias = false;
+  at::ScalarType type = at::kFloat;  // of the input; x and dy may be wider
 };
 
 class LocalStatistics : public Function<LocalStatistics> {
@@ -61,7 +62,7 @@ class LocalStatistics : public Function<LocalStatistics> {
           dy.data_ptr<scalar_t>(), x.data_ptr<scalar_t>(), share.shape, mean, mean + c,
           data_or_null<scalar_t>(share.weight), mean_dy, mean_dy + c, dx.data_ptr<scalar_t>());
     });
-    return {dx, Tensor(), Tensor()};
+    return {dx.to(share.type), Tensor(), Tensor()};
   }
 };
 
@@ -118,7 +119,7 @@ class Normalize : public Function<Normalize> {
     // Without its history: the gradient of x is the other node's.
     context->save_for_backward({x.tensor.detach(), share->weight});
     context->saved_data["saved"] = c10::IValue::make_capsule(share);
-    return output;
+    return output.to(share->type);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -126,8 +127,7 @@ class Normalize : public Function<Normalize> {
     auto& share = static_cast<Share&>(*hold);
     refuse_create_graph(share.group);
     const Tensor x = context->get_saved_variables()[0];
-    Tensor dy = gradients[0];
-    if (dy.strides() != x.strides()) dy = at::empty_like(x).copy_(dy);
+    const Tensor dy = gradient_like(gradients[0], x);
 
     const auto c = static_cast<std::int64_t>(share.shape.channels);
     Tensor sums = at::zeros({1 + 2 * c}, at::kDouble);
@@ -206,9 +206,9 @@ void ReplicaLink::fail(const std::exception_ptr& error) const {
 
 }  // namespace detail
 
-Tensor replicated_batch_norm(const Tensor& input, const OptionalTensor& weight,
-                             const OptionalTensor& bias, const BatchNormSettings& settings,
-                             const ReplicaLink& replica) {
+Tensor replicated_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                             const BatchNormSettings& settings, const ReplicaLink& replica,
+                             Tensor& statistics) {
   const Activation x = [&] {
     const at::NoGradGuard no_grad;
     return activation_of(input);
@@ -216,9 +216,11 @@ Tensor replicated_batch_norm(const Tensor& input, const OptionalTensor& weight,
   auto share = c10::make_intrusive<Share>();
   share->group = settings.group;
   share->shape = x.shape;
+  share->type = input.scalar_type();
   const Tensor mine = LocalStatistics::apply(input, x, share);
-  const Tensor statistics = replica.exchange({mine, &settings, input.sizes()});
-  return Normalize::apply(statistics, weight, bias, x, share);
+  statistics = replica.exchange({mine, &settings, input.sizes()});
+  return Normalize::apply(statistics, parameter_for(weight, input), parameter_for(bias, input), x,
+                          share);
 }
 
 }  // namespace lockstep::nn

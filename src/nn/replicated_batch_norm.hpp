@@ -38,8 +38,9 @@ class ReplicaLink {
 
 }  // namespace detail
 
-at::Tensor replicated_batch_norm(const at::Tensor& input, const OptionalTensor& weight,
-                                 const OptionalTensor& bias, const BatchNormSettings& settings,
-                                 const detail::ReplicaLink& replica);
+/// `statistics` <- those of all replicas of all ranks.
+at::Tensor replicated_batch_norm(const at::Tensor& input, const at::Tensor& weight,
+                                 const at::Tensor& bias, const BatchNormSettings& settings,
+                                 const detail::ReplicaLink& replica, at::Tensor& statistics);
 
 }  // namespace lockstep::nn

@@ -484,8 +484,8 @@ TEST(SyncBatchNormModuleTest, wrong_input_is_told_before_anything_is_sent) {
                 }),
                 "expected 3 channels, got input size [2, 4, 1, 1]");
       EXPECT_NE(usage_error([&] {
-                  bn->forward(at::ones({2, 3, 1, 1}, at::kHalf));
-                }).find("f16/bf16 input is not supported yet"),
+                  bn->forward(at::ones({2, 3, 1, 1}, at::kInt));
+                }).find("expected input of float64, float32, bfloat16 or float16, got Int"),
                 std::string::npos);
       EXPECT_NE(usage_error([&] {
                   bn->forward(at::ones({2, 3, 1, 1}, at::kDouble));
@@ -500,6 +500,68 @@ TEST(SyncBatchNormModuleTest, wrong_input_is_told_before_anything_is_sent) {
     }
     bn->forward(at::ones({1, 3, 2, 2}));
   });
+}
+
+TEST(SyncBatchNormModuleTest, from_one_to_4096_channels) {
+  for (const std::int64_t channels : {1, 2, 3, 17, 255, 1024, 4096}) {
+    const Case c{{channels, 3}, {3, 1}, Layout::contiguous, at::kDouble};
+    const Batch batch = batch_of(c, /*mean=*/0.5);
+    const Outcome expected = run(torch::nn::BatchNormOptions(channels), batch.input,
+                                 batch.output_gradient, batch.weight, batch.bias);
+    expect_equal(run_on_ranks(c, batch), expected, 1e-12);
+  }
+}
+
+TEST(SyncBatchNormModuleTest, half_precision_keeps_type_and_layout) {
+  for (const auto type : {at::kHalf, at::kBFloat16}) {
+    for (const auto state : {at::kFloat, type}) {
+      on_ranks(2, [&](int rank) {
+        SyncBatchNorm2d bn(3);
+        bn->to(state);
+        const Tensor x = laid_out(Random(5).normal({4, 3, 3, 3}, type), Layout::channels_last)
+                             .narrow(0, 2 * rank, 2)
+                             .detach()
+                             .requires_grad_();
+        const Tensor y = bn->forward(x);
+        EXPECT_EQ(y.scalar_type(), type);
+        EXPECT_TRUE(y.movedim(1, -1).is_contiguous());
+        (y * y * y).sum().backward();
+        EXPECT_EQ(x.grad().scalar_type(), type);
+        EXPECT_TRUE(x.grad().movedim(1, -1).is_contiguous());
+        EXPECT_EQ(bn->weight.grad().scalar_type(), state);
+        EXPECT_EQ(bn->running_mean.scalar_type(), state);
+      });
+    }
+  }
+}
+
+TEST(SyncBatchNormModuleTest, what_a_batch_with_a_nan_does) {
+  for (const auto on_nonfinite : {OnNonfinite::propagate, OnNonfinite::keep_running_stats}) {
+    for (const std::optional<double> momentum : {std::optional(0.1), std::optional<double>()}) {
+      const bool keeps = on_nonfinite == OnNonfinite::keep_running_stats;
+      on_ranks(3, [&](int rank) {
+        SyncBatchNorm1d bn(SyncBatchNormOptions(3).on_nonfinite(on_nonfinite).momentum(momentum));
+        bn->forward(Random(1).normal({2, 3}, at::kFloat));
+        const Tensor mean = bn->running_mean.clone(), var = bn->running_var.clone();
+        EXPECT_EQ(bn->n_nonfinite_batches(), 0);
+        int n_batches = 1;
+        for (const double bad : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
+          Tensor x = Random(2).normal({2, 3}, at::kFloat);
+          if (rank == 1) x[1][2] = bad;
+          const Tensor y = bn->forward(x);
+          ++n_batches;
+          EXPECT_FALSE(y.isfinite().all().item<bool>()) << "on every rank";
+          EXPECT_TRUE(y.select(1, 0).isfinite().all().item<bool>()) << "a channel without";
+          EXPECT_EQ(bn->n_nonfinite_batches(), n_batches - 1);
+          EXPECT_EQ(bn->running_mean.equal(mean), keeps);
+          EXPECT_EQ(bn->running_var.equal(var), keeps);
+          EXPECT_EQ(bn->num_batches_tracked.item<std::int64_t>(), keeps ? 1 : n_batches);
+        }
+        bn->forward(at::empty({0, 3}));  // no value is no NaN
+        EXPECT_EQ(bn->n_nonfinite_batches(), 3);
+      });
+    }
+  }
 }
 
 TEST(SyncBatchNormModuleTest, gradient_of_gradient_is_refused) {

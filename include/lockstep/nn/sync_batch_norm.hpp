@@ -24,6 +24,11 @@ class ReplicaLink;
 /// gradient then goes through a variance below eps). Eval mode always has var + eps.
 enum class EpsMode { plus, clamp };
 
+/// What a training batch that holds a NaN or an infinity, on any rank, does to the running
+/// statistics: it gets into them, or they and num_batches_tracked stay as they were. All ranks
+/// decide alike. The output is not finite either way.
+enum class OnNonfinite { propagate, keep_running_stats };
+
 /// The options of torch::nn::BatchNorm, and the group.
 struct SyncBatchNormOptions {
   SyncBatchNormOptions(std::int64_t num_features)  // NOLINT: SyncBatchNorm2d(64), as in torch
@@ -39,6 +44,7 @@ struct SyncBatchNormOptions {
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
   TORCH_ARG(bool, affine) = true;
   TORCH_ARG(bool, track_running_stats) = true;
+  TORCH_ARG(OnNonfinite, on_nonfinite) = OnNonfinite::propagate;
   /// The ranks that share a batch. Default: the default group of the thread that makes the
   /// options, at that moment: make or convert modules after init_dist, on the rank's own thread.
   TORCH_ARG(Group, group) = default_group();
@@ -61,11 +67,12 @@ struct SyncBatchNormOptions {
 /// The exchange is a node of the autograd graph, so that backward, on one thread, waits for nobody.
 ///
 /// State: weight, bias, running_mean, running_var, num_batches_tracked, as BatchNormNd.
-/// Input: CPU, float32 or float64, of the type of the state; any strides, channels-last is kept.
-/// Errors: UsageError before a byte moves for another shape, type or device; UsageError after the
-/// exchange, on every rank, where all ranks together hold one value per channel; both leave the
-/// module and the group as they were. Else what Group::all_gather and all_reduce throw.
-/// Threads: one forward or backward at a time per Group.
+/// Input: CPU, float64 or float32 with a state of its type, bfloat16 or float16 with a float32
+/// state or one of its type (computed in float32, statistics in float64); any strides,
+/// channels-last is kept in output and gradient. Errors: UsageError before a byte moves for another
+/// shape, type or device; UsageError after the exchange, on every rank, where all ranks together
+/// hold one value per channel; both leave the module and the group as they were. Else what
+/// Group::all_gather and all_reduce throw. Threads: one forward or backward at a time per Group.
 template <std::size_t D, class Derived>
 class SyncBatchNormImplBase
     : public torch::nn::NormImplBase<D, Derived, SyncBatchNormOptions>,  // NOLINT: as in torch
@@ -77,11 +84,14 @@ class SyncBatchNormImplBase
   void pretty_print(std::ostream& stream) const override;
   void on_replicate(CallbackContext& context, int copy_id) override;
   void on_failure(const std::exception_ptr& error) override;
+  /// Training batches with a NaN or an infinity that this module has seen; the same on all ranks.
+  std::int64_t n_nonfinite_batches() const { return n_nonfinite_batches_; }
 
  protected:
   void _check_input_dim(const at::Tensor& input) override;
 
  private:
+  std::int64_t n_nonfinite_batches_ = 0;
   std::shared_ptr<detail::ReplicaLink> replica_;  // none where it is no replica
 };
 

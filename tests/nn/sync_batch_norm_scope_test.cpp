@@ -1,0 +1,247 @@
+#include <gtest/gtest.h>
+#include <torch/script.h>
+#include <torch/torch.h>
+#include <lockstep/error.hpp>
+#include <lockstep/nn.hpp>
+
+#include <atomic>
+#include <cmath>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "helpers.hpp"
+
+namespace lockstep::nn {
+namespace {
+
+using at::Tensor;
+using testing::difference;
+using testing::on_ranks;
+using testing::Random;
+using testing::share_of;
+namespace F = torch::nn::functional;
+
+const std::vector<std::int64_t> kShares{4, 3, 2};
+const std::vector<std::int64_t> kHalves{3, 3};
+
+/// A model as users write it: typed members, which conversion cannot replace.
+struct NetImpl : torch::nn::Module {
+  torch::nn::Conv2d conv{2, 3, 3};
+  torch::nn::BatchNorm2d bn{3};
+  Tensor mean = register_buffer("mean", at::zeros({3})),
+         var = register_buffer("var", at::ones({3}));
+  NetImpl() {
+    register_module("conv", conv);
+    register_module("bn", bn);
+    to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    Random random(3);
+    for (auto& parameter : parameters()) parameter.copy_(random.normal(parameter.sizes()));
+  }
+  Tensor forward(const Tensor& x) {
+    const Tensor h = at::relu(bn(conv(x)));
+    return F::batch_norm(h, mean, var, F::BatchNormFuncOptions().training(true).momentum(0.2));
+  }
+};
+TORCH_MODULE(Net);
+
+TEST(SyncBatchNormScopeTest, typed_members_and_functional_calls) {
+  const Tensor batch = Random(1).normal({9, 2, 5, 5}), gradient = Random(2).normal({9, 3, 3, 3});
+  Net whole;
+  const Tensor expected = whole(batch);
+  expected.backward(gradient);
+  on_ranks(3, [&](int rank) {
+    Net net;
+    Tensor y;
+    {
+      const SyncBatchNormScope scope;
+      y = net(share_of(batch, kShares, rank));
+    }
+    y.backward(share_of(gradient, kShares, rank));  // after the scope
+    EXPECT_LE(difference(y, share_of(expected, kShares, rank)), 1e-12);
+    for (const auto& buffer : whole->named_buffers()) {
+      EXPECT_LE(difference(net->named_buffers()[buffer.key()], *buffer), 1e-12) << buffer.key();
+    }
+    for (const auto& parameter : whole->named_parameters()) {
+      Tensor sum = net->named_parameters()[parameter.key()].grad().clone();
+      all_reduce(sum);
+      EXPECT_LE(difference(sum, parameter->grad()), 1e-11) << parameter.key();
+    }
+  });
+}
+
+TEST(SyncBatchNormScopeTest, without_one_everything_is_torchs) {
+  on_ranks(2, [](int rank) {
+    Net net;
+    if (rank == 1) return;  // nobody is asked
+    const Tensor x = Random(4).normal({4, 2, 5, 5});
+    net(x).sum().backward();
+    { const SyncBatchNormScope scope; }
+    net(x).sum().backward();
+    net->bn->eval();
+    const SyncBatchNormScope scope;
+    net->bn(net->conv(x)).sum().backward();  // eval: nothing to synchronise
+    EXPECT_EQ(net->bn->num_batches_tracked.item<std::int64_t>(), 2);
+  });
+}
+
+TEST(SyncBatchNormScopeTest, no_grad_and_inference_mode) {
+  const Tensor batch = Random(5).normal({9, 3});
+  torch::nn::BatchNorm1d whole(3);
+  whole->to(at::kDouble);
+  const Tensor expected = whole(batch);
+  on_ranks(3, [&](int rank) {
+    const Tensor mine = share_of(batch, kShares, rank);
+    const SyncBatchNormScope scope;
+    {
+      const at::NoGradGuard no_grad;
+      torch::nn::BatchNorm1d bn(3);
+      bn->to(at::kDouble);
+      EXPECT_LE(difference(bn(mine), share_of(expected, kShares, rank)), 1e-12);
+      EXPECT_LE(difference(bn->running_var, whole->running_var), 1e-12);
+    }
+    const c10::InferenceMode inference;
+    torch::nn::BatchNorm1d bn(3);
+    bn->to(at::kDouble);
+    EXPECT_LE(difference(bn(mine.clone()), share_of(expected, kShares, rank)), 1e-12);
+    EXPECT_LE(difference(bn->running_var, whole->running_var), 1e-12);
+  });
+}
+
+/// A scripted module, saved and loaded as one made by Python would be.
+torch::jit::Module scripted() {
+  torch::jit::Module module("Scripted");
+  const Net net;
+  for (const char* name : {"weight", "bias"}) {
+    module.register_parameter(
+        name, net->bn->named_parameters()[name].detach().clone().requires_grad_(), false);
+  }
+  module.register_buffer("mean", at::zeros({3}, at::kDouble));
+  module.register_buffer("var", at::ones({3}, at::kDouble));
+  module.define(R"(
+    def forward(self, x):
+      y = torch.batch_norm(x * 2, self.weight, self.bias, self.mean, self.var, True, 0.1, 1e-5, False)
+      return torch.relu(y) + y * y
+  )");
+  std::stringstream file;
+  module.save(file);
+  return torch::jit::load(file);
+}
+
+/// Runs it until the profiling executor has replaced batch_norm by derivatives of its own.
+void warm_up(torch::jit::Module& module, const Tensor& x) {
+  for (int i = 0; i < 4; ++i) {
+    module.forward({x.detach().clone().requires_grad_()}).toTensor().sum().backward();
+  }
+}
+
+TEST(SyncBatchNormScopeTest, torch_script_modules) {
+  const Tensor batch = Random(6).normal({9, 3, 4, 4}), gradient = Random(7).normal({9, 3, 4, 4});
+  for (const bool warm : {false, true}) {
+    auto whole = scripted();
+    on_ranks(3, [&](int rank) {
+      auto module = scripted();
+      if (warm) warm_up(module, batch);
+      for (auto buffer : module.buffers()) buffer.zero_();
+      for (auto parameter : module.parameters()) parameter.mutable_grad().reset();
+      for (int step = 0; step < 4; ++step) {
+        const SyncBatchNormScope scope;
+        const Tensor x = share_of(batch, kShares, rank).detach().clone().requires_grad_();
+        const Tensor y = module.forward({x}).toTensor();
+        y.backward(share_of(gradient, kShares, rank));
+
+        const SyncBatchNormScope alone{Group()};
+        const Tensor all = batch.detach().clone().requires_grad_();
+        auto one = scripted();
+        const Tensor expected = one.forward({all}).toTensor();
+        expected.backward(gradient);
+        EXPECT_LE(difference(y, share_of(expected, kShares, rank)), 1e-11) << warm << step;
+        EXPECT_LE(difference(x.grad(), share_of(all.grad(), kShares, rank)), 1e-11) << warm << step;
+        Tensor dweight = module.attr("weight").toTensor().grad().clone();
+        all_reduce(dweight);
+        EXPECT_LE(difference(dweight, one.attr("weight").toTensor().grad() * (step + 1)), 1e-10);
+      }
+      // 4 steps of the same batch from 0.
+      const double share = 1 - std::pow(0.9, 4);
+      const Tensor mean = (batch * 2).mean({0, 2, 3}) * share;
+      EXPECT_LE(difference(module.attr("mean").toTensor(), mean), 1e-12);
+    });
+  }
+}
+
+TEST(SyncBatchNormScopeTest, instance_norm_is_left_alone) {
+  on_ranks(2, [](int rank) {
+    torch::nn::InstanceNorm2d norm(torch::nn::InstanceNorm2dOptions(3).track_running_stats(true));
+    const Tensor x = Random(8).normal({2, 3, 4, 4}, at::kFloat);
+    if (rank == 1) return;
+    const Tensor expected = norm(x);
+    const SyncBatchNormScope scope;
+    EXPECT_TRUE(norm(x).equal(expected));
+  });
+}
+
+TEST(SyncBatchNormScopeTest, the_inner_scope_holds_and_an_exception_ends_it) {
+  const Tensor batch = Random(9).normal({6, 3});
+  on_ranks(2, [&](int rank) {
+    const Tensor mine = share_of(batch, kHalves, rank);
+    const auto norm = [](const Tensor& x) {
+      return F::batch_norm(x, Tensor(), Tensor(), F::BatchNormFuncOptions().training(true));
+    };
+    const Tensor here = norm(mine), everywhere = share_of(norm(batch), kHalves, rank);
+    const SyncBatchNormScope outer;
+    EXPECT_LE(difference(norm(mine), everywhere), 1e-12);
+    {
+      const SyncBatchNormScope inner{Group()};  // of this rank alone
+      EXPECT_LE(difference(norm(mine), here), 1e-12);
+    }
+    EXPECT_LE(difference(norm(mine), everywhere), 1e-12);
+    try {
+      const SyncBatchNormScope inner{Group()};
+      throw std::runtime_error("out of it");
+    } catch (const std::runtime_error&) {
+      EXPECT_LE(difference(norm(mine), everywhere), 1e-12);
+    }
+  });
+}
+
+TEST(SyncBatchNormScopeTest, on_one_rank_only_is_a_mismatch) {
+  std::atomic<int> n_told{0};
+  const auto body = [&](int rank) {
+    torch::nn::BatchNorm1d bn(3);
+    const Tensor x = at::ones({2, 3});
+    Tensor loss = at::ones({1});
+    try {
+      std::optional<SyncBatchNormScope> scope;
+      if (rank == 0) scope.emplace();
+      bn(x);
+      all_reduce(loss);
+    } catch (const MismatchError& error) {
+      ++n_told;
+      EXPECT_NE(std::string(error.what()).find("all_gather"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("all_reduce"), std::string::npos) << error.what();
+      throw;
+    }
+  };
+  EXPECT_THROW(on_ranks(3, body), MismatchError);
+  EXPECT_EQ(n_told, 3);
+}
+
+TEST(SyncBatchNormScopeTest, wrong_input_is_told_before_anything_is_sent) {
+  on_ranks(2, [](int rank) {
+    const SyncBatchNormScope scope;
+    const auto norm = [](const Tensor& x, const Tensor& weight) {
+      return at::batch_norm(x, weight, {}, {}, {}, true, 0.1, 1e-5, false);
+    };
+    if (rank == 0) {
+      EXPECT_THROW(norm(at::ones({4}), {}), UsageError);
+      EXPECT_THROW(norm(at::ones({4, 3}), at::ones({2})), UsageError);
+      EXPECT_THROW(norm(at::ones({4, 3}), at::ones({3}, at::kDouble)), UsageError);
+    }
+    EXPECT_EQ(norm(at::ones({1, 3}, at::kBFloat16), at::ones({3})).scalar_type(), at::kBFloat16);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::nn
