@@ -12,4 +12,7 @@ inline constexpr int kUsageExitCode = 2;
 /// returns the exit code. Throws lockstep::Error.
 int run(const std::vector<std::string>& arguments);
 
+/// `lockstep bench`: measures collectives, alone or beside a peer.
+int bench(const std::vector<std::string>& arguments);
+
 }  // namespace lockstep::cli

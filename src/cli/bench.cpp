@@ -1,0 +1,154 @@
+#include "cli/bench/bench.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <lockstep/error.hpp>
+#include <thread>
+
+#include "base/cpus.hpp"
+#include "cli/verbs.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+using bench::Mode;
+using bench::Type;
+using bench::Verb;
+
+constexpr const char* kFooter = R"(Examples:
+  lockstep bench                                  all_reduce over 2 processes, 4 B to 16 MiB
+  lockstep bench --peer openmpi --peer mpich      the same beside MPI, with the ratio
+  lockstep bench -n 4 --verb barrier --verb all_gather --threads
+
+Contestants take turns, block by block; results are checked before they are timed.
+Each block lies between two probes of how near the two cores are to each other;
+only blocks of the commonest placement count. GB/s as nccl-tests defines them.
+warm: the same buffer again. touch: every rank rewrites its buffer before each
+call, only the call is timed. fresh: memory that no call has used yet.)";
+
+template <class Enum>
+std::map<std::string, Enum> names(std::initializer_list<Enum> values) {
+  std::map<std::string, Enum> result;
+  for (const Enum value : values) result.emplace(bench::name_of(value), value);
+  return result;
+}
+
+std::vector<int> cores() {
+  const base::CpuMask mask = base::allowed_cpus();
+  std::vector<int> result;
+  for (std::size_t i = 0; i < mask.size() * 64; ++i) {
+    if ((mask[i / 64] >> (i % 64) & 1U) != 0) result.push_back(static_cast<int>(i));
+  }
+  return result;
+}
+
+}  // namespace
+
+int bench(const std::vector<std::string>& arguments) {
+  bench::Plan plan;
+  std::uint64_t least = 4;
+  std::uint64_t most = std::uint64_t{16} << 20;
+  std::uint64_t factor = 4;
+  int block_ms = 50;
+  bool with_threads = false;
+  bool without_processes = false;
+  bool is_unpinned = false;
+  std::vector<std::string> families;
+  std::string json;
+  std::string svg;
+  std::string as_rank;
+  int threads_of = 0;
+
+  CLI::App app("Measures collectives, alone or beside a peer.", "lockstep bench");
+  app.footer(kFooter);
+  app.set_help_flag("-h,--help", "Print this");
+  app.add_option("-n", plan.n_ranks, "Ranks (default 2)")->check(CLI::Range(1, 512));
+  app.add_option("--verb", plan.verbs, "Collectives (default all_reduce)")
+      ->transform(CLI::CheckedTransformer(
+          names({Verb::barrier, Verb::all_reduce, Verb::broadcast, Verb::all_gather,
+                 Verb::reduce_scatter, Verb::all_to_all})));
+  app.add_option("--min", least, "Smallest buffer (default 4; takes 4KiB, 1MiB)")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
+  app.add_option("--max", most, "Largest buffer (default 16MiB)")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
+  app.add_option("--factor", factor, "From one size to the next (default 4)")
+      ->check(CLI::Range(2, 1024));
+  app.add_option("--type", plan.type, "Elements (default f32)")
+      ->transform(CLI::CheckedTransformer(
+          names({Type::u8, Type::i32, Type::i64, Type::f16, Type::bf16, Type::f32, Type::f64})));
+  app.add_option("--mode", plan.mode, "Buffers: warm, touch or fresh (default warm)")
+      ->transform(CLI::CheckedTransformer(names({Mode::warm, Mode::touch, Mode::fresh})));
+  app.add_flag("--shared", plan.in_shared_memory, "Our buffers come from Group::allocate");
+  app.add_flag("--threads", with_threads, "Ranks as threads of one process, too");
+  app.add_flag("--no-processes", without_processes, "Leave the ranks as processes out");
+  app.add_flag("--unpinned", is_unpinned, "Do not bind ranks to cores");
+  app.add_option("--peer", families, "openmpi, mpich, c10d: measure it in the same run");
+  app.add_option("--blocks", plan.n_blocks, "Blocks of each contestant and size (default 5)")
+      ->check(CLI::Range(1, 1000));
+  app.add_option("--block-ms", block_ms, "Length of a block (default 50)")
+      ->check(CLI::Range(1, 60'000));
+  app.add_option("--json", json, "Write all figures to FILE");
+  app.add_option("--svg", svg, "Draw the latencies to FILE (gnuplot)");
+  // How the ranks of ours are started: not for users.
+  app.add_option("--as-rank", as_rank)->group("");
+  app.add_option("--threads-of", threads_of)->group("");
+
+  std::vector<std::string> words(arguments.rbegin(), arguments.rend());
+  try {
+    app.parse(std::move(words));
+  } catch (const CLI::CallForHelp&) {
+    fmt::print("{}", app.help());
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    fmt::print(stderr, "lockstep bench: {}\nSee lockstep bench --help\n", error.what());
+    return kUsageExitCode;
+  }
+  if (!as_rank.empty()) return bench::work(as_rank, threads_of);
+  if (plan.verbs.empty()) plan.verbs = {Verb::all_reduce};
+  if (least < bench::size_of(plan.type) || most < least || most > (std::uint64_t{1} << 32)) {
+    fmt::print(stderr,
+               "lockstep bench: sizes from {} to {} bytes; expected from {}, the size of one {}, "
+               "to 4 GiB, --min not above --max\n",
+               least, most, bench::size_of(plan.type), bench::name_of(plan.type));
+    return kUsageExitCode;
+  }
+  for (std::uint64_t size = least; size <= most; size *= factor) plan.sizes.push_back(size);
+  plan.block_time = std::chrono::milliseconds(block_ms);
+  if (!is_unpinned) plan.cores = cores();
+
+  std::vector<std::string> missing;
+  std::vector<bench::Entrant> entrants =
+      bench::ours(plan.n_ranks, !without_processes, with_threads);
+  for (auto& peer : bench::peers(families, plan.n_ranks, missing)) entrants.push_back(peer);
+  if (!missing.empty()) {
+    for (const std::string& reason : missing) fmt::print(stderr, "lockstep bench: {}\n", reason);
+    return 1;
+  }
+  std::vector<std::unique_ptr<bench::Team>> teams;
+  for (const bench::Entrant& entrant : entrants) {
+    teams.push_back(std::make_unique<bench::Team>(entrant, plan.n_ranks, plan.cores));
+  }
+  const bool is_terminal = ::isatty(STDERR_FILENO) != 0;
+  const auto rows = bench::measure_all(plan, teams, [&](Verb verb, std::uint64_t size) {
+    if (is_terminal) fmt::print(stderr, "\r{} {} bytes    ", bench::name_of(verb), size);
+  });
+  if (is_terminal) fmt::print(stderr, "\r                                        \r");
+  fmt::print("{}", bench::table_of(plan, rows));
+  if (!json.empty()) {
+    std::ofstream file(json);
+    file << bench::json_of(plan, rows).dump(2) << '\n';
+    if (!file.flush()) throw SystemError({.operation = "lockstep bench"}, errno, "write " + json);
+  }
+  if (!svg.empty()) bench::draw(plan, rows, svg);
+  // A team that failed has been dismissed.
+  const bool has_failed =
+      std::any_of(teams.begin(), teams.end(), [](const auto& team) { return !team; });
+  return has_failed ? 1 : 0;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,111 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cli/bench/wire.hpp"
+
+namespace lockstep::bench {
+
+std::string_view name_of(Verb verb);
+std::string_view name_of(Type type);
+std::string_view name_of(Mode mode);
+
+/// What the two cores of the machine are to each other just now (docs/performance.md).
+enum class Placement { siblings, near, far };
+std::string_view name_of(Placement placement);
+
+struct Probe {
+  double one_way_ns;  ///< a cache line from one core to the other
+  Placement placement;
+};
+
+/// Ping-pong between the two cores for `duration`.
+Probe probe_placement(int core_a, int core_b, std::chrono::milliseconds duration);
+
+/// A kind of ranks that can be measured.
+struct Entrant {
+  std::string name;
+  std::string family;                ///< what --peer calls it; "lockstep" for ours
+  std::vector<std::string> command;  ///< ends before the socket's path
+};
+
+/// Entrants for n ranks; those whose program is not on this machine are left out, with the reason
+/// in `missing`.
+std::vector<Entrant> ours(int n_ranks, bool with_processes, bool with_threads);
+std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks,
+                           std::vector<std::string>& missing);
+
+/// The ranks of one entrant, started and connected.
+class Team {
+ public:
+  /// cores: rank r runs on cores[r % size]; empty: anywhere. Throws SystemError or EngineError
+  /// with what the program wrote where it does not start.
+  Team(const Entrant& entrant, int n_ranks, const std::vector<int>& cores);
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  const Entrant& entrant() const { return entrant_; }
+  /// Times of every rank, in ns per call. Throws EngineError with the rank's own text.
+  std::vector<double> run(const Block& block);
+
+ private:
+  [[noreturn]] void fail(const std::string& what);
+  void end() noexcept;
+
+  Entrant entrant_;
+  std::string directory_;
+  std::string output_;
+  int listener_ = -1;
+  int pid_ = -1;
+  std::vector<int> ranks_;
+};
+
+struct Plan {
+  int n_ranks = 2;
+  std::vector<Verb> verbs;
+  std::vector<std::uint64_t> sizes;  ///< bytes, as nccl-tests counts them
+  Type type = Type::f32;
+  Mode mode = Mode::warm;
+  bool in_shared_memory = false;
+  int n_blocks = 5;
+  std::chrono::milliseconds block_time{50};
+  std::vector<int> cores;
+};
+
+/// One entrant at one size: medians over the blocks that ran in the commonest placement.
+struct Row {
+  Verb verb;
+  std::uint64_t n_bytes;
+  std::string entrant;
+  std::string family;
+  double p50_us;
+  double p99_us;
+  double algorithm_gb_s;
+  double bus_gb_s;
+  int n_blocks;  ///< that count
+  Placement placement;
+  std::string error;  ///< why there are no figures
+};
+
+/// Every size of every verb, the teams by turns, block by block. `progress` is called after each
+/// size.
+std::vector<Row> measure_all(const Plan& plan, std::vector<std::unique_ptr<Team>>& teams,
+                             const std::function<void(Verb, std::uint64_t)>& progress);
+
+std::string table_of(const Plan& plan, const std::vector<Row>& rows);
+nlohmann::json json_of(const Plan& plan, const std::vector<Row>& rows);
+/// Draws the latencies with gnuplot. Throws SystemError where there is none.
+void draw(const Plan& plan, const std::vector<Row>& rows, const std::string& path);
+
+/// A rank of ours: a process, or n threads where n_threads > 0.
+int work(const std::string& socket, int n_threads);
+
+}  // namespace lockstep::bench
