@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <lockstep/lockstep.hpp>
 #include <map>
+#include <ostream>
+#include <string>
 #include <vector>
 
 namespace lockstep {
@@ -49,20 +51,160 @@ TEST(EnvironmentTest, nothing_set_is_the_solo_group) {
   EXPECT_FALSE(is_distributed());
 }
 
+// What each launcher sets, as the real ones do (tests/cli/launchers_test.cpp runs those).
+const Values kTorchrun = {
+    {"RANK", "1"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"}};
+const Values kSrun = {{"SLURM_JOB_ID", "7"},         {"SLURM_STEP_ID", "0"},
+                      {"SLURM_PROCID", "8"},         {"SLURM_NTASKS", "9"},
+                      {"SLURM_STEP_NUM_TASKS", "9"}, {"SLURM_STEP_TASKS_PER_NODE", "4(x2),1"},
+                      {"SLURM_LOCALID", "0"},        {"SLURM_NODEID", "2"}};
+const Values kBatchScript = {{"SLURM_JOB_ID", "7"},  {"SLURM_PROCID", "0"},
+                             {"SLURM_NTASKS", "3"},  {"SLURM_TASKS_PER_NODE", "3"},
+                             {"SLURM_LOCALID", "0"}, {"SLURM_NODEID", "0"}};
+const Values kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "2"},
+                         {"OMPI_COMM_WORLD_SIZE", "3"},
+                         {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                         {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"},
+                         {"PMIX_RANK", "2"},
+                         {"PMIX_NAMESPACE", "1467613185"}};
+const Values kMpich = {
+    {"PMI_RANK", "2"}, {"PMI_SIZE", "3"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}};
+
+Values operator+(Values values, const Values& more) {
+  for (const auto& [name, value] : more) values[name] = value;
+  return values;
+}
+
+struct Seen {
+  Launcher launcher;
+  int rank, size, local_rank, local_size;
+  bool operator==(const Seen&) const = default;
+};
+
+std::ostream& operator<<(std::ostream& out, const Seen& seen) {
+  return out << name_of(seen.launcher) << ": rank " << seen.rank << " of " << seen.size
+             << ", local " << seen.local_rank << " of " << seen.local_size;
+}
+
+Seen seen(const Values& values) {
+  const Variables variables(values);
+  const comm::World world = launch::read_world(infer_launcher());
+  return {world.launcher, world.rank, world.size, world.local_rank, world.local_size};
+}
+
+TEST(EnvironmentTest, every_launcher_gives_its_four_numbers) {
+  EXPECT_EQ(seen(kTorchrun), (Seen{Launcher::pytorch, 1, 4, 1, 4}));
+  EXPECT_EQ(seen(kTorchrun + Values{{"LOCKSTEP_SEGMENT", "3:0"}}),
+            (Seen{Launcher::lockstep, 1, 4, 1, 4}));
+  EXPECT_EQ(seen(kSrun), (Seen{Launcher::slurm, 8, 9, 0, 1}));
+  EXPECT_EQ(seen(kSrun + Values{{"SLURM_PROCID", "5"}, {"SLURM_NODEID", "1"}}),
+            (Seen{Launcher::slurm, 5, 9, 0, 4}));
+  EXPECT_EQ(seen(kOpenMpi), (Seen{Launcher::mpi, 2, 3, 0, 1}));
+  EXPECT_EQ(seen(kMpich), (Seen{Launcher::mpi, 2, 3, 1, 2}));
+}
+
+TEST(EnvironmentTest, a_step_may_be_smaller_than_its_allocation) {
+  EXPECT_EQ(seen(kSrun + Values{{"SLURM_NTASKS", "64"}, {"SLURM_TASKS_PER_NODE", "64"}}),
+            (Seen{Launcher::slurm, 8, 9, 0, 1}));
+}
+
+TEST(EnvironmentTest, a_batch_script_runs_once) {
+  EXPECT_EQ(seen(kBatchScript), (Seen{Launcher::none, 0, 1, 0, 1}));
+}
+
 TEST(EnvironmentTest, the_innermost_launcher_wins) {
-  const Variables slurm(Values{{"SLURM_PROCID", "0"}});
-  EXPECT_EQ(infer_launcher(), Launcher::slurm);
-  const Variables torchrun(Values{{"RANK", "0"}, {"WORLD_SIZE", "1"}});
-  EXPECT_EQ(infer_launcher(), Launcher::pytorch);
-  const Variables mpi(Values{{"PMI_RANK", "0"}});
-  EXPECT_EQ(infer_launcher(), Launcher::mpi);
-  const Variables own(Values{{"LOCKSTEP_SEGMENT", "3:0"}});
-  EXPECT_EQ(infer_launcher(), Launcher::lockstep);
+  const Values own = {{"LOCKSTEP_SEGMENT", "3:0"}};
+  EXPECT_EQ(seen(kSrun + kOpenMpi).launcher, Launcher::mpi);
+  EXPECT_EQ(seen(kSrun + kMpich).launcher, Launcher::mpi);
+  EXPECT_EQ(seen(kBatchScript + kMpich).launcher, Launcher::mpi);
+  EXPECT_EQ(seen(kSrun + kTorchrun + Values{{"TORCHELASTIC_RUN_ID", "none"}}),
+            (Seen{Launcher::pytorch, 1, 4, 1, 4}));
+  EXPECT_EQ(seen(kBatchScript + kTorchrun).launcher, Launcher::pytorch);
+  EXPECT_EQ(seen(kSrun + kTorchrun + own).launcher, Launcher::lockstep);
+  EXPECT_EQ(seen(kOpenMpi + kTorchrun + own).launcher, Launcher::lockstep);
+  EXPECT_EQ(seen(kMpich + kTorchrun + own).launcher, Launcher::lockstep);
+  EXPECT_EQ(seen(kOpenMpi + kTorchrun + Values{{"WORLD_SIZE", "3"}}),
+            (Seen{Launcher::mpi, 2, 3, 0, 1}));
+}
+
+TEST(EnvironmentTest, sruns_own_pmi_is_srun) {
+  EXPECT_EQ(seen(kSrun + Values{{"PMI_RANK", "8"}, {"PMI_SIZE", "9"}}).launcher, Launcher::slurm);
+  EXPECT_EQ(seen(kSrun + Values{{"PMIX_RANK", "8"}}).launcher, Launcher::slurm);
+}
+
+TEST(EnvironmentTest, leftovers_of_another_size_are_named_with_the_launchers) {
+  for (const Values& mpi : {kOpenMpi, kMpich}) {
+    const std::string text = refusal(mpi + kTorchrun);
+    EXPECT_NE(text.find("SIZE is 3, but WORLD_SIZE is 4"), std::string::npos) << text;
+    EXPECT_NE(text.find("mpirun's and torchrun's"), std::string::npos) << text;
+  }
+  EXPECT_NE(refusal(kSrun + kTorchrun).find("SLURM_STEP_NUM_TASKS is 9, but WORLD_SIZE is 4"),
+            std::string::npos);
+  // Who chooses the launcher is not asked.
+  const Variables variables(kMpich + kTorchrun);
+  EXPECT_EQ(launch::read_world(Launcher::mpi).size, 3);
+  EXPECT_EQ(launch::read_world(Launcher::pytorch).size, 4);
+}
+
+TEST(EnvironmentTest, pmix_alone_has_no_size) {
+  EXPECT_NE(refusal({{"PMIX_RANK", "2"}}).find("PMIX_RANK is 2, but PMIx has no variable for"),
+            std::string::npos);
+}
+
+TEST(EnvironmentTest, jobs_that_run_at_once_differ_and_their_ranks_do_not) {
+  const auto job = [](const Values& values) {
+    const Variables variables(values);
+    return launch::read_world(infer_launcher()).job;
+  };
+  const Values other_rank = {{"SLURM_PROCID", "0"}, {"SLURM_NODEID", "0"}, {"PMIX_RANK", "0"}};
+  EXPECT_FALSE(job(kSrun).empty());
+  EXPECT_EQ(job(kSrun), job(kSrun + other_rank));
+  EXPECT_NE(job(kSrun), job(kSrun + Values{{"SLURM_STEP_ID", "1"}}));
+  EXPECT_NE(job(kSrun), job(kSrun + Values{{"SLURM_JOB_ID", "8"}}));  // its array's next task
+  EXPECT_EQ(job(kOpenMpi), job(kOpenMpi + other_rank));
+  EXPECT_NE(job(kOpenMpi), job(kOpenMpi + Values{{"PMIX_NAMESPACE", "1"}}));
+  const Values port = {{"MASTER_PORT", "29500"}};
+  EXPECT_NE(job(kTorchrun + port), job(kTorchrun + Values{{"MASTER_PORT", "29501"}}));
+}
+
+TEST(EnvironmentTest, lists_of_tasks_that_are_none) {
+  const auto with = [](const std::string& name, const std::string& value) {
+    return refusal(kSrun + Values{{name, value}});
+  };
+  for (const char* damaged : {"", "x", "4(x2", "4(x2)1", "4(x2),", "4(x0),1", "0(x2),9", "4x2,1",
+                              " 4(x2),1", "4(x999999999),1", "99999999999", "-4(x2),17"}) {
+    EXPECT_EQ(with("SLURM_STEP_TASKS_PER_NODE", damaged),
+              "SLURM_STEP_TASKS_PER_NODE is '" + std::string(damaged) +
+                  "'; Slurm writes the tasks per node as in 4(x2),1");
+  }
+  EXPECT_EQ(with("SLURM_STEP_TASKS_PER_NODE", "4(x2)"),
+            "SLURM_STEP_TASKS_PER_NODE is 4(x2), which makes 8 tasks, but SLURM_STEP_NUM_TASKS is "
+            "9");
+  EXPECT_EQ(with("SLURM_NODEID", "3"),
+            "SLURM_NODEID is 3, but SLURM_STEP_TASKS_PER_NODE is 4(x2),1: nodes are 0 to 2");
+  EXPECT_EQ(with("SLURM_LOCALID", "1"),
+            "SLURM_LOCALID is 1, but SLURM_STEP_TASKS_PER_NODE=4(x2),1 at SLURM_NODEID=2 is 1: "
+            "local ranks are 0 to 0");
+  EXPECT_EQ(with("SLURM_PROCID", "9"),
+            "SLURM_PROCID is 9, but SLURM_STEP_NUM_TASKS is 9: ranks are 0 to 8");
+}
+
+TEST(EnvironmentTest, every_variable_of_every_launcher_is_missed_and_checked) {
+  for (const Values& all : {kTorchrun, kOpenMpi, kMpich}) {
+    for (const auto& [name, value] : all) {
+      if (name.starts_with("PMIX")) continue;
+      Values rest = all;
+      rest.erase(name);
+      rest.erase("PMIX_RANK");
+      EXPECT_EQ(refusal(rest).rfind(name + " is not set", 0), 0U) << refusal(rest);
+      EXPECT_EQ(refusal(all + Values{{name, "1e3"}}), name + " is '1e3', not a whole number");
+      EXPECT_EQ(refusal(all + Values{{name, "-1"}}).rfind(name + " is -1; it must be from", 0), 0U);
+    }
+  }
 }
 
 TEST(EnvironmentTest, contradictions_name_variable_and_value) {
-  const Values good = {
-      {"RANK", "1"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"}};
+  const Values& good = kTorchrun;
   const auto with = [&](const std::string& name, const std::string& value) {
     auto values = good;
     values[name] = value;
@@ -82,6 +224,11 @@ TEST(EnvironmentTest, contradictions_name_variable_and_value) {
   EXPECT_EQ(with("WORLD_SIZE", "0").rfind("WORLD_SIZE is 0; it must be from 1", 0), 0U);
   EXPECT_EQ(with("WORLD_SIZE", "99999999999"), "WORLD_SIZE is '99999999999', not a whole number");
   EXPECT_EQ(with("LOCAL_RANK", "9").rfind("LOCAL_RANK is 9, but LOCAL_WORLD_SIZE is 4", 0), 0U);
+  EXPECT_EQ(with("LOCAL_WORLD_SIZE", "5"),
+            "LOCAL_WORLD_SIZE is 5, but WORLD_SIZE is 4: a host cannot have more ranks than the "
+            "world");
+  EXPECT_EQ(with("MASTER_PORT", "http"), "MASTER_PORT is 'http', not a whole number");
+  EXPECT_EQ(with("MASTER_PORT", "65536"), "MASTER_PORT is 65536; it must be from 1 to 65535");
   // Complete, but nothing here can carry it: every engine says why.
   const std::string text = refusal(good);
   EXPECT_NE(text.find("no engine can join rank 1 of 4"), std::string::npos) << text;

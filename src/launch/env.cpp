@@ -1,0 +1,41 @@
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cmath>
+#include <lockstep/env.hpp>
+
+#include "launch/variables.hpp"
+
+namespace lockstep {
+
+using launch::variable;
+
+Env Env::read() {
+  Env env;
+  env.segment = variable("LOCKSTEP_SEGMENT");
+  env.simd = variable("LOCKSTEP_SIMD");
+  if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
+    launch::refuse(
+        fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));
+  }
+  if (variable("LOCKSTEP_RESTART")) {
+    env.restart = launch::number("lockstep run", {"LOCKSTEP_RESTART"}, 0, launch::kMostRanks).value;
+  }
+  if (const auto text = variable("LOCKSTEP_TIMEOUT")) {
+    double seconds = 0;
+    const char* const end = text->data() + text->size();
+    const auto parsed = std::from_chars(text->data(), end, seconds);
+    constexpr double kLongest = 3e9;  // a century
+    if (parsed.ec != std::errc() || parsed.ptr != end || !std::isfinite(seconds) || seconds <= 0 ||
+        seconds > kLongest) {
+      launch::refuse(
+          fmt::format("LOCKSTEP_TIMEOUT is '{}'; it takes the seconds one operation may last, "
+                      "as 30 or 0.5",
+                      *text));
+    }
+    env.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));
+  }
+  return env;
+}
+
+}  // namespace lockstep
