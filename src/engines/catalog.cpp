@@ -18,11 +18,21 @@ Availability solo_available(const comm::World& world) {
 std::unique_ptr<Engine> join_solo(const comm::World&, const Call&) { return solo::make(); }
 
 Availability shared_available(const comm::World& world) {
-  return {world.segment.has_value(),
-          "needs the memory that `lockstep run` gives its ranks, and LOCKSTEP_SEGMENT is not set"};
+  if (world.segment) return {.is_available = true, .reason = {}};
+  if (world.local_size != world.size) {
+    return {.is_available = false,
+            .reason = fmt::format("is for ranks on one host, and {} of {} are on this one",
+                                  world.local_size, world.size)};
+  }
+  return {.is_available = !world.job.empty(),
+          .reason =
+              "needs memory to share: LOCKSTEP_SEGMENT is not set (`lockstep run` sets it), "
+              "nor is what the ranks could know each other by (MASTER_ADDR and MASTER_PORT, "
+              "SLURM_JOB_ID, or PMIx's variables)"};
 }
 
 std::unique_ptr<Engine> join_shared(const comm::World& world, const Call& barrier) {
+  if (!world.segment) return shared::meet_world(world.job, world.rank, world.size, barrier);
   auto segment = shared::inherit_world(*world.segment);
   if (segment->n_ranks() != world.size) {
     throw UsageError(context_of(barrier, world.rank),

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "engines/shared/meeting.hpp"
 #include "engines/shared/shared_engine.hpp"
 
 namespace lockstep::shared {
@@ -47,6 +48,11 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable) {
 std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank,
                                    const Call& barrier) {
   return SharedEngine::join(std::make_shared<Seat>(std::move(segment), rank), barrier);
+}
+
+std::unique_ptr<Engine> meet_world(std::string_view job, int rank, int n_ranks,
+                                   const Call& barrier) {
+  return SharedEngine::join(meet(job, rank, n_ranks, barrier), barrier);
 }
 
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept {

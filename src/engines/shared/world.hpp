@@ -19,6 +19,11 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable);
 /// others. Throws UsageError, and what any barrier throws.
 std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank, const Call& barrier);
 
+/// Joins the world of the n_ranks processes of this host that belong to `job` and inherited no
+/// segment. Throws what meet() and any barrier throw.
+std::unique_ptr<Engine> meet_world(std::string_view job, int rank, int n_ranks,
+                                   const Call& barrier);
+
 /// Says for a rank that will never join why it will not.
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept;
 

@@ -1,0 +1,308 @@
+#include "engines/shared/meeting.hpp"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <lockstep/lockstep.hpp>
+#include <thread>
+
+#include "base/fd.hpp"
+#include "launch/environment.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+/// Ranks as torchrun would start them: told who they are by variables, with nothing inherited.
+class MeetingTest : public testing::Test {
+ protected:
+  ~MeetingTest() override {
+    for (const pid_t pid : pids_) {
+      ::kill(pid, SIGKILL);
+      ::waitpid(pid, nullptr, 0);
+    }
+  }
+
+  /// A child whose failed expectations and exceptions fail the test.
+  pid_t start(const std::function<void()>& body) {
+    std::fflush(nullptr);
+    const pid_t pid = ::fork();
+    if (pid != 0) {
+      pids_.push_back(pid);
+      return pid;
+    }
+    ::alarm(60);  // the watchdog
+    int code = 0;
+    try {
+      body();
+    } catch (const std::exception& error) {
+      fmt::print(stderr, "{}\n", error.what());
+      code = 3;
+    }
+    if (HasFailure()) code = 4;
+    std::fflush(nullptr);
+    ::_exit(code);
+  }
+
+  pid_t start_rank(int rank, int n_ranks, const std::function<void()>& body) {
+    return start([=, this] {
+      ::setenv("RANK", std::to_string(rank).c_str(), 1);
+      ::setenv("WORLD_SIZE", std::to_string(n_ranks).c_str(), 1);
+      ::setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
+      ::setenv("LOCAL_WORLD_SIZE", std::to_string(n_ranks).c_str(), 1);
+      ::setenv("MASTER_ADDR", "127.0.0.1", 1);
+      ::setenv("MASTER_PORT", port_.c_str(), 1);
+      body();
+    });
+  }
+
+  /// The socket's name, as the ranks of this test have it.
+  std::string name() const {
+    return meeting_name(fmt::format("MASTER_ADDR=127.0.0.1 MASTER_PORT={} ", port_));
+  }
+
+  int wait_for(pid_t pid) {
+    int status = -1;
+    EXPECT_EQ(::waitpid(pid, &status, 0), pid);
+    std::erase(pids_, pid);
+    return status;
+  }
+
+  void expect_all_pass() {
+    while (!pids_.empty()) EXPECT_EQ(wait_for(pids_.front()), 0);
+    EXPECT_EQ(n_sockets(), 0) << "left behind";
+  }
+
+  /// Sockets of the meeting in the system: the listening one, and one for each rank that has come.
+  int n_sockets() const {
+    std::ifstream table("/proc/net/unix");
+    int n = 0;
+    for (std::string line; std::getline(table, line);)
+      n += line.ends_with(fmt::format("@{}", name())) ? 1 : 0;
+    return n;
+  }
+
+  void wait_for_sockets(int n) const {
+    const auto give_up = std::chrono::steady_clock::now() + seconds(30);
+    while (n_sockets() < n) {
+      ASSERT_LT(std::chrono::steady_clock::now(), give_up) << "sockets: " << n_sockets();
+      std::this_thread::sleep_for(milliseconds(2));
+    }
+  }
+
+  const std::string port_ = std::to_string(::getpid());
+  std::vector<pid_t> pids_;
+};
+
+/// Expects init_dist to throw Thrown with all of `parts` in its text.
+template <class Thrown>
+void expect_refusal(std::initializer_list<std::string> parts, milliseconds timeout = seconds(30)) {
+  try {
+    init_dist({.timeout = timeout});
+    ADD_FAILURE() << "no error";
+  } catch (const Thrown& error) {
+    for (const std::string& part : parts) {
+      EXPECT_NE(error.text().find(part), std::string::npos) << error.what();
+    }
+  }
+}
+
+std::int64_t sum_of_ranks() {
+  std::int64_t sum = get_rank();
+  all_reduce(std::span(&sum, 1));
+  return sum;
+}
+
+sockaddr_un address_of(const std::string& name) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  return address;
+}
+
+socklen_t size_of(const std::string& name) {
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+}
+
+constexpr uid_t kNobody = 65534;
+
+TEST_F(MeetingTest, ranks_that_inherited_nothing_share_memory) {
+  for (int rank = 3; rank >= 0; --rank) {
+    start_rank(rank, 4, [rank] {
+      init_dist();
+      EXPECT_EQ(get_backend(), "shared");
+      EXPECT_EQ(get_rank(), rank);
+      EXPECT_EQ(get_local_size(), 4);
+      EXPECT_EQ(sum_of_ranks(), 6);
+      destroy_dist();
+    });
+  }
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, a_world_of_one_needs_no_meeting) {
+  start_rank(0, 1, [] {
+    init_dist({.backend = "shared"});
+    EXPECT_EQ(sum_of_ranks(), 0);
+  });
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, one_world_after_another) {
+  for (int rank = 0; rank < 3; ++rank) {
+    start_rank(rank, 3, [rank] {
+      for (int i = 0; i < 50; ++i) {
+        init_dist();
+        EXPECT_EQ(sum_of_ranks(), 3);
+        // Whoever is late finds the next meeting under way, or has it wait.
+        if (i % 3 == rank) std::this_thread::sleep_for(milliseconds(3));
+        destroy_dist();
+      }
+    });
+  }
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, a_rank_that_does_not_come_is_named_on_all) {
+  for (const int rank : {0, 1, 3}) {
+    start_rank(rank, 4, [] {
+      expect_refusal<TimeoutError>({"rank 2 of 4 did not come"}, milliseconds(500));
+    });
+  }
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, the_shortest_patience_ends_it_for_all) {
+  start_rank(0, 3, [] { expect_refusal<TimeoutError>({"rank 2 of 3 did not come"}); });
+  start_rank(1, 3,
+             [] { expect_refusal<TimeoutError>({"rank 2 of 3 did not come"}, milliseconds(300)); });
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, rank_0_that_does_not_come_is_named) {
+  start_rank(1, 2, [] {
+    expect_refusal<TimeoutError>({"rank 0 of 2 did not come", "MASTER_PORT"}, milliseconds(300));
+  });
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, rank_0_killed_in_the_meeting_is_lost) {
+  const pid_t leader = start_rank(0, 3, [] { init_dist(); });
+  start_rank(1, 3, [leader] {
+    expect_refusal<PeerLost>({fmt::format("rank 0 (process {}) died", leader)});
+  });
+  wait_for_sockets(2);
+  ::kill(leader, SIGKILL);
+  wait_for(leader);
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, another_rank_killed_in_the_meeting_is_lost) {
+  const pid_t victim = start_rank(2, 4, [] { init_dist(); });
+  for (const int rank : {0, 1}) {
+    start_rank(rank, 4, [victim] {
+      expect_refusal<PeerLost>({fmt::format("rank 2 (process {}) died", victim)});
+    });
+  }
+  wait_for_sockets(3);
+  std::this_thread::sleep_for(milliseconds(50));  // for its hello, behind its connection
+  ::kill(victim, SIGKILL);
+  wait_for(victim);
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, a_rank_killed_after_the_meeting_is_lost) {
+  const pid_t victim = start_rank(1, 3, [] {
+    init_dist();
+    barrier();
+    ::raise(SIGKILL);
+  });
+  for (const int rank : {0, 2}) {
+    start_rank(rank, 3, [] {
+      init_dist();
+      barrier();
+      EXPECT_THROW(barrier(), PeerLost);
+    });
+  }
+  EXPECT_EQ(wait_for(victim), SIGKILL);
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, sizes_that_differ_are_a_mismatch) {
+  start_rank(0, 2, [] { expect_refusal<MismatchError>({"rank 1 of 3", "a world of 2"}); });
+  start_rank(1, 3, [] { expect_refusal<MismatchError>({"rank 1 of 3", "a world of 2"}); });
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, two_processes_of_one_rank_are_a_mismatch) {
+  start_rank(0, 3, [] { expect_refusal<MismatchError>({"two processes are rank 1"}); });
+  for (int i = 0; i < 2; ++i) {
+    start_rank(1, 3, [] { expect_refusal<MismatchError>({"two processes are rank 1"}); });
+  }
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, a_name_that_another_user_holds_is_refused) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user too";
+  const std::string taken = name();
+  const pid_t stranger = start([&taken] {
+    ASSERT_EQ(::setuid(kNobody), 0);
+    const base::UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET, 0));
+    const sockaddr_un address = address_of(taken);
+    ASSERT_EQ(::bind(socket.get(), reinterpret_cast<const sockaddr*>(&address), size_of(taken)), 0);
+    ASSERT_EQ(::listen(socket.get(), 8), 0);
+    ::pause();
+  });
+  wait_for_sockets(1);
+  for (int rank = 0; rank < 2; ++rank) {
+    const pid_t pid = start_rank(rank, 2, [stranger] {
+      expect_refusal<EngineError>({fmt::format("process {} of user 65534", stranger)});
+    });
+    EXPECT_EQ(wait_for(pid), 0);
+  }
+  ::kill(stranger, SIGKILL);
+  wait_for(stranger);
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, another_user_hears_nothing) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user too";
+  const std::string open = name();
+  start_rank(0, 2, [] {
+    init_dist();
+    EXPECT_EQ(sum_of_ranks(), 1);
+  });
+  wait_for_sockets(1);
+  const pid_t stranger = start([&open] {
+    ASSERT_EQ(::setuid(kNobody), 0);
+    const base::UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET, 0));
+    const sockaddr_un address = address_of(open);
+    while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), size_of(open)) !=
+           0) {
+      std::this_thread::sleep_for(milliseconds(1));  // bound, not listening yet
+    }
+    char byte = 0;
+    EXPECT_LE(::recv(socket.get(), &byte, 1, 0), 0);
+  });
+  EXPECT_EQ(wait_for(stranger), 0);
+  start_rank(1, 2, [] {
+    init_dist();
+    EXPECT_EQ(sum_of_ranks(), 1);
+  });
+  expect_all_pass();
+}
+
+}  // namespace
+}  // namespace lockstep::shared
