@@ -132,7 +132,7 @@ bool is_clear(const std::string& out) {
 
 TEST(EnvironmentFaultsTest, two_hundred_of_them_end_in_clear_errors) {
   constexpr unsigned kFaults = 200;
-  constexpr unsigned kAtOnce = 4;
+  constexpr unsigned kAtOnce = 8;
   std::array<int, 2> n_ended{};  // alone, with an error
   for (unsigned first = 0; first < kFaults; first += kAtOnce) {
     std::vector<Values> environments;
@@ -140,7 +140,7 @@ TEST(EnvironmentFaultsTest, two_hundred_of_them_end_in_clear_errors) {
     for (unsigned seed = first; seed < first + kAtOnce; ++seed) {
       environments.push_back(damaged_environment(seed));
       Values variables = environments.back();
-      variables.emplace("LOCKSTEP_TIMEOUT", "1");
+      variables.emplace("LOCKSTEP_TIMEOUT", "0.3");
       // 5 s is the longest an error may take; timeout ends what hangs by SIGKILL, as 137.
       programs.push_back(std::make_unique<Command>(
           StartOptions{.variables = variables,

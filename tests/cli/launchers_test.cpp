@@ -1,0 +1,202 @@
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cli/command.hpp"
+
+namespace lockstep::test {
+namespace {
+
+constexpr const char* kResult =
+    "items 1001, sum 333833500, mean 333500.000, largest 1000000, agreed, in order";
+
+/// `name` with its path, or empty where there is no such program.
+std::string program(const std::string& name) {
+  if (name == "torchrun" && access(VENV_TORCHRUN, X_OK) == 0) return VENV_TORCHRUN;
+  for (const char* folder : {"/usr/local/bin/", "/usr/bin/", "/usr/sbin/", "/bin/"}) {
+    if (access((folder + name).c_str(), X_OK) == 0) return folder + name;
+  }
+  return {};
+}
+
+#define SKIP_WITHOUT(name)                                                     \
+  if (program(name).empty()) {                                                 \
+    GTEST_SKIP() << "there is no " << (name) << "; ./dev setup installs what " \
+                 << "tests run against";                                       \
+  }                                                                            \
+  static_assert(true)
+
+/// Runs a shell line and waits for its end. $LOCKSTEP is the command, $EVALUATE the program.
+Ended run_line(const std::string& line, std::map<std::string, std::string> variables = {}) {
+  variables.emplace("EVALUATE", EVALUATE_PROGRAM);
+  variables.emplace("LOCKSTEP", LOCKSTEP_COMMAND);
+  variables.emplace("LOCKSTEP_TIMEOUT", "30");
+  Command command(StartOptions{.variables = variables, .shell = line});
+  return command.wait();
+}
+
+void expect_lines(const std::string& text, const std::string& part, int times) {
+  const std::vector<std::string> lines = lines_of(text);
+  const auto n_found = std::count_if(lines.begin(), lines.end(), [&](const std::string& line) {
+    return line.find(part) != std::string::npos;
+  });
+  EXPECT_EQ(n_found, times) << "of '" << part << "' in: " << text;
+}
+
+/// It printed the result once, and its ranks say who started them.
+void expect_result(const Ended& ended, int n_ranks, const std::string& launcher) {
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  expect_lines(ended.out, kResult, 1);
+  for (int rank = 0; rank < n_ranks; ++rank) {
+    expect_lines(ended.err,
+                 fmt::format("rank {} of {}, local {} of {}, by {}, over ", rank, n_ranks, rank,
+                             n_ranks, launcher),
+                 1);
+  }
+}
+
+const std::string kOpenMpi =
+    "mpirun.openmpi --allow-run-as-root --oversubscribe --bind-to none -n 3 ";
+const std::string kMpich = "mpirun.mpich -n 3 ";
+const std::string kTorchrun = " --standalone --no-python --nproc-per-node 3 ";
+
+TEST(LaunchersTest, one_program_alone_as_threads_and_under_lockstep_run) {
+  expect_result(run_line("\"$EVALUATE\""), 1, "none");
+  expect_result(run_line("\"$EVALUATE\" threads 3"), 3, "threads");
+  expect_result(run_line("\"$LOCKSTEP\" run -n 3 \"$EVALUATE\""), 3, "lockstep run");
+}
+
+TEST(LaunchersTest, one_program_under_open_mpi) {
+  SKIP_WITHOUT("mpirun.openmpi");
+  expect_result(run_line(kOpenMpi + "\"$EVALUATE\""), 3, "mpirun");
+}
+
+TEST(LaunchersTest, one_program_under_mpich) {
+  SKIP_WITHOUT("mpirun.mpich");
+  expect_result(run_line(kMpich + "\"$EVALUATE\""), 3, "mpirun");
+  // A shell stands between the launcher and the rank.
+  expect_result(run_line(kMpich + "sh -c '\"$EVALUATE\"; exit $?'"), 3, "mpirun");
+}
+
+TEST(LaunchersTest, one_program_under_torchrun) {
+  SKIP_WITHOUT("torchrun");
+  expect_result(run_line(program("torchrun") + kTorchrun + "\"$EVALUATE\""), 3, "torchrun");
+}
+
+TEST(LaunchersTest, lockstep_run_inside_mpirun) {
+  SKIP_WITHOUT("mpirun.mpich");
+  expect_result(run_line("mpirun.mpich -n 1 \"$LOCKSTEP\" run -n 3 \"$EVALUATE\""), 3,
+                "lockstep run");
+}
+
+TEST(LaunchersTest, mpirun_under_leftovers_of_torchrun) {
+  SKIP_WITHOUT("mpirun.mpich");
+  const auto with_size = [](const char* size) {
+    return run_line(
+        kMpich + "\"$EVALUATE\"",
+        {{"RANK", "0"}, {"WORLD_SIZE", size}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", size}});
+  };
+  expect_result(with_size("3"), 3, "mpirun");
+  const Ended ended = with_size("2");
+  EXPECT_NE(ended.exit_code, 0);
+  EXPECT_NE(ended.out.find("PMI_SIZE is 3, but WORLD_SIZE is 2"), std::string::npos) << ended.out;
+}
+
+/// A cluster of its own for the tests below.
+class SlurmTest : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    for (const char* name : {"slurmctld", "slurmd", "srun", "munged"}) {
+      if (program(name).empty()) missing_ = fmt::format("there is no {}; ./dev setup", name);
+    }
+    if (geteuid() != 0) missing_ = "only root can start slurmd";
+    if (!missing_.empty()) return;
+    folder_ = std::make_unique<TemporaryFolder>();
+    cluster_ = std::make_unique<Command>(
+        StartOptions{.variables = {{"FOLDER", *folder_ / "slurm"}},
+                     .shell = "exec bash '" SLURM_CLUSTER "' \"$FOLDER\""});
+    cluster_->read_until("ready");
+  }
+
+  static void TearDownTestSuite() {
+    if (cluster_) {
+      cluster_->send(SIGTERM);
+      EXPECT_EQ(cluster_->wait().exit_code, 0);
+      EXPECT_TRUE(cluster_->processes().empty());
+    }
+    cluster_.reset();
+    folder_.reset();
+  }
+
+  void SetUp() override {
+    if (!missing_.empty()) GTEST_SKIP() << missing_;
+  }
+
+  static Ended run_in_cluster(const std::string& line) {
+    return run_line(line,
+                    {{"SLURM_CONF", *folder_ / "slurm/slurm.conf"}, {"FOLDER", *folder_ / "."}});
+  }
+  static std::string file(const std::string& name) { return contents_of(*folder_ / name); }
+
+ private:
+  static inline std::string missing_;
+  static inline std::unique_ptr<TemporaryFolder> folder_;
+  static inline std::unique_ptr<Command> cluster_;
+};
+
+TEST_F(SlurmTest, one_program_under_srun) {
+  expect_result(run_in_cluster("srun -n 3 \"$EVALUATE\""), 3, "Slurm");
+  expect_result(run_in_cluster("srun --mpi=pmi2 -n 3 \"$EVALUATE\""), 3, "Slurm");
+}
+
+// Waits by the files: sbatch --wait looks every ten seconds only.
+TEST_F(SlurmTest, an_array_of_jobs_that_run_at_once) {
+  const Ended ended = run_in_cluster(
+      "sbatch --array=0-1 -n 2 -o \"$FOLDER/array-%a.out\" -e \"$FOLDER/array-%a.err\" --wrap "
+      "'srun \"$EVALUATE\"; touch \"$FOLDER/array-$SLURM_ARRAY_TASK_ID.done\"' && "
+      "until [ -e \"$FOLDER/array-0.done\" ] && [ -e \"$FOLDER/array-1.done\" ]; do sleep 0.1; "
+      "done");
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  for (const std::string name : {"array-0", "array-1"}) {
+    expect_result({.exit_code = 0, .out = file(name + ".out"), .err = file(name + ".err")}, 2,
+                  "Slurm");
+  }
+}
+
+TEST_F(SlurmTest, a_batch_script_without_srun_is_alone) {
+  const Ended ended = run_in_cluster(
+      "sbatch -n 3 -o \"$FOLDER/batch.out\" -e \"$FOLDER/batch.err\" --wrap "
+      "'\"$EVALUATE\"; touch \"$FOLDER/batch.done\"' && "
+      "until [ -e \"$FOLDER/batch.done\" ]; do sleep 0.1; done");
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  expect_result({.exit_code = 0, .out = file("batch.out"), .err = file("batch.err")}, 1, "none");
+}
+
+TEST_F(SlurmTest, launchers_inside_an_allocation_win) {
+  expect_result(run_in_cluster("salloc -n 3 \"$LOCKSTEP\" run -n 3 \"$EVALUATE\""), 3,
+                "lockstep run");
+  expect_result(run_in_cluster("srun -n 1 \"$LOCKSTEP\" run -n 3 \"$EVALUATE\""), 3,
+                "lockstep run");
+  if (!program("mpirun.openmpi").empty()) {
+    expect_result(run_in_cluster("salloc -n 3 " + kOpenMpi + "\"$EVALUATE\""), 3, "mpirun");
+  }
+  if (!program("mpirun.mpich").empty()) {
+    expect_result(run_in_cluster("salloc -n 3 " + kMpich + "\"$EVALUATE\""), 3, "mpirun");
+  }
+}
+
+TEST_F(SlurmTest, torchrun_inside_a_step_wins) {
+  SKIP_WITHOUT("torchrun");
+  expect_result(run_in_cluster("srun -n 1 " + program("torchrun") + kTorchrun + "\"$EVALUATE\""), 3,
+                "torchrun");
+}
+
+}  // namespace
+}  // namespace lockstep::test
