@@ -25,7 +25,8 @@ Everything after PROGRAM is the program's own; '--' before it is only needed
 when its name begins with a dash.
 
 Each rank finds in its environment RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (a free port, or yours if it is set),
+LOCAL_WORLD_SIZE, GROUP_RANK (the node's number), MASTER_ADDR, MASTER_PORT (a
+free port, or yours if it is set),
 LOCKSTEP_RESTART (how often the ranks were started again: 0 at first) and
 LOCKSTEP_SEGMENT, by which lockstep::init_dist joins the others.
 OMP_NUM_THREADS is set to the cores per rank, at least 1, unless you have set it.
@@ -34,6 +35,11 @@ Rank 0 reads your standard input unless that is a terminal; the others read noth
 When a rank fails, the others have a second to end with their own error, then
 get SIGTERM and, after --grace seconds, SIGKILL. Ctrl-C goes to all ranks; a
 second one kills them. What the ranks have started ends with them.
+
+On several machines, the same line on each but for its number:
+  lockstep run --nnodes 2 --node-rank R --rdzv HOST:PORT -n 4 ./train
+HOST is an address of node 0's machine and becomes MASTER_ADDR. When a rank fails
+on one node, the ranks of all nodes end, and every `lockstep run` has its code.
 
 Exit code: 0 when every rank ended with 0; else that of the rank which failed
 first, or 128 + N where signal N killed it. 2: this command line is wrong.
@@ -90,6 +96,31 @@ std::size_t find_program_word(const CLI::App& app, const std::vector<std::string
   return arguments.size();
 }
 
+/// Reads HOST:PORT. Returns what is wrong with the options of several machines; empty: nothing.
+std::string check_nodes(const CLI::App& app, launch::NodesOptions& nodes,
+                        const std::string& rendezvous) {
+  if (nodes.n_nodes == 1 && nodes.node_rank == 0) return {};
+  if (app.count("--node-rank") == 0) {
+    return fmt::format("--nnodes {} needs --node-rank, from 0 to {}", nodes.n_nodes,
+                       nodes.n_nodes - 1);
+  }
+  if (nodes.node_rank >= nodes.n_nodes) {
+    return fmt::format("--node-rank is {}, but --nnodes is {}: nodes are 0 to {}", nodes.node_rank,
+                       nodes.n_nodes, nodes.n_nodes - 1);
+  }
+  const std::size_t colon = rendezvous.rfind(':');
+  if (colon != std::string::npos && colon > 0) {
+    nodes.host = rendezvous.substr(0, colon);
+    if (nodes.host.starts_with('[') && nodes.host.ends_with(']')) {  // an IPv6 address
+      nodes.host = nodes.host.substr(1, nodes.host.size() - 2);
+    }
+    const char* const end = rendezvous.data() + rendezvous.size();
+    const auto [rest, error] = std::from_chars(rendezvous.data() + colon + 1, end, nodes.port);
+    if (error == std::errc() && rest == end && nodes.port != 0 && !nodes.host.empty()) return {};
+  }
+  return fmt::format("--rdzv is '{}', expected HOST:PORT of node 0, as 10.0.0.1:29400", rendezvous);
+}
+
 }  // namespace
 
 int run(const std::vector<std::string>& arguments) {
@@ -134,6 +165,24 @@ int run(const std::vector<std::string>& arguments) {
                                           {"never", launch::Prefix::never}}))
       ->type_name("auto|always|never");
 
+  launch::NodesOptions& nodes = options.nodes;
+  std::string rendezvous;
+  double rendezvous_timeout_s = 300;
+  app.add_option("--nnodes", nodes.n_nodes,
+                 "How many machines start the world together (default 1)")
+      ->check(number(1, 65'536, "a whole number"))
+      ->type_name("N");
+  app.add_option("--node-rank", nodes.node_rank, "The number of this machine, from 0")
+      ->check(number(0, 65'535, "a whole number"))
+      ->type_name("R");
+  app.add_option("--rdzv", rendezvous,
+                 "Where node 0 waits for the others: an address of its\n"
+                 "machine and a free port")
+      ->type_name("HOST:PORT");
+  app.add_option("--rdzv-timeout", rendezvous_timeout_s, "Until all nodes have come (default 300)")
+      ->check(number(0.1, 86'400.0, "seconds"))
+      ->type_name("SECONDS");
+
   const std::size_t program = find_program_word(app, arguments);
   std::vector<std::string> own(arguments.begin(),
                                arguments.begin() + static_cast<std::ptrdiff_t>(program));
@@ -156,6 +205,11 @@ int run(const std::vector<std::string>& arguments) {
                "lockstep run: no program to start; expected e.g. lockstep run -n {} ./train\n"
                "See lockstep run --help\n",
                options.n_ranks);
+    return kUsageExitCode;
+  }
+  nodes.timeout = std::chrono::milliseconds(static_cast<long>(rendezvous_timeout_s * 1000));
+  if (const std::string wrong = check_nodes(app, nodes, rendezvous); !wrong.empty()) {
+    fmt::print(stderr, "lockstep run: {}\nSee lockstep run --help\n", wrong);
     return kUsageExitCode;
   }
   if (!log_dir.empty()) options.log_dir = log_dir;

@@ -18,13 +18,12 @@ Availability solo_available(const comm::World& world) {
 std::unique_ptr<Engine> join_solo(const comm::World&, const Call&) { return solo::make(); }
 
 Availability shared_available(const comm::World& world) {
-  if (world.segment) return {.is_available = true, .reason = {}};
   if (world.local_size != world.size) {
     return {.is_available = false,
             .reason = fmt::format("is for ranks on one host, and {} of {} are on this one",
                                   world.local_size, world.size)};
   }
-  return {.is_available = !world.job.empty(),
+  return {.is_available = world.segment.has_value() || !world.job.empty(),
           .reason =
               "needs memory to share: LOCKSTEP_SEGMENT is not set (`lockstep run` sets it), "
               "nor is what the ranks could know each other by (MASTER_ADDR and MASTER_PORT, "

@@ -68,8 +68,12 @@ int n_threads(const Options& options, std::size_t n_cores) {
 
 }  // namespace
 
-Attempt::Attempt(const LaunchContext& context, int n_restarts)
-    : context_(context), n_restarts_(n_restarts), job_(context.options.n_ranks) {}
+Attempt::Attempt(const LaunchContext& context, int n_restarts, Nodes* nodes)
+    : context_(context),
+      n_restarts_(n_restarts),
+      nodes_(nodes),
+      placement_(nodes != nullptr ? nodes->placement() : place_alone(context.options.n_ranks)),
+      job_(context.options.n_ranks) {}
 
 Attempt::~Attempt() {
   signal_groups(SIGKILL);
@@ -91,7 +95,8 @@ bool Attempt::over() const {
   const bool all_reaped = std::all_of(ranks_.begin(), ranks_.end(),
                                       [](const Rank& rank) { return rank.state == State::reaped; });
   // Whoever interrupts twice does not wait for a reader who takes nothing.
-  return all_reaped && (context_.mux.idle() || (n_interrupts_ > 1 && context_.mux.stuck()));
+  return all_reaped && (nodes_ == nullptr || nodes_->over()) &&
+         (context_.mux.idle() || (n_interrupts_ > 1 && context_.mux.stuck()));
 }
 
 void Attempt::say(const std::string& text) {
@@ -104,10 +109,11 @@ void Attempt::say(const std::string& text) {
 void Attempt::start_ranks() {
   const Options& options = context_.options;
   std::vector<RankLogs> logs(static_cast<std::size_t>(options.n_ranks));
-  if (options.log_dir) logs = open_rank_logs(*options.log_dir, options.n_ranks, n_restarts_);
+  if (options.log_dir)
+    logs = open_rank_logs(*options.log_dir, placement_.first_rank, options.n_ranks, n_restarts_);
 
   const WorldEnvironment environment{.n_ranks = options.n_ranks,
-                                     .master_port = master_port(),
+                                     .placement = placement_,
                                      .segment = job_.environment(),
                                      .n_restarts = n_restarts_,
                                      .n_threads = n_threads(options, context_.cores.size())};
@@ -118,8 +124,8 @@ void Attempt::start_ranks() {
 
   for (int rank = 0; rank < options.n_ranks; ++rank) {
     RankLogs& log = logs[static_cast<std::size_t>(rank)];
-    const RankOutputs outputs =
-        context_.mux.add(rank, std::move(log.stdout_log), std::move(log.stderr_log));
+    const RankOutputs outputs = context_.mux.add(
+        placement_.first_rank + rank, std::move(log.stdout_log), std::move(log.stderr_log));
     ProcessSpec spec{.program = context_.program,
                      .arguments = options.command,
                      .environment = rank_environment(environment, rank),
@@ -147,13 +153,18 @@ void Attempt::wait_for_events() {
     timeout_ms = static_cast<int>(std::clamp<milliseconds::rep>(left, 0, 60'000));
   }
   poll_entries_.assign(1, {context_.signals.fd(), POLLIN, 0});
+  if (nodes_ != nullptr) nodes_->append_to(poll_entries_);
+  const std::size_t n_before_mux = poll_entries_.size();
   context_.mux.append_to(poll_entries_);
   if (poll(poll_entries_.data(), poll_entries_.size(), timeout_ms) < 0) {
     if (errno == EINTR) return;
     throw system_error("cannot wait for the ranks");
   }
   // What a rank wrote last stands before the report of its end.
-  context_.mux.service(std::span(poll_entries_).subspan(1));
+  context_.mux.service(std::span(poll_entries_).subspan(n_before_mux));
+  if (nodes_ != nullptr) {
+    if (const auto failure = nodes_->service()) end_with(*failure);
+  }
   if (poll_entries_[0].revents != 0) handle_signals();
 }
 
@@ -169,6 +180,13 @@ void Attempt::handle_signals() {
 
 void Attempt::forward(int signal) {
   outcome_.interrupted = true;
+  if (nodes_ != nullptr) {
+    nodes_->say_failed({.exit_code = 128 + signal,
+                        .interrupted = true,
+                        .text = fmt::format("node {} was ended by {}", placement_.node_rank,
+                                            name_of_signal(signal))});
+    if (outcome_.exit_code == 0) outcome_.exit_code = 128 + signal;
+  }
   if (signal == SIGINT) ++n_interrupts_;
   if (phase_ == Phase::killing) return;
   if (n_interrupts_ > 1) {
@@ -226,22 +244,46 @@ void Attempt::report_failure(int rank, int wait_status) {
     phase_deadline_ = Clock::now() + kNotice;
     if (n_running > 0) ending = "; ending the others";
   }
-  say(fmt::format("rank {} (pid {}) {} after {:.2f} s{}", rank,
-                  ranks_[static_cast<std::size_t>(rank)].pid, how, seconds(Clock::now() - start_),
-                  ending));
+  const std::string what =
+      fmt::format("rank {} (pid {}) {} after {:.2f} s", world_rank(static_cast<std::size_t>(rank)),
+                  ranks_[static_cast<std::size_t>(rank)].pid, how, seconds(Clock::now() - start_));
+  say(what + ending);
+  if (nodes_ != nullptr) {
+    nodes_->say_failed({.exit_code = outcome_.exit_code,
+                        .interrupted = outcome_.interrupted,
+                        .text = fmt::format("node {}: {}", placement_.node_rank, what)});
+  }
+}
+
+void Attempt::end_with(const NodeFailure& failure) {
+  if (failed_ || phase_ != Phase::running) return;
+  failed_ = true;
+  outcome_ = {.exit_code = failure.exit_code, .interrupted = failure.interrupted};
+  phase_ = Phase::notified;
+  phase_deadline_ = Clock::now() + kNotice;
+  say(failure.text + "; ending the ranks of this node");
+}
+
+int Attempt::world_rank(std::size_t local_rank) const {
+  return placement_.first_rank + static_cast<int>(local_rank);
 }
 
 // --- time -----------------------------------------------------------------------------------
 
 void Attempt::advance() {
   for (std::size_t rank = 0; rank < ranks_.size(); ++rank) advance_rank(static_cast<int>(rank));
+  if (nodes_ != nullptr && !failed_ && phase_ == Phase::running &&
+      std::none_of(ranks_.begin(), ranks_.end(),
+                   [](const Rank& rank) { return rank.state == State::running; })) {
+    nodes_->say_done();
+  }
   if (Clock::now() < phase_deadline_) return;
   if (phase_ == Phase::notified) {
     terminate_groups(SIGTERM);
   } else {
     std::vector<int> late;
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-      if (ranks_[rank].state == State::running) late.push_back(static_cast<int>(rank));
+      if (ranks_[rank].state == State::running) late.push_back(world_rank(rank));
     }
     if (!late.empty()) {
       say(fmt::format("{} did not end within {:g} s: killing (SIGKILL)", list_of(late),
@@ -257,15 +299,17 @@ void Attempt::advance_rank(int rank) {
   switch (looked_at.state) {
     case State::running: return;
     case State::ended:
-      if (late || phase_ == Phase::killing || !context_.mux.is_open(rank)) reap(looked_at);
+      if (late || phase_ == Phase::killing || !context_.mux.is_open(placement_.first_rank + rank))
+        reap(looked_at);
       return;
     case State::reaped:
       if (!late) return;
       // Who left the group may hold an output for ever. The mux closes it when it has nothing more
       // to read and its reader took everything: look again until then.
-      context_.mux.abandon(rank);
-      looked_at.deadline =
-          context_.mux.is_open(rank) ? Clock::now() + kLookAgain : Clock::time_point::max();
+      context_.mux.abandon(placement_.first_rank + rank);
+      looked_at.deadline = context_.mux.is_open(placement_.first_rank + rank)
+                               ? Clock::now() + kLookAgain
+                               : Clock::time_point::max();
       return;
   }
 }

@@ -10,6 +10,7 @@
 
 #include "engines/shared/job.hpp"
 #include "launch/guard.hpp"
+#include "launch/nodes.hpp"
 #include "launch/options.hpp"
 #include "launch/output_mux.hpp"
 #include "launch/process.hpp"
@@ -41,7 +42,8 @@ struct Outcome {
 /// the launcher goes on to the ranks at once and begins the same grace.
 class Attempt {
  public:
-  Attempt(const LaunchContext& context, int n_restarts);
+  /// `nodes`: the other machines' launchers; null where there are none.
+  Attempt(const LaunchContext& context, int n_restarts, Nodes* nodes);
   /// Kills what still runs.
   ~Attempt();
   Attempt(const Attempt&) = delete;
@@ -72,6 +74,8 @@ class Attempt {
   void look_for_ends(pid_t first);
   void look_at(int rank);
   void report_failure(int rank, int wait_status);
+  void end_with(const NodeFailure& failure);
+  int world_rank(std::size_t local_rank) const;
   void advance();
   void advance_rank(int rank);
   void reap(Rank& rank);
@@ -83,6 +87,8 @@ class Attempt {
 
   const LaunchContext& context_;
   const int n_restarts_;
+  Nodes* const nodes_;
+  const Placement placement_;
   shared::Job job_;
   const Clock::time_point start_ = Clock::now();
   std::vector<Rank> ranks_;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "base/cpus.hpp"
 #include "launch/attempt.hpp"
@@ -62,7 +63,15 @@ int launch_ranks(const Options& options) {
   }
   const LaunchContext context{options, program, std::move(cores), open_files, guard, signals, mux};
   for (int n_restarts = 0;; ++n_restarts) {
-    const Outcome outcome = Attempt(context, n_restarts).run();
+    std::optional<Nodes> nodes;
+    if (options.nodes.n_nodes > 1) {
+      try {
+        nodes.emplace(options.nodes, options.n_ranks, n_restarts, signals);
+      } catch (const Interrupted& interrupted) {
+        return 128 + interrupted.signal;
+      }
+    }
+    const Outcome outcome = Attempt(context, n_restarts, nodes ? &*nodes : nullptr).run();
     const bool again =
         outcome.exit_code != 0 && !outcome.interrupted && n_restarts < options.max_restarts;
     if (!again) return outcome.exit_code;

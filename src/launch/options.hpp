@@ -20,6 +20,15 @@ enum class Bind : std::uint8_t {
 /// When lines carry their rank: `automatic` where the output is a terminal.
 enum class Prefix : std::uint8_t { automatic, always, never };
 
+/// Launchers on several machines that start one world together.
+struct NodesOptions {
+  int n_nodes = 1;
+  int node_rank = 0;
+  std::string host;  ///< of node 0, where the others find it
+  std::uint16_t port = 0;
+  std::chrono::milliseconds timeout{300'000};  ///< until all nodes have come
+};
+
 /// What `lockstep run` was asked to do.
 struct Options {
   int n_ranks = 0;
@@ -29,6 +38,7 @@ struct Options {
   std::chrono::milliseconds grace{10'000};  ///< between SIGTERM and SIGKILL
   Bind bind = Bind::none;
   Prefix prefix = Prefix::automatic;
+  NodesOptions nodes;
 };
 
 }  // namespace lockstep::launch

@@ -58,14 +58,16 @@ std::vector<int> allowed_cores() {
   return cores;
 }
 
-std::vector<std::string> rank_environment(const WorldEnvironment& world, int rank) {
+std::vector<std::string> rank_environment(const WorldEnvironment& world, int local_rank) {
+  const Placement& placement = world.placement;
   std::vector<std::string> result = {
-      fmt::format("RANK={}", rank),
-      fmt::format("WORLD_SIZE={}", world.n_ranks),
-      fmt::format("LOCAL_RANK={}", rank),
+      fmt::format("RANK={}", placement.first_rank + local_rank),
+      fmt::format("WORLD_SIZE={}", placement.world_size),
+      fmt::format("LOCAL_RANK={}", local_rank),
       fmt::format("LOCAL_WORLD_SIZE={}", world.n_ranks),
-      "MASTER_ADDR=127.0.0.1",
-      fmt::format("MASTER_PORT={}", world.master_port),
+      fmt::format("GROUP_RANK={}", placement.node_rank),
+      fmt::format("MASTER_ADDR={}", placement.master_addr),
+      fmt::format("MASTER_PORT={}", placement.master_port),
       fmt::format("LOCKSTEP_SEGMENT={}", world.segment),
       fmt::format("LOCKSTEP_RESTART={}", world.n_restarts),
   };

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "launch/options.hpp"
+#include "launch/nodes.hpp"
 
 namespace lockstep::launch {
 
@@ -17,14 +17,14 @@ std::vector<int> allowed_cores();
 
 /// What all ranks of one world have in common.
 struct WorldEnvironment {
-  int n_ranks;
-  std::uint16_t master_port;
+  int n_ranks;  ///< of this machine
+  Placement placement;
   std::string segment;  ///< Job::environment()
   int n_restarts;       ///< how often the world was started before
   int n_threads;        ///< OMP_NUM_THREADS, unless the user has set it
 };
 
-/// The launcher's environment with the variables of one rank, as NAME=value.
-std::vector<std::string> rank_environment(const WorldEnvironment& world, int rank);
+/// The launcher's environment with the variables of one rank of this machine, as NAME=value.
+std::vector<std::string> rank_environment(const WorldEnvironment& world, int local_rank);
 
 }  // namespace lockstep::launch

@@ -28,14 +28,15 @@ base::UniqueFd create(const fs::path& path) {
 
 }  // namespace
 
-std::vector<RankLogs> open_rank_logs(const fs::path& folder, int n_ranks, int n_restarts) {
+std::vector<RankLogs> open_rank_logs(const fs::path& folder, int first_rank, int n_ranks,
+                                     int n_restarts) {
   std::error_code error;
   fs::create_directories(folder, error);
   if (error) {
     errno = error.value();
     throw system_error(fmt::format("--log-dir: cannot make the folder '{}'", folder.string()));
   }
-  for (int rank = 0; rank < n_ranks; ++rank) {
+  for (int rank = first_rank; rank < first_rank + n_ranks; ++rank) {
     for (const std::string_view extension : {"out", "err"}) {
       const fs::path path = log_path(folder, rank, n_restarts, extension);
       if (fs::exists(path, error)) {
@@ -47,7 +48,7 @@ std::vector<RankLogs> open_rank_logs(const fs::path& folder, int n_ranks, int n_
     }
   }
   std::vector<RankLogs> logs;
-  for (int rank = 0; rank < n_ranks; ++rank) {
+  for (int rank = first_rank; rank < first_rank + n_ranks; ++rank) {
     logs.push_back({create(log_path(folder, rank, n_restarts, "out")),
                     create(log_path(folder, rank, n_restarts, "err"))});
   }

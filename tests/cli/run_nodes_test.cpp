@@ -1,0 +1,379 @@
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "cli/command.hpp"
+
+// Several machines: each `lockstep run` is a node. Here they are processes on loopback, or in
+// network namespaces of their own.
+namespace lockstep::test {
+namespace {
+
+using Lines = std::vector<std::string>;
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+sockaddr_in loopback(int port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  return address;
+}
+
+std::string free_rendezvous() {
+  const base::UniqueFd fd(::socket(AF_INET, SOCK_STREAM, 0));
+  sockaddr_in address = loopback(0);
+  socklen_t n_bytes = sizeof address;
+  EXPECT_EQ(::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), n_bytes), 0);
+  EXPECT_EQ(::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &n_bytes), 0);
+  return fmt::format("127.0.0.1:{}", ntohs(address.sin_port));
+}
+
+struct Node {
+  int n_nodes = 2;
+  int node_rank = 0;
+  std::string rendezvous;
+  int n_ranks = 2;
+  std::string script;
+  std::string timeout_s = "30";
+  std::vector<std::string> options = {};
+  std::string shell = {};
+};
+
+std::unique_ptr<Command> start(const Node& node) {
+  std::vector<std::string> arguments = {"run",
+                                        "--nnodes",
+                                        std::to_string(node.n_nodes),
+                                        "--node-rank",
+                                        std::to_string(node.node_rank),
+                                        "--rdzv",
+                                        node.rendezvous,
+                                        "-n",
+                                        std::to_string(node.n_ranks),
+                                        "--rdzv-timeout",
+                                        node.timeout_s};
+  arguments.insert(arguments.end(), node.options.begin(), node.options.end());
+  for (const std::string& word : {std::string("sh"), std::string("-c"), node.script}) {
+    arguments.push_back(word);
+  }
+  return std::make_unique<Command>(StartOptions{.arguments = arguments, .shell = node.shell});
+}
+
+constexpr const char* kWho =
+    "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR";
+
+TEST(RunNodesTest, ranks_are_numbered_over_all_nodes) {
+  const std::string rendezvous = free_rendezvous();
+  const auto last =
+      start({.n_nodes = 3, .node_rank = 2, .rendezvous = rendezvous, .n_ranks = 1, .script = kWho});
+  const auto first =
+      start({.n_nodes = 3, .node_rank = 0, .rendezvous = rendezvous, .n_ranks = 2, .script = kWho});
+  const auto middle =
+      start({.n_nodes = 3, .node_rank = 1, .rendezvous = rendezvous, .n_ranks = 3, .script = kWho});
+  const Ended ended_first = first->wait();
+  const Ended ended_middle = middle->wait();
+  const Ended ended_last = last->wait();
+  EXPECT_EQ(ended_first.exit_code, 0) << ended_first.err;
+  EXPECT_EQ(ended_middle.exit_code, 0) << ended_middle.err;
+  EXPECT_EQ(ended_last.exit_code, 0) << ended_last.err;
+  EXPECT_EQ(sorted_lines_of(ended_first.out),
+            (Lines{"0/6 0/2 0 127.0.0.1", "1/6 1/2 0 127.0.0.1"}));
+  EXPECT_EQ(sorted_lines_of(ended_middle.out),
+            (Lines{"2/6 0/3 1 127.0.0.1", "3/6 1/3 1 127.0.0.1", "4/6 2/3 1 127.0.0.1"}));
+  EXPECT_EQ(sorted_lines_of(ended_last.out), (Lines{"5/6 0/1 2 127.0.0.1"}));
+}
+
+TEST(RunNodesTest, a_rank_that_fails_ends_the_ranks_of_all_nodes) {
+  const std::string script = "[ $RANK = 3 ] && exit 7; sleep 1000";
+  const std::string rendezvous = free_rendezvous();
+  std::vector<std::unique_ptr<Command>> nodes;
+  for (const int node : {0, 1, 2}) {
+    nodes.push_back(
+        start({.n_nodes = 3, .node_rank = node, .rendezvous = rendezvous, .script = script}));
+  }
+  for (const auto& node : nodes) {
+    const Ended ended = node->wait();
+    EXPECT_EQ(ended.exit_code, 7) << ended.err;
+    EXPECT_TRUE(contains(ended.err, "rank 3 (pid ")) << ended.err;
+    EXPECT_TRUE(contains(ended.err, "exited with code 7")) << ended.err;
+    node->expect_nothing_left();
+  }
+}
+
+TEST(RunNodesTest, a_launcher_that_is_killed_ends_the_other_nodes) {
+  for (const int victim : {0, 1}) {
+    const std::string rendezvous = free_rendezvous();
+    std::vector<std::unique_ptr<Command>> nodes;
+    for (const int node : {0, 1}) {
+      nodes.push_back(
+          start({.node_rank = node, .rendezvous = rendezvous, .script = "echo ready; sleep 1000"}));
+    }
+    for (const auto& node : nodes) node->read_until("ready", 2);
+    nodes[static_cast<std::size_t>(victim)]->send(SIGKILL);
+    Command& other = *nodes[static_cast<std::size_t>(1 - victim)];
+    const Ended ended = other.wait();
+    EXPECT_EQ(ended.exit_code, 1) << ended.err;
+    EXPECT_TRUE(contains(ended.err, fmt::format("node {} is lost", victim))) << ended.err;
+    nodes[static_cast<std::size_t>(victim)]->wait();
+    for (const auto& node : nodes) node->expect_nothing_left();
+  }
+}
+
+TEST(RunNodesTest, a_node_that_is_done_still_ends_with_the_code_of_the_others) {
+  const std::string rendezvous = free_rendezvous();
+  const auto done = start({.node_rank = 0, .rendezvous = rendezvous, .script = "echo done"});
+  const auto failing = start(
+      {.node_rank = 1, .rendezvous = rendezvous, .script = "sleep 0.3; [ $RANK = 2 ] && exit 5"});
+  EXPECT_EQ(done->wait().exit_code, 5);
+  EXPECT_EQ(failing->wait().exit_code, 5);
+}
+
+TEST(RunNodesTest, an_interrupt_ends_all_nodes_and_none_starts_again) {
+  const std::string rendezvous = free_rendezvous();
+  std::vector<std::unique_ptr<Command>> nodes;
+  for (const int node : {0, 1}) {
+    nodes.push_back(start({.node_rank = node,
+                           .rendezvous = rendezvous,
+                           .script = "echo ready; exec sleep 1000",
+                           .options = {"--max-restarts", "3"}}));
+  }
+  for (const auto& node : nodes) node->read_until("ready", 2);
+  nodes[1]->send(SIGINT);
+  for (const auto& node : nodes) {
+    const Ended ended = node->wait();
+    EXPECT_EQ(ended.exit_code, 128 + SIGINT) << ended.err;
+    EXPECT_FALSE(contains(ended.err, "restart 1")) << ended.err;
+  }
+}
+
+TEST(RunNodesTest, an_interrupt_ends_the_wait_for_the_others) {
+  for (const int node : {0, 1}) {
+    const auto alone =
+        start({.node_rank = node, .rendezvous = free_rendezvous(), .script = "true"});
+    ::usleep(200'000);
+    alone->send(SIGINT);
+    const Ended ended = alone->wait();
+    EXPECT_TRUE(ended.exit_code == 128 + SIGINT || ended.signal == SIGINT) << ended.err;
+  }
+}
+
+TEST(RunNodesTest, all_nodes_start_again_together) {
+  const std::string script =
+      "echo $RANK.$LOCKSTEP_RESTART; [ $LOCKSTEP_RESTART = 1 ] && exit 0; [ $RANK = 1 ] && exit 3; "
+      "sleep 1000";
+  const std::string rendezvous = free_rendezvous();
+  std::vector<std::unique_ptr<Command>> nodes;
+  for (const int node : {0, 1}) {
+    nodes.push_back(start({.node_rank = node,
+                           .rendezvous = rendezvous,
+                           .n_ranks = 1,
+                           .script = script,
+                           .options = {"--max-restarts", "1"}}));
+  }
+  for (std::size_t node = 0; node < nodes.size(); ++node) {
+    const Ended ended = nodes[node]->wait();
+    EXPECT_EQ(ended.exit_code, 0) << ended.err;
+    EXPECT_EQ(lines_of(ended.out), (Lines{fmt::format("{}.0", node), fmt::format("{}.1", node)}));
+  }
+}
+
+TEST(RunNodesTest, who_is_missing_is_told_to_all_that_came) {
+  const std::string rendezvous = free_rendezvous();
+  std::vector<std::unique_ptr<Command>> nodes;
+  for (const int node : {0, 2}) {
+    nodes.push_back(start({.n_nodes = 4,
+                           .node_rank = node,
+                           .rendezvous = rendezvous,
+                           .script = "true",
+                           .timeout_s = "1"}));
+  }
+  for (const auto& node : nodes) {
+    const Ended ended = node->wait();
+    EXPECT_EQ(ended.exit_code, 1);
+    EXPECT_TRUE(contains(ended.err, "nodes 1, 3 of 4 did not come to " + rendezvous)) << ended.err;
+  }
+}
+
+TEST(RunNodesTest, node_0_that_is_not_there_is_named_with_host_and_port) {
+  const std::string rendezvous = free_rendezvous();
+  const Ended ended =
+      start({.node_rank = 1, .rendezvous = rendezvous, .script = "true", .timeout_s = "0.5"})
+          ->wait();
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.err, "cannot reach node 0 at " + rendezvous +
+                                      " within 0.5 s: "
+                                      "Connection refused"))
+      << ended.err;
+}
+
+TEST(RunNodesTest, nodes_that_disagree_are_told_so) {
+  {
+    const std::string rendezvous = free_rendezvous();
+    const auto first =
+        start({.n_nodes = 2, .node_rank = 0, .rendezvous = rendezvous, .script = "true"});
+    const auto other =
+        start({.n_nodes = 3, .node_rank = 1, .rendezvous = rendezvous, .script = "true"});
+    for (Command* node : {first.get(), other.get()}) {
+      const Ended ended = node->wait();
+      EXPECT_EQ(ended.exit_code, 1);
+      EXPECT_TRUE(contains(ended.err, rendezvous + " disagree: node 1 has --nnodes 3, node 0 has "
+                                                   "--nnodes 2"))
+          << ended.err;
+    }
+  }
+  const std::string rendezvous = free_rendezvous();
+  std::vector<std::unique_ptr<Command>> nodes;
+  for (const int node : {0, 1, 1}) {
+    nodes.push_back(
+        start({.n_nodes = 3, .node_rank = node, .rendezvous = rendezvous, .script = "true"}));
+  }
+  for (const auto& node : nodes) {
+    const Ended ended = node->wait();
+    EXPECT_EQ(ended.exit_code, 1);
+    EXPECT_TRUE(contains(ended.err, "two launchers at " + rendezvous + " have --node-rank 1"))
+        << ended.err;
+  }
+}
+
+TEST(RunNodesTest, a_port_of_somebody_else_is_no_node_0) {
+  const base::UniqueFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address = loopback(0);
+  socklen_t n_bytes = sizeof address;
+  ASSERT_EQ(::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), n_bytes), 0);
+  ASSERT_EQ(::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&address), &n_bytes), 0);
+  ASSERT_EQ(::listen(listener.get(), 4), 0);
+  const std::string rendezvous = fmt::format("127.0.0.1:{}", ntohs(address.sin_port));
+  const auto node = start({.node_rank = 1, .rendezvous = rendezvous, .script = "true"});
+  const base::UniqueFd connection(::accept(listener.get(), nullptr, nullptr));
+  const std::string greeting = "SSH-2.0-OpenSSH_9.2\r\n";
+  ASSERT_EQ(::send(connection.get(), greeting.data(), greeting.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(greeting.size()));
+  const Ended ended = node->wait();
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.err, rendezvous + " answers, but not as `lockstep run")) << ended.err;
+
+  // The other way round: what is no node does not disturb the meeting.
+  const Ended taken = start({.node_rank = 0, .rendezvous = rendezvous, .script = "true"})->wait();
+  EXPECT_EQ(taken.exit_code, 1);
+  EXPECT_TRUE(contains(taken.err, "node 0 cannot listen at " + rendezvous)) << taken.err;
+}
+
+TEST(RunNodesTest, a_stranger_at_the_port_does_not_disturb) {
+  const std::string rendezvous = free_rendezvous();
+  const auto first = start({.node_rank = 0, .rendezvous = rendezvous, .script = "echo $RANK"});
+  const int port = std::stoi(rendezvous.substr(rendezvous.find(':') + 1));
+  const sockaddr_in address = loopback(port);
+  base::UniqueFd stranger;
+  do {
+    stranger.reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  } while (::connect(stranger.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) !=
+           0);
+  const std::string request = "GET / HTTP/1.0\r\n\r\n";
+  ASSERT_EQ(::send(stranger.get(), request.data(), request.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(request.size()));
+  const auto second = start({.node_rank = 1, .rendezvous = rendezvous, .script = "echo $RANK"});
+  EXPECT_EQ(sorted_lines_of(first->wait().out), (Lines{"0", "1"}));
+  EXPECT_EQ(sorted_lines_of(second->wait().out), (Lines{"2", "3"}));
+}
+
+TEST(RunNodesTest, options_that_are_wrong_are_named) {
+  const auto refusal = [](std::vector<std::string> options) {
+    options.insert(options.begin(), "run");
+    for (const char* word : {"-n", "1", "true"}) options.emplace_back(word);
+    const Ended ended = Command({.arguments = options}).wait();
+    EXPECT_EQ(ended.exit_code, 2);
+    return ended.err;
+  };
+  EXPECT_TRUE(contains(refusal({"--nnodes", "2"}), "--nnodes 2 needs --node-rank, from 0 to 1"));
+  EXPECT_TRUE(contains(refusal({"--nnodes", "2", "--node-rank", "2", "--rdzv", "a:1"}),
+                       "--node-rank is 2, but --nnodes is 2"));
+  for (const char* wrong : {"", "host", "host:", ":29400", "host:0", "host:65536", "host:29400x"}) {
+    EXPECT_TRUE(contains(refusal({"--nnodes", "2", "--node-rank", "1", "--rdzv", wrong}),
+                         fmt::format("--rdzv is '{}', expected HOST:PORT", wrong)))
+        << wrong;
+  }
+  EXPECT_TRUE(contains(refusal({"--nnodes", "2", "--node-rank", "1", "--rdzv", "no.invalid:1"}),
+                       "--rdzv no.invalid:1: cannot find the host"));
+}
+
+/// Two network namespaces joined by a cable, for the length of a test.
+class Namespaces {
+ public:
+  Namespaces() {
+    is_there_ =
+        shell(fmt::format("ip netns add {0} && ip netns add {1} && "
+                          "ip link add {2} netns {0} type veth peer name {3} netns {1} && "
+                          "ip -n {0} addr add 10.77.0.1/24 dev {2} && "
+                          "ip -n {1} addr add 10.77.0.2/24 dev {3} && "
+                          "ip -n {0} link set {2} up && ip -n {1} link set {3} up && "
+                          "ip -n {0} link set lo up && ip -n {1} link set lo up",
+                          name(0), name(1), link(0), link(1)));
+  }
+  ~Namespaces() {
+    for (const int i : {0, 1}) shell(fmt::format("ip netns del {} 2>/dev/null", name(i)));
+  }
+  Namespaces(const Namespaces&) = delete;
+  Namespaces& operator=(const Namespaces&) = delete;
+
+  bool is_there() const { return is_there_; }
+  /// Starts a command inside, with its own host name and shared memory.
+  static std::string shell_of(int i) {
+    return fmt::format("exec ip netns exec {} unshare --uts --ipc \"$@\"", name(i));
+  }
+
+ private:
+  static std::string name(int i) { return fmt::format("lockstep-{}-{}", ::getpid(), i); }
+  static std::string link(int i) { return fmt::format("ls{}-{}", ::getpid(), i); }
+  static bool shell(const std::string& line) { return std::system(line.c_str()) == 0; }
+
+  bool is_there_;
+};
+
+TEST(RunNodesTest, over_two_network_namespaces) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can make network namespaces";
+  const Namespaces namespaces;
+  if (!namespaces.is_there()) GTEST_SKIP() << "this system lets root make no network namespaces";
+  std::vector<std::unique_ptr<Command>> nodes;
+  for (const int node : {0, 1}) {
+    nodes.push_back(start({.node_rank = node,
+                           .rendezvous = "10.77.0.1:29400",
+                           .script = kWho,
+                           .shell = Namespaces::shell_of(node)}));
+  }
+  const Ended first = nodes[0]->wait();
+  const Ended second = nodes[1]->wait();
+  EXPECT_EQ(first.exit_code, 0) << first.err;
+  EXPECT_EQ(second.exit_code, 0) << second.err;
+  EXPECT_EQ(sorted_lines_of(first.out), (Lines{"0/4 0/2 0 10.77.0.1", "1/4 1/2 0 10.77.0.1"}));
+  EXPECT_EQ(sorted_lines_of(second.out), (Lines{"2/4 0/2 1 10.77.0.1", "3/4 1/2 1 10.77.0.1"}));
+}
+
+TEST(RunNodesTest, a_failure_crosses_network_namespaces) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can make network namespaces";
+  const Namespaces namespaces;
+  if (!namespaces.is_there()) GTEST_SKIP() << "this system lets root make no network namespaces";
+  std::vector<std::unique_ptr<Command>> nodes;
+  for (const int node : {0, 1}) {
+    nodes.push_back(start({.node_rank = node,
+                           .rendezvous = "10.77.0.1:29400",
+                           .script = "[ $RANK = 1 ] && exit 6; sleep 1000",
+                           .shell = Namespaces::shell_of(node)}));
+  }
+  for (const auto& node : nodes) EXPECT_EQ(node->wait().exit_code, 6);
+}
+
+}  // namespace
+}  // namespace lockstep::test
