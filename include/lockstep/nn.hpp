@@ -4,7 +4,9 @@
 #include <lockstep/nn/convert.hpp>
 #include <lockstep/nn/data_parallel.hpp>
 #include <lockstep/nn/distributed_data_parallel.hpp>
+#include <lockstep/nn/distributed_sampler.hpp>
 #include <lockstep/nn/replication.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
 #include <lockstep/nn/sync_batch_norm_scope.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
+#include <lockstep/nn/tensor_trees.hpp>

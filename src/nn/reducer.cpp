@@ -99,36 +99,62 @@ at::Tensor slice_of(const SharedBuffer& memory, std::size_t offset_bytes, at::In
 }  // namespace
 
 Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
-                 std::source_location where) {
-  for (const auto& item : module.named_parameters()) {
+                 std::source_location where)
+    : module_(module), options_(options), group_(options.group) {
+  take_parameters(where);
+  for (at::Tensor buffer : module.buffers()) broadcast(buffer, /*src=*/0, group_, {}, where);
+  group_ = options.group.duplicate(where);
+  add_buckets(order_, where);
+}
+
+Reducer::~Reducer() { remove_hooks(); }
+
+bool Reducer::has_new_parameters() const {
+  auto next = parameters_.begin();  // nearly always in the same order
+  for (const at::Tensor& tensor : module_.parameters()) {
+    if (!tensor.requires_grad()) continue;
+    const auto is_it = [&](const Parameter& p) { return p.tensor.is_same(tensor); };
+    if (next == parameters_.end() || !is_it(*next)) {
+      next = std::find_if(parameters_.begin(), parameters_.end(), is_it);
+    }
+    if (next == parameters_.end()) return true;
+    ++next;
+  }
+  return false;
+}
+
+void Reducer::take_parameters(std::source_location where) {
+  for (const at::Tensor& tensor : module_.parameters()) {
+    if (tensor.requires_grad()) elements_of(tensor.detach().reshape({-1}), where);  // can it be?
+  }
+  check_same_module(module_, group_, where);
+  remove_hooks();
+  const auto known = std::move(parameters_);
+  parameters_.clear();
+  order_.clear();
+  rebuilt_ = false;
+  for (const auto& item : module_.named_parameters()) {
+    const bool is_new = std::none_of(known.begin(), known.end(),
+                                     [&](const Parameter& p) { return p.tensor.is_same(*item); });
+    at::Tensor tensor = *item;
+    if (is_new) broadcast(tensor, /*src=*/0, group_, {}, where);
     if (!item->requires_grad()) continue;
-    elements_of(item->detach().reshape({-1}), where);  // throws where it cannot be reduced
     Parameter& parameter = parameters_.emplace_back();
     parameter.name = item.key();
     parameter.tensor = *item;
   }
-  check_same_module(module, options.group, where);
-  for (const auto& tensors : {module.parameters(), module.buffers()}) {
-    for (at::Tensor tensor : tensors) {
-      broadcast(tensor, /*src=*/0, options.group, Deadline(), where);
-    }
+  for (std::size_t i = parameters_.size(); i-- > 0;) {  // about the order gradients come in
+    order_.push_back(static_cast<std::int64_t>(i));
   }
-  group_ = options.group.duplicate(where);
-  add_buckets(options, where);
   add_hooks();
 }
 
-Reducer::~Reducer() {
-  for (const Parameter& parameter : parameters_) {
-    parameter.accumulator->del_post_hook(parameter.hook);
-  }
-}
-
-void Reducer::add_buckets(const DistributedDataParallelOptions& options,
-                          std::source_location where) {
-  std::map<at::ScalarType, std::size_t> open;           // the bucket being filled, by type
-  std::vector<std::size_t> n_bytes;                     // of each bucket, by index
-  for (std::size_t i = parameters_.size(); i-- > 0;) {  // about the order gradients come in
+void Reducer::add_buckets(std::span<const std::int64_t> order, std::source_location where) {
+  buckets_.clear();
+  std::map<at::ScalarType, std::size_t> open;  // the bucket being filled, by type
+  std::vector<std::size_t> n_bytes;            // of each bucket, by index
+  for (const std::int64_t next : order) {
+    const auto i = static_cast<std::size_t>(next);
     Parameter& parameter = parameters_[i];
     const at::ScalarType type = parameter.tensor.scalar_type();
     auto bucket = open.find(type);
@@ -141,7 +167,7 @@ void Reducer::add_buckets(const DistributedDataParallelOptions& options,
     buckets_[parameter.bucket].parameters.push_back(i);
     n_bytes[parameter.bucket] += round_up(parameter.tensor.nbytes());
     const double limit_mb =
-        parameter.bucket == 0 ? options.first_bucket_size_mb : options.bucket_size_mb;
+        parameter.bucket == 0 ? options_.first_bucket_size_mb : options_.bucket_size_mb;
     if (static_cast<double>(n_bytes[parameter.bucket]) >= limit_mb * 1024 * 1024) {
       open.erase(bucket);
     }
@@ -158,12 +184,13 @@ void Reducer::add_buckets(const DistributedDataParallelOptions& options,
       parameter.slice = slice_of(bucket.memory, offset, like.sizes(), like.strides(), bucket.type);
       offset += round_up(parameter.tensor.nbytes());
     }
+    const DType dtype = dtype_of(parameters_[bucket.parameters[0]].slice, where);
+    bucket.gradients = {bucket.memory.data(), offset / c10::elementSize(bucket.type), dtype};
+    bucket.flags = {bucket.memory.data() + offset, bucket.parameters.size(), dtype};
     for (const std::size_t i : bucket.parameters) {
       parameters_[i].flag = slice_of(bucket.memory, offset, {}, {}, bucket.type);
       offset += c10::elementSize(bucket.type);
     }
-    bucket.elements = {bucket.memory.data(), offset / c10::elementSize(bucket.type),
-                       dtype_of(parameters_[bucket.parameters[0]].slice, where)};
   }
 }
 
@@ -175,6 +202,24 @@ void Reducer::add_hooks() {
   }
 }
 
+void Reducer::remove_hooks() {
+  for (const Parameter& parameter : parameters_) {
+    parameter.accumulator->del_post_hook(parameter.hook);
+  }
+}
+
+/// Every rank begins with the buckets it has; here all take rank 0's order.
+void Reducer::rebuild_buckets() {
+  rebuilt_ = true;
+  for (const std::int64_t i : order_) {  // those without a gradient come last
+    if (!parameters_[static_cast<std::size_t>(i)].ready) arrivals_.push_back(i);
+  }
+  lockstep::broadcast(std::span(arrivals_), /*src=*/0, group_);
+  if (arrivals_ == order_) return;
+  order_ = arrivals_;
+  add_buckets(order_, std::source_location::current());
+}
+
 void Reducer::before_forward() {
   if (in_step_) {
     throw UsageError(
@@ -184,7 +229,82 @@ void Reducer::before_forward() {
                     "the exception says that this one is dead",
                     n_sent_, buckets_.size()));
   }
-  if (at::GradMode::is_enabled()) sync_ = n_no_sync == 0;
+  if (!at::GradMode::is_enabled()) return;
+  sync_ = n_no_sync == 0;
+  if (joining_) announce(sync_ ? Turn::synchronise : Turn::accumulate);
+  prepare();
+}
+
+void Reducer::prepare() {
+  if (!sync_) return;
+  const auto where = std::source_location::current();
+  if (has_new_parameters()) {
+    take_parameters(where);
+    add_buckets(order_, where);
+  }
+  if (!options_.broadcast_buffers) return;
+  for (at::Tensor buffer : module_.buffers()) broadcast(buffer, /*src=*/0, group_, {}, where);
+}
+
+/// Returns what all the ranks that have data are about to do.
+Reducer::Turn Reducer::announce(Turn mine) {
+  std::vector<Turn> turns(static_cast<std::size_t>(group_.size()));
+  const auto count = turns.size();
+  group_.all_gather({&mine, 1, DType::i32}, {turns.data(), count, DType::i32});
+  n_active_ = 0;
+  Turn common = Turn::joined;
+  for (std::size_t rank = 0; rank < count; ++rank) {
+    if (turns[rank] == Turn::joined) continue;
+    if (n_active_++ == 0) last_active_ = static_cast<int>(rank);
+    if (common == Turn::joined) common = turns[rank];
+    if (common == turns[rank]) continue;
+    throw MismatchError(
+        context_of(kOperation, group_, std::source_location::current()),
+        fmt::format("in join, rank {} is in no_sync() and rank {} is not: let all "
+                    "ranks synchronise at the same steps",
+                    common == Turn::accumulate ? last_active_ : static_cast<int>(rank),
+                    common == Turn::accumulate ? static_cast<int>(rank) : last_active_));
+  }
+  return common;
+}
+
+void Reducer::join(const std::function<void()>& body) {
+  joining_ = true;
+  last_active_ = -1;
+  struct Leave {
+    bool& joining;
+    ~Leave() { joining = false; }
+  } leave{joining_};
+  body();
+  // What this rank accumulated without a synchronisation still counts in the next one.
+  if (sync_) drop_gradients();
+  for (;;) {
+    const Turn turn = announce(Turn::joined);
+    if (turn == Turn::joined) break;
+    if (!shadow) {
+      throw UsageError(context_of(kOperation, group_, std::source_location::current()),
+                       "join cannot follow the other ranks: no forward was made here that returns "
+                       "a tensor. Give join an example of the inputs");
+    }
+    const at::AutoGradMode with_gradients(true);
+    sync_ = turn == Turn::synchronise;
+    prepare();
+    shadow().sum().backward();
+    if (sync_) drop_gradients();
+  }
+  n_active_ = group_.size();
+  if (last_active_ >= 0) take_state_of(last_active_);
+}
+
+void Reducer::drop_gradients() {
+  for (Parameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+}
+
+void Reducer::take_state_of(int rank) {
+  const auto where = std::source_location::current();
+  for (const auto& tensors : {module_.parameters(), module_.buffers()}) {
+    for (at::Tensor tensor : tensors) broadcast(tensor, rank, group_, {}, where);
+  }
 }
 
 void Reducer::on_gradient(std::size_t index) {
@@ -192,14 +312,21 @@ void Reducer::on_gradient(std::size_t index) {
   const at::NoGradGuard no_grad;
   if (!in_step_) start_step();
   Parameter& parameter = parameters_[index];
-  if (parameter.ready) {
+  if (parameter.ready && parameter.used) {
     throw UsageError(context_of(kOperation, group_, std::source_location::current()),
                      fmt::format("parameter {} got two gradients in one backward: checkpointing "
                                  "inside the module is not supported",
                                  parameter.name));
   }
+  if (!parameter.used) {
+    throw UsageError(context_of(kOperation, group_, std::source_location::current()),
+                     fmt::format("parameter {} got a gradient, but none in the first backward: the "
+                                 "graph is not static, leave static_graph off",
+                                 parameter.name));
+  }
   move_gradient(parameter);
   parameter.ready = true;
+  arrivals_.push_back(static_cast<std::int64_t>(index));
   --buckets_[parameter.bucket].n_pending;
   send_complete_buckets();
 }
@@ -207,8 +334,14 @@ void Reducer::on_gradient(std::size_t index) {
 void Reducer::start_step() {
   in_step_ = true;
   n_sent_ = 0;
-  for (Parameter& parameter : parameters_) parameter.ready = false;
+  arrivals_.clear();
   for (Bucket& bucket : buckets_) bucket.n_pending = bucket.parameters.size();
+  for (Parameter& parameter : parameters_) {
+    parameter.ready = !parameter.used;
+    if (parameter.used) continue;
+    move_gradient(parameter);
+    --buckets_[parameter.bucket].n_pending;
+  }
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this()] { self->finish(); });
 }
@@ -237,7 +370,17 @@ void Reducer::move_gradient(Parameter& parameter) {
 
 void Reducer::send_complete_buckets() {
   for (; n_sent_ < buckets_.size() && buckets_[n_sent_].n_pending == 0; ++n_sent_) {
-    buckets_[n_sent_].work = group_.all_reduce_async(buckets_[n_sent_].elements, ReduceOp::mean);
+    Bucket& bucket = buckets_[n_sent_];
+    if (!options_.hook) {
+      Elements all = bucket.gradients;  // the flags lie behind
+      all.count += bucket.flags.count;
+      bucket.work = group_.all_reduce_async(all, ReduceOp::mean);
+      continue;
+    }
+    const auto size = static_cast<std::int64_t>(bucket.gradients.count);
+    bucket.complete =
+        options_.hook({slice_of(bucket.memory, 0, {size}, {1}, bucket.type), n_sent_, group_});
+    bucket.work = group_.all_reduce_async(bucket.flags, ReduceOp::mean);
   }
 }
 
@@ -248,9 +391,21 @@ void Reducer::finish() {
   }
   for (Bucket& bucket : buckets_) bucket.n_pending = 0;
   send_complete_buckets();
-  for (Bucket& bucket : buckets_) bucket.work.wait();
+  for (Bucket& bucket : buckets_) {
+    if (bucket.complete) bucket.complete();
+    bucket.work.wait();
+    bucket.complete = nullptr;
+  }
+  const bool rescale = joining_ && options_.join_divides_by_active && n_active_ < group_.size();
   for (Parameter& parameter : parameters_) {
-    if (parameter.flag.item<double>() > 0) parameter.tensor.mutable_grad() = parameter.slice;
+    if (!(parameter.flag.item<double>() > 0)) continue;
+    parameter.tensor.mutable_grad() = parameter.slice;
+    if (rescale) parameter.slice.mul_(static_cast<double>(group_.size()) / n_active_);
+  }
+  if (!rebuilt_) {
+    for (Parameter& parameter : parameters_)
+      parameter.used = parameter.ready || !options_.static_graph;
+    rebuild_buckets();
   }
   in_step_ = false;
 }
@@ -262,8 +417,31 @@ std::shared_ptr<Reducer> make_reducer(torch::nn::Module& module,
 }
 
 void before_forward(Reducer& reducer) { reducer.before_forward(); }
+void set_shadow(Reducer& reducer, std::function<at::Tensor()> shadow) {
+  reducer.shadow = std::move(shadow);
+}
+bool wants_shadow(const Reducer& reducer) { return reducer.wants_shadow(); }
+void join(Reducer& reducer, const std::function<void()>& body) { reducer.join(body); }
 
 }  // namespace detail
+
+namespace {
+
+CommunicationHook compression(at::ScalarType type) {
+  return [type](const GradientBucket& bucket) -> std::function<void()> {
+    const at::Tensor small = bucket.gradients.to(type, /*non_blocking=*/false, /*copy=*/true);
+    Work work = bucket.group.all_reduce_async(elements_of(small), ReduceOp::mean);
+    return [work, small, gradients = bucket.gradients]() mutable {
+      work.wait();
+      gradients.copy_(small);
+    };
+  };
+}
+
+}  // namespace
+
+CommunicationHook f16_compression() { return compression(at::kHalf); }
+CommunicationHook bf16_compression() { return compression(at::kBFloat16); }
 
 NoSync::NoSync(std::shared_ptr<detail::Reducer> reducer) : reducer_(std::move(reducer)) {
   ++reducer_->n_no_sync;

@@ -4,6 +4,10 @@
 #include <fmt/format.h>
 
 #include <lockstep/error.hpp>
+#include <lockstep/nn/tensor_trees.hpp>
+#include <lockstep/objects.hpp>
+#include <map>
+#include <optional>
 
 #include "nn/error.hpp"
 
@@ -20,6 +24,31 @@ void check_tensor(const char* operation, const at::Tensor& tensor, const Group& 
         context_of(operation, group, where),
         fmt::format("expected a dense CPU tensor, got {}: move it there first", tensor.toString()));
   }
+}
+
+/// Parts that must be like `like`, one per rank, put together.
+at::Tensor join_parts(const char* operation, const std::vector<at::Tensor>& parts,
+                      const at::Tensor& like, const Group& group, std::source_location where) {
+  if (parts.size() != static_cast<std::size_t>(group.size())) {
+    throw UsageError(
+        context_of(operation, group, where),
+        fmt::format("got {} parts, expected one for each of {} ranks", parts.size(), group.size()));
+  }
+  for (const at::Tensor& part : parts) {
+    check_tensor(operation, part, group, where);
+    if (part.sizes() == like.sizes() && part.scalar_type() == like.scalar_type()) continue;
+    throw UsageError(
+        context_of(operation, group, where),
+        fmt::format("parts must be of one shape and type: got {} {} and {} {}", like.toString(),
+                    c10::str(like.sizes()), part.toString(), c10::str(part.sizes())));
+  }
+  return at::stack(parts).detach();
+}
+
+at::Tensor rows_like(const at::Tensor& data, const Group& group) {
+  std::vector<std::int64_t> sizes{group.size()};
+  sizes.insert(sizes.end(), data.sizes().begin(), data.sizes().end());
+  return at::empty(sizes, data.options().requires_grad(false));
 }
 
 Elements bytes_of(const at::Tensor& contiguous) {
@@ -78,11 +107,155 @@ std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group, D
   check_tensor("all_gather", data, group, where);
   const at::NoGradGuard no_grad;
   const at::Tensor dense = data.detach().contiguous();
-  std::vector<std::int64_t> sizes{group.size()};
-  sizes.insert(sizes.end(), dense.sizes().begin(), dense.sizes().end());
-  const at::Tensor all = at::empty(sizes, dense.options());
+  const at::Tensor all = rows_like(dense, group);
   group.all_gather(bytes_of(dense), bytes_of(all), deadline, where);
   return all.unbind();
+}
+
+void reduce(at::Tensor& data, int dst, ReduceOp op, const Group& group, Deadline deadline,
+            std::source_location where) {
+  check_tensor("reduce", data, group, where);
+  const at::NoGradGuard no_grad;
+  const at::Tensor dense = data.contiguous();
+  group.reduce(elements_of(dense, where), dst, op, deadline, where);
+  if (!dense.is_same(data) && group.rank() == dst) data.copy_(dense);
+}
+
+std::vector<at::Tensor> gather(const at::Tensor& data, int dst, const Group& group,
+                               Deadline deadline, std::source_location where) {
+  check_tensor("gather", data, group, where);
+  const at::NoGradGuard no_grad;
+  const at::Tensor dense = data.detach().contiguous();
+  if (group.rank() != dst) {
+    group.gather(bytes_of(dense), {}, dst, deadline, where);
+    return {};
+  }
+  const at::Tensor all = rows_like(dense, group);
+  group.gather(bytes_of(dense), bytes_of(all), dst, deadline, where);
+  return all.unbind();
+}
+
+void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src, const Group& group,
+             Deadline deadline, std::source_location where) {
+  check_tensor("scatter", data, group, where);
+  const at::NoGradGuard no_grad;
+  const at::Tensor dense = data.contiguous();
+  const at::Tensor all =
+      group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
+  group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, deadline, where);
+  if (!dense.is_same(data)) data.copy_(dense);
+}
+
+void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, ReduceOp op,
+                    const Group& group, Deadline deadline, std::source_location where) {
+  check_tensor("reduce_scatter", data, group, where);
+  const at::NoGradGuard no_grad;
+  const at::Tensor dense = data.contiguous();
+  const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
+  group.reduce_scatter(elements_of(all, where), elements_of(dense, where), op, deadline, where);
+  if (!dense.is_same(data)) data.copy_(dense);
+}
+
+std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts, const Group& group,
+                                   Deadline deadline, std::source_location where) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor first = parts.empty() ? at::Tensor() : parts[0];
+  if (!parts.empty()) check_tensor("all_to_all", first, group, where);
+  const at::Tensor all = join_parts("all_to_all", parts, first, group, where);
+  const at::Tensor out = at::empty_like(all);
+  group.all_to_all(bytes_of(all), bytes_of(out), deadline, where);
+  return out.unbind();
+}
+
+void send(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
+          std::source_location where) {
+  check_tensor("send", data, group, where);
+  group.send(bytes_of(data.detach().contiguous()), dst, deadline, where);
+}
+
+void recv(at::Tensor& data, int src, const Group& group, Deadline deadline,
+          std::source_location where) {
+  check_tensor("recv", data, group, where);
+  const at::NoGradGuard no_grad;
+  const at::Tensor dense = data.contiguous();
+  group.recv(bytes_of(dense), src, deadline, where);
+  if (!dense.is_same(data)) data.copy_(dense);
+}
+
+void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const Group& group,
+                     Deadline deadline, std::source_location where) {
+  std::vector<lockstep::detail::DictEntry> entries;
+  for (const auto& [key, tensor] : dict) {
+    check_tensor("all_reduce_dict", tensor, group, where);
+    (void)dtype_of(tensor, where);
+    entries.push_back({key, static_cast<std::size_t>(tensor.numel())});
+  }
+  lockstep::detail::check_dicts({.op = lockstep::detail::ObjectOp::all_reduce_dict,
+                                 .type = typeid(at::Tensor),
+                                 .group = group,
+                                 .deadline = deadline,
+                                 .where = where},
+                                entries, op);
+  for (auto& [key, tensor] : dict) all_reduce(tensor, op, group, deadline, where);
+}
+
+void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, double bucket_size_mb,
+                       ReduceOp op, const Group& group, Deadline deadline,
+                       std::source_location where) {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& param : params) {
+    check_tensor("all_reduce_params", param, group, where);
+    (void)dtype_of(param, where);
+  }
+  const auto reduce_together = [&](const std::vector<at::Tensor>& some) {
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& param : some) flat.push_back(param.reshape({-1}));
+    at::Tensor all = at::cat(flat);
+    all_reduce(all, op, group, deadline, where);
+    std::int64_t offset = 0;
+    for (at::Tensor param : some) {
+      param.copy_(all.narrow(0, offset, param.numel()).view(param.sizes()));
+      offset += param.numel();
+    }
+  };
+  std::map<at::ScalarType, std::vector<at::Tensor>> open;
+  std::map<at::ScalarType, std::size_t> n_bytes;
+  for (at::Tensor param : params) {
+    if (!coalesce) {
+      all_reduce(param, op, group, deadline, where);
+      continue;
+    }
+    auto& bucket = open[param.scalar_type()];
+    auto& size = n_bytes[param.scalar_type()];
+    bucket.push_back(param);
+    size += param.nbytes();
+    if (bucket_size_mb < 0 || static_cast<double>(size) < bucket_size_mb * 1024 * 1024) continue;
+    reduce_together(bucket);
+    bucket.clear();
+    size = 0;
+  }
+  for (const auto& [type, bucket] : open) {
+    if (!bucket.empty()) reduce_together(bucket);
+  }
+}
+
+at::Device get_comm_device(const Group& /*group*/) { return at::kCPU; }
+
+at::Device detail::common_device(const std::vector<at::Tensor>& tensors,
+                                 std::source_location where) {
+  const ErrorContext context{"get_data_device", "", -1, 0, where};
+  std::optional<at::Device> device;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined() || tensor.device() == device.value_or(tensor.device())) {
+      if (tensor.defined()) device = tensor.device();
+      continue;
+    }
+    throw UsageError(context, fmt::format("tensors are on {} and {}: bring them to one with "
+                                          "cast_data_device",
+                                          device->str(), tensor.device().str()));
+  }
+  if (!device) throw UsageError(context, "there is no tensor in the data");
+  return *device;
 }
 
 }  // namespace lockstep::nn

@@ -1,8 +1,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn.hpp>
 
+#include <algorithm>
+#include <cmath>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -230,6 +233,289 @@ TEST(DistributedDataParallelTest, an_exception_after_the_first_bucket) {
                           model(at::ones({1, 2})).sum().backward();
                         }),
                std::runtime_error);
+}
+
+TEST(DistributedDataParallelTest, gradients_are_the_buckets_memory) {
+  on_ranks(2, [](int rank) {
+    torch::nn::Sequential net(torch::nn::Linear(2, 3), torch::nn::Linear(3, 3));
+    DistributedDataParallel model(net);
+    std::vector<void*> addresses;
+    for (int step = 0; step < 4; ++step) {
+      for (auto& parameter : net->parameters()) {
+        if (parameter.grad().defined()) parameter.mutable_grad().zero_();
+      }
+      model(at::full({1, 2}, rank + 1.0)).sum().backward();
+      std::vector<void*> now;
+      for (const auto& parameter : net->parameters()) now.push_back(parameter.grad().data_ptr());
+      // The first step made the buckets anew, the second moved into them.
+      if (step >= 2) {
+        EXPECT_EQ(now, addresses) << "a gradient was copied";
+      }
+      addresses = now;
+      const auto* const lowest = static_cast<char*>(*std::min_element(now.begin(), now.end()));
+      const auto* const highest = static_cast<char*>(*std::max_element(now.begin(), now.end()));
+      EXPECT_LE(highest - lowest, 4 * 64) << "one behind the other";
+    }
+  });
+}
+
+/// Used in the opposite order of their registration, and a third that is not used.
+struct CrossedImpl : torch::nn::Module {
+  torch::nn::Linear late{2, 2}, early{2, 2}, never{2, 2};
+  explicit CrossedImpl(bool registers = true) {
+    register_module("late", late);
+    register_module("early", early);
+    if (registers) register_module("never", never);
+  }
+  Tensor forward(const Tensor& x) { return late(early(x)); }
+};
+TORCH_MODULE(Crossed);
+
+TEST(DistributedDataParallelTest, buckets_are_rebuilt_in_the_order_of_rank_0) {
+  on_ranks(2, [](int) {
+    Crossed net;
+    std::vector<std::size_t> n_elements;  // of the buckets in the order of sending
+    auto options = tiny_buckets();
+    options.hook = [&](const GradientBucket& bucket) -> std::function<void()> {
+      EXPECT_EQ(bucket.index, n_elements.size());
+      n_elements.push_back(static_cast<std::size_t>(bucket.gradients.numel()));
+      Work work = bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::mean);
+      return [work]() mutable { work.wait(); };
+    };
+    DistributedDataParallel model(net, options);
+    // Each bucket has one parameter; which one shows where its gradient lies.
+    const Tensor x = at::ones({1, 2});
+    const auto addresses = [&] {
+      model(x).sum().backward();
+      return std::pair(net->late->weight.grad().data_ptr(), net->early->weight.grad().data_ptr());
+    };
+    const auto first = addresses();
+    EXPECT_EQ(n_elements.size(), 6U);
+    n_elements.clear();
+    const auto second = addresses();
+    EXPECT_EQ(n_elements.size(), 6U);
+    EXPECT_NE(first, second) << "other buckets";
+    n_elements.clear();
+    EXPECT_EQ(addresses(), second) << "rebuilt once";
+    EXPECT_TRUE(net->late->bias.grad().eq(3).all().item<bool>());
+  });
+}
+
+TEST(DistributedDataParallelTest, a_static_graph_does_not_wait_for_the_unused) {
+  on_ranks(2, [](int) {
+    for (const bool is_static : {false, true}) {
+      Crossed net;
+      std::vector<bool> sent_in_backward;
+      bool in_backward = false;
+      auto options = tiny_buckets();
+      options.static_graph = is_static;
+      options.hook = [&](const GradientBucket&) -> std::function<void()> {
+        sent_in_backward.push_back(in_backward);
+        return [] {};
+      };
+      DistributedDataParallel model(net, options);
+      const Tensor x = at::ones({1, 2});
+      for (int step = 0; step < 2; ++step) {
+        sent_in_backward.clear();
+        in_backward = true;
+        const Tensor leaf = x.detach().requires_grad_();
+        leaf.register_hook([&](const Tensor&) { in_backward = false; });  // the graph's last node
+        model(leaf * 2).sum().backward();
+      }
+      ASSERT_EQ(sent_in_backward.size(), 6U);
+      EXPECT_TRUE(sent_in_backward[0]);
+      EXPECT_EQ(sent_in_backward[5], is_static);
+      EXPECT_FALSE(net->never->weight.grad().defined());
+      if (!is_static) continue;
+      net->late->weight.mutable_grad().reset();
+      EXPECT_THROW(net->never(model(x)).sum().backward(), UsageError);
+    }
+  });
+}
+
+TEST(DistributedDataParallelTest, hooks_compress_and_may_do_anything) {
+  on_ranks(3, [](int rank) {
+    const auto gradient = [&](const CommunicationHook& hook, double value) {
+      torch::nn::Linear net(torch::nn::LinearOptions(1, 2).bias(false));
+      DistributedDataParallelOptions options;
+      options.hook = hook;
+      DistributedDataParallel model(net, options);
+      model(at::full({1, 1}, value)).sum().backward();
+      EXPECT_EQ(net->weight.grad().scalar_type(), at::kFloat);
+      return net->weight.grad()[1].item<double>();
+    };
+    const double value = 1.0 / 3 + rank;
+    EXPECT_NEAR(gradient({}, value), 4.0 / 3, 1e-6);
+    EXPECT_NEAR(gradient(f16_compression(), value), 4.0 / 3, 1e-3);
+    EXPECT_NE(gradient(f16_compression(), value), gradient({}, value));
+    EXPECT_NEAR(gradient(bf16_compression(), value), 4.0 / 3, 1e-2);
+    EXPECT_NE(gradient(bf16_compression(), value), gradient(f16_compression(), value));
+    const CommunicationHook largest = [](const GradientBucket& bucket) -> std::function<void()> {
+      Work work = bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::max);
+      return [work, gradients = bucket.gradients]() mutable {
+        work.wait();
+        gradients.mul_(10);
+      };
+    };
+    EXPECT_NEAR(gradient(largest, value), 70.0 / 3, 1e-5);
+  });
+}
+
+TEST(DistributedDataParallelTest, hooks_and_unused_parameters) {
+  on_ranks(2, [](int rank) {
+    Linears net;
+    auto options = tiny_buckets();
+    options.hook = bf16_compression();
+    DistributedDataParallel model(net, options);
+    model(at::ones({1, 2}), /*both=*/rank == 1).sum().backward();
+    EXPECT_TRUE(net->sometimes->bias.grad().eq(0.5).all().item<bool>());
+    EXPECT_FALSE(net->never->bias.grad().defined());
+  });
+}
+
+TEST(DistributedDataParallelTest, several_forwards_before_one_backward_and_one_each) {
+  on_ranks(2, [](int rank) {
+    torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+    DistributedDataParallel model(net);
+    const auto forward = [&](double x) { return model(at::full({1, 1}, x)).sum(); };
+    (forward(1) * forward(rank) / net->weight.detach()).sum().backward();  // w * rank
+    EXPECT_NEAR(net->weight.grad().item<float>(), 1, 1e-5);                // 2 * mean(0, 1)
+    net->zero_grad();
+    const Tensor first = forward(2 * rank), second = forward(4);
+    second.backward();
+    EXPECT_EQ(net->weight.grad().item<float>(), 4);
+    first.backward();
+    EXPECT_EQ(net->weight.grad().item<float>(), 5);
+  });
+}
+
+TEST(DistributedDataParallelTest, parameters_frozen_thawed_and_added_later) {
+  on_ranks(2, [](int rank) {
+    Crossed net(/*registers=*/false);
+    net->early->bias.requires_grad_(false);
+    DistributedDataParallel model(net);
+    const auto step = [&] {
+      for (auto& parameter : net->parameters()) parameter.mutable_grad().reset();
+      model(at::full({1, 2}, 1.0 * rank)).sum().backward();
+    };
+    step();
+    net->late->weight.requires_grad_(false);  // frozen
+    step();
+    EXPECT_FALSE(net->late->weight.grad().defined());
+    EXPECT_TRUE(net->late->bias.grad().eq(1).all().item<bool>());
+    net->late->weight.requires_grad_(true);
+    net->early->bias.requires_grad_(true);  // thawed: was not there at construction
+    step();
+    EXPECT_TRUE(net->late->weight.grad().defined());
+    Tensor other = net->early->bias.grad().clone();
+    broadcast(other, /*src=*/1);
+    EXPECT_TRUE(other.equal(net->early->bias.grad()));
+    net->register_module("never", net->never);  // added
+    {
+      const at::NoGradGuard no_grad;
+      net->never->weight.fill_(rank + 3);
+    }
+    step();
+    EXPECT_TRUE(net->never->weight.eq(3).all().item<bool>()) << "rank 0's";
+  });
+}
+
+TEST(DistributedDataParallelTest, a_parameter_added_on_one_rank_only) {
+  EXPECT_THROW(on_ranks(2,
+                        [](int rank) {
+                          Crossed net(/*registers=*/false);
+                          DistributedDataParallel model(net);
+                          if (rank == 1) net->register_module("never", net->never);
+                          model(at::ones({1, 2})).sum().backward();
+                        }),
+               MismatchError);
+}
+
+TEST(DistributedDataParallelTest, buffers_of_rank_0_if_asked) {
+  for (const bool asked : {false, true}) {
+    on_ranks(2, [asked](int rank) {
+      torch::nn::BatchNorm1d net(2);
+      DistributedDataParallelOptions options;
+      options.broadcast_buffers = asked;
+      DistributedDataParallel model(net, options);
+      net->running_mean.fill_(rank + 1);
+      net->eval();
+      const Tensor y = model(at::ones({2, 2}));
+      EXPECT_EQ(net->running_mean[0].item<float>(), asked ? 1 : rank + 1);
+    });
+  }
+}
+
+TEST(DistributedDataParallelTest, clipping_sees_synchronised_gradients) {
+  on_ranks(2, [](int rank) {
+    torch::nn::Linear net(2, 2);
+    DistributedDataParallel model(net);
+    model(at::full({1, 2}, 10.0 * (rank + 1))).sum().backward();
+    double norm = torch::nn::utils::clip_grad_norm_(net->parameters(), 1.0);
+    double other = norm;
+    lockstep::broadcast(std::span(&other, 1), /*src=*/1);
+    EXPECT_EQ(norm, other);
+    EXPECT_NEAR(norm, std::sqrt(4 * 15.0 * 15.0 + 2), 1e-3);
+    double clipped = 0;
+    for (const auto& p : net->parameters()) clipped += p.grad().square().sum().item<double>();
+    EXPECT_NEAR(clipped, 1, 1e-3);
+  });
+}
+
+TEST(DistributedDataParallelTest, join_divides_by_all_or_by_the_active) {
+  for (const bool by_active : {false, true}) {
+    on_ranks(3, [by_active](int rank) {
+      torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+      DistributedDataParallelOptions options;
+      options.join_divides_by_active = by_active;
+      DistributedDataParallel model(net, options);
+      std::vector<float> gradients;
+      const Tensor x = at::full({2, 1}, 3.0 * (rank + 1));
+      model.join(
+          [&] {
+            for (int i = 0; i < rank; ++i) {  // rank 0 has nothing at all
+              net->zero_grad();
+              model(x).mean().backward();
+              gradients.push_back(net->weight.grad().item<float>());
+              const at::NoGradGuard no_grad;
+              net->weight.fill_(10 * rank + i);
+            }
+          },
+          x);
+      if (rank == 2) {
+        ASSERT_EQ(gradients.size(), 2U);
+        EXPECT_FLOAT_EQ(gradients[0], by_active ? 15.0F / 2 : 15.0F / 3);
+        EXPECT_FLOAT_EQ(gradients[1], by_active ? 9.0F : 9.0F / 3);
+      }
+      EXPECT_EQ(net->weight.item<float>(), 21) << "of the rank that trained longest";
+    });
+  }
+}
+
+TEST(DistributedDataParallelTest, join_tells_what_it_cannot_follow) {
+  EXPECT_THROW(on_ranks(2,
+                        [](int rank) {
+                          torch::nn::Linear net(1, 1);
+                          DistributedDataParallel model(net);
+                          model.join([&] {
+                            if (rank == 1) model(at::ones({1, 1})).sum().backward();
+                          });
+                        }),
+               UsageError);
+  EXPECT_THROW(on_ranks(2,
+                        [](int rank) {
+                          torch::nn::Linear net(1, 1);
+                          DistributedDataParallel model(net);
+                          model.join([&] {
+                            if (rank == 1) {
+                              const auto no_sync = model.no_sync();
+                              model(at::ones({1, 1})).sum().backward();
+                            } else {
+                              model(at::ones({1, 1})).sum().backward();
+                            }
+                          });
+                        }),
+               MismatchError);
 }
 
 TEST(DistributedDataParallelTest, goes_before_its_module) {

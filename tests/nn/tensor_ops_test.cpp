@@ -1,7 +1,16 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn.hpp>
+
+#include <algorithm>
+#include <map>
+#include <span>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include "helpers.hpp"
 
@@ -73,6 +82,203 @@ TEST(TensorOpsTest, parameters_may_be_reduced_in_place) {
     all_reduce(parameter);
     EXPECT_TRUE(parameter.eq(2).all().item<bool>());
     EXPECT_TRUE(parameter.is_leaf());
+  });
+}
+
+TEST(TensorOpsTest, every_other_verb) {
+  on_ranks(3, [](int rank) {
+    const auto mine = static_cast<std::size_t>(rank);
+    Tensor data = at::full({2}, rank + 1.0);
+    reduce(data, /*dst=*/1);
+    EXPECT_EQ(data[0].item<double>(), rank == 1 ? 6 : rank + 1);
+    const auto gathered = gather(at::full({2, 1}, rank, at::kBool), /*dst=*/2);
+    EXPECT_EQ(gathered.size(), rank == 2 ? 3U : 0U);
+    if (rank == 2) {
+      EXPECT_TRUE(gathered[1].all().item<bool>());
+    }
+
+    std::vector<Tensor> parts;
+    for (int r = 0; r < 3; ++r) parts.push_back(at::full({2, 2}, 10 * rank + r, at::kFloat));
+    Tensor out = at::zeros({2, 2});
+    scatter(out, rank == 1 ? parts : std::vector<Tensor>(), /*src=*/1);
+    EXPECT_TRUE(out.eq(10 + rank).all().item<bool>());
+    Tensor column = at::zeros({2, 2, 2}).select(2, 1);  // not contiguous
+    reduce_scatter(column, parts);
+    EXPECT_TRUE(column.eq(30 + 3 * rank).all().item<bool>());
+    const auto swapped = all_to_all(parts);
+    for (std::size_t r = 0; r < 3; ++r) {
+      EXPECT_TRUE(swapped[r].eq(10 * static_cast<int>(r) + rank).all().item<bool>());
+    }
+    if (rank == 0) send(parts[2], /*dst=*/2);
+    if (rank == 2) {
+      recv(out, /*src=*/0);
+      EXPECT_TRUE(out.eq(2).all().item<bool>());
+    }
+    EXPECT_THROW(reduce_scatter(out, {out}), UsageError);
+    EXPECT_THROW(all_to_all({out, out, at::ones({1})}), UsageError);
+    EXPECT_THROW(all_to_all({}), UsageError);
+    EXPECT_LE(mine, 2U);
+  });
+}
+
+using Nested = std::map<std::string, std::tuple<std::vector<Tensor>, int, Tensor>>;
+static_assert(TensorTree<Nested> && !TensorTree<Tensor> && !TensorTree<std::vector<int>>);
+
+TEST(TensorTreesTest, nested_lists_and_dicts) {
+  on_ranks(2, [](int rank) {
+    const auto make = [&] {
+      return Nested{{"a", {{at::full({2}, rank), at::full({1}, 2 * rank)}, rank, at::ones({})}},
+                    {"b", {{}, 7, at::full({3}, rank, at::kLong)}}};
+    };
+    Nested data = make();
+    all_reduce(data);
+    EXPECT_TRUE(std::get<0>(data["a"])[1].eq(2).all().item<bool>());
+    EXPECT_EQ(std::get<2>(data["a"]).item<float>(), 2);
+    EXPECT_EQ(std::get<1>(data["a"]), rank) << "not a tensor";
+    const auto all = all_gather(make());
+    ASSERT_EQ(all.size(), 2U);
+    EXPECT_TRUE(std::get<2>(all[1].at("b")).eq(1).all().item<bool>());
+    EXPECT_TRUE(std::get<2>(all[0].at("b")).eq(0).all().item<bool>());
+    torch::OrderedDict<std::string, Tensor> dict;
+    dict.insert("x", at::full({2}, rank));
+    broadcast(dict, /*src=*/1);
+    EXPECT_TRUE(dict["x"].eq(1).all().item<bool>());
+  });
+}
+
+TEST(TensorTreesTest, all_reduce_dict_names_what_differs) {
+  on_ranks(2, [](int rank) {
+    std::map<std::string, Tensor> dict{{"loss", at::full({2}, rank)},
+                                       {"n", at::full({}, 3, at::kLong)}};
+    all_reduce_dict(dict);
+    EXPECT_TRUE(dict["loss"].eq(1).all().item<bool>());
+    EXPECT_EQ(dict["n"].item<std::int64_t>(), 6);
+  });
+  const auto differ = [](int rank) {
+    std::map<std::string, Tensor> dict{{"loss", at::ones({1})}};
+    if (rank == 1) dict["accuracy"] = at::ones({1});
+    try {
+      all_reduce_dict(dict);
+    } catch (const MismatchError& error) {
+      EXPECT_NE(std::string(error.what()).find("accuracy"), std::string::npos) << error.what();
+      EXPECT_EQ(dict["loss"].item<float>(), 1);
+      throw;
+    }
+  };
+  EXPECT_THROW(on_ranks(2, differ), MismatchError);
+}
+
+TEST(TensorTreesTest, all_reduce_params_in_buckets_of_any_size) {
+  on_ranks(3, [](int rank) {
+    for (const bool coalesce : {true, false}) {
+      for (const double mb : {-1.0, 0.0, 1e-5, 25.0}) {
+        torch::nn::Linear net(3, 2);
+        const at::NoGradGuard no_grad;
+        for (auto& parameter : net->parameters()) parameter.fill_(rank);
+        auto tensors = net->parameters();
+        tensors.push_back(at::full({2, 2}, 3 * rank, at::kDouble).t());
+        all_reduce_params(tensors, coalesce, mb);
+        EXPECT_TRUE(net->weight.eq(1).all().item<bool>());
+        EXPECT_TRUE(net->bias.eq(1).all().item<bool>());
+        EXPECT_TRUE(tensors[2].eq(3).all().item<bool>());
+      }
+    }
+  });
+}
+
+TEST(TensorTreesTest, devices) {
+  const std::vector<Tensor> cpu{at::ones({1}), at::ones({2})};
+  EXPECT_EQ(get_data_device(cpu), at::Device(at::kCPU));
+  EXPECT_EQ(get_data_device(cpu[0]), at::Device(at::kCPU));
+  EXPECT_THROW(get_data_device(std::vector<Tensor>()), UsageError);
+  EXPECT_THROW(get_data_device(std::pair(cpu[0], at::empty({1}, at::Device(at::kMeta)))),
+               UsageError);
+  EXPECT_EQ(get_comm_device(), at::Device(at::kCPU));
+  const auto moved = cast_data_device(std::pair(cpu, 3), at::kMeta);
+  EXPECT_EQ(moved.first[1].device(), at::Device(at::kMeta));
+  EXPECT_EQ(cpu[1].device(), at::Device(at::kCPU));
+  EXPECT_TRUE(cast_data_device(cpu, at::kCPU)[0].is_same(cpu[0]));
+}
+
+std::vector<std::size_t> epoch_of(DistributedSampler& sampler) {
+  std::vector<std::size_t> indices;
+  sampler.reset();
+  while (const auto batch = sampler.next(3)) {
+    indices.insert(indices.end(), batch->begin(), batch->end());
+  }
+  return indices;
+}
+
+TEST(DistributedSamplerTest, no_sample_is_lost_or_doubled) {
+  for (const std::size_t size : {0U, 1U, 2U, 3U, 10U, 12U}) {
+    for (const bool shuffle : {false, true}) {
+      for (const UnevenTail tail : {UnevenTail::keep, UnevenTail::pad, UnevenTail::drop}) {
+        on_ranks(3, [&](int rank) {
+          DistributedSampler sampler(size, {.shuffle = shuffle, .seed = 5, .tail = tail});
+          for (int epoch = 0; epoch < 2; ++epoch) {
+            const auto mine = epoch_of(sampler);
+            EXPECT_EQ(mine.size(), sampler.n_samples());
+            const std::vector<std::int64_t> values(mine.begin(), mine.end());
+            const auto all = lockstep::all_gather(std::span(values));
+            std::vector<int> seen(size);
+            for (const auto& of_rank : all) {
+              for (const auto index : of_rank) ++seen.at(static_cast<std::size_t>(index));
+              if (tail != UnevenTail::keep) {
+                EXPECT_EQ(of_rank.size(), all[0].size());
+              }
+            }
+            const auto twice = std::count(seen.begin(), seen.end(), 2);
+            const auto lost = std::count(seen.begin(), seen.end(), 0);
+            if (tail != UnevenTail::pad) {
+              EXPECT_EQ(twice, 0);
+            }
+            if (tail != UnevenTail::drop) {
+              EXPECT_EQ(lost, 0);
+            }
+            EXPECT_LT(lost, 3);
+            (void)rank;
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(DistributedSamplerTest, shuffles_by_epoch_and_resumes) {
+  DistributedSampler sampler(50, {.seed = 1}), other(50, {.seed = 1});
+  const auto first = epoch_of(sampler), second = epoch_of(sampler);
+  EXPECT_NE(first, second);
+  EXPECT_EQ(epoch_of(other), first);
+  other.set_epoch(0);
+  EXPECT_EQ(epoch_of(other), first);
+  DistributedSampler copy = other;  // as a data loader has it
+  other.set_epoch(1);
+  EXPECT_EQ(epoch_of(copy), second);
+
+  sampler.set_epoch(1);
+  sampler.reset();
+  sampler.next(7);
+  torch::serialize::OutputArchive out;
+  sampler.save(out);
+  std::stringstream file;
+  out.save_to(file);
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  DistributedSampler resumed(50, {.seed = 1});
+  resumed.load(in);
+  EXPECT_EQ(*resumed.next(3), (std::vector<std::size_t>(second.begin() + 7, second.begin() + 10)));
+}
+
+TEST(DistributedSamplerTest, feeds_a_data_loader) {
+  on_ranks(2, [](int rank) {
+    auto dataset = torch::data::datasets::TensorDataset(at::arange(9))
+                       .map(torch::data::transforms::Stack<torch::data::TensorExample>());
+    auto loader = torch::data::make_data_loader(
+        std::move(dataset), DistributedSampler(9, {.shuffle = false}),
+        torch::data::DataLoaderOptions().batch_size(2).enforce_ordering(true));
+    std::vector<Tensor> seen;
+    for (auto& batch : *loader) seen.push_back(batch.data);
+    EXPECT_TRUE(at::cat(seen).equal(at::arange(rank, 9, 2)));
   });
 }
 

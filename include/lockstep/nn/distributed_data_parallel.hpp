@@ -1,10 +1,15 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
 #include <concepts>
+#include <cstddef>
+#include <functional>
 #include <memory>
 #include <source_location>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include <lockstep/group.hpp>
@@ -12,10 +17,34 @@
 
 namespace lockstep::nn {
 
+/// What a communication hook gets: the gradients of one bucket, complete on this rank.
+struct GradientBucket {
+  at::Tensor gradients;   ///< 1-d, contiguous; what stands here in the end are the gradients
+  std::size_t index = 0;  ///< in the order of sending, the same on all ranks
+  Group group;            ///< DistributedDataParallel's own: for the hook to communicate in
+};
+
+/// Starts the communication of a bucket, in backward, and returns what completes it: it is called
+/// before backward returns, bucket by bucket. Work on `group` may be under way between the two.
+using CommunicationHook = std::function<std::function<void()>(const GradientBucket&)>;
+
+/// Hooks that send gradients as float16 or bfloat16: half of float32's bytes. The average is made
+/// in float32 and rounded to the type once.
+CommunicationHook f16_compression();
+CommunicationHook bf16_compression();
+
 struct DistributedDataParallelOptions {
   Group group = default_group();
   double bucket_size_mb = 25;       ///< a bucket is sent when it holds this many MiB of gradients
   double first_bucket_size_mb = 1;  ///< the first is small, so that sending starts early
+  /// Rank 0's buffers go to all before every synchronised forward.
+  bool broadcast_buffers = false;
+  /// Parameters that got no gradient on this rank in the first backward never will: their buckets
+  /// need not wait for the end of backward. UsageError where one does.
+  bool static_graph = false;
+  CommunicationHook hook = {};  ///< in the place of an all_reduce with mean
+  /// In join(), gradients are averaged over the ranks that still have data, not over all.
+  bool join_divides_by_active = false;
 };
 
 namespace detail {
@@ -24,6 +53,18 @@ std::shared_ptr<Reducer> make_reducer(torch::nn::Module& module,
                                       const DistributedDataParallelOptions& options,
                                       std::source_location where);
 void before_forward(Reducer& reducer);
+/// `shadow`: a forward without samples, like the last one.
+void set_shadow(Reducer& reducer, std::function<at::Tensor()> shadow);
+bool wants_shadow(const Reducer& reducer);
+void join(Reducer& reducer, const std::function<void()>& body);
+
+template <class T>
+T without_samples(const T& value) {
+  if constexpr (std::same_as<T, at::Tensor>) {
+    if (value.defined() && value.dim() > 0) return value.detach().narrow(0, 0, 0).clone();
+  }
+  return value;
+}
 }  // namespace detail
 
 /// While one lives, forward passes of its DistributedDataParallel belong to no synchronisation:
@@ -53,7 +94,11 @@ class NoSync {
 ///
 /// A parameter that got no gradient on this rank counts as zero; one that got none on any rank
 /// keeps none. A rank whose loss depends on no parameter at all must not skip backward: the others
-/// wait for it. Parameters that require no gradient at construction take no part.
+/// wait for it. Parameters that require no gradient take no part. What comes to require one later,
+/// or is registered later, on all ranks alike, is found at the next synchronised forward.
+///
+/// After the first synchronised backward the buckets are made anew, in the order in which rank 0's
+/// gradients came.
 ///
 /// Errors: what the group's calls throw, from backward(). After an exception in a synchronised
 /// backward the next forward throws UsageError: ranks may be out of step, build a new one.
@@ -70,6 +115,7 @@ class DistributedDataParallel {
 
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
+    if (detail::wants_shadow(*reducer_)) remember_shadow(args...);
     detail::before_forward(*reducer_);
     return module_->forward(std::forward<Args>(args)...);
   }
@@ -80,10 +126,40 @@ class DistributedDataParallel {
 
   /// Gradients accumulate locally for forward passes within the life of the result.
   [[nodiscard]] NoSync no_sync() const { return NoSync(reducer_); }
+
+  /// For ranks that have different numbers of batches. Runs `body`, the training loop; then, while
+  /// other ranks still train, this one follows each of their steps with a forward and backward of
+  /// no samples, so that the collectives of this object and of the SyncBatchNorms in the module go
+  /// on: it contributes zero gradients and statistics of count 0. In the end all have the
+  /// parameters and buffers of the first rank among those that trained longest. Collective.
+  ///
+  /// The module must accept inputs of 0 rows and return a tensor; other arguments than tensors are
+  /// those of its last forward here. A rank that may have no batch at all gives `example`, the
+  /// arguments of a forward. `body` has one backward per forward (no_sync() is seen), and
+  /// communicates through nothing else.
+  template <class Body, class... Args>
+  void join(Body&& body, const Args&... example) {
+    if constexpr (sizeof...(Args) > 0) remember_shadow(example...);
+    detail::join(*reducer_, std::forward<Body>(body));
+  }
   M& module() { return module_; }
   const M& module() const { return module_; }
 
  private:
+  template <class... Args>
+  void remember_shadow(const Args&... args) {
+    if constexpr (requires {
+                    { module_->forward(std::declval<Args&>()...) } -> std::same_as<at::Tensor>;
+                  } &&
+                  (std::copy_constructible<Args> && ...)) {
+      detail::set_shadow(
+          *reducer_, [module = module_,
+                      empty = std::tuple<Args...>(detail::without_samples(args)...)]() mutable {
+            return std::apply([&](Args&... again) { return module->forward(again...); }, empty);
+          });
+    }
+  }
+
   M module_;
   std::shared_ptr<detail::Reducer> reducer_;
 };
