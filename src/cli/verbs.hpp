@@ -15,4 +15,7 @@ int run(const std::vector<std::string>& arguments);
 /// `lockstep bench`: measures collectives, alone or beside a peer.
 int bench(const std::vector<std::string>& arguments);
 
+/// `lockstep doctor`: what this machine, build and environment have, with advice.
+int doctor(const std::vector<std::string>& arguments);
+
 }  // namespace lockstep::cli

@@ -1,0 +1,105 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <lockstep/error.hpp>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "cli/doctor/checks.hpp"
+#include "cli/verbs.hpp"
+#include "launch/environment.hpp"
+#include "launch/options.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+std::string_view name_of(State state) {
+  switch (state) {
+    case State::good: return "ok";
+    case State::note: return "note";
+    case State::missing: return "MISSING";
+  }
+  return "unknown";
+}
+
+void print_text(const Findings& findings, bool can_run) {
+  for (const Finding& finding : findings) {
+    fmt::print("{:<8} {:<16} {}\n", name_of(finding.state), finding.name, finding.text);
+    if (!finding.advice.empty()) fmt::print("{:<25} -> {}\n", "", finding.advice);
+  }
+  fmt::print("{}\n",
+             can_run ? "lockstep can run here." : "lockstep CANNOT run here as things are.");
+}
+
+void print_json(const Findings& findings, bool can_run) {
+  auto list = nlohmann::json::array();
+  for (const Finding& finding : findings) {
+    list.push_back({{"name", finding.name},
+                    {"state", name_of(finding.state)},
+                    {"text", finding.text},
+                    {"advice", finding.advice}});
+  }
+  const nlohmann::json report = {
+      {"version", LOCKSTEP_VERSION}, {"can_run", can_run}, {"findings", list}};
+  // Variables may hold any bytes.
+  fmt::print("{}\n", report.dump(/*indent=*/2, ' ', /*ensure_ascii=*/false,
+                                 nlohmann::json::error_handler_t::replace));
+}
+
+/// Ranks on this host, as the launcher says; 2 where there is none, or its variables contradict.
+int ranks_here() {
+  try {
+    const comm::World world = launch::read_world(infer_launcher());
+    return world.launcher == Launcher::none ? 2 : world.local_size;
+  } catch (const Error&) {
+    return 2;  // check_job tells it
+  }
+}
+
+}  // namespace
+
+int doctor(const std::vector<std::string>& arguments) {
+  bool as_json = false;
+  int n_ranks = 0;
+  CLI::App app(
+      "Says what this machine, this build and this environment have for lockstep, and what\n"
+      "to do about what is missing. Run it where the ranks run: in the container, in the\n"
+      "job script, under mpirun or srun.\n\n"
+      "Exit code: 0 when ranks can run here, 1 when something essential is missing.",
+      "lockstep doctor");
+  app.set_help_flag("-h,--help", "Print this");
+  app.add_flag("--json", as_json, "Print one JSON object instead of lines");
+  app.add_option("-n", n_ranks,
+                 "Ranks you mean to start here (default: as the launcher says, or 2)")
+      ->check(CLI::Range(1, launch::kMaxRanks))
+      ->type_name("N");
+  std::vector<std::string> own(arguments.rbegin(), arguments.rend());  // as CLI11 takes them
+  try {
+    app.parse(std::move(own));
+  } catch (const CLI::CallForHelp&) {
+    fmt::print("{}", app.help());
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    fmt::print(stderr, "lockstep doctor: {}\nSee lockstep doctor --help\n", error.what());
+    return kUsageExitCode;
+  }
+  if (n_ranks == 0) n_ranks = ranks_here();
+  Findings findings = check_machine(n_ranks);
+  for (const Findings& more : {check_libraries(), check_job(n_ranks)}) {
+    findings.insert(findings.end(), more.begin(), more.end());
+  }
+  const bool can_run = std::none_of(findings.begin(), findings.end(), [](const Finding& finding) {
+    return finding.state == State::missing;
+  });
+  if (as_json) {
+    print_json(findings, can_run);
+  } else {
+    print_text(findings, can_run);
+  }
+  return can_run ? 0 : 1;
+}
+
+}  // namespace lockstep::cli

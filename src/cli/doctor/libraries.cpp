@@ -1,0 +1,56 @@
+#include <dlfcn.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <string_view>
+
+#include "cli/doctor/checks.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+/// Longer than MPI_MAX_LIBRARY_VERSION_STRING of any of them.
+constexpr std::size_t kVersionSize = 16384;
+
+struct MpiLibrary {
+  const char* name;
+  const char* file;
+};
+
+Finding mpi(const MpiLibrary& library) {
+  const std::string name = fmt::format("mpi {}", library.name);
+  const std::unique_ptr<void, int (*)(void*)> handle(dlopen(library.file, RTLD_LAZY | RTLD_LOCAL),
+                                                     dlclose);
+  if (!handle) return {name, State::note, fmt::format("no {}", library.file)};
+  // The one function that MPI allows before MPI_Init.
+  using GetLibraryVersion = int(char*, int*);
+  auto* const version =
+      reinterpret_cast<GetLibraryVersion*>(dlsym(handle.get(), "MPI_Get_library_version"));
+  if (version == nullptr) return {name, State::note, "tells no version"};
+  std::string text(kVersionSize, '\0');
+  int length = 0;
+  if (version(text.data(), &length) != 0 || length < 0) return {name, State::note, "no version"};
+  text.resize(std::min(static_cast<std::size_t>(length), kVersionSize));
+  text.resize(std::min(text.find('\n'), text.size()));
+  std::replace(text.begin(), text.end(), '\t', ' ');
+  return {name, State::good, text};
+}
+
+Finding libtorch() {
+  const std::string_view version = LOCKSTEP_TORCH_VERSION;
+  if (!version.empty()) {
+    return {"libtorch", State::good, fmt::format("lockstep::nn is built with {}", version)};
+  }
+  return {"libtorch", State::note, "this build has no lockstep::nn",
+          "for SyncBatchNorm and DistributedDataParallel build with libtorch (LOCKSTEP_NN=ON)"};
+}
+
+}  // namespace
+
+Findings check_libraries() {
+  return {libtorch(), mpi({"Open MPI", "libmpi.so.40"}), mpi({"MPICH", "libmpich.so.12"}),
+          mpi({"Intel MPI", "libmpi.so.12"})};
+}
+
+}  // namespace lockstep::cli

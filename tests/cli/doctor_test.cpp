@@ -1,0 +1,127 @@
+#include <gtest/gtest.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+
+#include "cli/command.hpp"
+
+namespace lockstep::test {
+namespace {
+
+struct Report {
+  int exit_code;
+  nlohmann::json all;
+  std::map<std::string, nlohmann::json> findings;  ///< by name
+};
+
+/// `before`: a shell line for the doctor's process, as "ulimit -n 40;".
+Report examine(const std::string& before = {}, std::map<std::string, std::string> variables = {},
+               const std::string& options = {}) {
+  Command command(
+      StartOptions{.variables = std::move(variables),
+                   .shell = before + " exec '" LOCKSTEP_COMMAND "' doctor --json " + options});
+  const Ended ended = command.wait();
+  Report report{ended.exit_code, nlohmann::json::parse(ended.out, nullptr, false), {}};
+  EXPECT_FALSE(report.all.is_discarded()) << ended.out << ended.err;
+  if (report.all.is_discarded()) return report;
+  for (const auto& finding : report.all.at("findings")) {
+    const auto [at, is_new] = report.findings.emplace(finding.at("name"), finding);
+    EXPECT_TRUE(is_new) << finding;
+    EXPECT_FALSE(finding.at("text").get<std::string>().empty()) << finding;
+  }
+  return report;
+}
+
+void expect_says(const Report& report, const std::string& name, const std::string& state,
+                 const std::string& text, const std::string& advice = {}) {
+  const auto found = report.findings.find(name);
+  ASSERT_NE(found, report.findings.end()) << name << " is not in " << report.all;
+  const nlohmann::json& finding = found->second;
+  EXPECT_EQ(finding.at("state"), state) << finding;
+  EXPECT_NE(finding.at("text").get<std::string>().find(text), std::string::npos) << finding;
+  EXPECT_NE(finding.at("advice").get<std::string>().find(advice), std::string::npos) << finding;
+  EXPECT_EQ(finding.at("advice").get<std::string>().empty(), advice.empty()) << finding;
+}
+
+TEST(DoctorTest, a_machine_that_can_run) {
+  const Report report = examine("ulimit -n 1024;");
+  EXPECT_EQ(report.exit_code, 0) << report.all;
+  EXPECT_EQ(report.all.at("can_run"), true);
+  expect_says(report, "kernel", "ok", "Linux");
+  expect_says(report, "shared memory", "ok", "memfd works");
+  expect_says(report, "sockets", "ok", "loopback");
+  expect_says(report, "open files", "ok", "1024");
+  expect_says(report, "variables", "ok", "LOCKSTEP_TEST_MARK=");
+  expect_says(report, "launcher", "ok", "none");
+  expect_says(report, "engine shared", "ok", "`lockstep run -n 2`");
+  expect_says(report, "engine solo", "note", "one rank");
+  for (const char* name : {"simd", "memory", "locked memory", "address space", "/dev/shm",
+                           "libtorch", "mpi Open MPI", "mpi MPICH", "mpi Intel MPI"}) {
+    EXPECT_TRUE(report.findings.contains(name)) << name;
+  }
+}
+
+TEST(DoctorTest, lines_for_people) {
+  Command command(StartOptions{.arguments = {"doctor"}});
+  const Ended ended = command.wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.out;
+  EXPECT_NE(ended.out.find("ok       shared memory    memfd works\n"), std::string::npos)
+      << ended.out;
+  EXPECT_TRUE(ended.out.ends_with("lockstep can run here.\n")) << ended.out;
+}
+
+TEST(DoctorTest, fewer_cores_than_ranks) {
+  const Report report =
+      examine("taskset -pc $(taskset -pc $$ | sed 's/.*[ ,-]//') $$ >&2;", {}, "-n 4");
+  EXPECT_EQ(report.exit_code, 0);  // slow, but it runs
+  expect_says(report, "cores", "note", "1 of the machine's", "4 ranks take turns on 1 core(s)");
+}
+
+TEST(DoctorTest, low_limits) {
+  const Report report = examine("ulimit -n 40; ulimit -l 64; ulimit -v 4000000;");
+  EXPECT_EQ(report.exit_code, 0);
+  expect_says(report, "open files", "note", "40", "ulimit -n 1024");
+  expect_says(report, "locked memory", "note", "0 MiB", "ulimit -l unlimited");
+  expect_says(report, "address space", "note", "3906 MiB", "ulimit -v unlimited");
+}
+
+TEST(DoctorTest, no_room_for_shared_memory) {
+  const Report report = examine("ulimit -v 60000;");
+  EXPECT_EQ(report.exit_code, 1);
+  EXPECT_EQ(report.all.at("can_run"), false);
+  expect_says(report, "shared memory", "MISSING", "mmap: Cannot allocate memory", "ulimit -v");
+}
+
+TEST(DoctorTest, what_the_launcher_said) {
+  const std::map<std::string, std::string> mpich = {
+      {"PMI_RANK", "1"}, {"PMI_SIZE", "3"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "3"}};
+  const Report report = examine("", mpich);
+  EXPECT_EQ(report.exit_code, 0);
+  expect_says(report, "variables", "ok",
+              "MPI_LOCALNRANKS=3 MPI_LOCALRANKID=1 PMI_RANK=1 PMI_SIZE=3");
+  expect_says(report, "launcher", "ok", "mpirun: rank 1 of 3, local rank 1 of 3");
+  EXPECT_NE(report.findings.at("cores").at("text").get<std::string>().find("for 3 rank(s)"),
+            std::string::npos);
+}
+
+TEST(DoctorTest, a_contradictory_environment_cannot_run) {
+  const Report report = examine("", {{"RANK", "x\xff"}, {"WORLD_SIZE", "2"}});
+  EXPECT_EQ(report.exit_code, 1);
+  expect_says(report, "launcher", "MISSING", "RANK is 'x\xEF\xBF\xBD', not a whole number",
+              "init_dist will refuse");
+}
+
+TEST(DoctorTest, a_held_down_instruction_set) {
+  const Report report = examine("", {{"LOCKSTEP_SIMD", "scalar"}});
+  EXPECT_EQ(report.findings.at("simd").at("text").get<std::string>().rfind("scalar", 0), 0U);
+}
+
+TEST(DoctorTest, wrong_arguments) {
+  Command command(StartOptions{.arguments = {"doctor", "-n", "0"}});
+  EXPECT_EQ(command.wait().exit_code, 2);
+}
+
+}  // namespace
+}  // namespace lockstep::test
