@@ -361,6 +361,34 @@ TEST(DistributedDataParallelTest, hooks_compress_and_may_do_anything) {
   });
 }
 
+/// No measurement: the last node of backward waits for the first bucket. If that were sent or
+/// reduced only after backward, it would wait for ever, until the group's timeout.
+TEST(DistributedDataParallelTest, the_first_bucket_arrives_before_backward_ends) {
+  on_ranks(3, [](int rank) {
+    torch::nn::Sequential net(torch::nn::Linear(2, 3), torch::nn::Linear(3, 3));
+    Work first;
+    auto options = tiny_buckets();
+    options.hook = [&](const GradientBucket& bucket) -> std::function<void()> {
+      Work work = bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::mean);
+      if (bucket.index == 0) first = work;
+      return [work]() mutable { work.wait(); };
+    };
+    DistributedDataParallel model(net, options);
+    for (int step = 0; step < 2; ++step) {
+      bool arrived = false;
+      const Tensor x = at::full({1, 2}, rank + 1.0).requires_grad_();
+      x.register_hook([&](const Tensor&) {
+        first.wait();
+        arrived = first.done();
+      });
+      net->zero_grad();
+      model(x * 2).sum().backward();
+      EXPECT_TRUE(arrived);
+      EXPECT_TRUE(net->ptr(1)->named_parameters()["bias"].grad().eq(1).all().item<bool>());
+    }
+  });
+}
+
 TEST(DistributedDataParallelTest, hooks_and_unused_parameters) {
   on_ranks(2, [](int rank) {
     Linears net;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <lockstep/error.hpp>
 #include <lockstep/nn.hpp>
 #include <string>
@@ -221,6 +222,44 @@ TEST(ReplicatedBatchNormTest, over_replicas_and_ranks) {
     EXPECT_LE(difference(x.grad(), part(x2.grad())) / testing::largest(x2.grad()), 1e-12);
     EXPECT_LE(difference(bn->running_var, reference->running_var), 1e-12);
   });
+}
+
+std::vector<SyncBatchNorm1d> two_copies(SyncBatchNorm1d bn) {
+  std::vector<SyncBatchNorm1d> copies{
+      bn, SyncBatchNorm1d(std::dynamic_pointer_cast<SyncBatchNorm1dImpl>(bn->clone()))};
+  execute_replication_callbacks(copies);
+  return copies;
+}
+
+TEST(ReplicatedBatchNormTest, half_precision_with_a_float_state) {
+  for (const auto type : {at::kHalf, at::kBFloat16}) {
+    const Tensor batch = Random(5).normal({12, 4}, type), dy = Random(6).normal({12, 4}, type);
+    SyncBatchNorm1d bn(4);
+    const Tensor x = batch.clone().requires_grad_();
+    const Tensor y = at::cat(forward_all(two_copies(bn), x.chunk(2)));
+    EXPECT_EQ(y.scalar_type(), type);
+    y.backward(dy);
+    BatchNorm1d reference(4);
+    const Tensor x2 = batch.to(at::kFloat).requires_grad_();
+    const Tensor y2 = reference->forward(x2);
+    y2.backward(dy.to(at::kFloat));
+    EXPECT_LE(difference(y, y2), 2e-2);
+    EXPECT_LE(difference(x.grad(), x2.grad()), 2e-2);
+    EXPECT_LE(difference(bn->running_var, reference->running_var), 1e-6);
+  }
+}
+
+TEST(ReplicatedBatchNormTest, a_nan_in_one_replica_keeps_the_statistics_of_all) {
+  SyncBatchNorm1d bn(SyncBatchNormOptions(4).on_nonfinite(OnNonfinite::keep_running_stats));
+  const auto copies = two_copies(bn);
+  Tensor batch = Random(5).normal({6, 4}, at::kFloat);
+  batch[5][1] = std::nan("");
+  forward_all(copies, batch.chunk(2));
+  for (const auto& copy : copies) {
+    EXPECT_EQ(copy->n_nonfinite_batches(), 1);
+    EXPECT_EQ(copy->num_batches_tracked.item<std::int64_t>(), 0);
+  }
+  EXPECT_TRUE(bn->running_var.eq(1).all().item<bool>());
 }
 
 TEST(ReplicatedBatchNormTest, the_module_works_alone_when_its_copies_are_gone) {
