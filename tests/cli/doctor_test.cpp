@@ -3,6 +3,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "cli/command.hpp"
@@ -29,7 +30,9 @@ Report examine(const std::string& before = {}, std::map<std::string, std::string
   for (const auto& finding : report.all.at("findings")) {
     const auto [at, is_new] = report.findings.emplace(finding.at("name"), finding);
     EXPECT_TRUE(is_new) << finding;
-    EXPECT_FALSE(finding.at("text").get<std::string>().empty()) << finding;
+    const std::string text = finding.at("text");
+    EXPECT_FALSE(text.empty()) << finding;
+    EXPECT_EQ(text.find_first_of(std::string_view("\0\n\t", 3)), std::string::npos) << finding;
   }
   return report;
 }

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <csignal>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <string>
@@ -109,6 +111,59 @@ TEST(LaunchersTest, mpirun_under_leftovers_of_torchrun) {
   EXPECT_NE(ended.out.find("PMI_SIZE is 3, but WORLD_SIZE is 2"), std::string::npos) << ended.out;
 }
 
+/// The n-th shell script of a page of docs/launchers, with other names for some programs.
+std::string script_of(const std::string& page, int n,
+                      const std::map<std::string, std::string>& names = {}) {
+  const std::string text = contents_of(std::string(LAUNCHER_DOCS) + "/" + page);
+  std::size_t at = 0;
+  for (int i = 0; i <= n; ++i) at = text.find("```sh\n", at) + 6;
+  std::string script = text.substr(at, text.find("```", at) - at);
+  for (const auto& [name, other] : names) {
+    for (at = script.find(name); at != std::string::npos; at = script.find(name, at + other.size()))
+      script.replace(at, name.size(), other);
+  }
+  return script;
+}
+
+/// A folder with the script as `job` and $EVALUATE as `train`.
+void write_job(const TemporaryFolder& folder, const std::string& script) {
+  std::ofstream(folder / "job") << script;
+  std::filesystem::create_symlink(EVALUATE_PROGRAM, folder / "train");
+}
+
+struct Page {
+  const char* file;
+  int n_th;
+  const char* needs;
+  std::map<std::string, std::string> names;
+  int n_ranks;
+  const char* launcher;
+};
+
+TEST(LaunchersTest, scripts_of_the_documentation) {
+  for (const Page& page :
+       {Page{"openmpi.md", 0, "mpirun.openmpi", {{"mpirun ", "mpirun.openmpi "}}, 4, "mpirun"},
+        Page{"mpich.md", 0, "mpiexec.mpich", {{"mpiexec ", "mpiexec.mpich "}}, 4, "mpirun"},
+        Page{"torchrun.md",
+             0,
+             "torchrun",
+             {{"torchrun ", program("torchrun") + " "}},
+             4,
+             "torchrun"},
+        Page{"torchrun.md", 1, "sh", {}, 2, "torchrun"}}) {
+    if (program(page.needs).empty()) continue;  // the tests above say so
+    SCOPED_TRACE(page.file);
+    const TemporaryFolder folder;
+    write_job(folder, script_of(page.file, page.n_th, page.names));
+    expect_result(
+        run_line("cd \"$FOLDER\" && sh job", {{"FOLDER", folder / "."},
+                                              {"OMPI_ALLOW_RUN_AS_ROOT", "1"},
+                                              {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},
+                                              {"OMPI_MCA_rmaps_base_oversubscribe", "1"}}),
+        page.n_ranks, page.launcher);
+  }
+}
+
 /// A cluster of its own for the tests below.
 class SlurmTest : public testing::Test {
  protected:
@@ -189,6 +244,23 @@ TEST_F(SlurmTest, launchers_inside_an_allocation_win) {
   }
   if (!program("mpirun.mpich").empty()) {
     expect_result(run_in_cluster("salloc -n 3 " + kMpich + "\"$EVALUATE\""), 3, "mpirun");
+  }
+}
+
+TEST_F(SlurmTest, scripts_of_the_documentation) {
+  const std::string path = std::filesystem::path(LOCKSTEP_COMMAND).parent_path();
+  const std::vector<std::string> launchers = {"Slurm", "lockstep run"};
+  for (const int n : {0, 1}) {
+    const TemporaryFolder folder;
+    write_job(folder, script_of("slurm.md", 2 * n));
+    const Ended ended = run_in_cluster("cd '" + (folder / ".") + "' && PATH='" + path +
+                                       "':$PATH && "
+                                       "sbatch --nodes=1 --output=out --error=err job && "
+                                       "until [ \"$(squeue -h)\" = '' ]; do sleep 0.1; done");
+    EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+    expect_result(
+        {.exit_code = 0, .out = contents_of(folder / "out"), .err = contents_of(folder / "err")}, 4,
+        launchers[static_cast<std::size_t>(n)]);
   }
 }
 

@@ -30,9 +30,8 @@ Finding mpi(const MpiLibrary& library) {
   if (version == nullptr) return {name, State::note, "tells no version"};
   std::string text(kVersionSize, '\0');
   int length = 0;
-  if (version(text.data(), &length) != 0 || length < 0) return {name, State::note, "no version"};
-  text.resize(std::min(static_cast<std::size_t>(length), kVersionSize));
-  text.resize(std::min(text.find('\n'), text.size()));
+  if (version(text.data(), &length) != 0) return {name, State::note, "no version"};
+  text.resize(std::min(text.find_first_of(std::string_view("\n\0", 2)), text.size()));
   std::replace(text.begin(), text.end(), '\t', ' ');
   return {name, State::good, text};
 }
