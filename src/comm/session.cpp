@@ -5,11 +5,14 @@
 namespace lockstep {
 namespace comm {
 
-Session::Session(World world, std::unique_ptr<Engine> engine, std::chrono::milliseconds timeout)
+Session::Session(World world, std::unique_ptr<Engine> engine, std::chrono::milliseconds timeout,
+                 int host)
     : world_(std::move(world)),
       engine_(engine.get()),
       world_group_(std::move(engine), "world", timeout),
-      local_group_(world_group_) {}  // every engine so far keeps to one host
+      local_group_(world_.local_size == world_.size
+                       ? world_group_
+                       : world_group_.split(/*color=*/host, /*key=*/world_.rank)) {}
 
 void Session::leave(std::string_view failure) noexcept {
   if (engine_ != nullptr) std::exchange(engine_, nullptr)->leave(failure);

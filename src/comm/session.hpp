@@ -26,7 +26,9 @@ struct World {
 /// the destructor, so a thread or program that ends leaves too.
 class Session {
  public:
-  Session(World world, std::unique_ptr<Engine> engine, std::chrono::milliseconds timeout);
+  /// `host`: the lowest rank on this rank's host. Collective where ranks have different ones.
+  Session(World world, std::unique_ptr<Engine> engine, std::chrono::milliseconds timeout,
+          int host = 0);
   ~Session() { leave({}); }
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;

@@ -5,6 +5,8 @@
 #include <iterator>
 #include <lockstep/error.hpp>
 
+#include "engines/hierarchical/hierarchical.hpp"
+#include "engines/hierarchical/hosts.hpp"
 #include "engines/shared/world.hpp"
 #include "engines/solo/solo.hpp"
 
@@ -42,11 +44,41 @@ std::unique_ptr<Engine> join_shared(const comm::World& world, const Call& barrie
   return shared::join_world(std::move(segment), world.rank, barrier);
 }
 
+/// The engine that hierarchical has between hosts: the first that can carry ordinary memory there.
+const Entry* find_outer(const comm::World& world) {
+  for (const Entry& entry : catalog()) {
+    if (entry.name != "mpi" && entry.name != "gloo") continue;
+    if (entry.available(world).is_available) return &entry;
+  }
+  return nullptr;
+}
+
+// By what all ranks know alike: how many share a host may differ from host to host.
+Availability hierarchical_available(const comm::World& world) {
+  return {.is_available = world.size > 1 && find_outer(world) != nullptr,
+          .reason =
+              "needs an engine between hosts, mpi or (with libtorch) gloo, and more than one "
+              "rank"};
+}
+
+std::unique_ptr<Engine> join_hierarchical(const comm::World& world, const Call& barrier) {
+  auto outer = find_outer(world)->join(world, barrier);
+  const std::vector<int> hosts = hierarchical::find_hosts(*outer, barrier);
+  return hierarchical::make(std::move(outer), hosts, barrier);
+}
+
 }  // namespace
+
+int find_host(Engine& engine, const comm::World& world, const Call& barrier) {
+  // What a launcher says of one host is the same for all ranks; the rest is for them to find out.
+  if (world.local_size == world.size) return 0;
+  return hierarchical::find_hosts(engine, barrier)[static_cast<std::size_t>(engine.rank())];
+}
 
 const std::vector<Entry>& catalog() {
   static const std::vector<Entry> entries = {
       {"shared", shared_available, join_shared},
+      {"hierarchical", hierarchical_available, join_hierarchical},
       {"solo", solo_available, join_solo},
   };
   return entries;

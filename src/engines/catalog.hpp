@@ -32,4 +32,7 @@ const std::vector<Entry>& catalog();
 std::unique_ptr<Engine> join(std::string_view backend, const comm::World& world,
                              const Call& barrier);
 
+/// The lowest rank on this rank's host. Collective. Throws what all_gather throws.
+int find_host(Engine& engine, const comm::World& world, const Call& barrier);
+
 }  // namespace lockstep::engines

@@ -21,7 +21,9 @@ void init_dist(const InitOptions& options, std::source_location where) {
   const Call barrier{
       .op = Op::barrier, .group = "world", .sequence = 1, .timeout = timeout, .where = where};
   auto engine = engines::join(options.backend, world, barrier);
-  comm::session() = std::make_unique<comm::Session>(std::move(world), std::move(engine), timeout);
+  const int host = engines::find_host(*engine, world, barrier);
+  comm::session() =
+      std::make_unique<comm::Session>(std::move(world), std::move(engine), timeout, host);
 }
 
 void destroy_dist() { comm::session().reset(); }

@@ -1,0 +1,285 @@
+#include "engines/hierarchical/hierarchical.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <lockstep/error.hpp>
+#include <utility>
+
+#include "engines/hierarchical/hosts.hpp"
+#include "engines/hierarchical/wide.hpp"
+#include "engines/shared/world.hpp"
+
+namespace lockstep::hierarchical {
+namespace {
+
+/// Those who wait for the one that talks to other hosts let it find out first what keeps it.
+constexpr std::chrono::milliseconds kReportTime{2000};
+
+/// Who is where in one group.
+struct Map {
+  std::vector<int> hosts;    ///< for each rank, the lowest rank on its host
+  std::vector<int> leaders;  ///< the lowest rank of each host, in order
+  std::vector<int> members;  ///< the ranks on this host, in order
+
+  Map(std::vector<int> hosts_of_ranks, int rank) : hosts(std::move(hosts_of_ranks)) {
+    for (int r = 0; r < static_cast<int>(hosts.size()); ++r) {
+      if (leader_of(r) == r) leaders.push_back(r);
+      if (leader_of(r) == leader_of(rank)) members.push_back(r);
+    }
+  }
+  int leader_of(int rank) const { return hosts[static_cast<std::size_t>(rank)]; }
+  /// Number of a rank's host among the leaders.
+  int host_of(int rank) const {
+    return static_cast<int>(std::lower_bound(leaders.begin(), leaders.end(), leader_of(rank)) -
+                            leaders.begin());
+  }
+  /// Number of a rank of this host among the members.
+  int place_of(int rank) const {
+    return static_cast<int>(std::lower_bound(members.begin(), members.end(), rank) -
+                            members.begin());
+  }
+};
+
+class HierarchicalEngine final : public Engine {
+ public:
+  HierarchicalEngine(std::unique_ptr<Engine> outer, std::unique_ptr<Engine> inner, Map map,
+                     const Call& call)
+      : outer_(std::move(outer)), inner_(std::move(inner)), map_(std::move(map)) {
+    if (n_hosts() == 1) return;
+    Call split = call;
+    split.op = Op::split;
+    between_ = outer_->split(split, /*color=*/is_leader() ? 0 : 1, /*key=*/rank());
+  }
+
+  std::string_view name() const noexcept override { return "hierarchical"; }
+  int rank() const noexcept override { return outer_->rank(); }
+  int size() const noexcept override { return outer_->size(); }
+
+  void run(const Call& call) override {
+    together([&] { dispatch(call); });
+  }
+
+  std::unique_ptr<Engine> split(const Call& call, int color, int key) override {
+    std::unique_ptr<Engine> engine;
+    together([&] {
+      auto outer = outer_->split(call, color, key);
+      const std::vector<int> old = gather_values(*outer, call, map_.leader_of(rank()));
+      std::vector<int> hosts;  // the old group's leaders, by the new one's numbers
+      for (const int host : old) {
+        hosts.push_back(static_cast<int>(std::find(old.begin(), old.end(), host) - old.begin()));
+      }
+      Map map(std::move(hosts), outer->rank());
+      std::unique_ptr<Engine> inner;
+      within([&] { inner = inner_->split(call, color, /*key=*/outer->rank()); }, call);
+      engine = std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
+                                                    std::move(map), call);
+    });
+    return engine;
+  }
+
+  std::unique_ptr<SharedMemory> allocate(const Call& call) override {
+    std::unique_ptr<SharedMemory> memory;
+    together([&] { within([&] { memory = inner_->allocate(call); }, call); });
+    return memory;
+  }
+
+  void abandon(std::string_view reason) noexcept override {
+    inner_->abandon(reason);
+    if (between_) between_->abandon(reason);
+    outer_->abandon(reason);
+  }
+
+  void leave(std::string_view failure) noexcept override {
+    inner_->leave(failure);
+    outer_->leave(failure);
+  }
+
+ private:
+  int n_hosts() const { return static_cast<int>(map_.leaders.size()); }
+  bool is_leader() const { return map_.leader_of(rank()) == rank(); }
+
+  /// A level that failed takes the others with it: whoever waits there would wait for ever.
+  template <class Work>
+  void together(Work work) {
+    try {
+      work();
+    } catch (const UsageError&) {
+      throw;
+    } catch (const Error& error) {
+      abandon(fmt::format("rank {}: {}", rank(), error.text()));
+      throw;
+    } catch (const std::exception& error) {
+      abandon(fmt::format("rank {}: {}", rank(), error.what()));
+      throw;
+    }
+  }
+
+  /// Work of the shared level, whose errors speak of the ranks by their numbers on this host.
+  template <class Work>
+  void within(Work work, const Call& call) {
+    const auto text = [this](const Error& error) {
+      if (n_hosts() == 1) return error.text();
+      return fmt::format("on this host, where rank{} {} of the group {} 0 to {}: {}",
+                         map_.members.size() == 1 ? "" : "s", fmt::join(map_.members, ", "),
+                         map_.members.size() == 1 ? "is" : "are", map_.members.size() - 1,
+                         error.text());
+    };
+    const ErrorContext context = context_of(call, rank());
+    try {
+      work();
+    } catch (const MismatchError& error) {
+      throw MismatchError(context, text(error));
+    } catch (const TimeoutError& error) {
+      throw TimeoutError(context, text(error));
+    } catch (const PeerLost& error) {
+      throw PeerLost(context, text(error));
+    } catch (const PeerFailed& error) {
+      throw PeerFailed(context, text(error));
+    }
+  }
+
+  void run_within(const Call& call) {
+    within([&] { inner_->run(call); }, call);
+  }
+
+  /// The members' wait for their leader, who has been waiting for other hosts.
+  void run_after_leader(Call call) {
+    if (!is_leader()) call.timeout += kReportTime;
+    run_within(call);
+  }
+
+  void dispatch(const Call& call) {
+    switch (call.op) {
+      case Op::barrier:
+        if (n_hosts() == 1) return run_within(call);
+        run_within(call);
+        if (is_leader()) between_->run(call);
+        return run_after_leader(call);
+      case Op::all_reduce: return n_hosts() == 1 ? run_within(call) : all_reduce(call);
+      case Op::reduce: return n_hosts() == 1 ? run_within(call) : reduce(call);
+      case Op::broadcast: return n_hosts() == 1 ? run_within(call) : broadcast(call);
+      case Op::send:
+      case Op::recv:
+        if (map_.leader_of(call.root) == map_.leader_of(rank())) {
+          Call message = call;
+          message.root = map_.place_of(call.root);
+          return run_within(message);
+        }
+        return outer_->run(call);
+      case Op::all_gather:
+      case Op::gather:
+      case Op::scatter:
+      case Op::reduce_scatter:
+      case Op::all_to_all: return n_hosts() == 1 ? run_within(call) : outer_->run(call);
+      case Op::split:
+      case Op::allocate: break;
+    }
+  }
+
+  /// Folds every rank's values into `partial` on the leaders: of all hosts, or on that of `root`.
+  void fold(const Call& call, DType wide, void* partial, Op between) {
+    Call step = call;
+    step.op = Op::reduce;
+    step.dtype = wide;
+    step.reduce = call.reduce == ReduceOp::mean ? ReduceOp::sum : call.reduce;
+    step.root = 0;
+    step.in = partial;
+    step.out = partial;
+    run_within(step);
+    if (!is_leader()) return;
+    step.op = between;
+    step.root = between == Op::reduce ? map_.host_of(call.root) : -1;
+    between_->run(step);
+  }
+
+  void all_reduce(const Call& call) {
+    const DType wide = wide_type(call.dtype, call.reduce);
+    std::vector<std::byte> room;
+    void* partial = call.out;
+    if (wide != call.dtype) {
+      room.resize(call.count * size_of(wide));
+      partial = room.data();
+    }
+    widen(call.dtype, call.reduce, call.in, partial, call.count);
+    fold(call, wide, partial, Op::all_reduce);
+    if (is_leader()) finish(call.dtype, call.reduce, partial, size(), call.out, call.count);
+    Call step = call;
+    step.op = Op::broadcast;
+    step.root = 0;
+    step.in = call.out;
+    run_after_leader(step);
+  }
+
+  void reduce(const Call& call) {
+    const DType wide = wide_type(call.dtype, call.reduce);
+    std::vector<std::byte> partial(call.count * size_of(wide));
+    widen(call.dtype, call.reduce, call.in, partial.data(), call.count);
+    fold(call, wide, partial.data(), Op::reduce);
+    if (map_.leader_of(call.root) != map_.leader_of(rank())) return;
+    if (is_leader()) {
+      finish(call.dtype, call.reduce, partial.data(), size(),
+             call.root == rank() ? call.out : partial.data(), call.count);
+    }
+    if (map_.leader_of(call.root) == call.root) return;
+    Call step = call;
+    if (is_leader()) {
+      step.op = Op::send;
+      step.root = map_.place_of(call.root);
+      step.in = partial.data();
+      run_within(step);
+    } else if (call.root == rank()) {
+      step.op = Op::recv;
+      step.root = 0;
+      run_after_leader(step);
+    }
+  }
+
+  void broadcast(const Call& call) {
+    Call step = call;
+    const bool is_here = map_.leader_of(call.root) == map_.leader_of(rank());
+    if (is_here) {
+      step.root = map_.place_of(call.root);
+      run_within(step);
+    }
+    if (is_leader()) {
+      step.root = map_.host_of(call.root);
+      // The leader of the root's host has them in `out` now.
+      step.in = call.out;
+      between_->run(step);
+    }
+    if (is_here) return;
+    step.root = 0;
+    step.in = call.out;
+    run_after_leader(step);
+  }
+
+  std::unique_ptr<Engine> outer_;    // all ranks
+  std::unique_ptr<Engine> inner_;    // the ranks of this host
+  std::unique_ptr<Engine> between_;  // one rank of each host; on the others, something unused
+  Map map_;
+};
+
+}  // namespace
+
+std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<int>& hosts,
+                             const Call& barrier) {
+  Map map(hosts, outer->rank());
+  if (map.leaders.size() == hosts.size()) return outer;
+  try {
+    const std::vector<std::uint64_t> nonces = gather_values(*outer, barrier, draw_nonce());
+    const auto leader = static_cast<std::size_t>(map.leader_of(outer->rank()));
+    auto inner = shared::meet_world(fmt::format("hierarchical {:016x}", nonces[leader]),
+                                    map.place_of(outer->rank()),
+                                    static_cast<int>(map.members.size()), barrier);
+    return std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner), std::move(map),
+                                                barrier);
+  } catch (const std::exception& error) {
+    if (outer) outer->abandon(error.what());
+    throw;
+  }
+}
+
+}  // namespace lockstep::hierarchical

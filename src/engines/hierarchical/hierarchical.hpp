@@ -1,0 +1,24 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <vector>
+
+namespace lockstep::hierarchical {
+
+/// Shared memory inside each host, `outer` between hosts. all_reduce, reduce, broadcast and barrier
+/// go through one rank of each host, so that their bytes cross between hosts once per host and not
+/// once per rank; messages between ranks of one host stay there; the other verbs are outer's.
+///
+/// Reductions fold the ranks of each host in rank order, then the hosts in the order of their
+/// lowest ranks, by outer's all_reduce; 16-bit floats and means of integers stay wide between hosts
+/// and are rounded once. One rank of each host rounds, so all ranks have the same bits as long as
+/// outer gives its ranks the same.
+///
+/// `hosts`: for each rank the lowest rank on its host (find_hosts). Returns `outer` itself where no
+/// two ranks share a host. Collective; `barrier` has the limit and the caller's line. Throws what
+/// shared::meet and outer throw.
+std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<int>& hosts,
+                             const Call& barrier);
+
+}  // namespace lockstep::hierarchical

@@ -1,0 +1,101 @@
+#include "engines/hierarchical/hosts.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <lockstep/error.hpp>
+#include <string>
+
+#include "base/fd.hpp"
+
+namespace lockstep::hierarchical {
+namespace {
+
+/// What a rank says of itself.
+struct Card {
+  std::array<char, 40> boot_id{};  // empty: unknown, and alone
+  std::uint64_t nonce = 0;
+  std::int32_t pid = 0;
+};
+
+std::array<char, 40> boot_id() {
+  std::array<char, 40> id{};
+  const base::UniqueFd file(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
+  if (!file || ::read(file.get(), id.data(), 36) != 36) id.fill('\0');
+  return id;
+}
+
+struct Name {
+  sockaddr_un address{};
+  socklen_t n_bytes = 0;
+
+  explicit Name(std::uint64_t nonce) {
+    const std::string text = fmt::format("lockstep-host-{:016x}", nonce);
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path + 1, text.data(), text.size());  // abstract
+    n_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
+  }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
+};
+
+base::UniqueFd open_socket() {
+  base::UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) throw SystemError({.operation = "init_dist"}, errno, "cannot open a Unix socket");
+  return fd;
+}
+
+/// Others of this host find it under the nonce as long as it lives.
+base::UniqueFd make_findable(std::uint64_t nonce, int n_ranks) {
+  base::UniqueFd fd = open_socket();
+  const Name name(nonce);
+  if (::bind(fd.get(), name.get(), name.n_bytes) != 0 || ::listen(fd.get(), n_ranks) != 0) {
+    throw SystemError({.operation = "init_dist"}, errno, "cannot listen at a Unix socket");
+  }
+  return fd;
+}
+
+bool can_reach(const Card& card) {
+  const base::UniqueFd fd = open_socket();
+  const Name name(card.nonce);
+  if (::connect(fd.get(), name.get(), name.n_bytes) != 0) return false;
+  ucred peer{};
+  socklen_t n_bytes = sizeof peer;
+  return ::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes) == 0 &&
+         peer.uid == ::geteuid() && peer.pid == card.pid;
+}
+
+}  // namespace
+
+std::uint64_t draw_nonce() {
+  std::uint64_t nonce = 0;
+  if (::getrandom(&nonce, sizeof nonce, 0) != sizeof nonce) {
+    throw SystemError({.operation = "init_dist"}, errno, "cannot draw a random number");
+  }
+  return nonce;
+}
+
+std::vector<int> find_hosts(Engine& outer, const Call& call) {
+  Card mine;
+  mine.boot_id = boot_id();
+  mine.nonce = draw_nonce();
+  mine.pid = ::getpid();
+  // Findable before anybody can know the nonce, and until everybody has looked.
+  const base::UniqueFd beacon = make_findable(mine.nonce, outer.size());
+  const std::vector<Card> cards = gather_values(outer, call, mine);
+  int lowest = 0;
+  for (; lowest < outer.rank(); ++lowest) {
+    const Card& card = cards[static_cast<std::size_t>(lowest)];
+    if (mine.boot_id[0] != '\0' && card.boot_id == mine.boot_id && can_reach(card)) break;
+  }
+  return gather_values(outer, call, lowest);
+}
+
+}  // namespace lockstep::hierarchical

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <vector>
+
+namespace lockstep::hierarchical {
+
+/// For each rank of `outer`, the lowest rank on its host. Two ranks are on one host when their
+/// system says the same boot id and one reaches a socket of the other there, as the same user and
+/// in the same process namespace: then they can share memory and see each other die. Names of hosts
+/// are not asked: containers and clones may share them. Collective; `call` has the limit and the
+/// caller's line. Throws what all_gather throws, SystemError.
+std::vector<int> find_hosts(Engine& outer, const Call& call);
+
+/// Every rank's value, in rank order. Throws what all_gather throws.
+template <class T>
+std::vector<T> gather_values(Engine& engine, const Call& call, const T& mine) {
+  std::vector<T> all(static_cast<std::size_t>(engine.size()));
+  const std::vector<std::size_t> counts(all.size(), sizeof(T));
+  Call gather = call;
+  gather.op = Op::all_gather;
+  gather.dtype = DType::u8;
+  gather.count = sizeof(T);
+  gather.in = &mine;
+  gather.out = all.data();
+  gather.counts = counts;
+  engine.run(gather);
+  return all;
+}
+
+/// Bits that nobody else has. Throws SystemError.
+std::uint64_t draw_nonce();
+
+}  // namespace lockstep::hierarchical

@@ -1,0 +1,400 @@
+#include "engines/hierarchical/hierarchical.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <functional>
+#include <lockstep/lockstep.hpp>
+#include <numeric>
+#include <thread>
+
+#include "base/fd.hpp"
+#include "conformance/reference.hpp"
+#include "engines/hierarchical/hosts.hpp"
+#include "engines/shared/job.hpp"
+#include "engines/shared/world.hpp"
+
+namespace lockstep::hierarchical {
+namespace {
+
+using std::chrono::seconds;
+using test::Bytes;
+/// For each rank the lowest rank on its host.
+using Hosts = std::vector<int>;
+
+Call barrier_call() {
+  return {.op = Op::barrier,
+          .group = "world",
+          .sequence = 1,
+          .timeout = seconds(60),
+          .where = std::source_location::current()};
+}
+
+/// Ranks as threads, told to be on these hosts; between them the shared engine stands for a
+/// network.
+void run_hosts(const Hosts& hosts, const std::function<void(const Group&)>& body) {
+  const int n = static_cast<int>(hosts.size());
+  auto segment = shared::make_world(shared::Segment::for_threads(n));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < n; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        const Call barrier = barrier_call();
+        body(Group(make(shared::join_world(segment, rank, barrier), hosts, barrier), "world",
+                   seconds(60)));
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "rank " << rank << ": " << error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+const std::vector<Hosts>& layouts() {
+  static const std::vector<Hosts> all = {{0, 0, 2, 2}, {0, 0, 0, 3},    {0, 1, 0, 1},
+                                         {0, 0, 0},    {0, 1, 1, 0, 4}, {0, 0, 2, 2, 4, 4}};
+  return all;
+}
+
+template <class W>
+W fold(ReduceOp op, W a, W b) {
+  switch (op) {
+    case ReduceOp::product: return a * b;
+    case ReduceOp::min: return std::min(a, b);
+    case ReduceOp::max: return std::max(a, b);
+    case ReduceOp::sum:
+    case ReduceOp::mean:
+    case ReduceOp::band:
+    case ReduceOp::bor:
+    case ReduceOp::bxor: break;
+  }
+  return a + b;
+}
+
+/// Floating point: each host's ranks in order, then the hosts, in W; rounded once.
+template <class T, class W>
+Bytes folded_by_host(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
+                     const Hosts& hosts) {
+  std::vector<std::vector<W>> partials(hosts.size());
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+    const Bytes bytes = test::values(dtype, count, seed, static_cast<int>(rank));
+    auto& partial = partials[static_cast<std::size_t>(hosts[rank])];
+    const bool is_first = partial.empty();
+    partial.resize(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      T value;
+      std::memcpy(&value, bytes.data() + i * sizeof(T), sizeof(T));
+      partial[i] = is_first ? static_cast<W>(value) : fold(op, partial[i], static_cast<W>(value));
+    }
+  }
+  std::vector<T> result(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    W sum = partials[0][i];
+    for (std::size_t host = 1; host < hosts.size(); ++host) {
+      if (!partials[host].empty()) sum = fold(op, sum, partials[host][i]);
+    }
+    if (op == ReduceOp::mean) sum = sum / static_cast<W>(hosts.size());
+    result[i] = static_cast<T>(sum);
+  }
+  Bytes bytes(count * sizeof(T));
+  std::memcpy(bytes.data(), result.data(), bytes.size());
+  return bytes;
+}
+
+Bytes expected(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
+               const Hosts& hosts) {
+  switch (dtype) {
+    case DType::f16: return folded_by_host<Float16, float>(dtype, op, count, seed, hosts);
+    case DType::bf16: return folded_by_host<BFloat16, float>(dtype, op, count, seed, hosts);
+    case DType::f32: return folded_by_host<float, float>(dtype, op, count, seed, hosts);
+    case DType::f64: return folded_by_host<double, double>(dtype, op, count, seed, hosts);
+    case DType::u8:
+    case DType::i8:
+    case DType::i32:
+    case DType::i64: break;
+  }
+  return test::reduced(dtype, op, count, seed, static_cast<int>(hosts.size()));
+}
+
+constexpr DType kTypes[] = {DType::u8,  DType::i8,   DType::i32, DType::i64,
+                            DType::f16, DType::bf16, DType::f32, DType::f64};
+constexpr ReduceOp kOps[] = {ReduceOp::sum,  ReduceOp::product, ReduceOp::min,  ReduceOp::max,
+                             ReduceOp::band, ReduceOp::bor,     ReduceOp::bxor, ReduceOp::mean};
+
+TEST(HierarchicalTest, all_reduce_of_every_type_and_reduction) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [&](const Group& group) {
+      EXPECT_EQ(group.backend(), "hierarchical");
+      for (const DType dtype : kTypes) {
+        for (const ReduceOp op : kOps) {
+          if (is_floating(dtype) && test::is_bitwise(op)) continue;
+          for (const std::size_t count : {0, 1, 67, 33'333}) {
+            Bytes data = test::values(dtype, count, /*seed=*/count, group.rank());
+            group.all_reduce({data.data(), count, dtype}, op);
+            ASSERT_EQ(data, expected(dtype, op, count, /*seed=*/count, hosts))
+                << name_of(dtype) << ' ' << name_of(op) << ' ' << count;
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(HierarchicalTest, reduce_leaves_other_ranks_alone) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [&](const Group& group) {
+      for (const DType dtype : {DType::i32, DType::bf16, DType::f32}) {
+        for (int root = 0; root < group.size(); ++root) {
+          for (const std::size_t count : {0, 5, 40'000}) {
+            const Bytes before = test::values(dtype, count, /*seed=*/5, group.rank());
+            Bytes data = before;
+            group.reduce({data.data(), count, dtype}, root, ReduceOp::mean);
+            ASSERT_EQ(data, root == group.rank()
+                                ? expected(dtype, ReduceOp::mean, count, /*seed=*/5, hosts)
+                                : before);
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(HierarchicalTest, broadcast_from_every_root) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [&](const Group& group) {
+      for (int root = 0; root < group.size(); ++root) {
+        for (const std::size_t count : {1, 300, 400'000}) {
+          Bytes data = test::values(DType::u8, count, /*seed=*/6, group.rank());
+          group.broadcast({data.data(), count, DType::u8}, root);
+          ASSERT_EQ(data, test::values(DType::u8, count, /*seed=*/6, root));
+        }
+      }
+      group.barrier();
+    });
+  }
+}
+
+TEST(HierarchicalTest, messages_inside_and_between_hosts) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [&](const Group& group) {
+      for (int from = 0; from < group.size(); ++from) {
+        for (int to = 0; to < group.size(); ++to) {
+          if (from == to) continue;
+          std::int64_t value = from * 100 + to;
+          if (group.rank() == from) group.send({&value, 1, DType::i64}, to);
+          if (group.rank() != to) continue;
+          std::int64_t got = -1;
+          group.recv({&got, 1, DType::i64}, from);
+          ASSERT_EQ(got, value);
+        }
+      }
+    });
+  }
+}
+
+TEST(HierarchicalTest, the_other_verbs) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [&](const Group& group) {
+      const auto n = static_cast<std::size_t>(group.size());
+      constexpr std::size_t kCount = 1000;
+      const auto of = [](std::size_t count, int rank) {
+        return test::values(DType::i32, count, /*seed=*/7, rank);
+      };
+      const Bytes mine = of(kCount, group.rank());
+      Bytes all(n * mine.size());
+      group.all_gather({mine.data(), kCount, DType::i32}, {all.data(), n * kCount, DType::i32});
+      Bytes everybody;
+      for (int r = 0; r < group.size(); ++r) test::append(everybody, of(kCount, r));
+      ASSERT_EQ(all, everybody);
+
+      const Bytes outgoing = of(n * kCount, group.rank());
+      Bytes incoming(outgoing.size());
+      group.all_to_all({outgoing.data(), n * kCount, DType::i32},
+                       {incoming.data(), n * kCount, DType::i32});
+      Bytes pieces;
+      for (int r = 0; r < group.size(); ++r) {
+        test::append(pieces, test::piece(of(n * kCount, r), group.rank(), kCount * 4));
+      }
+      ASSERT_EQ(incoming, pieces);
+
+      Bytes part(kCount * 4);
+      group.reduce_scatter({outgoing.data(), n * kCount, DType::i32},
+                           {part.data(), kCount, DType::i32});
+      ASSERT_EQ(part, test::piece(test::reduced(DType::i32, ReduceOp::sum, n * kCount, /*seed=*/7,
+                                                group.size()),
+                                  group.rank(), kCount * 4));
+    });
+  }
+}
+
+TEST(HierarchicalTest, groups_across_and_inside_hosts) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [&](const Group& group) {
+      const auto check = [](const Group& part, const std::vector<int>& members) {
+        ASSERT_EQ(part.size(), static_cast<int>(members.size()));
+        std::int64_t sum = members[static_cast<std::size_t>(part.rank())];
+        part.all_reduce({&sum, 1, DType::i64});
+        EXPECT_EQ(sum, std::accumulate(members.begin(), members.end(), 0));
+        int root_value = part.rank() == part.size() - 1 ? 42 : 0;
+        part.broadcast({&root_value, 1, DType::i32}, part.size() - 1);
+        EXPECT_EQ(root_value, 42);
+        part.barrier();
+      };
+      std::vector<int> everybody(static_cast<std::size_t>(group.size()));
+      std::iota(everybody.begin(), everybody.end(), 0);
+      check(group.duplicate(), everybody);
+      // Backwards, so that the leaders change.
+      check(group.split(/*color=*/0, /*key=*/group.size() - group.rank()),
+            {everybody.rbegin(), everybody.rend()});
+      std::vector<int> alike;
+      for (const int r : everybody) {
+        if (r % 2 == group.rank() % 2) alike.push_back(r);
+      }
+      const Group half = group.split(/*color=*/group.rank() % 2, /*key=*/group.rank());
+      check(half, alike);
+      check(half.duplicate(), alike);
+      std::vector<int> here;
+      for (const int r : everybody) {
+        if (hosts[static_cast<std::size_t>(r)] == hosts[static_cast<std::size_t>(group.rank())]) {
+          here.push_back(r);
+        }
+      }
+      check(group.split(hosts[static_cast<std::size_t>(group.rank())], group.rank()), here);
+      check(group, everybody);
+    });
+  }
+}
+
+TEST(HierarchicalTest, all_reduce_in_shared_buffers) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [&](const Group& group) {
+      constexpr std::size_t kCount = 50'000;
+      const SharedBuffer buffer = group.allocate(kCount * 4);
+      const Bytes mine = test::values(DType::f32, kCount, /*seed=*/8, group.rank());
+      std::memcpy(buffer.data(), mine.data(), mine.size());
+      group.all_reduce({buffer.data(), kCount, DType::f32}, ReduceOp::mean);
+      const Bytes right = expected(DType::f32, ReduceOp::mean, kCount, /*seed=*/8, hosts);
+      EXPECT_EQ(std::memcmp(buffer.data(), right.data(), right.size()), 0);
+    });
+  }
+}
+
+TEST(HierarchicalTest, hosts_of_one_rank_each_need_no_hierarchy) {
+  run_hosts({0, 1, 2}, [](const Group& group) { EXPECT_EQ(group.backend(), "shared"); });
+}
+
+TEST(HierarchicalTest, a_late_rank_is_named_on_all_hosts) {
+  run_hosts({0, 0, 2, 2}, [](const Group& group) {
+    group.barrier();
+    if (group.rank() == 3) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(700));
+      EXPECT_THROW(group.barrier(), Error);
+      return;
+    }
+    try {
+      group.barrier(Deadline(std::chrono::milliseconds(300)));
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      const bool is_right_kind = dynamic_cast<const TimeoutError*>(&error) != nullptr ||
+                                 dynamic_cast<const PeerFailed*>(&error) != nullptr;
+      EXPECT_TRUE(is_right_kind) << error.what();
+    }
+    EXPECT_THROW(group.barrier(), Error);
+  });
+}
+
+/// Processes over one inherited segment, which stands for the network between hosts.
+class HierarchicalProcessTest : public testing::Test {
+ protected:
+  std::vector<int> run(int n, const std::function<void(std::unique_ptr<Engine>)>& body) {
+    shared::Job job(n);
+    std::fflush(nullptr);
+    std::vector<pid_t> pids;
+    for (int rank = 0; rank < n; ++rank) {
+      pids.push_back(::fork());
+      if (pids.back() != 0) continue;
+      ::alarm(60);
+      int code = 0;
+      try {
+        body(shared::join_world(shared::inherit_world(job.environment()), rank, barrier_call()));
+      } catch (const std::exception& error) {
+        fmt::print(stderr, "rank {}: {}\n", rank, error.what());
+        code = 3;
+      }
+      if (HasFailure()) code = 4;
+      std::fflush(nullptr);
+      ::_exit(code);
+    }
+    std::vector<int> statuses;
+    for (const pid_t pid : pids) {
+      int status = -1;
+      ::waitpid(pid, &status, 0);
+      statuses.push_back(status);
+    }
+    return statuses;
+  }
+};
+
+TEST_F(HierarchicalProcessTest, processes_of_one_system_are_one_host) {
+  const auto statuses = run(3, [](std::unique_ptr<Engine> outer) {
+    EXPECT_EQ(find_hosts(*outer, barrier_call()), (Hosts{0, 0, 0}));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST_F(HierarchicalProcessTest, network_namespaces_are_hosts) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can make network namespaces";
+  if (::unshare(0) != 0) GTEST_SKIP() << "no namespaces here";
+  const Hosts right = {0, 0, 2, 2, 4};
+  const auto statuses = run(5, [&right](std::unique_ptr<Engine> outer) {
+    const int rank = outer->rank();
+    const Call call = barrier_call();
+    if (rank == 2 || rank == 4) {
+      ASSERT_EQ(::unshare(CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWIPC), 0);
+    }
+    const auto pids = gather_values(*outer, call, static_cast<int>(::getpid()));
+    if (rank == 3) {
+      const base::UniqueFd space(
+          ::open(fmt::format("/proc/{}/ns/net", pids[2]).c_str(), O_RDONLY | O_CLOEXEC));
+      ASSERT_EQ(::setns(space.get(), CLONE_NEWNET), 0);
+    }
+    outer->run(call);
+    const Hosts hosts = find_hosts(*outer, call);
+    EXPECT_EQ(hosts, right);
+    const Group group(make(std::move(outer), hosts, call), "world", seconds(30));
+    EXPECT_EQ(group.backend(), "hierarchical");
+    Bytes data = test::values(DType::f32, 10'000, /*seed=*/9, rank);
+    group.all_reduce({data.data(), 10'000, DType::f32});
+    EXPECT_EQ(data, expected(DType::f32, ReduceOp::sum, 10'000, /*seed=*/9, right));
+  });
+  EXPECT_EQ(statuses, std::vector<int>(5, 0));
+}
+
+TEST_F(HierarchicalProcessTest, a_death_on_one_host_ends_all) {
+  for (const int victim : {2, 3}) {  // a leader, and one that is not
+    const auto statuses = run(4, [victim](std::unique_ptr<Engine> outer) {
+      const int rank = outer->rank();
+      const Group group(make(std::move(outer), {0, 0, 2, 2}, barrier_call()), "world", seconds(50));
+      group.barrier();
+      if (rank == victim) ::raise(SIGKILL);
+      try {
+        group.barrier();
+        ADD_FAILURE() << "no error";
+      } catch (const PeerLost&) {
+      } catch (const PeerFailed&) {  // told by the rank that found out
+      }
+    });
+    for (int rank = 0; rank < 4; ++rank) {
+      EXPECT_EQ(statuses[static_cast<std::size_t>(rank)], rank == victim ? SIGKILL : 0) << rank;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::hierarchical
