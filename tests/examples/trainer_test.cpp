@@ -102,6 +102,36 @@ TEST_F(TrainerTest, sync_bn_on_4_ranks_is_one_rank) {
   EXPECT_LT(difference_to_alone(4, small_options()), kSame);
 }
 
+TEST_F(TrainerTest, data_parallel_4_is_one_replica_over_an_epoch) {
+  Options options = small_options();
+  options.max_steps = 0;
+  options.epochs = 1;
+  options.save = directory_ / "one.pt";
+  train_over(1, options);
+  options.save = directory_ / "four.pt";
+  options.data_parallel = 4;
+  train_over(1, options);
+  EXPECT_LT(compare_checkpoints(directory_ / "one.pt", directory_ / "four.pt").largest, kSame);
+  options.sync_bn = false;
+  train_over(1, options);
+  EXPECT_GT(compare_checkpoints(directory_ / "one.pt", directory_ / "four.pt").largest, kOther);
+}
+
+TEST_F(TrainerTest, data_parallel_2_on_2_ranks_is_one_replica) {
+  Options options = small_options();
+  options.data_parallel = 2;
+  EXPECT_LT(difference_to_alone(2, options), kSame);
+}
+
+TEST_F(TrainerTest, replicas_example_says_the_numbers_are_the_same) {
+  const std::string command = std::string(LOCKSTEP_REPLICAS) + " " + LOCKSTEP_TRAIN +
+                              " --max-steps 20 --data " + LOCKSTEP_DIGITS + " > " +
+                              (directory_ / "output").string();
+  const int status = std::system(command.c_str());
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
 TEST_F(TrainerTest, plain_bn_on_4_ranks_is_not) {
   Options options = small_options();
   options.sync_bn = false;

@@ -121,6 +121,68 @@ TEST(DataParallelTest, trains_as_the_plain_module_on_the_whole_batch) {
   }
 }
 
+/// The cases of the published tests of vacancy/Synchronized-BatchNorm-PyTorch: train and eval,
+/// plain and replicated, 1-d and 2-d, with and without affine; outputs, gradients and statistics.
+void expect_batch_norm(EpsMode mode, bool affine, bool training, bool is_image,
+                       std::size_t n_devices) {
+  SCOPED_TRACE(::testing::Message() << (mode == EpsMode::clamp ? "clamp" : "plus") << ", affine "
+                                    << affine << ", training " << training << ", image " << is_image
+                                    << ", " << n_devices << " devices");
+  constexpr double kEps = 1e-5;
+  // Every variance here is above eps: clamp then leaves it as it is. Eval mode always adds eps.
+  const double eps = mode == EpsMode::clamp && training ? 0 : kEps;
+  const auto options = BatchNormOptions(10).affine(affine).eps(eps);
+  const auto sync = SyncBatchNormOptions(10).affine(affine).eps(kEps).eps_mode(mode);
+  Sequential plain, net;
+  if (is_image) {
+    plain->push_back(BatchNorm2d(options));
+    net->push_back(SyncBatchNorm2d(sync));
+  } else {
+    plain->push_back(BatchNorm1d(options));
+    net->push_back(SyncBatchNorm1d(sync));
+  }
+  for (Sequential module : {plain, net}) {
+    module->to(at::kDouble);
+    module->train(training);
+    const at::NoGradGuard no_grad;
+    Random random(6);
+    for (auto& parameter : module->parameters()) parameter.copy_(random.normal({10}));
+    for (auto& buffer : module->named_buffers()) {
+      if (buffer.key() == "0.running_mean") buffer.value().fill_(0.3);
+      if (buffer.key() == "0.running_var") buffer.value().fill_(2);
+    }
+  }
+  DataParallelWithCallback model(net, cpus(n_devices));
+  Random random(7);
+  for (int turn = 0; turn < 3; ++turn) {
+    const auto shape =
+        is_image ? std::vector<std::int64_t>{16, 10, 4, 4} : std::vector<std::int64_t>{16, 10};
+    const Tensor x = (random.normal(shape) * 3 + 1).requires_grad_();
+    const Tensor x2 = x.detach().clone().requires_grad_();
+    const Tensor dy = random.normal(shape);
+    const Tensor y = model(x), y2 = plain->forward(x2);
+    y.backward(dy);
+    y2.backward(dy);
+    EXPECT_LE(difference(y, y2), 1e-12);
+    EXPECT_LE(difference(x.grad(), x2.grad()), 1e-12);
+    EXPECT_LE(state_difference(net, plain), 1e-11);  // gradients are sums of 768 values
+  }
+}
+
+TEST(DataParallelTest, batch_norm_with_plus_and_with_clamp) {
+  for (const EpsMode mode : {EpsMode::plus, EpsMode::clamp}) {
+    for (const bool affine : {true, false}) {
+      for (const bool training : {true, false}) {
+        for (const bool is_image : {true, false}) {
+          for (const std::size_t n_devices : {1, 2, 4}) {
+            expect_batch_norm(mode, affine, training, is_image, n_devices);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(DataParallelTest, trains_without_affine) { expect_equal_training({3, 7, at::kDouble, false}); }
 
 template <class F>
