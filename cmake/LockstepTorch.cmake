@@ -8,8 +8,18 @@ endif()
 # Targets that a project which adds lockstep as a folder sees too.
 set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)
 if(LOCKSTEP_TORCH_DIR)
-  # A libtorch's own prefix, or what torch.utils.cmake_prefix_path says.
+  # A libtorch's own prefix, or what torch.utils.cmake_prefix_path says. Its package looks for its
+  # parts among the system's first, unless its prefix leads CMAKE_PREFIX_PATH.
+  set(lockstep_prefix_path ${CMAKE_PREFIX_PATH})
+  list(PREPEND CMAKE_PREFIX_PATH ${LOCKSTEP_TORCH_DIR} ${LOCKSTEP_TORCH_DIR}/../..)
   find_package(Torch REQUIRED NO_DEFAULT_PATH PATHS ${LOCKSTEP_TORCH_DIR})
+  set(CMAKE_PREFIX_PATH ${lockstep_prefix_path})
+  cmake_path(IS_PREFIX TORCH_INSTALL_PREFIX "${TORCH_LIBRARY}" NORMALIZE lockstep_torch_is_whole)
+  if(NOT lockstep_torch_is_whole)
+    message(FATAL_ERROR
+      "LOCKSTEP_TORCH_DIR is ${LOCKSTEP_TORCH_DIR}, but the library found is ${TORCH_LIBRARY}. "
+      "Another libtorch was configured here before: begin with an empty build directory.")
+  endif()
 else()
   find_package(Torch QUIET)
   if(NOT Torch_FOUND)

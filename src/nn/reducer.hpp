@@ -1,5 +1,6 @@
 #pragma once
 
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
@@ -9,6 +10,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace lockstep::nn::detail {
@@ -49,7 +51,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   struct Parameter {
     std::string name;
     at::Tensor tensor;
-    std::shared_ptr<torch::autograd::Node> accumulator;  // libtorch itself keeps it weakly
+    // libtorch itself keeps it weakly. The kind of pointer depends on its version.
+    decltype(torch::autograd::impl::grad_accumulator(
+        std::declval<const at::Tensor&>())) accumulator;
     std::uintptr_t hook = 0;
     at::Tensor slice;  // its gradient in the bucket
     at::Tensor flag;
