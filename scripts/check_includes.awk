@@ -12,7 +12,7 @@ BEGIN {
   may["dist"] = "base words comm"
   may["sync"] = "base words comm engines"
   may["launch"] = "base words comm engines"
-  may["nn"] = "base words comm kernels dist sync"
+  may["nn"] = "base words comm kernels engines dist sync"
   may["cli"] = "base words comm kernels engines dist sync launch"
   # The umbrella is for programs.
   may["umbrella"] = "words comm dist sync launch"

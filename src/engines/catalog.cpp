@@ -76,11 +76,15 @@ int find_host(Engine& engine, const comm::World& world, const Call& barrier) {
 }
 
 const std::vector<Entry>& catalog() {
-  static const std::vector<Entry> entries = {
-      {"shared", shared_available, join_shared},
-      {"hierarchical", hierarchical_available, join_hierarchical},
-      {"solo", solo_available, join_solo},
-  };
+  static const std::vector<Entry> entries = [] {
+    std::vector<Entry> all = {
+        {"shared", shared_available, join_shared},
+        {"hierarchical", hierarchical_available, join_hierarchical},
+        {"solo", solo_available, join_solo},
+    };
+    if (lockstep_nn_engines != nullptr) lockstep_nn_engines(all);
+    return all;
+  }();
   return entries;
 }
 

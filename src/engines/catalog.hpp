@@ -36,3 +36,8 @@ std::unique_ptr<Engine> join(std::string_view backend, const comm::World& world,
 int find_host(Engine& engine, const comm::World& world, const Call& barrier);
 
 }  // namespace lockstep::engines
+
+/// Appends the engines of the libtorch layer. Weak: not there in programs that do not link
+/// lockstep::nn, whose engines the core cannot name.
+extern "C" __attribute__((weak)) void lockstep_nn_engines(
+    std::vector<lockstep::engines::Entry>& entries);

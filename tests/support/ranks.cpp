@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,6 +22,7 @@ std::string name_of(const Setting& setting) {
     case Form::solo: return "solo";
     case Form::threads: return fmt::format("threads_{}", setting.n_ranks);
     case Form::processes: return fmt::format("processes_{}", setting.n_ranks);
+    case Form::gloo: return fmt::format("gloo_{}", setting.n_ranks);
   }
   return {};
 }
@@ -30,7 +33,7 @@ std::ostream& operator<<(std::ostream& out, const Setting& setting) {
 
 namespace {
 
-[[noreturn]] void be_rank(int rank, int n, const std::string& segment,
+[[noreturn]] void be_rank(int rank, int n, const std::string& backend, const std::string& segment,
                           const std::function<void()>& body) {
   ::setenv("RANK", std::to_string(rank).c_str(), 1);
   ::setenv("WORLD_SIZE", std::to_string(n).c_str(), 1);
@@ -39,7 +42,7 @@ namespace {
   ::setenv("LOCKSTEP_SEGMENT", segment.c_str(), 1);
   int code = 0;
   try {
-    init_dist();
+    init_dist({.backend = backend});
     body();
     destroy_dist();
   } catch (const std::exception& error) {
@@ -53,15 +56,31 @@ namespace {
 
 }  // namespace
 
+int free_port() {
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t n_bytes = sizeof(address);
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  EXPECT_EQ(::bind(fd, any, n_bytes), 0);
+  EXPECT_EQ(::getsockname(fd, any, &n_bytes), 0);
+  ::close(fd);
+  return ntohs(address.sin_port);
+}
+
 std::vector<int> run_processes(int n, const std::function<void()>& body,
                                std::chrono::seconds watchdog,
-                               const std::function<void(std::span<const pid_t>)>& started) {
+                               const std::function<void(std::span<const pid_t>)>& started,
+                               const std::string& backend) {
   shared::Job job(n);
+  ::setenv("MASTER_ADDR", "127.0.0.1", 1);
+  ::setenv("MASTER_PORT", std::to_string(free_port()).c_str(), 1);
   std::fflush(nullptr);
   std::vector<pid_t> pids;
   for (int rank = 0; rank < n; ++rank) {
     const pid_t pid = ::fork();
-    if (pid == 0) be_rank(rank, n, job.environment(), body);
+    if (pid == 0) be_rank(rank, n, backend, job.environment(), body);
     pids.push_back(pid);
   }
   if (started) started(pids);
@@ -101,7 +120,9 @@ void run_as(const Setting& setting, const std::function<void()>& body,
       run_ranks(setting.n_ranks, [&body] { body(); }, {.timeout = watchdog});
       return;
     case Form::processes:
-      const auto statuses = run_processes(setting.n_ranks, body, watchdog);
+    case Form::gloo:
+      const auto statuses = run_processes(setting.n_ranks, body, watchdog, /*started=*/{},
+                                          setting.form == Form::gloo ? "gloo" : "auto");
       for (std::size_t rank = 0; rank < statuses.size(); ++rank) {
         EXPECT_EQ(statuses[rank], 0) << "rank " << rank;
       }

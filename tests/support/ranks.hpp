@@ -12,7 +12,7 @@
 namespace lockstep::test {
 
 /// How the ranks of a test come to be.
-enum class Form { solo, threads, processes };
+enum class Form { solo, threads, processes, gloo };
 
 struct Setting {
   Form form;
@@ -23,15 +23,20 @@ std::string name_of(const Setting& setting);
 std::ostream& operator<<(std::ostream& out, const Setting& setting);
 
 /// Runs body as every rank, each with its default group, and waits for all. A failed expectation
-/// or an exception on any rank fails the test. Processes are forked from this one, join by
-/// init_dist as under `lockstep run`, and are killed when they outlast `watchdog`.
+/// or an exception on any rank fails the test. Processes (gloo: over that engine) are forked from
+/// this one, join by init_dist as under `lockstep run`, and are killed when they outlast
+/// `watchdog`.
 void run_as(const Setting& setting, const std::function<void()>& body,
             std::chrono::seconds watchdog = std::chrono::seconds(120));
 
 /// Forks n ranks that may die as they like: returns each one's status as waitpid gives it.
-/// `started`: called in the parent with the pids, before any is waited for.
+/// `started`: called in the parent with the pids, before any is waited for. `backend`: for
+/// init_dist; the ranks have a MASTER_ADDR and MASTER_PORT of this host.
 std::vector<int> run_processes(int n, const std::function<void()>& body,
                                std::chrono::seconds watchdog = std::chrono::seconds(120),
-                               const std::function<void(std::span<const pid_t>)>& started = {});
+                               const std::function<void(std::span<const pid_t>)>& started = {},
+                               const std::string& backend = "auto");
+/// A port of this host that was free a moment ago.
+int free_port();
 
 }  // namespace lockstep::test

@@ -1,0 +1,430 @@
+#include "nn/c10d_engine.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <lockstep/error.hpp>
+#include <lockstep/nn/c10d.hpp>
+#include <numeric>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "engines/catalog.hpp"
+#include "kernels/reduce.hpp"
+#include "nn/c10d_rendezvous.hpp"
+
+namespace lockstep::nn::detail {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Way = Message::Way;
+
+/// Up to here every rank sends all it has to all, which is one exchange; above, each reduces a
+/// slice, which is two.
+constexpr std::size_t kFlatBytes = 16 << 10;
+/// The root of a reduce holds this much of each rank at a time.
+constexpr std::size_t kChunkBytes = 16 << 20;
+
+/// What ranks compare before any data moves.
+struct Header {
+  std::uint8_t op;
+  std::uint8_t dtype;
+  std::uint8_t reduce;
+  std::int32_t root;
+  std::uint64_t count;
+  std::uint64_t counts;  // a hash of all_gather's and gather's
+  std::int32_t color;    // of split
+  std::int32_t key;
+  std::uint32_t line;
+  std::array<char, 96> file;
+};
+static_assert(std::is_trivially_copyable_v<Header>);
+
+bool has_root(Op op) {
+  return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter ||
+         op == Op::send || op == Op::recv;
+}
+bool has_reduction(Op op) {
+  return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
+}
+bool moves_data(Op op) { return op != Op::barrier && op != Op::split; }
+
+Header header_of(const Call& call, int color = 0, int key = 0) {
+  Header header{};
+  header.op = static_cast<std::uint8_t>(call.op);
+  header.dtype = static_cast<std::uint8_t>(call.dtype);
+  header.reduce = static_cast<std::uint8_t>(call.reduce);
+  header.root = call.root;
+  // Where parts differ in size, each rank's own count does too.
+  header.count = call.counts.empty() ? call.count : 0;
+  for (const std::size_t count : call.counts) {
+    header.counts = (header.counts ^ count) * 0x9e3779b97f4a7c15U + 1;
+  }
+  header.color = color;
+  header.key = key;
+  header.line = call.where.line();
+  const std::string_view file = call.where.file_name();
+  const std::string_view end =
+      file.substr(file.size() - std::min(file.size(), header.file.size() - 1));
+  end.copy(header.file.data(), end.size());
+  return header;
+}
+
+bool agree(const Header& a, const Header& b) {
+  const auto op = static_cast<Op>(a.op);
+  if (a.op != b.op) return false;
+  if (moves_data(op) && (a.dtype != b.dtype || a.count != b.count || a.counts != b.counts)) {
+    return false;
+  }
+  return (!has_root(op) || a.root == b.root) && (!has_reduction(op) || a.reduce == b.reduce);
+}
+
+struct Row {
+  int rank;
+  Header header;
+};
+
+std::string table_of(std::span<const Row> rows) {
+  std::string table =
+      "the ranks made different calls; all ranks must call the same, in the same order\n"
+      "  rank  operation       type  count       root  reduction  where";
+  for (const auto& [rank, header] : rows) {
+    const auto op = static_cast<Op>(header.op);
+    const std::string_view file(header.file.data());
+    fmt::format_to(
+        std::back_inserter(table), "\n  {:<4}  {:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}:{}", rank,
+        name_of(op), moves_data(op) ? name_of(static_cast<DType>(header.dtype)) : "-",
+        !moves_data(op)      ? "-"
+        : header.counts != 0 ? fmt::format("by rank {:04x}", header.counts & 0xffffU)
+                             : std::to_string(header.count),
+        has_root(op) ? std::to_string(header.root) : "-",
+        has_reduction(op) ? name_of(static_cast<lockstep::ReduceOp>(header.reduce)) : "-",
+        file.substr(file.find_last_of('/') + 1), header.line);
+  }
+  return table;
+}
+
+class Memory final : public SharedMemory {
+ public:
+  explicit Memory(std::size_t n_bytes) : bytes_(n_bytes) {}
+  std::byte* data() const noexcept override { return bytes_.data(); }
+
+ private:
+  mutable std::vector<std::byte> bytes_;
+};
+
+/// Every operation as messages between the ranks: first headers, which are compared, then data.
+/// Reductions are this engine's own: in rank order, of every type, the same bits on all ranks.
+class C10dEngine final : public Engine {
+ public:
+  C10dEngine(std::string name, Channel channel)
+      : name_(std::move(name)), channel_(std::move(channel)) {}
+
+  std::string_view name() const noexcept override { return name_; }
+  int rank() const noexcept override { return channel_.rank(); }
+  int size() const noexcept override { return channel_.size(); }
+  void run(const Call& call) override;
+  std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
+  std::unique_ptr<SharedMemory> allocate(const Call& call) override {
+    compare(call, header_of(call), end_of(call));
+    return std::make_unique<Memory>(call.count);
+  }
+  void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
+  void leave(std::string_view failure) noexcept override { channel_.leave(failure); }
+
+ private:
+  /// One call's step: messages, and the call they belong to.
+  struct Step {
+    const Channel& channel;
+    const Call& call;
+    Clock::time_point end;
+    std::vector<Message> messages{};
+
+    void send(int peer, const void* data, std::size_t n_bytes) {
+      if (peer == channel.rank()) return;
+      messages.push_back({Way::send, peer, const_cast<void*>(data), n_bytes});
+    }
+    void receive(int peer, void* data, std::size_t n_bytes) {
+      if (peer == channel.rank()) return;
+      messages.push_back({Way::receive, peer, data, n_bytes});
+    }
+    void run() {
+      channel.exchange(messages, call, end);
+      messages.clear();
+    }
+  };
+
+  static Clock::time_point end_of(const Call& call) { return Clock::now() + call.timeout; }
+  std::vector<Header> compare(const Call& call, const Header& mine, Clock::time_point end);
+  void compare_pair(const Call& call, Clock::time_point end);
+  void all_reduce(Step step);
+  void reduce(Step step);
+  void gather(Step step, bool is_for_all);
+  void reduce_scatter(Step step);
+  void all_to_all(Step step);
+  /// out <- reduction of this rank's `own` and of the others' parts in `parts`, of n_bytes each.
+  void fold(const Call& call, const std::byte* own, std::byte* parts, std::size_t n_bytes,
+            std::byte* out) const;
+  bool is(int r) const { return r == rank(); }
+
+  std::string name_;
+  Channel channel_;
+  std::vector<std::byte> scratch_;
+};
+
+std::byte* bytes(void* data) { return static_cast<std::byte*>(data); }
+const std::byte* bytes(const void* data) { return static_cast<const std::byte*>(data); }
+
+/// What stays on its rank; also where it stays in its place.
+void keep(void* to, const void* from, std::size_t n_bytes) {
+  if (n_bytes > 0 && to != from) std::memmove(to, from, n_bytes);
+}
+
+std::vector<Header> C10dEngine::compare(const Call& call, const Header& mine,
+                                        Clock::time_point end) {
+  std::vector<Header> all(static_cast<std::size_t>(size()), mine);
+  Step step{channel_, call, end};
+  for (int r = 0; r < size(); ++r) {
+    step.send(r, &mine, sizeof(mine));
+    step.receive(r, &all[static_cast<std::size_t>(r)], sizeof(Header));
+  }
+  step.run();
+  if (!std::ranges::all_of(all, [&](const Header& other) { return agree(mine, other); })) {
+    std::vector<Row> rows;
+    for (int r = 0; r < size(); ++r) rows.push_back({r, all[static_cast<std::size_t>(r)]});
+    channel_.fail_mismatch(table_of(rows), call);
+  }
+  return all;
+}
+
+void C10dEngine::compare_pair(const Call& call, Clock::time_point end) {
+  const Header mine = header_of(call);
+  Header other{};
+  Step step{channel_, call, end};
+  step.send(call.root, &mine, sizeof(mine));
+  step.receive(call.root, &other, sizeof(other));
+  step.run();
+  const Op wanted = call.op == Op::send ? Op::recv : Op::send;
+  if (static_cast<Op>(other.op) == wanted && other.root == rank() && other.dtype == mine.dtype &&
+      other.count == mine.count) {
+    return;
+  }
+  std::array<Row, 2> rows{Row{rank(), mine}, Row{call.root, other}};
+  if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
+  channel_.fail_mismatch(table_of(rows), call);
+}
+
+void C10dEngine::run(const Call& call) {
+  Step step{channel_, call, end_of(call)};
+  if (call.op == Op::send || call.op == Op::recv) {
+    compare_pair(call, step.end);
+  } else {
+    compare(call, header_of(call), step.end);
+  }
+  const std::size_t n_bytes = call.count * size_of(call.dtype);
+  switch (call.op) {
+    case Op::barrier:
+    case Op::split:
+    case Op::allocate: break;
+    case Op::all_reduce: all_reduce(std::move(step)); break;
+    case Op::reduce: reduce(std::move(step)); break;
+    case Op::broadcast:
+      for (int r = 0; is(call.root) && r < size(); ++r) step.send(r, call.out, n_bytes);
+      step.receive(call.root, call.out, n_bytes);
+      step.run();
+      break;
+    case Op::all_gather: gather(std::move(step), /*is_for_all=*/true); break;
+    case Op::gather: gather(std::move(step), /*is_for_all=*/false); break;
+    case Op::scatter:
+      for (int r = 0; is(call.root) && r < size(); ++r) {
+        step.send(r, bytes(call.in) + static_cast<std::size_t>(r) * n_bytes, n_bytes);
+      }
+      step.receive(call.root, call.out, n_bytes);
+      step.run();
+      if (is(call.root)) {
+        keep(call.out, bytes(call.in) + static_cast<std::size_t>(rank()) * n_bytes, n_bytes);
+      }
+      break;
+    case Op::reduce_scatter: reduce_scatter(std::move(step)); break;
+    case Op::all_to_all: all_to_all(std::move(step)); break;
+    case Op::send:
+      step.send(call.root, call.in, n_bytes);
+      step.run();
+      break;
+    case Op::recv:
+      step.receive(call.root, call.out, n_bytes);
+      step.run();
+      break;
+  }
+}
+
+void C10dEngine::fold(const Call& call, const std::byte* own, std::byte* parts, std::size_t n_bytes,
+                      std::byte* out) const {
+  if (n_bytes == 0) return;
+  std::vector<const void*> in;
+  for (int r = 0; r < size(); ++r) {
+    in.push_back(is(r) ? own : parts + static_cast<std::size_t>(r) * n_bytes);
+  }
+  kernels::reduce(call.dtype, call.reduce, in.data(), size(), out, n_bytes / size_of(call.dtype));
+}
+
+void C10dEngine::all_reduce(Step step) {
+  const Call& call = step.call;
+  const auto n = static_cast<std::size_t>(size());
+  const std::size_t element = size_of(call.dtype), n_bytes = call.count * element;
+  std::byte* const data = bytes(call.out);
+  if (n_bytes <= kFlatBytes) {
+    scratch_.resize(n * n_bytes);
+    for (std::size_t r = 0; r < n; ++r) {
+      step.send(static_cast<int>(r), data, n_bytes);
+      step.receive(static_cast<int>(r), scratch_.data() + r * n_bytes, n_bytes);
+    }
+    step.run();
+    fold(call, data, scratch_.data(), n_bytes, data);
+    return;
+  }
+  const auto start = [&](std::size_t r) { return call.count * r / n * element; };
+  const auto me = static_cast<std::size_t>(rank());
+  const std::size_t mine = start(me + 1) - start(me);
+  scratch_.resize(n * mine);
+  for (std::size_t r = 0; r < n; ++r) {
+    step.send(static_cast<int>(r), data + start(r), start(r + 1) - start(r));
+    step.receive(static_cast<int>(r), scratch_.data() + r * mine, mine);
+  }
+  step.run();
+  fold(call, data + start(me), scratch_.data(), mine, data + start(me));
+  for (std::size_t r = 0; r < n; ++r) {
+    step.send(static_cast<int>(r), data + start(me), mine);
+    step.receive(static_cast<int>(r), data + start(r), start(r + 1) - start(r));
+  }
+  step.run();
+}
+
+void C10dEngine::reduce(Step step) {
+  const Call& call = step.call;
+  const std::size_t n_bytes = call.count * size_of(call.dtype);
+  for (std::size_t at = 0; at < n_bytes; at += kChunkBytes) {
+    const std::size_t now = std::min(kChunkBytes, n_bytes - at);
+    if (!is(call.root)) {
+      step.send(call.root, bytes(call.in) + at, now);
+      step.run();
+      continue;
+    }
+    scratch_.resize(static_cast<std::size_t>(size()) * now);
+    for (int r = 0; r < size(); ++r) {
+      step.receive(r, scratch_.data() + static_cast<std::size_t>(r) * now, now);
+    }
+    step.run();
+    fold(call, bytes(call.out) + at, scratch_.data(), now, bytes(call.out) + at);
+  }
+}
+
+void C10dEngine::gather(Step step, bool is_for_all) {
+  const Call& call = step.call;
+  const std::size_t element = size_of(call.dtype);
+  const auto part = [&](int r) {
+    return (call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(r)]) * element;
+  };
+  std::size_t at = 0;
+  for (int r = 0; r < size(); ++r) {
+    if (is_for_all || is(call.root)) {
+      step.receive(r, bytes(call.out) + at, part(r));
+      if (is(r)) keep(bytes(call.out) + at, call.in, part(r));
+    }
+    if (is_for_all || r == call.root) step.send(r, call.in, part(rank()));
+    at += part(r);
+  }
+  step.run();
+}
+
+void C10dEngine::reduce_scatter(Step step) {
+  const Call& call = step.call;
+  const std::size_t n_bytes = call.count * size_of(call.dtype);
+  scratch_.resize(static_cast<std::size_t>(size()) * n_bytes);
+  for (int r = 0; r < size(); ++r) {
+    step.send(r, bytes(call.in) + static_cast<std::size_t>(r) * n_bytes, n_bytes);
+    step.receive(r, scratch_.data() + static_cast<std::size_t>(r) * n_bytes, n_bytes);
+  }
+  step.run();
+  fold(call, bytes(call.in) + static_cast<std::size_t>(rank()) * n_bytes, scratch_.data(), n_bytes,
+       bytes(call.out));
+}
+
+void C10dEngine::all_to_all(Step step) {
+  const Call& call = step.call;
+  const std::size_t n_bytes = call.count * size_of(call.dtype);
+  for (int r = 0; r < size(); ++r) {
+    const std::size_t at = static_cast<std::size_t>(r) * n_bytes;
+    step.send(r, bytes(call.in) + at, n_bytes);
+    step.receive(r, bytes(call.out) + at, n_bytes);
+    if (is(r)) keep(bytes(call.out) + at, bytes(call.in) + at, n_bytes);
+  }
+  step.run();
+}
+
+std::unique_ptr<Engine> C10dEngine::split(const Call& call, int color, int key) {
+  const auto end = end_of(call);
+  const std::vector<Header> all = compare(call, header_of(call, color, key), end);
+  std::vector<int> members;
+  for (int r = 0; r < size(); ++r) {
+    if (all[static_cast<std::size_t>(r)].color == color) members.push_back(r);
+  }
+  std::ranges::stable_sort(members, {},
+                           [&](int r) { return all[static_cast<std::size_t>(r)].key; });
+  return std::make_unique<C10dEngine>(name_, Channel(channel_, members, call, end));
+}
+
+// The lines of the table of engines that the libtorch layer has.
+
+template <bool kIsGloo>
+engines::Availability available(const comm::World&) {
+  if (!has_backend(kIsGloo ? "gloo" : "nccl")) {
+    return {false, kIsGloo ? "needs a libtorch with Gloo, and Gloo's headers (Debian: libgloo-dev) "
+                             "where lockstep::nn is built"
+                           : "needs a libtorch with CUDA and NCCL"};
+  }
+  return {std::getenv("MASTER_ADDR") != nullptr && std::getenv("MASTER_PORT") != nullptr,
+          "needs MASTER_ADDR and MASTER_PORT: the address of rank 0's host, and a free port there"};
+}
+
+template <bool kIsGloo>
+std::unique_ptr<Engine> join(const comm::World& world, const Call& barrier) {
+  constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
+  return make_c10d_engine(std::string(kName), meet(kName, world, barrier));
+}
+
+constexpr engines::Entry kEntries[] = {{"gloo", available<true>, join<true>},
+                                       {"nccl", available<false>, join<false>}};
+
+}  // namespace
+
+std::unique_ptr<Engine> make_c10d_engine(std::string name, std::shared_ptr<Wire> wire) {
+  return std::make_unique<C10dEngine>(std::move(name), Channel(std::move(wire)));
+}
+
+}  // namespace lockstep::nn::detail
+
+namespace lockstep {
+
+Group nn::make_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::string name,
+                     std::chrono::milliseconds timeout) {
+  std::string backend = process_group->getBackendName();
+  auto wire =
+      std::make_shared<detail::Wire>(std::move(process_group), c10::intrusive_ptr<c10d::Store>());
+  return Group(detail::make_c10d_engine(std::move(backend), std::move(wire)), std::move(name),
+               timeout);
+}
+
+}  // namespace lockstep
+
+extern "C" void lockstep_nn_engines(std::vector<lockstep::engines::Entry>& entries) {
+  using lockstep::nn::detail::kEntries;
+  entries.insert(entries.end(), std::begin(kEntries), std::end(kEntries));
+}

@@ -1,0 +1,285 @@
+#include "nn/c10d_rendezvous.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <torch/version.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+// Gloo's own headers are a package of their own (Debian: libgloo-dev). Whichever version they are:
+// c10d's header only needs them to be read, and nothing of Gloo is called here.
+#if defined(USE_C10D_GLOO) && __has_include(<gloo/algorithm.h>)
+#define LOCKSTEP_GLOO
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#endif
+#ifdef USE_C10D_NCCL
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
+
+#include <array>
+#include <charconv>
+#include <chrono>
+#include <cstdlib>
+#include <exception>
+#include <future>
+#include <lockstep/error.hpp>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace lockstep::nn::detail {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// How long a rank looks for a store that answers.
+constexpr milliseconds kPatience{5000};
+
+struct Meeting {
+  std::string host;
+  std::uint16_t port;
+};
+
+std::string variable(const char* name, const Call& call, int rank) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') {
+    throw UsageError(context_of(call, rank),
+                     fmt::format("{} is not set; the ranks meet at MASTER_ADDR:MASTER_PORT, the "
+                                 "address of rank 0's host and a free port there",
+                                 name));
+  }
+  return value;
+}
+
+Meeting meeting(const Call& call, int rank) {
+  Meeting meeting{variable("MASTER_ADDR", call, rank), 0};
+  const std::string port = variable("MASTER_PORT", call, rank);
+  const auto parsed = std::from_chars(port.data(), port.data() + port.size(), meeting.port);
+  if (parsed.ec != std::errc() || parsed.ptr != port.data() + port.size() || meeting.port == 0) {
+    throw UsageError(context_of(call, rank),
+                     fmt::format("MASTER_PORT is '{}'; it must be a port from 1 to 65535", port));
+  }
+  return meeting;
+}
+
+/// torchrun's agent serves a store itself, for as long as it starts ranks again.
+bool has_agent_store() {
+  const char* value = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  return value != nullptr && std::string_view(value) == "True";
+}
+
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+bool serves(const comm::World& world) { return world.rank == 0 && !has_agent_store(); }
+
+StorePtr connect(const Meeting& at, const comm::World& world, milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = at.port;
+  options.isServer = serves(world);
+  options.waitWorkers = false;
+  // It counts whole seconds, and takes one to try again.
+  options.timeout = std::max(timeout, milliseconds(2000));
+  StorePtr store = c10::make_intrusive<c10d::TCPStore>(at.host, options);
+  // An answer: it is a store, and of a protocol we speak. Where it is not, c10d waits for ever, and
+  // so does this thread.
+  auto hello = std::make_shared<std::promise<void>>();
+  auto answer = hello->get_future();
+  std::thread([store = store, hello]() mutable {
+    try {
+      store->add("lockstep/hello", 1);
+      store.reset();  // the port is free as soon as its user leaves
+      hello->set_value();
+    } catch (...) {
+      hello->set_exception(std::current_exception());
+    }
+  }).detach();
+  if (answer.wait_for(std::min(timeout, kPatience)) != std::future_status::ready) {
+    throw std::runtime_error("somebody listens there, but does not answer as a store does");
+  }
+  answer.get();
+  return store;
+}
+
+[[noreturn]] void throw_no_store(const std::exception& error, const Meeting& at,
+                                 const comm::World& world, const Call& call) {
+  std::string text =
+      fmt::format("MASTER_ADDR is {}, MASTER_PORT is {}: {}: {}", at.host, at.port,
+                  serves(world) ? "rank 0 cannot serve the ranks' meeting there; where the port is "
+                                  "in use, choose another"
+                                : "cannot meet the other ranks there",
+                  first_line(error));
+  if (has_agent_store()) {
+    text += fmt::format(
+        ". torchrun serves it (TORCHELASTIC_USE_AGENT_STORE is True), and a PyTorch of another "
+        "version than this libtorch, {}, may speak another protocol: with TORCH_DISABLE_SHARE_"
+        "RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d (or --standalone) rank 0 serves it",
+        TORCH_VERSION);
+  }
+  throw EngineError(context_of(call, world.rank), text);
+}
+
+/// A part of the store that only this meeting of these ranks uses: a launcher that starts ranks
+/// again, or a second init_dist, finds the keys of the first.
+StorePtr own_part(const StorePtr& store, const comm::World& world) {
+  const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  const std::string job = fmt::format("lockstep/{}", restart == nullptr ? "0" : restart);
+  const auto turn = store->add(fmt::format("{}/turn/{}", job, world.rank), 1);
+  return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}/{}", job, turn), store);
+}
+
+/// Until every rank has come.
+void roll_call(const StorePtr& store, const comm::World& world, const Call& call,
+               Clock::time_point end) {
+  std::vector<std::string> keys;
+  for (int r = 0; r < world.size; ++r) keys.push_back(fmt::format("here/{}", r));
+  store->set(keys[static_cast<std::size_t>(world.rank)], std::vector<std::uint8_t>{1});
+  // Not Store::wait: some versions tell its end of time from a lost connection only by text.
+  while (!store->check(keys)) {
+    if (Clock::now() > end) {
+      std::vector<int> missing;
+      for (int r = 0; r < world.size; ++r) {
+        if (!store->check({keys[static_cast<std::size_t>(r)]})) missing.push_back(r);
+      }
+      throw TimeoutError(
+          context_of(call, world.rank),
+          fmt::format("of {} ranks, rank{} {} did not come to {}:{} within {:g} s", world.size,
+                      missing.size() == 1 ? "" : "s", fmt::join(missing, ", "),
+                      std::getenv("MASTER_ADDR"), std::getenv("MASTER_PORT"),
+                      static_cast<double>(call.timeout.count()) / 1000));
+    }
+    std::this_thread::sleep_for(milliseconds(2));
+  }
+}
+
+#ifdef LOCKSTEP_GLOO
+/// This host's address on the way to the meeting; empty where that cannot be told.
+std::string address_towards(const Meeting& at) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  if (::getaddrinfo(at.host.c_str(), std::to_string(at.port).c_str(), &hints, &found) != 0)
+    return {};
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, ::freeaddrinfo);
+  for (; found != nullptr; found = found->ai_next) {
+    const int fd = ::socket(found->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) continue;
+    sockaddr_storage own{};
+    socklen_t n_bytes = sizeof(own);
+    std::array<char, NI_MAXHOST> text{};
+    // A datagram socket that connects sends nothing: it only takes a route.
+    const bool is_known = ::connect(fd, found->ai_addr, found->ai_addrlen) == 0 &&
+                          ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &n_bytes) == 0 &&
+                          ::getnameinfo(reinterpret_cast<sockaddr*>(&own), n_bytes, text.data(),
+                                        text.size(), nullptr, 0, NI_NUMERICHOST) == 0;
+    ::close(fd);
+    if (is_known) return text.data();
+  }
+  return {};
+}
+
+GroupPtr make_gloo(const StorePtr& store, const Meeting& at, const comm::World& world,
+                   milliseconds timeout) {
+  using Gloo = c10d::ProcessGroupGloo;
+  const auto options = Gloo::Options::create(timeout);
+  options->threads = 1;  // for collectives, which are not used
+  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
+  const std::string address = address_towards(at);
+  options->devices.push_back(interface != nullptr ? Gloo::createDeviceForInterface(interface)
+                             : address.empty()    ? Gloo::createDefaultDevice()
+                                                  : Gloo::createDeviceForHostname(address));
+  auto gloo = c10::make_intrusive<Gloo>(store, world.rank, world.size, options);
+#if TORCH_VERSION_MAJOR < 2
+  return gloo;
+#else
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, world.rank, world.size);
+  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO,
+                    c10::intrusive_ptr<c10d::Backend>(std::move(gloo)));
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+  return group;
+#endif
+}
+#endif
+
+#ifdef USE_C10D_NCCL
+GroupPtr make_nccl(const StorePtr& store, const comm::World& world, milliseconds timeout) {
+  using Nccl = c10d::ProcessGroupNCCL;
+  const auto options = Nccl::Options::create();
+  options->timeout = timeout;
+  auto nccl = c10::make_intrusive<Nccl>(store, world.rank, world.size, options);
+#if TORCH_VERSION_MAJOR < 2
+  return nccl;
+#else
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, world.rank, world.size);
+  group->setBackend(at::kCUDA, c10d::ProcessGroup::BackendType::NCCL,
+                    c10::intrusive_ptr<c10d::Backend>(std::move(nccl)));
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
+  return group;
+#endif
+}
+#endif
+
+}  // namespace
+
+bool has_backend(std::string_view backend) {
+#ifdef LOCKSTEP_GLOO
+  if (backend == "gloo") return true;
+#endif
+#ifdef USE_C10D_NCCL
+  if (backend == "nccl") return true;
+#endif
+  return false;
+}
+
+std::shared_ptr<Wire> meet([[maybe_unused]] std::string_view backend, const comm::World& world,
+                           const Call& barrier) {
+  const auto start = Clock::now(), end = start + barrier.timeout;
+  const Meeting at = meeting(barrier, world.rank);
+  StorePtr whole, store;
+  while (!store) {
+    try {
+      whole = connect(at, world, barrier.timeout);
+      StorePtr part = own_part(whole, world);
+      roll_call(part, world, barrier, end);
+      store = std::move(part);
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      // It may be the store of the world before, which rank 0 is about to close.
+      const bool is_last = serves(world) || Clock::now() > std::min(end, start + kPatience);
+      if (is_last) throw_no_store(error, at, world, barrier);
+      std::this_thread::sleep_for(milliseconds(50));
+    }
+  }
+  try {
+    [[maybe_unused]] const auto left =
+        std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(end - Clock::now()));
+    GroupPtr group;
+#ifdef LOCKSTEP_GLOO
+    if (backend == "gloo") group = make_gloo(store, at, world, left);
+#endif
+#ifdef USE_C10D_NCCL
+    if (backend == "nccl") group = make_nccl(store, world, left);
+#endif
+    return std::make_shared<Wire>(std::move(group), whole);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw EngineError(
+        context_of(barrier, world.rank),
+        fmt::format("{} cannot connect the ranks that met at {}:{} (GLOO_SOCKET_IFNAME "
+                    "chooses the network interface): {}",
+                    backend, at.host, at.port, first_line(error)));
+  }
+}
+
+}  // namespace lockstep::nn::detail

@@ -1,0 +1,371 @@
+#include "nn/c10d_wire.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <lockstep/error.hpp>
+#include <numeric>
+#include <utility>
+
+namespace lockstep::nn::detail {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr int kControlTag = 0;
+constexpr int kWholeRank = -1;  // in place of a channel
+/// How long a rank that leaves waits for its peers to hear of it.
+constexpr milliseconds kFarewell{1000};
+/// What a broken connection's rank may have said arrives on another thread.
+constexpr milliseconds kHearsay{200};
+/// How long a wait that is at its end looks whether a further message has come.
+constexpr milliseconds kGlance{5};
+/// Gloo's own limit comes after ours, which leaves its connections alone.
+constexpr milliseconds kSlack{5000};
+
+/// Texts of libtorch begin with its source line and may end with a C++ stack.
+std::string text_of(const std::exception& error) {
+  std::string text = error.what();
+  return text.substr(0, text.find("\nException raised from"));
+}
+
+bool says_closed(std::string_view text) {
+  for (const std::string_view sign :
+       {"closed by peer", "reset by peer", "Broken pipe", "Socket closed", "Connection refused"}) {
+    if (text.find(sign) != std::string_view::npos) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+/// What goes to the control thread of a peer.
+struct Wire::Letter {
+  std::int32_t channel;
+  std::int32_t notice;
+  std::int32_t culprit;
+  char text[1012];
+};
+
+Wire::Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store)
+    : store_(std::move(store)),
+      group_(std::move(group)),
+      is_cuda_(group_->getBackendName() == "nccl") {
+  timer_ = std::jthread([this](const std::stop_token& stop) { keep_time(stop); });
+  ::pthread_setname_np(timer_.native_handle(), "c10d-timer");
+  control_ = std::jthread([this](const std::stop_token& stop) { listen(stop); });
+  ::pthread_setname_np(control_.native_handle(), "c10d-control");
+}
+
+Wire::~Wire() {
+  control_.request_stop();
+  {
+    const std::lock_guard lock(mutex_);
+    try {
+      if (listening_) listening_->abort();
+    } catch (...) {  // a process group that cannot abort has no control thread either
+    }
+  }
+  control_.join();
+  timer_.request_stop();
+  timer_.join();
+}
+
+at::Tensor Wire::tensor_of(void* data, std::size_t n_bytes) const {
+  return at::from_blob(data, {static_cast<std::int64_t>(n_bytes)}, at::kByte);
+}
+
+int Wire::next_channel() {
+  const std::lock_guard lock(mutex_);
+  // No other rank gives the same, and none is the control tag.
+  return 1 + rank() + size() * n_channels_++;
+}
+
+void Wire::start(Wait& wait) {
+  const std::lock_guard lock(mutex_);
+  waits_.push_back(&wait);
+  has_changed_ = true;
+  changed_.notify_all();
+  if (dead_.contains(wait.channel)) abort(wait.works);  // heard before this wait was listed
+}
+
+void Wire::abort(c10d::Work* work) noexcept {
+  try {
+    work->abort();
+  } catch (...) {  // it cannot be: then the process group's own limit ends it, kSlack later
+  }
+}
+
+void Wire::abort(const Works& works) noexcept {
+  for (const auto& work : works) abort(work.get());
+}
+
+bool Wire::wait_for(Wait& wait, std::size_t i) {
+  const auto& work = wait.works[i];
+  auto end = wait.end;
+  {
+    const std::lock_guard lock(mutex_);
+    wait.current = work.get();
+    if (const auto soon = Clock::now() + kGlance; wait.end < soon) {
+      wait.end = end = soon;
+      has_changed_ = true;
+      changed_.notify_all();
+    }
+  }
+  return work->wait(std::chrono::duration_cast<milliseconds>(end - Clock::now()) + kSlack);
+}
+
+void Wire::finish(Wait& wait) noexcept {
+  const std::lock_guard lock(mutex_);
+  std::erase(waits_, &wait);
+}
+
+std::optional<Wire::Verdict> Wire::verdict_on(int channel, std::span<const int> members) {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = dead_.find(channel); found != dead_.end()) return found->second;
+  for (const int member : members) {
+    if (const auto found = gone_.find(member); found != gone_.end()) return found->second;
+  }
+  return std::nullopt;
+}
+
+void Wire::tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept {
+  Letter letter{channel, static_cast<std::int32_t>(verdict.notice), verdict.culprit, {}};
+  verdict.text.copy(letter.text, sizeof(letter.text) - 1);
+  if (channel != kWholeRank) hear(letter);  // another thread of this rank may be waiting
+  Wait wait{kControlTag, Clock::now() + kFarewell, {}, {}};  // ended by the timer alone
+  try {
+    for (const int peer : to) {
+      if (peer == rank()) continue;
+      std::vector<at::Tensor> tensors{tensor_of(&letter, sizeof(letter))};
+      try {
+        wait.works.push_back(group_->send(tensors, peer, kControlTag));
+      } catch (...) {  // it is gone itself
+      }
+    }
+    start(wait);
+    for (std::size_t i = 0; i < wait.works.size(); ++i) {
+      try {
+        wait_for(wait, i);
+      } catch (...) {
+      }
+    }
+  } catch (...) {  // not heard: the peers see the connection close, or their deadline
+  }
+  finish(wait);
+}
+
+void Wire::listen(const std::stop_token& stop) {
+  Letter letter;
+  std::vector<at::Tensor> tensors{tensor_of(&letter, sizeof(letter))};
+  while (!stop.stop_requested()) {
+    c10::intrusive_ptr<c10d::Work> work;
+    try {
+      {
+        const std::lock_guard lock(mutex_);
+        if (stop.stop_requested()) return;
+        work = listening_ = group_->recvAnysource(tensors, kControlTag);
+      }
+      if (!work->wait(std::chrono::hours(24 * 365))) continue;  // aborted
+    } catch (...) {
+      return;  // no such thing in this process group, or it is broken: its users see so themselves
+    }
+    hear(letter);
+  }
+}
+
+void Wire::hear(const Letter& letter) {
+  const Verdict verdict{static_cast<Notice>(letter.notice), letter.culprit, letter.text};
+  const std::lock_guard lock(mutex_);
+  if (letter.channel == kWholeRank) {
+    // Its messages may have come, or be about to: what does not come ends as its connection does.
+    gone_.emplace(letter.culprit, verdict);
+    return;
+  }
+  dead_.emplace(letter.channel, verdict);
+  for (const Wait* wait : waits_) {
+    if (wait->channel == letter.channel) abort(wait->works);
+  }
+}
+
+void Wire::keep_time(const std::stop_token& stop) {
+  std::unique_lock lock(mutex_);
+  while (!stop.stop_requested()) {
+    has_changed_ = false;
+    auto next = Clock::now() + std::chrono::hours(1);
+    for (Wait* wait : waits_) {
+      if (wait->end > Clock::now()) {
+        next = std::min(next, wait->end);
+      } else if (wait->current != nullptr) {
+        abort(std::exchange(wait->current, nullptr));
+      }
+    }
+    changed_.wait_until(lock, stop, next, [this] { return has_changed_; });
+  }
+}
+
+// -------------------------------------------------------------------------------------------------
+
+Channel::Channel(std::shared_ptr<Wire> wire)
+    : wire_(std::move(wire)),
+      members_(static_cast<std::size_t>(wire_->size())),
+      rank_(wire_->rank()) {
+  std::iota(members_.begin(), members_.end(), 0);
+  // The first of rank 0, on every rank: no one has to be asked.
+  tag_ = 1;
+  if (rank_ == 0) wire_->next_channel();
+}
+
+Channel::Channel(const Channel& parent, const std::vector<int>& members, const Call& call,
+                 Clock::time_point end)
+    : wire_(parent.wire_), rank_(0), tag_(0) {
+  for (const int member : members) {
+    members_.push_back(parent.members_[static_cast<std::size_t>(member)]);
+  }
+  rank_ = rank_of(wire_->rank());
+  // The first member chooses a tag that no other channel has.
+  std::vector<Message> messages;
+  if (rank_ == 0) tag_ = wire_->next_channel();
+  for (std::size_t r = 1; rank_ == 0 && r < members.size(); ++r) {
+    messages.push_back({Message::Way::send, members[r], &tag_, sizeof(tag_)});
+  }
+  if (rank_ > 0) messages.push_back({Message::Way::receive, members[0], &tag_, sizeof(tag_)});
+  parent.exchange(messages, call, end);
+}
+
+int Channel::rank_of(int wire_rank) const {
+  return static_cast<int>(std::ranges::find(members_, wire_rank) - members_.begin());
+}
+
+void Channel::exchange(std::span<const Message> messages, const Call& call,
+                       Clock::time_point end) const {
+  if (const auto verdict = wire_->verdict_on(tag_, {})) fail(*verdict, call);
+  std::vector<const Message*> ordered;
+  for (const Message& message : messages) {
+    if (message.n_bytes > 0) ordered.push_back(&message);
+  }
+  // Of two ranks the lower sends first: NCCL runs what two ranks exchange in the order given.
+  std::ranges::stable_partition(ordered, [this](const Message* message) {
+    return (message->way == Message::Way::send) == (rank_ < message->peer);
+  });
+
+  Wire::Wait wait{tag_, end, {}, {}};
+  std::vector<at::Tensor> tensors;
+  for (const Message* message : ordered) {
+    const int peer = members_[static_cast<std::size_t>(message->peer)];
+    at::Tensor tensor = wire_->tensor_of(message->data, message->n_bytes);
+    if (wire_->is_cuda_) tensor = tensor.to(at::kCUDA);
+    tensors.push_back(tensor);
+    std::vector<at::Tensor> one{tensor};
+    try {
+      wait.works.push_back(message->way == Message::Way::send
+                               ? wire_->group_->send(one, peer, tag_)
+                               : wire_->group_->recv(one, peer, tag_));
+      wait.peers.push_back(peer);
+    } catch (const std::exception& error) {
+      fail_connection(peer, text_of(error), call);
+    }
+  }
+
+  wire_->start(wait);
+  int culprit = -1;
+  std::string text;
+  std::vector<int> ended;  // before their time
+  for (std::size_t i = 0; i < wait.works.size() && culprit < 0; ++i) {
+    try {
+      if (!wire_->wait_for(wait, i)) ended.push_back(wait.peers[i]);
+    } catch (const std::exception& error) {
+      culprit = wait.peers[i];
+      text = text_of(error);
+    }
+  }
+  wire_->finish(wait);
+  if (culprit >= 0) fail_connection(culprit, text, call);
+  if (!ended.empty()) {
+    if (const auto verdict = wire_->verdict_on(tag_, ended)) fail(*verdict, call);
+    fail_late(std::move(ended), call);
+  }
+  for (std::size_t i = 0; wire_->is_cuda_ && i < ordered.size(); ++i) {
+    if (ordered[i]->way == Message::Way::send) continue;
+    wire_->tensor_of(ordered[i]->data, ordered[i]->n_bytes).copy_(tensors[i]);
+  }
+}
+
+void Channel::fail_connection(int culprit, const std::string& text, const Call& call) const {
+  // It may have said why, to another thread.
+  for (const auto end = Clock::now() + kHearsay; Clock::now() < end;) {
+    if (const auto verdict = wire_->verdict_on(tag_, std::span(&culprit, 1))) fail(*verdict, call);
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+  if (says_closed(text)) {
+    tell(Wire::Notice::lost, culprit, text);
+    fail({Wire::Notice::lost, culprit, text}, call);
+  }
+  tell(Wire::Notice::failed, wire_->rank(), text);
+  throw EngineError(lockstep::context_of(call, rank_),
+                    fmt::format("with rank {}: {}", rank_of(culprit), text));
+}
+
+void Channel::fail_late(std::vector<int> late, const Call& call) const {
+  for (int& rank : late) rank = rank_of(rank);
+  std::ranges::sort(late);
+  late.erase(std::unique(late.begin(), late.end()), late.end());
+  const std::string text = fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank_,
+                                       static_cast<double>(call.timeout.count()) / 1000,
+                                       late.size() == 1 ? "" : "s", fmt::join(late, ", "), size());
+  tell(Wire::Notice::late, wire_->rank(), text);
+  throw TimeoutError(lockstep::context_of(call, rank_), text);
+}
+
+void Channel::fail_mismatch(const std::string& table, const Call& call) const {
+  tell(Wire::Notice::mismatch, wire_->rank(), table);
+  throw MismatchError(lockstep::context_of(call, rank_), table);
+}
+
+void Channel::fail(const Wire::Verdict& verdict, const Call& call) const {
+  const auto context = lockstep::context_of(call, rank_);
+  const int culprit = rank_of(verdict.culprit);
+  switch (verdict.notice) {
+    case Wire::Notice::left:
+      throw PeerLost(context,
+                     fmt::format("rank {} left the world (destroy_dist, or its end)", culprit));
+    case Wire::Notice::failed:
+      throw PeerFailed(context, fmt::format("rank {} failed: {}", culprit, verdict.text));
+    case Wire::Notice::lost:
+      throw PeerLost(context, fmt::format("rank {} is gone: it was killed, crashed, or cannot be "
+                                          "reached any more ({})",
+                                          culprit, verdict.text));
+    case Wire::Notice::late: throw TimeoutError(context, verdict.text);
+    case Wire::Notice::mismatch: throw MismatchError(context, verdict.text);
+  }
+  throw EngineError(context, verdict.text);
+}
+
+void Channel::tell(Wire::Notice notice, int culprit, const std::string& text) const {
+  wire_->tell(tag_, {notice, culprit, text}, members_);
+}
+
+void Channel::abandon(std::string_view reason) const noexcept {
+  try {
+    tell(Wire::Notice::failed, wire_->rank(), std::string(reason));
+  } catch (...) {  // no memory for the text: the peers see their deadline
+  }
+}
+
+void Channel::leave(std::string_view failure) const noexcept {
+  try {
+    std::vector<int> all(static_cast<std::size_t>(wire_->size()));
+    std::iota(all.begin(), all.end(), 0);
+    const auto notice = failure.empty() ? Wire::Notice::left : Wire::Notice::failed;
+    wire_->tell(kWholeRank, {notice, wire_->rank(), std::string(failure)}, all);
+  } catch (...) {
+  }
+}
+
+}  // namespace lockstep::nn::detail

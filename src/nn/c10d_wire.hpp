@@ -1,0 +1,144 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <lockstep/engine.hpp>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <stop_token>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+namespace lockstep::nn::detail {
+
+class Channel;
+
+/// The connections of one c10d::ProcessGroup, over which any number of channels (one per Group)
+/// send at once. Only c10d's send and recv are used: with them it is known whose connection
+/// failed, and they are the fastest that Gloo has.
+///
+/// Two threads stand by. "c10d-control" receives what peers say of themselves: that they leave, or
+/// that a channel is dead, and why. "c10d-timer" ends waits at their deadline. Both end a wait by
+/// Work::abort; Gloo's own limit would close every connection of the process.
+class Wire {
+ public:
+  /// `store`: kept as long as the connections.
+  Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
+  ~Wire();
+  Wire(const Wire&) = delete;
+  Wire& operator=(const Wire&) = delete;
+
+  int rank() const { return group_->getRank(); }
+  int size() const { return group_->getSize(); }
+
+ private:
+  friend class Channel;
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
+  /// What a rank said: that it left, or why a channel is dead.
+  enum class Notice : std::int32_t { left, failed, lost, late, mismatch };
+  struct Verdict {
+    Notice notice;
+    int culprit;  // rank of the process group
+    std::string text;
+  };
+  /// A thread that waits for one work after the other. They may be aborted while it is listed in
+  /// waits_: all of them where the channel is dead, the current one at its end. Not more then: an
+  /// abort also undoes a work that is done, whose rank is not the late one.
+  struct Wait {
+    int channel;
+    std::chrono::steady_clock::time_point end;
+    Works works;
+    std::vector<int> peers;  // of works
+    c10d::Work* current = nullptr;
+  };
+  struct Letter;
+
+  at::Tensor tensor_of(void* data, std::size_t n_bytes) const;
+  static void abort(c10d::Work* work) noexcept;
+  static void abort(const Works& works) noexcept;
+  void start(Wait& wait);
+  /// Waits for the i-th work. False: it was aborted. Throws c10d's errors.
+  bool wait_for(Wait& wait, std::size_t i);
+  void finish(Wait& wait) noexcept;
+  void tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept;
+  std::optional<Verdict> verdict_on(int channel, std::span<const int> members);
+  int next_channel();
+
+  void listen(const std::stop_token& stop);
+  void hear(const Letter& letter);
+  void keep_time(const std::stop_token& stop);
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  bool is_cuda_;
+
+  std::mutex mutex_;  // guards what follows, but for the threads
+  std::condition_variable_any changed_;
+  std::map<int, Verdict> dead_;  // channels
+  std::map<int, Verdict> gone_;  // ranks
+  std::vector<Wait*> waits_;
+  bool has_changed_ = false;  // waits_, since the timer looked
+  c10::intrusive_ptr<c10d::Work> listening_;
+  int n_channels_ = 0;
+  std::jthread control_;
+  std::jthread timer_;
+};
+
+/// One message to or from a rank of a channel.
+struct Message {
+  enum class Way { send, receive };
+  Way way;
+  int peer;
+  void* data;
+  std::size_t n_bytes;
+};
+
+/// The ranks of one Group, on a wire. Messages between two ranks arrive in order.
+class Channel {
+ public:
+  /// All ranks of the wire.
+  explicit Channel(std::shared_ptr<Wire> wire);
+  /// `members`: ranks of `parent`, the same on each of them. Collective over them.
+  Channel(const Channel& parent, const std::vector<int>& members, const Call& call,
+          std::chrono::steady_clock::time_point end);
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return static_cast<int>(members_.size()); }
+  /// Sends and receives all at once; returns when all is done. Throws TimeoutError at `end`,
+  /// PeerLost, PeerFailed, MismatchError, EngineError; the channel is dead then, and its other
+  /// ranks are told.
+  void exchange(std::span<const Message> messages, const Call& call,
+                std::chrono::steady_clock::time_point end) const;
+  /// Waits on this channel end with PeerFailed, on every rank. From any thread.
+  void abandon(std::string_view reason) const noexcept;
+  /// Throws MismatchError with this text, on every rank.
+  [[noreturn]] void fail_mismatch(const std::string& table, const Call& call) const;
+  /// Tells every rank of the wire that this one leaves.
+  void leave(std::string_view failure) const noexcept;
+
+ private:
+  [[noreturn]] void fail(const Wire::Verdict& verdict, const Call& call) const;
+  /// `culprit`: whose connection broke, with this text.
+  [[noreturn]] void fail_connection(int culprit, const std::string& text, const Call& call) const;
+  [[noreturn]] void fail_late(std::vector<int> late, const Call& call) const;
+  void tell(Wire::Notice notice, int culprit, const std::string& text) const;
+  int rank_of(int wire_rank) const;
+
+  std::shared_ptr<Wire> wire_;
+  std::vector<int> members_;  // ranks of the wire
+  int rank_;
+  int tag_;
+};
+
+}  // namespace lockstep::nn::detail

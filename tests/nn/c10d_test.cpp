@@ -1,0 +1,217 @@
+#include <lockstep/nn/c10d.hpp>
+
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <torch/version.h>
+#include <chrono>
+#include <functional>
+#include <lockstep/lockstep.hpp>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <vector>
+
+#include "support/ranks.hpp"
+
+namespace lockstep::nn {
+namespace {
+
+using namespace std::chrono_literals;
+using test::run_processes;
+
+/// The processes' statuses, of ranks over Gloo.
+std::vector<int> over_gloo(int n, const std::function<void()>& body) {
+  return run_processes(n, body, 60s, /*started=*/{}, "gloo");
+}
+
+/// What `call` throws; fails the test where it does not throw an E that says `part`.
+template <class E>
+void expect_error(const std::function<void()>& call, const std::string& part) {
+  try {
+    call();
+    ADD_FAILURE() << "no error; expected one with: " << part;
+  } catch (const E& error) {
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos)
+        << "no \"" << part << "\" in: " << error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "another error: " << error.what();
+  }
+}
+
+TEST(C10dTest, a_killed_rank_is_named_on_every_rank) {
+  const auto statuses = over_gloo(3, [] {
+    barrier();
+    if (get_rank() == 1) ::raise(SIGKILL);
+    expect_error<PeerLost>([] { barrier(); }, "rank 1 is gone");
+    expect_error<PeerLost>([] { barrier(); }, "rank 1 is gone");  // the group is dead
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, SIGKILL, 0}));
+}
+
+TEST(C10dTest, the_text_of_a_ranks_exception_reaches_the_others) {
+  const auto statuses = over_gloo(3, [] {
+    barrier();
+    try {
+      main_process_first([] {
+        if (get_rank() == 0) throw std::runtime_error("no such file: x.bin");
+      });
+      ADD_FAILURE() << "no error";
+    } catch (const PeerFailed& error) {
+      EXPECT_NE(error.text().find("no such file: x.bin"), std::string::npos) << error.text();
+    } catch (const std::runtime_error& error) {
+      EXPECT_EQ(get_rank(), 0) << error.what();
+    }
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST(C10dTest, a_late_rank_is_named_and_other_groups_go_on) {
+  const auto statuses = over_gloo(3, [] {
+    const Group world = default_group(), other = world.duplicate();
+    if (get_rank() == 2) {
+      std::this_thread::sleep_for(800ms);
+      expect_error<TimeoutError>([&] { world.barrier(200ms); }, "waited 0.2 s for rank 2 of 3");
+    } else {
+      expect_error<TimeoutError>([&] { world.barrier(200ms); }, "waited 0.2 s for rank 2 of 3");
+    }
+    EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, other), 3);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST(C10dTest, different_calls_are_told_in_a_table_on_every_rank) {
+  const auto statuses = over_gloo(3, [] {
+    std::vector<float> data(get_rank() == 1 ? 7 : 8);
+    expect_error<MismatchError>([&] { all_reduce(data); },
+                                "1     all_reduce      f32   7           -     sum");
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST(C10dTest, a_rank_that_leaves_is_named) {
+  const auto statuses = over_gloo(2, [] {
+    barrier();
+    if (get_rank() == 0) return;
+    expect_error<PeerLost>([] { barrier(); }, "rank 0 left the world");
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+TEST(C10dTest, hierarchical_has_gloo_between_hosts) {
+  const auto statuses = run_processes(
+      3,
+      [] {
+        EXPECT_EQ(get_backend(), "hierarchical");
+        EXPECT_EQ(all_reduce_value(get_rank()), 3);
+        EXPECT_EQ(get_local_size(), 3);
+      },
+      60s, /*started=*/{}, "hierarchical");
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST(C10dTest, init_after_destroy_at_another_port) {
+  const std::string other = std::to_string(test::free_port());
+  const auto statuses = over_gloo(2, [&other] {
+    EXPECT_EQ(get_backend(), "gloo");
+    barrier();
+    destroy_dist();
+    ::setenv("MASTER_PORT", other.c_str(), 1);
+    init_dist({.backend = "gloo"});
+    EXPECT_EQ(all_reduce_value(1), 2);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+/// init_dist as one rank of two, in this process.
+void init_alone(int rank, const std::string& port, std::chrono::milliseconds timeout) {
+  ::setenv("RANK", std::to_string(rank).c_str(), 1);
+  for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) ::setenv(name, "2", 1);
+  ::setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
+  ::setenv("MASTER_ADDR", "127.0.0.1", 1);
+  ::setenv("MASTER_PORT", port.c_str(), 1);
+  init_dist({.backend = "gloo", .timeout = timeout});
+}
+
+class C10dInitTest : public ::testing::Test {
+ protected:
+  ~C10dInitTest() override {
+    for (const char* name :
+         {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
+      ::unsetenv(name);
+    }
+  }
+};
+
+TEST_F(C10dInitTest, a_port_in_use_is_named) {
+  const int fd = ::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in6 address{};
+  address.sin6_family = AF_INET6;
+  address.sin6_addr = in6addr_any;
+  socklen_t n_bytes = sizeof(address);
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  ASSERT_EQ(::bind(fd, any, n_bytes), 0);
+  ASSERT_EQ(::listen(fd, 1), 0);
+  ASSERT_EQ(::getsockname(fd, any, &n_bytes), 0);
+  const std::string port = std::to_string(ntohs(address.sin6_port));
+  expect_error<EngineError>([&] { init_alone(0, port, 5s); }, "MASTER_PORT is " + port);
+  ::close(fd);
+}
+
+TEST_F(C10dInitTest, a_port_that_is_none_is_named) {
+  for (const std::string port : {"x", "0", "65536", "29500 "}) {
+    expect_error<UsageError>([&] { init_alone(0, port, 5s); }, "MASTER_PORT is ");
+    expect_error<UsageError>([&] { init_alone(0, port, 5s); }, port);
+  }
+}
+
+TEST_F(C10dInitTest, ranks_that_do_not_come_are_named) {
+  expect_error<TimeoutError>([&] { init_alone(0, std::to_string(test::free_port()), 300ms); },
+                             "of 2 ranks, rank 1 did not come to 127.0.0.1:");
+}
+
+TEST_F(C10dInitTest, nobody_serves_the_store) {
+  expect_error<EngineError>([&] { init_alone(1, std::to_string(test::free_port()), 1s); },
+                            "MASTER_ADDR is 127.0.0.1, MASTER_PORT is ");
+}
+
+constexpr int kRanks = 3;
+
+/// The caller's own process group, of threads.
+TEST(C10dTest, a_group_over_ones_own_process_group) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&store, rank] {
+      using Gloo = c10d::ProcessGroupGloo;
+      const auto options = Gloo::Options::create();
+      options->devices.push_back(Gloo::createDeviceForHostname("127.0.0.1"));
+      auto gloo = c10::make_intrusive<Gloo>(store, rank, kRanks, options);
+#if TORCH_VERSION_MAJOR < 2
+      const Group group = make_group(gloo, "mine");
+#else
+      auto process_group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, kRanks);
+      process_group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO,
+                                c10::intrusive_ptr<c10d::Backend>(gloo));
+      process_group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+      const Group group = make_group(process_group, "mine");
+#endif
+      EXPECT_EQ(group.name(), "mine");
+      EXPECT_EQ(group.backend(), "gloo");
+      EXPECT_EQ(all_reduce_value(group.rank() + 1, ReduceOp::sum, group), 6);
+      const Group pair = group.split(group.rank() == 1 ? 1 : 0);
+      EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, pair), group.rank() == 1 ? 1 : 2);
+      group.barrier();
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace lockstep::nn
