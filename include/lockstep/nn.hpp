@@ -1,6 +1,7 @@
 #pragma once
 
 /// The libtorch layer. CMake target lockstep::nn.
+#include <lockstep/nn/checkpoint.hpp>
 #include <lockstep/nn/convert.hpp>
 #include <lockstep/nn/data_parallel.hpp>
 #include <lockstep/nn/distributed_data_parallel.hpp>

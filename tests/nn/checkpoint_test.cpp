@@ -1,0 +1,128 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <unistd.h>
+#include <lockstep/error.hpp>
+#include <lockstep/nn/checkpoint.hpp>
+#include <lockstep/nn/convert.hpp>
+#include <lockstep/nn/distributed_data_parallel.hpp>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "helpers.hpp"
+
+namespace lockstep::nn {
+namespace {
+
+using at::Tensor;
+using testing::on_ranks;
+using testing::Random;
+
+/// A folder of its own for each test, gone after it.
+class CheckpointTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string name = (std::filesystem::temp_directory_path() / "checkpoint-XXXXXX").string();
+    folder_ = ::mkdtemp(name.data());
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  std::vector<std::string> files() const {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
+      names.push_back(entry.path().filename().string());
+    }
+    return names;
+  }
+
+ private:
+  std::filesystem::path folder_;
+};
+
+struct Training {
+  torch::nn::Sequential net{torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4),
+                            torch::nn::Linear(4, 2)};
+  torch::optim::SGD optimizer{net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)};
+  Training() { convert_sync_batchnorm(net); }
+
+  void step(int i) {
+    DistributedDataParallel model(net);
+    const auto seed = static_cast<std::uint64_t>(10 * i + get_rank());
+    optimizer.zero_grad();
+    model(Random(seed).normal({3, 3}, at::kFloat)).square().mean().backward();
+    optimizer.step();
+  }
+  void save(torch::serialize::OutputArchive& archive) const {
+    torch::serialize::OutputArchive of_net, of_optimizer;
+    net->save(of_net);
+    optimizer.save(of_optimizer);
+    archive.write("net", of_net);
+    archive.write("optimizer", of_optimizer);
+  }
+  void load(torch::serialize::InputArchive& archive) {
+    torch::serialize::InputArchive of_net, of_optimizer;
+    archive.read("net", of_net);
+    archive.read("optimizer", of_optimizer);
+    net->load(of_net);
+    optimizer.load(of_optimizer);
+  }
+};
+
+TEST_F(CheckpointTest, resumes_with_the_same_next_step) {
+  const std::string file = path("training.pt");
+  on_ranks(3, [&](int rank) {
+    Training training;
+    for (int i = 0; i < 3; ++i) training.step(i);
+    save_checkpoint(file, [&](auto& archive) { training.save(archive); });
+    EXPECT_TRUE(std::filesystem::exists(file)) << "on every rank";
+    training.step(3);
+
+    Training resumed;  // other parameters
+    load_checkpoint(rank == 0 ? file : "no such file here",
+                    [&](auto& archive) { resumed.load(archive); });
+    resumed.step(3);
+    for (const auto& item : training.net->named_parameters()) {
+      EXPECT_TRUE(item->equal(resumed.net->named_parameters()[item.key()])) << item.key();
+    }
+    for (const auto& item : training.net->named_buffers()) {
+      EXPECT_TRUE(item->equal(resumed.net->named_buffers()[item.key()])) << item.key();
+    }
+  });
+  EXPECT_EQ(files(), std::vector<std::string>{"training.pt"});
+}
+
+TEST_F(CheckpointTest, a_failure_reaches_every_rank_and_changes_nothing) {
+  const std::string file = path("training.pt");
+  const auto number = [](double value) {
+    return [value](torch::serialize::OutputArchive& archive) {
+      archive.write("number", at::full({}, value));
+    };
+  };
+  const auto read = [](torch::serialize::InputArchive& archive) {
+    Tensor value = at::zeros({});
+    archive.read("number", value);
+    EXPECT_EQ(value.item<double>(), 7);
+  };
+  on_ranks(2, [&](int) {
+    save_checkpoint(file, number(7));
+    try {
+      save_checkpoint(file, [](auto&) { throw std::runtime_error("no more ink"); });
+      ADD_FAILURE() << "no error";
+    } catch (const UsageError& error) {
+      EXPECT_EQ(error.text(), "rank 0 failed: no more ink");
+    }
+    EXPECT_THROW(save_checkpoint(path("no/such/folder.pt"), number(8)), UsageError);
+    EXPECT_THROW(save_checkpoint(path(""), number(8)), UsageError);
+    EXPECT_THROW(load_checkpoint(path("missing.pt"), read), UsageError);
+    load_checkpoint(file, read);  // as it was, and the group too
+  });
+  EXPECT_EQ(files(), std::vector<std::string>{"training.pt"});
+  std::ofstream(path("text.pt")) << "hello";
+  on_ranks(2, [&](int) { EXPECT_THROW(load_checkpoint(path("text.pt"), read), UsageError); });
+}
+
+}  // namespace
+}  // namespace lockstep::nn
