@@ -18,7 +18,8 @@ free_port() {
   done
 }
 
-host=$(hostname -s)
+host=$(uname -n)
+host=${host%%.*}
 cat >"$folder/slurm.conf" <<TEXT
 ClusterName=lockstep
 SlurmctldHost=$host(127.0.0.1)

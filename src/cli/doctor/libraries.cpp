@@ -36,8 +36,10 @@ Finding mpi(const MpiLibrary& library) {
   return {name, State::good, text};
 }
 
+constexpr const char* kTorchVersion = LOCKSTEP_TORCH_VERSION;
+
 Finding libtorch() {
-  const std::string_view version = LOCKSTEP_TORCH_VERSION;
+  const std::string_view version(kTorchVersion);
   if (!version.empty()) {
     return {"libtorch", State::good, fmt::format("lockstep::nn is built with {}", version)};
   }
