@@ -17,6 +17,9 @@ struct Report {
   std::map<std::string, nlohmann::json> findings;  ///< by name
 };
 
+// The MPI libraries, which the doctor loads and unloads, leak what their constructors made.
+const std::map<std::string, std::string> kNoLeakCheck = {{"ASAN_OPTIONS", "detect_leaks=0"}};
+
 /// `before`: a shell line for the doctor's process, as "ulimit -n 40;".
 Report examine(const std::string& before = {}, std::map<std::string, std::string> variables = {},
                const std::string& options = {}) {
@@ -67,7 +70,7 @@ TEST(DoctorTest, a_machine_that_can_run) {
 }
 
 TEST(DoctorTest, lines_for_people) {
-  Command command(StartOptions{.arguments = {"doctor"}});
+  Command command(StartOptions{.arguments = {"doctor"}, .variables = kNoLeakCheck});
   const Ended ended = command.wait();
   EXPECT_EQ(ended.exit_code, 0) << ended.out;
   EXPECT_NE(ended.out.find("ok       shared memory    memfd works\n"), std::string::npos)
