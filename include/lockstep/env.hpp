@@ -20,6 +20,9 @@ struct Env {
   std::optional<std::chrono::milliseconds> timeout;
   /// LOCKSTEP_SIMD: scalar|avx2|avx512: the widest kernels to use. For measurements.
   std::optional<std::string> simd;
+  /// LOCKSTEP_MPI: openmpi|mpich|PATH: the module of the mpi engine, where the launcher's variables
+  /// do not say it. PATH has a slash.
+  std::optional<std::string> mpi;
 
   static Env read();
 };

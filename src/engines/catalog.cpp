@@ -7,6 +7,7 @@
 
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/hierarchical/hosts.hpp"
+#include "engines/mpi/mpi.hpp"
 #include "engines/shared/world.hpp"
 #include "engines/solo/solo.hpp"
 
@@ -42,6 +43,11 @@ std::unique_ptr<Engine> join_shared(const comm::World& world, const Call& barrie
                                  world.size, segment->n_ranks()));
   }
   return shared::join_world(std::move(segment), world.rank, barrier);
+}
+
+Availability mpi_available(const comm::World&) {
+  const mpi::Module module = mpi::find_module();
+  return {.is_available = !module.path.empty(), .reason = module.reason};
 }
 
 /// The engine that hierarchical has between hosts: the first that can carry ordinary memory there.
@@ -80,6 +86,7 @@ const std::vector<Entry>& catalog() {
     std::vector<Entry> all = {
         {"shared", shared_available, join_shared},
         {"hierarchical", hierarchical_available, join_hierarchical},
+        {"mpi", mpi_available, mpi::join},
         {"solo", solo_available, join_solo},
     };
     if (lockstep_nn_engines != nullptr) lockstep_nn_engines(all);

@@ -14,6 +14,7 @@ Env Env::read() {
   Env env;
   env.segment = variable("LOCKSTEP_SEGMENT");
   env.simd = variable("LOCKSTEP_SIMD");
+  env.mpi = variable("LOCKSTEP_MPI");
   if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
     launch::refuse(
         fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));

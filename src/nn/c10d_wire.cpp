@@ -163,6 +163,15 @@ void Wire::tell(int channel, const Verdict& verdict, std::span<const int> to) no
 
 void Wire::listen(const std::stop_token& stop) {
   Letter letter;
+  // An aborted receive stays posted, and a peer's farewell would be written where the letter was:
+  // the work must be gone before it.
+  struct StopReceiving {
+    Wire& wire;
+    ~StopReceiving() {
+      const std::lock_guard lock(wire.mutex_);
+      wire.listening_.reset();
+    }
+  } const stop_receiving{*this};
   std::vector<at::Tensor> tensors{tensor_of(&letter, sizeof(letter))};
   while (!stop.stop_requested()) {
     c10::intrusive_ptr<c10d::Work> work;
@@ -236,15 +245,15 @@ Channel::Channel(const Channel& parent, const std::vector<int>& members, const C
     messages.push_back({Message::Way::send, members[r], &tag_, sizeof(tag_)});
   }
   if (rank_ > 0) messages.push_back({Message::Way::receive, members[0], &tag_, sizeof(tag_)});
-  parent.exchange(messages, call, end);
+  parent.post(messages, call, end);
 }
 
 int Channel::rank_of(int wire_rank) const {
   return static_cast<int>(std::ranges::find(members_, wire_rank) - members_.begin());
 }
 
-void Channel::exchange(std::span<const Message> messages, const Call& call,
-                       Clock::time_point end) const {
+void Channel::post(std::span<const Message> messages, const Call& call,
+                   Clock::time_point end) const {
   if (const auto verdict = wire_->verdict_on(tag_, {})) fail(*verdict, call);
   std::vector<const Message*> ordered;
   for (const Message& message : messages) {
@@ -323,7 +332,7 @@ void Channel::fail_late(std::vector<int> late, const Call& call) const {
   throw TimeoutError(lockstep::context_of(call, rank_), text);
 }
 
-void Channel::fail_mismatch(const std::string& table, const Call& call) const {
+void Channel::fail_mismatch(const std::string& table, const Call& call) {
   tell(Wire::Notice::mismatch, wire_->rank(), table);
   throw MismatchError(lockstep::context_of(call, rank_), table);
 }
@@ -351,14 +360,14 @@ void Channel::tell(Wire::Notice notice, int culprit, const std::string& text) co
   wire_->tell(tag_, {notice, culprit, text}, members_);
 }
 
-void Channel::abandon(std::string_view reason) const noexcept {
+void Channel::abandon(std::string_view reason) noexcept {
   try {
     tell(Wire::Notice::failed, wire_->rank(), std::string(reason));
   } catch (...) {  // no memory for the text: the peers see their deadline
   }
 }
 
-void Channel::leave(std::string_view failure) const noexcept {
+void Channel::leave(std::string_view failure) noexcept {
   try {
     std::vector<int> all(static_cast<std::size_t>(wire_->size()));
     std::iota(all.begin(), all.end(), 0);

@@ -19,6 +19,8 @@
 #include <thread>
 #include <vector>
 
+#include "engines/message/channel.hpp"
+
 namespace lockstep::nn::detail {
 
 class Channel;
@@ -95,39 +97,33 @@ class Wire {
   std::jthread timer_;
 };
 
-/// One message to or from a rank of a channel.
-struct Message {
-  enum class Way { send, receive };
-  Way way;
-  int peer;
-  void* data;
-  std::size_t n_bytes;
-};
+using message::Message;
 
-/// The ranks of one Group, on a wire. Messages between two ranks arrive in order.
-class Channel {
+/// The ranks of one Group, on a wire.
+class Channel final : public message::Channel {
  public:
   /// All ranks of the wire.
   explicit Channel(std::shared_ptr<Wire> wire);
-  /// `members`: ranks of `parent`, the same on each of them. Collective over them.
   Channel(const Channel& parent, const std::vector<int>& members, const Call& call,
           std::chrono::steady_clock::time_point end);
 
-  int rank() const noexcept { return rank_; }
-  int size() const noexcept { return static_cast<int>(members_.size()); }
-  /// Sends and receives all at once; returns when all is done. Throws TimeoutError at `end`,
-  /// PeerLost, PeerFailed, MismatchError, EngineError; the channel is dead then, and its other
-  /// ranks are told.
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return static_cast<int>(members_.size()); }
   void exchange(std::span<const Message> messages, const Call& call,
-                std::chrono::steady_clock::time_point end) const;
-  /// Waits on this channel end with PeerFailed, on every rank. From any thread.
-  void abandon(std::string_view reason) const noexcept;
-  /// Throws MismatchError with this text, on every rank.
-  [[noreturn]] void fail_mismatch(const std::string& table, const Call& call) const;
-  /// Tells every rank of the wire that this one leaves.
-  void leave(std::string_view failure) const noexcept;
+                std::chrono::steady_clock::time_point end) override {
+    post(messages, call, end);
+  }
+  std::unique_ptr<message::Channel> split(const std::vector<int>& members, const Call& call,
+                                          std::chrono::steady_clock::time_point end) override {
+    return std::make_unique<Channel>(*this, members, call, end);
+  }
+  void abandon(std::string_view reason) noexcept override;
+  [[noreturn]] void fail_mismatch(const std::string& table, const Call& call) override;
+  void leave(std::string_view failure) noexcept override;
 
  private:
+  void post(std::span<const Message> messages, const Call& call,
+            std::chrono::steady_clock::time_point end) const;
   [[noreturn]] void fail(const Wire::Verdict& verdict, const Call& call) const;
   /// `culprit`: whose connection broke, with this text.
   [[noreturn]] void fail_connection(int culprit, const std::string& text, const Call& call) const;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <lockstep/lockstep.hpp>
 #include <numeric>
@@ -22,6 +23,8 @@ std::vector<Setting> settings() {
 #ifdef LOCKSTEP_CONFORMANCE_GLOO  // in nn_tests: what core_tests does not have
   return {{Form::gloo, 1}, {Form::gloo, 2}, {Form::gloo, 3}, {Form::gloo, 4}, {Form::gloo, 8}};
 #endif
+  // Under mpirun: `LOCKSTEP_TEST_BACKEND=mpi mpirun -n 3 core_tests --gtest_filter=*/launched`.
+  if (std::getenv("LOCKSTEP_TEST_BACKEND") != nullptr) return {{Form::launched, 0}};
   std::vector<Setting> all = {{Form::solo, 1}};
   for (const int n : {1, 2, 3, 4, 8}) {
     all.push_back({Form::threads, n});
@@ -356,7 +359,9 @@ TEST_P(Conformance, values_and_seed_are_alike_on_all_ranks) {
 
 TEST_P(Conformance, ten_thousand_mixed_collectives) {
   // A call over TCP takes milliseconds where ranks are more than cores.
-  const int n_calls = GetParam().form == Form::gloo ? 300 : GetParam().n_ranks > 4 ? 2'500 : 10'000;
+  const Form form = GetParam().form;
+  const bool is_slow = form == Form::gloo || form == Form::launched;
+  const int n_calls = is_slow ? 300 : GetParam().n_ranks > 4 ? 2'500 : 10'000;
   run([n_calls] {
     const Group group = default_group();
     const auto n = static_cast<std::size_t>(group.size());

@@ -23,6 +23,7 @@ std::string name_of(const Setting& setting) {
     case Form::threads: return fmt::format("threads_{}", setting.n_ranks);
     case Form::processes: return fmt::format("processes_{}", setting.n_ranks);
     case Form::gloo: return fmt::format("gloo_{}", setting.n_ranks);
+    case Form::launched: return "launched";
   }
   return {};
 }
@@ -118,6 +119,11 @@ void run_as(const Setting& setting, const std::function<void()>& body,
     case Form::solo: body(); return;
     case Form::threads:
       run_ranks(setting.n_ranks, [&body] { body(); }, {.timeout = watchdog});
+      return;
+    case Form::launched:
+      init_dist({.backend = std::getenv("LOCKSTEP_TEST_BACKEND"), .timeout = watchdog});
+      body();
+      destroy_dist();
       return;
     case Form::processes:
     case Form::gloo:

@@ -12,7 +12,9 @@
 namespace lockstep::test {
 
 /// How the ranks of a test come to be.
-enum class Form { solo, threads, processes, gloo };
+/// `launched`: this process is a rank already, of mpirun for one; LOCKSTEP_TEST_BACKEND says over
+/// which engine it joins.
+enum class Form { solo, threads, processes, gloo, launched };
 
 struct Setting {
   Form form;

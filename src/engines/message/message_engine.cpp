@@ -1,26 +1,19 @@
-#include "nn/c10d_engine.hpp"
+#include "engines/message/message_engine.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
-#include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
-#include <lockstep/error.hpp>
-#include <lockstep/nn/c10d.hpp>
-#include <numeric>
 #include <span>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "engines/catalog.hpp"
 #include "kernels/reduce.hpp"
-#include "nn/c10d_rendezvous.hpp"
 
-namespace lockstep::nn::detail {
+namespace lockstep::message {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -98,15 +91,15 @@ std::string table_of(std::span<const Row> rows) {
   for (const auto& [rank, header] : rows) {
     const auto op = static_cast<Op>(header.op);
     const std::string_view file(header.file.data());
-    fmt::format_to(
-        std::back_inserter(table), "\n  {:<4}  {:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}:{}", rank,
-        name_of(op), moves_data(op) ? name_of(static_cast<DType>(header.dtype)) : "-",
-        !moves_data(op)      ? "-"
-        : header.counts != 0 ? fmt::format("by rank {:04x}", header.counts & 0xffffU)
-                             : std::to_string(header.count),
-        has_root(op) ? std::to_string(header.root) : "-",
-        has_reduction(op) ? name_of(static_cast<lockstep::ReduceOp>(header.reduce)) : "-",
-        file.substr(file.find_last_of('/') + 1), header.line);
+    fmt::format_to(std::back_inserter(table),
+                   "\n  {:<4}  {:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}:{}", rank, name_of(op),
+                   moves_data(op) ? name_of(static_cast<DType>(header.dtype)) : "-",
+                   !moves_data(op)      ? "-"
+                   : header.counts != 0 ? fmt::format("by rank {:04x}", header.counts & 0xffffU)
+                                        : std::to_string(header.count),
+                   has_root(op) ? std::to_string(header.root) : "-",
+                   has_reduction(op) ? name_of(static_cast<ReduceOp>(header.reduce)) : "-",
+                   file.substr(file.find_last_of('/') + 1), header.line);
   }
   return table;
 }
@@ -122,27 +115,27 @@ class Memory final : public SharedMemory {
 
 /// Every operation as messages between the ranks: first headers, which are compared, then data.
 /// Reductions are this engine's own: in rank order, of every type, the same bits on all ranks.
-class C10dEngine final : public Engine {
+class MessageEngine final : public Engine {
  public:
-  C10dEngine(std::string name, Channel channel)
+  MessageEngine(std::string name, std::unique_ptr<Channel> channel)
       : name_(std::move(name)), channel_(std::move(channel)) {}
 
   std::string_view name() const noexcept override { return name_; }
-  int rank() const noexcept override { return channel_.rank(); }
-  int size() const noexcept override { return channel_.size(); }
+  int rank() const noexcept override { return channel_->rank(); }
+  int size() const noexcept override { return channel_->size(); }
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     compare(call, header_of(call), end_of(call));
     return std::make_unique<Memory>(call.count);
   }
-  void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
-  void leave(std::string_view failure) noexcept override { channel_.leave(failure); }
+  void abandon(std::string_view reason) noexcept override { channel_->abandon(reason); }
+  void leave(std::string_view failure) noexcept override { channel_->leave(failure); }
 
  private:
   /// One call's step: messages, and the call they belong to.
   struct Step {
-    const Channel& channel;
+    Channel& channel;
     const Call& call;
     Clock::time_point end;
     std::vector<Message> messages{};
@@ -175,7 +168,7 @@ class C10dEngine final : public Engine {
   bool is(int r) const { return r == rank(); }
 
   std::string name_;
-  Channel channel_;
+  std::unique_ptr<Channel> channel_;
   std::vector<std::byte> scratch_;
 };
 
@@ -187,10 +180,10 @@ void keep(void* to, const void* from, std::size_t n_bytes) {
   if (n_bytes > 0 && to != from) std::memmove(to, from, n_bytes);
 }
 
-std::vector<Header> C10dEngine::compare(const Call& call, const Header& mine,
-                                        Clock::time_point end) {
+std::vector<Header> MessageEngine::compare(const Call& call, const Header& mine,
+                                           Clock::time_point end) {
   std::vector<Header> all(static_cast<std::size_t>(size()), mine);
-  Step step{channel_, call, end};
+  Step step{*channel_, call, end};
   for (int r = 0; r < size(); ++r) {
     step.send(r, &mine, sizeof(mine));
     step.receive(r, &all[static_cast<std::size_t>(r)], sizeof(Header));
@@ -199,15 +192,15 @@ std::vector<Header> C10dEngine::compare(const Call& call, const Header& mine,
   if (!std::ranges::all_of(all, [&](const Header& other) { return agree(mine, other); })) {
     std::vector<Row> rows;
     for (int r = 0; r < size(); ++r) rows.push_back({r, all[static_cast<std::size_t>(r)]});
-    channel_.fail_mismatch(table_of(rows), call);
+    channel_->fail_mismatch(table_of(rows), call);
   }
   return all;
 }
 
-void C10dEngine::compare_pair(const Call& call, Clock::time_point end) {
+void MessageEngine::compare_pair(const Call& call, Clock::time_point end) {
   const Header mine = header_of(call);
   Header other{};
-  Step step{channel_, call, end};
+  Step step{*channel_, call, end};
   step.send(call.root, &mine, sizeof(mine));
   step.receive(call.root, &other, sizeof(other));
   step.run();
@@ -218,11 +211,11 @@ void C10dEngine::compare_pair(const Call& call, Clock::time_point end) {
   }
   std::array<Row, 2> rows{Row{rank(), mine}, Row{call.root, other}};
   if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
-  channel_.fail_mismatch(table_of(rows), call);
+  channel_->fail_mismatch(table_of(rows), call);
 }
 
-void C10dEngine::run(const Call& call) {
-  Step step{channel_, call, end_of(call)};
+void MessageEngine::run(const Call& call) {
+  Step step{*channel_, call, end_of(call)};
   if (call.op == Op::send || call.op == Op::recv) {
     compare_pair(call, step.end);
   } else {
@@ -265,8 +258,8 @@ void C10dEngine::run(const Call& call) {
   }
 }
 
-void C10dEngine::fold(const Call& call, const std::byte* own, std::byte* parts, std::size_t n_bytes,
-                      std::byte* out) const {
+void MessageEngine::fold(const Call& call, const std::byte* own, std::byte* parts,
+                         std::size_t n_bytes, std::byte* out) const {
   if (n_bytes == 0) return;
   std::vector<const void*> in;
   for (int r = 0; r < size(); ++r) {
@@ -275,7 +268,7 @@ void C10dEngine::fold(const Call& call, const std::byte* own, std::byte* parts, 
   kernels::reduce(call.dtype, call.reduce, in.data(), size(), out, n_bytes / size_of(call.dtype));
 }
 
-void C10dEngine::all_reduce(Step step) {
+void MessageEngine::all_reduce(Step step) {
   const Call& call = step.call;
   const auto n = static_cast<std::size_t>(size());
   const std::size_t element = size_of(call.dtype), n_bytes = call.count * element;
@@ -307,7 +300,7 @@ void C10dEngine::all_reduce(Step step) {
   step.run();
 }
 
-void C10dEngine::reduce(Step step) {
+void MessageEngine::reduce(Step step) {
   const Call& call = step.call;
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   for (std::size_t at = 0; at < n_bytes; at += kChunkBytes) {
@@ -326,7 +319,7 @@ void C10dEngine::reduce(Step step) {
   }
 }
 
-void C10dEngine::gather(Step step, bool is_for_all) {
+void MessageEngine::gather(Step step, bool is_for_all) {
   const Call& call = step.call;
   const std::size_t element = size_of(call.dtype);
   const auto part = [&](int r) {
@@ -344,7 +337,7 @@ void C10dEngine::gather(Step step, bool is_for_all) {
   step.run();
 }
 
-void C10dEngine::reduce_scatter(Step step) {
+void MessageEngine::reduce_scatter(Step step) {
   const Call& call = step.call;
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   scratch_.resize(static_cast<std::size_t>(size()) * n_bytes);
@@ -357,7 +350,7 @@ void C10dEngine::reduce_scatter(Step step) {
        bytes(call.out));
 }
 
-void C10dEngine::all_to_all(Step step) {
+void MessageEngine::all_to_all(Step step) {
   const Call& call = step.call;
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   for (int r = 0; r < size(); ++r) {
@@ -369,7 +362,7 @@ void C10dEngine::all_to_all(Step step) {
   step.run();
 }
 
-std::unique_ptr<Engine> C10dEngine::split(const Call& call, int color, int key) {
+std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int key) {
   const auto end = end_of(call);
   const std::vector<Header> all = compare(call, header_of(call, color, key), end);
   std::vector<int> members;
@@ -378,53 +371,13 @@ std::unique_ptr<Engine> C10dEngine::split(const Call& call, int color, int key) 
   }
   std::ranges::stable_sort(members, {},
                            [&](int r) { return all[static_cast<std::size_t>(r)].key; });
-  return std::make_unique<C10dEngine>(name_, Channel(channel_, members, call, end));
+  return std::make_unique<MessageEngine>(name_, channel_->split(members, call, end));
 }
-
-// The lines of the table of engines that the libtorch layer has.
-
-template <bool kIsGloo>
-engines::Availability available(const comm::World&) {
-  if (!has_backend(kIsGloo ? "gloo" : "nccl")) {
-    return {false, kIsGloo ? "needs a libtorch with Gloo, and Gloo's headers (Debian: libgloo-dev) "
-                             "where lockstep::nn is built"
-                           : "needs a libtorch with CUDA and NCCL"};
-  }
-  return {std::getenv("MASTER_ADDR") != nullptr && std::getenv("MASTER_PORT") != nullptr,
-          "needs MASTER_ADDR and MASTER_PORT: the address of rank 0's host, and a free port there"};
-}
-
-template <bool kIsGloo>
-std::unique_ptr<Engine> join(const comm::World& world, const Call& barrier) {
-  constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
-  return make_c10d_engine(std::string(kName), meet(kName, world, barrier));
-}
-
-constexpr engines::Entry kEntries[] = {{"gloo", available<true>, join<true>},
-                                       {"nccl", available<false>, join<false>}};
 
 }  // namespace
 
-std::unique_ptr<Engine> make_c10d_engine(std::string name, std::shared_ptr<Wire> wire) {
-  return std::make_unique<C10dEngine>(std::move(name), Channel(std::move(wire)));
+std::unique_ptr<Engine> make(std::string name, std::unique_ptr<Channel> channel) {
+  return std::make_unique<MessageEngine>(std::move(name), std::move(channel));
 }
 
-}  // namespace lockstep::nn::detail
-
-namespace lockstep {
-
-Group nn::make_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::string name,
-                     std::chrono::milliseconds timeout) {
-  std::string backend = process_group->getBackendName();
-  auto wire =
-      std::make_shared<detail::Wire>(std::move(process_group), c10::intrusive_ptr<c10d::Store>());
-  return Group(detail::make_c10d_engine(std::move(backend), std::move(wire)), std::move(name),
-               timeout);
-}
-
-}  // namespace lockstep
-
-extern "C" void lockstep_nn_engines(std::vector<lockstep::engines::Entry>& entries) {
-  using lockstep::nn::detail::kEntries;
-  entries.insert(entries.end(), std::begin(kEntries), std::end(kEntries));
-}
+}  // namespace lockstep::message

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep::message {
+
+/// One message to or from a rank of a channel.
+struct Message {
+  enum class Way { send, receive };
+  Way way;
+  int peer;
+  void* data;
+  std::size_t n_bytes;
+};
+
+/// The ranks of one Group on a library that passes messages: all that such a library must bring.
+/// Messages between two ranks arrive in order, and never on another channel. Pairs, and not the
+/// library's own collectives, so that it is known who is late, lost or failed.
+///
+/// Threads: one at a time per channel; abandon from any.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+  virtual int rank() const noexcept = 0;
+  virtual int size() const noexcept = 0;
+  /// Sends and receives all at once; returns when all is done. Messages without bytes are not
+  /// sent. Throws TimeoutError at `end`, PeerLost, PeerFailed, MismatchError, EngineError; the
+  /// channel is dead then, and its other ranks are told.
+  virtual void exchange(std::span<const Message> messages, const Call& call,
+                        std::chrono::steady_clock::time_point end) = 0;
+  /// A channel over `members`, ranks of this one, the same on each of them. Collective over them.
+  virtual std::unique_ptr<Channel> split(const std::vector<int>& members, const Call& call,
+                                         std::chrono::steady_clock::time_point end) = 0;
+  /// Waits on this channel end with PeerFailed, on every rank.
+  virtual void abandon(std::string_view reason) noexcept = 0;
+  /// Throws MismatchError with this text, on every rank.
+  [[noreturn]] virtual void fail_mismatch(const std::string& table, const Call& call) = 0;
+  /// Tells every rank of the world that this one leaves.
+  virtual void leave(std::string_view failure) noexcept = 0;
+};
+
+}  // namespace lockstep::message

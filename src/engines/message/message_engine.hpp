@@ -1,0 +1,14 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <string>
+
+#include "engines/message/channel.hpp"
+
+namespace lockstep::message {
+
+/// The engine of that name, which makes every operation of messages over `channel`.
+std::unique_ptr<Engine> make(std::string name, std::unique_ptr<Channel> channel);
+
+}  // namespace lockstep::message

@@ -1,0 +1,273 @@
+// The module of one MPI: lockstep's few needs in that MPI's calls. Compiled once for each MPI that
+// is installed, and loaded by mpi.cpp.
+#include <mpi.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engines/mpi/abi.hpp"
+
+namespace {
+
+constexpr int kDataTag = 1;
+constexpr int kNoteTag = 2;
+/// MPI counts with an int. Longer messages travel in pieces, which stay in order.
+constexpr std::size_t kMostBytes = std::size_t{1} << 30;
+
+// Where MPI grants less than MPI_THREAD_MULTIPLE, all calls pass one lock, each for a moment.
+std::recursive_mutex mutex;
+bool needs_lock = true;
+std::atomic<bool> finalizes{false};
+
+class Entry {
+ public:
+  Entry() {
+    if (needs_lock) lock_ = std::unique_lock(mutex);
+  }
+
+ private:
+  std::unique_lock<std::recursive_mutex> lock_;
+};
+
+struct Communicator {
+  MPI_Comm comm = MPI_COMM_NULL;
+  bool is_world = false;
+  /// Notes on their way: MPI reads them until they are sent, which nobody waits for.
+  struct Note {
+    std::vector<char> bytes;
+    MPI_Request request;
+  };
+  std::list<Note> notes;
+};
+
+struct Exchange {
+  std::vector<MPI_Request> requests;
+  std::vector<std::size_t> first;  ///< of each message, and one past the last
+  std::vector<bool> is_receive;
+};
+
+Communicator& communicator(void* handle) { return *static_cast<Communicator*>(handle); }
+
+std::vector<Communicator*> worlds;
+
+/// MPI complains of messages that nobody took.
+void take_farewells() {
+  std::vector<char> note;
+  for (const Communicator* world : worlds) {
+    for (;;) {
+      int flag = 0;
+      int n_bytes = 0;
+      MPI_Status status;
+      MPI_Iprobe(MPI_ANY_SOURCE, kNoteTag, world->comm, &flag, &status);
+      if (flag == 0) break;
+      MPI_Get_count(&status, MPI_BYTE, &n_bytes);
+      note.resize(static_cast<std::size_t>(n_bytes));
+      MPI_Recv(note.data(), n_bytes, MPI_BYTE, status.MPI_SOURCE, kNoteTag, world->comm,
+               MPI_STATUS_IGNORE);
+    }
+  }
+}
+
+void finalize() {
+  int is_over = 0;
+  MPI_Finalized(&is_over);
+  if (!finalizes || is_over != 0) return;
+  MPI_Barrier(MPI_COMM_WORLD);  // as MPI_Finalize would: then all have said farewell
+  take_farewells();
+  MPI_Finalize();
+}
+
+const char* library() {
+  static char text[MPI_MAX_LIBRARY_VERSION_STRING];
+  int length = 0;
+  MPI_Get_library_version(text, &length);
+  if (char* const end = std::strchr(text, '\n')) *end = '\0';
+  return text;
+}
+
+void error_text(int code, char* text, std::size_t n_bytes) {
+  char whole[MPI_MAX_ERROR_STRING] = {};
+  int length = 0;
+  if (MPI_Error_string(code, whole, &length) != MPI_SUCCESS) length = 0;
+  const std::size_t n = std::min(n_bytes - 1, static_cast<std::size_t>(length));
+  std::memcpy(text, whole, n);
+  text[n] = '\0';
+}
+
+int start(int* rank, int* n_ranks) {
+  int is_running = 0;
+  int granted = MPI_THREAD_SINGLE;
+  int code = MPI_Initialized(&is_running);
+  if (code != MPI_SUCCESS) return code;
+  if (is_running == 0) {
+    code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &granted);
+    if (code != MPI_SUCCESS) return code;
+    finalizes = true;
+    std::atexit(finalize);
+  } else {
+    code = MPI_Query_thread(&granted);
+    if (code != MPI_SUCCESS) return code;
+  }
+  needs_lock = granted < MPI_THREAD_MULTIPLE;
+  code = MPI_Comm_rank(MPI_COMM_WORLD, rank);
+  return code != MPI_SUCCESS ? code : MPI_Comm_size(MPI_COMM_WORLD, n_ranks);
+}
+
+void give_up_finalize() { finalizes = false; }
+
+int keep(MPI_Comm comm, void** handle) {
+  auto kept = std::make_unique<Communicator>();
+  kept->comm = comm;
+  *handle = kept.release();
+  return MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+}
+
+int world(void** handle) {
+  const Entry entry;
+  MPI_Comm comm = MPI_COMM_NULL;
+  int code = MPI_Comm_dup(MPI_COMM_WORLD, &comm);
+  if (code != MPI_SUCCESS) return code;
+  code = keep(comm, handle);
+  communicator(*handle).is_world = true;
+  worlds.push_back(&communicator(*handle));
+  return code;
+}
+
+int subset(void* handle, const int* ranks, int n_ranks, void** result) {
+  const Entry entry;
+  MPI_Group all = MPI_GROUP_NULL;
+  MPI_Group some = MPI_GROUP_NULL;
+  MPI_Comm comm = MPI_COMM_NULL;
+  int code = MPI_Comm_group(communicator(handle).comm, &all);
+  if (code != MPI_SUCCESS) return code;
+  code = MPI_Group_incl(all, n_ranks, ranks, &some);
+  if (code == MPI_SUCCESS) {
+    code = MPI_Comm_create_group(communicator(handle).comm, some, kDataTag, &comm);
+    MPI_Group_free(&some);
+  }
+  MPI_Group_free(&all);
+  return code != MPI_SUCCESS ? code : keep(comm, result);
+}
+
+/// Frees a group's communicator. The world's stays: its peers' farewells may still be on their way,
+/// and MPI gives a freed communicator's place to the next.
+void release(void* handle) {
+  const Entry entry;
+  Communicator& kept = communicator(handle);
+  int is_over = 0;
+  MPI_Finalized(&is_over);
+  if (kept.is_world || !kept.notes.empty() || is_over != 0) return;
+  // Waits for nobody in Open MPI and MPICH, though MPI calls it collective.
+  MPI_Comm_free(&kept.comm);
+  delete &kept;
+}
+
+int begin(void* handle, const LockstepMpiMessage* messages, std::size_t n_messages, void** result) {
+  const Entry entry;
+  auto* const exchange = new Exchange;
+  *result = exchange;
+  const MPI_Comm comm = communicator(handle).comm;
+  for (std::size_t i = 0; i < n_messages; ++i) {
+    const LockstepMpiMessage& message = messages[i];
+    exchange->first.push_back(exchange->requests.size());
+    for (std::size_t at = 0; at < message.n_bytes; at += kMostBytes) {
+      const int n = static_cast<int>(std::min(kMostBytes, message.n_bytes - at));
+      char* const data = static_cast<char*>(message.data) + at;
+      MPI_Request request = MPI_REQUEST_NULL;
+      const int code = message.is_send != 0
+                           ? MPI_Isend(data, n, MPI_BYTE, message.peer, kDataTag, comm, &request)
+                           : MPI_Irecv(data, n, MPI_BYTE, message.peer, kDataTag, comm, &request);
+      if (code != MPI_SUCCESS) return code;
+      exchange->requests.push_back(request);
+      exchange->is_receive.push_back(message.is_send == 0);
+    }
+  }
+  exchange->first.push_back(exchange->requests.size());
+  return MPI_SUCCESS;
+}
+
+int test(void* handle, std::int32_t* all_done) {
+  const Entry entry;
+  Exchange& exchange = *static_cast<Exchange*>(handle);
+  int flag = 0;
+  const int code = MPI_Testall(static_cast<int>(exchange.requests.size()), exchange.requests.data(),
+                               &flag, MPI_STATUSES_IGNORE);
+  *all_done = flag;
+  return code;
+}
+
+int is_done(void* handle, std::size_t message, std::int32_t* done) {
+  const Entry entry;
+  Exchange& exchange = *static_cast<Exchange*>(handle);
+  *done = 1;
+  for (std::size_t i = exchange.first[message]; i < exchange.first[message + 1]; ++i) {
+    int flag = 0;
+    const int code = MPI_Test(&exchange.requests[i], &flag, MPI_STATUS_IGNORE);
+    if (code != MPI_SUCCESS) return code;
+    if (flag == 0) *done = 0;
+  }
+  return MPI_SUCCESS;
+}
+
+void finish(void* handle) {
+  const Entry entry;
+  const std::unique_ptr<Exchange> exchange(static_cast<Exchange*>(handle));
+  for (std::size_t i = 0; i < exchange->requests.size(); ++i) {
+    MPI_Request& request = exchange->requests[i];
+    if (request == MPI_REQUEST_NULL) continue;
+    if (exchange->is_receive[i]) MPI_Cancel(&request);
+    MPI_Request_free(&request);
+  }
+}
+
+int tell(void* handle, int rank, const void* note, std::size_t n_bytes) {
+  const Entry entry;
+  int is_over = 0;
+  MPI_Finalized(&is_over);
+  if (is_over != 0) return MPI_SUCCESS;  // a program that ended MPI itself
+  Communicator& kept = communicator(handle);
+  const char* const bytes = static_cast<const char*>(note);
+  kept.notes.push_back({{bytes, bytes + n_bytes}, MPI_REQUEST_NULL});
+  Communicator::Note& last = kept.notes.back();
+  return MPI_Isend(last.bytes.data(), static_cast<int>(n_bytes), MPI_BYTE, rank, kNoteTag,
+                   kept.comm, &last.request);
+}
+
+int hear(void* handle, void* note, std::size_t n_bytes, std::int32_t* has_come) {
+  const Entry entry;
+  MPI_Status status;
+  int flag = 0;
+  const MPI_Comm comm = communicator(handle).comm;
+  int code = MPI_Iprobe(MPI_ANY_SOURCE, kNoteTag, comm, &flag, &status);
+  *has_come = flag;
+  if (code != MPI_SUCCESS || flag == 0) return code;
+  return MPI_Recv(note, static_cast<int>(n_bytes), MPI_BYTE, status.MPI_SOURCE, kNoteTag, comm,
+                  MPI_STATUS_IGNORE);
+}
+
+constexpr LockstepMpi kModule = {kLockstepMpiVersion,
+                                 library,
+                                 error_text,
+                                 start,
+                                 give_up_finalize,
+                                 world,
+                                 subset,
+                                 release,
+                                 begin,
+                                 test,
+                                 is_done,
+                                 finish,
+                                 tell,
+                                 hear};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mpi() {
+  return &kModule;
+}

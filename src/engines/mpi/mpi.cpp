@@ -1,0 +1,376 @@
+#include "engines/mpi/mpi.hpp"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <lockstep/error.hpp>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/futex.hpp"
+#include "engines/message/message_engine.hpp"
+#include "engines/mpi/abi.hpp"
+
+namespace lockstep::mpi {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+using message::Message;
+using std::chrono::milliseconds;
+
+/// What a rank tells its peers, for their waits.
+enum class Notice : std::int32_t { left, failed, late, lost, mismatch };
+struct Note {
+  Notice notice;
+  std::int32_t rank;  ///< who tells it, in that communicator
+  std::array<char, 4088> text;
+};
+
+/// What a rank that has left sent before may still be on its way for so long.
+constexpr milliseconds kPatience{500};
+
+std::string text_of(const LockstepMpi& mpi, int code) {
+  std::array<char, 512> text{};
+  mpi.error_text(code, text.data(), text.size());
+  return fmt::format("{}: {} (error {})", mpi.library(), text.data(), code);
+}
+
+/// The ranks that left, with what they said. Shared by all channels of a world: its communicator is
+/// where they say so.
+class Departures {
+ public:
+  Departures(const LockstepMpi& mpi, void* world) : mpi_(mpi), world_(world) {}
+  void listen() {
+    const std::lock_guard lock(mutex_);
+    Note note{};
+    for (std::int32_t has_come = 1; has_come != 0;) {
+      if (mpi_.hear(world_, &note, sizeof note, &has_come) != 0) return;
+      if (has_come == 0) return;
+      if (note.notice == Notice::left || note.notice == Notice::failed) {
+        gone_.emplace(note.rank, note);
+      }
+      if (note.notice != Notice::left) verdict_ = note;
+    }
+  }
+  std::optional<Note> of(int world_rank) {
+    const std::lock_guard lock(mutex_);
+    const auto found = gone_.find(world_rank);
+    return found == gone_.end() ? std::nullopt : std::optional(found->second);
+  }
+  /// Why the world's own channel is dead.
+  std::optional<Note> verdict() {
+    const std::lock_guard lock(mutex_);
+    return verdict_;
+  }
+  void* world() const { return world_; }
+
+ private:
+  const LockstepMpi& mpi_;
+  void* world_;
+  std::mutex mutex_;
+  std::map<int, Note> gone_;
+  std::optional<Note> verdict_;
+};
+
+/// The ranks of one Group on a communicator of their own.
+class Channel final : public message::Channel {
+ public:
+  /// `members`: ranks of the world.
+  Channel(const LockstepMpi& mpi, void* communicator, std::vector<int> members, int rank,
+          std::shared_ptr<Departures> departures)
+      : mpi_(mpi),
+        communicator_(communicator),
+        members_(std::move(members)),
+        rank_(rank),
+        departures_(std::move(departures)) {}
+  ~Channel() override { mpi_.release(communicator_); }
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return static_cast<int>(members_.size()); }
+
+  void exchange(std::span<const Message> messages, const Call& call,
+                Clock::time_point end) override;
+
+  std::unique_ptr<message::Channel> split(const std::vector<int>& members, const Call& call,
+                                          Clock::time_point /*end*/) override {
+    void* subset = nullptr;
+    const int code =
+        mpi_.subset(communicator_, members.data(), static_cast<int>(members.size()), &subset);
+    if (code != 0) fail_library(code, call);
+    std::vector<int> world_ranks;
+    for (const int member : members) {
+      world_ranks.push_back(members_[static_cast<std::size_t>(member)]);
+    }
+    const auto mine = std::ranges::find(members, rank_) - members.begin();
+    return std::make_unique<Channel>(mpi_, subset, std::move(world_ranks), static_cast<int>(mine),
+                                     departures_);
+  }
+
+  void abandon(std::string_view reason) noexcept override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!verdict_) verdict_ = note_of(Notice::failed, reason);  // for a thread of this rank
+    }
+    tell(Notice::failed, reason);
+  }
+
+  [[noreturn]] void fail_mismatch(const std::string& table, const Call& call) override {
+    tell(Notice::mismatch, table);
+    throw MismatchError(context_of(call, rank_), table);
+  }
+
+  void leave(std::string_view failure) noexcept override {
+    if (!failure.empty()) mpi_.give_up_finalize();
+    tell(failure.empty() ? Notice::left : Notice::failed, failure);
+  }
+
+ private:
+  Note note_of(Notice notice, std::string_view text) const noexcept {
+    Note note{notice, rank_, {}};
+    text.copy(note.text.data(), note.text.size() - 1);
+    return note;
+  }
+  void tell(Notice notice, std::string_view text) noexcept;
+  void listen();
+  void look_for_notices(const Call& call, const std::vector<int>& awaited, Clock::time_point now);
+  std::vector<int> awaited(void* exchange, std::span<const LockstepMpiMessage> messages,
+                           const Call& call);
+  [[noreturn]] void fail(const Note& note, const Call& call) const;
+  [[noreturn]] void fail_library(int code, const Call& call);
+  [[noreturn]] void fail_late(std::vector<int> late, const Call& call);
+
+  const LockstepMpi& mpi_;
+  void* communicator_;
+  std::vector<int> members_;
+  int rank_;
+  std::shared_ptr<Departures> departures_;
+  std::mutex mutex_;
+  std::optional<Note> verdict_;
+  std::optional<Clock::time_point> departure_seen_;
+};
+
+void Channel::exchange(std::span<const Message> messages, const Call& call, Clock::time_point end) {
+  std::vector<LockstepMpiMessage> wanted;
+  for (const Message& message : messages) {
+    if (message.n_bytes == 0) continue;
+    wanted.push_back(
+        {message.way == Message::Way::send, message.peer, message.data, message.n_bytes});
+  }
+  departure_seen_.reset();
+  void* handle = nullptr;
+  int code = mpi_.begin(communicator_, wanted.data(), wanted.size(), &handle);
+  struct Finish {
+    const LockstepMpi& mpi;
+    void* handle;
+    ~Finish() { mpi.finish(handle); }
+  } const finish{mpi_, handle};
+  if (code != 0) fail_library(code, call);
+  // Polls as long as a peer with a core of its own may need, then gives the core away.
+  constexpr int kPolls = 500;
+  constexpr int kLooks = 64;
+  for (int i = 0;; ++i) {
+    std::int32_t is_done = 0;
+    code = mpi_.test(handle, &is_done);
+    if (code != 0) fail_library(code, call);
+    if (is_done != 0) return;
+    if (i < kPolls) {
+      base::cpu_relax();
+      continue;
+    }
+    base::yield_cpu();
+    if (i % kLooks != 0) continue;
+    const auto now = Clock::now();
+    listen();
+    look_for_notices(call, awaited(handle, wanted, call), now);
+    if (now >= end) fail_late(awaited(handle, wanted, call), call);
+    if (i > 100'000) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+void Channel::listen() {
+  departures_->listen();
+  if (communicator_ == departures_->world()) {
+    const std::lock_guard lock(mutex_);
+    if (!verdict_) verdict_ = departures_->verdict();
+    return;
+  }
+  Note note{};
+  std::int32_t has_come = 0;
+  if (mpi_.hear(communicator_, &note, sizeof note, &has_come) != 0 || has_come == 0) return;
+  const std::lock_guard lock(mutex_);
+  if (!verdict_) verdict_ = note;
+}
+
+void Channel::look_for_notices(const Call& call, const std::vector<int>& awaited,
+                               Clock::time_point now) {
+  std::optional<Note> verdict;
+  {
+    const std::lock_guard lock(mutex_);
+    verdict = verdict_;
+  }
+  if (verdict) fail(*verdict, call);
+  for (const int rank : awaited) {
+    auto gone = departures_->of(members_[static_cast<std::size_t>(rank)]);
+    if (!gone) continue;
+    if (!departure_seen_) departure_seen_ = now;
+    if (now - *departure_seen_ < kPatience) continue;
+    gone->rank = rank;
+    if (gone->notice == Notice::left) tell(Notice::lost, fmt::format("{}", rank));
+    fail(*gone, call);
+  }
+}
+
+std::vector<int> Channel::awaited(void* exchange, std::span<const LockstepMpiMessage> messages,
+                                  const Call& call) {
+  std::vector<int> ranks;
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    std::int32_t is_done = 0;
+    const int code = mpi_.is_done(exchange, i, &is_done);
+    if (code != 0) fail_library(code, call);
+    if (is_done == 0) ranks.push_back(messages[i].peer);
+  }
+  std::ranges::sort(ranks);
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
+}
+
+void Channel::tell(Notice notice, std::string_view text) noexcept {
+  if (notice != Notice::left) mpi_.give_up_finalize();
+  const Note note = note_of(notice, text);
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank_) mpi_.tell(communicator_, r, &note, sizeof note);
+  }
+}
+
+void Channel::fail(const Note& note, const Call& call) const {
+  const ErrorContext context = context_of(call, rank_);
+  const char* const text = note.text.data();
+  switch (note.notice) {
+    case Notice::left:
+      throw PeerLost(context,
+                     fmt::format("rank {} left the world (destroy_dist, or its end)", note.rank));
+    case Notice::lost:
+      throw PeerLost(context,
+                     fmt::format("rank {} left the world (destroy_dist, or its end)", text));
+    case Notice::failed:
+      throw PeerFailed(context, fmt::format("rank {} failed: {}", note.rank, text));
+    case Notice::late: throw TimeoutError(context, text);
+    case Notice::mismatch: throw MismatchError(context, text);
+  }
+  throw EngineError(context, text);
+}
+
+void Channel::fail_library(int code, const Call& call) {
+  const std::string text = text_of(mpi_, code);
+  tell(Notice::failed, text);
+  throw EngineError(context_of(call, rank_), text);
+}
+
+void Channel::fail_late(std::vector<int> late, const Call& call) {
+  const std::string text = fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank_,
+                                       std::chrono::duration<double>(call.timeout).count(),
+                                       late.size() == 1 ? "" : "s", fmt::join(late, ", "), size());
+  tell(Notice::late, text);
+  throw TimeoutError(context_of(call, rank_), text);
+}
+
+/// Where modules lie: beside an installed program, then where this library was installed.
+std::string file_of(const std::string& mpi) {
+  const std::string name = "liblockstep-mpi-" + mpi + ".so";
+  std::error_code ignored;
+  const fs::path program = fs::read_symlink("/proc/self/exe", ignored);
+  for (const fs::path& at :
+       {program.parent_path() / "../lib/lockstep" / name, fs::path(LOCKSTEP_MODULE_DIR) / name}) {
+    if (fs::exists(at, ignored)) return at.string();
+  }
+  return {};
+}
+
+const LockstepMpi& load(const std::string& path, const ErrorContext& context) {
+  // Open MPI's own parts look for the library's names among the program's.
+  void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
+  if (library == nullptr) throw EngineError(context, fmt::format("cannot load {}", ::dlerror()));
+  using Entry = const LockstepMpi* (*)();
+  const auto entry = reinterpret_cast<Entry>(::dlsym(library, kLockstepMpiSymbol));
+  if (entry == nullptr || entry()->version != kLockstepMpiVersion) {
+    throw EngineError(context,
+                      fmt::format("{} is no MPI module of this version of lockstep", path));
+  }
+  return *entry();
+}
+
+}  // namespace
+
+Module find_module() {
+  const char* const variable = std::getenv("LOCKSTEP_MPI");  // as Env::mpi
+  std::string name = variable == nullptr ? "" : variable;
+  if (name.find('/') != std::string::npos) {
+    std::error_code ignored;
+    if (fs::exists(name, ignored)) return {name, {}};
+    return {{},
+            fmt::format("cannot be had: LOCKSTEP_MPI is '{}', and there is no such file", name)};
+  }
+  if (name.empty()) {
+    if (std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr || std::getenv("PMIX_RANK") != nullptr) {
+      name = "openmpi";
+    } else if (std::getenv("PMI_SIZE") != nullptr) {
+      name = "mpich";
+    } else {
+      return {{}, "needs ranks that mpirun (or srun with PMIx) started"};
+    }
+  } else if (name != "openmpi" && name != "mpich") {
+    return {{},
+            fmt::format("cannot be had: LOCKSTEP_MPI is '{}'; it takes openmpi, mpich, or the "
+                        "path of a liblockstep-mpi-*.so",
+                        name)};
+  }
+  const std::string path = file_of(name);
+  if (!path.empty()) return {path, {}};
+  return {{},
+          fmt::format("needs its module liblockstep-mpi-{}.so, which is built where that MPI's "
+                      "headers are; LOCKSTEP_MPI may give its path",
+                      name)};
+}
+
+std::unique_ptr<Engine> join(const comm::World& world, const Call& barrier) {
+  const ErrorContext context = context_of(barrier, world.rank);
+  const LockstepMpi& mpi = load(find_module().path, context);
+  int rank = 0;
+  int n_ranks = 0;
+  void* communicator = nullptr;
+  if (const int code = mpi.start(&rank, &n_ranks); code != 0) {
+    throw EngineError(context, text_of(mpi, code));
+  }
+  if (rank != world.rank || n_ranks != world.size) {
+    throw UsageError(
+        context, fmt::format("MPI says rank {} of {}, the environment rank {} of {}: is {} the MPI "
+                             "whose mpirun started this? LOCKSTEP_MPI=openmpi|mpich chooses",
+                             rank, n_ranks, world.rank, world.size, mpi.library()));
+  }
+  if (const int code = mpi.world(&communicator); code != 0) {
+    throw EngineError(context, text_of(mpi, code));
+  }
+  std::vector<int> everybody(static_cast<std::size_t>(n_ranks));
+  for (int r = 0; r < n_ranks; ++r) everybody[static_cast<std::size_t>(r)] = r;
+  auto engine = message::make(
+      "mpi", std::make_unique<Channel>(mpi, communicator, everybody, rank,
+                                       std::make_shared<Departures>(mpi, communicator)));
+  engine->run(barrier);
+  return engine;
+}
+
+}  // namespace lockstep::mpi

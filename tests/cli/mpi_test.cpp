@@ -1,0 +1,103 @@
+// The mpi engine under the real mpirun of both MPIs: the conformance suite, and failures.
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <string>
+
+#include "cli/command.hpp"
+
+namespace lockstep::test {
+namespace {
+
+struct Mpi {
+  std::string name;
+  std::string module;
+};
+
+void PrintTo(const Mpi& mpi, std::ostream* out) { *out << mpi.name; }
+
+class MpiTest : public ::testing::TestWithParam<Mpi> {
+ protected:
+  void SetUp() override {
+    if (GetParam().module.empty()) {
+      GTEST_SKIP() << "built without " << GetParam().name << "; ./dev setup installs it";
+    }
+  }
+
+  /// Runs a shell line's program on n ranks.
+  static Ended mpirun(int n_ranks, const std::string& line, const std::string& timeout_s = "60") {
+    const bool is_open = GetParam().name == "openmpi";
+    const std::string flags =
+        is_open ? "--allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1"
+                : "";
+    Command command(StartOptions{
+        // The libraries' own leaks would fail a sanitized rank.
+        .variables = {{"ASAN_OPTIONS", "detect_leaks=0"},
+                      {"LOCKSTEP_MPI", GetParam().module},
+                      {"LOCKSTEP_TEST_BACKEND", "mpi"},
+                      {"LOCKSTEP_TIMEOUT", timeout_s}},
+        .shell = fmt::format("mpirun.{} {} -n {} {}", GetParam().name, flags, n_ranks, line)});
+    return command.wait();
+  }
+
+  static void expect_conformance(int n_ranks) {
+    const Ended ended = mpirun(
+        n_ranks, CORE_TESTS_PROGRAM " --gtest_brief=1 --gtest_color=no --gtest_filter=*/launched");
+    EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+    EXPECT_EQ(ended.err, "");
+    std::size_t n_passed = 0;
+    for (const std::string& line : lines_of(ended.out)) {
+      if (line.find("[  PASSED  ] 19 tests") != std::string::npos) ++n_passed;
+    }
+    EXPECT_EQ(n_passed, static_cast<std::size_t>(n_ranks)) << ended.out;
+  }
+
+  static void expect_failure(const std::string& fault, const std::string& text) {
+    const Ended ended = mpirun(3, OVER_MPI_PROGRAM " " + fault, "1");
+    EXPECT_NE(ended.exit_code, 0);
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_NE(ended.err.find(fmt::format("rank {}: ", rank)), std::string::npos) << ended.err;
+    }
+    EXPECT_NE(ended.err.find(text), std::string::npos) << ended.err;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Libraries, MpiTest,
+                         ::testing::Values(Mpi{"openmpi", OPENMPI_MODULE},
+                                           Mpi{"mpich", MPICH_MODULE}),
+                         [](const auto& mpi) { return mpi.param.name; });
+
+TEST_P(MpiTest, conformance_of_1) { expect_conformance(1); }
+TEST_P(MpiTest, conformance_of_2) { expect_conformance(2); }
+TEST_P(MpiTest, conformance_of_3) { expect_conformance(3); }
+TEST_P(MpiTest, conformance_of_4) { expect_conformance(4); }
+TEST_P(MpiTest, conformance_of_8) { expect_conformance(8); }
+
+TEST_P(MpiTest, ranks_that_make_different_calls_get_the_table) {
+  expect_failure("mismatch", "  2     barrier");
+}
+TEST_P(MpiTest, an_exception_on_one_rank_reaches_the_others) {
+  expect_failure("throw", "out of sheets");
+}
+TEST_P(MpiTest, a_late_rank_is_named) { expect_failure("late", "waited 1 s for rank 1 of 3"); }
+TEST_P(MpiTest, a_rank_that_leaves_is_named) { expect_failure("leave", "rank 1 left the world"); }
+
+TEST_P(MpiTest, a_wrong_LOCKSTEP_MPI_is_said) {
+  const Ended ended = mpirun(1, "env LOCKSTEP_MPI=abacus " OVER_MPI_PROGRAM " none");
+  EXPECT_NE(ended.exit_code, 0);
+  EXPECT_NE(ended.err.find("LOCKSTEP_MPI is 'abacus'"), std::string::npos) << ended.err;
+}
+
+TEST_P(MpiTest, the_other_mpi_is_refused) {
+  const bool is_open = GetParam().name == "openmpi";
+  const std::string other = is_open ? MPICH_MODULE : OPENMPI_MODULE;
+  if (other.empty()) GTEST_SKIP() << "only one MPI is here";
+  const Ended ended =
+      mpirun(2, fmt::format("env LOCKSTEP_MPI={} {} none", other, OVER_MPI_PROGRAM));
+  EXPECT_NE(ended.exit_code, 0) << ended.out;
+}
+
+}  // namespace
+}  // namespace lockstep::test
