@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -13,8 +14,6 @@
 #include <thread>
 
 #include "cli/bench/bench.hpp"
-
-extern char** environ;
 
 namespace lockstep::bench {
 namespace {
@@ -109,7 +108,7 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
     } else if (family == "c10d") {
       const std::string program = peer_program("lockstep-peer-c10d");
       if (program.empty()) {
-        missing.push_back("c10d: lockstep was built without it");
+        missing.emplace_back("c10d: lockstep was built without it");
       } else {
         entrants.push_back(
             {"c10d gloo", family, {own_program().string(), "run", "-n", n, "--", program}});
