@@ -271,7 +271,8 @@ TEST(EnvironmentTest, unknown_backend_names_the_known) {
     init_dist({.backend = "smoke"});
     FAIL();
   } catch (const UsageError& error) {
-    EXPECT_EQ(error.text(), "backend 'smoke' does not exist; use auto, shared, hierarchical, solo");
+    EXPECT_EQ(error.text(),
+              "backend 'smoke' does not exist; use auto, shared, hierarchical, mpi, solo");
   }
   EXPECT_THROW(init_dist({.backend = "shared"}), EngineError);
   EXPECT_FALSE(is_distributed());
