@@ -136,7 +136,7 @@ TEST(RunNodesTest, a_node_that_is_done_still_ends_with_the_code_of_the_others) {
   const std::string rendezvous = free_rendezvous();
   const auto done = start({.node_rank = 0, .rendezvous = rendezvous, .script = "echo done"});
   const auto failing = start(
-      {.node_rank = 1, .rendezvous = rendezvous, .script = "sleep 0.3; [ $RANK = 2 ] && exit 5"});
+      {.node_rank = 1, .rendezvous = rendezvous, .script = "sleep 0.3; [ $RANK != 2 ] || exit 5"});
   EXPECT_EQ(done->wait().exit_code, 5);
   EXPECT_EQ(failing->wait().exit_code, 5);
 }
