@@ -37,6 +37,13 @@ nlohmann::json read_json(const std::string& path) {
   return nlohmann::json::parse(file);
 }
 
+/// On a busy machine the placement may differ before and after every block: then that is said.
+void expect_times(const nlohmann::json& row) {
+  if (row.value("error", "") == "the machine moved during every block") return;
+  EXPECT_GT(row["p50_us"], 0) << row;
+  EXPECT_GE(row["p99_us"], row["p50_us"]) << row;
+}
+
 TEST(BenchTest, every_verb_with_processes_and_threads) {
   const Folder folder;
   const Ended ended = bench({"-n",         "3",
@@ -55,10 +62,7 @@ TEST(BenchTest, every_verb_with_processes_and_threads) {
   const nlohmann::json figures = read_json(folder / "figures.json");
   EXPECT_EQ(figures["ranks"], 3);
   ASSERT_EQ(figures["rows"].size(), 2U + 5U * 2U * 2U);
-  for (const auto& row : figures["rows"]) {
-    EXPECT_GT(row["p50_us"], 0) << row;
-    EXPECT_GE(row["p99_us"], row["p50_us"]) << row;
-  }
+  for (const auto& row : figures["rows"]) expect_times(row);
 }
 
 TEST(BenchTest, every_type_and_mode) {
@@ -84,7 +88,7 @@ TEST(BenchTest, beside_mpi) {
     EXPECT_NE(ended.out.find("best peer / ours"), std::string::npos) << ended.out;
     const nlohmann::json figures = read_json(folder / "figures.json");
     EXPECT_EQ(figures["rows"][1]["family"], peer);
-    EXPECT_GT(figures["rows"][1]["p50_us"], 0);
+    expect_times(figures["rows"][1]);
     std::ifstream picture(folder / "figures.svg");
     std::stringstream text;
     text << picture.rdbuf();

@@ -62,7 +62,9 @@ class MpiTest : public ::testing::TestWithParam<Mpi> {
   }
 
   static void expect_failure(const std::string& fault, const std::string& text) {
-    const Ended ended = mpirun(3, OVER_MPI_PROGRAM " " + fault, "1");
+    const TemporaryFolder said;
+    const Ended ended = mpirun(3, fmt::format("{} {} {}", OVER_MPI_PROGRAM, fault, said.path()),
+                               fault == "late" ? "1" : "60");
     EXPECT_NE(ended.exit_code, 0);
     for (int rank = 0; rank < 3; ++rank) {
       EXPECT_NE(ended.err.find(fmt::format("rank {}: ", rank)), std::string::npos) << ended.err;

@@ -1,12 +1,33 @@
-// A rank of MpiTest: makes the fault that its argument names, over the mpi engine, and says how its
-// own calls ended.
+// A rank of MpiTest: makes the fault that its first argument names, over the mpi engine, and says
+// how its own calls ended. mpirun ends all ranks when the first fails, so each waits until all
+// three have left a file in the folder of the second argument.
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
 #include <string>
 #include <thread>
 
-int main(int /*argc*/, char** argv) {
+namespace {
+
+std::size_t n_files(const std::string& folder) {
+  std::size_t n = 0;
+  for ([[maybe_unused]] const auto& file : std::filesystem::directory_iterator(folder)) ++n;
+  return n;
+}
+
+void wait_until_all_have_said(const std::string& folder, int rank) {
+  std::ofstream(folder + "/" + std::to_string(rank)) << "said";
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (n_files(folder) < 3 && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
   const std::string fault = argv[1];
   int rank = -1;
   try {
@@ -18,7 +39,6 @@ int main(int /*argc*/, char** argv) {
       if (fault == "late") std::this_thread::sleep_for(std::chrono::milliseconds(1500));
       if (fault == "leave") {
         lockstep::destroy_dist();
-        std::this_thread::sleep_for(std::chrono::milliseconds(500));
         throw std::runtime_error("has left");
       }
     }
@@ -32,8 +52,7 @@ int main(int /*argc*/, char** argv) {
   } catch (const std::exception& error) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
     std::fflush(stderr);
-    // The others need a moment to say theirs before mpirun ends them all.
-    std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    if (argc > 2) wait_until_all_have_said(argv[2], rank);
     return 1;
   }
   return 0;
