@@ -4,6 +4,7 @@
 #include <cmath>
 #include <lockstep/env.hpp>
 
+#include "engines/shared/tuning.hpp"
 #include "launch/variables.hpp"
 
 namespace lockstep {
@@ -15,6 +16,8 @@ Env Env::read() {
   env.segment = variable("LOCKSTEP_SEGMENT");
   env.simd = variable("LOCKSTEP_SIMD");
   env.mpi = variable("LOCKSTEP_MPI");
+  env.tune = variable("LOCKSTEP_TUNE");
+  shared::tuning_for(/*n_ranks=*/2, env.tune);  // refuses what it cannot take
   if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
     launch::refuse(
         fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));

@@ -266,6 +266,11 @@ TEST(EnvironmentTest, instruction_sets_that_are_none) {
             "LOCKSTEP_SIMD is 'mmx'; it takes scalar, avx2 or avx512");
 }
 
+TEST(EnvironmentTest, thresholds_that_are_none) {
+  EXPECT_EQ(refusal({{"LOCKSTEP_TUNE", "chunk=64K"}}).rfind("LOCKSTEP_TUNE has 'chunk=64K'", 0),
+            0U);
+}
+
 TEST(EnvironmentTest, unknown_backend_names_the_known) {
   try {
     init_dist({.backend = "smoke"});

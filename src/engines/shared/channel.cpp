@@ -60,6 +60,7 @@ std::uint64_t Channel::make(Segment& segment, std::span<const int> members) {
     header->n_ranks = n_ranks;
     header->slot_bytes = slot_bytes_for(n_ranks);
     header->outbox_bytes = outbox_bytes_for(n_ranks);
+    header->tuning = tuning_for(n_ranks);
     std::copy(members.begin(), members.end(), header->members.begin());
   });
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -59,6 +60,12 @@ class Channel {
   }
   const std::shared_ptr<Seat>& seat() const noexcept { return seat_; }
   std::size_t slot_bytes() const noexcept { return header_->slot_bytes; }
+  const Tuning& tuning() const noexcept { return header_->tuning; }
+  /// Of one phase in a pipeline: what stays in the core's cache; but a slot where ranks share a
+  /// core, because a phase is a change of context then.
+  std::size_t chunk_bytes() const noexcept {
+    return is_crowded_ ? slot_bytes() : std::min<std::size_t>(tuning().chunk_bytes, slot_bytes());
+  }
 
   /// Chooses how to wait, by the cores that all ranks of the world may use. For every member at
   /// the same place in the sequence of calls, after the whole world has joined.

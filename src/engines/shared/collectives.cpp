@@ -7,10 +7,6 @@
 namespace lockstep::shared {
 namespace {
 
-/// Up to here, on two ranks, every rank reduces everything: one phase. Above, slices.
-constexpr std::size_t kFlatBytes = 256U << 10U;
-/// From here, a second phase costs less than copying in and out.
-constexpr std::size_t kInPlaceBytes = 4U << 10U;
 /// A piece that is still in the core's own cache when it is stored to the peers.
 constexpr std::size_t kCachedBytes = 64U << 10U;
 
@@ -57,15 +53,7 @@ void SharedEngine::run(const Call& call) {
   switch (call.op) {
     case Op::barrier: channel_.turn(call); break;
     case Op::all_reduce: all_reduce(call); break;
-    case Op::reduce: {
-      const bool is_root = call.root == rank();
-      if (call.count * size_of(call.dtype) <= kFlatBytes / static_cast<std::size_t>(size())) {
-        reduce_flat(call, is_root);
-      } else {
-        reduce_pipelined(call, is_root);
-      }
-      break;
-    }
+    case Op::reduce: reduce(call, /*wants_result=*/call.root == rank()); break;
     case Op::broadcast: broadcast(call); break;
     case Op::all_gather: gather(call, /*wants_result=*/true); break;
     case Op::gather: gather(call, /*wants_result=*/call.root == rank()); break;
@@ -92,14 +80,18 @@ void SharedEngine::exchange(const Call& call, std::size_t n_chunks, Put put, Tak
 
 void SharedEngine::all_reduce(const Call& call) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
-  if (n_allocated_ > 0 && n_bytes >= kInPlaceBytes) {
+  if (n_allocated_ > 0 && n_bytes >= channel_.tuning().in_place_bytes) {
     BufferTable::Place place = buffers_->find(call.out, n_bytes);
     if (agree_on_place(call, place)) return all_reduce_in_place(call, place);
   }
-  if (n_bytes <= kFlatBytes / static_cast<std::size_t>(size())) {
-    reduce_flat(call, /*wants_result=*/true);
+  reduce(call, /*wants_result=*/true);
+}
+
+void SharedEngine::reduce(const Call& call, bool wants_result) {
+  if (call.count * size_of(call.dtype) <= channel_.tuning().flat_bytes) {
+    reduce_flat(call, wants_result);
   } else {
-    reduce_pipelined(call, /*wants_result=*/true);
+    reduce_sliced(call, wants_result);
   }
 }
 
@@ -132,48 +124,68 @@ void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Plac
     for (int r = 0; r < size(); ++r) inputs_[static_cast<std::size_t>(r)] = at(r, i);
     kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), at(rank(), i),
                     n_bytes / element);
-    for (int r = 0; r < size(); ++r) copy_bytes(at(r, i), at(rank(), i), n_bytes);
+    for (int r = 0; r < size(); ++r) {
+      if (r != rank()) copy_bytes(at(r, i), at(rank(), i), n_bytes);
+    }
   }
   channel_.turn(call);
 }
 
-/// One phase: everyone shows all of its data, and whoever wants the result reduces all of it.
+/// Everyone shows all of its data, and whoever wants the result reduces all of it.
 void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
-  const std::size_t n_bytes = call.count * size_of(call.dtype);
-  copy_bytes(channel_.mine(n_bytes), bytes(call.in), n_bytes);
-  channel_.turn(call);
-  if (!wants_result) return;
-  for (int r = 0; r < size(); ++r) {
-    inputs_[static_cast<std::size_t>(r)] = r == rank() ? call.in : channel_.theirs(r, 1, n_bytes);
-  }
-  kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), call.out, call.count);
+  const std::size_t element = size_of(call.dtype);
+  const Chunks chunks{call.count * element, channel_.chunk_bytes()};
+  exchange(
+      call, chunks.count(),
+      [&](std::size_t i) {
+        if (call.op == Op::reduce && wants_result) return;  // nobody else reads the root's
+        copy_bytes(channel_.mine(chunks.length(i)), bytes(call.in) + chunks.begin(i),
+                   chunks.length(i));
+      },
+      [&](std::size_t i) {
+        if (!wants_result) return;
+        for (int r = 0; r < size(); ++r) {
+          inputs_[static_cast<std::size_t>(r)] = r == rank()
+                                                     ? bytes(call.in) + chunks.begin(i)
+                                                     : channel_.theirs(r, 1, chunks.length(i));
+        }
+        kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(),
+                        bytes(call.out) + chunks.begin(i), chunks.length(i) / element);
+      });
 }
 
-/// Three steps in flight: copy chunk i in, reduce this rank's slice of chunk i - 1 and show it,
-/// copy the slices of chunk i - 2 out.
-void SharedEngine::reduce_pipelined(const Call& call, bool wants_result) {
+/// Three steps in flight: copy the peers' slices of chunk i in, reduce this rank's slice of chunk
+/// i - 1 and show it where nothing of this rank has lain, copy the slices of chunk i - 2 out.
+void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
   const std::size_t element = size_of(call.dtype);
   const std::size_t slot = channel_.slot_bytes();
-  const Chunks chunks{call.count * element, slot};
+  const Chunks chunks{call.count * element, channel_.chunk_bytes()};
   const std::size_t n_chunks = chunks.count();
   const auto slices_of = [&](std::size_t i) {
     return Slices(chunks.length(i) / element, size(), element);
   };
   for (std::size_t i = 0; i < n_chunks + 2; ++i) {
     if (i < n_chunks) {
-      copy_bytes(channel_.mine(slot), bytes(call.in) + chunks.begin(i), chunks.length(i));
+      const Slices slices = slices_of(i);
+      const std::size_t begin = slices.begin(rank()) * element;
+      const std::size_t end = slices.begin(rank() + 1) * element;
+      const std::byte* data = bytes(call.in) + chunks.begin(i);
+      copy_bytes(channel_.mine(slot), data, begin);
+      copy_bytes(channel_.mine(slot) + end, data + end, chunks.length(i) - end);
     }
     if (i >= 1 && i <= n_chunks) {
       const Slices slices = slices_of(i - 1);
       const std::size_t begin = slices.begin(rank()) * element;
       for (int r = 0; r < size(); ++r) {
-        inputs_[static_cast<std::size_t>(r)] = channel_.theirs(r, 1, slot) + begin;
+        const std::byte* data =
+            r == rank() ? bytes(call.in) + chunks.begin(i - 1) : channel_.theirs(r, 1, slot);
+        inputs_[static_cast<std::size_t>(r)] = data + begin;
       }
       std::byte* shown = channel_.theirs(rank(), 1, slot) + begin;
       std::byte* result = wants_result ? bytes(call.out) + chunks.begin(i - 1) + begin : shown;
       kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), result,
                       slices.length(rank()));
-      copy_bytes(shown, result, slices.length(rank()) * element);
+      if (result != shown) copy_bytes(shown, result, slices.length(rank()) * element);
     }
     if (i >= 2 && wants_result) {
       const Slices slices = slices_of(i - 2);

@@ -6,13 +6,14 @@
 #include <cstdint>
 
 #include "base/cpus.hpp"
+#include "engines/shared/tuning.hpp"
 
 /// What lies in shared memory. Processes of one build map it, so every type here is plain data
 /// and lock-free atomics, zero bytes are its initial state, and kVersion changes with it.
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
-inline constexpr std::uint32_t kVersion = 1;
+inline constexpr std::uint32_t kVersion = 2;
 inline constexpr int kMaxRanks = 512;
 /// Two lines: the hardware fetches neighbours in pairs.
 inline constexpr std::size_t kLine = 128;
@@ -109,6 +110,7 @@ struct alignas(kLine) ChannelHeader {
   std::int32_t n_ranks;
   std::uint32_t slot_bytes;
   std::uint32_t outbox_bytes;
+  Tuning tuning;
   /// World rank of each member.
   std::array<std::int32_t, kMaxRanks> members;
   Failure failure;

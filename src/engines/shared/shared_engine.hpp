@@ -54,8 +54,9 @@ class SharedEngine final : public Engine {
  private:
   void all_reduce(const Call& call);
   void all_reduce_in_place(const Call& call, const BufferTable::Place& place);
+  void reduce(const Call& call, bool wants_result);
   void reduce_flat(const Call& call, bool wants_result);
-  void reduce_pipelined(const Call& call, bool wants_result);
+  void reduce_sliced(const Call& call, bool wants_result);
   void broadcast(const Call& call);
   void gather(const Call& call, bool wants_result);
   void scatter(const Call& call);

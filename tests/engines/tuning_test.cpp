@@ -1,0 +1,89 @@
+#include "engines/shared/tuning.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <lockstep/error.hpp>
+#include <lockstep/lockstep.hpp>
+#include <numeric>
+#include <string>
+#include <vector>
+
+namespace lockstep::test {
+namespace {
+
+/// LOCKSTEP_TUNE while it lives.
+class Tuned {
+ public:
+  explicit Tuned(const char* text) { ::setenv("LOCKSTEP_TUNE", text, /*overwrite=*/1); }
+  ~Tuned() { ::unsetenv("LOCKSTEP_TUNE"); }
+  Tuned(const Tuned&) = delete;
+  Tuned& operator=(const Tuned&) = delete;
+};
+
+TEST(TuningTest, text_replaces_what_was_measured) {
+  const shared::Tuning measured = shared::tuning_for(3, std::nullopt);
+  const shared::Tuning tuning = shared::tuning_for(3, "flat=100,chunk=9000");
+  EXPECT_EQ(tuning.flat_bytes, 100U);
+  EXPECT_EQ(tuning.chunk_bytes, 8192U);  // whole pages, so whole elements
+  EXPECT_EQ(tuning.in_place_bytes, measured.in_place_bytes);
+  EXPECT_EQ(shared::tuning_for(3, "inplace=0").in_place_bytes, 0U);
+}
+
+TEST(TuningTest, other_text_is_refused) {
+  for (const char* text : {"flat", "flat=", "flat=1k", "=1", "chunk=4095", "depth=2", "flat=1;"}) {
+    try {
+      shared::tuning_for(2, text);
+      ADD_FAILURE() << text << " was taken";
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find("it takes flat=BYTES"), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
+/// Sums and a reduction to the last rank, of chunks that are full, odd and empty, in memory of both
+/// kinds.
+void expect_right_results(int n_ranks) {
+  run_ranks(n_ranks, [&] {
+    for (const std::size_t count : {std::size_t{1}, std::size_t{1024}, std::size_t{30'011}}) {
+      const auto fill = [&](float* data) {
+        std::iota(data, data + count, static_cast<float>(get_rank()));
+      };
+      const auto expected = [&](std::size_t i) {
+        return static_cast<float>(n_ranks) *
+               (static_cast<float>(i) + 0.5F * static_cast<float>(n_ranks - 1));
+      };
+      std::vector<float> values(count);
+      SharedBuffer memory = default_group().allocate(count * sizeof(float));
+      auto* const shared = reinterpret_cast<float*>(memory.data());
+      const int last = n_ranks - 1;
+      fill(values.data());
+      reduce(std::span(values), last);
+      for (std::size_t i = 0; get_rank() == last && i < count; ++i) {
+        ASSERT_EQ(values[i], expected(i)) << i;
+      }
+      fill(values.data());
+      fill(shared);
+      all_reduce(std::span(values));
+      all_reduce(std::span(shared, count));
+      for (std::size_t i = 0; i < count; ++i) {
+        ASSERT_EQ(values[i], expected(i)) << i;
+        ASSERT_EQ(shared[i], expected(i)) << i;
+      }
+    }
+  });
+}
+
+TEST(TuningTest, every_algorithm_gives_the_same_result) {
+  for (const char* text : {"flat=0,chunk=4096,inplace=0", "flat=1000000000,chunk=4096",
+                           "flat=0,chunk=1000000000,inplace=1000000000"}) {
+    const Tuned tuned(text);
+    SCOPED_TRACE(text);
+    expect_right_results(2);
+    expect_right_results(3);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::test
