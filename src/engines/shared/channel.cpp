@@ -114,9 +114,11 @@ void Channel::end() {
 
 void Channel::turn(const Call& call) {
   const std::uint64_t word = phase_ << 32U | fingerprint_;
+  // model: raise
   lane(rank_).flags[static_cast<std::size_t>(turn_)].word.store(word, std::memory_order_seq_cst);
   if (is_crowded_) {
     const std::uint64_t all = phase_ * static_cast<std::uint64_t>(size());
+    // model: arrive, ring
     if (header_->n_arrivals.fetch_add(1, std::memory_order_seq_cst) + 1 == all) wake_sleepers();
     wait(call, kEverybody,
          [this, all] { return header_->n_arrivals.load(std::memory_order_seq_cst) >= all; });

@@ -139,11 +139,13 @@ void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
       call, chunks.count(),
       [&](std::size_t i) {
         if (call.op == Op::reduce && wants_result) return;  // nobody else reads the root's
+        // model: put
         copy_bytes(channel_.mine(chunks.length(i)), bytes(call.in) + chunks.begin(i),
                    chunks.length(i));
       },
       [&](std::size_t i) {
         if (!wants_result) return;
+        // model: take
         for (int r = 0; r < size(); ++r) {
           inputs_[static_cast<std::size_t>(r)] = r == rank()
                                                      ? bytes(call.in) + chunks.begin(i)
@@ -165,7 +167,7 @@ void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
     return Slices(chunks.length(i) / element, size(), element);
   };
   for (std::size_t i = 0; i < n_chunks + 2; ++i) {
-    if (i < n_chunks) {
+    if (i < n_chunks) {  // model: put
       const Slices slices = slices_of(i);
       const std::size_t begin = slices.begin(rank()) * element;
       const std::size_t end = slices.begin(rank() + 1) * element;
@@ -183,11 +185,12 @@ void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
       }
       std::byte* shown = channel_.theirs(rank(), 1, slot) + begin;
       std::byte* result = wants_result ? bytes(call.out) + chunks.begin(i - 1) + begin : shown;
+      // model: fold, show
       kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), result,
                       slices.length(rank()));
       if (result != shown) copy_bytes(shown, result, slices.length(rank()) * element);
     }
-    if (i >= 2 && wants_result) {
+    if (i >= 2 && wants_result) {  // model: copy
       const Slices slices = slices_of(i - 2);
       for (int r = 0; r < size(); ++r) {
         if (r == rank()) continue;

@@ -15,18 +15,19 @@ constexpr std::chrono::milliseconds kLookEvery{20};
 }  // namespace
 
 void Channel::wake_sleepers() noexcept {
-  if (header_->n_sleepers.load(std::memory_order_seq_cst) == 0) return;
-  header_->bell.fetch_add(1, std::memory_order_seq_cst);
-  base::futex_wake_all(header_->bell, seat_->segment().scope());
+  if (header_->n_sleepers.load(std::memory_order_seq_cst) == 0) return;  // model: look
+  header_->bell.fetch_add(1, std::memory_order_seq_cst);                 // model: strike
+  base::futex_wake_all(header_->bell, seat_->segment().scope());         // model: wake
 }
 
 void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
-  header_->n_sleepers.fetch_add(1, std::memory_order_seq_cst);
-  const std::uint32_t bell = header_->bell.load(std::memory_order_seq_cst);
-  if (!ready() && !has_failed()) {
+  header_->n_sleepers.fetch_add(1, std::memory_order_seq_cst);               // model: doze
+  const std::uint32_t bell = header_->bell.load(std::memory_order_seq_cst);  // model: listen
+  if (!ready() && !has_failed()) {                                           // model: poll
+    // model: block
     base::futex_wait(header_->bell, bell, at_most, seat_->segment().scope());
   }
-  header_->n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  header_->n_sleepers.fetch_sub(1, std::memory_order_seq_cst);  // model: rise
 }
 
 void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Checks the model of the shared engine with spin, then that each way of breaking it is found, and
+# that model and code name each other's places. usage: tests/model/check.sh BUILD_FOLDER
+set -euo pipefail
+model=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/shared_engine.pml
+sources=$(cd "$(dirname "$model")/../../src/engines/shared" && pwd)
+mkdir -p "$1" && cd "$1"
+
+verify() { # MACRO...: prints spin's report; fails where it finds an error
+  spin -a "$@" "$model" >spin.log || { cat spin.log && return 2; }
+  gcc -O2 -w -DSAFETY -DCOLLAPSE -DMEMLIM=3000 -o pan pan.c
+  ./pan -m100000 >report.txt
+  # Else it did not look at everything.
+  ! grep -qE 'max search depth too small|out of memory|reached -DMEMLIM' report.txt &&
+    grep -q 'errors: 0' report.txt
+}
+
+two=(-DN=2 -DN_SMALL_CHUNKS=2 -DN_CHUNKS=3 -DN_SMALL_BEFORE=2 -DN_SMALL_AFTER=2)
+three=(-DN=3 -DN_CHUNKS=2 -DN_SMALL_BEFORE=1 -DN_SMALL_AFTER=0)
+
+for name in two three; do
+  declare -n sizes=$name
+  for waiting in -DCROWDED -DUNCROWDED; do
+    verify "${sizes[@]}" $waiting || { cat report.txt && exit 1; }
+    printf '%s ranks, %s: no error in %s states\n' $name "${waiting#-D}" \
+      "$(awk '/states, stored/ { print $1 }' report.txt)"
+  done
+done
+
+for broken in NO_SECOND_POLL RING_BEFORE_RAISE NO_WAIT TWO_SLOTS; do
+  waiting=-DUNCROWDED
+  if verify "${two[@]}" $waiting "-DBROKEN_$broken"; then
+    echo "BROKEN_$broken is not found" && exit 1
+  fi
+  printf 'BROKEN_%s: %s\n' $broken "$(sed -nE 's/^pan:1: (.*) \(at.*/\1/p' report.txt)"
+done
+
+# "model: fold, show" in the code, /* fold */ and /* show */ in the model.
+in_model() { grep -oE '^ +/\* [a-z]+ \*/$|^/\* [a-z]+ \*/$' "$model" | tr -d ' /*' | sort -u; }
+in_code() { grep -ohE 'model: [a-z, ]+' "$sources"/*.cpp | sed 's/model: //; s/, /\n/g' | sort -u; }
+if ! diff <(in_model) <(in_code); then
+  echo "$model and the code in $sources do not name the same places" && exit 1
+fi

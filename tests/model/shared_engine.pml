@@ -1,0 +1,261 @@
+/* The shared engine's phases, its two ways of using the slots, and the sleep between: a model of
+ * src/engines/shared. A comment "model: NAME" in the code stands where the comment NAME stands here.
+ *
+ *   channel.cpp      turn(): raise, arrive, ring
+ *   wait.cpp         wake_sleepers(): look, strike, wake; sleep(): doze, listen, poll, block, rise
+ *   collectives.cpp  reduce_flat(): put, take; reduce_sliced(): put, fold, show, copy
+ *
+ * Every rank makes the same calls: N_SMALL_BEFORE small ones, a large one of N_CHUNKS chunks,
+ * N_SMALL_AFTER small ones of N_SMALL_CHUNKS, so that small and large calls follow each other both ways.
+ *
+ * Checked, over all interleavings:
+ *   no lost wake-up          a rank that sleeps for ever is an invalid end state (the code's own
+ *                            look around every 20 ms, which would hide it, is not in the model)
+ *   no unpublished slot      a reader finds the phase it expects, at the start and at the end
+ *   no reuse while read      a writer finds no reader
+ *   no other flag            a flag holds the phase waited for, or the one three before
+ *
+ * One step is one atomic operation of the code, all of which are sequentially consistent or pairs
+ * of release and acquire on a flag; data races inside a slot show as the failures above. Not in
+ * the model: deaths, deadlines, mismatches, point to point.
+ *
+ * -DBROKEN_... breaks the model as its name says; check.sh sees that each is found.
+ */
+#ifndef N
+#define N 2
+#endif
+#ifndef N_CHUNKS
+#define N_CHUNKS 2
+#endif
+#ifndef N_SMALL_CHUNKS
+#define N_SMALL_CHUNKS 1
+#endif
+#ifdef BROKEN_TWO_SLOTS
+#define SLOTS 2
+#else
+#define SLOTS 3
+#endif
+
+#define AT(r, phase) ((r) * SLOTS + (phase) % SLOTS)
+
+byte flag[N * SLOTS];      /* phase last raised */
+byte n_arrivals;
+byte bell;
+byte n_sleepers;
+bool is_blocked[N];        /* in the kernel */
+
+/* Of each slot, the phase whose chunk it holds: as SHOWN by its rank, and with the rank's slice
+ * FOLDED, which replaces that part of it. */
+#define SHOWN 0
+#define FOLDED (N * SLOTS)
+byte held[2 * N * SLOTS];
+byte n_readers[2 * N * SLOTS];
+
+#ifdef CROWDED
+#define READY (n_arrivals >= phase * N)
+#else
+#define READY (flag[AT(peer, phase)] == phase)
+#endif
+
+/* wake_sleepers() */
+inline wake_sleepers() {
+/* look */
+  if
+  :: n_sleepers == 0
+  :: else ->
+/* strike */
+     bell++;
+/* wake */
+     d_step {
+       i = 0;
+       do
+       :: i < N -> is_blocked[i] = false; i++
+       :: else -> break
+       od;
+       i = 0
+     }
+  fi
+}
+
+/* wait() and sleep(); the polls before are one poll */
+inline wait_until_ready() {
+  do
+  :: READY -> break
+  :: !READY ->
+/* doze */
+     n_sleepers++;
+/* listen */
+     heard = bell;
+#ifndef BROKEN_NO_SECOND_POLL
+/* poll */
+     if
+     :: READY
+     :: !READY ->
+#endif
+/* block */
+        atomic {
+          if
+          :: bell == heard -> is_blocked[_pid] = true
+          :: else
+          fi
+        }
+        !is_blocked[_pid];
+#ifndef BROKEN_NO_SECOND_POLL
+     fi;
+#endif
+/* rise */
+     d_step { n_sleepers--; heard = 0 }
+  od
+}
+
+/* Channel::turn() */
+inline turn() {
+#ifdef BROKEN_RING_BEFORE_RAISE
+  wake_sleepers();
+#endif
+/* raise */
+  assert(phase <= SLOTS || flag[AT(_pid, phase)] == phase - SLOTS);
+  flag[AT(_pid, phase)] = phase;
+#ifdef CROWDED
+/* arrive */
+  atomic { n_arrivals++; is_last = (n_arrivals == phase * N) }
+/* ring */
+  if
+  :: is_last -> wake_sleepers()
+  :: else
+  fi;
+#ifndef BROKEN_NO_WAIT
+  wait_until_ready();
+#endif
+#else
+#ifndef BROKEN_RING_BEFORE_RAISE
+/* ring */
+  wake_sleepers();
+#endif
+#ifndef BROKEN_NO_WAIT
+  peer = 0;
+  do
+  :: peer < N && peer == _pid -> peer++
+  :: peer < N && peer != _pid -> wait_until_ready(); peer++
+  :: peer == N -> break
+  od;
+  peer = 0;
+#endif
+#endif
+  phase++
+}
+
+inline put() {
+  d_step {
+    assert(n_readers[SHOWN + AT(_pid, phase)] == 0 && n_readers[FOLDED + AT(_pid, phase)] == 0);
+    held[SHOWN + AT(_pid, phase)] = phase;
+    held[FOLDED + AT(_pid, phase)] = 0
+  }
+}
+
+/* A reader holds all its peers' slots from its first look to its last: longer than the code. */
+inline read(what, back) {
+  d_step {
+    peer = 0;
+    do
+    :: peer < N ->
+       if
+       :: peer != _pid ->
+          assert(held[what + AT(peer, phase - back)] == phase - back);
+          n_readers[what + AT(peer, phase - back)]++
+       :: else
+       fi;
+       peer++
+    :: else -> break
+    od;
+    peer = 0
+  }
+  d_step {
+    do
+    :: peer < N ->
+       if
+       :: peer != _pid ->
+          assert(held[what + AT(peer, phase - back)] == phase - back);
+          n_readers[what + AT(peer, phase - back)]--
+       :: else
+       fi;
+       peer++
+    :: else -> break
+    od;
+    peer = 0
+  }
+}
+
+/* reduce_flat(), in exchange() */
+inline small_call() {
+  chunk = 0;
+  do
+  :: chunk <= N_SMALL_CHUNKS ->
+     if
+     :: chunk < N_SMALL_CHUNKS ->
+/* put */
+        put()
+     :: else
+     fi;
+     if
+     :: chunk > 0 ->
+/* take */
+        read(SHOWN, 1)
+     :: else
+     fi;
+     if
+     :: chunk < N_SMALL_CHUNKS -> turn()
+     :: else
+     fi;
+     chunk++
+  :: else -> break
+  od;
+  chunk = 0
+}
+
+/* reduce_sliced() */
+inline large_call() {
+  chunk = 0;
+  do
+  :: chunk < N_CHUNKS + 2 ->
+/* put */
+     if
+     :: chunk < N_CHUNKS -> put()
+     :: else
+     fi;
+     if
+     :: chunk >= 1 && chunk <= N_CHUNKS ->
+/* fold */
+        read(SHOWN, 1);
+/* show */
+        d_step {
+          assert(n_readers[FOLDED + AT(_pid, phase - 1)] == 0);
+          held[FOLDED + AT(_pid, phase - 1)] = phase - 1
+        }
+     :: else
+     fi;
+     if
+     :: chunk >= 2 ->
+/* copy */
+        read(FOLDED, 2)
+     :: else
+     fi;
+     if
+     :: chunk <= N_CHUNKS -> turn()
+     :: else
+     fi;
+     chunk++
+  :: else -> break
+  od
+}
+
+active [N] proctype rank() {
+  byte phase = 1;
+  byte peer, i, heard, chunk, call;
+  bool is_last;
+  do
+  :: call == N_SMALL_BEFORE -> large_call(); chunk = 0; call++
+  :: call != N_SMALL_BEFORE && call <= N_SMALL_BEFORE + N_SMALL_AFTER -> small_call(); call++
+  :: call > N_SMALL_BEFORE + N_SMALL_AFTER -> break
+  od
+}
