@@ -13,6 +13,9 @@ printf '%s\n' "${sources[@]}" | xargs clang-format-14 --dry-run --Werror || bad=
 stage "who includes whom"
 awk -f scripts/check_includes.awk "${sources[@]}" || bad=1
 
+stage "tests that the documents name"
+awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') $(git ls-files 'docs/*.md') || bad=1
+
 stage "headers alone"
 targets=(headers_alone)
 [[ " ${sources[*]} " != *" src/nn/"* ]] || ! grep -q '^LOCKSTEP_NN:BOOL=ON' "$build/CMakeCache.txt" ||
