@@ -14,7 +14,7 @@ stage "who includes whom"
 awk -f scripts/check_includes.awk "${sources[@]}" || bad=1
 
 stage "tests that the documents name"
-awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') $(git ls-files 'docs/*.md') || bad=1
+awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md || bad=1
 
 stage "headers alone"
 targets=(headers_alone)
