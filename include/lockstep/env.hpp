@@ -25,8 +25,8 @@ struct Env {
   std::optional<std::string> mpi;
 
   /// LOCKSTEP_TUNE: flat=BYTES,chunk=BYTES,inplace=BYTES, each of them or none: where the shared
-  /// engine changes its algorithm, instead of what was measured for such a CPU. `lockstep bench
-  /// --tune` prints what is best here. The maker of a group decides for it.
+  /// engine changes its algorithm, instead of what was measured (docs/performance.md). The maker of
+  /// a group decides for it.
   std::optional<std::string> tune;
 
   static Env read();

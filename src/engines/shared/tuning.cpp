@@ -30,7 +30,7 @@ Tuning tuning_for(int n_ranks, const std::optional<std::string>& variable) {
     throw UsageError({.operation = "init_dist"},
                      fmt::format("LOCKSTEP_TUNE has '{}'; it takes flat=BYTES, chunk=BYTES (4096 "
                                  "and more) and inplace=BYTES, with commas between "
-                                 "(lockstep bench --tune)",
+                                 "(docs/performance.md)",
                                  item));
   };
   std::string_view rest = variable ? std::string_view(*variable) : std::string_view();

@@ -18,8 +18,8 @@ struct Tuning {
   std::uint64_t in_place_bytes;
 };
 
-/// What was measured for such a CPU (`lockstep bench --tune`), with what LOCKSTEP_TUNE says
-/// instead. Throws UsageError where it says something else than Env::tune allows.
+/// What was measured to be best, with what LOCKSTEP_TUNE says instead. Throws UsageError where it
+/// says something else than Env::tune allows.
 Tuning tuning_for(int n_ranks, const std::optional<std::string>& variable);
 /// With this process's LOCKSTEP_TUNE.
 Tuning tuning_for(int n_ranks);

@@ -1,0 +1,147 @@
+// SyncBatchNorm over the ranks of `lockstep run -n 2 -- bench_sync_batch_norm` against libtorch's
+// BatchNorm, which synchronises nothing, on one thread per rank. The two take turns, block by
+// block; a row is the median of the blocks' medians, in us, on rank 0.
+
+#include <fmt/format.h>
+#include <malloc.h>
+#include <sched.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <lockstep/lockstep.hpp>
+#include <lockstep/nn.hpp>
+#include <vector>
+
+namespace {
+
+using torch::Tensor;
+using Clock = std::chrono::steady_clock;
+
+constexpr int kBlocks = 7;
+constexpr std::chrono::milliseconds kBlockTime{60};
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+                   values.end());
+  return values[values.size() / 2];
+}
+
+struct Times {
+  double forward_us;
+  double backward_us;
+};
+
+/// One step per call of the layer, over one activation.
+template <class Layer>
+class Contestant {
+ public:
+  Contestant(Layer layer, Tensor x, Tensor dy)
+      : layer_(std::move(layer)), x_(std::move(x)), dy_(std::move(dy)) {
+    step();
+    n_steps_ = lockstep::all_reduce_value(
+        static_cast<int>(std::clamp(kBlockTime.count() * 1e3 / total(step()), 3.0, 1000.0)),
+        lockstep::ReduceOp::min);
+  }
+
+  Times block() {
+    std::vector<double> forward;
+    std::vector<double> backward;
+    lockstep::barrier();
+    for (int i = 0; i < n_steps_; ++i) {
+      const Times times = step();
+      forward.push_back(times.forward_us);
+      backward.push_back(times.backward_us);
+    }
+    return {median(forward), median(backward)};
+  }
+
+ private:
+  static double total(Times times) { return times.forward_us + times.backward_us; }
+
+  Times step() {
+    using Us = std::chrono::duration<double, std::micro>;
+    const auto begin = Clock::now();
+    const Tensor y = layer_->forward(x_);
+    const auto middle = Clock::now();
+    const auto gradients = torch::autograd::grad({y}, {x_, layer_->weight, layer_->bias}, {dy_});
+    return {Us(middle - begin).count(), Us(Clock::now() - middle).count()};
+  }
+
+  Layer layer_;
+  Tensor x_;
+  Tensor dy_;
+  int n_steps_ = 3;
+};
+
+struct Shape {
+  std::vector<std::int64_t> sizes;
+  bool is_channels_last;
+};
+
+template <class Plain, class Synchronised>
+void compare(const Shape& shape, bool prints) {
+  Tensor x = torch::randn(shape.sizes);
+  Tensor dy = torch::randn(shape.sizes);
+  if (shape.is_channels_last) {
+    x = x.contiguous(at::MemoryFormat::ChannelsLast);
+    dy = dy.contiguous(at::MemoryFormat::ChannelsLast);
+  }
+  x.set_requires_grad(true);
+  const std::int64_t channels = shape.sizes[1];
+  Contestant plain(Plain(channels), x, dy);
+  Contestant synchronised(Synchronised(channels), x, dy);
+  std::array<std::vector<double>, 4> us;
+  for (int i = 0; i < kBlocks; ++i) {
+    const Times theirs = plain.block();
+    const Times ours = synchronised.block();
+    us[0].push_back(theirs.forward_us);
+    us[1].push_back(ours.forward_us);
+    us[2].push_back(theirs.backward_us);
+    us[3].push_back(ours.backward_us);
+  }
+  if (!prints) return;
+  fmt::print("{:<14} {:<13} {:>9.1f} {:>9.1f} {:>6.2f} {:>9.1f} {:>9.1f} {:>6.2f}\n",
+             fmt::format("{}", fmt::join(shape.sizes, "x")),
+             shape.sizes.size() == 2  ? ""
+             : shape.is_channels_last ? "channels-last"
+                                      : "NCHW",
+             median(us[0]), median(us[1]), median(us[0]) / median(us[1]), median(us[2]),
+             median(us[3]), median(us[2]) / median(us[3]));
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main() {
+  lockstep::init_dist();
+  torch::set_num_threads(1);
+  // Else every activation is mapped and unmapped anew, and both sides measure page faults.
+  ::mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  ::mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<std::size_t>(lockstep::get_local_rank()), &cores);
+  ::sched_setaffinity(0, sizeof cores, &cores);
+  const bool prints = lockstep::is_main_process();
+  if (prints) {
+    fmt::print(
+        "{} ranks, f32, libtorch {}; median us of {} blocks\n"
+        "{:<28} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6}\n",
+        lockstep::get_world_size(), TORCH_VERSION, kBlocks, "", "torch fwd", "ours", "ratio",
+        "torch bwd", "ours", "ratio");
+  }
+  for (const auto& sizes :
+       {std::vector<std::int64_t>{32, 64, 56, 56}, {32, 256, 14, 14}, {8, 64, 112, 112}}) {
+    for (const bool is_channels_last : {false, true}) {
+      compare<torch::nn::BatchNorm2d, lockstep::nn::SyncBatchNorm2d>({sizes, is_channels_last},
+                                                                     prints);
+    }
+  }
+  compare<torch::nn::BatchNorm1d, lockstep::nn::SyncBatchNorm1d>({{256, 128}, false}, prints);
+  lockstep::destroy_dist();
+  return 0;
+}
