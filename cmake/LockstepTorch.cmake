@@ -41,3 +41,11 @@ target_link_libraries(lockstep_torch INTERFACE ${TORCH_LIBRARIES})
 target_include_directories(lockstep_torch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
 separate_arguments(lockstep_torch_flags UNIX_COMMAND "${TORCH_CXX_FLAGS}")
 target_compile_options(lockstep_torch INTERFACE ${lockstep_torch_flags})
+# Another libtorch's headers may bring an fmt of their own, which comes before the system's, but no
+# library of it.
+foreach(dir IN LISTS TORCH_INCLUDE_DIRS)
+  if(LOCKSTEP_TORCH_DIR AND EXISTS ${dir}/fmt/format.h)
+    target_compile_definitions(lockstep_torch INTERFACE FMT_HEADER_ONLY)
+    break()
+  endif()
+endforeach()
