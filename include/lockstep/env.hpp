@@ -23,6 +23,13 @@ struct Env {
   /// LOCKSTEP_MPI: openmpi|mpich|PATH: the module of the mpi engine, where the launcher's variables
   /// do not say it. PATH has a slash.
   std::optional<std::string> mpi;
+  /// LOCKSTEP_CHECK: off|light|full, the same on all ranks: what ranks compare of every collective
+  /// before they take each other's data. light, the default: operation, type, count, root and
+  /// reduction. full: the source line too, so that a barrier only some ranks come to is not taken
+  /// for a later one; each collective must then stand on one line for all ranks. off: nothing, on
+  /// mpi, gloo and nccl, where ranks that differ then get wrong data or a TimeoutError; the shared
+  /// engine, where it costs nothing, compares as for light. See docs/mpi.md.
+  std::optional<std::string> check;
 
   /// LOCKSTEP_TUNE: flat=BYTES,chunk=BYTES,inplace=BYTES, each of them or none: where the shared
   /// engine changes its algorithm, instead of what was measured (docs/performance.md). The maker of

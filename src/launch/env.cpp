@@ -4,6 +4,7 @@
 #include <cmath>
 #include <lockstep/env.hpp>
 
+#include "comm/check.hpp"
 #include "engines/shared/tuning.hpp"
 #include "launch/variables.hpp"
 
@@ -21,6 +22,10 @@ Env Env::read() {
   if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
     launch::refuse(
         fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));
+  }
+  env.check = variable("LOCKSTEP_CHECK");
+  if (env.check && !comm::parse_check(*env.check)) {
+    launch::refuse(fmt::format("LOCKSTEP_CHECK is '{}'; it takes off, light or full", *env.check));
   }
   if (variable("LOCKSTEP_RESTART")) {
     env.restart = launch::number("lockstep run", {"LOCKSTEP_RESTART"}, 0, launch::kMostRanks).value;

@@ -99,6 +99,28 @@ TEST_P(Failures, different_counts_types_roots_and_reductions) {
   });
 }
 
+// Without `full` it would meet the others' later barrier.
+TEST_P(Failures, a_barrier_of_one_rank_is_known_by_its_line) {
+  ::setenv("LOCKSTEP_CHECK", "full", 1);
+  run([] {
+    for (int i = 0; i < 3; ++i) barrier();
+    const std::string text = text_of<MismatchError>([] {
+      if (get_rank() == 0) barrier();
+      barrier();
+    });
+    expect_contains(text, "\n  0     barrier");
+    expect_contains(text, "\n  1     barrier");
+    const std::string file = "failures_test.cpp:";
+    const auto first = text.find(file, text.find("\n  0 ")),
+               second = text.find(file, text.find("\n  1 "));
+    ASSERT_NE(second, std::string::npos) << text;
+    EXPECT_EQ(std::stoi(text.substr(first + file.size())) + 1,
+              std::stoi(text.substr(second + file.size())))
+        << text;
+  });
+  ::unsetenv("LOCKSTEP_CHECK");
+}
+
 TEST_P(Failures, send_and_recv_of_different_counts) {
   run([] {
     const Group group = default_group();

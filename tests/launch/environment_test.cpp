@@ -262,6 +262,8 @@ TEST(EnvironmentTest, timeouts_that_are_none) {
 }
 
 TEST(EnvironmentTest, instruction_sets_that_are_none) {
+  EXPECT_EQ(refusal({{"LOCKSTEP_CHECK", "most"}}),
+            "LOCKSTEP_CHECK is 'most'; it takes off, light or full");
   EXPECT_EQ(refusal({{"LOCKSTEP_SIMD", "mmx"}}),
             "LOCKSTEP_SIMD is 'mmx'; it takes scalar, avx2 or avx512");
 }

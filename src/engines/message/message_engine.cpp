@@ -6,11 +6,13 @@
 #include <array>
 #include <cstring>
 #include <iterator>
+#include <optional>
 #include <span>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "comm/check.hpp"
 #include "kernels/reduce.hpp"
 
 namespace lockstep::message {
@@ -25,7 +27,7 @@ constexpr std::size_t kFlatBytes = 16 << 10;
 /// The root of a reduce holds this much of each rank at a time.
 constexpr std::size_t kChunkBytes = 16 << 20;
 
-/// What ranks compare before any data moves.
+/// What ranks compare before they take any data.
 struct Header {
   std::uint8_t op;
   std::uint8_t dtype;
@@ -39,6 +41,14 @@ struct Header {
   std::array<char, 96> file;
 };
 static_assert(std::is_trivially_copyable_v<Header>);
+
+/// The first message of a call. Its length is the same whatever the call, so that ranks that make
+/// different calls can read each other; data that fits rides in it, and no other message follows.
+struct First {
+  Header header;
+  std::array<std::byte, 120> payload;
+};
+static_assert(sizeof(First) == 256);
 
 bool has_root(Op op) {
   return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter ||
@@ -70,9 +80,15 @@ Header header_of(const Call& call, int color = 0, int key = 0) {
   return header;
 }
 
-bool agree(const Header& a, const Header& b) {
+std::string_view file_of(const Header& header) {
+  const std::string_view path(header.file.data());
+  return path.substr(path.find_last_of('/') + 1);
+}
+
+bool agree(const Header& a, const Header& b, bool compares_sites) {
   const auto op = static_cast<Op>(a.op);
   if (a.op != b.op) return false;
+  if (compares_sites && (a.line != b.line || file_of(a) != file_of(b))) return false;
   if (moves_data(op) && (a.dtype != b.dtype || a.count != b.count || a.counts != b.counts)) {
     return false;
   }
@@ -90,7 +106,6 @@ std::string table_of(std::span<const Row> rows) {
       "  rank  operation       type  count       root  reduction  where";
   for (const auto& [rank, header] : rows) {
     const auto op = static_cast<Op>(header.op);
-    const std::string_view file(header.file.data());
     fmt::format_to(std::back_inserter(table),
                    "\n  {:<4}  {:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}:{}", rank, name_of(op),
                    moves_data(op) ? name_of(static_cast<DType>(header.dtype)) : "-",
@@ -99,7 +114,7 @@ std::string table_of(std::span<const Row> rows) {
                                         : std::to_string(header.count),
                    has_root(op) ? std::to_string(header.root) : "-",
                    has_reduction(op) ? name_of(static_cast<ReduceOp>(header.reduce)) : "-",
-                   file.substr(file.find_last_of('/') + 1), header.line);
+                   file_of(header), header.line);
   }
   return table;
 }
@@ -113,8 +128,9 @@ class Memory final : public SharedMemory {
   mutable std::vector<std::byte> bytes_;
 };
 
-/// Every operation as messages between the ranks: first headers, which are compared, then data.
-/// Reductions are this engine's own: in rank order, of every type, the same bits on all ranks.
+/// Every operation as messages between the ranks: first headers, which are compared, with the data
+/// that fits beside them; then the rest. Where LOCKSTEP_CHECK is off, data only. Reductions are
+/// this engine's own: in rank order, of every type, the same bits on all ranks.
 class MessageEngine final : public Engine {
  public:
   MessageEngine(std::string name, std::unique_ptr<Channel> channel)
@@ -126,7 +142,7 @@ class MessageEngine final : public Engine {
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
-    compare(call, header_of(call), end_of(call));
+    compare(call, header_of(call), {}, end_of(call));
     return std::make_unique<Memory>(call.count);
   }
   void abandon(std::string_view reason) noexcept override { channel_->abandon(reason); }
@@ -155,8 +171,14 @@ class MessageEngine final : public Engine {
   };
 
   static Clock::time_point end_of(const Call& call) { return Clock::now() + call.timeout; }
-  std::vector<Header> compare(const Call& call, const Header& mine, Clock::time_point end);
-  void compare_pair(const Call& call, Clock::time_point end);
+  /// Everybody's first messages, in firsts_, from this rank's. Throws where they disagree.
+  void compare(const Call& call, const Header& mine, std::span<const std::byte> payload,
+               Clock::time_point end);
+  /// How many of this rank's bytes ride in the first message; nullopt: none, they follow.
+  std::optional<std::size_t> n_riding(const Call& call) const;
+  void finish_riding(const Call& call);
+  /// The same for the two ranks of send and recv, whose lines differ. True: the data rode along.
+  bool compare_pair(const Call& call, Clock::time_point end);
   void all_reduce(Step step);
   void reduce(Step step);
   void gather(Step step, bool is_for_all);
@@ -164,11 +186,14 @@ class MessageEngine final : public Engine {
   void all_to_all(Step step);
   /// out <- reduction of this rank's `own` and of the others' parts in `parts`, of n_bytes each.
   void fold(const Call& call, const std::byte* own, std::byte* parts, std::size_t n_bytes,
-            std::byte* out) const;
+            std::byte* out);
   bool is(int r) const { return r == rank(); }
 
   std::string name_;
   std::unique_ptr<Channel> channel_;
+  comm::Check check_ = comm::check_level();
+  std::vector<First> firsts_;
+  std::vector<const void*> in_;
   std::vector<std::byte> scratch_;
 };
 
@@ -180,46 +205,117 @@ void keep(void* to, const void* from, std::size_t n_bytes) {
   if (n_bytes > 0 && to != from) std::memmove(to, from, n_bytes);
 }
 
-std::vector<Header> MessageEngine::compare(const Call& call, const Header& mine,
-                                           Clock::time_point end) {
-  std::vector<Header> all(static_cast<std::size_t>(size()), mine);
+void MessageEngine::compare(const Call& call, const Header& mine,
+                            std::span<const std::byte> payload, Clock::time_point end) {
+  firsts_.resize(static_cast<std::size_t>(size()));
+  First& own = firsts_[static_cast<std::size_t>(rank())];
+  own.header = mine;
+  keep(own.payload.data(), payload.data(), payload.size());
   Step step{*channel_, call, end};
   for (int r = 0; r < size(); ++r) {
-    step.send(r, &mine, sizeof(mine));
-    step.receive(r, &all[static_cast<std::size_t>(r)], sizeof(Header));
+    step.send(r, &own, sizeof(First));
+    step.receive(r, &firsts_[static_cast<std::size_t>(r)], sizeof(First));
   }
   step.run();
-  if (!std::ranges::all_of(all, [&](const Header& other) { return agree(mine, other); })) {
-    std::vector<Row> rows;
-    for (int r = 0; r < size(); ++r) rows.push_back({r, all[static_cast<std::size_t>(r)]});
-    channel_->fail_mismatch(table_of(rows), call);
+  const bool compares_sites = check_ == comm::Check::full;
+  if (std::ranges::all_of(
+          firsts_, [&](const First& other) { return agree(mine, other.header, compares_sites); })) {
+    return;
   }
-  return all;
+  std::vector<Row> rows;
+  for (int r = 0; r < size(); ++r) {
+    rows.push_back({r, firsts_[static_cast<std::size_t>(r)].header});
+  }
+  channel_->fail_mismatch(table_of(rows), call);
 }
 
-void MessageEngine::compare_pair(const Call& call, Clock::time_point end) {
-  const Header mine = header_of(call);
-  Header other{};
+std::optional<std::size_t> MessageEngine::n_riding(const Call& call) const {
+  std::size_t count = call.count, most = count;
+  switch (call.op) {
+    case Op::all_gather:
+    case Op::gather:
+      if (!call.counts.empty()) {
+        count = call.counts[static_cast<std::size_t>(rank())];
+        most = *std::ranges::max_element(call.counts);  // what all ranks know alike
+      }
+      break;
+    case Op::barrier:
+    case Op::all_reduce:
+    case Op::reduce:
+    case Op::broadcast: break;
+    case Op::scatter:
+    case Op::reduce_scatter:
+    case Op::all_to_all:
+    case Op::send:
+    case Op::recv:
+    case Op::split:
+    case Op::allocate: return std::nullopt;
+  }
+  if (call.op == Op::barrier) return 0;
+  if (most * size_of(call.dtype) > sizeof(First::payload)) return std::nullopt;
+  return count * size_of(call.dtype);
+}
+
+void MessageEngine::finish_riding(const Call& call) {
+  const std::size_t n_bytes = call.count * size_of(call.dtype);
+  const auto payload = [this](int r) {
+    return firsts_[static_cast<std::size_t>(r)].payload.data();
+  };
+  if (call.op == Op::broadcast) {
+    keep(call.out, payload(call.root), n_bytes);
+  } else if (call.op == Op::all_reduce || (call.op == Op::reduce && is(call.root))) {
+    in_.clear();
+    for (int r = 0; r < size(); ++r) in_.push_back(payload(r));
+    if (call.count > 0) {
+      kernels::reduce(call.dtype, call.reduce, in_.data(), size(), call.out, call.count);
+    }
+  } else if (call.op == Op::all_gather || (call.op == Op::gather && is(call.root))) {
+    std::size_t at = 0;
+    for (int r = 0; r < size(); ++r) {
+      const std::size_t part =
+          (call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(r)]) *
+          size_of(call.dtype);
+      keep(bytes(call.out) + at, payload(r), part);
+      at += part;
+    }
+  }
+}
+
+bool MessageEngine::compare_pair(const Call& call, Clock::time_point end) {
+  const std::size_t n_bytes = call.count * size_of(call.dtype);
+  const bool rides = n_bytes <= sizeof(First::payload);
+  First mine{header_of(call), {}};
+  First other{};
+  if (rides && call.op == Op::send) keep(mine.payload.data(), call.in, n_bytes);
   Step step{*channel_, call, end};
   step.send(call.root, &mine, sizeof(mine));
   step.receive(call.root, &other, sizeof(other));
   step.run();
   const Op wanted = call.op == Op::send ? Op::recv : Op::send;
-  if (static_cast<Op>(other.op) == wanted && other.root == rank() && other.dtype == mine.dtype &&
-      other.count == mine.count) {
-    return;
+  const Header& header = other.header;
+  if (static_cast<Op>(header.op) != wanted || header.root != rank() ||
+      header.dtype != mine.header.dtype || header.count != mine.header.count) {
+    std::array<Row, 2> rows{Row{rank(), mine.header}, Row{call.root, header}};
+    if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
+    channel_->fail_mismatch(table_of(rows), call);
   }
-  std::array<Row, 2> rows{Row{rank(), mine}, Row{call.root, other}};
-  if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
-  channel_->fail_mismatch(table_of(rows), call);
+  if (rides && call.op == Op::recv) keep(call.out, other.payload.data(), n_bytes);
+  return rides;
 }
 
 void MessageEngine::run(const Call& call) {
   Step step{*channel_, call, end_of(call)};
-  if (call.op == Op::send || call.op == Op::recv) {
-    compare_pair(call, step.end);
-  } else {
-    compare(call, header_of(call), step.end);
+  const bool is_pair = call.op == Op::send || call.op == Op::recv;
+  // A barrier is nothing but this message.
+  if (check_ != comm::Check::off || call.op == Op::barrier) {
+    if (is_pair) {
+      if (compare_pair(call, step.end)) return;
+    } else if (const auto n = n_riding(call)) {
+      compare(call, header_of(call), {bytes(call.in), *n}, step.end);
+      return finish_riding(call);
+    } else {
+      compare(call, header_of(call), {}, step.end);
+    }
   }
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   switch (call.op) {
@@ -259,13 +355,13 @@ void MessageEngine::run(const Call& call) {
 }
 
 void MessageEngine::fold(const Call& call, const std::byte* own, std::byte* parts,
-                         std::size_t n_bytes, std::byte* out) const {
+                         std::size_t n_bytes, std::byte* out) {
   if (n_bytes == 0) return;
-  std::vector<const void*> in;
+  in_.clear();
   for (int r = 0; r < size(); ++r) {
-    in.push_back(is(r) ? own : parts + static_cast<std::size_t>(r) * n_bytes);
+    in_.push_back(is(r) ? own : parts + static_cast<std::size_t>(r) * n_bytes);
   }
-  kernels::reduce(call.dtype, call.reduce, in.data(), size(), out, n_bytes / size_of(call.dtype));
+  kernels::reduce(call.dtype, call.reduce, in_.data(), size(), out, n_bytes / size_of(call.dtype));
 }
 
 void MessageEngine::all_reduce(Step step) {
@@ -364,13 +460,13 @@ void MessageEngine::all_to_all(Step step) {
 
 std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int key) {
   const auto end = end_of(call);
-  const std::vector<Header> all = compare(call, header_of(call, color, key), end);
+  compare(call, header_of(call, color, key), {}, end);
+  const auto said = [this](int r) { return firsts_[static_cast<std::size_t>(r)].header; };
   std::vector<int> members;
   for (int r = 0; r < size(); ++r) {
-    if (all[static_cast<std::size_t>(r)].color == color) members.push_back(r);
+    if (said(r).color == color) members.push_back(r);
   }
-  std::ranges::stable_sort(members, {},
-                           [&](int r) { return all[static_cast<std::size_t>(r)].key; });
+  std::ranges::stable_sort(members, {}, [&](int r) { return said(r).key; });
   return std::make_unique<MessageEngine>(name_, channel_->split(members, call, end));
 }
 

@@ -39,8 +39,8 @@ Parts parts_of(int n_ranks) {
   return parts;
 }
 
-/// 32 bits of everything the ranks must agree on.
-std::uint32_t fingerprint_of(const Call& call) {
+/// 32 bits of everything the ranks must agree on; `site`: 0, or also a hash of the source line.
+std::uint32_t fingerprint_of(const Call& call, std::uint64_t site) {
   std::uint64_t hash = pack_what(call);
   const auto mix = [&hash](std::uint64_t value) {
     hash = (hash ^ value) * 0x9e3779b97f4a7c15ULL;
@@ -48,6 +48,7 @@ std::uint32_t fingerprint_of(const Call& call) {
   };
   mix(call.counts.empty() ? call.count : 0);
   for (const std::size_t count : call.counts) mix(count);
+  if (site != 0) mix(site);
   return static_cast<std::uint32_t>(hash >> 16U);
 }
 
@@ -92,13 +93,14 @@ std::byte* Channel::place(int rank, int back, std::size_t n_bytes) const noexcep
 
 void Channel::begin(const Call& call) {
   if (has_failed()) throw_failure(call);  // found by others while this rank was elsewhere
-  fingerprint_ = fingerprint_of(call);
   has_waited_ = false;
   if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
     site_file_ = call.where.file_name();
     site_line_ = call.where.line();
     site_ = seat_->site(call.where);
+    if (compares_sites_) site_hash_ = comm::hash_of(call.where);
   }
+  fingerprint_ = fingerprint_of(call, site_hash_);
   CallRecord& record = lane(rank_).record;
   record.sequence.store(call.sequence, std::memory_order_relaxed);
   record.what.store(pack_what(call), std::memory_order_relaxed);

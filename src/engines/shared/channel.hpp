@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/check.hpp"
 #include "engines/shared/layout.hpp"
 #include "engines/shared/seat.hpp"
 #include "engines/shared/segment.hpp"
@@ -160,6 +161,8 @@ class Channel {
   const char* site_file_ = nullptr;
   std::uint_least32_t site_line_ = 0;
   std::uint32_t site_ = 0;
+  std::uint64_t site_hash_ = 0;
+  const bool compares_sites_ = comm::check_level() == comm::Check::full;
   std::chrono::steady_clock::time_point wait_began_;
   bool has_waited_ = false;  ///< wait_began_ is of this call
 };
