@@ -43,28 +43,35 @@ class MpiTest : public ::testing::TestWithParam<Mpi> {
     return command.wait();
   }
 
-  static void expect_conformance(int n_ranks) {
+  static void expect_conformance(int n_ranks) { expect_passes(n_ranks, "Conformance", 19); }
+
+  /// The tests of that suite of core_tests pass on each rank. `variables`: as for env.
+  static void expect_passes(int n_ranks, const std::string& suite, int n_tests,
+                            const std::string& variables = "") {
     // To a file each: in mpirun's own output the ranks' lines may break in the middle.
     const TemporaryFolder outputs;
     const Ended ended =
-        mpirun(n_ranks, fmt::format("sh -c 'exec {} --gtest_brief=1 --gtest_color=no "
-                                    "--gtest_filter=*/launched >{}/$$'",
-                                    CORE_TESTS_PROGRAM, outputs.path()));
+        mpirun(n_ranks, fmt::format("env {} sh -c 'exec {} --gtest_brief=1 --gtest_color=no "
+                                    "--gtest_filter=*/{}.*/launched >{}/$$'",
+                                    variables, CORE_TESTS_PROGRAM, suite, outputs.path()));
     EXPECT_EQ(ended.exit_code, 0) << ended.out;
     EXPECT_EQ(ended.err, "");
     int n_outputs = 0;
     for (const auto& output : std::filesystem::directory_iterator(outputs.path())) {
       ++n_outputs;
       const std::string text = contents_of(output.path());
-      EXPECT_NE(text.find("[  PASSED  ] 19 tests."), std::string::npos) << text;
+      EXPECT_NE(text.find(fmt::format("[  PASSED  ] {} tests.", n_tests)), std::string::npos)
+          << text;
     }
     EXPECT_EQ(n_outputs, n_ranks);
   }
 
-  static void expect_failure(const std::string& fault, const std::string& text) {
+  static void expect_failure(const std::string& fault, const std::string& text,
+                             const std::string& variables = "") {
     const TemporaryFolder said;
-    const Ended ended = mpirun(3, fmt::format("{} {} {}", OVER_MPI_PROGRAM, fault, said.path()),
-                               fault == "late" ? "1" : "60");
+    const Ended ended =
+        mpirun(3, fmt::format("env {} {} {} {}", variables, OVER_MPI_PROGRAM, fault, said.path()),
+               fault == "late" ? "1" : "60");
     EXPECT_NE(ended.exit_code, 0);
     for (int rank = 0; rank < 3; ++rank) {
       EXPECT_NE(ended.err.find(fmt::format("rank {}: ", rank)), std::string::npos) << ended.err;
@@ -84,8 +91,32 @@ TEST_P(MpiTest, conformance_of_3) { expect_conformance(3); }
 TEST_P(MpiTest, conformance_of_4) { expect_conformance(4); }
 TEST_P(MpiTest, conformance_of_8) { expect_conformance(8); }
 
+// Told to be on several hosts: shared memory inside each, MPI between them.
+TEST_P(MpiTest, conformance_of_hosts_with_mpi_between) {
+  for (const int n_ranks : {2, 3, 4, 8}) {
+    expect_passes(n_ranks, "Conformance", 19, "LOCKSTEP_TEST_HOSTS=1");
+  }
+}
+
+TEST_P(MpiTest, conformance_of_other_levels_of_checking) {
+  expect_passes(3, "Conformance", 19, "LOCKSTEP_CHECK=off");
+  expect_passes(3, "Conformance", 19, "LOCKSTEP_CHECK=full");
+}
+
+TEST_P(MpiTest, mmengine_cases) {
+  for (const char* variables : {"", "LOCKSTEP_TEST_HOSTS=1"}) {
+    expect_passes(2, "MmengineCases", 13, variables);
+  }
+  expect_passes(1, "MmengineCases", 13);
+}
+
 TEST_P(MpiTest, ranks_that_make_different_calls_get_the_table) {
   expect_failure("mismatch", "  2     barrier");
+}
+TEST_P(MpiTest, a_barrier_of_one_rank_is_known_by_its_line) {
+  expect_failure("conditional",
+                 "  0     barrier         -     -           -     -          over_mpi",
+                 "LOCKSTEP_CHECK=full");
 }
 TEST_P(MpiTest, an_exception_on_one_rank_reaches_the_others) {
   expect_failure("throw", "out of sheets");

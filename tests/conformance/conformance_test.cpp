@@ -21,7 +21,9 @@ class Conformance : public ::testing::TestWithParam<Setting> {
 
 std::vector<Setting> settings() {
 #ifdef LOCKSTEP_CONFORMANCE_GLOO  // in nn_tests: what core_tests does not have
-  return {{Form::gloo, 1}, {Form::gloo, 2}, {Form::gloo, 3}, {Form::gloo, 4}, {Form::gloo, 8}};
+  return {{Form::gloo, 1},       {Form::gloo, 2},       {Form::gloo, 3},
+          {Form::gloo, 4},       {Form::gloo, 8},       {Form::gloo_hosts, 2},
+          {Form::gloo_hosts, 3}, {Form::gloo_hosts, 4}, {Form::gloo_hosts, 8}};
 #endif
   // Under mpirun: `LOCKSTEP_TEST_BACKEND=mpi mpirun -n 3 core_tests --gtest_filter=*/launched`.
   if (std::getenv("LOCKSTEP_TEST_BACKEND") != nullptr) return {{Form::launched, 0}};
@@ -29,6 +31,7 @@ std::vector<Setting> settings() {
   for (const int n : {1, 2, 3, 4, 8}) {
     all.push_back({Form::threads, n});
     all.push_back({Form::processes, n});
+    if (n > 1) all.push_back({Form::hosts, n});
   }
   return all;
 }
@@ -40,6 +43,11 @@ constexpr DType kTypes[] = {DType::u8,  DType::i8,   DType::i32, DType::i64,
                             DType::f16, DType::bf16, DType::f32, DType::f64};
 constexpr ReduceOp kOps[] = {ReduceOp::sum,  ReduceOp::product, ReduceOp::min,  ReduceOp::max,
                              ReduceOp::band, ReduceOp::bor,     ReduceOp::bxor, ReduceOp::mean};
+/// What a whole group's all_reduce and reduce give.
+Bytes folded(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks) {
+  return hosts().empty() ? reduced(dtype, op, count, seed, n_ranks)
+                         : reduced_by_host(dtype, op, count, seed, hosts());
+}
 /// Around the borders of the inline payload, a slot, a slice; none; one; odd.
 constexpr std::size_t kCounts[] = {0, 1, 7, 31, 62, 63, 1000, 4097, 70'001};
 
@@ -52,7 +60,7 @@ TEST_P(Conformance, all_reduce_of_every_type_and_reduction) {
         for (const std::size_t count : {std::size_t{1}, std::size_t{67}, std::size_t{33'333}}) {
           Bytes data = values(dtype, count, /*seed=*/count, group.rank());
           group.all_reduce({data.data(), count, dtype}, op);
-          ASSERT_EQ(data, reduced(dtype, op, count, /*seed=*/count, group.size()))
+          ASSERT_EQ(data, folded(dtype, op, count, /*seed=*/count, group.size()))
               << name_of(dtype) << ' ' << name_of(op) << ' ' << count;
         }
       }
@@ -67,7 +75,7 @@ TEST_P(Conformance, all_reduce_of_every_length) {
       for (const DType dtype : {DType::u8, DType::f32, DType::f64}) {
         Bytes data = values(dtype, count, /*seed=*/1, group.rank());
         group.all_reduce({data.data(), count, dtype});
-        ASSERT_EQ(data, reduced(dtype, ReduceOp::sum, count, /*seed=*/1, group.size())) << count;
+        ASSERT_EQ(data, folded(dtype, ReduceOp::sum, count, /*seed=*/1, group.size())) << count;
       }
     }
   });
@@ -79,7 +87,7 @@ TEST_P(Conformance, all_reduce_of_many_chunks) {
     const std::size_t count = 1'000'003;
     Bytes data = values(DType::f32, count, /*seed=*/2, group.rank());
     group.all_reduce({data.data(), count, DType::f32}, ReduceOp::mean);
-    ASSERT_EQ(data, reduced(DType::f32, ReduceOp::mean, count, /*seed=*/2, group.size()));
+    ASSERT_EQ(data, folded(DType::f32, ReduceOp::mean, count, /*seed=*/2, group.size()));
   });
 }
 
@@ -92,7 +100,7 @@ TEST_P(Conformance, all_reduce_in_shared_buffers) {
       const Bytes mine = values(DType::f32, count, /*seed=*/3, group.rank());
       std::memcpy(buffer.data(), mine.data(), mine.size());
       group.all_reduce({buffer.data(), count, DType::f32});
-      const Bytes expected = reduced(DType::f32, ReduceOp::sum, count, /*seed=*/3, group.size());
+      const Bytes expected = folded(DType::f32, ReduceOp::sum, count, /*seed=*/3, group.size());
       ASSERT_EQ(std::memcmp(buffer.data(), expected.data(), expected.size()), 0) << count;
     }
     // At another place of the buffer, and beside ordinary memory on one rank.
@@ -101,7 +109,7 @@ TEST_P(Conformance, all_reduce_in_shared_buffers) {
     std::memcpy(buffer.data() + 4096, ordinary.data(), ordinary.size());
     void* data = group.rank() == 0 ? ordinary.data() : buffer.data() + 4096;
     group.all_reduce({data, count, DType::f32}, ReduceOp::max);
-    const Bytes expected = reduced(DType::f32, ReduceOp::max, count, /*seed=*/4, group.size());
+    const Bytes expected = folded(DType::f32, ReduceOp::max, count, /*seed=*/4, group.size());
     ASSERT_EQ(std::memcmp(data, expected.data(), expected.size()), 0);
     // A second buffer, after the first is gone.
     buffer = group.allocate(64);
@@ -120,7 +128,7 @@ TEST_P(Conformance, reduce_leaves_other_ranks_alone) {
         group.reduce({data.data(), count, DType::i32}, root, ReduceOp::sum);
         const bool is_root = root == group.rank();
         ASSERT_EQ(data,
-                  is_root ? reduced(DType::i32, ReduceOp::sum, count, 5, group.size()) : before);
+                  is_root ? folded(DType::i32, ReduceOp::sum, count, 5, group.size()) : before);
       }
     }
   });
@@ -358,9 +366,9 @@ TEST_P(Conformance, values_and_seed_are_alike_on_all_ranks) {
 }
 
 TEST_P(Conformance, ten_thousand_mixed_collectives) {
-  // A call over TCP takes milliseconds where ranks are more than cores.
+  // A call over TCP, or over several levels, takes milliseconds where ranks are more than cores.
   const Form form = GetParam().form;
-  const bool is_slow = form == Form::gloo || form == Form::launched;
+  const bool is_slow = form != Form::solo && form != Form::threads && form != Form::processes;
   const int n_calls = is_slow ? 300 : GetParam().n_ranks > 4 ? 2'500 : 10'000;
   run([n_calls] {
     const Group group = default_group();
@@ -381,12 +389,12 @@ TEST_P(Conformance, ten_thousand_mixed_collectives) {
         case 0: group.barrier(); break;
         case 1:
           group.all_reduce({data.data(), count, dtype}, op);
-          ASSERT_EQ(data, reduced(dtype, op, count, seed, group.size())) << call;
+          ASSERT_EQ(data, folded(dtype, op, count, seed, group.size())) << call;
           break;
         case 2:
           group.reduce({data.data(), count, dtype}, root, op);
           ASSERT_EQ(data,
-                    root == group.rank() ? reduced(dtype, op, count, seed, group.size()) : mine);
+                    root == group.rank() ? folded(dtype, op, count, seed, group.size()) : mine);
           break;
         case 3:
           group.broadcast({data.data(), count, dtype}, root);

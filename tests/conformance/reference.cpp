@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 namespace lockstep::test {
 namespace {
@@ -58,6 +59,49 @@ W fold(ReduceOp op, W a, W b) {
   return a;
 }
 
+/// `hosts` in order of their lowest ranks: each one's ranks.
+template <class T>
+Bytes reduced_as(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
+                 const std::vector<std::vector<int>>& hosts) {
+  // Products and sums of narrow integers wrap at every step; a mean does not.
+  const auto step = [op](Wide<T> a, Wide<T> b) {
+    const Wide<T> result = fold(op, a, b);
+    if constexpr (std::is_integral_v<T>) {
+      if (op != ReduceOp::mean) return static_cast<Wide<T>>(static_cast<T>(result));
+    }
+    return result;
+  };
+  std::vector<Wide<T>> sums;
+  std::size_t n_ranks = 0;
+  for (const std::vector<int>& ranks : hosts) {
+    std::vector<Wide<T>> partial;
+    for (const int rank : ranks) {
+      ++n_ranks;
+      const Bytes data = values(dtype, count, seed, rank);
+      const bool is_first = partial.empty();
+      partial.resize(count);
+      for (std::size_t i = 0; i < count; ++i) {
+        T element;
+        std::memcpy(&element, data.data() + i * sizeof(T), sizeof(T));
+        const auto value = static_cast<Wide<T>>(element);
+        partial[i] = is_first ? value : step(partial[i], value);
+      }
+    }
+    if (sums.empty()) {
+      sums = std::move(partial);
+      continue;
+    }
+    for (std::size_t i = 0; i < count; ++i) sums[i] = step(sums[i], partial[i]);
+  }
+  Bytes bytes(count * sizeof(T));
+  for (std::size_t i = 0; i < count; ++i) {
+    if (op == ReduceOp::mean) sums[i] = sums[i] / static_cast<Wide<T>>(n_ranks);
+    const T value = static_cast<T>(sums[i]);
+    std::memcpy(bytes.data() + i * sizeof(T), &value, sizeof(T));
+  }
+  return bytes;
+}
+
 }  // namespace
 
 Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank) {
@@ -81,29 +125,18 @@ Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank) {
 }
 
 Bytes reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks) {
-  return visit(dtype, [&]<class T>(T) {
-    std::vector<Wide<T>> sums(count);
-    for (int rank = 0; rank < n_ranks; ++rank) {
-      const Bytes data = values(dtype, count, seed, rank);
-      for (std::size_t i = 0; i < count; ++i) {
-        T element;
-        std::memcpy(&element, data.data() + i * sizeof(T), sizeof(T));
-        const auto value = static_cast<Wide<T>>(element);
-        sums[i] = rank == 0 ? value : fold(op, sums[i], value);
-        // Products and sums of narrow integers wrap at every step; a mean does not.
-        if constexpr (std::is_integral_v<T>) {
-          if (op != ReduceOp::mean) sums[i] = static_cast<T>(sums[i]);
-        }
-      }
-    }
-    Bytes bytes(count * sizeof(T));
-    for (std::size_t i = 0; i < count; ++i) {
-      if (op == ReduceOp::mean) sums[i] = sums[i] / static_cast<Wide<T>>(n_ranks);
-      const T value = static_cast<T>(sums[i]);
-      std::memcpy(bytes.data() + i * sizeof(T), &value, sizeof(T));
-    }
-    return bytes;
-  });
+  return reduced_by_host(dtype, op, count, seed,
+                         std::vector<int>(static_cast<std::size_t>(n_ranks), 0));
+}
+
+Bytes reduced_by_host(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
+                      const std::vector<int>& hosts) {
+  std::vector<std::vector<int>> ranks(hosts.size());
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+    ranks[static_cast<std::size_t>(hosts[rank])].push_back(static_cast<int>(rank));
+  }
+  std::erase_if(ranks, [](const std::vector<int>& some) { return some.empty(); });
+  return visit(dtype, [&]<class T>(T) { return reduced_as<T>(dtype, op, count, seed, ranks); });
 }
 
 bool is_bitwise(ReduceOp op) {

@@ -16,6 +16,11 @@ Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank);
 /// values() of n ranks, folded in rank order.
 Bytes reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks);
 
+/// values() of the ranks of several hosts: each host's in rank order, then the hosts in the order
+/// of their lowest ranks. `hosts`: for each rank the lowest rank on its host.
+Bytes reduced_by_host(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
+                      const std::vector<int>& hosts);
+
 bool is_bitwise(ReduceOp op);
 void append(Bytes& to, const Bytes& what);
 /// The rank-th piece of n_bytes.

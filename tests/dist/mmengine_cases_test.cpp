@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <lockstep/lockstep.hpp>
@@ -31,9 +32,16 @@ class MmengineCases : public ::testing::TestWithParam<Setting> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Engines, MmengineCases,
-                         ::testing::Values(Setting{Form::solo, 1}, Setting{Form::threads, 2},
-                                           Setting{Form::processes, 2}),
+std::vector<Setting> settings() {
+#ifdef LOCKSTEP_CONFORMANCE_GLOO  // in nn_tests
+  return {{Form::gloo, 1}, {Form::gloo, 2}, {Form::gloo_hosts, 2}};
+#endif
+  // Under mpirun, of one or two ranks.
+  if (std::getenv("LOCKSTEP_TEST_BACKEND") != nullptr) return {{Form::launched, 0}};
+  return {{Form::solo, 1}, {Form::threads, 2}, {Form::processes, 2}, {Form::hosts, 2}};
+}
+
+INSTANTIATE_TEST_SUITE_P(Engines, MmengineCases, ::testing::ValuesIn(settings()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(MmengineCases, who_am_i) {
@@ -176,7 +184,10 @@ TEST_P(MmengineCases, collect_results) {
                                              : std::vector<json>{24, json{{"a", "b"}}};
     const std::size_t size = is_pair ? 4 : 2;
     check(lockstep::collect_results(mine, size), rank, is_pair);
-    check(lockstep::collect_results(mine, size, folder), rank, is_pair);
+    std::string common = folder;  // where mpirun started the ranks, each has made one
+    lockstep::broadcast_object(common);
+    check(lockstep::collect_results(mine, size, common), rank, is_pair);
+    lockstep::barrier();
   });
   EXPECT_TRUE(std::filesystem::is_directory(folder)) << "the user's folder is gone";
   std::filesystem::remove_all(folder);

@@ -62,66 +62,6 @@ const std::vector<Hosts>& layouts() {
   return all;
 }
 
-template <class W>
-W fold(ReduceOp op, W a, W b) {
-  switch (op) {
-    case ReduceOp::product: return a * b;
-    case ReduceOp::min: return std::min(a, b);
-    case ReduceOp::max: return std::max(a, b);
-    case ReduceOp::sum:
-    case ReduceOp::mean:
-    case ReduceOp::band:
-    case ReduceOp::bor:
-    case ReduceOp::bxor: break;
-  }
-  return a + b;
-}
-
-/// Floating point: each host's ranks in order, then the hosts, in W; rounded once.
-template <class T, class W>
-Bytes folded_by_host(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
-                     const Hosts& hosts) {
-  std::vector<std::vector<W>> partials(hosts.size());
-  for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
-    const Bytes bytes = test::values(dtype, count, seed, static_cast<int>(rank));
-    auto& partial = partials[static_cast<std::size_t>(hosts[rank])];
-    const bool is_first = partial.empty();
-    partial.resize(count);
-    for (std::size_t i = 0; i < count; ++i) {
-      T value;
-      std::memcpy(&value, bytes.data() + i * sizeof(T), sizeof(T));
-      partial[i] = is_first ? static_cast<W>(value) : fold(op, partial[i], static_cast<W>(value));
-    }
-  }
-  std::vector<T> result(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    W sum = partials[0][i];
-    for (std::size_t host = 1; host < hosts.size(); ++host) {
-      if (!partials[host].empty()) sum = fold(op, sum, partials[host][i]);
-    }
-    if (op == ReduceOp::mean) sum = sum / static_cast<W>(hosts.size());
-    result[i] = static_cast<T>(sum);
-  }
-  Bytes bytes(count * sizeof(T));
-  std::memcpy(bytes.data(), result.data(), bytes.size());
-  return bytes;
-}
-
-Bytes expected(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
-               const Hosts& hosts) {
-  switch (dtype) {
-    case DType::f16: return folded_by_host<Float16, float>(dtype, op, count, seed, hosts);
-    case DType::bf16: return folded_by_host<BFloat16, float>(dtype, op, count, seed, hosts);
-    case DType::f32: return folded_by_host<float, float>(dtype, op, count, seed, hosts);
-    case DType::f64: return folded_by_host<double, double>(dtype, op, count, seed, hosts);
-    case DType::u8:
-    case DType::i8:
-    case DType::i32:
-    case DType::i64: break;
-  }
-  return test::reduced(dtype, op, count, seed, static_cast<int>(hosts.size()));
-}
-
 constexpr DType kTypes[] = {DType::u8,  DType::i8,   DType::i32, DType::i64,
                             DType::f16, DType::bf16, DType::f32, DType::f64};
 constexpr ReduceOp kOps[] = {ReduceOp::sum,  ReduceOp::product, ReduceOp::min,  ReduceOp::max,
@@ -137,7 +77,7 @@ TEST(HierarchicalTest, all_reduce_of_every_type_and_reduction) {
           for (const std::size_t count : {0, 1, 67, 33'333}) {
             Bytes data = test::values(dtype, count, /*seed=*/count, group.rank());
             group.all_reduce({data.data(), count, dtype}, op);
-            ASSERT_EQ(data, expected(dtype, op, count, /*seed=*/count, hosts))
+            ASSERT_EQ(data, test::reduced_by_host(dtype, op, count, /*seed=*/count, hosts))
                 << name_of(dtype) << ' ' << name_of(op) << ' ' << count;
           }
         }
@@ -155,9 +95,9 @@ TEST(HierarchicalTest, reduce_leaves_other_ranks_alone) {
             const Bytes before = test::values(dtype, count, /*seed=*/5, group.rank());
             Bytes data = before;
             group.reduce({data.data(), count, dtype}, root, ReduceOp::mean);
-            ASSERT_EQ(data, root == group.rank()
-                                ? expected(dtype, ReduceOp::mean, count, /*seed=*/5, hosts)
-                                : before);
+            ASSERT_EQ(data, root == group.rank() ? test::reduced_by_host(dtype, ReduceOp::mean,
+                                                                         count, /*seed=*/5, hosts)
+                                                 : before);
           }
         }
       }
@@ -279,7 +219,8 @@ TEST(HierarchicalTest, all_reduce_in_shared_buffers) {
       const Bytes mine = test::values(DType::f32, kCount, /*seed=*/8, group.rank());
       std::memcpy(buffer.data(), mine.data(), mine.size());
       group.all_reduce({buffer.data(), kCount, DType::f32}, ReduceOp::mean);
-      const Bytes right = expected(DType::f32, ReduceOp::mean, kCount, /*seed=*/8, hosts);
+      const Bytes right =
+          test::reduced_by_host(DType::f32, ReduceOp::mean, kCount, /*seed=*/8, hosts);
       EXPECT_EQ(std::memcmp(buffer.data(), right.data(), right.size()), 0);
     });
   }
@@ -371,7 +312,7 @@ TEST_F(HierarchicalProcessTest, network_namespaces_are_hosts) {
     EXPECT_EQ(group.backend(), "hierarchical");
     Bytes data = test::values(DType::f32, 10'000, /*seed=*/9, rank);
     group.all_reduce({data.data(), 10'000, DType::f32});
-    EXPECT_EQ(data, expected(DType::f32, ReduceOp::sum, 10'000, /*seed=*/9, right));
+    EXPECT_EQ(data, test::reduced_by_host(DType::f32, ReduceOp::sum, 10'000, /*seed=*/9, right));
   });
   EXPECT_EQ(statuses, std::vector<int>(5, 0));
 }

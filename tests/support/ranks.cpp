@@ -8,12 +8,19 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <lockstep/lockstep.hpp>
+#include <string_view>
 #include <thread>
 
+#include "comm/session.hpp"
+#include "engines/catalog.hpp"
+#include "engines/hierarchical/hierarchical.hpp"
 #include "engines/shared/job.hpp"
+#include "engines/shared/world.hpp"
+#include "launch/environment.hpp"
 
 namespace lockstep::test {
 
@@ -22,7 +29,9 @@ std::string name_of(const Setting& setting) {
     case Form::solo: return "solo";
     case Form::threads: return fmt::format("threads_{}", setting.n_ranks);
     case Form::processes: return fmt::format("processes_{}", setting.n_ranks);
+    case Form::hosts: return fmt::format("hosts_{}", setting.n_ranks);
     case Form::gloo: return fmt::format("gloo_{}", setting.n_ranks);
+    case Form::gloo_hosts: return fmt::format("gloo_hosts_{}", setting.n_ranks);
     case Form::launched: return "launched";
   }
   return {};
@@ -32,7 +41,66 @@ std::ostream& operator<<(std::ostream& out, const Setting& setting) {
   return out << name_of(setting);
 }
 
+std::vector<int> hosts_of(int n_ranks) {
+  std::vector<int> hosts;
+  const int n_on_host = n_ranks > 4 ? 3 : 2;
+  for (int r = 0; r < n_ranks; ++r) hosts.push_back(n_ranks == 4 ? r % 2 : r - r % n_on_host);
+  return hosts;
+}
+
 namespace {
+
+constexpr std::string_view kGlooHosts = "hosts over gloo";
+
+std::vector<int>& current_hosts() {
+  static std::vector<int> hosts;
+  return hosts;
+}
+
+Call joining(std::chrono::milliseconds timeout) {
+  return {.op = Op::barrier,
+          .group = "world",
+          .sequence = 1,
+          .timeout = timeout,
+          .where = std::source_location::current()};
+}
+
+/// As init_dist, but that the ranks are told their hosts.
+void join_hosts(comm::World world, std::unique_ptr<Engine> outer, const Call& barrier) {
+  const std::vector<int> hosts = hosts_of(world.size);
+  const int host = hosts[static_cast<std::size_t>(world.rank)];
+  world.local_size = static_cast<int>(std::ranges::count(hosts, host));
+  comm::session() = std::make_unique<comm::Session>(
+      world, hierarchical::make(std::move(outer), hosts, barrier), barrier.timeout, host);
+}
+
+void init_hosts(const std::string& outer, std::chrono::milliseconds timeout) {
+  const Call barrier = joining(timeout);
+  const comm::World world = launch::read_world(infer_launcher());
+  current_hosts() = hosts_of(world.size);
+  join_hosts(world, engines::join(outer, world, barrier), barrier);
+}
+
+void run_host_threads(int n, const std::function<void()>& body, std::chrono::milliseconds timeout) {
+  const auto segment = shared::make_world(shared::Segment::for_threads(n));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < n; ++rank) {
+    threads.emplace_back([&, rank] {
+      const Call barrier = joining(timeout);
+      try {
+        comm::World world;
+        world.rank = rank;
+        world.size = n;
+        join_hosts(world, shared::join_world(segment, rank, barrier), barrier);
+        body();
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "rank " << rank << ": " << error.what();
+      }
+      destroy_dist();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
 
 [[noreturn]] void be_rank(int rank, int n, const std::string& backend, const std::string& segment,
                           const std::function<void()>& body) {
@@ -43,7 +111,11 @@ namespace {
   ::setenv("LOCKSTEP_SEGMENT", segment.c_str(), 1);
   int code = 0;
   try {
-    init_dist({.backend = backend});
+    if (backend == kGlooHosts) {
+      init_hosts("gloo", std::chrono::minutes(5));
+    } else {
+      init_dist({.backend = backend});
+    }
     body();
     destroy_dist();
   } catch (const std::exception& error) {
@@ -56,6 +128,8 @@ namespace {
 }
 
 }  // namespace
+
+const std::vector<int>& hosts() { return current_hosts(); }
 
 int free_port() {
   const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -115,20 +189,33 @@ std::vector<int> run_processes(int n, const std::function<void()>& body,
 
 void run_as(const Setting& setting, const std::function<void()>& body,
             std::chrono::seconds watchdog) {
+  const bool is_on_hosts = setting.form == Form::hosts || setting.form == Form::gloo_hosts;
+  current_hosts() = is_on_hosts ? hosts_of(setting.n_ranks) : std::vector<int>();
   switch (setting.form) {
     case Form::solo: body(); return;
     case Form::threads:
       run_ranks(setting.n_ranks, [&body] { body(); }, {.timeout = watchdog});
       return;
-    case Form::launched:
-      init_dist({.backend = std::getenv("LOCKSTEP_TEST_BACKEND"), .timeout = watchdog});
+    case Form::hosts: run_host_threads(setting.n_ranks, body, watchdog); return;
+    case Form::launched: {
+      const char* const backend = std::getenv("LOCKSTEP_TEST_BACKEND");
+      if (std::getenv("LOCKSTEP_TEST_HOSTS") != nullptr) {
+        init_hosts(backend, watchdog);
+      } else {
+        init_dist({.backend = backend, .timeout = watchdog});
+      }
       body();
       destroy_dist();
       return;
+    }
     case Form::processes:
     case Form::gloo:
-      const auto statuses = run_processes(setting.n_ranks, body, watchdog, /*started=*/{},
-                                          setting.form == Form::gloo ? "gloo" : "auto");
+    case Form::gloo_hosts:
+      const auto statuses =
+          run_processes(setting.n_ranks, body, watchdog, /*started=*/{},
+                        setting.form == Form::gloo         ? "gloo"
+                        : setting.form == Form::gloo_hosts ? std::string(kGlooHosts)
+                                                           : "auto");
       for (std::size_t rank = 0; rank < statuses.size(); ++rank) {
         EXPECT_EQ(statuses[rank], 0) << "rank " << rank;
       }

@@ -12,9 +12,12 @@
 namespace lockstep::test {
 
 /// How the ranks of a test come to be.
+/// `hosts`, `gloo_hosts`: over the hierarchical engine, told to be on the hosts of hosts_of, as
+/// threads with the shared engine for a network, and as processes with Gloo between hosts.
 /// `launched`: this process is a rank already, of mpirun for one; LOCKSTEP_TEST_BACKEND says over
-/// which engine it joins.
-enum class Form { solo, threads, processes, gloo, launched };
+/// which engine it joins, and with LOCKSTEP_TEST_HOSTS set that engine is between the hosts of
+/// hosts_of.
+enum class Form { solo, threads, processes, hosts, gloo, gloo_hosts, launched };
 
 struct Setting {
   Form form;
@@ -23,6 +26,12 @@ struct Setting {
 
 std::string name_of(const Setting& setting);
 std::ostream& operator<<(std::ostream& out, const Setting& setting);
+
+/// For each of n ranks, the lowest rank on its host: hosts of two ranks and of three, and for four
+/// ranks two hosts that take turns.
+std::vector<int> hosts_of(int n_ranks);
+/// hosts_of the ranks that run now; empty where they are not on several hosts.
+const std::vector<int>& hosts();
 
 /// Runs body as every rank, each with its default group, and waits for all. A failed expectation
 /// or an exception on any rank fails the test. Processes (gloo: over that engine) are forked from

@@ -35,6 +35,8 @@ int main(int argc, char** argv) {
     rank = lockstep::get_rank();
     lockstep::barrier();
     if (fault == "mismatch" && rank == 2) lockstep::barrier();
+    if (fault == "conditional" && rank == 0) lockstep::barrier();
+    if (fault == "conditional") lockstep::barrier();
     if (rank == 1) {
       if (fault == "late") std::this_thread::sleep_for(std::chrono::milliseconds(1500));
       if (fault == "leave") {
