@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -195,6 +196,20 @@ TEST_F(MeetingTest, rank_0_that_does_not_come_is_named) {
   start_rank(1, 2, [] {
     expect_refusal<TimeoutError>({"rank 0 of 2 did not come", "MASTER_PORT"}, milliseconds(300));
   });
+  expect_all_pass();
+}
+
+// The launcher said that they are on one host.
+TEST_F(MeetingTest, ranks_in_separate_network_namespaces_are_told_so) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can make network namespaces";
+  for (const int rank : {0, 1}) {
+    start_rank(rank, 2, [rank] {
+      ASSERT_EQ(::unshare(CLONE_NEWNET), 0);
+      expect_refusal<TimeoutError>({fmt::format("rank {} of 2 did not come", 1 - rank),
+                                    "in a container (network namespace) of its own?"},
+                                   milliseconds(500));
+    });
+  }
   expect_all_pass();
 }
 

@@ -320,7 +320,8 @@ class Leader : Meeting {
     }
     return fmt::format(
         "rank{} {} of {} did not come within {:g} s to where the ranks of this host meet; did {} "
-        "end early, or start with other variables than rank 0 ({})?",
+        "end early, start with other variables than rank 0 ({}), or in a container (network "
+        "namespace) of its own? Ranks in several containers meet over mpi, gloo or hierarchical",
         missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), n_ranks_, limit_seconds(),
         missing.size() == 1 ? "it" : "they", job_);
   }
@@ -406,9 +407,12 @@ class Follower : Meeting {
     while (!(socket_ = connect())) {
       if (Clock::now() > deadline_) {
         fail(Answer::timeout,
-             fmt::format("rank 0 of {} did not come within {:g} s to where the ranks of this host "
-                         "meet; did it end early, or start with other variables than rank {} ({})?",
-                         n_ranks_, limit_seconds(), rank_, job_));
+             fmt::format(
+                 "rank 0 of {} did not come within {:g} s to where the ranks of this host "
+                 "meet; did it end early, start with other variables than rank {} ({}), or in "
+                 "a container (network namespace) of its own? Ranks in several containers "
+                 "meet over mpi, gloo or hierarchical",
+                 n_ranks_, limit_seconds(), rank_, job_));
       }
       std::this_thread::sleep_for(kRetryEvery);
     }
