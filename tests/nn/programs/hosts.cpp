@@ -1,0 +1,52 @@
+// A rank of a job over several hosts.
+//   hosts BACKEND    sums numbers up; rank 0 prints the backend, how many ranks are here, and how
+//                    often a large all_reduce's data left this host through a network
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <lockstep/lockstep.hpp>
+#include <span>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+/// Bytes that this network namespace has sent, but for those to itself.
+std::uint64_t bytes_sent() {
+  std::ifstream table("/proc/net/dev");
+  std::uint64_t sum = 0;
+  for (std::string line; std::getline(table, line);) {
+    const std::size_t colon = line.find(':');
+    if (colon == std::string::npos || line.find(" lo:") != std::string::npos) continue;
+    std::istringstream fields(line.substr(colon + 1));
+    std::uint64_t field = 0;
+    for (int i = 0; i < 9; ++i) fields >> field;
+    sum += field;
+  }
+  return sum;
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  try {
+    lockstep::init_dist({.backend = argv[1]});
+    std::vector<float> values(1U << 20U, 1.0F);
+    lockstep::barrier();
+    const std::uint64_t before = bytes_sent();
+    constexpr int kTimes = 4;
+    for (int i = 0; i < kTimes; ++i) lockstep::all_reduce(std::span(values));
+    lockstep::barrier();
+    const double n_bytes = static_cast<double>(bytes_sent() - before);
+    if (lockstep::get_rank() == 0) {
+      std::printf("%s sum %.0f local %d of %d sent %.2f\n", lockstep::get_backend()->c_str(),
+                  static_cast<double>(values.back()), lockstep::get_local_size(),
+                  lockstep::get_world_size(),
+                  n_bytes / kTimes / static_cast<double>(values.size() * sizeof(float)));
+    }
+  } catch (const lockstep::Error& error) {
+    std::printf("Error: %s\n", error.what());
+    return 2;
+  }
+}
