@@ -23,6 +23,7 @@ const std::map<std::string, std::string> kNoLeakCheck = {{"ASAN_OPTIONS", "detec
 /// `before`: a shell line for the doctor's process, as "ulimit -n 40;".
 Report examine(const std::string& before = {}, std::map<std::string, std::string> variables = {},
                const std::string& options = {}) {
+  variables.insert(kNoLeakCheck.begin(), kNoLeakCheck.end());
   Command command(
       StartOptions{.variables = std::move(variables),
                    .shell = before + " exec '" LOCKSTEP_COMMAND "' doctor --json " + options});

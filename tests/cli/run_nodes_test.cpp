@@ -311,9 +311,8 @@ TEST(RunNodesTest, options_that_are_wrong_are_named) {
 }
 
 TEST(RunNodesTest, over_two_network_namespaces) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can make network namespaces";
-  const Namespaces namespaces;
-  if (!namespaces.is_there()) GTEST_SKIP() << "this system lets root make no network namespaces";
+  const Namespaces machines(2);
+  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
   std::vector<std::unique_ptr<Command>> nodes;
   for (const int node : {0, 1}) {
     nodes.push_back(start({.node_rank = node,
@@ -330,9 +329,8 @@ TEST(RunNodesTest, over_two_network_namespaces) {
 }
 
 TEST(RunNodesTest, a_failure_crosses_network_namespaces) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can make network namespaces";
-  const Namespaces namespaces;
-  if (!namespaces.is_there()) GTEST_SKIP() << "this system lets root make no network namespaces";
+  const Namespaces machines(2);
+  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
   std::vector<std::unique_ptr<Command>> nodes;
   for (const int node : {0, 1}) {
     nodes.push_back(start({.node_rank = node,

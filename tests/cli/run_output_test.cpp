@@ -146,7 +146,12 @@ TEST(RunOutputTest, slow_reader_slows_the_ranks_down) {
   std::this_thread::sleep_for(std::chrono::seconds(1));  // nobody reads
   EXPECT_FALSE(std::filesystem::exists(folder / "done"));
   const std::string status = contents_of(fmt::format("/proc/{}/status", command.pid()));
-  EXPECT_LT(std::stol(status.substr(status.find("VmRSS:") + 6)), 32'000) << "kB";
+#ifdef __SANITIZE_ADDRESS__
+  constexpr long kMostKilobytes = 60'000;  // its own needs besides
+#else
+  constexpr long kMostKilobytes = 32'000;
+#endif
+  EXPECT_LT(std::stol(status.substr(status.find("VmRSS:") + 6)), kMostKilobytes);
   const Ended ended = command.wait();
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(lines_of(ended.out).size(), 4'000'000U);

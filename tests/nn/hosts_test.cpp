@@ -1,66 +1,53 @@
-#include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <cstdio>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/hosts.hpp"
 #include "support/namespaces.hpp"
 
-// Two hosts of two ranks each: network namespaces with host names and IPC of their own, started by
-// `lockstep run --nnodes 2`.
+// Machines of two ranks each, started by `lockstep run --nnodes`: Gloo between them.
 namespace lockstep::test {
 namespace {
 
-struct Said {
-  std::string backend;
-  int sum = 0;
-  int n_local = 0;
-  int n_ranks = 0;
-  double n_sent = 0;  ///< how often an all_reduce's bytes left host 0
-};
-
-Said run_on_two_hosts(const Namespaces& /*there*/, const std::string& backend) {
+/// Ends of the machines' `lockstep run`, in their order.
+std::vector<Ended> run_on_machines(int n, const std::vector<std::string>& program) {
   std::vector<std::unique_ptr<Command>> nodes;
-  for (const int node : {0, 1}) {
-    nodes.push_back(std::make_unique<Command>(
-        StartOptions{.arguments = {"run", "--nnodes", "2", "--node-rank", std::to_string(node),
-                                   "--rdzv", "10.77.0.1:29400", "-n", "2", HOSTS_PROGRAM, backend},
-                     .shell = Namespaces::shell_of(node)}));
+  for (int node = 0; node < n; ++node) {
+    StartOptions start{
+        .arguments = {"run", "--nnodes", std::to_string(n), "--node-rank", std::to_string(node),
+                      "--rdzv", Namespaces::address(0) + ":29400", "-n", "2"},
+        .shell = Namespaces::shell_of(node)};
+    start.arguments.insert(start.arguments.end(), program.begin(), program.end());
+    nodes.push_back(std::make_unique<Command>(start));
   }
-  const Ended first = nodes[0]->wait();
-  const Ended second = nodes[1]->wait();
-  EXPECT_EQ(first.exit_code, 0) << first.out << first.err;
-  EXPECT_EQ(second.exit_code, 0) << second.out << second.err;
-  Said said;
-  char name[64] = "";
-  EXPECT_EQ(std::sscanf(first.out.c_str(), "%63s sum %d local %d of %d sent %lf", name, &said.sum,
-                        &said.n_local, &said.n_ranks, &said.n_sent),
-            5)
-      << first.out;
-  said.backend = name;
-  return said;
+  std::vector<Ended> ends;
+  for (const auto& node : nodes) ends.push_back(node->wait());
+  for (const auto& node : nodes) node->expect_nothing_left();
+  return ends;
 }
 
-TEST(HostsTest, auto_shares_memory_inside_hosts_and_sends_once_per_host) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can make network namespaces";
-  const Namespaces namespaces;
-  if (!namespaces.is_there()) GTEST_SKIP() << "this system lets root make no network namespaces";
-  const Said hierarchical = run_on_two_hosts(namespaces, "auto");
-  EXPECT_EQ(hierarchical.backend, "hierarchical");
-  const Said flat = run_on_two_hosts(namespaces, "gloo");
-  EXPECT_EQ(flat.backend, "gloo");
-  for (const Said& said : {hierarchical, flat}) {
-    EXPECT_EQ(said.sum, 256);  // four times the sum of four ranks
-    EXPECT_EQ(said.n_local, 2);
-    EXPECT_EQ(said.n_ranks, 4);
+TEST(HostsTest, hierarchical_over_gloo_sends_once_per_host) {
+  for (const int n : {2, 3}) {
+    const Namespaces machines(n, "400mbit");
+    if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
+    expect_once_per_host(read_hosts(run_on_machines(n, {HOSTS_PROGRAM, "auto"})[0]),
+                         read_hosts(run_on_machines(n, {HOSTS_PROGRAM, "gloo"})[0]), n);
   }
-  // Of two hosts each sends its part of the sum, and of the result, once; TCP's headers besides.
-  EXPECT_LT(hierarchical.n_sent, 1.1);
-  EXPECT_GT(flat.n_sent, 1.5);
+}
+
+TEST(HostsTest, one_program_over_two_machines) {
+  const Namespaces machines(2);
+  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
+  const std::vector<Ended> ends = run_on_machines(2, {EVALUATE_PROGRAM});
+  for (const Ended& ended : ends) EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_EQ(ends[0].out + ends[1].out,
+            "items 1001, sum 333833500, mean 333500.000, largest 1000000, agreed, in order\n");
+  EXPECT_NE(ends[1].err.find("rank 3 of 4, local 1 of 2, by lockstep run, over hierarchical"),
+            std::string::npos)
+      << ends[1].err;
 }
 
 }  // namespace

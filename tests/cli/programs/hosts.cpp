@@ -1,6 +1,8 @@
 // A rank of a job over several hosts.
-//   hosts BACKEND    sums numbers up; rank 0 prints the backend, how many ranks are here, and how
-//                    often a large all_reduce's data left this host through a network
+//   hosts BACKEND    sums numbers up; rank 0 prints the backend, the sum, how many ranks are here,
+//   how
+//                    often a large all_reduce's data left this host through a network, and its time
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
@@ -35,16 +37,20 @@ int main(int, char** argv) {
     std::vector<float> values(1U << 20U, 1.0F);
     lockstep::barrier();
     const std::uint64_t before = bytes_sent();
+    const auto start = std::chrono::steady_clock::now();
     constexpr int kTimes = 4;
     for (int i = 0; i < kTimes; ++i) lockstep::all_reduce(std::span(values));
     lockstep::barrier();
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     const double n_bytes = static_cast<double>(bytes_sent() - before);
     if (lockstep::get_rank() == 0) {
-      std::printf("%s sum %.0f local %d of %d sent %.2f\n", lockstep::get_backend()->c_str(),
-                  static_cast<double>(values.back()), lockstep::get_local_size(),
-                  lockstep::get_world_size(),
-                  n_bytes / kTimes / static_cast<double>(values.size() * sizeof(float)));
+      std::printf("%s sum %.0f local %d of %d sent %.2f in %.0f ms\n",
+                  lockstep::get_backend()->c_str(), static_cast<double>(values.back()),
+                  lockstep::get_local_size(), lockstep::get_world_size(),
+                  n_bytes / kTimes / static_cast<double>(values.size() * sizeof(float)),
+                  time.count() / kTimes * 1000);
     }
+    lockstep::destroy_dist();
   } catch (const lockstep::Error& error) {
     std::printf("Error: %s\n", error.what());
     return 2;
