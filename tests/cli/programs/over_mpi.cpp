@@ -50,6 +50,7 @@ int main(int argc, char** argv) {
       });
     }
     lockstep::all_reduce_value(rank);
+    lockstep::barrier();  // a late rank finds the others' data, but nobody any more
     lockstep::destroy_dist();
   } catch (const std::exception& error) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
