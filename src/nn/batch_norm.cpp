@@ -27,25 +27,31 @@ std::size_t channels_of(const Tensor& statistics) {
 void update_running(const Tensor& running, double factor, const Tensor& values, double scale) {
   if (!running.defined()) return;
   Tensor updated = running.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
-  running.copy_(updated.mul_(1 - factor).add_(values, factor * scale));  // rounded once
+  updated.mul_(1 - factor).add_(values.to(running.device()), factor * scale);
+  running.copy_(updated);  // rounded once
 }
 
 bool is_16_bit(const Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
 
+/// For ATen's kernels: C or 2C of our doubles beside x.
+Tensor beside(const Tensor& x, const Tensor& values) { return values.to(parameter_options(x)); }
+
 void check_state(const char* name, const Tensor& state, const Tensor& input,
                  std::int64_t num_features, const ErrorContext& context) {
   if (!state.defined()) return;
   const bool type_fits = state.scalar_type() == input.scalar_type() ||
                          (is_16_bit(input) && state.scalar_type() == at::kFloat);
-  if (!type_fits || !state.device().is_cpu() || state.dim() != 1 || state.size(0) != num_features) {
+  if (!type_fits || state.device() != input.device() || state.dim() != 1 ||
+      state.size(0) != num_features) {
     throw UsageError(
         context,
-        fmt::format("expected {} to be a {}{} CPU tensor of {} elements, as the "
-                    "input; got {} of {}: convert the module or the input with to()",
+        fmt::format("expected {} to be a {}{} tensor of {} elements on {}, as the input; got {} of "
+                    "{} on {}: convert the module or the input with to()",
                     name, c10::toString(input.scalar_type()), is_16_bit(input) ? " or Float" : "",
-                    num_features, state.toString(), c10::str(state.sizes())));
+                    num_features, input.device().str(), state.toString(), c10::str(state.sizes()),
+                    state.device().str()));
   }
 }
 
@@ -84,9 +90,14 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
 
 }  // namespace
 
+at::TensorOptions parameter_options(const Tensor& input) {
+  return at::TensorOptions(input.device())
+      .dtype(is_16_bit(input) ? at::kFloat : input.scalar_type());
+}
+
 OptionalTensor parameter_for(const Tensor& parameter, const Tensor& input) {
   if (!parameter.defined()) return {};
-  return parameter.to(is_16_bit(input) ? at::kFloat : input.scalar_type()).contiguous();
+  return parameter.to(parameter_options(input)).contiguous();
 }
 
 Tensor gradient_like(const Tensor& gradient, const Tensor& x) {
@@ -97,7 +108,8 @@ Tensor gradient_like(const Tensor& gradient, const Tensor& x) {
 }
 
 Activation activation_of(const Tensor& original) {
-  const Tensor input = is_16_bit(original) ? original.to(at::kFloat) : original;
+  const bool widens = is_16_bit(original) && original.is_cpu();
+  const Tensor input = widens ? original.to(at::kFloat) : original;
   const auto outer = static_cast<std::size_t>(input.size(0));
   const auto channels = static_cast<std::size_t>(input.size(1));
   std::size_t inner = 1;
@@ -109,9 +121,18 @@ Activation activation_of(const Tensor& original) {
 }
 
 Tensor local_statistics(const Activation& x) {
-  Tensor statistics = doubles(static_cast<std::int64_t>(1 + 2 * x.shape.channels));
+  const auto c = static_cast<std::int64_t>(x.shape.channels);
+  const auto n = static_cast<double>(x.shape.n_per_channel());
+  Tensor statistics = at::zeros({1 + 2 * c}, at::kDouble);
   double* const out = data(statistics);
-  out[0] = static_cast<double>(x.shape.n_per_channel());
+  out[0] = n;
+  if (x.tensor.is_cuda()) {
+    if (x.tensor.numel() == 0) return statistics;  // ATen's kernels refuse it
+    const auto [mean, var] = at::batch_norm_update_stats(x.tensor, {}, {}, /*momentum=*/0);
+    statistics.narrow(0, 1, 2 * c).copy_(at::cat({mean, var}));
+    statistics.narrow(0, 1 + c, c).mul_(n);
+    return statistics;
+  }
   AT_DISPATCH_FLOATING_TYPES(x.tensor.scalar_type(), "sync_batch_norm", [&] {
     kernels::batch_norm_stats(x.tensor.data_ptr<scalar_t>(), x.shape, out + 1,
                               out + 1 + x.shape.channels);
@@ -178,14 +199,71 @@ void finish_statistics(const Tensor& statistics, const BatchNormSettings& settin
   }
 }
 
-void normalize(const Activation& x, const Tensor& statistics, const Tensor& weight,
-               const Tensor& bias, const Tensor& output) {
+Tensor normalize(const Activation& x, const Tensor& statistics, const Tensor& weight,
+                 const Tensor& bias) {
+  Tensor output = at::empty_like(x.tensor);
+  if (x.tensor.is_cuda()) {
+    if (output.numel() == 0) return output;
+    const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
+    return at::batch_norm_elemt(x.tensor, weight, bias, mean, invstd, /*eps=*/0);
+  }
   const double* const means = data(statistics) + 1;
   AT_DISPATCH_FLOATING_TYPES(x.tensor.scalar_type(), "sync_batch_norm", [&] {
     kernels::batch_norm_normalize(x.tensor.data_ptr<scalar_t>(), x.shape, means,
                                   means + x.shape.channels, data_or_null<scalar_t>(weight),
                                   data_or_null<scalar_t>(bias), output.data_ptr<scalar_t>());
   });
+  return output;
+}
+
+Tensor sum_gradients(const Tensor& dy, const Activation& x, const Tensor& statistics) {
+  const auto c = static_cast<std::int64_t>(x.shape.channels);
+  Tensor sums = at::zeros({2 * c}, at::kDouble);
+  if (x.tensor.is_cuda()) {
+    if (dy.numel() == 0) return sums;
+    const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
+    const auto reduced = at::batch_norm_backward_reduce(
+        dy, x.tensor, mean, invstd, {}, /*input_g=*/true, /*weight_g=*/false, /*bias_g=*/false);
+    return sums.copy_(at::cat({std::get<0>(reduced), std::get<1>(reduced)}));
+  }
+  AT_DISPATCH_FLOATING_TYPES(x.tensor.scalar_type(), "sync_batch_norm_backward", [&] {
+    kernels::batch_norm_backward_reduce(dy.data_ptr<scalar_t>(), x.tensor.data_ptr<scalar_t>(),
+                                        x.shape, data(statistics) + 1, data(sums), data(sums) + c);
+  });
+  return sums;
+}
+
+Tensor input_gradient(const Tensor& dy, const Activation& x, const Tensor& statistics,
+                      const Tensor& weight, const Tensor& mean_gradients) {
+  Tensor dx = at::empty_like(x.tensor);
+  if (x.tensor.is_cuda()) {
+    if (dx.numel() == 0) return dx;
+    const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
+    const auto gradients = beside(x.tensor, mean_gradients).chunk(2);
+    // The kernel divides what it is given by the count: these are means already.
+    const Tensor count = at::ones({1}, x.tensor.options().dtype(at::kInt));
+    return at::batch_norm_backward_elemt(dy, x.tensor, mean, invstd, weight, gradients[0],
+                                         gradients[1], count);
+  }
+  const std::size_t c = x.shape.channels;
+  const double* const means = data(statistics) + 1;
+  AT_DISPATCH_FLOATING_TYPES(x.tensor.scalar_type(), "sync_batch_norm_backward", [&] {
+    kernels::batch_norm_backward_elementwise(dy.data_ptr<scalar_t>(), x.tensor.data_ptr<scalar_t>(),
+                                             x.shape, means, means + c,
+                                             data_or_null<scalar_t>(weight), data(mean_gradients),
+                                             data(mean_gradients) + c, dx.data_ptr<scalar_t>());
+  });
+  return dx;
+}
+
+BatchNormGradients parameter_gradients(const Tensor& sums, const Activation& x,
+                                       const Tensor& statistics, BatchNormWanted wanted) {
+  const auto parts = sums.chunk(2);  // dy, dy * (x - mean)
+  const auto options = parameter_options(x.tensor);
+  BatchNormGradients result;
+  if (wanted.weight) result.weight = (parts[1] * mean_and_invstd(statistics).invstd).to(options);
+  if (wanted.bias) result.bias = parts[0].to(options, /*non_blocking=*/false, /*copy=*/true);
+  return result;
 }
 
 void average_gradient(const Tensor& message, const Tensor& invstd, double count,
@@ -211,11 +289,10 @@ void refuse_create_graph(const Group& group) {
 void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
                       const Tensor& bias, const BatchNormSettings& settings,
                       const ErrorContext& context) {
-  if (!input.device().is_cpu() || input.layout() != at::kStrided) {
-    throw UsageError(context,
-                     fmt::format("expected a dense CPU tensor, got {}: other devices are not "
-                                 "supported yet",
-                                 input.toString()));
+  if (!(input.is_cpu() || input.is_cuda()) || input.layout() != at::kStrided) {
+    throw UsageError(context, fmt::format("expected a dense CPU or CUDA tensor, got {}: move it "
+                                          "there with to()",
+                                          input.toString()));
   }
   if (!input.is_floating_point()) {
     throw UsageError(context,
@@ -236,44 +313,24 @@ void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tens
 Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
                           BatchNormRecord& record) {
   const Activation x = activation_of(input);
-  const Tensor output = at::empty_like(x.tensor);
   record.shape = x.shape;
   record.statistics = merge_over(local_statistics(x), record.settings.group);
   finish_statistics(record.statistics, record.settings, input.sizes());
-  normalize(x, record.statistics, weight, bias, output);
-  return output.to(input.scalar_type());
+  return normalize(x, record.statistics, weight, bias).to(input.scalar_type());
 }
 
 BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& input,
                                        const Tensor& weight, const BatchNormRecord& record,
                                        BatchNormWanted wanted) {
   refuse_create_graph(record.settings.group);
-  const Tensor x = activation_of(input).tensor;
-  const Tensor dy = gradient_like(gradient, x);
-  const auto c = static_cast<std::int64_t>(record.shape.channels);
-  const Tensor mean = record.statistics.narrow(0, 1, c);
-  const Tensor invstd = record.statistics.narrow(0, 1 + c, c);
-  const Tensor message = doubles(2 * c);
-  const Tensor sum_dy = message.narrow(0, 0, c);
-  const Tensor sum_dy_xmu = message.narrow(0, c, c);
-  BatchNormGradients result;
-  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "sync_batch_norm_backward", [&] {
-    const auto* const dys = dy.data_ptr<scalar_t>();
-    const auto* const xs = x.data_ptr<scalar_t>();
-    kernels::batch_norm_backward_reduce(dys, xs, record.shape, data(mean), data(sum_dy),
-                                        data(sum_dy_xmu));
-    if (wanted.weight) result.weight = (sum_dy_xmu * invstd).to(x.scalar_type());
-    if (wanted.bias) {
-      result.bias = sum_dy.to(x.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
-    }
-    if (!wanted.input) return;
-    average_gradient(message, invstd, data(record.statistics)[0], record.settings);
-    const Tensor dx = at::empty_like(x);
-    kernels::batch_norm_backward_elementwise(dys, xs, record.shape, data(mean), data(invstd),
-                                             data_or_null<scalar_t>(weight), data(sum_dy),
-                                             data(sum_dy_xmu), dx.data_ptr<scalar_t>());
-    result.input = dx.to(input.scalar_type());
-  });
+  const Activation x = activation_of(input);
+  const Tensor dy = gradient_like(gradient, x.tensor);
+  const Tensor message = sum_gradients(dy, x, record.statistics);
+  BatchNormGradients result = parameter_gradients(message, x, record.statistics, wanted);
+  if (!wanted.input) return result;
+  average_gradient(message, mean_and_invstd(record.statistics).invstd, data(record.statistics)[0],
+                   record.settings);
+  result.input = input_gradient(dy, x, record.statistics, weight, message).to(input.scalar_type());
   return result;
 }
 

@@ -13,13 +13,15 @@
 
 /// The steps of a synchronised batch normalisation, for one module per rank and for replicas.
 /// Statistics are one tensor of 1 + 2C doubles: count, mean[C], and m2[C] or later invstd[C].
+/// They lie on the CPU, also where the activations are on CUDA: only the steps that read
+/// activations know of it.
 namespace lockstep::nn {
 
 /// std::optional or c10::optional, as libtorch's version has it. Autograd takes an absent tensor
 /// so, but no undefined one.
 using OptionalTensor = torch::autograd::optional_variable_list::value_type;
 
-/// A tensor of float or double in one of the two layouts that the kernels read in place.
+/// A tensor that the kernels read in place: on the CPU, of float or double in one of two layouts.
 struct Activation {
   at::Tensor tensor;
   kernels::BatchNormShape shape;
@@ -49,6 +51,15 @@ struct BatchNormWanted {
   bool input, weight, bias;
 };
 
+/// Views of statistics.
+struct MeanAndInvstd {
+  at::Tensor mean, invstd;
+};
+inline MeanAndInvstd mean_and_invstd(const at::Tensor& statistics) {
+  const std::int64_t c = (statistics.size(0) - 1) / 2;
+  return {statistics.narrow(0, 1, c), statistics.narrow(0, 1 + c, c)};
+}
+
 inline at::Tensor doubles(std::int64_t size) { return at::empty({size}, at::kDouble); }
 inline double* data(const at::Tensor& tensor) { return tensor.data_ptr<double>(); }
 template <class T>
@@ -56,9 +67,10 @@ const T* data_or_null(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.data_ptr<T>() : nullptr;
 }
 
-/// A 16-bit tensor is widened.
+/// A 16-bit tensor on the CPU is widened.
 Activation activation_of(const at::Tensor& input);
-/// weight or bias as the kernels take it for this input.
+/// Type and device of weight, bias and their gradients, as the kernels take them for this input.
+at::TensorOptions parameter_options(const at::Tensor& input);
 OptionalTensor parameter_for(const at::Tensor& parameter, const at::Tensor& input);
 /// `gradient` in the type and layout of x.
 at::Tensor gradient_like(const at::Tensor& gradient, const at::Tensor& x);
@@ -74,11 +86,18 @@ bool holds_nonfinite(const at::Tensor& statistics);
 /// Throws UsageError where there is one value per channel; nothing has changed then.
 void finish_statistics(const at::Tensor& statistics, const BatchNormSettings& settings,
                        at::IntArrayRef input_sizes);
-void normalize(const Activation& x, const at::Tensor& statistics, const at::Tensor& weight,
-               const at::Tensor& bias, const at::Tensor& output);
+at::Tensor normalize(const Activation& x, const at::Tensor& statistics, const at::Tensor& weight,
+                     const at::Tensor& bias);
+/// sum_dy[C], sum_dy_xmu[C] of this rank's values, as doubles.
+at::Tensor sum_gradients(const at::Tensor& dy, const Activation& x, const at::Tensor& statistics);
+/// Those of weight and bias, where wanted.
+BatchNormGradients parameter_gradients(const at::Tensor& sums, const Activation& x,
+                                       const at::Tensor& statistics, BatchNormWanted wanted);
 /// The one message of backward: sum_dy[C], sum_dy_xmu[C] become means over all ranks.
 void average_gradient(const at::Tensor& message, const at::Tensor& invstd, double count,
                       const BatchNormSettings& settings);
+at::Tensor input_gradient(const at::Tensor& dy, const Activation& x, const at::Tensor& statistics,
+                          const at::Tensor& weight, const at::Tensor& mean_gradients);
 /// Throws UsageError in a backward with create_graph.
 void refuse_create_graph(const Group& group);
 

@@ -1,6 +1,7 @@
 #include "nn/c10d_wire.hpp"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <pthread.h>
@@ -56,7 +57,9 @@ struct Wire::Letter {
 Wire::Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store)
     : store_(std::move(store)),
       group_(std::move(group)),
-      is_cuda_(group_->getBackendName() == "nccl") {
+      device_(group_->getBackendName() == "nccl"
+                  ? c10::impl::VirtualGuardImpl(at::kCUDA).getDevice()
+                  : at::Device(at::kCPU)) {
   timer_ = std::jthread([this](const std::stop_token& stop) { keep_time(stop); });
   ::pthread_setname_np(timer_.native_handle(), "c10d-timer");
   control_ = std::jthread([this](const std::stop_token& stop) { listen(stop); });
@@ -269,7 +272,7 @@ void Channel::post(std::span<const Message> messages, const Call& call,
   for (const Message* message : ordered) {
     const int peer = members_[static_cast<std::size_t>(message->peer)];
     at::Tensor tensor = wire_->tensor_of(message->data, message->n_bytes);
-    if (wire_->is_cuda_) tensor = tensor.to(at::kCUDA);
+    tensor = tensor.to(wire_->device_);
     tensors.push_back(tensor);
     std::vector<at::Tensor> one{tensor};
     try {
@@ -300,7 +303,7 @@ void Channel::post(std::span<const Message> messages, const Call& call,
     if (const auto verdict = wire_->verdict_on(tag_, ended)) fail(*verdict, call);
     fail_late(std::move(ended), call);
   }
-  for (std::size_t i = 0; wire_->is_cuda_ && i < ordered.size(); ++i) {
+  for (std::size_t i = 0; wire_->device_.is_cuda() && i < ordered.size(); ++i) {
     if (ordered[i]->way == Message::Way::send) continue;
     wire_->tensor_of(ordered[i]->data, ordered[i]->n_bytes).copy_(tensors[i]);
   }

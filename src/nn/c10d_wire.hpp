@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/core/Device.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -83,7 +84,7 @@ class Wire {
 
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  bool is_cuda_;
+  at::Device device_;  // through which the bytes go; CUDA: the current one of whoever made this
 
   std::mutex mutex_;  // guards what follows, but for the threads
   std::condition_variable_any changed_;

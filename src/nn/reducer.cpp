@@ -125,7 +125,7 @@ bool Reducer::has_new_parameters() const {
 
 void Reducer::take_parameters(std::source_location where) {
   for (const at::Tensor& tensor : module_.parameters()) {
-    if (tensor.requires_grad()) elements_of(tensor.detach().reshape({-1}), where);  // can it be?
+    if (tensor.requires_grad()) (void)dtype_of(tensor, where);  // can it be reduced?
   }
   check_same_module(module_, group_, where);
   remove_hooks();
@@ -363,9 +363,36 @@ void Reducer::move_gradient(Parameter& parameter) {
   }
   if (!gradient.is_same(parameter.slice)) {
     parameter.slice.copy_(gradient);
-    gradient = parameter.slice;
+    if (gradient.is_cpu()) gradient = parameter.slice;
   }
   parameter.flag.fill_(1);
+}
+
+/// On the CPU the slice is the gradient; another device has it copied.
+void Reducer::give_gradient(Parameter& parameter) {
+  at::Tensor& gradient = parameter.tensor.mutable_grad();
+  if (parameter.tensor.is_cpu()) {
+    gradient = parameter.slice;
+  } else if (gradient.defined()) {
+    gradient.copy_(parameter.slice);
+  } else {
+    gradient = parameter.slice.to(parameter.tensor.device());
+  }
+}
+
+/// All ranks see the same shares, and throw alike.
+void Reducer::check_same_gradients() {
+  if (options_.find_unused_parameters) return;
+  for (const Parameter& parameter : parameters_) {
+    const double n_ranks = parameter.flag.item<double>() * group_.size();
+    if (n_ranks < 0.5 || n_ranks > group_.size() - 0.5) continue;
+    in_step_ = false;  // nothing is under way, on any rank
+    throw MismatchError(
+        context_of(kOperation, group_, std::source_location::current()),
+        fmt::format("parameter {} got a gradient on {:.0f} of {} ranks: let it take part in every "
+                    "rank's loss, or set find_unused_parameters, for which a missing one is zero",
+                    parameter.name, n_ranks, group_.size()));
+  }
 }
 
 void Reducer::send_complete_buckets() {
@@ -396,11 +423,12 @@ void Reducer::finish() {
     bucket.work.wait();
     bucket.complete = nullptr;
   }
+  check_same_gradients();
   const bool rescale = joining_ && options_.join_divides_by_active && n_active_ < group_.size();
   for (Parameter& parameter : parameters_) {
     if (!(parameter.flag.item<double>() > 0)) continue;
-    parameter.tensor.mutable_grad() = parameter.slice;
     if (rescale) parameter.slice.mul_(static_cast<double>(group_.size()) / n_active_);
+    give_gradient(parameter);
   }
   if (!rebuilt_) {
     for (Parameter& parameter : parameters_)

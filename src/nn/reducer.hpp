@@ -86,6 +86,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void take_state_of(int rank);
   void start_step();
   void move_gradient(Parameter& parameter);
+  void give_gradient(Parameter& parameter);
+  void check_same_gradients();
   void send_complete_buckets();
   void finish();
 

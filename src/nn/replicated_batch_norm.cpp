@@ -53,15 +53,9 @@ class LocalStatistics : public Function<LocalStatistics> {
     const Tensor x = context->get_saved_variables()[0];
     Tensor dy = std::exchange(share.dy, Tensor());
     if (!dy.defined()) dy = at::zeros_like(x);  // nobody wanted this replica's output
-    Tensor dx = at::empty_like(x);
-    const std::size_t c = share.shape.channels;
-    const double* const mean_dy = data(gradients[0]) + 1;
-    const double* const mean = data(share.statistics) + 1;
-    AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "sync_batch_norm_backward", [&] {
-      kernels::batch_norm_backward_elementwise(
-          dy.data_ptr<scalar_t>(), x.data_ptr<scalar_t>(), share.shape, mean, mean + c,
-          data_or_null<scalar_t>(share.weight), mean_dy, mean_dy + c, dx.data_ptr<scalar_t>());
-    });
+    const Tensor mean_gradients = gradients[0].narrow(0, 1, gradients[0].size(0) - 1);
+    const Tensor dx =
+        input_gradient(dy, {x, share.shape}, share.statistics, share.weight, mean_gradients);
     return {dx.to(share.type), Tensor(), Tensor()};
   }
 };
@@ -111,11 +105,10 @@ class Normalize : public Function<Normalize> {
   static Tensor forward(AutogradContext* context, const Tensor& statistics,
                         const OptionalTensor& weight, const OptionalTensor& bias,
                         const Activation& x, const c10::intrusive_ptr<Share>& share) {
-    Tensor output = at::empty_like(x.tensor);
     share->weight = weight ? weight->detach() : Tensor();
     share->has_bias = bias.has_value();
     share->statistics = statistics.detach();
-    normalize(x, statistics, share->weight, bias.value_or(Tensor()), output);
+    const Tensor output = normalize(x, statistics, share->weight, bias.value_or(Tensor()));
     // Without its history: the gradient of x is the other node's.
     context->save_for_backward({x.tensor.detach(), share->weight});
     context->saved_data["saved"] = c10::IValue::make_capsule(share);
@@ -126,30 +119,21 @@ class Normalize : public Function<Normalize> {
     const auto hold = context->saved_data["saved"].toCapsule();
     auto& share = static_cast<Share&>(*hold);
     refuse_create_graph(share.group);
-    const Tensor x = context->get_saved_variables()[0];
-    const Tensor dy = gradient_like(gradients[0], x);
-
-    const auto c = static_cast<std::int64_t>(share.shape.channels);
-    Tensor sums = at::zeros({1 + 2 * c}, at::kDouble);
-    const Tensor sum_dy = sums.narrow(0, 1, c);
-    const Tensor sum_dy_xmu = sums.narrow(0, 1 + c, c);
-    AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "sync_batch_norm_backward", [&] {
-      kernels::batch_norm_backward_reduce(dy.data_ptr<scalar_t>(), x.data_ptr<scalar_t>(),
-                                          share.shape, data(share.statistics) + 1, data(sum_dy),
-                                          data(sum_dy_xmu));
-    });
+    const Activation x{context->get_saved_variables()[0], share.shape};
+    const Tensor dy = gradient_like(gradients[0], x.tensor);
+    const Tensor sums = sum_gradients(dy, x, share.statistics);
     // Autograd numbers the tensors that were there.
     const bool has_weight = share.weight.defined();
-    Tensor dweight, dbias;
-    if (has_weight && context->needs_input_grad(1)) {
-      dweight = (sum_dy_xmu * share.statistics.narrow(0, 1 + c, c)).to(x.scalar_type());
+    const auto of = parameter_gradients(
+        sums, x, share.statistics,
+        {context->needs_input_grad(0), has_weight && context->needs_input_grad(1),
+         share.has_bias && context->needs_input_grad(has_weight ? 2 : 1)});
+    Tensor of_statistics;
+    if (context->needs_input_grad(0)) {
+      share.dy = dy;
+      of_statistics = at::cat({at::zeros({1}, at::kDouble), sums});
     }
-    if (share.has_bias && context->needs_input_grad(has_weight ? 2 : 1)) {
-      dbias = sum_dy.to(x.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
-    }
-    if (!context->needs_input_grad(0)) return {Tensor(), dweight, dbias, Tensor(), Tensor()};
-    share.dy = dy;
-    return {sums, dweight, dbias, Tensor(), Tensor()};
+    return {of_statistics, of.weight, of.bias, Tensor(), Tensor()};
   }
 };
 

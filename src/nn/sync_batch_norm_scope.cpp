@@ -14,8 +14,8 @@
 #include "nn/error.hpp"
 
 /// The kernels stand at the autograd keys, where they see every call on plain tensors, and at the
-/// CPU key for inference mode, in which the former are left out. Without a scope they call what
-/// would have been called: the operators' composite implementations.
+/// CPU and CUDA keys for inference mode, in which the former are left out. Without a scope they
+/// call what would have been called: the operators' composite implementations.
 ///
 /// TorchScript's profiling executor differentiates batch_norm itself and calls
 /// _batch_norm_impl_index and its backward instead. The record of such a forward travels in the
@@ -122,6 +122,7 @@ void add_kernels(torch::Library& library) {
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { add_kernels(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { add_kernels(library); }
 TORCH_LIBRARY_IMPL(aten, CPU, library) { add_kernels(library); }
+TORCH_LIBRARY_IMPL(aten, CUDA, library) { add_kernels(library); }
 
 }  // namespace
 

@@ -19,11 +19,23 @@ void check_tensor(const char* operation, const at::Tensor& tensor, const Group& 
   if (!tensor.defined()) {
     throw UsageError(context_of(operation, group, where), "got an undefined tensor");
   }
-  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided) {
-    throw UsageError(
-        context_of(operation, group, where),
-        fmt::format("expected a dense CPU tensor, got {}: move it there first", tensor.toString()));
+  if (!(tensor.is_cpu() || tensor.is_cuda()) || tensor.layout() != at::kStrided) {
+    throw UsageError(context_of(operation, group, where),
+                     fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there first",
+                                 tensor.toString()));
   }
+}
+
+/// What a group can take: the tensor itself where that is contiguous and on the CPU.
+at::Tensor for_group(const at::Tensor& tensor) { return tensor.detach().cpu().contiguous(); }
+
+/// Brings the result back.
+void copy_back(const at::Tensor& result, at::Tensor& data) {
+  if (result.data_ptr() != data.data_ptr()) data.copy_(result);
+}
+
+std::vector<at::Tensor> rows_on(at::Device device, const at::Tensor& all) {
+  return all.to(device).unbind();
 }
 
 /// Parts that must be like `like`, one per rank, put together.
@@ -42,7 +54,7 @@ at::Tensor join_parts(const char* operation, const std::vector<at::Tensor>& part
         fmt::format("parts must be of one shape and type: got {} {} and {} {}", like.toString(),
                     c10::str(like.sizes()), part.toString(), c10::str(part.sizes())));
   }
-  return at::stack(parts).detach();
+  return for_group(at::stack(parts));
 }
 
 at::Tensor rows_like(const at::Tensor& data, const Group& group) {
@@ -77,9 +89,9 @@ DType dtype_of(const at::Tensor& tensor, std::source_location where) {
 
 Elements elements_of(const at::Tensor& tensor, std::source_location where) {
   check_tensor("elements_of", tensor, Group(), where);
-  if (!tensor.is_contiguous()) {
+  if (!tensor.is_contiguous() || !tensor.is_cpu()) {
     throw UsageError({"elements_of", "", -1, 0, where},
-                     "expected a contiguous tensor: call contiguous() first");
+                     "expected a contiguous CPU tensor: call cpu().contiguous() first");
   }
   return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), dtype_of(tensor, where)};
 }
@@ -88,72 +100,72 @@ void all_reduce(at::Tensor& data, ReduceOp op, const Group& group, Deadline dead
                 std::source_location where) {
   check_tensor("all_reduce", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = data.contiguous();
+  const at::Tensor dense = for_group(data);
   group.all_reduce(elements_of(dense, where), op, deadline, where);
-  if (!dense.is_same(data)) data.copy_(dense);
+  copy_back(dense, data);
 }
 
 void broadcast(at::Tensor& data, int src, const Group& group, Deadline deadline,
                std::source_location where) {
   check_tensor("broadcast", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = data.contiguous();
+  const at::Tensor dense = for_group(data);
   group.broadcast(bytes_of(dense), src, deadline, where);
-  if (!dense.is_same(data)) data.copy_(dense);
+  copy_back(dense, data);
 }
 
 std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group, Deadline deadline,
                                    std::source_location where) {
   check_tensor("all_gather", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = data.detach().contiguous();
+  const at::Tensor dense = for_group(data);
   const at::Tensor all = rows_like(dense, group);
   group.all_gather(bytes_of(dense), bytes_of(all), deadline, where);
-  return all.unbind();
+  return rows_on(data.device(), all);
 }
 
 void reduce(at::Tensor& data, int dst, ReduceOp op, const Group& group, Deadline deadline,
             std::source_location where) {
   check_tensor("reduce", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = data.contiguous();
+  const at::Tensor dense = for_group(data);
   group.reduce(elements_of(dense, where), dst, op, deadline, where);
-  if (!dense.is_same(data) && group.rank() == dst) data.copy_(dense);
+  if (group.rank() == dst) copy_back(dense, data);
 }
 
 std::vector<at::Tensor> gather(const at::Tensor& data, int dst, const Group& group,
                                Deadline deadline, std::source_location where) {
   check_tensor("gather", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = data.detach().contiguous();
+  const at::Tensor dense = for_group(data);
   if (group.rank() != dst) {
     group.gather(bytes_of(dense), {}, dst, deadline, where);
     return {};
   }
   const at::Tensor all = rows_like(dense, group);
   group.gather(bytes_of(dense), bytes_of(all), dst, deadline, where);
-  return all.unbind();
+  return rows_on(data.device(), all);
 }
 
 void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src, const Group& group,
              Deadline deadline, std::source_location where) {
   check_tensor("scatter", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = data.contiguous();
+  const at::Tensor dense = for_group(data);
   const at::Tensor all =
       group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
   group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, deadline, where);
-  if (!dense.is_same(data)) data.copy_(dense);
+  copy_back(dense, data);
 }
 
 void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, ReduceOp op,
                     const Group& group, Deadline deadline, std::source_location where) {
   check_tensor("reduce_scatter", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = data.contiguous();
+  const at::Tensor dense = for_group(data);
   const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
   group.reduce_scatter(elements_of(all, where), elements_of(dense, where), op, deadline, where);
-  if (!dense.is_same(data)) data.copy_(dense);
+  copy_back(dense, data);
 }
 
 std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts, const Group& group,
@@ -164,22 +176,22 @@ std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts, const G
   const at::Tensor all = join_parts("all_to_all", parts, first, group, where);
   const at::Tensor out = at::empty_like(all);
   group.all_to_all(bytes_of(all), bytes_of(out), deadline, where);
-  return out.unbind();
+  return rows_on(first.device(), out);
 }
 
 void send(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
           std::source_location where) {
   check_tensor("send", data, group, where);
-  group.send(bytes_of(data.detach().contiguous()), dst, deadline, where);
+  group.send(bytes_of(for_group(data)), dst, deadline, where);
 }
 
 void recv(at::Tensor& data, int src, const Group& group, Deadline deadline,
           std::source_location where) {
   check_tensor("recv", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = data.contiguous();
+  const at::Tensor dense = for_group(data);
   group.recv(bytes_of(dense), src, deadline, where);
-  if (!dense.is_same(data)) data.copy_(dense);
+  copy_back(dense, data);
 }
 
 void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const Group& group,

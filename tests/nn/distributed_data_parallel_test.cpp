@@ -157,7 +157,9 @@ TEST(DistributedDataParallelTest, frozen_parameters_take_no_part) {
 TEST(DistributedDataParallelTest, unused_parameters_hang_nobody) {
   on_ranks(2, [](int rank) {
     Linears net;
-    DistributedDataParallel model(net, tiny_buckets());
+    auto options = tiny_buckets();
+    options.find_unused_parameters = true;
+    DistributedDataParallel model(net, options);
     const Tensor x = at::ones({1, 2});
     for (int step = 0; step < 2; ++step) {
       model(x, /*both=*/rank == 1).sum().backward();
@@ -168,6 +170,29 @@ TEST(DistributedDataParallelTest, unused_parameters_hang_nobody) {
     net->zero_grad();
     model(x, /*both=*/rank == 1).sum().backward();
     EXPECT_TRUE(net->sometimes->bias.grad().eq(0.5).all().item<bool>());
+  });
+}
+
+TEST(DistributedDataParallelTest, a_gradient_on_some_ranks_only_is_told_on_every_rank) {
+  on_ranks(3, [](int rank) {
+    for (const bool static_graph : {false, true}) {
+      Linears net;
+      auto options = tiny_buckets();
+      options.static_graph = static_graph;
+      DistributedDataParallel model(net, options);
+      const Tensor x = at::ones({1, 2});
+      try {
+        model(x, /*both=*/rank != 1).sum().backward();
+        ADD_FAILURE() << "no error";
+      } catch (const MismatchError& error) {
+        EXPECT_NE(error.text().find("parameter sometimes.weight got a gradient on 2 of 3 ranks"),
+                  std::string::npos)
+            << error.text();
+      }
+      net->zero_grad();
+      model(x, /*both=*/true).sum().backward();  // nobody is out of step
+      EXPECT_TRUE(net->sometimes->bias.grad().eq(1).all().item<bool>());
+    }
   });
 }
 
@@ -393,6 +418,7 @@ TEST(DistributedDataParallelTest, hooks_and_unused_parameters) {
   on_ranks(2, [](int rank) {
     Linears net;
     auto options = tiny_buckets();
+    options.find_unused_parameters = true;
     options.hook = bf16_compression();
     DistributedDataParallel model(net, options);
     model(at::ones({1, 2}), /*both=*/rank == 1).sum().backward();

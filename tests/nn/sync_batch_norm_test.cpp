@@ -489,7 +489,7 @@ TEST(SyncBatchNormModuleTest, wrong_input_is_told_before_anything_is_sent) {
                 std::string::npos);
       EXPECT_NE(usage_error([&] {
                   bn->forward(at::ones({2, 3, 1, 1}, at::kDouble));
-                }).find("expected weight to be a Double CPU tensor"),
+                }).find("expected weight to be a Double tensor of"),
                 std::string::npos);
       EXPECT_EQ(usage_error([&] { SyncBatchNorm1d(3)->forward(at::ones({2})); }),
                 "expected 2D or 3D input, got 1D input");

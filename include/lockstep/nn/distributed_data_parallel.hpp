@@ -39,6 +39,9 @@ struct DistributedDataParallelOptions {
   double first_bucket_size_mb = 1;  ///< the first is small, so that sending starts early
   /// Rank 0's buffers go to all before every synchronised forward.
   bool broadcast_buffers = false;
+  /// A parameter that got a gradient on some ranks only: zero on the others, or a MismatchError on
+  /// every rank, naming it.
+  bool find_unused_parameters = false;
   /// Parameters that got no gradient on this rank in the first backward never will: their buckets
   /// need not wait for the end of backward. UsageError where one does.
   bool static_graph = false;
@@ -92,17 +95,19 @@ class NoSync {
 /// gradients are then slices of the buckets, so nothing is copied back. For a loss that is a mean
 /// over unequal shares of a batch, scale it: sum over the own samples / global batch * world size.
 ///
-/// A parameter that got no gradient on this rank counts as zero; one that got none on any rank
-/// keeps none. A rank whose loss depends on no parameter at all must not skip backward: the others
-/// wait for it. Parameters that require no gradient take no part. What comes to require one later,
-/// or is registered later, on all ranks alike, is found at the next synchronised forward.
+/// A parameter that got no gradient on any rank keeps none; for one that got none on this rank see
+/// find_unused_parameters. A rank whose loss depends on no parameter at all must not skip backward:
+/// the others wait for it. Parameters that require no gradient take no part. What comes to require
+/// one later, or is registered later, on all ranks alike, is found at the next synchronised
+/// forward.
 ///
 /// After the first synchronised backward the buckets are made anew, in the order in which rank 0's
 /// gradients came.
 ///
 /// Errors: what the group's calls throw, from backward(). After an exception in a synchronised
 /// backward the next forward throws UsageError: ranks may be out of step, build a new one.
-/// CPU only. Threads: use it from one thread. A copyable handle, like ModuleHolder.
+/// Parameters on CUDA have their buckets on the host: gradients are copied there and back.
+/// Threads: use it from one thread. A copyable handle, like ModuleHolder.
 template <class M>
 requires requires(M& module) {
   { *module } -> std::convertible_to<torch::nn::Module&>;

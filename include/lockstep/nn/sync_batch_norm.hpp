@@ -67,8 +67,9 @@ struct SyncBatchNormOptions {
 /// The exchange is a node of the autograd graph, so that backward, on one thread, waits for nobody.
 ///
 /// State: weight, bias, running_mean, running_var, num_batches_tracked, as BatchNormNd.
-/// Input: CPU, float64 or float32 with a state of its type, bfloat16 or float16 with a float32
-/// state or one of its type (computed in float32, statistics in float64); any strides,
+/// Input: CPU or CUDA, state on the same device; float64 or float32 with a state of its type,
+/// bfloat16 or float16 with a float32 state or one of its type (computed in float32, statistics in
+/// float64; on CUDA by ATen's kernels, merged in float64 on the host); any strides,
 /// channels-last is kept in output and gradient. Errors: UsageError before a byte moves for another
 /// shape, type or device; UsageError after the exchange, on every rank, where all ranks together
 /// hold one value per channel; both leave the module and the group as they were. Else what

@@ -18,7 +18,7 @@ namespace lockstep::nn {
 /// SyncBatchNorm modules keep their own group. A BatchNorm without running statistics calls
 /// batch_norm in training mode in eval too, and libtorch refuses a batch of one value per channel
 /// on this rank before the dispatcher is reached.
-/// CUDA tensors: UsageError. Threads: destroy it on the thread that made it, innermost first.
+/// Threads: destroy it on the thread that made it, innermost first.
 class SyncBatchNormScope {
  public:
   explicit SyncBatchNormScope(Group group = default_group());

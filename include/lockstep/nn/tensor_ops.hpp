@@ -9,9 +9,9 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
-/// The verbs over CPU tensors: sizes are those of the tensors, errors and threads those of the
-/// Group's verbs (group.hpp). Tensors that are not contiguous are copied there and back. UsageError
-/// for a type without a DType (bool, complex), a device other than the CPU, a sparse or undefined
+/// The verbs over tensors: sizes are those of the tensors, errors and threads those of the Group's
+/// verbs (group.hpp). Tensors that are not contiguous, or on CUDA, are copied to the host and back.
+/// UsageError for a type without a DType (bool, complex), another device, a sparse or undefined
 /// tensor.
 namespace lockstep::nn {
 

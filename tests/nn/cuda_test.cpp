@@ -1,0 +1,143 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <lockstep/nn.hpp>
+
+#include <sstream>
+#include <vector>
+
+#include "helpers.hpp"
+
+/// The layer on CUDA tensors: ranks that are threads, and replicas, share one device.
+namespace lockstep::nn {
+namespace {
+
+using at::Tensor;
+using testing::difference;
+using testing::on_ranks;
+using testing::Random;
+using testing::share_of;
+using Shares = std::vector<std::int64_t>;
+
+class CudaTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!torch::cuda::is_available()) {
+      GTEST_SKIP() << "no CUDA device, or a libtorch without CUDA: nothing of lockstep::nn's CUDA "
+                      "path was run";
+    }
+  }
+};
+
+const at::Device kDevice(at::kCUDA, 0);
+
+double tolerance_of(at::ScalarType type) {
+  return type == at::kDouble ? 1e-12 : type == at::kFloat ? 1e-5 : 2e-2;
+}
+
+Tensor channels_last(const Tensor& x) { return x.movedim(1, -1).contiguous().movedim(-1, 1); }
+
+/// Output, gradients and buffers after two batches.
+template <class Holder>
+std::vector<Tensor> outcome_of(Holder& bn, const Tensor& x, const Tensor& dy) {
+  Tensor y;
+  const Tensor leaf = x.detach().requires_grad_();
+  for (int step = 0; step < 2; ++step) {
+    bn->zero_grad();
+    leaf.mutable_grad().reset();
+    y = bn->forward(leaf);
+    y.backward(dy);
+  }
+  return {y, leaf.grad(), bn->weight.grad(), bn->bias.grad(), bn->running_mean, bn->running_var};
+}
+
+TEST_F(CudaTest, a_world_of_one_equals_batch_norm) {
+  for (const auto type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) {
+    for (const bool is_channels_last : {false, true}) {
+      const auto state = type == at::kDouble ? at::kDouble : at::kFloat;
+      torch::nn::BatchNorm2d theirs(5);
+      SyncBatchNorm2d ours(5);
+      theirs->to(kDevice, state);
+      ours->to(kDevice, state);
+      Tensor x = (Random(1).normal({6, 5, 4, 3}) + 0.5).to(kDevice, type);
+      if (is_channels_last) x = channels_last(x);
+      const Tensor dy = Random(2).normal({6, 5, 4, 3}).to(kDevice, type);
+      const auto expected = outcome_of(theirs, x, dy);
+      const auto got = outcome_of(ours, x, dy);
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        EXPECT_LE(difference(got[i], expected[i]), tolerance_of(type)) << type << " tensor " << i;
+        EXPECT_EQ(got[i].scalar_type(), expected[i].scalar_type());
+        EXPECT_EQ(got[i].device(), kDevice);
+      }
+      EXPECT_EQ(got[0].strides(), x.strides());
+      EXPECT_EQ(got[1].strides(), x.strides());
+    }
+  }
+}
+
+TEST_F(CudaTest, ranks_equal_one_with_the_whole_batch) {
+  const Tensor x = (Random(1).normal({6, 5, 4, 3}) + 0.5).to(kDevice);
+  const Tensor dy = Random(2).normal({6, 5, 4, 3}).to(kDevice);
+  torch::nn::BatchNorm2d whole(5);
+  whole->to(kDevice, at::kDouble);
+  const auto expected = outcome_of(whole, x, dy);
+  for (const Shares& shares : {Shares{4, 2}, Shares{0, 6}, Shares{1, 0, 5}}) {
+    on_ranks(static_cast<int>(shares.size()), [&](int rank) {
+      SyncBatchNorm2d bn(5);
+      bn->to(kDevice, at::kDouble);
+      auto got = outcome_of(bn, share_of(x, shares, rank), share_of(dy, shares, rank));
+      all_reduce(got[2]);
+      all_reduce(got[3]);
+      EXPECT_LE(difference(got[0], share_of(expected[0], shares, rank)), 1e-12);
+      EXPECT_LE(difference(got[1], share_of(expected[1], shares, rank)), 1e-12);
+      for (std::size_t i = 2; i < got.size(); ++i) {
+        EXPECT_LE(difference(got[i], expected[i]), 1e-12) << i;
+      }
+    });
+  }
+}
+
+TEST_F(CudaTest, replicas_on_one_device) {
+  const Tensor x = (Random(1).normal({6, 5, 4, 3}) + 0.5).to(kDevice);
+  const Tensor dy = Random(2).normal({6, 5, 4, 3}).to(kDevice);
+  torch::nn::BatchNorm2d whole(5);
+  SyncBatchNorm2d bn(5);
+  whole->to(kDevice, at::kDouble);
+  bn->to(kDevice, at::kDouble);
+  DataParallel replicas(bn, {kDevice, kDevice});
+  for (int step = 0; step < 2; ++step) {
+    const Tensor a = x.detach().requires_grad_(), b = x.detach().requires_grad_();
+    const Tensor expected = whole->forward(a), got = replicas(b);
+    expected.backward(dy);
+    got.backward(dy);
+    EXPECT_LE(difference(got, expected), 1e-12);
+    EXPECT_LE(difference(b.grad(), a.grad()), 1e-12);
+  }
+  EXPECT_LE(difference(bn->weight.grad(), whole->weight.grad()), 1e-12);
+  EXPECT_LE(difference(bn->running_var, whole->running_var), 1e-12);
+}
+
+TEST_F(CudaTest, a_scope_and_ddp_over_typed_members) {
+  const Tensor x = Random(1).normal({6, 5, 4, 3}).to(kDevice);
+  torch::nn::Sequential whole(torch::nn::Conv2d(5, 3, 3), torch::nn::BatchNorm2d(3));
+  whole->to(kDevice, at::kDouble);
+  std::stringstream saved;
+  torch::save(whole, saved);
+  whole->forward(x).square().mean().backward();
+  on_ranks(2, [&](int rank) {
+    torch::nn::Sequential net(torch::nn::Conv2d(5, 3, 3), torch::nn::BatchNorm2d(3));
+    std::stringstream archive(saved.str());
+    torch::load(net, archive);
+    net->to(kDevice, at::kDouble);
+    DistributedDataParallel model(net);
+    const SyncBatchNormScope scope;
+    model(share_of(x, Shares{3, 3}, rank)).square().mean().backward();
+    for (const auto& item : net->named_parameters()) {
+      const Tensor expected = whole->named_parameters()[item.key()].grad();
+      EXPECT_LE(difference(item->grad(), expected), 1e-12) << item.key();
+      EXPECT_EQ(item->grad().device(), kDevice);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::nn
