@@ -56,6 +56,8 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
     std::fflush(stderr);
     if (argc > 2) wait_until_all_have_said(argv[2], rank);
+    // mpirun may lose what a rank wrote just before it failed.
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
     return 1;
   }
   return 0;
