@@ -47,6 +47,8 @@ struct Call {
   std::uint64_t sequence = 0;  ///< number of the call in its group, from 1
   std::chrono::milliseconds timeout{};
   std::source_location where;
+  /// The call of which an engine made this one a step, if it is one: ranks compare and show that.
+  const Call* whole = nullptr;
 };
 
 /// For the errors of one call.

@@ -15,8 +15,9 @@
 namespace lockstep::hierarchical {
 namespace {
 
-/// Those who wait for the one that talks to other hosts let it find out first what keeps it.
-constexpr std::chrono::milliseconds kReportTime{2000};
+/// Whoever waits for a host lets that host's ranks find out first which of them keeps it, and say
+/// so; whoever waits for the one that waits for hosts lets that one.
+constexpr std::chrono::milliseconds kReportTime{700};
 
 /// Who is where in one group.
 struct Map {
@@ -117,15 +118,15 @@ class HierarchicalEngine final : public Engine {
     }
   }
 
-  /// Work of the shared level, whose errors speak of the ranks by their numbers on this host.
+  /// Work of one level, whose errors speak of the group's `ranks` by their numbers there.
   template <class Work>
-  void within(Work work, const Call& call) {
-    const auto text = [this](const Error& error) {
+  void renumbered(Work work, const Call& call, std::string_view place,
+                  const std::vector<int>& ranks) {
+    const auto text = [&](const Error& error) {
       if (n_hosts() == 1) return error.text();
-      return fmt::format("on this host, where rank{} {} of the group {} 0 to {}: {}",
-                         map_.members.size() == 1 ? "" : "s", fmt::join(map_.members, ", "),
-                         map_.members.size() == 1 ? "is" : "are", map_.members.size() - 1,
-                         error.text());
+      return fmt::format("{}, where rank{} {} of the group {} 0 to {}: {}", place,
+                         ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
+                         ranks.size() == 1 ? "is" : "are", ranks.size() - 1, error.text());
     };
     const ErrorContext context = context_of(call, rank());
     try {
@@ -141,13 +142,23 @@ class HierarchicalEngine final : public Engine {
     }
   }
 
+  template <class Work>
+  void within(Work work, const Call& call) {
+    renumbered(work, call, "on this host", map_.members);
+  }
+
+  void run_between(Call call) {
+    call.timeout += kReportTime;
+    renumbered([&] { between_->run(call); }, call, "between hosts", map_.leaders);
+  }
+
   void run_within(const Call& call) {
     within([&] { inner_->run(call); }, call);
   }
 
   /// The members' wait for their leader, who has been waiting for other hosts.
   void run_after_leader(Call call) {
-    if (!is_leader()) call.timeout += kReportTime;
+    if (!is_leader()) call.timeout += 2 * kReportTime;
     run_within(call);
   }
 
@@ -156,7 +167,7 @@ class HierarchicalEngine final : public Engine {
       case Op::barrier:
         if (n_hosts() == 1) return run_within(call);
         run_within(call);
-        if (is_leader()) between_->run(call);
+        if (is_leader()) run_between(call);
         return run_after_leader(call);
       case Op::all_reduce: return n_hosts() == 1 ? run_within(call) : all_reduce(call);
       case Op::reduce: return n_hosts() == 1 ? run_within(call) : reduce(call);
@@ -182,6 +193,7 @@ class HierarchicalEngine final : public Engine {
   /// Folds every rank's values into `partial` on the leaders: of all hosts, or on that of `root`.
   void fold(const Call& call, DType wide, void* partial, Op between) {
     Call step = call;
+    step.whole = &call;
     step.op = Op::reduce;
     step.dtype = wide;
     step.reduce = call.reduce == ReduceOp::mean ? ReduceOp::sum : call.reduce;
@@ -192,7 +204,7 @@ class HierarchicalEngine final : public Engine {
     if (!is_leader()) return;
     step.op = between;
     step.root = between == Op::reduce ? map_.host_of(call.root) : -1;
-    between_->run(step);
+    run_between(step);
   }
 
   void all_reduce(const Call& call) {
@@ -207,6 +219,7 @@ class HierarchicalEngine final : public Engine {
     fold(call, wide, partial, Op::all_reduce);
     if (is_leader()) finish(call.dtype, call.reduce, partial, size(), call.out, call.count);
     Call step = call;
+    step.whole = &call;
     step.op = Op::broadcast;
     step.root = 0;
     step.in = call.out;
@@ -225,6 +238,7 @@ class HierarchicalEngine final : public Engine {
     }
     if (map_.leader_of(call.root) == call.root) return;
     Call step = call;
+    step.whole = &call;
     if (is_leader()) {
       step.op = Op::send;
       step.root = map_.place_of(call.root);
@@ -239,6 +253,7 @@ class HierarchicalEngine final : public Engine {
 
   void broadcast(const Call& call) {
     Call step = call;
+    step.whole = &call;
     const bool is_here = map_.leader_of(call.root) == map_.leader_of(rank());
     if (is_here) {
       step.root = map_.place_of(call.root);
@@ -248,7 +263,7 @@ class HierarchicalEngine final : public Engine {
       step.root = map_.host_of(call.root);
       // The leader of the root's host has them in `out` now.
       step.in = call.out;
-      between_->run(step);
+      run_between(step);
     }
     if (is_here) return;
     step.root = 0;

@@ -30,6 +30,7 @@ constexpr std::size_t kChunkBytes = 16 << 20;
 /// What ranks compare before they take any data.
 struct Header {
   std::uint8_t op;
+  std::uint8_t step;  // the operation that it makes here
   std::uint8_t dtype;
   std::uint8_t reduce;
   std::int32_t root;
@@ -59,8 +60,10 @@ bool has_reduction(Op op) {
 }
 bool moves_data(Op op) { return op != Op::barrier && op != Op::split; }
 
-Header header_of(const Call& call, int color = 0, int key = 0) {
+Header header_of(const Call& step, int color = 0, int key = 0) {
+  const Call& call = step.whole != nullptr ? *step.whole : step;
   Header header{};
+  header.step = static_cast<std::uint8_t>(step.op);
   header.op = static_cast<std::uint8_t>(call.op);
   header.dtype = static_cast<std::uint8_t>(call.dtype);
   header.reduce = static_cast<std::uint8_t>(call.reduce);
@@ -81,13 +84,15 @@ Header header_of(const Call& call, int color = 0, int key = 0) {
 }
 
 std::string_view file_of(const Header& header) {
-  const std::string_view path(header.file.data());
+  // A peer sent it: it may lack its end.
+  const std::string_view path(header.file.data(),
+                              ::strnlen(header.file.data(), header.file.size()));
   return path.substr(path.find_last_of('/') + 1);
 }
 
 bool agree(const Header& a, const Header& b, bool compares_sites) {
   const auto op = static_cast<Op>(a.op);
-  if (a.op != b.op) return false;
+  if (a.op != b.op || a.step != b.step) return false;
   if (compares_sites && (a.line != b.line || file_of(a) != file_of(b))) return false;
   if (moves_data(op) && (a.dtype != b.dtype || a.count != b.count || a.counts != b.counts)) {
     return false;
@@ -293,7 +298,7 @@ bool MessageEngine::compare_pair(const Call& call, Clock::time_point end) {
   step.run();
   const Op wanted = call.op == Op::send ? Op::recv : Op::send;
   const Header& header = other.header;
-  if (static_cast<Op>(header.op) != wanted || header.root != rank() ||
+  if (static_cast<Op>(header.step) != wanted || header.root != rank() ||
       header.dtype != mine.header.dtype || header.count != mine.header.count) {
     std::array<Row, 2> rows{Row{rank(), mine.header}, Row{call.root, header}};
     if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);

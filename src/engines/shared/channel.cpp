@@ -49,6 +49,7 @@ std::uint32_t fingerprint_of(const Call& call, std::uint64_t site) {
   mix(call.counts.empty() ? call.count : 0);
   for (const std::size_t count : call.counts) mix(count);
   if (site != 0) mix(site);
+  if (call.whole != nullptr) mix(fingerprint_of(*call.whole, /*site=*/0));
   return static_cast<std::uint32_t>(hash >> 16U);
 }
 
@@ -101,10 +102,11 @@ void Channel::begin(const Call& call) {
     if (compares_sites_) site_hash_ = comm::hash_of(call.where);
   }
   fingerprint_ = fingerprint_of(call, site_hash_);
+  const Call& shown = call.whole != nullptr ? *call.whole : call;
   CallRecord& record = lane(rank_).record;
   record.sequence.store(call.sequence, std::memory_order_relaxed);
-  record.what.store(pack_what(call), std::memory_order_relaxed);
-  record.count.store(call.count, std::memory_order_relaxed);
+  record.what.store(pack_what(shown), std::memory_order_relaxed);
+  record.count.store(shown.count, std::memory_order_relaxed);
   // Release: who reads the number finds the text of the place.
   record.site.store(site_, std::memory_order_release);
 }
