@@ -40,7 +40,9 @@ void SpillFile::write(const void* data, std::size_t n_bytes) {
   while (n_bytes > 0) {
     const ssize_t n = ::write(fd_.get(), from, n_bytes);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) fail(fmt::format("cannot write {}", path_));
+    if (n < 0) {
+      fail(fmt::format("cannot write {}; free space there, or give another tmpdir", path_));
+    }
     from += n;
     n_bytes -= static_cast<std::size_t>(n);
   }

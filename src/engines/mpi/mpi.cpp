@@ -258,7 +258,7 @@ void Channel::tell(Notice notice, std::string_view text) noexcept {
 
 void Channel::fail(const Note& note, const Call& call) const {
   const ErrorContext context = context_of(call, rank_);
-  const char* const text = note.text.data();
+  const std::string text(note.text.data(), ::strnlen(note.text.data(), note.text.size()));
   switch (note.notice) {
     case Notice::left:
       throw PeerLost(context,

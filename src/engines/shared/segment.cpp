@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <lockstep/error.hpp>
@@ -72,6 +73,8 @@ std::shared_ptr<Segment> Segment::for_processes(int n_ranks) {
   std::shared_ptr<Segment> segment(new Segment);
   segment->fd_.reset(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!segment->fd_) fail("make a memfd for", base_bytes(n_ranks));
+  // A memfd is everybody's to write, should a way to it ever be found.
+  if (::fchmod(segment->fd_.get(), S_IRUSR | S_IWUSR) != 0) fail("protect", base_bytes(n_ranks));
   // Nobody can cut pages off under a peer's feet.
   if (::fcntl(segment->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
     fail("seal the memfd of", base_bytes(n_ranks));
@@ -153,7 +156,18 @@ void Segment::release(std::uint64_t offset, std::size_t n_bytes) noexcept {
 
 std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes) {
   if (!fd_) return reinterpret_cast<std::byte*>(offset);
-  return map_pages(fd_.get(), offset, round_to_pages(n_bytes));
+  n_bytes = round_to_pages(n_bytes);
+  // A peer said where; a store behind the end would end in SIGBUS.
+  struct stat status {};
+  if (::fstat(fd_.get(), &status) != 0) fail("look at", n_bytes);
+  const auto end = static_cast<std::uint64_t>(status.st_size);
+  if (offset < n_base_bytes_ || offset % kPage != 0 || offset > end || n_bytes > end - offset) {
+    throw EngineError({.operation = "shared memory"},
+                      fmt::format("a peer names {} bytes at {} of a segment of {}; its memory is "
+                                  "damaged: start the job again",
+                                  n_bytes, offset, end));
+  }
+  return map_pages(fd_.get(), offset, n_bytes);
 }
 
 void Segment::unmap(std::byte* data, std::size_t n_bytes) noexcept {
@@ -182,12 +196,13 @@ Range::Range(std::shared_ptr<Segment> segment, std::uint64_t offset, std::size_t
     : segment_(std::move(segment)),
       offset_(offset),
       n_bytes_(n_bytes),
-      data_(segment_->map(offset, total(n_bytes))) {}
+      data_(segment_->map(offset, total(n_bytes))),
+      pid_(::getpid()) {}
 
 Range::~Range() {
   auto& n_users = reinterpret_cast<RangeHeader*>(data_)->n_users;
   // Acquire and release: the last one frees what the others have finished using.
-  const bool last = n_users.fetch_sub(1, std::memory_order_acq_rel) == 1;
+  const bool last = pid_ == ::getpid() && n_users.fetch_sub(1, std::memory_order_acq_rel) == 1;
   segment_->unmap(data_, total(n_bytes_));
   if (last) segment_->release(offset_, total(n_bytes_));
 }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -76,6 +78,7 @@ class Range {
   std::uint64_t offset_;
   std::size_t n_bytes_;
   std::byte* data_;
+  pid_t pid_;  ///< a fork of this process inherits the object, but is no user of the range
 };
 
 }  // namespace lockstep::shared
