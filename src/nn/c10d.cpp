@@ -30,7 +30,11 @@ engines::Availability available(const comm::World&) {
 template <bool kIsGloo>
 std::unique_ptr<Engine> join(const comm::World& world, const Call& barrier) {
   constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
-  return message::make(std::string(kName), std::make_unique<Channel>(meet(kName, world, barrier)));
+  auto engine =
+      message::make(std::string(kName), std::make_unique<Channel>(meet(kName, world, barrier)));
+  // Nobody goes on, and perhaps away, while others still connect.
+  engine->run(barrier);
+  return engine;
 }
 
 constexpr engines::Entry kEntries[] = {{"gloo", available<true>, join<true>},
