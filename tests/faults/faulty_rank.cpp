@@ -1,0 +1,201 @@
+// A rank of the fault campaign: one of the ranks does something wrong, all others write to
+// FOLDER/RANK which error they got, when, and its text.
+//
+//   faulty_rank BACKEND FAULT PLACE VICTIM FOLDER [N_THREADS]
+//
+// FAULT: kill stop exit exception op count type root missing slow
+// PLACE: before (the first call), between (two calls), in (a call of many phases; killed, stopped
+// and ended ranks are inside the call then).
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <lockstep/lockstep.hpp>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+
+/// Of the calls that somebody comes too late to, or never.
+constexpr milliseconds kDeadline{2000};
+
+struct Plan {
+  std::string backend;
+  std::string fault;
+  std::string place;
+  int victim = 0;
+  std::string folder;
+
+  bool is_any(std::initializer_list<const char*> faults) const {
+    for (const char* other : faults) {
+      if (fault == other) return true;
+    }
+    return false;
+  }
+};
+
+long long now_ns() { return steady_clock::now().time_since_epoch().count(); }
+
+/// Whole, or not there.
+void write_file(const Plan& plan, const std::string& name, const std::string& text) {
+  const std::string path = plan.folder + "/" + name;
+  {
+    std::ofstream file(path + "~", std::ios::binary);
+    file << text;
+  }
+  std::filesystem::rename(path + "~", path);
+}
+
+void report(const Plan& plan, int rank, const std::string& error, const std::string& text) {
+  write_file(plan, std::to_string(rank), error + "\n" + std::to_string(now_ns()) + "\n" + text);
+}
+
+/// A rank that leaves may take the others with it (mpirun does): everyone has its say first.
+void wait_for_reports(const Plan& plan, int n_ranks, bool is_victim_waited_for) {
+  const auto give_up = steady_clock::now() + seconds(60);
+  for (int rank = 0; rank < n_ranks; ++rank) {
+    if (rank == plan.victim && !is_victim_waited_for) continue;
+    while (!std::filesystem::exists(plan.folder + "/" + std::to_string(rank)) &&
+           steady_clock::now() < give_up) {
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+  }
+}
+
+void note_fault(const Plan& plan) { write_file(plan, "fault", std::to_string(now_ns())); }
+
+void end_this_process(const Plan& plan) {
+  note_fault(plan);
+  if (plan.fault == "kill") ::raise(SIGKILL);
+  if (plan.fault == "stop") ::kill(::getpid(), SIGSTOP);
+  if (plan.fault != "exit") return;
+  // exit() with another thread in a call would have MPI_Finalize wait for that call.
+  if (plan.place == "in") ::_exit(0);
+  std::exit(0);
+}
+
+/// What the victim does where the others make one plain call; returns whether it made it already.
+bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline deadline,
+               bool is_thread) {
+  const lockstep::Group group = lockstep::default_group();
+  const auto whole = std::span(data);
+  if (plan.is_any({"kill", "stop", "exit"})) {
+    if (is_thread) {  // of which only `exit` exists
+      note_fault(plan);
+      lockstep::destroy_dist();
+      return true;
+    }
+    if (plan.place != "in") end_this_process(plan);
+    // From another thread, while this one waits in the call for the rank that comes late to it.
+    std::thread([plan] {
+      std::this_thread::sleep_for(milliseconds(100));
+      end_this_process(plan);
+    }).detach();
+    return false;
+  }
+  if (plan.fault == "exception") {
+    if (plan.place == "in") {  // with a call under way on the group's own thread
+      static_cast<void>(group.all_reduce_async({data.data(), data.size(), lockstep::DType::f64}));
+    }
+    note_fault(plan);
+    throw std::runtime_error("no more sheets");
+  }
+  if (plan.fault == "slow") {
+    note_fault(plan);
+    wait_for_reports(plan, group.size(),
+                     /*is_victim_waited_for=*/false);  // and comes when the others have given up
+    return false;
+  }
+  note_fault(plan);
+  if (plan.fault == "missing") return true;
+  if (plan.fault == "op") {
+    lockstep::broadcast(whole, 0, group, deadline);
+  } else if (plan.fault == "count") {
+    lockstep::all_reduce(whole.first(data.size() - 1), lockstep::ReduceOp::sum, group, deadline);
+  } else if (plan.fault == "type") {
+    group.all_reduce({data.data(), data.size(), lockstep::DType::i64}, lockstep::ReduceOp::sum,
+                     deadline);
+  } else if (plan.fault == "root") {
+    lockstep::broadcast(whole, 1, group, deadline);
+  }
+  return true;
+}
+
+void run_calls(const Plan& plan, bool is_thread) {
+  const lockstep::Group group = lockstep::default_group();
+  const bool is_victim = group.rank() == plan.victim;
+  // Whoever throws leaves its buffers behind, and a call may still be under way on them.
+  auto& data = *new std::vector<double>(plan.place == "in" ? 1U << 18U : 4, 1.0);
+  if (plan.place != "before") {
+    for (int i = 0; i < 5; ++i) {
+      lockstep::all_reduce(data);
+      lockstep::broadcast(data);
+      lockstep::barrier();
+    }
+  }
+  lockstep::Deadline deadline;
+  if (plan.is_any({"slow", "stop"})) deadline = kDeadline;
+  const bool is_done = is_victim && misbehave(plan, data, deadline, is_thread);
+  if (plan.is_any({"kill", "stop", "exit"}) && plan.place == "in" &&
+      group.rank() == (plan.victim + 1) % group.size()) {
+    std::this_thread::sleep_for(milliseconds(200));
+  }
+  if (is_done && !lockstep::is_distributed()) return;
+  if (!is_done) {
+    if (plan.fault == "root") {
+      lockstep::broadcast(data, 0, group, deadline);
+    } else {
+      lockstep::all_reduce(data, lockstep::ReduceOp::sum, group, deadline);
+    }
+  }
+  lockstep::barrier(group, deadline);
+}
+
+/// Runs the calls and reports; only what the plan has the victim throw comes out.
+int be_rank(const Plan& plan, bool is_thread) {
+  const int rank = lockstep::get_rank();
+  const int n_ranks = lockstep::get_world_size();
+  std::string error = "none";
+  std::string text;
+  try {
+    run_calls(plan, is_thread);
+    if (!lockstep::is_distributed()) return 0;
+  } catch (const lockstep::Error& e) {
+    text = e.text();
+    error = dynamic_cast<const lockstep::MismatchError*>(&e)  ? "MismatchError"
+            : dynamic_cast<const lockstep::TimeoutError*>(&e) ? "TimeoutError"
+            : dynamic_cast<const lockstep::PeerLost*>(&e)     ? "PeerLost"
+            : dynamic_cast<const lockstep::PeerFailed*>(&e)   ? "PeerFailed"
+            : dynamic_cast<const lockstep::SystemError*>(&e)  ? "SystemError"
+            : dynamic_cast<const lockstep::EngineError*>(&e)  ? "EngineError"
+                                                              : "UsageError";
+  }
+  report(plan, rank, error, text);
+  wait_for_reports(plan, n_ranks, !plan.is_any({"kill", "stop", "exit", "exception"}));
+  return 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 6) return 64;
+  const Plan plan{argv[1], argv[2], argv[3], std::atoi(argv[4]), argv[5]};
+  if (argc > 6) {
+    lockstep::run_ranks(std::atoi(argv[6]), [&](int) { be_rank(plan, /*is_thread=*/true); });
+    return 0;
+  }
+  lockstep::init_dist({.backend = plan.backend, .timeout = seconds(60)});
+  // A launcher that ends the others shall not end them before they have told what they got.
+  if (lockstep::get_rank() != plan.victim) std::signal(SIGTERM, SIG_IGN);
+  return be_rank(plan, /*is_thread=*/false);
+}

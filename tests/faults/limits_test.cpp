@@ -1,0 +1,339 @@
+// What the machine refuses: an error with errno and advice, on every rank, and never a signal.
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <lockstep/lockstep.hpp>
+#include <string>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "cli/command.hpp"
+#include "engines/shared/job.hpp"
+#include "engines/shared/meeting.hpp"
+#include "engines/shared/segment.hpp"
+#include "engines/shared/world.hpp"
+
+namespace lockstep::test {
+namespace {
+
+using shared::Segment;
+
+/// Runs body in a process of its own, whose limits are its own too; it must end by itself.
+void in_child(const std::function<void()>& body) {
+  std::fflush(nullptr);
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << error.what();
+    }
+    std::fflush(nullptr);
+    ::_exit(::testing::Test::HasFailure() ? 1 : 0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+  EXPECT_EQ(status, 0) << "a signal, or a failure above";
+}
+
+/// What the SystemError of `call` says; its number must be `error_number`.
+std::string system_error(int error_number, const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const SystemError& error) {
+    EXPECT_EQ(error.error_number(), error_number) << error.what();
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("another error: ") + error.what();
+  }
+  return "no error";
+}
+
+void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text << "\n  lacks: " << part;
+}
+
+void set_limit(int resource, rlim_t value) {
+  const rlimit limit{.rlim_cur = value, .rlim_max = value};
+  ASSERT_EQ(::setrlimit(static_cast<__rlimit_resource>(resource), &limit), 0);
+}
+
+/// The system call fails with EPERM from here on.
+void forbid(int system_call) {
+  sock_filter code[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<unsigned>(system_call), 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{.len = 4, .filter = code};
+  ASSERT_EQ(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+  ASSERT_EQ(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter), 0);
+}
+
+TEST(MachineLimitsTest, a_forbidden_memfd_is_said) {
+  in_child([] {
+    forbid(SYS_memfd_create);
+    const std::string text = system_error(EPERM, [] { shared::Job job(2); });
+    expect_contains(text, "cannot make a memfd");
+    expect_contains(text, "ulimit");
+  });
+}
+
+TEST(MachineLimitsTest, a_forbidden_reservation_is_no_sigbus) {
+  in_child([] {
+    forbid(SYS_fallocate);
+    expect_contains(system_error(EPERM, [] { shared::Job job(2); }), "cannot reserve");
+  });
+}
+
+TEST(MachineLimitsTest, no_descriptor_is_left) {
+  in_child([] {
+    set_limit(RLIMIT_NOFILE, 3);  // 0, 1 and 2
+    expect_contains(system_error(EMFILE, [] { shared::Job job(2); }), "cannot make a memfd");
+  });
+}
+
+TEST(MachineLimitsTest, no_address_space_is_left) {
+  in_child([] {
+    const auto segment = shared::make_world(Segment::for_processes(1));
+    set_limit(RLIMIT_AS, std::size_t{200} << 20U);
+    // Refused, or made but never half: what is reserved and cannot be mapped is given back.
+    struct stat before {};
+    ASSERT_EQ(::fstat(segment->fd(), &before), 0);
+    const std::string text = system_error(ENOMEM, [&] {
+      shared::Range::make(*segment, std::size_t{400} << 20U, 1, [](std::byte*) {});
+    });
+    expect_contains(text, "cannot map");
+    expect_contains(text, "raise the limits");
+    struct stat after {};
+    ASSERT_EQ(::fstat(segment->fd(), &after), 0);
+    EXPECT_EQ(after.st_blocks, before.st_blocks);
+  });
+}
+
+/// Every page of a segment has its place in memory before anybody stores there.
+TEST(MachineLimitsTest, pages_are_reserved_before_they_are_used) {
+  const auto segment = shared::make_world(Segment::for_processes(4));
+  struct stat status {};
+  ASSERT_EQ(::fstat(segment->fd(), &status), 0);
+  EXPECT_EQ(status.st_blocks * 512, status.st_size);
+  const std::uint64_t offset =
+      shared::Range::make(*segment, 8U << 20U, /*n_users=*/1, [](std::byte*) {});
+  ASSERT_EQ(::fstat(segment->fd(), &status), 0);
+  EXPECT_EQ(status.st_blocks * 512, status.st_size);
+  EXPECT_GE(static_cast<std::uint64_t>(status.st_size), offset + (8U << 20U));
+}
+
+TEST(MachineLimitsTest, more_ranks_than_a_host_takes) {
+  EXPECT_THROW(shared::Job(513), UsageError);
+  EXPECT_THROW(run_ranks(513, [] {}), UsageError);
+  EXPECT_NO_THROW(shared::Job(512));
+}
+
+TEST(MachineLimitsTest, a_fork_of_a_rank_is_no_rank) {
+  in_child([] {
+    const shared::Job job(1);
+    for (const char* name : {"RANK", "LOCAL_RANK"}) ::setenv(name, "0", 1);
+    for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) ::setenv(name, "1", 1);
+    ::setenv("LOCKSTEP_SEGMENT", job.environment().c_str(), 1);
+    init_dist({.backend = "shared"});
+    in_child([] {
+      destroy_dist();  // of the copy: the rank has not left
+    });
+    barrier();
+    EXPECT_EQ(all_reduce_value(3), 3);
+    destroy_dist();
+  });
+}
+
+/// Whether a process may have mounts of its own: root may, outside of most containers.
+bool can_mount() {
+  const pid_t pid = ::fork();
+  if (pid == 0) ::_exit(::unshare(CLONE_NEWNS) == 0 ? 0 : 1);
+  int status = -1;
+  return ::waitpid(pid, &status, 0) == pid && status == 0;
+}
+
+/// For this process only.
+void mount_tmpfs(const std::string& path, const char* size) {
+  ASSERT_EQ(::unshare(CLONE_NEWNS), 0);
+  ASSERT_EQ(::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr), 0);
+  ASSERT_EQ(::mount("none", path.c_str(), "tmpfs", 0, size), 0);
+}
+
+void fill(const std::string& folder) {
+  const base::UniqueFd file(
+      ::open((folder + "/all").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
+  ASSERT_TRUE(file);
+  const std::string zeros(4096, '\0');
+  while (::write(file.get(), zeros.data(), zeros.size()) > 0) {
+  }
+  EXPECT_EQ(errno, ENOSPC);
+}
+
+#define SKIP_UNLESS_CAN_MOUNT() \
+  if (!can_mount()) GTEST_SKIP() << "this process may not mount a small tmpfs (only root may)"
+
+TEST(MachineLimitsTest, a_full_dev_shm_is_not_needed) {
+  SKIP_UNLESS_CAN_MOUNT();
+  in_child([] {
+    mount_tmpfs("/dev/shm", "size=64k");
+    fill("/dev/shm");
+    run_ranks(2, [] { EXPECT_EQ(all_reduce_value(1), 2); });
+    const auto segment = shared::make_world(Segment::for_processes(2));
+    shared::Range::make(*segment, std::size_t{1} << 20U, 1,
+                        [](std::byte* data) { data[0] = std::byte{1}; });
+  });
+}
+
+TEST(MachineLimitsTest, a_full_tmpfs_under_the_results_is_said_on_every_rank) {
+  SKIP_UNLESS_CAN_MOUNT();
+  const TemporaryFolder folder;
+  in_child([&folder] {
+    mount_tmpfs(folder.path(), "size=64k");
+    run_ranks(2, [&folder] {
+      const std::vector<std::string> part(64, std::string(4096, 'x'));
+      std::string text = "no error";
+      try {
+        static_cast<void>(
+            collect_results(part, 128, std::filesystem::path(folder.path()), default_group()));
+      } catch (const Error& error) {
+        text = error.what();
+      }
+      expect_contains(text, "No space left on device (errno 28)");
+      expect_contains(text, "free space there");
+    });
+    EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+  });
+}
+
+// --- other users ----------------------------------------------------------------------------
+
+constexpr uid_t kNobody = 65534;
+
+#define SKIP_UNLESS_ROOT() \
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user"
+
+void become_another_user() {
+  ASSERT_EQ(::setresgid(kNobody, kNobody, kNobody), 0);
+  ASSERT_EQ(::setresuid(kNobody, kNobody, kNobody), 0);
+}
+
+Call barrier_call(std::chrono::milliseconds timeout) {
+  return {.op = Op::barrier,
+          .group = "world",
+          .sequence = 1,
+          .timeout = timeout,
+          .where = std::source_location::current()};
+}
+
+TEST(OtherUsersTest, cannot_open_the_segment) {
+  SKIP_UNLESS_ROOT();
+  const shared::Job job(2);
+  const std::string through_proc = fmt::format("/proc/{}/fd/{}", ::getpid(), job.fd());
+  const std::string memory = fmt::format("/proc/{}/mem", ::getpid());
+  in_child([&] {
+    become_another_user();
+    ::close(job.fd());
+    for (const std::string& path : {through_proc, memory}) {
+      EXPECT_LT(::open(path.c_str(), O_RDWR), 0) << path;
+      EXPECT_EQ(errno, EACCES);
+    }
+    EXPECT_LT(::syscall(SYS_pidfd_getfd, ::syscall(SYS_pidfd_open, ::getppid(), 0), job.fd(), 0),
+              0);
+  });
+}
+
+TEST(OtherUsersTest, cannot_take_part_in_a_meeting) {
+  SKIP_UNLESS_ROOT();
+  // Rank 1 is another user, who knows everything else: the names differ, and neither meets.
+  in_child([] {
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+      become_another_user();
+      try {
+        shared::meet("job", 1, 2, barrier_call(std::chrono::milliseconds(500)));
+      } catch (const TimeoutError&) {
+        ::_exit(0);
+      } catch (...) {
+      }
+      ::_exit(1);
+    }
+    EXPECT_THROW(shared::meet("job", 0, 2, barrier_call(std::chrono::milliseconds(500))),
+                 TimeoutError);
+    int status = -1;
+    ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+    EXPECT_EQ(status, 0);
+  });
+}
+
+TEST(SegmentTest, of_another_job_or_version_or_with_a_damaged_header_is_refused) {
+  const auto refusal = [](const std::function<void(shared::SegmentHeader&)>& damage) {
+    const auto segment = shared::make_world(Segment::for_processes(2));
+    const std::uint64_t nonce = segment->header().nonce;
+    damage(segment->header());
+    try {
+      Segment::attach(base::UniqueFd(::dup(segment->fd())), nonce);
+    } catch (const UsageError& error) {
+      return std::string(error.what());
+    }
+    return std::string("taken");
+  };
+  expect_contains(refusal([](auto& header) { header.nonce ^= 1U; }), "it belongs to another job");
+  expect_contains(refusal([](auto& header) { ++header.version; }), "it has layout ");
+  expect_contains(refusal([](auto& header) { header.magic = 0; }), "it holds something else");
+  expect_contains(refusal([](auto& header) { header.n_ranks = 0; }), "its header is damaged");
+  expect_contains(refusal([](auto& header) { header.n_ranks = 513; }), "its header is damaged");
+  expect_contains(refusal([](auto& header) { header.n_ranks = 512; }), "its header is damaged");
+  EXPECT_EQ(refusal([](auto&) {}), "taken");
+}
+
+TEST(SegmentTest, a_place_that_a_peer_names_is_looked_at) {
+  const auto segment = shared::make_world(Segment::for_processes(2));
+  struct stat status {};
+  ASSERT_EQ(::fstat(segment->fd(), &status), 0);
+  const auto end = static_cast<std::uint64_t>(status.st_size);
+  const std::size_t length = 4096 - 128;  // a page, with its header
+  for (const std::uint64_t offset :
+       {std::uint64_t{0}, end - 4095, end, end + 4096, ~std::uint64_t{4095}}) {
+    EXPECT_THROW(shared::Range(segment, offset, length), EngineError) << offset;
+  }
+  EXPECT_THROW(shared::Range(segment, end - 4096, std::size_t{8192}), EngineError);
+}
+
+TEST(SegmentTest, its_nonce_is_never_the_same) {
+  const auto a = Segment::for_processes(1);
+  const auto b = Segment::for_processes(1);
+  EXPECT_NE(a->header().nonce, b->header().nonce);
+}
+
+TEST(SegmentTest, is_no_file_that_others_may_write) {
+  const auto segment = Segment::for_processes(1);
+  struct stat status {};
+  ASSERT_EQ(::fstat(segment->fd(), &status), 0);
+  EXPECT_EQ(status.st_nlink, 0U);
+  EXPECT_EQ(status.st_uid, ::geteuid());
+  EXPECT_EQ(status.st_mode & 07777U, 0600U);
+}
+
+}  // namespace
+}  // namespace lockstep::test

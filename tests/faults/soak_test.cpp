@@ -1,0 +1,37 @@
+// Mixed load on every verb: nothing grows. LOCKSTEP_SOAK_SECONDS for more than a few (./dev soak).
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "cli/command.hpp"
+
+namespace lockstep::test {
+namespace {
+
+std::string seconds() {
+  const char* const text = std::getenv("LOCKSTEP_SOAK_SECONDS");
+  return text == nullptr ? "4" : text;
+}
+
+void expect_no_growth(const std::string& shell) {
+  const TemporaryFolder folder;  // the command's own watchdog is for short runs
+  const int status = std::system(fmt::format("{} >{}", shell, folder / "out").c_str());
+  EXPECT_EQ(status, 0);
+  const std::string said = contents_of(folder / "out");
+  fmt::print("{}", said);
+  EXPECT_NE(said.find(" rounds, then "), std::string::npos);
+}
+
+TEST(SoakTest, processes_hold_no_more_after_mixed_load) {
+  expect_no_growth(fmt::format("{} run -n 3 {} {}", LOCKSTEP_COMMAND, SOAK, seconds()));
+}
+
+TEST(SoakTest, threads_hold_no_more_after_mixed_load) {
+  expect_no_growth(fmt::format("{} {} 3", SOAK, seconds()));
+}
+
+}  // namespace
+}  // namespace lockstep::test
