@@ -12,11 +12,12 @@ namespace lockstep::nn {
 namespace {
 
 using at::Tensor;
+using testing::channels_last;
 using testing::difference;
 using testing::on_ranks;
 using testing::Random;
 using testing::share_of;
-using Shares = std::vector<std::int64_t>;
+using testing::Shares;
 
 class CudaTest : public ::testing::Test {
  protected:
@@ -34,8 +35,6 @@ double tolerance_of(at::ScalarType type) {
   return type == at::kDouble ? 1e-12 : type == at::kFloat ? 1e-5 : 2e-2;
 }
 
-Tensor channels_last(const Tensor& x) { return x.movedim(1, -1).contiguous().movedim(-1, 1); }
-
 /// Output, gradients and buffers after two batches.
 template <class Holder>
 std::vector<Tensor> outcome_of(Holder& bn, const Tensor& x, const Tensor& dy) {
@@ -52,14 +51,14 @@ std::vector<Tensor> outcome_of(Holder& bn, const Tensor& x, const Tensor& dy) {
 
 TEST_F(CudaTest, a_world_of_one_equals_batch_norm) {
   for (const auto type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) {
-    for (const bool is_channels_last : {false, true}) {
+    for (const bool last : {false, true}) {
       const auto state = type == at::kDouble ? at::kDouble : at::kFloat;
       torch::nn::BatchNorm2d theirs(5);
       SyncBatchNorm2d ours(5);
       theirs->to(kDevice, state);
       ours->to(kDevice, state);
       Tensor x = (Random(1).normal({6, 5, 4, 3}) + 0.5).to(kDevice, type);
-      if (is_channels_last) x = channels_last(x);
+      if (last) x = channels_last(x);
       const Tensor dy = Random(2).normal({6, 5, 4, 3}).to(kDevice, type);
       const auto expected = outcome_of(theirs, x, dy);
       const auto got = outcome_of(ours, x, dy);

@@ -24,8 +24,7 @@ using at::Tensor;
 using testing::difference;
 using testing::on_ranks;
 using testing::Random;
-
-using Shares = std::vector<std::int64_t>;
+using testing::Shares;
 
 class TrainingTest : public ::testing::TestWithParam<std::tuple<test::Form, Shares>> {
  protected:

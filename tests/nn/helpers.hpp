@@ -47,12 +47,27 @@ inline double difference(const at::Tensor& a, const at::Tensor& b) {
   return largest(a.detach().to(at::kDouble) - b.detach().to(at::kDouble));
 }
 
+/// Samples per rank.
+using Shares = std::vector<std::int64_t>;
+
 /// Part `rank` of a batch that is cut by rows into shares.
 inline at::Tensor share_of(const at::Tensor& batch, std::span<const std::int64_t> shares,
                            int rank) {
   std::int64_t start = 0;
   for (int r = 0; r < rank; ++r) start += shares[static_cast<std::size_t>(r)];
   return batch.narrow(0, start, shares[static_cast<std::size_t>(rank)]);
+}
+
+/// The same values, channels last in memory: of any number of dimensions.
+inline at::Tensor channels_last(const at::Tensor& tensor) {
+  return tensor.movedim(1, -1).contiguous().movedim(-1, 1);
+}
+inline bool is_channels_last(const at::Tensor& tensor) {
+  return tensor.movedim(1, -1).is_contiguous();
+}
+/// The same values, every second element of a larger tensor.
+inline at::Tensor strided(const at::Tensor& tensor) {
+  return at::stack({tensor, tensor}, -1).select(-1, 1);
 }
 
 }  // namespace lockstep::nn::testing

@@ -21,7 +21,7 @@ using at::Tensor;
 using testing::difference;
 using testing::on_ranks;
 using testing::share_of;
-using Shares = std::vector<std::int64_t>;
+using testing::Shares;
 using Tensors = std::map<std::string, Tensor>;
 
 /// What Python's torch.save wrote: a dict of tensors.
@@ -37,8 +37,8 @@ Tensors load_python(const std::string& name) {
 }
 
 Tensor laid_out(const Tensor& tensor, const std::string& form) {
-  if (form == "nhwc" || form == "ndhwc") return tensor.movedim(1, -1).contiguous().movedim(-1, 1);
-  if (form == "strided") return at::stack({tensor, tensor}, -1).select(-1, 1);
+  if (form == "nhwc" || form == "ndhwc") return testing::channels_last(tensor);
+  if (form == "strided") return testing::strided(tensor);
   return tensor;
 }
 
@@ -86,8 +86,8 @@ void reproduce(const Expected& expected, const Shares& shares) {
         expected.expect_near(bn->weight.grad(), "dweight");
         expected.expect_near(bn->bias.grad(), "dbias");
         if (expected.form == "nhwc" || expected.form == "ndhwc") {
-          EXPECT_TRUE(y.movedim(1, -1).is_contiguous());
-          EXPECT_TRUE(x.grad().movedim(1, -1).is_contiguous());
+          EXPECT_TRUE(testing::is_channels_last(y));
+          EXPECT_TRUE(testing::is_channels_last(x.grad()));
         }
       }
       optimizer.step();

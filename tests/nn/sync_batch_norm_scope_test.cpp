@@ -23,8 +23,8 @@ using testing::Random;
 using testing::share_of;
 namespace F = torch::nn::functional;
 
-const std::vector<std::int64_t> kShares{4, 3, 2};
-const std::vector<std::int64_t> kHalves{3, 3};
+const testing::Shares kShares{4, 3, 2};
+const testing::Shares kHalves{3, 3};
 
 /// A model as users write it: typed members, which conversion cannot replace.
 struct NetImpl : torch::nn::Module {

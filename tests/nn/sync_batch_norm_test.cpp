@@ -22,8 +22,8 @@ using testing::share_of;
 enum class Layout { contiguous, channels_last, strided };
 
 struct Case {
-  std::vector<std::int64_t> sizes;   // without the batch
-  std::vector<std::int64_t> shares;  // samples per rank
+  std::vector<std::int64_t> sizes;  // without the batch
+  testing::Shares shares;
   Layout layout = Layout::contiguous;
   at::ScalarType type = at::kDouble;
 };
@@ -37,9 +37,8 @@ std::ostream& operator<<(std::ostream& stream, const Case& c) {
 Tensor laid_out(const Tensor& tensor, Layout layout) {
   switch (layout) {
     case Layout::contiguous: return tensor.contiguous();
-    case Layout::channels_last: return tensor.movedim(1, -1).contiguous().movedim(-1, 1);
-    case Layout::strided:
-      return at::stack({tensor, tensor}, -1).select(-1, 1);  // every second element
+    case Layout::channels_last: return testing::channels_last(tensor);
+    case Layout::strided: return testing::strided(tensor);
   }
   return {};
 }
@@ -111,8 +110,8 @@ Outcome run_on_ranks(const Case& c, const Batch& batch) {
     auto& outcome = outcomes[static_cast<std::size_t>(rank)];
     outcome = run(SyncBatchNormOptions(c.sizes[0]), input, gradient, batch.weight, batch.bias);
     if (c.layout == Layout::channels_last) {
-      EXPECT_TRUE(outcome.output.movedim(1, -1).is_contiguous());
-      EXPECT_TRUE(outcome.input_gradient.movedim(1, -1).is_contiguous());
+      EXPECT_TRUE(testing::is_channels_last(outcome.output));
+      EXPECT_TRUE(testing::is_channels_last(outcome.input_gradient));
     }
   });
   Outcome whole = outcomes[0];
@@ -158,9 +157,9 @@ TEST_P(SyncBatchNormTest, equals_batch_norm_of_the_whole_batch) {
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
   const std::vector<std::vector<std::int64_t>> shapes{{5}, {4, 7}, {3, 5, 6}, {8, 2, 3, 4}, {1, 9}};
-  const std::vector<std::vector<std::int64_t>> shares{
-      {8},       {4, 4},    {7, 1},       {8, 0},       {5, 2, 1},   {0, 3, 5},
-      {1, 1, 1}, {2, 2, 2}, {1, 0, 4, 3}, {2, 2, 2, 2}, {0, 0, 0, 3}};
+  const std::vector<testing::Shares> shares{{8},          {4, 4},       {7, 1},      {8, 0},
+                                            {5, 2, 1},    {0, 3, 5},    {1, 1, 1},   {2, 2, 2},
+                                            {1, 0, 4, 3}, {2, 2, 2, 2}, {0, 0, 0, 3}};
   for (const auto& shape : shapes) {
     for (const auto& share : shares) {
       for (const Layout layout : {Layout::contiguous, Layout::channels_last, Layout::strided}) {
@@ -341,7 +340,7 @@ TEST(SyncBatchNormModuleTest, several_batches_with_and_without_momentum) {
       torch::nn::BatchNorm1d torchs(options);
       ours->to(at::kDouble);
       torchs->to(at::kDouble);
-      const std::vector<std::int64_t> shares{4, 1, 2};
+      const testing::Shares shares{4, 1, 2};
       for (int step = 0; step < 5; ++step) {
         const Tensor batch = random.normal({7, 3}) * (step + 1);
         ours->forward(share_of(batch, shares, rank));
@@ -524,10 +523,10 @@ TEST(SyncBatchNormModuleTest, half_precision_keeps_type_and_layout) {
                              .requires_grad_();
         const Tensor y = bn->forward(x);
         EXPECT_EQ(y.scalar_type(), type);
-        EXPECT_TRUE(y.movedim(1, -1).is_contiguous());
+        EXPECT_TRUE(testing::is_channels_last(y));
         (y * y * y).sum().backward();
         EXPECT_EQ(x.grad().scalar_type(), type);
-        EXPECT_TRUE(x.grad().movedim(1, -1).is_contiguous());
+        EXPECT_TRUE(testing::is_channels_last(x.grad()));
         EXPECT_EQ(bn->weight.grad().scalar_type(), state);
         EXPECT_EQ(bn->running_mean.scalar_type(), state);
       });
