@@ -38,14 +38,17 @@ std::vector<at::Tensor> rows_on(at::Device device, const at::Tensor& all) {
   return all.to(device).unbind();
 }
 
-/// Parts that must be like `like`, one per rank, put together.
-at::Tensor join_parts(const char* operation, const std::vector<at::Tensor>& parts,
-                      const at::Tensor& like, const Group& group, std::source_location where) {
-  if (parts.size() != static_cast<std::size_t>(group.size())) {
-    throw UsageError(
-        context_of(operation, group, where),
-        fmt::format("got {} parts, expected one for each of {} ranks", parts.size(), group.size()));
-  }
+void check_n_parts(const char* operation, std::size_t n, const Group& group,
+                   std::source_location where) {
+  if (n == static_cast<std::size_t>(group.size())) return;
+  throw UsageError(context_of(operation, group, where),
+                   fmt::format("got {} parts, expected one for each of {} ranks", n, group.size()));
+}
+
+/// Parts must be like `like`, one per rank.
+void check_parts(const char* operation, const std::vector<at::Tensor>& parts,
+                 const at::Tensor& like, const Group& group, std::source_location where) {
+  check_n_parts(operation, parts.size(), group, where);
   for (const at::Tensor& part : parts) {
     check_tensor(operation, part, group, where);
     if (part.sizes() == like.sizes() && part.scalar_type() == like.scalar_type()) continue;
@@ -54,6 +57,11 @@ at::Tensor join_parts(const char* operation, const std::vector<at::Tensor>& part
         fmt::format("parts must be of one shape and type: got {} {} and {} {}", like.toString(),
                     c10::str(like.sizes()), part.toString(), c10::str(part.sizes())));
   }
+}
+
+at::Tensor join_parts(const char* operation, const std::vector<at::Tensor>& parts,
+                      const at::Tensor& like, const Group& group, std::source_location where) {
+  check_parts(operation, parts, like, group, where);
   return for_group(at::stack(parts));
 }
 
@@ -252,6 +260,26 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
 }
 
 at::Device get_comm_device(const Group& /*group*/) { return at::kCPU; }
+
+detail::TensorsOfTrees detail::parts_by_tensor(const char* operation, const TensorsOfTrees& parts,
+                                               const std::vector<at::Tensor>& like,
+                                               const Group& group, std::source_location where) {
+  check_n_parts(operation, parts.size(), group, where);
+  TensorsOfTrees by_tensor(like.size());
+  for (const auto& part : parts) {
+    if (part.size() != like.size()) {
+      throw UsageError(context_of(operation, group, where),
+                       fmt::format("parts must hold the same tensors: got {} and {} of them",
+                                   like.size(), part.size()));
+    }
+    for (std::size_t i = 0; i < part.size(); ++i) by_tensor[i].push_back(part[i]);
+  }
+  for (std::size_t i = 0; i < like.size(); ++i) {
+    check_tensor(operation, like[i], group, where);
+    check_parts(operation, by_tensor[i], like[i], group, where);
+  }
+  return by_tensor;
+}
 
 at::Device detail::common_device(const std::vector<at::Tensor>& tensors,
                                  std::source_location where) {

@@ -146,6 +146,49 @@ TEST(TensorTreesTest, nested_lists_and_dicts) {
   });
 }
 
+TEST(TensorTreesTest, every_other_verb) {
+  on_ranks(3, [](int rank) {
+    const auto make = [](int value) {
+      return Nested{{"a", {{at::full({2}, value)}, value, at::full({1}, value, at::kLong)}}};
+    };
+    const auto expect = [](const Nested& data, int value) {
+      EXPECT_TRUE(std::get<0>(data.at("a"))[0].eq(value).all().item<bool>()) << value;
+      EXPECT_TRUE(std::get<2>(data.at("a")).eq(value).all().item<bool>()) << value;
+    };
+    Nested data = make(rank + 1);
+    reduce(data, /*dst=*/1);
+    expect(data, rank == 1 ? 6 : rank + 1);
+    const auto gathered = gather(make(rank), /*dst=*/2);
+    ASSERT_EQ(gathered.size(), rank == 2 ? 3U : 0U);
+    for (std::size_t r = 0; r < gathered.size(); ++r) expect(gathered[r], static_cast<int>(r));
+
+    std::vector<Nested> parts;
+    for (int r = 0; r < 3; ++r) parts.push_back(make(10 * rank + r));
+    scatter(data, rank == 1 ? parts : std::vector<Nested>(), /*src=*/1);
+    expect(data, 10 + rank);
+    reduce_scatter(data, parts);
+    expect(data, 30 + 3 * rank);
+    const auto swapped = all_to_all(parts);
+    ASSERT_EQ(swapped.size(), 3U);
+    for (int r = 0; r < 3; ++r) expect(swapped[static_cast<std::size_t>(r)], 10 * r + rank);
+    if (rank == 0) send(parts[2], /*dst=*/2);
+    if (rank == 2) {
+      recv(data, /*src=*/0);
+      expect(data, 2);
+    }
+
+    std::vector<Nested> unlike = parts;
+    std::get<0>(unlike[1]["a"]).push_back(at::ones({2}));
+    EXPECT_THROW(reduce_scatter(data, {parts[0]}), UsageError);
+    EXPECT_THROW(reduce_scatter(data, unlike), UsageError);
+    EXPECT_THROW(all_to_all(unlike), UsageError);
+    EXPECT_THROW(all_to_all(std::vector<Nested>()), UsageError);
+    if (rank == 1) {
+      EXPECT_THROW(scatter(data, unlike, /*src=*/1), UsageError);
+    }
+  });
+}
+
 TEST(TensorTreesTest, all_reduce_dict_names_what_differs) {
   on_ranks(2, [](int rank) {
     std::map<std::string, Tensor> dict{{"loss", at::full({2}, rank)},

@@ -96,6 +96,29 @@ std::vector<at::Tensor> tensors_of(const T& tree) {
   return tensors;
 }
 
+using TensorsOfTrees = std::vector<std::vector<at::Tensor>>;
+
+template <class T>
+TensorsOfTrees tensors_of_each(const std::vector<T>& trees) {
+  TensorsOfTrees result;
+  for (const T& tree : trees) result.push_back(tensors_of(tree));
+  return result;
+}
+/// Parts for each rank, by tensor. Throws UsageError unless there is one for each rank of the
+/// group, whose tensors are of the shapes and types of `like`.
+TensorsOfTrees parts_by_tensor(const char* operation, const TensorsOfTrees& parts,
+                               const std::vector<at::Tensor>& like, const Group& group,
+                               std::source_location where);
+/// The i-th tensor of the r-th tree <- by_tensor[i][r].
+template <class T>
+std::vector<T> with_tensors(std::vector<T> trees, const TensorsOfTrees& by_tensor) {
+  for (std::size_t rank = 0; rank < trees.size(); ++rank) {
+    auto next = by_tensor.begin();
+    Tree<T>::visit(trees[rank], [&](at::Tensor& t) { t = (*next++)[rank]; });
+  }
+  return trees;
+}
+
 }  // namespace detail
 
 /// A container that holds tensors; not a tensor itself.
@@ -123,16 +146,76 @@ template <TensorTree T>
 std::vector<T> all_gather(const T& data, const Group& group = default_group(),
                           Deadline deadline = {},
                           std::source_location where = std::source_location::current()) {
-  std::vector<std::vector<at::Tensor>> gathered;  // by tensor, by rank
+  detail::TensorsOfTrees gathered;
   for (const at::Tensor& tensor : detail::tensors_of(data)) {
     gathered.push_back(all_gather(tensor, group, deadline, where));
   }
-  std::vector<T> result(static_cast<std::size_t>(group.size()), data);
-  for (std::size_t rank = 0; rank < result.size(); ++rank) {
-    auto next = gathered.begin();
-    detail::Tree<T>::visit(result[rank], [&](at::Tensor& t) { t = (*next++)[rank]; });
+  return detail::with_tensors(std::vector<T>(static_cast<std::size_t>(group.size()), data),
+                              gathered);
+}
+/// all_gather on dst only; empty elsewhere.
+template <TensorTree T>
+std::vector<T> gather(const T& data, int dst = 0, const Group& group = default_group(),
+                      Deadline deadline = {},
+                      std::source_location where = std::source_location::current()) {
+  detail::TensorsOfTrees gathered;
+  for (const at::Tensor& tensor : detail::tensors_of(data)) {
+    gathered.push_back(gather(tensor, dst, group, deadline, where));
   }
-  return result;
+  if (group.rank() != dst) return {};
+  return detail::with_tensors(std::vector<T>(static_cast<std::size_t>(group.size()), data),
+                              gathered);
+}
+/// The tensors of data <- those of part `rank` of src's parts; elsewhere parts are not used.
+template <TensorTree T>
+void scatter(T& data, const std::vector<T>& parts, int src = 0,
+             const Group& group = default_group(), Deadline deadline = {},
+             std::source_location where = std::source_location::current()) {
+  const auto mine = detail::tensors_of(data);
+  detail::TensorsOfTrees by_tensor(mine.size());
+  if (group.rank() == src) {
+    by_tensor =
+        detail::parts_by_tensor("scatter", detail::tensors_of_each(parts), mine, group, where);
+  }
+  auto next = by_tensor.begin();
+  detail::Tree<T>::visit(data,
+                         [&](at::Tensor& t) { scatter(t, *next++, src, group, deadline, where); });
+}
+/// The tensors of data <- reductions of those of every rank's parts[rank].
+template <TensorTree T>
+void reduce_scatter(T& data, const std::vector<T>& parts, ReduceOp op = ReduceOp::sum,
+                    const Group& group = default_group(), Deadline deadline = {},
+                    std::source_location where = std::source_location::current()) {
+  const auto by_tensor = detail::parts_by_tensor("reduce_scatter", detail::tensors_of_each(parts),
+                                                 detail::tensors_of(data), group, where);
+  auto next = by_tensor.begin();
+  detail::Tree<T>::visit(
+      data, [&](at::Tensor& t) { reduce_scatter(t, *next++, op, group, deadline, where); });
+}
+/// By rank: this rank's part for that rank, with the tensors of that rank's parts[this rank].
+template <TensorTree T>
+std::vector<T> all_to_all(const std::vector<T>& parts, const Group& group = default_group(),
+                          Deadline deadline = {},
+                          std::source_location where = std::source_location::current()) {
+  const auto mine = detail::tensors_of_each(parts);
+  detail::TensorsOfTrees received;
+  for (const auto& of_tensor : detail::parts_by_tensor(
+           "all_to_all", mine, mine.empty() ? std::vector<at::Tensor>() : mine[0], group, where)) {
+    received.push_back(all_to_all(of_tensor, group, deadline, where));
+  }
+  return detail::with_tensors(parts, received);
+}
+template <TensorTree T>
+void send(const T& data, int dst, const Group& group = default_group(), Deadline deadline = {},
+          std::source_location where = std::source_location::current()) {
+  for (const at::Tensor& tensor : detail::tensors_of(data)) {
+    send(tensor, dst, group, deadline, where);
+  }
+}
+template <TensorTree T>
+void recv(T& data, int src, const Group& group = default_group(), Deadline deadline = {},
+          std::source_location where = std::source_location::current()) {
+  detail::Tree<T>::visit(data, [&](at::Tensor& t) { recv(t, src, group, deadline, where); });
 }
 
 /// dict[key] <- reduction of every rank's dict[key], on all ranks. MismatchError where keys,
