@@ -1,4 +1,7 @@
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
 #include <lockstep/error.hpp>
@@ -91,6 +94,41 @@ TEST_F(CheckpointTest, resumes_with_the_same_next_step) {
       EXPECT_TRUE(item->equal(resumed.net->named_buffers()[item.key()])) << item.key();
     }
   });
+  EXPECT_EQ(files(), std::vector<std::string>{"training.pt"});
+}
+
+void write_zeros(torch::serialize::OutputArchive& archive, std::int64_t n) {
+  archive.write("zeros", at::zeros({n}));
+}
+std::int64_t n_zeros_in(const std::string& path) {
+  Tensor zeros;
+  load_checkpoint(path, [&](auto& archive) { archive.read("zeros", zeros); });
+  return zeros.numel();
+}
+
+/// The system kills a process whose file grows beyond the limit: in the middle of the write.
+TEST_F(CheckpointTest, a_kill_in_the_middle_leaves_the_old_one_whole) {
+  const std::string file = path("training.pt");
+  const auto save = [&](std::int64_t n) {
+    save_checkpoint(file, [n](auto& archive) { write_zeros(archive, n); });
+  };
+  save(1000);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const rlimit half{50'000, 50'000}, no_core{0, 0};
+    ::setrlimit(RLIMIT_FSIZE, &half);
+    ::setrlimit(RLIMIT_CORE, &no_core);
+    ::signal(SIGXFSZ, SIG_DFL);
+    save(25'000);  // 100 kB
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGXFSZ) << status;
+  EXPECT_EQ(std::filesystem::file_size(path("training.pt.part")), 50'000U) << "half of it";
+  EXPECT_EQ(n_zeros_in(file), 1000);
+  save(2000);  // the rest is in nobody's way
+  EXPECT_EQ(n_zeros_in(file), 2000);
   EXPECT_EQ(files(), std::vector<std::string>{"training.pt"});
 }
 

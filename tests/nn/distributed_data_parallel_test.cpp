@@ -6,8 +6,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <condition_variable>
 #include <functional>
+#include <lockstep/engine.hpp>
+#include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -220,6 +224,44 @@ TEST(DistributedDataParallelTest, different_modules_are_told_on_every_rank) {
   });
 }
 
+TEST(DistributedDataParallelTest, a_difference_of_any_kind_is_named) {
+  struct Case {
+    std::function<void(torch::nn::Module&)> add;  // on rank 2, where the others have b
+    std::string got;
+  };
+  const std::vector<Case> cases{
+      {[](auto& net) { net.register_parameter("c", at::ones({3})); }, "parameter c Float [3]"},
+      {[](auto& net) { net.register_parameter("b", at::ones({3}, at::kDouble)); },
+       "parameter b Double [3]"},
+      {[](auto& net) {
+         net.register_parameter("b", at::ones({1, 3}));
+       },
+       "parameter b Float [1, 3]"},
+      {[](auto& net) { net.register_parameter("b", at::ones({3}), /*requires_grad=*/false); },
+       "parameter b Float [3] frozen"},
+      {[](auto& net) { net.register_buffer("b", at::ones({3})); }, "buffer b Float [3]"},
+      {[](auto& /*net*/) {}, "nothing more"}};
+  for (const Case& c : cases) {
+    on_ranks(3, [&c](int rank) {
+      const auto net = std::make_shared<torch::nn::Module>();
+      net->register_parameter("a", at::ones({2}));
+      if (rank == 2) {
+        c.add(*net);
+      } else {
+        net->register_parameter("b", at::ones({3}));
+      }
+      try {
+        const DistributedDataParallel model(net);
+        ADD_FAILURE() << "no error: " << c.got;
+      } catch (const MismatchError& error) {
+        EXPECT_NE(error.text().find("rank 0 has parameter b Float [3], rank 2 has " + c.got + ":"),
+                  std::string::npos)
+            << error.text();
+      }
+    });
+  }
+}
+
 TEST(DistributedDataParallelTest, a_peers_exception_reaches_backward) {
   std::mutex mutex;
   std::vector<std::string> texts;
@@ -325,6 +367,38 @@ TEST(DistributedDataParallelTest, buckets_are_rebuilt_in_the_order_of_rank_0) {
   });
 }
 
+struct EitherFirstImpl : torch::nn::Module {
+  torch::nn::Linear a{2, 2}, b{2, 2};
+  EitherFirstImpl() {
+    register_module("a", a);
+    register_module("b", b);
+  }
+  Tensor forward(const Tensor& x, bool a_first) { return a_first ? b(a(x)) : a(b(x)); }
+};
+TORCH_MODULE(EitherFirst);
+
+TEST(DistributedDataParallelTest, ranks_whose_gradients_come_in_other_orders) {
+  on_ranks(3, [](int rank) {
+    EitherFirst net, alone;
+    DistributedDataParallel model(net, tiny_buckets());
+    const Tensor x = at::full({1, 2}, rank + 1.0);
+    for (int step = 0; step < 3; ++step) {
+      for (const auto& item : net->named_parameters()) {
+        alone->named_parameters()[item.key()].set_data(item->detach());
+      }
+      net->zero_grad();
+      alone->zero_grad();
+      model(x, /*a_first=*/rank != 1).square().sum().backward();
+      alone(x, /*a_first=*/rank != 1).square().sum().backward();
+      for (const auto& item : alone->named_parameters()) {
+        all_reduce(item->mutable_grad(), ReduceOp::mean);
+        EXPECT_LE(difference(net->named_parameters()[item.key()].grad(), item->grad()), 1e-5)
+            << item.key() << " in step " << step;
+      }
+    }
+  });
+}
+
 TEST(DistributedDataParallelTest, a_static_graph_does_not_wait_for_the_unused) {
   on_ranks(2, [](int) {
     for (const bool is_static : {false, true}) {
@@ -385,32 +459,129 @@ TEST(DistributedDataParallelTest, hooks_compress_and_may_do_anything) {
   });
 }
 
-/// No measurement: the last node of backward waits for the first bucket. If that were sent or
-/// reduced only after backward, it would wait for ever, until the group's timeout.
-TEST(DistributedDataParallelTest, the_first_bucket_arrives_before_backward_ends) {
-  on_ranks(3, [](int rank) {
-    torch::nn::Sequential net(torch::nn::Linear(2, 3), torch::nn::Linear(3, 3));
-    Work first;
-    auto options = tiny_buckets();
-    options.hook = [&](const GradientBucket& bucket) -> std::function<void()> {
-      Work work = bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::mean);
-      if (bucket.index == 0) first = work;
-      return [work]() mutable { work.wait(); };
-    };
-    DistributedDataParallel model(net, options);
-    for (int step = 0; step < 2; ++step) {
-      bool arrived = false;
-      const Tensor x = at::full({1, 2}, rank + 1.0).requires_grad_();
-      x.register_hook([&](const Tensor&) {
-        first.wait();
-        arrived = first.done();
-      });
-      net->zero_grad();
-      model(x * 2).sum().backward();
-      EXPECT_TRUE(arrived);
-      EXPECT_TRUE(net->ptr(1)->named_parameters()["bias"].grad().eq(1).all().item<bool>());
+/// What happened, in its order.
+class Trace {
+ public:
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    events_.clear();
+  }
+  void add(std::string event) {
+    const std::lock_guard lock(mutex_);
+    events_.push_back(std::move(event));
+    changed_.notify_all();
+  }
+  /// Until something has happened; or for ever, which the watchdog ends.
+  void wait_for_first() {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, testing::kWatchdog, [this] { return !events_.empty(); });
+  }
+  std::vector<std::string> events() {
+    const std::lock_guard lock(mutex_);
+    return events_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::string> events_;
+};
+
+/// The engine of a group over another group, which traces the end of each all_reduce and whether
+/// its data lay in allocated memory. Of the other verbs it has what DistributedDataParallel needs.
+class TracedEngine final : public Engine {
+ public:
+  TracedEngine(Group group, Trace& trace) : group_(std::move(group)), trace_(trace) {}
+  std::string_view name() const noexcept override { return "traced"; }
+  int rank() const noexcept override { return group_.rank(); }
+  int size() const noexcept override { return group_.size(); }
+  void run(const Call& call) override {
+    const Elements out{call.out, call.count, call.dtype};
+    if (call.op == Op::all_reduce) {
+      group_.all_reduce(out, call.reduce);
+      trace_.add(is_allocated(call.out) ? "all_reduce" : "all_reduce of other memory");
+    } else if (call.op == Op::broadcast) {
+      group_.broadcast(out, call.root);
+    } else if (call.op == Op::all_gather) {
+      std::vector<std::size_t> counts(call.counts.begin(), call.counts.end());
+      counts.resize(static_cast<std::size_t>(size()), call.count);
+      const auto total = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
+      group_.all_gather({call.in, counts[static_cast<std::size_t>(rank())], call.dtype},
+                        {call.out, total, call.dtype}, counts);
+    } else {
+      throw EngineError(context_of(call, rank()), "not traced");
     }
-  });
+  }
+  std::unique_ptr<Engine> split(const Call& /*call*/, int color, int key) override {
+    return std::make_unique<TracedEngine>(group_.split(color, key), trace_);
+  }
+  std::unique_ptr<SharedMemory> allocate(const Call& call) override {
+    allocated_.push_back(group_.allocate(call.count));
+    return std::make_unique<Memory>(allocated_.back());
+  }
+  void abandon(std::string_view /*reason*/) noexcept override {}
+  void leave(std::string_view /*failure*/) noexcept override {}
+
+ private:
+  class Memory final : public SharedMemory {
+   public:
+    explicit Memory(SharedBuffer buffer) : buffer_(std::move(buffer)) {}
+    std::byte* data() const noexcept override { return buffer_.data(); }
+
+   private:
+    SharedBuffer buffer_;
+  };
+
+  bool is_allocated(const void* address) const {
+    return std::any_of(allocated_.begin(), allocated_.end(), [address](const auto& buffer) {
+      return address >= buffer.data() && address < buffer.data() + buffer.size();
+    });
+  }
+
+  Group group_;
+  Trace& trace_;
+  std::vector<SharedBuffer> allocated_;
+};
+
+/// No measurement: the last node of backward waits for the first bucket's all_reduce. If that began
+/// only after backward, the trace would have the end of backward first.
+TEST(DistributedDataParallelTest, the_first_bucket_arrives_before_backward_ends) {
+  for (const bool has_hook : {false, true}) {
+    on_ranks(3, [has_hook](int rank) {
+      Trace trace;
+      torch::nn::Sequential net(torch::nn::Linear(2, 3), torch::nn::Linear(3, 3));
+      auto options = tiny_buckets();
+      options.group = Group(std::make_unique<TracedEngine>(default_group(), trace), "traced",
+                            testing::kWatchdog);
+      if (has_hook) {
+        options.hook = [](const GradientBucket& bucket) -> std::function<void()> {
+          Work work = bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::mean);
+          return [work]() mutable { work.wait(); };
+        };
+      }
+      DistributedDataParallel model(net, options);
+      for (int step = 0; step < 2; ++step) {
+        const Tensor x = at::full({1, 2}, rank + 1.0).requires_grad_();
+        x.register_hook([&](const Tensor&) {
+          for (const auto& parameter : net->parameters()) {
+            EXPECT_TRUE(parameter.grad().defined()) << "this is the last node";
+          }
+          trace.wait_for_first();
+          trace.add("end of backward");
+        });
+        for (auto& parameter : net->parameters()) parameter.mutable_grad().reset();
+        trace.clear();
+        model(x * 2).sum().backward();
+        const auto events = trace.events();
+        EXPECT_EQ(events.front(), "all_reduce");
+        EXPECT_EQ(std::count(events.begin(), events.end(), "end of backward"), 1);
+        // A bucket per parameter, in memory of the group; a hook's flags go by themselves.
+        EXPECT_EQ(std::count(events.begin(), events.end(), "all_reduce"), has_hook ? 8 : 4);
+        EXPECT_EQ(events.size(), has_hook ? 9U : 5U);
+        EXPECT_TRUE(net->ptr(1)->named_parameters()["bias"].grad().eq(1).all().item<bool>());
+      }
+    });
+  }
 }
 
 TEST(DistributedDataParallelTest, hooks_and_unused_parameters) {

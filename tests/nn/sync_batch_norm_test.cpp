@@ -353,6 +353,29 @@ TEST(SyncBatchNormModuleTest, several_batches_with_and_without_momentum) {
   }
 }
 
+TEST(SyncBatchNormModuleTest, eps_is_that_of_the_options) {
+  on_ranks(2, [](int rank) {
+    const Tensor batch = Random(8).normal({6, 3, 4}) * 0.1;
+    const testing::Shares shares{4, 2};
+    for (const double eps : {0.0, 1e-3, 0.5}) {
+      torch::nn::BatchNorm1d whole(torch::nn::BatchNormOptions(3).eps(eps));
+      SyncBatchNorm1d bn(SyncBatchNormOptions(3).eps(eps));
+      whole->to(at::kDouble);
+      bn->to(at::kDouble);
+      const Tensor x = batch.detach().clone().requires_grad_();
+      const Tensor mine = share_of(batch, shares, rank).clone().requires_grad_();
+      const Tensor expected = whole(x), got = bn(mine);
+      expected.square().sum().backward();
+      got.square().sum().backward();
+      EXPECT_LE(difference(got, share_of(expected, shares, rank)), 1e-12) << eps;
+      EXPECT_LE(difference(mine.grad(), share_of(x.grad(), shares, rank)), 1e-11) << eps;
+      whole->eval();
+      bn->eval();
+      EXPECT_LE(difference(bn(mine), share_of(whole(x), shares, rank)), 1e-12) << eps;
+    }
+  });
+}
+
 TEST(SyncBatchNormModuleTest, eval_uses_running_statistics_and_sends_nothing) {
   on_ranks(2, [](int rank) {
     Random random(3);
