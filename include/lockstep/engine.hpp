@@ -13,6 +13,11 @@
 
 namespace lockstep {
 
+namespace comm {
+class Recorder;
+class Track;
+}  // namespace comm
+
 enum class Op : std::uint8_t {
   barrier,
   all_reduce,
@@ -49,6 +54,8 @@ struct Call {
   std::source_location where;
   /// The call of which an engine made this one a step, if it is one: ranks compare and show that.
   const Call* whole = nullptr;
+  /// Whom an engine that has a recorder() tells how far the call is; null: nobody asks.
+  comm::Track* track = nullptr;
 };
 
 /// For the errors of one call.
@@ -97,6 +104,9 @@ class Engine {
   /// This rank leaves the world: peers that wait for it get PeerLost or, where it leaves by an
   /// exception, PeerFailed with its text. Called once, on the world's engine.
   virtual void leave(std::string_view failure) noexcept = 0;
+  /// Who writes down this rank's calls in memory that outlives the rank, the same for all engines
+  /// of one rank; null: they are written down in this process's own memory.
+  virtual std::shared_ptr<comm::Recorder> recorder() const { return nullptr; }
 };
 
 }  // namespace lockstep

@@ -18,6 +18,10 @@ struct Env {
   int restart = 0;
   /// LOCKSTEP_TIMEOUT: limit of one operation in seconds (decimals allowed), over InitOptions.
   std::optional<std::chrono::milliseconds> timeout;
+  /// LOCKSTEP_RECORD_DIR: an existing folder, into which each rank writes rank-N.json with its last
+  /// operations when a group dies, and `lockstep run` for the ranks that could not.
+  /// `lockstep doctor --record DIR` reads them.
+  std::optional<std::string> record_dir;
   /// LOCKSTEP_SIMD: scalar|avx2|avx512: the widest kernels to use. For measurements.
   std::optional<std::string> simd;
   /// LOCKSTEP_MPI: openmpi|mpich|PATH: the module of the mpi engine, where the launcher's variables

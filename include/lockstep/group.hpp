@@ -15,6 +15,7 @@ namespace lockstep {
 
 namespace comm {
 class GroupState;
+class Recorder;
 class WorkState;
 }  // namespace comm
 namespace detail {
@@ -73,7 +74,8 @@ class Group {
   /// The solo group: rank 0 of 1, where every verb works and moves nothing to anyone.
   Group();
   /// A group over an engine: for engine authors.
-  Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout);
+  Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
+        std::shared_ptr<comm::Recorder> recorder = nullptr);
 
   int rank() const noexcept;
   int size() const noexcept;

@@ -4,6 +4,7 @@
 #include <optional>
 #include <source_location>
 #include <string>
+#include <string_view>
 
 #include <lockstep/group.hpp>
 
@@ -24,13 +25,16 @@ struct InitOptions {
 /// launcher, the solo group. Collective over the world.
 /// Throws UsageError (already initialised, unknown backend, contradictory environment),
 /// EngineError (the backend cannot be had here), and what any collective throws.
+/// From then on the peers of a rank that ends by an exception nobody catches get PeerFailed with
+/// its text: a std::terminate handler tells them, then calls the one that was there before.
 /// Threads: the default group belongs to the calling thread; hand other threads a Group.
 void init_dist(const InitOptions& options = {},
                std::source_location where = std::source_location::current());
 
-/// Leaves the world: waits for nobody. Peers that call on get PeerLost. Does nothing when not
-/// initialised.
-void destroy_dist();
+/// Leaves the world: waits for nobody. Peers that call on get PeerLost; where `failure` says why
+/// this rank cannot go on, or an exception is unwinding the caller, PeerFailed. Does nothing when
+/// not initialised.
+void destroy_dist(std::string_view failure = {});
 
 /// none when the environment shows no launcher. Throws UsageError where variables contradict.
 Launcher infer_launcher();

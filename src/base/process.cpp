@@ -1,6 +1,7 @@
 #include "base/process.hpp"
 
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstring>
@@ -12,6 +13,8 @@ namespace {
 
 struct Stat {
   char state = 'X';
+  std::uint64_t n_cpu_ticks = 0;
+  std::uint64_t n_resident_pages = 0;
   std::uint64_t start_time = 0;
 };
 
@@ -27,14 +30,20 @@ Stat read_stat(pid_t pid) noexcept {
   const char* field = std::strrchr(text, ')');
   Stat stat;
   unsigned long long start_time = 0;
-  // Fields 3 (state) and 22 (start time).
+  unsigned long long user = 0;
+  unsigned long long system = 0;
+  unsigned long long n_pages = 0;
+  // Fields 3 (state), 14 and 15 (processor time), 22 (start time), 24 (resident pages).
   const int n_read =
-      field == nullptr ? 0
-                       : std::sscanf(field + 1,
-                                     " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s "
-                                     "%*s %*s %*s %*s %llu",
-                                     &stat.state, &start_time);
-  if (n_read != 2) return {};
+      field == nullptr
+          ? 0
+          : std::sscanf(field + 1,
+                        " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu %llu %*s %*s "
+                        "%*s %*s %*s %*s %llu %*s %llu",
+                        &stat.state, &user, &system, &start_time, &n_pages);
+  if (n_read != 5) return {};
+  stat.n_cpu_ticks = user + system;
+  stat.n_resident_pages = n_pages;
   stat.start_time = start_time;
   return stat;
 }
@@ -42,6 +51,14 @@ Stat read_stat(pid_t pid) noexcept {
 }  // namespace
 
 std::uint64_t process_start_time(pid_t pid) noexcept { return read_stat(pid).start_time; }
+
+ProcessUse process_use(pid_t pid) noexcept {
+  if (pid <= 0) return {};
+  const Stat stat = read_stat(pid);
+  return {
+      .cpu_s = static_cast<double>(stat.n_cpu_ticks) / static_cast<double>(::sysconf(_SC_CLK_TCK)),
+      .memory_bytes = stat.n_resident_pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE))};
+}
 
 ProcessState process_state(pid_t pid, std::uint64_t start_time) noexcept {
   const Stat stat = read_stat(pid);

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <chrono>
 #include <cstdio>
+#include <lockstep/env.hpp>
 #include <map>
 #include <memory>
 #include <string>
@@ -213,6 +214,7 @@ int run(const std::vector<std::string>& arguments) {
     return kUsageExitCode;
   }
   if (!log_dir.empty()) options.log_dir = log_dir;
+  options.record_dir = Env::read().record_dir;
   options.grace = std::chrono::milliseconds(static_cast<long>(grace_s * 1000));
   return launch::launch_ranks(options);
 }

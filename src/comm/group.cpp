@@ -266,8 +266,10 @@ void Work::wait() {
 
 bool Work::done() const { return !state_ || state_->done(); }
 
-Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout)
-    : state_(std::make_shared<GroupState>(std::move(engine), std::move(name), timeout)) {}
+Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
+             std::shared_ptr<comm::Recorder> recorder)
+    : state_(std::make_shared<GroupState>(std::move(engine), std::move(name), timeout,
+                                          std::move(recorder))) {}
 
 int Group::rank() const noexcept { return state_->rank(); }
 int Group::size() const noexcept { return state_->size(); }
@@ -287,7 +289,7 @@ Group Group::split(int color, int key, Where where) const {
   state_->prepare(call, {});
   auto engine = state_->run(call, [&](Engine& parent) { return parent.split(call, color, key); });
   return {std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
-          state_->timeout()};
+          state_->timeout(), state_->recorder()};
 }
 
 Group Group::duplicate(Where where) const { return split(/*color=*/0, /*key=*/0, where); }

@@ -7,12 +7,14 @@
 namespace lockstep::comm {
 
 GroupState::GroupState(std::unique_ptr<Engine> engine, std::string name,
-                       std::chrono::milliseconds timeout)
+                       std::chrono::milliseconds timeout, std::shared_ptr<Recorder> recorder)
     : engine_(std::move(engine)),
       name_(std::move(name)),
       timeout_(timeout),
       rank_(engine_->rank()),
-      size_(engine_->size()) {}
+      size_(engine_->size()),
+      track_(engine_->recorder() ? engine_->recorder() : std::move(recorder), name_, rank_, size_,
+             /*engine_tells=*/engine_->recorder() != nullptr) {}
 
 GroupState::~GroupState() {
   // The worker ends when its calls have. Where an exception unwinds this rank, its peers will not
@@ -75,24 +77,27 @@ std::shared_ptr<WorkState> GroupState::post(const Call& call) {
       has_worker_.store(true, std::memory_order_release);
     }
   }
-  return worker_->post([this, call] {
+  return worker_->post([this, call = Call(call)]() mutable {
     if (is_dead_.load(std::memory_order_acquire)) throw_death();
-    try {
-      engine_->run(call);
-    } catch (const UsageError&) {
-      throw;
-    } catch (...) {
-      die();
-      throw;
-    }
+    record(call, [&call](Engine& engine) { engine.run(call); });
   });
 }
 
 void GroupState::die() noexcept {
-  const std::lock_guard lock(mutex_);
-  if (death_) return;
-  death_ = std::current_exception();
-  is_dead_.store(true, std::memory_order_release);
+  {
+    const std::lock_guard lock(mutex_);
+    if (death_) return;
+    death_ = std::current_exception();
+    is_dead_.store(true, std::memory_order_release);
+  }
+  if (!recorder()) return;
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    recorder()->died(error.what());
+  } catch (...) {
+    recorder()->died("an exception that is no std::exception");
+  }
 }
 
 void GroupState::throw_death() {

@@ -7,7 +7,9 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
 
+#include "comm/recorder.hpp"
 #include "comm/worker.hpp"
 
 namespace lockstep::comm {
@@ -15,7 +17,9 @@ namespace lockstep::comm {
 /// What the handles of one group share: its engine, and the path of every call to it.
 class GroupState {
  public:
-  GroupState(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout);
+  /// recorder: of this rank, where the engine has none; null: nothing is recorded.
+  GroupState(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
+             std::shared_ptr<Recorder> recorder);
   ~GroupState();
   GroupState(const GroupState&) = delete;
   GroupState& operator=(const GroupState&) = delete;
@@ -25,13 +29,14 @@ class GroupState {
   int size() const noexcept { return size_; }
   const std::string& name() const noexcept { return name_; }
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
+  const std::shared_ptr<Recorder>& recorder() const noexcept { return track_.recorder(); }
 
   /// Gives the call its name, number and limit.
   void prepare(Call& call, Deadline deadline);
   /// Runs one prepared call on the calling thread: `make` calls the engine. Any error but
   /// UsageError makes the group dead.
   template <class Make>
-  auto run(const Call& call, Make make);
+  auto run(Call& call, Make make);
   /// The same on the worker thread.
   std::shared_ptr<WorkState> post(const Call& call);
 
@@ -49,6 +54,8 @@ class GroupState {
  private:
   void enter(const Call& call);
   [[noreturn]] void throw_held(const Call& call) const;
+  template <class Make>
+  auto record(Call& call, Make make);
   void die() noexcept;
   [[noreturn]] void throw_death();
 
@@ -57,6 +64,7 @@ class GroupState {
   std::chrono::milliseconds timeout_;
   int rank_;
   int size_;
+  Track track_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> is_busy_{false};
   std::atomic<bool> is_held_{false};  // is_busy_ is set too: the one that every call looks at
@@ -69,17 +77,32 @@ class GroupState {
 };
 
 template <class Make>
-auto GroupState::run(const Call& call, Make make) {
+auto GroupState::run(Call& call, Make make) {
   enter(call);
   struct Leave {
     std::atomic<bool>& is_busy;
     ~Leave() { is_busy.store(false, std::memory_order_release); }
   } const leave{is_busy_};
+  return record(call, make);
+}
+
+template <class Make>
+auto GroupState::record(Call& call, Make make) {
+  track_.begin(call);
   try {
-    return make(*engine_);
+    if constexpr (std::is_void_v<decltype(make(*engine_))>) {
+      make(*engine_);
+      track_.end(call);
+    } else {
+      auto result = make(*engine_);
+      track_.end(call);
+      return result;
+    }
   } catch (const UsageError&) {
+    track_.fail(call);
     throw;
   } catch (...) {
+    track_.fail(call);
     die();
     throw;
   }

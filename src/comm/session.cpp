@@ -1,21 +1,68 @@
 #include "comm/session.hpp"
 
+#include <cstdlib>
+#include <exception>
+#include <mutex>
 #include <utility>
+
+#include "comm/recorder.hpp"
 
 namespace lockstep {
 namespace comm {
+namespace {
+
+std::shared_ptr<Recorder> make_recorder(const World& world, const Engine& engine) {
+  auto recorder = engine.recorder();
+  // Alone there is nobody to wait for, and nothing to tell.
+  if (!recorder && world.size > 1) recorder = Recorder::in_process(world.rank, world.size);
+  if (recorder && world.record_dir) recorder->write_to(*world.record_dir);
+  return recorder;
+}
+
+std::string text_of(const std::exception_ptr& error) {
+  if (!error) return "std::terminate was called";
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an exception that is no std::exception";
+  }
+}
+
+std::terminate_handler& former_handler() noexcept {
+  static std::terminate_handler handler = nullptr;
+  return handler;
+}
+
+[[noreturn]] void tell_peers_and_terminate() noexcept {
+  // Without unwinding no destructor runs: this is the last chance.
+  if (session()) session()->leave(text_of(std::current_exception()));
+  if (former_handler() != nullptr) former_handler()();
+  std::abort();
+}
+
+}  // namespace
 
 Session::Session(World world, std::unique_ptr<Engine> engine, std::chrono::milliseconds timeout,
                  int host)
     : world_(std::move(world)),
       engine_(engine.get()),
-      world_group_(std::move(engine), "world", timeout),
+      recorder_(make_recorder(world_, *engine)),
+      world_group_(std::move(engine), "world", timeout, recorder_),
       local_group_(world_.local_size == world_.size
                        ? world_group_
                        : world_group_.split(/*color=*/host, /*key=*/world_.rank)) {}
 
 void Session::leave(std::string_view failure) noexcept {
-  if (engine_ != nullptr) std::exchange(engine_, nullptr)->leave(failure);
+  if (engine_ == nullptr) return;
+  std::exchange(engine_, nullptr)->leave(failure);
+  if (recorder_ && !failure.empty()) recorder_->died(failure);
+}
+
+void tell_peers_of_uncaught_exceptions() noexcept {
+  static std::once_flag once;
+  std::call_once(once, [] { former_handler() = std::set_terminate(tell_peers_and_terminate); });
 }
 
 std::unique_ptr<Session>& session() noexcept {

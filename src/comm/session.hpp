@@ -20,6 +20,7 @@ struct World {
   /// What this job's ranks on this host have in common, and no other job of this user has at the
   /// same time; empty where the launcher does not say.
   std::string job;
+  std::optional<std::string> record_dir{};  ///< LOCKSTEP_RECORD_DIR
 };
 
 /// A thread's membership in a world, from init_dist or run_ranks to its end. Leaving happens in
@@ -41,10 +42,14 @@ class Session {
 
  private:
   World world_;
-  Engine* engine_;  // world_group_ owns it
+  Engine* engine_;                      // world_group_ owns it
+  std::shared_ptr<Recorder> recorder_;  // null in a world of one
   Group world_group_;
   Group local_group_;
 };
+
+/// Makes std::terminate tell this thread's peers of the exception that nobody caught.
+void tell_peers_of_uncaught_exceptions() noexcept;
 
 /// The calling thread's session: null when not distributed.
 std::unique_ptr<Session>& session() noexcept;

@@ -88,6 +88,7 @@ Outcome Attempt::run() {
     wait_for_events();
     advance();
   }
+  write_records();
   return outcome_;
 }
 
@@ -97,6 +98,17 @@ bool Attempt::over() const {
   // Whoever interrupts twice does not wait for a reader who takes nothing.
   return all_reaped && (nodes_ == nullptr || nodes_->over()) &&
          (context_.mux.idle() || (n_interrupts_ > 1 && context_.mux.stuck()));
+}
+
+void Attempt::write_records() {
+  if (outcome_.exit_code == 0 || !context_.options.record_dir) return;
+  const std::string& dir = *context_.options.record_dir;
+  try {
+    job_.write_records(dir);
+    say(fmt::format("flight records are in {0}; see lockstep doctor --record {0}", dir));
+  } catch (const SystemError& error) {
+    say(error.what());
+  }
 }
 
 void Attempt::say(const std::string& text) {

@@ -82,6 +82,7 @@ class Attempt {
   void terminate_groups(int signal);
   void kill_groups();
   void signal_groups(int signal);
+  void write_records();
   bool over() const;
   void say(const std::string& text);
 

@@ -1,7 +1,10 @@
 #include <fmt/format.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <charconv>
 #include <cmath>
+#include <cstring>
 #include <lockstep/env.hpp>
 
 #include "comm/check.hpp"
@@ -19,6 +22,12 @@ Env Env::read() {
   env.mpi = variable("LOCKSTEP_MPI");
   env.tune = variable("LOCKSTEP_TUNE");
   shared::tuning_for(/*n_ranks=*/2, env.tune);  // refuses what it cannot take
+  env.record_dir = variable("LOCKSTEP_RECORD_DIR");
+  if (env.record_dir && ::access(env.record_dir->c_str(), W_OK | X_OK) != 0) {
+    launch::refuse(
+        fmt::format("LOCKSTEP_RECORD_DIR is '{}': {}; it takes an existing folder to write to",
+                    *env.record_dir, std::strerror(errno)));
+  }
   if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
     launch::refuse(
         fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));

@@ -53,5 +53,40 @@ TEST(RunLossTest, every_peer_of_a_killed_rank_learns_who_and_by_what) {
   command.expect_nothing_left();
 }
 
+/// What the peers of rank 1 print when it does something else than to come.
+std::string told_when_rank_1(const std::string& does) {
+  Command command(StartOptions{
+      .arguments = {"run", "-n", "3", "--grace", "1", COLLECTIVES_PROGRAM, does, "1"}});
+  const Ended ended = command.wait();
+  EXPECT_NE(ended.exit_code, 0);
+  command.expect_nothing_left();
+  return ended.out;
+}
+
+void expect_match(const std::string& text, const std::string& pattern) {
+  EXPECT_TRUE(std::regex_search(text, std::regex(pattern))) << text << "\n  lacks: " << pattern;
+}
+
+TEST(RunLateTest, a_stopped_rank) {
+  expect_match(told_when_rank_1("stop"),
+               R"(rank 1 is stopped by a signal or a debugger \(pid (\d+); kill -CONT \1\))");
+}
+
+TEST(RunLateTest, a_rank_in_an_endless_loop) {
+  expect_match(told_when_rank_1("loop"),
+               R"(rank 1 is running \(pid \d+\); .* it is in no lockstep call since \d+\.\d s )"
+               R"(\(its last: all_reduce #1 on group 'world' at collectives\.cpp:\d+\))");
+}
+
+TEST(RunLateTest, a_rank_that_left_early) {
+  expect_match(told_when_rank_1("exit"),
+               R"(PeerLost: barrier .*rank 1 left the world \(destroy_dist, or its end\))");
+}
+
+TEST(RunLateTest, an_exception_that_nobody_catches) {
+  expect_match(told_when_rank_1("throw"),
+               R"(PeerFailed: barrier .*rank 1 failed: the disk is full)");
+}
+
 }  // namespace
 }  // namespace lockstep::test

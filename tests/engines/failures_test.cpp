@@ -2,9 +2,11 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
@@ -274,6 +276,102 @@ TEST(FailuresOfProcesses, stopped_is_said_so) {
         std::this_thread::sleep_for(milliseconds(1500));
         ::kill(pids[1], SIGCONT);
       });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+/// True to all ranks once one has raised it.
+class SharedFlag {
+ public:
+  SharedFlag()
+      : flag_(static_cast<std::atomic<bool>*>(::mmap(nullptr, sizeof(std::atomic<bool>),
+                                                     PROT_READ | PROT_WRITE,
+                                                     MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
+  ~SharedFlag() { ::munmap(flag_, sizeof *flag_); }
+  SharedFlag(const SharedFlag&) = delete;
+  SharedFlag& operator=(const SharedFlag&) = delete;
+  void raise() { *flag_ = true; }
+  bool is_raised() const { return *flag_; }
+
+ private:
+  std::atomic<bool>* flag_;
+};
+
+TEST(FailuresOfProcesses, in_an_endless_loop_is_said_so) {
+  SharedFlag told;
+  const auto statuses = run_processes(2, [&] {
+    barrier();
+    if (get_rank() == 1) {
+      while (!told.is_raised()) {
+      }
+      EXPECT_THROW(barrier(), TimeoutError);
+      return;
+    }
+    const std::string text =
+        text_of<TimeoutError>([] { barrier(default_group(), milliseconds(300)); });
+    told.raise();
+    expect_contains(text, "rank 1 is running (pid ");
+    expect_contains(text, "it is in no lockstep call since ");
+    expect_contains(text, "(its last: barrier #1 on group 'world' at failures_test.cpp:");
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+TEST(FailuresOfProcesses, in_another_call_is_said_so) {
+  const auto statuses = run_processes(2, [] {
+    const Group other = default_group().duplicate();
+    if (get_rank() == 1) {
+      other.barrier();  // comes when the other has given up
+      return;
+    }
+    const std::string text =
+        text_of<TimeoutError>([] { barrier(default_group(), milliseconds(2000)); });
+    expect_contains(text, "it is in barrier #1 on group 'world/1.0' at failures_test.cpp:");
+    other.barrier();
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+TEST(FailuresOfProcesses, an_uncaught_exception_reaches_the_peers) {
+  const auto statuses = run_processes(3, [] {
+    barrier();
+    const auto fail = [] { throw std::runtime_error("no more disk"); };
+    if (get_rank() == 1) [&]() noexcept { fail(); }();
+    expect_contains(text_of<PeerFailed>([] { barrier(); }), "rank 1 failed: no more disk");
+  });
+  EXPECT_EQ(statuses[0], 0);
+  EXPECT_EQ(statuses[1] & 0x7f, SIGABRT);
+  EXPECT_EQ(statuses[2], 0);
+}
+
+TEST(FailuresOfProcesses, leaving_with_a_reason_fails_the_peers) {
+  const auto statuses = run_processes(3, [] {
+    if (get_rank() == 0) {
+      expect_contains(text_of<PeerFailed>([] { barrier(); }), "rank 1 failed: the disk is full");
+    } else if (get_rank() == 1) {
+      std::this_thread::sleep_for(milliseconds(300));
+      destroy_dist("the disk is full");
+    } else {
+      EXPECT_THROW(barrier(), PeerFailed);
+    }
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST(FailuresOfProcesses, unwinding_past_destroy_dist_fails_the_peers) {
+  const auto statuses = run_processes(2, [] {
+    if (get_rank() == 1) {
+      struct Leave {
+        ~Leave() { destroy_dist(); }
+      };
+      try {
+        const Leave leave;
+        throw std::runtime_error("unseen");
+      } catch (const std::runtime_error&) {
+      }
+      return;
+    }
+    expect_contains(text_of<PeerFailed>([] { barrier(); }), "rank 1 failed: an exception");
+  });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 

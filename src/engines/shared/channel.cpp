@@ -124,10 +124,18 @@ void Channel::turn(const Call& call) {
     const std::uint64_t all = phase_ * static_cast<std::uint64_t>(size());
     // model: arrive, ring
     if (header_->n_arrivals.fetch_add(1, std::memory_order_seq_cst) + 1 == all) wake_sleepers();
+    if (call.track != nullptr) call.track->arrived(call);
     wait(call, kEverybody,
          [this, all] { return header_->n_arrivals.load(std::memory_order_seq_cst) >= all; });
   } else {
     wake_sleepers();
+    if (call.track != nullptr) {
+      // It is written down while the peers' lines, which come from other cores, are on their way.
+      for (const int peer : peers_) {
+        __builtin_prefetch(&lane(peer).flags[static_cast<std::size_t>(turn_)]);
+      }
+      call.track->arrived(call);
+    }
     for (const int peer : peers_) {
       wait(call, kEverybody, [this, peer] { return is_raised(flag_of(peer)); });
     }

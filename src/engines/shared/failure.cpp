@@ -19,29 +19,6 @@ using std::chrono::steady_clock;
 /// How long the ranks that are there wait for the others' part of a story before they tell it.
 constexpr milliseconds kPatience{300};
 
-bool has_root(Op op) {
-  switch (op) {
-    case Op::reduce:
-    case Op::broadcast:
-    case Op::gather:
-    case Op::scatter:
-    case Op::send:
-    case Op::recv: return true;
-    case Op::barrier:
-    case Op::all_reduce:
-    case Op::all_gather:
-    case Op::reduce_scatter:
-    case Op::all_to_all:
-    case Op::split:
-    case Op::allocate: return false;
-  }
-  return false;
-}
-
-bool has_reduction(Op op) {
-  return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
-}
-
 }  // namespace
 
 void Channel::note_failure(FailureKind kind, std::string_view text, int error_number) noexcept {
@@ -123,10 +100,10 @@ void Channel::fail_mismatch(const Call& call) {
     const std::uint32_t site = record.site.load(std::memory_order_acquire);
     const std::uint64_t what = record.what.load(std::memory_order_relaxed);
     const Op op = op_of(what);
-    const bool moves_data = op != Op::barrier && op != Op::split;
+    const bool moves = moves_data(op);
     fmt::format_to(std::back_inserter(table), "\n  {:<4}  {:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}",
-                   r, name_of(op), moves_data ? name_of(dtype_of(what)) : "-",
-                   moves_data ? std::to_string(record.count.load(std::memory_order_relaxed)) : "-",
+                   r, name_of(op), moves ? name_of(dtype_of(what)) : "-",
+                   moves ? std::to_string(record.count.load(std::memory_order_relaxed)) : "-",
                    has_root(op) ? std::to_string(root_of(what)) : "-",
                    has_reduction(op) ? name_of(reduce_of(what)) : "-",
                    seat_->site_name(world_rank(r), site));
@@ -144,8 +121,8 @@ void Channel::fail_timeout(const Call& call, const std::vector<int>& absent) {
                                  absent.size() == 1 ? "" : "s", fmt::join(absent, ", "), size(),
                                  fmt::join(present, ", "));
   for (const int r : absent) {
-    fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}", r,
-                   seat_->condition_of(world_rank(r)), call_of(r));
+    fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}; {}", r,
+                   seat_->condition_of(world_rank(r)), call_of(r), seat_->doing_of(world_rank(r)));
   }
   fail(call, FailureKind::timeout, text);
 }

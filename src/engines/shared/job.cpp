@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "engines/shared/seat.hpp"
 #include "engines/shared/world.hpp"
 
 namespace lockstep::shared {
@@ -18,6 +19,15 @@ std::string Job::environment() const {
 
 void Job::rank_ended(int rank, int wait_status) noexcept {
   segment_->rank(rank).wait_status_plus_one.store(wait_status + 1, std::memory_order_release);
+}
+
+void Job::write_records(const std::string& dir) const {
+  for (int r = 0; r < segment_->n_ranks(); ++r) {
+    const RankBlock& rank = segment_->rank(r);
+    const int status = rank.wait_status_plus_one.load(std::memory_order_acquire);
+    if (status == 0 || rank.flight.is_written.load(std::memory_order_relaxed) != 0) continue;
+    comm::write_record(rank.flight, "the rank " + describe_wait_status(status - 1), dir);
+  }
 }
 
 }  // namespace lockstep::shared

@@ -27,6 +27,9 @@ class Job {
   std::string environment() const;
   /// Notes how a rank ended (a status as waitpid gives it).
   void rank_ended(int rank, int wait_status) noexcept;
+  /// Writes DIR/rank-N.json with what each ended rank did last, unless it has done so itself.
+  /// Throws SystemError.
+  void write_records(const std::string& dir) const;
 
  private:
   std::shared_ptr<Segment> segment_;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "base/cpus.hpp"
+#include "comm/flight_record.hpp"
 #include "engines/shared/tuning.hpp"
 
 /// What lies in shared memory. Processes of one build map it, so every type here is plain data
@@ -13,7 +14,7 @@
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
-inline constexpr std::uint32_t kVersion = 2;
+inline constexpr std::uint32_t kVersion = 3;
 inline constexpr int kMaxRanks = 512;
 /// Two lines: the hardware fetches neighbours in pairs.
 inline constexpr std::size_t kLine = 128;
@@ -22,9 +23,6 @@ enum class RankState : std::uint32_t { absent, alive, left, failed };
 
 /// One rank of the world, on its own pages: who it is and how it ended.
 struct alignas(kLine) RankBlock {
-  static constexpr std::size_t kMaxSites = 128;
-  static constexpr std::size_t kSiteLength = 64;
-
   std::atomic<RankState> state;
   std::atomic<std::int32_t> pid;
   std::atomic<std::uint64_t> start_time;
@@ -34,9 +32,7 @@ struct alignas(kLine) RankBlock {
   std::array<std::atomic<std::uint64_t>, std::tuple_size_v<base::CpuMask>> cpus;
   /// Text of the exception by which the rank left; complete before state becomes failed.
   std::array<char, 1024> failure;
-  /// "file:line" of each place this rank has called from; the entry is complete before its index
-  /// appears in a CallRecord. Entry 0 stands for every place that found no room.
-  std::array<std::array<char, kSiteLength>, kMaxSites> sites;
+  comm::FlightRecord flight;
 };
 
 /// First bytes of the segment; n_ranks RankBlocks follow.

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "base/process.hpp"
+#include "base/ticks.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -22,6 +23,8 @@ void copy_text(std::span<char> to, std::string_view text) {
   to[n] = '\0';
 }
 
+}  // namespace
+
 std::string describe_wait_status(int status) {
   if (WIFSIGNALED(status)) {
     const int signal = WTERMSIG(status);
@@ -30,8 +33,6 @@ std::string describe_wait_status(int status) {
   }
   return fmt::format("left the program with exit code {}", WEXITSTATUS(status));
 }
-
-}  // namespace
 
 void mark_ended(RankBlock& block, std::string_view failure) noexcept {
   if (!failure.empty()) copy_text(block.failure, failure);
@@ -56,7 +57,8 @@ Seat::Seat(std::shared_ptr<Segment> segment, int world_rank)
   for (std::size_t i = 0; i < mask.size(); ++i) {
     mine.cpus[i].store(mask[i], std::memory_order_relaxed);
   }
-  copy_text(mine.sites[0], "(one of too many call sites)");
+  recorder_ =
+      std::make_shared<comm::Recorder>(std::shared_ptr<comm::FlightRecord>(segment_, &mine.flight));
   // Release: who sees this rank alive sees its pid and cores too.
   mine.state.store(RankState::alive, std::memory_order_release);
 }
@@ -68,26 +70,6 @@ void Seat::leave(std::string_view failure) noexcept {
   if (left_ || ::getpid() != pid_) return;
   left_ = true;
   mark_ended(block(world_rank_), failure);
-}
-
-std::uint32_t Seat::site(const std::source_location& where) {
-  const std::lock_guard lock(mutex_);
-  const auto found = std::find_if(sites_.begin(), sites_.end(), [&](const Site& site) {
-    return site.file == where.file_name() && site.line == where.line();
-  });
-  if (found != sites_.end()) return static_cast<std::uint32_t>(found - sites_.begin()) + 1;
-  if (sites_.size() + 1 >= RankBlock::kMaxSites) return 0;
-  sites_.push_back({where.file_name(), where.line()});
-  const std::string_view path = where.file_name();
-  const std::string name =
-      fmt::format("{}:{}", path.substr(path.find_last_of('/') + 1), where.line());
-  copy_text(block(world_rank_).sites[sites_.size()], name);
-  return static_cast<std::uint32_t>(sites_.size());
-}
-
-std::string Seat::site_name(int world_rank, std::uint32_t site) const {
-  const auto& text = block(world_rank).sites[std::min<std::size_t>(site, RankBlock::kMaxSites - 1)];
-  return {text.data(), ::strnlen(text.data(), text.size())};
 }
 
 std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
@@ -132,8 +114,34 @@ std::string Seat::condition_of(int world_rank) const {
     case base::ProcessState::running: return fmt::format("is running (pid {})", pid);
     case base::ProcessState::sleeping: return fmt::format("is sleeping (pid {})", pid);
     case base::ProcessState::stopped:
-      return fmt::format("is stopped by a signal or a debugger (pid {})", pid);
+      return fmt::format("is stopped by a signal or a debugger (pid {0}; kill -CONT {0})", pid);
     case base::ProcessState::dead: return fmt::format("is dead (pid {})", pid);
+  }
+  return {};
+}
+
+std::string Seat::doing_of(int world_rank) const {
+  // Acquire: the record's clock is set before the rank is alive.
+  const bool has_joined =
+      block(world_rank).state.load(std::memory_order_acquire) != RankState::absent;
+  if (!has_joined) return "it has made no call yet";
+  const comm::FlightRecord& record = block(world_rank).flight;
+  const auto operations = comm::operations_of(record);
+  if (operations.empty()) return "it has made no call yet";
+  const comm::Operation& last = operations.back();
+  const std::string call =
+      fmt::format("{} #{} on group '{}' at {}", name_of(last.op), last.sequence,
+                  comm::name_of(record.groups[last.group]), last.where);
+  const auto since = [now = base::now().ns](std::int64_t ns) {
+    return static_cast<double>(std::max<std::int64_t>(now - ns, 0)) * 1e-9;
+  };
+  switch (last.state) {
+    case comm::Operation::State::under_way:
+      return fmt::format("it is in {} since {:.1f} s", call, since(last.start_ns));
+    case comm::Operation::State::finished:
+      return fmt::format("it is in no lockstep call since {:.1f} s (its last: {})",
+                         since(last.end_ns), call);
+    case comm::Operation::State::failed: return fmt::format("its last call, {}, failed", call);
   }
   return {};
 }

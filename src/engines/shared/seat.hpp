@@ -4,13 +4,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <source_location>
 #include <string>
 #include <string_view>
-#include <vector>
 
+#include "comm/recorder.hpp"
 #include "engines/shared/segment.hpp"
 
 namespace lockstep::shared {
@@ -20,6 +19,10 @@ struct Ending {
   bool failed;  ///< left by an exception: PeerFailed, else PeerLost
   std::string text;
 };
+
+/// "was killed by signal 9 (SIGKILL)", "left the program with exit code 0": of a status as waitpid
+/// gives it.
+std::string describe_wait_status(int status);
 
 /// Says in a rank's block that it is gone: by an exception with that text, if there is one.
 void mark_ended(RankBlock& block, std::string_view failure) noexcept;
@@ -41,8 +44,11 @@ class Seat {
   void leave(std::string_view failure) noexcept;
 
   /// Number under which peers find this place of the program. Threads: any.
-  std::uint32_t site(const std::source_location& where);
-  std::string site_name(int world_rank, std::uint32_t site) const;
+  std::uint32_t site(const std::source_location& where) { return recorder_->site(where); }
+  std::string_view site_name(int world_rank, std::uint32_t site) const noexcept {
+    return comm::site_of(block(world_rank).flight, site);
+  }
+  const std::shared_ptr<comm::Recorder>& recorder() const noexcept { return recorder_; }
 
   /// Whether a rank is gone, and how; nullopt while it may still come. `look_closely` asks the
   /// operating system too, which takes some 10 us.
@@ -50,23 +56,20 @@ class Seat {
   /// "is stopped (pid 12)", "has not joined the world yet", ...
   std::string condition_of(int world_rank) const;
 
+  /// "in no lockstep call since 3.2 s (its last: barrier #1 on group 'world' at a.cpp:40)", ...
+  std::string doing_of(int world_rank) const;
+
   /// Whether the ranks of the world are more than the cores they may use together.
   bool is_oversubscribed() const;
 
  private:
-  struct Site {
-    const char* file;
-    std::uint_least32_t line;
-  };
-
   RankBlock& block(int world_rank) const noexcept { return segment_->rank(world_rank); }
 
   std::shared_ptr<Segment> segment_;
   int world_rank_;
   pid_t pid_;
   bool left_ = false;
-  std::mutex mutex_;         // guards sites_ and the writing of the block's sites
-  std::vector<Site> sites_;  // place i is the block's entry i + 1
+  std::shared_ptr<comm::Recorder> recorder_;
 };
 
 }  // namespace lockstep::shared

@@ -24,6 +24,16 @@ std::size_t base_bytes(int n_ranks) {
                         static_cast<std::size_t>(n_ranks) * sizeof(RankBlock));
 }
 
+/// Why a segment is not used.
+struct Refused {
+  std::string why;
+};
+
+/// A number that tells jobs apart, and tells nobody the nonce.
+std::uint32_t job_number(std::uint64_t nonce) {
+  return static_cast<std::uint32_t>((nonce * 0x9e3779b97f4a7c15ULL) >> 32U) | 1U;
+}
+
 [[noreturn]] void fail(const char* what, std::size_t n_bytes) {
   const int error_number = errno;
   throw SystemError({.operation = "shared memory"}, error_number,
@@ -32,10 +42,10 @@ std::size_t base_bytes(int n_ranks) {
                                 what, n_bytes));
 }
 
-std::byte* map_pages(int fd, std::uint64_t offset, std::size_t n_bytes) {
+std::byte* map_pages(int fd, std::uint64_t offset, std::size_t n_bytes,
+                     int protection = PROT_READ | PROT_WRITE) {
   const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED | MAP_POPULATE;
-  void* data =
-      ::mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, flags, fd, static_cast<off_t>(offset));
+  void* data = ::mmap(nullptr, n_bytes, protection, flags, fd, static_cast<off_t>(offset));
   if (data == MAP_FAILED) fail("map", n_bytes);
   return static_cast<std::byte*>(data);
 }
@@ -61,6 +71,12 @@ void Segment::create(int n_ranks) {
     fail("draw the random", sizeof header_->nonce);
   }
   header_->n_bytes.store(n_base_bytes_, std::memory_order_relaxed);
+  for (int r = 0; r < n_ranks; ++r) {
+    comm::FlightRecord& flight = rank(r).flight;
+    flight.rank = r;
+    flight.world_size = n_ranks;
+    flight.job = job_number(header_->nonce);
+  }
 }
 
 std::shared_ptr<Segment> Segment::for_threads(int n_ranks) {
@@ -83,41 +99,56 @@ std::shared_ptr<Segment> Segment::for_processes(int n_ranks) {
   return segment;
 }
 
-std::shared_ptr<Segment> Segment::attach(base::UniqueFd fd, std::uint64_t nonce) {
-  const auto refuse = [](const std::string& why) {
-    throw UsageError({.operation = "init_dist"},
-                     "LOCKSTEP_SEGMENT does not name this job's segment: " + why +
-                         ". Start the program with `lockstep run`, or unset the variable");
-  };
+void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::uint64_t>& nonce) {
   struct stat status {};
-  if (::fstat(fd.get(), &status) != 0) refuse("the descriptor is closed");
+  if (::fstat(fd.get(), &status) != 0) throw Refused{"the descriptor is closed"};
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
-  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) refuse("the descriptor is no sealed memfd");
-  if (static_cast<std::size_t>(status.st_size) < sizeof(SegmentHeader)) refuse("it is too short");
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
+    throw Refused{"the descriptor is no sealed memfd"};
+  }
+  const auto n_bytes = static_cast<std::size_t>(status.st_size);
+  if (n_bytes < kPage) throw Refused{"it is too short"};
 
-  std::shared_ptr<Segment> segment(new Segment);
-  segment->fd_ = std::move(fd);
-  segment->n_base_bytes_ = kPage;
-  segment->header_ = reinterpret_cast<SegmentHeader*>(map_pages(segment->fd_.get(), 0, kPage));
-  const SegmentHeader& header = *segment->header_;
-  if (header.magic != kMagic) refuse("it holds something else");
-  if (header.version != kVersion) {
-    refuse(
+  fd_ = std::move(fd);
+  n_base_bytes_ = kPage;
+  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, kPage, protection));
+  if (header_->magic != kMagic) throw Refused{"it holds something else"};
+  if (header_->version != kVersion) {
+    throw Refused{
         fmt::format("it has layout {}, this library has {}; use the `lockstep` command of the "
                     "library that the program links",
-                    header.version, kVersion));
+                    header_->version, kVersion)};
   }
-  if (header.nonce != nonce) refuse("it belongs to another job");
-  const int n_ranks = header.n_ranks;
-  if (n_ranks < 1 || n_ranks > kMaxRanks ||
-      static_cast<std::size_t>(status.st_size) < base_bytes(n_ranks)) {
-    refuse("its header is damaged");
+  if (nonce && header_->nonce != *nonce) throw Refused{"it belongs to another job"};
+  const int n_ranks = header_->n_ranks;
+  if (n_ranks < 1 || n_ranks > kMaxRanks || n_bytes < base_bytes(n_ranks)) {
+    throw Refused{"its header is damaged"};
   }
-  ::munmap(segment->header_, kPage);
-  segment->header_ = nullptr;
-  segment->n_base_bytes_ = base_bytes(n_ranks);
-  segment->header_ =
-      reinterpret_cast<SegmentHeader*>(map_pages(segment->fd_.get(), 0, segment->n_base_bytes_));
+  ::munmap(header_, kPage);
+  header_ = nullptr;
+  n_base_bytes_ = base_bytes(n_ranks);
+  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_, protection));
+}
+
+std::shared_ptr<Segment> Segment::attach(base::UniqueFd fd, std::uint64_t nonce) {
+  std::shared_ptr<Segment> segment(new Segment);
+  try {
+    segment->open(std::move(fd), PROT_READ | PROT_WRITE, nonce);
+  } catch (const Refused& refused) {
+    throw UsageError({.operation = "init_dist"},
+                     "LOCKSTEP_SEGMENT does not name this job's segment: " + refused.why +
+                         ". Start the program with `lockstep run`, or unset the variable");
+  }
+  return segment;
+}
+
+std::shared_ptr<const Segment> Segment::look(base::UniqueFd fd) {
+  std::shared_ptr<Segment> segment(new Segment);
+  try {
+    segment->open(std::move(fd), PROT_READ, std::nullopt);
+  } catch (const Refused& refused) {
+    throw UsageError({.operation = "lockstep top"}, "cannot look at this job: " + refused.why);
+  }
   return segment;
 }
 
@@ -127,6 +158,10 @@ Segment::~Segment() {
 
 RankBlock& Segment::rank(int world_rank) noexcept {
   return reinterpret_cast<RankBlock*>(header_ + 1)[world_rank];
+}
+
+const RankBlock& Segment::rank(int world_rank) const noexcept {
+  return reinterpret_cast<const RankBlock*>(header_ + 1)[world_rank];
 }
 
 std::uint64_t Segment::reserve(std::size_t n_bytes) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "base/fd.hpp"
 #include "base/futex.hpp"
@@ -26,12 +27,17 @@ class Segment {
   /// where it is not this job's, or of another version of the library.
   static std::shared_ptr<Segment> attach(base::UniqueFd fd, std::uint64_t nonce);
 
+  /// Maps the base of any job's segment behind `fd` to read only. Throws UsageError where it is
+  /// none, or of another version of the library.
+  static std::shared_ptr<const Segment> look(base::UniqueFd fd);
+
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   SegmentHeader& header() noexcept { return *header_; }
   RankBlock& rank(int world_rank) noexcept;
+  const RankBlock& rank(int world_rank) const noexcept;
   int n_ranks() const noexcept { return header_->n_ranks; }
   int fd() const noexcept { return fd_.get(); }
   base::FutexScope scope() const noexcept {
@@ -46,6 +52,7 @@ class Segment {
   friend class Range;
   Segment() = default;
   void create(int n_ranks);
+  void open(base::UniqueFd fd, int protection, const std::optional<std::uint64_t>& nonce);
   std::byte* map(std::uint64_t offset, std::size_t n_bytes);
   void unmap(std::byte* data, std::size_t n_bytes) noexcept;
 

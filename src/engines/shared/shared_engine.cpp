@@ -102,7 +102,9 @@ std::uint64_t reserve_for_all(Channel& channel, const Call& call, int leader, Re
     const auto error_number = static_cast<int>(shown_by<Reservation>(channel, r).error_number);
     if (error_number != 0) {
       channel.fail_system(call, error_number,
-                          "rank " + std::to_string(r) + " could not reserve shared memory");
+                          "rank " + std::to_string(r) +
+                              " could not reserve shared memory; free memory, or raise the limits "
+                              "(the container's memory, ulimit -v)");
     }
   }
   return shown_by<Reservation>(channel, leader).offset;

@@ -35,6 +35,7 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
   if (!has_waited_) {
     has_waited_ = true;
     wait_began_ = now;  // the polling before costs less than a clock would at every call
+    if (call.track != nullptr) call.track->slept(call);
   }
   auto next_look = now + kLookEvery;
   for (unsigned round = 0; !ready(); now = steady_clock::now()) {

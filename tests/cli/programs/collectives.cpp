@@ -1,15 +1,40 @@
 // A rank of a real job: joins the world that `lockstep run` made.
 //   collectives sum       all ranks add up their numbers and print the sum
 //   collectives lose R    rank R goes silent, the others wait for it; prints what they get
+//   collectives differ R  rank R calls barrier where the others add up
+//   collectives stop|loop|exit|throw R   rank R stops itself, loops, leaves or throws while the
+//                         others wait for it, for half a second
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <lockstep/lockstep.hpp>
 #include <span>
+#include <stdexcept>
 #include <string>
+
+namespace {
+
+/// What rank R does while its peers wait.
+void misbehave(const std::string& mode) {
+  if (mode == "differ") lockstep::barrier();
+  if (mode == "lose") {
+    while (true) pause();
+  }
+  if (mode == "stop") std::raise(SIGSTOP);
+  if (mode == "loop") {
+    for (std::atomic<unsigned> n = 0;; ++n) {
+    }
+  }
+  if (mode == "exit") std::exit(0);
+  if (mode == "throw") throw std::runtime_error("the disk is full");  // which main does not catch
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "sum";
@@ -26,13 +51,18 @@ int main(int argc, char** argv) {
     }
     std::printf("joined: rank %d is pid %d.\n", rank, getpid());
     std::fflush(stdout);
-    if (rank == std::atoi(argv[2])) {
-      while (true) pause();
+    if (rank == std::atoi(argv[2])) misbehave(mode);
+    if (mode == "lose" || mode == "differ") {
+      lockstep::all_reduce(std::span(&value, 1));
+    } else {
+      lockstep::barrier(lockstep::default_group(), std::chrono::milliseconds(500));
     }
-    lockstep::all_reduce(std::span(&value, 1));
     std::printf("rank %d got through\n", rank);
   } catch (const lockstep::PeerLost& error) {
     std::printf("PeerLost: %s\n", error.what());
+    return 1;
+  } catch (const lockstep::PeerFailed& error) {
+    std::printf("PeerFailed: %s\n", error.what());
     return 1;
   } catch (const lockstep::Error& error) {
     std::printf("Error: %s\n", error.what());

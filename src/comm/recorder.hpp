@@ -1,0 +1,125 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <source_location>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/ticks.hpp"
+#include "comm/call_word.hpp"
+#include "comm/flight_record.hpp"
+
+namespace lockstep::comm {
+
+/// The writing side of a rank's flight record, shared by all groups of the rank. Threads: any.
+class Recorder {
+ public:
+  /// In memory that is zero but for rank, world_size and job.
+  explicit Recorder(std::shared_ptr<FlightRecord> memory);
+  /// In memory of this process, for engines that have none to give.
+  static std::shared_ptr<Recorder> in_process(int rank, int world_size);
+
+  FlightRecord& record() const noexcept { return *record_; }
+
+  /// Number under which readers find this place of the program.
+  std::uint32_t site(const std::source_location& where);
+  /// Number under which readers find a group, of which this rank is `rank`.
+  std::uint32_t add_group(std::string_view name, int rank, int size);
+
+  /// Where died() writes the record. Before the first operation.
+  void write_to(std::string dir) { dir_ = std::move(dir); }
+  /// A group of this rank is dead: writes the record's file, the first time and if it has a place.
+  /// Never fails: the error that the caller is about to throw matters more.
+  void died(std::string_view reason) noexcept;
+
+ private:
+  struct Site {
+    const char* file;
+    std::uint_least32_t line;
+  };
+
+  std::shared_ptr<FlightRecord> record_;
+  std::optional<std::string> dir_;
+  std::mutex mutex_;         // guards sites_, and the writing of the record's sites and groups
+  std::vector<Site> sites_;  // place i is the record's entry i + 1
+};
+
+/// One group's way into its rank's record.
+///
+/// What it costs. An engine whose calls take less than a look at the clock brings a recorder() and
+/// says how far a call is; then the entry is written while the peers' answer is on its way, and a
+/// short call is timed once, a second time only if it had to sleep. For other engines the entry is
+/// written, and timed, before and after the call. Threads: one at a time.
+class Track {
+ public:
+  /// recorder: null where nothing is recorded. `engine_tells`: the engine calls arrived and slept.
+  Track(std::shared_ptr<Recorder> recorder, std::string_view group, int rank, int size,
+        bool engine_tells);
+
+  const std::shared_ptr<Recorder>& recorder() const noexcept { return recorder_; }
+
+  /// Before a call.
+  void begin(Call& call) {
+    if (record_ == nullptr) return;
+    entry_ = nullptr;
+    is_short_ = engine_tells_ && n_bytes_of(call) <= kSmall;
+    if (engine_tells_) call.track = this;
+    if (!is_short_) open(call);
+  }
+  /// This rank's part is on its way to the peers. May be called again.
+  void arrived(const Call& call) {
+    if (entry_ == nullptr) open(call);
+  }
+  /// The call waits for so long that the thread sleeps. May be called again.
+  void slept(const Call& call) {
+    arrived(call);
+    is_short_ = false;
+  }
+  /// After the call: returned, or thrown.
+  void end(const Call& call) {
+    if (record_ == nullptr) return;
+    arrived(call);
+    close(is_short_ ? FlightEntry::kSoon : base::ticks());
+  }
+  void fail(const Call& call) {
+    if (record_ == nullptr) return;
+    arrived(call);
+    close(FlightEntry::kFailed);
+  }
+
+ private:
+  void open(const Call& call);
+  void close(std::uint64_t end) noexcept {
+    // Others may have gone once around the ring meanwhile. Who does so between these two lines
+    // loses an end time, in a record that people read.
+    if (entry_->stamp.load(std::memory_order_relaxed) == stamp_) {
+      entry_->end.store(end, std::memory_order_release);
+    }
+  }
+
+  /// A call that moves more takes so long that two looks at the clock do not count.
+  static constexpr std::size_t kSmall = 16384;
+
+  std::shared_ptr<Recorder> recorder_;
+  FlightRecord* record_ = nullptr;  ///< null where nothing is recorded
+  FlightGroup* group_ = nullptr;
+  std::uint32_t group_number_ = 0;
+  bool engine_tells_;
+
+  std::uint64_t block_ = 0;  ///< number of the block taken, from 1
+  std::size_t n_left_ = 0;   ///< entries of it
+  std::uint64_t stamp_ = 0;  ///< of entry_
+  std::uint64_t n_collectives_ = 0;
+  FlightEntry* entry_ = nullptr;  ///< of the call, once it is open
+  bool is_short_ = false;         ///< so far
+
+  const char* site_file_ = nullptr;
+  std::uint_least32_t site_line_ = 0;
+  std::uint32_t site_ = 0;
+};
+
+}  // namespace lockstep::comm
