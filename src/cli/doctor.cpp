@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cli/doctor/checks.hpp"
+#include "cli/doctor/record.hpp"
 #include "cli/verbs.hpp"
 #include "launch/environment.hpp"
 #include "launch/options.hpp"
@@ -64,10 +65,12 @@ int ranks_here() {
 int doctor(const std::vector<std::string>& arguments) {
   bool as_json = false;
   int n_ranks = 0;
+  std::string record_dir;
   CLI::App app(
       "Says what this machine, this build and this environment have for lockstep, and what\n"
       "to do about what is missing. Run it where the ranks run: in the container, in the\n"
-      "job script, under mpirun or srun.\n\n"
+      "job script, under mpirun or srun. With --record: which rank made a job fail, and at\n"
+      "which call.\n\n"
       "Exit code: 0 when ranks can run here, 1 when something essential is missing.",
       "lockstep doctor");
   app.set_help_flag("-h,--help", "Print this");
@@ -76,6 +79,11 @@ int doctor(const std::vector<std::string>& arguments) {
                  "Ranks you mean to start here (default: as the launcher says, or 2)")
       ->check(CLI::Range(1, launch::kMaxRanks))
       ->type_name("N");
+  app.add_option("--record", record_dir,
+                 "Read instead the flight records that a job with LOCKSTEP_RECORD_DIR=DIR left\n"
+                 "there, and say which rank parted from the others, and where")
+      ->excludes("--json", "-n")
+      ->type_name("DIR");
   std::vector<std::string> own(arguments.rbegin(), arguments.rend());  // as CLI11 takes them
   try {
     app.parse(std::move(own));
@@ -86,6 +94,7 @@ int doctor(const std::vector<std::string>& arguments) {
     fmt::print(stderr, "lockstep doctor: {}\nSee lockstep doctor --help\n", error.what());
     return kUsageExitCode;
   }
+  if (!record_dir.empty()) return doctor_record(record_dir);
   if (n_ranks == 0) n_ranks = ranks_here();
   Findings findings = check_machine(n_ranks);
   for (const Findings& more : {check_libraries(), check_job(n_ranks)}) {

@@ -115,6 +115,24 @@ TEST_P(MpiTest, mmengine_cases) {
   expect_passes(1, "MmengineCases", 13);
 }
 
+TEST_P(MpiTest, flight_records_name_the_rank_that_parted) {
+  for (const std::string backend : {"mpi", "hierarchical"}) {
+    const TemporaryFolder records;
+    const TemporaryFolder said;
+    const std::string line = fmt::format("env LOCKSTEP_RECORD_DIR={} {} mismatch {} {}",
+                                         records.path(), OVER_MPI_PROGRAM, said.path(), backend);
+    EXPECT_NE(mpirun(3, line).exit_code, 0);
+    Command doctor(StartOptions{.arguments = {"doctor", "--record", records.path()}});
+    const Ended ended = doctor.wait();
+    EXPECT_EQ(ended.exit_code, 0) << ended.err;
+    EXPECT_NE(ended.out.find("records of ranks 0, 1, 2"), std::string::npos) << ended.out;
+    EXPECT_NE(ended.out.find("Culprit: rank 2, which called something else as collective 2 of "
+                             "group 'world'"),
+              std::string::npos)
+        << ended.out;
+  }
+}
+
 TEST_P(MpiTest, ranks_that_make_different_calls_get_the_table) {
   expect_failure("mismatch", "  2     barrier");
 }

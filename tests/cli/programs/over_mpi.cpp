@@ -1,6 +1,6 @@
-// A rank of MpiTest: makes the fault that its first argument names, over the mpi engine, and says
-// how its own calls ended. mpirun ends all ranks when the first fails, so each waits until all
-// three have left a file in the folder of the second argument.
+// A rank of MpiTest: makes the fault that its first argument names, over the mpi engine or the one
+// that a third argument names, and says how its own calls ended. mpirun ends all ranks when the
+// first fails, so each waits until all three have left a file in the folder of the second argument.
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -29,9 +29,10 @@ void wait_until_all_have_said(const std::string& folder, int rank) {
 
 int main(int argc, char** argv) {
   const std::string fault = argv[1];
+  const std::string backend = argc > 3 ? argv[3] : "mpi";
   int rank = -1;
   try {
-    lockstep::init_dist({.backend = "mpi"});
+    lockstep::init_dist({.backend = backend});
     rank = lockstep::get_rank();
     lockstep::barrier();
     if (fault == "mismatch" && rank == 2) lockstep::barrier();

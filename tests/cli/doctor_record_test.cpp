@@ -1,0 +1,115 @@
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <fstream>
+#include <regex>
+#include <string>
+
+#include "cli/command.hpp"
+
+namespace lockstep::test {
+namespace {
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+Ended doctor(const std::string& dir) {
+  Command command(StartOptions{.arguments = {"doctor", "--record", dir}});
+  return command.wait();
+}
+
+void write(const std::string& path, const std::string& text) { std::ofstream(path) << text; }
+
+/// A job of four ranks of which rank 2 is killed, with records in `dir`.
+Ended lose_rank_2(const std::string& dir) {
+  Command command(StartOptions{.arguments = {"run", "-n", "4", COLLECTIVES_PROGRAM, "lose", "2"},
+                               .variables = {{"LOCKSTEP_RECORD_DIR", dir}}});
+  command.read_until("joined", 4);
+  const std::regex of_rank_2(R"(rank 2 is pid (\d+)\.)");
+  std::smatch match;
+  EXPECT_TRUE(std::regex_search(command.out(), match, of_rank_2)) << command.out();
+  kill(std::stoi(match[1].str()), SIGKILL);
+  return command.wait();
+}
+
+TEST(DoctorRecordTest, names_the_rank_that_was_killed_and_the_call_it_missed) {
+  const TemporaryFolder folder;
+  const Ended job = lose_rank_2(folder.path());
+  EXPECT_TRUE(contains(job.err, "lockstep doctor --record")) << job.err;
+  const Ended ended = doctor(folder.path());
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(contains(ended.out, "of 4 ranks on ")) << ended.out;
+  EXPECT_TRUE(contains(ended.out, "records of ranks 0, 1, 2, 3")) << ended.out;
+  EXPECT_TRUE(contains(ended.out,
+                       "Culprit: rank 2, which never came to collective 2 of group 'world': "
+                       "all_reduce of 1 i64, sum"))
+      << ended.out;
+  EXPECT_TRUE(std::regex_search(
+      ended.out, std::regex(R"(2     missing    its last: all_reduce of 1 i64, sum at )"
+                            R"(collectives\.cpp:\d+ on group 'world' \(finished\))")))
+      << ended.out;
+  EXPECT_TRUE(contains(ended.out, "rank 2: the rank was killed by signal 9 (SIGKILL)"))
+      << ended.out;
+}
+
+TEST(DoctorRecordTest, names_the_rank_that_called_something_else) {
+  const TemporaryFolder folder;
+  Command command(StartOptions{.arguments = {"run", "-n", "3", COLLECTIVES_PROGRAM, "differ", "1"},
+                               .variables = {{"LOCKSTEP_RECORD_DIR", folder.path()}}});
+  EXPECT_EQ(command.wait().exit_code, 2);
+  const Ended ended = doctor(folder.path());
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(contains(ended.out,
+                       "Culprit: rank 1, which called something else as collective 2 of group "
+                       "'world'"))
+      << ended.out;
+  EXPECT_TRUE(contains(ended.out, "The ranks first came from different lines at collective 2"))
+      << ended.out;
+}
+
+TEST(DoctorRecordTest, nothing_is_written_where_nothing_fails) {
+  const TemporaryFolder folder;
+  Command command(StartOptions{.arguments = {"run", "-n", "2", COLLECTIVES_PROGRAM, "sum"},
+                               .variables = {{"LOCKSTEP_RECORD_DIR", folder.path()}}});
+  EXPECT_EQ(command.wait().exit_code, 0);
+  const Ended ended = doctor(folder.path());
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.err, "holds no rank-N.json")) << ended.err;
+}
+
+TEST(DoctorRecordTest, refuses_what_is_no_record) {
+  const TemporaryFolder folder;
+  lose_rank_2(folder.path());
+  const std::string good = contents_of(folder / "rank-1.json");
+  const auto expect_refused = [&](const std::string& text, const std::string& why) {
+    write(folder / "rank-1.json", text);
+    const Ended ended = doctor(folder.path());
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_TRUE(contains(ended.err, "rank-1.json'")) << ended.err;
+    EXPECT_TRUE(contains(ended.err, why)) << ended.err;
+  };
+  expect_refused(good.substr(0, good.size() / 2), "is cut off or damaged");
+  expect_refused("", "is cut off or damaged");
+  expect_refused("{\"a\": 1}", "is no flight record of lockstep");
+  expect_refused("{\"lockstep_record\": 2}", "has format 2, this command reads 1");
+  expect_refused("{\"lockstep_record\": 1}", "is damaged");
+  expect_refused(contents_of(folder / "rank-2.json"), "is the record of rank 2");
+  std::string foreign = good;
+  foreign.replace(foreign.find("\"job\": \"") + 8, 8, "00000000");
+  expect_refused(foreign, "is of another job");
+}
+
+TEST(DoctorRecordTest, a_folder_that_is_none) {
+  const Ended ended = doctor("/nonexistent");
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.err, "cannot read the folder '/nonexistent'")) << ended.err;
+  Command command(StartOptions{.arguments = {"run", "-n", "2", COLLECTIVES_PROGRAM},
+                               .variables = {{"LOCKSTEP_RECORD_DIR", "/nonexistent"}}});
+  const Ended job = command.wait();
+  EXPECT_EQ(job.exit_code, 2);
+  EXPECT_TRUE(contains(job.err, "LOCKSTEP_RECORD_DIR is '/nonexistent'")) << job.err;
+}
+
+}  // namespace
+}  // namespace lockstep::test
