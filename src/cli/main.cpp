@@ -23,6 +23,7 @@ constexpr std::array kVerbs = {
     Verb{"run", "start a program on N ranks of this machine", lockstep::cli::run},
     Verb{"bench", "measure collectives, alone or beside MPI and c10d", lockstep::cli::bench},
     Verb{"doctor", "say what this machine has for lockstep, with advice", lockstep::cli::doctor},
+    Verb{"top", "show what each rank of a running job is doing", lockstep::cli::top},
 };
 
 std::string help() {

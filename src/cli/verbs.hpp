@@ -15,7 +15,11 @@ int run(const std::vector<std::string>& arguments);
 /// `lockstep bench`: measures collectives, alone or beside a peer.
 int bench(const std::vector<std::string>& arguments);
 
-/// `lockstep doctor`: what this machine, build and environment have, with advice.
+/// `lockstep doctor`: what this machine, build and environment have, with advice; with
+/// `--record DIR`, which rank made a job fail.
 int doctor(const std::vector<std::string>& arguments);
+
+/// `lockstep top`: shows what each rank of a running job does.
+int top(const std::vector<std::string>& arguments);
 
 }  // namespace lockstep::cli

@@ -1,0 +1,152 @@
+#include "cli/jobs.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <lockstep/error.hpp>
+#include <map>
+#include <optional>
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kMemory = "/memfd:lockstep (deleted)";
+
+[[noreturn]] void refuse(const std::string& text) {
+  throw UsageError({.operation = "lockstep top"}, text);
+}
+
+/// A process that holds a segment open.
+struct Holder {
+  pid_t pid;
+  std::string memory;
+  ino_t inode;
+};
+
+std::optional<pid_t> pid_of(const std::string& name) {
+  pid_t pid = 0;
+  const char* const end = name.data() + name.size();
+  const auto [rest, error] = std::from_chars(name.data(), end, pid);
+  if (error != std::errc() || rest != end || pid <= 0) return std::nullopt;
+  return pid;
+}
+
+std::optional<Holder> holder(pid_t pid) {
+  std::error_code error;
+  for (fs::directory_iterator i(fmt::format("/proc/{}/fd", pid), error), end; !error && i != end;
+       i.increment(error)) {
+    std::error_code gone;
+    if (fs::read_symlink(i->path(), gone) != kMemory || gone) continue;
+    struct stat status {};
+    if (::stat(i->path().c_str(), &status) != 0) continue;
+    return Holder{.pid = pid, .memory = i->path().string(), .inode = status.st_ino};
+  }
+  return std::nullopt;
+}
+
+pid_t parent_of(pid_t pid) {
+  std::ifstream file(fmt::format("/proc/{}/stat", pid));
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const std::size_t name_end = text.rfind(')');
+  int parent = 0;
+  if (name_end == std::string::npos ||
+      std::sscanf(text.c_str() + name_end + 1, " %*c %d", &parent) != 1) {
+    return 0;
+  }
+  return parent;
+}
+
+std::string command_of(pid_t pid) {
+  std::ifstream file(fmt::format("/proc/{}/cmdline", pid), std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  while (!text.empty() && text.back() == '\0') text.pop_back();
+  // A command line may hold anything; a terminal must not obey it.
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return std::iscntrl(c) != 0; }, ' ');
+  return text;
+}
+
+/// Whose parent holds no segment: the ranks, and what they start, are the launcher's descendants.
+RunningJob job_of(Holder found) {
+  while (true) {
+    const pid_t parent = parent_of(found.pid);
+    const auto above = parent > 1 ? holder(parent) : std::nullopt;
+    if (!above || above->inode != found.inode) break;
+    found = *above;
+  }
+  return RunningJob{.launcher = found.pid,
+                    .command = command_of(found.pid),
+                    .memory = found.memory,
+                    .inode = found.inode};
+}
+
+}  // namespace
+
+std::vector<RunningJob> find_jobs() {
+  // Ranks that no `lockstep run` started have no common launcher: the first of them stands for all.
+  std::map<ino_t, RunningJob> jobs;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator("/proc", error)) {
+    const auto pid = pid_of(entry.path().filename().string());
+    struct stat status {};
+    if (!pid || ::stat(entry.path().c_str(), &status) != 0 || status.st_uid != ::geteuid()) {
+      continue;
+    }
+    const auto found = holder(*pid);
+    if (!found) continue;
+    RunningJob job = job_of(*found);
+    const auto known = jobs.find(job.inode);
+    if (known == jobs.end() || job.launcher < known->second.launcher) {
+      jobs.insert_or_assign(job.inode, std::move(job));
+    }
+  }
+  std::vector<RunningJob> result;
+  for (auto& [inode, job] : jobs) result.push_back(std::move(job));
+  std::sort(result.begin(), result.end(),
+            [](const auto& a, const auto& b) { return a.launcher < b.launcher; });
+  return result;
+}
+
+RunningJob find_job(pid_t process) {
+  struct stat status {};
+  const std::string folder = fmt::format("/proc/{}", process);
+  if (::stat(folder.c_str(), &status) != 0) {
+    refuse(fmt::format("there is no process {}; lockstep top without a number lists the jobs",
+                       process));
+  }
+  if (status.st_uid != ::geteuid()) {
+    refuse(
+        fmt::format("process {} belongs to user {}, you are user {}; a job is shown to its own "
+                    "user only",
+                    process, status.st_uid, ::geteuid()));
+  }
+  const auto found = holder(process);
+  if (!found) {
+    refuse(
+        fmt::format("process {} belongs to no running job over shared memory; lockstep top "
+                    "without a number lists the jobs",
+                    process));
+  }
+  return job_of(*found);
+}
+
+std::shared_ptr<const shared::Segment> look_at(const RunningJob& job) {
+  base::UniqueFd fd(::open(job.memory.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd) {
+    refuse(fmt::format("cannot look at job {}: {}", job.launcher, std::strerror(errno)));
+  }
+  return shared::Segment::look(std::move(fd));
+}
+
+}  // namespace lockstep::cli

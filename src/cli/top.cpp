@@ -1,0 +1,402 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <lockstep/error.hpp>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/process.hpp"
+#include "base/ticks.hpp"
+#include "cli/jobs.hpp"
+#include "cli/verbs.hpp"
+#include "comm/call_word.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+using nlohmann::json;
+using shared::RankBlock;
+using shared::RankState;
+
+constexpr const char* kFooter =
+    R"(JOB is the process number of `lockstep run`, or of any rank. Shows jobs over the shared engine.
+
+Shows, for each rank: its process and state, processor time, memory, operations
+and bytes per second, and what it is doing: the operation under way and its
+source line, since when, and for which ranks it waits; else its last operation.
+Only reads: the job does not notice. Ends with the job, or with Ctrl-C.
+
+Exit code: 0. 2: there is no such job, or it is not yours.)";
+
+/// What the counters of one rank say at one moment.
+struct Counters {
+  std::uint64_t n_calls = 0;
+  std::uint64_t n_bytes = 0;
+  double cpu_s = 0;
+};
+
+/// One rank as it is now.
+struct Row {
+  int rank = 0;
+  pid_t pid = 0;
+  std::string state;
+  Counters counters;
+  std::uint64_t memory_bytes = 0;
+  double calls_per_s = 0;
+  double bytes_per_s = 0;
+  double cpu_percent = 0;
+  std::vector<comm::Operation> operations;
+  const comm::Operation* current = nullptr;  ///< the oldest under way
+  std::vector<int> waits_for;                ///< world ranks
+};
+
+struct Moment {
+  std::chrono::steady_clock::time_point time;
+  std::vector<Row> rows;
+};
+
+std::string state_of(const RankBlock& rank) {
+  const int status = rank.wait_status_plus_one.load(std::memory_order_acquire);
+  if (status != 0) return "ended";
+  switch (rank.state.load(std::memory_order_acquire)) {
+    case RankState::absent: return "starting";
+    case RankState::left: return "left";
+    case RankState::failed: return "failed";
+    case RankState::alive: break;
+  }
+  const pid_t pid = rank.pid.load(std::memory_order_relaxed);
+  switch (base::process_state(pid, rank.start_time.load(std::memory_order_relaxed))) {
+    case base::ProcessState::running: return "running";
+    case base::ProcessState::sleeping: return "sleeping";
+    case base::ProcessState::stopped: return "stopped";
+    case base::ProcessState::dead: return "dead";
+  }
+  return "damaged";
+}
+
+Row read(const RankBlock& rank, int number) {
+  const comm::FlightRecord& flight = rank.flight;
+  Row row;
+  row.rank = number;
+  row.pid = rank.pid.load(std::memory_order_relaxed);
+  row.state = state_of(rank);
+  const std::size_t n_groups = comm::n_groups_of(flight);
+  for (std::size_t i = 0; i < n_groups; ++i) {
+    row.counters.n_calls += flight.groups[i].n_calls.load(std::memory_order_relaxed);
+    row.counters.n_bytes += flight.groups[i].n_bytes.load(std::memory_order_relaxed);
+  }
+  const base::ProcessUse use = base::process_use(row.pid);
+  row.counters.cpu_s = use.cpu_s;
+  row.memory_bytes = use.memory_bytes;
+  row.operations = comm::operations_of(flight);
+  for (const comm::Operation& operation : row.operations) {
+    if (operation.state != comm::Operation::State::under_way) continue;
+    row.current = &operation;
+    break;
+  }
+  return row;
+}
+
+std::string_view group_of(const shared::Segment& segment, const Row& row,
+                          const comm::Operation& operation) {
+  return comm::name_of(segment.rank(row.rank).flight.groups[operation.group]);
+}
+
+/// Number of this row's rank in a group; nullopt where it is no member.
+std::optional<int> rank_in(const shared::Segment& segment, const Row& row, std::string_view group) {
+  const comm::FlightRecord& flight = segment.rank(row.rank).flight;
+  const std::size_t n_groups = comm::n_groups_of(flight);
+  for (std::size_t i = 1; i < n_groups; ++i) {
+    if (comm::name_of(flight.groups[i]) == group) return flight.groups[i].rank;
+  }
+  return std::nullopt;
+}
+
+std::uint64_t last_collective(const shared::Segment& segment, const Row& row,
+                              std::string_view group) {
+  std::uint64_t last = 0;
+  for (const comm::Operation& operation : row.operations) {
+    if (group_of(segment, row, operation) == group) last = std::max(last, operation.collective);
+  }
+  return last;
+}
+
+/// The ranks that have not come to the operation that this one is in.
+std::vector<int> awaited(const shared::Segment& segment, const std::vector<Row>& rows,
+                         const Row& row) {
+  const comm::Operation& operation = *row.current;
+  const std::string_view group = group_of(segment, row, operation);
+  std::vector<int> result;
+  for (const Row& other : rows) {
+    if (other.rank == row.rank) continue;
+    const auto number = rank_in(segment, other, group);
+    const bool is_late = operation.collective == 0
+                             ? number == operation.root
+                             : (number || group == "world") &&
+                                   last_collective(segment, other, group) < operation.collective;
+    if (is_late) result.push_back(other.rank);
+  }
+  return result;
+}
+
+Moment look(const shared::Segment& segment, const std::optional<Moment>& before) {
+  Moment moment{.time = std::chrono::steady_clock::now(), .rows = {}};
+  for (int r = 0; r < segment.n_ranks(); ++r) moment.rows.push_back(read(segment.rank(r), r));
+  for (Row& row : moment.rows) {
+    if (row.current != nullptr) row.waits_for = awaited(segment, moment.rows, row);
+    if (!before || before->rows.size() != moment.rows.size()) continue;
+    const Counters& old = before->rows[static_cast<std::size_t>(row.rank)].counters;
+    const double seconds = std::chrono::duration<double>(moment.time - before->time).count();
+    if (seconds <= 0) continue;
+    row.calls_per_s = static_cast<double>(row.counters.n_calls - old.n_calls) / seconds;
+    row.bytes_per_s = static_cast<double>(row.counters.n_bytes - old.n_bytes) / seconds;
+    row.cpu_percent = std::max(row.counters.cpu_s - old.cpu_s, 0.0) / seconds * 100;
+  }
+  return moment;
+}
+
+// --- output -----------------------------------------------------------------------------------
+
+std::string describe(const shared::Segment& segment, const Row& row,
+                     const comm::Operation& operation) {
+  std::string text = fmt::format("{} #{}", name_of(operation.op), operation.sequence);
+  const std::string_view group = group_of(segment, row, operation);
+  if (group != "world") text += fmt::format(" on {}", group);
+  if (comm::moves_data(operation.op)) {
+    text += fmt::format(", {} {}", operation.count, name_of(operation.dtype));
+  }
+  return text + fmt::format(", {}", operation.where);
+}
+
+double seconds_since(std::int64_t ns) {
+  return static_cast<double>(std::max<std::int64_t>(base::now().ns - ns, 0)) * 1e-9;
+}
+
+std::string doing(const shared::Segment& segment, const Row& row) {
+  if (row.current != nullptr) {
+    std::string text = describe(segment, row, *row.current);
+    text += fmt::format(", since {:.1f} s", seconds_since(row.current->start_ns));
+    if (!row.waits_for.empty()) {
+      constexpr std::size_t kShown = 4;
+      const std::size_t n = std::min(row.waits_for.size(), kShown);
+      text += fmt::format(
+          ", waits for {}{}",
+          fmt::join(row.waits_for.begin(), row.waits_for.begin() + static_cast<std::ptrdiff_t>(n),
+                    ", "),
+          row.waits_for.size() > n ? fmt::format(" and {} more", row.waits_for.size() - n) : "");
+    }
+    return text;
+  }
+  if (row.operations.empty()) return "no call yet";
+  const comm::Operation& last = row.operations.back();
+  return fmt::format("in no call, since {:.1f} s; last {}", seconds_since(last.end_ns),
+                     describe(segment, row, last));
+}
+
+std::string in_units(double bytes) {
+  constexpr std::array kUnits = {"B", "kB", "MB", "GB", "TB"};
+  std::size_t unit = 0;
+  while (bytes >= 1000 && unit + 1 < kUnits.size()) {
+    bytes /= 1000;
+    ++unit;
+  }
+  return fmt::format("{:.{}f} {}", bytes, unit == 0 ? 0 : 1, kUnits[unit]);
+}
+
+std::vector<std::string> table(const RunningJob& job, const shared::Segment& segment,
+                               const Moment& moment) {
+  std::vector<std::string> lines = {
+      fmt::format("job {}: {} ranks: {}", job.launcher, segment.n_ranks(), job.command),
+      fmt::format("{:>4}  {:>7}  {:<8}  {:>5}  {:>9}  {:>9}  {:>11}  {}", "rank", "pid", "state",
+                  "cpu", "memory", "ops/s", "moves", "doing")};
+  for (const Row& row : moment.rows) {
+    lines.push_back(fmt::format("{:>4}  {:>7}  {:<8}  {:>4.0f}%  {:>9}  {:>9.0f}  {:>9}/s  {}",
+                                row.rank, row.pid, row.state, row.cpu_percent,
+                                in_units(static_cast<double>(row.memory_bytes)), row.calls_per_s,
+                                in_units(row.bytes_per_s), doing(segment, row)));
+  }
+  return lines;
+}
+
+json json_of(const shared::Segment& segment, const Row& row, const comm::Operation& operation) {
+  json result = {{"operation", name_of(operation.op)},
+                 {"group", group_of(segment, row, operation)},
+                 {"sequence", operation.sequence},
+                 {"where", operation.where},
+                 {"bytes", operation.n_bytes}};
+  const bool is_finished = operation.state == comm::Operation::State::finished;
+  result["seconds"] = seconds_since(is_finished ? operation.end_ns : operation.start_ns);
+  return result;
+}
+
+json json_of(const RunningJob& job, const shared::Segment& segment, const Moment& moment) {
+  json ranks = json::array();
+  for (const Row& row : moment.rows) {
+    json entry = {{"rank", row.rank},
+                  {"pid", row.pid},
+                  {"state", row.state},
+                  {"cpu_percent", row.cpu_percent},
+                  {"memory_bytes", row.memory_bytes},
+                  {"operations_per_s", row.calls_per_s},
+                  {"bytes_per_s", row.bytes_per_s},
+                  {"waits_for", row.waits_for},
+                  {"current", nullptr},
+                  {"last", nullptr}};
+    if (row.current != nullptr) {
+      entry["current"] = json_of(segment, row, *row.current);
+    } else if (!row.operations.empty()) {
+      entry["last"] = json_of(segment, row, row.operations.back());
+    }
+    ranks.push_back(std::move(entry));
+  }
+  return {{"job", job.launcher}, {"command", job.command}, {"ranks", std::move(ranks)}};
+}
+
+struct TerminalSize {
+  std::size_t rows;
+  std::size_t columns;
+};
+
+TerminalSize terminal_size() {
+  winsize size{};
+  if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_row == 0 || size.ws_col == 0) {
+    return {.rows = 24, .columns = 80};
+  }
+  return {.rows = size.ws_row, .columns = size.ws_col};
+}
+
+/// Draws over what it drew before.
+class Screen {
+ public:
+  void draw(std::vector<std::string> lines) {
+    const TerminalSize size = terminal_size();
+    const std::size_t most = std::max<std::size_t>(size.rows, 4) - 2;
+    if (lines.size() > most) {
+      const std::size_t n_hidden = lines.size() - most + 1;
+      lines.resize(most - 1);
+      lines.push_back(fmt::format("... and {} ranks more", n_hidden));
+    }
+    std::string text = n_drawn_ > 0 ? fmt::format("\x1b[{}A", n_drawn_) : "";
+    for (const std::string& line : lines) {
+      text += line.substr(0, size.columns - 1);
+      text += "\x1b[K\n";
+    }
+    text += "\x1b[J";
+    fmt::print("{}", text);
+    std::fflush(stdout);
+    n_drawn_ = lines.size();
+  }
+
+ private:
+  std::size_t n_drawn_ = 0;
+};
+
+// --- the verb ---------------------------------------------------------------------------------
+
+std::optional<RunningJob> choose(const std::vector<RunningJob>& jobs) {
+  if (jobs.size() == 1) return jobs.front();
+  if (jobs.empty()) {
+    fmt::print(stderr,
+               "lockstep top: you have no running job over shared memory on this machine\n");
+    return std::nullopt;
+  }
+  fmt::print(stderr, "lockstep top: {} jobs are running; say which\n", jobs.size());
+  for (const RunningJob& job : jobs) {
+    fmt::print(stderr, "  lockstep top {}    {}\n", job.launcher, job.command);
+  }
+  return std::nullopt;
+}
+
+/// The job as it is now, or none once it has ended. Between two worlds of --max-restarts the
+/// launcher holds none for a moment.
+std::optional<RunningJob> still_running(const RunningJob& job) {
+  for (int i = 0; i < 5; ++i) {
+    try {
+      return find_job(job.launcher);
+    } catch (const UsageError&) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+int top(const std::vector<std::string>& arguments) {
+  pid_t process = 0;
+  double interval_s = 1;
+  bool is_once = false;
+  bool is_json = false;
+  CLI::App app("Shows what each rank of a running job of yours is doing.", "lockstep top");
+  app.set_help_flag("-h,--help", "Print this");
+  app.footer(kFooter);
+  app.add_option("JOB", process, "Which job; not needed where only one runs")
+      ->check(CLI::PositiveNumber)
+      ->type_name("");
+  app.add_flag("--once", is_once, "Print one table and end; the default without a terminal");
+  app.add_flag("--json", is_json, "As JSON; implies --once");
+  app.add_option("--interval", interval_s, "Between two looks (default 1)")
+      ->check(CLI::Range(0.05, 3600.0))
+      ->type_name("SECONDS");
+  std::vector<std::string> own(arguments.rbegin(), arguments.rend());  // as CLI11 takes them
+  try {
+    app.parse(std::move(own));
+  } catch (const CLI::CallForHelp&) {
+    fmt::print("{}", app.help());
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    fmt::print(stderr, "lockstep top: {}\nSee lockstep top --help\n", error.what());
+    return kUsageExitCode;
+  }
+  is_once = is_once || is_json || ::isatty(STDOUT_FILENO) == 0;
+
+  std::optional<RunningJob> job = process != 0 ? find_job(process) : choose(find_jobs());
+  if (!job) return kUsageExitCode;
+  auto segment = look_at(*job);
+  std::optional<Moment> moment = look(*segment, std::nullopt);
+  Screen screen;
+  while (true) {
+    // Rates want two looks.
+    constexpr double kFirst = 0.2;
+    std::this_thread::sleep_for(
+        std::chrono::duration<double>(is_once ? std::min(kFirst, interval_s) : interval_s));
+    if (!is_once) {
+      const ino_t inode = job->inode;
+      const pid_t launcher = job->launcher;
+      job = still_running(*job);
+      if (!job) {
+        fmt::print("job {} has ended\n", launcher);
+        return 0;
+      }
+      if (job->inode != inode) {
+        segment = look_at(*job);
+        moment.reset();
+      }
+    }
+    moment = look(*segment, moment);
+    if (is_json) {
+      fmt::print("{}\n", json_of(*job, *segment, *moment)
+                             .dump(/*indent=*/1, ' ', /*ensure_ascii=*/false,
+                                   json::error_handler_t::replace));
+    } else if (is_once) {
+      for (const std::string& line : table(*job, *segment, *moment)) fmt::print("{}\n", line);
+    } else {
+      screen.draw(table(*job, *segment, *moment));
+    }
+    if (is_once) return 0;
+  }
+}
+
+}  // namespace lockstep::cli

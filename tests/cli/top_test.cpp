@@ -1,0 +1,164 @@
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <csignal>
+#include <nlohmann/json.hpp>
+#include <regex>
+#include <string>
+#include <vector>
+
+#include "cli/command.hpp"
+
+namespace lockstep::test {
+namespace {
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+/// Three ranks of which rank 1 goes silent, while the others wait for it.
+class TopTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    job_.read_until("joined", 3);
+    const std::regex of_rank_1(R"(rank 1 is pid (\d+)\.)");
+    std::smatch match;
+    ASSERT_TRUE(std::regex_search(job_.out(), match, of_rank_1)) << job_.out();
+    silent_ = std::stoi(match[1].str());
+  }
+
+  std::string number() const { return std::to_string(job_.pid()); }
+  static Ended top(std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "top");
+    Command command(StartOptions{.arguments = std::move(arguments)});
+    return command.wait();
+  }
+  /// What top says when the other ranks are waiting.
+  nlohmann::json waiting() const {
+    while (true) {
+      const Ended ended = top({number(), "--json"});
+      EXPECT_EQ(ended.exit_code, 0) << ended.err;
+      auto json = nlohmann::json::parse(ended.out);
+      if (ended.exit_code != 0 || !json["ranks"][0]["waits_for"].empty()) return json;
+    }
+  }
+
+  Command job_{StartOptions{.arguments = {"run", "-n", "3", COLLECTIVES_PROGRAM, "lose", "1"}}};
+  pid_t silent_ = -1;
+};
+
+TEST_F(TopTest, shows_who_waits_for_whom) {
+  const auto json = waiting();
+  EXPECT_EQ(json["job"], job_.pid());
+  ASSERT_EQ(json["ranks"].size(), 3U);
+  for (const int rank : {0, 2}) {
+    const auto& row = json["ranks"][static_cast<std::size_t>(rank)];
+    EXPECT_EQ(row["rank"], rank);
+    EXPECT_EQ(row["waits_for"], nlohmann::json::array({1})) << row;
+    EXPECT_EQ(row["current"]["operation"], "all_reduce");
+    EXPECT_EQ(row["current"]["sequence"], 2);
+    EXPECT_TRUE(row["current"]["where"].get<std::string>().starts_with("collectives.cpp:"));
+    EXPECT_GT(row["memory_bytes"], 0);
+  }
+  const auto& silent = json["ranks"][1];
+  EXPECT_EQ(silent["pid"], silent_);
+  EXPECT_TRUE(silent["current"].is_null());
+  EXPECT_EQ(silent["last"]["sequence"], 1);
+  kill(silent_, SIGSTOP);
+  EXPECT_EQ(waiting()["ranks"][1]["state"], "stopped");
+}
+
+TEST_F(TopTest, takes_any_rank_for_the_job_and_prints_a_table) {
+  waiting();
+  const Ended ended = top({std::to_string(silent_), "--once"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  const auto lines = lines_of(ended.out);
+  ASSERT_EQ(lines.size(), 5U) << ended.out;
+  EXPECT_TRUE(contains(lines[0], "job " + number() + ": 3 ranks: ")) << lines[0];
+  EXPECT_TRUE(contains(lines[2], "all_reduce #2, 1 i64, collectives.cpp:")) << lines[2];
+  EXPECT_TRUE(contains(lines[2], ", waits for 1")) << lines[2];
+  EXPECT_TRUE(contains(lines[3], "in no call, since ")) << lines[3];
+}
+
+TEST_F(TopTest, is_one_job_where_the_ranks_met_without_our_launcher) {
+  const std::string variables =
+      std::string("for r in 0 1; do RANK=$r LOCAL_RANK=$r WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 ") +
+      "MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(20000 + getpid() % 40000) +
+      " " COLLECTIVES_PROGRAM " lose 1 & done; wait";
+  Command ranks(StartOptions{.shell = variables});
+  ranks.read_until("joined", 2);
+  const std::regex of_rank(R"(rank \d is pid (\d+)\.)");
+  std::vector<int> pids;
+  for (std::sregex_iterator i(ranks.out().begin(), ranks.out().end(), of_rank), end; i != end;
+       ++i) {
+    pids.push_back(std::stoi((*i)[1].str()));
+  }
+  ASSERT_EQ(pids.size(), 2U) << ranks.out();
+  const Ended ended = top({});
+  EXPECT_EQ(ended.exit_code, 2);
+  int n_listed = 0;
+  for (const int pid : pids) {
+    if (contains(ended.err, "lockstep top " + std::to_string(pid) + " ")) ++n_listed;
+  }
+  EXPECT_EQ(n_listed, 1) << ended.err;
+}
+
+TEST_F(TopTest, lists_the_jobs_where_there_are_several) {
+  Command other(StartOptions{.arguments = {"run", "-n", "1", COLLECTIVES_PROGRAM, "lose", "0"}});
+  other.read_until("joined", 1);
+  const Ended ended = top({});
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.err, "say which")) << ended.err;
+  EXPECT_TRUE(contains(ended.err, "lockstep top " + number() + " ")) << ended.err;
+  EXPECT_TRUE(contains(ended.err, "lockstep top " + std::to_string(other.pid()) + " "))
+      << ended.err;
+}
+
+TEST_F(TopTest, redraws_in_place_and_ends_with_the_job) {
+  Command screen(
+      StartOptions{.arguments = {"top", number(), "--interval", "0.1"}, .terminal = true});
+  screen.read_until("\x1b[5A", 1);  // up over the three ranks and the two lines above them
+  kill(silent_, SIGKILL);
+  const Ended ended = screen.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_TRUE(contains(ended.out, "job " + number() + " has ended")) << ended.out;
+}
+
+TEST_F(TopTest, never_writes_to_the_segment) {
+  // The descriptor it opens is for reading only, so the kernel would refuse.
+  Command screen(
+      StartOptions{.arguments = {"top", number(), "--interval", "0.1"}, .terminal = true});
+  screen.read_until("rank", 1);
+  const std::string maps = contents_of("/proc/" + std::to_string(screen.pid()) + "/maps");
+  EXPECT_TRUE(std::regex_search(maps, std::regex(R"( r--s .*memfd:lockstep)"))) << maps;
+  EXPECT_FALSE(std::regex_search(maps, std::regex(R"( rw.s .*memfd:lockstep)"))) << maps;
+  screen.send(SIGINT);
+}
+
+TEST_F(TopTest, another_users_job_is_refused) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  const std::string command = std::string("exec setpriv --reuid 65534 --clear-groups \"$@\"");
+  Command other(StartOptions{.arguments = {"top", number()}, .shell = command});
+  const Ended ended = other.wait();
+  EXPECT_EQ(ended.exit_code, 2) << ended.out;
+  EXPECT_TRUE(contains(ended.err, "belongs to user 0, you are user 65534")) << ended.err;
+}
+
+TEST(TopUsageTest, refuses_what_is_no_job) {
+  const auto expect_refused = [](const std::string& argument, const std::string& why) {
+    Command command(StartOptions{.arguments = {"top", argument}});
+    const Ended ended = command.wait();
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_TRUE(contains(ended.err, why)) << ended.err;
+  };
+  expect_refused(std::to_string(getpid()), "belongs to no running job");
+  expect_refused("4194305", "there is no process 4194305");
+  expect_refused("x", "lockstep top: ");
+  expect_refused("-1", "lockstep top: ");
+}
+
+}  // namespace
+}  // namespace lockstep::test
