@@ -96,6 +96,25 @@ at::Tensor slice_of(const SharedBuffer& memory, std::size_t offset_bytes, at::In
       memory.data() + offset_bytes, sizes, strides, [memory](void*) {}, at::TensorOptions(type));
 }
 
+/// Autograd has a thread for each device, and hooks of one module would run on several.
+void check_one_device(const torch::nn::Module& module, const Group& group,
+                      std::source_location where) {
+  const std::string* first = nullptr;
+  std::optional<at::Device> device;
+  const auto parameters = module.named_parameters();
+  for (const auto& item : parameters) {
+    if (!item->requires_grad()) continue;
+    if (!device.has_value()) {
+      first = &item.key();
+      device = item->device();
+    }
+    if (item->device() == *device) continue;
+    throw UsageError(context_of(kOperation, group, where),
+                     fmt::format("parameter {} is on {}, {} on {}: move the module to one device",
+                                 *first, device->str(), item.key(), item->device().str()));
+  }
+}
+
 }  // namespace
 
 Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
@@ -127,6 +146,7 @@ void Reducer::take_parameters(std::source_location where) {
   for (const at::Tensor& tensor : module_.parameters()) {
     if (tensor.requires_grad()) (void)dtype_of(tensor, where);  // can it be reduced?
   }
+  check_one_device(module_, group_, where);
   check_same_module(module_, group_, where);
   remove_hooks();
   const auto known = std::move(parameters_);
@@ -308,6 +328,7 @@ void Reducer::take_state_of(int rank) {
 }
 
 void Reducer::on_gradient(std::size_t index) {
+  parameters_[index].touched = true;
   if (!sync_) return;
   const at::NoGradGuard no_grad;
   if (!in_step_) start_step();
@@ -365,7 +386,8 @@ void Reducer::move_gradient(Parameter& parameter) {
     parameter.slice.copy_(gradient);
     if (gradient.is_cpu()) gradient = parameter.slice;
   }
-  parameter.flag.fill_(1);
+  // One that is there may be an earlier step's, zeroed in place.
+  parameter.flag.fill_(parameter.touched ? 1 : 0);
 }
 
 /// On the CPU the slice is the gradient; another device has it copied.
@@ -415,6 +437,7 @@ void Reducer::finish() {
   const at::NoGradGuard no_grad;
   for (Parameter& parameter : parameters_) {
     if (!parameter.ready) move_gradient(parameter);
+    parameter.touched = false;
   }
   for (Bucket& bucket : buckets_) bucket.n_pending = 0;
   send_complete_buckets();

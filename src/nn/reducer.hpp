@@ -59,6 +59,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     at::Tensor flag;
     std::size_t bucket = 0;
     bool ready = false;
+    bool touched = false;  // some backward since the last averaging gave it a gradient
     bool used = true;  // of a static graph: false where it got no gradient in the first step
   };
   struct Bucket {
