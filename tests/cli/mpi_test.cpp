@@ -160,6 +160,7 @@ TEST_P(MpiTest, the_other_mpi_is_refused) {
   const Ended ended =
       mpirun(2, fmt::format("env LOCKSTEP_MPI={} {} none", other, OVER_MPI_PROGRAM));
   EXPECT_NE(ended.exit_code, 0) << ended.out;
+  EXPECT_NE(ended.err.find("MPI says rank"), std::string::npos) << ended.err;
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/shared/job.hpp"
 #include "engines/shared/world.hpp"
+#include "support/namespaces.hpp"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -290,8 +291,7 @@ TEST_F(HierarchicalProcessTest, processes_of_one_system_are_one_host) {
 }
 
 TEST_F(HierarchicalProcessTest, network_namespaces_are_hosts) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can make network namespaces";
-  if (::unshare(0) != 0) GTEST_SKIP() << "no namespaces here";
+  if (const auto why = test::missing_namespaces(); !why.empty()) GTEST_SKIP() << why;
   const Hosts right = {0, 0, 2, 2, 4};
   const auto statuses = run(5, [&right](std::unique_ptr<Engine> outer) {
     const int rank = outer->rank();

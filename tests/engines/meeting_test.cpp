@@ -19,6 +19,7 @@
 
 #include "base/fd.hpp"
 #include "launch/environment.hpp"
+#include "support/namespaces.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -201,7 +202,7 @@ TEST_F(MeetingTest, rank_0_that_does_not_come_is_named) {
 
 // The launcher said that they are on one host.
 TEST_F(MeetingTest, ranks_in_separate_network_namespaces_are_told_so) {
-  if (::geteuid() != 0) GTEST_SKIP() << "only root can make network namespaces";
+  if (const auto why = test::missing_namespaces(); !why.empty()) GTEST_SKIP() << why;
   for (const int rank : {0, 1}) {
     start_rank(rank, 2, [rank] {
       ASSERT_EQ(::unshare(CLONE_NEWNET), 0);

@@ -1,11 +1,16 @@
 #include "support/namespaces.hpp"
 
 #include <fmt/format.h>
+#include <sched.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <stdexcept>
 
 namespace lockstep::test {
 namespace {
@@ -17,11 +22,19 @@ bool shell(const std::string& line) { return std::system(line.c_str()) == 0; }
 
 }  // namespace
 
-Namespaces::Namespaces(int n, const std::string& rate) : n_(n) {
-  if (::geteuid() != 0) {
-    missing_ = "only root can make network namespaces";
-    return;
-  }
+std::string missing_namespaces() {
+  if (::geteuid() != 0) return "only root can make network namespaces";
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(::unshare(CLONE_NEWNET) == 0 ? 0 : errno);
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return status == 0 ? ""
+                     : fmt::format("this system lets root make no network namespaces ({})",
+                                   std::strerror(WEXITSTATUS(status)));
+}
+
+Namespaces::Namespaces(int n, const std::string& rate) : n_(n), missing_(missing_namespaces()) {
+  if (!missing_.empty()) return;
   std::string lines = fmt::format(
       "set -e; ip netns add {0}; ip -n {0} link add bridge type bridge; "
       "ip -n {0} link set bridge up; ",
@@ -39,7 +52,7 @@ Namespaces::Namespaces(int n, const std::string& rate) : n_(n) {
                       name(i), rate);
     }
   }
-  if (!shell(lines)) missing_ = "this system lets root make no network namespaces";
+  if (!shell(lines)) throw std::runtime_error("could not do: " + lines);
 }
 
 Namespaces::~Namespaces() {

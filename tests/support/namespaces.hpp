@@ -5,9 +5,13 @@
 
 namespace lockstep::test {
 
+/// Why this process can have no network namespace of its own; empty: it can.
+std::string missing_namespaces();
+
 /// Machines for the length of a test: network namespaces on one switch. Only root can make them.
 class Namespaces {
  public:
+  /// Throws where namespaces can be had and yet these cannot be made.
   /// `rate`: what each machine can send, as tc's tbf takes it ("400mbit"); empty: no limit.
   explicit Namespaces(int n, const std::string& rate = "");
   ~Namespaces();

@@ -1,7 +1,7 @@
 // A rank of a job over several hosts.
-//   hosts BACKEND    sums numbers up; rank 0 prints the backend, the sum, how many ranks are here,
-//   how
-//                    often a large all_reduce's data left this host through a network, and its time
+//   hosts BACKEND
+// sums numbers up; rank 0 prints the backend, the sum, how many ranks are here, how often a large
+// all_reduce's data left this host through a network, and its time
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
