@@ -127,7 +127,7 @@ std::string Seat::doing_of(int world_rank) const {
   if (!has_joined) return "it has made no call yet";
   const comm::FlightRecord& record = block(world_rank).flight;
   const auto operations = comm::operations_of(record);
-  if (operations.empty()) return "it has made no call yet";
+  if (operations.empty()) return "its record is elsewhere";  // a level of another engine
   const comm::Operation& last = operations.back();
   const std::string call =
       fmt::format("{} #{} on group '{}' at {}", name_of(last.op), last.sequence,
