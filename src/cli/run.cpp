@@ -5,6 +5,7 @@
 #include <charconv>
 #include <chrono>
 #include <cstdio>
+#include <fstream>
 #include <lockstep/env.hpp>
 #include <map>
 #include <memory>
@@ -122,6 +123,26 @@ std::string check_nodes(const CLI::App& app, launch::NodesOptions& nodes,
   return fmt::format("--rdzv is '{}', expected HOST:PORT of node 0, as 10.0.0.1:29400", rendezvous);
 }
 
+/// What the file holds without its line's end. Returns what is wrong with it.
+std::string read_secret(const std::string& path, std::string& secret) {
+  constexpr std::size_t kLeast = 16;
+  std::ifstream file(path);
+  std::string text(launch::kMaxSecretBytes + 2, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (!file && !file.eof()) return fmt::format("--rdzv-secret: cannot read {}", path);
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
+  if (text.size() < kLeast || text.size() > launch::kMaxSecretBytes) {
+    return fmt::format(
+        "--rdzv-secret: {} holds {} bytes, expected {} to {}, as head -c 24 /dev/urandom | base64 "
+        "writes",
+        path, text.size() > launch::kMaxSecretBytes ? "more" : std::to_string(text.size()), kLeast,
+        launch::kMaxSecretBytes);
+  }
+  secret = text;
+  return {};
+}
+
 }  // namespace
 
 int run(const std::vector<std::string>& arguments) {
@@ -180,6 +201,11 @@ int run(const std::vector<std::string>& arguments) {
                  "Where node 0 waits for the others: an address of its\n"
                  "machine and a free port")
       ->type_name("HOST:PORT");
+  std::string secret_file;
+  app.add_option("--rdzv-secret", secret_file,
+                 "16 to 64 bytes, the same on all nodes, without which no\n"
+                 "node takes part")
+      ->type_name("FILE");
   app.add_option("--rdzv-timeout", rendezvous_timeout_s, "Until all nodes have come (default 300)")
       ->check(number(0.1, 86'400.0, "seconds"))
       ->type_name("SECONDS");
@@ -209,7 +235,9 @@ int run(const std::vector<std::string>& arguments) {
     return kUsageExitCode;
   }
   nodes.timeout = std::chrono::milliseconds(static_cast<long>(rendezvous_timeout_s * 1000));
-  if (const std::string wrong = check_nodes(app, nodes, rendezvous); !wrong.empty()) {
+  std::string wrong = check_nodes(app, nodes, rendezvous);
+  if (wrong.empty() && !secret_file.empty()) wrong = read_secret(secret_file, nodes.secret);
+  if (!wrong.empty()) {
     fmt::print(stderr, "lockstep run: {}\nSee lockstep run --help\n", wrong);
     return kUsageExitCode;
   }

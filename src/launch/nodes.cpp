@@ -29,7 +29,9 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint64_t kGreeting = 0x7365646f6e736b6cULL;
-constexpr std::uint32_t kProtocol = 1;
+constexpr std::uint32_t kProtocol = 2;
+/// Connections that have not said who they are; the oldest make room.
+constexpr std::size_t kMaxStrangers = 256;
 constexpr milliseconds kRetryEvery{100};
 /// How long one attempt to connect may take where nobody answers.
 constexpr milliseconds kConnectTime{3000};
@@ -60,6 +62,7 @@ struct Message {
   std::int32_t master_port = 0;
   std::int32_t exit_code = 0;
   std::uint32_t interrupted = 0;
+  std::array<char, kMaxSecretBytes> secret{};  ///< of hello and placed
   std::array<char, 508> text{};
 };
 constexpr std::size_t kHeadBytes = offsetof(Message, kind);
@@ -74,6 +77,22 @@ Message with_text(Kind kind, const std::string& text) {
   const std::size_t n = std::min(text.size(), message.text.size() - 1);
   std::memcpy(message.text.data(), text.data(), n);
   return message;
+}
+
+std::array<char, kMaxSecretBytes> padded(const std::string& secret) {
+  std::array<char, kMaxSecretBytes> bytes{};
+  secret.copy(bytes.data(), bytes.size());
+  return bytes;
+}
+
+/// Takes as long wherever they differ, so that nobody finds it byte by byte.
+bool knows(const Message& message, const std::string& secret) {
+  const auto expected = padded(secret);
+  unsigned differences = 0;
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    differences |= static_cast<unsigned char>(message.secret[i] ^ expected[i]);
+  }
+  return differences == 0;
 }
 
 int timeout_to(Clock::time_point when) {
@@ -142,7 +161,7 @@ class Link {
   bool is_open() const { return static_cast<bool>(fd_); }
   void close() { fd_.reset(); }
 
-  /// A message of a few hundred bytes always fits into an idle connection's buffer.
+  /// A message of some hundred bytes always fits into an idle connection's buffer.
   void send(const Message& message) {
     if (fd_) ::send(fd_.get(), &message, sizeof message, MSG_NOSIGNAL);
   }
@@ -223,6 +242,12 @@ void Nodes::refuse_all(const std::string& text) {
   throw MismatchError(launcher_context(), text);
 }
 
+void Nodes::turn_away(Link& link, const std::string& text) {
+  turned_away_ = text;
+  link.send(with_text(Kind::refused, text));
+  link.close();
+}
+
 // --- meeting --------------------------------------------------------------------------------
 
 void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
@@ -230,7 +255,7 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
   const base::UniqueFd listener = open_socket(*addresses);
   set_option(listener.get(), SOL_SOCKET, SO_REUSEADDR, 1);
   if (::bind(listener.get(), addresses->ai_addr, addresses->ai_addrlen) != 0 ||
-      ::listen(listener.get(), options_.n_nodes) != 0) {
+      ::listen(listener.get(), SOMAXCONN) != 0) {
     throw system_error(
         fmt::format("node 0 cannot listen at {}; --rdzv takes an address of node 0's machine and a "
                     "port that is free there",
@@ -239,11 +264,22 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
   std::vector<int> ranks_of(static_cast<std::size_t>(options_.n_nodes), 0);
   ranks_of[0] = n_ranks;
   const auto look_at = [&](Link& link, const Message& hello) {
+    // Who does not belong here is sent away, and the others are waited for as before.
     if (hello.protocol != kProtocol) {
-      refuse_all(
-          fmt::format("a node at {} speaks protocol {}, node 0 speaks {}; use one version of "
-                      "lockstep on all nodes",
-                      address_, hello.protocol, kProtocol));
+      turn_away(link, fmt::format("a node at {} speaks protocol {}, node 0 speaks {}; use one "
+                                  "version of lockstep on all nodes",
+                                  address_, hello.protocol, kProtocol));
+      return;
+    }
+    if (!knows(hello, options_.secret)) {
+      turn_away(link, fmt::format("node {} came to {} with another --rdzv-secret than node 0; "
+                                  "give all nodes a file of the same content, or none",
+                                  hello.node_rank, address_));
+      return;
+    }
+    if (hello.kind != Kind::hello || hello.n_ranks < 1 || hello.n_ranks > kMaxRanks) {
+      link.close();
+      return;
     }
     if (hello.n_nodes != options_.n_nodes) {
       refuse_all(
@@ -275,7 +311,7 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
     std::vector<pollfd> entries{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
     append_to(entries);
     wait_on(entries, deadline_, signals);
-    while (true) {
+    for (std::size_t i = 0; i < kMaxStrangers; ++i) {
       base::UniqueFd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!fd) break;
       links_.push_back(std::make_unique<Link>(std::move(fd)));
@@ -285,7 +321,13 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
       if (link->is_open() || link->node_rank < 0) continue;
       ranks_of[static_cast<std::size_t>(link->node_rank)] = 0;  // it may come again
     }
-    std::erase_if(links_, [](const auto& link) { return !link->is_open(); });
+    auto n_strangers = static_cast<std::size_t>(std::ranges::count_if(
+        links_, [](const auto& link) { return link->is_open() && link->node_rank < 0; }));
+    std::erase_if(links_, [&](const auto& link) {
+      if (link->is_open() && (link->node_rank >= 0 || n_strangers <= kMaxStrangers)) return false;
+      if (link->is_open()) --n_strangers;
+      return true;
+    });
     if (Clock::now() <= deadline_) continue;
     std::vector<int> missing;
     for (int node = 0; node < options_.n_nodes; ++node) {
@@ -293,9 +335,9 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
     }
     const std::string text = fmt::format(
         "node{} {} of {} did not come to {} within {}; start `lockstep run` there with "
-        "the same --nnodes and --rdzv",
+        "the same --nnodes and --rdzv{}",
         missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), options_.n_nodes, address_,
-        limit());
+        limit(), turned_away_.empty() ? "" : "; sent away: " + turned_away_);
     for (const auto& link : links_) link->send(with_text(Kind::refused, text));
     throw TimeoutError(launcher_context(), text);
   }
@@ -304,6 +346,7 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
   placement_.master_port = master_port();
   Message placed;
   placed.kind = Kind::placed;
+  placed.secret = padded(options_.secret);
   placed.master_port = placement_.master_port;
   for (const int n : ranks_of) placed.world_size += n;
   placement_.world_size = placed.world_size;
@@ -361,6 +404,7 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
   hello.n_nodes = options_.n_nodes;
   hello.n_ranks = n_ranks;
   hello.n_restarts = n_restarts;
+  hello.secret = padded(options_.secret);
   hello.patience_ms = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()).count();
   link.send(hello);
   std::optional<Message> reply;
@@ -388,6 +432,12 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
                     address_, reply->protocol, kProtocol));
   }
   if (reply->kind != Kind::placed) throw MismatchError(launcher_context(), text_of(*reply));
+  if (!knows(*reply, options_.secret)) {
+    throw MismatchError(launcher_context(),
+                        fmt::format("who answers at {} does not know the secret of --rdzv-secret: "
+                                    "it is no node 0 of this job",
+                                    address_));
+  }
   placement_.first_rank = reply->first_rank;
   placement_.world_size = reply->world_size;
   placement_.master_port = static_cast<std::uint16_t>(reply->master_port);

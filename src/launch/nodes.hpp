@@ -42,7 +42,8 @@ class Link;
 
 /// This launcher's connection to those of the other nodes, for one start of the ranks: node 0
 /// listens, the others connect. It carries who has how many ranks, then how each node ended. Only
-/// control: no rank's data. The peers are trusted, as those of MASTER_ADDR are.
+/// control: no rank's data. Messages have one size, and who does not know the secret is sent away;
+/// a node that does is trusted. Nothing is encrypted.
 class Nodes {
  public:
   /// Waits until all nodes have come. Throws Interrupted, and with host and port in its text:
@@ -70,6 +71,7 @@ class Nodes {
 
   void lead(const Signals& signals, int n_ranks, int n_restarts);
   void follow(const Signals& signals, int n_ranks, int n_restarts);
+  void turn_away(Link& link, const std::string& text);
   [[noreturn]] void refuse_all(const std::string& text);
   void finish_if_all_done();
   std::string limit() const;
@@ -78,6 +80,7 @@ class Nodes {
   std::string address_;  // "HOST:PORT"
   Clock::time_point deadline_;
   Placement placement_;
+  std::string turned_away_;                   // why the last one was
   std::vector<std::unique_ptr<Link>> links_;  // node 0: one to each other; else: one to node 0
   int n_done_ = 0;
   bool said_done_ = false;

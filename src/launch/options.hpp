@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
@@ -11,6 +12,9 @@ namespace lockstep::launch {
 
 /// Ranks that one launcher starts at most: what a segment has room for.
 inline constexpr int kMaxRanks = 512;
+
+/// The longest secret that launchers compare.
+inline constexpr std::size_t kMaxSecretBytes = 64;
 
 enum class Bind : std::uint8_t {
   none,  ///< ranks run wherever the launcher may
@@ -27,6 +31,7 @@ struct NodesOptions {
   std::string host;  ///< of node 0, where the others find it
   std::uint16_t port = 0;
   std::chrono::milliseconds timeout{300'000};  ///< until all nodes have come
+  std::string secret;                          ///< at most kMaxSecretBytes; the same on all nodes
 };
 
 /// What `lockstep run` was asked to do.

@@ -7,7 +7,9 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <fstream>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -288,6 +290,85 @@ TEST(RunNodesTest, a_stranger_at_the_port_does_not_disturb) {
   const auto second = start({.node_rank = 1, .rendezvous = rendezvous, .script = "echo $RANK"});
   EXPECT_EQ(sorted_lines_of(first->wait().out), (Lines{"0", "1"}));
   EXPECT_EQ(sorted_lines_of(second->wait().out), (Lines{"2", "3"}));
+}
+
+base::UniqueFd connect_to(const std::string& rendezvous) {
+  const sockaddr_in address = loopback(std::stoi(rendezvous.substr(rendezvous.find(':') + 1)));
+  for (int attempt = 0; attempt < 3000; ++attempt) {
+    base::UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
+      return fd;
+    }
+    ::usleep(10'000);
+  }
+  ADD_FAILURE() << "nobody listens at " << rendezvous;
+  return {};
+}
+
+TEST(RunNodesTest, random_bytes_at_the_port_do_not_disturb) {
+  const std::string rendezvous = free_rendezvous();
+  const auto first = start({.node_rank = 0, .rendezvous = rendezvous, .script = "echo $RANK"});
+  std::mt19937 random(7);
+  std::vector<base::UniqueFd> strangers;
+  for (int i = 0; i < 300; ++i) {
+    std::string bytes(random() % 2000, '\0');
+    for (char& byte : bytes) byte = static_cast<char>(random());
+    // Some know how a launcher begins, and one of them another protocol.
+    if (i % 3 != 0) bytes.insert(0, std::string("lksnodes\2\0\0\0", 12));
+    if (i == 1) bytes[8] = 77;
+    strangers.push_back(connect_to(rendezvous));
+    ::send(strangers.back().get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    if (i % 2 == 0) strangers.pop_back();  // the others stay
+  }
+  for (int i = 0; i < 300; ++i) strangers.push_back(connect_to(rendezvous));  // who say nothing
+  const auto second = start({.node_rank = 1, .rendezvous = rendezvous, .script = "echo $RANK"});
+  const Ended ended = first->wait();
+  EXPECT_EQ(sorted_lines_of(ended.out), (Lines{"0", "1"})) << ended.err;
+  EXPECT_EQ(sorted_lines_of(second->wait().out), (Lines{"2", "3"}));
+}
+
+TEST(RunNodesTest, who_does_not_know_the_secret_is_sent_away) {
+  const TemporaryFolder folder;
+  const auto secret = [&](const std::string& text) -> std::vector<std::string> {
+    const std::string path = fmt::format("{}/{}", folder.path(), text.substr(0, 3));
+    std::ofstream(path) << text << '\n';
+    return {"--rdzv-secret", path};
+  };
+  const std::string rendezvous = free_rendezvous();
+  const auto node = [&](int node_rank, const std::vector<std::string>& options,
+                        const std::string& timeout_s = "60") {
+    return start({.node_rank = node_rank,
+                  .rendezvous = rendezvous,
+                  .script = "echo $RANK",
+                  .timeout_s = timeout_s,
+                  .options = options});
+  };
+  const std::string right = "the secret of this job";
+  const auto first = node(0, secret(right));
+  for (const auto& options : {std::vector<std::string>{}, secret("another secret of a job")}) {
+    const Ended away = node(1, options)->wait();
+    EXPECT_EQ(away.exit_code, 1);
+    EXPECT_TRUE(contains(away.err, "node 1 came to " + rendezvous + " with another --rdzv-secret"))
+        << away.err;
+  }
+  const auto second = node(1, secret(right));
+  EXPECT_EQ(sorted_lines_of(first->wait().out), (Lines{"0", "1"}));
+  EXPECT_EQ(sorted_lines_of(second->wait().out), (Lines{"2", "3"}));
+
+  // Node 0 says whom it sent away where nobody else came.
+  const auto lonely = node(0, {}, "2");
+  EXPECT_EQ(node(1, secret(right))->wait().exit_code, 1);
+  const Ended ended = lonely->wait();
+  EXPECT_TRUE(contains(ended.err, "sent away: node 1 came to " + rendezvous)) << ended.err;
+
+  for (const char* wrong : {"short",
+                            "more than sixty-four bytes ......................... are too "
+                            "many for a secret"}) {
+    const Ended refused = node(0, secret(wrong))->wait();
+    EXPECT_EQ(refused.exit_code, 2);
+    EXPECT_TRUE(contains(refused.err, "bytes, expected 16 to 64")) << refused.err;
+  }
+  EXPECT_TRUE(contains(node(0, {"--rdzv-secret", "/no/file"})->wait().err, "cannot read /no/file"));
 }
 
 TEST(RunNodesTest, options_that_are_wrong_are_named) {
