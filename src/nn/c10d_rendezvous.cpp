@@ -25,10 +25,13 @@
 #include <exception>
 #include <future>
 #include <lockstep/error.hpp>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace lockstep::nn::detail {
@@ -82,7 +85,42 @@ std::string first_line(const std::exception& error) {
 
 bool serves(const comm::World& world) { return world.rank == 0 && !has_agent_store(); }
 
+/// The stores that this process serves, by address, until it ends. A store closed at the end of its
+/// world would reset the connections of ranks that come to the next one sooner than its end, and
+/// libtorch 1.13 ends a process whose store's own thread sees that (std::terminate).
+class Served {
+ public:
+  static StorePtr find(const Meeting& at) {
+    const std::lock_guard lock(mutex());
+    const auto found = stores().find(key(at));
+    return found == stores().end() ? StorePtr() : found->second;
+  }
+  static void keep(const Meeting& at, StorePtr store) {
+    const std::lock_guard lock(mutex());
+    stores().emplace(key(at), std::move(store));
+  }
+  /// After a meeting that failed, whose ranks may count their turns differently.
+  static void forget(const Meeting& at) {
+    const std::lock_guard lock(mutex());
+    stores().erase(key(at));
+  }
+
+ private:
+  static std::string key(const Meeting& at) { return fmt::format("{}:{}", at.host, at.port); }
+  static std::mutex& mutex() {
+    static auto* const mutex = new std::mutex;
+    return *mutex;
+  }
+  static std::map<std::string, StorePtr>& stores() {
+    static auto* const stores = new std::map<std::string, StorePtr>;  // no destructor at exit
+    return *stores;
+  }
+};
+
 StorePtr connect(const Meeting& at, const comm::World& world, milliseconds timeout) {
+  if (serves(world)) {
+    if (StorePtr store = Served::find(at)) return store;
+  }
   c10d::TCPStoreOptions options;
   options.port = at.port;
   options.isServer = serves(world);
@@ -107,6 +145,7 @@ StorePtr connect(const Meeting& at, const comm::World& world, milliseconds timeo
     throw std::runtime_error("somebody listens there, but does not answer as a store does");
   }
   answer.get();
+  if (serves(world)) Served::keep(at, store);
   return store;
 }
 
@@ -245,6 +284,13 @@ std::shared_ptr<Wire> meet([[maybe_unused]] std::string_view backend, const comm
   const auto start = Clock::now(), end = start + barrier.timeout;
   const Meeting at = meeting(barrier, world.rank);
   StorePtr whole, store;
+  struct Forget {
+    const Meeting& at;
+    bool has_met = false;
+    ~Forget() {
+      if (!has_met) Served::forget(at);
+    }
+  } forget{at};
   while (!store) {
     try {
       whole = connect(at, world, barrier.timeout);
@@ -270,6 +316,7 @@ std::shared_ptr<Wire> meet([[maybe_unused]] std::string_view backend, const comm
 #ifdef USE_C10D_NCCL
     if (backend == "nccl") group = make_nccl(store, world, left);
 #endif
+    forget.has_met = true;
     return std::make_shared<Wire>(std::move(group), whole);
   } catch (const Error&) {
     throw;

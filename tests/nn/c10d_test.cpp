@@ -116,6 +116,17 @@ TEST(C10dTest, hierarchical_has_gloo_between_hosts) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
+TEST(C10dTest, one_world_after_another_at_the_same_port) {
+  const auto statuses = over_gloo(3, [] {
+    for (int turn = 0; turn < 10; ++turn) {
+      EXPECT_EQ(all_reduce_value(1), 3);
+      destroy_dist();
+      init_dist({.backend = "gloo"});
+    }
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
 TEST(C10dTest, init_after_destroy_at_another_port) {
   const std::string other = std::to_string(test::free_port());
   const auto statuses = over_gloo(2, [&other] {
