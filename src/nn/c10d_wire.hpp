@@ -111,12 +111,12 @@ class Channel final : public message::Channel {
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return static_cast<int>(members_.size()); }
   void exchange(std::span<const Message> messages, const Call& call,
-                std::chrono::steady_clock::time_point end) override {
-    post(messages, call, end);
+                message::Limit& limit) override {
+    post(messages, call, limit.end());
   }
   std::unique_ptr<message::Channel> split(const std::vector<int>& members, const Call& call,
-                                          std::chrono::steady_clock::time_point end) override {
-    return std::make_unique<Channel>(*this, members, call, end);
+                                          message::Limit& limit) override {
+    return std::make_unique<Channel>(*this, members, call, limit.end());
   }
   void abandon(std::string_view reason) noexcept override;
   [[noreturn]] void fail_mismatch(const std::string& table, const Call& call) override;

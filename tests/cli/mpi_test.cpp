@@ -133,6 +133,17 @@ TEST_P(MpiTest, flight_records_name_the_rank_that_parted) {
   }
 }
 
+TEST_P(MpiTest, messages_past_2_to_the_31_elements) {
+  if (std::getenv("LOCKSTEP_TEST_LARGE") == nullptr) {
+    GTEST_SKIP() << "needs 13 GiB of memory: set LOCKSTEP_TEST_LARGE=1";
+  }
+  const Ended ended = mpirun(2, OVER_MPI_PROGRAM " long", /*timeout_s=*/"600");
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  for (const char* verb : {"broadcast", "recv", "all_gather", "all_reduce"}) {
+    EXPECT_NE(ended.out.find(verb), std::string::npos) << ended.out;
+  }
+}
+
 TEST_P(MpiTest, ranks_that_make_different_calls_get_the_table) {
   expect_failure("mismatch", "  2     barrier");
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <lockstep/engine.hpp>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -20,6 +21,21 @@ struct Message {
   std::size_t n_bytes;
 };
 
+/// When the waits of a call end: its timeout after the first time that somebody asks, so that a
+/// call that hardly waits does not read the clock.
+class Limit {
+ public:
+  explicit Limit(const Call& call) : timeout_(call.timeout) {}
+  std::chrono::steady_clock::time_point end() {
+    if (!end_) end_ = std::chrono::steady_clock::now() + timeout_;
+    return *end_;
+  }
+
+ private:
+  std::chrono::milliseconds timeout_;
+  std::optional<std::chrono::steady_clock::time_point> end_;
+};
+
 /// The ranks of one Group on a library that passes messages: all that such a library must bring.
 /// Messages between two ranks arrive in order, and never on another channel. Pairs, and not the
 /// library's own collectives, so that it is known who is late, lost or failed.
@@ -31,13 +47,12 @@ class Channel {
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
   /// Sends and receives all at once; returns when all is done. Messages without bytes are not
-  /// sent. Throws TimeoutError at `end`, PeerLost, PeerFailed, MismatchError, EngineError; the
+  /// sent. Throws TimeoutError at the limit, PeerLost, PeerFailed, MismatchError, EngineError; the
   /// channel is dead then, and its other ranks are told.
-  virtual void exchange(std::span<const Message> messages, const Call& call,
-                        std::chrono::steady_clock::time_point end) = 0;
+  virtual void exchange(std::span<const Message> messages, const Call& call, Limit& limit) = 0;
   /// A channel over `members`, ranks of this one, the same on each of them. Collective over them.
   virtual std::unique_ptr<Channel> split(const std::vector<int>& members, const Call& call,
-                                         std::chrono::steady_clock::time_point end) = 0;
+                                         Limit& limit) = 0;
   /// Waits on this channel end with PeerFailed, on every rank.
   virtual void abandon(std::string_view reason) noexcept = 0;
   /// Throws MismatchError with this text, on every rank.

@@ -18,7 +18,6 @@
 namespace lockstep::message {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using Way = Message::Way;
 
 /// Up to here every rank sends all it has to all, which is one exchange; above, each reduces a
@@ -39,17 +38,18 @@ struct Header {
   std::int32_t color;    // of split
   std::int32_t key;
   std::uint32_t line;
-  std::array<char, 96> file;
+  std::array<char, 28> file;  // its name's end, and a null
 };
+static_assert(sizeof(Header) == 64);
 static_assert(std::is_trivially_copyable_v<Header>);
 
 /// The first message of a call. Its length is the same whatever the call, so that ranks that make
 /// different calls can read each other; data that fits rides in it, and no other message follows.
-struct First {
+struct alignas(64) First {
   Header header;
-  std::array<std::byte, 120> payload;
+  std::array<std::byte, 64> payload;
 };
-static_assert(sizeof(First) == 256);
+static_assert(sizeof(First) == 128);
 
 bool has_root(Op op) {
   return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter ||
@@ -60,40 +60,15 @@ bool has_reduction(Op op) {
 }
 bool moves_data(Op op) { return op != Op::barrier && op != Op::split; }
 
-Header header_of(const Call& step, int color = 0, int key = 0) {
-  const Call& call = step.whole != nullptr ? *step.whole : step;
-  Header header{};
-  header.step = static_cast<std::uint8_t>(step.op);
-  header.op = static_cast<std::uint8_t>(call.op);
-  header.dtype = static_cast<std::uint8_t>(call.dtype);
-  header.reduce = static_cast<std::uint8_t>(call.reduce);
-  header.root = call.root;
-  // Where parts differ in size, each rank's own count does too.
-  header.count = call.counts.empty() ? call.count : 0;
-  for (const std::size_t count : call.counts) {
-    header.counts = (header.counts ^ count) * 0x9e3779b97f4a7c15U + 1;
-  }
-  header.color = color;
-  header.key = key;
-  header.line = call.where.line();
-  const std::string_view file = call.where.file_name();
-  const std::string_view end =
-      file.substr(file.size() - std::min(file.size(), header.file.size() - 1));
-  end.copy(header.file.data(), end.size());
-  return header;
-}
-
 std::string_view file_of(const Header& header) {
   // A peer sent it: it may lack its end.
-  const std::string_view path(header.file.data(),
-                              ::strnlen(header.file.data(), header.file.size()));
-  return path.substr(path.find_last_of('/') + 1);
+  return {header.file.data(), ::strnlen(header.file.data(), header.file.size())};
 }
 
 bool agree(const Header& a, const Header& b, bool compares_sites) {
   const auto op = static_cast<Op>(a.op);
   if (a.op != b.op || a.step != b.step) return false;
-  if (compares_sites && (a.line != b.line || file_of(a) != file_of(b))) return false;
+  if (compares_sites && (a.line != b.line || a.file != b.file)) return false;
   if (moves_data(op) && (a.dtype != b.dtype || a.count != b.count || a.counts != b.counts)) {
     return false;
   }
@@ -142,12 +117,13 @@ class MessageEngine final : public Engine {
       : name_(std::move(name)), channel_(std::move(channel)) {}
 
   std::string_view name() const noexcept override { return name_; }
-  int rank() const noexcept override { return channel_->rank(); }
-  int size() const noexcept override { return channel_->size(); }
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
-    compare(call, header_of(call), {}, end_of(call));
+    Limit limit(call);
+    compare(call, header_of(call), {}, limit);
     return std::make_unique<Memory>(call.count);
   }
   void abandon(std::string_view reason) noexcept override { channel_->abandon(reason); }
@@ -158,8 +134,8 @@ class MessageEngine final : public Engine {
   struct Step {
     Channel& channel;
     const Call& call;
-    Clock::time_point end;
-    std::vector<Message> messages{};
+    Limit& limit;
+    std::vector<Message>& messages;  // empty between steps: its room is kept
 
     void send(int peer, const void* data, std::size_t n_bytes) {
       if (peer == channel.rank()) return;
@@ -170,20 +146,20 @@ class MessageEngine final : public Engine {
       messages.push_back({Way::receive, peer, data, n_bytes});
     }
     void run() {
-      channel.exchange(messages, call, end);
+      channel.exchange(messages, call, limit);
       messages.clear();
     }
   };
 
-  static Clock::time_point end_of(const Call& call) { return Clock::now() + call.timeout; }
+  Header header_of(const Call& step, int color = 0, int key = 0);
   /// Everybody's first messages, in firsts_, from this rank's. Throws where they disagree.
   void compare(const Call& call, const Header& mine, std::span<const std::byte> payload,
-               Clock::time_point end);
+               Limit& limit);
   /// How many of this rank's bytes ride in the first message; nullopt: none, they follow.
   std::optional<std::size_t> n_riding(const Call& call) const;
   void finish_riding(const Call& call);
   /// The same for the two ranks of send and recv, whose lines differ. True: the data rode along.
-  bool compare_pair(const Call& call, Clock::time_point end);
+  bool compare_pair(const Call& call, Limit& limit);
   void all_reduce(Step step);
   void reduce(Step step);
   void gather(Step step, bool is_for_all);
@@ -196,8 +172,13 @@ class MessageEngine final : public Engine {
 
   std::string name_;
   std::unique_ptr<Channel> channel_;
+  const int rank_ = channel_->rank();
+  const int size_ = channel_->size();
+  const char* path_ = nullptr;   // of the last call's file
+  std::array<char, 28> file_{};  // the end of its name
   comm::Check check_ = comm::check_level();
   std::vector<First> firsts_;
+  std::vector<Message> messages_;
   std::vector<const void*> in_;
   std::vector<std::byte> scratch_;
 };
@@ -210,13 +191,41 @@ void keep(void* to, const void* from, std::size_t n_bytes) {
   if (n_bytes > 0 && to != from) std::memmove(to, from, n_bytes);
 }
 
+Header MessageEngine::header_of(const Call& step, int color, int key) {
+  const Call& call = step.whole != nullptr ? *step.whole : step;
+  Header header{};
+  header.step = static_cast<std::uint8_t>(step.op);
+  header.op = static_cast<std::uint8_t>(call.op);
+  header.dtype = static_cast<std::uint8_t>(call.dtype);
+  header.reduce = static_cast<std::uint8_t>(call.reduce);
+  header.root = call.root;
+  // Where parts differ in size, each rank's own count does too.
+  header.count = call.counts.empty() ? call.count : 0;
+  for (const std::size_t count : call.counts) {
+    header.counts = (header.counts ^ count) * 0x9e3779b97f4a7c15U + 1;
+  }
+  header.color = color;
+  header.key = key;
+  header.line = call.where.line();
+  if (call.where.file_name() != path_) {
+    path_ = call.where.file_name();
+    std::string_view file = path_;
+    file.remove_prefix(file.find_last_of('/') + 1);
+    file.remove_prefix(file.size() - std::min(file.size(), file_.size() - 1));
+    file_ = {};
+    file.copy(file_.data(), file.size());
+  }
+  header.file = file_;
+  return header;
+}
+
 void MessageEngine::compare(const Call& call, const Header& mine,
-                            std::span<const std::byte> payload, Clock::time_point end) {
+                            std::span<const std::byte> payload, Limit& limit) {
   firsts_.resize(static_cast<std::size_t>(size()));
   First& own = firsts_[static_cast<std::size_t>(rank())];
   own.header = mine;
   keep(own.payload.data(), payload.data(), payload.size());
-  Step step{*channel_, call, end};
+  Step step{*channel_, call, limit, messages_};
   for (int r = 0; r < size(); ++r) {
     step.send(r, &own, sizeof(First));
     step.receive(r, &firsts_[static_cast<std::size_t>(r)], sizeof(First));
@@ -286,13 +295,13 @@ void MessageEngine::finish_riding(const Call& call) {
   }
 }
 
-bool MessageEngine::compare_pair(const Call& call, Clock::time_point end) {
+bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   const bool rides = n_bytes <= sizeof(First::payload);
   First mine{header_of(call), {}};
   First other{};
   if (rides && call.op == Op::send) keep(mine.payload.data(), call.in, n_bytes);
-  Step step{*channel_, call, end};
+  Step step{*channel_, call, limit, messages_};
   step.send(call.root, &mine, sizeof(mine));
   step.receive(call.root, &other, sizeof(other));
   step.run();
@@ -309,17 +318,18 @@ bool MessageEngine::compare_pair(const Call& call, Clock::time_point end) {
 }
 
 void MessageEngine::run(const Call& call) {
-  Step step{*channel_, call, end_of(call)};
+  Limit limit(call);
+  Step step{*channel_, call, limit, messages_};
   const bool is_pair = call.op == Op::send || call.op == Op::recv;
   // A barrier is nothing but this message.
   if (check_ != comm::Check::off || call.op == Op::barrier) {
     if (is_pair) {
-      if (compare_pair(call, step.end)) return;
+      if (compare_pair(call, limit)) return;
     } else if (const auto n = n_riding(call)) {
-      compare(call, header_of(call), {bytes(call.in), *n}, step.end);
+      compare(call, header_of(call), {bytes(call.in), *n}, limit);
       return finish_riding(call);
     } else {
-      compare(call, header_of(call), {}, step.end);
+      compare(call, header_of(call), {}, limit);
     }
   }
   const std::size_t n_bytes = call.count * size_of(call.dtype);
@@ -464,15 +474,15 @@ void MessageEngine::all_to_all(Step step) {
 }
 
 std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int key) {
-  const auto end = end_of(call);
-  compare(call, header_of(call, color, key), {}, end);
+  Limit limit(call);
+  compare(call, header_of(call, color, key), {}, limit);
   const auto said = [this](int r) { return firsts_[static_cast<std::size_t>(r)].header; };
   std::vector<int> members;
   for (int r = 0; r < size(); ++r) {
     if (said(r).color == color) members.push_back(r);
   }
   std::ranges::stable_sort(members, {}, [&](int r) { return said(r).key; });
-  return std::make_unique<MessageEngine>(name_, channel_->split(members, call, end));
+  return std::make_unique<MessageEngine>(name_, channel_->split(members, call, limit));
 }
 
 }  // namespace

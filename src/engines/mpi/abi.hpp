@@ -22,19 +22,23 @@ struct LockstepMpi {
   /// Initialises MPI unless the program has. What it initialised it finalizes when the program
   /// ends.
   int (*start)(int* rank, int* n_ranks);
+  /// How many ranks share this host, and the cores that any of them may use: mask gets the others'
+  /// bits. Collective.
+  int (*neighbours)(std::uint64_t* mask, std::size_t n_words, int* n_ranks);
   /// After a failure MPI_Finalize would wait for ranks that never come.
   void (*give_up_finalize)();
   /// A new communicator over the world, and one over ranks of another (collective over those).
   int (*world)(void** communicator);
   int (*subset)(void* communicator, const int* ranks, int n_ranks, void** subset);
   void (*release)(void* communicator);
-  /// All messages at once. `exchange` is set even where an error is returned, for finish().
+  /// All messages at once, one exchange at a time on a communicator. `exchange` is set even where
+  /// an error is returned, for finish().
   int (*begin)(void* communicator, const LockstepMpiMessage* messages, std::size_t n_messages,
                void** exchange);
   /// Makes progress and says which messages are done (is_done has n_messages entries).
   int (*test)(void* exchange, std::int32_t* all_done);
   int (*is_done)(void* exchange, std::size_t message, std::int32_t* is_done);
-  /// Frees it; receives under way are cancelled.
+  /// Ends it; receives under way are cancelled.
   void (*finish)(void* exchange);
   /// A note of n_bytes to a rank, which hear() takes there, in whatever order.
   int (*tell)(void* communicator, int rank, const void* note, std::size_t n_bytes);
@@ -43,6 +47,6 @@ struct LockstepMpi {
 
 }  // extern "C"
 
-inline constexpr std::uint32_t kLockstepMpiVersion = 1;
+inline constexpr std::uint32_t kLockstepMpiVersion = 2;
 /// The module's one symbol: const LockstepMpi* lockstep_mpi().
 inline constexpr const char* kLockstepMpiSymbol = "lockstep_mpi";

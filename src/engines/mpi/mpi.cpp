@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/cpus.hpp"
 #include "base/futex.hpp"
 #include "engines/message/message_engine.hpp"
 #include "engines/mpi/abi.hpp"
@@ -87,11 +89,12 @@ class Departures {
 /// The ranks of one Group on a communicator of their own.
 class Channel final : public message::Channel {
  public:
-  /// `members`: ranks of the world.
-  Channel(const LockstepMpi& mpi, void* communicator, std::vector<int> members, int rank,
-          std::shared_ptr<Departures> departures)
+  /// `members`: ranks of the world. `is_crowded`: ranks of a host exceed its cores.
+  Channel(const LockstepMpi& mpi, void* communicator, bool is_crowded, std::vector<int> members,
+          int rank, std::shared_ptr<Departures> departures)
       : mpi_(mpi),
         communicator_(communicator),
+        is_crowded_(is_crowded),
         members_(std::move(members)),
         rank_(rank),
         departures_(std::move(departures)) {}
@@ -103,10 +106,10 @@ class Channel final : public message::Channel {
   int size() const noexcept override { return static_cast<int>(members_.size()); }
 
   void exchange(std::span<const Message> messages, const Call& call,
-                Clock::time_point end) override;
+                message::Limit& limit) override;
 
   std::unique_ptr<message::Channel> split(const std::vector<int>& members, const Call& call,
-                                          Clock::time_point /*end*/) override {
+                                          message::Limit& /*limit*/) override {
     void* subset = nullptr;
     const int code =
         mpi_.subset(communicator_, members.data(), static_cast<int>(members.size()), &subset);
@@ -116,8 +119,8 @@ class Channel final : public message::Channel {
       world_ranks.push_back(members_[static_cast<std::size_t>(member)]);
     }
     const auto mine = std::ranges::find(members, rank_) - members.begin();
-    return std::make_unique<Channel>(mpi_, subset, std::move(world_ranks), static_cast<int>(mine),
-                                     departures_);
+    return std::make_unique<Channel>(mpi_, subset, is_crowded_, std::move(world_ranks),
+                                     static_cast<int>(mine), departures_);
   }
 
   void abandon(std::string_view reason) noexcept override {
@@ -147,61 +150,61 @@ class Channel final : public message::Channel {
   void tell(Notice notice, std::string_view text) noexcept;
   void listen();
   void look_for_notices(const Call& call, const std::vector<int>& awaited, Clock::time_point now);
-  std::vector<int> awaited(void* exchange, std::span<const LockstepMpiMessage> messages,
-                           const Call& call);
+  std::vector<int> awaited(void* exchange, const Call& call);
   [[noreturn]] void fail(const Note& note, const Call& call) const;
   [[noreturn]] void fail_library(int code, const Call& call);
   [[noreturn]] void fail_late(std::vector<int> late, const Call& call);
 
   const LockstepMpi& mpi_;
   void* communicator_;
+  bool is_crowded_;
   std::vector<int> members_;
   int rank_;
   std::shared_ptr<Departures> departures_;
   std::mutex mutex_;
   std::optional<Note> verdict_;
   std::optional<Clock::time_point> departure_seen_;
+  std::vector<LockstepMpiMessage> wanted_;  // of the exchange under way
 };
 
-void Channel::exchange(std::span<const Message> messages, const Call& call, Clock::time_point end) {
-  std::vector<LockstepMpiMessage> wanted;
+void Channel::exchange(std::span<const Message> messages, const Call& call, message::Limit& limit) {
+  wanted_.clear();
   for (const Message& message : messages) {
     if (message.n_bytes == 0) continue;
-    wanted.push_back(
+    wanted_.push_back(
         {message.way == Message::Way::send, message.peer, message.data, message.n_bytes});
   }
   departure_seen_.reset();
   void* handle = nullptr;
-  int code = mpi_.begin(communicator_, wanted.data(), wanted.size(), &handle);
+  int code = mpi_.begin(communicator_, wanted_.data(), wanted_.size(), &handle);
   struct Finish {
     const LockstepMpi& mpi;
     void* handle;
     ~Finish() { mpi.finish(handle); }
   } const finish{mpi_, handle};
   if (code != 0) fail_library(code, call);
-  // Polls as long as a peer with a core of its own may need, then gives the core away.
-  constexpr int kPolls = 500;
+  // With a core for each rank the others are at work right now, and a core given away, to whatever
+  // else the machine does, is gone for as long as the system likes. Without, every poll keeps the
+  // one who is awaited from running.
+  const int n_polls = is_crowded_ ? 500 : 20'000;
   constexpr int kLooks = 64;
+  constexpr int kYields = 100'000;
   for (int i = 0;; ++i) {
     std::int32_t is_done = 0;
     code = mpi_.test(handle, &is_done);
     if (code != 0) fail_library(code, call);
     if (is_done != 0) return;
-    if (i < kPolls) {
-      base::cpu_relax();
-      continue;
-    }
+    if (i < n_polls) continue;
     base::yield_cpu();
     if (i % kLooks != 0) continue;
     const auto now = Clock::now();
     listen();
-    look_for_notices(call, awaited(handle, wanted, call), now);
-    if (now >= end) {
+    look_for_notices(call, awaited(handle, call), now);
+    if (now >= limit.end()) {
       // The last may have come since the test above.
-      if (auto late = awaited(handle, wanted, call); !late.empty())
-        fail_late(std::move(late), call);
+      if (auto late = awaited(handle, call); !late.empty()) fail_late(std::move(late), call);
     }
-    if (i > 100'000) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (i > n_polls + kYields) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
 
@@ -238,14 +241,13 @@ void Channel::look_for_notices(const Call& call, const std::vector<int>& awaited
   }
 }
 
-std::vector<int> Channel::awaited(void* exchange, std::span<const LockstepMpiMessage> messages,
-                                  const Call& call) {
+std::vector<int> Channel::awaited(void* exchange, const Call& call) {
   std::vector<int> ranks;
-  for (std::size_t i = 0; i < messages.size(); ++i) {
+  for (std::size_t i = 0; i < wanted_.size(); ++i) {
     std::int32_t is_done = 0;
     const int code = mpi_.is_done(exchange, i, &is_done);
     if (code != 0) fail_library(code, call);
-    if (is_done == 0) ranks.push_back(messages[i].peer);
+    if (is_done == 0) ranks.push_back(wanted_[i].peer);
   }
   std::ranges::sort(ranks);
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
@@ -368,11 +370,20 @@ std::unique_ptr<Engine> join(const comm::World& world, const Call& barrier) {
   if (const int code = mpi.world(&communicator); code != 0) {
     throw EngineError(context, text_of(mpi, code));
   }
+  base::CpuMask cores = base::allowed_cpus();
+  int n_neighbours = 0;
+  if (const int code = mpi.neighbours(cores.data(), cores.size(), &n_neighbours); code != 0) {
+    throw EngineError(context, text_of(mpi, code));
+  }
+  int n_cores = 0;
+  for (const std::uint64_t word : cores) n_cores += std::popcount(word);
   std::vector<int> everybody(static_cast<std::size_t>(n_ranks));
   for (int r = 0; r < n_ranks; ++r) everybody[static_cast<std::size_t>(r)] = r;
   auto engine = message::make(
-      "mpi", std::make_unique<Channel>(mpi, communicator, everybody, rank,
-                                       std::make_shared<Departures>(mpi, communicator)));
+      "mpi",
+      std::make_unique<Channel>(mpi, communicator,
+                                /*is_crowded=*/n_neighbours > std::min(n_cores, base::cpu_quota()),
+                                everybody, rank, std::make_shared<Departures>(mpi, communicator)));
   engine->run(barrier);
   return engine;
 }

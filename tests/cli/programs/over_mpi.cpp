@@ -1,13 +1,17 @@
 // A rank of MpiTest: makes the fault that its first argument names, over the mpi engine or the one
 // that a third argument names, and says how its own calls ended. mpirun ends all ranks when the
 // first fails, so each waits until all three have left a file in the folder of the second argument.
+// "long" is no fault: messages past 2^31 bytes.
+#include <cstdint>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace {
 
@@ -25,6 +29,49 @@ void wait_until_all_have_said(const std::string& folder, int rank) {
   }
 }
 
+/// More bytes in one message than MPI's int counts.
+constexpr std::size_t kLong = (std::size_t{1} << 31) + 5;
+
+std::uint8_t byte_at(std::size_t i, int rank) {
+  return static_cast<std::uint8_t>((i * 2654435761U >> 24) + static_cast<std::size_t>(rank) * 89);
+}
+void fill(std::span<std::uint8_t> data, int rank) {
+  for (std::size_t i = 0; i < data.size(); ++i) data[i] = byte_at(i, rank);
+}
+template <class Expected>
+void expect(const char* what, std::span<const std::uint8_t> data, Expected expected) {
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    if (data[i] == expected(i)) continue;
+    throw std::runtime_error(std::string(what) + ": byte " + std::to_string(i) + " is " +
+                             std::to_string(data[i]));
+  }
+  std::printf("%s of %zu bytes\n", what, data.size());
+}
+
+/// Two ranks, 6 GiB each.
+void send_long_messages(int rank) {
+  const auto bytes_of = [](int r) { return [r](std::size_t i) { return byte_at(i, r); }; };
+  std::vector<std::uint8_t> mine(kLong);
+  if (rank == 1) fill(mine, 1);
+  lockstep::broadcast(mine, /*src=*/1);
+  expect("broadcast", mine, bytes_of(1));
+
+  if (rank == 0) fill(mine, 0);
+  rank == 0 ? lockstep::send(mine, /*dst=*/1) : lockstep::recv(mine, /*src=*/0);
+  if (rank == 1) expect("recv", mine, bytes_of(0));
+
+  fill(mine, rank);
+  {
+    std::vector<std::uint8_t> all(2 * kLong);
+    lockstep::all_gather(mine, all);
+    expect("all_gather, rank 0's", std::span(all).first(kLong), bytes_of(0));
+    expect("all_gather, rank 1's", std::span(all).last(kLong), bytes_of(1));
+  }
+  lockstep::all_reduce(mine);
+  expect("all_reduce", mine,
+         [](std::size_t i) { return static_cast<std::uint8_t>(byte_at(i, 0) + byte_at(i, 1)); });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -35,6 +82,7 @@ int main(int argc, char** argv) {
     lockstep::init_dist({.backend = backend});
     rank = lockstep::get_rank();
     lockstep::barrier();
+    if (fault == "long") send_long_messages(rank);
     if (fault == "mismatch" && rank == 2) lockstep::barrier();
     if (fault == "conditional" && rank == 0) lockstep::barrier();
     if (fault == "conditional") lockstep::barrier();

@@ -35,21 +35,23 @@ class Entry {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
+struct Exchange {
+  std::vector<MPI_Request> requests;
+  std::size_t n_receives = 0;      ///< the first of the requests
+  std::vector<std::size_t> first;  ///< of each message's requests
+  std::vector<std::size_t> last;   ///< one past them
+};
+
 struct Communicator {
   MPI_Comm comm = MPI_COMM_NULL;
   bool is_world = false;
+  Exchange exchange;  ///< kept for its room
   /// Notes on their way: MPI reads them until they are sent, which nobody waits for.
   struct Note {
     std::vector<char> bytes;
     MPI_Request request;
   };
   std::list<Note> notes;
-};
-
-struct Exchange {
-  std::vector<MPI_Request> requests;
-  std::vector<std::size_t> first;  ///< of each message, and one past the last
-  std::vector<bool> is_receive;
 };
 
 Communicator& communicator(void* handle) { return *static_cast<Communicator*>(handle); }
@@ -119,6 +121,20 @@ int start(int* rank, int* n_ranks) {
   return code != MPI_SUCCESS ? code : MPI_Comm_size(MPI_COMM_WORLD, n_ranks);
 }
 
+int neighbours(std::uint64_t* mask, std::size_t n_words, int* n_ranks) {
+  const Entry entry;
+  MPI_Comm host = MPI_COMM_NULL;
+  int code = MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+  if (code != MPI_SUCCESS) return code;
+  code = MPI_Comm_size(host, n_ranks);
+  if (code == MPI_SUCCESS) {
+    code =
+        MPI_Allreduce(MPI_IN_PLACE, mask, static_cast<int>(n_words), MPI_UINT64_T, MPI_BOR, host);
+  }
+  MPI_Comm_free(&host);
+  return code;
+}
+
 void give_up_finalize() { finalizes = false; }
 
 int keep(MPI_Comm comm, void** handle) {
@@ -170,12 +186,15 @@ void release(void* handle) {
 
 int begin(void* handle, const LockstepMpiMessage* messages, std::size_t n_messages, void** result) {
   const Entry entry;
-  auto* const exchange = new Exchange;
-  *result = exchange;
+  Exchange& exchange = communicator(handle).exchange;
+  *result = &exchange;
+  exchange.requests.clear();
+  exchange.first.resize(n_messages);
+  exchange.last.resize(n_messages);
   const MPI_Comm comm = communicator(handle).comm;
-  for (std::size_t i = 0; i < n_messages; ++i) {
+  const auto post = [&](std::size_t i) {
     const LockstepMpiMessage& message = messages[i];
-    exchange->first.push_back(exchange->requests.size());
+    exchange.first[i] = exchange.requests.size();
     for (std::size_t at = 0; at < message.n_bytes; at += kMostBytes) {
       const int n = static_cast<int>(std::min(kMostBytes, message.n_bytes - at));
       char* const data = static_cast<char*>(message.data) + at;
@@ -184,11 +203,19 @@ int begin(void* handle, const LockstepMpiMessage* messages, std::size_t n_messag
                            ? MPI_Isend(data, n, MPI_BYTE, message.peer, kDataTag, comm, &request)
                            : MPI_Irecv(data, n, MPI_BYTE, message.peer, kDataTag, comm, &request);
       if (code != MPI_SUCCESS) return code;
-      exchange->requests.push_back(request);
-      exchange->is_receive.push_back(message.is_send == 0);
+      exchange.requests.push_back(request);
     }
+    exchange.last[i] = exchange.requests.size();
+    return MPI_SUCCESS;
+  };
+  // Receives first: what finds its receive waiting is copied once less.
+  for (const int is_send : {0, 1}) {
+    for (std::size_t i = 0; i < n_messages; ++i) {
+      if (messages[i].is_send != is_send) continue;
+      if (const int code = post(i); code != MPI_SUCCESS) return code;
+    }
+    if (is_send == 0) exchange.n_receives = exchange.requests.size();
   }
-  exchange->first.push_back(exchange->requests.size());
   return MPI_SUCCESS;
 }
 
@@ -206,7 +233,7 @@ int is_done(void* handle, std::size_t message, std::int32_t* done) {
   const Entry entry;
   Exchange& exchange = *static_cast<Exchange*>(handle);
   *done = 1;
-  for (std::size_t i = exchange.first[message]; i < exchange.first[message + 1]; ++i) {
+  for (std::size_t i = exchange.first[message]; i < exchange.last[message]; ++i) {
     int flag = 0;
     const int code = MPI_Test(&exchange.requests[i], &flag, MPI_STATUS_IGNORE);
     if (code != MPI_SUCCESS) return code;
@@ -217,13 +244,14 @@ int is_done(void* handle, std::size_t message, std::int32_t* done) {
 
 void finish(void* handle) {
   const Entry entry;
-  const std::unique_ptr<Exchange> exchange(static_cast<Exchange*>(handle));
-  for (std::size_t i = 0; i < exchange->requests.size(); ++i) {
-    MPI_Request& request = exchange->requests[i];
+  Exchange& exchange = *static_cast<Exchange*>(handle);
+  for (std::size_t i = 0; i < exchange.requests.size(); ++i) {
+    MPI_Request& request = exchange.requests[i];
     if (request == MPI_REQUEST_NULL) continue;
-    if (exchange->is_receive[i]) MPI_Cancel(&request);
+    if (i < exchange.n_receives) MPI_Cancel(&request);
     MPI_Request_free(&request);
   }
+  exchange.requests.clear();
 }
 
 int tell(void* handle, int rank, const void* note, std::size_t n_bytes) {
@@ -255,6 +283,7 @@ constexpr LockstepMpi kModule = {kLockstepMpiVersion,
                                  library,
                                  error_text,
                                  start,
+                                 neighbours,
                                  give_up_finalize,
                                  world,
                                  subset,
