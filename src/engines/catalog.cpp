@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <cstdlib>
 #include <iterator>
 #include <lockstep/error.hpp>
 
@@ -45,7 +46,12 @@ std::unique_ptr<Engine> join_shared(const comm::World& world, const Call& barrie
   return shared::join_world(std::move(segment), world.rank, barrier);
 }
 
-Availability mpi_available(const comm::World&) {
+Availability mpi_available(const comm::World& world) {
+  // Another launcher's ranks may have the variables of one MPI rank that started that launcher.
+  const bool mpi_started = world.launcher == Launcher::mpi || world.launcher == Launcher::slurm;
+  if (!mpi_started && std::getenv("LOCKSTEP_MPI") == nullptr) {
+    return {.is_available = false, .reason = "needs ranks that mpirun (or srun with PMIx) started"};
+  }
   const mpi::Module module = mpi::find_module();
   return {.is_available = !module.path.empty(), .reason = module.reason};
 }

@@ -186,17 +186,20 @@ void Channel::exchange(std::span<const Message> messages, const Call& call, mess
   // With a core for each rank the others are at work right now, and a core given away, to whatever
   // else the machine does, is gone for as long as the system likes. Without, every poll keeps the
   // one who is awaited from running.
-  const int n_polls = is_crowded_ ? 500 : 20'000;
-  constexpr int kLooks = 64;
-  constexpr int kYields = 100'000;
-  for (int i = 0;; ++i) {
+  const std::uint64_t n_polls = is_crowded_ ? 500 : 20'000;
+  constexpr std::uint64_t kLooks = 64;
+  constexpr std::uint64_t kYields = 100'000;
+  for (std::uint64_t i = 0;; ++i) {
     std::int32_t is_done = 0;
     code = mpi_.test(handle, &is_done);
     if (code != 0) fail_library(code, call);
     if (is_done != 0) return;
     if (i < n_polls) continue;
-    base::yield_cpu();
-    if (i % kLooks != 0) continue;
+    const bool sleeps = i > n_polls + kYields;
+    if (!sleeps) {
+      base::yield_cpu();
+      if (i % kLooks != 0) continue;
+    }
     const auto now = Clock::now();
     listen();
     look_for_notices(call, awaited(handle, call), now);
@@ -204,7 +207,7 @@ void Channel::exchange(std::span<const Message> messages, const Call& call, mess
       // The last may have come since the test above.
       if (auto late = awaited(handle, call); !late.empty()) fail_late(std::move(late), call);
     }
-    if (i > n_polls + kYields) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (sleeps) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
 
@@ -299,11 +302,10 @@ std::string file_of(const std::string& mpi) {
   const std::string name = "liblockstep-mpi-" + mpi + ".so";
   std::error_code ignored;
   const fs::path program = fs::read_symlink("/proc/self/exe", ignored);
-  for (const fs::path& at :
-       {program.parent_path() / "../lib/lockstep" / name, fs::path(LOCKSTEP_MODULE_DIR) / name}) {
-    if (fs::exists(at, ignored)) return at.string();
-  }
-  return {};
+  const fs::path beside = program.parent_path() / "../lib/lockstep" / name;
+  if (!program.empty() && fs::exists(beside, ignored)) return beside.string();
+  const fs::path installed = fs::path(LOCKSTEP_MODULE_DIR) / name;
+  return fs::exists(installed, ignored) ? installed.string() : std::string();
 }
 
 const LockstepMpi& load(const std::string& path, const ErrorContext& context) {

@@ -20,7 +20,9 @@ constexpr int kNoteTag = 2;
 /// MPI counts with an int. Longer messages travel in pieces, which stay in order.
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
 
-// Where MPI grants less than MPI_THREAD_MULTIPLE, all calls pass one lock, each for a moment.
+// Where MPI grants less than MPI_THREAD_MULTIPLE, all calls pass one lock: each for a moment, but
+// for those that make a communicator, which wait for its other members. There, two threads may not
+// split two groups at the same time.
 std::recursive_mutex mutex;
 bool needs_lock = true;
 std::atomic<bool> finalizes{false};
@@ -52,6 +54,7 @@ struct Communicator {
     MPI_Request request;
   };
   std::list<Note> notes;
+  std::mutex notes_mutex;  // abandon tells from any thread
 };
 
 Communicator& communicator(void* handle) { return *static_cast<Communicator*>(handle); }
@@ -178,7 +181,10 @@ void release(void* handle) {
   Communicator& kept = communicator(handle);
   int is_over = 0;
   MPI_Finalized(&is_over);
-  if (kept.is_world || !kept.notes.empty() || is_over != 0) return;
+  {
+    const std::lock_guard lock(kept.notes_mutex);
+    if (kept.is_world || !kept.notes.empty() || is_over != 0) return;
+  }
   // Waits for nobody in Open MPI and MPICH, though MPI calls it collective.
   MPI_Comm_free(&kept.comm);
   delete &kept;
@@ -261,6 +267,7 @@ int tell(void* handle, int rank, const void* note, std::size_t n_bytes) {
   if (is_over != 0) return MPI_SUCCESS;  // a program that ended MPI itself
   Communicator& kept = communicator(handle);
   const char* const bytes = static_cast<const char*>(note);
+  const std::lock_guard lock(kept.notes_mutex);
   kept.notes.push_back({{bytes, bytes + n_bytes}, MPI_REQUEST_NULL});
   Communicator::Note& last = kept.notes.back();
   return MPI_Isend(last.bytes.data(), static_cast<int>(n_bytes), MPI_BYTE, rank, kNoteTag,

@@ -1,0 +1,60 @@
+#include "engines/catalog.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <optional>
+#include <string>
+
+namespace lockstep::engines {
+namespace {
+
+/// A variable with another value, or none, for as long as it lives.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) {
+    if (const char* const before = std::getenv(name)) before_ = before;
+    set(value);
+  }
+  ~Variable() { set(before_ ? before_->c_str() : nullptr); }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+
+ private:
+  void set(const char* value) {
+    value == nullptr ? ::unsetenv(name_) : ::setenv(name_, value, /*overwrite=*/1);
+  }
+
+  const char* name_;
+  std::optional<std::string> before_;
+};
+
+Availability of_mpi(Launcher launcher) {
+  comm::World world;
+  world.launcher = launcher;
+  world.size = 2;
+  for (const Entry& entry : catalog()) {
+    if (entry.name == "mpi") return entry.available(world);
+  }
+  return {};
+}
+
+// mpirun -npernode 1 lockstep run --nnodes ..., srun torchrun ...: every rank has the variables of
+// the one that started its launcher, and MPI_Init would never return.
+TEST(CatalogTest, mpi_is_not_for_ranks_that_another_launcher_started) {
+  const Variable none("LOCKSTEP_MPI", nullptr);
+  const Variable size("OMPI_COMM_WORLD_SIZE", "2");
+  for (const Launcher launcher : {Launcher::lockstep, Launcher::pytorch}) {
+    const Availability got = of_mpi(launcher);
+    EXPECT_FALSE(got.is_available);
+    EXPECT_EQ(got.reason, "needs ranks that mpirun (or srun with PMIx) started");
+  }
+  for (const Launcher launcher : {Launcher::mpi, Launcher::slurm}) {
+    const Availability got = of_mpi(launcher);
+    EXPECT_TRUE(got.is_available || got.reason.find("its module") != std::string::npos)
+        << got.reason;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::engines
