@@ -1,5 +1,6 @@
 #include "comm/recorder.hpp"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
@@ -134,7 +135,7 @@ TEST(RecorderTest, threads_write_while_another_reads) {
 TEST(RecorderTest, more_groups_and_places_than_there_is_room_for) {
   const auto recorder = Recorder::in_process(0, 2);
   std::uint32_t last = 1;
-  for (int i = 0; i < 200; ++i) last = recorder->add_group("g" + std::to_string(i), 0, 2);
+  for (int i = 0; i < 200; ++i) last = recorder->add_group(fmt::format("g{}", i), 0, 2);
   EXPECT_EQ(last, 0U);
   EXPECT_EQ(name_of(recorder->record().groups[0]), "(one of too many groups)");
   EXPECT_EQ(n_groups_of(recorder->record()), FlightRecord::kMaxGroups);
