@@ -120,8 +120,11 @@ int main() {
   lockstep::init_dist();
   torch::set_num_threads(1);
   // Else every activation is mapped and unmapped anew, and both sides measure page faults.
-  ::mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  ::mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  // More than 32 MiB is refused.
+  if (::mallopt(M_MMAP_THRESHOLD, 32 << 20) == 0 || ::mallopt(M_TRIM_THRESHOLD, 1 << 30) == 0) {
+    fmt::print(stderr, "mallopt refuses its limits: the figures hold page faults\n");
+    return 1;
+  }
   cpu_set_t cores;
   CPU_ZERO(&cores);
   CPU_SET(static_cast<std::size_t>(lockstep::get_local_rank()), &cores);

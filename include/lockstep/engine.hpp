@@ -92,6 +92,8 @@ class Engine {
   virtual std::string_view name() const noexcept = 0;
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
+  /// See Group::is_quick.
+  virtual bool is_quick() const noexcept { return false; }
   virtual void run(const Call& call) = 0;
   /// A new engine over the ranks that gave the same color, in order of (key, rank). Collective.
   virtual std::unique_ptr<Engine> split(const Call& call, int color, int key) = 0;

@@ -4,12 +4,18 @@
 
 namespace lockstep::kernels {
 
-/// An activation seen as x[outer][channels][inner], contiguous: NCHW is (N, C, H*W); channels-last
-/// and (N, C) are (N*H*W, C, 1). Every size may be 0.
+/// `inner` from which the values of a channel are taken run by run, and no longer row by row: from
+/// there on a channel's results do not depend on which others are asked for.
+inline constexpr std::size_t kLongRun = 16;
+
+/// An activation seen as x[outer][channels][inner]: NCHW is (N, C, H*W); channels-last and (N, C)
+/// are (N*H*W, C, 1). Every size may be 0.
 struct BatchNormShape {
   std::size_t outer = 0;
   std::size_t channels = 0;
   std::size_t inner = 0;
+  /// Channels between one x[n] and the next where these are some of an activation's; 0: `channels`.
+  std::size_t channels_in_memory = 0;
 
   std::size_t n_per_channel() const { return outer * inner; }
 };

@@ -1,8 +1,9 @@
 #include "nn/batch_norm.hpp"
 
 #include <ATen/Dispatch.h>
-
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -24,19 +25,70 @@ std::size_t channels_of(const Tensor& statistics) {
   return static_cast<std::size_t>(statistics.size(-1) - 1) / 2;
 }
 
+bool is_16_bit(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
 void update_running(const Tensor& running, double factor, const Tensor& values, double scale) {
   if (!running.defined()) return;
+  if (running.is_cpu() && !is_16_bit(running)) {  // half the time of a small layer otherwise
+    AT_DISPATCH_FLOATING_TYPES(running.scalar_type(), "sync_batch_norm", [&] {
+      scalar_t* const to = running.data_ptr<scalar_t>();
+      const double* const from = data(values);
+      for (std::int64_t c = 0; c < running.size(0); ++c) {
+        scalar_t& value = to[c * running.stride(0)];
+        value = static_cast<scalar_t>(static_cast<double>(value) * (1 - factor) +
+                                      from[c] * (factor * scale));
+      }
+    });
+    return;
+  }
   Tensor updated = running.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
   updated.mul_(1 - factor).add_(values.to(running.device()), factor * scale);
   running.copy_(updated);  // rounded once
 }
 
-bool is_16_bit(const Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
-}
-
 /// For ATen's kernels: C or 2C of our doubles beside x.
 Tensor beside(const Tensor& x, const Tensor& values) { return values.to(parameter_options(x)); }
+
+/// m2 becomes invstd.
+void invert(std::span<double> m2s, double n, const BatchNormSettings& settings) {
+  for (double& value : m2s) {
+    const double var = value / n;
+    switch (settings.eps_mode) {
+      case EpsMode::plus: value = 1 / std::sqrt(var + settings.eps); break;
+      // Written so that a NaN stays one.
+      case EpsMode::clamp: value = 1 / std::sqrt(var < settings.eps ? settings.eps : var); break;
+    }
+  }
+}
+
+/// How many channels keep what this rank reads and writes in its threads' second-level caches.
+std::size_t fitting_channels(const Activation& x) {
+  const std::size_t all = x.shape.channels;
+  if (x.tensor.numel() == 0) return 1;  // whatever the others want
+  if (!x.tensor.is_cpu() || !cpu::is_divisible(x.shape)) return all;
+  static const auto cache_bytes =
+      static_cast<std::size_t>(std::max<long>(::sysconf(_SC_LEVEL2_CACHE_SIZE), 512 << 10));
+  const auto n_threads = static_cast<std::size_t>(at::get_num_threads());
+  // Backward's: dy, x, dx.
+  const std::size_t channel_bytes = 3 * x.shape.n_per_channel() * x.tensor.element_size();
+  return std::min(all, std::max(n_threads * cache_bytes / channel_bytes, n_threads));
+}
+
+/// Calls f(some channels) until all were there.
+template <class F>
+void for_each_message(std::size_t channels, std::size_t per_message, const F& f) {
+  for (std::size_t c = 0; c < channels; c += per_message) {
+    f(Channels{c, std::min(per_message, channels - c)});
+  }
+}
+
+/// Copies `part` of two per-channel arrays to their place among all.
+void put_channels(const double* part, Channels channels, std::size_t all, double* to) {
+  std::copy_n(part, channels.count, to + channels.first);
+  std::copy_n(part + channels.count, channels.count, to + all + channels.first);
+}
 
 void check_state(const char* name, const Tensor& state, const Tensor& input,
                  std::int64_t num_features, const ErrorContext& context) {
@@ -120,8 +172,8 @@ Activation activation_of(const Tensor& original) {
   return {input.contiguous(), {outer, channels, inner}};
 }
 
-Tensor local_statistics(const Activation& x) {
-  const auto c = static_cast<std::int64_t>(x.shape.channels);
+Tensor local_statistics(const Activation& x, Channels channels) {
+  const auto c = static_cast<std::int64_t>(channels.count);
   const auto n = static_cast<double>(x.shape.n_per_channel());
   Tensor statistics = at::zeros({1 + 2 * c}, at::kDouble);
   double* const out = data(statistics);
@@ -133,10 +185,7 @@ Tensor local_statistics(const Activation& x) {
     statistics.narrow(0, 1 + c, c).mul_(n);
     return statistics;
   }
-  AT_DISPATCH_FLOATING_TYPES(x.tensor.scalar_type(), "sync_batch_norm", [&] {
-    kernels::batch_norm_stats(x.tensor.data_ptr<scalar_t>(), x.shape, out + 1,
-                              out + 1 + x.shape.channels);
-  });
+  cpu::stats(x.tensor, x.shape, channels, out + 1, out + 1 + c);
   return statistics;
 }
 
@@ -165,6 +214,13 @@ Tensor merge_over(const Tensor& mine, const Group& group) {
   return merge_statistics(all);
 }
 
+std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Group& group) {
+  if (!group.is_quick() || all == 0) return std::max<std::size_t>(all, 1);
+  auto most = static_cast<std::int64_t>(wish);
+  if (group.size() > 1) group.all_reduce({&most, 1, DType::i64}, ReduceOp::max);
+  return static_cast<std::size_t>(most);
+}
+
 bool holds_nonfinite(const Tensor& statistics) {
   // The kernels leave such a channel's mean not finite.
   const std::span means(data(statistics) + 1, channels_of(statistics));
@@ -189,35 +245,24 @@ void finish_statistics(const Tensor& statistics, const BatchNormSettings& settin
     update_running(settings.running_var, settings.factor, statistics.narrow(0, 1 + c, c),
                    1 / (n - 1));
   }
-  for (double& value : m2s) {
-    const double var = value / n;
-    switch (settings.eps_mode) {
-      case EpsMode::plus: value = 1 / std::sqrt(var + settings.eps); break;
-      // Written so that a NaN stays one.
-      case EpsMode::clamp: value = 1 / std::sqrt(var < settings.eps ? settings.eps : var); break;
-    }
-  }
+  invert(m2s, n, settings);
 }
 
-Tensor normalize(const Activation& x, const Tensor& statistics, const Tensor& weight,
-                 const Tensor& bias) {
-  Tensor output = at::empty_like(x.tensor);
+void normalize(const Activation& x, Channels channels, const Tensor& statistics,
+               const Tensor& weight, const Tensor& bias, Tensor& output) {
   if (x.tensor.is_cuda()) {
-    if (output.numel() == 0) return output;
+    if (output.numel() == 0) return;
     const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
-    return at::batch_norm_elemt(x.tensor, weight, bias, mean, invstd, /*eps=*/0);
+    output = at::batch_norm_elemt(x.tensor, weight, bias, mean, invstd, /*eps=*/0);
+    return;
   }
   const double* const means = data(statistics) + 1;
-  AT_DISPATCH_FLOATING_TYPES(x.tensor.scalar_type(), "sync_batch_norm", [&] {
-    kernels::batch_norm_normalize(x.tensor.data_ptr<scalar_t>(), x.shape, means,
-                                  means + x.shape.channels, data_or_null<scalar_t>(weight),
-                                  data_or_null<scalar_t>(bias), output.data_ptr<scalar_t>());
-  });
-  return output;
+  cpu::normalize(x.tensor, x.shape, channels, means, means + channels.count, weight, bias, output);
 }
 
-Tensor sum_gradients(const Tensor& dy, const Activation& x, const Tensor& statistics) {
-  const auto c = static_cast<std::int64_t>(x.shape.channels);
+Tensor sum_gradients(const Tensor& dy, const Activation& x, Channels channels,
+                     const Tensor& statistics) {
+  const auto c = static_cast<std::int64_t>(channels.count);
   Tensor sums = at::zeros({2 * c}, at::kDouble);
   if (x.tensor.is_cuda()) {
     if (dy.numel() == 0) return sums;
@@ -226,34 +271,28 @@ Tensor sum_gradients(const Tensor& dy, const Activation& x, const Tensor& statis
         dy, x.tensor, mean, invstd, {}, /*input_g=*/true, /*weight_g=*/false, /*bias_g=*/false);
     return sums.copy_(at::cat({std::get<0>(reduced), std::get<1>(reduced)}));
   }
-  AT_DISPATCH_FLOATING_TYPES(x.tensor.scalar_type(), "sync_batch_norm_backward", [&] {
-    kernels::batch_norm_backward_reduce(dy.data_ptr<scalar_t>(), x.tensor.data_ptr<scalar_t>(),
-                                        x.shape, data(statistics) + 1, data(sums), data(sums) + c);
-  });
+  cpu::backward_reduce(dy, x.tensor, x.shape, channels, data(statistics) + 1 + channels.first,
+                       data(sums), data(sums) + c);
   return sums;
 }
 
-Tensor input_gradient(const Tensor& dy, const Activation& x, const Tensor& statistics,
-                      const Tensor& weight, const Tensor& mean_gradients) {
-  Tensor dx = at::empty_like(x.tensor);
+void input_gradient(const Tensor& dy, const Activation& x, Channels channels,
+                    const Tensor& statistics, const Tensor& weight, const Tensor& mean_gradients,
+                    Tensor& dx) {
   if (x.tensor.is_cuda()) {
-    if (dx.numel() == 0) return dx;
+    if (dx.numel() == 0) return;
     const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
     const auto gradients = beside(x.tensor, mean_gradients).chunk(2);
     // The kernel divides what it is given by the count: these are means already.
     const Tensor count = at::ones({1}, x.tensor.options().dtype(at::kInt));
-    return at::batch_norm_backward_elemt(dy, x.tensor, mean, invstd, weight, gradients[0],
-                                         gradients[1], count);
+    dx = at::batch_norm_backward_elemt(dy, x.tensor, mean, invstd, weight, gradients[0],
+                                       gradients[1], count);
+    return;
   }
-  const std::size_t c = x.shape.channels;
-  const double* const means = data(statistics) + 1;
-  AT_DISPATCH_FLOATING_TYPES(x.tensor.scalar_type(), "sync_batch_norm_backward", [&] {
-    kernels::batch_norm_backward_elementwise(dy.data_ptr<scalar_t>(), x.tensor.data_ptr<scalar_t>(),
-                                             x.shape, means, means + c,
-                                             data_or_null<scalar_t>(weight), data(mean_gradients),
-                                             data(mean_gradients) + c, dx.data_ptr<scalar_t>());
-  });
-  return dx;
+  const double* const means = data(statistics) + 1 + channels.first;
+  cpu::backward_elementwise(dy, x.tensor, x.shape, channels, means, means + x.shape.channels,
+                            weight, data(mean_gradients), data(mean_gradients) + channels.count,
+                            dx);
 }
 
 BatchNormGradients parameter_gradients(const Tensor& sums, const Activation& x,
@@ -313,10 +352,21 @@ void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tens
 Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
                           BatchNormRecord& record) {
   const Activation x = activation_of(input);
+  const BatchNormSettings& settings = record.settings;
+  const std::size_t all = x.shape.channels;
   record.shape = x.shape;
-  record.statistics = merge_over(local_statistics(x), record.settings.group);
-  finish_statistics(record.statistics, record.settings, input.sizes());
-  return normalize(x, record.statistics, weight, bias).to(input.scalar_type());
+  record.channels_per_message = agree_on_channels(fitting_channels(x), all, settings.group);
+  record.statistics = at::zeros({1 + 2 * static_cast<std::int64_t>(all)}, at::kDouble);
+  Tensor output = at::empty_like(x.tensor);
+  for_each_message(all, record.channels_per_message, [&](Channels channels) {
+    const Tensor merged = merge_over(local_statistics(x, channels), settings.group);
+    data(record.statistics)[0] = data(merged)[0];
+    put_channels(data(merged) + 1, channels, all, data(record.statistics) + 1);
+    invert({data(merged) + 1 + channels.count, channels.count}, data(merged)[0], settings);
+    normalize(x, channels, merged, weight, bias, output);
+  });
+  finish_statistics(record.statistics, settings, input.sizes());
+  return output.to(input.scalar_type());
 }
 
 BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& input,
@@ -325,12 +375,22 @@ BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& inp
   refuse_create_graph(record.settings.group);
   const Activation x = activation_of(input);
   const Tensor dy = gradient_like(gradient, x.tensor);
-  const Tensor message = sum_gradients(dy, x, record.statistics);
-  BatchNormGradients result = parameter_gradients(message, x, record.statistics, wanted);
-  if (!wanted.input) return result;
-  average_gradient(message, mean_and_invstd(record.statistics).invstd, data(record.statistics)[0],
-                   record.settings);
-  result.input = input_gradient(dy, x, record.statistics, weight, message).to(input.scalar_type());
+  const std::size_t all = x.shape.channels;
+  const Tensor sums = doubles(2 * static_cast<std::int64_t>(all));
+  const Tensor invstd = mean_and_invstd(record.statistics).invstd;
+  Tensor dx = wanted.input ? at::empty_like(x.tensor) : Tensor();
+  for_each_message(all, record.channels_per_message, [&](Channels channels) {
+    const Tensor message = sum_gradients(dy, x, channels, record.statistics);
+    put_channels(data(message), channels, all, data(sums));
+    if (!wanted.input) return;
+    average_gradient(message,
+                     invstd.narrow(0, static_cast<std::int64_t>(channels.first),
+                                   static_cast<std::int64_t>(channels.count)),
+                     data(record.statistics)[0], record.settings);
+    input_gradient(dy, x, channels, record.statistics, weight, message, dx);
+  });
+  BatchNormGradients result = parameter_gradients(sums, x, record.statistics, wanted);
+  if (wanted.input) result.input = dx.to(input.scalar_type());
   return result;
 }
 

@@ -9,13 +9,18 @@
 #include <lockstep/group.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
 
-#include "kernels/batch_norm.hpp"
+#include "nn/cpu_batch_norm.hpp"
 
 /// The steps of a synchronised batch normalisation, for one module per rank and for replicas.
 /// Statistics are one tensor of 1 + 2C doubles: count, mean[C], and m2[C] or later invstd[C].
 /// They lie on the CPU, also where the activations are on CUDA: only the steps that read
 /// activations know of it.
+///
+/// Where messages are quick, a few channels at a time go through all steps, so that what the last
+/// step reads is still in the cache; else all go at once, in one message.
 namespace lockstep::nn {
+
+using cpu::Channels;
 
 /// std::optional or c10::optional, as libtorch's version has it. Autograd takes an absent tensor
 /// so, but no undefined one.
@@ -25,6 +30,8 @@ using OptionalTensor = torch::autograd::optional_variable_list::value_type;
 struct Activation {
   at::Tensor tensor;
   kernels::BatchNormShape shape;
+
+  Channels all() const { return {0, shape.channels}; }
 };
 
 /// What a forward needs besides the tensors that autograd knows.
@@ -42,6 +49,7 @@ struct BatchNormRecord : torch::CustomClassHolder {
   BatchNormSettings settings;
   at::Tensor statistics;  ///< over all ranks: count, mean, invstd
   kernels::BatchNormShape shape;
+  std::size_t channels_per_message = 0;
 };
 
 struct BatchNormGradients {
@@ -62,10 +70,6 @@ inline MeanAndInvstd mean_and_invstd(const at::Tensor& statistics) {
 
 inline at::Tensor doubles(std::int64_t size) { return at::empty({size}, at::kDouble); }
 inline double* data(const at::Tensor& tensor) { return tensor.data_ptr<double>(); }
-template <class T>
-const T* data_or_null(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.data_ptr<T>() : nullptr;
-}
 
 /// A 16-bit tensor on the CPU is widened.
 Activation activation_of(const at::Tensor& input);
@@ -74,30 +78,39 @@ at::TensorOptions parameter_options(const at::Tensor& input);
 OptionalTensor parameter_for(const at::Tensor& parameter, const at::Tensor& input);
 /// `gradient` in the type and layout of x.
 at::Tensor gradient_like(const at::Tensor& gradient, const at::Tensor& x);
-at::Tensor local_statistics(const Activation& x);
+/// On CUDA `channels` are all.
+at::Tensor local_statistics(const Activation& x, Channels channels);
 /// n x (1 + 2C) statistics, merged in order.
 at::Tensor merge_statistics(const at::Tensor& parts);
-/// The one message of forward: each rank merges all in rank order, so that all hold the same bits.
+/// The message of forward: each rank merges all in rank order, so that all hold the same bits.
 /// Why not sums: docs/design/001.
 at::Tensor merge_over(const at::Tensor& mine, const Group& group);
+/// How many channels each message of this layer is about: all of them, or where messages are quick
+/// the most that a rank wishes, for ranks may have batches of different sizes and layouts.
+/// Collective, and before the messages, also for who wishes for all.
+std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Group& group);
 /// Whether some value of the batch is a NaN or an infinity; alike on all ranks.
 bool holds_nonfinite(const at::Tensor& statistics);
 /// Updates the running statistics, unless on_nonfinite keeps them, then m2 becomes invstd.
 /// Throws UsageError where there is one value per channel; nothing has changed then.
 void finish_statistics(const at::Tensor& statistics, const BatchNormSettings& settings,
                        at::IntArrayRef input_sizes);
-at::Tensor normalize(const Activation& x, const at::Tensor& statistics, const at::Tensor& weight,
-                     const at::Tensor& bias);
-/// sum_dy[C], sum_dy_xmu[C] of this rank's values, as doubles.
-at::Tensor sum_gradients(const at::Tensor& dy, const Activation& x, const at::Tensor& statistics);
+/// `statistics`: of these channels. `output` is laid out as x.
+void normalize(const Activation& x, Channels channels, const at::Tensor& statistics,
+               const at::Tensor& weight, const at::Tensor& bias, at::Tensor& output);
+/// sum_dy, sum_dy_xmu of this rank's values of these channels, as doubles. `statistics`: of all.
+at::Tensor sum_gradients(const at::Tensor& dy, const Activation& x, Channels channels,
+                         const at::Tensor& statistics);
 /// Those of weight and bias, where wanted.
 BatchNormGradients parameter_gradients(const at::Tensor& sums, const Activation& x,
                                        const at::Tensor& statistics, BatchNormWanted wanted);
-/// The one message of backward: sum_dy[C], sum_dy_xmu[C] become means over all ranks.
+/// The message of backward: sum_dy, sum_dy_xmu become means over all ranks.
 void average_gradient(const at::Tensor& message, const at::Tensor& invstd, double count,
                       const BatchNormSettings& settings);
-at::Tensor input_gradient(const at::Tensor& dy, const Activation& x, const at::Tensor& statistics,
-                          const at::Tensor& weight, const at::Tensor& mean_gradients);
+/// `dx` is laid out as x.
+void input_gradient(const at::Tensor& dy, const Activation& x, Channels channels,
+                    const at::Tensor& statistics, const at::Tensor& weight,
+                    const at::Tensor& mean_gradients, at::Tensor& dx);
 /// Throws UsageError in a backward with create_graph.
 void refuse_create_graph(const Group& group);
 

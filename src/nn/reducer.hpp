@@ -60,7 +60,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::size_t bucket = 0;
     bool ready = false;
     bool touched = false;  // some backward since the last averaging gave it a gradient
-    bool used = true;  // of a static graph: false where it got no gradient in the first step
+    bool used = true;      // of a static graph: false where it got no gradient in the first step
   };
   struct Bucket {
     at::ScalarType type = at::kFloat;

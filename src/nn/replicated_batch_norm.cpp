@@ -43,7 +43,7 @@ class LocalStatistics : public Function<LocalStatistics> {
                         const c10::intrusive_ptr<Share>& share) {
     context->save_for_backward({x.tensor});
     context->saved_data["saved"] = c10::IValue::make_capsule(share);
-    return local_statistics(x);
+    return local_statistics(x, x.all());
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -54,8 +54,10 @@ class LocalStatistics : public Function<LocalStatistics> {
     Tensor dy = std::exchange(share.dy, Tensor());
     if (!dy.defined()) dy = at::zeros_like(x);  // nobody wanted this replica's output
     const Tensor mean_gradients = gradients[0].narrow(0, 1, gradients[0].size(0) - 1);
-    const Tensor dx =
-        input_gradient(dy, {x, share.shape}, share.statistics, share.weight, mean_gradients);
+    const Activation activation{x, share.shape};
+    Tensor dx = at::empty_like(x);
+    input_gradient(dy, activation, activation.all(), share.statistics, share.weight, mean_gradients,
+                   dx);
     return {dx.to(share.type), Tensor(), Tensor()};
   }
 };
@@ -71,7 +73,10 @@ class Exchange : public Function<Exchange> {
 
   static variable_list forward(AutogradContext* context, at::TensorList locals,
                                const BatchNormSettings& settings, at::IntArrayRef input_sizes) {
-    Tensor global = merge_over(merge_statistics(at::stack(locals)), settings.group);
+    const Tensor mine = merge_statistics(at::stack(locals));
+    const auto all = static_cast<std::size_t>(mine.size(0) - 1) / 2;
+    (void)agree_on_channels(/*wish=*/all, all, settings.group);  // a peer may have one replica
+    Tensor global = merge_over(mine, settings.group);
     finish_statistics(global, settings, input_sizes);
     const std::int64_t c = (global.size(0) - 1) / 2;
     auto saved = c10::make_intrusive<Saved>();
@@ -108,7 +113,8 @@ class Normalize : public Function<Normalize> {
     share->weight = weight ? weight->detach() : Tensor();
     share->has_bias = bias.has_value();
     share->statistics = statistics.detach();
-    const Tensor output = normalize(x, statistics, share->weight, bias.value_or(Tensor()));
+    Tensor output = at::empty_like(x.tensor);
+    normalize(x, x.all(), statistics, share->weight, bias.value_or(Tensor()), output);
     // Without its history: the gradient of x is the other node's.
     context->save_for_backward({x.tensor.detach(), share->weight});
     context->saved_data["saved"] = c10::IValue::make_capsule(share);
@@ -121,7 +127,7 @@ class Normalize : public Function<Normalize> {
     refuse_create_graph(share.group);
     const Activation x{context->get_saved_variables()[0], share.shape};
     const Tensor dy = gradient_like(gradients[0], x.tensor);
-    const Tensor sums = sum_gradients(dy, x, share.statistics);
+    const Tensor sums = sum_gradients(dy, x, x.all(), share.statistics);
     // Autograd numbers the tensors that were there.
     const bool has_weight = share.weight.defined();
     const auto of = parameter_gradients(

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -399,6 +400,75 @@ TYPED_TEST(BatchNormTest, backward_elementwise_equals_long_double) {
           expect_same_bits(in_place, dx, describe(s) + std::string(name_of(isa)));
         }
       }
+    }
+  }
+}
+
+/// The channels [first, first + n) of an activation as a whole of their own.
+template <class T>
+std::vector<T> channels_of(const std::vector<T>& x, BatchNormShape s, std::size_t first,
+                           std::size_t n) {
+  std::vector<T> part;
+  for (std::size_t o = 0; o < s.outer; ++o) {
+    const auto begin = x.begin() + static_cast<std::ptrdiff_t>((o * s.channels + first) * s.inner);
+    part.insert(part.end(), begin, begin + static_cast<std::ptrdiff_t>(n * s.inner));
+  }
+  return part;
+}
+
+TYPED_TEST(BatchNormTest, some_channels_in_place_equal_them_alone) {
+  for (const BatchNormShape s : shapes()) {
+    if (s.channels < 3) continue;
+    const std::size_t first = 1;
+    const std::size_t n = s.channels - 2;
+    const BatchNormShape alone{s.outer, n, s.inner};
+    const BatchNormShape in_place{s.outer, n, s.inner, s.channels};
+    const auto x = random_values<TypeParam>(n_values(s), 3, 1, 18);
+    const auto dy = random_values<TypeParam>(n_values(s), 0, 1, 19);
+    const auto part_x = channels_of(x, s, first, n);
+    const auto part_dy = channels_of(dy, s, first, n);
+    const auto p = random_parameters<TypeParam>(n, 3);
+    // Rows taken together, which only adjoining ones are, are added up in another order.
+    const bool same_bits = s.inner >= kLongRun;
+    for (const Isa isa : supported_isas()) {
+      const BatchNormTable<TypeParam>& table = batch_norm_table<TypeParam>(isa);
+      const std::size_t at = first * s.inner;
+      std::vector<double> got(4 * n);
+      table.stats(x.data() + at, in_place, got.data(), got.data() + n);
+      table.backward_reduce(dy.data() + at, x.data() + at, in_place, p.mean.data(),
+                            got.data() + 2 * n, got.data() + 3 * n);
+      std::vector<double> want(4 * n);
+      table.stats(part_x.data(), alone, want.data(), want.data() + n);
+      table.backward_reduce(part_dy.data(), part_x.data(), alone, p.mean.data(),
+                            want.data() + 2 * n, want.data() + 3 * n);
+      if (same_bits && n > 1) {
+        expect_same_bits(got, want, describe(s) + std::string(name_of(isa)));
+      } else {
+        for (std::size_t i = 0; i < got.size(); ++i) {
+          ASSERT_NEAR(got[i], want[i], 1e-12 * (static_cast<double>(s.n_per_channel()) + 1))
+              << describe(s) << " sum " << i;
+        }
+      }
+      // What is not asked for stays as it is.
+      std::vector<TypeParam> y(x.size(), TypeParam(-7));
+      table.normalize(x.data() + at, in_place, p.mean.data(), p.invstd.data(), p.weight.data(),
+                      p.bias.data(), y.data() + at);
+      std::vector<TypeParam> part_y(part_x.size());
+      table.normalize(part_x.data(), alone, p.mean.data(), p.invstd.data(), p.weight.data(),
+                      p.bias.data(), part_y.data());
+      expect_same_bits(channels_of(y, s, first, n), part_y, describe(s));
+      const auto untouched = std::count(y.begin(), y.end(), TypeParam(-7));
+      EXPECT_EQ(untouched, static_cast<std::ptrdiff_t>(2 * s.n_per_channel())) << describe(s);
+      auto dx = dy;
+      table.backward_elementwise(dx.data() + at, x.data() + at, in_place, p.mean.data(),
+                                 p.invstd.data(), p.weight.data(), p.mean_dy.data(),
+                                 p.mean_dy_xmu.data(), dx.data() + at);
+      std::vector<TypeParam> part_dx(part_dy.size());
+      table.backward_elementwise(part_dy.data(), part_x.data(), alone, p.mean.data(),
+                                 p.invstd.data(), p.weight.data(), p.mean_dy.data(),
+                                 p.mean_dy_xmu.data(), part_dx.data());
+      expect_same_bits(channels_of(dx, s, first, n), part_dx, describe(s));
+      expect_same_bits(channels_of(dx, s, 0, 1), channels_of(dy, s, 0, 1), describe(s));
     }
   }
 }

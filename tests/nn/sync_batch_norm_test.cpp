@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "helpers.hpp"
-#include "kernels/batch_norm.hpp"
+#include "nn/batch_norm.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -221,6 +221,73 @@ Errors errors_of(const Outcome& got, const Batch& batch) {
 /// With mean/std = 1e4 two correct results in f64 may differ by the rounding of the mean itself,
 /// 1e4 * 2^-53 = 1e-12: so both are measured against long double, and ours may not be worse than
 /// torch's, nor than one such rounding.
+/// What rank 1 of 2 has of a batch that is larger than a core's cache.
+struct SecondShare {
+  std::int64_t n_samples;
+  Layout layout;
+  bool takes_all_at_once;
+};
+
+TEST(SyncBatchNormMessagesTest, what_fits_no_cache_goes_a_few_channels_at_a_time) {
+  for (const SecondShare& second :
+       {SecondShare{24, Layout::contiguous, false}, SecondShare{3, Layout::contiguous, false},
+        SecondShare{0, Layout::contiguous, false}, SecondShare{24, Layout::channels_last, true}}) {
+    const Case c{{6, 64, 64}, {24, second.n_samples}};
+    const Batch batch = batch_of(c, /*mean=*/3);
+    const Outcome expected = run(torch::nn::BatchNormOptions(6), batch.input, batch.output_gradient,
+                                 batch.weight, batch.bias);
+    std::vector<Outcome> outcomes(2);
+    on_ranks(2, [&](int rank) {
+      at::set_num_threads(1);
+      const Tensor input = laid_out(share_of(batch.input, c.shares, rank),
+                                    rank == 1 ? second.layout : Layout::contiguous);
+      BatchNormRecord record;
+      record.settings.group = default_group();
+      record.settings.eps = 1e-5;
+      batch_norm_forward(input, batch.weight, batch.bias, record);
+      const bool divides = default_group().is_quick() && !second.takes_all_at_once;
+      EXPECT_EQ(record.channels_per_message < 6, divides);
+      outcomes[static_cast<std::size_t>(rank)] =
+          run(SyncBatchNormOptions(6), input, share_of(batch.output_gradient, c.shares, rank),
+              batch.weight, batch.bias);
+    });
+    Outcome got = outcomes[0];
+    got.output = at::cat({outcomes[0].output.detach(), outcomes[1].output.detach()});
+    got.input_gradient = at::cat({outcomes[0].input_gradient, outcomes[1].input_gradient});
+    got.weight_gradient = outcomes[0].weight_gradient + outcomes[1].weight_gradient;
+    got.bias_gradient = outcomes[0].bias_gradient + outcomes[1].bias_gradient;
+    expect_equal(got, expected, 1e-12);
+  }
+}
+
+TEST(SyncBatchNormThreadsTest, any_number_of_threads_gives_the_same_bits) {
+  const int before = at::get_num_threads();
+  for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
+    for (const auto type : {at::kDouble, at::kFloat}) {
+      // Several parts of rows, the last one short.
+      const Case c{{7, 101, 97}, {13}, layout, type};
+      const Batch batch = batch_of(c, /*mean=*/1);
+      const Tensor input = laid_out(batch.input, layout);
+      std::vector<Outcome> outcomes;
+      for (const int n_threads : {1, 2, 5}) {
+        at::set_num_threads(n_threads);
+        outcomes.push_back(
+            run(SyncBatchNormOptions(7), input, batch.output_gradient, batch.weight, batch.bias));
+        const Outcome& last = outcomes.back();
+        EXPECT_TRUE(last.output.equal(outcomes[0].output)) << n_threads;
+        EXPECT_TRUE(last.input_gradient.equal(outcomes[0].input_gradient)) << n_threads;
+        EXPECT_TRUE(last.weight_gradient.equal(outcomes[0].weight_gradient)) << n_threads;
+        EXPECT_TRUE(last.bias_gradient.equal(outcomes[0].bias_gradient)) << n_threads;
+        EXPECT_TRUE(last.running_var.equal(outcomes[0].running_var)) << n_threads;
+      }
+      at::set_num_threads(before);
+      const Outcome expected = run(torch::nn::BatchNormOptions(7), batch.input,
+                                   batch.output_gradient, batch.weight, batch.bias);
+      expect_equal(outcomes[0], expected, type == at::kDouble ? 1e-12 : 1e-5);
+    }
+  }
+}
+
 TEST(SyncBatchNormPrecisionTest, mean_ten_thousand_times_the_deviation) {
   for (const auto type : {at::kDouble, at::kFloat}) {
     for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {

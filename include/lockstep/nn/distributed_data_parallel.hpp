@@ -106,9 +106,9 @@ class NoSync {
 ///
 /// Errors: what the group's calls throw, from backward(). After an exception in a synchronised
 /// backward the next forward throws UsageError: ranks may be out of step, build a new one. Not so
-/// after the MismatchError of find_unused_parameters: zero the gradients and go on. UsageError where
-/// the parameters are on several devices.
-/// Parameters on CUDA have their buckets on the host: gradients are copied there and back.
+/// after the MismatchError of find_unused_parameters: zero the gradients and go on.
+/// Parameters on several devices are a UsageError. Those on CUDA have their buckets on the host:
+/// gradients are copied there and back.
 /// Threads: use it from one thread. A copyable handle, like ModuleHolder.
 template <class M>
 requires requires(M& module) {

@@ -60,6 +60,7 @@ class Channel {
     return header_->members[static_cast<std::size_t>(rank)];
   }
   const std::shared_ptr<Seat>& seat() const noexcept { return seat_; }
+  bool is_crowded() const noexcept { return is_crowded_; }
   std::size_t slot_bytes() const noexcept { return header_->slot_bytes; }
   const Tuning& tuning() const noexcept { return header_->tuning; }
   /// Of one phase in a pipeline: what stays in the core's cache; but a slot where ranks share a

@@ -45,6 +45,7 @@ class SharedEngine final : public Engine {
   std::string_view name() const noexcept override { return "shared"; }
   int rank() const noexcept override { return channel_.rank(); }
   int size() const noexcept override { return channel_.size(); }
+  bool is_quick() const noexcept override { return !channel_.is_crowded(); }
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+
+#include "kernels/batch_norm.hpp"
+
+/// The kernels of batch_norm.hpp over tensors on the CPU, on libtorch's threads, for some channels.
+/// Per-channel arrays begin with the first of these; weight and bias are whole. Results are the
+/// same bits for any number of threads and any division into channels.
+namespace lockstep::nn::cpu {
+
+struct Channels {
+  std::size_t first = 0;
+  std::size_t count = 0;
+};
+
+/// What `shape` says is one tensor, of float or double. Only a shape whose channels lie in long
+/// runs, or that has no values, can be taken in parts.
+bool is_divisible(kernels::BatchNormShape shape);
+
+void stats(const at::Tensor& x, kernels::BatchNormShape shape, Channels channels, double* mean,
+           double* m2);
+void normalize(const at::Tensor& x, kernels::BatchNormShape shape, Channels channels,
+               const double* mean, const double* invstd, const at::Tensor& weight,
+               const at::Tensor& bias, const at::Tensor& y);
+void backward_reduce(const at::Tensor& dy, const at::Tensor& x, kernels::BatchNormShape shape,
+                     Channels channels, const double* mean, double* sum_dy, double* sum_dy_xmu);
+void backward_elementwise(const at::Tensor& dy, const at::Tensor& x, kernels::BatchNormShape shape,
+                          Channels channels, const double* mean, const double* invstd,
+                          const at::Tensor& weight, const double* mean_dy,
+                          const double* mean_dy_xmu, const at::Tensor& dx);
+
+}  // namespace lockstep::nn::cpu
