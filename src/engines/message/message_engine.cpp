@@ -337,15 +337,15 @@ void MessageEngine::run(const Call& call) {
     case Op::barrier:
     case Op::split:
     case Op::allocate: break;
-    case Op::all_reduce: all_reduce(std::move(step)); break;
-    case Op::reduce: reduce(std::move(step)); break;
+    case Op::all_reduce: all_reduce(step); break;
+    case Op::reduce: reduce(step); break;
     case Op::broadcast:
       for (int r = 0; is(call.root) && r < size(); ++r) step.send(r, call.out, n_bytes);
       step.receive(call.root, call.out, n_bytes);
       step.run();
       break;
-    case Op::all_gather: gather(std::move(step), /*is_for_all=*/true); break;
-    case Op::gather: gather(std::move(step), /*is_for_all=*/false); break;
+    case Op::all_gather: gather(step, /*is_for_all=*/true); break;
+    case Op::gather: gather(step, /*is_for_all=*/false); break;
     case Op::scatter:
       for (int r = 0; is(call.root) && r < size(); ++r) {
         step.send(r, bytes(call.in) + static_cast<std::size_t>(r) * n_bytes, n_bytes);
@@ -356,8 +356,8 @@ void MessageEngine::run(const Call& call) {
         keep(call.out, bytes(call.in) + static_cast<std::size_t>(rank()) * n_bytes, n_bytes);
       }
       break;
-    case Op::reduce_scatter: reduce_scatter(std::move(step)); break;
-    case Op::all_to_all: all_to_all(std::move(step)); break;
+    case Op::reduce_scatter: reduce_scatter(step); break;
+    case Op::all_to_all: all_to_all(step); break;
     case Op::send:
       step.send(call.root, call.in, n_bytes);
       step.run();
