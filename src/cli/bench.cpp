@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
@@ -11,6 +10,7 @@
 #include <thread>
 
 #include "base/cpus.hpp"
+#include "cli/parse.hpp"
 #include "cli/verbs.hpp"
 
 namespace lockstep::cli {
@@ -98,16 +98,7 @@ int bench(const std::vector<std::string>& arguments) {
   app.add_option("--as-rank", as_rank)->group("");
   app.add_option("--threads-of", threads_of)->group("");
 
-  std::vector<std::string> words(arguments.rbegin(), arguments.rend());
-  try {
-    app.parse(std::move(words));
-  } catch (const CLI::CallForHelp&) {
-    fmt::print("{}", app.help());
-    return 0;
-  } catch (const CLI::ParseError& error) {
-    fmt::print(stderr, "lockstep bench: {}\nSee lockstep bench --help\n", error.what());
-    return kUsageExitCode;
-  }
+  if (const auto exit_code = parse(app, arguments)) return *exit_code;
   if (!as_rank.empty()) return bench::work(as_rank, threads_of);
   if (plan.verbs.empty()) plan.verbs = {Verb::all_reduce};
   if (least < bench::size_of(plan.type) || most < least || most > (std::uint64_t{1} << 32)) {

@@ -1,6 +1,5 @@
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <lockstep/error.hpp>
@@ -10,6 +9,7 @@
 
 #include "cli/doctor/checks.hpp"
 #include "cli/doctor/record.hpp"
+#include "cli/parse.hpp"
 #include "cli/verbs.hpp"
 #include "launch/environment.hpp"
 #include "launch/options.hpp"
@@ -84,16 +84,7 @@ int doctor(const std::vector<std::string>& arguments) {
                  "there, and say which rank parted from the others, and where")
       ->excludes("--json", "-n")
       ->type_name("DIR");
-  std::vector<std::string> own(arguments.rbegin(), arguments.rend());  // as CLI11 takes them
-  try {
-    app.parse(std::move(own));
-  } catch (const CLI::CallForHelp&) {
-    fmt::print("{}", app.help());
-    return 0;
-  } catch (const CLI::ParseError& error) {
-    fmt::print(stderr, "lockstep doctor: {}\nSee lockstep doctor --help\n", error.what());
-    return kUsageExitCode;
-  }
+  if (const auto exit_code = parse(app, arguments)) return *exit_code;
   if (!record_dir.empty()) return doctor_record(record_dir);
   if (n_ranks == 0) n_ranks = ranks_here();
   Findings findings = check_machine(n_ranks);

@@ -1,6 +1,5 @@
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cli/parse.hpp"
 #include "cli/verbs.hpp"
 #include "launch/launch_ranks.hpp"
 #include "launch/options.hpp"
@@ -211,18 +211,8 @@ int run(const std::vector<std::string>& arguments) {
       ->type_name("SECONDS");
 
   const std::size_t program = find_program_word(app, arguments);
-  std::vector<std::string> own(arguments.begin(),
-                               arguments.begin() + static_cast<std::ptrdiff_t>(program));
-  std::reverse(own.begin(), own.end());  // as CLI11 takes them
-  try {
-    app.parse(std::move(own));
-  } catch (const CLI::CallForHelp&) {
-    fmt::print("{}", app.help());
-    return 0;
-  } catch (const CLI::ParseError& error) {
-    fmt::print(stderr, "lockstep run: {}\nSee lockstep run --help\n", error.what());
-    return kUsageExitCode;
-  }
+  const auto end = arguments.begin() + static_cast<std::ptrdiff_t>(program);
+  if (const auto exit_code = parse(app, {arguments.begin(), end})) return *exit_code;
   options.command.assign(arguments.begin() + static_cast<std::ptrdiff_t>(program), arguments.end());
   if (!options.command.empty() && options.command.front() == "--") {
     options.command.erase(options.command.begin());

@@ -3,7 +3,6 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -20,6 +19,7 @@
 #include "base/process.hpp"
 #include "base/ticks.hpp"
 #include "cli/jobs.hpp"
+#include "cli/parse.hpp"
 #include "cli/verbs.hpp"
 #include "comm/call_word.hpp"
 
@@ -350,16 +350,7 @@ int top(const std::vector<std::string>& arguments) {
   app.add_option("--interval", interval_s, "Between two looks (default 1)")
       ->check(CLI::Range(0.05, 3600.0))
       ->type_name("SECONDS");
-  std::vector<std::string> own(arguments.rbegin(), arguments.rend());  // as CLI11 takes them
-  try {
-    app.parse(std::move(own));
-  } catch (const CLI::CallForHelp&) {
-    fmt::print("{}", app.help());
-    return 0;
-  } catch (const CLI::ParseError& error) {
-    fmt::print(stderr, "lockstep top: {}\nSee lockstep top --help\n", error.what());
-    return kUsageExitCode;
-  }
+  if (const auto exit_code = parse(app, arguments)) return *exit_code;
   is_once = is_once || is_json || ::isatty(STDOUT_FILENO) == 0;
 
   std::optional<RunningJob> job = process != 0 ? find_job(process) : choose(find_jobs());

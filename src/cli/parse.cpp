@@ -1,0 +1,24 @@
+#include "cli/parse.hpp"
+
+#include <fmt/format.h>
+
+#include <cstdio>
+
+#include "cli/verbs.hpp"
+
+namespace lockstep::cli {
+
+std::optional<int> parse(CLI::App& app, const std::vector<std::string>& words) {
+  try {
+    app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // as CLI11 takes them
+  } catch (const CLI::CallForHelp&) {
+    fmt::print("{}", app.help());
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    fmt::print(stderr, "{0}: {1}\nSee {0} --help\n", app.get_name(), error.what());
+    return kUsageExitCode;
+  }
+  return std::nullopt;
+}
+
+}  // namespace lockstep::cli
