@@ -5,6 +5,7 @@
 #include <mutex>
 #include <utility>
 
+#include "base/exception.hpp"
 #include "comm/recorder.hpp"
 
 namespace lockstep {
@@ -19,17 +20,6 @@ std::shared_ptr<Recorder> make_recorder(const World& world, const Engine& engine
   return recorder;
 }
 
-std::string text_of(const std::exception_ptr& error) {
-  if (!error) return "std::terminate was called";
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "an exception that is no std::exception";
-  }
-}
-
 std::terminate_handler& former_handler() noexcept {
   static std::terminate_handler handler = nullptr;
   return handler;
@@ -37,7 +27,8 @@ std::terminate_handler& former_handler() noexcept {
 
 [[noreturn]] void tell_peers_and_terminate() noexcept {
   // Without unwinding no destructor runs: this is the last chance.
-  if (session()) session()->leave(text_of(std::current_exception()));
+  const std::exception_ptr error = std::current_exception();
+  if (session()) session()->leave(error ? base::text_of(error) : "std::terminate was called");
   if (former_handler() != nullptr) former_handler()();
   std::abort();
 }

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <optional>
 
+#include "base/exception.hpp"
 #include "dist/messages.hpp"
 #include "dist/spill.hpp"
 
@@ -68,7 +69,7 @@ class Outgoing {
       next_ = results_.encode(first, n_kept_, bytes);
     } catch (...) {
       error = std::current_exception();
-      const std::string text = text_of(error);
+      const std::string text = base::text_of(error);
       bytes.clear();
       bytes.append(text.data(), text.size());
       next_ = n_kept_;

@@ -5,6 +5,7 @@
 #include <lockstep/error.hpp>
 #include <string>
 
+#include "base/exception.hpp"
 #include "comm/group_state.hpp"
 #include "dist/messages.hpp"
 
@@ -110,7 +111,7 @@ void run_first(First function, const std::function<void()>& f, const Group& grou
     }
   }
   // Rank 0 waits for the others no longer than any collective does.
-  share_failure(error ? fmt::format(" {}", text_of(error)) : "", group, {}, where);
+  share_failure(error ? fmt::format(" {}", base::text_of(error)) : "", group, {}, where);
   if (error) std::rethrow_exception(error);
 }
 

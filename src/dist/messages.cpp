@@ -7,6 +7,8 @@
 #include <memory>
 #include <numeric>
 
+#include "base/exception.hpp"
+
 namespace lockstep::detail {
 namespace {
 
@@ -204,18 +206,8 @@ std::vector<std::string> exchange_texts(const ObjectCall& call, std::string_view
   return texts;
 }
 
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    return known.what();
-  } catch (...) {
-    return "unknown exception";
-  }
-}
-
 void agree(const ObjectCall& call, const std::exception_ptr& mine) {
-  const auto texts = exchange_texts(call, mine ? fmt::format("x{}", text_of(mine)) : "");
+  const auto texts = exchange_texts(call, mine ? fmt::format("x{}", base::text_of(mine)) : "");
   if (mine) std::rethrow_exception(mine);
   for (std::size_t r = 0; r < texts.size(); ++r) {
     if (texts[r].empty()) continue;

@@ -22,8 +22,6 @@ void check_message(const ObjectCall& call, int sender, const MessageHeader& head
 
 /// Every rank's text, on every rank.
 std::vector<std::string> exchange_texts(const ObjectCall& call, std::string_view mine);
-/// What std::exceptions say; "unknown exception" for others.
-std::string text_of(const std::exception_ptr& error);
 /// Every rank tells how its step ended. Rethrows this rank's error; throws PeerFailed where only
 /// others failed.
 void agree(const ObjectCall& call, const std::exception_ptr& mine);

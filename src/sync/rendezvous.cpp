@@ -8,6 +8,7 @@
 
 #include <lockstep/error.hpp>
 
+#include "base/exception.hpp"
 #include "base/futex.hpp"
 
 // Protocol.
@@ -69,16 +70,6 @@ ErrorContext context(const Seat& seat, const char* operation, std::uint64_t roun
     case Failure::Kind::failed: throw PeerFailed(std::move(context), failure.text);
   }
   std::terminate();
-}
-
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& exception) {
-    return exception.what();
-  } catch (...) {
-    return "an exception that is no std::exception";
-  }
 }
 
 std::string name_of(int id) {
@@ -204,8 +195,9 @@ Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callbac
       }
     }
   } catch (...) {
-    fail_if_open(ticket.round, {Failure::Kind::failed, "the master's callback threw: " +
-                                                           text_of(std::current_exception())});
+    fail_if_open(ticket.round,
+                 {Failure::Kind::failed,
+                  "the master's callback threw: " + base::text_of(std::current_exception())});
     throw;
   }
   return take_outcome(master_, ticket.round, where);
@@ -214,7 +206,7 @@ Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callbac
 void Rendezvous::fail(Seat& seat, const std::exception_ptr& error, std::source_location where) {
   const InCall in_call(seat, where);
   Failure failure{Failure::Kind::failed,
-                  fmt::format("{} failed: {}", name_of(seat.id), text_of(error))};
+                  fmt::format("{} failed: {}", name_of(seat.id), base::text_of(error))};
   Lock lock(mutex_);
   const bool is_open = seat.next_round++ == round_;
   if (is_open) fail_round(std::move(lock), std::move(failure));

@@ -8,21 +8,12 @@
 #include <thread>
 #include <vector>
 
+#include "base/exception.hpp"
 #include "comm/session.hpp"
 #include "engines/shared/world.hpp"
 
 namespace lockstep {
 namespace {
-
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "an exception that is no std::exception";
-  }
-}
 
 /// Whether this error only says that another rank had one.
 bool is_echo(const std::exception_ptr& error) {
@@ -69,7 +60,7 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
       body(rank);
     } catch (...) {
       error = std::current_exception();
-      if (session) session->leave(text_of(error));
+      if (session) session->leave(base::text_of(error));
     }
     session.reset();
   };
@@ -89,7 +80,7 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
                       "free memory",
                       rank + 1, n)));
       // Those that run wait for all: tell them that the rest will not come.
-      for (int r = rank; r < n; ++r) shared::declare_failed(*segment, r, text_of(no_thread));
+      for (int r = rank; r < n; ++r) shared::declare_failed(*segment, r, base::text_of(no_thread));
     }
   }
   for (std::thread& thread : threads) thread.join();
