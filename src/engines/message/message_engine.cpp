@@ -12,12 +12,16 @@
 #include <utility>
 #include <vector>
 
+#include "comm/call_word.hpp"
 #include "comm/check.hpp"
 #include "kernels/reduce.hpp"
 
 namespace lockstep::message {
 namespace {
 
+using comm::has_reduction;
+using comm::has_root;
+using comm::moves_data;
 using Way = Message::Way;
 
 /// Up to here every rank sends all it has to all, which is one exchange; above, each reduces a
@@ -50,15 +54,6 @@ struct alignas(64) First {
   std::array<std::byte, 64> payload;
 };
 static_assert(sizeof(First) == 128);
-
-bool has_root(Op op) {
-  return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter ||
-         op == Op::send || op == Op::recv;
-}
-bool has_reduction(Op op) {
-  return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
-}
-bool moves_data(Op op) { return op != Op::barrier && op != Op::split; }
 
 std::string_view file_of(const Header& header) {
   // A peer sent it: it may lack its end.
