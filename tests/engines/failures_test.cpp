@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "engines/shared/job.hpp"
+#include "support/expect.hpp"
 #include "support/ranks.hpp"
 
 namespace lockstep::test {
@@ -42,10 +43,6 @@ std::string text_of(F call) {
     return std::string("another error: ") + error.what();
   }
   return "no error";
-}
-
-void expect_contains(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << text << "\n  lacks: " << part;
 }
 
 TEST_P(Failures, different_operations) {

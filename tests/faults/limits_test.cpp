@@ -30,6 +30,7 @@
 #include "engines/shared/meeting.hpp"
 #include "engines/shared/segment.hpp"
 #include "engines/shared/world.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -65,10 +66,6 @@ std::string system_error(int error_number, const std::function<void()>& call) {
     return std::string("another error: ") + error.what();
   }
   return "no error";
-}
-
-void expect_contains(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << text << "\n  lacks: " << part;
 }
 
 void set_limit(int resource, rlim_t value) {
