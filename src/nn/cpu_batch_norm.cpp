@@ -53,6 +53,11 @@ void fill_zeros(Channels channels, double* first, double* second) {
   std::fill_n(second, channels.count, 0);
 }
 
+template <class T>
+const T* data_or_null(const Tensor& tensor, std::size_t offset) {
+  return tensor.defined() ? tensor.data_ptr<T>() + offset : nullptr;
+}
+
 /// Rows in parts, each with two sums per channel.
 struct Parts {
   explicit Parts(BatchNormShape s)
@@ -132,15 +137,6 @@ void backward_reduce(const Tensor& dy, const Tensor& x, BatchNormShape shape, Ch
     }
   });
 }
-
-namespace {
-
-template <class T>
-const T* data_or_null(const Tensor& tensor, std::size_t offset) {
-  return tensor.defined() ? tensor.data_ptr<T>() + offset : nullptr;
-}
-
-}  // namespace
 
 void normalize(const Tensor& x, BatchNormShape shape, Channels channels, const double* mean,
                const double* invstd, const Tensor& weight, const Tensor& bias, const Tensor& y) {
