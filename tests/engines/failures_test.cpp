@@ -193,6 +193,41 @@ TEST_P(Failures, a_message_from_a_rank_that_has_left_still_arrives) {
   });
 }
 
+TEST_P(Failures, messages_for_several_ranks_from_one_that_has_left_still_arrive) {
+  run([] {
+    const Group group = default_group();
+    if (group.size() < 3) return;
+    if (group.rank() == 0) {
+      send(std::vector<int>{1}, 1);
+      send(std::vector<int>{2}, 2);
+      destroy_dist();
+      return;
+    }
+    std::vector<int> got(1);
+    // Rank 2 looks for the dead several times while its message lies behind that of rank 1.
+    if (group.rank() == 1) std::this_thread::sleep_for(milliseconds(200));
+    recv(got, 0);
+    EXPECT_EQ(got[0], group.rank());
+  });
+}
+
+TEST_P(Failures, who_does_not_take_its_message_is_named_by_those_behind_it) {
+  run([] {
+    const Group group = default_group();
+    if (group.size() < 3) return;
+    std::vector<int> data(1);
+    if (group.rank() == 0) {
+      send(data, 1);
+      send(data, 1);
+      expect_contains(text_of<PeerLost>([&] { send(data, 2); }), "rank 1 left the world");
+    } else if (group.rank() == 1) {
+      destroy_dist();
+    } else {
+      expect_contains(text_of<PeerLost>([&] { recv(data, 0); }), "rank 1 left the world");
+    }
+  });
+}
+
 TEST(FailuresOfThreads, an_exception_reaches_the_peers_and_the_caller) {
   std::string text_at_peer;
   const auto body = [&](int rank) {

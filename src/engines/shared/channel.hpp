@@ -116,6 +116,8 @@ class Channel {
   Lane& lane(int rank) const noexcept { return lanes_[rank]; }
   std::byte* place(int rank, int back, std::size_t n_bytes) const noexcept;
   std::byte* outbox(int rank, std::uint64_t chunk) const noexcept;
+  /// Until the oldest chunk of the outbox of call.root is for this rank; which one that is.
+  std::uint64_t wait_for_chunk(const Call& call);
   std::uint64_t flag_of(int rank) const noexcept {
     return lane(rank).flags[static_cast<std::size_t>(turn_)].word.load(std::memory_order_seq_cst);
   }

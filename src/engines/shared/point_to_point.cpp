@@ -16,13 +16,16 @@ std::byte* Channel::outbox(int rank, std::uint64_t chunk) const noexcept {
 
 void Channel::send(const Call& call) {
   Lane& me = lane(rank_);
+  const auto n_taken = [&me] { return me.n_taken.load(std::memory_order_seq_cst); };
   const auto* from = static_cast<const std::byte*>(call.in);
   std::size_t n_left = call.count * size_of(call.dtype);
   do {  // a message of no bytes is a chunk too
     const std::uint64_t chunk = me.n_sent.load(std::memory_order_relaxed);
-    wait(call, call.root, [&me, chunk] {
-      return chunk - me.n_taken.load(std::memory_order_seq_cst) < kOutboxDepth;
-    });
+    for (std::uint64_t taken; chunk - (taken = n_taken()) >= kOutboxDepth;) {
+      // The place is another rank's to free, where the oldest chunk is another's.
+      const int taker = me.heads[taken % kOutboxDepth].destination.load(std::memory_order_relaxed);
+      wait(call, taker, [&] { return n_taken() != taken; });
+    }
     const std::size_t n = std::min<std::size_t>(n_left, header_->outbox_bytes);
     MessageHead& head = me.heads[chunk % kOutboxDepth];
     head.destination.store(call.root, std::memory_order_relaxed);
@@ -36,21 +39,35 @@ void Channel::send(const Call& call) {
   } while (n_left > 0);
 }
 
+std::uint64_t Channel::wait_for_chunk(const Call& call) {
+  Lane& sender = lane(call.root);
+  const auto n_taken = [&sender] { return sender.n_taken.load(std::memory_order_seq_cst); };
+  const auto taker_of = [&sender](std::uint64_t chunk) {
+    return sender.heads[chunk % kOutboxDepth].destination.load(std::memory_order_acquire);
+  };
+  std::uint64_t oldest = 0, mine = 0;
+  wait(call, call.root, [&] {
+    oldest = n_taken();
+    const std::uint64_t end = sender.n_sent.load(std::memory_order_seq_cst);
+    for (mine = oldest; mine < end && taker_of(mine) != rank_;) ++mine;
+    // The oldest chunk may be taken meanwhile and its place hold a later one. If not, the chunk
+    // found is this rank's, and stays until this rank takes it.
+    return mine < end && n_taken() == oldest;
+  });
+  // Now it is here, even if the sender is not; but the chunks before it are others' to take.
+  for (; oldest != mine; oldest = n_taken()) {
+    const int taker = taker_of(oldest);
+    wait(call, n_taken() == oldest ? taker : call.root, [&] { return n_taken() != oldest; });
+  }
+  return mine;
+}
+
 void Channel::receive(const Call& call) {
   Lane& sender = lane(call.root);
   auto* to = static_cast<std::byte*>(call.out);
   std::size_t n_left = call.count * size_of(call.dtype);
   do {
-    std::uint64_t chunk = 0;
-    wait(call, call.root, [this, &sender, &chunk] {
-      chunk = sender.n_taken.load(std::memory_order_seq_cst);
-      if (sender.n_sent.load(std::memory_order_seq_cst) <= chunk) return false;
-      const MessageHead& head = sender.heads[chunk % kOutboxDepth];
-      if (head.destination.load(std::memory_order_acquire) != rank_) return false;
-      // Another receiver may have taken the chunk meanwhile and its place hold a later one. If
-      // not, the chunk is this rank's, and stays until this rank takes it.
-      return sender.n_taken.load(std::memory_order_seq_cst) == chunk;
-    });
+    const std::uint64_t chunk = wait_for_chunk(call);
     const MessageHead& head = sender.heads[chunk % kOutboxDepth];
     if (head.count != call.count || head.dtype != static_cast<std::uint32_t>(call.dtype)) {
       fail(call, FailureKind::mismatch,
