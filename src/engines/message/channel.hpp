@@ -50,7 +50,8 @@ class Channel {
   /// sent. Throws TimeoutError at the limit, PeerLost, PeerFailed, MismatchError, EngineError; the
   /// channel is dead then, and its other ranks are told.
   virtual void exchange(std::span<const Message> messages, const Call& call, Limit& limit) = 0;
-  /// A channel over `members`, ranks of this one, the same on each of them. Collective over them.
+  /// A channel over `members`, ranks of this one, this among them. For all ranks of this channel,
+  /// after each has heard from each that it calls this; every rank is a member of one part.
   virtual std::unique_ptr<Channel> split(const std::vector<int>& members, const Call& call,
                                          Limit& limit) = 0;
   /// Waits on this channel end with PeerFailed, on every rank.

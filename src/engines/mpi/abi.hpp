@@ -27,9 +27,10 @@ struct LockstepMpi {
   int (*neighbours)(std::uint64_t* mask, std::size_t n_words, int* n_ranks);
   /// After a failure MPI_Finalize would wait for ranks that never come.
   void (*give_up_finalize)();
-  /// A new communicator over the world, and one over ranks of another (collective over those).
+  /// A new communicator over the world, and one over the ranks of another that give the same color,
+  /// in the order of their keys (collective over all of the other).
   int (*world)(void** communicator);
-  int (*subset)(void* communicator, const int* ranks, int n_ranks, void** subset);
+  int (*split)(void* communicator, int color, int key, void** part);
   void (*release)(void* communicator);
   /// All messages at once, one exchange at a time on a communicator. `exchange` is set even where
   /// an error is returned, for finish().
@@ -47,6 +48,6 @@ struct LockstepMpi {
 
 }  // extern "C"
 
-inline constexpr std::uint32_t kLockstepMpiVersion = 2;
+inline constexpr std::uint32_t kLockstepMpiVersion = 3;
 /// The module's one symbol: const LockstepMpi* lockstep_mpi().
 inline constexpr const char* kLockstepMpiSymbol = "lockstep_mpi";

@@ -110,17 +110,18 @@ class Channel final : public message::Channel {
 
   std::unique_ptr<message::Channel> split(const std::vector<int>& members, const Call& call,
                                           message::Limit& /*limit*/) override {
-    void* subset = nullptr;
-    const int code =
-        mpi_.subset(communicator_, members.data(), static_cast<int>(members.size()), &subset);
+    // MPI waits for all ranks of the group, without a limit: they have all come to this call, since
+    // their headers have.
+    const auto mine = static_cast<int>(std::ranges::find(members, rank_) - members.begin());
+    void* part = nullptr;
+    const int code = mpi_.split(communicator_, /*color=*/members.front(), /*key=*/mine, &part);
     if (code != 0) fail_library(code, call);
     std::vector<int> world_ranks;
     for (const int member : members) {
       world_ranks.push_back(members_[static_cast<std::size_t>(member)]);
     }
-    const auto mine = std::ranges::find(members, rank_) - members.begin();
-    return std::make_unique<Channel>(mpi_, subset, is_crowded_, std::move(world_ranks),
-                                     static_cast<int>(mine), departures_);
+    return std::make_unique<Channel>(mpi_, part, is_crowded_, std::move(world_ranks), mine,
+                                     departures_);
   }
 
   void abandon(std::string_view reason) noexcept override {

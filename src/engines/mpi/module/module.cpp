@@ -158,19 +158,10 @@ int world(void** handle) {
   return code;
 }
 
-int subset(void* handle, const int* ranks, int n_ranks, void** result) {
+int split(void* handle, int color, int key, void** result) {
   const Entry entry;
-  MPI_Group all = MPI_GROUP_NULL;
-  MPI_Group some = MPI_GROUP_NULL;
   MPI_Comm comm = MPI_COMM_NULL;
-  int code = MPI_Comm_group(communicator(handle).comm, &all);
-  if (code != MPI_SUCCESS) return code;
-  code = MPI_Group_incl(all, n_ranks, ranks, &some);
-  if (code == MPI_SUCCESS) {
-    code = MPI_Comm_create_group(communicator(handle).comm, some, kDataTag, &comm);
-    MPI_Group_free(&some);
-  }
-  MPI_Group_free(&all);
+  const int code = MPI_Comm_split(communicator(handle).comm, color, key, &comm);
   return code != MPI_SUCCESS ? code : keep(comm, result);
 }
 
@@ -293,7 +284,7 @@ constexpr LockstepMpi kModule = {kLockstepMpiVersion,
                                  neighbours,
                                  give_up_finalize,
                                  world,
-                                 subset,
+                                 split,
                                  release,
                                  begin,
                                  test,
