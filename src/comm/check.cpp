@@ -4,10 +4,19 @@
 
 namespace lockstep::comm {
 
+std::string_view name_of(Check check) {
+  switch (check) {
+    case Check::off: return "off";
+    case Check::light: return "light";
+    case Check::full: return "full";
+  }
+  return "?";
+}
+
 std::optional<Check> parse_check(std::string_view text) {
-  if (text == "off") return Check::off;
-  if (text == "light") return Check::light;
-  if (text == "full") return Check::full;
+  for (const Check check : {Check::off, Check::light, Check::full}) {
+    if (text == name_of(check)) return check;
+  }
   return std::nullopt;
 }
 

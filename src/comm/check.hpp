@@ -8,7 +8,9 @@
 namespace lockstep::comm {
 
 /// What ranks compare of each call, see Env::check.
-enum class Check { off, light, full };
+enum class Check : std::uint8_t { off, light, full };
+/// "?" where the value is none: it may come from a peer.
+std::string_view name_of(Check check);
 
 /// nullopt where the text is no level.
 std::optional<Check> parse_check(std::string_view text);

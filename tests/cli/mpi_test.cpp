@@ -152,6 +152,11 @@ TEST_P(MpiTest, a_barrier_of_one_rank_is_known_by_its_line) {
                  "  0     barrier         -     -           -     -          over_mpi",
                  "LOCKSTEP_CHECK=full");
 }
+TEST_P(MpiTest, levels_of_checking_that_differ_are_said) {
+  expect_failure("levels",
+                 "LOCKSTEP_CHECK must be the same on all ranks, but it is light on rank 0, off on "
+                 "rank 1, light on rank 2");
+}
 TEST_P(MpiTest, an_exception_on_one_rank_reaches_the_others) {
   expect_failure("throw", "out of sheets");
 }

@@ -426,6 +426,16 @@ TEST(FailuresOfProcesses, a_rank_that_never_joins_is_named) {
   EXPECT_EQ(status, 0);
 }
 
+TEST(FailuresOfProcesses, levels_of_checking_that_differ_are_said) {
+  const auto statuses = run_processes(3, [] {
+    if (get_rank() == 1) ::setenv("LOCKSTEP_CHECK", "full", 1);
+    const std::string text = text_of<MismatchError>([] { default_group().duplicate().barrier(); });
+    expect_contains(text, "LOCKSTEP_CHECK must be the same on all ranks, but it is ");
+    expect_contains(text, "full on rank 1");
+  });
+  EXPECT_EQ(statuses, std::vector<int>(3, 0));
+}
+
 TEST(FailuresOfProcesses, a_rank_joins_once) {
   const auto statuses = run_processes(1, [] {
     destroy_dist();

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <optional>
 #include <span>
@@ -42,7 +43,8 @@ struct Header {
   std::int32_t color;    // of split
   std::int32_t key;
   std::uint32_t line;
-  std::array<char, 28> file;  // its name's end, and a null
+  comm::Check check;          // how much this rank compares
+  std::array<char, 27> file;  // its name's end, and a null
 };
 static_assert(sizeof(Header) == 64);
 static_assert(std::is_trivially_copyable_v<Header>);
@@ -62,7 +64,7 @@ std::string_view file_of(const Header& header) {
 
 bool agree(const Header& a, const Header& b, bool compares_sites) {
   const auto op = static_cast<Op>(a.op);
-  if (a.op != b.op || a.step != b.step) return false;
+  if (a.op != b.op || a.step != b.step || a.check != b.check) return false;
   if (compares_sites && (a.line != b.line || a.file != b.file)) return false;
   if (moves_data(op) && (a.dtype != b.dtype || a.count != b.count || a.counts != b.counts)) {
     return false;
@@ -75,7 +77,17 @@ struct Row {
   Header header;
 };
 
-std::string table_of(std::span<const Row> rows) {
+std::string difference_of(std::span<const Row> rows) {
+  const auto check_of = [](const Row& row) { return row.header.check; };
+  if (std::ranges::adjacent_find(rows, std::not_equal_to(), check_of) != rows.end()) {
+    std::string text = "LOCKSTEP_CHECK must be the same on all ranks, but it is";
+    for (const Row& row : rows) {
+      fmt::format_to(std::back_inserter(text), "{}{} on rank {}",
+                     row.rank == rows.front().rank ? " " : ", ", comm::name_of(row.header.check),
+                     row.rank);
+    }
+    return text;
+  }
   std::string table =
       "the ranks made different calls; all ranks must call the same, in the same order\n"
       "  rank  operation       type  count       root  reduction  where";
@@ -170,7 +182,7 @@ class MessageEngine final : public Engine {
   const int rank_ = channel_->rank();
   const int size_ = channel_->size();
   const char* path_ = nullptr;   // of the last call's file
-  std::array<char, 28> file_{};  // the end of its name
+  std::array<char, 27> file_{};  // the end of its name
   comm::Check check_ = comm::check_level();
   std::vector<First> firsts_;
   std::vector<Message> messages_;
@@ -199,6 +211,7 @@ Header MessageEngine::header_of(const Call& step, int color, int key) {
   for (const std::size_t count : call.counts) {
     header.counts = (header.counts ^ count) * 0x9e3779b97f4a7c15U + 1;
   }
+  header.check = check_;
   header.color = color;
   header.key = key;
   header.line = call.where.line();
@@ -235,7 +248,7 @@ void MessageEngine::compare(const Call& call, const Header& mine,
   for (int r = 0; r < size(); ++r) {
     rows.push_back({r, firsts_[static_cast<std::size_t>(r)].header});
   }
-  channel_->fail_mismatch(table_of(rows), call);
+  channel_->fail_mismatch(difference_of(rows), call);
 }
 
 std::optional<std::size_t> MessageEngine::n_riding(const Call& call) const {
@@ -306,7 +319,7 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
       header.dtype != mine.header.dtype || header.count != mine.header.count) {
     std::array<Row, 2> rows{Row{rank(), mine.header}, Row{call.root, header}};
     if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
-    channel_->fail_mismatch(table_of(rows), call);
+    channel_->fail_mismatch(difference_of(rows), call);
   }
   if (rides && call.op == Op::recv) keep(call.out, other.payload.data(), n_bytes);
   return rides;

@@ -79,6 +79,7 @@ Channel::Channel(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int
     if (r != rank_) peers_.push_back(r);
   }
   absent_.reserve(static_cast<std::size_t>(n_ranks));
+  lane(rank_).record.check.store(check_, std::memory_order_relaxed);
 }
 
 void Channel::choose_waiting() { is_crowded_ = seat_->is_oversubscribed(); }
@@ -99,7 +100,7 @@ void Channel::begin(const Call& call) {
     site_file_ = call.where.file_name();
     site_line_ = call.where.line();
     site_ = seat_->site(call.where);
-    if (compares_sites_) site_hash_ = comm::hash_of(call.where);
+    if (check_ == comm::Check::full) site_hash_ = comm::hash_of(call.where);
   }
   fingerprint_ = fingerprint_of(call, site_hash_);
   const Call& shown = call.whole != nullptr ? *call.whole : call;

@@ -165,7 +165,7 @@ class Channel {
   std::uint_least32_t site_line_ = 0;
   std::uint32_t site_ = 0;
   std::uint64_t site_hash_ = 0;
-  const bool compares_sites_ = comm::check_level() == comm::Check::full;
+  const comm::Check check_ = comm::check_level();
   std::chrono::steady_clock::time_point wait_began_;
   bool has_waited_ = false;  ///< wait_began_ is of this call
 };

@@ -87,6 +87,19 @@ void Channel::fail_mismatch(const Call& call) {
   }
   if (has_failed()) throw_failure(call);
 
+  for (const int peer : peers_) {
+    const comm::Check theirs = lane(peer).record.check.load(std::memory_order_relaxed);
+    // Only `full` compares more here.
+    if (!is_raised(flag_of(peer)) ||
+        (theirs == comm::Check::full) == (check_ == comm::Check::full)) {
+      continue;
+    }
+    fail(call, FailureKind::mismatch,
+         fmt::format("LOCKSTEP_CHECK must be the same on all ranks, but it is {} on rank {}, {} on "
+                     "rank {}",
+                     comm::name_of(check_), rank_, comm::name_of(theirs), peer));
+  }
+
   std::string table =
       "the ranks made different calls; all ranks must call the same, in the same order\n"
       "  rank  operation       type  count       root  reduction  where";
