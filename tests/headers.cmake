@@ -1,7 +1,8 @@
-# Every header compiles alone: a translation unit for each that includes it and nothing else. Those
-# of the libtorch layer, slow without the precompiled header, only when ./dev lint asks for them.
+# Every header compiles alone: a translation unit for each that includes it and nothing else. Only
+# when ./dev lint asks for them.
 function(headers_alone target)
-  add_library(${target} OBJECT)
+  add_library(${target} OBJECT EXCLUDE_FROM_ALL)
+  target_compile_options(${target} PRIVATE -O0)
   foreach(header ${ARGN})
     string(MAKE_C_IDENTIFIER ${header} name)
     file(CONFIGURE OUTPUT headers/${name}.cpp CONTENT "#include \"${header}\"\n")
@@ -24,7 +25,5 @@ headers_alone(headers_alone ${headers})
 target_link_libraries(headers_alone PRIVATE lockstep fmt::fmt)
 if(TARGET lockstep_nn)
   headers_alone(headers_alone_nn ${nn_headers})
-  set_target_properties(headers_alone_nn PROPERTIES EXCLUDE_FROM_ALL ON)
-  target_compile_options(headers_alone_nn PRIVATE -O0)
   target_link_libraries(headers_alone_nn PRIVATE lockstep_nn fmt::fmt)
 endif()
