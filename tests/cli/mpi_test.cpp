@@ -73,7 +73,7 @@ class MpiTest : public ::testing::TestWithParam<Mpi> {
     const TemporaryFolder said;
     const Ended ended =
         mpirun(3, fmt::format("env {} {} {} {}", variables, OVER_MPI_PROGRAM, fault, said.path()),
-               fault == "late" ? "1" : "60");
+               fault == "late" ? "3" : "60");
     EXPECT_NE(ended.exit_code, 0);
     for (int rank = 0; rank < 3; ++rank) {
       EXPECT_NE(ended.err.find(fmt::format("rank {}: ", rank)), std::string::npos) << ended.err;
@@ -160,7 +160,7 @@ TEST_P(MpiTest, levels_of_checking_that_differ_are_said) {
 TEST_P(MpiTest, an_exception_on_one_rank_reaches_the_others) {
   expect_failure("throw", "out of sheets");
 }
-TEST_P(MpiTest, a_late_rank_is_named) { expect_failure("late", "waited 1 s for rank 1 of 3"); }
+TEST_P(MpiTest, a_late_rank_is_named) { expect_failure("late", "waited 3 s for rank 1 of 3"); }
 TEST_P(MpiTest, a_rank_that_leaves_is_named) { expect_failure("leave", "rank 1 left the world"); }
 
 TEST_P(MpiTest, a_wrong_LOCKSTEP_MPI_is_said) {

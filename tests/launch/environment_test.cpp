@@ -261,7 +261,7 @@ TEST(EnvironmentTest, timeouts_that_are_none) {
   destroy_dist();
 }
 
-TEST(EnvironmentTest, instruction_sets_that_are_none) {
+TEST(EnvironmentTest, levels_and_instruction_sets_that_are_none) {
   EXPECT_EQ(refusal({{"LOCKSTEP_CHECK", "most"}}),
             "LOCKSTEP_CHECK is 'most'; it takes off, light or full");
   EXPECT_EQ(refusal({{"LOCKSTEP_SIMD", "mmx"}}),

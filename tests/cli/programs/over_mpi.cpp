@@ -22,10 +22,9 @@ std::size_t n_files(const std::string& folder) {
   return n;
 }
 
-void wait_until_all_have_said(const std::string& folder, int rank) {
-  std::ofstream(folder + "/" + std::to_string(rank)) << "said";
+void wait_until_said(const std::string& folder, std::size_t n_ranks) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-  while (n_files(folder) < 3 && std::chrono::steady_clock::now() < until) {
+  while (n_files(folder) < n_ranks && std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
 }
@@ -90,7 +89,7 @@ int main(int argc, char** argv) {
     if (fault == "conditional" && rank == 0) lockstep::barrier();
     if (fault == "conditional") lockstep::barrier();
     if (rank == 1) {
-      if (fault == "late") std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+      if (fault == "late") wait_until_said(argv[2], 2);
       if (fault == "leave") {
         lockstep::destroy_dist();
         throw std::runtime_error("has left");
@@ -107,7 +106,10 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
     std::fflush(stderr);
-    if (argc > 2) wait_until_all_have_said(argv[2], rank);
+    if (argc > 2) {
+      std::ofstream(argv[2] + ("/" + std::to_string(rank))) << "said";
+      wait_until_said(argv[2], 3);
+    }
     // mpirun may lose what a rank wrote just before it failed.
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
     return 1;
