@@ -53,35 +53,6 @@ nlohmann::json json_of(const FlightRecord& record, const Operation& operation) {
   return json;
 }
 
-std::string json_of(const FlightRecord& record, std::string_view reason) {
-  nlohmann::json groups = nlohmann::json::array();
-  const std::size_t n_groups = n_groups_of(record);
-  for (std::size_t i = 1; i < n_groups; ++i) {
-    const FlightGroup& group = record.groups[i];
-    groups.push_back({{"name", name_of(group)},
-                      {"rank", group.rank},
-                      {"size", group.size},
-                      {"calls", group.n_calls.load(std::memory_order_relaxed)}});
-  }
-  nlohmann::json operations = nlohmann::json::array();
-  for (const Operation& operation : operations_of(record)) {
-    operations.push_back(json_of(record, operation));
-  }
-  char host[256] = {};
-  ::gethostname(host, sizeof host - 1);
-  const nlohmann::json json = {{"lockstep_record", 1},
-                               {"job", fmt::format("{:08x}", record.job)},
-                               {"host", host},
-                               {"rank", record.rank},
-                               {"world_size", record.world_size},
-                               {"pid", record.pid},
-                               {"reason", reason},
-                               {"written_ns", base::now().ns},
-                               {"groups", std::move(groups)},
-                               {"operations", std::move(operations)}};
-  return json.dump(/*indent=*/1, ' ', /*ensure_ascii=*/false, kReplace) + "\n";
-}
-
 }  // namespace
 
 std::string_view site_of(const FlightRecord& record, std::uint32_t site) noexcept {
@@ -148,6 +119,33 @@ std::vector<Operation> operations_of(const FlightRecord& record) {
   return operations;
 }
 
+std::string json_of(const FlightRecord& record, std::string_view reason, std::string_view host) {
+  nlohmann::json groups = nlohmann::json::array();
+  const std::size_t n_groups = n_groups_of(record);
+  for (std::size_t i = 1; i < n_groups; ++i) {
+    const FlightGroup& group = record.groups[i];
+    groups.push_back({{"name", name_of(group)},
+                      {"rank", group.rank},
+                      {"size", group.size},
+                      {"calls", group.n_calls.load(std::memory_order_relaxed)}});
+  }
+  nlohmann::json operations = nlohmann::json::array();
+  for (const Operation& operation : operations_of(record)) {
+    operations.push_back(json_of(record, operation));
+  }
+  const nlohmann::json json = {{"lockstep_record", 1},
+                               {"job", fmt::format("{:08x}", record.job)},
+                               {"host", host},
+                               {"rank", record.rank},
+                               {"world_size", record.world_size},
+                               {"pid", record.pid},
+                               {"reason", reason},
+                               {"written_ns", base::now().ns},
+                               {"groups", std::move(groups)},
+                               {"operations", std::move(operations)}};
+  return json.dump(/*indent=*/1, ' ', /*ensure_ascii=*/false, kReplace) + "\n";
+}
+
 void write_record(const FlightRecord& record, std::string_view reason, const std::string& dir) {
   const auto fail = [&](const std::string& name) {
     throw SystemError({.operation = "flight record"}, errno,
@@ -155,7 +153,9 @@ void write_record(const FlightRecord& record, std::string_view reason, const std
   };
   const std::string path = fmt::format("{}/rank-{}.json", dir, record.rank);
   std::string temporary = path + ".XXXXXX";
-  const std::string text = json_of(record, reason);
+  char host[256] = {};
+  ::gethostname(host, sizeof host - 1);
+  const std::string text = json_of(record, reason, host);
   base::UniqueFd file(::mkostemp(temporary.data(), O_CLOEXEC));
   if (!file) fail(temporary);
   for (std::size_t n_done = 0; n_done < text.size();) {

@@ -117,8 +117,10 @@ std::string_view site_of(const FlightRecord& record, std::uint32_t site) noexcep
 std::string_view name_of(const FlightGroup& group) noexcept;
 std::size_t n_groups_of(const FlightRecord& record) noexcept;
 
-/// Writes DIR/rank-N.json, all of it or nothing; docs/seeing.md has the format. `reason`: why it
-/// is written. Throws SystemError.
+/// Text of a rank-N.json; docs/seeing.md has the format. `reason`: why it is written.
+std::string json_of(const FlightRecord& record, std::string_view reason, std::string_view host);
+
+/// Writes DIR/rank-N.json, all of it or nothing, on the rank's host. Throws SystemError.
 void write_record(const FlightRecord& record, std::string_view reason, const std::string& dir);
 
 }  // namespace lockstep::comm

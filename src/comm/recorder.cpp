@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "comm/call_word.hpp"
+#include "comm/flight_file.hpp"
 
 namespace lockstep::comm {
 namespace {
@@ -33,8 +34,10 @@ Recorder::Recorder(std::shared_ptr<FlightRecord> memory) : record_(std::move(mem
   copy_text(record_->groups[0].name, "(one of too many groups)");
 }
 
-std::shared_ptr<Recorder> Recorder::in_process(int rank, int world_size) {
-  auto memory = std::make_shared<FlightRecord>();
+std::shared_ptr<Recorder> Recorder::in_process(int rank, int world_size,
+                                               const std::optional<std::string>& dir) {
+  auto memory = dir ? make_flight_file(*dir, rank) : nullptr;
+  if (!memory) memory = std::make_shared<FlightRecord>();
   memory->rank = rank;
   memory->world_size = world_size;
   return std::make_shared<Recorder>(std::move(memory));

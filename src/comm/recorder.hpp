@@ -20,8 +20,10 @@ class Recorder {
  public:
   /// In memory that is zero but for rank, world_size and job.
   explicit Recorder(std::shared_ptr<FlightRecord> memory);
-  /// In memory of this process, for engines that have none to give.
-  static std::shared_ptr<Recorder> in_process(int rank, int world_size);
+  /// For engines that have no memory to give: in a file of `dir`, so that a killed rank leaves it;
+  /// else, or without room there, in memory of this process.
+  static std::shared_ptr<Recorder> in_process(int rank, int world_size,
+                                              const std::optional<std::string>& dir = {});
 
   FlightRecord& record() const noexcept { return *record_; }
 

@@ -15,7 +15,9 @@ namespace {
 std::shared_ptr<Recorder> make_recorder(const World& world, const Engine& engine) {
   auto recorder = engine.recorder();
   // Alone there is nobody to wait for, and nothing to tell.
-  if (!recorder && world.size > 1) recorder = Recorder::in_process(world.rank, world.size);
+  if (!recorder && world.size > 1) {
+    recorder = Recorder::in_process(world.rank, world.size, world.record_dir);
+  }
   if (recorder && world.record_dir) recorder->write_to(*world.record_dir);
   return recorder;
 }

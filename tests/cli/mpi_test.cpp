@@ -133,6 +133,31 @@ TEST_P(MpiTest, flight_records_name_the_rank_that_parted) {
   }
 }
 
+TEST_P(MpiTest, a_killed_rank_leaves_its_flight_record) {
+  for (const std::string backend : {"mpi", "hierarchical"}) {
+    const TemporaryFolder records;
+    const TemporaryFolder said;
+    const std::string line = fmt::format("env LOCKSTEP_RECORD_DIR={} {} killed {} {}",
+                                         records.path(), OVER_MPI_PROGRAM, said.path(), backend);
+    EXPECT_NE(mpirun(3, line).exit_code, 0);
+    Command doctor(StartOptions{.arguments = {"doctor", "--record", records.path()}});
+    const Ended ended = doctor.wait();
+    EXPECT_EQ(ended.exit_code, 0) << ended.err;
+    EXPECT_NE(ended.out.find("rank 1: wrote no record itself: it was killed, or still runs\n"
+                             "          last operation: barrier at over_mpi.cpp:"),
+              std::string::npos)
+        << ended.out;
+  }
+}
+
+TEST_P(MpiTest, ranks_that_end_leave_no_flight_record) {
+  const TemporaryFolder records;
+  const Ended ended = mpirun(
+      2, fmt::format("env LOCKSTEP_RECORD_DIR={} {} none", records.path(), OVER_MPI_PROGRAM));
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(std::filesystem::is_empty(records.path()));
+}
+
 TEST_P(MpiTest, messages_past_2_to_the_31_elements) {
   if (std::getenv("LOCKSTEP_TEST_LARGE") == nullptr) {
     GTEST_SKIP() << "needs 13 GiB of memory: set LOCKSTEP_TEST_LARGE=1";

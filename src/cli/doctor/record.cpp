@@ -16,7 +16,10 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
+
+#include "comm/flight_file.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -92,10 +95,14 @@ Record parse(const json& file) {
   return record;
 }
 
-Record read(const fs::path& path, int rank) {
+std::string contents_of(const fs::path& path) {
   std::ifstream stream(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(stream), {}};
+  std::string text{std::istreambuf_iterator<char>(stream), {}};
   if (!stream) refuse(fmt::format("cannot read '{}'", path.string()));
+  return text;
+}
+
+Record record_in(const std::string& text, const fs::path& path, int rank) {
   const json file = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (file.is_discarded()) {
     refuse(
@@ -125,13 +132,12 @@ Record read(const fs::path& path, int rank) {
   }
 }
 
-/// N of "rank-N.json".
-std::optional<int> rank_of(const std::string& name) {
+/// N of "rank-N" before the ending.
+std::optional<int> rank_of(const std::string& name, std::string_view ending) {
   constexpr std::string_view kBefore = "rank-";
-  constexpr std::string_view kAfter = ".json";
-  if (!name.starts_with(kBefore) || !name.ends_with(kAfter)) return std::nullopt;
+  if (!name.starts_with(kBefore) || !name.ends_with(ending)) return std::nullopt;
   int rank = -1;
-  const char* const end = name.data() + name.size() - kAfter.size();
+  const char* const end = name.data() + name.size() - ending.size();
   const auto [rest, error] = std::from_chars(name.data() + kBefore.size(), end, rank);
   if (error != std::errc() || rest != end || rank < 0) return std::nullopt;
   return rank;
@@ -139,27 +145,37 @@ std::optional<int> rank_of(const std::string& name) {
 
 std::vector<Record> read_all(const std::string& dir) {
   std::error_code error;
-  std::map<int, fs::path> paths;
+  struct Found {
+    fs::path path;
+    std::string text;
+  };
+  std::map<int, Found> found;
   for (const auto& entry : fs::directory_iterator(dir, error)) {
-    if (const auto rank = rank_of(entry.path().filename().string())) paths[*rank] = entry.path();
+    const fs::path& path = entry.path();
+    if (const auto killed = rank_of(path.filename(), ".flight")) {
+      if (auto text = comm::read_flight_file(path)) found[*killed] = {path, std::move(*text)};
+    } else if (const auto writer = rank_of(path.filename(), ".json")) {
+      // What a killed rank left is newer than what that rank of a job before wrote.
+      found.try_emplace(*writer, Found{path, contents_of(path)});
+    }
   }
   if (error) refuse(fmt::format("cannot read the folder '{}': {}", dir, error.message()));
-  if (paths.empty()) {
+  if (found.empty()) {
     refuse(
         fmt::format("'{}' holds no rank-N.json. Records are written when a job fails that was "
                     "started with LOCKSTEP_RECORD_DIR={}",
                     dir, dir));
   }
   std::vector<Record> records;
-  for (const auto& [rank, path] : paths) {
-    records.push_back(read(path, rank));
+  for (const auto& [rank, file] : found) {
+    records.push_back(record_in(file.text, file.path, rank));
     const Record& first = records.front();
     const Record& last = records.back();
     if (last.job != first.job || last.world_size != first.world_size) {
       refuse(fmt::format(
           "'{}' is of another job ({}, {} ranks) than rank {}'s record ({}, {} "
           "ranks); give each job a folder of its own",
-          path.string(), last.job, last.world_size, first.rank, first.job, first.world_size));
+          file.path.string(), last.job, last.world_size, first.rank, first.job, first.world_size));
     }
   }
   return records;

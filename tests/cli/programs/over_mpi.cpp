@@ -2,6 +2,7 @@
 // that a third argument names, and says how its own calls ended. mpirun ends all ranks when the
 // first fails, so each waits until all three have left a file in the folder of the second argument.
 // "long" is no fault: messages past 2^31 bytes.
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -90,6 +91,7 @@ int main(int argc, char** argv) {
     if (fault == "conditional") lockstep::barrier();
     if (rank == 1) {
       if (fault == "late") wait_until_said(argv[2], 2);
+      if (fault == "killed") ::raise(SIGKILL);
       if (fault == "leave") {
         lockstep::destroy_dist();
         throw std::runtime_error("has left");
