@@ -18,8 +18,8 @@ BEGIN {
   may["umbrella"] = "words comm dist sync launch"
   may["programs"] = "words comm dist sync launch umbrella nn"
 
-  n = split("types:words error:comm engine:comm group:comm launch:comm env:launch dist:dist " \
-            "objects:dist control:dist detail:dist sync:sync lockstep:umbrella nn:nn", pairs, " ")
+  n = split("types:words error:comm engine:comm group:comm launch:comm trace:comm env:launch " \
+            "dist:dist objects:dist control:dist detail:dist sync:sync lockstep:umbrella nn:nn", pairs, " ")
   for (i = 1; i <= n; ++i) {
     split(pairs[i], pair, ":")
     public[pair[1]] = pair[2]

@@ -22,6 +22,10 @@ struct Env {
   /// operations when a group dies, and `lockstep run` for the ranks that could not.
   /// `lockstep doctor --record DIR` reads them.
   std::optional<std::string> record_dir;
+  /// LOCKSTEP_TRACE: an existing folder, into which each rank, threads of run_ranks too, writes
+  /// every call and TraceScope while it runs. Set by `lockstep run --trace FILE`, which makes a
+  /// trace of it; after other launchers, `lockstep trace merge FILE DIR` does.
+  std::optional<std::string> trace_dir;
   /// LOCKSTEP_SIMD: scalar|avx2|avx512: the widest kernels to use. For measurements.
   std::optional<std::string> simd;
   /// LOCKSTEP_MPI: openmpi|mpich|PATH: the module of the mpi engine, where the launcher's variables

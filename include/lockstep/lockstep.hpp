@@ -9,4 +9,5 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/objects.hpp>
 #include <lockstep/sync.hpp>
+#include <lockstep/trace.hpp>
 #include <lockstep/types.hpp>

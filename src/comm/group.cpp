@@ -2,6 +2,7 @@
 
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
+#include <lockstep/trace.hpp>
 #include <numeric>
 #include <utility>
 
@@ -261,7 +262,9 @@ Work post(GroupState& group, Call call, Deadline deadline) {
 }  // namespace
 
 void Work::wait() {
-  if (state_) state_->wait();
+  if (!state_) return;
+  const TraceScope scope("Work::wait");
+  state_->wait();
 }
 
 bool Work::done() const { return !state_ || state_->done(); }

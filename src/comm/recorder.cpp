@@ -54,7 +54,9 @@ std::uint32_t Recorder::site(const std::source_location& where) {
   const std::string_view path = where.file_name();
   copy_text(record_->sites[sites_.size()],
             fmt::format("{}:{}", path.substr(path.find_last_of('/') + 1), where.line()));
-  return static_cast<std::uint32_t>(sites_.size());
+  const auto number = static_cast<std::uint32_t>(sites_.size());
+  if (trace_) trace_->name_site(number, site_of(*record_, number));
+  return number;
 }
 
 std::uint32_t Recorder::add_group(std::string_view name, int rank, int size) {
@@ -65,6 +67,7 @@ std::uint32_t Recorder::add_group(std::string_view name, int rank, int size) {
   copy_text(group.name, name);
   group.rank = rank;
   group.size = size;
+  if (trace_) trace_->name_group(number, name_of(group));
   record_->n_groups.store(number, std::memory_order_release);
   return number;
 }
@@ -84,6 +87,7 @@ Track::Track(std::shared_ptr<Recorder> recorder, std::string_view group, int ran
     : recorder_(std::move(recorder)), engine_tells_(engine_tells) {
   if (!recorder_) return;
   record_ = &recorder_->record();
+  trace_ = recorder_->trace().get();
   group_number_ = recorder_->add_group(group, rank, size);
   group_ = &record_->groups[group_number_];
 }
@@ -125,6 +129,15 @@ void Track::open(const Call& call) {
   entry.site.store(site_, release);
   entry.group.store(group_number_, release);
   entry.stamp.store(stamp_, release);
+  if (trace_ != nullptr) {
+    event_ = trace_->begin({.what = what,
+                            .count = call.count,
+                            .sequence = call.sequence,
+                            .collective = collective,
+                            .site = site_,
+                            .group = group_number_},
+                           start);
+  }
 
   // Only this thread writes them, but for groups that found no room, where they say little anyway.
   group_->n_calls.store(group_->n_calls.load(relaxed) + 1, relaxed);

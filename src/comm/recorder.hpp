@@ -12,6 +12,7 @@
 #include "base/ticks.hpp"
 #include "comm/call_word.hpp"
 #include "comm/flight_record.hpp"
+#include "comm/trace.hpp"
 
 namespace lockstep::comm {
 
@@ -34,6 +35,10 @@ class Recorder {
 
   /// Where died() writes the record. Before the first operation.
   void write_to(std::string dir) { dir_ = std::move(dir); }
+  /// Begins the rank's trace. Before the first group. Throws SystemError.
+  void trace_to(const std::string& dir) { trace_ = std::make_shared<Trace>(dir, *record_); }
+  /// Null where nobody traces.
+  const std::shared_ptr<Trace>& trace() const noexcept { return trace_; }
   /// A group of this rank is dead: writes the record's file, the first time and if it has a place.
   /// Never fails: the error that the caller is about to throw matters more.
   void died(std::string_view reason) noexcept;
@@ -46,6 +51,7 @@ class Recorder {
 
   std::shared_ptr<FlightRecord> record_;
   std::optional<std::string> dir_;
+  std::shared_ptr<Trace> trace_;
   std::mutex mutex_;         // guards sites_, and the writing of the record's sites and groups
   std::vector<Site> sites_;  // place i is the record's entry i + 1
 };
@@ -55,7 +61,8 @@ class Recorder {
 /// What it costs. An engine whose calls take less than a look at the clock brings a recorder() and
 /// says how far a call is; then the entry is written while the peers' answer is on its way, and a
 /// short call is timed once, a second time only if it had to sleep. For other engines the entry is
-/// written, and timed, before and after the call. Threads: one at a time.
+/// written, and timed, before and after the call; and so it is for a trace, where no peer may seem
+/// to leave a call before this rank has come to it. Threads: one at a time.
 class Track {
  public:
   /// recorder: null where nothing is recorded. `engine_tells`: the engine calls arrived and slept.
@@ -68,7 +75,8 @@ class Track {
   void begin(Call& call) {
     if (record_ == nullptr) return;
     entry_ = nullptr;
-    is_short_ = engine_tells_ && n_bytes_of(call) <= kSmall;
+    event_ = nullptr;
+    is_short_ = trace_ == nullptr && engine_tells_ && n_bytes_of(call) <= kSmall;
     if (engine_tells_) call.track = this;
     if (!is_short_) open(call);
   }
@@ -85,12 +93,15 @@ class Track {
   void end(const Call& call) {
     if (record_ == nullptr) return;
     arrived(call);
-    close(is_short_ ? FlightEntry::kSoon : base::ticks());
+    const std::uint64_t now = is_short_ ? FlightEntry::kSoon : base::ticks();
+    close(now);
+    if (event_ != nullptr) Trace::end(*event_, now, /*has_failed=*/false);
   }
   void fail(const Call& call) {
     if (record_ == nullptr) return;
     arrived(call);
     close(FlightEntry::kFailed);
+    if (event_ != nullptr) Trace::end(*event_, base::ticks(), /*has_failed=*/true);
   }
 
  private:
@@ -108,6 +119,7 @@ class Track {
 
   std::shared_ptr<Recorder> recorder_;
   FlightRecord* record_ = nullptr;  ///< null where nothing is recorded
+  Trace* trace_ = nullptr;          ///< null where nobody traces
   FlightGroup* group_ = nullptr;
   std::uint32_t group_number_ = 0;
   bool engine_tells_;
@@ -117,6 +129,7 @@ class Track {
   std::uint64_t stamp_ = 0;  ///< of entry_
   std::uint64_t n_collectives_ = 0;
   FlightEntry* entry_ = nullptr;  ///< of the call, once it is open
+  TraceEvent* event_ = nullptr;   ///< the same in the trace, if there is one and it has room
   bool is_short_ = false;         ///< so far
 
   const char* site_file_ = nullptr;

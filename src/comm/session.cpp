@@ -13,12 +13,14 @@ namespace comm {
 namespace {
 
 std::shared_ptr<Recorder> make_recorder(const World& world, const Engine& engine) {
+  const char* const trace_dir = std::getenv("LOCKSTEP_TRACE");  // as Env::trace_dir
   auto recorder = engine.recorder();
-  // Alone there is nobody to wait for, and nothing to tell.
-  if (!recorder && world.size > 1) {
+  // Alone there is nobody to wait for, and nothing to tell but to who looks at the times.
+  if (!recorder && (world.size > 1 || trace_dir != nullptr)) {
     recorder = Recorder::in_process(world.rank, world.size, world.record_dir);
   }
   if (recorder && world.record_dir) recorder->write_to(*world.record_dir);
+  if (recorder && trace_dir != nullptr) recorder->trace_to(trace_dir);
   return recorder;
 }
 
@@ -42,6 +44,7 @@ Session::Session(World world, std::unique_ptr<Engine> engine, std::chrono::milli
     : world_(std::move(world)),
       engine_(engine.get()),
       recorder_(make_recorder(world_, *engine)),
+      trace_(recorder_ ? recorder_->trace() : nullptr),
       world_group_(std::move(engine), "world", timeout, recorder_),
       local_group_(world_.local_size == world_.size
                        ? world_group_

@@ -9,6 +9,8 @@
 
 namespace lockstep::comm {
 
+class Trace;
+
 /// Who this rank is, as its launcher says.
 struct World {
   Launcher launcher = Launcher::none;
@@ -37,13 +39,16 @@ class Session {
   const World& world() const noexcept { return world_; }
   const Group& world_group() const noexcept { return world_group_; }
   const Group& local_group() const noexcept { return local_group_; }
+  /// Null where nobody traces.
+  const std::shared_ptr<Trace>& trace() const noexcept { return trace_; }
   /// `failure`: text of the exception by which this rank leaves; empty where it just leaves.
   void leave(std::string_view failure) noexcept;
 
  private:
   World world_;
   Engine* engine_;                      // world_group_ owns it
-  std::shared_ptr<Recorder> recorder_;  // null in a world of one
+  std::shared_ptr<Recorder> recorder_;  // null in a world of one that nobody traces
+  std::shared_ptr<Trace> trace_;
   Group world_group_;
   Group local_group_;
 };

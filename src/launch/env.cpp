@@ -15,6 +15,19 @@ namespace lockstep {
 
 using launch::variable;
 
+namespace {
+
+std::optional<std::string> folder(const char* name) {
+  const auto path = variable(name);
+  if (path && ::access(path->c_str(), W_OK | X_OK) != 0) {
+    launch::refuse(fmt::format("{} is '{}': {}; it takes an existing folder to write to", name,
+                               *path, std::strerror(errno)));
+  }
+  return path;
+}
+
+}  // namespace
+
 Env Env::read() {
   Env env;
   env.segment = variable("LOCKSTEP_SEGMENT");
@@ -22,12 +35,8 @@ Env Env::read() {
   env.mpi = variable("LOCKSTEP_MPI");
   env.tune = variable("LOCKSTEP_TUNE");
   shared::tuning_for(/*n_ranks=*/2, env.tune);  // refuses what it cannot take
-  env.record_dir = variable("LOCKSTEP_RECORD_DIR");
-  if (env.record_dir && ::access(env.record_dir->c_str(), W_OK | X_OK) != 0) {
-    launch::refuse(
-        fmt::format("LOCKSTEP_RECORD_DIR is '{}': {}; it takes an existing folder to write to",
-                    *env.record_dir, std::strerror(errno)));
-  }
+  env.record_dir = folder("LOCKSTEP_RECORD_DIR");
+  env.trace_dir = folder("LOCKSTEP_TRACE");
   if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
     launch::refuse(
         fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));
