@@ -24,6 +24,7 @@ constexpr std::array kVerbs = {
     Verb{"bench", "measure collectives, alone or beside MPI and c10d", lockstep::cli::bench},
     Verb{"doctor", "say what this machine has for lockstep, with advice", lockstep::cli::doctor},
     Verb{"top", "show what each rank of a running job is doing", lockstep::cli::top},
+    Verb{"trace", "say where the time of a traced run went", lockstep::cli::trace},
 };
 
 std::string help() {

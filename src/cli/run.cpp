@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cli/parse.hpp"
+#include "cli/trace/run.hpp"
 #include "cli/verbs.hpp"
 #include "launch/launch_ranks.hpp"
 #include "launch/options.hpp"
@@ -187,6 +188,13 @@ int run(const std::vector<std::string>& arguments) {
                                           {"never", launch::Prefix::never}}))
       ->type_name("auto|always|never");
 
+  std::string trace_file;
+  app.add_option("--trace", trace_file,
+                 "Write the calls and regions of all ranks to FILE for\n"
+                 "Perfetto; see lockstep trace --help. With --nnodes each\n"
+                 "node writes its own, FILE.node-R.json of FILE.json")
+      ->type_name("FILE");
+
   launch::NodesOptions& nodes = options.nodes;
   std::string rendezvous;
   double rendezvous_timeout_s = 300;
@@ -234,7 +242,8 @@ int run(const std::vector<std::string>& arguments) {
   if (!log_dir.empty()) options.log_dir = log_dir;
   options.record_dir = Env::read().record_dir;
   options.grace = std::chrono::milliseconds(static_cast<long>(grace_s * 1000));
-  return launch::launch_ranks(options);
+  if (app.count("--trace") == 0) return launch::launch_ranks(options);
+  return tracing::run_traced(trace_file, nodes, [&] { return launch::launch_ranks(options); });
 }
 
 }  // namespace lockstep::cli

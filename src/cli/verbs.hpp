@@ -22,4 +22,7 @@ int doctor(const std::vector<std::string>& arguments);
 /// `lockstep top`: shows what each rank of a running job does.
 int top(const std::vector<std::string>& arguments);
 
+/// `lockstep trace`: a summary of a trace, and one trace of several.
+int trace(const std::vector<std::string>& arguments);
+
 }  // namespace lockstep::cli

@@ -1,0 +1,68 @@
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <lockstep/error.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cli/parse.hpp"
+#include "cli/trace/trace.hpp"
+#include "cli/verbs.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+constexpr const char* kFooter = R"(Example:
+  lockstep run -n 4 --trace trace.json ./train
+  lockstep trace summary trace.json
+
+summary: calls count on all ranks together; waiting is from a call's start to
+the start of its last peer; awaited is what the other ranks waited for this one.
+
+merge: FILE of several inputs, each a trace of one node (`lockstep run --nnodes`)
+or a folder of what ranks on this machine left (LOCKSTEP_TRACE). Times become the
+first one's. https://ui.perfetto.dev and chrome://tracing show FILE.
+
+Exit code: 0. 2: that is no trace, or this command line is wrong. 1: the system
+refused.)";
+
+}  // namespace
+
+int trace(const std::vector<std::string>& arguments) {
+  CLI::App app("Tells from a trace where the time went, or makes one of several.",
+               "lockstep trace");
+  app.set_help_flag("-h,--help", "Print this");
+  app.footer(kFooter);
+  app.require_subcommand(1);
+  std::string file;
+  CLI::App* const summary =
+      app.add_subcommand("summary", "Print time per operation, who waited, and the slowest rank");
+  summary->add_option("FILE", file)->required()->type_name("");
+  std::vector<std::string> inputs;
+  CLI::App* const merge = app.add_subcommand("merge", "Make one trace of several");
+  merge->add_option("FILE", file)->required()->type_name("");
+  merge->add_option("INPUT", inputs, "Files or folders")->required()->type_name("...");
+  for (CLI::App* const verb : {summary, merge}) verb->set_help_flag("-h,--help", "Print this");
+  if (const auto exit_code = parse(app, arguments)) return *exit_code;
+
+  if (summary->parsed()) {
+    fmt::print("{}", tracing::summary_of(tracing::read_file(file)));
+    return 0;
+  }
+  std::vector<tracing::Trace> traces;
+  for (const std::string& input : inputs) {
+    const bool is_folder = std::filesystem::is_directory(input);
+    traces.push_back(is_folder ? tracing::read_folder(input) : tracing::read_file(input));
+    if (is_folder && traces.back().rows.empty()) {
+      throw UsageError(
+          {.operation = "lockstep trace merge"},
+          fmt::format("'{}' holds nothing that ranks with LOCKSTEP_TRACE={} left", input, input));
+    }
+  }
+  tracing::write(tracing::merge(std::move(traces)), file);
+  return 0;
+}
+
+}  // namespace lockstep::cli
