@@ -7,6 +7,7 @@
 #include <chrono>
 #include <lockstep/dist.hpp>
 #include <lockstep/nn.hpp>
+#include <lockstep/trace.hpp>
 #include <numeric>
 #include <optional>
 #include <span>
@@ -39,6 +40,13 @@ torch::optim::SGDOptions sgd_options(const Options& options) {
   return torch::optim::SGDOptions(options.learning_rate)
       .momentum(options.momentum)
       .weight_decay(options.weight_decay);
+}
+
+/// body(), as a region of `lockstep run --trace`.
+template <class Body>
+auto traced(const char* name, Body body) {
+  const lockstep::TraceScope scope(name);
+  return body();
 }
 
 /// The network over the replicas of one rank; one replica is the network itself.
@@ -138,15 +146,17 @@ bool Trainer::State::done() const {
 
 double Trainer::State::step(Network& network, std::span<const std::int64_t> part,
                             const lockstep::Group& group) {
-  const Samples::Batch batch = train_.batch(part);
+  const auto batch = traced("batch", [&] { return train_.batch(part); });
   optimizer_.zero_grad();
-  const torch::Tensor loss_sum =
-      F::cross_entropy(network.forward(batch.input), batch.labels,
-                       F::CrossEntropyFuncOptions().reduction(torch::kSum));
+  const auto loss_sum = traced("forward", [&] {
+    return F::cross_entropy(network.forward(batch.input), batch.labels,
+                            F::CrossEntropyFuncOptions().reduction(torch::kSum));
+  });
   // The ranks' gradients get averaged. So that the average is the gradient of the mean over the
   // whole batch, whatever the shares: sum over ranks of (loss_sum * ranks / batch) / ranks.
-  (loss_sum * (static_cast<double>(group.size()) / static_cast<double>(options_.batch))).backward();
-  optimizer_.step();
+  const double scale = static_cast<double>(group.size()) / static_cast<double>(options_.batch);
+  traced("backward", [&] { (loss_sum * scale).backward(); });
+  traced("optimizer", [&] { optimizer_.step(); });
   return lockstep::all_reduce_value(loss_sum.item<double>(), lockstep::ReduceOp::sum, group);
 }
 

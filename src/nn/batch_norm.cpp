@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <lockstep/error.hpp>
+#include <lockstep/trace.hpp>
 #include <span>
 #include <vector>
 
@@ -351,6 +352,7 @@ void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tens
 
 Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
                           BatchNormRecord& record) {
+  const TraceScope scope("SyncBatchNorm forward");
   const Activation x = activation_of(input);
   const BatchNormSettings& settings = record.settings;
   const std::size_t all = x.shape.channels;
@@ -372,6 +374,7 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
 BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& input,
                                        const Tensor& weight, const BatchNormRecord& record,
                                        BatchNormWanted wanted) {
+  const TraceScope scope("SyncBatchNorm backward");
   refuse_create_graph(record.settings.group);
   const Activation x = activation_of(input);
   const Tensor dy = gradient_like(gradient, x.tensor);

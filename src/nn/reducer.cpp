@@ -12,6 +12,7 @@
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
+#include <lockstep/trace.hpp>
 #include <map>
 
 #include "nn/error.hpp"
@@ -434,6 +435,7 @@ void Reducer::send_complete_buckets() {
 }
 
 void Reducer::finish() {
+  const TraceScope scope("DDP: the last gradients");
   const at::NoGradGuard no_grad;
   for (Parameter& parameter : parameters_) {
     if (!parameter.ready) move_gradient(parameter);
