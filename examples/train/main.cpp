@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
+#include <lockstep/env.hpp>
 #include <lockstep/launch.hpp>
 
 #include "train/checkpoint.hpp"
@@ -41,6 +42,7 @@ int main(int argc, char** argv) {
     return app.exit(error) == 0 ? 0 : kUsage;
   }
   try {
+    options.n_restarts = lockstep::Env::read().restart;
     run(options);
     return 0;
   } catch (const std::invalid_argument& error) {

@@ -79,7 +79,10 @@ void add_options(CLI::App& app, Options& options) {
                  "replicas of the network in each rank, which share its part of the batch")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  app.add_option("--save", options.save, "write a checkpoint here after every epoch");
+  app.add_option(
+      "--save", options.save,
+      "write a checkpoint here after every epoch; ranks that `lockstep run --max-restarts` "
+      "starts again go on from it");
   app.add_option("--load", options.load, "go on from this checkpoint");
   app.add_option("--metrics", options.metrics,
                  "append JSON lines here: one an epoch, and a summary");

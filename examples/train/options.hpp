@@ -41,6 +41,7 @@ struct Options {
   std::filesystem::path metrics;
   std::size_t metrics_every = 0;
   std::vector<std::filesystem::path> compare;
+  int n_restarts = 0;  ///< of the ranks, by their launcher; not on the command line
 };
 
 void add_options(CLI::App& app, Options& options);

@@ -70,8 +70,12 @@ class Trainer::State {
  private:
   using Network = lockstep::nn::DistributedDataParallel<Replicated>;
 
+  /// Chooses the checkpoint to go on from: --load's, or after a restart what --save has left.
+  void choose_checkpoint();
   void load();
   bool done() const;
+  /// Throws std::runtime_error, on all ranks, where they stand at different steps.
+  void compare_positions(const lockstep::Group& group) const;
   EpochResult run_epoch(Network& network, std::span<const std::size_t> shares,
                         const lockstep::Group& group, std::optional<Report>& report);
   /// One step on this rank's part of the batch; returns the loss summed over the whole batch.
@@ -80,6 +84,7 @@ class Trainer::State {
   double test(const lockstep::Group& group);
 
   Options options_;
+  bool resumes_ = false;  ///< after a restart, from this training's own checkpoint
   std::size_t n_train_;
   std::size_t n_test_;
   Samples train_;
@@ -110,10 +115,25 @@ Trainer::State::State(const Options& options, const Dataset& data)
                                             options_.batch, n_train_, options_.data.string()));
   }
   if (options_.threads > 0) at::set_num_threads(options_.threads);
+  choose_checkpoint();
   if (options_.load.empty()) {
     initialise(*model_, at_.seed);
   } else {
     load();
+  }
+}
+
+void Trainer::State::choose_checkpoint() {
+  if (options_.save.empty() || !std::filesystem::is_regular_file(options_.save)) return;
+  if (options_.n_restarts > 0) {
+    options_.load = options_.save;
+    resumes_ = true;
+  } else if (options_.load != options_.save) {
+    // A restart before the first epoch's end would take it for this training's own.
+    throw std::invalid_argument(fmt::format(
+        "--save {}: this file is there already; --load {} goes on from it, or remove it to begin "
+        "anew",
+        options_.save.string(), options_.save.string()));
   }
 }
 
@@ -127,7 +147,7 @@ void Trainer::State::load() {
         options_.load.string(), loaded.batch, loaded.seed, options_.batch, at_.seed));
   }
   at_ = loaded;
-  if (done()) {
+  if (done() && !resumes_) {
     throw std::invalid_argument(
         fmt::format("cannot go on from {}: it has done {} steps, all that --epochs and --max-steps "
                     "ask for; give more",
@@ -142,6 +162,17 @@ void Trainer::State::load() {
 bool Trainer::State::done() const {
   return at_.step >= options_.epochs * steps_per_epoch_ ||
          (options_.max_steps > 0 && at_.step >= options_.max_steps);
+}
+
+void Trainer::State::compare_positions(const lockstep::Group& group) const {
+  const auto step = static_cast<std::int64_t>(at_.step);
+  const auto first = lockstep::all_reduce_value(step, lockstep::ReduceOp::min, group);
+  const auto last = lockstep::all_reduce_value(step, lockstep::ReduceOp::max, group);
+  if (first == last) return;
+  throw std::runtime_error(fmt::format(
+      "cannot go on: the ranks' checkpoints stand at steps {} to {}, this rank's at {}; give all "
+      "hosts the same file",
+      first, last, step));
 }
 
 double Trainer::State::step(Network& network, std::span<const std::int64_t> part,
@@ -184,6 +215,7 @@ double Trainer::State::test(const lockstep::Group& group) {
 
 std::vector<EpochResult> Trainer::State::run(const lockstep::Group& group) {
   const auto shares = shares_of(options_.batch, group.size(), options_.shares);
+  compare_positions(group);
   std::optional<Report> report;
   if (group.rank() == 0) report.emplace(options_, steps_per_epoch_, at_.step);
   if (options_.sync_bn) lockstep::nn::convert_sync_batchnorm(model_, group);
@@ -196,7 +228,7 @@ std::vector<EpochResult> Trainer::State::run(const lockstep::Group& group) {
     report->after_epoch(epochs.back());
     if (!options_.save.empty()) save_checkpoint(options_.save, *model_, optimizer_, at_);
   }
-  if (report) report->summary(epochs, at_.seed, shares);
+  if (report && !epochs.empty()) report->summary(epochs, at_.seed, shares);
   return epochs;
 }
 

@@ -112,6 +112,7 @@ TEST_F(TrainerTest, data_parallel_4_is_one_replica_over_an_epoch) {
   options.data_parallel = 4;
   train_over(1, options);
   EXPECT_LT(compare_checkpoints(directory_ / "one.pt", directory_ / "four.pt").largest, kSame);
+  std::filesystem::remove(options.save);
   options.sync_bn = false;
   train_over(1, options);
   EXPECT_GT(compare_checkpoints(directory_ / "one.pt", directory_ / "four.pt").largest, kOther);
@@ -213,6 +214,47 @@ TEST_F(TrainerTest, resume_over_an_epoch_has_its_whole_loss) {
   ASSERT_EQ(resumed.size(), 1U);
   EXPECT_EQ(resumed.back().loss, straight.back().loss);
   EXPECT_EQ(resumed.back().test_accuracy, straight.back().test_accuracy);
+}
+
+TEST_F(TrainerTest, resume_is_of_one_checkpoint_on_all_ranks) {
+  Options options = small_options();
+  options.save = directory_ / "one.pt";
+  options.max_steps = 1;
+  train_over(1, options);
+  options.save = directory_ / "two.pt";
+  options.max_steps = 2;
+  train_over(1, options);
+  options.max_steps = 4;
+  options.save.clear();
+  try {
+    lockstep::run_ranks(2, [&](int rank) {
+      Options own = options;
+      own.load = directory_ / (rank == 0 ? "one.pt" : "two.pt");
+      Trainer(own, digits()).run(lockstep::default_group());
+    });
+    ADD_FAILURE() << "no error";
+  } catch (const std::runtime_error& error) {
+    EXPECT_NE(std::string(error.what()).find("stand at steps 1 to 2"), std::string::npos)
+        << error.what();
+  }
+}
+
+TEST_F(TrainerTest, restart_goes_on_from_what_it_saved) {
+  Options options = small_options();
+  options.max_steps = 3;
+  options.save = directory_ / "one.pt";
+  options.n_restarts = 1;  // before there was a checkpoint
+  EXPECT_EQ(Trainer(options, digits()).run(lockstep::Group()).size(), 1U);
+  // The last one was complete.
+  EXPECT_TRUE(Trainer(options, digits()).run(lockstep::Group()).empty());
+  options.max_steps = 4;
+  EXPECT_EQ(Trainer(options, digits()).run(lockstep::Group()).at(0).step, 4U);
+  // The first start takes no older training's checkpoint, and none of it is overwritten.
+  options.n_restarts = 0;
+  expect_error<std::invalid_argument>(options, "this file is there already");
+  options.load = options.save;
+  options.max_steps = 5;
+  EXPECT_EQ(Trainer(options, digits()).run(lockstep::Group()).at(0).step, 5U);
 }
 
 TEST_F(TrainerTest, checkpoint_of_something_else) {
