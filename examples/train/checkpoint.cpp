@@ -68,18 +68,28 @@ class TemporaryFile {
   bool renamed_ = false;
 };
 
-torch::serialize::InputArchive open_archive(const fs::path& path) {
-  if (!fs::is_regular_file(path)) {
-    throw std::runtime_error(fmt::format(
-        "cannot load {}: absent, expected a checkpoint that --save wrote", path.string()));
+/// What f reads of the file. Whatever it throws becomes a std::runtime_error that names the file.
+template <class F>
+auto read_from(const fs::path& path, F f) {
+  std::string why;
+  try {
+    return f();
+  } catch (const c10::Error& error) {
+    why = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    why = error.what();
   }
+  throw std::runtime_error(fmt::format("cannot load {}: {}", path.string(), why));
+}
+
+torch::serialize::InputArchive open_archive(const fs::path& path) {
+  constexpr const char* kExpected = "expected a checkpoint that --save wrote";
+  if (!fs::is_regular_file(path)) throw std::runtime_error(fmt::format("absent, {}", kExpected));
   torch::serialize::InputArchive archive;
   try {
     archive.load_from(path.string());
   } catch (const c10::Error& error) {
-    throw std::runtime_error(
-        fmt::format("cannot load {}: {}, expected a checkpoint that --save wrote", path.string(),
-                    error.what_without_backtrace()));
+    throw std::runtime_error(fmt::format("{}, {}", error.what_without_backtrace(), kExpected));
   }
   return archive;
 }
@@ -88,6 +98,18 @@ std::int64_t read_int(torch::serialize::InputArchive& archive, const std::string
   c10::IValue value;
   archive.read(key, value);
   return value.toInt();
+}
+
+/// A number of images or steps.
+std::size_t read_count(torch::serialize::InputArchive& archive, const std::string& key,
+                       std::int64_t least) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 48;  // arithmetic with it overflows nowhere
+  const std::int64_t count = read_int(archive, key);
+  if (count < least || count > kMost) {
+    throw std::runtime_error(
+        fmt::format("its {} is {}, expected {} to {}", key, count, least, kMost));
+  }
+  return static_cast<std::size_t>(count);
 }
 
 Position read_position(torch::serialize::InputArchive& archive) {
@@ -100,8 +122,8 @@ Position read_position(torch::serialize::InputArchive& archive) {
   return {.model = model.toStringRef(),
           .precision = precision.toStringRef(),
           .seed = static_cast<std::uint64_t>(read_int(archive, "seed")),
-          .batch = static_cast<std::size_t>(read_int(archive, "batch")),
-          .step = static_cast<std::size_t>(read_int(archive, "step")),
+          .batch = read_count(archive, "batch", /*least=*/1),
+          .step = read_count(archive, "step", /*least=*/0),
           .epoch_loss_sum = loss.toDouble()};
 }
 
@@ -128,16 +150,19 @@ void collect_tensors(torch::serialize::InputArchive& archive, const std::string&
 std::vector<std::vector<std::int64_t>> shapes_of(const torch::nn::Module& model) {
   std::vector<std::vector<std::int64_t>> shapes;
   for (const torch::Tensor& tensor : model.parameters()) shapes.push_back(tensor.sizes().vec());
+  for (const torch::Tensor& tensor : model.buffers()) shapes.push_back(tensor.sizes().vec());
   return shapes;
 }
 
 std::vector<NamedTensor> tensors_of(const fs::path& path) {
-  auto archive = open_archive(path);
-  torch::serialize::InputArchive network;
-  archive.read("network", network);
-  std::vector<NamedTensor> tensors;
-  collect_tensors(network, "", tensors);
-  return tensors;
+  return read_from(path, [&] {
+    auto archive = open_archive(path);
+    torch::serialize::InputArchive network;
+    archive.read("network", network);
+    std::vector<NamedTensor> tensors;
+    collect_tensors(network, "", tensors);
+    return tensors;
+  });
 }
 
 }  // namespace
@@ -167,31 +192,27 @@ void save_checkpoint(const fs::path& path, const torch::nn::Module& model,
 
 Position load_checkpoint(const fs::path& path, torch::nn::Module& model,
                          torch::optim::SGD& optimizer, const Position& expected) {
-  auto archive = open_archive(path);
-  try {
+  return read_from(path, [&] {
+    auto archive = open_archive(path);
     Position position = read_position(archive);
     if (position.model != expected.model || position.precision != expected.precision) {
-      throw std::runtime_error(fmt::format(
-          "cannot load {}: it holds a {} in {}, expected a {} in {}; give --model and --precision",
-          path.string(), position.model, position.precision, expected.model, expected.precision));
+      throw std::runtime_error(
+          fmt::format("it holds a {} in {}, expected a {} in {}; give --model and --precision",
+                      position.model, position.precision, expected.model, expected.precision));
     }
     const auto shapes = shapes_of(model);
     torch::serialize::InputArchive network;
     archive.read("network", network);
     model.load(network);
     if (shapes_of(model) != shapes) {
-      throw std::runtime_error(fmt::format(
-          "cannot load {}: its network is for images of other channels or classes than --data",
-          path.string()));
+      throw std::runtime_error(
+          "its network is for images of other channels or classes than --data");
     }
     torch::serialize::InputArchive momenta;
     archive.read("optimizer", momenta);
     optimizer.load(momenta);
     return position;
-  } catch (const c10::Error& error) {
-    throw std::runtime_error(
-        fmt::format("cannot load {}: {}", path.string(), error.what_without_backtrace()));
-  }
+  });
 }
 
 Difference compare_checkpoints(const fs::path& a, const fs::path& b) {
@@ -206,11 +227,9 @@ Difference compare_checkpoints(const fs::path& a, const fs::path& b) {
                       "checkpoints of one --model",
                       a.string(), b.string()));
     }
-    const double largest =
-        (left[i].tensor.to(torch::kFloat64) - right[i].tensor.to(torch::kFloat64))
-            .abs()
-            .max()
-            .item<double>();
+    const torch::Tensor differences =
+        (left[i].tensor.to(torch::kFloat64) - right[i].tensor.to(torch::kFloat64)).abs();
+    const double largest = differences.numel() == 0 ? 0 : differences.max().item<double>();
     if (i == 0 || largest > difference.largest || std::isnan(largest)) {
       difference = {largest, left[i].name};
       if (std::isnan(largest)) break;

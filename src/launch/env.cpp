@@ -60,7 +60,7 @@ Env Env::read() {
                       "as 30 or 0.5",
                       *text));
     }
-    env.timeout = std::chrono::milliseconds(std::llround(seconds * 1000));
+    env.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(seconds * 1000)));
   }
   return env;
 }

@@ -6,6 +6,7 @@
 #include <lockstep/lockstep.hpp>
 #include <map>
 #include <ostream>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -249,11 +250,43 @@ TEST(EnvironmentTest, segments_that_are_none) {
   EXPECT_NE(with("999:0123456789abcdef").find("the descriptor is closed"), std::string::npos);
 }
 
+// As tests/fuzz/environment_fuzz.cpp, which finds its own values.
+TEST(EnvironmentTest, random_values_make_a_world_that_can_be_or_a_refusal) {
+  const std::vector<std::string> parts = {"0", "1",   "2", "4",  "9",   "-1", "(x", ")",
+                                          ",", "(x2", "x", "1e", "0.5", "=",  "",   "16777216"};
+  const std::vector<Launcher> launchers = {Launcher::lockstep, Launcher::pytorch, Launcher::slurm,
+                                           Launcher::mpi};
+  std::mt19937 random(3);
+  int n_worlds = 0;
+  for (int i = 0; i < 4000; ++i) {
+    Values values = (std::vector{kTorchrun, kSrun, kOpenMpi, kMpich})[random() % 4];
+    for (auto& [name, value] : values) {
+      if (random() % 8 != 0) continue;
+      value.clear();
+      for (auto n = random() % 4; n > 0; --n) value += parts[random() % parts.size()];
+    }
+    const Variables variables(values);
+    try {
+      const comm::World world = launch::read_world(launchers[random() % launchers.size()]);
+      EXPECT_TRUE(world.rank >= 0 && world.rank < world.size);
+      EXPECT_TRUE(world.local_rank >= 0 && world.local_rank < world.local_size);
+      EXPECT_LE(world.local_size, world.size);
+      ++n_worlds;
+    } catch (const UsageError&) {
+    }
+  }
+  EXPECT_GT(n_worlds, 100);
+}
+
 TEST(EnvironmentTest, timeouts_that_are_none) {
   for (const char* damaged : {"", "x", "-1", "0", "nan", "inf", "1e99", "5s"}) {
     EXPECT_NE(refusal({{"LOCKSTEP_TIMEOUT", damaged}}).find("LOCKSTEP_TIMEOUT is '"),
               std::string::npos)
         << damaged;
+  }
+  {
+    const Variables variables(Values{{"LOCKSTEP_TIMEOUT", "0.0001"}});
+    EXPECT_EQ(Env::read().timeout, std::chrono::milliseconds(1));
   }
   const Variables variables(Values{{"LOCKSTEP_TIMEOUT", "0.25"}});
   init_dist();
