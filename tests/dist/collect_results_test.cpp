@@ -40,6 +40,12 @@ struct Case {
   bool has_tmpdir;
 };
 
+std::string name_of(const Case& value) {
+  return name_of(value.setting) + (value.has_tmpdir ? "_tmpdir" : "");
+}
+// Without it GoogleTest prints the bytes, those between the members too.
+std::ostream& operator<<(std::ostream& out, const Case& value) { return out << name_of(value); }
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const Setting& setting : few_ranks()) {
@@ -65,10 +71,7 @@ class CollectResultsTest : public ::testing::TestWithParam<Case> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CollectResultsTest, ::testing::ValuesIn(cases()),
-                         [](const auto& test) {
-                           return name_of(test.param.setting) +
-                                  (test.param.has_tmpdir ? "_tmpdir" : "");
-                         });
+                         [](const auto& test) { return name_of(test.param); });
 
 /// Item i of rank r.
 std::string item(int rank, int i) { return std::to_string(rank) + "." + std::to_string(i); }

@@ -1,4 +1,4 @@
-// Mixed load on every verb: nothing grows. LOCKSTEP_SOAK_SECONDS for more than a few (./dev soak).
+// Mixed load on every verb: nothing grows. `./dev soak` does so for longer.
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -11,10 +11,7 @@
 namespace lockstep::test {
 namespace {
 
-std::string seconds() {
-  const char* const text = std::getenv("LOCKSTEP_SOAK_SECONDS");
-  return text == nullptr ? "4" : text;
-}
+constexpr int kSeconds = 4;
 
 void expect_no_growth(const std::string& shell) {
   const TemporaryFolder folder;  // the command's own watchdog is for short runs
@@ -26,11 +23,11 @@ void expect_no_growth(const std::string& shell) {
 }
 
 TEST(SoakTest, processes_hold_no_more_after_mixed_load) {
-  expect_no_growth(fmt::format("{} run -n 3 {} {}", LOCKSTEP_COMMAND, SOAK, seconds()));
+  expect_no_growth(fmt::format("{} run -n 3 {} {}", LOCKSTEP_COMMAND, SOAK, kSeconds));
 }
 
 TEST(SoakTest, threads_hold_no_more_after_mixed_load) {
-  expect_no_growth(fmt::format("{} {} 3", SOAK, seconds()));
+  expect_no_growth(fmt::format("{} {} 3", SOAK, kSeconds));
 }
 
 }  // namespace
