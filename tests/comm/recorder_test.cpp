@@ -132,6 +132,34 @@ TEST(RecorderTest, threads_write_while_another_reads) {
   EXPECT_EQ(n_torn, 0U);
 }
 
+// What two threads leave that write one entry at once: fields of one call, the stamp of another.
+TEST(RecorderTest, an_entry_with_fields_of_two_calls_is_not_shown) {
+  const auto recorder = Recorder::in_process(0, 2);
+  Track track(recorder, "world", 0, 2, false);
+  for (std::uint64_t i = 1; i <= 3; ++i) {
+    Call call = call_of(i);
+    track.begin(call);
+    track.end(call);
+  }
+  FlightRecord& record = recorder->record();
+  FlightEntry& entry = record.entries[1];
+  const auto expect_hidden_by = [&](auto& field) {
+    field ^= 1U;
+    const auto operations = operations_of(record);
+    EXPECT_EQ(operations.size(), 2U);
+    field ^= 1U;
+    EXPECT_EQ(operations_of(record).size(), 3U);
+  };
+  expect_hidden_by(entry.sequence);
+  expect_hidden_by(entry.collective);
+  expect_hidden_by(entry.what);
+  expect_hidden_by(entry.count);
+  expect_hidden_by(entry.start);
+  expect_hidden_by(entry.site);
+  expect_hidden_by(entry.group);
+  expect_hidden_by(entry.stamp);
+}
+
 TEST(RecorderTest, more_groups_and_places_than_there_is_room_for) {
   const auto recorder = Recorder::in_process(0, 2);
   std::uint32_t last = 1;

@@ -127,17 +127,32 @@ TEST(MachineLimitsTest, no_address_space_is_left) {
   });
 }
 
-/// Every page of a segment has its place in memory before anybody stores there.
+/// Every page has its place in memory before anybody maps it or stores there. Mapping would take
+/// the pages too, but where there are none it says nothing, and the first store is a SIGBUS.
 TEST(MachineLimitsTest, pages_are_reserved_before_they_are_used) {
   const auto segment = shared::make_world(Segment::for_processes(4));
-  struct stat status {};
-  ASSERT_EQ(::fstat(segment->fd(), &status), 0);
-  EXPECT_EQ(status.st_blocks * 512, status.st_size);
-  const std::uint64_t offset =
-      shared::Range::make(*segment, 8U << 20U, /*n_users=*/1, [](std::byte*) {});
-  ASSERT_EQ(::fstat(segment->fd(), &status), 0);
-  EXPECT_EQ(status.st_blocks * 512, status.st_size);
-  EXPECT_GE(static_cast<std::uint64_t>(status.st_size), offset + (8U << 20U));
+  const auto n_bytes_held = [&] {
+    struct stat status {};
+    EXPECT_EQ(::fstat(segment->fd(), &status), 0);
+    EXPECT_EQ(status.st_blocks * 512, status.st_size);
+    return static_cast<std::size_t>(status.st_blocks) * 512;
+  };
+  const std::size_t before = n_bytes_held();
+  constexpr std::size_t kBytes = 8U << 20U;
+  const std::uint64_t offset = segment->reserve(kBytes);
+  EXPECT_EQ(n_bytes_held(), before + kBytes);
+  EXPECT_EQ(offset, before);
+}
+
+TEST(MachineLimitsTest, a_buffer_whose_reservation_is_forbidden_is_no_sigbus) {
+  in_child([] {
+    const auto segment = shared::make_world(Segment::for_processes(1));
+    forbid(SYS_fallocate);
+    expect_contains(
+        system_error(EPERM,
+                     [&] { shared::Range::make(*segment, 8U << 20U, 1, [](std::byte*) {}); }),
+        "cannot reserve");
+  });
 }
 
 TEST(MachineLimitsTest, more_ranks_than_a_host_takes) {
