@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <torch/torch.h>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
@@ -320,6 +321,50 @@ TEST(DistributedDataParallelTest, an_exception_after_the_first_bucket) {
                           model(at::ones({1, 2})).sum().backward();
                         }),
                std::runtime_error);
+}
+
+/// The all_reduce that notices runs on the group's worker.
+TEST(DistributedDataParallelTest, a_peer_killed_in_backward_is_told_by_backward) {
+  const auto statuses = test::run_processes(2, [] {
+    torch::nn::Sequential net(torch::nn::Linear(2, 3), torch::nn::Linear(3, 3));
+    DistributedDataParallel model(net, tiny_buckets());
+    model(at::ones({1, 2})).sum().backward();  // the first one also talks after the worker's calls
+    Tensor y = model(at::ones({1, 2}));
+    if (get_rank() == 1) {
+      y.register_hook([](const Tensor& gradient) {
+        ::raise(SIGKILL);
+        return gradient;
+      });
+    }
+    try {
+      y.sum().backward();
+      ADD_FAILURE() << "no error";
+    } catch (const PeerLost& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 1 was killed by signal 9"), std::string::npos)
+          << error.what();
+    }
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, SIGKILL}));
+}
+
+TEST(DistributedDataParallelTest, an_exception_of_a_hook_reaches_backward) {
+  for (const bool is_late : {false, true}) {
+    on_ranks(2, [is_late](int /*rank*/) {
+      torch::nn::Linear net(2, 3);
+      DistributedDataParallelOptions options;
+      options.hook = [is_late](const GradientBucket& /*bucket*/) -> std::function<void()> {
+        if (!is_late) throw std::out_of_range("at once");
+        return [] { throw std::out_of_range("at its end"); };
+      };
+      DistributedDataParallel model(net, options);
+      try {
+        model(at::ones({1, 2})).sum().backward();
+        ADD_FAILURE() << "no error";
+      } catch (const std::out_of_range& error) {
+        EXPECT_STREQ(error.what(), is_late ? "at its end" : "at once");
+      }
+    });
+  }
 }
 
 TEST(DistributedDataParallelTest, gradients_are_the_buckets_memory) {

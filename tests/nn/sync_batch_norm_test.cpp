@@ -550,6 +550,36 @@ TEST(SyncBatchNormModuleTest, one_value_per_channel_over_all_ranks) {
   }
 }
 
+/// Between forward and backward: the all_reduce of backward is called from a node of autograd.
+TEST(SyncBatchNormModuleTest, a_peers_exception_reaches_backward) {
+  std::string text;
+  const auto body = [&](int rank) {
+    SyncBatchNorm1d bn(3);
+    const Tensor y = bn->forward(at::ones({2, 3}).set_requires_grad(true));
+    if (rank == 1) throw std::out_of_range("no label");
+    try {
+      y.sum().backward();
+      ADD_FAILURE() << "no error";
+    } catch (const PeerFailed& error) {
+      text = error.what();
+    }
+  };
+  EXPECT_THROW(on_ranks(2, body), std::out_of_range);
+  EXPECT_NE(text.find("rank 1 failed: no label"), std::string::npos) << text;
+}
+
+TEST(SyncBatchNormModuleTest, a_peer_that_goes_elsewhere_is_told_by_backward) {
+  on_ranks(2, [](int rank) {
+    SyncBatchNorm1d bn(3);
+    const Tensor y = bn->forward(at::ones({2, 3}).set_requires_grad(true));
+    if (rank == 1) {
+      EXPECT_THROW(default_group().barrier(), MismatchError);
+    } else {
+      EXPECT_THROW(y.sum().backward(), MismatchError);
+    }
+  });
+}
+
 template <class F>
 std::string usage_error(F f) {
   try {
