@@ -51,7 +51,7 @@ FNR == 1 {
   library = FILENAME ~ /^(src|include)\//
   torch = FILENAME ~ /^(src|tests|bench)\/nn\// || FILENAME ~ /^bench\/peers\// ||
           FILENAME ~ /^include\/lockstep\/nn[\/.]/ || FILENAME ~ /^examples\// ||
-          FILENAME ~ /^tests\/(examples|consumer)\//
+          FILENAME ~ /^tests\/(examples|consumer|fuzz)\//
 }
 
 {
