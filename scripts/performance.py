@@ -57,10 +57,12 @@ def revision():
 
 
 def measure(lockstep, out, *names):
-    result = {'machine': machine(), 'date': datetime.date.today().isoformat(),
-              'revision': revision(), 'runs': {}}
-    if names:
-        result['runs'] = json.load(open(out))['runs'] if os.path.exists(out) else {}
+    result = {'machine': machine(), 'runs': {}}
+    if names and os.path.exists(out):
+        kept = json.load(open(out))
+        if kept['machine'] != result['machine']:
+            sys.exit(f"{out} is of another machine, {kept['machine']}: measure into another file")
+        result['runs'] = kept['runs']
     for name, arguments in RUNS.items():
         if names and name not in names:
             continue
@@ -72,7 +74,9 @@ def measure(lockstep, out, *names):
                 print(f'left out: {ended.stderr.strip()}', flush=True)
                 continue
             figures = json.load(open(file.name))
-        result['runs'][name] = {'command': ' '.join(['lockstep bench', *arguments]), **figures}
+        result['runs'][name] = {'command': ' '.join(['lockstep bench', *arguments]),
+                                'date': datetime.date.today().isoformat(),
+                                'revision': revision(), **figures}
     if not result['runs']:
         sys.exit('no run succeeded')
     with open(out, 'w') as file:
@@ -138,12 +142,18 @@ def picture_of(run, title, path):
     subprocess.run(['gnuplot'], input='\n'.join(script + data) + '\n', text=True, check=True)
 
 
+def when(result):
+    """Of its runs, which may be of several days."""
+    days = {f"{run['date']}, lockstep {run['revision']}": None for run in result['runs'].values()}
+    return '; '.join(days)
+
+
 def draw(result_path, page):
     result = json.load(open(result_path))
     text = open(page).read()
     images = os.path.join(os.path.dirname(page), 'images')
     blocks = {'machine': '{cpu}, {cores} cores, {memory_gib} GiB, Linux {kernel}; '.format(
-        **result['machine']) + f"{result['date']}, lockstep {result['revision']}"}
+        **result['machine']) + when(result)}
     for name, run in result['runs'].items():
         blocks[name] = (f"### {TITLES[name]}\n\n    {run['command']}\n\n{table_of(run)}\n\n"
                         f"![{name}](images/performance_{name}.svg)")
@@ -204,7 +214,7 @@ def check(result_path, goals_path):
 def diff(path_a, path_b):
     a, b = json.load(open(path_a)), json.load(open(path_b))
     for side, result in (('A', a), ('B', b)):
-        print(f"{side}: {result['machine']['cpu']}, {result['date']}")
+        print(f"{side}: {result['machine']['cpu']}, {when(result)}")
     for name in a['runs']:
         if name not in b['runs']:
             continue
