@@ -18,7 +18,7 @@ using launch::variable;
 namespace {
 
 std::optional<std::string> folder(const char* name) {
-  const auto path = variable(name);
+  auto path = variable(name);
   if (path && ::access(path->c_str(), W_OK | X_OK) != 0) {
     launch::refuse(fmt::format("{} is '{}': {}; it takes an existing folder to write to", name,
                                *path, std::strerror(errno)));
