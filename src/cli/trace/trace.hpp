@@ -3,7 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -19,8 +19,15 @@ class Texts {
   const std::string& operator[](std::uint32_t number) const { return texts_[number]; }
 
  private:
-  std::deque<std::string> texts_{""};  // whose addresses stay
-  std::unordered_map<std::string_view, std::uint32_t> numbers_{{texts_[0], 0}};
+  struct Hash {
+    using is_transparent = void;
+    std::size_t operator()(std::string_view text) const {
+      return std::hash<std::string_view>()(text);
+    }
+  };
+
+  std::vector<std::string> texts_{""};
+  std::unordered_map<std::string, std::uint32_t, Hash, std::equal_to<>> numbers_{{"", 0}};
 };
 
 /// A row of the trace: one rank of one start of one world.
