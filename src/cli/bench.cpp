@@ -55,6 +55,7 @@ int bench(const std::vector<std::string>& arguments) {
   std::uint64_t most = std::uint64_t{16} << 20;
   std::uint64_t factor = 4;
   int block_ms = 50;
+  bool is_tuning = false;
   bool with_threads = false;
   bool without_processes = false;
   bool is_unpinned = false;
@@ -92,6 +93,9 @@ int bench(const std::vector<std::string>& arguments) {
       ->check(CLI::Range(1, 1000));
   app.add_option("--block-ms", block_ms, "Length of a block (default 50)")
       ->check(CLI::Range(1, 60'000));
+  app.add_flag("--tune", is_tuning,
+               "Only measure the shared engine's thresholds for -n ranks, a\n"
+               "minute or so: prints the LOCKSTEP_TUNE=... that fits best");
   app.add_option("--json", json, "Write all figures to FILE");
   app.add_option("--svg", svg, "Draw the latencies to FILE (gnuplot)");
   // How the ranks of ours are started: not for users.
@@ -111,6 +115,10 @@ int bench(const std::vector<std::string>& arguments) {
   for (std::uint64_t size = least; size <= most; size *= factor) plan.sizes.push_back(size);
   plan.block_time = std::chrono::milliseconds(block_ms);
   if (!is_unpinned) plan.cores = cores();
+  if (is_tuning) {
+    fmt::print("{}\n", bench::tuned(plan));
+    return 0;
+  }
 
   std::vector<std::string> missing;
   std::vector<bench::Entrant> entrants =

@@ -132,5 +132,16 @@ TEST(BenchTest, wrong_results_are_not_timed) {
   EXPECT_EQ(bench::measure(idle, block, alone).size(), 1U);
 }
 
+TEST(BenchTest, tune_prints_a_setting_that_is_taken) {
+  const Ended ended = bench({"--tune", "--unpinned", "--blocks", "1", "--block-ms", "1"});
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  ASSERT_EQ(ended.out.rfind("LOCKSTEP_TUNE=flat=", 0), 0U) << ended.out;
+  const std::string value = ended.out.substr(14, ended.out.size() - 15);
+  Command with_it(StartOptions{
+      .arguments = {"bench", "--unpinned", "--max", "4", "--blocks", "1", "--block-ms", "1"},
+      .variables = {{"LOCKSTEP_TUNE", value}}});
+  EXPECT_EQ(with_it.wait().exit_code, 0);
+}
+
 }  // namespace
 }  // namespace lockstep::test

@@ -100,6 +100,10 @@ struct Row {
 std::vector<Row> measure_all(const Plan& plan, std::vector<std::unique_ptr<Team>>& teams,
                              const std::function<void(Verb, std::uint64_t)>& progress);
 
+/// Measures where the shared engine's thresholds are best for such ranks on this machine: a value
+/// of LOCKSTEP_TUNE, with its name. Takes a minute or so. Throws what Team and its run throw.
+std::string tuned(const Plan& plan);
+
 std::string table_of(const Plan& plan, const std::vector<Row>& rows);
 nlohmann::json json_of(const Plan& plan, const std::vector<Row>& rows);
 /// Draws the latencies with gnuplot. Throws SystemError where there is none.
