@@ -57,7 +57,7 @@ std::uint64_t Channel::wait_for_chunk(const Call& call) {
   // Now it is here, even if the sender is not; but the chunks before it are others' to take.
   for (; oldest != mine; oldest = n_taken()) {
     const int taker = taker_of(oldest);
-    wait(call, n_taken() == oldest ? taker : call.root, [&] { return n_taken() != oldest; });
+    if (n_taken() == oldest) wait(call, taker, [&] { return n_taken() != oldest; });
   }
   return mine;
 }
