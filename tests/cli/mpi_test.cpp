@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -68,6 +69,20 @@ class MpiTest : public ::testing::TestWithParam<Mpi> {
     EXPECT_EQ(n_outputs, n_ranks);
   }
 
+  /// What the doctor says of the flight records of 3 ranks.
+  static std::string records_of(const std::string& fault, const std::string& backend) {
+    const TemporaryFolder records;
+    const TemporaryFolder said;
+    EXPECT_NE(mpirun(3, fmt::format("env LOCKSTEP_RECORD_DIR={} {} {} {} {}", records.path(),
+                                    OVER_MPI_PROGRAM, fault, said.path(), backend))
+                  .exit_code,
+              0);
+    Command doctor(StartOptions{.arguments = {"doctor", "--record", records.path()}});
+    const Ended ended = doctor.wait();
+    EXPECT_EQ(ended.exit_code, 0) << ended.err;
+    return ended.out;
+  }
+
   static void expect_failure(const std::string& fault, const std::string& text,
                              const std::string& variables = "") {
     const TemporaryFolder said;
@@ -117,36 +132,19 @@ TEST_P(MpiTest, mmengine_cases) {
 
 TEST_P(MpiTest, flight_records_name_the_rank_that_parted) {
   for (const std::string backend : {"mpi", "hierarchical"}) {
-    const TemporaryFolder records;
-    const TemporaryFolder said;
-    const std::string line = fmt::format("env LOCKSTEP_RECORD_DIR={} {} mismatch {} {}",
-                                         records.path(), OVER_MPI_PROGRAM, said.path(), backend);
-    EXPECT_NE(mpirun(3, line).exit_code, 0);
-    Command doctor(StartOptions{.arguments = {"doctor", "--record", records.path()}});
-    const Ended ended = doctor.wait();
-    EXPECT_EQ(ended.exit_code, 0) << ended.err;
-    EXPECT_NE(ended.out.find("records of ranks 0, 1, 2"), std::string::npos) << ended.out;
-    EXPECT_NE(ended.out.find("Culprit: rank 2, which called something else as collective 2 of "
-                             "group 'world'"),
-              std::string::npos)
-        << ended.out;
+    const std::string text = records_of("mismatch", backend);
+    expect_contains(text, "records of ranks 0, 1, 2");
+    expect_contains(text,
+                    "Culprit: rank 2, which called something else as collective 2 of group "
+                    "'world'");
   }
 }
 
 TEST_P(MpiTest, a_killed_rank_leaves_its_flight_record) {
   for (const std::string backend : {"mpi", "hierarchical"}) {
-    const TemporaryFolder records;
-    const TemporaryFolder said;
-    const std::string line = fmt::format("env LOCKSTEP_RECORD_DIR={} {} killed {} {}",
-                                         records.path(), OVER_MPI_PROGRAM, said.path(), backend);
-    EXPECT_NE(mpirun(3, line).exit_code, 0);
-    Command doctor(StartOptions{.arguments = {"doctor", "--record", records.path()}});
-    const Ended ended = doctor.wait();
-    EXPECT_EQ(ended.exit_code, 0) << ended.err;
-    EXPECT_NE(ended.out.find("rank 1: wrote no record itself: it was killed, or still runs\n"
-                             "          last operation: barrier at over_mpi.cpp:"),
-              std::string::npos)
-        << ended.out;
+    expect_contains(records_of("killed", backend),
+                    "rank 1: wrote no record itself: it was killed, or still runs\n"
+                    "          last operation: barrier at over_mpi.cpp:");
   }
 }
 
