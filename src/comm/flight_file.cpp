@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/fd.hpp"
+#include "base/text.hpp"
 
 namespace lockstep::comm {
 namespace {
@@ -72,7 +73,7 @@ std::optional<std::string> read_flight_file(const std::string& path) {
     return std::nullopt;
   }
   return json_of(file->record, "wrote no record itself: it was killed, or still runs",
-                 {file->host.data(), ::strnlen(file->host.data(), file->host.size())});
+                 base::text_in(file->host));
 }
 
 }  // namespace lockstep::comm

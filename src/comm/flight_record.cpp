@@ -13,15 +13,12 @@
 #include <nlohmann/json.hpp>
 
 #include "base/fd.hpp"
+#include "base/text.hpp"
 #include "base/ticks.hpp"
 #include "comm/call_word.hpp"
 
 namespace lockstep::comm {
 namespace {
-
-std::string_view text_of(const char* data, std::size_t capacity) noexcept {
-  return {data, ::strnlen(data, capacity)};
-}
 
 /// Paths and peers' words may hold any byte; JSON is UTF-8.
 constexpr auto kReplace = nlohmann::json::error_handler_t::replace;
@@ -57,12 +54,10 @@ nlohmann::json json_of(const FlightRecord& record, const Operation& operation) {
 
 std::string_view site_of(const FlightRecord& record, std::uint32_t site) noexcept {
   const auto& text = record.sites[std::min<std::size_t>(site, FlightRecord::kMaxSites - 1)];
-  return text_of(text.data(), text.size());
+  return base::text_in(text);
 }
 
-std::string_view name_of(const FlightGroup& group) noexcept {
-  return text_of(group.name.data(), group.name.size());
-}
+std::string_view name_of(const FlightGroup& group) noexcept { return base::text_in(group.name); }
 
 std::size_t n_groups_of(const FlightRecord& record) noexcept {
   return std::min<std::size_t>(record.n_groups.load(std::memory_order_acquire) + 1,

@@ -8,6 +8,7 @@
 #include <span>
 #include <utility>
 
+#include "base/text.hpp"
 #include "comm/call_word.hpp"
 #include "comm/flight_file.hpp"
 
@@ -17,12 +18,6 @@ namespace {
 constexpr std::size_t kBlocks = FlightRecord::kEntries / FlightRecord::kBlock;
 static_assert(kBlocks * FlightRecord::kBlock == FlightRecord::kEntries);
 
-void copy_text(std::span<char> to, std::string_view text) {
-  const std::size_t n = std::min(text.size(), to.size() - 1);
-  std::memcpy(to.data(), text.data(), n);
-  to[n] = '\0';
-}
-
 }  // namespace
 
 Recorder::Recorder(std::shared_ptr<FlightRecord> memory) : record_(std::move(memory)) {
@@ -30,8 +25,8 @@ Recorder::Recorder(std::shared_ptr<FlightRecord> memory) : record_(std::move(mem
   record_->anchor_ticks = anchor.ticks;
   record_->anchor_ns = anchor.ns;
   record_->pid = ::getpid();
-  copy_text(record_->sites[0], "(one of too many call sites)");
-  copy_text(record_->groups[0].name, "(one of too many groups)");
+  base::copy_text(record_->sites[0], "(one of too many call sites)");
+  base::copy_text(record_->groups[0].name, "(one of too many groups)");
 }
 
 std::shared_ptr<Recorder> Recorder::in_process(int rank, int world_size,
@@ -52,8 +47,8 @@ std::uint32_t Recorder::site(const std::source_location& where) {
   if (sites_.size() + 1 >= FlightRecord::kMaxSites) return 0;
   sites_.push_back({where.file_name(), where.line()});
   const std::string_view path = where.file_name();
-  copy_text(record_->sites[sites_.size()],
-            fmt::format("{}:{}", path.substr(path.find_last_of('/') + 1), where.line()));
+  base::copy_text(record_->sites[sites_.size()],
+                  fmt::format("{}:{}", path.substr(path.find_last_of('/') + 1), where.line()));
   const auto number = static_cast<std::uint32_t>(sites_.size());
   if (trace_) trace_->name_site(number, site_of(*record_, number));
   return number;
@@ -64,7 +59,7 @@ std::uint32_t Recorder::add_group(std::string_view name, int rank, int size) {
   const std::uint32_t number = record_->n_groups.load(std::memory_order_relaxed) + 1;
   if (number >= FlightRecord::kMaxGroups) return 0;
   FlightGroup& group = record_->groups[number];
-  copy_text(group.name, name);
+  base::copy_text(group.name, name);
   group.rank = rank;
   group.size = size;
   if (trace_) trace_->name_group(number, name_of(group));

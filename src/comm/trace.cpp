@@ -16,6 +16,7 @@
 #include <lockstep/trace.hpp>
 #include <span>
 
+#include "base/text.hpp"
 #include "comm/recorder.hpp"
 #include "comm/session.hpp"
 
@@ -30,12 +31,6 @@ constexpr auto relaxed = std::memory_order_relaxed;
 
 [[noreturn]] void fail(int error_number, const std::string& text) {
   throw SystemError({.operation = "trace"}, error_number, text);
-}
-
-void copy_text(std::span<char> to, std::string_view text) noexcept {
-  const std::size_t n = std::min(text.size(), to.size() - 1);
-  std::memcpy(to.data(), text.data(), n);
-  to[n] = '\0';
 }
 
 /// Returns an error number. Pages are reserved before use, so that a full disk is no SIGBUS.
@@ -96,7 +91,7 @@ Trace::Trace(const std::string& dir, const FlightRecord& record) {
   const char* const restart = std::getenv("LOCKSTEP_RESTART");  // as Env::restart
   file_->n_restarts = restart == nullptr ? 0 : std::atoi(restart);
   file_->job = record.job;
-  copy_text(file_->clock, name_of_clock());
+  base::copy_text(file_->clock, name_of_clock());
   ::gethostname(file_->host.data(), file_->host.size() - 1);
   const base::TickAnchor anchor = base::now();
   file_->anchor_ticks = anchor.ticks;
@@ -112,11 +107,11 @@ Trace::Trace(const std::string& dir, const FlightRecord& record) {
 Trace::~Trace() { ::munmap(file_, sizeof(TraceFile)); }
 
 void Trace::name_site(std::uint32_t number, std::string_view text) noexcept {
-  copy_text(file_->sites[number], text);
+  base::copy_text(file_->sites[number], text);
 }
 
 void Trace::name_group(std::uint32_t number, std::string_view text) noexcept {
-  copy_text(file_->groups[number], text);
+  base::copy_text(file_->groups[number], text);
 }
 
 TraceEvent* Trace::begin(const TraceEvent::CallPart& call, std::uint64_t start) noexcept {
@@ -179,7 +174,7 @@ std::int32_t Trace::this_thread() noexcept {
   known = {file_, file_->anchor_ns, ::gettid()};
   std::array<char, 16> name{};
   if (known.thread == ::getpid()) {
-    copy_text(name, "main");
+    base::copy_text(name, "main");
   } else {
     ::pthread_getname_np(::pthread_self(), name.data(), name.size());
   }

@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "base/fd.hpp"
+#include "base/text.hpp"
 #include "launch/errors.hpp"
 #include "launch/rank_environment.hpp"
 
@@ -67,15 +68,12 @@ struct Message {
 };
 constexpr std::size_t kHeadBytes = offsetof(Message, kind);
 
-std::string text_of(const Message& message) {
-  return {message.text.data(), ::strnlen(message.text.data(), message.text.size())};
-}
+std::string text_of(const Message& message) { return std::string(base::text_in(message.text)); }
 
 Message with_text(Kind kind, const std::string& text) {
   Message message;
   message.kind = kind;
-  const std::size_t n = std::min(text.size(), message.text.size() - 1);
-  std::memcpy(message.text.data(), text.data(), n);
+  base::copy_text(message.text, text);
   return message;
 }
 

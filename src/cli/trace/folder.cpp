@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "base/fd.hpp"
+#include "base/text.hpp"
 #include "base/ticks.hpp"
 #include "cli/trace/trace.hpp"
 #include "comm/call_word.hpp"
@@ -30,10 +31,8 @@ using comm::TraceFile;
   throw UsageError({.operation = "lockstep trace"}, text);
 }
 
-/// The texts and numbers of a file are trusted to be nothing but bytes of it.
-std::string text_of(std::span<const char> text) {
-  return {text.data(), ::strnlen(text.data(), text.size())};
-}
+/// Of a file's head, whose texts and numbers are trusted to be nothing but bytes of it.
+std::string text_of(std::span<const char> array) { return std::string(base::text_in(array)); }
 
 using Mapping = std::shared_ptr<const TraceFile>;
 

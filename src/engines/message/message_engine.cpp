@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/text.hpp"
 #include "comm/call_word.hpp"
 #include "comm/check.hpp"
 #include "kernels/reduce.hpp"
@@ -59,7 +60,7 @@ static_assert(sizeof(First) == 128);
 
 std::string_view file_of(const Header& header) {
   // A peer sent it: it may lack its end.
-  return {header.file.data(), ::strnlen(header.file.data(), header.file.size())};
+  return base::text_in(header.file);
 }
 
 bool agree(const Header& a, const Header& b, bool compares_sites) {

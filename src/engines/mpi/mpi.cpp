@@ -21,6 +21,7 @@
 
 #include "base/cpus.hpp"
 #include "base/futex.hpp"
+#include "base/text.hpp"
 #include "engines/message/message_engine.hpp"
 #include "engines/mpi/abi.hpp"
 
@@ -268,7 +269,7 @@ void Channel::tell(Notice notice, std::string_view text) noexcept {
 
 void Channel::fail(const Note& note, const Call& call) const {
   const ErrorContext context = context_of(call, rank_);
-  const std::string text(note.text.data(), ::strnlen(note.text.data(), note.text.size()));
+  const std::string text(base::text_in(note.text));
   switch (note.notice) {
     case Notice::left:
       throw PeerLost(context,

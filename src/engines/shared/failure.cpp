@@ -7,6 +7,7 @@
 #include <lockstep/error.hpp>
 #include <thread>
 
+#include "base/text.hpp"
 #include "engines/shared/channel.hpp"
 #include "engines/shared/record.hpp"
 
@@ -27,9 +28,7 @@ void Channel::note_failure(FailureKind kind, std::string_view text, int error_nu
   if (!failure.state.compare_exchange_strong(none, FailureState::writing)) return;
   failure.kind = kind;
   failure.error_number = error_number;
-  const std::size_t n = std::min(text.size(), failure.text.size() - 1);
-  std::memcpy(failure.text.data(), text.data(), n);
-  failure.text[n] = '\0';
+  base::copy_text(failure.text, text);
   failure.state.store(FailureState::ready, std::memory_order_seq_cst);
   header_->bell.fetch_add(1, std::memory_order_seq_cst);
   base::futex_wake_all(header_->bell, seat_->segment().scope());
@@ -53,7 +52,7 @@ void Channel::throw_failure(const Call& call) {
     }
     std::this_thread::yield();
   }
-  const std::string text(failure.text.data(), ::strnlen(failure.text.data(), failure.text.size()));
+  const std::string text(base::text_in(failure.text));
   switch (failure.kind) {
     case FailureKind::mismatch: throw MismatchError(context_of(call, rank_), text);
     case FailureKind::timeout: throw TimeoutError(context_of(call, rank_), text);

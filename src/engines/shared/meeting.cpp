@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/fd.hpp"
+#include "base/text.hpp"
 #include "engines/shared/world.hpp"
 
 namespace lockstep::shared {
@@ -62,18 +63,6 @@ struct Reply {
   std::uint64_t nonce;
   std::array<char, 1024> text;
 };
-
-template <std::size_t kSize>
-void put_text(std::array<char, kSize>& to, std::string_view text) {
-  const std::size_t n = std::min(text.size(), kSize - 1);
-  std::memcpy(to.data(), text.data(), n);
-  to[n] = '\0';
-}
-
-template <std::size_t kSize>
-std::string text_of(const std::array<char, kSize>& from) {
-  return {from.data(), ::strnlen(from.data(), kSize)};
-}
 
 struct Address {
   sockaddr_un name{};
@@ -299,15 +288,15 @@ class Leader : Meeting {
                            "container, or use another backend",
                            hello.rank));
     }
-    if (text_of(hello.job) != text_of(my_job())) {
+    if (base::text_in(hello.job) != base::text_in(my_job())) {
       fail_all(Answer::mismatch, fmt::format("rank {} belongs to another job ({}) than rank 0 ({})",
-                                             hello.rank, text_of(hello.job), job_));
+                                             hello.rank, base::text_in(hello.job), job_));
     }
   }
 
   std::array<char, 512> my_job() const {
     std::array<char, 512> job{};
-    put_text(job, job_);
+    base::copy_text(job, job_);
     return job;
   }
 
@@ -329,7 +318,7 @@ class Leader : Meeting {
   void tell_all(Answer answer, const std::string& text) {
     listener_.reset();  // before anybody can try again
     Reply reply{.greeting = kGreeting, .answer = answer, .nonce = 0, .text = {}};
-    put_text(reply.text, text);
+    base::copy_text(reply.text, text);
     for (const Member& member : members_) {
       if (member.socket) ::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL);
     }
@@ -396,7 +385,7 @@ class Follower : Meeting {
     say_hello();
     base::UniqueFd segment_fd;
     const Reply reply = receive(segment_fd);
-    if (reply.answer != Answer::segment) fail(reply.answer, text_of(reply.text));
+    if (reply.answer != Answer::segment) fail(reply.answer, std::string(base::text_in(reply.text)));
     auto seat = std::make_shared<Seat>(Segment::attach(std::move(segment_fd), reply.nonce), rank_);
     ::send(socket_.get(), "!", 1, MSG_NOSIGNAL);
     return seat;
@@ -429,7 +418,7 @@ class Follower : Meeting {
                 .pid = ::getpid(),
                 .patience_ms = patience.count(),
                 .job = {}};
-    put_text(hello.job, job_);
+    base::copy_text(hello.job, job_);
     if (::send(socket_.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) lose_leader();
   }
 

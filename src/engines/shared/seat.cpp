@@ -12,19 +12,10 @@
 #include <thread>
 
 #include "base/process.hpp"
+#include "base/text.hpp"
 #include "base/ticks.hpp"
 
 namespace lockstep::shared {
-namespace {
-
-void copy_text(std::span<char> to, std::string_view text) {
-  const std::size_t n = std::min(text.size(), to.size() - 1);
-  std::memcpy(to.data(), text.data(), n);
-  to[n] = '\0';
-}
-
-}  // namespace
-
 std::string describe_wait_status(int status) {
   if (WIFSIGNALED(status)) {
     const int signal = WTERMSIG(status);
@@ -35,7 +26,7 @@ std::string describe_wait_status(int status) {
 }
 
 void mark_ended(RankBlock& block, std::string_view failure) noexcept {
-  if (!failure.empty()) copy_text(block.failure, failure);
+  if (!failure.empty()) base::copy_text(block.failure, failure);
   // Release: a peer that sees the state sees the text, and all that the rank published before.
   block.state.store(failure.empty() ? RankState::left : RankState::failed,
                     std::memory_order_release);
@@ -77,9 +68,7 @@ std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
   // Acquire: see the text of a failure, and everything published before leaving.
   const RankState state = peer.state.load(std::memory_order_acquire);
   if (state == RankState::failed) {
-    return Ending{
-        .failed = true,
-        .text = {peer.failure.data(), ::strnlen(peer.failure.data(), peer.failure.size())}};
+    return Ending{.failed = true, .text = std::string(base::text_in(peer.failure))};
   }
   const int status = peer.wait_status_plus_one.load(std::memory_order_acquire);
   if (state == RankState::left || status != 0) {
