@@ -1,0 +1,267 @@
+// A training step of a resnet18 with SyncBatchNorm, batch 8 and one thread on each rank of
+// `lockstep run -n 2 -- bench_distributed_data_parallel [IMAGE_SIZE...]`, and what communication
+// adds to it: against the same step with nobody else, the gradients' way is
+// DistributedDataParallel's, c10d's own Reducer (that of PyTorch's DDP) over Gloo, or an average of
+// every gradient after backward. The four take turns, step by step; a row is the median over the
+// steps, in ms, on rank 0.
+
+#include <fmt/format.h>
+#include <malloc.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <lockstep/lockstep.hpp>
+#include <lockstep/nn.hpp>
+#include <string>
+#include <vector>
+
+#include "resnet18.hpp"
+
+#ifdef USE_C10D_GLOO
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#endif
+
+namespace {
+
+using namespace lockstep::bench;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::int64_t kBatch = 8, kClasses = 1000;
+constexpr std::chrono::seconds kTime{20};  // for each image size
+constexpr std::size_t kMinSteps = 9;
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
+                   values.end());
+  return values[values.size() / 2];
+}
+
+/// A network of its own, and how its gradients become the same on all ranks.
+class Contestant {
+ public:
+  explicit Contestant(const lockstep::Group& statistics) {
+    torch::manual_seed(1);
+    net_ = resnet18(kClasses);
+    lockstep::nn::convert_sync_batchnorm(net_, statistics);
+    sgd_ = std::make_unique<torch::optim::SGD>(net_->parameters(), 1e-3);
+  }
+  virtual ~Contestant() = default;
+  Contestant(const Contestant&) = delete;
+  Contestant& operator=(const Contestant&) = delete;
+
+  /// Of the last moment at which any rank began, to the end on this rank.
+  double step_ms(const Tensor& x, const Tensor& labels) {
+    for (const Tensor& parameter : net_->parameters()) {
+      if (parameter.mutable_grad().defined()) parameter.mutable_grad().zero_();
+    }
+    lockstep::barrier();
+    const auto begin = Clock::now();
+    forward_and_backward(x, labels);
+    sgd_->step();
+    return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+  }
+
+  Tensor first_weight() const { return net_->parameters().front(); }
+
+ protected:
+  virtual void forward_and_backward(const Tensor& x, const Tensor& labels) = 0;
+
+  Sequential net_{nullptr};
+
+ private:
+  std::unique_ptr<torch::optim::SGD> sgd_;
+};
+
+/// Communication that costs nothing: the ranks only wait for each other.
+class Alone : public Contestant {
+ public:
+  Alone() : Contestant(lockstep::default_group().split(/*color=*/lockstep::get_rank())) {}
+
+ private:
+  void forward_and_backward(const Tensor& x, const Tensor& labels) override {
+    torch::cross_entropy_loss(net_->forward(x), labels).backward();
+    lockstep::barrier();
+  }
+};
+
+class Ddp : public Contestant {
+ public:
+  Ddp() : Contestant(lockstep::default_group()), ddp_(net_) {}
+
+ private:
+  void forward_and_backward(const Tensor& x, const Tensor& labels) override {
+    torch::cross_entropy_loss(ddp_(x), labels).backward();
+  }
+  lockstep::nn::DistributedDataParallel<Sequential> ddp_;
+};
+
+class AfterBackward : public Contestant {
+ public:
+  AfterBackward() : Contestant(lockstep::default_group()) {}
+
+ private:
+  void forward_and_backward(const Tensor& x, const Tensor& labels) override {
+    torch::cross_entropy_loss(net_->forward(x), labels).backward();
+    for (const Tensor& parameter : net_->parameters()) {
+      lockstep::nn::all_reduce(parameter.mutable_grad(), lockstep::ReduceOp::mean);
+    }
+  }
+};
+
+#ifdef USE_C10D_GLOO
+/// Buckets as PyTorch's DDP makes them (reverse order, the first of 1 MiB, then 25 MiB; gradients
+/// are views of them), each given to ProcessGroupGloo as soon as it is full, while backward goes
+/// on.
+class C10d : public Contestant {
+ public:
+  C10d() : Contestant(lockstep::default_group()), gloo_(make_gloo()) {
+    auto parameters = net_->parameters();
+    std::reverse(parameters.begin(), parameters.end());
+    std::int64_t limit = 1 << 20;
+    for (auto first = parameters.begin(); first != parameters.end(); limit = 25 << 20) {
+      std::int64_t n = 0;
+      auto last = first;
+      while (last != parameters.end() && n * 4 < limit) n += (last++)->numel();
+      buckets_.push_back({torch::zeros({n}), static_cast<std::size_t>(last - first)});
+      for (n = 0; first != last; ++first) {
+        first->mutable_grad() =
+            buckets_.back().gradients.narrow(0, n, first->numel()).view_as(*first);
+        n += first->numel();
+        accumulators_.push_back(torch::autograd::impl::grad_accumulator(*first));
+        accumulators_.back()->add_post_hook(std::make_unique<Ready>(*this, buckets_.size() - 1));
+      }
+    }
+  }
+
+ private:
+  struct Bucket {
+    Tensor gradients;
+    std::size_t n_parameters;
+    std::size_t n_ready = 0;
+    c10::intrusive_ptr<c10d::Work> work = {};
+  };
+
+  struct Ready : torch::autograd::FunctionPostHook {
+    Ready(C10d& all, std::size_t bucket) : all_(all), bucket_(bucket) {}
+    torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                              const torch::autograd::variable_list&) override {
+      Bucket& bucket = all_.buckets_[bucket_];
+      if (++bucket.n_ready == bucket.n_parameters) {
+        std::vector<Tensor> tensors{bucket.gradients.div_(lockstep::get_world_size())};
+        bucket.work = all_.gloo_->allreduce(tensors);
+      }
+      return outputs;
+    }
+    C10d& all_;
+    std::size_t bucket_;
+  };
+
+  static c10::intrusive_ptr<c10d::ProcessGroupGloo> make_gloo() {
+    const bool serves = lockstep::is_main_process();
+    c10d::TCPStoreOptions where;
+    where.port = 0;
+    where.isServer = serves;
+    where.waitWorkers = false;
+    c10::intrusive_ptr<c10d::TCPStore> store;
+    if (serves) store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", where);
+    if (serves) where.port = store->getPort();
+    lockstep::broadcast_object(where.port);
+    if (!serves) store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", where);
+    const auto options = c10d::ProcessGroupGloo::Options::create();
+    options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
+    return c10::make_intrusive<c10d::ProcessGroupGloo>(store, lockstep::get_rank(),
+                                                       lockstep::get_world_size(), options);
+  }
+
+  void forward_and_backward(const Tensor& x, const Tensor& labels) override {
+    torch::cross_entropy_loss(net_->forward(x), labels).backward();
+    for (Bucket& bucket : buckets_) {
+      bucket.work->wait();
+      bucket.n_ready = 0;
+    }
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_;
+  std::vector<Bucket> buckets_;
+  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
+};
+#endif
+
+struct Row {
+  std::string name;
+  std::unique_ptr<Contestant> contestant;
+  std::vector<double> ms = {};
+};
+
+void compare(std::int64_t size) {
+  std::vector<Row> rows;
+  rows.push_back({"nobody else", std::make_unique<Alone>()});
+  rows.push_back({"DistributedDataParallel", std::make_unique<Ddp>()});
+#ifdef USE_C10D_GLOO
+  rows.push_back({"buckets over c10d Gloo", std::make_unique<C10d>()});
+#endif
+  rows.push_back({"average after backward", std::make_unique<AfterBackward>()});
+  torch::manual_seed(2 + lockstep::get_rank());
+  const Tensor x = torch::rand({kBatch, 3, size, size});
+  const Tensor labels = torch::randint(kClasses, {kBatch});
+  // Buckets are made anew after the first step.
+  for (int i = 0; i < 2; ++i) {
+    for (Row& row : rows) row.contestant->step_ms(x, labels);
+  }
+  const auto end = Clock::now() + kTime;
+  for (bool goes_on = true; goes_on; lockstep::broadcast_object(goes_on)) {
+    for (Row& row : rows) row.ms.push_back(row.contestant->step_ms(x, labels));
+    goes_on = Clock::now() < end || rows[0].ms.size() < kMinSteps;
+  }
+  // All but the first have gone the same way.
+  for (std::size_t i = 2; i < rows.size(); ++i) {
+    const double difference =
+        (rows[i].contestant->first_weight() - rows[1].contestant->first_weight())
+            .abs()
+            .max()
+            .item<double>();
+    if (difference > 1e-4) {
+      throw std::runtime_error(
+          fmt::format("{}: other weights than {}, by {}", rows[i].name, rows[1].name, difference));
+    }
+  }
+  if (!lockstep::is_main_process()) return;
+  const double alone = median(rows[0].ms);
+  for (const Row& row : rows) {
+    const double ms = median(row.ms);
+    fmt::print("{:<12} {:<24} {:>10.1f} {:>10.1f} {:>8.1f} %\n", fmt::format("{0}x{0}", size),
+               row.name, ms, ms - alone, 100 * (ms - alone) / ms);
+  }
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  lockstep::init_dist();
+  torch::set_num_threads(1);
+  // Else every activation is mapped and unmapped anew. More than 32 MiB is refused.
+  if (::mallopt(M_MMAP_THRESHOLD, 32 << 20) == 0 || ::mallopt(M_TRIM_THRESHOLD, 1 << 30) == 0) {
+    fmt::print(stderr, "mallopt refuses its limits: the figures hold page faults\n");
+    return 1;
+  }
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<std::size_t>(lockstep::get_local_rank()), &cores);
+  ::sched_setaffinity(0, sizeof cores, &cores);
+  if (lockstep::is_main_process()) {
+    fmt::print("resnet18, {} ranks, batch {}, libtorch {}\n{:<37} {:>10} {:>10} {:>10}\n",
+               lockstep::get_world_size(), kBatch, TORCH_VERSION, "", "step, ms", "not hidden",
+               "of step");
+  }
+  if (argc == 1) {
+    for (const int size : {64, 224}) compare(size);
+  }
+  for (int i = 1; i < argc; ++i) compare(std::atoi(argv[i]));
+  lockstep::destroy_dist();
+  return 0;
+}
