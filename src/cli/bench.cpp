@@ -20,7 +20,7 @@ using bench::Mode;
 using bench::Type;
 using bench::Verb;
 
-constexpr const char* kFooter = R"(Examples:
+constexpr const char* kBenchFooter = R"(Examples:
   lockstep bench                                  all_reduce over 2 processes, 4 B to 16 MiB
   lockstep bench --peer openmpi --peer mpich      the same beside MPI, with the ratio
   lockstep bench -n 4 --verb barrier --verb all_gather --threads
@@ -66,7 +66,7 @@ int bench(const std::vector<std::string>& arguments) {
   int threads_of = 0;
 
   CLI::App app("Measures collectives, alone or beside a peer.", "lockstep bench");
-  app.footer(kFooter);
+  app.footer(kBenchFooter);
   app.set_help_flag("-h,--help", "Print this");
   app.add_option("-n", plan.n_ranks, "Ranks (default 2)")->check(CLI::Range(1, 512));
   app.add_option("--verb", plan.verbs, "Collectives (default all_reduce)")

@@ -1,4 +1,5 @@
 #include "cli/jobs.hpp"
+#include "cli/verbs.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -22,10 +23,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kMemory = "/memfd:lockstep (deleted)";
-
-[[noreturn]] void refuse(const std::string& text) {
-  throw UsageError({.operation = "lockstep top"}, text);
-}
 
 /// A process that holds a segment open.
 struct Holder {
@@ -122,21 +119,22 @@ RunningJob find_job(pid_t process) {
   struct stat status {};
   const std::string folder = fmt::format("/proc/{}", process);
   if (::stat(folder.c_str(), &status) != 0) {
-    refuse(fmt::format("there is no process {}; lockstep top without a number lists the jobs",
+    refuse("lockstep top",
+           fmt::format("there is no process {}; lockstep top without a number lists the jobs",
                        process));
   }
   if (status.st_uid != ::geteuid()) {
-    refuse(
-        fmt::format("process {} belongs to user {}, you are user {}; a job is shown to its own "
-                    "user only",
-                    process, status.st_uid, ::geteuid()));
+    refuse("lockstep top",
+           fmt::format("process {} belongs to user {}, you are user {}; a job is shown to its own "
+                       "user only",
+                       process, status.st_uid, ::geteuid()));
   }
   const auto found = holder(process);
   if (!found) {
-    refuse(
-        fmt::format("process {} belongs to no running job over shared memory; lockstep top "
-                    "without a number lists the jobs",
-                    process));
+    refuse("lockstep top",
+           fmt::format("process {} belongs to no running job over shared memory; lockstep top "
+                       "without a number lists the jobs",
+                       process));
   }
   return job_of(*found);
 }
@@ -144,7 +142,8 @@ RunningJob find_job(pid_t process) {
 std::shared_ptr<const shared::Segment> look_at(const RunningJob& job) {
   base::UniqueFd fd(::open(job.memory.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) {
-    refuse(fmt::format("cannot look at job {}: {}", job.launcher, std::strerror(errno)));
+    refuse("lockstep top",
+           fmt::format("cannot look at job {}: {}", job.launcher, std::strerror(errno)));
   }
   return shared::Segment::look(std::move(fd));
 }

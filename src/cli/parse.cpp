@@ -3,10 +3,15 @@
 #include <fmt/format.h>
 
 #include <cstdio>
+#include <lockstep/error.hpp>
 
 #include "cli/verbs.hpp"
 
 namespace lockstep::cli {
+
+void refuse(std::string_view verb, const std::string& text) {
+  throw UsageError({.operation = std::string(verb)}, text);
+}
 
 std::optional<int> parse(CLI::App& app, const std::vector<std::string>& words) {
   try {

@@ -21,7 +21,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kFooter = R"(Example:
+constexpr const char* kRunFooter = R"(Example:
   lockstep run -n 4 ./train --epochs 3
 
 Everything after PROGRAM is the program's own; '--' before it is only needed
@@ -155,7 +155,7 @@ int run(const std::vector<std::string>& arguments) {
                "lockstep run");
   app.formatter(std::make_shared<Formatter>());
   app.get_formatter()->column_width(30);
-  app.footer(kFooter);
+  app.footer(kRunFooter);
   app.set_help_flag("-h,--help", "Print this");
   app.add_option("-n", options.n_ranks, "How many ranks to start, 1 to 512")
       ->required()

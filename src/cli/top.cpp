@@ -30,7 +30,7 @@ using nlohmann::json;
 using shared::RankBlock;
 using shared::RankState;
 
-constexpr const char* kFooter =
+constexpr const char* kTopFooter =
     R"(JOB is the process number of `lockstep run`, or of any rank. Shows jobs over the shared engine.
 
 Shows, for each rank: its process and state, processor time, memory, operations
@@ -341,7 +341,7 @@ int top(const std::vector<std::string>& arguments) {
   bool is_json = false;
   CLI::App app("Shows what each rank of a running job of yours is doing.", "lockstep top");
   app.set_help_flag("-h,--help", "Print this");
-  app.footer(kFooter);
+  app.footer(kTopFooter);
   app.add_option("JOB", process, "Which job; not needed where only one runs")
       ->check(CLI::PositiveNumber)
       ->type_name("");

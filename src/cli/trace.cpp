@@ -14,7 +14,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kFooter = R"(Example:
+constexpr const char* kTraceFooter = R"(Example:
   lockstep run -n 4 --trace trace.json ./train
   lockstep trace summary trace.json
 
@@ -34,7 +34,7 @@ int trace(const std::vector<std::string>& arguments) {
   CLI::App app("Tells from a trace where the time went, or makes one of several.",
                "lockstep trace");
   app.set_help_flag("-h,--help", "Print this");
-  app.footer(kFooter);
+  app.footer(kTraceFooter);
   app.require_subcommand(1);
   std::string file;
   CLI::App* const summary =

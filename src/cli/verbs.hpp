@@ -1,12 +1,16 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace lockstep::cli {
 
 /// Exit code of every verb when its command line is wrong.
 inline constexpr int kUsageExitCode = 2;
+
+/// UsageError, of `lockstep VERB`.
+[[noreturn]] void refuse(std::string_view verb, const std::string& text);
 
 /// `lockstep run`: starts the ranks of a program on this machine. Takes what follows the verb and
 /// returns the exit code. Throws lockstep::Error.

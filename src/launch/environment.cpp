@@ -66,7 +66,7 @@ comm::World make_world(const Number& rank, const Number& size, const Number& loc
   return world;
 }
 
-comm::World read(const Names& names) {
+comm::World read_world(const Names& names) {
   const std::string_view launcher = names.launcher;
   const Number size = number(launcher, {names.size}, 1, kMostRanks);
   const Number rank = number(launcher, {names.rank}, 0, kMostRanks);
@@ -85,7 +85,7 @@ std::string values_of(std::initializer_list<const char*> names) {
 }
 
 comm::World read_torchrun() {
-  comm::World world = read(kTorchrun);
+  comm::World world = read_world(kTorchrun);
   if (variable("MASTER_PORT")) {
     number("torchrun", {"MASTER_PORT"}, 1, 65535);
     world.job = values_of(
@@ -95,7 +95,7 @@ comm::World read_torchrun() {
 }
 
 comm::World read_lockstep() {
-  comm::World world = read(kTorchrun);
+  comm::World world = read_world(kTorchrun);
   world.segment = variable("LOCKSTEP_SEGMENT");
   return world;
 }
@@ -155,7 +155,7 @@ std::string pmi_job() {
 
 comm::World read_mpi() {
   if (kOpenMpi.any_set()) {
-    comm::World world = read(kOpenMpi);
+    comm::World world = read_world(kOpenMpi);
     world.job = values_of({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"});
     if (world.job.empty()) world.job = pmi_job();
     return world;
@@ -169,7 +169,7 @@ comm::World read_mpi() {
                       *rank));
     }
   }
-  comm::World world = read(kHydra);
+  comm::World world = read_world(kHydra);
   world.job = pmi_job();
   return world;
 }

@@ -11,6 +11,10 @@
 
 namespace lockstep::test {
 
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
 struct Ended {
   int exit_code = -1;  ///< -1: killed by `signal`
   int signal = 0;

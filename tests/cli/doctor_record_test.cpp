@@ -10,10 +10,6 @@
 namespace lockstep::test {
 namespace {
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 Ended doctor(const std::string& dir) {
   Command command(StartOptions{.arguments = {"doctor", "--record", dir}});
   return command.wait();

@@ -63,9 +63,9 @@ void expect_result(const Ended& ended, int n_ranks, const std::string& launcher)
   }
 }
 
-const std::string kOpenMpi =
+const std::string kOpenMpiRun =
     "mpirun.openmpi --allow-run-as-root --oversubscribe --bind-to none -n 3 ";
-const std::string kMpich = "mpirun.mpich -n 3 ";
+const std::string kMpichRun = "mpirun.mpich -n 3 ";
 // Debian 12's torchrun fails under its Python where all ranks' output goes where it goes by itself.
 const std::string kTorchrunAlone = "torchrun --redirects 9:1 --tee 9:1 ";
 const std::string kTorchrun = kTorchrunAlone + "--standalone --no_python --nproc_per_node 3 ";
@@ -78,14 +78,14 @@ TEST(LaunchersTest, one_program_alone_as_threads_and_under_lockstep_run) {
 
 TEST(LaunchersTest, one_program_under_open_mpi) {
   SKIP_WITHOUT("mpirun.openmpi");
-  expect_result(run_line(kOpenMpi + "\"$EVALUATE\""), 3, "mpirun");
+  expect_result(run_line(kOpenMpiRun + "\"$EVALUATE\""), 3, "mpirun");
 }
 
 TEST(LaunchersTest, one_program_under_mpich) {
   SKIP_WITHOUT("mpirun.mpich");
-  expect_result(run_line(kMpich + "\"$EVALUATE\""), 3, "mpirun");
+  expect_result(run_line(kMpichRun + "\"$EVALUATE\""), 3, "mpirun");
   // A shell stands between the launcher and the rank.
-  expect_result(run_line(kMpich + "sh -c '\"$EVALUATE\"; exit $?'"), 3, "mpirun");
+  expect_result(run_line(kMpichRun + "sh -c '\"$EVALUATE\"; exit $?'"), 3, "mpirun");
 }
 
 TEST(LaunchersTest, one_program_under_torchrun) {
@@ -103,11 +103,11 @@ TEST(LaunchersTest, mpirun_under_leftovers_of_torchrun) {
   SKIP_WITHOUT("mpirun.mpich");
   const TemporaryFolder outputs;
   const auto with_size = [&](const std::string& line, const char* size) {
-    return run_line(kMpich + line, {{"OUTPUTS", outputs.path()},
-                                    {"RANK", "0"},
-                                    {"WORLD_SIZE", size},
-                                    {"LOCAL_RANK", "0"},
-                                    {"LOCAL_WORLD_SIZE", size}});
+    return run_line(kMpichRun + line, {{"OUTPUTS", outputs.path()},
+                                       {"RANK", "0"},
+                                       {"WORLD_SIZE", size},
+                                       {"LOCAL_RANK", "0"},
+                                       {"LOCAL_WORLD_SIZE", size}});
   };
   expect_result(with_size("\"$EVALUATE\"", "3"), 3, "mpirun");
   // To files: mpirun may lose what a rank wrote just before it failed.
@@ -244,10 +244,10 @@ TEST_F(SlurmTest, launchers_inside_an_allocation_win) {
   expect_result(run_in_cluster("srun -n 1 \"$LOCKSTEP\" run -n 3 \"$EVALUATE\""), 3,
                 "lockstep run");
   if (!program("mpirun.openmpi").empty()) {
-    expect_result(run_in_cluster("salloc -n 3 " + kOpenMpi + "\"$EVALUATE\""), 3, "mpirun");
+    expect_result(run_in_cluster("salloc -n 3 " + kOpenMpiRun + "\"$EVALUATE\""), 3, "mpirun");
   }
   if (!program("mpirun.mpich").empty()) {
-    expect_result(run_in_cluster("salloc -n 3 " + kMpich + "\"$EVALUATE\""), 3, "mpirun");
+    expect_result(run_in_cluster("salloc -n 3 " + kMpichRun + "\"$EVALUATE\""), 3, "mpirun");
   }
 }
 

@@ -15,14 +15,14 @@
 namespace lockstep::test {
 namespace {
 
-struct Mpi {
+struct MpiLibrary {
   std::string name;
   std::string module;
 };
 
-void PrintTo(const Mpi& mpi, std::ostream* out) { *out << mpi.name; }
+void PrintTo(const MpiLibrary& mpi, std::ostream* out) { *out << mpi.name; }
 
-class MpiTest : public ::testing::TestWithParam<Mpi> {
+class MpiTest : public ::testing::TestWithParam<MpiLibrary> {
  protected:
   void SetUp() override {
     if (GetParam().module.empty()) {
@@ -98,8 +98,8 @@ class MpiTest : public ::testing::TestWithParam<Mpi> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Libraries, MpiTest,
-                         ::testing::Values(Mpi{"openmpi", OPENMPI_MODULE},
-                                           Mpi{"mpich", MPICH_MODULE}),
+                         ::testing::Values(MpiLibrary{"openmpi", OPENMPI_MODULE},
+                                           MpiLibrary{"mpich", MPICH_MODULE}),
                          [](const auto& mpi) { return mpi.param.name; });
 
 TEST_P(MpiTest, conformance_of_1) { expect_conformance(1); }

@@ -13,10 +13,6 @@ namespace {
 
 using Lines = std::vector<std::string>;
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 std::vector<std::string> with_run(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), "run");
   return arguments;

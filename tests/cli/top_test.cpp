@@ -15,10 +15,6 @@
 namespace lockstep::test {
 namespace {
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 /// Three ranks of which rank 1 goes silent, while the others wait for it.
 class TopTest : public testing::Test {
  protected:

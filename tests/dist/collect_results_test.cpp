@@ -6,6 +6,7 @@
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
 
+#include "dist/fragile.hpp"
 #include "dist/settings.hpp"
 
 namespace lockstep::test {
@@ -156,20 +157,6 @@ TEST_P(CollectResultsTest, vectors_of_bool) {
     }
   });
 }
-
-struct Fragile {
-  std::string text;
-  template <class Archive>
-  void save(Archive& archive) const {
-    if (text == "unsendable") throw std::runtime_error("this one does not travel");
-    archive(text);
-  }
-  template <class Archive>
-  void load(Archive& archive) {
-    archive(text);
-    if (text == "unreadable") throw std::runtime_error("this one does not arrive");
-  }
-};
 
 TEST_P(CollectResultsTest, an_item_that_cannot_be_sent) {
   run([this] {

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
+#include "dist/fragile.hpp"
 #include "dist/settings.hpp"
 
 namespace lockstep::test {
@@ -46,21 +47,6 @@ json mixed(int rank) {
   if (rank == 1) return json::parse(R"(["bar", 20, {"1": 3}])");
   return rank;
 }
-
-/// Cannot be sent when its text says so, and cannot be read when that says so.
-struct Fragile {
-  std::string text;
-  template <class Archive>
-  void save(Archive& archive) const {
-    if (text == "unsendable") throw std::runtime_error("this one does not travel");
-    archive(text);
-  }
-  template <class Archive>
-  void load(Archive& archive) {
-    archive(text);
-    if (text == "unreadable") throw std::runtime_error("this one does not arrive");
-  }
-};
 
 TEST_P(ObjectsTest, all_gather_object) {
   run([] {

@@ -12,19 +12,12 @@
 #include <fmt/format.h>
 
 #include "kernels/batch_norm_isa.hpp"
+#include "kernels/isas.hpp"
 
 namespace lockstep::kernels {
 namespace {
 
 using Wide = long double;
-
-std::vector<Isa> supported_isas() {
-  std::vector<Isa> isas;
-  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
-    if (is_supported(isa)) isas.push_back(isa);
-  }
-  return isas;
-}
 
 std::string describe(BatchNormShape s) {
   return fmt::format("x[{}][{}][{}]", s.outer, s.channels, s.inner);

@@ -11,6 +11,7 @@
 
 #include <fmt/format.h>
 
+#include "kernels/isas.hpp"
 #include "kernels/reduce_isa.hpp"
 
 namespace lockstep::kernels {
@@ -18,14 +19,6 @@ namespace {
 
 constexpr ReduceOp kOps[] = {ReduceOp::sum,  ReduceOp::product, ReduceOp::min,  ReduceOp::max,
                              ReduceOp::band, ReduceOp::bor,     ReduceOp::bxor, ReduceOp::mean};
-
-std::vector<Isa> supported_isas() {
-  std::vector<Isa> isas;
-  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
-    if (is_supported(isa)) isas.push_back(isa);
-  }
-  return isas;
-}
 
 // --- the reference: one element at a time, written for reading ----------------------------------
 
@@ -183,9 +176,9 @@ class ReduceTest : public testing::Test {
   std::mt19937_64 random_{20240607};
 };
 
-using Types = testing::Types<std::uint8_t, std::int8_t, std::int32_t, std::int64_t, Float16,
-                             BFloat16, float, double>;
-TYPED_TEST_SUITE(ReduceTest, Types);
+using ReduceTypes = testing::Types<std::uint8_t, std::int8_t, std::int32_t, std::int64_t, Float16,
+                                   BFloat16, float, double>;
+TYPED_TEST_SUITE(ReduceTest, ReduceTypes);
 
 TYPED_TEST(ReduceTest, equals_reference) {
   for (const ReduceOp op : kOps) {

@@ -53,8 +53,8 @@ struct Planned : std::runtime_error {
   explicit Planned(int round) : std::runtime_error("planned in round " + std::to_string(round)) {}
 };
 
-using Master = SyncMaster<std::unique_ptr<Message>, std::string>;
-using Pipe = SlavePipe<std::unique_ptr<Message>, std::string>;
+using TextMaster = SyncMaster<std::unique_ptr<Message>, std::string>;
+using TextPipe = SlavePipe<std::unique_ptr<Message>, std::string>;
 
 class Batch {
  public:
@@ -82,11 +82,11 @@ class Batch {
   }
 
   // Registers the slaves, runs the script with one thread per slave, and returns its length.
-  int run(Master& master) {
-    std::vector<Pipe> pipes;  // all before the first thread starts: round 1 may fail at once
+  int run(TextMaster& master) {
+    std::vector<TextPipe> pipes;  // all before the first thread starts: round 1 may fail at once
     for (const int id : rounds_.front().alive) pipes.push_back(master.register_slave(id));
     std::vector<std::jthread> threads;
-    for (Pipe& registered : pipes) {
+    for (TextPipe& registered : pipes) {
       threads.emplace_back([this, pipe = std::move(registered)]() mutable {
         std::mt19937 random(seed_ + static_cast<std::uint32_t>(pipe.id()));
         for (int r = 0; r < n_rounds(); ++r) {
@@ -191,7 +191,7 @@ class Batch {
     }
   }
 
-  void master_round(Master& master, int r, std::mt19937& random) {
+  void master_round(TextMaster& master, int r, std::mt19937& random) {
     dawdle(random);
     if (at(r).fault == Fault::master_fails) {
       master.fail(std::make_exception_ptr(Planned(r)));
@@ -203,7 +203,7 @@ class Batch {
   }
 
   // False where the slave has left.
-  bool slave_round(Pipe& pipe, int r, std::mt19937& random) {
+  bool slave_round(TextPipe& pipe, int r, std::mt19937& random) {
     const int id = pipe.id();
     dawdle(random);
     const Round& round = at(r);
@@ -211,10 +211,10 @@ class Batch {
       switch (round.fault) {
         case Fault::slave_fails: pipe.fail(std::make_exception_ptr(Planned(r))); return true;
         case Fault::slave_is_late: wait_for_end(r); break;
-        case Fault::slave_leaves: pipe = Pipe(); return false;
+        case Fault::slave_leaves: pipe = TextPipe(); return false;
         case Fault::slave_throws:
           try {
-            const Pipe mine = std::move(pipe);
+            const TextPipe mine = std::move(pipe);
             throw Planned(r);
           } catch (const Planned&) {
             return false;
@@ -254,7 +254,7 @@ int n_stress_rounds() {
 TEST(SyncMasterStress, random_delays_and_faults) {
   const int n_rounds = n_stress_rounds();
   Batch* batch = nullptr;
-  Master master([&](auto messages) { return batch->callback(messages); });
+  TextMaster master([&](auto messages) { return batch->callback(messages); });
   std::mt19937 random(20240229);
   long warm_memory_kb = 0;
   long warm_threads = 0;

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "cli/verbs.hpp"
 #include "comm/flight_file.hpp"
 
 namespace lockstep::cli {
@@ -48,10 +49,6 @@ struct Record {
   std::map<std::string, int> groups;  ///< by name, this rank's number there
   std::vector<Operation> operations;  ///< the earliest first
 };
-
-[[noreturn]] void refuse(const std::string& text) {
-  throw UsageError({.operation = "lockstep doctor"}, text);
-}
 
 /// What all ranks of a collective must agree on.
 std::string call_of(const json& operation) {
@@ -98,37 +95,37 @@ Record parse(const json& file) {
 std::string contents_of(const fs::path& path) {
   std::ifstream stream(path, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(stream), {}};
-  if (!stream) refuse(fmt::format("cannot read '{}'", path.string()));
+  if (!stream) refuse("lockstep doctor", fmt::format("cannot read '{}'", path.string()));
   return text;
 }
 
 Record record_in(const std::string& text, const fs::path& path, int rank) {
   const json file = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (file.is_discarded()) {
-    refuse(
-        fmt::format("'{}' ({} bytes) is cut off or damaged: it is no complete JSON. Take it "
-                    "away to look at the other ranks",
-                    path.string(), text.size()));
+    refuse("lockstep doctor",
+           fmt::format("'{}' ({} bytes) is cut off or damaged: it is no complete JSON. Take it "
+                       "away to look at the other ranks",
+                       path.string(), text.size()));
   }
   if (!file.is_object() || !file.contains("lockstep_record")) {
-    refuse(
-        fmt::format("'{}' is no flight record of lockstep; give the folder that "
-                    "LOCKSTEP_RECORD_DIR named",
-                    path.string()));
+    refuse("lockstep doctor",
+           fmt::format("'{}' is no flight record of lockstep; give the folder that "
+                       "LOCKSTEP_RECORD_DIR named",
+                       path.string()));
   }
   if (file.at("lockstep_record") != 1) {
-    refuse(
-        fmt::format("'{}' has format {}, this command reads 1; use the `lockstep` of the "
-                    "version that wrote it",
-                    path.string(), file.at("lockstep_record").dump()));
+    refuse("lockstep doctor",
+           fmt::format("'{}' has format {}, this command reads 1; use the `lockstep` of the "
+                       "version that wrote it",
+                       path.string(), file.at("lockstep_record").dump()));
   }
   try {
     Record record = parse(file);
     if (record.rank == rank) return record;
-    refuse(
-        fmt::format("'{}' is the record of rank {}: it was renamed", path.string(), record.rank));
+    refuse("lockstep doctor", fmt::format("'{}' is the record of rank {}: it was renamed",
+                                          path.string(), record.rank));
   } catch (const json::exception& error) {
-    refuse(fmt::format("'{}' is damaged: {}", path.string(), error.what()));
+    refuse("lockstep doctor", fmt::format("'{}' is damaged: {}", path.string(), error.what()));
   }
 }
 
@@ -159,12 +156,13 @@ std::vector<Record> read_all(const std::string& dir) {
       found.try_emplace(*writer, Found{path, contents_of(path)});
     }
   }
-  if (error) refuse(fmt::format("cannot read the folder '{}': {}", dir, error.message()));
+  if (error)
+    refuse("lockstep doctor", fmt::format("cannot read the folder '{}': {}", dir, error.message()));
   if (found.empty()) {
-    refuse(
-        fmt::format("'{}' holds no rank-N.json. Records are written when a job fails that was "
-                    "started with LOCKSTEP_RECORD_DIR={}",
-                    dir, dir));
+    refuse("lockstep doctor",
+           fmt::format("'{}' holds no rank-N.json. Records are written when a job fails that was "
+                       "started with LOCKSTEP_RECORD_DIR={}",
+                       dir, dir));
   }
   std::vector<Record> records;
   for (const auto& [rank, file] : found) {
@@ -172,10 +170,11 @@ std::vector<Record> read_all(const std::string& dir) {
     const Record& first = records.front();
     const Record& last = records.back();
     if (last.job != first.job || last.world_size != first.world_size) {
-      refuse(fmt::format(
-          "'{}' is of another job ({}, {} ranks) than rank {}'s record ({}, {} "
-          "ranks); give each job a folder of its own",
-          file.path.string(), last.job, last.world_size, first.rank, first.job, first.world_size));
+      refuse("lockstep doctor",
+             fmt::format("'{}' is of another job ({}, {} ranks) than rank {}'s record ({}, {} "
+                         "ranks); give each job a folder of its own",
+                         file.path.string(), last.job, last.world_size, first.rank, first.job,
+                         first.world_size));
     }
   }
   return records;

@@ -17,6 +17,7 @@
 #include "base/text.hpp"
 #include "base/ticks.hpp"
 #include "cli/trace/trace.hpp"
+#include "cli/verbs.hpp"
 #include "comm/call_word.hpp"
 #include "comm/trace.hpp"
 
@@ -26,10 +27,6 @@ namespace {
 namespace fs = std::filesystem;
 using comm::TraceEvent;
 using comm::TraceFile;
-
-[[noreturn]] void refuse(const std::string& text) {
-  throw UsageError({.operation = "lockstep trace"}, text);
-}
 
 /// Of a file's head, whose texts and numbers are trusted to be nothing but bytes of it.
 std::string text_of(std::span<const char> array) { return std::string(base::text_in(array)); }
@@ -71,7 +68,8 @@ std::vector<Found> files_in(const std::string& dir, const std::string& clock) {
     if (!entry.path().filename().string().starts_with("rank-")) continue;
     if (const Mapping file = map(entry.path())) files.push_back(file);
   }
-  if (error) refuse(fmt::format("cannot read the folder '{}': {}", dir, error.message()));
+  if (error)
+    refuse("lockstep trace", fmt::format("cannot read the folder '{}': {}", dir, error.message()));
   std::sort(files.begin(), files.end(),
             [](const Mapping& a, const Mapping& b) { return a->anchor_ns < b->anchor_ns; });
 
@@ -81,10 +79,10 @@ std::vector<Found> files_in(const std::string& dir, const std::string& clock) {
   std::vector<Found> found;
   for (const Mapping& file : files) {
     if (text_of(file->clock) != clock) {
-      refuse(
-          fmt::format("rank {} in '{}' was traced by another system, '{}', or before this one's "
-                      "start: run lockstep trace merge there, then merge what it writes",
-                      file->rank, dir, text_of(file->host)));
+      refuse("lockstep trace",
+             fmt::format("rank {} in '{}' was traced by another system, '{}', or before this one's "
+                         "start: run lockstep trace merge there, then merge what it writes",
+                         file->rank, dir, text_of(file->host)));
     }
     const int n_before = file->job == 0 ? n_unnumbered[{file->n_restarts, file->rank}]++ : 0;
     const int world =

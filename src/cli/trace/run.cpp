@@ -10,15 +10,12 @@
 #include <lockstep/error.hpp>
 
 #include "cli/trace/trace.hpp"
+#include "cli/verbs.hpp"
 
 namespace lockstep::cli::tracing {
 namespace {
 
 namespace fs = std::filesystem;
-
-[[noreturn]] void refuse(const std::string& text) {
-  throw UsageError({.operation = "lockstep run"}, text);
-}
 
 /// trace.json -> trace.node-1.json
 fs::path of_node(fs::path file, int node_rank) {
@@ -32,8 +29,8 @@ class Folder {
   explicit Folder(const fs::path& file) {
     std::string path = file.string() + ".XXXXXX";
     if (::mkdtemp(path.data()) == nullptr) {
-      refuse(fmt::format("--trace: cannot make a file in '{}': {}", file.parent_path().string(),
-                         std::strerror(errno)));
+      refuse("lockstep run", fmt::format("--trace: cannot make a file in '{}': {}",
+                                         file.parent_path().string(), std::strerror(errno)));
     }
     path_ = path;
   }
@@ -57,12 +54,13 @@ void say(const std::string& text) { fmt::print(stderr, "lockstep run: {}\n", tex
 
 int run_traced(const std::string& file, const launch::NodesOptions& nodes,
                const std::function<int()>& launch) {
-  if (file.empty()) refuse("--trace: the file's name is empty");
+  if (file.empty()) refuse("lockstep run", "--trace: the file's name is empty");
   std::error_code error;
   fs::path path = fs::absolute(file, error);
   if (nodes.n_nodes > 1) path = of_node(path, nodes.node_rank);
   if (fs::is_directory(path, error)) {
-    refuse(fmt::format("--trace: '{}' is a folder; give the name of a file", path.string()));
+    refuse("lockstep run",
+           fmt::format("--trace: '{}' is a folder; give the name of a file", path.string()));
   }
   Folder folder(path);
   ::setenv("LOCKSTEP_TRACE", folder.path().c_str(), /*overwrite=*/1);
