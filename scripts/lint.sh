@@ -16,32 +16,35 @@ awk -f scripts/check_includes.awk "${sources[@]}" || bad=1
 stage "tests that the documents name"
 awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md || bad=1
 
-stage "headers alone"
-targets=(headers_alone)
-[[ " ${sources[*]} " != *" src/nn/"* ]] || ! grep -q '^LOCKSTEP_NN:BOOL=ON' "$build/CMakeCache.txt" ||
-  targets+=(headers_alone_nn)
-cmake --build "$build" --target "${targets[@]}" || bad=1
-
-# A room is a folder of src/ or examples/; the core's public headers are read with the rooms that
-# define them. A branch is compared with main; main itself with its last 20 commits.
-changed_rooms() {
+# What the slow stages read. A branch is compared with main; main itself with its last 50 commits.
+changed() {
   local base
+  if [ "$all" = --all ]; then
+    printf '%s\n' "${sources[@]}"
+    return
+  fi
   base=$(git merge-base HEAD origin/main 2>/dev/null)
   if [ -z "$base" ] || [ "$base" = "$(git rev-parse HEAD)" ]; then
-    base=$(git rev-parse -q --verify HEAD~20 || git hash-object -t tree /dev/null)
+    base=$(git rev-parse -q --verify HEAD~50 || git hash-object -t tree /dev/null)
   fi
-  { git diff --name-only "$base" && git ls-files --others --exclude-standard; } |
-    sed -nE 's#^include/lockstep/[a-z_]+\.hpp$#src/comm\nsrc/dist\nsrc/sync\nsrc/launch#p
-             s#^((src|examples)/[^/]+)/.*\.[ch]pp$#\1#p' | sort -u
+  git diff --name-only "$base" && git ls-files --others --exclude-standard
 }
-if [ "$all" = --all ]; then rooms=src$'\n'examples; else rooms=$(changed_rooms); fi
 
-# Not what includes libtorch: slow, and most of what is said speaks of its macros. Nor do clang's own
-# errors count: gcc compiles this, and clang 16 takes no default source_location in a class template.
-stage "clang-tidy: $(tr '\n' ' ' <<<"$rooms")"
-awk -F'"' '/^ *"command"/ { torch = /torch\/csrc|cmake_pch/ } /^ *"file"/ && !torch { print $4 }' \
-  "$build/compile_commands.json" | sed "s#^$PWD/##" |
-  grep -E "^($(paste -sd'|' <<<"$rooms"))/" | sort -u |
+stage "headers alone"
+targets=(headers_alone)
+# Each of these reads all of libtorch.
+! changed | grep -qE '^(src|include/lockstep)/nn[/.].*hpp$' ||
+  ! grep -q '^LOCKSTEP_NN:BOOL=ON' "$build/CMakeCache.txt" || targets+=(headers_alone_nn)
+cmake --build "$build" --target "${targets[@]}" || bad=1
+
+# Each changed file, and the .cpp of each changed header. Not what includes libtorch: slow, and most of
+# what is said speaks of its macros. Nor do clang's own errors count: gcc compiles this, and clang 16
+# takes no default source_location in a class template.
+stems=$(changed | sed -nE 's#^(src|include|examples)/.*/([a-z0-9_]+)\.[ch]pp$#\2#p' | sort -u | paste -sd'|')
+mapfile -t tidied < <(awk -F'"' '/^ *"command"/ { torch = /torch\/csrc|cmake_pch/ } /^ *"file"/ && !torch { print $4 }' \
+  "$build/compile_commands.json" | sed "s#^$PWD/##" | grep -E "^(src|examples)/.*/($stems)\.cpp$" | sort -u)
+stage "clang-tidy: ${#tidied[@]} files"
+printf '%s\n' "${tidied[@]}" |
   xargs -r -P "$(nproc)" -n 1 clang-tidy-16 -p "$build" --quiet >"$build/clang-tidy.log" 2>&1
 case $? in
   0 | 123) ! grep -aE -A3 'warnings-as-errors\]$' "$build/clang-tidy.log" || bad=1 ;;
