@@ -16,6 +16,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <lockstep/types.hpp>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -76,7 +77,11 @@ struct Moments {
   }
 };
 
+#include "kernels/floats.inc"
+
 #include "kernels/batch_norm_formulas.inc"
+#include "kernels/batch_norm_vectors.inc"
+
 #include "kernels/batch_norm_rows.inc"
 #include "kernels/batch_norm_runs.inc"
 
@@ -118,15 +123,16 @@ void elementwise(const T* x, const T* dy, BatchNormShape shape, const F& f, T* o
 
 template <class T>
 void normalize(const T* x, BatchNormShape shape, const double* mean, const double* invstd,
-               const T* weight, const T* bias, T* y) {
-  elementwise(x, /*dy=*/x, shape, Normalize<T>{mean, invstd, weight, bias}, y);
+               const ValueOf<T>* weight, const ValueOf<T>* bias, T* y) {
+  elementwise(x, /*dy=*/x, shape, Normalize<ValueOf<T>>{mean, invstd, weight, bias}, y);
 }
 
 template <class T>
 void backward_elementwise(const T* dy, const T* x, BatchNormShape shape, const double* mean,
-                          const double* invstd, const T* weight, const double* mean_dy,
+                          const double* invstd, const ValueOf<T>* weight, const double* mean_dy,
                           const double* mean_dy_xmu, T* dx) {
-  elementwise(x, dy, shape, BackwardElementwise<T>{mean, invstd, weight, mean_dy, mean_dy_xmu}, dx);
+  const BackwardElementwise<ValueOf<T>> f{mean, invstd, weight, mean_dy, mean_dy_xmu};
+  elementwise(x, dy, shape, f, dx);
 }
 
 }  // namespace

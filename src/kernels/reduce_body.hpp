@@ -33,12 +33,7 @@ constexpr int kRegisterBytes = 32;
 constexpr int kRegisterBytes = 16;
 #endif
 
-template <class T, int kLanes>
-struct VectorOf {
-  typedef T Type __attribute__((vector_size(kLanes * sizeof(T))));
-};
-template <class T, int kLanes>
-using Vector = typename VectorOf<T, kLanes>::Type;
+#include "kernels/floats.inc"
 
 // --- elements: how they lie in memory (Storage), and what they are folded in (Value) ------------
 
@@ -71,106 +66,6 @@ struct SummedInDouble {
   LOCKSTEP_INLINE Vector<T, kLanes> narrow(Vector<double, kLanes> x) {
     return __builtin_convertvector(__builtin_convertvector(x, Vector<std::int32_t, kLanes>),
                                    Vector<T, kLanes>);
-  }
-};
-
-// The conversions of the 16-bit floats are those of types.hpp, without branches.
-
-template <int kLanes>
-LOCKSTEP_INLINE Vector<std::uint32_t, kLanes> words_of(Vector<std::uint16_t, kLanes> x) {
-// By name: GCC 12 makes three instructions of __builtin_convertvector here. And masked: it warns
-// of the other forms, whose unused operand is undefined.
-#if defined(__AVX512F__)
-  if constexpr (kLanes == 16) {
-    return (Vector<std::uint32_t, 16>)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)x);
-  }
-#elif defined(__AVX2__)
-  if constexpr (kLanes == 8) return (Vector<std::uint32_t, 8>)_mm256_cvtepu16_epi32((__m128i)x);
-#endif
-  return __builtin_convertvector(x, Vector<std::uint32_t, kLanes>);
-}
-
-/// The lower halves.
-template <int kLanes>
-LOCKSTEP_INLINE Vector<std::uint16_t, kLanes> halves_of(Vector<std::uint32_t, kLanes> x) {
-#if defined(__AVX512F__)
-  if constexpr (kLanes == 16) {
-    return (Vector<std::uint16_t, 16>)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)x);
-  }
-#elif defined(__AVX2__)
-  if constexpr (kLanes == 8) {
-    const __m256i wide = (__m256i)(x & 0xffffU);
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08);
-    return (Vector<std::uint16_t, 8>)_mm256_castsi256_si128(packed);
-  }
-#endif
-  return __builtin_convertvector(x, Vector<std::uint16_t, kLanes>);
-}
-
-struct Brain16 {
-  using Storage = std::uint16_t;
-  using Value = float;
-  template <int kLanes>
-  LOCKSTEP_INLINE Vector<float, kLanes> widen(Vector<std::uint16_t, kLanes> x) {
-    return (Vector<float, kLanes>)(words_of<kLanes>(x) << 16);
-  }
-  template <int kLanes>
-  LOCKSTEP_INLINE Vector<std::uint16_t, kLanes> narrow(Vector<float, kLanes> x) {
-    using Words = Vector<std::uint32_t, kLanes>;
-    const Words word = (Words)x;
-    const Words rounded = (word + 0x7fffU + ((word >> 16) & 1U)) >> 16;
-    const Words nan = (word >> 16) | 0x40U;
-    return halves_of<kLanes>(x == x ? rounded : nan);
-  }
-};
-
-struct Half16 {
-  using Storage = std::uint16_t;
-  using Value = float;
-
-  template <int kLanes>
-  LOCKSTEP_INLINE Vector<float, kLanes> widen(Vector<std::uint16_t, kLanes> x) {
-#if defined(__AVX512F__)
-    if constexpr (kLanes == 16) return (Vector<float, 16>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)x);
-#elif defined(__F16C__)
-    if constexpr (kLanes == 8) return (Vector<float, 8>)_mm256_cvtph_ps((__m128i)x);
-#endif
-    using Ints = Vector<std::int32_t, kLanes>;
-    using Floats = Vector<float, kLanes>;
-    const Ints word = (Ints)words_of<kLanes>(x);
-    const Ints magnitude = word & 0x7fff;
-    const Ints normal = (magnitude << 13) + 0x38000000;
-    const Ints special = (magnitude << 13) | 0x7f800000;
-    const Ints subnormal = (Ints)(__builtin_convertvector(magnitude, Floats) * 0x1p-24F);
-    const Ints finite = magnitude < 0x400 ? subnormal : normal;
-    const Ints sign = (Ints)(words_of<kLanes>(x) >> 15 << 31);
-    return (Floats)((magnitude < 0x7c00 ? finite : special) | sign);
-  }
-
-  template <int kLanes>
-  LOCKSTEP_INLINE Vector<std::uint16_t, kLanes> narrow(Vector<float, kLanes> x) {
-#if defined(__AVX512F__)
-    if constexpr (kLanes == 16) {
-      return (Vector<std::uint16_t, 16>)_mm512_maskz_cvtps_ph(0xffff, (__m512)x,
-                                                              _MM_FROUND_TO_NEAREST_INT);
-    }
-#elif defined(__F16C__)
-    if constexpr (kLanes == 8) {
-      return (Vector<std::uint16_t, 8>)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
-    }
-#endif
-    using Ints = Vector<std::int32_t, kLanes>;
-    using Floats = Vector<float, kLanes>;
-    const Ints word = (Ints)x;
-    const Ints magnitude = word & 0x7fffffff;
-    const Ints normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    // 0.5's last bit weighs what f16's least subnormal does: the sum rounds in the right place.
-    const Ints subnormal = (Ints)((Floats)magnitude + 0.5F) - 0x3f000000;
-    const Ints nan = ((magnitude >> 13) & 0x1ff) | 0x7e00;
-    const Ints finite = magnitude < 0x38800000 ? subnormal : normal;
-    const Ints number = magnitude < 0x477ff000 ? finite : Ints{} + 0x7c00;
-    const Ints sign = (word >> 16) & 0x8000;
-    return halves_of<kLanes>((Vector<std::uint32_t, kLanes>)((x == x ? number : nan) | sign));
   }
 };
 
