@@ -4,35 +4,31 @@
 
 namespace lockstep::kernels {
 
-template <>
-const BatchNormTable<float>& batch_norm_table(Isa isa) {
-  switch (isa) {
-    case Isa::scalar: break;
 #if defined(__x86_64__)
-    case Isa::avx2: return avx2::kBatchNormFloat;
-    case Isa::avx512: return avx512::kBatchNormFloat;
+#define LOCKSTEP_WIDER_TABLES(name)  \
+  case Isa::avx2: return avx2::name; \
+  case Isa::avx512:                  \
+    return avx512::name;
 #else
-    case Isa::avx2:
-    case Isa::avx512: break;
+#define LOCKSTEP_WIDER_TABLES(name) \
+  case Isa::avx2:                   \
+  case Isa::avx512:                 \
+    break;
 #endif
+#define LOCKSTEP_TABLE(T, name)                            \
+  template <>                                              \
+  const BatchNormTable<T>& batch_norm_table(Isa isa) {     \
+    switch (isa) {                                         \
+      case Isa::scalar: break; LOCKSTEP_WIDER_TABLES(name) \
+    }                                                      \
+    return scalar::name;                                   \
   }
-  return scalar::kBatchNormFloat;
-}
-
-template <>
-const BatchNormTable<double>& batch_norm_table(Isa isa) {
-  switch (isa) {
-    case Isa::scalar: break;
-#if defined(__x86_64__)
-    case Isa::avx2: return avx2::kBatchNormDouble;
-    case Isa::avx512: return avx512::kBatchNormDouble;
-#else
-    case Isa::avx2:
-    case Isa::avx512: break;
-#endif
-  }
-  return scalar::kBatchNormDouble;
-}
+LOCKSTEP_TABLE(float, kBatchNormFloat)
+LOCKSTEP_TABLE(double, kBatchNormDouble)
+LOCKSTEP_TABLE(Float16, kBatchNormFloat16)
+LOCKSTEP_TABLE(BFloat16, kBatchNormBFloat16)
+#undef LOCKSTEP_TABLE
+#undef LOCKSTEP_WIDER_TABLES
 
 namespace {
 
@@ -51,7 +47,8 @@ void batch_norm_stats(const T* x, BatchNormShape shape, double* mean, double* m2
 
 template <class T>
 void batch_norm_normalize(const T* x, BatchNormShape shape, const double* mean,
-                          const double* invstd, const T* weight, const T* bias, T* y) {
+                          const double* invstd, const ParameterOf<T>* weight,
+                          const ParameterOf<T>* bias, T* y) {
   table<T>().normalize(x, shape, mean, invstd, weight, bias, y);
 }
 
@@ -63,22 +60,25 @@ void batch_norm_backward_reduce(const T* dy, const T* x, BatchNormShape shape, c
 
 template <class T>
 void batch_norm_backward_elementwise(const T* dy, const T* x, BatchNormShape shape,
-                                     const double* mean, const double* invstd, const T* weight,
-                                     const double* mean_dy, const double* mean_dy_xmu, T* dx) {
+                                     const double* mean, const double* invstd,
+                                     const ParameterOf<T>* weight, const double* mean_dy,
+                                     const double* mean_dy_xmu, T* dx) {
   table<T>().backward_elementwise(dy, x, shape, mean, invstd, weight, mean_dy, mean_dy_xmu, dx);
 }
 
 #define LOCKSTEP_INSTANTIATE(T)                                                                    \
   template void batch_norm_stats(const T*, BatchNormShape, double*, double*);                      \
   template void batch_norm_normalize(const T*, BatchNormShape, const double*, const double*,       \
-                                     const T*, const T*, T*);                                      \
+                                     const ParameterOf<T>*, const ParameterOf<T>*, T*);            \
   template void batch_norm_backward_reduce(const T*, const T*, BatchNormShape, const double*,      \
                                            double*, double*);                                      \
   template void batch_norm_backward_elementwise(const T*, const T*, BatchNormShape, const double*, \
-                                                const double*, const T*, const double*,            \
-                                                const double*, T*);
+                                                const double*, const ParameterOf<T>*,              \
+                                                const double*, const double*, T*);
 LOCKSTEP_INSTANTIATE(float)
 LOCKSTEP_INSTANTIATE(double)
+LOCKSTEP_INSTANTIATE(Float16)
+LOCKSTEP_INSTANTIATE(BFloat16)
 #undef LOCKSTEP_INSTANTIATE
 
 void batch_norm_merge(int n_parts, const double* count, const double* mean, const double* m2,

@@ -1,12 +1,18 @@
 #pragma once
 
 #include <cstddef>
+#include <lockstep/types.hpp>
+#include <type_traits>
 
 namespace lockstep::kernels {
 
 /// `inner` from which the values of a channel are taken run by run, and no longer row by row: from
 /// there on a channel's results do not depend on which others are asked for.
 inline constexpr std::size_t kLongRun = 16;
+
+/// What weight and bias of an activation of T are, and what its values are calculated in.
+template <class T>
+using ParameterOf = std::conditional_t<sizeof(T) == 2, float, T>;
 
 /// An activation seen as x[outer][channels][inner]: NCHW is (N, C, H*W); channels-last and (N, C)
 /// are (N*H*W, C, 1). Every size may be 0.
@@ -33,10 +39,12 @@ void batch_norm_merge(int n_parts, const double* count, const double* mean, cons
                       std::size_t stride, std::size_t channels, double* out_mean, double* out_m2);
 
 /// y = (x - mean[c]) * invstd[c] * weight[c] + bias[c]. weight null: 1; bias null: 0. y may be x.
-/// In T, with the mean as two T, so that float loses nothing where mean/std is large.
+/// In ParameterOf<T>, with the mean as two of them, so that float loses nothing where mean/std is
+/// large.
 template <class T>
 void batch_norm_normalize(const T* x, BatchNormShape shape, const double* mean,
-                          const double* invstd, const T* weight, const T* bias, T* y);
+                          const double* invstd, const ParameterOf<T>* weight,
+                          const ParameterOf<T>* bias, T* y);
 
 /// sum_dy[c] <- sum dy; sum_dy_xmu[c] <- sum dy * (x - mean[c]).
 template <class T>
@@ -47,10 +55,12 @@ void batch_norm_backward_reduce(const T* dy, const T* x, BatchNormShape shape, c
 /// the means being sums over all ranks divided by their count. dx may be dy.
 template <class T>
 void batch_norm_backward_elementwise(const T* dy, const T* x, BatchNormShape shape,
-                                     const double* mean, const double* invstd, const T* weight,
-                                     const double* mean_dy, const double* mean_dy_xmu, T* dx);
+                                     const double* mean, const double* invstd,
+                                     const ParameterOf<T>* weight, const double* mean_dy,
+                                     const double* mean_dy_xmu, T* dx);
 
-// T is float or double. Same bits on every instruction set. Outputs may overlap inputs only where
-// it says so. Threads: any number at once on different outputs; each call is serial.
+// T is float, double, Float16 or BFloat16. Same bits on every instruction set. Outputs may overlap
+// inputs only where it says so. Threads: any number at once on different outputs; each call is
+// serial.
 
 }  // namespace lockstep::kernels

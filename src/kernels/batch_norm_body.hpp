@@ -25,10 +25,8 @@
 #include "kernels/batch_norm_isa.hpp"
 
 #if defined(__clang__)
-#define LOCKSTEP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #define LOCKSTEP_UNROLL _Pragma("unroll")
 #else
-#define LOCKSTEP_INDEPENDENT _Pragma("GCC ivdep")
 #define LOCKSTEP_UNROLL _Pragma("GCC unroll 16")
 #endif
 
@@ -137,12 +135,14 @@ void backward_elementwise(const T* dy, const T* x, BatchNormShape shape, const d
 
 }  // namespace
 
-const BatchNormTable<float> kBatchNormFloat = {stats<float>, normalize<float>,
-                                               backward_reduce<float>, backward_elementwise<float>};
-const BatchNormTable<double> kBatchNormDouble = {
-    stats<double>, normalize<double>, backward_reduce<double>, backward_elementwise<double>};
+#define LOCKSTEP_TABLE(T) \
+  { stats<T>, normalize<T>, backward_reduce<T>, backward_elementwise<T> }
+const BatchNormTable<float> kBatchNormFloat = LOCKSTEP_TABLE(float);
+const BatchNormTable<double> kBatchNormDouble = LOCKSTEP_TABLE(double);
+const BatchNormTable<Float16> kBatchNormFloat16 = LOCKSTEP_TABLE(Float16);
+const BatchNormTable<BFloat16> kBatchNormBFloat16 = LOCKSTEP_TABLE(BFloat16);
+#undef LOCKSTEP_TABLE
 
-#undef LOCKSTEP_INDEPENDENT
 #undef LOCKSTEP_UNROLL
 #undef LOCKSTEP_INLINE
 

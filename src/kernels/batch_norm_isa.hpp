@@ -11,16 +11,19 @@ namespace lockstep::kernels {
 template <class T>
 struct BatchNormTable {
   void (*stats)(const T*, BatchNormShape, double*, double*);
-  void (*normalize)(const T*, BatchNormShape, const double*, const double*, const T*, const T*, T*);
+  void (*normalize)(const T*, BatchNormShape, const double*, const double*, const ParameterOf<T>*,
+                    const ParameterOf<T>*, T*);
   void (*backward_reduce)(const T*, const T*, BatchNormShape, const double*, double*, double*);
   void (*backward_elementwise)(const T*, const T*, BatchNormShape, const double*, const double*,
-                               const T*, const double*, const double*, T*);
+                               const ParameterOf<T>*, const double*, const double*, T*);
 };
 
-#define LOCKSTEP_DECLARE(isa)                           \
-  namespace isa {                                       \
-  extern const BatchNormTable<float> kBatchNormFloat;   \
-  extern const BatchNormTable<double> kBatchNormDouble; \
+#define LOCKSTEP_DECLARE(isa)                               \
+  namespace isa {                                           \
+  extern const BatchNormTable<float> kBatchNormFloat;       \
+  extern const BatchNormTable<double> kBatchNormDouble;     \
+  extern const BatchNormTable<Float16> kBatchNormFloat16;   \
+  extern const BatchNormTable<BFloat16> kBatchNormBFloat16; \
   }
 LOCKSTEP_DECLARE(scalar)
 LOCKSTEP_DECLARE(avx2)

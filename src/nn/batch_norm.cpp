@@ -30,12 +30,14 @@ bool is_16_bit(const Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
 
-void update_running(const Tensor& running, double factor, const Tensor& values, double scale) {
+/// With C of the statistics, from `begin` on.
+void update_running(const Tensor& running, double factor, const Tensor& statistics,
+                    std::int64_t begin, double scale) {
   if (!running.defined()) return;
   if (running.is_cpu() && !is_16_bit(running)) {  // half the time of a small layer otherwise
     AT_DISPATCH_FLOATING_TYPES(running.scalar_type(), "sync_batch_norm", [&] {
       scalar_t* const to = running.data_ptr<scalar_t>();
-      const double* const from = data(values);
+      const double* const from = data(statistics) + begin;
       for (std::int64_t c = 0; c < running.size(0); ++c) {
         scalar_t& value = to[c * running.stride(0)];
         value = static_cast<scalar_t>(static_cast<double>(value) * (1 - factor) +
@@ -44,6 +46,7 @@ void update_running(const Tensor& running, double factor, const Tensor& values, 
     });
     return;
   }
+  const Tensor values = statistics.narrow(0, begin, running.size(0));
   Tensor updated = running.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
   updated.mul_(1 - factor).add_(values.to(running.device()), factor * scale);
   running.copy_(updated);  // rounded once
@@ -75,6 +78,24 @@ std::size_t fitting_channels(const Activation& x) {
   // Backward's: dy, x, dx.
   const std::size_t channel_bytes = 3 * x.shape.n_per_channel() * x.tensor.element_size();
   return std::min(all, std::max(n_threads * cache_bytes / channel_bytes, n_threads));
+}
+
+/// Parts of 1 + 2C doubles, merged in order.
+Tensor merge(std::span<const double> parts, std::size_t stride) {
+  const std::size_t n_parts = parts.size() / stride;
+  const std::size_t channels = (stride - 1) / 2;
+  Tensor merged = doubles(static_cast<std::int64_t>(stride));
+  double* const out = data(merged);
+  std::vector<double> counts(n_parts);
+  out[0] = 0;
+  for (std::size_t part = 0; part < n_parts; ++part) {
+    counts[part] = parts[part * stride];
+    out[0] += counts[part];
+  }
+  kernels::batch_norm_merge(static_cast<int>(n_parts), counts.data(), parts.data() + 1,
+                            parts.data() + 1 + channels, stride, channels, out + 1,
+                            out + 1 + channels);
+  return merged;
 }
 
 /// Calls f(some channels) until all were there.
@@ -120,9 +141,9 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     context->saved_data["record"] = c10::IValue::make_capsule(record);
     // Whether to communicate must not depend on what this rank asks of autograd, but on the graph
     // alone, which is the same on all ranks.
-    context->saved_data["wanted"] = input.requires_grad();
-    context->saved_data["has_weight"] = weight.defined();
-    context->saved_data["has_bias"] = optional_bias.has_value();
+    record->wants_input_gradient = input.requires_grad();
+    record->has_weight = weight.defined();
+    record->has_bias = optional_bias.has_value();
     return output;
   }
 
@@ -131,11 +152,9 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const auto& record = static_cast<const BatchNormRecord&>(*hold);
     const variable_list tensors = context->get_saved_variables();
     // Autograd numbers the tensors that were there.
-    const bool has_weight = context->saved_data["has_weight"].toBool();
-    const bool has_bias = context->saved_data["has_bias"].toBool();
-    const BatchNormWanted wanted{context->saved_data["wanted"].toBool(),
-                                 has_weight && context->needs_input_grad(1),
-                                 has_bias && context->needs_input_grad(has_weight ? 2 : 1)};
+    const BatchNormWanted wanted{
+        record.wants_input_gradient, record.has_weight && context->needs_input_grad(1),
+        record.has_bias && context->needs_input_grad(record.has_weight ? 2 : 1)};
     const auto result = batch_norm_backward(gradients[0], tensors[0], tensors[1], record, wanted);
     return {result.input, result.weight, result.bias, Tensor()};
   }
@@ -160,9 +179,7 @@ Tensor gradient_like(const Tensor& gradient, const Tensor& x) {
   return at::empty_like(x).copy_(gradient);
 }
 
-Activation activation_of(const Tensor& original) {
-  const bool widens = is_16_bit(original) && original.is_cpu();
-  const Tensor input = widens ? original.to(at::kFloat) : original;
+Activation activation_of(const Tensor& input) {
   const auto outer = static_cast<std::size_t>(input.size(0));
   const auto channels = static_cast<std::size_t>(input.size(1));
   std::size_t inner = 1;
@@ -176,11 +193,11 @@ Activation activation_of(const Tensor& original) {
 Tensor local_statistics(const Activation& x, Channels channels) {
   const auto c = static_cast<std::int64_t>(channels.count);
   const auto n = static_cast<double>(x.shape.n_per_channel());
-  Tensor statistics = at::zeros({1 + 2 * c}, at::kDouble);
+  Tensor statistics = doubles(1 + 2 * c);
   double* const out = data(statistics);
   out[0] = n;
   if (x.tensor.is_cuda()) {
-    if (x.tensor.numel() == 0) return statistics;  // ATen's kernels refuse it
+    if (x.tensor.numel() == 0) return statistics.zero_();  // ATen's kernels refuse it
     const auto [mean, var] = at::batch_norm_update_stats(x.tensor, {}, {}, /*momentum=*/0);
     statistics.narrow(0, 1, 2 * c).copy_(at::cat({mean, var}));
     statistics.narrow(0, 1 + c, c).mul_(n);
@@ -191,28 +208,15 @@ Tensor local_statistics(const Activation& x, Channels channels) {
 }
 
 Tensor merge_statistics(const Tensor& parts) {
-  const auto n_parts = static_cast<std::size_t>(parts.size(0));
-  const auto stride = static_cast<std::size_t>(parts.size(1));
-  const std::size_t channels = channels_of(parts);
-  const double* const all = data(parts);
-  Tensor merged = doubles(parts.size(1));
-  double* const out = data(merged);
-  std::vector<double> counts(n_parts);
-  out[0] = 0;
-  for (std::size_t part = 0; part < n_parts; ++part) {
-    counts[part] = all[part * stride];
-    out[0] += counts[part];
-  }
-  kernels::batch_norm_merge(static_cast<int>(n_parts), counts.data(), all + 1, all + 1 + channels,
-                            stride, channels, out + 1, out + 1 + channels);
-  return merged;
+  const auto stride = static_cast<std::size_t>(parts.size(-1));
+  return merge({data(parts), static_cast<std::size_t>(parts.numel())}, stride);
 }
 
 Tensor merge_over(const Tensor& mine, const Group& group) {
-  const Tensor all = at::empty({group.size(), mine.size(0)}, at::kDouble);
-  group.all_gather({data(mine), static_cast<std::size_t>(mine.numel()), DType::f64},
-                   {data(all), static_cast<std::size_t>(all.numel()), DType::f64});
-  return merge_statistics(all);
+  const auto stride = static_cast<std::size_t>(mine.numel());
+  std::vector<double> all(stride * static_cast<std::size_t>(group.size()));
+  group.all_gather({data(mine), stride, DType::f64}, {all.data(), all.size(), DType::f64});
+  return merge(all, stride);
 }
 
 std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Group& group) {
@@ -242,9 +246,8 @@ void finish_statistics(const Tensor& statistics, const BatchNormSettings& settin
       settings.on_nonfinite == OnNonfinite::keep_running_stats && holds_nonfinite(statistics);
   if (n > 0 && !keeps) {
     const auto c = static_cast<std::int64_t>(channels);
-    update_running(settings.running_mean, settings.factor, statistics.narrow(0, 1, c), 1);
-    update_running(settings.running_var, settings.factor, statistics.narrow(0, 1 + c, c),
-                   1 / (n - 1));
+    update_running(settings.running_mean, settings.factor, statistics, 1, /*scale=*/1);
+    update_running(settings.running_var, settings.factor, statistics, 1 + c, 1 / (n - 1));
   }
   invert(m2s, n, settings);
 }
@@ -264,9 +267,9 @@ void normalize(const Activation& x, Channels channels, const Tensor& statistics,
 Tensor sum_gradients(const Tensor& dy, const Activation& x, Channels channels,
                      const Tensor& statistics) {
   const auto c = static_cast<std::int64_t>(channels.count);
-  Tensor sums = at::zeros({2 * c}, at::kDouble);
+  Tensor sums = doubles(2 * c);
   if (x.tensor.is_cuda()) {
-    if (dy.numel() == 0) return sums;
+    if (dy.numel() == 0) return sums.zero_();
     const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
     const auto reduced = at::batch_norm_backward_reduce(
         dy, x.tensor, mean, invstd, {}, /*input_g=*/true, /*weight_g=*/false, /*bias_g=*/false);
@@ -298,24 +301,39 @@ void input_gradient(const Tensor& dy, const Activation& x, Channels channels,
 
 BatchNormGradients parameter_gradients(const Tensor& sums, const Activation& x,
                                        const Tensor& statistics, BatchNormWanted wanted) {
-  const auto parts = sums.chunk(2);  // dy, dy * (x - mean)
+  const std::size_t channels = channels_of(statistics);
+  const double* const sum_dy = data(sums);
+  const double* const sum_dy_xmu = sum_dy + channels;
+  const double* const invstd = data(statistics) + 1 + channels;
   const auto options = parameter_options(x.tensor);
+  // Written by hand: an operation of libtorch costs as much as a small layer's kernel.
+  const auto make = [&](const auto& value_of) {
+    const auto on_cpu = options.device(at::kCPU);
+    const Tensor gradient = at::empty({static_cast<std::int64_t>(channels)}, on_cpu);
+    AT_DISPATCH_FLOATING_TYPES(gradient.scalar_type(), "sync_batch_norm_backward", [&] {
+      scalar_t* const to = gradient.data_ptr<scalar_t>();
+      for (std::size_t c = 0; c < channels; ++c) to[c] = static_cast<scalar_t>(value_of(c));
+    });
+    return x.tensor.is_cuda() ? gradient.to(options) : gradient;
+  };
   BatchNormGradients result;
-  if (wanted.weight) result.weight = (parts[1] * mean_and_invstd(statistics).invstd).to(options);
-  if (wanted.bias) result.bias = parts[0].to(options, /*non_blocking=*/false, /*copy=*/true);
+  if (wanted.weight) result.weight = make([&](std::size_t c) { return sum_dy_xmu[c] * invstd[c]; });
+  if (wanted.bias) result.bias = make([&](std::size_t c) { return sum_dy[c]; });
   return result;
 }
 
-void average_gradient(const Tensor& message, const Tensor& invstd, double count,
+void average_gradient(std::span<double> message, const double* invstd, double count,
                       const BatchNormSettings& settings) {
-  const auto channels = static_cast<std::size_t>(invstd.numel());
-  settings.group.all_reduce({data(message), 2 * channels, DType::f64});
-  if (count > 0) message.div_(count);
+  settings.group.all_reduce({message.data(), message.size(), DType::f64});
+  if (count > 0) {
+    for (double& value : message) value /= count;
+  }
   if (settings.eps_mode == EpsMode::plus) return;
   // A clamped variance is a constant: what goes back through it is nothing.
   const double of_clamped = 1 / std::sqrt(settings.eps);
+  const std::size_t channels = message.size() / 2;
   for (std::size_t c = 0; c < channels; ++c) {
-    if (data(invstd)[c] == of_clamped) data(message)[channels + c] = 0;
+    if (invstd[c] == of_clamped) message[channels + c] = 0;
   }
 }
 
@@ -353,12 +371,13 @@ void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tens
 Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
                           BatchNormRecord& record) {
   const TraceScope scope("SyncBatchNorm forward");
+  const at::AutoDispatchBelowADInplaceOrView without_history;  // the node is the function's
   const Activation x = activation_of(input);
   const BatchNormSettings& settings = record.settings;
   const std::size_t all = x.shape.channels;
-  record.shape = x.shape;
   record.channels_per_message = agree_on_channels(fitting_channels(x), all, settings.group);
-  record.statistics = at::zeros({1 + 2 * static_cast<std::int64_t>(all)}, at::kDouble);
+  record.statistics = doubles(1 + 2 * static_cast<std::int64_t>(all));
+  data(record.statistics)[0] = 0;  // where there is no channel
   Tensor output = at::empty_like(x.tensor);
   for_each_message(all, record.channels_per_message, [&](Channels channels) {
     const Tensor merged = merge_over(local_statistics(x, channels), settings.group);
@@ -368,7 +387,7 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
     normalize(x, channels, merged, weight, bias, output);
   });
   finish_statistics(record.statistics, settings, input.sizes());
-  return output.to(input.scalar_type());
+  return output;
 }
 
 BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& input,
@@ -376,24 +395,23 @@ BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& inp
                                        BatchNormWanted wanted) {
   const TraceScope scope("SyncBatchNorm backward");
   refuse_create_graph(record.settings.group);
+  const at::AutoDispatchBelowADInplaceOrView without_history;
   const Activation x = activation_of(input);
   const Tensor dy = gradient_like(gradient, x.tensor);
   const std::size_t all = x.shape.channels;
   const Tensor sums = doubles(2 * static_cast<std::int64_t>(all));
-  const Tensor invstd = mean_and_invstd(record.statistics).invstd;
+  const double* const invstd = data(record.statistics) + 1 + all;
   Tensor dx = wanted.input ? at::empty_like(x.tensor) : Tensor();
   for_each_message(all, record.channels_per_message, [&](Channels channels) {
     const Tensor message = sum_gradients(dy, x, channels, record.statistics);
     put_channels(data(message), channels, all, data(sums));
     if (!wanted.input) return;
-    average_gradient(message,
-                     invstd.narrow(0, static_cast<std::int64_t>(channels.first),
-                                   static_cast<std::int64_t>(channels.count)),
+    average_gradient({data(message), 2 * channels.count}, invstd + channels.first,
                      data(record.statistics)[0], record.settings);
     input_gradient(dy, x, channels, record.statistics, weight, message, dx);
   });
   BatchNormGradients result = parameter_gradients(sums, x, record.statistics, wanted);
-  if (wanted.input) result.input = dx.to(input.scalar_type());
+  result.input = dx;
   return result;
 }
 

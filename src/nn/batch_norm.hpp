@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cstdint>
+#include <span>
 
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
@@ -26,7 +27,7 @@ using cpu::Channels;
 /// so, but no undefined one.
 using OptionalTensor = torch::autograd::optional_variable_list::value_type;
 
-/// A tensor that the kernels read in place: on the CPU, of float or double in one of two layouts.
+/// A tensor that the kernels read in place: in one of two layouts.
 struct Activation {
   at::Tensor tensor;
   kernels::BatchNormShape shape;
@@ -48,8 +49,9 @@ struct BatchNormSettings {
 struct BatchNormRecord : torch::CustomClassHolder {
   BatchNormSettings settings;
   at::Tensor statistics;  ///< over all ranks: count, mean, invstd
-  kernels::BatchNormShape shape;
   std::size_t channels_per_message = 0;
+  bool wants_input_gradient = false;
+  bool has_weight = false, has_bias = false;
 };
 
 struct BatchNormGradients {
@@ -71,7 +73,6 @@ inline MeanAndInvstd mean_and_invstd(const at::Tensor& statistics) {
 inline at::Tensor doubles(std::int64_t size) { return at::empty({size}, at::kDouble); }
 inline double* data(const at::Tensor& tensor) { return tensor.data_ptr<double>(); }
 
-/// A 16-bit tensor on the CPU is widened.
 Activation activation_of(const at::Tensor& input);
 /// Type and device of weight, bias and their gradients, as the kernels take them for this input.
 at::TensorOptions parameter_options(const at::Tensor& input);
@@ -104,8 +105,8 @@ at::Tensor sum_gradients(const at::Tensor& dy, const Activation& x, Channels cha
 /// Those of weight and bias, where wanted.
 BatchNormGradients parameter_gradients(const at::Tensor& sums, const Activation& x,
                                        const at::Tensor& statistics, BatchNormWanted wanted);
-/// The message of backward: sum_dy, sum_dy_xmu become means over all ranks.
-void average_gradient(const at::Tensor& message, const at::Tensor& invstd, double count,
+/// The message of backward: sum_dy, sum_dy_xmu of some channels become means over all ranks.
+void average_gradient(std::span<double> message, const double* invstd, double count,
                       const BatchNormSettings& settings);
 /// `dx` is laid out as x.
 void input_gradient(const at::Tensor& dy, const Activation& x, Channels channels,

@@ -53,6 +53,25 @@ void fill_zeros(Channels channels, double* first, double* second) {
   std::fill_n(second, channels.count, 0);
 }
 
+/// The kernels' types for libtorch's.
+template <class T>
+struct KernelType {
+  using Type = T;
+};
+template <>
+struct KernelType<at::Half> {
+  using Type = Float16;
+};
+template <>
+struct KernelType<at::BFloat16> {
+  using Type = BFloat16;
+};
+
+template <class T>
+auto* values_of(const Tensor& tensor) {
+  return reinterpret_cast<typename KernelType<T>::Type*>(tensor.data_ptr<T>());
+}
+
 template <class T>
 const T* data_or_null(const Tensor& tensor, std::size_t offset) {
   return tensor.defined() ? tensor.data_ptr<T>() + offset : nullptr;
@@ -93,80 +112,87 @@ bool is_divisible(BatchNormShape shape) { return shape.inner >= kernels::kLongRu
 
 void stats(const Tensor& x, BatchNormShape shape, Channels channels, double* mean, double* m2) {
   if (shape.n_per_channel() == 0) return fill_zeros(channels, mean, m2);
-  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "sync_batch_norm", [&] {
-    const scalar_t* const values = x.data_ptr<scalar_t>();
-    if (is_divisible(shape)) {
-      for_each_piece(shape, channels, [&](const Piece& piece, std::size_t offset) {
-        kernels::batch_norm_stats(values + piece.at, piece.shape, mean + offset, m2 + offset);
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, x.scalar_type(), "sync_batch_norm", [&] {
+        const auto* const values = values_of<scalar_t>(x);
+        if (is_divisible(shape)) {
+          for_each_piece(shape, channels, [&](const Piece& piece, std::size_t offset) {
+            kernels::batch_norm_stats(values + piece.at, piece.shape, mean + offset, m2 + offset);
+          });
+          return;
+        }
+        Parts parts(shape);
+        parts.for_each([&](const Piece& piece, double* part_mean, double* part_m2) {
+          kernels::batch_norm_stats(values + piece.at, piece.shape, part_mean, part_m2);
+        });
+        kernels::batch_norm_merge(static_cast<int>(parts.n), parts.count.data(), parts.first.data(),
+                                  parts.second.data(), shape.channels, shape.channels, mean, m2);
       });
-      return;
-    }
-    Parts parts(shape);
-    parts.for_each([&](const Piece& piece, double* part_mean, double* part_m2) {
-      kernels::batch_norm_stats(values + piece.at, piece.shape, part_mean, part_m2);
-    });
-    kernels::batch_norm_merge(static_cast<int>(parts.n), parts.count.data(), parts.first.data(),
-                              parts.second.data(), shape.channels, shape.channels, mean, m2);
-  });
 }
 
 void backward_reduce(const Tensor& dy, const Tensor& x, BatchNormShape shape, Channels channels,
                      const double* mean, double* sum_dy, double* sum_dy_xmu) {
   if (shape.n_per_channel() == 0) return fill_zeros(channels, sum_dy, sum_dy_xmu);
-  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "sync_batch_norm_backward", [&] {
-    const scalar_t* const values = x.data_ptr<scalar_t>();
-    const scalar_t* const gradients = dy.data_ptr<scalar_t>();
-    if (is_divisible(shape)) {
-      for_each_piece(shape, channels, [&](const Piece& piece, std::size_t offset) {
-        kernels::batch_norm_backward_reduce(gradients + piece.at, values + piece.at, piece.shape,
-                                            mean + offset, sum_dy + offset, sum_dy_xmu + offset);
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, x.scalar_type(), "sync_batch_norm_backward", [&] {
+        const auto* const values = values_of<scalar_t>(x);
+        const auto* const gradients = values_of<scalar_t>(dy);
+        if (is_divisible(shape)) {
+          for_each_piece(shape, channels, [&](const Piece& piece, std::size_t offset) {
+            kernels::batch_norm_backward_reduce(gradients + piece.at, values + piece.at,
+                                                piece.shape, mean + offset, sum_dy + offset,
+                                                sum_dy_xmu + offset);
+          });
+          return;
+        }
+        Parts parts(shape);
+        parts.for_each([&](const Piece& piece, double* part_dy, double* part_dy_xmu) {
+          kernels::batch_norm_backward_reduce(gradients + piece.at, values + piece.at, piece.shape,
+                                              mean, part_dy, part_dy_xmu);
+        });
+        for (std::size_t c = 0; c < shape.channels; ++c) {
+          sum_dy[c] = sum_dy_xmu[c] = 0;
+          for (std::size_t part = 0; part < parts.n; ++part) {
+            sum_dy[c] += parts.first[part * shape.channels + c];
+            sum_dy_xmu[c] += parts.second[part * shape.channels + c];
+          }
+        }
       });
-      return;
-    }
-    Parts parts(shape);
-    parts.for_each([&](const Piece& piece, double* part_dy, double* part_dy_xmu) {
-      kernels::batch_norm_backward_reduce(gradients + piece.at, values + piece.at, piece.shape,
-                                          mean, part_dy, part_dy_xmu);
-    });
-    for (std::size_t c = 0; c < shape.channels; ++c) {
-      sum_dy[c] = sum_dy_xmu[c] = 0;
-      for (std::size_t part = 0; part < parts.n; ++part) {
-        sum_dy[c] += parts.first[part * shape.channels + c];
-        sum_dy_xmu[c] += parts.second[part * shape.channels + c];
-      }
-    }
-  });
 }
 
 void normalize(const Tensor& x, BatchNormShape shape, Channels channels, const double* mean,
                const double* invstd, const Tensor& weight, const Tensor& bias, const Tensor& y) {
-  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "sync_batch_norm", [&] {
-    const scalar_t* const values = x.data_ptr<scalar_t>();
-    scalar_t* const outputs = y.data_ptr<scalar_t>();
-    for_each_piece(shape, channels, [&](const Piece& piece, std::size_t offset) {
-      kernels::batch_norm_normalize(values + piece.at, piece.shape, mean + offset, invstd + offset,
-                                    data_or_null<scalar_t>(weight, piece.channel),
-                                    data_or_null<scalar_t>(bias, piece.channel),
-                                    outputs + piece.at);
-    });
-  });
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, x.scalar_type(), "sync_batch_norm", [&] {
+        const auto* const values = values_of<scalar_t>(x);
+        using Parameter = kernels::ParameterOf<scalar_t>;
+        auto* const outputs = values_of<scalar_t>(y);
+        for_each_piece(shape, channels, [&](const Piece& piece, std::size_t offset) {
+          kernels::batch_norm_normalize(
+              values + piece.at, piece.shape, mean + offset, invstd + offset,
+              data_or_null<Parameter>(weight, piece.channel),
+              data_or_null<Parameter>(bias, piece.channel), outputs + piece.at);
+        });
+      });
 }
 
 void backward_elementwise(const Tensor& dy, const Tensor& x, BatchNormShape shape,
                           Channels channels, const double* mean, const double* invstd,
                           const Tensor& weight, const double* mean_dy, const double* mean_dy_xmu,
                           const Tensor& dx) {
-  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "sync_batch_norm_backward", [&] {
-    const scalar_t* const values = x.data_ptr<scalar_t>();
-    const scalar_t* const gradients = dy.data_ptr<scalar_t>();
-    scalar_t* const outputs = dx.data_ptr<scalar_t>();
-    for_each_piece(shape, channels, [&](const Piece& piece, std::size_t offset) {
-      kernels::batch_norm_backward_elementwise(
-          gradients + piece.at, values + piece.at, piece.shape, mean + offset, invstd + offset,
-          data_or_null<scalar_t>(weight, piece.channel), mean_dy + offset, mean_dy_xmu + offset,
-          outputs + piece.at);
-    });
-  });
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, x.scalar_type(), "sync_batch_norm_backward", [&] {
+        const auto* const values = values_of<scalar_t>(x);
+        const auto* const gradients = values_of<scalar_t>(dy);
+        using Parameter = kernels::ParameterOf<scalar_t>;
+        auto* const outputs = values_of<scalar_t>(dx);
+        for_each_piece(shape, channels, [&](const Piece& piece, std::size_t offset) {
+          kernels::batch_norm_backward_elementwise(
+              gradients + piece.at, values + piece.at, piece.shape, mean + offset, invstd + offset,
+              data_or_null<Parameter>(weight, piece.channel), mean_dy + offset,
+              mean_dy_xmu + offset, outputs + piece.at);
+        });
+      });
 }
 
 }  // namespace lockstep::nn::cpu

@@ -16,7 +16,8 @@ struct Channels {
   std::size_t count = 0;
 };
 
-/// What `shape` says is one tensor, of float or double. Only a shape whose channels lie in long
+/// What `shape` says is one tensor, of float, double or a 16-bit float; weight and bias of a 16-bit
+/// one are float. Only a shape whose channels lie in long
 /// runs, or that has no values, can be taken in parts.
 bool is_divisible(kernels::BatchNormShape shape);
 

@@ -34,7 +34,6 @@ struct Share : torch::CustomClassHolder {
   Tensor statistics;  // no history: count, mean, invstd
   Tensor dy;          // from Normalize's backward to that of LocalStatistics
   bool has_bias = false;
-  at::ScalarType type = at::kFloat;  // of the input; x and dy may be wider
 };
 
 class LocalStatistics : public Function<LocalStatistics> {
@@ -58,7 +57,7 @@ class LocalStatistics : public Function<LocalStatistics> {
     Tensor dx = at::empty_like(x);
     input_gradient(dy, activation, activation.all(), share.statistics, share.weight, mean_gradients,
                    dx);
-    return {dx.to(share.type), Tensor(), Tensor()};
+    return {dx, Tensor(), Tensor()};
   }
 };
 
@@ -97,8 +96,8 @@ class Exchange : public Function<Exchange> {
     refuse_create_graph(saved.settings.group);
     const Tensor sums = gradients[0].clone();
     for (std::size_t i = 1; i < gradients.size(); ++i) sums.add_(gradients[i]);
-    average_gradient(sums.narrow(0, 1, sums.size(0) - 1), saved.invstd, saved.count,
-                     saved.settings);
+    average_gradient({data(sums) + 1, static_cast<std::size_t>(sums.size(0) - 1)},
+                     data(saved.invstd), saved.count, saved.settings);
     variable_list result(saved.n_replicas, sums);
     result.resize(saved.n_replicas + 2);
     return result;
@@ -118,7 +117,7 @@ class Normalize : public Function<Normalize> {
     // Without its history: the gradient of x is the other node's.
     context->save_for_backward({x.tensor.detach(), share->weight});
     context->saved_data["saved"] = c10::IValue::make_capsule(share);
-    return output.to(share->type);
+    return output;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -206,7 +205,6 @@ Tensor replicated_batch_norm(const Tensor& input, const Tensor& weight, const Te
   auto share = c10::make_intrusive<Share>();
   share->group = settings.group;
   share->shape = x.shape;
-  share->type = input.scalar_type();
   const Tensor mine = LocalStatistics::apply(input, x, share);
   statistics = replica.exchange({mine, &settings, input.sizes()});
   return Normalize::apply(statistics, parameter_for(weight, input), parameter_for(bias, input), x,

@@ -77,7 +77,7 @@ IndexResult batch_norm_impl_index(const Tensor& input, const OptionalTensor& wei
       make_record(input, w, b, value_of(running_mean), value_of(running_var), momentum, eps);
   Tensor output = batch_norm_forward(input, value_of(parameter_for(w, input)),
                                      value_of(parameter_for(b, input)), *record);
-  const auto c = static_cast<std::int64_t>(record->shape.channels);
+  const std::int64_t c = (record->statistics.size(0) - 1) / 2;
   const Tensor reserve = at::from_blob(
       record.get(), {1}, [record](void*) {}, at::TensorOptions(at::kByte));
   return {output, record->statistics.narrow(0, 1, c), record->statistics.narrow(0, 1 + c, c),
