@@ -466,5 +466,93 @@ TYPED_TEST(BatchNormTest, some_channels_in_place_equal_them_alone) {
   }
 }
 
+template <class T>
+class SixteenBitBatchNormTest : public testing::Test {
+ protected:
+  static std::vector<T> narrowed(const std::vector<float>& values) {
+    std::vector<T> result;
+    for (const float value : values) result.push_back(T(value));
+    return result;
+  }
+  static std::vector<float> widened(const std::vector<T>& values) {
+    std::vector<float> result;
+    for (const T value : values) result.push_back(static_cast<float>(value));
+    return result;
+  }
+};
+
+using SixteenBitTypes = testing::Types<Float16, BFloat16>;
+TYPED_TEST_SUITE(SixteenBitBatchNormTest, SixteenBitTypes);
+
+TYPED_TEST(SixteenBitBatchNormTest, equals_the_kernels_of_float_on_widened_values) {
+  using Half = TypeParam;
+  for (const BatchNormShape s : shapes()) {
+    const auto x = this->narrowed(random_values<float>(n_values(s), 3, 2, 20));
+    auto dy = this->narrowed(random_values<float>(n_values(s), 0, 1e-3, 21));  // subnormal in f16
+    const auto wide_x = this->widened(x);
+    const auto wide_dy = this->widened(dy);
+    const auto p = random_parameters<float>(s.channels, 3);
+    for (const Isa isa : supported_isas()) {
+      const BatchNormTable<Half>& table = batch_norm_table<Half>(isa);
+      const BatchNormTable<float>& wide = batch_norm_table<float>(isa);
+      const std::string what = describe(s) + std::string(name_of(isa));
+      std::vector<double> got(4 * s.channels);
+      std::vector<double> want(4 * s.channels);
+      const auto sums = [&](const auto& kernels, const auto& dys, const auto& xs, double* into) {
+        kernels.stats(xs.data(), s, into, into + s.channels);
+        kernels.backward_reduce(dys.data(), xs.data(), s, p.mean.data(), into + 2 * s.channels,
+                                into + 3 * s.channels);
+      };
+      sums(table, dy, x, got.data());
+      sums(wide, wide_dy, wide_x, want.data());
+      expect_same_bits(got, want, what);
+      for (const bool affine : {true, false}) {
+        const float* weight = affine ? p.weight.data() : nullptr;
+        const float* bias = affine ? p.bias.data() : nullptr;
+        auto y = x;
+        table.normalize(y.data(), s, p.mean.data(), p.invstd.data(), weight, bias, y.data());
+        auto wide_y = wide_x;
+        wide.normalize(wide_x.data(), s, p.mean.data(), p.invstd.data(), weight, bias,
+                       wide_y.data());
+        expect_same_bits(y, this->narrowed(wide_y), what);
+        auto dx = dy;
+        table.backward_elementwise(dx.data(), x.data(), s, p.mean.data(), p.invstd.data(), weight,
+                                   p.mean_dy.data(), p.mean_dy_xmu.data(), dx.data());
+        auto wide_dx = wide_dy;
+        wide.backward_elementwise(wide_dy.data(), wide_x.data(), s, p.mean.data(), p.invstd.data(),
+                                  weight, p.mean_dy.data(), p.mean_dy_xmu.data(), wide_dx.data());
+        expect_same_bits(dx, this->narrowed(wide_dx), what);
+      }
+    }
+  }
+}
+
+TYPED_TEST(SixteenBitBatchNormTest, values_out_of_range_become_infinite_and_nan_stays) {
+  using Half = TypeParam;
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const BatchNormShape s : {BatchNormShape{2, 1, 37}, BatchNormShape{37, 1, 1}}) {
+    std::vector<float> wide(n_values(s), 1);
+    wide[3] = std::numeric_limits<float>::quiet_NaN();
+    wide[5] = -infinity;
+    auto x = this->narrowed(wide);
+    const double mean = 0;
+    const double invstd = 1;
+    const float weight = std::numeric_limits<float>::max();
+    for (const Isa isa : supported_isas()) {
+      auto y = x;
+      batch_norm_table<Half>(isa).normalize(x.data(), s, &mean, &invstd, &weight, nullptr,
+                                            y.data());
+      for (std::size_t i = 0; i < y.size(); ++i) {
+        const auto got = static_cast<float>(y[i]);
+        if (i == 3) {
+          EXPECT_TRUE(std::isnan(got));
+        } else {
+          EXPECT_EQ(got, i == 5 ? -infinity : infinity) << i;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::kernels
