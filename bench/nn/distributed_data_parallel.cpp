@@ -21,8 +21,7 @@
 #include "resnet18.hpp"
 
 #ifdef USE_C10D_GLOO
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include "gloo.hpp"
 #endif
 
 namespace {
@@ -159,23 +158,6 @@ class C10d : public Contestant {
     C10d& all_;
     std::size_t bucket_;
   };
-
-  static c10::intrusive_ptr<c10d::ProcessGroupGloo> make_gloo() {
-    const bool serves = lockstep::is_main_process();
-    c10d::TCPStoreOptions where;
-    where.port = 0;
-    where.isServer = serves;
-    where.waitWorkers = false;
-    c10::intrusive_ptr<c10d::TCPStore> store;
-    if (serves) store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", where);
-    if (serves) where.port = store->getPort();
-    lockstep::broadcast_object(where.port);
-    if (!serves) store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", where);
-    const auto options = c10d::ProcessGroupGloo::Options::create();
-    options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
-    return c10::make_intrusive<c10d::ProcessGroupGloo>(store, lockstep::get_rank(),
-                                                       lockstep::get_world_size(), options);
-  }
 
   void forward_and_backward(const Tensor& x, const Tensor& labels) override {
     torch::cross_entropy_loss(net_->forward(x), labels).backward();

@@ -3,7 +3,8 @@
 // block; a row is the median of the blocks' medians, in us, on rank 0. With `--processor-time` the
 // clock is the thread's own: what a busy machine disturbs least, but no wait is in it. It also runs
 // alone, as the only rank. In bf16 all of libtorch's layer is bf16; ours has float32 statistics,
-// weight and bias.
+// weight and bias. The last rows are against a layer that does synchronise, composed of libtorch's
+// operations and c10d's Gloo.
 
 #include <fmt/format.h>
 #include <malloc.h>
@@ -18,6 +19,10 @@
 #include <lockstep/lockstep.hpp>
 #include <lockstep/nn.hpp>
 #include <vector>
+
+#ifdef USE_C10D_GLOO
+#include "composed_batch_norm.hpp"
+#endif
 
 namespace {
 
@@ -91,6 +96,35 @@ struct Shape {
   at::ScalarType type;
 };
 
+/// Forward and backward of theirs and ours.
+using Figures = std::array<double, 4>;
+
+template <class Theirs, class Ours>
+Figures take_turns(Theirs& theirs, Ours& ours) {
+  std::array<std::vector<double>, 4> us;
+  for (int i = 0; i < kBlocks; ++i) {
+    const Times of_theirs = theirs.block();
+    const Times of_ours = ours.block();
+    us[0].push_back(of_theirs.forward_us);
+    us[1].push_back(of_ours.forward_us);
+    us[2].push_back(of_theirs.backward_us);
+    us[3].push_back(of_ours.backward_us);
+  }
+  return {median(us[0]), median(us[1]), median(us[2]), median(us[3])};
+}
+
+void print_row(const char* peer, const Shape& shape, const Figures& us, bool prints) {
+  if (!prints) return;
+  fmt::print("{:<10} {:<13} {:<13} {:<4} {:>9.1f} {:>9.1f} {:>6.2f} {:>9.1f} {:>9.1f} {:>6.2f}\n",
+             peer, fmt::format("{}", fmt::join(shape.sizes, "x")),
+             shape.sizes.size() == 2  ? ""
+             : shape.is_channels_last ? "channels-last"
+                                      : "NCHW",
+             shape.type == at::kFloat ? "f32" : "bf16", us[0], us[1], us[0] / us[1], us[2], us[3],
+             us[2] / us[3]);
+  std::fflush(stdout);
+}
+
 template <class Plain, class Synchronised>
 void compare(const Shape& shape, bool prints) {
   Tensor x = torch::randn(shape.sizes);
@@ -106,26 +140,23 @@ void compare(const Shape& shape, bool prints) {
   layer->to(shape.type);
   Contestant plain(layer, x, dy);
   Contestant synchronised(Synchronised(channels), x, dy);
-  std::array<std::vector<double>, 4> us;
-  for (int i = 0; i < kBlocks; ++i) {
-    const Times theirs = plain.block();
-    const Times ours = synchronised.block();
-    us[0].push_back(theirs.forward_us);
-    us[1].push_back(ours.forward_us);
-    us[2].push_back(theirs.backward_us);
-    us[3].push_back(ours.backward_us);
-  }
-  if (!prints) return;
-  fmt::print("{:<13} {:<13} {:<4} {:>9.1f} {:>9.1f} {:>6.2f} {:>9.1f} {:>9.1f} {:>6.2f}\n",
-             fmt::format("{}", fmt::join(shape.sizes, "x")),
-             shape.sizes.size() == 2  ? ""
-             : shape.is_channels_last ? "channels-last"
-                                      : "NCHW",
-             shape.type == at::kFloat ? "f32" : "bf16", median(us[0]), median(us[1]),
-             median(us[0]) / median(us[1]), median(us[2]), median(us[3]),
-             median(us[2]) / median(us[3]));
-  std::fflush(stdout);
+  print_row("BatchNorm", shape, take_turns(plain, synchronised), prints);
 }
+
+#ifdef USE_C10D_GLOO
+void compare_with_composed(const Shape& shape, bool prints) {
+  const Tensor x = torch::randn(shape.sizes).set_requires_grad(true);
+  const Tensor dy = torch::randn(shape.sizes);
+  lockstep::bench::ComposedBatchNorm layer(shape.sizes[1]);
+  lockstep::nn::SyncBatchNorm2d own(shape.sizes[1]);
+  if (!torch::allclose(layer->forward(x), own->forward(x), 1e-4, 1e-4)) {
+    throw std::runtime_error("the composed BatchNorm has another result");
+  }
+  Contestant composed(layer, x, dy);
+  Contestant synchronised(own, x, dy);
+  print_row("composed", shape, take_turns(composed, synchronised), prints);
+}
+#endif
 
 }  // namespace
 
@@ -149,9 +180,9 @@ int main(int argc, char** argv) {
   if (prints) {
     fmt::print(
         "{} ranks, libtorch {}; median us of {} blocks\n"
-        "{:<32} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6}\n",
-        lockstep::get_world_size(), TORCH_VERSION, kBlocks, "", "torch fwd", "ours", "ratio",
-        "torch bwd", "ours", "ratio");
+        "{:<43} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6}\n",
+        lockstep::get_world_size(), TORCH_VERSION, kBlocks, "", "peer fwd", "ours", "ratio",
+        "peer bwd", "ours", "ratio");
   }
   using lockstep::nn::SyncBatchNorm1d;
   using lockstep::nn::SyncBatchNorm2d;
@@ -164,6 +195,10 @@ int main(int argc, char** argv) {
     }
     compare<torch::nn::BatchNorm1d, SyncBatchNorm1d>({{256, 128}, false, type}, prints);
   }
+#ifdef USE_C10D_GLOO
+  compare_with_composed({{32, 64, 56, 56}, false, at::kFloat}, prints);
+  compare_with_composed({{32, 256, 14, 14}, false, at::kFloat}, prints);
+#endif
   lockstep::destroy_dist();
   return 0;
 }
