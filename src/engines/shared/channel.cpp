@@ -84,15 +84,6 @@ Channel::Channel(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int
 
 void Channel::choose_waiting() { is_crowded_ = seat_->is_oversubscribed(); }
 
-std::byte* Channel::place(int rank, int back, std::size_t n_bytes) const noexcept {
-  const int index = turn_ - back < 0 ? turn_ - back + kPhases : turn_ - back;
-  if (n_bytes <= kInlineBytes) {
-    return lane(rank).flags[static_cast<std::size_t>(index)].payload.data();
-  }
-  const auto number = static_cast<std::size_t>(rank * kPhases + index);
-  return slots_ + number * header_->slot_bytes;
-}
-
 void Channel::begin(const Call& call) {
   if (has_failed()) throw_failure(call);  // found by others while this rank was elsewhere
   has_waited_ = false;

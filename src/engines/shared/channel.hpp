@@ -114,7 +114,13 @@ class Channel {
   static constexpr int kEverybody = -1;
 
   Lane& lane(int rank) const noexcept { return lanes_[rank]; }
-  std::byte* place(int rank, int back, std::size_t n_bytes) const noexcept;
+  std::byte* place(int rank, int back, std::size_t n_bytes) const noexcept {
+    const int index = turn_ - back < 0 ? turn_ - back + kPhases : turn_ - back;
+    if (n_bytes <= kInlineBytes) {
+      return lane(rank).flags[static_cast<std::size_t>(index)].payload.data();
+    }
+    return slots_ + static_cast<std::size_t>(rank * kPhases + index) * header_->slot_bytes;
+  }
   std::byte* outbox(int rank, std::uint64_t chunk) const noexcept;
   /// Until the oldest chunk of the outbox of call.root is for this rank; which one that is.
   std::uint64_t wait_for_chunk(const Call& call);

@@ -192,11 +192,13 @@ void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
     }
     if (i >= 2 && wants_result) {  // model: copy
       const Slices slices = slices_of(i - 2);
-      for (int r = 0; r < size(); ++r) {
-        if (r == rank()) continue;
-        const std::size_t begin = slices.begin(r) * element;
-        copy_bytes(bytes(call.out) + chunks.begin(i - 2) + begin,
-                   channel_.theirs(r, 2, slot) + begin, slices.length(r) * element);
+      const std::size_t each = slices.n_each * element, length = chunks.length(i - 2);
+      std::byte* const out = bytes(call.out) + chunks.begin(i - 2);
+      // Once for each peer and chunk, and with many ranks slices are short: nothing else in here.
+      for (std::size_t r = 0, begin = 0; begin < length; ++r, begin += each) {
+        if (static_cast<int>(r) == rank()) continue;
+        std::memcpy(out + begin, channel_.theirs(static_cast<int>(r), 2, slot) + begin,
+                    std::min(each, length - begin));
       }
     }
     if (i <= n_chunks) channel_.turn(call);

@@ -189,7 +189,7 @@ int begin(void* handle, const LockstepMpiMessage* messages, std::size_t n_messag
   exchange.first.resize(n_messages);
   exchange.last.resize(n_messages);
   const MPI_Comm comm = communicator(handle).comm;
-  const auto post = [&](std::size_t i) {
+  const auto post = [&](std::size_t i) -> int {
     const LockstepMpiMessage& message = messages[i];
     exchange.first[i] = exchange.requests.size();
     for (std::size_t at = 0; at < message.n_bytes; at += kMostBytes) {
