@@ -2,7 +2,11 @@
 """The counting behind docs/growth.md. ./dev bench growth calls it.
 
 one_host PROGRAM PAGE       what a call costs on one host by its number of ranks, counted by valgrind
+simulate PROGRAM MODULE LOG what all_reduce takes on clusters that SimGrid simulates; what LOG has
+                            of this program already is kept
+draw LOG PAGE               tables of that beside the alpha-beta model, and a picture beside the page
 """
+import math
 import os
 import re
 import subprocess
@@ -92,8 +96,167 @@ def put(page, name, text):
         file.write(old[:old.index(start) + len(start)] + text + '\n' + old[old.index(end):])
 
 
+# --- hosts: what hosts.cpp simulates, and the alpha-beta model with its constants -----------------
+
+SIZES = [4, 64 << 10, 16 << 20, 256 << 20]
+HOSTS = [16, 64, 256, 1024]
+GBITS = [25, 400]
+ALGORITHMS = ['direct', 'doubling', 'halving', 'ring']
+LINK, MESSAGE, CORE = 0.5e-6, 0.25e-6, 10e9  # seconds, seconds, bytes/s
+HOSTS_PER_SWITCH = 16
+FIRST, RIDING, FLAT = 128, 64, 16 << 10  # bytes, of message_engine.cpp
+MOST_SECONDS, MOST_KIB = 600, 8 << 20    # of one simulation
+
+
+def simulations():
+    for n in HOSTS:
+        for gbits in GBITS:
+            for algorithm in ALGORITHMS:
+                # A million messages at once, or two million one after the other, take too long.
+                if n <= 256 or algorithm in ('doubling', 'halving'):
+                    yield n, gbits, algorithm
+    yield 16, 25, 'flat'
+
+
+def simulate(program, module, log):
+    done = set(read(log)) if os.path.exists(log) else set()
+    for n, gbits, algorithm in simulations():
+        if all((n, gbits, algorithm, size) in done for size in SIZES):
+            continue
+        command = [program, module, str(n), str(gbits), algorithm, *map(str, SIZES)]
+        print(' '.join(command[2:]), flush=True)
+        try:
+            ended = subprocess.run(['sh', '-c', f'ulimit -v {MOST_KIB}; exec "$@"', 'sh', *command],
+                                   stdout=subprocess.PIPE, text=True, timeout=MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f'left out: more than {MOST_SECONDS} s', flush=True)
+            continue
+        if ended.returncode != 0:
+            print(f'left out: exit code {ended.returncode}', flush=True)
+            continue
+        with open(log, 'a') as file:
+            file.write(ended.stdout)
+
+
+def read(log):
+    """(hosts, gbits, algorithm, bytes): seconds of the call, and between hosts."""
+    times = {}
+    with open(log) as file:
+        for line in file:
+            words = line.split()
+            if len(words) == 6 and words[0] != '#':
+                key = (int(words[0]), int(words[1]), words[2], int(words[3]))
+                times[key] = float(words[4]), float(words[5])
+    return times
+
+
+def model(n, gbits, algorithm, n_bytes):
+    """Seconds between n hosts, of which one rank each takes part."""
+    bandwidth = gbits * 1e9 / 8
+    far = (4 if n > HOSTS_PER_SWITCH else 2) * LINK
+    if algorithm == 'direct':  # everybody's messages to everybody at once, one exchange or three
+        def exchange(each):
+            return 2 * (n - 1) * MESSAGE + far + (n - 1) * each / bandwidth
+        if n_bytes <= RIDING:
+            return exchange(FIRST) + (n + 1) * n_bytes / CORE
+        if n_bytes <= FLAT:
+            return exchange(FIRST) + exchange(n_bytes) + (n + 1) * n_bytes / CORE
+        return exchange(FIRST) + 2 * exchange(n_bytes / n) + (n + 1) * n_bytes / n / CORE
+    if algorithm == 'ring':
+        # Whoever sends to another switch takes longer, and all wait for their neighbours.
+        step = 2 * MESSAGE + far + n_bytes / n / bandwidth
+        return (n - 1) * (2 * step + 3 * n_bytes / n / CORE)
+    seconds = 0
+    for i in range(int(math.log2(n))):
+        alpha = 2 * MESSAGE + (2 * LINK if 2**i < HOSTS_PER_SWITCH else far)
+        if algorithm == 'doubling':
+            seconds += alpha + n_bytes / bandwidth + 3 * n_bytes / CORE
+        else:
+            part = n_bytes / 2**(int(math.log2(n)) - i)
+            seconds += 2 * (alpha + part / bandwidth) + 3 * part / CORE
+    return seconds
+
+
+def microseconds(seconds):
+    us = seconds * 1e6
+    return f'{us:.1f}' if us < 1000 else f'{us:.0f}'
+
+
+def draw(log, page):
+    times = read(log)
+    for gbits in GBITS:
+        lines = ['| all_reduce | hosts | ' + ' | '.join(ALGORITHMS) + ' | inside hosts |',
+                 '|---' * (len(ALGORITHMS) + 3) + '|']
+        for n_bytes in SIZES:
+            for n in HOSTS:
+                cells = []
+                best = min(model(n, gbits, name, n_bytes) for name in ALGORITHMS)
+                for name in ALGORITHMS:
+                    expected = model(n, gbits, name, n_bytes)
+                    found = times.get((n, gbits, name, n_bytes))
+                    cell = f'{microseconds(found[1])}' if found else '-'
+                    cell += f' ({microseconds(expected)})'
+                    cells.append(f'**{cell}**' if expected == best else cell)
+                inside = [times[key][0] - times[key][1] for name in ALGORITHMS
+                          if (key := (n, gbits, name, n_bytes)) in times]
+                lines.append(f'| {size(n_bytes)} | {n} | ' + ' | '.join(cells) +
+                             f" | {microseconds(min(inside)) if inside else '-'} |")
+        put(page, f'hosts_{gbits}', '\n'.join(lines))
+    errors = [times[n, gbits, name, n_bytes][1] / model(n, gbits, name, n_bytes) - 1
+              for n, gbits, name, n_bytes in times if name in ALGORITHMS]
+    put(page, 'model', f'{len(errors)} simulated times are {min(errors) * 100:+.1f} % to '
+                       f'{max(errors) * 100:+.1f} % beside the model.')
+    flat = [f"{size(n_bytes)} in {microseconds(times[16, 25, 'flat', n_bytes][0])} us (two levels: "
+            f"{microseconds(times[16, 25, 'direct', n_bytes][0])})"
+            for n_bytes in SIZES if (16, 25, 'flat', n_bytes) in times]
+    put(page, 'flat', ', '.join(flat) or 'not simulated')
+    put(page, 'wins', '\n'.join(wins()))
+    picture(times, os.path.join(os.path.dirname(page), 'images', 'growth_hosts.svg'))
+
+
+def wins():
+    """Up to how many hosts which algorithm is the model's best."""
+    lines = ['| all_reduce | 25 Gbit/s | 400 Gbit/s |', '|---|---|---|']
+    for n_bytes in [4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20]:
+        cells = []
+        for gbits in GBITS:
+            ranges = []
+            for n in [2**i for i in range(1, 11)]:
+                best = min(ALGORITHMS, key=lambda name: model(n, gbits, name, n_bytes))
+                if ranges and ranges[-1][0] == best:
+                    ranges[-1][1] = n
+                else:
+                    ranges.append([best, n])
+            cells.append(', '.join(f'{name} to {n}' for name, n in ranges))
+        lines.append(f'| {size(n_bytes)} | ' + ' | '.join(cells) + ' |')
+    return lines
+
+
+def picture(times, path, gbits=25):
+    script = ["set terminal svg size 900,640 background rgb 'white' font 'sans-serif,12' noenhanced",
+              f'set output "{path}"', 'set logscale x 2', 'set logscale y', 'set grid',
+              'set key top left', 'set xrange [12:1400]', "set format y '%.0s %cs'",
+              'set xtics (16, 64, 256, 1024)',
+              f"set multiplot layout 2,2 title 'all_reduce between hosts, {gbits} Gbit/s fat tree: "
+              "by hosts; points simulated, lines by the alpha-beta model'"]
+    for panel, n_bytes in enumerate(SIZES):
+        plots, data = [], []
+        for color, name in enumerate(ALGORITHMS):
+            plots.append(f"'-' with lines lt {color + 1} lw {3 if name == 'direct' else 1} notitle")
+            data += [f'{n} {model(n, gbits, name, n_bytes)}' for n in HOSTS] + ['e']
+            title = {'direct': 'direct: the mpi engine'}.get(name, name)
+            shown = f"title '{title}'" if panel == 2 else 'notitle'
+            plots.append(f"'-' with points lt {color + 1} pt {color + 5} ps 1 {shown}")
+            data += [f'{n} {times[n, gbits, name, n_bytes][1]}' for n in HOSTS
+                     if (n, gbits, name, n_bytes) in times] + ['e']
+        script += [f"set title '{size(n_bytes)}'", 'plot ' + ', '.join(plots), *data]
+    script.append('unset multiplot')
+    subprocess.run(['gnuplot'], input='\n'.join(script) + '\n', text=True, check=True)
+
+
 if __name__ == '__main__':
-    verbs = {'one_host': one_host}
-    if len(sys.argv) < 4 or sys.argv[1] not in verbs:
+    verbs = {'one_host': (one_host, 2), 'simulate': (simulate, 3), 'draw': (draw, 2)}
+    function, n_arguments = verbs.get(sys.argv[1] if len(sys.argv) > 1 else '', (None, 0))
+    if function is None or len(sys.argv) != 2 + n_arguments:
         sys.exit(__doc__)
-    verbs[sys.argv[1]](*sys.argv[2:])
+    function(*sys.argv[2:])

@@ -11,9 +11,11 @@
 #include <fmt/format.h>
 
 #include <xbt/log.h>
-#include <charconv>
+#include <algorithm>
+#include <compare>
 #include <cstdint>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <optional>
 #include <simgrid/s4u.hpp>
@@ -77,24 +79,40 @@ int size_of(MPI_Comm comm) {
   return size;
 }
 
-/// The ranks first, first + step ...
-MPI_Comm some_of_world(int first, int step, int n) {
+/// Some ranks of all: first, first + step ...
+struct Some {
+  int first;
+  int step;
+  int n;
+  auto operator<=>(const Some&) const = default;
+};
+
+/// Where they go on together, at no cost: MPI_Barrier lets ranks go one after the other.
+s4u::BarrierPtr start_line(const Some& some) {
+  static std::map<Some, s4u::BarrierPtr> lines;
+  s4u::BarrierPtr& line = lines[some];
+  if (!line) line = s4u::Barrier::create(static_cast<unsigned>(some.n));
+  return line;
+}
+
+MPI_Comm comm_of(const Some& some) {
   MPI_Group all = MPI_GROUP_NULL;
-  MPI_Group some = MPI_GROUP_NULL;
+  MPI_Group group = MPI_GROUP_NULL;
   MPI_Comm comm = MPI_COMM_NULL;
   std::vector<int> ranks;
-  for (int i = 0; i < n; ++i) ranks.push_back(first + i * step);
+  for (int i = 0; i < some.n; ++i) ranks.push_back(some.first + i * some.step);
   MPI_Comm_group(MPI_COMM_WORLD, &all);
-  MPI_Group_incl(all, n, ranks.data(), &some);
-  MPI_Comm_create_group(MPI_COMM_WORLD, some, /*tag=*/1, &comm);
+  MPI_Group_incl(all, some.n, ranks.data(), &group);
+  MPI_Comm_create_group(MPI_COMM_WORLD, group, /*tag=*/1, &comm);
   return comm;
 }
 
-std::unique_ptr<Engine> join(MPI_Comm comm, const Call& barrier) {
-  growth::set_world(comm);
+std::unique_ptr<Engine> join(const Some& some, const Call& barrier) {
+  MPI_Comm comm = comm_of(some);
+  growth::set_world(comm, start_line(some));
   lockstep::comm::World world;
   world.rank = rank_of(comm);
-  world.size = size_of(comm);
+  world.size = some.n;
   return lockstep::mpi::join(world, barrier);
 }
 
@@ -172,6 +190,7 @@ class Textbook final : public Part {
   }
 };
 
+double seconds = 0;          // of the slowest rank
 double seconds_between = 0;  // of rank 0
 
 class Timed final : public Part {
@@ -198,13 +217,14 @@ class Everybody final : public Part {
   }
   std::unique_ptr<Engine> split(const Call& call, int color, int) override {
     if (color != 0) return nullptr;  // one rank of each host talks between hosts
-    MPI_Comm comm = some_of_world(0, kRanksPerHost, size_ / kRanksPerHost);
+    const Some leaders{0, kRanksPerHost, size_ / kRanksPerHost};
+    MPI_Comm comm = comm_of(leaders);
     if (options.engine != "direct") {
       return std::make_unique<Timed>(comm, std::make_unique<Textbook>(comm));
     }
     Call barrier = call;
     barrier.op = Op::barrier;
-    return std::make_unique<Timed>(comm, join(comm, barrier));
+    return std::make_unique<Timed>(comm, join(leaders, barrier));
   }
 };
 
@@ -212,25 +232,23 @@ class Everybody final : public Part {
 
 namespace lockstep::shared {
 std::unique_ptr<Engine> meet_world(std::string_view, int, int n_ranks, const Call& barrier) {
-  return join(some_of_world(rank_of(MPI_COMM_WORLD) / n_ranks * n_ranks, 1, n_ranks), barrier);
+  return join({rank_of(MPI_COMM_WORLD) / n_ranks * n_ranks, 1, n_ranks}, barrier);
 }
 }  // namespace lockstep::shared
 
 namespace {
-
-s4u::BarrierPtr start_line;
 
 void run_rank() {
   MPI_Init(nullptr, nullptr);
   const int rank = rank_of(MPI_COMM_WORLD);
   const int n_ranks = size_of(MPI_COMM_WORLD);
   if (rank == 0) growth::arena = static_cast<char*>(SMPI_SHARED_MALLOC(growth::kArenaBytes));
-  MPI_Barrier(MPI_COMM_WORLD);
+  const Some everybody{0, 1, n_ranks};
   Call barrier;
   barrier.timeout = std::chrono::hours(24);
   std::unique_ptr<Engine> engine;
   if (options.engine == "flat") {
-    engine = join(MPI_COMM_WORLD, barrier);
+    engine = join(everybody, barrier);
   } else {
     std::vector<int> hosts;
     for (int r = 0; r < n_ranks; ++r) hosts.push_back(r / kRanksPerHost * kRanksPerHost);
@@ -245,19 +263,17 @@ void run_rank() {
     call.count = n_bytes / sizeof(float);
     call.out = small.empty() ? static_cast<void*>(growth::arena) : small.data();
     call.in = call.out;
-    start_line->wait();  // MPI_Barrier lets ranks go one after the other
-    seconds_between = 0;
+    start_line(everybody)->wait();
+    seconds = seconds_between = 0;
     const double start = MPI_Wtime();
     engine->run(call);
-    double seconds = MPI_Wtime() - start;
-    double slowest = 0;
-    MPI_Allreduce(&seconds, &slowest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+    seconds = std::max(seconds, MPI_Wtime() - start);
+    start_line(everybody)->wait();
     if (rank != 0) continue;
     fmt::print("{} {:g} {} {} {:.9f} {:.9f}\n", options.n_hosts, options.gbits, options.engine,
-               n_bytes, slowest, seconds_between);
+               n_bytes, seconds, seconds_between);
     std::fflush(stdout);
   }
-  MPI_Barrier(MPI_COMM_WORLD);
   engine.reset();
   MPI_Finalize();
 }
@@ -302,10 +318,11 @@ int main(int argc, char** argv) {
   setenv("LOCKSTEP_MPI", options.module.c_str(), 1);
   SMPI_init();
   // Plain max-min sharing of links, without what SimGrid knows of TCP and of its authors' machines.
+  // Detached messages stay in their senders' lists, which are searched for each: none of them.
   for (const char* const setting :
        {"network/model:CM02", "network/TCP-gamma:0", "network/bandwidth-factor:1",
         "network/latency-factor:1", "network/weight-S:0", "network/crosstraffic:0",
-        "smpi/simulate-computation:no", "smpi/privatization:no", "smpi/send-is-detached-thresh:129",
+        "smpi/simulate-computation:no", "smpi/privatization:no", "smpi/send-is-detached-thresh:0",
         "contexts/stack-size:256", "contexts/guard-size:0"}) {
     s4u::Engine::set_config(setting);
   }
@@ -313,7 +330,6 @@ int main(int argc, char** argv) {
   const int n_ranks = static_cast<int>(options.n_hosts) * kRanksPerHost;
   SMPI_app_instance_register("lockstep", nullptr, n_ranks);
   growth::set_seconds_per_message(kMessageSeconds);
-  start_line = s4u::Barrier::create(static_cast<unsigned>(n_ranks));
   for (int rank = 0; rank < n_ranks; ++rank) {
     auto actor =
         s4u::Actor::init(fmt::format("rank-{}", rank),
