@@ -1,4 +1,5 @@
 #include "cli/bench/bench.hpp"
+#include "base/cpu_model.hpp"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <lockstep/error.hpp>
 #include <thread>
 
+#include "base/cpu_model.hpp"
 #include "base/cpus.hpp"
 #include "cli/parse.hpp"
 #include "cli/verbs.hpp"
@@ -118,6 +120,10 @@ int bench(const std::vector<std::string>& arguments) {
   plan.block_time = std::chrono::milliseconds(block_ms);
   if (!is_unpinned) plan.cores = cores();
   if (is_tuning) {
+    const base::CpuModel cpu = base::cpu_model();
+    fmt::print(stderr, "lockstep bench: {} ranks on {}, family {}, model {}, L2 {} KiB\n",
+               plan.n_ranks, cpu.vendor_name().empty() ? "a CPU without a name" : cpu.vendor_name(),
+               cpu.family, cpu.model, cpu.l2_bytes >> 10U);
     fmt::print("{}\n", bench::tuned(plan));
     return 0;
   }

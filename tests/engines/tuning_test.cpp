@@ -6,8 +6,12 @@
 #include <lockstep/error.hpp>
 #include <lockstep/lockstep.hpp>
 #include <numeric>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
+
+#include "engines/shared/tuning_table.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -28,6 +32,48 @@ TEST(TuningTest, text_replaces_what_was_measured) {
   EXPECT_EQ(tuning.chunk_bytes, 8192U);  // whole pages, so whole elements
   EXPECT_EQ(tuning.in_place_bytes, measured.in_place_bytes);
   EXPECT_EQ(shared::tuning_for(3, "inplace=0").in_place_bytes, 0U);
+}
+
+base::CpuModel model(std::string_view vendor, unsigned family, unsigned number,
+                     std::size_t l2_bytes) {
+  base::CpuModel cpu;
+  vendor.copy(cpu.vendor.data(), cpu.vendor.size() - 1);
+  cpu.family = family;
+  cpu.model = number;
+  cpu.l2_bytes = l2_bytes;
+  return cpu;
+}
+
+TEST(TuningTest, a_measured_cpu_is_found_whatever_its_cache) {
+  for (const std::size_t l2_bytes :
+       {std::size_t{0}, std::size_t{256} << 10, std::size_t{1} << 20}) {
+    const base::CpuModel cpu = model("GenuineIntel", 6, 85, l2_bytes);
+    EXPECT_EQ(shared::measured_for(2, cpu).chunk_bytes, 64U << 10);
+    EXPECT_EQ(shared::measured_for(3, cpu).chunk_bytes, 256U << 10);
+    EXPECT_EQ(shared::measured_for(4, cpu).flat_bytes, 64U << 10);
+    EXPECT_EQ(shared::measured_for(2, cpu).in_place_bytes, 8U << 10);
+  }
+}
+
+TEST(TuningTest, the_chunk_of_an_unknown_cpu_fits_its_cache) {
+  const auto chunk = [](std::string_view vendor, unsigned number, std::size_t l2_kib) {
+    return shared::measured_for(2, model(vendor, 6, number, l2_kib << 10)).chunk_bytes;
+  };
+  EXPECT_EQ(chunk("GenuineIntel", 84, 256), 16U << 10);
+  EXPECT_EQ(chunk("AuthenticAMD", 85, 512), 32U << 10);
+  EXPECT_EQ(chunk("", 0, 2048), 64U << 10);  // more than what was measured is not promised
+  EXPECT_EQ(chunk("", 0, 0), 64U << 10);
+  EXPECT_EQ(chunk("", 0, 100), 16U << 10);
+}
+
+TEST(TuningTest, this_cpu_says_who_it_is) {
+  const base::CpuModel cpu = base::cpu_model();
+#if defined(__x86_64__)
+  EXPECT_EQ(cpu.vendor_name().size(), 12U);
+  EXPECT_GE(cpu.family, 6U);
+#endif
+  EXPECT_EQ(shared::tuning_for(2, std::nullopt).chunk_bytes,
+            shared::measured_for(2, cpu).chunk_bytes);
 }
 
 TEST(TuningTest, other_text_is_refused) {

@@ -5,27 +5,67 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
+#include <iterator>
 #include <limits>
 #include <lockstep/error.hpp>
 #include <string_view>
 
+#include "engines/shared/tuning_table.hpp"
+
 namespace lockstep::shared {
 namespace {
 
-Tuning measured(int n_ranks) {
-  Tuning tuning{};
-  // Two ranks read the same from each other either way, and flat has one phase for two.
-  tuning.flat_bytes = n_ranks == 2 ? std::numeric_limits<std::uint64_t>::max()
-                                   : (256U << 10U) / static_cast<std::uint64_t>(n_ranks);
-  tuning.chunk_bytes = n_ranks == 2 ? 64U << 10U : 256U << 10U;
-  tuning.in_place_bytes = 8U << 10U;
-  return tuning;
+/// What `lockstep bench --tune` found best on one kind of CPU, for 2 ranks and for more.
+struct Entry {
+  std::string_view vendor;
+  unsigned family;
+  unsigned model;
+  std::uint64_t pair_chunk_bytes;   ///< 2 ranks exchange chunk by chunk, whatever the size
+  std::uint64_t chunk_bytes;        ///< of more ranks
+  std::uint64_t flat_bytes_in_all;  ///< divided by the ranks
+  std::uint64_t in_place_bytes;
+};
+
+constexpr std::uint64_t kKiB = 1024;
+
+/// Add a line where a machine was measured: with its cores its own, once for 2 and once for more
+/// ranks, as docs/performance.md says.
+constexpr Entry kMeasured[] = {
+    // Xeon, Skylake-SP to Cooper Lake: 1 MiB of second-level cache
+    {"GenuineIntel", 6, 85, 64 * kKiB, 256 * kKiB, 256 * kKiB, 8 * kKiB},
+};
+
+/// Of a CPU that nobody measured: as on the one above, but four pieces that a rank of two works on
+/// at once (its data, what it shows, what it reads, the result) take at most a quarter of the
+/// cache.
+Entry expected(std::size_t l2_bytes) {
+  Entry entry = kMeasured[0];
+  if (l2_bytes != 0) {
+    entry.pair_chunk_bytes =
+        std::clamp<std::uint64_t>(l2_bytes / 16 / 4096 * 4096, 16 * kKiB, entry.pair_chunk_bytes);
+  }
+  return entry;
 }
 
 }  // namespace
 
+Tuning measured_for(int n_ranks, const base::CpuModel& cpu) {
+  const auto* const found = std::ranges::find_if(kMeasured, [&](const Entry& entry) {
+    return entry.vendor == cpu.vendor_name() && entry.family == cpu.family &&
+           entry.model == cpu.model;
+  });
+  const Entry entry = found == std::end(kMeasured) ? expected(cpu.l2_bytes) : *found;
+  Tuning tuning{};
+  // Two ranks read the same from each other either way, and flat has one phase for two.
+  tuning.flat_bytes = n_ranks == 2 ? std::numeric_limits<std::uint64_t>::max()
+                                   : entry.flat_bytes_in_all / static_cast<std::uint64_t>(n_ranks);
+  tuning.chunk_bytes = n_ranks == 2 ? entry.pair_chunk_bytes : entry.chunk_bytes;
+  tuning.in_place_bytes = entry.in_place_bytes;
+  return tuning;
+}
+
 Tuning tuning_for(int n_ranks, const std::optional<std::string>& variable) {
-  Tuning tuning = measured(n_ranks);
+  Tuning tuning = measured_for(n_ranks, base::cpu_model());
   const auto refuse = [&](std::string_view item) {
     throw UsageError({.operation = "init_dist"},
                      fmt::format("LOCKSTEP_TUNE has '{}'; it takes flat=BYTES, chunk=BYTES (4096 "
