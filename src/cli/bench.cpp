@@ -1,5 +1,4 @@
 #include "cli/bench/bench.hpp"
-#include "base/cpu_model.hpp"
 
 #include <fmt/format.h>
 #include <unistd.h>
