@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "base/fd.hpp"
+#include "base/process.hpp"
 #include "conformance/reference.hpp"
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/shared/job.hpp"
@@ -335,6 +336,60 @@ TEST_F(HierarchicalProcessTest, a_death_on_one_host_ends_all) {
       EXPECT_EQ(statuses[static_cast<std::size_t>(rank)], rank == victim ? SIGKILL : 0) << rank;
     }
   }
+}
+
+TEST_F(HierarchicalProcessTest, a_leader_stopped_between_hosts_is_late_at_the_limit) {
+  const auto statuses = run(4, [](std::unique_ptr<Engine> outer) {
+    const int rank = outer->rank();
+    const auto pids = gather_values(*outer, barrier_call(), static_cast<int>(::getpid()));
+    const Group group(make(std::move(outer), {0, 0, 2, 2}, barrier_call()), "world", seconds(50));
+    group.barrier();
+    const pid_t leader = pids[2];
+    const auto wait_until = [leader](auto... states) {
+      const auto start_time = base::process_start_time(leader);
+      for (;; std::this_thread::yield()) {
+        const auto state = base::process_state(leader, start_time);
+        if (((state == states) || ...)) return;
+      }
+    };
+    using base::ProcessState;
+    double value = 0;
+    const Elements whole{&value, 1, DType::f64};
+    if (rank == 2) {
+      EXPECT_THROW(group.broadcast(whole, /*src=*/0), Error);  // rank 0 does not come
+    } else if (rank == 3) {
+      wait_until(ProcessState::sleeping);
+      ::kill(leader, SIGSTOP);
+      try {
+        group.broadcast(whole, /*src=*/0, Deadline(std::chrono::milliseconds(500)));
+        ADD_FAILURE() << "no error";
+      } catch (const TimeoutError& error) {
+        const std::string text = error.text();
+        EXPECT_NE(text.find("waited 0.5 s for rank 0 of 2; here: 1"), std::string::npos) << text;
+        EXPECT_NE(text.find("is stopped by a signal"), std::string::npos) << text;
+      }
+      ::kill(leader, SIGCONT);
+    } else {
+      wait_until(ProcessState::stopped);
+      wait_until(ProcessState::running, ProcessState::sleeping, ProcessState::dead);
+    }
+  });
+  EXPECT_EQ(statuses, std::vector<int>(4, 0));
+}
+
+TEST(HierarchicalTest, a_leader_that_waits_for_another_host_is_not_late) {
+  run_hosts({0, 0, 2, 2}, [](const Group& group) {
+    group.barrier();
+    std::int64_t sum = 1;
+    if (group.rank() < 2) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+      group.all_reduce({&sum, 1, DType::i64});
+    } else {
+      const seconds timeout(group.rank() == 2 ? 50 : 1);
+      group.all_reduce({&sum, 1, DType::i64}, ReduceOp::sum, Deadline(timeout));
+    }
+    EXPECT_EQ(sum, 4);
+  });
 }
 
 }  // namespace

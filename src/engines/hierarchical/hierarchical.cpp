@@ -18,6 +18,9 @@ namespace {
 /// Whoever waits for a host lets that host's ranks find out first which of them keeps it, and say
 /// so; whoever waits for the one that waits for hosts lets that one.
 constexpr std::chrono::milliseconds kReportTime{700};
+/// On a crowded machine, or in a library that does not come back, the one that waits for other
+/// hosts may know late; so much longer its own host's ranks believe in it.
+constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
 
 /// Who is where in one group.
 struct Map {
@@ -149,19 +152,14 @@ class HierarchicalEngine final : public Engine {
 
   void run_between(Call call) {
     call.timeout += kReportTime;
+    // This host's other ranks wait for this one, who is not to blame where another host is late.
+    shared::go_away(*inner_, call.timeout + kPatience);
     renumbered([&] { between_->run(call); }, call, "between hosts", map_.leaders);
+    shared::go_away(*inner_, kReportTime);  // it is on its way to them
   }
 
   void run_within(const Call& call) {
     within([&] { inner_->run(call); }, call);
-  }
-
-  /// The members' wait for their leader, who has been waiting for other hosts.
-  void run_after_leader(Call call) {
-    // It tells them at once when it knows, but on a crowded machine it may know late. Only where it
-    // is stopped do they wait so long in vain.
-    if (!is_leader()) call.timeout += 8 * kReportTime;
-    run_within(call);
   }
 
   void dispatch(const Call& call) {
@@ -170,7 +168,7 @@ class HierarchicalEngine final : public Engine {
         if (n_hosts() == 1) return run_within(call);
         run_within(call);
         if (is_leader()) run_between(call);
-        return run_after_leader(call);
+        return run_within(call);
       case Op::all_reduce: return n_hosts() == 1 ? run_within(call) : all_reduce(call);
       case Op::reduce: return n_hosts() == 1 ? run_within(call) : reduce(call);
       case Op::broadcast: return n_hosts() == 1 ? run_within(call) : broadcast(call);
@@ -225,7 +223,7 @@ class HierarchicalEngine final : public Engine {
     step.op = Op::broadcast;
     step.root = 0;
     step.in = call.out;
-    run_after_leader(step);
+    run_within(step);
   }
 
   void reduce(const Call& call) {
@@ -249,7 +247,7 @@ class HierarchicalEngine final : public Engine {
     } else if (call.root == rank()) {
       step.op = Op::recv;
       step.root = 0;
-      run_after_leader(step);
+      run_within(step);
     }
   }
 
@@ -270,7 +268,7 @@ class HierarchicalEngine final : public Engine {
     if (is_here) return;
     step.root = 0;
     step.in = call.out;
-    run_after_leader(step);
+    run_within(step);
   }
 
   std::unique_ptr<Engine> outer_;    // all ranks

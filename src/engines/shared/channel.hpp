@@ -93,6 +93,10 @@ class Channel {
   void send(const Call& call);
   void receive(const Call& call);
 
+  /// This rank is at work elsewhere for all members, for that long from now at most: until then no
+  /// one takes it for late, unless its process is stopped.
+  void go_away(std::chrono::nanoseconds at_most) noexcept;
+
   /// Makes the channel dead for all members with a system call's error, and throws it.
   [[noreturn]] void fail_system(const Call& call, int error_number, const std::string& text);
   /// Makes the channel dead for all members because this one cannot go on. From any thread.
@@ -137,6 +141,8 @@ class Channel {
   void look_for_the_dead(const Call& call, int awaited, Condition ready, unsigned round);
   /// Valid until the next call of it; allocates nothing, since a late peer is no reason to.
   const std::vector<int>& absent(int awaited);
+  /// Those of them that have no reason to be; valid as long.
+  const std::vector<int>& late(int awaited);
   void wake_sleepers() noexcept;
 
   // failure.cpp

@@ -15,7 +15,7 @@
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
-inline constexpr std::uint32_t kVersion = 4;
+inline constexpr std::uint32_t kVersion = 5;
 inline constexpr int kMaxRanks = 512;
 /// Two lines: the hardware fetches neighbours in pairs.
 inline constexpr std::size_t kLine = 128;
@@ -59,7 +59,8 @@ struct CallRecord {
   std::atomic<std::uint64_t> what;  ///< op, dtype, reduction, finished, root: see pack_what
   std::atomic<std::uint64_t> count;
   std::atomic<std::uint32_t> site;
-  std::atomic<comm::Check> check;  ///< how much the rank compares
+  std::atomic<comm::Check> check;           ///< how much the rank compares
+  std::atomic<std::int64_t> away_until_ns;  ///< of CLOCK_MONOTONIC: see Channel::go_away
 };
 
 inline constexpr std::size_t kInlineBytes = 248;

@@ -92,6 +92,14 @@ std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
   return Ending{.failed = false, .text = fmt::format("died (its process {} is gone)", pid)};
 }
 
+bool Seat::is_stopped(int world_rank) const {
+  if (segment_->fd() < 0) return false;  // threads
+  const RankBlock& peer = block(world_rank);
+  return base::process_state(peer.pid.load(std::memory_order_relaxed),
+                             peer.start_time.load(std::memory_order_relaxed)) ==
+         base::ProcessState::stopped;
+}
+
 std::string Seat::condition_of(int world_rank) const {
   const RankBlock& peer = block(world_rank);
   if (peer.state.load(std::memory_order_acquire) == RankState::absent) {

@@ -53,6 +53,8 @@ class Seat {
   /// Whether a rank is gone, and how; nullopt while it may still come. `look_closely` asks the
   /// operating system too, which takes some 10 us.
   std::optional<Ending> ending_of(int world_rank, bool look_closely) const;
+  /// Whether a signal or a debugger keeps a rank's process from running.
+  bool is_stopped(int world_rank) const;
   /// "is stopped (pid 12)", "has not joined the world yet", ...
   std::string condition_of(int world_rank) const;
 

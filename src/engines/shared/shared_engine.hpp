@@ -51,6 +51,7 @@ class SharedEngine final : public Engine {
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;
   void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
   void leave(std::string_view failure) noexcept override { channel_.seat()->leave(failure); }
+  void go_away(std::chrono::nanoseconds at_most) noexcept { channel_.go_away(at_most); }
   std::shared_ptr<comm::Recorder> recorder() const override { return channel_.seat()->recorder(); }
 
  private:

@@ -12,6 +12,10 @@ namespace {
 /// which everyone shall know.
 constexpr std::chrono::milliseconds kLookEvery{20};
 
+std::int64_t monotonic_ns() {
+  return std::chrono::nanoseconds(steady_clock::now().time_since_epoch()).count();
+}
+
 }  // namespace
 
 void Channel::wake_sleepers() noexcept {
@@ -46,11 +50,12 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
     }
     const auto left = call.timeout - (now - wait_began_);
     if (left <= left.zero()) {
-      const std::vector<int>& late = absent(awaited);
+      const std::vector<int>& ranks = late(awaited);
       if (ready()) return;
-      fail_timeout(call, late);
+      if (!ranks.empty()) fail_timeout(call, ranks);
     }
-    sleep(ready, std::min<std::chrono::nanoseconds>(left, kLookEvery));
+    sleep(ready,
+          left <= left.zero() ? kLookEvery : std::min<std::chrono::nanoseconds>(left, kLookEvery));
   }
 }
 
@@ -64,6 +69,22 @@ const std::vector<int>& Channel::absent(int awaited) {
     if (!is_raised(flag_of(peer))) absent_.push_back(peer);
   }
   return absent_;
+}
+
+const std::vector<int>& Channel::late(int awaited) {
+  absent(awaited);
+  // Relaxed: whoever comes back sets its time anew before it raises its flag, so a flag seen as not
+  // raised goes with a time that was far enough, or with none.
+  std::erase_if(absent_, [this, now = monotonic_ns()](int rank) {
+    return lane(rank).record.away_until_ns.load(std::memory_order_relaxed) > now &&
+           !seat_->is_stopped(world_rank(rank));
+  });
+  return absent_;
+}
+
+void Channel::go_away(std::chrono::nanoseconds at_most) noexcept {
+  lane(rank_).record.away_until_ns.store(monotonic_ns() + at_most.count(),
+                                         std::memory_order_relaxed);
 }
 
 void Channel::look_for_the_dead(const Call& call, int awaited, Condition ready, unsigned round) {

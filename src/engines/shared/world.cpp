@@ -55,6 +55,10 @@ std::unique_ptr<Engine> meet_world(std::string_view job, int rank, int n_ranks,
   return SharedEngine::join(meet(job, rank, n_ranks, barrier), barrier);
 }
 
+void go_away(Engine& engine, std::chrono::nanoseconds at_most) noexcept {
+  static_cast<SharedEngine&>(engine).go_away(at_most);
+}
+
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept {
   mark_ended(segment.rank(rank), failure);
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <string_view>
@@ -23,6 +24,10 @@ std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank, c
 /// segment. Throws what meet() and any barrier throw.
 std::unique_ptr<Engine> meet_world(std::string_view job, int rank, int n_ranks,
                                    const Call& barrier);
+
+/// The other ranks of `engine`, one that meet_world made or a split of it, do not take this one for
+/// late for so long from now, unless its process is stopped: it is at work elsewhere for them all.
+void go_away(Engine& engine, std::chrono::nanoseconds at_most) noexcept;
 
 /// Says for a rank that will never join why it will not.
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept;
