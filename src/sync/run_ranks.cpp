@@ -48,6 +48,8 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
     auto& session = comm::session();
     auto& error = errors[static_cast<std::size_t>(rank)];
     try {
+      // By itself, before anything else: a trace notes it.
+      ::pthread_setname_np(::pthread_self(), fmt::format("lockstep-{}", rank).c_str());
       session = std::make_unique<comm::Session>(comm::World{.launcher = Launcher::none,
                                                             .rank = rank,
                                                             .size = n,
@@ -71,8 +73,6 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
   for (int rank = 0; rank < n && !no_thread; ++rank) {
     try {
       threads.emplace_back(run_one, rank);
-      ::pthread_setname_np(threads.back().native_handle(),
-                           fmt::format("lockstep-{}", rank).c_str());
     } catch (const std::system_error& error) {
       no_thread = std::make_exception_ptr(SystemError(
           {.operation = "run_ranks", .where = where}, error.code().value(),
