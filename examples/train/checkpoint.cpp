@@ -1,14 +1,10 @@
 #include "train/checkpoint.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -16,57 +12,6 @@ namespace train {
 namespace {
 
 namespace fs = std::filesystem;
-
-[[noreturn]] void fail_system(const fs::path& path, const char* what) {
-  throw std::system_error(errno, std::generic_category(),
-                          fmt::format("cannot save {}: {}", path.string(), what));
-}
-
-/// A file that is gone again unless it was renamed.
-class TemporaryFile {
- public:
-  explicit TemporaryFile(const fs::path& target)
-      : target_(target),
-        path_(fmt::format("{}.tmp.{}", target.string(), getpid())),
-        fd_(open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
-    if (fd_ < 0) fail_system(target_, "no file can be made beside it");
-  }
-  TemporaryFile(const TemporaryFile&) = delete;
-  TemporaryFile& operator=(const TemporaryFile&) = delete;
-  ~TemporaryFile() {
-    close(fd_);
-    if (!renamed_) unlink(path_.c_str());
-  }
-
-  void write(const char* data, std::size_t n_bytes) {
-    while (n_bytes > 0) {
-      const ssize_t n = ::write(fd_, data, n_bytes);
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0) fail_system(target_, "write");
-      data += n;
-      n_bytes -= static_cast<std::size_t>(n);
-    }
-  }
-
-  void commit() {
-    if (fsync(fd_) != 0) fail_system(target_, "fsync");
-    if (rename(path_.c_str(), target_.c_str()) != 0) fail_system(target_, "rename");
-    renamed_ = true;
-    // The rename itself is on the disk only once the directory is.
-    const fs::path parent = target_.parent_path();
-    const int directory = open(parent.empty() ? "." : parent.c_str(), O_RDONLY | O_CLOEXEC);
-    if (directory < 0) fail_system(target_, "open its directory");
-    const int synced = fsync(directory);
-    close(directory);
-    if (synced != 0) fail_system(target_, "fsync of its directory");
-  }
-
- private:
-  fs::path target_;
-  std::string path_;
-  int fd_;
-  bool renamed_ = false;
-};
 
 /// What f reads of the file. Whatever it throws becomes a std::runtime_error that names the file.
 template <class F>
@@ -167,9 +112,8 @@ std::vector<NamedTensor> tensors_of(const fs::path& path) {
 
 }  // namespace
 
-void save_checkpoint(const fs::path& path, const torch::nn::Module& model,
-                     const torch::optim::SGD& optimizer, const Position& position) {
-  torch::serialize::OutputArchive archive;
+void write_checkpoint(torch::serialize::OutputArchive& archive, const torch::nn::Module& model,
+                      const torch::optim::SGD& optimizer, const Position& position) {
   torch::serialize::OutputArchive network(archive.compilation_unit());
   model.save(network);
   archive.write("network", network);
@@ -182,12 +126,6 @@ void save_checkpoint(const fs::path& path, const torch::nn::Module& model,
   archive.write("batch", static_cast<std::int64_t>(position.batch));
   archive.write("step", static_cast<std::int64_t>(position.step));
   archive.write("epoch_loss_sum", position.epoch_loss_sum);
-  TemporaryFile file(path);
-  archive.save_to([&](const void* data, std::size_t n_bytes) {
-    file.write(static_cast<const char*>(data), n_bytes);
-    return n_bytes;
-  });
-  file.commit();
 }
 
 Position load_checkpoint(const fs::path& path, torch::nn::Module& model,

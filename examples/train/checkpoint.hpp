@@ -11,6 +11,9 @@ class Module;
 namespace torch::optim {
 class SGD;
 }
+namespace torch::serialize {
+class OutputArchive;
+}
 
 namespace train {
 
@@ -25,10 +28,9 @@ struct Position {
   double epoch_loss_sum = 0;  ///< of the epoch under way, over its samples
 };
 
-/// Writes the checkpoint beside `path` and renames it there once it is on the disk: whoever reads
-/// `path` finds the old one or the new one, whole. Throws std::system_error.
-void save_checkpoint(const std::filesystem::path& path, const torch::nn::Module& model,
-                     const torch::optim::SGD& optimizer, const Position& position);
+/// What lockstep::nn::save_checkpoint brings to the file.
+void write_checkpoint(torch::serialize::OutputArchive& archive, const torch::nn::Module& model,
+                      const torch::optim::SGD& optimizer, const Position& position);
 
 /// Fills model and optimizer. `model` and `precision` of `expected` must be the checkpoint's.
 /// Throws std::runtime_error naming the file and what it holds instead.

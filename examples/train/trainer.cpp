@@ -224,9 +224,12 @@ std::vector<EpochResult> Trainer::State::run(const lockstep::Group& group) {
   std::vector<EpochResult> epochs;
   while (!done()) {
     epochs.push_back(run_epoch(network, shares, group, report));
-    if (!report) continue;
-    report->after_epoch(epochs.back());
-    if (!options_.save.empty()) save_checkpoint(options_.save, *model_, optimizer_, at_);
+    if (report) report->after_epoch(epochs.back());
+    if (options_.save.empty()) continue;
+    const auto write = [this](auto& archive) {
+      write_checkpoint(archive, *model_, optimizer_, at_);
+    };
+    lockstep::nn::save_checkpoint(options_.save.string(), write, group);
   }
   if (report && !epochs.empty()) report->summary(epochs, at_.seed, shares);
   return epochs;

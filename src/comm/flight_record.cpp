@@ -1,20 +1,16 @@
 #include "comm/flight_record.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
 #include <lockstep/error.hpp>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
-#include "base/fd.hpp"
 #include "base/text.hpp"
 #include "base/ticks.hpp"
+#include "base/whole_file.hpp"
 #include "comm/call_word.hpp"
 
 namespace lockstep::comm {
@@ -142,33 +138,16 @@ std::string json_of(const FlightRecord& record, std::string_view reason, std::st
 }
 
 void write_record(const FlightRecord& record, std::string_view reason, const std::string& dir) {
-  const auto fail = [&](const std::string& name) {
-    throw SystemError({.operation = "flight record"}, errno,
-                      fmt::format("cannot write '{}' (LOCKSTEP_RECORD_DIR)", name));
-  };
   const std::string path = fmt::format("{}/rank-{}.json", dir, record.rank);
-  std::string temporary = path + ".XXXXXX";
   char host[256] = {};
   ::gethostname(host, sizeof host - 1);
-  const std::string text = json_of(record, reason, host);
-  base::UniqueFd file(::mkostemp(temporary.data(), O_CLOEXEC));
-  if (!file) fail(temporary);
-  for (std::size_t n_done = 0; n_done < text.size();) {
-    const ssize_t n = ::write(file.get(), text.data() + n_done, text.size() - n_done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) {
-      const int error_number = errno;
-      ::unlink(temporary.c_str());
-      errno = error_number;
-      fail(temporary);
-    }
-    n_done += static_cast<std::size_t>(n);
-  }
-  if (::rename(temporary.c_str(), path.c_str()) != 0) {
-    const int error_number = errno;
-    ::unlink(temporary.c_str());
-    errno = error_number;
-    fail(path);
+  try {
+    base::WholeFile file(path, /*mode=*/0600);
+    file.write(json_of(record, reason, host));
+    file.commit();
+  } catch (const std::system_error& error) {
+    throw SystemError({.operation = "flight record"}, error.code().value(),
+                      fmt::format("cannot write '{}' (LOCKSTEP_RECORD_DIR)", path));
   }
 }
 

@@ -1,12 +1,9 @@
 #include <lockstep/nn/checkpoint.hpp>
 
 #include <c10/util/Exception.h>
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <cerrno>
-#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <lockstep/error.hpp>
@@ -14,7 +11,7 @@
 #include <sstream>
 #include <system_error>
 
-#include "base/fd.hpp"
+#include "base/whole_file.hpp"
 #include "nn/error.hpp"
 
 namespace lockstep::nn {
@@ -22,37 +19,6 @@ namespace {
 
 [[noreturn]] void fail(const std::string& what, const std::string& path) {
   throw std::system_error(errno, std::generic_category(), what + " " + path);
-}
-
-base::UniqueFd open_file(const std::string& path, int flags) {
-  const int fd = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
-  if (fd < 0) fail("open", path);
-  return base::UniqueFd(fd);
-}
-
-void bring_to_disk(const base::UniqueFd& fd, const std::string& path) {
-  if (::fsync(fd.get()) != 0) fail("fsync", path);
-}
-
-/// A kill leaves at most `path`.part, which the next save overwrites.
-void replace_file(const std::string& path, const std::string& bytes) {
-  const std::string part = path + ".part";
-  try {
-    const base::UniqueFd fd = open_file(part, O_WRONLY | O_CREAT | O_TRUNC);
-    for (std::size_t n_written = 0; n_written < bytes.size();) {
-      const ssize_t n = ::write(fd.get(), bytes.data() + n_written, bytes.size() - n_written);
-      if (n < 0 && errno != EINTR) fail("write", part);
-      if (n > 0) n_written += static_cast<std::size_t>(n);
-    }
-    bring_to_disk(fd, part);
-    std::filesystem::rename(part, path);
-  } catch (...) {
-    ::unlink(part.c_str());
-    throw;
-  }
-  // The rename is in the folder.
-  const std::string folder = std::filesystem::absolute(path).parent_path().string();
-  bring_to_disk(open_file(folder, O_RDONLY | O_DIRECTORY), folder);
 }
 
 std::string read_file(const std::string& path) {
@@ -91,7 +57,9 @@ void save_checkpoint(const std::string& path,
     write(archive);
     std::ostringstream stream;
     archive.save_to(stream);
-    replace_file(path, std::move(stream).str());
+    base::WholeFile file(path, /*mode=*/0666);
+    file.write(std::move(stream).str());
+    file.commit_to_disk();
   });
 }
 

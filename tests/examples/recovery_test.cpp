@@ -116,6 +116,9 @@ TEST_F(RecoveryTest, kill_9_in_an_epoch_changes_nothing) {
   ASSERT_EQ(straight.exit_code, 0) << straight.errors;
   ASSERT_EQ(straight.steps.size(), 2U * kStepsPerEpoch);
 
+  // As a kill in a save leaves it.
+  const auto part = directory_ / "disturbed.pt.part";
+  std::ofstream(part) << "half of a checkpoint";
   bool killed = false;
   const Training disturbed = train("disturbed", [&](const nlohmann::json& line) {
     // In the second epoch: a page of metrics is less than half of one.
@@ -144,6 +147,7 @@ TEST_F(RecoveryTest, kill_9_in_an_epoch_changes_nothing) {
   }
   EXPECT_EQ(n_starts, 2);
   EXPECT_EQ(last, 2 * kStepsPerEpoch);
+  EXPECT_FALSE(std::filesystem::exists(part));
   EXPECT_EQ(compare_checkpoints(directory_ / "straight.pt", directory_ / "disturbed.pt").largest,
             0);
 }

@@ -7,12 +7,12 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <lockstep/error.hpp>
 #include <lockstep/launch.hpp>
 #include <lockstep/sync.hpp>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -312,9 +312,9 @@ TEST_F(TrainerTest, save_leaves_only_the_checkpoint) {
 
   std::filesystem::create_directory(directory_ / "taken");
   options.save = directory_ / "taken";  // the rename fails
-  expect_error<std::system_error>(options, "taken");
+  expect_error<lockstep::UsageError>(options, "taken");
   options.save = directory_ / "nowhere" / "one.pt";
-  expect_error<std::system_error>(options, "nowhere");
+  expect_error<lockstep::UsageError>(options, "nowhere");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 2);
 }
 

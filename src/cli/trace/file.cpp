@@ -1,8 +1,5 @@
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <stdlib.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -13,8 +10,9 @@
 #include <lockstep/error.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
+#include <system_error>
 
+#include "base/whole_file.hpp"
 #include "cli/trace/trace.hpp"
 
 namespace lockstep::cli::tracing {
@@ -277,24 +275,24 @@ class Reader {
 Trace read_file(const std::string& path) { return Reader(path).read(); }
 
 void write(const Trace& trace, const std::string& path) {
-  std::string temporary = path + ".XXXXXX";
-  const auto fail = [&](int error_number) {
-    ::unlink(temporary.c_str());
-    throw SystemError({.operation = "lockstep trace"}, error_number,
+  try {
+    base::WholeFile whole(path, /*mode=*/0666);
+    struct Close {
+      void operator()(std::FILE* file) const { std::fclose(file); }
+    };
+    const std::unique_ptr<std::FILE, Close> file(
+        ::fdopen(::fcntl(whole.fd(), F_DUPFD_CLOEXEC, 0), "w"));
+    const auto check = [](bool is_well) {
+      if (!is_well) throw std::system_error(errno, std::generic_category());
+    };
+    check(file != nullptr);
+    Writer(trace, file.get()).write();
+    check(std::ferror(file.get()) == 0 && std::fflush(file.get()) == 0);
+    whole.commit();
+  } catch (const std::system_error& error) {
+    throw SystemError({.operation = "lockstep trace"}, error.code().value(),
                       fmt::format("cannot write '{}'", path));
-  };
-  const int fd = ::mkostemp(temporary.data(), O_CLOEXEC);
-  if (fd < 0) fail(errno);
-  std::FILE* const file = ::fdopen(fd, "w");
-  Writer(trace, file).write();
-  const mode_t mask = ::umask(0);
-  ::umask(mask);
-  ::fchmod(fd, 0666 & ~mask);  // as any other file that a command writes
-  const bool has_failed = std::ferror(file) != 0;
-  const int error_number = errno;
-  if (std::fclose(file) != 0) fail(errno);
-  if (has_failed) fail(error_number);
-  if (::rename(temporary.c_str(), path.c_str()) != 0) fail(errno);
+  }
 }
 
 }  // namespace lockstep::cli::tracing

@@ -1,0 +1,95 @@
+#include "base/whole_file.hpp"
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <system_error>
+
+namespace lockstep::base {
+namespace {
+
+namespace fs = std::filesystem;
+
+class WholeFileTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::string name = (fs::temp_directory_path() / "lockstep-whole-XXXXXX").string();
+    folder_ = ::mkdtemp(name.data());
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  std::string contents(const std::string& name) const {
+    std::ifstream file(path(name), std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  void save(const std::string& text) const {
+    WholeFile file(path("result"), /*mode=*/0600);
+    file.write(text);
+    file.commit_to_disk();
+  }
+  auto n_files() const { return std::distance(fs::directory_iterator(folder_), {}); }
+
+ private:
+  fs::path folder_;
+};
+
+TEST_F(WholeFileTest, is_there_when_it_is_whole) {
+  save("old");
+  {
+    WholeFile file(path("result"), /*mode=*/0600);
+    file.write("ne");
+    EXPECT_EQ(contents("result"), "old");
+    file.write("w");
+    file.commit();
+  }
+  EXPECT_EQ(contents("result"), "new");
+  { WholeFile(path("result"), /*mode=*/0600).write("never done"); }
+  EXPECT_EQ(contents("result"), "new");
+  EXPECT_EQ(n_files(), 1);
+  EXPECT_EQ(fs::status(path("result")).permissions(),
+            fs::perms::owner_read | fs::perms::owner_write);
+}
+
+TEST_F(WholeFileTest, what_a_kill_left_is_replaced) {
+  std::ofstream(path("result.part")) << "half of something long";
+  save("new");
+  EXPECT_EQ(contents("result"), "new");
+  EXPECT_EQ(n_files(), 1);
+}
+
+TEST_F(WholeFileTest, a_link_put_there_leads_nowhere) {
+  std::ofstream(path("diary")) << "mine";
+  fs::create_symlink(path("diary"), path("result.part"));
+  save("new");
+  EXPECT_EQ(contents("diary"), "mine");
+  EXPECT_EQ(contents("result"), "new");
+  EXPECT_FALSE(fs::is_symlink(path("result")));
+}
+
+TEST_F(WholeFileTest, two_writers_make_no_mixture) {
+  WholeFile first(path("result"), /*mode=*/0600);
+  first.write("first");
+  WholeFile second(path("result"), /*mode=*/0600);
+  second.write("sec");
+  EXPECT_THROW(first.commit(), std::system_error);
+  EXPECT_EQ(contents("result"), "");
+  second.write("ond");
+  second.commit();
+  EXPECT_EQ(contents("result"), "second");
+}
+
+TEST_F(WholeFileTest, a_place_that_takes_no_file) {
+  EXPECT_THROW(WholeFile(path("no/such/folder"), /*mode=*/0600), std::system_error);
+  fs::create_directory(path("folder"));
+  WholeFile file(path("folder"), /*mode=*/0600);
+  EXPECT_THROW(file.commit(), std::system_error);
+}
+
+}  // namespace
+}  // namespace lockstep::base
