@@ -13,24 +13,22 @@
 #include <array>
 #include <cerrno>
 #include <csignal>
-#include <cstddef>
 #include <cstring>
 #include <lockstep/error.hpp>
 #include <utility>
 
 #include "base/fd.hpp"
-#include "base/text.hpp"
 #include "launch/errors.hpp"
+#include "launch/node_message.hpp"
 #include "launch/rank_environment.hpp"
 
 namespace lockstep::launch {
 namespace {
 
+using Kind = NodeMessageKind;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::uint64_t kGreeting = 0x7365646f6e736b6cULL;
-constexpr std::uint32_t kProtocol = 2;
 /// Connections that have not said who they are; the oldest make room.
 constexpr std::size_t kMaxStrangers = 256;
 constexpr milliseconds kRetryEvery{100};
@@ -38,60 +36,6 @@ constexpr milliseconds kRetryEvery{100};
 constexpr milliseconds kConnectTime{3000};
 /// What node 0's report takes to arrive, at most: it tells more than the others know.
 constexpr milliseconds kReportTime{2000};
-
-enum class Kind : std::uint32_t {
-  hello,    // to node 0: who, how many ranks
-  placed,   // from node 0: all have come
-  refused,  // from node 0: text says why
-  done,     // to node 0: all ranks here ended well
-  all_done,
-  failed,
-};
-
-/// Fixed in every protocol: the first three fields. Machines of one world have one byte order.
-struct Message {
-  std::uint64_t greeting = kGreeting;
-  std::uint32_t protocol = kProtocol;
-  Kind kind = Kind::hello;
-  std::int32_t node_rank = 0;
-  std::int32_t n_nodes = 0;
-  std::int32_t n_ranks = 0;
-  std::int32_t n_restarts = 0;
-  std::int64_t patience_ms = 0;  ///< how long the sender of hello waits
-  std::int32_t first_rank = 0;
-  std::int32_t world_size = 0;
-  std::int32_t master_port = 0;
-  std::int32_t exit_code = 0;
-  std::uint32_t interrupted = 0;
-  std::array<char, kMaxSecretBytes> secret{};  ///< of hello and placed
-  std::array<char, 508> text{};
-};
-constexpr std::size_t kHeadBytes = offsetof(Message, kind);
-
-std::string text_of(const Message& message) { return std::string(base::text_in(message.text)); }
-
-Message with_text(Kind kind, const std::string& text) {
-  Message message;
-  message.kind = kind;
-  base::copy_text(message.text, text);
-  return message;
-}
-
-std::array<char, kMaxSecretBytes> padded(const std::string& secret) {
-  std::array<char, kMaxSecretBytes> bytes{};
-  secret.copy(bytes.data(), bytes.size());
-  return bytes;
-}
-
-/// Takes as long wherever they differ, so that nobody finds it byte by byte.
-bool knows(const Message& message, const std::string& secret) {
-  const auto expected = padded(secret);
-  unsigned differences = 0;
-  for (std::size_t i = 0; i < expected.size(); ++i) {
-    differences |= static_cast<unsigned char>(message.secret[i] ^ expected[i]);
-  }
-  return differences == 0;
-}
 
 int timeout_to(Clock::time_point when) {
   const auto left = std::chrono::ceil<milliseconds>(when - Clock::now()).count();
@@ -160,52 +104,37 @@ class Link {
   void close() { fd_.reset(); }
 
   /// A message of some hundred bytes always fits into an idle connection's buffer.
-  void send(const Message& message) {
+  void send(const NodeMessage& message) {
     if (fd_) ::send(fd_.get(), &message, sizeof message, MSG_NOSIGNAL);
   }
 
   /// The next message, without waiting; of another protocol: only its head is right. Closed, or not
   /// of lockstep: closes.
-  std::optional<Message> receive() {
-    while (fd_ && !is_whole()) {
-      std::array<char, sizeof(Message)> bytes;
-      const ssize_t n = ::recv(fd_.get(), bytes.data(), sizeof(Message) - buffer_.size(), 0);
+  std::optional<NodeMessage> receive() {
+    for (;;) {
+      if (auto message = reader_.next()) return message;
+      if (reader_.is_stranger()) close();
+      if (!fd_) return std::nullopt;
+      std::array<char, sizeof(NodeMessage)> bytes;
+      const ssize_t n = ::recv(fd_.get(), bytes.data(), reader_.n_wanted(), 0);
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && errno == EAGAIN) return std::nullopt;
       if (n <= 0) {
         close();
-        break;
+        return std::nullopt;
       }
-      buffer_.append(bytes.data(), static_cast<std::size_t>(n));
-      if (buffer_.size() >= sizeof kGreeting && head().greeting != kGreeting) {
-        is_stranger = true;
-        close();
-        buffer_.clear();
-      }
+      reader_.add({bytes.data(), static_cast<std::size_t>(n)});
     }
-    if (!is_whole()) return std::nullopt;
-    const Message message = head();
-    buffer_.clear();
-    return message;
   }
+  bool is_stranger() const { return reader_.is_stranger(); }
 
   int node_rank = -1;  ///< of the other end; -1: has not said yet
   int n_ranks = 0;
-  bool is_stranger = false;
+  bool is_done = false;
 
  private:
-  Message head() const {
-    Message message;
-    std::memcpy(&message, buffer_.data(), std::min(buffer_.size(), sizeof message));
-    return message;
-  }
-  bool is_whole() const {
-    return buffer_.size() == sizeof(Message) ||
-           (buffer_.size() >= kHeadBytes && head().protocol != kProtocol);
-  }
-
   base::UniqueFd fd_;
-  std::string buffer_;
+  NodeMessageReader reader_;
 };
 
 Placement place_alone(int n_ranks) {
@@ -236,13 +165,13 @@ std::string Nodes::limit() const {
 }
 
 void Nodes::refuse_all(const std::string& text) {
-  for (const auto& link : links_) link->send(with_text(Kind::refused, text));
+  for (const auto& link : links_) link->send(NodeMessage(Kind::refused, text));
   throw MismatchError(launcher_context(), text);
 }
 
 void Nodes::turn_away(Link& link, const std::string& text) {
   turned_away_ = text;
-  link.send(with_text(Kind::refused, text));
+  link.send(NodeMessage(Kind::refused, text));
   link.close();
 }
 
@@ -261,48 +190,19 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
   }
   std::vector<int> ranks_of(static_cast<std::size_t>(options_.n_nodes), 0);
   ranks_of[0] = n_ranks;
-  const auto look_at = [&](Link& link, const Message& hello) {
-    // Who does not belong here is sent away, and the others are waited for as before.
-    if (hello.protocol != kProtocol) {
-      turn_away(link, fmt::format("a node at {} speaks protocol {}, node 0 speaks {}; use one "
-                                  "version of lockstep on all nodes",
-                                  address_, hello.protocol, kProtocol));
-      return;
-    }
-    if (!knows(hello, options_.secret)) {
-      turn_away(link, fmt::format("node {} came to {} with another --rdzv-secret than node 0; "
-                                  "give all nodes a file of the same content, or none",
-                                  hello.node_rank, address_));
-      return;
-    }
-    if (hello.kind != Kind::hello || hello.n_ranks < 1 || hello.n_ranks > kMaxRanks) {
-      link.close();
-      return;
-    }
-    if (hello.n_nodes != options_.n_nodes) {
-      refuse_all(
-          fmt::format("nodes at {} disagree: node {} has --nnodes {}, node 0 has --nnodes {}",
-                      address_, hello.node_rank, hello.n_nodes, options_.n_nodes));
-    }
-    if (hello.n_restarts != n_restarts) {
-      refuse_all(
-          fmt::format("nodes at {} disagree: node {} starts after {} restarts, node 0 after "
-                      "{}; start all nodes anew, with one --max-restarts",
-                      address_, hello.node_rank, hello.n_restarts, n_restarts));
-    }
-    if (hello.node_rank < 0 || hello.node_rank >= options_.n_nodes ||
-        ranks_of[static_cast<std::size_t>(hello.node_rank)] != 0) {
-      refuse_all(
-          fmt::format("two launchers at {} have --node-rank {}; each node has its own, from "
-                      "0 to {}",
-                      address_, hello.node_rank, options_.n_nodes - 1));
+  const auto look_at = [&](Link& link, const NodeMessage& hello) {
+    const Welcome welcome = judge_hello(hello, options_, address_, n_restarts, ranks_of);
+    switch (welcome.what) {
+      case Welcome::What::ignore: link.close(); return;
+      case Welcome::What::turn_away: turn_away(link, welcome.text); return;
+      case Welcome::What::refuse_all: refuse_all(welcome.text);
+      case Welcome::What::join: break;
     }
     link.node_rank = hello.node_rank;
     link.n_ranks = hello.n_ranks;
     ranks_of[static_cast<std::size_t>(hello.node_rank)] = hello.n_ranks;
     // The report of who is missing shall come before anybody's patience ends.
-    deadline_ = std::min(deadline_,
-                         Clock::now() + milliseconds(std::max<std::int64_t>(0, hello.patience_ms)));
+    deadline_ = std::min(deadline_, Clock::now() + welcome.patience);
   };
 
   while (std::find(ranks_of.begin(), ranks_of.end(), 0) != ranks_of.end()) {
@@ -336,15 +236,14 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
         "the same --nnodes and --rdzv{}",
         missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), options_.n_nodes, address_,
         limit(), turned_away_.empty() ? "" : "; sent away: " + turned_away_);
-    for (const auto& link : links_) link->send(with_text(Kind::refused, text));
+    for (const auto& link : links_) link->send(NodeMessage(Kind::refused, text));
     throw TimeoutError(launcher_context(), text);
   }
 
   std::erase_if(links_, [](const auto& link) { return link->node_rank < 0; });
   placement_.master_port = master_port();
-  Message placed;
-  placed.kind = Kind::placed;
-  placed.secret = padded(options_.secret);
+  NodeMessage placed(Kind::placed);
+  placed.set_secret(options_.secret);
   placed.master_port = placement_.master_port;
   for (const int n : ranks_of) placed.world_size += n;
   placement_.world_size = placed.world_size;
@@ -397,21 +296,21 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
   Link& link = *links_.front();
   link.node_rank = 0;
 
-  Message hello;
+  NodeMessage hello;
   hello.node_rank = options_.node_rank;
   hello.n_nodes = options_.n_nodes;
   hello.n_ranks = n_ranks;
   hello.n_restarts = n_restarts;
-  hello.secret = padded(options_.secret);
+  hello.set_secret(options_.secret);
   hello.patience_ms = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()).count();
   link.send(hello);
-  std::optional<Message> reply;
+  std::optional<NodeMessage> reply;
   while (!(reply = link.receive())) {
     if (!link.is_open()) {
       throw PeerLost(
           launcher_context(),
           fmt::format("{} {}", address_,
-                      link.is_stranger
+                      link.is_stranger()
                           ? "answers, but not as `lockstep run --node-rank 0`; --rdzv "
                             "takes a port that nobody else uses"
                           : "closed the connection: node 0 ended, or refused this node"));
@@ -422,23 +321,7 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
     }
     wait_on({{.fd = link.fd(), .events = POLLIN, .revents = 0}}, deadline_ + kReportTime, signals);
   }
-  if (reply->protocol != kProtocol) {
-    throw MismatchError(
-        launcher_context(),
-        fmt::format("node 0 at {} speaks protocol {}, this node {}; use one version "
-                    "of lockstep on all nodes",
-                    address_, reply->protocol, kProtocol));
-  }
-  if (reply->kind != Kind::placed) throw MismatchError(launcher_context(), text_of(*reply));
-  if (!knows(*reply, options_.secret)) {
-    throw MismatchError(launcher_context(),
-                        fmt::format("who answers at {} does not know the secret of --rdzv-secret: "
-                                    "it is no node 0 of this job",
-                                    address_));
-  }
-  placement_.first_rank = reply->first_rank;
-  placement_.world_size = reply->world_size;
-  placement_.master_port = static_cast<std::uint16_t>(reply->master_port);
+  placement_ = read_placed(*reply, options_, address_, n_ranks);
 }
 
 // --- running --------------------------------------------------------------------------------
@@ -454,14 +337,12 @@ std::optional<NodeFailure> Nodes::service() {
     if (!link->is_open()) continue;
     while (const auto message = link->receive()) {
       if (message->kind == Kind::failed && !over_) {
-        const NodeFailure failure{.exit_code = message->exit_code,
-                                  .interrupted = message->interrupted != 0,
-                                  .text = text_of(*message)};
+        const NodeFailure failure = read_failed(*message);
         say_failed(failure);
         return failure;
       }
       if (message->kind == Kind::all_done) over_ = true;
-      if (message->kind == Kind::done) {
+      if (message->kind == Kind::done && !std::exchange(link->is_done, true)) {
         ++n_done_;
         finish_if_all_done();
       }
@@ -486,23 +367,19 @@ void Nodes::say_done() {
     finish_if_all_done();
     return;
   }
-  Message done;
-  done.kind = Kind::done;
-  links_.front()->send(done);
+  links_.front()->send(NodeMessage(Kind::done));
 }
 
 void Nodes::finish_if_all_done() {
   if (placement_.node_rank != 0 || n_done_ < options_.n_nodes) return;
   over_ = true;
-  Message all_done;
-  all_done.kind = Kind::all_done;
-  for (const auto& link : links_) link->send(all_done);
+  for (const auto& link : links_) link->send(NodeMessage(Kind::all_done));
 }
 
 void Nodes::say_failed(const NodeFailure& failure) {
   if (over_) return;
   over_ = true;
-  Message message = with_text(Kind::failed, failure.text);
+  NodeMessage message(Kind::failed, failure.text);
   message.exit_code = failure.exit_code;
   message.interrupted = failure.interrupted ? 1 : 0;
   for (const auto& link : links_) link->send(message);

@@ -1,0 +1,77 @@
+// Whatever bytes come to the port of `lockstep run --rdzv`, in whatever pieces, a launcher takes no
+// message that cannot be: node 0 who came, the others where they are placed, and why a node failed.
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <lockstep/error.hpp>
+#include <span>
+#include <string>
+
+#include "launch/node_message.hpp"
+
+namespace {
+
+using namespace lockstep::launch;
+
+void require(bool holds) {
+  if (!holds) std::abort();
+}
+
+void require_printable(const std::string& text) {
+  require(text.size() < sizeof(NodeMessage));
+  require(std::ranges::none_of(text, [](unsigned char c) { return c < ' ' && c != '\n'; }));
+}
+
+void come_to_node_0(const NodeMessage& message, const NodesOptions& options) {
+  std::array<int, 3> ranks_of = {2, 0, 4};
+  const Welcome welcome = judge_hello(message, options, "host:1", /*n_restarts=*/1, ranks_of);
+  if (welcome.what == Welcome::What::join) {
+    require(message.node_rank == 1 && message.n_ranks >= 1 && message.n_ranks <= kMaxRanks);
+    const auto now = std::chrono::steady_clock::now();
+    require(now + welcome.patience >= now);
+  }
+}
+
+void answer(const NodeMessage& message, const NodesOptions& options) {
+  try {
+    constexpr int kRanks = 2;
+    const Placement placement = read_placed(message, options, "host:1", kRanks);
+    require(placement.first_rank >= 0 && placement.first_rank + kRanks <= placement.world_size);
+    require(placement.world_size <= options.n_nodes * kMaxRanks && placement.master_port > 0);
+  } catch (const lockstep::MismatchError& error) {
+    require_printable(error.text());
+  }
+}
+
+}  // namespace
+
+/// The first byte: in pieces of how many bytes, and with which secret, the rest comes.
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  if (size == 0) return 0;
+  const std::size_t n_piece = 1 + data[0] / 2;
+  const NodesOptions options{.n_nodes = 3,
+                             .node_rank = 1,
+                             .host = "host",
+                             .port = 1,
+                             .secret = data[0] % 2 == 0 ? "" : "the secret of this job"};
+  std::span<const char> rest(reinterpret_cast<const char*>(data) + 1, size - 1);
+  NodeMessageReader reader;
+  while (!rest.empty()) {
+    const std::size_t n = std::min({n_piece, reader.n_wanted(), rest.size()});
+    require(n > 0);
+    reader.add(rest.first(n));
+    rest = rest.subspan(n);
+    if (reader.is_stranger()) return 0;  // the connection ends
+    while (const auto message = reader.next()) {
+      require(message->greeting == kGreeting);
+      come_to_node_0(*message, options);
+      answer(*message, options);
+      const NodeFailure failure = read_failed(*message);
+      require(failure.exit_code >= 1 && failure.exit_code <= 255);
+      require_printable(failure.text);
+    }
+  }
+  return 0;
+}
