@@ -1,29 +1,20 @@
 #include "engines/message/message_engine.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <functional>
-#include <iterator>
 #include <optional>
 #include <span>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "base/text.hpp"
-#include "comm/call_word.hpp"
 #include "comm/check.hpp"
+#include "engines/message/header.hpp"
 #include "kernels/reduce.hpp"
 
 namespace lockstep::message {
 namespace {
 
-using comm::has_reduction;
-using comm::has_root;
-using comm::moves_data;
 using Way = Message::Way;
 
 /// Up to here every rank sends all it has to all, which is one exchange; above, each reduces a
@@ -31,81 +22,6 @@ using Way = Message::Way;
 constexpr std::size_t kFlatBytes = 16 << 10;
 /// The root of a reduce holds this much of each rank at a time.
 constexpr std::size_t kChunkBytes = 16 << 20;
-
-/// What ranks compare before they take any data.
-struct Header {
-  std::uint8_t op;
-  std::uint8_t step;  // the operation that it makes here
-  std::uint8_t dtype;
-  std::uint8_t reduce;
-  std::int32_t root;
-  std::uint64_t count;
-  std::uint64_t counts;  // a hash of all_gather's and gather's
-  std::int32_t color;    // of split
-  std::int32_t key;
-  std::uint32_t line;
-  comm::Check check;          // how much this rank compares
-  std::array<char, 27> file;  // its name's end, and a null
-};
-static_assert(sizeof(Header) == 64);
-static_assert(std::is_trivially_copyable_v<Header>);
-
-/// The first message of a call. Its length is the same whatever the call, so that ranks that make
-/// different calls can read each other; data that fits rides in it, and no other message follows.
-struct alignas(64) First {
-  Header header;
-  std::array<std::byte, 64> payload;
-};
-static_assert(sizeof(First) == 128);
-
-std::string_view file_of(const Header& header) {
-  // A peer sent it: it may lack its end.
-  return base::text_in(header.file);
-}
-
-bool agree(const Header& a, const Header& b, bool compares_sites) {
-  const auto op = static_cast<Op>(a.op);
-  if (a.op != b.op || a.step != b.step || a.check != b.check) return false;
-  if (compares_sites && (a.line != b.line || a.file != b.file)) return false;
-  if (moves_data(op) && (a.dtype != b.dtype || a.count != b.count || a.counts != b.counts)) {
-    return false;
-  }
-  return (!has_root(op) || a.root == b.root) && (!has_reduction(op) || a.reduce == b.reduce);
-}
-
-struct Row {
-  int rank;
-  Header header;
-};
-
-std::string difference_of(std::span<const Row> rows) {
-  const auto check_of = [](const Row& row) { return row.header.check; };
-  if (std::ranges::adjacent_find(rows, std::not_equal_to(), check_of) != rows.end()) {
-    std::string text = "LOCKSTEP_CHECK must be the same on all ranks, but it is";
-    for (const Row& row : rows) {
-      fmt::format_to(std::back_inserter(text), "{}{} on rank {}",
-                     row.rank == rows.front().rank ? " " : ", ", comm::name_of(row.header.check),
-                     row.rank);
-    }
-    return text;
-  }
-  std::string table =
-      "the ranks made different calls; all ranks must call the same, in the same order\n"
-      "  rank  operation       type  count       root  reduction  where";
-  for (const auto& [rank, header] : rows) {
-    const auto op = static_cast<Op>(header.op);
-    fmt::format_to(std::back_inserter(table),
-                   "\n  {:<4}  {:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}:{}", rank, name_of(op),
-                   moves_data(op) ? name_of(static_cast<DType>(header.dtype)) : "-",
-                   !moves_data(op)      ? "-"
-                   : header.counts != 0 ? fmt::format("by rank {:04x}", header.counts & 0xffffU)
-                                        : std::to_string(header.count),
-                   has_root(op) ? std::to_string(header.root) : "-",
-                   has_reduction(op) ? name_of(static_cast<ReduceOp>(header.reduce)) : "-",
-                   file_of(header), header.line);
-  }
-  return table;
-}
 
 class Memory final : public SharedMemory {
  public:
@@ -131,7 +47,7 @@ class MessageEngine final : public Engine {
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     Limit limit(call);
-    compare(call, header_of(call), {}, limit);
+    compare(call, headers_.of(call), {}, limit);
     return std::make_unique<Memory>(call.count);
   }
   void abandon(std::string_view reason) noexcept override { channel_->abandon(reason); }
@@ -159,7 +75,6 @@ class MessageEngine final : public Engine {
     }
   };
 
-  Header header_of(const Call& step, int color = 0, int key = 0);
   /// Everybody's first messages, in firsts_, from this rank's. Throws where they disagree.
   void compare(const Call& call, const Header& mine, std::span<const std::byte> payload,
                Limit& limit);
@@ -182,9 +97,7 @@ class MessageEngine final : public Engine {
   std::unique_ptr<Channel> channel_;
   const int rank_ = channel_->rank();
   const int size_ = channel_->size();
-  const char* path_ = nullptr;   // of the last call's file
-  std::array<char, 27> file_{};  // the end of its name
-  comm::Check check_ = comm::check_level();
+  HeaderMaker headers_;
   std::vector<First> firsts_;
   std::vector<Message> messages_;
   std::vector<const void*> in_;
@@ -199,35 +112,6 @@ void keep(void* to, const void* from, std::size_t n_bytes) {
   if (n_bytes > 0 && to != from) std::memmove(to, from, n_bytes);
 }
 
-Header MessageEngine::header_of(const Call& step, int color, int key) {
-  const Call& call = step.whole != nullptr ? *step.whole : step;
-  Header header{};
-  header.step = static_cast<std::uint8_t>(step.op);
-  header.op = static_cast<std::uint8_t>(call.op);
-  header.dtype = static_cast<std::uint8_t>(call.dtype);
-  header.reduce = static_cast<std::uint8_t>(call.reduce);
-  header.root = call.root;
-  // Where parts differ in size, each rank's own count does too.
-  header.count = call.counts.empty() ? call.count : 0;
-  for (const std::size_t count : call.counts) {
-    header.counts = (header.counts ^ count) * 0x9e3779b97f4a7c15U + 1;
-  }
-  header.check = check_;
-  header.color = color;
-  header.key = key;
-  header.line = call.where.line();
-  if (call.where.file_name() != path_) {
-    path_ = call.where.file_name();
-    std::string_view file = path_;
-    file.remove_prefix(file.find_last_of('/') + 1);
-    file.remove_prefix(file.size() - std::min(file.size(), file_.size() - 1));
-    file_ = {};
-    file.copy(file_.data(), file.size());
-  }
-  header.file = file_;
-  return header;
-}
-
 void MessageEngine::compare(const Call& call, const Header& mine,
                             std::span<const std::byte> payload, Limit& limit) {
   firsts_.resize(static_cast<std::size_t>(size()));
@@ -240,7 +124,7 @@ void MessageEngine::compare(const Call& call, const Header& mine,
     step.receive(r, &firsts_[static_cast<std::size_t>(r)], sizeof(First));
   }
   step.run();
-  const bool compares_sites = check_ == comm::Check::full;
+  const bool compares_sites = headers_.check() == comm::Check::full;
   if (std::ranges::all_of(
           firsts_, [&](const First& other) { return agree(mine, other.header, compares_sites); })) {
     return;
@@ -307,7 +191,7 @@ void MessageEngine::finish_riding(const Call& call) {
 bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   const bool rides = n_bytes <= sizeof(First::payload);
-  First mine{header_of(call), {}};
+  First mine{headers_.of(call), {}};
   First other{};
   if (rides && call.op == Op::send) keep(mine.payload.data(), call.in, n_bytes);
   Step step{*channel_, call, limit, messages_};
@@ -331,14 +215,14 @@ void MessageEngine::run(const Call& call) {
   Step step{*channel_, call, limit, messages_};
   const bool is_pair = call.op == Op::send || call.op == Op::recv;
   // A barrier is nothing but this message.
-  if (check_ != comm::Check::off || call.op == Op::barrier) {
+  if (headers_.check() != comm::Check::off || call.op == Op::barrier) {
     if (is_pair) {
       if (compare_pair(call, limit)) return;
     } else if (const auto n = n_riding(call)) {
-      compare(call, header_of(call), {bytes(call.in), *n}, limit);
+      compare(call, headers_.of(call), {bytes(call.in), *n}, limit);
       return finish_riding(call);
     } else {
-      compare(call, header_of(call), {}, limit);
+      compare(call, headers_.of(call), {}, limit);
     }
   }
   const std::size_t n_bytes = call.count * size_of(call.dtype);
@@ -484,7 +368,7 @@ void MessageEngine::all_to_all(Step step) {
 
 std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int key) {
   Limit limit(call);
-  compare(call, header_of(call, color, key), {}, limit);
+  compare(call, headers_.of(call, color, key), {}, limit);
   const auto said = [this](int r) { return firsts_[static_cast<std::size_t>(r)].header; };
   std::vector<int> members;
   for (int r = 0; r < size(); ++r) {

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "base/text.hpp"
+#include "comm/mismatch.hpp"
 #include "engines/shared/channel.hpp"
 #include "engines/shared/record.hpp"
 
@@ -93,34 +94,28 @@ void Channel::fail_mismatch(const Call& call) {
         (theirs == comm::Check::full) == (check_ == comm::Check::full)) {
       continue;
     }
-    fail(call, FailureKind::mismatch,
-         fmt::format("LOCKSTEP_CHECK must be the same on all ranks, but it is {} on rank {}, {} on "
-                     "rank {}",
-                     comm::name_of(check_), rank_, comm::name_of(theirs), peer));
+    const comm::RankCheck levels[] = {{rank_, check_}, {peer, theirs}};
+    fail(call, FailureKind::mismatch, comm::text_of_checks(levels));
   }
 
-  std::string table =
-      "the ranks made different calls; all ranks must call the same, in the same order\n"
-      "  rank  operation       type  count       root  reduction  where";
+  comm::MismatchTable table;
   for (int r = 0; r < size(); ++r) {
     if (r != rank_ && !is_raised(flag_of(r))) {
-      fmt::format_to(std::back_inserter(table), "\n  {:<4}  not here yet; its last call: {}", r,
-                     call_of(r));
+      table.add_absent(r, call_of(r));
       continue;
     }
     const CallRecord& record = lane(r).record;
     const std::uint32_t site = record.site.load(std::memory_order_acquire);
     const std::uint64_t what = record.what.load(std::memory_order_relaxed);
-    const Op op = op_of(what);
-    const bool moves = moves_data(op);
-    fmt::format_to(std::back_inserter(table), "\n  {:<4}  {:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}",
-                   r, name_of(op), moves ? name_of(dtype_of(what)) : "-",
-                   moves ? std::to_string(record.count.load(std::memory_order_relaxed)) : "-",
-                   has_root(op) ? std::to_string(root_of(what)) : "-",
-                   has_reduction(op) ? name_of(reduce_of(what)) : "-",
-                   seat_->site_name(world_rank(r), site));
+    table.add({.rank = r,
+               .op = op_of(what),
+               .dtype = dtype_of(what),
+               .reduce = reduce_of(what),
+               .root = root_of(what),
+               .count = std::to_string(record.count.load(std::memory_order_relaxed)),
+               .where = std::string(seat_->site_name(world_rank(r), site))});
   }
-  fail(call, FailureKind::mismatch, table);
+  fail(call, FailureKind::mismatch, table.text());
 }
 
 void Channel::fail_timeout(const Call& call, const std::vector<int>& absent) {

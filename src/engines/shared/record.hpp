@@ -5,9 +5,6 @@
 namespace lockstep::shared {
 
 using comm::dtype_of;
-using comm::has_reduction;
-using comm::has_root;
-using comm::moves_data;
 using comm::op_of;
 using comm::pack_what;
 using comm::reduce_of;

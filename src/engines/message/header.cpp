@@ -1,0 +1,88 @@
+#include "engines/message/header.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <functional>
+#include <string_view>
+#include <vector>
+
+#include "base/text.hpp"
+#include "comm/call_word.hpp"
+#include "comm/mismatch.hpp"
+
+namespace lockstep::message {
+namespace {
+
+using comm::has_reduction;
+using comm::has_root;
+using comm::moves_data;
+
+std::string where_of(const Header& header) {
+  // A peer sent it: the name may lack its end.
+  return fmt::format("{}:{}", base::text_in(header.file), header.line);
+}
+
+}  // namespace
+
+Header HeaderMaker::of(const Call& step, int color, int key) {
+  const Call& call = step.whole != nullptr ? *step.whole : step;
+  Header header{};
+  header.step = static_cast<std::uint8_t>(step.op);
+  header.op = static_cast<std::uint8_t>(call.op);
+  header.dtype = static_cast<std::uint8_t>(call.dtype);
+  header.reduce = static_cast<std::uint8_t>(call.reduce);
+  header.root = call.root;
+  // Where parts differ in size, each rank's own count does too.
+  header.count = call.counts.empty() ? call.count : 0;
+  for (const std::size_t count : call.counts) {
+    header.counts = (header.counts ^ count) * 0x9e3779b97f4a7c15U + 1;
+  }
+  header.check = check_;
+  header.color = color;
+  header.key = key;
+  header.line = call.where.line();
+  if (call.where.file_name() != path_) {
+    path_ = call.where.file_name();
+    std::string_view file = path_;
+    file.remove_prefix(file.find_last_of('/') + 1);
+    file.remove_prefix(file.size() - std::min(file.size(), file_.size() - 1));
+    file_ = {};
+    file.copy(file_.data(), file.size());
+  }
+  header.file = file_;
+  return header;
+}
+
+bool agree(const Header& a, const Header& b, bool compares_sites) {
+  const auto op = static_cast<Op>(a.op);
+  if (a.op != b.op || a.step != b.step || a.check != b.check) return false;
+  if (compares_sites && (a.line != b.line || a.file != b.file)) return false;
+  if (moves_data(op) && (a.dtype != b.dtype || a.count != b.count || a.counts != b.counts)) {
+    return false;
+  }
+  return (!has_root(op) || a.root == b.root) && (!has_reduction(op) || a.reduce == b.reduce);
+}
+
+std::string difference_of(std::span<const Row> rows) {
+  const auto check_of = [](const Row& row) { return row.header.check; };
+  if (std::ranges::adjacent_find(rows, std::not_equal_to(), check_of) != rows.end()) {
+    std::vector<comm::RankCheck> checks;
+    for (const Row& row : rows) checks.push_back({row.rank, row.header.check});
+    return comm::text_of_checks(checks);
+  }
+  comm::MismatchTable table;
+  for (const auto& [rank, header] : rows) {
+    table.add({.rank = rank,
+               .op = static_cast<Op>(header.op),
+               .dtype = static_cast<DType>(header.dtype),
+               .reduce = static_cast<ReduceOp>(header.reduce),
+               .root = header.root,
+               .count = header.counts != 0 ? fmt::format("by rank {:04x}", header.counts & 0xffffU)
+                                           : std::to_string(header.count),
+               .where = where_of(header)});
+  }
+  return table.text();
+}
+
+}  // namespace lockstep::message
