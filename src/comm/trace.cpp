@@ -11,10 +11,12 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <lockstep/error.hpp>
 #include <lockstep/trace.hpp>
 #include <span>
+#include <system_error>
 
 #include "base/text.hpp"
 #include "comm/recorder.hpp"
@@ -55,7 +57,9 @@ std::string name_of_clock() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string text;
   std::getline(file, text);
-  return text;
+  std::error_code ignored;  // a system without time namespaces
+  const auto space = std::filesystem::read_symlink("/proc/self/ns/time", ignored);
+  return text + ' ' + space.string();
 }
 
 Trace::Trace(const std::string& dir, const FlightRecord& record) {

@@ -46,7 +46,7 @@ static_assert(sizeof(TraceEvent) == 64);
 
 /// A trace's file.
 struct alignas(4096) TraceFile {
-  static constexpr std::string_view kMagic = "lockstep trace 1";
+  static constexpr std::string_view kMagic = "lockstep trace 2";
   /// 64 MiB; a viewer takes no more of many ranks. What comes later is counted only.
   static constexpr std::size_t kMaxEvents = std::size_t{1} << 20U;
 
@@ -56,8 +56,9 @@ struct alignas(4096) TraceFile {
   std::int32_t pid;
   std::int32_t n_restarts;
   std::uint32_t job;  ///< as FlightRecord::job
-  /// Whose CLOCK_MONOTONIC it is: the same for all processes of one running system.
-  std::array<char, 40> clock;
+  /// Whose CLOCK_MONOTONIC it is: the same for all processes of one running system and of one time
+  /// namespace there.
+  std::array<char, 64> clock;
   std::array<char, 64> host;
   std::uint64_t anchor_ticks;
   std::int64_t anchor_ns;

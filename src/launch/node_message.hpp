@@ -48,7 +48,7 @@ struct NodeMessage {
 
   NodeMessage() = default;
   explicit NodeMessage(NodeMessageKind what, std::string_view words = {});
-  void set_secret(std::string_view secret);
+  void set_secret(std::string_view words);
 };
 
 /// Whole messages out of a stream of bytes.

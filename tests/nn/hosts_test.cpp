@@ -1,6 +1,13 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -12,14 +19,18 @@
 namespace lockstep::test {
 namespace {
 
-/// Ends of the machines' `lockstep run`, in their order.
-std::vector<Ended> run_on_machines(int n, const std::vector<std::string>& program) {
+/// Ends of the machines' `lockstep run`, in their order. `n_seconds_ahead`: each one's clock.
+std::vector<Ended> run_on_machines(int n, const std::vector<std::string>& program,
+                                   const std::vector<std::string>& options = {},
+                                   const std::vector<int>& n_seconds_ahead = {}) {
   std::vector<std::unique_ptr<Command>> nodes;
   for (int node = 0; node < n; ++node) {
     StartOptions start{
         .arguments = {"run", "--nnodes", std::to_string(n), "--node-rank", std::to_string(node),
                       "--rdzv", Namespaces::address(0) + ":29400", "-n", "2"},
-        .shell = Namespaces::shell_of(node)};
+        .shell = Namespaces::shell_of(
+            node, n_seconds_ahead.empty() ? 0 : n_seconds_ahead[static_cast<std::size_t>(node)])};
+    start.arguments.insert(start.arguments.end(), options.begin(), options.end());
     start.arguments.insert(start.arguments.end(), program.begin(), program.end());
     nodes.push_back(std::make_unique<Command>(start));
   }
@@ -48,6 +59,56 @@ TEST(HostsTest, one_program_over_two_machines) {
   EXPECT_NE(ends[1].err.find("rank 3 of 4, local 1 of 2, by lockstep run, over hierarchical"),
             std::string::npos)
       << ends[1].err;
+}
+
+/// First and last moment of one collective on one host.
+struct Span {
+  std::int64_t last_start_ns = INT64_MIN;
+  std::int64_t first_end_ns = INT64_MAX;
+};
+
+TEST(HostsTest, a_trace_of_two_machines_with_other_clocks_shows_one_moment) {
+  const Namespaces machines(2);
+  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
+  if (const auto why = missing_time_namespaces(); !why.empty()) GTEST_SKIP() << why;
+  constexpr int kAheadSeconds = 100;
+  const TemporaryFolder folder;
+  const std::vector<Ended> ends = run_on_machines(
+      2, {HOSTS_PROGRAM, "auto"}, {"--trace", folder / "t.json"}, {0, kAheadSeconds});
+  for (const Ended& ended : ends) ASSERT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  Command merge({.arguments = {"trace", "merge", folder / "merged.json", folder / "t.node-0.json",
+                               folder / "t.node-1.json"}});
+  const Ended merged = merge.wait();
+  ASSERT_EQ(merged.exit_code, 0) << merged.err;
+  const auto trace = nlohmann::json::parse(contents_of(folder / "merged.json"));
+
+  // What the clocks keep to, and the rounding of times: far below what is corrected.
+  constexpr std::int64_t kSlackNs = 10'000'000;
+  const auto& corrections = trace["otherData"]["clock_corrections"];
+  ASSERT_EQ(corrections.size(), 1U);
+  const auto added_ns = corrections[0]["added_ns"].get<std::int64_t>();
+  const auto within_ns = corrections[0]["within_ns"].get<std::int64_t>();
+  EXPECT_GE(within_ns, 0);
+  EXPECT_LE(std::abs(added_ns + kAheadSeconds * 1'000'000'000LL), within_ns + kSlackNs);
+
+  std::map<std::uint64_t, std::array<Span, 2>> spans;  // by number, then host
+  std::map<std::uint64_t, int> n_ranks;
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["name"] != "all_reduce" || event["args"]["group"] != "world") continue;
+    const auto number = event["args"]["collective"].get<std::uint64_t>();
+    Span& span = spans[number].at(event["pid"].get<std::size_t>() / 2);
+    const auto start_ns = std::llround(event["ts"].get<double>() * 1000);
+    span.last_start_ns = std::max<std::int64_t>(span.last_start_ns, start_ns);
+    span.first_end_ns = std::min<std::int64_t>(
+        span.first_end_ns, start_ns + std::llround(event["dur"].get<double>() * 1000));
+    ++n_ranks[number];
+  }
+  EXPECT_EQ(spans.size(), 4U);
+  for (const auto& [number, hosts] : spans) {
+    EXPECT_EQ(n_ranks[number], 4) << number;
+    EXPECT_LE(hosts[0].last_start_ns, hosts[1].first_end_ns + kSlackNs) << number;
+    EXPECT_LE(hosts[1].last_start_ns, hosts[0].first_end_ns + kSlackNs) << number;
+  }
 }
 
 }  // namespace

@@ -33,6 +33,15 @@ std::string missing_namespaces() {
                                    std::strerror(WEXITSTATUS(status)));
 }
 
+std::string missing_time_namespaces() {
+  if (!std::filesystem::exists("/proc/self/ns/time")) {
+    return "this system has no time namespaces (CONFIG_TIME_NS)";
+  }
+  return shell("unshare --time --monotonic 1 --fork true 2>/dev/null")
+             ? ""
+             : "this system lets nobody make a time namespace";
+}
+
 Namespaces::Namespaces(int n, const std::string& rate) : n_(n), missing_(missing_namespaces()) {
   if (!missing_.empty()) return;
   std::string lines = fmt::format(
@@ -70,10 +79,14 @@ std::string Namespaces::addresses(const std::string& suffix) const {
   return all;
 }
 
-std::string Namespaces::shell_of(int i) {
-  return fmt::format(
-      "exec ip netns exec {} unshare --uts --ipc sh -c 'hostname machine{}; exec \"$@\"' sh \"$@\"",
-      name(i), i);
+std::string Namespaces::shell_of(int i, int n_seconds_ahead) {
+  const std::string own_time = fmt::format(
+      "set -- unshare --time --monotonic {} --fork --kill-child -- \"$@\"; ", n_seconds_ahead);
+  return (n_seconds_ahead == 0 ? "" : own_time) +
+         fmt::format(
+             "exec ip netns exec {} unshare --uts --ipc sh -c 'hostname machine{}; exec \"$@\"' sh "
+             "\"$@\"",
+             name(i), i);
 }
 
 void Namespaces::write_agent(const std::string& path) const {

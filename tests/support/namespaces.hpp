@@ -8,6 +8,9 @@ namespace lockstep::test {
 /// Why this process can have no network namespace of its own; empty: it can.
 std::string missing_namespaces();
 
+/// Why no process can have a time namespace of its own; empty: it can.
+std::string missing_time_namespaces();
+
 /// Machines for the length of a test: network namespaces on one switch. Only root can make them.
 class Namespaces {
  public:
@@ -24,7 +27,8 @@ class Namespaces {
   /// All addresses, each with `suffix`: "10.77.0.1:2,10.77.0.2:2".
   std::string addresses(const std::string& suffix) const;
   /// Starts a command on a machine, with its own host name and IPC, as StartOptions::shell.
-  static std::string shell_of(int i);
+  /// `n_seconds_ahead`: of its CLOCK_MONOTONIC; 0: it is the test's own.
+  static std::string shell_of(int i, int n_seconds_ahead = 0);
   /// Writes what ssh is for machines elsewhere: `agent [-x] ADDRESS COMMAND...`.
   void write_agent(const std::string& path) const;
 
