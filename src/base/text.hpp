@@ -11,7 +11,7 @@ namespace lockstep::base {
 /// As much of the text as fits before a null, and that null.
 inline void copy_text(std::span<char> to, std::string_view text) noexcept {
   const std::size_t n = std::min(text.size(), to.size() - 1);
-  std::memcpy(to.data(), text.data(), n);
+  std::copy_n(text.data(), n, to.data());  // of an empty one the data may be null
   to[n] = '\0';
 }
 
