@@ -6,8 +6,6 @@
 // steps, in ms, on rank 0.
 
 #include <fmt/format.h>
-#include <malloc.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <chrono>
@@ -18,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "rank.hpp"
 #include "resnet18.hpp"
 
 #ifdef USE_C10D_GLOO
@@ -32,12 +31,6 @@ using Clock = std::chrono::steady_clock;
 constexpr std::int64_t kBatch = 8, kClasses = 1000;
 constexpr std::chrono::seconds kTime{20};  // for each image size
 constexpr std::size_t kMinSteps = 9;
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
-                   values.end());
-  return values[values.size() / 2];
-}
 
 /// A network of its own, and how its gradients become the same on all ranks.
 class Contestant {
@@ -224,17 +217,7 @@ void compare(std::int64_t size) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  lockstep::init_dist();
-  torch::set_num_threads(1);
-  // Else every activation is mapped and unmapped anew. More than 32 MiB is refused.
-  if (::mallopt(M_MMAP_THRESHOLD, 32 << 20) == 0 || ::mallopt(M_TRIM_THRESHOLD, 1 << 30) == 0) {
-    fmt::print(stderr, "mallopt refuses its limits: the figures hold page faults\n");
-    return 1;
-  }
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  CPU_SET(static_cast<std::size_t>(lockstep::get_local_rank()), &cores);
-  ::sched_setaffinity(0, sizeof cores, &cores);
+  init_rank();
   if (lockstep::is_main_process()) {
     fmt::print("resnet18, {} ranks, batch {}, libtorch {}\n{:<37} {:>10} {:>10} {:>10}\n",
                lockstep::get_world_size(), kBatch, TORCH_VERSION, "", "step, ms", "not hidden",

@@ -7,8 +7,6 @@
 // operations and c10d's Gloo.
 
 #include <fmt/format.h>
-#include <malloc.h>
-#include <sched.h>
 #include <time.h>
 #include <torch/torch.h>
 
@@ -20,12 +18,15 @@
 #include <lockstep/nn.hpp>
 #include <vector>
 
+#include "rank.hpp"
+
 #ifdef USE_C10D_GLOO
 #include "composed_batch_norm.hpp"
 #endif
 
 namespace {
 
+using lockstep::bench::median;
 using torch::Tensor;
 
 constexpr int kBlocks = 7;
@@ -36,12 +37,6 @@ double now_us() {
   timespec now{};
   ::clock_gettime(used_clock, &now);
   return static_cast<double>(now.tv_sec) * 1e6 + static_cast<double>(now.tv_nsec) * 1e-3;
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
-                   values.end());
-  return values[values.size() / 2];
 }
 
 struct Times {
@@ -164,18 +159,7 @@ int main(int argc, char** argv) {
   if (argc > 1 && std::strcmp(argv[1], "--processor-time") == 0) {
     used_clock = CLOCK_THREAD_CPUTIME_ID;
   }
-  lockstep::init_dist();
-  torch::set_num_threads(1);
-  // Else every activation is mapped and unmapped anew, and both sides measure page faults.
-  // More than 32 MiB is refused.
-  if (::mallopt(M_MMAP_THRESHOLD, 32 << 20) == 0 || ::mallopt(M_TRIM_THRESHOLD, 1 << 30) == 0) {
-    fmt::print(stderr, "mallopt refuses its limits: the figures hold page faults\n");
-    return 1;
-  }
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  CPU_SET(static_cast<std::size_t>(lockstep::get_local_rank()), &cores);
-  ::sched_setaffinity(0, sizeof cores, &cores);
+  lockstep::bench::init_rank();
   const bool prints = lockstep::is_main_process();
   if (prints) {
     fmt::print(
