@@ -98,62 +98,63 @@ class Group {
   /// Returns when every rank has called it.
   void barrier(Deadline deadline = {}, Where where = Where::current()) const;
   /// data <- reduction of every rank's data. Same count, type and op on all ranks.
-  void all_reduce(Elements data, ReduceOp op = ReduceOp::sum, Deadline deadline = {},
+  void all_reduce(const Elements& data, ReduceOp op = ReduceOp::sum, Deadline deadline = {},
                   Where where = Where::current()) const;
   /// On dst: data <- reduction of every rank's data. Elsewhere data is left as it was.
-  void reduce(Elements data, int dst = 0, ReduceOp op = ReduceOp::sum, Deadline deadline = {},
-              Where where = Where::current()) const;
+  void reduce(const Elements& data, int dst = 0, ReduceOp op = ReduceOp::sum,
+              Deadline deadline = {}, Where where = Where::current()) const;
   /// data <- src's data.
-  void broadcast(Elements data, int src = 0, Deadline deadline = {},
+  void broadcast(const Elements& data, int src = 0, Deadline deadline = {},
                  Where where = Where::current()) const;
   /// out <- every rank's in, in rank order: size() * in.count elements.
-  void all_gather(ConstElements in, Elements out, Deadline deadline = {},
+  void all_gather(const ConstElements& in, const Elements& out, Deadline deadline = {},
                   Where where = Where::current()) const;
   /// The same with counts[r] elements from rank r; counts has size() entries, equal on all ranks.
-  void all_gather(ConstElements in, Elements out, std::span<const std::size_t> counts,
+  void all_gather(const ConstElements& in, const Elements& out, std::span<const std::size_t> counts,
                   Deadline deadline = {}, Where where = Where::current()) const;
   /// all_gather on dst only; elsewhere out is not used.
-  void gather(ConstElements in, Elements out, int dst = 0, Deadline deadline = {},
+  void gather(const ConstElements& in, const Elements& out, int dst = 0, Deadline deadline = {},
               Where where = Where::current()) const;
-  void gather(ConstElements in, Elements out, std::span<const std::size_t> counts, int dst = 0,
-              Deadline deadline = {}, Where where = Where::current()) const;
+  void gather(const ConstElements& in, const Elements& out, std::span<const std::size_t> counts,
+              int dst = 0, Deadline deadline = {}, Where where = Where::current()) const;
   /// out <- the rank-th of size() equal parts of src's in; elsewhere in is not used.
-  void scatter(ConstElements in, Elements out, int src = 0, Deadline deadline = {},
+  void scatter(const ConstElements& in, const Elements& out, int src = 0, Deadline deadline = {},
                Where where = Where::current()) const;
   /// out <- reduction of every rank's part of in that belongs to this rank.
   /// in: size() * out.count elements, rank-major; may not overlap out.
-  void reduce_scatter(ConstElements in, Elements out, ReduceOp op = ReduceOp::sum,
+  void reduce_scatter(const ConstElements& in, const Elements& out, ReduceOp op = ReduceOp::sum,
                       Deadline deadline = {}, Where where = Where::current()) const;
   /// Part q of out <- this rank's part of rank q's in. in, out: size() equal parts, no overlap.
-  void all_to_all(ConstElements in, Elements out, Deadline deadline = {},
+  void all_to_all(const ConstElements& in, const Elements& out, Deadline deadline = {},
                   Where where = Where::current()) const;
   /// Matches a recv of the same count and type on dst, another rank. May return before it is
   /// received, or wait for the recv. Messages between two ranks arrive in order.
-  void send(ConstElements data, int dst, Deadline deadline = {},
+  void send(const ConstElements& data, int dst, Deadline deadline = {},
             Where where = Where::current()) const;
-  void recv(Elements data, int src, Deadline deadline = {}, Where where = Where::current()) const;
+  void recv(const Elements& data, int src, Deadline deadline = {},
+            Where where = Where::current()) const;
 
   [[nodiscard]] Work barrier_async(Deadline deadline = {}, Where where = Where::current()) const;
-  [[nodiscard]] Work all_reduce_async(Elements data, ReduceOp op = ReduceOp::sum,
+  [[nodiscard]] Work all_reduce_async(const Elements& data, ReduceOp op = ReduceOp::sum,
                                       Deadline deadline = {}, Where where = Where::current()) const;
-  [[nodiscard]] Work reduce_async(Elements data, int dst = 0, ReduceOp op = ReduceOp::sum,
+  [[nodiscard]] Work reduce_async(const Elements& data, int dst = 0, ReduceOp op = ReduceOp::sum,
                                   Deadline deadline = {}, Where where = Where::current()) const;
-  [[nodiscard]] Work broadcast_async(Elements data, int src = 0, Deadline deadline = {},
+  [[nodiscard]] Work broadcast_async(const Elements& data, int src = 0, Deadline deadline = {},
                                      Where where = Where::current()) const;
-  [[nodiscard]] Work all_gather_async(ConstElements in, Elements out, Deadline deadline = {},
-                                      Where where = Where::current()) const;
-  [[nodiscard]] Work gather_async(ConstElements in, Elements out, int dst = 0,
+  [[nodiscard]] Work all_gather_async(const ConstElements& in, const Elements& out,
+                                      Deadline deadline = {}, Where where = Where::current()) const;
+  [[nodiscard]] Work gather_async(const ConstElements& in, const Elements& out, int dst = 0,
                                   Deadline deadline = {}, Where where = Where::current()) const;
-  [[nodiscard]] Work scatter_async(ConstElements in, Elements out, int src = 0,
+  [[nodiscard]] Work scatter_async(const ConstElements& in, const Elements& out, int src = 0,
                                    Deadline deadline = {}, Where where = Where::current()) const;
-  [[nodiscard]] Work reduce_scatter_async(ConstElements in, Elements out,
+  [[nodiscard]] Work reduce_scatter_async(const ConstElements& in, const Elements& out,
                                           ReduceOp op = ReduceOp::sum, Deadline deadline = {},
                                           Where where = Where::current()) const;
-  [[nodiscard]] Work all_to_all_async(ConstElements in, Elements out, Deadline deadline = {},
-                                      Where where = Where::current()) const;
-  [[nodiscard]] Work send_async(ConstElements data, int dst, Deadline deadline = {},
+  [[nodiscard]] Work all_to_all_async(const ConstElements& in, const Elements& out,
+                                      Deadline deadline = {}, Where where = Where::current()) const;
+  [[nodiscard]] Work send_async(const ConstElements& data, int dst, Deadline deadline = {},
                                 Where where = Where::current()) const;
-  [[nodiscard]] Work recv_async(Elements data, int src, Deadline deadline = {},
+  [[nodiscard]] Work recv_async(const Elements& data, int src, Deadline deadline = {},
                                 Where where = Where::current()) const;
 
   /// Same group, not merely same ranks.

@@ -124,11 +124,12 @@ class Deadline {
   static constexpr Deadline never() { return Deadline(std::chrono::hours(876'000)); }
 
   constexpr std::chrono::milliseconds or_else(std::chrono::milliseconds fallback) const {
-    return limit_.value_or(fallback);
+    return limit_ == kNone ? fallback : limit_;
   }
 
  private:
-  std::optional<std::chrono::milliseconds> limit_;
+  static constexpr std::chrono::milliseconds kNone = std::chrono::milliseconds::min();
+  std::chrono::milliseconds limit_ = kNone;  // one word: every call passes one
 };
 
 // --- conversions ----------------------------------------------------------------------------

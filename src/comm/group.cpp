@@ -47,7 +47,7 @@ void check_reduction(const GroupState& group, const Call& call) {
   refuse(group, call, fmt::format("reduction {} does not exist", static_cast<int>(call.reduce)));
 }
 
-void check_memory(const GroupState& group, const Call& call, ConstElements data,
+void check_memory(const GroupState& group, const Call& call, const ConstElements& data,
                   std::string_view parameter) {
   if (data.count > 0 && data.data == nullptr) {
     refuse(group, call, fmt::format("{} is null but has {} elements", parameter, data.count));
@@ -61,7 +61,8 @@ void check_memory(const GroupState& group, const Call& call, ConstElements data,
 }
 
 /// Both buffers of a call whose `in` and `out` differ.
-void check_pair(const GroupState& group, const Call& call, ConstElements in, ConstElements out) {
+void check_pair(const GroupState& group, const Call& call, const ConstElements& in,
+                const ConstElements& out) {
   check_memory(group, call, in, "in");
   check_memory(group, call, out, "out");
   if (in.dtype != out.dtype) {
@@ -104,7 +105,7 @@ Call barrier_call(GroupState&, std::source_location where) {
   return {.op = Op::barrier, .where = where};
 }
 
-Call in_place_call(GroupState& group, Op op, Elements data, std::source_location where) {
+Call in_place_call(GroupState& group, Op op, const Elements& data, std::source_location where) {
   const Call call{.op = op,
                   .dtype = data.dtype,
                   .count = data.count,
@@ -115,14 +116,15 @@ Call in_place_call(GroupState& group, Op op, Elements data, std::source_location
   return call;
 }
 
-Call all_reduce_call(GroupState& group, Elements data, ReduceOp op, std::source_location where) {
+Call all_reduce_call(GroupState& group, const Elements& data, ReduceOp op,
+                     std::source_location where) {
   Call call = in_place_call(group, Op::all_reduce, data, where);
   call.reduce = op;
   check_reduction(group, call);
   return call;
 }
 
-Call reduce_call(GroupState& group, Elements data, int dst, ReduceOp op,
+Call reduce_call(GroupState& group, const Elements& data, int dst, ReduceOp op,
                  std::source_location where) {
   Call call = in_place_call(group, Op::reduce, data, where);
   call.root = dst;
@@ -132,14 +134,14 @@ Call reduce_call(GroupState& group, Elements data, int dst, ReduceOp op,
   return call;
 }
 
-Call broadcast_call(GroupState& group, Elements data, int src, std::source_location where) {
+Call broadcast_call(GroupState& group, const Elements& data, int src, std::source_location where) {
   Call call = in_place_call(group, Op::broadcast, data, where);
   call.root = src;
   check_rank(group, call, "src");
   return call;
 }
 
-Call gather_call(GroupState& group, ConstElements in, Elements out,
+Call gather_call(GroupState& group, const ConstElements& in, const Elements& out,
                  std::span<const std::size_t> counts, bool has_counts, int dst, bool to_all,
                  std::source_location where) {
   const Call call{.op = to_all ? Op::all_gather : Op::gather,
@@ -164,7 +166,7 @@ Call gather_call(GroupState& group, ConstElements in, Elements out,
   return call;
 }
 
-Call scatter_call(GroupState& group, ConstElements in, Elements out, int src,
+Call scatter_call(GroupState& group, const ConstElements& in, const Elements& out, int src,
                   std::source_location where) {
   const Call call{.op = Op::scatter,
                   .dtype = out.dtype,
@@ -183,8 +185,8 @@ Call scatter_call(GroupState& group, ConstElements in, Elements out, int src,
   return call;
 }
 
-Call reduce_scatter_call(GroupState& group, ConstElements in, Elements out, ReduceOp op,
-                         std::source_location where) {
+Call reduce_scatter_call(GroupState& group, const ConstElements& in, const Elements& out,
+                         ReduceOp op, std::source_location where) {
   const Call call{.op = Op::reduce_scatter,
                   .dtype = out.dtype,
                   .reduce = op,
@@ -198,7 +200,7 @@ Call reduce_scatter_call(GroupState& group, ConstElements in, Elements out, Redu
   return call;
 }
 
-Call all_to_all_call(GroupState& group, ConstElements in, Elements out,
+Call all_to_all_call(GroupState& group, const ConstElements& in, const Elements& out,
                      std::source_location where) {
   const auto n = static_cast<std::size_t>(group.size());
   const Call call{.op = Op::all_to_all,
@@ -225,7 +227,7 @@ void check_peer(const GroupState& group, const Call& call, std::string_view para
   }
 }
 
-Call send_call(GroupState& group, ConstElements data, int dst, std::source_location where) {
+Call send_call(GroupState& group, const ConstElements& data, int dst, std::source_location where) {
   const Call call{.op = Op::send,
                   .dtype = data.dtype,
                   .root = dst,
@@ -237,7 +239,7 @@ Call send_call(GroupState& group, ConstElements data, int dst, std::source_locat
   return call;
 }
 
-Call recv_call(GroupState& group, Elements data, int src, std::source_location where) {
+Call recv_call(GroupState& group, const Elements& data, int src, std::source_location where) {
   const Call call{.op = Op::recv,
                   .dtype = data.dtype,
                   .root = src,
@@ -249,12 +251,14 @@ Call recv_call(GroupState& group, Elements data, int src, std::source_location w
   return call;
 }
 
-void run(GroupState& group, Call call, Deadline deadline) {
+// A Call goes by reference: copies of what was just stored byte by byte wait for the stores.
+
+void run(GroupState& group, Call&& call, Deadline deadline) {
   group.prepare(call, deadline);
   group.run(call, [&call](Engine& engine) { engine.run(call); });
 }
 
-Work post(GroupState& group, Call call, Deadline deadline) {
+Work post(GroupState& group, Call&& call, Deadline deadline) {
   group.prepare(call, deadline);
   return Work(group.post(call));
 }
@@ -314,97 +318,106 @@ Work Group::barrier_async(Deadline deadline, Where where) const {
   return post(*state_, barrier_call(*state_, where), deadline);
 }
 
-void Group::all_reduce(Elements data, ReduceOp op, Deadline deadline, Where where) const {
+void Group::all_reduce(const Elements& data, ReduceOp op, Deadline deadline, Where where) const {
   run(*state_, all_reduce_call(*state_, data, op, where), deadline);
 }
-Work Group::all_reduce_async(Elements data, ReduceOp op, Deadline deadline, Where where) const {
+Work Group::all_reduce_async(const Elements& data, ReduceOp op, Deadline deadline,
+                             Where where) const {
   return post(*state_, all_reduce_call(*state_, data, op, where), deadline);
 }
 
-void Group::reduce(Elements data, int dst, ReduceOp op, Deadline deadline, Where where) const {
+void Group::reduce(const Elements& data, int dst, ReduceOp op, Deadline deadline,
+                   Where where) const {
   run(*state_, reduce_call(*state_, data, dst, op, where), deadline);
 }
-Work Group::reduce_async(Elements data, int dst, ReduceOp op, Deadline deadline,
+Work Group::reduce_async(const Elements& data, int dst, ReduceOp op, Deadline deadline,
                          Where where) const {
   return post(*state_, reduce_call(*state_, data, dst, op, where), deadline);
 }
 
-void Group::broadcast(Elements data, int src, Deadline deadline, Where where) const {
+void Group::broadcast(const Elements& data, int src, Deadline deadline, Where where) const {
   run(*state_, broadcast_call(*state_, data, src, where), deadline);
 }
-Work Group::broadcast_async(Elements data, int src, Deadline deadline, Where where) const {
+Work Group::broadcast_async(const Elements& data, int src, Deadline deadline, Where where) const {
   return post(*state_, broadcast_call(*state_, data, src, where), deadline);
 }
 
-void Group::all_gather(ConstElements in, Elements out, Deadline deadline, Where where) const {
+void Group::all_gather(const ConstElements& in, const Elements& out, Deadline deadline,
+                       Where where) const {
   run(*state_, gather_call(*state_, in, out, {}, /*has_counts=*/false, -1, /*to_all=*/true, where),
       deadline);
 }
-void Group::all_gather(ConstElements in, Elements out, std::span<const std::size_t> counts,
-                       Deadline deadline, Where where) const {
+void Group::all_gather(const ConstElements& in, const Elements& out,
+                       std::span<const std::size_t> counts, Deadline deadline, Where where) const {
   run(*state_,
       gather_call(*state_, in, out, counts, /*has_counts=*/true, -1, /*to_all=*/true, where),
       deadline);
 }
-Work Group::all_gather_async(ConstElements in, Elements out, Deadline deadline, Where where) const {
+Work Group::all_gather_async(const ConstElements& in, const Elements& out, Deadline deadline,
+                             Where where) const {
   return post(*state_,
               gather_call(*state_, in, out, {}, /*has_counts=*/false, -1, /*to_all=*/true, where),
               deadline);
 }
 
-void Group::gather(ConstElements in, Elements out, int dst, Deadline deadline, Where where) const {
+void Group::gather(const ConstElements& in, const Elements& out, int dst, Deadline deadline,
+                   Where where) const {
   run(*state_,
       gather_call(*state_, in, out, {}, /*has_counts=*/false, dst, /*to_all=*/false, where),
       deadline);
 }
-void Group::gather(ConstElements in, Elements out, std::span<const std::size_t> counts, int dst,
-                   Deadline deadline, Where where) const {
+void Group::gather(const ConstElements& in, const Elements& out,
+                   std::span<const std::size_t> counts, int dst, Deadline deadline,
+                   Where where) const {
   run(*state_,
       gather_call(*state_, in, out, counts, /*has_counts=*/true, dst, /*to_all=*/false, where),
       deadline);
 }
-Work Group::gather_async(ConstElements in, Elements out, int dst, Deadline deadline,
+Work Group::gather_async(const ConstElements& in, const Elements& out, int dst, Deadline deadline,
                          Where where) const {
   return post(*state_,
               gather_call(*state_, in, out, {}, /*has_counts=*/false, dst, /*to_all=*/false, where),
               deadline);
 }
 
-void Group::scatter(ConstElements in, Elements out, int src, Deadline deadline, Where where) const {
+void Group::scatter(const ConstElements& in, const Elements& out, int src, Deadline deadline,
+                    Where where) const {
   run(*state_, scatter_call(*state_, in, out, src, where), deadline);
 }
-Work Group::scatter_async(ConstElements in, Elements out, int src, Deadline deadline,
+Work Group::scatter_async(const ConstElements& in, const Elements& out, int src, Deadline deadline,
                           Where where) const {
   return post(*state_, scatter_call(*state_, in, out, src, where), deadline);
 }
 
-void Group::reduce_scatter(ConstElements in, Elements out, ReduceOp op, Deadline deadline,
-                           Where where) const {
+void Group::reduce_scatter(const ConstElements& in, const Elements& out, ReduceOp op,
+                           Deadline deadline, Where where) const {
   run(*state_, reduce_scatter_call(*state_, in, out, op, where), deadline);
 }
-Work Group::reduce_scatter_async(ConstElements in, Elements out, ReduceOp op, Deadline deadline,
-                                 Where where) const {
+Work Group::reduce_scatter_async(const ConstElements& in, const Elements& out, ReduceOp op,
+                                 Deadline deadline, Where where) const {
   return post(*state_, reduce_scatter_call(*state_, in, out, op, where), deadline);
 }
 
-void Group::all_to_all(ConstElements in, Elements out, Deadline deadline, Where where) const {
+void Group::all_to_all(const ConstElements& in, const Elements& out, Deadline deadline,
+                       Where where) const {
   run(*state_, all_to_all_call(*state_, in, out, where), deadline);
 }
-Work Group::all_to_all_async(ConstElements in, Elements out, Deadline deadline, Where where) const {
+Work Group::all_to_all_async(const ConstElements& in, const Elements& out, Deadline deadline,
+                             Where where) const {
   return post(*state_, all_to_all_call(*state_, in, out, where), deadline);
 }
 
-void Group::send(ConstElements data, int dst, Deadline deadline, Where where) const {
+void Group::send(const ConstElements& data, int dst, Deadline deadline, Where where) const {
   run(*state_, send_call(*state_, data, dst, where), deadline);
 }
-Work Group::send_async(ConstElements data, int dst, Deadline deadline, Where where) const {
+Work Group::send_async(const ConstElements& data, int dst, Deadline deadline, Where where) const {
   return post(*state_, send_call(*state_, data, dst, where), deadline);
 }
 
-void Group::recv(Elements data, int src, Deadline deadline, Where where) const {
+void Group::recv(const Elements& data, int src, Deadline deadline, Where where) const {
   run(*state_, recv_call(*state_, data, src, where), deadline);
 }
-Work Group::recv_async(Elements data, int src, Deadline deadline, Where where) const {
+Work Group::recv_async(const Elements& data, int src, Deadline deadline, Where where) const {
   return post(*state_, recv_call(*state_, data, src, where), deadline);
 }
 

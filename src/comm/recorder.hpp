@@ -56,13 +56,17 @@ class Recorder {
   std::vector<Site> sites_;  // place i is the record's entry i + 1
 };
 
+/// Base of an engine, besides those that bring a recorder(), whose run() tells Call::track, each
+/// time before it waits, how far the call is.
+struct TellsTrack {};
+
 /// One group's way into its rank's record.
 ///
-/// What it costs. An engine whose calls take less than a look at the clock brings a recorder() and
-/// says how far a call is; then the entry is written while the peers' answer is on its way, and a
-/// short call is timed once, a second time only if it had to sleep. For other engines the entry is
-/// written, and timed, before and after the call; and so it is for a trace, where no peer may seem
-/// to leave a call before this rank has come to it. Threads: one at a time.
+/// What it costs. An engine whose calls may take little more than a look at the clock says how far
+/// a call is; then the entry is written while the peers' answer is on its way, and a short call is
+/// timed once, a second time only if it had to sleep. For other engines the entry is written, and
+/// timed, before and after the call; and so it is for a trace, where no peer may seem to leave a
+/// call before this rank has come to it. Threads: one at a time.
 class Track {
  public:
   /// recorder: null where nothing is recorded. `engine_tells`: the engine calls arrived and slept.

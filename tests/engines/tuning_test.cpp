@@ -49,7 +49,7 @@ TEST(TuningTest, a_measured_cpu_is_found_whatever_its_cache) {
        {std::size_t{0}, std::size_t{256} << 10, std::size_t{1} << 20}) {
     const base::CpuModel cpu = model("GenuineIntel", 6, 85, l2_bytes);
     EXPECT_EQ(shared::measured_for(2, cpu).chunk_bytes, 64U << 10);
-    EXPECT_EQ(shared::measured_for(3, cpu).chunk_bytes, 256U << 10);
+    EXPECT_EQ(shared::measured_for(3, cpu).chunk_bytes, 64U << 10);
     EXPECT_EQ(shared::measured_for(4, cpu).flat_bytes, 64U << 10);
     EXPECT_EQ(shared::measured_for(2, cpu).in_place_bytes, 8U << 10);
   }

@@ -22,9 +22,11 @@
 #include <functional>
 #include <lockstep/lockstep.hpp>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/fd.hpp"
+#include "base/membarrier.hpp"
 #include "cli/command.hpp"
 #include "engines/shared/job.hpp"
 #include "engines/shared/meeting.hpp"
@@ -99,6 +101,21 @@ TEST(MachineLimitsTest, a_forbidden_reservation_is_no_sigbus) {
   in_child([] {
     forbid(SYS_fallocate);
     expect_contains(system_error(EPERM, [] { shared::Job job(2); }), "cannot reserve");
+  });
+}
+
+/// Then who raises a flag fences itself, and calls go on.
+TEST(MachineLimitsTest, a_forbidden_membarrier_is_done_without) {
+  in_child([] {
+    forbid(SYS_membarrier);
+    EXPECT_FALSE(base::register_for_fences());
+    run_ranks(2, [](int rank) {
+      for (int i = 0; i < 20; ++i) {
+        // Long enough for the other to have gone to sleep.
+        if (i % 2 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        EXPECT_EQ(all_reduce_value(i), 2 * i);
+      }
+    });
   });
 }
 

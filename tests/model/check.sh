@@ -41,10 +41,11 @@ for waiting in CROWDED UNCROWDED; do
   breaks TWO_SLOTS $waiting 'assertion violated'
 done
 breaks RING_BEFORE_RAISE UNCROWDED 'invalid end state'  # a crowded rank rings where it arrives
+breaks NO_FENCE UNCROWDED 'invalid end state'
 
 # "model: fold, show" in the code, /* fold */ and /* show */ in the model.
 in_model() { grep -oE '^ +/\* [a-z]+ \*/$|^/\* [a-z]+ \*/$' "$model" | tr -d ' /*' | sort -u; }
-in_code() { grep -ohE 'model: [a-z, ]+' "$sources"/*.cpp | sed 's/model: //; s/, /\n/g' | sort -u; }
+in_code() { grep -ohE 'model: [a-z, ]+' "$sources"/*.[ch]pp | sed 's/model: //; s/, /\n/g' | sort -u; }
 if ! diff <(in_model) <(in_code); then
   echo "$model and the code in $sources do not name the same places" && exit 1
 fi

@@ -1,8 +1,9 @@
 /* The shared engine's phases, its two ways of using the slots, and the sleep between: a model of
  * src/engines/shared. A comment "model: NAME" in the code stands where the comment NAME stands here.
  *
+ *   channel.hpp      wake_sleepers(): look
  *   channel.cpp      turn(): raise, arrive, ring
- *   wait.cpp         wake_sleepers(): look, strike, wake; sleep(): doze, listen, poll, block, rise
+ *   wait.cpp         ring(): strike, wake; sleep(): doze, fence, listen, poll, block, rise
  *   collectives.cpp  reduce_flat(): put, take; reduce_sliced(): put, fold, show, copy
  *
  * Every rank makes the same calls: N_SMALL_BEFORE small ones, a large one of N_CHUNKS chunks,
@@ -16,8 +17,10 @@
  *   no other flag            a flag holds the phase waited for, or the one three before
  *
  * One step is one atomic operation of the code, all of which are sequentially consistent or pairs
- * of release and acquire on a flag; data races inside a slot show as the failures above. Not in
- * the model: deaths, deadlines, mismatches, point to point.
+ * of release and acquire on a flag; data races inside a slot show as the failures above. The one
+ * store that may pass a later load is that of a flag where sleepers fence: there `raise` may come
+ * after `look`, and `fence` waits until no rank is between the two. Two ranks swap their slots, as in
+ * the code. Not in the model: deaths, deadlines, mismatches, point to point.
  *
  * -DBROKEN_... breaks the model as its name says; check.sh sees that each is found.
  */
@@ -37,12 +40,18 @@
 #endif
 
 #define AT(r, phase) ((r) * SLOTS + (phase) % SLOTS)
+#if N == 2
+#define SLOT(r, phase) AT(((r) + (phase) / SLOTS) % 2, phase)
+#else
+#define SLOT(r, phase) AT(r, phase)
+#endif
 
 byte flag[N * SLOTS];      /* phase last raised */
 byte n_arrivals;
 byte bell;
 byte n_sleepers;
 bool is_blocked[N];        /* in the kernel */
+bool has_looked[N];        /* before its own flag can be seen */
 
 /* Of each slot, the phase whose chunk it holds: as SHOWN by its rank, and with the rank's slice
  * FOLDED, which replaces that part of it. */
@@ -57,24 +66,32 @@ byte n_readers[2 * N * SLOTS];
 #define READY (flag[AT(peer, phase)] == phase)
 #endif
 
-/* wake_sleepers() */
+inline ring() {
+/* strike */
+  bell++;
+/* wake */
+  d_step {
+    i = 0;
+    do
+    :: i < N -> is_blocked[i] = false; i++
+    :: else -> break
+    od;
+    i = 0
+  }
+}
+
 inline wake_sleepers() {
 /* look */
   if
   :: n_sleepers == 0
-  :: else ->
-/* strike */
-     bell++;
-/* wake */
-     d_step {
-       i = 0;
-       do
-       :: i < N -> is_blocked[i] = false; i++
-       :: else -> break
-       od;
-       i = 0
-     }
+  :: else -> ring()
   fi
+}
+
+inline raise() {
+/* raise */
+  assert(phase <= SLOTS || flag[AT(_pid, phase)] == phase - SLOTS);
+  flag[AT(_pid, phase)] = phase
 }
 
 /* wait() and sleep(); the polls before are one poll */
@@ -84,6 +101,13 @@ inline wait_until_ready() {
   :: !READY ->
 /* doze */
      n_sleepers++;
+#if !defined CROWDED && !defined BROKEN_NO_FENCE
+/* fence */
+     do
+     :: i < N -> !has_looked[i]; i++
+     :: else -> i = 0; break
+     od;
+#endif
 /* listen */
      heard = bell;
 #ifndef BROKEN_NO_SECOND_POLL
@@ -110,13 +134,8 @@ inline wait_until_ready() {
 
 /* Channel::turn() */
 inline turn() {
-#ifdef BROKEN_RING_BEFORE_RAISE
-  wake_sleepers();
-#endif
-/* raise */
-  assert(phase <= SLOTS || flag[AT(_pid, phase)] == phase - SLOTS);
-  flag[AT(_pid, phase)] = phase;
 #ifdef CROWDED
+  raise();
 /* arrive */
   atomic { n_arrivals++; is_last = (n_arrivals == phase * N) }
 /* ring */
@@ -128,9 +147,19 @@ inline turn() {
   wait_until_ready();
 #endif
 #else
-#ifndef BROKEN_RING_BEFORE_RAISE
-/* ring */
+#ifdef BROKEN_RING_BEFORE_RAISE
   wake_sleepers();
+  raise();
+#else
+  if
+  :: raise(); wake_sleepers()
+  :: d_step { has_looked[_pid] = true; is_last = n_sleepers > 0 }
+     d_step { raise(); has_looked[_pid] = false }
+     if
+     :: is_last -> ring()
+     :: else
+     fi
+  fi;
 #endif
 #ifndef BROKEN_NO_WAIT
   peer = 0;
@@ -147,9 +176,9 @@ inline turn() {
 
 inline put() {
   d_step {
-    assert(n_readers[SHOWN + AT(_pid, phase)] == 0 && n_readers[FOLDED + AT(_pid, phase)] == 0);
-    held[SHOWN + AT(_pid, phase)] = phase;
-    held[FOLDED + AT(_pid, phase)] = 0
+    assert(n_readers[SHOWN + SLOT(_pid, phase)] == 0 && n_readers[FOLDED + SLOT(_pid, phase)] == 0);
+    held[SHOWN + SLOT(_pid, phase)] = phase;
+    held[FOLDED + SLOT(_pid, phase)] = 0
   }
 }
 
@@ -161,8 +190,8 @@ inline read(what, back) {
     :: peer < N ->
        if
        :: peer != _pid ->
-          assert(held[what + AT(peer, phase - back)] == phase - back);
-          n_readers[what + AT(peer, phase - back)]++
+          assert(held[what + SLOT(peer, phase - back)] == phase - back);
+          n_readers[what + SLOT(peer, phase - back)]++
        :: else
        fi;
        peer++
@@ -175,8 +204,8 @@ inline read(what, back) {
     :: peer < N ->
        if
        :: peer != _pid ->
-          assert(held[what + AT(peer, phase - back)] == phase - back);
-          n_readers[what + AT(peer, phase - back)]--
+          assert(held[what + SLOT(peer, phase - back)] == phase - back);
+          n_readers[what + SLOT(peer, phase - back)]--
        :: else
        fi;
        peer++
@@ -229,8 +258,8 @@ inline large_call() {
         read(SHOWN, 1);
 /* show */
         d_step {
-          assert(n_readers[FOLDED + AT(_pid, phase - 1)] == 0);
-          held[FOLDED + AT(_pid, phase - 1)] = phase - 1
+          assert(n_readers[FOLDED + SLOT(_pid, phase - 1)] == 0);
+          held[FOLDED + SLOT(_pid, phase - 1)] = phase - 1
         }
      :: else
      fi;

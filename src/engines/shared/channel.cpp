@@ -7,6 +7,13 @@
 namespace lockstep::shared {
 namespace {
 
+/// What a call costs without being compared and written down is measured (bench/peers/bare.cpp).
+#ifdef LOCKSTEP_BARE
+constexpr bool kWritesDown = false;
+#else
+constexpr bool kWritesDown = true;
+#endif
+
 /// A machine's memory is finite and groups are cheap to ask for: a channel's slots take about
 /// 3 MiB together, however many ranks it has.
 std::uint32_t slot_bytes_for(int n_ranks) {
@@ -74,7 +81,8 @@ Channel::Channel(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int
       lanes_(reinterpret_cast<Lane*>(range_.data() + parts_of(n_ranks).lanes)),
       slots_(range_.data() + parts_of(n_ranks).slots),
       outboxes_(range_.data() + parts_of(n_ranks).outboxes),
-      rank_(rank) {
+      rank_(rank),
+      swaps_slots_(n_ranks == 2) {
   for (int r = 0; r < n_ranks; ++r) {
     if (r != rank_) peers_.push_back(r);
   }
@@ -82,11 +90,15 @@ Channel::Channel(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int
   lane(rank_).record.check.store(check_, std::memory_order_relaxed);
 }
 
-void Channel::choose_waiting() { is_crowded_ = seat_->is_oversubscribed(); }
+void Channel::choose_waiting() {
+  is_crowded_ = seat_->is_oversubscribed();
+  sleepers_fence_ = !is_crowded_ && seat_->all_take_fences();
+}
 
 void Channel::begin(const Call& call) {
   if (has_failed()) throw_failure(call);  // found by others while this rank was elsewhere
   has_waited_ = false;
+  if (!kWritesDown) return;
   if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
     site_file_ = call.where.file_name();
     site_line_ = call.where.line();
@@ -104,14 +116,21 @@ void Channel::begin(const Call& call) {
 }
 
 void Channel::end() {
+  if (!kWritesDown) return;
   auto& what = lane(rank_).record.what;
   what.store(what.load(std::memory_order_relaxed) | kFinished, std::memory_order_relaxed);
 }
 
 void Channel::turn(const Call& call) {
   const std::uint64_t word = phase_ << 32U | fingerprint_;
+  std::atomic<std::uint64_t>& flag = lane(rank_).flags[static_cast<std::size_t>(turn_)].word;
   // model: raise
-  lane(rank_).flags[static_cast<std::size_t>(turn_)].word.store(word, std::memory_order_seq_cst);
+  if (sleepers_fence_) {
+    flag.store(word, std::memory_order_release);
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // the compiler keeps the order
+  } else {
+    flag.store(word, std::memory_order_seq_cst);
+  }
   if (is_crowded_) {
     const std::uint64_t all = phase_ * static_cast<std::uint64_t>(size());
     // model: arrive, ring
@@ -121,13 +140,8 @@ void Channel::turn(const Call& call) {
          [this, all] { return header_->n_arrivals.load(std::memory_order_seq_cst) >= all; });
   } else {
     wake_sleepers();
-    if (call.track != nullptr) {
-      // It is written down while the peers' lines, which come from other cores, are on their way.
-      for (const int peer : peers_) {
-        __builtin_prefetch(&lane(peer).flags[static_cast<std::size_t>(turn_)]);
-      }
-      call.track->arrived(call);
-    }
+    // It is written down while the peers' lines, which come from other cores, are on their way.
+    if (call.track != nullptr) call.track->arrived(call);
     for (const int peer : peers_) {
       wait(call, kEverybody, [this, peer] { return is_raised(flag_of(peer)); });
     }
@@ -136,7 +150,10 @@ void Channel::turn(const Call& call) {
     if (flag_of(peer) != word) fail_mismatch(call);
   }
   ++phase_;
-  turn_ = turn_ + 1 == kPhases ? 0 : turn_ + 1;
+  if (++turn_ == kPhases) {
+    turn_ = 0;
+    rotation_ ^= 1;
+  }
 }
 
 }  // namespace lockstep::shared

@@ -35,12 +35,27 @@ namespace lockstep::shared {
 /// s - 2, and for (3) between s and s + 1. The flag itself follows (1) and (2), and B, polling it
 /// in phase s, finds there the number s - 3 or s and nothing else.
 ///
+/// Two ranks swap their slots from one turn of the rotation to the next: a rank writes where it
+/// read three phases ago. Lines that it read for writing (base::prefetch_to_write) are its own by
+/// then, so each line goes from core to core once a phase and not twice. The proof stays: A writes
+/// in s the slot that B wrote in s - 3. A itself reads there in phases s - 2 and s - 1 only (2),
+/// before it comes to s; and B, who may touch it until the end of s - 2 (3), raised its flag of s -
+/// 2 after that, which A has seen.
+///
 /// Sleeping. A waiter polls, then counts itself among the sleepers, reads the bell, polls once
 /// more and sleeps while the bell keeps its value. Who makes something ready looks at the number
 /// of sleepers afterwards. All of these are sequentially consistent, so either the waiter's last
 /// poll sees what is ready, or the other side sees the sleeper and rings. Where ranks exceed
 /// cores, flags are counted as well and only the last of a phase rings: one wake-up per phase, not
 /// one per rank.
+///
+/// Raising a flag is on every call's way and sleeping is not, so where the kernel can fence all
+/// ranks at once (base::fence_registered) the sleeper does so between counting itself and its last
+/// poll, and a flag is raised by a plain release store. The store may then pass the look at the
+/// sleepers; but the fence stands somewhere between two instructions of the raiser. If both the
+/// store and the look stand before it, the last poll sees the flag. Else the look stands after it,
+/// and sees the sleeper. Should the kernel refuse a fence, a lost wake-up lasts until the sleeper
+/// looks around (kLookEvery).
 ///
 /// A flag carries the call's fingerprint, so ranks that call different things find out in the
 /// first phase, at no cost. The rank that finds a failure first writes it into the channel;
@@ -61,12 +76,13 @@ class Channel {
   }
   const std::shared_ptr<Seat>& seat() const noexcept { return seat_; }
   bool is_crowded() const noexcept { return is_crowded_; }
+  /// Whether a rank will write where it now reads what a peer put in its slot.
+  bool swaps_slots() const noexcept { return swaps_slots_; }
   std::size_t slot_bytes() const noexcept { return header_->slot_bytes; }
   const Tuning& tuning() const noexcept { return header_->tuning; }
-  /// Of one phase in a pipeline: what stays in the core's cache; but a slot where ranks share a
-  /// core, because a phase is a change of context then.
+  /// Of one phase in a pipeline: what stays in the core's cache.
   std::size_t chunk_bytes() const noexcept {
-    return is_crowded_ ? slot_bytes() : std::min<std::size_t>(tuning().chunk_bytes, slot_bytes());
+    return std::min<std::size_t>(tuning().chunk_bytes, slot_bytes());
   }
 
   /// Chooses how to wait, by the cores that all ranks of the world may use. For every member at
@@ -123,7 +139,9 @@ class Channel {
     if (n_bytes <= kInlineBytes) {
       return lane(rank).flags[static_cast<std::size_t>(index)].payload.data();
     }
-    return slots_ + static_cast<std::size_t>(rank * kPhases + index) * header_->slot_bytes;
+    const int rotation = turn_ - back < 0 ? rotation_ - 1 : rotation_;
+    const int owner = swaps_slots_ ? rank ^ (rotation & 1) : rank;
+    return slots_ + static_cast<std::size_t>(owner * kPhases + index) * header_->slot_bytes;
   }
   std::byte* outbox(int rank, std::uint64_t chunk) const noexcept;
   /// Until the oldest chunk of the outbox of call.root is for this rank; which one that is.
@@ -143,7 +161,10 @@ class Channel {
   const std::vector<int>& absent(int awaited);
   /// Those of them that have no reason to be; valid as long.
   const std::vector<int>& late(int awaited);
-  void wake_sleepers() noexcept;
+  void wake_sleepers() noexcept {
+    if (header_->n_sleepers.load(std::memory_order_seq_cst) != 0) ring();  // model: look
+  }
+  void ring() noexcept;
 
   // failure.cpp
   /// Writes the channel's failure, unless there is one already.
@@ -165,13 +186,16 @@ class Channel {
   std::byte* slots_;
   std::byte* outboxes_;
   int rank_;
+  bool swaps_slots_;
   std::vector<int> peers_;
   std::vector<int> absent_;
 
   std::uint64_t phase_ = 1;  ///< the one being worked in
   int turn_ = 1;             ///< phase_ % kPhases
+  int rotation_ = 0;         ///< phase_ / kPhases, its last bit
   std::uint32_t fingerprint_ = 0;
-  bool is_crowded_ = true;  ///< ranks exceed cores
+  bool is_crowded_ = true;       ///< ranks exceed cores
+  bool sleepers_fence_ = false;  ///< so that who raises a flag need not
 
   const char* site_file_ = nullptr;
   std::uint_least32_t site_line_ = 0;

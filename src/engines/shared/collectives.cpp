@@ -1,14 +1,14 @@
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <span>
 
+#include "base/memory.hpp"
 #include "engines/shared/shared_engine.hpp"
 #include "kernels/reduce.hpp"
 
 namespace lockstep::shared {
 namespace {
-
-/// A piece that is still in the core's own cache when it is stored to the peers.
-constexpr std::size_t kCachedBytes = 64U << 10U;
 
 const std::byte* bytes(const void* data) { return static_cast<const std::byte*>(data); }
 std::byte* bytes(void* data) { return static_cast<std::byte*>(data); }
@@ -17,17 +17,46 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t n) {
   if (n > 0 && to != from) std::memcpy(to, from, n);
 }
 
+/// Pieces of take_over, by measurement: of slots; of peers' memory, which is stored to as well.
+constexpr std::size_t kSlotPiece = 1024, kMemoryPiece = 2048;
+
+/// Calls use(begin, length) for pieces of what lies at each of `data`, n_bytes, where this rank is
+/// going to write, here or in a phase to come: a line that is read to be written over goes from
+/// core to core once, not twice.
+template <class Use>
+void take_over(std::span<const std::byte* const> data, std::size_t n_bytes, std::size_t piece,
+               Use use) {
+  constexpr std::size_t kLineBytes = 64;
+  const auto fetch = [&](std::size_t begin) {
+    const std::size_t end = std::min(begin + piece, n_bytes);
+    for (; begin < end; begin += kLineBytes) {
+      for (const std::byte* peers : data) base::prefetch_to_write(peers + begin);
+    }
+  };
+  fetch(0);
+  for (std::size_t begin = 0; begin < n_bytes; begin += piece) {
+    fetch(begin + piece);
+    use(begin, std::min(piece, n_bytes - begin));
+  }
+}
+
 /// Cuts a message into chunks; a message of no bytes is one empty chunk.
 struct Chunks {
   std::size_t n_total;
   std::size_t n_each;
 
-  std::size_t count() const { return std::max<std::size_t>(1, (n_total + n_each - 1) / n_each); }
+  /// A division takes as long as the rest of a small call: none for one chunk.
+  std::size_t count() const { return n_total <= n_each ? 1 : (n_total + n_each - 1) / n_each; }
   std::size_t begin(std::size_t i) const { return i * n_each; }
   std::size_t length(std::size_t i) const {
     return begin(i) >= n_total ? 0 : std::min(n_each, n_total - begin(i));
   }
 };
+
+/// How many elements that is: a size is a power of two, so without a division.
+std::size_t count_of(std::size_t n_bytes, std::size_t element_bytes) {
+  return n_bytes >> static_cast<unsigned>(std::countr_zero(element_bytes));
+}
 
 /// Cuts `n` elements into one slice per rank, at cache lines.
 struct Slices {
@@ -35,7 +64,7 @@ struct Slices {
   std::size_t n_total;
 
   Slices(std::size_t n, int n_ranks, std::size_t element_bytes) : n_total(n) {
-    const std::size_t line = 64 / element_bytes;
+    const std::size_t line = count_of(64, element_bytes);
     const std::size_t share =
         (n + static_cast<std::size_t>(n_ranks) - 1) / static_cast<std::size_t>(n_ranks);
     n_each = (share + line - 1) / line * line;
@@ -114,20 +143,22 @@ void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Plac
   const BufferTable::Entry entry = buffers_->entry(place.buffer);
   const std::size_t element = size_of(call.dtype);
   const Slices slices(call.count, size(), element);
-  const Chunks pieces{slices.length(rank()) * element, kCachedBytes};
   const std::size_t base = place.offset + slices.begin(rank()) * element;
-  const auto at = [&](int r, std::size_t i) {
-    return entry.parts + static_cast<std::size_t>(r) * entry.n_part_bytes + base + pieces.begin(i);
+  const auto at = [&](int r) {
+    return entry.parts + static_cast<std::size_t>(r) * entry.n_part_bytes + base;
   };
-  for (std::size_t i = 0; i < pieces.count(); ++i) {
-    const std::size_t n_bytes = pieces.length(i);
-    for (int r = 0; r < size(); ++r) inputs_[static_cast<std::size_t>(r)] = at(r, i);
-    kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), at(rank(), i),
-                    n_bytes / element);
-    for (int r = 0; r < size(); ++r) {
-      if (r != rank()) copy_bytes(at(r, i), at(rank(), i), n_bytes);
-    }
-  }
+  parts_.clear();
+  for (int r = 0; r < size(); ++r) parts_.push_back(at(r));
+  take_over(parts_, slices.length(rank()) * element, kMemoryPiece,
+            [&](std::size_t begin, std::size_t length) {
+              for (int r = 0; r < size(); ++r) inputs_[static_cast<std::size_t>(r)] = at(r) + begin;
+              std::byte* const mine = at(rank()) + begin;
+              kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), mine,
+                              count_of(length, element));
+              for (int r = 0; r < size(); ++r) {
+                if (r != rank()) std::memcpy(at(r) + begin, mine, length);
+              }
+            });
   channel_.turn(call);
 }
 
@@ -146,13 +177,21 @@ void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
       [&](std::size_t i) {
         if (!wants_result) return;
         // model: take
-        for (int r = 0; r < size(); ++r) {
-          inputs_[static_cast<std::size_t>(r)] = r == rank()
-                                                     ? bytes(call.in) + chunks.begin(i)
-                                                     : channel_.theirs(r, 1, chunks.length(i));
+        const auto fold = [&](std::size_t begin, std::size_t length) {
+          for (int r = 0; r < size(); ++r) {
+            inputs_[static_cast<std::size_t>(r)] =
+                begin + (r == rank() ? bytes(call.in) + chunks.begin(i)
+                                     : channel_.theirs(r, 1, chunks.length(i)));
+          }
+          kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(),
+                          bytes(call.out) + chunks.begin(i) + begin, count_of(length, element));
+        };
+        if (channel_.swaps_slots() && chunks.length(i) > kInlineBytes) {
+          const std::byte* const theirs = channel_.theirs(1 - rank(), 1, chunks.length(i));
+          take_over({&theirs, 1}, chunks.length(i), kSlotPiece, fold);
+        } else {
+          fold(0, chunks.length(i));
         }
-        kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(),
-                        bytes(call.out) + chunks.begin(i), chunks.length(i) / element);
       });
 }
 
@@ -164,7 +203,7 @@ void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
   const Chunks chunks{call.count * element, channel_.chunk_bytes()};
   const std::size_t n_chunks = chunks.count();
   const auto slices_of = [&](std::size_t i) {
-    return Slices(chunks.length(i) / element, size(), element);
+    return Slices(count_of(chunks.length(i), element), size(), element);
   };
   for (std::size_t i = 0; i < n_chunks + 2; ++i) {
     if (i < n_chunks) {  // model: put
@@ -251,21 +290,44 @@ void SharedEngine::gather(const Call& call, bool wants_result) {
       });
 }
 
-// In the three below a slot holds one piece per rank, of the same length for all.
+// In the three below a slot holds one piece for each peer, of the same length for all.
+
+namespace {
+
+/// Which piece of a slot of `owner` is for `peer`.
+std::size_t piece_for(int peer, int owner) {
+  return static_cast<std::size_t>(peer < owner ? peer : peer - 1);
+}
+
+}  // namespace
+
+std::size_t SharedEngine::piece_bytes() const {
+  return channel_.slot_bytes() / static_cast<std::size_t>(std::max(size() - 1, 1));
+}
 
 template <class Parts>
 void SharedEngine::put_pieces(const Call& call, const Parts& part, std::size_t i) {
-  const auto n = static_cast<std::size_t>(size());
-  std::byte* slot = channel_.mine(n * part.length(i));
-  for (std::size_t q = 0; q < n; ++q) {
-    copy_bytes(slot + q * part.length(i), bytes(call.in) + q * part.n_total + part.begin(i),
+  std::byte* const slot = channel_.mine(pieces_bytes(part.length(i)));
+  for (int q = 0; q < size(); ++q) {
+    if (q == rank()) continue;
+    copy_bytes(slot + piece_for(q, rank()) * part.length(i),
+               bytes(call.in) + static_cast<std::size_t>(q) * part.n_total + part.begin(i),
                part.length(i));
   }
 }
 
+/// This rank's piece of chunk i from rank r, itself among them.
+template <class Parts>
+const std::byte* SharedEngine::piece_of(const Call& call, const Parts& part, std::size_t i, int r) {
+  if (r == rank()) {
+    return bytes(call.in) + static_cast<std::size_t>(r) * part.n_total + part.begin(i);
+  }
+  return channel_.theirs(r, 1, pieces_bytes(part.length(i))) +
+         piece_for(rank(), r) * part.length(i);
+}
+
 void SharedEngine::scatter(const Call& call) {
-  const auto n = static_cast<std::size_t>(size());
-  const Chunks part{call.count * size_of(call.dtype), channel_.slot_bytes() / n};
+  const Chunks part{call.count * size_of(call.dtype), piece_bytes()};
   const bool is_root = call.root == rank();
   exchange(
       call, part.count(),
@@ -273,39 +335,33 @@ void SharedEngine::scatter(const Call& call) {
         if (is_root) put_pieces(call, part, i);
       },
       [&](std::size_t i) {
-        const std::byte* slot = channel_.theirs(call.root, 1, n * part.length(i));
-        copy_bytes(bytes(call.out) + part.begin(i),
-                   slot + static_cast<std::size_t>(rank()) * part.length(i), part.length(i));
+        copy_bytes(bytes(call.out) + part.begin(i), piece_of(call, part, i, call.root),
+                   part.length(i));
       });
 }
 
 void SharedEngine::reduce_scatter(const Call& call) {
-  const auto n = static_cast<std::size_t>(size());
   const std::size_t element = size_of(call.dtype);
-  const Chunks part{call.count * element, channel_.slot_bytes() / n / element * element};
+  const Chunks part{call.count * element, piece_bytes() / element * element};
   exchange(
       call, part.count(), [&](std::size_t i) { put_pieces(call, part, i); },
       [&](std::size_t i) {
-        const std::size_t piece = static_cast<std::size_t>(rank()) * part.length(i);
         for (int r = 0; r < size(); ++r) {
-          inputs_[static_cast<std::size_t>(r)] = channel_.theirs(r, 1, n * part.length(i)) + piece;
+          inputs_[static_cast<std::size_t>(r)] = piece_of(call, part, i, r);
         }
         kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(),
-                        bytes(call.out) + part.begin(i), part.length(i) / element);
+                        bytes(call.out) + part.begin(i), count_of(part.length(i), element));
       });
 }
 
 void SharedEngine::all_to_all(const Call& call) {
-  const auto n = static_cast<std::size_t>(size());
-  const Chunks part{call.count * size_of(call.dtype), channel_.slot_bytes() / n};
+  const Chunks part{call.count * size_of(call.dtype), piece_bytes()};
   exchange(
       call, part.count(), [&](std::size_t i) { put_pieces(call, part, i); },
       [&](std::size_t i) {
-        const std::size_t piece = static_cast<std::size_t>(rank()) * part.length(i);
-        for (std::size_t q = 0; q < n; ++q) {
-          copy_bytes(bytes(call.out) + q * part.n_total + part.begin(i),
-                     channel_.theirs(static_cast<int>(q), 1, n * part.length(i)) + piece,
-                     part.length(i));
+        for (int q = 0; q < size(); ++q) {
+          copy_bytes(bytes(call.out) + static_cast<std::size_t>(q) * part.n_total + part.begin(i),
+                     piece_of(call, part, i, q), part.length(i));
         }
       });
 }

@@ -15,7 +15,7 @@
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
-inline constexpr std::uint32_t kVersion = 5;
+inline constexpr std::uint32_t kVersion = 6;
 inline constexpr int kMaxRanks = 512;
 /// Two lines: the hardware fetches neighbours in pairs.
 inline constexpr std::size_t kLine = 128;
@@ -30,6 +30,7 @@ struct alignas(kLine) RankBlock {
   /// What waitpid said, plus one: written by the launcher; 0 while the rank runs.
   std::atomic<std::int32_t> wait_status_plus_one;
   std::atomic<std::int32_t> cpu_quota;
+  std::atomic<bool> takes_fences;  ///< see base/membarrier.hpp
   std::array<std::atomic<std::uint64_t>, std::tuple_size_v<base::CpuMask>> cpus;
   /// Text of the exception by which the rank left; complete before state becomes failed.
   std::array<char, 1024> failure;

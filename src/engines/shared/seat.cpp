@@ -11,6 +11,7 @@
 #include <span>
 #include <thread>
 
+#include "base/membarrier.hpp"
 #include "base/process.hpp"
 #include "base/text.hpp"
 #include "base/ticks.hpp"
@@ -48,6 +49,7 @@ Seat::Seat(std::shared_ptr<Segment> segment, int world_rank)
   for (std::size_t i = 0; i < mask.size(); ++i) {
     mine.cpus[i].store(mask[i], std::memory_order_relaxed);
   }
+  mine.takes_fences.store(base::register_for_fences(), std::memory_order_relaxed);
   recorder_ =
       std::make_shared<comm::Recorder>(std::shared_ptr<comm::FlightRecord>(segment_, &mine.flight));
   // Release: who sees this rank alive sees its pid and cores too.
@@ -141,6 +143,13 @@ std::string Seat::doing_of(int world_rank) const {
     case comm::Operation::State::failed: return fmt::format("its last call, {}, failed", call);
   }
   return {};
+}
+
+bool Seat::all_take_fences() const {
+  for (int r = 0; r < segment_->n_ranks(); ++r) {
+    if (!block(r).takes_fences.load(std::memory_order_relaxed)) return false;
+  }
+  return true;
 }
 
 bool Seat::is_oversubscribed() const {

@@ -61,6 +61,8 @@ class Seat {
   /// "in no lockstep call since 3.2 s (its last: barrier #1 on group 'world' at a.cpp:40)", ...
   std::string doing_of(int world_rank) const;
 
+  /// Whether base::fence_registered() reaches every rank of the world, all of whom have joined.
+  bool all_take_fences() const;
   /// Whether the ranks of the world are more than the cores they may use together.
   bool is_oversubscribed() const;
 

@@ -68,12 +68,20 @@ class SharedEngine final : public Engine {
 
   template <class Put, class Take>
   void exchange(const Call& call, std::size_t n_chunks, Put put, Take take);
+  /// Longest piece, where a slot holds one for each peer; and bytes of all of them.
+  std::size_t piece_bytes() const;
+  std::size_t pieces_bytes(std::size_t n_bytes) const {
+    return n_bytes * static_cast<std::size_t>(size() - 1);
+  }
   template <class Parts>
   void put_pieces(const Call& call, const Parts& part, std::size_t i);
+  template <class Parts>
+  const std::byte* piece_of(const Call& call, const Parts& part, std::size_t i, int r);
   bool agree_on_place(const Call& call, BufferTable::Place& place);
 
   Channel channel_;
-  std::vector<const void*> inputs_;  ///< one per rank, for kernels::reduce
+  std::vector<const void*> inputs_;      ///< one per rank, for kernels::reduce
+  std::vector<const std::byte*> parts_;  ///< of one call; its room is kept
   std::shared_ptr<BufferTable> buffers_ = std::make_shared<BufferTable>();
   std::uint64_t n_allocated_ = 0;
 };

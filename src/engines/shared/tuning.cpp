@@ -20,8 +20,7 @@ struct Entry {
   std::string_view vendor;
   unsigned family;
   unsigned model;
-  std::uint64_t pair_chunk_bytes;   ///< 2 ranks exchange chunk by chunk, whatever the size
-  std::uint64_t chunk_bytes;        ///< of more ranks
+  std::uint64_t chunk_bytes;
   std::uint64_t flat_bytes_in_all;  ///< divided by the ranks
   std::uint64_t in_place_bytes;
 };
@@ -32,17 +31,16 @@ constexpr std::uint64_t kKiB = 1024;
 /// ranks, as docs/performance.md says.
 constexpr Entry kMeasured[] = {
     // Xeon, Skylake-SP to Cooper Lake: 1 MiB of second-level cache
-    {"GenuineIntel", 6, 85, 64 * kKiB, 256 * kKiB, 256 * kKiB, 8 * kKiB},
+    {"GenuineIntel", 6, 85, 64 * kKiB, 256 * kKiB, 8 * kKiB},
 };
 
-/// Of a CPU that nobody measured: as on the one above, but four pieces that a rank of two works on
-/// at once (its data, what it shows, what it reads, the result) take at most a quarter of the
-/// cache.
+/// Of a CPU that nobody measured: as on the one above, but four pieces that a rank works on at
+/// once (its data, what it shows, what it reads, the result) take at most a quarter of the cache.
 Entry expected(std::size_t l2_bytes) {
   Entry entry = kMeasured[0];
   if (l2_bytes != 0) {
-    entry.pair_chunk_bytes =
-        std::clamp<std::uint64_t>(l2_bytes / 16 / 4096 * 4096, 16 * kKiB, entry.pair_chunk_bytes);
+    entry.chunk_bytes =
+        std::clamp<std::uint64_t>(l2_bytes / 16 / 4096 * 4096, 16 * kKiB, entry.chunk_bytes);
   }
   return entry;
 }
@@ -59,7 +57,7 @@ Tuning measured_for(int n_ranks, const base::CpuModel& cpu) {
   // Two ranks read the same from each other either way, and flat has one phase for two.
   tuning.flat_bytes = n_ranks == 2 ? std::numeric_limits<std::uint64_t>::max()
                                    : entry.flat_bytes_in_all / static_cast<std::uint64_t>(n_ranks);
-  tuning.chunk_bytes = n_ranks == 2 ? entry.pair_chunk_bytes : entry.chunk_bytes;
+  tuning.chunk_bytes = entry.chunk_bytes;
   tuning.in_place_bytes = entry.in_place_bytes;
   return tuning;
 }

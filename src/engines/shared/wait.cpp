@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "base/membarrier.hpp"
 #include "engines/shared/channel.hpp"
 
 namespace lockstep::shared {
@@ -12,20 +13,25 @@ namespace {
 /// which everyone shall know.
 constexpr std::chrono::milliseconds kLookEvery{20};
 
+/// Waking takes longer than most ranks are late, on a virtual core above all. Where each has a
+/// core, a waiter lends its own for so long to whoever wants it, such as its group's worker, before
+/// it sleeps. By the clock: a yield among programs that want the core takes milliseconds.
+constexpr std::chrono::microseconds kPatience{1500};
+
 std::int64_t monotonic_ns() {
   return std::chrono::nanoseconds(steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace
 
-void Channel::wake_sleepers() noexcept {
-  if (header_->n_sleepers.load(std::memory_order_seq_cst) == 0) return;  // model: look
-  header_->bell.fetch_add(1, std::memory_order_seq_cst);                 // model: strike
-  base::futex_wake_all(header_->bell, seat_->segment().scope());         // model: wake
+void Channel::ring() noexcept {
+  header_->bell.fetch_add(1, std::memory_order_seq_cst);          // model: strike
+  base::futex_wake_all(header_->bell, seat_->segment().scope());  // model: wake
 }
 
 void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
   header_->n_sleepers.fetch_add(1, std::memory_order_seq_cst);               // model: doze
+  if (sleepers_fence_) base::fence_registered();                             // model: fence
   const std::uint32_t bell = header_->bell.load(std::memory_order_seq_cst);  // model: listen
   if (!ready() && !has_failed()) {                                           // model: poll
     // model: block
@@ -35,11 +41,15 @@ void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
 }
 
 void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
+  if (call.track != nullptr) call.track->slept(call);
   auto now = steady_clock::now();
+  for (const auto end = now + kPatience; !is_crowded_ && now < end; now = steady_clock::now()) {
+    if (ready()) return;
+    base::yield_cpu();
+  }
   if (!has_waited_) {
     has_waited_ = true;
     wait_began_ = now;  // the polling before costs less than a clock would at every call
-    if (call.track != nullptr) call.track->slept(call);
   }
   auto next_look = now + kLookEvery;
   for (unsigned round = 0; !ready(); now = steady_clock::now()) {
