@@ -61,7 +61,7 @@ extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mp
       growth::world().start_line->wait();
       return code;
     };
-    changed.begin = [](void* handle, const LockstepMpiMessage* messages, std::size_t n_messages,
+    changed.begin = [](void* handle, const Message* messages, std::size_t n_messages,
                        void** exchange) {
       simgrid::s4u::this_actor::sleep_for(static_cast<double>(n_messages) *
                                           growth::seconds_per_message);

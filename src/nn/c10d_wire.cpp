@@ -13,6 +13,8 @@
 #include <numeric>
 #include <utility>
 
+#include "comm/recorder.hpp"
+
 namespace lockstep::nn::detail {
 namespace {
 
@@ -258,10 +260,9 @@ int Channel::rank_of(int wire_rank) const {
 void Channel::post(std::span<const Message> messages, const Call& call,
                    Clock::time_point end) const {
   if (const auto verdict = wire_->verdict_on(tag_, {})) fail(*verdict, call);
+  if (call.track != nullptr) call.track->slept(call);
   std::vector<const Message*> ordered;
-  for (const Message& message : messages) {
-    if (message.n_bytes > 0) ordered.push_back(&message);
-  }
+  for (const Message& message : messages) ordered.push_back(&message);
   // Of two ranks the lower sends first: NCCL runs what two ranks exchange in the order given.
   std::ranges::stable_partition(ordered, [this](const Message* message) {
     return (message->way == Message::Way::send) == (rank_ < message->peer);

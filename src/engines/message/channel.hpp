@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <limits>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <optional>
@@ -10,16 +11,9 @@
 #include <string_view>
 #include <vector>
 
-namespace lockstep::message {
+#include "engines/message/message.hpp"
 
-/// One message to or from a rank of a channel.
-struct Message {
-  enum class Way { send, receive };
-  Way way;
-  int peer;
-  void* data;
-  std::size_t n_bytes;
-};
+namespace lockstep::message {
 
 /// When the waits of a call end: its timeout after the first time that somebody asks, so that a
 /// call that hardly waits does not read the clock.
@@ -46,10 +40,16 @@ class Channel {
   virtual ~Channel() = default;
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
-  /// Sends and receives all at once; returns when all is done. Messages without bytes are not
-  /// sent. Throws TimeoutError at the limit, PeerLost, PeerFailed, MismatchError, EngineError; the
-  /// channel is dead then, and its other ranks are told.
+  /// Sends and receives all at once, none of them without bytes; returns when all is done. Tells
+  /// call.track before it waits. Throws TimeoutError at the limit, PeerLost, PeerFailed,
+  /// MismatchError, EngineError; the channel is dead then, and its other ranks are told.
   virtual void exchange(std::span<const Message> messages, const Call& call, Limit& limit) = 0;
+  /// Of how much an exchange is best made, where it is not latency that counts.
+  virtual std::size_t piece_bytes() const noexcept {
+    return std::numeric_limits<std::size_t>::max();
+  }
+  /// This very span will be exchanged often, and stays as it is: what can be prepared, may be.
+  virtual void prepare(std::span<const Message> /*messages*/) {}
   /// A channel over `members`, ranks of this one, this among them. For all ranks of this channel,
   /// after each has heard from each that it calls this; every rank is a member of one part.
   virtual std::unique_ptr<Channel> split(const std::vector<int>& members, const Call& call,

@@ -54,7 +54,7 @@ Header HeaderMaker::of(const Call& step, int color, int key) {
   return header;
 }
 
-bool agree(const Header& a, const Header& b, bool compares_sites) {
+bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites) {
   const auto op = static_cast<Op>(a.op);
   if (a.op != b.op || a.step != b.step || a.check != b.check) return false;
   if (compares_sites && (a.line != b.line || a.file != b.file)) return false;

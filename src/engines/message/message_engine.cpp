@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/check.hpp"
+#include "comm/recorder.hpp"
 #include "engines/message/header.hpp"
 #include "kernels/reduce.hpp"
 
@@ -35,10 +36,9 @@ class Memory final : public SharedMemory {
 /// Every operation as messages between the ranks: first headers, which are compared, with the data
 /// that fits beside them; then the rest. Where LOCKSTEP_CHECK is off, data only. Reductions are
 /// this engine's own: in rank order, of every type, the same bits on all ranks.
-class MessageEngine final : public Engine {
+class MessageEngine final : public Engine, public comm::TellsTrack {
  public:
-  MessageEngine(std::string name, std::unique_ptr<Channel> channel)
-      : name_(std::move(name)), channel_(std::move(channel)) {}
+  MessageEngine(std::string name, std::unique_ptr<Channel> channel);
 
   std::string_view name() const noexcept override { return name_; }
   int rank() const noexcept override { return rank_; }
@@ -62,11 +62,11 @@ class MessageEngine final : public Engine {
     std::vector<Message>& messages;  // empty between steps: its room is kept
 
     void send(int peer, const void* data, std::size_t n_bytes) {
-      if (peer == channel.rank()) return;
+      if (peer == channel.rank() || n_bytes == 0) return;
       messages.push_back({Way::send, peer, const_cast<void*>(data), n_bytes});
     }
     void receive(int peer, void* data, std::size_t n_bytes) {
-      if (peer == channel.rank()) return;
+      if (peer == channel.rank() || n_bytes == 0) return;
       messages.push_back({Way::receive, peer, data, n_bytes});
     }
     void run() {
@@ -78,6 +78,7 @@ class MessageEngine final : public Engine {
   /// Everybody's first messages, in firsts_, from this rank's. Throws where they disagree.
   void compare(const Call& call, const Header& mine, std::span<const std::byte> payload,
                Limit& limit);
+  void fail_mismatch(const Call& call);
   /// How many of this rank's bytes ride in the first message; nullopt: none, they follow.
   std::optional<std::size_t> n_riding(const Call& call) const;
   void finish_riding(const Call& call);
@@ -98,7 +99,9 @@ class MessageEngine final : public Engine {
   const int rank_ = channel_->rank();
   const int size_ = channel_->size();
   HeaderMaker headers_;
-  std::vector<First> firsts_;
+  std::vector<First> firsts_{static_cast<std::size_t>(size_)};
+  std::vector<const void*> payloads_;  // of firsts_
+  std::vector<Message> first_messages_;
   std::vector<Message> messages_;
   std::vector<const void*> in_;
   std::vector<std::byte> scratch_;
@@ -112,23 +115,32 @@ void keep(void* to, const void* from, std::size_t n_bytes) {
   if (n_bytes > 0 && to != from) std::memmove(to, from, n_bytes);
 }
 
+MessageEngine::MessageEngine(std::string name, std::unique_ptr<Channel> channel)
+    : name_(std::move(name)), channel_(std::move(channel)) {
+  First* const own = &firsts_[static_cast<std::size_t>(rank())];
+  for (int r = 0; r < size(); ++r) {
+    First* const other = &firsts_[static_cast<std::size_t>(r)];
+    payloads_.push_back(other->payload.data());
+    if (is(r)) continue;
+    first_messages_.push_back({Way::send, r, own, sizeof(First)});
+    first_messages_.push_back({Way::receive, r, other, sizeof(First)});
+  }
+  channel_->prepare(first_messages_);
+}
+
 void MessageEngine::compare(const Call& call, const Header& mine,
                             std::span<const std::byte> payload, Limit& limit) {
-  firsts_.resize(static_cast<std::size_t>(size()));
   First& own = firsts_[static_cast<std::size_t>(rank())];
   own.header = mine;
   keep(own.payload.data(), payload.data(), payload.size());
-  Step step{*channel_, call, limit, messages_};
-  for (int r = 0; r < size(); ++r) {
-    step.send(r, &own, sizeof(First));
-    step.receive(r, &firsts_[static_cast<std::size_t>(r)], sizeof(First));
-  }
-  step.run();
+  channel_->exchange(first_messages_, call, limit);
   const bool compares_sites = headers_.check() == comm::Check::full;
-  if (std::ranges::all_of(
-          firsts_, [&](const First& other) { return agree(mine, other.header, compares_sites); })) {
-    return;
+  for (const First& other : firsts_) {
+    if (!agree(mine, other.header, compares_sites)) return fail_mismatch(call);
   }
+}
+
+void MessageEngine::fail_mismatch(const Call& call) {
   std::vector<Row> rows;
   for (int r = 0; r < size(); ++r) {
     rows.push_back({r, firsts_[static_cast<std::size_t>(r)].header});
@@ -165,16 +177,12 @@ std::optional<std::size_t> MessageEngine::n_riding(const Call& call) const {
 
 void MessageEngine::finish_riding(const Call& call) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
-  const auto payload = [this](int r) {
-    return firsts_[static_cast<std::size_t>(r)].payload.data();
-  };
+  const auto payload = [this](int r) { return payloads_[static_cast<std::size_t>(r)]; };
   if (call.op == Op::broadcast) {
     keep(call.out, payload(call.root), n_bytes);
   } else if (call.op == Op::all_reduce || (call.op == Op::reduce && is(call.root))) {
-    in_.clear();
-    for (int r = 0; r < size(); ++r) in_.push_back(payload(r));
     if (call.count > 0) {
-      kernels::reduce(call.dtype, call.reduce, in_.data(), size(), call.out, call.count);
+      kernels::reduce(call.dtype, call.reduce, payloads_.data(), size(), call.out, call.count);
     }
   } else if (call.op == Op::all_gather || (call.op == Op::gather && is(call.root))) {
     std::size_t at = 0;
@@ -194,10 +202,9 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
   First mine{headers_.of(call), {}};
   First other{};
   if (rides && call.op == Op::send) keep(mine.payload.data(), call.in, n_bytes);
-  Step step{*channel_, call, limit, messages_};
-  step.send(call.root, &mine, sizeof(mine));
-  step.receive(call.root, &other, sizeof(other));
-  step.run();
+  const std::array<Message, 2> messages = {Message{Way::send, call.root, &mine, sizeof(mine)},
+                                           Message{Way::receive, call.root, &other, sizeof(other)}};
+  channel_->exchange(messages, call, limit);
   const Op wanted = call.op == Op::send ? Op::recv : Op::send;
   const Header& header = other.header;
   if (static_cast<Op>(header.step) != wanted || header.root != rank() ||
@@ -287,21 +294,41 @@ void MessageEngine::all_reduce(Step step) {
     fold(call, data, scratch_.data(), n_bytes, data);
     return;
   }
-  const auto start = [&](std::size_t r) { return call.count * r / n * element; };
+  // Rank r reduces slice r, by pieces: those that came are summed while they are in the cache, and
+  // go out with the next ones.
+  const std::size_t whole = (call.count + n - 1) / n * element;  // of the longest slice
+  const std::size_t n_pieces = (whole - 1) / channel_->piece_bytes() + 1;
+  struct Part {
+    std::byte* data;
+    std::size_t n_bytes;
+  };
+  const auto part = [&](std::size_t r, std::size_t piece) -> Part {
+    const std::size_t first = call.count * r / n;
+    const std::size_t count = call.count * (r + 1) / n - first;
+    const std::size_t begin = count * piece / n_pieces;
+    return {data + (first + begin) * element, (count * (piece + 1) / n_pieces - begin) * element};
+  };
   const auto me = static_cast<std::size_t>(rank());
-  const std::size_t mine = start(me + 1) - start(me);
-  scratch_.resize(n * mine);
-  for (std::size_t r = 0; r < n; ++r) {
-    step.send(static_cast<int>(r), data + start(r), start(r + 1) - start(r));
-    step.receive(static_cast<int>(r), scratch_.data() + r * mine, mine);
+  scratch_.resize(n * ((whole / element + n_pieces - 1) / n_pieces) * element);
+  for (std::size_t piece = 0; piece <= n_pieces; ++piece) {
+    const Part mine = part(me, piece);
+    for (std::size_t r = 0; r < n; ++r) {
+      const auto peer = static_cast<int>(r);
+      if (piece > 0) {
+        const Part sum = part(me, piece - 1);
+        step.send(peer, sum.data, sum.n_bytes);
+        const Part other = part(r, piece - 1);
+        step.receive(peer, other.data, other.n_bytes);
+      }
+      if (piece < n_pieces) {
+        const Part other = part(r, piece);
+        step.send(peer, other.data, other.n_bytes);
+        step.receive(peer, scratch_.data() + r * mine.n_bytes, mine.n_bytes);
+      }
+    }
+    step.run();
+    if (piece < n_pieces) fold(call, mine.data, scratch_.data(), mine.n_bytes, mine.data);
   }
-  step.run();
-  fold(call, data + start(me), scratch_.data(), mine, data + start(me));
-  for (std::size_t r = 0; r < n; ++r) {
-    step.send(static_cast<int>(r), data + start(me), mine);
-    step.receive(static_cast<int>(r), data + start(r), start(r + 1) - start(r));
-  }
-  step.run();
 }
 
 void MessageEngine::reduce(Step step) {

@@ -3,16 +3,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "engines/message/message.hpp"
+
 /// What the core and a loaded module say to each other, in C. A module is compiled against one MPI
 /// (their handles and constants differ); it knows nothing else of lockstep, and throws nothing.
 extern "C" {
-
-struct LockstepMpiMessage {
-  std::int32_t is_send;
-  std::int32_t peer;
-  void* data;
-  std::size_t n_bytes;
-};
 
 /// Functions return 0 or an MPI error code.
 struct LockstepMpi {
@@ -33,12 +28,17 @@ struct LockstepMpi {
   int (*split)(void* communicator, int color, int key, void** part);
   void (*release)(void* communicator);
   /// All messages at once, one exchange at a time on a communicator. `exchange` is set even where
-  /// an error is returned, for finish().
-  int (*begin)(void* communicator, const LockstepMpiMessage* messages, std::size_t n_messages,
-               void** exchange);
-  /// Makes progress and says which messages are done (is_done has n_messages entries).
-  int (*test)(void* exchange, std::int32_t* all_done);
-  int (*is_done)(void* exchange, std::size_t message, std::int32_t* is_done);
+  /// an error is returned, for finish(), which only an exchange that is not all done needs; the
+  /// messages stay where they are until then.
+  int (*begin)(void* communicator, const lockstep::message::Message* messages,
+               std::size_t n_messages, void** exchange);
+  /// The same messages will be given to begin() often, by the same pointer.
+  int (*prepare)(void* communicator, const lockstep::message::Message* messages,
+                 std::size_t n_messages);
+  /// Makes progress, up to n_tests times as long as messages are not done.
+  int (*test)(void* exchange, std::size_t n_tests, std::int32_t* all_done);
+  /// Who has not sent or taken all: up to one entry for each message.
+  int (*awaited)(void* exchange, std::int32_t* ranks, std::size_t* n_ranks);
   /// Ends it; receives under way are cancelled.
   void (*finish)(void* exchange);
   /// A note of n_bytes to a rank, which hear() takes there, in whatever order.
@@ -48,6 +48,6 @@ struct LockstepMpi {
 
 }  // extern "C"
 
-inline constexpr std::uint32_t kLockstepMpiVersion = 3;
+inline constexpr std::uint32_t kLockstepMpiVersion = 4;
 /// The module's one symbol: const LockstepMpi* lockstep_mpi().
 inline constexpr const char* kLockstepMpiSymbol = "lockstep_mpi";

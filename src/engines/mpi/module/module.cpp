@@ -9,6 +9,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "engines/mpi/abi.hpp"
@@ -20,9 +21,9 @@ constexpr int kNoteTag = 2;
 /// MPI counts with an int. Longer messages travel in pieces, which stay in order.
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
 
-// Where MPI grants less than MPI_THREAD_MULTIPLE, all calls pass one lock: each for a moment, but
-// for those that make a communicator, which wait for its other members. There, two threads may not
-// split two groups at the same time.
+// Where MPI grants less than MPI_THREAD_MULTIPLE, all calls pass one lock: each for a moment or for
+// the few looks of one test(), but for those that make a communicator, which wait for its other
+// members. There, two threads may not split two groups at the same time.
 std::recursive_mutex mutex;
 bool needs_lock = true;
 std::atomic<bool> finalizes{false};
@@ -37,17 +38,20 @@ class Entry {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
+using lockstep::message::Message;
+
 struct Exchange {
-  std::vector<MPI_Request> requests;
-  std::size_t n_receives = 0;      ///< the first of the requests
-  std::vector<std::size_t> first;  ///< of each message's requests
-  std::vector<std::size_t> last;   ///< one past them
+  std::span<const Message> messages;
+  std::vector<MPI_Request> requests;  ///< receives, then sends, both in the order of the messages
+  std::size_t n_receives = 0;
+  bool is_prepared = false;  ///< the receives are persistent
 };
 
 struct Communicator {
   MPI_Comm comm = MPI_COMM_NULL;
   bool is_world = false;
   Exchange exchange;  ///< kept for its room
+  Exchange prepared;
   /// Notes on their way: MPI reads them until they are sent, which nobody waits for.
   struct Note {
     std::vector<char> bytes;
@@ -60,6 +64,8 @@ struct Communicator {
 Communicator& communicator(void* handle) { return *static_cast<Communicator*>(handle); }
 
 std::vector<Communicator*> worlds;
+
+void free_prepared(Exchange& exchange);
 
 /// MPI complains of messages that nobody took.
 void take_farewells() {
@@ -85,6 +91,7 @@ void finalize() {
   if (!finalizes || is_over != 0) return;
   MPI_Barrier(MPI_COMM_WORLD);  // as MPI_Finalize would: then all have said farewell
   take_farewells();
+  for (Communicator* world : worlds) free_prepared(world->prepared);
   MPI_Finalize();
 }
 
@@ -176,65 +183,118 @@ void release(void* handle) {
     const std::lock_guard lock(kept.notes_mutex);
     if (kept.is_world || !kept.notes.empty() || is_over != 0) return;
   }
+  free_prepared(kept.prepared);
   // Waits for nobody in Open MPI and MPICH, though MPI calls it collective.
   MPI_Comm_free(&kept.comm);
   delete &kept;
 }
 
-int begin(void* handle, const LockstepMpiMessage* messages, std::size_t n_messages, void** result) {
-  const Entry entry;
-  Exchange& exchange = communicator(handle).exchange;
-  *result = &exchange;
-  exchange.requests.clear();
-  exchange.first.resize(n_messages);
-  exchange.last.resize(n_messages);
-  const MPI_Comm comm = communicator(handle).comm;
-  const auto post = [&](std::size_t i) -> int {
-    const LockstepMpiMessage& message = messages[i];
-    exchange.first[i] = exchange.requests.size();
+/// Calls visit(message, offset, n) for each piece, in the order of an exchange's requests, until it
+/// returns an error.
+template <class Visit>
+int for_each_piece(std::span<const Message> messages, Message::Way way, Visit visit) {
+  for (const Message& message : messages) {
+    if (message.way != way) continue;
     for (std::size_t at = 0; at < message.n_bytes; at += kMostBytes) {
-      const int n = static_cast<int>(std::min(kMostBytes, message.n_bytes - at));
-      char* const data = static_cast<char*>(message.data) + at;
-      MPI_Request request = MPI_REQUEST_NULL;
-      const int code = message.is_send != 0
-                           ? MPI_Isend(data, n, MPI_BYTE, message.peer, kDataTag, comm, &request)
-                           : MPI_Irecv(data, n, MPI_BYTE, message.peer, kDataTag, comm, &request);
-      if (code != MPI_SUCCESS) return code;
-      exchange.requests.push_back(request);
+      const auto n = static_cast<int>(std::min(kMostBytes, message.n_bytes - at));
+      if (const int code = visit(message, at, n); code != MPI_SUCCESS) return code;
     }
-    exchange.last[i] = exchange.requests.size();
-    return MPI_SUCCESS;
-  };
-  // Receives first: what finds its receive waiting is copied once less.
-  for (const int is_send : {0, 1}) {
-    for (std::size_t i = 0; i < n_messages; ++i) {
-      if (messages[i].is_send != is_send) continue;
-      if (const int code = post(i); code != MPI_SUCCESS) return code;
-    }
-    if (is_send == 0) exchange.n_receives = exchange.requests.size();
   }
   return MPI_SUCCESS;
 }
 
-int test(void* handle, std::int32_t* all_done) {
+int prepare(void* handle, const Message* messages, std::size_t n_messages) {
+  const Entry entry;
+  Exchange& exchange = communicator(handle).prepared;
+  const MPI_Comm comm = communicator(handle).comm;
+  exchange.messages = {messages, n_messages};
+  const int code = for_each_piece(
+      exchange.messages, Message::Way::receive, [&](const Message& message, std::size_t at, int n) {
+        return MPI_Recv_init(static_cast<char*>(message.data) + at, n, MPI_BYTE, message.peer,
+                             kDataTag, comm, &exchange.requests.emplace_back(MPI_REQUEST_NULL));
+      });
+  exchange.n_receives = exchange.requests.size();
+  exchange.is_prepared = code == MPI_SUCCESS && n_messages > 0;
+  return code;
+}
+
+int begin_sends(Exchange& exchange, MPI_Comm comm) {
+  return for_each_piece(
+      exchange.messages, Message::Way::send, [&](const Message& message, std::size_t at, int n) {
+        return MPI_Isend(static_cast<char*>(message.data) + at, n, MPI_BYTE, message.peer, kDataTag,
+                         comm, &exchange.requests.emplace_back(MPI_REQUEST_NULL));
+      });
+}
+
+int begin_prepared(Exchange& exchange, MPI_Comm comm) {
+  // Sends first: receives are made ready while those are on their way, and they are short.
+  exchange.requests.resize(exchange.n_receives);
+  const int code = begin_sends(exchange, comm);
+  if (code != MPI_SUCCESS) return code;
+  return MPI_Startall(static_cast<int>(exchange.n_receives), exchange.requests.data());
+}
+
+void free_prepared(Exchange& exchange) {
+  for (std::size_t i = 0; i < exchange.n_receives; ++i) {
+    // Null where it could not be made: MPI would end the job.
+    if (exchange.requests[i] != MPI_REQUEST_NULL) MPI_Request_free(&exchange.requests[i]);
+  }
+  exchange = {};
+}
+
+int begin(void* handle, const Message* messages, std::size_t n_messages, void** result) {
+  const Entry entry;
+  if (Exchange& often = communicator(handle).prepared;
+      often.is_prepared && messages == often.messages.data()) {
+    *result = &often;
+    return begin_prepared(often, communicator(handle).comm);
+  }
+  Exchange& exchange = communicator(handle).exchange;
+  *result = &exchange;
+  exchange.messages = {messages, n_messages};
+  exchange.requests.clear();
+  exchange.n_receives = 0;
+  const MPI_Comm comm = communicator(handle).comm;
+  // Receives first: what finds its receive waiting is copied once less.
+  const int code = for_each_piece(
+      exchange.messages, Message::Way::receive, [&](const Message& message, std::size_t at, int n) {
+        ++exchange.n_receives;
+        return MPI_Irecv(static_cast<char*>(message.data) + at, n, MPI_BYTE, message.peer, kDataTag,
+                         comm, &exchange.requests.emplace_back(MPI_REQUEST_NULL));
+      });
+  if (code != MPI_SUCCESS) return code;
+  return begin_sends(exchange, comm);
+}
+
+int test(void* handle, std::size_t n_tests, std::int32_t* all_done) {
   const Entry entry;
   Exchange& exchange = *static_cast<Exchange*>(handle);
+  const auto n = static_cast<int>(exchange.requests.size());
   int flag = 0;
-  const int code = MPI_Testall(static_cast<int>(exchange.requests.size()), exchange.requests.data(),
-                               &flag, MPI_STATUSES_IGNORE);
+  int code = MPI_SUCCESS;
+  for (std::size_t i = 0; i < n_tests && flag == 0 && code == MPI_SUCCESS; ++i) {
+    code = MPI_Testall(n, exchange.requests.data(), &flag, MPI_STATUSES_IGNORE);
+  }
   *all_done = flag;
   return code;
 }
 
-int is_done(void* handle, std::size_t message, std::int32_t* done) {
+int awaited(void* handle, std::int32_t* ranks, std::size_t* n_ranks) {
   const Entry entry;
   Exchange& exchange = *static_cast<Exchange*>(handle);
-  *done = 1;
-  for (std::size_t i = exchange.first[message]; i < exchange.last[message]; ++i) {
-    int flag = 0;
-    const int code = MPI_Test(&exchange.requests[i], &flag, MPI_STATUS_IGNORE);
+  *n_ranks = 0;
+  std::size_t next = 0;
+  for (const Message::Way way : {Message::Way::receive, Message::Way::send}) {
+    const int code =
+        for_each_piece(exchange.messages, way, [&](const Message& message, std::size_t, int) {
+          int flag = 0;
+          const int tested = MPI_Test(&exchange.requests[next++], &flag, MPI_STATUS_IGNORE);
+          if (flag == 0 && (*n_ranks == 0 || ranks[*n_ranks - 1] != message.peer)) {
+            ranks[(*n_ranks)++] = message.peer;
+          }
+          return tested;
+        });
     if (code != MPI_SUCCESS) return code;
-    if (flag == 0) *done = 0;
   }
   return MPI_SUCCESS;
 }
@@ -245,10 +305,14 @@ void finish(void* handle) {
   for (std::size_t i = 0; i < exchange.requests.size(); ++i) {
     MPI_Request& request = exchange.requests[i];
     if (request == MPI_REQUEST_NULL) continue;
-    if (i < exchange.n_receives) MPI_Cancel(&request);
+    int is_over = 0;  // as a persistent one may be that did not begin
+    if (i < exchange.n_receives) {
+      MPI_Request_get_status(request, &is_over, MPI_STATUS_IGNORE);
+      if (is_over == 0) MPI_Cancel(&request);
+    }
     MPI_Request_free(&request);
   }
-  exchange.requests.clear();
+  exchange = {};
 }
 
 int tell(void* handle, int rank, const void* note, std::size_t n_bytes) {
@@ -287,8 +351,9 @@ constexpr LockstepMpi kModule = {kLockstepMpiVersion,
                                  split,
                                  release,
                                  begin,
+                                 prepare,
                                  test,
-                                 is_done,
+                                 awaited,
                                  finish,
                                  tell,
                                  hear};

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace lockstep::message {
+
+/// One message to or from a rank of a channel.
+struct Message {
+  enum class Way : std::int32_t { send, receive };
+  Way way;
+  std::int32_t peer;
+  void* data;
+  std::size_t n_bytes;
+};
+
+}  // namespace lockstep::message
