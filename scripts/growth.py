@@ -21,9 +21,11 @@ COUNTED = [('barrier', 0, 50), ('all_reduce', 64, 50), ('all_reduce', 64 << 10, 
 TYPE_BYTES = {'I1': 1, 'I8': 1, 'I16': 2, 'I32': 4, 'I64': 8, 'I128': 16, 'F32': 4, 'F64': 8,
               'V128': 16, 'V256': 32}
 # One core, so that ranks exceed cores from two on. glibc's memcpy by vector instructions: valgrind
-# counts each byte of `rep movsb` as an instruction.
+# counts each byte of `rep movsb` as an instruction. It shows programs a CPU of its own, with less
+# cache than those we measured: their chunks.
 VALGRIND = ['taskset', '-c', str(min(os.sched_getaffinity(0))), 'valgrind', '--fair-sched=yes']
-ENVIRONMENT = {**os.environ, 'GLIBC_TUNABLES': 'glibc.cpu.x86_rep_movsb_threshold=1000000000'}
+ENVIRONMENT = {**os.environ, 'GLIBC_TUNABLES': 'glibc.cpu.x86_rep_movsb_threshold=1000000000',
+               'LOCKSTEP_TUNE': 'chunk=65536'}
 
 
 def size(n_bytes):
@@ -34,6 +36,7 @@ def size(n_bytes):
 
 
 def number(value):
+    value = float(f'{value:.3g}')  # 999.6 is 1.00 k
     for unit, factor in ((' M', 1e6), (' k', 1e3)):
         if value >= factor:
             return f'{value / factor:.{max(0, 2 - len(str(int(value / factor))) + 1)}f}{unit}'

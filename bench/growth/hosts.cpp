@@ -12,6 +12,7 @@
 
 #include <xbt/log.h>
 #include <algorithm>
+#include <chrono>
 #include <compare>
 #include <cstdint>
 #include <cstdlib>
@@ -234,6 +235,7 @@ namespace lockstep::shared {
 std::unique_ptr<Engine> meet_world(std::string_view, int, int n_ranks, const Call& barrier) {
   return join({rank_of(MPI_COMM_WORLD) / n_ranks * n_ranks, 1, n_ranks}, barrier);
 }
+void go_away(Engine&, std::chrono::nanoseconds) noexcept {}
 }  // namespace lockstep::shared
 
 namespace {
