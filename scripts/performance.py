@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """The comparison behind docs/performance.md. ./dev bench calls it.
 
-measure LOCKSTEP OUT.json [RUN...]  runs `lockstep bench` beside its peers, some 10 minutes; with
-                            names only those, and keeps the others of OUT.json. Peers of
-                            `./dev setup peers` take part where they are built
+measure LOCKSTEP OUT.json [RUN...]  runs `lockstep bench` beside its peers, and the programs of bench/
+                            that compare by themselves, some 15 minutes; with names only those, and
+                            keeps the others of OUT.json. Peers of `./dev setup peers` take part
+                            where they are built
 draw OUT.json PAGE          pictures beside the page, and the tables between its marks
-check OUT.json GOALS.json   which goals these figures reach; exit code 0 either way
+check OUT.json GOALS.json [RUN...]  which goals these figures reach, with names only those of these
+                            runs; exit code 0 either way
 diff A.json B.json          medians of B over those of A
 """
 import datetime
@@ -29,6 +31,8 @@ RUNS = {
                   '--max', '1MiB'],
     'crowded_8': ['-n', '8', '--peer', 'openmpi', '--verb', 'barrier', 'all_reduce', '--min', '64',
                   '--max', '1MiB'],
+    'limits': ['--peer', 'floor', '--peer', 'bare', '--verb', 'barrier', 'all_reduce', '--min', '4',
+               '--max', '1MiB'],
     'c10d': ['--peer', 'c10d', '--verb', 'barrier', 'all_reduce', '--min', '4', '--max', '64MiB',
              '--factor', '16'],
 }
@@ -39,8 +43,18 @@ TITLES = {
     'allocated': '2 ranks on 2 cores, ours in `allocate`d buffers, touched before each call',
     'crowded_4': '4 ranks on 2 cores',
     'crowded_8': '8 ranks on 2 cores',
+    'limits': '2 ranks on 2 cores, beside limits',
     'c10d': '2 ranks on 2 cores, c10d',
 }
+LIMITS = ['floor', 'bare']  # contestants of `lockstep bench` that are no peers
+# Of 2 ranks that `lockstep run` starts; they write {"rows": [{"name": ..., "ratio": ...}]}.
+PROGRAMS = {
+    'sync_batch_norm': ['bench_sync_batch_norm'],
+    'sync_batch_norm_wheel': ['../../torch-venv-bench/bench/bench_sync_batch_norm'],
+    'data_parallel_step': ['bench_distributed_data_parallel', '64'],
+}
+# Of 2 ranks that mpirun starts: over_mpi.py.
+OVER_MPI = 'mpi'
 
 
 def machine():
@@ -74,37 +88,79 @@ def versions():
 
 def with_wheels(arguments, lockstep):
     """The newer release of each peer behind it, where it is built."""
-    built = os.path.join(os.path.dirname(lockstep), '..', '..', 'bench')
     words = []
     for word in arguments:
         words.append(word)
         if len(words) > 1 and words[-2] == '--peer':
-            if os.path.exists(os.path.join(built, f'lockstep-peer-{word}-wheel')):
+            if os.path.exists(program_of(lockstep, f'lockstep-peer-{word}-wheel')):
                 words += ['--peer', f'{word}-wheel']
     return words
 
 
+def program_of(lockstep, name):
+    return os.path.normpath(os.path.join(os.path.dirname(lockstep), '..', '..', 'bench', name))
+
+
+def run(command, **more):
+    """Its output; None, and a line that says why, where it failed."""
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    print(ended.stdout, end='', flush=True)
+    if ended.returncode != 0:
+        print(f'left out: exit code {ended.returncode}: {ended.stderr.strip()}', flush=True)
+        return None
+    return ended.stdout
+
+
+def run_to_json(command):
+    with tempfile.NamedTemporaryFile(suffix='.json') as file:
+        succeeded = run([*command, '--json', file.name]) is not None
+        text = open(file.name).read()
+        return json.loads(text) if succeeded and text else None
+
+
+def run_over_mpi(lockstep):
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'over_mpi.py')
+    text = run([script, program_of(lockstep, '.'), '--json'])
+    return text and {'rows': [{'name': f'{mpi} {bytes_text(int(n_bytes))}', 'ratio': ratio}
+                              for mpi, ratios in json.loads(text).items()
+                              for n_bytes, ratio in ratios.items()]}
+
+
+def figures_of(name, lockstep):
+    """(command, figures) of a run; the figures are None where it failed or is not built."""
+    if name in RUNS:
+        arguments = with_wheels(RUNS[name], lockstep)
+        print('lockstep bench', *arguments, flush=True)
+        return (' '.join(['lockstep bench', *arguments]),
+                run_to_json([lockstep, 'bench', *arguments]))
+    if name == OVER_MPI:
+        print('./dev bench mpi', flush=True)
+        return './dev bench mpi', run_over_mpi(lockstep)
+    program, *arguments = PROGRAMS[name]
+    path = os.path.relpath(program_of(lockstep, program))
+    command = ' '.join(['lockstep run -n 2 --', path, *arguments])
+    print(command, flush=True)
+    return command, os.path.exists(path) and run_to_json(
+        [lockstep, 'run', '-n', '2', '--', path, *arguments])
+
+
 def measure(lockstep, out, *names):
+    every = [*RUNS, *PROGRAMS, OVER_MPI]
+    for name in names:
+        if name not in every:
+            sys.exit(f"there is no run '{name}'; there are {', '.join(every)}")
     result = {'machine': machine(), 'runs': {}}
     if names and os.path.exists(out):
         kept = json.load(open(out))
         if kept['machine'] != result['machine']:
             sys.exit(f"{out} is of another machine, {kept['machine']}: measure into another file")
         result['runs'] = kept['runs']
-    for name, arguments in RUNS.items():
-        if names and name not in names:
+    for name in names or every:
+        command, figures = figures_of(name, lockstep)
+        if not figures:
+            print(f'{name}: no figures', flush=True)
             continue
-        arguments = with_wheels(arguments, lockstep)
-        with tempfile.NamedTemporaryFile(suffix='.json') as file:
-            print('lockstep bench', *arguments, flush=True)
-            ended = subprocess.run([lockstep, 'bench', *arguments, '--json', file.name],
-                                   stderr=subprocess.PIPE, text=True)
-            if ended.returncode != 0:
-                print(f'left out: {ended.stderr.strip()}', flush=True)
-                continue
-            figures = json.load(open(file.name))
-        result['runs'][name] = {'command': ' '.join(['lockstep bench', *arguments]),
-                                'date': datetime.date.today().isoformat(),
+        result['runs'][name] = {'command': command, 'date': datetime.date.today().isoformat(),
                                 'revision': revision(), 'peers': versions(), **figures}
     if not result['runs']:
         sys.exit('no run succeeded')
@@ -119,11 +175,6 @@ def by_size(run):
         if 'p50_us' in row:
             sizes.setdefault((row['verb'], row['bytes']), {})[row['entrant']] = row
     return sizes
-
-
-def best_peer(rows):
-    peers = [row['p50_us'] for row in rows.values() if row['family'] != 'lockstep']
-    return min(peers) if peers else None
 
 
 def bytes_text(n):
@@ -150,16 +201,24 @@ def columns(run):
 
 def table_of(run):
     table = columns(run)
-    lines = ['| | ' + ' | '.join(table) + ' | best peer / lockstep | placement |',
-             '|---' * (len(table) + 3) + '|']
+    limits = [name for name in table if name in LIMITS]
+    ratios = [f'lockstep / {name}' for name in limits] or ['best peer / lockstep']
+    lines = ['| | ' + ' | '.join([*table, *ratios]) + ' | placement |',
+             '|---' * (len(table) + len(ratios) + 2) + '|']
     for key, rows in by_size(run).items():
         verb, n_bytes = key
-        ours, peer = table['lockstep'].get(key), best_peer(rows)
+        ours = table['lockstep'].get(key)
         cells = [time_text(sizes[key]) if key in sizes else '-' for sizes in table.values()]
-        ratio = f"{peer / ours:.2f}" if ours and peer else '-'
+        others = [table[name].get(key) for name in limits]
+        if not limits:
+            others = [min((row['p50_us'] for row in rows.values() if row['family'] != 'lockstep'),
+                          default=None)]
+        for other in others:
+            both = ours and other
+            cells.append('-' if not both else f'{ours / other if limits else other / ours:.2f}')
         name = verb if verb == 'barrier' else f'{verb} {bytes_text(n_bytes)}'
         placement = next(iter(rows.values()))['placement']
-        lines.append(f'| {name} | ' + ' | '.join(cells) + f' | {ratio} | {placement} |')
+        lines.append(f'| {name} | ' + ' | '.join(cells) + f' | {placement} |')
     return '\n'.join(lines)
 
 
@@ -200,13 +259,16 @@ def draw(result_path, page):
     blocks = {'machine': '{cpu}, {cores} cores, {memory_gib} GiB, Linux {kernel}; '.format(
         **result['machine']) + when(result) + '.\n\nPeers: ' + peers_text(result) + '.'}
     for name, run in result['runs'].items():
+        if name not in RUNS:
+            continue
         blocks[name] = (f"### {TITLES[name]}\n\n    {run['command']}\n\n{table_of(run)}\n\n"
                         f"![{name}](images/performance_{name}.svg)")
         picture_of(run, TITLES[name], os.path.join(images, f'performance_{name}.svg'))
     goals = os.path.join(os.path.dirname(page), '..', 'bench', 'goals.json')
-    blocks['goals'] = '\n'.join(['| goal | must | aim | here | |', '|---|---|---|---|---|'] + [
-        f"| {g['goal']} | {g['must']}x | {g['aim']}x | {reached_text(value, at)} | {verdict(g, value)} |"
-        for g, value, at in judge(result, json.load(open(goals)))])
+    blocks['goals'] = '\n'.join(['| goal | must | aim | here | | command |', '|---' * 6 + '|'] + [
+        f"| {goal['goal']} | {bound(goal, 'must')} | {bound(goal, 'aim')} | {text} | {word} | "
+        f"`./dev bench --only {','.join(runs_of(goal))}` |"
+        for goal, text, word in judge(result, json.load(open(goals)))])
     for name, block in blocks.items():
         begin, end = f'<!-- {name} -->', f'<!-- end of {name} -->'
         pattern = re.compile(re.escape(begin) + '.*?' + re.escape(end), re.S)
@@ -217,43 +279,88 @@ def draw(result_path, page):
         file.write(text)
 
 
+def runs_of(goal):
+    return goal['run'] if isinstance(goal['run'], list) else [goal['run']]
+
+
+def in_placement(row, placement):
+    """Its median over the blocks there; None where there was none."""
+    placements = row.get('placements') or ({row['placement']: row} if 'placement' in row else {})
+    return placements.get(placement, {}).get('p50_us')
+
+
+def ratio_of(goal, rows):
+    """Of one size; None where the machine never was, for all contestants, in the goal's placement."""
+    for placement in [goal['placement']] if 'placement' in goal else ['near', 'siblings']:
+        times = {name: in_placement(row, placement) for name, row in rows.items()}
+        if not all(times.values()):
+            continue
+        against = goal.get('against')
+        others = [us for name, us in times.items() if rows[name]['family'] == against or
+                  against is None and rows[name]['family'] not in ('lockstep', *LIMITS)]
+        ours = times.get('lockstep')
+        if against == 'threads':
+            ours, others = times.get('lockstep threads'), [ours] if ours else []
+        if ours and others:
+            return ours / min(others) if goal.get('at_most') else min(others) / ours
+    return None
+
+
+def ratios_of(goal, name, run):
+    """Where -> ratio."""
+    if 'rows' in goal:
+        return {row['name']: row['ratio'] for row in run['rows']
+                if re.fullmatch(goal['rows'], row['name'])}
+    verb = goal.get('verb', 'all_reduce')
+    sizes = {}
+    for row in run['rows']:  # those without blocks in the commonest placement too
+        sizes.setdefault((row['verb'], row['bytes']), {})[row['entrant']] = row
+    return {'' if verb == 'barrier' else f'at {bytes_text(n_bytes)}': ratio_of(goal, rows)
+            for (of, n_bytes), rows in sizes.items()
+            if of == verb and (verb == 'barrier' or goal['from'] <= n_bytes <= goal['to'])}
+
+
+def value_text(goal, value, digits):
+    return f'{100 * value:{digits}} %' if goal.get('unit') == '%' else f'{value:{digits}}x'
+
+
+def bound(goal, which):
+    if not goal[which]:
+        return 'measured'
+    return ('<= ' if goal.get('at_most') else '') + value_text(goal, goal[which], 'g')
+
+
 def judge(result, goals):
-    """(goal, the least ratio over its sizes, where that is) of each goal; None without figures."""
+    """(goal, what was reached, the verdict) of each."""
     for goal in goals:
-        least, at = None, None
-        for (verb, n_bytes), rows in by_size(result['runs'].get(goal['run'], {'rows': []})).items():
-            if verb != goal.get('verb', 'all_reduce'):
-                continue
-            if verb != 'barrier' and not goal['from'] <= n_bytes <= goal['to']:
-                continue
-            ours = rows.get('lockstep')
-            if goal.get('against') == 'threads':
-                ours, other = rows.get('lockstep threads'), ours and ours['p50_us']
-            else:
-                other = best_peer(rows)
-            if ours and other and (least is None or other / ours['p50_us'] < least):
-                least, at = other / ours['p50_us'], n_bytes
-        yield goal, least, at
+        found = {}
+        for name in runs_of(goal):
+            if name in result['runs']:
+                found.update(ratios_of(goal, name, result['runs'][name]))
+        seen = {where: ratio for where, ratio in found.items() if ratio is not None}
+        if not seen:
+            yield goal, '-', 'not seen in this record' if found else 'not measured'
+            continue
+        sign = -1 if goal.get('at_most') else 1
+        where = min(seen, key=lambda where: sign * seen[where])
+        text = f"{value_text(goal, seen[where], '.3g' if goal.get('unit') else '.2f')} {where}".strip()
+        if len(seen) < len(found):
+            text += f' ({len(found) - len(seen)} of {len(found)} not seen)'
+        reached = [word for word in ('aim', 'must') if sign * seen[where] >= sign * goal[word]]
+        word = reached[0] if reached else '**short**'
+        yield goal, text, 'measured' if word == 'must' and not goal['must'] else word
 
 
-def reached_text(value, at):
-    return '-' if value is None else f'{value:.2f}x at {bytes_text(at)}'
-
-
-def verdict(goal, value):
-    if value is None:
-        return 'not measured'
-    return 'aim' if value >= goal['aim'] else 'must' if value >= goal['must'] else '**short**'
-
-
-def check(result_path, goals_path):
-    n_short = 0
-    for goal, value, at in judge(json.load(open(result_path)), json.load(open(goals_path))):
-        word = verdict(goal, value).strip('*')
-        n_short += word == 'short'
-        print(f"{word:<13} {goal['goal']:<48} {reached_text(value, at):<20} "
-              f"must {goal['must']}x, aim {goal['aim']}x")
-    print(f'{n_short} goals fall short')
+def check(result_path, goals_path, *names):
+    result, goals = json.load(open(result_path)), json.load(open(goals_path))
+    words = []
+    for goal, text, word in judge(result, goals):
+        if names and not set(names) & set(runs_of(goal)):
+            continue
+        words.append(word.strip('*'))
+        print(f"{words[-1]:<24} {goal['goal']:<56} {text:<30} must {bound(goal, 'must')}, "
+              f"aim {bound(goal, 'aim')}")
+    print(f"{words.count('short')} of {len(words)} goals fall short")
 
 
 def diff(path_a, path_b):
@@ -264,6 +371,12 @@ def diff(path_a, path_b):
         if name not in b['runs']:
             continue
         print(f'\n{name}')
+        ratios_b = {row['name']: row['ratio'] for row in b['runs'][name]['rows'] if 'ratio' in row}
+        for row in a['runs'][name]['rows']:
+            if row.get('name') in ratios_b:
+                other = ratios_b[row['name']]
+                print(f"{row['name']:<50}{row['ratio']:>10.3f}{other:>10.3f}"
+                      f"{other / row['ratio']:>7.2f}")
         sizes_b = by_size(b['runs'][name])
         for key, rows in by_size(a['runs'][name]).items():
             for entrant, row in rows.items():
@@ -279,6 +392,7 @@ def diff(path_a, path_b):
 if __name__ == '__main__':
     verbs = {'measure': measure, 'draw': draw, 'check': check, 'diff': diff}
     n_arguments = len(sys.argv) - 2
-    if n_arguments < 2 or sys.argv[1] not in verbs or (n_arguments > 2 and sys.argv[1] != 'measure'):
+    takes_names = sys.argv[1:2] in (['measure'], ['check'])
+    if n_arguments < 2 or sys.argv[1] not in verbs or (n_arguments > 2 and not takes_names):
         sys.exit(__doc__)
     verbs[sys.argv[1]](*sys.argv[2:])

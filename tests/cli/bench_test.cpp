@@ -1,8 +1,13 @@
 #include <gtest/gtest.h>
+#include <sched.h>
 
+#include <array>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 
 #include "cli/bench/wire.hpp"
@@ -11,52 +16,48 @@
 namespace lockstep::test {
 namespace {
 
-namespace fs = std::filesystem;
-
 Ended bench(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), "bench");
   return Command(StartOptions{.arguments = std::move(arguments)}).wait();
 }
-
-/// A folder of one test, gone after it.
-class Folder {
- public:
-  Folder() {
-    std::string pattern = (fs::temp_directory_path() / "bench-test-XXXXXX").string();
-    path_ = ::mkdtemp(pattern.data());
-  }
-  ~Folder() { fs::remove_all(path_); }
-  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
-
- private:
-  fs::path path_;
-};
 
 nlohmann::json read_json(const std::string& path) {
   std::ifstream file(path);
   return nlohmann::json::parse(file);
 }
 
-/// On a busy machine the placement may differ before and after every block: then that is said.
-void expect_times(const nlohmann::json& row) {
-  if (row.value("error", "") == "the machine moved during every block") return;
-  EXPECT_GT(row["p50_us"], 0) << row;
-  EXPECT_GE(row["p99_us"], row["p50_us"]) << row;
+void expect_times(const nlohmann::json& figures) {
+  EXPECT_GT(figures["p50_us"], 0) << figures;
+  EXPECT_GE(figures["p99_us"], figures["p50_us"]) << figures;
 }
 
+// Unpinned where times are wanted: then there is no probe, by which a block would not count.
+
 TEST(BenchTest, every_verb_with_processes_and_threads) {
-  const Folder folder;
-  const Ended ended = bench({"-n",         "3",
-                             "--verb",     "barrier",
-                             "all_reduce", "broadcast",
-                             "all_gather", "reduce_scatter",
-                             "all_to_all", "--threads",
-                             "--min",      "12",
-                             "--max",      "12KiB",
-                             "--factor",   "1024",
-                             "--blocks",   "1",
-                             "--block-ms", "1",
-                             "--json",     folder / "figures.json"});
+  const TemporaryFolder folder;
+  const Ended ended = bench({"-n",
+                             "3",
+                             "--verb",
+                             "barrier",
+                             "all_reduce",
+                             "broadcast",
+                             "all_gather",
+                             "reduce_scatter",
+                             "all_to_all",
+                             "--threads",
+                             "--unpinned",
+                             "--min",
+                             "12",
+                             "--max",
+                             "12KiB",
+                             "--factor",
+                             "1024",
+                             "--blocks",
+                             "1",
+                             "--block-ms",
+                             "1",
+                             "--json",
+                             folder / "figures.json"});
   ASSERT_EQ(ended.exit_code, 0) << ended.err << ended.out;
   EXPECT_NE(ended.out.find("all_to_all"), std::string::npos) << ended.out;
   const nlohmann::json figures = read_json(folder / "figures.json");
@@ -78,7 +79,7 @@ TEST(BenchTest, every_type_and_mode) {
 }
 
 TEST(BenchTest, beside_mpi) {
-  const Folder folder;
+  const TemporaryFolder folder;
   for (const char* peer : {"openmpi", "mpich"}) {
     const Ended ended = bench({"--unpinned", "--peer", peer, "--min", "64", "--max", "64",
                                "--blocks", "1", "--block-ms", "1", "--json",
@@ -94,6 +95,71 @@ TEST(BenchTest, beside_mpi) {
     text << picture.rdbuf();
     EXPECT_NE(text.str().find("<svg"), std::string::npos);
   }
+}
+
+TEST(BenchTest, beside_limits) {
+  const TemporaryFolder folder;
+  const Ended ended =
+      bench({"--unpinned", "--peer",     "floor",      "--peer", "bare",
+             "--verb",     "barrier",    "all_reduce", "--min",  "4",
+             "--max",      "256KiB",     "--factor",   "16",     "--blocks",
+             "1",          "--block-ms", "1",          "--json", folder / "figures.json"});
+  if (contains(ended.err, "built without it")) GTEST_SKIP() << ended.err;
+  ASSERT_EQ(ended.exit_code, 0) << ended.err << ended.out;
+  const nlohmann::json rows = read_json(folder / "figures.json")["rows"];
+  ASSERT_EQ(rows.size(), (1U + 5U) * 3U);
+  const std::array<std::string, 3> families = {"lockstep", "floor", "bare"};
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ(rows[i]["family"], families.at(i % 3));
+    expect_times(rows[i]);
+  }
+  const Ended three = bench({"-n", "3", "--peer", "floor"});
+  EXPECT_EQ(three.exit_code, 1);
+  EXPECT_TRUE(contains(three.err, "floor: is of 2 ranks, not 3")) << three.err;
+}
+
+TEST(BenchTest, every_block_is_in_a_placement_or_moved) {
+  cpu_set_t cores;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof cores, &cores), 0);
+  if (CPU_COUNT(&cores) < 2) GTEST_SKIP() << "one core: there is nothing to probe";
+  const TemporaryFolder folder;
+  const Ended ended = bench({"--threads", "--min", "4", "--max", "64", "--blocks", "2",
+                             "--block-ms", "1", "--json", folder / "figures.json"});
+  ASSERT_EQ(ended.exit_code, 0) << ended.err << ended.out;
+  const nlohmann::json rows = read_json(folder / "figures.json")["rows"];
+  ASSERT_EQ(rows.size(), 3U * 2U);
+  std::map<int, std::set<int>> blocks_by_size;
+  for (const auto& row : rows) {
+    int n_blocks = row.value("moved", 0);
+    const nlohmann::json placements = row.value("placements", nlohmann::json::object());
+    for (const auto& [placement, figures] : placements.items()) {
+      EXPECT_TRUE(placement == "siblings" || placement == "near" || placement == "far") << row;
+      expect_times(figures);
+      n_blocks += figures["blocks"].get<int>();
+    }
+    if (row.contains("error")) {
+      EXPECT_EQ(row["error"], "the machine moved during every block");
+    } else {
+      EXPECT_EQ(row["p50_us"], row["placements"][row["placement"]]["p50_us"]) << row;
+    }
+    EXPECT_GE(n_blocks, 2) << row;
+    blocks_by_size[row["bytes"]].insert(n_blocks);
+  }
+  for (const auto& [n_bytes, counts] : blocks_by_size) {
+    EXPECT_EQ(counts.size(), 1U) << n_bytes << " bytes: both have as many turns";
+  }
+}
+
+TEST(BenchTest, killed_it_leaves_nothing) {
+  const TemporaryFolder folder;
+  Command command(
+      StartOptions{.arguments = {"bench", "--unpinned", "--max", "4", "--blocks", "1000"},
+                   .variables = {{"TMPDIR", folder.path()}}});
+  command.wait_for_processes(5);  // itself, and a `lockstep run` of two ranks with its guard
+  command.send(SIGKILL);
+  EXPECT_EQ(command.wait().signal, SIGKILL);
+  command.expect_nothing_left();
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
 TEST(BenchTest, wrong_command_lines) {

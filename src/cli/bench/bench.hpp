@@ -3,12 +3,14 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/fd.hpp"
 #include "cli/bench/wire.hpp"
 
 namespace lockstep::bench {
@@ -33,7 +35,7 @@ Probe probe_placement(int core_a, int core_b, std::chrono::milliseconds duration
 struct Entrant {
   std::string name;
   std::string family;                ///< what --peer calls it; "lockstep" for ours
-  std::vector<std::string> command;  ///< ends before the socket's path
+  std::vector<std::string> command;  ///< ends before the socket's name
 };
 
 /// Entrants for n ranks; those whose program is not on this machine are left out, with the reason
@@ -61,11 +63,10 @@ class Team {
   void end() noexcept;
 
   Entrant entrant_;
-  std::string directory_;
-  std::string output_;
-  int listener_ = -1;
+  base::UniqueFd output_;  ///< what the ranks write
+  base::UniqueFd listener_;
   int pid_ = -1;
-  std::vector<int> ranks_;
+  std::vector<base::UniqueFd> ranks_;
 };
 
 struct Plan {
@@ -80,19 +81,26 @@ struct Plan {
   std::vector<int> cores;
 };
 
-/// One entrant at one size: medians over the blocks that ran in the commonest placement.
+/// Medians over the blocks of one placement.
+struct Figures {
+  int n_blocks = 0;
+  double p50_us = 0;
+  double p99_us = 0;
+};
+
+/// One entrant at one size.
 struct Row {
   Verb verb;
   std::uint64_t n_bytes;
   std::string entrant;
   std::string family;
-  double p50_us;
-  double p99_us;
-  double algorithm_gb_s;
-  double bus_gb_s;
-  int n_blocks;  ///< that count
-  Placement placement;
-  std::string error;  ///< why there are no figures
+  Placement placement;   ///< of most blocks of all entrants
+  Figures figures = {};  ///< in that placement
+  double algorithm_gb_s = 0;
+  double bus_gb_s = 0;
+  std::map<Placement, Figures> by_placement = {};
+  int n_moved = 0;         ///< blocks that began in one placement and ended in another
+  std::string error = {};  ///< why there are no figures
 };
 
 /// Every size of every verb, the teams by turns, block by block. `progress` is called after each

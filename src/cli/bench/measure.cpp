@@ -73,8 +73,9 @@ struct Sample {
 struct Track {
   Team* team;
   Block block;
-  std::vector<Sample> samples;
-  std::string error;
+  std::vector<Sample> samples = {};
+  int n_moved = 0;
+  std::string error = {};
 };
 
 /// Placement in which most samples were taken.
@@ -106,29 +107,29 @@ Row row_of(const Plan& plan, Verb verb, std::uint64_t n_bytes, const Track& trac
           .n_bytes = n_bytes,
           .entrant = track.team->entrant().name,
           .family = track.team->entrant().family,
-          .p50_us = 0,
-          .p99_us = 0,
-          .algorithm_gb_s = 0,
-          .bus_gb_s = 0,
-          .n_blocks = 0,
           .placement = placement,
+          .n_moved = track.n_moved,
           .error = track.error};
-  std::vector<double> p50;
-  std::vector<double> p99;
-  for (const Sample& sample : track.samples) {
-    if (sample.placement != placement) continue;
-    p50.push_back(sample.p50);
-    p99.push_back(sample.p99);
+  std::map<Placement, std::vector<Sample>> samples;
+  for (const Sample& sample : track.samples) samples[sample.placement].push_back(sample);
+  for (const auto& [where, taken] : samples) {
+    std::vector<double> p50;
+    std::vector<double> p99;
+    for (const Sample& sample : taken) {
+      p50.push_back(sample.p50);
+      p99.push_back(sample.p99);
+    }
+    row.by_placement[where] = {.n_blocks = static_cast<int>(taken.size()),
+                               .p50_us = quantile(p50, 0.5) / 1e3,
+                               .p99_us = quantile(p99, 0.5) / 1e3};
   }
-  row.n_blocks = static_cast<int>(p50.size());
-  if (p50.empty()) {
-    if (row.error.empty()) row.error = "the machine moved during every block";
-    return row;
+  if (const auto found = row.by_placement.find(placement); found != row.by_placement.end()) {
+    row.figures = found->second;
+    row.algorithm_gb_s = static_cast<double>(n_bytes) / row.figures.p50_us / 1e3;
+    row.bus_gb_s = row.algorithm_gb_s * bus_factor(verb, plan.n_ranks);
+  } else if (row.error.empty()) {
+    row.error = "the machine moved during every block";
   }
-  row.p50_us = quantile(p50, 0.5) / 1e3;
-  row.p99_us = quantile(p99, 0.5) / 1e3;
-  row.algorithm_gb_s = static_cast<double>(n_bytes) / row.p50_us / 1e3;
-  row.bus_gb_s = row.algorithm_gb_s * bus_factor(verb, plan.n_ranks);
   return row;
 }
 
@@ -140,9 +141,11 @@ void run_block(const Plan& plan, Track& track) {
   const Placement before = probes ? probe() : Placement::near;
   const std::vector<double> times = track.team->run(track.block);
   const Placement after = probes ? probe() : Placement::near;
-  // A block during which the machine moved is nobody's.
-  if (before == after)
+  if (before == after) {
     track.samples.push_back({after, quantile(times, 0.5), quantile(times, 0.99)});
+  } else {
+    ++track.n_moved;  // nobody's
+  }
 }
 
 }  // namespace
@@ -155,7 +158,7 @@ std::vector<Row> measure_all(const Plan& plan, std::vector<std::unique_ptr<Team>
       std::vector<Track> tracks;
       for (auto& team : teams) {
         if (!team) continue;
-        Track track{team.get(), block_of(plan, verb, n_bytes), {}, {}};
+        Track track{.team = team.get(), .block = block_of(plan, verb, n_bytes)};
         try {
           // The first block warms up, the second says how long a call takes.
           track.block.n_samples = 3;

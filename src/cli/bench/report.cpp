@@ -40,9 +40,9 @@ std::optional<double> ratio_of(const std::vector<const Row*>& rows) {
   double mine = std::numeric_limits<double>::infinity();
   double theirs = mine;
   for (const Row* row : rows) {
-    if (row->n_blocks == 0) continue;
+    if (row->figures.n_blocks == 0) continue;
     double& best = row->family == "lockstep" ? mine : theirs;
-    best = std::min(best, row->p50_us);
+    best = std::min(best, row->figures.p50_us);
   }
   if (mine == std::numeric_limits<double>::infinity() || theirs > 1e300) return std::nullopt;
   return theirs / mine;
@@ -54,6 +54,10 @@ std::map<Key, std::vector<const Row*>> by_size(const std::vector<Row>& rows) {
   std::map<Key, std::vector<const Row*>> sizes;
   for (const Row& row : rows) sizes[{row.verb, row.n_bytes}].push_back(&row);
   return sizes;
+}
+
+nlohmann::json json_of(const Figures& figures) {
+  return {{"blocks", figures.n_blocks}, {"p50_us", figures.p50_us}, {"p99_us", figures.p99_us}};
 }
 
 /// As gnuplot wants a word that holds anything.
@@ -129,12 +133,12 @@ std::string table_of(const Plan& plan, const std::vector<Row>& rows) {
     for (const std::string& name : entrants) {
       const auto found = std::find_if(row_of_size.begin(), row_of_size.end(),
                                       [&](const Row* row) { return row->entrant == name; });
-      if (found == row_of_size.end() || (*found)->n_blocks == 0) {
+      if (found == row_of_size.end() || (*found)->figures.n_blocks == 0) {
         text += fmt::format("{:>26}", "-");
         continue;
       }
-      text += fmt::format("{:>26}", fmt::format("{} ({})", time_text((*found)->p50_us),
-                                                time_text((*found)->p99_us)));
+      text += fmt::format("{:>26}", fmt::format("{} ({})", time_text((*found)->figures.p50_us),
+                                                time_text((*found)->figures.p99_us)));
       if (mine == nullptr && (*found)->family == "lockstep") mine = *found;
     }
     text += mine == nullptr ? fmt::format("{:>8}{:>8}", "-", "-")
@@ -164,14 +168,16 @@ nlohmann::json json_of(const Plan& plan, const std::vector<Row>& rows) {
                             {"bytes", row.n_bytes},
                             {"entrant", row.entrant},
                             {"family", row.family}};
-    if (row.n_blocks > 0) {
-      entry.update({{"p50_us", row.p50_us},
-                    {"p99_us", row.p99_us},
-                    {"algorithm_gb_s", row.algorithm_gb_s},
+    if (row.figures.n_blocks > 0) {
+      entry.update(json_of(row.figures));
+      entry.update({{"algorithm_gb_s", row.algorithm_gb_s},
                     {"bus_gb_s", row.bus_gb_s},
-                    {"blocks", row.n_blocks},
                     {"placement", name_of(row.placement)}});
     }
+    for (const auto& [placement, figures] : row.by_placement) {
+      entry["placements"][std::string(name_of(placement))] = json_of(figures);
+    }
+    if (row.n_moved > 0) entry["moved"] = row.n_moved;
     if (!row.error.empty()) entry["error"] = row.error;
     json["rows"].push_back(std::move(entry));
   }
@@ -193,8 +199,9 @@ void draw(const Plan& plan, const std::vector<Row>& rows, const std::string& pat
     for (const std::string& name : entrants_of(rows)) {
       std::string points;
       for (const Row& row : rows) {
-        if (row.verb == verb && row.entrant == name && row.n_blocks > 0) {
-          points += fmt::format("{} {}\n", std::max<std::uint64_t>(row.n_bytes, 1), row.p50_us);
+        if (row.verb == verb && row.entrant == name && row.figures.n_blocks > 0) {
+          points +=
+              fmt::format("{} {}\n", std::max<std::uint64_t>(row.n_bytes, 1), row.figures.p50_us);
         }
       }
       if (points.empty()) continue;

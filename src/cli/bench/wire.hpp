@@ -103,13 +103,18 @@ inline void write_all(int fd, const void* data, std::size_t n_bytes) {
   }
 }
 
-inline sockaddr_un address_of(const std::string& path) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (path.size() >= sizeof(address.sun_path)) throw std::runtime_error("path too long: " + path);
-  std::memcpy(address.sun_path, path.data(), path.size());
-  return address;
-}
+/// The driver's socket. It has an abstract name, so that a driver that is killed leaves no file.
+struct Address {
+  sockaddr_un socket{};
+  socklen_t n_bytes = 0;
+
+  explicit Address(const std::string& name) {
+    socket.sun_family = AF_UNIX;
+    if (name.size() + 1 >= sizeof socket.sun_path) throw std::runtime_error("too long: " + name);
+    std::copy(name.begin(), name.end(), &socket.sun_path[1]);
+    n_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  }
+};
 
 /// What a contestant can do, on one rank.
 class Contestant {
@@ -272,11 +277,12 @@ inline void bind_to(int core) {
 /// A rank's connection to the driver.
 class Rank {
  public:
-  Rank(const std::string& path, int rank, int n_ranks) : rank_(rank), n_ranks_(n_ranks) {
+  Rank(const std::string& driver, int rank, int n_ranks) : rank_(rank), n_ranks_(n_ranks) {
     fd_ = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const sockaddr_un address = address_of(path);
-    if (fd_ < 0 || ::connect(fd_, reinterpret_cast<const sockaddr*>(&address), sizeof address)) {
-      throw std::system_error(errno, std::generic_category(), "connect " + path);
+    const Address address(driver);
+    if (fd_ < 0 ||
+        ::connect(fd_, reinterpret_cast<const sockaddr*>(&address.socket), address.n_bytes) != 0) {
+      throw std::system_error(errno, std::generic_category(), "connect to the socket " + driver);
     }
     const Hello hello{rank, n_ranks};
     write_all(fd_, &hello, sizeof hello);

@@ -1,0 +1,53 @@
+// lockstep beside itself in `lockstep bench`: the shared engine called as it is, without what a
+// Group puts before it (checks of the arguments, the limit, the recorder), and without what the
+// engine itself checks and writes down of a call (channel.cpp is compiled for this program apart,
+// with LOCKSTEP_BARE). Not for use by hand.
+#include <cstdio>
+
+#include "engines/catalog.hpp"
+#include "launch/environment.hpp"
+#include "limit.hpp"
+
+namespace {
+
+lockstep::Call call_of(lockstep::Op op, std::size_t count, void* out) {
+  return {.op = op,
+          .dtype = lockstep::DType::f32,
+          .count = count,
+          .in = out,
+          .out = out,
+          .timeout = std::chrono::hours(24),
+          .where = std::source_location::current()};
+}
+
+class Bare : public lockstep::bench::Limit {
+ public:
+  explicit Bare(lockstep::Engine& engine) : engine_(engine) {}
+
+  void barrier() override { engine_.run(call_of(lockstep::Op::barrier, 0, nullptr)); }
+
+ private:
+  void all_reduce(float* data, std::size_t count) override {
+    engine_.run(call_of(lockstep::Op::all_reduce, count, data));
+  }
+
+  lockstep::Engine& engine_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) return std::fprintf(stderr, "a part of `lockstep bench`\n"), 2;
+  try {
+    const auto world = lockstep::launch::read_world(lockstep::Launcher::lockstep);
+    lockstep::bench::Rank me(argv[1], world.rank, world.size);
+    const auto engine =
+        lockstep::engines::join("shared", world, call_of(lockstep::Op::barrier, 0, nullptr));
+    Bare contestant(*engine);
+    me.serve(contestant);
+    engine->leave({});
+  } catch (const std::exception& error) {
+    return std::fprintf(stderr, "%s\n", error.what()), 1;
+  }
+  return 0;
+}

@@ -1,0 +1,22 @@
+#pragma once
+
+#include "cli/bench/wire.hpp"
+
+namespace lockstep::bench {
+
+/// A contestant that is a limit of lockstep's own: it does barrier, and all_reduce of f32.
+class Limit : public Contestant {
+ public:
+  void call(const Block& block, void* /*in*/, void* out) final {
+    if (block.verb == Verb::barrier) return barrier();
+    if (block.verb != Verb::all_reduce || block.type != Type::f32) {
+      throw std::runtime_error("does barrier, and all_reduce of f32");
+    }
+    all_reduce(static_cast<float*>(out), block.count);
+  }
+
+ private:
+  virtual void all_reduce(float* data, std::size_t count) = 0;
+};
+
+}  // namespace lockstep::bench
