@@ -5,6 +5,7 @@ one_host PROGRAM PAGE       what a call costs on one host by its number of ranks
 simulate PROGRAM MODULE LOG what all_reduce takes on clusters that SimGrid simulates; what LOG has
                             of this program already is kept
 draw LOG PAGE               tables of that beside the alpha-beta model, and a picture beside the page
+check PROGRAM MODULE LOG    the smallest of these clusters only; fails where the model says otherwise
 """
 import math
 import os
@@ -109,10 +110,11 @@ LINK, MESSAGE, CORE = 0.5e-6, 0.25e-6, 10e9  # seconds, seconds, bytes/s
 HOSTS_PER_SWITCH = 16
 FIRST, RIDING, FLAT = 128, 64, 16 << 10  # bytes, of message_engine.cpp
 MOST_SECONDS, MOST_KIB = 600, 8 << 20    # of one simulation
+MOST_ERROR = 0.05                        # of the model
 
 
-def simulations():
-    for n in HOSTS:
+def simulations(hosts):
+    for n in hosts:
         for gbits in GBITS:
             for algorithm in ALGORITHMS:
                 # A million messages at once, or two million one after the other, take too long.
@@ -121,9 +123,9 @@ def simulations():
     yield 16, 25, 'flat'
 
 
-def simulate(program, module, log):
+def simulate(program, module, log, hosts=HOSTS):
     done = set(read(log)) if os.path.exists(log) else set()
-    for n, gbits, algorithm in simulations():
+    for n, gbits, algorithm in simulations(hosts):
         if all((n, gbits, algorithm, size) in done for size in SIZES):
             continue
         command = [program, module, str(n), str(gbits), algorithm, *map(str, SIZES)]
@@ -180,6 +182,28 @@ def model(n, gbits, algorithm, n_bytes):
     return seconds
 
 
+def errors(times):
+    return [times[n, gbits, name, n_bytes][1] / model(n, gbits, name, n_bytes) - 1
+            for n, gbits, name, n_bytes in times if name in ALGORITHMS]
+
+
+def beside_model(times):
+    found = errors(times)
+    return (f'{len(found)} simulated times are {min(found) * 100:+.1f} % to '
+            f'{max(found) * 100:+.1f} % beside the model.')
+
+
+def check(program, module, log):
+    simulate(program, module, log, HOSTS[:1])
+    times = read(log)
+    n_expected = len(GBITS) * len(ALGORITHMS) * len(SIZES)
+    if len(errors(times)) != n_expected:
+        sys.exit(f'{len(errors(times))} of {n_expected} times were simulated')
+    print(beside_model(times))
+    if max(map(abs, errors(times))) > MOST_ERROR:
+        sys.exit(f'growth: more than {MOST_ERROR:.0%} beside the model')
+
+
 def microseconds(seconds):
     us = seconds * 1e6
     return f'{us:.1f}' if us < 1000 else f'{us:.0f}'
@@ -205,10 +229,7 @@ def draw(log, page):
                 lines.append(f'| {size(n_bytes)} | {n} | ' + ' | '.join(cells) +
                              f" | {microseconds(min(inside)) if inside else '-'} |")
         put(page, f'hosts_{gbits}', '\n'.join(lines))
-    errors = [times[n, gbits, name, n_bytes][1] / model(n, gbits, name, n_bytes) - 1
-              for n, gbits, name, n_bytes in times if name in ALGORITHMS]
-    put(page, 'model', f'{len(errors)} simulated times are {min(errors) * 100:+.1f} % to '
-                       f'{max(errors) * 100:+.1f} % beside the model.')
+    put(page, 'model', beside_model(times))
     flat = [f"{size(n_bytes)} in {microseconds(times[16, 25, 'flat', n_bytes][0])} us (two levels: "
             f"{microseconds(times[16, 25, 'direct', n_bytes][0])})"
             for n_bytes in SIZES if (16, 25, 'flat', n_bytes) in times]
@@ -258,7 +279,8 @@ def picture(times, path, gbits=25):
 
 
 if __name__ == '__main__':
-    verbs = {'one_host': (one_host, 2), 'simulate': (simulate, 3), 'draw': (draw, 2)}
+    verbs = {'one_host': (one_host, 2), 'simulate': (simulate, 3), 'draw': (draw, 2),
+             'check': (check, 3)}
     function, n_arguments = verbs.get(sys.argv[1] if len(sys.argv) > 1 else '', (None, 0))
     if function is None or len(sys.argv) != 2 + n_arguments:
         sys.exit(__doc__)
