@@ -53,6 +53,11 @@ TEST(TuningTest, a_measured_cpu_is_found_whatever_its_cache) {
     EXPECT_EQ(shared::measured_for(4, cpu).flat_bytes, 64U << 10);
     EXPECT_EQ(shared::measured_for(2, cpu).in_place_bytes, 8U << 10);
   }
+  const base::CpuModel epyc = model("AuthenticAMD", 25, 17, std::size_t{1} << 20);
+  EXPECT_EQ(shared::measured_for(2, epyc).chunk_bytes, 256U << 10);
+  EXPECT_EQ(shared::measured_for(2, epyc).in_place_bytes, 2U << 10);
+  EXPECT_EQ(shared::measured_for(4, epyc).flat_bytes, 32U << 10);
+  EXPECT_EQ(shared::measured_for(4, epyc).in_place_bytes, 16U << 10);
 }
 
 TEST(TuningTest, the_chunk_of_an_unknown_cpu_fits_its_cache) {

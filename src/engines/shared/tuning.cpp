@@ -21,8 +21,9 @@ struct Entry {
   unsigned family;
   unsigned model;
   std::uint64_t chunk_bytes;
-  std::uint64_t flat_bytes_in_all;  ///< divided by the ranks
-  std::uint64_t in_place_bytes;
+  std::uint64_t flat_bytes_in_all;    ///< divided by the ranks
+  std::uint64_t pair_in_place_bytes;  ///< of 2 ranks
+  std::uint64_t in_place_bytes;       ///< of more
 };
 
 constexpr std::uint64_t kKiB = 1024;
@@ -31,10 +32,12 @@ constexpr std::uint64_t kKiB = 1024;
 /// ranks, as docs/performance.md says.
 constexpr Entry kMeasured[] = {
     // Xeon, Skylake-SP to Cooper Lake: 1 MiB of second-level cache
-    {"GenuineIntel", 6, 85, 64 * kKiB, 256 * kKiB, 8 * kKiB},
+    {"GenuineIntel", 6, 85, 64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB},
+    // EPYC 9004 (Zen 4): 1 MiB of second-level cache, 32 MiB that eight cores share
+    {"AuthenticAMD", 25, 17, 256 * kKiB, 128 * kKiB, 2 * kKiB, 16 * kKiB},
 };
 
-/// Of a CPU that nobody measured: as on the one above, but four pieces that a rank works on at
+/// Of a CPU that nobody measured: as on the first above, but four pieces that a rank works on at
 /// once (its data, what it shows, what it reads, the result) take at most a quarter of the cache.
 Entry expected(std::size_t l2_bytes) {
   Entry entry = kMeasured[0];
@@ -58,7 +61,7 @@ Tuning measured_for(int n_ranks, const base::CpuModel& cpu) {
   tuning.flat_bytes = n_ranks == 2 ? std::numeric_limits<std::uint64_t>::max()
                                    : entry.flat_bytes_in_all / static_cast<std::uint64_t>(n_ranks);
   tuning.chunk_bytes = entry.chunk_bytes;
-  tuning.in_place_bytes = entry.in_place_bytes;
+  tuning.in_place_bytes = n_ranks == 2 ? entry.pair_in_place_bytes : entry.in_place_bytes;
   return tuning;
 }
 
