@@ -17,7 +17,8 @@ FLAGS = {'openmpi': ['--allow-run-as-root', '--oversubscribe', '--bind-to', 'non
 
 def mpirun_of(folder, name):
     beside = os.path.join(folder, f'lockstep-peer-{name}.mpirun')
-    return beside if os.path.exists(beside) else f'mpirun.{name}'
+    # Its own name, for MPICH's mpirun looks for its parts beside the name it is called by.
+    return os.path.realpath(beside) if os.path.exists(beside) else f'mpirun.{name}'
 
 
 def rows_of(folder, name, mode):
