@@ -18,7 +18,18 @@ Isa choose() {
   return Isa::scalar;
 }
 
+bool is_amd() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 }  // namespace
+
+const bool walk_asks_ahead = !is_amd();
 
 std::string_view name_of(Isa isa) {
   switch (isa) {

@@ -17,4 +17,8 @@ bool is_supported(Isa isa);
 /// names none caps nothing here: Env::read refuses it with a UsageError.
 Isa chosen_isa();
 
+/// Whether a walk that reads and writes asks for its lines ahead. Measured for batch normalisation:
+/// a gain on Intel's Skylake servers, a loss of 10 to 25 % on AMD's (docs/performance.md).
+extern const bool walk_asks_ahead;
+
 }  // namespace lockstep::kernels
