@@ -5,7 +5,8 @@ measure LOCKSTEP OUT.json [RUN...]  runs `lockstep bench` beside its peers, and 
                             that compare by themselves, some 15 minutes; with names only those, and
                             keeps the others of OUT.json. Peers of `./dev setup peers` take part
                             where they are built
-draw OUT.json PAGE          pictures beside the page, and the tables between its marks
+draw OUT.json PAGE          pictures beside the page, and the tables between its marks; the goals as
+                            the other records of bench/results reach them, too
 check OUT.json GOALS.json [RUN...]  which goals these figures reach, with names only those of these
                             runs; exit code 0 either way
 diff A.json B.json          medians of B over those of A
@@ -264,11 +265,7 @@ def draw(result_path, page):
         blocks[name] = (f"### {TITLES[name]}\n\n    {run['command']}\n\n{table_of(run)}\n\n"
                         f"![{name}](images/performance_{name}.svg)")
         picture_of(run, TITLES[name], os.path.join(images, f'performance_{name}.svg'))
-    goals = os.path.join(os.path.dirname(page), '..', 'bench', 'goals.json')
-    blocks['goals'] = '\n'.join(['| goal | must | aim | here | | command |', '|---' * 6 + '|'] + [
-        f"| {goal['goal']} | {bound(goal, 'must')} | {bound(goal, 'aim')} | {text} | {word} | "
-        f"`./dev bench --only {','.join(runs_of(goal))}` |"
-        for goal, text, word in judge(result, json.load(open(goals)))])
+    blocks['goals'] = goals_table(result_path, os.path.join(os.path.dirname(page), '..', 'bench'))
     for name, block in blocks.items():
         begin, end = f'<!-- {name} -->', f'<!-- end of {name} -->'
         pattern = re.compile(re.escape(begin) + '.*?' + re.escape(end), re.S)
@@ -277,6 +274,22 @@ def draw(result_path, page):
         text = pattern.sub(lambda _: f'{begin}\n{block}\n{end}', text)
     with open(page, 'w') as file:
         file.write(text)
+
+
+def goals_table(result_path, bench):
+    """Of this result, and of the records beside it."""
+    goals = json.load(open(os.path.join(bench, 'goals.json')))
+    paths = [result_path] + [path for path in sorted(glob.glob(os.path.join(bench, 'results', '*.json')))
+                             if not os.path.samefile(path, result_path)]
+    names = [os.path.basename(path).removesuffix('.json') for path in paths]
+    lines = ['| goal | must | aim | ' + ' | '.join(names) + ' | command |',
+             '|---' * (4 + len(paths)) + '|']
+    verdicts = [judge(json.load(open(path)), goals) for path in paths]
+    for goal, *columns in zip(goals, *verdicts):
+        cells = [f'{text}, {word}' if text != '-' else word for _, text, word in columns]
+        lines.append(f"| {goal['goal']} | {bound(goal, 'must')} | {bound(goal, 'aim')} | "
+                     f"{' | '.join(cells)} | `./dev bench --only {','.join(runs_of(goal))}` |")
+    return '\n'.join(lines)
 
 
 def runs_of(goal):
