@@ -2,19 +2,19 @@
 # scripts/lint.sh BUILD_DIR [--all]: what ./dev lint runs. BUILD_DIR is configured.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-build=$1 all=${2:-} bad=0
+build=$1 all=${2:-} now='' bad=''
 
-stage() { printf '\n== %s\n' "$1"; }
+stage() { now=$1 && printf '\n== %s\n' "$1"; }
 mapfile -t sources < <(git ls-files --cached --others --exclude-standard '*.cpp' '*.hpp' '*.inc')
 
 stage "clang-format"
-printf '%s\n' "${sources[@]}" | xargs clang-format-14 --dry-run --Werror || bad=1
+printf '%s\n' "${sources[@]}" | xargs clang-format-14 --dry-run --Werror || bad+=", $now"
 
 stage "who includes whom"
-awk -f scripts/check_includes.awk "${sources[@]}" || bad=1
+awk -f scripts/check_includes.awk "${sources[@]}" || bad+=", $now"
 
 stage "tests that the documents name"
-awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md || bad=1
+awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md || bad+=", $now"
 
 # What the slow stages read. A branch is compared with main; main itself with its last 50 commits.
 changed() {
@@ -35,7 +35,7 @@ targets=(headers_alone)
 # Each of these reads all of libtorch.
 ! changed | grep -qE '^(src|include/lockstep)/nn[/.].*hpp$' ||
   ! grep -q '^LOCKSTEP_NN:BOOL=ON' "$build/CMakeCache.txt" || targets+=(headers_alone_nn)
-cmake --build "$build" --target "${targets[@]}" || bad=1
+cmake --build "$build" --target "${targets[@]}" || bad+=", $now"
 
 # Each changed file, and the .cpp of each changed header. Not what includes libtorch: slow, and most of
 # what is said speaks of its macros. Nor do clang's own errors count: gcc compiles this, and clang 16
@@ -47,9 +47,9 @@ stage "clang-tidy: ${#tidied[@]} files"
 printf '%s\n' "${tidied[@]}" |
   xargs -r -P "$(nproc)" -n 1 clang-tidy-16 -p "$build" --quiet >"$build/clang-tidy.log" 2>&1
 case $? in
-  0 | 123) ! grep -aE -A3 'warnings-as-errors\]$' "$build/clang-tidy.log" || bad=1 ;;
-  *) tail "$build/clang-tidy.log" && bad=1 ;;
+  0 | 123) ! grep -aE -A3 'warnings-as-errors\]$' "$build/clang-tidy.log" || bad+=", $now" ;;
+  *) tail "$build/clang-tidy.log" && bad+=", $now" ;;
 esac
 
-[ "$bad" -eq 0 ] && stage "lint: clean"
-exit "$bad"
+stage "lint: ${bad:+not }clean${bad/#,/:}"
+[ -z "$bad" ]
