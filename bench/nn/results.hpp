@@ -1,8 +1,7 @@
 #pragma once
 
-#include <fmt/format.h>
-
-#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 
@@ -11,21 +10,20 @@ namespace lockstep::bench {
 /// What a program measured, for other programs: {"rows": [{"name": ..., "ratio": ...}]}.
 class Results {
  public:
-  /// `name`: without quotes or backslashes.
   void add(const std::string& name, double ratio) {
-    rows_ += fmt::format("{}\n  {{\"name\": \"{}\", \"ratio\": {:.4g}}}", rows_.empty() ? "" : ",",
-                         name, ratio);
+    rows_.push_back({{"name", name}, {"ratio", ratio}});
   }
 
   void write(const std::string& path) const {
-    std::FILE* const file = std::fopen(path.c_str(), "w");
-    if (file == nullptr) throw std::runtime_error(path + ": cannot be opened for writing");
-    fmt::print(file, "{{\"rows\": [{}\n]}}\n", rows_);
-    if (std::fclose(file) != 0) throw std::runtime_error(path + ": cannot be written");
+    nlohmann::json whole;
+    whole["rows"] = rows_;
+    std::ofstream file(path);
+    file << whole.dump(1) << '\n';
+    if (!file.flush()) throw std::runtime_error(path + ": cannot be written");
   }
 
  private:
-  std::string rows_;
+  nlohmann::json rows_ = nlohmann::json::array();
 };
 
 /// The path behind `--json`, taken out of the arguments; empty where there is none.

@@ -3,7 +3,6 @@
 // which promises one thread; else lockstep does, and asks for MPI_THREAD_MULTIPLE.
 #include <fmt/format.h>
 #include <mpi.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <charconv>
@@ -18,33 +17,16 @@
 #include <string_view>
 #include <vector>
 
+#include "../common.hpp"
+
 namespace {
 
+using lockstep::bench::median;
 using Clock = std::chrono::steady_clock;
 
 /// Long beside a barrier and a look at the clock, short beside whatever else the machine does.
 constexpr double kBlockUs = 4000;
 constexpr int kPairs = 201;
-
-/// The rank to a core of its own, the same whatever the mpirun.
-void bind(int rank) {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  int n_before = 0;
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (!CPU_ISSET(core, &allowed) || n_before++ != rank) continue;
-    cpu_set_t own;
-    CPU_ZERO(&own);
-    CPU_SET(core, &own);
-    ::sched_setaffinity(0, sizeof own, &own);
-  }
-}
-
-double median(std::vector<double> values) {
-  std::ranges::sort(values);
-  return values[values.size() / 2];
-}
 
 /// Microseconds of one of n calls.
 template <class Call>
@@ -117,7 +99,7 @@ int main(int argc, char** argv) {
     ::setenv("LOCKSTEP_MPI", OVER_MPI_MODULE, /*overwrite=*/1);
     if (is_single) MPI_Init(&argc, &argv);
     lockstep::init_dist({.backend = "mpi"});
-    bind(lockstep::get_local_rank());
+    lockstep::bench::bind_to_core_of(lockstep::get_local_rank());
     for (const std::size_t n_bytes : sizes) {
       const nlohmann::json result = measure(n_bytes);
       if (lockstep::is_main_process()) fmt::print("{}\n", result.dump());
