@@ -32,7 +32,7 @@ class MmengineCases : public ::testing::TestWithParam<Setting> {
   }
 };
 
-std::vector<Setting> settings() {
+std::vector<Setting> mmengine_settings() {
 #ifdef LOCKSTEP_CONFORMANCE_GLOO  // in nn_tests
   return {{Form::gloo, 1}, {Form::gloo, 2}, {Form::gloo_hosts, 2}};
 #endif
@@ -41,7 +41,7 @@ std::vector<Setting> settings() {
   return {{Form::solo, 1}, {Form::threads, 2}, {Form::processes, 2}, {Form::hosts, 2}};
 }
 
-INSTANTIATE_TEST_SUITE_P(Engines, MmengineCases, ::testing::ValuesIn(settings()),
+INSTANTIATE_TEST_SUITE_P(Engines, MmengineCases, ::testing::ValuesIn(mmengine_settings()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(MmengineCases, who_am_i) {

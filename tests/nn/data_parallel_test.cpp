@@ -23,6 +23,7 @@ namespace {
 using at::Tensor;
 using testing::difference;
 using testing::Random;
+using testing::usage_error;
 using namespace torch::nn;  // NOLINT: the modules by their names
 
 std::vector<at::Device> cpus(std::size_t n) { return std::vector<at::Device>(n, at::kCPU); }
@@ -67,14 +68,14 @@ double state_difference(const Sequential& a, const Sequential& b) {
   return worst;
 }
 
-struct Case {
+struct SplitCase {
   std::size_t n_devices;
   std::int64_t n_samples;
   at::ScalarType type;
   bool affine = true;
 };
 
-void expect_equal_training(const Case& c) {
+void expect_equal_training(const SplitCase& c) {
   SCOPED_TRACE(::testing::Message() << c.n_devices << " devices, " << c.n_samples << " samples, "
                                     << c10::toString(c.type) << ", affine " << c.affine);
   const double tolerance = c.type == at::kDouble ? 1e-12 : 1e-5;
@@ -505,16 +506,6 @@ TEST(DataParallelTest, nested) {
   DataParallel own(module_of([&self](const Tensor& t) { return self(t); }), cpus(2));
   self = [&own](const Tensor& t) { return own(t); };
   EXPECT_THROW(own(x), PeerFailed);
-}
-
-template <class F>
-std::string usage_error(F f) {
-  try {
-    f();
-  } catch (const UsageError& error) {
-    return error.text();
-  }
-  return "no error";
 }
 
 struct UncloneableImpl : torch::nn::Module {

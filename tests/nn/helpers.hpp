@@ -6,8 +6,10 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <lockstep/error.hpp>
 #include <lockstep/sync.hpp>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace lockstep::nn::testing {
@@ -45,6 +47,17 @@ inline double difference(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined()) return 0;
   const at::NoGradGuard no_grad;
   return largest(a.detach().to(at::kDouble) - b.detach().to(at::kDouble));
+}
+
+/// The text of the UsageError that f throws.
+template <class F>
+std::string usage_error(F f) {
+  try {
+    f();
+  } catch (const UsageError& error) {
+    return error.text();
+  }
+  return "no error";
 }
 
 /// Samples per rank.

@@ -17,6 +17,7 @@ namespace {
 using at::Tensor;
 using testing::difference;
 using testing::Random;
+using testing::usage_error;
 using torch::nn::BatchNorm1d, torch::nn::Linear, torch::nn::ReLU, torch::nn::Sequential;
 using ModulePtr = std::shared_ptr<torch::nn::Module>;
 
@@ -54,16 +55,6 @@ std::string text_of(const std::vector<Call>& calls) {
     text += module + std::to_string(copy_id) + "/" + std::to_string(n_before) + " ";
   }
   return text;
-}
-
-template <class F>
-std::string usage_error(F f) {
-  try {
-    f();
-  } catch (const UsageError& error) {
-    return error.text();
-  }
-  return "no error";
 }
 
 TEST(ReplicationTest, copy_0_first_and_one_context_per_submodule) {

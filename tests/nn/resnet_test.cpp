@@ -29,9 +29,9 @@ Conv2d conv(std::int64_t in, std::int64_t out, std::int64_t size, std::int64_t s
   return Conv2d(Conv2dOptions(in, out, size).stride(stride).padding(size / 2).bias(false));
 }
 
-struct BlockImpl : Module {
+struct ResidualBlockImpl : Module {
   Sequential body, shortcut;
-  BlockImpl(std::int64_t in, std::int64_t out, std::int64_t stride)
+  ResidualBlockImpl(std::int64_t in, std::int64_t out, std::int64_t stride)
       : body(conv(in, out, 3, stride), BatchNorm2d(out), ReLU(), conv(out, out, 3, 1),
              BatchNorm2d(out)) {
     register_module("body", body);
@@ -45,15 +45,15 @@ struct BlockImpl : Module {
     return torch::relu(body->forward(x) + (shortcut->is_empty() ? x : shortcut->forward(x)));
   }
 };
-TORCH_MODULE(Block);
+TORCH_MODULE(ResidualBlock);
 
 Sequential resnet18(std::int64_t width, std::uint64_t seed) {
   Sequential net(conv(3, width, 3, 1), BatchNorm2d(width), ReLU());
   std::int64_t in = width;
   for (int stage = 0; stage < 4; ++stage) {
     const std::int64_t out = width << stage;
-    net->push_back(Block(in, out, stage == 0 ? 1 : 2));
-    net->push_back(Block(out, out, 1));
+    net->push_back(ResidualBlock(in, out, stage == 0 ? 1 : 2));
+    net->push_back(ResidualBlock(out, out, 1));
     in = out;
   }
   net->push_back(AdaptiveAvgPool2d(1));

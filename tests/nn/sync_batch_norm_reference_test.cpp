@@ -131,7 +131,7 @@ torch::nn::Sequential checkpointed_net() {
                                torch::nn::Flatten(), torch::nn::BatchNorm1d(12));
 }
 
-Tensors state_of(const torch::nn::Module& module) {
+Tensors named_state(const torch::nn::Module& module) {
   Tensors state;
   for (const auto& item : module.named_parameters()) state[item.key()] = item->detach();
   for (const auto& item : module.named_buffers()) state[item.key()] = *item;
@@ -142,7 +142,7 @@ TEST(PythonCheckpointTest, fits_sync_batch_norm_by_name_shape_and_type) {
   const Tensors checkpoint = load_python("batch_norm_checkpoint.pt");
   auto net = checkpointed_net();
   convert_sync_batchnorm(net);
-  const Tensors state = state_of(*net);
+  const Tensors state = named_state(*net);
   ASSERT_EQ(state.size(), checkpoint.size());
   for (auto [name, tensor] : state) {
     ASSERT_TRUE(checkpoint.count(name)) << name;
@@ -158,7 +158,7 @@ TEST(PythonCheckpointTest, fits_sync_batch_norm_by_name_shape_and_type) {
   torch::save(net, stream);
   auto plain = checkpointed_net();
   torch::load(plain, stream);
-  for (const auto& [name, tensor] : state_of(*plain)) {
+  for (const auto& [name, tensor] : named_state(*plain)) {
     EXPECT_TRUE(tensor.equal(checkpoint.at(name))) << name;
   }
   net->eval();

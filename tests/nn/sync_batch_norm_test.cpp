@@ -18,17 +18,18 @@ using testing::difference;
 using testing::on_ranks;
 using testing::Random;
 using testing::share_of;
+using testing::usage_error;
 
 enum class Layout { contiguous, channels_last, strided };
 
-struct Case {
+struct LayerCase {
   std::vector<std::int64_t> sizes;  // without the batch
   testing::Shares shares;
   Layout layout = Layout::contiguous;
   at::ScalarType type = at::kDouble;
 };
 
-std::ostream& operator<<(std::ostream& stream, const Case& c) {
+std::ostream& operator<<(std::ostream& stream, const LayerCase& c) {
   return stream << "sizes " << c10::str(c.sizes) << " shares " << c10::str(c.shares) << " layout "
                 << static_cast<int>(c.layout) << ' ' << c10::toString(c.type);
 }
@@ -90,7 +91,7 @@ struct Batch {
   Tensor input, output_gradient, weight, bias;
 };
 
-Batch batch_of(const Case& c, double mean) {
+Batch batch_of(const LayerCase& c, double mean) {
   Random random(1);
   std::vector<std::int64_t> sizes{0};
   for (const auto share : c.shares) sizes[0] += share;
@@ -101,7 +102,7 @@ Batch batch_of(const Case& c, double mean) {
 }
 
 /// The ranks' outcomes put together again: what one rank with the whole batch should have.
-Outcome run_on_ranks(const Case& c, const Batch& batch) {
+Outcome run_on_ranks(const LayerCase& c, const Batch& batch) {
   const auto n_ranks = static_cast<int>(c.shares.size());
   std::vector<Outcome> outcomes(c.shares.size());
   on_ranks(n_ranks, [&](int rank) {
@@ -144,18 +145,18 @@ void expect_equal(const Outcome& got, const Outcome& expected, double tolerance)
   EXPECT_EQ(got.n_batches, expected.n_batches);
 }
 
-class SyncBatchNormTest : public ::testing::TestWithParam<Case> {};
+class SyncBatchNormTest : public ::testing::TestWithParam<LayerCase> {};
 
 TEST_P(SyncBatchNormTest, equals_batch_norm_of_the_whole_batch) {
-  const Case& c = GetParam();
+  const LayerCase& c = GetParam();
   const Batch batch = batch_of(c, /*mean=*/0.5);
   const Outcome expected = run(torch::nn::BatchNormOptions(c.sizes[0]), batch.input,
                                batch.output_gradient, batch.weight, batch.bias);
   expect_equal(run_on_ranks(c, batch), expected, c.type == at::kDouble ? 1e-12 : 1e-5);
 }
 
-std::vector<Case> all_cases() {
-  std::vector<Case> cases;
+std::vector<LayerCase> all_cases() {
+  std::vector<LayerCase> cases;
   const std::vector<std::vector<std::int64_t>> shapes{{5}, {4, 7}, {3, 5, 6}, {8, 2, 3, 4}, {1, 9}};
   const std::vector<testing::Shares> shares{{8},          {4, 4},       {7, 1},      {8, 0},
                                             {5, 2, 1},    {0, 3, 5},    {1, 1, 1},   {2, 2, 2},
@@ -232,7 +233,7 @@ TEST(SyncBatchNormMessagesTest, what_fits_no_cache_goes_a_few_channels_at_a_time
   for (const SecondShare& second :
        {SecondShare{24, Layout::contiguous, false}, SecondShare{3, Layout::contiguous, false},
         SecondShare{0, Layout::contiguous, false}, SecondShare{24, Layout::channels_last, true}}) {
-    const Case c{{6, 64, 64}, {24, second.n_samples}};
+    const LayerCase c{{6, 64, 64}, {24, second.n_samples}};
     const Batch batch = batch_of(c, /*mean=*/3);
     const Outcome expected = run(torch::nn::BatchNormOptions(6), batch.input, batch.output_gradient,
                                  batch.weight, batch.bias);
@@ -265,7 +266,7 @@ TEST(SyncBatchNormThreadsTest, any_number_of_threads_gives_the_same_bits) {
   for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
     for (const auto type : {at::kDouble, at::kFloat}) {
       // Several parts of rows, the last one short.
-      const Case c{{7, 101, 97}, {13}, layout, type};
+      const LayerCase c{{7, 101, 97}, {13}, layout, type};
       const Batch batch = batch_of(c, /*mean=*/1);
       const Tensor input = laid_out(batch.input, layout);
       std::vector<Outcome> outcomes;
@@ -291,7 +292,7 @@ TEST(SyncBatchNormThreadsTest, any_number_of_threads_gives_the_same_bits) {
 TEST(SyncBatchNormPrecisionTest, mean_ten_thousand_times_the_deviation) {
   for (const auto type : {at::kDouble, at::kFloat}) {
     for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
-      const Case c{{6, 9, 11}, {13, 2, 1}, layout, type};
+      const LayerCase c{{6, 9, 11}, {13, 2, 1}, layout, type};
       const Batch batch = batch_of(c, /*mean=*/1e4);
       const Errors ours = errors_of(run_on_ranks(c, batch), batch);
       const Errors torchs =
@@ -315,7 +316,7 @@ TEST(SyncBatchNormPrecisionTest, mean_ten_thousand_times_the_deviation) {
 
 TEST(SyncBatchNormPrecisionTest, gradients_at_ten_thousand_times_the_deviation) {
   for (const auto type : {at::kDouble, at::kFloat}) {
-    const Case c{{6, 9, 11}, {13, 2, 1}, Layout::contiguous, type};
+    const LayerCase c{{6, 9, 11}, {13, 2, 1}, Layout::contiguous, type};
     Batch batch = batch_of(c, /*mean=*/1e4);
     const Outcome got = run_on_ranks(c, batch);
     // Shifting the input changes no gradient: torch on the centred batch is the reference.
@@ -580,16 +581,6 @@ TEST(SyncBatchNormModuleTest, a_peer_that_goes_elsewhere_is_told_by_backward) {
   });
 }
 
-template <class F>
-std::string usage_error(F f) {
-  try {
-    f();
-  } catch (const UsageError& error) {
-    return error.text();
-  }
-  return "no error";
-}
-
 TEST(SyncBatchNormModuleTest, wrong_input_is_told_before_anything_is_sent) {
   on_ranks(2, [](int rank) {
     SyncBatchNorm2d bn(3);
@@ -623,7 +614,7 @@ TEST(SyncBatchNormModuleTest, wrong_input_is_told_before_anything_is_sent) {
 
 TEST(SyncBatchNormModuleTest, from_one_to_4096_channels) {
   for (const std::int64_t channels : {1, 2, 3, 17, 255, 1024, 4096}) {
-    const Case c{{channels, 3}, {3, 1}, Layout::contiguous, at::kDouble};
+    const LayerCase c{{channels, 3}, {3, 1}, Layout::contiguous, at::kDouble};
     const Batch batch = batch_of(c, /*mean=*/0.5);
     const Outcome expected = run(torch::nn::BatchNormOptions(channels), batch.input,
                                  batch.output_gradient, batch.weight, batch.bias);
