@@ -77,7 +77,10 @@ std::vector<std::string> environment(const StartOptions& start, const std::strin
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string_view variable(*entry);
     const std::string name(variable.substr(0, variable.find('=')));
-    const std::set<std::string> unwanted = {"OMP_NUM_THREADS", "MASTER_PORT", "NO_COLOR", "TERM"};
+    // GTEST_*: the shard of this process is not that of a test binary that it starts.
+    const std::set<std::string> unwanted = {"OMP_NUM_THREADS",    "MASTER_PORT",
+                                            "NO_COLOR",           "TERM",
+                                            "GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX"};
     if (unwanted.count(name) == 0 && start.variables.count(name) == 0) {
       result.emplace_back(variable);
     }

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# scripts/nightly.sh [--list] [--resume] [STAGE ...]: what ./dev nightly runs. A stage that fails does not
+# stop the others. build/nightly/STAGE.log has the output of each, STAGE.result what came of it.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+results=build/nightly
+commit=$(git rev-parse HEAD)
+
+# STAGE|MINUTES, about, on two cores|WHAT
+stages='tests|20|every test of the release build: also 8 ranks, Slurm, the suite under both mpiruns
+torch|25|the libtorch layer and the trainer over PyTorch 2.13, every test
+asan|16|core and command whole under AddressSanitizer and UndefinedBehaviorSanitizer
+tsan|8|the core whole under ThreadSanitizer
+campaign|8|500 random faults in real jobs over every engine
+valgrind|3|ranks that are 2 and 3 processes under memcheck
+fuzz|9|each parser for a minute
+soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
+simulation|3|16 simulated hosts beside the alpha-beta model
+model|2|the model of the shared engine, and its mutations
+lint|12|clang-tidy over every file, every header alone
+benchmarks|3|every benchmark compiles'
+
+run_stage() {
+  case $1 in
+    tests) ./dev test --all ;;
+    torch) ./dev test --torch venv --all ;;
+    asan) ./dev test --preset asan --all --filter '-*MpiTest.conformance_*:*MpiHostsTest.*:*SlurmTest.*' ;;
+    # ThreadSanitizer sees the threads of one process, and ends a forked one that starts a thread.
+    tsan) ./dev test --preset tsan core --filter \
+      '-*processes*:*ProcessTest.*:MeetingTest.*:CollectResultsMemoryTest.*:ConversionTest.*' ;;
+    campaign) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM \
+      ./dev test fault --filter '*CampaignTest.*' ;;
+    valgrind) ./dev test --valgrind ;;
+    fuzz) ./dev fuzz ;;
+    soak) ./dev soak ;;
+    simulation) ./dev bench growth --hosts --check ;;
+    model) ./dev model ;;
+    lint) ./dev lint --all ;;
+    benchmarks) ./dev build release bench/all ;;
+  esac
+}
+
+is_resumed=no names=()
+for argument; do
+  case $argument in
+    --list)
+      awk -F'|' '{ printf "%-12s %3d min  %s\n", $1, $2, $3 }' <<<"$stages"
+      exit 0
+      ;;
+    --resume) is_resumed=yes ;;
+    *)
+      grep -q "^$argument|" <<<"$stages" ||
+        { echo "dev: nightly: unknown stage '$argument', expected: $(cut -d'|' -f1 <<<"$stages" | xargs)" >&2 && exit 2; }
+      names+=("$argument")
+      ;;
+  esac
+done
+[ ${#names[@]} -gt 0 ] || mapfile -t names < <(cut -d'|' -f1 <<<"$stages")
+
+mkdir -p $results
+for name in "${names[@]}"; do
+  if [ $is_resumed = yes ] && grep -q "^$commit passed" "$results/$name.result" 2>/dev/null; then continue; fi
+  printf '\n#### %s: about %s\n' "$name" "$(grep "^$name|" <<<"$stages" | awk -F'|' '{ print $2 " minutes: " $3 }')"
+  start=$SECONDS outcome=passed
+  run_stage "$name" </dev/null 2>&1 | tee "$results/$name.log" || outcome=FAILED
+  closing=$(grep -E '^(.*: )?[0-9]+ passed, [0-9]+ failed|^== lint: ' "$results/$name.log" | tail -n 1)
+  echo "$commit $outcome $((SECONDS - start)) ${closing#== }" >"$results/$name.result"
+done
+
+printf '\n%-12s %-8s %6s   %s\n' stage result s 'closing line'
+n_bad=0
+for name in "${names[@]}"; do
+  read -r at outcome seconds closing <"$results/$name.result"
+  [ "$outcome" = passed ] || n_bad=$((n_bad + 1))
+  printf '%-12s %-8s %6d   %s\n' "$name" "$outcome" "$seconds" "$closing$([ "$at" = "$commit" ] || echo " (of ${at:0:7})")"
+done
+[ $n_bad -eq 0 ] && echo "nightly: all ${#names[@]} stages passed" || echo "nightly: $n_bad of ${#names[@]} stages FAILED"
+[ $n_bad -eq 0 ]
