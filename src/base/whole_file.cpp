@@ -9,11 +9,22 @@
 #include <system_error>
 #include <utility>
 
+#include "base/file_limit.hpp"
+
 namespace lockstep::base {
 namespace {
 
 [[noreturn]] void fail(const char* what, const std::string& path, int error_number = errno) {
   throw std::system_error(error_number, std::generic_category(), std::string(what) + " " + path);
+}
+
+/// Throws where a rename would replace something that holds no bytes of its own: what is written
+/// there is meant for somebody, and the next who opens it would find a file. Returns the path.
+std::string check_replaceable(std::string path) {
+  struct stat there {};
+  if (::stat(path.c_str(), &there) != 0 || S_ISREG(there.st_mode)) return path;
+  if (S_ISDIR(there.st_mode)) fail("write", path, EISDIR);
+  fail("replace what is no regular file:", path, ENOTSUP);
 }
 
 /// Never one that somebody else has put there, nor what a link leads to.
@@ -31,13 +42,15 @@ void bring_to_disk(int fd, const std::string& path) {
 }  // namespace
 
 WholeFile::WholeFile(std::string path, mode_t mode)
-    : path_(std::move(path)), part_(path_ + ".part"), fd_(make(part_, mode)) {}
+    : path_(check_replaceable(std::move(path))), part_(path_ + ".part"), fd_(make(part_, mode)) {}
 
 WholeFile::~WholeFile() {
   if (!is_committed_) ::unlink(part_.c_str());
 }
 
 void WholeFile::write(std::string_view bytes) {
+  if (exceeds_file_limit(n_bytes_ + bytes.size())) fail("write", part_, EFBIG);
+  n_bytes_ += bytes.size();
   while (!bytes.empty()) {
     const ssize_t n = ::write(fd(), bytes.data(), bytes.size());
     if (n < 0 && errno != EINTR) fail("write", part_);
@@ -51,6 +64,7 @@ void WholeFile::commit() {
   struct stat there {};
   if (::fstat(fd(), &mine) != 0 || ::lstat(part_.c_str(), &there) != 0) fail("stat", part_);
   if (mine.st_ino != there.st_ino) fail("another process is writing", part_, EBUSY);
+  check_replaceable(path_);
   if (::rename(part_.c_str(), path_.c_str()) != 0) fail("rename to", path_);
   is_committed_ = true;
 }

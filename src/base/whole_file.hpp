@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -11,7 +12,8 @@ namespace lockstep::base {
 
 /// A file that whoever opens `path` finds whole, or as it was: written as `path`.part and renamed.
 /// Gone again unless committed; what a kill leaves is in nobody's way, the next one at this path
-/// replaces it. For one writer of a path at a time. All members throw std::system_error.
+/// replaces it. What is there and no regular file (a device, a FIFO, a folder) is not replaced. For
+/// one writer of a path at a time. All members throw std::system_error: EFBIG rather than SIGXFSZ.
 class WholeFile {
  public:
   WholeFile(std::string path, mode_t mode);
@@ -29,6 +31,7 @@ class WholeFile {
   std::string path_;
   std::string part_;
   UniqueFd fd_;
+  std::uint64_t n_bytes_ = 0;
   bool is_committed_ = false;
 };
 

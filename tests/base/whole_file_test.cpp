@@ -2,8 +2,13 @@
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -32,6 +37,11 @@ class WholeFileTest : public testing::Test {
     WholeFile file(path("result"), /*mode=*/0600);
     file.write(text);
     file.commit_to_disk();
+  }
+  void save_as(const std::string& name) const {
+    WholeFile file(path(name), /*mode=*/0600);
+    file.write("new");
+    file.commit();
   }
   auto n_files() const { return std::distance(fs::directory_iterator(folder_), {}); }
 
@@ -87,8 +97,51 @@ TEST_F(WholeFileTest, two_writers_make_no_mixture) {
 TEST_F(WholeFileTest, a_place_that_takes_no_file) {
   EXPECT_THROW(WholeFile(path("no/such/folder"), /*mode=*/0600), std::system_error);
   fs::create_directory(path("folder"));
-  WholeFile file(path("folder"), /*mode=*/0600);
+  EXPECT_THROW(WholeFile(path("folder"), /*mode=*/0600), std::system_error);
+  WholeFile file(path("late"), /*mode=*/0600);
+  fs::create_directory(path("late"));
   EXPECT_THROW(file.commit(), std::system_error);
+}
+
+TEST_F(WholeFileTest, what_is_no_regular_file_is_not_replaced) {
+  ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
+  fs::create_symlink(path("fifo"), path("link"));
+  for (const char* name : {"fifo", "link"}) {
+    try {
+      save_as(name);
+      ADD_FAILURE() << name << " is replaced";
+    } catch (const std::system_error& error) {
+      EXPECT_EQ(error.code().value(), ENOTSUP) << error.what();
+    }
+  }
+  EXPECT_TRUE(fs::is_fifo(path("fifo")));
+  EXPECT_TRUE(fs::is_symlink(path("link")));
+  EXPECT_EQ(n_files(), 2);
+  // Nor what came meanwhile.
+  WholeFile file(path("late"), /*mode=*/0600);
+  ASSERT_EQ(::mkfifo(path("late").c_str(), 0600), 0);
+  EXPECT_THROW(file.commit(), std::system_error);
+  EXPECT_TRUE(fs::is_fifo(path("late")));
+}
+
+TEST_F(WholeFileTest, a_limit_on_the_size_of_files_is_an_error) {
+  std::fflush(nullptr);
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    const rlimit limit{.rlim_cur = 1000, .rlim_max = 1000};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+    try {
+      WholeFile file(path("result"), /*mode=*/0600);
+      file.write(std::string(600, 'x'));
+      file.write(std::string(600, 'x'));
+    } catch (const std::system_error& error) {
+      ::_exit(error.code().value() == EFBIG ? 0 : 1);
+    }
+    ::_exit(2);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+  EXPECT_EQ(status, 0);  // SIGXFSZ is 25
 }
 
 }  // namespace
