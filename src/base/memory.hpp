@@ -1,12 +1,14 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 namespace lockstep::base {
 
-/// Bytes the system could give to programs now, without ending others; a large number where it
-/// does not say.
-std::size_t available_memory() noexcept;
+/// Bytes the system could give to this process now, without ending one: what is free or could be
+/// freed, of the machine and of each control group (cgroup v1 and v2) that the process is in. A
+/// large number where the system does not say. `root`: stands before /proc and /sys, for tests.
+std::size_t available_memory(const std::string& root = {}) noexcept;
 
 /// Asks for the line at `at`, for this core alone. Not __builtin_prefetch, which for the least
 /// x86-64 fetches a line to read.
