@@ -1,10 +1,17 @@
 #include "base/process.hpp"
 
 #include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "base/fd.hpp"
 
@@ -14,64 +21,145 @@ namespace {
 struct Stat {
   char state = 'X';
   std::uint64_t n_cpu_ticks = 0;
-  std::uint64_t n_resident_pages = 0;
+  std::uint64_t n_threads = 0;
   std::uint64_t start_time = 0;
+  std::uint64_t n_resident_pages = 0;
 };
 
-Stat read_stat(pid_t pid) noexcept {
+/// /proc may be that of another PID namespace, whose numbers mean other processes.
+bool is_proc_of_this_namespace() noexcept {
+  char text[16] = {};
+  return ::readlink("/proc/self", text, sizeof text - 1) > 0 && std::atoi(text) == ::getpid();
+}
+
+/// nullopt: it cannot be read, or is gone.
+std::optional<Stat> read_stat(pid_t pid) noexcept {
   char path[32];
   std::snprintf(path, sizeof path, "/proc/%d/stat", static_cast<int>(pid));
   const UniqueFd file(::open(path, O_RDONLY | O_CLOEXEC));
   char text[1024];
   const ssize_t n = file ? ::read(file.get(), text, sizeof text - 1) : -1;
-  if (n <= 0) return {};
+  if (n <= 0) return std::nullopt;
   text[n] = '\0';
   // The second field is the program's name in parentheses, and may hold any character.
   const char* field = std::strrchr(text, ')');
   Stat stat;
-  unsigned long long start_time = 0;
   unsigned long long user = 0;
   unsigned long long system = 0;
+  unsigned long long n_threads = 0;
+  unsigned long long start_time = 0;
   unsigned long long n_pages = 0;
-  // Fields 3 (state), 14 and 15 (processor time), 22 (start time), 24 (resident pages).
+  // Fields 3 (state), 14 and 15 (processor time), 20 (threads), 22 (start time), 24 (resident
+  // pages).
   const int n_read =
       field == nullptr
           ? 0
           : std::sscanf(field + 1,
                         " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu %llu %*s %*s "
-                        "%*s %*s %*s %*s %llu %*s %llu",
-                        &stat.state, &user, &system, &start_time, &n_pages);
-  if (n_read != 5) return {};
+                        "%*s %*s %llu %*s %llu %*s %llu",
+                        &stat.state, &user, &system, &n_threads, &start_time, &n_pages);
+  if (n_read != 6) return std::nullopt;
   stat.n_cpu_ticks = user + system;
-  stat.n_resident_pages = n_pages;
+  stat.n_threads = n_threads;
   stat.start_time = start_time;
+  stat.n_resident_pages = n_pages;
   return stat;
 }
 
+bool is_known_gone(pid_t pid) noexcept { return ::kill(pid, 0) != 0 && errno == ESRCH; }
+
 }  // namespace
 
-std::uint64_t process_start_time(pid_t pid) noexcept { return read_stat(pid).start_time; }
+void SpareFd::take() noexcept {
+  if (of_ != nullptr && of_->is_intact()) {
+    spare_ = KeptFd(UniqueFd(::fcntl(of_->get(), F_DUPFD_CLOEXEC, 0)));
+  }
+}
+
+std::uint64_t namespace_of(const char* kind) noexcept {
+  char path[32];
+  std::snprintf(path, sizeof path, "/proc/self/ns/%s", kind);
+  struct stat status {};
+  return ::stat(path, &status) == 0 ? status.st_ino : 0;
+}
+
+std::uint64_t process_start_time(pid_t pid) noexcept {
+  const auto stat = is_proc_of_this_namespace() ? read_stat(pid) : std::nullopt;
+  return stat ? stat->start_time : 0;
+}
 
 ProcessUse process_use(pid_t pid) noexcept {
   if (pid <= 0) return {};
-  const Stat stat = read_stat(pid);
+  const Stat stat = read_stat(pid).value_or(Stat());
   return {
       .cpu_s = static_cast<double>(stat.n_cpu_ticks) / static_cast<double>(::sysconf(_SC_CLK_TCK)),
       .memory_bytes = stat.n_resident_pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE))};
 }
 
-ProcessState process_state(pid_t pid, std::uint64_t start_time) noexcept {
-  const Stat stat = read_stat(pid);
-  if (stat.start_time != start_time) return ProcessState::dead;
-  switch (stat.state) {
+ProcessState process_state(pid_t pid, std::uint64_t start_time, SpareFd* spare) noexcept {
+  if (pid <= 0) return ProcessState::unknown;
+  if (is_known_gone(pid)) return ProcessState::gone;
+  if (start_time == 0 || !is_proc_of_this_namespace()) return ProcessState::unknown;
+  auto stat = read_stat(pid);
+  if (!stat && (errno == EMFILE || errno == ENFILE) && spare != nullptr) {
+    stat = spare->with_room([pid] { return read_stat(pid); });
+  }
+  if (!stat) return is_known_gone(pid) ? ProcessState::gone : ProcessState::unknown;
+  if (stat->start_time != start_time) return ProcessState::gone;
+  switch (stat->state) {
     case 'Z':
     case 'X':
-    case 'x': return ProcessState::dead;
+    case 'x': return stat->n_threads > 1 ? ProcessState::alive : ProcessState::gone;
     case 'T':
     case 't': return ProcessState::stopped;
     case 'R': return ProcessState::running;
     default: return ProcessState::sleeping;
   }
+}
+
+WatchedProcess::WatchedProcess(pid_t pid, std::uint64_t start_time, bool keeps_pidfd) noexcept
+    : pid_(pid), start_time_(start_time) {
+  if (pid <= 0) return;
+  const std::uint64_t start_time_now = process_start_time(pid);
+  if (start_time_ == 0) start_time_ = start_time_now;
+#ifdef SYS_pidfd_open
+  if (keeps_pidfd && start_time_ == start_time_now) {  // else another process has the number now
+    pidfd_ = KeptFd(UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))));
+  }
+#else
+  static_cast<void>(keeps_pidfd);
+#endif
+}
+
+/// Alive, gone or unknown. A pidfd becomes readable when the last thread has ended.
+ProcessState WatchedProcess::ask_pidfd() const noexcept {
+#ifdef SYS_pidfd_send_signal
+  // Older systems give all pidfds one inode, shared with what else has none of its own.
+  if (!pidfd_.is_intact() ||
+      (::syscall(SYS_pidfd_send_signal, pidfd_.get(), 0, nullptr, 0) != 0 && errno == EBADF)) {
+    return ProcessState::unknown;
+  }
+  pollfd entry{.fd = pidfd_.get(), .events = POLLIN, .revents = 0};
+  const int n = ::poll(&entry, 1, 0);
+  if (n < 0 || (entry.revents & POLLNVAL) != 0) return ProcessState::unknown;
+  return n == 0 ? ProcessState::alive : ProcessState::gone;
+#else
+  return ProcessState::unknown;
+#endif
+}
+
+bool WatchedProcess::is_gone(SpareFd& spare) const noexcept {
+  const ProcessState state = ask_pidfd();
+  return (state == ProcessState::unknown ? process_state(pid_, start_time_, &spare) : state) ==
+         ProcessState::gone;
+}
+
+ProcessState WatchedProcess::state(SpareFd& spare) const noexcept {
+  const ProcessState known = ask_pidfd();
+  if (known == ProcessState::gone) return known;
+  const ProcessState state = process_state(pid_, start_time_, &spare);
+  const bool says_less = state == ProcessState::gone || state == ProcessState::unknown;
+  return known == ProcessState::alive && says_less ? known : state;
 }
 
 }  // namespace lockstep::base

@@ -41,4 +41,10 @@ std::int64_t TickScale::to_ns(std::uint64_t ticks) const noexcept {
   return later_.ns - static_cast<std::int64_t>(back * ns_per_tick_);
 }
 
+std::uint64_t TickScale::ticks_in(std::chrono::nanoseconds time) const noexcept {
+  return ns_per_tick_ > 0 && time.count() > 0
+             ? static_cast<std::uint64_t>(static_cast<double>(time.count()) / ns_per_tick_)
+             : 0;
+}
+
 }  // namespace lockstep::base

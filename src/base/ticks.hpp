@@ -34,6 +34,8 @@ class TickScale {
  public:
   TickScale(const TickAnchor& then, const TickAnchor& later) noexcept;
   std::int64_t to_ns(std::uint64_t ticks) const noexcept;
+  /// The ticks that so many nanoseconds take.
+  std::uint64_t ticks_in(std::chrono::nanoseconds time) const noexcept;
 
  private:
   TickAnchor later_;

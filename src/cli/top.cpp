@@ -81,7 +81,9 @@ std::string state_of(const RankBlock& rank) {
     case base::ProcessState::running: return "running";
     case base::ProcessState::sleeping: return "sleeping";
     case base::ProcessState::stopped: return "stopped";
-    case base::ProcessState::dead: return "dead";
+    case base::ProcessState::alive: return "alive";
+    case base::ProcessState::gone: return "dead";
+    case base::ProcessState::unknown: return "unknown";
   }
   return "damaged";
 }

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/fd.hpp"
+#include "base/file_limit.hpp"
 #include "base/text.hpp"
 
 namespace lockstep::comm {
@@ -41,9 +42,9 @@ std::shared_ptr<FlightRecord> make_flight_file(const std::string& dir, int rank)
       ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!fd) return nullptr;
   // Reserved before use, so that a full disk is no SIGBUS.
-  FlightFile* const file = ::posix_fallocate(fd.get(), 0, sizeof(FlightFile)) == 0
-                               ? map(fd.get(), PROT_READ | PROT_WRITE)
-                               : nullptr;
+  const bool has_room = !base::exceeds_file_limit(sizeof(FlightFile)) &&
+                        ::posix_fallocate(fd.get(), 0, sizeof(FlightFile)) == 0;
+  FlightFile* const file = has_room ? map(fd.get(), PROT_READ | PROT_WRITE) : nullptr;
   if (file == nullptr) {
     ::unlink(path.c_str());
     return nullptr;
@@ -60,9 +61,10 @@ std::shared_ptr<FlightRecord> make_flight_file(const std::string& dir, int rank)
 }
 
 std::optional<std::string> read_flight_file(const std::string& path) {
-  const base::UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const base::UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // no FIFO
   struct stat status {};
-  if (!fd || ::fstat(fd.get(), &status) != 0 || status.st_size != sizeof(FlightFile)) {
+  if (!fd || ::fstat(fd.get(), &status) != 0 || !S_ISREG(status.st_mode) ||
+      status.st_size != sizeof(FlightFile)) {
     return std::nullopt;
   }
   const std::shared_ptr<FlightFile> file(map(fd.get(), PROT_READ), [](FlightFile* mapped) {

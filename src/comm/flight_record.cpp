@@ -61,7 +61,11 @@ std::size_t n_groups_of(const FlightRecord& record) noexcept {
 }
 
 std::vector<Operation> operations_of(const FlightRecord& record) {
-  const base::TickScale scale({record.anchor_ticks, record.anchor_ns}, base::now());
+  return operations_of(record, {.ticks = record.anchor_ticks, .ns = record.anchor_ns});
+}
+
+std::vector<Operation> operations_of(const FlightRecord& record, const base::TickAnchor& anchor) {
+  const base::TickScale scale(anchor, base::now());
   std::vector<Operation> operations;
   operations.reserve(FlightRecord::kEntries);
   for (const FlightEntry& entry : record.entries) {

@@ -10,6 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/ticks.hpp"
+
 /// The flight recorder's memory: what a rank did last, readable by others while it runs and after
 /// it has died. Plain data and lock-free atomics, of which zero bytes are the initial state.
 namespace lockstep::comm {
@@ -112,6 +114,9 @@ struct Operation {
 /// What the record holds now, in the order in which the operations began. No input is trusted: a
 /// damaged record gives wrong operations, nothing worse.
 std::vector<Operation> operations_of(const FlightRecord& record);
+/// The same in times of the reader's CLOCK_MONOTONIC, which is another in another time namespace;
+/// `anchor` is an earlier moment there.
+std::vector<Operation> operations_of(const FlightRecord& record, const base::TickAnchor& anchor);
 
 std::string_view site_of(const FlightRecord& record, std::uint32_t site) noexcept;
 std::string_view name_of(const FlightGroup& group) noexcept;

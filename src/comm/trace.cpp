@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <pthread.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +17,7 @@
 #include <span>
 #include <system_error>
 
+#include "base/file_limit.hpp"
 #include "base/text.hpp"
 #include "comm/recorder.hpp"
 #include "comm/session.hpp"
@@ -64,12 +64,10 @@ std::string name_of_clock() {
 
 Trace::Trace(const std::string& dir, const FlightRecord& record) {
   std::string path = fmt::format("{}/rank-{}.XXXXXX", dir, record.rank);
-  fd_.reset(::mkostemp(path.data(), O_CLOEXEC));
+  fd_ = base::KeptFd(base::UniqueFd(::mkostemp(path.data(), O_CLOEXEC)));
   if (!fd_) fail(errno, fmt::format("cannot make '{}' (LOCKSTEP_TRACE)", path));
   constexpr std::size_t kHead = offsetof(TraceFile, events);
-  rlimit limit{};  // beyond it, the system does not refuse, but kills
-  ::getrlimit(RLIMIT_FSIZE, &limit);
-  int error_number = limit.rlim_cur < sizeof(TraceFile) ? EFBIG : 0;
+  int error_number = base::exceeds_file_limit(sizeof(TraceFile)) ? EFBIG : 0;
   if (error_number == 0 && ::ftruncate(fd_.get(), sizeof(TraceFile)) != 0) error_number = errno;
   void* memory = MAP_FAILED;
   if (error_number == 0) {
@@ -156,7 +154,9 @@ bool Trace::make_room(std::uint64_t number) noexcept {
   while (number >= file_->n_room.load(relaxed) && file_->error_number.load(relaxed) == 0) {
     const std::uint64_t n_room = file_->n_room.load(relaxed);
     const std::size_t offset = offsetof(TraceFile, events) + n_room * sizeof(TraceEvent);
-    const int error_number = reserve(fd_.get(), file_, offset, kChunk * sizeof(TraceEvent));
+    // The program may have closed the descriptor, and have another file under its number.
+    const int error_number =
+        fd_.is_intact() ? reserve(fd_.get(), file_, offset, kChunk * sizeof(TraceEvent)) : EBADF;
     if (error_number != 0) {
       file_->error_number.store(error_number, relaxed);
     } else {

@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-#include "base/fd.hpp"
+#include "base/kept_fd.hpp"
 #include "base/ticks.hpp"
 #include "comm/flight_record.hpp"
 
@@ -99,7 +99,7 @@ class Trace {
   std::int32_t this_thread() noexcept;
   bool make_room(std::uint64_t number) noexcept;
 
-  base::UniqueFd fd_;
+  base::KeptFd fd_;
   TraceFile* file_ = nullptr;
   std::mutex mutex_;  // guards the making of room
 };

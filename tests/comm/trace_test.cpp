@@ -5,9 +5,13 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <csignal>
 #include <cstdint>
 #include <filesystem>
@@ -130,6 +134,33 @@ TEST_F(TraceTest, allocates_nothing_on_or_off) {
   EXPECT_EQ(events_of(*file, Kind::call).size(), 6000U);
   ::unsetenv("LOCKSTEP_TRACE");
   run_ranks(1, count);
+}
+
+TEST_F(TraceTest, a_file_that_got_the_number_of_the_trace_is_left_alone) {
+  std::fflush(nullptr);
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    bool is_left_alone = false;
+    run_ranks(1, [&](int) {
+      add();
+      ::close_range(3, ~0U, 0);
+      char path[] = "/tmp/lockstep-trace-XXXXXX";
+      const int fd = ::mkostemp(path, O_CLOEXEC);
+      for (int i = 0; i < 32; ++i) ::dup(fd);
+      for (int i = 0; i < 3000; ++i) add();  // more than room is made for at once
+      struct stat status {};
+      is_left_alone = ::fstat(fd, &status) == 0 && status.st_size == 0 && status.st_blocks == 0;
+      ::unlink(path);
+    });
+    for (int fd = 3; fd < 35; ++fd) is_left_alone &= ::fcntl(fd, F_GETFD) >= 0;
+    ::_exit(is_left_alone ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+  EXPECT_EQ(status, 0);
+  const auto file = file_of(0);
+  ASSERT_TRUE(file);
+  EXPECT_EQ(file->error_number, EBADF);
 }
 
 TEST_F(TraceTest, a_scope_may_outlive_its_rank) {

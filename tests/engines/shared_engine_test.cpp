@@ -1,12 +1,18 @@
 // What is particular to the shared engine: many ranks, long messages, no allocation, no leftovers.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <stdlib.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
+#include <string>
+#include <vector>
 
 #include "engines/shared/segment.hpp"
 #include "support/allocations.hpp"
@@ -138,6 +144,60 @@ TEST(SharedEngineTest, a_killed_rank_leaves_nothing_behind) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, SIGKILL, 0}));
   EXPECT_EQ(n_files("/dev/shm"), n_shm);
   EXPECT_EQ(n_files("/proc/self/fd"), n_descriptors);
+}
+
+/// A program may close what it has not opened, as daemons do, and open files of its own.
+TEST(SharedEngineTest, a_file_that_got_the_number_of_the_segment_is_left_alone) {
+  const auto statuses = run_processes(2, [] {
+    const Group group = default_group().duplicate();
+    SharedBuffer buffer = group.allocate(4U << 20U);
+    ASSERT_EQ(::close_range(3, ~0U, 0), 0);
+    const std::string filling(9U << 20U, 'x');
+    char path[] = "/tmp/lockstep-closed-XXXXXX";
+    std::vector<int> fds = {::mkostemp(path, O_CLOEXEC)};
+    ASSERT_EQ(::write(fds[0], filling.data(), filling.size()),
+              static_cast<ssize_t>(filling.size()));
+    while (fds.size() < 32) fds.push_back(::dup(fds[0]));  // among them, the segment's number
+
+    std::vector<int> value = {1};
+    all_reduce(value);  // of what is mapped nothing has changed
+    EXPECT_EQ(value[0], 2);
+    buffer = SharedBuffer();
+    try {
+      static_cast<void>(group.allocate(1U << 20U));
+      ADD_FAILURE() << "no error";
+    } catch (const SystemError& error) {
+      EXPECT_EQ(error.error_number(), EBADF);
+      EXPECT_NE(error.text().find("closed descriptor"), std::string::npos) << error.text();
+    }
+    EXPECT_THROW(default_group().split(0), SystemError);
+    destroy_dist();
+    std::string found(filling.size() + 1, '\0');
+    EXPECT_EQ(::pread(fds[0], found.data(), found.size(), 0), static_cast<ssize_t>(filling.size()));
+    found.pop_back();
+    EXPECT_TRUE(found == filling);
+    for (const int fd : fds) EXPECT_GE(::fcntl(fd, F_GETFD), 0) << fd;
+    ::unlink(path);
+  });
+  EXPECT_EQ(statuses, std::vector<int>(2, 0));
+}
+
+TEST(SharedEngineTest, places_in_the_segment_are_used_again) {
+  const auto statuses = run_processes(2, [] {
+    // Files of memory are limited too; 40 buffers and groups take 12 MiB each.
+    const rlimit limit{.rlim_cur = 64U << 20U, .rlim_max = 64U << 20U};
+    ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+    for (int i = 0; i < 40; ++i) {
+      const Group group = default_group().duplicate();
+      const SharedBuffer buffer = group.allocate(4U << 20U);
+      const auto values = buffer.as<std::int64_t>();
+      EXPECT_EQ(values.front(), 0);
+      EXPECT_EQ(values.back(), 0);
+      values.front() = values.back() = 7;
+      group.barrier();
+    }
+  });
+  EXPECT_EQ(statuses, std::vector<int>(2, 0));
 }
 
 TEST(SegmentTest, refuses_what_is_not_its_own) {

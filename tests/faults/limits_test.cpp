@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <lockstep/lockstep.hpp>
 #include <string>
@@ -93,7 +94,7 @@ TEST(MachineLimitsTest, a_forbidden_memfd_is_said) {
     forbid(SYS_memfd_create);
     const std::string text = system_error(EPERM, [] { shared::Job job(2); });
     expect_contains(text, "cannot make a memfd");
-    expect_contains(text, "ulimit");
+    expect_contains(text, "seccomp");
   });
 }
 
@@ -123,6 +124,72 @@ TEST(MachineLimitsTest, no_descriptor_is_left) {
   in_child([] {
     set_limit(RLIMIT_NOFILE, 3);  // 0, 1 and 2
     expect_contains(system_error(EMFILE, [] { shared::Job job(2); }), "cannot make a memfd");
+  });
+}
+
+TEST(MachineLimitsTest, a_limit_on_the_size_of_files_is_no_signal) {
+  in_child([] {
+    set_limit(RLIMIT_FSIZE, 100U << 10U);
+    expect_contains(system_error(EFBIG, [] { shared::Job job(2); }), "(ulimit -f)");
+  });
+  in_child([] {
+    const auto segment = shared::make_world(Segment::for_processes(1));
+    set_limit(RLIMIT_FSIZE, 16U << 20U);
+    const auto make = [&](std::size_t n_bytes) {
+      return shared::Range::make(*segment, n_bytes, 1, [](std::byte*) {});
+    };
+    expect_contains(system_error(EFBIG, [&] { make(32U << 20U); }), "(ulimit -f)");
+    for (int i = 0; i < 20; ++i) shared::Range(segment, make(8U << 20U), 8U << 20U);
+  });
+}
+
+/// A control group below this process's own, of the memory controller.
+class MemoryGroup {
+ public:
+  explicit MemoryGroup(std::size_t limit) {
+    std::ifstream file("/proc/self/cgroup");
+    for (std::string line; std::getline(file, line);) {
+      const bool is_v1 = line.find(":memory:") != std::string::npos;
+      if (!is_v1 && !line.starts_with("0::")) continue;
+      const std::string path = (is_v1 ? "/sys/fs/cgroup/memory" : "/sys/fs/cgroup") +
+                               line.substr(line.rfind(':') + 1) +
+                               fmt::format("/lockstep-{}", ::getpid());
+      if (::mkdir(path.c_str(), 0700) != 0) continue;
+      path_ = path;
+      if (std::ofstream(path + (is_v1 ? "/memory.limit_in_bytes" : "/memory.max"))
+          << limit << std::flush) {
+        return;
+      }
+      ::rmdir(path_.c_str());
+      path_.clear();
+    }
+  }
+  ~MemoryGroup() {
+    if (!path_.empty()) ::rmdir(path_.c_str());
+  }
+  MemoryGroup(const MemoryGroup&) = delete;
+  MemoryGroup& operator=(const MemoryGroup&) = delete;
+
+  explicit operator bool() const { return !path_.empty(); }
+  void join() const {
+    ASSERT_TRUE(std::ofstream(path_ + "/cgroup.procs") << ::getpid() << std::flush);
+  }
+
+ private:
+  std::string path_;
+};
+
+TEST(MachineLimitsTest, a_containers_memory_is_an_error_and_no_kill) {
+  const MemoryGroup group(/*limit=*/64U << 20U);
+  if (!group) GTEST_SKIP() << "this process may make no control group with a limit of memory";
+  in_child([&group] {
+    group.join();
+    const auto segment = shared::make_world(Segment::for_processes(1));
+    const auto make = [&](std::size_t n_bytes) {
+      return shared::Range::make(*segment, n_bytes, 1, [](std::byte*) {});
+    };
+    expect_contains(system_error(ENOMEM, [&] { make(128U << 20U); }), "the container's memory");
+    make(8U << 20U);
   });
 }
 

@@ -15,10 +15,11 @@
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
-inline constexpr std::uint32_t kVersion = 6;
+inline constexpr std::uint32_t kVersion = 7;
 inline constexpr int kMaxRanks = 512;
 /// Two lines: the hardware fetches neighbours in pairs.
 inline constexpr std::size_t kLine = 128;
+inline constexpr std::size_t kFreeRanges = 224;
 
 enum class RankState : std::uint32_t { absent, alive, left, failed };
 
@@ -26,7 +27,9 @@ enum class RankState : std::uint32_t { absent, alive, left, failed };
 struct alignas(kLine) RankBlock {
   std::atomic<RankState> state;
   std::atomic<std::int32_t> pid;
-  std::atomic<std::uint64_t> start_time;
+  std::atomic<std::uint64_t> start_time;      ///< see base::process_start_time
+  std::atomic<std::uint64_t> pid_namespace;   ///< see base::namespace_of
+  std::atomic<std::uint64_t> time_namespace;  ///< the same
   /// What waitpid said, plus one: written by the launcher; 0 while the rank runs.
   std::atomic<std::int32_t> wait_status_plus_one;
   std::atomic<std::int32_t> cpu_quota;
@@ -44,7 +47,11 @@ struct alignas(kLine) SegmentHeader {
   std::int32_t n_ranks;
   std::uint64_t nonce;
   std::uint64_t world_channel;         ///< offset of the world's channel
-  std::atomic<std::uint64_t> n_bytes;  ///< where the next range begins
+  std::atomic<std::uint64_t> n_bytes;  ///< where ranges have not been yet
+  /// The ranks were seen to be in one PID namespace when they met.
+  std::atomic<bool> has_one_pid_namespace;
+  /// Ranges given back: see free_ranges.hpp.
+  alignas(kLine) std::array<std::atomic<std::uint64_t>, kFreeRanges> free_ranges;
 };
 
 /// First bytes of a range: how many ranks still use it.
@@ -57,11 +64,11 @@ struct alignas(kLine) RangeHeader {
 /// a torn view does no harm.
 struct CallRecord {
   std::atomic<std::uint64_t> sequence;
-  std::atomic<std::uint64_t> what;  ///< op, dtype, reduction, finished, root: see pack_what
-  std::atomic<std::uint64_t> count;
+  std::atomic<std::uint64_t> what;   ///< op, dtype, reduction, finished, root: see pack_what
+  std::atomic<std::uint64_t> count;  ///< elements, or a hash of Call::counts: see kByRank
   std::atomic<std::uint32_t> site;
-  std::atomic<comm::Check> check;           ///< how much the rank compares
-  std::atomic<std::int64_t> away_until_ns;  ///< of CLOCK_MONOTONIC: see Channel::go_away
+  std::atomic<comm::Check> check;         ///< how much the rank compares
+  std::atomic<std::uint64_t> away_until;  ///< base::ticks(): see Channel::go_away
 };
 
 inline constexpr std::size_t kInlineBytes = 248;

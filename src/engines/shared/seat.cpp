@@ -1,6 +1,7 @@
 #include "engines/shared/seat.hpp"
 
 #include <fmt/format.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,7 +13,6 @@
 #include <thread>
 
 #include "base/membarrier.hpp"
-#include "base/process.hpp"
 #include "base/text.hpp"
 #include "base/ticks.hpp"
 
@@ -44,6 +44,8 @@ Seat::Seat(std::shared_ptr<Segment> segment, int world_rank)
                                  world_rank_, nobody));
   }
   mine.start_time.store(base::process_start_time(pid_), std::memory_order_relaxed);
+  mine.pid_namespace.store(base::namespace_of("pid"), std::memory_order_relaxed);
+  mine.time_namespace.store(base::namespace_of("time"), std::memory_order_relaxed);
   mine.cpu_quota.store(base::cpu_quota(), std::memory_order_relaxed);
   const base::CpuMask mask = base::allowed_cpus();
   for (std::size_t i = 0; i < mask.size(); ++i) {
@@ -78,11 +80,7 @@ std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
     if (status != 0) text += (text.empty() ? "" : " and ") + describe_wait_status(status - 1);
     return Ending{.failed = false, .text = text};
   }
-  if (state != RankState::alive || !look_closely || segment_->fd() < 0) return std::nullopt;
-
-  const pid_t pid = peer.pid.load(std::memory_order_relaxed);
-  const auto start_time = peer.start_time.load(std::memory_order_relaxed);
-  if (base::process_state(pid, start_time) != base::ProcessState::dead) return std::nullopt;
+  if (state != RankState::alive || !look_closely || !is_gone(world_rank)) return std::nullopt;
   // A launcher knows the signal or the code as soon as it has reaped the process.
   for (int i = 0; i < 25; ++i) {
     if (peer.wait_status_plus_one.load(std::memory_order_acquire) != 0 ||
@@ -91,15 +89,68 @@ std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  return Ending{.failed = false, .text = fmt::format("died (its process {} is gone)", pid)};
+  return Ending{.failed = false,
+                .text = fmt::format("died (its process {} is gone)",
+                                    peer.pid.load(std::memory_order_relaxed))};
+}
+
+/// A pid means something in one PID namespace only. Without /proc it is known that there is one
+/// where the ranks met; the ranks of `lockstep run` have a launcher that sees them all.
+bool Seat::sees_pids_of(const RankBlock& peer) const noexcept {
+  const std::uint64_t here = block(world_rank_).pid_namespace.load(std::memory_order_relaxed);
+  const std::uint64_t there = peer.pid_namespace.load(std::memory_order_relaxed);
+  if (here != 0 && there != 0) return here == there;
+  return segment_->header().has_one_pid_namespace.load(std::memory_order_relaxed);
+}
+
+/// Under mutex_.
+base::WatchedProcess& Seat::watched(int world_rank) const {
+  const auto n_ranks = static_cast<std::size_t>(segment_->n_ranks());
+  if (watched_.empty()) {
+    watched_.resize(n_ranks);
+    spare_ = base::SpareFd(segment_->kept_fd());
+  }
+  base::WatchedProcess& process = watched_[static_cast<std::size_t>(world_rank)];
+  const RankBlock& peer = block(world_rank);
+  const bool has_joined = peer.state.load(std::memory_order_acquire) != RankState::absent;
+  if (process.is_known() || !has_joined || !sees_pids_of(peer)) return process;
+  // The program needs descriptors more.
+  constexpr rlim_t kShare = 8;
+  rlimit limit{};
+  const bool keeps_pidfd =
+      ::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur / kShare >= n_ranks;
+  const bool has_same_clock = peer.time_namespace.load(std::memory_order_relaxed) ==
+                              block(world_rank_).time_namespace.load(std::memory_order_relaxed);
+  process = base::WatchedProcess(
+      peer.pid.load(std::memory_order_relaxed),
+      has_same_clock ? peer.start_time.load(std::memory_order_relaxed) : 0, keeps_pidfd);
+  return process;
+}
+
+void Seat::watch_peers() {
+  if (!segment_->is_between_processes()) return;
+  const std::lock_guard lock(mutex_);
+  for (int r = 0; r < segment_->n_ranks(); ++r) {
+    if (r != world_rank_) watched(r);
+  }
+}
+
+base::ProcessState Seat::state_of(int world_rank) const {
+  if (!segment_->is_between_processes()) return base::ProcessState::alive;  // threads
+  const std::lock_guard lock(mutex_);
+  const base::WatchedProcess& process = watched(world_rank);
+  return process.is_known() ? process.state(spare_) : base::ProcessState::unknown;
+}
+
+bool Seat::is_gone(int world_rank) const {
+  if (!segment_->is_between_processes()) return false;
+  const std::lock_guard lock(mutex_);
+  const base::WatchedProcess& process = watched(world_rank);
+  return process.is_known() && process.is_gone(spare_);
 }
 
 bool Seat::is_stopped(int world_rank) const {
-  if (segment_->fd() < 0) return false;  // threads
-  const RankBlock& peer = block(world_rank);
-  return base::process_state(peer.pid.load(std::memory_order_relaxed),
-                             peer.start_time.load(std::memory_order_relaxed)) ==
-         base::ProcessState::stopped;
+  return state_of(world_rank) == base::ProcessState::stopped;
 }
 
 std::string Seat::condition_of(int world_rank) const {
@@ -107,39 +158,74 @@ std::string Seat::condition_of(int world_rank) const {
   if (peer.state.load(std::memory_order_acquire) == RankState::absent) {
     return "has not joined the world yet (init_dist)";
   }
-  if (segment_->fd() < 0) return "is alive";
+  if (!segment_->is_between_processes()) return "is alive";
   const pid_t pid = peer.pid.load(std::memory_order_relaxed);
-  switch (base::process_state(pid, peer.start_time.load(std::memory_order_relaxed))) {
+  switch (state_of(world_rank)) {
     case base::ProcessState::running: return fmt::format("is running (pid {})", pid);
     case base::ProcessState::sleeping: return fmt::format("is sleeping (pid {})", pid);
     case base::ProcessState::stopped:
       return fmt::format("is stopped by a signal or a debugger (pid {0}; kill -CONT {0})", pid);
-    case base::ProcessState::dead: return fmt::format("is dead (pid {})", pid);
+    case base::ProcessState::alive: return fmt::format("is alive (pid {})", pid);
+    case base::ProcessState::gone: return fmt::format("is dead (pid {})", pid);
+    case base::ProcessState::unknown:
+      return fmt::format(
+          "may be alive or dead (its pid {} cannot be seen from here: another PID "
+          "namespace, or no /proc)",
+          pid);
   }
   return {};
 }
 
-std::string Seat::doing_of(int world_rank) const {
+base::TickAnchor Seat::joined() const noexcept {
+  const comm::FlightRecord& record = block(world_rank_).flight;
+  return {.ticks = record.anchor_ticks, .ns = record.anchor_ns};
+}
+
+std::optional<comm::Operation> Seat::last_operation_of(int world_rank) const {
   // Acquire: the record's clock is set before the rank is alive.
-  const bool has_joined =
-      block(world_rank).state.load(std::memory_order_acquire) != RankState::absent;
-  if (!has_joined) return "it has made no call yet";
-  const comm::FlightRecord& record = block(world_rank).flight;
-  const auto operations = comm::operations_of(record);
-  if (operations.empty()) return "its record is elsewhere";  // a level of another engine
-  const comm::Operation& last = operations.back();
+  if (block(world_rank).state.load(std::memory_order_acquire) == RankState::absent) {
+    return std::nullopt;
+  }
+  const auto operations = comm::operations_of(block(world_rank).flight, joined());
+  return operations.empty() ? std::nullopt : std::optional(operations.back());
+}
+
+bool Seat::is_in_call(int world_rank) const {
+  const auto last = last_operation_of(world_rank);
+  return last && last->state == comm::Operation::State::under_way;
+}
+
+std::string Seat::doing_of(int world_rank) const {
+  const RankBlock& peer = block(world_rank);
+  const comm::FlightRecord& record = peer.flight;
+  const auto last = last_operation_of(world_rank);
+  if (!last) {
+    // A level of another engine records elsewhere, and nothing here.
+    const bool is_recorded_here =
+        block(world_rank_).flight.n_groups.load(std::memory_order_relaxed) > 0;
+    return is_recorded_here || peer.state.load(std::memory_order_relaxed) == RankState::absent
+               ? "it has made no call yet"
+               : "";
+  }
   const std::string call =
-      fmt::format("{} #{} on group '{}' at {}", name_of(last.op), last.sequence,
-                  comm::name_of(record.groups[last.group]), last.where);
-  const auto since = [now = base::now().ns](std::int64_t ns) {
-    return static_cast<double>(std::max<std::int64_t>(now - ns, 0)) * 1e-9;
+      fmt::format("{} #{} on group '{}' at {}", name_of(last->op), last->sequence,
+                  comm::name_of(record.groups[last->group]), last->where);
+  // Without a counter that means the same everywhere, the times of another time namespace do not.
+  const bool has_same_clock = base::kHasTickCounter ||
+                              peer.time_namespace.load(std::memory_order_relaxed) ==
+                                  block(world_rank_).time_namespace.load(std::memory_order_relaxed);
+  const auto since = [&](std::int64_t ns) {
+    return has_same_clock
+               ? fmt::format(
+                     " since {:.1f} s",
+                     static_cast<double>(std::max<std::int64_t>(base::now().ns - ns, 0)) * 1e-9)
+               : std::string();
   };
-  switch (last.state) {
+  switch (last->state) {
     case comm::Operation::State::under_way:
-      return fmt::format("it is in {} since {:.1f} s", call, since(last.start_ns));
+      return fmt::format("it is in {}{}", call, since(last->start_ns));
     case comm::Operation::State::finished:
-      return fmt::format("it is in no lockstep call since {:.1f} s (its last: {})",
-                         since(last.end_ns), call);
+      return fmt::format("it is in no lockstep call{} (its last: {})", since(last->end_ns), call);
     case comm::Operation::State::failed: return fmt::format("its last call, {}, failed", call);
   }
   return {};

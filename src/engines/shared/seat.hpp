@@ -4,11 +4,16 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <source_location>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "base/kept_fd.hpp"
+#include "base/process.hpp"
+#include "base/ticks.hpp"
 #include "comm/recorder.hpp"
 #include "engines/shared/segment.hpp"
 
@@ -50,16 +55,24 @@ class Seat {
   }
   const std::shared_ptr<comm::Recorder>& recorder() const noexcept { return recorder_; }
 
-  /// Whether a rank is gone, and how; nullopt while it may still come. `look_closely` asks the
-  /// operating system too, which takes some 10 us.
+  /// Gets ready to ask about the processes of all ranks, who have joined, when descriptors may be
+  /// used up.
+  void watch_peers();
+  /// Whether a rank is gone, and how; nullopt while it may still come, or where that cannot be
+  /// told. `look_closely` asks the operating system too, which takes some 10 us.
   std::optional<Ending> ending_of(int world_rank, bool look_closely) const;
   /// Whether a signal or a debugger keeps a rank's process from running.
   bool is_stopped(int world_rank) const;
   /// "is stopped (pid 12)", "has not joined the world yet", ...
   std::string condition_of(int world_rank) const;
 
-  /// "in no lockstep call since 3.2 s (its last: barrier #1 on group 'world' at a.cpp:40)", ...
+  /// Whether a rank is inside a call, of any group.
+  bool is_in_call(int world_rank) const;
+  /// "it is in no lockstep call since 3.2 s (its last: barrier #1 on group 'world' at a.cpp:40)",
+  /// ... Empty where this segment does not know.
   std::string doing_of(int world_rank) const;
+  /// One moment on both clocks, from when this rank joined.
+  base::TickAnchor joined() const noexcept;
 
   /// Whether base::fence_registered() reaches every rank of the world, all of whom have joined.
   bool all_take_fences() const;
@@ -67,12 +80,23 @@ class Seat {
   bool is_oversubscribed() const;
 
  private:
+  /// `unknown` where this process cannot see that of the rank.
+  base::ProcessState state_of(int world_rank) const;
+  bool is_gone(int world_rank) const;
+  base::WatchedProcess& watched(int world_rank) const;
+  bool sees_pids_of(const RankBlock& peer) const noexcept;
+  std::optional<comm::Operation> last_operation_of(int world_rank) const;
+
   RankBlock& block(int world_rank) const noexcept { return segment_->rank(world_rank); }
 
   std::shared_ptr<Segment> segment_;
   int world_rank_;
   pid_t pid_;
   bool left_ = false;
+  mutable std::mutex
+      mutex_;  // guards watched_ and spare_: the rank's groups wait on several threads
+  mutable std::vector<base::WatchedProcess> watched_;  // by rank of the world, once asked about
+  mutable base::SpareFd spare_;
   std::shared_ptr<comm::Recorder> recorder_;
 };
 

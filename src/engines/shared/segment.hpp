@@ -10,13 +10,14 @@
 
 #include "base/fd.hpp"
 #include "base/futex.hpp"
+#include "base/kept_fd.hpp"
 #include "engines/shared/layout.hpp"
 
 namespace lockstep::shared {
 
 /// Memory that all ranks of a world reach. It grows by ranges, named by offsets that mean the
 /// same on every rank: in one process the address itself, between processes a place in a memfd
-/// that nobody else can open and that ends with its last process.
+/// that nobody else can open and that ends with its last process. Ranges given back are used again.
 class Segment {
  public:
   /// For ranks that are threads of this process.
@@ -38,8 +39,11 @@ class Segment {
   SegmentHeader& header() noexcept { return *header_; }
   RankBlock& rank(int world_rank) noexcept;
   const RankBlock& rank(int world_rank) const noexcept;
-  int n_ranks() const noexcept { return header_->n_ranks; }
+  int n_ranks() const noexcept { return n_ranks_; }
+  bool is_between_processes() const noexcept { return static_cast<bool>(fd_); }
+  /// Of the memfd; -1: threads.
   int fd() const noexcept { return fd_.get(); }
+  const base::KeptFd& kept_fd() const noexcept { return fd_; }
   base::FutexScope scope() const noexcept {
     return fd_ ? base::FutexScope::process : base::FutexScope::thread;
   }
@@ -55,9 +59,13 @@ class Segment {
   void open(base::UniqueFd fd, int protection, const std::optional<std::uint64_t>& nonce);
   std::byte* map(std::uint64_t offset, std::size_t n_bytes);
   void unmap(std::byte* data, std::size_t n_bytes) noexcept;
+  void check_fd() const;
+  std::uint64_t take_offset(std::size_t n_bytes) noexcept;
+  void give_back_offset(std::uint64_t offset, std::size_t n_bytes) noexcept;
 
-  base::UniqueFd fd_;  // none: threads
+  base::KeptFd fd_;  // none: threads
   SegmentHeader* header_ = nullptr;
+  int n_ranks_ = 0;  // the header may be damaged later
   std::size_t n_base_bytes_ = 0;
 };
 
@@ -70,6 +78,7 @@ class Range {
   static std::uint64_t make(Segment& segment, std::size_t n_bytes, int n_users,
                             const std::function<void(std::byte*)>& initialise);
 
+  /// Throws SystemError; then this user has let go.
   Range(std::shared_ptr<Segment> segment, std::uint64_t offset, std::size_t n_bytes);
   ~Range();
   Range(const Range&) = delete;
@@ -80,6 +89,9 @@ class Range {
 
  private:
   static std::size_t total(std::size_t n_bytes) noexcept;
+  static void detach(Segment& segment, RangeHeader& header, std::uint64_t offset,
+                     std::size_t n_bytes, std::size_t n_mapped_bytes) noexcept;
+  static std::byte* attach(Segment& segment, std::uint64_t offset, std::size_t n_bytes);
 
   std::shared_ptr<Segment> segment_;
   std::uint64_t offset_;

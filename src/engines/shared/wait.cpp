@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "base/membarrier.hpp"
+#include "base/ticks.hpp"
 #include "engines/shared/channel.hpp"
 
 namespace lockstep::shared {
@@ -17,10 +18,6 @@ constexpr std::chrono::milliseconds kLookEvery{20};
 /// core, a waiter lends its own for so long to whoever wants it, such as its group's worker, before
 /// it sleeps. By the clock: a yield among programs that want the core takes milliseconds.
 constexpr std::chrono::microseconds kPatience{1500};
-
-std::int64_t monotonic_ns() {
-  return std::chrono::nanoseconds(steady_clock::now().time_since_epoch()).count();
-}
 
 }  // namespace
 
@@ -85,16 +82,19 @@ const std::vector<int>& Channel::late(int awaited) {
   absent(awaited);
   // Relaxed: whoever comes back sets its time anew before it raises its flag, so a flag seen as not
   // raised goes with a time that was far enough, or with none.
-  std::erase_if(absent_, [this, now = monotonic_ns()](int rank) {
-    return lane(rank).record.away_until_ns.load(std::memory_order_relaxed) > now &&
+  std::erase_if(absent_, [this, now = base::ticks()](int rank) {
+    return lane(rank).record.away_until.load(std::memory_order_relaxed) > now &&
            !seat_->is_stopped(world_rank(rank));
   });
   return absent_;
 }
 
 void Channel::go_away(std::chrono::nanoseconds at_most) noexcept {
-  lane(rank_).record.away_until_ns.store(monotonic_ns() + at_most.count(),
-                                         std::memory_order_relaxed);
+  // In ticks, which mean the same in another time namespace.
+  const base::TickAnchor now = base::now();
+  const base::TickScale scale(seat_->joined(), now);
+  lane(rank_).record.away_until.store(now.ticks + scale.ticks_in(at_most),
+                                      std::memory_order_relaxed);
 }
 
 void Channel::look_for_the_dead(const Call& call, int awaited, Condition ready, unsigned round) {

@@ -1,0 +1,146 @@
+#include "base/process.hpp"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <functional>
+#include <thread>
+
+#include "base/fd.hpp"
+#include "base/kept_fd.hpp"
+
+namespace lockstep::base {
+namespace {
+
+UniqueFd temporary_file() {
+  char path[] = "/tmp/lockstep-process-XXXXXX";
+  UniqueFd fd(::mkostemp(path, O_CLOEXEC));
+  ::unlink(path);
+  return fd;
+}
+
+/// With a pidfd, and by /proc alone.
+class WatchedProcessTest : public testing::TestWithParam<bool> {
+ protected:
+  ~WatchedProcessTest() override {
+    if (pid_ <= 0) return;
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+  }
+
+  WatchedProcess start(const std::function<void()>& body) {
+    std::fflush(nullptr);
+    pid_ = ::fork();
+    if (pid_ == 0) {
+      ::alarm(60);  // the watchdog
+      body();
+      ::_exit(0);
+    }
+    return {pid_, process_start_time(pid_), GetParam()};
+  }
+  void wait_until(const WatchedProcess& process, ProcessState state) {
+    while (process.state(spare_) != state) std::this_thread::yield();
+  }
+  /// Until it is a zombie.
+  void wait_for_end() const {
+    siginfo_t info{};
+    ASSERT_EQ(::waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOWAIT), 0);
+  }
+  void reap() {
+    ASSERT_EQ(::waitpid(pid_, nullptr, 0), pid_);
+    pid_ = 0;
+  }
+
+  KeptFd file_{temporary_file()};
+  SpareFd spare_{file_};
+  pid_t pid_ = 0;
+};
+
+INSTANTIATE_TEST_SUITE_P(Base, WatchedProcessTest, testing::Bool(), [](const auto& setting) {
+  return setting.param ? "with_pidfd" : "by_proc";
+});
+
+void pause_for_ever() {
+  while (true) ::pause();
+}
+
+TEST_P(WatchedProcessTest, from_life_to_death) {
+  const WatchedProcess process = start(pause_for_ever);
+  wait_until(process, ProcessState::sleeping);
+  EXPECT_FALSE(process.is_gone(spare_));
+  ::kill(pid_, SIGSTOP);
+  wait_until(process, ProcessState::stopped);
+  EXPECT_FALSE(process.is_gone(spare_));
+  ::kill(pid_, SIGKILL);
+  wait_for_end();
+  EXPECT_TRUE(process.is_gone(spare_)) << "a zombie";
+  EXPECT_EQ(process.state(spare_), ProcessState::gone);
+  reap();
+  EXPECT_TRUE(process.is_gone(spare_));
+}
+
+TEST_P(WatchedProcessTest, main_thread_ends_first) {
+  const WatchedProcess process = start([] {
+    std::thread(pause_for_ever).detach();
+    ::syscall(SYS_exit, 0);
+  });
+  wait_until(process, ProcessState::alive);
+  EXPECT_FALSE(process.is_gone(spare_));
+  ::kill(pid_, SIGKILL);
+  wait_for_end();
+  EXPECT_TRUE(process.is_gone(spare_));
+}
+
+TEST_P(WatchedProcessTest, no_descriptor_is_left) {
+  const WatchedProcess process = start(pause_for_ever);
+  wait_until(process, ProcessState::sleeping);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit none = before;
+  none.rlim_cur = 3;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  const bool is_gone = process.is_gone(spare_);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_FALSE(is_gone);
+  ::kill(pid_, SIGKILL);
+  wait_for_end();
+  EXPECT_TRUE(process.is_gone(spare_));
+}
+
+TEST(ProcessStateTest, of_nobody) {
+  EXPECT_EQ(process_state(0, 1), ProcessState::unknown);
+  EXPECT_EQ(process_state(-1, 1), ProcessState::unknown);
+  EXPECT_EQ(process_state(::getpid(), 0), ProcessState::unknown);
+  EXPECT_EQ(process_state(::getpid(), process_start_time(::getpid())), ProcessState::running);
+  // Another has the number now.
+  EXPECT_EQ(process_state(::getpid(), process_start_time(::getpid()) + 1), ProcessState::gone);
+}
+
+TEST(KeptFdTest, a_number_that_became_another_file_is_left_alone) {
+  const UniqueFd other = temporary_file();
+  const int number = ::fcntl(other.get(), F_DUPFD_CLOEXEC, 100);
+  ASSERT_GE(number, 100);
+  {
+    const KeptFd kept(UniqueFd(::fcntl(temporary_file().get(), F_DUPFD_CLOEXEC, 200)));
+    ASSERT_TRUE(kept.is_intact());
+    ASSERT_EQ(::dup2(other.get(), kept.get()), kept.get());
+    EXPECT_FALSE(kept.is_intact());
+  }
+  EXPECT_GE(::fcntl(200, F_GETFD), 0) << "closed though it was not its own";
+  ::close(200);
+  {
+    const KeptFd kept{UniqueFd(number)};
+    EXPECT_TRUE(kept.is_intact());
+  }
+  EXPECT_LT(::fcntl(number, F_GETFD), 0);
+}
+
+}  // namespace
+}  // namespace lockstep::base

@@ -1,0 +1,275 @@
+// A rank that is late and cannot be seen is late, not lost.
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <lockstep/lockstep.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engines/shared/job.hpp"
+#include "support/expect.hpp"
+#include "support/namespaces.hpp"
+
+namespace lockstep::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+/// Two ranks as under `lockstep run`, of which rank 1 comes when rank 0 has given up.
+class LivenessTest : public testing::Test {
+ protected:
+  LivenessTest() { EXPECT_EQ(::pipe2(pipe_, O_CLOEXEC | O_NONBLOCK), 0); }
+  ~LivenessTest() override {
+    for (const int fd : pipe_) ::close(fd);
+  }
+
+  using Step = std::function<void(int rank)>;
+
+  /// What rank 0 is told, which must be that rank 1 is late. prepare: called before a rank joins;
+  /// waste: when both have.
+  std::string text_of_a_late_peer(const Step& prepare, const Step& waste) {
+    const shared::Job job(2);
+    std::fflush(nullptr);
+    std::vector<pid_t> pids;
+    for (int rank = 0; rank < 2; ++rank) {
+      const pid_t pid = ::fork();
+      if (pid == 0) be_rank(rank, job.environment(), prepare, waste);
+      pids.push_back(pid);
+    }
+    for (const pid_t pid : pids) {
+      int status = -1;
+      EXPECT_EQ(::waitpid(pid, &status, 0), pid);
+      EXPECT_EQ(status, 0);
+    }
+    std::string text(4096, '\0');
+    const ssize_t n = ::read(pipe_[0], text.data(), text.size());
+    text.resize(n > 0 ? static_cast<std::size_t>(n) : 0);
+    return text;
+  }
+
+  /// The caller goes on as a child, after which this process ends too: a new PID or time namespace
+  /// is that of the next child.
+  static void go_on_in_child() {
+    const pid_t child = ::fork();
+    if (child == 0) return;
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    ::_exit(WIFEXITED(status) ? WEXITSTATUS(status) : 99);
+  }
+
+  /// Runs body as the first process of a PID namespace, with the /proc of the one outside.
+  static void in_one_pid_namespace(const std::function<void()>& body) {
+    std::fflush(nullptr);
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+      ::unshare(CLONE_NEWPID);
+      go_on_in_child();
+      body();
+      std::fflush(nullptr);
+      ::_exit(HasFailure() ? 1 : 0);
+    }
+    int status = -1;
+    ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+    EXPECT_EQ(status, 0);
+  }
+
+  bool rank_1_ends_its_main_thread_ = false;
+
+ private:
+  [[noreturn]] void be_rank(int rank, const std::string& segment, const Step& prepare,
+                            const Step& waste) {
+    ::alarm(60);  // the watchdog
+    for (const char* name : {"RANK", "LOCAL_RANK"}) {
+      ::setenv(name, std::to_string(rank).c_str(), 1);
+    }
+    for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) ::setenv(name, "2", 1);
+    ::setenv("LOCKSTEP_SEGMENT", segment.c_str(), 1);
+    try {
+      prepare(rank);
+      init_dist({.backend = "shared"});
+      const Group world = default_group();
+      const Group told = world.duplicate();
+      world.barrier();
+      waste(rank);
+      if (rank == 0 || !rank_1_ends_its_main_thread_) finish(world, told);
+      std::thread([this, world, told] { finish(world, told); }).detach();
+      ::syscall(SYS_exit, 0);
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << "rank " << rank << ": " << error.what();
+    }
+    std::fflush(nullptr);
+    ::_exit(1);
+  }
+
+  [[noreturn]] void finish(const Group& world, const Group& told) const {
+    try {
+      if (world.rank() == 0) expect_late(world);
+      told.barrier();
+      EXPECT_THROW(world.barrier(), TimeoutError);
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << "rank " << world.rank() << ": " << error.what();
+    }
+    std::fflush(nullptr);
+    ::_exit(HasFailure() ? 1 : 0);
+  }
+
+  void expect_late(const Group& world) const {
+    try {
+      world.barrier(milliseconds(200));
+      ADD_FAILURE() << "no error";
+    } catch (const TimeoutError& error) {
+      const std::string text = error.what();
+      expect_contains(text, "waited 0.2 s for rank 1 of 2");
+      EXPECT_EQ(::write(pipe_[1], text.data(), text.size()), static_cast<ssize_t>(text.size()));
+    }
+  }
+
+  int pipe_[2] = {-1, -1};
+};
+
+/// By /proc, which knows more than whether it lives.
+void expect_seen(const std::string& text) {
+  EXPECT_TRUE(text.find("rank 1 is sleeping (pid ") != std::string::npos ||
+              text.find("rank 1 is running (pid ") != std::string::npos)
+      << text;
+}
+
+void do_nothing(int /*rank*/) {}
+
+void use_up_descriptors(int /*rank*/) {
+  while (::fcntl(0, F_DUPFD, 0) >= 0) {
+  }
+  EXPECT_EQ(errno, EMFILE);
+}
+
+void limit_descriptors(int /*rank*/) {
+  const rlimit limit{.rlim_cur = 128, .rlim_max = 128};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+}
+
+void hide_proc(int /*rank*/) {
+  ASSERT_EQ(::unshare(CLONE_NEWNS), 0);
+  ASSERT_EQ(::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr), 0);
+  ASSERT_EQ(::mount("none", "/proc", "tmpfs", 0, "size=4k"), 0);
+}
+
+void forbid_pidfds(int /*rank*/) {
+  sock_filter code[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pidfd_open, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{.len = 4, .filter = code};
+  ASSERT_EQ(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+  ASSERT_EQ(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter), 0);
+}
+
+/// Whether root may: inside of most containers it may not.
+bool can_unshare(int flags) {
+  const pid_t pid = ::fork();
+  if (pid == 0) ::_exit(::unshare(flags) == 0 ? 0 : 1);
+  int status = -1;
+  return ::waitpid(pid, &status, 0) == pid && status == 0;
+}
+
+#define SKIP_UNLESS_CAN_UNSHARE(flags) \
+  if (!can_unshare(flags)) GTEST_SKIP() << "this process may make no " #flags
+
+TEST_F(LivenessTest, seen) {
+  expect_seen(text_of_a_late_peer(do_nothing, do_nothing));
+}
+
+TEST_F(LivenessTest, by_who_has_no_descriptor_left) {
+  expect_seen(text_of_a_late_peer(limit_descriptors, use_up_descriptors));  // by the spare one
+}
+
+TEST_F(LivenessTest, by_who_has_no_descriptor_left_and_may_open_no_pidfd) {
+  const auto prepare = [](int rank) {
+    limit_descriptors(rank);
+    forbid_pidfds(rank);
+  };
+  expect_seen(text_of_a_late_peer(prepare, use_up_descriptors));
+}
+
+TEST_F(LivenessTest, without_proc) {
+  SKIP_UNLESS_CAN_UNSHARE(CLONE_NEWNS);
+  const std::string text = text_of_a_late_peer(hide_proc, do_nothing);
+  expect_contains(text, "rank 1 may be alive or dead");
+}
+
+TEST_F(LivenessTest, with_a_proc_that_is_gone_later) {
+  SKIP_UNLESS_CAN_UNSHARE(CLONE_NEWNS);
+  const std::string text = text_of_a_late_peer(do_nothing, hide_proc);
+  expect_contains(text, "rank 1 is alive (pid ");  // says the pidfd
+}
+
+TEST_F(LivenessTest, in_pid_and_ipc_namespaces_of_their_own) {
+  constexpr int kNamespaces = CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNS;
+  SKIP_UNLESS_CAN_UNSHARE(kNamespaces);
+  const auto prepare = [](int) {
+    ASSERT_EQ(::unshare(kNamespaces), 0);
+    go_on_in_child();
+    EXPECT_EQ(::getpid(), 1);
+    ASSERT_EQ(::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr), 0);
+    ASSERT_EQ(::mount("proc", "/proc", "proc", 0, nullptr), 0);
+  };
+  expect_contains(text_of_a_late_peer(prepare, do_nothing), "cannot be seen from here");
+}
+
+// Its numbers mean other processes there.
+TEST_F(LivenessTest, in_one_pid_namespace_with_the_proc_of_another) {
+  SKIP_UNLESS_CAN_UNSHARE(CLONE_NEWPID);
+  in_one_pid_namespace([this] {
+    expect_contains(text_of_a_late_peer(do_nothing, do_nothing), "rank 1 is alive (pid ");
+  });
+}
+
+TEST_F(LivenessTest, in_time_namespaces_of_their_own) {
+  if (const auto why = missing_time_namespaces(); !why.empty()) GTEST_SKIP() << why;
+  SKIP_UNLESS_CAN_UNSHARE(CLONE_NEWTIME);
+  const auto prepare = [](int rank) {
+    ASSERT_EQ(::unshare(CLONE_NEWTIME), 0);
+    std::ofstream("/proc/self/timens_offsets")
+        << fmt::format("monotonic {0} 0\nboottime {0} 0\n", rank * 50'000);
+    go_on_in_child();
+  };
+  const std::string text = text_of_a_late_peer(prepare, do_nothing);
+  expect_seen(text);
+  expect_contains(text, "it is in barrier #1 on group 'world/1.0' at ");
+  EXPECT_EQ(text.find(" since 50"), std::string::npos) << text;
+  EXPECT_EQ(text.find(" since 49"), std::string::npos) << text;
+}
+
+/// A rank may live in another thread than the main one.
+TEST_F(LivenessTest, whose_main_thread_has_ended) {
+  rank_1_ends_its_main_thread_ = true;
+  expect_contains(text_of_a_late_peer(do_nothing, do_nothing), "rank 1 is alive (pid ");
+}
+
+TEST_F(LivenessTest, whose_main_thread_has_ended_by_who_may_open_no_pidfd) {
+  rank_1_ends_its_main_thread_ = true;
+  expect_contains(text_of_a_late_peer(forbid_pidfds, do_nothing), "rank 1 is alive (pid ");
+}
+
+}  // namespace
+}  // namespace lockstep::test
