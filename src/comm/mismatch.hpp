@@ -1,16 +1,19 @@
 #pragma once
 
+#include <cstdint>
 #include <lockstep/engine.hpp>
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "comm/check.hpp"
 
 /// The texts of a MismatchError, the same whichever engine finds it.
 namespace lockstep::comm {
 
-/// Who called what, a line for each rank.
+/// Who called what: a line for each set of ranks that called the same, the smallest set first, so
+/// that whoever differs is in what is left where a message has an end.
 class MismatchTable {
  public:
   struct Row {
@@ -21,17 +24,32 @@ class MismatchTable {
     int root;
     std::string count;
     std::string where;
+    /// Of all that is compared, should the rest not tell ranks apart.
+    std::uint32_t fingerprint = 0;
   };
 
   void add(const Row& row);
+  /// Absent ranks stand behind the others.
   void add_absent(int rank, std::string_view last_call);
-  const std::string& text() const { return text_; }
+  std::string text() const;
 
  private:
-  std::string text_ =
-      "the ranks made different calls; all ranks must call the same, in the same order\n"
-      "  rank  operation       type  count       root  reduction  where";
+  struct Line {
+    std::vector<int> ranks;
+    std::string call;
+    std::uint32_t fingerprint;
+    bool is_absent;
+  };
+  void add(int rank, std::string call, std::uint32_t fingerprint, bool is_absent);
+
+  std::vector<Line> lines_;
 };
+
+/// "by rank 3fa1": for the count of a call that has one for each rank, a hash of all of them.
+std::string count_by_rank(std::uint64_t hash);
+
+/// "0, 2, 5-90": of numbers in ascending order.
+std::string list_of(std::span<const int> numbers);
 
 struct RankCheck {
   int rank;

@@ -3,11 +3,13 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
+#include <fstream>
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
 #include <thread>
@@ -56,8 +58,10 @@ TEST_P(Failures, different_operations) {
         group.all_reduce({&value, 1, DType::f32}, ReduceOp::max);
       }
     });
-    expect_contains(text, "0     all_reduce      f32   1           -     max");
-    expect_contains(text, "1     barrier         -     -           -     -");
+    expect_contains(text, "\n  1     barrier         -     -           -     -");
+    expect_contains(text, group.size() == 2
+                              ? "\n  0     all_reduce      f32   1           -     max"
+                              : "\n  0, 2  all_reduce      f32   1           -     max");
     expect_contains(text, "failures_test.cpp:");
     // Dead for good, with the same words.
     EXPECT_EQ(text_of<MismatchError>([&] { group.barrier(); }), text);
@@ -107,11 +111,12 @@ TEST_P(Failures, a_barrier_of_one_rank_is_known_by_its_line) {
       if (get_rank() == 0) barrier();
       barrier();
     });
+    const std::string others = get_world_size() == 2 ? "\n  1     barrier" : "\n  1, 2  barrier";
     expect_contains(text, "\n  0     barrier");
-    expect_contains(text, "\n  1     barrier");
+    expect_contains(text, others);
     const std::string file = "failures_test.cpp:";
     const auto first = text.find(file, text.find("\n  0 ")),
-               second = text.find(file, text.find("\n  1 "));
+               second = text.find(file, text.find(others));
     ASSERT_NE(second, std::string::npos) << text;
     EXPECT_EQ(std::stoi(text.substr(first + file.size())) + 1,
               std::stoi(text.substr(second + file.size())))
@@ -141,7 +146,11 @@ TEST_P(Failures, a_rank_that_does_not_come) {
     const Group group = default_group().duplicate();
     if (group.rank() == 0) {
       barrier();  // comes when the others have given up
-      EXPECT_THROW(group.barrier(), TimeoutError);
+      // It did not wait for itself.
+      const std::string text = text_of<TimeoutError>([&] { group.barrier(); });
+      expect_contains(text, group.size() == 2 ? ": rank 1 waited 0.1 s for rank 0 of 2; here: 1\n"
+                                              : " waited 0.1 s for rank 0 of 3; here: 1, 2\n");
+      expect_contains(text, ": rank ");
       return;
     }
     const std::string text = text_of<TimeoutError>([&] { group.barrier(milliseconds(100)); });
@@ -149,6 +158,41 @@ TEST_P(Failures, a_rank_that_does_not_come) {
     expect_contains(text, "rank 0 is ");
     expect_contains(text, "its last call here: none");
     barrier();
+  });
+}
+
+// What each gives for itself may differ, and is not what they disagree on.
+TEST_P(Failures, counts_that_differ_for_other_ranks) {
+  run([] {
+    const Group group = default_group();
+    std::vector<std::size_t> counts(static_cast<std::size_t>(group.size()), 1);
+    counts[0] = 2;
+    if (group.rank() == 1) counts[0] = 3;
+    std::vector<double> mine(2), all(8);
+    const std::string text = text_of<MismatchError>([&] {
+      group.all_gather(
+          {mine.data(), group.rank() == 0 ? 2U : 1U, DType::f64},
+          {all.data(), static_cast<std::size_t>(group.size()) + (counts[0] - 1), DType::f64},
+          counts);
+    });
+    expect_contains(text, "\n  1     all_gather      f64   by rank ");
+    if (group.size() == 3) expect_contains(text, "\n  0, 2  all_gather      f64   by rank ");
+    expect_contains(text, "by rank: a hash of the counts");
+  });
+}
+
+TEST(FailuresOfThreads, one_of_many_ranks_that_differs_is_named_first) {
+  run_ranks(40, [](int rank) {
+    const std::string text = text_of<MismatchError>([rank] {
+      if (rank == 39) {
+        barrier();
+      } else {
+        all_reduce_value(1);
+      }
+    });
+    // Who has not come when the table is made is named in it, behind the others.
+    if (text.find("not here") == std::string::npos) expect_contains(text, "\n  0-38  all_reduce ");
+    expect_contains(text, "where\n  39 ");
   });
 }
 
@@ -309,6 +353,40 @@ TEST(FailuresOfProcesses, stopped_is_said_so) {
         ::kill(pids[1], SIGCONT);
       });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+/// The calling process can map no more than so much from here on.
+void limit_address_space(std::size_t n_bytes_more) {
+  std::size_t n_pages = 0;
+  std::ifstream("/proc/self/statm") >> n_pages;
+  const rlim_t n_bytes = n_pages * static_cast<std::size_t>(::getpagesize()) + n_bytes_more;
+  const rlimit limit{.rlim_cur = n_bytes, .rlim_max = n_bytes};
+  ASSERT_EQ(::setrlimit(RLIMIT_AS, &limit), 0);
+}
+
+TEST(FailuresOfProcesses, a_buffer_that_one_rank_cannot_map_is_an_error_on_all) {
+  const auto statuses = run_processes(3, [] {
+    const Group group = default_group().duplicate();
+    if (get_rank() == 1) limit_address_space(/*n_bytes_more=*/8U << 20U);
+    const std::string text =
+        text_of<SystemError>([&] { static_cast<void>(group.allocate(std::size_t{16} << 20U)); });
+    expect_contains(text, "rank 1 could not map shared memory: cannot map ");
+    expect_contains(text, "(errno 12)");
+    EXPECT_EQ(text.find("(errno 12)"), text.rfind("(errno 12)")) << text;
+    barrier();  // the world is another group
+  });
+  EXPECT_EQ(statuses, std::vector<int>(3, 0));
+}
+
+TEST(FailuresOfProcesses, a_group_that_one_rank_cannot_map_is_an_error_on_all) {
+  const auto statuses = run_processes(3, [] {
+    const Group group = default_group().duplicate();
+    if (get_rank() == 1) limit_address_space(/*n_bytes_more=*/1U << 20U);
+    expect_contains(text_of<SystemError>([&] { static_cast<void>(group.split(0)); }),
+                    "rank 1 could not map shared memory: cannot map ");
+    barrier();
+  });
+  EXPECT_EQ(statuses, std::vector<int>(3, 0));
 }
 
 /// True to all ranks once one has raised it.

@@ -46,18 +46,25 @@ Parts parts_of(int n_ranks) {
   return parts;
 }
 
+void mix(std::uint64_t& hash, std::uint64_t value) {
+  hash = (hash ^ value) * 0x9e3779b97f4a7c15ULL;
+  hash ^= hash >> 29U;
+}
+
 /// 32 bits of everything the ranks must agree on; `site`: 0, or also a hash of the source line.
 std::uint32_t fingerprint_of(const Call& call, std::uint64_t site) {
   std::uint64_t hash = pack_what(call);
-  const auto mix = [&hash](std::uint64_t value) {
-    hash = (hash ^ value) * 0x9e3779b97f4a7c15ULL;
-    hash ^= hash >> 29U;
-  };
-  mix(call.counts.empty() ? call.count : 0);
-  for (const std::size_t count : call.counts) mix(count);
-  if (site != 0) mix(site);
-  if (call.whole != nullptr) mix(fingerprint_of(*call.whole, /*site=*/0));
+  mix(hash, call.counts.empty() ? call.count : 0);
+  for (const std::size_t count : call.counts) mix(hash, count);
+  if (site != 0) mix(hash, site);
+  if (call.whole != nullptr) mix(hash, fingerprint_of(*call.whole, /*site=*/0));
   return static_cast<std::uint32_t>(hash >> 16U);
+}
+
+std::uint64_t hash_of(std::span<const std::size_t> counts) {
+  std::uint64_t hash = counts.size();
+  for (const std::size_t count : counts) mix(hash, count);
+  return hash >> 16U;
 }
 
 }  // namespace
@@ -109,8 +116,9 @@ void Channel::begin(const Call& call) {
   const Call& shown = call.whole != nullptr ? *call.whole : call;
   CallRecord& record = lane(rank_).record;
   record.sequence.store(call.sequence, std::memory_order_relaxed);
-  record.what.store(pack_what(shown), std::memory_order_relaxed);
-  record.count.store(shown.count, std::memory_order_relaxed);
+  const bool is_by_rank = !shown.counts.empty();  // then each rank's own count may be another
+  record.what.store(pack_what(shown) | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
+  record.count.store(is_by_rank ? hash_of(shown.counts) : shown.count, std::memory_order_relaxed);
   // Release: who reads the number finds the text of the place.
   record.site.store(site_, std::memory_order_release);
 }

@@ -172,7 +172,7 @@ class Channel {
   [[noreturn]] void fail(const Call& call, FailureKind kind, const std::string& text,
                          int error_number = 0);
   [[noreturn]] void fail_mismatch(const Call& call);
-  [[noreturn]] void fail_timeout(const Call& call, const std::vector<int>& absent);
+  [[noreturn]] void fail_timeout(const Call& call, std::vector<int> absent);
   [[noreturn]] void throw_failure(const Call& call);
   bool has_failed() const noexcept {
     return header_->failure.state.load(std::memory_order_seq_cst) != FailureState::none;

@@ -1,5 +1,4 @@
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstring>
@@ -107,29 +106,37 @@ void Channel::fail_mismatch(const Call& call) {
     const CallRecord& record = lane(r).record;
     const std::uint32_t site = record.site.load(std::memory_order_acquire);
     const std::uint64_t what = record.what.load(std::memory_order_relaxed);
+    const std::uint64_t count = record.count.load(std::memory_order_relaxed);
     table.add({.rank = r,
                .op = op_of(what),
                .dtype = dtype_of(what),
                .reduce = reduce_of(what),
                .root = root_of(what),
-               .count = std::to_string(record.count.load(std::memory_order_relaxed)),
-               .where = std::string(seat_->site_name(world_rank(r), site))});
+               .count = (what & kByRank) != 0 ? comm::count_by_rank(count) : std::to_string(count),
+               .where = std::string(seat_->site_name(world_rank(r), site)),
+               .fingerprint = r == rank_ ? fingerprint_ : static_cast<std::uint32_t>(flag_of(r))});
   }
   fail(call, FailureKind::mismatch, table.text());
 }
 
-void Channel::fail_timeout(const Call& call, const std::vector<int>& absent) {
+void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
   std::vector<int> present;
   for (int r = 0; r < size(); ++r) {
     if (std::find(absent.begin(), absent.end(), r) == absent.end()) present.push_back(r);
   }
-  std::string text = fmt::format("waited {:g} s for rank{} {} of {}; here: {}",
+  // Who is late throws this text too, when it comes: so it says who waited.
+  std::string text = fmt::format("rank {} waited {:g} s for rank{} {} of {}; here: {}", rank_,
                                  std::chrono::duration<double>(call.timeout).count(),
-                                 absent.size() == 1 ? "" : "s", fmt::join(absent, ", "), size(),
-                                 fmt::join(present, ", "));
+                                 absent.size() == 1 ? "" : "s", comm::list_of(absent), size(),
+                                 comm::list_of(present));
+  // Who is in another call most likely waits too, for one who is in none.
+  std::ranges::stable_partition(absent,
+                                [this](int r) { return !seat_->is_in_call(world_rank(r)); });
   for (const int r : absent) {
-    fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}; {}", r,
-                   seat_->condition_of(world_rank(r)), call_of(r), seat_->doing_of(world_rank(r)));
+    const std::string doing = seat_->doing_of(world_rank(r));
+    fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}{}{}", r,
+                   seat_->condition_of(world_rank(r)), call_of(r), doing.empty() ? "" : "; ",
+                   doing);
   }
   fail(call, FailureKind::timeout, text);
 }

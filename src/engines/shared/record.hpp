@@ -12,5 +12,7 @@ using comm::root_of;
 
 /// Set in a CallRecord's `what` when the call has returned.
 inline constexpr std::uint64_t kFinished = 1ULL << 24U;
+/// Set there when the call has a count for each rank.
+inline constexpr std::uint64_t kByRank = 1ULL << 25U;
 
 }  // namespace lockstep::shared

@@ -1,8 +1,17 @@
 #include "engines/shared/shared_engine.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <cstring>
 #include <lockstep/error.hpp>
+#include <new>
+#include <string>
+#include <string_view>
+
+#include "base/text.hpp"
 
 namespace lockstep::shared {
 
@@ -61,11 +70,13 @@ class Buffer final : public SharedMemory {
   std::byte* data_;
 };
 
-/// What a leader tells the members of the range it reserved for them.
-struct Reservation {
+/// What a rank tells the others of its part in making memory: where, or why not. Rides in the flag.
+struct Outcome {
   std::uint64_t offset;
-  std::int64_t error_number;
+  std::int32_t error_number;
+  std::array<char, kInlineBytes - 12> text;
 };
+static_assert(sizeof(Outcome) <= kInlineBytes);
 
 struct Membership {
   std::int32_t color;
@@ -84,30 +95,63 @@ T shown_by(Channel& channel, int rank) {
   return value;
 }
 
-/// Runs reserve() on the leader and tells all ranks what came of it; a leader's failure is
-/// everyone's. Ranks of other leaders hear of it too: their group is one group still.
-template <class Reserve>
-std::uint64_t reserve_for_all(Channel& channel, const Call& call, int leader, Reserve reserve) {
-  Reservation mine{};
-  if (leader == channel.rank()) {
-    try {
-      mine.offset = reserve();
-    } catch (const SystemError& error) {
-      mine.error_number = error.error_number();
-    }
+/// Calls make(), which may fail on one rank alone, and tells all ranks what came of it: one rank's
+/// failure is everyone's. Ranks of other leaders hear of it too: their group is one group still.
+template <class Make>
+void make_with_all(Channel& channel, const Call& call, const char* what, Outcome& mine, Make make) {
+  try {
+    make();
+  } catch (const SystemError& error) {
+    mine.error_number = error.error_number();
+    // Without the system's own words, which the error that all throw adds.
+    const std::string text = error.text();
+    base::copy_text(mine.text,
+                    std::string_view(text).substr(
+                        0, text.rfind(fmt::format(": {}", std::strerror(mine.error_number)))));
+  } catch (const std::bad_alloc&) {
+    mine.error_number = ENOMEM;
+    base::copy_text(mine.text, "no memory for the list of ranks");
   }
   show(channel, mine);
   channel.turn(call);
   for (int r = 0; r < channel.size(); ++r) {
-    const auto error_number = static_cast<int>(shown_by<Reservation>(channel, r).error_number);
-    if (error_number != 0) {
-      channel.fail_system(call, error_number,
-                          "rank " + std::to_string(r) +
-                              " could not reserve shared memory; free memory, or raise the limits "
-                              "(the container's memory, ulimit -v)");
-    }
+    const auto outcome = shown_by<Outcome>(channel, r);
+    if (outcome.error_number == 0) continue;
+    channel.fail_system(call, outcome.error_number,
+                        fmt::format("rank {} could not {} shared memory: {}", r, what,
+                                    base::text_in(outcome.text)));
   }
-  return shown_by<Reservation>(channel, leader).offset;
+}
+
+/// Runs reserve() on the leader; returns on all ranks what it returned there.
+template <class Reserve>
+std::uint64_t reserve_for_all(Channel& channel, const Call& call, int leader, Reserve reserve) {
+  Outcome mine{};
+  make_with_all(channel, call, "reserve", mine, [&] {
+    if (leader == channel.rank()) mine.offset = reserve();
+  });
+  return shown_by<Outcome>(channel, leader).offset;
+}
+
+/// Runs map() on all ranks; returns when it has succeeded on all.
+template <class Map>
+auto map_on_all(Channel& channel, const Call& call, Map map) {
+  decltype(map()) result;
+  Outcome mine{};
+  make_with_all(channel, call, "map", mine, [&] { result = map(); });
+  return result;
+}
+
+/// A rank that cannot finish a call for a reason of its own says so to those who wait.
+template <class Body>
+auto abandoning(Channel& channel, Body body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    // No more than a look where the channel has failed already.
+    channel.abandon(fmt::format("rank {} failed: {}", channel.rank(), error.what()));
+    throw;
+  }
 }
 
 }  // namespace
@@ -118,6 +162,7 @@ std::unique_ptr<Engine> SharedEngine::join(std::shared_ptr<Seat> seat, const Cal
   const int rank = seat->world_rank();
   auto engine = std::make_unique<SharedEngine>(std::move(seat), offset, rank, segment.n_ranks());
   engine->run(barrier);
+  engine->channel_.seat()->watch_peers();
   engine->channel_.choose_waiting();
   return engine;
 }
@@ -127,6 +172,10 @@ SharedEngine::SharedEngine(std::shared_ptr<Seat> seat, std::uint64_t offset, int
       inputs_(static_cast<std::size_t>(n_ranks)) {}
 
 std::unique_ptr<Engine> SharedEngine::split(const Call& call, int color, int key) {
+  return abandoning(channel_, [&] { return split_engine(call, color, key); });
+}
+
+std::unique_ptr<Engine> SharedEngine::split_engine(const Call& call, int color, int key) {
   channel_.begin(call);
   show(channel_, Membership{.color = color, .key = key});
   channel_.turn(call);
@@ -148,14 +197,20 @@ std::unique_ptr<Engine> SharedEngine::split(const Call& call, int color, int key
     return Channel::make(channel_.seat()->segment(), world_ranks);
   });
   const auto my_rank = std::find(members.begin(), members.end(), rank()) - members.begin();
-  auto engine = std::make_unique<SharedEngine>(channel_.seat(), offset, static_cast<int>(my_rank),
-                                               static_cast<int>(members.size()));
+  auto engine = map_on_all(channel_, call, [&] {
+    return std::make_unique<SharedEngine>(channel_.seat(), offset, static_cast<int>(my_rank),
+                                          static_cast<int>(members.size()));
+  });
   engine->channel_.choose_waiting();
   channel_.end();
   return engine;
 }
 
 std::unique_ptr<SharedMemory> SharedEngine::allocate(const Call& call) {
+  return abandoning(channel_, [&] { return allocate_buffer(call); });
+}
+
+std::unique_ptr<SharedMemory> SharedEngine::allocate_buffer(const Call& call) {
   constexpr std::size_t kPage = 4096;  // parts do not share pages: each stays near its own rank
   channel_.begin(call);
   const std::size_t n_part_bytes =
@@ -164,8 +219,11 @@ std::unique_ptr<SharedMemory> SharedEngine::allocate(const Call& call) {
     return Range::make(channel_.seat()->segment(), n_part_bytes * static_cast<std::size_t>(size()),
                        size(), [](std::byte*) {});
   });
-  auto buffer = std::make_unique<Buffer>(channel_.seat()->shared_segment(), offset, ++n_allocated_,
-                                         n_part_bytes, rank(), size(), buffers_);
+  ++n_allocated_;
+  auto buffer = map_on_all(channel_, call, [&] {
+    return std::make_unique<Buffer>(channel_.seat()->shared_segment(), offset, n_allocated_,
+                                    n_part_bytes, rank(), size(), buffers_);
+  });
   channel_.end();
   return buffer;
 }

@@ -55,6 +55,8 @@ class SharedEngine final : public Engine {
   std::shared_ptr<comm::Recorder> recorder() const override { return channel_.seat()->recorder(); }
 
  private:
+  std::unique_ptr<Engine> split_engine(const Call& call, int color, int key);
+  std::unique_ptr<SharedMemory> allocate_buffer(const Call& call);
   void all_reduce(const Call& call);
   void all_reduce_in_place(const Call& call, const BufferTable::Place& place);
   void reduce(const Call& call, bool wants_result);
