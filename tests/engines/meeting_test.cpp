@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -267,6 +269,70 @@ TEST_F(MeetingTest, two_processes_of_one_rank_are_a_mismatch) {
   for (int i = 0; i < 2; ++i) {
     start_rank(1, 3, [] { expect_refusal<MismatchError>({"two processes are rank 1"}); });
   }
+  expect_all_pass();
+}
+
+/// This process can open n more.
+void limit_descriptors_to(int n) {
+  const int next = ::dup(0);
+  ::close(next);
+  const rlimit limit{.rlim_cur = static_cast<rlim_t>(next + n),
+                     .rlim_max = static_cast<rlim_t>(next + n)};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+}
+
+TEST_F(MeetingTest, rank_0_without_descriptors_for_all_is_named_and_nobody_else) {
+  constexpr int kRanks = 8;
+  start_rank(0, kRanks, [] {
+    limit_descriptors_to(4);  // the listening socket, and three ranks
+    expect_refusal<SystemError>({"rank 0 (process ", "(ulimit -n)", "(errno 24)"});
+  });
+  for (int rank = 1; rank < kRanks; ++rank) {
+    start_rank(rank, kRanks, [] {
+      expect_refusal<SystemError>({"rank 0 (process ", "(ulimit -n)", "(errno 24)"});
+    });
+  }
+  expect_all_pass();
+}
+
+TEST_F(MeetingTest, a_rank_without_a_descriptor_for_the_segment_is_named) {
+  for (const int rank : {0, 1, 2}) {
+    start_rank(rank, 3, [rank] {
+      if (rank == 2) {
+        limit_descriptors_to(1);  // the socket
+        expect_refusal<SystemError>({"no descriptor is left", "(ulimit -n)", "(errno 24)"});
+      } else {
+        expect_refusal<PeerFailed>({"rank 2 failed: no descriptor is left", "(ulimit -n)"});
+      }
+    });
+  }
+  expect_all_pass();
+}
+
+// A pidfd tells a zombie from a process that lives, without /proc and without a launcher.
+TEST_F(MeetingTest, without_proc_a_late_rank_is_late_and_a_killed_one_lost) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can hide /proc";
+  const auto hide_proc = [] {
+    ASSERT_EQ(::unshare(CLONE_NEWNS), 0);
+    ASSERT_EQ(::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr), 0);
+    ASSERT_EQ(::mount("none", "/proc", "tmpfs", 0, "size=4k"), 0);
+  };
+  const pid_t victim = start_rank(1, 2, [hide_proc] {
+    hide_proc();
+    init_dist();
+    const Group group = default_group().duplicate();
+    ::pause();
+  });
+  const pid_t other = start_rank(0, 2, [hide_proc, victim] {
+    hide_proc();
+    init_dist();
+    const Group group = default_group().duplicate();
+    EXPECT_THROW(group.barrier(milliseconds(200)), TimeoutError);
+    ::kill(victim, SIGKILL);
+    EXPECT_THROW(barrier(), PeerLost);
+  });
+  EXPECT_EQ(wait_for(other), 0);
+  EXPECT_EQ(wait_for(victim), SIGKILL);
   expect_all_pass();
 }
 

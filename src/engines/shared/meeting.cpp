@@ -1,5 +1,3 @@
-#include "engines/shared/meeting.hpp"
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <poll.h>
@@ -17,149 +15,14 @@
 
 #include "base/fd.hpp"
 #include "base/text.hpp"
+#include "engines/shared/layout.hpp"
+#include "engines/shared/meeting_common.hpp"
 #include "engines/shared/world.hpp"
 
 namespace lockstep::shared {
 namespace {
 
-using std::chrono::duration_cast;
-using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
-
-constexpr std::uint64_t kGreeting = 0x0174656d70736b6cULL;
-constexpr milliseconds kRetryEvery{5};
-/// What rank 0's report takes to arrive, at most: it tells more than a member knows.
-constexpr milliseconds kReportTime{2000};
-/// Nobody meets for longer, and a clock's count of nanoseconds has its end.
-constexpr milliseconds kLongest = std::chrono::hours(24 * 365);
-
-enum class Answer : std::uint32_t {
-  segment,  // its descriptor comes with it
-  mismatch,
-  timeout,
-  peer_lost,
-  peer_failed,
-  unreachable,
-};
-
-// One message each, so no part of one can be missing.
-
-/// A member's first message.
-struct Hello {
-  std::uint64_t greeting;
-  std::uint32_t layout;
-  std::int32_t rank;
-  std::int32_t n_ranks;
-  std::int32_t pid;
-  std::int64_t patience_ms;  ///< how long it is going to wait
-  std::array<char, 512> job;
-};
-
-/// Rank 0's answer, when all have come or cannot come any more. A member that has its place in the
-/// segment then says so with a single byte.
-struct Reply {
-  std::uint64_t greeting;
-  Answer answer;
-  std::uint64_t nonce;
-  std::array<char, 1024> text;
-};
-
-struct Address {
-  sockaddr_un name{};
-  socklen_t n_bytes = 0;
-  std::string text;
-};
-
-Address address_of(std::string_view job) {
-  Address address;
-  address.text = meeting_name(job);
-  address.name.sun_family = AF_UNIX;
-  // Abstract: a zero byte first, and gone with the socket.
-  std::memcpy(address.name.sun_path + 1, address.text.data(), address.text.size());
-  address.n_bytes =
-      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + address.text.size());
-  return address;
-}
-
-/// Who is at the other end of a connected socket.
-ucred peer_of(const base::UniqueFd& socket) {
-  ucred peer{.pid = 0, .uid = static_cast<uid_t>(-1), .gid = 0};
-  socklen_t n_bytes = sizeof peer;
-  ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes);
-  return peer;
-}
-
-class Meeting {
- public:
-  Meeting(std::string_view job, int rank, int n_ranks, const Call& barrier)
-      : job_(job),
-        rank_(rank),
-        n_ranks_(n_ranks),
-        barrier_(barrier),
-        deadline_(Clock::now() + std::min(barrier.timeout, kLongest)),
-        address_(address_of(job)) {}
-
- protected:
-  [[noreturn]] void fail(Answer answer, const std::string& text) const {
-    const ErrorContext context = context_of(barrier_, rank_);
-    switch (answer) {
-      case Answer::segment: break;
-      case Answer::mismatch: throw MismatchError(context, text);
-      case Answer::timeout: throw TimeoutError(context, text);
-      case Answer::peer_lost: throw PeerLost(context, text);
-      case Answer::peer_failed: throw PeerFailed(context, text);
-      case Answer::unreachable: throw EngineError(context, text);
-    }
-    throw EngineError(context, "damaged answer: " + text);
-  }
-
-  [[noreturn]] void fail_system(const char* what) const {
-    const int error_number = errno;
-    throw SystemError(
-        context_of(barrier_, rank_), error_number,
-        fmt::format("cannot {} the Unix socket at which the ranks of this host meet", what));
-  }
-
-  base::UniqueFd open_socket() const {
-    base::UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (!socket) fail_system("open");
-    return socket;
-  }
-
-  const sockaddr* name() const { return reinterpret_cast<const sockaddr*>(&address_.name); }
-
-  /// A connection to whoever holds the name; none while nobody listens there.
-  base::UniqueFd connect() const {
-    base::UniqueFd socket = open_socket();
-    if (::connect(socket.get(), name(), address_.n_bytes) != 0) {
-      if (errno != ECONNREFUSED && errno != EAGAIN) fail_system("connect");
-      socket.reset();
-    }
-    return socket;
-  }
-
-  void refuse_other_user(const ucred& peer) const {
-    if (peer.uid == ::geteuid()) return;
-    fail(Answer::unreachable,
-         fmt::format("process {} of user {} holds the socket @{} at which this job's ranks meet, "
-                     "and this is user {}; end that process, or start the job with `lockstep run`",
-                     peer.pid, peer.uid, address_.text, ::geteuid()));
-  }
-
-  double limit_seconds() const { return std::chrono::duration<double>(barrier_.timeout).count(); }
-
-  int milliseconds_to(Clock::time_point when) const {
-    const auto left = duration_cast<milliseconds>(when - Clock::now()).count() + 1;
-    return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1000));
-  }
-
-  std::string_view job_;
-  int rank_;
-  int n_ranks_;
-  const Call& barrier_;
-  Clock::time_point deadline_;
-  Address address_;
-};
+using namespace meeting;  // NOLINT(google-build-using-namespace)
 
 // --- rank 0 ---------------------------------------------------------------------------------
 
@@ -177,6 +40,8 @@ class Leader : Meeting {
       tell_all(Answer::peer_failed, "rank 0 failed: " + error.text());
       throw;
     }
+    // Each said its pid, and the system says the same of it here.
+    seat->segment().header().has_one_pid_namespace.store(true, std::memory_order_relaxed);
     hand_over(*seat);
     return seat;
   }
@@ -230,7 +95,14 @@ class Leader : Meeting {
       Member member;
       member.socket.reset(
           ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (!member.socket) return;
+      if (!member.socket) {
+        const int error_number = errno;
+        if (error_number == EMFILE || error_number == ENFILE || error_number == ENOBUFS ||
+            error_number == ENOMEM) {
+          fail_for_want_of_descriptors(error_number);
+        }
+        return;
+      }
       const ucred peer = peer_of(member.socket);
       if (peer.uid != ::geteuid()) continue;  // a stranger hears nothing
       member.pid = peer.pid;
@@ -317,11 +189,53 @@ class Leader : Meeting {
 
   void tell_all(Answer answer, const std::string& text) {
     listener_.reset();  // before anybody can try again
-    Reply reply{.greeting = kGreeting, .answer = answer, .nonce = 0, .text = {}};
-    base::copy_text(reply.text, text);
+    const Reply reply = refusal(answer, text);
     for (const Member& member : members_) {
       if (member.socket) ::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL);
     }
+  }
+
+  static Reply refusal(Answer answer, const std::string& text, int error_number = 0) {
+    Reply reply{.greeting = kGreeting,
+                .answer = answer,
+                .error_number = error_number,
+                .nonce = 0,
+                .text = {}};
+    base::copy_text(reply.text, text);
+    return reply;
+  }
+
+  /// Those who have come are told and sent away, which makes room to tell the next; and those who
+  /// come a moment later, or they would wait for rank 0 until their limit.
+  [[noreturn]] void fail_for_want_of_descriptors(int error_number) {
+    const std::string text = fmt::format(
+        "rank 0 (process {}) cannot take the connections of all {} ranks of this host; raise its "
+        "limit on open files (ulimit -n) by at least {}, or start the job with `lockstep run`",
+        ::getpid(), n_ranks_, n_ranks_);
+    const Reply reply = refusal(Answer::system, text, error_number);
+    const auto give_up = std::min(deadline_, Clock::now() + kReportTime);
+    for (int n_told = 0; n_told < n_ranks_ - 1 && Clock::now() < give_up;) {
+      for (const Member& member : members_) {
+        // What is closed with its hello unread takes the reply along.
+        pollfd entry{.fd = member.socket.get(), .events = POLLIN, .revents = 0};
+        if (member.rank < 0 && ::poll(&entry, 1, milliseconds_to(give_up)) > 0) {
+          Hello hello{};
+          ::recv(member.socket.get(), &hello, sizeof hello, 0);
+        }
+        if (::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL) > 0) ++n_told;
+      }
+      members_.clear();
+      base::UniqueFd next(
+          ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (next && peer_of(next).uid == ::geteuid()) {
+        members_.emplace_back().socket = std::move(next);
+      } else if (!next) {
+        pollfd entry{.fd = listener_.get(), .events = POLLIN, .revents = 0};
+        ::poll(&entry, 1, milliseconds_to(give_up));
+      }
+    }
+    listener_.reset();
+    fail(Answer::system, text, error_number);
   }
 
   [[noreturn]] void fail_all(Answer answer, const std::string& text) {
@@ -336,6 +250,7 @@ class Leader : Meeting {
     Segment& segment = seat.segment();
     const Reply reply{.greeting = kGreeting,
                       .answer = Answer::segment,
+                      .error_number = 0,
                       .nonce = segment.header().nonce,
                       .text = {}};
     for (const Member& member : members_) {
@@ -346,10 +261,12 @@ class Leader : Meeting {
       pollfd entry{.fd = member.socket.get(), .events = POLLIN, .revents = 0};
       while (::poll(&entry, 1, milliseconds_to(deadline_)) == 0 && Clock::now() < deadline_) {
       }
-      char seated = 0;
-      if (::recv(member.socket.get(), &seated, 1, 0) != 1) {
-        declare_failed(segment, member.rank, "died, or took too long, before it took its place");
-      }
+      std::array<char, sizeof Reply::text> said{};
+      const ssize_t n = ::recv(member.socket.get(), said.data(), said.size() - 1, 0);
+      if (base::text_in(said) == kSeated) continue;
+      declare_failed(
+          segment, member.rank,
+          n > 0 ? base::text_in(said) : "died, or took too long, before it took its place");
     }
   }
 
@@ -385,13 +302,31 @@ class Follower : Meeting {
     say_hello();
     base::UniqueFd segment_fd;
     const Reply reply = receive(segment_fd);
-    if (reply.answer != Answer::segment) fail(reply.answer, std::string(base::text_in(reply.text)));
-    auto seat = std::make_shared<Seat>(Segment::attach(std::move(segment_fd), reply.nonce), rank_);
-    ::send(socket_.get(), "!", 1, MSG_NOSIGNAL);
+    if (reply.answer != Answer::segment) {
+      fail(reply.answer, std::string(base::text_in(reply.text)), reply.error_number);
+    }
+    std::shared_ptr<Seat> seat;
+    try {
+      if (!segment_fd) {
+        fail(Answer::system,
+             "no descriptor is left for the shared memory; raise the limit on open files "
+             "(ulimit -n)",
+             EMFILE);
+      }
+      seat = std::make_shared<Seat>(Segment::attach(std::move(segment_fd), reply.nonce), rank_);
+    } catch (const Error& error) {
+      say(error.text());
+      throw;
+    }
+    say(kSeated);
     return seat;
   }
 
  private:
+  void say(std::string_view text) const {
+    ::send(socket_.get(), text.data(), text.size(), MSG_NOSIGNAL);
+  }
+
   void find_leader() {
     while (!(socket_ = connect())) {
       if (Clock::now() > deadline_) {
@@ -452,10 +387,9 @@ class Follower : Meeting {
       std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
       segment_fd.reset(fd);
     }
-    if (reply.greeting != kGreeting || (reply.answer == Answer::segment && !segment_fd)) {
+    if (reply.greeting != kGreeting) {
       fail(Answer::mismatch,
-           fmt::format("process {} at @{} does not speak as rank 0 of this version "
-                       "of lockstep, or no descriptor is left (ulimit -n)",
+           fmt::format("process {} at @{} does not speak as rank 0 of this version of lockstep",
                        leader_.pid, address_.text));
     }
     return reply;

@@ -18,7 +18,8 @@ namespace lockstep::shared {
 /// a rank dies in the meeting, or says another size than rank 0, all that have come are told.
 /// Throws TimeoutError naming the ranks that did not come within barrier.timeout, PeerLost,
 /// MismatchError, PeerFailed, UsageError (more ranks than a host takes), EngineError (the name is
-/// another user's, or a rank is in a container from where its peers cannot be seen), SystemError.
+/// another user's, or a rank is in a container from where its peers cannot be seen), SystemError
+/// (on all that have come, where rank 0 has too few descriptors for them).
 std::shared_ptr<Seat> meet(std::string_view job, int rank, int n_ranks, const Call& barrier);
 
 /// The abstract name of this user's meetings for `job`, without the zero byte in front.
