@@ -12,30 +12,51 @@
 namespace lockstep {
 
 /// The element types every engine moves and reduces.
-enum class DType : std::uint8_t { u8, i8, i32, i64, f16, bf16, f32, f64 };
+enum class DType : std::uint8_t {
+  u8,
+  i8,
+  i32,
+  i64,
+  f16,
+  bf16,
+  f32,
+  f64,
+  boolean,  ///< bool: one byte, 0 or 1
+  i16,
+  u16,
+  u32,
+  u64,
+};
 
-/// Bytes of one element.
+/// Bytes of one element; 0 where the value is no DType.
 constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::u8:
-    case DType::i8: return 1;
+    case DType::i8:
+    case DType::boolean: return 1;
+    case DType::i16:
+    case DType::u16:
     case DType::f16:
     case DType::bf16: return 2;
     case DType::i32:
+    case DType::u32:
     case DType::f32: return 4;
     case DType::i64:
+    case DType::u64:
     case DType::f64: return 8;
   }
   return 0;
 }
 
-constexpr bool is_floating(DType dtype) { return dtype >= DType::f16; }
+constexpr bool is_floating(DType dtype) { return dtype >= DType::f16 && dtype <= DType::f64; }
 
 std::string_view name_of(DType dtype);
 
-/// How the values of the ranks become one. `mean` on integers truncates toward zero; the 16-bit
-/// floats accumulate in f32 and round once; NaN wins in `min` and `max`. The bit operations take
-/// integers only. Every reduction folds in rank order, so all ranks hold the same bits.
+/// How the values of the ranks become one. Sums and products of integers wrap; `mean` of integers
+/// is that of their exact sum, and truncates toward zero. The 16-bit floats accumulate in f32 and
+/// round once; NaN wins in `min` and `max`. The bit operations take integers and bool; of bool
+/// there is no sum, product or mean. Every reduction is in rank order, so all ranks hold the same
+/// bits.
 enum class ReduceOp : std::uint8_t { sum, product, min, max, band, bor, bxor, mean };
 
 std::string_view name_of(ReduceOp op);
@@ -72,22 +93,20 @@ consteval std::optional<DType> dtype_of() {
   if constexpr (std::same_as<U, BFloat16>) return DType::bf16;
   if constexpr (std::same_as<U, float>) return DType::f32;
   if constexpr (std::same_as<U, double>) return DType::f64;
+  if constexpr (std::same_as<U, bool>) return DType::boolean;
   if constexpr (std::integral<U> && !std::same_as<U, bool>) {
-    if constexpr (std::is_unsigned_v<U>) {
-      if constexpr (sizeof(U) == 1) return DType::u8;
-    } else {
-      if constexpr (sizeof(U) == 1) return DType::i8;
-      if constexpr (sizeof(U) == 4) return DType::i32;
-      if constexpr (sizeof(U) == 8) return DType::i64;
-    }
+    constexpr bool kIsSigned = std::is_signed_v<U>;
+    if constexpr (sizeof(U) == 1) return kIsSigned ? DType::i8 : DType::u8;
+    if constexpr (sizeof(U) == 2) return kIsSigned ? DType::i16 : DType::u16;
+    if constexpr (sizeof(U) == 4) return kIsSigned ? DType::i32 : DType::u32;
+    if constexpr (sizeof(U) == 8) return kIsSigned ? DType::i64 : DType::u64;
   }
   return std::nullopt;
 }
 
 }  // namespace detail
 
-/// C++ types with a DType: unsigned and signed 8-bit, signed 32- and 64-bit integers, Float16,
-/// BFloat16, float, double.
+/// C++ types with a DType: bool, integers of 8 to 64 bits, Float16, BFloat16, float, double.
 template <class T>
 concept Arithmetic = detail::dtype_of<T>()
 .has_value();
@@ -113,24 +132,41 @@ struct Elements {
   operator ConstElements() const { return {data, count, dtype}; }
 };
 
-/// How long one operation may take. Default-constructed: the group's own timeout.
-class Deadline {
+/// How long one call may take: any std::chrono duration. Default-constructed: the group's own
+/// timeout.
+class Timeout {
  public:
-  constexpr Deadline() = default;
-  /// At most `limit` from the start of the operation; zero means "do not wait at all".
-  constexpr Deadline(std::chrono::milliseconds limit)
-      : limit_(limit) {}  // NOLINT: a duration is one
+  constexpr Timeout() = default;
+  /// At most `limit` from the start of the call, rounded up to milliseconds. Zero or less: do not
+  /// wait at all. More than a hundred years: never().
+  template <class Rep, class Period>
+  constexpr Timeout(std::chrono::duration<Rep, Period> limit)  // NOLINT: a duration is one
+      : limit_(in_milliseconds(limit)) {}
   /// A hundred years.
-  static constexpr Deadline never() { return Deadline(std::chrono::hours(876'000)); }
+  static constexpr Timeout never() { return Timeout(kNever); }
 
+  constexpr bool is_given() const { return limit_ != kNone; }
   constexpr std::chrono::milliseconds or_else(std::chrono::milliseconds fallback) const {
-    return limit_ == kNone ? fallback : limit_;
+    return is_given() ? limit_ : fallback;
   }
 
  private:
   static constexpr std::chrono::milliseconds kNone = std::chrono::milliseconds::min();
+  static constexpr std::chrono::milliseconds kNever = std::chrono::hours(876'000);
+
+  template <class Rep, class Period>
+  static constexpr std::chrono::milliseconds in_milliseconds(
+      std::chrono::duration<Rep, Period> limit) {
+    // As double first: any duration has one, and none overflows it.
+    const auto rough = std::chrono::duration<double, std::milli>(limit).count();
+    if (rough != rough || rough >= static_cast<double>(kNever.count())) return kNever;
+    return rough <= 0 ? std::chrono::milliseconds::zero()
+                      : std::chrono::ceil<std::chrono::milliseconds>(limit);
+  }
+
   std::chrono::milliseconds limit_ = kNone;  // one word: every call passes one
 };
+using Deadline = Timeout;  ///< its former name
 
 // --- conversions ----------------------------------------------------------------------------
 

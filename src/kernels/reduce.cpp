@@ -34,9 +34,9 @@ bool can_reduce(DType dtype, ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
     case ReduceOp::product:
+    case ReduceOp::mean: return dtype != DType::boolean;
     case ReduceOp::min:
-    case ReduceOp::max:
-    case ReduceOp::mean: return true;
+    case ReduceOp::max: return true;
     case ReduceOp::band:
     case ReduceOp::bor:
     case ReduceOp::bxor: return !is_floating(dtype);

@@ -51,20 +51,21 @@ struct Plain {
   }
 };
 
-/// The sum of a mean of integers. A double holds it exactly up to 2^53, that is for 2^21 inputs;
-/// and below 2^53 the rounded quotient truncates as the exact one does.
-template <class T>
+/// The sum of a mean of integers of at most 32 bits. A double holds it exactly up to 2^53, that is
+/// for 2^21 inputs; and below 2^53 the rounded quotient truncates as the exact one does. Via: the
+/// 32-bit type through which the conversions go.
+template <class T, class Via = std::int32_t>
 struct SummedInDouble {
   using Storage = T;
   using Value = double;
   template <int kLanes>
   LOCKSTEP_INLINE Vector<double, kLanes> widen(Vector<T, kLanes> x) {
-    return __builtin_convertvector(__builtin_convertvector(x, Vector<std::int32_t, kLanes>),
+    return __builtin_convertvector(__builtin_convertvector(x, Vector<Via, kLanes>),
                                    Vector<double, kLanes>);
   }
   template <int kLanes>
   LOCKSTEP_INLINE Vector<T, kLanes> narrow(Vector<double, kLanes> x) {
-    return __builtin_convertvector(__builtin_convertvector(x, Vector<std::int32_t, kLanes>),
+    return __builtin_convertvector(__builtin_convertvector(x, Vector<Via, kLanes>),
                                    Vector<T, kLanes>);
   }
 };
@@ -137,21 +138,6 @@ struct Mean : Sum {
   }
 };
 
-/// Summed as unsigned, where wrapping is defined.
-struct MeanOfInt64 : Sum {
-  template <class V>
-  LOCKSTEP_INLINE V finish(V x, int n) {
-    V quotient;
-    std::uint64_t lane[sizeof(V) / sizeof(std::uint64_t)];
-    __builtin_memcpy(lane, &x, sizeof(V));
-    for (std::uint64_t& value : lane) {
-      value = static_cast<std::uint64_t>(static_cast<std::int64_t>(value) / n);
-    }
-    __builtin_memcpy(&quotient, lane, sizeof(V));
-    return quotient;
-  }
-};
-
 // --- the fold -----------------------------------------------------------------------------------
 
 struct Call {
@@ -218,16 +204,36 @@ void fold(const void* const* in, int n, void* out, std::size_t count) {
   }
 }
 
+__extension__ typedef __int128 Int128;
+__extension__ typedef unsigned __int128 UInt128;
+
+/// Their sum needs up to 85 bits, which no vector has.
+template <class T, class Wide>
+void mean_of_64_bits(const void* const* in, int n, void* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    Wide sum = 0;
+    for (int r = 0; r < n; ++r) {
+      T value;
+      __builtin_memcpy(&value, static_cast<const char*>(in[r]) + i * sizeof(T), sizeof(T));
+      sum += value;
+    }
+    const T narrow = static_cast<T>(sum);  // dividing 128 bits takes several times as long
+    const T mean = narrow == sum ? narrow / static_cast<T>(n) : static_cast<T>(sum / n);
+    __builtin_memcpy(static_cast<char*>(out) + i * sizeof(T), &mean, sizeof(T));
+  }
+}
+
 }  // namespace
 
 // Rows in DType's order, columns in ReduceOp's. Sums and products of integers fold as unsigned,
 // where wrapping is defined.
-#define LOCKSTEP_INTEGER_ROW(Signed, Unsigned, MeanElement, MeanOp)                       \
-  {                                                                                       \
-    fold<Plain<Unsigned>, Sum>, fold<Plain<Unsigned>, Product>, fold<Plain<Signed>, Min>, \
-        fold<Plain<Signed>, Max>, fold<Plain<Unsigned>, And>, fold<Plain<Unsigned>, Or>,  \
-        fold<Plain<Unsigned>, Xor>, fold<MeanElement, MeanOp>                             \
+#define LOCKSTEP_INTEGER_ROW(T, Unsigned, ...)                                       \
+  {                                                                                  \
+    fold<Plain<Unsigned>, Sum>, fold<Plain<Unsigned>, Product>, fold<Plain<T>, Min>, \
+        fold<Plain<T>, Max>, fold<Plain<Unsigned>, And>, fold<Plain<Unsigned>, Or>,  \
+        fold<Plain<Unsigned>, Xor>, __VA_ARGS__                                      \
   }
+#define LOCKSTEP_MEAN(...) fold<SummedInDouble<__VA_ARGS__>, Mean<double>>
 #define LOCKSTEP_FLOATING_ROW(E, T)                                                        \
   {                                                                                        \
     fold<E, Sum>, fold<E, Product>, fold<E, Min>, fold<E, Max>, nullptr, nullptr, nullptr, \
@@ -235,17 +241,25 @@ void fold(const void* const* in, int n, void* out, std::size_t count) {
   }
 
 const ReduceTable kReduceTable = {{
-    LOCKSTEP_INTEGER_ROW(std::uint8_t, std::uint8_t, SummedInDouble<std::uint8_t>, Mean<double>),
-    LOCKSTEP_INTEGER_ROW(std::int8_t, std::uint8_t, SummedInDouble<std::int8_t>, Mean<double>),
-    LOCKSTEP_INTEGER_ROW(std::int32_t, std::uint32_t, SummedInDouble<std::int32_t>, Mean<double>),
-    LOCKSTEP_INTEGER_ROW(std::int64_t, std::uint64_t, Plain<std::uint64_t>, MeanOfInt64),
+    LOCKSTEP_INTEGER_ROW(std::uint8_t, std::uint8_t, LOCKSTEP_MEAN(std::uint8_t)),
+    LOCKSTEP_INTEGER_ROW(std::int8_t, std::uint8_t, LOCKSTEP_MEAN(std::int8_t)),
+    LOCKSTEP_INTEGER_ROW(std::int32_t, std::uint32_t, LOCKSTEP_MEAN(std::int32_t)),
+    LOCKSTEP_INTEGER_ROW(std::int64_t, std::uint64_t, mean_of_64_bits<std::int64_t, Int128>),
     LOCKSTEP_FLOATING_ROW(Half16, float),
     LOCKSTEP_FLOATING_ROW(Brain16, float),
     LOCKSTEP_FLOATING_ROW(Plain<float>, float),
     LOCKSTEP_FLOATING_ROW(Plain<double>, double),
+    {nullptr, nullptr, fold<Plain<std::uint8_t>, Min>, fold<Plain<std::uint8_t>, Max>,
+     fold<Plain<std::uint8_t>, And>, fold<Plain<std::uint8_t>, Or>, fold<Plain<std::uint8_t>, Xor>,
+     nullptr},
+    LOCKSTEP_INTEGER_ROW(std::int16_t, std::uint16_t, LOCKSTEP_MEAN(std::int16_t)),
+    LOCKSTEP_INTEGER_ROW(std::uint16_t, std::uint16_t, LOCKSTEP_MEAN(std::uint16_t)),
+    LOCKSTEP_INTEGER_ROW(std::uint32_t, std::uint32_t, LOCKSTEP_MEAN(std::uint32_t, std::uint32_t)),
+    LOCKSTEP_INTEGER_ROW(std::uint64_t, std::uint64_t, mean_of_64_bits<std::uint64_t, UInt128>),
 }};
 
 #undef LOCKSTEP_INTEGER_ROW
+#undef LOCKSTEP_MEAN
 #undef LOCKSTEP_FLOATING_ROW
 #undef LOCKSTEP_UNROLL
 #undef LOCKSTEP_INLINE

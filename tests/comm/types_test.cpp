@@ -30,7 +30,9 @@ TEST(TypesTest, only_types_with_a_dtype_are_arithmetic) {
   static_assert(kDTypeOf<long> == DType::i64 && kDTypeOf<long long> == DType::i64);
   static_assert(kDTypeOf<char> == (std::is_signed_v<char> ? DType::i8 : DType::u8));
   static_assert(kDTypeOf<const float> == DType::f32);
-  static_assert(!Arithmetic<bool> && !Arithmetic<unsigned> && !Arithmetic<void*>);
+  static_assert(kDTypeOf<bool> == DType::boolean && kDTypeOf<std::size_t> == DType::u64);
+  static_assert(kDTypeOf<short> == DType::i16 && kDTypeOf<unsigned> == DType::u32);
+  static_assert(!Arithmetic<long double> && !Arithmetic<void*>);
 }
 
 TEST(TypesTest, sixteen_bit_floats_round_to_nearest_even) {
@@ -60,6 +62,20 @@ TEST(ErrorTest, message_names_operation_group_rank_call_and_line) {
                                std::to_string(call.where.line()) + ": text";
   EXPECT_EQ(error.what(), expected);
   EXPECT_EQ(error.text(), "text");
+}
+
+TEST(TimeoutTest, any_duration_rounded_up_and_cut) {
+  using namespace std::chrono_literals;
+  const auto of = [](Timeout timeout) { return timeout.or_else(-1ms); };
+  EXPECT_EQ(of({}), -1ms);
+  EXPECT_EQ(of(2s), 2000ms);
+  EXPECT_EQ(of(1ns), 1ms);
+  EXPECT_EQ(of(std::chrono::duration<double>(0.25)), 250ms);
+  EXPECT_EQ(of(-5s), 0ms);
+  EXPECT_EQ(of(std::chrono::milliseconds::min()), 0ms);
+  EXPECT_EQ(of(std::chrono::milliseconds::max()), of(Timeout::never()));
+  EXPECT_EQ(of(std::chrono::hours::max()), of(Timeout::never()));
+  EXPECT_EQ(of(std::chrono::duration<double>(INFINITY)), of(Timeout::never()));
 }
 
 }  // namespace

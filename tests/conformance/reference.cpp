@@ -18,6 +18,11 @@ std::uint64_t mix(std::uint64_t x) {  // splitmix64
 template <class Visit>
 auto visit(DType dtype, Visit visit) {
   switch (dtype) {
+    case DType::boolean: return visit(bool{});
+    case DType::u16: return visit(std::uint16_t{});
+    case DType::i16: return visit(std::int16_t{});
+    case DType::u32: return visit(std::uint32_t{});
+    case DType::u64: return visit(std::uint64_t{});
     case DType::u8: return visit(std::uint8_t{});
     case DType::i8: return visit(std::int8_t{});
     case DType::i32: return visit(std::int32_t{});
@@ -30,15 +35,18 @@ auto visit(DType dtype, Visit visit) {
   return visit(double{});
 }
 
+__extension__ typedef __int128 Int128;
+__extension__ typedef unsigned __int128 UInt128;
+
 /// The type a sum of T is kept in while it grows.
 template <class T>
-using Wide = std::conditional_t<std::is_integral_v<T>, std::int64_t,
+using Wide = std::conditional_t<std::is_integral_v<T>, Int128,
                                 std::conditional_t<std::is_same_v<T, double>, double, float>>;
 
 template <class W>
 W fold(ReduceOp op, W a, W b) {
-  if constexpr (std::is_integral_v<W>) {  // integers wrap
-    using U = std::make_unsigned_t<W>;
+  if constexpr (!std::is_floating_point_v<W>) {  // integers wrap
+    using U = UInt128;
     if (op == ReduceOp::sum || op == ReduceOp::mean) return static_cast<W>(U(a) + U(b));
     if (op == ReduceOp::product) return static_cast<W>(U(a) * U(b));
   }
@@ -52,7 +60,7 @@ W fold(ReduceOp op, W a, W b) {
     case ReduceOp::bor:
     case ReduceOp::bxor: break;
   }
-  if constexpr (std::is_integral_v<W>) {
+  if constexpr (!std::is_floating_point_v<W>) {
     if (op == ReduceOp::band) return a & b;
     return op == ReduceOp::bor ? a | b : a ^ b;
   }
@@ -111,8 +119,7 @@ Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank) {
       const std::uint64_t bits = mix(mix(seed * 1000 + static_cast<std::uint64_t>(rank)) + i);
       T value;
       if constexpr (std::is_integral_v<T>) {
-        value = static_cast<T>(bits);  // wraps alike everywhere
-        if constexpr (sizeof(T) == 8) value = static_cast<T>(bits >> 40U);
+        value = std::is_same_v<T, bool> ? (bits & 1U) != 0 : static_cast<T>(bits);
       } else {
         // Fractions, so that the order of a sum shows in its bits.
         value =

@@ -48,10 +48,10 @@ T fold_floats(ReduceOp op, const std::vector<T>& values) {
 template <class T>
 T fold_integers(ReduceOp op, const std::vector<T>& values) {
   if (op == ReduceOp::mean) {
-    std::uint64_t sum = 0;
-    for (const T x : values) sum += static_cast<std::uint64_t>(static_cast<std::int64_t>(x));
-    return static_cast<T>(static_cast<std::int64_t>(sum) /
-                          static_cast<std::int64_t>(values.size()));
+    __extension__ typedef __int128 Exact;
+    Exact sum = 0;
+    for (const T x : values) sum += x;
+    return static_cast<T>(sum / static_cast<Exact>(values.size()));
   }
   T folded = values[0];
   for (std::size_t r = 1; r < values.size(); ++r) {
@@ -107,6 +107,7 @@ template <class T>
 T any_value(std::mt19937_64& random) {
   T x;
   const std::uint64_t bits = random();
+  if constexpr (std::is_same_v<T, bool>) return (bits & 1U) != 0;
   std::memcpy(static_cast<void*>(&x), &bits, sizeof(T));
   if constexpr (!std::is_integral_v<T>) {
     if ((random() & 1U) != 0) x = T(std::normal_distribution<float>()(random));
@@ -144,8 +145,9 @@ class ReduceTest : public testing::Test {
       std::vector<const void*> in;
       for (int r = 0; r < n; ++r) {
         auto& place = memory[static_cast<std::size_t>(r)];
-        if (count > 0) {
-          std::memcpy(place.data() + shift, values[static_cast<std::size_t>(r)].data(), n_bytes);
+        for (std::size_t i = 0; i < count; ++i) {
+          const T x = values[static_cast<std::size_t>(r)][i];  // a vector<bool> has no data()
+          std::memcpy(place.data() + shift + i * sizeof(T), &x, sizeof(T));
         }
         in.push_back(place.data() + shift);
       }
@@ -160,7 +162,7 @@ class ReduceTest : public testing::Test {
       for (std::size_t i = 0; i < count; ++i) {
         T got;
         std::memcpy(&got, out.data() + shift + i * sizeof(T), sizeof(T));
-        ASSERT_TRUE(same(got, want[i], op)) << fmt::format(
+        ASSERT_TRUE(same<T>(got, want[i], op)) << fmt::format(
             "{} {} n={} count={} alias={} shift={} element {} got {} want {}", name_of(kDTypeOf<T>),
             name_of(op), n, count, alias, shift, i, static_cast<double>(static_cast<float>(got)),
             static_cast<double>(static_cast<float>(want[i])));
@@ -176,8 +178,9 @@ class ReduceTest : public testing::Test {
   std::mt19937_64 random_{20240607};
 };
 
-using ReduceTypes = testing::Types<std::uint8_t, std::int8_t, std::int32_t, std::int64_t, Float16,
-                                   BFloat16, float, double>;
+using ReduceTypes =
+    testing::Types<bool, std::uint8_t, std::int8_t, std::uint16_t, std::int16_t, std::uint32_t,
+                   std::int32_t, std::uint64_t, std::int64_t, Float16, BFloat16, float, double>;
 TYPED_TEST_SUITE(ReduceTest, ReduceTypes);
 
 TYPED_TEST(ReduceTest, equals_reference) {
@@ -213,8 +216,17 @@ TEST(ReduceOpsTest, bit_operations_are_for_integers) {
       EXPECT_EQ(can_reduce(dtype, op), !bits);
     }
   }
-  for (const DType dtype : {DType::u8, DType::i8, DType::i32, DType::i64}) {
+  for (const DType dtype : {DType::u8, DType::i8, DType::u16, DType::i16, DType::u32, DType::i32,
+                            DType::u64, DType::i64}) {
     for (const ReduceOp op : kOps) EXPECT_TRUE(can_reduce(dtype, op));
+  }
+}
+
+TEST(ReduceOpsTest, bool_has_no_sum_product_or_mean) {
+  for (const ReduceOp op : kOps) {
+    const bool is_of_numbers =
+        op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
+    EXPECT_EQ(can_reduce(DType::boolean, op), !is_of_numbers);
   }
 }
 
@@ -234,6 +246,19 @@ TEST(ReduceOpsTest, integer_mean_truncates_toward_zero) {
   EXPECT_EQ(reduce_values<std::int8_t>(ReduceOp::mean, {-128, -128}), -128);
   constexpr std::int32_t kLarge = std::numeric_limits<std::int32_t>::max();
   EXPECT_EQ(reduce_values<std::int32_t>(ReduceOp::mean, {kLarge, kLarge, kLarge}), kLarge);
+}
+
+TEST(ReduceOpsTest, mean_of_64_bit_integers_does_not_wrap) {
+  using Signed = std::numeric_limits<std::int64_t>;
+  using Unsigned = std::numeric_limits<std::uint64_t>;
+  EXPECT_EQ(reduce_values<std::int64_t>(ReduceOp::mean, {Signed::max(), Signed::max()}),
+            Signed::max());
+  EXPECT_EQ(reduce_values<std::int64_t>(ReduceOp::mean, {Signed::min(), Signed::min(), -2}),
+            (Signed::min() / 3) * 2 - 2);
+  EXPECT_EQ(reduce_values<std::int64_t>(ReduceOp::mean, {Signed::max(), Signed::min()}), 0);
+  EXPECT_EQ(reduce_values<std::uint64_t>(ReduceOp::mean, {Unsigned::max(), Unsigned::max() - 1}),
+            Unsigned::max() - 1);
+  EXPECT_EQ(reduce_values<std::uint32_t>(ReduceOp::mean, {0xffffffffU, 0xffffffffU}), 0xffffffffU);
 }
 
 TEST(ReduceOpsTest, sixteen_bit_sums_round_once) {

@@ -191,11 +191,12 @@ class HierarchicalEngine final : public Engine {
   }
 
   /// Folds every rank's values into `partial` on the leaders: of all hosts, or on that of `root`.
-  void fold(const Call& call, DType wide, void* partial, Op between) {
+  void fold(const Call& call, const Wide& wide, void* partial, Op between) {
     Call step = call;
     step.whole = &call;
     step.op = Op::reduce;
-    step.dtype = wide;
+    step.dtype = wide.dtype;
+    step.count = call.count * wide.n_parts;
     step.reduce = call.reduce == ReduceOp::mean ? ReduceOp::sum : call.reduce;
     step.root = 0;
     step.in = partial;
@@ -208,11 +209,11 @@ class HierarchicalEngine final : public Engine {
   }
 
   void all_reduce(const Call& call) {
-    const DType wide = wide_type(call.dtype, call.reduce);
+    const Wide wide = wide_type(call.dtype, call.reduce);
     std::vector<std::byte> room;
     void* partial = call.out;
-    if (wide != call.dtype) {
-      room.resize(call.count * size_of(wide));
+    if (wide.dtype != call.dtype || wide.n_parts != 1) {
+      room.resize(wide.n_bytes(call.count));
       partial = room.data();
     }
     widen(call.dtype, call.reduce, call.in, partial, call.count);
@@ -227,8 +228,8 @@ class HierarchicalEngine final : public Engine {
   }
 
   void reduce(const Call& call) {
-    const DType wide = wide_type(call.dtype, call.reduce);
-    std::vector<std::byte> partial(call.count * size_of(wide));
+    const Wide wide = wide_type(call.dtype, call.reduce);
+    std::vector<std::byte> partial(wide.n_bytes(call.count));
     widen(call.dtype, call.reduce, call.in, partial.data(), call.count);
     fold(call, wide, partial.data(), Op::reduce);
     if (map_.leader_of(call.root) != map_.leader_of(rank())) return;

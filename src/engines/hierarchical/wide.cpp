@@ -9,22 +9,47 @@ namespace {
 /// Calls visit(Narrow, Wide).
 template <class Visit>
 void visit(DType dtype, ReduceOp op, Visit visit) {
-  const bool is_mean = op == ReduceOp::mean;
+  const auto integer = [&]<class T>(T narrow) {
+    return op == ReduceOp::mean ? visit(narrow, std::int64_t{}) : visit(narrow, narrow);
+  };
   switch (dtype) {
-    case DType::u8:
-      return is_mean ? visit(std::uint8_t{}, std::int64_t{})
-                     : visit(std::uint8_t{}, std::uint8_t{});
-    case DType::i8:
-      return is_mean ? visit(std::int8_t{}, std::int64_t{}) : visit(std::int8_t{}, std::int8_t{});
-    case DType::i32:
-      return is_mean ? visit(std::int32_t{}, std::int64_t{})
-                     : visit(std::int32_t{}, std::int32_t{});
+    case DType::boolean: return visit(bool{}, bool{});
+    case DType::u8: return integer(std::uint8_t{});
+    case DType::i8: return integer(std::int8_t{});
+    case DType::u16: return integer(std::uint16_t{});
+    case DType::i16: return integer(std::int16_t{});
+    case DType::u32: return integer(std::uint32_t{});
+    case DType::i32: return integer(std::int32_t{});
+    case DType::u64: return visit(std::uint64_t{}, std::uint64_t{});
     case DType::i64: return visit(std::int64_t{}, std::int64_t{});
     case DType::f16: return visit(Float16{}, float{});
     case DType::bf16: return visit(BFloat16{}, float{});
     case DType::f32: return visit(float{}, float{});
     case DType::f64: return visit(double{}, double{});
   }
+}
+
+__extension__ typedef __int128 Int128;
+
+bool is_halved(DType dtype, ReduceOp op) {
+  return op == ReduceOp::mean && (dtype == DType::i64 || dtype == DType::u64);
+}
+
+/// A 64-bit integer as upper * 2^32 + lower. Sums of either half over 2^31 ranks fit i64.
+struct Halves {
+  std::int64_t upper;
+  std::int64_t lower;
+};
+
+template <class T>
+Halves halves_of(T value) {
+  return {static_cast<std::int64_t>(value >> 32),
+          static_cast<std::int64_t>(static_cast<std::uint64_t>(value) & 0xffffffffU)};
+}
+
+template <class T>
+T mean_of(const Halves& sum, int n) {
+  return static_cast<T>((static_cast<Int128>(sum.upper) * (Int128{1} << 32) + sum.lower) / n);
 }
 
 /// to[i] = change(from[i]), wherever the bytes lie.
@@ -42,13 +67,20 @@ void transform(const void* from, void* to, std::size_t count, Change change) {
 
 }  // namespace
 
-DType wide_type(DType dtype, ReduceOp op) {
-  if (dtype == DType::f16 || dtype == DType::bf16) return DType::f32;
-  return op == ReduceOp::mean && !is_floating(dtype) ? DType::i64 : dtype;
+Wide wide_type(DType dtype, ReduceOp op) {
+  if (dtype == DType::f16 || dtype == DType::bf16) return {.dtype = DType::f32, .n_parts = 1};
+  if (op != ReduceOp::mean || is_floating(dtype)) return {.dtype = dtype, .n_parts = 1};
+  return {.dtype = DType::i64, .n_parts = is_halved(dtype, op) ? 2U : 1U};
 }
 
 void widen(DType dtype, ReduceOp op, const void* from, void* to, std::size_t count) {
-  if (wide_type(dtype, op) == dtype) {
+  if (dtype == DType::i64 && is_halved(dtype, op)) {
+    return transform<std::int64_t, Halves>(from, to, count, halves_of<std::int64_t>);
+  }
+  if (dtype == DType::u64 && is_halved(dtype, op)) {
+    return transform<std::uint64_t, Halves>(from, to, count, halves_of<std::uint64_t>);
+  }
+  if (wide_type(dtype, op).dtype == dtype) {
     if (from != to && count != 0) std::memcpy(to, from, count * size_of(dtype));
     return;
   }
@@ -58,12 +90,22 @@ void widen(DType dtype, ReduceOp op, const void* from, void* to, std::size_t cou
 }
 
 void finish(DType dtype, ReduceOp op, const void* from, int n, void* to, std::size_t count) {
-  if (op != ReduceOp::mean && wide_type(dtype, op) == dtype) {
+  // In place too: what is written is never longer than what was read before it.
+  if (is_halved(dtype, op)) {
+    if (dtype == DType::i64) {
+      transform<Halves, std::int64_t>(
+          from, to, count, [n](const Halves& sum) { return mean_of<std::int64_t>(sum, n); });
+    } else {
+      transform<Halves, std::uint64_t>(
+          from, to, count, [n](const Halves& sum) { return mean_of<std::uint64_t>(sum, n); });
+    }
+    return;
+  }
+  if (op != ReduceOp::mean && wide_type(dtype, op).dtype == dtype) {
     if (from != to && count != 0) std::memcpy(to, from, count * size_of(dtype));
     return;
   }
   visit(dtype, op, [&]<class Narrow, class Wide>(Narrow, Wide) {
-    // In place too: what is written is never longer than what was read before it.
     if (op == ReduceOp::mean) {
       transform<Wide, Narrow>(from, to, count, [divisor = static_cast<Wide>(n)](Wide value) {
         return static_cast<Narrow>(value / divisor);

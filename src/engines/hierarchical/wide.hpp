@@ -5,9 +5,15 @@
 
 namespace lockstep::hierarchical {
 
-/// The type in which partial results of a reduction travel, so that they are rounded once: f32 for
-/// the 16-bit floats, i64 for means of integers, else the type itself.
-DType wide_type(DType dtype, ReduceOp op);
+/// How partial results of a reduction travel, so that they are rounded once and do not wrap: 16-bit
+/// floats as f32; for a mean of integers as i64, those of 64 bits in two halves of 32 bits each.
+struct Wide {
+  DType dtype;
+  std::size_t n_parts;  ///< of one element
+
+  std::size_t n_bytes(std::size_t count) const { return count * n_parts * size_of(dtype); }
+};
+Wide wide_type(DType dtype, ReduceOp op);
 
 /// to[count] of wide_type(dtype, op) <- from[count] of dtype. `to` may be `from` where the types
 /// are the same.
