@@ -34,7 +34,8 @@ struct Env {
   /// LOCKSTEP_CHECK: off|light|full, the same on all ranks: what ranks compare of every collective
   /// before they take each other's data. light, the default: operation, type, count, root and
   /// reduction. full: the source line too, so that a barrier only some ranks come to is not taken
-  /// for a later one; each collective must then stand on one line for all ranks. off: nothing, on
+  /// for a later one; each collective must then stand on one line for all ranks; init_dist checks
+  /// the engine's operations too. off: nothing, on
   /// mpi, gloo and nccl, where ranks that differ then get wrong data or a TimeoutError; the shared
   /// engine, where it costs nothing, compares as for light. See docs/mpi.md.
   std::optional<std::string> check;
