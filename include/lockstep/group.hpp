@@ -16,7 +16,8 @@ namespace lockstep {
 namespace comm {
 class GroupState;
 class Recorder;
-class WorkState;
+class Session;
+class WorkHandle;
 }  // namespace comm
 namespace detail {
 class Hold;
@@ -24,18 +25,23 @@ class Hold;
 
 /// An operation under way on the group's own worker thread.
 ///
-/// The buffers given to it must live until wait() returned or done() is true. Destroying a Work
-/// neither waits nor hides a failure: the group is dead then, and its next call throws.
+/// The buffers given to it must live until it ended. So the last copy of a Work waits for that when
+/// it is destroyed; where an exception unwinds the thread, whose peers may never come to the
+/// operation then, it abandons the group first: every rank gets PeerFailed. A failure that nobody
+/// waited for is not hidden: the group is dead, and its next call throws.
 class Work {
  public:
   Work() = default;  ///< done
-  explicit Work(std::shared_ptr<comm::WorkState> state) : state_(std::move(state)) {}
+  explicit Work(std::shared_ptr<comm::WorkHandle> handle) : handle_(std::move(handle)) {}
   /// Blocks until the operation ended; throws what it threw. May be called again.
   void wait();
   bool done() const;
+  /// Lets the operation go on by itself: from then on the caller sees to it that the buffers live
+  /// until a later call on the group has returned. No copy of this Work waits any more.
+  void detach() noexcept;
 
  private:
-  std::shared_ptr<comm::WorkState> state_;
+  std::shared_ptr<comm::WorkHandle> handle_;
 };
 
 /// Memory that every rank of the group on this host can reach. Collectives whose buffers lie in
@@ -49,8 +55,16 @@ class SharedBuffer {
   std::size_t size() const noexcept { return n_bytes_; }
   /// The buffer as elements of T; what does not fill one is left off.
   template <Arithmetic T>
-  std::span<T> as() const noexcept {
+  std::span<T> as() const& noexcept {
     return {reinterpret_cast<T*>(data()), n_bytes_ / sizeof(T)};
+  }
+  template <Arithmetic T>
+  std::span<T> as() const&& noexcept {
+    static_assert(
+        sizeof(T) == 0,
+        "lockstep: the memory of a temporary SharedBuffer is gone at the end of the line: "
+        "keep the SharedBuffer, and call as() on it");
+    return {};
   }
 
  private:
@@ -161,6 +175,7 @@ class Group {
   friend bool operator==(const Group&, const Group&) = default;
 
  private:
+  friend class comm::Session;
   friend class detail::Hold;
   std::shared_ptr<comm::GroupState> state_;
 };

@@ -21,13 +21,17 @@ struct InitOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< of one operation
 };
 
-/// Joins the world that a launcher started and makes it this thread's default group; without a
-/// launcher, the solo group. Collective over the world.
-/// Throws UsageError (already initialised, unknown backend, contradictory environment),
-/// EngineError (the backend cannot be had here), and what any collective throws.
+/// Joins the world that a launcher started and makes it the default group of every thread of this
+/// process; without a launcher, or with Launcher::none, the solo group. Collective over the world.
+/// Throws UsageError (already initialised, unknown backend, timeout not positive, contradictory
+/// environment), EngineError (the backend cannot be had here), MismatchError (the ranks' processors
+/// are set to compute differently, see below), and what any collective throws.
 /// From then on the peers of a rank that ends by an exception nobody catches get PeerFailed with
 /// its text: a std::terminate handler tells them, then calls the one that was there before.
-/// Threads: the default group belongs to the calling thread; hand other threads a Group.
+/// The world ends with destroy_dist or the program. A fork of this process is no rank: calls on the
+/// world throw UsageError there, and it leaves nothing.
+/// Threads: one calls it; the group takes one call at a time, so give each thread that communicates
+/// its own (Group::duplicate).
 void init_dist(const InitOptions& options = {},
                std::source_location where = std::source_location::current());
 
@@ -39,14 +43,32 @@ void destroy_dist(std::string_view failure = {});
 /// none when the environment shows no launcher. Throws UsageError where variables contradict.
 Launcher infer_launcher();
 
-/// Whether this thread's default group came from init_dist or run_ranks.
+/// Whether this process is a rank (init_dist), or has ranks (run_ranks).
 bool is_distributed();
 
-/// The thread-local default group: the solo group when not distributed. The reference stays
-/// valid until init_dist or destroy_dist on this thread; copy the Group to keep it.
-const Group& default_group();
-/// The ranks of the world on this host.
-const Group& local_group();
+/// The group of this thread's GroupScope, if there is one; else the world: of run_ranks where this
+/// thread is one of its ranks, else of init_dist, on every thread of the process; else the solo
+/// group. The reference stays valid until destroy_dist or the end of the scope; copy the Group to
+/// keep it.
+/// Throws UsageError on a thread that is no rank's while run_ranks is at work in the process, and
+/// where the environment describes a world of more than one rank but init_dist was never called.
+const Group& default_group(std::source_location where = std::source_location::current());
+/// The ranks of the world on this host. Throws as default_group; a GroupScope does not change it.
+const Group& local_group(std::source_location where = std::source_location::current());
+
+/// Makes `group` the default group of the calling thread while it lives. For threads that a rank of
+/// run_ranks starts, and code that takes no group. Scopes nest.
+class [[nodiscard]] GroupScope {
+ public:
+  explicit GroupScope(Group group);
+  ~GroupScope();
+  GroupScope(const GroupScope&) = delete;
+  GroupScope& operator=(const GroupScope&) = delete;
+
+ private:
+  Group group_;
+  const Group* before_;
+};
 
 struct DistInfo {
   int rank;
@@ -56,8 +78,8 @@ struct DistInfo {
 int get_rank(const Group& group = default_group());
 int get_world_size(const Group& group = default_group());
 DistInfo get_dist_info(const Group& group = default_group());
-int get_local_rank();
-int get_local_size();
+int get_local_rank(std::source_location where = std::source_location::current());
+int get_local_size(std::source_location where = std::source_location::current());
 /// "shared", "mpi", ...; nullopt when not distributed.
 std::optional<std::string> get_backend(const Group& group = default_group());
 bool is_main_process(const Group& group = default_group());

@@ -2,11 +2,12 @@
 
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
-#include <lockstep/trace.hpp>
 #include <numeric>
 #include <utility>
 
 #include "comm/group_state.hpp"
+#include "comm/session.hpp"
+#include "comm/work.hpp"
 
 namespace lockstep {
 
@@ -29,19 +30,26 @@ void check_rank(const GroupState& group, const Call& call, std::string_view para
 }
 
 void check_reduction(const GroupState& group, const Call& call) {
+  const bool is_bool = call.dtype == DType::boolean;
   switch (call.reduce) {
+    case ReduceOp::min:
+    case ReduceOp::max: return;
     case ReduceOp::sum:
     case ReduceOp::product:
-    case ReduceOp::min:
-    case ReduceOp::max:
-    case ReduceOp::mean: return;
+    case ReduceOp::mean:
+      if (!is_bool) return;
+      refuse(
+          group, call,
+          fmt::format("{} of bool: use bor (any), band (all), bxor, min or max; to count, use an "
+                      "integer type",
+                      name_of(call.reduce)));
     case ReduceOp::band:
     case ReduceOp::bor:
     case ReduceOp::bxor:
       if (!is_floating(call.dtype)) return;
       refuse(group, call,
-             fmt::format("{} of {}: bit operations are for integers; use sum, product, min, max or "
-                         "mean",
+             fmt::format("{} of {}: bit operations are for integers and bool; use sum, product, "
+                         "min, max or mean",
                          name_of(call.reduce), name_of(call.dtype)));
   }
   refuse(group, call, fmt::format("reduction {} does not exist", static_cast<int>(call.reduce)));
@@ -49,6 +57,11 @@ void check_reduction(const GroupState& group, const Call& call) {
 
 void check_memory(const GroupState& group, const Call& call, const ConstElements& data,
                   std::string_view parameter) {
+  if (size_of(data.dtype) == 0) {
+    refuse(group, call,
+           fmt::format("{} has element type {}, which does not exist; use a DType, as DType::f32",
+                       parameter, static_cast<int>(data.dtype)));
+  }
   if (data.count > 0 && data.data == nullptr) {
     refuse(group, call, fmt::format("{} is null but has {} elements", parameter, data.count));
   }
@@ -258,24 +271,17 @@ void run(GroupState& group, Call&& call, Deadline deadline) {
   group.run(call, [&call](Engine& engine) { engine.run(call); });
 }
 
-Work post(GroupState& group, Call&& call, Deadline deadline) {
-  group.prepare(call, deadline);
-  return Work(group.post(call));
+Work post(const std::shared_ptr<GroupState>& group, Call&& call, Deadline deadline) {
+  group->prepare(call, deadline);
+  return Work(std::make_shared<comm::WorkHandle>(group, group->post(call)));
 }
 
 }  // namespace
 
-void Work::wait() {
-  if (!state_) return;
-  const TraceScope scope("Work::wait");
-  state_->wait();
-}
-
-bool Work::done() const { return !state_ || state_->done(); }
-
 Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
              std::shared_ptr<comm::Recorder> recorder)
-    : state_(std::make_shared<GroupState>(std::move(engine), std::move(name), timeout,
+    : state_(std::make_shared<GroupState>(std::move(engine), std::move(name),
+                                          comm::checked_timeout(timeout, {.operation = "Group"}),
                                           std::move(recorder))) {}
 
 int Group::rank() const noexcept { return state_->rank(); }
@@ -315,7 +321,7 @@ void Group::barrier(Deadline deadline, Where where) const {
   run(*state_, barrier_call(*state_, where), deadline);
 }
 Work Group::barrier_async(Deadline deadline, Where where) const {
-  return post(*state_, barrier_call(*state_, where), deadline);
+  return post(state_, barrier_call(*state_, where), deadline);
 }
 
 void Group::all_reduce(const Elements& data, ReduceOp op, Deadline deadline, Where where) const {
@@ -323,7 +329,7 @@ void Group::all_reduce(const Elements& data, ReduceOp op, Deadline deadline, Whe
 }
 Work Group::all_reduce_async(const Elements& data, ReduceOp op, Deadline deadline,
                              Where where) const {
-  return post(*state_, all_reduce_call(*state_, data, op, where), deadline);
+  return post(state_, all_reduce_call(*state_, data, op, where), deadline);
 }
 
 void Group::reduce(const Elements& data, int dst, ReduceOp op, Deadline deadline,
@@ -332,14 +338,14 @@ void Group::reduce(const Elements& data, int dst, ReduceOp op, Deadline deadline
 }
 Work Group::reduce_async(const Elements& data, int dst, ReduceOp op, Deadline deadline,
                          Where where) const {
-  return post(*state_, reduce_call(*state_, data, dst, op, where), deadline);
+  return post(state_, reduce_call(*state_, data, dst, op, where), deadline);
 }
 
 void Group::broadcast(const Elements& data, int src, Deadline deadline, Where where) const {
   run(*state_, broadcast_call(*state_, data, src, where), deadline);
 }
 Work Group::broadcast_async(const Elements& data, int src, Deadline deadline, Where where) const {
-  return post(*state_, broadcast_call(*state_, data, src, where), deadline);
+  return post(state_, broadcast_call(*state_, data, src, where), deadline);
 }
 
 void Group::all_gather(const ConstElements& in, const Elements& out, Deadline deadline,
@@ -355,7 +361,7 @@ void Group::all_gather(const ConstElements& in, const Elements& out,
 }
 Work Group::all_gather_async(const ConstElements& in, const Elements& out, Deadline deadline,
                              Where where) const {
-  return post(*state_,
+  return post(state_,
               gather_call(*state_, in, out, {}, /*has_counts=*/false, -1, /*to_all=*/true, where),
               deadline);
 }
@@ -375,7 +381,7 @@ void Group::gather(const ConstElements& in, const Elements& out,
 }
 Work Group::gather_async(const ConstElements& in, const Elements& out, int dst, Deadline deadline,
                          Where where) const {
-  return post(*state_,
+  return post(state_,
               gather_call(*state_, in, out, {}, /*has_counts=*/false, dst, /*to_all=*/false, where),
               deadline);
 }
@@ -386,7 +392,7 @@ void Group::scatter(const ConstElements& in, const Elements& out, int src, Deadl
 }
 Work Group::scatter_async(const ConstElements& in, const Elements& out, int src, Deadline deadline,
                           Where where) const {
-  return post(*state_, scatter_call(*state_, in, out, src, where), deadline);
+  return post(state_, scatter_call(*state_, in, out, src, where), deadline);
 }
 
 void Group::reduce_scatter(const ConstElements& in, const Elements& out, ReduceOp op,
@@ -395,7 +401,7 @@ void Group::reduce_scatter(const ConstElements& in, const Elements& out, ReduceO
 }
 Work Group::reduce_scatter_async(const ConstElements& in, const Elements& out, ReduceOp op,
                                  Deadline deadline, Where where) const {
-  return post(*state_, reduce_scatter_call(*state_, in, out, op, where), deadline);
+  return post(state_, reduce_scatter_call(*state_, in, out, op, where), deadline);
 }
 
 void Group::all_to_all(const ConstElements& in, const Elements& out, Deadline deadline,
@@ -404,21 +410,21 @@ void Group::all_to_all(const ConstElements& in, const Elements& out, Deadline de
 }
 Work Group::all_to_all_async(const ConstElements& in, const Elements& out, Deadline deadline,
                              Where where) const {
-  return post(*state_, all_to_all_call(*state_, in, out, where), deadline);
+  return post(state_, all_to_all_call(*state_, in, out, where), deadline);
 }
 
 void Group::send(const ConstElements& data, int dst, Deadline deadline, Where where) const {
   run(*state_, send_call(*state_, data, dst, where), deadline);
 }
 Work Group::send_async(const ConstElements& data, int dst, Deadline deadline, Where where) const {
-  return post(*state_, send_call(*state_, data, dst, where), deadline);
+  return post(state_, send_call(*state_, data, dst, where), deadline);
 }
 
 void Group::recv(const Elements& data, int src, Deadline deadline, Where where) const {
   run(*state_, recv_call(*state_, data, src, where), deadline);
 }
 Work Group::recv_async(const Elements& data, int src, Deadline deadline, Where where) const {
-  return post(*state_, recv_call(*state_, data, src, where), deadline);
+  return post(state_, recv_call(*state_, data, src, where), deadline);
 }
 
 }  // namespace lockstep

@@ -3,8 +3,50 @@
 #include <algorithm>
 #include <lockstep/error.hpp>
 #include <utility>
+#include <vector>
 
 namespace lockstep::comm {
+namespace {
+
+/// In place of an engine, after the program's end began.
+class RetiredEngine final : public Engine {
+ public:
+  RetiredEngine(std::string name, int rank, int size)
+      : name_(std::move(name)), rank_(rank), size_(size) {}
+  std::string_view name() const noexcept override { return name_; }
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+  void run(const Call& call) override { refuse(call); }
+  std::unique_ptr<Engine> split(const Call& call, int, int) override { refuse(call); }
+  std::unique_ptr<SharedMemory> allocate(const Call& call) override { refuse(call); }
+  void abandon(std::string_view) noexcept override {}
+  void leave(std::string_view) noexcept override {}
+
+ private:
+  [[noreturn]] void refuse(const Call& call) const {
+    throw UsageError(context_of(call, rank_),
+                     "this rank has left the world, for the program is ending (main returned, or "
+                     "exit was called); communicate before that");
+  }
+
+  std::string name_;
+  int rank_;
+  int size_;
+};
+
+/// What a fork of a rank may not destroy: another process's connections, and threads that it does
+/// not have and would wait for.
+struct Inherited {
+  std::unique_ptr<Engine> engine;
+  std::unique_ptr<Worker> worker;
+};
+
+void keep_for_ever(Inherited inherited) noexcept {
+  static std::vector<Inherited>& all = *new std::vector<Inherited>;
+  all.push_back(std::move(inherited));
+}
+
+}  // namespace
 
 GroupState::GroupState(std::unique_ptr<Engine> engine, std::string name,
                        std::chrono::milliseconds timeout, std::shared_ptr<Recorder> recorder)
@@ -18,6 +60,10 @@ GroupState::GroupState(std::unique_ptr<Engine> engine, std::string name,
                  dynamic_cast<const TellsTrack*>(engine_.get()) != nullptr) {}
 
 GroupState::~GroupState() {
+  if (process_.is_copy()) {
+    if (size_ > 1 || worker_) keep_for_ever({std::move(engine_), std::move(worker_)});
+    return;
+  }
   // The worker ends when its calls have. Where an exception unwinds this rank, its peers will not
   // come to them, because they wait for this rank elsewhere: neither side may wait for the other.
   if (worker_ && !worker_->is_idle() && std::uncaught_exceptions() > 0) {
@@ -27,22 +73,17 @@ GroupState::~GroupState() {
 
 void GroupState::prepare(Call& call, Deadline deadline) {
   call.group = name_;
-  // A plain load and store, for a locked addition takes as long as the rest of this. Two threads
-  // that call or post at once, which is not allowed, may get one number.
+  // A plain load, and a store where the call begins: a locked addition takes as long as the rest of
+  // this. Two threads that call or post at once, which is not allowed, may get one number.
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
-  sequence_.store(call.sequence, std::memory_order_relaxed);
   // Longer limits overflow a clock's count of nanoseconds.
   call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
 }
 
 void GroupState::enter(const Call& call) {
+  check_process(call);
   // A plain look and a plain store: free, and enough to catch the mistake sooner or later.
-  if (is_busy_.load(std::memory_order_relaxed)) {
-    if (is_held_.load(std::memory_order_relaxed)) throw_held(call);
-    throw UsageError(context_of(call, rank_),
-                     "another thread is inside a call on this group; one call at a time: give each "
-                     "thread its own group (Group::duplicate)");
-  }
+  if (is_busy_.load(std::memory_order_relaxed)) throw_busy(call);
   if (has_worker_.load(std::memory_order_acquire) && !worker_->is_idle()) {
     worker_->wait_until_idle();
   }
@@ -66,6 +107,28 @@ void GroupState::release() noexcept {
   is_busy_.store(false, std::memory_order_release);
 }
 
+void GroupState::throw_busy(const Call& call) const {
+  if (is_held_.load(std::memory_order_relaxed)) throw_held(call);
+  throw UsageError(context_of(call, rank_),
+                   "another thread is inside a call on this group; one call at a time: give each "
+                   "thread its own group (Group::duplicate)");
+}
+
+void GroupState::throw_copy(const Call& call) const {
+  throw UsageError(context_of(call, rank_),
+                   "this process is a fork of a rank, and no rank itself; communicate in the rank, "
+                   "and hand the fork what it needs");
+}
+
+void GroupState::retire() noexcept {
+  if (is_busy_.exchange(true, std::memory_order_acquire)) return;
+  has_worker_.store(false, std::memory_order_relaxed);
+  worker_.reset();  // its calls have a limit
+  track_ = Track(nullptr, name_, rank_, size_, /*engine_tells=*/false);
+  engine_ = std::make_unique<RetiredEngine>(std::string(engine_->name()), rank_, size_);
+  is_busy_.store(false, std::memory_order_release);
+}
+
 void GroupState::throw_held(const Call& call) const {
   throw UsageError(context_of(call, rank_),
                    "called inside main_process_first or local_main_process_first, where the other "
@@ -73,7 +136,10 @@ void GroupState::throw_held(const Call& call) const {
 }
 
 std::shared_ptr<WorkState> GroupState::post(const Call& call) {
-  if (is_held_.load(std::memory_order_relaxed)) throw_held(call);
+  check_process(call);
+  // Else the worker and the thread inside would use the engine at once.
+  if (is_busy_.load(std::memory_order_relaxed)) throw_busy(call);
+  sequence_.store(call.sequence, std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);
     if (!worker_) {

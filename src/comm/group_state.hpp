@@ -9,6 +9,7 @@
 #include <string>
 #include <type_traits>
 
+#include "comm/process_tag.hpp"
 #include "comm/recorder.hpp"
 #include "comm/worker.hpp"
 
@@ -48,17 +49,29 @@ class GroupState {
   void release() noexcept;
   bool is_held() const noexcept { return is_held_.load(std::memory_order_relaxed); }
 
+  /// See Work.
+  void abandon(std::string_view reason) noexcept { engine_->abandon(reason); }
+  /// See Session::retire. Does nothing where a thread is inside a call.
+  void retire() noexcept;
+
   /// How many groups were split off: part of their names.
   int count_child() noexcept { return ++n_children_; }
 
  private:
   void enter(const Call& call);
   [[noreturn]] void throw_held(const Call& call) const;
+  [[noreturn]] void throw_busy(const Call& call) const;
+  /// A fork of a rank is no rank; alone in a group it harms nobody.
+  void check_process(const Call& call) const {
+    if (process_.is_copy() && size_ > 1) throw_copy(call);
+  }
+  [[noreturn]] void throw_copy(const Call& call) const;
   template <class Make>
   auto record(Call& call, Make make);
   void die() noexcept;
   [[noreturn]] void throw_death();
 
+  ProcessTag process_;
   std::unique_ptr<Engine> engine_;
   std::string name_;
   std::chrono::milliseconds timeout_;
@@ -83,6 +96,7 @@ auto GroupState::run(Call& call, Make make) {
     std::atomic<bool>& is_busy;
     ~Leave() { is_busy.store(false, std::memory_order_release); }
   } const leave{is_busy_};
+  sequence_.store(call.sequence, std::memory_order_relaxed);  // a refused call has no number
   return record(call, make);
 }
 

@@ -68,7 +68,8 @@ std::uint32_t Recorder::add_group(std::string_view name, int rank, int size) {
 }
 
 void Recorder::died(std::string_view reason) noexcept {
-  if (!dir_ || record_->is_written.exchange(1, std::memory_order_relaxed) != 0) return;
+  if (!dir_ || process_.is_copy()) return;
+  if (record_->is_written.exchange(1, std::memory_order_relaxed) != 0) return;
   try {
     write_record(*record_, reason, *dir_);
   } catch (const std::exception&) {

@@ -12,6 +12,7 @@
 #include "base/ticks.hpp"
 #include "comm/call_word.hpp"
 #include "comm/flight_record.hpp"
+#include "comm/process_tag.hpp"
 #include "comm/trace.hpp"
 
 namespace lockstep::comm {
@@ -40,7 +41,8 @@ class Recorder {
   /// Null where nobody traces.
   const std::shared_ptr<Trace>& trace() const noexcept { return trace_; }
   /// A group of this rank is dead: writes the record's file, the first time and if it has a place.
-  /// Never fails: the error that the caller is about to throw matters more.
+  /// Never fails: the error that the caller is about to throw matters more. A fork of the rank's
+  /// process writes nothing.
   void died(std::string_view reason) noexcept;
 
  private:
@@ -49,6 +51,7 @@ class Recorder {
     std::uint_least32_t line;
   };
 
+  ProcessTag process_;
   std::shared_ptr<FlightRecord> record_;
   std::optional<std::string> dir_;
   std::shared_ptr<Trace> trace_;

@@ -1,15 +1,21 @@
 #include "comm/session.hpp"
 
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <exception>
+#include <lockstep/error.hpp>
 #include <mutex>
 #include <utility>
 
 #include "base/exception.hpp"
+#include "comm/group_state.hpp"
 #include "comm/recorder.hpp"
 
-namespace lockstep {
-namespace comm {
+namespace lockstep::comm {
 namespace {
 
 std::shared_ptr<Recorder> make_recorder(const World& world, const Engine& engine) {
@@ -29,10 +35,26 @@ std::terminate_handler& former_handler() noexcept {
   return handler;
 }
 
+/// Raw and without destructors, so that they can be read until the program has ended.
+constinit thread_local Session* of_thread = nullptr;
+constinit std::atomic<Session*> of_process{nullptr};
+constinit std::atomic<int> n_rank_threads{0};
+constinit std::atomic<bool> has_joined{false};
+
+void leave_at_exit() noexcept {
+  Session* const session = of_process.load(std::memory_order_acquire);
+  if (session != nullptr) session->retire();
+}
+
+struct LeavesAtExit {
+  ~LeavesAtExit() { leave_at_exit(); }
+};
+
 [[noreturn]] void tell_peers_and_terminate() noexcept {
   // Without unwinding no destructor runs: this is the last chance.
   const std::exception_ptr error = std::current_exception();
-  if (session()) session()->leave(error ? base::text_of(error) : "std::terminate was called");
+  if (Session* const mine = session())
+    mine->leave(error ? base::text_of(error) : "std::terminate was called");
   if (former_handler() != nullptr) former_handler()();
   std::abort();
 }
@@ -51,9 +73,18 @@ Session::Session(World world, std::unique_ptr<Engine> engine, std::chrono::milli
                        : world_group_.split(/*color=*/host, /*key=*/world_.rank)) {}
 
 void Session::leave(std::string_view failure) noexcept {
-  if (engine_ == nullptr) return;
+  if (engine_ == nullptr || is_copy()) return;
   std::exchange(engine_, nullptr)->leave(failure);
   if (recorder_ && !failure.empty()) recorder_->died(failure);
+}
+
+void Session::retire() noexcept {
+  if (is_copy()) return;
+  leave({});
+  local_group_.state_->retire();
+  world_group_.state_->retire();
+  trace_.reset();
+  recorder_.reset();
 }
 
 void tell_peers_of_uncaught_exceptions() noexcept {
@@ -61,46 +92,53 @@ void tell_peers_of_uncaught_exceptions() noexcept {
   std::call_once(once, [] { former_handler() = std::set_terminate(tell_peers_and_terminate); });
 }
 
-std::unique_ptr<Session>& session() noexcept {
-  thread_local std::unique_ptr<Session> session;
-  return session;
+Session* session() noexcept {
+  if (of_thread != nullptr) return of_thread;
+  return has_rank_threads() ? nullptr : of_process.load(std::memory_order_acquire);
 }
 
-}  // namespace comm
+bool has_rank_threads() noexcept { return n_rank_threads.load(std::memory_order_acquire) > 0; }
+bool was_initialised() noexcept { return has_joined.load(std::memory_order_relaxed); }
 
-namespace {
-
-const Group& solo_group() {
-  thread_local const Group group;
-  return group;
+void join_process(std::unique_ptr<Session> session) {
+  // A thread-local of the main thread is destroyed before any global: before what the engine's
+  // libraries made after this call. The process outlives other threads, so there a global has to
+  // do.
+  if (::getpid() == ::gettid()) {
+    thread_local const LeavesAtExit leaves_at_exit;
+    static_cast<void>(leaves_at_exit);
+  }
+  static const LeavesAtExit leaves_at_exit;
+  static_cast<void>(leaves_at_exit);
+  of_process.store(session.release(), std::memory_order_release);
+  has_joined.store(true, std::memory_order_relaxed);
 }
 
-}  // namespace
-
-bool is_distributed() { return comm::session() != nullptr; }
-
-const Group& default_group() {
-  const auto& session = comm::session();
-  return session ? session->world_group() : solo_group();
+void join_thread(std::unique_ptr<Session> session) {
+  of_thread = session.release();
+  n_rank_threads.fetch_add(1, std::memory_order_release);
 }
 
-const Group& local_group() {
-  const auto& session = comm::session();
-  return session ? session->local_group() : solo_group();
+std::unique_ptr<Session> take_process_session() noexcept {
+  return std::unique_ptr<Session>(of_process.exchange(nullptr, std::memory_order_acq_rel));
 }
 
-int get_rank(const Group& group) { return group.rank(); }
-int get_world_size(const Group& group) { return group.size(); }
-DistInfo get_dist_info(const Group& group) {
-  return {.rank = group.rank(), .world_size = group.size()};
-}
-int get_local_rank() { return local_group().rank(); }
-int get_local_size() { return local_group().size(); }
-bool is_main_process(const Group& group) { return group.rank() == 0; }
+Session* thread_session() noexcept { return of_thread; }
 
-std::optional<std::string> get_backend(const Group& group) {
-  if (!is_distributed()) return std::nullopt;
-  return std::string(group.backend());
+std::unique_ptr<Session> take_thread_session() noexcept {
+  if (of_thread != nullptr) n_rank_threads.fetch_sub(1, std::memory_order_release);
+  return std::unique_ptr<Session>(std::exchange(of_thread, nullptr));
 }
 
-}  // namespace lockstep
+std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout, ErrorContext context) {
+  if (timeout <= std::chrono::milliseconds::zero()) {
+    throw UsageError(std::move(context),
+                     fmt::format("the timeout is {} ms; give the limit of one operation, as "
+                                 "std::chrono::seconds(30), or std::chrono::milliseconds::max() "
+                                 "for none",
+                                 timeout.count()));
+  }
+  return std::min(timeout, Deadline::never().or_else({}));
+}
+
+}  // namespace lockstep::comm

@@ -191,8 +191,8 @@ std::int32_t Trace::this_thread() noexcept {
 namespace lockstep {
 
 TraceScope::TraceScope(std::string_view name) noexcept {
-  const auto& session = comm::session();
-  if (!session || !session->trace()) return;
+  const comm::Session* const session = comm::session();
+  if (session == nullptr || !session->trace() || session->is_copy()) return;
   trace_ = session->trace();
   event_ = trace_->begin(name, base::ticks());
 }

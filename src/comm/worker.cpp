@@ -6,9 +6,14 @@
 
 namespace lockstep::comm {
 
-void WorkState::wait() {
+void WorkState::wait_until_done() noexcept {
   std::unique_lock lock(mutex_);
   finished_.wait(lock, [this] { return is_done_; });
+}
+
+void WorkState::wait() {
+  wait_until_done();
+  const std::lock_guard lock(mutex_);
   if (error_) std::rethrow_exception(error_);
 }
 

@@ -15,6 +15,7 @@ namespace lockstep::comm {
 class WorkState {
  public:
   void wait();
+  void wait_until_done() noexcept;
   bool done() const;
   void finish(std::exception_ptr error);
 

@@ -238,6 +238,30 @@ Launcher infer_launcher() {
   return Launcher::none;
 }
 
+std::string launch::describe_world() {
+  const Launcher launcher = infer_launcher();
+  const char* rank = kTorchrun.rank;
+  const char* size = kTorchrun.size;
+  switch (launcher) {
+    case Launcher::infer:
+    case Launcher::none: return {};
+    case Launcher::lockstep:
+    case Launcher::pytorch: break;
+    case Launcher::slurm:
+      rank = "SLURM_PROCID";
+      size = first_set({"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"});
+      break;
+    case Launcher::mpi:
+      rank = kOpenMpi.any_set() ? kOpenMpi.rank : kHydra.rank;
+      size = kOpenMpi.any_set() ? kOpenMpi.size : kHydra.size;
+      break;
+  }
+  const auto n_ranks = size == nullptr ? std::nullopt : variable(size);
+  if (!n_ranks || std::atoi(n_ranks->c_str()) <= 1) return {};
+  return fmt::format("{}={}, {}={} ({})", size, *n_ranks, rank, variable(rank).value_or(""),
+                     name_of(launcher));
+}
+
 comm::World launch::read_world(Launcher launcher) {
   comm::World world;
   switch (launcher) {

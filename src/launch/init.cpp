@@ -2,41 +2,55 @@
 #include <lockstep/env.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/launch.hpp>
+#include <utility>
 
 #include "comm/session.hpp"
 #include "engines/catalog.hpp"
+#include "launch/arithmetic.hpp"
 #include "launch/environment.hpp"
 
 namespace lockstep {
 
 void init_dist(const InitOptions& options, std::source_location where) {
+  const ErrorContext context{.operation = "init_dist", .where = where};
   if (is_distributed()) {
-    throw UsageError({.operation = "init_dist", .where = where},
-                     "this thread belongs to a world already; call destroy_dist first");
+    throw UsageError(context, comm::has_rank_threads()
+                                  ? "threads of this process are ranks of run_ranks; their world "
+                                    "is the default group there"
+                                  : "this process belongs to a world already, on all its threads; "
+                                    "call destroy_dist first");
   }
+  const auto asked = comm::checked_timeout(options.timeout, context);
   const Env env = Env::read();
   const Launcher launcher =
       options.launcher == Launcher::infer ? infer_launcher() : options.launcher;
   comm::World world = launch::read_world(launcher);
   world.record_dir = env.record_dir;
-  const auto timeout = env.timeout.value_or(options.timeout);
+  const auto timeout = env.timeout.value_or(asked);
   const Call barrier{
       .op = Op::barrier, .group = "world", .sequence = 1, .timeout = timeout, .where = where};
-  auto engine = engines::join(options.backend, world, barrier);
+  // Who asks to be alone is so, whatever engines the environment speaks of.
+  const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
+  auto engine = engines::join(is_alone ? "solo" : options.backend, world, barrier);
   const int host = engines::find_host(*engine, world, barrier);
-  comm::session() =
-      std::make_unique<comm::Session>(std::move(world), std::move(engine), timeout, host);
+  launch::check_arithmetic(*engine, barrier);
+  comm::join_process(
+      std::make_unique<comm::Session>(std::move(world), std::move(engine), timeout, host));
   comm::tell_peers_of_uncaught_exceptions();
 }
 
 void destroy_dist(std::string_view failure) {
-  auto& session = comm::session();
+  auto session = comm::take_thread_session();
+  if (!session && !comm::has_rank_threads()) session = comm::take_process_session();
   if (!session) return;
+  if (session->is_copy()) {  // not this process's to close
+    session.release();
+    return;
+  }
   if (failure.empty() && std::uncaught_exceptions() > 0) {
     failure = "an exception (destroy_dist was called while it unwound the stack)";
   }
   session->leave(failure);
-  session.reset();
 }
 
 }  // namespace lockstep

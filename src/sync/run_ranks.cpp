@@ -36,35 +36,33 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
     throw UsageError({.operation = "run_ranks", .where = where},
                      fmt::format("{} ranks asked for; at least 1", n));
   }
+  const auto timeout =
+      comm::checked_timeout(options.timeout, {.operation = "run_ranks", .where = where});
   const auto segment = shared::make_world(shared::Segment::for_threads(n));
-  const Call barrier{.op = Op::barrier,
-                     .group = "world",
-                     .sequence = 1,
-                     .timeout = options.timeout,
-                     .where = where};
+  const Call barrier{
+      .op = Op::barrier, .group = "world", .sequence = 1, .timeout = timeout, .where = where};
   std::vector<std::exception_ptr> errors(static_cast<std::size_t>(n));
 
   const auto run_one = [&](int rank) {
-    auto& session = comm::session();
     auto& error = errors[static_cast<std::size_t>(rank)];
     try {
       // By itself, before anything else: a trace notes it.
       ::pthread_setname_np(::pthread_self(), fmt::format("lockstep-{}", rank).c_str());
-      session = std::make_unique<comm::Session>(comm::World{.launcher = Launcher::none,
-                                                            .rank = rank,
-                                                            .size = n,
-                                                            .local_rank = rank,
-                                                            .local_size = n,
-                                                            .segment = std::nullopt,
-                                                            .job = {}},
-                                                shared::join_world(segment, rank, barrier),
-                                                options.timeout);
+      comm::join_thread(std::make_unique<comm::Session>(comm::World{.launcher = Launcher::none,
+                                                                    .rank = rank,
+                                                                    .size = n,
+                                                                    .local_rank = rank,
+                                                                    .local_size = n,
+                                                                    .segment = std::nullopt,
+                                                                    .job = {}},
+                                                        shared::join_world(segment, rank, barrier),
+                                                        timeout));
       body(rank);
     } catch (...) {
       error = std::current_exception();
-      if (session) session->leave(base::text_of(error));
+      if (comm::thread_session() != nullptr) comm::thread_session()->leave(base::text_of(error));
     }
-    session.reset();
+    comm::take_thread_session();
   };
 
   std::vector<std::thread> threads;

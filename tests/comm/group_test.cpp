@@ -72,6 +72,39 @@ TEST(GroupTest, bit_operations_on_floats) {
                   "bxor of f32: bit operations are for integers");
 }
 
+TEST(GroupTest, sums_of_bool) {
+  bool value = true;
+  const Elements data{&value, 1, DType::boolean};
+  expect_contains(refusal([&] { Group().all_reduce(data); }), "sum of bool: use bor (any)");
+  expect_contains(refusal([&] { Group().all_reduce(data, ReduceOp::mean); }), "mean of bool");
+  Group().all_reduce(data, ReduceOp::band);
+}
+
+TEST(GroupTest, element_type_that_does_not_exist) {
+  run_ranks(2, [] {
+    const Group group = default_group();
+    std::array<char, 64> bytes{};
+    const auto none = static_cast<DType>(99);
+    const Elements data{bytes.data(), 1, none};
+    const auto expect_refused = [](auto call) {
+      expect_contains(refusal(call), "element type 99, which does not exist");
+    };
+    expect_refused([&] { group.all_reduce(data); });
+    expect_refused([&] { group.reduce(data); });
+    expect_refused([&] { group.broadcast(data); });
+    expect_refused([&] { group.all_gather(data, {bytes.data() + 8, 2, none}); });
+    expect_refused([&] { group.gather(data, {bytes.data() + 8, 2, none}); });
+    expect_refused([&] { group.scatter({bytes.data() + 8, 2, none}, data); });
+    expect_refused([&] { group.reduce_scatter({bytes.data() + 8, 2, none}, data); });
+    expect_refused([&] { group.all_to_all({bytes.data(), 2, none}, {bytes.data() + 8, 2, none}); });
+    expect_refused([&] { group.send(data, 1 - group.rank()); });
+    expect_refused([&] { group.recv(data, 1 - group.rank()); });
+    expect_refused([&] { group.all_reduce({nullptr, 0, none}); });
+    expect_refused([&] { static_cast<void>(group.all_reduce_async(data)); });
+    barrier();  // the group goes on
+  });
+}
+
 TEST(GroupTest, reduction_that_does_not_exist) {
   float value = 1;
   expect_contains(refusal([&] {
@@ -145,9 +178,10 @@ TEST(GroupTest, handles_compare_by_group) {
 
 TEST(GroupTest, errors_name_the_callers_line) {
   int line = 0;
+  std::vector<float> data(1);
   try {
     line = __LINE__ + 1;
-    broadcast(std::vector<float>(1), 5);
+    broadcast(data, 5);
     FAIL();
   } catch (const UsageError& error) {
     EXPECT_EQ(error.context().where.line(), line);
@@ -172,8 +206,54 @@ TEST(WorkTest, a_work_nobody_waits_for_does_not_hide_its_failure) {
   run_ranks(2, [](int rank) {
     const Group group = default_group().duplicate();
     if (rank == 1) return;
-    static_cast<void>(group.barrier_async());
+    group.barrier_async().detach();
     EXPECT_THROW(group.barrier(), PeerLost);
+  });
+}
+
+TEST(WorkTest, waits_when_its_last_copy_is_destroyed) {
+  run_ranks(2, [](int rank) {
+    const Group group = default_group().duplicate();
+    std::vector<std::int64_t> data(100'000, 1);
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));  // not yet
+    {
+      const Work work = group.all_reduce_async({data.data(), data.size(), DType::i64});
+      Work copy = work;
+      copy = Work();
+    }
+    EXPECT_EQ(data.front(), 2);
+    EXPECT_EQ(data.back(), 2);
+  });
+}
+
+TEST(WorkTest, detached_it_waits_for_nobody) {
+  run_ranks(2, [](int rank) {
+    const Group group = default_group().duplicate();
+    if (rank == 0) {
+      Work work = group.barrier_async();
+      const Work copy = work;
+      work.detach();
+    }
+    barrier();  // which rank 1 comes to before that of the other group
+    group.barrier();
+    if (rank == 1) group.barrier();
+  });
+}
+
+TEST(WorkTest, cannot_be_posted_while_another_thread_is_inside_a_call) {
+  run_ranks(2, [](int rank) {
+    const Group group = default_group().duplicate();
+    if (rank == 1) {
+      barrier();
+      group.barrier();
+      return;
+    }
+    std::thread inside([&] { group.barrier(); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));  // as in two_threads_in_one_group
+    expect_contains(refusal([&] { static_cast<void>(group.barrier_async()); }),
+                    "another thread is inside a call");
+    barrier();
+    inside.join();
   });
 }
 
@@ -190,7 +270,7 @@ TEST(WorkTest, an_exception_does_not_wait_for_calls_under_way) {
       EXPECT_THROW(group.barrier(), PeerFailed);
       return;
     }
-    static_cast<void>(group.barrier_async());
+    const Work work = group.barrier_async();
     throw std::runtime_error("out of paper");
   };
   EXPECT_THROW(run_ranks(2, body, {.timeout = std::chrono::seconds(60)}), std::runtime_error);

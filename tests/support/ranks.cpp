@@ -66,11 +66,12 @@ Call joining(std::chrono::milliseconds timeout) {
 }
 
 /// As init_dist, but that the ranks are told their hosts.
-void join_hosts(comm::World world, std::unique_ptr<Engine> outer, const Call& barrier) {
+std::unique_ptr<comm::Session> join_hosts(comm::World world, std::unique_ptr<Engine> outer,
+                                          const Call& barrier) {
   const std::vector<int> hosts = hosts_of(world.size);
   const int host = hosts[static_cast<std::size_t>(world.rank)];
   world.local_size = static_cast<int>(std::ranges::count(hosts, host));
-  comm::session() = std::make_unique<comm::Session>(
+  return std::make_unique<comm::Session>(
       world, hierarchical::make(std::move(outer), hosts, barrier), barrier.timeout, host);
 }
 
@@ -78,7 +79,7 @@ void init_hosts(const std::string& outer, std::chrono::milliseconds timeout) {
   const Call barrier = joining(timeout);
   const comm::World world = launch::read_world(infer_launcher());
   current_hosts() = hosts_of(world.size);
-  join_hosts(world, engines::join(outer, world, barrier), barrier);
+  comm::join_process(join_hosts(world, engines::join(outer, world, barrier), barrier));
 }
 
 void run_host_threads(int n, const std::function<void()>& body, std::chrono::milliseconds timeout) {
@@ -91,7 +92,7 @@ void run_host_threads(int n, const std::function<void()>& body, std::chrono::mil
         comm::World world;
         world.rank = rank;
         world.size = n;
-        join_hosts(world, shared::join_world(segment, rank, barrier), barrier);
+        comm::join_thread(join_hosts(world, shared::join_world(segment, rank, barrier), barrier));
         body();
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();

@@ -1,0 +1,38 @@
+#include "comm/work.hpp"
+
+#include <exception>
+#include <lockstep/group.hpp>
+#include <lockstep/trace.hpp>
+#include <utility>
+
+namespace lockstep {
+namespace comm {
+
+WorkHandle::WorkHandle(std::shared_ptr<GroupState> group, std::shared_ptr<WorkState> state)
+    : group_(std::move(group)),
+      state_(std::move(state)),
+      n_exceptions_(std::uncaught_exceptions()) {}
+
+WorkHandle::~WorkHandle() {
+  if (is_detached_.load(std::memory_order_relaxed) || process_.is_copy() || state_->done()) return;
+  if (std::uncaught_exceptions() > n_exceptions_) {
+    group_->abandon("a rank left by an exception with an asynchronous call under way");
+  }
+  state_->wait_until_done();
+}
+
+}  // namespace comm
+
+void Work::wait() {
+  if (!handle_) return;
+  const TraceScope scope("Work::wait");
+  handle_->state().wait();
+}
+
+bool Work::done() const { return !handle_ || handle_->state().done(); }
+
+void Work::detach() noexcept {
+  if (handle_) handle_->detach();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,293 @@
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <lockstep/lockstep.hpp>
+#include <thread>
+
+#include "support/ranks.hpp"
+
+namespace lockstep {
+namespace default_group_test {
+namespace {
+
+template <class F>
+std::string refusal(F call) {
+  try {
+    call();
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "no UsageError";
+}
+
+void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+template <class F>
+void on_another_thread(F body) {
+  std::thread thread(body);
+  thread.join();
+}
+
+/// Runs body in a fork of this process and returns what it ended by: 0, or 4 where an expectation
+/// failed. A fork that hangs is killed: 128 + SIGALRM.
+int in_a_fork(const std::function<void()>& body) {
+  std::fflush(nullptr);
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::alarm(30);
+    body();
+    std::fflush(nullptr);
+    ::_exit(::testing::Test::HasFailure() ? 4 : 0);
+  }
+  int status = 0;
+  EXPECT_EQ(::waitpid(pid, &status, 0), pid);
+  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+void expect_all_zero(const std::vector<int>& statuses) {
+  for (const int status : statuses) EXPECT_EQ(status, 0);
+}
+
+// --- which group ---------------------------------------------------------------------------------
+
+TEST(DefaultGroupTest, every_thread_of_a_rank_has_the_world) {
+  expect_all_zero(test::run_processes(2, [] {
+    const int rank = get_rank();
+    on_another_thread([rank] {
+      EXPECT_TRUE(is_distributed());
+      EXPECT_EQ(get_world_size(), 2);
+      EXPECT_EQ(get_rank(), rank);
+      EXPECT_EQ(get_local_size(), 2);
+      EXPECT_EQ(is_main_process(), rank == 0);
+      EXPECT_EQ(all_reduce_value(1), 2);
+      expect_contains(refusal([] { init_dist(); }), "belongs to a world already");
+    });
+    EXPECT_EQ(all_reduce_value(1), 2);
+    // One that began before destroy_dist, and one after.
+    on_another_thread([] { destroy_dist(); });
+    EXPECT_FALSE(is_distributed());
+    EXPECT_EQ(get_world_size(), 1);
+    on_another_thread([] { EXPECT_EQ(get_world_size(), 1); });
+  }));
+}
+
+TEST(DefaultGroupTest, a_world_joined_on_another_thread_outlives_it) {
+  expect_all_zero(test::run_processes(2, [] {
+    destroy_dist();
+    ::unsetenv("LOCKSTEP_SEGMENT");
+    ::unsetenv("RANK");
+    ::unsetenv("WORLD_SIZE");
+    ::unsetenv("LOCAL_RANK");
+    ::unsetenv("LOCAL_WORLD_SIZE");
+    on_another_thread([] { init_dist({.launcher = Launcher::none}); });
+    EXPECT_TRUE(is_distributed());
+    EXPECT_EQ(get_world_size(), 1);
+  }));
+}
+
+TEST(DefaultGroupTest, a_thread_that_is_no_rank_of_run_ranks_must_be_told) {
+  run_ranks(2, [](int rank) {
+    const Group group = default_group();
+    on_another_thread([&group, rank] {
+      EXPECT_TRUE(is_distributed());
+      int line = 0;
+      const std::string text = refusal([&] {
+        line = __LINE__ + 1;
+        static_cast<void>(get_rank());
+      });
+      expect_contains(text, "GroupScope");
+      expect_contains(text, "default_group_test.cpp:" + std::to_string(line));
+      expect_contains(refusal([] { barrier(); }), "no rank of run_ranks");
+      expect_contains(refusal([] { static_cast<void>(get_local_rank()); }), "local_group");
+      expect_contains(refusal([] { init_dist(); }), "run_ranks");
+      destroy_dist();  // nothing of this thread's
+      {
+        const GroupScope scope(group);
+        EXPECT_EQ(get_rank(), rank);
+        EXPECT_EQ(all_reduce_value(1), 2);
+        {
+          const GroupScope alone{Group()};
+          EXPECT_EQ(get_world_size(), 1);
+        }
+        EXPECT_EQ(get_world_size(), 2);
+      }
+      expect_contains(refusal([] { barrier(); }), "GroupScope");
+    });
+    EXPECT_EQ(all_reduce_value(1), 2);
+  });
+  EXPECT_FALSE(is_distributed());
+  EXPECT_EQ(get_world_size(), 1);
+}
+
+TEST(DefaultGroupTest, a_scope_goes_before_the_world) {
+  run_ranks(2, [](int rank) {
+    const Group alone = default_group().split(rank);
+    const GroupScope scope(alone);
+    EXPECT_EQ(get_world_size(), 1);
+    EXPECT_EQ(get_local_size(), 2);
+  });
+}
+
+// --- init_dist forgotten -------------------------------------------------------------------------
+
+TEST(DefaultGroupTest, a_rank_that_never_called_init_dist) {
+  const int status = in_a_fork([] {
+    ::setenv("RANK", "1", 1);
+    ::setenv("WORLD_SIZE", "2", 1);
+    ::setenv("LOCAL_RANK", "1", 1);
+    ::setenv("LOCAL_WORLD_SIZE", "2", 1);
+    on_another_thread([] {  // this one's solo group may be there already
+      EXPECT_FALSE(is_distributed());
+      for (int i = 0; i < 2; ++i) {
+        const std::string text = refusal([] { static_cast<void>(get_world_size()); });
+        expect_contains(text, "never called init_dist");
+        expect_contains(text, "WORLD_SIZE=2, RANK=1 (torchrun)");
+        expect_contains(text, "Launcher::none");
+      }
+      expect_contains(refusal([] { static_cast<void>(get_local_rank()); }), "never called");
+      EXPECT_EQ(Group().size(), 1);  // asked for by name
+      init_dist({.launcher = Launcher::none});
+      EXPECT_EQ(get_world_size(), 1);
+      EXPECT_EQ(all_reduce_value(3), 3);
+      destroy_dist();
+      EXPECT_EQ(get_world_size(), 1);
+    });
+  });
+  EXPECT_EQ(status, 0);
+}
+
+TEST(DefaultGroupTest, an_environment_of_one_rank_is_alone) {
+  const int status = in_a_fork([] {
+    ::setenv("RANK", "0", 1);
+    ::setenv("WORLD_SIZE", "1", 1);
+    on_another_thread([] { EXPECT_EQ(get_world_size(), 1); });
+  });
+  EXPECT_EQ(status, 0);
+}
+
+// --- the program's end ---------------------------------------------------------------------------
+
+/// A global's destructor, which calls after the main thread's thread-locals are gone.
+struct CallsAtExit {
+  int rank = 0;
+  int size = 1;
+  ~CallsAtExit() {
+    if (get_rank() != rank || get_world_size() != size) ::_exit(5);
+    try {
+      barrier();
+      if (size > 1) ::_exit(6);
+    } catch (const UsageError& error) {
+      if (std::string(error.what()).find("the program is ending") == std::string::npos) ::_exit(7);
+    }
+  }
+};
+
+TEST(DefaultGroupTest, destructors_of_globals_may_call_alone) {
+  const int status = in_a_fork([] {
+    static CallsAtExit calls;
+    barrier();
+    std::exit(0);
+  });
+  EXPECT_EQ(status, 0);
+}
+
+TEST(DefaultGroupTest, destructors_of_globals_may_call_in_a_world) {
+  expect_all_zero(test::run_processes(2, [] {
+    static CallsAtExit calls;
+    calls.rank = get_rank();
+    calls.size = get_world_size();
+    barrier();
+    std::exit(0);
+  }));
+}
+
+// --- forks ---------------------------------------------------------------------------------------
+
+TEST(DefaultGroupTest, a_fork_of_a_rank_is_no_rank) {
+  std::string dir = (std::filesystem::temp_directory_path() / "lockstep-fork-XXXXXX").string();
+  ASSERT_NE(::mkdtemp(dir.data()), nullptr);
+  ::setenv("LOCKSTEP_RECORD_DIR", dir.c_str(), 1);
+  expect_all_zero(test::run_processes(2, [] {
+    const Group mine = default_group().duplicate();
+    const Group posted = default_group().duplicate();
+    const SharedBuffer buffer = mine.allocate(100);
+    Work work;
+    if (get_rank() == 0) work = posted.barrier_async();  // has a thread, and is under way
+    const int calls = in_a_fork([&] {
+      expect_contains(refusal([] { barrier(); }), "is a fork of a rank");
+      expect_contains(refusal([&] { mine.barrier(); }), "is a fork of a rank");
+      expect_contains(refusal([&] { static_cast<void>(posted.barrier_async()); }), "a fork");
+      EXPECT_EQ(get_world_size(), 2);  // still known
+    });
+    EXPECT_EQ(calls, 0);
+    EXPECT_EQ(in_a_fork([] { std::exit(0); }), 0);
+    EXPECT_EQ(in_a_fork([&] {
+                const Group copy = mine;
+                destroy_dist("a copy");
+                std::exit(0);
+              }),
+              0);
+    EXPECT_EQ(in_a_fork([] {
+                std::set_terminate(std::get_terminate());
+                std::thread([] { throw std::runtime_error("in a copy"); }).join();
+              }),
+              128 + SIGABRT);
+    EXPECT_EQ(all_reduce_value(1), 2);  // the ranks go on
+    if (get_rank() == 1) posted.barrier();
+    work.wait();
+    mine.barrier();
+    barrier();
+  }));
+  ::unsetenv("LOCKSTEP_RECORD_DIR");
+  EXPECT_TRUE(std::filesystem::is_empty(dir));
+  std::filesystem::remove_all(dir);
+}
+
+// --- limits --------------------------------------------------------------------------------------
+
+TEST(InitTimeoutTest, is_positive_and_cut_to_what_clocks_count) {
+  const auto alone = [](std::chrono::milliseconds timeout) {
+    init_dist({.launcher = Launcher::none, .timeout = timeout});
+    const auto limit = default_group().timeout();
+    destroy_dist();
+    return limit;
+  };
+  EXPECT_EQ(in_a_fork([&] {
+              const auto longest = alone(std::chrono::milliseconds::max());
+              EXPECT_EQ(longest, Timeout::never().or_else({}));
+              const auto in_ns = std::chrono::nanoseconds(longest);
+              EXPECT_GT(std::chrono::steady_clock::now() + in_ns, std::chrono::steady_clock::now());
+              EXPECT_EQ(alone(std::chrono::seconds(7)), std::chrono::seconds(7));
+              for (const int bad : {0, -1, -100'000}) {
+                expect_contains(refusal([&] { alone(std::chrono::milliseconds(bad)); }),
+                                "the timeout is " + std::to_string(bad) + " ms");
+              }
+            }),
+            0);
+}
+
+TEST(InitTimeoutTest, the_same_for_run_ranks) {
+  expect_contains(refusal([] { run_ranks(2, [] {}, {.timeout = std::chrono::milliseconds(-5)}); }),
+                  "the timeout is -5 ms");
+  run_ranks(2,
+            [](int rank) {
+              if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+              barrier();
+              const Group half = default_group().duplicate();
+              half.barrier(std::chrono::milliseconds::max());
+              EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, half, std::chrono::hours::max()), 2);
+            },
+            {.timeout = std::chrono::milliseconds::max()});
+}
+
+}  // namespace
+}  // namespace default_group_test
+}  // namespace lockstep
