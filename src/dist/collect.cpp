@@ -191,9 +191,8 @@ std::exception_ptr error_of(F step) {
   return nullptr;
 }
 
-void write_spill(const std::filesystem::path& path, Removal& removal, Outgoing& outgoing) {
+void write_spill(const std::filesystem::path& path, Outgoing& outgoing) {
   SpillFile file = SpillFile::create(path);
-  removal.of(path);
   Bytes bytes;
   while (!outgoing.is_empty()) {
     const MessageHeader header = outgoing.encode_next(bytes);
@@ -217,7 +216,8 @@ void read_spill(const ObjectCall& call, std::size_t rank, SpillFile& file, Incom
 }
 
 /// Every rank writes its file; rank 0 opens all of them; then nobody needs their names, and they
-/// go before they are read.
+/// go before they are read. Rank 0 removes all: it may return before the others have come so far,
+/// and one of them may be killed.
 void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Results& results,
            const Interleaving& order) {
   const int rank = call.group.rank();
@@ -227,10 +227,13 @@ void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Re
   };
   const auto me = static_cast<std::size_t>(rank);
   Removal removal;
+  for (std::size_t r = 1; r < static_cast<std::size_t>(call.group.size()); ++r) {
+    if (rank == 0 || r == me) removal.of(path_of(r));
+  }
   agree(call, error_of([&] {
           if (rank == 0) return;
           Outgoing outgoing(call, results, order.n_kept(me));
-          write_spill(path_of(me), removal, outgoing);
+          write_spill(path_of(me), outgoing);
         }));
   std::vector<SpillFile> files;
   agree(call, error_of([&] {

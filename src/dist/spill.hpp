@@ -4,6 +4,8 @@
 #include <filesystem>
 #include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/fd.hpp"
 
@@ -27,23 +29,22 @@ class SpillFile {
   std::string path_;
 };
 
-/// Removes a file that this rank made.
+/// Removes files, if they are there.
 class Removal {
  public:
   Removal() = default;
-  explicit Removal(std::filesystem::path path) : path_(std::move(path)) {}
   Removal(const Removal&) = delete;
   Removal& operator=(const Removal&) = delete;
   ~Removal() { now(); }
-  void of(std::filesystem::path path) { path_ = std::move(path); }
+  void of(std::filesystem::path path) { paths_.push_back(std::move(path)); }
   void now() noexcept {
     std::error_code ignored;
-    if (!path_.empty()) std::filesystem::remove(path_, ignored);
-    path_.clear();
+    for (const auto& path : paths_) std::filesystem::remove(path, ignored);
+    paths_.clear();
   }
 
  private:
-  std::filesystem::path path_;
+  std::vector<std::filesystem::path> paths_;
 };
 
 }  // namespace lockstep::detail

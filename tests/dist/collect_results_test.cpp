@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
@@ -231,6 +232,38 @@ TEST_P(CollectResultsTest, directories_that_are_not_the_same) {
     EXPECT_EQ(all_reduce_value(1), get_world_size());
   });
   EXPECT_TRUE(other.is_untouched());
+}
+
+TEST_P(CollectResultsTest, leaves_no_file_when_rank_0_returns) {
+  run([this] {
+    for (int i = 0; i < 20; ++i) {
+      collect(std::vector<int>(3, i), 100);
+      if (get_rank() == 0) {
+        EXPECT_TRUE(directory_.is_untouched());
+      }
+      barrier();
+    }
+  });
+}
+
+/// Kills the process that encodes it.
+struct Deadly {
+  template <class A>
+  void save(A& /*archive*/) const {
+    ::raise(SIGKILL);
+  }
+  template <class A>
+  void load(A& /*archive*/) {}
+};
+
+TEST(CollectResultsFilesTest, a_killed_rank_leaves_none) {
+  const Directory directory;
+  const auto statuses = run_processes(2, [&directory] {
+    const std::vector<Deadly> part(1);
+    EXPECT_THROW(collect_results(part, 2, directory.path), PeerLost);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, SIGKILL}));
+  EXPECT_TRUE(directory.is_untouched());
 }
 
 /// The most memory this process has had, in bytes, since the last reset.
