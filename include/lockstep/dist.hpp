@@ -1,38 +1,30 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <numeric>
-#include <ranges>
 #include <source_location>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include <lockstep/detail/arguments.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
-/// The verbs over typed spans and the default group. Each converts its types and makes a Group
-/// call: group.hpp has the sizes, errors and threads. Every span may be given as any contiguous
-/// range (vector, array, ...).
+/// The operations over typed data and the default group. Each converts its types and makes a Group
+/// call: group.hpp has the sizes, errors and threads. Data is an ArithmeticRange: any contiguous
+/// range of numbers (vector, array, span, ...); what is written may not be const, nor a temporary
+/// with which the result would be lost. What else is given does not compile, with a sentence that
+/// says what to do.
 namespace lockstep {
 
 using Where = std::source_location;
 
-template <class R>
-concept ArithmeticRange = std::ranges::contiguous_range<R> && std::ranges::sized_range<R> &&
-    Arithmetic<std::ranges::range_value_t<R>>;
-
 namespace detail {
-
-template <class R>
-auto as_span(R&& range) {
-  return std::span<std::remove_reference_t<std::ranges::range_reference_t<R>>>(range);
-}
-template <class R>
-auto as_const_span(const R& range) {
-  return std::span<const std::ranges::range_value_t<R>>(range);
-}
 
 template <Arithmetic T>
 Elements erase(std::span<T> data) {
@@ -43,192 +35,299 @@ ConstElements erase(std::span<const T> data) {
   return {data.data(), data.size(), kDTypeOf<T>};
 }
 
+/// What is left of a call's limit, for each of the collectives that the call consists of. Where the
+/// caller gave no limit, each has the group's timeout.
+class TimeLeft {
+ public:
+  TimeLeft(Timeout limit)  // NOLINT: every function with several collectives starts one
+      : is_given_(limit.is_given()),
+        end_(is_given_ ? Clock::now() + limit.or_else({}) : Clock::time_point()) {}
+  operator Timeout() const {  // NOLINT: the same, where it ends
+    return is_given_ ? Timeout(end_ - Clock::now()) : Timeout();
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  bool is_given_;
+  Clock::time_point end_;
+};
+
 /// Every rank's count, by rank.
-std::vector<std::size_t> exchange_counts(std::size_t count, const Group& group, Deadline deadline,
+std::vector<std::size_t> exchange_counts(std::size_t count, const Group& group, Timeout timeout,
                                          Where where);
 
 /// gather to dst, or all_gather where dst is negative, cut into one vector per rank.
 template <Arithmetic T>
-std::vector<std::vector<T>> gather_parts(std::span<const T> data,
+std::vector<std::vector<T>> gather_parts(const ConstElements& data,
                                          std::span<const std::size_t> counts, const Group& group,
-                                         int dst, Deadline deadline, Where where) {
+                                         int dst, Timeout timeout, Where where) {
   const bool wanted = dst < 0 || dst == group.rank();
-  std::vector<T> flat(wanted ? std::reduce(counts.begin(), counts.end()) : 0);
+  const std::size_t n_all = wanted ? std::reduce(counts.begin(), counts.end()) : 0;
+  const auto flat = std::make_unique<T[]>(n_all);  // a vector<bool> has no elements to point to
+  const std::span<T> all(flat.get(), n_all);
   if (dst < 0) {
-    group.all_gather(erase(data), erase(std::span<T>(flat)), counts, deadline, where);
+    group.all_gather(data, erase(all), counts, timeout, where);
   } else {
-    group.gather(erase(data), erase(std::span<T>(flat)), counts, dst, deadline, where);
+    group.gather(data, erase(all), counts, dst, timeout, where);
   }
   std::vector<std::vector<T>> parts;
   if (!wanted) return parts;
   parts.reserve(counts.size());
-  auto next = flat.begin();
+  const T* next = flat.get();
   for (const std::size_t count : counts) {
-    parts.emplace_back(next, next + static_cast<std::ptrdiff_t>(count));
-    next += static_cast<std::ptrdiff_t>(count);
+    parts.emplace_back(next, next + count);
+    next += count;
   }
   return parts;
 }
 
+/// Data of a call, checked.
+template <Use kUse = Use::write, class R>
+Elements written(R&& range) {
+  check_data<R, kUse>();
+  if constexpr (ArithmeticRange<std::remove_cvref_t<R>>) {
+    if constexpr (!std::is_const_v<ElementOf<R>>) return erase(std::span<ElementOf<R>>(range));
+  }
+  return {};
+}
+template <Use kUse = Use::read, class R>
+ConstElements read(R&& range) {
+  check_data<R, kUse>();
+  if constexpr (ArithmeticRange<std::remove_cvref_t<R>>) {
+    return erase(std::span<const std::remove_const_t<ElementOf<R>>>(range));
+  } else {
+    return {};
+  }
+}
+template <class R>
+Elements written_later(R&& range) {
+  return written<Use::write_later>(std::forward<R>(range));
+}
+template <class R>
+ConstElements read_later(R&& range) {
+  return read<Use::read_later>(std::forward<R>(range));
+}
+
+/// The element type of a range; where it is none, check_data complains.
+template <class R>
+struct NumberIn {
+  using Type = char;
+};
+template <ArithmeticRange R>
+struct NumberIn<R> {
+  using Type = std::ranges::range_value_t<R>;
+};
+template <class R>
+using Parts = std::vector<std::vector<typename NumberIn<R>::Type>>;
+
 }  // namespace detail
 
-inline void barrier(const Group& group = default_group(), Deadline deadline = {},
+inline void barrier(const Group& group = default_group(), Timeout timeout = {},
                     Where where = Where::current()) {
-  group.barrier(deadline, where);
+  group.barrier(timeout, where);
+}
+[[nodiscard]] inline Work barrier_async(const Group& group = default_group(), Timeout timeout = {},
+                                        Where where = Where::current()) {
+  return group.barrier_async(timeout, where);
 }
 
 /// data <- reduction of every rank's data, on all ranks.
-template <Arithmetic T>
-void all_reduce(std::span<T> data, ReduceOp op = ReduceOp::sum,
-                const Group& group = default_group(), Deadline deadline = {},
-                Where where = Where::current()) {
-  group.all_reduce(detail::erase(data), op, deadline, where);
-}
-template <ArithmeticRange R>
+template <class R>
 void all_reduce(R&& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
-                Deadline deadline = {}, Where where = Where::current()) {
-  all_reduce(detail::as_span(data), op, group, deadline, where);
+                Timeout timeout = {}, Where where = Where::current()) {
+  group.all_reduce(detail::written(std::forward<R>(data)), op, timeout, where);
+}
+template <class R, detail::NoReduceOp Second, class... Rest>
+void all_reduce(R&&, Second&&, Rest&&...) {
+  detail::explain_second<R, Second>();
+}
+/// The same beside computation: data belongs to the call until Work::wait returned.
+template <class R>
+[[nodiscard]] Work all_reduce_async(R&& data, ReduceOp op = ReduceOp::sum,
+                                    const Group& group = default_group(), Timeout timeout = {},
+                                    Where where = Where::current()) {
+  return group.all_reduce_async(detail::written_later(std::forward<R>(data)), op, timeout, where);
+}
+template <class R, detail::NoReduceOp Second, class... Rest>
+Work all_reduce_async(R&&, Second&&, Rest&&...) {
+  detail::explain_second<R, Second>();
+  return {};
 }
 
 /// The reduction of every rank's value, on all ranks.
-template <Arithmetic T>
+template <class T>
 T all_reduce_value(T value, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
-                   Deadline deadline = {}, Where where = Where::current()) {
-  all_reduce(std::span<T>(&value, 1), op, group, deadline, where);
+                   Timeout timeout = {}, Where where = Where::current()) {
+  detail::check_value<T>();
+  if constexpr (Arithmetic<T>) {
+    group.all_reduce(detail::erase(std::span<T>(&value, 1)), op, timeout, where);
+  }
+  return value;
+}
+template <class T, detail::NoReduceOp Second, class... Rest>
+T all_reduce_value(T value, Second&&, Rest&&...) {
+  detail::explain_second<T, Second>();
   return value;
 }
 
 /// data <- reduction of every rank's data, on dst; elsewhere data is left as it was.
-template <Arithmetic T>
-void reduce(std::span<T> data, int dst = 0, ReduceOp op = ReduceOp::sum,
-            const Group& group = default_group(), Deadline deadline = {},
-            Where where = Where::current()) {
-  group.reduce(detail::erase(data), dst, op, deadline, where);
-}
-template <ArithmeticRange R>
+template <class R>
 void reduce(R&& data, int dst = 0, ReduceOp op = ReduceOp::sum,
-            const Group& group = default_group(), Deadline deadline = {},
+            const Group& group = default_group(), Timeout timeout = {},
             Where where = Where::current()) {
-  reduce(detail::as_span(data), dst, op, group, deadline, where);
+  group.reduce(detail::written(std::forward<R>(data)), dst, op, timeout, where);
+}
+template <class R>
+[[nodiscard]] Work reduce_async(R&& data, int dst = 0, ReduceOp op = ReduceOp::sum,
+                                const Group& group = default_group(), Timeout timeout = {},
+                                Where where = Where::current()) {
+  return group.reduce_async(detail::written_later(std::forward<R>(data)), dst, op, timeout, where);
+}
+template <class R>
+void reduce(R&&, ReduceOp, const Group& = Group()) {
+  static_assert(detail::kNever<R>,
+                "lockstep: reduce takes the receiving rank before the reduction: (data, /*dst=*/0, "
+                "ReduceOp::sum)");
 }
 
 /// data <- src's data.
-template <Arithmetic T>
-void broadcast(std::span<T> data, int src = 0, const Group& group = default_group(),
-               Deadline deadline = {}, Where where = Where::current()) {
-  group.broadcast(detail::erase(data), src, deadline, where);
-}
-template <ArithmeticRange R>
-void broadcast(R&& data, int src = 0, const Group& group = default_group(), Deadline deadline = {},
+template <class R>
+void broadcast(R&& data, int src = 0, const Group& group = default_group(), Timeout timeout = {},
                Where where = Where::current()) {
-  broadcast(detail::as_span(data), src, group, deadline, where);
+  group.broadcast(detail::written(std::forward<R>(data)), src, timeout, where);
+}
+template <class R>
+[[nodiscard]] Work broadcast_async(R&& data, int src = 0, const Group& group = default_group(),
+                                   Timeout timeout = {}, Where where = Where::current()) {
+  return group.broadcast_async(detail::written_later(std::forward<R>(data)), src, timeout, where);
+}
+template <class R, class... Rest>
+void broadcast(R&&, const Group&, Rest&&...) {
+  static_assert(detail::kNever<R>,
+                "lockstep: broadcast takes the sending rank before the group: (data, /*src=*/0, "
+                "group)");
 }
 
 /// Every rank's data, by rank. Sizes may differ per rank.
-template <Arithmetic T>
-std::vector<std::vector<T>> all_gather(std::span<const T> data,
-                                       const Group& group = default_group(), Deadline deadline = {},
-                                       Where where = Where::current()) {
-  const auto counts = detail::exchange_counts(data.size(), group, deadline, where);
-  return detail::gather_parts<T>(data, counts, group, /*dst=*/-1, deadline, where);
-}
-template <ArithmeticRange R>
-auto all_gather(const R& data, const Group& group = default_group(), Deadline deadline = {},
-                Where where = Where::current()) {
-  return all_gather(detail::as_const_span(data), group, deadline, where);
+template <class R>
+detail::Parts<R> all_gather(const R& data, const Group& group = default_group(),
+                            Timeout timeout = {}, Where where = Where::current()) {
+  const auto mine = detail::read(data);
+  const detail::TimeLeft left(timeout);
+  const auto counts = detail::exchange_counts(mine.count, group, left, where);
+  return detail::gather_parts<typename detail::NumberIn<R>::Type>(mine, counts, group, /*dst=*/-1,
+                                                                  left, where);
 }
 
 /// all <- every rank's data, in rank order: world size * data.size() elements, no allocation.
-template <Arithmetic T>
-void all_gather(std::span<const T> data, std::span<T> all, const Group& group = default_group(),
-                Deadline deadline = {}, Where where = Where::current()) {
-  group.all_gather(detail::erase(data), detail::erase(all), deadline, where);
-}
-template <ArithmeticRange In, ArithmeticRange Out>
+template <class In, class Out>
+requires detail::TwoRanges<In, Out>
 void all_gather(const In& data, Out&& all, const Group& group = default_group(),
-                Deadline deadline = {}, Where where = Where::current()) {
-  all_gather(detail::as_const_span(data), detail::as_span(all), group, deadline, where);
+                Timeout timeout = {}, Where where = Where::current()) {
+  group.all_gather(detail::read(data), detail::written(std::forward<Out>(all)), timeout, where);
+}
+template <class In, class Out>
+requires detail::TwoRanges<In, Out>
+[[nodiscard]] Work all_gather_async(In&& data, Out&& all, const Group& group = default_group(),
+                                    Timeout timeout = {}, Where where = Where::current()) {
+  return group.all_gather_async(detail::read_later(std::forward<In>(data)),
+                                detail::written_later(std::forward<Out>(all)), timeout, where);
 }
 
 /// Every rank's data, by rank, on dst; empty elsewhere. Sizes may differ per rank.
-template <Arithmetic T>
-std::vector<std::vector<T>> gather(std::span<const T> data, int dst = 0,
-                                   const Group& group = default_group(), Deadline deadline = {},
-                                   Where where = Where::current()) {
-  const auto counts = detail::exchange_counts(data.size(), group, deadline, where);
-  return detail::gather_parts<T>(data, counts, group, dst, deadline, where);
+template <class R>
+detail::Parts<R> gather(const R& data, int dst = 0, const Group& group = default_group(),
+                        Timeout timeout = {}, Where where = Where::current()) {
+  const auto mine = detail::read(data);
+  const detail::TimeLeft left(timeout);
+  const auto counts = detail::exchange_counts(mine.count, group, left, where);
+  return detail::gather_parts<typename detail::NumberIn<R>::Type>(mine, counts, group, dst, left,
+                                                                  where);
 }
-template <ArithmeticRange R>
-auto gather(const R& data, int dst = 0, const Group& group = default_group(),
-            Deadline deadline = {}, Where where = Where::current()) {
-  return gather(detail::as_const_span(data), dst, group, deadline, where);
+template <class R, class... Rest>
+void gather(const R&, const Group&, Rest&&...) {
+  static_assert(detail::kNever<R>,
+                "lockstep: gather takes the receiving rank before the group: (data, /*dst=*/0, "
+                "group)");
 }
 
 /// part <- this rank's of the equal parts of src's all. Elsewhere than src, all may be empty.
-template <Arithmetic T>
-void scatter(std::span<const T> all, std::span<T> part, int src = 0,
-             const Group& group = default_group(), Deadline deadline = {},
-             Where where = Where::current()) {
-  group.scatter(detail::erase(all), detail::erase(part), src, deadline, where);
-}
-template <ArithmeticRange In, ArithmeticRange Out>
+template <class In, class Out>
+requires detail::TwoRanges<In, Out>
 void scatter(const In& all, Out&& part, int src = 0, const Group& group = default_group(),
-             Deadline deadline = {}, Where where = Where::current()) {
-  scatter(detail::as_const_span(all), detail::as_span(part), src, group, deadline, where);
+             Timeout timeout = {}, Where where = Where::current()) {
+  group.scatter(detail::read(all), detail::written(std::forward<Out>(part)), src, timeout, where);
+}
+template <class In, class Out>
+requires detail::TwoRanges<In, Out>
+[[nodiscard]] Work scatter_async(In&& all, Out&& part, int src = 0,
+                                 const Group& group = default_group(), Timeout timeout = {},
+                                 Where where = Where::current()) {
+  return group.scatter_async(detail::read_later(std::forward<In>(all)),
+                             detail::written_later(std::forward<Out>(part)), src, timeout, where);
 }
 
 /// part <- reduction of every rank's chunk of all that belongs to this rank.
-template <Arithmetic T>
-void reduce_scatter(std::span<const T> all, std::span<T> part, ReduceOp op = ReduceOp::sum,
-                    const Group& group = default_group(), Deadline deadline = {},
-                    Where where = Where::current()) {
-  group.reduce_scatter(detail::erase(all), detail::erase(part), op, deadline, where);
-}
-template <ArithmeticRange In, ArithmeticRange Out>
+template <class In, class Out>
+requires detail::TwoRanges<In, Out>
 void reduce_scatter(const In& all, Out&& part, ReduceOp op = ReduceOp::sum,
-                    const Group& group = default_group(), Deadline deadline = {},
+                    const Group& group = default_group(), Timeout timeout = {},
                     Where where = Where::current()) {
-  reduce_scatter(detail::as_const_span(all), detail::as_span(part), op, group, deadline, where);
+  group.reduce_scatter(detail::read(all), detail::written(std::forward<Out>(part)), op, timeout,
+                       where);
+}
+template <class In, class Out>
+requires detail::TwoRanges<In, Out>
+[[nodiscard]] Work reduce_scatter_async(In&& all, Out&& part, ReduceOp op = ReduceOp::sum,
+                                        const Group& group = default_group(), Timeout timeout = {},
+                                        Where where = Where::current()) {
+  return group.reduce_scatter_async(detail::read_later(std::forward<In>(all)),
+                                    detail::written_later(std::forward<Out>(part)), op, timeout,
+                                    where);
 }
 
 /// Part q of received <- this rank's part of rank q's sent.
-template <Arithmetic T>
-void all_to_all(std::span<const T> sent, std::span<T> received,
-                const Group& group = default_group(), Deadline deadline = {},
-                Where where = Where::current()) {
-  group.all_to_all(detail::erase(sent), detail::erase(received), deadline, where);
-}
-template <ArithmeticRange In, ArithmeticRange Out>
+template <class In, class Out>
+requires detail::TwoRanges<In, Out>
 void all_to_all(const In& sent, Out&& received, const Group& group = default_group(),
-                Deadline deadline = {}, Where where = Where::current()) {
-  all_to_all(detail::as_const_span(sent), detail::as_span(received), group, deadline, where);
+                Timeout timeout = {}, Where where = Where::current()) {
+  group.all_to_all(detail::read(sent), detail::written(std::forward<Out>(received)), timeout,
+                   where);
+}
+template <class In, class Out>
+requires detail::TwoRanges<In, Out>
+[[nodiscard]] Work all_to_all_async(In&& sent, Out&& received, const Group& group = default_group(),
+                                    Timeout timeout = {}, Where where = Where::current()) {
+  return group.all_to_all_async(detail::read_later(std::forward<In>(sent)),
+                                detail::written_later(std::forward<Out>(received)), timeout, where);
 }
 
-template <Arithmetic T>
-void send(std::span<const T> data, int dst, const Group& group = default_group(),
-          Deadline deadline = {}, Where where = Where::current()) {
-  group.send(detail::erase(data), dst, deadline, where);
-}
-template <ArithmeticRange R>
-void send(const R& data, int dst, const Group& group = default_group(), Deadline deadline = {},
+template <class R>
+void send(const R& data, int dst, const Group& group = default_group(), Timeout timeout = {},
           Where where = Where::current()) {
-  send(detail::as_const_span(data), dst, group, deadline, where);
+  group.send(detail::read(data), dst, timeout, where);
+}
+template <class R>
+[[nodiscard]] Work send_async(R&& data, int dst, const Group& group = default_group(),
+                              Timeout timeout = {}, Where where = Where::current()) {
+  return group.send_async(detail::read_later(std::forward<R>(data)), dst, timeout, where);
 }
 
-template <Arithmetic T>
-void recv(std::span<T> data, int src, const Group& group = default_group(), Deadline deadline = {},
+template <class R>
+void recv(R&& data, int src, const Group& group = default_group(), Timeout timeout = {},
           Where where = Where::current()) {
-  group.recv(detail::erase(data), src, deadline, where);
+  group.recv(detail::written(std::forward<R>(data)), src, timeout, where);
 }
-template <ArithmeticRange R>
-void recv(R&& data, int src, const Group& group = default_group(), Deadline deadline = {},
-          Where where = Where::current()) {
-  recv(detail::as_span(data), src, group, deadline, where);
+template <class R>
+[[nodiscard]] Work recv_async(R&& data, int src, const Group& group = default_group(),
+                              Timeout timeout = {}, Where where = Where::current()) {
+  return group.recv_async(detail::written_later(std::forward<R>(data)), src, timeout, where);
 }
 
 /// One random 64-bit number, the same on every rank: drawn on rank 0 from the system's source.
 /// No generator of the caller's is touched.
-std::uint64_t sync_random_seed(const Group& group = default_group(), Deadline deadline = {},
+std::uint64_t sync_random_seed(const Group& group = default_group(), Timeout timeout = {},
                                Where where = Where::current());
 
 }  // namespace lockstep

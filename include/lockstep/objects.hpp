@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cereal/types/array.hpp>
 #include <cereal/types/chrono.hpp>
 #include <cereal/types/complex.hpp>
@@ -19,7 +20,7 @@
 #include <cstddef>
 #include <filesystem>
 #include <functional>
-#include <map>
+#include <memory>
 #include <optional>
 #include <source_location>
 #include <span>
@@ -48,7 +49,8 @@
 ///   UsageError     an object that nests deeper than 2000 levels.
 /// What the serialize function of an object throws comes out of the call unchanged; the other
 /// ranks go on waiting until this rank leaves (PeerFailed) or their deadline passes.
-/// A deadline holds for each of the collectives that a call consists of (two, as a rule).
+/// A timeout holds for the whole call; where none is given, the group's holds for each of the
+/// collectives that it consists of (two, as a rule).
 /// Threads: as for the Group.
 namespace lockstep {
 
@@ -59,12 +61,39 @@ concept Serializable = std::default_initializable<T> && std::movable<T> &&
 
 namespace detail {
 
+/// Compiles where T is an object; else says what is wrong, in a sentence.
+template <class T>
+consteval void check_object() {
+  if constexpr (TensorLike<T>) {
+    static_assert(kNever<T>,
+                  "lockstep: tensors go by the functions of lockstep::nn: include "
+                  "<lockstep/nn.hpp> and call all_gather, gather or broadcast there");
+  } else if constexpr (std::is_array_v<T>) {
+    static_assert(kNever<T>,
+                  "lockstep: an array or a text literal is no object: pass a std::string, "
+                  "std::array or std::vector");
+  } else if constexpr (std::is_pointer_v<T>) {
+    static_assert(kNever<T>,
+                  "lockstep: a pointer means nothing on another rank: pass what it points to");
+  } else if constexpr (!std::default_initializable<T> || !std::movable<T>) {
+    static_assert(kNever<T>,
+                  "lockstep: objects are made empty and moved where they arrive: give the type a "
+                  "default constructor and moves");
+  } else {
+    static_assert(
+        Serializable<T>,
+        "lockstep: the type is not serialisable: give it a member template <class A> void "
+        "serialize(A& archive) { archive(member, ...); }, or include cereal's header of "
+        "the standard type");
+  }
+}
+
 /// One call of a function of this header, without its type.
 struct ObjectCall {
   ObjectOp op;
   const std::type_info& type;
   const Group& group;
-  Deadline deadline;
+  TimeLeft deadline;  ///< of all collectives together
   Where where;
   int root = -1;
   std::uint64_t agreed = 0;
@@ -122,7 +151,7 @@ inline constexpr std::size_t kBatchBytes = std::size_t{4} << 20;
 void collect_results(const ObjectCall& call, const std::filesystem::path* tmpdir,
                      const Results& results);
 
-template <Serializable T>
+template <class T>
 std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
                                               const std::filesystem::path* tmpdir,
                                               const Group& group, Deadline deadline, Where where) {
@@ -181,17 +210,25 @@ struct DictValue<V> {
   static std::span<V> elements(V& value) { return {&value, 1}; }
 };
 template <Arithmetic E>
-struct DictValue<std::vector<E>> {
+requires(!std::same_as<E, bool>) struct DictValue<std::vector<E>> {
   using Element = E;
   static std::span<E> elements(std::vector<E>& value) { return value; }
+};
+
+template <class D>
+concept TensorDict = TensorLike<typename D::mapped_type>;
+template <class D>
+concept Dict = std::same_as<typename D::key_type, std::string> && requires {
+  typename DictValue<typename D::mapped_type>::Element;
 };
 
 }  // namespace detail
 
 /// Every rank's object, by rank, on every rank.
-template <Serializable T>
+template <class T>
 std::vector<T> all_gather_object(const T& object, const Group& group = default_group(),
                                  Deadline deadline = {}, Where where = Where::current()) {
+  detail::check_object<T>();
   const detail::ObjectCall call{.op = detail::ObjectOp::all_gather_object,
                                 .type = typeid(T),
                                 .group = group,
@@ -201,13 +238,18 @@ std::vector<T> all_gather_object(const T& object, const Group& group = default_g
   detail::encode(mine, object);
   return detail::decode_all<T>(call, detail::gather_messages(call, std::move(mine)));
 }
+template <class T, std::size_t N, class... Rest>
+void all_gather_object(const T (&)[N], Rest&&...) {
+  detail::check_object<T[N]>();
+}
 
 /// Every rank's object, by rank, on dst; nullopt elsewhere, where no memory is used for it.
-template <Serializable T>
+template <class T>
 std::optional<std::vector<T>> gather_object(const T& object, int dst = 0,
                                             const Group& group = default_group(),
                                             Deadline deadline = {},
                                             Where where = Where::current()) {
+  detail::check_object<T>();
   const detail::ObjectCall call{.op = detail::ObjectOp::gather_object,
                                 .type = typeid(T),
                                 .group = group,
@@ -222,9 +264,10 @@ std::optional<std::vector<T>> gather_object(const T& object, int dst = 0,
 }
 
 /// object <- src's object. Where this throws, object is as it was.
-template <Serializable T>
+template <class T>
 void broadcast_object(T& object, int src = 0, const Group& group = default_group(),
                       Deadline deadline = {}, Where where = Where::current()) {
+  detail::check_object<T>();
   const detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object,
                                 .type = typeid(T),
                                 .group = group,
@@ -239,13 +282,20 @@ void broadcast_object(T& object, int src = 0, const Group& group = default_group
   detail::decode_from(call, src, [&] { detail::decode(bytes.span(), received); });
   object = std::move(received);
 }
+template <class T, class... Rest>
+requires(!std::is_lvalue_reference_v<T>) void broadcast_object(T&&, Rest&&...) {
+  static_assert(detail::kNever<T>,
+                "lockstep: broadcast_object writes its first argument on all ranks but src: give "
+                "the object a name first, and do not make it const");
+}
 
 /// objects <- src's objects, in place: the lists must be of one length on all ranks.
 /// MismatchError where they are not, on every rank, naming the lengths.
-template <Serializable T>
+template <class T>
 void broadcast_object_list(std::vector<T>& objects, int src = 0,
                            const Group& group = default_group(), Deadline deadline = {},
                            Where where = Where::current()) {
+  detail::check_object<T>();
   const detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object_list,
                                 .type = typeid(T),
                                 .group = group,
@@ -270,15 +320,15 @@ void broadcast_object_list(std::vector<T>& objects, int src = 0,
 /// ...; a rank that has no more items is passed over. Cut to `size` items, the same on all ranks;
 /// fewer where the parts have fewer in all. Nothing is left out for being empty. nullopt on the
 /// other ranks.
-/// Memory on rank 0: the results and one batch (4 MiB, or one item where that is larger). Each
-/// operation of a batch has the whole deadline.
+/// Memory on rank 0: the results and one batch (4 MiB, or one item where that is larger).
 /// Where the serialize function of an item throws on another rank, rank 0 throws PeerFailed with
 /// its text, and the group stays usable.
-template <Serializable T>
+template <class T>
 std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
                                               const Group& group = default_group(),
                                               Deadline deadline = {},
                                               Where where = Where::current()) {
+  detail::check_object<T>();
   return detail::collect_results(part, size, /*tmpdir=*/nullptr, group, deadline, where);
 }
 
@@ -286,43 +336,61 @@ std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::s
 /// exists and is the same for all ranks. The directory and what is in it stay; the files are gone
 /// when the call returns or throws. Throws SystemError on the rank that cannot write or read a
 /// file, PeerFailed with its text on the others; the group stays usable.
-template <Serializable T>
+template <class T>
 std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
                                               const std::filesystem::path& tmpdir,
                                               const Group& group = default_group(),
                                               Deadline deadline = {},
                                               Where where = Where::current()) {
+  detail::check_object<T>();
   return detail::collect_results(part, size, &tmpdir, group, deadline, where);
 }
 
+template <class D, class... Rest>
+requires(!detail::Dict<std::remove_cvref_t<D>> &&
+         !detail::TensorDict<std::remove_cvref_t<D>>) void all_reduce_dict(D&&, Rest&&...) {
+  static_assert(detail::kNever<D>,
+                "lockstep: all_reduce_dict takes a std::map or std::unordered_map from std::string "
+                "to a number or a std::vector of numbers");
+}
+
 /// dict[key] <- reduction of every rank's dict[key], on all ranks, in one all_reduce.
-/// V: an Arithmetic type, or a vector of one. MismatchError where keys, lengths or op differ, on
-/// every rank; it names the keys and the ranks, and the dicts are as they were.
-template <class V>
-requires requires { typename detail::DictValue<V>::Element; }
-void all_reduce_dict(std::map<std::string, V>& dict, ReduceOp op = ReduceOp::sum,
-                     const Group& group = default_group(), Deadline deadline = {},
-                     Where where = Where::current()) {
-  using Value = detail::DictValue<V>;
-  std::vector<detail::DictEntry> entries;
-  std::vector<typename Value::Element> flat;
-  for (auto& [key, value] : dict) {
-    const auto elements = Value::elements(value);
-    entries.push_back({key, elements.size()});
-    flat.insert(flat.end(), elements.begin(), elements.end());
+/// Dict: a std::map or std::unordered_map from std::string to an Arithmetic type, or to a vector of
+/// one. MismatchError where keys, lengths or op differ, on every rank; it names the keys and the
+/// ranks, and the dicts are as they were.
+template <detail::Dict D>
+void all_reduce_dict(D& dict, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
+                     Deadline deadline = {}, Where where = Where::current()) {
+  using Value = detail::DictValue<typename D::mapped_type>;
+  using Element = typename Value::Element;
+  const detail::ObjectCall call{.op = detail::ObjectOp::all_reduce_dict,
+                                .type = typeid(typename D::mapped_type),
+                                .group = group,
+                                .deadline = deadline,
+                                .where = where};
+  std::vector<typename D::pointer> sorted;  // by key: an unordered_map's order differs by rank
+  std::size_t n_elements = 0;
+  for (auto& entry : dict) {
+    sorted.push_back(&entry);
+    n_elements += Value::elements(entry.second).size();
   }
-  detail::check_dicts({.op = detail::ObjectOp::all_reduce_dict,
-                       .type = typeid(V),
-                       .group = group,
-                       .deadline = deadline,
-                       .where = where},
-                      entries, op);
-  all_reduce(flat, op, group, deadline, where);
-  auto next = flat.begin();
-  for (auto& [key, value] : dict) {
-    const auto elements = Value::elements(value);
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto* a, const auto* b) { return a->first < b->first; });
+  std::vector<detail::DictEntry> entries;
+  const auto flat = std::make_unique<Element[]>(n_elements);
+  Element* next = flat.get();
+  for (auto* const entry : sorted) {
+    const auto elements = Value::elements(entry->second);
+    entries.push_back({entry->first, elements.size()});
+    next = std::copy(elements.begin(), elements.end(), next);
+  }
+  detail::check_dicts(call, entries, op);
+  all_reduce(std::span<Element>(flat.get(), n_elements), op, group, call.deadline, where);
+  next = flat.get();
+  for (auto* const entry : sorted) {
+    const auto elements = Value::elements(entry->second);
     std::copy_n(next, elements.size(), elements.begin());
-    next += static_cast<std::ptrdiff_t>(elements.size());
+    next += elements.size();
   }
 }
 

@@ -46,6 +46,7 @@ class FutureGate {
   void cancel_put() noexcept;
   void begin_get(Deadline deadline, std::source_location where);
   void end_get() noexcept;
+  bool is_full() const noexcept;
 
  private:
   std::atomic<std::uint32_t> state_{0};
@@ -129,6 +130,9 @@ class FutureResult {
     error_ = std::move(error);
     gate_.end_put();
   }
+
+  /// Whether a get would return at once, as long as no other thread gets meanwhile. Never waits.
+  bool ready() const noexcept { return gate_.is_full(); }
 
   /// Waits for a put and takes its value; without a deadline at most 5 minutes.
   /// Throws TimeoutError, and what was given to fail.

@@ -2,11 +2,13 @@
 
 #include <exception>
 #include <lockstep/control.hpp>
+#include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <string>
 
 #include "base/exception.hpp"
 #include "comm/group_state.hpp"
+#include "comm/session.hpp"
 #include "dist/messages.hpp"
 
 namespace lockstep {
@@ -37,8 +39,10 @@ class Hold {
   Hold(const Group& group, std::source_location where) : group_(*group.state_) {
     group_.hold({.op = Op::barrier, .group = group.name(), .where = where});
     if (is_alone(group)) return;
-    default_ = also(default_group());
-    local_ = also(local_group());
+    const comm::Session* const session = comm::session();
+    if (session == nullptr) return;
+    default_ = also(session->world_group());
+    local_ = also(session->local_group());
   }
   ~Hold() {
     if (local_ != nullptr) local_->release();
@@ -50,8 +54,10 @@ class Hold {
 
   /// Throws where the calling thread is inside already.
   static void refuse_nesting(First function, const Group& group, std::source_location where) {
-    if (!group.state_->is_held() && (is_alone(group) || (!default_group().state_->is_held() &&
-                                                         !local_group().state_->is_held()))) {
+    const comm::Session* const session = is_alone(group) ? nullptr : comm::session();
+    if (!group.state_->is_held() &&
+        (session == nullptr || (!session->world_group().state_->is_held() &&
+                                !session->local_group().state_->is_held()))) {
       return;
     }
     throw UsageError(context_of(function, group, where),
@@ -74,7 +80,7 @@ class Hold {
 namespace {
 
 /// Rank 0's text to all ranks; empty where f went well.
-std::string share_failure(std::string text, const Group& group, Deadline deadline,
+std::string share_failure(std::string text, const Group& group, const TimeLeft& deadline,
                           std::source_location where) {
   auto n_bytes = static_cast<std::int64_t>(text.size());
   group.broadcast({.data = &n_bytes, .count = 1, .dtype = DType::i64}, /*src=*/0, deadline, where);
@@ -91,7 +97,7 @@ void run_first(First function, const std::function<void()>& f, const Group& grou
                std::source_location where) {
   Hold::refuse_nesting(function, group, where);
   if (group.rank() != 0) {
-    const std::string failure = share_failure({}, group, limit, where);
+    const std::string failure = share_failure({}, group, Timeout(limit), where);
     if (!failure.empty()) {
       throw PeerFailed(context_of(function, group, where),
                        fmt::format("rank 0 failed inside:{}. This rank did not run its part; the "
@@ -111,7 +117,7 @@ void run_first(First function, const std::function<void()>& f, const Group& grou
     }
   }
   // Rank 0 waits for the others no longer than any collective does.
-  share_failure(error ? fmt::format(" {}", base::text_of(error)) : "", group, {}, where);
+  share_failure(error ? fmt::format(" {}", base::text_of(error)) : "", group, Timeout(), where);
   if (error) std::rethrow_exception(error);
 }
 

@@ -83,6 +83,10 @@ void FutureGate::begin_get(Deadline deadline, std::source_location where) {
   }
 }
 
+bool FutureGate::is_full() const noexcept {
+  return state_.load(std::memory_order_relaxed) == kFull;  // who takes the value synchronises
+}
+
 void FutureGate::end_get() noexcept {
   // Keeps kAwaited: other getters still sleep, on a word that they must see change to go on.
   const std::uint32_t before = state_.fetch_and(~kChanging, std::memory_order_release);

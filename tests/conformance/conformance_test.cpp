@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <lockstep/lockstep.hpp>
@@ -38,10 +39,16 @@ std::vector<Setting> settings() {
 INSTANTIATE_TEST_SUITE_P(Engines, Conformance, ::testing::ValuesIn(settings()),
                          [](const auto& setting) { return name_of(setting.param); });
 
-constexpr DType kTypes[] = {DType::u8,  DType::i8,   DType::i32, DType::i64,
-                            DType::f16, DType::bf16, DType::f32, DType::f64};
+constexpr DType kTypes[] = {DType::boolean, DType::u8,  DType::i8,  DType::u16, DType::i16,
+                            DType::u32,     DType::i32, DType::u64, DType::i64, DType::f16,
+                            DType::bf16,    DType::f32, DType::f64};
 constexpr ReduceOp kOps[] = {ReduceOp::sum,  ReduceOp::product, ReduceOp::min,  ReduceOp::max,
                              ReduceOp::band, ReduceOp::bor,     ReduceOp::bxor, ReduceOp::mean};
+bool is_defined(DType dtype, ReduceOp op) {
+  if (is_floating(dtype)) return !is_bitwise(op);
+  const bool is_of_numbers = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
+  return dtype != DType::boolean || !is_of_numbers;
+}
 /// What a whole group's all_reduce and reduce give.
 Bytes folded(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks) {
   return hosts().empty() ? reduced(dtype, op, count, seed, n_ranks)
@@ -55,7 +62,7 @@ TEST_P(Conformance, all_reduce_of_every_type_and_reduction) {
     const Group group = default_group();
     for (const DType dtype : kTypes) {
       for (const ReduceOp op : kOps) {
-        if (is_floating(dtype) && is_bitwise(op)) continue;
+        if (!is_defined(dtype, op)) continue;
         for (const std::size_t count : {std::size_t{1}, std::size_t{67}, std::size_t{33'333}}) {
           Bytes data = values(dtype, count, /*seed=*/count, group.rank());
           group.all_reduce({data.data(), count, dtype}, op);
@@ -342,6 +349,47 @@ TEST_P(Conformance, asynchronous_calls_run_in_order) {
   });
 }
 
+TEST_P(Conformance, typed_asynchronous_calls) {
+  run([] {
+    const auto n = static_cast<std::size_t>(get_world_size());
+    std::vector<std::uint32_t> data(100, 1);
+    std::vector<std::uint16_t> part(10, static_cast<std::uint16_t>(get_rank()));
+    std::vector<std::uint16_t> all(10 * n);
+    std::vector<std::uint16_t> parts(10 * n);
+    std::array<bool, 3> flags = {get_rank() == 0, true, false};
+    std::vector<Work> works;
+    works.push_back(all_reduce_async(data));
+    works.push_back(broadcast_async(flags, 0));
+    works.push_back(all_gather_async(part, all));
+    works.push_back(all_to_all_async(all, parts));
+    works.push_back(scatter_async(all, part, /*src=*/0));
+    works.push_back(reduce_scatter_async(all, part, ReduceOp::max));
+    works.push_back(reduce_async(data, /*dst=*/0, ReduceOp::max));
+    works.push_back(barrier_async());
+    works.back().wait();
+    EXPECT_EQ(data, std::vector<std::uint32_t>(100, static_cast<std::uint32_t>(n)));
+    EXPECT_EQ(flags, (std::array<bool, 3>{true, true, false}));
+    EXPECT_EQ(parts, std::vector<std::uint16_t>(10 * n, static_cast<std::uint16_t>(get_rank())));
+    EXPECT_EQ(part, std::vector<std::uint16_t>(10, static_cast<std::uint16_t>(get_rank())));
+    if (n > 1 && get_rank() < 2) {
+      std::vector<float> message(5, static_cast<float>(get_rank()));
+      Work work = get_rank() == 0 ? send_async(message, 1) : recv_async(message, 0);
+      work.wait();
+      EXPECT_EQ(message, std::vector<float>(5, 0.F));
+    }
+  });
+}
+
+TEST_P(Conformance, all_gather_of_bool) {
+  run([] {
+    const std::array<bool, 2> mine = {get_rank() == 0, true};
+    const std::vector<std::vector<bool>> all = all_gather(mine);
+    for (std::size_t r = 0; r < all.size(); ++r) {
+      EXPECT_EQ(all[r], (std::vector<bool>{r == 0, true}));
+    }
+  });
+}
+
 TEST_P(Conformance, barrier_waits_for_every_rank) {
   run([] {
     // Each rank in turn is late; whoever passes must have seen the late one's message.
@@ -358,8 +406,10 @@ TEST_P(Conformance, values_and_seed_are_alike_on_all_ranks) {
   run([] {
     EXPECT_EQ(all_reduce_value(get_rank(), ReduceOp::max), get_world_size() - 1);
     EXPECT_EQ(all_reduce_value(-3, ReduceOp::mean), -3);
-    const auto seed = static_cast<std::int64_t>(sync_random_seed());
+    const std::uint64_t seed = sync_random_seed();
     EXPECT_EQ(all_reduce_value(seed, ReduceOp::min), all_reduce_value(seed, ReduceOp::max));
+    EXPECT_EQ(all_reduce_value(get_rank() == 0, ReduceOp::bor), true);
+    EXPECT_EQ(all_reduce_value(get_rank() == 0, ReduceOp::band), get_world_size() == 1);
     EXPECT_NE(sync_random_seed(), sync_random_seed());
   });
 }
@@ -376,7 +426,10 @@ TEST_P(Conformance, ten_thousand_mixed_collectives) {
     for (int call = 0; call < n_calls; ++call) {
       const auto kind = random() % 8;
       const DType dtype = kTypes[random() % std::size(kTypes)];
-      const ReduceOp op = is_floating(dtype) ? ReduceOp::sum : kOps[random() % std::size(kOps)];
+      const ReduceOp any = kOps[random() % std::size(kOps)];
+      const ReduceOp op = is_floating(dtype)       ? ReduceOp::sum
+                          : is_defined(dtype, any) ? any
+                                                   : ReduceOp::bor;
       const std::size_t count = random() % (call % 100 == 0 ? 40'000 : 300);
       const int root = static_cast<int>(random() % n);
       const std::uint64_t seed = random() % 1000;

@@ -240,6 +240,28 @@ TEST_P(ObjectsTest, all_reduce_dict_of_vectors) {
   });
 }
 
+TEST_P(ObjectsTest, all_reduce_dict_of_unordered_maps) {
+  run([] {
+    const int n = get_world_size();
+    std::unordered_map<std::string, std::vector<std::uint64_t>> dict;
+    // Other buckets and another order of insertion on each rank.
+    dict.rehash(static_cast<std::size_t>(7 + 50 * get_rank()));
+    for (int i = 0; i < 20; ++i) {
+      const int key = get_rank() % 2 == 0 ? i : 19 - i;
+      dict[std::to_string(key)].assign(static_cast<std::size_t>(key % 3), 1U << key);
+    }
+    all_reduce_dict(dict);
+    for (int key = 0; key < 20; ++key) {
+      EXPECT_EQ(dict[std::to_string(key)],
+                std::vector<std::uint64_t>(static_cast<std::size_t>(key % 3),
+                                           static_cast<std::uint64_t>(n) << key));
+    }
+    std::map<std::string, bool> flags = {{"is_main", get_rank() == 0}, {"is_rank", true}};
+    all_reduce_dict(flags, ReduceOp::band);
+    EXPECT_EQ(flags, (std::map<std::string, bool>{{"is_main", n == 1}, {"is_rank", true}}));
+  });
+}
+
 TEST_P(ObjectsTest, dicts_of_different_keys_and_lengths) {
   run([] {
     if (get_world_size() == 1) return;

@@ -121,5 +121,18 @@ TEST(FutureResultTest, every_value_reaches_one_of_many_getters) {
   EXPECT_EQ(sum, kValues * (kValues + 1) / 2);
 }
 
+TEST(FutureResultTest, ready_between_put_and_get) {
+  FutureResult<int> result;
+  EXPECT_FALSE(result.ready());
+  result.put(3);
+  EXPECT_TRUE(result.ready());
+  EXPECT_EQ(result.get(), 3);
+  EXPECT_FALSE(result.ready());
+  result.fail(std::make_exception_ptr(std::runtime_error("lost")));
+  EXPECT_TRUE(result.ready());
+  EXPECT_THROW(result.get(), std::runtime_error);
+  EXPECT_FALSE(result.ready());
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -1,0 +1,168 @@
+#pragma once
+
+#include <chrono>
+#include <concepts>
+#include <ranges>
+#include <span>
+#include <string_view>
+#include <type_traits>
+
+#include <lockstep/group.hpp>
+#include <lockstep/types.hpp>
+
+/// What the functions of dist.hpp and objects.hpp take, and one sentence for each natural mistake.
+/// The functions take anything and look at it here: a concept at the function would answer "no
+/// matching function" and list everything of that name.
+namespace lockstep {
+
+/// Numbers one behind the other: a vector, array, span, ...
+template <class R>
+concept ArithmeticRange = std::ranges::contiguous_range<R> && std::ranges::sized_range<R> &&
+    Arithmetic<std::ranges::range_value_t<R>>;
+
+namespace detail {
+
+template <class>
+inline constexpr bool kNever = false;
+
+/// An at::Tensor, of which the core knows nothing.
+template <class T>
+concept TensorLike = requires(const T& t) {
+  t.scalar_type();
+  t.sizes();
+  t.is_contiguous();
+};
+
+template <class T>
+struct LeafOf {
+  using Type = T;
+};
+template <std::ranges::range T>
+requires(!TensorLike<T> && !std::same_as<std::ranges::range_value_t<T>, T>) struct LeafOf<T> {
+  using Type = typename LeafOf<std::ranges::range_value_t<T>>::Type;
+};
+
+/// Two ranges for one function. <lockstep/nn.hpp> has functions of the same names for tensors,
+/// which a call that names a Group finds too.
+template <class In, class Out>
+concept TwoRanges = std::ranges::range<In> && std::ranges::range<Out> &&
+    (ArithmeticRange<std::remove_cvref_t<In>> || ArithmeticRange<std::remove_cvref_t<Out>>);
+
+template <class R>
+using ElementOf = std::remove_reference_t<std::ranges::range_reference_t<R>>;
+
+enum class Use {
+  read,
+  write,
+  read_later,  ///< by an asynchronous call: must outlive it
+  write_later,
+};
+
+/// Compiles where `R&&` is data for that use; else says what is wrong, in a sentence.
+template <class R, Use kUse>
+consteval void check_data() {
+  using D = std::remove_cvref_t<R>;
+  constexpr bool kWrites = kUse == Use::write || kUse == Use::write_later;
+  constexpr bool kIsTemporary = !std::is_lvalue_reference_v<R>;
+  if constexpr (TensorLike<D>) {
+    static_assert(kNever<R>,
+                  "lockstep: a tensor is not taken here: include <lockstep/nn.hpp> and call the "
+                  "function of this name in lockstep::nn, with a tensor that has a name");
+  } else if constexpr (std::is_pointer_v<D>) {
+    static_assert(kNever<R>, "lockstep: a pointer has no length: pass std::span(pointer, count)");
+  } else if constexpr (std::is_arithmetic_v<D>) {
+    static_assert(kNever<R>,
+                  "lockstep: one number is no range: use value = all_reduce_value(value), or pass "
+                  "std::span(&value, 1)");
+  } else if constexpr (std::same_as<D, Group> || std::same_as<D, ReduceOp>) {
+    static_assert(kNever<R>,
+                  "lockstep: the data comes first, then what the operation takes, then the group");
+  } else if constexpr (!std::ranges::range<D>) {
+    static_assert(kNever<R>,
+                  "lockstep: pass numbers one behind the other (std::vector, std::array, "
+                  "std::span); for one object of any type use all_gather_object or "
+                  "broadcast_object");
+  } else if constexpr (TensorLike<typename LeafOf<D>::Type>) {
+    static_assert(kNever<R>,
+                  "lockstep: a container of tensors is not taken here: include <lockstep/nn.hpp> "
+                  "and call the function of this name in lockstep::nn");
+  } else if constexpr (std::same_as<std::ranges::range_value_t<D>, bool> &&
+                       !std::ranges::contiguous_range<D>) {
+    static_assert(kNever<R>,
+                  "lockstep: std::vector<bool> packs its elements into bits: use std::array<bool, "
+                  "N>, or a std::vector of std::uint8_t");
+  } else if constexpr (!Arithmetic<std::ranges::range_value_t<D>>) {
+    static_assert(kNever<R>,
+                  "lockstep: elements are bool, integers of 8 to 64 bits, Float16, BFloat16, float "
+                  "or double; for other types use all_gather_object, broadcast_object or "
+                  "collect_results");
+  } else if constexpr (!ArithmeticRange<D>) {
+    static_assert(kNever<R>,
+                  "lockstep: the elements must lie one behind the other: copy them to a "
+                  "std::vector");
+  } else if constexpr (kWrites && std::is_const_v<ElementOf<R>>) {
+    static_assert(kNever<R>, "lockstep: the result is written here, so it cannot be const");
+  } else if constexpr (kWrites && kIsTemporary && !std::ranges::borrowed_range<D>) {
+    static_assert(kNever<R>,
+                  "lockstep: the result would be lost with the temporary: give the data a name "
+                  "first");
+  } else if constexpr (kUse == Use::read_later && kIsTemporary && !std::ranges::borrowed_range<D>) {
+    static_assert(kNever<R>,
+                  "lockstep: an asynchronous call reads the data until Work::wait returned, and "
+                  "the temporary is gone before: give the data a name first");
+  }
+}
+
+/// One value, as all_reduce_value takes.
+template <class T>
+consteval void check_value() {
+  if constexpr (TensorLike<T>) {
+    static_assert(kNever<T>,
+                  "lockstep: a tensor is not taken here: include <lockstep/nn.hpp> and call "
+                  "lockstep::nn::all_reduce");
+  } else if constexpr (std::ranges::range<T>) {
+    static_assert(kNever<T>,
+                  "lockstep: all_reduce_value takes one number: for several use all_reduce, which "
+                  "reduces them in place");
+  } else if constexpr (!Arithmetic<T>) {
+    static_assert(kNever<T>,
+                  "lockstep: a value is a bool, an integer of 8 to 64 bits, Float16, BFloat16, "
+                  "float or double; static_cast to one of them");
+  }
+}
+
+/// What stands where a ReduceOp should.
+template <class T>
+concept NoReduceOp = !std::convertible_to<T, ReduceOp>;
+
+template <class First, class Second>
+consteval void explain_second() {
+  using S = std::remove_cvref_t<Second>;
+  if constexpr (std::is_pointer_v<std::decay_t<First>> && std::is_integral_v<S>) {
+    static_assert(kNever<Second>,
+                  "lockstep: a pointer and a size are one argument: std::span(pointer, size)");
+  } else if constexpr (std::same_as<S, Group>) {
+    static_assert(kNever<Second>,
+                  "lockstep: the reduction stands before the group: (data, ReduceOp::sum, group)");
+  } else if constexpr (std::convertible_to<Second, std::string_view>) {
+    static_assert(
+        kNever<Second>,
+        "lockstep: the reduction is a ReduceOp: use ReduceOp::sum, or parse_reduce_op for "
+        "text");
+  } else if constexpr (std::convertible_to<Second, Timeout>) {
+    static_assert(kNever<Second>,
+                  "lockstep: the timeout stands behind the group: (data, ReduceOp::sum, group, "
+                  "timeout)");
+  } else if constexpr (std::ranges::range<S>) {
+    static_assert(kNever<Second>,
+                  "lockstep: this function has no output of its own, it reduces its first argument "
+                  "in place: copy the input to the output first");
+  } else {
+    static_assert(kNever<Second>,
+                  "lockstep: the second argument is a ReduceOp: sum, product, min, max, band, bor, "
+                  "bxor or mean");
+  }
+}
+
+}  // namespace detail
+}  // namespace lockstep

@@ -1,0 +1,248 @@
+// What the compiler says to natural mistakes: one sentence that says what to do, near the top, and
+// with the caller's line. One run of the compiler for all snippets; `#line` tells them apart.
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+namespace lockstep {
+namespace diagnostics_test {
+namespace {
+
+struct Snippet {
+  const char* code;  ///< of a function body; no two instantiate the same template alike
+  const char* sentence;
+};
+
+constexpr const char* kPrelude = R"(
+#include <lockstep/lockstep.hpp>
+#include <complex>
+#include <deque>
+using namespace lockstep;
+using namespace std::chrono_literals;
+namespace at {  // as libtorch's, as far as the core looks at it
+struct Tensor {
+  int scalar_type() const;
+  int* sizes() const;
+  bool is_contiguous() const;
+};
+}
+struct Plain { int x; };
+struct NoDefault { explicit NoDefault(int); };
+enum class Color { red };
+extern Group group;
+extern std::vector<float> v;
+)";
+
+constexpr Snippet kSnippets[] = {
+    // types of elements
+    {"std::vector<long double> d; all_reduce(d);", "elements are bool, integers of 8 to 64 bits"},
+    {"std::vector<std::complex<float>> d; broadcast(d);", "elements are bool, integers"},
+    {"std::array<Color, 2> d{}; all_reduce(d);", "elements are bool, integers"},
+    {"std::vector<Plain> d; all_gather(d);", "all_gather_object"},
+    {"all_gather(std::vector<std::string>{\"a\"});", "all_gather_object"},
+    {"std::vector<std::vector<float>> d; all_reduce(d);", "elements are bool, integers"},
+    {"std::vector<bool> d; broadcast(d);", "std::vector<bool> packs its elements into bits"},
+    {"std::deque<int> d; all_reduce(d);", "must lie one behind the other"},
+    {"static_cast<void>(all_reduce_value(1.0L));", "a value is a bool, an integer of 8 to 64 bits"},
+    {"static_cast<void>(all_reduce_value(Color::red));", "static_cast to one of them"},
+    {"static_cast<void>(all_reduce_value(v));", "for several use all_reduce"},
+    // no range
+    {"float x = 1; all_reduce(x);", "one number is no range"},
+    {"int x = 1; broadcast(x, 0);", "value = all_reduce_value(value)"},
+    {"float* p = nullptr; all_reduce(p);", "a pointer has no length: pass std::span"},
+    {"double* p = nullptr; all_reduce(p, 5);", "a pointer and a size are one argument"},
+    {"int* p = nullptr; send(p, 1);", "a pointer has no length"},
+    {"Plain p{}; broadcast(p);", "broadcast_object"},
+    {"all_reduce(group);", "the data comes first"},
+    // tensors
+    {"at::Tensor t; all_reduce(t);", "call the function of this name in lockstep::nn"},
+    {"std::vector<at::Tensor> t; all_reduce(t);", "a container of tensors"},
+    {"at::Tensor t; static_cast<void>(all_gather(t));", "lockstep::nn"},
+    {"at::Tensor t; static_cast<void>(all_gather_object(t));", "tensors go by the functions of"},
+    {"at::Tensor t; static_cast<void>(all_reduce_value(t));", "lockstep::nn::all_reduce"},
+    // results that nobody could see
+    {"const std::vector<float> d(1); all_reduce(d);", "so it cannot be const"},
+    {"all_reduce(std::vector<float>{1, 2});", "lost with the temporary"},
+    {"recv(std::array<int, 2>{}, 1);", "lost with the temporary"},
+    {"const std::array<int, 2> d{}; all_gather(v, d);", "so it cannot be const"},
+    {"broadcast_object(std::string(\"x\"));", "give the object a name first"},
+    {"static_cast<void>(send_async(std::vector<double>(3), 1));",
+     "reads the data until Work::wait returned"},
+    {"static_cast<void>(all_reduce_async(std::vector<double>(3)));", "lost with the temporary"},
+    {"static_cast<void>(Group().allocate(64).as<float>());", "keep the SharedBuffer"},
+    // order of arguments
+    {"all_reduce(v, group);", "the reduction stands before the group"},
+    {"all_reduce(v, \"sum\");", "use ReduceOp::sum, or parse_reduce_op"},
+    {"all_reduce(v, std::string(\"mean\"));", "use ReduceOp::sum, or parse_reduce_op"},
+    {"all_reduce(v, 5s);", "the timeout stands behind the group"},
+    {"std::vector<float> out; all_reduce(v, out);", "reduces its first argument in place"},
+    {"static_cast<void>(all_reduce_value(1, group));", "the reduction stands before the group"},
+    {"all_reduce(v, 0);", "the second argument is a ReduceOp"},
+    {"broadcast(v, group);", "the sending rank before the group"},
+    {"gather(v, group);", "the receiving rank before the group"},
+    {"reduce(v, ReduceOp::sum);", "the receiving rank before the reduction"},
+    // objects
+    {"static_cast<void>(all_gather_object(\"text\"));", "pass a std::string"},
+    {"Plain p{}; static_cast<void>(all_gather_object(p));", "void serialize(A& archive)"},
+    {"const int* p = nullptr; static_cast<void>(all_gather_object(p));",
+     "a pointer means nothing on another rank"},
+    {"NoDefault n(1); broadcast_object(n);", "give the type a default constructor"},
+    {"std::vector<int> d; all_reduce_dict(d);", "takes a std::map or std::unordered_map"},
+    {"std::map<std::string, std::string> d; all_reduce_dict(d);", "to a number or a std::vector"},
+};
+
+struct Output {
+  int status = -1;
+  std::vector<std::string> lines;
+};
+
+Output compile(const std::filesystem::path& file) {
+  const std::string command = fmt::format(
+      "LC_ALL=C {} -std=c++20 -fsyntax-only -fmax-errors=0 -fdiagnostics-color=never {} '{}' 2>&1",
+      LOCKSTEP_CXX_COMPILER, LOCKSTEP_CXX_INCLUDES, file.string());
+  Output output;
+  std::FILE* const pipe = ::popen(command.c_str(), "r");
+  if (pipe == nullptr) return output;
+  std::array<char, 4096> text{};
+  std::string line;
+  while (std::fgets(text.data(), text.size(), pipe) != nullptr) {
+    line += text.data();
+    if (line.back() != '\n') continue;
+    line.pop_back();
+    output.lines.push_back(std::move(line));
+    line.clear();
+  }
+  output.status = ::pclose(pipe);
+  return output;
+}
+
+class DiagnosticsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+#if !defined(__GNUC__) || defined(__clang__)
+    GTEST_SKIP() << "reads GCC's messages";
+#endif
+    std::string dir = (std::filesystem::temp_directory_path() / "lockstep-XXXXXX").string();
+    ASSERT_NE(::mkdtemp(dir.data()), nullptr);
+    dir_ = dir;
+  }
+  void TearDown() override {
+    if (!dir_.empty()) std::filesystem::remove_all(dir_);
+  }
+
+  std::filesystem::path dir_;
+};
+
+/// An instantiation's trail stands before its error, so an error begins at the first line after the
+/// one before it, and ends with its notes.
+TEST_F(DiagnosticsTest, mistakes_are_answered_in_one_sentence) {
+  const auto file = dir_ / "snippets.cpp";
+  std::ofstream source(file);
+  source << kPrelude;
+  for (std::size_t i = 0; i < std::size(kSnippets); ++i) {
+    source << fmt::format("#line 1 \"snippet_{}_\"\nvoid f{}() {{ {} }}\n", i, i,
+                          kSnippets[i].code);
+  }
+  source.close();
+  const Output output = compile(file);
+  ASSERT_NE(output.status, 0);
+
+  struct Answer {
+    std::string text;
+    int n_lines = 0;
+    bool is_complete = false;
+  };
+  std::map<std::size_t, Answer> answers;
+  std::vector<std::string> block;
+  const auto finish_block = [&] {
+    std::size_t snippet = std::size(kSnippets);
+    bool has_error = false;
+    for (const std::string& line : block) {
+      has_error = has_error || line.find("error: ") != std::string::npos;
+      unsigned number = 0;
+      const auto at = line.find("snippet_");
+      if (at != std::string::npos && std::sscanf(line.c_str() + at, "snippet_%u_", &number) == 1) {
+        snippet = std::min<std::size_t>(snippet, number);
+      }
+    }
+    if (has_error && snippet < std::size(kSnippets) && !answers.contains(snippet)) {
+      Answer answer;
+      for (const std::string& line : block) answer.text += line + '\n';
+      answer.n_lines = static_cast<int>(block.size());
+      answers.emplace(snippet, std::move(answer));
+    }
+    block.clear();
+  };
+  bool had_error = false;
+  for (const std::string& line : output.lines) {
+    const bool begins = line.find("In file included from") == 0 ||
+                        line.find(": In ") != std::string::npos ||
+                        (had_error && line.find("error: ") != std::string::npos);
+    if (begins && had_error) {
+      finish_block();
+      had_error = false;
+    }
+    had_error = had_error || line.find("error: ") != std::string::npos;
+    if (line.find("In file included from") == 0 || line.find("                 from") == 0) {
+      continue;  // the umbrella's own includes
+    }
+    block.push_back(line);
+  }
+  finish_block();
+
+  for (std::size_t i = 0; i < std::size(kSnippets); ++i) {
+    const auto answer = answers.find(i);
+    if (answer == answers.end()) {
+      ADD_FAILURE() << "no error: " << kSnippets[i].code;
+      continue;
+    }
+    EXPECT_NE(answer->second.text.find(kSnippets[i].sentence), std::string::npos)
+        << kSnippets[i].code << "\nsaid:\n"
+        << answer->second.text;
+    EXPECT_LT(answer->second.n_lines, 12) << kSnippets[i].code << "\nsaid:\n"
+                                          << answer->second.text;
+  }
+}
+
+TEST_F(DiagnosticsTest, what_is_right_compiles) {
+  const auto file = dir_ / "right.cpp";
+  std::ofstream(file) << kPrelude << R"(
+void f() {
+  float* p = nullptr;
+  std::array<bool, 3> flags{};
+  std::unordered_map<std::string, double> dict;
+  SharedBuffer buffer = group.allocate(64);
+  all_reduce(std::span(p, 5));
+  all_reduce(buffer.as<float>(), ReduceOp::mean, group, 5s);
+  broadcast(flags, 0, group, std::chrono::duration<double>(0.5));
+  all_reduce_value(std::size_t{1});
+  all_reduce_dict(dict);
+  barrier(group, 5s);
+  const std::vector<unsigned> mine(3);
+  std::vector<unsigned> all(6);
+  all_gather(mine, all);
+  std::vector<std::vector<unsigned>> parts = all_gather(mine, group);
+  Work work = all_gather_async(mine, all, group);
+  work.wait();
+  send(std::vector<int>{1}, 1);
+  reduce_scatter_async(all, std::span(all).first(3)).wait();
+}
+)";
+  const Output output = compile(file);
+  EXPECT_EQ(output.status, 0);
+  for (const std::string& line : output.lines) ADD_FAILURE() << line;
+}
+
+}  // namespace
+}  // namespace diagnostics_test
+}  // namespace lockstep
