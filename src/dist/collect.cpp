@@ -215,9 +215,9 @@ void read_spill(const ObjectCall& call, std::size_t rank, SpillFile& file, Incom
   }
 }
 
-/// Every rank writes its file; rank 0 opens all of them; then nobody needs their names, and they
-/// go before they are read. Rank 0 removes all: it may return before the others have come so far,
-/// and one of them may be killed.
+/// Every rank writes its file; rank 0 opens all of them; then nobody needs their names, and rank 0
+/// removes them before it reads. Where it does not come to that, each rank removes them all: one of
+/// the others may have been killed.
 void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Results& results,
            const Interleaving& order) {
   const int rank = call.group.rank();
@@ -226,10 +226,11 @@ void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Re
     return tmpdir / fmt::format("lockstep-{:016x}-{}", job, r);
   };
   const auto me = static_cast<std::size_t>(rank);
-  Removal removal;
+  std::vector<std::filesystem::path> paths;
   for (std::size_t r = 1; r < static_cast<std::size_t>(call.group.size()); ++r) {
-    if (rank == 0 || r == me) removal.of(path_of(r));
+    paths.push_back(path_of(r));
   }
+  Removal removal(paths);
   agree(call, error_of([&] {
           if (rank == 0) return;
           Outgoing outgoing(call, results, order.n_kept(me));
@@ -237,12 +238,10 @@ void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Re
         }));
   std::vector<SpillFile> files;
   agree(call, error_of([&] {
-          for (std::size_t r = 1; rank == 0 && r < static_cast<std::size_t>(call.group.size());
-               ++r) {
-            files.push_back(SpillFile::open(path_of(r)));
-          }
+          if (rank != 0) return;
+          for (const auto& path : paths) files.push_back(SpillFile::open(path));
+          removal.now();
         }));
-  removal.now();
   if (rank != 0) return;
   keep_own(results, order);
   Incoming incoming(call, results, order);

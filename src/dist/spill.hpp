@@ -29,14 +29,13 @@ class SpillFile {
   std::string path_;
 };
 
-/// Removes files, if they are there.
+/// Removes the files of all ranks, those of ranks that were killed too.
 class Removal {
  public:
-  Removal() = default;
+  explicit Removal(std::vector<std::filesystem::path> paths) : paths_(std::move(paths)) {}
   Removal(const Removal&) = delete;
   Removal& operator=(const Removal&) = delete;
   ~Removal() { now(); }
-  void of(std::filesystem::path path) { paths_.push_back(std::move(path)); }
   void now() noexcept {
     std::error_code ignored;
     for (const auto& path : paths_) std::filesystem::remove(path, ignored);

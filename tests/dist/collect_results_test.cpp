@@ -6,6 +6,7 @@
 #include <fstream>
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
+#include <vector>
 
 #include "dist/fragile.hpp"
 #include "dist/settings.hpp"
@@ -234,35 +235,39 @@ TEST_P(CollectResultsTest, directories_that_are_not_the_same) {
   EXPECT_TRUE(other.is_untouched());
 }
 
-TEST_P(CollectResultsTest, leaves_no_file_when_rank_0_returns) {
+TEST_P(CollectResultsTest, rank_0_returns_when_the_files_are_gone) {
   run([this] {
-    for (int i = 0; i < 20; ++i) {
-      collect(std::vector<int>(3, i), 100);
-      if (get_rank() == 0) {
-        EXPECT_TRUE(directory_.is_untouched());
-      }
+    for (int i = 0; i < 10; ++i) {
+      collect(std::vector{1}, static_cast<std::size_t>(get_world_size()));
+      if (get_rank() == 0) EXPECT_TRUE(directory_.is_untouched());
       barrier();
     }
   });
 }
 
-/// Kills the process that encodes it.
+/// Kills its process where that is about to send it.
 struct Deadly {
-  template <class A>
-  void save(A& /*archive*/) const {
-    ::raise(SIGKILL);
+  bool is_deadly = false;
+  template <class Archive>
+  void save(Archive& archive) const {
+    if (is_deadly) std::raise(SIGKILL);
+    archive(is_deadly);
   }
-  template <class A>
-  void load(A& /*archive*/) {}
+  template <class Archive>
+  void load(Archive& archive) {
+    archive(is_deadly);
+  }
 };
 
-TEST(CollectResultsFilesTest, a_killed_rank_leaves_none) {
+TEST(CollectResultsFilesTest, a_killed_ranks_file_is_removed) {
   const Directory directory;
-  const auto statuses = run_processes(2, [&directory] {
-    const std::vector<Deadly> part(1);
-    EXPECT_THROW(collect_results(part, 2, directory.path), PeerLost);
+  const std::vector<int> statuses = run_processes(3, [&] {
+    const std::vector<Deadly> part = {{.is_deadly = false}, {.is_deadly = get_rank() == 2}};
+    EXPECT_CONTAINS(thrown<PeerLost>([&] { collect_results(part, 6, directory.path); }), "rank 2");
   });
-  EXPECT_EQ(statuses, (std::vector<int>{0, SIGKILL}));
+  EXPECT_EQ(statuses[0], 0);
+  EXPECT_EQ(statuses[1], 0);
+  EXPECT_EQ(statuses[2], SIGKILL);
   EXPECT_TRUE(directory.is_untouched());
 }
 
