@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <csignal>
 #include <optional>
 
 #include "base/cpus.hpp"
@@ -16,21 +18,27 @@
 namespace lockstep::launch {
 namespace {
 
-/// Raises the soft limit of open files to what n ranks need. Returns the limits from before.
-rlimit make_room_for_files(int n_ranks) {
+/// Raises the soft limit of open files to what the ranks and the other nodes' launchers need.
+/// Returns the limits from before.
+rlimit make_room_for_files(const Options& options) {
   rlimit before{};
   if (getrlimit(RLIMIT_NOFILE, &before) != 0) throw system_error("cannot read the file limit");
   // Per rank two outputs and two logs; some for the segment, the signals, one start, and what the
-  // launcher inherited.
-  const rlim_t n_needed = 4 * static_cast<rlim_t>(n_ranks) + 64;
-  if (before.rlim_cur >= n_needed) return before;
+  // launcher inherited. On node 0 a connection to each node.
+  const bool leads = options.nodes.n_nodes > 1 && options.nodes.node_rank == 0;
+  const rlim_t n_needed = 4 * static_cast<rlim_t>(options.n_ranks) + 64 +
+                          (leads ? static_cast<rlim_t>(options.nodes.n_nodes) : 0);
+  // What connects at --rdzv without being a node can do with fewer.
+  const rlim_t n_wanted = n_needed + (leads ? kMaxStrangers : 0);
+  if (before.rlim_cur >= n_wanted) return before;
   if (before.rlim_max < n_needed) {
-    throw usage_error(
-        fmt::format("{} ranks need {} open files, and the limit is {}; raise it (ulimit -Hn, "
-                    "/etc/security/limits.conf) or start fewer ranks",
-                    n_ranks, n_needed, before.rlim_max));
+    throw usage_error(fmt::format(
+        "{} ranks{} need {} open files, and the limit is {}; raise it (ulimit -Hn, "
+        "/etc/security/limits.conf) or start fewer ranks",
+        options.n_ranks, leads ? fmt::format(" and {} nodes", options.nodes.n_nodes) : "", n_needed,
+        before.rlim_max));
   }
-  const rlimit raised{.rlim_cur = n_needed, .rlim_max = before.rlim_max};
+  const rlimit raised{.rlim_cur = std::min(n_wanted, before.rlim_max), .rlim_max = before.rlim_max};
   if (setrlimit(RLIMIT_NOFILE, &raised) != 0) throw system_error("cannot raise the file limit");
   return before;
 }
@@ -52,7 +60,7 @@ void fill_standard_descriptors() {
 int launch_ranks(const Options& options) {
   fill_standard_descriptors();
   const std::string program = find_program(options.command.front());
-  const rlimit open_files = make_room_for_files(options.n_ranks);
+  const rlimit open_files = make_room_for_files(options);
   const Guard guard;
   const Signals signals;
   OutputMux mux(options.prefix);
@@ -74,7 +82,10 @@ int launch_ranks(const Options& options) {
     const Outcome outcome = Attempt(context, n_restarts, nodes ? &*nodes : nullptr).run();
     const bool again =
         outcome.exit_code != 0 && !outcome.interrupted && n_restarts < options.max_restarts;
-    if (!again) return outcome.exit_code;
+    if (!again) {
+      if (outcome.exit_code != 0 || mux.write_error() == 0) return outcome.exit_code;
+      return mux.write_error() == EPIPE ? 128 + SIGPIPE : 1;
+    }
     mux.say(fmt::format("restart {} of {}: starting all {} ranks again", n_restarts + 1,
                         options.max_restarts, options.n_ranks));
   }

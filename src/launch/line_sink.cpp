@@ -46,7 +46,7 @@ void LineSink::begin(int source) {
 }
 
 void LineSink::put(int rank, int stream, std::string_view text) {
-  if (text.empty() || broken_) return;
+  if (text.empty() || broken()) return;
   const int source = 2 * rank + stream;
   begin(source);
   if (!style_.prefix) {
@@ -71,7 +71,7 @@ void LineSink::put(int rank, int stream, std::string_view text) {
 
 void LineSink::say(std::string_view line) {
   begin(kLauncher);
-  if (broken_) return;
+  if (broken()) return;
   fmt::format_to(std::back_inserter(pending_), "lockstep: {}\n", line);
 }
 
@@ -86,7 +86,7 @@ void LineSink::flush() {
     } else if (errno == EAGAIN) {
       return;
     } else if (errno != EINTR) {
-      broken_ = true;
+      error_number_ = errno;
       n_written_ = pending_.size();
     }
   }

@@ -27,8 +27,10 @@ class LineSink {
 
   /// Text waits for the reader at the other end.
   bool congested() const noexcept { return n_written_ < pending_.size(); }
-  /// The reader is gone: text is dropped from now on.
-  bool broken() const noexcept { return broken_; }
+  /// The reader is gone, or the disk is full: text is dropped from now on.
+  bool broken() const noexcept { return error_number_ != 0; }
+  /// Why; 0 where it is not broken.
+  int error_number() const noexcept { return error_number_; }
   int fd() const noexcept { return fd_; }
   bool is_terminal() const noexcept { return is_terminal_; }
 
@@ -43,7 +45,7 @@ class LineSink {
   std::string pending_;
   std::size_t n_written_ = 0;
   int open_line_ = -1;  // the source whose line has no end yet
-  bool broken_ = false;
+  int error_number_ = 0;
 };
 
 }  // namespace lockstep::launch

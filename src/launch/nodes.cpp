@@ -29,8 +29,6 @@ using Kind = NodeMessageKind;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-/// Connections that have not said who they are; the oldest make room.
-constexpr std::size_t kMaxStrangers = 256;
 constexpr milliseconds kRetryEvery{100};
 /// How long one attempt to connect may take where nobody answers.
 constexpr milliseconds kConnectTime{3000};
@@ -209,9 +207,15 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
     std::vector<pollfd> entries{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
     append_to(entries);
     wait_on(entries, deadline_, signals);
+    int shortage = 0;  // why a connection that waits could not be accepted
     for (std::size_t i = 0; i < kMaxStrangers; ++i) {
       base::UniqueFd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (!fd) break;
+      if (!fd) {
+        const bool is_short =
+            errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+        if (is_short) shortage = errno;
+        break;
+      }
       links_.push_back(std::make_unique<Link>(std::move(fd)));
     }
     for (const auto& link : links_) {
@@ -221,8 +225,16 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
     }
     auto n_strangers = static_cast<std::size_t>(std::ranges::count_if(
         links_, [](const auto& link) { return link->is_open() && link->node_rank < 0; }));
+    if (shortage != 0 && n_strangers == 0) {
+      errno = shortage;
+      throw system_error(
+          fmt::format("node 0 cannot accept another node at {}: raise the limit of open files "
+                      "(ulimit -n)",
+                      address_));
+    }
+    const std::size_t most = shortage == 0 ? kMaxStrangers : n_strangers - 1;
     std::erase_if(links_, [&](const auto& link) {
-      if (link->is_open() && (link->node_rank >= 0 || n_strangers <= kMaxStrangers)) return false;
+      if (link->is_open() && (link->node_rank >= 0 || n_strangers <= most)) return false;
       if (link->is_open()) --n_strangers;
       return true;
     });

@@ -14,6 +14,9 @@
 
 namespace lockstep::launch {
 
+/// Connections that have not said who they are; the oldest make room.
+inline constexpr std::size_t kMaxStrangers = 256;
+
 /// Where the ranks of one launcher stand in their world.
 struct Placement {
   int node_rank = 0;

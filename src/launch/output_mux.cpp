@@ -101,6 +101,15 @@ void OutputMux::service(std::span<const pollfd> entries) {
   }
   std::erase_if(streams_, [](const Stream& stream) { return !stream.fd; });
   if (first_ >= streams_.size()) first_ = 0;
+  report_loss();
+}
+
+void OutputMux::report_loss() {
+  // A reader who left, as head does, knows it.
+  if (!stdout_.broken() || stdout_.error_number() == EPIPE || is_loss_reported_) return;
+  is_loss_reported_ = true;
+  say(fmt::format("the ranks' output is lost from here on: cannot write stdout: {}",
+                  std::strerror(stdout_.error_number())));
 }
 
 void OutputMux::read_from(Stream& stream) {
@@ -166,5 +175,9 @@ void OutputMux::abandon(int rank) {
 bool OutputMux::stuck() const { return stdout_.congested() || stderr_->congested(); }
 
 bool OutputMux::idle() const { return streams_.empty() && !stuck(); }
+
+int OutputMux::write_error() const {
+  return stdout_.broken() ? stdout_.error_number() : stderr_->error_number();
+}
 
 }  // namespace lockstep::launch

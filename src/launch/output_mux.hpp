@@ -44,6 +44,8 @@ class OutputMux {
   /// Everything is written, but for what waits for a reader who takes nothing.
   bool stuck() const;
   bool idle() const;
+  /// Why a part of the outputs could not be written; 0: all of it was. EPIPE: its reader left.
+  int write_error() const;
 
  private:
   struct Stream {
@@ -61,6 +63,7 @@ class OutputMux {
   void take(Stream& stream, std::string_view text);
   void write_log(Stream& stream, std::string_view text);
   void close(Stream& stream);
+  void report_loss();
 
   LineSink stdout_;
   std::optional<LineSink> own_stderr_;  // none where stdout and stderr are the same file
@@ -68,6 +71,7 @@ class OutputMux {
   std::vector<Stream> streams_;
   std::vector<std::size_t> polled_;  // the streams behind append_to's entries
   std::size_t n_sinks_polled_ = 0;
+  bool is_loss_reported_ = false;
   std::size_t first_ = 0;  // who is served first, by turns
 };
 

@@ -28,6 +28,7 @@ Signals::Signals() {
   struct sigaction ignore {};
   ignore.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &ignore, &old_pipe_);
+  sigaction(SIGXFSZ, &ignore, &old_file_size_);
   sigprocmask(SIG_BLOCK, &wanted, &old_mask_);
 }
 
@@ -41,6 +42,7 @@ std::optional<Signal> Signals::next() const {
 
 void Signals::restore() const noexcept {
   sigaction(SIGPIPE, &old_pipe_, nullptr);
+  sigaction(SIGXFSZ, &old_file_size_, nullptr);
   sigprocmask(SIG_SETMASK, &old_mask_, nullptr);
 }
 

@@ -13,7 +13,8 @@ struct Signal {
 };
 
 /// Turns the signals a launcher cares about (SIGCHLD, SIGINT, SIGTERM, SIGHUP) into a descriptor
-/// to poll, and ignores SIGPIPE. What the launcher was started to ignore (nohup) stays ignored.
+/// to poll, and ignores SIGPIPE and SIGXFSZ: a write that fails tells why. What the launcher was
+/// started to ignore (nohup) stays ignored.
 class Signals {
  public:
   /// Throws SystemError.
@@ -31,6 +32,7 @@ class Signals {
  private:
   sigset_t old_mask_{};
   struct sigaction old_pipe_ {};
+  struct sigaction old_file_size_ {};
   base::UniqueFd fd_;
 };
 

@@ -323,6 +323,34 @@ TEST(RunNodesTest, random_bytes_at_the_port_do_not_disturb) {
   EXPECT_EQ(sorted_lines_of(second->wait().out), (Lines{"2", "3"}));
 }
 
+TEST(RunNodesTest, idle_connections_do_not_take_all_descriptors) {
+  const std::string rendezvous = free_rendezvous();
+  const auto first = start({.node_rank = 0,
+                            .rendezvous = rendezvous,
+                            .script = "echo $RANK",
+                            .shell = "ulimit -n 100; exec \"$@\""});
+  std::vector<base::UniqueFd> idle;
+  for (int i = 0; i < 300; ++i) idle.push_back(connect_to(rendezvous));
+  const auto second = start({.node_rank = 1, .rendezvous = rendezvous, .script = "echo $RANK"});
+  const Ended ended = first->wait();
+  EXPECT_EQ(sorted_lines_of(ended.out), (Lines{"0", "1"})) << ended.err;
+  EXPECT_EQ(sorted_lines_of(second->wait().out), (Lines{"2", "3"}));
+}
+
+TEST(RunNodesTest, more_nodes_than_descriptors_is_said_at_once) {
+  const Ended ended = start({.n_nodes = 70,
+                             .node_rank = 0,
+                             .rendezvous = free_rendezvous(),
+                             .n_ranks = 1,
+                             .script = "true",
+                             .timeout_s = "1",
+                             .shell = "ulimit -n 68; exec \"$@\""})
+                          ->wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.err, "1 ranks and 70 nodes need 138 open files, and the limit is 68"))
+      << ended.err;
+}
+
 TEST(RunNodesTest, who_does_not_know_the_secret_is_sent_away) {
   const TemporaryFolder folder;
   const auto secret = [&](const std::string& text) -> std::vector<std::string> {

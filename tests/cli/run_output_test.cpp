@@ -164,6 +164,30 @@ TEST(RunOutputTest, reader_that_leaves_ends_the_ranks) {
   EXPECT_NE(ended.err.find("SIGPIPE"), std::string::npos) << ended.err;
 }
 
+TEST(RunOutputTest, a_full_disk_makes_it_a_failure) {
+  // A limit on the size of files, 4 MiB, stands for the disk.
+  const TemporaryFolder folder;
+  const std::string out = folder / "out";
+  std::ofstream(out) << "";
+  std::filesystem::resize_file(out, std::uintmax_t{4} << 20U);
+  const Ended ended = run(StartOptions{.arguments = script({"-n", "1"}, "echo hello"),
+                                       .shell = "ulimit -f 8192; exec \"$@\" >> " + out});
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.err, "cannot write stdout: File too large")) << ended.err;
+}
+
+TEST(RunOutputTest, a_reader_who_left_is_the_failure_of_any_pipeline) {
+  const TemporaryFolder folder;
+  const std::string gone = folder / "gone";
+  const Ended ended =
+      run(StartOptions{.arguments = script({"-n", "1"}, "read x < " + gone + "; echo hello"),
+                       .shell = "mkfifo " + gone +
+                                "; { \"$@\"; echo code $? >&2; } | { exec <&-; "
+                                "echo > " +
+                                gone + "; }"});
+  EXPECT_EQ(ended.err, "code 141\n");  // 128 + SIGPIPE
+}
+
 TEST(RunOutputTest, one_file_for_both_outputs_keeps_lines_whole) {
   const Ended ended =
       run(StartOptions{.arguments = script({"-n", "2"},
@@ -238,7 +262,7 @@ TEST(RunLogTest, full_disk_is_said_and_the_ranks_go_on) {
   const TemporaryFolder folder;
   const Ended ended =
       run(StartOptions{.arguments = script({"-n", "1", "--log-dir", folder / "."}, "seq 1 1000000"),
-                       .shell = "trap '' XFSZ; ulimit -f 8192; exec \"$@\""});
+                       .shell = "ulimit -f 8192; exec \"$@\""});
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(lines_of(ended.out).size(), 1'000'000U);
   EXPECT_NE(ended.err.find("log of rank 0's stdout ends here"), std::string::npos) << ended.err;
