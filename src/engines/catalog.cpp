@@ -9,6 +9,7 @@
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/mpi/mpi.hpp"
+#include "engines/shared/job.hpp"
 #include "engines/shared/world.hpp"
 #include "engines/solo/solo.hpp"
 
@@ -109,7 +110,11 @@ std::unique_ptr<Engine> join(std::string_view backend, const comm::World& world,
     names += fmt::format("{}{}", names.empty() ? "" : ", ", entry.name);
     if (backend != "auto" && backend != entry.name) continue;
     const Availability availability = entry.available(world);
-    if (availability.is_available) return entry.join(world, barrier);
+    if (availability.is_available) {
+      auto engine = entry.join(world, barrier);
+      if (world.segment && entry.name != "shared") shared::note_joined(*world.segment);
+      return engine;
+    }
     fmt::format_to(std::back_inserter(reasons), "\n  {} {}", entry.name, availability.reason);
   }
   if (reasons.empty()) {

@@ -89,6 +89,7 @@ Outcome Attempt::run() {
     advance();
   }
   write_records();
+  warn_if_nobody_joined();
   return outcome_;
 }
 
@@ -109,6 +110,15 @@ void Attempt::write_records() {
   } catch (const SystemError& error) {
     say(error.what());
   }
+}
+
+void Attempt::warn_if_nobody_joined() {
+  if (outcome_.exit_code != 0 || placement_.world_size == 1 || job_.has_joined_rank() ||
+      !links_lockstep(context_.program)) {
+    return;
+  }
+  say(fmt::format("no rank called lockstep::init_dist: each of the {} worked alone, as rank 0 of 1",
+                  placement_.world_size));
 }
 
 void Attempt::say(const std::string& text) {
@@ -229,6 +239,7 @@ void Attempt::look_at(int rank) {
     return;
   }
   looked_at.state = State::ended;
+  looked_at.end = Clock::now();
   looked_at.deadline = Clock::now() + context_.options.grace;
   const int wait_status = wait_status_of(info);
   job_.rank_ended(rank, wait_status);
@@ -256,15 +267,32 @@ void Attempt::report_failure(int rank, int wait_status) {
     phase_deadline_ = Clock::now() + kNotice;
     if (n_running > 0) ending = "; ending the others";
   }
-  const std::string what =
-      fmt::format("rank {} (pid {}) {} after {:.2f} s", world_rank(static_cast<std::size_t>(rank)),
-                  ranks_[static_cast<std::size_t>(rank)].pid, how, seconds(Clock::now() - start_));
+  const std::string what = fmt::format("{}{} {} after {:.2f} s", describe_leaver(rank),
+                                       name_of(rank), how, seconds(Clock::now() - start_));
   say(what + ending);
   if (nodes_ != nullptr) {
     nodes_->say_failed({.exit_code = outcome_.exit_code,
                         .interrupted = outcome_.interrupted,
                         .text = fmt::format("node {}: {}", placement_.node_rank, what)});
   }
+}
+
+std::string Attempt::name_of(int rank) const {
+  const auto i = static_cast<std::size_t>(rank);
+  return fmt::format("rank {} (pid {})", world_rank(i), ranks_[i].pid);
+}
+
+/// Of the rank that made this one fail, by leaving; empty where there is none.
+std::string Attempt::describe_leaver(int failed_rank) const {
+  const auto leaver = job_.who_left_before(failed_rank);
+  if (!leaver) return {};
+  const Rank& rank = ranks_[static_cast<std::size_t>(*leaver)];
+  const std::string how =
+      rank.state == State::running
+          ? "left the world"
+          : fmt::format("exited with code 0 after {:.2f} s", seconds(rank.end - start_));
+  return fmt::format("{} {} while rank {} still waited for it; ", name_of(*leaver), how,
+                     world_rank(static_cast<std::size_t>(failed_rank)));
 }
 
 void Attempt::end_with(const NodeFailure& failure) {

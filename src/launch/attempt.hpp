@@ -63,6 +63,7 @@ class Attempt {
   struct Rank {
     pid_t pid;
     State state = State::running;
+    Clock::time_point end{};                                // of its process
     Clock::time_point deadline = Clock::time_point::max();  // of the state
   };
   enum class Phase : std::uint8_t { running, notified, terminating, killing };
@@ -74,6 +75,8 @@ class Attempt {
   void look_for_ends(pid_t first);
   void look_at(int rank);
   void report_failure(int rank, int wait_status);
+  std::string name_of(int rank) const;
+  std::string describe_leaver(int failed_rank) const;
   void end_with(const NodeFailure& failure);
   int world_rank(std::size_t local_rank) const;
   void advance();
@@ -83,6 +86,7 @@ class Attempt {
   void kill_groups();
   void signal_groups(int signal);
   void write_records();
+  void warn_if_nobody_joined();
   bool over() const;
   void say(const std::string& text);
 

@@ -1,8 +1,10 @@
 #include "launch/process.hpp"
 
+#include <elf.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -11,6 +13,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <string_view>
 
 #include "launch/errors.hpp"
@@ -117,6 +120,26 @@ std::string find_program(const std::string& name) {
                   fmt::format("cannot find a program '{}' in PATH (for one in this folder, say "
                               "./{})",
                               name, name));
+}
+
+bool links_lockstep(const std::string& path) {
+  struct stat program {};
+  struct stat self {};
+  const base::UniqueFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd || fstat(fd.get(), &program) != 0 || !S_ISREG(program.st_mode) ||
+      program.st_size < SELFMAG || stat("/proc/self/exe", &self) != 0 ||
+      (program.st_dev == self.st_dev && program.st_ino == self.st_ino)) {
+    return false;
+  }
+  const auto n_bytes = static_cast<std::size_t>(program.st_size);
+  void* const bytes = mmap(nullptr, n_bytes, PROT_READ, MAP_PRIVATE, fd.get(), 0);
+  if (bytes == MAP_FAILED) return false;
+  // init_dist reads this variable, so its name is in every program that can call init_dist.
+  constexpr std::string_view kVariable = "LOCKSTEP_SEGMENT";
+  const bool found = std::memcmp(bytes, ELFMAG, SELFMAG) == 0 &&
+                     memmem(bytes, n_bytes, kVariable.data(), kVariable.size()) != nullptr;
+  munmap(bytes, n_bytes);
+  return found;
 }
 
 pid_t start_process(const ProcessSpec& spec, const Guard& guard, const Signals& signals) {

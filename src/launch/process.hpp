@@ -16,6 +16,10 @@ namespace lockstep::launch {
 /// PATH. Throws ExecError where there is none that may be run.
 std::string find_program(const std::string& name);
 
+/// Whether a program was linked with lockstep. False for scripts and their interpreters, and for
+/// the `lockstep` command itself.
+bool links_lockstep(const std::string& path);
+
 /// A rank to start.
 struct ProcessSpec {
   std::string program;                   ///< a path

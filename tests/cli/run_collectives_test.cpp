@@ -88,5 +88,26 @@ TEST(RunLateTest, an_exception_that_nobody_catches) {
                R"(PeerFailed: barrier .*rank 1 failed: the disk is full)");
 }
 
+TEST(RunLateTest, the_launcher_names_who_left_and_not_who_waited) {
+  Command command(StartOptions{
+      .arguments = {"run", "-n", "3", "--grace", "1", COLLECTIVES_PROGRAM, "exit", "1"}});
+  EXPECT_EQ(command.wait().exit_code, 1);
+  expect_match(command.err(),
+               R"(^lockstep: \S+ \S+ rank 1 \(pid \d+\) (left the world|exited with code 0 after )"
+               R"(\d+\.\d\d s) while rank [02] still waited for it; rank [02] \(pid \d+\) exited )"
+               R"(with code 1 after)");
+}
+
+TEST(RunAloneTest, ranks_that_never_joined_are_told) {
+  const std::string note = "no rank called lockstep::init_dist: each of the 2 worked alone";
+  const Ended ended = run({"-n", "2", COLLECTIVES_PROGRAM, "alone"});
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_TRUE(contains(ended.err, note)) << ended.err;
+  EXPECT_EQ(run({"-n", "1", COLLECTIVES_PROGRAM, "alone"}).err, "");
+  EXPECT_EQ(run({"-n", "2", COLLECTIVES_PROGRAM, "sum"}).err, "");
+  EXPECT_EQ(run({"-n", "2", "echo", "hi"}).err, "");
+  EXPECT_EQ(run({"-n", "2", LOCKSTEP_COMMAND, "--version"}).err, "");
+}
+
 }  // namespace
 }  // namespace lockstep::test

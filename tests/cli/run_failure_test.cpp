@@ -119,6 +119,28 @@ TEST(RunFailureTest, ranks_may_end_at_different_times) {
   EXPECT_EQ(ended.out, "0\n1\n2\n");
 }
 
+TEST(RunFailureTest, a_rank_has_the_signals_that_the_launcher_ignores) {
+  const TemporaryFolder folder;
+  EXPECT_EQ(
+      run(script({"-n", "1"}, "ulimit -f 1; exec head -c 10000 /dev/zero > " + (folder / "f")))
+          .exit_code,
+      128 + SIGXFSZ);
+}
+
+TEST(RunFailureTest, a_head_of_the_segment_that_a_rank_overwrote) {
+  const TemporaryFolder folder;
+  // The number of ranks, at byte 12.
+  Command command(StartOptions{
+      .arguments =
+          with_run(script({"-n", "2"},
+                          "[ $RANK = 1 ] || exec sleep 1000; printf '\\377\\377\\377\\177' | "
+                          "dd of=/proc/self/fd/${LOCKSTEP_SEGMENT%%:*} bs=1 seek=12 "
+                          "conv=notrunc 2> /dev/null; exit 3")),
+      .variables = {{"LOCKSTEP_RECORD_DIR", folder.path()}}});
+  EXPECT_EQ(command.wait().exit_code, 3) << command.err();
+  EXPECT_TRUE(contains(command.err(), "flight records are in")) << command.err();
+}
+
 // --- signals --------------------------------------------------------------------------------
 
 class RunSignalTest : public testing::TestWithParam<int> {};

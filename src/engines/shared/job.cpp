@@ -2,12 +2,16 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <exception>
+#include <vector>
+
 #include "engines/shared/seat.hpp"
 #include "engines/shared/world.hpp"
 
 namespace lockstep::shared {
 
-Job::Job(int n_ranks) : segment_(make_world(Segment::for_processes(n_ranks))) {}
+Job::Job(int n_ranks) : segment_(make_world(Segment::for_processes(n_ranks))), n_ranks_(n_ranks) {}
 
 Job::~Job() = default;
 
@@ -21,13 +25,44 @@ void Job::rank_ended(int rank, int wait_status) noexcept {
   segment_->rank(rank).wait_status_plus_one.store(wait_status + 1, std::memory_order_release);
 }
 
+bool Job::has_joined_rank() const noexcept {
+  for (int r = 0; r < n_ranks_; ++r) {
+    if (segment_->rank(r).pid.load(std::memory_order_relaxed) != 0) return true;
+  }
+  return segment_->header().has_joined_elsewhere.load(std::memory_order_relaxed);
+}
+
+std::optional<int> Job::who_left_before(int failed_rank) const {
+  using State = comm::Operation::State;
+  const auto has_failed = [](const std::vector<comm::Operation>& operations) {
+    return std::ranges::any_of(operations, [](auto& o) { return o.state == State::failed; });
+  };
+  const auto last_calls = comm::operations_of(segment_->rank(failed_rank).flight);
+  // A thread may be in another call when the exception of the first ends the process.
+  if (!has_failed(last_calls) || last_calls.back().state == State::finished) return std::nullopt;
+  for (int r = 0; r < n_ranks_; ++r) {
+    const RankBlock& rank = segment_->rank(r);
+    const RankState state = rank.state.load(std::memory_order_acquire);
+    const bool has_left = state == RankState::left || state == RankState::failed ||
+                          rank.wait_status_plus_one.load(std::memory_order_acquire) != 0;
+    if (r == failed_rank || !has_left) continue;
+    if (!has_failed(comm::operations_of(rank.flight))) return r;
+  }
+  return std::nullopt;
+}
+
 void Job::write_records(const std::string& dir) const {
-  for (int r = 0; r < segment_->n_ranks(); ++r) {
+  for (int r = 0; r < n_ranks_; ++r) {
     const RankBlock& rank = segment_->rank(r);
     const int status = rank.wait_status_plus_one.load(std::memory_order_acquire);
     if (status == 0 || rank.flight.is_written.load(std::memory_order_relaxed) != 0) continue;
     comm::write_record(rank.flight, "the rank " + describe_wait_status(status - 1), dir);
   }
+}
+
+void note_joined(std::string_view variable) noexcept try {
+  inherit_world(variable)->header().has_joined_elsewhere.store(true, std::memory_order_relaxed);
+} catch (const std::exception&) {  // another library's segment: only the launcher's note is lost
 }
 
 }  // namespace lockstep::shared

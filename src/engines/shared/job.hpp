@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 
 namespace lockstep::shared {
 
@@ -27,12 +29,22 @@ class Job {
   std::string environment() const;
   /// Notes how a rank ended (a status as waitpid gives it).
   void rank_ended(int rank, int wait_status) noexcept;
+  /// Some rank belonged to a world, over whatever engine.
+  bool has_joined_rank() const noexcept;
+  /// The rank for which `failed_rank` waited in vain: it left the world and failed in no call,
+  /// while the other ended in a call that failed. nullopt where there is none.
+  std::optional<int> who_left_before(int failed_rank) const;
   /// Writes DIR/rank-N.json with what each ended rank did last, unless it has done so itself.
   /// Throws SystemError.
   void write_records(const std::string& dir) const;
 
  private:
   std::shared_ptr<Segment> segment_;
+  const int n_ranks_;  ///< the segment's is the ranks' to overwrite
 };
+
+/// Tells the launcher, in the segment that LOCKSTEP_SEGMENT names, that a rank has joined a world
+/// over an engine that does not use the segment. Does nothing where the variable names none.
+void note_joined(std::string_view variable) noexcept;
 
 }  // namespace lockstep::shared

@@ -50,6 +50,8 @@ struct alignas(kLine) SegmentHeader {
   std::atomic<std::uint64_t> n_bytes;  ///< where ranges have not been yet
   /// The ranks were seen to be in one PID namespace when they met.
   std::atomic<bool> has_one_pid_namespace;
+  /// A rank belongs to a world over another engine, which uses nothing else of the segment.
+  std::atomic<bool> has_joined_elsewhere;
   /// Ranges given back: see free_ranges.hpp.
   alignas(kLine) std::array<std::atomic<std::uint64_t>, kFreeRanges> free_ranges;
 };
