@@ -2,9 +2,14 @@
 
 #include <fmt/format.h>
 #include <torch/torch.h>
+#include <unistd.h>
+#include <zlib.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -12,6 +17,30 @@ namespace train {
 namespace {
 
 namespace fs = std::filesystem;
+
+class Checksum {
+ public:
+  void add(const void* data, std::size_t n_bytes) {
+    crc_ = crc32_z(crc_, static_cast<const Bytef*>(data), n_bytes);
+  }
+  template <class T>
+  void add(const T& number) {
+    add(&number, sizeof number);
+  }
+  void add(const std::string& text) {
+    add(text.size());
+    add(text.data(), text.size());
+  }
+  void add(const torch::Tensor& tensor) {
+    const torch::Tensor data = tensor.detach().cpu().contiguous();
+    add(data.nbytes());
+    add(data.data_ptr(), data.nbytes());
+  }
+  std::uint32_t value() const { return static_cast<std::uint32_t>(crc_); }
+
+ private:
+  uLong crc_ = crc32_z(0, nullptr, 0);
+};
 
 /// What f reads of the file. Whatever it throws becomes a std::runtime_error that names the file.
 template <class F>
@@ -112,6 +141,45 @@ std::vector<NamedTensor> tensors_of(const fs::path& path) {
 
 }  // namespace
 
+std::int64_t checksum_of(const torch::nn::Module& model, const torch::optim::SGD& optimizer,
+                         const Position& position) {
+  Checksum sum;
+  sum.add(position.model);
+  sum.add(position.precision);
+  sum.add(position.seed);
+  sum.add(position.batch);
+  sum.add(position.step);
+  sum.add(position.epoch_loss_sum);
+  for (const torch::Tensor& tensor : model.parameters()) sum.add(tensor);
+  for (const torch::Tensor& tensor : model.buffers()) sum.add(tensor);
+  std::int64_t total = sum.value();
+  // The order of the momenta is that of a hash table.
+  for (const auto& [parameter, state] : optimizer.state()) {
+    const auto& momentum =
+        static_cast<const torch::optim::SGDParamState&>(*state).momentum_buffer();
+    Checksum of_momentum;
+    if (momentum.defined()) of_momentum.add(momentum);
+    total += of_momentum.value();
+  }
+  return total;
+}
+
+void check_can_save(const fs::path& path) {
+  const auto refuse = [&](const std::string& why) {
+    throw std::invalid_argument(fmt::format("--save {}: {}", path.string(), why));
+  };
+  std::error_code ignored;
+  const fs::file_status status = fs::status(path, ignored);
+  if (fs::exists(status) && !fs::is_regular_file(status)) refuse("this is no regular file");
+  const fs::path folder = path.has_parent_path() ? path.parent_path() : ".";
+  if (fs::exists(folder, ignored) && !fs::is_directory(folder, ignored)) {
+    refuse(fmt::format("{} is no folder", folder.string()));
+  }
+  if (::access(folder.c_str(), W_OK | X_OK) != 0) {
+    refuse(fmt::format("cannot write to the folder {}: {}", folder.string(), std::strerror(errno)));
+  }
+}
+
 void write_checkpoint(torch::serialize::OutputArchive& archive, const torch::nn::Module& model,
                       const torch::optim::SGD& optimizer, const Position& position) {
   torch::serialize::OutputArchive network(archive.compilation_unit());
@@ -126,6 +194,7 @@ void write_checkpoint(torch::serialize::OutputArchive& archive, const torch::nn:
   archive.write("batch", static_cast<std::int64_t>(position.batch));
   archive.write("step", static_cast<std::int64_t>(position.step));
   archive.write("epoch_loss_sum", position.epoch_loss_sum);
+  archive.write("checksum", checksum_of(model, optimizer, position));
 }
 
 Position load_checkpoint(const fs::path& path, torch::nn::Module& model,
@@ -149,6 +218,15 @@ Position load_checkpoint(const fs::path& path, torch::nn::Module& model,
     torch::serialize::InputArchive momenta;
     archive.read("optimizer", momenta);
     optimizer.load(momenta);
+    c10::IValue checksum;
+    if (!archive.try_read("checksum", checksum)) {
+      throw std::runtime_error("it has no checksum: an older lockstep-train wrote it; begin anew");
+    }
+    if (checksum.toInt() != checksum_of(model, optimizer, position)) {
+      throw std::runtime_error(
+          "its checksum is another than that of its contents: the file is damaged; use an earlier "
+          "checkpoint, or begin anew");
+    }
     return position;
   });
 }

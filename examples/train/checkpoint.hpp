@@ -28,12 +28,20 @@ struct Position {
   double epoch_loss_sum = 0;  ///< of the epoch under way, over its samples
 };
 
+/// Of all that a training goes on from. libtorch's archives hold a checksum of each tensor, which
+/// it does not look at.
+std::int64_t checksum_of(const torch::nn::Module& model, const torch::optim::SGD& optimizer,
+                         const Position& position);
+
+/// Throws std::invalid_argument where no checkpoint can be written to that path.
+void check_can_save(const std::filesystem::path& path);
+
 /// What lockstep::nn::save_checkpoint brings to the file.
 void write_checkpoint(torch::serialize::OutputArchive& archive, const torch::nn::Module& model,
                       const torch::optim::SGD& optimizer, const Position& position);
 
-/// Fills model and optimizer. `model` and `precision` of `expected` must be the checkpoint's.
-/// Throws std::runtime_error naming the file and what it holds instead.
+/// Fills model and optimizer, also where it then throws. `model` and `precision` of `expected` must
+/// be the checkpoint's. Throws std::runtime_error naming the file and what it holds instead.
 Position load_checkpoint(const std::filesystem::path& path, torch::nn::Module& model,
                          torch::optim::SGD& optimizer, const Position& expected);
 

@@ -23,6 +23,8 @@ constexpr std::uint8_t kIdxUnsignedBytes = 0x08;
 constexpr std::size_t kCifarSide = 32;
 constexpr std::size_t kCifarRecord = 1 + 3 * kCifarSide * kCifarSide;
 constexpr std::size_t kCifarClasses = 10;
+/// Records of one file, at most: all of the set in one file.
+constexpr std::size_t kMaxCifarRecords = 60'000;
 
 [[noreturn]] void fail(const std::string& name, std::size_t offset, const std::string& text) {
   throw DataError(fmt::format("cannot read {}, offset {}: {}", name, offset, text));
@@ -33,15 +35,17 @@ std::uint32_t big_endian(Bytes bytes, std::size_t offset) {
          std::uint32_t{bytes[offset + 2]} << 8 | std::uint32_t{bytes[offset + 3]};
 }
 
-/// The header of an IDX file of unsigned bytes, checked against the file's length.
+/// The header of an IDX file of unsigned bytes.
 template <std::size_t n_dims>
 struct IdxHeader {
   static constexpr std::size_t kBytes = 4 + 4 * n_dims;
-  std::array<std::size_t, n_dims> dims;
+  std::array<std::size_t, n_dims> dims{};
+  std::optional<std::size_t> n_file_bytes;  ///< nullopt: more than there can be
 };
 
+/// Looks at the first bytes only.
 template <std::size_t n_dims>
-IdxHeader<n_dims> parse_idx_header(Bytes bytes, const std::string& name) {
+IdxHeader<n_dims> read_idx_header(Bytes bytes, const std::string& name) {
   using Header = IdxHeader<n_dims>;
   if (bytes.size() < Header::kBytes) {
     fail(name, bytes.size(),
@@ -64,7 +68,7 @@ IdxHeader<n_dims> parse_idx_header(Bytes bytes, const std::string& name) {
                      n_dims));
   }
   Header header;
-  std::size_t expected = Header::kBytes;
+  std::size_t n_file_bytes = Header::kBytes;
   bool overflow = false;
   std::size_t n_elements = 1;
   for (std::size_t d = 0; d < n_dims; ++d) {
@@ -73,7 +77,17 @@ IdxHeader<n_dims> parse_idx_header(Bytes bytes, const std::string& name) {
     if (header.dims[d] == 0) fail(name, offset, "dimension 0, expected at least 1");
     overflow |= __builtin_mul_overflow(n_elements, header.dims[d], &n_elements);
   }
-  overflow |= __builtin_add_overflow(expected, n_elements, &expected);
+  overflow |= __builtin_add_overflow(n_file_bytes, n_elements, &n_file_bytes);
+  if (!overflow) header.n_file_bytes = n_file_bytes;
+  return header;
+}
+
+/// The header, checked against the file's length.
+template <std::size_t n_dims>
+IdxHeader<n_dims> parse_idx_header(Bytes bytes, const std::string& name) {
+  const IdxHeader<n_dims> header = read_idx_header<n_dims>(bytes, name);
+  const bool overflow = !header.n_file_bytes;
+  const std::size_t expected = header.n_file_bytes.value_or(0);
   const std::string said = fmt::format("as the header says {}", fmt::join(header.dims, " x "));
   if (overflow || bytes.size() < expected) {
     fail(name, bytes.size(),
@@ -83,15 +97,16 @@ IdxHeader<n_dims> parse_idx_header(Bytes bytes, const std::string& name) {
                                 expected, said));
   }
   if (bytes.size() > expected) {
-    fail(name, expected,
-         fmt::format("{} bytes more, expected the end of the file, {}", bytes.size() - expected,
-                     said));
+    fail(name, expected, fmt::format("more bytes, expected the end of the file, {}", said));
   }
   return header;
 }
 
-/// All bytes of a file, unpacked where it is a gzip file. Offsets in errors are the unpacked ones.
-std::vector<std::uint8_t> read_file(const fs::path& path) {
+/// The bytes of a file, unpacked where it is a gzip file. Offsets in errors are the unpacked ones.
+/// limit, of the first n_head bytes, says how many a good file has at most; of one that has more,
+/// not all are read, because a small gzip file may unpack to more than the memory.
+template <class Limit>
+std::vector<std::uint8_t> read_file(const fs::path& path, std::size_t n_head, Limit limit) {
   errno = 0;
   const std::unique_ptr<gzFile_s, int (*)(gzFile)> file(gzopen(path.c_str(), "rb"), gzclose);
   if (!file) {
@@ -101,12 +116,15 @@ std::vector<std::uint8_t> read_file(const fs::path& path) {
   constexpr std::size_t kChunk = 1 << 20;
   std::vector<std::uint8_t> bytes;
   int n_read = 0;
-  do {
+  const auto read_more = [&](std::size_t n_bytes) {
     const std::size_t end = bytes.size();
-    bytes.resize(end + kChunk);
-    n_read = gzread(file.get(), bytes.data() + end, kChunk);
+    bytes.resize(end + n_bytes);
+    n_read = gzread(file.get(), bytes.data() + end, static_cast<unsigned>(n_bytes));
     bytes.resize(end + static_cast<std::size_t>(std::max(n_read, 0)));
-  } while (n_read > 0);
+  };
+  read_more(n_head);
+  const std::size_t most = n_read > 0 ? limit(Bytes(bytes)) : 0;
+  while (n_read > 0 && bytes.size() <= most) read_more(std::min(kChunk, most + 1 - bytes.size()));
   int status = Z_OK;
   const char* text = gzerror(file.get(), &status);
   if (status != Z_OK && status != Z_STREAM_END) {
@@ -117,6 +135,17 @@ std::vector<std::uint8_t> read_file(const fs::path& path) {
                                              : text));
   }
   return bytes;
+}
+
+template <std::size_t n_dims>
+std::vector<std::uint8_t> read_idx_file(const fs::path& path) {
+  return read_file(path, IdxHeader<n_dims>::kBytes, [&](Bytes head) {
+    return read_idx_header<n_dims>(head, path.string()).n_file_bytes.value_or(0);
+  });
+}
+
+std::vector<std::uint8_t> read_cifar_file(const fs::path& path) {
+  return read_file(path, kCifarRecord, [](Bytes) { return kMaxCifarRecords * kCifarRecord; });
 }
 
 /// `stem` or `stem`.gz, or the same with the dot that some archives have before idx.
@@ -148,9 +177,9 @@ void check_labels(const std::vector<std::uint8_t>& labels, std::size_t n_classes
 Images read_idx_pair(const fs::path& directory, const std::string& prefix, std::size_t n_classes) {
   const fs::path images_path = require_file(directory, prefix + "-images-idx3-ubyte");
   const fs::path labels_path = require_file(directory, prefix + "-labels-idx1-ubyte");
-  Images images = parse_idx_images(read_file(images_path), images_path.string());
+  Images images = parse_idx_images(read_idx_file<3>(images_path), images_path.string());
   const std::size_t n_images = images.pixels.size() / images.image_bytes();
-  images.labels = parse_idx_labels(read_file(labels_path), labels_path.string());
+  images.labels = parse_idx_labels(read_idx_file<1>(labels_path), labels_path.string());
   if (images.labels.size() != n_images) {
     fail(labels_path.string(), 4,
          fmt::format("{} labels, expected {}, one for each image of {}", images.labels.size(),
@@ -188,10 +217,10 @@ Dataset read_cifar10(const fs::path& directory) {
   set.n_classes = kCifarClasses;
   for (int i = 1; i <= 5; ++i) {
     const fs::path path = require_file(directory, fmt::format("data_batch_{}.bin", i));
-    parse_cifar10(read_file(path), path.string(), set.train);
+    parse_cifar10(read_cifar_file(path), path.string(), set.train);
   }
   const fs::path path = require_file(directory, "test_batch.bin");
-  parse_cifar10(read_file(path), path.string(), set.test);
+  parse_cifar10(read_cifar_file(path), path.string(), set.test);
   return set;
 }
 
@@ -234,6 +263,11 @@ std::vector<std::uint8_t> parse_idx_labels(Bytes bytes, const std::string& name)
 }
 
 void parse_cifar10(Bytes bytes, const std::string& name, Images& images) {
+  if (bytes.size() > kMaxCifarRecords * kCifarRecord) {
+    fail(name, bytes.size(),
+         fmt::format("more bytes, expected {} records of {} at most", kMaxCifarRecords,
+                     kCifarRecord));
+  }
   if (bytes.empty() || bytes.size() % kCifarRecord != 0) {
     fail(name, bytes.size(),
          fmt::format("the file ends here, expected whole records of {} bytes; fetch it again",

@@ -45,11 +45,9 @@ int main(int argc, char** argv) {
     options.n_restarts = lockstep::Env::read().restart;
     run(options);
     return 0;
-  } catch (const std::invalid_argument& error) {
-    fmt::print(stderr, "lockstep-train: {}\n", error.what());
-    return kUsage;
   } catch (const std::exception& error) {
     fmt::print(stderr, "lockstep-train: {}\n", error.what());
-    return 1;
+    lockstep::destroy_dist(error.what());  // the other ranks get this text, as a PeerFailed
+    return dynamic_cast<const std::invalid_argument*>(&error) != nullptr ? kUsage : 1;
   }
 }

@@ -1,6 +1,10 @@
 #include "train/options.hpp"
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
+#include <charconv>
+#include <limits>
 #include <map>
 #include <string>
 #include <system_error>
@@ -12,6 +16,7 @@ const std::map<std::string, Model> kModels{{"convnet", Model::convnet},
                                            {"resnet18", Model::resnet18}};
 const std::map<std::string, Precision> kPrecisions{{"f32", Precision::f32},
                                                    {"f64", Precision::f64}};
+constexpr double kLargest = std::numeric_limits<double>::max();
 const std::map<std::string, bool> kSwitch{{"on", true}, {"off", false}};
 
 template <class T>
@@ -34,6 +39,32 @@ void add_choice(CLI::App& app, const std::string& flag, T& value,
       ->default_str(key_of(names, value));
 }
 
+/// A number that is one: not nan, not infinite, and not negative.
+CLI::Validator rate(double most) {
+  return CLI::Validator(
+      [most](const std::string& text) -> std::string {
+        double value = 0;
+        if (CLI::detail::lexical_cast(text, value) && value >= 0 && value <= most) return {};
+        return most == kLargest
+                   ? fmt::format("got '{}', expected a number from 0", text)
+                   : fmt::format("got '{}', expected a number from 0 to {}", text, most);
+      },
+      /*validator_desc=*/"");
+}
+
+/// -1 would else be the largest number.
+CLI::Validator count() {
+  return CLI::Validator(
+      [](const std::string& text) -> std::string {
+        std::uint64_t value = 0;
+        const char* const end = text.data() + text.size();
+        const auto [rest, error] = std::from_chars(text.data(), end, value);
+        if (error == std::errc() && rest == end) return {};
+        return fmt::format("got '{}', expected a whole number from 0", text);
+      },
+      /*validator_desc=*/"");
+}
+
 }  // namespace
 
 std::string name_of(Model model) { return key_of(kModels, model); }
@@ -46,38 +77,43 @@ void add_options(CLI::App& app, Options& options) {
                  "(binary) files")
       ->capture_default_str();
   app.add_option("--classes", options.n_classes, "number of classes; 0: as the files' names say")
+      ->check(count())
       ->capture_default_str();
   add_choice(app, "--model", options.model, kModels, "the network");
   add_choice(app, "--precision", options.precision, kPrecisions, "of parameters and arithmetic");
   add_choice(app, "--sync-bn", options.sync_bn, kSwitch,
              "BatchNorm statistics over all ranks, or each rank's own");
   app.add_option("--epochs", options.epochs, "passes over the training images")
+      ->check(count())
       ->capture_default_str();
   app.add_option("--max-steps", options.max_steps, "stop after so many steps in all; 0: no limit")
+      ->check(count())
       ->capture_default_str();
   app.add_option("--batch", options.batch, "images of one step, over all ranks together")
-      ->check(CLI::PositiveNumber)
+      ->check(count() & CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--shares", options.shares,
                  "images of one step on each rank, as 5,2,1; left out: equal parts of --batch")
+      ->check(count())
       ->delimiter(',');
   app.add_option("--lr", options.learning_rate, "learning rate of SGD")
-      ->check(CLI::NonNegativeNumber)
+      ->check(rate(kLargest))
       ->capture_default_str();
   app.add_option("--momentum", options.momentum, "momentum of SGD")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(rate(1))
       ->capture_default_str();
   app.add_option("--weight-decay", options.weight_decay, "weight decay of SGD")
-      ->check(CLI::NonNegativeNumber)
+      ->check(rate(kLargest))
       ->capture_default_str();
   app.add_option("--seed", options.seed,
-                 "of the parameters and the order of the images; default: 1, or the checkpoint's");
+                 "of the parameters and the order of the images; default: 1, or the checkpoint's")
+      ->check(count());
   app.add_option("--threads", options.threads, "libtorch's threads per rank; 0: as it chooses")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_option("--data-parallel", options.data_parallel,
                  "replicas of the network in each rank, which share its part of the batch")
-      ->check(CLI::PositiveNumber)
+      ->check(count() & CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option(
       "--save", options.save,
@@ -88,6 +124,7 @@ void add_options(CLI::App& app, Options& options) {
                  "append JSON lines here: one an epoch, and a summary");
   app.add_option("--metrics-every", options.metrics_every,
                  "also a line with the mean loss of every so many steps")
+      ->check(count())
       ->capture_default_str();
   app.add_option("--compare", options.compare,
                  "only print the largest absolute difference between the parameters and buffers "

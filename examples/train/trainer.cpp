@@ -215,6 +215,7 @@ double Trainer::State::test(const lockstep::Group& group) {
 
 std::vector<EpochResult> Trainer::State::run(const lockstep::Group& group) {
   const auto shares = shares_of(options_.batch, group.size(), options_.shares);
+  if (group.rank() == 0 && !options_.save.empty()) check_can_save(options_.save);
   compare_positions(group);
   std::optional<Report> report;
   if (group.rank() == 0) report.emplace(options_, steps_per_epoch_, at_.step);

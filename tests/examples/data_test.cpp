@@ -91,6 +91,23 @@ TEST_F(DataTest, reads_plain_files) {
   EXPECT_EQ(set.test.labels, Bytes(3, 9));
 }
 
+TEST_F(DataTest, a_gzip_file_is_unpacked_no_further_than_its_header_says) {
+  // 16 MiB of zeros in 16 KiB, one thousandth of what a bomb unpacks to. A file that is unpacked to
+  // its end shows that by the damage at its end.
+  const auto write_bomb = [&](const Bytes& header) {
+    Bytes bytes = header;
+    bytes.resize(std::size_t{16} << 20U);
+    const auto path = directory_ / "train-images-idx3-ubyte.gz";
+    write_gzip(path, bytes);
+    std::filesystem::remove(directory_ / "train-images-idx3-ubyte");
+    std::filesystem::resize_file(path, std::filesystem::file_size(path) - 10);
+  };
+  write_bomb({1, 2, 3});
+  expect_error({"train-images-idx3-ubyte.gz", "offset 0", "this is no IDX file"});
+  write_bomb(idx({6, 5, 4}, 0));
+  expect_error({"train-images-idx3-ubyte.gz", "offset 136", "more bytes"});
+}
+
 TEST_F(DataTest, reads_gzip_as_plain) {
   const Dataset shipped = read_dataset(LOCKSTEP_DIGITS);
   EXPECT_EQ(shipped.train.size(), 1440U);
@@ -159,7 +176,7 @@ TEST_F(DataTest, truncated_pixels) {
 
 TEST_F(DataTest, trailing_bytes) {
   write_file(directory_ / "train-labels-idx1-ubyte", idx({6}, 8));
-  expect_error({"train-labels-idx1-ubyte", "offset 14", "2 bytes more", "end of the file"});
+  expect_error({"train-labels-idx1-ubyte", "offset 14", "more bytes", "end of the file"});
 }
 
 TEST_F(DataTest, wrong_magic) {

@@ -311,10 +311,10 @@ TEST_F(TrainerTest, save_leaves_only_the_checkpoint) {
   EXPECT_EQ(names, std::vector<std::string>{"one.pt"});
 
   std::filesystem::create_directory(directory_ / "taken");
-  options.save = directory_ / "taken";  // the rename fails
-  expect_error<lockstep::UsageError>(options, "taken");
-  options.save = directory_ / "nowhere" / "one.pt";
-  expect_error<lockstep::UsageError>(options, "nowhere");
+  options.save = directory_ / "taken";
+  expect_error<std::invalid_argument>(options, "taken");
+  options.save = directory_ / "nowhere" / "one.pt";  // found before the first step
+  expect_error<std::invalid_argument>(options, "nowhere");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 2);
 }
 
