@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cli/files.hpp"
 #include "cli/verbs.hpp"
 #include "launch/errors.hpp"
 
@@ -67,13 +68,13 @@ int main(int argc, char** argv) {
   try {
     return dispatch({argv + 1, argv + argc});
   } catch (const lockstep::launch::ExecError& error) {
-    fmt::print(stderr, "{}\n", error.what());
+    fmt::print(stderr, "{}\n", lockstep::cli::printable(error.what()));
     return error.exit_code();
   } catch (const lockstep::UsageError& error) {
-    fmt::print(stderr, "{}\n", error.what());
+    fmt::print(stderr, "{}\n", lockstep::cli::printable(error.what()));
     return lockstep::cli::kUsageExitCode;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "lockstep: {}\n", error.what());
+    fmt::print(stderr, "lockstep: {}\n", lockstep::cli::printable(error.what()));
     return 1;
   }
 }

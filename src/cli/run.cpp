@@ -55,20 +55,6 @@ class Formatter : public CLI::Formatter {
   }
 };
 
-/// Takes numbers from `least` to `most`. `what` says in words what they are.
-template <class Number>
-CLI::Validator number(Number least, Number most, const char* what) {
-  return CLI::Validator(
-      [least, most, what](const std::string& text) -> std::string {
-        Number value{};
-        const char* end = text.data() + text.size();
-        const auto [rest, error] = std::from_chars(text.data(), end, value);
-        if (error == std::errc() && rest == end && value >= least && value <= most) return {};
-        return fmt::format("got '{}', expected {} from {} to {}", text, what, least, most);
-      },
-      /*validator_desc=*/"");
-}
-
 /// Takes the names of an enum's values.
 template <class Enum>
 CLI::Validator choice(std::map<std::string, Enum> values) {

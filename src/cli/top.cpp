@@ -7,17 +7,20 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <lockstep/error.hpp>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/process.hpp"
 #include "base/ticks.hpp"
+#include "cli/files.hpp"
 #include "cli/jobs.hpp"
 #include "cli/parse.hpp"
 #include "cli/verbs.hpp"
@@ -182,14 +185,27 @@ std::string describe(const shared::Segment& segment, const Row& row,
   return text + fmt::format(", {}", operation.where);
 }
 
+/// Whether times that a process noted mean the same here: time namespaces have clocks of their own.
+bool has_our_clock(pid_t pid) {
+  std::error_code error;
+  const auto ours = std::filesystem::read_symlink("/proc/self/ns/time", error);
+  if (error) return true;  // a kernel without time namespaces
+  const auto other = std::filesystem::read_symlink(fmt::format("/proc/{}/ns/time", pid), error);
+  return error || ours == other;
+}
+
 double seconds_since(std::int64_t ns) {
   return static_cast<double>(std::max<std::int64_t>(base::now().ns - ns, 0)) * 1e-9;
+}
+
+std::string since(const Row& row, std::int64_t ns) {
+  return has_our_clock(row.pid) ? fmt::format(", since {:.1f} s", seconds_since(ns)) : "";
 }
 
 std::string doing(const shared::Segment& segment, const Row& row) {
   if (row.current != nullptr) {
     std::string text = describe(segment, row, *row.current);
-    text += fmt::format(", since {:.1f} s", seconds_since(row.current->start_ns));
+    text += since(row, row.current->start_ns);
     if (!row.waits_for.empty()) {
       constexpr std::size_t kShown = 4;
       const std::size_t n = std::min(row.waits_for.size(), kShown);
@@ -203,7 +219,7 @@ std::string doing(const shared::Segment& segment, const Row& row) {
   }
   if (row.operations.empty()) return "no call yet";
   const comm::Operation& last = row.operations.back();
-  return fmt::format("in no call, since {:.1f} s; last {}", seconds_since(last.end_ns),
+  return fmt::format("in no call{}; last {}", since(row, last.end_ns),
                      describe(segment, row, last));
 }
 
@@ -239,7 +255,10 @@ json json_of(const shared::Segment& segment, const Row& row, const comm::Operati
                  {"where", operation.where},
                  {"bytes", operation.n_bytes}};
   const bool is_finished = operation.state == comm::Operation::State::finished;
-  result["seconds"] = seconds_since(is_finished ? operation.end_ns : operation.start_ns);
+  result["seconds"] = nullptr;
+  if (has_our_clock(row.pid)) {
+    result["seconds"] = seconds_since(is_finished ? operation.end_ns : operation.start_ns);
+  }
   return result;
 }
 
@@ -292,7 +311,7 @@ class Screen {
     }
     std::string text = n_drawn_ > 0 ? fmt::format("\x1b[{}A", n_drawn_) : "";
     for (const std::string& line : lines) {
-      text += line.substr(0, size.columns - 1);
+      text += printable(line).substr(0, size.columns - 1);
       text += "\x1b[K\n";
     }
     text += "\x1b[J";
@@ -345,7 +364,7 @@ int top(const std::vector<std::string>& arguments) {
   app.set_help_flag("-h,--help", "Print this");
   app.footer(kTopFooter);
   app.add_option("JOB", process, "Which job; not needed where only one runs")
-      ->check(CLI::PositiveNumber)
+      ->check(number<pid_t>(1, INT32_MAX, "a process number"))
       ->type_name("");
   app.add_flag("--once", is_once, "Print one table and end; the default without a terminal");
   app.add_flag("--json", is_json, "As JSON; implies --once");
@@ -384,7 +403,9 @@ int top(const std::vector<std::string>& arguments) {
                              .dump(/*indent=*/1, ' ', /*ensure_ascii=*/false,
                                    json::error_handler_t::replace));
     } else if (is_once) {
-      for (const std::string& line : table(*job, *segment, *moment)) fmt::print("{}\n", line);
+      for (const std::string& line : table(*job, *segment, *moment)) {
+        fmt::print("{}\n", printable(line));
+      }
     } else {
       screen.draw(table(*job, *segment, *moment));
     }

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "cli/files.hpp"
 #include "cli/parse.hpp"
 #include "cli/trace/trace.hpp"
 #include "cli/verbs.hpp"
@@ -48,9 +49,10 @@ int trace(const std::vector<std::string>& arguments) {
   if (const auto exit_code = parse(app, arguments)) return *exit_code;
 
   if (summary->parsed()) {
-    fmt::print("{}", tracing::summary_of(tracing::read_file(file)));
+    fmt::print("{}", printable(tracing::summary_of(tracing::read_file(file))));
     return 0;
   }
+  check_is_replaceable("lockstep trace merge", file);
   std::vector<tracing::Trace> traces;
   for (const std::string& input : inputs) {
     const bool is_folder = std::filesystem::is_directory(input);

@@ -1,6 +1,9 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <csignal>
+#include <filesystem>
 #include <fstream>
 #include <regex>
 #include <string>
@@ -94,6 +97,66 @@ TEST(DoctorRecordTest, refuses_what_is_no_record) {
   std::string foreign = good;
   foreign.replace(foreign.find("\"job\": \"") + 8, 8, "00000000");
   expect_refused(foreign, "is of another job");
+}
+
+/// A record of one call on the world.
+std::string record_of(int rank, const std::string& world_size, const std::string& reason) {
+  return fmt::format(
+      R"({{"lockstep_record":1,"job":"1","host":"h","rank":{},"world_size":{},"pid":1,)"
+      R"("reason":"{}","groups":[{{"name":"world","rank":{},"size":2}}],"operations":[{{)"
+      R"("number":1,"group":"world","sequence":1,"operation":"barrier","where":"a.cpp:1",)"
+      R"("collective":1,"state":"finished","start_ns":1,"end_ns":2}}]}})",
+      rank, world_size, reason, rank);
+}
+
+TEST(DoctorRecordTest, a_record_nested_without_end) {
+  const TemporaryFolder folder;
+  constexpr std::size_t kDepth = 200'000;
+  write(folder / "rank-0.json", std::string(kDepth, '[') + std::string(kDepth, ']'));
+  write(folder / "rank-1.json", R"({"lockstep_record":1,"host":)" + std::string(kDepth, '[') +
+                                    std::string(kDepth, ']') + "}");
+  for (const char* const name : {"rank-0.json", "rank-1.json"}) {
+    const Ended ended = doctor(folder.path());
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_TRUE(contains(ended.err, std::string(name) + "'")) << ended.err;
+    EXPECT_TRUE(contains(ended.err, "nested more than 16 deep")) << ended.err;
+    std::filesystem::remove(folder / name);
+  }
+}
+
+TEST(DoctorRecordTest, a_world_larger_than_memory) {
+  const TemporaryFolder folder;
+  write(folder / "rank-1.json", record_of(1, "2147483647", "r"));
+  const Ended ended = doctor(folder.path());
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(contains(ended.out, "No record of ranks 0, 2, 3, ")) << ended.out;
+  EXPECT_TRUE(contains(ended.out, ", 16 and 2147483630 more")) << ended.out;
+  write(folder / "rank-1.json", record_of(1, "1", "r"));
+  EXPECT_TRUE(contains(doctor(folder.path()).err, "it is of rank 1 of 1"));
+}
+
+TEST(DoctorRecordTest, what_is_no_file) {
+  const TemporaryFolder folder;
+  for (const char* const name : {"rank-0.json", "rank-0.flight"}) {
+    ASSERT_EQ(mkfifo((folder / name).c_str(), 0600), 0);
+  }
+  Ended ended = doctor(folder.path());
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.err, "rank-0.json': it is no regular file")) << ended.err;
+  std::filesystem::remove(folder / "rank-0.json");
+  std::filesystem::create_directory(folder / "rank-0.json");
+  ended = doctor(folder.path());
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.err, "rank-0.json': it is no regular file")) << ended.err;
+}
+
+TEST(DoctorRecordTest, control_characters_do_not_reach_the_terminal) {
+  const TemporaryFolder folder;
+  write(folder / "rank-0.json", record_of(0, "2", R"(\u001b]0;title\u0007 \u009b31m)"));
+  const Ended ended = doctor(folder.path());
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(contains(ended.out, R"(\x1b]0;title\x07 \x9b31m)")) << ended.out;
+  EXPECT_FALSE(contains(ended.out, "\x1b")) << ended.out;
 }
 
 TEST(DoctorRecordTest, a_folder_that_is_none) {

@@ -113,6 +113,15 @@ TEST_F(TopTest, lists_the_jobs_where_there_are_several) {
       << ended.err;
 }
 
+TEST_F(TopTest, tells_no_times_of_another_time_namespace) {
+  Command other(StartOptions{.arguments = {"top", number(), "--once"},
+                             .shell = "exec unshare --time --monotonic 50000 \"$@\""});
+  const Ended ended = other.wait();
+  if (ended.exit_code != 0) GTEST_SKIP() << "no time namespace: " << ended.err;
+  EXPECT_TRUE(contains(ended.out, "all_reduce")) << ended.out;
+  EXPECT_FALSE(contains(ended.out, "since")) << ended.out;
+}
+
 TEST_F(TopTest, redraws_in_place_and_ends_with_the_job) {
   Command screen(
       StartOptions{.arguments = {"top", number(), "--interval", "0.1"}, .terminal = true});
@@ -154,6 +163,7 @@ TEST(TopUsageTest, refuses_what_is_no_job) {
   expect_refused("4194305", "there is no process 4194305");
   expect_refused("x", "lockstep top: ");
   expect_refused("-1", "lockstep top: ");
+  expect_refused("0", "got '0', expected a process number from 1 to 2147483647");
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-
 #include <csignal>
 #include <cstdint>
 #include <cstdlib>
@@ -219,9 +219,65 @@ TEST_F(TraceTest, what_is_no_trace_is_refused) {
     expect_contains(ended.err, "t.json' is no trace that lockstep wrote");
     expect_contains(ended.err, text);
   }
+  std::ofstream(file_) << std::string(200'000, '[') << std::string(200'000, ']');
+  expect_contains(trace({"summary", file_}).err, "nested more than 16 deep");
   expect_contains(trace({"summary", "/nonexistent"}).err, "No such file");
   expect_contains(trace({"merge", file_, folder_.path()}).err, "holds nothing that ranks");
   EXPECT_EQ(trace({}).exit_code, 2);
+}
+
+TEST_F(TraceTest, what_is_no_file_is_not_replaced) {
+  const std::string fifo = folder_ / "fifo";
+  const std::string link = folder_ / "link";
+  ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
+  fs::create_symlink(fifo, link);
+  for (const std::string& name : {fifo, link}) {
+    for (const Ended& ended :
+         {run({"-n", "1", "--trace", name, "echo", "ran"}), trace({"merge", name, file_})}) {
+      EXPECT_EQ(ended.exit_code, 2);
+      EXPECT_EQ(ended.out, "");
+      expect_contains(ended.err, name + "' is no regular file, and would be replaced by one");
+    }
+  }
+  EXPECT_TRUE(fs::is_fifo(fifo));
+  EXPECT_TRUE(fs::is_symlink(link));
+  EXPECT_EQ(n_files(), 2U);
+}
+
+TEST_F(TraceTest, a_trace_larger_than_files_may_be_is_an_error) {
+  Command command(StartOptions{.arguments = {"run", "-n", "1", "--trace", file_, "true"},
+                               .shell = "ulimit -f 8192; exec \"$@\""});
+  EXPECT_EQ(command.wait().exit_code, 0) << command.err();
+  // 3 names of 2 MB each are written, and read again.
+  json trace_of_names = read();
+  trace_of_names["otherData"]["ranks"] = json::array();
+  for (const int pid : {0, 1, 2}) {
+    trace_of_names["otherData"]["ranks"].push_back({{"pid", pid},
+                                                    {"rank", pid},
+                                                    {"world", 0},
+                                                    {"restart", 0},
+                                                    {"system_pid", 1},
+                                                    {"host", std::string(2'000'000, 'h')},
+                                                    {"lost_events", 0},
+                                                    {"why_lost", ""}});
+  }
+  const std::string large = folder_ / "large.json";
+  std::ofstream(large) << trace_of_names.dump();
+  Command merge(StartOptions{.arguments = {"trace", "merge", file_, large},
+                             .shell = "ulimit -f 8192; exec \"$@\""});
+  EXPECT_EQ(merge.wait().exit_code, 1);
+  expect_contains(merge.err(), "File too large");
+}
+
+TEST_F(TraceTest, control_characters_do_not_reach_the_terminal) {
+  ASSERT_EQ(run_traced("1", {TRACED_PROGRAM, "steps", "1"}).exit_code, 0);
+  json changed = read();
+  for (json& event : changed["traceEvents"]) {
+    if (event["ph"] == "X") event["name"] = "\x1b]0;title\x07";
+  }
+  std::ofstream(file_) << changed.dump();
+  expect_contains(summary(), R"(\x1b]0;title\x07)");
+  EXPECT_EQ(summary().find('\x1b'), std::string::npos);
 }
 
 /// The rows with these pids, as a file of a node whose clock is ahead.

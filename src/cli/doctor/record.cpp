@@ -7,8 +7,6 @@
 #include <charconv>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <lockstep/error.hpp>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -19,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "cli/files.hpp"
 #include "cli/verbs.hpp"
 #include "comm/flight_file.hpp"
 
@@ -92,20 +91,22 @@ Record parse(const json& file) {
   return record;
 }
 
-std::string contents_of(const fs::path& path) {
-  std::ifstream stream(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(stream), {}};
-  if (!stream) refuse("lockstep doctor", fmt::format("cannot read '{}'", path.string()));
-  return text;
+/// Prints what may hold other people's texts.
+template <class... Arguments>
+void print(fmt::format_string<Arguments...> format, Arguments&&... arguments) {
+  const std::string text = fmt::format(format, std::forward<Arguments>(arguments)...);
+  fmt::print("{}", printable(text));
 }
 
 Record record_in(const std::string& text, const fs::path& path, int rank) {
-  const json file = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (file.is_discarded()) {
+  json file;
+  try {
+    file = json::parse(text, check_depth);
+  } catch (const json::exception& error) {
     refuse("lockstep doctor",
-           fmt::format("'{}' ({} bytes) is cut off or damaged: it is no complete JSON. Take it "
-                       "away to look at the other ranks",
-                       path.string(), text.size()));
+           fmt::format("'{}' ({} bytes) is cut off or damaged: {}. Take it away to look at the "
+                       "other ranks",
+                       path.string(), text.size(), error.what()));
   }
   if (!file.is_object() || !file.contains("lockstep_record")) {
     refuse("lockstep doctor",
@@ -121,6 +122,10 @@ Record record_in(const std::string& text, const fs::path& path, int rank) {
   }
   try {
     Record record = parse(file);
+    if (record.rank < 0 || record.rank >= record.world_size) {
+      refuse("lockstep doctor", fmt::format("'{}' is damaged: it is of rank {} of {}",
+                                            path.string(), record.rank, record.world_size));
+    }
     if (record.rank == rank) return record;
     refuse("lockstep doctor", fmt::format("'{}' is the record of rank {}: it was renamed",
                                           path.string(), record.rank));
@@ -150,10 +155,11 @@ std::vector<Record> read_all(const std::string& dir) {
   for (const auto& entry : fs::directory_iterator(dir, error)) {
     const fs::path& path = entry.path();
     if (const auto killed = rank_of(path.filename(), ".flight")) {
+      if (!fs::is_regular_file(path)) continue;
       if (auto text = comm::read_flight_file(path)) found[*killed] = {path, std::move(*text)};
     } else if (const auto writer = rank_of(path.filename(), ".json")) {
       // What a killed rank left is newer than what that rank of a job before wrote.
-      found.try_emplace(*writer, Found{path, contents_of(path)});
+      found.try_emplace(*writer, Found{path, read_regular("lockstep doctor", path)});
     }
   }
   if (error)
@@ -259,6 +265,25 @@ std::string ranks_in_words(const std::vector<int>& ranks) {
   return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
 }
 
+/// Ranks that are not among `present`, whose numbers rise.
+std::string absent_in_words(const std::vector<int>& present, int world_size) {
+  constexpr std::size_t kShown = 16;
+  std::vector<int> absent;
+  auto next = present.begin();
+  for (int rank = 0; rank < world_size && absent.size() < kShown; ++rank) {
+    if (next != present.end() && *next == rank) {
+      ++next;
+    } else {
+      absent.push_back(rank);
+    }
+  }
+  const auto n_absent = static_cast<std::size_t>(world_size) - present.size();
+  if (n_absent == 0) return {};
+  std::string text = ranks_in_words(absent);
+  if (n_absent > absent.size()) text += fmt::format(" and {} more", n_absent - absent.size());
+  return text;
+}
+
 std::string last_of(const Record& record) {
   if (record.operations.empty()) return "none";
   const Operation& last = record.operations.back();
@@ -271,22 +296,22 @@ void print(const std::vector<Record>& records, const Parting& parting) {
   const auto any = std::find_if(parting.calls.begin(), parting.calls.end(),
                                 [](const auto& call) { return call.second != nullptr; });
   if (parting.is_missing) {
-    fmt::print("Culprit: {}, which never came to collective {} of group '{}': {}\n",
-               ranks_in_words(culprits), parting.collective, parting.group, any->second->call);
+    print("Culprit: {}, which never came to collective {} of group '{}': {}\n",
+          ranks_in_words(culprits), parting.collective, parting.group, any->second->call);
   } else if (culprits.empty()) {
-    fmt::print("The ranks part at collective {} of group '{}', and no side is larger\n",
-               parting.collective, parting.group);
+    print("The ranks part at collective {} of group '{}', and no side is larger\n",
+          parting.collective, parting.group);
   } else {
-    fmt::print("Culprit: {}, which called something else as collective {} of group '{}'\n",
-               ranks_in_words(culprits), parting.collective, parting.group);
+    print("Culprit: {}, which called something else as collective {} of group '{}'\n",
+          ranks_in_words(culprits), parting.collective, parting.group);
   }
-  fmt::print("\n  rank  state      where                     call\n");
+  print("\n  rank  state      where                     call\n");
   for (const auto& [index, call] : parting.calls) {
     const Record& record = records[static_cast<std::size_t>(index)];
     if (call != nullptr) {
-      fmt::print("  {:<4}  {:<9}  {:<24}  {}\n", record.rank, call->state, call->where, call->call);
+      print("  {:<4}  {:<9}  {:<24}  {}\n", record.rank, call->state, call->where, call->call);
     } else {
-      fmt::print("  {:<4}  missing    its last: {}\n", record.rank, last_of(record));
+      print("  {:<4}  missing    its last: {}\n", record.rank, last_of(record));
     }
   }
 }
@@ -304,9 +329,8 @@ void print_different_lines(const std::vector<Record>& records, const std::string
   }
   for (const auto& [number, sides] : lines) {
     if (sides.size() < 2) continue;
-    fmt::print("\nThe ranks first came from different lines at collective {} of '{}':\n", number,
-               group);
-    for (const auto& [where, ranks] : sides) fmt::print("  {}: {}\n", where, ranks_in_words(ranks));
+    print("\nThe ranks first came from different lines at collective {} of '{}':\n", number, group);
+    for (const auto& [where, ranks] : sides) print("  {}: {}\n", where, ranks_in_words(ranks));
     return;
   }
 }
@@ -317,8 +341,8 @@ bool print_open_messages(const std::vector<Record>& records) {
   for (const Record& record : records) {
     for (const Operation& operation : record.operations) {
       if (operation.collective != 0 || operation.state == "finished") continue;
-      fmt::print("Rank {} waits in {} at {} for rank {} of group '{}', which did not come\n",
-                 record.rank, operation.verb, operation.where, operation.peer, operation.group);
+      print("Rank {} waits in {} at {} for rank {} of group '{}', which did not come\n",
+            record.rank, operation.verb, operation.where, operation.peer, operation.group);
       is_any = true;
     }
   }
@@ -331,20 +355,16 @@ int doctor_record(const std::string& dir) {
   const std::vector<Record> records = read_all(dir);
   const Record& first = records.front();
   std::vector<int> present;
-  std::vector<int> absent;
   std::set<std::string> groups;
   for (const Record& record : records) {
     present.push_back(record.rank);
     for (const auto& [name, rank] : record.groups) groups.insert(name);
   }
-  for (int rank = 0; rank < first.world_size; ++rank) {
-    if (std::find(present.begin(), present.end(), rank) == present.end()) absent.push_back(rank);
-  }
-  fmt::print("Job {} of {} ranks on {}: records of {}\n", first.job, first.world_size, first.host,
-             ranks_in_words(present));
+  print("Job {} of {} ranks on {}: records of {}\n", first.job, first.world_size, first.host,
+        ranks_in_words(present));
+  const std::string absent = absent_in_words(present, first.world_size);
   if (!absent.empty()) {
-    fmt::print("No record of {}: still running, or on a host that is gone\n",
-               ranks_in_words(absent));
+    print("No record of {}: still running, or on a host that is gone\n", absent);
   }
 
   // Where several groups part, the earliest is the cause and the others follow from it.
@@ -355,17 +375,17 @@ int doctor_record(const std::string& dir) {
       earliest = std::move(parting);
     }
   }
-  fmt::print("\n");
+  print("\n");
   if (earliest) {
     print(records, *earliest);
     print_different_lines(records, earliest->group);
   } else if (!print_open_messages(records)) {
-    fmt::print("The ranks made the same calls, as far as the records go\n");
+    print("The ranks made the same calls, as far as the records go\n");
   }
-  fmt::print("\nHow each rank ended:\n");
+  print("\nHow each rank ended:\n");
   for (const Record& record : records) {
-    fmt::print("  rank {}: {}\n          last operation: {}\n", record.rank,
-               record.reason.substr(0, record.reason.find('\n')), last_of(record));
+    print("  rank {}: {}\n          last operation: {}\n", record.rank,
+          record.reason.substr(0, record.reason.find('\n')), last_of(record));
   }
   return 0;
 }

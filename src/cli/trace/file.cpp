@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -13,6 +14,7 @@
 #include <system_error>
 
 #include "base/whole_file.hpp"
+#include "cli/files.hpp"
 #include "cli/trace/trace.hpp"
 
 namespace lockstep::cli::tracing {
@@ -160,6 +162,7 @@ class Reader {
     json rest;
     try {
       rest = json::parse(file, [this](int depth, json::parse_event_t what, json& value) {
+        check_depth(depth, what, value);
         // {"traceEvents": [ {...}, ... ]}
         if (depth == 1 && what == json::parse_event_t::key) {
           is_in_events_ = value == "traceEvents";
@@ -275,6 +278,8 @@ class Reader {
 Trace read_file(const std::string& path) { return Reader(path).read(); }
 
 void write(const Trace& trace, const std::string& path) {
+  std::signal(SIGXFSZ,
+              SIG_IGN);  // a limit on files' sizes (ulimit -f) is an error like a full disk
   try {
     base::WholeFile whole(path, /*mode=*/0666);
     struct Close {

@@ -35,7 +35,7 @@ using Mapping = std::shared_ptr<const TraceFile>;
 
 /// Null where the rank has died before its file had a head.
 Mapping map(const fs::path& path) {
-  const base::UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const base::UniqueFd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct stat status {};
   if (!fd || ::fstat(fd.get(), &status) != 0) {
     throw SystemError({.operation = "lockstep trace"}, errno,

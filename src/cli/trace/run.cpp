@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <lockstep/error.hpp>
 
+#include "cli/files.hpp"
 #include "cli/trace/trace.hpp"
 #include "cli/verbs.hpp"
 
@@ -58,10 +59,7 @@ int run_traced(const std::string& file, const launch::NodesOptions& nodes,
   std::error_code error;
   fs::path path = fs::absolute(file, error);
   if (nodes.n_nodes > 1) path = of_node(path, nodes.node_rank);
-  if (fs::is_directory(path, error)) {
-    refuse("lockstep run",
-           fmt::format("--trace: '{}' is a folder; give the name of a file", path.string()));
-  }
+  check_is_replaceable("lockstep run: --trace", path);
   Folder folder(path);
   ::setenv("LOCKSTEP_TRACE", folder.path().c_str(), /*overwrite=*/1);
   const int exit_code = launch();
