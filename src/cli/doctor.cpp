@@ -66,6 +66,7 @@ int doctor(const std::vector<std::string>& arguments) {
   bool as_json = false;
   int n_ranks = 0;
   std::string record_dir;
+  std::string engine;
   CLI::App app(
       "Says what this machine, this build and this environment have for lockstep, and what\n"
       "to do about what is missing. Run it where the ranks run: in the container, in the\n"
@@ -84,11 +85,18 @@ int doctor(const std::vector<std::string>& arguments) {
                  "there, and say which rank parted from the others, and where")
       ->excludes("--json", "-n")
       ->type_name("DIR");
+  app.add_option("--operations", engine,
+                 "Only run every operation once on a few elements over ENGINE (auto, shared, mpi,\n"
+                 "hierarchical, ...) and compare with one core; for all ranks of a launcher, as\n"
+                 "mpirun -n 2 lockstep doctor --operations mpi")
+      ->excludes("--json", "-n", "--record")
+      ->type_name("ENGINE");
   if (const auto exit_code = parse(app, arguments)) return *exit_code;
+  if (!engine.empty()) return doctor_operations(engine);
   if (!record_dir.empty()) return doctor_record(record_dir);
   if (n_ranks == 0) n_ranks = ranks_here();
   Findings findings = check_machine(n_ranks);
-  for (const Findings& more : {check_libraries(), check_job(n_ranks)}) {
+  for (const Findings& more : {check_libraries(), check_operations(), check_job(n_ranks)}) {
     findings.insert(findings.end(), more.begin(), more.end());
   }
   const bool can_run = std::none_of(findings.begin(), findings.end(), [](const Finding& finding) {

@@ -27,4 +27,10 @@ Findings check_libraries();
 /// world, or, without a launcher, n_ranks that `lockstep run` starts.
 Findings check_job(int n_ranks);
 
+/// What the engines that need no launcher compute, against the kernels' scalar reference.
+Findings check_operations();
+/// The same over the world that the launcher's variables describe, and one engine of it or "auto".
+/// Collective. Returns the exit code.
+int doctor_operations(const std::string& engine);
+
 }  // namespace lockstep::cli
