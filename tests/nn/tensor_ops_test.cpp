@@ -220,10 +220,13 @@ TEST(TensorTreesTest, all_reduce_params_in_buckets_of_any_size) {
         for (auto& parameter : net->parameters()) parameter.fill_(rank);
         auto tensors = net->parameters();
         tensors.push_back(at::full({2, 2}, 3 * rank, at::kDouble).t());
-        all_reduce_params(tensors, coalesce, mb);
-        EXPECT_TRUE(net->weight.eq(1).all().item<bool>());
-        EXPECT_TRUE(net->bias.eq(1).all().item<bool>());
-        EXPECT_TRUE(tensors[2].eq(3).all().item<bool>());
+        all_reduce_params(tensors, coalesce, mb);  // a sum, as mmengine's
+        EXPECT_TRUE(net->weight.eq(3).all().item<bool>());
+        EXPECT_TRUE(net->bias.eq(3).all().item<bool>());
+        EXPECT_TRUE(tensors[2].eq(9).all().item<bool>());
+        all_reduce_params(tensors, coalesce, mb, ReduceOp::mean);
+        EXPECT_TRUE(net->weight.eq(3).all().item<bool>());
+        EXPECT_TRUE(tensors[2].eq(9).all().item<bool>());
       }
     }
   });

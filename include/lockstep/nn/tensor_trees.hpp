@@ -226,9 +226,10 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op = Redu
                      std::source_location where = std::source_location::current());
 
 /// Reduces parameters (or gradients: any tensors) in place, in messages of up to bucket_size_mb
-/// MiB; below 0: one message per type. coalesce false: one message per tensor.
+/// MiB; below 0: one message per type. coalesce false: one message per tensor. A sum unless `op`
+/// says otherwise, as in mmengine: give ReduceOp::mean to average.
 void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce = true,
-                       double bucket_size_mb = -1, ReduceOp op = ReduceOp::mean,
+                       double bucket_size_mb = -1, ReduceOp op = ReduceOp::sum,
                        const Group& group = default_group(), Deadline deadline = {},
                        std::source_location where = std::source_location::current());
 
