@@ -22,6 +22,8 @@ using torch::autograd::variable_list;
 
 namespace {
 
+constexpr std::string_view kForward = "forward", kBackward = "backward";
+
 std::size_t channels_of(const Tensor& statistics) {
   return static_cast<std::size_t>(statistics.size(-1) - 1) / 2;
 }
@@ -113,14 +115,14 @@ void put_channels(const double* part, Channels channels, std::size_t all, double
 }
 
 void check_state(const char* name, const Tensor& state, const Tensor& input,
-                 std::int64_t num_features, const ErrorContext& context) {
+                 std::int64_t num_features, const Layer& layer) {
   if (!state.defined()) return;
   const bool type_fits = state.scalar_type() == input.scalar_type() ||
                          (is_16_bit(input) && state.scalar_type() == at::kFloat);
   if (!type_fits || state.device() != input.device() || state.dim() != 1 ||
       state.size(0) != num_features) {
     throw UsageError(
-        context,
+        layer.context(kForward),
         fmt::format("expected {} to be a {}{} tensor of {} elements on {}, as the input; got {} of "
                     "{} on {}: convert the module or the input with to()",
                     name, c10::toString(input.scalar_type()), is_16_bit(input) ? " or Float" : "",
@@ -160,7 +162,41 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
   }
 };
 
+template <class E>
+void throw_if(const Error& like, const ErrorContext& context, const std::string& text) {
+  if (dynamic_cast<const E*>(&like) != nullptr) throw E(context, text);
+}
+
 }  // namespace
+
+ErrorContext detail::Layer::context(std::string_view pass) const {
+  return context_of(fmt::format("{} of {}", pass, *title), group, where);
+}
+
+void detail::Layer::rethrow(std::string_view pass, const Error& error) const {
+  ErrorContext mine = context(pass);
+  const ErrorContext& its = error.context();
+  if (its.operation == mine.operation) throw;  // one that came through two of these
+  std::string text = error.what();
+  if (its.where.line() == where.line() &&
+      std::string_view(its.where.file_name()) == where.file_name()) {
+    mine.sequence = its.sequence;
+    text = fmt::format("{}: {}", its.operation, error.text());
+  }
+  throw_if<UsageError>(error, mine, text);
+  throw_if<MismatchError>(error, mine, text);
+  throw_if<TimeoutError>(error, mine, text);
+  throw_if<PeerLost>(error, mine, text);
+  throw_if<PeerFailed>(error, mine, text);
+  throw_if<EngineError>(error, mine, text);
+  if (const auto* const system = dynamic_cast<const SystemError*>(&error)) {
+    // Its text ends with what a new one says again.
+    const std::string end = SystemError({}, system->error_number(), "").text();
+    if (text.ends_with(end)) text.resize(text.size() - end.size());
+    throw SystemError(mine, system->error_number(), text);
+  }
+  throw;
+}
 
 at::TensorOptions parameter_options(const Tensor& input) {
   return at::TensorOptions(input.device())
@@ -212,17 +248,25 @@ Tensor merge_statistics(const Tensor& parts) {
   return merge({data(parts), static_cast<std::size_t>(parts.numel())}, stride);
 }
 
-Tensor merge_over(const Tensor& mine, const Group& group) {
+Tensor merge_over(const Tensor& mine, const Layer& layer) {
   const auto stride = static_cast<std::size_t>(mine.numel());
-  std::vector<double> all(stride * static_cast<std::size_t>(group.size()));
-  group.all_gather({data(mine), stride, DType::f64}, {all.data(), all.size(), DType::f64});
+  std::vector<double> all(stride * static_cast<std::size_t>(layer.group.size()));
+  layer.communicate(kForward, [&] {
+    layer.group.all_gather({data(mine), stride, DType::f64}, {all.data(), all.size(), DType::f64},
+                           Deadline(), layer.where);
+  });
   return merge(all, stride);
 }
 
-std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Group& group) {
+std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer) {
+  const Group& group = layer.group;
   if (!group.is_quick() || all == 0) return std::max<std::size_t>(all, 1);
   auto most = static_cast<std::int64_t>(wish);
-  if (group.size() > 1) group.all_reduce({&most, 1, DType::i64}, ReduceOp::max);
+  if (group.size() > 1) {
+    layer.communicate(kForward, [&] {
+      group.all_reduce({&most, 1, DType::i64}, ReduceOp::max, Deadline(), layer.where);
+    });
+  }
   return static_cast<std::size_t>(most);
 }
 
@@ -236,7 +280,7 @@ void finish_statistics(const Tensor& statistics, const BatchNormSettings& settin
                        at::IntArrayRef input_sizes) {
   const double n = data(statistics)[0];
   if (n == 1) {
-    throw UsageError(context_of("SyncBatchNorm", settings.group, std::source_location::current()),
+    throw UsageError(settings.layer.context(kForward),
                      "Expected more than 1 value per channel when training, got input size " +
                          c10::str(input_sizes));
   }
@@ -324,7 +368,11 @@ BatchNormGradients parameter_gradients(const Tensor& sums, const Activation& x,
 
 void average_gradient(std::span<double> message, const double* invstd, double count,
                       const BatchNormSettings& settings) {
-  settings.group.all_reduce({message.data(), message.size(), DType::f64});
+  const Layer& layer = settings.layer;
+  layer.communicate(kBackward, [&] {
+    layer.group.all_reduce({message.data(), message.size(), DType::f64}, ReduceOp::sum, Deadline(),
+                           layer.where);
+  });
   if (count > 0) {
     for (double& value : message) value /= count;
   }
@@ -337,35 +385,36 @@ void average_gradient(std::span<double> message, const double* invstd, double co
   }
 }
 
-void refuse_create_graph(const Group& group) {
+void refuse_create_graph(const Layer& layer) {
   if (!at::GradMode::is_enabled()) return;
-  throw UsageError(context_of("SyncBatchNorm", group, std::source_location::current()),
+  throw UsageError(layer.context(kBackward),
                    "gradients of gradients are not supported: call backward or grad without "
                    "create_graph");
 }
 
 void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
-                      const Tensor& bias, const BatchNormSettings& settings,
-                      const ErrorContext& context) {
+                      const Tensor& bias, const BatchNormSettings& settings) {
+  const auto refuse = [&settings](const std::string& text) {
+    throw UsageError(settings.layer.context(kForward), text);
+  };
   if (!(input.is_cpu() || input.is_cuda()) || input.layout() != at::kStrided) {
-    throw UsageError(context, fmt::format("expected a dense CPU or CUDA tensor, got {}: move it "
-                                          "there with to()",
-                                          input.toString()));
+    refuse(fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there with to()",
+                       input.toString()));
   }
   if (!input.is_floating_point()) {
-    throw UsageError(context,
-                     fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: "
-                                 "convert it with to()",
-                                 c10::toString(input.scalar_type())));
+    refuse(
+        fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: convert "
+                    "it with to()",
+                    c10::toString(input.scalar_type())));
   }
   if (input.size(1) != num_features) {
-    throw UsageError(context, fmt::format("expected {} channels, got input size {}", num_features,
-                                          c10::str(input.sizes())));
+    refuse(fmt::format("expected {} channels, got input size {}", num_features,
+                       c10::str(input.sizes())));
   }
-  check_state("weight", weight, input, num_features, context);
-  check_state("bias", bias, input, num_features, context);
-  check_state("running_mean", settings.running_mean, input, num_features, context);
-  check_state("running_var", settings.running_var, input, num_features, context);
+  check_state("weight", weight, input, num_features, settings.layer);
+  check_state("bias", bias, input, num_features, settings.layer);
+  check_state("running_mean", settings.running_mean, input, num_features, settings.layer);
+  check_state("running_var", settings.running_var, input, num_features, settings.layer);
 }
 
 Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
@@ -375,12 +424,12 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
   const Activation x = activation_of(input);
   const BatchNormSettings& settings = record.settings;
   const std::size_t all = x.shape.channels;
-  record.channels_per_message = agree_on_channels(fitting_channels(x), all, settings.group);
+  record.channels_per_message = agree_on_channels(fitting_channels(x), all, settings.layer);
   record.statistics = doubles(1 + 2 * static_cast<std::int64_t>(all));
   data(record.statistics)[0] = 0;  // where there is no channel
   Tensor output = at::empty_like(x.tensor);
   for_each_message(all, record.channels_per_message, [&](Channels channels) {
-    const Tensor merged = merge_over(local_statistics(x, channels), settings.group);
+    const Tensor merged = merge_over(local_statistics(x, channels), settings.layer);
     data(record.statistics)[0] = data(merged)[0];
     put_channels(data(merged) + 1, channels, all, data(record.statistics) + 1);
     invert({data(merged) + 1 + channels.count, channels.count}, data(merged)[0], settings);
@@ -394,7 +443,7 @@ BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& inp
                                        const Tensor& weight, const BatchNormRecord& record,
                                        BatchNormWanted wanted) {
   const TraceScope scope("SyncBatchNorm backward");
-  refuse_create_graph(record.settings.group);
+  refuse_create_graph(record.settings.layer);
   const at::AutoDispatchBelowADInplaceOrView without_history;
   const Activation x = activation_of(input);
   const Tensor dy = gradient_like(gradient, x.tensor);

@@ -4,11 +4,16 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cstdint>
+#include <memory>
+#include <source_location>
 #include <span>
+#include <string>
+#include <string_view>
 
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
+#include <lockstep/nn/sync_batch_norm_scope.hpp>
 
 #include "nn/cpu_batch_norm.hpp"
 
@@ -35,9 +40,36 @@ struct Activation {
   Channels all() const { return {0, shape.channels}; }
 };
 
+namespace detail {
+
+/// One forward of a layer, and its backward: over which group, and who it is for errors.
+struct Layer {
+  Group group;
+  std::shared_ptr<const std::string> title;  ///< "SyncBatchNorm2d 'layer3.0.bn1'"
+  std::source_location where;                ///< the program's line
+
+  /// `pass`: "forward", "backward".
+  ErrorContext context(std::string_view pass) const;
+  /// Throws an error of the same type that names this layer, and says what `error` says.
+  [[noreturn]] void rethrow(std::string_view pass, const Error& error) const;
+
+  /// Runs one of this layer's messages.
+  template <class F>
+  auto communicate(std::string_view pass, const F& message) const {
+    try {
+      return message();
+    } catch (const Error& error) {
+      rethrow(pass, error);
+    }
+  }
+};
+
+}  // namespace detail
+using detail::Layer;
+
 /// What a forward needs besides the tensors that autograd knows.
 struct BatchNormSettings {
-  Group group;
+  Layer layer;
   double eps = 0;
   EpsMode eps_mode = EpsMode::plus;
   double factor = 0;  ///< weight of this batch in the running statistics
@@ -85,11 +117,11 @@ at::Tensor local_statistics(const Activation& x, Channels channels);
 at::Tensor merge_statistics(const at::Tensor& parts);
 /// The message of forward: each rank merges all in rank order, so that all hold the same bits.
 /// Why not sums: docs/design/001.
-at::Tensor merge_over(const at::Tensor& mine, const Group& group);
+at::Tensor merge_over(const at::Tensor& mine, const Layer& layer);
 /// How many channels each message of this layer is about: all of them, or where messages are quick
 /// the most that a rank wishes, for ranks may have batches of different sizes and layouts.
 /// Collective, and before the messages, also for who wishes for all.
-std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Group& group);
+std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer);
 /// Whether some value of the batch is a NaN or an infinity; alike on all ranks.
 bool holds_nonfinite(const at::Tensor& statistics);
 /// Updates the running statistics, unless on_nonfinite keeps them, then m2 becomes invstd.
@@ -113,12 +145,11 @@ void input_gradient(const at::Tensor& dy, const Activation& x, Channels channels
                     const at::Tensor& statistics, const at::Tensor& weight,
                     const at::Tensor& mean_gradients, at::Tensor& dx);
 /// Throws UsageError in a backward with create_graph.
-void refuse_create_graph(const Group& group);
+void refuse_create_graph(const Layer& layer);
 
 /// Throws UsageError where input or state cannot be taken. Undefined state is absent.
 void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const at::Tensor& weight,
-                      const at::Tensor& bias, const BatchNormSettings& settings,
-                      const ErrorContext& context);
+                      const at::Tensor& bias, const BatchNormSettings& settings);
 /// The whole forward of one module per rank; fills the rest of a record that has its settings.
 at::Tensor batch_norm_forward(const at::Tensor& input, const at::Tensor& weight,
                               const at::Tensor& bias, BatchNormRecord& record);
@@ -140,7 +171,7 @@ class SuspendedScope {
   SuspendedScope& operator=(const SuspendedScope&) = delete;
 
  private:
-  const Group* group_;
+  SyncBatchNormScope* scope_;
 };
 
 }  // namespace lockstep::nn

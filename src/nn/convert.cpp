@@ -38,6 +38,7 @@ torch::nn::AnyModule adopt(const From& from, std::shared_ptr<To> to) {
 /// How one kind of module is replaced.
 struct Conversion {
   const char* operation;
+  const char* advice;  ///< where a member cannot be replaced
   /// Of the kind, by its exact type: a class derived from it may do anything in its forward.
   std::function<bool(const Module&)> matches;
   std::function<bool(const Module&)> is_derived;
@@ -111,9 +112,8 @@ class Plan {
       throw UsageError(
           {conversion_.operation, "", -1, 0, where},
           fmt::format("cannot replace {}: its type is fixed by the C++ member that holds it or by "
-                      "the class derived from it. Hold it in a torch::nn::Sequential (or "
-                      "ModuleList, ModuleDict); nothing has been converted",
-                      fmt::join(irreplaceable_, ", ")));
+                      "the class derived from it. {}; nothing has been converted",
+                      fmt::join(irreplaceable_, ", "), conversion_.advice));
     }
     std::map<Module*, torch::nn::AnyModule> replacements;  // a shared module stays shared
     for (const Slot& slot : slots_) {
@@ -157,23 +157,31 @@ ModulePtr convert(const ModulePtr& module, const Conversion& conversion,
 }  // namespace
 
 std::shared_ptr<Module> convert_sync_batchnorm(const std::shared_ptr<Module>& module,
-                                               const Group& group, std::source_location where) {
+                                               std::optional<Group> group,
+                                               std::source_location where) {
   using torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl;
-  const auto options = [&group](const auto& from) {
-    return SyncBatchNormOptions(from.options, group);
+  const auto options = [&group, where](const auto& from) {
+    return SyncBatchNormOptions(from.options, group, where);
   };
-  return convert(
-      module,
-      {"convert_sync_batchnorm", is_exactly<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl>,
-       is_derived_from<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl>,
-       [&options](const Module& from) {
-         torch::nn::AnyModule to;
-         (void)(replace_as<BatchNorm1dImpl, SyncBatchNorm1dImpl>(from, options, to) ||
-                replace_as<BatchNorm2dImpl, SyncBatchNorm2dImpl>(from, options, to) ||
-                replace_as<BatchNorm3dImpl, SyncBatchNorm3dImpl>(from, options, to));
-         return to;
-       }},
-      where);
+  auto converted =
+      convert(module,
+              {"convert_sync_batchnorm",
+               "Hold it in a torch::nn::Sequential (or ModuleList, ModuleDict); or make it a "
+               "lockstep::nn::SyncBatchNorm2d member (1d, 3d), which has the same state; or leave "
+               "the module "
+               "as it is and call its forward inside a lockstep::nn::SyncBatchNormScope",
+               is_exactly<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl>,
+               is_derived_from<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl>,
+               [&options](const Module& from) {
+                 torch::nn::AnyModule to;
+                 (void)(replace_as<BatchNorm1dImpl, SyncBatchNorm1dImpl>(from, options, to) ||
+                        replace_as<BatchNorm2dImpl, SyncBatchNorm2dImpl>(from, options, to) ||
+                        replace_as<BatchNorm3dImpl, SyncBatchNorm3dImpl>(from, options, to));
+                 return to;
+               }},
+              where);
+  detail::name_layers(*converted);
+  return converted;
 }
 
 std::shared_ptr<Module> revert_sync_batchnorm(const std::shared_ptr<Module>& module,
@@ -182,6 +190,8 @@ std::shared_ptr<Module> revert_sync_batchnorm(const std::shared_ptr<Module>& mod
   const auto options = [](const auto& from) { return from.options.without_group(); };
   return convert(module,
                  {"revert_sync_batchnorm",
+                  "Hold it in a torch::nn::Sequential (or ModuleList, ModuleDict), or make it a "
+                  "torch::nn::BatchNorm member, which has the same state",
                   is_exactly<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>,
                   is_derived_from<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>,
                   [&options](const Module& from) {

@@ -28,7 +28,7 @@ using torch::autograd::variable_list;
 
 /// What the two nodes of one replica share.
 struct Share : torch::CustomClassHolder {
-  Group group;
+  Layer layer;
   kernels::BatchNormShape shape;
   Tensor weight;      // no history; may be undefined
   Tensor statistics;  // no history: count, mean, invstd
@@ -48,7 +48,7 @@ class LocalStatistics : public Function<LocalStatistics> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto hold = context->saved_data["saved"].toCapsule();
     auto& share = static_cast<Share&>(*hold);
-    refuse_create_graph(share.group);
+    refuse_create_graph(share.layer);
     const Tensor x = context->get_saved_variables()[0];
     Tensor dy = std::exchange(share.dy, Tensor());
     if (!dy.defined()) dy = at::zeros_like(x);  // nobody wanted this replica's output
@@ -74,8 +74,8 @@ class Exchange : public Function<Exchange> {
                                const BatchNormSettings& settings, at::IntArrayRef input_sizes) {
     const Tensor mine = merge_statistics(at::stack(locals));
     const auto all = static_cast<std::size_t>(mine.size(0) - 1) / 2;
-    (void)agree_on_channels(/*wish=*/all, all, settings.group);  // a peer may have one replica
-    Tensor global = merge_over(mine, settings.group);
+    (void)agree_on_channels(/*wish=*/all, all, settings.layer);  // a peer may have one replica
+    Tensor global = merge_over(mine, settings.layer);
     finish_statistics(global, settings, input_sizes);
     const std::int64_t c = (global.size(0) - 1) / 2;
     auto saved = c10::make_intrusive<Saved>();
@@ -93,7 +93,7 @@ class Exchange : public Function<Exchange> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto hold = context->saved_data["saved"].toCapsule();
     const auto& saved = static_cast<const Saved&>(*hold);
-    refuse_create_graph(saved.settings.group);
+    refuse_create_graph(saved.settings.layer);
     const Tensor sums = gradients[0].clone();
     for (std::size_t i = 1; i < gradients.size(); ++i) sums.add_(gradients[i]);
     average_gradient({data(sums) + 1, static_cast<std::size_t>(sums.size(0) - 1)},
@@ -123,7 +123,7 @@ class Normalize : public Function<Normalize> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto hold = context->saved_data["saved"].toCapsule();
     auto& share = static_cast<Share&>(*hold);
-    refuse_create_graph(share.group);
+    refuse_create_graph(share.layer);
     const Activation x{context->get_saved_variables()[0], share.shape};
     const Tensor dy = gradient_like(gradients[0], x.tensor);
     const Tensor sums = sum_gradients(dy, x, x.all(), share.statistics);
@@ -182,7 +182,11 @@ std::shared_ptr<ReplicaLink> ReplicaLink::join(CallbackContext& context, int cop
 }
 
 Tensor ReplicaLink::exchange(const Message& message) const {
-  return master_ ? master_->run_master(message) : pipe_.run_slave(message);
+  const Layer& layer = message.settings->layer;
+  return layer.communicate("forward", [&] {
+    return master_ ? master_->run_master(message, Deadline(), layer.where)
+                   : pipe_.run_slave(message, Deadline(), layer.where);
+  });
 }
 
 void ReplicaLink::fail(const std::exception_ptr& error) const {
@@ -203,7 +207,7 @@ Tensor replicated_batch_norm(const Tensor& input, const Tensor& weight, const Te
     return activation_of(input);
   }();
   auto share = c10::make_intrusive<Share>();
-  share->group = settings.group;
+  share->layer = settings.layer;
   share->shape = x.shape;
   const Tensor mine = LocalStatistics::apply(input, x, share);
   statistics = replica.exchange({mine, &settings, input.sizes()});

@@ -5,9 +5,13 @@
 #include <torch/library.h>
 
 #include <array>
+#include <cstring>
 #include <lockstep/error.hpp>
+#include <lockstep/launch.hpp>
 #include <memory>
+#include <mutex>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 
 #include "nn/batch_norm.hpp"
@@ -18,15 +22,73 @@
 /// call what would have been called: the operators' composite implementations.
 ///
 /// TorchScript's profiling executor differentiates batch_norm itself and calls
-/// _batch_norm_impl_index and its backward instead. The record of such a forward travels in the
-/// tensor that the operator has for what a backend reserves.
+/// _batch_norm_impl_index and its backward instead. The number of such a forward's record travels
+/// in the tensor that the operator has for what a backend reserves.
 namespace lockstep::nn {
 namespace {
 
 using at::Tensor;
 using IndexResult = std::tuple<Tensor, Tensor, Tensor, Tensor, std::int64_t>;
 
-thread_local const Group* scope_group = nullptr;
+thread_local SyncBatchNormScope* innermost = nullptr;
+
+/// Records of forwards, by the number that stands in the tensor kept for backward. That tensor owns
+/// the record; a copy of it (a clone, a hook that offloads what autograd saves) has the number
+/// alone, so that nobody reads a record that is gone.
+class Records {
+ public:
+  Tensor keep(c10::intrusive_ptr<BatchNormRecord> record) {
+    auto kept = std::make_unique<Kept>();
+    {
+      const std::lock_guard lock(mutex_);
+      kept->content.number = ++n_kept_;
+      records_.emplace(kept->content.number, c10::weak_intrusive_ptr<BatchNormRecord>(record));
+    }
+    kept->record = std::move(record);
+    Kept* const it = kept.release();
+    return at::from_blob(
+        &it->content, {sizeof(Content)},
+        [this, it](void*) {
+          const std::unique_ptr<Kept> last(it);
+          const std::lock_guard lock(mutex_);
+          records_.erase(it->content.number);
+        },
+        at::TensorOptions(at::kByte));
+  }
+
+  /// Null where the tensor is no such, or the forward's own one is gone.
+  c10::intrusive_ptr<BatchNormRecord> find(const Tensor& kept) {
+    if (!kept.defined() || kept.scalar_type() != at::kByte || kept.numel() != sizeof(Content))
+      return {};
+    const Tensor bytes = kept.cpu().contiguous();
+    Content content;
+    std::memcpy(&content, bytes.data_ptr(), sizeof content);
+    const std::lock_guard lock(mutex_);
+    const auto found = records_.find(content.number);
+    if (content.magic != kMagic || found == records_.end()) return {};
+    return found->second.lock();
+  }
+
+ private:
+  static constexpr std::uint64_t kMagic = 0x6c6f636b73746570;
+  struct Content {
+    std::uint64_t magic = kMagic;
+    std::uint64_t number = 0;
+  };
+  struct Kept {
+    Content content;
+    c10::intrusive_ptr<BatchNormRecord> record;
+  };
+
+  std::mutex mutex_;
+  std::uint64_t n_kept_ = 0;
+  std::unordered_map<std::uint64_t, c10::weak_intrusive_ptr<BatchNormRecord>> records_;
+};
+
+Records& records() {
+  static auto* const all = new Records;  // tensors may outlive every global
+  return *all;
+}
 
 constexpr std::int64_t kSyncImplementation = 0x6c6f636b;  // libtorch's own are 0, 1, 2
 
@@ -36,22 +98,25 @@ c10::intrusive_ptr<BatchNormRecord> make_record(const Tensor& input, const Tenso
                                                 const Tensor& bias, const Tensor& running_mean,
                                                 const Tensor& running_var, double momentum,
                                                 double eps) {
-  const ErrorContext context =
-      context_of("SyncBatchNormScope", *scope_group, std::source_location::current());
+  auto record = c10::make_intrusive<BatchNormRecord>();
+  record->settings = {detail::next_layer(*innermost, input.dim() < 2 ? 0 : input.size(1)),
+                      eps,
+                      EpsMode::plus,
+                      momentum,
+                      running_mean,
+                      running_var};
   if (input.dim() < 2) {
-    throw UsageError(context,
+    throw UsageError(record->settings.layer.context("forward"),
                      fmt::format("expected input of 2 or more dimensions, got {}D", input.dim()));
   }
-  auto record = c10::make_intrusive<BatchNormRecord>();
-  record->settings = {*scope_group, eps, EpsMode::plus, momentum, running_mean, running_var};
-  check_batch_norm(input, input.size(1), weight, bias, record->settings, context);
+  check_batch_norm(input, input.size(1), weight, bias, record->settings);
   return record;
 }
 
 Tensor batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                   const OptionalTensor& running_mean, const OptionalTensor& running_var,
                   bool training, double momentum, double eps, bool cudnn_enabled) {
-  if (scope_group == nullptr || !training) {
+  if (innermost == nullptr || !training) {
     return at::native::batch_norm(input, weight, bias, running_mean, running_var, training,
                                   momentum, eps, cudnn_enabled);
   }
@@ -66,7 +131,7 @@ IndexResult batch_norm_impl_index(const Tensor& input, const OptionalTensor& wei
                                   const OptionalTensor& bias, const OptionalTensor& running_mean,
                                   const OptionalTensor& running_var, bool training, double momentum,
                                   double eps, bool cudnn_enabled) {
-  if (scope_group == nullptr || !training) {
+  if (innermost == nullptr || !training) {
     return at::native::_batch_norm_impl_index(input, weight, bias, running_mean, running_var,
                                               training, momentum, eps, cudnn_enabled);
   }
@@ -78,10 +143,8 @@ IndexResult batch_norm_impl_index(const Tensor& input, const OptionalTensor& wei
   Tensor output = batch_norm_forward(input, value_of(parameter_for(w, input)),
                                      value_of(parameter_for(b, input)), *record);
   const std::int64_t c = (record->statistics.size(0) - 1) / 2;
-  const Tensor reserve = at::from_blob(
-      record.get(), {1}, [record](void*) {}, at::TensorOptions(at::kByte));
   return {output, record->statistics.narrow(0, 1, c), record->statistics.narrow(0, 1 + c, c),
-          reserve, kSyncImplementation};
+          records().keep(record), kSyncImplementation};
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
@@ -96,10 +159,17 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
         saved_invstd, training, eps, wanted, reserve);
   }
   const at::NoGradGuard no_grad;
-  const auto& record = *static_cast<const BatchNormRecord*>(reserve.data_ptr());
+  const auto record = records().find(reserve);
+  if (!record) {
+    throw UsageError(
+        {.operation = "backward of a batch_norm in a SyncBatchNormScope"},
+        "what its forward kept for backward is gone and this is at most a clone of it: "
+        "hooks that replace the tensors autograd saves (offloading, compression) must "
+        "leave those of batch_norm as they are");
+  }
   const auto result =
-      batch_norm_backward(gradient, input, value_of(parameter_for(value_of(weight), input)), record,
-                          {wanted[0], wanted[1], wanted[2]});
+      batch_norm_backward(gradient, input, value_of(parameter_for(value_of(weight), input)),
+                          *record, {wanted[0], wanted[1], wanted[2]});
   return {result.input, result.weight, result.bias};
 }
 
@@ -126,11 +196,27 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) { add_kernels(library); }
 
 }  // namespace
 
-SyncBatchNormScope::SyncBatchNormScope(Group group)
-    : group_(std::move(group)), outer_(std::exchange(scope_group, &group_)) {}
-SyncBatchNormScope::~SyncBatchNormScope() { scope_group = outer_; }
+SyncBatchNormScope::SyncBatchNormScope(Settings settings)
+    : settings_(std::move(settings)), outer_(std::exchange(innermost, this)) {}
+SyncBatchNormScope::SyncBatchNormScope(std::optional<Group> group, std::source_location where)
+    : SyncBatchNormScope(Settings{std::move(group), where}) {}
+SyncBatchNormScope::~SyncBatchNormScope() { innermost = outer_; }
 
-SuspendedScope::SuspendedScope() : group_(std::exchange(scope_group, nullptr)) {}
-SuspendedScope::~SuspendedScope() { scope_group = group_; }
+std::optional<SyncBatchNormScope::Settings> SyncBatchNormScope::active() {
+  if (innermost == nullptr) return std::nullopt;
+  return innermost->settings_;
+}
+
+Layer detail::next_layer(SyncBatchNormScope& scope, std::int64_t n_channels) {
+  const auto& [group, where] = scope.settings_;
+  return {
+      group ? *group : default_group(),
+      std::make_shared<std::string>(fmt::format(
+          "batch_norm #{} of a SyncBatchNormScope ({} channels)", ++scope.n_layers_, n_channels)),
+      where};
+}
+
+SuspendedScope::SuspendedScope() : scope_(std::exchange(innermost, nullptr)) {}
+SuspendedScope::~SuspendedScope() { innermost = scope_; }
 
 }  // namespace lockstep::nn

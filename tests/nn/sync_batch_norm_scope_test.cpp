@@ -9,6 +9,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "helpers.hpp"
@@ -226,6 +227,62 @@ TEST(SyncBatchNormScopeTest, on_one_rank_only_is_a_mismatch) {
   };
   EXPECT_THROW(on_ranks(3, body), MismatchError);
   EXPECT_EQ(n_told, 3);
+}
+
+TEST(SyncBatchNormScopeTest, a_scope_alike_for_a_forward_that_is_repeated) {
+  const Tensor batch = Random(9).normal({6, 3});
+  EXPECT_FALSE(SyncBatchNormScope::active().has_value());
+  on_ranks(2, [&](int rank) {
+    std::optional<SyncBatchNormScope::Settings> settings;
+    {
+      const SyncBatchNormScope scope;
+      settings = SyncBatchNormScope::active();
+    }
+    ASSERT_TRUE(settings.has_value());
+    const SyncBatchNormScope again(*settings);
+    torch::nn::BatchNorm1d bn(3);
+    bn->to(at::kDouble);
+    bn(share_of(batch, kHalves, rank));
+    EXPECT_LE(difference(bn->running_mean, batch.mean(0) * 0.1), 1e-12);
+  });
+}
+
+/// What TorchScript's executor calls, which may clone or offload what it keeps for backward.
+struct ScriptForward {
+  Tensor input = Random(10).normal({6, 3}), output, mean, invstd, reserve;
+  std::int64_t implementation = 0;
+
+  ScriptForward() {
+    const SyncBatchNormScope scope;
+    std::tie(output, mean, invstd, reserve, implementation) =
+        at::_batch_norm_impl_index(input, {}, {}, {}, {}, true, 0.1, 1e-5, false);
+  }
+  Tensor backward(const Tensor& kept) const {
+    return std::get<0>(
+        at::_batch_norm_impl_index_backward(implementation, input, at::ones_like(input), {}, {}, {},
+                                            mean, invstd, true, 1e-5, {true, false, false}, kept));
+  }
+};
+
+TEST(SyncBatchNormScopeTest, what_script_keeps_may_be_cloned) {
+  const ScriptForward forward;
+  const Tensor expected = forward.backward(forward.reserve);
+  EXPECT_TRUE(forward.backward(forward.reserve.clone()).equal(expected));
+}
+
+TEST(SyncBatchNormScopeTest, a_clone_that_outlives_what_script_kept_is_told) {
+  ScriptForward forward;
+  const Tensor clone = forward.reserve.clone();
+  forward.reserve = Tensor();
+  try {
+    forward.backward(clone);
+    FAIL() << "no error";
+  } catch (const UsageError& error) {
+    EXPECT_NE(error.text().find("clone"), std::string::npos) << error.text();
+  }
+  EXPECT_THROW(forward.backward(at::zeros({1}, at::kByte)), UsageError);
+  EXPECT_THROW(forward.backward(at::zeros({3})), UsageError);
+  EXPECT_THROW(forward.backward(Tensor()), UsageError);
 }
 
 TEST(SyncBatchNormScopeTest, wrong_input_is_told_before_anything_is_sent) {

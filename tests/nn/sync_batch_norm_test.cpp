@@ -4,6 +4,8 @@
 #include <lockstep/error.hpp>
 #include <lockstep/nn.hpp>
 
+#include <memory>
+#include <source_location>
 #include <string>
 #include <vector>
 
@@ -243,7 +245,8 @@ TEST(SyncBatchNormMessagesTest, what_fits_no_cache_goes_a_few_channels_at_a_time
       const Tensor input = laid_out(share_of(batch.input, c.shares, rank),
                                     rank == 1 ? second.layout : Layout::contiguous);
       BatchNormRecord record;
-      record.settings.group = default_group();
+      record.settings.layer = {default_group(), std::make_shared<std::string>("of this test"),
+                               std::source_location::current()};
       record.settings.eps = 1e-5;
       batch_norm_forward(input, batch.weight, batch.bias, record);
       const bool divides = default_group().is_quick() && !second.takes_all_at_once;

@@ -4,24 +4,28 @@
 #include <torch/nn/pimpl.h>
 
 #include <memory>
+#include <optional>
 #include <source_location>
+#include <utility>
 
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 
 namespace lockstep::nn {
 
 /// Replaces every torch::nn::BatchNorm1d/2d/3d in `module` by the SyncBatchNorm of its dimension
-/// over `group`; returns `module`, or its replacement where it is itself a BatchNorm.
+/// over `group` (unset: see SyncBatchNormOptions); returns `module`, or its replacement where it is
+/// itself a BatchNorm.
 ///
 /// Nothing is lost: parameters and buffers are the same tensors (an optimizer made before keeps
 /// working), options, training flag and requires_grad stay, a module that stands in several places
 /// still does. BatchNorms can be replaced inside Sequential, ModuleList and ModuleDict, at any
 /// depth. A BatchNorm that a module of yours holds as a typed member cannot: UsageError names all
-/// of them, and nothing has been replaced then.
+/// of them, and nothing has been replaced then. Make such a member a SyncBatchNorm yourself, or use
+/// a SyncBatchNormScope, which needs no conversion.
+/// Every SyncBatchNorm in `module` learns its name in the tree, for errors.
 /// Not collective. Threads: not while the module is in use.
 std::shared_ptr<torch::nn::Module> convert_sync_batchnorm(
-    const std::shared_ptr<torch::nn::Module>& module, const Group& group = default_group(),
+    const std::shared_ptr<torch::nn::Module>& module, std::optional<Group> group = std::nullopt,
     std::source_location where = std::source_location::current());
 
 /// The way back: every SyncBatchNorm becomes the BatchNorm of its dimension, with the same rules.
@@ -31,9 +35,10 @@ std::shared_ptr<torch::nn::Module> revert_sync_batchnorm(
 
 template <class M>
 std::shared_ptr<torch::nn::Module> convert_sync_batchnorm(
-    const torch::nn::ModuleHolder<M>& module, const Group& group = default_group(),
+    const torch::nn::ModuleHolder<M>& module, std::optional<Group> group = std::nullopt,
     std::source_location where = std::source_location::current()) {
-  return convert_sync_batchnorm(std::shared_ptr<torch::nn::Module>(module.ptr()), group, where);
+  return convert_sync_batchnorm(std::shared_ptr<torch::nn::Module>(module.ptr()), std::move(group),
+                                where);
 }
 
 template <class M>

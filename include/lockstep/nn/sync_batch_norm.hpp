@@ -8,17 +8,35 @@
 #include <memory>
 #include <optional>
 #include <ostream>
+#include <source_location>
+#include <string>
 #include <utility>
 
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/nn/replication.hpp>
 
 namespace lockstep::nn {
 
 namespace detail {
+
 class ReplicaLink;
-}
+
+/// A layer whose errors name it: by its place in the module tree, where that is known.
+class NamedLayer {
+ public:
+  NamedLayer(std::string type, std::int64_t num_features, std::source_location made_at);
+  void set_name(const std::string& name);
+
+ protected:
+  std::string type_;
+  std::shared_ptr<const std::string> title_;  ///< "SyncBatchNorm2d 'layer3.0.bn1'"
+  std::source_location made_at_;
+};
+
+/// Gives every such layer below `root` its name.
+void name_layers(const torch::nn::Module& root);
+
+}  // namespace detail
 
 /// How eps keeps the variance from 0 in training: var + eps as in torch, or max(var, eps) (no
 /// gradient then goes through a variance below eps). Eval mode always has var + eps.
@@ -31,10 +49,12 @@ enum class OnNonfinite { propagate, keep_running_stats };
 
 /// The options of torch::nn::BatchNorm, and the group.
 struct SyncBatchNormOptions {
-  SyncBatchNormOptions(std::int64_t num_features)  // NOLINT: SyncBatchNorm2d(64), as in torch
-      : num_features_(num_features) {}
+  SyncBatchNormOptions(  // NOLINT: SyncBatchNorm2d(64), as in torch
+      std::int64_t num_features, std::source_location where = std::source_location::current())
+      : num_features_(num_features), made_at_(where) {}
   explicit SyncBatchNormOptions(const torch::nn::BatchNormOptions& options,
-                                Group group = default_group());
+                                std::optional<Group> group = std::nullopt,
+                                std::source_location where = std::source_location::current());
   torch::nn::BatchNormOptions without_group() const;
 
   TORCH_ARG(std::int64_t, num_features);
@@ -45,9 +65,16 @@ struct SyncBatchNormOptions {
   TORCH_ARG(bool, affine) = true;
   TORCH_ARG(bool, track_running_stats) = true;
   TORCH_ARG(OnNonfinite, on_nonfinite) = OnNonfinite::propagate;
-  /// The ranks that share a batch. Default: the default group of the thread that makes the
-  /// options, at that moment: make or convert modules after init_dist, on the rank's own thread.
-  TORCH_ARG(Group, group) = default_group();
+  /// The ranks that share a batch. Unset: the default group of the thread that calls forward. The
+  /// module keeps the first one that is of a world; so it may be made before init_dist.
+  TORCH_ARG(std::optional<Group>, group);
+
+ public:
+  /// The line that made the options.
+  const std::source_location& made_at() const { return made_at_; }
+
+ private:
+  std::source_location made_at_;
 };
 
 /// Batch normalisation over the batches of all ranks of a group, as if one rank held them all:
@@ -73,15 +100,21 @@ struct SyncBatchNormOptions {
 /// channels-last is kept in output and gradient. Errors: UsageError before a byte moves for another
 /// shape, type or device; UsageError after the exchange, on every rank, where all ranks together
 /// hold one value per channel; both leave the module and the group as they were. Else what
-/// Group::all_gather and all_reduce throw. Threads: one forward or backward at a time per Group.
+/// Group::all_gather and all_reduce throw. They name the layer, by its place in the module tree
+/// where convert_sync_batchnorm or DataParallel has seen the tree, and the line that called
+/// forward; inside torch::nn::Sequential, which does not know that line, the one that made or
+/// converted the layer. Threads: one forward or backward at a time per Group.
 template <std::size_t D, class Derived>
 class SyncBatchNormImplBase
     : public torch::nn::NormImplBase<D, Derived, SyncBatchNormOptions>,  // NOLINT: as in torch
-      public ReplicationCallback {
+      public ReplicationCallback,
+      public detail::NamedLayer {
  public:
-  using torch::nn::NormImplBase<D, Derived, SyncBatchNormOptions>::NormImplBase;
+  explicit SyncBatchNormImplBase(const SyncBatchNormOptions& options_);
 
-  at::Tensor forward(const at::Tensor& input);
+  /// where: of the call, for errors.
+  at::Tensor forward(const at::Tensor& input,
+                     std::source_location where = std::source_location::current());
   void pretty_print(std::ostream& stream) const override;
   void on_replicate(CallbackContext& context, int copy_id) override;
   void on_failure(const std::exception_ptr& error) override;
@@ -90,10 +123,35 @@ class SyncBatchNormImplBase
 
  protected:
   void _check_input_dim(const at::Tensor& input) override;
+  /// Sequential calls forward without a line.
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(std::source_location())})
 
  private:
+  void check_dimensions(const at::Tensor& input, std::source_location where) const;
+  Group resolve_group();
+
   std::int64_t n_nonfinite_batches_ = 0;
   std::shared_ptr<detail::ReplicaLink> replica_;  // none where it is no replica
+  Group replica_group_;                           // of the thread that told it
+};
+
+/// A TORCH_MODULE whose calls and construction hand on the caller's line.
+template <class ImplType>
+class SyncBatchNormHolder : public torch::nn::ModuleHolder<ImplType> {
+ public:
+  using Impl = ImplType;
+
+  explicit SyncBatchNormHolder(const SyncBatchNormOptions& options)
+      : SyncBatchNormHolder(std::make_shared<ImplType>(options)) {}
+  SyncBatchNormHolder(std::nullptr_t)  // NOLINT: as ModuleHolder
+      : torch::nn::ModuleHolder<ImplType>(nullptr) {}
+  SyncBatchNormHolder(std::shared_ptr<ImplType> module)  // NOLINT: as ModuleHolder
+      : torch::nn::ModuleHolder<ImplType>(std::move(module)) {}
+
+  at::Tensor operator()(const at::Tensor& input,
+                        std::source_location where = std::source_location::current()) {
+    return this->get()->forward(input, where);
+  }
 };
 
 /// Input (N, C) or (N, C, L).
@@ -101,21 +159,30 @@ class SyncBatchNorm1dImpl : public SyncBatchNormImplBase<1, SyncBatchNorm1dImpl>
  public:
   using SyncBatchNormImplBase<1, SyncBatchNorm1dImpl>::SyncBatchNormImplBase;
 };
-TORCH_MODULE(SyncBatchNorm1d);
+class SyncBatchNorm1d : public SyncBatchNormHolder<SyncBatchNorm1dImpl> {
+ public:
+  using SyncBatchNormHolder<SyncBatchNorm1dImpl>::SyncBatchNormHolder;
+};
 
 /// Input (N, C, H, W).
 class SyncBatchNorm2dImpl : public SyncBatchNormImplBase<2, SyncBatchNorm2dImpl> {
  public:
   using SyncBatchNormImplBase<2, SyncBatchNorm2dImpl>::SyncBatchNormImplBase;
 };
-TORCH_MODULE(SyncBatchNorm2d);
+class SyncBatchNorm2d : public SyncBatchNormHolder<SyncBatchNorm2dImpl> {
+ public:
+  using SyncBatchNormHolder<SyncBatchNorm2dImpl>::SyncBatchNormHolder;
+};
 
 /// Input (N, C, D, H, W).
 class SyncBatchNorm3dImpl : public SyncBatchNormImplBase<3, SyncBatchNorm3dImpl> {
  public:
   using SyncBatchNormImplBase<3, SyncBatchNorm3dImpl>::SyncBatchNormImplBase;
 };
-TORCH_MODULE(SyncBatchNorm3d);
+class SyncBatchNorm3d : public SyncBatchNormHolder<SyncBatchNorm3dImpl> {
+ public:
+  using SyncBatchNormHolder<SyncBatchNorm3dImpl>::SyncBatchNormHolder;
+};
 
 extern template class SyncBatchNormImplBase<1, SyncBatchNorm1dImpl>;
 extern template class SyncBatchNormImplBase<2, SyncBatchNorm2dImpl>;
