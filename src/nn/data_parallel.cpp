@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <lockstep/error.hpp>
+#include <lockstep/nn/sync_batch_norm.hpp>
 #include <mutex>
 #include <stop_token>
 #include <string>
@@ -153,6 +154,7 @@ class Replicas {
     output_device_ = output_device.value_or(devices_[0]);
     check_device(module_->parameters());
     check_device(module_->buffers());
+    name_layers(*module_);
     if (devices_.size() > 1) workers_ = std::make_unique<Workers>(devices_.size(), where_);
   }
 
@@ -214,7 +216,11 @@ class Replicas {
     prepare(n);
     std::vector<ModulePtr> modules;
     for (std::size_t i = 0; i < n; ++i) modules.push_back(copies_[i].module);
-    execute_replication_callbacks(modules, where_);
+    execute_replication_callbacks(
+        modules,
+        {.original = module_,
+         .devices = {devices_.begin(), devices_.begin() + static_cast<std::ptrdiff_t>(n)}},
+        where_);
 
     share_threads();
     const at::ThreadLocalState callers;
@@ -435,5 +441,13 @@ void run_replicas(Replicas& replicas, std::size_t n_pieces, const ReplicaBody& b
 }
 
 void refresh_replicas(Replicas& replicas) { replicas.refresh(); }
+
+ModulePtr in_place(const char* operation, const Module& module, ModulePtr converted,
+                   std::source_location where) {
+  if (converted.get() == &module) return converted;
+  throw UsageError({operation, "", -1, 0, where},
+                   "the module of this DataParallel is itself what is to be replaced: convert it "
+                   "before, and make the DataParallel of the result");
+}
 
 }  // namespace lockstep::nn::detail

@@ -30,7 +30,7 @@ std::string type_of(const Module& module) { return c10::demangle(typeid(module).
 
 /// Names are not compared: torch::nn::Sequential::clone numbers its modules anew.
 void check_same_structure(const std::vector<Position>& first, const std::vector<Position>& copy,
-                          std::size_t copy_id, std::source_location where) {
+                          const std::string& copy_name, std::source_location where) {
   // Up to the first difference both walks are at the same place, so neither ends before it.
   for (std::size_t i = 0; i < first.size(); ++i) {
     const Module& expected = *first[i].module;
@@ -47,30 +47,53 @@ void check_same_structure(const std::vector<Position>& first, const std::vector<
     throw UsageError(
         {"execute_replication_callbacks", "", -1, 0, where},
         fmt::format(
-            "copy {} is not built like copy 0: {} {}; make the copies from one module", copy_id,
+            "{} is not built like copy 0: {} {}; make the copies from one module", copy_name,
             first[i].name.empty() ? "the module itself" : "'" + first[i].name + "'", difference));
   }
+}
+
+at::Device device_of(const Module& module) {
+  for (const auto& tensors : {module.parameters(), module.buffers()}) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.defined()) return tensor.device();
+    }
+  }
+  return at::kCPU;
 }
 
 }  // namespace
 
 void execute_replication_callbacks(std::span<const std::shared_ptr<Module>> replicas,
-                                   std::source_location where) {
-  const ErrorContext context{"execute_replication_callbacks", "", -1, 0, where};
-  if (replicas.empty()) throw UsageError(context, "got no copies; copy 0 at least is needed");
+                                   const ReplicationInfo& about, std::source_location where) {
+  const ErrorContext error{"execute_replication_callbacks", "", -1, 0, where};
+  if (replicas.empty()) throw UsageError(error, "got no copies; copy 0 at least is needed");
+  if (!about.devices.empty() && about.devices.size() != replicas.size()) {
+    throw UsageError(error, fmt::format("got {} devices, expected one for each of {} copies",
+                                        about.devices.size(), replicas.size()));
+  }
   std::vector<std::vector<Position>> copies(replicas.size());
   for (std::size_t id = 0; id < replicas.size(); ++id) {
-    if (!replicas[id]) throw UsageError(context, fmt::format("copy {} is null", id));
+    if (!replicas[id]) throw UsageError(error, fmt::format("copy {} is null", id));
     flatten(*replicas[id], "", copies[id]);
-    check_same_structure(copies[0], copies[id], id, where);
+    check_same_structure(copies[0], copies[id], fmt::format("copy {}", id), where);
+  }
+  std::vector<Position> originals;
+  if (about.original) {
+    flatten(*about.original, "", originals);
+    check_same_structure(copies[0], originals, "the original", where);
   }
   std::map<const Module*, CallbackContext> contexts;  // by the submodule of copy 0
   for (std::size_t id = 0; id < copies.size(); ++id) {
+    const at::Device device = about.devices.empty() ? device_of(*replicas[id]) : about.devices[id];
     std::set<const Module*> called;
     for (std::size_t i = 0; i < copies[id].size(); ++i) {
       auto* callback = dynamic_cast<ReplicationCallback*>(copies[id][i].module);
       if (callback == nullptr || !called.insert(copies[id][i].module).second) continue;
-      callback->on_replicate(contexts[copies[0][i].module], static_cast<int>(id));
+      CallbackContext& context = contexts[copies[0][i].module];
+      context.n_copies_ = static_cast<int>(copies.size());
+      context.device_ = device;
+      if (about.original) context.original_ = originals[i].module;
+      callback->on_replicate(context, static_cast<int>(id));
     }
   }
 }

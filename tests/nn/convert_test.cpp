@@ -152,7 +152,10 @@ TEST(ConvertTest, what_cannot_be_replaced_is_named_and_nothing_is) {
     EXPECT_NE(error.text().find("cannot replace '1.bn' (torch::nn::BatchNorm2dImpl): "),
               std::string::npos)
         << error.text();
-    EXPECT_NE(error.text().find("torch::nn::Sequential"), std::string::npos);
+    for (const char* way :
+         {"torch::nn::Sequential", "SyncBatchNorm2d member", "SyncBatchNormScope"}) {
+      EXPECT_NE(error.text().find(way), std::string::npos) << error.text();
+    }
   }
   EXPECT_EQ(count<SyncBatchNorm2d>(*net), 0);
 }
@@ -176,6 +179,28 @@ TEST(ConvertTest, a_members_sequential_is_converted_in_place) {
   const auto net = std::make_shared<NetImpl>();
   convert_sync_batchnorm(ModulePtr(net));
   EXPECT_TRUE(net->layers->ptr(0)->as<SyncBatchNorm2d>());
+}
+
+TEST(ConvertTest, a_data_parallel_is_converted_in_place) {
+  torch::nn::Sequential net(torch::nn::BatchNorm1d(3), torch::nn::ReLU(),
+                            torch::nn::BatchNorm1d(3));
+  DataParallel<torch::nn::Sequential> model(net, {at::kCPU, at::kCPU});
+  const Tensor x = Random(2).normal({4, 3}, at::kFloat);
+  model(x);  // the copies are those of before
+  EXPECT_EQ(convert_sync_batchnorm(model).get(), net.get());
+  EXPECT_EQ(count<SyncBatchNorm1d>(*net), 2);
+  net->ptr(0)->as<SyncBatchNorm1d>()->reset_running_stats();
+  model(x);
+  EXPECT_LE(testing::difference(net->ptr(0)->as<SyncBatchNorm1d>()->running_mean, x.mean(0) * 0.1),
+            1e-6)
+      << "of the whole batch";
+  revert_sync_batchnorm(model);
+  EXPECT_EQ(count<SyncBatchNorm1d>(*net), 0);
+  model(x);
+
+  DataParallel<torch::nn::BatchNorm1d> itself(torch::nn::BatchNorm1d(3), {at::kCPU, at::kCPU});
+  EXPECT_THROW(convert_sync_batchnorm(itself), UsageError);
+  itself(x);
 }
 
 TEST(ConvertTest, no_module_is_told) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <lockstep/error.hpp>
 #include <lockstep/nn.hpp>
 #include <string>
@@ -111,6 +112,77 @@ TEST(ReplicationTest, ones_own_replicate_gets_the_callbacks) {
   });
   EXPECT_EQ(replicate(Sequential(Teller("a", &calls)), 3).size(), 3U);
   EXPECT_EQ(text_of(calls), "a0/0 a1/1 a2/2 ");
+}
+
+/// Writes down what a callback can know.
+struct CuriousImpl : torch::nn::Cloneable<CuriousImpl>, ReplicationCallback {
+  explicit CuriousImpl(std::vector<std::string>* notes) : log(notes) {}
+  void reset() override {}
+  Tensor forward(const Tensor& x) { return x; }
+  void on_replicate(CallbackContext& context, int copy_id) override {
+    log->push_back(std::to_string(copy_id) + " of " + std::to_string(context.n_copies()) + " on " +
+                   context.device().str() + (context.original() == nullptr ? "" : " of one"));
+    original = context.original();
+  }
+  std::vector<std::string>* log;
+  torch::nn::Module* original = nullptr;
+};
+TORCH_MODULE(Curious);
+
+TEST(ReplicationTest, callbacks_know_the_number_the_device_and_the_original) {
+  std::vector<std::string> log;
+  const Curious original(&log);
+  const Sequential net(original, Linear(2, 2));
+  const std::vector<ModulePtr> copies{net->clone(), net->clone()};
+  execute_replication_callbacks(copies);
+  EXPECT_EQ(log, (std::vector<std::string>{"0 of 2 on cpu", "1 of 2 on cpu"}));
+  log.clear();
+  execute_replication_callbacks(copies, {.original = net.ptr(), .devices = {at::kCPU, at::kCUDA}});
+  EXPECT_EQ(log, (std::vector<std::string>{"0 of 2 on cpu of one", "1 of 2 on cuda of one"}));
+  const auto copy = copies[1]->named_children()["0"];
+  EXPECT_EQ(copy->as<Curious>()->original, original.get());
+  EXPECT_EQ(usage_error([&] { execute_replication_callbacks(copies, {.devices = {at::kCPU}}); }),
+            "got 1 devices, expected one for each of 2 copies");
+  EXPECT_NE(usage_error([&] {
+              execute_replication_callbacks(copies, {.original = ReLU().ptr()});
+            }).find("the original is not built like copy 0"),
+            std::string::npos);
+}
+
+TEST(ReplicationTest, data_parallel_says_what_it_copied) {
+  std::vector<std::string> log;
+  Sequential net(Curious(&log), Linear(2, 2));
+  DataParallel<Sequential> model(net, {at::kCPU, at::kCPU, at::kCPU});
+  model(at::ones({2, 2}));
+  EXPECT_EQ(log, (std::vector<std::string>{"0 of 2 on cpu of one", "1 of 2 on cpu of one"}));
+}
+
+std::vector<ModulePtr> cloned_twice(const Sequential& net) { return {net->clone(), net->clone()}; }
+
+struct Overloaded {
+  std::vector<ModulePtr> operator()(const Sequential& net) const { return cloned_twice(net); }
+  std::vector<ModulePtr> operator()(const Sequential& net, int /*n*/) const {
+    return cloned_twice(net);
+  }
+};
+
+TEST(ReplicationTest, patch_takes_functions_only) {
+  static_assert(ReplicateFunction<decltype(&cloned_twice)>);
+  static_assert(ReplicateFunction<Overloaded>);
+  static_assert(ReplicateFunction<std::function<std::vector<ModulePtr>(int)>>);
+  static_assert(!ReplicateFunction<int>);
+  static_assert(!ReplicateFunction<Sequential*>);
+  static_assert(!ReplicateFunction<std::vector<ModulePtr>>);
+  static_assert(!ReplicateFunction<Call>);
+  const auto generic = [](const auto& net, auto... rest) { return Overloaded()(net, rest...); };
+  static_assert(ReplicateFunction<decltype(generic)>);
+
+  std::vector<std::string> log;
+  const Sequential net{Curious(&log)};
+  EXPECT_EQ(patch_replication_callback(cloned_twice)(net).size(), 2U);
+  EXPECT_EQ(patch_replication_callback(Overloaded())(net, 2).size(), 2U);
+  EXPECT_EQ(patch_replication_callback(generic)(net).size(), 2U);
+  EXPECT_EQ(log[5], "1 of 2 on cpu of one");
 }
 
 /// Forward of every copy on its own piece, on its own thread.

@@ -19,6 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/group.hpp>
+#include <lockstep/nn/convert.hpp>
 #include <lockstep/nn/replication.hpp>
 
 namespace lockstep::nn {
@@ -50,6 +52,11 @@ std::shared_ptr<Replicas> make_replicas(torch::nn::Module& module, std::vector<a
 using ReplicaBody = std::function<void(std::size_t replica, torch::nn::Module& copy)>;
 void run_replicas(Replicas& replicas, std::size_t n_pieces, const ReplicaBody& body);
 void refresh_replicas(Replicas& replicas);
+
+/// `converted`, which is `module`; throws UsageError where it is not.
+std::shared_ptr<torch::nn::Module> in_place(const char* operation, const torch::nn::Module& module,
+                                            std::shared_ptr<torch::nn::Module> converted,
+                                            std::source_location where);
 
 /// The parts of a T. Here: one that is not cut, but given to every replica as it is.
 template <class T>
@@ -278,6 +285,25 @@ class DataParallel {
   M module_;
   std::shared_ptr<detail::Replicas> replicas_;
 };
+
+/// convert_sync_batchnorm and revert_sync_batchnorm of its module, which is changed in place; the
+/// next forward sees it. Throws UsageError where the module itself is what is to be replaced.
+template <ModuleHandle M>
+std::shared_ptr<torch::nn::Module> convert_sync_batchnorm(
+    DataParallel<M>& model, std::optional<Group> group = std::nullopt,
+    std::source_location where = std::source_location::current()) {
+  torch::nn::Module& module = *model.module();
+  return detail::in_place(
+      "convert_sync_batchnorm", module,
+      convert_sync_batchnorm(module.shared_from_this(), std::move(group), where), where);
+}
+template <ModuleHandle M>
+std::shared_ptr<torch::nn::Module> revert_sync_batchnorm(
+    DataParallel<M>& model, std::source_location where = std::source_location::current()) {
+  torch::nn::Module& module = *model.module();
+  return detail::in_place("revert_sync_batchnorm", module,
+                          revert_sync_batchnorm(module.shared_from_this(), where), where);
+}
 
 /// DataParallel by the name under which the known implementation has the callbacks.
 template <ModuleHandle M>
