@@ -9,5 +9,7 @@
 #include <lockstep/nn/replication.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
 #include <lockstep/nn/sync_batch_norm_scope.hpp>
+#include <lockstep/nn/tensor_async.hpp>
+#include <lockstep/nn/tensor_objects.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
 #include <lockstep/nn/tensor_trees.hpp>

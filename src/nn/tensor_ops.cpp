@@ -10,73 +10,9 @@
 #include <optional>
 
 #include "nn/error.hpp"
+#include "nn/tensor_buffers.hpp"
 
 namespace lockstep::nn {
-namespace {
-
-void check_tensor(const char* operation, const at::Tensor& tensor, const Group& group,
-                  std::source_location where) {
-  if (!tensor.defined()) {
-    throw UsageError(context_of(operation, group, where), "got an undefined tensor");
-  }
-  if (!(tensor.is_cpu() || tensor.is_cuda()) || tensor.layout() != at::kStrided) {
-    throw UsageError(context_of(operation, group, where),
-                     fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there first",
-                                 tensor.toString()));
-  }
-}
-
-/// What a group can take: the tensor itself where that is contiguous and on the CPU.
-at::Tensor for_group(const at::Tensor& tensor) { return tensor.detach().cpu().contiguous(); }
-
-/// Brings the result back.
-void copy_back(const at::Tensor& result, at::Tensor& data) {
-  if (result.data_ptr() != data.data_ptr()) data.copy_(result);
-}
-
-std::vector<at::Tensor> rows_on(at::Device device, const at::Tensor& all) {
-  return all.to(device).unbind();
-}
-
-void check_n_parts(const char* operation, std::size_t n, const Group& group,
-                   std::source_location where) {
-  if (n == static_cast<std::size_t>(group.size())) return;
-  throw UsageError(context_of(operation, group, where),
-                   fmt::format("got {} parts, expected one for each of {} ranks", n, group.size()));
-}
-
-/// Parts must be like `like`, one per rank.
-void check_parts(const char* operation, const std::vector<at::Tensor>& parts,
-                 const at::Tensor& like, const Group& group, std::source_location where) {
-  check_n_parts(operation, parts.size(), group, where);
-  for (const at::Tensor& part : parts) {
-    check_tensor(operation, part, group, where);
-    if (part.sizes() == like.sizes() && part.scalar_type() == like.scalar_type()) continue;
-    throw UsageError(
-        context_of(operation, group, where),
-        fmt::format("parts must be of one shape and type: got {} {} and {} {}", like.toString(),
-                    c10::str(like.sizes()), part.toString(), c10::str(part.sizes())));
-  }
-}
-
-at::Tensor join_parts(const char* operation, const std::vector<at::Tensor>& parts,
-                      const at::Tensor& like, const Group& group, std::source_location where) {
-  check_parts(operation, parts, like, group, where);
-  return for_group(at::stack(parts));
-}
-
-at::Tensor rows_like(const at::Tensor& data, const Group& group) {
-  std::vector<std::int64_t> sizes{group.size()};
-  sizes.insert(sizes.end(), data.sizes().begin(), data.sizes().end());
-  return at::empty(sizes, data.options().requires_grad(false));
-}
-
-Elements bytes_of(const at::Tensor& contiguous) {
-  return {contiguous.data_ptr(), contiguous.nbytes(), DType::u8};
-}
-
-}  // namespace
-
 DType dtype_of(const at::Tensor& tensor, std::source_location where) {
   switch (tensor.scalar_type()) {
     case at::kByte: return DType::u8;

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <source_location>
+#include <utility>
+#include <vector>
+
+#include <lockstep/group.hpp>
+#include <lockstep/launch.hpp>
+#include <lockstep/types.hpp>
+
+/// The verbs of tensor_ops.hpp on the group's worker thread, in the order given: sizes, types and
+/// errors are the same, and what is the caller's fault is thrown at once.
+///
+///   auto work = lockstep::nn::all_reduce_async(loss);
+///   ...
+///   work.wait();
+///
+/// The result stands in the tensors (or comes out of wait) when wait() has returned, not before: a
+/// strided or CUDA tensor is filled there. Let tensors be until then; the operation keeps them
+/// alive. Threads: wait() on the thread that uses the tensors.
+namespace lockstep::nn {
+
+namespace detail {
+struct TensorOperation;
+}
+
+/// An operation on tensors under way. A copyable handle.
+class [[nodiscard]] TensorWork {
+ public:
+  TensorWork() = default;  ///< done
+  explicit TensorWork(std::shared_ptr<detail::TensorOperation> operation)
+      : operation_(std::move(operation)) {}
+  /// Blocks until the operation has ended; throws what it threw. May be called again.
+  void wait();
+  /// Whether wait() would not block.
+  bool done() const;
+
+ protected:
+  std::shared_ptr<detail::TensorOperation> operation_;
+};
+
+/// The same, with tensors that come out of it.
+class [[nodiscard]] TensorsWork : private TensorWork {
+ public:
+  using TensorWork::done;
+  using TensorWork::TensorWork;
+  std::vector<at::Tensor> wait();
+};
+
+TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op = ReduceOp::sum,
+                            const Group& group = default_group(), Deadline deadline = {},
+                            std::source_location where = std::source_location::current());
+TensorWork reduce_async(const at::Tensor& data, int dst = 0, ReduceOp op = ReduceOp::sum,
+                        const Group& group = default_group(), Deadline deadline = {},
+                        std::source_location where = std::source_location::current());
+TensorWork broadcast_async(const at::Tensor& data, int src = 0,
+                           const Group& group = default_group(), Deadline deadline = {},
+                           std::source_location where = std::source_location::current());
+TensorsWork all_gather_async(const at::Tensor& data, const Group& group = default_group(),
+                             Deadline deadline = {},
+                             std::source_location where = std::source_location::current());
+TensorsWork gather_async(const at::Tensor& data, int dst = 0, const Group& group = default_group(),
+                         Deadline deadline = {},
+                         std::source_location where = std::source_location::current());
+TensorWork scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts, int src = 0,
+                         const Group& group = default_group(), Deadline deadline = {},
+                         std::source_location where = std::source_location::current());
+TensorWork reduce_scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts,
+                                ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
+                                Deadline deadline = {},
+                                std::source_location where = std::source_location::current());
+TensorsWork all_to_all_async(const std::vector<at::Tensor>& parts,
+                             const Group& group = default_group(), Deadline deadline = {},
+                             std::source_location where = std::source_location::current());
+TensorWork send_async(const at::Tensor& data, int dst, const Group& group = default_group(),
+                      Deadline deadline = {},
+                      std::source_location where = std::source_location::current());
+TensorWork recv_async(const at::Tensor& data, int src, const Group& group = default_group(),
+                      Deadline deadline = {},
+                      std::source_location where = std::source_location::current());
+
+}  // namespace lockstep::nn

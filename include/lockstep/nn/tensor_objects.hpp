@@ -1,0 +1,33 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+
+#include <lockstep/detail/codec.hpp>
+#include <lockstep/objects.hpp>
+
+/// Tensors as objects, by themselves and in any container that objects.hpp takes:
+///
+///   auto predictions = lockstep::collect_results(std::vector<at::Tensor>{...}, size);
+///
+/// A tensor arrives contiguous, on the CPU, with its type and sizes; an undefined one undefined.
+/// What autograd knows of it stays behind. Ranks may have tensors of different sizes and types. On
+/// the rank that sends: UsageError for a sparse, quantised or other tensor that is no dense array
+/// of bool, integers, floats or complex numbers.
+namespace lockstep::detail {
+
+void save_tensor(Writer& out, const at::Tensor& tensor);
+void load_tensor(Reader& in, at::Tensor& tensor);
+
+// Templates, because other types convert to a tensor.
+template <std::same_as<at::Tensor> T>
+void CEREAL_SAVE_FUNCTION_NAME(Writer& out, const T& value) {
+  save_tensor(out, value);
+}
+template <std::same_as<at::Tensor> T>
+void CEREAL_LOAD_FUNCTION_NAME(Reader& in, T& value) {
+  load_tensor(in, value);
+}
+
+}  // namespace lockstep::detail

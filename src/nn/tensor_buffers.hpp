@@ -1,0 +1,81 @@
+#pragma once
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <source_location>
+#include <vector>
+
+#include <lockstep/error.hpp>
+#include <lockstep/group.hpp>
+
+#include "nn/error.hpp"
+
+/// Tensors as buffers of a Group's verbs, and back.
+namespace lockstep::nn {
+
+inline void check_tensor(const char* operation, const at::Tensor& tensor, const Group& group,
+                         std::source_location where) {
+  if (!tensor.defined()) {
+    throw UsageError(context_of(operation, group, where), "got an undefined tensor");
+  }
+  if (!(tensor.is_cpu() || tensor.is_cuda()) || tensor.layout() != at::kStrided) {
+    throw UsageError(context_of(operation, group, where),
+                     fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there first",
+                                 tensor.toString()));
+  }
+}
+
+/// What a group can take: the tensor itself where that is contiguous and on the CPU.
+inline at::Tensor for_group(const at::Tensor& tensor) { return tensor.detach().cpu().contiguous(); }
+
+/// Brings the result back.
+inline void copy_back(const at::Tensor& result, at::Tensor& data) {
+  if (result.data_ptr() != data.data_ptr()) data.copy_(result);
+}
+
+inline std::vector<at::Tensor> rows_on(at::Device device, const at::Tensor& all) {
+  return all.to(device).unbind();
+}
+
+inline void check_n_parts(const char* operation, std::size_t n, const Group& group,
+                          std::source_location where) {
+  if (n == static_cast<std::size_t>(group.size())) return;
+  throw UsageError(context_of(operation, group, where),
+                   fmt::format("got {} parts, expected one for each of {} ranks", n, group.size()));
+}
+
+/// Parts must be like `like`, one per rank.
+inline void check_parts(const char* operation, const std::vector<at::Tensor>& parts,
+                        const at::Tensor& like, const Group& group, std::source_location where) {
+  check_n_parts(operation, parts.size(), group, where);
+  for (const at::Tensor& part : parts) {
+    check_tensor(operation, part, group, where);
+    if (part.sizes() == like.sizes() && part.scalar_type() == like.scalar_type()) continue;
+    throw UsageError(
+        context_of(operation, group, where),
+        fmt::format("parts must be of one shape and type: got {} {} and {} {}", like.toString(),
+                    c10::str(like.sizes()), part.toString(), c10::str(part.sizes())));
+  }
+}
+
+inline at::Tensor join_parts(const char* operation, const std::vector<at::Tensor>& parts,
+                             const at::Tensor& like, const Group& group,
+                             std::source_location where) {
+  check_parts(operation, parts, like, group, where);
+  return for_group(at::stack(parts));
+}
+
+inline at::Tensor rows_like(const at::Tensor& data, const Group& group) {
+  std::vector<std::int64_t> sizes{group.size()};
+  sizes.insert(sizes.end(), data.sizes().begin(), data.sizes().end());
+  return at::empty(sizes, data.options().requires_grad(false));
+}
+
+inline Elements bytes_of(const at::Tensor& contiguous) {
+  return {contiguous.data_ptr(), contiguous.nbytes(), DType::u8};
+}
+
+}  // namespace lockstep::nn

@@ -1,0 +1,87 @@
+#include <lockstep/nn/tensor_objects.hpp>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <lockstep/error.hpp>
+#include <span>
+#include <stdexcept>
+#include <vector>
+
+/// A tensor in a message: its type, or kUndefined and no more; its number of dimensions; its sizes;
+/// the number of bytes, and these.
+namespace lockstep::detail {
+namespace {
+
+constexpr std::uint8_t kUndefined = 0xff;
+
+bool can_travel(at::ScalarType type) {
+  constexpr at::ScalarType kTypes[] = {
+      at::kBool, at::kByte,     at::kChar,  at::kShort,  at::kInt,          at::kLong,
+      at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble};
+  return std::find(std::begin(kTypes), std::end(kTypes), type) != std::end(kTypes);
+}
+
+}  // namespace
+
+void save_tensor(Writer& out, const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    out(kUndefined);
+    return;
+  }
+  if (tensor.layout() != at::kStrided || !can_travel(tensor.scalar_type())) {
+    throw UsageError({.operation = "tensor as an object"},
+                     fmt::format("expected a dense tensor of bool, integers, floats or complex "
+                                 "numbers, got {}: convert it with to_dense() or to()",
+                                 tensor.toString()));
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous();
+  out(static_cast<std::uint8_t>(dense.scalar_type()), static_cast<std::uint8_t>(dense.dim()));
+  for (const std::int64_t size : dense.sizes()) out(size);
+  out.write_size(dense.nbytes());
+  out.write(dense.data_ptr(), dense.nbytes());
+}
+
+void load_tensor(Reader& in, at::Tensor& tensor) {
+  std::uint8_t code = 0, n_dims = 0;
+  in(code);
+  if (code == kUndefined) {
+    tensor = at::Tensor();
+    return;
+  }
+  const auto type = static_cast<at::ScalarType>(code);
+  if (!can_travel(type)) throw std::runtime_error(fmt::format("a tensor has type {}", code));
+  in(n_dims);
+  std::vector<std::int64_t> sizes(n_dims);
+  // Strides, which count an empty dimension as one element, must fit too.
+  std::int64_t n_elements = 1, n_strides = static_cast<std::int64_t>(c10::elementSize(type));
+  for (std::int64_t& size : sizes) {
+    in(size);
+    const std::int64_t steps = std::max<std::int64_t>(size, 1);
+    if (size < 0 || steps > std::numeric_limits<std::int64_t>::max() / n_strides) {
+      throw std::runtime_error("a tensor's sizes cannot be");
+    }
+    n_strides *= steps;
+    n_elements *= size;
+  }
+  const std::uint64_t n_bytes = in.read_size();
+  if (n_bytes != static_cast<std::uint64_t>(n_elements) * c10::elementSize(type)) {
+    throw std::runtime_error(
+        fmt::format("a tensor of {} elements has {} bytes", n_elements, n_bytes));
+  }
+  at::Tensor read = at::empty(sizes, at::TensorOptions(type));
+  in.read(read.data_ptr(), n_bytes);
+  if (type == at::kBool) {
+    const std::span bytes(static_cast<const std::uint8_t*>(read.data_ptr()), n_bytes);
+    if (std::any_of(bytes.begin(), bytes.end(), [](std::uint8_t byte) { return byte > 1; })) {
+      throw std::runtime_error("a tensor of bool holds another value");
+    }
+  }
+  tensor = std::move(read);
+}
+
+}  // namespace lockstep::detail
