@@ -1,6 +1,7 @@
 #pragma once
 
 /// The libtorch layer. CMake target lockstep::nn.
+#include <lockstep/nn/assert_in_sync.hpp>
 #include <lockstep/nn/checkpoint.hpp>
 #include <lockstep/nn/convert.hpp>
 #include <lockstep/nn/data_parallel.hpp>

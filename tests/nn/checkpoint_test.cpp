@@ -4,10 +4,12 @@
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
+#include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn/checkpoint.hpp>
 #include <lockstep/nn/convert.hpp>
 #include <lockstep/nn/distributed_data_parallel.hpp>
+#include <lockstep/nn/distributed_sampler.hpp>
 
 #include <filesystem>
 #include <fstream>
@@ -160,6 +162,95 @@ TEST_F(CheckpointTest, a_failure_reaches_every_rank_and_changes_nothing) {
   EXPECT_EQ(files(), std::vector<std::string>{"training.pt"});
   std::ofstream(path("text.pt")) << "hello";
   on_ranks(2, [&](int) { EXPECT_THROW(load_checkpoint(path("text.pt"), read), UsageError); });
+}
+
+/// Inside a tensor, where libtorch does not look.
+TEST_F(CheckpointTest, a_damaged_tensor_is_told_on_every_rank) {
+  const std::string file = path("training.pt");
+  const auto value = at::full({4096}, 7, at::kFloat);
+  const auto read = [](torch::serialize::InputArchive& archive) {
+    Tensor got = at::zeros({4096});
+    archive.read("value", got);
+    EXPECT_TRUE(got.eq(7).all().item<bool>());
+  };
+  save_checkpoint(file, [&](auto& archive) { archive.write("value", value); });
+  load_checkpoint(file, read);
+  torch::serialize::InputArchive archive;
+  archive.load_from(file);  // libtorch's own reader
+  read(archive);
+  {
+    std::string bytes(std::filesystem::file_size(file), 0);
+    std::ifstream(file, std::ios::binary).read(bytes.data(), static_cast<long>(bytes.size()));
+    const std::string sevens(reinterpret_cast<const char*>(value.data_ptr()), 64);
+    const std::size_t at = bytes.find(sevens);
+    ASSERT_NE(at, std::string::npos);
+    for (std::size_t i = 0; i < 64; ++i) bytes[at + i] = static_cast<char>(~bytes[at + i]);
+    std::ofstream(file, std::ios::binary) << bytes;
+  }
+  on_ranks(2, [&](int) {
+    try {
+      load_checkpoint(file, read);
+      ADD_FAILURE() << "no error";
+    } catch (const UsageError& error) {
+      EXPECT_NE(error.text().find(file + " is damaged"), std::string::npos) << error.text();
+    }
+    barrier();
+  });
+}
+
+struct WholeTraining {
+  torch::nn::Sequential net{torch::nn::Linear(3, 4), torch::nn::Linear(4, 2)};
+  torch::optim::Adam optimizer{net->parameters(), torch::optim::AdamOptions(0.1)};
+  DistributedSampler sampler{20};
+  int epoch = 0;
+  double best = 0;
+
+  void run_epoch() {
+    DistributedDataParallel model(net);
+    sampler.reset();
+    while (const auto batch = sampler.next(5)) {
+      const auto seed = static_cast<std::uint64_t>(batch->front());
+      optimizer.zero_grad();
+      model(Random(seed).normal({3, 3}, at::kFloat)).square().mean().backward();
+      optimizer.step();
+    }
+    auto& options = optimizer.param_groups()[0].options();
+    options.set_lr(options.get_lr() / 2);
+    ++epoch;
+    best += 0.25;
+  }
+};
+
+TEST_F(CheckpointTest, a_training_goes_on_with_the_same_bits) {
+  const std::string file = path("training.pt");
+  on_ranks(2, [&](int) {
+    WholeTraining training, resumed;
+    training.run_epoch();
+    save_training(
+        file, {training.net, training.optimizer, training.sampler, training.epoch, training.best});
+    training.run_epoch();
+    load_training(file,
+                  {resumed.net, resumed.optimizer, resumed.sampler, resumed.epoch, resumed.best});
+    EXPECT_EQ(resumed.epoch, 1);
+    EXPECT_EQ(resumed.best, 0.25);
+    resumed.run_epoch();
+    for (const auto& item : training.net->named_parameters()) {
+      EXPECT_TRUE(item->equal(resumed.net->named_parameters()[item.key()])) << item.key();
+    }
+    EXPECT_EQ(resumed.optimizer.param_groups()[0].options().get_lr(), 0.025);
+    try {
+      load_training(file, {resumed.optimizer, resumed.net, resumed.epoch});
+      ADD_FAILURE() << "no error";
+    } catch (const UsageError& error) {
+      EXPECT_NE(error.text().find("has a module, an optimizer, an object, a number, a number, "
+                                  "expected an optimizer, a module, a number"),
+                std::string::npos)
+          << error.text();
+    }
+    DistributedDataParallel model(resumed.net);
+    save_training(file, {model, *resumed.net, resumed.net});
+    load_training(file, {model, *resumed.net, resumed.net});
+  });
 }
 
 }  // namespace

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <lockstep/error.hpp>
+#include <lockstep/group.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace lockstep::nn {
+
+/// Names and hashes of values that should be the same on all ranks.
+using Fingerprints = std::vector<std::pair<std::string, std::uint64_t>>;
+
+Fingerprints fingerprints_of_parameters(const torch::nn::Module& module);
+Fingerprints fingerprints_of_buffers(const torch::nn::Module& module);
+/// The options of each parameter group and the state of each parameter.
+Fingerprints fingerprints_of_state(const torch::optim::Optimizer& optimizer,
+                                   const torch::nn::Module& module);
+
+/// Throws MismatchError on every rank, naming the first value that differs from another rank's,
+/// then `advice`. A rank without fingerprints takes no part in the comparison. Collective.
+void check_fingerprints(const Fingerprints& mine, const Group& group, const ErrorContext& context,
+                        const char* advice);
+
+}  // namespace lockstep::nn
