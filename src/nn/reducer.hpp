@@ -1,13 +1,16 @@
 #pragma once
 
+#include <c10/core/Storage.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <lockstep/group.hpp>
 #include <lockstep/nn/distributed_data_parallel.hpp>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -17,9 +20,10 @@ namespace lockstep::nn::detail {
 
 /// Averages gradients in buckets while backward runs.
 ///
-/// A bucket holds the gradients of some parameters of one type, and behind them one flag per
-/// parameter: 1 where this rank has a gradient. The mean that reduces the bucket makes of the
-/// flags the share of ranks that had one, so that no second message is needed to know it.
+/// A bucket holds the gradients of some parameters of one type, and behind them two flags per
+/// parameter: 1 and 0 where this rank has a gradient, 0 and 1 where it has none. The mean that
+/// reduces the bucket leaves each above zero exactly if some rank set it, whatever the type rounds
+/// to, so that no second message is needed to know who had one.
 ///
 /// One backward: the first hook queues finish() for the end of backward and starts a step; each
 /// hook moves its gradient into the bucket; a complete bucket is sent once all before it were, the
@@ -28,8 +32,15 @@ namespace lockstep::nn::detail {
 ///
 /// With a hook, the flags go in a message of their own: a hook may do anything with numbers.
 ///
+/// A parameter can lose its gradient accumulator and with it the hook: set_data with a tensor of
+/// another type does that, and so do torch::load and Module::to. A synchronised forward looks for
+/// such changes and takes the parameters anew; hooks of the tensors themselves, which nothing
+/// removes, refuse a gradient that comes before.
+///
 /// join: every forward in it begins with an all_gather of what each rank is about to do. A rank out
 /// of data says so, and does what the others do with a batch of no samples, until all say so.
+///
+/// reducer.cpp has the steps, reducer_setup.cpp what they need, reducer_join.cpp join.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
@@ -39,52 +50,86 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer& operator=(const Reducer&) = delete;
 
   void before_forward();
+  /// After a forward within no_sync(), with what it returned.
+  void after_forward(const std::vector<at::Tensor>& outputs);
   void on_gradient(std::size_t index);
-  void join(const std::function<void()>& body);
+  void join(const std::function<void()>& body, const JoinOptions& options,
+            std::source_location where);
   bool wants_shadow() const { return joining_ || !shadow; }
+  bool wants_outputs() const { return !sync_; }
 
   std::function<at::Tensor()> shadow;  ///< a forward of no samples
 
   int n_no_sync = 0;  ///< guards alive
 
  private:
+  // libtorch itself keeps it weakly. The kind of pointer depends on its version.
+  using Accumulator =
+      decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
   struct Parameter {
     std::string name;
     at::Tensor tensor;
-    // libtorch itself keeps it weakly. The kind of pointer depends on its version.
-    decltype(torch::autograd::impl::grad_accumulator(
-        std::declval<const at::Tensor&>())) accumulator;
+    c10::Storage storage;  // held, so that no other gets its address
+    Accumulator accumulator;
     std::uintptr_t hook = 0;
     at::Tensor slice;  // its gradient in the bucket
-    at::Tensor flag;
     std::size_t bucket = 0;
     bool ready = false;
-    bool touched = false;  // some backward since the last averaging gave it a gradient
-    bool used = true;      // of a static graph: false where it got no gradient in the first step
+    bool has_gradient = false;  // in the step, on this rank
+    bool touched = false;       // some backward since the last averaging gave it a gradient
+    bool used = true;  // of a static graph: false where it got no gradient in the first step
+    // Of the ranks, as means that the bucket's type has rounded: above zero where there are any.
+    double with = 0, without = 0;
+  };
+  /// The hook of a tensor of the module.
+  struct Guard {
+    at::Tensor tensor;
+    unsigned position = 0;
   };
   struct Bucket {
     at::ScalarType type = at::kFloat;
     std::vector<std::size_t> parameters;
     SharedBuffer memory;
     Elements gradients, flags;
+    at::Tensor flag_values;  // with, without of each parameter
     std::size_t n_pending = 0;
     Work work;
     std::function<void()> complete;  // the hook's
   };
   /// What a rank is about to do, in join.
-  enum class Turn : std::int32_t { joined = 0, accumulate = 1, synchronise = 2 };
+  enum class Turn : std::int64_t { joined = 0, accumulate = 1, synchronise = 2 };
+  struct Announcement {
+    Turn turn = Turn::joined;
+    std::uint64_t scope = 0;  // of the SyncBatchNormScope around its forward; 0: none
+    friend bool operator==(const Announcement&, const Announcement&) = default;
+  };
 
-  bool has_new_parameters() const;
+  ErrorContext context() const;
+  /// Calls f; adds `what` to the error of a collective.
+  template <class F>
+  void explain(const std::function<std::string()>& what, const F& f) const;
+  std::string names_of(const Bucket& bucket) const;
+
+  /// The first parameter for which hook and bucket are no longer right; empty: none.
+  std::string changed_parameter() const;
+  void check_before_step() const;
+  void check_attached(const Parameter& parameter) const;
+  [[noreturn]] void refuse_changed(const std::string& name) const;
   /// Collective: compares the modules, gives all rank 0's values of new parameters.
-  void take_parameters(std::source_location where);
-  void add_buckets(std::span<const std::int64_t> order, std::source_location where);
+  void take_parameters();
+  void add_buckets(std::span<const std::int64_t> order);
   void rebuild_buckets();
   void add_hooks();
   void remove_hooks();
   void prepare();
-  Turn announce(Turn mine);
+  void check_in_sync();
+  bool synchronises() const { return sync_ || (is_tagged_ && !is_local_backward_); }
+  Announcement announce(Turn turn);
+  /// The group of the scope that the others are in.
+  Group scope_of(std::uint64_t announced) const;
+  void follow(const Announcement& others);
   void drop_gradients();
-  void take_state_of(int rank);
+  void take_state_of(int rank, const JoinOptions& options);
   void start_step();
   void move_gradient(Parameter& parameter);
   void give_gradient(Parameter& parameter);
@@ -95,17 +140,28 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   torch::nn::Module& module_;  // DistributedDataParallel holds it, and only it calls on us for it
   const DistributedDataParallelOptions options_;
   std::vector<Parameter> parameters_;
+  std::vector<Guard> guards_;
   std::vector<std::int64_t> order_;     // of the parameters in the buckets
   std::vector<std::int64_t> arrivals_;  // of gradients, in the step
   std::vector<Bucket> buckets_;
   std::size_t n_sent_ = 0;
-  bool sync_ = false;     // of the last forward
-  bool in_step_ = false;  // between the first hook and the end of finish()
+  bool sync_ = true;        // of the last forward
+  bool prepared_ = false;   // a synchronised forward has looked at the parameters since finish()
+  bool is_tagged_ = false;  // the last forward's outputs tell when backward begins at them,
+  bool is_local_backward_ = false;  // which it now has
+  bool in_step_ = false;            // between the first hook and the end of finish()
   bool rebuilt_ = false;
   bool joining_ = false;
+  bool follows_ = false;  // makes the others' forward, in join
   int n_active_ = 0;      // ranks that have data, in join
   int last_active_ = -1;  // the first of those, as last heard
-  Group group_;           // after the buckets: it goes first, and its worker with it
+  bool was_uneven_ = false;
+  std::optional<Group> scope_;  // around the last forward in join
+  int n_checks_ = 0;  // synchronised forwards that yet compare the parameters: after uneven data
+  std::uint64_t n_forwards_ = 0;
+  const bool checks_fully_;
+  std::source_location where_;
+  Group group_;  // after the buckets: it goes first, and its worker with it
 };
 
 }  // namespace lockstep::nn::detail

@@ -771,7 +771,7 @@ TEST(DistributedDataParallelTest, join_divides_by_all_or_by_the_active) {
               net->weight.fill_(10 * rank + i);
             }
           },
-          x);
+          {.example_input = x});
       if (rank == 2) {
         ASSERT_EQ(gradients.size(), 2U);
         EXPECT_FLOAT_EQ(gradients[0], by_active ? 15.0F / 2 : 15.0F / 3);

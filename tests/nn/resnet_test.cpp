@@ -138,7 +138,7 @@ std::vector<Tensor> train_on_this_rank(const Plan& plan, int rank) {
   options.first_bucket_size_mb = 0.02;
   DistributedDataParallel model(net, options);
   auto optimizer = optimizer_of(*net);
-  model.join([&] {
+  const auto train = [&] {
     for (int i = 0; i < plan.n_batches[static_cast<std::size_t>(rank)]; ++i) {
       const auto forward_and_backward = [&] {
         step(
@@ -154,7 +154,8 @@ std::vector<Tensor> train_on_this_rank(const Plan& plan, int rank) {
       optimizer.step();
       optimizer.zero_grad();
     }
-  });
+  };
+  model.join(train, {.optimizers = {&optimizer}});
   return state_of(*net);
 }
 

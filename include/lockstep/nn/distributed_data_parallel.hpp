@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
 
 #include <concepts>
 #include <cstddef>
@@ -11,9 +12,11 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
+#include <lockstep/nn/tensor_trees.hpp>
 
 namespace lockstep::nn {
 
@@ -50,16 +53,31 @@ struct DistributedDataParallelOptions {
   bool join_divides_by_active = false;
 };
 
+struct JoinOptions {
+  /// Inputs of the module, for ranks that may have no batch at all: their shape and type count.
+  at::Tensor example_input = {};
+  /// In its place, for modules whose forward takes other arguments: calls the module inside with
+  /// inputs of 0 rows and returns a tensor of what it returns.
+  std::function<at::Tensor()> example_forward = {};
+  /// All that have a state (momentum, Adam): ranks out of data make no steps, and get the state of
+  /// a rank that trained longest. In the same order on all ranks.
+  std::vector<torch::optim::Optimizer*> optimizers = {};
+};
+
 namespace detail {
 class Reducer;
 std::shared_ptr<Reducer> make_reducer(torch::nn::Module& module,
                                       const DistributedDataParallelOptions& options,
                                       std::source_location where);
 void before_forward(Reducer& reducer);
+/// What a forward returned, if it is wanted.
+void after_forward(Reducer& reducer, const std::vector<at::Tensor>& outputs);
+bool wants_outputs(const Reducer& reducer);
 /// `shadow`: a forward without samples, like the last one.
 void set_shadow(Reducer& reducer, std::function<at::Tensor()> shadow);
 bool wants_shadow(const Reducer& reducer);
-void join(Reducer& reducer, const std::function<void()>& body);
+void join(Reducer& reducer, const std::function<void()>& body, const JoinOptions& options,
+          std::source_location where);
 
 template <class T>
 T without_samples(const T& value) {
@@ -99,12 +117,19 @@ class NoSync {
 /// find_unused_parameters. A rank whose loss depends on no parameter at all must not skip backward:
 /// the others wait for it. Parameters that require no gradient take no part. What comes to require
 /// one later, or is registered later, on all ranks alike, is found at the next synchronised
-/// forward.
+/// forward; so is one that torch::load, Module::to or set_data has changed. Rank 0's values go to
+/// all then. Where a backward comes first, it throws UsageError, unless its gradients are still
+/// averaged.
+///
+/// A forward through the module inside is averaged too. What only this object's forward does is
+/// missing then: no_sync, join, broadcast_buffers, looking for changed parameters. A parameter in
+/// two of these objects that live is a UsageError from backward.
 ///
 /// After the first synchronised backward the buckets are made anew, in the order in which rank 0's
 /// gradients came.
 ///
-/// Errors: what the group's calls throw, from backward(). After an exception in a synchronised
+/// Errors: what the group's calls throw, from backward(), with the line of the construction (or of
+/// join) and the parameters that the call was about. After an exception in a synchronised
 /// backward the next forward throws UsageError: ranks may be out of step, build a new one. Not so
 /// after the MismatchError of find_unused_parameters: zero the gradients and go on.
 /// Parameters on several devices are a UsageError. Those on CUDA have their buckets on the host:
@@ -124,7 +149,16 @@ class DistributedDataParallel {
   decltype(auto) forward(Args&&... args) {
     if (detail::wants_shadow(*reducer_)) remember_shadow(args...);
     detail::before_forward(*reducer_);
-    return module_->forward(std::forward<Args>(args)...);
+    using Output = decltype(module_->forward(std::forward<Args>(args)...));
+    if constexpr (detail::Tree<std::remove_cvref_t<Output>>::kHasTensors) {
+      decltype(auto) output = module_->forward(std::forward<Args>(args)...);
+      if (detail::wants_outputs(*reducer_)) {
+        detail::after_forward(*reducer_, detail::tensors_of<std::remove_cvref_t<Output>>(output));
+      }
+      return output;
+    } else {
+      return module_->forward(std::forward<Args>(args)...);
+    }
   }
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
@@ -137,17 +171,26 @@ class DistributedDataParallel {
   /// For ranks that have different numbers of batches. Runs `body`, the training loop; then, while
   /// other ranks still train, this one follows each of their steps with a forward and backward of
   /// no samples, so that the collectives of this object and of the SyncBatchNorms in the module go
-  /// on: it contributes zero gradients and statistics of count 0. In the end all have the
-  /// parameters and buffers of the first rank among those that trained longest. Collective.
+  /// on (those of a SyncBatchNormScope in body too): it contributes zero gradients and statistics
+  /// of count 0. In the end all have the parameters, buffers and, of the optimizers given, the
+  /// state of the first rank among those that trained longest. Collective.
+  ///
+  /// An optimizer with momentum or the like that is not given would step differently on each rank
+  /// after that: the synchronised forwards that follow compare the parameters and throw
+  /// MismatchError.
   ///
   /// The module must accept inputs of 0 rows and return a tensor; other arguments than tensors are
-  /// those of its last forward here. A rank that may have no batch at all gives `example`, the
-  /// arguments of a forward. `body` has one backward per forward (no_sync() is seen), and
-  /// communicates through nothing else.
-  template <class Body, class... Args>
-  void join(Body&& body, const Args&... example) {
-    if constexpr (sizeof...(Args) > 0) remember_shadow(example...);
-    detail::join(*reducer_, std::forward<Body>(body));
+  /// those of its last forward here. A rank that may have no batch at all gives an example. `body`
+  /// has one backward per forward (no_sync() is seen), and communicates through nothing else.
+  template <class Body>
+  void join(Body&& body, const JoinOptions& options = {},
+            std::source_location where = std::source_location::current()) {
+    if (options.example_forward) {
+      detail::set_shadow(*reducer_, options.example_forward);
+    } else if (options.example_input.defined()) {
+      remember_shadow(options.example_input);
+    }
+    detail::join(*reducer_, std::forward<Body>(body), options, where);
   }
   M& module() { return module_; }
   const M& module() const { return module_; }

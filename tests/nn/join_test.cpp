@@ -1,0 +1,266 @@
+// DistributedDataParallel::join: ranks with different numbers of batches.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <lockstep/dist.hpp>
+#include <lockstep/error.hpp>
+#include <lockstep/nn.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <lockstep/objects.hpp>
+#include <memory>
+#include <numeric>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "helpers.hpp"
+
+namespace lockstep::nn {
+namespace join_test {
+
+using at::Tensor;
+using testing::difference;
+using testing::on_ranks;
+using testing::Random;
+using testing::share_of;
+using testing::Shares;
+using torch::nn::BatchNorm1d;
+using torch::nn::Linear;
+using torch::nn::Sequential;
+
+using MakeOptimizer =
+    std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<Tensor>&)>;
+
+std::unique_ptr<torch::optim::Optimizer> make_sgd(const std::vector<Tensor>& parameters) {
+  return std::make_unique<torch::optim::SGD>(parameters,
+                                             torch::optim::SGDOptions(0.05).momentum(0.9));
+}
+std::unique_ptr<torch::optim::Optimizer> make_adam(const std::vector<Tensor>& parameters) {
+  return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.01));
+}
+
+constexpr int kEpochs = 3;
+
+/// Samples of each rank in a batch: in the last ones some ranks have none, in turns.
+Shares shares_of(int epoch, int batch, int n_ranks) {
+  Shares shares(static_cast<std::size_t>(n_ranks), 3);
+  if (batch < 3) return shares;
+  for (int rank = 0; rank < n_ranks; ++rank) {
+    if (rank != epoch % n_ranks) shares[static_cast<std::size_t>(rank)] = 0;
+  }
+  return shares;
+}
+
+struct Training {
+  Sequential net{Linear(4, 6), BatchNorm1d(6), torch::nn::Tanh(), Linear(6, 3)};
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  Group group;
+
+  Training(const Group& of, const MakeOptimizer& make_optimizer) : group(of) {
+    net->to(at::kDouble);
+    if (group.size() > 1) convert_sync_batchnorm(net, group);
+    optimizer = make_optimizer(net->parameters());
+    const at::NoGradGuard no_grad;
+    Random random(static_cast<std::uint64_t>(1 + group.rank()));
+    for (auto& parameter : net->parameters()) parameter.copy_(random.normal(parameter.sizes()));
+  }
+
+  /// This rank's batches of an epoch of a job of `n_ranks`: all their samples on a group of one.
+  template <class Model>
+  void epoch(Model& model, int epoch, int n_ranks) {
+    for (int batch = 0; batch < 5; ++batch) {
+      const Shares shares = shares_of(epoch, batch, n_ranks);
+      const auto n = std::accumulate(shares.begin(), shares.end(), std::int64_t{0});
+      Random random(static_cast<std::uint64_t>(100 * epoch + batch));
+      Tensor x = random.normal({n, 4}), y = random.normal({n, 3});
+      if (group.size() > 1) {
+        if (shares[static_cast<std::size_t>(group.rank())] == 0) break;
+        x = share_of(x, shares, group.rank());
+        y = share_of(y, shares, group.rank());
+      }
+      const Tensor loss = (model(x) - y).square().sum() * (group.size() / static_cast<double>(n));
+      optimizer->zero_grad();
+      loss.backward();
+      optimizer->step();
+    }
+  }
+  std::vector<Tensor> state() const {
+    std::vector<Tensor> all;
+    for (const auto& parameter : net->parameters()) all.push_back(parameter.detach());
+    for (const auto& buffer : net->buffers()) all.push_back(buffer);
+    return all;
+  }
+};
+
+double largest_difference(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+  double worst = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) worst = std::max(worst, difference(a[i], b[i]));
+  return worst;
+}
+
+class JoinTest : public ::testing::TestWithParam<MakeOptimizer> {};
+
+TEST_P(JoinTest, ranks_equal_one_rank_over_epochs) {
+  for (const int n_ranks : {2, 3}) {
+    on_ranks(n_ranks, [&](int /*rank*/) {
+      Training expected(Group(), GetParam());
+      const auto alone = [&](const Tensor& x) { return expected.net->forward(x); };
+      Training training(default_group(), GetParam());
+      DistributedDataParallel model(training.net);
+      for (int epoch = 0; epoch < kEpochs; ++epoch) {
+        expected.epoch(alone, epoch, n_ranks);
+        model.join([&] { training.epoch(model, epoch, n_ranks); },
+                   {.optimizers = {training.optimizer.get()}});
+        assert_in_sync(model, *training.optimizer);
+        EXPECT_LE(largest_difference(training.state(), expected.state()), 1e-9) << epoch;
+      }
+    });
+  }
+}
+
+TEST_P(JoinTest, resumes_with_the_same_bits_on_every_rank) {
+  on_ranks(2, [&](int /*rank*/) {
+    Training training(default_group(), GetParam());
+    DistributedDataParallel model(training.net);
+    const auto epoch = [](Training& of, auto& wrapped, int i) {
+      wrapped.join([&] { of.epoch(wrapped, i, 2); }, {.optimizers = {of.optimizer.get()}});
+    };
+    epoch(training, model, 0);
+    std::ostringstream net, optimizer;  // rank 0's serve all
+    torch::save(training.net, net);
+    torch::save(*training.optimizer, optimizer);
+    std::string bytes_of_net = net.str(), bytes_of_optimizer = optimizer.str();
+    broadcast_object(bytes_of_net);
+    broadcast_object(bytes_of_optimizer);
+    epoch(training, model, 1);
+
+    Training resumed(default_group(), GetParam());
+    DistributedDataParallel again(resumed.net);
+    std::istringstream from_net(bytes_of_net), from_optimizer(bytes_of_optimizer);
+    torch::load(resumed.net, from_net);
+    torch::load(*resumed.optimizer, from_optimizer);
+    epoch(resumed, again, 1);
+    EXPECT_EQ(largest_difference(resumed.state(), training.state()), 0);
+    assert_in_sync(resumed.net, *resumed.optimizer);
+  });
+}
+
+TEST_P(JoinTest, an_optimizer_left_out_is_told_in_the_next_epoch) {
+  EXPECT_THROW(
+      on_ranks(2,
+               [&](int /*rank*/) {
+                 Training training(default_group(), GetParam());
+                 DistributedDataParallel model(training.net);
+                 for (int epoch = 0; epoch < 2; ++epoch) {
+                   try {
+                     model.join([&] { training.epoch(model, epoch, 2); });
+                     EXPECT_EQ(epoch, 0) << "no error";
+                   } catch (const MismatchError& error) {
+                     EXPECT_EQ(epoch, 1);
+                     const std::string what = error.what();
+                     EXPECT_NE(what.find("parameter 0.weight of rank 1"), std::string::npos)
+                         << what;
+                     EXPECT_NE(what.find("give join the optimizers"), std::string::npos) << what;
+                     EXPECT_NE(what.find("join_test.cpp"), std::string::npos) << what;
+                     throw;
+                   }
+                 }
+               }),
+      MismatchError);
+}
+
+INSTANTIATE_TEST_SUITE_P(optimizers, JoinTest, ::testing::Values(make_sgd, make_adam),
+                         [](const auto& one) { return one.index == 0 ? "sgd" : "adam"; });
+
+TEST(JoinTest, without_state_no_optimizer_is_needed) {
+  on_ranks(2, [](int /*rank*/) {
+    Training training(default_group(), [](const std::vector<Tensor>& parameters) {
+      return std::make_unique<torch::optim::SGD>(parameters, 0.05);
+    });
+    DistributedDataParallel model(training.net);
+    for (int epoch = 0; epoch < kEpochs; ++epoch) {
+      model.join([&] { training.epoch(model, epoch, 2); });
+    }
+    assert_in_sync(model, *training.optimizer);
+  });
+}
+
+/// The scope is around the forward, in body: a step without samples needs it too.
+TEST(JoinTest, steps_without_samples_are_in_the_others_scope) {
+  for (const int n_batches_of_rank_1 : {1, 0}) {
+    for (const bool around_join : {false, true}) {
+      on_ranks(2, [&](int rank) {
+        Sequential net(Linear(2, 3), BatchNorm1d(3), Linear(3, 1));
+        DistributedDataParallel model(net);
+        const Tensor x = Random(static_cast<std::uint64_t>(rank)).normal({4, 2}, at::kFloat);
+        const auto train = [&] {
+          for (int i = 0; i < (rank == 0 ? 3 : n_batches_of_rank_1); ++i) {
+            Tensor y;
+            if (around_join) {
+              y = model(x);
+            } else {
+              const SyncBatchNormScope scope;
+              y = model(x);
+            }
+            y.sum().backward();
+          }
+        };
+        if (around_join) {
+          const SyncBatchNormScope scope;
+          model.join(train, {.example_input = x});
+        } else {
+          model.join(train, {.example_input = x});
+        }
+        assert_in_sync(net);
+      });
+    }
+  }
+}
+
+TEST(JoinTest, an_example_forward_for_other_arguments) {
+  struct NetImpl : torch::nn::Module {
+    Linear layer = register_module("layer", Linear(1, 1));
+    std::vector<Tensor> forward(const Tensor& x, double factor) { return {layer(x) * factor}; }
+  };
+  on_ranks(2, [](int rank) {
+    const auto net = std::make_shared<NetImpl>();
+    DistributedDataParallel model(net);
+    model.join(
+        [&] {
+          if (rank == 0) model(at::ones({2, 1}), 3)[0].sum().backward();
+        },
+        {.example_forward = [&] {
+          return net->forward(at::ones({0, 1}), 3)[0];
+        }});
+    EXPECT_EQ(rank == 0 ? net->layer->bias.grad().item<float>() : 3, 3);  // 2 rows, 2 ranks
+  });
+}
+
+/// Uneven data without join: rank 1 has one batch fewer and waits elsewhere. The limit is that of
+/// each call; rank 1 waits for longer, so that rank 0 is the one to tell.
+TEST(JoinTest, a_timeout_without_it_tells_of_it) {
+  std::string what;
+  const auto body = [&what](int rank) {
+    Sequential net(Linear(2, 3), BatchNorm1d(3), Linear(3, 1));
+    DistributedDataParallel model(net);
+    const Tensor x = at::ones({4, 2});
+    try {
+      for (int i = 0; i < 3 - rank; ++i) model(x).sum().backward();
+      barrier(default_group(), Deadline(testing::kWatchdog));
+    } catch (const TimeoutError& error) {
+      if (rank == 0) what = error.what();
+      throw;
+    }
+  };
+  EXPECT_THROW(run_ranks(2, body, {.timeout = std::chrono::seconds(1)}), TimeoutError);
+  EXPECT_NE(what.find("Do the ranks have different numbers of batches?"), std::string::npos)
+      << what;
+  EXPECT_NE(what.find("join()"), std::string::npos) << what;
+  EXPECT_NE(what.find("averaging the gradients of 2."), std::string::npos) << what;
+  EXPECT_NE(what.find(" at join_test.cpp:"), std::string::npos) << what;
+}
+
+}  // namespace join_test
+}  // namespace lockstep::nn
