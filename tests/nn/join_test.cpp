@@ -28,6 +28,7 @@ using testing::share_of;
 using testing::Shares;
 using torch::nn::BatchNorm1d;
 using torch::nn::Linear;
+using torch::nn::LinearOptions;
 using torch::nn::Sequential;
 
 using MakeOptimizer =
@@ -54,7 +55,9 @@ Shares shares_of(int epoch, int batch, int n_ranks) {
 }
 
 struct Training {
-  Sequential net{Linear(4, 6), BatchNorm1d(6), torch::nn::Tanh(), Linear(6, 3)};
+  // No bias in front of the BatchNorm: its gradient is zero but for rounding, which Adam scales up.
+  Sequential net{Linear(LinearOptions(4, 6).bias(false)), BatchNorm1d(6), torch::nn::Tanh(),
+                 Linear(6, 3)};
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   Group group;
 
@@ -227,14 +230,12 @@ TEST(JoinTest, an_example_forward_for_other_arguments) {
   on_ranks(2, [](int rank) {
     const auto net = std::make_shared<NetImpl>();
     DistributedDataParallel model(net);
-    model.join(
-        [&] {
-          if (rank == 0) model(at::ones({2, 1}), 3)[0].sum().backward();
-        },
-        {.example_forward = [&] {
-          return net->forward(at::ones({0, 1}), 3)[0];
-        }});
-    EXPECT_EQ(rank == 0 ? net->layer->bias.grad().item<float>() : 3, 3);  // 2 rows, 2 ranks
+    const auto train = [&] {
+      if (rank == 1) return;
+      model(at::ones({2, 1}), 3)[0].sum().backward();
+      EXPECT_EQ(net->layer->bias.grad().item<float>(), 3);  // 2 rows, 2 ranks
+    };
+    model.join(train, {.example_forward = [&] { return net->forward(at::ones({0, 1}), 3)[0]; }});
   });
 }
 
