@@ -365,7 +365,8 @@ def judge(result, goals):
 
 
 def check(result_path, goals_path, *names):
-    result, goals = json.load(open(result_path)), json.load(open(goals_path))
+    with open(result_path) as record, open(goals_path) as file:
+        result, goals = json.load(record), json.load(file)
     words = []
     for goal, text, word in judge(result, goals):
         if names and not set(names) & set(runs_of(goal)):
