@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -132,17 +133,39 @@ TEST(SharedEngineTest, groups_and_buffers_give_back_what_they_took) {
   EXPECT_LE(n_after, n_before + 8);  // the allocator's own arenas may grow a little
 }
 
+/// The files of shared memory that this process has mapped, a line each.
+std::string shared_files() {
+  std::ifstream maps("/proc/self/maps");
+  std::string names;
+  for (std::string line; std::getline(maps, line);) {
+    const std::size_t at = line.find("/dev/shm/");
+    if (at != std::string::npos) names += line.substr(at) + '\n';
+  }
+  return names;
+}
+
 TEST(SharedEngineTest, a_killed_rank_leaves_nothing_behind) {
-  const std::size_t n_shm = n_files("/dev/shm");
   const std::size_t n_descriptors = n_files("/proc/self/fd");
-  const auto statuses = run_processes(4, [] {
+  int ends[2];  // the ranks tell what they have mapped
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC | O_NONBLOCK), 0);
+  const auto statuses = run_processes(4, [&ends] {
     const Group group = default_group().duplicate();
     const SharedBuffer buffer = group.allocate(1 << 20);
+    const std::string names = shared_files();
+    EXPECT_EQ(::write(ends[1], names.data(), names.size()), static_cast<ssize_t>(names.size()));
     if (get_rank() == 2) ::raise(SIGKILL);
     EXPECT_THROW(group.barrier(), PeerLost);
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, SIGKILL, 0}));
-  EXPECT_EQ(n_files("/dev/shm"), n_shm);
+  std::string names(65536, '\0');
+  const ssize_t n_bytes = ::read(ends[0], names.data(), names.size());
+  names.resize(n_bytes < 0 ? 0 : static_cast<std::size_t>(n_bytes));
+  std::istringstream lines(names);
+  for (std::string name; std::getline(lines, name);) {
+    EXPECT_FALSE(std::filesystem::exists(name)) << name;
+  }
+  ::close(ends[0]);
+  ::close(ends[1]);
   EXPECT_EQ(n_files("/proc/self/fd"), n_descriptors);
 }
 
