@@ -5,9 +5,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <new>
 #include <thread>
 #include <vector>
+
+#include "support/waiting.hpp"
 
 namespace lockstep::base {
 namespace {
@@ -41,13 +44,16 @@ TEST(FutexTest, changed_word_returns_at_once) {
 TEST(FutexTest, wake_reaches_every_thread) {
   std::atomic<std::uint32_t> word{0};
   std::atomic<int> n_woken{0};
+  std::array<std::atomic<pid_t>, 4> tids{};
   {
     std::vector<std::jthread> sleepers;
-    for (int i = 0; i < 4; ++i) {
-      sleepers.emplace_back(
-          [&] { n_woken += wait_for_change(word, 0, FutexScope::thread) ? 1 : 0; });
+    for (auto& tid : tids) {
+      sleepers.emplace_back([&] {
+        tid = ::gettid();
+        n_woken += wait_for_change(word, 0, FutexScope::thread) ? 1 : 0;
+      });
     }
-    std::this_thread::sleep_for(20ms);
+    for (const auto& tid : tids) EXPECT_TRUE(test::wait_until_asleep(tid));
     word.store(1, std::memory_order_release);
     futex_wake_all(word, FutexScope::thread);
   }
@@ -61,7 +67,7 @@ TEST(FutexTest, wake_reaches_another_process) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) _exit(wait_for_change(*word, 0, FutexScope::process) ? 0 : 1);
-  std::this_thread::sleep_for(20ms);
+  EXPECT_TRUE(test::wait_until_asleep(child));
   word->store(1, std::memory_order_release);
   futex_wake_all(*word, FutexScope::process);
   int status = -1;

@@ -1,8 +1,12 @@
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <lockstep/lockstep.hpp>
 #include <thread>
+
+#include "support/waiting.hpp"
 
 namespace lockstep {
 namespace {
@@ -160,9 +164,13 @@ TEST(GroupTest, two_threads_in_one_group) {
       group.barrier();
       return;
     }
-    std::thread inside([&] { group.barrier(); });
+    std::atomic<pid_t> tid{0};
+    std::thread inside([&] {
+      tid = ::gettid();
+      group.barrier();
+    });
     // The look is free and not exact: a call that is refused must come while the other waits.
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    EXPECT_TRUE(test::wait_until_asleep(tid));
     expect_contains(refusal([&] { group.barrier(); }), "another thread is inside a call");
     barrier();
     inside.join();

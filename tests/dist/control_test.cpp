@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "dist/settings.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -49,11 +50,18 @@ std::vector<std::vector<std::int64_t>> times_of(std::int64_t mine) {
 std::int64_t now() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 TEST_P(ControlTest, main_process_runs_first) {
-  run([] {
+  const SharedCount n_others;
+  run([&] {
+    const auto tids = all_gather(std::array{static_cast<std::int64_t>(::gettid())});
     std::int64_t began = 0;
-    const std::int64_t ended = main_process_first([&began] {
+    if (get_rank() != 0) n_others.raise();
+    const std::int64_t ended = main_process_first([&] {
       began = now();
-      std::this_thread::sleep_for(milliseconds(get_rank() == 0 ? 50 : 0));
+      if (get_rank() == 0) {
+        EXPECT_TRUE(n_others.wait_for(get_world_size() - 1));
+        // Who did not wait for rank 0 would begin before it sleeps.
+        for (std::size_t r = 1; r < tids.size(); ++r) EXPECT_TRUE(wait_until_asleep(tids[r][0]));
+      }
       return now();
     });
     const auto begins = times_of(began);
@@ -146,15 +154,20 @@ TEST_P(ControlTest, the_hold_ends_with_an_exception) {
 }
 
 TEST(ControlTimeTest, long_work_outlasts_the_timeout_of_an_operation) {
-  run_ranks(3, [] { main_process_first([] { std::this_thread::sleep_for(milliseconds(600)); }); },
-            {.timeout = milliseconds(200)});
+  constexpr milliseconds kTimeout(200);
+  const auto work = [=] {
+    if (get_rank() == 0) outlast(kTimeout);
+  };
+  run_ranks(3, [&] { main_process_first(work); }, {.timeout = kTimeout});
 }
 
 TEST(ControlTimeTest, a_limit_of_ones_own) {
-  run_ranks(2, [](int rank) {
-    const auto work = [] { std::this_thread::sleep_for(milliseconds(500)); };
+  const SharedCount given_up;
+  run_ranks(2, [&](int rank) {
+    const auto work = [&] { EXPECT_TRUE(given_up.wait_for(1)); };
     const auto call = [&] { main_process_first(work, default_group(), milliseconds(50)); };
     EXPECT_CONTAINS(thrown<TimeoutError>(call), rank == 0 ? "" : "rank 0");
+    given_up.raise();
   });
 }
 

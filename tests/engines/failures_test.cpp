@@ -7,22 +7,26 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
-#include <thread>
 
 #include "engines/shared/job.hpp"
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+
+/// The process or thread of each rank.
+std::vector<std::vector<int>> thread_of_each_rank() {
+  return all_gather(std::vector<int>{::gettid()});
+}
 
 class Failures : public ::testing::TestWithParam<Setting> {
  protected:
@@ -222,14 +226,16 @@ TEST_P(Failures, a_buffer_larger_than_the_memory_there_is) {
 }
 
 TEST_P(Failures, a_message_from_a_rank_that_has_left_still_arrives) {
-  run([] {
+  const SharedCount left;
+  run([&] {
     const Group group = default_group();
     std::vector<float> data = {1, 2, 3};
     if (group.rank() == 0) {
       send(data, 1);
       destroy_dist();
+      left.raise();
     } else if (group.rank() == 1) {
-      std::this_thread::sleep_for(milliseconds(50));
+      EXPECT_TRUE(left.wait_for(1));
       recv(data, 0);
       EXPECT_EQ(data[2], 3);
       EXPECT_THROW(recv(data, 0), PeerLost);
@@ -238,18 +244,25 @@ TEST_P(Failures, a_message_from_a_rank_that_has_left_still_arrives) {
 }
 
 TEST_P(Failures, messages_for_several_ranks_from_one_that_has_left_still_arrive) {
-  run([] {
+  const SharedCount left;
+  run([&] {
     const Group group = default_group();
     if (group.size() < 3) return;
+    const auto ranks = thread_of_each_rank();
     if (group.rank() == 0) {
       send(std::vector<int>{1}, 1);
       send(std::vector<int>{2}, 2);
       destroy_dist();
+      left.raise();
       return;
     }
     std::vector<int> got(1);
     // Rank 2 looks for the dead several times while its message lies behind that of rank 1.
-    if (group.rank() == 1) std::this_thread::sleep_for(milliseconds(200));
+    if (group.rank() == 1) {
+      EXPECT_TRUE(left.wait_for(1));
+      const long before = n_sleeps(ranks[2][0]);
+      EXPECT_TRUE(wait_until([&] { return n_sleeps(ranks[2][0]) >= before + 4; }));
+    }
     recv(got, 0);
     EXPECT_EQ(got[0], group.rank());
   });
@@ -315,16 +328,22 @@ TEST(FailuresOfProcesses, exits) {
 }
 
 TEST(FailuresOfProcesses, killed_while_it_computes_and_the_others_sleep) {
+  const SharedCount n_started;
   const auto statuses = run_processes(
       3,
-      [] {
+      [&] {
         barrier();
-        if (get_rank() == 1) std::this_thread::sleep_for(seconds(30));
+        n_started.raise();
+        while (get_rank() == 1) {
+        }
         expect_contains(text_of<PeerLost>([] { barrier(); }), "rank 1 was killed by signal 9");
       },
       seconds(60),
-      [](std::span<const pid_t> pids) {
-        std::this_thread::sleep_for(milliseconds(300));
+      [&](std::span<const pid_t> pids) {
+        EXPECT_TRUE(n_started.wait_for(3));
+        for (const int rank : {0, 2}) {
+          EXPECT_TRUE(wait_until_asleep(pids[static_cast<std::size_t>(rank)]));
+        }
         ::kill(pids[1], SIGKILL);
       });
   EXPECT_EQ(statuses[0], 0);
@@ -333,23 +352,25 @@ TEST(FailuresOfProcesses, killed_while_it_computes_and_the_others_sleep) {
 }
 
 TEST(FailuresOfProcesses, stopped_is_said_so) {
-  std::vector<pid_t> all;
+  const SharedCount told;
   const auto statuses = run_processes(
       2,
-      [] {
-        barrier();
+      [&] {
+        const auto ranks = thread_of_each_rank();
         if (get_rank() == 1) ::raise(SIGSTOP);
         if (get_rank() == 0) {
-          expect_contains(
-              text_of<TimeoutError>([] { barrier(default_group(), milliseconds(300)); }),
-              "rank 1 is stopped by a signal or a debugger");
+          EXPECT_TRUE(wait_until([&] { return thread_state(ranks[1][0]) == 'T'; }));
+          const std::string text =
+              text_of<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
+          told.raise();
+          expect_contains(text, "rank 1 is stopped by a signal or a debugger");
         } else {
           EXPECT_THROW(barrier(), TimeoutError);
         }
       },
       seconds(60),
       [&](std::span<const pid_t> pids) {
-        std::this_thread::sleep_for(milliseconds(1500));
+        EXPECT_TRUE(told.wait_for(1));
         ::kill(pids[1], SIGCONT);
       });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
@@ -389,35 +410,21 @@ TEST(FailuresOfProcesses, a_group_that_one_rank_cannot_map_is_an_error_on_all) {
   EXPECT_EQ(statuses, std::vector<int>(3, 0));
 }
 
-/// True to all ranks once one has raised it.
-class SharedFlag {
- public:
-  SharedFlag()
-      : flag_(static_cast<std::atomic<bool>*>(::mmap(nullptr, sizeof(std::atomic<bool>),
-                                                     PROT_READ | PROT_WRITE,
-                                                     MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
-  ~SharedFlag() { ::munmap(flag_, sizeof *flag_); }
-  SharedFlag(const SharedFlag&) = delete;
-  SharedFlag& operator=(const SharedFlag&) = delete;
-  void raise() { *flag_ = true; }
-  bool is_raised() const { return *flag_; }
-
- private:
-  std::atomic<bool>* flag_;
-};
-
 TEST(FailuresOfProcesses, in_an_endless_loop_is_said_so) {
-  SharedFlag told;
+  const SharedCount looping;
+  const SharedCount told;
   const auto statuses = run_processes(2, [&] {
     barrier();
     if (get_rank() == 1) {
-      while (!told.is_raised()) {
+      looping.raise();
+      while (told.value() == 0) {
       }
       EXPECT_THROW(barrier(), TimeoutError);
       return;
     }
+    EXPECT_TRUE(looping.wait_for(1));
     const std::string text =
-        text_of<TimeoutError>([] { barrier(default_group(), milliseconds(300)); });
+        text_of<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
     told.raise();
     expect_contains(text, "rank 1 is running (pid ");
     expect_contains(text, "it is in no lockstep call since ");
@@ -427,14 +434,19 @@ TEST(FailuresOfProcesses, in_an_endless_loop_is_said_so) {
 }
 
 TEST(FailuresOfProcesses, in_another_call_is_said_so) {
-  const auto statuses = run_processes(2, [] {
+  const SharedCount calling;
+  const auto statuses = run_processes(2, [&] {
     const Group other = default_group().duplicate();
+    const auto ranks = thread_of_each_rank();
     if (get_rank() == 1) {
+      calling.raise();
       other.barrier();  // comes when the other has given up
       return;
     }
+    EXPECT_TRUE(calling.wait_for(1));
+    EXPECT_TRUE(wait_until_asleep(ranks[1][0]));
     const std::string text =
-        text_of<TimeoutError>([] { barrier(default_group(), milliseconds(2000)); });
+        text_of<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
     expect_contains(text, "it is in barrier #1 on group 'world/1.0' at failures_test.cpp:");
     other.barrier();
   });
@@ -455,10 +467,11 @@ TEST(FailuresOfProcesses, an_uncaught_exception_reaches_the_peers) {
 
 TEST(FailuresOfProcesses, leaving_with_a_reason_fails_the_peers) {
   const auto statuses = run_processes(3, [] {
+    const auto ranks = thread_of_each_rank();
     if (get_rank() == 0) {
       expect_contains(text_of<PeerFailed>([] { barrier(); }), "rank 1 failed: the disk is full");
     } else if (get_rank() == 1) {
-      std::this_thread::sleep_for(milliseconds(300));
+      for (const std::size_t rank : {0U, 2U}) EXPECT_TRUE(wait_until_asleep(ranks[rank][0]));
       destroy_dist("the disk is full");
     } else {
       EXPECT_THROW(barrier(), PeerFailed);

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <lockstep/lockstep.hpp>
@@ -21,6 +22,7 @@
 #include "engines/shared/job.hpp"
 #include "engines/shared/world.hpp"
 #include "support/namespaces.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -233,10 +235,11 @@ TEST(HierarchicalTest, hosts_of_one_rank_each_need_no_hierarchy) {
 }
 
 TEST(HierarchicalTest, a_late_rank_is_named_on_all_hosts) {
-  run_hosts({0, 0, 2, 2}, [](const Group& group) {
+  const test::SharedCount n_given_up;
+  run_hosts({0, 0, 2, 2}, [&](const Group& group) {
     group.barrier();
     if (group.rank() == 3) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(700));
+      EXPECT_TRUE(n_given_up.wait_for(3));
       EXPECT_THROW(group.barrier(), Error);
       return;
     }
@@ -248,6 +251,7 @@ TEST(HierarchicalTest, a_late_rank_is_named_on_all_hosts) {
                                  dynamic_cast<const PeerFailed*>(&error) != nullptr;
       EXPECT_TRUE(is_right_kind) << error.what();
     }
+    n_given_up.raise();
     EXPECT_THROW(group.barrier(), Error);
   });
 }
@@ -377,16 +381,26 @@ TEST_F(HierarchicalProcessTest, a_leader_stopped_between_hosts_is_late_at_the_li
   EXPECT_EQ(statuses, std::vector<int>(4, 0));
 }
 
+// The deadline of rank 3 passes while its leader, rank 2, waits for the other host.
 TEST(HierarchicalTest, a_leader_that_waits_for_another_host_is_not_late) {
-  run_hosts({0, 0, 2, 2}, [](const Group& group) {
+  constexpr std::chrono::milliseconds kTimeout(400);
+  std::atomic<pid_t> leader{0};
+  const test::SharedCount waiting;
+  run_hosts({0, 0, 2, 2}, [&](const Group& group) {
     group.barrier();
     std::int64_t sum = 1;
+    const Elements whole{&sum, 1, DType::i64};
     if (group.rank() < 2) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1500));
-      group.all_reduce({&sum, 1, DType::i64});
+      EXPECT_TRUE(waiting.wait_for(1));
+      test::outlast(kTimeout);
+      group.all_reduce(whole);
+    } else if (group.rank() == 2) {
+      leader = ::gettid();
+      group.all_reduce(whole);
     } else {
-      const seconds timeout(group.rank() == 2 ? 50 : 1);
-      group.all_reduce({&sum, 1, DType::i64}, ReduceOp::sum, Deadline(timeout));
+      EXPECT_TRUE(test::wait_until_asleep(leader));
+      waiting.raise();
+      group.all_reduce(whole, ReduceOp::sum, Deadline(kTimeout));
     }
     EXPECT_EQ(sum, 4);
   });

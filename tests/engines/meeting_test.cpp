@@ -22,6 +22,7 @@
 #include "base/fd.hpp"
 #include "launch/environment.hpp"
 #include "support/namespaces.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -99,11 +100,7 @@ class MeetingTest : public testing::Test {
   }
 
   void wait_for_sockets(int n) const {
-    const auto give_up = std::chrono::steady_clock::now() + seconds(30);
-    while (n_sockets() < n) {
-      ASSERT_LT(std::chrono::steady_clock::now(), give_up) << "sockets: " << n_sockets();
-      std::this_thread::sleep_for(milliseconds(2));
-    }
+    ASSERT_TRUE(test::wait_until([&] { return n_sockets() >= n; })) << "sockets: " << n_sockets();
   }
 
   const std::string port_ = std::to_string(::getpid());
@@ -170,7 +167,7 @@ TEST_F(MeetingTest, one_world_after_another) {
       for (int i = 0; i < 50; ++i) {
         init_dist();
         EXPECT_EQ(sum_of_ranks(), 3);
-        // Whoever is late finds the next meeting under way, or has it wait.
+        // Whoever is late finds the next meeting under way, or has it wait; the result is the same.
         if (i % 3 == rank) std::this_thread::sleep_for(milliseconds(3));
         destroy_dist();
       }
@@ -235,7 +232,7 @@ TEST_F(MeetingTest, another_rank_killed_in_the_meeting_is_lost) {
     });
   }
   wait_for_sockets(3);
-  std::this_thread::sleep_for(milliseconds(50));  // for its hello, behind its connection
+  EXPECT_TRUE(test::wait_until_asleep(victim));  // it said hello and waits for the answer
   ::kill(victim, SIGKILL);
   wait_for(victim);
   expect_all_pass();
@@ -371,10 +368,10 @@ TEST_F(MeetingTest, another_user_hears_nothing) {
     ASSERT_EQ(::setuid(kNobody), 0);
     const base::UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET, 0));
     const sockaddr_un address = address_of(open);
-    while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), size_of(open)) !=
-           0) {
-      std::this_thread::sleep_for(milliseconds(1));  // bound, not listening yet
-    }
+    EXPECT_TRUE(test::wait_until([&] {  // bound, but perhaps not listening yet
+      return ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), size_of(open)) ==
+             0;
+    }));
     char byte = 0;
     EXPECT_LE(::recv(socket.get(), &byte, 1, 0), 0);
   });

@@ -21,6 +21,7 @@
 #include "engines/shared/job.hpp"
 #include "engines/shared/world.hpp"
 #include "launch/environment.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 
@@ -162,10 +163,8 @@ std::vector<int> run_processes(int n, const std::function<void()>& body,
   if (started) started(pids);
 
   std::vector<int> statuses(pids.size(), -1);
-  const auto give_up = std::chrono::steady_clock::now() + watchdog;
-  bool is_killed = false;
-  for (std::size_t n_left = pids.size(); n_left > 0;) {
-    bool is_any = false;
+  std::size_t n_left = pids.size();
+  const auto have_all_ended = [&] {
     for (std::size_t i = 0; i < pids.size(); ++i) {
       int status = 0;
       if (pids[i] == 0 || ::waitpid(pids[i], &status, WNOHANG) != pids[i]) continue;
@@ -173,17 +172,15 @@ std::vector<int> run_processes(int n, const std::function<void()>& body,
       statuses[i] = status;
       pids[i] = 0;
       --n_left;
-      is_any = true;
     }
-    if (is_any || n_left == 0) continue;
-    if (!is_killed && std::chrono::steady_clock::now() > give_up) {
-      is_killed = true;
-      ADD_FAILURE() << "ranks hang: killed after " << watchdog.count() << " s";
-      for (const pid_t pid : pids) {
-        if (pid != 0) ::kill(pid, SIGKILL);
-      }
+    return n_left == 0;
+  };
+  if (!wait_until(have_all_ended, watchdog)) {
+    ADD_FAILURE() << "ranks hang: killed after " << watchdog.count() << " s";
+    for (const pid_t pid : pids) {
+      if (pid != 0) ::kill(pid, SIGKILL);
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    wait_until(have_all_ended);
   }
   return statuses;
 }

@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <lockstep/error.hpp>
@@ -9,6 +10,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "support/waiting.hpp"
 
 namespace lockstep {
 namespace {
@@ -23,8 +26,8 @@ TEST(FutureResultTest, get_takes_what_was_put) {
 
 TEST(FutureResultTest, get_waits_for_put) {
   FutureResult<int> result;
-  std::jthread putter([&] {
-    std::this_thread::sleep_for(20ms);
+  std::jthread putter([&, getter = ::gettid()] {
+    EXPECT_TRUE(test::wait_until_asleep(getter));
     result.put(7);
   });
   EXPECT_EQ(result.get(), 7);

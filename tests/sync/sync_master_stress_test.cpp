@@ -125,6 +125,7 @@ class Batch {
     return "the reply of round " + std::to_string(r) + " to " + std::to_string(id);
   }
 
+  /// Varies the order of events, on which no expectation depends.
   static void dawdle(std::mt19937& random) {
     switch (std::uniform_int_distribution(0, 19)(random)) {
       case 0: std::this_thread::sleep_for(50us); break;

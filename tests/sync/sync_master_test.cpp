@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <lockstep/error.hpp>
 #include <lockstep/sync.hpp>
@@ -10,6 +12,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "support/waiting.hpp"
 
 namespace lockstep {
 namespace {
@@ -136,9 +140,12 @@ TEST(SyncMasterTest, pipes_of_an_earlier_registration_say_so) {
     std::jthread slave([&] { EXPECT_EQ(early.run_slave(1), 201); });
     EXPECT_EQ(master.run_master(1), 200);
   }
-  std::jthread waiting(
-      [&] { EXPECT_HAS(text_of<PeerLost>([&] { early.run_slave(1); }), "new registration"); });
-  std::this_thread::sleep_for(20ms);
+  std::atomic<pid_t> tid{0};
+  std::jthread waiting([&] {
+    tid = ::gettid();
+    EXPECT_HAS(text_of<PeerLost>([&] { early.run_slave(1); }), "new registration");
+  });
+  EXPECT_TRUE(test::wait_until_asleep(tid));
   auto late = master.register_slave(2);
   waiting.join();
   EXPECT_HAS(text_of<PeerLost>([&] { early.run_slave(1); }), "new registration");
@@ -289,8 +296,8 @@ TEST_F(FaultTest, callback_with_wrong_ids) {
 }
 
 TEST_F(FaultTest, slave_that_fails) {
-  std::jthread failing([&] {
-    std::this_thread::sleep_for(20ms);
+  std::jthread failing([&, master = ::gettid()] {
+    EXPECT_TRUE(test::wait_until_asleep(master));
     pipe(2).fail(std::make_exception_ptr(std::runtime_error("bad sample 17")));
   });
   for (const auto& text : failing_round<PeerFailed>({1, 3})) {
@@ -322,8 +329,8 @@ TEST_F(FaultTest, master_that_fails) {
 }
 
 TEST_F(FaultTest, slave_that_leaves_while_others_wait) {
-  std::jthread leaving([&] {
-    std::this_thread::sleep_for(20ms);
+  std::jthread leaving([&, master = ::gettid()] {
+    EXPECT_TRUE(test::wait_until_asleep(master));
     pipe(2) = Pipe();
   });
   for (const auto& text : failing_round<PeerLost>({1, 3})) EXPECT_HAS(text, "slave 2 left");
@@ -386,8 +393,8 @@ TEST_F(FaultTest, late_slave_gets_the_timeout_and_harms_no_later_round) {
   for (const int id : {1, 3}) {
     others.emplace_back([&, id] { EXPECT_EQ(pipe(id).run_slave(1), 400 + id); });
   }
-  std::jthread late([&] {
-    std::this_thread::sleep_for(20ms);
+  std::jthread late([&, master = ::gettid()] {
+    EXPECT_TRUE(test::wait_until_asleep(master));
     const auto text = text_of<TimeoutError>([&] { pipe(2).run_slave(50); });
     EXPECT_HAS(text, "call #1)");
     EXPECT_HAS(text, "late");
@@ -444,9 +451,12 @@ TEST(SyncMasterTest, master_that_leaves) {
   auto master = std::make_unique<Master>(sum_for_each);
   auto waiting = master->register_slave(1);
   auto late = master->register_slave(2);
-  std::jthread slave(
-      [&] { EXPECT_HAS(text_of<PeerLost>([&] { waiting.run_slave(1); }), "the master left"); });
-  std::this_thread::sleep_for(20ms);
+  std::atomic<pid_t> tid{0};
+  std::jthread slave([&] {
+    tid = ::gettid();
+    EXPECT_HAS(text_of<PeerLost>([&] { waiting.run_slave(1); }), "the master left");
+  });
+  EXPECT_TRUE(test::wait_until_asleep(tid));
   master.reset();
   EXPECT_HAS(text_of<PeerLost>([&] { late.run_slave(1); }), "the master left");
   EXPECT_HAS(text_of<PeerLost>([&] { late.run_slave(1); }), "the master left");
@@ -463,8 +473,8 @@ TEST(SyncMasterTest, options_give_the_default_deadline) {
 TEST(SyncMasterTest, deadline_never_waits_on) {
   Master master(sum_for_each);
   auto pipe = master.register_slave(1);
-  std::jthread slave([&] {
-    std::this_thread::sleep_for(20ms);
+  std::jthread slave([&, master_thread = ::gettid()] {
+    EXPECT_TRUE(test::wait_until_asleep(master_thread));
     EXPECT_EQ(pipe.run_slave(1, Deadline::never()), 201);
   });
   EXPECT_EQ(master.run_master(1, Deadline::never()), 200);
