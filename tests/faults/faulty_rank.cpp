@@ -12,6 +12,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
@@ -20,8 +21,11 @@
 #include <thread>
 #include <vector>
 
+#include "support/waiting.hpp"
+
 namespace {
 
+using lockstep::test::wait_until;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
@@ -62,19 +66,31 @@ void report(const Plan& plan, int rank, const std::string& error, const std::str
 
 /// A rank that leaves may take the others with it (mpirun does): everyone has its say first.
 void wait_for_reports(const Plan& plan, int n_ranks, bool is_victim_waited_for) {
-  const auto give_up = steady_clock::now() + seconds(60);
-  for (int rank = 0; rank < n_ranks; ++rank) {
-    if (rank == plan.victim && !is_victim_waited_for) continue;
-    while (!std::filesystem::exists(plan.folder + "/" + std::to_string(rank)) &&
-           steady_clock::now() < give_up) {
-      std::this_thread::sleep_for(milliseconds(5));
+  const auto have_all_reported = [&] {
+    for (int rank = 0; rank < n_ranks; ++rank) {
+      if (rank == plan.victim && !is_victim_waited_for) continue;
+      if (!std::filesystem::exists(plan.folder + "/" + std::to_string(rank))) return false;
     }
-  }
+    return true;
+  };
+  wait_until(have_all_reported, seconds(60));
 }
 
 void note_fault(const Plan& plan) { write_file(plan, "fault", std::to_string(now_ns())); }
 
+/// Until the victim has gone, or stands still: its process, where the file of its pid is.
+void wait_for_fault(const Plan& plan) {
+  const auto has_come = [&] {
+    pid_t pid = 0;
+    std::ifstream(plan.folder + "/pid") >> pid;
+    return std::filesystem::exists(plan.folder + "/fault") &&
+           (pid == 0 || std::strchr("TZX", lockstep::test::thread_state(pid)) != nullptr);
+  };
+  wait_until(has_come, seconds(60));
+}
+
 void end_this_process(const Plan& plan) {
+  write_file(plan, "pid", std::to_string(::getpid()));
   note_fault(plan);
   if (plan.fault == "kill") ::raise(SIGKILL);
   if (plan.fault == "stop") ::kill(::getpid(), SIGSTOP);
@@ -97,8 +113,9 @@ bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline d
     }
     if (plan.place != "in") end_this_process(plan);
     // From another thread, while this one waits in the call for the rank that comes late to it.
-    std::thread([plan] {
-      std::this_thread::sleep_for(milliseconds(100));
+    std::thread([plan, caller = ::gettid()] {
+      // MPI waits without sleep. The outcome is the same if the call has not begun yet.
+      wait_until([caller] { return lockstep::test::is_asleep(caller); }, milliseconds(100));
       end_this_process(plan);
     }).detach();
     return false;
@@ -149,7 +166,7 @@ void run_calls(const Plan& plan, bool is_thread) {
   const bool is_done = is_victim && misbehave(plan, data, deadline, is_thread);
   if (plan.is_any({"kill", "stop", "exit"}) && plan.place == "in" &&
       group.rank() == (plan.victim + 1) % group.size()) {
-    std::this_thread::sleep_for(milliseconds(200));
+    wait_for_fault(plan);
   }
   if (is_done && !lockstep::is_distributed()) return;
   if (!is_done) {

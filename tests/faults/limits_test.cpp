@@ -15,6 +15,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdlib>
@@ -23,7 +25,6 @@
 #include <functional>
 #include <lockstep/lockstep.hpp>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/fd.hpp"
@@ -34,6 +35,7 @@
 #include "engines/shared/segment.hpp"
 #include "engines/shared/world.hpp"
 #include "support/expect.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -110,10 +112,13 @@ TEST(MachineLimitsTest, a_forbidden_membarrier_is_done_without) {
   in_child([] {
     forbid(SYS_membarrier);
     EXPECT_FALSE(base::register_for_fences());
-    run_ranks(2, [](int rank) {
+    std::array<std::atomic<pid_t>, 2> tids{};
+    run_ranks(2, [&](int rank) {
+      tids[static_cast<std::size_t>(rank)] = ::gettid();
       for (int i = 0; i < 20; ++i) {
-        // Long enough for the other to have gone to sleep.
-        if (i % 2 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        if (i % 2 == rank) {
+          EXPECT_TRUE(wait_until_asleep(tids[static_cast<std::size_t>(1 - rank)]));
+        }
         EXPECT_EQ(all_reduce_value(i), 2 * i);
       }
     });
