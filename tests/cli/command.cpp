@@ -21,8 +21,9 @@
 #include <set>
 #include <stdexcept>
 #include <string_view>
-#include <thread>
 #include <utility>
+
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -180,16 +181,11 @@ void Command::read_until(const std::string& text, int times) {
 }
 
 void Command::wait_unread() {
-  const auto limit = Clock::now() + kWatchdog;
   int status = 0;
-  while (waitpid(pid_, &status, WNOHANG) == 0) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    if (Clock::now() > limit) {
-      kill(pid_, SIGKILL);
-      waitpid(pid_, &status, 0);
-      ADD_FAILURE() << "watchdog: the command does not end";
-      break;
-    }
+  if (!wait_until([&] { return waitpid(pid_, &status, WNOHANG) != 0; }, kWatchdog)) {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, &status, 0);
+    ADD_FAILURE() << "watchdog: the command does not end";
   }
   reaped_ = true;
   ended_.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
@@ -222,20 +218,15 @@ std::vector<pid_t> Command::processes() const {
 }
 
 void Command::wait_for_processes(std::size_t count) const {
-  const auto limit = Clock::now() + kWatchdog;
-  while (processes().size() != count) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    if (Clock::now() > limit) FAIL() << "watchdog: " << processes().size() << " processes";
+  if (!wait_until([&] { return processes().size() == count; }, kWatchdog)) {
+    FAIL() << "watchdog: " << processes().size() << " processes";
   }
 }
 
 void Command::expect_nothing_left() const {
-  const auto limit = Clock::now() + kWatchdog;
-  std::vector<pid_t> left = processes();
-  while (!left.empty() && Clock::now() < limit) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    left = processes();
-  }
+  std::vector<pid_t> left;
+  const auto are_all_gone = [&] { return (left = processes()).empty(); };
+  wait_until(are_all_gone, kWatchdog);
   for (const pid_t pid : left) {
     std::ifstream file(fmt::format("/proc/{}/cmdline", pid));
     std::string line;
@@ -249,14 +240,10 @@ void Command::expect_nothing_left() const {
     }
   }
   // Jobs of other tests may be meeting just now; what is left behind stays.
-  const auto is_socket_there = [] {
-    return contents_of("/proc/net/unix").find("lockstep") != std::string::npos;
+  const auto is_no_socket_left = [] {
+    return !contains(contents_of("/proc/net/unix"), "lockstep");
   };
-  bool is_there = is_socket_there();
-  for (; is_there && Clock::now() < limit; is_there = is_socket_there()) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  EXPECT_FALSE(is_there);
+  EXPECT_TRUE(wait_until(is_no_socket_left, kWatchdog));
 }
 
 Ended run(const StartOptions& start) {

@@ -76,6 +76,20 @@ Ended run(const std::vector<std::string>& arguments);
 /// A rank that is the shell script `text`.
 std::vector<std::string> script(const std::vector<std::string>& options, const std::string& text);
 
+/// Of a shell script: waits for a file, which a test or another rank makes.
+inline std::string await_file(const std::string& file) {
+  return "until [ -e " + file + " ]; do sleep 0.01; done; ";
+}
+/// Of a shell script: waits until the process whose pid is in this file has ended, and its parent
+/// knows.
+inline std::string await_end_of(const std::string& file) {
+  return await_file(file) + "while kill -0 $(cat " + file + ") 2>/dev/null; do sleep 0.01; done; ";
+}
+/// Of a shell script: writes its pid to this file.
+inline std::string write_pid(const std::string& file) {
+  return "echo $$ > " + file + "~; mv " + file + "~ " + file + "; ";
+}
+
 std::vector<std::string> lines_of(const std::string& text);
 std::vector<std::string> sorted_lines_of(const std::string& text);
 

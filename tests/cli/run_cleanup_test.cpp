@@ -1,13 +1,12 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <csignal>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -92,9 +91,9 @@ TEST(RunCleanupTest, kill_9_of_the_launcher_after_a_restart) {
 }
 
 TEST(RunCleanupTest, kill_9_of_the_launcher_while_it_starts) {
-  for (int delay_ms = 1; delay_ms < 40; delay_ms += 3) {
+  for (const std::size_t n_processes : {1, 2, 3, 10, 40, 100, 200}) {
     Command command(start_of({"-n", "100"}, kFamily));
-    std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
+    EXPECT_TRUE(wait_until([&] { return command.processes().size() >= n_processes; }));
     command.send(SIGKILL);
     command.wait_unread();
     command.expect_nothing_left();
@@ -107,7 +106,9 @@ TEST(RunCleanupTest, what_a_rank_leaves_behind_ends_with_it) {
 }
 
 TEST(RunCleanupTest, what_a_rank_leaves_behind_may_finish_writing) {
-  const Ended ended = run(script({"-n", "2"}, "(sleep 0.3; echo late) & exit 0"));
+  const Ended ended =
+      run(script({"-n", "2"},
+                 "(until grep -q ') Z ' /proc/$$/stat; do sleep 0.01; done; echo late) & exit 0"));
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(ended.out, "late\nlate\n");
 }
@@ -119,7 +120,11 @@ TEST(RunCleanupTest, what_a_rank_leaves_behind_has_only_the_grace) {
 
 TEST(RunCleanupTest, does_not_wait_for_who_left_the_group_with_an_output) {
   // A daemon that made its own session is out of reach, and must not hold the launcher up.
-  Command command(start_of({"-n", "1", "--grace", "0.2"}, "setsid sleep 1000 & sleep 0.3; exit 0"));
+  const TemporaryFolder folder;
+  const std::string left = folder / "left";
+  Command command(start_of(
+      {"-n", "1", "--grace", "0.2"},
+      "setsid sh -c 'touch " + left + "; exec sleep 1000' & " + await_file(left) + "exit 0"));
   EXPECT_EQ(command.wait().exit_code, 0);
 }
 

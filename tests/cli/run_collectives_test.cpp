@@ -56,7 +56,7 @@ TEST(RunLossTest, every_peer_of_a_killed_rank_learns_who_and_by_what) {
 /// What the peers of rank 1 print when it does something else than to come.
 std::string told_when_rank_1(const std::string& does) {
   Command command(StartOptions{
-      .arguments = {"run", "-n", "3", "--grace", "1", COLLECTIVES_PROGRAM, does, "1"}});
+      .arguments = {"run", "-n", "3", "--grace", "0.1", COLLECTIVES_PROGRAM, does, "1"}});
   const Ended ended = command.wait();
   EXPECT_NE(ended.exit_code, 0);
   command.expect_nothing_left();

@@ -1,12 +1,16 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <csignal>
+#include <cstdlib>
+#include <fstream>
 #include <regex>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -31,7 +35,7 @@ TEST(RunFailureTest, ends_with_the_code_of_the_rank_that_failed) {
 }
 
 TEST(RunFailureTest, names_the_signal) {
-  const Ended ended = run(script({"-n", "2"}, "[ $RANK = 0 ] && kill -SEGV $$; sleep 1000"));
+  const Ended ended = run(script({"-n", "1"}, "kill -SEGV $$"));
   EXPECT_EQ(ended.exit_code, 128 + SIGSEGV);
   EXPECT_TRUE(contains(ended.err, "rank 0 (pid ")) << ended.err;
   EXPECT_TRUE(contains(ended.err, "was killed by SIGSEGV (signal 11, Segmentation fault"))
@@ -39,8 +43,11 @@ TEST(RunFailureTest, names_the_signal) {
 }
 
 TEST(RunFailureTest, names_the_first_of_two) {
-  const Ended ended = run(script(
-      {"-n", "4"}, "[ $RANK = 2 ] && exit 5; [ $RANK = 1 ] && { sleep 0.5; exit 6; }; sleep 1000"));
+  const TemporaryFolder folder;
+  const std::string pid = folder / "pid";
+  const Ended ended = run(script({"-n", "4"}, "[ $RANK = 2 ] && { " + write_pid(pid) +
+                                                  "exit 5; }; [ $RANK = 1 ] && { " +
+                                                  await_end_of(pid) + "exit 6; }; exit 0"));
   EXPECT_EQ(ended.exit_code, 5);
   EXPECT_TRUE(contains(ended.err, "rank 2 (pid ")) << ended.err;
   EXPECT_FALSE(contains(ended.err, "rank 1 (pid ")) << ended.err;
@@ -51,40 +58,36 @@ TEST(RunFailureTest, one_after_the_other_the_first_is_named_however_late_we_look
   const TemporaryFolder folder;
   Command command(StartOptions{
       .arguments =
-          with_run(script({"-n", "3"}, "echo \"ready $RANK $$.\"; read x < " + (folder / "$RANK") +
-                                           "; [ $RANK = 2 ] && exit 5; exit 6")),
-      .shell = "mkfifo " + (folder / "0 ") + (folder / "1 ") + (folder / "2") + "; exec \"$@\""});
-  command.read_until("ready", 3);
+          with_run(script({"-n", "2"}, "echo \"ready $RANK $$.\"; read x < " + (folder / "$RANK") +
+                                           "; [ $RANK = 1 ] && exit 5; exit 6")),
+      .shell = "mkfifo " + (folder / "0 ") + (folder / "1") + "; exec \"$@\""});
+  command.read_until("ready", 2);
   command.send(SIGSTOP);
-  // The end of rank 2 is seen before rank 1 is let go.
-  const std::regex of_rank_2(R"(ready 2 (\d+)\.)");
-  std::smatch match;
-  ASSERT_TRUE(std::regex_search(command.out(), match, of_rank_2));
-  const std::string status = "/proc/" + match[1].str() + "/status";
-  ASSERT_EQ(std::system(("echo > " + (folder / "2")).c_str()), 0);
-  while (!contains(contents_of(status), "State:\tZ")) {
-  }
-  ASSERT_EQ(std::system(("echo > " + (folder / "1")).c_str()), 0);
-  const std::regex of_rank_1(R"(ready 1 (\d+)\.)");
-  ASSERT_TRUE(std::regex_search(command.out(), match, of_rank_1));
-  while (!contains(contents_of("/proc/" + match[1].str() + "/status"), "State:\tZ")) {
+  for (const char* rank : {"1", "0"}) {  // rank 0 is let go when rank 1 has ended
+    std::smatch match;
+    const std::regex of_rank(fmt::format(R"(ready {} (\d+)\.)", rank));
+    ASSERT_TRUE(std::regex_search(command.out(), match, of_rank));
+    const pid_t pid = std::stoi(match[1].str());
+    ASSERT_EQ(std::system(("echo > " + (folder / rank)).c_str()), 0);
+    EXPECT_TRUE(wait_until([pid] { return thread_state(pid) == 'Z'; }));
   }
   command.send(SIGCONT);
   const Ended ended = command.wait();
   EXPECT_EQ(ended.exit_code, 5) << ended.err;
-  EXPECT_TRUE(contains(ended.err, "rank 2 (pid ")) << ended.err;
+  EXPECT_TRUE(contains(ended.err, "rank 1 (pid ")) << ended.err;
 }
 
 TEST(RunFailureTest, last_words_stand_before_the_report) {
-  Command command(StartOptions{.arguments = with_run(script({"-n", "1"},
-                                                            "echo \"pid $$.\"; sleep 0.2; "
-                                                            "echo reason >&2; exit 3"))});
+  const TemporaryFolder folder;
+  const std::string go = folder / "go";
+  Command command(
+      StartOptions{.arguments = with_run(script({"-n", "1"}, "echo \"pid $$.\"; " + await_file(go) +
+                                                                 "echo reason >&2; exit 3"))});
   command.read_until(".");
   command.send(SIGSTOP);  // so that it finds the words and the end together
-  const std::string status =
-      "/proc/" + std::to_string(std::stoi(command.out().substr(4))) + "/status";
-  while (!contains(contents_of(status), "State:\tZ")) {
-  }
+  std::ofstream(go).flush();
+  const pid_t rank = std::stoi(command.out().substr(4));
+  EXPECT_TRUE(wait_until([&] { return thread_state(rank) == 'Z'; }));
   command.send(SIGCONT);
   const Ended ended = command.wait();
   ASSERT_EQ(lines_of(ended.err).size(), 2U) << ended.err;
@@ -92,9 +95,11 @@ TEST(RunFailureTest, last_words_stand_before_the_report) {
 }
 
 TEST(RunFailureTest, others_have_time_for_their_own_error_before_sigterm) {
-  const Ended ended = run(script({"-n", "2"},
-                                 "trap 'echo got TERM; exit 0' TERM; [ $RANK = 1 ] && exit 3; "
-                                 "sleep 0.3; echo own words; sleep 1000 & wait"));
+  const TemporaryFolder folder;
+  const std::string pid = folder / "pid";
+  const Ended ended = run(script(
+      {"-n", "2"}, "trap 'echo got TERM; exit 0' TERM; [ $RANK = 1 ] && { " + write_pid(pid) +
+                       "exit 3; }; " + await_end_of(pid) + "echo own words; sleep 1000 & wait"));
   EXPECT_EQ(ended.exit_code, 3);
   EXPECT_EQ(lines_of(ended.out), (Lines{"own words", "got TERM"}));
 }
@@ -114,9 +119,12 @@ TEST(RunFailureTest, ends_a_stopped_rank) {
 }
 
 TEST(RunFailureTest, ranks_may_end_at_different_times) {
-  const Ended ended = run(script({"-n", "3"}, "sleep 0.$RANK; echo $RANK"));
+  const TemporaryFolder folder;
+  const Ended ended = run(script(
+      {"-n", "3"}, write_pid(folder / "$RANK") + "before=$((RANK - 1)); [ $RANK = 0 ] || { " +
+                       await_end_of(folder / "$before") + "}; echo $RANK"));
   EXPECT_EQ(ended.exit_code, 0);
-  EXPECT_EQ(ended.out, "0\n1\n2\n");
+  EXPECT_EQ(sorted_lines_of(ended.out), (Lines{"0", "1", "2"}));
 }
 
 TEST(RunFailureTest, a_rank_has_the_signals_that_the_launcher_ignores) {
@@ -218,11 +226,14 @@ TEST(RunInterruptTest, second_sigint_does_not_wait_for_a_reader_who_takes_nothin
 }
 
 TEST(RunInterruptTest, ignored_hangup_stays_ignored) {  // nohup
-  Command command(
-      StartOptions{.arguments = with_run(script({"-n", "1"}, "echo ready; sleep 0.5; echo over")),
-                   .shell = "trap '' HUP; exec \"$@\""});
+  const TemporaryFolder folder;
+  Command command(StartOptions{
+      .arguments =
+          with_run(script({"-n", "1"}, "echo ready; " + await_file(folder / "go") + "echo over")),
+      .shell = "trap '' HUP; exec \"$@\""});
   command.read_until("ready");
   command.send(SIGHUP);
+  std::ofstream(folder / "go").flush();
   const Ended ended = command.wait();
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(ended.out, "ready\nover\n");
@@ -235,7 +246,7 @@ TEST(RunRestartTest, starts_the_whole_world_again) {
   const Ended ended = run(script({"-n", "3", "--max-restarts", "5"},
                                  "echo $LOCKSTEP_RESTART $RANK; "
                                  "[ $LOCKSTEP_RESTART -lt 2 ] && [ $RANK = 1 ] && exit 4; "
-                                 "[ $LOCKSTEP_RESTART -lt 2 ] && sleep 1000; exit 0"));
+                                 "[ $LOCKSTEP_RESTART -lt 1 ] && sleep 1000; exit 0"));
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(sorted_lines_of(ended.out),
             (Lines{"0 0", "0 1", "0 2", "1 0", "1 1", "1 2", "2 0", "2 1", "2 2"}));
@@ -251,8 +262,11 @@ TEST(RunRestartTest, gives_up) {
 }
 
 TEST(RunRestartTest, each_world_has_its_own_segment) {
-  const Ended ended = run(
-      script({"-n", "2", "--max-restarts", "1"}, "echo ${LOCKSTEP_SEGMENT#*:}; sleep 0.2; exit 1"));
+  const TemporaryFolder folder;
+  const std::string said = folder / "$LOCKSTEP_RESTART.";
+  const Ended ended = run(script({"-n", "2", "--max-restarts", "1"},
+                                 "echo ${LOCKSTEP_SEGMENT#*:}; touch " + said + "$RANK; " +
+                                     await_file(said + "$((1 - RANK))") + "exit 1"));
   const Lines lines = lines_of(ended.out);
   ASSERT_EQ(lines.size(), 4U);
   EXPECT_EQ(lines[0], lines[1]);

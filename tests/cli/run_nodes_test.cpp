@@ -16,6 +16,7 @@
 #include "base/fd.hpp"
 #include "cli/command.hpp"
 #include "support/namespaces.hpp"
+#include "support/waiting.hpp"
 
 // Several machines: each `lockstep run` is a node. Here they are processes on loopback, or in
 // network namespaces of their own.
@@ -133,9 +134,15 @@ TEST(RunNodesTest, a_launcher_that_is_killed_ends_the_other_nodes) {
 
 TEST(RunNodesTest, a_node_that_is_done_still_ends_with_the_code_of_the_others) {
   const std::string rendezvous = free_rendezvous();
+  const TemporaryFolder folder;
+  const std::string go = folder / "go";
   const auto done = start({.node_rank = 0, .rendezvous = rendezvous, .script = "echo done"});
-  const auto failing = start(
-      {.node_rank = 1, .rendezvous = rendezvous, .script = "sleep 0.3; [ $RANK != 2 ] || exit 5"});
+  const auto failing = start({.node_rank = 1,
+                              .rendezvous = rendezvous,
+                              .script = await_file(go) + "[ $RANK != 2 ] || exit 5"});
+  done->read_until("done", 2);
+  done->wait_for_processes(2);  // the launcher and its guard
+  std::ofstream(go).flush();
   EXPECT_EQ(done->wait().exit_code, 5);
   EXPECT_EQ(failing->wait().exit_code, 5);
 }
@@ -162,7 +169,7 @@ TEST(RunNodesTest, an_interrupt_ends_the_wait_for_the_others) {
   for (const int node : {0, 1}) {
     const auto alone =
         start({.node_rank = node, .rendezvous = free_rendezvous(), .script = "true"});
-    ::usleep(200'000);
+    EXPECT_TRUE(wait_until_asleep(alone->pid()));
     alone->send(SIGINT);
     const Ended ended = alone->wait();
     EXPECT_TRUE(ended.exit_code == 128 + SIGINT || ended.signal == SIGINT) << ended.err;
@@ -290,15 +297,13 @@ TEST(RunNodesTest, a_stranger_at_the_port_does_not_disturb) {
 
 base::UniqueFd connect_to(const std::string& rendezvous) {
   const sockaddr_in address = loopback(std::stoi(rendezvous.substr(rendezvous.find(':') + 1)));
-  for (int attempt = 0; attempt < 3000; ++attempt) {
-    base::UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
-      return fd;
-    }
-    ::usleep(10'000);
-  }
-  ADD_FAILURE() << "nobody listens at " << rendezvous;
-  return {};
+  base::UniqueFd fd;
+  const auto connect = [&] {
+    fd.reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
+  };
+  EXPECT_TRUE(wait_until(connect)) << "nobody listens at " << rendezvous;
+  return fd;
 }
 
 TEST(RunNodesTest, random_bytes_at_the_port_do_not_disturb) {

@@ -3,16 +3,15 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -120,6 +119,7 @@ TEST(RunOutputTest, ten_megabytes_of_four_ranks_never_mix) {
 }
 
 TEST(RunOutputTest, line_written_in_pieces_stays_whole) {
+  // The pauses vary how the pieces come; the result is the same.
   const std::string text = "for i in 1 2 3 4 5 6; do printf \"$RANK\"; sleep 0.02; done; echo";
   const Ended ended = run(script({"-n", "3"}, text));
   EXPECT_EQ(sorted_lines_of(ended.out), (Lines{"000000", "111111", "222222"}));
@@ -138,12 +138,28 @@ TEST(RunOutputTest, very_long_lines) {
   EXPECT_EQ(n_bytes, std::vector<long>(2, 5'000'000));
 }
 
+/// Whether all processes of the command sleep: 0 where one does not, else how often they have
+/// slept.
+long n_sleeps_of_all(const Command& command) {
+  long n = 0;
+  for (const pid_t pid : command.processes()) {
+    if (!is_asleep(pid)) return 0;
+    n += n_sleeps(pid);
+  }
+  return n;
+}
+
 TEST(RunOutputTest, slow_reader_slows_the_ranks_down) {
   const TemporaryFolder folder;
   Command command(
       StartOptions{.arguments = {"run", "-n", "2", "/bin/sh", "-c",
                                  fmt::format("seq 1 2000000; touch {}", folder / "done")}});
-  std::this_thread::sleep_for(std::chrono::seconds(1));  // nobody reads
+  // Nobody reads: in the end the launcher, its guard, both ranks and their programs all wait.
+  EXPECT_TRUE(wait_until([&] {
+    if (std::filesystem::exists(folder / "done")) return true;
+    const long before = command.processes().size() == 6 ? n_sleeps_of_all(command) : 0;
+    return before > 0 && n_sleeps_of_all(command) == before;
+  }));
   EXPECT_FALSE(std::filesystem::exists(folder / "done"));
   const std::string status = contents_of(fmt::format("/proc/{}/status", command.pid()));
 #ifdef __SANITIZE_ADDRESS__

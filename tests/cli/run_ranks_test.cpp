@@ -92,8 +92,11 @@ TEST(RunRanksTest, omp_threads_share_the_cores) {
 }
 
 TEST(RunRanksTest, rank_zero_reads_stdin) {
+  const TemporaryFolder folder;  // where the others say that they have read: rank 0 is last
   const Ended ended = run(StartOptions{
-      .arguments = script({"-n", "3"}, "[ $RANK = 0 ] && sleep 0.3; echo $RANK: $(cat)"),
+      .arguments = script({"-n", "3"}, "[ $RANK = 0 ] && { " + await_file(folder / "1") +
+                                           await_file(folder / "2") +
+                                           "}; echo $RANK: $(cat); touch " + (folder / "$RANK")),
       .input = "first\nsecond\n"});
   EXPECT_EQ(sorted_lines_of(ended.out), (Lines{"0: first second", "1:", "2:"}));
 }

@@ -1,6 +1,7 @@
 // A rank of MpiTest: makes the fault that its first argument names, over the mpi engine or the one
-// that a third argument names, and says how its own calls ended. mpirun ends all ranks when the
-// first fails, so each waits until all three have left a file in the folder of the second argument.
+// that a third argument names, and says how its own calls ended in a file of its own, in the folder
+// of the second argument: mpirun may lose what a rank prints just before it fails. mpirun also ends
+// all ranks when the first fails, so each waits until all have left their file.
 // "long" is no fault: messages past 2^31 bytes.
 #include <csignal>
 #include <cstdint>
@@ -12,22 +13,35 @@
 #include <span>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
+
+#include "support/waiting.hpp"
 
 namespace {
 
-std::size_t n_files(const std::string& folder) {
-  std::size_t n = 0;
-  for ([[maybe_unused]] const auto& file : std::filesystem::directory_iterator(folder)) ++n;
+int n_said(const std::string& folder) {
+  int n = 0;
+  for (const auto& file : std::filesystem::directory_iterator(folder)) {
+    n += file.path().extension() == ".said" ? 1 : 0;
+  }
   return n;
 }
 
-void wait_until_said(const std::string& folder, std::size_t n_ranks) {
-  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-  while (n_files(folder) < n_ranks && std::chrono::steady_clock::now() < until) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
+void wait_until_said(const std::string& folder, int n_ranks) {
+  lockstep::test::wait_until([&] { return n_said(folder) >= n_ranks; }, std::chrono::seconds(30));
+}
+
+/// Into a file that is whole, or not there.
+void say(const std::string& folder, int rank, const std::string& text) {
+  const std::string path = folder + "/" + std::to_string(rank);
+  std::ofstream(path + ".part") << "rank " << rank << ": " << text << "\n";
+  std::filesystem::rename(path + ".part", path + ".said");
+}
+
+/// What the launcher says: Open MPI's variable, or else MPICH's.
+int number_of(const char* open_mpi, const char* mpich) {
+  const char* const number = std::getenv(open_mpi);
+  return std::atoi(number != nullptr ? number : std::getenv(mpich));
 }
 
 /// More bytes in one message than MPI's int counts.
@@ -78,8 +92,7 @@ void send_long_messages(int rank) {
 int main(int argc, char** argv) {
   const std::string fault = argv[1];
   const std::string backend = argc > 3 ? argv[3] : "mpi";
-  const char* const number = std::getenv("OMPI_COMM_WORLD_RANK");  // else of MPICH
-  int rank = std::atoi(number != nullptr ? number : std::getenv("PMI_RANK"));
+  int rank = number_of("OMPI_COMM_WORLD_RANK", "PMI_RANK");
   try {
     if (fault == "levels" && rank == 1) ::setenv("LOCKSTEP_CHECK", "off", 1);
     lockstep::init_dist({.backend = backend});
@@ -102,18 +115,17 @@ int main(int argc, char** argv) {
         if (rank == 0) throw std::runtime_error("out of sheets");
       });
     }
+    if (fault == "late")
+      lockstep::barrier(lockstep::default_group(), std::chrono::milliseconds(1000));
     lockstep::all_reduce_value(rank);
     lockstep::barrier();  // a late rank finds the others' data, but nobody any more
     lockstep::destroy_dist();
   } catch (const std::exception& error) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
-    std::fflush(stderr);
     if (argc > 2) {
-      std::ofstream(argv[2] + ("/" + std::to_string(rank))) << "said";
-      wait_until_said(argv[2], 3);
+      say(argv[2], rank, error.what());
+      wait_until_said(argv[2], number_of("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"));
     }
-    // mpirun may lose what a rank wrote just before it failed.
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
     return 1;
   }
   return 0;

@@ -4,28 +4,34 @@
 //   traced die R       rank R is killed in its second all_reduce's place, inside a region
 //   traced async       an all_reduce on the worker thread
 //   traced threads N   ranks that are threads: one all_reduce
-#include <chrono>
+#include <unistd.h>
+
 #include <csignal>
 #include <cstdint>
 #include <cstdlib>
 #include <lockstep/lockstep.hpp>
 #include <span>
 #include <string>
-#include <thread>
+#include <vector>
+
+#include "support/waiting.hpp"
 
 namespace {
 
 void add(std::int64_t& value) { lockstep::all_reduce(std::span(&value, 1)); }
 
-/// Rank `late` comes to the call when the others have said that they are about to.
+/// Rank `late` comes to the call when the others wait in it: they have told it their pids before.
 void come_late(int late) {
-  std::int64_t value = 1;
+  std::int64_t value = ::getpid();
   const lockstep::Group& world = lockstep::default_group();
   if (world.rank() == late) {
+    std::vector<pid_t> pids;
     for (int peer = 0; peer < world.size(); ++peer) {
-      if (peer != late) world.recv({&value, 1, lockstep::DType::i64}, peer);
+      if (peer == late) continue;
+      world.recv({&value, 1, lockstep::DType::i64}, peer);
+      pids.push_back(static_cast<pid_t>(value));
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    for (const pid_t pid : pids) lockstep::test::wait_until_asleep(pid);
   } else {
     world.send({&value, 1, lockstep::DType::i64}, late);
   }
