@@ -131,9 +131,14 @@ void Wire::finish(Wait& wait) noexcept {
   std::erase(waits_, &wait);
 }
 
-std::optional<Wire::Verdict> Wire::verdict_on(int channel, std::span<const int> members) {
+std::optional<Wire::Verdict> Wire::death_of(int channel) {
   const std::lock_guard lock(mutex_);
-  if (const auto found = dead_.find(channel); found != dead_.end()) return found->second;
+  const auto found = dead_.find(channel);
+  return found == dead_.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::optional<Wire::Verdict> Wire::departure_of(std::span<const int> members) {
+  const std::lock_guard lock(mutex_);
   for (const int member : members) {
     if (const auto found = gone_.find(member); found != gone_.end()) return found->second;
   }
@@ -259,7 +264,7 @@ int Channel::rank_of(int wire_rank) const {
 
 void Channel::post(std::span<const Message> messages, const Call& call,
                    Clock::time_point end) const {
-  if (const auto verdict = wire_->verdict_on(tag_, {})) fail(*verdict, call);
+  if (const auto verdict = wire_->death_of(tag_)) fail(*verdict, call);
   if (call.track != nullptr) call.track->slept(call);
   std::vector<const Message*> ordered;
   for (const Message& message : messages) ordered.push_back(&message);
@@ -301,7 +306,7 @@ void Channel::post(std::span<const Message> messages, const Call& call,
   wire_->finish(wait);
   if (culprit >= 0) fail_connection(culprit, text, call);
   if (!ended.empty()) {
-    if (const auto verdict = wire_->verdict_on(tag_, ended)) fail(*verdict, call);
+    fail_if_known(ended, call);
     fail_late(std::move(ended), call);
   }
   for (std::size_t i = 0; wire_->device_.is_cuda() && i < ordered.size(); ++i) {
@@ -310,10 +315,19 @@ void Channel::post(std::span<const Message> messages, const Call& call,
   }
 }
 
+void Channel::fail_if_known(std::span<const int> ranks, const Call& call) const {
+  if (const auto verdict = wire_->death_of(tag_)) fail(*verdict, call);
+  if (const auto verdict = wire_->departure_of(ranks)) {
+    // A rank that waits for this one, and not for the one that left, would wait for its whole limit.
+    tell(verdict->notice, verdict->culprit, verdict->text);
+    fail(*verdict, call);
+  }
+}
+
 void Channel::fail_connection(int culprit, const std::string& text, const Call& call) const {
   // It may have said why, to another thread.
   for (const auto end = Clock::now() + kHearsay; Clock::now() < end;) {
-    if (const auto verdict = wire_->verdict_on(tag_, std::span(&culprit, 1))) fail(*verdict, call);
+    fail_if_known(std::span(&culprit, 1), call);
     std::this_thread::sleep_for(milliseconds(5));
   }
   if (says_closed(text)) {

@@ -75,7 +75,8 @@ class Wire {
   bool wait_for(Wait& wait, std::size_t i);
   void finish(Wait& wait) noexcept;
   void tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept;
-  std::optional<Verdict> verdict_on(int channel, std::span<const int> members);
+  std::optional<Verdict> death_of(int channel);
+  std::optional<Verdict> departure_of(std::span<const int> members);
   int next_channel();
 
   void listen(const std::stop_token& stop);
@@ -126,6 +127,8 @@ class Channel final : public message::Channel {
   void post(std::span<const Message> messages, const Call& call,
             std::chrono::steady_clock::time_point end) const;
   [[noreturn]] void fail(const Wire::Verdict& verdict, const Call& call) const;
+  /// Throws where the channel is dead, or one of these ranks of the wire said that it left.
+  void fail_if_known(std::span<const int> ranks, const Call& call) const;
   /// `culprit`: whose connection broke, with this text.
   [[noreturn]] void fail_connection(int culprit, const std::string& text, const Call& call) const;
   [[noreturn]] void fail_late(std::vector<int> late, const Call& call) const;

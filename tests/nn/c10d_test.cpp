@@ -1,5 +1,6 @@
 #include <lockstep/nn/c10d.hpp>
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <signal.h>
@@ -8,7 +9,9 @@
 #include <unistd.h>
 
 #include <torch/version.h>
+#include <array>
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
@@ -69,6 +72,30 @@ TEST(C10dTest, the_text_of_a_ranks_exception_reaches_the_others) {
     }
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST(C10dTest, who_waits_only_for_a_rank_that_failed_with_another_hears_of_it) {
+  std::array<int, 2> pipe{};
+  ASSERT_EQ(::pipe2(pipe.data(), O_CLOEXEC), 0);
+  const auto statuses = over_gloo(3, [&pipe] {
+    barrier();
+    const Group world = default_group();
+    std::int64_t value = 0;
+    const Elements whole{&value, 1, DType::i64};
+    char done = 1;
+    if (get_rank() == 2) {
+      destroy_dist("no more sheets");
+    } else if (get_rank() == 1) {
+      expect_error<PeerFailed>([&] { world.recv(whole, 2); }, "rank 2 failed: no more sheets");
+      // Alive, so that the connection to it says nothing.
+      EXPECT_EQ(::read(pipe[0], &done, 1), 1);
+    } else {
+      expect_error<PeerFailed>([&] { world.recv(whole, 1, 5s); }, "rank 2 failed: no more sheets");
+      EXPECT_EQ(::write(pipe[1], &done, 1), 1);
+    }
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+  for (const int fd : pipe) ::close(fd);
 }
 
 TEST(C10dTest, a_late_rank_is_named_and_other_groups_go_on) {
