@@ -48,8 +48,7 @@ namespace lockstep {
 Group nn::make_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::string name,
                      std::chrono::milliseconds timeout) {
   std::string backend = process_group->getBackendName();
-  auto wire =
-      std::make_shared<detail::Wire>(std::move(process_group), c10::intrusive_ptr<c10d::Store>());
+  auto wire = detail::Wire::make(std::move(process_group), c10::intrusive_ptr<c10d::Store>());
   return Group(
       message::make(std::move(backend), std::make_unique<detail::Channel>(std::move(wire))),
       std::move(name), timeout);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <netdb.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <torch/version.h>
 #include <unistd.h>
@@ -34,6 +35,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/fd.hpp"
+
 namespace lockstep::nn::detail {
 namespace {
 
@@ -42,6 +45,8 @@ using std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+/// Who speaks unasked does so at once.
+constexpr milliseconds kSilence{50};
 /// How long a rank looks for a store that answers.
 constexpr milliseconds kPatience{5000};
 
@@ -117,9 +122,39 @@ class Served {
   }
 };
 
+using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+Addresses resolve(const Meeting& at, int socket_type) {
+  addrinfo hints{};
+  hints.ai_socktype = socket_type;
+  addrinfo* found = nullptr;
+  const auto port = std::to_string(at.port);
+  if (::getaddrinfo(at.host.c_str(), port.c_str(), &hints, &found) != 0) found = nullptr;
+  return {found, ::freeaddrinfo};
+}
+
+/// Throws where whoever listens there says something unasked, which no store does: a thread of
+/// libtorch 1.13 would take it for a length, and end the process.
+void expect_silence(const Meeting& at) {
+  const Addresses found = resolve(at, SOCK_STREAM);
+  for (const addrinfo* to = found.get(); to != nullptr; to = to->ai_next) {
+    const base::UniqueFd fd(::socket(to->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (!fd || ::connect(fd.get(), to->ai_addr, to->ai_addrlen) != 0) continue;
+    pollfd readable{fd.get(), POLLIN, 0};
+    char first = 0;
+    if (::poll(&readable, 1, static_cast<int>(kSilence.count())) == 1 &&
+        ::recv(fd.get(), &first, 1, MSG_DONTWAIT) == 1) {
+      throw std::runtime_error("somebody listens there, but is no store: it speaks unasked");
+    }
+    return;
+  }
+}
+
 StorePtr connect(const Meeting& at, const comm::World& world, milliseconds timeout) {
   if (serves(world)) {
     if (StorePtr store = Served::find(at)) return store;
+  } else {
+    expect_silence(at);
   }
   c10d::TCPStoreOptions options;
   options.port = at.port;
@@ -203,13 +238,8 @@ void roll_call(const StorePtr& store, const comm::World& world, const Call& call
 #ifdef LOCKSTEP_GLOO
 /// This host's address on the way to the meeting; empty where that cannot be told.
 std::string address_towards(const Meeting& at) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  if (::getaddrinfo(at.host.c_str(), std::to_string(at.port).c_str(), &hints, &found) != 0)
-    return {};
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, ::freeaddrinfo);
-  for (; found != nullptr; found = found->ai_next) {
+  const Addresses addresses = resolve(at, SOCK_DGRAM);
+  for (const addrinfo* found = addresses.get(); found != nullptr; found = found->ai_next) {
     const int fd = ::socket(found->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0) continue;
     sockaddr_storage own{};
@@ -317,7 +347,7 @@ std::shared_ptr<Wire> meet([[maybe_unused]] std::string_view backend, const comm
     if (backend == "nccl") group = make_nccl(store, world, left);
 #endif
     forget.has_met = true;
-    return std::make_shared<Wire>(std::move(group), whole);
+    return Wire::make(std::move(group), whole);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {

@@ -5,8 +5,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <exception>
 #include <lockstep/error.hpp>
@@ -23,6 +25,7 @@ using std::chrono::milliseconds;
 
 constexpr int kControlTag = 0;
 constexpr int kWholeRank = -1;  // in place of a channel
+constexpr int kNobody = -1;     // in place of a culprit: the text says it all
 /// How long a rank that leaves waits for its peers to hear of it.
 constexpr milliseconds kFarewell{1000};
 /// What a broken connection's rank may have said arrives on another thread.
@@ -53,22 +56,36 @@ struct Wire::Letter {
   std::int32_t channel;
   std::int32_t notice;
   std::int32_t culprit;
-  char text[1012];
+  std::int32_t n_text;
+  std::array<char, 65536 - 16> text;  // n_text bytes of it travel
+
+  std::size_t n_bytes() const { return offsetof(Letter, text) + static_cast<std::size_t>(n_text); }
 };
+
+std::shared_ptr<Wire> Wire::make(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                 c10::intrusive_ptr<c10d::Store> store) {
+  return {new Wire(std::move(group), std::move(store)), [](Wire* wire) {
+            if (!wire->is_copy()) delete wire;
+          }};
+}
 
 Wire::Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store)
     : store_(std::move(store)),
       group_(std::move(group)),
       device_(group_->getBackendName() == "nccl"
                   ? c10::impl::VirtualGuardImpl(at::kCUDA).getDevice()
-                  : at::Device(at::kCPU)) {
+                  : at::Device(at::kCPU)),
+      pid_(::getpid()) {
   timer_ = std::jthread([this](const std::stop_token& stop) { keep_time(stop); });
   ::pthread_setname_np(timer_.native_handle(), "c10d-timer");
   control_ = std::jthread([this](const std::stop_token& stop) { listen(stop); });
   ::pthread_setname_np(control_.native_handle(), "c10d-control");
 }
 
+bool Wire::is_copy() const noexcept { return ::getpid() != pid_; }
+
 Wire::~Wire() {
+  flush();
   control_.request_stop();
   {
     const std::lock_guard lock(mutex_);
@@ -146,33 +163,56 @@ std::optional<Wire::Verdict> Wire::departure_of(std::span<const int> members) {
 }
 
 void Wire::tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept {
-  Letter letter{channel, static_cast<std::int32_t>(verdict.notice), verdict.culprit, {}};
-  verdict.text.copy(letter.text, sizeof(letter.text) - 1);
-  if (channel != kWholeRank) hear(letter);  // another thread of this rank may be waiting
-  Wait wait{kControlTag, Clock::now() + kFarewell, {}, {}};  // ended by the timer alone
+  if (is_copy()) return;
   try {
+    auto letter = std::make_unique<Letter>();
+    letter->channel = channel;
+    letter->notice = static_cast<std::int32_t>(verdict.notice);
+    letter->culprit = verdict.culprit;
+    letter->n_text =
+        static_cast<std::int32_t>(verdict.text.copy(letter->text.data(), letter->text.size()));
+    if (channel != kWholeRank) receive(*letter);  // another thread of this rank may be waiting
+    Sent sent{nullptr, {}, Clock::now() + kFarewell};
     for (const int peer : to) {
       if (peer == rank()) continue;
-      std::vector<at::Tensor> tensors{tensor_of(&letter, sizeof(letter))};
+      std::vector<at::Tensor> tensors{tensor_of(letter.get(), letter->n_bytes())};
       try {
-        wait.works.push_back(group_->send(tensors, peer, kControlTag));
+        sent.works.push_back(group_->send(tensors, peer, kControlTag));
       } catch (...) {  // it is gone itself
       }
     }
-    start(wait);
-    for (std::size_t i = 0; i < wait.works.size(); ++i) {
-      try {
-        wait_for(wait, i);
-      } catch (...) {
-      }
-    }
-  } catch (...) {  // not heard: the peers see the connection close, or their deadline
+    sent.letter = std::move(letter);
+    const std::lock_guard lock(mutex_);
+    sent_.push_back(std::move(sent));
+  } catch (...) {  // no memory: the peers see the connection close, or their deadline
   }
-  finish(wait);
+}
+
+void Wire::flush() noexcept {
+  if (is_copy()) return;
+  std::list<Sent> all;
+  {
+    const std::lock_guard lock(mutex_);
+    all.swap(sent_);
+  }
+  for (Sent& sent : all) {
+    Wait wait{kControlTag, sent.end, std::move(sent.works), {}};  // ended by the timer alone
+    try {
+      start(wait);
+      for (std::size_t i = 0; i < wait.works.size(); ++i) {
+        try {
+          wait_for(wait, i);
+        } catch (...) {
+        }
+      }
+    } catch (...) {
+    }
+    finish(wait);
+  }
 }
 
 void Wire::listen(const std::stop_token& stop) {
-  Letter letter;
+  const auto letter = std::make_unique<Letter>();
   // An aborted receive stays posted, and a peer's farewell would be written where the letter was:
   // the work must be gone before it.
   struct StopReceiving {
@@ -182,7 +222,7 @@ void Wire::listen(const std::stop_token& stop) {
       wire.listening_.reset();
     }
   } const stop_receiving{*this};
-  std::vector<at::Tensor> tensors{tensor_of(&letter, sizeof(letter))};
+  std::vector<at::Tensor> tensors{tensor_of(letter.get(), sizeof(Letter))};
   while (!stop.stop_requested()) {
     c10::intrusive_ptr<c10d::Work> work;
     try {
@@ -195,12 +235,14 @@ void Wire::listen(const std::stop_token& stop) {
     } catch (...) {
       return;  // no such thing in this process group, or it is broken: its users see so themselves
     }
-    hear(letter);
+    receive(*letter);
   }
 }
 
-void Wire::hear(const Letter& letter) {
-  const Verdict verdict{static_cast<Notice>(letter.notice), letter.culprit, letter.text};
+void Wire::receive(const Letter& letter) {
+  const auto n_text = std::min(static_cast<std::size_t>(letter.n_text), letter.text.size());
+  const Verdict verdict{static_cast<Notice>(letter.notice), letter.culprit,
+                        std::string(letter.text.data(), n_text)};
   const std::lock_guard lock(mutex_);
   if (letter.channel == kWholeRank) {
     // Its messages may have come, or be about to: what does not come ends as its connection does.
@@ -264,6 +306,11 @@ int Channel::rank_of(int wire_rank) const {
 
 void Channel::post(std::span<const Message> messages, const Call& call,
                    Clock::time_point end) const {
+  if (wire_->is_copy()) {
+    throw UsageError(lockstep::context_of(call, rank_),
+                     "this process is a copy (fork) of a rank, whose connections it shares; only "
+                     "the rank itself may call");
+  }
   if (const auto verdict = wire_->death_of(tag_)) fail(*verdict, call);
   if (call.track != nullptr) call.track->slept(call);
   std::vector<const Message*> ordered;
@@ -318,7 +365,8 @@ void Channel::post(std::span<const Message> messages, const Call& call,
 void Channel::fail_if_known(std::span<const int> ranks, const Call& call) const {
   if (const auto verdict = wire_->death_of(tag_)) fail(*verdict, call);
   if (const auto verdict = wire_->departure_of(ranks)) {
-    // A rank that waits for this one, and not for the one that left, would wait for its whole limit.
+    // A rank that waits for this one, and not for the one that left, would wait for its whole
+    // limit.
     tell(verdict->notice, verdict->culprit, verdict->text);
     fail(*verdict, call);
   }
@@ -358,13 +406,16 @@ void Channel::fail_mismatch(const std::string& table, const Call& call) {
 void Channel::fail(const Wire::Verdict& verdict, const Call& call) const {
   const auto context = lockstep::context_of(call, rank_);
   const int culprit = rank_of(verdict.culprit);
+  const bool is_told_whole = verdict.culprit == kNobody;
   switch (verdict.notice) {
     case Wire::Notice::left:
       throw PeerLost(context,
                      fmt::format("rank {} left the world (destroy_dist, or its end)", culprit));
     case Wire::Notice::failed:
+      if (is_told_whole) throw PeerFailed(context, verdict.text);
       throw PeerFailed(context, fmt::format("rank {} failed: {}", culprit, verdict.text));
     case Wire::Notice::lost:
+      if (is_told_whole) throw PeerLost(context, verdict.text);
       throw PeerLost(context, fmt::format("rank {} is gone: it was killed, crashed, or cannot be "
                                           "reached any more ({})",
                                           culprit, verdict.text));
@@ -385,12 +436,31 @@ void Channel::abandon(std::string_view reason) noexcept {
   }
 }
 
+void Channel::end_with(const Error& error) noexcept {
+  try {
+    using enum Wire::Notice;
+    if (dynamic_cast<const MismatchError*>(&error) != nullptr) {
+      tell(mismatch, kNobody, error.text());
+    } else if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
+      tell(late, kNobody, error.text());
+    } else if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
+      tell(lost, kNobody, error.text());
+    } else if (dynamic_cast<const PeerFailed*>(&error) != nullptr) {
+      tell(failed, kNobody, error.text());
+    } else {
+      tell(failed, wire_->rank(), error.text());
+    }
+  } catch (...) {  // no memory for the text: the peers see their deadline
+  }
+}
+
 void Channel::leave(std::string_view failure) noexcept {
   try {
     std::vector<int> all(static_cast<std::size_t>(wire_->size()));
     std::iota(all.begin(), all.end(), 0);
     const auto notice = failure.empty() ? Wire::Notice::left : Wire::Notice::failed;
     wire_->tell(kWholeRank, {notice, wire_->rank(), std::string(failure)}, all);
+    wire_->flush();
   } catch (...) {
   }
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <sys/types.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -8,6 +9,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <lockstep/engine.hpp>
 #include <map>
 #include <memory>
@@ -35,8 +37,10 @@ class Channel;
 /// Work::abort; Gloo's own limit would close every connection of the process.
 class Wire {
  public:
-  /// `store`: kept as long as the connections.
-  Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
+  /// `store`: kept as long as the connections. In a copy of this process (fork) nothing is closed:
+  /// the connections are the rank's, and a destructor would wait for threads that are not there.
+  static std::shared_ptr<Wire> make(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                    c10::intrusive_ptr<c10d::Store> store);
   ~Wire();
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;
@@ -66,7 +70,15 @@ class Wire {
     c10d::Work* current = nullptr;
   };
   struct Letter;
+  /// A letter on its way, which its peers may read until `end`.
+  struct Sent {
+    std::unique_ptr<Letter> letter;
+    Works works;
+    std::chrono::steady_clock::time_point end;
+  };
 
+  Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
+  bool is_copy() const noexcept;
   at::Tensor tensor_of(void* data, std::size_t n_bytes) const;
   static void abort(c10d::Work* work) noexcept;
   static void abort(const Works& works) noexcept;
@@ -74,24 +86,29 @@ class Wire {
   /// Waits for the i-th work. False: it was aborted. Throws c10d's errors.
   bool wait_for(Wait& wait, std::size_t i);
   void finish(Wait& wait) noexcept;
+  /// Waits for nobody.
   void tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept;
+  /// Waits until the peers have what they were told, each letter for a second at most.
+  void flush() noexcept;
   std::optional<Verdict> death_of(int channel);
   std::optional<Verdict> departure_of(std::span<const int> members);
   int next_channel();
 
   void listen(const std::stop_token& stop);
-  void hear(const Letter& letter);
+  void receive(const Letter& letter);
   void keep_time(const std::stop_token& stop);
 
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   at::Device device_;  // through which the bytes go; CUDA: the current one of whoever made this
+  const pid_t pid_;
 
   std::mutex mutex_;  // guards what follows, but for the threads
   std::condition_variable_any changed_;
   std::map<int, Verdict> dead_;  // channels
   std::map<int, Verdict> gone_;  // ranks
   std::vector<Wait*> waits_;
+  std::list<Sent> sent_;
   bool has_changed_ = false;  // waits_, since the timer looked
   c10::intrusive_ptr<c10d::Work> listening_;
   int n_channels_ = 0;
@@ -120,6 +137,7 @@ class Channel final : public message::Channel {
     return std::make_unique<Channel>(*this, members, call, limit.end());
   }
   void abandon(std::string_view reason) noexcept override;
+  void end_with(const Error& error) noexcept override;
   [[noreturn]] void fail_mismatch(const std::string& table, const Call& call) override;
   void leave(std::string_view failure) noexcept override;
 

@@ -6,12 +6,14 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <torch/version.h>
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <functional>
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
@@ -90,12 +92,42 @@ TEST(C10dTest, who_waits_only_for_a_rank_that_failed_with_another_hears_of_it) {
       // Alive, so that the connection to it says nothing.
       EXPECT_EQ(::read(pipe[0], &done, 1), 1);
     } else {
-      expect_error<PeerFailed>([&] { world.recv(whole, 1, 5s); }, "rank 2 failed: no more sheets");
+      expect_error<PeerFailed>([&] { world.recv(whole, 1, Deadline(5s)); }, "rank 2 failed: no more sheets");
       EXPECT_EQ(::write(pipe[1], &done, 1), 1);
     }
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
   for (const int fd : pipe) ::close(fd);
+}
+
+TEST(C10dTest, the_whole_text_of_a_long_failure_reaches_the_others) {
+  const std::string text = std::string(40'000, 'x') + ", the end";
+  const auto statuses = over_gloo(2, [&text] {
+    barrier();
+    if (get_rank() == 0) return destroy_dist(text);
+    expect_error<PeerFailed>([] { barrier(); }, text);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+TEST(C10dTest, a_copy_of_a_rank_can_neither_call_nor_keep_it_from_ending) {
+  const auto statuses = over_gloo(2, [] {
+    barrier();
+    std::fflush(nullptr);
+    const pid_t copy = ::fork();
+    ASSERT_GE(copy, 0);
+    if (copy == 0) {
+      ::alarm(20);  // it hung
+      expect_error<UsageError>([] { barrier(); }, "a copy (fork) of a rank");
+      destroy_dist();
+      ::_exit(::testing::Test::HasFailure() ? 1 : 0);
+    }
+    int status = -1;
+    EXPECT_EQ(::waitpid(copy, &status, 0), copy);
+    EXPECT_EQ(status, 0);
+    EXPECT_EQ(all_reduce_value(1), 2);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
 TEST(C10dTest, a_late_rank_is_named_and_other_groups_go_on) {
@@ -213,6 +245,32 @@ TEST_F(C10dInitTest, ranks_that_do_not_come_are_named) {
 TEST_F(C10dInitTest, nobody_serves_the_store) {
   expect_error<EngineError>([&] { init_alone(1, std::to_string(test::free_port()), 1s); },
                             "MASTER_ADDR is 127.0.0.1, MASTER_PORT is ");
+}
+
+TEST_F(C10dInitTest, a_port_where_something_else_speaks_is_named) {
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t n_bytes = sizeof(address);
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  ASSERT_EQ(::bind(fd, any, n_bytes), 0);
+  ASSERT_EQ(::listen(fd, 16), 0);
+  ASSERT_EQ(::getsockname(fd, any, &n_bytes), 0);
+  std::jthread greeter([fd] {
+    const std::string greeting(4096, '\xa5');
+    std::vector<int> connections;
+    for (int c = -1; (c = ::accept4(fd, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) {
+      static_cast<void>(::send(c, greeting.data(), greeting.size(), MSG_NOSIGNAL));
+      connections.push_back(c);
+    }
+    for (const int c : connections) ::close(c);
+  });
+  expect_error<EngineError>([&] { init_alone(1, std::to_string(ntohs(address.sin_port)), 500ms); },
+                            "is no store");
+  ::shutdown(fd, SHUT_RDWR);  // accept ends
+  greeter.join();
+  ::close(fd);
 }
 
 constexpr int kRanks = 3;

@@ -8,6 +8,8 @@
 #include <lockstep/error.hpp>
 #include <utility>
 
+#include "comm/check.hpp"
+#include "engines/ends_with_error.hpp"
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/hierarchical/wide.hpp"
 #include "engines/shared/world.hpp"
@@ -21,6 +23,9 @@ constexpr std::chrono::milliseconds kReportTime{700};
 /// On a crowded machine, or in a library that does not come back, the one that waits for other
 /// hosts may know late; so much longer its own host's ranks believe in it.
 constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
+
+/// Prefixes of errors whose text speaks of ranks by a level's numbers.
+constexpr std::string_view kWithin = "on one host", kBetween = "between hosts";
 
 /// Who is where in one group.
 struct Map {
@@ -69,6 +74,7 @@ class HierarchicalEngine final : public Engine {
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override {
     std::unique_ptr<Engine> engine;
     together([&] {
+      compare(call);
       auto outer = outer_->split(call, color, key);
       const std::vector<int> old = gather_values(*outer, call, map_.leader_of(rank()));
       std::vector<int> hosts;  // the old group's leaders, by the new one's numbers
@@ -86,7 +92,12 @@ class HierarchicalEngine final : public Engine {
 
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     std::unique_ptr<SharedMemory> memory;
-    together([&] { within([&] { memory = inner_->allocate(call); }, call); });
+    together([&] {
+      within([&] { memory = inner_->allocate(call); }, call);
+      if (n_hosts() == 1) return;
+      compare(call);
+      run_within(barrier_of(call));  // until the leaders have compared
+    });
     return memory;
   }
 
@@ -105,7 +116,8 @@ class HierarchicalEngine final : public Engine {
   int n_hosts() const { return static_cast<int>(map_.leaders.size()); }
   bool is_leader() const { return map_.leader_of(rank()) == rank(); }
 
-  /// A level that failed takes the others with it: whoever waits there would wait for ever.
+  /// A level that failed takes the others with it, with its error: whoever waits there would wait
+  /// for ever.
   template <class Work>
   void together(Work work) {
     try {
@@ -113,7 +125,9 @@ class HierarchicalEngine final : public Engine {
     } catch (const UsageError&) {
       throw;
     } catch (const Error& error) {
-      abandon(fmt::format("rank {}: {}", rank(), error.text()));
+      engines::end_with(*outer_, error);
+      if (between_) engines::end_with(*between_, error);
+      engines::end_with(*inner_, error);
       throw;
     } catch (const std::exception& error) {
       abandon(fmt::format("rank {}: {}", rank(), error.what()));
@@ -126,7 +140,11 @@ class HierarchicalEngine final : public Engine {
   void renumbered(Work work, const Call& call, std::string_view place,
                   const std::vector<int>& ranks) {
     const auto text = [&](const Error& error) {
-      if (n_hosts() == 1) return error.text();
+      // The last two: what another level found, and ended this one with.
+      if (n_hosts() == 1 || error.text().starts_with(kWithin) ||
+          error.text().starts_with(kBetween)) {
+        return error.text();
+      }
       return fmt::format("{}, where rank{} {} of the group {} 0 to {}: {}", place,
                          ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
                          ranks.size() == 1 ? "is" : "are", ranks.size() - 1, error.text());
@@ -147,15 +165,44 @@ class HierarchicalEngine final : public Engine {
 
   template <class Work>
   void within(Work work, const Call& call) {
-    renumbered(work, call, "on this host", map_.members);
+    renumbered(work, call, kWithin, map_.members);
   }
 
   void run_between(Call call) {
     call.timeout += kReportTime;
     // This host's other ranks wait for this one, who is not to blame where another host is late.
     shared::go_away(*inner_, call.timeout + kPatience);
-    renumbered([&] { between_->run(call); }, call, "between hosts", map_.leaders);
+    renumbered([&] { between_->run(call); }, call, kBetween, map_.leaders);
     shared::go_away(*inner_, kReportTime);  // it is on its way to them
+  }
+
+  /// By messages between all ranks. Whoever waits there for another host keeps its own host's ranks
+  /// waiting, where they are at the next call already, and is not to blame.
+  void run_outer(Call call) {
+    // The peer of a message may be waited for by its own host's ranks, and they by this one.
+    if (call.op != Op::send && call.op != Op::recv) call.timeout += kReportTime;
+    shared::go_away(*inner_, call.timeout + kPatience);
+    outer_->run(call);
+    shared::go_away(*inner_, kReportTime);
+  }
+
+  static Call barrier_of(const Call& call) {
+    Call step = call;
+    step.whole = &call;
+    step.op = Op::barrier;
+    step.root = -1;
+    step.count = 0;
+    step.counts = {};
+    return step;
+  }
+
+  /// Calls that begin on different levels, where nobody compares them with each other, begin with
+  /// this: the ranks of a host compare, and their leader with the other hosts'. Who is no leader
+  /// goes on meanwhile, and hears of it where the leaders differ, since they end all levels.
+  void compare(const Call& call) {
+    if (comm::check_level() == comm::Check::off) return;
+    run_within(barrier_of(call));
+    if (n_hosts() > 1 && is_leader()) run_between(barrier_of(call));
   }
 
   void run_within(const Call& call) {
@@ -163,15 +210,15 @@ class HierarchicalEngine final : public Engine {
   }
 
   void dispatch(const Call& call) {
+    if (n_hosts() == 1) return run_within(call);
     switch (call.op) {
       case Op::barrier:
-        if (n_hosts() == 1) return run_within(call);
         run_within(call);
         if (is_leader()) run_between(call);
         return run_within(call);
-      case Op::all_reduce: return n_hosts() == 1 ? run_within(call) : all_reduce(call);
-      case Op::reduce: return n_hosts() == 1 ? run_within(call) : reduce(call);
-      case Op::broadcast: return n_hosts() == 1 ? run_within(call) : broadcast(call);
+      case Op::all_reduce: return all_reduce(call);
+      case Op::reduce: return reduce(call);
+      case Op::broadcast: return broadcast(call);
       case Op::send:
       case Op::recv:
         if (map_.leader_of(call.root) == map_.leader_of(rank())) {
@@ -179,12 +226,12 @@ class HierarchicalEngine final : public Engine {
           message.root = map_.place_of(call.root);
           return run_within(message);
         }
-        return outer_->run(call);
+        return run_outer(call);
       case Op::all_gather:
       case Op::gather:
       case Op::scatter:
       case Op::reduce_scatter:
-      case Op::all_to_all: return n_hosts() == 1 ? run_within(call) : outer_->run(call);
+      case Op::all_to_all: compare(call); return run_outer(call);
       case Op::split:
       case Op::allocate: break;
     }

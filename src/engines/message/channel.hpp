@@ -56,6 +56,9 @@ class Channel {
                                          Limit& limit) = 0;
   /// Waits on this channel end with PeerFailed, on every rank.
   virtual void abandon(std::string_view reason) noexcept = 0;
+  /// Waits on this channel end with this error, on every rank: of its type and with its text, where
+  /// that names who is to blame; else PeerFailed.
+  virtual void end_with(const Error& error) noexcept = 0;
   /// Throws MismatchError with this text, on every rank.
   [[noreturn]] virtual void fail_mismatch(const std::string& table, const Call& call) = 0;
   /// Tells every rank of the world that this one leaves.

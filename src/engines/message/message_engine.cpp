@@ -10,6 +10,7 @@
 
 #include "comm/check.hpp"
 #include "comm/recorder.hpp"
+#include "engines/ends_with_error.hpp"
 #include "engines/message/header.hpp"
 #include "kernels/reduce.hpp"
 
@@ -36,7 +37,7 @@ class Memory final : public SharedMemory {
 /// Every operation as messages between the ranks: first headers, which are compared, with the data
 /// that fits beside them; then the rest. Where LOCKSTEP_CHECK is off, data only. Reductions are
 /// this engine's own: in rank order, of every type, the same bits on all ranks.
-class MessageEngine final : public Engine, public comm::TellsTrack {
+class MessageEngine final : public Engine, public comm::TellsTrack, public engines::EndsWithError {
  public:
   MessageEngine(std::string name, std::unique_ptr<Channel> channel);
 
@@ -51,6 +52,7 @@ class MessageEngine final : public Engine, public comm::TellsTrack {
     return std::make_unique<Memory>(call.count);
   }
   void abandon(std::string_view reason) noexcept override { channel_->abandon(reason); }
+  void end_with(const Error& error) noexcept override { channel_->end_with(error); }
   void leave(std::string_view failure) noexcept override { channel_->leave(failure); }
 
  private:

@@ -39,7 +39,8 @@ struct LockstepMpi {
   int (*test)(void* exchange, std::size_t n_tests, std::int32_t* all_done);
   /// Who has not sent or taken all: up to one entry for each message.
   int (*awaited)(void* exchange, std::int32_t* ranks, std::size_t* n_ranks);
-  /// Ends it; receives under way are cancelled.
+  /// Ends it. Receives under way are cancelled, and what MPI still reads or writes is waited for,
+  /// for about a second at most.
   void (*finish)(void* exchange);
   /// A note of n_bytes to a rank, which hear() takes there, in whatever order.
   int (*tell)(void* communicator, int rank, const void* note, std::size_t n_bytes);

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <time.h>
 
 #include <algorithm>
 #include <array>
@@ -13,6 +14,7 @@
 #include <filesystem>
 #include <lockstep/error.hpp>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -38,9 +40,10 @@ using std::chrono::milliseconds;
 enum class Notice : std::int32_t { left, failed, late, lost, mismatch };
 struct Note {
   Notice notice;
-  std::int32_t rank;  ///< who tells it, in that communicator
+  std::int32_t rank;  ///< whom it is about, in that communicator; kNobody: the text says it all
   std::array<char, 3960> text;
 };
+constexpr std::int32_t kNobody = -1;
 /// A longer one would not go out at once in Open MPI on one host, whose limit is 4,096 with
 /// headers: it would wait for the teller to call MPI again, and the listener with it.
 static_assert(sizeof(Note) <= 4096 - 128);
@@ -49,6 +52,8 @@ static_assert(sizeof(Note) <= 4096 - 128);
 constexpr milliseconds kPatience{500};
 /// Most exchanges are done by then, and the others hardly notice a look at the clock.
 constexpr std::size_t kTestsPerClock = 8;
+/// For each rank: a call's messages and what it told.
+constexpr std::size_t kLooksForNotices = 4;
 /// On one host, where a piece is still in the cache when it is reduced. Of 64 KiB to 1 MiB the
 /// fastest for 1 MiB between two ranks, of Open MPI and of MPICH.
 constexpr std::size_t kPieceBytes = 256 << 10;
@@ -70,7 +75,8 @@ class Departures {
     for (std::int32_t has_come = 1; has_come != 0;) {
       if (mpi_.hear(world_, &note, sizeof note, &has_come) != 0) return;
       if (has_come == 0) return;
-      if (note.notice == Notice::left || note.notice == Notice::failed) {
+      const bool has_left = note.notice == Notice::left || note.notice == Notice::failed;
+      if (has_left && note.rank != kNobody) {
         gone_.emplace(note.rank, note);
       }
       if (note.notice != Notice::left) verdict_ = note;
@@ -145,28 +151,54 @@ class Channel final : public message::Channel {
   void abandon(std::string_view reason) noexcept override {
     {
       const std::lock_guard lock(mutex_);
-      if (!verdict_) verdict_ = note_of(Notice::failed, reason);  // for a thread of this rank
+      if (!verdict_)
+        verdict_ = note_of(Notice::failed, reason, rank_);  // for a thread of this rank
     }
-    tell(Notice::failed, reason);
+    tell(Notice::failed, reason, rank_);
+  }
+
+  void end_with(const Error& error) noexcept override {
+    const auto note = [&] {
+      if (dynamic_cast<const MismatchError*>(&error) != nullptr) {
+        return note_of(Notice::mismatch, error.text(), kNobody);
+      }
+      if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
+        return note_of(Notice::late, error.text(), kNobody);
+      }
+      if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
+        return note_of(Notice::lost, error.text(), kNobody);
+      }
+      const bool is_peers = dynamic_cast<const PeerFailed*>(&error) != nullptr;
+      return note_of(Notice::failed, error.text(), is_peers ? kNobody : rank_);
+    }();
+    {
+      const std::lock_guard lock(mutex_);
+      if (!verdict_) verdict_ = note;
+    }
+    tell(note);
   }
 
   [[noreturn]] void fail_mismatch(const std::string& table, const Call& call) override {
-    tell(Notice::mismatch, table);
+    tell(Notice::mismatch, table, rank_);
     throw MismatchError(context_of(call, rank_), table);
   }
 
   void leave(std::string_view failure) noexcept override {
     if (!failure.empty()) mpi_.give_up_finalize();
-    tell(failure.empty() ? Notice::left : Notice::failed, failure);
+    tell(failure.empty() ? Notice::left : Notice::failed, failure, rank_);
   }
 
  private:
-  Note note_of(Notice notice, std::string_view text) const noexcept {
-    Note note{notice, rank_, {}};
+  static Note note_of(Notice notice, std::string_view text, int rank) noexcept {
+    Note note{notice, rank, {}};
     text.copy(note.text.data(), note.text.size() - 1);
     return note;
   }
-  void tell(Notice notice, std::string_view text) noexcept;
+  void tell(Notice notice, std::string_view text, int rank) noexcept {
+    tell(note_of(notice, text, rank));
+  }
+  void tell(const Note& note) noexcept;
+  void look_for_verdict(const Call& call);
   void wait(void* exchange, const Call& call, message::Limit& limit);
   void listen();
   void look_for_notices(const Call& call, const std::vector<int>& awaited, Clock::time_point now);
@@ -185,10 +217,20 @@ class Channel final : public message::Channel {
   std::mutex mutex_;
   std::optional<Note> verdict_;
   std::optional<Clock::time_point> departure_seen_;
+  long last_tick_ = 0;                 // of the coarse clock, at the last exchange
   std::vector<std::int32_t> awaited_;  // room for the ranks of the exchange under way
 };
 
 void Channel::exchange(std::span<const Message> messages, const Call& call, message::Limit& limit) {
+  // The messages of ranks that waited in vain for this one are here, so that it would not wait at
+  // all; and so is what they told. A clock's tick is a few milliseconds, and reading it free.
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  if (std::exchange(last_tick_, now.tv_nsec) != now.tv_nsec) {
+    // Each takes in a message or two of those that wait.
+    for (std::size_t i = 0; i < kLooksForNotices * members_.size(); ++i) listen();
+    look_for_verdict(call);
+  }
   void* handle = nullptr;
   int code = mpi_.begin(communicator_, messages.data(), messages.size(), &handle);
   try {
@@ -257,22 +299,30 @@ void Channel::listen() {
   if (!verdict_) verdict_ = note;
 }
 
-void Channel::look_for_notices(const Call& call, const std::vector<int>& awaited,
-                               Clock::time_point now) {
+void Channel::look_for_verdict(const Call& call) {
   std::optional<Note> verdict;
   {
     const std::lock_guard lock(mutex_);
     verdict = verdict_;
   }
   if (verdict) fail(*verdict, call);
+}
+
+void Channel::look_for_notices(const Call& call, const std::vector<int>& awaited,
+                               Clock::time_point now) {
+  look_for_verdict(call);
   for (const int rank : awaited) {
     auto gone = departures_->of(members_[static_cast<std::size_t>(rank)]);
     if (!gone) continue;
     if (!departure_seen_) departure_seen_ = now;
     if (now - *departure_seen_ < kPatience) continue;
     gone->rank = rank;
-    if (gone->notice == Notice::left) tell(Notice::lost, fmt::format("{}", rank));
-    fail(*gone, call);
+    try {
+      fail(*gone, call);
+    } catch (const Error& error) {
+      end_with(error);  // others may wait for this rank, and not for the one that left
+      throw;
+    }
   }
 }
 
@@ -286,9 +336,9 @@ std::vector<int> Channel::awaited(void* exchange, const Call& call) {
   return ranks;
 }
 
-void Channel::tell(Notice notice, std::string_view text) noexcept {
-  if (notice != Notice::left) mpi_.give_up_finalize();
-  const Note note = note_of(notice, text);
+void Channel::tell(const Note& note) noexcept {
+  // After a mismatch all ranks are there.
+  if (note.notice != Notice::left && note.notice != Notice::mismatch) mpi_.give_up_finalize();
   for (int r = 0; r < size(); ++r) {
     if (r != rank_) mpi_.tell(communicator_, r, &note, sizeof note);
   }
@@ -301,10 +351,9 @@ void Channel::fail(const Note& note, const Call& call) const {
     case Notice::left:
       throw PeerLost(context,
                      fmt::format("rank {} left the world (destroy_dist, or its end)", note.rank));
-    case Notice::lost:
-      throw PeerLost(context,
-                     fmt::format("rank {} left the world (destroy_dist, or its end)", text));
+    case Notice::lost: throw PeerLost(context, text);
     case Notice::failed:
+      if (note.rank == kNobody) throw PeerFailed(context, text);
       throw PeerFailed(context, fmt::format("rank {} failed: {}", note.rank, text));
     case Notice::late: throw TimeoutError(context, text);
     case Notice::mismatch: throw MismatchError(context, text);
@@ -314,7 +363,7 @@ void Channel::fail(const Note& note, const Call& call) const {
 
 void Channel::fail_library(int code, const Call& call) {
   const std::string text = text_of(mpi_, code);
-  tell(Notice::failed, text);
+  tell(Notice::failed, text, rank_);
   throw EngineError(context_of(call, rank_), text);
 }
 
@@ -322,17 +371,36 @@ void Channel::fail_late(std::vector<int> late, const Call& call) {
   const std::string text = fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank_,
                                        std::chrono::duration<double>(call.timeout).count(),
                                        late.size() == 1 ? "" : "s", fmt::join(late, ", "), size());
-  tell(Notice::late, text);
+  tell(Notice::late, text, rank_);
   throw TimeoutError(context_of(call, rank_), text);
 }
 
-/// Where modules lie: beside an installed program, then where this library was installed.
+/// Where the loader looks for this program's libraries, the run path it was linked with among them.
+std::vector<fs::path> library_folders() {
+  void* const program = ::dlopen(nullptr, RTLD_LAZY);
+  Dl_serinfo size{};
+  if (program == nullptr || ::dlinfo(program, RTLD_DI_SERINFOSIZE, &size) != 0) return {};
+  const std::unique_ptr<void, decltype(&std::free)> room(std::malloc(size.dls_size), std::free);
+  auto* const info = static_cast<Dl_serinfo*>(room.get());
+  if (info == nullptr) return {};
+  *info = size;
+  if (::dlinfo(program, RTLD_DI_SERINFO, info) != 0) return {};
+  std::vector<fs::path> folders;
+  for (unsigned i = 0; i < info->dls_cnt; ++i) folders.emplace_back(info->dls_serpath[i].dls_name);
+  return folders;
+}
+
+/// Where modules lie: beside an installed program, in a run path (find_package(lockstep) gives one
+/// to what links the library), then where this library was to be installed.
 std::string file_of(const std::string& mpi) {
   const std::string name = "liblockstep-mpi-" + mpi + ".so";
   std::error_code ignored;
   const fs::path program = fs::read_symlink("/proc/self/exe", ignored);
   const fs::path beside = program.parent_path() / "../lib/lockstep" / name;
   if (!program.empty() && fs::exists(beside, ignored)) return beside.string();
+  for (const fs::path& folder : library_folders()) {
+    if (fs::exists(folder / name, ignored)) return (folder / name).string();
+  }
   const fs::path installed = fs::path(LOCKSTEP_MODULE_DIR) / name;
   return fs::exists(installed, ignored) ? installed.string() : std::string();
 }

@@ -117,6 +117,8 @@ class Channel {
   [[noreturn]] void fail_system(const Call& call, int error_number, const std::string& text);
   /// Makes the channel dead for all members because this one cannot go on. From any thread.
   void abandon(std::string_view reason) noexcept;
+  /// The same with the type and the text of an error found elsewhere.
+  void end_with(const Error& error) noexcept;
 
  private:
   /// What a waiter waits for: a question that costs a few loads.

@@ -43,6 +43,18 @@ void Channel::abandon(std::string_view reason) noexcept {
   note_failure(FailureKind::peer_failed, reason, /*error_number=*/0);
 }
 
+void Channel::end_with(const Error& error) noexcept {
+  FailureKind kind = FailureKind::peer_failed;
+  if (dynamic_cast<const MismatchError*>(&error) != nullptr) {
+    kind = FailureKind::mismatch;
+  } else if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
+    kind = FailureKind::timeout;
+  } else if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
+    kind = FailureKind::peer_lost;
+  }
+  note_failure(kind, error.text(), /*error_number=*/0);
+}
+
 void Channel::throw_failure(const Call& call) {
   Failure& failure = header_->failure;
   const auto give_up = steady_clock::now() + kPatience;

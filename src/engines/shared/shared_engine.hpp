@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "engines/ends_with_error.hpp"
 #include "engines/shared/channel.hpp"
 
 namespace lockstep::shared {
@@ -35,7 +36,7 @@ class BufferTable {
 };
 
 /// Collectives over one channel. collectives.cpp has one function per verb.
-class SharedEngine final : public Engine {
+class SharedEngine final : public Engine, public engines::EndsWithError {
  public:
   /// Attaches to the world's channel as `seat` and waits for all ranks of the world.
   static std::unique_ptr<Engine> join(std::shared_ptr<Seat> seat, const Call& barrier);
@@ -50,6 +51,7 @@ class SharedEngine final : public Engine {
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;
   void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
+  void end_with(const Error& error) noexcept override { channel_.end_with(error); }
   void leave(std::string_view failure) noexcept override { channel_.seat()->leave(failure); }
   void go_away(std::chrono::nanoseconds at_most) noexcept { channel_.go_away(at_most); }
   std::shared_ptr<comm::Recorder> recorder() const override { return channel_.seat()->recorder(); }
