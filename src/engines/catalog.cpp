@@ -50,7 +50,9 @@ std::unique_ptr<Engine> join_shared(const comm::World& world, const Call& barrie
 Availability mpi_available(const comm::World& world) {
   // Another launcher's ranks may have the variables of one MPI rank that started that launcher.
   const bool mpi_started = world.launcher == Launcher::mpi || world.launcher == Launcher::slurm;
-  if (!mpi_started && std::getenv("LOCKSTEP_MPI") == nullptr) {
+  const bool is_possible =
+      world.launcher != Launcher::lockstep && std::getenv("LOCKSTEP_MPI") != nullptr;
+  if (!mpi_started && !is_possible) {
     return {.is_available = false, .reason = "needs ranks that mpirun (or srun with PMIx) started"};
   }
   const mpi::Module module = mpi::find_module();

@@ -206,6 +206,19 @@ TEST_P(MpiTest, an_exception_on_one_rank_reaches_the_others) {
   expect_failure("throw", "out of sheets");
 }
 TEST_P(MpiTest, a_late_rank_is_named) { expect_failure("late", "waited 1 s for rank 1 of 3"); }
+TEST_P(MpiTest, a_late_ranks_own_call_fails_too) {
+  expect_failure("late", "rank 1: barrier on group 'world'");
+}
+TEST_P(MpiTest, a_mismatch_that_is_caught_leaves_a_job_that_ends_well) {
+  const Ended ended = mpirun(3, OVER_MPI_PROGRAM " caught");
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(ended.err, "");
+}
+TEST_P(MpiTest, the_programs_own_MPI_Finalize_finds_no_message_left) {
+  const Ended ended = mpirun(3, OVER_MPI_PROGRAM " finalize");
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(ended.err, "");
+}
 TEST_P(MpiTest, a_rank_that_leaves_is_named) { expect_failure("leave", "rank 1 left the world"); }
 
 TEST_P(MpiTest, a_wrong_LOCKSTEP_MPI_is_said) {

@@ -56,5 +56,11 @@ TEST(CatalogTest, mpi_is_not_for_ranks_that_another_launcher_started) {
   }
 }
 
+TEST(CatalogTest, a_module_in_the_environment_is_not_for_ranks_of_lockstep_run) {
+  const Variable module("LOCKSTEP_MPI", "/dev/null");  // a file that is there
+  EXPECT_FALSE(of_mpi(Launcher::lockstep).is_available);
+  EXPECT_TRUE(of_mpi(Launcher::mpi).is_available);
+}
+
 }  // namespace
 }  // namespace lockstep::engines

@@ -3,6 +3,8 @@
 // of the second argument: mpirun may lose what a rank prints just before it fails. mpirun also ends
 // all ranks when the first fails, so each waits until all have left their file.
 // "long" is no fault: messages past 2^31 bytes.
+#include <dlfcn.h>
+
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -115,11 +117,28 @@ int main(int argc, char** argv) {
         if (rank == 0) throw std::runtime_error("out of sheets");
       });
     }
-    if (fault == "late")
+    if (fault == "caught") {
+      const lockstep::Group other = lockstep::default_group().duplicate();
+      try {
+        if (rank == 2) other.barrier();
+        lockstep::all_reduce_value(rank, lockstep::ReduceOp::sum, other);
+        throw std::runtime_error("no MismatchError");
+      } catch (const lockstep::MismatchError&) {
+      }
+    }
+    if (fault == "late") {
       lockstep::barrier(lockstep::default_group(), std::chrono::milliseconds(1000));
+      // The late rank finds the messages of those who gave up.
+      if (rank == 1) throw std::runtime_error("was late, yet its barrier succeeded");
+    }
     lockstep::all_reduce_value(rank);
-    lockstep::barrier();  // a late rank finds the others' data, but nobody any more
+    lockstep::barrier();
     lockstep::destroy_dist();
+    if (fault == "finalize") {
+      const auto finalize = reinterpret_cast<int (*)()>(::dlsym(RTLD_DEFAULT, "MPI_Finalize"));
+      if (finalize == nullptr) throw std::runtime_error("MPI is not loaded");
+      return finalize();
+    }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
     if (argc > 2) {

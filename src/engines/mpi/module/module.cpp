@@ -1,15 +1,18 @@
 // The module of one MPI: lockstep's few needs in that MPI's calls. Compiled once for each MPI that
 // is installed, and loaded by mpi.cpp.
 #include <mpi.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include "engines/mpi/abi.hpp"
@@ -20,13 +23,17 @@ constexpr int kDataTag = 1;
 constexpr int kNoteTag = 2;
 /// MPI counts with an int. Longer messages travel in pieces, which stay in order.
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
+/// For requests of an exchange that failed.
+constexpr double kMostSecondsToReceive = 1.0, kMostSecondsToSend = 0.1;
 
 // Where MPI grants less than MPI_THREAD_MULTIPLE, all calls pass one lock: each for a moment or for
 // the few looks of one test(), but for those that make a communicator, which wait for its other
 // members. There, two threads may not split two groups at the same time.
 std::recursive_mutex mutex;
 bool needs_lock = true;
-std::atomic<bool> finalizes{false};
+std::atomic<bool> is_ours{false};  // MPI, to finalize
+std::atomic<bool> has_given_up{false};
+pid_t pid = 0;
 
 class Entry {
  public:
@@ -63,36 +70,45 @@ struct Communicator {
 
 Communicator& communicator(void* handle) { return *static_cast<Communicator*>(handle); }
 
-std::vector<Communicator*> worlds;
+/// All that are not freed, and their lock.
+std::mutex communicators_mutex;
+std::vector<Communicator*> communicators;
 
 void free_prepared(Exchange& exchange);
 
 /// MPI complains of messages that nobody took.
-void take_farewells() {
+void take_notes() {
+  const std::lock_guard lock(communicators_mutex);
   std::vector<char> note;
-  for (const Communicator* world : worlds) {
+  for (const Communicator* kept : communicators) {
     for (;;) {
       int flag = 0;
       int n_bytes = 0;
       MPI_Status status;
-      MPI_Iprobe(MPI_ANY_SOURCE, kNoteTag, world->comm, &flag, &status);
+      MPI_Iprobe(MPI_ANY_SOURCE, kNoteTag, kept->comm, &flag, &status);
       if (flag == 0) break;
       MPI_Get_count(&status, MPI_BYTE, &n_bytes);
       note.resize(static_cast<std::size_t>(n_bytes));
-      MPI_Recv(note.data(), n_bytes, MPI_BYTE, status.MPI_SOURCE, kNoteTag, world->comm,
+      MPI_Recv(note.data(), n_bytes, MPI_BYTE, status.MPI_SOURCE, kNoteTag, kept->comm,
                MPI_STATUS_IGNORE);
     }
   }
 }
 
+/// MPI_Finalize's first act, whoever calls it, is to free the attributes of MPI_COMM_SELF.
+int at_finalize(MPI_Comm, int, void*, void*) {
+  if (has_given_up) return MPI_SUCCESS;
+  MPI_Barrier(MPI_COMM_WORLD);  // as MPI_Finalize would: then all have said farewell
+  take_notes();
+  for (Communicator* kept : communicators) free_prepared(kept->prepared);
+  return MPI_SUCCESS;
+}
+
 void finalize() {
   int is_over = 0;
   MPI_Finalized(&is_over);
-  if (!finalizes || is_over != 0) return;
-  MPI_Barrier(MPI_COMM_WORLD);  // as MPI_Finalize would: then all have said farewell
-  take_farewells();
-  for (Communicator* world : worlds) free_prepared(world->prepared);
-  MPI_Finalize();
+  // A copy of the process has no part in MPI.
+  if (is_ours && !has_given_up && is_over == 0 && ::getpid() == pid) MPI_Finalize();
 }
 
 const char* library() {
@@ -120,13 +136,20 @@ int start(int* rank, int* n_ranks) {
   if (is_running == 0) {
     code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &granted);
     if (code != MPI_SUCCESS) return code;
-    finalizes = true;
+    is_ours = true;
     std::atexit(finalize);
   } else {
     code = MPI_Query_thread(&granted);
     if (code != MPI_SUCCESS) return code;
   }
   needs_lock = granted < MPI_THREAD_MULTIPLE;
+  if (pid == 0) {
+    pid = ::getpid();
+    int key = MPI_KEYVAL_INVALID;
+    code = MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, at_finalize, &key, nullptr);
+    if (code == MPI_SUCCESS) code = MPI_Comm_set_attr(MPI_COMM_SELF, key, nullptr);
+    if (code != MPI_SUCCESS) return code;
+  }
   code = MPI_Comm_rank(MPI_COMM_WORLD, rank);
   return code != MPI_SUCCESS ? code : MPI_Comm_size(MPI_COMM_WORLD, n_ranks);
 }
@@ -145,12 +168,16 @@ int neighbours(std::uint64_t* mask, std::size_t n_words, int* n_ranks) {
   return code;
 }
 
-void give_up_finalize() { finalizes = false; }
+void give_up_finalize() { has_given_up = true; }
 
 int keep(MPI_Comm comm, void** handle) {
   auto kept = std::make_unique<Communicator>();
   kept->comm = comm;
-  *handle = kept.release();
+  *handle = kept.get();
+  {
+    const std::lock_guard lock(communicators_mutex);
+    communicators.push_back(kept.release());
+  }
   return MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
 }
 
@@ -161,7 +188,6 @@ int world(void** handle) {
   if (code != MPI_SUCCESS) return code;
   code = keep(comm, handle);
   communicator(*handle).is_world = true;
-  worlds.push_back(&communicator(*handle));
   return code;
 }
 
@@ -182,6 +208,10 @@ void release(void* handle) {
   {
     const std::lock_guard lock(kept.notes_mutex);
     if (kept.is_world || !kept.notes.empty() || is_over != 0) return;
+  }
+  {
+    const std::lock_guard lock(communicators_mutex);
+    std::erase(communicators, &kept);
   }
   free_prepared(kept.prepared);
   // Waits for nobody in Open MPI and MPICH, though MPI calls it collective.
@@ -299,19 +329,42 @@ int awaited(void* handle, std::int32_t* ranks, std::size_t* n_ranks) {
   return MPI_SUCCESS;
 }
 
+/// A request that is only freed goes on reading or writing memory that is the caller's again. What
+/// is cancelled, or on its way between ranks that live, ends soon. A message that its peer is
+/// stopped in the middle of does not, and MPI cannot take it back.
+void end(std::vector<MPI_Request>& requests, double at_most_s) {
+  const double give_up = MPI_Wtime() + at_most_s;
+  for (int is_done = 0;;) {
+    const int code = MPI_Testall(static_cast<int>(requests.size()), requests.data(), &is_done,
+                                 MPI_STATUSES_IGNORE);
+    if (code != MPI_SUCCESS || is_done != 0 || MPI_Wtime() > give_up) break;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  for (MPI_Request& request : requests) {
+    if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
+  }
+}
+
 void finish(void* handle) {
   const Entry entry;
   Exchange& exchange = *static_cast<Exchange*>(handle);
+  std::vector<MPI_Request> receives, sends;
   for (std::size_t i = 0; i < exchange.requests.size(); ++i) {
     MPI_Request& request = exchange.requests[i];
     if (request == MPI_REQUEST_NULL) continue;
     int is_over = 0;  // as a persistent one may be that did not begin
-    if (i < exchange.n_receives) {
-      MPI_Request_get_status(request, &is_over, MPI_STATUS_IGNORE);
-      if (is_over == 0) MPI_Cancel(&request);
+    MPI_Request_get_status(request, &is_over, MPI_STATUS_IGNORE);
+    if (is_over != 0) {
+      MPI_Request_free(&request);
+    } else if (i < exchange.n_receives) {
+      MPI_Cancel(&request);
+      receives.push_back(request);
+    } else {
+      sends.push_back(request);
     }
-    MPI_Request_free(&request);
   }
+  end(receives, kMostSecondsToReceive);
+  end(sends, kMostSecondsToSend);
   exchange = {};
 }
 
