@@ -13,6 +13,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -52,6 +53,11 @@ struct Trial {
     return std::find(faults.begin(), faults.end(), fault) != faults.end();
   }
   bool is_hierarchical() const { return engine.backend == "hierarchical"; }
+  /// The victim's operation, where that is another than the others'.
+  std::string wrong_operation() const {
+    const std::size_t colon = fault.find(':');
+    return colon == std::string::npos ? "" : fault.substr(0, colon);
+  }
 };
 
 struct Report {
@@ -82,7 +88,10 @@ std::vector<Engine> engines() {
     if (is_root()) all.push_back({"hierarchical", "hierarchical", FAULTY_RANK, true});
   }
   if (MPICH_MODULE[0] != '\0') all.push_back({"mpich", "mpi", FAULTY_RANK, true});
-  if (FAULTY_RANK_GLOO[0] != '\0') all.push_back({"gloo", "gloo", FAULTY_RANK_GLOO});
+  if (FAULTY_RANK_GLOO[0] != '\0') {
+    all.push_back({"gloo", "gloo", FAULTY_RANK_GLOO});
+    if (is_root()) all.push_back({"gloo-hosts", "hierarchical", FAULTY_RANK_GLOO});
+  }
   return all;
 }
 
@@ -97,7 +106,14 @@ bool is_wanted(const Trial& trial) {
   return true;
 }
 
-/// Every fault at every place on every engine, in random order; again when more are wanted.
+/// Operations of all families: those that the hierarchical engine begins inside a host and those
+/// that it begins between all ranks.
+constexpr const char* kOperations[] = {"barrier",    "all_reduce", "reduce",  "broadcast",
+                                       "all_gather", "gather",     "scatter", "reduce_scatter",
+                                       "all_to_all", "split",      "allocate"};
+
+/// Every fault at every place on every engine, in random order; again when more are wanted. Where
+/// ranks are on several hosts, once in a host's leader and once in another.
 std::vector<Trial> choose_runs(int n_runs, unsigned seed) {
   std::mt19937 random(seed);
   std::vector<Trial> runs;
@@ -110,11 +126,24 @@ std::vector<Trial> choose_runs(int n_runs, unsigned seed) {
         // A thread cannot be killed or stopped alone.
         if (engine.name == "threads" && (name == "kill" || name == "stop")) continue;
         for (const char* place : {"before", "between", "in"}) {
-          const int n_ranks =
-              engine.name == "hierarchical" ? 4 : std::uniform_int_distribution(2, 4)(random);
+          const bool is_on_hosts = engine.backend == "hierarchical";
+          const int n_ranks = is_on_hosts ? 4 : std::uniform_int_distribution(2, 4)(random);
           const int victim = std::uniform_int_distribution(0, n_ranks - 1)(random);
           round.push_back({engine, fault, place, n_ranks, victim});
+          if (is_on_hosts) round.push_back({engine, fault, place, n_ranks, victim ^ 1});
         }
+      }
+      for (const char* wrong : kOperations) {
+        const char* right = wrong;
+        while (right == wrong) {
+          right = kOperations[std::uniform_int_distribution<std::size_t>(
+              0, std::size(kOperations) - 1)(random)];
+        }
+        const int n_ranks =
+            engine.backend == "hierarchical" ? 4 : std::uniform_int_distribution(2, 4)(random);
+        const int victim = std::uniform_int_distribution(0, n_ranks - 1)(random);
+        const char* place = std::uniform_int_distribution(0, 1)(random) == 0 ? "before" : "between";
+        round.push_back({engine, fmt::format("{}:{}", wrong, right), place, n_ranks, victim});
       }
     }
     std::erase_if(round, [](const Trial& trial) { return !is_wanted(trial); });
@@ -137,8 +166,17 @@ StartOptions start_options(const Trial& trial, const std::string& folder) {
     start.shell = fmt::format("exec {} {}", program, trial.n_ranks);
     return start;
   }
+  const std::string rank = trial.engine.is_launched_by_mpi ? "OMPI_COMM_WORLD_RANK" : "RANK";
+  const std::string host =
+      trial.is_hierarchical()
+          ? fmt::format(
+                "sh -c 'echo $((${2} / 2))0000000-0000-4000-8000-000000000000 > "
+                "{0}/boot.${2}; exec unshare -m sh -c \"mount --bind {0}/boot.${2} "
+                "/proc/sys/kernel/random/boot_id && exec {1}\"'",
+                folder, program, rank)
+          : program;
   if (!trial.engine.is_launched_by_mpi) {
-    start.shell = fmt::format("exec \"$1\" run -n {} {}", trial.n_ranks, program);
+    start.shell = fmt::format("exec \"$1\" run -n {} {}", trial.n_ranks, host);
     return start;
   }
   const bool is_open = trial.engine.name != "mpich";
@@ -146,14 +184,6 @@ StartOptions start_options(const Trial& trial, const std::string& folder) {
   const std::string flags =
       is_open ? "--allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1"
               : "";
-  const std::string host =
-      trial.is_hierarchical()
-          ? fmt::format(
-                "sh -c 'echo $((OMPI_COMM_WORLD_RANK / 2))0000000-0000-4000-8000-000000000000 "
-                "> {0}/boot.$OMPI_COMM_WORLD_RANK; exec unshare -m sh -c \"mount --bind "
-                "{0}/boot.$OMPI_COMM_WORLD_RANK /proc/sys/kernel/random/boot_id && exec {1}\"'",
-                folder, program)
-          : program;
   start.shell = fmt::format("exec mpirun.{} {} -n {} {}", is_open ? "openmpi" : "mpich", flags,
                             trial.n_ranks, host);
   return start;
@@ -228,7 +258,8 @@ std::string check_table(const Trial& trial, const std::string& text) {
                                                     {"type", "i64"},
                                                     {"root", "  1  "},
                                                     {"missing", "barrier"}};
-  const auto& fragment = wrong.at(trial.fault);
+  const std::string operation = trial.wrong_operation();
+  const std::string fragment = operation.empty() ? wrong.at(trial.fault) : operation + " ";
   const Words words = innermost(trial, text);
   const auto at = std::find(words.ranks.begin(), words.ranks.end(), trial.victim);
   const int shown = static_cast<int>(at - words.ranks.begin());
@@ -244,20 +275,19 @@ std::string check_table(const Trial& trial, const std::string& text) {
 std::string check(const Trial& trial, int rank, const Report& report) {
   const auto is = [&](const char* error) { return report.error == error; };
   const std::string got = fmt::format("rank {} got {}: {}", rank, report.error, report.text);
-  // What one level of a hierarchical group finds, its other level hears of with those words.
-  const bool is_told = trial.is_hierarchical() && is("PeerFailed");
-  if (trial.is_any({"op", "count", "type", "root", "missing"})) {
-    if (!is("MismatchError") && !is_told) return got;
+  if (trial.is_any({"op", "count", "type", "root", "missing"}) ||
+      !trial.wrong_operation().empty()) {
+    if (!is("MismatchError")) return got;
     const std::string complaint = check_table(trial, report.text);
     return complaint.empty() ? "" : complaint + "; " + got;
   }
   if (!blames_victim(trial, report.text)) return "names another: " + got;
-  if (trial.is_any({"stop", "slow"})) return is("TimeoutError") || is_told ? "" : got;
+  if (trial.is_any({"stop", "slow"})) return is("TimeoutError") ? "" : got;
   if (trial.fault == "exception") {
     const bool has_text = report.text.find("no more sheets") != std::string::npos;
-    return (is("PeerFailed") && has_text) || is("PeerLost") || is_told ? "" : got;
+    return (is("PeerFailed") && has_text) || is("PeerLost") ? "" : got;
   }
-  return is("PeerLost") || is_told ? "" : got;
+  return is("PeerLost") ? "" : got;
 }
 
 Outcome judge(const Trial& trial, const std::string& folder, const Ended& ended) {

@@ -3,9 +3,9 @@
 //
 //   faulty_rank BACKEND FAULT PLACE VICTIM FOLDER [N_THREADS]
 //
-// FAULT: kill stop exit exception op count type root missing slow
-// PLACE: before (the first call), between (two calls), in (a call of many phases; killed, stopped
-// and ended ranks are inside the call then).
+// FAULT: kill stop exit exception op count type root missing slow, or VICTIMS:OTHERS, two
+// operations PLACE: before (the first call), between (two calls), in (a call of many phases;
+// killed, stopped and ended ranks are inside the call then).
 #include <unistd.h>
 
 #include <chrono>
@@ -100,6 +100,30 @@ void end_this_process(const Plan& plan) {
   std::exit(0);
 }
 
+/// That operation, of all the data where its ranks have data of one size.
+void call(const std::string& operation, std::vector<double>& data) {
+  const lockstep::Group group = lockstep::default_group();
+  const auto n = static_cast<std::size_t>(group.size());
+  const std::size_t count = data.size();
+  std::vector<double> larger(n * count);
+  const lockstep::Elements whole{data.data(), count, lockstep::DType::f64};
+  const lockstep::Elements all{larger.data(), n * count, lockstep::DType::f64};
+  if (operation == "barrier") group.barrier();
+  if (operation == "all_reduce") group.all_reduce(whole);
+  if (operation == "reduce") group.reduce(whole);
+  if (operation == "broadcast") group.broadcast(whole);
+  if (operation == "all_gather") group.all_gather(whole, all);
+  if (operation == "gather") group.gather(whole, all);
+  if (operation == "scatter") group.scatter(all, whole);
+  if (operation == "reduce_scatter") group.reduce_scatter(all, whole);
+  if (operation == "all_to_all") {
+    std::vector<double> other(n * count);
+    group.all_to_all({other.data(), n * count, lockstep::DType::f64}, all);
+  }
+  if (operation == "split") static_cast<void>(group.split(0));
+  if (operation == "allocate") static_cast<void>(group.allocate(count * sizeof(double)));
+}
+
 /// What the victim does where the others make one plain call; returns whether it made it already.
 bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline deadline,
                bool is_thread) {
@@ -136,6 +160,9 @@ bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline d
   }
   note_fault(plan);
   if (plan.fault == "missing") return true;
+  if (const auto colon = plan.fault.find(':'); colon != std::string::npos) {
+    call(plan.fault.substr(0, colon), data);
+  }
   if (plan.fault == "op") {
     lockstep::broadcast(whole, 0, group, deadline);
   } else if (plan.fault == "count") {
@@ -170,7 +197,9 @@ void run_calls(const Plan& plan, bool is_thread) {
   }
   if (is_done && !lockstep::is_distributed()) return;
   if (!is_done) {
-    if (plan.fault == "root") {
+    if (const auto colon = plan.fault.find(':'); colon != std::string::npos) {
+      call(plan.fault.substr(colon + 1), data);
+    } else if (plan.fault == "root") {
       lockstep::broadcast(data, 0, group, deadline);
     } else {
       lockstep::all_reduce(data, lockstep::ReduceOp::sum, group, deadline);
