@@ -18,7 +18,7 @@ using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
 /// How long the ranks that are there wait for the others' part of a story before they tell it.
-constexpr milliseconds kPatience{300};
+constexpr milliseconds kReportPatience{300};
 
 }  // namespace
 
@@ -57,7 +57,7 @@ void Channel::end_with(const Error& error) noexcept {
 
 void Channel::throw_failure(const Call& call) {
   Failure& failure = header_->failure;
-  const auto give_up = steady_clock::now() + kPatience;
+  const auto give_up = steady_clock::now() + kReportPatience;
   while (failure.state.load(std::memory_order_acquire) != FailureState::ready) {
     if (steady_clock::now() > give_up) {
       throw PeerLost(context_of(call, rank_), "a rank died while it wrote why the group failed");
@@ -92,7 +92,7 @@ std::string Channel::call_of(int rank) const {
 }
 
 void Channel::fail_mismatch(const Call& call) {
-  const auto give_up = steady_clock::now() + std::min(kPatience, call.timeout);
+  const auto give_up = steady_clock::now() + std::min(kReportPatience, call.timeout);
   while (!absent(kEverybody).empty() && steady_clock::now() < give_up && !has_failed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }
