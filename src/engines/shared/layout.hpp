@@ -15,7 +15,7 @@
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
-inline constexpr std::uint32_t kVersion = 7;
+inline constexpr std::uint32_t kVersion = 8;
 inline constexpr int kMaxRanks = 512;
 /// Two lines: the hardware fetches neighbours in pairs.
 inline constexpr std::size_t kLine = 128;
