@@ -82,9 +82,11 @@ std::vector<std::vector<T>> gather_parts(const ConstElements& data,
   return parts;
 }
 
-/// Data of a call, checked.
+/// Data of a call, checked. Always inlined: gcc 12 takes a function for one that lets no address out
+/// where that leaves by a struct in memory, and then keeps the caller's variable in a register over
+/// the collective (at -O1; -fno-ipa-modref helps too).
 template <Use kUse = Use::write, class R>
-Elements written(R&& range) {
+[[gnu::always_inline]] inline Elements written(R&& range) {
   check_data<R, kUse>();
   if constexpr (ArithmeticRange<std::remove_cvref_t<R>>) {
     if constexpr (!std::is_const_v<ElementOf<R>>) return erase(std::span<ElementOf<R>>(range));
@@ -92,7 +94,7 @@ Elements written(R&& range) {
   return {};
 }
 template <Use kUse = Use::read, class R>
-ConstElements read(R&& range) {
+[[gnu::always_inline]] inline ConstElements read(R&& range) {
   check_data<R, kUse>();
   if constexpr (ArithmeticRange<std::remove_cvref_t<R>>) {
     return erase(std::span<const std::remove_const_t<ElementOf<R>>>(range));
@@ -101,11 +103,11 @@ ConstElements read(R&& range) {
   }
 }
 template <class R>
-Elements written_later(R&& range) {
+[[gnu::always_inline]] inline Elements written_later(R&& range) {
   return written<Use::write_later>(std::forward<R>(range));
 }
 template <class R>
-ConstElements read_later(R&& range) {
+[[gnu::always_inline]] inline ConstElements read_later(R&& range) {
   return read<Use::read_later>(std::forward<R>(range));
 }
 

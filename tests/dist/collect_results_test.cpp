@@ -239,7 +239,9 @@ TEST_P(CollectResultsTest, rank_0_returns_when_the_files_are_gone) {
   run([this] {
     for (int i = 0; i < 10; ++i) {
       collect(std::vector{1}, static_cast<std::size_t>(get_world_size()));
-      if (get_rank() == 0) EXPECT_TRUE(directory_.is_untouched());
+      if (get_rank() == 0) {
+        EXPECT_TRUE(directory_.is_untouched());
+      }
       barrier();
     }
   });

@@ -448,7 +448,7 @@ TEST_F(HierarchicalProcessTest, a_leader_stopped_between_hosts_is_late_at_the_li
       ::kill(leader, SIGCONT);
     } else {
       wait_until(ProcessState::stopped);
-      wait_until(ProcessState::running, ProcessState::sleeping, ProcessState::dead);
+      wait_until(ProcessState::running, ProcessState::sleeping, ProcessState::gone);
     }
   });
   EXPECT_EQ(statuses, std::vector<int>(4, 0));

@@ -50,7 +50,7 @@ inline long n_sleeps(pid_t tid) {
 /// Until the thread sleeps. `tid`: 0, in an atomic, until the thread has told it.
 template <class Tid>
 bool wait_until_asleep(const Tid& tid) {
-  return wait_until([&] { return is_asleep(tid); });
+  return wait_until([&] { return is_asleep(static_cast<pid_t>(tid)); });
 }
 
 /// Sleeps until a deadline has passed that begins about now. For nothing else: it orders no events.
