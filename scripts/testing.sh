@@ -5,6 +5,7 @@
 
 passed=0 failed=0 skipped=0 reasons=
 under=()  # what the tests run under
+scratch=  # folder of this run
 
 fail() { printf '%s\n' "FAILED: $*" && failed=$((failed + 1)); }
 
@@ -19,12 +20,15 @@ n_shards() { # BINARY
 }
 
 # Sets `shard_pid`. Not in a subshell: timeout passes a signal on to what it runs. What a shell starts in
-# the background ignores SIGINT, which tests of interrupts must not.
+# the background ignores SIGINT, which tests of interrupts must not. Two mpiruns of Open MPI that make
+# their common session folder at once fail: each shard has one of its own.
 start_shard() { # PRESET BINARY FILTER SHARD N_SHARDS
   local run=(env --default-signal=INT,QUIT timeout --kill-after=30 1500)
   # ThreadSanitizer of older compilers cannot map its shadow under much address randomisation.
   if [ "$1" = tsan ] && setarch -R true 2>/dev/null; then run=(setarch -R "${run[@]}"); fi
-  GTEST_TOTAL_SHARDS=$5 GTEST_SHARD_INDEX=$4 \
+  local own=$scratch/${2##*/}.$4
+  mkdir "$own"
+  GTEST_TOTAL_SHARDS=$5 GTEST_SHARD_INDEX=$4 OMPI_MCA_orte_tmpdir_base=$own \
     "${run[@]}" "${under[@]}" "$2" --gtest_filter="$3" >"$2.$4.log" 2>&1 </dev/null &
   shard_pid=$!
 }
@@ -85,7 +89,8 @@ run_binaries() { # PRESET COUNTS_FILE
   local -a waiting=() running=() binaries=()
   local -A filter=() left=() start=()
   limit=$(n_at_once)
-  # shellcheck disable=SC2154
+  scratch=$(mktemp -d)
+  trap 'rm -rf "$scratch"' EXIT
   trap 'for shard in "${running[@]}"; do kill "${shard%% *}"; done 2>/dev/null; exit 130' INT TERM
   while [ $closed = no ] || [ ${#waiting[@]} -gt 0 ] || [ ${#running[@]} -gt 0 ]; do
     if [ $closed = no ]; then

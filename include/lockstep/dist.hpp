@@ -146,6 +146,7 @@ void all_reduce(R&&, Second&&, Rest&&...) {
 }
 /// The same beside computation: data belongs to the call until Work::wait returned.
 template <class R>
+requires(!detail::kHasOwnOperations<R>)
 [[nodiscard]] Work all_reduce_async(R&& data, ReduceOp op = ReduceOp::sum,
                                     const Group& group = default_group(), Timeout timeout = {},
                                     Where where = Where::current()) {
@@ -181,6 +182,7 @@ void reduce(R&& data, int dst = 0, ReduceOp op = ReduceOp::sum,
   group.reduce(detail::written(std::forward<R>(data)), dst, op, timeout, where);
 }
 template <class R>
+requires(!detail::kHasOwnOperations<R>)
 [[nodiscard]] Work reduce_async(R&& data, int dst = 0, ReduceOp op = ReduceOp::sum,
                                 const Group& group = default_group(), Timeout timeout = {},
                                 Where where = Where::current()) {
@@ -200,6 +202,7 @@ void broadcast(R&& data, int src = 0, const Group& group = default_group(), Time
   group.broadcast(detail::written(std::forward<R>(data)), src, timeout, where);
 }
 template <class R>
+requires(!detail::kHasOwnOperations<R>)
 [[nodiscard]] Work broadcast_async(R&& data, int src = 0, const Group& group = default_group(),
                                    Timeout timeout = {}, Where where = Where::current()) {
   return group.broadcast_async(detail::written_later(std::forward<R>(data)), src, timeout, where);
@@ -311,6 +314,7 @@ void send(const R& data, int dst, const Group& group = default_group(), Timeout 
   group.send(detail::read(data), dst, timeout, where);
 }
 template <class R>
+requires(!detail::kHasOwnOperations<R>)
 [[nodiscard]] Work send_async(R&& data, int dst, const Group& group = default_group(),
                               Timeout timeout = {}, Where where = Where::current()) {
   return group.send_async(detail::read_later(std::forward<R>(data)), dst, timeout, where);
@@ -322,6 +326,7 @@ void recv(R&& data, int src, const Group& group = default_group(), Timeout timeo
   group.recv(detail::written(std::forward<R>(data)), src, timeout, where);
 }
 template <class R>
+requires(!detail::kHasOwnOperations<R>)
 [[nodiscard]] Work recv_async(R&& data, int src, const Group& group = default_group(),
                               Timeout timeout = {}, Where where = Where::current()) {
   return group.recv_async(detail::written_later(std::forward<R>(data)), src, timeout, where);

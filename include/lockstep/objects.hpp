@@ -64,7 +64,7 @@ namespace detail {
 /// Compiles where T is an object; else says what is wrong, in a sentence.
 template <class T>
 consteval void check_object() {
-  if constexpr (TensorLike<T>) {
+  if constexpr (TensorLike<T> && !Serializable<T>) {  // <lockstep/nn.hpp> makes them objects
     static_assert(kNever<T>,
                   "lockstep: tensors go by the functions of lockstep::nn: include "
                   "<lockstep/nn.hpp> and call all_gather, gather or broadcast there");

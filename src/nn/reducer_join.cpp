@@ -155,7 +155,7 @@ Group Reducer::scope_of(std::uint64_t announced) const {
   if (scope_ && hash_of_scope(*scope_) == announced) return *scope_;
   const std::optional<Group> around = group_of_scope();
   if (around && hash_of_scope(*around) == announced) return *around;
-  if (hash_of_scope(options_.group) == announced) return options_.group;
+  if (hash_of_scope(*options_.group) == announced) return *options_.group;
   if (hash_of_scope(default_group()) == announced) return default_group();
   throw UsageError(context(),
                    "join cannot follow the other ranks: their forward is in a SyncBatchNormScope "

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
+#include <lockstep/nn/sync_batch_norm.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
 #include <map>
 
@@ -110,22 +111,28 @@ c10::Storage storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage() : c10::Storage();
 }
 
+DistributedDataParallelOptions with_group(DistributedDataParallelOptions options) {
+  if (!options.group) options.group = default_group();
+  return options;
+}
+
 }  // namespace
 
 Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
                  std::source_location where)
     : module_(module),
-      options_(options),
+      options_(with_group(options)),
       checks_fully_(comm::check_level() == comm::Check::full),
       where_(where),
-      group_(options.group) {
+      group_(*options_.group) {
+  name_layers(module);  // for the errors of SyncBatchNorm
   explain([] { return std::string("comparing the ranks' modules"); },
           [&] {
             take_parameters();
             for (at::Tensor buffer : module.buffers()) {
               broadcast(buffer, /*src=*/0, group_, {}, where_);
             }
-            group_ = options.group.duplicate(where_);
+            group_ = group_.duplicate(where_);
             add_buckets(order_);
           });
 }

@@ -15,8 +15,10 @@
 namespace lockstep::nn {
 DType dtype_of(const at::Tensor& tensor, std::source_location where) {
   switch (tensor.scalar_type()) {
+    case at::kBool: return DType::boolean;
     case at::kByte: return DType::u8;
     case at::kChar: return DType::i8;
+    case at::kShort: return DType::i16;
     case at::kInt: return DType::i32;
     case at::kLong: return DType::i64;
     case at::kHalf: return DType::f16;
@@ -25,8 +27,8 @@ DType dtype_of(const at::Tensor& tensor, std::source_location where) {
     case at::kDouble: return DType::f64;
     default:  // ScalarType is libtorch's and grows with its versions
       throw UsageError({"dtype_of", "", -1, 0, where},
-                       fmt::format("tensors of {} cannot be reduced; convert it to u8, i8, i32, "
-                                   "i64, f16, bf16, f32 or f64",
+                       fmt::format("tensors of {} cannot be reduced; convert it to bool, u8, "
+                                   "i8, i16, i32, i64, f16, bf16, f32 or f64",
                                    c10::toString(tensor.scalar_type())));
   }
 }

@@ -144,7 +144,7 @@ TEST(C10dTest, a_late_rank_is_named_and_other_groups_go_on) {
 TEST(C10dTest, different_calls_are_told_in_a_table_on_every_rank) {
   const auto statuses = over_gloo(3, [] {
     std::vector<float> data(get_rank() == 1 ? 7 : 8);
-    expect_error<MismatchError>([&] { all_reduce(data); },
+    expect_error<MismatchError>([&] { lockstep::all_reduce(data); },
                                 "1     all_reduce      f32   7           -     sum");
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));

@@ -42,6 +42,14 @@ requires(!TensorLike<T> && !std::same_as<std::ranges::range_value_t<T>, T>) stru
   using Type = typename LeafOf<std::ranges::range_value_t<T>>::Type;
 };
 
+/// True of what another header has functions of the same names for, taken by const reference:
+/// <lockstep/nn.hpp> for tensors. Those are meant then, although R&& fits better.
+template <class R>
+inline constexpr bool kHasOwnOperations = false;
+template <class R>
+requires(!std::same_as<R, std::remove_cvref_t<R>>) inline constexpr bool kHasOwnOperations<R> =
+    kHasOwnOperations<std::remove_cvref_t<R>>;
+
 /// Two ranges for one function. <lockstep/nn.hpp> has functions of the same names for tensors,
 /// which a call that names a Group finds too.
 template <class In, class Out>

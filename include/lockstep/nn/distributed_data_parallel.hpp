@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <source_location>
 #include <tuple>
 #include <type_traits>
@@ -37,7 +38,7 @@ CommunicationHook f16_compression();
 CommunicationHook bf16_compression();
 
 struct DistributedDataParallelOptions {
-  Group group = default_group();
+  std::optional<Group> group = {};  ///< unset: the default group when the module is wrapped
   double bucket_size_mb = 25;       ///< a bucket is sent when it holds this many MiB of gradients
   double first_bucket_size_mb = 1;  ///< the first is small, so that sending starts early
   /// Rank 0's buffers go to all before every synchronised forward.

@@ -116,7 +116,7 @@ concept FunctionObject = std::is_class_v<F> &&
 
 /// The module of the first argument, if that is a handle of one.
 template <class... Args>
-std::shared_ptr<torch::nn::Module> module_of(Args&... args) {
+std::shared_ptr<torch::nn::Module> original_of(Args&... args) {
   std::shared_ptr<torch::nn::Module> module;
   if constexpr (sizeof...(Args) > 0) {
     auto& first = std::get<0>(std::tie(args...));
@@ -143,7 +143,7 @@ auto patch_replication_callback(Replicate replicate) {
   static_assert(ReplicateFunction<Replicate>,
                 "patch_replication_callback takes your function that makes the copies of a module");
   return [replicate = std::move(replicate)](auto&&... args) {
-    const ReplicationInfo about{.original = detail::module_of(args...)};
+    const ReplicationInfo about{.original = detail::original_of(args...)};
     auto replicas = replicate(std::forward<decltype(args)>(args)...);
     static_assert(
         requires { execute_replication_callbacks(replicas, about); },

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/detail/arguments.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
@@ -21,6 +22,11 @@
 /// The result stands in the tensors (or comes out of wait) when wait() has returned, not before: a
 /// strided or CUDA tensor is filled there. Let tensors be until then; the operation keeps them
 /// alive. Threads: wait() on the thread that uses the tensors.
+namespace lockstep::detail {
+template <>
+inline constexpr bool kHasOwnOperations<at::Tensor> = true;
+}  // namespace lockstep::detail
+
 namespace lockstep::nn {
 
 namespace detail {
