@@ -39,7 +39,10 @@ targets=(headers_alone)
 ! changed | grep -qE '^(src|include/lockstep)/nn[/.].*hpp$' ||
   ! grep -q '^LOCKSTEP_NN:BOOL=ON' "$build/CMakeCache.txt" || targets+=(headers_alone_nn)
 cmake --build "$build" --target "${targets[@]}" >"$build/headers.log" 2>&1 ||
-  { grep -A 20 '^FAILED' "$build/headers.log" && bad+=", $now"; }
+  {
+    grep -A 20 '^FAILED' "$build/headers.log" || tail -n 20 "$build/headers.log"
+    bad+=", $now"
+  }
 
 # Each changed file, and the .cpp of each changed header. Not what includes libtorch: slow, and most of
 # what is said speaks of its macros. Nor do clang's own errors count: gcc compiles this, and clang 16

@@ -4,7 +4,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 results=build/nightly
-commit=$(git rev-parse HEAD)
+commit=$(git rev-parse HEAD)$(git diff --quiet HEAD || git diff HEAD | sha1sum | cut -c1-8)
 
 # STAGE|MINUTES, about, on two cores|WHAT
 stages='tests|20|every test of the release build: also 8 ranks, Slurm, the suite under both mpiruns

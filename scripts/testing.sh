@@ -27,7 +27,7 @@ start_shard() { # PRESET BINARY FILTER SHARD N_SHARDS
   # ThreadSanitizer of older compilers cannot map its shadow under much address randomisation.
   if [ "$1" = tsan ] && setarch -R true 2>/dev/null; then run=(setarch -R "${run[@]}"); fi
   local own=$scratch/${2##*/}.$4
-  mkdir "$own"
+  mkdir -p "$own"
   GTEST_TOTAL_SHARDS=$5 GTEST_SHARD_INDEX=$4 OMPI_MCA_orte_tmpdir_base=$own \
     "${run[@]}" "${under[@]}" "$2" --gtest_filter="$3" >"$2.$4.log" 2>&1 </dev/null &
   shard_pid=$!
@@ -58,7 +58,7 @@ report_binary() { # BINARY FILTER SECONDS
     ok=$((ok + o)) bad=$((bad + b)) skip=$((skip + s))
     if [ -z "$ran" ]; then
       problems+="$name ended (exit code $rc$([ "$rc" -ne 124 ] || echo ': out of time')) inside $(
-        grep -E '^\[ RUN ' "$log" | tail -1 | cut -c14-)"$'\n'
+        { grep -E '^\[ RUN ' "$log" || tail -n 3 "$log"; } | tail -n 3 | cut -c14-)"$'\n'
     else
       all=$((all + ran))
       if [ "$ran" -ne $((o + b + s)) ]; then
@@ -71,7 +71,7 @@ report_binary() { # BINARY FILTER SECONDS
                     /^\[  SKIPPED \].* ms\)$/ { print "\n  " $4 ": " said }
                     !/: Skipped$/ && NF { said = said $0 " " }' "$log")
   done
-  if [ "$all" -eq 0 ] && [ "$2" = '*' ] && [ -z "$problems" ]; then
+  if [ "$all" -eq 0 ] && [[ $2 == '*' || $2 == '*-'* ]] && [ -z "$problems" ]; then
     problems+="$name ran no test"$'\n'
   fi
   passed=$((passed + ok)) failed=$((failed + bad)) skipped=$((skipped + skip))
@@ -90,8 +90,8 @@ run_binaries() { # PRESET COUNTS_FILE
   local -A filter=() left=() start=()
   limit=$(n_at_once)
   scratch=$(mktemp -d)
-  trap 'rm -rf "$scratch"' EXIT
-  trap 'for shard in "${running[@]}"; do kill "${shard%% *}"; done 2>/dev/null; exit 130' INT TERM
+  trap 'for shard in "${running[@]}"; do kill "${shard%% *}"; done 2>/dev/null; rm -rf "$scratch"' EXIT
+  trap 'exit 130' INT TERM
   while [ $closed = no ] || [ ${#waiting[@]} -gt 0 ] || [ ${#running[@]} -gt 0 ]; do
     if [ $closed = no ]; then
       if IFS= read -r -t 0.2 line; then

@@ -82,9 +82,9 @@ std::vector<std::vector<T>> gather_parts(const ConstElements& data,
   return parts;
 }
 
-/// Data of a call, checked. Always inlined: gcc 12 takes a function for one that lets no address out
-/// where that leaves by a struct in memory, and then keeps the caller's variable in a register over
-/// the collective (at -O1; -fno-ipa-modref helps too).
+/// Data of a call, checked. Always inlined: gcc 12 takes a function for one that lets no address
+/// out where that leaves by a struct in memory, and then keeps the caller's variable in a register
+/// over the collective (at -O1; -fno-ipa-modref helps too).
 template <Use kUse = Use::write, class R>
 [[gnu::always_inline]] inline Elements written(R&& range) {
   check_data<R, kUse>();
@@ -146,10 +146,9 @@ void all_reduce(R&&, Second&&, Rest&&...) {
 }
 /// The same beside computation: data belongs to the call until Work::wait returned.
 template <class R>
-requires(!detail::kHasOwnOperations<R>)
-[[nodiscard]] Work all_reduce_async(R&& data, ReduceOp op = ReduceOp::sum,
-                                    const Group& group = default_group(), Timeout timeout = {},
-                                    Where where = Where::current()) {
+requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
+    all_reduce_async(R&& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
+                     Timeout timeout = {}, Where where = Where::current()) {
   return group.all_reduce_async(detail::written_later(std::forward<R>(data)), op, timeout, where);
 }
 template <class R, detail::NoReduceOp Second, class... Rest>
@@ -182,10 +181,10 @@ void reduce(R&& data, int dst = 0, ReduceOp op = ReduceOp::sum,
   group.reduce(detail::written(std::forward<R>(data)), dst, op, timeout, where);
 }
 template <class R>
-requires(!detail::kHasOwnOperations<R>)
-[[nodiscard]] Work reduce_async(R&& data, int dst = 0, ReduceOp op = ReduceOp::sum,
-                                const Group& group = default_group(), Timeout timeout = {},
-                                Where where = Where::current()) {
+requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
+    reduce_async(R&& data, int dst = 0, ReduceOp op = ReduceOp::sum,
+                 const Group& group = default_group(), Timeout timeout = {},
+                 Where where = Where::current()) {
   return group.reduce_async(detail::written_later(std::forward<R>(data)), dst, op, timeout, where);
 }
 template <class R>
@@ -202,9 +201,9 @@ void broadcast(R&& data, int src = 0, const Group& group = default_group(), Time
   group.broadcast(detail::written(std::forward<R>(data)), src, timeout, where);
 }
 template <class R>
-requires(!detail::kHasOwnOperations<R>)
-[[nodiscard]] Work broadcast_async(R&& data, int src = 0, const Group& group = default_group(),
-                                   Timeout timeout = {}, Where where = Where::current()) {
+requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
+    broadcast_async(R&& data, int src = 0, const Group& group = default_group(),
+                    Timeout timeout = {}, Where where = Where::current()) {
   return group.broadcast_async(detail::written_later(std::forward<R>(data)), src, timeout, where);
 }
 template <class R, class... Rest>
@@ -314,9 +313,9 @@ void send(const R& data, int dst, const Group& group = default_group(), Timeout 
   group.send(detail::read(data), dst, timeout, where);
 }
 template <class R>
-requires(!detail::kHasOwnOperations<R>)
-[[nodiscard]] Work send_async(R&& data, int dst, const Group& group = default_group(),
-                              Timeout timeout = {}, Where where = Where::current()) {
+requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
+    send_async(R&& data, int dst, const Group& group = default_group(), Timeout timeout = {},
+               Where where = Where::current()) {
   return group.send_async(detail::read_later(std::forward<R>(data)), dst, timeout, where);
 }
 
@@ -326,9 +325,9 @@ void recv(R&& data, int src, const Group& group = default_group(), Timeout timeo
   group.recv(detail::written(std::forward<R>(data)), src, timeout, where);
 }
 template <class R>
-requires(!detail::kHasOwnOperations<R>)
-[[nodiscard]] Work recv_async(R&& data, int src, const Group& group = default_group(),
-                              Timeout timeout = {}, Where where = Where::current()) {
+requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
+    recv_async(R&& data, int src, const Group& group = default_group(), Timeout timeout = {},
+               Where where = Where::current()) {
   return group.recv_async(detail::written_later(std::forward<R>(data)), src, timeout, where);
 }
 

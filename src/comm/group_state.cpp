@@ -84,7 +84,7 @@ void GroupState::enter(const Call& call) {
   check_process(call);
   // A plain look and a plain store: free, and enough to catch the mistake sooner or later.
   if (is_busy_.load(std::memory_order_relaxed)) throw_busy(call);
-  if (has_worker_.load(std::memory_order_acquire) && !worker_->is_idle()) {
+  if (has_worker_.load(std::memory_order_acquire) && !process_.is_copy() && !worker_->is_idle()) {
     worker_->wait_until_idle();
   }
   if (is_dead_.load(std::memory_order_acquire)) throw_death();
@@ -136,7 +136,7 @@ void GroupState::throw_held(const Call& call) const {
 }
 
 std::shared_ptr<WorkState> GroupState::post(const Call& call) {
-  check_process(call);
+  if (process_.is_copy()) throw_copy(call);  // it has no worker, whatever the size
   // Else the worker and the thread inside would use the engine at once.
   if (is_busy_.load(std::memory_order_relaxed)) throw_busy(call);
   sequence_.store(call.sequence, std::memory_order_relaxed);

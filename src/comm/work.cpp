@@ -25,6 +25,10 @@ WorkHandle::~WorkHandle() {
 
 void Work::wait() {
   if (!handle_) return;
+  if (handle_->is_copy()) {
+    throw UsageError({"Work::wait", "", -1, 0, {}},
+                     "this process is a fork of the one that made the call; wait there");
+  }
   const TraceScope scope("Work::wait");
   handle_->state().wait();
 }

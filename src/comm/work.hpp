@@ -18,6 +18,7 @@ class WorkHandle {
   WorkHandle& operator=(const WorkHandle&) = delete;
 
   WorkState& state() const noexcept { return *state_; }
+  bool is_copy() const noexcept { return process_.is_copy(); }
   void detach() noexcept { is_detached_.store(true, std::memory_order_relaxed); }
 
  private:

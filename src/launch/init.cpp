@@ -4,6 +4,7 @@
 #include <lockstep/launch.hpp>
 #include <utility>
 
+#include "base/exception.hpp"
 #include "comm/session.hpp"
 #include "engines/catalog.hpp"
 #include "launch/arithmetic.hpp"
@@ -32,8 +33,14 @@ void init_dist(const InitOptions& options, std::source_location where) {
   // Who asks to be alone is so, whatever engines the environment speaks of.
   const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
   auto engine = engines::join(is_alone ? "solo" : options.backend, world, barrier);
-  const int host = engines::find_host(*engine, world, barrier);
-  launch::check_arithmetic(*engine, barrier);
+  int host = 0;
+  try {
+    host = engines::find_host(*engine, world, barrier);
+    launch::check_arithmetic(*engine, barrier);
+  } catch (...) {  // on this rank only, perhaps
+    engine->leave(base::text_of(std::current_exception()));
+    throw;
+  }
   comm::join_process(
       std::make_unique<comm::Session>(std::move(world), std::move(engine), timeout, host));
   comm::tell_peers_of_uncaught_exceptions();

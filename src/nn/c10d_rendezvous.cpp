@@ -5,6 +5,7 @@
 #include <netdb.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <torch/version.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -135,10 +136,14 @@ Addresses resolve(const Meeting& at, int socket_type) {
 
 /// Throws where whoever listens there says something unasked, which no store does: a thread of
 /// libtorch 1.13 would take it for a length, and end the process.
-void expect_silence(const Meeting& at) {
+void expect_silence(const Meeting& at, milliseconds timeout) {
   const Addresses found = resolve(at, SOCK_STREAM);
   for (const addrinfo* to = found.get(); to != nullptr; to = to->ai_next) {
     const base::UniqueFd fd(::socket(to->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const auto limit = std::min(timeout, milliseconds(kPatience));
+    const timeval patience{limit.count() / 1000, limit.count() % 1000 * 1000};
+    // On Linux connect obeys it too.
+    if (fd) ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
     if (!fd || ::connect(fd.get(), to->ai_addr, to->ai_addrlen) != 0) continue;
     pollfd readable{fd.get(), POLLIN, 0};
     char first = 0;
@@ -154,7 +159,7 @@ StorePtr connect(const Meeting& at, const comm::World& world, milliseconds timeo
   if (serves(world)) {
     if (StorePtr store = Served::find(at)) return store;
   } else {
-    expect_silence(at);
+    expect_silence(at, timeout);
   }
   c10d::TCPStoreOptions options;
   options.port = at.port;

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/serialize/archive.h>
 
 #include <lockstep/nn/assert_in_sync.hpp>
@@ -17,7 +18,10 @@ namespace {
 
 std::uint64_t hash_of_tensor(const at::Tensor& tensor) {
   const at::Tensor dense = tensor.detach().to_dense().cpu().contiguous();
-  return hash_of_bytes(dense.data_ptr(), dense.nbytes());
+  const std::string kind =
+      fmt::format("{} {}", c10::toString(dense.scalar_type()), fmt::join(dense.sizes(), "x"));
+  return hash_of_bytes(dense.data_ptr(), dense.nbytes()) ^
+         (3 * hash_of_bytes(kind.data(), kind.size()));
 }
 
 /// Of an optimizer's options, or of its state for one parameter: each type can save itself.
@@ -117,7 +121,9 @@ void check_fingerprints(const Fingerprints& mine, const Group& group, const Erro
 void detail::assert_in_sync(const torch::nn::Module& module,
                             const torch::optim::Optimizer* optimizer, const Group& group,
                             std::source_location where) {
-  Fingerprints all = fingerprints_of_parameters(module);
+  Fingerprints all{{"the module", 0}};  // an empty list would take no part
+  const Fingerprints parameters = fingerprints_of_parameters(module);
+  all.insert(all.end(), parameters.begin(), parameters.end());
   const Fingerprints buffers = fingerprints_of_buffers(module);
   all.insert(all.end(), buffers.begin(), buffers.end());
   if (optimizer != nullptr) {

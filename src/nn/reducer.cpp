@@ -49,18 +49,27 @@ void Reducer::after_forward(const std::vector<at::Tensor>& outputs) {
 void Reducer::prepare() {
   if (!sync_) return;
   prepared_ = true;
-  explain([] { return std::string("preparing a forward"); },
-          [this] {
-            if (!changed_parameter().empty()) {
-              take_parameters();
-              add_buckets(order_);
-            }
-            check_in_sync();
-            if (!options_.broadcast_buffers) return;
-            for (at::Tensor buffer : module_.buffers()) {
-              broadcast(buffer, /*src=*/0, group_, {}, where_);
-            }
-          });
+  const std::string changed = changed_parameter();
+  explain(
+      [&] {
+        return changed.empty() ? std::string("preparing a forward")
+                               : fmt::format(
+                                     "taking parameter {} anew, which was changed here "
+                                     "(torch::load, to(), set_data): change it on all ranks",
+                                     changed);
+      },
+      [&] {
+        if (!changed.empty()) {
+          take_parameters();
+          add_buckets(order_);
+        }
+        check_in_sync();
+        if (!options_.broadcast_buffers) return;
+        for (at::Tensor buffer : module_.buffers()) {
+          // In join rank 0 may have no data any more.
+          broadcast(buffer, joining_ && last_active_ >= 0 ? last_active_ : 0, group_, {}, where_);
+        }
+      });
 }
 
 void Reducer::on_gradient(std::size_t index) {

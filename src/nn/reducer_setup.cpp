@@ -9,6 +9,7 @@
 #include <lockstep/nn/sync_batch_norm.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
 #include <map>
+#include <utility>
 
 #include "comm/check.hpp"
 #include "nn/in_sync.hpp"
@@ -126,15 +127,20 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
       where_(where),
       group_(*options_.group) {
   name_layers(module);  // for the errors of SyncBatchNorm
-  explain([] { return std::string("comparing the ranks' modules"); },
-          [&] {
-            take_parameters();
-            for (at::Tensor buffer : module.buffers()) {
-              broadcast(buffer, /*src=*/0, group_, {}, where_);
-            }
-            group_ = group_.duplicate(where_);
-            add_buckets(order_);
-          });
+  try {
+    explain([] { return std::string("comparing the ranks' modules"); },
+            [&] {
+              take_parameters();
+              for (at::Tensor buffer : module.buffers()) {
+                broadcast(buffer, /*src=*/0, group_, {}, where_);
+              }
+              group_ = group_.duplicate(where_);
+              add_buckets(order_);
+            });
+  } catch (...) {  // no destructor will run
+    remove_hooks();
+    throw;
+  }
 }
 
 Reducer::~Reducer() { remove_hooks(); }
@@ -300,8 +306,11 @@ void Reducer::add_hooks() {
 }
 
 void Reducer::remove_hooks() {
-  for (const Parameter& parameter : parameters_) {
-    parameter.accumulator->del_post_hook(parameter.hook);
+  for (Parameter& parameter : parameters_) {
+    // One that was being taken anew when a peer was lost has none yet.
+    if (const auto accumulator = std::exchange(parameter.accumulator, nullptr)) {
+      accumulator->del_post_hook(parameter.hook);
+    }
   }
   for (const Guard& guard : guards_) guard.tensor.remove_hook(guard.position);
   guards_.clear();

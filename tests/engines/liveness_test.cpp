@@ -195,9 +195,7 @@ bool can_unshare(int flags) {
 #define SKIP_UNLESS_CAN_UNSHARE(flags) \
   if (!can_unshare(flags)) GTEST_SKIP() << "this process may make no " #flags
 
-TEST_F(LivenessTest, seen) {
-  expect_seen(text_of_a_late_peer(do_nothing, do_nothing));
-}
+TEST_F(LivenessTest, seen) { expect_seen(text_of_a_late_peer(do_nothing, do_nothing)); }
 
 TEST_F(LivenessTest, by_who_has_no_descriptor_left) {
   expect_seen(text_of_a_late_peer(limit_descriptors, use_up_descriptors));  // by the spare one

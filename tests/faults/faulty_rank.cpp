@@ -195,7 +195,7 @@ void run_calls(const Plan& plan, bool is_thread) {
       group.rank() == (plan.victim + 1) % group.size()) {
     wait_for_fault(plan);
   }
-  if (is_done && !lockstep::is_distributed()) return;
+  if (is_done && plan.fault == "exit") return;
   if (!is_done) {
     if (const auto colon = plan.fault.find(':'); colon != std::string::npos) {
       call(plan.fault.substr(colon + 1), data);
@@ -244,5 +244,14 @@ int main(int argc, char** argv) {
   lockstep::init_dist({.backend = plan.backend, .timeout = seconds(60)});
   // A launcher that ends the others shall not end them before they have told what they got.
   if (lockstep::get_rank() != plan.victim) std::signal(SIGTERM, SIG_IGN);
+  // Once one has returned from init_dist, another's may still be under way, and end with the fault.
+  write_file(plan, "joined" + std::to_string(lockstep::get_rank()), "");
+  const auto have_all_joined = [&] {
+    for (int rank = 0; rank < lockstep::get_world_size(); ++rank) {
+      if (!std::filesystem::exists(plan.folder + "/joined" + std::to_string(rank))) return false;
+    }
+    return true;
+  };
+  wait_until(have_all_joined, seconds(60));
   return be_rank(plan, /*is_thread=*/false);
 }

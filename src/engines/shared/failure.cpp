@@ -52,7 +52,16 @@ void Channel::end_with(const Error& error) noexcept {
   } else if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
     kind = FailureKind::peer_lost;
   }
-  note_failure(kind, error.text(), /*error_number=*/0);
+  const bool names_its_rank =
+      kind != FailureKind::peer_failed || dynamic_cast<const PeerFailed*>(&error) != nullptr;
+  try {
+    note_failure(kind,
+                 names_its_rank ? std::string(error.text())
+                                : fmt::format("rank {} failed: {}", rank_, error.text()),
+                 /*error_number=*/0);
+  } catch (const std::bad_alloc&) {
+    note_failure(kind, "a rank failed; no memory was left to say how", /*error_number=*/0);
+  }
 }
 
 void Channel::throw_failure(const Call& call) {

@@ -40,12 +40,23 @@ std::optional<int> Job::who_left_before(int failed_rank) const {
   const auto last_calls = comm::operations_of(segment_->rank(failed_rank).flight);
   // A thread may be in another call when the exception of the first ends the process.
   if (!has_failed(last_calls) || last_calls.back().state == State::finished) return std::nullopt;
+  const auto& failed = segment_->rank(failed_rank).flight;
+  const auto call = std::ranges::find_if(last_calls.rbegin(), last_calls.rend(),
+                                         [](auto& o) { return o.state == State::failed; });
+  const std::string group(comm::name_of(failed.groups[call->group]));
+  const auto is_member = [&](const comm::FlightRecord& record) {
+    const std::size_t n_groups = comm::n_groups_of(record);
+    for (std::size_t g = 0; g < n_groups; ++g) {
+      if (comm::name_of(record.groups[g]) == group) return true;
+    }
+    return false;
+  };
   for (int r = 0; r < n_ranks_; ++r) {
     const RankBlock& rank = segment_->rank(r);
     const RankState state = rank.state.load(std::memory_order_acquire);
     const bool has_left = state == RankState::left || state == RankState::failed ||
                           rank.wait_status_plus_one.load(std::memory_order_acquire) != 0;
-    if (r == failed_rank || !has_left) continue;
+    if (r == failed_rank || !has_left || !is_member(rank.flight)) continue;
     if (!has_failed(comm::operations_of(rank.flight))) return r;
   }
   return std::nullopt;
