@@ -15,6 +15,7 @@ campaign|8|500 random faults in real jobs over every engine
 valgrind|3|ranks that are 2 and 3 processes under memcheck
 fuzz|9|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
+mutations|45|faults seeded in the code one at a time: `./dev test` must find each
 simulation|3|16 simulated hosts beside the alpha-beta model
 model|2|the model of the shared engine, and its mutations
 lint|12|clang-tidy over every file, every header alone
@@ -33,6 +34,7 @@ run_stage() {
     valgrind) ./dev test --valgrind ;;
     fuzz) ./dev fuzz ;;
     soak) ./dev soak ;;
+    mutations) scripts/mutations.sh ;;
     simulation) ./dev bench growth --hosts --check ;;
     model) ./dev model ;;
     lint) ./dev lint --all ;;
@@ -63,7 +65,7 @@ for name in "${names[@]}"; do
   printf '\n#### %s: about %s\n' "$name" "$(grep "^$name|" <<<"$stages" | awk -F'|' '{ print $2 " minutes: " $3 }')"
   start=$SECONDS outcome=passed
   run_stage "$name" </dev/null 2>&1 | tee "$results/$name.log" || outcome=FAILED
-  closing=$(grep -E '^(.*: )?[0-9]+ passed, [0-9]+ failed|^== lint: ' "$results/$name.log" | tail -n 1)
+  closing=$(grep -E '^(.*: )?[0-9]+ passed, [0-9]+ failed|^== lint: |^mutations: ' "$results/$name.log" | tail -n 1)
   echo "$commit $outcome $((SECONDS - start)) ${closing#== }" >"$results/$name.result"
 done
 
