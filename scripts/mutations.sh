@@ -2,7 +2,8 @@
 # scripts/mutations.sh [NAME ...]: whether the gate finds faults. Seeds those of scripts/mutations.txt
 # (or only NAMEs), one at a time, in a copy of the last commit under build/mutations, and runs what
 # `./dev test` runs of one binary: first the tests that should find the fault, then the others.
-# Fails where a fault is not found, or where a line of the list no longer fits the sources.
+# Fails where a fault is not found, or where a line of the list no longer fits the sources. The build is
+# lint's, not in unity batches: a fault costs one file.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 tree=$PWD/build/mutations list=$PWD/scripts/mutations.txt log=$PWD/build/mutations.log
@@ -15,9 +16,9 @@ export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros} GTEST_FAI
 
 faults() { grep -vE '^(#|$)' "$list"; }
 restore() { git -C "$tree" checkout -q -- . 2>/dev/null; }
-binary_of() { find "$tree/build/release/tests" -name "$1_tests" -type f -executable; }
+binary_of() { find "$tree/build/lint/tests" -name "$1_tests" -type f -executable; }
 build() { # BINARY
-  cmake --build "$tree/build/release" --parallel "$(nproc)" --target "$1_tests" >"$log" 2>&1
+  cmake --build "$tree/build/lint" --parallel "$(nproc)" --target "$1_tests" >"$log" 2>&1
 }
 
 # Runs a binary's tests of the gate that match; sets `finder` to the first that failed, if any, and
@@ -62,7 +63,7 @@ fi
 trap restore EXIT
 chosen=$(faults | awk -F'|' -v names="$*" 'names == "" || index(" " names " ", " " $1 " ")')
 mapfile -t binaries < <(cut -d'|' -f3 <<<"$chosen" | awk '!seen[$0]++')
-"$tree/dev" build release "${binaries[@]/%/_tests}" || die "the tree without a fault does not build"
+"$tree/dev" build lint "${binaries[@]/%/_tests}" || die "the tree without a fault does not build"
 for binary in "${binaries[@]}"; do
   run "$binary" "$(awk -F'|' -v b="$binary" '$3 == b { printf "%s%s", s, $4; s = ":" }' <<<"$chosen")" 900
   [ -z "$finder" ] || die "$finder fails without any fault, see $log"
