@@ -52,7 +52,7 @@ try() { # NAME FILE BINARY EXPECTED SED -> sets `verdict`; returns whether the g
   verdict="NOT FOUND" && return 1
 }
 
-for name; do faults | grep -q "^$name|" || die "unknown fault '$name', expected: $(faults | cut -d'|' -f1 | xargs)"; done
+for name; do grep -q "^$name|" "$list" || die "unknown fault '$name', expected: $(faults | cut -d'|' -f1 | xargs)"; done
 mkdir -p build
 git worktree prune
 if [ -e "$tree/.git" ]; then
