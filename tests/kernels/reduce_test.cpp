@@ -242,6 +242,7 @@ T reduce_values(ReduceOp op, std::vector<T> values) {
 TEST(ReduceOpsTest, integer_mean_truncates_toward_zero) {
   EXPECT_EQ(reduce_values<std::int32_t>(ReduceOp::mean, {-3, -4}), -3);
   EXPECT_EQ(reduce_values<std::int32_t>(ReduceOp::mean, {3, 4}), 3);
+  EXPECT_EQ(reduce_values<std::int64_t>(ReduceOp::mean, {-3, -4}), -3);
   EXPECT_EQ(reduce_values<std::uint8_t>(ReduceOp::mean, {255, 255, 254}), 254);
   EXPECT_EQ(reduce_values<std::int8_t>(ReduceOp::mean, {-128, -128}), -128);
   constexpr std::int32_t kLarge = std::numeric_limits<std::int32_t>::max();
