@@ -2,8 +2,8 @@
 # scripts/mutations.sh [NAME ...]: whether the gate finds faults. Seeds those of scripts/mutations.txt
 # (or only NAMEs), one at a time, in a copy of the last commit under build/mutations, and runs what
 # `./dev test` runs of one binary: first the tests that should find the fault, then the others.
-# Fails where a fault is not found, or where a line of the list no longer fits the sources. The build is
-# lint's, not in unity batches: a fault costs one file.
+# Fails where a fault is not found, or a line of the list no longer fits the sources. The build is lint's,
+# not in unity batches: a fault costs one file.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 tree=$PWD/build/mutations list=$PWD/scripts/mutations.txt log=$PWD/build/mutations.log
@@ -15,7 +15,7 @@ source <(grep -E '^nightly_tests\+?=' dev)  # what the gate leaves out
 export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros} GTEST_FAIL_FAST=1
 
 faults() { grep -vE '^(#|$)' "$list"; }
-restore() { git -C "$tree" checkout -q -- . 2>/dev/null; }
+restore() { git -C "$tree" checkout -q -- .; }
 binary_of() { find "$tree/build/lint/tests" -name "$1_tests" -type f -executable; }
 build() { # BINARY
   cmake --build "$tree/build/lint" --parallel "$(nproc)" --target "$1_tests" >"$log" 2>&1
@@ -25,8 +25,10 @@ build() { # BINARY
 # `n_run` to how many ran. A process that died or hung (exit code 124) has failed the test it was in.
 run() { # BINARY FILTER LIMIT_S
   local rc=0
-  env --default-signal=INT,QUIT timeout --kill-after=30 "$3" "$(binary_of "$1")" \
-    --gtest_filter="$2-$nightly_tests" >"$log" 2>&1 </dev/null || rc=$?
+  {  # without what the shell says of a crash
+    env --default-signal=INT,QUIT timeout --kill-after=30 "$3" "$(binary_of "$1")" \
+      --gtest_filter="$2-$nightly_tests" >"$log" 2>&1 </dev/null || rc=$?
+  } 2>/dev/null
   n_run=$(grep -c '^\[ RUN  ' "$log") finder=
   [ $rc -ne 0 ] || return 0
   finder=$(sed -nE 's/^\[  FAILED  \] ([^ ,]+)(, .*)? \([0-9]+ ms\)$/\1/p' "$log" | head -n 1)
@@ -43,9 +45,7 @@ try() { # NAME FILE BINARY EXPECTED SED -> sets `verdict`; returns whether the g
     verdict="ERROR: does not compile" && return 1
   fi
   run "$3" "$4" 300
-  if [ "$n_run" -eq 0 ]; then
-    verdict="ERROR: no test of the gate matches $4" && return 1
-  fi
+  [ "$n_run" -gt 0 ] || { verdict="ERROR: no test of the gate matches $4" && return 1; }
   [ -z "$finder" ] || { verdict="found by $finder" && return 0; }
   run "$3" '*' 1500
   # Not enough to pass: a test of something else may have failed by chance.
