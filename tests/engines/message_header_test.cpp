@@ -1,0 +1,27 @@
+#include <gtest/gtest.h>
+
+#include "engines/message/header.hpp"
+
+namespace lockstep::message {
+namespace {
+
+TEST(MessageHeaderTest, every_difference_of_a_reduce_is_seen) {
+  const Call call{
+      .op = Op::reduce, .dtype = DType::f32, .reduce = ReduceOp::sum, .root = 0, .count = 3};
+  HeaderMaker headers;
+  const auto agrees = [&](const Call& other) {
+    return agree(headers.of(call), headers.of(other), /*compares_sites=*/false);
+  };
+  EXPECT_TRUE(agrees(call));
+  for (const auto change :
+       {+[](Call& c) { c.op = Op::all_reduce; }, +[](Call& c) { c.dtype = DType::f64; },
+        +[](Call& c) { c.reduce = ReduceOp::max; }, +[](Call& c) { c.root = 1; },
+        +[](Call& c) { c.count = 4; }}) {
+    Call other = call;
+    change(other);
+    EXPECT_FALSE(agrees(other));
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::message
