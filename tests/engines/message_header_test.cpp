@@ -6,8 +6,12 @@ namespace lockstep::message {
 namespace {
 
 TEST(MessageHeaderTest, every_difference_of_a_reduce_is_seen) {
-  const Call call{
-      .op = Op::reduce, .dtype = DType::f32, .reduce = ReduceOp::sum, .root = 0, .count = 3};
+  const Call call{.op = Op::reduce,
+                  .dtype = DType::f32,
+                  .reduce = ReduceOp::sum,
+                  .root = 0,
+                  .count = 3,
+                  .where = {}};
   HeaderMaker headers;
   const auto agrees = [&](const Call& other) {
     return agree(headers.of(call), headers.of(other), /*compares_sites=*/false);
