@@ -1,6 +1,8 @@
 #pragma once
 
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/common.h>
+#include <torch/nn/modules/container/any_value.h>
 
 #include <cstddef>
 #include <cstdint>
