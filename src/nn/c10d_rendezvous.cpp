@@ -37,6 +37,7 @@
 #include <vector>
 
 #include "base/fd.hpp"
+#include "base/no_sigpipe.hpp"
 
 namespace lockstep::nn::detail {
 namespace {
@@ -264,6 +265,7 @@ std::string address_towards(const Meeting& at) {
 GroupPtr make_gloo(const StorePtr& store, const Meeting& at, const comm::World& world,
                    milliseconds timeout) {
   using Gloo = c10d::ProcessGroupGloo;
+  const base::NoSigpipe no_sigpipe;  // nor in the threads that it starts
   const auto options = Gloo::Options::create(timeout);
   options->threads = 1;  // for collectives, which are not used
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");

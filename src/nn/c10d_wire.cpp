@@ -1,4 +1,5 @@
 #include "nn/c10d_wire.hpp"
+#include "base/no_sigpipe.hpp"
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -173,6 +174,7 @@ void Wire::tell(int channel, const Verdict& verdict, std::span<const int> to) no
         static_cast<std::int32_t>(verdict.text.copy(letter->text.data(), letter->text.size()));
     if (channel != kWholeRank) receive(*letter);  // another thread of this rank may be waiting
     Sent sent{nullptr, {}, Clock::now() + kFarewell};
+    const base::NoSigpipe no_sigpipe;
     for (const int peer : to) {
       if (peer == rank()) continue;
       std::vector<at::Tensor> tensors{tensor_of(letter.get(), letter->n_bytes())};
@@ -322,6 +324,7 @@ void Channel::post(std::span<const Message> messages, const Call& call,
 
   Wire::Wait wait{tag_, end, {}, {}};
   std::vector<at::Tensor> tensors;
+  const base::NoSigpipe no_sigpipe;
   for (const Message* message : ordered) {
     const int peer = members_[static_cast<std::size_t>(message->peer)];
     at::Tensor tensor = wire_->tensor_of(message->data, message->n_bytes);
