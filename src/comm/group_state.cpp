@@ -1,7 +1,9 @@
 #include "comm/group_state.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <lockstep/error.hpp>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -41,9 +43,11 @@ struct Inherited {
   std::unique_ptr<Worker> worker;
 };
 
-void keep_for_ever(Inherited inherited) noexcept {
+void keep_for_ever(Inherited inherited) noexcept try {
   static std::vector<Inherited>& all = *new std::vector<Inherited>;
   all.push_back(std::move(inherited));
+} catch (const std::bad_alloc&) {
+  std::abort();  // of a fork, which has no other way to leave the rank's connections alone
 }
 
 }  // namespace

@@ -129,8 +129,8 @@ class Checker {
   template <class T>
   void compare(Op op, ReduceOp reduce, const std::vector<T>& got, const std::vector<T>& expected) {
     for (std::size_t i = 0; i < kCount; ++i) {
-      if (std::memcmp(&got[i], &expected[i], sizeof(T)) == 0) continue;
-      if (got[i] == expected[i]) continue;  // zeros of either sign
+      const bool are_nan = got[i] != got[i] && expected[i] != expected[i];
+      if (are_nan || got[i] == expected[i]) continue;
       const bool reduces = op == Op::all_reduce || op == Op::reduce_scatter;
       throw EngineError(
           context_of(barrier_, engine_.rank()),

@@ -51,7 +51,7 @@ void destroy_dist(std::string_view failure) {
   if (!session && !comm::has_rank_threads()) session = comm::take_process_session();
   if (!session) return;
   if (session->is_copy()) {  // not this process's to close
-    session.release();
+    static_cast<void>(session.release());
     return;
   }
   if (failure.empty() && std::uncaught_exceptions() > 0) {

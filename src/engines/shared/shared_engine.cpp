@@ -104,7 +104,7 @@ void make_with_all(Channel& channel, const Call& call, const char* what, Outcome
   } catch (const SystemError& error) {
     mine.error_number = error.error_number();
     // Without the system's own words, which the error that all throw adds.
-    const std::string text = error.text();
+    const std::string& text = error.text();
     base::copy_text(mine.text,
                     std::string_view(text).substr(
                         0, text.rfind(fmt::format(": {}", std::strerror(mine.error_number)))));
