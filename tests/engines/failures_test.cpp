@@ -385,6 +385,9 @@ void limit_address_space(std::size_t n_bytes_more) {
 }
 
 TEST(FailuresOfProcesses, a_buffer_that_one_rank_cannot_map_is_an_error_on_all) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer takes address space of its own, which the test limits";
+#endif
   const auto statuses = run_processes(3, [] {
     const Group group = default_group().duplicate();
     if (get_rank() == 1) limit_address_space(/*n_bytes_more=*/8U << 20U);
@@ -399,6 +402,9 @@ TEST(FailuresOfProcesses, a_buffer_that_one_rank_cannot_map_is_an_error_on_all) 
 }
 
 TEST(FailuresOfProcesses, a_group_that_one_rank_cannot_map_is_an_error_on_all) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer takes address space of its own, which the test limits";
+#endif
   const auto statuses = run_processes(3, [] {
     const Group group = default_group().duplicate();
     if (get_rank() == 1) limit_address_space(/*n_bytes_more=*/1U << 20U);
