@@ -40,7 +40,7 @@ using std::chrono::milliseconds;
 enum class Notice : std::int32_t { left, failed, late, lost, mismatch };
 struct Note {
   Notice notice;
-  std::int32_t rank;  ///< whom it is about, in that communicator; kNobody: the text says it all
+  std::int32_t rank;  ///< the rank it is about, in that communicator; kNobody: the text says it all
   std::array<char, 3960> text;
 };
 constexpr std::int32_t kNobody = -1;
