@@ -14,6 +14,7 @@
 #include <exception>
 #include <lockstep/error.hpp>
 #include <numeric>
+#include <stdexcept>
 #include <utility>
 
 #include "comm/recorder.hpp"
@@ -35,6 +36,9 @@ constexpr milliseconds kHearsay{200};
 constexpr milliseconds kGlance{5};
 /// Gloo's own limit comes after ours, which leaves its connections alone.
 constexpr milliseconds kSlack{5000};
+/// Up to here a message travels from and to memory of ours. It costs a copy, and a call that gave
+/// up leaves its connections as they are.
+constexpr std::size_t kOwnBytes = 64 << 10;
 
 /// Texts of libtorch begin with its source line and may end with a C++ stack.
 std::string text_of(const std::exception& error) {
@@ -76,7 +80,8 @@ Wire::Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d
       device_(group_->getBackendName() == "nccl"
                   ? c10::impl::VirtualGuardImpl(at::kCUDA).getDevice()
                   : at::Device(at::kCPU)),
-      pid_(::getpid()) {
+      pid_(::getpid()),
+      stuck_(static_cast<std::size_t>(group_->getSize())) {
   timer_ = std::jthread([this](const std::stop_token& stop) { keep_time(stop); });
   ::pthread_setname_np(timer_.native_handle(), "c10d-timer");
   control_ = std::jthread([this](const std::stop_token& stop) { listen(stop); });
@@ -102,6 +107,28 @@ Wire::~Wire() {
 
 at::Tensor Wire::tensor_of(void* data, std::size_t n_bytes) const {
   return at::from_blob(data, {static_cast<std::int64_t>(n_bytes)}, at::kByte);
+}
+
+Wire::Parcel Wire::pack(const Message& message, int peer) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stuck_[static_cast<std::size_t>(peer)]) {
+      throw std::runtime_error(
+          "a call that gave up left a part of its data on this connection, which carries no other "
+          "since; leave the world (destroy_dist) and join it again");
+    }
+  }
+  at::Tensor callers = tensor_of(message.data, message.n_bytes);
+  if (message.n_bytes > kOwnBytes && device_.is_cpu()) return {std::move(callers), &message};
+  Parcel parcel{at::empty(callers.sizes(), callers.options().device(device_)), &message};
+  if (message.way == Message::Way::send) parcel.tensor.copy_(callers);
+  return parcel;
+}
+
+void Wire::unpack(const Parcel& parcel) const {
+  const Message& message = *parcel.message;
+  if (message.way == Message::Way::send || parcel.is_callers()) return;
+  tensor_of(message.data, message.n_bytes).copy_(parcel.tensor);
 }
 
 int Wire::next_channel() {
@@ -144,9 +171,20 @@ bool Wire::wait_for(Wait& wait, std::size_t i) {
   return work->wait(std::chrono::duration_cast<milliseconds>(end - Clock::now()) + kSlack);
 }
 
-void Wire::finish(Wait& wait) noexcept {
+void Wire::finish(Wait& wait, std::span<Parcel> parcels) noexcept {
   const std::lock_guard lock(mutex_);
   std::erase(waits_, &wait);
+  for (std::size_t i = 0; i < parcels.size(); ++i) {
+    if (parcels[i].is_done) continue;
+    try {
+      if (!parcels[i].is_callers()) {
+        kept_.push_back({std::move(wait.works[i]), std::move(parcels[i].tensor)});
+        continue;
+      }
+    } catch (...) {  // no memory
+    }
+    stuck_[static_cast<std::size_t>(wait.peers[i])] = true;
+  }
 }
 
 std::optional<Wire::Verdict> Wire::death_of(int channel) {
@@ -209,7 +247,7 @@ void Wire::flush() noexcept {
       }
     } catch (...) {
     }
-    finish(wait);
+    finish(wait, {});
   }
 }
 
@@ -323,20 +361,20 @@ void Channel::post(std::span<const Message> messages, const Call& call,
   });
 
   Wire::Wait wait{tag_, end, {}, {}};
-  std::vector<at::Tensor> tensors;
+  std::vector<Wire::Parcel> parcels;
   const base::NoSigpipe no_sigpipe;
   for (const Message* message : ordered) {
     const int peer = members_[static_cast<std::size_t>(message->peer)];
-    at::Tensor tensor = wire_->tensor_of(message->data, message->n_bytes);
-    tensor = tensor.to(wire_->device_);
-    tensors.push_back(tensor);
-    std::vector<at::Tensor> one{tensor};
     try {
+      Wire::Parcel parcel = wire_->pack(*message, peer);
+      std::vector<at::Tensor> one{parcel.tensor};
       wait.works.push_back(message->way == Message::Way::send
                                ? wire_->group_->send(one, peer, tag_)
                                : wire_->group_->recv(one, peer, tag_));
       wait.peers.push_back(peer);
+      parcels.push_back(std::move(parcel));
     } catch (const std::exception& error) {
+      wire_->finish(wait, parcels);
       fail_connection(peer, text_of(error), call);
     }
   }
@@ -347,22 +385,20 @@ void Channel::post(std::span<const Message> messages, const Call& call,
   std::vector<int> ended;  // before their time
   for (std::size_t i = 0; i < wait.works.size() && culprit < 0; ++i) {
     try {
-      if (!wire_->wait_for(wait, i)) ended.push_back(wait.peers[i]);
+      parcels[i].is_done = wire_->wait_for(wait, i);
+      if (!parcels[i].is_done) ended.push_back(wait.peers[i]);
     } catch (const std::exception& error) {
       culprit = wait.peers[i];
       text = text_of(error);
     }
   }
-  wire_->finish(wait);
+  wire_->finish(wait, parcels);
   if (culprit >= 0) fail_connection(culprit, text, call);
   if (!ended.empty()) {
     fail_if_known(ended, call);
     fail_late(std::move(ended), call);
   }
-  for (std::size_t i = 0; wire_->device_.is_cuda() && i < ordered.size(); ++i) {
-    if (ordered[i]->way == Message::Way::send) continue;
-    wire_->tensor_of(ordered[i]->data, ordered[i]->n_bytes).copy_(tensors[i]);
-  }
+  for (const Wire::Parcel& parcel : parcels) wire_->unpack(parcel);
 }
 
 void Channel::fail_if_known(std::span<const int> ranks, const Call& call) const {

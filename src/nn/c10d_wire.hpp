@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <sys/types.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -20,6 +21,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engines/message/channel.hpp"
@@ -69,6 +71,14 @@ class Wire {
     std::vector<int> peers;  // of works
     c10d::Work* current = nullptr;
   };
+  /// A message as Gloo has it: in memory of ours, or, where it is long, of the caller.
+  struct Parcel {
+    at::Tensor tensor;
+    const message::Message* message;
+    bool is_done = false;
+
+    bool is_callers() const { return tensor.data_ptr() == message->data; }
+  };
   struct Letter;
   /// A letter on its way, which its peers may read until `end`.
   struct Sent {
@@ -80,12 +90,16 @@ class Wire {
   Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
   bool is_copy() const noexcept;
   at::Tensor tensor_of(void* data, std::size_t n_bytes) const;
+  Parcel pack(const message::Message& message, int peer);
+  void unpack(const Parcel& parcel) const;
   static void abort(c10d::Work* work) noexcept;
   static void abort(const Works& works) noexcept;
   void start(Wait& wait);
   /// Waits for the i-th work. False: it was aborted. Throws c10d's errors.
   bool wait_for(Wait& wait, std::size_t i);
-  void finish(Wait& wait) noexcept;
+  /// Of what is not done, Gloo sends and receives when the late rank comes, which an abort does not
+  /// undo; with its memory gone it would stop reading the connection, for every channel.
+  void finish(Wait& wait, std::span<Parcel> parcels) noexcept;
   /// Waits for nobody.
   void tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept;
   /// Waits until the peers have what they were told, each letter for a second at most.
@@ -109,6 +123,8 @@ class Wire {
   std::map<int, Verdict> gone_;  // ranks
   std::vector<Wait*> waits_;
   std::list<Sent> sent_;
+  std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor>> kept_;  // not done
+  std::vector<bool> stuck_;   // ranks to whom a message is not done whose memory is gone
   bool has_changed_ = false;  // waits_, since the timer looked
   c10::intrusive_ptr<c10d::Work> listening_;
   int n_channels_ = 0;

@@ -135,11 +135,52 @@ TEST(C10dTest, a_late_rank_is_named_and_other_groups_go_on) {
   const auto statuses = over_gloo(3, [] {
     const Group world = default_group(), other = world.duplicate();
     if (get_rank() == 2) other.barrier();  // comes when the others have given up
-    expect_error<TimeoutError>([&] { world.barrier(200ms); }, "waited 0.2 s for rank 2 of 3");
+    expect_error<TimeoutError>(
+        [&] {
+          world.barrier(1s);
+          world.barrier();  // rank 2: where the others' first messages were sooner than their error
+        },
+        "waited 1 s for rank 2 of 3");
     if (get_rank() != 2) other.barrier();
     EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, other), 3);
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST(C10dTest, a_rank_that_comes_as_the_others_give_up_keeps_its_connections) {
+  const auto statuses = over_gloo(2, [] {
+    const Group world = default_group();
+    for (int round = 0; round < 10; ++round) {
+      const Group other = world.duplicate();
+      if (get_rank() == 1) world.barrier();
+      expect_error<TimeoutError>(
+          [&] {
+            for (;;) other.barrier(20ms);
+          },
+          "waited 0.02 s for rank");
+      if (get_rank() == 0) world.barrier();
+      EXPECT_EQ(all_reduce_value(1), 2);
+    }
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+TEST(C10dTest, a_connection_that_a_long_message_was_left_on_is_told) {
+  ::setenv("LOCKSTEP_CHECK", "off", 1);  // so that data is the first that goes
+  const auto statuses = over_gloo(2, [] {
+    const Group world = default_group(), other = world.duplicate();
+    std::vector<float> data(1 << 18);
+    const Elements whole{data.data(), data.size(), DType::f32};
+    const std::string left = "a call that gave up left a part of its data on this connection";
+    if (get_rank() == 0) {
+      expect_error<TimeoutError>([&] { world.recv(whole, 1, 50ms); }, "waited 0.05 s for rank 1");
+      expect_error<EngineError>([&] { other.barrier(); }, left);
+    } else {
+      expect_error<PeerFailed>([&] { other.barrier(); }, left);
+    }
+  });
+  ::unsetenv("LOCKSTEP_CHECK");
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
 TEST(C10dTest, different_calls_are_told_in_a_table_on_every_rank) {
