@@ -28,6 +28,7 @@
 #include "engines/shared/job.hpp"
 #include "support/expect.hpp"
 #include "support/namespaces.hpp"
+#include "support/sanitizers.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -198,10 +199,16 @@ bool can_unshare(int flags) {
 TEST_F(LivenessTest, seen) { expect_seen(text_of_a_late_peer(do_nothing, do_nothing)); }
 
 TEST_F(LivenessTest, by_who_has_no_descriptor_left) {
+  if (test::kSanitizerNeedsDescriptors) {
+    GTEST_SKIP() << "UndefinedBehaviorSanitizer needs a descriptor";
+  }
   expect_seen(text_of_a_late_peer(limit_descriptors, use_up_descriptors));  // by the spare one
 }
 
 TEST_F(LivenessTest, by_who_has_no_descriptor_left_and_may_open_no_pidfd) {
+  if (test::kSanitizerNeedsDescriptors) {
+    GTEST_SKIP() << "UndefinedBehaviorSanitizer needs a descriptor";
+  }
   const auto prepare = [](int rank) {
     limit_descriptors(rank);
     forbid_pidfds(rank);
