@@ -219,6 +219,22 @@ TEST_P(MpiTest, the_programs_own_MPI_Finalize_finds_no_message_left) {
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
   EXPECT_EQ(ended.err, "");
 }
+// Some of the ranks give up by themselves, and some because they hear of it.
+TEST_P(MpiTest, the_programs_own_MPI_Finalize_ends_after_a_timeout) {
+  const TemporaryFolder said;
+  const Ended ended = mpirun(
+      3, fmt::format("timeout 30 {} finalize_after_timeout {}", OVER_MPI_PROGRAM, said.path()));
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+}
+TEST_P(MpiTest, a_rank_that_waits_hears_of_a_failure_before_its_own_limit) {
+  const std::string text = failures_of(3, "limits");
+  expect_contains(text, "rank 1 waited 1 s for rank 0 of 3");
+  EXPECT_EQ(text.find("rank 2 waited"), std::string::npos) << text;
+}
+TEST_P(MpiTest, an_exchange_that_ended_leaves_its_memory_alone) {
+  const Ended ended = mpirun(2, fmt::format("timeout 60 {} cancelled", OVER_MPI_PROGRAM));
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+}
 TEST_P(MpiTest, a_rank_that_leaves_is_named) { expect_failure("leave", "rank 1 left the world"); }
 
 TEST_P(MpiTest, a_wrong_LOCKSTEP_MPI_is_said) {

@@ -345,6 +345,7 @@ void Channel::tell(const Note& note) noexcept {
 }
 
 void Channel::fail(const Note& note, const Call& call) const {
+  if (note.notice != Notice::left && note.notice != Notice::mismatch) mpi_.give_up_finalize();
   const ErrorContext context = context_of(call, rank_);
   const std::string text(base::text_in(note.text));
   switch (note.notice) {

@@ -5,6 +5,8 @@
 // "long" is no fault: messages past 2^31 bytes.
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <array>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -17,9 +19,12 @@
 #include <string>
 #include <vector>
 
+#include "engines/mpi/abi.hpp"
 #include "support/waiting.hpp"
 
 namespace {
+
+using lockstep::message::Message;
 
 int n_said(const std::string& folder) {
   int n = 0;
@@ -89,6 +94,87 @@ void send_long_messages(int rank) {
          [](std::size_t i) { return static_cast<std::uint8_t>(byte_at(i, 0) + byte_at(i, 1)); });
 }
 
+void require(bool holds, const char* text) {
+  if (!holds) throw std::runtime_error(text);
+}
+
+/// On the module itself: rank 0 ends an exchange before rank 1 sends what it was to receive, in two
+/// messages, one short and one long. They must not come into the memory of that exchange, but into
+/// that of the next.
+void end_an_exchange_of_receives() {
+  void* const library = ::dlopen(std::getenv("LOCKSTEP_MPI"), RTLD_NOW | RTLD_GLOBAL);
+  require(library != nullptr, "cannot load the module");
+  const auto entry =
+      reinterpret_cast<const LockstepMpi* (*)()>(::dlsym(library, kLockstepMpiSymbol));
+  const LockstepMpi& mpi = *entry();
+  int rank = 0, n_ranks = 0;
+  void* comm = nullptr;
+  require(mpi.start(&rank, &n_ranks) == 0 && mpi.world(&comm) == 0, "cannot start MPI");
+  const int peer = 1 - rank;
+
+  constexpr std::size_t kShort = 1000;
+  constexpr std::size_t kLongEnough = std::size_t{4} << 20;  // waits for its receive
+  constexpr std::uint8_t kUntouched = 7, kSent = 9;
+  const auto exchange_of = [&](Message::Way way, std::vector<std::uint8_t>& data) {
+    return std::array{Message{way, peer, data.data(), kShort},
+                      Message{way, peer, data.data() + kShort, data.size() - kShort}};
+  };
+  const auto begin = [&](const std::array<Message, 2>& messages) {
+    void* exchange = nullptr;
+    require(mpi.begin(comm, messages.data(), messages.size(), &exchange) == 0, "begin failed");
+    return exchange;
+  };
+  const auto is_done = [&](void* exchange) {
+    std::int32_t done = 0;
+    require(mpi.test(exchange, 1, &done) == 0, "test failed");
+    return done != 0;
+  };
+  const char note = '!';
+  const auto tell = [&] { require(mpi.tell(comm, peer, &note, 1) == 0, "tell failed"); };
+  const auto hear = [&] {
+    require(lockstep::test::wait_until([&] {
+              char heard = 0;
+              std::int32_t has_come = 0;
+              require(mpi.hear(comm, &heard, 1, &has_come) == 0, "hear failed");
+              return has_come != 0;
+            }),
+            "no note came");
+  };
+
+  std::vector<std::uint8_t> data(kShort + kLongEnough, rank == 0 ? kUntouched : kSent);
+  if (rank == 1) {
+    hear();
+    const auto messages = exchange_of(Message::Way::send, data);
+    void* const exchange = begin(messages);
+    tell();
+    require(lockstep::test::wait_until([&] { return is_done(exchange); }), "sends never ended");
+    return;
+  }
+  const auto ended = exchange_of(Message::Way::receive, data);
+  void* const exchange = begin(ended);
+  require(!is_done(exchange), "received what nobody sent");
+  mpi.finish(exchange);
+  tell();
+  hear();
+  std::vector<std::uint8_t> later(data.size());
+  const auto messages = exchange_of(Message::Way::receive, later);
+  void* const next = begin(messages);
+  const auto holds = [](const std::vector<std::uint8_t>& bytes, std::uint8_t value) {
+    return std::ranges::all_of(bytes, [=](std::uint8_t byte) { return byte == value; });
+  };
+  const bool came = lockstep::test::wait_until(
+      [&] { return is_done(next) || !holds(data, kUntouched); }, std::chrono::seconds(30));
+  require(holds(data, kUntouched), "a receive of an exchange that has ended wrote its memory");
+  require(came && holds(later, kSent), "the messages did not come to the next exchange");
+}
+
+/// The program's own, as of one that has initialised MPI itself.
+int finalize_mpi() {
+  const auto finalize = reinterpret_cast<int (*)()>(::dlsym(RTLD_DEFAULT, "MPI_Finalize"));
+  if (finalize == nullptr) throw std::runtime_error("MPI is not loaded");
+  return finalize();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -96,6 +182,10 @@ int main(int argc, char** argv) {
   const std::string backend = argc > 3 ? argv[3] : "mpi";
   int rank = number_of("OMPI_COMM_WORLD_RANK", "PMI_RANK");
   try {
+    if (fault == "cancelled") {
+      end_an_exchange_of_receives();
+      return 0;
+    }
     if (fault == "levels" && rank == 1) ::setenv("LOCKSTEP_CHECK", "off", 1);
     lockstep::init_dist({.backend = backend});
     rank = lockstep::get_rank();
@@ -126,6 +216,20 @@ int main(int argc, char** argv) {
       } catch (const lockstep::MismatchError&) {
       }
     }
+    if (fault == "limits") {
+      if (rank == 0) wait_until_said(argv[2], 2);
+      lockstep::barrier(lockstep::default_group(), std::chrono::seconds(rank == 1 ? 1 : 8));
+    }
+    if (fault == "finalize_after_timeout") {
+      try {
+        if (rank == 1) wait_until_said(argv[2], 2);
+        lockstep::barrier(lockstep::default_group(), std::chrono::seconds(1));
+        throw std::runtime_error("no TimeoutError");
+      } catch (const lockstep::TimeoutError& error) {
+        say(argv[2], rank, error.what());
+      }
+      return finalize_mpi();
+    }
     if (fault == "late") {
       lockstep::barrier(lockstep::default_group(), std::chrono::milliseconds(1000));
       // The late rank finds the messages of those who gave up.
@@ -134,11 +238,7 @@ int main(int argc, char** argv) {
     lockstep::all_reduce_value(rank);
     lockstep::barrier();
     lockstep::destroy_dist();
-    if (fault == "finalize") {
-      const auto finalize = reinterpret_cast<int (*)()>(::dlsym(RTLD_DEFAULT, "MPI_Finalize"));
-      if (finalize == nullptr) throw std::runtime_error("MPI is not loaded");
-      return finalize();
-    }
+    if (fault == "finalize") return finalize_mpi();
   } catch (const std::exception& error) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
     if (argc > 2) {

@@ -25,6 +25,8 @@ constexpr int kNoteTag = 2;
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
 /// For requests of an exchange that failed.
 constexpr double kMostSecondsToReceive = 1.0, kMostSecondsToSend = 0.1;
+/// Ranks that fail come to MPI_Finalize about together, or never.
+constexpr double kMostSecondsToFinalize = 2.0;
 
 // Where MPI grants less than MPI_THREAD_MULTIPLE, all calls pass one lock: each for a moment or for
 // the few looks of one test(), but for those that make a communicator, which wait for its other
@@ -97,8 +99,17 @@ void take_notes() {
 
 /// MPI_Finalize's first act, whoever calls it, is to free the attributes of MPI_COMM_SELF.
 int at_finalize(MPI_Comm, int, void*, void*) {
-  if (has_given_up) return MPI_SUCCESS;
-  MPI_Barrier(MPI_COMM_WORLD);  // as MPI_Finalize would: then all have said farewell
+  // As MPI_Finalize would: then all have said farewell. Also after a failure, of which some ranks
+  // may not have heard; but one may never come.
+  MPI_Request barrier = MPI_REQUEST_NULL;
+  int is_done = 0;
+  if (MPI_Ibarrier(MPI_COMM_WORLD, &barrier) == MPI_SUCCESS) {
+    const double give_up = MPI_Wtime() + kMostSecondsToFinalize;
+    while (MPI_Test(&barrier, &is_done, MPI_STATUS_IGNORE) == MPI_SUCCESS && is_done == 0 &&
+           MPI_Wtime() < give_up) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
   take_notes();
   for (Communicator* kept : communicators) free_prepared(kept->prepared);
   return MPI_SUCCESS;
