@@ -298,17 +298,60 @@ TEST(HierarchicalTest, sizes_of_allocate_are_compared_between_hosts) {
   });
 }
 
-TEST(HierarchicalTest, a_rank_that_waits_for_a_message_of_another_host_is_not_late) {
-  run_hosts({0, 0, 2, 2}, [](const Group& group) {
+/// Each rank does what it has to until the group fails; returns what the ranks were told.
+std::vector<std::string> timeouts_of(
+    const Hosts& hosts, const std::function<void(const Group&, const test::SharedCount&)>& body) {
+  std::vector<std::string> texts(hosts.size());
+  const test::SharedCount n_given_up;
+  run_hosts(hosts, [&](const Group& group) {
+    group.barrier();
+    try {
+      body(group, n_given_up);
+      group.barrier();
+      ADD_FAILURE() << "no error on rank " << group.rank();
+    } catch (const TimeoutError& error) {
+      texts[static_cast<std::size_t>(group.rank())] = error.text();
+    }
+    n_given_up.raise();
+  });
+  return texts;
+}
+
+// The limit of the message is the group's, a minute.
+TEST(HierarchicalTest, a_message_between_hosts_leaves_the_limits_of_other_ranks) {
+  const auto texts = timeouts_of({0, 0, 2, 2}, [](const Group& group, const auto& n_given_up) {
     std::int64_t value = 1;
     const Elements whole{&value, 1, DType::i64};
+    if (group.rank() == 0) group.recv(whole, 2);
+    if (group.rank() == 1) group.barrier(Deadline(std::chrono::milliseconds(200)));
     if (group.rank() == 2) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      EXPECT_TRUE(n_given_up.wait_for(2)) << "rank 1 waits for longer than its limit";
       group.send(whole, 0);
     }
-    if (group.rank() == 0) group.recv(whole, 2);
-    group.barrier(group.rank() == 1 ? Deadline(std::chrono::milliseconds(200)) : Deadline());
   });
+  for (const std::string& text : texts) {
+    EXPECT_NE(text.find("rank 1 waited 0.2 s for rank 0 of 2"), std::string::npos) << text;
+    EXPECT_NE(text.find("recv from rank 2 on another host"), std::string::npos) << text;
+    EXPECT_NE(text.find("hierarchical_test.cpp:"), std::string::npos) << text;
+  }
+}
+
+// Rank 1 waits for a message of the other host, and rank 2 is late. The leader of their host waits
+// for both, and the other leader for it.
+TEST(HierarchicalTest, a_rank_that_waits_for_a_message_of_another_host_is_named_last) {
+  const auto texts = timeouts_of({0, 0, 0, 3}, [](const Group& group, const auto& n_given_up) {
+    std::int64_t value = 1;
+    const Elements whole{&value, 1, DType::i64};
+    if (group.rank() == 1) group.recv(whole, 3);
+    if (group.rank() == 2) {
+      EXPECT_TRUE(n_given_up.wait_for(3));
+    }
+    group.barrier(Deadline(std::chrono::milliseconds(500)));
+  });
+  for (const std::string& text : texts) {
+    EXPECT_NE(text.find("rank 0 waited 0.5 s for ranks 1, 2 of 3"), std::string::npos) << text;
+    EXPECT_LT(text.find("\n  rank 2"), text.find("\n  rank 1")) << text;
+  }
 }
 
 TEST(HierarchicalTest, hosts_of_one_rank_each_need_no_hierarchy) {

@@ -176,11 +176,18 @@ class HierarchicalEngine final : public Engine {
     shared::go_away(*inner_, kReportTime);  // it is on its way to them
   }
 
+  /// A message to or from another host. It is the affair of two ranks, and the others keep their
+  /// limits; whoever of this host waits in vain for this one is told what it waits for.
+  void run_message(const Call& call) {
+    shared::begin_elsewhere(*inner_, call);
+    outer_->run(call);
+    shared::end_elsewhere(*inner_);
+  }
+
   /// By messages between all ranks. Whoever waits there for another host keeps its own host's ranks
   /// waiting, where they are at the next call already, and is not to blame.
   void run_outer(Call call) {
-    // The peer of a message may be waited for by its own host's ranks, and they by this one.
-    if (call.op != Op::send && call.op != Op::recv) call.timeout += kReportTime;
+    call.timeout += kReportTime;
     shared::go_away(*inner_, call.timeout + kPatience);
     outer_->run(call);
     shared::go_away(*inner_, kReportTime);
@@ -226,7 +233,7 @@ class HierarchicalEngine final : public Engine {
           message.root = map_.place_of(call.root);
           return run_within(message);
         }
-        return run_outer(call);
+        return run_message(call);
       case Op::all_gather:
       case Op::gather:
       case Op::scatter:

@@ -123,7 +123,14 @@ void Channel::begin(const Call& call) {
   record.site.store(site_, std::memory_order_release);
 }
 
-void Channel::end() {
+void Channel::begin_elsewhere(const Call& call) {
+  begin(call);
+  if (!kWritesDown) return;
+  auto& what = lane(rank_).record.what;
+  what.store(what.load(std::memory_order_relaxed) | kElsewhere, std::memory_order_relaxed);
+}
+
+void Channel::end() noexcept {
   if (!kWritesDown) return;
   auto& what = lane(rank_).record.what;
   what.store(what.load(std::memory_order_relaxed) | kFinished, std::memory_order_relaxed);

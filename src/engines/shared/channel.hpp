@@ -91,7 +91,9 @@ class Channel {
 
   /// Around the phases of one call: peers see it while it lasts, and after.
   void begin(const Call& call);
-  void end();
+  void end() noexcept;
+  /// In place of begin, for a call over another engine, between hosts.
+  void begin_elsewhere(const Call& call);
 
   /// Where this rank writes in this phase: n_bytes, up to slot_bytes().
   std::byte* mine(std::size_t n_bytes) noexcept { return place(rank_, /*back=*/0, n_bytes); }
@@ -180,6 +182,8 @@ class Channel {
     return header_->failure.state.load(std::memory_order_seq_cst) != FailureState::none;
   }
   std::string call_of(int rank) const;
+  /// It waits for a rank of another host, which may be late, and not it.
+  bool is_in_call_elsewhere(int rank) const;
 
   std::shared_ptr<Seat> seat_;
   Range range_;

@@ -95,9 +95,19 @@ std::string Channel::call_of(int rank) const {
   const std::uint64_t what = record.what.load(std::memory_order_relaxed);
   const std::uint64_t sequence = record.sequence.load(std::memory_order_relaxed);
   if (sequence == 0) return "none";
-  return fmt::format("{} #{} at {} ({})", name_of(op_of(what)), sequence,
+  const std::string peer =
+      (what & kElsewhere) == 0
+          ? ""
+          : fmt::format(" {} rank {} on another host", op_of(what) == Op::recv ? "from" : "to",
+                        root_of(what));
+  return fmt::format("{}{} #{} at {} ({})", name_of(op_of(what)), peer, sequence,
                      seat_->site_name(world_rank(rank), site),
                      (what & kFinished) != 0 ? "finished" : "under way");
+}
+
+bool Channel::is_in_call_elsewhere(int rank) const {
+  const std::uint64_t what = lane(rank).record.what.load(std::memory_order_relaxed);
+  return (what & kElsewhere) != 0 && (what & kFinished) == 0;
 }
 
 void Channel::fail_mismatch(const Call& call) {
@@ -151,8 +161,9 @@ void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
                                  absent.size() == 1 ? "" : "s", comm::list_of(absent), size(),
                                  comm::list_of(present));
   // Who is in another call most likely waits too, for one who is in none.
-  std::ranges::stable_partition(absent,
-                                [this](int r) { return !seat_->is_in_call(world_rank(r)); });
+  std::ranges::stable_partition(absent, [this](int r) {
+    return !seat_->is_in_call(world_rank(r)) && !is_in_call_elsewhere(r);
+  });
   for (const int r : absent) {
     const std::string doing = seat_->doing_of(world_rank(r));
     fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}{}{}", r,

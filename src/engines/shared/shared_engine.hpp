@@ -54,6 +54,8 @@ class SharedEngine final : public Engine, public engines::EndsWithError {
   void end_with(const Error& error) noexcept override { channel_.end_with(error); }
   void leave(std::string_view failure) noexcept override { channel_.seat()->leave(failure); }
   void go_away(std::chrono::nanoseconds at_most) noexcept { channel_.go_away(at_most); }
+  void begin_elsewhere(const Call& call) { channel_.begin_elsewhere(call); }
+  void end_elsewhere() noexcept { channel_.end(); }
   std::shared_ptr<comm::Recorder> recorder() const override { return channel_.seat()->recorder(); }
 
  private:

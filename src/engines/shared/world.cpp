@@ -59,6 +59,12 @@ void go_away(Engine& engine, std::chrono::nanoseconds at_most) noexcept {
   static_cast<SharedEngine&>(engine).go_away(at_most);
 }
 
+void begin_elsewhere(Engine& engine, const Call& call) {
+  static_cast<SharedEngine&>(engine).begin_elsewhere(call);
+}
+
+void end_elsewhere(Engine& engine) noexcept { static_cast<SharedEngine&>(engine).end_elsewhere(); }
+
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept {
   mark_ended(segment.rank(rank), failure);
 }

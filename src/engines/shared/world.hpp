@@ -29,6 +29,11 @@ std::unique_ptr<Engine> meet_world(std::string_view job, int rank, int n_ranks,
 /// late for so long from now, unless its process is stopped: it is at work elsewhere for them all.
 void go_away(Engine& engine, std::chrono::nanoseconds at_most) noexcept;
 
+/// Around a call over another engine: what the other ranks of `engine` tell of this one if they
+/// wait for it in vain. begin throws what has failed here.
+void begin_elsewhere(Engine& engine, const Call& call);
+void end_elsewhere(Engine& engine) noexcept;
+
 /// Says for a rank that will never join why it will not.
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept;
 
