@@ -1,10 +1,12 @@
 #include "base/process.hpp"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -70,6 +72,24 @@ bool is_known_gone(pid_t pid) noexcept { return ::kill(pid, 0) != 0 && errno == 
 
 }  // namespace
 
+bool has_shared_inode(int fd) noexcept {
+  struct statfs status {};
+  return ::fstatfs(fd, &status) == 0 && status.f_type == ANON_INODE_FS_MAGIC;
+}
+
+bool is_pidfd_of(int fd, pid_t pid) noexcept {
+  if (fd < 0 || pid <= 0 || !is_proc_of_this_namespace()) return false;
+  char path[40];
+  std::snprintf(path, sizeof path, "/proc/self/fdinfo/%d", fd);
+  const UniqueFd file(::open(path, O_RDONLY | O_CLOEXEC));
+  char text[1024];
+  const ssize_t n = file ? ::read(file.get(), text, sizeof text - 1) : -1;
+  if (n <= 0) return false;
+  text[n] = '\0';
+  const char* const line = std::strstr(text, "\nPid:");
+  return line != nullptr && std::atoi(line + std::strlen("\nPid:")) == pid;
+}
+
 void SpareFd::take() noexcept {
   if (of_ != nullptr && of_->is_intact()) {
     spare_ = KeptFd(UniqueFd(::fcntl(of_->get(), F_DUPFD_CLOEXEC, 0)));
@@ -124,7 +144,7 @@ WatchedProcess::WatchedProcess(pid_t pid, std::uint64_t start_time, bool keeps_p
   if (start_time_ == 0) start_time_ = start_time_now;
 #ifdef SYS_pidfd_open
   if (keeps_pidfd && start_time_ == start_time_now) {  // else another process has the number now
-    pidfd_ = KeptFd(UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))));
+    pidfd_ = KeptFd(UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))), pid);
   }
 #else
   static_cast<void>(keeps_pidfd);
@@ -134,7 +154,6 @@ WatchedProcess::WatchedProcess(pid_t pid, std::uint64_t start_time, bool keeps_p
 /// Alive, gone or unknown. A pidfd becomes readable when the last thread has ended.
 ProcessState WatchedProcess::ask_pidfd() const noexcept {
 #ifdef SYS_pidfd_send_signal
-  // Older systems give all pidfds one inode, shared with what else has none of its own.
   if (!pidfd_.is_intact() ||
       (::syscall(SYS_pidfd_send_signal, pidfd_.get(), 0, nullptr, 0) != 0 && errno == EBADF)) {
     return ProcessState::unknown;

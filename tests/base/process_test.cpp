@@ -114,6 +114,34 @@ TEST_P(WatchedProcessTest, no_descriptor_is_left) {
   EXPECT_TRUE(process.is_gone(spare_));
 }
 
+// Kernels before 6.9 give all pidfds one inode.
+TEST_P(WatchedProcessTest, a_pidfd_of_another_process_has_the_number) {
+  if (!GetParam()) GTEST_SKIP() << "asks by /proc alone";
+  const pid_t other = ::fork();
+  if (other == 0) {
+    ::alarm(60);
+    pause_for_ever();
+  }
+  const UniqueFd foreign(static_cast<int>(::syscall(SYS_pidfd_open, other, 0)));
+  ASSERT_TRUE(foreign);
+  const WatchedProcess process = start(pause_for_ever);
+  wait_until(process, ProcessState::sleeping);
+  int number = 0;
+  while (number < 1000 && !is_pidfd_of(number, pid_)) ++number;
+  ASSERT_LT(number, 1000);
+  EXPECT_FALSE(is_pidfd_of(foreign.get(), pid_));
+  EXPECT_FALSE(is_pidfd_of(file_.get(), pid_));
+  ASSERT_EQ(::dup2(foreign.get(), number), number);
+  EXPECT_FALSE(is_pidfd_of(number, pid_));
+  ::kill(other, SIGKILL);
+  ::waitpid(other, nullptr, 0);
+  EXPECT_FALSE(process.is_gone(spare_)) << "took another process's end for its own";
+  ::kill(pid_, SIGKILL);
+  wait_for_end();
+  EXPECT_TRUE(process.is_gone(spare_));
+  ::close(number);
+}
+
 TEST(ProcessStateTest, of_nobody) {
   EXPECT_EQ(process_state(0, 1), ProcessState::unknown);
   EXPECT_EQ(process_state(-1, 1), ProcessState::unknown);
