@@ -86,13 +86,14 @@ void GroupState::prepare(Call& call, Deadline deadline) {
 
 void GroupState::enter(const Call& call) {
   check_process(call);
-  // A plain look and a plain store: free, and enough to catch the mistake sooner or later.
-  if (is_busy_.load(std::memory_order_relaxed)) throw_busy(call);
+  // One locked instruction, so that of two threads that call at the same moment only one goes on.
+  if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
+  Busy busy{is_busy_};
   if (has_worker_.load(std::memory_order_acquire) && !process_.is_copy() && !worker_->is_idle()) {
     worker_->wait_until_idle();
   }
   if (is_dead_.load(std::memory_order_acquire)) throw_death();
-  is_busy_.store(true, std::memory_order_relaxed);
+  busy.keep();
 }
 
 void GroupState::hold(const Call& call) {
@@ -142,7 +143,8 @@ void GroupState::throw_held(const Call& call) const {
 std::shared_ptr<WorkState> GroupState::post(const Call& call) {
   if (process_.is_copy()) throw_copy(call);  // it has no worker, whatever the size
   // Else the worker and the thread inside would use the engine at once.
-  if (is_busy_.load(std::memory_order_relaxed)) throw_busy(call);
+  if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
+  const Busy busy{is_busy_};
   sequence_.store(call.sequence, std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);

@@ -58,6 +58,19 @@ class GroupState {
   int count_child() noexcept { return ++n_children_; }
 
  private:
+  /// Ends this thread's hold of is_busy_.
+  struct Busy {
+    std::atomic<bool>* is_busy;
+    explicit Busy(std::atomic<bool>& flag) : is_busy(&flag) {}
+    ~Busy() {
+      if (is_busy != nullptr) is_busy->store(false, std::memory_order_release);
+    }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+    void keep() { is_busy = nullptr; }
+  };
+
+  /// Sets is_busy_.
   void enter(const Call& call);
   [[noreturn]] void throw_held(const Call& call) const;
   [[noreturn]] void throw_busy(const Call& call) const;
@@ -92,10 +105,7 @@ class GroupState {
 template <class Make>
 auto GroupState::run(Call& call, Make make) {
   enter(call);
-  struct Leave {
-    std::atomic<bool>& is_busy;
-    ~Leave() { is_busy.store(false, std::memory_order_release); }
-  } const leave{is_busy_};
+  const Busy busy{is_busy_};
   sequence_.store(call.sequence, std::memory_order_relaxed);  // a refused call has no number
   return record(call, make);
 }

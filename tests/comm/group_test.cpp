@@ -3,7 +3,9 @@
 
 #include <array>
 #include <atomic>
+#include <lockstep/engine.hpp>
 #include <lockstep/lockstep.hpp>
+#include <memory>
 #include <thread>
 
 #include "support/waiting.hpp"
@@ -169,12 +171,56 @@ TEST(GroupTest, two_threads_in_one_group) {
       tid = ::gettid();
       group.barrier();
     });
-    // The look is free and not exact: a call that is refused must come while the other waits.
+    // A call that is refused must come while the other waits.
     EXPECT_TRUE(test::wait_until_asleep(tid));
     expect_contains(refusal([&] { group.barrier(); }), "another thread is inside a call");
     barrier();
     inside.join();
   });
+}
+
+/// Notices two threads inside it at once.
+class OneCallEngine final : public Engine {
+ public:
+  explicit OneCallEngine(std::atomic<int>& n_overlaps) : n_overlaps_(n_overlaps) {}
+  std::string_view name() const noexcept override { return "one call"; }
+  int rank() const noexcept override { return 0; }
+  int size() const noexcept override { return 1; }
+  void run(const Call&) override {
+    if (n_inside_.fetch_add(1) != 0) ++n_overlaps_;
+    for (int i = 0; i < 100; ++i) std::atomic_signal_fence(std::memory_order_seq_cst);
+    n_inside_.fetch_sub(1);
+  }
+  std::unique_ptr<Engine> split(const Call&, int, int) override { return nullptr; }
+  std::unique_ptr<SharedMemory> allocate(const Call&) override { return nullptr; }
+  void abandon(std::string_view) noexcept override {}
+  void leave(std::string_view) noexcept override {}
+
+ private:
+  std::atomic<int>& n_overlaps_;
+  std::atomic<int> n_inside_{0};
+};
+
+TEST(GroupTest, two_threads_that_call_at_the_same_moment_are_never_both_inside) {
+  constexpr int kRefused = 10'000;  // so often did one come while the other was inside
+  std::atomic<int> n_overlaps{0};
+  const Group group(std::make_unique<OneCallEngine>(n_overlaps), "world", std::chrono::seconds(60));
+  std::atomic<int> n_refused{0};
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  const auto call = [&] {
+    while (n_refused < kRefused && n_overlaps == 0 && std::chrono::steady_clock::now() < end) {
+      try {
+        group.barrier();
+      } catch (const UsageError&) {
+        ++n_refused;
+      }
+    }
+  };
+  std::thread other(call);
+  call();
+  other.join();
+  ASSERT_EQ(n_overlaps, 0) << "after " << n_refused << " refusals";
+  EXPECT_GE(n_refused, kRefused) << "the threads hardly ever met";
 }
 
 TEST(GroupTest, handles_compare_by_group) {
