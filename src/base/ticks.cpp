@@ -1,5 +1,8 @@
 #include "base/ticks.hpp"
 
+#include <cstdint>
+#include <limits>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -29,7 +32,21 @@ std::int64_t monotonic_ns() noexcept {
 
 const bool kHasTickCounter = has_steady_counter();
 
-TickAnchor now() noexcept { return {.ticks = ticks(), .ns = monotonic_ns()}; }
+TickAnchor now() noexcept {
+  // A thread may lose its core between the looks at the two clocks: the closest of a few counts.
+  constexpr int kLooks = 3;
+  TickAnchor closest{};
+  std::uint64_t least = std::numeric_limits<std::uint64_t>::max();
+  for (int i = 0; i < kLooks; ++i) {
+    const std::uint64_t before = ticks();
+    const std::int64_t ns = monotonic_ns();
+    const std::uint64_t distance = ticks() - before;
+    if (distance >= least) continue;
+    least = distance;
+    closest = {.ticks = before + distance / 2, .ns = ns};
+  }
+  return closest;
+}
 
 TickScale::TickScale(const TickAnchor& then, const TickAnchor& later) noexcept : later_(later) {
   const auto n_ticks = static_cast<double>(later.ticks - then.ticks);
