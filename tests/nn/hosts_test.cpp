@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -14,51 +16,100 @@
 #include "cli/command.hpp"
 #include "support/hosts.hpp"
 #include "support/namespaces.hpp"
+#include "support/waiting.hpp"
 
 // Machines of two ranks each, started by `lockstep run --nnodes`: Gloo between them.
 namespace lockstep::test {
 namespace {
 
-/// Ends of the machines' `lockstep run`, in their order. `n_seconds_ahead`: each one's clock.
-std::vector<Ended> run_on_machines(int n, const std::vector<std::string>& program,
-                                   const std::vector<std::string>& options = {},
-                                   const std::vector<int>& n_seconds_ahead = {}) {
+/// How the machines' `lockstep run` are started. `n_seconds_ahead`: each one's clock.
+struct Job {
+  std::vector<std::string> program;
+  std::vector<std::string> options = {};
+  std::vector<int> n_seconds_ahead = {};
+  std::map<std::string, std::string> variables = {};
+};
+
+std::vector<std::unique_ptr<Command>> start_on_machines(int n, const Job& job) {
   std::vector<std::unique_ptr<Command>> nodes;
   for (int node = 0; node < n; ++node) {
     StartOptions start{
         .arguments = {"run", "--nnodes", std::to_string(n), "--node-rank", std::to_string(node),
                       "--rdzv", Namespaces::address(0) + ":29400", "-n", "2"},
+        .variables = job.variables,
         .shell = Namespaces::shell_of(
-            node, n_seconds_ahead.empty() ? 0 : n_seconds_ahead[static_cast<std::size_t>(node)])};
-    start.arguments.insert(start.arguments.end(), options.begin(), options.end());
-    start.arguments.insert(start.arguments.end(), program.begin(), program.end());
+            node,
+            job.n_seconds_ahead.empty() ? 0 : job.n_seconds_ahead[static_cast<std::size_t>(node)])};
+    start.arguments.insert(start.arguments.end(), job.options.begin(), job.options.end());
+    start.arguments.insert(start.arguments.end(), job.program.begin(), job.program.end());
     nodes.push_back(std::make_unique<Command>(start));
   }
+  return nodes;
+}
+
+/// Their ends, in their order.
+std::vector<Ended> wait_for(const std::vector<std::unique_ptr<Command>>& nodes) {
   std::vector<Ended> ends;
   for (const auto& node : nodes) ends.push_back(node->wait());
   for (const auto& node : nodes) node->expect_nothing_left();
   return ends;
 }
 
+std::vector<Ended> run_on_machines(int n, const Job& job) {
+  return wait_for(start_on_machines(n, job));
+}
+
 TEST(HostsTest, hierarchical_over_gloo_sends_once_per_host) {
   for (const int n : {2, 3}) {
     const Namespaces machines(n, "400mbit");
     if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
-    expect_once_per_host(read_hosts(run_on_machines(n, {HOSTS_PROGRAM, "auto"})[0]),
-                         read_hosts(run_on_machines(n, {HOSTS_PROGRAM, "gloo"})[0]), n);
+    expect_once_per_host(read_hosts(run_on_machines(n, {{HOSTS_PROGRAM, "auto"}})[0]),
+                         read_hosts(run_on_machines(n, {{HOSTS_PROGRAM, "gloo"}})[0]), n);
   }
 }
 
 TEST(HostsTest, one_program_over_two_machines) {
   const Namespaces machines(2);
   if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
-  const std::vector<Ended> ends = run_on_machines(2, {EVALUATE_PROGRAM});
+  const std::vector<Ended> ends = run_on_machines(2, {{EVALUATE_PROGRAM}});
   for (const Ended& ended : ends) EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
   EXPECT_EQ(ends[0].out + ends[1].out,
             "items 1001, sum 333833500, mean 333500.000, largest 1000000, agreed, in order\n");
   EXPECT_NE(ends[1].err.find("rank 3 of 4, local 1 of 2, by lockstep run, over hierarchical"),
             std::string::npos)
       << ends[1].err;
+}
+
+TEST(HostsTest, a_cut_cable_is_blamed_on_no_rank_of_the_own_host) {
+  const Namespaces machines(2);
+  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
+  constexpr int kRanks = 4;
+  const TemporaryFolder folder;
+  const auto file_of = [&](int rank, const char* suffix) {
+    return folder / (std::to_string(rank) + suffix);
+  };
+  const auto have_all = [&](const char* suffix) {
+    return wait_until([&] {
+      int n = 0;
+      for (int r = 0; r < kRanks; ++r) n += std::filesystem::exists(file_of(r, suffix)) ? 1 : 0;
+      return n == kRanks;
+    });
+  };
+  const auto nodes = start_on_machines(2, {.program = {HOSTS_PROGRAM, "auto", folder.path()},
+                                           .variables = {{"LOCKSTEP_TIMEOUT", "1"}}});
+  ASSERT_TRUE(have_all(".ready"));
+  Namespaces::cut(1);
+  std::ofstream(folder / "go").close();
+  ASSERT_TRUE(have_all(".said"));
+  for (int r = 0; r < kRanks; ++r) {
+    const std::string text = contents_of(file_of(r, ".said"));
+    const int host = r / 2;
+    EXPECT_TRUE(contains(text, "between hosts, where ranks 0, 2 of the group are 0 to 1: rank " +
+                                   std::to_string(host) + " waited 1.7 s for rank " +
+                                   std::to_string(1 - host)))
+        << text;
+  }
+  wait_for(nodes);
 }
 
 /// First and last moment of one collective on one host.
@@ -74,7 +125,7 @@ TEST(HostsTest, a_trace_of_two_machines_with_other_clocks_shows_one_moment) {
   constexpr int kAheadSeconds = 100;
   const TemporaryFolder folder;
   const std::vector<Ended> ends = run_on_machines(
-      2, {HOSTS_PROGRAM, "auto"}, {"--trace", folder / "t.json"}, {0, kAheadSeconds});
+      2, {{HOSTS_PROGRAM, "auto"}, {"--trace", folder / "t.json"}, {0, kAheadSeconds}});
   for (const Ended& ended : ends) ASSERT_EQ(ended.exit_code, 0) << ended.out << ended.err;
   Command merge({.arguments = {"trace", "merge", folder / "merged.json", folder / "t.node-0.json",
                                folder / "t.node-1.json"}});

@@ -71,6 +71,11 @@ Namespaces::~Namespaces() {
 
 std::string Namespaces::address(int i) { return fmt::format("10.77.0.{}", i + 1); }
 
+void Namespaces::cut(int i) {
+  const std::string line = fmt::format("ip -n {} link set cable down", name(i));
+  if (!shell(line)) throw std::runtime_error("could not do: " + line);
+}
+
 std::string Namespaces::addresses(const std::string& suffix) const {
   std::string all;
   for (int i = 0; i < n_; ++i) {

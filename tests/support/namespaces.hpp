@@ -24,6 +24,8 @@ class Namespaces {
   /// Why they are not there; empty: they are.
   const std::string& missing() const { return missing_; }
   static std::string address(int i);
+  /// Pulls a machine's cable out.
+  static void cut(int i);
   /// All addresses, each with `suffix`: "10.77.0.1:2,10.77.0.2:2".
   std::string addresses(const std::string& suffix) const;
   /// Starts a command on a machine, with its own host name and IPC, as StartOptions::shell.

@@ -2,15 +2,21 @@
 //   hosts BACKEND
 // sums numbers up; rank 0 prints the backend, the sum, how many ranks are here, how often a large
 // all_reduce's data left this host through a network, and its time
+//   hosts BACKEND FOLDER
+// leaves RANK.ready in FOLDER, and when there is a file `go` sums up; what the rank was told is in
+// RANK.said
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
 #include <span>
 #include <sstream>
 #include <string>
 #include <vector>
+
+#include "support/waiting.hpp"
 
 namespace {
 
@@ -29,11 +35,30 @@ std::uint64_t bytes_sent() {
   return sum;
 }
 
+void sum_up_later(const std::string& folder) {
+  const std::string path = folder + "/" + std::to_string(lockstep::get_rank());
+  std::string text = "no error";
+  lockstep::barrier();
+  std::ofstream(path + ".ready").close();
+  lockstep::test::wait_until([&] { return std::filesystem::exists(folder + "/go"); });
+  try {
+    lockstep::all_reduce_value(1);
+  } catch (const lockstep::TimeoutError& error) {
+    text = error.what();
+  }
+  std::ofstream(path + ".part") << text;
+  std::filesystem::rename(path + ".part", path + ".said");
+}
+
 }  // namespace
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
   try {
     lockstep::init_dist({.backend = argv[1]});
+    if (argc > 2) {
+      sum_up_later(argv[2]);
+      return 1;
+    }
     std::vector<float> values(1U << 20U, 1.0F);
     lockstep::barrier();
     const std::uint64_t before = bytes_sent();
