@@ -42,8 +42,10 @@ void sum_up_later(const std::string& folder) {
   std::ofstream(path + ".ready").close();
   lockstep::test::wait_until([&] { return std::filesystem::exists(folder + "/go"); });
   try {
-    lockstep::all_reduce_value(1);
-  } catch (const lockstep::TimeoutError& error) {
+    int value = 1;
+    lockstep::default_group().all_reduce({&value, 1, lockstep::DType::i32}, lockstep::ReduceOp::sum,
+                                         std::chrono::seconds(2));
+  } catch (const lockstep::Error& error) {
     text = error.what();
   }
   std::ofstream(path + ".part") << text;
