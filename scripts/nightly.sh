@@ -11,7 +11,7 @@ stages='tests|20|every test of the release build: also 8 ranks, Slurm, the suite
 torch|25|the libtorch layer and the trainer over PyTorch 2.13, every test
 asan|16|core and command whole under AddressSanitizer and UndefinedBehaviorSanitizer
 tsan|8|the core whole under ThreadSanitizer
-campaign|8|500 random faults in real jobs over every engine
+campaign|10|500 random faults in real jobs over every engine, 33 in trainings
 valgrind|3|ranks that are 2 and 3 processes under memcheck
 fuzz|9|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
@@ -30,7 +30,7 @@ run_stage() {
     tsan) ./dev test --preset tsan core --filter \
       '-*processes*:*ProcessTest.*:MeetingTest.*:CollectResultsMemoryTest.*:ConversionTest.*:*_fork_*' ;;
     campaign) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM \
-      ./dev test fault --filter '*CampaignTest.*' ;;
+      ./dev test fault train --filter '*CampaignTest.*' ;;
     valgrind) ./dev test --valgrind ;;
     fuzz) ./dev fuzz ;;
     soak) ./dev soak ;;

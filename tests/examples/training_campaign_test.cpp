@@ -1,0 +1,108 @@
+// Random ranks of a training that are killed or stopped at random steps: every other rank names
+// the one, whether it waits for a layer's statistics or for gradients.
+//
+// LOCKSTEP_FAULT_RUNS=500 makes a fifteenth of that, LOCKSTEP_FAULT_SEED=N others. Each starts a
+// training, and half of them wait for a limit: 2 to 4 s.
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <optional>
+#include <random>
+#include <regex>
+#include <string>
+
+#include "cli/command.hpp"
+#include "support/waiting.hpp"
+
+namespace train {
+namespace {
+
+using lockstep::test::Command;
+using lockstep::test::contents_of;
+using lockstep::test::wait_until;
+
+int setting(const char* name, int otherwise) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? otherwise : std::atoi(text);
+}
+
+struct Trial {
+  int signal;  ///< SIGKILL or SIGSTOP
+  int n_ranks;
+  int victim;
+  int step;  ///< when it comes: about then
+
+  std::string name() const {
+    return fmt::format("{} of rank {} of {} at step {}", signal == SIGKILL ? "kill" : "stop",
+                       victim, n_ranks, step);
+  }
+};
+
+std::string file_of(const lockstep::test::TemporaryFolder& folder, const char* what, int rank) {
+  return folder / fmt::format("{}-{}", what, rank);
+}
+
+Command start(const Trial& trial, const lockstep::test::TemporaryFolder& folder) {
+  // A rank tells its process's number and keeps its own errors. The launcher's SIGTERM does not
+  // end the others before they have told theirs.
+  const std::string rank = fmt::format(
+      "trap \"\" TERM; echo $$ > {0}/pid-$RANK~; mv {0}/pid-$RANK~ {0}/pid-$RANK; "
+      "exec {1} --data {2} --batch 12 --epochs 1000 --threads 1 --metrics-every 1 "
+      "--metrics {0}/metrics 2> {0}/error-$RANK",
+      folder.path(), LOCKSTEP_TRAIN, LOCKSTEP_DIGITS);
+  return Command(
+      {.arguments = lockstep::test::script({"run", "-n", std::to_string(trial.n_ranks)}, rank),
+       .variables = {{"LOCKSTEP_TIMEOUT", trial.signal == SIGSTOP ? "2" : "60"},
+                     {"OMP_NUM_THREADS", "1"}}});
+}
+
+/// Whether the text says that the victim has gone or is waited for, in the words of the errors.
+bool names_victim(const Trial& trial, const std::string& text) {
+  const std::regex words(
+      trial.signal == SIGKILL
+          ? fmt::format(R"(rank {} [^\n]*was killed by signal 9)", trial.victim)
+          : fmt::format(R"(waited [0-9.]+ s for ranks? ([0-9]+, )*{}\b)", trial.victim));
+  return std::regex_search(text, words);
+}
+
+void run(const Trial& trial) {
+  const lockstep::test::TemporaryFolder folder;
+  Command command = start(trial, folder);
+  const auto has_come = [&] {
+    const std::string lines = contents_of(folder / "metrics");
+    return std::count(lines.begin(), lines.end(), '\n') >= trial.step;
+  };
+  ASSERT_TRUE(wait_until(has_come)) << command.err();
+  const int pid = std::stoi(contents_of(file_of(folder, "pid", trial.victim)));
+  ASSERT_EQ(::kill(pid, trial.signal), 0);
+  const lockstep::test::Ended ended = command.wait();
+  EXPECT_NE(ended.exit_code, 0);
+  for (int rank = 0; rank < trial.n_ranks; ++rank) {
+    if (rank == trial.victim) continue;
+    const std::string text = contents_of(file_of(folder, "error", rank));
+    EXPECT_TRUE(names_victim(trial, text)) << "rank " << rank << " says: " << text << ended.err;
+  }
+  command.expect_nothing_left();
+}
+
+TEST(TrainingCampaignTest, every_other_rank_names_the_one_that_stopped) {
+  const int n_runs = std::max(2, setting("LOCKSTEP_FAULT_RUNS", 60) / 15);
+  const int seed = setting("LOCKSTEP_FAULT_SEED", 7);
+  std::mt19937 random(static_cast<unsigned>(seed));
+  for (int i = 0; i < n_runs; ++i) {
+    const int n_ranks = std::uniform_int_distribution(2, 3)(random);
+    const Trial trial{i % 2 == 0 ? SIGKILL : SIGSTOP, n_ranks,
+                      std::uniform_int_distribution(0, n_ranks - 1)(random),
+                      std::uniform_int_distribution(1, 40)(random)};
+    SCOPED_TRACE(fmt::format("seed {}, run {}: {}", seed, i, trial.name()));
+    run(trial);
+  }
+}
+
+}  // namespace
+}  // namespace train
