@@ -49,8 +49,7 @@ std::vector<at::Tensor> TensorsWork::wait() {
 
 TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op, const Group& group,
                             Deadline deadline, std::source_location where) {
-  check_tensor("all_reduce", data, group, where);
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("all_reduce", data, group, where);
   return start({.data = data,
                 .dense = dense,
                 .work = group.all_reduce_async(elements_of(dense, where), op, deadline, where)});
@@ -58,8 +57,7 @@ TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op, const Group& gr
 
 TensorWork reduce_async(const at::Tensor& data, int dst, ReduceOp op, const Group& group,
                         Deadline deadline, std::source_location where) {
-  check_tensor("reduce", data, group, where);
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("reduce", data, group, where);
   return start({.data = group.rank() == dst ? data : at::Tensor(),
                 .dense = dense,
                 .work = group.reduce_async(elements_of(dense, where), dst, op, deadline, where)});
@@ -67,8 +65,7 @@ TensorWork reduce_async(const at::Tensor& data, int dst, ReduceOp op, const Grou
 
 TensorWork broadcast_async(const at::Tensor& data, int src, const Group& group, Deadline deadline,
                            std::source_location where) {
-  check_tensor("broadcast", data, group, where);
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("broadcast", data, group, where);
   return start({.data = data,
                 .dense = dense,
                 .work = group.broadcast_async(bytes_of(dense), src, deadline, where)});
@@ -76,8 +73,7 @@ TensorWork broadcast_async(const at::Tensor& data, int src, const Group& group, 
 
 TensorsWork all_gather_async(const at::Tensor& data, const Group& group, Deadline deadline,
                              std::source_location where) {
-  check_tensor("all_gather", data, group, where);
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("all_gather", data, group, where);
   const at::Tensor all = rows_like(dense, group);
   return start<TensorsWork>(
       {.dense = dense,
@@ -88,8 +84,7 @@ TensorsWork all_gather_async(const at::Tensor& data, const Group& group, Deadlin
 
 TensorsWork gather_async(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
                          std::source_location where) {
-  check_tensor("gather", data, group, where);
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("gather", data, group, where);
   const at::Tensor all = group.rank() == dst ? rows_like(dense, group) : at::Tensor();
   return start<TensorsWork>(
       {.dense = dense,
@@ -101,8 +96,7 @@ TensorsWork gather_async(const at::Tensor& data, int dst, const Group& group, De
 
 TensorWork scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts, int src,
                          const Group& group, Deadline deadline, std::source_location where) {
-  check_tensor("scatter", data, group, where);
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("scatter", data, group, where);
   const at::Tensor all =
       group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
   return start({.data = data,
@@ -115,8 +109,7 @@ TensorWork scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& 
 TensorWork reduce_scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts,
                                 ReduceOp op, const Group& group, Deadline deadline,
                                 std::source_location where) {
-  check_tensor("reduce_scatter", data, group, where);
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("reduce_scatter", data, group, where);
   const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
   return start({.data = data,
                 .dense = dense,
@@ -140,15 +133,13 @@ TensorsWork all_to_all_async(const std::vector<at::Tensor>& parts, const Group& 
 
 TensorWork send_async(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
                       std::source_location where) {
-  check_tensor("send", data, group, where);
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("send", data, group, where);
   return start({.dense = dense, .work = group.send_async(bytes_of(dense), dst, deadline, where)});
 }
 
 TensorWork recv_async(const at::Tensor& data, int src, const Group& group, Deadline deadline,
                       std::source_location where) {
-  check_tensor("recv", data, group, where);
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("recv", data, group, where);
   return start({.data = data,
                 .dense = dense,
                 .work = group.recv_async(bytes_of(dense), src, deadline, where)});

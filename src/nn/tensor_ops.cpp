@@ -44,27 +44,24 @@ Elements elements_of(const at::Tensor& tensor, std::source_location where) {
 
 void all_reduce(at::Tensor& data, ReduceOp op, const Group& group, Deadline deadline,
                 std::source_location where) {
-  check_tensor("all_reduce", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("all_reduce", data, group, where);
   group.all_reduce(elements_of(dense, where), op, deadline, where);
   copy_back(dense, data);
 }
 
 void broadcast(at::Tensor& data, int src, const Group& group, Deadline deadline,
                std::source_location where) {
-  check_tensor("broadcast", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("broadcast", data, group, where);
   group.broadcast(bytes_of(dense), src, deadline, where);
   copy_back(dense, data);
 }
 
 std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group, Deadline deadline,
                                    std::source_location where) {
-  check_tensor("all_gather", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("all_gather", data, group, where);
   const at::Tensor all = rows_like(dense, group);
   group.all_gather(bytes_of(dense), bytes_of(all), deadline, where);
   return rows_on(data.device(), all);
@@ -72,18 +69,16 @@ std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group, D
 
 void reduce(at::Tensor& data, int dst, ReduceOp op, const Group& group, Deadline deadline,
             std::source_location where) {
-  check_tensor("reduce", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("reduce", data, group, where);
   group.reduce(elements_of(dense, where), dst, op, deadline, where);
   if (group.rank() == dst) copy_back(dense, data);
 }
 
 std::vector<at::Tensor> gather(const at::Tensor& data, int dst, const Group& group,
                                Deadline deadline, std::source_location where) {
-  check_tensor("gather", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("gather", data, group, where);
   if (group.rank() != dst) {
     group.gather(bytes_of(dense), {}, dst, deadline, where);
     return {};
@@ -95,9 +90,8 @@ std::vector<at::Tensor> gather(const at::Tensor& data, int dst, const Group& gro
 
 void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src, const Group& group,
              Deadline deadline, std::source_location where) {
-  check_tensor("scatter", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("scatter", data, group, where);
   const at::Tensor all =
       group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
   group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, deadline, where);
@@ -106,9 +100,8 @@ void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src, co
 
 void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, ReduceOp op,
                     const Group& group, Deadline deadline, std::source_location where) {
-  check_tensor("reduce_scatter", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("reduce_scatter", data, group, where);
   const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
   group.reduce_scatter(elements_of(all, where), elements_of(dense, where), op, deadline, where);
   copy_back(dense, data);
@@ -127,15 +120,13 @@ std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts, const G
 
 void send(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
           std::source_location where) {
-  check_tensor("send", data, group, where);
-  group.send(bytes_of(for_group(data)), dst, deadline, where);
+  group.send(bytes_of(for_group("send", data, group, where)), dst, deadline, where);
 }
 
 void recv(at::Tensor& data, int src, const Group& group, Deadline deadline,
           std::source_location where) {
-  check_tensor("recv", data, group, where);
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group(data);
+  const at::Tensor dense = for_group("recv", data, group, where);
   group.recv(bytes_of(dense), src, deadline, where);
   copy_back(dense, data);
 }

@@ -8,25 +8,14 @@
 #include <memory>
 #include <thread>
 
+#include "support/expect.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep {
 namespace {
 
-/// The text of the UsageError that `call` throws.
-template <class F>
-std::string refusal(F call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no UsageError";
-}
-
-void expect_contains(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << text;
-}
+using test::expect_contains;
+using test::thrown;
 
 TEST(GroupTest, solo_outside_a_world) {
   EXPECT_FALSE(is_distributed());
@@ -46,7 +35,7 @@ TEST(GroupTest, solo_outside_a_world) {
 
 TEST(GroupTest, null_data) {
   const Group group;
-  expect_contains(refusal([&] {
+  expect_contains(thrown<UsageError>([&] {
                     group.all_reduce({nullptr, 3, DType::f32});
                   }),
                   "data is null but has 3 elements");
@@ -58,13 +47,14 @@ TEST(GroupTest, roots_outside_the_group) {
     const Group group = default_group();
     int value = 1;
     const Elements data{&value, 1, DType::i32};
-    expect_contains(refusal([&] { group.broadcast(data, -1); }),
+    expect_contains(thrown<UsageError>([&] { group.broadcast(data, -1); }),
                     "src is -1; the group's ranks are 0 to 1");
-    expect_contains(refusal([&] { group.reduce(data, 2); }), "dst is 2");
-    expect_contains(refusal([&] { group.gather(data, {}, 7); }), "dst is 7");
-    expect_contains(refusal([&] { group.scatter({}, data, -2); }), "src is -2");
-    expect_contains(refusal([&] { group.send(data, group.rank()); }), "is this rank itself");
-    expect_contains(refusal([&] { group.recv(data, 9); }), "src is 9");
+    expect_contains(thrown<UsageError>([&] { group.reduce(data, 2); }), "dst is 2");
+    expect_contains(thrown<UsageError>([&] { group.gather(data, {}, 7); }), "dst is 7");
+    expect_contains(thrown<UsageError>([&] { group.scatter({}, data, -2); }), "src is -2");
+    expect_contains(thrown<UsageError>([&] { group.send(data, group.rank()); }),
+                    "is this rank itself");
+    expect_contains(thrown<UsageError>([&] { group.recv(data, 9); }), "src is 9");
     barrier();  // the group goes on
   });
 }
@@ -72,7 +62,7 @@ TEST(GroupTest, roots_outside_the_group) {
 TEST(GroupTest, bit_operations_on_floats) {
   const Group group;
   float value = 1;
-  expect_contains(refusal([&] {
+  expect_contains(thrown<UsageError>([&] {
                     group.all_reduce({&value, 1, DType::f32}, ReduceOp::bxor);
                   }),
                   "bxor of f32: bit operations are for integers");
@@ -81,8 +71,10 @@ TEST(GroupTest, bit_operations_on_floats) {
 TEST(GroupTest, sums_of_bool) {
   bool value = true;
   const Elements data{&value, 1, DType::boolean};
-  expect_contains(refusal([&] { Group().all_reduce(data); }), "sum of bool: use bor (any)");
-  expect_contains(refusal([&] { Group().all_reduce(data, ReduceOp::mean); }), "mean of bool");
+  expect_contains(thrown<UsageError>([&] { Group().all_reduce(data); }),
+                  "sum of bool: use bor (any)");
+  expect_contains(thrown<UsageError>([&] { Group().all_reduce(data, ReduceOp::mean); }),
+                  "mean of bool");
   Group().all_reduce(data, ReduceOp::band);
 }
 
@@ -93,7 +85,7 @@ TEST(GroupTest, element_type_that_does_not_exist) {
     const auto none = static_cast<DType>(99);
     const Elements data{bytes.data(), 1, none};
     const auto expect_refused = [](auto call) {
-      expect_contains(refusal(call), "element type 99, which does not exist");
+      expect_contains(thrown<UsageError>(call), "element type 99, which does not exist");
     };
     expect_refused([&] { group.all_reduce(data); });
     expect_refused([&] { group.reduce(data); });
@@ -113,7 +105,7 @@ TEST(GroupTest, element_type_that_does_not_exist) {
 
 TEST(GroupTest, reduction_that_does_not_exist) {
   float value = 1;
-  expect_contains(refusal([&] {
+  expect_contains(thrown<UsageError>([&] {
                     Group().all_reduce({&value, 1, DType::f32}, ReduceOp(99));
                   }),
                   "reduction 99 does not exist");
@@ -124,17 +116,19 @@ TEST(GroupTest, sizes_that_do_not_fit) {
     std::vector<int> two(2);
     std::vector<int> three(3);
     std::vector<int> other(3);
-    expect_contains(refusal([&] { all_gather(two, three); }), "out has 3 elements, expected 4");
-    expect_contains(refusal([&] { reduce_scatter(three, two); }), "in has 3 elements, expected 4");
-    expect_contains(refusal([&] { all_to_all(three, other); }), "cannot share equally");
+    expect_contains(thrown<UsageError>([&] { all_gather(two, three); }),
+                    "out has 3 elements, expected 4");
+    expect_contains(thrown<UsageError>([&] { reduce_scatter(three, two); }),
+                    "in has 3 elements, expected 4");
+    expect_contains(thrown<UsageError>([&] { all_to_all(three, other); }), "cannot share equally");
     std::vector<double> doubles(4);
     expect_contains(
-        refusal([&] {
+        thrown<UsageError>([&] {
           default_group().all_gather({two.data(), 2, DType::i32}, {doubles.data(), 4, DType::f64});
         }),
         "in holds i32, out f64");
     const std::vector<std::size_t> counts = {1, 1, 1};
-    expect_contains(refusal([&] {
+    expect_contains(thrown<UsageError>([&] {
                       default_group().all_gather({two.data(), 2, DType::i32},
                                                  {three.data(), 3, DType::i32}, counts);
                     }),
@@ -145,16 +139,17 @@ TEST(GroupTest, sizes_that_do_not_fit) {
 
 TEST(GroupTest, overlapping_buffers) {
   std::vector<int> data(4);
-  expect_contains(refusal([&] { all_to_all(std::span<const int>(data), std::span<int>(data)); }),
-                  "in and out overlap");
+  expect_contains(
+      thrown<UsageError>([&] { all_to_all(std::span<const int>(data), std::span<int>(data)); }),
+      "in and out overlap");
 }
 
 TEST(GroupTest, split_negative_color) {
-  expect_contains(refusal([] { static_cast<void>(Group().split(-1)); }), "color is -1");
+  expect_contains(thrown<UsageError>([] { static_cast<void>(Group().split(-1)); }), "color is -1");
 }
 
 TEST(GroupTest, allocate_more_than_any_memory) {
-  expect_contains(refusal([] { static_cast<void>(Group().allocate(SIZE_MAX)); }),
+  expect_contains(thrown<UsageError>([] { static_cast<void>(Group().allocate(SIZE_MAX)); }),
                   "more than any memory");
 }
 
@@ -173,7 +168,8 @@ TEST(GroupTest, two_threads_in_one_group) {
     });
     // A call that is refused must come while the other waits.
     EXPECT_TRUE(test::wait_until_asleep(tid));
-    expect_contains(refusal([&] { group.barrier(); }), "another thread is inside a call");
+    expect_contains(thrown<UsageError>([&] { group.barrier(); }),
+                    "another thread is inside a call");
     barrier();
     inside.join();
   });
@@ -304,7 +300,7 @@ TEST(WorkTest, cannot_be_posted_while_another_thread_is_inside_a_call) {
     }
     std::thread inside([&] { group.barrier(); });
     std::this_thread::sleep_for(std::chrono::milliseconds(200));  // as in two_threads_in_one_group
-    expect_contains(refusal([&] { static_cast<void>(group.barrier_async()); }),
+    expect_contains(thrown<UsageError>([&] { static_cast<void>(group.barrier_async()); }),
                     "another thread is inside a call");
     barrier();
     inside.join();

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "support/expect.hpp"
 #include "support/ranks.hpp"
 
 namespace lockstep::test {
@@ -18,19 +19,6 @@ inline std::vector<Setting> few_ranks() {
     all.push_back({Form::processes, n});
   }
   return all;
-}
-
-/// What `call` throws, which must be an E.
-template <class E, class F>
-std::string thrown(F call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another exception: ") + error.what();
-  }
-  return "no exception";
 }
 
 #define EXPECT_CONTAINS(text, part) \

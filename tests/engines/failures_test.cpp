@@ -37,24 +37,11 @@ INSTANTIATE_TEST_SUITE_P(Engines, Failures,
                                            Setting{Form::threads, 2}, Setting{Form::processes, 2}),
                          [](const auto& setting) { return name_of(setting.param); });
 
-/// The error of type E that `call` throws, as text.
-template <class E, class F>
-std::string text_of(F call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another error: ") + error.what();
-  }
-  return "no error";
-}
-
 TEST_P(Failures, different_operations) {
   run([] {
     float value = 1;
     const Group group = default_group();
-    const std::string text = text_of<MismatchError>([&] {
+    const std::string text = thrown<MismatchError>([&] {
       if (group.rank() == 1) {
         group.barrier();
       } else {
@@ -67,7 +54,7 @@ TEST_P(Failures, different_operations) {
                               : "\n  0, 2  all_reduce      f32   1           -     max");
     expect_contains(text, "failures_test.cpp:");
     // Dead for good, with the same words.
-    EXPECT_EQ(text_of<MismatchError>([&] { group.barrier(); }), text);
+    EXPECT_EQ(thrown<MismatchError>([&] { group.barrier(); }), text);
   });
 }
 
@@ -78,7 +65,7 @@ TEST_P(Failures, different_counts_types_roots_and_reductions) {
     std::vector<double> data(100);
     const auto mismatch = [&](const char* part, const auto& call) {
       const Group group = world.duplicate();
-      expect_contains(text_of<MismatchError>([&] { call(group); }), part);
+      expect_contains(thrown<MismatchError>([&] { call(group); }), part);
     };
     mismatch("  8  ", [&](const Group& group) {
       group.all_reduce({data.data(), odd ? 8U : 4U, DType::f64});
@@ -110,7 +97,7 @@ TEST_P(Failures, a_barrier_of_one_rank_is_known_by_its_line) {
   ::setenv("LOCKSTEP_CHECK", "full", 1);
   run([] {
     for (int i = 0; i < 3; ++i) barrier();
-    const std::string text = text_of<MismatchError>([] {
+    const std::string text = thrown<MismatchError>([] {
       if (get_rank() == 0) barrier();
       barrier();
     });
@@ -134,7 +121,7 @@ TEST_P(Failures, send_and_recv_of_different_counts) {
     std::vector<float> data(8);
     if (group.rank() == 0) group.send({data.data(), 8, DType::f32}, 1);
     if (group.rank() == 1) {
-      expect_contains(text_of<MismatchError>([&] {
+      expect_contains(thrown<MismatchError>([&] {
                         group.recv({data.data(), 4, DType::f32}, 0);
                       }),
                       "rank 0 sent 8 elements of f32, rank 1 receives 4 of f32");
@@ -150,13 +137,13 @@ TEST_P(Failures, a_rank_that_does_not_come) {
     if (group.rank() == 0) {
       barrier();  // comes when the others have given up
       // It did not wait for itself.
-      const std::string text = text_of<TimeoutError>([&] { group.barrier(); });
+      const std::string text = thrown<TimeoutError>([&] { group.barrier(); });
       expect_contains(text, group.size() == 2 ? ": rank 1 waited 0.1 s for rank 0 of 2; here: 1\n"
                                               : " waited 0.1 s for rank 0 of 3; here: 1, 2\n");
       expect_contains(text, ": rank ");
       return;
     }
-    const std::string text = text_of<TimeoutError>([&] { group.barrier(milliseconds(100)); });
+    const std::string text = thrown<TimeoutError>([&] { group.barrier(milliseconds(100)); });
     expect_contains(text, "waited 0.1 s for rank 0 of ");
     expect_contains(text, "rank 0 is ");
     expect_contains(text, "its last call here: none");
@@ -172,7 +159,7 @@ TEST_P(Failures, counts_that_differ_for_other_ranks) {
     counts[0] = 2;
     if (group.rank() == 1) counts[0] = 3;
     std::vector<double> mine(2), all(8);
-    const std::string text = text_of<MismatchError>([&] {
+    const std::string text = thrown<MismatchError>([&] {
       group.all_gather(
           {mine.data(), group.rank() == 0 ? 2U : 1U, DType::f64},
           {all.data(), static_cast<std::size_t>(group.size()) + (counts[0] - 1), DType::f64},
@@ -186,7 +173,7 @@ TEST_P(Failures, counts_that_differ_for_other_ranks) {
 
 TEST(FailuresOfThreads, one_of_many_ranks_that_differs_is_named_first) {
   run_ranks(40, [](int rank) {
-    const std::string text = text_of<MismatchError>([rank] {
+    const std::string text = thrown<MismatchError>([rank] {
       if (rank == 39) {
         barrier();
       } else {
@@ -207,7 +194,7 @@ TEST_P(Failures, a_rank_that_leaves_early) {
       destroy_dist();
       return;
     }
-    const std::string text = text_of<PeerLost>([&] { group.barrier(); });
+    const std::string text = thrown<PeerLost>([&] { group.barrier(); });
     expect_contains(text, "rank 1 left the world");
     expect_contains(text, "Its last call here: barrier #1 at failures_test.cpp:");
   });
@@ -217,7 +204,7 @@ TEST_P(Failures, a_buffer_larger_than_the_memory_there_is) {
   run([] {
     const Group group = default_group().duplicate();
     const std::string text =
-        text_of<SystemError>([&] { static_cast<void>(group.allocate(std::size_t{1} << 45U)); });
+        thrown<SystemError>([&] { static_cast<void>(group.allocate(std::size_t{1} << 45U)); });
     expect_contains(text, "rank 0 could not reserve shared memory");
     expect_contains(text, "errno 12");
     barrier();
@@ -275,11 +262,11 @@ TEST_P(Failures, who_does_not_take_its_message_is_named_by_those_behind_it) {
     if (group.rank() == 0) {
       send(data, 1);
       send(data, 1);
-      expect_contains(text_of<PeerLost>([&] { send(data, 2); }), "rank 1 left the world");
+      expect_contains(thrown<PeerLost>([&] { send(data, 2); }), "rank 1 left the world");
     } else if (group.rank() == 1) {
       destroy_dist();
     } else {
-      expect_contains(text_of<PeerLost>([&] { recv(data, 0); }), "rank 1 left the world");
+      expect_contains(thrown<PeerLost>([&] { recv(data, 0); }), "rank 1 left the world");
     }
   });
 }
@@ -289,7 +276,7 @@ TEST(FailuresOfThreads, an_exception_reaches_the_peers_and_the_caller) {
   const auto body = [&](int rank) {
     if (rank == 1) throw std::runtime_error("no more disk");
     if (rank == 0) {
-      text_at_peer = text_of<PeerFailed>([] { barrier(); });
+      text_at_peer = thrown<PeerFailed>([] { barrier(); });
     } else {
       barrier();
     }
@@ -308,7 +295,7 @@ void expect_all_notice_the_death_of(int victim, int n, const std::function<void(
   const auto statuses = run_processes(n, [&] {
     barrier();
     if (get_rank() == victim) die();
-    const std::string text = text_of<PeerLost>([] { barrier(); });
+    const std::string text = thrown<PeerLost>([] { barrier(); });
     expect_contains(text, "rank " + std::to_string(victim) + " " + expected_text);
   });
   for (int rank = 0; rank < n; ++rank) {
@@ -335,7 +322,7 @@ TEST(FailuresOfProcesses, killed_while_it_computes_and_the_others_sleep) {
         n_started.raise();
         while (get_rank() == 1) {
         }
-        expect_contains(text_of<PeerLost>([] { barrier(); }), "rank 1 was killed by signal 9");
+        expect_contains(thrown<PeerLost>([] { barrier(); }), "rank 1 was killed by signal 9");
       },
       seconds(60),
       [&](std::span<const pid_t> pids) {
@@ -360,7 +347,7 @@ TEST(FailuresOfProcesses, stopped_is_said_so) {
         if (get_rank() == 0) {
           EXPECT_TRUE(wait_until([&] { return thread_state(ranks[1][0]) == 'T'; }));
           const std::string text =
-              text_of<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
+              thrown<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
           told.raise();
           expect_contains(text, "rank 1 is stopped by a signal or a debugger");
         } else {
@@ -392,7 +379,7 @@ TEST(FailuresOfProcesses, a_buffer_that_one_rank_cannot_map_is_an_error_on_all) 
     const Group group = default_group().duplicate();
     if (get_rank() == 1) limit_address_space(/*n_bytes_more=*/8U << 20U);
     const std::string text =
-        text_of<SystemError>([&] { static_cast<void>(group.allocate(std::size_t{16} << 20U)); });
+        thrown<SystemError>([&] { static_cast<void>(group.allocate(std::size_t{16} << 20U)); });
     expect_contains(text, "rank 1 could not map shared memory: cannot map ");
     expect_contains(text, "(errno 12)");
     EXPECT_EQ(text.find("(errno 12)"), text.rfind("(errno 12)")) << text;
@@ -408,7 +395,7 @@ TEST(FailuresOfProcesses, a_group_that_one_rank_cannot_map_is_an_error_on_all) {
   const auto statuses = run_processes(3, [] {
     const Group group = default_group().duplicate();
     if (get_rank() == 1) limit_address_space(/*n_bytes_more=*/1U << 20U);
-    expect_contains(text_of<SystemError>([&] { static_cast<void>(group.split(0)); }),
+    expect_contains(thrown<SystemError>([&] { static_cast<void>(group.split(0)); }),
                     "rank 1 could not map shared memory: cannot map ");
     barrier();
   });
@@ -429,7 +416,7 @@ TEST(FailuresOfProcesses, in_an_endless_loop_is_said_so) {
     }
     EXPECT_TRUE(looping.wait_for(1));
     const std::string text =
-        text_of<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
+        thrown<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
     told.raise();
     expect_contains(text, "rank 1 is running (pid ");
     expect_contains(text, "it is in no lockstep call since ");
@@ -451,7 +438,7 @@ TEST(FailuresOfProcesses, in_another_call_is_said_so) {
     EXPECT_TRUE(calling.wait_for(1));
     EXPECT_TRUE(wait_until_asleep(ranks[1][0]));
     const std::string text =
-        text_of<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
+        thrown<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
     expect_contains(text, "it is in barrier #1 on group 'world/1.0' at failures_test.cpp:");
     other.barrier();
   });
@@ -463,7 +450,7 @@ TEST(FailuresOfProcesses, an_uncaught_exception_reaches_the_peers) {
     barrier();
     const auto fail = [] { throw std::runtime_error("no more disk"); };
     if (get_rank() == 1) [&]() noexcept { fail(); }();
-    expect_contains(text_of<PeerFailed>([] { barrier(); }), "rank 1 failed: no more disk");
+    expect_contains(thrown<PeerFailed>([] { barrier(); }), "rank 1 failed: no more disk");
   });
   EXPECT_EQ(statuses[0], 0);
   EXPECT_EQ(statuses[1] & 0x7f, SIGABRT);
@@ -474,7 +461,7 @@ TEST(FailuresOfProcesses, leaving_with_a_reason_fails_the_peers) {
   const auto statuses = run_processes(3, [] {
     const auto ranks = thread_of_each_rank();
     if (get_rank() == 0) {
-      expect_contains(text_of<PeerFailed>([] { barrier(); }), "rank 1 failed: the disk is full");
+      expect_contains(thrown<PeerFailed>([] { barrier(); }), "rank 1 failed: the disk is full");
     } else if (get_rank() == 1) {
       for (const std::size_t rank : {0U, 2U}) EXPECT_TRUE(wait_until_asleep(ranks[rank][0]));
       destroy_dist("the disk is full");
@@ -498,7 +485,7 @@ TEST(FailuresOfProcesses, unwinding_past_destroy_dist_fails_the_peers) {
       }
       return;
     }
-    expect_contains(text_of<PeerFailed>([] { barrier(); }), "rank 1 failed: an exception");
+    expect_contains(thrown<PeerFailed>([] { barrier(); }), "rank 1 failed: an exception");
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
@@ -513,7 +500,7 @@ TEST(FailuresOfProcesses, a_rank_that_never_joins_is_named) {
     ::setenv("LOCAL_WORLD_SIZE", "2", 1);
     ::setenv("LOCKSTEP_SEGMENT", job.environment().c_str(), 1);
     const std::string text =
-        text_of<TimeoutError>([] { init_dist({.timeout = milliseconds(100)}); });
+        thrown<TimeoutError>([] { init_dist({.timeout = milliseconds(100)}); });
     expect_contains(text, "rank 1 has not joined the world yet (init_dist)");
     ::_exit(::testing::Test::HasFailure() ? 1 : 0);
   }
@@ -525,7 +512,7 @@ TEST(FailuresOfProcesses, a_rank_that_never_joins_is_named) {
 TEST(FailuresOfProcesses, levels_of_checking_that_differ_are_said) {
   const auto statuses = run_processes(3, [] {
     if (get_rank() == 1) ::setenv("LOCKSTEP_CHECK", "full", 1);
-    const std::string text = text_of<MismatchError>([] { default_group().duplicate().barrier(); });
+    const std::string text = thrown<MismatchError>([] { default_group().duplicate().barrier(); });
     expect_contains(text, "LOCKSTEP_CHECK must be the same on all ranks, but it is ");
     expect_contains(text, "full on rank 1");
   });
@@ -535,7 +522,7 @@ TEST(FailuresOfProcesses, levels_of_checking_that_differ_are_said) {
 TEST(FailuresOfProcesses, a_rank_joins_once) {
   const auto statuses = run_processes(1, [] {
     destroy_dist();
-    expect_contains(text_of<UsageError>([] { init_dist(); }), "each rank joins once");
+    expect_contains(thrown<UsageError>([] { init_dist(); }), "each rank joins once");
   });
   EXPECT_EQ(statuses, std::vector<int>{0});
 }

@@ -11,6 +11,7 @@
 
 #include "engines/shared/job.hpp"
 #include "engines/shared/world.hpp"
+#include "support/expect.hpp"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -19,6 +20,8 @@
 namespace lockstep::launch {
 namespace arithmetic_test {
 namespace {
+
+using test::expect_contains;
 
 /// Runs body(engine, barrier) on 2 threads, before which `set` has set each one's processor;
 /// returns the texts of what they threw.
@@ -45,10 +48,6 @@ std::vector<std::string> errors_of(Set set, Body body) {
   }
   for (std::thread& thread : threads) thread.join();
   return errors;
-}
-
-void expect_contains(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << text;
 }
 
 TEST(ArithmeticTest, equal_ranks_pass) {

@@ -10,25 +10,15 @@
 #include <lockstep/lockstep.hpp>
 #include <thread>
 
+#include "support/expect.hpp"
 #include "support/ranks.hpp"
 
 namespace lockstep {
 namespace default_group_test {
 namespace {
 
-template <class F>
-std::string refusal(F call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "no UsageError";
-}
-
-void expect_contains(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << text;
-}
+using test::expect_contains;
+using test::thrown;
 
 template <class F>
 void on_another_thread(F body) {
@@ -68,7 +58,7 @@ TEST(DefaultGroupTest, every_thread_of_a_rank_has_the_world) {
       EXPECT_EQ(get_local_size(), 2);
       EXPECT_EQ(is_main_process(), rank == 0);
       EXPECT_EQ(all_reduce_value(1), 2);
-      expect_contains(refusal([] { init_dist(); }), "belongs to a world already");
+      expect_contains(thrown<UsageError>([] { init_dist(); }), "belongs to a world already");
     });
     EXPECT_EQ(all_reduce_value(1), 2);
     // One that began before destroy_dist, and one after.
@@ -99,15 +89,16 @@ TEST(DefaultGroupTest, a_thread_that_is_no_rank_of_run_ranks_must_be_told) {
     on_another_thread([&group, rank] {
       EXPECT_TRUE(is_distributed());
       int line = 0;
-      const std::string text = refusal([&] {
+      const std::string text = thrown<UsageError>([&] {
         line = __LINE__ + 1;
         static_cast<void>(get_rank());
       });
       expect_contains(text, "GroupScope");
       expect_contains(text, "default_group_test.cpp:" + std::to_string(line));
-      expect_contains(refusal([] { barrier(); }), "no rank of run_ranks");
-      expect_contains(refusal([] { static_cast<void>(get_local_rank()); }), "local_group");
-      expect_contains(refusal([] { init_dist(); }), "run_ranks");
+      expect_contains(thrown<UsageError>([] { barrier(); }), "no rank of run_ranks");
+      expect_contains(thrown<UsageError>([] { static_cast<void>(get_local_rank()); }),
+                      "local_group");
+      expect_contains(thrown<UsageError>([] { init_dist(); }), "run_ranks");
       destroy_dist();  // nothing of this thread's
       {
         const GroupScope scope(group);
@@ -119,7 +110,7 @@ TEST(DefaultGroupTest, a_thread_that_is_no_rank_of_run_ranks_must_be_told) {
         }
         EXPECT_EQ(get_world_size(), 2);
       }
-      expect_contains(refusal([] { barrier(); }), "GroupScope");
+      expect_contains(thrown<UsageError>([] { barrier(); }), "GroupScope");
     });
     EXPECT_EQ(all_reduce_value(1), 2);
   });
@@ -147,12 +138,13 @@ TEST(DefaultGroupTest, a_rank_that_never_called_init_dist) {
     on_another_thread([] {  // this one's solo group may be there already
       EXPECT_FALSE(is_distributed());
       for (int i = 0; i < 2; ++i) {
-        const std::string text = refusal([] { static_cast<void>(get_world_size()); });
+        const std::string text = thrown<UsageError>([] { static_cast<void>(get_world_size()); });
         expect_contains(text, "never called init_dist");
         expect_contains(text, "WORLD_SIZE=2, RANK=1 (torchrun)");
         expect_contains(text, "Launcher::none");
       }
-      expect_contains(refusal([] { static_cast<void>(get_local_rank()); }), "never called");
+      expect_contains(thrown<UsageError>([] { static_cast<void>(get_local_rank()); }),
+                      "never called");
       EXPECT_EQ(Group().size(), 1);  // asked for by name
       init_dist({.launcher = Launcher::none});
       EXPECT_EQ(get_world_size(), 1);
@@ -222,9 +214,10 @@ TEST(DefaultGroupTest, a_fork_of_a_rank_is_no_rank) {
     Work work;
     if (get_rank() == 0) work = posted.barrier_async();  // has a thread, and is under way
     const int calls = in_a_fork([&] {
-      expect_contains(refusal([] { barrier(); }), "is a fork of a rank");
-      expect_contains(refusal([&] { mine.barrier(); }), "is a fork of a rank");
-      expect_contains(refusal([&] { static_cast<void>(posted.barrier_async()); }), "a fork");
+      expect_contains(thrown<UsageError>([] { barrier(); }), "is a fork of a rank");
+      expect_contains(thrown<UsageError>([&] { mine.barrier(); }), "is a fork of a rank");
+      expect_contains(thrown<UsageError>([&] { static_cast<void>(posted.barrier_async()); }),
+                      "a fork");
       EXPECT_EQ(get_world_size(), 2);  // still known
     });
     EXPECT_EQ(calls, 0);
@@ -267,7 +260,7 @@ TEST(InitTimeoutTest, is_positive_and_cut_to_what_clocks_count) {
               EXPECT_GT(std::chrono::steady_clock::now() + in_ns, std::chrono::steady_clock::now());
               EXPECT_EQ(alone(std::chrono::seconds(7)), std::chrono::seconds(7));
               for (const int bad : {0, -1, -100'000}) {
-                expect_contains(refusal([&] { alone(std::chrono::milliseconds(bad)); }),
+                expect_contains(thrown<UsageError>([&] { alone(std::chrono::milliseconds(bad)); }),
                                 "the timeout is " + std::to_string(bad) + " ms");
               }
             }),
@@ -275,8 +268,9 @@ TEST(InitTimeoutTest, is_positive_and_cut_to_what_clocks_count) {
 }
 
 TEST(InitTimeoutTest, the_same_for_run_ranks) {
-  expect_contains(refusal([] { run_ranks(2, [] {}, {.timeout = std::chrono::milliseconds(-5)}); }),
-                  "the timeout is -5 ms");
+  expect_contains(
+      thrown<UsageError>([] { run_ranks(2, [] {}, {.timeout = std::chrono::milliseconds(-5)}); }),
+      "the timeout is -5 ms");
   run_ranks(2,
             [](int rank) {
               if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(20));

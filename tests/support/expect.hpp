@@ -2,9 +2,23 @@
 
 #include <gtest/gtest.h>
 
+#include <exception>
 #include <string>
 
 namespace lockstep::test {
+
+/// What `call` throws, which must be an E.
+template <class E, class F>
+std::string thrown(F call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("another exception: ") + error.what();
+  }
+  return "no exception";
+}
 
 inline void expect_contains(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << text << "\n  lacks: " << part;
