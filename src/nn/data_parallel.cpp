@@ -5,6 +5,7 @@
 #include <ATen/ThreadLocalState.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <pthread.h>
 #include <torch/csrc/autograd/variable.h>
@@ -18,6 +19,7 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <typeinfo>
 
 namespace lockstep::nn::detail {
 namespace {
@@ -121,6 +123,8 @@ struct Identity {
 std::vector<Identity> identities(const std::vector<Tensor>& tensors) {
   return {tensors.begin(), tensors.end()};
 }
+
+std::string type_of(const Module& module) { return c10::demangle(typeid(module).name()); }
 
 struct Copy {
   ModulePtr module;
@@ -304,6 +308,25 @@ class Replicas {
     }
   }
 
+  /// torch clones a class derived from its containers as the container, or as nothing.
+  void check_copy(const Module& original, const ModulePtr& copy, const std::string& name) const {
+    if (!copy || typeid(*copy) != typeid(original)) {
+      throw usage(fmt::format(
+          "cannot copy the module: the clone of {} is {}; a class derived from {} needs a clone() "
+          "of its own that returns its type",
+          name.empty() ? "the module itself, a " + type_of(original)
+                       : "'" + name + "', a " + type_of(original) + ",",
+          copy ? "a " + type_of(*copy) : "null", copy ? type_of(*copy) : "a container of torch's"));
+    }
+    const auto expected = original.named_children();
+    const auto got = copy->named_children();
+    // Sequential numbers its modules anew; other differences are for make_copy to tell.
+    for (std::size_t i = 0; i < std::min(expected.size(), got.size()); ++i) {
+      const std::string& key = expected[i].key();
+      check_copy(*expected[i].value(), got[i].value(), name.empty() ? key : name + "." + key);
+    }
+  }
+
   Copy make_copy(const std::vector<ModulePtr>& modules, const std::vector<Identity>& parameters,
                  const std::vector<Identity>& buffers) const {
     Copy copy;
@@ -315,6 +338,7 @@ class Replicas {
     } catch (const c10::Error& error) {
       throw usage(fmt::format("cannot copy the module: {}", error.what_without_backtrace()));
     }
+    check_copy(*module_, copy.module, "");
     copy.modules = copy.module->modules();
     copy.parameters = copy.module->parameters();
     copy.buffers = copy.module->buffers();

@@ -18,11 +18,20 @@ struct Position {
   std::size_t n_children;
 };
 
-void flatten(Module& module, const std::string& name, std::vector<Position>& positions) {
+/// Throws UsageError where a submodule is null, as a clone of torch's may have one.
+void flatten(Module& module, const std::string& copy_name, const std::string& name,
+             std::vector<Position>& positions, std::source_location where) {
   const auto children = module.named_children();
   positions.push_back({name, &module, children.size()});
   for (const auto& child : children) {
-    flatten(*child.value(), name.empty() ? child.key() : name + "." + child.key(), positions);
+    const std::string path = name.empty() ? child.key() : name + "." + child.key();
+    if (!child.value()) {
+      throw UsageError({"execute_replication_callbacks", "", -1, 0, where},
+                       fmt::format("{} has null as '{}': a class derived from a container of "
+                                   "torch's needs a clone() of its own that returns its type",
+                                   copy_name, path));
+    }
+    flatten(*child.value(), copy_name, path, positions, where);
   }
 }
 
@@ -74,12 +83,13 @@ void execute_replication_callbacks(std::span<const std::shared_ptr<Module>> repl
   std::vector<std::vector<Position>> copies(replicas.size());
   for (std::size_t id = 0; id < replicas.size(); ++id) {
     if (!replicas[id]) throw UsageError(error, fmt::format("copy {} is null", id));
-    flatten(*replicas[id], "", copies[id]);
-    check_same_structure(copies[0], copies[id], fmt::format("copy {}", id), where);
+    const std::string name = fmt::format("copy {}", id);
+    flatten(*replicas[id], name, "", copies[id], where);
+    check_same_structure(copies[0], copies[id], name, where);
   }
   std::vector<Position> originals;
   if (about.original) {
-    flatten(*about.original, "", originals);
+    flatten(*about.original, "the original", "", originals, where);
     check_same_structure(copies[0], originals, "the original", where);
   }
   std::map<const Module*, CallbackContext> contexts;  // by the submodule of copy 0

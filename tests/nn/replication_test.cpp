@@ -312,6 +312,51 @@ TEST(ReplicatedBatchNormTest, half_precision_with_a_float_state) {
   }
 }
 
+/// torch clones it as a plain Sequential; where it stands in one, as nothing.
+struct StageImpl : torch::nn::SequentialImpl {
+  using SequentialImpl::SequentialImpl;
+  Tensor forward(const Tensor& x) { return SequentialImpl::forward(x) * 2; }
+};
+TORCH_MODULE(Stage);
+
+struct CloneableStageImpl : StageImpl {
+  using StageImpl::StageImpl;
+  ModulePtr clone(const torch::optional<at::Device>& device = {}) const override {
+    const auto plain = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(
+        torch::nn::SequentialImpl::clone(device));
+    auto copy = std::make_shared<CloneableStageImpl>();
+    for (const auto& module : *plain) copy->push_back(module);
+    return copy;
+  }
+};
+TORCH_MODULE(CloneableStage);
+
+TEST(ReplicationTest, a_class_derived_from_sequential_needs_a_clone_of_its_own) {
+  const std::vector<at::Device> two{at::kCPU, at::kCPU};
+  const Tensor x = at::ones({2, 2});
+  DataParallel inside(Sequential(Stage(Linear(2, 2)), Linear(2, 1)), two);
+  DataParallel itself(Stage(Linear(2, 2)), two);
+  DataParallel box(Box(Sequential(ReLU(), Stage(Linear(2, 2)))), two);
+  for (const std::string& text : {usage_error([&] { inside(x); }), usage_error([&] { itself(x); }),
+                                  usage_error([&] { box(x); })}) {
+    EXPECT_NE(text.find("StageImpl"), std::string::npos) << text;
+    EXPECT_NE(text.find("clone() of its own"), std::string::npos) << text;
+  }
+  EXPECT_NE(usage_error([&] { inside(x); }).find("'0'"), std::string::npos);
+  EXPECT_NE(usage_error([&] { box(x); }).find("'inner.1'"), std::string::npos);
+
+  Sequential net(CloneableStage(Linear(2, 2)), Linear(2, 1));
+  DataParallel works(net, two);
+  EXPECT_EQ(difference(works(x), net->forward(x)), 0);
+}
+
+TEST(ReplicationTest, a_copy_without_a_submodule_is_refused) {
+  Sequential net(Stage(Linear(2, 2)));
+  const std::vector<ModulePtr> copies{net.ptr(), net->clone()};
+  EXPECT_NE(usage_error([&] { execute_replication_callbacks(copies); }).find("copy 1"),
+            std::string::npos);
+}
+
 TEST(ReplicatedBatchNormTest, a_nan_in_one_replica_keeps_the_statistics_of_all) {
   SyncBatchNorm1d bn(SyncBatchNormOptions(4).on_nonfinite(OnNonfinite::keep_running_stats));
   const auto copies = two_copies(bn);
