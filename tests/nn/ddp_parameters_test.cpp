@@ -1,10 +1,13 @@
 // Parameters that change after they were given to DistributedDataParallel.
 #include <gtest/gtest.h>
+#include <torch/script.h>
 #include <torch/torch.h>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn.hpp>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <lockstep/engine.hpp>
@@ -13,6 +16,7 @@
 #include <sstream>
 #include <string>
 #include <vector>
+#include <utility>
 
 #include "helpers.hpp"
 
@@ -280,4 +284,32 @@ TEST(DdpParametersTest, a_gradient_missing_on_one_of_many_ranks_is_found_in_bf16
 }
 
 }  // namespace ddp_parameters_test
+/// As docs/ddp.md has it.
+struct ScriptImpl : torch::nn::Module {
+  torch::jit::Module script;
+  explicit ScriptImpl(torch::jit::Module module) : script(std::move(module)) {
+    for (const auto& parameter : script.named_parameters()) {
+      std::string name = parameter.name;
+      std::ranges::replace(name, '.', '_');
+      register_parameter(name, parameter.value, parameter.value.requires_grad());
+    }
+  }
+  Tensor forward(const Tensor& x) { return script.forward({x}).toTensor(); }
+};
+TORCH_MODULE(Script);
+
+TEST(DdpParametersTest, of_a_torch_script_module) {
+  static_assert(!ModuleHandle<torch::jit::Module>);
+  on_ranks(2, [](int rank) {
+    torch::jit::Module script("Scripted");
+    script.register_parameter("weight", at::full({1}, rank + 1.0).requires_grad_(), false);
+    script.define("def forward(self, x):\n  return x * self.weight\n");
+    DistributedDataParallel model(Script{script});
+    model(at::full({1}, rank + 1.0)).sum().backward();
+    const Tensor weight = script.attr("weight").toTensor();
+    EXPECT_EQ(weight.item<double>(), 1) << "rank 0's";
+    EXPECT_EQ(weight.grad().item<double>(), 1.5);
+  });
+}
+
 }  // namespace lockstep::nn

@@ -3,12 +3,18 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <concepts>
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <source_location>
 #include <utility>
 
 #include <lockstep/group.hpp>
+
+namespace torch::jit {
+struct Module;
+}
 
 namespace lockstep::nn {
 
@@ -46,6 +52,18 @@ std::shared_ptr<torch::nn::Module> revert_sync_batchnorm(
     const torch::nn::ModuleHolder<M>& module,
     std::source_location where = std::source_location::current()) {
   return revert_sync_batchnorm(std::shared_ptr<torch::nn::Module>(module.ptr()), where);
+}
+
+/// A module of TorchScript is answered in one sentence.
+template <std::same_as<torch::jit::Module> M, class... Args>
+void convert_sync_batchnorm(const M& /*module*/, const Args&... /*args*/) {
+  static_assert(sizeof...(Args) == static_cast<std::size_t>(-1),
+                "lockstep: layers of a torch::jit::Module cannot be replaced: make a "
+                "SyncBatchNormScope around its forward instead");
+}
+template <std::same_as<torch::jit::Module> M, class... Args>
+void revert_sync_batchnorm(const M& module, const Args&... args) {
+  convert_sync_batchnorm(module, args...);
 }
 
 }  // namespace lockstep::nn

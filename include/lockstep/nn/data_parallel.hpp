@@ -242,8 +242,10 @@ struct Parts<std::pair<A, B>> : TupleParts<std::pair<A, B>, A, B> {};
 /// replica's index, with the original nested (std::rethrow_if_nested), when all have stopped. With
 /// one device it arrives as it is. Threads: calls from several threads take turns. A copyable
 /// handle.
-template <ModuleHandle M>
+template <class M>
 class DataParallel {
+  static_assert(detail::require_module_handle<M>());
+
  public:
   /// The module must be on devices[0]. Throws UsageError where not, or without a device.
   DataParallel(M module, std::vector<at::Device> devices,
@@ -306,7 +308,7 @@ std::shared_ptr<torch::nn::Module> revert_sync_batchnorm(
 }
 
 /// DataParallel by the name under which the known implementation has the callbacks.
-template <ModuleHandle M>
+template <class M>
 class DataParallelWithCallback : public DataParallel<M> {
  public:
   DataParallelWithCallback(M module, std::vector<at::Device> devices,

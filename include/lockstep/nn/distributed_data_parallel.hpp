@@ -17,6 +17,7 @@
 
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
+#include <lockstep/nn/replication.hpp>
 #include <lockstep/nn/tensor_trees.hpp>
 
 namespace lockstep::nn {
@@ -137,13 +138,13 @@ class NoSync {
 /// gradients are copied there and back.
 /// Threads: use it from one thread. A copyable handle, like ModuleHolder.
 template <class M>
-requires requires(M& module) {
-  { *module } -> std::convertible_to<torch::nn::Module&>;
-}
 class DistributedDataParallel {
  public:
   explicit DistributedDataParallel(M module, const DistributedDataParallelOptions& options = {},
                                    std::source_location where = std::source_location::current())
+  static_assert(detail::require_module_handle<M>());
+  using Where = std::source_location;
+
       : module_(std::move(module)), reducer_(detail::make_reducer(*module_, options, where)) {}
 
   template <class... Args>

@@ -24,6 +24,18 @@ concept ModuleHandle = requires(M& module) {
   { *module } -> std::convertible_to<torch::nn::Module&>;
 };
 
+namespace detail {
+/// A mistake in the place of a ModuleHandle, answered in one sentence.
+template <class M>
+consteval bool require_module_handle() {
+  static_assert(ModuleHandle<M>,
+                "lockstep: this takes a ModuleHolder (as TORCH_MODULE makes it) or a "
+                "std::shared_ptr to a torch::nn::Module; for a torch::jit::Module write a "
+                "torch::nn::Module that registers its parameters and calls it (docs/ddp.md)");
+  return true;
+}
+}  // namespace detail
+
 class CallbackContext;
 
 /// What is known of a replication besides its copies.
