@@ -62,6 +62,7 @@ void Reducer::prepare() {
         if (!changed.empty()) {
           take_parameters();
           add_buckets(order_);
+          meet_others_that_changed();
         }
         check_in_sync();
         if (!options_.broadcast_buffers) return;

@@ -37,6 +37,9 @@ namespace lockstep::nn::detail {
 /// such changes and takes the parameters anew; hooks of the tensors themselves, which nothing
 /// removes, refuse a gradient that comes before.
 ///
+/// A rank that takes them anew first meets the others in a barrier, in every group that they may
+/// communicate in next: where they have not changed theirs, some group finds the mismatch.
+///
 /// join: every forward in it begins with an all_gather of what each rank is about to do. A rank out
 /// of data says so, and does what the others do with a batch of no samples, until all say so.
 ///
@@ -117,6 +120,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[noreturn]] void refuse_changed(const std::string& name) const;
   /// Collective: compares the modules, gives all rank 0's values of new parameters.
   void take_parameters();
+  /// The groups that a forward may communicate in before backward does in this object's.
+  std::vector<Group> groups_of_forward() const;
+  /// MismatchError where only some ranks call it.
+  void meet_others_that_changed() const;
   void add_buckets(std::span<const std::int64_t> order);
   void rebuild_buckets();
   void add_hooks();

@@ -4,11 +4,14 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <chrono>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
+#include <lockstep/nn/sync_batch_norm_scope.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
 #include <map>
+#include <thread>
 #include <utility>
 
 #include "comm/check.hpp"
@@ -209,6 +212,45 @@ void Reducer::check_attached(const Parameter& parameter) const {
 }
 
 void Reducer::take_parameters() {
+std::vector<Group> Reducer::groups_of_forward() const {
+  std::vector<Group> groups;
+  const auto add = [&](const std::optional<Group>& set) {
+    const Group group = set ? *set : default_group();
+    // A larger one has ranks to which this module is nothing.
+    if (group.size() == 1 || group.size() > group_.size()) return;
+    if (std::ranges::find(groups, group) == groups.end()) groups.push_back(group);
+  };
+  const auto add_of = [&]<class Layer>(const torch::nn::Module& module, const Layer*) {
+    const auto* const layer = dynamic_cast<const Layer*>(&module);
+    if (layer != nullptr) add(layer->options.group());
+  };
+  for (const auto& module : module_.modules()) {
+    add_of(*module, static_cast<SyncBatchNorm1dImpl*>(nullptr));
+    add_of(*module, static_cast<SyncBatchNorm2dImpl*>(nullptr));
+    add_of(*module, static_cast<SyncBatchNorm3dImpl*>(nullptr));
+  }
+  if (const auto scope = SyncBatchNormScope::active()) add(scope->group);
+  return groups;
+}
+
+/// In all of them at once: which one the others use next, if any, is not known here.
+void Reducer::meet_others_that_changed() const {
+  std::vector<Work> barriers;
+  for (const Group& group : groups_of_forward())
+    barriers.push_back(group.barrier_async({}, where_));
+  if (barriers.empty()) return;  // the others' next call is in this object's group
+  barriers.push_back(group_.barrier_async({}, where_));
+  while (!barriers.empty()) {
+    const auto done = std::ranges::find_if(barriers, &Work::done);
+    if (done == barriers.end()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      continue;
+    }
+    done->wait();
+    barriers.erase(done);
+  }
+}
+
   for (const at::Tensor& tensor : module_.parameters()) {
     if (tensor.requires_grad()) (void)dtype_of(tensor, where_);  // can it be reduced?
   }

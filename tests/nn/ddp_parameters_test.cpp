@@ -189,6 +189,57 @@ TEST(DdpParametersTest, in_two_wrappers_are_refused) {
     using Model = DistributedDataParallel<Sequential>;
     std::optional<Model> first(net);
     DistributedDataParallel second(Linear(net->ptr<torch::nn::LinearImpl>(1)));
+/// The other rank goes on to the statistics of a layer, in another group than the gradients'.
+TEST(DdpParametersTest, changed_on_one_rank_only_under_synchronised_batch_norm) {
+  for (const bool is_in_scope : {false, true}) {
+    for (const Change& change : changes()) {
+      // There and back again leaves libtorch's accumulator, and so nothing to take anew.
+      if (change.name == "none" || change.name == "requires_grad_") continue;
+      for (const int changed : {0, 1}) {
+        std::array<std::string, 2> texts;
+        const auto body = [&](int rank) {
+          Sequential net = two_layers();
+          net->push_back(torch::nn::BatchNorm1d(1));
+          if (!is_in_scope) convert_sync_batchnorm(net);
+          if (change.name == "thawed") net->ptr(1)->parameters()[1].requires_grad_(false);
+          DistributedDataParallel model(net);
+          try {
+            for (int step = 0; step < 2; ++step) {
+              if (step == 1 && rank == changed) change.apply(net);
+              std::optional<SyncBatchNormScope> scope;
+              if (is_in_scope) scope.emplace();
+              backward(net, rank, [&](const Tensor& x) { return model(x.repeat({2, 1})); });
+            }
+          } catch (const MismatchError& error) {
+            texts[static_cast<std::size_t>(rank)] = error.what();
+            throw;
+          }
+        };
+        EXPECT_THROW(on_ranks(2, body), MismatchError) << change.name;
+        const std::string& text = texts[static_cast<std::size_t>(changed)];
+        EXPECT_NE(text.find("which was changed here"), std::string::npos) << change.name << text;
+        EXPECT_NE(text.find("taking parameter "), std::string::npos) << text;
+        EXPECT_NE(texts[static_cast<std::size_t>(1 - changed)], "") << change.name;
+        if (HasFailure()) return;  // each is as long as the limit of a call
+      }
+    }
+  }
+}
+
+TEST(DdpParametersTest, changed_on_all_ranks_under_synchronised_batch_norm) {
+  on_ranks(2, [](int rank) {
+    Sequential net = two_layers();
+    net->push_back(torch::nn::BatchNorm1d(1));
+    convert_sync_batchnorm(net);
+    DistributedDataParallel model(net);
+    for (int step = 0; step < 3; ++step) {
+      load_archive(*net, saved(net));
+      backward(net, rank, [&](const Tensor& x) { return model(x); });
+    }
+    assert_in_sync(net);
+  });
+}
+
     const std::vector<std::function<Tensor(const Tensor&)>> forwards{
         [&](const Tensor& x) { return (*first)(x); }, [&](const Tensor& x) { return second(x); }};
     for (const auto& forward : forwards) {
