@@ -31,16 +31,16 @@ void Reducer::before_forward() {
 }
 
 /// A backward that begins elsewhere is of a forward that went past DistributedDataParallel, and
-/// is synchronised.
+/// is synchronised. The engine drops its callbacks when a backward ends, also by an exception.
 void Reducer::after_forward(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad() || output.is_leaf()) continue;
     output.register_hook([weak = weak_from_this()](const at::Tensor& /*gradient*/) {
       const auto self = weak.lock();
-      if (!self || self->is_local_backward_) return;
-      self->is_local_backward_ = true;
-      torch::autograd::Engine::get_default_engine().queue_callback(
-          [self] { self->is_local_backward_ = false; });
+      if (!self || !self->local_backward_.expired()) return;
+      const auto in_it = std::make_shared<char>();
+      self->local_backward_ = in_it;
+      torch::autograd::Engine::get_default_engine().queue_callback([in_it] {});
     });
     is_tagged_ = true;
   }

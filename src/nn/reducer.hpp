@@ -130,7 +130,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void remove_hooks();
   void prepare();
   void check_in_sync();
-  bool synchronises() const { return sync_ || (is_tagged_ && !is_local_backward_); }
+  bool synchronises() const { return sync_ || (is_tagged_ && local_backward_.expired()); }
   Announcement announce(Turn turn);
   /// The group of the scope that the others are in.
   Group scope_of(std::uint64_t announced) const;
@@ -155,8 +155,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool sync_ = true;        // of the last forward
   bool prepared_ = false;   // a synchronised forward has looked at the parameters since finish()
   bool is_tagged_ = false;  // the last forward's outputs tell when backward begins at them,
-  bool is_local_backward_ = false;  // which it now has
-  bool in_step_ = false;            // between the first hook and the end of finish()
+  std::weak_ptr<void> local_backward_;  // which it has, while this lives
+  bool in_step_ = false;                // between the first hook and the end of finish()
   bool rebuilt_ = false;
   bool joining_ = false;
   bool follows_ = false;  // makes the others' forward, in join

@@ -14,9 +14,10 @@
 #include <memory>
 #include <optional>
 #include <sstream>
+#include <stdexcept>
 #include <string>
-#include <vector>
 #include <utility>
+#include <vector>
 
 #include "helpers.hpp"
 
@@ -158,6 +159,25 @@ TEST(DdpParametersTest, a_forward_of_the_module_after_no_sync_is_averaged) {
   });
 }
 
+TEST(DdpParametersTest, a_backward_that_threw_within_no_sync_is_forgotten) {
+  on_ranks(2, [](int rank) {
+    Sequential net = two_layers();
+    DistributedDataParallel model(net);
+    bool throws = true;
+    net->parameters()[0].register_hook([&](const Tensor& /*gradient*/) {
+      if (throws) throw std::runtime_error("not this time");
+    });
+    {
+      const auto guard = model.no_sync();
+      EXPECT_THROW(backward(net, rank, [&](const Tensor& x) { return model(x); }),
+                   std::runtime_error);
+    }
+    throws = false;
+    backward(net, rank, [&](const Tensor& x) { return net->forward(x); });
+    expect_averaged(net, "after the backward that threw");
+  });
+}
+
 TEST(DdpParametersTest, loaded_on_one_rank_only) {
   EXPECT_THROW(on_ranks(2,
                         [](int rank) {
@@ -169,26 +189,6 @@ TEST(DdpParametersTest, loaded_on_one_rank_only) {
                MismatchError);
 }
 
-TEST(DdpParametersTest, rank_0s_values_hold_after_a_load) {
-  on_ranks(2, [](int rank) {
-    Sequential net = two_layers(), other = two_layers();
-    {
-      const at::NoGradGuard no_grad;
-      for (auto& parameter : other->parameters()) parameter.fill_(rank + 5);
-    }
-    DistributedDataParallel model(net);
-    load_archive(*net, saved(other));
-    backward(net, rank, [&](const Tensor& x) { return model(x); });
-    for (const auto& parameter : net->parameters()) EXPECT_EQ(parameter.item<float>(), 5);
-  });
-}
-
-TEST(DdpParametersTest, in_two_wrappers_are_refused) {
-  on_ranks(2, [](int rank) {
-    Sequential net = two_layers();
-    using Model = DistributedDataParallel<Sequential>;
-    std::optional<Model> first(net);
-    DistributedDataParallel second(Linear(net->ptr<torch::nn::LinearImpl>(1)));
 /// The other rank goes on to the statistics of a layer, in another group than the gradients'.
 TEST(DdpParametersTest, changed_on_one_rank_only_under_synchronised_batch_norm) {
   for (const bool is_in_scope : {false, true}) {
@@ -240,6 +240,26 @@ TEST(DdpParametersTest, changed_on_all_ranks_under_synchronised_batch_norm) {
   });
 }
 
+TEST(DdpParametersTest, rank_0s_values_hold_after_a_load) {
+  on_ranks(2, [](int rank) {
+    Sequential net = two_layers(), other = two_layers();
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : other->parameters()) parameter.fill_(rank + 5);
+    }
+    DistributedDataParallel model(net);
+    load_archive(*net, saved(other));
+    backward(net, rank, [&](const Tensor& x) { return model(x); });
+    for (const auto& parameter : net->parameters()) EXPECT_EQ(parameter.item<float>(), 5);
+  });
+}
+
+TEST(DdpParametersTest, in_two_wrappers_are_refused) {
+  on_ranks(2, [](int rank) {
+    Sequential net = two_layers();
+    using Model = DistributedDataParallel<Sequential>;
+    std::optional<Model> first(net);
+    DistributedDataParallel second(Linear(net->ptr<torch::nn::LinearImpl>(1)));
     const std::vector<std::function<Tensor(const Tensor&)>> forwards{
         [&](const Tensor& x) { return (*first)(x); }, [&](const Tensor& x) { return second(x); }};
     for (const auto& forward : forwards) {
@@ -261,6 +281,34 @@ TEST(DdpParametersTest, changed_on_all_ranks_under_synchronised_batch_norm) {
     model = DistributedDataParallel(net);  // the first lives until the second is there
     backward(net, rank, [&](const Tensor& x) { return model(x); });
     expect_averaged(net, "wrapped again");
+  });
+}
+
+/// As docs/ddp.md has it.
+struct ScriptImpl : torch::nn::Module {
+  torch::jit::Module script;
+  explicit ScriptImpl(torch::jit::Module module) : script(std::move(module)) {
+    for (const auto& parameter : script.named_parameters()) {
+      std::string name = parameter.name;
+      std::ranges::replace(name, '.', '_');
+      register_parameter(name, parameter.value, parameter.value.requires_grad());
+    }
+  }
+  Tensor forward(const Tensor& x) { return script.forward({x}).toTensor(); }
+};
+TORCH_MODULE(Script);
+
+TEST(DdpParametersTest, of_a_torch_script_module) {
+  static_assert(!ModuleHandle<torch::jit::Module>);
+  on_ranks(2, [](int rank) {
+    torch::jit::Module script("Scripted");
+    script.register_parameter("weight", at::full({1}, rank + 1.0).requires_grad_(), false);
+    script.define("def forward(self, x):\n  return x * self.weight\n");
+    DistributedDataParallel model(Script{script});
+    model(at::full({1}, rank + 1.0)).sum().backward();
+    const Tensor weight = script.attr("weight").toTensor();
+    EXPECT_EQ(weight.item<double>(), 1) << "rank 0's";
+    EXPECT_EQ(weight.grad().item<double>(), 1.5);
   });
 }
 
@@ -335,32 +383,4 @@ TEST(DdpParametersTest, a_gradient_missing_on_one_of_many_ranks_is_found_in_bf16
 }
 
 }  // namespace ddp_parameters_test
-/// As docs/ddp.md has it.
-struct ScriptImpl : torch::nn::Module {
-  torch::jit::Module script;
-  explicit ScriptImpl(torch::jit::Module module) : script(std::move(module)) {
-    for (const auto& parameter : script.named_parameters()) {
-      std::string name = parameter.name;
-      std::ranges::replace(name, '.', '_');
-      register_parameter(name, parameter.value, parameter.value.requires_grad());
-    }
-  }
-  Tensor forward(const Tensor& x) { return script.forward({x}).toTensor(); }
-};
-TORCH_MODULE(Script);
-
-TEST(DdpParametersTest, of_a_torch_script_module) {
-  static_assert(!ModuleHandle<torch::jit::Module>);
-  on_ranks(2, [](int rank) {
-    torch::jit::Module script("Scripted");
-    script.register_parameter("weight", at::full({1}, rank + 1.0).requires_grad_(), false);
-    script.define("def forward(self, x):\n  return x * self.weight\n");
-    DistributedDataParallel model(Script{script});
-    model(at::full({1}, rank + 1.0)).sum().backward();
-    const Tensor weight = script.attr("weight").toTensor();
-    EXPECT_EQ(weight.item<double>(), 1) << "rank 0's";
-    EXPECT_EQ(weight.grad().item<double>(), 1.5);
-  });
-}
-
 }  // namespace lockstep::nn
