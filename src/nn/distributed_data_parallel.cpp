@@ -14,7 +14,9 @@ std::shared_ptr<Reducer> make_reducer(torch::nn::Module& module,
                                       std::source_location where) {
   return std::make_shared<Reducer>(module, options, where);
 }
-void before_forward(Reducer& reducer) { reducer.before_forward(); }
+void before_forward(Reducer& reducer, const std::optional<std::source_location>& where) {
+  reducer.before_forward(where);
+}
 void after_forward(Reducer& reducer, const std::vector<at::Tensor>& outputs) {
   reducer.after_forward(outputs);
 }
@@ -24,8 +26,8 @@ void set_shadow(Reducer& reducer, std::function<at::Tensor()> shadow) {
 }
 bool wants_shadow(const Reducer& reducer) { return reducer.wants_shadow(); }
 void join(Reducer& reducer, const std::function<void()>& body, const JoinOptions& options,
-          std::source_location where) {
-  reducer.join(body, options, where);
+          std::function<at::Tensor()> example, std::source_location where) {
+  reducer.join(body, options, std::move(example), where);
 }
 
 }  // namespace detail

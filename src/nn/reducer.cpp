@@ -14,7 +14,9 @@
 
 namespace lockstep::nn::detail {
 
-void Reducer::before_forward() {
+void Reducer::before_forward(const std::optional<std::source_location>& where) {
+  // In join one line for all ranks, as LOCKSTEP_CHECK=full wants it: some make no forward.
+  if (!joining_) where_ = where.value_or(made_at_);
   if (in_step_) {
     throw UsageError(
         context(),
@@ -60,9 +62,9 @@ void Reducer::prepare() {
       },
       [&] {
         if (!changed.empty()) {
+          meet_others_that_changed();
           take_parameters();
           add_buckets(order_);
-          meet_others_that_changed();
         }
         check_in_sync();
         if (!options_.broadcast_buffers) return;

@@ -52,16 +52,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  void before_forward();
+  /// `where`: the forward's line, where it is known.
+  void before_forward(const std::optional<std::source_location>& where);
   /// After a forward within no_sync(), with what it returned.
   void after_forward(const std::vector<at::Tensor>& outputs);
   void on_gradient(std::size_t index);
   void join(const std::function<void()>& body, const JoinOptions& options,
-            std::source_location where);
+            std::function<at::Tensor()> example, std::source_location where);
   bool wants_shadow() const { return joining_ || !shadow; }
   bool wants_outputs() const { return !sync_; }
 
-  std::function<at::Tensor()> shadow;  ///< a forward of no samples
+  std::function<at::Tensor()> shadow;  ///< a forward of no samples, like the last one
 
   int n_no_sync = 0;  ///< guards alive
 
@@ -104,6 +105,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   struct Announcement {
     Turn turn = Turn::joined;
     std::uint64_t scope = 0;  // of the SyncBatchNormScope around its forward; 0: none
+    std::int64_t scope_size = 0;
     friend bool operator==(const Announcement&, const Announcement&) = default;
   };
 
@@ -118,12 +120,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_before_step() const;
   void check_attached(const Parameter& parameter) const;
   [[noreturn]] void refuse_changed(const std::string& name) const;
-  /// Collective: compares the modules, gives all rank 0's values of new parameters.
-  void take_parameters();
   /// The groups that a forward may communicate in before backward does in this object's.
   std::vector<Group> groups_of_forward() const;
   /// MismatchError where only some ranks call it.
   void meet_others_that_changed() const;
+  /// Collective: compares the modules, gives all rank 0's values of new parameters.
+  void take_parameters();
   void add_buckets(std::span<const std::int64_t> order);
   void rebuild_buckets();
   void add_hooks();
@@ -132,6 +134,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_in_sync();
   bool synchronises() const { return sync_ || (is_tagged_ && local_backward_.expired()); }
   Announcement announce(Turn turn);
+  void check_scopes(std::span<const Announcement> all) const;
   /// The group of the scope that the others are in.
   Group scope_of(std::uint64_t announced) const;
   void follow(const Announcement& others);
@@ -159,16 +162,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool in_step_ = false;                // between the first hook and the end of finish()
   bool rebuilt_ = false;
   bool joining_ = false;
-  bool follows_ = false;  // makes the others' forward, in join
-  int n_active_ = 0;      // ranks that have data, in join
-  int last_active_ = -1;  // the first of those, as last heard
+  std::function<at::Tensor()> example_;  // a forward of no samples, in join
+  bool follows_ = false;                 // makes the others' forward, in join
+  int n_active_ = 0;                     // ranks that have data, in join
+  int last_active_ = -1;                 // the first of those, as last heard
   bool was_uneven_ = false;
   std::optional<Group> scope_;  // around the last forward in join
   int n_checks_ = 0;  // synchronised forwards that yet compare the parameters: after uneven data
   std::uint64_t n_forwards_ = 0;
   const bool checks_fully_;
-  std::source_location where_;
-  Group group_;  // after the buckets: it goes first, and its worker with it
+  const std::source_location made_at_;
+  std::source_location where_;  // of the last forward or join, for errors
+  Group group_;                 // after the buckets: it goes first, and its worker with it
 };
 
 }  // namespace lockstep::nn::detail

@@ -1,5 +1,6 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -9,7 +10,9 @@
 #include <lockstep/nn/sync_batch_norm_scope.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
 #include <lockstep/objects.hpp>
+#include <span>
 #include <sstream>
+#include <utility>
 
 #include "nn/batch_norm.hpp"
 #include "nn/hash.hpp"
@@ -48,6 +51,18 @@ void send_state(torch::optim::Optimizer& optimizer, int root, const Group& group
   load_optimizer(optimizer, archive);
 }
 
+/// An LBFGS whose number of forwards, or whose step, comes from this rank's loss.
+void check_optimizer(const torch::optim::Optimizer& optimizer, const ErrorContext& context) {
+  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr) return;
+  for (const auto& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const torch::optim::LBFGSOptions&>(group.options());
+    if (options.max_iter() == 1 && !options.line_search_fn()) continue;
+    throw UsageError(context,
+                     "join cannot take this LBFGS: how often it calls the closure depends on the "
+                     "loss, which differs between the ranks. Use max_iter(1) and no line search");
+  }
+}
+
 /// The group of this thread's innermost SyncBatchNormScope.
 std::optional<Group> group_of_scope() {
   const auto scope = SyncBatchNormScope::active();
@@ -57,20 +72,37 @@ std::optional<Group> group_of_scope() {
 
 }  // namespace
 
+/// All ranks see the same, and throw alike.
+void Reducer::check_scopes(std::span<const Announcement> all) const {
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].scope == 0 || all[rank].scope_size >= group_.size()) continue;
+    throw UsageError(context(),
+                     fmt::format("in join, the forward of rank {} is in a SyncBatchNormScope over "
+                                 "a group of {} of the {} ranks, and a rank out of data would not "
+                                 "know in whose: convert the net with convert_sync_batchnorm and "
+                                 "that group instead",
+                                 rank, all[rank].scope_size, group_.size()));
+  }
+}
+
 /// Returns what all the ranks that have data are about to do.
 Reducer::Announcement Reducer::announce(Turn turn) {
-  Announcement mine{turn, 0};
+  Announcement mine{turn};
   if (turn != Turn::joined) {
     scope_ = group_of_scope();
-    if (scope_) mine.scope = hash_of_scope(*scope_);
+    if (scope_) {
+      mine.scope = hash_of_scope(*scope_);
+      mine.scope_size = scope_->size();
+    }
   }
   std::vector<Announcement> all(static_cast<std::size_t>(group_.size()));
-  static_assert(sizeof(Announcement) == 16);
+  static_assert(sizeof(Announcement) == 24);
   explain([] { return std::string("telling each other in join what comes next"); },
           [&] {
-            group_.all_gather({&mine, 2, DType::i64}, {all.data(), 2 * all.size(), DType::i64}, {},
+            group_.all_gather({&mine, 3, DType::i64}, {all.data(), 3 * all.size(), DType::i64}, {},
                               where_);
           });
+  check_scopes(all);
   n_active_ = 0;
   int first = -1;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
@@ -99,18 +131,26 @@ Reducer::Announcement Reducer::announce(Turn turn) {
 }
 
 void Reducer::join(const std::function<void()>& body, const JoinOptions& options,
-                   std::source_location where) {
+                   std::function<at::Tensor()> example, std::source_location where) {
+  where_ = where;
+  for (const torch::optim::Optimizer* optimizer : options.optimizers) {
+    check_optimizer(*optimizer, context());
+  }
   struct Leave {
     Reducer& reducer;
-    std::source_location before;
+    std::function<at::Tensor()> shadow_before;
     ~Leave() {
       reducer.joining_ = false;
       reducer.follows_ = false;
-      reducer.where_ = before;
       reducer.scope_.reset();
+      reducer.example_ = nullptr;
+      if (!reducer.shadow) reducer.shadow = std::move(shadow_before);
     }
-  } leave{*this, where_};
-  where_ = where;
+  } leave{*this, nullptr};
+  if (example) {  // goes before the forwards of earlier loops
+    leave.shadow_before = std::exchange(shadow, nullptr);
+    example_ = std::move(example);
+  }
   joining_ = true;
   was_uneven_ = false;
   last_active_ = -1;
@@ -128,7 +168,8 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
 }
 
 void Reducer::follow(const Announcement& others) {
-  if (!shadow) {
+  const auto& forward = shadow ? shadow : example_;
+  if (!forward) {
     throw UsageError(context(),
                      "join cannot follow the other ranks: no forward was made here that returns "
                      "a tensor. Give join an example_input, or an example_forward");
@@ -142,10 +183,10 @@ void Reducer::follow(const Announcement& others) {
   at::Tensor output;
   if (others.scope != 0) {
     const SyncBatchNormScope scope(scope_of(others.scope));
-    output = shadow();
+    output = forward();
   } else {
     const SuspendedScope none;
-    output = shadow();
+    output = forward();
   }
   output.sum().backward();
   if (sync_) drop_gradients();

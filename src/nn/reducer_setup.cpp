@@ -127,6 +127,7 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
     : module_(module),
       options_(with_group(options)),
       checks_fully_(comm::check_level() == comm::Check::full),
+      made_at_(where),
       where_(where),
       group_(*options_.group) {
   name_layers(module);  // for the errors of SyncBatchNorm
@@ -211,7 +212,6 @@ void Reducer::check_attached(const Parameter& parameter) const {
   refuse_changed(parameter.name);
 }
 
-void Reducer::take_parameters() {
 std::vector<Group> Reducer::groups_of_forward() const {
   std::vector<Group> groups;
   const auto add = [&](const std::optional<Group>& set) {
@@ -251,6 +251,7 @@ void Reducer::meet_others_that_changed() const {
   }
 }
 
+void Reducer::take_parameters() {
   for (const at::Tensor& tensor : module_.parameters()) {
     if (tensor.requires_grad()) (void)dtype_of(tensor, where_);  // can it be reduced?
   }

@@ -6,12 +6,14 @@
 #include <lockstep/nn.hpp>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <functional>
 #include <lockstep/objects.hpp>
 #include <memory>
 #include <numeric>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -40,6 +42,16 @@ std::unique_ptr<torch::optim::Optimizer> make_sgd(const std::vector<Tensor>& par
 }
 std::unique_ptr<torch::optim::Optimizer> make_adam(const std::vector<Tensor>& parameters) {
   return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.01));
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_rmsprop(const std::vector<Tensor>& parameters) {
+  return std::make_unique<torch::optim::RMSprop>(
+      parameters, torch::optim::RMSpropOptions(0.005).momentum(0.5).centered(true));
+}
+/// One evaluation of the closure a step: nothing depends on this rank's loss.
+std::unique_ptr<torch::optim::Optimizer> make_lbfgs(const std::vector<Tensor>& parameters) {
+  return std::make_unique<torch::optim::LBFGS>(
+      parameters, torch::optim::LBFGSOptions(0.02).max_iter(1).history_size(3));
 }
 
 constexpr int kEpochs = 3;
@@ -83,10 +95,12 @@ struct Training {
         x = share_of(x, shares, group.rank());
         y = share_of(y, shares, group.rank());
       }
-      const Tensor loss = (model(x) - y).square().sum() * (group.size() / static_cast<double>(n));
-      optimizer->zero_grad();
-      loss.backward();
-      optimizer->step();
+      optimizer->step([&] {
+        optimizer->zero_grad();
+        Tensor loss = (model(x) - y).square().sum() * (group.size() / static_cast<double>(n));
+        loss.backward();
+        return loss;
+      });
     }
   }
   std::vector<Tensor> state() const {
@@ -174,8 +188,33 @@ TEST_P(JoinTest, an_optimizer_left_out_is_told_in_the_next_epoch) {
       MismatchError);
 }
 
-INSTANTIATE_TEST_SUITE_P(optimizers, JoinTest, ::testing::Values(make_sgd, make_adam),
-                         [](const auto& one) { return one.index == 0 ? "sgd" : "adam"; });
+std::string name_of_optimizer(const ::testing::TestParamInfo<MakeOptimizer>& one) {
+  constexpr std::array kNames{"sgd", "adam", "rmsprop", "lbfgs"};
+  return kNames.at(one.index);
+}
+INSTANTIATE_TEST_SUITE_P(optimizers, JoinTest,
+                         ::testing::Values(make_sgd, make_adam, make_rmsprop, make_lbfgs),
+                         name_of_optimizer);
+
+/// How often it calls the closure depends on the loss, which is another on each rank.
+TEST(JoinTest, an_optimizer_that_looks_at_the_loss_is_refused) {
+  using torch::optim::LBFGSOptions;
+  for (const LBFGSOptions& options :
+       {LBFGSOptions(0.02), LBFGSOptions(0.02).max_iter(1).line_search_fn("strong_wolfe")}) {
+    on_ranks(2, [&](int /*rank*/) {
+      Training training(default_group(), [&](const std::vector<Tensor>& parameters) {
+        return std::make_unique<torch::optim::LBFGS>(parameters, options);
+      });
+      DistributedDataParallel model(training.net);
+      const std::string text = testing::usage_error([&] {
+        model.join([&] { training.epoch(model, 0, 2); },
+                   {.optimizers = {training.optimizer.get()}});
+      });
+      EXPECT_NE(text.find("LBFGS"), std::string::npos) << text;
+      EXPECT_NE(text.find("max_iter(1)"), std::string::npos) << text;
+    });
+  }
+}
 
 TEST(JoinTest, without_state_no_optimizer_is_needed) {
   on_ranks(2, [](int /*rank*/) {
@@ -236,6 +275,71 @@ TEST(JoinTest, an_example_forward_for_other_arguments) {
       EXPECT_EQ(net->layer->bias.grad().item<float>(), 3);  // 2 rows, 2 ranks
     };
     model.join(train, {.example_forward = [&] { return net->forward(at::ones({0, 1}), 3)[0]; }});
+  });
+}
+
+TEST(JoinTest, an_example_forward_ends_with_its_join) {
+  struct NetImpl : torch::nn::Module {
+    Linear layer = register_module("layer", Linear(1, 1));
+    std::vector<Tensor> forward(const Tensor& x) { return {layer(x)}; }
+  };
+  const auto body = [](int rank) {
+    const auto net = std::make_shared<NetImpl>();
+    DistributedDataParallel model(net);
+    auto example = std::make_shared<Tensor>(at::ones({0, 1}));
+    const std::weak_ptr<Tensor> watched = example;
+    const auto train = [&] {
+      if (rank == 0) model(at::ones({2, 1}))[0].sum().backward();
+    };
+    {
+      JoinOptions options;
+      options.example_forward = [net, held = std::move(example)] { return net->forward(*held)[0]; };
+      model.join(train, options);
+    }
+    EXPECT_TRUE(watched.expired());
+    if (rank == 0) return model.join(train);
+    const std::string text = testing::usage_error([&] { model.join(train); });
+    EXPECT_NE(text.find("Give join an example_input"), std::string::npos) << text;
+    throw std::out_of_range("what ends the other rank's join");
+  };
+  EXPECT_THROW(on_ranks(2, body), std::out_of_range);
+}
+
+/// Ranks out of data would have to know the groups that others are in.
+TEST(JoinTest, a_scope_over_part_of_the_ranks_is_refused) {
+  for (const bool have_all_data : {true, false}) {
+    on_ranks(4, [&](int rank) {
+      const Group half = default_group().split(rank / 2);
+      Sequential net(Linear(2, 3), BatchNorm1d(3), Linear(3, 1));
+      DistributedDataParallel model(net);
+      const Tensor x = Random(static_cast<std::uint64_t>(rank)).normal({4, 2}, at::kFloat);
+      const std::string text = testing::usage_error([&] {
+        const SyncBatchNormScope scope(half);
+        model.join(
+            [&] {
+              if (have_all_data || rank >= 2) model(x).sum().backward();
+            },
+            {.example_input = x});
+      });
+      EXPECT_NE(text.find("a group of 2 of the 4 ranks"), std::string::npos) << text;
+      EXPECT_NE(text.find("convert_sync_batchnorm"), std::string::npos) << text;
+    });
+  }
+}
+
+TEST(JoinTest, layers_over_part_of_the_ranks) {
+  on_ranks(4, [](int rank) {
+    const Group half = default_group().split(rank / 2);
+    Sequential net(Linear(2, 3), BatchNorm1d(3), Linear(3, 1));
+    convert_sync_batchnorm(net, half);
+    DistributedDataParallel model(net);
+    const Tensor x = Random(static_cast<std::uint64_t>(rank)).normal({4, 2}, at::kFloat);
+    model.join(
+        [&] {
+          for (int i = 0; i < rank; ++i) model(x).sum().backward();
+        },
+        {.example_input = x});
+    assert_in_sync(net);
   });
 }
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <optional>
 #include <source_location>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -198,6 +199,45 @@ TEST(LayerErrorsTest, a_second_derivative_is_refused_by_name) {
   } catch (const UsageError& error) {
     EXPECT_TRUE(says(error.what(), "backward of SyncBatchNorm1d(3)")) << error.what();
     EXPECT_TRUE(says(error.what(), at_line(line))) << error.what();
+  }
+}
+
+/// Rank 1 leaves instead of the forward of each kind.
+TEST(LayerErrorsTest, ddp_names_the_line_of_its_forward) {
+  struct NetImpl : torch::nn::Module {
+    torch::nn::Linear layer = register_module("layer", torch::nn::Linear(1, 1));
+    Tensor forward(const Tensor& x, double factor = 1, const Tensor& added = at::zeros({1})) {
+      return layer(x) * factor + added;
+    }
+  };
+  for (const int n_arguments : {1, 2, 3}) {
+    std::string text;
+    unsigned line = 0;
+    const auto body = [&](int rank) {
+      DistributedDataParallel model(std::make_shared<NetImpl>());
+      if (rank == 1) throw std::out_of_range("no label");
+      const Tensor x = at::ones({1, 1});
+      Tensor y;
+      if (n_arguments == 1) {
+        line = std::source_location::current().line() + 1;
+        y = model(x);
+      } else if (n_arguments == 2) {
+        line = std::source_location::current().line() + 1;
+        y = model(x, 2);
+      } else {
+        line = std::source_location::current().line() + 1;
+        y = model.forward(x, 2, at::ones({1}));
+      }
+      try {
+        y.sum().backward();
+      } catch (const PeerFailed& error) {
+        text = error.what();
+      }
+    };
+    EXPECT_THROW(testing::on_ranks(2, body), std::out_of_range);
+    EXPECT_TRUE(says(text, "This is DistributedDataParallel")) << text;
+    EXPECT_TRUE(says(text, at_line(line))) << text << line;
+    expect_no_library_line(text);
   }
 }
 

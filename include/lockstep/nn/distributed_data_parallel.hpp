@@ -59,7 +59,7 @@ struct JoinOptions {
   /// Inputs of the module, for ranks that may have no batch at all: their shape and type count.
   at::Tensor example_input = {};
   /// In its place, for modules whose forward takes other arguments: calls the module inside with
-  /// inputs of 0 rows and returns a tensor of what it returns.
+  /// inputs of 0 rows and returns a tensor of what it returns. Kept until join returns.
   std::function<at::Tensor()> example_forward = {};
   /// All that have a state (momentum, Adam): ranks out of data make no steps, and get the state of
   /// a rank that trained longest. In the same order on all ranks.
@@ -71,15 +71,17 @@ class Reducer;
 std::shared_ptr<Reducer> make_reducer(torch::nn::Module& module,
                                       const DistributedDataParallelOptions& options,
                                       std::source_location where);
-void before_forward(Reducer& reducer);
+/// `where`: the forward's line, where it is known.
+void before_forward(Reducer& reducer, const std::optional<std::source_location>& where);
 /// What a forward returned, if it is wanted.
 void after_forward(Reducer& reducer, const std::vector<at::Tensor>& outputs);
 bool wants_outputs(const Reducer& reducer);
 /// `shadow`: a forward without samples, like the last one.
 void set_shadow(Reducer& reducer, std::function<at::Tensor()> shadow);
 bool wants_shadow(const Reducer& reducer);
+/// `example`: a forward without samples, for this join alone; may be empty.
 void join(Reducer& reducer, const std::function<void()>& body, const JoinOptions& options,
-          std::source_location where);
+          std::function<at::Tensor()> example, std::source_location where);
 
 template <class T>
 T without_samples(const T& value) {
@@ -130,8 +132,9 @@ class NoSync {
 /// After the first synchronised backward the buckets are made anew, in the order in which rank 0's
 /// gradients came.
 ///
-/// Errors: what the group's calls throw, from backward(), with the line of the construction (or of
-/// join) and the parameters that the call was about. After an exception in a synchronised
+/// Errors: what the group's calls throw, from backward(), with the line of the last forward (in
+/// join, of that; after a forward of more than four arguments, of the construction) and the
+/// parameters that the call was about. After an exception in a synchronised
 /// backward the next forward throws UsageError: ranks may be out of step, build a new one. Not so
 /// after the MismatchError of find_unused_parameters: zero the gradients and go on.
 /// Parameters on several devices are a UsageError. Those on CUDA have their buckets on the host:
@@ -139,32 +142,59 @@ class NoSync {
 /// Threads: use it from one thread. A copyable handle, like ModuleHolder.
 template <class M>
 class DistributedDataParallel {
- public:
-  explicit DistributedDataParallel(M module, const DistributedDataParallelOptions& options = {},
-                                   std::source_location where = std::source_location::current())
   static_assert(detail::require_module_handle<M>());
   using Where = std::source_location;
 
+ public:
+  explicit DistributedDataParallel(M module, const DistributedDataParallelOptions& options = {},
+                                   Where where = Where::current())
       : module_(std::move(module)), reducer_(detail::make_reducer(*module_, options, where)) {}
 
-  template <class... Args>
-  decltype(auto) forward(Args&&... args) {
-    if (detail::wants_shadow(*reducer_)) remember_shadow(args...);
-    detail::before_forward(*reducer_);
-    using Output = decltype(module_->forward(std::forward<Args>(args)...));
-    if constexpr (detail::Tree<std::remove_cvref_t<Output>>::kHasTensors) {
-      decltype(auto) output = module_->forward(std::forward<Args>(args)...);
-      if (detail::wants_outputs(*reducer_)) {
-        detail::after_forward(*reducer_, detail::tensors_of<std::remove_cvref_t<Output>>(output));
-      }
-      return output;
-    } else {
-      return module_->forward(std::forward<Args>(args)...);
-    }
+  /// The module's forward. A parameter pack leaves no place for the caller's line, so there is one
+  /// for each number of arguments up to four.
+  decltype(auto) forward(Where where = Where::current()) { return forward_at(where); }
+  template <class A>
+  decltype(auto) forward(A&& a, Where where = Where::current()) {
+    return forward_at(where, std::forward<A>(a));
+  }
+  template <class A, class B>
+  decltype(auto) forward(A&& a, B&& b, Where where = Where::current()) {
+    return forward_at(where, std::forward<A>(a), std::forward<B>(b));
+  }
+  template <class A, class B, class C>
+  decltype(auto) forward(A&& a, B&& b, C&& c, Where where = Where::current()) {
+    return forward_at(where, std::forward<A>(a), std::forward<B>(b), std::forward<C>(c));
+  }
+  template <class A, class B, class C, class D>
+  decltype(auto) forward(A&& a, B&& b, C&& c, D&& d, Where where = Where::current()) {
+    return forward_at(where, std::forward<A>(a), std::forward<B>(b), std::forward<C>(c),
+                      std::forward<D>(d));
   }
   template <class... Args>
-  decltype(auto) operator()(Args&&... args) {
-    return forward(std::forward<Args>(args)...);
+  requires(sizeof...(Args) > 4) decltype(auto) forward(Args&&... args) {
+    return forward_at(std::nullopt, std::forward<Args>(args)...);
+  }
+  decltype(auto) operator()(Where where = Where::current()) { return forward_at(where); }
+  template <class A>
+  decltype(auto) operator()(A&& a, Where where = Where::current()) {
+    return forward_at(where, std::forward<A>(a));
+  }
+  template <class A, class B>
+  decltype(auto) operator()(A&& a, B&& b, Where where = Where::current()) {
+    return forward_at(where, std::forward<A>(a), std::forward<B>(b));
+  }
+  template <class A, class B, class C>
+  decltype(auto) operator()(A&& a, B&& b, C&& c, Where where = Where::current()) {
+    return forward_at(where, std::forward<A>(a), std::forward<B>(b), std::forward<C>(c));
+  }
+  template <class A, class B, class C, class D>
+  decltype(auto) operator()(A&& a, B&& b, C&& c, D&& d, Where where = Where::current()) {
+    return forward_at(where, std::forward<A>(a), std::forward<B>(b), std::forward<C>(c),
+                      std::forward<D>(d));
+  }
+  template <class... Args>
+  requires(sizeof...(Args) > 4) decltype(auto) operator()(Args&&... args) {
+    return forward_at(std::nullopt, std::forward<Args>(args)...);
   }
 
   /// Gradients accumulate locally for forward passes within the life of the result.
@@ -183,33 +213,52 @@ class DistributedDataParallel {
   ///
   /// The module must accept inputs of 0 rows and return a tensor; other arguments than tensors are
   /// those of its last forward here. A rank that may have no batch at all gives an example. `body`
-  /// has one backward per forward (no_sync() is seen), and communicates through nothing else.
+  /// has one backward per forward (no_sync() is seen), and communicates through nothing else. An
+  /// LBFGS whose steps depend on the loss, which differs between the ranks, is a UsageError; with
+  /// max_iter(1) and no line search they do not.
   template <class Body>
-  void join(Body&& body, const JoinOptions& options = {},
-            std::source_location where = std::source_location::current()) {
-    if (options.example_forward) {
-      detail::set_shadow(*reducer_, options.example_forward);
-    } else if (options.example_input.defined()) {
-      remember_shadow(options.example_input);
+  void join(Body&& body, const JoinOptions& options = {}, Where where = Where::current()) {
+    std::function<at::Tensor()> example = options.example_forward;
+    if (!example && options.example_input.defined()) {
+      example = without_samples(options.example_input);
     }
-    detail::join(*reducer_, std::forward<Body>(body), options, where);
+    detail::join(*reducer_, std::forward<Body>(body), options, std::move(example), where);
   }
   M& module() { return module_; }
   const M& module() const { return module_; }
 
  private:
   template <class... Args>
-  void remember_shadow(const Args&... args) {
+  decltype(auto) forward_at(const std::optional<Where>& where, Args&&... args) {
+    if (detail::wants_shadow(*reducer_)) {
+      if (auto shadow = without_samples(args...)) detail::set_shadow(*reducer_, std::move(shadow));
+    }
+    detail::before_forward(*reducer_, where);
+    using Output = decltype(module_->forward(std::forward<Args>(args)...));
+    if constexpr (detail::Tree<std::remove_cvref_t<Output>>::kHasTensors) {
+      decltype(auto) output = module_->forward(std::forward<Args>(args)...);
+      if (detail::wants_outputs(*reducer_)) {
+        detail::after_forward(*reducer_, detail::tensors_of<std::remove_cvref_t<Output>>(output));
+      }
+      return output;
+    } else {
+      return module_->forward(std::forward<Args>(args)...);
+    }
+  }
+
+  /// The forward of such arguments, with no samples; empty where it returns no tensor.
+  template <class... Args>
+  std::function<at::Tensor()> without_samples(const Args&... args) {
     if constexpr (requires {
                     { module_->forward(std::declval<Args&>()...) } -> std::same_as<at::Tensor>;
                   } &&
                   (std::copy_constructible<Args> && ...)) {
-      detail::set_shadow(
-          *reducer_, [module = module_,
-                      empty = std::tuple<Args...>(detail::without_samples(args)...)]() mutable {
-            return std::apply([&](Args&... again) { return module->forward(again...); }, empty);
-          });
+      return [module = module_,
+              empty = std::tuple<Args...>(detail::without_samples(args)...)]() mutable {
+        return std::apply([&](Args&... again) { return module->forward(again...); }, empty);
+      };
     }
+    return {};
   }
 
   M module_;
