@@ -35,15 +35,20 @@ struct InitOptions {
 void init_dist(const InitOptions& options = {},
                std::source_location where = std::source_location::current());
 
-/// Leaves the world: waits for nobody. Peers that call on get PeerLost; where `failure` says why
-/// this rank cannot go on, or an exception is unwinding the caller, PeerFailed. Does nothing when
-/// not initialised.
-void destroy_dist(std::string_view failure = {});
+/// Leaves the world, once this rank's asynchronous calls under way have ended, detached ones too
+/// (each has its limit); waits for no peer otherwise. Peers that call on get PeerLost; where
+/// `failure` says why this rank cannot go on, or an exception is unwinding the caller, PeerFailed,
+/// at once: the calls under way are not waited for then. Does nothing when not initialised. On a
+/// rank's thread of run_ranks: that rank leaves, and the thread is alone from then on. Throws
+/// UsageError on another thread while run_ranks is at work in the process.
+void destroy_dist(std::string_view failure = {},
+                  std::source_location where = std::source_location::current());
 
 /// none when the environment shows no launcher. Throws UsageError where variables contradict.
 Launcher infer_launcher();
 
-/// Whether this process is a rank (init_dist), or has ranks (run_ranks).
+/// Whether this process is a rank (init_dist), or has ranks (run_ranks); false on a thread whose
+/// rank has left by destroy_dist.
 bool is_distributed();
 
 /// The group of this thread's GroupScope, if there is one; else the world: of run_ranks where this

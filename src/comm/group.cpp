@@ -302,8 +302,11 @@ Group Group::split(int color, int key, Where where) const {
   }
   state_->prepare(call, {});
   auto engine = state_->run(call, [&](Engine& parent) { return parent.split(call, color, key); });
-  return {std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
-          state_->timeout(), state_->recorder()};
+  Group child(std::move(engine),
+              fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
+              state_->timeout(), state_->recorder());
+  child.state_->share_async_groups(*state_);
+  return child;
 }
 
 Group Group::duplicate(Where where) const { return split(/*color=*/0, /*key=*/0, where); }

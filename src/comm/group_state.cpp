@@ -125,6 +125,10 @@ void GroupState::throw_copy(const Call& call) const {
                    "and hand the fork what it needs");
 }
 
+void GroupState::wait_until_idle() {
+  if (has_worker_.load(std::memory_order_acquire)) worker_->wait_until_idle();
+}
+
 void GroupState::retire() noexcept {
   if (is_busy_.exchange(true, std::memory_order_acquire)) return;
   has_worker_.store(false, std::memory_order_relaxed);
@@ -149,6 +153,7 @@ std::shared_ptr<WorkState> GroupState::post(const Call& call) {
   {
     const std::lock_guard lock(mutex_);
     if (!worker_) {
+      async_groups_->add(shared_from_this());
       worker_ = std::make_unique<Worker>();
       has_worker_.store(true, std::memory_order_release);
     }

@@ -9,6 +9,7 @@
 #include <string>
 #include <type_traits>
 
+#include "comm/async_groups.hpp"
 #include "comm/process_tag.hpp"
 #include "comm/recorder.hpp"
 #include "comm/worker.hpp"
@@ -16,7 +17,7 @@
 namespace lockstep::comm {
 
 /// What the handles of one group share: its engine, and the path of every call to it.
-class GroupState {
+class GroupState : public std::enable_shared_from_this<GroupState> {
  public:
   /// recorder: of this rank, where the engine has none; null: nothing is recorded.
   GroupState(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
@@ -51,6 +52,11 @@ class GroupState {
 
   /// See Work.
   void abandon(std::string_view reason) noexcept { engine_->abandon(reason); }
+  /// Those of this rank; of a group that was split off, its parent's.
+  AsyncGroups& async_groups() const noexcept { return *async_groups_; }
+  void share_async_groups(const GroupState& parent) { async_groups_ = parent.async_groups_; }
+  /// Until the worker has done what it was given.
+  void wait_until_idle();
   /// See Session::retire. Does nothing where a thread is inside a call.
   void retire() noexcept;
 
@@ -98,6 +104,7 @@ class GroupState {
   std::mutex mutex_;  // guards death_ and the making of worker_
   std::exception_ptr death_;
   int n_children_ = 0;
+  std::shared_ptr<AsyncGroups> async_groups_ = std::make_shared<AsyncGroups>();
   std::atomic<bool> has_worker_{false};
   std::unique_ptr<Worker> worker_;  // last: its thread uses the rest
 };

@@ -1,6 +1,7 @@
 #include "comm/session.hpp"
 
 #include <fmt/format.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "base/exception.hpp"
+#include "comm/async_groups.hpp"
 #include "comm/group_state.hpp"
 #include "comm/recorder.hpp"
 
@@ -37,6 +39,7 @@ std::terminate_handler& former_handler() noexcept {
 
 /// Raw and without destructors, so that they can be read until the program has ended.
 constinit thread_local Session* of_thread = nullptr;
+constinit thread_local bool is_rank_thread = false;
 constinit std::atomic<Session*> of_process{nullptr};
 constinit std::atomic<int> n_rank_threads{0};
 constinit std::atomic<bool> has_joined{false};
@@ -45,6 +48,24 @@ void leave_at_exit() noexcept {
   Session* const session = of_process.load(std::memory_order_acquire);
   if (session != nullptr) session->retire();
 }
+
+/// Counted until the thread ends: what destroy_dist has left alone does not join the process's
+/// world.
+struct RankThread {
+  RankThread() noexcept {
+    is_rank_thread = true;
+    n_rank_threads.fetch_add(1, std::memory_order_release);
+    // A fork has but the thread that made it.
+    static const int registered = ::pthread_atfork(nullptr, nullptr, [] {
+      n_rank_threads.store(is_rank_thread ? 1 : 0, std::memory_order_relaxed);
+    });
+    static_cast<void>(registered);
+  }
+  ~RankThread() {
+    is_rank_thread = false;
+    n_rank_threads.fetch_sub(1, std::memory_order_release);
+  }
+};
 
 struct LeavesAtExit {
   ~LeavesAtExit() { leave_at_exit(); }
@@ -74,13 +95,19 @@ Session::Session(World world, std::unique_ptr<Engine> engine, std::chrono::milli
 
 void Session::leave(std::string_view failure) noexcept {
   if (engine_ == nullptr || is_copy()) return;
+  if (failure.empty()) world_group_.state_->async_groups().wait_until_idle();
+  depart(failure);
+}
+
+void Session::depart(std::string_view failure) noexcept {
+  if (engine_ == nullptr) return;
   std::exchange(engine_, nullptr)->leave(failure);
   if (recorder_ && !failure.empty()) recorder_->died(failure);
 }
 
 void Session::retire() noexcept {
   if (is_copy()) return;
-  leave({});
+  depart({});
   local_group_.state_->retire();
   world_group_.state_->retire();
   trace_.reset();
@@ -98,6 +125,7 @@ Session* session() noexcept {
 }
 
 bool has_rank_threads() noexcept { return n_rank_threads.load(std::memory_order_acquire) > 0; }
+bool has_thread_left() noexcept { return is_rank_thread && of_thread == nullptr; }
 bool was_initialised() noexcept { return has_joined.load(std::memory_order_relaxed); }
 
 void join_process(std::unique_ptr<Session> session) {
@@ -115,8 +143,9 @@ void join_process(std::unique_ptr<Session> session) {
 }
 
 void join_thread(std::unique_ptr<Session> session) {
+  thread_local const RankThread counted;
+  static_cast<void>(counted);
   of_thread = session.release();
-  n_rank_threads.fetch_add(1, std::memory_order_release);
 }
 
 std::unique_ptr<Session> take_process_session() noexcept {
@@ -126,7 +155,6 @@ std::unique_ptr<Session> take_process_session() noexcept {
 Session* thread_session() noexcept { return of_thread; }
 
 std::unique_ptr<Session> take_thread_session() noexcept {
-  if (of_thread != nullptr) n_rank_threads.fetch_sub(1, std::memory_order_release);
   return std::unique_ptr<Session>(std::exchange(of_thread, nullptr));
 }
 

@@ -44,15 +44,19 @@ class Session {
   const Group& local_group() const noexcept { return local_group_; }
   /// Null where nobody traces.
   const std::shared_ptr<Trace>& trace() const noexcept { return trace_; }
-  /// `failure`: text of the exception by which this rank leaves; empty where it just leaves.
+  /// `failure`: text of the exception by which this rank leaves; empty where it just leaves, after
+  /// its asynchronous calls under way have ended.
   void leave(std::string_view failure) noexcept;
-  /// For a program that ends: leaves, and lets go of the engines and records. The groups still know
-  /// their rank and size, for destructors of globals that ask; calls on them throw UsageError.
+  /// For a program that ends: leaves at once, and lets go of the engines and records. The groups
+  /// still know their rank and size, for destructors of globals that ask; calls on them throw
+  /// UsageError.
   void retire() noexcept;
   /// Whether this process is a fork of the rank's.
   bool is_copy() const noexcept { return process_.is_copy(); }
 
  private:
+  void depart(std::string_view failure) noexcept;
+
   ProcessTag process_;
   World world_;
   Engine* engine_;                      // world_group_ owns it
@@ -69,8 +73,10 @@ void tell_peers_of_uncaught_exceptions() noexcept;
 /// else of init_dist, on every thread of the process. Null where there is none, and on the other
 /// threads of a process in which run_ranks is at work: whose rank they help is not known.
 Session* session() noexcept;
-/// Whether threads of this process are ranks of run_ranks now.
+/// Whether threads of this process are ranks of run_ranks now, or were until destroy_dist.
 bool has_rank_threads() noexcept;
+/// Whether the calling thread was a rank of run_ranks until destroy_dist: it is alone since.
+bool has_thread_left() noexcept;
 /// Whether this process ever joined a world by init_dist.
 bool was_initialised() noexcept;
 

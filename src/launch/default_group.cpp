@@ -21,7 +21,7 @@ constinit thread_local const Group* scoped = nullptr;
 /// A program of one process is right to use the solo group. One that is a rank of several and has
 /// not said so would compute something else than it seems to.
 void check_alone(const char* operation, std::source_location where) {
-  if (comm::was_initialised()) return;
+  if (comm::was_initialised() || comm::has_thread_left()) return;
   const std::string world = launch::describe_world();
   if (world.empty()) return;
   refuse(operation,
@@ -50,12 +50,21 @@ const Group& solo_group(const char* operation, std::source_location where) {
 
 }  // namespace
 
-bool is_distributed() { return comm::session() != nullptr || comm::has_rank_threads(); }
+namespace {
+
+/// On a thread that works for one of run_ranks' ranks, or for none.
+bool is_beside_rank_threads() noexcept {
+  return comm::has_rank_threads() && !comm::has_thread_left();
+}
+
+}  // namespace
+
+bool is_distributed() { return comm::session() != nullptr || is_beside_rank_threads(); }
 
 const Group& default_group(std::source_location where) {
   if (scoped != nullptr) return *scoped;
   if (const auto* session = comm::session()) return session->world_group();
-  if (comm::has_rank_threads()) {
+  if (is_beside_rank_threads()) {
     refuse("default_group",
            "this thread is no rank of run_ranks, and which rank it works for is not known; hand it "
            "the rank's group, with GroupScope scope(group) first on this thread or as the last "
@@ -67,7 +76,7 @@ const Group& default_group(std::source_location where) {
 
 const Group& local_group(std::source_location where) {
   if (const auto* session = comm::session()) return session->local_group();
-  if (comm::has_rank_threads()) {
+  if (is_beside_rank_threads()) {
     refuse("local_group",
            "this thread is no rank of run_ranks, and which rank it works for is not known; copy "
            "local_group() on the rank's own thread and hand this thread the copy",

@@ -14,7 +14,7 @@ namespace lockstep {
 
 void init_dist(const InitOptions& options, std::source_location where) {
   const ErrorContext context{.operation = "init_dist", .where = where};
-  if (is_distributed()) {
+  if (is_distributed() || comm::has_rank_threads()) {
     throw UsageError(context, comm::has_rank_threads()
                                   ? "threads of this process are ranks of run_ranks; their world "
                                     "is the default group there"
@@ -46,9 +46,16 @@ void init_dist(const InitOptions& options, std::source_location where) {
   comm::tell_peers_of_uncaught_exceptions();
 }
 
-void destroy_dist(std::string_view failure) {
+void destroy_dist(std::string_view failure, std::source_location where) {
   auto session = comm::take_thread_session();
-  if (!session && !comm::has_rank_threads()) session = comm::take_process_session();
+  if (!session && comm::has_rank_threads()) {
+    if (comm::has_thread_left()) return;
+    throw UsageError({.operation = "destroy_dist", .where = where},
+                     "threads of this process are ranks of run_ranks, and this thread is none of "
+                     "them; call destroy_dist on the rank's own thread, or after run_ranks has "
+                     "returned");
+  }
+  if (!session) session = comm::take_process_session();
   if (!session) return;
   if (session->is_copy()) {  // not this process's to close
     static_cast<void>(session.release());

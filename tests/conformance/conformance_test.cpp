@@ -1,6 +1,7 @@
 // What every engine must do, at every world size. An engine joins by a line in `settings`.
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <array>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 
 #include "conformance/reference.hpp"
 #include "support/ranks.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -346,6 +348,30 @@ TEST_P(Conformance, asynchronous_calls_run_in_order) {
     }
     EXPECT_EQ(data[999], sum);
     EXPECT_EQ(part[0], sum * static_cast<float>(n));
+  });
+}
+
+/// Neither the group nor the Work is there any more to wait for it.
+TEST_P(Conformance, a_detached_call_ends_before_its_rank_leaves) {
+  if (GetParam().form == Form::launched) GTEST_SKIP() << "its ranks share no memory";
+  const SharedCount tid;
+  const SharedCount n_left;
+  run([&] {
+    const int n = get_world_size();
+    const Group other = default_group().duplicate();
+    std::vector<double> data(1000, 1.0);
+    if (get_rank() == 0) {
+      other.all_reduce_async({data.data(), data.size(), DType::f64}).detach();
+      tid.store(::gettid());
+      destroy_dist();
+      n_left.raise();
+    } else {
+      EXPECT_TRUE(wait_until(
+          [&] { return n_left.value() > 0 || (tid.value() != 0 && is_asleep(tid.value())); }));
+      other.all_reduce({data.data(), data.size(), DType::f64});
+    }
+    EXPECT_EQ(data.front(), n);
+    EXPECT_EQ(data.back(), n);
   });
 }
 

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <lockstep/lockstep.hpp>
 #include <thread>
 
@@ -99,7 +100,8 @@ TEST(DefaultGroupTest, a_thread_that_is_no_rank_of_run_ranks_must_be_told) {
       expect_contains(thrown<UsageError>([] { static_cast<void>(get_local_rank()); }),
                       "local_group");
       expect_contains(thrown<UsageError>([] { init_dist(); }), "run_ranks");
-      destroy_dist();  // nothing of this thread's
+      expect_contains(thrown<UsageError>([] { destroy_dist(); }),
+                      "destroy_dist on the rank's own thread");
       {
         const GroupScope scope(group);
         EXPECT_EQ(get_rank(), rank);
@@ -125,6 +127,37 @@ TEST(DefaultGroupTest, a_scope_goes_before_the_world) {
     EXPECT_EQ(get_world_size(), 1);
     EXPECT_EQ(get_local_size(), 2);
   });
+}
+
+TEST(DefaultGroupTest, a_rank_of_run_ranks_that_left_is_alone) {
+  run_ranks(2, [](int rank) {
+    EXPECT_EQ(all_reduce_value(rank), 1);
+    destroy_dist();
+    EXPECT_FALSE(is_distributed());
+    EXPECT_EQ(get_world_size(), 1);
+    EXPECT_EQ(get_local_size(), 1);
+    EXPECT_EQ(get_backend(), std::nullopt);
+    EXPECT_EQ(all_reduce_value(3), 3);
+    expect_contains(thrown<UsageError>([] { init_dist(); }), "run_ranks");
+    destroy_dist();  // nothing more
+  });
+}
+
+TEST(DefaultGroupTest, the_process_keeps_its_world_while_run_ranks_is_at_work) {
+  expect_all_zero(test::run_processes(2, [] {
+    run_ranks(2, [](int rank) {
+      if (rank == 0) {
+        on_another_thread([] { expect_contains(thrown<UsageError>([] { destroy_dist(); }), "run_ranks"); });
+      }
+      destroy_dist();
+      EXPECT_EQ(get_world_size(), 1);  // not the process's either: two threads of it would call
+      EXPECT_FALSE(is_distributed());
+    });
+    EXPECT_TRUE(is_distributed());
+    EXPECT_EQ(all_reduce_value(1), 2);
+    destroy_dist();
+    EXPECT_FALSE(is_distributed());
+  }));
 }
 
 // --- init_dist forgotten -------------------------------------------------------------------------
@@ -230,7 +263,9 @@ TEST(DefaultGroupTest, a_fork_of_a_rank_is_no_rank) {
               0);
     EXPECT_EQ(in_a_fork([] {
                 std::set_terminate(std::get_terminate());
-                std::thread([] { throw std::runtime_error("in a copy"); }).join();
+                // No thread: ThreadSanitizer ends a fork of a threaded process that starts one.
+                const std::function<void()> fail = [] { throw std::runtime_error("in a copy"); };
+                [&fail]() noexcept { fail(); }();
               }),
               128 + SIGABRT);
     EXPECT_EQ(all_reduce_value(1), 2);  // the ranks go on
@@ -242,6 +277,34 @@ TEST(DefaultGroupTest, a_fork_of_a_rank_is_no_rank) {
   ::unsetenv("LOCKSTEP_RECORD_DIR");
   EXPECT_TRUE(std::filesystem::is_empty(dir));
   std::filesystem::remove_all(dir);
+}
+
+TEST(DefaultGroupTest, a_fork_of_a_process_with_rank_threads_has_none) {
+  run_ranks(2, [](int rank) {
+    barrier();
+    if (rank == 0) {
+      on_another_thread([] {
+        EXPECT_EQ(in_a_fork([] {
+                    EXPECT_FALSE(is_distributed());
+                    EXPECT_EQ(get_world_size(), 1);
+                    init_dist({.launcher = Launcher::none});
+                    EXPECT_TRUE(is_distributed());
+                    destroy_dist();
+                    EXPECT_FALSE(is_distributed());
+                  }),
+                  0);
+      });
+      EXPECT_EQ(in_a_fork([] {
+                  EXPECT_EQ(get_world_size(), 2);  // still known
+                  expect_contains(thrown<UsageError>([] { barrier(); }), "is a fork of a rank");
+                  destroy_dist();
+                  EXPECT_FALSE(is_distributed());
+                  EXPECT_EQ(get_world_size(), 1);
+                }),
+                0);
+    }
+    EXPECT_EQ(all_reduce_value(1), 2);  // the ranks go on
+  });
 }
 
 // --- limits --------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ class SharedCount {
   SharedCount& operator=(const SharedCount&) = delete;
 
   void raise() const { ++*count_; }
+  void store(int value) const { *count_ = value; }
   int value() const { return *count_; }
   bool wait_for(int value) const {
     return wait_until([&] { return *count_ >= value; });
