@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <string_view>
 
 #include "base/fd.hpp"
 
@@ -34,15 +35,52 @@ bool is_proc_of_this_namespace() noexcept {
   return ::readlink("/proc/self", text, sizeof text - 1) > 0 && std::atoi(text) == ::getpid();
 }
 
+/// Into `text`, with a zero behind; false: it cannot be read.
+template <std::size_t n>
+bool read_text(const char* path, char (&text)[n]) noexcept {
+  const UniqueFd file(::open(path, O_RDONLY | O_CLOEXEC));
+  const ssize_t n_read = file ? ::read(file.get(), text, n - 1) : -1;
+  text[n_read > 0 ? n_read : 0] = '\0';
+  return n_read > 0;
+}
+
+/// Empty where it cannot be read.
+template <std::size_t n>
+std::string_view read_link(const char* path, char (&text)[n]) noexcept {
+  const ssize_t n_read = ::readlink(path, text, n);
+  return {text, n_read > 0 ? static_cast<std::size_t>(n_read) : 0};
+}
+
+/// What the time namespace of this process adds to start times, in clock ticks; nullopt: /proc does
+/// not say.
+std::optional<std::int64_t> boot_offset() noexcept {
+  char text[256];
+  char text_of_children[64];
+  const auto ours = read_link("/proc/self/ns/time", text);
+  if (ours.empty()) {  // a system without time namespaces, or not to be read
+    return errno == ENOENT ? std::optional<std::int64_t>(0) : std::nullopt;
+  }
+  // The offsets in /proc are those of the namespace that children are born into.
+  if (ours != read_link("/proc/self/ns/time_for_children", text_of_children) ||
+      !read_text("/proc/self/timens_offsets", text)) {
+    return std::nullopt;
+  }
+  const char* const line = std::strstr(text, "boottime");
+  long long seconds = 0;
+  long long nanoseconds = 0;  // 0 or more, also where the seconds are negative
+  if (line == nullptr || std::sscanf(line, "boottime %lld %lld", &seconds, &nanoseconds) != 2) {
+    return std::nullopt;
+  }
+  const long long n_per_second = ::sysconf(_SC_CLK_TCK);
+  return seconds * n_per_second + nanoseconds * n_per_second / 1'000'000'000;
+}
+
 /// nullopt: it cannot be read, or is gone.
 std::optional<Stat> read_stat(pid_t pid) noexcept {
   char path[32];
   std::snprintf(path, sizeof path, "/proc/%d/stat", static_cast<int>(pid));
-  const UniqueFd file(::open(path, O_RDONLY | O_CLOEXEC));
   char text[1024];
-  const ssize_t n = file ? ::read(file.get(), text, sizeof text - 1) : -1;
-  if (n <= 0) return std::nullopt;
-  text[n] = '\0';
+  if (!read_text(path, text)) return std::nullopt;
   // The second field is the program's name in parentheses, and may hold any character.
   const char* field = std::strrchr(text, ')');
   Stat stat;
@@ -67,6 +105,20 @@ std::optional<Stat> read_stat(pid_t pid) noexcept {
   stat.n_resident_pages = n_pages;
   return stat;
 }
+
+/// With the start time as the initial time namespace counts it, whoever reads; 0 where that cannot
+/// be told.
+std::optional<Stat> read_identity(pid_t pid) noexcept {
+  auto stat = read_stat(pid);
+  if (!stat) return std::nullopt;
+  const auto offset = boot_offset();
+  if (!offset && (errno == EMFILE || errno == ENFILE)) return std::nullopt;
+  stat->start_time = offset ? stat->start_time - static_cast<std::uint64_t>(*offset) : 0;
+  return stat;
+}
+
+/// Both are cut to whole ticks, one before an offset is added and one after.
+bool is_same_start(std::uint64_t a, std::uint64_t b) noexcept { return a + 1 >= b && b + 1 >= a; }
 
 bool is_known_gone(pid_t pid) noexcept { return ::kill(pid, 0) != 0 && errno == ESRCH; }
 
@@ -104,7 +156,7 @@ std::uint64_t namespace_of(const char* kind) noexcept {
 }
 
 std::uint64_t process_start_time(pid_t pid) noexcept {
-  const auto stat = is_proc_of_this_namespace() ? read_stat(pid) : std::nullopt;
+  const auto stat = is_proc_of_this_namespace() ? read_identity(pid) : std::nullopt;
   return stat ? stat->start_time : 0;
 }
 
@@ -120,12 +172,13 @@ ProcessState process_state(pid_t pid, std::uint64_t start_time, SpareFd* spare) 
   if (pid <= 0) return ProcessState::unknown;
   if (is_known_gone(pid)) return ProcessState::gone;
   if (start_time == 0 || !is_proc_of_this_namespace()) return ProcessState::unknown;
-  auto stat = read_stat(pid);
+  auto stat = read_identity(pid);
   if (!stat && (errno == EMFILE || errno == ENFILE) && spare != nullptr) {
-    stat = spare->with_room([pid] { return read_stat(pid); });
+    stat = spare->with_room([pid] { return read_identity(pid); });
   }
   if (!stat) return is_known_gone(pid) ? ProcessState::gone : ProcessState::unknown;
-  if (stat->start_time != start_time) return ProcessState::gone;
+  if (stat->start_time == 0) return ProcessState::unknown;
+  if (!is_same_start(stat->start_time, start_time)) return ProcessState::gone;
   switch (stat->state) {
     case 'Z':
     case 'X':
@@ -143,7 +196,8 @@ WatchedProcess::WatchedProcess(pid_t pid, std::uint64_t start_time, bool keeps_p
   const std::uint64_t start_time_now = process_start_time(pid);
   if (start_time_ == 0) start_time_ = start_time_now;
 #ifdef SYS_pidfd_open
-  if (keeps_pidfd && start_time_ == start_time_now) {  // else another process has the number now
+  if (keeps_pidfd &&
+      is_same_start(start_time_, start_time_now)) {  // else another process has the number now
     pidfd_ = KeptFd(UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))), pid);
   }
 #else

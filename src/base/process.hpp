@@ -12,8 +12,8 @@ namespace lockstep::base {
 /// is gone, or it cannot be told. What cannot be told is never "gone".
 enum class ProcessState : std::uint8_t { running, sleeping, stopped, alive, gone, unknown };
 
-/// When a process started, in clock ticks since boot as this process's time namespace counts them:
-/// with the pid, its identity. 0: no such one, or /proc does not say.
+/// When a process started, in clock ticks since boot, the same in every time namespace but for one
+/// tick: with the pid, its identity. 0: no such one, or /proc does not say.
 std::uint64_t process_start_time(pid_t pid) noexcept;
 
 /// State of the process of this PID namespace that has this pid and start time. A zombie is gone;
@@ -25,8 +25,8 @@ ProcessState process_state(pid_t pid, std::uint64_t start_time, SpareFd* spare =
 class WatchedProcess {
  public:
   WatchedProcess() = default;
-  /// One of this PID namespace. start_time: what it read of itself, in this time namespace; 0: as
-  /// it is now. Without `keeps_pidfd`, or where the system has none, /proc is asked each time.
+  /// One of this PID namespace. start_time: what it read of itself; 0: as it is now. Without
+  /// `keeps_pidfd`, or where the system has none, /proc is asked each time.
   WatchedProcess(pid_t pid, std::uint64_t start_time, bool keeps_pidfd) noexcept;
 
   bool is_known() const noexcept { return pid_ > 0; }

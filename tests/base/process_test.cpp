@@ -148,7 +148,7 @@ TEST(ProcessStateTest, of_nobody) {
   EXPECT_EQ(process_state(::getpid(), 0), ProcessState::unknown);
   EXPECT_EQ(process_state(::getpid(), process_start_time(::getpid())), ProcessState::running);
   // Another has the number now.
-  EXPECT_EQ(process_state(::getpid(), process_start_time(::getpid()) + 1), ProcessState::gone);
+  EXPECT_EQ(process_state(::getpid(), process_start_time(::getpid()) + 2), ProcessState::gone);
 }
 
 TEST(KeptFdTest, a_number_that_became_another_file_is_left_alone) {

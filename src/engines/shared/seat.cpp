@@ -119,11 +119,8 @@ base::WatchedProcess& Seat::watched(int world_rank) const {
   rlimit limit{};
   const bool keeps_pidfd =
       ::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur / kShare >= n_ranks;
-  const bool has_same_clock = peer.time_namespace.load(std::memory_order_relaxed) ==
-                              block(world_rank_).time_namespace.load(std::memory_order_relaxed);
-  process = base::WatchedProcess(
-      peer.pid.load(std::memory_order_relaxed),
-      has_same_clock ? peer.start_time.load(std::memory_order_relaxed) : 0, keeps_pidfd);
+  process = base::WatchedProcess(peer.pid.load(std::memory_order_relaxed),
+                                 peer.start_time.load(std::memory_order_relaxed), keeps_pidfd);
   return process;
 }
 
