@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -17,6 +17,24 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/waiting.hpp"
+
+namespace {
+
+/// Set in a process that shall stand still inside its first long write.
+bool stops_in_a_long_write = false;
+constexpr std::size_t kLongWrite = 50'000;
+
+}  // namespace
+
+/// In place of libc's, which does the same otherwise.
+extern "C" ssize_t write(int fd, const void* data, std::size_t n_bytes) {
+  if (stops_in_a_long_write && n_bytes > kLongWrite) {
+    ::syscall(SYS_write, fd, data, kLongWrite);
+    for (;;) ::pause();
+  }
+  return ::syscall(SYS_write, fd, data, n_bytes);
+}
 
 namespace lockstep::nn {
 namespace {
@@ -116,18 +134,22 @@ TEST_F(CheckpointTest, a_kill_in_the_middle_leaves_the_old_one_whole) {
   save(1000);
   const pid_t child = ::fork();
   if (child == 0) {
-    try {
-      const rlimit half{50'000, 50'000};
-      ::setrlimit(RLIMIT_FSIZE, &half);
-      save(25'000);  // 100 kB
-    } catch (const Error&) {
-    }
-    std::ofstream(path("training.pt.part")) << "half";  // as a kill then would have left it
-    ::raise(SIGKILL);
+    ::alarm(60);  // the watchdog
+    stops_in_a_long_write = true;
+    save(25'000);  // 100 kB
+    ::_exit(0);
   }
+  const std::string part = path("training.pt.part");
+  const auto is_inside = [&] {
+    std::error_code none;
+    return std::filesystem::file_size(part, none) == kLongWrite;
+  };
+  EXPECT_TRUE(test::wait_until(is_inside, std::chrono::seconds(60)));
+  ::kill(child, SIGKILL);
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+  EXPECT_EQ(std::filesystem::file_size(part), kLongWrite);
   EXPECT_EQ(n_zeros_in(file), 1000);
   save(2000);  // the rest is in nobody's way
   EXPECT_EQ(n_zeros_in(file), 2000);
