@@ -1,8 +1,13 @@
 #include "engines/message/message_engine.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
+#include <lockstep/error.hpp>
+#include <new>
 #include <optional>
 #include <span>
 #include <utility>
@@ -48,14 +53,29 @@ class MessageEngine final : public Engine, public comm::TellsTrack, public engin
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     Limit limit(call);
+    auto memory = make_memory(call);  // first, so that no rank has its buffer where one has none
     compare(call, headers_.of(call), {}, limit);
-    return std::make_unique<Memory>(call.count);
+    return memory;
   }
   void abandon(std::string_view reason) noexcept override { channel_->abandon(reason); }
   void end_with(const Error& error) noexcept override { channel_->end_with(error); }
   void leave(std::string_view failure) noexcept override { channel_->leave(failure); }
 
  private:
+  std::unique_ptr<Memory> make_memory(const Call& call) {
+    try {
+      return std::make_unique<Memory>(call.count);
+    } catch (const std::bad_alloc&) {
+      const SystemError error(
+          context_of(call, rank_), ENOMEM,
+          fmt::format("cannot allocate a buffer of {} bytes; free memory, or raise the limits "
+                      "(ulimit -v, the container's memory)",
+                      call.count));
+      channel_->end_with(error);
+      throw SystemError(error);
+    }
+  }
+
   /// One call's step: messages, and the call they belong to.
   struct Step {
     Channel& channel;
