@@ -3,9 +3,10 @@
 //
 //   faulty_rank BACKEND FAULT PLACE VICTIM FOLDER [N_THREADS]
 //
-// FAULT: kill stop exit exception op count type root missing slow, or VICTIMS:OTHERS, two
-// operations PLACE: before (the first call), between (two calls), in (a call of many phases;
-// killed, stopped and ended ranks are inside the call then).
+// FAULT: kill stop exit exception op count type root missing slow limit container cut, or
+// VICTIMS:OTHERS, two operations. LOCKSTEP_FAULT_LOAD: see rank_loads.hpp. PLACE: before (the first
+// call), between (two calls), in (a call of many phases; killed, stopped and ended ranks are inside
+// the call then).
 #include <unistd.h>
 
 #include <chrono>
@@ -21,11 +22,13 @@
 #include <thread>
 #include <vector>
 
+#include "faults/rank_loads.hpp"
 #include "support/waiting.hpp"
 
 namespace {
 
 using lockstep::test::wait_until;
+using lockstep::test::rank_loads::Room;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
@@ -53,6 +56,7 @@ long long now_ns() { return steady_clock::now().time_since_epoch().count(); }
 /// Whole, or not there.
 void write_file(const Plan& plan, const std::string& name, const std::string& text) {
   const std::string path = plan.folder + "/" + name;
+  const Room room;
   {
     std::ofstream file(path + "~", std::ios::binary);
     file << text;
@@ -81,6 +85,7 @@ void note_fault(const Plan& plan) { write_file(plan, "fault", std::to_string(now
 /// Until the victim has gone, or stands still: its process, where the file of its pid is.
 void wait_for_fault(const Plan& plan) {
   const auto has_come = [&] {
+    const Room room;
     pid_t pid = 0;
     std::ifstream(plan.folder + "/pid") >> pid;
     return std::filesystem::exists(plan.folder + "/fault") &&
@@ -139,7 +144,11 @@ bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline d
     // From another thread, while this one waits in the call for the rank that comes late to it.
     std::thread([plan, caller = ::gettid()] {
       // MPI waits without sleep. The outcome is the same if the call has not begun yet.
-      wait_until([caller] { return lockstep::test::is_asleep(caller); }, milliseconds(100));
+      const auto is_asleep = [caller] {
+        const Room room;
+        return lockstep::test::is_asleep(caller);
+      };
+      wait_until(is_asleep, milliseconds(100));
       end_this_process(plan);
     }).detach();
     return false;
@@ -158,7 +167,12 @@ bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline d
                      /*is_victim_waited_for=*/false);  // and comes when the others have given up
     return false;
   }
+  if (plan.fault == "limit") lockstep::test::rank_loads::limit_address_space(8U << 20U);
+  // Of this machine, which is a network namespace of the campaign's; elsewhere there is no such
+  // link.
+  if (plan.fault == "cut" && std::system("ip link set cable down") != 0) std::abort();
   note_fault(plan);
+  if (plan.is_any({"limit", "container", "cut"})) return false;
   if (plan.fault == "missing") return true;
   if (const auto colon = plan.fault.find(':'); colon != std::string::npos) {
     call(plan.fault.substr(0, colon), data);
@@ -189,7 +203,7 @@ void run_calls(const Plan& plan, bool is_thread) {
     }
   }
   lockstep::Deadline deadline;
-  if (plan.is_any({"slow", "stop"})) deadline = kDeadline;
+  if (plan.is_any({"slow", "stop", "cut"})) deadline = kDeadline;
   const bool is_done = is_victim && misbehave(plan, data, deadline, is_thread);
   if (plan.is_any({"kill", "stop", "exit"}) && plan.place == "in" &&
       group.rank() == (plan.victim + 1) % group.size()) {
@@ -199,6 +213,8 @@ void run_calls(const Plan& plan, bool is_thread) {
   if (!is_done) {
     if (const auto colon = plan.fault.find(':'); colon != std::string::npos) {
       call(plan.fault.substr(colon + 1), data);
+    } else if (plan.is_any({"limit", "container"})) {
+      static_cast<void>(group.allocate(plan.fault == "limit" ? 64U << 20U : 1U << 30U));
     } else if (plan.fault == "root") {
       lockstep::broadcast(data, 0, group, deadline);
     } else {
@@ -241,6 +257,7 @@ int main(int argc, char** argv) {
     lockstep::run_ranks(std::atoi(argv[6]), [&](int) { be_rank(plan, /*is_thread=*/true); });
     return 0;
   }
+  lockstep::test::rank_loads::apply_before_init();
   lockstep::init_dist({.backend = plan.backend, .timeout = seconds(60)});
   // A launcher that ends the others shall not end them before they have told what they got.
   if (lockstep::get_rank() != plan.victim) std::signal(SIGTERM, SIG_IGN);
@@ -253,5 +270,9 @@ int main(int argc, char** argv) {
     return true;
   };
   wait_until(have_all_joined, seconds(60));
+  if (lockstep::test::rank_loads::waits_for_go()) {
+    wait_until([&] { return std::filesystem::exists(plan.folder + "/go"); }, seconds(60));
+  }
+  lockstep::test::rank_loads::apply();
   return be_rank(plan, /*is_thread=*/false);
 }

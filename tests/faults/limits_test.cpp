@@ -34,6 +34,7 @@
 #include "engines/shared/meeting.hpp"
 #include "engines/shared/segment.hpp"
 #include "engines/shared/world.hpp"
+#include "faults/memory_group.hpp"
 #include "support/expect.hpp"
 #include "support/waiting.hpp"
 
@@ -148,47 +149,11 @@ TEST(MachineLimitsTest, a_limit_on_the_size_of_files_is_no_signal) {
   });
 }
 
-/// A control group below this process's own, of the memory controller.
-class MemoryGroup {
- public:
-  explicit MemoryGroup(std::size_t limit) {
-    std::ifstream file("/proc/self/cgroup");
-    for (std::string line; std::getline(file, line);) {
-      const bool is_v1 = line.find(":memory:") != std::string::npos;
-      if (!is_v1 && !line.starts_with("0::")) continue;
-      const std::string path = (is_v1 ? "/sys/fs/cgroup/memory" : "/sys/fs/cgroup") +
-                               line.substr(line.rfind(':') + 1) +
-                               fmt::format("/lockstep-{}", ::getpid());
-      if (::mkdir(path.c_str(), 0700) != 0) continue;
-      path_ = path;
-      if (std::ofstream(path + (is_v1 ? "/memory.limit_in_bytes" : "/memory.max"))
-          << limit << std::flush) {
-        return;
-      }
-      ::rmdir(path_.c_str());
-      path_.clear();
-    }
-  }
-  ~MemoryGroup() {
-    if (!path_.empty()) ::rmdir(path_.c_str());
-  }
-  MemoryGroup(const MemoryGroup&) = delete;
-  MemoryGroup& operator=(const MemoryGroup&) = delete;
-
-  explicit operator bool() const { return !path_.empty(); }
-  void join() const {
-    ASSERT_TRUE(std::ofstream(path_ + "/cgroup.procs") << ::getpid() << std::flush);
-  }
-
- private:
-  std::string path_;
-};
-
 TEST(MachineLimitsTest, a_containers_memory_is_an_error_and_no_kill) {
   const MemoryGroup group(/*limit=*/64U << 20U);
   if (!group) GTEST_SKIP() << "this process may make no control group with a limit of memory";
   in_child([&group] {
-    group.join();
+    ASSERT_TRUE(group.join());
     const auto segment = shared::make_world(Segment::for_processes(1));
     const auto make = [&](std::size_t n_bytes) {
       return shared::Range::make(*segment, n_bytes, 1, [](std::byte*) {});

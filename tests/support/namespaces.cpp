@@ -94,6 +94,14 @@ std::string Namespaces::shell_of(int i, int n_seconds_ahead) {
              name(i), i);
 }
 
+void Namespaces::join_cables() const {
+  for (int i = 0; i < n_; ++i) {
+    if (!shell(fmt::format("ip -n {} link set cable up", name(i)))) {
+      throw std::runtime_error("could not set a cable up");
+    }
+  }
+}
+
 void Namespaces::write_agent(const std::string& path) const {
   std::ofstream file(path);
   file << "#!/bin/sh\n[ \"$1\" != -x ] || shift\naddress=$1; shift\nset -- sh -c \"$*\"\n"

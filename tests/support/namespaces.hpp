@@ -31,6 +31,9 @@ class Namespaces {
   /// Starts a command on a machine, with its own host name and IPC, as StartOptions::shell.
   /// `n_seconds_ahead`: of its CLOCK_MONOTONIC; 0: it is the test's own.
   static std::string shell_of(int i, int n_seconds_ahead = 0);
+  /// Puts back the cable of every machine that a program on it has set down: `ip link set cable
+  /// down`.
+  void join_cables() const;
   /// Writes what ssh is for machines elsewhere: `agent [-x] ADDRESS COMMAND...`.
   void write_agent(const std::string& path) const;
 

@@ -1,0 +1,179 @@
+#include "faults/campaign_judge.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <optional>
+#include <regex>
+#include <sstream>
+#include <vector>
+
+namespace lockstep::test {
+namespace {
+
+/// As faulty_rank's deadline.
+constexpr double kDeadlineSeconds = 2.0;
+struct Report {
+  std::string error;
+  long long at_ns = 0;
+  std::string text;
+};
+
+std::optional<Report> read_report(const std::string& path) {
+  const std::string text = contents_of(path);
+  const std::size_t first = text.find('\n');
+  if (first == std::string::npos) return std::nullopt;
+  const std::size_t second = text.find('\n', first + 1);
+  return Report{text.substr(0, first), std::atoll(text.c_str() + first + 1),
+                text.substr(second + 1)};
+}
+
+/// A hierarchical group's levels number its ranks anew, and say so: what the innermost level says,
+/// and which ranks of the group it numbers.
+struct Words {
+  std::string text;
+  std::vector<int> ranks;
+};
+
+Words innermost(const Trial& trial, const std::string& text) {
+  Words words{text, {}};
+  for (int rank = 0; rank < trial.n_ranks; ++rank) words.ranks.push_back(rank);
+  const std::regex level(R"(where ranks? ([0-9, ]+) of the group (is|are) 0 to \d+: )");
+  std::smatch match;
+  while (std::regex_search(words.text, match, level)) {
+    words.ranks.clear();
+    std::istringstream numbers(match[1].str());
+    for (std::string number; std::getline(numbers, number, ',');) {
+      words.ranks.push_back(std::stoi(number));
+    }
+    words.text = std::string(match.suffix());
+  }
+  return words;
+}
+
+std::vector<int> ranks_in(const std::string& list) {
+  std::vector<int> ranks;
+  std::istringstream numbers(list);
+  for (std::string number; std::getline(numbers, number, ',');) ranks.push_back(std::stoi(number));
+  return ranks;
+}
+
+/// Whether the text blames ranks of the other machine, and nobody else.
+bool blames_other_machine(const Trial& trial, int rank, const std::string& text) {
+  const Words words = innermost(trial, text);
+  std::smatch match;
+  const std::regex late(R"(waited [0-9.]+ s for ranks? ([0-9, ]+) of )");
+  if (!std::regex_search(words.text, match, late)) return false;
+  return std::ranges::all_of(ranks_in(match[1].str()), [&](int shown) {
+    const auto i = static_cast<std::size_t>(shown);
+    return i < words.ranks.size() && words.ranks[i] / 2 != rank / 2;
+  });
+}
+
+/// Whether the text blames the victim, and nobody else.
+bool blames_victim(const Trial& trial, const std::string& text) {
+  const Words words = innermost(trial, text);
+  std::smatch match;
+  const std::regex late(R"(waited [0-9.]+ s for ranks? ([0-9, ]+) of )");
+  const std::regex gone(R"(rank (\d+) )");
+  const bool is_late = std::regex_search(words.text, match, late);
+  if (!is_late && !std::regex_search(words.text, match, gone)) return false;
+  std::vector<int> blamed;
+  for (const int shown : ranks_in(match[1].str())) {
+    const auto rank = static_cast<std::size_t>(shown);
+    if (rank >= words.ranks.size()) return false;
+    blamed.push_back(words.ranks[rank]);
+  }
+  // Engines that pass messages make a large call in steps: a rank that stops in the middle keeps
+  // others from theirs, and who waits for those too names them as well.
+  const bool is_by_steps = trial.engine.backend != "shared" && trial.place == "in";
+  return is_by_steps ? std::find(blamed.begin(), blamed.end(), trial.victim) != blamed.end()
+                     : blamed == std::vector{trial.victim};
+}
+
+/// The table's row of a rank.
+std::string row_of(int rank, const std::string& table) {
+  std::smatch match;
+  const std::regex row(fmt::format(R"(\n  {}  +([^\n]*))", rank));
+  return std::regex_search(table, match, row) ? match[1].str() : "";
+}
+
+/// Empty, or what is wrong with the table of a mismatch.
+std::string check_table(const Trial& trial, const std::string& text) {
+  const bool is_large = trial.place == "in";
+  const std::map<std::string, std::string> wrong = {{"op", "broadcast"},
+                                                    {"count", is_large ? "262143" : "f64   3 "},
+                                                    {"type", "i64"},
+                                                    {"root", "  1  "},
+                                                    {"missing", "barrier"}};
+  const std::string operation = trial.wrong_operation();
+  const std::string fragment = operation.empty() ? wrong.at(trial.fault) : operation + " ";
+  const Words words = innermost(trial, text);
+  const auto at = std::find(words.ranks.begin(), words.ranks.end(), trial.victim);
+  const int shown = static_cast<int>(at - words.ranks.begin());
+  const std::string row = row_of(shown, words.text);
+  if (row.find(fragment) == std::string::npos) {
+    return fmt::format("row of rank {} lacks '{}': '{}'", shown, fragment, row);
+  }
+  if (row.find("faulty_rank.cpp:") == std::string::npos) return "no source line in the table";
+  return {};
+}
+
+/// Empty, or what is wrong with what `rank` got.
+std::string check(const Trial& trial, int rank, const Report& report) {
+  const auto is = [&](const char* error) { return report.error == error; };
+  const std::string got = fmt::format("rank {} got {}: {}", rank, report.error, report.text);
+  if (trial.is_any({"op", "count", "type", "root", "missing"}) ||
+      !trial.wrong_operation().empty()) {
+    if (!is("MismatchError")) return got;
+    const std::string complaint = check_table(trial, report.text);
+    return complaint.empty() ? "" : complaint + "; " + got;
+  }
+  if (trial.fault == "cut") {
+    if (!blames_other_machine(trial, rank, report.text)) return "names another: " + got;
+    return is("TimeoutError") ? "" : got;
+  }
+  if (trial.fault == "container") {
+    return is("SystemError") && contains(report.text, "the container's memory") ? "" : got;
+  }
+  if (trial.fault == "limit") {
+    const bool names = contains(report.text, fmt::format("rank {} ", trial.victim));
+    return (is("SystemError") || is("PeerFailed")) && (names || rank == trial.victim) ? "" : got;
+  }
+  if (!blames_victim(trial, report.text)) return "names another: " + got;
+  if (trial.is_any({"stop", "slow"})) return is("TimeoutError") ? "" : got;
+  if (trial.fault == "exception") {
+    const bool has_text = report.text.find("no more sheets") != std::string::npos;
+    return (is("PeerFailed") && has_text) || is("PeerLost") ? "" : got;
+  }
+  return is("PeerLost") ? "" : got;
+}
+
+}  // namespace
+
+Outcome judge(const Trial& trial, const std::string& folder, const Ended& ended) {
+  Outcome outcome;
+  const long long fault_ns = std::atoll(contents_of(folder + "/fault").c_str());
+  if (fault_ns == 0) return {.complaint = "the fault never came: " + ended.out + ended.err};
+  const bool is_death = trial.is_any({"kill", "exit", "exception"});
+  for (int rank = 0; rank < trial.n_ranks; ++rank) {
+    if (rank == trial.victim && (is_death || trial.fault == "stop")) continue;
+    const auto report = read_report(fmt::format("{}/{}", folder, rank));
+    if (!report) {
+      // mpirun ends the whole job when a process dies: docs/mpi.md.
+      if (trial.engine.is_launched_by_mpi && is_death) {
+        outcome.was_aborted = true;
+        continue;
+      }
+      return {.complaint = fmt::format("rank {} says nothing: {}{}", rank, ended.out, ended.err)};
+    }
+    const std::string complaint = check(trial, rank, *report);
+    if (!complaint.empty()) return {.complaint = complaint};
+    const double latency = static_cast<double>(report->at_ns - fault_ns) * 1e-9 -
+                           (trial.is_any({"stop", "slow", "cut"}) ? kDeadlineSeconds : 0);
+    outcome.latency_s = std::max(outcome.latency_s, latency);
+  }
+  return outcome;
+}
+
+}  // namespace lockstep::test
