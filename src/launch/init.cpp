@@ -58,7 +58,7 @@ void destroy_dist(std::string_view failure, std::source_location where) {
   if (!session) session = comm::take_process_session();
   if (!session) return;
   if (session->is_copy()) {  // not this process's to close
-    static_cast<void>(session.release());
+    [[maybe_unused]] static const comm::Session* const kept = session.release();
     return;
   }
   if (failure.empty() && std::uncaught_exceptions() > 0) {

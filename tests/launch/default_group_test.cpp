@@ -147,7 +147,8 @@ TEST(DefaultGroupTest, the_process_keeps_its_world_while_run_ranks_is_at_work) {
   expect_all_zero(test::run_processes(2, [] {
     run_ranks(2, [](int rank) {
       if (rank == 0) {
-        on_another_thread([] { expect_contains(thrown<UsageError>([] { destroy_dist(); }), "run_ranks"); });
+        on_another_thread(
+            [] { expect_contains(thrown<UsageError>([] { destroy_dist(); }), "run_ranks"); });
       }
       destroy_dist();
       EXPECT_EQ(get_world_size(), 1);  // not the process's either: two threads of it would call
