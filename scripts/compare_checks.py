@@ -3,7 +3,7 @@
 
 compare_checks.py LOCKSTEP [--rounds N] [NAME=ANOTHER_LOCKSTEP ...]
 
-ANOTHER_LOCKSTEP: a build to compare with, as one whose fingerprint_of (src/engines/shared/channel.cpp)
+ANOTHER_LOCKSTEP: a build to compare with, as one whose fingerprint_of (src/engines/shared/protocol/channel.cpp)
 returns 0 at once and so compares nothing. Prints, for each, the fastest and the median run of all_reduce
 over 2 processes, in nanoseconds.
 """

@@ -25,12 +25,12 @@
 #include <vector>
 
 #include "arena.hpp"
-#include "comm/session.hpp"
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/mpi/mpi.hpp"
-#include "engines/shared/world.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
 #include "kernels/reduce.hpp"
 #include "simulated_mpi.hpp"
+#include "world/session.hpp"
 
 namespace {
 
@@ -111,7 +111,7 @@ MPI_Comm comm_of(const Some& some) {
 std::unique_ptr<Engine> join(const Some& some, const Call& barrier) {
   MPI_Comm comm = comm_of(some);
   growth::set_world(comm, start_line(some));
-  lockstep::comm::World world;
+  lockstep::group::World world;
   world.rank = rank_of(comm);
   world.size = some.n;
   return lockstep::mpi::join(world, barrier);

@@ -13,10 +13,10 @@
 
 namespace lockstep {
 
-namespace comm {
+namespace internal {
 class Recorder;
 class Track;
-}  // namespace comm
+}  // namespace internal
 
 enum class Op : std::uint8_t {
   barrier,
@@ -55,7 +55,7 @@ struct Call {
   /// The call of which an engine made this one a step, if it is one: ranks compare and show that.
   const Call* whole = nullptr;
   /// Whom an engine that has a recorder() tells how far the call is; null: nobody asks.
-  comm::Track* track = nullptr;
+  internal::Track* track = nullptr;
 };
 
 /// For the errors of one call.
@@ -108,7 +108,7 @@ class Engine {
   virtual void leave(std::string_view failure) noexcept = 0;
   /// Who writes down this rank's calls in memory that outlives the rank, the same for all engines
   /// of one rank; null: they are written down in this process's own memory.
-  virtual std::shared_ptr<comm::Recorder> recorder() const { return nullptr; }
+  virtual std::shared_ptr<internal::Recorder> recorder() const { return nullptr; }
 };
 
 }  // namespace lockstep

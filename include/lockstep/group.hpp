@@ -13,12 +13,12 @@
 
 namespace lockstep {
 
-namespace comm {
+namespace internal {
 class GroupState;
 class Recorder;
 class Session;
 class WorkHandle;
-}  // namespace comm
+}  // namespace internal
 namespace detail {
 class Hold;
 }
@@ -32,7 +32,7 @@ class Hold;
 class Work {
  public:
   Work() = default;  ///< done
-  explicit Work(std::shared_ptr<comm::WorkHandle> handle) : handle_(std::move(handle)) {}
+  explicit Work(std::shared_ptr<internal::WorkHandle> handle) : handle_(std::move(handle)) {}
   /// Blocks until the operation ended; throws what it threw. May be called again.
   void wait();
   bool done() const;
@@ -41,7 +41,7 @@ class Work {
   void detach() noexcept;
 
  private:
-  std::shared_ptr<comm::WorkHandle> handle_;
+  std::shared_ptr<internal::WorkHandle> handle_;
 };
 
 /// Memory that every rank of the group on this host can reach. Collectives whose buffers lie in
@@ -89,7 +89,7 @@ class Group {
   Group();
   /// A group over an engine: for engine authors.
   Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
-        std::shared_ptr<comm::Recorder> recorder = nullptr);
+        std::shared_ptr<internal::Recorder> recorder = nullptr);
 
   int rank() const noexcept;
   int size() const noexcept;
@@ -175,9 +175,9 @@ class Group {
   friend bool operator==(const Group&, const Group&) = default;
 
  private:
-  friend class comm::Session;
+  friend class internal::Session;
   friend class detail::Hold;
-  std::shared_ptr<comm::GroupState> state_;
+  std::shared_ptr<internal::GroupState> state_;
 };
 
 }  // namespace lockstep

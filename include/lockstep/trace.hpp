@@ -5,10 +5,10 @@
 
 namespace lockstep {
 
-namespace comm {
+namespace internal {
 class Trace;
 struct TraceEvent;
-}  // namespace comm
+}  // namespace internal
 
 /// A region of the program in the trace of `lockstep run --trace`: from its making to the end of
 /// its block.
@@ -26,8 +26,9 @@ class TraceScope {
   TraceScope& operator=(const TraceScope&) = delete;
 
  private:
-  std::shared_ptr<comm::Trace> trace_;  // which destroy_dist may not close before the block ends
-  comm::TraceEvent* event_ = nullptr;   // null where nobody traces
+  std::shared_ptr<internal::Trace>
+      trace_;                              // which destroy_dist may not close before the block ends
+  internal::TraceEvent* event_ = nullptr;  // null where nobody traces
 };
 
 }  // namespace lockstep

@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "cli/doctor/checks.hpp"
-#include "cli/doctor/record.hpp"
+#include "cli/doctor/record_check.hpp"
 #include "cli/parse.hpp"
 #include "cli/verbs.hpp"
-#include "launch/environment.hpp"
-#include "launch/options.hpp"
+#include "run/options.hpp"
+#include "world/environment.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -53,7 +53,7 @@ void print_json(const Findings& findings, bool can_run) {
 /// Ranks on this host, as the launcher says; 2 where there is none, or its variables contradict.
 int ranks_here() {
   try {
-    const comm::World world = launch::read_world(infer_launcher());
+    const internal::World world = internal::read_world(infer_launcher());
     return world.launcher == Launcher::none ? 2 : world.local_size;
   } catch (const Error&) {
     return 2;  // check_job tells it
@@ -78,7 +78,7 @@ int doctor(const std::vector<std::string>& arguments) {
   app.add_flag("--json", as_json, "Print one JSON object instead of lines");
   app.add_option("-n", n_ranks,
                  "Ranks you mean to start here (default: as the launcher says, or 2)")
-      ->check(CLI::Range(1, launch::kMaxRanks))
+      ->check(CLI::Range(1, run::kMaxRanks))
       ->type_name("N");
   app.add_option("--record", record_dir,
                  "Read instead the flight records that a job with LOCKSTEP_RECORD_DIR=DIR left\n"

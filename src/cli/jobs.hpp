@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "engines/shared/segment.hpp"
+#include "engines/shared/bootstrap/segment.hpp"
 
 namespace lockstep::cli {
 

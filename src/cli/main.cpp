@@ -10,7 +10,7 @@
 
 #include "cli/files.hpp"
 #include "cli/verbs.hpp"
-#include "launch/errors.hpp"
+#include "run/errors.hpp"
 
 namespace {
 
@@ -67,7 +67,7 @@ int dispatch(const std::vector<std::string>& arguments) {
 int main(int argc, char** argv) {
   try {
     return dispatch({argv + 1, argv + argc});
-  } catch (const lockstep::launch::ExecError& error) {
+  } catch (const lockstep::run::ExecError& error) {
     fmt::print(stderr, "{}\n", lockstep::cli::printable(error.what()));
     return error.exit_code();
   } catch (const lockstep::UsageError& error) {

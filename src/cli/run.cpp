@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "cli/parse.hpp"
-#include "cli/trace/run.hpp"
+#include "cli/trace/run_traced.hpp"
 #include "cli/verbs.hpp"
-#include "launch/launch_ranks.hpp"
-#include "launch/options.hpp"
+#include "run/launch_ranks.hpp"
+#include "run/options.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -86,7 +86,7 @@ std::size_t find_program_word(const CLI::App& app, const std::vector<std::string
 }
 
 /// Reads HOST:PORT. Returns what is wrong with the options of several machines; empty: nothing.
-std::string check_nodes(const CLI::App& app, launch::NodesOptions& nodes,
+std::string check_nodes(const CLI::App& app, run::NodesOptions& nodes,
                         const std::string& rendezvous) {
   if (nodes.n_nodes == 1 && nodes.node_rank == 0) return {};
   if (app.count("--node-rank") == 0) {
@@ -114,17 +114,17 @@ std::string check_nodes(const CLI::App& app, launch::NodesOptions& nodes,
 std::string read_secret(const std::string& path, std::string& secret) {
   constexpr std::size_t kLeast = 16;
   std::ifstream file(path);
-  std::string text(launch::kMaxSecretBytes + 2, '\0');
+  std::string text(run::kMaxSecretBytes + 2, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   if (!file && !file.eof()) return fmt::format("--rdzv-secret: cannot read {}", path);
   text.resize(static_cast<std::size_t>(file.gcount()));
   while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
-  if (text.size() < kLeast || text.size() > launch::kMaxSecretBytes) {
+  if (text.size() < kLeast || text.size() > run::kMaxSecretBytes) {
     return fmt::format(
         "--rdzv-secret: {} holds {} bytes, expected {} to {}, as head -c 24 /dev/urandom | base64 "
         "writes",
-        path, text.size() > launch::kMaxSecretBytes ? "more" : std::to_string(text.size()), kLeast,
-        launch::kMaxSecretBytes);
+        path, text.size() > run::kMaxSecretBytes ? "more" : std::to_string(text.size()), kLeast,
+        run::kMaxSecretBytes);
   }
   secret = text;
   return {};
@@ -133,7 +133,7 @@ std::string read_secret(const std::string& path, std::string& secret) {
 }  // namespace
 
 int run(const std::vector<std::string>& arguments) {
-  launch::Options options;
+  run::Options options;
   double grace_s = 10;
   std::string log_dir;
 
@@ -145,7 +145,7 @@ int run(const std::vector<std::string>& arguments) {
   app.set_help_flag("-h,--help", "Print this");
   app.add_option("-n", options.n_ranks, "How many ranks to start, 1 to 512")
       ->required()
-      ->check(number(1, launch::kMaxRanks, "a whole number"))
+      ->check(number(1, run::kMaxRanks, "a whole number"))
       ->type_name("N");
   app.add_option("--log-dir", log_dir,
                  "Also write each rank's output to DIR/rank-R.out and\n"
@@ -163,15 +163,14 @@ int run(const std::vector<std::string>& arguments) {
   app.add_option("--bind", options.bind,
                  "core: rank R runs on the R-th core allowed, from the first\n"
                  "again when there are more ranks than cores (default none)")
-      ->transform(
-          choice<launch::Bind>({{"core", launch::Bind::core}, {"none", launch::Bind::none}}))
+      ->transform(choice<run::Bind>({{"core", run::Bind::core}, {"none", run::Bind::none}}))
       ->type_name("core|none");
   app.add_option("--prefix", options.prefix,
                  "[R] before each line of rank R, coloured on a terminal;\n"
                  "auto (the default): on a terminal only")
-      ->transform(choice<launch::Prefix>({{"auto", launch::Prefix::automatic},
-                                          {"always", launch::Prefix::always},
-                                          {"never", launch::Prefix::never}}))
+      ->transform(choice<run::Prefix>({{"auto", run::Prefix::automatic},
+                                       {"always", run::Prefix::always},
+                                       {"never", run::Prefix::never}}))
       ->type_name("auto|always|never");
 
   std::string trace_file;
@@ -181,7 +180,7 @@ int run(const std::vector<std::string>& arguments) {
                  "node writes its own, FILE.node-R.json of FILE.json")
       ->type_name("FILE");
 
-  launch::NodesOptions& nodes = options.nodes;
+  run::NodesOptions& nodes = options.nodes;
   std::string rendezvous;
   double rendezvous_timeout_s = 300;
   app.add_option("--nnodes", nodes.n_nodes,
@@ -228,8 +227,8 @@ int run(const std::vector<std::string>& arguments) {
   if (!log_dir.empty()) options.log_dir = log_dir;
   options.record_dir = Env::read().record_dir;
   options.grace = std::chrono::milliseconds(static_cast<long>(grace_s * 1000));
-  if (app.count("--trace") == 0) return launch::launch_ranks(options);
-  return tracing::run_traced(trace_file, nodes, [&] { return launch::launch_ranks(options); });
+  if (app.count("--trace") == 0) return run::launch_ranks(options);
+  return tracing::run_traced(trace_file, nodes, [&] { return run::launch_ranks(options); });
 }
 
 }  // namespace lockstep::cli

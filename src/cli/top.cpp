@@ -24,7 +24,7 @@
 #include "cli/jobs.hpp"
 #include "cli/parse.hpp"
 #include "cli/verbs.hpp"
-#include "comm/call_word.hpp"
+#include "record/signature.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -60,9 +60,9 @@ struct Row {
   double calls_per_s = 0;
   double bytes_per_s = 0;
   double cpu_percent = 0;
-  std::vector<comm::Operation> operations;
-  const comm::Operation* current = nullptr;  ///< the oldest under way
-  std::vector<int> waits_for;                ///< world ranks
+  std::vector<internal::Operation> operations;
+  const internal::Operation* current = nullptr;  ///< the oldest under way
+  std::vector<int> waits_for;                    ///< world ranks
 };
 
 struct Moment {
@@ -92,12 +92,12 @@ std::string state_of(const RankBlock& rank) {
 }
 
 Row read(const RankBlock& rank, int number) {
-  const comm::FlightRecord& flight = rank.flight;
+  const internal::FlightRecord& flight = rank.flight;
   Row row;
   row.rank = number;
   row.pid = rank.pid.load(std::memory_order_relaxed);
   row.state = state_of(rank);
-  const std::size_t n_groups = comm::n_groups_of(flight);
+  const std::size_t n_groups = internal::n_groups_of(flight);
   for (std::size_t i = 0; i < n_groups; ++i) {
     row.counters.n_calls += flight.groups[i].n_calls.load(std::memory_order_relaxed);
     row.counters.n_bytes += flight.groups[i].n_bytes.load(std::memory_order_relaxed);
@@ -105,9 +105,9 @@ Row read(const RankBlock& rank, int number) {
   const base::ProcessUse use = base::process_use(row.pid);
   row.counters.cpu_s = use.cpu_s;
   row.memory_bytes = use.memory_bytes;
-  row.operations = comm::operations_of(flight);
-  for (const comm::Operation& operation : row.operations) {
-    if (operation.state != comm::Operation::State::under_way) continue;
+  row.operations = internal::operations_of(flight);
+  for (const internal::Operation& operation : row.operations) {
+    if (operation.state != internal::Operation::State::under_way) continue;
     row.current = &operation;
     break;
   }
@@ -115,16 +115,16 @@ Row read(const RankBlock& rank, int number) {
 }
 
 std::string_view group_of(const shared::Segment& segment, const Row& row,
-                          const comm::Operation& operation) {
-  return comm::name_of(segment.rank(row.rank).flight.groups[operation.group]);
+                          const internal::Operation& operation) {
+  return internal::name_of(segment.rank(row.rank).flight.groups[operation.group]);
 }
 
 /// Number of this row's rank in a group; nullopt where it is no member.
 std::optional<int> rank_in(const shared::Segment& segment, const Row& row, std::string_view group) {
-  const comm::FlightRecord& flight = segment.rank(row.rank).flight;
-  const std::size_t n_groups = comm::n_groups_of(flight);
+  const internal::FlightRecord& flight = segment.rank(row.rank).flight;
+  const std::size_t n_groups = internal::n_groups_of(flight);
   for (std::size_t i = 1; i < n_groups; ++i) {
-    if (comm::name_of(flight.groups[i]) == group) return flight.groups[i].rank;
+    if (internal::name_of(flight.groups[i]) == group) return flight.groups[i].rank;
   }
   return std::nullopt;
 }
@@ -132,7 +132,7 @@ std::optional<int> rank_in(const shared::Segment& segment, const Row& row, std::
 std::uint64_t last_collective(const shared::Segment& segment, const Row& row,
                               std::string_view group) {
   std::uint64_t last = 0;
-  for (const comm::Operation& operation : row.operations) {
+  for (const internal::Operation& operation : row.operations) {
     if (group_of(segment, row, operation) == group) last = std::max(last, operation.collective);
   }
   return last;
@@ -141,7 +141,7 @@ std::uint64_t last_collective(const shared::Segment& segment, const Row& row,
 /// The ranks that have not come to the operation that this one is in.
 std::vector<int> awaited(const shared::Segment& segment, const std::vector<Row>& rows,
                          const Row& row) {
-  const comm::Operation& operation = *row.current;
+  const internal::Operation& operation = *row.current;
   const std::string_view group = group_of(segment, row, operation);
   std::vector<int> result;
   for (const Row& other : rows) {
@@ -175,11 +175,11 @@ Moment look(const shared::Segment& segment, const std::optional<Moment>& before)
 // --- output -----------------------------------------------------------------------------------
 
 std::string describe(const shared::Segment& segment, const Row& row,
-                     const comm::Operation& operation) {
+                     const internal::Operation& operation) {
   std::string text = fmt::format("{} #{}", name_of(operation.op), operation.sequence);
   const std::string_view group = group_of(segment, row, operation);
   if (group != "world") text += fmt::format(" on {}", group);
-  if (comm::moves_data(operation.op)) {
+  if (internal::moves_data(operation.op)) {
     text += fmt::format(", {} {}", operation.count, name_of(operation.dtype));
   }
   return text + fmt::format(", {}", operation.where);
@@ -218,7 +218,7 @@ std::string doing(const shared::Segment& segment, const Row& row) {
     return text;
   }
   if (row.operations.empty()) return "no call yet";
-  const comm::Operation& last = row.operations.back();
+  const internal::Operation& last = row.operations.back();
   return fmt::format("in no call{}; last {}", since(row, last.end_ns),
                      describe(segment, row, last));
 }
@@ -248,13 +248,13 @@ std::vector<std::string> table(const RunningJob& job, const shared::Segment& seg
   return lines;
 }
 
-json json_of(const shared::Segment& segment, const Row& row, const comm::Operation& operation) {
+json json_of(const shared::Segment& segment, const Row& row, const internal::Operation& operation) {
   json result = {{"operation", name_of(operation.op)},
                  {"group", group_of(segment, row, operation)},
                  {"sequence", operation.sequence},
                  {"where", operation.where},
                  {"bytes", operation.n_bytes}};
-  const bool is_finished = operation.state == comm::Operation::State::finished;
+  const bool is_finished = operation.state == internal::Operation::State::finished;
   result["seconds"] = nullptr;
   if (has_our_clock(row.pid)) {
     result["seconds"] = seconds_since(is_finished ? operation.end_ns : operation.start_ns);

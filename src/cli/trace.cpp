@@ -9,7 +9,7 @@
 
 #include "cli/files.hpp"
 #include "cli/parse.hpp"
-#include "cli/trace/trace.hpp"
+#include "cli/trace/trace_data.hpp"
 #include "cli/verbs.hpp"
 
 namespace lockstep::cli {

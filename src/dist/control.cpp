@@ -7,9 +7,9 @@
 #include <string>
 
 #include "base/exception.hpp"
-#include "comm/group_state.hpp"
-#include "comm/session.hpp"
 #include "dist/messages.hpp"
+#include "group/group_state.hpp"
+#include "world/session.hpp"
 
 namespace lockstep {
 namespace detail {
@@ -39,7 +39,7 @@ class Hold {
   Hold(const Group& group, std::source_location where) : group_(*group.state_) {
     group_.hold({.op = Op::barrier, .group = group.name(), .where = where});
     if (is_alone(group)) return;
-    const comm::Session* const session = comm::session();
+    const internal::Session* const session = internal::session();
     if (session == nullptr) return;
     default_ = also(session->world_group());
     local_ = also(session->local_group());
@@ -54,7 +54,7 @@ class Hold {
 
   /// Throws where the calling thread is inside already.
   static void refuse_nesting(First function, const Group& group, std::source_location where) {
-    const comm::Session* const session = is_alone(group) ? nullptr : comm::session();
+    const internal::Session* const session = is_alone(group) ? nullptr : internal::session();
     if (!group.state_->is_held() &&
         (session == nullptr || (!session->world_group().state_->is_held() &&
                                 !session->local_group().state_->is_held()))) {
@@ -68,13 +68,13 @@ class Hold {
  private:
   /// Then nobody waits, so nobody is missing elsewhere.
   static bool is_alone(const Group& group) { return group.size() == 1; }
-  static comm::GroupState* also(const Group& group) {
+  static internal::GroupState* also(const Group& group) {
     return group.state_->try_hold() ? group.state_.get() : nullptr;
   }
 
-  comm::GroupState& group_;
-  comm::GroupState* default_ = nullptr;
-  comm::GroupState* local_ = nullptr;
+  internal::GroupState& group_;
+  internal::GroupState* default_ = nullptr;
+  internal::GroupState* local_ = nullptr;
 };
 
 namespace {

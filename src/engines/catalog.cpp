@@ -9,20 +9,20 @@
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/mpi/mpi.hpp"
-#include "engines/shared/job.hpp"
-#include "engines/shared/world.hpp"
+#include "engines/shared/bootstrap/job.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/solo/solo.hpp"
 
 namespace lockstep::engines {
 namespace {
 
-Availability solo_available(const comm::World& world) {
+Availability solo_available(const internal::World& world) {
   return {world.size == 1, fmt::format("is for a world of one rank, this one has {}", world.size)};
 }
 
-std::unique_ptr<Engine> join_solo(const comm::World&, const Call&) { return solo::make(); }
+std::unique_ptr<Engine> join_solo(const internal::World&, const Call&) { return solo::make(); }
 
-Availability shared_available(const comm::World& world) {
+Availability shared_available(const internal::World& world) {
   if (world.local_size != world.size) {
     return {.is_available = false,
             .reason = fmt::format("is for ranks on one host, and {} of {} are on this one",
@@ -35,7 +35,7 @@ Availability shared_available(const comm::World& world) {
               "SLURM_JOB_ID, or PMIx's variables)"};
 }
 
-std::unique_ptr<Engine> join_shared(const comm::World& world, const Call& barrier) {
+std::unique_ptr<Engine> join_shared(const internal::World& world, const Call& barrier) {
   if (!world.segment) return shared::meet_world(world.job, world.rank, world.size, barrier);
   auto segment = shared::inherit_world(*world.segment);
   if (segment->n_ranks() != world.size) {
@@ -47,7 +47,7 @@ std::unique_ptr<Engine> join_shared(const comm::World& world, const Call& barrie
   return shared::join_world(std::move(segment), world.rank, barrier);
 }
 
-Availability mpi_available(const comm::World& world) {
+Availability mpi_available(const internal::World& world) {
   // Another launcher's ranks may have the variables of one MPI rank that started that launcher.
   const bool mpi_started = world.launcher == Launcher::mpi || world.launcher == Launcher::slurm;
   const bool is_possible =
@@ -60,7 +60,7 @@ Availability mpi_available(const comm::World& world) {
 }
 
 /// The engine that hierarchical has between hosts: the first that can carry ordinary memory there.
-const Entry* find_outer(const comm::World& world) {
+const Entry* find_outer(const internal::World& world) {
   for (const Entry& entry : catalog()) {
     if (entry.name != "mpi" && entry.name != "gloo") continue;
     if (entry.available(world).is_available) return &entry;
@@ -69,14 +69,14 @@ const Entry* find_outer(const comm::World& world) {
 }
 
 // By what all ranks know alike: how many share a host may differ from host to host.
-Availability hierarchical_available(const comm::World& world) {
+Availability hierarchical_available(const internal::World& world) {
   return {.is_available = world.size > 1 && find_outer(world) != nullptr,
           .reason =
               "needs an engine between hosts, mpi or (with libtorch) gloo, and more than one "
               "rank"};
 }
 
-std::unique_ptr<Engine> join_hierarchical(const comm::World& world, const Call& barrier) {
+std::unique_ptr<Engine> join_hierarchical(const internal::World& world, const Call& barrier) {
   auto outer = find_outer(world)->join(world, barrier);
   const std::vector<int> hosts = hierarchical::find_hosts(*outer, barrier);
   return hierarchical::make(std::move(outer), hosts, barrier);
@@ -84,7 +84,7 @@ std::unique_ptr<Engine> join_hierarchical(const comm::World& world, const Call& 
 
 }  // namespace
 
-int find_host(Engine& engine, const comm::World& world, const Call& barrier) {
+int find_host(Engine& engine, const internal::World& world, const Call& barrier) {
   // What a launcher says of one host is the same for all ranks; the rest is for them to find out.
   if (world.local_size == world.size) return 0;
   return hierarchical::find_hosts(engine, barrier)[static_cast<std::size_t>(engine.rank())];
@@ -104,7 +104,7 @@ const std::vector<Entry>& catalog() {
   return entries;
 }
 
-std::unique_ptr<Engine> join(std::string_view backend, const comm::World& world,
+std::unique_ptr<Engine> join(std::string_view backend, const internal::World& world,
                              const Call& barrier) {
   std::string names;
   std::string reasons;

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "comm/session.hpp"
+#include "group/world.hpp"
 
 namespace lockstep::engines {
 
@@ -19,9 +19,9 @@ struct Availability {
 /// One line of the table of engines.
 struct Entry {
   std::string_view name;
-  Availability (*available)(const comm::World& world);
+  Availability (*available)(const internal::World& world);
   /// Joins the world as its rank; `barrier` has the limit and the caller's line.
-  std::unique_ptr<Engine> (*join)(const comm::World& world, const Call& barrier);
+  std::unique_ptr<Engine> (*join)(const internal::World& world, const Call& barrier);
 };
 
 /// All engines, in the order in which `auto` tries them.
@@ -29,11 +29,11 @@ const std::vector<Entry>& catalog();
 
 /// Joins by the engine of that name, or by the first available for "auto". Throws UsageError for
 /// an unknown name, EngineError with every reason where none can serve.
-std::unique_ptr<Engine> join(std::string_view backend, const comm::World& world,
+std::unique_ptr<Engine> join(std::string_view backend, const internal::World& world,
                              const Call& barrier);
 
 /// The lowest rank on this rank's host. Collective. Throws what all_gather throws.
-int find_host(Engine& engine, const comm::World& world, const Call& barrier);
+int find_host(Engine& engine, const internal::World& world, const Call& barrier);
 
 }  // namespace lockstep::engines
 

@@ -30,7 +30,7 @@ class Variable {
 };
 
 Availability of_mpi(Launcher launcher) {
-  comm::World world;
+  internal::World world;
   world.launcher = launcher;
   world.size = 2;
   for (const Entry& entry : catalog()) {

@@ -11,7 +11,7 @@
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
 
-#include "engines/shared/job.hpp"
+#include "engines/shared/bootstrap/job.hpp"
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
 #include "support/waiting.hpp"

@@ -1,4 +1,4 @@
-#include "engines/shared/free_ranges.hpp"
+#include "engines/shared/bootstrap/free_ranges.hpp"
 
 #include <gtest/gtest.h>
 

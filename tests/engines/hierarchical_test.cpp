@@ -24,8 +24,8 @@
 #include "base/process.hpp"
 #include "conformance/reference.hpp"
 #include "engines/hierarchical/hosts.hpp"
-#include "engines/shared/job.hpp"
-#include "engines/shared/world.hpp"
+#include "engines/shared/bootstrap/job.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
 #include "support/namespaces.hpp"
 #include "support/waiting.hpp"
 

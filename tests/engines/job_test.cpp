@@ -1,4 +1,4 @@
-#include "engines/shared/job.hpp"
+#include "engines/shared/bootstrap/job.hpp"
 
 #include <gtest/gtest.h>
 

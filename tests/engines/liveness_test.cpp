@@ -25,7 +25,7 @@
 #include <thread>
 #include <vector>
 
-#include "engines/shared/job.hpp"
+#include "engines/shared/bootstrap/job.hpp"
 #include "support/expect.hpp"
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"

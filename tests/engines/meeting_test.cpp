@@ -1,4 +1,4 @@
-#include "engines/shared/meeting.hpp"
+#include "engines/shared/bootstrap/bootstrap.hpp"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -20,10 +20,10 @@
 #include <thread>
 
 #include "base/fd.hpp"
-#include "launch/environment.hpp"
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"
 #include "support/waiting.hpp"
+#include "world/environment.hpp"
 
 namespace lockstep::shared {
 namespace {

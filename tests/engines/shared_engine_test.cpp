@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "engines/shared/segment.hpp"
+#include "engines/shared/bootstrap/segment.hpp"
 #include "support/allocations.hpp"
 #include "support/ranks.hpp"
 

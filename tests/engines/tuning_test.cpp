@@ -1,4 +1,4 @@
-#include "engines/shared/tuning.hpp"
+#include "engines/shared/bootstrap/tuning.hpp"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "engines/shared/tuning_table.hpp"
+#include "engines/shared/bootstrap/tuning_table.hpp"
 
 namespace lockstep::test {
 namespace {

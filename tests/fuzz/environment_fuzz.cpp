@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-#include "launch/environment.hpp"
+#include "world/environment.hpp"
 
 namespace {
 
@@ -60,7 +60,7 @@ void try_reading(F read) {
   }
 }
 
-void check(const lockstep::comm::World& world) {
+void check(const lockstep::group::World& world) {
   require(world.rank >= 0 && world.rank < world.size);
   require(world.local_rank >= 0 && world.local_rank < world.local_size);
   require(world.local_size <= world.size);
@@ -83,10 +83,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const lockstep::Env env = lockstep::Env::read();
     require(env.restart >= 0 && (!env.timeout || env.timeout->count() > 0));
   });
-  try_reading([] { check(lockstep::launch::read_world(lockstep::infer_launcher())); });
+  try_reading([] { check(lockstep::world::read_world(lockstep::infer_launcher())); });
   for (const auto launcher : {lockstep::Launcher::lockstep, lockstep::Launcher::pytorch,
                               lockstep::Launcher::slurm, lockstep::Launcher::mpi}) {
-    try_reading([&] { check(lockstep::launch::read_world(launcher)); });
+    try_reading([&] { check(lockstep::world::read_world(launcher)); });
   }
   return 0;
 }

@@ -9,7 +9,7 @@
 #include <span>
 #include <string>
 
-#include "launch/node_message.hpp"
+#include "run/node_message.hpp"
 
 namespace {
 

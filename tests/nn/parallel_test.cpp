@@ -1,4 +1,4 @@
-#include "nn/parallel.hpp"
+#include "nn/replicas/parallel.hpp"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>

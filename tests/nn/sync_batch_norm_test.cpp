@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "helpers.hpp"
-#include "nn/batch_norm.hpp"
+#include "nn/batch_norm/layer_steps.hpp"
 
 namespace lockstep::nn {
 namespace {

@@ -15,13 +15,13 @@
 #include <string_view>
 #include <thread>
 
-#include "comm/session.hpp"
 #include "engines/catalog.hpp"
 #include "engines/hierarchical/hierarchical.hpp"
-#include "engines/shared/job.hpp"
-#include "engines/shared/world.hpp"
-#include "launch/environment.hpp"
+#include "engines/shared/bootstrap/job.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
 #include "support/waiting.hpp"
+#include "world/environment.hpp"
+#include "world/session.hpp"
 
 namespace lockstep::test {
 
@@ -67,20 +67,20 @@ Call joining(std::chrono::milliseconds timeout) {
 }
 
 /// As init_dist, but that the ranks are told their hosts.
-std::unique_ptr<comm::Session> join_hosts(comm::World world, std::unique_ptr<Engine> outer,
-                                          const Call& barrier) {
+std::unique_ptr<internal::Session> join_hosts(internal::World world, std::unique_ptr<Engine> outer,
+                                              const Call& barrier) {
   const std::vector<int> hosts = hosts_of(world.size);
   const int host = hosts[static_cast<std::size_t>(world.rank)];
   world.local_size = static_cast<int>(std::ranges::count(hosts, host));
-  return std::make_unique<comm::Session>(
+  return std::make_unique<internal::Session>(
       world, hierarchical::make(std::move(outer), hosts, barrier), barrier.timeout, host);
 }
 
 void init_hosts(const std::string& outer, std::chrono::milliseconds timeout) {
   const Call barrier = joining(timeout);
-  const comm::World world = launch::read_world(infer_launcher());
+  const internal::World world = internal::read_world(infer_launcher());
   current_hosts() = hosts_of(world.size);
-  comm::join_process(join_hosts(world, engines::join(outer, world, barrier), barrier));
+  internal::join_process(join_hosts(world, engines::join(outer, world, barrier), barrier));
 }
 
 void run_host_threads(int n, const std::function<void()>& body, std::chrono::milliseconds timeout) {
@@ -90,10 +90,11 @@ void run_host_threads(int n, const std::function<void()>& body, std::chrono::mil
     threads.emplace_back([&, rank] {
       const Call barrier = joining(timeout);
       try {
-        comm::World world;
+        internal::World world;
         world.rank = rank;
         world.size = n;
-        comm::join_thread(join_hosts(world, shared::join_world(segment, rank, barrier), barrier));
+        internal::join_thread(
+            join_hosts(world, shared::join_world(segment, rank, barrier), barrier));
         body();
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();

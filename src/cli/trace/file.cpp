@@ -15,7 +15,7 @@
 
 #include "base/whole_file.hpp"
 #include "cli/files.hpp"
-#include "cli/trace/trace.hpp"
+#include "cli/trace/trace_data.hpp"
 
 namespace lockstep::cli::tracing {
 namespace {

@@ -16,17 +16,17 @@
 #include "base/fd.hpp"
 #include "base/text.hpp"
 #include "base/ticks.hpp"
-#include "cli/trace/trace.hpp"
+#include "cli/trace/trace_data.hpp"
 #include "cli/verbs.hpp"
-#include "comm/call_word.hpp"
-#include "comm/trace.hpp"
+#include "record/signature.hpp"
+#include "record/trace_file.hpp"
 
 namespace lockstep::cli::tracing {
 namespace {
 
 namespace fs = std::filesystem;
-using comm::TraceEvent;
-using comm::TraceFile;
+using internal::TraceEvent;
+using internal::TraceFile;
 
 /// Of a file's head, whose texts and numbers are trusted to be nothing but bytes of it.
 std::string text_of(std::span<const char> array) { return std::string(base::text_in(array)); }
@@ -136,7 +136,7 @@ Event event_of(const TraceFile& file, const TraceEvent& raw, std::uint32_t row,
     return event;
   }
   const TraceEvent::CallPart& call = raw.call;
-  const Op op = comm::op_of(call.what);
+  const Op op = internal::op_of(call.what);
   const auto& group = file.groups[std::min<std::size_t>(call.group, file.groups.size() - 1)];
   const auto& site = file.sites[std::min<std::size_t>(call.site, file.sites.size() - 1)];
   event.kind = call.collective != 0 ? Event::Kind::collective : Event::Kind::message;
@@ -145,12 +145,12 @@ Event event_of(const TraceFile& file, const TraceEvent& raw, std::uint32_t row,
   event.where = texts.number(text_of(site));
   event.sequence = call.sequence;
   event.collective = call.collective;
-  if (comm::moves_data(op)) {
-    const DType dtype = comm::dtype_of(call.what);
+  if (internal::moves_data(op)) {
+    const DType dtype = internal::dtype_of(call.what);
     event.type = texts.number(lockstep::name_of(dtype));
     event.n_bytes = call.count * size_of(dtype);
   }
-  if (comm::has_root(op)) event.root = comm::root_of(call.what);
+  if (internal::has_root(op)) event.root = internal::root_of(call.what);
   return event;
 }
 
@@ -158,7 +158,7 @@ Event event_of(const TraceFile& file, const TraceEvent& raw, std::uint32_t row,
 
 Trace read_folder(const std::string& dir) {
   Trace trace;
-  trace.clock = comm::name_of_clock();
+  trace.clock = internal::name_of_clock();
   const std::vector<Found> files = files_in(dir, trace.clock);
   const base::TickAnchor now = base::now();
   trace.wall_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(

@@ -7,7 +7,7 @@
 #include <set>
 #include <tuple>
 
-#include "cli/trace/trace.hpp"
+#include "cli/trace/trace_data.hpp"
 
 namespace lockstep::cli::tracing {
 namespace {

@@ -5,7 +5,7 @@
 #include <set>
 #include <string_view>
 
-#include "cli/trace/trace.hpp"
+#include "cli/trace/trace_data.hpp"
 
 namespace lockstep::cli::tracing {
 namespace {

@@ -8,11 +8,11 @@
 #include <lockstep/error.hpp>
 #include <utility>
 
-#include "comm/check.hpp"
 #include "engines/ends_with_error.hpp"
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/hierarchical/wide.hpp"
-#include "engines/shared/world.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
+#include "group/check.hpp"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -207,7 +207,7 @@ class HierarchicalEngine final : public Engine {
   /// this: the ranks of a host compare, and their leader with the other hosts'. Who is no leader
   /// goes on meanwhile, and hears of it where the leaders differ, since they end all levels.
   void compare(const Call& call) {
-    if (comm::check_level() == comm::Check::off) return;
+    if (internal::check_level() == internal::Check::off) return;
     run_within(barrier_of(call));
     if (n_hosts() > 1 && is_leader()) run_between(barrier_of(call));
   }

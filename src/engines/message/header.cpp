@@ -8,15 +8,15 @@
 #include <vector>
 
 #include "base/text.hpp"
-#include "comm/call_word.hpp"
-#include "comm/mismatch.hpp"
+#include "group/mismatch.hpp"
+#include "record/signature.hpp"
 
 namespace lockstep::message {
 namespace {
 
-using comm::has_reduction;
-using comm::has_root;
-using comm::moves_data;
+using internal::has_reduction;
+using internal::has_root;
+using internal::moves_data;
 
 std::string where_of(const Header& header) {
   // A peer sent it: the name may lack its end.
@@ -67,11 +67,11 @@ bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites)
 std::string difference_of(std::span<const Row> rows) {
   const auto check_of = [](const Row& row) { return row.header.check; };
   if (std::ranges::adjacent_find(rows, std::not_equal_to(), check_of) != rows.end()) {
-    std::vector<comm::RankCheck> checks;
+    std::vector<internal::RankCheck> checks;
     for (const Row& row : rows) checks.push_back({row.rank, row.header.check});
-    return comm::text_of_checks(checks);
+    return internal::text_of_checks(checks);
   }
-  comm::MismatchTable table;
+  internal::MismatchTable table;
   for (const auto& [rank, header] : rows) {
     table.add({.rank = rank,
                .op = static_cast<Op>(header.op),

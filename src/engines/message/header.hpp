@@ -9,7 +9,7 @@
 #include <string>
 #include <type_traits>
 
-#include "comm/check.hpp"
+#include "group/check.hpp"
 
 namespace lockstep::message {
 
@@ -25,7 +25,7 @@ struct Header {
   std::int32_t color;    ///< of split
   std::int32_t key;
   std::uint32_t line;
-  comm::Check check;          ///< how much this rank compares
+  internal::Check check;      ///< how much this rank compares
   std::array<char, 27> file;  ///< its name's end, and a null
 };
 static_assert(sizeof(Header) == 64);
@@ -44,12 +44,12 @@ class HeaderMaker {
  public:
   /// Of `call`, or of the one that it is a step of.
   Header of(const Call& step, int color = 0, int key = 0);
-  comm::Check check() const noexcept { return check_; }
+  internal::Check check() const noexcept { return check_; }
 
  private:
   const char* path_ = nullptr;   // of the last call's file
   std::array<char, 27> file_{};  // the end of its name
-  comm::Check check_ = comm::check_level();
+  internal::Check check_ = internal::check_level();
 };
 
 /// Where not all of it is the same bytes.

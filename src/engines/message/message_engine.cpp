@@ -13,11 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "comm/check.hpp"
-#include "comm/recorder.hpp"
 #include "engines/ends_with_error.hpp"
 #include "engines/message/header.hpp"
+#include "group/check.hpp"
 #include "kernels/reduce.hpp"
+#include "record/recorder.hpp"
 
 namespace lockstep::message {
 namespace {
@@ -42,7 +42,9 @@ class Memory final : public SharedMemory {
 /// Every operation as messages between the ranks: first headers, which are compared, with the data
 /// that fits beside them; then the rest. Where LOCKSTEP_CHECK is off, data only. Reductions are
 /// this engine's own: in rank order, of every type, the same bits on all ranks.
-class MessageEngine final : public Engine, public comm::TellsTrack, public engines::EndsWithError {
+class MessageEngine final : public Engine,
+                            public internal::TellsTrack,
+                            public engines::EndsWithError {
  public:
   MessageEngine(std::string name, std::unique_ptr<Channel> channel);
 
@@ -156,7 +158,7 @@ void MessageEngine::compare(const Call& call, const Header& mine,
   own.header = mine;
   keep(own.payload.data(), payload.data(), payload.size());
   channel_->exchange(first_messages_, call, limit);
-  const bool compares_sites = headers_.check() == comm::Check::full;
+  const bool compares_sites = headers_.check() == internal::Check::full;
   for (const First& other : firsts_) {
     if (!agree(mine, other.header, compares_sites)) return fail_mismatch(call);
   }
@@ -244,7 +246,7 @@ void MessageEngine::run(const Call& call) {
   Step step{*channel_, call, limit, messages_};
   const bool is_pair = call.op == Op::send || call.op == Op::recv;
   // A barrier is nothing but this message.
-  if (headers_.check() != comm::Check::off || call.op == Op::barrier) {
+  if (headers_.check() != internal::Check::off || call.op == Op::barrier) {
     if (is_pair) {
       if (compare_pair(call, limit)) return;
     } else if (const auto n = n_riding(call)) {

@@ -24,9 +24,9 @@
 #include "base/cpus.hpp"
 #include "base/futex.hpp"
 #include "base/text.hpp"
-#include "comm/recorder.hpp"
 #include "engines/message/message_engine.hpp"
 #include "engines/mpi/abi.hpp"
+#include "record/recorder.hpp"
 
 namespace lockstep::mpi {
 namespace {
@@ -452,7 +452,7 @@ Module find_module() {
                       name)};
 }
 
-std::unique_ptr<Engine> join(const comm::World& world, const Call& barrier) {
+std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) {
   const ErrorContext context = context_of(barrier, world.rank);
   const LockstepMpi& mpi = load(find_module().path, context);
   int rank = 0;

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "comm/session.hpp"
+#include "group/world.hpp"
 
 namespace lockstep::mpi {
 
@@ -22,6 +22,6 @@ Module find_module();
 /// Throws EngineError with MPI's or the loader's own text, UsageError where MPI's world is another.
 ///
 /// A rank that dies without a word is for MPI's launcher to notice: mpirun then ends the whole job.
-std::unique_ptr<Engine> join(const comm::World& world, const Call& barrier);
+std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier);
 
 }  // namespace lockstep::mpi

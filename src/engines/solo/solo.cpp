@@ -61,7 +61,7 @@ std::unique_ptr<Engine> make() { return std::make_unique<SoloEngine>(); }
 
 namespace lockstep {
 
-// Here and not with its siblings, because comm knows no engine.
+// Here and not with its siblings, because group knows no engine.
 Group::Group() : Group(solo::make(), "solo", std::chrono::minutes(5)) {}
 
 }  // namespace lockstep

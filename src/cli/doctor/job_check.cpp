@@ -1,0 +1,89 @@
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <lockstep/env.hpp>
+#include <lockstep/error.hpp>
+#include <string_view>
+
+#include "cli/doctor/checks.hpp"
+#include "engines/catalog.hpp"
+#include "world/environment.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+bool is_of_a_launcher(std::string_view name) {
+  static constexpr std::array<std::string_view, 10> kNames = {
+      "RANK",        "WORLD_SIZE",  "LOCAL_RANK",      "LOCAL_WORLD_SIZE", "GROUP_RANK",
+      "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",  "JOB_COMPLETION_INDEX"};
+  static constexpr std::array<std::string_view, 7> kPrefixes = {
+      "LOCKSTEP_", "TORCHELASTIC_R", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "PMIX_NAM"};
+  return std::any_of(kNames.begin(), kNames.end(), [&](auto other) { return name == other; }) ||
+         std::any_of(kPrefixes.begin(), kPrefixes.end(),
+                     [&](auto prefix) { return name.starts_with(prefix); });
+}
+
+Finding variables() {
+  std::vector<std::string> seen;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view text(*entry);
+    if (is_of_a_launcher(text.substr(0, text.find('=')))) seen.emplace_back(text);
+  }
+  std::sort(seen.begin(), seen.end());
+  std::string text;
+  for (const std::string& variable : seen) text += (text.empty() ? "" : " ") + variable;
+  return {"variables", State::good, text.empty() ? "none of any launcher" : text};
+}
+
+std::string text_of(const internal::World& world) {
+  return fmt::format("{}: rank {} of {}, local rank {} of {}", name_of(world.launcher), world.rank,
+                     world.size, world.local_rank, world.local_size);
+}
+
+}  // namespace
+
+Findings check_job(int n_ranks) {
+  Findings findings = {variables()};
+  internal::World world;
+  try {
+    Env::read();
+    world = internal::read_world(infer_launcher());
+  } catch (const Error& error) {
+    findings.push_back({"launcher", State::missing, error.text(),
+                        "init_dist will refuse this environment with the same words"});
+    return findings;
+  }
+  const bool is_alone = world.launcher == Launcher::none;
+  if (is_alone) {
+    findings.push_back({"launcher", State::good, "none: a program that starts here runs alone"});
+    world = {.launcher = Launcher::lockstep,
+             .rank = 0,
+             .size = n_ranks,
+             .local_rank = 0,
+             .local_size = n_ranks,
+             .segment = "",
+             .job = {}};
+  } else {
+    findings.push_back({"launcher", State::good, text_of(world)});
+  }
+  const std::string which =
+      is_alone ? fmt::format("`lockstep run -n {}`", n_ranks) : std::string("this job");
+  bool can_run = false;
+  for (const engines::Entry& entry : engines::catalog()) {
+    const auto [is_available, reason] = entry.available(world);
+    can_run = can_run || is_available;
+    findings.push_back({fmt::format("engine {}", entry.name),
+                        is_available ? State::good : State::note,
+                        is_available ? "can serve " + which : reason});
+  }
+  if (!can_run) {
+    findings.push_back({"engines", State::missing, "none can serve " + which,
+                        "the lines above say what each lacks"});
+  }
+  return findings;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,231 @@
+#include "engines/shared/algorithms/shared_engine.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <lockstep/error.hpp>
+#include <new>
+#include <string>
+#include <string_view>
+
+#include "base/text.hpp"
+
+namespace lockstep::shared {
+
+void BufferTable::add(const Entry& entry) {
+  const std::lock_guard lock(mutex_);
+  entries_.push_back(entry);
+}
+
+void BufferTable::remove(std::uint64_t buffer) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(entries_, [buffer](const Entry& entry) { return entry.buffer == buffer; });
+}
+
+BufferTable::Place BufferTable::find(const void* data, std::size_t n_bytes) const {
+  const auto begin = reinterpret_cast<std::uintptr_t>(data);
+  const std::lock_guard lock(mutex_);
+  for (const Entry& entry : entries_) {
+    const auto mine = reinterpret_cast<std::uintptr_t>(entry.mine);
+    if (begin >= mine && begin + n_bytes <= mine + entry.n_part_bytes) {
+      return {.buffer = entry.buffer, .offset = begin - mine};
+    }
+  }
+  return {};
+}
+
+BufferTable::Entry BufferTable::entry(std::uint64_t buffer) const {
+  const std::lock_guard lock(mutex_);
+  return *std::find_if(entries_.begin(), entries_.end(),
+                       [buffer](const Entry& entry) { return entry.buffer == buffer; });
+}
+
+namespace {
+
+/// This rank's part of a range with one part for every rank.
+class Buffer final : public SharedMemory {
+ public:
+  Buffer(const std::shared_ptr<Segment>& segment, std::uint64_t offset, std::uint64_t number,
+         std::size_t n_part_bytes, int rank, int n_ranks, std::shared_ptr<BufferTable> table)
+      : range_(segment, offset, n_part_bytes * static_cast<std::size_t>(n_ranks)),
+        table_(std::move(table)),
+        number_(number),
+        data_(range_.data() + n_part_bytes * static_cast<std::size_t>(rank)) {
+    table_->add(
+        {.buffer = number_, .parts = range_.data(), .n_part_bytes = n_part_bytes, .mine = data_});
+  }
+  ~Buffer() override { table_->remove(number_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  std::byte* data() const noexcept override { return data_; }
+
+ private:
+  Range range_;
+  std::shared_ptr<BufferTable> table_;
+  std::uint64_t number_;
+  std::byte* data_;
+};
+
+/// What a rank tells the others of its part in making memory: where, or why not. Rides in the flag.
+struct Outcome {
+  std::uint64_t offset;
+  std::int32_t error_number;
+  std::array<char, kInlineBytes - 12> text;
+};
+static_assert(sizeof(Outcome) <= kInlineBytes);
+
+struct Membership {
+  std::int32_t color;
+  std::int32_t key;
+};
+
+template <class T>
+void show(Channel& channel, const T& value) {
+  std::memcpy(channel.mine(sizeof value), &value, sizeof value);
+}
+
+template <class T>
+T shown_by(Channel& channel, int rank) {
+  T value;
+  std::memcpy(&value, channel.theirs(rank, 1, sizeof value), sizeof value);
+  return value;
+}
+
+/// Calls make(), which may fail on one rank alone, and tells all ranks what came of it: one rank's
+/// failure is everyone's. Ranks of other leaders hear of it too: their group is one group still.
+template <class Make>
+void make_with_all(Channel& channel, const Call& call, const char* what, Outcome& mine, Make make) {
+  try {
+    make();
+  } catch (const SystemError& error) {
+    mine.error_number = error.error_number();
+    // Without the system's own words, which the error that all throw adds.
+    const std::string& text = error.text();
+    base::copy_text(mine.text,
+                    std::string_view(text).substr(
+                        0, text.rfind(fmt::format(": {}", std::strerror(mine.error_number)))));
+  } catch (const std::bad_alloc&) {
+    mine.error_number = ENOMEM;
+    base::copy_text(mine.text, "no memory for the list of ranks");
+  }
+  show(channel, mine);
+  channel.turn(call);
+  for (int r = 0; r < channel.size(); ++r) {
+    const auto outcome = shown_by<Outcome>(channel, r);
+    if (outcome.error_number == 0) continue;
+    channel.fail_system(call, outcome.error_number,
+                        fmt::format("rank {} could not {} shared memory: {}", r, what,
+                                    base::text_in(outcome.text)));
+  }
+}
+
+/// Runs reserve() on the leader; returns on all ranks what it returned there.
+template <class Reserve>
+std::uint64_t reserve_for_all(Channel& channel, const Call& call, int leader, Reserve reserve) {
+  Outcome mine{};
+  make_with_all(channel, call, "reserve", mine, [&] {
+    if (leader == channel.rank()) mine.offset = reserve();
+  });
+  return shown_by<Outcome>(channel, leader).offset;
+}
+
+/// Runs map() on all ranks; returns when it has succeeded on all.
+template <class Map>
+auto map_on_all(Channel& channel, const Call& call, Map map) {
+  decltype(map()) result;
+  Outcome mine{};
+  make_with_all(channel, call, "map", mine, [&] { result = map(); });
+  return result;
+}
+
+/// A rank that cannot finish a call for a reason of its own says so to those who wait.
+template <class Body>
+auto abandoning(Channel& channel, Body body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    // No more than a look where the channel has failed already.
+    channel.abandon(fmt::format("rank {} failed: {}", channel.rank(), error.what()));
+    throw;
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Engine> SharedEngine::join(std::shared_ptr<Seat> seat, const Call& barrier) {
+  Segment& segment = seat->segment();
+  const std::uint64_t offset = segment.header().world_channel;
+  const int rank = seat->world_rank();
+  auto engine = std::make_unique<SharedEngine>(std::move(seat), offset, rank, segment.n_ranks());
+  engine->run(barrier);
+  engine->channel_.seat()->watch_peers();
+  engine->channel_.choose_waiting();
+  return engine;
+}
+
+SharedEngine::SharedEngine(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int n_ranks)
+    : channel_(std::move(seat), offset, rank, n_ranks),
+      inputs_(static_cast<std::size_t>(n_ranks)) {}
+
+std::unique_ptr<Engine> SharedEngine::split(const Call& call, int color, int key) {
+  return abandoning(channel_, [&] { return split_engine(call, color, key); });
+}
+
+std::unique_ptr<Engine> SharedEngine::split_engine(const Call& call, int color, int key) {
+  channel_.begin(call);
+  show(channel_, Membership{.color = color, .key = key});
+  channel_.turn(call);
+
+  std::vector<int> members;
+  std::vector<int> keys(static_cast<std::size_t>(size()));
+  for (int r = 0; r < size(); ++r) {
+    const auto membership = shown_by<Membership>(channel_, r);
+    if (membership.color == color) members.push_back(r);
+    keys[static_cast<std::size_t>(r)] = membership.key;
+  }
+  std::stable_sort(members.begin(), members.end(), [&keys](int a, int b) {
+    return keys[static_cast<std::size_t>(a)] < keys[static_cast<std::size_t>(b)];
+  });
+  const int leader = members.front();
+  const std::uint64_t offset = reserve_for_all(channel_, call, leader, [&] {
+    std::vector<int> world_ranks;
+    for (const int r : members) world_ranks.push_back(channel_.world_rank(r));
+    return Channel::make(channel_.seat()->segment(), world_ranks);
+  });
+  const auto my_rank = std::find(members.begin(), members.end(), rank()) - members.begin();
+  auto engine = map_on_all(channel_, call, [&] {
+    return std::make_unique<SharedEngine>(channel_.seat(), offset, static_cast<int>(my_rank),
+                                          static_cast<int>(members.size()));
+  });
+  engine->channel_.choose_waiting();
+  channel_.end();
+  return engine;
+}
+
+std::unique_ptr<SharedMemory> SharedEngine::allocate(const Call& call) {
+  return abandoning(channel_, [&] { return allocate_buffer(call); });
+}
+
+std::unique_ptr<SharedMemory> SharedEngine::allocate_buffer(const Call& call) {
+  constexpr std::size_t kPage = 4096;  // parts do not share pages: each stays near its own rank
+  channel_.begin(call);
+  const std::size_t n_part_bytes =
+      (std::max<std::size_t>(call.count, 1) + kPage - 1) / kPage * kPage;
+  const std::uint64_t offset = reserve_for_all(channel_, call, /*leader=*/0, [&] {
+    return Range::make(channel_.seat()->segment(), n_part_bytes * static_cast<std::size_t>(size()),
+                       size(), [](std::byte*) {});
+  });
+  ++n_allocated_;
+  auto buffer = map_on_all(channel_, call, [&] {
+    return std::make_unique<Buffer>(channel_.seat()->shared_segment(), offset, n_allocated_,
+                                    n_part_bytes, rank(), size(), buffers_);
+  });
+  channel_.end();
+  return buffer;
+}
+
+}  // namespace lockstep::shared

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engines/ends_with_error.hpp"
+#include "engines/shared/protocol/channel.hpp"
+
+namespace lockstep::shared {
+
+/// The live buffers of one channel's `allocate`, numbered alike on all ranks.
+class BufferTable {
+ public:
+  struct Place {
+    std::uint64_t buffer = 0;  ///< number of the buffer, from 1; 0: memory of another kind
+    std::uint64_t offset = 0;
+    friend bool operator==(const Place&, const Place&) = default;
+  };
+  struct Entry {
+    std::uint64_t buffer;
+    std::byte* parts;          ///< every rank's part, one behind the other
+    std::size_t n_part_bytes;  ///< distance between parts
+    std::byte* mine;
+  };
+
+  void add(const Entry& entry);
+  void remove(std::uint64_t buffer);
+  Place find(const void* data, std::size_t n_bytes) const;
+  Entry entry(std::uint64_t buffer) const;
+
+ private:
+  mutable std::mutex mutex_;  // a handle may be dropped by any thread
+  std::vector<Entry> entries_;
+};
+
+/// Collectives over one channel. collectives.cpp has one function per verb.
+class SharedEngine final : public Engine, public engines::EndsWithError {
+ public:
+  /// Attaches to the world's channel as `seat` and waits for all ranks of the world.
+  static std::unique_ptr<Engine> join(std::shared_ptr<Seat> seat, const Call& barrier);
+
+  SharedEngine(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int n_ranks);
+
+  std::string_view name() const noexcept override { return "shared"; }
+  int rank() const noexcept override { return channel_.rank(); }
+  int size() const noexcept override { return channel_.size(); }
+  bool is_quick() const noexcept override { return !channel_.is_crowded(); }
+  void run(const Call& call) override;
+  std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
+  std::unique_ptr<SharedMemory> allocate(const Call& call) override;
+  void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
+  void end_with(const Error& error) noexcept override { channel_.end_with(error); }
+  void leave(std::string_view failure) noexcept override { channel_.seat()->leave(failure); }
+  void go_away(std::chrono::nanoseconds at_most) noexcept { channel_.go_away(at_most); }
+  void begin_elsewhere(const Call& call) { channel_.begin_elsewhere(call); }
+  void end_elsewhere() noexcept { channel_.end(); }
+  std::shared_ptr<internal::Recorder> recorder() const override {
+    return channel_.seat()->recorder();
+  }
+
+ private:
+  std::unique_ptr<Engine> split_engine(const Call& call, int color, int key);
+  std::unique_ptr<SharedMemory> allocate_buffer(const Call& call);
+  void all_reduce(const Call& call);
+  void all_reduce_in_place(const Call& call, const BufferTable::Place& place);
+  void reduce(const Call& call, bool wants_result);
+  void reduce_flat(const Call& call, bool wants_result);
+  void reduce_sliced(const Call& call, bool wants_result);
+  void broadcast(const Call& call);
+  void gather(const Call& call, bool wants_result);
+  void scatter(const Call& call);
+  void reduce_scatter(const Call& call);
+  void all_to_all(const Call& call);
+
+  template <class Put, class Take>
+  void exchange(const Call& call, std::size_t n_chunks, Put put, Take take);
+  /// Longest piece, where a slot holds one for each peer; and bytes of all of them.
+  std::size_t piece_bytes() const;
+  std::size_t pieces_bytes(std::size_t n_bytes) const {
+    return n_bytes * static_cast<std::size_t>(size() - 1);
+  }
+  template <class Parts>
+  void put_pieces(const Call& call, const Parts& part, std::size_t i);
+  template <class Parts>
+  const std::byte* piece_of(const Call& call, const Parts& part, std::size_t i, int r);
+  bool agree_on_place(const Call& call, BufferTable::Place& place);
+
+  Channel channel_;
+  std::vector<const void*> inputs_;      ///< one per rank, for kernels::reduce
+  std::vector<const std::byte*> parts_;  ///< of one call; its room is kept
+  std::shared_ptr<BufferTable> buffers_ = std::make_shared<BufferTable>();
+  std::uint64_t n_allocated_ = 0;
+};
+
+}  // namespace lockstep::shared

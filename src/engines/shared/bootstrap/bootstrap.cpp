@@ -1,0 +1,420 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <lockstep/error.hpp>
+#include <thread>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/text.hpp"
+#include "engines/shared/bootstrap/bootstrap_common.hpp"
+#include "engines/shared/bootstrap/layout.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+using namespace meeting;  // NOLINT(google-build-using-namespace)
+
+// --- rank 0 ---------------------------------------------------------------------------------
+
+class Leader : Meeting {
+ public:
+  using Meeting::Meeting;
+
+  std::shared_ptr<Seat> run() {
+    if (n_ranks_ > 1) listen();
+    while (n_known_ < n_ranks_ - 1) wait_for_hello();
+    std::shared_ptr<Seat> seat;
+    try {
+      seat = std::make_shared<Seat>(make_world(Segment::for_processes(n_ranks_)), rank_);
+    } catch (const Error& error) {
+      tell_all(Answer::peer_failed, "rank 0 failed: " + error.text());
+      throw;
+    }
+    // Each said its pid, and the system says the same of it here.
+    seat->segment().header().has_one_pid_namespace.store(true, std::memory_order_relaxed);
+    hand_over(*seat);
+    return seat;
+  }
+
+ private:
+  struct Member {
+    base::UniqueFd socket;
+    pid_t pid = 0;
+    int rank = -1;  // -1: has not said yet
+  };
+
+  void listen() {
+    listener_ = open_socket();
+    while (::bind(listener_.get(), name(), address_.n_bytes) != 0) {
+      if (errno != EADDRINUSE) fail_system("bind");
+      ucred holder{};
+      if (const base::UniqueFd probe = connect()) {
+        holder = peer_of(probe);
+        refuse_other_user(holder);
+      }
+      if (Clock::now() > deadline_) {
+        fail(Answer::timeout,
+             fmt::format("process {} holds the socket @{} at which this job's ranks meet; two jobs "
+                         "of one user must differ in what their launcher tells them: {}",
+                         holder.pid, address_.text, job_));
+      }
+      std::this_thread::sleep_for(kRetryEvery);
+    }
+    if (::listen(listener_.get(), n_ranks_) != 0) fail_system("listen at");
+  }
+
+  void wait_for_hello() {
+    std::vector<pollfd> entries{{.fd = listener_.get(), .events = POLLIN, .revents = 0}};
+    for (const Member& member : members_) {
+      entries.push_back({.fd = member.socket.get(), .events = POLLIN, .revents = 0});
+    }
+    if (::poll(entries.data(), entries.size(), milliseconds_to(deadline_)) < 0 && errno != EINTR) {
+      fail_system("poll");
+    }
+    const std::size_t n_before = members_.size();
+    for (std::size_t i = 0; i < n_before; ++i) {
+      if (entries[i + 1].revents != 0) read_from(members_[i]);
+    }
+    if (entries[0].revents != 0) accept();
+    std::erase_if(members_, [](const Member& member) { return !member.socket; });
+    if (Clock::now() > deadline_) fail_all(Answer::timeout, who_is_missing());
+  }
+
+  void accept() {
+    while (true) {
+      Member member;
+      member.socket.reset(
+          ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!member.socket) {
+        const int error_number = errno;
+        if (error_number == EMFILE || error_number == ENFILE || error_number == ENOBUFS ||
+            error_number == ENOMEM) {
+          fail_for_want_of_descriptors(error_number);
+        }
+        return;
+      }
+      const ucred peer = peer_of(member.socket);
+      if (peer.uid != ::geteuid()) continue;  // a stranger hears nothing
+      member.pid = peer.pid;
+      members_.push_back(std::move(member));
+    }
+  }
+
+  void read_from(Member& member) {
+    Hello hello{};
+    const ssize_t n = ::recv(member.socket.get(), &hello, sizeof hello, 0);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (n <= 0) {
+      member.socket.reset();
+      if (member.rank < 0) return;  // somebody who only looked who holds the name
+      fail_all(Answer::peer_lost,
+               fmt::format("rank {} (process {}) died or gave up before all {} ranks had come",
+                           member.rank, member.pid, n_ranks_));
+    }
+    if (n < static_cast<ssize_t>(sizeof(std::uint64_t)) || hello.greeting != kGreeting) {
+      member.socket.reset();
+      return;
+    }
+    check(member, hello, n);
+    member.rank = hello.rank;
+    ++n_known_;
+    // The report of who is missing shall come before anybody's patience ends.
+    const milliseconds patience(std::clamp<std::int64_t>(hello.patience_ms, 0, kLongest.count()));
+    deadline_ = std::min(deadline_, Clock::now() + patience);
+  }
+
+  void check(Member& member, const Hello& hello, ssize_t n_bytes) {
+    if (n_bytes != sizeof hello || hello.layout != kVersion) {
+      fail_all(Answer::mismatch,
+               fmt::format("process {} links another version of lockstep than rank 0 (layout {}, "
+                           "here {}); build all ranks with one",
+                           member.pid, hello.layout, kVersion));
+    }
+    if (hello.n_ranks != n_ranks_ || hello.rank <= 0 || hello.rank >= n_ranks_) {
+      fail_all(Answer::mismatch,
+               fmt::format("process {} is rank {} of {}, but rank 0 has a world of {}; all ranks "
+                           "must be started by one launcher",
+                           member.pid, hello.rank, hello.n_ranks, n_ranks_));
+    }
+    for (const Member& other : members_) {
+      if (other.rank != hello.rank) continue;
+      fail_all(Answer::mismatch,
+               fmt::format("two processes are rank {}: {} and {}; each rank joins once, and a "
+                           "program that a rank starts is no rank",
+                           hello.rank, other.pid, member.pid));
+    }
+    if (hello.pid != member.pid) {
+      fail_all(Answer::unreachable,
+               fmt::format("rank {} is in another process namespace (a container of its own), so "
+                           "its peers could not see it die; start all ranks of this host in one "
+                           "container, or use another backend",
+                           hello.rank));
+    }
+    if (base::text_in(hello.job) != base::text_in(my_job())) {
+      fail_all(Answer::mismatch, fmt::format("rank {} belongs to another job ({}) than rank 0 ({})",
+                                             hello.rank, base::text_in(hello.job), job_));
+    }
+  }
+
+  std::array<char, 512> my_job() const {
+    std::array<char, 512> job{};
+    base::copy_text(job, job_);
+    return job;
+  }
+
+  std::string who_is_missing() const {
+    std::vector<int> missing;
+    for (int r = 1; r < n_ranks_; ++r) {
+      const bool has_come = std::any_of(members_.begin(), members_.end(),
+                                        [r](const Member& member) { return member.rank == r; });
+      if (!has_come) missing.push_back(r);
+    }
+    return fmt::format(
+        "rank{} {} of {} did not come within {:g} s to where the ranks of this host meet; did {} "
+        "end early, start with other variables than rank 0 ({}), or in a container (network "
+        "namespace) of its own? Ranks in several containers meet over mpi, gloo or hierarchical",
+        missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), n_ranks_, limit_seconds(),
+        missing.size() == 1 ? "it" : "they", job_);
+  }
+
+  void tell_all(Answer answer, const std::string& text) {
+    listener_.reset();  // before anybody can try again
+    const Reply reply = refusal(answer, text);
+    for (const Member& member : members_) {
+      if (member.socket) ::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL);
+    }
+  }
+
+  static Reply refusal(Answer answer, const std::string& text, int error_number = 0) {
+    Reply reply{.greeting = kGreeting,
+                .answer = answer,
+                .error_number = error_number,
+                .nonce = 0,
+                .text = {}};
+    base::copy_text(reply.text, text);
+    return reply;
+  }
+
+  /// Those who have come are told and sent away, which makes room to tell the next; and those who
+  /// come a moment later, or they would wait for rank 0 until their limit.
+  [[noreturn]] void fail_for_want_of_descriptors(int error_number) {
+    const std::string text = fmt::format(
+        "rank 0 (process {}) cannot take the connections of all {} ranks of this host; raise its "
+        "limit on open files (ulimit -n) by at least {}, or start the job with `lockstep run`",
+        ::getpid(), n_ranks_, n_ranks_);
+    const Reply reply = refusal(Answer::system, text, error_number);
+    const auto give_up = std::min(deadline_, Clock::now() + kReportTime);
+    for (int n_told = 0; n_told < n_ranks_ - 1 && Clock::now() < give_up;) {
+      for (const Member& member : members_) {
+        // What is closed with its hello unread takes the reply along.
+        pollfd entry{.fd = member.socket.get(), .events = POLLIN, .revents = 0};
+        if (member.rank < 0 && ::poll(&entry, 1, milliseconds_to(give_up)) > 0) {
+          Hello hello{};
+          ::recv(member.socket.get(), &hello, sizeof hello, 0);
+        }
+        if (::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL) > 0) ++n_told;
+      }
+      members_.clear();
+      base::UniqueFd next(
+          ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (next && peer_of(next).uid == ::geteuid()) {
+        members_.emplace_back().socket = std::move(next);
+      } else if (!next) {
+        pollfd entry{.fd = listener_.get(), .events = POLLIN, .revents = 0};
+        ::poll(&entry, 1, milliseconds_to(give_up));
+      }
+    }
+    listener_.reset();
+    fail(Answer::system, text, error_number);
+  }
+
+  [[noreturn]] void fail_all(Answer answer, const std::string& text) {
+    tell_all(answer, text);
+    fail(answer, text);
+  }
+
+  /// From here on failures show in the segment, where rank 0 has its place; only a rank that dies
+  /// before it has taken its own would stay unseen.
+  void hand_over(const Seat& seat) {
+    listener_.reset();  // who has its place may be about to meet again
+    Segment& segment = seat.segment();
+    const Reply reply{.greeting = kGreeting,
+                      .answer = Answer::segment,
+                      .error_number = 0,
+                      .nonce = segment.header().nonce,
+                      .text = {}};
+    for (const Member& member : members_) {
+      if (member.rank >= 0) send_segment(member, reply, segment.fd());
+    }
+    for (const Member& member : members_) {
+      if (member.rank < 0) continue;
+      pollfd entry{.fd = member.socket.get(), .events = POLLIN, .revents = 0};
+      while (::poll(&entry, 1, milliseconds_to(deadline_)) == 0 && Clock::now() < deadline_) {
+      }
+      std::array<char, sizeof Reply::text> said{};
+      const ssize_t n = ::recv(member.socket.get(), said.data(), said.size() - 1, 0);
+      if (base::text_in(said) == kSeated) continue;
+      declare_failed(
+          segment, member.rank,
+          n > 0 ? base::text_in(said) : "died, or took too long, before it took its place");
+    }
+  }
+
+  static void send_segment(const Member& member, const Reply& reply, int fd) {
+    iovec part{.iov_base = const_cast<Reply*>(&reply), .iov_len = sizeof reply};
+    alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof fd)> control{};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof fd);
+    std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
+    ::sendmsg(member.socket.get(), &message, MSG_NOSIGNAL);  // a dead one is found below
+  }
+
+  base::UniqueFd listener_;
+  std::vector<Member> members_;
+  int n_known_ = 0;
+};
+
+// --- all others -----------------------------------------------------------------------------
+
+class Follower : Meeting {
+ public:
+  using Meeting::Meeting;
+
+  std::shared_ptr<Seat> run() {
+    find_leader();
+    say_hello();
+    base::UniqueFd segment_fd;
+    const Reply reply = receive(segment_fd);
+    if (reply.answer != Answer::segment) {
+      fail(reply.answer, std::string(base::text_in(reply.text)), reply.error_number);
+    }
+    std::shared_ptr<Seat> seat;
+    try {
+      if (!segment_fd) {
+        fail(Answer::system,
+             "no descriptor is left for the shared memory; raise the limit on open files "
+             "(ulimit -n)",
+             EMFILE);
+      }
+      seat = std::make_shared<Seat>(Segment::attach(std::move(segment_fd), reply.nonce), rank_);
+    } catch (const Error& error) {
+      say(error.text());
+      throw;
+    }
+    say(kSeated);
+    return seat;
+  }
+
+ private:
+  void say(std::string_view text) const {
+    ::send(socket_.get(), text.data(), text.size(), MSG_NOSIGNAL);
+  }
+
+  void find_leader() {
+    while (!(socket_ = connect())) {
+      if (Clock::now() > deadline_) {
+        fail(Answer::timeout,
+             fmt::format(
+                 "rank 0 of {} did not come within {:g} s to where the ranks of this host "
+                 "meet; did it end early, start with other variables than rank {} ({}), or in "
+                 "a container (network namespace) of its own? Ranks in several containers "
+                 "meet over mpi, gloo or hierarchical",
+                 n_ranks_, limit_seconds(), rank_, job_));
+      }
+      std::this_thread::sleep_for(kRetryEvery);
+    }
+    leader_ = peer_of(socket_);
+    refuse_other_user(leader_);
+  }
+
+  void say_hello() {
+    const auto patience = duration_cast<milliseconds>(deadline_ - Clock::now());
+    Hello hello{.greeting = kGreeting,
+                .layout = kVersion,
+                .rank = rank_,
+                .n_ranks = n_ranks_,
+                .pid = ::getpid(),
+                .patience_ms = patience.count(),
+                .job = {}};
+    base::copy_text(hello.job, job_);
+    if (::send(socket_.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) lose_leader();
+  }
+
+  [[noreturn]] void lose_leader() const {
+    fail(Answer::peer_lost,
+         fmt::format("rank 0 (process {}) died or gave up before all {} ranks had come",
+                     leader_.pid, n_ranks_));
+  }
+
+  Reply receive(base::UniqueFd& segment_fd) {
+    pollfd entry{.fd = socket_.get(), .events = POLLIN, .revents = 0};
+    while (::poll(&entry, 1, milliseconds_to(deadline_ + kReportTime)) <= 0) {
+      if (Clock::now() < deadline_ + kReportTime) continue;
+      fail(Answer::timeout,
+           fmt::format("rank 0 (process {}) has come, but says nothing for {:g} s; is it stopped?",
+                       leader_.pid, limit_seconds()));
+    }
+    Reply reply{};
+    iovec part{.iov_base = &reply, .iov_len = sizeof reply};
+    alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    const ssize_t n = ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC);
+    if (n != sizeof reply) lose_leader();
+    const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
+      segment_fd.reset(fd);
+    }
+    if (reply.greeting != kGreeting) {
+      fail(Answer::mismatch,
+           fmt::format("process {} at @{} does not speak as rank 0 of this version of lockstep",
+                       leader_.pid, address_.text));
+    }
+    return reply;
+  }
+
+  base::UniqueFd socket_;
+  ucred leader_{};
+};
+
+}  // namespace
+
+std::string meeting_name(std::string_view job) {
+  std::uint64_t hash = 0xcbf29ce484222325ULL;  // FNV-1a
+  for (const char c : job) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;
+  return fmt::format("lockstep-{}-{:016x}", ::geteuid(), hash);
+}
+
+std::shared_ptr<Seat> meet(std::string_view job, int rank, int n_ranks, const Call& barrier) {
+  if (n_ranks > kMaxRanks) {
+    throw UsageError(
+        context_of(barrier, rank),
+        fmt::format("{} ranks on one host; the shared engine takes 1 to {}", n_ranks, kMaxRanks));
+  }
+  if (rank == 0) return Leader(job, rank, n_ranks, barrier).run();
+  return Follower(job, rank, n_ranks, barrier).run();
+}
+
+}  // namespace lockstep::shared

@@ -1,0 +1,168 @@
+#pragma once
+
+#include <fmt/format.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <lockstep/error.hpp>
+#include <string>
+#include <string_view>
+
+#include "base/fd.hpp"
+#include "engines/shared/bootstrap/bootstrap.hpp"
+
+/// What both sides of meet() have in common: its messages, and its errors.
+namespace lockstep::shared::meeting {
+
+using std::chrono::duration_cast;
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+inline constexpr std::uint64_t kGreeting = 0x0174656d70736b6cULL;
+inline constexpr std::string_view kSeated = "!";
+inline constexpr milliseconds kRetryEvery{5};
+/// What rank 0's report takes to arrive, at most: it tells more than a member knows.
+inline constexpr milliseconds kReportTime{2000};
+/// Nobody meets for longer, and a clock's count of nanoseconds has its end.
+inline constexpr milliseconds kLongest = std::chrono::hours(24 * 365);
+
+enum class Answer : std::uint32_t {
+  segment,  // its descriptor comes with it
+  mismatch,
+  timeout,
+  peer_lost,
+  peer_failed,
+  unreachable,
+  system,
+};
+
+// One message each, so no part of one can be missing.
+
+/// A member's first message.
+struct Hello {
+  std::uint64_t greeting;
+  std::uint32_t layout;
+  std::int32_t rank;
+  std::int32_t n_ranks;
+  std::int32_t pid;
+  std::int64_t patience_ms;  ///< how long it is going to wait
+  std::array<char, 512> job;
+};
+
+/// Rank 0's answer, when all have come or cannot come any more. A member says then that it has its
+/// place in the segment (kSeated), or why not.
+struct Reply {
+  std::uint64_t greeting;
+  Answer answer;
+  std::int32_t error_number;  ///< of Answer::system
+  std::uint64_t nonce;
+  std::array<char, 1024> text;
+};
+
+struct Address {
+  sockaddr_un name{};
+  socklen_t n_bytes = 0;
+  std::string text;
+};
+
+inline Address address_of(std::string_view job) {
+  Address address;
+  address.text = meeting_name(job);
+  address.name.sun_family = AF_UNIX;
+  // Abstract: a zero byte first, and gone with the socket.
+  std::memcpy(address.name.sun_path + 1, address.text.data(), address.text.size());
+  address.n_bytes =
+      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + address.text.size());
+  return address;
+}
+
+/// Who is at the other end of a connected socket.
+inline ucred peer_of(const base::UniqueFd& socket) {
+  ucred peer{.pid = 0, .uid = static_cast<uid_t>(-1), .gid = 0};
+  socklen_t n_bytes = sizeof peer;
+  ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes);
+  return peer;
+}
+
+class Meeting {
+ public:
+  Meeting(std::string_view job, int rank, int n_ranks, const Call& barrier)
+      : job_(job),
+        rank_(rank),
+        n_ranks_(n_ranks),
+        barrier_(barrier),
+        deadline_(Clock::now() + std::min(barrier.timeout, kLongest)),
+        address_(address_of(job)) {}
+
+ protected:
+  [[noreturn]] void fail(Answer answer, const std::string& text, int error_number = 0) const {
+    const ErrorContext context = context_of(barrier_, rank_);
+    switch (answer) {
+      case Answer::segment: break;
+      case Answer::mismatch: throw MismatchError(context, text);
+      case Answer::timeout: throw TimeoutError(context, text);
+      case Answer::peer_lost: throw PeerLost(context, text);
+      case Answer::peer_failed: throw PeerFailed(context, text);
+      case Answer::unreachable: throw EngineError(context, text);
+      case Answer::system: throw SystemError(context, error_number, text);
+    }
+    throw EngineError(context, "damaged answer: " + text);
+  }
+
+  [[noreturn]] void fail_system(const char* what) const {
+    const int error_number = errno;
+    throw SystemError(
+        context_of(barrier_, rank_), error_number,
+        fmt::format("cannot {} the Unix socket at which the ranks of this host meet", what));
+  }
+
+  base::UniqueFd open_socket() const {
+    base::UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!socket) fail_system("open");
+    return socket;
+  }
+
+  const sockaddr* name() const { return reinterpret_cast<const sockaddr*>(&address_.name); }
+
+  /// A connection to whoever holds the name; none while nobody listens there.
+  base::UniqueFd connect() const {
+    base::UniqueFd socket = open_socket();
+    if (::connect(socket.get(), name(), address_.n_bytes) != 0) {
+      if (errno != ECONNREFUSED && errno != EAGAIN) fail_system("connect");
+      socket.reset();
+    }
+    return socket;
+  }
+
+  void refuse_other_user(const ucred& peer) const {
+    if (peer.uid == ::geteuid()) return;
+    fail(Answer::unreachable,
+         fmt::format("process {} of user {} holds the socket @{} at which this job's ranks meet, "
+                     "and this is user {}; end that process, or start the job with `lockstep run`",
+                     peer.pid, peer.uid, address_.text, ::geteuid()));
+  }
+
+  double limit_seconds() const { return std::chrono::duration<double>(barrier_.timeout).count(); }
+
+  int milliseconds_to(Clock::time_point when) const {
+    const auto left = duration_cast<milliseconds>(when - Clock::now()).count() + 1;
+    return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1000));
+  }
+
+  std::string_view job_;
+  int rank_;
+  int n_ranks_;
+  const Call& barrier_;
+  Clock::time_point deadline_;
+  Address address_;
+};
+
+}  // namespace lockstep::shared::meeting

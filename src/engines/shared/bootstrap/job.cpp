@@ -1,0 +1,79 @@
+#include "engines/shared/bootstrap/job.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <exception>
+#include <vector>
+
+#include "engines/shared/bootstrap/seat.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
+
+namespace lockstep::shared {
+
+Job::Job(int n_ranks) : segment_(make_world(Segment::for_processes(n_ranks))), n_ranks_(n_ranks) {}
+
+Job::~Job() = default;
+
+int Job::fd() const noexcept { return segment_->fd(); }
+
+std::string Job::environment() const {
+  return fmt::format("{}:{:016x}", segment_->fd(), segment_->header().nonce);
+}
+
+void Job::rank_ended(int rank, int wait_status) noexcept {
+  segment_->rank(rank).wait_status_plus_one.store(wait_status + 1, std::memory_order_release);
+}
+
+bool Job::has_joined_rank() const noexcept {
+  for (int r = 0; r < n_ranks_; ++r) {
+    if (segment_->rank(r).pid.load(std::memory_order_relaxed) != 0) return true;
+  }
+  return segment_->header().has_joined_elsewhere.load(std::memory_order_relaxed);
+}
+
+std::optional<int> Job::who_left_before(int failed_rank) const {
+  using State = internal::Operation::State;
+  const auto has_failed = [](const std::vector<internal::Operation>& operations) {
+    return std::ranges::any_of(operations, [](auto& o) { return o.state == State::failed; });
+  };
+  const auto last_calls = internal::operations_of(segment_->rank(failed_rank).flight);
+  // A thread may be in another call when the exception of the first ends the process.
+  if (!has_failed(last_calls) || last_calls.back().state == State::finished) return std::nullopt;
+  const auto& failed = segment_->rank(failed_rank).flight;
+  const auto call = std::ranges::find_if(last_calls.rbegin(), last_calls.rend(),
+                                         [](auto& o) { return o.state == State::failed; });
+  const std::string group(internal::name_of(failed.groups[call->group]));
+  const auto is_member = [&](const internal::FlightRecord& record) {
+    const std::size_t n_groups = internal::n_groups_of(record);
+    for (std::size_t g = 0; g < n_groups; ++g) {
+      if (internal::name_of(record.groups[g]) == group) return true;
+    }
+    return false;
+  };
+  for (int r = 0; r < n_ranks_; ++r) {
+    const RankBlock& rank = segment_->rank(r);
+    const RankState state = rank.state.load(std::memory_order_acquire);
+    const bool has_left = state == RankState::left || state == RankState::failed ||
+                          rank.wait_status_plus_one.load(std::memory_order_acquire) != 0;
+    if (r == failed_rank || !has_left || !is_member(rank.flight)) continue;
+    if (!has_failed(internal::operations_of(rank.flight))) return r;
+  }
+  return std::nullopt;
+}
+
+void Job::write_records(const std::string& dir) const {
+  for (int r = 0; r < n_ranks_; ++r) {
+    const RankBlock& rank = segment_->rank(r);
+    const int status = rank.wait_status_plus_one.load(std::memory_order_acquire);
+    if (status == 0 || rank.flight.is_written.load(std::memory_order_relaxed) != 0) continue;
+    internal::write_record(rank.flight, "the rank " + describe_wait_status(status - 1), dir);
+  }
+}
+
+void note_joined(std::string_view variable) noexcept try {
+  inherit_world(variable)->header().has_joined_elsewhere.store(true, std::memory_order_relaxed);
+} catch (const std::exception&) {  // another library's segment: only the launcher's note is lost
+}
+
+}  // namespace lockstep::shared

@@ -1,0 +1,136 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/cpus.hpp"
+#include "engines/shared/bootstrap/tuning.hpp"
+#include "group/check.hpp"
+#include "record/flight_record.hpp"
+
+/// What lies in shared memory. Processes of one build map it, so every type here is plain data
+/// and lock-free atomics, zero bytes are its initial state, and kVersion changes with it.
+namespace lockstep::shared {
+
+inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
+inline constexpr std::uint32_t kVersion = 8;
+inline constexpr int kMaxRanks = 512;
+/// Two lines: the hardware fetches neighbours in pairs.
+inline constexpr std::size_t kLine = 128;
+inline constexpr std::size_t kFreeRanges = 224;
+
+enum class RankState : std::uint32_t { absent, alive, left, failed };
+
+/// One rank of the world, on its own pages: who it is and how it ended.
+struct alignas(kLine) RankBlock {
+  std::atomic<RankState> state;
+  std::atomic<std::int32_t> pid;
+  std::atomic<std::uint64_t> start_time;      ///< see base::process_start_time
+  std::atomic<std::uint64_t> pid_namespace;   ///< see base::namespace_of
+  std::atomic<std::uint64_t> time_namespace;  ///< the same
+  /// What waitpid said, plus one: written by the launcher; 0 while the rank runs.
+  std::atomic<std::int32_t> wait_status_plus_one;
+  std::atomic<std::int32_t> cpu_quota;
+  std::atomic<bool> takes_fences;  ///< see base/membarrier.hpp
+  std::array<std::atomic<std::uint64_t>, std::tuple_size_v<base::CpuMask>> cpus;
+  /// Text of the exception by which the rank left; complete before state becomes failed.
+  std::array<char, 1024> failure;
+  internal::FlightRecord flight;
+};
+
+/// First bytes of the segment; n_ranks RankBlocks follow.
+struct alignas(kLine) SegmentHeader {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::int32_t n_ranks;
+  std::uint64_t nonce;
+  std::uint64_t world_channel;         ///< offset of the world's channel
+  std::atomic<std::uint64_t> n_bytes;  ///< where ranges have not been yet
+  /// The ranks were seen to be in one PID namespace when they met.
+  std::atomic<bool> has_one_pid_namespace;
+  /// A rank belongs to a world over another engine, which uses nothing else of the segment.
+  std::atomic<bool> has_joined_elsewhere;
+  /// Ranges given back: see free_ranges.hpp.
+  alignas(kLine) std::array<std::atomic<std::uint64_t>, kFreeRanges> free_ranges;
+};
+
+/// First bytes of a range: how many ranks still use it.
+struct alignas(kLine) RangeHeader {
+  std::atomic<std::uint32_t> n_users;
+};
+
+/// What a rank last called on a channel. Only its own rank writes; all fields are relaxed, because
+/// a reader either has acquired the rank's flag of that very call, or prints a diagnosis in which
+/// a torn view does no harm.
+struct CallRecord {
+  std::atomic<std::uint64_t> sequence;
+  std::atomic<std::uint64_t> what;   ///< op, dtype, reduction, finished, root: see pack_what
+  std::atomic<std::uint64_t> count;  ///< elements, or a hash of Call::counts: see kByRank
+  std::atomic<std::uint32_t> site;
+  std::atomic<internal::Check> check;     ///< how much the rank compares
+  std::atomic<std::uint64_t> away_until;  ///< base::ticks(): see Channel::go_away
+};
+
+inline constexpr std::size_t kInlineBytes = 248;
+
+/// A rank's flag of one phase, with the payload that fits beside it.
+struct alignas(kLine) Flag {
+  /// Phase number (32 bits), fingerprint of the call (32 bits).
+  std::atomic<std::uint64_t> word;
+  std::array<std::byte, kInlineBytes> payload;
+};
+static_assert(sizeof(Flag) == 256);
+
+/// Head of a point-to-point message, in its first chunk.
+struct MessageHead {
+  std::atomic<std::int32_t> destination;
+  std::uint32_t dtype;
+  std::uint64_t count;
+};
+
+inline constexpr int kPhases = 3;  ///< slots and flags rotate over so many
+inline constexpr int kOutboxDepth = 2;
+
+/// One rank's control block on a channel.
+struct alignas(kLine) Lane {
+  std::array<Flag, kPhases> flags;
+  alignas(kLine) CallRecord record;
+  /// Chunks sent and chunks taken; the writer of each is another rank, so each has its line.
+  alignas(kLine) std::atomic<std::uint64_t> n_sent;
+  std::array<MessageHead, kOutboxDepth> heads;
+  alignas(kLine) std::atomic<std::uint64_t> n_taken;
+};
+
+enum class FailureKind : std::uint32_t { mismatch, timeout, peer_lost, peer_failed, system };
+enum class FailureState : std::uint32_t { none, writing, ready };
+
+/// Why a channel is dead; written once, by the rank that found out first.
+struct alignas(kLine) Failure {
+  std::atomic<FailureState> state;
+  FailureKind kind;
+  std::int32_t error_number;
+  std::array<char, 16384> text;
+};
+
+/// First bytes of a channel behind its RangeHeader; Lanes, slots and outboxes follow.
+struct alignas(kLine) ChannelHeader {
+  std::int32_t n_ranks;
+  std::uint32_t slot_bytes;
+  std::uint32_t outbox_bytes;
+  Tuning tuning;
+  /// World rank of each member.
+  std::array<std::int32_t, kMaxRanks> members;
+  Failure failure;
+  /// Flags raised so far, over all ranks and phases; used where ranks exceed cores.
+  alignas(kLine) std::atomic<std::uint64_t> n_arrivals;
+  /// Sleepers wait on `bell`; who makes something ready rings it if somebody sleeps.
+  alignas(kLine) std::atomic<std::uint32_t> bell;
+  std::atomic<std::uint32_t> n_sleepers;
+};
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(std::atomic<RankState>::is_always_lock_free);
+
+}  // namespace lockstep::shared

@@ -1,0 +1,253 @@
+#include "engines/shared/bootstrap/seat.hpp"
+
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <lockstep/error.hpp>
+#include <span>
+#include <thread>
+
+#include "base/membarrier.hpp"
+#include "base/text.hpp"
+#include "base/ticks.hpp"
+
+namespace lockstep::shared {
+std::string describe_wait_status(int status) {
+  if (WIFSIGNALED(status)) {
+    const int signal = WTERMSIG(status);
+    const char* name = ::sigabbrev_np(signal);
+    return fmt::format("was killed by signal {} (SIG{})", signal, name != nullptr ? name : "?");
+  }
+  return fmt::format("left the program with exit code {}", WEXITSTATUS(status));
+}
+
+void mark_ended(RankBlock& block, std::string_view failure) noexcept {
+  if (!failure.empty()) base::copy_text(block.failure, failure);
+  // Release: a peer that sees the state sees the text, and all that the rank published before.
+  block.state.store(failure.empty() ? RankState::left : RankState::failed,
+                    std::memory_order_release);
+}
+
+Seat::Seat(std::shared_ptr<Segment> segment, int world_rank)
+    : segment_(std::move(segment)), world_rank_(world_rank), pid_(::getpid()) {
+  RankBlock& mine = block(world_rank_);
+  std::int32_t nobody = 0;
+  if (!mine.pid.compare_exchange_strong(nobody, pid_)) {
+    throw UsageError({.operation = "init_dist"},
+                     fmt::format("rank {} is taken by process {}; each rank joins once, and a "
+                                 "program started by a rank is no rank (unset LOCKSTEP_SEGMENT)",
+                                 world_rank_, nobody));
+  }
+  mine.start_time.store(base::process_start_time(pid_), std::memory_order_relaxed);
+  mine.pid_namespace.store(base::namespace_of("pid"), std::memory_order_relaxed);
+  mine.time_namespace.store(base::namespace_of("time"), std::memory_order_relaxed);
+  mine.cpu_quota.store(base::cpu_quota(), std::memory_order_relaxed);
+  const base::CpuMask mask = base::allowed_cpus();
+  for (std::size_t i = 0; i < mask.size(); ++i) {
+    mine.cpus[i].store(mask[i], std::memory_order_relaxed);
+  }
+  mine.takes_fences.store(base::register_for_fences(), std::memory_order_relaxed);
+  recorder_ = std::make_shared<internal::Recorder>(
+      std::shared_ptr<internal::FlightRecord>(segment_, &mine.flight));
+  // Release: who sees this rank alive sees its pid and cores too.
+  mine.state.store(RankState::alive, std::memory_order_release);
+}
+
+Seat::~Seat() { leave({}); }
+
+void Seat::leave(std::string_view failure) noexcept {
+  // A fork of this process inherits the object but is not the rank.
+  if (left_ || ::getpid() != pid_) return;
+  left_ = true;
+  mark_ended(block(world_rank_), failure);
+}
+
+std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
+  const RankBlock& peer = block(world_rank);
+  // Acquire: see the text of a failure, and everything published before leaving.
+  const RankState state = peer.state.load(std::memory_order_acquire);
+  if (state == RankState::failed) {
+    return Ending{.failed = true, .text = std::string(base::text_in(peer.failure))};
+  }
+  const int status = peer.wait_status_plus_one.load(std::memory_order_acquire);
+  if (state == RankState::left || status != 0) {
+    std::string text = state == RankState::left ? "left the world (destroy_dist, or its end)" : "";
+    if (status != 0) text += (text.empty() ? "" : " and ") + describe_wait_status(status - 1);
+    return Ending{.failed = false, .text = text};
+  }
+  if (state != RankState::alive || !look_closely || !is_gone(world_rank)) return std::nullopt;
+  // A launcher knows the signal or the code as soon as it has reaped the process.
+  for (int i = 0; i < 25; ++i) {
+    if (peer.wait_status_plus_one.load(std::memory_order_acquire) != 0 ||
+        peer.state.load(std::memory_order_acquire) != RankState::alive) {
+      return ending_of(world_rank, /*look_closely=*/false);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return Ending{.failed = false,
+                .text = fmt::format("died (its process {} is gone)",
+                                    peer.pid.load(std::memory_order_relaxed))};
+}
+
+/// A pid means something in one PID namespace only. Without /proc it is known that there is one
+/// where the ranks met; the ranks of `lockstep run` have a launcher that sees them all.
+bool Seat::sees_pids_of(const RankBlock& peer) const noexcept {
+  const std::uint64_t here = block(world_rank_).pid_namespace.load(std::memory_order_relaxed);
+  const std::uint64_t there = peer.pid_namespace.load(std::memory_order_relaxed);
+  if (here != 0 && there != 0) return here == there;
+  return segment_->header().has_one_pid_namespace.load(std::memory_order_relaxed);
+}
+
+/// Under mutex_.
+base::WatchedProcess& Seat::watched(int world_rank) const {
+  const auto n_ranks = static_cast<std::size_t>(segment_->n_ranks());
+  if (watched_.empty()) {
+    watched_.resize(n_ranks);
+    spare_ = base::SpareFd(segment_->kept_fd());
+  }
+  base::WatchedProcess& process = watched_[static_cast<std::size_t>(world_rank)];
+  const RankBlock& peer = block(world_rank);
+  const bool has_joined = peer.state.load(std::memory_order_acquire) != RankState::absent;
+  if (process.is_known() || !has_joined || !sees_pids_of(peer)) return process;
+  // The program needs descriptors more.
+  constexpr rlim_t kShare = 8;
+  rlimit limit{};
+  const bool keeps_pidfd =
+      ::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur / kShare >= n_ranks;
+  process = base::WatchedProcess(peer.pid.load(std::memory_order_relaxed),
+                                 peer.start_time.load(std::memory_order_relaxed), keeps_pidfd);
+  return process;
+}
+
+void Seat::watch_peers() {
+  if (!segment_->is_between_processes()) return;
+  const std::lock_guard lock(mutex_);
+  for (int r = 0; r < segment_->n_ranks(); ++r) {
+    if (r != world_rank_) watched(r);
+  }
+}
+
+base::ProcessState Seat::state_of(int world_rank) const {
+  if (!segment_->is_between_processes()) return base::ProcessState::alive;  // threads
+  const std::lock_guard lock(mutex_);
+  const base::WatchedProcess& process = watched(world_rank);
+  return process.is_known() ? process.state(spare_) : base::ProcessState::unknown;
+}
+
+bool Seat::is_gone(int world_rank) const {
+  if (!segment_->is_between_processes()) return false;
+  const std::lock_guard lock(mutex_);
+  const base::WatchedProcess& process = watched(world_rank);
+  return process.is_known() && process.is_gone(spare_);
+}
+
+bool Seat::is_stopped(int world_rank) const {
+  return state_of(world_rank) == base::ProcessState::stopped;
+}
+
+std::string Seat::condition_of(int world_rank) const {
+  const RankBlock& peer = block(world_rank);
+  if (peer.state.load(std::memory_order_acquire) == RankState::absent) {
+    return "has not joined the world yet (init_dist)";
+  }
+  if (!segment_->is_between_processes()) return "is alive";
+  const pid_t pid = peer.pid.load(std::memory_order_relaxed);
+  switch (state_of(world_rank)) {
+    case base::ProcessState::running: return fmt::format("is running (pid {})", pid);
+    case base::ProcessState::sleeping: return fmt::format("is sleeping (pid {})", pid);
+    case base::ProcessState::stopped:
+      return fmt::format("is stopped by a signal or a debugger (pid {0}; kill -CONT {0})", pid);
+    case base::ProcessState::alive: return fmt::format("is alive (pid {})", pid);
+    case base::ProcessState::gone: return fmt::format("is dead (pid {})", pid);
+    case base::ProcessState::unknown:
+      return fmt::format(
+          "may be alive or dead (its pid {} cannot be seen from here: another PID "
+          "namespace, or no /proc)",
+          pid);
+  }
+  return {};
+}
+
+base::TickAnchor Seat::joined() const noexcept {
+  const internal::FlightRecord& record = block(world_rank_).flight;
+  return {.ticks = record.anchor_ticks, .ns = record.anchor_ns};
+}
+
+std::optional<internal::Operation> Seat::last_operation_of(int world_rank) const {
+  // Acquire: the record's clock is set before the rank is alive.
+  if (block(world_rank).state.load(std::memory_order_acquire) == RankState::absent) {
+    return std::nullopt;
+  }
+  const auto operations = internal::operations_of(block(world_rank).flight, joined());
+  return operations.empty() ? std::nullopt : std::optional(operations.back());
+}
+
+bool Seat::is_in_call(int world_rank) const {
+  const auto last = last_operation_of(world_rank);
+  return last && last->state == internal::Operation::State::under_way;
+}
+
+std::string Seat::doing_of(int world_rank) const {
+  const RankBlock& peer = block(world_rank);
+  const internal::FlightRecord& record = peer.flight;
+  const auto last = last_operation_of(world_rank);
+  if (!last) {
+    // A level of another engine records elsewhere, and nothing here.
+    const bool is_recorded_here =
+        block(world_rank_).flight.n_groups.load(std::memory_order_relaxed) > 0;
+    return is_recorded_here || peer.state.load(std::memory_order_relaxed) == RankState::absent
+               ? "it has made no call yet"
+               : "";
+  }
+  const std::string call =
+      fmt::format("{} #{} on group '{}' at {}", name_of(last->op), last->sequence,
+                  internal::name_of(record.groups[last->group]), last->where);
+  // Without a counter that means the same everywhere, the times of another time namespace do not.
+  const bool has_same_clock = base::kHasTickCounter ||
+                              peer.time_namespace.load(std::memory_order_relaxed) ==
+                                  block(world_rank_).time_namespace.load(std::memory_order_relaxed);
+  const auto since = [&](std::int64_t ns) {
+    return has_same_clock
+               ? fmt::format(
+                     " since {:.1f} s",
+                     static_cast<double>(std::max<std::int64_t>(base::now().ns - ns, 0)) * 1e-9)
+               : std::string();
+  };
+  switch (last->state) {
+    case internal::Operation::State::under_way:
+      return fmt::format("it is in {}{}", call, since(last->start_ns));
+    case internal::Operation::State::finished:
+      return fmt::format("it is in no lockstep call{} (its last: {})", since(last->end_ns), call);
+    case internal::Operation::State::failed: return fmt::format("its last call, {}, failed", call);
+  }
+  return {};
+}
+
+bool Seat::all_take_fences() const {
+  for (int r = 0; r < segment_->n_ranks(); ++r) {
+    if (!block(r).takes_fences.load(std::memory_order_relaxed)) return false;
+  }
+  return true;
+}
+
+bool Seat::is_oversubscribed() const {
+  base::CpuMask together{};
+  int quota = INT32_MAX;
+  for (int r = 0; r < segment_->n_ranks(); ++r) {
+    const RankBlock& peer = block(r);
+    quota = std::min(quota, peer.cpu_quota.load(std::memory_order_relaxed));
+    for (std::size_t i = 0; i < together.size(); ++i) {
+      together[i] |= peer.cpus[i].load(std::memory_order_relaxed);
+    }
+  }
+  int n_cpus = 0;
+  for (const std::uint64_t word : together) n_cpus += std::popcount(word);
+  return segment_->n_ranks() > std::min(n_cpus, quota);
+}
+
+}  // namespace lockstep::shared

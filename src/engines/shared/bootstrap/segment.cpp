@@ -1,0 +1,326 @@
+#include "engines/shared/bootstrap/segment.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <lockstep/error.hpp>
+
+#include "base/file_limit.hpp"
+#include "base/memory.hpp"
+#include "engines/shared/bootstrap/free_ranges.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+std::size_t round_to_pages(std::size_t n_bytes) { return (n_bytes + kPage - 1) / kPage * kPage; }
+
+std::size_t base_bytes(int n_ranks) {
+  return round_to_pages(sizeof(SegmentHeader) +
+                        static_cast<std::size_t>(n_ranks) * sizeof(RankBlock));
+}
+
+/// Why a segment is not used.
+struct Refused {
+  std::string why;
+};
+
+/// A number that tells jobs apart, and tells nobody the nonce.
+std::uint32_t job_number(std::uint64_t nonce) {
+  return static_cast<std::uint32_t>((nonce * 0x9e3779b97f4a7c15ULL) >> 32U) | 1U;
+}
+
+const char* advice_for(int error_number) {
+  switch (error_number) {
+    case EFBIG: return "raise the limit on the size of files, which holds for it too (ulimit -f)";
+    case EMFILE:
+    case ENFILE: return "raise the limit on open files (ulimit -n)";
+    case EPERM:
+    case EACCES:
+    case ENOSYS:
+      return "let the container's seccomp profile, or the sandbox, allow memfd_create, fallocate, "
+             "mmap and getrandom";
+    default: return "free memory, or raise the limits (ulimit -v, the container's memory)";
+  }
+}
+
+[[noreturn]] void fail(const char* what, std::size_t n_bytes, int error_number = errno) {
+  throw SystemError({.operation = "shared memory"}, error_number,
+                    fmt::format("cannot {} {} bytes; {}", what, n_bytes, advice_for(error_number)));
+}
+
+/// Memory for a place in the file, before it is used: a store into shared memory must never end in
+/// SIGBUS. Returns an error number.
+int reserve_pages(int fd, std::uint64_t offset, std::size_t n_bytes) noexcept {
+  struct stat status {};
+  if (::fstat(fd, &status) != 0) return errno;
+  const std::uint64_t end = offset + n_bytes;
+  const bool grows = end > static_cast<std::uint64_t>(status.st_size);
+  if (grows && base::exceeds_file_limit(end)) return EFBIG;
+  while (::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(n_bytes)) != 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
+}
+
+std::byte* map_pages(int fd, std::uint64_t offset, std::size_t n_bytes,
+                     int protection = PROT_READ | PROT_WRITE) {
+  const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED | MAP_POPULATE;
+  void* data = ::mmap(nullptr, n_bytes, protection, flags, fd, static_cast<off_t>(offset));
+  if (data == MAP_FAILED) fail("map", n_bytes);
+  return static_cast<std::byte*>(data);
+}
+
+}  // namespace
+
+void Segment::create(int n_ranks) {
+  if (n_ranks < 1 || n_ranks > kMaxRanks) {
+    throw UsageError(
+        {.operation = "shared memory"},
+        fmt::format("{} ranks asked for; one machine takes 1 to {}", n_ranks, kMaxRanks));
+  }
+  n_ranks_ = n_ranks;
+  n_base_bytes_ = base_bytes(n_ranks);
+  if (fd_) {
+    const int error_number = reserve_pages(fd_.get(), 0, n_base_bytes_);
+    if (error_number != 0) fail("reserve", n_base_bytes_, error_number);
+  }
+  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_));
+  header_->magic = kMagic;
+  header_->version = kVersion;
+  header_->n_ranks = n_ranks;
+  if (::getrandom(&header_->nonce, sizeof header_->nonce, 0) != sizeof header_->nonce) {
+    fail("draw the random", sizeof header_->nonce);
+  }
+  header_->n_bytes.store(n_base_bytes_, std::memory_order_relaxed);
+  for (int r = 0; r < n_ranks; ++r) {
+    internal::FlightRecord& flight = rank(r).flight;
+    flight.rank = r;
+    flight.world_size = n_ranks;
+    flight.job = job_number(header_->nonce);
+  }
+}
+
+std::shared_ptr<Segment> Segment::for_threads(int n_ranks) {
+  std::shared_ptr<Segment> segment(new Segment);
+  segment->create(n_ranks);
+  return segment;
+}
+
+std::shared_ptr<Segment> Segment::for_processes(int n_ranks) {
+  std::shared_ptr<Segment> segment(new Segment);
+  segment->fd_ =
+      base::KeptFd(base::UniqueFd(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
+  if (!segment->fd_) fail("make a memfd for", base_bytes(n_ranks));
+  // A memfd is everybody's to write, should a way to it ever be found.
+  if (::fchmod(segment->fd_.get(), S_IRUSR | S_IWUSR) != 0) fail("protect", base_bytes(n_ranks));
+  // Nobody can cut pages off under a peer's feet.
+  if (::fcntl(segment->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
+    fail("seal the memfd of", base_bytes(n_ranks));
+  }
+  segment->create(n_ranks);
+  return segment;
+}
+
+void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::uint64_t>& nonce) {
+  struct stat status {};
+  if (::fstat(fd.get(), &status) != 0) throw Refused{"the descriptor is closed"};
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
+    throw Refused{"the descriptor is no sealed memfd"};
+  }
+  const auto n_bytes = static_cast<std::size_t>(status.st_size);
+  if (n_bytes < kPage) throw Refused{"it is too short"};
+
+  fd_ = base::KeptFd(std::move(fd));
+  n_base_bytes_ = kPage;
+  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, kPage, protection));
+  if (header_->magic != kMagic) throw Refused{"it holds something else"};
+  if (header_->version != kVersion) {
+    throw Refused{
+        fmt::format("it has layout {}, this library has {}; use the `lockstep` command of the "
+                    "library that the program links",
+                    header_->version, kVersion)};
+  }
+  if (nonce && header_->nonce != *nonce) throw Refused{"it belongs to another job"};
+  const int n_ranks = header_->n_ranks;
+  if (n_ranks < 1 || n_ranks > kMaxRanks || n_bytes < base_bytes(n_ranks)) {
+    throw Refused{"its header is damaged"};
+  }
+  n_ranks_ = n_ranks;
+  ::munmap(header_, kPage);
+  header_ = nullptr;
+  n_base_bytes_ = base_bytes(n_ranks);
+  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_, protection));
+}
+
+std::shared_ptr<Segment> Segment::attach(base::UniqueFd fd, std::uint64_t nonce) {
+  std::shared_ptr<Segment> segment(new Segment);
+  try {
+    segment->open(std::move(fd), PROT_READ | PROT_WRITE, nonce);
+  } catch (const Refused& refused) {
+    throw UsageError({.operation = "init_dist"},
+                     "LOCKSTEP_SEGMENT does not name this job's segment: " + refused.why +
+                         ". Start the program with `lockstep run`, or unset the variable");
+  }
+  return segment;
+}
+
+std::shared_ptr<const Segment> Segment::look(base::UniqueFd fd) {
+  std::shared_ptr<Segment> segment(new Segment);
+  try {
+    segment->open(std::move(fd), PROT_READ, std::nullopt);
+  } catch (const Refused& refused) {
+    throw UsageError({.operation = "lockstep top"}, "cannot look at this job: " + refused.why);
+  }
+  return segment;
+}
+
+Segment::~Segment() {
+  if (header_ != nullptr) ::munmap(header_, n_base_bytes_);
+}
+
+RankBlock& Segment::rank(int world_rank) noexcept {
+  return reinterpret_cast<RankBlock*>(header_ + 1)[world_rank];
+}
+
+const RankBlock& Segment::rank(int world_rank) const noexcept {
+  return reinterpret_cast<const RankBlock*>(header_ + 1)[world_rank];
+}
+
+void Segment::check_fd() const {
+  if (fd_.is_intact()) return;
+  throw SystemError({.operation = "shared memory"}, EBADF,
+                    fmt::format("the program has closed descriptor {} of the shared memory, as "
+                                "closefrom and close_range do; close only what the program opened, "
+                                "or do so before init_dist",
+                                fd_.get()));
+}
+
+std::uint64_t Segment::take_offset(std::size_t n_bytes) noexcept {
+  const std::size_t n_pages = n_bytes / kPage;
+  const std::uint64_t end = header_->n_bytes.load(std::memory_order_relaxed);
+  if (n_pages <= UINT32_MAX) {
+    const auto first = FreeRanges(header_->free_ranges).take(static_cast<std::uint32_t>(n_pages));
+    const std::uint64_t offset = first.value_or(0) * std::uint64_t{kPage};
+    if (offset >= n_base_bytes_ && offset + n_bytes <= end) return offset;  // else damaged
+  }
+  return header_->n_bytes.fetch_add(n_bytes, std::memory_order_relaxed);
+}
+
+void Segment::give_back_offset(std::uint64_t offset, std::size_t n_bytes) noexcept {
+  if ((offset + n_bytes) / kPage > UINT32_MAX) return;
+  FreeRanges(header_->free_ranges)
+      .put({.first = static_cast<std::uint32_t>(offset / kPage),
+            .n = static_cast<std::uint32_t>(n_bytes / kPage)});
+}
+
+std::uint64_t Segment::reserve(std::size_t n_bytes) {
+  n_bytes = round_to_pages(n_bytes);
+  // The system would give page after page and then end processes to find more.
+  if (n_bytes > base::available_memory()) fail("reserve", n_bytes, ENOMEM);
+  if (!fd_) return reinterpret_cast<std::uint64_t>(map_pages(-1, 0, n_bytes));
+  check_fd();
+  const std::uint64_t offset = take_offset(n_bytes);
+  const int error_number = reserve_pages(fd_.get(), offset, n_bytes);
+  if (error_number != 0) {
+    give_back_offset(offset, n_bytes);
+    fail("reserve", n_bytes, error_number);
+  }
+  return offset;
+}
+
+void Segment::release(std::uint64_t offset, std::size_t n_bytes) noexcept {
+  n_bytes = round_to_pages(n_bytes);
+  if (!fd_) {
+    ::munmap(reinterpret_cast<void*>(offset), n_bytes);
+    return;
+  }
+  if (!fd_.is_intact()) return;  // the pages stay until the job's end
+  const bool is_zero = ::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                                   static_cast<off_t>(offset), static_cast<off_t>(n_bytes)) == 0;
+  if (is_zero) give_back_offset(offset, n_bytes);
+}
+
+std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes) {
+  if (!fd_) return reinterpret_cast<std::byte*>(offset);
+  n_bytes = round_to_pages(n_bytes);
+  check_fd();
+  // A peer said where; a store behind the end would end in SIGBUS.
+  struct stat status {};
+  if (::fstat(fd_.get(), &status) != 0) fail("look at", n_bytes);
+  const auto end = static_cast<std::uint64_t>(status.st_size);
+  if (offset < n_base_bytes_ || offset % kPage != 0 || offset > end || n_bytes > end - offset) {
+    throw EngineError({.operation = "shared memory"},
+                      fmt::format("a peer names {} bytes at {} of a segment of {}; its memory is "
+                                  "damaged: start the job again",
+                                  n_bytes, offset, end));
+  }
+  return map_pages(fd_.get(), offset, n_bytes);
+}
+
+void Segment::unmap(std::byte* data, std::size_t n_bytes) noexcept {
+  if (fd_) ::munmap(data, round_to_pages(n_bytes));
+}
+
+std::size_t Range::total(std::size_t n_bytes) noexcept { return sizeof(RangeHeader) + n_bytes; }
+
+std::uint64_t Range::make(Segment& segment, std::size_t n_bytes, int n_users,
+                          const std::function<void(std::byte*)>& initialise) {
+  const std::uint64_t offset = segment.reserve(total(n_bytes));
+  try {
+    std::byte* data = segment.map(offset, total(n_bytes));
+    reinterpret_cast<RangeHeader*>(data)->n_users.store(static_cast<std::uint32_t>(n_users),
+                                                        std::memory_order_relaxed);
+    initialise(data + sizeof(RangeHeader));
+    segment.unmap(data, total(n_bytes));
+  } catch (...) {
+    segment.release(offset, total(n_bytes));
+    throw;
+  }
+  return offset;
+}
+
+std::byte* Range::attach(Segment& segment, std::uint64_t offset, std::size_t n_bytes) try {
+  return segment.map(offset, n_bytes);
+} catch (const SystemError&) {
+  // The peers' ranges end without this user; there may be room for a page.
+  try {
+    std::byte* const page = segment.map(offset, sizeof(RangeHeader));
+    detach(segment, *reinterpret_cast<RangeHeader*>(page), offset, n_bytes, sizeof(RangeHeader));
+  } catch (const Error&) {
+  }
+  throw;
+}
+
+Range::Range(std::shared_ptr<Segment> segment, std::uint64_t offset, std::size_t n_bytes)
+    : segment_(std::move(segment)),
+      offset_(offset),
+      n_bytes_(n_bytes),
+      data_(attach(*segment_, offset, total(n_bytes))),
+      pid_(::getpid()) {}
+
+void Range::detach(Segment& segment, RangeHeader& header, std::uint64_t offset, std::size_t n_bytes,
+                   std::size_t n_mapped_bytes) noexcept {
+  // Acquire and release: the last one frees what the others have finished using.
+  const bool is_last = header.n_users.fetch_sub(1, std::memory_order_acq_rel) == 1;
+  segment.unmap(reinterpret_cast<std::byte*>(&header), n_mapped_bytes);
+  if (is_last) segment.release(offset, n_bytes);
+}
+
+Range::~Range() {
+  if (pid_ != ::getpid()) {
+    segment_->unmap(data_, total(n_bytes_));
+    return;
+  }
+  detach(*segment_, *reinterpret_cast<RangeHeader*>(data_), offset_, total(n_bytes_),
+         total(n_bytes_));
+}
+
+}  // namespace lockstep::shared

@@ -1,0 +1,105 @@
+#include "engines/shared/bootstrap/tuning.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+#include <iterator>
+#include <limits>
+#include <lockstep/error.hpp>
+#include <string_view>
+
+#include "engines/shared/bootstrap/tuning_table.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+/// What `lockstep bench --tune` found best on one kind of CPU, for 2 ranks and for more.
+struct Entry {
+  std::string_view vendor;
+  unsigned family;
+  unsigned model;
+  std::uint64_t chunk_bytes;
+  std::uint64_t flat_bytes_in_all;    ///< divided by the ranks
+  std::uint64_t pair_in_place_bytes;  ///< of 2 ranks
+  std::uint64_t in_place_bytes;       ///< of more
+};
+
+constexpr std::uint64_t kKiB = 1024;
+
+/// Add a line where a machine was measured: with its cores its own, once for 2 and once for more
+/// ranks, as docs/performance.md says.
+constexpr Entry kMeasured[] = {
+    // Xeon, Skylake-SP to Cooper Lake: 1 MiB of second-level cache
+    {"GenuineIntel", 6, 85, 64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB},
+    // EPYC 9004 (Zen 4): 1 MiB of second-level cache, 32 MiB that eight cores share
+    {"AuthenticAMD", 25, 17, 256 * kKiB, 128 * kKiB, 2 * kKiB, 16 * kKiB},
+};
+
+/// Of a CPU that nobody measured: as on the first above, but four pieces that a rank works on at
+/// once (its data, what it shows, what it reads, the result) take at most a quarter of the cache.
+Entry expected(std::size_t l2_bytes) {
+  Entry entry = kMeasured[0];
+  if (l2_bytes != 0) {
+    entry.chunk_bytes =
+        std::clamp<std::uint64_t>(l2_bytes / 16 / 4096 * 4096, 16 * kKiB, entry.chunk_bytes);
+  }
+  return entry;
+}
+
+}  // namespace
+
+Tuning measured_for(int n_ranks, const base::CpuModel& cpu) {
+  const auto* const found = std::ranges::find_if(kMeasured, [&](const Entry& entry) {
+    return entry.vendor == cpu.vendor_name() && entry.family == cpu.family &&
+           entry.model == cpu.model;
+  });
+  const Entry entry = found == std::end(kMeasured) ? expected(cpu.l2_bytes) : *found;
+  Tuning tuning{};
+  // Two ranks read the same from each other either way, and flat has one phase for two.
+  tuning.flat_bytes = n_ranks == 2 ? std::numeric_limits<std::uint64_t>::max()
+                                   : entry.flat_bytes_in_all / static_cast<std::uint64_t>(n_ranks);
+  tuning.chunk_bytes = entry.chunk_bytes;
+  tuning.in_place_bytes = n_ranks == 2 ? entry.pair_in_place_bytes : entry.in_place_bytes;
+  return tuning;
+}
+
+Tuning tuning_for(int n_ranks, const std::optional<std::string>& variable) {
+  Tuning tuning = measured_for(n_ranks, base::cpu_model());
+  const auto refuse = [&](std::string_view item) {
+    throw UsageError({.operation = "init_dist"},
+                     fmt::format("LOCKSTEP_TUNE has '{}'; it takes flat=BYTES, chunk=BYTES (4096 "
+                                 "and more) and inplace=BYTES, with commas between "
+                                 "(docs/performance.md)",
+                                 item));
+  };
+  std::string_view rest = variable ? std::string_view(*variable) : std::string_view();
+  while (!rest.empty()) {
+    const std::string_view item = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.size(), item.size() + 1));
+    const std::size_t equals = std::min(item.find('='), item.size());
+    const std::string_view name = item.substr(0, equals);
+    const std::string_view value = item.substr(std::min(equals + 1, item.size()));
+    std::uint64_t n_bytes = 0;
+    const auto parsed = std::from_chars(value.data(), value.data() + value.size(), n_bytes);
+    if (parsed.ec != std::errc() || parsed.ptr != value.data() + value.size()) refuse(item);
+    if (name == "flat") {
+      tuning.flat_bytes = n_bytes;
+    } else if (name == "chunk" && n_bytes >= 4096) {
+      tuning.chunk_bytes = n_bytes / 4096 * 4096;  // whole elements and lines
+    } else if (name == "inplace") {
+      tuning.in_place_bytes = n_bytes;
+    } else {
+      refuse(item);
+    }
+  }
+  return tuning;
+}
+
+Tuning tuning_for(int n_ranks) {
+  const char* const text = std::getenv("LOCKSTEP_TUNE");  // as Env::tune
+  return tuning_for(n_ranks, text == nullptr ? std::nullopt : std::optional<std::string>(text));
+}
+
+}  // namespace lockstep::shared

@@ -1,0 +1,174 @@
+#include "engines/shared/protocol/channel.hpp"
+
+#include <algorithm>
+
+#include "engines/shared/protocol/call_record.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+/// What a call costs without being compared and written down is measured (bench/peers/bare.cpp).
+#ifdef LOCKSTEP_BARE
+constexpr bool kWritesDown = false;
+#else
+constexpr bool kWritesDown = true;
+#endif
+
+/// A machine's memory is finite and groups are cheap to ask for: a channel's slots take about
+/// 3 MiB together, however many ranks it has.
+std::uint32_t slot_bytes_for(int n_ranks) {
+  constexpr std::uint32_t kTogether = 1U << 20U;
+  constexpr std::uint32_t kPage = 4096;
+  const std::uint32_t share = kTogether / static_cast<std::uint32_t>(n_ranks) / kPage * kPage;
+  return std::clamp(share, 16U << 10U, 256U << 10U);
+}
+
+std::uint32_t outbox_bytes_for(int n_ranks) {
+  return std::min(slot_bytes_for(n_ranks), 64U << 10U);
+}
+
+/// Offsets of a channel's parts behind its header.
+struct Parts {
+  std::size_t lanes;
+  std::size_t slots;
+  std::size_t outboxes;
+  std::size_t end;
+};
+
+Parts parts_of(int n_ranks) {
+  constexpr std::size_t kPage = 4096;
+  const auto n = static_cast<std::size_t>(n_ranks);
+  Parts parts{};
+  parts.lanes = sizeof(ChannelHeader);
+  parts.slots = (parts.lanes + n * sizeof(Lane) + kPage - 1) / kPage * kPage;
+  parts.outboxes = parts.slots + n * kPhases * slot_bytes_for(n_ranks);
+  parts.end = parts.outboxes + n * kOutboxDepth * outbox_bytes_for(n_ranks);
+  return parts;
+}
+
+void mix(std::uint64_t& hash, std::uint64_t value) {
+  hash = (hash ^ value) * 0x9e3779b97f4a7c15ULL;
+  hash ^= hash >> 29U;
+}
+
+/// 32 bits of everything the ranks must agree on; `site`: 0, or also a hash of the source line.
+std::uint32_t fingerprint_of(const Call& call, std::uint64_t site) {
+  std::uint64_t hash = pack_what(call);
+  mix(hash, call.counts.empty() ? call.count : 0);
+  for (const std::size_t count : call.counts) mix(hash, count);
+  if (site != 0) mix(hash, site);
+  if (call.whole != nullptr) mix(hash, fingerprint_of(*call.whole, /*site=*/0));
+  return static_cast<std::uint32_t>(hash >> 16U);
+}
+
+std::uint64_t hash_of(std::span<const std::size_t> counts) {
+  std::uint64_t hash = counts.size();
+  for (const std::size_t count : counts) mix(hash, count);
+  return hash >> 16U;
+}
+
+}  // namespace
+
+std::uint64_t Channel::make(Segment& segment, std::span<const int> members) {
+  const int n_ranks = static_cast<int>(members.size());
+  return Range::make(segment, parts_of(n_ranks).end, n_ranks, [&](std::byte* data) {
+    auto* header = reinterpret_cast<ChannelHeader*>(data);
+    header->n_ranks = n_ranks;
+    header->slot_bytes = slot_bytes_for(n_ranks);
+    header->outbox_bytes = outbox_bytes_for(n_ranks);
+    header->tuning = tuning_for(n_ranks);
+    std::copy(members.begin(), members.end(), header->members.begin());
+  });
+}
+
+Channel::Channel(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int n_ranks)
+    : seat_(std::move(seat)),
+      range_(seat_->shared_segment(), offset, parts_of(n_ranks).end),
+      header_(reinterpret_cast<ChannelHeader*>(range_.data())),
+      lanes_(reinterpret_cast<Lane*>(range_.data() + parts_of(n_ranks).lanes)),
+      slots_(range_.data() + parts_of(n_ranks).slots),
+      outboxes_(range_.data() + parts_of(n_ranks).outboxes),
+      rank_(rank),
+      swaps_slots_(n_ranks == 2) {
+  for (int r = 0; r < n_ranks; ++r) {
+    if (r != rank_) peers_.push_back(r);
+  }
+  absent_.reserve(static_cast<std::size_t>(n_ranks));
+  lane(rank_).record.check.store(check_, std::memory_order_relaxed);
+}
+
+void Channel::choose_waiting() {
+  is_crowded_ = seat_->is_oversubscribed();
+  sleepers_fence_ = !is_crowded_ && seat_->all_take_fences();
+}
+
+void Channel::begin(const Call& call) {
+  if (has_failed()) throw_failure(call);  // found by others while this rank was elsewhere
+  has_waited_ = false;
+  if (!kWritesDown) return;
+  if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
+    site_file_ = call.where.file_name();
+    site_line_ = call.where.line();
+    site_ = seat_->site(call.where);
+    if (check_ == internal::Check::full) site_hash_ = internal::hash_of(call.where);
+  }
+  fingerprint_ = fingerprint_of(call, site_hash_);
+  const Call& shown = call.whole != nullptr ? *call.whole : call;
+  CallRecord& record = lane(rank_).record;
+  record.sequence.store(call.sequence, std::memory_order_relaxed);
+  const bool is_by_rank = !shown.counts.empty();  // then each rank's own count may be another
+  record.what.store(pack_what(shown) | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
+  record.count.store(is_by_rank ? hash_of(shown.counts) : shown.count, std::memory_order_relaxed);
+  // Release: who reads the number finds the text of the place.
+  record.site.store(site_, std::memory_order_release);
+}
+
+void Channel::begin_elsewhere(const Call& call) {
+  begin(call);
+  if (!kWritesDown) return;
+  auto& what = lane(rank_).record.what;
+  what.store(what.load(std::memory_order_relaxed) | kElsewhere, std::memory_order_relaxed);
+}
+
+void Channel::end() noexcept {
+  if (!kWritesDown) return;
+  auto& what = lane(rank_).record.what;
+  what.store(what.load(std::memory_order_relaxed) | kFinished, std::memory_order_relaxed);
+}
+
+void Channel::turn(const Call& call) {
+  const std::uint64_t word = phase_ << 32U | fingerprint_;
+  std::atomic<std::uint64_t>& flag = lane(rank_).flags[static_cast<std::size_t>(turn_)].word;
+  // model: raise
+  if (sleepers_fence_) {
+    flag.store(word, std::memory_order_release);
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // the compiler keeps the order
+  } else {
+    flag.store(word, std::memory_order_seq_cst);
+  }
+  if (is_crowded_) {
+    const std::uint64_t all = phase_ * static_cast<std::uint64_t>(size());
+    // model: arrive, ring
+    if (header_->n_arrivals.fetch_add(1, std::memory_order_seq_cst) + 1 == all) wake_sleepers();
+    if (call.track != nullptr) call.track->arrived(call);
+    wait(call, kEverybody,
+         [this, all] { return header_->n_arrivals.load(std::memory_order_seq_cst) >= all; });
+  } else {
+    wake_sleepers();
+    // It is written down while the peers' lines, which come from other cores, are on their way.
+    if (call.track != nullptr) call.track->arrived(call);
+    for (const int peer : peers_) {
+      wait(call, kEverybody, [this, peer] { return is_raised(flag_of(peer)); });
+    }
+  }
+  for (const int peer : peers_) {
+    if (flag_of(peer) != word) fail_mismatch(call);
+  }
+  ++phase_;
+  if (++turn_ == kPhases) {
+    turn_ = 0;
+    rotation_ ^= 1;
+  }
+}
+
+}  // namespace lockstep::shared

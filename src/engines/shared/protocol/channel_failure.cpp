@@ -1,0 +1,177 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <lockstep/error.hpp>
+#include <thread>
+
+#include "base/text.hpp"
+#include "engines/shared/protocol/call_record.hpp"
+#include "engines/shared/protocol/channel.hpp"
+#include "group/mismatch.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+/// How long the ranks that are there wait for the others' part of a story before they tell it.
+constexpr milliseconds kReportPatience{300};
+
+}  // namespace
+
+void Channel::note_failure(FailureKind kind, std::string_view text, int error_number) noexcept {
+  Failure& failure = header_->failure;
+  auto none = FailureState::none;
+  if (!failure.state.compare_exchange_strong(none, FailureState::writing)) return;
+  failure.kind = kind;
+  failure.error_number = error_number;
+  base::copy_text(failure.text, text);
+  failure.state.store(FailureState::ready, std::memory_order_seq_cst);
+  header_->bell.fetch_add(1, std::memory_order_seq_cst);
+  base::futex_wake_all(header_->bell, seat_->segment().scope());
+}
+
+void Channel::fail(const Call& call, FailureKind kind, const std::string& text, int error_number) {
+  note_failure(kind, text, error_number);
+  throw_failure(call);
+}
+
+void Channel::abandon(std::string_view reason) noexcept {
+  note_failure(FailureKind::peer_failed, reason, /*error_number=*/0);
+}
+
+void Channel::end_with(const Error& error) noexcept {
+  FailureKind kind = FailureKind::peer_failed;
+  if (dynamic_cast<const MismatchError*>(&error) != nullptr) {
+    kind = FailureKind::mismatch;
+  } else if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
+    kind = FailureKind::timeout;
+  } else if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
+    kind = FailureKind::peer_lost;
+  }
+  const bool names_its_rank =
+      kind != FailureKind::peer_failed || dynamic_cast<const PeerFailed*>(&error) != nullptr;
+  try {
+    note_failure(kind,
+                 names_its_rank ? std::string(error.text())
+                                : fmt::format("rank {} failed: {}", rank_, error.text()),
+                 /*error_number=*/0);
+  } catch (const std::bad_alloc&) {
+    note_failure(kind, "a rank failed; no memory was left to say how", /*error_number=*/0);
+  }
+}
+
+void Channel::throw_failure(const Call& call) {
+  Failure& failure = header_->failure;
+  const auto give_up = steady_clock::now() + kReportPatience;
+  while (failure.state.load(std::memory_order_acquire) != FailureState::ready) {
+    if (steady_clock::now() > give_up) {
+      throw PeerLost(context_of(call, rank_), "a rank died while it wrote why the group failed");
+    }
+    std::this_thread::yield();
+  }
+  const std::string text(base::text_in(failure.text));
+  switch (failure.kind) {
+    case FailureKind::mismatch: throw MismatchError(context_of(call, rank_), text);
+    case FailureKind::timeout: throw TimeoutError(context_of(call, rank_), text);
+    case FailureKind::peer_lost: throw PeerLost(context_of(call, rank_), text);
+    case FailureKind::peer_failed: throw PeerFailed(context_of(call, rank_), text);
+    case FailureKind::system:
+      throw SystemError(context_of(call, rank_), failure.error_number, text);
+  }
+  throw PeerLost(context_of(call, rank_), "the group's failure record is damaged");
+}
+
+void Channel::fail_system(const Call& call, int error_number, const std::string& text) {
+  fail(call, FailureKind::system, text, error_number);
+}
+
+std::string Channel::call_of(int rank) const {
+  const CallRecord& record = lane(rank).record;
+  const std::uint32_t site = record.site.load(std::memory_order_acquire);
+  const std::uint64_t what = record.what.load(std::memory_order_relaxed);
+  const std::uint64_t sequence = record.sequence.load(std::memory_order_relaxed);
+  if (sequence == 0) return "none";
+  const std::string peer =
+      (what & kElsewhere) == 0
+          ? ""
+          : fmt::format(" {} rank {} on another host", op_of(what) == Op::recv ? "from" : "to",
+                        root_of(what));
+  return fmt::format("{}{} #{} at {} ({})", name_of(op_of(what)), peer, sequence,
+                     seat_->site_name(world_rank(rank), site),
+                     (what & kFinished) != 0 ? "finished" : "under way");
+}
+
+bool Channel::is_in_call_elsewhere(int rank) const {
+  const std::uint64_t what = lane(rank).record.what.load(std::memory_order_relaxed);
+  return (what & kElsewhere) != 0 && (what & kFinished) == 0;
+}
+
+void Channel::fail_mismatch(const Call& call) {
+  const auto give_up = steady_clock::now() + std::min(kReportPatience, call.timeout);
+  while (!absent(kEverybody).empty() && steady_clock::now() < give_up && !has_failed()) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  if (has_failed()) throw_failure(call);
+
+  for (const int peer : peers_) {
+    const internal::Check theirs = lane(peer).record.check.load(std::memory_order_relaxed);
+    // Only `full` compares more here.
+    if (!is_raised(flag_of(peer)) ||
+        (theirs == internal::Check::full) == (check_ == internal::Check::full)) {
+      continue;
+    }
+    const internal::RankCheck levels[] = {{rank_, check_}, {peer, theirs}};
+    fail(call, FailureKind::mismatch, internal::text_of_checks(levels));
+  }
+
+  internal::MismatchTable table;
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank_ && !is_raised(flag_of(r))) {
+      table.add_absent(r, call_of(r));
+      continue;
+    }
+    const CallRecord& record = lane(r).record;
+    const std::uint32_t site = record.site.load(std::memory_order_acquire);
+    const std::uint64_t what = record.what.load(std::memory_order_relaxed);
+    const std::uint64_t count = record.count.load(std::memory_order_relaxed);
+    table.add(
+        {.rank = r,
+         .op = op_of(what),
+         .dtype = dtype_of(what),
+         .reduce = reduce_of(what),
+         .root = root_of(what),
+         .count = (what & kByRank) != 0 ? internal::count_by_rank(count) : std::to_string(count),
+         .where = std::string(seat_->site_name(world_rank(r), site)),
+         .fingerprint = r == rank_ ? fingerprint_ : static_cast<std::uint32_t>(flag_of(r))});
+  }
+  fail(call, FailureKind::mismatch, table.text());
+}
+
+void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
+  std::vector<int> present;
+  for (int r = 0; r < size(); ++r) {
+    if (std::find(absent.begin(), absent.end(), r) == absent.end()) present.push_back(r);
+  }
+  // Who is late throws this text too, when it comes: so it says who waited.
+  std::string text = fmt::format("rank {} waited {:g} s for rank{} {} of {}; here: {}", rank_,
+                                 std::chrono::duration<double>(call.timeout).count(),
+                                 absent.size() == 1 ? "" : "s", internal::list_of(absent), size(),
+                                 internal::list_of(present));
+  // Who is in another call most likely waits too, for one who is in none.
+  std::ranges::stable_partition(absent, [this](int r) {
+    return !seat_->is_in_call(world_rank(r)) && !is_in_call_elsewhere(r);
+  });
+  for (const int r : absent) {
+    const std::string doing = seat_->doing_of(world_rank(r));
+    fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}{}{}", r,
+                   seat_->condition_of(world_rank(r)), call_of(r), doing.empty() ? "" : "; ",
+                   doing);
+  }
+  fail(call, FailureKind::timeout, text);
+}
+
+}  // namespace lockstep::shared

@@ -1,0 +1,122 @@
+#include <algorithm>
+
+#include "base/membarrier.hpp"
+#include "base/ticks.hpp"
+#include "engines/shared/protocol/channel.hpp"
+
+namespace lockstep::shared {
+
+using std::chrono::steady_clock;
+
+namespace {
+
+/// How often a sleeper looks whether those it waits for still live: well within the second in
+/// which everyone shall know.
+constexpr std::chrono::milliseconds kLookEvery{20};
+
+/// Waking takes longer than most ranks are late, on a virtual core above all. Where each has a
+/// core, a waiter lends its own for so long to whoever wants it, such as its group's worker, before
+/// it sleeps. By the clock: a yield among programs that want the core takes milliseconds.
+constexpr std::chrono::microseconds kPatience{1500};
+
+}  // namespace
+
+void Channel::ring() noexcept {
+  header_->bell.fetch_add(1, std::memory_order_seq_cst);          // model: strike
+  base::futex_wake_all(header_->bell, seat_->segment().scope());  // model: wake
+}
+
+void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
+  header_->n_sleepers.fetch_add(1, std::memory_order_seq_cst);               // model: doze
+  if (sleepers_fence_) base::fence_registered();                             // model: fence
+  const std::uint32_t bell = header_->bell.load(std::memory_order_seq_cst);  // model: listen
+  if (!ready() && !has_failed()) {                                           // model: poll
+    // model: block
+    base::futex_wait(header_->bell, bell, at_most, seat_->segment().scope());
+  }
+  header_->n_sleepers.fetch_sub(1, std::memory_order_seq_cst);  // model: rise
+}
+
+void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
+  if (call.track != nullptr) call.track->slept(call);
+  auto now = steady_clock::now();
+  for (const auto end = now + kPatience; !is_crowded_ && now < end; now = steady_clock::now()) {
+    if (ready()) return;
+    base::yield_cpu();
+  }
+  if (!has_waited_) {
+    has_waited_ = true;
+    wait_began_ = now;  // the polling before costs less than a clock would at every call
+  }
+  auto next_look = now + kLookEvery;
+  for (unsigned round = 0; !ready(); now = steady_clock::now()) {
+    if (has_failed()) throw_failure(call);
+    if (now >= next_look) {
+      look_for_the_dead(call, awaited, ready, round++);
+      next_look = now + kLookEvery;
+    }
+    const auto left = call.timeout - (now - wait_began_);
+    if (left <= left.zero()) {
+      const std::vector<int>& ranks = late(awaited);
+      if (ready()) return;
+      if (!ranks.empty()) fail_timeout(call, ranks);
+    }
+    sleep(ready,
+          left <= left.zero() ? kLookEvery : std::min<std::chrono::nanoseconds>(left, kLookEvery));
+  }
+}
+
+const std::vector<int>& Channel::absent(int awaited) {
+  absent_.clear();
+  if (awaited != kEverybody) {
+    absent_.push_back(awaited);
+    return absent_;
+  }
+  for (const int peer : peers_) {
+    if (!is_raised(flag_of(peer))) absent_.push_back(peer);
+  }
+  return absent_;
+}
+
+const std::vector<int>& Channel::late(int awaited) {
+  absent(awaited);
+  // Relaxed: whoever comes back sets its time anew before it raises its flag, so a flag seen as not
+  // raised goes with a time that was far enough, or with none.
+  std::erase_if(absent_, [this, now = base::ticks()](int rank) {
+    return lane(rank).record.away_until.load(std::memory_order_relaxed) > now &&
+           !seat_->is_stopped(world_rank(rank));
+  });
+  return absent_;
+}
+
+void Channel::go_away(std::chrono::nanoseconds at_most) noexcept {
+  // In ticks, which mean the same in another time namespace.
+  const base::TickAnchor now = base::now();
+  const base::TickScale scale(seat_->joined(), now);
+  lane(rank_).record.away_until.store(now.ticks + scale.ticks_in(at_most),
+                                      std::memory_order_relaxed);
+}
+
+void Channel::look_for_the_dead(const Call& call, int awaited, Condition ready, unsigned round) {
+  // Asking the system about 63 peers 50 times a second would cost more than the work: a few at a
+  // time, another few the next time.
+  constexpr std::size_t kCloseLooks = 4;
+  const std::vector<int>& ranks = absent(awaited);
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const std::size_t shift =
+        (i + ranks.size() - round * kCloseLooks % ranks.size()) % ranks.size();
+    const auto ending =
+        seat_->ending_of(world_rank(ranks[i]), /*look_closely=*/shift < kCloseLooks);
+    if (!ending) continue;
+    // It may have done its part, or failed for a reason that stands in the channel, before it
+    // ended.
+    if (ready()) return;
+    if (awaited == kEverybody && is_raised(flag_of(ranks[i]))) continue;
+    if (has_failed()) throw_failure(call);
+    fail(call, ending->failed ? FailureKind::peer_failed : FailureKind::peer_lost,
+         "rank " + std::to_string(ranks[i]) + (ending->failed ? " failed: " : " ") + ending->text +
+             ". Its last call here: " + call_of(ranks[i]));
+  }
+}
+
+}  // namespace lockstep::shared

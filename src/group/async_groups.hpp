@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace lockstep::internal {
+
+class GroupState;
+
+/// The groups of one rank that run calls on a worker thread: the rank ends these calls before it
+/// leaves the world.
+class AsyncGroups {
+ public:
+  void add(const std::shared_ptr<GroupState>& group);
+  /// Until every call that was posted has ended. Each has its limit.
+  void wait_until_idle() noexcept;
+
+ private:
+  template <class F>
+  void for_each(F f) noexcept;
+
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<GroupState>> groups_;
+};
+
+}  // namespace lockstep::internal

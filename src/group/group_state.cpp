@@ -1,0 +1,202 @@
+#include "group/group_state.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <lockstep/error.hpp>
+#include <new>
+#include <utility>
+#include <vector>
+
+namespace lockstep::internal {
+namespace {
+
+/// In place of an engine, after the program's end began.
+class RetiredEngine final : public Engine {
+ public:
+  RetiredEngine(std::string name, int rank, int size)
+      : name_(std::move(name)), rank_(rank), size_(size) {}
+  std::string_view name() const noexcept override { return name_; }
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+  void run(const Call& call) override { refuse(call); }
+  std::unique_ptr<Engine> split(const Call& call, int, int) override { refuse(call); }
+  std::unique_ptr<SharedMemory> allocate(const Call& call) override { refuse(call); }
+  void abandon(std::string_view) noexcept override {}
+  void leave(std::string_view) noexcept override {}
+
+ private:
+  [[noreturn]] void refuse(const Call& call) const {
+    throw UsageError(context_of(call, rank_),
+                     "this rank has left the world, for the program is ending (main returned, or "
+                     "exit was called); communicate before that");
+  }
+
+  std::string name_;
+  int rank_;
+  int size_;
+};
+
+/// What a fork of a rank may not destroy: another process's connections, and threads that it does
+/// not have and would wait for.
+struct Inherited {
+  std::unique_ptr<Engine> engine;
+  std::unique_ptr<Worker> worker;
+};
+
+void keep_for_ever(Inherited inherited) noexcept try {
+  static std::vector<Inherited>& all = *new std::vector<Inherited>;
+  all.push_back(std::move(inherited));
+} catch (const std::bad_alloc&) {
+  std::abort();  // of a fork, which has no other way to leave the rank's connections alone
+}
+
+}  // namespace
+
+GroupState::GroupState(std::unique_ptr<Engine> engine, std::string name,
+                       std::chrono::milliseconds timeout, std::shared_ptr<Recorder> recorder)
+    : engine_(std::move(engine)),
+      name_(std::move(name)),
+      timeout_(timeout),
+      rank_(engine_->rank()),
+      size_(engine_->size()),
+      track_(engine_->recorder() ? engine_->recorder() : std::move(recorder), name_, rank_, size_,
+             /*engine_tells=*/engine_->recorder() != nullptr ||
+                 dynamic_cast<const TellsTrack*>(engine_.get()) != nullptr) {}
+
+GroupState::~GroupState() {
+  if (process_.is_copy()) {
+    if (size_ > 1 || worker_) keep_for_ever({std::move(engine_), std::move(worker_)});
+    return;
+  }
+  // The worker ends when its calls have. Where an exception unwinds this rank, its peers will not
+  // come to them, because they wait for this rank elsewhere: neither side may wait for the other.
+  if (worker_ && !worker_->is_idle() && std::uncaught_exceptions() > 0) {
+    engine_->abandon("a rank left by an exception with asynchronous calls under way");
+  }
+}
+
+void GroupState::prepare(Call& call, Deadline deadline) {
+  call.group = name_;
+  // A plain load, and a store where the call begins: a locked addition takes as long as the rest of
+  // this. Two threads that call or post at once, which is not allowed, may get one number.
+  call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
+  // Longer limits overflow a clock's count of nanoseconds.
+  call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
+}
+
+void GroupState::enter(const Call& call) {
+  check_process(call);
+  // One locked instruction, so that of two threads that call at the same moment only one goes on.
+  if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
+  Busy busy{is_busy_};
+  if (has_worker_.load(std::memory_order_acquire) && !process_.is_copy() && !worker_->is_idle()) {
+    worker_->wait_until_idle();
+  }
+  if (is_dead_.load(std::memory_order_acquire)) throw_death();
+  busy.keep();
+}
+
+void GroupState::hold(const Call& call) {
+  enter(call);
+  is_held_.store(true, std::memory_order_relaxed);
+}
+
+bool GroupState::try_hold() noexcept {
+  if (is_busy_.exchange(true, std::memory_order_relaxed)) return false;
+  is_held_.store(true, std::memory_order_relaxed);
+  return true;
+}
+
+void GroupState::release() noexcept {
+  is_held_.store(false, std::memory_order_relaxed);
+  is_busy_.store(false, std::memory_order_release);
+}
+
+void GroupState::throw_busy(const Call& call) const {
+  if (is_held_.load(std::memory_order_relaxed)) throw_held(call);
+  throw UsageError(context_of(call, rank_),
+                   "another thread is inside a call on this group; one call at a time: give each "
+                   "thread its own group (Group::duplicate)");
+}
+
+void GroupState::throw_copy(const Call& call) const {
+  throw UsageError(context_of(call, rank_),
+                   "this process is a fork of a rank, and no rank itself; communicate in the rank, "
+                   "and hand the fork what it needs");
+}
+
+void GroupState::wait_until_idle() {
+  if (has_worker_.load(std::memory_order_acquire)) worker_->wait_until_idle();
+}
+
+void GroupState::retire() noexcept {
+  if (is_busy_.exchange(true, std::memory_order_acquire)) return;
+  has_worker_.store(false, std::memory_order_relaxed);
+  worker_.reset();  // its calls have a limit
+  track_ = Track(nullptr, name_, rank_, size_, /*engine_tells=*/false);
+  engine_ = std::make_unique<RetiredEngine>(std::string(engine_->name()), rank_, size_);
+  is_busy_.store(false, std::memory_order_release);
+}
+
+void GroupState::throw_held(const Call& call) const {
+  throw UsageError(context_of(call, rank_),
+                   "called inside main_process_first or local_main_process_first, where the other "
+                   "ranks wait and cannot take part; call it before or after");
+}
+
+std::shared_ptr<WorkState> GroupState::post(const Call& call) {
+  if (process_.is_copy()) throw_copy(call);  // it has no worker, whatever the size
+  // Else the worker and the thread inside would use the engine at once.
+  if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
+  const Busy busy{is_busy_};
+  sequence_.store(call.sequence, std::memory_order_relaxed);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!worker_) {
+      async_groups_->add(shared_from_this());
+      worker_ = std::make_unique<Worker>();
+      has_worker_.store(true, std::memory_order_release);
+    }
+  }
+  return worker_->post([this, call = Call(call)]() mutable {
+    if (is_dead_.load(std::memory_order_acquire)) throw_death();
+    record(call, [&call](Engine& engine) { engine.run(call); });
+  });
+}
+
+void GroupState::die() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (death_) return;
+    death_ = std::current_exception();
+    is_dead_.store(true, std::memory_order_release);
+  }
+  if (!recorder()) return;
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    recorder()->died(error.what());
+  } catch (...) {
+    recorder()->died("an exception that is no std::exception");
+  }
+}
+
+void GroupState::throw_death() {
+  const std::lock_guard lock(mutex_);
+  std::rethrow_exception(death_);
+}
+
+std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout, ErrorContext context) {
+  if (timeout <= std::chrono::milliseconds::zero()) {
+    throw UsageError(std::move(context),
+                     fmt::format("the timeout is {} ms; give the limit of one operation, as "
+                                 "std::chrono::seconds(30), or std::chrono::milliseconds::max() "
+                                 "for none",
+                                 timeout.count()));
+  }
+  return std::min(timeout, Deadline::never().or_else({}));
+}
+
+}  // namespace lockstep::internal

@@ -1,0 +1,146 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+
+#include "base/process_tag.hpp"
+#include "group/async_groups.hpp"
+#include "group/worker.hpp"
+#include "record/recorder.hpp"
+
+namespace lockstep::internal {
+
+/// What the handles of one group share: its engine, and the path of every call to it.
+class GroupState : public std::enable_shared_from_this<GroupState> {
+ public:
+  /// recorder: of this rank, where the engine has none; null: nothing is recorded.
+  GroupState(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
+             std::shared_ptr<Recorder> recorder);
+  ~GroupState();
+  GroupState(const GroupState&) = delete;
+  GroupState& operator=(const GroupState&) = delete;
+
+  Engine& engine() const noexcept { return *engine_; }
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+  const std::string& name() const noexcept { return name_; }
+  std::chrono::milliseconds timeout() const noexcept { return timeout_; }
+  const std::shared_ptr<Recorder>& recorder() const noexcept { return track_.recorder(); }
+
+  /// Gives the call its name, number and limit.
+  void prepare(Call& call, Deadline deadline);
+  /// Runs one prepared call on the calling thread: `make` calls the engine. Any error but
+  /// UsageError makes the group dead.
+  template <class Make>
+  auto run(Call& call, Make make);
+  /// The same on the worker thread.
+  std::shared_ptr<WorkState> post(const Call& call);
+
+  /// Until release(), calls on this group throw UsageError: only this rank may be inside a function
+  /// that the others wait for. Waits for what is under way and throws as a call would.
+  void hold(const Call& call);
+  /// The same where nothing is under way on the group; false, and nothing done, where something is.
+  bool try_hold() noexcept;
+  void release() noexcept;
+  bool is_held() const noexcept { return is_held_.load(std::memory_order_relaxed); }
+
+  /// See Work.
+  void abandon(std::string_view reason) noexcept { engine_->abandon(reason); }
+  /// Those of this rank; of a group that was split off, its parent's.
+  AsyncGroups& async_groups() const noexcept { return *async_groups_; }
+  void share_async_groups(const GroupState& parent) { async_groups_ = parent.async_groups_; }
+  /// Until the worker has done what it was given.
+  void wait_until_idle();
+  /// See Session::retire. Does nothing where a thread is inside a call.
+  void retire() noexcept;
+
+  /// How many groups were split off: part of their names.
+  int count_child() noexcept { return ++n_children_; }
+
+ private:
+  /// Ends this thread's hold of is_busy_.
+  struct Busy {
+    std::atomic<bool>* is_busy;
+    explicit Busy(std::atomic<bool>& flag) : is_busy(&flag) {}
+    ~Busy() {
+      if (is_busy != nullptr) is_busy->store(false, std::memory_order_release);
+    }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+    void keep() { is_busy = nullptr; }
+  };
+
+  /// Sets is_busy_.
+  void enter(const Call& call);
+  [[noreturn]] void throw_held(const Call& call) const;
+  [[noreturn]] void throw_busy(const Call& call) const;
+  /// A fork of a rank is no rank; alone in a group it harms nobody.
+  void check_process(const Call& call) const {
+    if (process_.is_copy() && size_ > 1) throw_copy(call);
+  }
+  [[noreturn]] void throw_copy(const Call& call) const;
+  template <class Make>
+  auto record(Call& call, Make make);
+  void die() noexcept;
+  [[noreturn]] void throw_death();
+
+  base::ProcessTag process_;
+  std::unique_ptr<Engine> engine_;
+  std::string name_;
+  std::chrono::milliseconds timeout_;
+  int rank_;
+  int size_;
+  Track track_;
+  std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<bool> is_busy_{false};
+  std::atomic<bool> is_held_{false};  // is_busy_ is set too: the one that every call looks at
+  std::atomic<bool> is_dead_{false};
+  std::mutex mutex_;  // guards death_ and the making of worker_
+  std::exception_ptr death_;
+  int n_children_ = 0;
+  std::shared_ptr<AsyncGroups> async_groups_ = std::make_shared<AsyncGroups>();
+  std::atomic<bool> has_worker_{false};
+  std::unique_ptr<Worker> worker_;  // last: its thread uses the rest
+};
+
+template <class Make>
+auto GroupState::run(Call& call, Make make) {
+  enter(call);
+  const Busy busy{is_busy_};
+  sequence_.store(call.sequence, std::memory_order_relaxed);  // a refused call has no number
+  return record(call, make);
+}
+
+template <class Make>
+auto GroupState::record(Call& call, Make make) {
+  track_.begin(call);
+  try {
+    if constexpr (std::is_void_v<decltype(make(*engine_))>) {
+      make(*engine_);
+      track_.end(call);
+    } else {
+      auto result = make(*engine_);
+      track_.end(call);
+      return result;
+    }
+  } catch (const UsageError&) {
+    track_.fail(call);
+    throw;
+  } catch (...) {
+    track_.fail(call);
+    die();
+    throw;
+  }
+}
+
+/// The limit of one operation that a caller asked for, cut to what clocks can count (a hundred
+/// years). Throws UsageError where it is zero or less.
+std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout, ErrorContext context);
+
+}  // namespace lockstep::internal

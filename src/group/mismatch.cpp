@@ -1,0 +1,106 @@
+#include "group/mismatch.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <tuple>
+#include <utility>
+
+#include "record/signature.hpp"
+
+namespace lockstep::internal {
+namespace {
+
+/// The columns are not moved further to the right for a longer one.
+constexpr std::size_t kLongestList = 16;
+
+}  // namespace
+
+void MismatchTable::add(int rank, std::string call, std::uint32_t fingerprint, bool is_absent) {
+  for (Line& line : lines_) {
+    if (line.fingerprint != fingerprint || line.is_absent != is_absent || line.call != call) {
+      continue;
+    }
+    line.ranks.insert(std::ranges::upper_bound(line.ranks, rank), rank);
+    return;
+  }
+  lines_.push_back({{rank}, std::move(call), fingerprint, is_absent});
+}
+
+void MismatchTable::add(const Row& row) {
+  const bool moves = moves_data(row.op);
+  add(row.rank,
+      fmt::format("{:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}", name_of(row.op),
+                  moves ? name_of(row.dtype) : "-", moves ? row.count : "-",
+                  has_root(row.op) ? std::to_string(row.root) : "-",
+                  has_reduction(row.op) ? name_of(row.reduce) : "-", row.where),
+      row.fingerprint, /*is_absent=*/false);
+}
+
+void MismatchTable::add_absent(int rank, std::string_view last_call) {
+  add(rank, fmt::format("not here yet; its last call: {}", last_call), /*fingerprint=*/0,
+      /*is_absent=*/true);
+}
+
+std::string MismatchTable::text() const {
+  std::vector<const Line*> lines;
+  for (const Line& line : lines_) lines.push_back(&line);
+  std::ranges::sort(lines, {}, [](const Line* line) {
+    return std::tuple(line->is_absent, line->ranks.size(), line->ranks.front());
+  });
+  std::vector<std::string> ranks;
+  std::size_t width = std::string_view("rank").size();
+  for (const Line* line : lines) {
+    ranks.push_back(list_of(line->ranks));
+    width = std::max(width, std::min(ranks.back().size(), kLongestList));
+  }
+  std::string text = fmt::format(
+      "the ranks made different calls; all ranks must call the same, in the same order\n"
+      "  {:<{}}  operation       type  count       root  reduction  where",
+      "rank", width);
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    fmt::format_to(std::back_inserter(text), "\n  {:<{}}  {}", ranks[i], width, lines[i]->call);
+  }
+  const auto is_alike = [&](const Line* line) {
+    return std::ranges::any_of(lines, [line](const Line* other) {
+      return other != line && other->is_absent == line->is_absent && other->call == line->call;
+    });
+  };
+  if (std::ranges::any_of(lines, is_alike)) {
+    text += "\n  lines that look alike differ in a part of the call that has no column";
+  }
+  if (text.find("  by rank ") != std::string::npos) {
+    text += "\n  by rank: a hash of the counts that a rank gives for all ranks";
+  }
+  return text;
+}
+
+std::string count_by_rank(std::uint64_t hash) {
+  return fmt::format("by rank {:04x}", hash & 0xffffU);
+}
+
+std::string list_of(std::span<const int> numbers) {
+  constexpr std::size_t kLeast = 4;  // of neighbours that are written as "first-last"
+  std::string text;
+  for (std::size_t i = 0; i < numbers.size();) {
+    std::size_t end = i + 1;
+    while (end < numbers.size() && numbers[end] == numbers[end - 1] + 1) ++end;
+    const std::size_t n = end - i >= kLeast ? end - i : 1;
+    fmt::format_to(std::back_inserter(text), "{}{}", text.empty() ? "" : ", ", numbers[i]);
+    if (n > 1) fmt::format_to(std::back_inserter(text), "-{}", numbers[end - 1]);
+    i += n;
+  }
+  return text;
+}
+
+std::string text_of_checks(std::span<const RankCheck> ranks) {
+  std::string text = "LOCKSTEP_CHECK must be the same on all ranks, but it is";
+  for (const auto& [rank, check] : ranks) {
+    fmt::format_to(std::back_inserter(text), "{}{} on rank {}",
+                   rank == ranks.front().rank ? " " : ", ", name_of(check), rank);
+  }
+  return text;
+}
+
+}  // namespace lockstep::internal

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string_view>
+
+#include "group/group_state.hpp"
+
+namespace lockstep::internal {
+
+/// What the copies of one Work share: while it lives, so do the caller's buffers.
+class WorkHandle {
+ public:
+  WorkHandle(std::shared_ptr<GroupState> group, std::shared_ptr<WorkState> state);
+  /// Waits, unless detached. See Work.
+  ~WorkHandle();
+  WorkHandle(const WorkHandle&) = delete;
+  WorkHandle& operator=(const WorkHandle&) = delete;
+
+  WorkState& state() const noexcept { return *state_; }
+  bool is_copy() const noexcept { return process_.is_copy(); }
+  void detach() noexcept { is_detached_.store(true, std::memory_order_relaxed); }
+
+ private:
+  base::ProcessTag process_;
+  std::shared_ptr<GroupState> group_;
+  std::shared_ptr<WorkState> state_;
+  int n_exceptions_;  ///< that unwound the thread when the call was posted
+  std::atomic<bool> is_detached_{false};
+};
+
+}  // namespace lockstep::internal

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace lockstep::internal {
+
+/// Outcome of one operation given to a Worker.
+class WorkState {
+ public:
+  void wait();
+  void wait_until_done() noexcept;
+  bool done() const;
+  void finish(std::exception_ptr error);
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable finished_;
+  bool is_done_ = false;
+  std::exception_ptr error_;
+};
+
+/// A group's own thread, which runs the group's asynchronous calls in the order given, so that
+/// communication goes on beside computation (docs/design/002-async-worker.md).
+class Worker {
+ public:
+  Worker();
+  /// Runs what was given, then ends.
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  std::shared_ptr<WorkState> post(std::function<void()> task);
+  bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
+  void wait_until_idle();
+
+ private:
+  struct Task {
+    std::function<void()> run;
+    std::shared_ptr<WorkState> state;
+  };
+
+  void loop();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  bool is_closing_ = false;
+  std::atomic<std::size_t> n_pending_{0};
+  std::thread thread_;  // last: starts when the rest is there
+};
+
+}  // namespace lockstep::internal

@@ -1,0 +1,473 @@
+#include "nn/batch_norm/layer_steps.hpp"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <lockstep/error.hpp>
+#include <lockstep/trace.hpp>
+#include <span>
+#include <vector>
+
+#include "nn/error.hpp"
+
+namespace lockstep::nn {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+namespace {
+
+constexpr std::string_view kForward = "forward", kBackward = "backward";
+
+std::size_t channels_of(const Tensor& statistics) {
+  return static_cast<std::size_t>(statistics.size(-1) - 1) / 2;
+}
+
+bool is_16_bit(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+/// With C of the statistics, from `begin` on.
+void update_running(const Tensor& running, double factor, const Tensor& statistics,
+                    std::int64_t begin, double scale) {
+  if (!running.defined()) return;
+  if (running.is_cpu() && !is_16_bit(running)) {  // half the time of a small layer otherwise
+    AT_DISPATCH_FLOATING_TYPES(running.scalar_type(), "sync_batch_norm", [&] {
+      scalar_t* const to = running.data_ptr<scalar_t>();
+      const double* const from = data(statistics) + begin;
+      for (std::int64_t c = 0; c < running.size(0); ++c) {
+        scalar_t& value = to[c * running.stride(0)];
+        value = static_cast<scalar_t>(static_cast<double>(value) * (1 - factor) +
+                                      from[c] * (factor * scale));
+      }
+    });
+    return;
+  }
+  const Tensor values = statistics.narrow(0, begin, running.size(0));
+  Tensor updated = running.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
+  updated.mul_(1 - factor).add_(values.to(running.device()), factor * scale);
+  running.copy_(updated);  // rounded once
+}
+
+/// For ATen's kernels: C or 2C of our doubles beside x.
+Tensor beside(const Tensor& x, const Tensor& values) { return values.to(parameter_options(x)); }
+
+/// m2 becomes invstd.
+void invert(std::span<double> m2s, double n, const BatchNormSettings& settings) {
+  for (double& value : m2s) {
+    const double var = value / n;
+    switch (settings.eps_mode) {
+      case EpsMode::plus: value = 1 / std::sqrt(var + settings.eps); break;
+      // Written so that a NaN stays one.
+      case EpsMode::clamp: value = 1 / std::sqrt(var < settings.eps ? settings.eps : var); break;
+    }
+  }
+}
+
+/// How many channels keep what this rank reads and writes in its threads' second-level caches.
+std::size_t fitting_channels(const Activation& x) {
+  const std::size_t all = x.shape.channels;
+  if (x.tensor.numel() == 0) return 1;  // whatever the others want
+  if (!x.tensor.is_cpu() || !cpu::is_divisible(x.shape)) return all;
+  static const auto cache_bytes =
+      static_cast<std::size_t>(std::max<long>(::sysconf(_SC_LEVEL2_CACHE_SIZE), 512 << 10));
+  const auto n_threads = static_cast<std::size_t>(at::get_num_threads());
+  // Backward's: dy, x, dx.
+  const std::size_t channel_bytes = 3 * x.shape.n_per_channel() * x.tensor.element_size();
+  return std::min(all, std::max(n_threads * cache_bytes / channel_bytes, n_threads));
+}
+
+/// Parts of 1 + 2C doubles, merged in order.
+Tensor merge(std::span<const double> parts, std::size_t stride) {
+  const std::size_t n_parts = parts.size() / stride;
+  const std::size_t channels = (stride - 1) / 2;
+  Tensor merged = doubles(static_cast<std::int64_t>(stride));
+  double* const out = data(merged);
+  std::vector<double> counts(n_parts);
+  out[0] = 0;
+  for (std::size_t part = 0; part < n_parts; ++part) {
+    counts[part] = parts[part * stride];
+    out[0] += counts[part];
+  }
+  kernels::batch_norm_merge(static_cast<int>(n_parts), counts.data(), parts.data() + 1,
+                            parts.data() + 1 + channels, stride, channels, out + 1,
+                            out + 1 + channels);
+  return merged;
+}
+
+/// Calls f(some channels) until all were there.
+template <class F>
+void for_each_message(std::size_t channels, std::size_t per_message, const F& f) {
+  for (std::size_t c = 0; c < channels; c += per_message) {
+    f(Channels{c, std::min(per_message, channels - c)});
+  }
+}
+
+/// Copies `part` of two per-channel arrays to their place among all.
+void put_channels(const double* part, Channels channels, std::size_t all, double* to) {
+  std::copy_n(part, channels.count, to + channels.first);
+  std::copy_n(part + channels.count, channels.count, to + all + channels.first);
+}
+
+void check_state(const char* name, const Tensor& state, const Tensor& input,
+                 std::int64_t num_features, const Layer& layer) {
+  if (!state.defined()) return;
+  const bool type_fits = state.scalar_type() == input.scalar_type() ||
+                         (is_16_bit(input) && state.scalar_type() == at::kFloat);
+  if (!type_fits || state.device() != input.device() || state.dim() != 1 ||
+      state.size(0) != num_features) {
+    throw UsageError(
+        layer.context(kForward),
+        fmt::format("expected {} to be a {}{} tensor of {} elements on {}, as the input; got {} of "
+                    "{} on {}: convert the module or the input with to()",
+                    name, c10::toString(input.scalar_type()), is_16_bit(input) ? " or Float" : "",
+                    num_features, input.device().str(), state.toString(), c10::str(state.sizes()),
+                    state.device().str()));
+  }
+}
+
+/// Autograd's own form of batch_norm_forward and batch_norm_backward.
+class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
+ public:
+  static Tensor forward(AutogradContext* context, const Tensor& input,
+                        const OptionalTensor& optional_weight, const OptionalTensor& optional_bias,
+                        const c10::intrusive_ptr<BatchNormRecord>& record) {
+    const Tensor weight = optional_weight.value_or(Tensor());
+    Tensor output = batch_norm_forward(input, weight, optional_bias.value_or(Tensor()), *record);
+    context->save_for_backward({input, weight});
+    context->saved_data["record"] = c10::IValue::make_capsule(record);
+    // Whether to communicate must not depend on what this rank asks of autograd, but on the graph
+    // alone, which is the same on all ranks.
+    record->wants_input_gradient = input.requires_grad();
+    record->has_weight = weight.defined();
+    record->has_bias = optional_bias.has_value();
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const auto hold = context->saved_data["record"].toCapsule();
+    const auto& record = static_cast<const BatchNormRecord&>(*hold);
+    const variable_list tensors = context->get_saved_variables();
+    // Autograd numbers the tensors that were there.
+    const BatchNormWanted wanted{
+        record.wants_input_gradient, record.has_weight && context->needs_input_grad(1),
+        record.has_bias && context->needs_input_grad(record.has_weight ? 2 : 1)};
+    const auto result = batch_norm_backward(gradients[0], tensors[0], tensors[1], record, wanted);
+    return {result.input, result.weight, result.bias, Tensor()};
+  }
+};
+
+template <class E>
+void throw_if(const Error& like, const ErrorContext& context, const std::string& text) {
+  if (dynamic_cast<const E*>(&like) != nullptr) throw E(context, text);
+}
+
+}  // namespace
+
+ErrorContext detail::Layer::context(std::string_view pass) const {
+  return context_of(fmt::format("{} of {}", pass, *title), group, where);
+}
+
+void detail::Layer::rethrow(std::string_view pass, const Error& error) const {
+  ErrorContext mine = context(pass);
+  const ErrorContext& its = error.context();
+  if (its.operation == mine.operation) throw;  // one that came through two of these
+  std::string text = error.what();
+  if (its.where.line() == where.line() &&
+      std::string_view(its.where.file_name()) == where.file_name()) {
+    mine.sequence = its.sequence;
+    text = fmt::format("{}: {}", its.operation, error.text());
+  }
+  throw_if<UsageError>(error, mine, text);
+  throw_if<MismatchError>(error, mine, text);
+  throw_if<TimeoutError>(error, mine, text);
+  throw_if<PeerLost>(error, mine, text);
+  throw_if<PeerFailed>(error, mine, text);
+  throw_if<EngineError>(error, mine, text);
+  if (const auto* const system = dynamic_cast<const SystemError*>(&error)) {
+    // Its text ends with what a new one says again.
+    const std::string end = SystemError({}, system->error_number(), "").text();
+    if (text.ends_with(end)) text.resize(text.size() - end.size());
+    throw SystemError(mine, system->error_number(), text);
+  }
+  throw;
+}
+
+at::TensorOptions parameter_options(const Tensor& input) {
+  return at::TensorOptions(input.device())
+      .dtype(is_16_bit(input) ? at::kFloat : input.scalar_type());
+}
+
+OptionalTensor parameter_for(const Tensor& parameter, const Tensor& input) {
+  if (!parameter.defined()) return {};
+  return parameter.to(parameter_options(input)).contiguous();
+}
+
+Tensor gradient_like(const Tensor& gradient, const Tensor& x) {
+  if (gradient.strides() == x.strides() && gradient.scalar_type() == x.scalar_type()) {
+    return gradient;
+  }
+  return at::empty_like(x).copy_(gradient);
+}
+
+Activation activation_of(const Tensor& input) {
+  const auto outer = static_cast<std::size_t>(input.size(0));
+  const auto channels = static_cast<std::size_t>(input.size(1));
+  std::size_t inner = 1;
+  for (const auto size : input.sizes().slice(2)) inner *= static_cast<std::size_t>(size);
+  if (!input.is_contiguous() && input.movedim(1, -1).is_contiguous()) {
+    return {input, {outer * inner, channels, 1}};
+  }
+  return {input.contiguous(), {outer, channels, inner}};
+}
+
+Tensor local_statistics(const Activation& x, Channels channels) {
+  const auto c = static_cast<std::int64_t>(channels.count);
+  const auto n = static_cast<double>(x.shape.n_per_channel());
+  Tensor statistics = doubles(1 + 2 * c);
+  double* const out = data(statistics);
+  out[0] = n;
+  if (x.tensor.is_cuda()) {
+    if (x.tensor.numel() == 0) return statistics.zero_();  // ATen's kernels refuse it
+    const auto [mean, var] = at::batch_norm_update_stats(x.tensor, {}, {}, /*momentum=*/0);
+    statistics.narrow(0, 1, 2 * c).copy_(at::cat({mean, var}));
+    statistics.narrow(0, 1 + c, c).mul_(n);
+    return statistics;
+  }
+  cpu::stats(x.tensor, x.shape, channels, out + 1, out + 1 + c);
+  return statistics;
+}
+
+Tensor merge_statistics(const Tensor& parts) {
+  const auto stride = static_cast<std::size_t>(parts.size(-1));
+  return merge({data(parts), static_cast<std::size_t>(parts.numel())}, stride);
+}
+
+Tensor merge_over(const Tensor& mine, const Layer& layer) {
+  const auto stride = static_cast<std::size_t>(mine.numel());
+  std::vector<double> all(stride * static_cast<std::size_t>(layer.group.size()));
+  layer.communicate(kForward, [&] {
+    layer.group.all_gather({data(mine), stride, DType::f64}, {all.data(), all.size(), DType::f64},
+                           Deadline(), layer.where);
+  });
+  return merge(all, stride);
+}
+
+std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer) {
+  const Group& group = layer.group;
+  if (!group.is_quick() || all == 0) return std::max<std::size_t>(all, 1);
+  auto most = static_cast<std::int64_t>(wish);
+  if (group.size() > 1) {
+    layer.communicate(kForward, [&] {
+      group.all_reduce({&most, 1, DType::i64}, ReduceOp::max, Deadline(), layer.where);
+    });
+  }
+  return static_cast<std::size_t>(most);
+}
+
+bool holds_nonfinite(const Tensor& statistics) {
+  // The kernels leave such a channel's mean not finite.
+  const std::span means(data(statistics) + 1, channels_of(statistics));
+  return !std::all_of(means.begin(), means.end(), [](double mean) { return std::isfinite(mean); });
+}
+
+void finish_statistics(const Tensor& statistics, const BatchNormSettings& settings,
+                       at::IntArrayRef input_sizes) {
+  const double n = data(statistics)[0];
+  if (n == 1) {
+    throw UsageError(settings.layer.context(kForward),
+                     "Expected more than 1 value per channel when training, got input size " +
+                         c10::str(input_sizes));
+  }
+  const std::size_t channels = channels_of(statistics);
+  const std::span m2s(data(statistics) + 1 + channels, channels);
+  const bool keeps =
+      settings.on_nonfinite == OnNonfinite::keep_running_stats && holds_nonfinite(statistics);
+  if (n > 0 && !keeps) {
+    const auto c = static_cast<std::int64_t>(channels);
+    update_running(settings.running_mean, settings.factor, statistics, 1, /*scale=*/1);
+    update_running(settings.running_var, settings.factor, statistics, 1 + c, 1 / (n - 1));
+  }
+  invert(m2s, n, settings);
+}
+
+void normalize(const Activation& x, Channels channels, const Tensor& statistics,
+               const Tensor& weight, const Tensor& bias, Tensor& output) {
+  if (x.tensor.is_cuda()) {
+    if (output.numel() == 0) return;
+    const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
+    output = at::batch_norm_elemt(x.tensor, weight, bias, mean, invstd, /*eps=*/0);
+    return;
+  }
+  const double* const means = data(statistics) + 1;
+  cpu::normalize(x.tensor, x.shape, channels, means, means + channels.count, weight, bias, output);
+}
+
+Tensor sum_gradients(const Tensor& dy, const Activation& x, Channels channels,
+                     const Tensor& statistics) {
+  const auto c = static_cast<std::int64_t>(channels.count);
+  Tensor sums = doubles(2 * c);
+  if (x.tensor.is_cuda()) {
+    if (dy.numel() == 0) return sums.zero_();
+    const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
+    const auto reduced = at::batch_norm_backward_reduce(
+        dy, x.tensor, mean, invstd, {}, /*input_g=*/true, /*weight_g=*/false, /*bias_g=*/false);
+    return sums.copy_(at::cat({std::get<0>(reduced), std::get<1>(reduced)}));
+  }
+  cpu::backward_reduce(dy, x.tensor, x.shape, channels, data(statistics) + 1 + channels.first,
+                       data(sums), data(sums) + c);
+  return sums;
+}
+
+void input_gradient(const Tensor& dy, const Activation& x, Channels channels,
+                    const Tensor& statistics, const Tensor& weight, const Tensor& mean_gradients,
+                    Tensor& dx) {
+  if (x.tensor.is_cuda()) {
+    if (dx.numel() == 0) return;
+    const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
+    const auto gradients = beside(x.tensor, mean_gradients).chunk(2);
+    // The kernel divides what it is given by the count: these are means already.
+    const Tensor count = at::ones({1}, x.tensor.options().dtype(at::kInt));
+    dx = at::batch_norm_backward_elemt(dy, x.tensor, mean, invstd, weight, gradients[0],
+                                       gradients[1], count);
+    return;
+  }
+  const double* const means = data(statistics) + 1 + channels.first;
+  cpu::backward_elementwise(dy, x.tensor, x.shape, channels, means, means + x.shape.channels,
+                            weight, data(mean_gradients), data(mean_gradients) + channels.count,
+                            dx);
+}
+
+BatchNormGradients parameter_gradients(const Tensor& sums, const Activation& x,
+                                       const Tensor& statistics, BatchNormWanted wanted) {
+  const std::size_t channels = channels_of(statistics);
+  const double* const sum_dy = data(sums);
+  const double* const sum_dy_xmu = sum_dy + channels;
+  const double* const invstd = data(statistics) + 1 + channels;
+  const auto options = parameter_options(x.tensor);
+  // Written by hand: an operation of libtorch costs as much as a small layer's kernel.
+  const auto make = [&](const auto& value_of) {
+    const auto on_cpu = options.device(at::kCPU);
+    const Tensor gradient = at::empty({static_cast<std::int64_t>(channels)}, on_cpu);
+    AT_DISPATCH_FLOATING_TYPES(gradient.scalar_type(), "sync_batch_norm_backward", [&] {
+      scalar_t* const to = gradient.data_ptr<scalar_t>();
+      for (std::size_t c = 0; c < channels; ++c) to[c] = static_cast<scalar_t>(value_of(c));
+    });
+    return x.tensor.is_cuda() ? gradient.to(options) : gradient;
+  };
+  BatchNormGradients result;
+  if (wanted.weight) result.weight = make([&](std::size_t c) { return sum_dy_xmu[c] * invstd[c]; });
+  if (wanted.bias) result.bias = make([&](std::size_t c) { return sum_dy[c]; });
+  return result;
+}
+
+void average_gradient(std::span<double> message, const double* invstd, double count,
+                      const BatchNormSettings& settings) {
+  const Layer& layer = settings.layer;
+  layer.communicate(kBackward, [&] {
+    layer.group.all_reduce({message.data(), message.size(), DType::f64}, ReduceOp::sum, Deadline(),
+                           layer.where);
+  });
+  if (count > 0) {
+    for (double& value : message) value /= count;
+  }
+  if (settings.eps_mode == EpsMode::plus) return;
+  // A clamped variance is a constant: what goes back through it is nothing.
+  const double of_clamped = 1 / std::sqrt(settings.eps);
+  const std::size_t channels = message.size() / 2;
+  for (std::size_t c = 0; c < channels; ++c) {
+    if (invstd[c] == of_clamped) message[channels + c] = 0;
+  }
+}
+
+void refuse_create_graph(const Layer& layer) {
+  if (!at::GradMode::is_enabled()) return;
+  throw UsageError(layer.context(kBackward),
+                   "gradients of gradients are not supported: call backward or grad without "
+                   "create_graph");
+}
+
+void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
+                      const Tensor& bias, const BatchNormSettings& settings) {
+  const auto refuse = [&settings](const std::string& text) {
+    throw UsageError(settings.layer.context(kForward), text);
+  };
+  if (!(input.is_cpu() || input.is_cuda()) || input.layout() != at::kStrided) {
+    refuse(fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there with to()",
+                       input.toString()));
+  }
+  if (!input.is_floating_point()) {
+    refuse(
+        fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: convert "
+                    "it with to()",
+                    c10::toString(input.scalar_type())));
+  }
+  if (input.size(1) != num_features) {
+    refuse(fmt::format("expected {} channels, got input size {}", num_features,
+                       c10::str(input.sizes())));
+  }
+  check_state("weight", weight, input, num_features, settings.layer);
+  check_state("bias", bias, input, num_features, settings.layer);
+  check_state("running_mean", settings.running_mean, input, num_features, settings.layer);
+  check_state("running_var", settings.running_var, input, num_features, settings.layer);
+}
+
+Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                          BatchNormRecord& record) {
+  const TraceScope scope("SyncBatchNorm forward");
+  const at::AutoDispatchBelowADInplaceOrView without_history;  // the node is the function's
+  const Activation x = activation_of(input);
+  const BatchNormSettings& settings = record.settings;
+  const std::size_t all = x.shape.channels;
+  record.channels_per_message = agree_on_channels(fitting_channels(x), all, settings.layer);
+  record.statistics = doubles(1 + 2 * static_cast<std::int64_t>(all));
+  data(record.statistics)[0] = 0;  // where there is no channel
+  Tensor output = at::empty_like(x.tensor);
+  for_each_message(all, record.channels_per_message, [&](Channels channels) {
+    const Tensor merged = merge_over(local_statistics(x, channels), settings.layer);
+    data(record.statistics)[0] = data(merged)[0];
+    put_channels(data(merged) + 1, channels, all, data(record.statistics) + 1);
+    invert({data(merged) + 1 + channels.count, channels.count}, data(merged)[0], settings);
+    normalize(x, channels, merged, weight, bias, output);
+  });
+  finish_statistics(record.statistics, settings, input.sizes());
+  return output;
+}
+
+BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& input,
+                                       const Tensor& weight, const BatchNormRecord& record,
+                                       BatchNormWanted wanted) {
+  const TraceScope scope("SyncBatchNorm backward");
+  refuse_create_graph(record.settings.layer);
+  const at::AutoDispatchBelowADInplaceOrView without_history;
+  const Activation x = activation_of(input);
+  const Tensor dy = gradient_like(gradient, x.tensor);
+  const std::size_t all = x.shape.channels;
+  const Tensor sums = doubles(2 * static_cast<std::int64_t>(all));
+  const double* const invstd = data(record.statistics) + 1 + all;
+  Tensor dx = wanted.input ? at::empty_like(x.tensor) : Tensor();
+  for_each_message(all, record.channels_per_message, [&](Channels channels) {
+    const Tensor message = sum_gradients(dy, x, channels, record.statistics);
+    put_channels(data(message), channels, all, data(sums));
+    if (!wanted.input) return;
+    average_gradient({data(message), 2 * channels.count}, invstd + channels.first,
+                     data(record.statistics)[0], record.settings);
+    input_gradient(dy, x, channels, record.statistics, weight, message, dx);
+  });
+  BatchNormGradients result = parameter_gradients(sums, x, record.statistics, wanted);
+  result.input = dx;
+  return result;
+}
+
+Tensor synchronised_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                               const c10::intrusive_ptr<BatchNormRecord>& record) {
+  return BatchNormFunction::apply(input, parameter_for(weight, input), parameter_for(bias, input),
+                                  record);
+}
+
+}  // namespace lockstep::nn

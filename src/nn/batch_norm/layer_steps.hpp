@@ -1,0 +1,177 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cstdint>
+#include <memory>
+#include <source_location>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include <lockstep/error.hpp>
+#include <lockstep/group.hpp>
+#include <lockstep/nn/sync_batch_norm.hpp>
+#include <lockstep/nn/sync_batch_norm_scope.hpp>
+
+#include "nn/batch_norm/cpu_batch_norm.hpp"
+
+/// The steps of a synchronised batch normalisation, for one module per rank and for replicas.
+/// Statistics are one tensor of 1 + 2C doubles: count, mean[C], and m2[C] or later invstd[C].
+/// They lie on the CPU, also where the activations are on CUDA: only the steps that read
+/// activations know of it.
+///
+/// Where messages are quick, a few channels at a time go through all steps, so that what the last
+/// step reads is still in the cache; else all go at once, in one message.
+namespace lockstep::nn {
+
+using cpu::Channels;
+
+/// std::optional or c10::optional, as libtorch's version has it. Autograd takes an absent tensor
+/// so, but no undefined one.
+using OptionalTensor = torch::autograd::optional_variable_list::value_type;
+
+/// A tensor that the kernels read in place: in one of two layouts.
+struct Activation {
+  at::Tensor tensor;
+  kernels::BatchNormShape shape;
+
+  Channels all() const { return {0, shape.channels}; }
+};
+
+namespace detail {
+
+/// One forward of a layer, and its backward: over which group, and who it is for errors.
+struct Layer {
+  Group group;
+  std::shared_ptr<const std::string> title;  ///< "SyncBatchNorm2d 'layer3.0.bn1'"
+  std::source_location where;                ///< the program's line
+
+  /// `pass`: "forward", "backward".
+  ErrorContext context(std::string_view pass) const;
+  /// Throws an error of the same type that names this layer, and says what `error` says.
+  [[noreturn]] void rethrow(std::string_view pass, const Error& error) const;
+
+  /// Runs one of this layer's messages.
+  template <class F>
+  auto communicate(std::string_view pass, const F& message) const {
+    try {
+      return message();
+    } catch (const Error& error) {
+      rethrow(pass, error);
+    }
+  }
+};
+
+}  // namespace detail
+using detail::Layer;
+
+/// What a forward needs besides the tensors that autograd knows.
+struct BatchNormSettings {
+  Layer layer;
+  double eps = 0;
+  EpsMode eps_mode = EpsMode::plus;
+  double factor = 0;  ///< weight of this batch in the running statistics
+  at::Tensor running_mean, running_var;
+  OnNonfinite on_nonfinite = OnNonfinite::propagate;
+};
+
+/// What backward needs of its forward besides the tensors that autograd keeps.
+struct BatchNormRecord : torch::CustomClassHolder {
+  BatchNormSettings settings;
+  at::Tensor statistics;  ///< over all ranks: count, mean, invstd
+  std::size_t channels_per_message = 0;
+  bool wants_input_gradient = false;
+  bool has_weight = false, has_bias = false;
+};
+
+struct BatchNormGradients {
+  at::Tensor input, weight, bias;  ///< undefined where not wanted
+};
+struct BatchNormWanted {
+  bool input, weight, bias;
+};
+
+/// Views of statistics.
+struct MeanAndInvstd {
+  at::Tensor mean, invstd;
+};
+inline MeanAndInvstd mean_and_invstd(const at::Tensor& statistics) {
+  const std::int64_t c = (statistics.size(0) - 1) / 2;
+  return {statistics.narrow(0, 1, c), statistics.narrow(0, 1 + c, c)};
+}
+
+inline at::Tensor doubles(std::int64_t size) { return at::empty({size}, at::kDouble); }
+inline double* data(const at::Tensor& tensor) { return tensor.data_ptr<double>(); }
+
+Activation activation_of(const at::Tensor& input);
+/// Type and device of weight, bias and their gradients, as the kernels take them for this input.
+at::TensorOptions parameter_options(const at::Tensor& input);
+OptionalTensor parameter_for(const at::Tensor& parameter, const at::Tensor& input);
+/// `gradient` in the type and layout of x.
+at::Tensor gradient_like(const at::Tensor& gradient, const at::Tensor& x);
+/// On CUDA `channels` are all.
+at::Tensor local_statistics(const Activation& x, Channels channels);
+/// n x (1 + 2C) statistics, merged in order.
+at::Tensor merge_statistics(const at::Tensor& parts);
+/// The message of forward: each rank merges all in rank order, so that all hold the same bits.
+/// Why not sums: docs/design/001.
+at::Tensor merge_over(const at::Tensor& mine, const Layer& layer);
+/// How many channels each message of this layer is about: all of them, or where messages are quick
+/// the most that a rank wishes, for ranks may have batches of different sizes and layouts.
+/// Collective, and before the messages, also for who wishes for all.
+std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer);
+/// Whether some value of the batch is a NaN or an infinity; alike on all ranks.
+bool holds_nonfinite(const at::Tensor& statistics);
+/// Updates the running statistics, unless on_nonfinite keeps them, then m2 becomes invstd.
+/// Throws UsageError where there is one value per channel; nothing has changed then.
+void finish_statistics(const at::Tensor& statistics, const BatchNormSettings& settings,
+                       at::IntArrayRef input_sizes);
+/// `statistics`: of these channels. `output` is laid out as x.
+void normalize(const Activation& x, Channels channels, const at::Tensor& statistics,
+               const at::Tensor& weight, const at::Tensor& bias, at::Tensor& output);
+/// sum_dy, sum_dy_xmu of this rank's values of these channels, as doubles. `statistics`: of all.
+at::Tensor sum_gradients(const at::Tensor& dy, const Activation& x, Channels channels,
+                         const at::Tensor& statistics);
+/// Those of weight and bias, where wanted.
+BatchNormGradients parameter_gradients(const at::Tensor& sums, const Activation& x,
+                                       const at::Tensor& statistics, BatchNormWanted wanted);
+/// The message of backward: sum_dy, sum_dy_xmu of some channels become means over all ranks.
+void average_gradient(std::span<double> message, const double* invstd, double count,
+                      const BatchNormSettings& settings);
+/// `dx` is laid out as x.
+void input_gradient(const at::Tensor& dy, const Activation& x, Channels channels,
+                    const at::Tensor& statistics, const at::Tensor& weight,
+                    const at::Tensor& mean_gradients, at::Tensor& dx);
+/// Throws UsageError in a backward with create_graph.
+void refuse_create_graph(const Layer& layer);
+
+/// Throws UsageError where input or state cannot be taken. Undefined state is absent.
+void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const at::Tensor& weight,
+                      const at::Tensor& bias, const BatchNormSettings& settings);
+/// The whole forward of one module per rank; fills the rest of a record that has its settings.
+at::Tensor batch_norm_forward(const at::Tensor& input, const at::Tensor& weight,
+                              const at::Tensor& bias, BatchNormRecord& record);
+/// Its backward. Collective where the input's gradient is wanted.
+BatchNormGradients batch_norm_backward(const at::Tensor& gradient, const at::Tensor& input,
+                                       const at::Tensor& weight, const BatchNormRecord& record,
+                                       BatchNormWanted wanted);
+/// The two as a node of the graph, after the checks. Fills `record`.
+at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& weight,
+                                   const at::Tensor& bias,
+                                   const c10::intrusive_ptr<BatchNormRecord>& record);
+
+/// While one lives, no SyncBatchNormScope acts on this thread.
+class SuspendedScope {
+ public:
+  SuspendedScope();
+  ~SuspendedScope();
+  SuspendedScope(const SuspendedScope&) = delete;
+  SuspendedScope& operator=(const SuspendedScope&) = delete;
+
+ private:
+  SyncBatchNormScope* scope_;
+};
+
+}  // namespace lockstep::nn

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <lockstep/sync.hpp>
+#include <memory>
+
+#include "nn/batch_norm/layer_steps.hpp"
+
+namespace lockstep::nn {
+namespace detail {
+
+/// One replica's end of the exchange of one SyncBatchNorm.
+class ReplicaLink {
+ public:
+  struct Message {
+    at::Tensor statistics;  ///< of the replica's piece, with its autograd history
+    const BatchNormSettings* settings;
+    at::IntArrayRef input_sizes;
+  };
+  using Master = SyncMaster<Message, at::Tensor>;
+  using Pipe = SlavePipe<Message, at::Tensor>;
+
+  /// Copy 0 brings the master, a new one each time: nobody waits for replicas of an earlier batch.
+  /// Throws UsageError where copy 0 was not here yet.
+  static std::shared_ptr<ReplicaLink> join(CallbackContext& context, int copy_id);
+
+  explicit ReplicaLink(std::shared_ptr<Master> master) : master_(std::move(master)) {}
+  explicit ReplicaLink(Pipe pipe) : pipe_(std::move(pipe)) {}
+
+  /// The master of replicas that are gone, or of none.
+  bool is_alone() const { return master_ && master_->nr_slaves() == 0; }
+  at::Tensor exchange(const Message& message) const;
+  void fail(const std::exception_ptr& error) const;
+
+ private:
+  std::shared_ptr<Master> master_;  // of copy 0; the others have the pipe
+  mutable Pipe pipe_;
+};
+
+}  // namespace detail
+
+/// `statistics` <- those of all replicas of all ranks.
+at::Tensor replicated_batch_norm(const at::Tensor& input, const at::Tensor& weight,
+                                 const at::Tensor& bias, const BatchNormSettings& settings,
+                                 const detail::ReplicaLink& replica, at::Tensor& statistics);
+
+}  // namespace lockstep::nn

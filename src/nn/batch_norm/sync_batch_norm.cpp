@@ -1,0 +1,208 @@
+#include <lockstep/nn/sync_batch_norm.hpp>
+
+#include <fmt/format.h>
+#include <torch/nn/functional/batchnorm.h>
+
+#include <lockstep/error.hpp>
+#include <lockstep/launch.hpp>
+#include <string_view>
+
+#include "nn/batch_norm/layer_steps.hpp"
+#include "nn/batch_norm/replicated_batch_norm.hpp"
+#include "nn/error.hpp"
+
+namespace lockstep::nn {
+namespace {
+
+using at::Tensor;
+struct State {
+  Tensor weight, bias, num_batches_tracked;
+};
+
+/// A line of the headers that call a module's forward or constructor says nothing about the
+/// program.
+bool is_of_a_program(const std::source_location& where) {
+  const std::string_view file = where.file_name();
+  if (where.line() == 0 || !(file.ends_with(".h") || file.ends_with(".hpp")))
+    return where.line() != 0;
+  const auto is_under = [file](const char* folder) {
+    return file.find(folder) != std::string_view::npos;
+  };
+  return !is_under("torch/nn/") && !is_under("/include/c++/") && !is_under("lockstep/nn/");
+}
+
+/// `nonfinite`: whether the batch holds a NaN or an infinity.
+Tensor train(const Tensor& input, const State& state, BatchNormSettings settings,
+             const SyncBatchNormOptions& options, const detail::ReplicaLink* replica,
+             bool& nonfinite) {
+  check_batch_norm(input, options.num_features(), state.weight, state.bias, settings);
+  const bool counts = state.num_batches_tracked.defined();
+  if (options.momentum().has_value()) {
+    settings.factor = *options.momentum();
+  } else if (counts) {
+    settings.factor = 1 / (state.num_batches_tracked.item<double>() + 1);
+  }
+  Tensor output, statistics;
+  if (replica != nullptr) {
+    output = replicated_batch_norm(input, state.weight, state.bias, settings, *replica, statistics);
+  } else {
+    const auto record = c10::make_intrusive<BatchNormRecord>();
+    record->settings = settings;
+    output = synchronised_batch_norm(input, state.weight, state.bias, record);
+    statistics = record->statistics;
+  }
+  nonfinite = holds_nonfinite(statistics);
+  const bool keeps = nonfinite && options.on_nonfinite() == OnNonfinite::keep_running_stats;
+  if (counts && !keeps) Tensor(state.num_batches_tracked) += 1;
+  return output;
+}
+
+/// Eval mode; nothing that torch does not do. libtorch has no kernel for every 16-bit type with
+/// every type of state: those go through float32.
+Tensor evaluate(const Tensor& input, const State& state, const Tensor& running_mean,
+                const Tensor& running_var, double eps) {
+  const bool batch_statistics = !running_mean.defined() || !running_var.defined();
+  const SuspendedScope suspended;
+  const auto type = input.scalar_type();
+  const bool through_float = input.is_cpu() && (type == at::kHalf || type == at::kBFloat16);
+  const auto take = [through_float](const Tensor& tensor) {
+    return through_float && tensor.defined() ? tensor.to(at::kFloat) : tensor;
+  };
+  const Tensor output = at::batch_norm(take(input), take(state.weight), take(state.bias),
+                                       take(running_mean), take(running_var), batch_statistics,
+                                       /*momentum=*/0, eps, /*cudnn_enabled=*/false);
+  return through_float ? output.to(type) : output;
+}
+
+std::string describe(const SyncBatchNormOptions& options) {
+  return fmt::format(
+      "d({}, eps={}{}, momentum={}, affine={}, track_running_stats={}, group={})",
+      options.num_features(), options.eps(), options.eps_mode() == EpsMode::clamp ? " (clamp)" : "",
+      options.momentum() ? fmt::format("{}", *options.momentum()) : "none", options.affine(),
+      options.track_running_stats(), options.group() ? options.group()->name() : "default");
+}
+
+}  // namespace
+
+SyncBatchNormOptions::SyncBatchNormOptions(const torch::nn::BatchNormOptions& options,
+                                           std::optional<Group> group, std::source_location where)
+    : num_features_(options.num_features()),
+      eps_(options.eps()),
+      affine_(options.affine()),
+      track_running_stats_(options.track_running_stats()),
+      group_(std::move(group)),
+      made_at_(where) {
+  momentum_.reset();
+  if (options.momentum().has_value()) momentum_ = *options.momentum();
+}
+
+torch::nn::BatchNormOptions SyncBatchNormOptions::without_group() const {
+  auto options = torch::nn::BatchNormOptions(num_features_)
+                     .eps(eps_)
+                     .affine(affine_)
+                     .track_running_stats(track_running_stats_);
+  options.momentum().reset();
+  if (momentum_.has_value()) options.momentum() = *momentum_;
+  return options;
+}
+
+namespace detail {
+
+NamedLayer::NamedLayer(std::string type, std::int64_t num_features, std::source_location made_at)
+    : type_(std::move(type)),
+      title_(std::make_shared<std::string>(fmt::format("{}({})", type_, num_features))),
+      made_at_(made_at) {}
+
+void NamedLayer::set_name(const std::string& name) {
+  title_ = std::make_shared<std::string>(fmt::format("{} '{}'", type_, name));
+}
+
+void name_layers(const torch::nn::Module& root) {
+  for (const auto& item : root.named_modules()) {
+    auto* const layer = dynamic_cast<NamedLayer*>(item.value().get());
+    if (layer != nullptr && !item.key().empty()) layer->set_name(item.key());
+  }
+}
+
+}  // namespace detail
+
+template <std::size_t D, class Derived>
+SyncBatchNormImplBase<D, Derived>::SyncBatchNormImplBase(const SyncBatchNormOptions& options_)
+    : torch::nn::NormImplBase<D, Derived, SyncBatchNormOptions>(options_),
+      NamedLayer(
+          fmt::format("SyncBatchNorm{}d", D), options_.num_features(),
+          is_of_a_program(options_.made_at()) ? options_.made_at() : std::source_location()) {}
+
+/// Remembered once there is a world: what was made before init_dist, or ran before it, is to be
+/// part of it, and what was part of it must not go on alone after it.
+template <std::size_t D, class Derived>
+Group SyncBatchNormImplBase<D, Derived>::resolve_group() {
+  if (this->options.group().has_value()) return *this->options.group();
+  const Group group = default_group();
+  if (is_distributed()) this->options.group(group);
+  return group;
+}
+
+template <std::size_t D, class Derived>
+Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::source_location where) {
+  check_dimensions(input, where);
+  if (!this->is_training()) {  // nothing to synchronise
+    return evaluate(input, {this->weight, this->bias, {}}, this->running_mean, this->running_var,
+                    this->options.eps());
+  }
+  const auto& o = this->options;
+  const bool is_replica = replica_ && !replica_->is_alone();
+  bool nonfinite = false;
+  Tensor output = train(input, {this->weight, this->bias, this->num_batches_tracked},
+                        {{is_replica ? replica_group_ : resolve_group(), title_,
+                          is_of_a_program(where) ? where : made_at_},
+                         o.eps(),
+                         o.eps_mode(),
+                         /*factor=*/0,
+                         this->running_mean,
+                         this->running_var,
+                         o.on_nonfinite()},
+                        o, is_replica ? replica_.get() : nullptr, nonfinite);
+  n_nonfinite_batches_ += nonfinite ? 1 : 0;
+  return output;
+}
+
+template <std::size_t D, class Derived>
+void SyncBatchNormImplBase<D, Derived>::_check_input_dim(const Tensor& input) {
+  check_dimensions(input, std::source_location());
+}
+
+template <std::size_t D, class Derived>
+void SyncBatchNormImplBase<D, Derived>::check_dimensions(const Tensor& input,
+                                                         std::source_location where) const {
+  const std::int64_t n_dims = input.defined() ? input.dim() : 0;
+  const auto full = static_cast<std::int64_t>(D) + 2;
+  if (n_dims == full || (D == 1 && n_dims == 2)) return;
+  const Layer layer{this->options.group().value_or(Group()), title_,
+                    is_of_a_program(where) ? where : made_at_};
+  throw UsageError(layer.context("forward"),
+                   fmt::format("expected {}D input, got {}D input",
+                               D == 1 ? std::string("2D or 3") : std::to_string(full), n_dims));
+}
+
+template <std::size_t D, class Derived>
+void SyncBatchNormImplBase<D, Derived>::pretty_print(std::ostream& stream) const {
+  stream << "lockstep::nn::SyncBatchNorm" << D << describe(this->options);
+}
+
+template <std::size_t D, class Derived>
+void SyncBatchNormImplBase<D, Derived>::on_replicate(CallbackContext& context, int copy_id) {
+  replica_ = detail::ReplicaLink::join(context, copy_id);
+  replica_group_ = resolve_group();  // here, on the thread of the caller
+}
+
+template <std::size_t D, class Derived>
+void SyncBatchNormImplBase<D, Derived>::on_failure(const std::exception_ptr& error) {
+  if (replica_) replica_->fail(error);
+}
+
+template class SyncBatchNormImplBase<1, SyncBatchNorm1dImpl>;
+template class SyncBatchNormImplBase<2, SyncBatchNorm2dImpl>;
+template class SyncBatchNormImplBase<3, SyncBatchNorm3dImpl>;
+
+}  // namespace lockstep::nn

@@ -1,0 +1,62 @@
+#include <cstdlib>
+#include <iterator>
+#include <lockstep/nn/c10d.hpp>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engines/catalog.hpp"
+#include "engines/message/message_engine.hpp"
+#include "nn/c10d/c10d_rendezvous.hpp"
+#include "nn/c10d/c10d_wire.hpp"
+
+namespace lockstep::nn::detail {
+namespace {
+
+// The lines of the table of engines that the libtorch layer has.
+
+template <bool kIsGloo>
+engines::Availability available(const internal::World&) {
+  if (!has_backend(kIsGloo ? "gloo" : "nccl")) {
+    return {false, kIsGloo ? "needs a libtorch with Gloo, and Gloo's headers (Debian: libgloo-dev) "
+                             "where lockstep::nn is built"
+                           : "needs a libtorch with CUDA and NCCL"};
+  }
+  return {std::getenv("MASTER_ADDR") != nullptr && std::getenv("MASTER_PORT") != nullptr,
+          "needs MASTER_ADDR and MASTER_PORT: the address of rank 0's host, and a free port there"};
+}
+
+template <bool kIsGloo>
+std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) {
+  constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
+  auto engine =
+      message::make(std::string(kName), std::make_unique<Channel>(meet(kName, world, barrier)));
+  // Nobody goes on, and perhaps away, while others still connect.
+  engine->run(barrier);
+  return engine;
+}
+
+constexpr engines::Entry kEntries[] = {{"gloo", available<true>, join<true>},
+                                       {"nccl", available<false>, join<false>}};
+
+}  // namespace
+}  // namespace lockstep::nn::detail
+
+namespace lockstep {
+
+Group nn::make_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::string name,
+                     std::chrono::milliseconds timeout) {
+  std::string backend = process_group->getBackendName();
+  auto wire = detail::Wire::make(std::move(process_group), c10::intrusive_ptr<c10d::Store>());
+  return Group(
+      message::make(std::move(backend), std::make_unique<detail::Channel>(std::move(wire))),
+      std::move(name), timeout);
+}
+
+}  // namespace lockstep
+
+extern "C" void lockstep_nn_engines(std::vector<lockstep::engines::Entry>& entries) {
+  using lockstep::nn::detail::kEntries;
+  entries.insert(entries.end(), std::begin(kEntries), std::end(kEntries));
+}

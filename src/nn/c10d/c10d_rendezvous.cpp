@@ -1,0 +1,369 @@
+#include "nn/c10d/c10d_rendezvous.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <netdb.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <torch/version.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+// Gloo's own headers are a package of their own (Debian: libgloo-dev). Whichever version they are:
+// c10d's header only needs them to be read, and nothing of Gloo is called here.
+#if defined(USE_C10D_GLOO) && __has_include(<gloo/algorithm.h>)
+#define LOCKSTEP_GLOO
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#endif
+#ifdef USE_C10D_NCCL
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
+
+#include <array>
+#include <charconv>
+#include <chrono>
+#include <cstdlib>
+#include <exception>
+#include <future>
+#include <lockstep/error.hpp>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/no_sigpipe.hpp"
+
+namespace lockstep::nn::detail {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// Who speaks unasked does so at once.
+constexpr milliseconds kSilence{50};
+/// How long a rank looks for a store that answers.
+constexpr milliseconds kPatience{5000};
+
+struct Meeting {
+  std::string host;
+  std::uint16_t port;
+};
+
+std::string variable(const char* name, const Call& call, int rank) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') {
+    throw UsageError(context_of(call, rank),
+                     fmt::format("{} is not set; the ranks meet at MASTER_ADDR:MASTER_PORT, the "
+                                 "address of rank 0's host and a free port there",
+                                 name));
+  }
+  return value;
+}
+
+Meeting meeting(const Call& call, int rank) {
+  Meeting meeting{variable("MASTER_ADDR", call, rank), 0};
+  const std::string port = variable("MASTER_PORT", call, rank);
+  const auto parsed = std::from_chars(port.data(), port.data() + port.size(), meeting.port);
+  if (parsed.ec != std::errc() || parsed.ptr != port.data() + port.size() || meeting.port == 0) {
+    throw UsageError(context_of(call, rank),
+                     fmt::format("MASTER_PORT is '{}'; it must be a port from 1 to 65535", port));
+  }
+  return meeting;
+}
+
+/// torchrun's agent serves a store itself, for as long as it starts ranks again.
+bool has_agent_store() {
+  const char* value = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  return value != nullptr && std::string_view(value) == "True";
+}
+
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+bool serves(const internal::World& world) { return world.rank == 0 && !has_agent_store(); }
+
+/// The stores that this process serves, by address, until it ends. A store closed at the end of its
+/// world would reset the connections of ranks that come to the next one sooner than its end, and
+/// libtorch 1.13 ends a process whose store's own thread sees that (std::terminate).
+class Served {
+ public:
+  static StorePtr find(const Meeting& at) {
+    const std::lock_guard lock(mutex());
+    const auto found = stores().find(key(at));
+    return found == stores().end() ? StorePtr() : found->second;
+  }
+  static void keep(const Meeting& at, StorePtr store) {
+    const std::lock_guard lock(mutex());
+    stores().emplace(key(at), std::move(store));
+  }
+  /// After a meeting that failed, whose ranks may count their turns differently.
+  static void forget(const Meeting& at) {
+    const std::lock_guard lock(mutex());
+    stores().erase(key(at));
+  }
+
+ private:
+  static std::string key(const Meeting& at) { return fmt::format("{}:{}", at.host, at.port); }
+  static std::mutex& mutex() {
+    static auto* const mutex = new std::mutex;
+    return *mutex;
+  }
+  static std::map<std::string, StorePtr>& stores() {
+    static auto* const stores = new std::map<std::string, StorePtr>;  // no destructor at exit
+    return *stores;
+  }
+};
+
+using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+Addresses resolve(const Meeting& at, int socket_type) {
+  addrinfo hints{};
+  hints.ai_socktype = socket_type;
+  addrinfo* found = nullptr;
+  const auto port = std::to_string(at.port);
+  if (::getaddrinfo(at.host.c_str(), port.c_str(), &hints, &found) != 0) found = nullptr;
+  return {found, ::freeaddrinfo};
+}
+
+/// Throws where whoever listens there says something unasked, which no store does: a thread of
+/// libtorch 1.13 would take it for a length, and end the process.
+void expect_silence(const Meeting& at, milliseconds timeout) {
+  const Addresses found = resolve(at, SOCK_STREAM);
+  for (const addrinfo* to = found.get(); to != nullptr; to = to->ai_next) {
+    const base::UniqueFd fd(::socket(to->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const auto limit = std::min(timeout, milliseconds(kPatience));
+    const timeval patience{limit.count() / 1000, limit.count() % 1000 * 1000};
+    // On Linux connect obeys it too.
+    if (fd) ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+    if (!fd || ::connect(fd.get(), to->ai_addr, to->ai_addrlen) != 0) continue;
+    pollfd readable{fd.get(), POLLIN, 0};
+    char first = 0;
+    if (::poll(&readable, 1, static_cast<int>(kSilence.count())) == 1 &&
+        ::recv(fd.get(), &first, 1, MSG_DONTWAIT) == 1) {
+      throw std::runtime_error("somebody listens there, but is no store: it speaks unasked");
+    }
+    return;
+  }
+}
+
+StorePtr connect(const Meeting& at, const internal::World& world, milliseconds timeout) {
+  if (serves(world)) {
+    if (StorePtr store = Served::find(at)) return store;
+  } else {
+    expect_silence(at, timeout);
+  }
+  c10d::TCPStoreOptions options;
+  options.port = at.port;
+  options.isServer = serves(world);
+  options.waitWorkers = false;
+  // It counts whole seconds, and takes one to try again.
+  options.timeout = std::max(timeout, milliseconds(2000));
+  StorePtr store = c10::make_intrusive<c10d::TCPStore>(at.host, options);
+  // An answer: it is a store, and of a protocol we speak. Where it is not, c10d waits for ever, and
+  // so does this thread.
+  auto hello = std::make_shared<std::promise<void>>();
+  auto answer = hello->get_future();
+  std::thread([store = store, hello]() mutable {
+    try {
+      store->add("lockstep/hello", 1);
+      store.reset();  // the port is free as soon as its user leaves
+      hello->set_value();
+    } catch (...) {
+      hello->set_exception(std::current_exception());
+    }
+  }).detach();
+  if (answer.wait_for(std::min(timeout, kPatience)) != std::future_status::ready) {
+    throw std::runtime_error("somebody listens there, but does not answer as a store does");
+  }
+  answer.get();
+  if (serves(world)) Served::keep(at, store);
+  return store;
+}
+
+[[noreturn]] void throw_no_store(const std::exception& error, const Meeting& at,
+                                 const internal::World& world, const Call& call) {
+  std::string text =
+      fmt::format("MASTER_ADDR is {}, MASTER_PORT is {}: {}: {}", at.host, at.port,
+                  serves(world) ? "rank 0 cannot serve the ranks' meeting there; where the port is "
+                                  "in use, choose another"
+                                : "cannot meet the other ranks there",
+                  first_line(error));
+  if (has_agent_store()) {
+    text += fmt::format(
+        ". torchrun serves it (TORCHELASTIC_USE_AGENT_STORE is True), and a PyTorch of another "
+        "version than this libtorch, {}, may speak another protocol: with TORCH_DISABLE_SHARE_"
+        "RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d (or --standalone) rank 0 serves it",
+        TORCH_VERSION);
+  }
+  throw EngineError(context_of(call, world.rank), text);
+}
+
+/// A part of the store that only this meeting of these ranks uses: a launcher that starts ranks
+/// again, or a second init_dist, finds the keys of the first.
+StorePtr own_part(const StorePtr& store, const internal::World& world) {
+  const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  const std::string job = fmt::format("lockstep/{}", restart == nullptr ? "0" : restart);
+  const auto turn = store->add(fmt::format("{}/turn/{}", job, world.rank), 1);
+  return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}/{}", job, turn), store);
+}
+
+/// Until every rank has come.
+void roll_call(const StorePtr& store, const internal::World& world, const Call& call,
+               Clock::time_point end) {
+  std::vector<std::string> keys;
+  for (int r = 0; r < world.size; ++r) keys.push_back(fmt::format("here/{}", r));
+  store->set(keys[static_cast<std::size_t>(world.rank)], std::vector<std::uint8_t>{1});
+  // Not Store::wait: some versions tell its end of time from a lost connection only by text.
+  while (!store->check(keys)) {
+    if (Clock::now() > end) {
+      std::vector<int> missing;
+      for (int r = 0; r < world.size; ++r) {
+        if (!store->check({keys[static_cast<std::size_t>(r)]})) missing.push_back(r);
+      }
+      throw TimeoutError(
+          context_of(call, world.rank),
+          fmt::format("of {} ranks, rank{} {} did not come to {}:{} within {:g} s", world.size,
+                      missing.size() == 1 ? "" : "s", fmt::join(missing, ", "),
+                      std::getenv("MASTER_ADDR"), std::getenv("MASTER_PORT"),
+                      static_cast<double>(call.timeout.count()) / 1000));
+    }
+    std::this_thread::sleep_for(milliseconds(2));
+  }
+}
+
+#ifdef LOCKSTEP_GLOO
+/// This host's address on the way to the meeting; empty where that cannot be told.
+std::string address_towards(const Meeting& at) {
+  const Addresses addresses = resolve(at, SOCK_DGRAM);
+  for (const addrinfo* found = addresses.get(); found != nullptr; found = found->ai_next) {
+    const int fd = ::socket(found->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) continue;
+    sockaddr_storage own{};
+    socklen_t n_bytes = sizeof(own);
+    std::array<char, NI_MAXHOST> text{};
+    // A datagram socket that connects sends nothing: it only takes a route.
+    const bool is_known = ::connect(fd, found->ai_addr, found->ai_addrlen) == 0 &&
+                          ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &n_bytes) == 0 &&
+                          ::getnameinfo(reinterpret_cast<sockaddr*>(&own), n_bytes, text.data(),
+                                        text.size(), nullptr, 0, NI_NUMERICHOST) == 0;
+    ::close(fd);
+    if (is_known) return text.data();
+  }
+  return {};
+}
+
+GroupPtr make_gloo(const StorePtr& store, const Meeting& at, const internal::World& world,
+                   milliseconds timeout) {
+  using Gloo = c10d::ProcessGroupGloo;
+  const base::NoSigpipe no_sigpipe;  // nor in the threads that it starts
+  const auto options = Gloo::Options::create(timeout);
+  options->threads = 1;  // for collectives, which are not used
+  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
+  const std::string address = address_towards(at);
+  options->devices.push_back(interface != nullptr ? Gloo::createDeviceForInterface(interface)
+                             : address.empty()    ? Gloo::createDefaultDevice()
+                                                  : Gloo::createDeviceForHostname(address));
+  auto gloo = c10::make_intrusive<Gloo>(store, world.rank, world.size, options);
+#if TORCH_VERSION_MAJOR < 2
+  return gloo;
+#else
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, world.rank, world.size);
+  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO,
+                    c10::intrusive_ptr<c10d::Backend>(std::move(gloo)));
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+  return group;
+#endif
+}
+#endif
+
+#ifdef USE_C10D_NCCL
+GroupPtr make_nccl(const StorePtr& store, const internal::World& world, milliseconds timeout) {
+  using Nccl = c10d::ProcessGroupNCCL;
+  const auto options = Nccl::Options::create();
+  options->timeout = timeout;
+  auto nccl = c10::make_intrusive<Nccl>(store, world.rank, world.size, options);
+#if TORCH_VERSION_MAJOR < 2
+  return nccl;
+#else
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, world.rank, world.size);
+  group->setBackend(at::kCUDA, c10d::ProcessGroup::BackendType::NCCL,
+                    c10::intrusive_ptr<c10d::Backend>(std::move(nccl)));
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
+  return group;
+#endif
+}
+#endif
+
+}  // namespace
+
+bool has_backend(std::string_view backend) {
+#ifdef LOCKSTEP_GLOO
+  if (backend == "gloo") return true;
+#endif
+#ifdef USE_C10D_NCCL
+  if (backend == "nccl") return true;
+#endif
+  return false;
+}
+
+std::shared_ptr<Wire> meet([[maybe_unused]] std::string_view backend, const internal::World& world,
+                           const Call& barrier) {
+  const auto start = Clock::now(), end = start + barrier.timeout;
+  const Meeting at = meeting(barrier, world.rank);
+  StorePtr whole, store;
+  struct Forget {
+    const Meeting& at;
+    bool has_met = false;
+    ~Forget() {
+      if (!has_met) Served::forget(at);
+    }
+  } forget{at};
+  while (!store) {
+    try {
+      whole = connect(at, world, barrier.timeout);
+      StorePtr part = own_part(whole, world);
+      roll_call(part, world, barrier, end);
+      store = std::move(part);
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      // It may be the store of the world before, which rank 0 is about to close.
+      const bool is_last = serves(world) || Clock::now() > std::min(end, start + kPatience);
+      if (is_last) throw_no_store(error, at, world, barrier);
+      std::this_thread::sleep_for(milliseconds(50));
+    }
+  }
+  try {
+    [[maybe_unused]] const auto left =
+        std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(end - Clock::now()));
+    GroupPtr group;
+#ifdef LOCKSTEP_GLOO
+    if (backend == "gloo") group = make_gloo(store, at, world, left);
+#endif
+#ifdef USE_C10D_NCCL
+    if (backend == "nccl") group = make_nccl(store, world, left);
+#endif
+    forget.has_met = true;
+    return Wire::make(std::move(group), whole);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw EngineError(
+        context_of(barrier, world.rank),
+        fmt::format("{} cannot connect the ranks that met at {}:{} (GLOO_SOCKET_IFNAME "
+                    "chooses the network interface): {}",
+                    backend, at.host, at.port, first_line(error)));
+  }
+}
+
+}  // namespace lockstep::nn::detail

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <string_view>
+
+#include "nn/c10d/c10d_wire.hpp"
+#include "world/session.hpp"
+
+namespace lockstep::nn::detail {
+
+/// Joins the world as its rank, over a new process group of `backend` ("gloo", "nccl"); the ranks
+/// meet in a c10d::TCPStore at MASTER_ADDR:MASTER_PORT. Throws UsageError where these are not set
+/// or no port, EngineError with c10d's text, TimeoutError naming the ranks that did not come.
+std::shared_ptr<Wire> meet(std::string_view backend, const internal::World& world,
+                           const Call& barrier);
+
+/// Whether this libtorch has the backend.
+bool has_backend(std::string_view backend);
+
+}  // namespace lockstep::nn::detail

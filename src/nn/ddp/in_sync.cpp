@@ -1,0 +1,139 @@
+#include "nn/ddp/in_sync.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/serialize/archive.h>
+
+#include <lockstep/nn/assert_in_sync.hpp>
+#include <lockstep/objects.hpp>
+#include <sstream>
+#include <type_traits>
+
+#include "nn/error.hpp"
+#include "nn/tensors/hash.hpp"
+
+namespace lockstep::nn {
+namespace {
+
+std::uint64_t hash_of_tensor(const at::Tensor& tensor) {
+  const at::Tensor dense = tensor.detach().to_dense().cpu().contiguous();
+  const std::string kind =
+      fmt::format("{} {}", c10::toString(dense.scalar_type()), fmt::join(dense.sizes(), "x"));
+  return hash_of_bytes(dense.data_ptr(), dense.nbytes()) ^
+         (3 * hash_of_bytes(kind.data(), kind.size()));
+}
+
+/// Of an optimizer's options, or of its state for one parameter: each type can save itself.
+template <class Part>
+std::uint64_t hash_of_saved(const Part& part) {
+  torch::serialize::OutputArchive archive;
+  part.serialize(archive);
+  std::ostringstream stream;
+  archive.save_to(stream);
+  const std::string bytes = std::move(stream).str();
+  return hash_of_bytes(bytes.data(), bytes.size());
+}
+
+/// libtorch's versions have strings or pointers.
+template <class States>
+const torch::optim::OptimizerParamState* find_state(const States& states, const at::Tensor& of) {
+  using Key = typename States::key_type;
+  const auto find = [&](const Key& key) {
+    const auto state = states.find(key);
+    return state == states.end() ? nullptr : state->second.get();
+  };
+  if constexpr (std::is_same_v<Key, std::string>) {
+    std::ostringstream key;
+    key << static_cast<const void*>(of.unsafeGetTensorImpl());
+    return find(key.str());
+  } else {
+    return find(of.unsafeGetTensorImpl());
+  }
+}
+
+}  // namespace
+
+Fingerprints fingerprints_of_parameters(const torch::nn::Module& module) {
+  Fingerprints result;
+  for (const auto& item : module.named_parameters()) {
+    result.emplace_back("parameter " + item.key(), hash_of_tensor(item.value()));
+  }
+  return result;
+}
+
+Fingerprints fingerprints_of_buffers(const torch::nn::Module& module) {
+  Fingerprints result;
+  for (const auto& item : module.named_buffers()) {
+    result.emplace_back("buffer " + item.key(), hash_of_tensor(item.value()));
+  }
+  return result;
+}
+
+Fingerprints fingerprints_of_state(const torch::optim::Optimizer& optimizer,
+                                   const torch::nn::Module& module) {
+  Fingerprints result;
+  const auto parameters = module.named_parameters();
+  const auto name_of = [&](const at::Tensor& tensor) {
+    for (const auto& item : parameters) {
+      if (item.value().is_same(tensor)) return "parameter " + item.key();
+    }
+    return std::string("a parameter of no name");
+  };
+  std::size_t i_group = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    const std::string suffix = fmt::format("of the optimizer's parameter group {}", i_group++);
+    if (group.has_options()) {
+      result.emplace_back("the options " + suffix, hash_of_saved(group.options()));
+    }
+    for (const at::Tensor& parameter : group.params()) {
+      const auto* const state = find_state(optimizer.state(), parameter);
+      result.emplace_back("the optimizer's state for " + name_of(parameter),
+                          state == nullptr ? 0 : hash_of_saved(*state));
+    }
+  }
+  return result;
+}
+
+void check_fingerprints(const Fingerprints& mine, const Group& group, const ErrorContext& context,
+                        const char* advice) {
+  const auto all = all_gather_object(mine, group, {}, context.where);
+  std::size_t first = 0;
+  while (first < all.size() && all[first].empty()) ++first;
+  for (std::size_t rank = first + 1; rank < all.size(); ++rank) {
+    if (all[rank].empty() || all[rank] == all[first]) continue;
+    for (std::size_t i = 0;; ++i) {
+      const bool is_in_first = i < all[first].size();
+      const bool is_in_rank = i < all[rank].size();
+      if (is_in_first && is_in_rank && all[first][i] == all[rank][i]) continue;
+      if (is_in_first && is_in_rank && all[first][i].first == all[rank][i].first) {
+        throw MismatchError(context, fmt::format("{} of rank {} is not that of rank {}: {}",
+                                                 all[rank][i].first, rank, first, advice));
+      }
+      throw MismatchError(
+          context, fmt::format("rank {} has {} where rank {} has {}: build the same on every rank",
+                               first, is_in_first ? all[first][i].first : "nothing more", rank,
+                               is_in_rank ? all[rank][i].first : "nothing more"));
+    }
+  }
+}
+
+void detail::assert_in_sync(const torch::nn::Module& module,
+                            const torch::optim::Optimizer* optimizer, const Group& group,
+                            std::source_location where) {
+  Fingerprints all{{"the module", 0}};  // an empty list would take no part
+  const Fingerprints parameters = fingerprints_of_parameters(module);
+  all.insert(all.end(), parameters.begin(), parameters.end());
+  const Fingerprints buffers = fingerprints_of_buffers(module);
+  all.insert(all.end(), buffers.begin(), buffers.end());
+  if (optimizer != nullptr) {
+    const Fingerprints state = fingerprints_of_state(*optimizer, module);
+    all.insert(all.end(), state.begin(), state.end());
+  }
+  check_fingerprints(
+      all, group, context_of("assert_in_sync", group, where),
+      "make the same changes on all ranks, average the gradients, and let buffers be "
+      "the same, as SyncBatchNorm's are");
+}
+
+}  // namespace lockstep::nn

@@ -1,0 +1,234 @@
+#include "nn/ddp/reducer.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <cmath>
+#include <lockstep/dist.hpp>
+#include <lockstep/error.hpp>
+#include <lockstep/nn/tensor_ops.hpp>
+#include <lockstep/trace.hpp>
+
+#include "nn/ddp/reducer_parts.hpp"
+
+namespace lockstep::nn::detail {
+
+void Reducer::before_forward(const std::optional<std::source_location>& where) {
+  // In join one line for all ranks, as LOCKSTEP_CHECK=full wants it: some make no forward.
+  if (!joining_) where_ = where.value_or(made_at_);
+  if (in_step_) {
+    throw UsageError(
+        context(),
+        fmt::format("the last backward left by an exception, {} of {} buckets sent: the ranks may "
+                    "be out of step. Build a new DistributedDataParallel, over a new group where "
+                    "the exception says that this one is dead",
+                    n_sent_, buckets_.size()));
+  }
+  if (!at::GradMode::is_enabled()) return;
+  sync_ = n_no_sync == 0;
+  is_tagged_ = false;
+  if (joining_) announce(sync_ ? Turn::synchronise : Turn::accumulate);
+  prepare();
+}
+
+/// A backward that begins elsewhere is of a forward that went past DistributedDataParallel, and
+/// is synchronised. The engine drops its callbacks when a backward ends, also by an exception.
+void Reducer::after_forward(const std::vector<at::Tensor>& outputs) {
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.requires_grad() || output.is_leaf()) continue;
+    output.register_hook([weak = weak_from_this()](const at::Tensor& /*gradient*/) {
+      const auto self = weak.lock();
+      if (!self || !self->local_backward_.expired()) return;
+      const auto in_it = std::make_shared<char>();
+      self->local_backward_ = in_it;
+      torch::autograd::Engine::get_default_engine().queue_callback([in_it] {});
+    });
+    is_tagged_ = true;
+  }
+}
+
+void Reducer::prepare() {
+  if (!sync_) return;
+  prepared_ = true;
+  const std::string changed = changed_parameter();
+  explain(
+      [&] {
+        return changed.empty() ? std::string("preparing a forward")
+                               : fmt::format(
+                                     "taking parameter {} anew, which was changed here "
+                                     "(torch::load, to(), set_data): change it on all ranks",
+                                     changed);
+      },
+      [&] {
+        if (!changed.empty()) {
+          meet_others_that_changed();
+          take_parameters();
+          add_buckets(order_);
+        }
+        check_in_sync();
+        if (!options_.broadcast_buffers) return;
+        for (at::Tensor buffer : module_.buffers()) {
+          // In join rank 0 may have no data any more.
+          broadcast(buffer, joining_ && last_active_ >= 0 ? last_active_ : 0, group_, {}, where_);
+        }
+      });
+}
+
+void Reducer::on_gradient(std::size_t index) {
+  parameters_[index].touched = true;
+  if (!synchronises()) return;
+  const at::NoGradGuard no_grad;
+  if (!in_step_) start_step();
+  Parameter& parameter = parameters_[index];
+  if (parameter.ready && parameter.used) {
+    throw UsageError(context(), fmt::format("parameter {} got two gradients in one backward: "
+                                            "checkpointing inside the module is not supported",
+                                            parameter.name));
+  }
+  if (!parameter.used) {
+    throw UsageError(context(),
+                     fmt::format("parameter {} got a gradient, but none in the first backward: the "
+                                 "graph is not static, leave static_graph off",
+                                 parameter.name));
+  }
+  move_gradient(parameter);
+  parameter.ready = true;
+  arrivals_.push_back(static_cast<std::int64_t>(index));
+  --buckets_[parameter.bucket].n_pending;
+  send_complete_buckets();
+}
+
+void Reducer::start_step() {
+  check_before_step();
+  in_step_ = true;
+  n_sent_ = 0;
+  arrivals_.clear();
+  for (Bucket& bucket : buckets_) bucket.n_pending = bucket.parameters.size();
+  for (Parameter& parameter : parameters_) {
+    parameter.ready = !parameter.used;
+    if (parameter.used) continue;
+    move_gradient(parameter);
+    --buckets_[parameter.bucket].n_pending;
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this()] { self->finish(); });
+}
+
+/// The gradient becomes a slice of its bucket, where it stays: the next backward accumulates there
+/// in place, unless the user has dropped it.
+void Reducer::move_gradient(Parameter& parameter) {
+  at::Tensor& gradient = parameter.tensor.mutable_grad();
+  // One that is there may be an earlier step's, zeroed in place.
+  parameter.has_gradient = gradient.defined() && parameter.touched;
+  if (!gradient.defined()) {
+    parameter.slice.zero_();
+    return;
+  }
+  if (gradient.layout() != at::kStrided) {
+    throw UsageError(context(), fmt::format("the gradient of {} is sparse: only dense gradients "
+                                            "are supported, make it dense (sparse=false)",
+                                            parameter.name));
+  }
+  if (gradient.is_same(parameter.slice)) return;
+  if (gradient.scalar_type() != parameter.slice.scalar_type() ||
+      gradient.sizes() != parameter.slice.sizes()) {
+    refuse_changed(parameter.name);
+  }
+  parameter.slice.copy_(gradient);
+  if (gradient.is_cpu()) gradient = parameter.slice;
+}
+
+/// On the CPU the slice is the gradient; another device has it copied.
+void Reducer::give_gradient(Parameter& parameter) {
+  at::Tensor& gradient = parameter.tensor.mutable_grad();
+  if (parameter.tensor.is_cpu()) {
+    gradient = parameter.slice;
+  } else if (gradient.defined()) {
+    gradient.copy_(parameter.slice);
+  } else {
+    gradient = parameter.slice.to(parameter.tensor.device());
+  }
+}
+
+/// All ranks see the same shares, and throw alike.
+void Reducer::check_same_gradients() {
+  if (options_.find_unused_parameters) return;
+  for (const Parameter& parameter : parameters_) {
+    if (!(parameter.with > 0 && parameter.without > 0)) continue;
+    in_step_ = false;  // nothing is under way, on any rank
+    const double size = group_.size();
+    const double n_ranks = parameter.with < parameter.without  // the smaller is the preciser
+                               ? std::round(parameter.with * size)
+                               : size - std::round(parameter.without * size);
+    throw MismatchError(
+        context(),
+        fmt::format("parameter {} got a gradient on {:.0f} of {} ranks: let it take part in every "
+                    "rank's loss, or set find_unused_parameters, for which a missing one is zero",
+                    parameter.name, n_ranks, group_.size()));
+  }
+}
+
+void Reducer::send_complete_buckets() {
+  for (; n_sent_ < buckets_.size() && buckets_[n_sent_].n_pending == 0; ++n_sent_) {
+    Bucket& bucket = buckets_[n_sent_];
+    std::vector<float> flags;
+    for (const std::size_t i : bucket.parameters) {
+      const float with = parameters_[i].has_gradient ? 1.0F : 0.0F;
+      flags.insert(flags.end(), {with, 1 - with});
+    }
+    bucket.flag_values.copy_(
+        at::from_blob(flags.data(), {static_cast<std::int64_t>(flags.size())}, at::kFloat));
+    if (!options_.hook) {
+      Elements all = bucket.gradients;  // the flags lie behind
+      all.count += bucket.flags.count;
+      bucket.work = group_.all_reduce_async(all, ReduceOp::mean, {}, where_);
+      continue;
+    }
+    const auto size = static_cast<std::int64_t>(bucket.gradients.count);
+    bucket.complete =
+        options_.hook({slice_of(bucket.memory, 0, {size}, {1}, bucket.type), n_sent_, group_});
+    bucket.work = group_.all_reduce_async(bucket.flags, ReduceOp::mean, {}, where_);
+  }
+}
+
+void Reducer::finish() {
+  const TraceScope scope("DDP: the last gradients");
+  const at::NoGradGuard no_grad;
+  for (Parameter& parameter : parameters_) {
+    if (!parameter.ready) move_gradient(parameter);
+    parameter.touched = false;
+  }
+  for (Bucket& bucket : buckets_) bucket.n_pending = 0;
+  send_complete_buckets();
+  for (Bucket& bucket : buckets_) {
+    explain([&] { return "averaging the gradients of " + names_of(bucket); },
+            [&] {
+              if (bucket.complete) bucket.complete();
+              bucket.work.wait();
+            });
+    bucket.complete = nullptr;
+    const at::Tensor flags = bucket.flag_values.to(at::kDouble);
+    const auto* flag = flags.data_ptr<double>();
+    for (const std::size_t i : bucket.parameters) {
+      parameters_[i].with = *flag++;
+      parameters_[i].without = *flag++;
+    }
+  }
+  check_same_gradients();
+  const bool rescale = joining_ && options_.join_divides_by_active && n_active_ < group_.size();
+  for (Parameter& parameter : parameters_) {
+    if (!(parameter.with > 0)) continue;
+    if (rescale) parameter.slice.mul_(static_cast<double>(group_.size()) / n_active_);
+    give_gradient(parameter);
+  }
+  if (!rebuilt_) {
+    for (Parameter& parameter : parameters_)
+      parameter.used = parameter.ready || !options_.static_graph;
+    explain([] { return std::string("making the buckets anew"); }, [this] { rebuild_buckets(); });
+  }
+  prepared_ = false;
+  in_step_ = false;
+}
+
+}  // namespace lockstep::nn::detail

@@ -1,0 +1,237 @@
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <lockstep/dist.hpp>
+#include <lockstep/error.hpp>
+#include <lockstep/nn/checkpoint.hpp>
+#include <lockstep/nn/sync_batch_norm_scope.hpp>
+#include <lockstep/nn/tensor_ops.hpp>
+#include <lockstep/objects.hpp>
+#include <span>
+#include <sstream>
+#include <utility>
+
+#include "nn/batch_norm/layer_steps.hpp"
+#include "nn/ddp/in_sync.hpp"
+#include "nn/ddp/reducer.hpp"
+#include "nn/ddp/reducer_parts.hpp"
+#include "nn/tensors/hash.hpp"
+
+namespace lockstep::nn::detail {
+namespace {
+
+/// Synchronised forwards after uneven data that compare the parameters: the first optimizer step
+/// shows whether the optimizers' states are the same.
+constexpr int kChecksAfterUnevenData = 4;
+constexpr std::uint64_t kForwardsBetweenChecks = 100;  // with LOCKSTEP_CHECK=full
+
+/// Groups have the same names on all their ranks.
+std::uint64_t hash_of_scope(const Group& group) {
+  return hash_of_bytes(group.name().data(), group.name().size()) | 1U;  // 0: none
+}
+
+void send_state(torch::optim::Optimizer& optimizer, int root, const Group& group,
+                std::source_location where) {
+  std::string bytes;
+  if (group.rank() == root) {
+    torch::serialize::OutputArchive archive;
+    save_optimizer(optimizer, archive);
+    std::ostringstream stream;
+    archive.save_to(stream);
+    bytes = std::move(stream).str();
+  }
+  broadcast_object(bytes, root, group, {}, where);
+  if (group.rank() == root) return;
+  std::istringstream stream(std::move(bytes));
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream);
+  load_optimizer(optimizer, archive);
+}
+
+/// An LBFGS whose number of forwards, or whose step, comes from this rank's loss.
+void check_optimizer(const torch::optim::Optimizer& optimizer, const ErrorContext& context) {
+  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr) return;
+  for (const auto& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const torch::optim::LBFGSOptions&>(group.options());
+    if (options.max_iter() == 1 && !options.line_search_fn()) continue;
+    throw UsageError(context,
+                     "join cannot take this LBFGS: how often it calls the closure depends on the "
+                     "loss, which differs between the ranks. Use max_iter(1) and no line search");
+  }
+}
+
+/// The group of this thread's innermost SyncBatchNormScope.
+std::optional<Group> group_of_scope() {
+  const auto scope = SyncBatchNormScope::active();
+  if (!scope) return std::nullopt;
+  return scope->group ? *scope->group : default_group();
+}
+
+}  // namespace
+
+/// All ranks see the same, and throw alike.
+void Reducer::check_scopes(std::span<const Announcement> all) const {
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].scope == 0 || all[rank].scope_size >= group_.size()) continue;
+    throw UsageError(context(),
+                     fmt::format("in join, the forward of rank {} is in a SyncBatchNormScope over "
+                                 "a group of {} of the {} ranks, and a rank out of data would not "
+                                 "know in whose: convert the net with convert_sync_batchnorm and "
+                                 "that group instead",
+                                 rank, all[rank].scope_size, group_.size()));
+  }
+}
+
+/// Returns what all the ranks that have data are about to do.
+Reducer::Announcement Reducer::announce(Turn turn) {
+  Announcement mine{turn};
+  if (turn != Turn::joined) {
+    scope_ = group_of_scope();
+    if (scope_) {
+      mine.scope = hash_of_scope(*scope_);
+      mine.scope_size = scope_->size();
+    }
+  }
+  std::vector<Announcement> all(static_cast<std::size_t>(group_.size()));
+  static_assert(sizeof(Announcement) == 24);
+  explain([] { return std::string("telling each other in join what comes next"); },
+          [&] {
+            group_.all_gather({&mine, 3, DType::i64}, {all.data(), 3 * all.size(), DType::i64}, {},
+                              where_);
+          });
+  check_scopes(all);
+  n_active_ = 0;
+  int first = -1;
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].turn == Turn::joined) continue;
+    if (n_active_++ == 0) first = static_cast<int>(rank);
+    const Announcement& common = all[static_cast<std::size_t>(first)];
+    if (all[rank] == common) continue;
+    if (all[rank].scope != common.scope) {
+      throw MismatchError(
+          context(), fmt::format("in join, the forwards of rank {} and rank {} are not in "
+                                 "SyncBatchNormScopes of the same group: let all ranks have one, "
+                                 "or none",
+                                 first, rank));
+    }
+    const bool first_accumulates = common.turn == Turn::accumulate;
+    throw MismatchError(context(),
+                        fmt::format("in join, rank {} is in no_sync() and rank {} is not: let all "
+                                    "ranks synchronise at the same steps",
+                                    first_accumulates ? first : static_cast<int>(rank),
+                                    first_accumulates ? static_cast<int>(rank) : first));
+  }
+  if (first < 0) return {};
+  last_active_ = first;
+  was_uneven_ = was_uneven_ || n_active_ < group_.size();
+  return all[static_cast<std::size_t>(first)];
+}
+
+void Reducer::join(const std::function<void()>& body, const JoinOptions& options,
+                   std::function<at::Tensor()> example, std::source_location where) {
+  where_ = where;
+  for (const torch::optim::Optimizer* optimizer : options.optimizers) {
+    check_optimizer(*optimizer, context());
+  }
+  struct Leave {
+    Reducer& reducer;
+    std::function<at::Tensor()> shadow_before;
+    ~Leave() {
+      reducer.joining_ = false;
+      reducer.follows_ = false;
+      reducer.scope_.reset();
+      reducer.example_ = nullptr;
+      if (!reducer.shadow) reducer.shadow = std::move(shadow_before);
+    }
+  } leave{*this, nullptr};
+  if (example) {  // goes before the forwards of earlier loops
+    leave.shadow_before = std::exchange(shadow, nullptr);
+    example_ = std::move(example);
+  }
+  joining_ = true;
+  was_uneven_ = false;
+  last_active_ = -1;
+  body();
+  // What this rank accumulated without a synchronisation still counts in the next one.
+  if (sync_) drop_gradients();
+  for (;;) {
+    const Announcement others = announce(Turn::joined);
+    if (others.turn == Turn::joined) break;
+    follow(others);
+  }
+  n_active_ = group_.size();
+  if (last_active_ >= 0) take_state_of(last_active_, options);
+  if (was_uneven_) n_checks_ = kChecksAfterUnevenData;
+}
+
+void Reducer::follow(const Announcement& others) {
+  const auto& forward = shadow ? shadow : example_;
+  if (!forward) {
+    throw UsageError(context(),
+                     "join cannot follow the other ranks: no forward was made here that returns "
+                     "a tensor. Give join an example_input, or an example_forward");
+  }
+  const at::AutoGradMode with_gradients(true);
+  sync_ = others.turn == Turn::synchronise;
+  is_tagged_ = false;
+  follows_ = true;
+  prepare();
+  follows_ = false;
+  at::Tensor output;
+  if (others.scope != 0) {
+    const SyncBatchNormScope scope(scope_of(others.scope));
+    output = forward();
+  } else {
+    const SuspendedScope none;
+    output = forward();
+  }
+  output.sum().backward();
+  if (sync_) drop_gradients();
+}
+
+Group Reducer::scope_of(std::uint64_t announced) const {
+  if (scope_ && hash_of_scope(*scope_) == announced) return *scope_;
+  const std::optional<Group> around = group_of_scope();
+  if (around && hash_of_scope(*around) == announced) return *around;
+  if (hash_of_scope(*options_.group) == announced) return *options_.group;
+  if (hash_of_scope(default_group()) == announced) return default_group();
+  throw UsageError(context(),
+                   "join cannot follow the other ranks: their forward is in a SyncBatchNormScope "
+                   "over a group that no forward here was in. Make the scope around join");
+}
+
+void Reducer::drop_gradients() {
+  for (Parameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+}
+
+void Reducer::take_state_of(int rank, const JoinOptions& options) {
+  explain([&] { return fmt::format("giving all the state of rank {}", rank); },
+          [&] {
+            for (const auto& tensors : {module_.parameters(), module_.buffers()}) {
+              for (at::Tensor tensor : tensors) broadcast(tensor, rank, group_, {}, where_);
+            }
+            if (!was_uneven_) return;
+            for (torch::optim::Optimizer* optimizer : options.optimizers) {
+              send_state(*optimizer, rank, group_, where_);
+            }
+          });
+}
+
+void Reducer::check_in_sync() {
+  const bool is_due = checks_fully_ && n_forwards_++ % kForwardsBetweenChecks == 1;
+  if (n_checks_ == 0 && !is_due) return;
+  const bool is_after_join = n_checks_ > 0;
+  if (is_after_join) --n_checks_;
+  check_fingerprints(follows_ ? Fingerprints() : fingerprints_of_parameters(module_), group_,
+                     context(),
+                     is_after_join ? "the ranks had different numbers of batches in join, and so "
+                                     "made different numbers of optimizer steps: give join the "
+                                     "optimizers, whose state it then carries along"
+                                   : "the ranks have changed them differently: make the same "
+                                     "changes on all");
+}
+
+}  // namespace lockstep::nn::detail

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <lockstep/error.hpp>
+#include <typeinfo>
+
+#include "nn/ddp/reducer.hpp"
+#include "nn/error.hpp"
+
+/// What the files of the Reducer share.
+namespace lockstep::nn::detail {
+
+/// A tensor over part of a bucket that is no view: optimizers detach gradients in place.
+inline at::Tensor slice_of(const SharedBuffer& memory, std::size_t offset_bytes,
+                           at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) {
+  return at::from_blob(
+      memory.data() + offset_bytes, sizes, strides, [memory](void*) {}, at::TensorOptions(type));
+}
+
+template <class E>
+void throw_with_note(const Error& error, const std::string& note) {
+  if (typeid(error) == typeid(E)) throw E(error.context(), error.text() + note);
+}
+
+template <class F>
+void Reducer::explain(const std::function<std::string()>& what, const F& f) const {
+  try {
+    f();
+  } catch (const Error& error) {
+    // The Reducer's own say it themselves.
+    if (error.context().operation == context().operation) throw;
+    const std::string note = "\n  This is DistributedDataParallel, " + what() + ".";
+    throw_with_note<TimeoutError>(
+        error, note + (joining_ ? ""
+                                : " Do the ranks have different numbers of batches? Then run "
+                                  "the training loop in its join()."));
+    throw_with_note<MismatchError>(error, note);
+    throw_with_note<PeerLost>(error, note);
+    throw_with_note<PeerFailed>(error, note);
+    throw_with_note<EngineError>(error, note);
+    throw;
+  }
+}
+
+}  // namespace lockstep::nn::detail

@@ -1,0 +1,374 @@
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <chrono>
+#include <lockstep/dist.hpp>
+#include <lockstep/error.hpp>
+#include <lockstep/nn/sync_batch_norm.hpp>
+#include <lockstep/nn/sync_batch_norm_scope.hpp>
+#include <lockstep/nn/tensor_ops.hpp>
+#include <map>
+#include <thread>
+#include <utility>
+
+#include "group/check.hpp"
+#include "nn/ddp/in_sync.hpp"
+#include "nn/ddp/reducer.hpp"
+#include "nn/ddp/reducer_parts.hpp"
+
+namespace lockstep::nn::detail {
+namespace {
+
+constexpr const char* kOperation = "DistributedDataParallel";
+constexpr std::size_t kAlignment = 64;  // of a gradient in its bucket, in bytes
+
+class GradientHook : public torch::autograd::FunctionPostHook {
+ public:
+  GradientHook(Reducer& reducer, std::size_t index) : reducer_(reducer), index_(index) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    reducer_.on_gradient(index_);
+    return outputs;
+  }
+  bool belongs_to(const Reducer& reducer) const { return &reducer == &reducer_; }
+
+ private:
+  Reducer& reducer_;  // removes its hooks before it goes
+  std::size_t index_;
+};
+
+/// One line per parameter and buffer: what all ranks must agree on.
+std::vector<std::string> describe(const torch::nn::Module& module) {
+  std::vector<std::string> lines;
+  for (const auto& item : module.named_parameters()) {
+    lines.push_back(fmt::format("parameter {} {} {}{}", item.key(),
+                                c10::toString(item->scalar_type()), c10::str(item->sizes()),
+                                item->requires_grad() ? "" : " frozen"));
+  }
+  for (const auto& item : module.named_buffers()) {
+    lines.push_back(fmt::format("buffer {} {} {}", item.key(), c10::toString(item->scalar_type()),
+                                c10::str(item->sizes())));
+  }
+  return lines;
+}
+
+std::vector<std::string> split_lines(std::span<const std::uint8_t> text) {
+  std::vector<std::string> lines(1);
+  for (const std::uint8_t byte : text) {
+    if (byte == '\n') {
+      lines.emplace_back();
+    } else {
+      lines.back() += static_cast<char>(byte);
+    }
+  }
+  return lines;
+}
+
+/// Throws the same MismatchError on every rank, naming the first difference from rank 0.
+void check_same_module(const torch::nn::Module& module, const Group& group,
+                       const ErrorContext& context) {
+  const std::string mine = fmt::format("{}", fmt::join(describe(module), "\n"));
+  const std::vector<std::uint8_t> text(mine.begin(), mine.end());
+  const auto texts = all_gather(text, group, Deadline(), context.where);
+  for (std::size_t rank = 1; rank < texts.size(); ++rank) {
+    if (texts[rank] == texts[0]) continue;
+    auto expected = split_lines(texts[0]);
+    auto got = split_lines(texts[rank]);
+    const std::size_t n_lines = std::max(expected.size(), got.size());
+    expected.resize(n_lines, "nothing more");
+    got.resize(n_lines, "nothing more");
+    const auto first = std::mismatch(expected.begin(), expected.end(), got.begin());
+    throw MismatchError(context,
+                        fmt::format("the ranks' modules differ, first here: rank 0 has {}, rank {} "
+                                    "has {}: build the same module on every rank",
+                                    *first.first, rank, *first.second));
+  }
+}
+
+std::size_t round_up(std::size_t n_bytes) {
+  return (n_bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+/// Autograd has a thread for each device, and hooks of one module would run on several.
+void check_one_device(const torch::nn::Module& module, const ErrorContext& context) {
+  const std::string* first = nullptr;
+  std::optional<at::Device> device;
+  const auto parameters = module.named_parameters();
+  for (const auto& item : parameters) {
+    if (!item->requires_grad()) continue;
+    if (!device.has_value()) {
+      first = &item.key();
+      device = item->device();
+    }
+    if (item->device() == *device) continue;
+    throw UsageError(context,
+                     fmt::format("parameter {} is on {}, {} on {}: move the module to one device",
+                                 *first, device->str(), item.key(), item->device().str()));
+  }
+}
+
+/// Of a sparse tensor none: dtype_of has refused those that are averaged.
+c10::Storage storage_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage() : c10::Storage();
+}
+
+DistributedDataParallelOptions with_group(DistributedDataParallelOptions options) {
+  if (!options.group) options.group = default_group();
+  return options;
+}
+
+}  // namespace
+
+Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
+                 std::source_location where)
+    : module_(module),
+      options_(with_group(options)),
+      checks_fully_(internal::check_level() == internal::Check::full),
+      made_at_(where),
+      where_(where),
+      group_(*options_.group) {
+  name_layers(module);  // for the errors of SyncBatchNorm
+  try {
+    explain([] { return std::string("comparing the ranks' modules"); },
+            [&] {
+              take_parameters();
+              for (at::Tensor buffer : module.buffers()) {
+                broadcast(buffer, /*src=*/0, group_, {}, where_);
+              }
+              group_ = group_.duplicate(where_);
+              add_buckets(order_);
+            });
+  } catch (...) {  // no destructor will run
+    remove_hooks();
+    throw;
+  }
+}
+
+Reducer::~Reducer() { remove_hooks(); }
+
+ErrorContext Reducer::context() const { return context_of(kOperation, group_, where_); }
+
+std::string Reducer::names_of(const Bucket& bucket) const {
+  const std::string& first = parameters_[bucket.parameters.front()].name;
+  const std::string& last = parameters_[bucket.parameters.back()].name;
+  const std::string names = first == last ? first : first + " to " + last;
+  return fmt::format("{} (bucket {} of {})", names, &bucket - buckets_.data() + 1, buckets_.size());
+}
+
+std::string Reducer::changed_parameter() const {
+  auto next = parameters_.begin();  // nearly always in the same order
+  for (const auto& item : module_.named_parameters()) {
+    if (!item->requires_grad()) continue;
+    const auto is_it = [&](const Parameter& p) { return p.tensor.is_same(*item); };
+    if (next == parameters_.end() || !is_it(*next)) {
+      next = std::find_if(parameters_.begin(), parameters_.end(), is_it);
+    }
+    if (next == parameters_.end()) return item.key();
+    if (torch::autograd::impl::try_get_grad_accumulator(*item) != next->accumulator ||
+        item->scalar_type() != next->slice.scalar_type() || item->sizes() != next->slice.sizes() ||
+        storage_of(*item).unsafeGetStorageImpl() != next->storage.unsafeGetStorageImpl()) {
+      return item.key();
+    }
+    ++next;
+  }
+  return {};
+}
+
+void Reducer::refuse_changed(const std::string& name) const {
+  throw UsageError(context(),
+                   fmt::format("parameter {} has changed (torch::load, to(), set_data, "
+                               "requires_grad_) since the last synchronised forward of "
+                               "DistributedDataParallel: after a change, make the forward through "
+                               "it and not through the module inside",
+                               name));
+}
+
+void Reducer::check_before_step() const {
+  if (!prepared_) {
+    const std::string name = changed_parameter();
+    if (!name.empty()) refuse_changed(name);
+  }
+  for (const Parameter& parameter : parameters_) {
+    for (const auto& hook : parameter.accumulator->post_hooks()) {
+      const auto* const other = dynamic_cast<const GradientHook*>(hook.get());
+      if (other == nullptr || other->belongs_to(*this)) continue;
+      throw UsageError(context(),
+                       fmt::format("parameter {} is in another DistributedDataParallel too, and "
+                                   "both would average its gradient: keep one of them",
+                                   parameter.name));
+    }
+  }
+}
+
+/// Before each gradient of the parameter, whatever accumulates it.
+void Reducer::check_attached(const Parameter& parameter) const {
+  if (!synchronises()) return;
+  const auto now = torch::autograd::impl::try_get_grad_accumulator(parameter.tensor);
+  if (now == parameter.accumulator) return;
+  if (!now && parameter.accumulator.use_count() > 1) return;  // a graph from before the change
+  refuse_changed(parameter.name);
+}
+
+std::vector<Group> Reducer::groups_of_forward() const {
+  std::vector<Group> groups;
+  const auto add = [&](const std::optional<Group>& set) {
+    const Group group = set ? *set : default_group();
+    // A larger one has ranks to which this module is nothing.
+    if (group.size() == 1 || group.size() > group_.size()) return;
+    if (std::ranges::find(groups, group) == groups.end()) groups.push_back(group);
+  };
+  const auto add_of = [&]<class Layer>(const torch::nn::Module& module, const Layer*) {
+    const auto* const layer = dynamic_cast<const Layer*>(&module);
+    if (layer != nullptr) add(layer->options.group());
+  };
+  for (const auto& module : module_.modules()) {
+    add_of(*module, static_cast<SyncBatchNorm1dImpl*>(nullptr));
+    add_of(*module, static_cast<SyncBatchNorm2dImpl*>(nullptr));
+    add_of(*module, static_cast<SyncBatchNorm3dImpl*>(nullptr));
+  }
+  if (const auto scope = SyncBatchNormScope::active()) add(scope->group);
+  return groups;
+}
+
+/// In all of them at once: which one the others use next, if any, is not known here.
+void Reducer::meet_others_that_changed() const {
+  std::vector<Work> barriers;
+  for (const Group& group : groups_of_forward())
+    barriers.push_back(group.barrier_async({}, where_));
+  if (barriers.empty()) return;  // the others' next call is in this object's group
+  barriers.push_back(group_.barrier_async({}, where_));
+  while (!barriers.empty()) {
+    const auto done = std::ranges::find_if(barriers, &Work::done);
+    if (done == barriers.end()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      continue;
+    }
+    done->wait();
+    barriers.erase(done);
+  }
+}
+
+void Reducer::take_parameters() {
+  for (const at::Tensor& tensor : module_.parameters()) {
+    if (tensor.requires_grad()) (void)dtype_of(tensor, where_);  // can it be reduced?
+  }
+  check_one_device(module_, context());
+  check_same_module(module_, group_, context());
+  remove_hooks();
+  const auto known = std::move(parameters_);
+  parameters_.clear();
+  order_.clear();
+  rebuilt_ = false;
+  for (const auto& item : module_.named_parameters()) {
+    const auto before = std::find_if(known.begin(), known.end(),
+                                     [&](const Parameter& p) { return p.tensor.is_same(*item); });
+    const bool is_same = before != known.end() && before->storage.unsafeGetStorageImpl() ==
+                                                      storage_of(*item).unsafeGetStorageImpl();
+    at::Tensor tensor = *item;
+    if (!is_same) broadcast(tensor, /*src=*/0, group_, {}, where_);
+    if (!item->requires_grad()) continue;
+    Parameter& parameter = parameters_.emplace_back();
+    parameter.name = item.key();
+    parameter.tensor = *item;
+    parameter.storage = storage_of(*item);
+    parameter.touched = before != known.end() && before->touched;
+  }
+  for (std::size_t i = parameters_.size(); i-- > 0;) {  // about the order gradients come in
+    order_.push_back(static_cast<std::int64_t>(i));
+  }
+  add_hooks();
+}
+
+void Reducer::add_buckets(std::span<const std::int64_t> order) {
+  buckets_.clear();
+  std::map<at::ScalarType, std::size_t> open;  // the bucket being filled, by type
+  std::vector<std::size_t> n_bytes;            // of each bucket, by index
+  for (const std::int64_t next : order) {
+    const auto i = static_cast<std::size_t>(next);
+    Parameter& parameter = parameters_[i];
+    const at::ScalarType type = parameter.tensor.scalar_type();
+    auto bucket = open.find(type);
+    if (bucket == open.end()) {
+      bucket = open.emplace(type, buckets_.size()).first;
+      buckets_.emplace_back().type = type;
+      n_bytes.push_back(0);
+    }
+    parameter.bucket = bucket->second;
+    buckets_[parameter.bucket].parameters.push_back(i);
+    n_bytes[parameter.bucket] += round_up(parameter.tensor.nbytes());
+    const double limit_mb =
+        parameter.bucket == 0 ? options_.first_bucket_size_mb : options_.bucket_size_mb;
+    if (static_cast<double>(n_bytes[parameter.bucket]) >= limit_mb * 1024 * 1024) {
+      open.erase(bucket);
+    }
+  }
+
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    Bucket& bucket = buckets_[b];
+    const std::size_t element_size = c10::elementSize(bucket.type);
+    const std::size_t n_flags = 2 * bucket.parameters.size();
+    bucket.memory = group_.allocate(n_bytes[b] + n_flags * element_size, where_);
+    std::size_t offset = 0;
+    for (const std::size_t i : bucket.parameters) {
+      Parameter& parameter = parameters_[i];
+      const at::Tensor like = at::empty_like(parameter.tensor);  // its strides, if they are dense
+      parameter.slice = slice_of(bucket.memory, offset, like.sizes(), like.strides(), bucket.type);
+      offset += round_up(parameter.tensor.nbytes());
+    }
+    const DType dtype = dtype_of(parameters_[bucket.parameters[0]].slice, where_);
+    bucket.gradients = {bucket.memory.data(), offset / element_size, dtype};
+    bucket.flags = {bucket.memory.data() + offset, n_flags, dtype};
+    bucket.flag_values =
+        slice_of(bucket.memory, offset, {static_cast<std::int64_t>(n_flags)}, {1}, bucket.type);
+  }
+}
+
+void Reducer::add_hooks() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
+    parameter.hook = parameter.accumulator->add_post_hook(std::make_unique<GradientHook>(*this, i));
+    guards_.push_back(
+        {parameter.tensor, parameter.tensor.register_hook([this, i](const at::Tensor& /*g*/) {
+           check_attached(parameters_[i]);
+         })});
+  }
+  for (const auto& item : module_.named_parameters()) {
+    at::Tensor tensor = *item;
+    if (tensor.requires_grad() || !tensor.is_floating_point()) continue;
+    tensor.requires_grad_(true);  // only such a tensor takes a hook
+    guards_.push_back(
+        {tensor, tensor.register_hook([this, name = item.key()](const at::Tensor& /*g*/) {
+           if (synchronises()) refuse_changed(name);
+         })});
+    tensor.requires_grad_(false);
+  }
+}
+
+void Reducer::remove_hooks() {
+  for (Parameter& parameter : parameters_) {
+    // One that was being taken anew when a peer was lost has none yet.
+    if (const auto accumulator = std::exchange(parameter.accumulator, nullptr)) {
+      accumulator->del_post_hook(parameter.hook);
+    }
+  }
+  for (const Guard& guard : guards_) guard.tensor.remove_hook(guard.position);
+  guards_.clear();
+}
+
+/// Every rank begins with the buckets it has; here all take rank 0's order.
+void Reducer::rebuild_buckets() {
+  rebuilt_ = true;
+  for (const std::int64_t i : order_) {  // those without a gradient come last
+    if (!parameters_[static_cast<std::size_t>(i)].ready) arrivals_.push_back(i);
+  }
+  lockstep::broadcast(std::span(arrivals_), /*src=*/0, group_, {}, where_);
+  if (arrivals_ == order_) return;
+  order_ = arrivals_;
+  add_buckets(order_);
+}
+
+}  // namespace lockstep::nn::detail

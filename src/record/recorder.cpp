@@ -1,0 +1,143 @@
+#include "record/recorder.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <utility>
+
+#include "base/text.hpp"
+#include "record/flight_file.hpp"
+#include "record/signature.hpp"
+
+namespace lockstep::internal {
+namespace {
+
+constexpr std::size_t kBlocks = FlightRecord::kEntries / FlightRecord::kBlock;
+static_assert(kBlocks * FlightRecord::kBlock == FlightRecord::kEntries);
+
+}  // namespace
+
+Recorder::Recorder(std::shared_ptr<FlightRecord> memory) : record_(std::move(memory)) {
+  const base::TickAnchor anchor = base::now();
+  record_->anchor_ticks = anchor.ticks;
+  record_->anchor_ns = anchor.ns;
+  record_->pid = ::getpid();
+  base::copy_text(record_->sites[0], "(one of too many call sites)");
+  base::copy_text(record_->groups[0].name, "(one of too many groups)");
+}
+
+std::shared_ptr<Recorder> Recorder::in_process(int rank, int world_size,
+                                               const std::optional<std::string>& dir) {
+  auto memory = dir ? make_flight_file(*dir, rank) : nullptr;
+  if (!memory) memory = std::make_shared<FlightRecord>();
+  memory->rank = rank;
+  memory->world_size = world_size;
+  return std::make_shared<Recorder>(std::move(memory));
+}
+
+std::uint32_t Recorder::site(const std::source_location& where) {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(sites_.begin(), sites_.end(), [&](const Site& site) {
+    return site.file == where.file_name() && site.line == where.line();
+  });
+  if (found != sites_.end()) return static_cast<std::uint32_t>(found - sites_.begin()) + 1;
+  if (sites_.size() + 1 >= FlightRecord::kMaxSites) return 0;
+  sites_.push_back({where.file_name(), where.line()});
+  const std::string_view path = where.file_name();
+  base::copy_text(record_->sites[sites_.size()],
+                  fmt::format("{}:{}", path.substr(path.find_last_of('/') + 1), where.line()));
+  const auto number = static_cast<std::uint32_t>(sites_.size());
+  if (trace_) trace_->name_site(number, site_of(*record_, number));
+  return number;
+}
+
+std::uint32_t Recorder::add_group(std::string_view name, int rank, int size) {
+  const std::lock_guard lock(mutex_);
+  const std::uint32_t number = record_->n_groups.load(std::memory_order_relaxed) + 1;
+  if (number >= FlightRecord::kMaxGroups) return 0;
+  FlightGroup& group = record_->groups[number];
+  base::copy_text(group.name, name);
+  group.rank = rank;
+  group.size = size;
+  if (trace_) trace_->name_group(number, name_of(group));
+  record_->n_groups.store(number, std::memory_order_release);
+  return number;
+}
+
+void Recorder::died(std::string_view reason) noexcept {
+  if (!dir_ || process_.is_copy()) return;
+  if (record_->is_written.exchange(1, std::memory_order_relaxed) != 0) return;
+  try {
+    write_record(*record_, reason, *dir_);
+  } catch (const std::exception&) {
+    // For the launcher, which writes the records of those who could not.
+    record_->is_written.store(0, std::memory_order_relaxed);
+  }
+}
+
+Track::Track(std::shared_ptr<Recorder> recorder, std::string_view group, int rank, int size,
+             bool engine_tells)
+    : recorder_(std::move(recorder)), engine_tells_(engine_tells) {
+  if (!recorder_) return;
+  record_ = &recorder_->record();
+  trace_ = recorder_->trace().get();
+  group_number_ = recorder_->add_group(group, rank, size);
+  group_ = &record_->groups[group_number_];
+}
+
+void Track::open(const Call& call) {
+  FlightRecord& record = *record_;
+  if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
+    site_file_ = call.where.file_name();
+    site_line_ = call.where.line();
+    site_ = recorder_->site(call.where);
+  }
+  // A block is this group's until others have taken all blocks after it.
+  if (n_left_ == 0 || record.n_blocks.load(std::memory_order_relaxed) - block_ >= kBlocks) {
+    block_ = record.n_blocks.fetch_add(1, std::memory_order_relaxed) + 1;
+    n_left_ = FlightRecord::kBlock;
+  }
+  const std::size_t in_block = FlightRecord::kBlock - n_left_--;
+  const std::uint64_t number = (block_ - 1) * FlightRecord::kBlock + in_block + 1;
+  FlightEntry& entry = record.entries[(block_ - 1) % kBlocks * FlightRecord::kBlock + in_block];
+  entry_ = &entry;
+  // The ring is larger than the nearest cache: have the line after the next one there in time.
+  __builtin_prefetch(&entry + 2, /*rw=*/1);
+
+  const bool is_collective = call.op != Op::send && call.op != Op::recv;
+  constexpr auto release = std::memory_order_release;
+  constexpr auto relaxed = std::memory_order_relaxed;
+  const std::uint64_t collective = is_collective ? ++n_collectives_ : 0;
+  const std::uint64_t what = pack_what(call);
+  const std::uint64_t start = base::ticks();
+  stamp_ = number << 16U |
+           sum_of(call.sequence, collective, what, call.count, start, site_, group_number_);
+  entry.stamp.store(0, relaxed);
+  entry.sequence.store(call.sequence, release);
+  entry.collective.store(collective, release);
+  entry.what.store(what, release);
+  entry.count.store(call.count, release);
+  entry.start.store(start, release);
+  entry.end.store(FlightEntry::kUnderWay, release);
+  entry.site.store(site_, release);
+  entry.group.store(group_number_, release);
+  entry.stamp.store(stamp_, release);
+  if (trace_ != nullptr) {
+    event_ = trace_->begin({.what = what,
+                            .count = call.count,
+                            .sequence = call.sequence,
+                            .collective = collective,
+                            .site = site_,
+                            .group = group_number_},
+                           start);
+  }
+
+  // Only this thread writes them, but for groups that found no room, where they say little anyway.
+  group_->n_calls.store(group_->n_calls.load(relaxed) + 1, relaxed);
+  group_->n_bytes.store(group_->n_bytes.load(relaxed) + n_bytes_of(call), relaxed);
+}
+
+}  // namespace lockstep::internal

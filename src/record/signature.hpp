@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <lockstep/engine.hpp>
+
+namespace lockstep::internal {
+
+/// A call in one word: op, dtype, reduction in a byte each, and the root plus one. Byte 3 is the
+/// user's.
+inline std::uint64_t pack_what(const Call& call) noexcept {
+  return static_cast<std::uint64_t>(call.op) | static_cast<std::uint64_t>(call.dtype) << 8U |
+         static_cast<std::uint64_t>(call.reduce) << 16U |
+         static_cast<std::uint64_t>(static_cast<std::uint32_t>(call.root + 1)) << 32U;
+}
+inline Op op_of(std::uint64_t what) noexcept { return static_cast<Op>(what & 0xffU); }
+inline DType dtype_of(std::uint64_t what) noexcept {
+  return static_cast<DType>(what >> 8U & 0xffU);
+}
+inline ReduceOp reduce_of(std::uint64_t what) noexcept {
+  return static_cast<ReduceOp>(what >> 16U & 0xffU);
+}
+inline int root_of(std::uint64_t what) noexcept { return static_cast<int>(what >> 32U) - 1; }
+
+/// Whether these parts of a call mean something.
+bool has_root(Op op) noexcept;
+bool has_reduction(Op op) noexcept;
+inline bool moves_data(Op op) noexcept { return op != Op::barrier && op != Op::split; }
+
+/// Of this rank's buffer.
+inline std::size_t n_bytes_of(const Call& call) noexcept {
+  return moves_data(call.op) ? call.count * size_of(call.dtype) : 0;
+}
+
+}  // namespace lockstep::internal

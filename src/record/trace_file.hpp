@@ -1,0 +1,111 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <lockstep/engine.hpp>
+#include <mutex>
+#include <string>
+#include <string_view>
+
+#include "base/kept_fd.hpp"
+#include "base/ticks.hpp"
+#include "record/flight_record.hpp"
+
+/// What `lockstep run --trace` collects: every call and region of a rank, in a file that the rank
+/// maps. What it has stored there outlives it, however it dies. Plain data and lock-free atomics,
+/// of which zero bytes are the initial state.
+namespace lockstep::internal {
+
+/// Written by one thread. It stores the fields, then the kind; and once more, at its end, whether
+/// it failed, then the end.
+struct alignas(64) TraceEvent {
+  enum class Kind : std::uint8_t { none, call, region, thread };
+  static constexpr std::size_t kTextLength = 40;
+
+  struct CallPart {
+    std::uint64_t what;  ///< see call_word.hpp
+    std::uint64_t count;
+    std::uint64_t sequence;
+    std::uint64_t collective;  ///< 0: send, recv
+    std::uint32_t site;
+    std::uint32_t group;
+  };
+  union {
+    CallPart call;
+    std::array<char, kTextLength> text;  ///< a region's or thread's name; ends at 0, if it is there
+  };
+  std::uint64_t start;             ///< base::ticks()
+  std::atomic<std::uint64_t> end;  ///< the same; 0: not yet
+  std::int32_t thread;             ///< as the system numbers it
+  std::atomic<Kind> kind;          ///< none: not complete
+  std::atomic<bool> has_failed;
+};
+static_assert(sizeof(TraceEvent) == 64);
+
+/// A trace's file.
+struct alignas(4096) TraceFile {
+  static constexpr std::string_view kMagic = "lockstep trace 2";
+  /// 64 MiB; a viewer takes no more of many ranks. What comes later is counted only.
+  static constexpr std::size_t kMaxEvents = std::size_t{1} << 20U;
+
+  std::array<char, 16> magic;  ///< last: the rest of the head is there
+  std::int32_t rank;
+  std::int32_t world_size;
+  std::int32_t pid;
+  std::int32_t n_restarts;
+  std::uint32_t job;  ///< as FlightRecord::job
+  /// Whose CLOCK_MONOTONIC it is: the same for all processes of one running system and of one time
+  /// namespace there.
+  std::array<char, 64> clock;
+  std::array<char, 64> host;
+  std::uint64_t anchor_ticks;
+  std::int64_t anchor_ns;
+  std::atomic<std::uint64_t> n_events;  ///< begun, whether they found room or not
+  std::atomic<std::uint64_t> n_room;    ///< events before that have memory
+  std::atomic<int> error_number;        ///< why there is no more room; 0: kMaxEvents
+  std::array<std::array<char, 104>, FlightRecord::kMaxGroups> groups;
+  std::array<std::array<char, FlightRecord::kSiteLength>, FlightRecord::kMaxSites> sites;
+  std::array<TraceEvent, kMaxEvents> events;
+};
+
+/// The writing side. Threads: any.
+class Trace {
+ public:
+  /// Makes DIR/rank-N.XXXXXX for the rank of `record`, with what that knows of sites and groups.
+  /// Throws SystemError.
+  Trace(const std::string& dir, const FlightRecord& record);
+  ~Trace();
+  Trace(const Trace&) = delete;
+  Trace& operator=(const Trace&) = delete;
+
+  void name_site(std::uint32_t number, std::string_view text) noexcept;
+  void name_group(std::uint32_t number, std::string_view text) noexcept;
+
+  /// nullptr where there is no room left. No system call, lock or allocation but for one event in
+  /// 1,024 and a thread's first.
+  TraceEvent* begin(const TraceEvent::CallPart& call, std::uint64_t start) noexcept;
+  TraceEvent* begin(std::string_view region, std::uint64_t start) noexcept;
+  static void end(TraceEvent& event, std::uint64_t end, bool has_failed) noexcept {
+    if (has_failed) event.has_failed.store(true, std::memory_order_relaxed);
+    event.end.store(end, std::memory_order_release);
+  }
+
+ private:
+  TraceEvent* take(std::int32_t thread, std::uint64_t start) noexcept;
+  TraceEvent* begin_text(TraceEvent::Kind kind, std::string_view text, std::int32_t thread,
+                         std::uint64_t start) noexcept;
+  std::int32_t this_thread() noexcept;
+  bool make_room(std::uint64_t number) noexcept;
+
+  base::KeptFd fd_;
+  TraceFile* file_ = nullptr;
+  std::mutex mutex_;  // guards the making of room
+};
+
+/// Names the system that runs, so that times of different ones are not compared; empty where it
+/// does not say.
+std::string name_of_clock();
+
+}  // namespace lockstep::internal

@@ -1,0 +1,386 @@
+#include "run/attempt.hpp"
+
+#include <fcntl.h>
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <poll.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <ctime>
+
+#include "base/cpus.hpp"
+#include "run/errors.hpp"
+#include "run/rank_environment.hpp"
+#include "run/rank_logs.hpp"
+
+namespace lockstep::run {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Peers that wait for a dead rank learn of it in milliseconds, even on a machine that is busy.
+constexpr milliseconds kNotice{1000};
+// Between the kill of a group and the end of its output.
+constexpr milliseconds kLastOutput{1000};
+constexpr milliseconds kLookAgain{50};
+
+std::string name_of_signal(int signal) {
+  const char* name = sigabbrev_np(signal);
+  return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", signal);
+}
+
+double seconds(std::chrono::nanoseconds duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+/// "rank 1", "ranks 1 and 3", "ranks 0, 1, 2 and 61 more".
+std::string list_of(const std::vector<int>& ranks) {
+  if (ranks.size() == 1) return fmt::format("rank {}", ranks[0]);
+  constexpr std::size_t kShown = 8;
+  if (ranks.size() > kShown) {
+    return fmt::format("ranks {} and {} more",
+                       fmt::join(ranks.begin(), ranks.begin() + kShown, ", "),
+                       ranks.size() - kShown);
+  }
+  return fmt::format("ranks {} and {}", fmt::join(ranks.begin(), ranks.end() - 1, ", "),
+                     ranks.back());
+}
+
+int wait_status_of(const siginfo_t& info) {
+  switch (info.si_code) {
+    case CLD_EXITED: return (info.si_status & 0xff) << 8;
+    case CLD_DUMPED: return info.si_status | 0x80;
+    default: return info.si_status;  // CLD_KILLED
+  }
+}
+
+int n_threads(const Options& options, std::size_t n_cores) {
+  if (options.bind == Bind::core) return 1;
+  const int n_usable = std::min(static_cast<int>(n_cores), base::cpu_quota());
+  return std::max(1, n_usable / options.n_ranks);
+}
+
+}  // namespace
+
+Attempt::Attempt(const LaunchContext& context, int n_restarts, Nodes* nodes)
+    : context_(context),
+      n_restarts_(n_restarts),
+      nodes_(nodes),
+      placement_(nodes != nullptr ? nodes->placement() : place_alone(context.options.n_ranks)),
+      job_(context.options.n_ranks) {}
+
+Attempt::~Attempt() {
+  signal_groups(SIGKILL);
+  for (Rank& rank : ranks_) {
+    if (rank.state != State::reaped) reap(rank);
+  }
+}
+
+Outcome Attempt::run() {
+  start_ranks();
+  while (!over()) {
+    wait_for_events();
+    advance();
+  }
+  write_records();
+  warn_if_nobody_joined();
+  return outcome_;
+}
+
+bool Attempt::over() const {
+  const bool all_reaped = std::all_of(ranks_.begin(), ranks_.end(),
+                                      [](const Rank& rank) { return rank.state == State::reaped; });
+  // Whoever interrupts twice does not wait for a reader who takes nothing.
+  return all_reaped && (nodes_ == nullptr || nodes_->over()) &&
+         (context_.mux.idle() || (n_interrupts_ > 1 && context_.mux.stuck()));
+}
+
+void Attempt::write_records() {
+  if (outcome_.exit_code == 0 || !context_.options.record_dir) return;
+  const std::string& dir = *context_.options.record_dir;
+  try {
+    job_.write_records(dir);
+    say(fmt::format("flight records are in {0}; see lockstep doctor --record {0}", dir));
+  } catch (const SystemError& error) {
+    say(error.what());
+  }
+}
+
+void Attempt::warn_if_nobody_joined() {
+  if (outcome_.exit_code != 0 || placement_.world_size == 1 || job_.has_joined_rank() ||
+      !links_lockstep(context_.program)) {
+    return;
+  }
+  say(fmt::format("no rank called lockstep::init_dist: each of the {} worked alone, as rank 0 of 1",
+                  placement_.world_size));
+}
+
+void Attempt::say(const std::string& text) {
+  context_.mux.say(
+      fmt::format("{:%Y-%m-%d %H:%M:%S} {}", fmt::localtime(std::time(nullptr)), text));
+}
+
+// --- start ----------------------------------------------------------------------------------
+
+void Attempt::start_ranks() {
+  const Options& options = context_.options;
+  std::vector<RankLogs> logs(static_cast<std::size_t>(options.n_ranks));
+  if (options.log_dir)
+    logs = open_rank_logs(*options.log_dir, placement_.first_rank, options.n_ranks, n_restarts_);
+
+  const WorldEnvironment environment{.n_ranks = options.n_ranks,
+                                     .placement = placement_,
+                                     .segment = job_.environment(),
+                                     .n_restarts = n_restarts_,
+                                     .n_threads = n_threads(options, context_.cores.size())};
+  const base::UniqueFd null(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  if (!null) throw system_error("cannot open /dev/null");
+  // A rank leads a group of its own, which a terminal stops when it reads.
+  const bool passes_stdin = isatty(STDIN_FILENO) == 0;
+
+  for (int rank = 0; rank < options.n_ranks; ++rank) {
+    RankLogs& log = logs[static_cast<std::size_t>(rank)];
+    const RankOutputs outputs = context_.mux.add(
+        placement_.first_rank + rank, std::move(log.stdout_log), std::move(log.stderr_log));
+    ProcessSpec spec{.program = context_.program,
+                     .arguments = options.command,
+                     .environment = rank_environment(environment, rank),
+                     .stdin_fd = rank == 0 && passes_stdin ? STDIN_FILENO : null.get(),
+                     .stdout_fd = outputs.stdout_fd.get(),
+                     .stderr_fd = outputs.stderr_fd.get(),
+                     .inherited_fd = job_.fd(),
+                     .cpu = {},
+                     .open_files = context_.open_files};
+    if (options.bind == Bind::core) {
+      spec.cpu = context_.cores[static_cast<std::size_t>(rank) % context_.cores.size()];
+    }
+    ranks_.push_back({start_process(spec, context_.guard, context_.signals)});
+  }
+}
+
+// --- events ---------------------------------------------------------------------------------
+
+void Attempt::wait_for_events() {
+  Clock::time_point next = phase_deadline_;
+  for (const Rank& rank : ranks_) next = std::min(next, rank.deadline);
+  int timeout_ms = -1;
+  if (next != Clock::time_point::max()) {
+    const auto left = std::chrono::ceil<milliseconds>(next - Clock::now()).count();
+    timeout_ms = static_cast<int>(std::clamp<milliseconds::rep>(left, 0, 60'000));
+  }
+  poll_entries_.assign(1, {context_.signals.fd(), POLLIN, 0});
+  if (nodes_ != nullptr) nodes_->append_to(poll_entries_);
+  const std::size_t n_before_mux = poll_entries_.size();
+  context_.mux.append_to(poll_entries_);
+  if (poll(poll_entries_.data(), poll_entries_.size(), timeout_ms) < 0) {
+    if (errno == EINTR) return;
+    throw system_error("cannot wait for the ranks");
+  }
+  // What a rank wrote last stands before the report of its end.
+  context_.mux.service(std::span(poll_entries_).subspan(n_before_mux));
+  if (nodes_ != nullptr) {
+    if (const auto failure = nodes_->service()) end_with(*failure);
+  }
+  if (poll_entries_[0].revents != 0) handle_signals();
+}
+
+void Attempt::handle_signals() {
+  while (const std::optional<Signal> signal = context_.signals.next()) {
+    if (signal->number == SIGCHLD) {
+      look_for_ends(signal->sender);
+    } else {
+      forward(signal->number);
+    }
+  }
+}
+
+void Attempt::forward(int signal) {
+  outcome_.interrupted = true;
+  if (nodes_ != nullptr) {
+    nodes_->say_failed({.exit_code = 128 + signal,
+                        .interrupted = true,
+                        .text = fmt::format("node {} was ended by {}", placement_.node_rank,
+                                            name_of_signal(signal))});
+    if (outcome_.exit_code == 0) outcome_.exit_code = 128 + signal;
+  }
+  if (signal == SIGINT) ++n_interrupts_;
+  if (phase_ == Phase::killing) return;
+  if (n_interrupts_ > 1) {
+    say("second SIGINT: killing the ranks (SIGKILL)");
+    kill_groups();
+    return;
+  }
+  say(fmt::format("{}: passed on to the ranks, which have {:g} s to end{}", name_of_signal(signal),
+                  seconds(context_.options.grace),
+                  signal == SIGINT ? "; once more kills them now" : ""));
+  terminate_groups(signal);
+}
+
+void Attempt::look_for_ends(pid_t first) {
+  // Several ends may share one SIGCHLD: it names the earliest, so that one is looked at first.
+  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+    if (ranks_[rank].pid == first) look_at(static_cast<int>(rank));
+  }
+  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) look_at(static_cast<int>(rank));
+}
+
+void Attempt::look_at(int rank) {
+  Rank& looked_at = ranks_[static_cast<std::size_t>(rank)];
+  if (looked_at.state != State::running) return;
+  siginfo_t info{};
+  if (waitid(P_PID, static_cast<id_t>(looked_at.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+      info.si_pid != looked_at.pid) {
+    return;
+  }
+  looked_at.state = State::ended;
+  looked_at.end = Clock::now();
+  looked_at.deadline = Clock::now() + context_.options.grace;
+  const int wait_status = wait_status_of(info);
+  job_.rank_ended(rank, wait_status);
+  if (wait_status != 0 && !failed_) report_failure(rank, wait_status);
+}
+
+void Attempt::report_failure(int rank, int wait_status) {
+  failed_ = true;
+  std::string how;
+  if (WIFSIGNALED(wait_status)) {
+    const int signal = WTERMSIG(wait_status);
+    outcome_.exit_code = 128 + signal;
+    how = fmt::format("was killed by {} (signal {}, {}{})", name_of_signal(signal), signal,
+                      strsignal(signal), WCOREDUMP(wait_status) ? ", core dumped" : "");
+  } else {
+    outcome_.exit_code = WEXITSTATUS(wait_status);
+    how = fmt::format("exited with code {}", outcome_.exit_code);
+  }
+  const auto n_running = std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& other) {
+    return other.state == State::running;
+  });
+  std::string ending;
+  if (phase_ == Phase::running) {
+    phase_ = Phase::notified;
+    phase_deadline_ = Clock::now() + kNotice;
+    if (n_running > 0) ending = "; ending the others";
+  }
+  const std::string what = fmt::format("{}{} {} after {:.2f} s", describe_leaver(rank),
+                                       name_of(rank), how, seconds(Clock::now() - start_));
+  say(what + ending);
+  if (nodes_ != nullptr) {
+    nodes_->say_failed({.exit_code = outcome_.exit_code,
+                        .interrupted = outcome_.interrupted,
+                        .text = fmt::format("node {}: {}", placement_.node_rank, what)});
+  }
+}
+
+std::string Attempt::name_of(int rank) const {
+  const auto i = static_cast<std::size_t>(rank);
+  return fmt::format("rank {} (pid {})", world_rank(i), ranks_[i].pid);
+}
+
+/// Of the rank that made this one fail, by leaving; empty where there is none.
+std::string Attempt::describe_leaver(int failed_rank) const {
+  const auto leaver = job_.who_left_before(failed_rank);
+  if (!leaver) return {};
+  const Rank& rank = ranks_[static_cast<std::size_t>(*leaver)];
+  const std::string how =
+      rank.state == State::running
+          ? "left the world"
+          : fmt::format("exited with code 0 after {:.2f} s", seconds(rank.end - start_));
+  return fmt::format("{} {} while rank {} still waited for it; ", name_of(*leaver), how,
+                     world_rank(static_cast<std::size_t>(failed_rank)));
+}
+
+void Attempt::end_with(const NodeFailure& failure) {
+  if (failed_ || phase_ != Phase::running) return;
+  failed_ = true;
+  outcome_ = {.exit_code = failure.exit_code, .interrupted = failure.interrupted};
+  phase_ = Phase::notified;
+  phase_deadline_ = Clock::now() + kNotice;
+  say(failure.text + "; ending the ranks of this node");
+}
+
+int Attempt::world_rank(std::size_t local_rank) const {
+  return placement_.first_rank + static_cast<int>(local_rank);
+}
+
+// --- time -----------------------------------------------------------------------------------
+
+void Attempt::advance() {
+  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) advance_rank(static_cast<int>(rank));
+  if (nodes_ != nullptr && !failed_ && phase_ == Phase::running &&
+      std::none_of(ranks_.begin(), ranks_.end(),
+                   [](const Rank& rank) { return rank.state == State::running; })) {
+    nodes_->say_done();
+  }
+  if (Clock::now() < phase_deadline_) return;
+  if (phase_ == Phase::notified) {
+    terminate_groups(SIGTERM);
+  } else {
+    std::vector<int> late;
+    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+      if (ranks_[rank].state == State::running) late.push_back(world_rank(rank));
+    }
+    if (!late.empty()) {
+      say(fmt::format("{} did not end within {:g} s: killing (SIGKILL)", list_of(late),
+                      seconds(context_.options.grace)));
+    }
+    kill_groups();
+  }
+}
+
+void Attempt::advance_rank(int rank) {
+  Rank& looked_at = ranks_[static_cast<std::size_t>(rank)];
+  const bool late = Clock::now() >= looked_at.deadline;
+  switch (looked_at.state) {
+    case State::running: return;
+    case State::ended:
+      if (late || phase_ == Phase::killing || !context_.mux.is_open(placement_.first_rank + rank))
+        reap(looked_at);
+      return;
+    case State::reaped:
+      if (!late) return;
+      // Who left the group may hold an output for ever. The mux closes it when it has nothing more
+      // to read and its reader took everything: look again until then.
+      context_.mux.abandon(placement_.first_rank + rank);
+      looked_at.deadline = context_.mux.is_open(placement_.first_rank + rank)
+                               ? Clock::now() + kLookAgain
+                               : Clock::time_point::max();
+      return;
+  }
+}
+
+void Attempt::reap(Rank& rank) {
+  kill(-rank.pid, SIGKILL);
+  context_.guard.forget(rank.pid);
+  while (waitpid(rank.pid, nullptr, 0) < 0 && errno == EINTR) {
+  }
+  rank.state = State::reaped;
+  rank.deadline = Clock::now() + kLastOutput;
+}
+
+void Attempt::terminate_groups(int signal) {
+  signal_groups(signal);
+  phase_ = Phase::terminating;
+  phase_deadline_ = Clock::now() + context_.options.grace;
+}
+
+void Attempt::kill_groups() {
+  signal_groups(SIGKILL);
+  phase_ = Phase::killing;
+  phase_deadline_ = Clock::time_point::max();
+}
+
+void Attempt::signal_groups(int signal) {
+  for (const Rank& rank : ranks_) {
+    if (rank.state == State::reaped) continue;
+    kill(-rank.pid, signal);
+    kill(-rank.pid, SIGCONT);  // a stopped process takes no other signal
+  }
+}
+
+}  // namespace lockstep::run

@@ -1,0 +1,94 @@
+#include "run/launch_ranks.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <optional>
+
+#include "base/cpus.hpp"
+#include "run/attempt.hpp"
+#include "run/errors.hpp"
+#include "run/rank_environment.hpp"
+
+namespace lockstep::run {
+namespace {
+
+/// Raises the soft limit of open files to what the ranks and the other nodes' launchers need.
+/// Returns the limits from before.
+rlimit make_room_for_files(const Options& options) {
+  rlimit before{};
+  if (getrlimit(RLIMIT_NOFILE, &before) != 0) throw system_error("cannot read the file limit");
+  // Per rank two outputs and two logs; some for the segment, the signals, one start, and what the
+  // launcher inherited. On node 0 a connection to each node.
+  const bool leads = options.nodes.n_nodes > 1 && options.nodes.node_rank == 0;
+  const rlim_t n_needed = 4 * static_cast<rlim_t>(options.n_ranks) + 64 +
+                          (leads ? static_cast<rlim_t>(options.nodes.n_nodes) : 0);
+  // What connects at --rdzv without being a node can do with fewer.
+  const rlim_t n_wanted = n_needed + (leads ? kMaxStrangers : 0);
+  if (before.rlim_cur >= n_wanted) return before;
+  if (before.rlim_max < n_needed) {
+    throw usage_error(fmt::format(
+        "{} ranks{} need {} open files, and the limit is {}; raise it (ulimit -Hn, "
+        "/etc/security/limits.conf) or start fewer ranks",
+        options.n_ranks, leads ? fmt::format(" and {} nodes", options.nodes.n_nodes) : "", n_needed,
+        before.rlim_max));
+  }
+  const rlimit raised{.rlim_cur = std::min(n_wanted, before.rlim_max), .rlim_max = before.rlim_max};
+  if (setrlimit(RLIMIT_NOFILE, &raised) != 0) throw system_error("cannot raise the file limit");
+  return before;
+}
+
+/// A pipe of ours must not become number 0, 1 or 2 because the caller closed that one.
+void fill_standard_descriptors() {
+  while (true) {
+    const int fd = open("/dev/null", O_RDWR);
+    if (fd < 0) throw system_error("cannot open /dev/null");
+    if (fd > STDERR_FILENO) {
+      close(fd);
+      return;
+    }
+  }
+}
+
+}  // namespace
+
+int launch_ranks(const Options& options) {
+  fill_standard_descriptors();
+  const std::string program = find_program(options.command.front());
+  const rlimit open_files = make_room_for_files(options);
+  const Guard guard;
+  const Signals signals;
+  OutputMux mux(options.prefix);
+  std::vector<int> cores = allowed_cores();
+  if (options.bind == Bind::core && static_cast<std::size_t>(options.n_ranks) > cores.size()) {
+    mux.say(fmt::format("--bind core: {} ranks share {} cores, so some wait for each other",
+                        options.n_ranks, cores.size()));
+  }
+  const LaunchContext context{options, program, std::move(cores), open_files, guard, signals, mux};
+  for (int n_restarts = 0;; ++n_restarts) {
+    std::optional<Nodes> nodes;
+    if (options.nodes.n_nodes > 1) {
+      try {
+        nodes.emplace(options.nodes, options.n_ranks, n_restarts, signals);
+      } catch (const Interrupted& interrupted) {
+        return 128 + interrupted.signal;
+      }
+    }
+    const Outcome outcome = Attempt(context, n_restarts, nodes ? &*nodes : nullptr).run();
+    const bool again =
+        outcome.exit_code != 0 && !outcome.interrupted && n_restarts < options.max_restarts;
+    if (!again) {
+      if (outcome.exit_code != 0 || mux.write_error() == 0) return outcome.exit_code;
+      return mux.write_error() == EPIPE ? 128 + SIGPIPE : 1;
+    }
+    mux.say(fmt::format("restart {} of {}: starting all {} ranks again", n_restarts + 1,
+                        options.max_restarts, options.n_ranks));
+  }
+}
+
+}  // namespace lockstep::run

@@ -1,0 +1,400 @@
+#include "run/nodes.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <lockstep/error.hpp>
+#include <utility>
+
+#include "base/fd.hpp"
+#include "run/errors.hpp"
+#include "run/node_message.hpp"
+#include "run/rank_environment.hpp"
+
+namespace lockstep::run {
+namespace {
+
+using Kind = NodeMessageKind;
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr milliseconds kRetryEvery{100};
+/// How long one attempt to connect may take where nobody answers.
+constexpr milliseconds kConnectTime{3000};
+/// What node 0's report takes to arrive, at most: it tells more than the others know.
+constexpr milliseconds kReportTime{2000};
+
+int timeout_to(Clock::time_point when) {
+  const auto left = std::chrono::ceil<milliseconds>(when - Clock::now()).count();
+  return static_cast<int>(std::clamp<milliseconds::rep>(left, 0, 1000));
+}
+
+/// Polls until `until`, a second at most. Throws Interrupted.
+void wait_on(std::vector<pollfd> entries, Clock::time_point until, const Signals& signals) {
+  entries.push_back({.fd = signals.fd(), .events = POLLIN, .revents = 0});
+  if (::poll(entries.data(), entries.size(), timeout_to(until)) < 0 && errno != EINTR) {
+    throw system_error("cannot wait for the other nodes");
+  }
+  while (const std::optional<Signal> signal = signals.next()) {
+    if (signal->number != SIGCHLD) throw Interrupted{signal->number};
+  }
+}
+
+struct FreeAddresses {
+  void operator()(addrinfo* addresses) const { ::freeaddrinfo(addresses); }
+};
+using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
+
+Addresses resolve(const NodesOptions& options) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int error =
+      ::getaddrinfo(options.host.c_str(), std::to_string(options.port).c_str(), &hints, &found);
+  if (error != 0) {
+    throw usage_error(fmt::format("--rdzv {}:{}: cannot find the host: {}", options.host,
+                                  options.port, ::gai_strerror(error)));
+  }
+  return Addresses(found);
+}
+
+base::UniqueFd open_socket(const addrinfo& address) {
+  base::UniqueFd fd(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) throw system_error("cannot open a socket");
+  return fd;
+}
+
+void set_option(int fd, int level, int option, int value) {
+  ::setsockopt(fd, level, option, &value, sizeof value);
+}
+
+/// A machine that vanished says nothing: the system asks it, and gives up after some 20 s.
+void watch(int fd) {
+  set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+  set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 20'000);
+  set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+}
+
+}  // namespace
+
+/// One connection: whole messages out of it and into it.
+class Link {
+ public:
+  explicit Link(base::UniqueFd fd) : fd_(std::move(fd)) { watch(fd_.get()); }
+
+  int fd() const { return fd_.get(); }
+  bool is_open() const { return static_cast<bool>(fd_); }
+  void close() { fd_.reset(); }
+
+  /// A message of some hundred bytes always fits into an idle connection's buffer.
+  void send(const NodeMessage& message) {
+    if (fd_) ::send(fd_.get(), &message, sizeof message, MSG_NOSIGNAL);
+  }
+
+  /// The next message, without waiting; of another protocol: only its head is right. Closed, or not
+  /// of lockstep: closes.
+  std::optional<NodeMessage> receive() {
+    for (;;) {
+      if (auto message = reader_.next()) return message;
+      if (reader_.is_stranger()) close();
+      if (!fd_) return std::nullopt;
+      std::array<char, sizeof(NodeMessage)> bytes;
+      const ssize_t n = ::recv(fd_.get(), bytes.data(), reader_.n_wanted(), 0);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0 && errno == EAGAIN) return std::nullopt;
+      if (n <= 0) {
+        close();
+        return std::nullopt;
+      }
+      reader_.add({bytes.data(), static_cast<std::size_t>(n)});
+    }
+  }
+  bool is_stranger() const { return reader_.is_stranger(); }
+
+  int node_rank = -1;  ///< of the other end; -1: has not said yet
+  int n_ranks = 0;
+  bool is_done = false;
+
+ private:
+  base::UniqueFd fd_;
+  NodeMessageReader reader_;
+};
+
+Placement place_alone(int n_ranks) {
+  return {.node_rank = 0,
+          .first_rank = 0,
+          .world_size = n_ranks,
+          .master_addr = "127.0.0.1",
+          .master_port = master_port()};
+}
+
+Nodes::Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const Signals& signals)
+    : options_(options),
+      address_(fmt::format("{}:{}", options.host, options.port)),
+      deadline_(Clock::now() + options.timeout) {
+  placement_.node_rank = options_.node_rank;
+  placement_.master_addr = options_.host;
+  if (options_.node_rank == 0) {
+    lead(signals, n_ranks, n_restarts);
+  } else {
+    follow(signals, n_ranks, n_restarts);
+  }
+}
+
+Nodes::~Nodes() = default;
+
+std::string Nodes::limit() const {
+  return fmt::format("{:g} s", std::chrono::duration<double>(options_.timeout).count());
+}
+
+void Nodes::refuse_all(const std::string& text) {
+  for (const auto& link : links_) link->send(NodeMessage(Kind::refused, text));
+  throw MismatchError(launcher_context(), text);
+}
+
+void Nodes::turn_away(Link& link, const std::string& text) {
+  turned_away_ = text;
+  link.send(NodeMessage(Kind::refused, text));
+  link.close();
+}
+
+// --- meeting --------------------------------------------------------------------------------
+
+void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
+  const Addresses addresses = resolve(options_);
+  const base::UniqueFd listener = open_socket(*addresses);
+  set_option(listener.get(), SOL_SOCKET, SO_REUSEADDR, 1);
+  if (::bind(listener.get(), addresses->ai_addr, addresses->ai_addrlen) != 0 ||
+      ::listen(listener.get(), SOMAXCONN) != 0) {
+    throw system_error(
+        fmt::format("node 0 cannot listen at {}; --rdzv takes an address of node 0's machine and a "
+                    "port that is free there",
+                    address_));
+  }
+  std::vector<int> ranks_of(static_cast<std::size_t>(options_.n_nodes), 0);
+  ranks_of[0] = n_ranks;
+  const auto look_at = [&](Link& link, const NodeMessage& hello) {
+    const Welcome welcome = judge_hello(hello, options_, address_, n_restarts, ranks_of);
+    switch (welcome.what) {
+      case Welcome::What::ignore: link.close(); return;
+      case Welcome::What::turn_away: turn_away(link, welcome.text); return;
+      case Welcome::What::refuse_all: refuse_all(welcome.text);
+      case Welcome::What::join: break;
+    }
+    link.node_rank = hello.node_rank;
+    link.n_ranks = hello.n_ranks;
+    ranks_of[static_cast<std::size_t>(hello.node_rank)] = hello.n_ranks;
+    // The report of who is missing shall come before anybody's patience ends.
+    deadline_ = std::min(deadline_, Clock::now() + welcome.patience);
+  };
+
+  while (std::find(ranks_of.begin(), ranks_of.end(), 0) != ranks_of.end()) {
+    std::vector<pollfd> entries{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
+    append_to(entries);
+    wait_on(entries, deadline_, signals);
+    int shortage = 0;  // why a connection that waits could not be accepted
+    for (std::size_t i = 0; i < kMaxStrangers; ++i) {
+      base::UniqueFd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!fd) {
+        const bool is_short =
+            errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+        if (is_short) shortage = errno;
+        break;
+      }
+      links_.push_back(std::make_unique<Link>(std::move(fd)));
+    }
+    for (const auto& link : links_) {
+      if (const auto hello = link->receive()) look_at(*link, *hello);
+      if (link->is_open() || link->node_rank < 0) continue;
+      ranks_of[static_cast<std::size_t>(link->node_rank)] = 0;  // it may come again
+    }
+    auto n_strangers = static_cast<std::size_t>(std::ranges::count_if(
+        links_, [](const auto& link) { return link->is_open() && link->node_rank < 0; }));
+    if (shortage != 0 && n_strangers == 0) {
+      errno = shortage;
+      throw system_error(
+          fmt::format("node 0 cannot accept another node at {}: raise the limit of open files "
+                      "(ulimit -n)",
+                      address_));
+    }
+    const std::size_t most = shortage == 0 ? kMaxStrangers : n_strangers - 1;
+    std::erase_if(links_, [&](const auto& link) {
+      if (link->is_open() && (link->node_rank >= 0 || n_strangers <= most)) return false;
+      if (link->is_open()) --n_strangers;
+      return true;
+    });
+    if (Clock::now() <= deadline_) continue;
+    std::vector<int> missing;
+    for (int node = 0; node < options_.n_nodes; ++node) {
+      if (ranks_of[static_cast<std::size_t>(node)] == 0) missing.push_back(node);
+    }
+    const std::string text = fmt::format(
+        "node{} {} of {} did not come to {} within {}; start `lockstep run` there with "
+        "the same --nnodes and --rdzv{}",
+        missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), options_.n_nodes, address_,
+        limit(), turned_away_.empty() ? "" : "; sent away: " + turned_away_);
+    for (const auto& link : links_) link->send(NodeMessage(Kind::refused, text));
+    throw TimeoutError(launcher_context(), text);
+  }
+
+  std::erase_if(links_, [](const auto& link) { return link->node_rank < 0; });
+  placement_.master_port = master_port();
+  NodeMessage placed(Kind::placed);
+  placed.set_secret(options_.secret);
+  placed.master_port = placement_.master_port;
+  for (const int n : ranks_of) placed.world_size += n;
+  placement_.world_size = placed.world_size;
+  for (const auto& link : links_) {
+    placed.first_rank = 0;
+    for (int node = 0; node < link->node_rank; ++node) {
+      placed.first_rank += ranks_of[static_cast<std::size_t>(node)];
+    }
+    link->send(placed);
+  }
+}
+
+void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
+  const Addresses addresses = resolve(options_);
+  base::UniqueFd fd;
+  int error_number = 0;
+  for (const addrinfo* address = addresses.get(); !fd;) {
+    fd = open_socket(*address);
+    error_number = 0;
+    if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) != 0) {
+      error_number = errno;
+      if (error_number == EINPROGRESS) {
+        // The last attempt too has the time to learn why it failed.
+        const auto now = Clock::now();
+        const auto until = std::max(std::min(deadline_, now + kConnectTime), now + kRetryEvery);
+        pollfd entry{.fd = fd.get(), .events = POLLOUT, .revents = 0};
+        error_number = ETIMEDOUT;
+        while (Clock::now() < until) {
+          wait_on({entry}, until, signals);
+          if (::poll(&entry, 1, 0) != 1) continue;
+          socklen_t n_bytes = sizeof error_number;
+          ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error_number, &n_bytes);
+          break;
+        }
+      }
+    }
+    if (error_number == 0) break;
+    fd.reset();
+    if (Clock::now() > deadline_) {
+      throw TimeoutError(
+          launcher_context(),
+          fmt::format("node {} cannot reach node 0 at {} within {}: {}; start `lockstep run "
+                      "--node-rank 0` there, and let its port through",
+                      options_.node_rank, address_, limit(), std::strerror(error_number)));
+    }
+    wait_on({}, std::min(deadline_, Clock::now() + kRetryEvery), signals);
+    address = address->ai_next != nullptr ? address->ai_next : addresses.get();
+  }
+  links_.push_back(std::make_unique<Link>(std::move(fd)));
+  Link& link = *links_.front();
+  link.node_rank = 0;
+
+  NodeMessage hello;
+  hello.node_rank = options_.node_rank;
+  hello.n_nodes = options_.n_nodes;
+  hello.n_ranks = n_ranks;
+  hello.n_restarts = n_restarts;
+  hello.set_secret(options_.secret);
+  hello.patience_ms = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()).count();
+  link.send(hello);
+  std::optional<NodeMessage> reply;
+  while (!(reply = link.receive())) {
+    if (!link.is_open()) {
+      throw PeerLost(
+          launcher_context(),
+          fmt::format("{} {}", address_,
+                      link.is_stranger()
+                          ? "answers, but not as `lockstep run --node-rank 0`; --rdzv "
+                            "takes a port that nobody else uses"
+                          : "closed the connection: node 0 ended, or refused this node"));
+    }
+    if (Clock::now() > deadline_ + kReportTime) {
+      throw TimeoutError(launcher_context(),
+                         fmt::format("node 0 at {} does not answer within {}", address_, limit()));
+    }
+    wait_on({{.fd = link.fd(), .events = POLLIN, .revents = 0}}, deadline_ + kReportTime, signals);
+  }
+  placement_ = read_placed(*reply, options_, address_, n_ranks);
+}
+
+// --- running --------------------------------------------------------------------------------
+
+void Nodes::append_to(std::vector<pollfd>& entries) const {
+  for (const auto& link : links_) {
+    if (link->is_open()) entries.push_back({.fd = link->fd(), .events = POLLIN, .revents = 0});
+  }
+}
+
+std::optional<NodeFailure> Nodes::service() {
+  for (const auto& link : links_) {
+    if (!link->is_open()) continue;
+    while (const auto message = link->receive()) {
+      if (message->kind == Kind::failed && !over_) {
+        const NodeFailure failure = read_failed(*message);
+        say_failed(failure);
+        return failure;
+      }
+      if (message->kind == Kind::all_done) over_ = true;
+      if (message->kind == Kind::done && !std::exchange(link->is_done, true)) {
+        ++n_done_;
+        finish_if_all_done();
+      }
+    }
+    if (link->is_open() || over_) continue;
+    const NodeFailure failure{
+        .exit_code = 1,
+        .interrupted = false,
+        .text = fmt::format("node {} is lost: its `lockstep run`, or its machine, is gone",
+                            link->node_rank)};
+    say_failed(failure);
+    return failure;
+  }
+  return std::nullopt;
+}
+
+void Nodes::say_done() {
+  if (said_done_ || over_) return;
+  said_done_ = true;
+  ++n_done_;
+  if (placement_.node_rank == 0) {
+    finish_if_all_done();
+    return;
+  }
+  links_.front()->send(NodeMessage(Kind::done));
+}
+
+void Nodes::finish_if_all_done() {
+  if (placement_.node_rank != 0 || n_done_ < options_.n_nodes) return;
+  over_ = true;
+  for (const auto& link : links_) link->send(NodeMessage(Kind::all_done));
+}
+
+void Nodes::say_failed(const NodeFailure& failure) {
+  if (over_) return;
+  over_ = true;
+  NodeMessage message(Kind::failed, failure.text);
+  message.exit_code = failure.exit_code;
+  message.interrupted = failure.interrupted ? 1 : 0;
+  for (const auto& link : links_) link->send(message);
+}
+
+}  // namespace lockstep::run

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <poll.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "run/options.hpp"
+#include "run/signals.hpp"
+
+namespace lockstep::run {
+
+/// Connections that have not said who they are; the oldest make room.
+inline constexpr std::size_t kMaxStrangers = 256;
+
+/// Where the ranks of one launcher stand in their world.
+struct Placement {
+  int node_rank = 0;
+  int first_rank = 0;
+  int world_size = 0;
+  std::string master_addr;
+  std::uint16_t master_port = 0;
+};
+
+/// A launcher's world on one machine. Throws what master_port throws.
+Placement place_alone(int n_ranks);
+
+/// Why the ranks of another node make those of this one end.
+struct NodeFailure {
+  int exit_code;
+  bool interrupted;  ///< by a signal to a launcher: nobody starts again
+  std::string text;
+};
+
+/// A signal ended the launcher while it waited for the other nodes.
+struct Interrupted {
+  int signal;
+};
+
+class Link;
+
+/// This launcher's connection to those of the other nodes, for one start of the ranks: node 0
+/// listens, the others connect. It carries who has how many ranks, then how each node ended. Only
+/// control: no rank's data. Messages have one size, and who does not know the secret is sent away;
+/// a node that does is trusted. Nothing is encrypted.
+class Nodes {
+ public:
+  /// Waits until all nodes have come. Throws Interrupted, and with host and port in its text:
+  /// TimeoutError, MismatchError (nodes disagree), UsageError (no such host), PeerLost,
+  /// SystemError.
+  Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const Signals& signals);
+  ~Nodes();
+  Nodes(const Nodes&) = delete;
+  Nodes& operator=(const Nodes&) = delete;
+
+  const Placement& placement() const noexcept { return placement_; }
+
+  void append_to(std::vector<pollfd>& entries) const;
+  /// Takes what the others say. Returns the first failure once.
+  std::optional<NodeFailure> service();
+  /// All ranks here ended well. Says it once.
+  void say_done();
+  /// The first failure counts.
+  void say_failed(const NodeFailure& failure);
+  /// All nodes are done, or one has failed.
+  bool over() const noexcept { return over_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void lead(const Signals& signals, int n_ranks, int n_restarts);
+  void follow(const Signals& signals, int n_ranks, int n_restarts);
+  void turn_away(Link& link, const std::string& text);
+  [[noreturn]] void refuse_all(const std::string& text);
+  void finish_if_all_done();
+  std::string limit() const;
+
+  NodesOptions options_;
+  std::string address_;  // "HOST:PORT"
+  Clock::time_point deadline_;
+  Placement placement_;
+  std::string turned_away_;                   // why the last one was
+  std::vector<std::unique_ptr<Link>> links_;  // node 0: one to each other; else: one to node 0
+  int n_done_ = 0;
+  bool said_done_ = false;
+  bool over_ = false;
+};
+
+}  // namespace lockstep::run

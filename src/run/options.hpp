@@ -1,0 +1,50 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace lockstep::run {
+
+/// Ranks that one launcher starts at most: what a segment has room for.
+inline constexpr int kMaxRanks = 512;
+
+/// The longest secret that launchers compare.
+inline constexpr std::size_t kMaxSecretBytes = 64;
+
+enum class Bind : std::uint8_t {
+  none,  ///< ranks run wherever the launcher may
+  core,  ///< rank i on the i-th allowed core, again from the first when they run out
+};
+
+/// When lines carry their rank: `automatic` where the output is a terminal.
+enum class Prefix : std::uint8_t { automatic, always, never };
+
+/// Launchers on several machines that start one world together.
+struct NodesOptions {
+  int n_nodes = 1;
+  int node_rank = 0;
+  std::string host;  ///< of node 0, where the others find it
+  std::uint16_t port = 0;
+  std::chrono::milliseconds timeout{300'000};  ///< until all nodes have come
+  std::string secret;                          ///< at most kMaxSecretBytes; the same on all nodes
+};
+
+/// What `lockstep run` was asked to do.
+struct Options {
+  int n_ranks = 0;
+  std::vector<std::string> command;  ///< the program and its arguments
+  std::optional<std::filesystem::path> log_dir;
+  std::optional<std::string> record_dir;  ///< LOCKSTEP_RECORD_DIR
+  int max_restarts = 0;
+  std::chrono::milliseconds grace{10'000};  ///< between SIGTERM and SIGKILL
+  Bind bind = Bind::none;
+  Prefix prefix = Prefix::automatic;
+  NodesOptions nodes;
+};
+
+}  // namespace lockstep::run

@@ -1,0 +1,89 @@
+#include "run/rank_environment.hpp"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+
+#include "base/cpus.hpp"
+#include "base/fd.hpp"
+#include "run/errors.hpp"
+
+namespace lockstep::run {
+namespace {
+
+std::uint16_t free_port() {
+  const base::UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  socklen_t n_bytes = sizeof address;
+  if (!fd || bind(fd.get(), generic, n_bytes) != 0 ||
+      getsockname(fd.get(), generic, &n_bytes) != 0) {
+    throw system_error("cannot find a free port for MASTER_PORT");
+  }
+  return ntohs(address.sin_port);
+}
+
+}  // namespace
+
+std::uint16_t master_port() {
+  const char* value = std::getenv("MASTER_PORT");
+  if (value == nullptr) return free_port();
+  std::uint16_t port = 0;
+  const char* end = value + std::strlen(value);
+  const auto [rest, error] = std::from_chars(value, end, port);
+  if (error != std::errc() || rest != end || port == 0) {
+    throw usage_error(fmt::format(
+        "MASTER_PORT is '{}'; expected a port from 1 to 65535 (unset it to get a free one)",
+        value));
+  }
+  return port;
+}
+
+std::vector<int> allowed_cores() {
+  const base::CpuMask mask = base::allowed_cpus();
+  std::vector<int> cores;
+  for (std::size_t cpu = 0; cpu < 64 * mask.size(); ++cpu) {
+    if ((mask[cpu / 64] >> (cpu % 64) & 1U) != 0) cores.push_back(static_cast<int>(cpu));
+  }
+  return cores;
+}
+
+std::vector<std::string> rank_environment(const WorldEnvironment& world, int local_rank) {
+  const Placement& placement = world.placement;
+  std::vector<std::string> result = {
+      fmt::format("RANK={}", placement.first_rank + local_rank),
+      fmt::format("WORLD_SIZE={}", placement.world_size),
+      fmt::format("LOCAL_RANK={}", local_rank),
+      fmt::format("LOCAL_WORLD_SIZE={}", world.n_ranks),
+      fmt::format("GROUP_RANK={}", placement.node_rank),
+      fmt::format("MASTER_ADDR={}", placement.master_addr),
+      fmt::format("MASTER_PORT={}", placement.master_port),
+      fmt::format("LOCKSTEP_SEGMENT={}", world.segment),
+      fmt::format("LOCKSTEP_RESTART={}", world.n_restarts),
+  };
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) {
+    result.push_back(fmt::format("OMP_NUM_THREADS={}", world.n_threads));
+  }
+  const std::size_t n_own = result.size();
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view variable(*entry);
+    const std::string_view name = variable.substr(0, variable.find('=') + 1);
+    const bool replaced = std::any_of(
+        result.begin(), result.begin() + static_cast<std::ptrdiff_t>(n_own),
+        [name](const std::string& own) { return !name.empty() && own.starts_with(name); });
+    if (!replaced) result.emplace_back(variable);
+  }
+  return result;
+}
+
+}  // namespace lockstep::run

@@ -1,0 +1,58 @@
+#include "run/rank_logs.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <string>
+#include <string_view>
+#include <system_error>
+
+#include "run/errors.hpp"
+
+namespace lockstep::run {
+namespace {
+
+namespace fs = std::filesystem;
+
+fs::path log_path(const fs::path& folder, int rank, int n_restarts, std::string_view extension) {
+  const std::string restart = n_restarts == 0 ? "" : fmt::format(".restart-{}", n_restarts);
+  return folder / fmt::format("rank-{}{}.{}", rank, restart, extension);
+}
+
+base::UniqueFd create(const fs::path& path) {
+  base::UniqueFd fd(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+  if (!fd) throw system_error(fmt::format("--log-dir: cannot make '{}'", path.string()));
+  return fd;
+}
+
+}  // namespace
+
+std::vector<RankLogs> open_rank_logs(const fs::path& folder, int first_rank, int n_ranks,
+                                     int n_restarts) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (error) {
+    errno = error.value();
+    throw system_error(fmt::format("--log-dir: cannot make the folder '{}'", folder.string()));
+  }
+  for (int rank = first_rank; rank < first_rank + n_ranks; ++rank) {
+    for (const std::string_view extension : {"out", "err"}) {
+      const fs::path path = log_path(folder, rank, n_restarts, extension);
+      if (fs::exists(path, error)) {
+        throw usage_error(
+            fmt::format("--log-dir: '{}' is there already, from an earlier run; name another "
+                        "folder, or remove it",
+                        path.string()));
+      }
+    }
+  }
+  std::vector<RankLogs> logs;
+  for (int rank = first_rank; rank < first_rank + n_ranks; ++rank) {
+    logs.push_back({create(log_path(folder, rank, n_restarts, "out")),
+                    create(log_path(folder, rank, n_restarts, "err"))});
+  }
+  return logs;
+}
+
+}  // namespace lockstep::run

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <filesystem>
+#include <vector>
+
+#include "base/fd.hpp"
+
+namespace lockstep::run {
+
+struct RankLogs {
+  base::UniqueFd stdout_log;
+  base::UniqueFd stderr_log;
+};
+
+/// Makes the folder where it is missing, and in it rank-R.out and rank-R.err for each rank, or
+/// rank-R.restart-K.out and .err for the K-th restart. Throws UsageError where one of them is
+/// there already, before it makes any; SystemError.
+std::vector<RankLogs> open_rank_logs(const std::filesystem::path& folder, int first_rank,
+                                     int n_ranks, int n_restarts);
+
+}  // namespace lockstep::run

@@ -1,0 +1,106 @@
+#include <fmt/format.h>
+
+#include <lockstep/error.hpp>
+#include <lockstep/launch.hpp>
+#include <utility>
+
+#include "world/environment.hpp"
+#include "world/session.hpp"
+
+namespace lockstep {
+namespace {
+
+/// Of the innermost GroupScope on this thread.
+constinit thread_local const Group* scoped = nullptr;
+
+[[noreturn]] void refuse(const char* operation, const std::string& text,
+                         std::source_location where) {
+  throw UsageError({.operation = operation, .where = where}, text);
+}
+
+/// A program of one process is right to use the solo group. One that is a rank of several and has
+/// not said so would compute something else than it seems to.
+void check_alone(const char* operation, std::source_location where) {
+  if (internal::was_initialised() || internal::has_thread_left()) return;
+  const std::string world = internal::describe_world();
+  if (world.empty()) return;
+  refuse(operation,
+         fmt::format("this process never called init_dist, but its environment describes a world: "
+                     "{}. Call init_dist first; where this process shall be alone, call "
+                     "init_dist({{.launcher = Launcher::none}})",
+                     world),
+         where);
+}
+
+/// One for each thread, for a group takes one call at a time.
+const Group& solo_group(const char* operation, std::source_location where) {
+  constinit thread_local static bool is_gone = false;
+  struct OfThread {
+    Group group;
+    OfThread(const char* name, std::source_location place) { check_alone(name, place); }
+    ~OfThread() { is_gone = true; }
+  };
+  if (is_gone) {  // a global's destructor calls: the main thread's is destroyed before
+    static const Group* const at_exit = new Group;
+    return *at_exit;
+  }
+  thread_local const OfThread mine(operation, where);
+  return mine.group;
+}
+
+}  // namespace
+
+namespace {
+
+/// On a thread that works for one of run_ranks' ranks, or for none.
+bool is_beside_rank_threads() noexcept {
+  return internal::has_rank_threads() && !internal::has_thread_left();
+}
+
+}  // namespace
+
+bool is_distributed() { return internal::session() != nullptr || is_beside_rank_threads(); }
+
+const Group& default_group(std::source_location where) {
+  if (scoped != nullptr) return *scoped;
+  if (const auto* session = internal::session()) return session->world_group();
+  if (is_beside_rank_threads()) {
+    refuse("default_group",
+           "this thread is no rank of run_ranks, and which rank it works for is not known; hand it "
+           "the rank's group, with GroupScope scope(group) first on this thread or as the last "
+           "argument of each call",
+           where);
+  }
+  return solo_group("default_group", where);
+}
+
+const Group& local_group(std::source_location where) {
+  if (const auto* session = internal::session()) return session->local_group();
+  if (is_beside_rank_threads()) {
+    refuse("local_group",
+           "this thread is no rank of run_ranks, and which rank it works for is not known; copy "
+           "local_group() on the rank's own thread and hand this thread the copy",
+           where);
+  }
+  return solo_group("local_group", where);
+}
+
+GroupScope::GroupScope(Group group)
+    : group_(std::move(group)), before_(std::exchange(scoped, &group_)) {}
+GroupScope::~GroupScope() { scoped = before_; }
+
+int get_rank(const Group& group) { return group.rank(); }
+int get_world_size(const Group& group) { return group.size(); }
+DistInfo get_dist_info(const Group& group) {
+  return {.rank = group.rank(), .world_size = group.size()};
+}
+int get_local_rank(std::source_location where) { return local_group(where).rank(); }
+int get_local_size(std::source_location where) { return local_group(where).size(); }
+bool is_main_process(const Group& group) { return group.rank() == 0; }
+
+std::optional<std::string> get_backend(const Group& group) {
+  if (!is_distributed()) return std::nullopt;
+  return std::string(group.backend());
+}
+
+}  // namespace lockstep

@@ -1,0 +1,70 @@
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <lockstep/env.hpp>
+
+#include "engines/shared/bootstrap/tuning.hpp"
+#include "group/check.hpp"
+#include "world/variables.hpp"
+
+namespace lockstep {
+
+using internal::variable;
+
+namespace {
+
+std::optional<std::string> folder(const char* name) {
+  auto path = variable(name);
+  if (path && ::access(path->c_str(), W_OK | X_OK) != 0) {
+    internal::refuse(fmt::format("{} is '{}': {}; it takes an existing folder to write to", name,
+                                 *path, std::strerror(errno)));
+  }
+  return path;
+}
+
+}  // namespace
+
+Env Env::read() {
+  Env env;
+  env.segment = variable("LOCKSTEP_SEGMENT");
+  env.simd = variable("LOCKSTEP_SIMD");
+  env.mpi = variable("LOCKSTEP_MPI");
+  env.tune = variable("LOCKSTEP_TUNE");
+  shared::tuning_for(/*n_ranks=*/2, env.tune);  // refuses what it cannot take
+  env.record_dir = folder("LOCKSTEP_RECORD_DIR");
+  env.trace_dir = folder("LOCKSTEP_TRACE");
+  if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
+    internal::refuse(
+        fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));
+  }
+  env.check = variable("LOCKSTEP_CHECK");
+  if (env.check && !internal::parse_check(*env.check)) {
+    internal::refuse(
+        fmt::format("LOCKSTEP_CHECK is '{}'; it takes off, light or full", *env.check));
+  }
+  if (variable("LOCKSTEP_RESTART")) {
+    env.restart =
+        internal::number("lockstep run", {"LOCKSTEP_RESTART"}, 0, internal::kMostRanks).value;
+  }
+  if (const auto text = variable("LOCKSTEP_TIMEOUT")) {
+    double seconds = 0;
+    const char* const end = text->data() + text->size();
+    const auto parsed = std::from_chars(text->data(), end, seconds);
+    constexpr double kLongest = 3e9;  // a century
+    if (parsed.ec != std::errc() || parsed.ptr != end || !std::isfinite(seconds) || seconds <= 0 ||
+        seconds > kLongest) {
+      internal::refuse(
+          fmt::format("LOCKSTEP_TIMEOUT is '{}'; it takes the seconds one operation may last, "
+                      "as 30 or 0.5",
+                      *text));
+    }
+    env.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(std::ceil(seconds * 1000)));
+  }
+  return env;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,279 @@
+#include "world/environment.hpp"
+
+#include <fmt/format.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <initializer_list>
+#include <lockstep/error.hpp>
+#include <numeric>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/process.hpp"
+#include "world/slurm_tasks.hpp"
+#include "world/variables.hpp"
+
+namespace lockstep {
+namespace {
+
+using internal::first_set;
+using internal::kMostRanks;
+using internal::Number;
+using internal::number;
+using internal::refuse;
+using internal::variable;
+
+/// What a launcher calls its four numbers.
+struct Names {
+  std::string_view launcher;
+  const char* rank;
+  const char* size;
+  const char* local_rank;
+  const char* local_size;
+
+  bool any_set() const { return first_set({rank, size, local_rank, local_size}) != nullptr; }
+};
+
+constexpr Names kTorchrun = {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
+constexpr Names kOpenMpi = {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                            "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"};
+/// MPICH's launcher, hydra, and Intel MPI's, which comes from it.
+constexpr Names kHydra = {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
+
+void check_below(const Number& rank, const Number& size, std::string_view what) {
+  if (rank.value >= size.value) {
+    refuse(fmt::format("{} is {}, but {} is {}: {} are 0 to {}", rank.name, rank.value, size.name,
+                       size.value, what, size.value - 1));
+  }
+}
+
+internal::World make_world(const Number& rank, const Number& size, const Number& local_rank,
+                           const Number& local_size) {
+  check_below(rank, size, "ranks");
+  check_below(local_rank, local_size, "local ranks");
+  if (local_size.value > size.value) {
+    refuse(fmt::format("{} is {}, but {} is {}: a host cannot have more ranks than the world",
+                       local_size.name, local_size.value, size.name, size.value));
+  }
+  internal::World world;
+  world.rank = rank.value;
+  world.size = size.value;
+  world.local_rank = local_rank.value;
+  world.local_size = local_size.value;
+  return world;
+}
+
+internal::World read_world(const Names& names) {
+  const std::string_view launcher = names.launcher;
+  const Number size = number(launcher, {names.size}, 1, kMostRanks);
+  const Number rank = number(launcher, {names.rank}, 0, kMostRanks);
+  const Number local_rank = number(launcher, {names.local_rank}, 0, kMostRanks);
+  const Number local_size = number(launcher, {names.local_size}, 1, kMostRanks);
+  return make_world(rank, size, local_rank, local_size);
+}
+
+/// The values of `names`, for those that are set; empty where none is.
+std::string values_of(std::initializer_list<const char*> names) {
+  std::string values;
+  for (const char* name : names) {
+    if (const auto value = variable(name)) values += fmt::format("{}={} ", name, *value);
+  }
+  return values;
+}
+
+internal::World read_torchrun() {
+  internal::World world = read_world(kTorchrun);
+  if (variable("MASTER_PORT")) {
+    number("torchrun", {"MASTER_PORT"}, 1, 65535);
+    world.job = values_of(
+        {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"});
+  }
+  return world;
+}
+
+internal::World read_lockstep() {
+  internal::World world = read_world(kTorchrun);
+  world.segment = variable("LOCKSTEP_SEGMENT");
+  return world;
+}
+
+/// Whether this is a task of srun. A batch script has SLURM_PROCID as well, and the numbers of the
+/// whole allocation, but it runs once.
+bool in_slurm_step() { return first_set({"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}) != nullptr; }
+
+Number slurm_size() {
+  return number("Slurm", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, 1, kMostRanks);
+}
+
+internal::World read_slurm() {
+  const Number size = slurm_size();
+  const Number rank = number("Slurm", {"SLURM_PROCID"}, 0, kMostRanks);
+  const Number local_rank = number("Slurm", {"SLURM_LOCALID"}, 0, kMostRanks);
+  const Number node = number("Slurm", {"SLURM_NODEID"}, 0, kMostRanks);
+  const char* const name = first_set({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
+  if (name == nullptr) {
+    refuse("SLURM_STEP_TASKS_PER_NODE is not set, though the environment is Slurm's");
+  }
+  const std::string text = *variable(name);
+  const std::vector<int> tasks = internal::slurm_tasks_per_node(name, text);
+  const int total = std::accumulate(tasks.begin(), tasks.end(), 0);
+  if (total != size.value) {
+    refuse(fmt::format("{} is {}, which makes {} tasks, but {} is {}", name, text, total, size.name,
+                       size.value));
+  }
+  const int n_nodes = static_cast<int>(tasks.size());
+  if (node.value >= n_nodes) {
+    refuse(fmt::format("SLURM_NODEID is {}, but {} is {}: nodes are 0 to {}", node.value, name,
+                       text, n_nodes - 1));
+  }
+  const std::string here = fmt::format("{}={} at SLURM_NODEID={}", name, text, node.value);
+  internal::World world = make_world(rank, size, local_rank,
+                                     {here.c_str(), tasks[static_cast<std::size_t>(node.value)]});
+  if (variable("SLURM_JOB_ID")) {
+    world.job = values_of({"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"});
+  }
+  return world;
+}
+
+/// The process at the other end of PMI_FD, by which MPICH's ranks talk to their launcher: the same
+/// for all ranks of a job on one host, also when a shell stands between. Else this one's parent.
+std::string pmi_job() {
+  ucred launcher{.pid = ::getppid(), .uid = 0, .gid = 0};
+  if (const auto fd = variable("PMI_FD")) {
+    ucred peer{};
+    socklen_t n_bytes = sizeof peer;
+    if (::getsockopt(std::atoi(fd->c_str()), SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes) == 0 &&
+        peer.pid > 0) {
+      launcher = peer;
+    }
+  }
+  return fmt::format("pmi {} {}", launcher.pid, base::process_start_time(launcher.pid));
+}
+
+internal::World read_mpi() {
+  if (kOpenMpi.any_set()) {
+    internal::World world = read_world(kOpenMpi);
+    world.job = values_of({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"});
+    if (world.job.empty()) world.job = pmi_job();
+    return world;
+  }
+  if (!kHydra.any_set()) {
+    if (const auto rank = variable("PMIX_RANK")) {
+      refuse(
+          fmt::format("PMIX_RANK is {}, but PMIx has no variable for the size of the world: start "
+                      "the program by mpirun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK and "
+                      "LOCAL_WORLD_SIZE",
+                      *rank));
+    }
+  }
+  internal::World world = read_world(kHydra);
+  world.job = pmi_job();
+  return world;
+}
+
+/// Throws where mpirun's and torchrun's variables tell of worlds of different sizes: the outer
+/// launcher's, or some that were exported once and forgotten, cannot be told from the inner's.
+void check_leftovers_under_mpi(const char* size_name) {
+  const auto left = variable("WORLD_SIZE");
+  const auto size = variable(size_name);
+  if (!left || !size || *left == *size) return;
+  refuse(
+      fmt::format("{} is {}, but WORLD_SIZE is {}: the variables of two launchers, mpirun's and "
+                  "torchrun's. Unset those of the one that did not start this rank (RANK, "
+                  "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE for torchrun), or choose by "
+                  "InitOptions::launcher",
+                  size_name, *size, *left));
+}
+
+/// A launcher that each task of srun starts makes at least one rank per task: where WORLD_SIZE is
+/// less, it was exported before srun, and every task would take itself for the whole world.
+void check_leftovers_under_slurm() {
+  if (!in_slurm_step() || variable("TORCHELASTIC_RUN_ID") || !variable("WORLD_SIZE")) return;
+  const Number size = slurm_size();
+  const Number left = number("torchrun", {"WORLD_SIZE"}, 1, kMostRanks);
+  if (left.value >= size.value) return;
+  refuse(
+      fmt::format("{} is {}, but WORLD_SIZE is {}: the variables of two launchers, srun's and "
+                  "torchrun's. Unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE before "
+                  "srun, or choose by InitOptions::launcher",
+                  size.name, size.value, left.value));
+}
+
+}  // namespace
+
+std::string_view name_of(Launcher launcher) {
+  switch (launcher) {
+    case Launcher::infer: return "infer";
+    case Launcher::none: return "none";
+    case Launcher::lockstep: return "lockstep run";
+    case Launcher::pytorch: return "torchrun";
+    case Launcher::slurm: return "Slurm";
+    case Launcher::mpi: return "mpirun";
+  }
+  return "unknown";
+}
+
+Launcher infer_launcher() {
+  // The innermost first: programs start inside allocations, not the other way round.
+  if (variable("LOCKSTEP_SEGMENT")) return Launcher::lockstep;
+  if (kOpenMpi.any_set()) {
+    check_leftovers_under_mpi(kOpenMpi.size);
+    return Launcher::mpi;
+  }
+  // srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, but not the local numbers.
+  const bool is_of_srun = in_slurm_step() && !first_set({kHydra.local_rank, kHydra.local_size});
+  if (kHydra.any_set() && !is_of_srun) {
+    check_leftovers_under_mpi(kHydra.size);
+    return Launcher::mpi;
+  }
+  if (kTorchrun.any_set()) {
+    check_leftovers_under_slurm();
+    return Launcher::pytorch;
+  }
+  if (in_slurm_step()) return Launcher::slurm;
+  if (variable("PMIX_RANK")) return Launcher::mpi;
+  return Launcher::none;
+}
+
+std::string internal::describe_world() {
+  const Launcher launcher = infer_launcher();
+  const char* rank = kTorchrun.rank;
+  const char* size = kTorchrun.size;
+  switch (launcher) {
+    case Launcher::infer:
+    case Launcher::none: return {};
+    case Launcher::lockstep:
+    case Launcher::pytorch: break;
+    case Launcher::slurm:
+      rank = "SLURM_PROCID";
+      size = first_set({"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"});
+      break;
+    case Launcher::mpi:
+      rank = kOpenMpi.any_set() ? kOpenMpi.rank : kHydra.rank;
+      size = kOpenMpi.any_set() ? kOpenMpi.size : kHydra.size;
+      break;
+  }
+  const auto n_ranks = size == nullptr ? std::nullopt : variable(size);
+  if (!n_ranks || std::atoi(n_ranks->c_str()) <= 1) return {};
+  return fmt::format("{}={}, {}={} ({})", size, *n_ranks, rank, variable(rank).value_or(""),
+                     name_of(launcher));
+}
+
+internal::World internal::read_world(Launcher launcher) {
+  internal::World world;
+  switch (launcher) {
+    case Launcher::lockstep: world = read_lockstep(); break;
+    case Launcher::pytorch: world = read_torchrun(); break;
+    case Launcher::slurm: world = read_slurm(); break;
+    case Launcher::mpi: world = read_mpi(); break;
+    case Launcher::infer:
+    case Launcher::none: break;
+  }
+  world.launcher = launcher;
+  return world;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,71 @@
+#include <exception>
+#include <lockstep/env.hpp>
+#include <lockstep/error.hpp>
+#include <lockstep/launch.hpp>
+#include <utility>
+
+#include "base/exception.hpp"
+#include "engines/catalog.hpp"
+#include "group/group_state.hpp"
+#include "world/arithmetic.hpp"
+#include "world/environment.hpp"
+#include "world/session.hpp"
+
+namespace lockstep {
+
+void init_dist(const InitOptions& options, std::source_location where) {
+  const ErrorContext context{.operation = "init_dist", .where = where};
+  if (is_distributed() || internal::has_rank_threads()) {
+    throw UsageError(context, internal::has_rank_threads()
+                                  ? "threads of this process are ranks of run_ranks; their world "
+                                    "is the default group there"
+                                  : "this process belongs to a world already, on all its threads; "
+                                    "call destroy_dist first");
+  }
+  const auto asked = internal::checked_timeout(options.timeout, context);
+  const Env env = Env::read();
+  const Launcher launcher =
+      options.launcher == Launcher::infer ? infer_launcher() : options.launcher;
+  internal::World world = internal::read_world(launcher);
+  world.record_dir = env.record_dir;
+  const auto timeout = env.timeout.value_or(asked);
+  const Call barrier{
+      .op = Op::barrier, .group = "world", .sequence = 1, .timeout = timeout, .where = where};
+  // Who asks to be alone is so, whatever engines the environment speaks of.
+  const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
+  auto engine = engines::join(is_alone ? "solo" : options.backend, world, barrier);
+  int host = 0;
+  try {
+    host = engines::find_host(*engine, world, barrier);
+    internal::check_arithmetic(*engine, barrier);
+  } catch (...) {  // on this rank only, perhaps
+    engine->leave(base::text_of(std::current_exception()));
+    throw;
+  }
+  internal::join_process(
+      std::make_unique<internal::Session>(std::move(world), std::move(engine), timeout, host));
+  internal::tell_peers_of_uncaught_exceptions();
+}
+
+void destroy_dist(std::string_view failure, std::source_location where) {
+  auto session = internal::take_thread_session();
+  if (!session && internal::has_rank_threads()) {
+    if (internal::has_thread_left()) return;
+    throw UsageError({.operation = "destroy_dist", .where = where},
+                     "threads of this process are ranks of run_ranks, and this thread is none of "
+                     "them; call destroy_dist on the rank's own thread, or after run_ranks has "
+                     "returned");
+  }
+  if (!session) session = internal::take_process_session();
+  if (!session) return;
+  if (session->is_copy()) {  // not this process's to close
+    [[maybe_unused]] static const internal::Session* const kept = session.release();
+    return;
+  }
+  if (failure.empty() && std::uncaught_exceptions() > 0) {
+    failure = "an exception (destroy_dist was called while it unwound the stack)";
+  }
+  session->leave(failure);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,98 @@
+#include <fmt/format.h>
+#include <pthread.h>
+
+#include <exception>
+#include <lockstep/error.hpp>
+#include <lockstep/launch.hpp>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "base/exception.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
+#include "group/group_state.hpp"
+#include "world/session.hpp"
+
+namespace lockstep {
+namespace {
+
+/// Whether this error only says that another rank had one.
+bool is_echo(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerFailed&) {
+    return true;
+  } catch (const PeerLost&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
+void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOptions& options,
+               std::source_location where) {
+  if (n < 1) {
+    throw UsageError({.operation = "run_ranks", .where = where},
+                     fmt::format("{} ranks asked for; at least 1", n));
+  }
+  const auto timeout =
+      internal::checked_timeout(options.timeout, {.operation = "run_ranks", .where = where});
+  const auto segment = shared::make_world(shared::Segment::for_threads(n));
+  const Call barrier{
+      .op = Op::barrier, .group = "world", .sequence = 1, .timeout = timeout, .where = where};
+  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(n));
+
+  const auto run_one = [&](int rank) {
+    auto& error = errors[static_cast<std::size_t>(rank)];
+    try {
+      // By itself, before anything else: a trace notes it.
+      ::pthread_setname_np(::pthread_self(), fmt::format("lockstep-{}", rank).c_str());
+      internal::join_thread(
+          std::make_unique<internal::Session>(internal::World{.launcher = Launcher::none,
+                                                              .rank = rank,
+                                                              .size = n,
+                                                              .local_rank = rank,
+                                                              .local_size = n,
+                                                              .segment = std::nullopt,
+                                                              .job = {}},
+                                              shared::join_world(segment, rank, barrier), timeout));
+      body(rank);
+    } catch (...) {
+      error = std::current_exception();
+      if (internal::thread_session() != nullptr)
+        internal::thread_session()->leave(base::text_of(error));
+    }
+    internal::take_thread_session();
+  };
+
+  std::vector<std::thread> threads;
+  threads.reserve(static_cast<std::size_t>(n));
+  std::exception_ptr no_thread;
+  for (int rank = 0; rank < n && !no_thread; ++rank) {
+    try {
+      threads.emplace_back(run_one, rank);
+    } catch (const std::system_error& error) {
+      no_thread = std::make_exception_ptr(SystemError(
+          {.operation = "run_ranks", .where = where}, error.code().value(),
+          fmt::format("cannot start thread {} of {}; raise the limit of processes (ulimit -u) or "
+                      "free memory",
+                      rank + 1, n)));
+      // Those that run wait for all: tell them that the rest will not come.
+      for (int r = rank; r < n; ++r) shared::declare_failed(*segment, r, base::text_of(no_thread));
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+
+  if (no_thread) std::rethrow_exception(no_thread);
+  std::exception_ptr first;
+  for (const std::exception_ptr& error : errors) {
+    if (!error) continue;
+    if (!is_echo(error)) std::rethrow_exception(error);
+    if (!first) first = error;
+  }
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,161 @@
+#include "world/session.hpp"
+
+#include <fmt/format.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <exception>
+#include <lockstep/error.hpp>
+#include <mutex>
+#include <utility>
+
+#include "base/exception.hpp"
+#include "group/async_groups.hpp"
+#include "group/group_state.hpp"
+#include "record/recorder.hpp"
+
+namespace lockstep::internal {
+namespace {
+
+std::shared_ptr<Recorder> make_recorder(const World& world, const Engine& engine) {
+  const char* const trace_dir = std::getenv("LOCKSTEP_TRACE");  // as Env::trace_dir
+  auto recorder = engine.recorder();
+  // Alone there is nobody to wait for, and nothing to tell but to who looks at the times.
+  if (!recorder && (world.size > 1 || trace_dir != nullptr)) {
+    recorder = Recorder::in_process(world.rank, world.size, world.record_dir);
+  }
+  if (recorder && world.record_dir) recorder->write_to(*world.record_dir);
+  if (recorder && trace_dir != nullptr) recorder->trace_to(trace_dir);
+  return recorder;
+}
+
+std::terminate_handler& former_handler() noexcept {
+  static std::terminate_handler handler = nullptr;
+  return handler;
+}
+
+/// Raw and without destructors, so that they can be read until the program has ended.
+constinit thread_local Session* of_thread = nullptr;
+constinit thread_local bool is_rank_thread = false;
+constinit std::atomic<Session*> of_process{nullptr};
+constinit std::atomic<int> n_rank_threads{0};
+constinit std::atomic<bool> has_joined{false};
+
+void leave_at_exit() noexcept {
+  Session* const session = of_process.load(std::memory_order_acquire);
+  if (session != nullptr) session->retire();
+}
+
+/// Counted until the thread ends: what destroy_dist has left alone does not join the process's
+/// world.
+struct RankThread {
+  RankThread() noexcept {
+    is_rank_thread = true;
+    n_rank_threads.fetch_add(1, std::memory_order_release);
+    // A fork has but the thread that made it.
+    static const int registered = ::pthread_atfork(nullptr, nullptr, [] {
+      n_rank_threads.store(is_rank_thread ? 1 : 0, std::memory_order_relaxed);
+    });
+    static_cast<void>(registered);
+  }
+  ~RankThread() {
+    is_rank_thread = false;
+    n_rank_threads.fetch_sub(1, std::memory_order_release);
+  }
+};
+
+struct LeavesAtExit {
+  ~LeavesAtExit() { leave_at_exit(); }
+};
+
+[[noreturn]] void tell_peers_and_terminate() noexcept {
+  // Without unwinding no destructor runs: this is the last chance.
+  const std::exception_ptr error = std::current_exception();
+  if (Session* const mine = session())
+    mine->leave(error ? base::text_of(error) : "std::terminate was called");
+  if (former_handler() != nullptr) former_handler()();
+  std::abort();
+}
+
+}  // namespace
+
+Session::Session(World world, std::unique_ptr<Engine> engine, std::chrono::milliseconds timeout,
+                 int host)
+    : world_(std::move(world)),
+      engine_(engine.get()),
+      recorder_(make_recorder(world_, *engine)),
+      trace_(recorder_ ? recorder_->trace() : nullptr),
+      world_group_(std::move(engine), "world", timeout, recorder_),
+      local_group_(world_.local_size == world_.size
+                       ? world_group_
+                       : world_group_.split(/*color=*/host, /*key=*/world_.rank)) {}
+
+void Session::leave(std::string_view failure) noexcept {
+  if (engine_ == nullptr || is_copy()) return;
+  if (failure.empty()) world_group_.state_->async_groups().wait_until_idle();
+  depart(failure);
+}
+
+void Session::depart(std::string_view failure) noexcept {
+  if (engine_ == nullptr) return;
+  std::exchange(engine_, nullptr)->leave(failure);
+  if (recorder_ && !failure.empty()) recorder_->died(failure);
+}
+
+void Session::retire() noexcept {
+  if (is_copy()) return;
+  depart({});
+  local_group_.state_->retire();
+  world_group_.state_->retire();
+  trace_.reset();
+  recorder_.reset();
+}
+
+void tell_peers_of_uncaught_exceptions() noexcept {
+  static std::once_flag once;
+  std::call_once(once, [] { former_handler() = std::set_terminate(tell_peers_and_terminate); });
+}
+
+Session* session() noexcept {
+  if (of_thread != nullptr) return of_thread;
+  return has_rank_threads() ? nullptr : of_process.load(std::memory_order_acquire);
+}
+
+bool has_rank_threads() noexcept { return n_rank_threads.load(std::memory_order_acquire) > 0; }
+bool has_thread_left() noexcept { return is_rank_thread && of_thread == nullptr; }
+bool was_initialised() noexcept { return has_joined.load(std::memory_order_relaxed); }
+
+void join_process(std::unique_ptr<Session> session) {
+  // A thread-local of the main thread is destroyed before any global: before what the engine's
+  // libraries made after this call. The process outlives other threads, so there a global has to
+  // do.
+  if (::getpid() == ::gettid()) {
+    thread_local const LeavesAtExit leaves_at_exit;
+    static_cast<void>(leaves_at_exit);
+  }
+  static const LeavesAtExit leaves_at_exit;
+  static_cast<void>(leaves_at_exit);
+  of_process.store(session.release(), std::memory_order_release);
+  has_joined.store(true, std::memory_order_relaxed);
+}
+
+void join_thread(std::unique_ptr<Session> session) {
+  thread_local const RankThread counted;
+  static_cast<void>(counted);
+  of_thread = session.release();
+}
+
+std::unique_ptr<Session> take_process_session() noexcept {
+  return std::unique_ptr<Session>(of_process.exchange(nullptr, std::memory_order_acq_rel));
+}
+
+Session* thread_session() noexcept { return of_thread; }
+
+std::unique_ptr<Session> take_thread_session() noexcept {
+  return std::unique_ptr<Session>(std::exchange(of_thread, nullptr));
+}
+
+}  // namespace lockstep::internal

@@ -1,0 +1,74 @@
+#include "group/mismatch.hpp"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <string>
+
+#include "support/expect.hpp"
+
+namespace lockstep::internal {
+namespace {
+
+using test::expect_contains;
+
+MismatchTable::Row row_of(int rank, Op op = Op::all_reduce) {
+  return {.rank = rank,
+          .op = op,
+          .dtype = DType::f32,
+          .reduce = ReduceOp::sum,
+          .root = -1,
+          .count = "8",
+          .where = op == Op::all_reduce ? "step.cpp:39" : "step.cpp:28"};
+}
+
+TEST(MismatchTableTest, ranks_that_agree_share_a_line_behind_the_one_that_does_not) {
+  MismatchTable table;
+  for (int rank = 0; rank < 399; ++rank) table.add(row_of(rank));
+  table.add(row_of(399, Op::barrier));
+  EXPECT_EQ(table.text(),
+            "the ranks made different calls; all ranks must call the same, in the same order\n"
+            "  rank   operation       type  count       root  reduction  where\n"
+            "  399    barrier         -     -           -     -          step.cpp:28\n"
+            "  0-398  all_reduce      f32   8           -     sum        step.cpp:39");
+}
+
+TEST(MismatchTableTest, who_is_not_here_stands_behind) {
+  MismatchTable table;
+  table.add_absent(0, "none");
+  table.add(row_of(1, Op::barrier));
+  table.add(row_of(2));
+  table.add(row_of(3));
+  table.add_absent(4, "none");
+  EXPECT_EQ(table.text(),
+            "the ranks made different calls; all ranks must call the same, in the same order\n"
+            "  rank  operation       type  count       root  reduction  where\n"
+            "  1     barrier         -     -           -     -          step.cpp:28\n"
+            "  2, 3  all_reduce      f32   8           -     sum        step.cpp:39\n"
+            "  0, 4  not here yet; its last call: none");
+}
+
+TEST(MismatchTableTest, what_differs_without_a_column_is_said) {
+  MismatchTable table;
+  for (int rank = 0; rank < 3; ++rank) {
+    auto row = row_of(rank);
+    row.count = count_by_rank(0x12345678);
+    row.fingerprint = rank == 1 ? 7 : 8;
+    table.add(row);
+  }
+  const std::string text = table.text();
+  expect_contains(text, "\n  1     all_reduce      f32   by rank 5678  ");
+  expect_contains(text, "\n  0, 2  all_reduce      f32   by rank 5678  ");
+  expect_contains(text, "lines that look alike differ");
+  expect_contains(text, "by rank: a hash of the counts");
+}
+
+TEST(ListOfTest, neighbours_are_put_together) {
+  EXPECT_EQ(list_of({}), "");
+  EXPECT_EQ(list_of(std::array{3}), "3");
+  EXPECT_EQ(list_of(std::array{0, 1, 2}), "0, 1, 2");
+  EXPECT_EQ(list_of(std::array{0, 1, 2, 3, 5, 7, 8, 9, 10}), "0-3, 5, 7-10");
+}
+
+}  // namespace
+}  // namespace lockstep::internal
