@@ -28,7 +28,7 @@ run_stage() {
     asan) ./dev test --preset asan --all --filter '-*MpiTest.conformance_*:*MpiHostsTest.*:*SlurmTest.*' ;;
     # ThreadSanitizer sees the threads of one process, and ends a forked one that starts a thread.
     tsan) ./dev test --preset tsan core --filter \
-      '-*processes*:*ProcessTest.*:MeetingTest.*:CollectResultsMemoryTest.*:ConversionTest.*:*_fork_*' ;;
+      '-*processes*:*ProcessTest.*:BootstrapTest.*:CollectResultsMemoryTest.*:ConversionTest.*:*_fork_*' ;;
     campaign) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM \
       ./dev test fault train --filter '*CampaignTest.*' ;;
     valgrind) ./dev test --valgrind ;;

@@ -232,10 +232,10 @@ class Everybody final : public Part {
 }  // namespace
 
 namespace lockstep::shared {
-std::unique_ptr<Engine> meet_world(std::string_view, int, int n_ranks, const Call& barrier) {
+std::unique_ptr<Engine> bootstrap_world(std::string_view, int, int n_ranks, const Call& barrier) {
   return join({rank_of(MPI_COMM_WORLD) / n_ranks * n_ranks, 1, n_ranks}, barrier);
 }
-void go_away(Engine&, std::chrono::nanoseconds) noexcept {}
+void extend_deadline(Engine&, std::chrono::nanoseconds) noexcept {}
 }  // namespace lockstep::shared
 
 namespace {

@@ -53,7 +53,7 @@ struct Call {
   std::chrono::milliseconds timeout{};
   std::source_location where;
   /// The call of which an engine made this one a step, if it is one: ranks compare and show that.
-  const Call* whole = nullptr;
+  const Call* parent_call = nullptr;
   /// Whom an engine that has a recorder() tells how far the call is; null: nobody asks.
   internal::Track* track = nullptr;
 };
@@ -92,8 +92,8 @@ class Engine {
   virtual std::string_view name() const noexcept = 0;
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
-  /// See Group::is_quick.
-  virtual bool is_quick() const noexcept { return false; }
+  /// See Group::has_low_latency.
+  virtual bool has_low_latency() const noexcept { return false; }
   virtual void run(const Call& call) = 0;
   /// A new engine over the ranks that gave the same color, in order of (key, rank). Collective.
   virtual std::unique_ptr<Engine> split(const Call& call, int color, int key) = 0;

@@ -97,7 +97,7 @@ class Group {
   const std::string& name() const noexcept;
   /// Whether a small message costs about a microsecond, so that several are better than one that
   /// everything waits for: ranks of one host, each with a core of its own. The same on all ranks.
-  bool is_quick() const noexcept;
+  bool has_low_latency() const noexcept;
   /// Limit of one operation where the call gives none.
   std::chrono::milliseconds timeout() const noexcept;
 

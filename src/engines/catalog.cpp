@@ -36,7 +36,7 @@ Availability shared_available(const internal::World& world) {
 }
 
 std::unique_ptr<Engine> join_shared(const internal::World& world, const Call& barrier) {
-  if (!world.segment) return shared::meet_world(world.job, world.rank, world.size, barrier);
+  if (!world.segment) return shared::bootstrap_world(world.job, world.rank, world.size, barrier);
   auto segment = shared::inherit_world(*world.segment);
   if (segment->n_ranks() != world.size) {
     throw UsageError(context_of(barrier, world.rank),

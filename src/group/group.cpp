@@ -286,7 +286,7 @@ Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::mill
 int Group::rank() const noexcept { return state_->rank(); }
 int Group::size() const noexcept { return state_->size(); }
 std::string_view Group::backend() const noexcept { return state_->engine().name(); }
-bool Group::is_quick() const noexcept { return state_->engine().is_quick(); }
+bool Group::has_low_latency() const noexcept { return state_->engine().has_low_latency(); }
 const std::string& Group::name() const noexcept { return state_->name(); }
 std::chrono::milliseconds Group::timeout() const noexcept { return state_->timeout(); }
 

@@ -29,7 +29,7 @@ bool is_amd() {
 
 }  // namespace
 
-const bool walk_asks_ahead = !is_amd();
+const bool use_write_prefetch = !is_amd();
 
 std::string_view name_of(Isa isa) {
   switch (isa) {

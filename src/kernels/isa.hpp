@@ -19,6 +19,6 @@ Isa chosen_isa();
 
 /// Whether a walk that reads and writes asks for its lines ahead. Measured for batch normalisation:
 /// a gain on Intel's Skylake servers, a loss of 10 to 25 % on AMD's (docs/performance.md).
-extern const bool walk_asks_ahead;
+extern const bool use_write_prefetch;
 
 }  // namespace lockstep::kernels

@@ -111,7 +111,7 @@ void Track::open(const Call& call) {
   constexpr auto release = std::memory_order_release;
   constexpr auto relaxed = std::memory_order_relaxed;
   const std::uint64_t collective = is_collective ? ++n_collectives_ : 0;
-  const std::uint64_t what = pack_what(call);
+  const std::uint64_t what = encode_call(call);
   const std::uint64_t start = base::ticks();
   stamp_ = number << 16U |
            sum_of(call.sequence, collective, what, call.count, start, site_, group_number_);

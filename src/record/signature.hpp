@@ -7,7 +7,7 @@ namespace lockstep::internal {
 
 /// A call in one word: op, dtype, reduction in a byte each, and the root plus one. Byte 3 is the
 /// user's.
-inline std::uint64_t pack_what(const Call& call) noexcept {
+inline std::uint64_t encode_call(const Call& call) noexcept {
   return static_cast<std::uint64_t>(call.op) | static_cast<std::uint64_t>(call.dtype) << 8U |
          static_cast<std::uint64_t>(call.reduce) << 16U |
          static_cast<std::uint64_t>(static_cast<std::uint32_t>(call.root + 1)) << 32U;

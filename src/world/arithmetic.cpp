@@ -188,7 +188,7 @@ void check_arithmetic(Engine& engine, const Call& barrier) {
   const Arithmetic mine{.mode = floating_point_mode(),
                         .is_full = check_level() == Check::full ? 1U : 0U};
   Call step = barrier;
-  step.whole = &barrier;  // a later error shows init_dist's barrier as the rank's last call
+  step.parent_call = &barrier;  // a later error shows init_dist's barrier as the rank's last call
   const auto all = hierarchical::gather_values(engine, step, mine);
   bool is_full = true;
   for (std::size_t r = 0; r < all.size(); ++r) {

@@ -13,7 +13,7 @@ using Bytes = std::vector<std::byte>;
 /// The data of `rank`: pseudo-random elements, small enough that no integer or float overflows.
 Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank);
 
-/// values() of n ranks, folded in rank order.
+/// values() of n ranks, reduced in rank order (deterministic).
 Bytes reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks);
 
 /// values() of the ranks of several hosts: each host's in rank order, then the hosts in the order

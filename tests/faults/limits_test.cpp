@@ -337,14 +337,14 @@ TEST(OtherUsersTest, cannot_take_part_in_a_meeting) {
     if (pid == 0) {
       become_another_user();
       try {
-        shared::meet("job", 1, 2, barrier_call(std::chrono::milliseconds(500)));
+        shared::bootstrap("job", 1, 2, barrier_call(std::chrono::milliseconds(500)));
       } catch (const TimeoutError&) {
         ::_exit(0);
       } catch (...) {
       }
       ::_exit(1);
     }
-    EXPECT_THROW(shared::meet("job", 0, 2, barrier_call(std::chrono::milliseconds(500))),
+    EXPECT_THROW(shared::bootstrap("job", 0, 2, barrier_call(std::chrono::milliseconds(500))),
                  TimeoutError);
     int status = -1;
     ASSERT_EQ(::waitpid(pid, &status, 0), pid);

@@ -83,10 +83,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const lockstep::Env env = lockstep::Env::read();
     require(env.restart >= 0 && (!env.timeout || env.timeout->count() > 0));
   });
-  try_reading([] { check(lockstep::world::read_world(lockstep::infer_launcher())); });
+  try_reading([] { check(lockstep::internal::read_world(lockstep::infer_launcher())); });
   for (const auto launcher : {lockstep::Launcher::lockstep, lockstep::Launcher::pytorch,
                               lockstep::Launcher::slurm, lockstep::Launcher::mpi}) {
-    try_reading([&] { check(lockstep::world::read_world(launcher)); });
+    try_reading([&] { check(lockstep::internal::read_world(launcher)); });
   }
   return 0;
 }

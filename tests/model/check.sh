@@ -35,13 +35,13 @@ breaks() { # MACRO WAITING ERROR: spin must find this error
   printf 'BROKEN_%s, %s: %s\n' "$1" "$2" "$(sed -nE 's/^pan:1: (.*) \(at.*/\1/p' report.txt)"
 }
 
-for waiting in CROWDED UNCROWDED; do
+for waiting in OVERSUBSCRIBED NOT_OVERSUBSCRIBED; do
   breaks NO_SECOND_POLL $waiting 'invalid end state'
   breaks NO_WAIT $waiting 'assertion violated'
   breaks TWO_SLOTS $waiting 'assertion violated'
 done
-breaks RING_BEFORE_RAISE UNCROWDED 'invalid end state'  # a crowded rank rings where it arrives
-breaks NO_FENCE UNCROWDED 'invalid end state'
+breaks RING_BEFORE_RAISE NOT_OVERSUBSCRIBED 'invalid end state'  # an oversubscribed rank rings where it arrives
+breaks NO_FENCE NOT_OVERSUBSCRIBED 'invalid end state'
 
 # "model: fold, show" in the code, /* fold */ and /* show */ in the model.
 in_model() { grep -oE '^ +/\* [a-z]+ \*/$|^/\* [a-z]+ \*/$' "$model" | tr -d ' /*' | sort -u; }

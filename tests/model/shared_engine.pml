@@ -3,7 +3,7 @@
  *
  *   channel.hpp      wake_sleepers(): look
  *   channel.cpp      turn(): raise, arrive, ring
- *   wait.cpp         ring(): strike, wake; sleep(): doze, fence, listen, poll, block, rise
+ *   wait.cpp         ring(): increment, wake; sleep(): register, fence, read_counter, poll, block, deregister
  *   collectives.cpp  reduce_flat(): put, take; reduce_sliced(): put, fold, show, copy
  *
  * Every rank makes the same calls: N_SMALL_BEFORE small ones, a large one of N_CHUNKS chunks,
@@ -48,7 +48,7 @@
 
 byte flag[N * SLOTS];      /* phase last raised */
 byte n_arrivals;
-byte bell;
+byte wake_counter;
 byte n_sleepers;
 bool is_blocked[N];        /* in the kernel */
 bool has_looked[N];        /* before its own flag can be seen */
@@ -60,15 +60,15 @@ bool has_looked[N];        /* before its own flag can be seen */
 byte held[2 * N * SLOTS];
 byte n_readers[2 * N * SLOTS];
 
-#ifdef CROWDED
+#ifdef OVERSUBSCRIBED
 #define READY (n_arrivals >= phase * N)
 #else
 #define READY (flag[AT(peer, phase)] == phase)
 #endif
 
 inline ring() {
-/* strike */
-  bell++;
+/* increment */
+  wake_counter++;
 /* wake */
   d_step {
     i = 0;
@@ -99,17 +99,17 @@ inline wait_until_ready() {
   do
   :: READY -> break
   :: !READY ->
-/* doze */
+/* register */
      n_sleepers++;
-#if !defined CROWDED && !defined BROKEN_NO_FENCE
+#if !defined OVERSUBSCRIBED && !defined BROKEN_NO_FENCE
 /* fence */
      do
      :: i < N -> !has_looked[i]; i++
      :: else -> i = 0; break
      od;
 #endif
-/* listen */
-     heard = bell;
+/* read_counter */
+     seen_counter = wake_counter;
 #ifndef BROKEN_NO_SECOND_POLL
 /* poll */
      if
@@ -119,7 +119,7 @@ inline wait_until_ready() {
 /* block */
         atomic {
           if
-          :: bell == heard -> is_blocked[_pid] = true
+          :: wake_counter == seen_counter -> is_blocked[_pid] = true
           :: else
           fi
         }
@@ -127,14 +127,14 @@ inline wait_until_ready() {
 #ifndef BROKEN_NO_SECOND_POLL
      fi;
 #endif
-/* rise */
-     d_step { n_sleepers--; heard = 0 }
+/* deregister */
+     d_step { n_sleepers--; seen_counter = 0 }
   od
 }
 
 /* Channel::turn() */
 inline turn() {
-#ifdef CROWDED
+#ifdef OVERSUBSCRIBED
   raise();
 /* arrive */
   atomic { n_arrivals++; is_last = (n_arrivals == phase * N) }
@@ -280,7 +280,7 @@ inline large_call() {
 
 active [N] proctype rank() {
   byte phase = 1;
-  byte peer, i, heard, chunk, call;
+  byte peer, i, seen_counter, chunk, call;
   bool is_last;
   do
   :: call == N_SMALL_BEFORE -> large_call(); chunk = 0; call++

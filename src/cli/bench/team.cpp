@@ -83,12 +83,12 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
   const std::string n = std::to_string(n_ranks);
   std::vector<Entrant> entrants;
   // Ranks that share a core must give it up; MPI has to be told.
-  const bool is_crowded = n_ranks > static_cast<int>(std::thread::hardware_concurrency());
+  const bool is_oversubscribed = n_ranks > static_cast<int>(std::thread::hardware_concurrency());
   const auto openmpi = [&](std::vector<std::string> flags) {
     for (const char* flag : {"--oversubscribe", "--bind-to", "none", "--allow-run-as-root"}) {
       flags.emplace_back(flag);
     }
-    if (is_crowded) flags.insert(flags.end(), {"--mca", "mpi_yield_when_idle", "1"});
+    if (is_oversubscribed) flags.insert(flags.end(), {"--mca", "mpi_yield_when_idle", "1"});
     return flags;
   };
   for (const std::string& family : families) {
@@ -144,7 +144,7 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
     add(", copy in and out", is_wheel
                                  ? openmpi({"--mca", "smsc", "^cma"})
                                  : openmpi({"--mca", "btl_vader_single_copy_mechanism", "none"}));
-    if (!is_crowded) add(", coll sm", openmpi({"--mca", "coll_sm_priority", "90"}));
+    if (!is_oversubscribed) add(", coll sm", openmpi({"--mca", "coll_sm_priority", "90"}));
   }
   return entrants;
 }

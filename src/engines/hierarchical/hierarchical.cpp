@@ -20,8 +20,8 @@ namespace {
 /// Whoever waits for a host lets that host's ranks find out first which of them keeps it, and say
 /// so; whoever waits for the one that waits for hosts lets that one.
 constexpr std::chrono::milliseconds kReportTime{700};
-/// On a crowded machine, or in a library that does not come back, the one that waits for other
-/// hosts may know late; so much longer its own host's ranks believe in it.
+/// On an oversubscribed machine, or in a library that does not come back, the one that waits for
+/// other hosts may know late; so much longer its own host's ranks believe in it.
 constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
 
 /// Prefixes of errors whose text speaks of ranks by a level's numbers.
@@ -171,9 +171,9 @@ class HierarchicalEngine final : public Engine {
   void run_between(Call call) {
     call.timeout += kReportTime;
     // This host's other ranks wait for this one, who is not to blame where another host is late.
-    shared::go_away(*inner_, call.timeout + kPatience);
+    shared::extend_deadline(*inner_, call.timeout + kPatience);
     renumbered([&] { between_->run(call); }, call, kBetween, map_.leaders);
-    shared::go_away(*inner_, kReportTime);  // it is on its way to them
+    shared::extend_deadline(*inner_, kReportTime);  // it is on its way to them
   }
 
   /// A message to or from another host. It is the affair of two ranks, and the others keep their
@@ -188,14 +188,14 @@ class HierarchicalEngine final : public Engine {
   /// waiting, where they are at the next call already, and is not to blame.
   void run_outer(Call call) {
     call.timeout += kReportTime;
-    shared::go_away(*inner_, call.timeout + kPatience);
+    shared::extend_deadline(*inner_, call.timeout + kPatience);
     outer_->run(call);
-    shared::go_away(*inner_, kReportTime);
+    shared::extend_deadline(*inner_, kReportTime);
   }
 
   static Call barrier_of(const Call& call) {
     Call step = call;
-    step.whole = &call;
+    step.parent_call = &call;
     step.op = Op::barrier;
     step.root = -1;
     step.count = 0;
@@ -247,7 +247,7 @@ class HierarchicalEngine final : public Engine {
   /// Folds every rank's values into `partial` on the leaders: of all hosts, or on that of `root`.
   void fold(const Call& call, const Wide& wide, void* partial, Op between) {
     Call step = call;
-    step.whole = &call;
+    step.parent_call = &call;
     step.op = Op::reduce;
     step.dtype = wide.dtype;
     step.count = call.count * wide.n_parts;
@@ -274,7 +274,7 @@ class HierarchicalEngine final : public Engine {
     fold(call, wide, partial, Op::all_reduce);
     if (is_leader()) finish(call.dtype, call.reduce, partial, size(), call.out, call.count);
     Call step = call;
-    step.whole = &call;
+    step.parent_call = &call;
     step.op = Op::broadcast;
     step.root = 0;
     step.in = call.out;
@@ -293,7 +293,7 @@ class HierarchicalEngine final : public Engine {
     }
     if (map_.leader_of(call.root) == call.root) return;
     Call step = call;
-    step.whole = &call;
+    step.parent_call = &call;
     if (is_leader()) {
       step.op = Op::send;
       step.root = map_.place_of(call.root);
@@ -308,7 +308,7 @@ class HierarchicalEngine final : public Engine {
 
   void broadcast(const Call& call) {
     Call step = call;
-    step.whole = &call;
+    step.parent_call = &call;
     const bool is_here = map_.leader_of(call.root) == map_.leader_of(rank());
     if (is_here) {
       step.root = map_.place_of(call.root);
@@ -341,9 +341,9 @@ std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<in
   try {
     const std::vector<std::uint64_t> nonces = gather_values(*outer, barrier, draw_nonce());
     const auto leader = static_cast<std::size_t>(map.leader_of(outer->rank()));
-    auto inner = shared::meet_world(fmt::format("hierarchical {:016x}", nonces[leader]),
-                                    map.place_of(outer->rank()),
-                                    static_cast<int>(map.members.size()), barrier);
+    auto inner = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
+                                         map.place_of(outer->rank()),
+                                         static_cast<int>(map.members.size()), barrier);
     return std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner), std::move(map),
                                                 barrier);
   } catch (const std::exception& error) {

@@ -17,7 +17,7 @@ namespace lockstep::hierarchical {
 ///
 /// `hosts`: for each rank the lowest rank on its host (find_hosts). Returns `outer` itself where no
 /// two ranks share a host. Collective; `barrier` has the limit and the caller's line. Throws what
-/// shared::meet and outer throw.
+/// shared::bootstrap and outer throw.
 std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<int>& hosts,
                              const Call& barrier);
 

@@ -20,7 +20,7 @@ namespace lockstep::hierarchical {
 namespace {
 
 /// What a rank says of itself.
-struct Card {
+struct HostId {
   std::array<char, 40> boot_id{};  // empty: unknown, and alone
   std::uint64_t nonce = 0;
   std::int32_t pid = 0;
@@ -62,14 +62,14 @@ base::UniqueFd make_findable(std::uint64_t nonce, int n_ranks) {
   return fd;
 }
 
-bool can_reach(const Card& card) {
+bool can_reach(const HostId& id) {
   const base::UniqueFd fd = open_socket();
-  const Name name(card.nonce);
+  const Name name(id.nonce);
   if (::connect(fd.get(), name.get(), name.n_bytes) != 0) return false;
   ucred peer{};
   socklen_t n_bytes = sizeof peer;
   return ::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes) == 0 &&
-         peer.uid == ::geteuid() && peer.pid == card.pid;
+         peer.uid == ::geteuid() && peer.pid == id.pid;
 }
 
 }  // namespace
@@ -83,17 +83,17 @@ std::uint64_t draw_nonce() {
 }
 
 std::vector<int> find_hosts(Engine& outer, const Call& call) {
-  Card mine;
+  HostId mine;
   mine.boot_id = boot_id();
   mine.nonce = draw_nonce();
   mine.pid = ::getpid();
   // Findable before anybody can know the nonce, and until everybody has looked.
   const base::UniqueFd beacon = make_findable(mine.nonce, outer.size());
-  const std::vector<Card> cards = gather_values(outer, call, mine);
+  const std::vector<HostId> ids = gather_values(outer, call, mine);
   int lowest = 0;
   for (; lowest < outer.rank(); ++lowest) {
-    const Card& card = cards[static_cast<std::size_t>(lowest)];
-    if (mine.boot_id[0] != '\0' && card.boot_id == mine.boot_id && can_reach(card)) break;
+    const HostId& id = ids[static_cast<std::size_t>(lowest)];
+    if (mine.boot_id[0] != '\0' && id.boot_id == mine.boot_id && can_reach(id)) break;
   }
   return gather_values(outer, call, lowest);
 }

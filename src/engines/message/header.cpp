@@ -26,7 +26,7 @@ std::string where_of(const Header& header) {
 }  // namespace
 
 Header HeaderMaker::of(const Call& step, int color, int key) {
-  const Call& call = step.whole != nullptr ? *step.whole : step;
+  const Call& call = step.parent_call != nullptr ? *step.parent_call : step;
   Header header{};
   header.step = static_cast<std::uint8_t>(step.op);
   header.op = static_cast<std::uint8_t>(call.op);

@@ -32,7 +32,8 @@ static_assert(sizeof(Header) == 64);
 static_assert(std::is_trivially_copyable_v<Header>);
 
 /// The first message of a call. Its length is the same whatever the call, so that ranks that make
-/// different calls can read each other; data that fits rides in it, and no other message follows.
+/// different calls can read each other; data that fits is_eager in it, and no other message
+/// follows.
 struct alignas(64) First {
   Header header;
   std::array<std::byte, 64> payload;

@@ -104,8 +104,8 @@ class MessageEngine final : public Engine,
                Limit& limit);
   void fail_mismatch(const Call& call);
   /// How many of this rank's bytes ride in the first message; nullopt: none, they follow.
-  std::optional<std::size_t> n_riding(const Call& call) const;
-  void finish_riding(const Call& call);
+  std::optional<std::size_t> eager_bytes(const Call& call) const;
+  void complete_eager(const Call& call);
   /// The same for the two ranks of send and recv, whose lines differ. True: the data rode along.
   bool compare_pair(const Call& call, Limit& limit);
   void all_reduce(Step step);
@@ -172,7 +172,7 @@ void MessageEngine::fail_mismatch(const Call& call) {
   channel_->fail_mismatch(difference_of(rows), call);
 }
 
-std::optional<std::size_t> MessageEngine::n_riding(const Call& call) const {
+std::optional<std::size_t> MessageEngine::eager_bytes(const Call& call) const {
   std::size_t count = call.count, most = count;
   switch (call.op) {
     case Op::all_gather:
@@ -199,7 +199,7 @@ std::optional<std::size_t> MessageEngine::n_riding(const Call& call) const {
   return count * size_of(call.dtype);
 }
 
-void MessageEngine::finish_riding(const Call& call) {
+void MessageEngine::complete_eager(const Call& call) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   const auto payload = [this](int r) { return payloads_[static_cast<std::size_t>(r)]; };
   if (call.op == Op::broadcast) {
@@ -222,10 +222,10 @@ void MessageEngine::finish_riding(const Call& call) {
 
 bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
-  const bool rides = n_bytes <= sizeof(First::payload);
+  const bool is_eager = n_bytes <= sizeof(First::payload);
   First mine{headers_.of(call), {}};
   First other{};
-  if (rides && call.op == Op::send) keep(mine.payload.data(), call.in, n_bytes);
+  if (is_eager && call.op == Op::send) keep(mine.payload.data(), call.in, n_bytes);
   const std::array<Message, 2> messages = {Message{Way::send, call.root, &mine, sizeof(mine)},
                                            Message{Way::receive, call.root, &other, sizeof(other)}};
   channel_->exchange(messages, call, limit);
@@ -237,8 +237,8 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
     if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
     channel_->fail_mismatch(difference_of(rows), call);
   }
-  if (rides && call.op == Op::recv) keep(call.out, other.payload.data(), n_bytes);
-  return rides;
+  if (is_eager && call.op == Op::recv) keep(call.out, other.payload.data(), n_bytes);
+  return is_eager;
 }
 
 void MessageEngine::run(const Call& call) {
@@ -249,9 +249,9 @@ void MessageEngine::run(const Call& call) {
   if (headers_.check() != internal::Check::off || call.op == Op::barrier) {
     if (is_pair) {
       if (compare_pair(call, limit)) return;
-    } else if (const auto n = n_riding(call)) {
+    } else if (const auto n = eager_bytes(call)) {
       compare(call, headers_.of(call), {bytes(call.in), *n}, limit);
-      return finish_riding(call);
+      return complete_eager(call);
     } else {
       compare(call, headers_.of(call), {}, limit);
     }

@@ -105,12 +105,12 @@ class Departures {
 /// The ranks of one Group on a communicator of their own.
 class Channel final : public message::Channel {
  public:
-  /// `members`: ranks of the world. `is_crowded`: ranks of a host exceed its cores.
-  Channel(const LockstepMpi& mpi, void* communicator, bool is_crowded, bool is_one_host,
+  /// `members`: ranks of the world. `is_oversubscribed`: ranks of a host exceed its cores.
+  Channel(const LockstepMpi& mpi, void* communicator, bool is_oversubscribed, bool is_one_host,
           std::vector<int> members, int rank, std::shared_ptr<Departures> departures)
       : mpi_(mpi),
         communicator_(communicator),
-        is_crowded_(is_crowded),
+        is_oversubscribed_(is_oversubscribed),
         is_one_host_(is_one_host),
         members_(std::move(members)),
         rank_(rank),
@@ -144,8 +144,8 @@ class Channel final : public message::Channel {
     for (const int member : members) {
       world_ranks.push_back(members_[static_cast<std::size_t>(member)]);
     }
-    return std::make_unique<Channel>(mpi_, part, is_crowded_, is_one_host_, std::move(world_ranks),
-                                     mine, departures_);
+    return std::make_unique<Channel>(mpi_, part, is_oversubscribed_, is_one_host_,
+                                     std::move(world_ranks), mine, departures_);
   }
 
   void abandon(std::string_view reason) noexcept override {
@@ -209,7 +209,7 @@ class Channel final : public message::Channel {
 
   const LockstepMpi& mpi_;
   void* communicator_;
-  bool is_crowded_;
+  bool is_oversubscribed_;
   bool is_one_host_;  // all ranks of the world are on one
   std::vector<int> members_;
   int rank_;
@@ -253,14 +253,14 @@ void Channel::wait(void* exchange, const Call& call, message::Limit& limit) {
   // With a core for each rank the others are at work right now, and a core given away, to whatever
   // else the machine does, is gone for as long as the system likes. Without, every poll keeps the
   // one who is awaited from running.
-  const std::uint64_t n_polls = is_crowded_ ? 500 : 20'000;
+  const std::uint64_t n_polls = is_oversubscribed_ ? 500 : 20'000;
   constexpr std::uint64_t kYields = 100'000;
   // By the clock, not by a count of polls: where somebody else wants the core each may take as long
   // as a scheduler's slice, in the MPI too, which gives the core away by itself.
-  constexpr std::chrono::microseconds kLookEvery{100};
+  constexpr std::chrono::microseconds kLivenessInterval{100};
   if (call.track != nullptr) call.track->slept(call);  // it counts as that
   departure_seen_.reset();
-  auto next_look = Clock::now() + kLookEvery;
+  auto next_check = Clock::now() + kLivenessInterval;
   limit.end();  // begins now
   for (std::uint64_t i = kTestsPerClock;;) {
     const bool yields = i > n_polls;
@@ -273,8 +273,8 @@ void Channel::wait(void* exchange, const Call& call, message::Limit& limit) {
     if (is_done != 0) return;
     i += n_tests;
     const auto now = Clock::now();
-    if (!sleeps && now < next_look) continue;
-    next_look = now + kLookEvery;
+    if (!sleeps && now < next_check) continue;
+    next_check = now + kLivenessInterval;
     listen();
     look_for_notices(call, awaited(exchange, call), now);
     if (now >= limit.end()) {
@@ -480,11 +480,11 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   std::vector<int> everybody(static_cast<std::size_t>(n_ranks));
   for (int r = 0; r < n_ranks; ++r) everybody[static_cast<std::size_t>(r)] = r;
   auto engine = message::make(
-      "mpi",
-      std::make_unique<Channel>(mpi, communicator,
-                                /*is_crowded=*/n_neighbours > std::min(n_cores, base::cpu_quota()),
-                                /*is_one_host=*/n_neighbours == n_ranks, everybody, rank,
-                                std::make_shared<Departures>(mpi, communicator)));
+      "mpi", std::make_unique<Channel>(
+                 mpi, communicator,
+                 /*is_oversubscribed=*/n_neighbours > std::min(n_cores, base::cpu_quota()),
+                 /*is_one_host=*/n_neighbours == n_ranks, everybody, rank,
+                 std::make_shared<Departures>(mpi, communicator)));
   engine->run(barrier);
   return engine;
 }

@@ -21,7 +21,7 @@ class SoloEngine final : public Engine {
   std::string_view name() const noexcept override { return "solo"; }
   int rank() const noexcept override { return 0; }
   int size() const noexcept override { return 1; }
-  bool is_quick() const noexcept override { return true; }
+  bool has_low_latency() const noexcept override { return true; }
 
   void run(const Call& call) override {
     switch (call.op) {

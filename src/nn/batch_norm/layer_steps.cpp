@@ -260,7 +260,7 @@ Tensor merge_over(const Tensor& mine, const Layer& layer) {
 
 std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer) {
   const Group& group = layer.group;
-  if (!group.is_quick() || all == 0) return std::max<std::size_t>(all, 1);
+  if (!group.has_low_latency() || all == 0) return std::max<std::size_t>(all, 1);
   auto most = static_cast<std::int64_t>(wish);
   if (group.size() > 1) {
     layer.communicate(kForward, [&] {

@@ -29,11 +29,11 @@ constexpr int kControlTag = 0;
 constexpr int kWholeRank = -1;  // in place of a channel
 constexpr int kNobody = -1;     // in place of a culprit: the text says it all
 /// How long a rank that leaves waits for its peers to hear of it.
-constexpr milliseconds kFarewell{1000};
+constexpr milliseconds kControlLimit{1000};
 /// What a broken connection's rank may have said arrives on another thread.
-constexpr milliseconds kHearsay{200};
+constexpr milliseconds kControlDelay{200};
 /// How long a wait that is at its end looks whether a further message has come.
-constexpr milliseconds kGlance{5};
+constexpr milliseconds kFinalPoll{5};
 /// Gloo's own limit comes after ours, which leaves its connections alone.
 constexpr milliseconds kSlack{5000};
 /// Up to here a message travels from and to memory of ours. It costs a copy, and a call that gave
@@ -57,14 +57,16 @@ bool says_closed(std::string_view text) {
 }  // namespace
 
 /// What goes to the control thread of a peer.
-struct Wire::Letter {
+struct Wire::ControlMessage {
   std::int32_t channel;
   std::int32_t notice;
   std::int32_t culprit;
   std::int32_t n_text;
   std::array<char, 65536 - 16> text;  // n_text bytes of it travel
 
-  std::size_t n_bytes() const { return offsetof(Letter, text) + static_cast<std::size_t>(n_text); }
+  std::size_t n_bytes() const {
+    return offsetof(ControlMessage, text) + static_cast<std::size_t>(n_text);
+  }
 };
 
 std::shared_ptr<Wire> Wire::make(c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -162,7 +164,7 @@ bool Wire::wait_for(Wait& wait, std::size_t i) {
   {
     const std::lock_guard lock(mutex_);
     wait.current = work.get();
-    if (const auto soon = Clock::now() + kGlance; wait.end < soon) {
+    if (const auto soon = Clock::now() + kFinalPoll; wait.end < soon) {
       wait.end = end = soon;
       has_changed_ = true;
       changed_.notify_all();
@@ -204,24 +206,24 @@ std::optional<Wire::Verdict> Wire::departure_of(std::span<const int> members) {
 void Wire::tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept {
   if (is_copy()) return;
   try {
-    auto letter = std::make_unique<Letter>();
-    letter->channel = channel;
-    letter->notice = static_cast<std::int32_t>(verdict.notice);
-    letter->culprit = verdict.culprit;
-    letter->n_text =
-        static_cast<std::int32_t>(verdict.text.copy(letter->text.data(), letter->text.size()));
-    if (channel != kWholeRank) receive(*letter);  // another thread of this rank may be waiting
-    Sent sent{nullptr, {}, Clock::now() + kFarewell};
+    auto message = std::make_unique<ControlMessage>();
+    message->channel = channel;
+    message->notice = static_cast<std::int32_t>(verdict.notice);
+    message->culprit = verdict.culprit;
+    message->n_text =
+        static_cast<std::int32_t>(verdict.text.copy(message->text.data(), message->text.size()));
+    if (channel != kWholeRank) receive(*message);  // another thread of this rank may be waiting
+    Sent sent{nullptr, {}, Clock::now() + kControlLimit};
     const base::NoSigpipe no_sigpipe;
     for (const int peer : to) {
       if (peer == rank()) continue;
-      std::vector<at::Tensor> tensors{tensor_of(letter.get(), letter->n_bytes())};
+      std::vector<at::Tensor> tensors{tensor_of(message.get(), message->n_bytes())};
       try {
         sent.works.push_back(group_->send(tensors, peer, kControlTag));
       } catch (...) {  // it is gone itself
       }
     }
-    sent.letter = std::move(letter);
+    sent.message = std::move(message);
     const std::lock_guard lock(mutex_);
     sent_.push_back(std::move(sent));
   } catch (...) {  // no memory: the peers see the connection close, or their deadline
@@ -252,8 +254,8 @@ void Wire::flush() noexcept {
 }
 
 void Wire::listen(const std::stop_token& stop) {
-  const auto letter = std::make_unique<Letter>();
-  // An aborted receive stays posted, and a peer's farewell would be written where the letter was:
+  const auto message = std::make_unique<ControlMessage>();
+  // An aborted receive stays posted, and a peer's farewell would be written where the message was:
   // the work must be gone before it.
   struct StopReceiving {
     Wire& wire;
@@ -262,7 +264,7 @@ void Wire::listen(const std::stop_token& stop) {
       wire.listening_.reset();
     }
   } const stop_receiving{*this};
-  std::vector<at::Tensor> tensors{tensor_of(letter.get(), sizeof(Letter))};
+  std::vector<at::Tensor> tensors{tensor_of(message.get(), sizeof(ControlMessage))};
   while (!stop.stop_requested()) {
     c10::intrusive_ptr<c10d::Work> work;
     try {
@@ -275,23 +277,23 @@ void Wire::listen(const std::stop_token& stop) {
     } catch (...) {
       return;  // no such thing in this process group, or it is broken: its users see so themselves
     }
-    receive(*letter);
+    receive(*message);
   }
 }
 
-void Wire::receive(const Letter& letter) {
-  const auto n_text = std::min(static_cast<std::size_t>(letter.n_text), letter.text.size());
-  const Verdict verdict{static_cast<Notice>(letter.notice), letter.culprit,
-                        std::string(letter.text.data(), n_text)};
+void Wire::receive(const ControlMessage& message) {
+  const auto n_text = std::min(static_cast<std::size_t>(message.n_text), message.text.size());
+  const Verdict verdict{static_cast<Notice>(message.notice), message.culprit,
+                        std::string(message.text.data(), n_text)};
   const std::lock_guard lock(mutex_);
-  if (letter.channel == kWholeRank) {
+  if (message.channel == kWholeRank) {
     // Its messages may have come, or be about to: what does not come ends as its connection does.
-    gone_.emplace(letter.culprit, verdict);
+    gone_.emplace(message.culprit, verdict);
     return;
   }
-  dead_.emplace(letter.channel, verdict);
+  dead_.emplace(message.channel, verdict);
   for (const Wait* wait : waits_) {
-    if (wait->channel == letter.channel) abort(wait->works);
+    if (wait->channel == message.channel) abort(wait->works);
   }
 }
 
@@ -413,7 +415,7 @@ void Channel::fail_if_known(std::span<const int> ranks, const Call& call) const 
 
 void Channel::fail_connection(int culprit, const std::string& text, const Call& call) const {
   // It may have said why, to another thread.
-  for (const auto end = Clock::now() + kHearsay; Clock::now() < end;) {
+  for (const auto end = Clock::now() + kControlDelay; Clock::now() < end;) {
     fail_if_known(std::span(&culprit, 1), call);
     std::this_thread::sleep_for(milliseconds(5));
   }

@@ -79,10 +79,10 @@ class Wire {
 
     bool is_callers() const { return tensor.data_ptr() == message->data; }
   };
-  struct Letter;
-  /// A letter on its way, which its peers may read until `end`.
+  struct ControlMessage;
+  /// A message on its way, which its peers may read until `end`.
   struct Sent {
-    std::unique_ptr<Letter> letter;
+    std::unique_ptr<ControlMessage> message;
     Works works;
     std::chrono::steady_clock::time_point end;
   };
@@ -102,14 +102,14 @@ class Wire {
   void finish(Wait& wait, std::span<Parcel> parcels) noexcept;
   /// Waits for nobody.
   void tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept;
-  /// Waits until the peers have what they were told, each letter for a second at most.
+  /// Waits until the peers have what they were told, each message for a second at most.
   void flush() noexcept;
   std::optional<Verdict> death_of(int channel);
   std::optional<Verdict> departure_of(std::span<const int> members);
   int next_channel();
 
   void listen(const std::stop_token& stop);
-  void receive(const Letter& letter);
+  void receive(const ControlMessage& message);
   void keep_time(const std::stop_token& stop);
 
   c10::intrusive_ptr<c10d::Store> store_;

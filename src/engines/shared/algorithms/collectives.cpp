@@ -80,7 +80,7 @@ struct Slices {
 void SharedEngine::run(const Call& call) {
   channel_.begin(call);
   switch (call.op) {
-    case Op::barrier: channel_.turn(call); break;
+    case Op::barrier: channel_.end_phase(call); break;
     case Op::all_reduce: all_reduce(call); break;
     case Op::reduce: reduce(call, /*wants_result=*/call.root == rank()); break;
     case Op::broadcast: broadcast(call); break;
@@ -103,7 +103,7 @@ void SharedEngine::exchange(const Call& call, std::size_t n_chunks, Put put, Tak
   for (std::size_t i = 0; i <= n_chunks; ++i) {
     if (i < n_chunks) put(i);
     if (i > 0) take(i - 1);
-    if (i < n_chunks) channel_.turn(call);
+    if (i < n_chunks) channel_.end_phase(call);
   }
 }
 
@@ -126,12 +126,12 @@ void SharedEngine::reduce(const Call& call, bool wants_result) {
 
 /// Whether every rank's data lies at the same place of the same shared buffer.
 bool SharedEngine::agree_on_place(const Call& call, BufferTable::Place& place) {
-  std::memcpy(channel_.mine(sizeof place), &place, sizeof place);
-  channel_.turn(call);
+  std::memcpy(channel_.write_slot(sizeof place), &place, sizeof place);
+  channel_.end_phase(call);
   bool agree = place.buffer != 0;
   for (int r = 0; r < size(); ++r) {
     BufferTable::Place other;
-    std::memcpy(&other, channel_.theirs(r, 1, sizeof other), sizeof other);
+    std::memcpy(&other, channel_.read_slot(r, 1, sizeof other), sizeof other);
     agree = agree && other == place;
   }
   return agree;
@@ -159,7 +159,7 @@ void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Plac
                 if (r != rank()) std::memcpy(at(r) + begin, mine, length);
               }
             });
-  channel_.turn(call);
+  channel_.end_phase(call);
 }
 
 /// Everyone shows all of its data, and whoever wants the result reduces all of it.
@@ -171,7 +171,7 @@ void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
       [&](std::size_t i) {
         if (call.op == Op::reduce && wants_result) return;  // nobody else reads the root's
         // model: put
-        copy_bytes(channel_.mine(chunks.length(i)), bytes(call.in) + chunks.begin(i),
+        copy_bytes(channel_.write_slot(chunks.length(i)), bytes(call.in) + chunks.begin(i),
                    chunks.length(i));
       },
       [&](std::size_t i) {
@@ -181,13 +181,13 @@ void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
           for (int r = 0; r < size(); ++r) {
             inputs_[static_cast<std::size_t>(r)] =
                 begin + (r == rank() ? bytes(call.in) + chunks.begin(i)
-                                     : channel_.theirs(r, 1, chunks.length(i)));
+                                     : channel_.read_slot(r, 1, chunks.length(i)));
           }
           kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(),
                           bytes(call.out) + chunks.begin(i) + begin, count_of(length, element));
         };
         if (channel_.swaps_slots() && chunks.length(i) > kInlineBytes) {
-          const std::byte* const theirs = channel_.theirs(1 - rank(), 1, chunks.length(i));
+          const std::byte* const theirs = channel_.read_slot(1 - rank(), 1, chunks.length(i));
           take_over({&theirs, 1}, chunks.length(i), kSlotPiece, fold);
         } else {
           fold(0, chunks.length(i));
@@ -211,18 +211,18 @@ void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
       const std::size_t begin = slices.begin(rank()) * element;
       const std::size_t end = slices.begin(rank() + 1) * element;
       const std::byte* data = bytes(call.in) + chunks.begin(i);
-      copy_bytes(channel_.mine(slot), data, begin);
-      copy_bytes(channel_.mine(slot) + end, data + end, chunks.length(i) - end);
+      copy_bytes(channel_.write_slot(slot), data, begin);
+      copy_bytes(channel_.write_slot(slot) + end, data + end, chunks.length(i) - end);
     }
     if (i >= 1 && i <= n_chunks) {
       const Slices slices = slices_of(i - 1);
       const std::size_t begin = slices.begin(rank()) * element;
       for (int r = 0; r < size(); ++r) {
         const std::byte* data =
-            r == rank() ? bytes(call.in) + chunks.begin(i - 1) : channel_.theirs(r, 1, slot);
+            r == rank() ? bytes(call.in) + chunks.begin(i - 1) : channel_.read_slot(r, 1, slot);
         inputs_[static_cast<std::size_t>(r)] = data + begin;
       }
-      std::byte* shown = channel_.theirs(rank(), 1, slot) + begin;
+      std::byte* shown = channel_.read_slot(rank(), 1, slot) + begin;
       std::byte* result = wants_result ? bytes(call.out) + chunks.begin(i - 1) + begin : shown;
       // model: fold, show
       kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), result,
@@ -236,11 +236,11 @@ void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
       // Once for each peer and chunk, and with many ranks slices are short: nothing else in here.
       for (std::size_t r = 0, begin = 0; begin < length; ++r, begin += each) {
         if (static_cast<int>(r) == rank()) continue;
-        std::memcpy(out + begin, channel_.theirs(static_cast<int>(r), 2, slot) + begin,
+        std::memcpy(out + begin, channel_.read_slot(static_cast<int>(r), 2, slot) + begin,
                     std::min(each, length - begin));
       }
     }
-    if (i <= n_chunks) channel_.turn(call);
+    if (i <= n_chunks) channel_.end_phase(call);
   }
 }
 
@@ -251,13 +251,13 @@ void SharedEngine::broadcast(const Call& call) {
       call, chunks.count(),
       [&](std::size_t i) {
         if (!is_root) return;
-        copy_bytes(channel_.mine(chunks.length(i)), bytes(call.in) + chunks.begin(i),
+        copy_bytes(channel_.write_slot(chunks.length(i)), bytes(call.in) + chunks.begin(i),
                    chunks.length(i));
       },
       [&](std::size_t i) {
         if (is_root) return;
         copy_bytes(bytes(call.out) + chunks.begin(i),
-                   channel_.theirs(call.root, 1, chunks.length(i)), chunks.length(i));
+                   channel_.read_slot(call.root, 1, chunks.length(i)), chunks.length(i));
       });
 }
 
@@ -275,15 +275,16 @@ void SharedEngine::gather(const Call& call, bool wants_result) {
   exchange(
       call, n_chunks,
       [&](std::size_t i) {
-        copy_bytes(channel_.mine(own.length(i)), bytes(call.in) + own.begin(i), own.length(i));
+        copy_bytes(channel_.write_slot(own.length(i)), bytes(call.in) + own.begin(i),
+                   own.length(i));
       },
       [&](std::size_t i) {
         if (!wants_result) return;
         std::byte* to = bytes(call.out);
         for (int r = 0; r < size(); ++r) {
           const Chunks part = chunks_of(r);
-          const std::byte* from =
-              r == rank() ? bytes(call.in) + part.begin(i) : channel_.theirs(r, 1, part.length(i));
+          const std::byte* from = r == rank() ? bytes(call.in) + part.begin(i)
+                                              : channel_.read_slot(r, 1, part.length(i));
           copy_bytes(to + part.begin(i), from, part.length(i));
           to += part.n_total;
         }
@@ -307,7 +308,7 @@ std::size_t SharedEngine::piece_bytes() const {
 
 template <class Parts>
 void SharedEngine::put_pieces(const Call& call, const Parts& part, std::size_t i) {
-  std::byte* const slot = channel_.mine(pieces_bytes(part.length(i)));
+  std::byte* const slot = channel_.write_slot(pieces_bytes(part.length(i)));
   for (int q = 0; q < size(); ++q) {
     if (q == rank()) continue;
     copy_bytes(slot + piece_for(q, rank()) * part.length(i),
@@ -322,7 +323,7 @@ const std::byte* SharedEngine::piece_of(const Call& call, const Parts& part, std
   if (r == rank()) {
     return bytes(call.in) + static_cast<std::size_t>(r) * part.n_total + part.begin(i);
   }
-  return channel_.theirs(r, 1, pieces_bytes(part.length(i))) +
+  return channel_.read_slot(r, 1, pieces_bytes(part.length(i))) +
          piece_for(rank(), r) * part.length(i);
 }
 

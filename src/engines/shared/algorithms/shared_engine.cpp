@@ -78,20 +78,20 @@ struct Outcome {
 };
 static_assert(sizeof(Outcome) <= kInlineBytes);
 
-struct Membership {
+struct ColorKey {
   std::int32_t color;
   std::int32_t key;
 };
 
 template <class T>
 void show(Channel& channel, const T& value) {
-  std::memcpy(channel.mine(sizeof value), &value, sizeof value);
+  std::memcpy(channel.write_slot(sizeof value), &value, sizeof value);
 }
 
 template <class T>
 T shown_by(Channel& channel, int rank) {
   T value;
-  std::memcpy(&value, channel.theirs(rank, 1, sizeof value), sizeof value);
+  std::memcpy(&value, channel.read_slot(rank, 1, sizeof value), sizeof value);
   return value;
 }
 
@@ -113,7 +113,7 @@ void make_with_all(Channel& channel, const Call& call, const char* what, Outcome
     base::copy_text(mine.text, "no memory for the list of ranks");
   }
   show(channel, mine);
-  channel.turn(call);
+  channel.end_phase(call);
   for (int r = 0; r < channel.size(); ++r) {
     const auto outcome = shown_by<Outcome>(channel, r);
     if (outcome.error_number == 0) continue;
@@ -156,19 +156,22 @@ auto abandoning(Channel& channel, Body body) {
 
 }  // namespace
 
-std::unique_ptr<Engine> SharedEngine::join(std::shared_ptr<Seat> seat, const Call& barrier) {
-  Segment& segment = seat->segment();
+std::unique_ptr<Engine> SharedEngine::join(std::shared_ptr<Membership> membership,
+                                           const Call& barrier) {
+  Segment& segment = membership->segment();
   const std::uint64_t offset = segment.header().world_channel;
-  const int rank = seat->world_rank();
-  auto engine = std::make_unique<SharedEngine>(std::move(seat), offset, rank, segment.n_ranks());
+  const int rank = membership->world_rank();
+  auto engine =
+      std::make_unique<SharedEngine>(std::move(membership), offset, rank, segment.n_ranks());
   engine->run(barrier);
-  engine->channel_.seat()->watch_peers();
+  engine->channel_.membership()->watch_peers();
   engine->channel_.choose_waiting();
   return engine;
 }
 
-SharedEngine::SharedEngine(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int n_ranks)
-    : channel_(std::move(seat), offset, rank, n_ranks),
+SharedEngine::SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank,
+                           int n_ranks)
+    : channel_(std::move(membership), offset, rank, n_ranks),
       inputs_(static_cast<std::size_t>(n_ranks)) {}
 
 std::unique_ptr<Engine> SharedEngine::split(const Call& call, int color, int key) {
@@ -177,15 +180,15 @@ std::unique_ptr<Engine> SharedEngine::split(const Call& call, int color, int key
 
 std::unique_ptr<Engine> SharedEngine::split_engine(const Call& call, int color, int key) {
   channel_.begin(call);
-  show(channel_, Membership{.color = color, .key = key});
-  channel_.turn(call);
+  show(channel_, ColorKey{.color = color, .key = key});
+  channel_.end_phase(call);
 
   std::vector<int> members;
   std::vector<int> keys(static_cast<std::size_t>(size()));
   for (int r = 0; r < size(); ++r) {
-    const auto membership = shown_by<Membership>(channel_, r);
-    if (membership.color == color) members.push_back(r);
-    keys[static_cast<std::size_t>(r)] = membership.key;
+    const auto chosen = shown_by<ColorKey>(channel_, r);
+    if (chosen.color == color) members.push_back(r);
+    keys[static_cast<std::size_t>(r)] = chosen.key;
   }
   std::stable_sort(members.begin(), members.end(), [&keys](int a, int b) {
     return keys[static_cast<std::size_t>(a)] < keys[static_cast<std::size_t>(b)];
@@ -194,11 +197,11 @@ std::unique_ptr<Engine> SharedEngine::split_engine(const Call& call, int color, 
   const std::uint64_t offset = reserve_for_all(channel_, call, leader, [&] {
     std::vector<int> world_ranks;
     for (const int r : members) world_ranks.push_back(channel_.world_rank(r));
-    return Channel::make(channel_.seat()->segment(), world_ranks);
+    return Channel::make(channel_.membership()->segment(), world_ranks);
   });
   const auto my_rank = std::find(members.begin(), members.end(), rank()) - members.begin();
   auto engine = map_on_all(channel_, call, [&] {
-    return std::make_unique<SharedEngine>(channel_.seat(), offset, static_cast<int>(my_rank),
+    return std::make_unique<SharedEngine>(channel_.membership(), offset, static_cast<int>(my_rank),
                                           static_cast<int>(members.size()));
   });
   engine->channel_.choose_waiting();
@@ -216,12 +219,12 @@ std::unique_ptr<SharedMemory> SharedEngine::allocate_buffer(const Call& call) {
   const std::size_t n_part_bytes =
       (std::max<std::size_t>(call.count, 1) + kPage - 1) / kPage * kPage;
   const std::uint64_t offset = reserve_for_all(channel_, call, /*leader=*/0, [&] {
-    return Range::make(channel_.seat()->segment(), n_part_bytes * static_cast<std::size_t>(size()),
-                       size(), [](std::byte*) {});
+    return Range::make(channel_.membership()->segment(),
+                       n_part_bytes * static_cast<std::size_t>(size()), size(), [](std::byte*) {});
   });
   ++n_allocated_;
   auto buffer = map_on_all(channel_, call, [&] {
-    return std::make_unique<Buffer>(channel_.seat()->shared_segment(), offset, n_allocated_,
+    return std::make_unique<Buffer>(channel_.membership()->shared_segment(), offset, n_allocated_,
                                     n_part_bytes, rank(), size(), buffers_);
   });
   channel_.end();

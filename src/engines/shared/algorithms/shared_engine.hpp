@@ -39,25 +39,27 @@ class BufferTable {
 class SharedEngine final : public Engine, public engines::EndsWithError {
  public:
   /// Attaches to the world's channel as `seat` and waits for all ranks of the world.
-  static std::unique_ptr<Engine> join(std::shared_ptr<Seat> seat, const Call& barrier);
+  static std::unique_ptr<Engine> join(std::shared_ptr<Membership> membership, const Call& barrier);
 
-  SharedEngine(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int n_ranks);
+  SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank, int n_ranks);
 
   std::string_view name() const noexcept override { return "shared"; }
   int rank() const noexcept override { return channel_.rank(); }
   int size() const noexcept override { return channel_.size(); }
-  bool is_quick() const noexcept override { return !channel_.is_crowded(); }
+  bool has_low_latency() const noexcept override { return !channel_.is_oversubscribed(); }
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;
   void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
   void end_with(const Error& error) noexcept override { channel_.end_with(error); }
-  void leave(std::string_view failure) noexcept override { channel_.seat()->leave(failure); }
-  void go_away(std::chrono::nanoseconds at_most) noexcept { channel_.go_away(at_most); }
+  void leave(std::string_view failure) noexcept override { channel_.membership()->leave(failure); }
+  void extend_deadline(std::chrono::nanoseconds at_most) noexcept {
+    channel_.extend_deadline(at_most);
+  }
   void begin_elsewhere(const Call& call) { channel_.begin_elsewhere(call); }
   void end_elsewhere() noexcept { channel_.end(); }
   std::shared_ptr<internal::Recorder> recorder() const override {
-    return channel_.seat()->recorder();
+    return channel_.membership()->recorder();
   }
 
  private:

@@ -26,24 +26,25 @@ using namespace meeting;  // NOLINT(google-build-using-namespace)
 
 // --- rank 0 ---------------------------------------------------------------------------------
 
-class Leader : Meeting {
+class Leader : Bootstrap {
  public:
-  using Meeting::Meeting;
+  using Bootstrap::Bootstrap;
 
-  std::shared_ptr<Seat> run() {
+  std::shared_ptr<Membership> run() {
     if (n_ranks_ > 1) listen();
     while (n_known_ < n_ranks_ - 1) wait_for_hello();
-    std::shared_ptr<Seat> seat;
+    std::shared_ptr<Membership> membership;
     try {
-      seat = std::make_shared<Seat>(make_world(Segment::for_processes(n_ranks_)), rank_);
+      membership =
+          std::make_shared<Membership>(make_world(Segment::for_processes(n_ranks_)), rank_);
     } catch (const Error& error) {
       tell_all(Answer::peer_failed, "rank 0 failed: " + error.text());
       throw;
     }
     // Each said its pid, and the system says the same of it here.
-    seat->segment().header().has_one_pid_namespace.store(true, std::memory_order_relaxed);
-    hand_over(*seat);
-    return seat;
+    membership->segment().header().has_one_pid_namespace.store(true, std::memory_order_relaxed);
+    hand_over(*membership);
+    return membership;
   }
 
  private:
@@ -245,9 +246,9 @@ class Leader : Meeting {
 
   /// From here on failures show in the segment, where rank 0 has its place; only a rank that dies
   /// before it has taken its own would stay unseen.
-  void hand_over(const Seat& seat) {
+  void hand_over(const Membership& membership) {
     listener_.reset();  // who has its place may be about to meet again
-    Segment& segment = seat.segment();
+    Segment& segment = membership.segment();
     const Reply reply{.greeting = kGreeting,
                       .answer = Answer::segment,
                       .error_number = 0,
@@ -293,11 +294,11 @@ class Leader : Meeting {
 
 // --- all others -----------------------------------------------------------------------------
 
-class Follower : Meeting {
+class Follower : Bootstrap {
  public:
-  using Meeting::Meeting;
+  using Bootstrap::Bootstrap;
 
-  std::shared_ptr<Seat> run() {
+  std::shared_ptr<Membership> run() {
     find_leader();
     say_hello();
     base::UniqueFd segment_fd;
@@ -305,7 +306,7 @@ class Follower : Meeting {
     if (reply.answer != Answer::segment) {
       fail(reply.answer, std::string(base::text_in(reply.text)), reply.error_number);
     }
-    std::shared_ptr<Seat> seat;
+    std::shared_ptr<Membership> membership;
     try {
       if (!segment_fd) {
         fail(Answer::system,
@@ -313,13 +314,14 @@ class Follower : Meeting {
              "(ulimit -n)",
              EMFILE);
       }
-      seat = std::make_shared<Seat>(Segment::attach(std::move(segment_fd), reply.nonce), rank_);
+      membership =
+          std::make_shared<Membership>(Segment::attach(std::move(segment_fd), reply.nonce), rank_);
     } catch (const Error& error) {
       say(error.text());
       throw;
     }
     say(kSeated);
-    return seat;
+    return membership;
   }
 
  private:
@@ -401,13 +403,14 @@ class Follower : Meeting {
 
 }  // namespace
 
-std::string meeting_name(std::string_view job) {
+std::string bootstrap_socket_name(std::string_view job) {
   std::uint64_t hash = 0xcbf29ce484222325ULL;  // FNV-1a
   for (const char c : job) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;
   return fmt::format("lockstep-{}-{:016x}", ::geteuid(), hash);
 }
 
-std::shared_ptr<Seat> meet(std::string_view job, int rank, int n_ranks, const Call& barrier) {
+std::shared_ptr<Membership> bootstrap(std::string_view job, int rank, int n_ranks,
+                                      const Call& barrier) {
   if (n_ranks > kMaxRanks) {
     throw UsageError(
         context_of(barrier, rank),

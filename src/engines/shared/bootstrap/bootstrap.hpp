@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "engines/shared/bootstrap/seat.hpp"
+#include "engines/shared/bootstrap/membership.hpp"
 
 namespace lockstep::shared {
 
@@ -20,9 +20,10 @@ namespace lockstep::shared {
 /// MismatchError, PeerFailed, UsageError (more ranks than a host takes), EngineError (the name is
 /// another user's, or a rank is in a container from where its peers cannot be seen), SystemError
 /// (on all that have come, where rank 0 has too few descriptors for them).
-std::shared_ptr<Seat> meet(std::string_view job, int rank, int n_ranks, const Call& barrier);
+std::shared_ptr<Membership> bootstrap(std::string_view job, int rank, int n_ranks,
+                                      const Call& barrier);
 
 /// The abstract name of this user's meetings for `job`, without the zero byte in front.
-std::string meeting_name(std::string_view job);
+std::string bootstrap_socket_name(std::string_view job);
 
 }  // namespace lockstep::shared

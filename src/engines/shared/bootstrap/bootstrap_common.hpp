@@ -19,7 +19,7 @@
 #include "base/fd.hpp"
 #include "engines/shared/bootstrap/bootstrap.hpp"
 
-/// What both sides of meet() have in common: its messages, and its errors.
+/// What both sides of bootstrap() have in common: its messages, and its errors.
 namespace lockstep::shared::meeting {
 
 using std::chrono::duration_cast;
@@ -75,7 +75,7 @@ struct Address {
 
 inline Address address_of(std::string_view job) {
   Address address;
-  address.text = meeting_name(job);
+  address.text = bootstrap_socket_name(job);
   address.name.sun_family = AF_UNIX;
   // Abstract: a zero byte first, and gone with the socket.
   std::memcpy(address.name.sun_path + 1, address.text.data(), address.text.size());
@@ -92,9 +92,9 @@ inline ucred peer_of(const base::UniqueFd& socket) {
   return peer;
 }
 
-class Meeting {
+class Bootstrap {
  public:
-  Meeting(std::string_view job, int rank, int n_ranks, const Call& barrier)
+  Bootstrap(std::string_view job, int rank, int n_ranks, const Call& barrier)
       : job_(job),
         rank_(rank),
         n_ranks_(n_ranks),

@@ -6,7 +6,7 @@
 #include <exception>
 #include <vector>
 
-#include "engines/shared/bootstrap/seat.hpp"
+#include "engines/shared/bootstrap/membership.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 
 namespace lockstep::shared {

@@ -66,11 +66,12 @@ struct alignas(kLine) RangeHeader {
 /// a torn view does no harm.
 struct CallRecord {
   std::atomic<std::uint64_t> sequence;
-  std::atomic<std::uint64_t> what;   ///< op, dtype, reduction, finished, root: see pack_what
+  std::atomic<std::uint64_t> what;   ///< op, dtype, reduction, finished, root: see encode_call
   std::atomic<std::uint64_t> count;  ///< elements, or a hash of Call::counts: see kByRank
   std::atomic<std::uint32_t> site;
-  std::atomic<internal::Check> check;     ///< how much the rank compares
-  std::atomic<std::uint64_t> away_until;  ///< base::ticks(): see Channel::go_away
+  std::atomic<internal::Check> check;  ///< how much the rank compares
+  std::atomic<std::uint64_t>
+      deadline_extended_until;  ///< base::ticks(): see Channel::extend_deadline
 };
 
 inline constexpr std::size_t kInlineBytes = 248;
@@ -125,8 +126,8 @@ struct alignas(kLine) ChannelHeader {
   Failure failure;
   /// Flags raised so far, over all ranks and phases; used where ranks exceed cores.
   alignas(kLine) std::atomic<std::uint64_t> n_arrivals;
-  /// Sleepers wait on `bell`; who makes something ready rings it if somebody sleeps.
-  alignas(kLine) std::atomic<std::uint32_t> bell;
+  /// Sleepers wait on `wake_counter`; who makes something ready rings it if somebody sleeps.
+  alignas(kLine) std::atomic<std::uint32_t> wake_counter;
   std::atomic<std::uint32_t> n_sleepers;
 };
 

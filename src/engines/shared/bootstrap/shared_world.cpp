@@ -47,16 +47,16 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable) {
 
 std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank,
                                    const Call& barrier) {
-  return SharedEngine::join(std::make_shared<Seat>(std::move(segment), rank), barrier);
+  return SharedEngine::join(std::make_shared<Membership>(std::move(segment), rank), barrier);
 }
 
-std::unique_ptr<Engine> meet_world(std::string_view job, int rank, int n_ranks,
-                                   const Call& barrier) {
-  return SharedEngine::join(meet(job, rank, n_ranks, barrier), barrier);
+std::unique_ptr<Engine> bootstrap_world(std::string_view job, int rank, int n_ranks,
+                                        const Call& barrier) {
+  return SharedEngine::join(bootstrap(job, rank, n_ranks, barrier), barrier);
 }
 
-void go_away(Engine& engine, std::chrono::nanoseconds at_most) noexcept {
-  static_cast<SharedEngine&>(engine).go_away(at_most);
+void extend_deadline(Engine& engine, std::chrono::nanoseconds at_most) noexcept {
+  static_cast<SharedEngine&>(engine).extend_deadline(at_most);
 }
 
 void begin_elsewhere(Engine& engine, const Call& call) {

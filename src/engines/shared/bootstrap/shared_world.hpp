@@ -21,13 +21,14 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable);
 std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank, const Call& barrier);
 
 /// Joins the world of the n_ranks processes of this host that belong to `job` and inherited no
-/// segment. Throws what meet() and any barrier throw.
-std::unique_ptr<Engine> meet_world(std::string_view job, int rank, int n_ranks,
-                                   const Call& barrier);
+/// segment. Throws what bootstrap() and any barrier throw.
+std::unique_ptr<Engine> bootstrap_world(std::string_view job, int rank, int n_ranks,
+                                        const Call& barrier);
 
-/// The other ranks of `engine`, one that meet_world made or a split of it, do not take this one for
-/// late for so long from now, unless its process is stopped: it is at work elsewhere for them all.
-void go_away(Engine& engine, std::chrono::nanoseconds at_most) noexcept;
+/// The other ranks of `engine`, one that bootstrap_world made or a split of it, do not take this
+/// one for late for so long from now, unless its process is stopped: it is at work elsewhere for
+/// them all.
+void extend_deadline(Engine& engine, std::chrono::nanoseconds at_most) noexcept;
 
 /// Around a call over another engine: what the other ranks of `engine` tell of this one if they
 /// wait for it in vain. begin throws what has failed here.

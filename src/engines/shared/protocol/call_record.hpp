@@ -5,8 +5,8 @@
 namespace lockstep::shared {
 
 using internal::dtype_of;
+using internal::encode_call;
 using internal::op_of;
-using internal::pack_what;
 using internal::reduce_of;
 using internal::root_of;
 

@@ -53,11 +53,11 @@ void mix(std::uint64_t& hash, std::uint64_t value) {
 
 /// 32 bits of everything the ranks must agree on; `site`: 0, or also a hash of the source line.
 std::uint32_t fingerprint_of(const Call& call, std::uint64_t site) {
-  std::uint64_t hash = pack_what(call);
+  std::uint64_t hash = encode_call(call);
   mix(hash, call.counts.empty() ? call.count : 0);
   for (const std::size_t count : call.counts) mix(hash, count);
   if (site != 0) mix(hash, site);
-  if (call.whole != nullptr) mix(hash, fingerprint_of(*call.whole, /*site=*/0));
+  if (call.parent_call != nullptr) mix(hash, fingerprint_of(*call.parent_call, /*site=*/0));
   return static_cast<std::uint32_t>(hash >> 16U);
 }
 
@@ -81,9 +81,10 @@ std::uint64_t Channel::make(Segment& segment, std::span<const int> members) {
   });
 }
 
-Channel::Channel(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int n_ranks)
-    : seat_(std::move(seat)),
-      range_(seat_->shared_segment(), offset, parts_of(n_ranks).end),
+Channel::Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank,
+                 int n_ranks)
+    : membership_(std::move(membership)),
+      range_(membership_->shared_segment(), offset, parts_of(n_ranks).end),
       header_(reinterpret_cast<ChannelHeader*>(range_.data())),
       lanes_(reinterpret_cast<Lane*>(range_.data() + parts_of(n_ranks).lanes)),
       slots_(range_.data() + parts_of(n_ranks).slots),
@@ -98,8 +99,8 @@ Channel::Channel(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int
 }
 
 void Channel::choose_waiting() {
-  is_crowded_ = seat_->is_oversubscribed();
-  sleepers_fence_ = !is_crowded_ && seat_->all_take_fences();
+  is_oversubscribed_ = membership_->is_oversubscribed();
+  sleepers_fence_ = !is_oversubscribed_ && membership_->all_take_fences();
 }
 
 void Channel::begin(const Call& call) {
@@ -109,15 +110,15 @@ void Channel::begin(const Call& call) {
   if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
     site_file_ = call.where.file_name();
     site_line_ = call.where.line();
-    site_ = seat_->site(call.where);
+    site_ = membership_->site(call.where);
     if (check_ == internal::Check::full) site_hash_ = internal::hash_of(call.where);
   }
   fingerprint_ = fingerprint_of(call, site_hash_);
-  const Call& shown = call.whole != nullptr ? *call.whole : call;
+  const Call& shown = call.parent_call != nullptr ? *call.parent_call : call;
   CallRecord& record = lane(rank_).record;
   record.sequence.store(call.sequence, std::memory_order_relaxed);
   const bool is_by_rank = !shown.counts.empty();  // then each rank's own count may be another
-  record.what.store(pack_what(shown) | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
+  record.what.store(encode_call(shown) | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
   record.count.store(is_by_rank ? hash_of(shown.counts) : shown.count, std::memory_order_relaxed);
   // Release: who reads the number finds the text of the place.
   record.site.store(site_, std::memory_order_release);
@@ -136,9 +137,9 @@ void Channel::end() noexcept {
   what.store(what.load(std::memory_order_relaxed) | kFinished, std::memory_order_relaxed);
 }
 
-void Channel::turn(const Call& call) {
+void Channel::end_phase(const Call& call) {
   const std::uint64_t word = phase_ << 32U | fingerprint_;
-  std::atomic<std::uint64_t>& flag = lane(rank_).flags[static_cast<std::size_t>(turn_)].word;
+  std::atomic<std::uint64_t>& flag = lane(rank_).flags[static_cast<std::size_t>(slot_index_)].word;
   // model: raise
   if (sleepers_fence_) {
     flag.store(word, std::memory_order_release);
@@ -146,7 +147,7 @@ void Channel::turn(const Call& call) {
   } else {
     flag.store(word, std::memory_order_seq_cst);
   }
-  if (is_crowded_) {
+  if (is_oversubscribed_) {
     const std::uint64_t all = phase_ * static_cast<std::uint64_t>(size());
     // model: arrive, ring
     if (header_->n_arrivals.fetch_add(1, std::memory_order_seq_cst) + 1 == all) wake_sleepers();
@@ -165,8 +166,8 @@ void Channel::turn(const Call& call) {
     if (flag_of(peer) != word) fail_mismatch(call);
   }
   ++phase_;
-  if (++turn_ == kPhases) {
-    turn_ = 0;
+  if (++slot_index_ == kPhases) {
+    slot_index_ = 0;
     rotation_ ^= 1;
   }
 }

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "engines/shared/bootstrap/layout.hpp"
-#include "engines/shared/bootstrap/seat.hpp"
+#include "engines/shared/bootstrap/membership.hpp"
 #include "engines/shared/bootstrap/segment.hpp"
 #include "group/check.hpp"
 
@@ -24,8 +24,8 @@ namespace lockstep::shared {
 ///   (1) may write its own slot and flag payload of s (they rotate over kPhases = 3),
 ///   (2) may read what its peers wrote in phases s - 1 and s - 2,
 ///   (3) may rewrite, in its own slot of s - 1, what no peer reads before phase s + 1,
-/// and ends the phase by turn(): it raises its flag of s and waits for all flags of s. A call may
-/// end in the middle of a phase, after reading; the next call goes on in that phase.
+/// and ends the phase by end_phase(): it raises its flag of s and waits for all flags of s. A call
+/// may end in the middle of a phase, after reading; the next call goes on in that phase.
 ///
 /// Proof that nobody reads what is being overwritten. Rank A writes its slot of s in phase s. That
 /// slot held the data of s - 3, which a peer B may read in phases s - 2 and s - 1 only (2). A is in
@@ -42,12 +42,12 @@ namespace lockstep::shared {
 /// before it comes to s; and B, who may touch it until the end of s - 2 (3), raised its flag of s -
 /// 2 after that, which A has seen.
 ///
-/// Sleeping. A waiter polls, then counts itself among the sleepers, reads the bell, polls once
-/// more and sleeps while the bell keeps its value. Who makes something ready looks at the number
-/// of sleepers afterwards. All of these are sequentially consistent, so either the waiter's last
-/// poll sees what is ready, or the other side sees the sleeper and rings. Where ranks exceed
-/// cores, flags are counted as well and only the last of a phase rings: one wake-up per phase, not
-/// one per rank.
+/// Sleeping. A waiter polls, then counts itself among the sleepers, reads the wake_counter, polls
+/// once more and sleeps while the wake_counter keeps its value. Who makes something ready looks at
+/// the number of sleepers afterwards. All of these are sequentially consistent, so either the
+/// waiter's last poll sees what is ready, or the other side sees the sleeper and rings. Where ranks
+/// exceed cores, flags are counted as well and only the last of a phase rings: one wake-up per
+/// phase, not one per rank.
 ///
 /// Raising a flag is on every call's way and sleeping is not, so where the kernel can fence all
 /// ranks at once (base::fence_registered) the sleeper does so between counting itself and its last
@@ -55,7 +55,7 @@ namespace lockstep::shared {
 /// sleepers; but the fence stands somewhere between two instructions of the raiser. If both the
 /// store and the look stand before it, the last poll sees the flag. Else the look stands after it,
 /// and sees the sleeper. Should the kernel refuse a fence, a lost wake-up lasts until the sleeper
-/// looks around (kLookEvery).
+/// looks around (kLivenessInterval).
 ///
 /// A flag carries the call's fingerprint, so ranks that call different things find out in the
 /// first phase, at no cost. The rank that finds a failure first writes it into the channel;
@@ -67,15 +67,15 @@ class Channel {
   /// Reserves a channel for `members` (world ranks), each of whom then attaches to it.
   static std::uint64_t make(Segment& segment, std::span<const int> members);
 
-  Channel(std::shared_ptr<Seat> seat, std::uint64_t offset, int rank, int n_ranks);
+  Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank, int n_ranks);
 
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return header_->n_ranks; }
   int world_rank(int rank) const noexcept {
     return header_->members[static_cast<std::size_t>(rank)];
   }
-  const std::shared_ptr<Seat>& seat() const noexcept { return seat_; }
-  bool is_crowded() const noexcept { return is_crowded_; }
+  const std::shared_ptr<Membership>& membership() const noexcept { return membership_; }
+  bool is_oversubscribed() const noexcept { return is_oversubscribed_; }
   /// Whether a rank will write where it now reads what a peer put in its slot.
   bool swaps_slots() const noexcept { return swaps_slots_; }
   std::size_t slot_bytes() const noexcept { return header_->slot_bytes; }
@@ -96,13 +96,15 @@ class Channel {
   void begin_elsewhere(const Call& call);
 
   /// Where this rank writes in this phase: n_bytes, up to slot_bytes().
-  std::byte* mine(std::size_t n_bytes) noexcept { return place(rank_, /*back=*/0, n_bytes); }
-  /// What `rank` wrote `back` (1 or 2) phases ago, of the same n_bytes.
-  std::byte* theirs(int rank, int back, std::size_t n_bytes) noexcept {
-    return place(rank, back, n_bytes);
+  std::byte* write_slot(std::size_t n_bytes) noexcept {
+    return place(rank_, /*phases_ago=*/0, n_bytes);
+  }
+  /// What `rank` wrote `phases_ago` (1 or 2) phases ago, of the same n_bytes.
+  std::byte* read_slot(int rank, int phases_ago, std::size_t n_bytes) noexcept {
+    return place(rank, phases_ago, n_bytes);
   }
   /// Ends the phase. Throws MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError.
-  void turn(const Call& call);
+  void end_phase(const Call& call);
 
   /// Point to point, in chunks through the sender's outbox. The sender may be kOutboxDepth chunks
   /// ahead; the receiver named in the oldest chunk takes it. n_sent is released after a chunk is
@@ -113,7 +115,7 @@ class Channel {
 
   /// This rank is at work elsewhere for all members, for that long from now at most: until then no
   /// one takes it for late, unless its process is stopped.
-  void go_away(std::chrono::nanoseconds at_most) noexcept;
+  void extend_deadline(std::chrono::nanoseconds at_most) noexcept;
 
   /// Makes the channel dead for all members with a system call's error, and throws it.
   [[noreturn]] void fail_system(const Call& call, int error_number, const std::string& text);
@@ -138,12 +140,13 @@ class Channel {
   static constexpr int kEverybody = -1;
 
   Lane& lane(int rank) const noexcept { return lanes_[rank]; }
-  std::byte* place(int rank, int back, std::size_t n_bytes) const noexcept {
-    const int index = turn_ - back < 0 ? turn_ - back + kPhases : turn_ - back;
+  std::byte* place(int rank, int phases_ago, std::size_t n_bytes) const noexcept {
+    const int index = slot_index_ - phases_ago < 0 ? slot_index_ - phases_ago + kPhases
+                                                   : slot_index_ - phases_ago;
     if (n_bytes <= kInlineBytes) {
       return lane(rank).flags[static_cast<std::size_t>(index)].payload.data();
     }
-    const int rotation = turn_ - back < 0 ? rotation_ - 1 : rotation_;
+    const int rotation = slot_index_ - phases_ago < 0 ? rotation_ - 1 : rotation_;
     const int owner = swaps_slots_ ? rank ^ (rotation & 1) : rank;
     return slots_ + static_cast<std::size_t>(owner * kPhases + index) * header_->slot_bytes;
   }
@@ -151,7 +154,8 @@ class Channel {
   /// Until the oldest chunk of the outbox of call.root is for this rank; which one that is.
   std::uint64_t wait_for_chunk(const Call& call);
   std::uint64_t flag_of(int rank) const noexcept {
-    return lane(rank).flags[static_cast<std::size_t>(turn_)].word.load(std::memory_order_seq_cst);
+    return lane(rank).flags[static_cast<std::size_t>(slot_index_)].word.load(
+        std::memory_order_seq_cst);
   }
   bool is_raised(std::uint64_t word) const noexcept { return word >> 32 == (phase_ & 0xffffffffU); }
 
@@ -160,7 +164,7 @@ class Channel {
   void wait(const Call& call, int awaited, const Ready& ready);
   void wait_asleep(const Call& call, int awaited, Condition ready);
   void sleep(Condition ready, std::chrono::nanoseconds at_most);
-  void look_for_the_dead(const Call& call, int awaited, Condition ready, unsigned round);
+  void check_peer_liveness(const Call& call, int awaited, Condition ready, unsigned round);
   /// Valid until the next call of it; allocates nothing, since a late peer is no reason to.
   const std::vector<int>& absent(int awaited);
   /// Those of them that have no reason to be; valid as long.
@@ -185,7 +189,7 @@ class Channel {
   /// It waits for a rank of another host, which may be late, and not it.
   bool is_in_call_elsewhere(int rank) const;
 
-  std::shared_ptr<Seat> seat_;
+  std::shared_ptr<Membership> membership_;
   Range range_;
   ChannelHeader* header_;
   Lane* lanes_;
@@ -197,11 +201,11 @@ class Channel {
   std::vector<int> absent_;
 
   std::uint64_t phase_ = 1;  ///< the one being worked in
-  int turn_ = 1;             ///< phase_ % kPhases
+  int slot_index_ = 1;       ///< phase_ % kPhases
   int rotation_ = 0;         ///< phase_ / kPhases, its last bit
   std::uint32_t fingerprint_ = 0;
-  bool is_crowded_ = true;       ///< ranks exceed cores
-  bool sleepers_fence_ = false;  ///< so that who raises a flag need not
+  bool is_oversubscribed_ = true;  ///< ranks exceed cores
+  bool sleepers_fence_ = false;    ///< so that who raises a flag need not
 
   const char* site_file_ = nullptr;
   std::uint_least32_t site_line_ = 0;
@@ -218,10 +222,10 @@ void Channel::wait(const Call& call, int awaited, const Ready& ready) {
   // sleep. Without, every poll keeps the one who is awaited from running.
   constexpr int kPolls = 4000;
   constexpr int kYields = 100;
-  const int n_polls = is_crowded_ ? kYields : kPolls;
+  const int n_polls = is_oversubscribed_ ? kYields : kPolls;
   for (int i = 0; i < n_polls; ++i) {
     if (ready()) return;
-    if (is_crowded_) {
+    if (is_oversubscribed_) {
       base::yield_cpu();
     } else if (i > kPolls / 4) {
       base::cpu_relax();

@@ -30,8 +30,8 @@ void Channel::note_failure(FailureKind kind, std::string_view text, int error_nu
   failure.error_number = error_number;
   base::copy_text(failure.text, text);
   failure.state.store(FailureState::ready, std::memory_order_seq_cst);
-  header_->bell.fetch_add(1, std::memory_order_seq_cst);
-  base::futex_wake_all(header_->bell, seat_->segment().scope());
+  header_->wake_counter.fetch_add(1, std::memory_order_seq_cst);
+  base::futex_wake_all(header_->wake_counter, membership_->segment().scope());
 }
 
 void Channel::fail(const Call& call, FailureKind kind, const std::string& text, int error_number) {
@@ -101,7 +101,7 @@ std::string Channel::call_of(int rank) const {
           : fmt::format(" {} rank {} on another host", op_of(what) == Op::recv ? "from" : "to",
                         root_of(what));
   return fmt::format("{}{} #{} at {} ({})", name_of(op_of(what)), peer, sequence,
-                     seat_->site_name(world_rank(rank), site),
+                     membership_->site_name(world_rank(rank), site),
                      (what & kFinished) != 0 ? "finished" : "under way");
 }
 
@@ -145,7 +145,7 @@ void Channel::fail_mismatch(const Call& call) {
          .reduce = reduce_of(what),
          .root = root_of(what),
          .count = (what & kByRank) != 0 ? internal::count_by_rank(count) : std::to_string(count),
-         .where = std::string(seat_->site_name(world_rank(r), site)),
+         .where = std::string(membership_->site_name(world_rank(r), site)),
          .fingerprint = r == rank_ ? fingerprint_ : static_cast<std::uint32_t>(flag_of(r))});
   }
   fail(call, FailureKind::mismatch, table.text());
@@ -163,12 +163,12 @@ void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
                                  internal::list_of(present));
   // Who is in another call most likely waits too, for one who is in none.
   std::ranges::stable_partition(absent, [this](int r) {
-    return !seat_->is_in_call(world_rank(r)) && !is_in_call_elsewhere(r);
+    return !membership_->is_in_call(world_rank(r)) && !is_in_call_elsewhere(r);
   });
   for (const int r : absent) {
-    const std::string doing = seat_->doing_of(world_rank(r));
+    const std::string doing = membership_->doing_of(world_rank(r));
     fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}{}{}", r,
-                   seat_->condition_of(world_rank(r)), call_of(r), doing.empty() ? "" : "; ",
+                   membership_->condition_of(world_rank(r)), call_of(r), doing.empty() ? "" : "; ",
                    doing);
   }
   fail(call, FailureKind::timeout, text);

@@ -12,7 +12,7 @@ namespace {
 
 /// How often a sleeper looks whether those it waits for still live: well within the second in
 /// which everyone shall know.
-constexpr std::chrono::milliseconds kLookEvery{20};
+constexpr std::chrono::milliseconds kLivenessInterval{20};
 
 /// Waking takes longer than most ranks are late, on a virtual core above all. Where each has a
 /// core, a waiter lends its own for so long to whoever wants it, such as its group's worker, before
@@ -22,25 +22,27 @@ constexpr std::chrono::microseconds kPatience{1500};
 }  // namespace
 
 void Channel::ring() noexcept {
-  header_->bell.fetch_add(1, std::memory_order_seq_cst);          // model: strike
-  base::futex_wake_all(header_->bell, seat_->segment().scope());  // model: wake
+  header_->wake_counter.fetch_add(1, std::memory_order_seq_cst);                // model: increment
+  base::futex_wake_all(header_->wake_counter, membership_->segment().scope());  // model: wake
 }
 
 void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
-  header_->n_sleepers.fetch_add(1, std::memory_order_seq_cst);               // model: doze
-  if (sleepers_fence_) base::fence_registered();                             // model: fence
-  const std::uint32_t bell = header_->bell.load(std::memory_order_seq_cst);  // model: listen
-  if (!ready() && !has_failed()) {                                           // model: poll
+  header_->n_sleepers.fetch_add(1, std::memory_order_seq_cst);  // model: register
+  if (sleepers_fence_) base::fence_registered();                // model: fence
+  const std::uint32_t wake_counter =
+      header_->wake_counter.load(std::memory_order_seq_cst);  // model: read_counter
+  if (!ready() && !has_failed()) {                            // model: poll
     // model: block
-    base::futex_wait(header_->bell, bell, at_most, seat_->segment().scope());
+    base::futex_wait(header_->wake_counter, wake_counter, at_most, membership_->segment().scope());
   }
-  header_->n_sleepers.fetch_sub(1, std::memory_order_seq_cst);  // model: rise
+  header_->n_sleepers.fetch_sub(1, std::memory_order_seq_cst);  // model: deregister
 }
 
 void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
   if (call.track != nullptr) call.track->slept(call);
   auto now = steady_clock::now();
-  for (const auto end = now + kPatience; !is_crowded_ && now < end; now = steady_clock::now()) {
+  for (const auto end = now + kPatience; !is_oversubscribed_ && now < end;
+       now = steady_clock::now()) {
     if (ready()) return;
     base::yield_cpu();
   }
@@ -48,12 +50,12 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
     has_waited_ = true;
     wait_began_ = now;  // the polling before costs less than a clock would at every call
   }
-  auto next_look = now + kLookEvery;
+  auto next_check = now + kLivenessInterval;
   for (unsigned round = 0; !ready(); now = steady_clock::now()) {
     if (has_failed()) throw_failure(call);
-    if (now >= next_look) {
-      look_for_the_dead(call, awaited, ready, round++);
-      next_look = now + kLookEvery;
+    if (now >= next_check) {
+      check_peer_liveness(call, awaited, ready, round++);
+      next_check = now + kLivenessInterval;
     }
     const auto left = call.timeout - (now - wait_began_);
     if (left <= left.zero()) {
@@ -61,8 +63,8 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
       if (ready()) return;
       if (!ranks.empty()) fail_timeout(call, ranks);
     }
-    sleep(ready,
-          left <= left.zero() ? kLookEvery : std::min<std::chrono::nanoseconds>(left, kLookEvery));
+    sleep(ready, left <= left.zero() ? kLivenessInterval
+                                     : std::min<std::chrono::nanoseconds>(left, kLivenessInterval));
   }
 }
 
@@ -83,30 +85,30 @@ const std::vector<int>& Channel::late(int awaited) {
   // Relaxed: whoever comes back sets its time anew before it raises its flag, so a flag seen as not
   // raised goes with a time that was far enough, or with none.
   std::erase_if(absent_, [this, now = base::ticks()](int rank) {
-    return lane(rank).record.away_until.load(std::memory_order_relaxed) > now &&
-           !seat_->is_stopped(world_rank(rank));
+    return lane(rank).record.deadline_extended_until.load(std::memory_order_relaxed) > now &&
+           !membership_->is_stopped(world_rank(rank));
   });
   return absent_;
 }
 
-void Channel::go_away(std::chrono::nanoseconds at_most) noexcept {
+void Channel::extend_deadline(std::chrono::nanoseconds at_most) noexcept {
   // In ticks, which mean the same in another time namespace.
   const base::TickAnchor now = base::now();
-  const base::TickScale scale(seat_->joined(), now);
-  lane(rank_).record.away_until.store(now.ticks + scale.ticks_in(at_most),
-                                      std::memory_order_relaxed);
+  const base::TickScale scale(membership_->joined(), now);
+  lane(rank_).record.deadline_extended_until.store(now.ticks + scale.ticks_in(at_most),
+                                                   std::memory_order_relaxed);
 }
 
-void Channel::look_for_the_dead(const Call& call, int awaited, Condition ready, unsigned round) {
+void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready, unsigned round) {
   // Asking the system about 63 peers 50 times a second would cost more than the work: a few at a
   // time, another few the next time.
-  constexpr std::size_t kCloseLooks = 4;
+  constexpr std::size_t kSystemChecks = 4;
   const std::vector<int>& ranks = absent(awaited);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     const std::size_t shift =
-        (i + ranks.size() - round * kCloseLooks % ranks.size()) % ranks.size();
+        (i + ranks.size() - round * kSystemChecks % ranks.size()) % ranks.size();
     const auto ending =
-        seat_->ending_of(world_rank(ranks[i]), /*look_closely=*/shift < kCloseLooks);
+        membership_->ending_of(world_rank(ranks[i]), /*ask_system=*/shift < kSystemChecks);
     if (!ending) continue;
     // It may have done its part, or failed for a reason that stands in the channel, before it
     // ended.

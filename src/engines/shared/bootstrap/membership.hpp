@@ -33,13 +33,13 @@ std::string describe_wait_status(int status);
 void mark_ended(RankBlock& block, std::string_view failure) noexcept;
 
 /// This rank's place in the world: its RankBlock, held from joining to leaving.
-class Seat {
+class Membership {
  public:
   /// Throws UsageError where another process has the place.
-  Seat(std::shared_ptr<Segment> segment, int world_rank);
-  ~Seat();
-  Seat(const Seat&) = delete;
-  Seat& operator=(const Seat&) = delete;
+  Membership(std::shared_ptr<Segment> segment, int world_rank);
+  ~Membership();
+  Membership(const Membership&) = delete;
+  Membership& operator=(const Membership&) = delete;
 
   Segment& segment() const noexcept { return *segment_; }
   const std::shared_ptr<Segment>& shared_segment() const noexcept { return segment_; }
@@ -59,8 +59,8 @@ class Seat {
   /// used up.
   void watch_peers();
   /// Whether a rank is gone, and how; nullopt while it may still come, or where that cannot be
-  /// told. `look_closely` asks the operating system too, which takes some 10 us.
-  std::optional<Ending> ending_of(int world_rank, bool look_closely) const;
+  /// told. `ask_system` asks the operating system too, which takes some 10 us.
+  std::optional<Ending> ending_of(int world_rank, bool ask_system) const;
   /// Whether a signal or a debugger keeps a rank's process from running.
   bool is_stopped(int world_rank) const;
   /// "is stopped (pid 12)", "has not joined the world yet", ...

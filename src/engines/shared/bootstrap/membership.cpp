@@ -1,4 +1,4 @@
-#include "engines/shared/bootstrap/seat.hpp"
+#include "engines/shared/bootstrap/membership.hpp"
 
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -33,7 +33,7 @@ void mark_ended(RankBlock& block, std::string_view failure) noexcept {
                     std::memory_order_release);
 }
 
-Seat::Seat(std::shared_ptr<Segment> segment, int world_rank)
+Membership::Membership(std::shared_ptr<Segment> segment, int world_rank)
     : segment_(std::move(segment)), world_rank_(world_rank), pid_(::getpid()) {
   RankBlock& mine = block(world_rank_);
   std::int32_t nobody = 0;
@@ -58,16 +58,16 @@ Seat::Seat(std::shared_ptr<Segment> segment, int world_rank)
   mine.state.store(RankState::alive, std::memory_order_release);
 }
 
-Seat::~Seat() { leave({}); }
+Membership::~Membership() { leave({}); }
 
-void Seat::leave(std::string_view failure) noexcept {
+void Membership::leave(std::string_view failure) noexcept {
   // A fork of this process inherits the object but is not the rank.
   if (left_ || ::getpid() != pid_) return;
   left_ = true;
   mark_ended(block(world_rank_), failure);
 }
 
-std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
+std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) const {
   const RankBlock& peer = block(world_rank);
   // Acquire: see the text of a failure, and everything published before leaving.
   const RankState state = peer.state.load(std::memory_order_acquire);
@@ -80,12 +80,12 @@ std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
     if (status != 0) text += (text.empty() ? "" : " and ") + describe_wait_status(status - 1);
     return Ending{.failed = false, .text = text};
   }
-  if (state != RankState::alive || !look_closely || !is_gone(world_rank)) return std::nullopt;
+  if (state != RankState::alive || !ask_system || !is_gone(world_rank)) return std::nullopt;
   // A launcher knows the signal or the code as soon as it has reaped the process.
   for (int i = 0; i < 25; ++i) {
     if (peer.wait_status_plus_one.load(std::memory_order_acquire) != 0 ||
         peer.state.load(std::memory_order_acquire) != RankState::alive) {
-      return ending_of(world_rank, /*look_closely=*/false);
+      return ending_of(world_rank, /*ask_system=*/false);
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
@@ -96,7 +96,7 @@ std::optional<Ending> Seat::ending_of(int world_rank, bool look_closely) const {
 
 /// A pid means something in one PID namespace only. Without /proc it is known that there is one
 /// where the ranks met; the ranks of `lockstep run` have a launcher that sees them all.
-bool Seat::sees_pids_of(const RankBlock& peer) const noexcept {
+bool Membership::sees_pids_of(const RankBlock& peer) const noexcept {
   const std::uint64_t here = block(world_rank_).pid_namespace.load(std::memory_order_relaxed);
   const std::uint64_t there = peer.pid_namespace.load(std::memory_order_relaxed);
   if (here != 0 && there != 0) return here == there;
@@ -104,7 +104,7 @@ bool Seat::sees_pids_of(const RankBlock& peer) const noexcept {
 }
 
 /// Under mutex_.
-base::WatchedProcess& Seat::watched(int world_rank) const {
+base::WatchedProcess& Membership::watched(int world_rank) const {
   const auto n_ranks = static_cast<std::size_t>(segment_->n_ranks());
   if (watched_.empty()) {
     watched_.resize(n_ranks);
@@ -124,7 +124,7 @@ base::WatchedProcess& Seat::watched(int world_rank) const {
   return process;
 }
 
-void Seat::watch_peers() {
+void Membership::watch_peers() {
   if (!segment_->is_between_processes()) return;
   const std::lock_guard lock(mutex_);
   for (int r = 0; r < segment_->n_ranks(); ++r) {
@@ -132,25 +132,25 @@ void Seat::watch_peers() {
   }
 }
 
-base::ProcessState Seat::state_of(int world_rank) const {
+base::ProcessState Membership::state_of(int world_rank) const {
   if (!segment_->is_between_processes()) return base::ProcessState::alive;  // threads
   const std::lock_guard lock(mutex_);
   const base::WatchedProcess& process = watched(world_rank);
   return process.is_known() ? process.state(spare_) : base::ProcessState::unknown;
 }
 
-bool Seat::is_gone(int world_rank) const {
+bool Membership::is_gone(int world_rank) const {
   if (!segment_->is_between_processes()) return false;
   const std::lock_guard lock(mutex_);
   const base::WatchedProcess& process = watched(world_rank);
   return process.is_known() && process.is_gone(spare_);
 }
 
-bool Seat::is_stopped(int world_rank) const {
+bool Membership::is_stopped(int world_rank) const {
   return state_of(world_rank) == base::ProcessState::stopped;
 }
 
-std::string Seat::condition_of(int world_rank) const {
+std::string Membership::condition_of(int world_rank) const {
   const RankBlock& peer = block(world_rank);
   if (peer.state.load(std::memory_order_acquire) == RankState::absent) {
     return "has not joined the world yet (init_dist)";
@@ -173,12 +173,12 @@ std::string Seat::condition_of(int world_rank) const {
   return {};
 }
 
-base::TickAnchor Seat::joined() const noexcept {
+base::TickAnchor Membership::joined() const noexcept {
   const internal::FlightRecord& record = block(world_rank_).flight;
   return {.ticks = record.anchor_ticks, .ns = record.anchor_ns};
 }
 
-std::optional<internal::Operation> Seat::last_operation_of(int world_rank) const {
+std::optional<internal::Operation> Membership::last_operation_of(int world_rank) const {
   // Acquire: the record's clock is set before the rank is alive.
   if (block(world_rank).state.load(std::memory_order_acquire) == RankState::absent) {
     return std::nullopt;
@@ -187,12 +187,12 @@ std::optional<internal::Operation> Seat::last_operation_of(int world_rank) const
   return operations.empty() ? std::nullopt : std::optional(operations.back());
 }
 
-bool Seat::is_in_call(int world_rank) const {
+bool Membership::is_in_call(int world_rank) const {
   const auto last = last_operation_of(world_rank);
   return last && last->state == internal::Operation::State::under_way;
 }
 
-std::string Seat::doing_of(int world_rank) const {
+std::string Membership::doing_of(int world_rank) const {
   const RankBlock& peer = block(world_rank);
   const internal::FlightRecord& record = peer.flight;
   const auto last = last_operation_of(world_rank);
@@ -228,14 +228,14 @@ std::string Seat::doing_of(int world_rank) const {
   return {};
 }
 
-bool Seat::all_take_fences() const {
+bool Membership::all_take_fences() const {
   for (int r = 0; r < segment_->n_ranks(); ++r) {
     if (!block(r).takes_fences.load(std::memory_order_relaxed)) return false;
   }
   return true;
 }
 
-bool Seat::is_oversubscribed() const {
+bool Membership::is_oversubscribed() const {
   base::CpuMask together{};
   int quota = INT32_MAX;
   for (int r = 0; r < segment_->n_ranks(); ++r) {

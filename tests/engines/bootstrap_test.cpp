@@ -32,9 +32,9 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 /// Ranks as torchrun would start them: told who they are by variables, with nothing inherited.
-class MeetingTest : public testing::Test {
+class BootstrapTest : public testing::Test {
  protected:
-  ~MeetingTest() override {
+  ~BootstrapTest() override {
     for (const pid_t pid : pids_) {
       ::kill(pid, SIGKILL);
       ::waitpid(pid, nullptr, 0);
@@ -76,7 +76,7 @@ class MeetingTest : public testing::Test {
 
   /// The socket's name, as the ranks of this test have it.
   std::string name() const {
-    return meeting_name(fmt::format("MASTER_ADDR=127.0.0.1 MASTER_PORT={} ", port_));
+    return bootstrap_socket_name(fmt::format("MASTER_ADDR=127.0.0.1 MASTER_PORT={} ", port_));
   }
 
   int wait_for(pid_t pid) {
@@ -140,7 +140,7 @@ socklen_t size_of(const std::string& name) {
 
 constexpr uid_t kNobody = 65534;
 
-TEST_F(MeetingTest, ranks_that_inherited_nothing_share_memory) {
+TEST_F(BootstrapTest, ranks_that_inherited_nothing_share_memory) {
   for (int rank = 3; rank >= 0; --rank) {
     start_rank(rank, 4, [rank] {
       init_dist();
@@ -154,7 +154,7 @@ TEST_F(MeetingTest, ranks_that_inherited_nothing_share_memory) {
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, a_world_of_one_needs_no_meeting) {
+TEST_F(BootstrapTest, a_world_of_one_needs_no_meeting) {
   start_rank(0, 1, [] {
     init_dist({.backend = "shared"});
     EXPECT_EQ(sum_of_ranks(), 0);
@@ -162,7 +162,7 @@ TEST_F(MeetingTest, a_world_of_one_needs_no_meeting) {
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, one_world_after_another) {
+TEST_F(BootstrapTest, one_world_after_another) {
   for (int rank = 0; rank < 3; ++rank) {
     start_rank(rank, 3, [rank] {
       for (int i = 0; i < 50; ++i) {
@@ -177,7 +177,7 @@ TEST_F(MeetingTest, one_world_after_another) {
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, a_rank_that_does_not_come_is_named_on_all) {
+TEST_F(BootstrapTest, a_rank_that_does_not_come_is_named_on_all) {
   for (const int rank : {0, 1, 3}) {
     start_rank(rank, 4, [] {
       expect_refusal<TimeoutError>({"rank 2 of 4 did not come"}, milliseconds(500));
@@ -186,14 +186,14 @@ TEST_F(MeetingTest, a_rank_that_does_not_come_is_named_on_all) {
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, the_shortest_patience_ends_it_for_all) {
+TEST_F(BootstrapTest, the_shortest_patience_ends_it_for_all) {
   start_rank(0, 3, [] { expect_refusal<TimeoutError>({"rank 2 of 3 did not come"}); });
   start_rank(1, 3,
              [] { expect_refusal<TimeoutError>({"rank 2 of 3 did not come"}, milliseconds(300)); });
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, rank_0_that_does_not_come_is_named) {
+TEST_F(BootstrapTest, rank_0_that_does_not_come_is_named) {
   start_rank(1, 2, [] {
     expect_refusal<TimeoutError>({"rank 0 of 2 did not come", "MASTER_PORT"}, milliseconds(300));
   });
@@ -201,7 +201,7 @@ TEST_F(MeetingTest, rank_0_that_does_not_come_is_named) {
 }
 
 // The launcher said that they are on one host.
-TEST_F(MeetingTest, ranks_in_separate_network_namespaces_are_told_so) {
+TEST_F(BootstrapTest, ranks_in_separate_network_namespaces_are_told_so) {
   if (const auto why = test::missing_namespaces(); !why.empty()) GTEST_SKIP() << why;
   for (const int rank : {0, 1}) {
     start_rank(rank, 2, [rank] {
@@ -214,7 +214,7 @@ TEST_F(MeetingTest, ranks_in_separate_network_namespaces_are_told_so) {
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, rank_0_killed_in_the_meeting_is_lost) {
+TEST_F(BootstrapTest, rank_0_killed_in_the_meeting_is_lost) {
   const pid_t leader = start_rank(0, 3, [] { init_dist(); });
   start_rank(1, 3, [leader] {
     expect_refusal<PeerLost>({fmt::format("rank 0 (process {}) died", leader)});
@@ -225,7 +225,7 @@ TEST_F(MeetingTest, rank_0_killed_in_the_meeting_is_lost) {
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, another_rank_killed_in_the_meeting_is_lost) {
+TEST_F(BootstrapTest, another_rank_killed_in_the_meeting_is_lost) {
   const pid_t victim = start_rank(2, 4, [] { init_dist(); });
   for (const int rank : {0, 1}) {
     start_rank(rank, 4, [victim] {
@@ -239,7 +239,7 @@ TEST_F(MeetingTest, another_rank_killed_in_the_meeting_is_lost) {
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, a_rank_killed_after_the_meeting_is_lost) {
+TEST_F(BootstrapTest, a_rank_killed_after_the_meeting_is_lost) {
   const pid_t victim = start_rank(1, 3, [] {
     init_dist();
     barrier();
@@ -256,13 +256,13 @@ TEST_F(MeetingTest, a_rank_killed_after_the_meeting_is_lost) {
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, sizes_that_differ_are_a_mismatch) {
+TEST_F(BootstrapTest, sizes_that_differ_are_a_mismatch) {
   start_rank(0, 2, [] { expect_refusal<MismatchError>({"rank 1 of 3", "a world of 2"}); });
   start_rank(1, 3, [] { expect_refusal<MismatchError>({"rank 1 of 3", "a world of 2"}); });
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, two_processes_of_one_rank_are_a_mismatch) {
+TEST_F(BootstrapTest, two_processes_of_one_rank_are_a_mismatch) {
   start_rank(0, 3, [] { expect_refusal<MismatchError>({"two processes are rank 1"}); });
   for (int i = 0; i < 2; ++i) {
     start_rank(1, 3, [] { expect_refusal<MismatchError>({"two processes are rank 1"}); });
@@ -279,7 +279,7 @@ void limit_descriptors_to(int n) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
 }
 
-TEST_F(MeetingTest, rank_0_without_descriptors_for_all_is_named_and_nobody_else) {
+TEST_F(BootstrapTest, rank_0_without_descriptors_for_all_is_named_and_nobody_else) {
   constexpr int kRanks = 8;
   start_rank(0, kRanks, [] {
     limit_descriptors_to(4);  // the listening socket, and three ranks
@@ -293,7 +293,7 @@ TEST_F(MeetingTest, rank_0_without_descriptors_for_all_is_named_and_nobody_else)
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, a_rank_without_a_descriptor_for_the_segment_is_named) {
+TEST_F(BootstrapTest, a_rank_without_a_descriptor_for_the_segment_is_named) {
   if (test::kSanitizerNeedsDescriptors) {
     GTEST_SKIP() << "UndefinedBehaviorSanitizer needs a descriptor";
   }
@@ -311,7 +311,7 @@ TEST_F(MeetingTest, a_rank_without_a_descriptor_for_the_segment_is_named) {
 }
 
 // A pidfd tells a zombie from a process that lives, without /proc and without a launcher.
-TEST_F(MeetingTest, without_proc_a_late_rank_is_late_and_a_killed_one_lost) {
+TEST_F(BootstrapTest, without_proc_a_late_rank_is_late_and_a_killed_one_lost) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can hide /proc";
   const auto hide_proc = [] {
     ASSERT_EQ(::unshare(CLONE_NEWNS), 0);
@@ -337,7 +337,7 @@ TEST_F(MeetingTest, without_proc_a_late_rank_is_late_and_a_killed_one_lost) {
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, a_name_that_another_user_holds_is_refused) {
+TEST_F(BootstrapTest, a_name_that_another_user_holds_is_refused) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user too";
   const std::string taken = name();
   const pid_t stranger = start([&taken] {
@@ -360,7 +360,7 @@ TEST_F(MeetingTest, a_name_that_another_user_holds_is_refused) {
   expect_all_pass();
 }
 
-TEST_F(MeetingTest, another_user_hears_nothing) {
+TEST_F(BootstrapTest, another_user_hears_nothing) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user too";
   const std::string open = name();
   start_rank(0, 2, [] {
