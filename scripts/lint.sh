@@ -16,6 +16,9 @@ awk -f scripts/check_includes.awk "${sources[@]}" || bad+=", $now"
 stage "tests that the documents name"
 awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md || bad+=", $now"
 
+stage "faults that fit the sources"
+scripts/mutations.sh --check || bad+=", $now"
+
 stage "judging of benchmark goals"
 python3 -B scripts/performance_test.py || bad+=", $now"
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# scripts/mutations.sh [NAME ...]: whether the gate finds faults. Seeds those of scripts/mutations.txt
+# scripts/mutations.sh [--check] [NAME ...]: whether the gate finds faults. Seeds those of scripts/mutations.txt
 # (or only NAMEs), one at a time, in a copy of the last commit under build/mutations, and runs what
 # `./dev test` runs of one binary: first the tests that should find the fault, then the others.
 # Fails where a fault is not found, or a line of the list no longer fits the sources. The build is lint's,
-# not in unity batches: a fault costs one file.
+# not in unity batches: a fault costs one file. --check only looks whether each line fits the sources.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 tree=$PWD/build/mutations list=$PWD/scripts/mutations.txt log=$PWD/build/mutations.log
@@ -15,6 +15,12 @@ source <(grep -E '^nightly_tests\+?=' dev)  # what the gate leaves out
 export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros} GTEST_FAIL_FAST=1
 
 faults() { grep -vE '^(#|$)' "$list"; }
+if [ "${1:-}" = --check ]; then
+  faults | while IFS='|' read -r name file _ _ change; do
+    ! cmp -s <(sed "$change" "$file") "$file" || { echo "mutations: '$name' matches nothing in $file" && exit 1; }
+  done
+  exit
+fi
 restore() { git -C "$tree" checkout -q -- .; }
 binary_of() { find "$tree/build/lint/tests" -name "$1_tests" -type f -executable; }
 build() { # BINARY
