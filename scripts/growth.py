@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 RANKS = [2, 4, 8, 16, 32, 64]
-# verb, bytes of a rank's result, calls beyond the first
+# operation, bytes of a rank's result, calls beyond the first
 COUNTED = [('barrier', 0, 50), ('all_reduce', 64, 50), ('all_reduce', 64 << 10, 4),
            ('all_reduce', 4 << 20, 1), ('broadcast', 64, 50), ('broadcast', 64 << 10, 4),
            ('all_gather', 64, 50), ('all_gather', 64 << 10, 4)]
@@ -71,18 +71,18 @@ def count(*program):
 def one_host(program, page):
     header = ''.join(f' {n} |' for n in RANKS)
     tables = {'messages': [], 'bytes': [], 'instructions': []}
-    for verb, n_bytes, n_calls in COUNTED:
+    for operation, n_bytes, n_calls in COUNTED:
         rows = {name: [] for name in tables}
         for n in RANKS:
-            few = count(program, str(n), verb, str(n_bytes), '1')
-            many = count(program, str(n), verb, str(n_bytes), str(1 + n_calls))
+            few = count(program, str(n), operation, str(n_bytes), '1')
+            many = count(program, str(n), operation, str(n_bytes), str(1 + n_calls))
             each = [(b - a) / n_calls / n for a, b in zip(few, many)]
             rows['instructions'].append(number(each[0]))
             rows['messages'].append(f'{each[1]:g}')
             rows['bytes'].append(number(each[2]))
-            print(verb, n_bytes, n, *(f'{value:.6g}' for value in each), flush=True)
+            print(operation, n_bytes, n, *(f'{value:.6g}' for value in each), flush=True)
         for name, cells in rows.items():
-            tables[name].append(f"| {verb}{' ' + size(n_bytes) if n_bytes else ''} | " +
+            tables[name].append(f"| {operation}{' ' + size(n_bytes) if n_bytes else ''} | " +
                                 ' | '.join(cells) + ' |')
     for name, rows in tables.items():
         put(page, name, '\n'.join([f'| of one rank, by ranks |{header}', '|---|' + '---|' * len(RANKS),
@@ -279,9 +279,9 @@ def picture(times, path, gbits=25):
 
 
 if __name__ == '__main__':
-    verbs = {'one_host': (one_host, 2), 'simulate': (simulate, 3), 'draw': (draw, 2),
-             'check': (check, 3)}
-    function, n_arguments = verbs.get(sys.argv[1] if len(sys.argv) > 1 else '', (None, 0))
+    commands = {'one_host': (one_host, 2), 'simulate': (simulate, 3), 'draw': (draw, 2),
+                'check': (check, 3)}
+    function, n_arguments = commands.get(sys.argv[1] if len(sys.argv) > 1 else '', (None, 0))
     if function is None or len(sys.argv) != 2 + n_arguments:
         sys.exit(__doc__)
     function(*sys.argv[2:])

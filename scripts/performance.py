@@ -23,18 +23,18 @@ import tempfile
 
 MPI = ['--peer', 'openmpi', '--peer', 'mpich']
 RUNS = {
-    'small': ['--threads', *MPI, '--verb', 'barrier', 'all_reduce', '--min', '4', '--max', '1KiB'],
+    'small': ['--threads', *MPI, '--operation', 'barrier', 'all_reduce', '--min', '4', '--max', '1KiB'],
     'medium': ['--threads', *MPI, '--min', '4KiB', '--max', '1MiB'],
     'large': [*MPI, '--min', '4MiB', '--max', '64MiB'],
     'allocated': ['--shared', '--mode', 'touch', *MPI, '--min', '16KiB', '--max', '64MiB'],
     # MPICH spins where ranks share a core: some 10 ms a call.
-    'crowded_4': ['-n', '4', '--peer', 'openmpi', '--verb', 'barrier', 'all_reduce', '--min', '64',
+    'crowded_4': ['-n', '4', '--peer', 'openmpi', '--operation', 'barrier', 'all_reduce', '--min', '64',
                   '--max', '1MiB'],
-    'crowded_8': ['-n', '8', '--peer', 'openmpi', '--verb', 'barrier', 'all_reduce', '--min', '64',
+    'crowded_8': ['-n', '8', '--peer', 'openmpi', '--operation', 'barrier', 'all_reduce', '--min', '64',
                   '--max', '1MiB'],
-    'limits': ['--peer', 'floor', '--peer', 'bare', '--verb', 'barrier', 'all_reduce', '--min', '4',
+    'limits': ['--peer', 'floor', '--peer', 'bare', '--operation', 'barrier', 'all_reduce', '--min', '4',
                '--max', '1MiB'],
-    'c10d': ['--peer', 'c10d', '--verb', 'barrier', 'all_reduce', '--min', '4', '--max', '64MiB',
+    'c10d': ['--peer', 'c10d', '--operation', 'barrier', 'all_reduce', '--min', '4', '--max', '64MiB',
              '--factor', '16'],
 }
 TITLES = {
@@ -174,7 +174,7 @@ def by_size(run):
     sizes = {}
     for row in run['rows']:
         if 'p50_us' in row:
-            sizes.setdefault((row['verb'], row['bytes']), {})[row['entrant']] = row
+            sizes.setdefault((row['operation'], row['bytes']), {})[row['entrant']] = row
     return sizes
 
 
@@ -207,7 +207,7 @@ def table_of(run):
     lines = ['| | ' + ' | '.join([*table, *ratios]) + ' | placement |',
              '|---' * (len(table) + len(ratios) + 2) + '|']
     for key, rows in by_size(run).items():
-        verb, n_bytes = key
+        operation, n_bytes = key
         ours = table['lockstep'].get(key)
         cells = [time_text(sizes[key]) if key in sizes else '-' for sizes in table.values()]
         others = [table[name].get(key) for name in limits]
@@ -217,7 +217,7 @@ def table_of(run):
         for other in others:
             both = ours and other
             cells.append('-' if not both else f'{ours / other if limits else other / ours:.2f}')
-        name = verb if verb == 'barrier' else f'{verb} {bytes_text(n_bytes)}'
+        name = operation if operation == 'barrier' else f'{operation} {bytes_text(n_bytes)}'
         placement = next(iter(rows.values()))['placement']
         lines.append(f'| {name} | ' + ' | '.join(cells) + f' | {placement} |')
     return '\n'.join(lines)
@@ -234,7 +234,7 @@ def picture_of(run, title, path):
     for i, (name, sizes) in enumerate(columns(run).items()):
         width = 3 if name.startswith('lockstep') else 1
         plots.append(f"'-' with linespoints lw {width} lt {i + 1} title \"{name}\" noenhanced")
-        data += [f'{n} {us}' for (verb, n), us in sizes.items() if verb == 'all_reduce']
+        data += [f'{n} {us}' for (operation, n), us in sizes.items() if operation == 'all_reduce']
         data.append('e')
     script.append('plot ' + ', '.join(plots))
     subprocess.run(['gnuplot'], input='\n'.join(script + data) + '\n', text=True, check=True)
@@ -324,13 +324,13 @@ def ratios_of(goal, name, run):
     if 'rows' in goal:
         return {row['name']: row['ratio'] for row in run['rows']
                 if re.fullmatch(goal['rows'], row['name'])}
-    verb = goal.get('verb', 'all_reduce')
+    operation = goal.get('operation', 'all_reduce')
     sizes = {}
     for row in run['rows']:  # those without blocks in the commonest placement too
-        sizes.setdefault((row['verb'], row['bytes']), {})[row['entrant']] = row
-    return {'' if verb == 'barrier' else f'at {bytes_text(n_bytes)}': ratio_of(goal, rows)
+        sizes.setdefault((row['operation'], row['bytes']), {})[row['entrant']] = row
+    return {'' if operation == 'barrier' else f'at {bytes_text(n_bytes)}': ratio_of(goal, rows)
             for (of, n_bytes), rows in sizes.items()
-            if of == verb and (verb == 'barrier' or goal['from'] <= n_bytes <= goal['to'])}
+            if of == operation and (operation == 'barrier' or goal['from'] <= n_bytes <= goal['to'])}
 
 
 def value_text(goal, value, digits):
@@ -404,9 +404,9 @@ def diff(path_a, path_b):
 
 
 if __name__ == '__main__':
-    verbs = {'measure': measure, 'draw': draw, 'check': check, 'diff': diff}
+    commands = {'measure': measure, 'draw': draw, 'check': check, 'diff': diff}
     n_arguments = len(sys.argv) - 2
     takes_names = sys.argv[1:2] in (['measure'], ['check'])
-    if n_arguments < 2 or sys.argv[1] not in verbs or (n_arguments > 2 and not takes_names):
+    if n_arguments < 2 or sys.argv[1] not in commands or (n_arguments > 2 and not takes_names):
         sys.exit(__doc__)
-    verbs[sys.argv[1]](*sys.argv[2:])
+    commands[sys.argv[1]](*sys.argv[2:])

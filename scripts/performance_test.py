@@ -30,7 +30,7 @@ def check(rows, goals):
 
 
 def row(entrant, n_bytes, **medians):
-    found = {'verb': 'all_reduce', 'bytes': n_bytes, 'entrant': entrant, 'family': entrant,
+    found = {'operation': 'all_reduce', 'bytes': n_bytes, 'entrant': entrant, 'family': entrant,
              'placements': {}}
     for placement, us in medians.items():
         found.update(placement=placement, p50_us=us)

@@ -1,4 +1,4 @@
-// Calls of one verb between threads, to be counted by valgrind: ./dev bench growth
+// Calls of one operation between threads, to be counted by valgrind: ./dev bench growth
 // growth_one_host RANKS VERB BYTES CALLS; BYTES are those of a rank's result.
 
 #include <fmt/format.h>
@@ -26,23 +26,23 @@ int number(std::string_view text) {
 }
 
 /// One rank's calls, in buffers that it keeps.
-void call(std::string_view verb, std::size_t n_bytes, int n_calls) {
+void call(std::string_view operation, std::size_t n_bytes, int n_calls) {
   const auto n_ranks = static_cast<std::size_t>(lockstep::get_world_size());
   std::vector<float> data(n_bytes / sizeof(float), 1);
   const std::vector<std::uint8_t> part(n_bytes / n_ranks);
   std::vector<std::uint8_t> whole(part.size() * n_ranks);
   for (int i = 0; i < n_calls; ++i) {
-    if (verb == "barrier") {
+    if (operation == "barrier") {
       lockstep::barrier();
-    } else if (verb == "all_reduce") {
+    } else if (operation == "all_reduce") {
       lockstep::all_reduce(data);
-    } else if (verb == "broadcast") {
+    } else if (operation == "broadcast") {
       lockstep::broadcast(data);
-    } else if (verb == "all_gather") {
+    } else if (operation == "all_gather") {
       lockstep::all_gather(part, whole);
     } else {
       throw std::invalid_argument(
-          fmt::format("'{}' is none of barrier, all_reduce, broadcast, all_gather", verb));
+          fmt::format("'{}' is none of barrier, all_reduce, broadcast, all_gather", operation));
     }
   }
 }
@@ -52,11 +52,11 @@ void call(std::string_view verb, std::size_t n_bytes, int n_calls) {
 int main(int argc, char** argv) {
   try {
     if (argc != 5) throw std::invalid_argument("usage: growth_one_host RANKS VERB BYTES CALLS");
-    const std::string_view verb = argv[2];
+    const std::string_view operation = argv[2];
     const auto n_bytes = static_cast<std::size_t>(number(argv[3]));
     const int n_calls = number(argv[4]);
     // Under valgrind a call takes long.
-    lockstep::run_ranks(number(argv[1]), [&] { call(verb, n_bytes, n_calls); },
+    lockstep::run_ranks(number(argv[1]), [&] { call(operation, n_bytes, n_calls); },
                         {.timeout = std::chrono::minutes(60)});
   } catch (const std::exception& error) {
     fmt::print(stderr, "growth_one_host: {}\n", error.what());

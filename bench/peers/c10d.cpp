@@ -40,27 +40,27 @@ class Gloo : public Contestant {
     const auto tensor = [&](void* data, std::int64_t count) {
       return at::from_blob(data, {count}, dtype_of(block.type));
     };
-    switch (block.verb) {
-      case Verb::barrier: barrier(); break;
-      case Verb::all_reduce: {
+    switch (block.operation) {
+      case Operation::barrier: barrier(); break;
+      case Operation::all_reduce: {
         std::vector<at::Tensor> tensors{tensor(out, n)};
         group_.allreduce(tensors)->wait();
         break;
       }
-      case Verb::broadcast: {
+      case Operation::broadcast: {
         std::vector<at::Tensor> tensors{tensor(out, n)};
         group_.broadcast(tensors)->wait();
         break;
       }
-      case Verb::all_gather: {
+      case Operation::all_gather: {
         std::vector<at::Tensor> input{tensor(in, n)};
         const auto pieces = tensor(out, n * n_ranks_).chunk(n_ranks_);
         std::vector<std::vector<at::Tensor>> output{{pieces.begin(), pieces.end()}};
         group_.allgather(output, input)->wait();
         break;
       }
-      case Verb::reduce_scatter: throw std::runtime_error("ProcessGroupGloo has none");
-      case Verb::all_to_all: {
+      case Operation::reduce_scatter: throw std::runtime_error("ProcessGroupGloo has none");
+      case Operation::all_to_all: {
         at::Tensor input = tensor(in, n * n_ranks_);
         at::Tensor output = tensor(out, n * n_ranks_);
         std::vector<std::int64_t> equal;

@@ -8,8 +8,8 @@ namespace lockstep::bench {
 class Limit : public Contestant {
  public:
   void call(const Block& block, void* /*in*/, void* out) final {
-    if (block.verb == Verb::barrier) return barrier();
-    if (block.verb != Verb::all_reduce || block.type != Type::f32) {
+    if (block.operation == Operation::barrier) return barrier();
+    if (block.operation != Operation::all_reduce || block.type != Type::f32) {
       throw std::runtime_error("does barrier, and all_reduce of f32");
     }
     all_reduce(static_cast<float*>(out), block.count);

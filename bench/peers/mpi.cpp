@@ -43,17 +43,21 @@ class Mpi : public Contestant {
     }
     const MPI_Datatype type = datatype_of(block.type);
     const int n = static_cast<int>(block.count);
-    switch (block.verb) {
-      case Verb::barrier: barrier(); break;
-      case Verb::all_reduce:
+    switch (block.operation) {
+      case Operation::barrier: barrier(); break;
+      case Operation::all_reduce:
         check(MPI_Allreduce(MPI_IN_PLACE, out, n, type, MPI_SUM, MPI_COMM_WORLD));
         break;
-      case Verb::broadcast: check(MPI_Bcast(out, n, type, 0, MPI_COMM_WORLD)); break;
-      case Verb::all_gather: check(MPI_Allgather(in, n, type, out, n, type, MPI_COMM_WORLD)); break;
-      case Verb::reduce_scatter:
+      case Operation::broadcast: check(MPI_Bcast(out, n, type, 0, MPI_COMM_WORLD)); break;
+      case Operation::all_gather:
+        check(MPI_Allgather(in, n, type, out, n, type, MPI_COMM_WORLD));
+        break;
+      case Operation::reduce_scatter:
         check(MPI_Reduce_scatter_block(in, out, n, type, MPI_SUM, MPI_COMM_WORLD));
         break;
-      case Verb::all_to_all: check(MPI_Alltoall(in, n, type, out, n, type, MPI_COMM_WORLD)); break;
+      case Operation::all_to_all:
+        check(MPI_Alltoall(in, n, type, out, n, type, MPI_COMM_WORLD));
+        break;
     }
   }
 };

@@ -74,18 +74,19 @@ class SharedBuffer {
 
 /// Ranks that talk to each other. Copyable handle over shared state.
 ///
-/// Every verb is collective (send and recv: both ends): all ranks call the same verbs in the same
-/// order. Buffers hold elements, sizes are counted in elements; dist.hpp has the typed forms.
+/// Every operation is collective (send and recv: both ends): all ranks call the same operations in
+/// the same order. Buffers hold elements, sizes are counted in elements; dist.hpp has the typed
+/// forms.
 ///
-/// Errors, for all verbs: UsageError (group stays usable); MismatchError, TimeoutError, PeerLost,
-/// PeerFailed, SystemError, EngineError (group is dead: every later call throws the same error).
-/// Threads: one call at a time per Group. The *_async forms run on a worker thread that the Group
-/// starts when first needed, in the order given; a blocking call first waits for them.
+/// Errors, for all operations: UsageError (group stays usable); MismatchError, TimeoutError,
+/// PeerLost, PeerFailed, SystemError, EngineError (group is dead: every later call throws the same
+/// error). Threads: one call at a time per Group. The *_async forms run on a worker thread that the
+/// Group starts when first needed, in the order given; a blocking call first waits for them.
 class Group {
  public:
   using Where = std::source_location;
 
-  /// The solo group: rank 0 of 1, where every verb works and moves nothing to anyone.
+  /// The solo group: rank 0 of 1, where every operation works and moves nothing to anyone.
   Group();
   /// A group over an engine: for engine authors.
   Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,

@@ -45,7 +45,7 @@
 ///                  lengths, keys: these stand in a header that travels first, and nothing is
 ///                  changed. On the ranks that read it, where a message is damaged or does not
 ///                  decode as the type. Either way the group stays usable, unlike after the
-///                  MismatchError of a verb of group.hpp.
+///                  MismatchError of a operation of group.hpp.
 ///   UsageError     an object that nests deeper than 2000 levels.
 /// What the serialize function of an object throws comes out of the call unchanged; the other
 /// ranks go on waiting until this rank leaves (PeerFailed) or their deadline passes.

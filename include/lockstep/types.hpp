@@ -114,7 +114,7 @@ concept Arithmetic = detail::dtype_of<T>()
 template <Arithmetic T>
 inline constexpr DType kDTypeOf = *detail::dtype_of<T>();
 
-/// Untyped views of elements: what a Group's verbs take. Null data is allowed when count is 0.
+/// Untyped views of elements: what a Group's operations take. Null data is allowed when count is 0.
 struct ConstElements {
   const void* data = nullptr;
   std::size_t count = 0;

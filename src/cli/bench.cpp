@@ -12,19 +12,19 @@
 #include "base/cpu_model.hpp"
 #include "base/cpus.hpp"
 #include "cli/parse.hpp"
-#include "cli/verbs.hpp"
+#include "cli/subcommands.hpp"
 
 namespace lockstep::cli {
 namespace {
 
 using bench::Mode;
+using bench::Operation;
 using bench::Type;
-using bench::Verb;
 
 constexpr const char* kBenchFooter = R"(Examples:
   lockstep bench                                  all_reduce over 2 processes, 4 B to 16 MiB
   lockstep bench --peer openmpi --peer mpich      the same beside MPI, with the ratio
-  lockstep bench -n 4 --verb barrier --verb all_gather --threads
+  lockstep bench -n 4 --operation barrier --operation all_gather --threads
 
 Contestants take turns, block by block; results are checked before they are timed.
 Each block lies between two probes of how near the two cores are to each other;
@@ -70,10 +70,10 @@ int bench(const std::vector<std::string>& arguments) {
   app.footer(kBenchFooter);
   app.set_help_flag("-h,--help", "Print this");
   app.add_option("-n", plan.n_ranks, "Ranks (default 2)")->check(CLI::Range(1, 512));
-  app.add_option("--verb", plan.verbs, "Collectives (default all_reduce)")
+  app.add_option("--operation", plan.operations, "Collectives (default all_reduce)")
       ->transform(CLI::CheckedTransformer(
-          names({Verb::barrier, Verb::all_reduce, Verb::broadcast, Verb::all_gather,
-                 Verb::reduce_scatter, Verb::all_to_all})));
+          names({Operation::barrier, Operation::all_reduce, Operation::broadcast,
+                 Operation::all_gather, Operation::reduce_scatter, Operation::all_to_all})));
   app.add_option("--min", least, "Smallest buffer (default 4; takes 4KiB, 1MiB)")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
   app.add_option("--max", most, "Largest buffer (default 16MiB)")
@@ -109,7 +109,7 @@ int bench(const std::vector<std::string>& arguments) {
 
   if (const auto exit_code = parse(app, arguments)) return *exit_code;
   if (!as_rank.empty()) return bench::work(as_rank, threads_of);
-  if (plan.verbs.empty()) plan.verbs = {Verb::all_reduce};
+  if (plan.operations.empty()) plan.operations = {Operation::all_reduce};
   if (least < bench::size_of(plan.type) || most < least || most > (std::uint64_t{1} << 32)) {
     fmt::print(stderr,
                "lockstep bench: sizes from {} to {} bytes; expected from {}, the size of one {}, "
@@ -142,8 +142,8 @@ int bench(const std::vector<std::string>& arguments) {
     teams.push_back(std::make_unique<bench::Team>(entrant, plan.n_ranks, plan.cores));
   }
   const bool is_terminal = ::isatty(STDERR_FILENO) != 0;
-  const auto rows = bench::measure_all(plan, teams, [&](Verb verb, std::uint64_t size) {
-    if (is_terminal) fmt::print(stderr, "\r{} {} bytes    ", bench::name_of(verb), size);
+  const auto rows = bench::measure_all(plan, teams, [&](Operation operation, std::uint64_t size) {
+    if (is_terminal) fmt::print(stderr, "\r{} {} bytes    ", bench::name_of(operation), size);
   });
   if (is_terminal) fmt::print(stderr, "\r                                        \r");
   fmt::print("{}", bench::table_of(plan, rows));

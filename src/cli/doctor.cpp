@@ -10,7 +10,7 @@
 #include "cli/doctor/checks.hpp"
 #include "cli/doctor/record_check.hpp"
 #include "cli/parse.hpp"
-#include "cli/verbs.hpp"
+#include "cli/subcommands.hpp"
 #include "run/options.hpp"
 #include "world/environment.hpp"
 

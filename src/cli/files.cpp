@@ -10,7 +10,7 @@
 #include <iterator>
 
 #include "base/fd.hpp"
-#include "cli/verbs.hpp"
+#include "cli/subcommands.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -24,19 +24,19 @@ constexpr int kMostDepth = 16;
 
 }  // namespace
 
-std::string read_regular(std::string_view verb, const fs::path& path) {
+std::string read_regular(std::string_view subcommand, const fs::path& path) {
   // Without O_NONBLOCK, opening a FIFO waits for its writer.
   const base::UniqueFd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct stat status {};
   if (!fd || ::fstat(fd.get(), &status) != 0) {
-    refuse(verb, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
+    refuse(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
   }
   if (!S_ISREG(status.st_mode)) {
-    refuse(verb, fmt::format("cannot read '{}': it is no regular file", path.string()));
+    refuse(subcommand, fmt::format("cannot read '{}': it is no regular file", path.string()));
   }
   if (static_cast<std::size_t>(status.st_size) > kMostBytes) {
-    refuse(verb, fmt::format("cannot read '{}': it has {} bytes, expected at most {}",
-                             path.string(), status.st_size, kMostBytes));
+    refuse(subcommand, fmt::format("cannot read '{}': it has {} bytes, expected at most {}",
+                                   path.string(), status.st_size, kMostBytes));
   }
   std::string text(static_cast<std::size_t>(status.st_size), '\0');
   std::size_t n_read = 0;
@@ -44,7 +44,7 @@ std::string read_regular(std::string_view verb, const fs::path& path) {
     const ssize_t n = ::read(fd.get(), text.data() + n_read, text.size() - n_read);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) {
-      refuse(verb, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
+      refuse(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
     }
     if (n == 0) break;
     n_read += static_cast<std::size_t>(n);
@@ -59,11 +59,11 @@ bool check_depth(int depth, nlohmann::json::parse_event_t /*event*/, nlohmann::j
       501, fmt::format("lists and objects are nested more than {} deep", kMostDepth), nullptr);
 }
 
-void check_is_replaceable(std::string_view verb, const std::string& path) {
+void check_is_replaceable(std::string_view subcommand, const std::string& path) {
   std::error_code ignored;
   const fs::file_status status = fs::status(path, ignored);
   if (!fs::exists(status) || fs::is_regular_file(status)) return;
-  refuse(verb,
+  refuse(subcommand,
          fs::is_directory(status)
              ? fmt::format("'{}' is a folder; give the name of a file", path)
              : fmt::format("'{}' is no regular file, and would be replaced by one; give another "

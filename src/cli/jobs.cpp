@@ -1,5 +1,5 @@
 #include "cli/jobs.hpp"
-#include "cli/verbs.hpp"
+#include "cli/subcommands.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>

@@ -9,32 +9,34 @@
 #include <vector>
 
 #include "cli/files.hpp"
-#include "cli/verbs.hpp"
+#include "cli/subcommands.hpp"
 #include "run/errors.hpp"
 
 namespace {
 
-struct Verb {
+struct Subcommand {
   std::string_view name;
   std::string_view summary;
   int (*run)(const std::vector<std::string>& arguments);
 };
 
-constexpr std::array kVerbs = {
-    Verb{"run", "start a program on N ranks of this machine", lockstep::cli::run},
-    Verb{"bench", "measure collectives, alone or beside MPI and c10d", lockstep::cli::bench},
-    Verb{"doctor", "say what this machine has for lockstep, with advice", lockstep::cli::doctor},
-    Verb{"top", "show what each rank of a running job is doing", lockstep::cli::top},
-    Verb{"trace", "say where the time of a traced run went", lockstep::cli::trace},
+constexpr std::array kSubcommands = {
+    Subcommand{"run", "start a program on N ranks of this machine", lockstep::cli::run},
+    Subcommand{"bench", "measure collectives, alone or beside MPI and c10d", lockstep::cli::bench},
+    Subcommand{"doctor", "say what this machine has for lockstep, with advice",
+               lockstep::cli::doctor},
+    Subcommand{"top", "show what each rank of a running job is doing", lockstep::cli::top},
+    Subcommand{"trace", "say where the time of a traced run went", lockstep::cli::trace},
 };
 
 std::string help() {
   std::string text =
       "lockstep: distributed training that moves together, or says who stopped.\n\n"
-      "Usage: lockstep VERB [OPTIONS] ...\n\nVerbs:\n";
-  for (const Verb& verb : kVerbs) text += fmt::format("  {:<8}{}\n", verb.name, verb.summary);
+      "Usage: lockstep SUBCOMMAND [OPTIONS] ...\n\nSubcommands:\n";
+  for (const Subcommand& subcommand : kSubcommands)
+    text += fmt::format("  {:<8}{}\n", subcommand.name, subcommand.summary);
   return text +
-         "\nlockstep VERB --help tells more. Begin with:\n"
+         "\nlockstep SUBCOMMAND --help tells more. Begin with:\n"
          "  lockstep run -n 4 ./my_program\n\n"
          "Options:\n"
          "  -h,--help   print this\n"
@@ -55,10 +57,10 @@ int dispatch(const std::vector<std::string>& arguments) {
     fmt::print("lockstep {}\n", LOCKSTEP_VERSION);
     return 0;
   }
-  for (const Verb& verb : kVerbs) {
-    if (first == verb.name) return verb.run({arguments.begin() + 1, arguments.end()});
+  for (const Subcommand& subcommand : kSubcommands) {
+    if (first == subcommand.name) return subcommand.run({arguments.begin() + 1, arguments.end()});
   }
-  fmt::print(stderr, "lockstep: there is no verb '{}'; see lockstep --help\n", first);
+  fmt::print(stderr, "lockstep: unknown subcommand '{}'; see lockstep --help\n", first);
   return lockstep::cli::kUsageExitCode;
 }
 

@@ -5,12 +5,12 @@
 #include <cstdio>
 #include <lockstep/error.hpp>
 
-#include "cli/verbs.hpp"
+#include "cli/subcommands.hpp"
 
 namespace lockstep::cli {
 
-void refuse(std::string_view verb, const std::string& text) {
-  throw UsageError({.operation = std::string(verb)}, text);
+void refuse(std::string_view subcommand, const std::string& text) {
+  throw UsageError({.operation = std::string(subcommand)}, text);
 }
 
 std::optional<int> parse(CLI::App& app, const std::vector<std::string>& words) {

@@ -11,8 +11,8 @@
 
 namespace lockstep::cli {
 
-/// Parses what follows a verb. The exit code where that ends it: its help was asked for, or the
-/// line is wrong, which standard error then says.
+/// Parses what follows a subcommand. The exit code where that ends it: its help was asked for, or
+/// the line is wrong, which standard error then says.
 std::optional<int> parse(CLI::App& app, const std::vector<std::string>& words);
 
 /// Takes numbers from `least` to `most`. `what` says in words what they are.

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "cli/parse.hpp"
+#include "cli/subcommands.hpp"
 #include "cli/trace/run_traced.hpp"
-#include "cli/verbs.hpp"
 #include "run/launch_ranks.hpp"
 #include "run/options.hpp"
 

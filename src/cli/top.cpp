@@ -23,7 +23,7 @@
 #include "cli/files.hpp"
 #include "cli/jobs.hpp"
 #include "cli/parse.hpp"
-#include "cli/verbs.hpp"
+#include "cli/subcommands.hpp"
 #include "record/signature.hpp"
 
 namespace lockstep::cli {
@@ -324,7 +324,7 @@ class Screen {
   std::size_t n_drawn_ = 0;
 };
 
-// --- the verb ---------------------------------------------------------------------------------
+// --- the subcommand ---------------------------------------------------------------------------
 
 std::optional<RunningJob> choose(const std::vector<RunningJob>& jobs) {
   if (jobs.size() == 1) return jobs.front();

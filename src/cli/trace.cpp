@@ -9,8 +9,8 @@
 
 #include "cli/files.hpp"
 #include "cli/parse.hpp"
+#include "cli/subcommands.hpp"
 #include "cli/trace/trace_data.hpp"
-#include "cli/verbs.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -45,7 +45,8 @@ int trace(const std::vector<std::string>& arguments) {
   CLI::App* const merge = app.add_subcommand("merge", "Make one trace of several");
   merge->add_option("FILE", file)->required()->type_name("");
   merge->add_option("INPUT", inputs, "Files or folders")->required()->type_name("...");
-  for (CLI::App* const verb : {summary, merge}) verb->set_help_flag("-h,--help", "Print this");
+  for (CLI::App* const subcommand : {summary, merge})
+    subcommand->set_help_flag("-h,--help", "Print this");
   if (const auto exit_code = parse(app, arguments)) return *exit_code;
 
   if (summary->parsed()) {

@@ -14,13 +14,13 @@ namespace {
   throw SystemError({.operation = "collect_results"}, errno, text);
 }
 
-base::UniqueFd open_file(const std::filesystem::path& path, int flags, std::string_view verb) {
+base::UniqueFd open_file(const std::filesystem::path& path, int flags, std::string_view action) {
   base::UniqueFd fd(::open(path.c_str(), flags | O_CLOEXEC, 0600));
   if (!fd) {
     fail(
         fmt::format("cannot {} {}; tmpdir must be a directory that exists, that you may write to "
                     "and that all ranks see",
-                    verb, path.native()));
+                    action, path.native()));
   }
   return fd;
 }

@@ -111,7 +111,7 @@ void check_counts(const GroupState& group, const Call& call, std::size_t in_coun
   }
 }
 
-/// The checked call of each verb, which the blocking and the asynchronous form share.
+/// The checked call of each operation, which the blocking and the asynchronous form share.
 
 Call barrier_call(GroupState&, std::source_location where) {
   return {.op = Op::barrier, .where = where};

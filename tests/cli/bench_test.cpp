@@ -37,7 +37,7 @@ TEST(BenchTest, every_verb_with_processes_and_threads) {
   const TemporaryFolder folder;
   const Ended ended = bench({"-n",
                              "3",
-                             "--verb",
+                             "--operation",
                              "barrier",
                              "all_reduce",
                              "broadcast",
@@ -100,10 +100,10 @@ TEST(BenchTest, beside_mpi) {
 TEST(BenchTest, beside_limits) {
   const TemporaryFolder folder;
   const Ended ended =
-      bench({"--unpinned", "--peer",     "floor",      "--peer", "bare",
-             "--verb",     "barrier",    "all_reduce", "--min",  "4",
-             "--max",      "256KiB",     "--factor",   "16",     "--blocks",
-             "1",          "--block-ms", "1",          "--json", folder / "figures.json"});
+      bench({"--unpinned",  "--peer",     "floor",      "--peer", "bare",
+             "--operation", "barrier",    "all_reduce", "--min",  "4",
+             "--max",       "256KiB",     "--factor",   "16",     "--blocks",
+             "1",           "--block-ms", "1",          "--json", folder / "figures.json"});
   if (contains(ended.err, "built without it")) GTEST_SKIP() << ended.err;
   ASSERT_EQ(ended.exit_code, 0) << ended.err << ended.out;
   const nlohmann::json rows = read_json(folder / "figures.json")["rows"];
@@ -171,7 +171,7 @@ TEST(BenchTest, wrong_command_lines) {
     EXPECT_EQ(ended.out, "");
   };
   expect_refused({"--peer", "carrier_pigeon"}, "carrier_pigeon");
-  expect_refused({"--verb", "jump"}, "jump");
+  expect_refused({"--operation", "jump"}, "jump");
   expect_refused({"--min", "8KiB", "--max", "4KiB"}, "--min not above --max");
   expect_refused({"--type", "f64", "--min", "4"}, "the size of one f64");
   expect_refused({"-n", "0"}, "-n");
@@ -187,7 +187,7 @@ class Idle : public bench::Contestant {
 TEST(BenchTest, wrong_results_are_not_timed) {
   Idle idle;
   bench::Block block{};
-  block.verb = bench::Verb::all_reduce;
+  block.operation = bench::Operation::all_reduce;
   block.type = bench::Type::f32;
   block.count = 5;
   block.n_samples = 1;

@@ -184,8 +184,8 @@ TEST_P(MpiTest, messages_past_2_to_the_31_elements) {
   }
   const Ended ended = mpirun(2, OVER_MPI_PROGRAM " long", /*timeout_s=*/"600");
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
-  for (const char* verb : {"broadcast", "recv", "all_gather", "all_reduce"}) {
-    EXPECT_NE(ended.out.find(verb), std::string::npos) << ended.out;
+  for (const char* operation : {"broadcast", "recv", "all_gather", "all_reduce"}) {
+    EXPECT_NE(ended.out.find(operation), std::string::npos) << ended.out;
   }
 }
 

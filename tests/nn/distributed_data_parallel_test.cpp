@@ -554,7 +554,8 @@ class Trace {
 };
 
 /// The engine of a group over another group, which traces the end of each all_reduce and whether
-/// its data lay in allocated memory. Of the other verbs it has what DistributedDataParallel needs.
+/// its data lay in allocated memory. Of the other operations it has what DistributedDataParallel
+/// needs.
 class TracedEngine final : public Engine {
  public:
   TracedEngine(Group group, Trace& trace) : group_(std::move(group)), trace_(trace) {}

@@ -116,7 +116,8 @@ TEST(TensorObjectsTest, collect_results_of_tensors_and_labels) {
   });
 }
 
-// --- asynchronous verbs -------------------------------------------------------------------------
+// --- asynchronous operations
+// -------------------------------------------------------------------------
 
 TEST(TensorAsyncTest, every_verb) {
   on_ranks(2, [](int rank) {

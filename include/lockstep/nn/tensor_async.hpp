@@ -12,8 +12,8 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
-/// The verbs of tensor_ops.hpp on the group's worker thread, in the order given: sizes, types and
-/// errors are the same, and what is the caller's fault is thrown at once.
+/// The operations of tensor_ops.hpp on the group's worker thread, in the order given: sizes, types
+/// and errors are the same, and what is the caller's fault is thrown at once.
 ///
 ///   auto work = lockstep::nn::all_reduce_async(loss);
 ///   ...

@@ -9,10 +9,10 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
-/// The verbs over tensors: sizes are those of the tensors, errors and threads those of the Group's
-/// verbs (group.hpp). Tensors that are not contiguous, or on CUDA, are copied to the host and back.
-/// UsageError for a type without a DType (bool, complex), another device, a sparse or undefined
-/// tensor.
+/// The operations over tensors: sizes are those of the tensors, errors and threads those of the
+/// Group's operations (group.hpp). Tensors that are not contiguous, or on CUDA, are copied to the
+/// host and back. UsageError for a type without a DType (bool, complex), another device, a sparse
+/// or undefined tensor.
 namespace lockstep::nn {
 
 /// data <- reduction of every rank's data, on all ranks. Autograd does not see it.
@@ -69,7 +69,7 @@ void recv(at::Tensor& data, int src, const Group& group = default_group(), Deadl
 DType dtype_of(const at::Tensor& tensor,
                std::source_location where = std::source_location::current());
 
-/// A contiguous CPU tensor's elements, for the verbs of Group.
+/// A contiguous CPU tensor's elements, for the operations of Group.
 /// Throws UsageError where the tensor is not such.
 Elements elements_of(const at::Tensor& tensor,
                      std::source_location where = std::source_location::current());

@@ -17,7 +17,7 @@
 #include <lockstep/nn/tensor_ops.hpp>
 #include <lockstep/types.hpp>
 
-/// The verbs over nested containers of tensors: vector, array, map, torch::OrderedDict, pair,
+/// The operations over nested containers of tensors: vector, array, map, torch::OrderedDict, pair,
 /// tuple, at any depth; what else stands in them is left as it is. One message per tensor, in
 /// order; the containers are alike on all ranks, else MismatchError (or a TimeoutError, where one
 /// has more).
@@ -241,7 +241,7 @@ at::Device get_data_device(const T& data,
   return detail::common_device(detail::tensors_of(data), where);
 }
 
-/// The device whose tensors the group's verbs take: the CPU.
+/// The device whose tensors the group's operations take: the CPU.
 at::Device get_comm_device(const Group& group = default_group());
 
 /// `data`, a tensor or a container, with its tensors on `device`; those there already are the same.

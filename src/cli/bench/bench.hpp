@@ -15,7 +15,7 @@
 
 namespace lockstep::bench {
 
-std::string_view name_of(Verb verb);
+std::string_view name_of(Operation operation);
 std::string_view name_of(Type type);
 std::string_view name_of(Mode mode);
 
@@ -71,7 +71,7 @@ class Team {
 
 struct Plan {
   int n_ranks = 2;
-  std::vector<Verb> verbs;
+  std::vector<Operation> operations;
   std::vector<std::uint64_t> sizes;  ///< bytes, as nccl-tests counts them
   Type type = Type::f32;
   Mode mode = Mode::warm;
@@ -90,7 +90,7 @@ struct Figures {
 
 /// One entrant at one size.
 struct Row {
-  Verb verb;
+  Operation operation;
   std::uint64_t n_bytes;
   std::string entrant;
   std::string family;
@@ -103,10 +103,10 @@ struct Row {
   std::string error = {};  ///< why there are no figures
 };
 
-/// Every size of every verb, the teams by turns, block by block. `progress` is called after each
-/// size.
+/// Every size of every operation, the teams by turns, block by block. `progress` is called after
+/// each size.
 std::vector<Row> measure_all(const Plan& plan, std::vector<std::unique_ptr<Team>>& teams,
-                             const std::function<void(Verb, std::uint64_t)>& progress);
+                             const std::function<void(Operation, std::uint64_t)>& progress);
 
 /// Measures where the shared engine's thresholds are best for such ranks on this machine: a value
 /// of LOCKSTEP_TUNE, with its name. Takes a minute or so. Throws what Team and its run throw.

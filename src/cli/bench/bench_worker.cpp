@@ -34,13 +34,15 @@ class Lockstep : public Contestant {
     const DType dtype = dtype_of(block.type);
     const std::size_t n = block.count;
     const std::size_t all = n * static_cast<std::size_t>(group_.size());
-    switch (block.verb) {
-      case Verb::barrier: group_.barrier(); break;
-      case Verb::all_reduce: group_.all_reduce({out, n, dtype}); break;
-      case Verb::broadcast: group_.broadcast({out, n, dtype}); break;
-      case Verb::all_gather: group_.all_gather({in, n, dtype}, {out, all, dtype}); break;
-      case Verb::reduce_scatter: group_.reduce_scatter({in, all, dtype}, {out, n, dtype}); break;
-      case Verb::all_to_all: group_.all_to_all({in, all, dtype}, {out, all, dtype}); break;
+    switch (block.operation) {
+      case Operation::barrier: group_.barrier(); break;
+      case Operation::all_reduce: group_.all_reduce({out, n, dtype}); break;
+      case Operation::broadcast: group_.broadcast({out, n, dtype}); break;
+      case Operation::all_gather: group_.all_gather({in, n, dtype}, {out, all, dtype}); break;
+      case Operation::reduce_scatter:
+        group_.reduce_scatter({in, all, dtype}, {out, n, dtype});
+        break;
+      case Operation::all_to_all: group_.all_to_all({in, all, dtype}, {out, all, dtype}); break;
     }
   }
 

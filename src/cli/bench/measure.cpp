@@ -17,32 +17,35 @@ double quantile(std::vector<double> values, double q) {
   return values[static_cast<std::size_t>(at)];
 }
 
-bool is_in_place(Verb verb) { return verb == Verb::all_reduce || verb == Verb::broadcast; }
+bool is_in_place(Operation operation) {
+  return operation == Operation::all_reduce || operation == Operation::broadcast;
+}
 
 /// A block of one call's kind, without its lengths.
-Block block_of(const Plan& plan, Verb verb, std::uint64_t n_bytes) {
+Block block_of(const Plan& plan, Operation operation, std::uint64_t n_bytes) {
   const std::uint64_t n = n_bytes / size_of(plan.type);
   const auto ranks = static_cast<std::uint64_t>(plan.n_ranks);
   Block block{};
-  block.verb = verb;
+  block.operation = operation;
   block.type = plan.type;
-  block.mode = verb == Verb::barrier ? Mode::warm : plan.mode;
+  block.mode = operation == Operation::barrier ? Mode::warm : plan.mode;
   block.in_shared_memory = plan.in_shared_memory ? 1 : 0;
-  block.count =
-      verb == Verb::barrier ? 0 : (is_in_place(verb) ? n : std::max<std::uint64_t>(n / ranks, 1));
+  block.count = operation == Operation::barrier
+                    ? 0
+                    : (is_in_place(operation) ? n : std::max<std::uint64_t>(n / ranks, 1));
   return block;
 }
 
 /// Bytes on the wire for each byte of the buffer, as nccl-tests reckons.
-double bus_factor(Verb verb, int n_ranks) {
+double bus_factor(Operation operation, int n_ranks) {
   const double n = n_ranks;
-  switch (verb) {
-    case Verb::barrier: return 0;
-    case Verb::all_reduce: return 2 * (n - 1) / n;
-    case Verb::broadcast: return 1;
-    case Verb::all_gather:
-    case Verb::reduce_scatter:
-    case Verb::all_to_all: return (n - 1) / n;
+  switch (operation) {
+    case Operation::barrier: return 0;
+    case Operation::all_reduce: return 2 * (n - 1) / n;
+    case Operation::broadcast: return 1;
+    case Operation::all_gather:
+    case Operation::reduce_scatter:
+    case Operation::all_to_all: return (n - 1) / n;
   }
   return 0;
 }
@@ -101,9 +104,9 @@ bool all_count(const std::vector<Track>& tracks) {
   });
 }
 
-Row row_of(const Plan& plan, Verb verb, std::uint64_t n_bytes, const Track& track,
+Row row_of(const Plan& plan, Operation operation, std::uint64_t n_bytes, const Track& track,
            Placement placement) {
-  Row row{.verb = verb,
+  Row row{.operation = operation,
           .n_bytes = n_bytes,
           .entrant = track.team->entrant().name,
           .family = track.team->entrant().family,
@@ -126,7 +129,7 @@ Row row_of(const Plan& plan, Verb verb, std::uint64_t n_bytes, const Track& trac
   if (const auto found = row.by_placement.find(placement); found != row.by_placement.end()) {
     row.figures = found->second;
     row.algorithm_gb_s = static_cast<double>(n_bytes) / row.figures.p50_us / 1e3;
-    row.bus_gb_s = row.algorithm_gb_s * bus_factor(verb, plan.n_ranks);
+    row.bus_gb_s = row.algorithm_gb_s * bus_factor(operation, plan.n_ranks);
   } else if (row.error.empty()) {
     row.error = "the machine moved during every block";
   }
@@ -151,14 +154,14 @@ void run_block(const Plan& plan, Track& track) {
 }  // namespace
 
 std::vector<Row> measure_all(const Plan& plan, std::vector<std::unique_ptr<Team>>& teams,
-                             const std::function<void(Verb, std::uint64_t)>& progress) {
+                             const std::function<void(Operation, std::uint64_t)>& progress) {
   std::vector<Row> rows;
-  for (const Verb verb : plan.verbs) {
+  for (const Operation operation : plan.operations) {
     for (const std::uint64_t n_bytes : plan.sizes) {
       std::vector<Track> tracks;
       for (auto& team : teams) {
         if (!team) continue;
-        Track track{.team = team.get(), .block = block_of(plan, verb, n_bytes)};
+        Track track{.team = team.get(), .block = block_of(plan, operation, n_bytes)};
         try {
           // The first block warms up, the second says how long a call takes.
           track.block.n_samples = 3;
@@ -184,14 +187,14 @@ std::vector<Row> measure_all(const Plan& plan, std::vector<std::unique_ptr<Team>
       }
       const Placement placement = commonest(tracks);
       for (const Track& track : tracks) {
-        rows.push_back(row_of(plan, verb, n_bytes, track, placement));
+        rows.push_back(row_of(plan, operation, n_bytes, track, placement));
         if (track.error.empty()) continue;
         for (auto& team : teams) {
           if (team.get() == track.team) team.reset();  // its ranks have ended
         }
       }
-      progress(verb, n_bytes);
-      if (verb == Verb::barrier) break;
+      progress(operation, n_bytes);
+      if (operation == Operation::barrier) break;
     }
   }
   return rows;

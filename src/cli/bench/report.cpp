@@ -48,11 +48,11 @@ std::optional<double> ratio_of(const std::vector<const Row*>& rows) {
   return theirs / mine;
 }
 
-using Key = std::pair<Verb, std::uint64_t>;
+using Key = std::pair<Operation, std::uint64_t>;
 
 std::map<Key, std::vector<const Row*>> by_size(const std::vector<Row>& rows) {
   std::map<Key, std::vector<const Row*>> sizes;
-  for (const Row& row : rows) sizes[{row.verb, row.n_bytes}].push_back(&row);
+  for (const Row& row : rows) sizes[{row.operation, row.n_bytes}].push_back(&row);
   return sizes;
 }
 
@@ -69,14 +69,14 @@ std::string quoted(const std::string& text) {
 
 }  // namespace
 
-std::string_view name_of(Verb verb) {
-  switch (verb) {
-    case Verb::barrier: return "barrier";
-    case Verb::all_reduce: return "all_reduce";
-    case Verb::broadcast: return "broadcast";
-    case Verb::all_gather: return "all_gather";
-    case Verb::reduce_scatter: return "reduce_scatter";
-    case Verb::all_to_all: return "all_to_all";
+std::string_view name_of(Operation operation) {
+  switch (operation) {
+    case Operation::barrier: return "barrier";
+    case Operation::all_reduce: return "all_reduce";
+    case Operation::broadcast: return "broadcast";
+    case Operation::all_gather: return "all_gather";
+    case Operation::reduce_scatter: return "reduce_scatter";
+    case Operation::all_to_all: return "all_to_all";
   }
   return "unknown";
 }
@@ -119,16 +119,16 @@ std::string table_of(const Plan& plan, const std::vector<Row>& rows) {
   std::string text = fmt::format(
       "{} ranks, {}, {} buffers{}; median us of a call (p99), ours in GB/s\n", plan.n_ranks,
       name_of(plan.type), name_of(plan.mode), plan.in_shared_memory ? " in shared memory" : "");
-  std::optional<Verb> verb;
+  std::optional<Operation> operation;
   for (const auto& [key, row_of_size] : by_size(rows)) {
-    if (verb != key.first) {
-      verb = key.first;
-      text += fmt::format("\n{:<16}", name_of(*verb));
+    if (operation != key.first) {
+      operation = key.first;
+      text += fmt::format("\n{:<16}", name_of(*operation));
       for (const std::string& name : entrants) text += fmt::format("{:>26}", name);
       text += fmt::format("{:>8}{:>8}{}  placement\n", "alg", "bus",
                           has_peers ? "   best peer / ours" : "");
     }
-    text += fmt::format("{:<16}", *verb == Verb::barrier ? "" : bytes_text(key.second));
+    text += fmt::format("{:<16}", *operation == Operation::barrier ? "" : bytes_text(key.second));
     const Row* mine = nullptr;
     for (const std::string& name : entrants) {
       const auto found = std::find_if(row_of_size.begin(), row_of_size.end(),
@@ -151,8 +151,8 @@ std::string table_of(const Plan& plan, const std::vector<Row>& rows) {
   }
   for (const Row& row : rows) {
     if (!row.error.empty()) {
-      text += fmt::format("\n{} {} {}: {}", row.entrant, name_of(row.verb), bytes_text(row.n_bytes),
-                          row.error);
+      text += fmt::format("\n{} {} {}: {}", row.entrant, name_of(row.operation),
+                          bytes_text(row.n_bytes), row.error);
     }
   }
   return text;
@@ -164,7 +164,7 @@ nlohmann::json json_of(const Plan& plan, const std::vector<Row>& rows) {
                          {"pinned", !plan.cores.empty()},  {"blocks", plan.n_blocks},
                          {"rows", nlohmann::json::array()}};
   for (const Row& row : rows) {
-    nlohmann::json entry = {{"verb", name_of(row.verb)},
+    nlohmann::json entry = {{"operation", name_of(row.operation)},
                             {"bytes", row.n_bytes},
                             {"entrant", row.entrant},
                             {"family", row.family}};
@@ -192,14 +192,14 @@ void draw(const Plan& plan, const std::vector<Row>& rows, const std::string& pat
       "set terminal svg size 800,{} background rgb 'white' font 'sans-serif,12'\nset output {}\n"
       "set multiplot layout {},1\nset logscale xy\nset format x '%.0s %cB'\n"
       "set ylabel 'microseconds'\nset key outside right\nset grid\n",
-      400 * plan.verbs.size(), quoted(path), plan.verbs.size());
-  for (const Verb verb : plan.verbs) {
+      400 * plan.operations.size(), quoted(path), plan.operations.size());
+  for (const Operation operation : plan.operations) {
     std::string plots;
     std::string data;
     for (const std::string& name : entrants_of(rows)) {
       std::string points;
       for (const Row& row : rows) {
-        if (row.verb == verb && row.entrant == name && row.figures.n_blocks > 0) {
+        if (row.operation == operation && row.entrant == name && row.figures.n_blocks > 0) {
           points +=
               fmt::format("{} {}\n", std::max<std::uint64_t>(row.n_bytes, 1), row.figures.p50_us);
         }
@@ -210,8 +210,8 @@ void draw(const Plan& plan, const std::vector<Row>& rows, const std::string& pat
       data += points + "e\n";
     }
     if (plots.empty()) continue;
-    script += fmt::format("set title '{}, {} ranks, {}'\nplot {}\n{}", name_of(verb), plan.n_ranks,
-                          name_of(plan.type), plots, data);
+    script += fmt::format("set title '{}, {} ranks, {}'\nplot {}\n{}", name_of(operation),
+                          plan.n_ranks, name_of(plan.type), plots, data);
   }
   std::fputs(script.c_str(), gnuplot);
   const int status = ::pclose(gnuplot);

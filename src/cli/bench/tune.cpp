@@ -21,7 +21,7 @@ using Medians = std::map<std::uint64_t, std::map<std::string, double>>;
 /// Teams of ours that differ in LOCKSTEP_TUNE, by turns.
 Medians compare(Plan plan, const std::vector<std::string>& settings,
                 std::vector<std::uint64_t> sizes) {
-  plan.verbs = {Verb::all_reduce};
+  plan.operations = {Operation::all_reduce};
   plan.sizes = std::move(sizes);
   std::vector<std::unique_ptr<Team>> teams;
   for (const std::string& setting : settings) {
@@ -31,7 +31,7 @@ Medians compare(Plan plan, const std::vector<std::string>& settings,
     teams.push_back(std::make_unique<Team>(entrant, plan.n_ranks, plan.cores));
   }
   Medians medians;
-  for (const Row& row : measure_all(plan, teams, [](Verb, std::uint64_t) {})) {
+  for (const Row& row : measure_all(plan, teams, [](Operation, std::uint64_t) {})) {
     if (row.figures.n_blocks > 0) medians[row.n_bytes][row.entrant] = row.figures.p50_us;
   }
   return medians;

@@ -26,7 +26,7 @@
 /// that a contestant whose turn it is not takes no core.
 namespace lockstep::bench {
 
-enum class Verb : std::uint32_t {
+enum class Operation : std::uint32_t {
   barrier,
   all_reduce,
   broadcast,
@@ -65,7 +65,7 @@ struct Welcome {
 
 /// From the driver: one block of calls, the same on every rank.
 struct Block {
-  Verb verb;
+  Operation operation;
   Type type;
   Mode mode;
   std::uint32_t in_shared_memory;  ///< buffers from the contestant's own allocator
@@ -122,7 +122,7 @@ class Contestant {
   virtual ~Contestant() = default;
   virtual void barrier() = 0;
   /// One call: sums where it reduces, root 0. all_reduce and broadcast work in place in `out`; in
-  /// and out hold n_ranks * count elements where the verb gathers or scatters.
+  /// and out hold n_ranks * count elements where the operation gathers or scatters.
   virtual void call(const Block& block, void* in, void* out) = 0;
   /// Memory that the contestant moves best; null where it has none such.
   virtual std::byte* allocate(std::size_t /*n_bytes*/) { return nullptr; }
@@ -160,11 +160,14 @@ class Buffers {
   Buffers(Contestant& contestant, const Block& block, int rank, int n_ranks)
       : block_(block), rank_(rank), n_ranks_(n_ranks), element_(size_of(block.type)) {
     const auto n = static_cast<std::size_t>(n_ranks);
-    const bool is_in_place = block.verb == Verb::all_reduce || block.verb == Verb::broadcast;
+    const bool is_in_place =
+        block.operation == Operation::all_reduce || block.operation == Operation::broadcast;
     const std::size_t one = block.count;
-    n_in_ = is_in_place ? 0 : (block.verb == Verb::all_gather ? one : one * n);
-    n_out_ = block.verb == Verb::all_gather || block.verb == Verb::all_to_all ? one * n : one;
-    if (block.verb == Verb::barrier) n_in_ = n_out_ = 0;
+    n_in_ = is_in_place ? 0 : (block.operation == Operation::all_gather ? one : one * n);
+    n_out_ = block.operation == Operation::all_gather || block.operation == Operation::all_to_all
+                 ? one * n
+                 : one;
+    if (block.operation == Operation::barrier) n_in_ = n_out_ = 0;
     // All pairs of buffers that `fresh` walks through lie in one piece of memory.
     n_pairs_ = block.mode == Mode::fresh ? std::max<std::size_t>(block.n_samples, 1) + 1 : 1;
     pair_bytes_ = (n_in_ * element_ + 63) / 64 * 64 + (n_out_ * element_ + 63) / 64 * 64;
@@ -217,13 +220,13 @@ class Buffers {
     };
     const std::size_t one = std::max<std::size_t>(block_.count, 1);
     const auto mine = static_cast<std::size_t>(rank_) * one;
-    switch (block_.verb) {
-      case Verb::barrier: return 0;
-      case Verb::all_reduce: return sum(i);
-      case Verb::broadcast: return value_of(0, i);
-      case Verb::all_gather: return value_of(static_cast<int>(i / one), i % one);
-      case Verb::reduce_scatter: return sum(mine + i);
-      case Verb::all_to_all: return value_of(static_cast<int>(i / one), mine + i % one);
+    switch (block_.operation) {
+      case Operation::barrier: return 0;
+      case Operation::all_reduce: return sum(i);
+      case Operation::broadcast: return value_of(0, i);
+      case Operation::all_gather: return value_of(static_cast<int>(i / one), i % one);
+      case Operation::reduce_scatter: return sum(mine + i);
+      case Operation::all_to_all: return value_of(static_cast<int>(i / one), mine + i % one);
     }
     return 0;
   }

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "cli/files.hpp"
-#include "cli/verbs.hpp"
+#include "cli/subcommands.hpp"
 #include "record/flight_file.hpp"
 
 namespace lockstep::cli {
@@ -35,7 +35,7 @@ struct Operation {
   std::string where;
   std::string state;  ///< "finished", "failed", "under way"
   int peer;           ///< of send, recv
-  std::string verb;
+  std::string name;
   std::int64_t start_ns;
 };
 
@@ -51,10 +51,10 @@ struct Record {
 
 /// What all ranks of a collective must agree on.
 std::string call_of(const json& operation) {
-  const std::string verb = operation.at("operation");
-  std::string text = verb;
+  const std::string name = operation.at("operation");
+  std::string text = name;
   if (operation.contains("type")) {
-    const bool may_differ = verb == "all_gather" || verb == "gather";
+    const bool may_differ = name == "all_gather" || name == "gather";
     text += may_differ ? fmt::format(" of {}", operation.at("type").get<std::string>())
                        : fmt::format(" of {} {}", operation.at("count").get<std::uint64_t>(),
                                      operation.at("type").get<std::string>());
@@ -85,7 +85,7 @@ Record parse(const json& file) {
                                  .where = operation.at("where"),
                                  .state = operation.at("state"),
                                  .peer = operation.value("root", -1),
-                                 .verb = operation.at("operation"),
+                                 .name = operation.at("operation"),
                                  .start_ns = operation.at("start_ns")});
   }
   return record;
@@ -342,7 +342,7 @@ bool print_open_messages(const std::vector<Record>& records) {
     for (const Operation& operation : record.operations) {
       if (operation.collective != 0 || operation.state == "finished") continue;
       print("Rank {} waits in {} at {} for rank {} of group '{}', which did not come\n",
-            record.rank, operation.verb, operation.where, operation.peer, operation.group);
+            record.rank, operation.name, operation.where, operation.peer, operation.group);
       is_any = true;
     }
   }

@@ -16,8 +16,8 @@
 #include "base/fd.hpp"
 #include "base/text.hpp"
 #include "base/ticks.hpp"
+#include "cli/subcommands.hpp"
 #include "cli/trace/trace_data.hpp"
-#include "cli/verbs.hpp"
 #include "record/signature.hpp"
 #include "record/trace_file.hpp"
 

@@ -10,8 +10,8 @@
 #include <lockstep/error.hpp>
 
 #include "cli/files.hpp"
+#include "cli/subcommands.hpp"
 #include "cli/trace/trace_data.hpp"
-#include "cli/verbs.hpp"
 
 namespace lockstep::cli::tracing {
 namespace {

@@ -35,7 +35,7 @@ std::string count_of(std::size_t n, const char* one, const char* several) {
   return fmt::format("{} {}", n, n == 1 ? one : several);
 }
 
-/// Calls of one verb, or regions of one name, on all ranks together.
+/// Calls of one operation, or regions of one name, on all ranks together.
 struct Total {
   std::string_view name{};
   std::uint64_t n = 0;

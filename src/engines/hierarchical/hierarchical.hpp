@@ -8,7 +8,7 @@ namespace lockstep::hierarchical {
 
 /// Shared memory inside each host, `outer` between hosts. all_reduce, reduce, broadcast and barrier
 /// go through one rank of each host, so that their bytes cross between hosts once per host and not
-/// once per rank; messages between ranks of one host stay there; the other verbs are outer's.
+/// once per rank; messages between ranks of one host stay there; the other operations are outer's.
 ///
 /// Reductions fold the ranks of each host in rank order, then the hosts in the order of their
 /// lowest ranks, by outer's all_reduce; 16-bit floats and means of integers stay wide between hosts

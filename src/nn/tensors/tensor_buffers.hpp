@@ -13,7 +13,7 @@
 
 #include "nn/error.hpp"
 
-/// Tensors as buffers of a Group's verbs, and back.
+/// Tensors as buffers of a Group's operations, and back.
 namespace lockstep::nn {
 
 inline void check_tensor(const char* operation, const at::Tensor& tensor, const Group& group,

@@ -35,7 +35,7 @@ class BufferTable {
   std::vector<Entry> entries_;
 };
 
-/// Collectives over one channel. collectives.cpp has one function per verb.
+/// Collectives over one channel. collectives.cpp has one function per operation.
 class SharedEngine final : public Engine, public engines::EndsWithError {
  public:
   /// Attaches to the world's channel as `seat` and waits for all ranks of the world.

@@ -6,14 +6,14 @@
 
 namespace lockstep::cli {
 
-/// Exit code of every verb when its command line is wrong.
+/// Exit code of every subcommand when its command line is wrong.
 inline constexpr int kUsageExitCode = 2;
 
-/// UsageError, of `lockstep VERB`.
-[[noreturn]] void refuse(std::string_view verb, const std::string& text);
+/// UsageError, of `lockstep SUBCOMMAND`.
+[[noreturn]] void refuse(std::string_view subcommand, const std::string& text);
 
-/// `lockstep run`: starts the ranks of a program on this machine. Takes what follows the verb and
-/// returns the exit code. Throws lockstep::Error.
+/// `lockstep run`: starts the ranks of a program on this machine. Takes what follows the subcommand
+/// and returns the exit code. Throws lockstep::Error.
 int run(const std::vector<std::string>& arguments);
 
 /// `lockstep bench`: measures collectives, alone or beside a peer.
