@@ -1,3 +1,4 @@
+#include <atomic>
 #include <exception>
 #include <lockstep/env.hpp>
 #include <lockstep/error.hpp>
@@ -59,7 +60,8 @@ void destroy_dist(std::string_view failure, std::source_location where) {
   if (!session) session = internal::take_process_session();
   if (!session) return;
   if (session->is_copy()) {  // not this process's to close
-    [[maybe_unused]] static const internal::Session* const kept = session.release();
+    static std::atomic<const internal::Session*> kept{nullptr};
+    kept.store(session.release(), std::memory_order_relaxed);
     return;
   }
   if (failure.empty() && std::uncaught_exceptions() > 0) {

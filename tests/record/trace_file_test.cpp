@@ -106,7 +106,8 @@ TEST_F(TraceTest, scopes_nest_around_calls) {
     EXPECT_EQ(calls[0]->call.count, 1U);
     EXPECT_EQ(calls[0]->call.collective, 1U);
     EXPECT_STREQ(file->groups[calls[0]->call.group].data(), "world");
-    EXPECT_EQ(std::string(file->sites[calls[0]->call.site].data()).find("trace_file_test.cpp:"), 0U);
+    EXPECT_EQ(std::string(file->sites[calls[0]->call.site].data()).find("trace_file_test.cpp:"),
+              0U);
     const auto threads = events_of(*file, Kind::thread);
     ASSERT_EQ(threads.size(), 1U);
     EXPECT_EQ(text_of(*threads[0]), "lockstep-" + std::to_string(rank));
