@@ -7,9 +7,9 @@
 
 #include "nn/replicas/parallel.hpp"
 
-/// Two divisions among threads. Where the values of a channel lie in runs, by channels. Else by
-/// rows, every one of which has all channels; sums over rows are then made in parts that the shape
-/// alone decides, and put together in order.
+/// Work is divided among threads in two ways. If the values of a channel lie in runs: by channels.
+/// Otherwise by rows, each of which has all channels; sums over rows are then made in parts that
+/// depend only on the shape, and combined in order.
 namespace lockstep::nn::cpu {
 namespace {
 

@@ -6,9 +6,9 @@
 
 #include "kernels/batch_norm.hpp"
 
-/// The kernels of batch_norm.hpp over tensors on the CPU, on libtorch's threads, for some channels.
-/// Per-channel arrays begin with the first of these; weight and bias are whole. Results are the
-/// same bits for any number of threads and any division into channels.
+/// Runs the kernels of batch_norm.hpp over CPU tensors on libtorch's threads, for some channels.
+/// Per-channel arrays begin with the first of these; weight and bias are complete. Results are
+/// bitwise equal for any number of threads and any division into channels.
 namespace lockstep::nn::cpu {
 
 struct Channels {
@@ -16,9 +16,9 @@ struct Channels {
   std::size_t count = 0;
 };
 
-/// What `shape` says is one tensor, of float, double or a 16-bit float; weight and bias of a 16-bit
-/// one are float. Only a shape whose channels lie in long
-/// runs, or that has no values, can be taken in parts.
+/// `shape` describes one tensor of float, double or a 16-bit float; weight and bias of a 16-bit one
+/// are float. Only a shape whose channels lie in long runs, or that has no values, can be divided
+/// by channels.
 bool is_divisible(kernels::BatchNormShape shape);
 
 void stats(const at::Tensor& x, kernels::BatchNormShape shape, Channels channels, double* mean,

@@ -32,11 +32,11 @@ bool is_16_bit(const Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
 
-/// With C of the statistics, from `begin` on.
+/// With the C values of the statistics from `begin` on.
 void update_running(const Tensor& running, double factor, const Tensor& statistics,
                     std::int64_t begin, double scale) {
   if (!running.defined()) return;
-  if (running.is_cpu() && !is_16_bit(running)) {  // half the time of a small layer otherwise
+  if (running.is_cpu() && !is_16_bit(running)) {  // halves the time of a small layer
     AT_DISPATCH_FLOATING_TYPES(running.scalar_type(), "sync_batch_norm", [&] {
       scalar_t* const to = running.data_ptr<scalar_t>();
       const double* const from = data(statistics) + begin;
@@ -54,7 +54,7 @@ void update_running(const Tensor& running, double factor, const Tensor& statisti
   running.copy_(updated);  // rounded once
 }
 
-/// For ATen's kernels: C or 2C of our doubles beside x.
+/// For ATen's kernels: C or 2C doubles, converted to match x.
 Tensor beside(const Tensor& x, const Tensor& values) { return values.to(parameter_options(x)); }
 
 /// m2 becomes invstd.
@@ -63,21 +63,21 @@ void invert(std::span<double> m2s, double n, const BatchNormSettings& settings) 
     const double var = value / n;
     switch (settings.eps_mode) {
       case EpsMode::plus: value = 1 / std::sqrt(var + settings.eps); break;
-      // Written so that a NaN stays one.
+      // Written to propagate a NaN.
       case EpsMode::clamp: value = 1 / std::sqrt(var < settings.eps ? settings.eps : var); break;
     }
   }
 }
 
-/// How many channels keep what this rank reads and writes in its threads' second-level caches.
+/// The number of channels for which the data of this rank fits into its threads' L2 caches.
 std::size_t fitting_channels(const Activation& x) {
   const std::size_t all = x.shape.channels;
-  if (x.tensor.numel() == 0) return 1;  // whatever the others want
+  if (x.tensor.numel() == 0) return 1;  // no limit from this rank
   if (!x.tensor.is_cpu() || !cpu::is_divisible(x.shape)) return all;
   static const auto cache_bytes =
       static_cast<std::size_t>(std::max<long>(::sysconf(_SC_LEVEL2_CACHE_SIZE), 512 << 10));
   const auto n_threads = static_cast<std::size_t>(at::get_num_threads());
-  // Backward's: dy, x, dx.
+  // Backward reads and writes the most: dy, x, dx.
   const std::size_t channel_bytes = 3 * x.shape.n_per_channel() * x.tensor.element_size();
   return std::min(all, std::max(n_threads * cache_bytes / channel_bytes, n_threads));
 }
@@ -100,7 +100,7 @@ Tensor merge(std::span<const double> parts, std::size_t stride) {
   return merged;
 }
 
-/// Calls f(some channels) until all were there.
+/// Calls f(some channels) until all are done.
 template <class F>
 void for_each_message(std::size_t channels, std::size_t per_message, const F& f) {
   for (std::size_t c = 0; c < channels; c += per_message) {
@@ -108,7 +108,7 @@ void for_each_message(std::size_t channels, std::size_t per_message, const F& f)
   }
 }
 
-/// Copies `part` of two per-channel arrays to their place among all.
+/// Copies `part` of two per-channel arrays to its place among all channels.
 void put_channels(const double* part, Channels channels, std::size_t all, double* to) {
   std::copy_n(part, channels.count, to + channels.first);
   std::copy_n(part + channels.count, channels.count, to + all + channels.first);
@@ -131,7 +131,7 @@ void check_state(const char* name, const Tensor& state, const Tensor& input,
   }
 }
 
-/// Autograd's own form of batch_norm_forward and batch_norm_backward.
+/// batch_norm_forward and batch_norm_backward as an autograd function.
 class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
  public:
   static Tensor forward(AutogradContext* context, const Tensor& input,
@@ -141,8 +141,8 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     Tensor output = batch_norm_forward(input, weight, optional_bias.value_or(Tensor()), *record);
     context->save_for_backward({input, weight});
     context->saved_data["record"] = c10::IValue::make_capsule(record);
-    // Whether to communicate must not depend on what this rank asks of autograd, but on the graph
-    // alone, which is the same on all ranks.
+    // Whether to communicate must not depend on which gradients this rank requests, but only on the
+    // graph, which is the same on all ranks.
     record->wants_input_gradient = input.requires_grad();
     record->has_weight = weight.defined();
     record->has_bias = optional_bias.has_value();
@@ -153,7 +153,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const auto hold = context->saved_data["record"].toCapsule();
     const auto& record = static_cast<const BatchNormRecord&>(*hold);
     const variable_list tensors = context->get_saved_variables();
-    // Autograd numbers the tensors that were there.
+    // Autograd numbers only the tensors that are present.
     const BatchNormWanted wanted{
         record.wants_input_gradient, record.has_weight && context->needs_input_grad(1),
         record.has_bias && context->needs_input_grad(record.has_weight ? 2 : 1)};
@@ -176,7 +176,7 @@ ErrorContext detail::Layer::context(std::string_view pass) const {
 void detail::Layer::rethrow(std::string_view pass, const Error& error) const {
   ErrorContext mine = context(pass);
   const ErrorContext& its = error.context();
-  if (its.operation == mine.operation) throw;  // one that came through two of these
+  if (its.operation == mine.operation) throw;  // passed through two of these
   std::string text = error.what();
   if (its.where.line() == where.line() &&
       std::string_view(its.where.file_name()) == where.file_name()) {
@@ -190,7 +190,7 @@ void detail::Layer::rethrow(std::string_view pass, const Error& error) const {
   throw_if<PeerFailed>(error, mine, text);
   throw_if<EngineError>(error, mine, text);
   if (const auto* const system = dynamic_cast<const SystemError*>(&error)) {
-    // Its text ends with what a new one says again.
+    // The new error appends the system error text again.
     const std::string end = SystemError({}, system->error_number(), "").text();
     if (text.ends_with(end)) text.resize(text.size() - end.size());
     throw SystemError(mine, system->error_number(), text);
@@ -233,7 +233,7 @@ Tensor local_statistics(const Activation& x, Channels channels) {
   double* const out = data(statistics);
   out[0] = n;
   if (x.tensor.is_cuda()) {
-    if (x.tensor.numel() == 0) return statistics.zero_();  // ATen's kernels refuse it
+    if (x.tensor.numel() == 0) return statistics.zero_();  // ATen's kernels reject it
     const auto [mean, var] = at::batch_norm_update_stats(x.tensor, {}, {}, /*momentum=*/0);
     statistics.narrow(0, 1, 2 * c).copy_(at::cat({mean, var}));
     statistics.narrow(0, 1 + c, c).mul_(n);
@@ -271,7 +271,7 @@ std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& la
 }
 
 bool holds_nonfinite(const Tensor& statistics) {
-  // The kernels leave such a channel's mean not finite.
+  // The kernels make the mean of such a channel non-finite.
   const std::span means(data(statistics) + 1, channels_of(statistics));
   return !std::all_of(means.begin(), means.end(), [](double mean) { return std::isfinite(mean); });
 }
@@ -331,7 +331,7 @@ void input_gradient(const Tensor& dy, const Activation& x, Channels channels,
     if (dx.numel() == 0) return;
     const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
     const auto gradients = beside(x.tensor, mean_gradients).chunk(2);
-    // The kernel divides what it is given by the count: these are means already.
+    // The kernel divides by the count: these are means already.
     const Tensor count = at::ones({1}, x.tensor.options().dtype(at::kInt));
     dx = at::batch_norm_backward_elemt(dy, x.tensor, mean, invstd, weight, gradients[0],
                                        gradients[1], count);
@@ -350,7 +350,7 @@ BatchNormGradients parameter_gradients(const Tensor& sums, const Activation& x,
   const double* const sum_dy_xmu = sum_dy + channels;
   const double* const invstd = data(statistics) + 1 + channels;
   const auto options = parameter_options(x.tensor);
-  // Written by hand: an operation of libtorch costs as much as a small layer's kernel.
+  // Written by hand: a libtorch operation costs as much as a small layer's kernel.
   const auto make = [&](const auto& value_of) {
     const auto on_cpu = options.device(at::kCPU);
     const Tensor gradient = at::empty({static_cast<std::int64_t>(channels)}, on_cpu);
@@ -377,7 +377,7 @@ void average_gradient(std::span<double> message, const double* invstd, double co
     for (double& value : message) value /= count;
   }
   if (settings.eps_mode == EpsMode::plus) return;
-  // A clamped variance is a constant: what goes back through it is nothing.
+  // A clamped variance is constant: its gradient is zero.
   const double of_clamped = 1 / std::sqrt(settings.eps);
   const std::size_t channels = message.size() / 2;
   for (std::size_t c = 0; c < channels; ++c) {
@@ -420,13 +420,13 @@ void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tens
 Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
                           BatchNormRecord& record) {
   const TraceScope scope("SyncBatchNorm forward");
-  const at::AutoDispatchBelowADInplaceOrView without_history;  // the node is the function's
+  const at::AutoDispatchBelowADInplaceOrView without_history;  // the autograd function is the node
   const Activation x = activation_of(input);
   const BatchNormSettings& settings = record.settings;
   const std::size_t all = x.shape.channels;
   record.channels_per_message = agree_on_channels(fitting_channels(x), all, settings.layer);
   record.statistics = doubles(1 + 2 * static_cast<std::int64_t>(all));
-  data(record.statistics)[0] = 0;  // where there is no channel
+  data(record.statistics)[0] = 0;  // if there are no channels
   Tensor output = at::empty_like(x.tensor);
   for_each_message(all, record.channels_per_message, [&](Channels channels) {
     const Tensor merged = merge_over(local_statistics(x, channels), settings.layer);

@@ -19,20 +19,20 @@
 
 /// The steps of a synchronised batch normalisation, for one module per rank and for replicas.
 /// Statistics are one tensor of 1 + 2C doubles: count, mean[C], and m2[C] or later invstd[C].
-/// They lie on the CPU, also where the activations are on CUDA: only the steps that read
-/// activations know of it.
+/// They lie on the CPU even if the activations are on CUDA: only the steps that read activations
+/// depend on the device.
 ///
-/// Where messages are quick, a few channels at a time go through all steps, so that what the last
-/// step reads is still in the cache; else all go at once, in one message.
+/// If the group has low latency, a few channels at a time go through all steps, so the data of the
+/// last step is still in the cache; otherwise all channels go at once, in one message.
 namespace lockstep::nn {
 
 using cpu::Channels;
 
-/// std::optional or c10::optional, as libtorch's version has it. Autograd takes an absent tensor
-/// so, but no undefined one.
+/// std::optional or c10::optional, depending on the libtorch version. Autograd accepts this for an
+/// absent tensor, but no undefined tensor.
 using OptionalTensor = torch::autograd::optional_variable_list::value_type;
 
-/// A tensor that the kernels read in place: in one of two layouts.
+/// A tensor in one of the two layouts that the kernels read in place.
 struct Activation {
   at::Tensor tensor;
   kernels::BatchNormShape shape;
@@ -42,7 +42,7 @@ struct Activation {
 
 namespace detail {
 
-/// One forward of a layer, and its backward: over which group, and who it is for errors.
+/// One forward of a layer and its backward: their group and how errors name the layer.
 struct Layer {
   Group group;
   std::shared_ptr<const std::string> title;  ///< "SyncBatchNorm2d 'layer3.0.bn1'"
@@ -50,7 +50,7 @@ struct Layer {
 
   /// `pass`: "forward", "backward".
   ErrorContext context(std::string_view pass) const;
-  /// Throws an error of the same type that names this layer, and says what `error` says.
+  /// Throws an error of the same type that names this layer and includes the text of `error`.
   [[noreturn]] void rethrow(std::string_view pass, const Error& error) const;
 
   /// Runs one of this layer's messages.
@@ -67,7 +67,7 @@ struct Layer {
 }  // namespace detail
 using detail::Layer;
 
-/// What a forward needs besides the tensors that autograd knows.
+/// Inputs of a forward other than the tensors that autograd knows.
 struct BatchNormSettings {
   Layer layer;
   double eps = 0;
@@ -77,7 +77,7 @@ struct BatchNormSettings {
   OnNonfinite on_nonfinite = OnNonfinite::propagate;
 };
 
-/// What backward needs of its forward besides the tensors that autograd keeps.
+/// What backward needs from its forward besides the tensors that autograd saves.
 struct BatchNormRecord : torch::CustomClassHolder {
   BatchNormSettings settings;
   at::Tensor statistics;  ///< over all ranks: count, mean, invstd
@@ -87,7 +87,7 @@ struct BatchNormRecord : torch::CustomClassHolder {
 };
 
 struct BatchNormGradients {
-  at::Tensor input, weight, bias;  ///< undefined where not wanted
+  at::Tensor input, weight, bias;  ///< undefined if not requested
 };
 struct BatchNormWanted {
   bool input, weight, bias;
@@ -106,63 +106,64 @@ inline at::Tensor doubles(std::int64_t size) { return at::empty({size}, at::kDou
 inline double* data(const at::Tensor& tensor) { return tensor.data_ptr<double>(); }
 
 Activation activation_of(const at::Tensor& input);
-/// Type and device of weight, bias and their gradients, as the kernels take them for this input.
+/// Type and device of weight, bias and their gradients that the kernels take for this input.
 at::TensorOptions parameter_options(const at::Tensor& input);
 OptionalTensor parameter_for(const at::Tensor& parameter, const at::Tensor& input);
 /// `gradient` in the type and layout of x.
 at::Tensor gradient_like(const at::Tensor& gradient, const at::Tensor& x);
-/// On CUDA `channels` are all.
+/// On CUDA `channels` must be all channels.
 at::Tensor local_statistics(const Activation& x, Channels channels);
 /// n x (1 + 2C) statistics, merged in order.
 at::Tensor merge_statistics(const at::Tensor& parts);
-/// The message of forward: each rank merges all in rank order, so that all hold the same bits.
-/// Why not sums: docs/design/001.
+/// The message of forward: each rank merges all parts in rank order, so all ranks get the same
+/// bits. Why not sums: docs/design/001.
 at::Tensor merge_over(const at::Tensor& mine, const Layer& layer);
-/// How many channels each message of this layer is about: all of them, or where messages are quick
-/// the most that a rank wishes, for ranks may have batches of different sizes and layouts.
-/// Collective, and before the messages, also for who wishes for all.
+/// How many channels each message of this layer covers: all of them or, if the group has low
+/// latency, the largest `wish` of any rank, because batches may differ in size and layout between
+/// ranks. Collective, before the messages, also for ranks that want all channels.
 std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer);
-/// Whether some value of the batch is a NaN or an infinity; alike on all ranks.
+/// Whether some value of the batch is a NaN or an infinity; the same on all ranks.
 bool holds_nonfinite(const at::Tensor& statistics);
-/// Updates the running statistics, unless on_nonfinite keeps them, then m2 becomes invstd.
-/// Throws UsageError where there is one value per channel; nothing has changed then.
+/// Updates the running statistics, unless on_nonfinite keeps them, then replaces m2 by invstd.
+/// Throws UsageError, before any change, if there is only one value per channel.
 void finish_statistics(const at::Tensor& statistics, const BatchNormSettings& settings,
                        at::IntArrayRef input_sizes);
-/// `statistics`: of these channels. `output` is laid out as x.
+/// `statistics`: of these channels. `output` has the layout of x.
 void normalize(const Activation& x, Channels channels, const at::Tensor& statistics,
                const at::Tensor& weight, const at::Tensor& bias, at::Tensor& output);
 /// sum_dy, sum_dy_xmu of this rank's values of these channels, as doubles. `statistics`: of all.
 at::Tensor sum_gradients(const at::Tensor& dy, const Activation& x, Channels channels,
                          const at::Tensor& statistics);
-/// Those of weight and bias, where wanted.
+/// The gradients of weight and bias, if requested.
 BatchNormGradients parameter_gradients(const at::Tensor& sums, const Activation& x,
                                        const at::Tensor& statistics, BatchNormWanted wanted);
-/// The message of backward: sum_dy, sum_dy_xmu of some channels become means over all ranks.
+/// The message of backward: turns sum_dy, sum_dy_xmu of some channels into means over all ranks.
 void average_gradient(std::span<double> message, const double* invstd, double count,
                       const BatchNormSettings& settings);
-/// `dx` is laid out as x.
+/// `dx` has the layout of x.
 void input_gradient(const at::Tensor& dy, const Activation& x, Channels channels,
                     const at::Tensor& statistics, const at::Tensor& weight,
                     const at::Tensor& mean_gradients, at::Tensor& dx);
 /// Throws UsageError in a backward with create_graph.
 void refuse_create_graph(const Layer& layer);
 
-/// Throws UsageError where input or state cannot be taken. Undefined state is absent.
+/// Throws UsageError if input or state is invalid. Undefined state is absent.
 void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const at::Tensor& weight,
                       const at::Tensor& bias, const BatchNormSettings& settings);
-/// The whole forward of one module per rank; fills the rest of a record that has its settings.
+/// The complete forward of one module per rank; `record` must have its settings, the rest is
+/// filled.
 at::Tensor batch_norm_forward(const at::Tensor& input, const at::Tensor& weight,
                               const at::Tensor& bias, BatchNormRecord& record);
-/// Its backward. Collective where the input's gradient is wanted.
+/// Its backward. Collective if the input's gradient is requested.
 BatchNormGradients batch_norm_backward(const at::Tensor& gradient, const at::Tensor& input,
                                        const at::Tensor& weight, const BatchNormRecord& record,
                                        BatchNormWanted wanted);
-/// The two as a node of the graph, after the checks. Fills `record`.
+/// Both as one autograd node, after the checks. Fills `record`.
 at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& weight,
                                    const at::Tensor& bias,
                                    const c10::intrusive_ptr<BatchNormRecord>& record);
 
-/// While one lives, no SyncBatchNormScope acts on this thread.
+/// While one exists, no SyncBatchNormScope applies on this thread.
 class SuspendedScope {
  public:
   SuspendedScope();

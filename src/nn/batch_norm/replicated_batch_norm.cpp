@@ -13,11 +13,11 @@
 ///
 ///   x_r -> LocalStatistics_r -> s_r -> Exchange -> t_r -> Normalize_r -> y_r
 ///
-/// Forward, Exchange is the SyncMaster's round: the master's thread makes one node over all s_r.
-/// Backward, one thread walks it: every Normalize_r sums dy and dy * (x - mean) over its piece,
-/// Exchange, after all of these, makes the means over the batch (over the ranks too), and
-/// LocalStatistics_r has the whole gradient of x_r: it takes the dy that Normalize_r saw.
-/// What runs back along s and t are therefore those sums, in the places of mean and invstd.
+/// Forward: Exchange is the SyncMaster's round; the master's thread makes one node over all s_r.
+/// Backward, on one thread: every Normalize_r sums dy and dy * (x - mean) over its piece. Exchange
+/// runs after all of these and averages over the batch (and over the ranks). LocalStatistics_r then
+/// computes the whole gradient of x_r from the dy that Normalize_r received.
+/// The gradients along s and t are therefore those sums, in the places of mean and invstd.
 namespace lockstep::nn {
 namespace {
 
@@ -26,7 +26,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-/// What the two nodes of one replica share.
+/// State shared by the two nodes of one replica.
 struct Share : torch::CustomClassHolder {
   Layer layer;
   kernels::BatchNormShape shape;
@@ -51,7 +51,7 @@ class LocalStatistics : public Function<LocalStatistics> {
     refuse_create_graph(share.layer);
     const Tensor x = context->get_saved_variables()[0];
     Tensor dy = std::exchange(share.dy, Tensor());
-    if (!dy.defined()) dy = at::zeros_like(x);  // nobody wanted this replica's output
+    if (!dy.defined()) dy = at::zeros_like(x);  // this replica's output was not used
     const Tensor mean_gradients = gradients[0].narrow(0, 1, gradients[0].size(0) - 1);
     const Activation activation{x, share.shape};
     Tensor dx = at::empty_like(x);
@@ -84,7 +84,7 @@ class Exchange : public Function<Exchange> {
     saved->count = data(global)[0];
     saved->invstd = global.narrow(0, 1 + c, c).clone();
     context->saved_data["saved"] = c10::IValue::make_capsule(std::move(saved));
-    // One tensor for each replica, so that backward adds up in the replicas' order.
+    // One tensor per replica, so that backward accumulates in replica order.
     variable_list outputs{global};
     while (outputs.size() < locals.size()) outputs.push_back(global.clone());
     return outputs;
@@ -114,7 +114,7 @@ class Normalize : public Function<Normalize> {
     share->statistics = statistics.detach();
     Tensor output = at::empty_like(x.tensor);
     normalize(x, x.all(), statistics, share->weight, bias.value_or(Tensor()), output);
-    // Without its history: the gradient of x is the other node's.
+    // Without its history: the other node computes the gradient of x.
     context->save_for_backward({x.tensor.detach(), share->weight});
     context->saved_data["saved"] = c10::IValue::make_capsule(share);
     return output;
@@ -127,7 +127,7 @@ class Normalize : public Function<Normalize> {
     const Activation x{context->get_saved_variables()[0], share.shape};
     const Tensor dy = gradient_like(gradients[0], x.tensor);
     const Tensor sums = sum_gradients(dy, x, x.all(), share.statistics);
-    // Autograd numbers the tensors that were there.
+    // Autograd numbers only the tensors that are present.
     const bool has_weight = share.weight.defined();
     const auto of = parameter_gradients(
         sums, x, share.statistics,
@@ -155,7 +155,7 @@ std::vector<ReplyTo<Tensor>> answer(std::span<MessageFrom<ReplicaLink::Message>>
   return replies;
 }
 
-/// The links of one position, for submodules that stand in two places of a copy.
+/// The links of one position, for submodules that appear twice in a copy.
 struct Links {
   std::shared_ptr<ReplicaLink::Master> master;
   std::map<int, std::weak_ptr<ReplicaLink>> by_copy;

@@ -19,14 +19,14 @@ class ReplicaLink {
   using Master = SyncMaster<Message, at::Tensor>;
   using Pipe = SlavePipe<Message, at::Tensor>;
 
-  /// Copy 0 brings the master, a new one each time: nobody waits for replicas of an earlier batch.
-  /// Throws UsageError where copy 0 was not here yet.
+  /// Copy 0 brings a new master each time, so no round waits for replicas of an earlier batch.
+  /// Throws UsageError if copy 0 has not joined yet.
   static std::shared_ptr<ReplicaLink> join(CallbackContext& context, int copy_id);
 
   explicit ReplicaLink(std::shared_ptr<Master> master) : master_(std::move(master)) {}
   explicit ReplicaLink(Pipe pipe) : pipe_(std::move(pipe)) {}
 
-  /// The master of replicas that are gone, or of none.
+  /// The master's replicas are gone, or there were none.
   bool is_alone() const { return master_ && master_->nr_slaves() == 0; }
   at::Tensor exchange(const Message& message) const;
   void fail(const std::exception_ptr& error) const;
@@ -38,7 +38,7 @@ class ReplicaLink {
 
 }  // namespace detail
 
-/// `statistics` <- those of all replicas of all ranks.
+/// Replaces `statistics` by those of all replicas of all ranks.
 at::Tensor replicated_batch_norm(const at::Tensor& input, const at::Tensor& weight,
                                  const at::Tensor& bias, const BatchNormSettings& settings,
                                  const detail::ReplicaLink& replica, at::Tensor& statistics);

@@ -19,8 +19,8 @@ struct State {
   Tensor weight, bias, num_batches_tracked;
 };
 
-/// A line of the headers that call a module's forward or constructor says nothing about the
-/// program.
+/// False for lines in the headers that call a module's forward or constructor: they do not identify
+/// the program.
 bool is_of_a_program(const std::source_location& where) {
   const std::string_view file = where.file_name();
   if (where.line() == 0 || !(file.ends_with(".h") || file.ends_with(".hpp")))
@@ -57,8 +57,8 @@ Tensor train(const Tensor& input, const State& state, BatchNormSettings settings
   return output;
 }
 
-/// Eval mode; nothing that torch does not do. libtorch has no kernel for every 16-bit type with
-/// every type of state: those go through float32.
+/// Eval mode, as torch computes it. libtorch lacks kernels for some pairs of 16-bit types of input
+/// and state: those go through float32.
 Tensor evaluate(const Tensor& input, const State& state, const Tensor& running_mean,
                 const Tensor& running_var, double eps) {
   const bool batch_statistics = !running_mean.defined() || !running_var.defined();
@@ -133,8 +133,8 @@ SyncBatchNormImplBase<D, Derived>::SyncBatchNormImplBase(const SyncBatchNormOpti
           fmt::format("SyncBatchNorm{}d", D), options_.num_features(),
           is_of_a_program(options_.made_at()) ? options_.made_at() : std::source_location()) {}
 
-/// Remembered once there is a world: what was made before init_dist, or ran before it, is to be
-/// part of it, and what was part of it must not go on alone after it.
+/// Resolved once a world exists: a module made or run before init_dist must join it, and one that
+/// joined must not continue alone after it.
 template <std::size_t D, class Derived>
 Group SyncBatchNormImplBase<D, Derived>::resolve_group() {
   if (this->options.group().has_value()) return *this->options.group();
@@ -193,7 +193,7 @@ void SyncBatchNormImplBase<D, Derived>::pretty_print(std::ostream& stream) const
 template <std::size_t D, class Derived>
 void SyncBatchNormImplBase<D, Derived>::on_replicate(CallbackContext& context, int copy_id) {
   replica_ = detail::ReplicaLink::join(context, copy_id);
-  replica_group_ = resolve_group();  // here, on the thread of the caller
+  replica_group_ = resolve_group();  // here, on the calling thread
 }
 
 template <std::size_t D, class Derived>

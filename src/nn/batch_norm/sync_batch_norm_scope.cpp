@@ -17,13 +17,13 @@
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/error.hpp"
 
-/// The kernels stand at the autograd keys, where they see every call on plain tensors, and at the
-/// CPU and CUDA keys for inference mode, in which the former are left out. Without a scope they
-/// call what would have been called: the operators' composite implementations.
+/// The kernels are registered at the autograd keys, which see every call on plain tensors, and at
+/// the CPU and CUDA keys for inference mode, which skips the former. Without a scope they call the
+/// operators' composite implementations, as libtorch would.
 ///
 /// TorchScript's profiling executor differentiates batch_norm itself and calls
-/// _batch_norm_impl_index and its backward instead. The number of such a forward's record travels
-/// in the tensor that the operator has for what a backend reserves.
+/// _batch_norm_impl_index and its backward instead. The id of such a forward's record is stored in
+/// the operator's reserve tensor.
 namespace lockstep::nn {
 namespace {
 
@@ -32,9 +32,9 @@ using IndexResult = std::tuple<Tensor, Tensor, Tensor, Tensor, std::int64_t>;
 
 thread_local SyncBatchNormScope* innermost = nullptr;
 
-/// Records of forwards, by the number that stands in the tensor kept for backward. That tensor owns
-/// the record; a copy of it (a clone, a hook that offloads what autograd saves) has the number
-/// alone, so that nobody reads a record that is gone.
+/// Records of forwards, by the id in the tensor kept for backward. That tensor owns the record; a
+/// copy of it (a clone, a hook that offloads saved tensors) has only the id, so a record that is
+/// gone is never read.
 class Records {
  public:
   Tensor keep(c10::intrusive_ptr<BatchNormRecord> record) {
@@ -56,7 +56,7 @@ class Records {
         at::TensorOptions(at::kByte));
   }
 
-  /// Null where the tensor is no such, or the forward's own one is gone.
+  /// Null if the tensor is not a reserve tensor, or the forward's own one is gone.
   c10::intrusive_ptr<BatchNormRecord> find(const Tensor& kept) {
     if (!kept.defined() || kept.scalar_type() != at::kByte || kept.numel() != sizeof(Content))
       return {};
@@ -135,7 +135,7 @@ IndexResult batch_norm_impl_index(const Tensor& input, const OptionalTensor& wei
     return at::native::_batch_norm_impl_index(input, weight, bias, running_mean, running_var,
                                               training, momentum, eps, cudnn_enabled);
   }
-  const at::NoGradGuard no_grad;  // whoever calls this one differentiates it himself
+  const at::NoGradGuard no_grad;  // the caller of this operator differentiates it
   const Tensor w = value_of(weight);
   const Tensor b = value_of(bias);
   const auto record =
@@ -173,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
   return {result.input, result.weight, result.bias};
 }
 
-/// libtorch makes it of a batch_norm of another meaning.
+/// libtorch implements it by a batch_norm with another meaning.
 Tensor instance_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
                      bool use_input_stats, double momentum, double eps, bool cudnn_enabled) {

@@ -14,7 +14,7 @@
 namespace lockstep::nn::detail {
 namespace {
 
-// The lines of the table of engines that the libtorch layer has.
+// The libtorch layer's rows of the engine catalog.
 
 template <bool kIsGloo>
 engines::Availability available(const internal::World&) {
@@ -32,7 +32,7 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
   auto engine =
       message::make(std::string(kName), std::make_unique<Channel>(meet(kName, world, barrier)));
-  // Nobody goes on, and perhaps away, while others still connect.
+  // No rank may proceed, and possibly exit, while peers are still connecting.
   engine->run(barrier);
   return engine;
 }

@@ -10,8 +10,8 @@
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-// Gloo's own headers are a package of their own (Debian: libgloo-dev). Whichever version they are:
-// c10d's header only needs them to be read, and nothing of Gloo is called here.
+// Gloo's headers are a separate package (Debian: libgloo-dev). Any version will do: c10d's header
+// only includes them, and no Gloo function is called here.
 #if defined(USE_C10D_GLOO) && __has_include(<gloo/algorithm.h>)
 #define LOCKSTEP_GLOO
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -47,9 +47,9 @@ using std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// Who speaks unasked does so at once.
+/// A server that sends unsolicited data does so within this time.
 constexpr milliseconds kSilence{50};
-/// How long a rank looks for a store that answers.
+/// How long a rank waits for a store to answer.
 constexpr milliseconds kPatience{5000};
 
 struct Meeting {
@@ -79,7 +79,7 @@ Meeting meeting(const Call& call, int rank) {
   return meeting;
 }
 
-/// torchrun's agent serves a store itself, for as long as it starts ranks again.
+/// True if torchrun's agent serves the store, across restarts of the ranks.
 bool has_agent_store() {
   const char* value = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
   return value != nullptr && std::string_view(value) == "True";
@@ -92,9 +92,9 @@ std::string first_line(const std::exception& error) {
 
 bool serves(const internal::World& world) { return world.rank == 0 && !has_agent_store(); }
 
-/// The stores that this process serves, by address, until it ends. A store closed at the end of its
-/// world would reset the connections of ranks that come to the next one sooner than its end, and
-/// libtorch 1.13 ends a process whose store's own thread sees that (std::terminate).
+/// The stores served by this process, by address, until it exits. Closing a store at the end of its
+/// world would reset the connections of ranks that join the next world early, and libtorch 1.13
+/// terminates a process whose own store thread sees such a reset (std::terminate).
 class Served {
  public:
   static StorePtr find(const Meeting& at) {
@@ -106,7 +106,7 @@ class Served {
     const std::lock_guard lock(mutex());
     stores().emplace(key(at), std::move(store));
   }
-  /// After a meeting that failed, whose ranks may count their turns differently.
+  /// After a failed rendezvous: its ranks may count their attempts differently.
   static void forget(const Meeting& at) {
     const std::lock_guard lock(mutex());
     stores().erase(key(at));
@@ -135,15 +135,15 @@ Addresses resolve(const Meeting& at, int socket_type) {
   return {found, ::freeaddrinfo};
 }
 
-/// Throws where whoever listens there says something unasked, which no store does: a thread of
-/// libtorch 1.13 would take it for a length, and end the process.
+/// Throws if the listener sends unsolicited data, which no store does: a thread of libtorch 1.13
+/// would take it for a length and terminate the process.
 void expect_silence(const Meeting& at, milliseconds timeout) {
   const Addresses found = resolve(at, SOCK_STREAM);
   for (const addrinfo* to = found.get(); to != nullptr; to = to->ai_next) {
     const base::UniqueFd fd(::socket(to->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     const auto limit = std::min(timeout, milliseconds(kPatience));
     const timeval patience{limit.count() / 1000, limit.count() % 1000 * 1000};
-    // On Linux connect obeys it too.
+    // On Linux connect obeys SO_SNDTIMEO too.
     if (fd) ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
     if (!fd || ::connect(fd.get(), to->ai_addr, to->ai_addrlen) != 0) continue;
     pollfd readable{fd.get(), POLLIN, 0};
@@ -166,10 +166,10 @@ StorePtr connect(const Meeting& at, const internal::World& world, milliseconds t
   options.port = at.port;
   options.isServer = serves(world);
   options.waitWorkers = false;
-  // It counts whole seconds, and takes one to try again.
+  // TCPStore counts whole seconds and needs one for a retry.
   options.timeout = std::max(timeout, milliseconds(2000));
   StorePtr store = c10::make_intrusive<c10d::TCPStore>(at.host, options);
-  // An answer: it is a store, and of a protocol we speak. Where it is not, c10d waits for ever, and
+  // An answer proves that this is a store with our protocol. If it is not, c10d waits forever, and
   // so does this thread.
   auto hello = std::make_shared<std::promise<void>>();
   auto answer = hello->get_future();
@@ -208,8 +208,8 @@ StorePtr connect(const Meeting& at, const internal::World& world, milliseconds t
   throw EngineError(context_of(call, world.rank), text);
 }
 
-/// A part of the store that only this meeting of these ranks uses: a launcher that starts ranks
-/// again, or a second init_dist, finds the keys of the first.
+/// A prefix of the store for this rendezvous only: after a restart by the launcher, or a second
+/// init_dist, the keys of the first are still there.
 StorePtr own_part(const StorePtr& store, const internal::World& world) {
   const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
   const std::string job = fmt::format("lockstep/{}", restart == nullptr ? "0" : restart);
@@ -217,13 +217,13 @@ StorePtr own_part(const StorePtr& store, const internal::World& world) {
   return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}/{}", job, turn), store);
 }
 
-/// Until every rank has come.
+/// Waits until every rank has joined.
 void roll_call(const StorePtr& store, const internal::World& world, const Call& call,
                Clock::time_point end) {
   std::vector<std::string> keys;
   for (int r = 0; r < world.size; ++r) keys.push_back(fmt::format("here/{}", r));
   store->set(keys[static_cast<std::size_t>(world.rank)], std::vector<std::uint8_t>{1});
-  // Not Store::wait: some versions tell its end of time from a lost connection only by text.
+  // Not Store::wait: in some versions only the text tells a timeout from a lost connection.
   while (!store->check(keys)) {
     if (Clock::now() > end) {
       std::vector<int> missing;
@@ -242,7 +242,7 @@ void roll_call(const StorePtr& store, const internal::World& world, const Call& 
 }
 
 #ifdef LOCKSTEP_GLOO
-/// This host's address on the way to the meeting; empty where that cannot be told.
+/// This host's address on the route to the rendezvous; empty if unknown.
 std::string address_towards(const Meeting& at) {
   const Addresses addresses = resolve(at, SOCK_DGRAM);
   for (const addrinfo* found = addresses.get(); found != nullptr; found = found->ai_next) {
@@ -251,7 +251,7 @@ std::string address_towards(const Meeting& at) {
     sockaddr_storage own{};
     socklen_t n_bytes = sizeof(own);
     std::array<char, NI_MAXHOST> text{};
-    // A datagram socket that connects sends nothing: it only takes a route.
+    // Connecting a datagram socket sends nothing: it only selects a route.
     const bool is_known = ::connect(fd, found->ai_addr, found->ai_addrlen) == 0 &&
                           ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &n_bytes) == 0 &&
                           ::getnameinfo(reinterpret_cast<sockaddr*>(&own), n_bytes, text.data(),
@@ -265,7 +265,7 @@ std::string address_towards(const Meeting& at) {
 GroupPtr make_gloo(const StorePtr& store, const Meeting& at, const internal::World& world,
                    milliseconds timeout) {
   using Gloo = c10d::ProcessGroupGloo;
-  const base::NoSigpipe no_sigpipe;  // nor in the threads that it starts
+  const base::NoSigpipe no_sigpipe;  // inherited by the threads that it starts
   const auto options = Gloo::Options::create(timeout);
   options->threads = 1;  // for collectives, which are not used
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
@@ -337,7 +337,7 @@ std::shared_ptr<Wire> meet([[maybe_unused]] std::string_view backend, const inte
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
-      // It may be the store of the world before, which rank 0 is about to close.
+      // It may be the previous world's store, which rank 0 is about to close.
       const bool is_last = serves(world) || Clock::now() > std::min(end, start + kPatience);
       if (is_last) throw_no_store(error, at, world, barrier);
       std::this_thread::sleep_for(milliseconds(50));

@@ -9,9 +9,9 @@
 
 namespace lockstep::nn::detail {
 
-/// Joins the world as its rank, over a new process group of `backend` ("gloo", "nccl"); the ranks
-/// meet in a c10d::TCPStore at MASTER_ADDR:MASTER_PORT. Throws UsageError where these are not set
-/// or no port, EngineError with c10d's text, TimeoutError naming the ranks that did not come.
+/// Joins the world as its rank, over a new process group of `backend` ("gloo", "nccl"). Rendezvous
+/// is a c10d::TCPStore at MASTER_ADDR:MASTER_PORT. Throws UsageError if these are unset or the port
+/// is invalid, EngineError with c10d's text, TimeoutError naming the ranks that did not join.
 std::shared_ptr<Wire> meet(std::string_view backend, const internal::World& world,
                            const Call& barrier);
 

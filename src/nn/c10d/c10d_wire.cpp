@@ -27,20 +27,20 @@ using std::chrono::milliseconds;
 
 constexpr int kControlTag = 0;
 constexpr int kWholeRank = -1;  // in place of a channel
-constexpr int kNobody = -1;     // in place of a culprit: the text says it all
-/// How long a rank that leaves waits for its peers to hear of it.
+constexpr int kNobody = -1;     // in place of a culprit: the text names the cause
+/// How long a leaving rank waits for its notices to be delivered.
 constexpr milliseconds kControlLimit{1000};
-/// What a broken connection's rank may have said arrives on another thread.
+/// The notice of a rank whose connection broke may still be arriving on another thread.
 constexpr milliseconds kControlDelay{200};
-/// How long a wait that is at its end looks whether a further message has come.
+/// How long a wait past its deadline polls for one more message.
 constexpr milliseconds kFinalPoll{5};
-/// Gloo's own limit comes after ours, which leaves its connections alone.
+/// Gloo's own limit expires after ours; ours leaves its connections intact.
 constexpr milliseconds kSlack{5000};
-/// Up to here a message travels from and to memory of ours. It costs a copy, and a call that gave
-/// up leaves its connections as they are.
+/// Messages up to this size use our own buffers. This costs a copy, but a call that gives up leaves
+/// its connections usable.
 constexpr std::size_t kOwnBytes = 64 << 10;
 
-/// Texts of libtorch begin with its source line and may end with a C++ stack.
+/// libtorch's messages begin with the source line and may end with a C++ stack.
 std::string text_of(const std::exception& error) {
   std::string text = error.what();
   return text.substr(0, text.find("\nException raised from"));
@@ -56,13 +56,13 @@ bool says_closed(std::string_view text) {
 
 }  // namespace
 
-/// What goes to the control thread of a peer.
+/// A message to a peer's control thread.
 struct Wire::ControlMessage {
   std::int32_t channel;
   std::int32_t notice;
   std::int32_t culprit;
   std::int32_t n_text;
-  std::array<char, 65536 - 16> text;  // n_text bytes of it travel
+  std::array<char, 65536 - 16> text;  // n_text bytes of it are sent
 
   std::size_t n_bytes() const {
     return offsetof(ControlMessage, text) + static_cast<std::size_t>(n_text);
@@ -135,7 +135,7 @@ void Wire::unpack(const Parcel& parcel) const {
 
 int Wire::next_channel() {
   const std::lock_guard lock(mutex_);
-  // No other rank gives the same, and none is the control tag.
+  // Unique over all ranks, and never the control tag.
   return 1 + rank() + size() * n_channels_++;
 }
 
@@ -144,13 +144,13 @@ void Wire::start(Wait& wait) {
   waits_.push_back(&wait);
   has_changed_ = true;
   changed_.notify_all();
-  if (dead_.contains(wait.channel)) abort(wait.works);  // heard before this wait was listed
+  if (dead_.contains(wait.channel)) abort(wait.works);  // notified before this wait was listed
 }
 
 void Wire::abort(c10d::Work* work) noexcept {
   try {
     work->abort();
-  } catch (...) {  // it cannot be: then the process group's own limit ends it, kSlack later
+  } catch (...) {  // not abortable: the process group's own limit ends it, kSlack later
   }
 }
 
@@ -220,13 +220,13 @@ void Wire::tell(int channel, const Verdict& verdict, std::span<const int> to) no
       std::vector<at::Tensor> tensors{tensor_of(message.get(), message->n_bytes())};
       try {
         sent.works.push_back(group_->send(tensors, peer, kControlTag));
-      } catch (...) {  // it is gone itself
+      } catch (...) {  // the peer is gone too
       }
     }
     sent.message = std::move(message);
     const std::lock_guard lock(mutex_);
     sent_.push_back(std::move(sent));
-  } catch (...) {  // no memory: the peers see the connection close, or their deadline
+  } catch (...) {  // no memory: the peers see the closed connection or their timeout
   }
 }
 
@@ -255,8 +255,8 @@ void Wire::flush() noexcept {
 
 void Wire::listen(const std::stop_token& stop) {
   const auto message = std::make_unique<ControlMessage>();
-  // An aborted receive stays posted, and a peer's farewell would be written where the message was:
-  // the work must be gone before it.
+  // An aborted receive stays posted, and a peer's notice of leaving would be written to the buffer:
+  // the work must be destroyed before it.
   struct StopReceiving {
     Wire& wire;
     ~StopReceiving() {
@@ -275,7 +275,8 @@ void Wire::listen(const std::stop_token& stop) {
       }
       if (!work->wait(std::chrono::hours(24 * 365))) continue;  // aborted
     } catch (...) {
-      return;  // no such thing in this process group, or it is broken: its users see so themselves
+      return;  // unsupported by this process group, or it is broken: its users get the error
+               // themselves
     }
     receive(*message);
   }
@@ -287,7 +288,7 @@ void Wire::receive(const ControlMessage& message) {
                         std::string(message.text.data(), n_text)};
   const std::lock_guard lock(mutex_);
   if (message.channel == kWholeRank) {
-    // Its messages may have come, or be about to: what does not come ends as its connection does.
+    // Its messages may have arrived or be about to; the rest end when its connection closes.
     gone_.emplace(message.culprit, verdict);
     return;
   }
@@ -320,7 +321,7 @@ Channel::Channel(std::shared_ptr<Wire> wire)
       members_(static_cast<std::size_t>(wire_->size())),
       rank_(wire_->rank()) {
   std::iota(members_.begin(), members_.end(), 0);
-  // The first of rank 0, on every rank: no one has to be asked.
+  // The first tag of rank 0, on every rank: no communication needed.
   tag_ = 1;
   if (rank_ == 0) wire_->next_channel();
 }
@@ -332,7 +333,7 @@ Channel::Channel(const Channel& parent, const std::vector<int>& members, const C
     members_.push_back(parent.members_[static_cast<std::size_t>(member)]);
   }
   rank_ = rank_of(wire_->rank());
-  // The first member chooses a tag that no other channel has.
+  // The first member chooses a tag that no other channel uses.
   std::vector<Message> messages;
   if (rank_ == 0) tag_ = wire_->next_channel();
   for (std::size_t r = 1; rank_ == 0 && r < members.size(); ++r) {
@@ -357,7 +358,7 @@ void Channel::post(std::span<const Message> messages, const Call& call,
   if (call.track != nullptr) call.track->slept(call);
   std::vector<const Message*> ordered;
   for (const Message& message : messages) ordered.push_back(&message);
-  // Of two ranks the lower sends first: NCCL runs what two ranks exchange in the order given.
+  // Of two ranks the lower sends first: NCCL runs the messages of a pair in the order given.
   std::ranges::stable_partition(ordered, [this](const Message* message) {
     return (message->way == Message::Way::send) == (rank_ < message->peer);
   });
@@ -384,7 +385,7 @@ void Channel::post(std::span<const Message> messages, const Call& call,
   wire_->start(wait);
   int culprit = -1;
   std::string text;
-  std::vector<int> ended;  // before their time
+  std::vector<int> ended;  // before their deadline
   for (std::size_t i = 0; i < wait.works.size() && culprit < 0; ++i) {
     try {
       parcels[i].is_done = wire_->wait_for(wait, i);
@@ -406,15 +407,15 @@ void Channel::post(std::span<const Message> messages, const Call& call,
 void Channel::fail_if_known(std::span<const int> ranks, const Call& call) const {
   if (const auto verdict = wire_->death_of(tag_)) fail(*verdict, call);
   if (const auto verdict = wire_->departure_of(ranks)) {
-    // A rank that waits for this one, and not for the one that left, would wait for its whole
-    // limit.
+    // A rank that waits for this one, and not for the one that left, would wait until its own
+    // timeout.
     tell(verdict->notice, verdict->culprit, verdict->text);
     fail(*verdict, call);
   }
 }
 
 void Channel::fail_connection(int culprit, const std::string& text, const Call& call) const {
-  // It may have said why, to another thread.
+  // The peer may have sent the reason to another thread.
   for (const auto end = Clock::now() + kControlDelay; Clock::now() < end;) {
     fail_if_known(std::span(&culprit, 1), call);
     std::this_thread::sleep_for(milliseconds(5));
@@ -473,7 +474,7 @@ void Channel::tell(Wire::Notice notice, int culprit, const std::string& text) co
 void Channel::abandon(std::string_view reason) noexcept {
   try {
     tell(Wire::Notice::failed, wire_->rank(), std::string(reason));
-  } catch (...) {  // no memory for the text: the peers see their deadline
+  } catch (...) {  // no memory for the text: the peers time out
   }
 }
 
@@ -491,7 +492,7 @@ void Channel::end_with(const Error& error) noexcept {
     } else {
       tell(failed, wire_->rank(), error.text());
     }
-  } catch (...) {  // no memory for the text: the peers see their deadline
+  } catch (...) {  // no memory for the text: the peers time out
   }
 }
 

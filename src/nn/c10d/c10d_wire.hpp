@@ -30,17 +30,17 @@ namespace lockstep::nn::detail {
 
 class Channel;
 
-/// The connections of one c10d::ProcessGroup, over which any number of channels (one per Group)
-/// send at once. Only c10d's send and recv are used: with them it is known whose connection
-/// failed, and they are the fastest that Gloo has.
+/// The connections of one c10d::ProcessGroup, shared by any number of channels (one per Group) at
+/// once. Only c10d's send and recv are used: their errors identify the failed connection, and they
+/// are Gloo's fastest operations.
 ///
-/// Two threads stand by. "c10d-control" receives what peers say of themselves: that they leave, or
-/// that a channel is dead, and why. "c10d-timer" ends waits at their deadline. Both end a wait by
+/// Two service threads. "c10d-control" receives the peers' control messages: a peer is leaving, or
+/// a channel is dead, and why. "c10d-timer" ends waits at their deadline. Both end a wait by
 /// Work::abort; Gloo's own limit would close every connection of the process.
 class Wire {
  public:
-  /// `store`: kept as long as the connections. In a copy of this process (fork) nothing is closed:
-  /// the connections are the rank's, and a destructor would wait for threads that are not there.
+  /// `store`: kept as long as the connections. In a forked copy of this process nothing is closed:
+  /// the connections belong to the rank, and a destructor would join threads that do not exist.
   static std::shared_ptr<Wire> make(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                     c10::intrusive_ptr<c10d::Store> store);
   ~Wire();
@@ -54,16 +54,16 @@ class Wire {
   friend class Channel;
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-  /// What a rank said: that it left, or why a channel is dead.
+  /// Content of a control message: the sender left, or why a channel is dead.
   enum class Notice : std::int32_t { left, failed, lost, late, mismatch };
   struct Verdict {
     Notice notice;
     int culprit;  // rank of the process group
     std::string text;
   };
-  /// A thread that waits for one work after the other. They may be aborted while it is listed in
-  /// waits_: all of them where the channel is dead, the current one at its end. Not more then: an
-  /// abort also undoes a work that is done, whose rank is not the late one.
+  /// A thread that waits for one work after another. While it is listed in waits_, they may be
+  /// aborted: all of them if the channel is dead, only the current one at its deadline, because an
+  /// abort also undoes a completed work, whose peer is not the late one.
   struct Wait {
     int channel;
     std::chrono::steady_clock::time_point end;
@@ -71,7 +71,7 @@ class Wire {
     std::vector<int> peers;  // of works
     c10d::Work* current = nullptr;
   };
-  /// A message as Gloo has it: in memory of ours, or, where it is long, of the caller.
+  /// A message as passed to Gloo: in our own buffer or, if it is long, in the caller's memory.
   struct Parcel {
     at::Tensor tensor;
     const message::Message* message;
@@ -80,7 +80,7 @@ class Wire {
     bool is_callers() const { return tensor.data_ptr() == message->data; }
   };
   struct ControlMessage;
-  /// A message on its way, which its peers may read until `end`.
+  /// A message in flight, which its peers may read until `end`.
   struct Sent {
     std::unique_ptr<ControlMessage> message;
     Works works;
@@ -95,14 +95,14 @@ class Wire {
   static void abort(c10d::Work* work) noexcept;
   static void abort(const Works& works) noexcept;
   void start(Wait& wait);
-  /// Waits for the i-th work. False: it was aborted. Throws c10d's errors.
+  /// Waits for the i-th work. Returns false if it was aborted. Throws c10d's errors.
   bool wait_for(Wait& wait, std::size_t i);
-  /// Of what is not done, Gloo sends and receives when the late rank comes, which an abort does not
-  /// undo; with its memory gone it would stop reading the connection, for every channel.
+  /// Gloo completes unfinished sends and receives when the late rank arrives; an abort does not
+  /// undo that. If their memory were gone, it would stop reading the connection, for every channel.
   void finish(Wait& wait, std::span<Parcel> parcels) noexcept;
-  /// Waits for nobody.
+  /// Does not wait.
   void tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept;
-  /// Waits until the peers have what they were told, each message for a second at most.
+  /// Waits until the peers have received all notices, each message for a second at most.
   void flush() noexcept;
   std::optional<Verdict> death_of(int channel);
   std::optional<Verdict> departure_of(std::span<const int> members);
@@ -114,18 +114,18 @@ class Wire {
 
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  at::Device device_;  // through which the bytes go; CUDA: the current one of whoever made this
+  at::Device device_;  // of the buffers passed to c10d; CUDA: the creating thread's current device
   const pid_t pid_;
 
-  std::mutex mutex_;  // guards what follows, but for the threads
+  std::mutex mutex_;  // guards all members below except the threads
   std::condition_variable_any changed_;
   std::map<int, Verdict> dead_;  // channels
   std::map<int, Verdict> gone_;  // ranks
   std::vector<Wait*> waits_;
   std::list<Sent> sent_;
   std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor>> kept_;  // not done
-  std::vector<bool> stuck_;   // ranks to whom a message is not done whose memory is gone
-  bool has_changed_ = false;  // waits_, since the timer looked
+  std::vector<bool> stuck_;   // peers with an unfinished message whose memory is gone
+  bool has_changed_ = false;  // waits_, since the timer last checked
   c10::intrusive_ptr<c10d::Work> listening_;
   int n_channels_ = 0;
   std::jthread control_;
@@ -161,9 +161,9 @@ class Channel final : public message::Channel {
   void post(std::span<const Message> messages, const Call& call,
             std::chrono::steady_clock::time_point end) const;
   [[noreturn]] void fail(const Wire::Verdict& verdict, const Call& call) const;
-  /// Throws where the channel is dead, or one of these ranks of the wire said that it left.
+  /// Throws if the channel is dead or one of these ranks of the wire has left.
   void fail_if_known(std::span<const int> ranks, const Call& call) const;
-  /// `culprit`: whose connection broke, with this text.
+  /// `culprit`: the rank whose connection broke, with this text.
   [[noreturn]] void fail_connection(int culprit, const std::string& text, const Call& call) const;
   [[noreturn]] void fail_late(std::vector<int> late, const Call& call) const;
   void tell(Wire::Notice notice, int culprit, const std::string& text) const;

@@ -31,7 +31,7 @@ void DistributedSampler::begin_epoch(std::size_t epoch) {
   std::vector<std::size_t> order(size_);
   std::iota(order.begin(), order.end(), std::size_t{0});
   if (options_.shuffle) {
-    // Not std::shuffle: its order is the standard library's own. The bias of % is below 2^-32.
+    // Not std::shuffle: its order depends on the standard library. The bias of % is below 2^-32.
     std::seed_seq seeds{options_.seed, options_.seed >> 32U, std::uint64_t{epoch}};
     std::mt19937_64 random(seeds);
     for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);

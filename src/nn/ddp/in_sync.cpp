@@ -24,7 +24,7 @@ std::uint64_t hash_of_tensor(const at::Tensor& tensor) {
          (3 * hash_of_bytes(kind.data(), kind.size()));
 }
 
-/// Of an optimizer's options, or of its state for one parameter: each type can save itself.
+/// Of an optimizer's options or of its state for one parameter; each type can serialise itself.
 template <class Part>
 std::uint64_t hash_of_saved(const Part& part) {
   torch::serialize::OutputArchive archive;
@@ -35,7 +35,7 @@ std::uint64_t hash_of_saved(const Part& part) {
   return hash_of_bytes(bytes.data(), bytes.size());
 }
 
-/// libtorch's versions have strings or pointers.
+/// The key is a string or a pointer, depending on the libtorch version.
 template <class States>
 const torch::optim::OptimizerParamState* find_state(const States& states, const at::Tensor& of) {
   using Key = typename States::key_type;
@@ -121,7 +121,7 @@ void check_fingerprints(const Fingerprints& mine, const Group& group, const Erro
 void detail::assert_in_sync(const torch::nn::Module& module,
                             const torch::optim::Optimizer* optimizer, const Group& group,
                             std::source_location where) {
-  Fingerprints all{{"the module", 0}};  // an empty list would take no part
+  Fingerprints all{{"the module", 0}};  // an empty list would be left out of the comparison
   const Fingerprints parameters = fingerprints_of_parameters(module);
   all.insert(all.end(), parameters.begin(), parameters.end());
   const Fingerprints buffers = fingerprints_of_buffers(module);

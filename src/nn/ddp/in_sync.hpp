@@ -22,7 +22,7 @@ Fingerprints fingerprints_of_state(const torch::optim::Optimizer& optimizer,
                                    const torch::nn::Module& module);
 
 /// Throws MismatchError on every rank, naming the first value that differs from another rank's,
-/// then `advice`. A rank without fingerprints takes no part in the comparison. Collective.
+/// then `advice`. Skips ranks without fingerprints. Collective.
 void check_fingerprints(const Fingerprints& mine, const Group& group, const ErrorContext& context,
                         const char* advice);
 

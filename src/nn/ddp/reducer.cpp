@@ -15,7 +15,7 @@
 namespace lockstep::nn::detail {
 
 void Reducer::before_forward(const std::optional<std::source_location>& where) {
-  // In join one line for all ranks, as LOCKSTEP_CHECK=full wants it: some make no forward.
+  // In join the same line on all ranks, as LOCKSTEP_CHECK=full requires: some make no forward.
   if (!joining_) where_ = where.value_or(made_at_);
   if (in_step_) {
     throw UsageError(
@@ -32,7 +32,7 @@ void Reducer::before_forward(const std::optional<std::source_location>& where) {
   prepare();
 }
 
-/// A backward that begins elsewhere is of a forward that went past DistributedDataParallel, and
+/// A backward that begins elsewhere belongs to a forward that bypassed DistributedDataParallel and
 /// is synchronised. The engine drops its callbacks when a backward ends, also by an exception.
 void Reducer::after_forward(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
@@ -69,7 +69,7 @@ void Reducer::prepare() {
         check_in_sync();
         if (!options_.broadcast_buffers) return;
         for (at::Tensor buffer : module_.buffers()) {
-          // In join rank 0 may have no data any more.
+          // In join rank 0 may be out of data.
           broadcast(buffer, joining_ && last_active_ >= 0 ? last_active_ : 0, group_, {}, where_);
         }
       });
@@ -115,11 +115,11 @@ void Reducer::start_step() {
       [self = shared_from_this()] { self->finish(); });
 }
 
-/// The gradient becomes a slice of its bucket, where it stays: the next backward accumulates there
-/// in place, unless the user has dropped it.
+/// The gradient becomes a slice of its bucket and stays there: the next backward accumulates into
+/// it in place, unless the user has dropped it.
 void Reducer::move_gradient(Parameter& parameter) {
   at::Tensor& gradient = parameter.tensor.mutable_grad();
-  // One that is there may be an earlier step's, zeroed in place.
+  // An existing gradient may be an earlier step's, zeroed in place.
   parameter.has_gradient = gradient.defined() && parameter.touched;
   if (!gradient.defined()) {
     parameter.slice.zero_();
@@ -139,7 +139,7 @@ void Reducer::move_gradient(Parameter& parameter) {
   if (gradient.is_cpu()) gradient = parameter.slice;
 }
 
-/// On the CPU the slice is the gradient; another device has it copied.
+/// On the CPU the slice is the gradient; on another device it is copied.
 void Reducer::give_gradient(Parameter& parameter) {
   at::Tensor& gradient = parameter.tensor.mutable_grad();
   if (parameter.tensor.is_cpu()) {
@@ -151,14 +151,14 @@ void Reducer::give_gradient(Parameter& parameter) {
   }
 }
 
-/// All ranks see the same shares, and throw alike.
+/// All ranks see the same flags and throw alike.
 void Reducer::check_same_gradients() {
   if (options_.find_unused_parameters) return;
   for (const Parameter& parameter : parameters_) {
     if (!(parameter.with > 0 && parameter.without > 0)) continue;
-    in_step_ = false;  // nothing is under way, on any rank
+    in_step_ = false;  // no communication is pending, on any rank
     const double size = group_.size();
-    const double n_ranks = parameter.with < parameter.without  // the smaller is the preciser
+    const double n_ranks = parameter.with < parameter.without  // the smaller is more precise
                                ? std::round(parameter.with * size)
                                : size - std::round(parameter.without * size);
     throw MismatchError(
@@ -180,7 +180,7 @@ void Reducer::send_complete_buckets() {
     bucket.flag_values.copy_(
         at::from_blob(flags.data(), {static_cast<std::int64_t>(flags.size())}, at::kFloat));
     if (!options_.hook) {
-      Elements all = bucket.gradients;  // the flags lie behind
+      Elements all = bucket.gradients;  // the flags follow the gradients
       all.count += bucket.flags.count;
       bucket.work = group_.all_reduce_async(all, ReduceOp::mean, {}, where_);
       continue;

@@ -20,30 +20,30 @@ namespace lockstep::nn::detail {
 
 /// Averages gradients in buckets while backward runs.
 ///
-/// A bucket holds the gradients of some parameters of one type, and behind them two flags per
-/// parameter: 1 and 0 where this rank has a gradient, 0 and 1 where it has none. The mean that
-/// reduces the bucket leaves each above zero exactly if some rank set it, whatever the type rounds
-/// to, so that no second message is needed to know who had one.
+/// A bucket holds the gradients of some parameters of one type and, after them, two flags per
+/// parameter: 1 and 0 if this rank has a gradient, 0 and 1 if not. The mean that reduces the bucket
+/// leaves a flag above zero exactly if some rank set it, whatever the rounding of the type; no
+/// second message is needed to find out which parameters have gradients.
 ///
-/// One backward: the first hook queues finish() for the end of backward and starts a step; each
-/// hook moves its gradient into the bucket; a complete bucket is sent once all before it were, the
-/// order being the same on all ranks; finish() sends the rest and waits for all. The first finish()
-/// then makes the buckets anew in the order in which rank 0's gradients came.
+/// One backward: the first hook starts a step and queues finish() for the end of backward. Each
+/// hook moves its gradient into the bucket. A complete bucket is sent after all earlier ones; the
+/// order is the same on all ranks. finish() sends the rest and waits for all of them. The first
+/// finish() then rebuilds the buckets in the order in which rank 0's gradients arrived.
 ///
-/// With a hook, the flags go in a message of their own: a hook may do anything with numbers.
+/// With a communication hook, the flags are sent separately: a hook may change values arbitrarily.
 ///
 /// A parameter can lose its gradient accumulator and with it the hook: set_data with a tensor of
-/// another type does that, and so do torch::load and Module::to. A synchronised forward looks for
-/// such changes and takes the parameters anew; hooks of the tensors themselves, which nothing
-/// removes, refuse a gradient that comes before.
+/// another type, torch::load and Module::to do that. A synchronised forward checks for such changes
+/// and rebuilds the parameter list; hooks on the tensors themselves, which nothing removes, reject
+/// a gradient that arrives before that.
 ///
-/// A rank that takes them anew first meets the others in a barrier, in every group that they may
-/// communicate in next: where they have not changed theirs, some group finds the mismatch.
+/// A rank that rebuilds its list first enters a barrier in every group that its peers may use next:
+/// if their parameters have not changed, one of these groups detects the mismatch.
 ///
-/// join: every forward in it begins with an all_gather of what each rank is about to do. A rank out
-/// of data says so, and does what the others do with a batch of no samples, until all say so.
+/// join: every forward in it begins with an all_gather of each rank's next action. A rank out of
+/// data announces that and mirrors the others with an empty batch until all ranks are out of data.
 ///
-/// reducer.cpp has the steps, reducer_setup.cpp what they need, reducer_join.cpp join.
+/// reducer.cpp has the steps, reducer_setup.cpp the setup, reducer_join.cpp join.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
@@ -52,9 +52,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// `where`: the forward's line, where it is known.
+  /// `where`: the line of the forward call, if known.
   void before_forward(const std::optional<std::source_location>& where);
-  /// After a forward within no_sync(), with what it returned.
+  /// After a forward within no_sync(), with its outputs.
   void after_forward(const std::vector<at::Tensor>& outputs);
   void on_gradient(std::size_t index);
   void join(const std::function<void()>& body, const JoinOptions& options,
@@ -67,13 +67,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int n_no_sync = 0;  ///< guards alive
 
  private:
-  // libtorch itself keeps it weakly. The kind of pointer depends on its version.
+  // libtorch itself keeps a weak reference. The pointer type depends on its version.
   using Accumulator =
       decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
   struct Parameter {
     std::string name;
     at::Tensor tensor;
-    c10::Storage storage;  // held, so that no other gets its address
+    c10::Storage storage;  // held, so that its address is not reused
     Accumulator accumulator;
     std::uintptr_t hook = 0;
     at::Tensor slice;  // its gradient in the bucket
@@ -81,8 +81,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool ready = false;
     bool has_gradient = false;  // in the step, on this rank
     bool touched = false;       // some backward since the last averaging gave it a gradient
-    bool used = true;  // of a static graph: false where it got no gradient in the first step
-    // Of the ranks, as means that the bucket's type has rounded: above zero where there are any.
+    bool used = true;           // static graph: false if it got no gradient in the first step
+    // Means over the ranks, rounded by the bucket's type: above zero if any rank set the flag.
     double with = 0, without = 0;
   };
   /// The hook of a tensor of the module.
@@ -100,7 +100,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     Work work;
     std::function<void()> complete;  // the hook's
   };
-  /// What a rank is about to do, in join.
+  /// A rank's next action, in join.
   enum class Turn : std::int64_t { joined = 0, accumulate = 1, synchronise = 2 };
   struct Announcement {
     Turn turn = Turn::joined;
@@ -115,16 +115,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void explain(const std::function<std::string()>& what, const F& f) const;
   std::string names_of(const Bucket& bucket) const;
 
-  /// The first parameter for which hook and bucket are no longer right; empty: none.
+  /// The first parameter whose hook or bucket is no longer valid; empty: none.
   std::string changed_parameter() const;
   void check_before_step() const;
   void check_attached(const Parameter& parameter) const;
   [[noreturn]] void refuse_changed(const std::string& name) const;
-  /// The groups that a forward may communicate in before backward does in this object's.
+  /// The groups in which a forward may communicate before backward uses this object's group.
   std::vector<Group> groups_of_forward() const;
-  /// MismatchError where only some ranks call it.
+  /// MismatchError if only some ranks call it.
   void meet_others_that_changed() const;
-  /// Collective: compares the modules, gives all rank 0's values of new parameters.
+  /// Collective: compares the modules and broadcasts rank 0's values of new parameters.
   void take_parameters();
   void add_buckets(std::span<const std::int64_t> order);
   void rebuild_buckets();
@@ -135,7 +135,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool synchronises() const { return sync_ || (is_tagged_ && local_backward_.expired()); }
   Announcement announce(Turn turn);
   void check_scopes(std::span<const Announcement> all) const;
-  /// The group of the scope that the others are in.
+  /// The group of the scope that the peers are in.
   Group scope_of(std::uint64_t announced) const;
   void follow(const Announcement& others);
   void drop_gradients();
@@ -147,7 +147,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void send_complete_buckets();
   void finish();
 
-  torch::nn::Module& module_;  // DistributedDataParallel holds it, and only it calls on us for it
+  torch::nn::Module& module_;  // owned by DistributedDataParallel, the only caller
   const DistributedDataParallelOptions options_;
   std::vector<Parameter> parameters_;
   std::vector<Guard> guards_;
@@ -156,24 +156,24 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Bucket> buckets_;
   std::size_t n_sent_ = 0;
   bool sync_ = true;        // of the last forward
-  bool prepared_ = false;   // a synchronised forward has looked at the parameters since finish()
-  bool is_tagged_ = false;  // the last forward's outputs tell when backward begins at them,
-  std::weak_ptr<void> local_backward_;  // which it has, while this lives
+  bool prepared_ = false;   // a synchronised forward has checked the parameters since finish()
+  bool is_tagged_ = false;  // the last forward's outputs report when backward begins there;
+  std::weak_ptr<void> local_backward_;  // it has begun while this lives
   bool in_step_ = false;                // between the first hook and the end of finish()
   bool rebuilt_ = false;
   bool joining_ = false;
   std::function<at::Tensor()> example_;  // a forward of no samples, in join
-  bool follows_ = false;                 // makes the others' forward, in join
+  bool follows_ = false;                 // mirrors the peers' forward, in join
   int n_active_ = 0;                     // ranks that have data, in join
-  int last_active_ = -1;                 // the first of those, as last heard
+  int last_active_ = -1;                 // the lowest such rank, as last announced
   bool was_uneven_ = false;
   std::optional<Group> scope_;  // around the last forward in join
-  int n_checks_ = 0;  // synchronised forwards that yet compare the parameters: after uneven data
+  int n_checks_ = 0;  // synchronised forwards left that compare the parameters, after uneven data
   std::uint64_t n_forwards_ = 0;
   const bool checks_fully_;
   const std::source_location made_at_;
   std::source_location where_;  // of the last forward or join, for errors
-  Group group_;                 // after the buckets: it goes first, and its worker with it
+  Group group_;                 // after the buckets: destroyed first, together with its worker
 };
 
 }  // namespace lockstep::nn::detail

@@ -24,11 +24,11 @@ namespace lockstep::nn::detail {
 namespace {
 
 /// Synchronised forwards after uneven data that compare the parameters: the first optimizer step
-/// shows whether the optimizers' states are the same.
+/// shows whether the optimizers' states are equal.
 constexpr int kChecksAfterUnevenData = 4;
 constexpr std::uint64_t kForwardsBetweenChecks = 100;  // with LOCKSTEP_CHECK=full
 
-/// Groups have the same names on all their ranks.
+/// Group names are equal on all ranks of the group.
 std::uint64_t hash_of_scope(const Group& group) {
   return hash_of_bytes(group.name().data(), group.name().size()) | 1U;  // 0: none
 }
@@ -51,7 +51,7 @@ void send_state(torch::optim::Optimizer& optimizer, int root, const Group& group
   load_optimizer(optimizer, archive);
 }
 
-/// An LBFGS whose number of forwards, or whose step, comes from this rank's loss.
+/// Rejects an LBFGS whose number of forwards or whose step depends on this rank's loss.
 void check_optimizer(const torch::optim::Optimizer& optimizer, const ErrorContext& context) {
   if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr) return;
   for (const auto& group : optimizer.param_groups()) {
@@ -72,7 +72,7 @@ std::optional<Group> group_of_scope() {
 
 }  // namespace
 
-/// All ranks see the same, and throw alike.
+/// All ranks see the same announcements and throw alike.
 void Reducer::check_scopes(std::span<const Announcement> all) const {
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].scope == 0 || all[rank].scope_size >= group_.size()) continue;
@@ -85,7 +85,7 @@ void Reducer::check_scopes(std::span<const Announcement> all) const {
   }
 }
 
-/// Returns what all the ranks that have data are about to do.
+/// Returns the next action of the ranks that have data.
 Reducer::Announcement Reducer::announce(Turn turn) {
   Announcement mine{turn};
   if (turn != Turn::joined) {
@@ -147,7 +147,7 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
       if (!reducer.shadow) reducer.shadow = std::move(shadow_before);
     }
   } leave{*this, nullptr};
-  if (example) {  // goes before the forwards of earlier loops
+  if (example) {  // precedes the forwards of earlier loops
     leave.shadow_before = std::exchange(shadow, nullptr);
     example_ = std::move(example);
   }
@@ -155,7 +155,7 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
   was_uneven_ = false;
   last_active_ = -1;
   body();
-  // What this rank accumulated without a synchronisation still counts in the next one.
+  // Gradients that this rank accumulated without synchronisation count in the next one.
   if (sync_) drop_gradients();
   for (;;) {
     const Announcement others = announce(Turn::joined);

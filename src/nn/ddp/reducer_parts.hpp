@@ -8,10 +8,10 @@
 #include "nn/ddp/reducer.hpp"
 #include "nn/error.hpp"
 
-/// What the files of the Reducer share.
+/// Shared by the source files of the Reducer.
 namespace lockstep::nn::detail {
 
-/// A tensor over part of a bucket that is no view: optimizers detach gradients in place.
+/// A tensor over part of a bucket, not a view: optimizers detach gradients in place.
 inline at::Tensor slice_of(const SharedBuffer& memory, std::size_t offset_bytes,
                            at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) {
   return at::from_blob(
@@ -28,7 +28,7 @@ void Reducer::explain(const std::function<std::string()>& what, const F& f) cons
   try {
     f();
   } catch (const Error& error) {
-    // The Reducer's own say it themselves.
+    // The Reducer's own errors have this context already.
     if (error.context().operation == context().operation) throw;
     const std::string note = "\n  This is DistributedDataParallel, " + what() + ".";
     throw_with_note<TimeoutError>(

@@ -36,11 +36,11 @@ class GradientHook : public torch::autograd::FunctionPostHook {
   bool belongs_to(const Reducer& reducer) const { return &reducer == &reducer_; }
 
  private:
-  Reducer& reducer_;  // removes its hooks before it goes
+  Reducer& reducer_;  // removes its hooks before its destruction
   std::size_t index_;
 };
 
-/// One line per parameter and buffer: what all ranks must agree on.
+/// One line per parameter and buffer: what must agree on all ranks.
 std::vector<std::string> describe(const torch::nn::Module& module) {
   std::vector<std::string> lines;
   for (const auto& item : module.named_parameters()) {
@@ -92,7 +92,7 @@ std::size_t round_up(std::size_t n_bytes) {
   return (n_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-/// Autograd has a thread for each device, and hooks of one module would run on several.
+/// Autograd has one thread per device; hooks of one module would run on several threads.
 void check_one_device(const torch::nn::Module& module, const ErrorContext& context) {
   const std::string* first = nullptr;
   std::optional<at::Device> device;
@@ -110,7 +110,7 @@ void check_one_device(const torch::nn::Module& module, const ErrorContext& conte
   }
 }
 
-/// Of a sparse tensor none: dtype_of has refused those that are averaged.
+/// None for a sparse tensor: dtype_of has rejected those that are averaged.
 c10::Storage storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage() : c10::Storage();
 }
@@ -141,7 +141,7 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
               group_ = group_.duplicate(where_);
               add_buckets(order_);
             });
-  } catch (...) {  // no destructor will run
+  } catch (...) {  // the destructor will not run
     remove_hooks();
     throw;
   }
@@ -203,7 +203,7 @@ void Reducer::check_before_step() const {
   }
 }
 
-/// Before each gradient of the parameter, whatever accumulates it.
+/// Runs before each gradient of the parameter, whatever accumulates it.
 void Reducer::check_attached(const Parameter& parameter) const {
   if (!synchronises()) return;
   const auto now = torch::autograd::impl::try_get_grad_accumulator(parameter.tensor);
@@ -216,7 +216,7 @@ std::vector<Group> Reducer::groups_of_forward() const {
   std::vector<Group> groups;
   const auto add = [&](const std::optional<Group>& set) {
     const Group group = set ? *set : default_group();
-    // A larger one has ranks to which this module is nothing.
+    // In a larger group some ranks do not have this module.
     if (group.size() == 1 || group.size() > group_.size()) return;
     if (std::ranges::find(groups, group) == groups.end()) groups.push_back(group);
   };
@@ -233,12 +233,12 @@ std::vector<Group> Reducer::groups_of_forward() const {
   return groups;
 }
 
-/// In all of them at once: which one the others use next, if any, is not known here.
+/// In all groups at once: the one the peers use next, if any, is unknown here.
 void Reducer::meet_others_that_changed() const {
   std::vector<Work> barriers;
   for (const Group& group : groups_of_forward())
     barriers.push_back(group.barrier_async({}, where_));
-  if (barriers.empty()) return;  // the others' next call is in this object's group
+  if (barriers.empty()) return;  // the peers' next call is in this object's group
   barriers.push_back(group_.barrier_async({}, where_));
   while (!barriers.empty()) {
     const auto done = std::ranges::find_if(barriers, &Work::done);
@@ -253,7 +253,7 @@ void Reducer::meet_others_that_changed() const {
 
 void Reducer::take_parameters() {
   for (const at::Tensor& tensor : module_.parameters()) {
-    if (tensor.requires_grad()) (void)dtype_of(tensor, where_);  // can it be reduced?
+    if (tensor.requires_grad()) (void)dtype_of(tensor, where_);  // throws if it cannot be reduced
   }
   check_one_device(module_, context());
   check_same_module(module_, group_, context());
@@ -276,7 +276,8 @@ void Reducer::take_parameters() {
     parameter.storage = storage_of(*item);
     parameter.touched = before != known.end() && before->touched;
   }
-  for (std::size_t i = parameters_.size(); i-- > 0;) {  // about the order gradients come in
+  for (std::size_t i = parameters_.size();
+       i-- > 0;) {  // roughly the order of gradients in backward
     order_.push_back(static_cast<std::int64_t>(i));
   }
   add_hooks();
@@ -339,7 +340,7 @@ void Reducer::add_hooks() {
   for (const auto& item : module_.named_parameters()) {
     at::Tensor tensor = *item;
     if (tensor.requires_grad() || !tensor.is_floating_point()) continue;
-    tensor.requires_grad_(true);  // only such a tensor takes a hook
+    tensor.requires_grad_(true);  // hooks need requires_grad
     guards_.push_back(
         {tensor, tensor.register_hook([this, name = item.key()](const at::Tensor& /*g*/) {
            if (synchronises()) refuse_changed(name);
@@ -350,7 +351,7 @@ void Reducer::add_hooks() {
 
 void Reducer::remove_hooks() {
   for (Parameter& parameter : parameters_) {
-    // One that was being taken anew when a peer was lost has none yet.
+    // If a peer was lost during a rebuild, some have none yet.
     if (const auto accumulator = std::exchange(parameter.accumulator, nullptr)) {
       accumulator->del_post_hook(parameter.hook);
     }
@@ -359,7 +360,7 @@ void Reducer::remove_hooks() {
   guards_.clear();
 }
 
-/// Every rank begins with the buckets it has; here all take rank 0's order.
+/// Every rank starts with its current buckets; then all use rank 0's order.
 void Reducer::rebuild_buckets() {
   rebuilt_ = true;
   for (const std::int64_t i : order_) {  // those without a gradient come last

@@ -47,7 +47,7 @@ class Workers {
     }
   }
 
-  /// body(i) on thread i, for i < n; returns when all have. The body must not throw.
+  /// body(i) on thread i, for i < n; returns when all are done. The body must not throw.
   void run(std::size_t n, const std::function<void(std::size_t)>& body) {
     std::unique_lock lock(mutex_);
     body_ = &body;
@@ -84,14 +84,14 @@ class Workers {
   std::size_t n_wanted_ = 0;
   std::size_t n_running_ = 0;
   const std::function<void(std::size_t)>* body_ = nullptr;
-  std::vector<std::jthread> threads_;  // last: they end before the rest goes
+  std::vector<std::jthread> threads_;  // last: joined before the rest is destroyed
 };
 
-/// A copy's parameter and buffers become the module's own memory. Autograd then goes on from the
-/// copy to where the original's gradients go, as torch::nn::parallel::replicate does it; the
-/// shared version counter lets it notice an optimizer step between forward and backward.
+/// A copy's parameters and buffers share the module's memory. Autograd continues from the copy to
+/// the original's gradients, as in torch::nn::parallel::replicate; the shared version counter
+/// detects an optimizer step between forward and backward.
 void link(const Tensor& copy, const Tensor& original, const at::Device& device) {
-  const at::AutoGradMode with_gradients(true);  // for the way back from another device
+  const at::AutoGradMode with_gradients(true);  // for the copy back from another device
   const Tensor source = original.device() == device ? original : original.to(device);
   autograd::set_gradient_edge(copy, {});
   copy.set_requires_grad(false);
@@ -102,9 +102,9 @@ void link(const Tensor& copy, const Tensor& original, const at::Device& device) 
   }
 }
 
-/// What tells whether a tensor's copies still are what link made.
+/// Identifies whether a tensor's copies are still as link made them.
 struct Identity {
-  Tensor tensor;  ///< also keeps its address from being used again
+  Tensor tensor;  ///< also keeps its address from being reused
   const void* data;
   at::ScalarType type;
   bool requires_grad;
@@ -132,7 +132,7 @@ struct Copy {
   std::vector<Tensor> parameters, buffers;
 };
 
-/// The error of one that only learnt of another's. An inner DataParallel's own has one nested.
+/// An error that only reports another replica's. An inner DataParallel's own error has one nested.
 bool is_echo(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -168,7 +168,7 @@ class Replicas {
   std::int64_t dim() const { return dim_; }
 
   void run(std::size_t n, const ReplicaBody& body) {
-    if (devices_.size() == 1) return body(0, *module_);  // it is but the module, errors too
+    if (devices_.size() == 1) return body(0, *module_);  // the module itself, with its own errors
     if (workers_->is_one_of_them()) {
       throw usage(
           "called by one of its own replicas, which it would wait for; make an own "
@@ -238,8 +238,8 @@ class Replicas {
     });
   }
 
-  /// Without this every worker would start as many threads as the caller has. libtorch sets the
-  /// number for the calling thread and also what new threads begin with: that is put back.
+  /// Otherwise every worker would start as many threads as the caller has. libtorch sets the number
+  /// for the calling thread and the default of new threads; the latter is restored.
   void share_threads() {
 #if AT_PARALLEL_OPENMP
     const int n_threads = at::get_num_threads();
@@ -251,9 +251,9 @@ class Replicas {
 #endif
   }
 
-  /// n copies that are what the module is now.
+  /// Makes n copies that match the module as it is now.
   void prepare(std::size_t n) {
-    // Copies must be able to take part in training, whatever mode the caller is in.
+    // Copies must support training, whatever mode the caller is in.
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_grad;
     const auto modules = module_->modules();
@@ -263,13 +263,13 @@ class Replicas {
         buffers.size() != buffers_.size()) {
       copies_.clear();
     }
-    std::vector<Copy> copies = std::exchange(copies_, {});  // none are left where this throws
+    std::vector<Copy> copies = std::exchange(copies_, {});  // none are left if this throws
     const std::size_t n_linked = copies.size();
     while (copies.size() < n) copies.push_back(make_copy(modules, parameters, buffers));
     for (std::size_t i = 0; i < copies.size(); ++i) {
       const Copy& copy = copies[i];
       const at::Device device = devices_[i];
-      const bool elsewhere = !device.is_cpu() && i != 0;  // its copies of values are of one call
+      const bool elsewhere = !device.is_cpu() && i != 0;  // its copies are valid for one call
       const auto refresh = [&](const Tensor& mine, std::size_t k, const auto& now,
                                const auto& before) {
         if (i >= n_linked || elsewhere || now[k] != before[k]) link(mine, now[k].tensor, device);
@@ -295,11 +295,11 @@ class Replicas {
     copies_ = std::move(copies);
   }
 
-  /// Copies but the first have buffers of their own: two that wrote into the same would race.
+  /// Copies other than the first have buffers of their own: two writers of one would race.
   static void renew_buffer(const Tensor& mine, const Tensor& original, const at::Device& device) {
     if (mine.sizes() == original.sizes() && mine.scalar_type() == original.scalar_type() &&
         mine.device() == device) {
-      // Only where it changed: an earlier forward's graph may need it as it is.
+      // Only if it changed: an earlier forward's graph may need its current value.
       const Tensor source = original.to(device);
       if (!mine.equal(source)) mine.copy_(source);
     } else {
@@ -308,7 +308,7 @@ class Replicas {
     }
   }
 
-  /// torch clones a class derived from its containers as the container, or as nothing.
+  /// torch clones a class derived from its containers as the container, or as null.
   void check_copy(const Module& original, const ModulePtr& copy, const std::string& name) const {
     if (!copy || typeid(*copy) != typeid(original)) {
       throw usage(fmt::format(
@@ -320,7 +320,7 @@ class Replicas {
     }
     const auto expected = original.named_children();
     const auto got = copy->named_children();
-    // Sequential numbers its modules anew; other differences are for make_copy to tell.
+    // Sequential renumbers its modules; make_copy reports other differences.
     for (std::size_t i = 0; i < std::min(expected.size(), got.size()); ++i) {
       const std::string& key = expected[i].key();
       check_copy(*expected[i].value(), got[i].value(), name.empty() ? key : name + "." + key);
@@ -331,8 +331,8 @@ class Replicas {
                  const std::vector<Identity>& buffers) const {
     Copy copy;
     try {
-      // clone() draws initial values only to overwrite them: training goes on with the numbers
-      // that it would have drawn without.
+      // clone() draws initial values only to overwrite them: keep the random numbers that training
+      // would otherwise draw.
       const RandomStateKept random_state_kept;
       copy.module = module_->clone();
     } catch (const c10::Error& error) {
@@ -368,7 +368,7 @@ class Replicas {
     Tensor state;
   };
 
-  /// The first error that is no echo of another's.
+  /// The first error that is not an echo of another's.
   void rethrow(const std::vector<std::exception_ptr>& errors) const {
     const auto is_error = [](const auto& error) { return error != nullptr; };
     auto first = std::find_if(errors.begin(), errors.end(),
@@ -401,7 +401,7 @@ class Replicas {
   std::vector<ModulePtr> modules_;
   std::vector<Identity> parameters_, buffers_;
   std::vector<Copy> copies_;
-  int n_threads_shared_ = 0;  // the caller's number when it was shared out
+  int n_threads_shared_ = 0;  // the caller's number of threads when it was divided
 };
 
 void Cut::measure(const Tensor& tensor) {

@@ -8,9 +8,9 @@
 
 namespace lockstep::nn {
 
-// at::parallel_for is a template: serial where its caller is compiled without OpenMP, and on a
-// second set of threads where with another OpenMP than libtorch's. The loop of an iterator, here
-// over the numbers of the parts, runs inside libtorch.
+// at::parallel_for is a template: serial if its caller is compiled without OpenMP, and on a second
+// set of threads with an OpenMP other than libtorch's. The loop of a TensorIterator, here over the
+// numbers of the parts, runs inside libtorch.
 void in_parallel(std::size_t n, std::size_t n_values,
                  const std::function<void(std::size_t first, std::size_t n)>& f) {
   const auto grain = std::max<std::int64_t>(

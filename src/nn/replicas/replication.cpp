@@ -18,7 +18,7 @@ struct Position {
   std::size_t n_children;
 };
 
-/// Throws UsageError where a submodule is null, as a clone of torch's may have one.
+/// Throws UsageError if a submodule is null, as it can be in a clone by torch.
 void flatten(Module& module, const std::string& copy_name, const std::string& name,
              std::vector<Position>& positions, std::source_location where) {
   const auto children = module.named_children();
@@ -37,10 +37,10 @@ void flatten(Module& module, const std::string& copy_name, const std::string& na
 
 std::string type_of(const Module& module) { return c10::demangle(typeid(module).name()); }
 
-/// Names are not compared: torch::nn::Sequential::clone numbers its modules anew.
+/// Names are not compared: torch::nn::Sequential::clone renumbers its modules.
 void check_same_structure(const std::vector<Position>& first, const std::vector<Position>& copy,
                           const std::string& copy_name, std::source_location where) {
-  // Up to the first difference both walks are at the same place, so neither ends before it.
+  // Both walks are in step up to the first difference, so neither ends before it.
   for (std::size_t i = 0; i < first.size(); ++i) {
     const Module& expected = *first[i].module;
     const Module& got = *copy[i].module;

@@ -32,8 +32,8 @@ std::string read_file(const std::string& path) {
   return bytes;
 }
 
-/// What save_checkpoint writes behind the archive: readers of archives look for its end backwards,
-/// and skip this.
+/// Written by save_checkpoint after the archive: archive readers search backwards for its end and
+/// skip this.
 struct Footer {
   std::array<char, 8> magic{'l', 'o', 'c', 'k', 's', 't', 'e', 'p'};
   std::uint64_t hash = 0;  // of the archive
@@ -45,7 +45,7 @@ void add_footer(std::string& bytes) {
   bytes.append(reinterpret_cast<const char*>(&footer), sizeof footer);
 }
 
-/// libtorch does not look at the checksums in its archives. Other writers leave no footer.
+/// libtorch does not check the checksums in its archives. Other writers add no footer.
 void check_footer(const std::string& path, const std::string& bytes) {
   Footer footer;
   if (bytes.size() < sizeof footer) return;
@@ -55,7 +55,7 @@ void check_footer(const std::string& path, const std::string& bytes) {
   throw std::runtime_error(path + " is damaged: its bytes are not those that were saved");
 }
 
-/// Does it on rank 0; throws its failure on every rank.
+/// Runs f on rank 0; throws its failure on every rank.
 template <class F>
 void on_rank_0(const char* operation, const Group& group, std::source_location where, F f) {
   std::string failure;
@@ -189,7 +189,7 @@ void detail::load_optimizer(torch::optim::Optimizer& optimizer,
                             torch::serialize::InputArchive& archive) {
   torch::serialize::InputArchive state;
   archive.read("state", state);
-  optimizer.state().clear();  // load leaves alone what is not in the archive
+  optimizer.state().clear();  // load does not touch what the archive lacks
   optimizer.load(state);
   std::size_t i = 0;
   for (auto& group : optimizer.param_groups()) {

@@ -22,8 +22,8 @@ namespace {
 using torch::nn::Module;
 using ModulePtr = std::shared_ptr<Module>;
 
-/// The same state in a module of the other kind. Assigning the Module part takes the registered
-/// tensors themselves, the training flag and what else was registered.
+/// The same state in a module of the other kind. Assigning the Module base shares the registered
+/// tensors and copies the training flag and everything else registered.
 template <class To, class From>
 torch::nn::AnyModule adopt(const From& from, std::shared_ptr<To> to) {
   static_cast<Module&>(*to) = from;
@@ -38,8 +38,8 @@ torch::nn::AnyModule adopt(const From& from, std::shared_ptr<To> to) {
 /// How one kind of module is replaced.
 struct Conversion {
   const char* operation;
-  const char* advice;  ///< where a member cannot be replaced
-  /// Of the kind, by its exact type: a class derived from it may do anything in its forward.
+  const char* advice;  ///< for a member that cannot be replaced
+  /// By exact type: a derived class may do anything in its forward.
   std::function<bool(const Module&)> matches;
   std::function<bool(const Module&)> is_derived;
   std::function<torch::nn::AnyModule(const Module&)> replace;
@@ -68,7 +68,7 @@ struct Slot {
   std::function<void(const torch::nn::AnyModule&)> put;
 };
 
-/// Walks the tree once without changing it, so that an error leaves everything as it was.
+/// Walks the tree once without changing it, so an error leaves everything unchanged.
 class Plan {
  public:
   explicit Plan(const Conversion& conversion) : conversion_(conversion) {}

@@ -7,8 +7,8 @@
 
 namespace lockstep::nn {
 
-/// Of bytes, for comparisons and against damage, not against malice: four lanes of multiplications,
-/// at about the speed of memory.
+/// Detects differences and damage, not malicious changes: four lanes of multiplications, at about
+/// memory bandwidth.
 inline std::uint64_t hash_of_bytes(const void* data, std::size_t n_bytes) {
   constexpr std::uint64_t kFactor = 0x9e3779b97f4a7c15ULL;
   const auto mix = [](std::uint64_t hash, std::uint64_t word) {

@@ -8,14 +8,14 @@
 
 namespace lockstep::nn {
 
-/// What an operation under way needs until its end.
+/// Resources of a pending operation, kept until it completes.
 struct detail::TensorOperation {
-  at::Tensor data{};             ///< the caller's, to be filled; undefined where there is none
+  at::Tensor data{};             ///< the caller's, to be filled; undefined if none
   at::Tensor dense{};            ///< what the group works on
   at::Tensor parts{};            ///< what else it reads
-  at::Tensor rows{};             ///< of the tensors that come out; undefined where none do
+  at::Tensor rows{};             ///< of the output tensors; undefined if none
   at::Device device = at::kCPU;  ///< of these
-  Work work{};                   // last: may be at work until it goes
+  Work work{};                   // last: may be running until destroyed
 };
 
 namespace {

@@ -28,17 +28,17 @@ inline void check_tensor(const char* operation, const at::Tensor& tensor, const 
   }
 }
 
-/// What a group can take: the tensor itself where that is contiguous and on the CPU.
+/// A tensor that a group accepts: the tensor itself if it is contiguous and on the CPU.
 inline at::Tensor for_group(const at::Tensor& tensor) { return tensor.detach().cpu().contiguous(); }
 
-/// The same, once the tensor is known to be one that can be sent.
+/// The same, after a check that the tensor can be sent.
 inline at::Tensor for_group(const char* operation, const at::Tensor& tensor, const Group& group,
                             std::source_location where) {
   check_tensor(operation, tensor, group, where);
   return for_group(tensor);
 }
 
-/// Brings the result back.
+/// Copies the result back.
 inline void copy_back(const at::Tensor& result, at::Tensor& data) {
   if (result.data_ptr() != data.data_ptr()) data.copy_(result);
 }

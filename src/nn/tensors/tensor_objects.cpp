@@ -11,8 +11,8 @@
 #include <stdexcept>
 #include <vector>
 
-/// A tensor in a message: its type, or kUndefined and no more; its number of dimensions; its sizes;
-/// the number of bytes, and these.
+/// A tensor in a message: its type (kUndefined ends it); its number of dimensions; its sizes; the
+/// number of bytes; the bytes.
 namespace lockstep::detail {
 namespace {
 
@@ -57,7 +57,7 @@ void load_tensor(Reader& in, at::Tensor& tensor) {
   if (!can_travel(type)) throw std::runtime_error(fmt::format("a tensor has type {}", code));
   in(n_dims);
   std::vector<std::int64_t> sizes(n_dims);
-  // Strides, which count an empty dimension as one element, must fit too.
+  // Strides must fit too; they count an empty dimension as one element.
   std::int64_t n_elements = 1, n_strides = static_cast<std::int64_t>(c10::elementSize(type));
   for (std::int64_t& size : sizes) {
     in(size);
