@@ -83,8 +83,8 @@ LOCKSTEP_INSTANTIATE(BFloat16)
 
 void batch_norm_merge(int n_parts, const double* count, const double* mean, const double* m2,
                       std::size_t stride, std::size_t channels, double* out_mean, double* out_m2) {
-  // out_mean holds the mean's distance from that of the first part until the end: the distance is
-  // small, so the mean is rounded once and not at every part.
+  // Until the end out_mean holds the mean's distance from that of the first part: the distance is
+  // small, so the mean is rounded only once.
   const double* base = nullptr;
   double total = 0;
   for (std::size_t c = 0; c < channels; ++c) out_mean[c] = out_m2[c] = 0;

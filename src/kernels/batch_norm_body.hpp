@@ -1,18 +1,17 @@
-// The one body of batch_norm.hpp, included once per instruction set with LOCKSTEP_ISA naming its
-// namespace. As in reduce_body.hpp: internal linkage, no call of an inline function from elsewhere.
+// The body of batch_norm.hpp, included once per instruction set with LOCKSTEP_ISA naming its
+// namespace. As in reduce_body.hpp: internal linkage, no calls to external inline functions.
 //
-// Two walks over x[outer][channels][inner]:
-// - runs, for inner >= kLongRun: along the runs of `inner` values of a few adjoining channels, sums
-//   kept in kLanes lanes however wide the registers are.
-// - rows, for shorter inner: positions of a row side by side, each with its own sums. Where a row
-//   is short, k rows are taken as one; several positions then belong to one channel.
-// Both give the same bits on every instruction set.
+// Two traversals of x[outer][channels][inner]:
+// - runs, for inner >= kLongRun: along the runs of `inner` values of a few adjacent channels, with
+//   sums in kLanes lanes, independent of the register width.
+// - rows, for shorter inner: positions of a row side by side, each with its own sums. k short rows
+//   are treated as one; several positions then belong to one channel.
+// Both give bitwise equal results on every instruction set.
 //
-// Statistics are sums of d and d^2 with d = x - pivot, in double, over blocks; the pivot is the
-// mean so far (at first, of a few values: the very first may lie far from the rest), so that the
-// sums of a block lose nothing to cancellation. Blocks are merged as in
-// Chan, Golub, LeVeque 1979. The mean is kept as its distance from the channel's first value and
-// rounded once, at the end.
+// Statistics are sums of d and d^2 with d = x - pivot, in double, over blocks. The pivot is the
+// running mean (at first, of a few values: a single value may be an outlier), so the sums of a
+// block lose nothing to cancellation. Blocks are merged as in Chan, Golub, LeVeque 1979. The mean
+// is kept as its offset from the channel's first value and rounded once, at the end.
 
 #include <cstddef>
 #include <cstdint>
@@ -39,10 +38,10 @@ using Index = std::size_t;
 
 constexpr Index kLanes = kLongRun;
 constexpr Index kRunBlock = 4096;  // values between two merges
-constexpr Index kRunTile = 64;     // channels side by side, at most: their lanes stay in L1
+constexpr Index kRunTile = 64;     // channels per tile, at most: their lanes stay in L1
 constexpr Index kRowBlock = 128;   // rows between two merges
-constexpr Index kRowStart = 8;     // rows of the first guess of the mean
-constexpr Index kWidth = 512;      // positions side by side: their sums stay in L1
+constexpr Index kRowStart = 8;     // rows for the first estimate of the mean
+constexpr Index kWidth = 512;      // positions per tile: their sums stay in L1
 
 constexpr Index min_of(Index a, Index b) { return a < b ? a : b; }
 constexpr Index max_of(Index a, Index b) { return a > b ? a : b; }
@@ -53,14 +52,14 @@ Index stride_of(BatchNormShape shape) {
 }
 
 double finite_or_zero(double x) { return x - x == 0 ? x : 0; }
-double not_negative(double x) { return x < 0 ? 0 : x; }  // keeps a NaN
+double not_negative(double x) { return x < 0 ? 0 : x; }  // preserves a NaN
 
 struct TwoSums {
   double first = 0;
   double second = 0;
 };
 
-/// A mean as base + offset, where `base` is known from elsewhere.
+/// A mean as base + offset with a known `base`.
 struct Moments {
   double count = 0;
   double offset = 0;
@@ -83,7 +82,7 @@ struct Moments {
 #include "kernels/batch_norm_rows.inc"
 #include "kernels/batch_norm_runs.inc"
 
-/// One channel whose values adjoin is one run.
+/// A channel with contiguous values is one run.
 BatchNormShape simplified(BatchNormShape shape) {
   if (stride_of(shape) == shape.inner) return {1, 1, shape.outer * shape.inner};
   return shape;

@@ -1,10 +1,9 @@
-// The one body of reduce(), included once per instruction set with LOCKSTEP_ISA naming its
-// namespace. Everything here has internal linkage, and no inline function from elsewhere is called:
-// the linker could otherwise keep a copy that holds instructions the CPU does not have.
+// The body of reduce(), included once per instruction set with LOCKSTEP_ISA naming its namespace.
+// Everything here has internal linkage and calls no external inline function: the linker could
+// otherwise keep a copy with instructions that the CPU does not support.
 //
-// Elements are folded a few registers at a time, over all inputs, before the next few: values stay
-// in registers, inputs and output are touched once. What remains at the end goes through the same
-// code as vectors of one lane.
+// A few registers at a time are reduced over all inputs: values stay in registers, inputs and
+// output are accessed once. The remainder goes through the same code as vectors of one lane.
 
 #include <cstddef>
 #include <cstdint>
@@ -35,7 +34,7 @@ constexpr int kRegisterBytes = 16;
 
 #include "kernels/floats.inc"
 
-// --- elements: how they lie in memory (Storage), and what they are folded in (Value) ------------
+// --- elements: type in memory (Storage) and of the reduction (Value) ----------------------------
 
 template <class T>
 struct Plain {
@@ -51,9 +50,9 @@ struct Plain {
   }
 };
 
-/// The sum of a mean of integers of at most 32 bits. A double holds it exactly up to 2^53, that is
-/// for 2^21 inputs; and below 2^53 the rounded quotient truncates as the exact one does. Via: the
-/// 32-bit type through which the conversions go.
+/// The sum for a mean of integers of at most 32 bits. A double is exact up to 2^53, that is for
+/// 2^21 inputs; below 2^53 the rounded quotient truncates to the same integer as the exact one.
+/// Via: the 32-bit type used for the conversions.
 template <class T, class Via = std::int32_t>
 struct SummedInDouble {
   using Storage = T;
@@ -72,7 +71,7 @@ struct SummedInDouble {
 
 // --- operations on vectors ----------------------------------------------------------------------
 
-/// Most operations leave the folded value as it is.
+/// Most operations do not change the reduced value.
 struct NoFinish {
   template <class V>
   LOCKSTEP_INLINE V finish(V x, int) {
@@ -94,7 +93,7 @@ struct Product : NoFinish {
   }
 };
 
-// A NaN in `a` stays, for it came first; one in `b` is neither <= nor >=, and is taken.
+// A NaN in `a` stays, because it came first; one in `b` is neither <= nor >=, and is taken.
 struct Min : NoFinish {
   template <class V>
   LOCKSTEP_INLINE V apply(V a, V b) {
@@ -147,8 +146,8 @@ struct Call {
   std::size_t count;
 };
 
-/// Folds kRegisters vectors of kLanes at a time, from element `at` on while they fit; returns
-/// where the rest begins. kN: the number of inputs where known, else 0.
+/// Reduces kRegisters vectors of kLanes at a time, from element `at` on while they fit; returns
+/// the start of the remainder. kN: the number of inputs if known at compile time, else 0.
 template <class E, class Op, int kLanes, int kRegisters, int kN>
 LOCKSTEP_INLINE std::size_t fold_while_fits(const Call& call, std::size_t at) {
   using Storage = typename E::Storage;
@@ -207,7 +206,7 @@ void fold(const void* const* in, int n, void* out, std::size_t count) {
 __extension__ typedef __int128 Int128;
 __extension__ typedef unsigned __int128 UInt128;
 
-/// Their sum needs up to 85 bits, which no vector has.
+/// The sum needs up to 85 bits, more than any vector element.
 template <class T, class Wide>
 void mean_of_64_bits(const void* const* in, int n, void* out, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
@@ -217,7 +216,7 @@ void mean_of_64_bits(const void* const* in, int n, void* out, std::size_t count)
       __builtin_memcpy(&value, static_cast<const char*>(in[r]) + i * sizeof(T), sizeof(T));
       sum += value;
     }
-    const T narrow = static_cast<T>(sum);  // dividing 128 bits takes several times as long
+    const T narrow = static_cast<T>(sum);  // 128-bit division is several times slower
     const T mean = narrow == sum ? narrow / static_cast<T>(n) : static_cast<T>(sum / n);
     __builtin_memcpy(static_cast<char*>(out) + i * sizeof(T), &mean, sizeof(T));
   }
@@ -225,8 +224,8 @@ void mean_of_64_bits(const void* const* in, int n, void* out, std::size_t count)
 
 }  // namespace
 
-// Rows in DType's order, columns in ReduceOp's. Sums and products of integers fold as unsigned,
-// where wrapping is defined.
+// Rows in DType's order, columns in ReduceOp's. Sums and products of integers use unsigned types,
+// whose wrapping is defined.
 #define LOCKSTEP_INTEGER_ROW(T, Unsigned, ...)                                       \
   {                                                                                  \
     fold<Plain<Unsigned>, Sum>, fold<Plain<Unsigned>, Product>, fold<Plain<T>, Min>, \

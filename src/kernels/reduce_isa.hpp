@@ -13,7 +13,7 @@ using ReduceFunction = void (*)(const void* const* in, int n, void* out, std::si
 inline constexpr int kDTypes = 13;
 inline constexpr int kReduceOps = 8;
 
-/// One function per (dtype, op); null where the op is not defined.
+/// One function per (dtype, op); null if the op is not defined.
 struct ReduceTable {
   ReduceFunction function[kDTypes][kReduceOps];
 };
