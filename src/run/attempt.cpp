@@ -24,9 +24,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Peers that wait for a dead rank learn of it in milliseconds, even on a machine that is busy.
+// Ranks waiting for a dead peer are notified within milliseconds, even on a busy machine.
 constexpr milliseconds kNotice{1000};
-// Between the kill of a group and the end of its output.
+// Between the kill of a process group and the end of its output.
 constexpr milliseconds kLastOutput{1000};
 constexpr milliseconds kLookAgain{50};
 
@@ -96,7 +96,7 @@ Outcome Attempt::run() {
 bool Attempt::over() const {
   const bool all_reaped = std::all_of(ranks_.begin(), ranks_.end(),
                                       [](const Rank& rank) { return rank.state == State::reaped; });
-  // Whoever interrupts twice does not wait for a reader who takes nothing.
+  // A user who interrupts twice does not wait for a reader that is blocked.
   return all_reaped && (nodes_ == nullptr || nodes_->over()) &&
          (context_.mux.idle() || (n_interrupts_ > 1 && context_.mux.stuck()));
 }
@@ -141,7 +141,7 @@ void Attempt::start_ranks() {
                                      .n_threads = n_threads(options, context_.cores.size())};
   const base::UniqueFd null(open("/dev/null", O_RDONLY | O_CLOEXEC));
   if (!null) throw system_error("cannot open /dev/null");
-  // A rank leads a group of its own, which a terminal stops when it reads.
+  // A rank leads its own process group, which a terminal stops when it reads.
   const bool passes_stdin = isatty(STDIN_FILENO) == 0;
 
   for (int rank = 0; rank < options.n_ranks; ++rank) {
@@ -182,7 +182,7 @@ void Attempt::wait_for_events() {
     if (errno == EINTR) return;
     throw system_error("cannot wait for the ranks");
   }
-  // What a rank wrote last stands before the report of its end.
+  // A rank's last output precedes the report of its exit.
   context_.mux.service(std::span(poll_entries_).subspan(n_before_mux));
   if (nodes_ != nullptr) {
     if (const auto failure = nodes_->service()) end_with(*failure);
@@ -223,7 +223,7 @@ void Attempt::forward(int signal) {
 }
 
 void Attempt::look_for_ends(pid_t first) {
-  // Several ends may share one SIGCHLD: it names the earliest, so that one is looked at first.
+  // Several exits may share one SIGCHLD; it names the earliest, so check that one first.
   for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
     if (ranks_[rank].pid == first) look_at(static_cast<int>(rank));
   }
@@ -282,7 +282,7 @@ std::string Attempt::name_of(int rank) const {
   return fmt::format("rank {} (pid {})", world_rank(i), ranks_[i].pid);
 }
 
-/// Of the rank that made this one fail, by leaving; empty where there is none.
+/// Describes the peer whose exit made this rank fail; empty if there is none.
 std::string Attempt::describe_leaver(int failed_rank) const {
   const auto leaver = job_.who_left_before(failed_rank);
   if (!leaver) return {};
@@ -344,8 +344,8 @@ void Attempt::advance_rank(int rank) {
       return;
     case State::reaped:
       if (!late) return;
-      // Who left the group may hold an output for ever. The mux closes it when it has nothing more
-      // to read and its reader took everything: look again until then.
+      // A process that left the group may hold an output forever. The mux closes it when nothing is
+      // left to read and its reader has taken everything: check again until then.
       context_.mux.abandon(placement_.first_rank + rank);
       looked_at.deadline = context_.mux.is_open(placement_.first_rank + rank)
                                ? Clock::now() + kLookAgain
@@ -379,7 +379,7 @@ void Attempt::signal_groups(int signal) {
   for (const Rank& rank : ranks_) {
     if (rank.state == State::reaped) continue;
     kill(-rank.pid, signal);
-    kill(-rank.pid, SIGCONT);  // a stopped process takes no other signal
+    kill(-rank.pid, SIGCONT);  // a stopped process handles no other signal
   }
 }
 

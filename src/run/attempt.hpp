@@ -18,12 +18,12 @@
 
 namespace lockstep::run {
 
-/// What all attempts of one launcher share.
+/// Shared by all attempts of one launcher.
 struct LaunchContext {
   const Options& options;
-  std::string program;     ///< its path
+  std::string program;     ///< a path
   std::vector<int> cores;  ///< that ranks may run on
-  rlimit open_files;       ///< that the launcher was started with
+  rlimit open_files;       ///< limit at the start of the launcher
   const Guard& guard;
   const Signals& signals;
   OutputMux& mux;
@@ -31,33 +31,33 @@ struct LaunchContext {
 
 /// How an attempt ended.
 struct Outcome {
-  int exit_code = 0;         ///< 0, or that of the rank that failed first; 128 + n for signal n
+  int exit_code = 0;         ///< 0, or that of the first rank that failed; 128 + n for signal n
   bool interrupted = false;  ///< by a signal to the launcher
 };
 
-/// The ranks of one start, until the last of them and of what they started has ended.
+/// The ranks of one start, until all of them and all processes they started have ended.
 ///
-/// After the first failure: the others learn of it through the segment and have kNotice to end by
-/// themselves, with their own report; then comes SIGTERM, and after the grace SIGKILL. A signal to
-/// the launcher goes on to the ranks at once and begins the same grace.
+/// After the first failure the others are notified through the segment and have kNotice to exit by
+/// themselves, with their own report; then comes SIGTERM, and SIGKILL after the grace period. A
+/// signal to the launcher is forwarded to the ranks at once and starts the same grace period.
 class Attempt {
  public:
-  /// `nodes`: the other machines' launchers; null where there are none.
+  /// `nodes`: the launchers on other machines; null if there are none.
   Attempt(const LaunchContext& context, int n_restarts, Nodes* nodes);
-  /// Kills what still runs.
+  /// Kills the remaining processes.
   ~Attempt();
   Attempt(const Attempt&) = delete;
   Attempt& operator=(const Attempt&) = delete;
 
-  /// Throws ExecError, UsageError, SystemError where the ranks cannot be started: none is left
+  /// Throws ExecError, UsageError, SystemError if the ranks cannot be started; none is left running
   /// then.
   Outcome run();
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  // running -> ended: its process has ended, but is not reaped, which keeps the number of its
-  // process group from being used again. What it left running in the group may finish writing.
+  // running -> ended: the process has exited but is not reaped, which keeps its process group id
+  // from being reused. Processes it left in the group may finish writing.
   // ended -> reaped: the group is killed.
   enum class State : std::uint8_t { running, ended, reaped };
   struct Rank {

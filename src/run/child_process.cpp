@@ -24,7 +24,7 @@ namespace {
 constexpr int kNotFound = 127;
 constexpr int kCannotRun = 126;
 
-/// 0, or why the file cannot be run.
+/// 0, or the errno value that says why the file cannot be run.
 int runnable(const std::string& path) {
   struct stat status {};
   if (stat(path.c_str(), &status) != 0) return errno;
@@ -40,8 +40,8 @@ std::vector<char*> pointers(const std::vector<std::string>& strings) {
   return result;
 }
 
-/// What a child needs between fork and exec, made ready before the fork: only async-signal-safe
-/// calls are allowed there.
+/// Data for the child between fork and exec, prepared before the fork: only async-signal-safe calls
+/// are allowed there.
 struct Child {
   const ProcessSpec& spec;
   const Guard& guard;
@@ -54,12 +54,12 @@ struct Child {
   int error_fd;
 };
 
-/// False with errno where a step fails.
+/// Returns false with errno if a step fails.
 bool prepare(const Child& child) {
   const ProcessSpec& spec = child.spec;
   if (setpgid(0, 0) != 0) return false;
   if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return false;
-  if (getppid() != child.launcher) _exit(1);  // it died before the line above
+  if (getppid() != child.launcher) _exit(1);  // the launcher died before the line above
   child.guard.watch_me();
   if (child.cpus != nullptr && sched_setaffinity(0, child.n_cpus_bytes, child.cpus) != 0) {
     return false;
@@ -164,7 +164,7 @@ pid_t start_process(const ProcessSpec& spec, const Guard& guard, const Signals& 
   if (pid < 0) throw system_error("cannot start a process");
   if (pid == 0) become(child);
 
-  write_end.reset();  // exec closes the child's: then the read below ends with nothing
+  write_end.reset();  // exec closes the child's copy: then the read below returns nothing
   int error_number = 0;
   ssize_t n_bytes = 0;
   do n_bytes = read(read_end.get(), &error_number, sizeof error_number);

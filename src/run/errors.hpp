@@ -11,7 +11,7 @@ inline ErrorContext launcher_context() { return {.operation = "lockstep run"}; }
 
 inline UsageError usage_error(const std::string& text) { return {launcher_context(), text}; }
 
-/// Call it before anything else touches errno.
+/// Call it before anything else changes errno.
 inline SystemError system_error(const std::string& text) {
   return {launcher_context(), errno, text};
 }
@@ -21,7 +21,7 @@ class ExecError : public SystemError {
  public:
   ExecError(int exit_code, int error_number, const std::string& text)
       : SystemError(launcher_context(), error_number, text), exit_code_(exit_code) {}
-  /// As a shell has it: 127 when there is no such program, 126 when it cannot be run.
+  /// As in a shell: 127 if there is no such program, 126 if it cannot be executed.
   int exit_code() const noexcept { return exit_code_; }
 
  private:

@@ -18,9 +18,9 @@ namespace {
   sigset_t all;
   sigfillset(&all);
   sigprocmask(SIG_SETMASK, &all, nullptr);
-  setsid();  // neither the terminal nor a kill of the launcher's group reaches it
+  setsid();  // out of reach of the terminal and of a kill of the launcher's group
   prctl(PR_SET_NAME, "lockstep-guard");
-  // Whoever reads the launcher's outputs to their end must not wait for the guard.
+  // A reader of the launcher's outputs must not wait for the guard to close them.
   dup2(pipe, STDIN_FILENO);
   const int null = open("/dev/null", O_WRONLY);
   dup2(null, STDOUT_FILENO);

@@ -6,15 +6,15 @@
 
 namespace lockstep::run {
 
-/// A small process that outlives a killed launcher by a moment, to kill the process groups of the
-/// ranks. The kernel kills the ranks themselves when the launcher dies (PR_SET_PDEATHSIG), but not
-/// what they started.
+/// A small process that briefly outlives a killed launcher and kills the process groups of the
+/// ranks. The kernel kills only the ranks themselves when the launcher dies (PR_SET_PDEATHSIG), not
+/// the processes they started.
 ///
-/// Protocol: the guard reads process group numbers from a pipe that only the launcher, and a rank
-/// until its exec, hold open. A rank writes its own number before its exec, so before it can start
-/// anything; the launcher writes the negated number before it reaps the rank, so before the kernel
-/// can give the number to somebody else. At the end of the file the guard kills what is left on
-/// its list: nothing, when the launcher ended in order.
+/// Protocol: the guard reads process group ids from a pipe held open only by the launcher and,
+/// until its exec, by a rank. A rank writes its own id before its exec, so before it can start
+/// anything. The launcher writes the negated id before it reaps the rank, so before the kernel can
+/// reuse the id. At end of file the guard kills what is left on its list: nothing if the launcher
+/// exited normally.
 class Guard {
  public:
   /// Throws SystemError.
@@ -24,7 +24,7 @@ class Guard {
   Guard(const Guard&) = delete;
   Guard& operator=(const Guard&) = delete;
 
-  /// Writes the calling process's number: it leads its own group. Async-signal-safe.
+  /// Writes the process group id of the caller, a group leader. Async-signal-safe.
   void watch_me() const noexcept;
   void forget(pid_t group) const noexcept;
 

@@ -18,17 +18,17 @@
 namespace lockstep::run {
 namespace {
 
-/// Raises the soft limit of open files to what the ranks and the other nodes' launchers need.
-/// Returns the limits from before.
+/// Raises the soft limit of open files to the number needed for the ranks and the other launchers.
+/// Returns the previous limits.
 rlimit make_room_for_files(const Options& options) {
   rlimit before{};
   if (getrlimit(RLIMIT_NOFILE, &before) != 0) throw system_error("cannot read the file limit");
-  // Per rank two outputs and two logs; some for the segment, the signals, one start, and what the
-  // launcher inherited. On node 0 a connection to each node.
+  // Per rank two outputs and two logs; a few for the segment, the signals, one start and inherited
+  // descriptors. On node 0 a connection to each node.
   const bool leads = options.nodes.n_nodes > 1 && options.nodes.node_rank == 0;
   const rlim_t n_needed = 4 * static_cast<rlim_t>(options.n_ranks) + 64 +
                           (leads ? static_cast<rlim_t>(options.nodes.n_nodes) : 0);
-  // What connects at --rdzv without being a node can do with fewer.
+  // Descriptors for unidentified connections at --rdzv are optional.
   const rlim_t n_wanted = n_needed + (leads ? kMaxStrangers : 0);
   if (before.rlim_cur >= n_wanted) return before;
   if (before.rlim_max < n_needed) {
@@ -43,7 +43,7 @@ rlimit make_room_for_files(const Options& options) {
   return before;
 }
 
-/// A pipe of ours must not become number 0, 1 or 2 because the caller closed that one.
+/// Keeps our pipes from becoming descriptor 0, 1 or 2 if the caller closed one of these.
 void fill_standard_descriptors() {
   while (true) {
     const int fd = open("/dev/null", O_RDWR);

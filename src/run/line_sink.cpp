@@ -22,8 +22,8 @@ constexpr std::array kColours = {36, 32, 33, 35, 34, 96, 92, 93, 95, 94};
 }  // namespace
 
 LineSink::LineSink(int fd, Style style) : fd_(fd), style_(style), is_terminal_(isatty(fd) == 1) {
-  // Other processes may hold this open file too, so it must stay blocking. But a pipe or terminal
-  // that poll calls writable takes PIPE_BUF bytes at once, and a regular file takes anything.
+  // Other processes may share this open file, so it must stay blocking. But a pipe or terminal that
+  // poll reports writable takes PIPE_BUF bytes without blocking, and a regular file any number.
   struct stat status {};
   const bool is_file = fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
   n_bytes_at_once_ = is_file ? std::size_t{1} << 20 : PIPE_BUF;
@@ -56,7 +56,7 @@ void LineSink::put(int rank, int stream, std::string_view text) {
   }
   while (!text.empty()) {
     if (open_line_ == kNobody) append_prefix(rank);
-    // A carriage return begins the line anew (progress bars), and so needs the prefix again.
+    // A carriage return restarts the line (progress bars), so the prefix is needed again.
     std::size_t n_bytes = std::min(text.find_first_of("\r\n"), text.size() - 1) + 1;
     if (text.substr(0, n_bytes).ends_with('\r') && text.substr(n_bytes).starts_with('\n')) {
       ++n_bytes;

@@ -6,8 +6,8 @@
 
 namespace lockstep::run {
 
-/// One of the launcher's own outputs, which the ranks share line by line: a line that has begun is
-/// ended before another source's begins. Writes only what the other end takes without waiting.
+/// One of the launcher's own outputs, shared by the ranks line by line: a started line is ended
+/// before another source's begins. Never blocks on the reader.
 class LineSink {
  public:
   struct Style {
@@ -17,7 +17,7 @@ class LineSink {
 
   LineSink(int fd, Style style);
 
-  /// Takes over text of `rank`: whole lines, or a piece of one. `stream` tells the rank's stdout
+  /// Accepts text of `rank`: whole lines, or part of one. `stream` distinguishes the rank's stdout
   /// from its stderr.
   void put(int rank, int stream, std::string_view text);
   /// A line of the launcher's own.
@@ -25,11 +25,11 @@ class LineSink {
   /// Writes what can be written now.
   void flush();
 
-  /// Text waits for the reader at the other end.
+  /// Text is pending because the reader is slow.
   bool congested() const noexcept { return n_written_ < pending_.size(); }
   /// The reader is gone, or the disk is full: text is dropped from now on.
   bool broken() const noexcept { return error_number_ != 0; }
-  /// Why; 0 where it is not broken.
+  /// The errno value; 0 if not broken.
   int error_number() const noexcept { return error_number_; }
   int fd() const noexcept { return fd_; }
   bool is_terminal() const noexcept { return is_terminal_; }
@@ -44,7 +44,7 @@ class LineSink {
   std::size_t n_bytes_at_once_;
   std::string pending_;
   std::size_t n_written_ = 0;
-  int open_line_ = -1;  // the source whose line has no end yet
+  int open_line_ = -1;  // the source of the unfinished line
   int error_number_ = 0;
 };
 

@@ -18,10 +18,10 @@ using std::chrono::milliseconds;
 
 constexpr std::size_t kHeadBytes = offsetof(NodeMessage, kind);
 constexpr int kMaxPort = 65535;
-/// Longer than anybody waits; sums with it do not overflow a clock.
+/// Longer than any wait; sums with it do not overflow a clock.
 constexpr milliseconds kMaxPatience = std::chrono::hours(24 * 365);
 
-/// Takes as long wherever they differ, so that nobody finds it byte by byte.
+/// Constant-time comparison, so the secret cannot be guessed byte by byte.
 bool knows(const NodeMessage& message, std::string_view secret) {
   NodeMessage expected;
   expected.set_secret(secret);
@@ -60,7 +60,7 @@ std::optional<NodeMessage> NodeMessageReader::next() {
 
 std::string text_of(const NodeMessage& message) {
   std::string text(base::text_in(message.text));
-  // It comes to a terminal, which obeys control characters.
+  // The text is shown on a terminal, which obeys control characters.
   std::ranges::replace_if(
       text,
       [](char c) {

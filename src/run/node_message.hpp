@@ -12,18 +12,18 @@
 #include "run/nodes.hpp"
 #include "run/options.hpp"
 
-/// What launchers of one world send each other, and what a peer's bytes are taken for. All of it is
-/// a stranger's until checked.
+/// Messages between the launchers of one world, and their parsing. Everything received is untrusted
+/// until checked.
 namespace lockstep::run {
 
 inline constexpr std::uint64_t kGreeting = 0x7365646f6e736b6cULL;
 inline constexpr std::uint32_t kProtocol = 2;
 
 enum class NodeMessageKind : std::uint32_t {
-  hello,    // to node 0: who, how many ranks
-  placed,   // from node 0: all have come
-  refused,  // from node 0: text says why
-  done,     // to node 0: all ranks here ended well
+  hello,    // to node 0: node rank, number of ranks
+  placed,   // from node 0: all have connected
+  refused,  // from node 0: text has the reason
+  done,     // to node 0: all ranks here succeeded
   all_done,
   failed,
 };
@@ -51,48 +51,49 @@ struct NodeMessage {
   void set_secret(std::string_view words);
 };
 
-/// Whole messages out of a stream of bytes.
+/// Extracts complete messages from a byte stream.
 class NodeMessageReader {
  public:
-  /// How many bytes add() takes now at most.
+  /// The number of bytes that add() accepts now.
   std::size_t n_wanted() const { return sizeof(NodeMessage) - n_bytes_; }
   void add(std::span<const char> bytes);
-  /// The message that has come, if one has; of another protocol: only its head is right.
+  /// The message received, if complete; of another protocol version: only its head is valid.
   std::optional<NodeMessage> next();
-  /// The bytes are not of lockstep.
+  /// The bytes do not come from lockstep.
   bool is_stranger() const;
 
  private:
   NodeMessage message_;
-  std::size_t n_bytes_ = 0;  ///< of message_ that have come
+  std::size_t n_bytes_ = 0;  ///< bytes of message_ received
 };
 
-/// Printable, whatever was sent.
+/// Made printable, whatever was sent.
 std::string text_of(const NodeMessage& message);
 
-/// What node 0 does with who came.
+/// Node 0's reaction to a connection.
 struct Welcome {
   enum class What : std::uint8_t {
     join,
-    ignore,      ///< no launcher that just starts
-    turn_away,   ///< does not belong here: told so, and the others are waited for as before
-    refuse_all,  ///< the nodes disagree: all are told so, and end
+    ignore,      ///< not a launcher that is starting
+    turn_away,   ///< does not belong here: is notified; the wait for the others continues
+    refuse_all,  ///< the nodes disagree: all are notified and exit
   };
   What what = What::join;
   std::string text{};                    ///< of turn_away and refuse_all
   std::chrono::milliseconds patience{};  ///< of join
 };
 
-/// `ranks_of`: how many ranks each node has that has come, 0 where none has. `address`: for texts.
+/// `ranks_of`: the number of ranks of each connected node, 0 if not connected. `address`: for
+/// texts.
 Welcome judge_hello(const NodeMessage& hello, const NodesOptions& options,
                     const std::string& address, int n_restarts, std::span<const int> ranks_of);
 
-/// What a node that said hello, of n_ranks, takes from node 0's answer; but for master_addr. Throws
+/// What a node of n_ranks takes from node 0's answer to its hello, except master_addr. Throws
 /// MismatchError.
 Placement read_placed(const NodeMessage& reply, const NodesOptions& options,
                       const std::string& address, int n_ranks);
 
-/// What `failed` says: never an exit code of success.
+/// The content of `failed`: never an exit code of success.
 NodeFailure read_failed(const NodeMessage& message);
 
 }  // namespace lockstep::run

@@ -30,9 +30,9 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kRetryEvery{100};
-/// How long one attempt to connect may take where nobody answers.
+/// Limit of one connection attempt if there is no answer.
 constexpr milliseconds kConnectTime{3000};
-/// What node 0's report takes to arrive, at most: it tells more than the others know.
+/// Node 0's report may take this long to arrive: it has more detail than the others know.
 constexpr milliseconds kReportTime{2000};
 
 int timeout_to(Clock::time_point when) {
@@ -40,7 +40,7 @@ int timeout_to(Clock::time_point when) {
   return static_cast<int>(std::clamp<milliseconds::rep>(left, 0, 1000));
 }
 
-/// Polls until `until`, a second at most. Throws Interrupted.
+/// Polls until `until`, for a second at most. Throws Interrupted.
 void wait_on(std::vector<pollfd> entries, Clock::time_point until, const Signals& signals) {
   entries.push_back({.fd = signals.fd(), .events = POLLIN, .revents = 0});
   if (::poll(entries.data(), entries.size(), timeout_to(until)) < 0 && errno != EINTR) {
@@ -80,7 +80,7 @@ void set_option(int fd, int level, int option, int value) {
   ::setsockopt(fd, level, option, &value, sizeof value);
 }
 
-/// A machine that vanished says nothing: the system asks it, and gives up after some 20 s.
+/// Detects a vanished machine: TCP keepalive gives up after some 20 s.
 void watch(int fd) {
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
@@ -92,7 +92,7 @@ void watch(int fd) {
 
 }  // namespace
 
-/// One connection: whole messages out of it and into it.
+/// One connection: sends and receives complete messages.
 class Link {
  public:
   explicit Link(base::UniqueFd fd) : fd_(std::move(fd)) { watch(fd_.get()); }
@@ -106,8 +106,8 @@ class Link {
     if (fd_) ::send(fd_.get(), &message, sizeof message, MSG_NOSIGNAL);
   }
 
-  /// The next message, without waiting; of another protocol: only its head is right. Closed, or not
-  /// of lockstep: closes.
+  /// The next message, without waiting; of another protocol version: only its head is valid. Closes
+  /// the link if the peer closed it or is not lockstep.
   std::optional<NodeMessage> receive() {
     for (;;) {
       if (auto message = reader_.next()) return message;
@@ -126,7 +126,7 @@ class Link {
   }
   bool is_stranger() const { return reader_.is_stranger(); }
 
-  int node_rank = -1;  ///< of the other end; -1: has not said yet
+  int node_rank = -1;  ///< of the other end; -1: not identified yet
   int n_ranks = 0;
   bool is_done = false;
 
@@ -199,7 +199,7 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
     link.node_rank = hello.node_rank;
     link.n_ranks = hello.n_ranks;
     ranks_of[static_cast<std::size_t>(hello.node_rank)] = hello.n_ranks;
-    // The report of who is missing shall come before anybody's patience ends.
+    // The report of missing nodes must arrive before any node's timeout.
     deadline_ = std::min(deadline_, Clock::now() + welcome.patience);
   };
 
@@ -207,7 +207,7 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
     std::vector<pollfd> entries{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
     append_to(entries);
     wait_on(entries, deadline_, signals);
-    int shortage = 0;  // why a connection that waits could not be accepted
+    int shortage = 0;  // why a pending connection could not be accepted
     for (std::size_t i = 0; i < kMaxStrangers; ++i) {
       base::UniqueFd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!fd) {
@@ -221,7 +221,7 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
     for (const auto& link : links_) {
       if (const auto hello = link->receive()) look_at(*link, *hello);
       if (link->is_open() || link->node_rank < 0) continue;
-      ranks_of[static_cast<std::size_t>(link->node_rank)] = 0;  // it may come again
+      ranks_of[static_cast<std::size_t>(link->node_rank)] = 0;  // it may connect again
     }
     auto n_strangers = static_cast<std::size_t>(std::ranges::count_if(
         links_, [](const auto& link) { return link->is_open() && link->node_rank < 0; }));
@@ -278,7 +278,7 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
     if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) != 0) {
       error_number = errno;
       if (error_number == EINPROGRESS) {
-        // The last attempt too has the time to learn why it failed.
+        // The last attempt also gets the time to find out why it failed.
         const auto now = Clock::now();
         const auto until = std::max(std::min(deadline_, now + kConnectTime), now + kRetryEvery);
         pollfd entry{.fd = fd.get(), .events = POLLOUT, .revents = 0};

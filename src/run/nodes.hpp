@@ -14,10 +14,10 @@
 
 namespace lockstep::run {
 
-/// Connections that have not said who they are; the oldest make room.
+/// Limit of unidentified connections; the oldest are dropped.
 inline constexpr std::size_t kMaxStrangers = 256;
 
-/// Where the ranks of one launcher stand in their world.
+/// Position of one launcher's ranks in their world.
 struct Placement {
   int node_rank = 0;
   int first_rank = 0;
@@ -29,10 +29,10 @@ struct Placement {
 /// A launcher's world on one machine. Throws what master_port throws.
 Placement place_alone(int n_ranks);
 
-/// Why the ranks of another node make those of this one end.
+/// Why a failure on another node ends this node's ranks.
 struct NodeFailure {
   int exit_code;
-  bool interrupted;  ///< by a signal to a launcher: nobody starts again
+  bool interrupted;  ///< by a signal to a launcher: no restart
   std::string text;
 };
 
@@ -43,13 +43,13 @@ struct Interrupted {
 
 class Link;
 
-/// This launcher's connection to those of the other nodes, for one start of the ranks: node 0
-/// listens, the others connect. It carries who has how many ranks, then how each node ended. Only
-/// control: no rank's data. Messages have one size, and who does not know the secret is sent away;
-/// a node that does is trusted. Nothing is encrypted.
+/// This launcher's connection to the other nodes, for one start of the ranks: node 0 listens, the
+/// others connect. It carries the number of ranks per node and how each node ended: control
+/// messages only, no data of ranks. Messages have one size. A peer without the secret is rejected;
+/// a node with it is trusted. Nothing is encrypted.
 class Nodes {
  public:
-  /// Waits until all nodes have come. Throws Interrupted, and with host and port in its text:
+  /// Waits until all nodes have connected. Throws Interrupted and, with host and port in the text:
   /// TimeoutError, MismatchError (nodes disagree), UsageError (no such host), PeerLost,
   /// SystemError.
   Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const Signals& signals);
@@ -60,11 +60,11 @@ class Nodes {
   const Placement& placement() const noexcept { return placement_; }
 
   void append_to(std::vector<pollfd>& entries) const;
-  /// Takes what the others say. Returns the first failure once.
+  /// Processes received messages. Returns the first failure once.
   std::optional<NodeFailure> service();
-  /// All ranks here ended well. Says it once.
+  /// Reports that all ranks here succeeded, once.
   void say_done();
-  /// The first failure counts.
+  /// Only the first failure is reported.
   void say_failed(const NodeFailure& failure);
   /// All nodes are done, or one has failed.
   bool over() const noexcept { return over_; }
@@ -83,8 +83,9 @@ class Nodes {
   std::string address_;  // "HOST:PORT"
   Clock::time_point deadline_;
   Placement placement_;
-  std::string turned_away_;                   // why the last one was
-  std::vector<std::unique_ptr<Link>> links_;  // node 0: one to each other; else: one to node 0
+  std::string turned_away_;  // why the last peer was rejected
+  std::vector<std::unique_ptr<Link>>
+      links_;  // node 0: one to each other node; others: one to node 0
   int n_done_ = 0;
   bool said_done_ = false;
   bool over_ = false;

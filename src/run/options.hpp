@@ -10,7 +10,7 @@
 
 namespace lockstep::run {
 
-/// Ranks that one launcher starts at most: what a segment has room for.
+/// Maximum number of ranks per launcher: the capacity of a segment.
 inline constexpr int kMaxRanks = 512;
 
 /// The longest secret that launchers compare.
@@ -18,23 +18,23 @@ inline constexpr std::size_t kMaxSecretBytes = 64;
 
 enum class Bind : std::uint8_t {
   none,  ///< ranks run wherever the launcher may
-  core,  ///< rank i on the i-th allowed core, again from the first when they run out
+  core,  ///< rank i on the i-th allowed core, modulo their number
 };
 
-/// When lines carry their rank: `automatic` where the output is a terminal.
+/// When lines have a rank prefix; `automatic`: if the output is a terminal.
 enum class Prefix : std::uint8_t { automatic, always, never };
 
 /// Launchers on several machines that start one world together.
 struct NodesOptions {
   int n_nodes = 1;
   int node_rank = 0;
-  std::string host;  ///< of node 0, where the others find it
+  std::string host;  ///< of node 0, for the other nodes
   std::uint16_t port = 0;
-  std::chrono::milliseconds timeout{300'000};  ///< until all nodes have come
+  std::chrono::milliseconds timeout{300'000};  ///< until all nodes have connected
   std::string secret;                          ///< at most kMaxSecretBytes; the same on all nodes
 };
 
-/// What `lockstep run` was asked to do.
+/// The command line of `lockstep run`.
 struct Options {
   int n_ranks = 0;
   std::vector<std::string> command;  ///< the program and its arguments

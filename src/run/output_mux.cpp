@@ -18,7 +18,7 @@
 namespace lockstep::run {
 namespace {
 
-// A longer line is passed on in pieces: whole, unless another rank writes in between.
+// A longer line is forwarded in pieces; another rank's output may come between them.
 constexpr std::size_t kLongestLine = std::size_t{1} << 20;
 
 LineSink::Style style_of(int fd, Prefix prefix) {
@@ -105,7 +105,7 @@ void OutputMux::service(std::span<const pollfd> entries) {
 }
 
 void OutputMux::report_loss() {
-  // A reader who left, as head does, knows it.
+  // A reader that closed its end, as head does, needs no report.
   if (!stdout_.broken() || stdout_.error_number() == EPIPE || is_loss_reported_) return;
   is_loss_reported_ = true;
   say(fmt::format("the ranks' output is lost from here on: cannot write stdout: {}",
@@ -139,7 +139,7 @@ void OutputMux::take(Stream& stream, std::string_view text) {
     stream.line.clear();
   }
   stream.sink->flush();
-  // Where nobody reads any more, the rank shall learn it as in any pipeline: by SIGPIPE.
+  // If the reader is gone, the rank must notice as in any pipeline: by SIGPIPE.
   if (stream.sink->broken() && !stream.log) close(stream);
 }
 

@@ -15,15 +15,15 @@
 
 namespace lockstep::run {
 
-/// The descriptors a rank writes to, and nothing else of it: the mux keeps the other ends.
+/// The descriptors a rank writes to; the mux keeps the other ends.
 struct RankOutputs {
   base::UniqueFd stdout_fd;
   base::UniqueFd stderr_fd;
 };
 
-/// Carries the ranks' outputs to the launcher's own (stdout to stdout, stderr to stderr) and to
-/// their log files, line by line. Reads from a rank only when the launcher's reader has taken what
-/// came before, so that a rank which writes too fast waits in its own write.
+/// Forwards the ranks' outputs to the launcher's own (stdout to stdout, stderr to stderr) and to
+/// their log files, line by line. Reads from a rank only after the launcher's reader has taken the
+/// earlier output, so a rank that writes too fast blocks in its own write.
 class OutputMux {
  public:
   explicit OutputMux(Prefix prefix);
@@ -37,14 +37,14 @@ class OutputMux {
   void append_to(std::vector<pollfd>& entries);
   void service(std::span<const pollfd> entries);
 
-  /// Somebody may still write to an output of this rank.
+  /// A process may still write to an output of this rank.
   bool is_open(int rank) const;
-  /// From now on, takes what the rank's outputs hold, and waits for no more.
+  /// From now on reads only what the rank's outputs hold already.
   void abandon(int rank);
-  /// Everything is written, but for what waits for a reader who takes nothing.
+  /// Everything is written except what a blocked reader does not take.
   bool stuck() const;
   bool idle() const;
-  /// Why a part of the outputs could not be written; 0: all of it was. EPIPE: its reader left.
+  /// Why part of the outputs could not be written; 0: all was written. EPIPE: the reader closed.
   int write_error() const;
 
  private:
@@ -54,7 +54,7 @@ class OutputMux {
     LineSink* sink;
     base::UniqueFd fd;
     base::UniqueFd log;
-    std::string line;  // its end has not come yet
+    std::string line;  // unfinished
     bool abandoned = false;
   };
 
@@ -66,13 +66,13 @@ class OutputMux {
   void report_loss();
 
   LineSink stdout_;
-  std::optional<LineSink> own_stderr_;  // none where stdout and stderr are the same file
+  std::optional<LineSink> own_stderr_;  // none if stdout and stderr are the same file
   LineSink* stderr_;
   std::vector<Stream> streams_;
   std::vector<std::size_t> polled_;  // the streams behind append_to's entries
   std::size_t n_sinks_polled_ = 0;
   bool is_loss_reported_ = false;
-  std::size_t first_ = 0;  // who is served first, by turns
+  std::size_t first_ = 0;  // served first, round robin
 };
 
 }  // namespace lockstep::run

@@ -8,19 +8,19 @@
 
 namespace lockstep::run {
 
-/// MASTER_PORT as the user set it, or a port that is free now on the loopback address. Throws
-/// UsageError where the variable is no port, SystemError.
+/// MASTER_PORT as set by the user, or a port that is free now on the loopback address. Throws
+/// UsageError if the variable is not a port, SystemError.
 std::uint16_t master_port();
 
-/// Cores the launcher may run on, by number.
+/// Cores the launcher may run on.
 std::vector<int> allowed_cores();
 
-/// What all ranks of one world have in common.
+/// Common to all ranks of one world.
 struct WorldEnvironment {
   int n_ranks;  ///< of this machine
   Placement placement;
   std::string segment;  ///< Job::environment()
-  int n_restarts;       ///< how often the world was started before
+  int n_restarts;       ///< number of earlier starts of the world
   int n_threads;        ///< OMP_NUM_THREADS, unless the user has set it
 };
 

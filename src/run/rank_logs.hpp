@@ -12,9 +12,9 @@ struct RankLogs {
   base::UniqueFd stderr_log;
 };
 
-/// Makes the folder where it is missing, and in it rank-R.out and rank-R.err for each rank, or
-/// rank-R.restart-K.out and .err for the K-th restart. Throws UsageError where one of them is
-/// there already, before it makes any; SystemError.
+/// Creates the folder if missing, and in it rank-R.out and rank-R.err for each rank, or
+/// rank-R.restart-K.out and .err for the K-th restart. Throws UsageError, before it creates any, if
+/// one of them exists; SystemError.
 std::vector<RankLogs> open_rank_logs(const std::filesystem::path& folder, int first_rank,
                                      int n_ranks, int n_restarts);
 

@@ -8,7 +8,7 @@
 namespace lockstep::run {
 
 Signals::Signals() {
-  // A parent may have left SIGCHLD ignored, and then there would be no exit status to read.
+  // A parent may have left SIGCHLD ignored, and then there would be no exit status.
   struct sigaction action {};
   action.sa_handler = SIG_DFL;
   action.sa_flags = SA_NOCLDSTOP;

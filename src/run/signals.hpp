@@ -12,9 +12,9 @@ struct Signal {
   pid_t sender;  ///< for SIGCHLD: the child
 };
 
-/// Turns the signals a launcher cares about (SIGCHLD, SIGINT, SIGTERM, SIGHUP) into a descriptor
-/// to poll, and ignores SIGPIPE and SIGXFSZ: a write that fails tells why. What the launcher was
-/// started to ignore (nohup) stays ignored.
+/// Turns the launcher's signals (SIGCHLD, SIGINT, SIGTERM, SIGHUP) into a descriptor for poll, and
+/// ignores SIGPIPE and SIGXFSZ: the failed write reports the error. Signals that were ignored at
+/// the start (nohup) stay ignored.
 class Signals {
  public:
   /// Throws SystemError.
@@ -26,7 +26,7 @@ class Signals {
   int fd() const noexcept { return fd_.get(); }
   /// The next signal, without waiting.
   std::optional<Signal> next() const;
-  /// Puts back what the launcher found when it started. Async-signal-safe: for a child.
+  /// Restores the state found at the start. Async-signal-safe: for a child.
   void restore() const noexcept;
 
  private:

@@ -31,7 +31,7 @@ OutputPair open_terminal(int like) {
   if (!pair.launcher_end || ioctl(pair.launcher_end.get(), TIOCSPTLCK, &unlock) != 0) {
     throw system_error("cannot make a terminal for a rank's output");
   }
-  // By the master's descriptor, so that it works where /dev/pts is another mount's.
+  // Via the master's descriptor, so it works if /dev/pts is a different mount.
   pair.rank_end.reset(ioctl(pair.launcher_end.get(), TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC));
   if (!pair.rank_end) throw system_error("cannot open a terminal for a rank's output");
 
