@@ -83,8 +83,7 @@ struct Welcome {
   std::chrono::milliseconds patience{};  ///< of join
 };
 
-/// `ranks_of`: the number of ranks of each connected node, 0 if not connected. `address`: for
-/// texts.
+/// `ranks_of`: the number of ranks of each connected node, else 0. `address`: for texts.
 Welcome judge_hello(const NodeMessage& hello, const NodesOptions& options,
                     const std::string& address, int n_restarts, std::span<const int> ranks_of);
 

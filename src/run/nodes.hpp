@@ -83,9 +83,8 @@ class Nodes {
   std::string address_;  // "HOST:PORT"
   Clock::time_point deadline_;
   Placement placement_;
-  std::string turned_away_;  // why the last peer was rejected
-  std::vector<std::unique_ptr<Link>>
-      links_;  // node 0: one to each other node; others: one to node 0
+  std::string turned_away_;                   // why the last peer was rejected
+  std::vector<std::unique_ptr<Link>> links_;  // node 0: one to each other; others: one to node 0
   int n_done_ = 0;
   bool said_done_ = false;
   bool over_ = false;

@@ -150,8 +150,7 @@ void refuse_create_graph(const Layer& layer);
 /// Throws UsageError if input or state is invalid. Undefined state is absent.
 void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const at::Tensor& weight,
                       const at::Tensor& bias, const BatchNormSettings& settings);
-/// The complete forward of one module per rank; `record` must have its settings, the rest is
-/// filled.
+/// The complete forward of one module per rank. `record` must have its settings; fills the rest.
 at::Tensor batch_norm_forward(const at::Tensor& input, const at::Tensor& weight,
                               const at::Tensor& bias, BatchNormRecord& record);
 /// Its backward. Collective if the input's gradient is requested.

@@ -276,7 +276,6 @@ void Wire::listen(const std::stop_token& stop) {
       if (!work->wait(std::chrono::hours(24 * 365))) continue;  // aborted
     } catch (...) {
       return;  // unsupported by this process group, or it is broken: its users get the error
-               // themselves
     }
     receive(*message);
   }

@@ -276,8 +276,7 @@ void Reducer::take_parameters() {
     parameter.storage = storage_of(*item);
     parameter.touched = before != known.end() && before->touched;
   }
-  for (std::size_t i = parameters_.size();
-       i-- > 0;) {  // roughly the order of gradients in backward
+  for (std::size_t i = parameters_.size(); i-- > 0;) {  // roughly the order of gradients
     order_.push_back(static_cast<std::int64_t>(i));
   }
   add_hooks();
