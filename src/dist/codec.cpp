@@ -8,7 +8,7 @@ namespace lockstep::detail {
 
 void Bytes::grow(std::size_t n_bytes) {
   const std::size_t capacity = std::max(n_bytes, capacity_ + capacity_ / 2);
-  // realloc moves the pages of a large block, and does not copy them.
+  // realloc remaps the pages of a large block instead of copying them.
   void* const moved = std::realloc(data_.get(), capacity);
   if (moved == nullptr) throw std::bad_alloc();
   (void)data_.release();
@@ -78,8 +78,8 @@ void Reader::throw_truncated() { throw std::runtime_error("it ends too early"); 
 // --- messages -----------------------------------------------------------------------------------
 
 std::uint64_t checksum(std::span<const std::byte> bytes) noexcept {
-  // Each step is a bijection of the state, so no change of one word goes unnoticed. (FNV-1a over
-  // words: a network's own checksum guards against worse.)
+  // Each step is a bijection of the state, so any change of a single word is detected. (FNV-1a over
+  // words: the network's own checksums guard against larger errors.)
   constexpr std::uint64_t kPrime = 0x100000001b3;
   std::uint64_t state = 0xcbf29ce484222325 ^ bytes.size();
   const std::byte* data = bytes.data();

@@ -11,7 +11,7 @@
 namespace lockstep::detail {
 namespace {
 
-/// Where each rank's items stand among the results.
+/// The position of each rank's items in the results.
 class Interleaving {
  public:
   Interleaving(const std::vector<MessageHeader>& headers, std::size_t size) {
@@ -20,7 +20,7 @@ class Interleaving {
     for (std::size_t r = 0; r < n_items_.size(); ++r) {
       std::size_t low = 0;
       std::size_t high = n_items_[r];
-      while (low < high) {  // places rise with the items: the first one that is cut off
+      while (low < high) {  // positions rise with the items: search the first one cut off
         const std::size_t middle = low + (high - low) / 2;
         if (place(r, middle) < n_results_) {
           low = middle + 1;
@@ -53,15 +53,15 @@ class Interleaving {
   std::size_t n_results_ = 0;
 };
 
-/// This rank's kept items as messages, one after the other.
+/// This rank's kept items as consecutive messages.
 class Outgoing {
  public:
   Outgoing(const ObjectCall& call, const Results& results, std::size_t n_kept)
       : call_(call), results_(results), n_kept_(n_kept) {}
 
   bool is_empty() const { return next_ == n_kept_; }
-  /// The next one. Where an item cannot be encoded the message says so, is the last, and the
-  /// exception is in `error`.
+  /// The next one. If an item cannot be encoded, the message is marked as failed and is the last,
+  /// and the exception is in `error`.
   MessageHeader encode_next(Bytes& bytes) {
     bytes.clear();
     const std::size_t first = next_;
@@ -90,7 +90,7 @@ class Outgoing {
   std::size_t next_ = 0;
 };
 
-/// What rank 0 reads from each of the others.
+/// What rank 0 reads from each peer.
 class Incoming {
  public:
   Incoming(const ObjectCall& call, const Results& results, const Interleaving& order)
@@ -100,8 +100,8 @@ class Incoming {
         n_read_(static_cast<std::size_t>(call.group.size())) {}
 
   bool is_complete(std::size_t rank) const { return n_read_[rank] == order_.n_kept(rank); }
-  /// Takes one message. What is wrong with it is thrown at the end, because the other ranks' bytes
-  /// must be fetched all the same.
+  /// Processes one message. An error is thrown at the end, because the other ranks' bytes must be
+  /// received anyway.
   void take(std::size_t rank, const MessageHeader& header, std::span<const std::byte> bytes) {
     const std::size_t first = n_read_[rank];
     const std::size_t n_left = order_.n_kept(rank) - first;
@@ -159,7 +159,7 @@ void send_all(const ObjectCall& call, Outgoing& outgoing) {
   if (outgoing.error) std::rethrow_exception(outgoing.error);
 }
 
-/// One message of each rank in turn, so that none waits for all of another's.
+/// One message of each rank per round, so that no rank waits for all messages of another.
 void receive_all(const ObjectCall& call, Incoming& incoming) {
   Bytes bytes;
   const auto n = static_cast<std::size_t>(call.group.size());
@@ -215,9 +215,9 @@ void read_spill(const ObjectCall& call, std::size_t rank, SpillFile& file, Incom
   }
 }
 
-/// Every rank writes its file; rank 0 opens all of them; then nobody needs their names, and rank 0
-/// removes them before it reads. Where it does not come to that, each rank removes them all: one of
-/// the others may have been killed.
+/// Every rank writes its file and rank 0 opens all of them; then the names are no longer needed,
+/// and rank 0 removes them before it reads. On an earlier failure each rank removes all files,
+/// because a peer may have been killed.
 void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Results& results,
            const Interleaving& order) {
   const int rank = call.group.rank();

@@ -33,7 +33,7 @@ ErrorContext context_of(First function, const Group& group, std::source_location
 
 }  // namespace
 
-/// While it lives, every call on the group, and on the groups that f could take for it, is refused.
+/// While it exists, calls on the group, and on the groups f could mistake for it, are rejected.
 class Hold {
  public:
   Hold(const Group& group, std::source_location where) : group_(*group.state_) {
@@ -52,7 +52,7 @@ class Hold {
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;
 
-  /// Throws where the calling thread is inside already.
+  /// Throws if the calling thread is already inside.
   static void refuse_nesting(First function, const Group& group, std::source_location where) {
     const internal::Session* const session = is_alone(group) ? nullptr : internal::session();
     if (!group.state_->is_held() &&
@@ -66,7 +66,7 @@ class Hold {
   }
 
  private:
-  /// Then nobody waits, so nobody is missing elsewhere.
+  /// Then no rank waits, so none is missing in a collective elsewhere.
   static bool is_alone(const Group& group) { return group.size() == 1; }
   static internal::GroupState* also(const Group& group) {
     return group.state_->try_hold() ? group.state_.get() : nullptr;
@@ -79,7 +79,7 @@ class Hold {
 
 namespace {
 
-/// Rank 0's text to all ranks; empty where f went well.
+/// Sends rank 0's text to all ranks; empty if f succeeded.
 std::string share_failure(std::string text, const Group& group, const TimeLeft& deadline,
                           std::source_location where) {
   auto n_bytes = static_cast<std::int64_t>(text.size());
@@ -109,14 +109,14 @@ void run_first(First function, const std::function<void()>& f, const Group& grou
   }
   std::exception_ptr error;
   {
-    const Hold hold(group, where);  // its own errors are no failure of f
+    const Hold hold(group, where);  // its own errors are not failures of f
     try {
       f();
     } catch (...) {
       error = std::current_exception();
     }
   }
-  // Rank 0 waits for the others no longer than any collective does.
+  // Rank 0 waits for its peers no longer than in any other collective.
   share_failure(error ? fmt::format(" {}", base::text_of(error)) : "", group, Timeout(), where);
   if (error) std::rethrow_exception(error);
 }

@@ -8,11 +8,11 @@
 namespace lockstep::detail {
 namespace {
 
-constexpr std::size_t kNamed = 3;  // a message names the first few keys
+constexpr std::size_t kNamed = 3;  // a message names only the first few keys
 
 using Shapes = std::map<std::string, std::uint64_t>;
 
-/// How one rank's dict differs from rank 0's.
+/// Describes how one rank's dict differs from rank 0's.
 std::string difference(const Shapes& first, const Shapes& other, std::size_t rank) {
   std::string text;
   std::size_t n_different = 0;
@@ -44,8 +44,8 @@ void check_dicts(const ObjectCall& call, std::span<const DictEntry> entries, Red
   Bytes mine;
   encode(mine, shapes);
 
-  // The usual case, all the same, is one small collective: every rank's header has the checksum of
-  // its shapes.
+  // The usual case, equal shapes, costs one small collective: every rank's header has the checksum
+  // of its shapes.
   ObjectCall with_op = call;
   with_op.agreed = static_cast<std::uint64_t>(op);
   const auto headers = exchange_headers(with_op, mine);

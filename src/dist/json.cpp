@@ -10,7 +10,7 @@ using nlohmann::json;
 
 namespace {
 
-/// On the wire; nlohmann's own numbering may change.
+/// Wire format; nlohmann's own numbering may change.
 enum class Kind : std::uint8_t {
   null,
   boolean,

@@ -12,7 +12,7 @@
 namespace lockstep::detail {
 namespace {
 
-constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;  // and 512 ranks' sum does not wrap
+constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;  // a sum over 512 ranks does not wrap
 
 std::string readable(const std::type_info& type) {
   int status = 0;
@@ -25,7 +25,7 @@ std::string readable(const std::type_info& type) {
   throw MismatchError(context_of(call), text);
 }
 
-/// Throws where the ranks' values differ: all ranks see the same headers, so all throw.
+/// Throws if the ranks' values differ: all ranks see the same headers, so all throw.
 template <class Value, class Describe>
 void check_equal(const ObjectCall& call, const std::vector<MessageHeader>& headers,
                  std::string_view what, Value value, Describe describe) {

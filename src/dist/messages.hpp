@@ -11,19 +11,19 @@ namespace lockstep::detail {
 std::string_view name_of(ObjectOp op);
 ErrorContext context_of(const ObjectCall& call);
 
-/// This rank's header to all ranks. Checks that they belong to one call, but for `agreed`.
+/// Sends this rank's header to all ranks. Checks that all belong to one call, except `agreed`.
 std::vector<MessageHeader> exchange_headers(const ObjectCall& call, const Bytes& mine);
-/// Throws MismatchError on every rank where `agreed` differs; `what` names it.
+/// Throws MismatchError on every rank if `agreed` differs; `what` names it.
 void check_agreed(const ObjectCall& call, const std::vector<MessageHeader>& headers,
                   std::string_view what);
-/// Throws MismatchError where the message of `sender` is damaged.
+/// Throws MismatchError if the message of `sender` is damaged.
 void check_message(const ObjectCall& call, int sender, const MessageHeader& header,
                    std::span<const std::byte> bytes);
 
 /// Every rank's text, on every rank.
 std::vector<std::string> exchange_texts(const ObjectCall& call, std::string_view mine);
-/// Every rank tells how its step ended. Rethrows this rank's error; throws PeerFailed where only
-/// others failed.
+/// Exchanges the outcome of a step. Rethrows this rank's error; throws PeerFailed if only other
+/// ranks failed.
 void agree(const ObjectCall& call, const std::exception_ptr& mine);
 
 }  // namespace lockstep::detail

@@ -11,15 +11,15 @@
 
 namespace lockstep::detail {
 
-/// A file on one rank's way to another. Throws lockstep::SystemError.
+/// A file written by one rank for another. Throws lockstep::SystemError.
 class SpillFile {
  public:
-  /// A new file, which must not exist, readable by this user only.
+  /// Creates a file, which must not exist, readable by this user only.
   static SpillFile create(const std::filesystem::path& path);
   static SpillFile open(const std::filesystem::path& path);
 
   void write(const void* data, std::size_t n_bytes);
-  /// Throws std::runtime_error where the file ends before.
+  /// Throws std::runtime_error if the file is too short.
   void read(void* data, std::size_t n_bytes);
 
  private:
@@ -29,7 +29,7 @@ class SpillFile {
   std::string path_;
 };
 
-/// Removes the files of all ranks, those of ranks that were killed too.
+/// Removes the files of all ranks, including those of killed ranks.
 class Removal {
  public:
   explicit Removal(std::vector<std::filesystem::path> paths) : paths_(std::move(paths)) {}

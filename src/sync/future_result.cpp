@@ -6,15 +6,15 @@
 #include "base/futex.hpp"
 #include "sync/wait.hpp"
 
-// Protocol of FutureResult. One word says who may touch the value:
+// Protocol of FutureResult. One state word controls access to the value:
 //
 //   empty --begin_put--> changing --end_put--> full --begin_get--> changing --end_get--> empty
 //
-// begin_* enter by compare-exchange, so one thread at a time is in `changing`, and end_* release
-// what it wrote to the next one. Getters wait for the word to become full; nobody waits for
-// empty. A getter that is about to sleep first sets kAwaited, which only end_put clears: so a put
-// makes the system call only where somebody sleeps, and touches nothing of the object after the
-// exchange that lets a getter go on and destroy it.
+// begin_* enter by compare-exchange, so only one thread at a time is in `changing`; end_* release
+// what it wrote to the next one. Getters wait for the word to become full; no thread waits for
+// empty. Before sleeping, a getter sets kAwaited, which only end_put clears. So a put makes the
+// system call only if a getter sleeps, and accesses nothing of the object after the exchange that
+// lets a getter continue and destroy it.
 
 namespace lockstep::detail {
 namespace {
@@ -40,7 +40,7 @@ void FutureGate::begin_put(std::source_location where) {
                        "a second put before a get took the first value; get it first, or use one "
                        "FutureResult per value");
     }
-    // acquire: the getter before has cleared the value.
+    // acquire: the previous getter has cleared the value.
   } while (!state_.compare_exchange_weak(state, kChanging | (state & kAwaited),
                                          std::memory_order_acquire, std::memory_order_relaxed));
 }
@@ -51,7 +51,7 @@ void FutureGate::end_put() noexcept {
 }
 
 void FutureGate::cancel_put() noexcept {
-  state_.fetch_and(~kChanging, std::memory_order_release);  // those who wait go on waiting
+  state_.fetch_and(~kChanging, std::memory_order_release);  // waiters keep waiting
   base::futex_wake_all(state_, base::FutexScope::thread);
 }
 
@@ -62,7 +62,7 @@ void FutureGate::begin_get(Deadline deadline, std::source_location where) {
   std::uint32_t state = state_.load(std::memory_order_relaxed);
   for (;;) {
     if (state == kFull) {
-      // acquire: the value that the putter wrote.
+      // acquire: the value written by the putter.
       if (state_.compare_exchange_weak(state, kChanging, std::memory_order_acquire,
                                        std::memory_order_relaxed)) {
         return;
@@ -84,11 +84,11 @@ void FutureGate::begin_get(Deadline deadline, std::source_location where) {
 }
 
 bool FutureGate::is_full() const noexcept {
-  return state_.load(std::memory_order_relaxed) == kFull;  // who takes the value synchronises
+  return state_.load(std::memory_order_relaxed) == kFull;  // begin_get synchronises
 }
 
 void FutureGate::end_get() noexcept {
-  // Keeps kAwaited: other getters still sleep, on a word that they must see change to go on.
+  // Keeps kAwaited: other getters still sleep and wait for the word to change.
   const std::uint32_t before = state_.fetch_and(~kChanging, std::memory_order_release);
   if ((before & kAwaited) != 0) base::futex_wake_all(state_, base::FutexScope::thread);
 }

@@ -13,13 +13,13 @@
 
 // Protocol.
 //
-// Rounds are numbered from 1; round_ is the open one, and ends by replies for all or by one
-// Failure for all. Every participant counts its own calls (Seat::next_round), which says what a
-// call finds:
-//   next_round <  round_   late: its round failed without it. It takes that failure, and nobody
-//                          else notices.
+// Rounds are numbered from 1; round_ is the open one. It ends with replies for all or with one
+// Failure for all. Every participant counts its own calls (Seat::next_round), which classifies a
+// call:
+//   next_round <  round_   late: its round failed without it. It gets that failure; no other
+//                          participant is affected.
 //   next_round == round_   expected. It leaves its message (arrives), next_round becomes round_+1.
-//   next_round >  round_   has arrived, and waits.
+//   next_round >  round_   has arrived and is waiting.
 // A round is answered only when all have arrived, so a late call can only have missed failures.
 //
 // The open round:
@@ -28,22 +28,22 @@
 //       |                          |
 //       +------ any failure -------+--fail_round--> (round_ + 1, gathering)
 //
-// Who waits on whom: slaves wait for round_word_, which changes exactly when a round ends. The
-// master waits for master_word_, which changes when its round is complete or has ended; it runs
-// the callback without the lock, and then looks whether the round is still open (a slave whose
-// deadline passed may have failed it). Both words are read at arrival, under the lock, and change
-// only under it: no wake-up is lost, and one change is all that a call ever waits for.
+// Who waits for whom: slaves wait for round_word_, which changes exactly when a round ends. The
+// master waits for master_word_, which changes when its round is complete or has ended. It runs
+// the callback without the lock and then checks that the round is still open (a slave whose
+// deadline passed may have failed it). Both words are read on arrival, under the lock, and change
+// only under it: no wake-up is lost, and each call waits for a single change.
 //
-// One set of places suffices for all rounds: a seat's outcome (reply, failure) is written before
-// round_word_ changes and only for a seat that has arrived, and it arrives again only after it took
-// it. So once the word has changed, the outcome is the participant's own and is taken without the
-// lock: a round costs each slave one short lock, on arrival, and the wake-up is no stampede for
-// it. Wake-ups are sent after the lock is released, for the same reason.
+// One set of seats suffices for all rounds: a seat's outcome (reply, failure) is written before
+// round_word_ changes and only if the seat has arrived, and it arrives again only after taking the
+// outcome. So once the word has changed, the participant owns the outcome and takes it without the
+// lock: a round costs each slave one short lock, on arrival, and wake-ups do not contend for it.
+// Wake-ups are sent after the lock is released, for the same reason.
 
 namespace lockstep::detail {
 namespace {
 
-// A participant that is later than this many failed rounds gets the oldest failure kept.
+// A participant more than this many failed rounds late gets the oldest failure kept.
 constexpr std::size_t kFailuresKept = 64;
 
 constexpr const char* kMasterIsWaiting =
@@ -76,7 +76,7 @@ std::string name_of(int id) {
   return id == kMasterId ? std::string("the master") : fmt::format("slave {}", id);
 }
 
-// Puts the replies into the order of `ids` (rising); what is wrong with them otherwise.
+// Sorts the replies by `ids` (ascending); otherwise returns what is wrong with them.
 std::optional<std::string> sort_replies(std::vector<NumberedParcel>& replies,
                                         const std::vector<int>& ids) {
   std::ranges::stable_sort(replies, {}, &NumberedParcel::id);
@@ -103,7 +103,7 @@ std::optional<std::string> sort_replies(std::vector<NumberedParcel>& replies,
   return text + fmt::format(" return one reply for each of {}", fmt::join(ids, ", "));
 }
 
-// Once the round has ended: the outcome is the caller's own, without the lock.
+// After the end of the round: the caller owns the outcome, so no lock is needed.
 Parcel take_outcome(Seat& seat, std::uint64_t round, std::source_location where) {
   seat.message.reset();
   const auto failure = std::exchange(seat.failure, nullptr);
@@ -113,7 +113,7 @@ Parcel take_outcome(Seat& seat, std::uint64_t round, std::source_location where)
 
 }  // namespace
 
-/// A call that was let in, with what its words held then.
+/// An admitted call, with the values of its words at that time.
 struct Rendezvous::Ticket {
   std::uint64_t round;
   std::uint32_t master_word;
@@ -258,13 +258,13 @@ Rendezvous::Ticket Rendezvous::arrive(Seat& seat, Parcel message, std::source_lo
                       .master_word = master_word_.load(std::memory_order_relaxed),
                       .n_threads = slaves_.size() + 1};
   seat.message = std::move(message);
-  seat.failure.reset();  // where fail() left one
+  seat.failure.reset();  // if fail() left one
   seat.next_round = round_ + 1;
   ++n_arrived_;
   if (departure_) {
     fail_for_departure(std::move(lock));
   } else if (is_complete()) {
-    // Relaxed: the master takes the lock before it looks at a message.
+    // Relaxed: the master takes the lock before it reads a message.
     master_word_.fetch_add(1, std::memory_order_relaxed);
     lock.unlock();
     if (seat.id != kMasterId) base::futex_wake_all(master_word_, base::FutexScope::thread);
@@ -304,7 +304,7 @@ std::vector<NumberedParcel> Rendezvous::collect(std::uint64_t round) {
 void Rendezvous::answer(std::uint64_t round, std::vector<NumberedParcel> replies) {
   Lock lock(mutex_);
   if (round_ != round) return;
-  // Still the seats of collect(): nobody registers, and nobody who has arrived can leave.
+  // Still the seats of collect(): no slave registers now, and one that has arrived cannot leave.
   master_.reply = std::move(replies[0].value);
   for (std::size_t i = 0; i < slaves_.size(); ++i)
     slaves_[i]->reply = std::move(replies[i + 1].value);
@@ -338,7 +338,7 @@ void Rendezvous::fail_round(Lock lock, Failure failure) {
 void Rendezvous::end_round(Lock lock) {
   ++round_;
   n_arrived_ = 0;
-  // Release: whoever sees the change takes its outcome without the lock.
+  // Release: a thread that sees the change takes its outcome without the lock.
   round_word_.store(static_cast<std::uint32_t>(round_), std::memory_order_release);
   lock.unlock();
   base::futex_wake_all(round_word_, base::FutexScope::thread);

@@ -21,21 +21,21 @@ namespace lockstep::detail {
 
 inline constexpr int kMasterId = 0;
 
-/// What ended a round without replies: each participant throws it as an error of its own.
+/// The failure that ended a round: each participant throws it as an error of its own.
 struct Failure {
   enum class Kind : std::uint8_t { usage, timeout, lost, failed };
   Kind kind;
   std::string text;
 };
 
-/// One participant's place. The Rendezvous's lock guards it, except where the protocol in
-/// rendezvous.cpp says that it is the participant's own.
+/// One participant's place. Guarded by the Rendezvous's lock, except while the participant owns it
+/// according to the protocol in rendezvous.cpp.
 struct Seat {
   explicit Seat(int seat_id) : id(seat_id) {}
 
   const int id;
   std::atomic<bool> in_call = false;
-  std::uint64_t next_round = 1;  // the round that its next call belongs to
+  std::uint64_t next_round = 1;  // the round of its next call
   Parcel message;
   Parcel reply;
   std::shared_ptr<const Failure> failure;
@@ -51,16 +51,16 @@ class Rendezvous {
   Parcel run_slave(Seat& seat, Parcel message, Deadline deadline, std::source_location where);
   Parcel run_master(Parcel message, const MasterEnd::Callback& callback, Deadline deadline,
                     std::source_location where);
-  /// Ends the seat's next round, where that is still open, in place of a call.
+  /// Ends the seat's next round, if still open, in place of a call.
   void fail(Seat& seat, const std::exception_ptr& error, std::source_location where);
   Seat& master() noexcept { return master_; }
   void leave(Seat& seat, bool by_exception) noexcept;
-  /// Ends the open round, and all calls to come, with this failure. False, and nothing done, while
-  /// run_master is under way.
+  /// Ends the open round and all future calls with this failure. Returns false, without effect,
+  /// during run_master.
   bool close(Failure failure);
 
   int n_slaves() const;
-  /// A round has begun, or every slave registered has left: the next registration starts anew.
+  /// A round has begun or every registered slave has left: the next registration starts a new one.
   bool is_used() const;
 
  private:
@@ -70,17 +70,17 @@ class Rendezvous {
 
   Ticket arrive(Seat& seat, Parcel message, std::source_location where);
   void time_out(const Seat& seat, std::uint64_t round, std::chrono::milliseconds limit);
-  // All messages, the master's first; empty where the round has ended.
+  // All messages, the master's first; empty if the round has ended.
   std::vector<NumberedParcel> collect(std::uint64_t round);
   void answer(std::uint64_t round, std::vector<NumberedParcel> replies);
   void fail_if_open(std::uint64_t round, Failure failure);
 
-  // These take the lock over, and release it before they wake anyone.
+  // These take ownership of the lock and release it before they wake other threads.
   void fail_round(Lock lock, Failure failure);
   void fail_for_departure(Lock lock);
   void end_round(Lock lock);
 
-  // The lock is held.
+  // Requires the lock.
   bool has_arrived(const Seat& seat) const { return seat.next_round > round_; }
   bool is_complete() const { return n_arrived_ == slaves_.size() + 1; }
   std::string missing() const;
@@ -96,16 +96,16 @@ class Rendezvous {
   mutable std::mutex mutex_;                   // guards all down to master_
   std::uint64_t round_ = 1;                    // the open one
   std::size_t n_arrived_ = 0;                  // in the open round
-  std::vector<std::shared_ptr<Seat>> slaves_;  // by rising id
-  std::optional<Failure> departure_;           // of slaves that left while no round had begun
+  std::vector<std::shared_ptr<Seat>> slaves_;  // by ascending id
+  std::optional<Failure> departure_;           // of slaves that left before any round began
   std::optional<Failure> closed_;
-  std::deque<FailedRound> failed_rounds_;  // the latest, for those who come late
+  std::deque<FailedRound> failed_rounds_;  // the latest, for late callers
   Seat master_{kMasterId};
 
   SpinTime spin_time_;
-  // In lines of their own: threads that wait look at them while others take the lock.
+  // On separate cache lines: waiting threads read them while others take the lock.
   alignas(64) std::atomic<std::uint32_t> round_word_{1};   // low bits of round_
-  alignas(64) std::atomic<std::uint32_t> master_word_{0};  // changes when the master must look
+  alignas(64) std::atomic<std::uint32_t> master_word_{0};  // changes when the master must check
 };
 
 }  // namespace lockstep::detail

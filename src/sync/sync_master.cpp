@@ -21,7 +21,7 @@ SlaveEnd::SlaveEnd(std::shared_ptr<Rendezvous> rendezvous, std::shared_ptr<Seat>
     : rendezvous_(std::move(rendezvous)), seat_(std::move(seat)) {}
 
 SlaveEnd& SlaveEnd::operator=(SlaveEnd&& other) noexcept {
-  SlaveEnd old(std::move(*this));  // leaves at the end
+  SlaveEnd old(std::move(*this));  // leaves at scope exit
   rendezvous_ = std::move(other.rendezvous_);
   seat_ = std::move(other.seat_);
   return *this;

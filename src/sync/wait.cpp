@@ -15,7 +15,7 @@ using std::chrono::nanoseconds;
 
 Expiry::Expiry(std::chrono::milliseconds limit) {
   const auto now = Clock::now();
-  // Compared in milliseconds, where Deadline::never() does not overflow.
+  // Compared in milliseconds, because Deadline::never() does not overflow there.
   const auto longest =
       std::chrono::duration_cast<std::chrono::milliseconds>(Clock::time_point::max() - now);
   end_ = limit >= longest ? Clock::time_point::max() : now + limit;
@@ -27,7 +27,7 @@ nanoseconds Expiry::left() const {
 }
 
 bool SpinTime::spin(const std::atomic<std::uint32_t>& word, std::uint32_t seen) {
-  // Relaxed, and updates may be lost: it is a guess.
+  // Relaxed, and updates may be lost: it is an estimate.
   const std::uint32_t time_ns = time_ns_.load(std::memory_order_relaxed);
   const auto end = Clock::now() + nanoseconds(time_ns);
   bool changed = false;
