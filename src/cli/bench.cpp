@@ -103,7 +103,7 @@ int bench(const std::vector<std::string>& arguments) {
                "minute or so: prints the LOCKSTEP_TUNE=... that fits best");
   app.add_option("--json", json, "Write all figures to FILE");
   app.add_option("--svg", svg, "Draw the latencies to FILE (gnuplot)");
-  // How the ranks of ours are started: not for users.
+  // Internal: starts our own ranks.
   app.add_option("--as-rank", as_rank)->group("");
   app.add_option("--threads-of", threads_of)->group("");
 
@@ -153,7 +153,7 @@ int bench(const std::vector<std::string>& arguments) {
     if (!file.flush()) throw SystemError({.operation = "lockstep bench"}, errno, "write " + json);
   }
   if (!svg.empty()) bench::draw(plan, rows, svg);
-  // A team that failed has been dismissed.
+  // A failed team has been destroyed.
   const bool has_failed =
       std::any_of(teams.begin(), teams.end(), [](const auto& team) { return !team; });
   return has_failed ? 1 : 0;

@@ -45,18 +45,18 @@ void print_json(const Findings& findings, bool can_run) {
   }
   const nlohmann::json report = {
       {"version", LOCKSTEP_VERSION}, {"can_run", can_run}, {"findings", list}};
-  // Variables may hold any bytes.
+  // Variables may contain arbitrary bytes.
   fmt::print("{}\n", report.dump(/*indent=*/2, ' ', /*ensure_ascii=*/false,
                                  nlohmann::json::error_handler_t::replace));
 }
 
-/// Ranks on this host, as the launcher says; 2 where there is none, or its variables contradict.
+/// Ranks on this host according to the launcher; 2 without one or if its variables contradict.
 int ranks_here() {
   try {
     const internal::World world = internal::read_world(infer_launcher());
     return world.launcher == Launcher::none ? 2 : world.local_size;
   } catch (const Error&) {
-    return 2;  // check_job tells it
+    return 2;  // check_job reports it
   }
 }
 

@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// 1,024 operations, each with a path and the names of a group, are a hundredth of it.
+/// 1,024 operations, each with a path and group names, take a hundredth of it.
 constexpr std::size_t kMostBytes = std::size_t{64} << 20U;
 
 constexpr int kMostDepth = 16;

@@ -68,13 +68,13 @@ std::string command_of(pid_t pid) {
   std::ifstream file(fmt::format("/proc/{}/cmdline", pid), std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(file), {}};
   while (!text.empty() && text.back() == '\0') text.pop_back();
-  // A command line may hold anything; a terminal must not obey it.
+  // A command line may contain control characters, which a terminal would obey.
   std::replace_if(
       text.begin(), text.end(), [](unsigned char c) { return std::iscntrl(c) != 0; }, ' ');
   return text;
 }
 
-/// Whose parent holds no segment: the ranks, and what they start, are the launcher's descendants.
+/// The process whose parent holds no segment: ranks and their children descend from the launcher.
 RunningJob job_of(Holder found) {
   while (true) {
     const pid_t parent = parent_of(found.pid);
@@ -91,7 +91,7 @@ RunningJob job_of(Holder found) {
 }  // namespace
 
 std::vector<RunningJob> find_jobs() {
-  // Ranks that no `lockstep run` started have no common launcher: the first of them stands for all.
+  // Ranks started without `lockstep run` have no common launcher: the first one represents all.
   std::map<ino_t, RunningJob> jobs;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator("/proc", error)) {

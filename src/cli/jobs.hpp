@@ -10,23 +10,23 @@
 
 namespace lockstep::cli {
 
-/// A running local job of this user: found by the memory that its processes hold open, since it has
-/// no name that anybody could guess.
+/// A running local job of this user. It is found by the memory that its processes hold open,
+/// because it has no name that could be guessed.
 struct RunningJob {
   pid_t launcher;
   std::string command;  ///< of the launcher
   std::string memory;   ///< path under /proc of a descriptor of the segment
-  ino_t inode;          ///< of the segment: another world of the same launcher has another
+  ino_t inode;          ///< of the segment: other worlds of the same launcher differ
 };
 
-/// All of them, by number of the launcher.
+/// All running jobs, by pid of the launcher.
 std::vector<RunningJob> find_jobs();
 
-/// The job that a process, launcher or rank, belongs to. Throws UsageError where it is no process,
-/// another user's, or of no job.
+/// The job of a process, launcher or rank. Throws UsageError if there is no such process, it
+/// belongs to another user, or it belongs to no job.
 RunningJob find_job(pid_t process);
 
-/// The job's segment, to read. Throws UsageError where the job has just ended or is of another
+/// The job's segment, read-only. Throws UsageError if the job has just ended or has another
 /// version.
 std::shared_ptr<const shared::Segment> look_at(const RunningJob& job);
 

@@ -15,7 +15,7 @@ void refuse(std::string_view subcommand, const std::string& text) {
 
 std::optional<int> parse(CLI::App& app, const std::vector<std::string>& words) {
   try {
-    app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // as CLI11 takes them
+    app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // CLI11's order
   } catch (const CLI::CallForHelp&) {
     fmt::print("{}", app.help());
     return 0;

@@ -11,11 +11,11 @@
 
 namespace lockstep::cli {
 
-/// Parses what follows a subcommand. The exit code where that ends it: its help was asked for, or
-/// the line is wrong, which standard error then says.
+/// Parses the arguments of a subcommand. Returns an exit code to end it: help was requested, or the
+/// command line is wrong, which is reported on standard error.
 std::optional<int> parse(CLI::App& app, const std::vector<std::string>& words);
 
-/// Takes numbers from `least` to `most`. `what` says in words what they are.
+/// Accepts numbers from `least` to `most`. `what` describes them.
 template <class Number>
 CLI::Validator number(Number least, Number most, const char* what) {
   return CLI::Validator(

@@ -55,7 +55,7 @@ class Formatter : public CLI::Formatter {
   }
 };
 
-/// Takes the names of an enum's values.
+/// Accepts the names of an enum's values.
 template <class Enum>
 CLI::Validator choice(std::map<std::string, Enum> values) {
   return CLI::Validator(
@@ -72,8 +72,8 @@ CLI::Validator choice(std::map<std::string, Enum> values) {
       /*validator_desc=*/"");
 }
 
-/// Where the launcher's own options end. The program's arguments never reach the parser, so that
-/// none of them is taken for ours.
+/// Finds the end of the launcher's own options. The program's arguments never reach the parser, so
+/// none of them is mistaken for ours.
 std::size_t find_program_word(const CLI::App& app, const std::vector<std::string>& arguments) {
   std::size_t i = 0;
   while (i < arguments.size()) {
@@ -85,7 +85,7 @@ std::size_t find_program_word(const CLI::App& app, const std::vector<std::string
   return arguments.size();
 }
 
-/// Reads HOST:PORT. Returns what is wrong with the options of several machines; empty: nothing.
+/// Reads HOST:PORT. Returns what is wrong with the multi-node options; empty: nothing.
 std::string check_nodes(const CLI::App& app, run::NodesOptions& nodes,
                         const std::string& rendezvous) {
   if (nodes.n_nodes == 1 && nodes.node_rank == 0) return {};
@@ -110,7 +110,7 @@ std::string check_nodes(const CLI::App& app, run::NodesOptions& nodes,
   return fmt::format("--rdzv is '{}', expected HOST:PORT of node 0, as 10.0.0.1:29400", rendezvous);
 }
 
-/// What the file holds without its line's end. Returns what is wrong with it.
+/// Reads the file without its newline. Returns what is wrong with it.
 std::string read_secret(const std::string& path, std::string& secret) {
   constexpr std::size_t kLeast = 16;
   std::ifstream file(path);

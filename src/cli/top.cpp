@@ -43,14 +43,14 @@ Only reads: the job does not notice. Ends with the job, or with Ctrl-C.
 
 Exit code: 0. 2: there is no such job, or it is not yours.)";
 
-/// What the counters of one rank say at one moment.
+/// Counters of one rank at one moment.
 struct Counters {
   std::uint64_t n_calls = 0;
   std::uint64_t n_bytes = 0;
   double cpu_s = 0;
 };
 
-/// One rank as it is now.
+/// Current state of one rank.
 struct Row {
   int rank = 0;
   pid_t pid = 0;
@@ -61,7 +61,7 @@ struct Row {
   double bytes_per_s = 0;
   double cpu_percent = 0;
   std::vector<internal::Operation> operations;
-  const internal::Operation* current = nullptr;  ///< the oldest under way
+  const internal::Operation* current = nullptr;  ///< the oldest unfinished one
   std::vector<int> waits_for;                    ///< world ranks
 };
 
@@ -119,7 +119,7 @@ std::string_view group_of(const shared::Segment& segment, const Row& row,
   return internal::name_of(segment.rank(row.rank).flight.groups[operation.group]);
 }
 
-/// Number of this row's rank in a group; nullopt where it is no member.
+/// This row's rank in a group; nullopt if it is not a member.
 std::optional<int> rank_in(const shared::Segment& segment, const Row& row, std::string_view group) {
   const internal::FlightRecord& flight = segment.rank(row.rank).flight;
   const std::size_t n_groups = internal::n_groups_of(flight);
@@ -138,7 +138,7 @@ std::uint64_t last_collective(const shared::Segment& segment, const Row& row,
   return last;
 }
 
-/// The ranks that have not come to the operation that this one is in.
+/// The ranks that have not reached the operation that this one is in.
 std::vector<int> awaited(const shared::Segment& segment, const std::vector<Row>& rows,
                          const Row& row) {
   const internal::Operation& operation = *row.current;
@@ -185,7 +185,7 @@ std::string describe(const shared::Segment& segment, const Row& row,
   return text + fmt::format(", {}", operation.where);
 }
 
-/// Whether times that a process noted mean the same here: time namespaces have clocks of their own.
+/// Whether timestamps of a process are comparable here: time namespaces have clocks of their own.
 bool has_our_clock(pid_t pid) {
   std::error_code error;
   const auto ours = std::filesystem::read_symlink("/proc/self/ns/time", error);
@@ -298,7 +298,7 @@ TerminalSize terminal_size() {
   return {.rows = size.ws_row, .columns = size.ws_col};
 }
 
-/// Draws over what it drew before.
+/// Redraws over the previous output.
 class Screen {
  public:
   void draw(std::vector<std::string> lines) {
@@ -340,8 +340,8 @@ std::optional<RunningJob> choose(const std::vector<RunningJob>& jobs) {
   return std::nullopt;
 }
 
-/// The job as it is now, or none once it has ended. Between two worlds of --max-restarts the
-/// launcher holds none for a moment.
+/// The job as it is now, or none after its end. Between two worlds of --max-restarts the launcher
+/// briefly holds none.
 std::optional<RunningJob> still_running(const RunningJob& job) {
   for (int i = 0; i < 5; ++i) {
     try {
@@ -380,7 +380,7 @@ int top(const std::vector<std::string>& arguments) {
   std::optional<Moment> moment = look(*segment, std::nullopt);
   Screen screen;
   while (true) {
-    // Rates want two looks.
+    // Rates need two samples.
     constexpr double kFirst = 0.2;
     std::this_thread::sleep_for(
         std::chrono::duration<double>(is_once ? std::min(kFirst, interval_s) : interval_s));

@@ -19,43 +19,43 @@ std::string_view name_of(Operation operation);
 std::string_view name_of(Type type);
 std::string_view name_of(Mode mode);
 
-/// What the two cores of the machine are to each other just now (docs/performance.md).
+/// The current relation of the machine's two cores (docs/performance.md).
 enum class Placement { siblings, near, far };
 std::string_view name_of(Placement placement);
 
 struct Probe {
-  double one_way_ns;  ///< a cache line from one core to the other
+  double one_way_ns;  ///< of a cache line from one core to the other
   Placement placement;
 };
 
 /// Ping-pong between the two cores for `duration`.
 Probe probe_placement(int core_a, int core_b, std::chrono::milliseconds duration);
 
-/// A kind of ranks that can be measured.
+/// A library or configuration to measure.
 struct Entrant {
   std::string name;
-  std::string family;                ///< what --peer calls it; "lockstep" for ours
-  std::vector<std::string> command;  ///< ends before the socket's name
+  std::string family;                ///< name for --peer; "lockstep" for ours
+  std::vector<std::string> command;  ///< the socket's name is appended
 };
 
-/// Entrants for n ranks; those whose program is not on this machine are left out, with the reason
+/// Entrants for n ranks. Those whose program is not on this machine are omitted, with the reason in
 /// in `missing`.
 std::vector<Entrant> ours(int n_ranks, bool with_processes, bool with_threads);
 std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks,
                            std::vector<std::string>& missing);
 
-/// The ranks of one entrant, started and connected.
+/// The ranks of one entrant, running and connected.
 class Team {
  public:
-  /// cores: rank r runs on cores[r % size]; empty: anywhere. Throws SystemError or EngineError
-  /// with what the program wrote where it does not start.
+  /// cores: rank r runs on cores[r % size]; empty: anywhere. If it does not start, throws
+  /// SystemError or EngineError with the program's output.
   Team(const Entrant& entrant, int n_ranks, const std::vector<int>& cores);
   ~Team();
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
   const Entrant& entrant() const { return entrant_; }
-  /// Times of every rank, in ns per call. Throws EngineError with the rank's own text.
+  /// Times of every rank, in ns per call. Throws EngineError with the rank's error text.
   std::vector<double> run(const Block& block);
 
  private:
@@ -63,7 +63,7 @@ class Team {
   void end() noexcept;
 
   Entrant entrant_;
-  base::UniqueFd output_;  ///< what the ranks write
+  base::UniqueFd output_;  ///< output of the ranks
   base::UniqueFd listener_;
   int pid_ = -1;
   std::vector<base::UniqueFd> ranks_;
@@ -72,7 +72,7 @@ class Team {
 struct Plan {
   int n_ranks = 2;
   std::vector<Operation> operations;
-  std::vector<std::uint64_t> sizes;  ///< bytes, as nccl-tests counts them
+  std::vector<std::uint64_t> sizes;  ///< bytes, counted as in nccl-tests
   Type type = Type::f32;
   Mode mode = Mode::warm;
   bool in_shared_memory = false;
@@ -99,25 +99,25 @@ struct Row {
   double algorithm_gb_s = 0;
   double bus_gb_s = 0;
   std::map<Placement, Figures> by_placement = {};
-  int n_moved = 0;         ///< blocks that began in one placement and ended in another
+  int n_moved = 0;         ///< blocks whose placement changed during the block
   std::string error = {};  ///< why there are no figures
 };
 
-/// Every size of every operation, the teams by turns, block by block. `progress` is called after
-/// each size.
+/// Measures every size of every operation, alternating between teams block by block. `progress` is
+/// called after each size.
 std::vector<Row> measure_all(const Plan& plan, std::vector<std::unique_ptr<Team>>& teams,
                              const std::function<void(Operation, std::uint64_t)>& progress);
 
-/// Measures where the shared engine's thresholds are best for such ranks on this machine: a value
-/// of LOCKSTEP_TUNE, with its name. Takes a minute or so. Throws what Team and its run throw.
+/// Measures the best thresholds of the shared engine for such ranks on this machine. Returns a
+/// value of LOCKSTEP_TUNE, with its name. Takes about a minute. Throws what Team and its run throw.
 std::string tuned(const Plan& plan);
 
 std::string table_of(const Plan& plan, const std::vector<Row>& rows);
 nlohmann::json json_of(const Plan& plan, const std::vector<Row>& rows);
-/// Draws the latencies with gnuplot. Throws SystemError where there is none.
+/// Plots the latencies with gnuplot. Throws SystemError if it is not installed.
 void draw(const Plan& plan, const std::vector<Row>& rows, const std::string& path);
 
-/// A rank of ours: a process, or n threads where n_threads > 0.
+/// One of our ranks: a process, or n threads if n_threads > 0.
 int work(const std::string& socket, int n_threads);
 
 }  // namespace lockstep::bench

@@ -57,7 +57,7 @@ class Lockstep : public Contestant {
   SharedBuffer memory_;
 };
 
-/// The rank says who it is, and takes its core, before it joins: the engine looks at the cores.
+/// The rank identifies itself and binds to its core before it joins: the engine checks the cores.
 void serve(const std::string& socket, int rank, int n_ranks) {
   Rank me(socket, rank, n_ranks);
   const bool is_alone = !is_distributed();

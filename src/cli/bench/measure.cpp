@@ -21,7 +21,7 @@ bool is_in_place(Operation operation) {
   return operation == Operation::all_reduce || operation == Operation::broadcast;
 }
 
-/// A block of one call's kind, without its lengths.
+/// A block for one kind of call, without its lengths.
 Block block_of(const Plan& plan, Operation operation, std::uint64_t n_bytes) {
   const std::uint64_t n = n_bytes / size_of(plan.type);
   const auto ranks = static_cast<std::uint64_t>(plan.n_ranks);
@@ -36,7 +36,7 @@ Block block_of(const Plan& plan, Operation operation, std::uint64_t n_bytes) {
   return block;
 }
 
-/// Bytes on the wire for each byte of the buffer, as nccl-tests reckons.
+/// Bytes on the wire per byte of the buffer, as defined by nccl-tests.
 double bus_factor(Operation operation, int n_ranks) {
   const double n = n_ranks;
   switch (operation) {
@@ -50,7 +50,7 @@ double bus_factor(Operation operation, int n_ranks) {
   return 0;
 }
 
-/// So many calls that a block lasts about plan.block_time, and that a clock costs little.
+/// Sets the number of calls so that a block takes about plan.block_time and the clock little.
 void set_lengths(const Plan& plan, std::uint64_t n_bytes, double ns_per_call, Block& block) {
   constexpr double kClockWorth = 2'000;
   block.calls_per_sample =
@@ -81,7 +81,7 @@ struct Track {
   std::string error = {};
 };
 
-/// Placement in which most samples were taken.
+/// The placement of most samples.
 Placement commonest(const std::vector<Track>& tracks) {
   std::map<Placement, int> counts;
   for (const Track& track : tracks) {
@@ -147,7 +147,7 @@ void run_block(const Plan& plan, Track& track) {
   if (before == after) {
     track.samples.push_back({after, quantile(times, 0.5), quantile(times, 0.99)});
   } else {
-    ++track.n_moved;  // nobody's
+    ++track.n_moved;  // belongs to neither
   }
 }
 
@@ -163,7 +163,7 @@ std::vector<Row> measure_all(const Plan& plan, std::vector<std::unique_ptr<Team>
         if (!team) continue;
         Track track{.team = team.get(), .block = block_of(plan, operation, n_bytes)};
         try {
-          // The first block warms up, the second says how long a call takes.
+          // The first block warms up, the second measures the length of a call.
           track.block.n_samples = 3;
           track.block.calls_per_sample = 1;
           track.team->run(track.block);
@@ -173,7 +173,7 @@ std::vector<Row> measure_all(const Plan& plan, std::vector<std::unique_ptr<Team>
         }
         tracks.push_back(std::move(track));
       }
-      // A machine that moves about gets more rounds, so that each team has blocks that count.
+      // If the placement keeps changing, run more rounds so that each team has valid blocks.
       for (int i = 0; i < plan.n_blocks * kMostRounds; ++i) {
         if (i >= plan.n_blocks && all_count(tracks)) break;
         for (Track& track : tracks) {

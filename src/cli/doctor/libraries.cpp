@@ -10,7 +10,7 @@
 namespace lockstep::cli {
 namespace {
 
-/// Longer than MPI_MAX_LIBRARY_VERSION_STRING of any of them.
+/// Longer than MPI_MAX_LIBRARY_VERSION_STRING of any of these libraries.
 constexpr std::size_t kVersionSize = 16384;
 
 struct MpiLibrary {
@@ -23,7 +23,7 @@ Finding mpi(const MpiLibrary& library) {
   const std::unique_ptr<void, int (*)(void*)> handle(dlopen(library.file, RTLD_LAZY | RTLD_LOCAL),
                                                      dlclose);
   if (!handle) return {name, State::note, fmt::format("no {}", library.file)};
-  // The one function that MPI allows before MPI_Init.
+  // MPI allows this call before MPI_Init.
   using GetLibraryVersion = int(char*, int*);
   auto* const version =
       reinterpret_cast<GetLibraryVersion*>(dlsym(handle.get(), "MPI_Get_library_version"));

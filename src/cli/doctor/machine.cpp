@@ -71,7 +71,7 @@ Finding cores(int n_ranks) {
                       n_ranks, usable, usable)};
 }
 
-/// What the cgroup lets its processes have; nullopt where it sets no limit.
+/// The memory limit of the cgroup; nullopt if there is none.
 std::optional<std::size_t> cgroup_memory() {
   std::string path;
   std::ifstream list("/proc/self/cgroup");
@@ -86,7 +86,7 @@ std::optional<std::size_t> cgroup_memory() {
       std::ifstream(file) >> text;
       std::size_t value = 0;
       const auto parsed = std::from_chars(text.data(), text.data() + text.size(), value);
-      // The older cgroups write "none" as the largest number of pages.
+      // Cgroups v1 write "no limit" as the largest number of pages.
       if (parsed.ec == std::errc() && value < (std::size_t{1} << 60)) {
         least = std::min(least.value_or(value), value);
       }
@@ -140,7 +140,7 @@ Finding shared_memory() {
   return {"shared memory", State::good, "memfd works"};
 }
 
-/// lockstep needs none of it; MPI libraries and PyTorch's loaders do.
+/// lockstep does not need it; MPI libraries and PyTorch's loaders do.
 Finding dev_shm() {
   struct statvfs info {};
   if (statvfs("/dev/shm", &info) != 0) {

@@ -21,7 +21,7 @@ using Bytes = std::vector<std::byte>;
 
 constexpr std::size_t kCount = 5;  // elements of one rank's part
 
-/// Small positive numbers, others for each rank and place.
+/// Small positive numbers, different for each rank and position.
 Bytes values_of(DType dtype, int rank, std::size_t count) {
   const std::size_t size = size_of(dtype);
   Bytes bytes(count * size);
@@ -45,13 +45,13 @@ Bytes values_of(DType dtype, int rank, std::size_t count) {
   return bytes;
 }
 
-/// Calls every operation of a group and compares with what one core makes of the same values.
+/// Calls every operation of a group and compares with a single-threaded reference.
 class Trial {
  public:
   explicit Trial(const Group& group)
       : group_(group), rank_(group.rank()), n_(static_cast<std::size_t>(group.size())) {}
 
-  /// Throws std::runtime_error where a result is wrong.
+  /// Throws std::runtime_error if a result is wrong.
   void run() {
     group_.barrier();
     for (int dtype = 0; dtype < kernels::kDTypes; ++dtype) {
@@ -154,7 +154,7 @@ class Trial {
     }
     check("all_to_all", out, expected);
     if (n_ == 1) return;
-    // A send may wait for its recv: neighbours begin with different ends.
+    // A send may wait for its recv: neighbours start with opposite operations.
     const int next = (rank_ + 1) % group_.size();
     const int before = (rank_ + group_.size() - 1) % group_.size();
     Bytes received(n_bytes(kCount));

@@ -31,7 +31,7 @@ struct Operation {
   std::uint64_t number;
   std::uint64_t collective;  ///< 0: send, recv
   std::string group;
-  std::string call;  ///< what the ranks must agree on, in words
+  std::string call;  ///< the signature, as text
   std::string where;
   std::string state;  ///< "finished", "failed", "under way"
   int peer;           ///< of send, recv
@@ -45,11 +45,11 @@ struct Record {
   std::string job;
   std::string host;
   std::string reason;
-  std::map<std::string, int> groups;  ///< by name, this rank's number there
-  std::vector<Operation> operations;  ///< the earliest first
+  std::map<std::string, int> groups;  ///< by name: this rank's number there
+  std::vector<Operation> operations;  ///< oldest first
 };
 
-/// What all ranks of a collective must agree on.
+/// The signature, which must be equal on all ranks of a collective.
 std::string call_of(const json& operation) {
   const std::string name = operation.at("operation");
   std::string text = name;
@@ -91,7 +91,7 @@ Record parse(const json& file) {
   return record;
 }
 
-/// Prints what may hold other people's texts.
+/// Prints text that may be untrusted.
 template <class... Arguments>
 void print(fmt::format_string<Arguments...> format, Arguments&&... arguments) {
   const std::string text = fmt::format(format, std::forward<Arguments>(arguments)...);
@@ -158,7 +158,7 @@ std::vector<Record> read_all(const std::string& dir) {
       if (!fs::is_regular_file(path)) continue;
       if (auto text = internal::read_flight_file(path)) found[*killed] = {path, std::move(*text)};
     } else if (const auto writer = rank_of(path.filename(), ".json")) {
-      // What a killed rank left is newer than what that rank of a job before wrote.
+      // A killed rank's flight file is newer than the JSON of that rank from an earlier job.
       found.try_emplace(*writer, Found{path, read_regular("lockstep doctor", path)});
     }
   }
@@ -186,12 +186,12 @@ std::vector<Record> read_all(const std::string& dir) {
   return records;
 }
 
-/// The first call of a group that not all of its ranks made, or made alike.
+/// The first call of a group that not all ranks made, or that differs between ranks.
 struct Parting {
   std::string group;
   std::uint64_t collective;
-  std::map<int, const Operation*> calls;  ///< by index of the record; null: never came there
-  std::vector<std::size_t> culprits;      ///< empty: no side is larger
+  std::map<int, const Operation*> calls;  ///< by index of the record; null: not reached
+  std::vector<std::size_t> culprits;      ///< empty: there is no majority
   bool is_missing;
   std::int64_t start_ns;
 };
@@ -229,7 +229,7 @@ std::optional<Parting> parting_of(const std::vector<Record>& records, const std:
     for (const Member& member : members) {
       const auto found = member.calls.find(number);
       if (found == member.calls.end()) {
-        // What lies before a rank's oldest entry is forgotten, not missing.
+        // Calls before a rank's oldest entry were overwritten, not missing.
         if (number > member.last) missing.push_back(member.index);
         if (number > member.last) parting.calls[static_cast<int>(member.index)] = nullptr;
         continue;
@@ -265,7 +265,7 @@ std::string ranks_in_words(const std::vector<int>& ranks) {
   return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
 }
 
-/// Ranks that are not among `present`, whose numbers rise.
+/// Ranks not in `present`, which is ascending.
 std::string absent_in_words(const std::vector<int>& present, int world_size) {
   constexpr std::size_t kShown = 16;
   std::vector<int> absent;
@@ -316,8 +316,8 @@ void print(const std::vector<Record>& records, const Parting& parting) {
   }
 }
 
-/// Calls that met, from different lines: right where a program branches by rank, else the trace of
-/// a rank that is one call ahead.
+/// Matching calls from different source lines: correct in a program that branches by rank,
+/// otherwise evidence of a rank that is one call ahead.
 void print_different_lines(const std::vector<Record>& records, const std::string& group) {
   std::map<std::uint64_t, std::map<std::string, std::vector<int>>> lines;
   for (const Record& record : records) {
@@ -335,7 +335,7 @@ void print_different_lines(const std::vector<Record>& records, const std::string
   }
 }
 
-/// Messages that one side waits for.
+/// Messages for which one side still waits.
 bool print_open_messages(const std::vector<Record>& records) {
   bool is_any = false;
   for (const Record& record : records) {
@@ -367,7 +367,7 @@ int doctor_record(const std::string& dir) {
     print("No record of {}: still running, or on a host that is gone\n", absent);
   }
 
-  // Where several groups part, the earliest is the cause and the others follow from it.
+  // If several groups diverge, the earliest is the cause and the others are consequences.
   std::optional<Parting> earliest;
   for (const std::string& group : groups) {
     auto parting = parting_of(records, group);

@@ -4,8 +4,8 @@
 
 namespace lockstep::cli {
 
-/// `lockstep doctor --record DIR`: finds in the flight records that lie there where the ranks
-/// parted, and prints it. Returns the exit code. Throws UsageError where they are no records of one
+/// `lockstep doctor --record DIR`: finds where the ranks diverged in the flight records in DIR, and
+/// prints it. Returns the exit code. Throws UsageError if they are not the records of one
 /// job.
 int doctor_record(const std::string& dir);
 

@@ -26,7 +26,7 @@ constexpr const char* kCollective = "collective";
 constexpr const char* kMessage = "message";
 constexpr const char* kRegion = "region";
 
-/// Names may hold any byte; JSON is UTF-8.
+/// Names may contain arbitrary bytes; JSON is UTF-8.
 std::string quoted(const std::string& text) {
   return json(text).dump(/*indent=*/-1, ' ', /*ensure_ascii=*/false,
                          json::error_handler_t::replace);
@@ -41,13 +41,13 @@ const char* category_of(Event::Kind kind) {
   return kRegion;
 }
 
-/// Microseconds, as the viewers want them, to the nanosecond.
+/// Microseconds, the viewers' unit, with nanosecond digits.
 std::string us(std::int64_t n_ns) {
   return fmt::format("{}{}.{:03}", n_ns < 0 ? "-" : "", std::abs(n_ns) / 1000,
                      std::abs(n_ns) % 1000);
 }
 
-/// One event a line, none of them kept.
+/// Writes one event per line and keeps none of them.
 class Writer {
  public:
   Writer(const Trace& trace, std::FILE* file) : trace_(trace), file_(file) {}
@@ -151,7 +151,7 @@ class Writer {
   std::vector<std::string> quoted_;
 };
 
-/// Takes one event after the other out of what the parser reads, and lets it forget them.
+/// Takes events one by one from the parser, which then discards them.
 class Reader {
  public:
   explicit Reader(std::string path) : path_(std::move(path)) {}
@@ -186,7 +186,7 @@ class Reader {
                                  path_, why));
   }
 
-  /// The head may come before the events or after: until then a row is known by its pid.
+  /// The header may precede or follow the events: until then a row is identified by its pid.
   std::uint32_t row_of(int pid) {
     const auto [found, is_new] =
         rows_.try_emplace(pid, static_cast<std::uint32_t>(trace_.rows.size()));
@@ -209,7 +209,7 @@ class Reader {
       return;
     }
     const auto& category = value.at("cat").get_ref<const std::string&>();
-    if (category == "wait") return;  // follows from the rest
+    if (category == "wait") return;  // derived from the other events
     Event event{.start_ns = ns(value.at("ts")),
                 .end_ns = 0,
                 .row = row,
@@ -279,7 +279,7 @@ Trace read_file(const std::string& path) { return Reader(path).read(); }
 
 void write(const Trace& trace, const std::string& path) {
   std::signal(SIGXFSZ,
-              SIG_IGN);  // a limit on files' sizes (ulimit -f) is an error like a full disk
+              SIG_IGN);  // exceeding a file size limit (ulimit -f) is an error like a full disk
   try {
     base::WholeFile whole(path, /*mode=*/0666);
     struct Close {

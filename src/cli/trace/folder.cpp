@@ -28,12 +28,12 @@ namespace fs = std::filesystem;
 using internal::TraceEvent;
 using internal::TraceFile;
 
-/// Of a file's head, whose texts and numbers are trusted to be nothing but bytes of it.
+/// Text in a file header, whose content is not trusted.
 std::string text_of(std::span<const char> array) { return std::string(base::text_in(array)); }
 
 using Mapping = std::shared_ptr<const TraceFile>;
 
-/// Null where the rank has died before its file had a head.
+/// Null if the rank died before its file had a header.
 Mapping map(const fs::path& path) {
   const base::UniqueFd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct stat status {};
@@ -73,7 +73,7 @@ std::vector<Found> files_in(const std::string& dir, const std::string& clock) {
   std::sort(files.begin(), files.end(),
             [](const Mapping& a, const Mapping& b) { return a->anchor_ns < b->anchor_ns; });
 
-  // Over some engines a job has no number: there a rank's n-th trace meets the others' n-th.
+  // Over some engines a job has no number: there the n-th trace of each rank belongs to one world.
   std::map<std::tuple<int, std::uint32_t, int>, int> worlds;
   std::map<std::tuple<int, int>, int> n_unnumbered;
   std::vector<Found> found;
@@ -103,7 +103,7 @@ std::uint64_t n_kept(const TraceFile& file) {
 }
 
 Row row_of(const TraceFile& file, int world) {
-  // Ranks are at most kWorldPids: rows of different worlds have different numbers.
+  // Ranks are at most kWorldPids: rows of different worlds have different pids.
   constexpr int kWorldPids = 1'000'000;
   Row row{.pid = world * kWorldPids + file.rank,
           .rank = file.rank,
@@ -168,12 +168,12 @@ Trace read_folder(const std::string& dir) {
   for (const auto& [file, world] : files) {
     const auto row = static_cast<std::uint32_t>(trace.rows.size());
     trace.rows.push_back(row_of(*file, world));
-    // One scale for all, so that what is ordered stays so.
+    // One scale for all, which preserves the order of events.
     const TraceFile& first = *files.front().file;
     const base::TickScale scale({first.anchor_ticks, first.anchor_ns}, now);
     for (const TraceEvent& event : std::span(file->events).first(n_kept(*file))) {
       switch (event.kind.load(std::memory_order_acquire)) {
-        case TraceEvent::Kind::none: break;  // the thread died while it wrote
+        case TraceEvent::Kind::none: break;  // the thread died while writing it
         case TraceEvent::Kind::thread:
           trace.threads.push_back({row, event.thread, text_of(event.text)});
           break;

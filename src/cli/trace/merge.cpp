@@ -12,7 +12,7 @@
 namespace lockstep::cli::tracing {
 namespace {
 
-/// Nobody leaves one before all have come.
+/// Collectives that no rank leaves before all have entered.
 bool is_meeting(const std::string& name) {
   return name == "barrier" || name == "all_reduce" || name == "all_gather" ||
          name == "reduce_scatter" || name == "all_to_all";
@@ -41,8 +41,8 @@ std::map<MeetingKey, Meeting> meetings_of(const Trace& trace) {
   return meetings;
 }
 
-/// What to add to b's times for a's. For every meeting, each side's first end lies behind the other
-/// side's last start; so each gives a bound on both sides.
+/// The correction from b's clock to a's. In every such collective, each side's first end is later
+/// than the other side's last start, which bounds the correction on both sides.
 Correction correction_of(const std::map<MeetingKey, Meeting>& of_a, const Trace& a,
                          const Trace& b) {
   std::int64_t least = INT64_MIN;
@@ -55,7 +55,7 @@ Correction correction_of(const std::map<MeetingKey, Meeting>& of_a, const Trace&
     most = std::min(most, in_a.end_ns - in_b.start_ns);
   }
   if (most == INT64_MAX) return {b.clock, b.wall_ns - a.wall_ns, /*within_ns=*/-1};
-  // Clocks that drift apart cross their bounds: then it is off by so much at both ends.
+  // The bounds of drifting clocks cross: then it is off by this much at both ends.
   return {b.clock, least + (most - least) / 2, std::abs(most - least) / 2};
 }
 

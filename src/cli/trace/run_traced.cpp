@@ -24,7 +24,7 @@ fs::path of_node(fs::path file, int node_rank) {
   return file.replace_extension(fmt::format("node-{}{}", node_rank, extension));
 }
 
-/// A folder that only this user can enter, beside the file: on the disk that shall have it.
+/// A folder accessible only to this user, next to the file, so on the same disk.
 class Folder {
  public:
   explicit Folder(const fs::path& file) {

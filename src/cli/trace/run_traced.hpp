@@ -7,10 +7,10 @@
 
 namespace lockstep::cli::tracing {
 
-/// Runs `launch`, whose ranks leave what they do in a folder beside `file`, and makes `file` of it,
-/// however they end; with several nodes, the file of this one. Returns what `launch` does, or 1
-/// where only the file failed: then standard error says why, and the folder stays. Throws
-/// UsageError where no such file can be made, before it calls `launch`.
+/// Runs `launch`, whose ranks write their events to a folder next to `file`, and creates `file`
+/// from it, however the ranks end; with several nodes, this node's file. Returns the result of
+/// `launch`, or 1 if only the file failed: then standard error has the reason, and the folder
+/// remains. Throws UsageError, before it calls `launch`, if the file cannot be created.
 int run_traced(const std::string& file, const run::NodesOptions& nodes,
                const std::function<int()>& launch);
 

@@ -10,7 +10,7 @@
 namespace lockstep::cli::tracing {
 namespace {
 
-/// Three digits or four, with a unit.
+/// Three or four digits, with a unit.
 std::string time_of(std::int64_t n_ns) {
   const auto value = static_cast<double>(n_ns);
   if (n_ns >= 1'000'000'000) return fmt::format("{:.3f} s", value / 1e9);
@@ -35,7 +35,7 @@ std::string count_of(std::size_t n, const char* one, const char* several) {
   return fmt::format("{} {}", n, n == 1 ? one : several);
 }
 
-/// Calls of one operation, or regions of one name, on all ranks together.
+/// Calls of one operation, or regions of one name, over all ranks.
 struct Total {
   std::string_view name{};
   std::uint64_t n = 0;
@@ -50,7 +50,7 @@ struct OfRank {
   std::int64_t last_ns = INT64_MIN;
   std::int64_t calls_ns = 0;
   std::int64_t waiting_ns = 0;
-  std::int64_t awaited_ns = 0;  ///< by the others
+  std::int64_t awaited_ns = 0;  ///< time the peers waited for it
   std::uint64_t n_open = 0;
 };
 

@@ -9,10 +9,10 @@
 #include <unordered_map>
 #include <vector>
 
-/// A trace as the command holds it: what ranks left in a folder, or what a FILE.json has.
+/// A trace in memory: read from the files that ranks wrote to a folder, or from a FILE.json.
 namespace lockstep::cli::tracing {
 
-/// Numbers for texts, of which a trace has few, each many times.
+/// Ids for texts; a trace has few distinct ones, each many times.
 class Texts {
  public:
   std::uint32_t number(std::string_view text);
@@ -34,11 +34,11 @@ class Texts {
 struct Row {
   int pid;  ///< in the trace: the rank, in the first world of the first start
   int rank;
-  int world;  ///< ranks of the same are peers
+  int world;  ///< rows with the same world are peers
   int n_restarts;
   int system_pid;
   std::string host;
-  std::uint64_t n_lost = 0;  ///< events that found no room
+  std::uint64_t n_lost = 0;  ///< events dropped for lack of space
   std::string why_lost{};
 };
 
@@ -47,11 +47,11 @@ struct Event {
   enum class State : std::uint8_t { finished, failed, under_way };
 
   std::int64_t start_ns;
-  std::int64_t end_ns;    ///< not where it is under way
+  std::int64_t end_ns;    ///< invalid if unfinished
   std::uint32_t row;      ///< index into Trace::rows
-  std::int32_t thread;    ///< as the system numbers it
-  std::uint32_t name;     ///< of the operation or region; this and the next three: numbers of texts
-  std::uint32_t group{};  ///< this and the rest: of calls
+  std::int32_t thread;    ///< the system's thread id
+  std::uint32_t name;     ///< of the operation or region; this and the next three: ids of texts
+  std::uint32_t group{};  ///< this and the rest: only for calls
   std::uint32_t type{};
   std::uint32_t where{};
   std::uint64_t sequence{};
@@ -68,48 +68,48 @@ struct Thread {
   std::string name;
 };
 
-/// Another host's clock, as it was corrected.
+/// The correction applied to another host's clock.
 struct Correction {
   std::string clock;
   std::int64_t added_ns;
-  std::int64_t within_ns;  ///< how far off it may be; -1: not known
+  std::int64_t within_ns;  ///< maximum error; -1: unknown
 };
 
 struct Trace {
   Texts texts;
   std::vector<Row> rows;
   std::vector<Thread> threads;
-  std::vector<Event> events;  ///< of each thread of each row: in the order in which they began
-  std::string clock;          ///< whose times these are; see internal::name_of_clock
-  std::int64_t wall_ns = 0;   ///< what that clock lacked to the time of day
+  std::vector<Event> events;  ///< in start order within each thread of each row
+  std::string clock;          ///< clock of these times; see internal::name_of_clock
+  std::int64_t wall_ns = 0;   ///< wall-clock time minus that clock
   std::vector<Correction> corrections;
 };
 
-/// How long a call waited for the last of its peers, and for which.
+/// How long a call waited for its last peer, and which one that was.
 struct Wait {
   std::int64_t n_ns = 0;
   std::uint32_t row = 0;
 };
 
-/// What the ranks of this system left in a folder (LOCKSTEP_TRACE), while they ran or after. Throws
-/// UsageError, SystemError.
+/// Reads what the ranks of this system wrote to a folder (LOCKSTEP_TRACE), during or after the run.
+/// Throws UsageError, SystemError.
 Trace read_folder(const std::string& dir);
-/// What write() wrote, whatever reformatted it since. Throws UsageError where it is no such file.
+/// Reads the output of write(), even if reformatted. Throws UsageError if it is not such a file.
 Trace read_file(const std::string& path);
-/// All of them in the first one's time. A clock is moved to the middle of where it must lie: no
+/// Merges all traces into the first one's time. A clock is moved to the middle of its bounds: no
 /// rank leaves a barrier, all_reduce, all_gather, reduce_scatter or all_to_all before its last peer
-/// has come to it. Throws UsageError where two hold the same rank.
+/// has entered it. Throws UsageError if two contain the same rank.
 Trace merge(std::vector<Trace> traces);
-/// One for each event. From a call's start to its last peer's; nothing for a call that ended before
-/// that, or that has no peers in the trace.
+/// One per event: from a call's start to its last peer's. Zero for a call that ended before that or
+/// has no peers in the trace.
 std::vector<Wait> waits_of(const Trace& trace);
-/// FILE in the form of Chrome's trace viewer and Perfetto: all of it or nothing. Throws
+/// Writes FILE in the format of Chrome's trace viewer and Perfetto, atomically. Throws
 /// SystemError.
 void write(const Trace& trace, const std::string& path);
-/// For people.
+/// Human-readable.
 std::string summary_of(const Trace& trace);
 
-/// "rank 1", and the start or world where it is not the first.
+/// "rank 1", plus the start or world if it is not the first.
 std::string name_of(const Row& row);
 
 }  // namespace lockstep::cli::tracing
