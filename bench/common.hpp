@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-/// What benchmarks have in common whose ranks a launcher starts.
+/// Common to benchmarks whose ranks are started by a launcher.
 namespace lockstep::bench {
 
 inline double median(std::vector<double> values) {
@@ -15,8 +15,8 @@ inline double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-/// To a core of its own, whatever the launcher: the one of that number among those allowed. Where
-/// there are fewer, to none.
+/// Binds to a core of its own under any launcher: the local_rank-th of the allowed cores. If there
+/// are fewer, does not bind.
 inline void bind_to_core_of(int local_rank) {
   cpu_set_t allowed;
   CPU_ZERO(&allowed);

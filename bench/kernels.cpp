@@ -1,4 +1,4 @@
-// One thread, every instruction set of this CPU. Bytes are those that the algorithm must read and
+// One thread, every instruction set of this CPU. Bytes: those that the algorithm must read and
 // write, once each. bench_kernels --benchmark_filter='reduce/sum/f32'
 
 #include <benchmark/benchmark.h>
@@ -22,7 +22,7 @@ void set_bytes(benchmark::State& state, std::size_t n_bytes) {
 
 // --- reduce -------------------------------------------------------------------------------------
 
-/// What sum over two f32 inputs has to match.
+/// A reference for sum over two f32 inputs.
 void hand_written_sum(benchmark::State& state, std::size_t n_bytes) {
   const std::size_t count = n_bytes / sizeof(float);
   std::vector<float> a(count, 1);

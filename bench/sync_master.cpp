@@ -1,4 +1,4 @@
-// What a round of SyncMaster costs: messages of all slaves to the master's callback, and replies.
+// Cost of a SyncMaster round: messages of all slaves to the master's callback, and replies.
 // bench_sync_master --benchmark_filter=round/4
 
 #include <benchmark/benchmark.h>
@@ -39,7 +39,7 @@ void round(benchmark::State& state) {
 }
 BENCHMARK(round)->Arg(2)->Arg(4)->Arg(8)->Arg(32)->UseRealTime()->Unit(benchmark::kMicrosecond);
 
-/// The same meeting by one mutex and one condition variable, whose lock all take as they wake.
+/// The same round by one mutex and one condition variable, whose lock all take on waking.
 class LockedBarrier {
  public:
   explicit LockedBarrier(int n_threads) : n_threads_(n_threads) {}

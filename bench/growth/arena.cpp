@@ -4,7 +4,7 @@
 #include <new>
 
 extern "C" {
-extern char __executable_start;  // NOLINT: the linker's names
+extern char __executable_start;  // NOLINT: defined by the linker
 extern char etext;
 }
 
@@ -14,7 +14,7 @@ char* arena = nullptr;
 
 }  // namespace growth
 
-// SimGrid's own memory is its own: only what this program's code asks for.
+// Only allocations of this program's code; SimGrid keeps its own memory.
 void* operator new(std::size_t n_bytes) {
   const char* const caller = static_cast<const char*>(__builtin_return_address(0));
   if (growth::arena != nullptr && n_bytes >= growth::kLarge && n_bytes <= growth::kArenaBytes &&

@@ -1,12 +1,12 @@
-// all_reduce on a simulated cluster: the hierarchical and the mpi engine's real code, and other
-// algorithms in their place between hosts, over SimGrid's MPI. ./dev bench growth --hosts
+// all_reduce on a simulated cluster over SimGrid's MPI: the actual code of the hierarchical and mpi
+// engines, and other algorithms for the level between hosts. ./dev bench growth --hosts
 // growth_hosts MODULE HOSTS GBITS ENGINE BYTES...
 //
 // ENGINE: direct (hierarchical.cpp with the mpi engine between hosts), flat (the mpi engine over
-// all ranks), ring, halving, doubling (hierarchical.cpp with that between hosts). Prints a line of
-// HOSTS GBITS ENGINE BYTES, seconds of the call, and seconds that a host's first rank spent between
-// hosts. Inside a host stands the mpi engine too, over a link that is the host's memory: futexes
-// would stop the simulator. Nothing is reduced; the time that it takes is added.
+// all ranks), ring, halving, doubling (hierarchical.cpp with that algorithm between hosts). Prints
+// lines of HOSTS GBITS ENGINE BYTES, seconds of the call, seconds of a host's first rank between
+// hosts. Inside a host the mpi engine runs too, over a link that models the host's memory: futexes
+// would stop the simulator. No data is reduced; the time for it is added.
 
 #include <fmt/format.h>
 
@@ -39,14 +39,14 @@ using lockstep::Call;
 using lockstep::Engine;
 using lockstep::Op;
 
-// The cluster, and what its ranks cost.
+// The cluster and its cost model.
 constexpr int kRanksPerHost = 8;
 constexpr unsigned kHostsPerSwitch = 16;
 constexpr double kLinkSeconds = 0.5e-6;       // 2 links to a host at the same switch, 4 to another
 constexpr double kHostBytesPerSecond = 40e9;  // all ranks of a host together, copying
 constexpr double kHostSeconds = 0.2e-6;
-constexpr double kMessageSeconds = 0.25e-6;   // of a rank, for each message, at either end
-constexpr double kCoreBytesPerSecond = 10e9;  // reading and writing, as it reduces
+constexpr double kMessageSeconds = 0.25e-6;   // per message, at the sender and at the receiver
+constexpr double kCoreBytesPerSecond = 10e9;  // reading and writing during a reduction
 
 struct Options {
   std::string module;
@@ -59,7 +59,7 @@ Options options;
 
 }  // namespace
 
-// In place of the library's.
+// Replaces the library's function.
 namespace lockstep::kernels {
 void reduce(DType dtype, ReduceOp, const void* const*, int n, void*, std::size_t count) {
   s4u::this_actor::sleep_for(static_cast<double>(n + 1) *
@@ -80,7 +80,7 @@ int size_of(MPI_Comm comm) {
   return size;
 }
 
-/// Some ranks of all: first, first + step ...
+/// A subset of the ranks: first, first + step ...
 struct Some {
   int first;
   int step;
@@ -88,7 +88,7 @@ struct Some {
   auto operator<=>(const Some&) const = default;
 };
 
-/// Where they go on together, at no cost: MPI_Barrier lets ranks go one after the other.
+/// A barrier without cost: MPI_Barrier releases the ranks one after the other.
 s4u::BarrierPtr start_line(const Some& some) {
   static std::map<Some, s4u::BarrierPtr> lines;
   s4u::BarrierPtr& line = lines[some];
@@ -117,7 +117,7 @@ std::unique_ptr<Engine> join(const Some& some, const Call& barrier) {
   return lockstep::mpi::join(world, barrier);
 }
 
-/// What a test of an algorithm needs of an engine.
+/// The part of an Engine that a test of an algorithm needs.
 class Part : public Engine {
  public:
   explicit Part(MPI_Comm comm) : comm_(comm), rank_(rank_of(comm)), size_(size_of(comm)) {}
@@ -138,7 +138,7 @@ class Part : public Engine {
   const int size_;
 };
 
-/// all_reduce as the textbook has it, without lockstep's comparison of calls.
+/// Textbook all_reduce, without lockstep's comparison of calls.
 class Textbook final : public Part {
  public:
   using Part::Part;
@@ -168,7 +168,7 @@ class Textbook final : public Part {
       if (step < size_ - 1) reduce(call, part);
     }
   }
-  void halving(const Call& call) {  // hosts are a power of two
+  void halving(const Call& call) {  // the number of hosts is a power of two
     std::size_t n_bytes = call.count * lockstep::size_of(call.dtype);
     std::vector<std::size_t> parts;
     for (int far = size_ / 2; far > 0; far /= 2) {
@@ -207,17 +207,17 @@ class Timed final : public Part {
   std::unique_ptr<Engine> engine_;
 };
 
-/// All ranks, as hierarchical.cpp needs them to make its levels. The mpi engine would send each
-/// rank a message from each to do so: 67 million at 8,192.
+/// All ranks, for hierarchical.cpp to build its levels. With the mpi engine, each rank would send a
+/// message to each other rank for that: 67 million at 8,192.
 class Everybody final : public Part {
  public:
   using Part::Part;
-  void run(const Call& call) override {  // the numbers from which a host's meeting has its name
+  void run(const Call& call) override {  // the numbers that give the host's bootstrap its name
     const auto n = static_cast<std::size_t>(size_) * call.count;
     std::fill_n(static_cast<char*>(call.out), n, '\0');
   }
   std::unique_ptr<Engine> split(const Call& call, int color, int) override {
-    if (color != 0) return nullptr;  // one rank of each host talks between hosts
+    if (color != 0) return nullptr;  // one rank per host communicates between hosts
     const Some leaders{0, kRanksPerHost, size_ / kRanksPerHost};
     MPI_Comm comm = comm_of(leaders);
     if (options.engine != "direct") {
@@ -284,7 +284,7 @@ void build_cluster(s4u::Engine& simulation) {
   const double bytes_per_second = options.gbits * 1e9 / 8;
   const unsigned n_below = std::min(options.n_hosts, kHostsPerSwitch);
   const unsigned n_switches = options.n_hosts / n_below;
-  // Each switch has as many links up as down, so that the tree is never the bottleneck.
+  // Each switch has as many uplinks as downlinks, so the tree is never the bottleneck.
   const s4u::FatTreeParams shape =
       n_switches == 1 ? s4u::FatTreeParams(1, {n_below}, {1}, {1})
                       : s4u::FatTreeParams(2, {n_below, n_switches}, {1, n_below}, {1, 1});
@@ -319,8 +319,8 @@ int main(int argc, char** argv) {
   for (int i = 5; i < argc; ++i) options.sizes.push_back(std::strtoull(argv[i], nullptr, 10));
   setenv("LOCKSTEP_MPI", options.module.c_str(), 1);
   SMPI_init();
-  // Plain max-min sharing of links, without what SimGrid knows of TCP and of its authors' machines.
-  // Detached messages stay in their senders' lists, which are searched for each: none of them.
+  // Plain max-min sharing of links, without SimGrid's calibration for TCP and its authors'
+  // machines. The senders' lists of detached messages are searched for each message: use none.
   for (const char* const setting :
        {"network/model:CM02", "network/TCP-gamma:0", "network/bandwidth-factor:1",
         "network/latency-factor:1", "network/weight-S:0", "network/crosstraffic:0",

@@ -1,4 +1,4 @@
-// Calls of one operation between threads, to be counted by valgrind: ./dev bench growth
+// Calls of one operation between threads, for instruction counts by valgrind: ./dev bench growth
 // growth_one_host RANKS VERB BYTES CALLS; BYTES are those of a rank's result.
 
 #include <fmt/format.h>
@@ -25,7 +25,7 @@ int number(std::string_view text) {
   return value;
 }
 
-/// One rank's calls, in buffers that it keeps.
+/// One rank's calls, reusing its buffers.
 void call(std::string_view operation, std::size_t n_bytes, int n_calls) {
   const auto n_ranks = static_cast<std::size_t>(lockstep::get_world_size());
   std::vector<float> data(n_bytes / sizeof(float), 1);
@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
     const std::string_view operation = argv[2];
     const auto n_bytes = static_cast<std::size_t>(number(argv[3]));
     const int n_calls = number(argv[4]);
-    // Under valgrind a call takes long.
+    // Calls are slow under valgrind.
     lockstep::run_ranks(number(argv[1]), [&] { call(operation, n_bytes, n_calls); },
                         {.timeout = std::chrono::minutes(60)});
   } catch (const std::exception& error) {

@@ -1,7 +1,7 @@
-// The mpi engine's own module, compiled against SimGrid's MPI with three changes that a simulation
-// needs: ranks are contexts of one process, so each says which ranks are its world; a context waits
-// instead of polling, for to poll costs the simulator hours and the simulated rank nothing; and
-// each message costs its rank some time, which SimGrid's flows do not.
+// The mpi engine's own module, compiled against SimGrid's MPI with three changes for simulation:
+// ranks are contexts of one process, so each sets which ranks form its world; a context blocks
+// instead of polling, because polling takes the simulator hours and costs no simulated time; and
+// each message costs its rank some time, which SimGrid's flows do not model.
 #include <smpi/mpi.h>
 
 #include <map>
@@ -22,7 +22,7 @@ double seconds_per_message = 0;
 
 World& world() { return worlds.at(simgrid::s4u::this_actor::get_pid()); }
 
-/// One after the other: SimGrid's MPI_Waitall takes time by the square of their number.
+/// Sequentially: SimGrid's MPI_Waitall takes quadratic time.
 int wait_all(int n, MPI_Request* requests, int* flag, MPI_Status* /*statuses*/) {
   *flag = 1;
   for (int i = 0; i < n; ++i) {
@@ -44,18 +44,18 @@ void set_seconds_per_message(double seconds) { seconds_per_message = seconds; }
 #define MPI_COMM_WORLD growth::world().comm
 #define MPI_Testall growth::wait_all
 #define lockstep_mpi lockstep_mpi_without_cost
-#include "engines/mpi/module/module.cpp"  // NOLINT: it shall be compiled here
+#include "engines/mpi/module/module.cpp"  // NOLINT: compiled here on purpose
 #undef lockstep_mpi
 
 extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mpi() {
   static const LockstepMpi table = [] {
     LockstepMpi changed = *lockstep_mpi_without_cost();
-    // Nobody polls, so nobody asks for cores.
+    // Ranks do not poll, so cores are not queried.
     changed.neighbours = [](std::uint64_t*, std::size_t, int* n_ranks) {
       *n_ranks = 1;
       return int{MPI_SUCCESS};
     };
-    // Flows that begin together are solved together: 256 ranks in seconds, not hours.
+    // Flows that begin together are solved together: 256 ranks take seconds, not hours.
     changed.world = [](void** communicator) {
       const int code = world(communicator);
       growth::world().start_line->wait();

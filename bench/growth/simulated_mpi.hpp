@@ -6,10 +6,10 @@
 
 namespace growth {
 
-/// What this context's module takes for MPI_COMM_WORLD, and where its ranks meet at no cost.
+/// This context's replacement for MPI_COMM_WORLD, and a barrier for its ranks without cost.
 __attribute__((visibility("default"))) void set_world(MPI_Comm comm,
                                                       simgrid::s4u::BarrierPtr start_line);
-/// Of each message, at either end.
+/// Per message, at the sender and at the receiver.
 __attribute__((visibility("default"))) void set_seconds_per_message(double seconds);
 
 }  // namespace growth

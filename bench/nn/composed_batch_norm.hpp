@@ -9,10 +9,10 @@
 
 #include "gloo.hpp"
 
-/// A synchronised BatchNorm as one composes it of libtorch's operations and a process group.
+/// A synchronised BatchNorm composed of libtorch's operations and a process group.
 namespace lockstep::bench {
 
-/// The sum over all ranks; so is its gradient.
+/// The sum over all ranks; its gradient is too.
 class SumOverRanks : public torch::autograd::Function<SumOverRanks> {
  public:
   static torch::Tensor forward(torch::autograd::AutogradContext* /*context*/,

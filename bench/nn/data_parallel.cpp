@@ -1,7 +1,7 @@
-// DataParallel over CPU workers: a training step of a resnet18 with SyncBatchNorm on one replica
-// and on two, and what replicate + scatter + gather (and the callbacks) take of it: `overhead` is
-// the same step of a module that has all of the network's parameters and buffers and computes
-// nothing. torch::nn::parallel::data_parallel is not here: it needs CUDA (docs/replicas.md).
+// DataParallel on CPU workers: a training step of a resnet18 with SyncBatchNorm on one replica and
+// on two, and the cost of replicate + scatter + gather (and the callbacks): `overhead` is the same
+// step of a module that has all of the network's parameters and buffers and computes nothing.
+// torch::nn::parallel::data_parallel is not measured: it needs CUDA (docs/replicas.md).
 
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>

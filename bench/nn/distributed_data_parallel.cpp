@@ -1,11 +1,11 @@
 // A training step of a resnet18 with SyncBatchNorm, batch 8 and one thread on each rank of
-// `lockstep run -n 2 -- bench_distributed_data_parallel [IMAGE_SIZE...]`, and what communication
-// adds to it: against the same step with nobody else, the gradients' way is
-// DistributedDataParallel's, buckets over c10d's Gloo, or an average of every gradient after
-// backward. Two more rows hold one half of DistributedDataParallel's row each: statistics over the
-// ranks and gradients of this rank's own, or the other way round. All take turns, step by step; a
-// row is the median over the steps, in ms, on rank 0; "not hidden" is the median of what a step
-// took longer than that with nobody else in the same round. `--json FILE`: as shares of the step.
+// `lockstep run -n 2 -- bench_distributed_data_parallel [IMAGE_SIZE...]`, and the cost added by
+// communication, compared with the same step without any. Gradients are reduced by
+// DistributedDataParallel, by buckets over c10d's Gloo, or by averaging every gradient after
+// backward. Two more rows each have one half of DistributedDataParallel's row: synchronised
+// statistics with local gradients, or the reverse. All alternate step by step. A row is the median
+// over the steps, in ms, on rank 0; "not hidden" is the median of the excess of a step over the
+// step without communication of the same round. `--json FILE`: as shares of the step.
 
 #include <fmt/format.h>
 
@@ -37,7 +37,7 @@ constexpr std::int64_t kBatch = 8, kClasses = 1000;
 constexpr std::chrono::seconds kTime{60};  // for each image size
 constexpr std::size_t kMinSteps = 5;
 
-/// A network of its own, and how its gradients become the same on all ranks.
+/// One network, and how its gradients are averaged over the ranks.
 class Contestant {
  public:
   explicit Contestant(const lockstep::Group& statistics) {
@@ -50,7 +50,7 @@ class Contestant {
   Contestant(const Contestant&) = delete;
   Contestant& operator=(const Contestant&) = delete;
 
-  /// Of the last moment at which any rank began, to the end on this rank.
+  /// From the last moment at which any rank began to the end on this rank.
   double step_ms(const Tensor& x, const Tensor& labels) {
     for (const Tensor& parameter : net_->parameters()) {
       if (parameter.mutable_grad().defined()) parameter.mutable_grad().zero_();
@@ -77,7 +77,7 @@ lockstep::Group this_rank() {
   return lockstep::default_group().split(/*color=*/lockstep::get_rank());
 }
 
-/// Gradients stay on their rank: the ranks only wait for each other.
+/// Gradients stay local: the ranks only wait for each other.
 class NoExchange : public Contestant {
  public:
   using Contestant::Contestant;
@@ -114,9 +114,8 @@ class AfterBackward : public Contestant {
 };
 
 #ifdef USE_C10D_GLOO
-/// Buckets as PyTorch's DDP makes them (reverse order, the first of 1 MiB, then 25 MiB; gradients
-/// are views of them), each given to ProcessGroupGloo as soon as it is full, while backward goes
-/// on.
+/// Buckets as in PyTorch's DDP (reverse order, the first of 1 MiB, then 25 MiB; gradients are views
+/// of them), each passed to ProcessGroupGloo as soon as it is full, while backward continues.
 class C10d : public Contestant {
  public:
   C10d() : Contestant(lockstep::default_group()), gloo_(make_gloo()) {
@@ -196,13 +195,13 @@ void compare(std::int64_t size, Results& results) {
   torch::manual_seed(2 + lockstep::get_rank());
   const Tensor x = torch::rand({kBatch, 3, size, size});
   const Tensor labels = torch::randint(kClasses, {kBatch});
-  for (Row& row : rows) row.contestant->step_ms(x, labels);  // after it buckets are made anew
+  for (Row& row : rows) row.contestant->step_ms(x, labels);  // afterwards the buckets are rebuilt
   const auto end = Clock::now() + kTime;
   std::mt19937 generator(1);  // the same on all ranks
   std::vector<std::size_t> turns(rows.size());
   std::iota(turns.begin(), turns.end(), 0);
   for (bool goes_on = true; goes_on; lockstep::broadcast_object(goes_on)) {
-    // A step pays for what the one before it left in the caches: each comes after each.
+    // A step depends on the caches left by the previous one, so the order is shuffled.
     std::shuffle(turns.begin(), turns.end(), generator);
     for (const std::size_t i : turns) {
       rows[i].ms.push_back(rows[i].contestant->step_ms(x, labels));

@@ -6,7 +6,7 @@
 
 namespace lockstep::bench {
 
-/// c10d's Gloo over the default group's ranks, on this host. Collective.
+/// c10d's Gloo over the default group's ranks on this host. Collective.
 inline c10::intrusive_ptr<c10d::ProcessGroupGloo> make_gloo() {
   const bool serves = is_main_process();
   c10d::TCPStoreOptions where;

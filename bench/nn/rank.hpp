@@ -10,12 +10,12 @@
 
 namespace lockstep::bench {
 
-/// Joins, with one thread on the core of this rank's local number.
+/// Joins the world, with one thread, on the core of this rank's local number.
 inline void init_rank() {
   init_dist();
   torch::set_num_threads(1);
-  // Else every activation is mapped and unmapped anew, and all sides measure page faults.
-  // More than 32 MiB is refused.
+  // Otherwise every activation is mapped and unmapped again, and all sides measure page faults.
+  // More than 32 MiB is rejected.
   if (::mallopt(M_MMAP_THRESHOLD, 32 << 20) == 0 || ::mallopt(M_TRIM_THRESHOLD, 1 << 30) == 0) {
     throw std::runtime_error("mallopt refuses its limits: the figures would hold page faults");
   }

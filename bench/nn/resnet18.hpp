@@ -2,7 +2,7 @@
 
 #include <torch/torch.h>
 
-/// ResNet-18 (He et al., 2015), as torchvision has it: 11.7 million parameters with 1,000 classes.
+/// ResNet-18 (He et al., 2015), as in torchvision: 11.7 million parameters with 1,000 classes.
 namespace lockstep::bench {
 
 using torch::Tensor;

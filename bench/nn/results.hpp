@@ -7,7 +7,7 @@
 
 namespace lockstep::bench {
 
-/// What a program measured, for other programs: {"rows": [{"name": ..., "ratio": ...}]}.
+/// Machine-readable results of a program: {"rows": [{"name": ..., "ratio": ...}]}.
 class Results {
  public:
   void add(const std::string& name, double ratio) {
@@ -26,7 +26,7 @@ class Results {
   nlohmann::json rows_ = nlohmann::json::array();
 };
 
-/// The path behind `--json`, taken out of the arguments; empty where there is none.
+/// The path after `--json`, removed from the arguments; empty if absent.
 inline std::string take_json_path(int& argc, char** argv) {
   std::string path;
   int n_kept = 0;

@@ -1,11 +1,11 @@
 // SyncBatchNorm over the ranks of `lockstep run -n 2 -- bench_sync_batch_norm` against libtorch's
-// BatchNorm, which synchronises nothing, on one thread per rank. The two take turns, block by
-// block; a row is the median of the blocks' medians, in us, on rank 0. With `--processor-time` the
-// clock is the thread's own: what a busy machine disturbs least, but no wait is in it. It also runs
-// alone, as the only rank. In bf16 all of libtorch's layer is bf16; ours has float32 statistics,
-// weight and bias. The last rows are against a layer that does synchronise, composed of libtorch's
-// operations and c10d's Gloo. `--json FILE`: the ratios, peer's time over ours, by names such as
-// "BatchNorm 32x64x56x56 NCHW f32 forward". Any other argument leaves only the sizes that equal it.
+// BatchNorm, which does not synchronise, on one thread per rank. The two alternate block by block;
+// a row is the median of the blocks' medians, in us, on rank 0. `--processor-time` uses the
+// thread's CPU clock: least disturbed by a busy machine, but without waits. Also runs on a single
+// rank. In bf16 all of libtorch's layer is bf16; ours has float32 statistics, weight and bias. The
+// last rows compare with a layer that does synchronise, composed of libtorch's operations and
+// c10d's Gloo. `--json FILE`: the ratios, peer's time over ours, by names such as "BatchNorm
+// 32x64x56x56 NCHW f32 forward". Any other argument keeps only the sizes equal to it.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -96,7 +96,7 @@ struct Shape {
   at::ScalarType type;
 };
 
-/// Forward and backward of theirs and ours.
+/// Forward and backward of the peer's layer and of ours.
 using Figures = std::array<double, 4>;
 
 template <class Theirs, class Ours>
@@ -113,7 +113,7 @@ Figures take_turns(Theirs& theirs, Ours& ours) {
   return {median(us[0]), median(us[1]), median(us[2]), median(us[3])};
 }
 
-/// Where rank 0 gathers them.
+/// Rank 0 gathers the rows here.
 void add_row(lockstep::bench::Results& results, const char* peer, const Shape& shape,
              const Figures& us) {
   if (!lockstep::is_main_process()) return;

@@ -1,6 +1,6 @@
-// all_reduce over the mpi engine beside plain MPI_Allreduce, in one program: ./dev bench mpi
+// all_reduce over the mpi engine against plain MPI_Allreduce, in one program: ./dev bench mpi
 // over-mpi-MPI [--single] BYTES..., under that MPI's mpirun. --single: the program calls MPI_Init,
-// which promises one thread; else lockstep does, and asks for MPI_THREAD_MULTIPLE.
+// which promises one thread; otherwise lockstep initialises MPI with MPI_THREAD_MULTIPLE.
 #include <fmt/format.h>
 #include <mpi.h>
 
@@ -24,11 +24,11 @@ namespace {
 using lockstep::bench::median;
 using Clock = std::chrono::steady_clock;
 
-/// Long beside a barrier and a look at the clock, short beside whatever else the machine does.
+/// Long compared with a barrier and a clock read, short compared with other activity.
 constexpr double kBlockUs = 4000;
 constexpr int kPairs = 201;
 
-/// Microseconds of one of n calls.
+/// Microseconds per call, over n calls.
 template <class Call>
 double block(Call& call, int n) {
   MPI_Barrier(MPI_COMM_WORLD);
@@ -37,7 +37,7 @@ double block(Call& call, int n) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count() / n;
 }
 
-/// How many calls make a block, the same on all ranks.
+/// The number of calls per block, the same on all ranks.
 template <class Call>
 int n_calls(Call& call) {
   block(call, 20);
@@ -57,7 +57,7 @@ nlohmann::json measure(std::size_t n_bytes) {
   plain();
   lockstep();
   if (theirs != ours) throw std::runtime_error("the two results differ");
-  std::ranges::fill(theirs, 0.0F);  // sums do not grow
+  std::ranges::fill(theirs, 0.0F);  // keeps the sums from growing
   std::ranges::fill(ours, 0.0F);
 
   const int n_plain = n_calls(plain);

@@ -1,7 +1,7 @@
-// lockstep beside itself in `lockstep bench`: the shared engine called as it is, without what a
-// Group puts before it (checks of the arguments, the limit, the recorder), and without what the
-// engine itself checks and writes down of a call (channel.cpp is compiled for this program apart,
-// with LOCKSTEP_BARE). Not for use by hand.
+// lockstep against itself in `lockstep bench`: the shared engine called directly, without a Group's
+// overhead (argument checks, timeout, recorder) and without the checks and records of the engine
+// itself (channel.cpp is compiled separately for this program, with LOCKSTEP_BARE). Not for use by
+// hand.
 #include <cstdio>
 
 #include "engines/catalog.hpp"

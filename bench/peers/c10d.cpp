@@ -1,4 +1,4 @@
-// c10d's side of `lockstep bench`: one rank of libtorch's ProcessGroupGloo, as its users have it.
+// c10d's side of `lockstep bench`: one rank of libtorch's ProcessGroupGloo, used in the normal way.
 // Not for use by hand.
 #include <torch/torch.h>
 

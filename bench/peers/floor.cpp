@@ -1,15 +1,15 @@
-// A limit beside `lockstep bench`: two processes, each on its core, that do for a call what its
-// result cannot be without, as fast as one can write it. Nobody checks, records, sleeps or gives
-// up. Not for use by hand.
+// A lower bound for `lockstep bench`: two processes, each bound to a core, that do only what the
+// result of a call requires, as fast as possible. No checks, records, sleeps or timeouts. Not for
+// use by hand.
 //
-// A barrier is an exchange of two flags. all_reduce to 112 B is the same, with the data in the
-// flags' own lines. Two alternate: who writes a line of call t has seen the peer's flag of t - 1,
-// which the peer raised after it had read that line in call t - 2.
+// A barrier is an exchange of two flags. all_reduce up to 112 B is the same, with the data in the
+// flags' own lines. Two lines alternate: a rank that writes a line in call t has seen the peer's
+// flag of t - 1, which the peer raised after it had read that line in call t - 2.
 //
-// all_reduce of more goes in chunks that stay in the core's cache: copy one in, say so, then add
-// the peer's chunk before it. Four slots do: who copies in chunk c has seen that the peer copied in
-// c - 2, which it did after it had read c - 4. The two swap their slots after each four, and read
-// lines as those that they will write: so each goes from core to core once.
+// Larger all_reduces go in chunks that stay in the core's cache: copy one in, publish it, then add
+// the peer's previous chunk. Four slots suffice: a rank that copies in chunk c has seen that the
+// peer copied in c - 2, which the peer did after it had read c - 4. The two swap their slots after
+// every four chunks and read lines with write prefetch: so each moves from core to core once.
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -33,7 +33,7 @@ struct alignas(64) Line {
   std::atomic<std::uint64_t> turn;
 };
 
-/// What one rank writes and the other reads; of slots, by turns.
+/// Written by one rank, read by the other; the slots by both in alternation.
 struct Side {
   alignas(128) std::array<std::array<Line, 2>, 2> lines;
   alignas(128) std::atomic<std::uint64_t> n_chunks;  ///< copied in

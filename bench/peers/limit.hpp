@@ -4,7 +4,7 @@
 
 namespace lockstep::bench {
 
-/// A contestant that is a limit of lockstep's own: it does barrier, and all_reduce of f32.
+/// A contestant that bounds lockstep's own times: it supports barrier, and all_reduce of f32.
 class Limit : public Contestant {
  public:
   void call(const Block& block, void* /*in*/, void* out) final {
