@@ -1,4 +1,4 @@
-// What every engine must do, at every world size. An engine joins by a line in `settings`.
+// Required of every engine, at every world size. To add an engine, add a line to `settings`.
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -23,7 +23,7 @@ class Conformance : public ::testing::TestWithParam<Setting> {
 };
 
 std::vector<Setting> settings() {
-#ifdef LOCKSTEP_CONFORMANCE_GLOO  // in nn_tests: what core_tests does not have
+#ifdef LOCKSTEP_CONFORMANCE_GLOO  // in nn_tests: not in core_tests
   return {{Form::gloo, 1}, {Form::gloo, 2},       {Form::gloo, 3},      {Form::gloo, 4},
           {Form::gloo, 8}, {Form::gloo_hosts, 3}, {Form::gloo_hosts, 4}};
 #endif
@@ -51,12 +51,12 @@ bool is_defined(DType dtype, ReduceOp op) {
   const bool is_of_numbers = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
   return dtype != DType::boolean || !is_of_numbers;
 }
-/// What a whole group's all_reduce and reduce give.
+/// The result of all_reduce and reduce over a whole group.
 Bytes folded(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks) {
   return hosts().empty() ? reduced(dtype, op, count, seed, n_ranks)
                          : reduced_by_host(dtype, op, count, seed, hosts());
 }
-/// Around the borders of the inline payload, a slot, a slice; none; one; odd.
+/// Around the limits of the inline payload, a slot, a slice; zero; one; odd.
 constexpr std::size_t kCounts[] = {0, 1, 7, 31, 62, 63, 1000, 4097, 70'001};
 
 TEST_P(Conformance, all_reduce_of_every_type_and_reduction) {
@@ -111,7 +111,7 @@ TEST_P(Conformance, all_reduce_in_shared_buffers) {
       const Bytes expected = folded(DType::f32, ReduceOp::sum, count, /*seed=*/3, group.size());
       ASSERT_EQ(std::memcmp(buffer.data(), expected.data(), expected.size()), 0) << count;
     }
-    // At another place of the buffer, and beside ordinary memory on one rank.
+    // At another offset in the buffer, and with ordinary memory on one rank.
     const std::size_t count = 20'000;
     Bytes ordinary = values(DType::f32, count, /*seed=*/4, group.rank());
     std::memcpy(buffer.data() + 4096, ordinary.data(), ordinary.size());
@@ -119,7 +119,7 @@ TEST_P(Conformance, all_reduce_in_shared_buffers) {
     group.all_reduce({data, count, DType::f32}, ReduceOp::max);
     const Bytes expected = folded(DType::f32, ReduceOp::max, count, /*seed=*/4, group.size());
     ASSERT_EQ(std::memcmp(data, expected.data(), expected.size()), 0);
-    // A second buffer, after the first is gone.
+    // A second buffer, after the first is freed.
     buffer = group.allocate(64);
     EXPECT_EQ(buffer.as<double>().size(), 8U);
     EXPECT_EQ(buffer.as<double>()[7], 0.0);
@@ -172,7 +172,7 @@ TEST_P(Conformance, all_gather_of_equal_parts) {
 
 TEST_P(Conformance, gathers_of_unequal_parts) {
   run([] {
-    // Rank 1 has nothing at all; the part of rank 0 alone fits no slot.
+    // Rank 1 has an empty part; the part of rank 0 alone exceeds a slot.
     const int rank = get_rank();
     const auto length = [](int r) { return r == 1 ? 0 : 100'000 / (r + 1) + r; };
     std::vector<int> mine(static_cast<std::size_t>(length(rank)));
@@ -260,7 +260,7 @@ TEST_P(Conformance, send_and_recv_around_a_ring) {
       Bytes received(sent.size());
       const auto send = [&] { group.send({sent.data(), count, DType::f32}, next); };
       const auto recv = [&] { group.recv({received.data(), count, DType::f32}, previous); };
-      // Long messages wait for their receiver: someone has to begin by receiving.
+      // Long messages wait for their receiver: one rank must begin by receiving.
       if (group.rank() == 0) {
         send();
         recv();
@@ -295,7 +295,7 @@ TEST_P(Conformance, split_orders_by_key_and_groups_are_apart) {
     const Group half = world.split(color, /*key=*/-world.rank());
     const int n_half = (world.size() + 1 - color) / 2;
     ASSERT_EQ(half.size(), n_half);
-    ASSERT_EQ(half.rank(), n_half - 1 - world.rank() / 2);  // keys fall with the rank
+    ASSERT_EQ(half.rank(), n_half - 1 - world.rank() / 2);  // keys descend with the rank
     EXPECT_EQ(half.backend(), world.backend());
     EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, half), n_half);
     int expected = 0;
@@ -304,7 +304,7 @@ TEST_P(Conformance, split_orders_by_key_and_groups_are_apart) {
     const Group again = half.split(half.rank());
     EXPECT_EQ(again.size(), 1);
     EXPECT_EQ(all_reduce_value(5, ReduceOp::sum, again), 5);
-    EXPECT_EQ(all_reduce_value(1), world.size());  // the world goes on
+    EXPECT_EQ(all_reduce_value(1), world.size());  // the world remains usable
   });
 }
 
@@ -340,7 +340,7 @@ TEST_P(Conformance, asynchronous_calls_run_in_order) {
     works.push_back(group.reduce_scatter_async({all.data(), all.size(), DType::f32},
                                                {part.data(), part.size(), DType::f32}));
     const float sum = static_cast<float>(n) * static_cast<float>(n);
-    // A blocking call waits for what was given before.
+    // A blocking call waits for the calls started before.
     EXPECT_EQ(all_reduce_value(1), group.size());
     for (Work& work : works) {
       EXPECT_TRUE(work.done());
@@ -351,7 +351,7 @@ TEST_P(Conformance, asynchronous_calls_run_in_order) {
   });
 }
 
-/// Neither the group nor the Work is there any more to wait for it.
+/// Neither the group nor the Work exists any longer to wait for it.
 TEST_P(Conformance, a_detached_call_ends_before_its_rank_leaves) {
   if (GetParam().form == Form::launched) GTEST_SKIP() << "its ranks share no memory";
   const SharedCount tid;
@@ -418,7 +418,7 @@ TEST_P(Conformance, all_gather_of_bool) {
 
 TEST_P(Conformance, barrier_waits_for_every_rank) {
   run([] {
-    // Each rank in turn is late; whoever passes must have seen the late one's message.
+    // Each rank in turn is late; a rank that passes must have seen the late one's message.
     for (int late = 0; late < get_world_size(); ++late) {
       std::int64_t mark = 0;
       if (get_rank() == late) mark = late + 1;
@@ -441,7 +441,7 @@ TEST_P(Conformance, values_and_seed_are_alike_on_all_ranks) {
 }
 
 TEST_P(Conformance, ten_thousand_mixed_collectives) {
-  // A call over TCP, or over several levels, takes milliseconds where ranks are more than cores.
+  // A call over TCP or over several levels takes milliseconds if there are more ranks than cores.
   const Form form = GetParam().form;
   const bool is_slow = form != Form::solo && form != Form::threads && form != Form::processes;
   const int n_calls = is_slow ? 300 : GetParam().n_ranks > 4 ? 2'500 : 10'000;

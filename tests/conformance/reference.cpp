@@ -38,7 +38,7 @@ auto visit(DType dtype, Visit visit) {
 __extension__ typedef __int128 Int128;
 __extension__ typedef unsigned __int128 UInt128;
 
-/// The type a sum of T is kept in while it grows.
+/// The accumulator type for a sum of T.
 template <class T>
 using Wide = std::conditional_t<std::is_integral_v<T>, Int128,
                                 std::conditional_t<std::is_same_v<T, double>, double, float>>;
@@ -67,7 +67,7 @@ W fold(ReduceOp op, W a, W b) {
   return a;
 }
 
-/// `hosts` in order of their lowest ranks: each one's ranks.
+/// `hosts` in order of their lowest ranks: the ranks of each one.
 template <class T>
 Bytes reduced_as(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
                  const std::vector<std::vector<int>>& hosts) {
@@ -121,7 +121,7 @@ Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank) {
       if constexpr (std::is_integral_v<T>) {
         value = std::is_same_v<T, bool> ? (bits & 1U) != 0 : static_cast<T>(bits);
       } else {
-        // Fractions, so that the order of a sum shows in its bits.
+        // Fractions, so that the order of a sum affects its bits.
         value =
             static_cast<T>(static_cast<float>(bits >> 40U) / static_cast<float>(1U << 23U) - 1.0F);
       }

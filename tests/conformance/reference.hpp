@@ -5,7 +5,7 @@
 #include <lockstep/types.hpp>
 #include <vector>
 
-/// What collectives should give, computed by one rank alone and in the plainest way.
+/// Expected results of collectives, computed on one rank in the simplest way.
 namespace lockstep::test {
 
 using Bytes = std::vector<std::byte>;

@@ -7,7 +7,7 @@
 
 namespace lockstep::test {
 
-/// What `call` throws, which must be an E.
+/// The exception thrown by `call`, which must be an E.
 template <class E, class F>
 std::string thrown(F call) {
   try {

@@ -29,8 +29,8 @@ void expect_once_per_host(const HostsSaid& hierarchical, const HostsSaid& flat, 
     EXPECT_EQ(said.n_local, 2);
     EXPECT_EQ(said.n_ranks, n_ranks);
   }
-  // A rank on each host sends all but its own slice, of the sum and of the result; TCP's headers,
-  // and who waits for whom, besides.
+  // A rank on each host sends all but its own slice, of the sum and of the result; TCP headers and
+  // load imbalance add to that.
   const double least = 2.0 * (n_hosts - 1) / n_hosts;
   EXPECT_GT(hierarchical.n_sent, 0.95 * least);
   EXPECT_LT(hierarchical.n_sent, 1.15 * least);

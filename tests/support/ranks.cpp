@@ -66,7 +66,7 @@ Call joining(std::chrono::milliseconds timeout) {
           .where = std::source_location::current()};
 }
 
-/// As init_dist, but that the ranks are told their hosts.
+/// Like init_dist, but with given hosts.
 std::unique_ptr<internal::Session> join_hosts(internal::World world, std::unique_ptr<Engine> outer,
                                               const Call& barrier) {
   const std::vector<int> hosts = hosts_of(world.size);

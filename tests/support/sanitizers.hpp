@@ -2,9 +2,9 @@
 
 namespace lockstep::test {
 
-/// UndefinedBehaviorSanitizer opens a pipe to look whether memory can be read, and takes a failure
-/// for memory that cannot: it must not run where a test uses up the descriptors.
-#if defined(__SANITIZE_ADDRESS__)  // which is built with it
+/// UndefinedBehaviorSanitizer opens a pipe to check whether memory is readable, and treats a
+/// failure as unreadable memory: it must not run in tests that exhaust the descriptors.
+#if defined(__SANITIZE_ADDRESS__)  // which includes it
 inline constexpr bool kSanitizerNeedsDescriptors = true;
 #else
 inline constexpr bool kSanitizerNeedsDescriptors = false;

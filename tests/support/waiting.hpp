@@ -11,11 +11,11 @@
 #include <string>
 #include <thread>
 
-// How tests order events: by waiting for what can be observed, never by time. Each wait has a
+// How tests order events: by waiting for observable conditions, never by time. Each wait has a
 // watchdog.
 namespace lockstep::test {
 
-/// Polls until `condition` holds; false when `limit` passed first, which only a hang takes.
+/// Polls until `condition` holds; false if `limit` passed first, which only happens in a hang.
 template <class Condition>
 bool wait_until(const Condition& condition,
                 std::chrono::milliseconds limit = std::chrono::seconds(120)) {
@@ -27,18 +27,18 @@ bool wait_until(const Condition& condition,
   return true;
 }
 
-/// State of a thread of any process, or of a process's first thread: R runs, S sleeps (it waits for
-/// somebody), T is stopped, Z and X have ended. X too where there is none.
+/// State of a thread of any process, or of a process's first thread: R runs, S sleeps (it waits),
+/// T is stopped, Z and X have ended. Also X if there is no such thread.
 inline char thread_state(pid_t tid) {
   std::ifstream file("/proc/" + std::to_string(tid) + "/stat");
   const std::string text{std::istreambuf_iterator<char>(file), {}};
-  const std::size_t name_end = text.rfind(") ");  // the name may hold any character
+  const std::size_t name_end = text.rfind(") ");  // the name may contain any character
   return name_end == std::string::npos || name_end + 2 >= text.size() ? 'X' : text[name_end + 2];
 }
 
 inline bool is_asleep(pid_t tid) { return thread_state(tid) == 'S'; }
 
-/// How often this thread has slept, also if it sleeps now.
+/// How often this thread has slept, including a current sleep.
 inline long n_sleeps(pid_t tid) {
   std::ifstream file("/proc/" + std::to_string(tid) + "/status");
   const std::string text{std::istreambuf_iterator<char>(file), {}};
@@ -47,18 +47,18 @@ inline long n_sleeps(pid_t tid) {
   return at == std::string::npos ? 0 : std::stol(text.substr(at + name.size()));
 }
 
-/// Until the thread sleeps. `tid`: 0, in an atomic, until the thread has told it.
+/// Waits until the thread sleeps. `tid`: an atomic is 0 until the thread has set it.
 template <class Tid>
 bool wait_until_asleep(const Tid& tid) {
   return wait_until([&] { return is_asleep(static_cast<pid_t>(tid)); });
 }
 
-/// Sleeps until a deadline has passed that begins about now. For nothing else: it orders no events.
+/// Sleeps until a deadline that begins about now has passed. For this only: it orders no events.
 inline void outlast(std::chrono::milliseconds deadline) {
   std::this_thread::sleep_for(deadline * 3 / 2);
 }
 
-/// A count that threads and forked processes share: a meeting point of theirs.
+/// A counter shared by threads and forked processes, to synchronise them.
 class SharedCount {
  public:
   SharedCount() {
