@@ -33,7 +33,7 @@ ErrorContext context_of(First function, const Group& group, std::source_location
 
 }  // namespace
 
-/// While it exists, calls on the group, and on the groups f could mistake for it, are rejected.
+/// While it exists, calls on the group, and on the groups f could use in its place, are rejected.
 class Hold {
  public:
   Hold(const Group& group, std::source_location where) : group_(*group.state_) {

@@ -27,7 +27,7 @@ struct BatchNormShape {
 };
 
 /// mean[c] <- mean of the channel's values; m2[c] <- sum of their squared deviations from it.
-/// One pass in blocks around the running mean, merged (Chan, Golub, LeVeque 1979): for
+/// One pass in blocks around the mean so far, merged (Chan, Golub, LeVeque 1979): for
 /// mean/std = 1e4 the mean is rounded once and m2 has 13 digits. 0 for no values. A NaN or an
 /// infinity makes only its own channel's mean non-finite and m2 NaN.
 template <class T>

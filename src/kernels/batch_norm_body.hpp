@@ -9,7 +9,7 @@
 // Both give bitwise equal results on every instruction set.
 //
 // Statistics are sums of d and d^2 with d = x - pivot, in double, over blocks. The pivot is the
-// running mean (at first, of a few values: a single value may be an outlier), so the sums of a
+// mean so far (at first, of a few values: a single value may be an outlier), so the sums of a
 // block lose nothing to cancellation. Blocks are merged as in Chan, Golub, LeVeque 1979. The mean
 // is kept as its offset from the channel's first value and rounded once, at the end.
 

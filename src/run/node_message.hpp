@@ -28,7 +28,7 @@ enum class NodeMessageKind : std::uint32_t {
   failed,
 };
 
-/// Fixed in every protocol: the first three fields. Machines of one world have one byte order.
+/// The first three fields never change. All machines of a world have the same byte order.
 struct NodeMessage {
   std::uint64_t greeting = kGreeting;
   std::uint32_t protocol = kProtocol;
@@ -37,7 +37,7 @@ struct NodeMessage {
   std::int32_t n_nodes = 0;
   std::int32_t n_ranks = 0;
   std::int32_t n_restarts = 0;
-  std::int64_t patience_ms = 0;  ///< how long the sender of hello waits
+  std::int64_t patience_ms = 0;  ///< timeout of the sender of hello
   std::int32_t first_rank = 0;
   std::int32_t world_size = 0;
   std::int32_t master_port = 0;

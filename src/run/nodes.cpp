@@ -173,7 +173,7 @@ void Nodes::turn_away(Link& link, const std::string& text) {
   link.close();
 }
 
-// --- meeting --------------------------------------------------------------------------------
+// --- bootstrap ------------------------------------------------------------------------------
 
 void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
   const Addresses addresses = resolve(options_);

@@ -41,7 +41,7 @@ std::map<MeetingKey, Meeting> meetings_of(const Trace& trace) {
   return meetings;
 }
 
-/// The correction from b's clock to a's. In every such collective, each side's first end is later
+/// What to add to b's times to get a's. In every such collective, each side's first end is later
 /// than the other side's last start, which bounds the correction on both sides.
 Correction correction_of(const std::map<MeetingKey, Meeting>& of_a, const Trace& a,
                          const Trace& b) {

@@ -57,7 +57,7 @@ void update_running(const Tensor& running, double factor, const Tensor& statisti
 /// For ATen's kernels: C or 2C doubles, converted to match x.
 Tensor beside(const Tensor& x, const Tensor& values) { return values.to(parameter_options(x)); }
 
-/// m2 becomes invstd.
+/// Replaces m2 by invstd.
 void invert(std::span<double> m2s, double n, const BatchNormSettings& settings) {
   for (double& value : m2s) {
     const double var = value / n;
@@ -72,7 +72,7 @@ void invert(std::span<double> m2s, double n, const BatchNormSettings& settings) 
 /// The number of channels for which the data of this rank fits into its threads' L2 caches.
 std::size_t fitting_channels(const Activation& x) {
   const std::size_t all = x.shape.channels;
-  if (x.tensor.numel() == 0) return 1;  // no limit from this rank
+  if (x.tensor.numel() == 0) return 1;  // any peer's wish prevails
   if (!x.tensor.is_cpu() || !cpu::is_divisible(x.shape)) return all;
   static const auto cache_bytes =
       static_cast<std::size_t>(std::max<long>(::sysconf(_SC_LEVEL2_CACHE_SIZE), 512 << 10));

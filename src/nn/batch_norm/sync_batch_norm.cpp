@@ -134,7 +134,7 @@ SyncBatchNormImplBase<D, Derived>::SyncBatchNormImplBase(const SyncBatchNormOpti
           is_of_a_program(options_.made_at()) ? options_.made_at() : std::source_location()) {}
 
 /// Resolved once a world exists: a module made or run before init_dist must join it, and one that
-/// joined must not continue alone after it.
+/// joined must not continue alone after its end.
 template <std::size_t D, class Derived>
 Group SyncBatchNormImplBase<D, Derived>::resolve_group() {
   if (this->options.group().has_value()) return *this->options.group();

@@ -406,8 +406,7 @@ void Channel::post(std::span<const Message> messages, const Call& call,
 void Channel::fail_if_known(std::span<const int> ranks, const Call& call) const {
   if (const auto verdict = wire_->death_of(tag_)) fail(*verdict, call);
   if (const auto verdict = wire_->departure_of(ranks)) {
-    // A rank that waits for this one, and not for the one that left, would wait until its own
-    // timeout.
+    // A rank waiting for this one, and not for the one that left, would otherwise time out.
     tell(verdict->notice, verdict->culprit, verdict->text);
     fail(*verdict, call);
   }

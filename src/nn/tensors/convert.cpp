@@ -22,8 +22,8 @@ namespace {
 using torch::nn::Module;
 using ModulePtr = std::shared_ptr<Module>;
 
-/// The same state in a module of the other kind. Assigning the Module base shares the registered
-/// tensors and copies the training flag and everything else registered.
+/// The same state in a module of the other kind. Assigning the Module base takes over the
+/// registered tensors themselves, the training flag and everything else registered.
 template <class To, class From>
 torch::nn::AnyModule adopt(const From& from, std::shared_ptr<To> to) {
   static_cast<Module&>(*to) = from;

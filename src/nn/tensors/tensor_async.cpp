@@ -11,8 +11,8 @@ namespace lockstep::nn {
 /// Resources of a pending operation, kept until it completes.
 struct detail::TensorOperation {
   at::Tensor data{};             ///< the caller's, to be filled; undefined if none
-  at::Tensor dense{};            ///< what the group works on
-  at::Tensor parts{};            ///< what else it reads
+  at::Tensor dense{};            ///< the data passed to the group
+  at::Tensor parts{};            ///< further input of the operation
   at::Tensor rows{};             ///< of the output tensors; undefined if none
   at::Device device = at::kCPU;  ///< of these
   Work work{};                   // last: may be running until destroyed
