@@ -4,8 +4,8 @@
 // thread's CPU clock: least disturbed by a busy machine, but without waits. Also runs on a single
 // rank. In bf16 all of libtorch's layer is bf16; ours has float32 statistics, weight and bias. The
 // last rows compare with a layer that does synchronise, composed of libtorch's operations and
-// c10d's Gloo. `--json FILE`: the ratios, peer's time over ours, by names such as "BatchNorm
-// 32x64x56x56 NCHW f32 forward". Any other argument keeps only the sizes equal to it.
+// c10d's Gloo. `--json FILE`: the ratios, peer's time over ours, by names such as
+// "BatchNorm 32x64x56x56 NCHW f32 forward". Any other argument keeps only the sizes equal to it.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

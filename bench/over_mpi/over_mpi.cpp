@@ -1,6 +1,6 @@
 // all_reduce over the mpi engine against plain MPI_Allreduce, in one program: ./dev bench mpi
 // over-mpi-MPI [--single] BYTES..., under that MPI's mpirun. --single: the program calls MPI_Init,
-// which promises one thread; otherwise lockstep initialises MPI with MPI_THREAD_MULTIPLE.
+// which promises one thread; otherwise lockstep does and requests MPI_THREAD_MULTIPLE.
 #include <fmt/format.h>
 #include <mpi.h>
 
