@@ -11,14 +11,14 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
-/// Who does what when: code for rank 0 only, and code that rank 0 runs before the rest.
+/// Control flow by rank: code for rank 0 only, and code that rank 0 runs before the others.
 namespace lockstep {
 
 namespace detail {
 
 enum class First { main_process, local_main_process };
 
-/// Rank 0 of the group runs f, then the others do.
+/// Rank 0 of the group runs f first, then the other ranks.
 void run_first(First function, const std::function<void()>& f, const Group& group, Deadline limit,
                std::source_location where);
 
@@ -62,9 +62,9 @@ class MasterOnly {
 
 }  // namespace detail
 
-/// A callable that runs f on rank 0 and does nothing on the others: it returns an optional of f's
-/// result, nullopt on the others; nothing where f returns nothing. Not collective: no rank waits.
-/// The default group is the one at the time of each call.
+/// Returns a callable that runs f on rank 0 and does nothing on other ranks. It returns an optional
+/// of f's result, nullopt on other ranks; void if f returns void. Not collective: no rank waits.
+/// Without `group`, each call uses the default group at that time.
 template <class F>
 auto master_only(F f) {
   return detail::MasterOnly<F>(std::move(f), std::nullopt);
@@ -74,18 +74,17 @@ auto master_only(F f, const Group& group) {
   return detail::MasterOnly<F>(std::move(f), group);
 }
 
-/// Rank 0 runs f; when it is done the other ranks run it, all at once. Returns f's result. For
-/// work that the others find done: a download, a cache. Collective.
+/// Rank 0 runs f; then the other ranks run it, concurrently. Returns f's result. For work that the
+/// others can reuse: a download, a cache. Collective.
 ///
-/// limit: how long the others wait for rank 0, by default without end: the group's timeout does
-/// not apply to f. The engine watches rank 0 meanwhile: where its process dies or leaves, the
-/// waiting ranks get PeerLost within a second.
-/// Errors: where f throws on rank 0, rank 0 rethrows it and every other rank gets PeerFailed with
-/// its text and does not run f; the group stays usable. Where f throws on another rank, that
-/// rank's call throws, and no other. TimeoutError where the limit passes, and what any collective
-/// throws (group is dead).
+/// limit: how long the others wait for rank 0, by default forever: the group's timeout does not
+/// apply to f. The engine checks the liveness of rank 0 meanwhile: if its process dies or leaves,
+/// the waiting ranks get PeerLost within a second.
+/// Errors: if f throws on rank 0, rank 0 rethrows it and every other rank gets PeerFailed with its
+/// text and does not run f; the group stays usable. If f throws on another rank, only that rank's
+/// call throws. TimeoutError if the limit passes, and what any collective throws (group is dead).
 /// Inside f, a collective on the group, the default group or the local group, and another
-/// main_process_first, throw UsageError, since the ranks that they need are waiting here.
+/// main_process_first, throw UsageError because the ranks that they need are waiting here.
 template <std::invocable F>
 auto main_process_first(F f, const Group& group = default_group(),
                         Deadline limit = Deadline::never(),
@@ -93,7 +92,7 @@ auto main_process_first(F f, const Group& group = default_group(),
   return detail::run_first(detail::First::main_process, f, group, limit, where);
 }
 
-/// The same on each host by itself: the first rank on the host, then the other ranks there.
+/// The same on each host separately: the first rank on the host, then the other ranks there.
 template <std::invocable F>
 auto local_main_process_first(F f, Deadline limit = Deadline::never(),
                               std::source_location where = std::source_location::current()) {

@@ -15,11 +15,11 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
-/// The operations over typed data and the default group. Each converts its types and makes a Group
-/// call: group.hpp has the sizes, errors and threads. Data is an ArithmeticRange: any contiguous
-/// range of numbers (vector, array, span, ...); what is written may not be const, nor a temporary
-/// with which the result would be lost. What else is given does not compile, with a sentence that
-/// says what to do.
+/// The operations over typed data and the default group. Each converts its types and makes one or
+/// more Group calls: see group.hpp for sizes, errors and threads. Data is an ArithmeticRange: any
+/// contiguous range of numbers (vector, array, span, ...). Output must be neither const nor a
+/// temporary that would take the result with it. Any other argument fails to compile with a
+/// message that says what to do.
 namespace lockstep {
 
 using Where = std::source_location;
@@ -35,14 +35,14 @@ ConstElements erase(std::span<const T> data) {
   return {data.data(), data.size(), kDTypeOf<T>};
 }
 
-/// What is left of a call's limit, for each of the collectives that the call consists of. Where the
-/// caller gave no limit, each has the group's timeout.
+/// The remaining time of a call that consists of several collectives. If the caller gave no limit,
+/// each collective has the group's timeout.
 class TimeLeft {
  public:
   TimeLeft(Timeout limit)  // NOLINT: every function with several collectives starts one
       : is_given_(limit.is_given()),
         end_(is_given_ ? Clock::now() + limit.or_else({}) : Clock::time_point()) {}
-  operator Timeout() const {  // NOLINT: the same, where it ends
+  operator Timeout() const {  // NOLINT: passed to each collective as its timeout
     return is_given_ ? Timeout(end_ - Clock::now()) : Timeout();
   }
 
@@ -57,7 +57,7 @@ class TimeLeft {
 std::vector<std::size_t> exchange_counts(std::size_t count, const Group& group, Timeout timeout,
                                          Where where);
 
-/// gather to dst, or all_gather where dst is negative, cut into one vector per rank.
+/// gather to dst, or all_gather if dst is negative, split into one vector per rank.
 template <Arithmetic T>
 std::vector<std::vector<T>> gather_parts(const ConstElements& data,
                                          std::span<const std::size_t> counts, const Group& group,
@@ -82,9 +82,9 @@ std::vector<std::vector<T>> gather_parts(const ConstElements& data,
   return parts;
 }
 
-/// Data of a call, checked. Always inlined: gcc 12 takes a function for one that lets no address
-/// out where that leaves by a struct in memory, and then keeps the caller's variable in a register
-/// over the collective (at -O1; -fno-ipa-modref helps too).
+/// Checks and erases the data of a call. Always inlined: if an address is returned in a struct in
+/// memory, gcc 12 assumes that it does not escape and keeps the caller's variable in a register
+/// across the collective (at -O1; -fno-ipa-modref also prevents it).
 template <Use kUse = Use::write, class R>
 [[gnu::always_inline]] inline Elements written(R&& range) {
   check_data<R, kUse>();
@@ -111,7 +111,7 @@ template <class R>
   return read<Use::read_later>(std::forward<R>(range));
 }
 
-/// The element type of a range; where it is none, check_data complains.
+/// The element type of a range; for any other type check_data reports the error.
 template <class R>
 struct NumberIn {
   using Type = char;
@@ -144,7 +144,7 @@ template <class R, detail::NoReduceOp Second, class... Rest>
 void all_reduce(R&&, Second&&, Rest&&...) {
   detail::explain_second<R, Second>();
 }
-/// The same beside computation: data belongs to the call until Work::wait returned.
+/// The asynchronous form: data must not be touched until Work::wait has returned.
 template <class R>
 requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
     all_reduce_async(R&& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
@@ -173,7 +173,7 @@ T all_reduce_value(T value, Second&&, Rest&&...) {
   return value;
 }
 
-/// data <- reduction of every rank's data, on dst; elsewhere data is left as it was.
+/// On dst: data <- reduction of every rank's data. On other ranks data is unchanged.
 template <class R>
 void reduce(R&& data, int dst = 0, ReduceOp op = ReduceOp::sum,
             const Group& group = default_group(), Timeout timeout = {},
@@ -213,7 +213,7 @@ void broadcast(R&&, const Group&, Rest&&...) {
                 "group)");
 }
 
-/// Every rank's data, by rank. Sizes may differ per rank.
+/// Returns every rank's data, indexed by rank. Sizes may differ per rank.
 template <class R>
 detail::Parts<R> all_gather(const R& data, const Group& group = default_group(),
                             Timeout timeout = {}, Where where = Where::current()) {
@@ -224,7 +224,7 @@ detail::Parts<R> all_gather(const R& data, const Group& group = default_group(),
                                                                   left, where);
 }
 
-/// all <- every rank's data, in rank order: world size * data.size() elements, no allocation.
+/// all <- every rank's data, in rank order: group size * data.size() elements, no allocation.
 template <class In, class Out>
 requires detail::TwoRanges<In, Out>
 void all_gather(const In& data, Out&& all, const Group& group = default_group(),
@@ -239,7 +239,7 @@ requires detail::TwoRanges<In, Out>
                                 detail::written_later(std::forward<Out>(all)), timeout, where);
 }
 
-/// Every rank's data, by rank, on dst; empty elsewhere. Sizes may differ per rank.
+/// Returns every rank's data, indexed by rank, on dst; empty elsewhere. Sizes may differ per rank.
 template <class R>
 detail::Parts<R> gather(const R& data, int dst = 0, const Group& group = default_group(),
                         Timeout timeout = {}, Where where = Where::current()) {
@@ -256,7 +256,7 @@ void gather(const R&, const Group&, Rest&&...) {
                 "group)");
 }
 
-/// part <- this rank's of the equal parts of src's all. Elsewhere than src, all may be empty.
+/// part <- this rank's chunk of src's all (equal chunks). On the other ranks, all may be empty.
 template <class In, class Out>
 requires detail::TwoRanges<In, Out>
 void scatter(const In& all, Out&& part, int src = 0, const Group& group = default_group(),
@@ -272,7 +272,7 @@ requires detail::TwoRanges<In, Out>
                              detail::written_later(std::forward<Out>(part)), src, timeout, where);
 }
 
-/// part <- reduction of every rank's chunk of all that belongs to this rank.
+/// part <- reduction over the ranks of chunk rank() of all: group size equal chunks, rank-major.
 template <class In, class Out>
 requires detail::TwoRanges<In, Out>
 void reduce_scatter(const In& all, Out&& part, ReduceOp op = ReduceOp::sum,
@@ -291,7 +291,7 @@ requires detail::TwoRanges<In, Out>
                                     where);
 }
 
-/// Part q of received <- this rank's part of rank q's sent.
+/// Chunk q of received <- chunk rank() of rank q's sent.
 template <class In, class Out>
 requires detail::TwoRanges<In, Out>
 void all_to_all(const In& sent, Out&& received, const Group& group = default_group(),
@@ -331,8 +331,8 @@ requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
   return group.recv_async(detail::written_later(std::forward<R>(data)), src, timeout, where);
 }
 
-/// One random 64-bit number, the same on every rank: drawn on rank 0 from the system's source.
-/// No generator of the caller's is touched.
+/// Returns one random 64-bit number, the same on every rank, that rank 0 draws from the system's
+/// random source. No generator of the caller is used.
 std::uint64_t sync_random_seed(const Group& group = default_group(), Timeout timeout = {},
                                Where where = Where::current());
 

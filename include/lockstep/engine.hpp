@@ -36,8 +36,8 @@ enum class Op : std::uint8_t {
 
 std::string_view name_of(Op op);
 
-/// One operation as every rank calls it. A Group has checked it before an engine sees it: in and
-/// out are not null where bytes move, root is a rank, the reduction fits the type.
+/// One operation as every rank calls it. The Group has validated it before an engine gets it: in
+/// and out are not null if bytes move, root is a valid rank, the reduction supports the type.
 struct Call {
   Op op = Op::barrier;
   DType dtype = DType::u8;
@@ -52,29 +52,29 @@ struct Call {
   std::uint64_t sequence = 0;  ///< number of the call in its group, from 1
   std::chrono::milliseconds timeout{};
   std::source_location where;
-  /// The call of which an engine made this one a step, if it is one: ranks compare and show that.
+  /// If an engine issues this call as a step of another: that call, which ranks compare and report.
   const Call* parent_call = nullptr;
-  /// Whom an engine that has a recorder() tells how far the call is; null: nobody asks.
+  /// An engine that has a recorder() reports the call's progress here; null: not recorded.
   internal::Track* track = nullptr;
 };
 
-/// For the errors of one call.
+/// The error context of one call.
 ErrorContext context_of(const Call& call, int rank);
 
-/// Memory of one rank that its peers can reach (see Group::allocate).
+/// Memory of one rank that its peers can access (see Group::allocate).
 class SharedMemory {
  public:
   virtual ~SharedMemory() = default;
   virtual std::byte* data() const noexcept = 0;
 };
 
-/// How bytes move between the ranks of one group: the whole contract of a backend.
+/// Transfers bytes between the ranks of one group: the whole contract of a backend.
 ///
-/// run() does one call and returns when this rank's part is done: `out` is complete and `in` may
-/// be reused. What `count` means and what moves, with n = size(), r = rank():
+/// run() performs one call and returns when this rank's part is complete: `out` is filled and `in`
+/// may be reused. Meaning of `count` and data movement, with r = rank():
 ///   barrier         nothing
 ///   all_reduce      out[count] <- reduction of every rank's in[count]; in == out
-///   reduce          the same, on root only; elsewhere out is left alone; in == out on root
+///   reduce          the same, on root only; out is unchanged elsewhere; in == out on root
 ///   broadcast       out[count] <- root's in[count]; in == out
 ///   all_gather      out <- in[counts[0]] of rank 0, in[counts[1]] of rank 1, ...
 ///   gather          the same, on root only
@@ -82,10 +82,10 @@ class SharedMemory {
 ///   reduce_scatter  out[count] <- reduction of every rank's in[r * count ...]
 ///   all_to_all      out[q * count ...] <- rank q's in[r * count ...]
 ///   send, recv      in[count] to / out[count] from rank `root`
-/// in and out do not overlap, except where in == out is said. Reductions fold in rank order.
+/// in and out do not overlap, except where in == out is stated. Reductions are in rank order.
 ///
-/// Errors: MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError, EngineError. The Group
-/// is dead after any of them and calls no more. Threads: one call at a time.
+/// Errors: MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError, EngineError. After any
+/// of them the Group is dead and makes no more calls. Threads: one call at a time.
 class Engine {
  public:
   virtual ~Engine() = default;
@@ -97,17 +97,17 @@ class Engine {
   virtual void run(const Call& call) = 0;
   /// A new engine over the ranks that gave the same color, in order of (key, rank). Collective.
   virtual std::unique_ptr<Engine> split(const Call& call, int color, int key) = 0;
-  /// `call.count` zeroed bytes, on every rank; the engine moves them without copies where it
-  /// can. Collective, of one size.
+  /// `call.count` zeroed bytes on every rank; the engine transfers them without copies if it can.
+  /// Collective; the same count on all ranks.
   virtual std::unique_ptr<SharedMemory> allocate(const Call& call) = 0;
-  /// This rank cannot do its part of what is under way or to come: the group is dead for all, with
-  /// PeerFailed and this reason. From any thread, also while run() is waiting on another.
+  /// This rank cannot do its part of current or future calls: the group is dead for all ranks, with
+  /// PeerFailed and this reason. Callable from any thread, also while run() waits on another.
   virtual void abandon(std::string_view reason) noexcept = 0;
-  /// This rank leaves the world: peers that wait for it get PeerLost or, where it leaves by an
-  /// exception, PeerFailed with its text. Called once, on the world's engine.
+  /// This rank leaves the world: peers that wait for it get PeerLost or, if `failure` is not empty,
+  /// PeerFailed with that text. Called once, on the world's engine.
   virtual void leave(std::string_view failure) noexcept = 0;
-  /// Who writes down this rank's calls in memory that outlives the rank, the same for all engines
-  /// of one rank; null: they are written down in this process's own memory.
+  /// Records this rank's calls in memory that outlives the rank; one recorder for all engines of a
+  /// rank. null: calls are recorded in this process's private memory.
   virtual std::shared_ptr<internal::Recorder> recorder() const { return nullptr; }
 };
 

@@ -6,43 +6,43 @@
 
 namespace lockstep {
 
-/// Every LOCKSTEP_* variable, read once by init_dist. Throws UsageError naming the variable, its
-/// value and what it may be.
+/// Every LOCKSTEP_* variable, read once by init_dist. An invalid value is a UsageError that names
+/// the variable, its value and the valid values.
 struct Env {
-  /// LOCKSTEP_SEGMENT: set by `lockstep run` for its ranks: "fd:nonce", the inherited descriptor
-  /// of the world's shared segment and the job's 16 hexadecimal digits, which the segment holds
-  /// too.
+  /// LOCKSTEP_SEGMENT: set by `lockstep run` for its ranks. "fd:nonce": the inherited file
+  /// descriptor of the world's shared-memory segment, and the job's nonce of 16 hexadecimal digits,
+  /// which is also stored in the segment.
   std::optional<std::string> segment;
-  /// LOCKSTEP_RESTART: set by `lockstep run`: how often it has started the ranks again, 0 at first
-  /// (--max-restarts). Programs read it to go on from a checkpoint.
+  /// LOCKSTEP_RESTART: set by `lockstep run`: how often it has restarted the ranks, initially 0
+  /// (--max-restarts). Programs read it to resume from a checkpoint.
   int restart = 0;
-  /// LOCKSTEP_TIMEOUT: limit of one operation in seconds (decimals allowed), over InitOptions.
+  /// LOCKSTEP_TIMEOUT: limit of one operation in seconds (decimals allowed); overrides InitOptions.
   std::optional<std::chrono::milliseconds> timeout;
-  /// LOCKSTEP_RECORD_DIR: an existing folder, into which each rank writes rank-N.json with its last
-  /// operations when a group dies, and `lockstep run` for the ranks that could not.
-  /// `lockstep doctor --record DIR` reads them.
+  /// LOCKSTEP_RECORD_DIR: an existing directory. When a group dies, each rank writes its last
+  /// operations to rank-N.json there; `lockstep run` writes it for ranks that could not.
+  /// `lockstep doctor --record DIR` reads these files.
   std::optional<std::string> record_dir;
-  /// LOCKSTEP_TRACE: an existing folder, into which each rank, threads of run_ranks too, writes
-  /// every call and TraceScope while it runs. Set by `lockstep run --trace FILE`, which makes a
-  /// trace of it; after other launchers, `lockstep trace merge FILE DIR` does.
+  /// LOCKSTEP_TRACE: an existing directory, to which each rank (also of run_ranks) writes every
+  /// call and TraceScope while it runs. Set by `lockstep run --trace FILE`, which merges them into
+  /// one trace; with other launchers, use `lockstep trace merge FILE DIR`.
   std::optional<std::string> trace_dir;
-  /// LOCKSTEP_SIMD: scalar|avx2|avx512: the widest kernels to use. For measurements.
+  /// LOCKSTEP_SIMD: scalar|avx2|avx512: the widest SIMD kernels to use. For measurements.
   std::optional<std::string> simd;
-  /// LOCKSTEP_MPI: openmpi|mpich|PATH: the module of the mpi engine, where the launcher's variables
-  /// do not say it. PATH has a slash.
+  /// LOCKSTEP_MPI: openmpi|mpich|PATH: the module of the mpi engine, if the launcher's variables do
+  /// not identify it. PATH contains a slash.
   std::optional<std::string> mpi;
   /// LOCKSTEP_CHECK: off|light|full, the same on all ranks: what ranks compare of every collective
-  /// before they take each other's data. light, the default: operation, type, count, root and
-  /// reduction. full: the source line too, so that a barrier only some ranks come to is not taken
-  /// for a later one; each collective must then stand on one line for all ranks; init_dist checks
-  /// the engine's operations too. off: nothing, on
-  /// mpi, gloo and nccl, where ranks that differ then get wrong data or a TimeoutError; the shared
-  /// engine, where it costs nothing, compares as for light. See docs/mpi.md.
+  /// before they use each other's data. light (default): operation, type, count, root and
+  /// reduction. full: also the source line, to detect a barrier that only some ranks call and
+  /// others would match with a later one; all ranks must then call each collective from the same
+  /// line, and init_dist also checks the engine's operations. off: nothing on mpi, gloo and nccl,
+  /// where a mismatch then gives wrong data or a TimeoutError; the shared engine compares as for
+  /// light, because that costs nothing there. See docs/mpi.md.
   std::optional<std::string> check;
 
-  /// LOCKSTEP_TUNE: flat=BYTES,chunk=BYTES,inplace=BYTES, each of them or none: where the shared
-  /// engine changes its algorithm, instead of what was measured (docs/performance.md). The maker of
-  /// a group decides for it.
+  /// LOCKSTEP_TUNE: flat=BYTES,chunk=BYTES,inplace=BYTES, each of them optional: the message sizes
+  /// at which the shared engine changes its algorithm, instead of the measured defaults
+  /// (docs/performance.md). The process that creates a group's segment decides for the group.
   std::optional<std::string> tune;
 
   static Env read();

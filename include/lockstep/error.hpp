@@ -7,17 +7,17 @@
 
 namespace lockstep {
 
-/// Which call failed: every lockstep error carries one.
+/// Which call failed. Every lockstep error carries one.
 struct ErrorContext {
   std::string operation{};       ///< "all_reduce", "init_dist", ...
   std::string group{};           ///< "world", "world/0", ...; empty outside a group
   int rank = -1;                 ///< this rank in that group; -1 outside a group
-  std::uint64_t sequence = 0;    ///< number of the call in that group, from 1; 0: of several calls
+  std::uint64_t sequence = 0;    ///< number of the call in that group, from 1; 0: several calls
   std::source_location where{};  ///< the caller's line
 };
 
-/// Base of all errors. what() names the operation, the rank, the call and the source line, then
-/// what was wrong and what to do.
+/// Base of all errors. what() names the operation, the rank, the call and the source line, then the
+/// cause and the remedy.
 class Error : public std::runtime_error {
  public:
   Error(ErrorContext context, const std::string& text);
@@ -30,7 +30,7 @@ class Error : public std::runtime_error {
   std::string text_;
 };
 
-/// The caller's bug, found before a byte moved. The group stays usable.
+/// A bug in the caller, detected before any data is transferred. The group stays usable.
 class UsageError : public Error {
   using Error::Error;
 };
@@ -40,7 +40,7 @@ class MismatchError : public Error {
   using Error::Error;
 };
 
-/// A peer is late. The group is dead.
+/// A peer did not arrive within the timeout. The group is dead.
 class TimeoutError : public Error {
   using Error::Error;
 };
@@ -50,7 +50,7 @@ class PeerLost : public Error {
   using Error::Error;
 };
 
-/// A peer left by an exception, whose text this carries. The group is dead.
+/// A peer left because of an exception, and this carries its text. The group is dead.
 class PeerFailed : public Error {
   using Error::Error;
 };
@@ -65,7 +65,7 @@ class SystemError : public Error {
   int error_number_;
 };
 
-/// An engine's own library (MPI, c10d) failed, or an engine cannot be had. The group is dead.
+/// An engine's own library (MPI, c10d) failed, or an engine is not available. The group is dead.
 class EngineError : public Error {
   using Error::Error;
 };

@@ -23,29 +23,29 @@ namespace detail {
 class Hold;
 }
 
-/// An operation under way on the group's own worker thread.
+/// An asynchronous operation on the group's worker thread.
 ///
-/// The buffers given to it must live until it ended. So the last copy of a Work waits for that when
-/// it is destroyed; where an exception unwinds the thread, whose peers may never come to the
-/// operation then, it abandons the group first: every rank gets PeerFailed. A failure that nobody
-/// waited for is not hidden: the group is dead, and its next call throws.
+/// Its buffers must live until it has completed, so the destructor of the last copy of a Work waits
+/// for completion. During exception unwinding the peers may never call the operation, so the
+/// destructor first abandons the group: every rank gets PeerFailed. A failure is not lost if no one
+/// calls wait(): the group is dead, and its next call throws.
 class Work {
  public:
   Work() = default;  ///< done
   explicit Work(std::shared_ptr<internal::WorkHandle> handle) : handle_(std::move(handle)) {}
-  /// Blocks until the operation ended; throws what it threw. May be called again.
+  /// Blocks until the operation has completed; rethrows its error. May be called again.
   void wait();
   bool done() const;
-  /// Lets the operation go on by itself: from then on the caller sees to it that the buffers live
-  /// until a later call on the group has returned. No copy of this Work waits any more.
+  /// Detaches the operation: no copy of this Work waits for it in its destructor. The caller must
+  /// keep the buffers alive until a later call on the group has returned.
   void detach() noexcept;
 
  private:
   std::shared_ptr<internal::WorkHandle> handle_;
 };
 
-/// Memory that every rank of the group on this host can reach. Collectives whose buffers lie in
-/// it move without copies in and out. Copyable handle: the last one frees this rank's share.
+/// Memory that every rank of the group on this host can access. Collectives with buffers in it
+/// avoid the copies in and out. Copyable handle: the last copy frees this rank's memory.
 class SharedBuffer {
  public:
   SharedBuffer() = default;
@@ -53,7 +53,7 @@ class SharedBuffer {
       : memory_(std::move(memory)), n_bytes_(n_bytes) {}
   std::byte* data() const noexcept { return memory_ ? memory_->data() : nullptr; }
   std::size_t size() const noexcept { return n_bytes_; }
-  /// The buffer as elements of T; what does not fill one is left off.
+  /// The buffer as elements of T: size() / sizeof(T), rounded down.
   template <Arithmetic T>
   std::span<T> as() const& noexcept {
     return {reinterpret_cast<T*>(data()), n_bytes_ / sizeof(T)};
@@ -72,23 +72,22 @@ class SharedBuffer {
   std::size_t n_bytes_ = 0;
 };
 
-/// Ranks that talk to each other. Copyable handle over shared state.
+/// A group of communicating ranks (an MPI communicator). Copyable handle over shared state.
 ///
-/// Every operation is collective (send and recv: both ends): all ranks call the same operations in
-/// the same order. Buffers hold elements, sizes are counted in elements; dist.hpp has the typed
-/// forms.
+/// Every operation is collective (send and recv: on both ends): all ranks call the same operations
+/// in the same order. Buffer sizes are in elements; dist.hpp has the typed forms.
 ///
 /// Errors, for all operations: UsageError (group stays usable); MismatchError, TimeoutError,
 /// PeerLost, PeerFailed, SystemError, EngineError (group is dead: every later call throws the same
-/// error). Threads: one call at a time per Group. The *_async forms run on a worker thread that the
-/// Group starts when first needed, in the order given; a blocking call first waits for them.
+/// error). Threads: one call at a time per Group. The *_async forms run in call order on a worker
+/// thread that the Group starts on first use; a blocking call first waits for them.
 class Group {
  public:
   using Where = std::source_location;
 
-  /// The solo group: rank 0 of 1, where every operation works and moves nothing to anyone.
+  /// The solo group: rank 0 of 1. Every operation works and communicates with no one.
   Group();
-  /// A group over an engine: for engine authors.
+  /// A group over an engine: for authors of engines.
   Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
         std::shared_ptr<internal::Recorder> recorder = nullptr);
 
@@ -96,18 +95,18 @@ class Group {
   int size() const noexcept;
   std::string_view backend() const noexcept;
   const std::string& name() const noexcept;
-  /// Whether a small message costs about a microsecond, so that several are better than one that
-  /// everything waits for: ranks of one host, each with a core of its own. The same on all ranks.
+  /// Whether a small message takes about a microsecond, so that several messages are better than
+  /// one that delays all data: all ranks on one host, one core per rank. The same on all ranks.
   bool has_low_latency() const noexcept;
-  /// Limit of one operation where the call gives none.
+  /// Default limit of one operation, if the call gives none.
   std::chrono::milliseconds timeout() const noexcept;
 
-  /// New groups of the ranks that gave the same color (0 or more), ordered by key, then by rank.
+  /// A new group of the ranks that gave the same color (0 or more), ordered by key, then by rank.
   /// Collective.
   Group split(int color, int key = -1, Where where = Where::current()) const;
-  /// The same ranks over a channel of their own, so that two threads can communicate at once.
+  /// The same ranks over a separate channel, so that two threads can communicate concurrently.
   Group duplicate(Where where = Where::current()) const;
-  /// `n_bytes` of zeroed memory on every rank; the same n_bytes everywhere. Collective.
+  /// Allocates `n_bytes` of zeroed memory on every rank; same n_bytes on all ranks. Collective.
   SharedBuffer allocate(std::size_t n_bytes, Where where = Where::current()) const;
 
   /// Returns when every rank has called it.
@@ -115,7 +114,7 @@ class Group {
   /// data <- reduction of every rank's data. Same count, type and op on all ranks.
   void all_reduce(const Elements& data, ReduceOp op = ReduceOp::sum, Deadline deadline = {},
                   Where where = Where::current()) const;
-  /// On dst: data <- reduction of every rank's data. Elsewhere data is left as it was.
+  /// On dst: data <- reduction of every rank's data. On other ranks data is unchanged.
   void reduce(const Elements& data, int dst = 0, ReduceOp op = ReduceOp::sum,
               Deadline deadline = {}, Where where = Where::current()) const;
   /// data <- src's data.
@@ -124,26 +123,26 @@ class Group {
   /// out <- every rank's in, in rank order: size() * in.count elements.
   void all_gather(const ConstElements& in, const Elements& out, Deadline deadline = {},
                   Where where = Where::current()) const;
-  /// The same with counts[r] elements from rank r; counts has size() entries, equal on all ranks.
+  /// The same with counts[r] elements from rank r; counts has size() entries, same on all ranks.
   void all_gather(const ConstElements& in, const Elements& out, std::span<const std::size_t> counts,
                   Deadline deadline = {}, Where where = Where::current()) const;
-  /// all_gather on dst only; elsewhere out is not used.
+  /// As all_gather, but only dst receives; on other ranks out is not used.
   void gather(const ConstElements& in, const Elements& out, int dst = 0, Deadline deadline = {},
               Where where = Where::current()) const;
   void gather(const ConstElements& in, const Elements& out, std::span<const std::size_t> counts,
               int dst = 0, Deadline deadline = {}, Where where = Where::current()) const;
-  /// out <- the rank-th of size() equal parts of src's in; elsewhere in is not used.
+  /// out <- chunk rank() of src's in (size() equal chunks); on other ranks in is not used.
   void scatter(const ConstElements& in, const Elements& out, int src = 0, Deadline deadline = {},
                Where where = Where::current()) const;
-  /// out <- reduction of every rank's part of in that belongs to this rank.
-  /// in: size() * out.count elements, rank-major; may not overlap out.
+  /// out <- reduction over the ranks of chunk rank() of in.
+  /// in: size() * out.count elements, rank-major; must not overlap out.
   void reduce_scatter(const ConstElements& in, const Elements& out, ReduceOp op = ReduceOp::sum,
                       Deadline deadline = {}, Where where = Where::current()) const;
-  /// Part q of out <- this rank's part of rank q's in. in, out: size() equal parts, no overlap.
+  /// Chunk q of out <- chunk rank() of rank q's in. in, out: size() equal chunks, no overlap.
   void all_to_all(const ConstElements& in, const Elements& out, Deadline deadline = {},
                   Where where = Where::current()) const;
-  /// Matches a recv of the same count and type on dst, another rank. May return before it is
-  /// received, or wait for the recv. Messages between two ranks arrive in order.
+  /// Matches a recv of the same count and type on dst, which is another rank. May return before the
+  /// recv (eager) or wait for it (rendezvous). Messages between two ranks arrive in order.
   void send(const ConstElements& data, int dst, Deadline deadline = {},
             Where where = Where::current()) const;
   void recv(const Elements& data, int src, Deadline deadline = {},
@@ -172,7 +171,7 @@ class Group {
   [[nodiscard]] Work recv_async(const Elements& data, int src, Deadline deadline = {},
                                 Where where = Where::current()) const;
 
-  /// Same group, not merely same ranks.
+  /// Whether both are handles of the same group, not merely groups of the same ranks.
   friend bool operator==(const Group&, const Group&) = default;
 
  private:

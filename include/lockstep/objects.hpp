@@ -36,21 +36,21 @@
 #include <lockstep/types.hpp>
 
 /// Collectives over objects. An object is of any type that cereal can serialise (standard
-/// containers, optional, variant, tuple, types with a `serialize` member; for others include
-/// cereal's header of the type), or a nlohmann::json. Its size may differ per rank, from 0 bytes
-/// to what memory holds. src and dst are ranks of the group.
+/// containers, optional, variant, tuple, types with a `serialize` member; for other types include
+/// cereal's header), or a nlohmann::json. Its size may differ per rank, from 0 bytes to available
+/// memory. src and dst are ranks of the group.
 ///
-/// All are collective over the group. Errors, besides those of every collective (group.hpp):
-///   MismatchError  on every rank, where the ranks call different functions, types, src or dst,
-///                  lengths, keys: these stand in a header that travels first, and nothing is
-///                  changed. On the ranks that read it, where a message is damaged or does not
-///                  decode as the type. Either way the group stays usable, unlike after the
-///                  MismatchError of a operation of group.hpp.
-///   UsageError     an object that nests deeper than 2000 levels.
-/// What the serialize function of an object throws comes out of the call unchanged; the other
-/// ranks go on waiting until this rank leaves (PeerFailed) or their deadline passes.
-/// A timeout holds for the whole call; where none is given, the group's holds for each of the
-/// collectives that it consists of (two, as a rule).
+/// All are collective over the group. Errors, in addition to those of every collective (group.hpp):
+///   MismatchError  on every rank, if the ranks differ in function, type, src or dst, length or
+///                  keys: a header with these is exchanged first, and nothing is changed. On the
+///                  receiving ranks, if a message is damaged or cannot be decoded as the type. In
+///                  both cases the group stays usable, unlike after a MismatchError of an
+///                  operation of group.hpp.
+///   UsageError     if an object is nested more than 2000 levels deep.
+/// Exceptions of an object's serialize function propagate unchanged; the other ranks continue to
+/// wait until this rank leaves (PeerFailed) or their deadline passes.
+/// A timeout applies to the whole call; if none is given, the group's timeout applies to each of
+/// the collectives that the call consists of (usually two).
 /// Threads: as for the Group.
 namespace lockstep {
 
@@ -61,7 +61,7 @@ concept Serializable = std::default_initializable<T> && std::movable<T> &&
 
 namespace detail {
 
-/// Compiles where T is an object; else says what is wrong, in a sentence.
+/// Compiles if T is an object; otherwise fails with a message that says what is wrong.
 template <class T>
 consteval void check_object() {
   if constexpr (TensorLike<T> && !Serializable<T>) {  // <lockstep/nn.hpp> makes them objects
@@ -88,28 +88,28 @@ consteval void check_object() {
   }
 }
 
-/// One call of a function of this header, without its type.
+/// One call of a function of this header, type-erased.
 struct ObjectCall {
   ObjectOp op;
   const std::type_info& type;
   const Group& group;
-  TimeLeft deadline;  ///< of all collectives together
+  TimeLeft deadline;  ///< for all collectives of the call together
   Where where;
   int root = -1;
   std::uint64_t agreed = 0;
   std::uint64_t n_items = 1;
 };
 
-/// One message per rank, in one piece of memory.
+/// One message per rank, in one contiguous buffer.
 struct Messages {
   Bytes bytes;
   std::vector<std::span<const std::byte>> of_rank;
 };
 
-/// Headers first, which are checked on every rank; then every rank's bytes, to all ranks or, where
-/// the call has a root, to that. Frees `mine` when it is on its way.
+/// Exchanges headers and checks them on every rank; then sends every rank's bytes to all ranks, or
+/// to the root if the call has one. Frees `mine` as soon as it has been sent.
 Messages gather_messages(const ObjectCall& call, Bytes mine);
-/// The bytes of the root, on every other rank; none on the root.
+/// Returns the root's bytes on every other rank, and none on the root.
 Bytes broadcast_message(const ObjectCall& call, const Bytes& mine);
 [[noreturn]] void throw_undecodable(const ObjectCall& call, int sender, const char* reason);
 
@@ -134,16 +134,16 @@ std::vector<T> decode_all(const ObjectCall& call, const Messages& messages) {
   return objects;
 }
 
-/// This rank's part of the results, and the results, without their type.
+/// This rank's part of the results, and all results, type-erased.
 struct Results {
   std::size_t n_mine;
-  /// Appends one message of items from `first` on, one at least and none from `last` on, that is
-  /// about as long as a batch shall be. Returns the next item.
+  /// Appends one message of about kBatchBytes with the items from `first` on, at least one and at
+  /// most up to `last` (exclusive). Returns the index of the next item.
   std::function<std::size_t(std::size_t first, std::size_t last, Bytes& out)> encode;
   std::function<void(std::size_t n_results)> make;
-  /// Moves this rank's own item `item` to its place.
+  /// Copies this rank's item `item` to its place in the results.
   std::function<void(std::size_t item, std::size_t place)> keep;
-  /// Reads a message of items that belong at these places.
+  /// Decodes a message of items into these places.
   std::function<void(std::span<const std::byte>, std::span<const std::size_t> places)> decode;
 };
 inline constexpr std::size_t kBatchBytes = std::size_t{4} << 20;
@@ -193,13 +193,13 @@ std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::s
   return all;
 }
 
-/// One entry of a dict, without its type.
+/// One entry of a dict, type-erased.
 struct DictEntry {
   std::string_view key;
   std::size_t count;
 };
 
-/// Throws MismatchError on every rank where the entries or the reduction differ.
+/// Throws MismatchError on every rank if the entries or the reduction differ.
 void check_dicts(const ObjectCall& call, std::span<const DictEntry> entries, ReduceOp op);
 
 template <class V>
@@ -224,7 +224,7 @@ concept Dict = std::same_as<typename D::key_type, std::string> && requires {
 
 }  // namespace detail
 
-/// Every rank's object, by rank, on every rank.
+/// Returns every rank's object, indexed by rank, on every rank.
 template <class T>
 std::vector<T> all_gather_object(const T& object, const Group& group = default_group(),
                                  Deadline deadline = {}, Where where = Where::current()) {
@@ -243,7 +243,7 @@ void all_gather_object(const T (&)[N], Rest&&...) {
   detail::check_object<T[N]>();
 }
 
-/// Every rank's object, by rank, on dst; nullopt elsewhere, where no memory is used for it.
+/// Returns every rank's object, indexed by rank, on dst; nullopt elsewhere, without using memory.
 template <class T>
 std::optional<std::vector<T>> gather_object(const T& object, int dst = 0,
                                             const Group& group = default_group(),
@@ -263,7 +263,7 @@ std::optional<std::vector<T>> gather_object(const T& object, int dst = 0,
   return detail::decode_all<T>(call, messages);
 }
 
-/// object <- src's object. Where this throws, object is as it was.
+/// object <- src's object. If this throws, object is unchanged.
 template <class T>
 void broadcast_object(T& object, int src = 0, const Group& group = default_group(),
                       Deadline deadline = {}, Where where = Where::current()) {
@@ -289,8 +289,8 @@ requires(!std::is_lvalue_reference_v<T>) void broadcast_object(T&&, Rest&&...) {
                 "the object a name first, and do not make it const");
 }
 
-/// objects <- src's objects, in place: the lists must be of one length on all ranks.
-/// MismatchError where they are not, on every rank, naming the lengths.
+/// objects <- src's objects, in place. The lists must have the same length on all ranks; otherwise
+/// every rank throws MismatchError with the lengths.
 template <class T>
 void broadcast_object_list(std::vector<T>& objects, int src = 0,
                            const Group& group = default_group(), Deadline deadline = {},
@@ -316,13 +316,13 @@ void broadcast_object_list(std::vector<T>& objects, int src = 0,
   std::move(received.begin(), received.end(), objects.begin());
 }
 
-/// On rank 0 the ranks' parts, interleaved: item 0 of rank 0, of rank 1, ..., item 1 of rank 0,
-/// ...; a rank that has no more items is passed over. Cut to `size` items, the same on all ranks;
-/// fewer where the parts have fewer in all. Nothing is left out for being empty. nullopt on the
+/// Returns, on rank 0, the ranks' parts interleaved: item 0 of rank 0, of rank 1, ..., item 1 of
+/// rank 0, ...; ranks that have no more items are skipped. Truncated to `size` items (the same size
+/// on all ranks); fewer if the parts have fewer in total. Empty items are kept. nullopt on the
 /// other ranks.
-/// Memory on rank 0: the results and one batch (4 MiB, or one item where that is larger).
-/// Where the serialize function of an item throws on another rank, rank 0 throws PeerFailed with
-/// its text, and the group stays usable.
+/// Memory on rank 0: the results and one batch (4 MiB, or one item if that is larger).
+/// If the serialize function of an item throws on another rank, rank 0 throws PeerFailed with its
+/// text, and the group stays usable.
 template <class T>
 std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
                                               const Group& group = default_group(),
@@ -332,10 +332,10 @@ std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::s
   return detail::collect_results(part, size, /*tmpdir=*/nullptr, group, deadline, where);
 }
 
-/// The same out of core: the items travel through one file per rank in `tmpdir`, a directory that
-/// exists and is the same for all ranks. The directory and what is in it stay; the files are gone
-/// when the call returns or throws. Throws SystemError on the rank that cannot write or read a
-/// file, PeerFailed with its text on the others; the group stays usable.
+/// The same out of core: the items are passed in one file per rank in `tmpdir`, an existing
+/// directory that all ranks share. The files are removed before the call returns or throws; the
+/// directory and its other contents stay. Throws SystemError on a rank that cannot write or read a
+/// file, and PeerFailed with its text on the others; the group stays usable.
 template <class T>
 std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
                                               const std::filesystem::path& tmpdir,
@@ -355,9 +355,9 @@ requires(!detail::Dict<std::remove_cvref_t<D>> &&
 }
 
 /// dict[key] <- reduction of every rank's dict[key], on all ranks, in one all_reduce.
-/// Dict: a std::map or std::unordered_map from std::string to an Arithmetic type, or to a vector of
-/// one. MismatchError where keys, lengths or op differ, on every rank; it names the keys and the
-/// ranks, and the dicts are as they were.
+/// Dict: a std::map or std::unordered_map from std::string to an Arithmetic type or a std::vector
+/// of one. If keys, lengths or op differ, every rank throws MismatchError, which names the keys and
+/// the ranks, and the dicts are unchanged.
 template <detail::Dict D>
 void all_reduce_dict(D& dict, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                      Deadline deadline = {}, Where where = Where::current()) {
@@ -368,7 +368,7 @@ void all_reduce_dict(D& dict, ReduceOp op = ReduceOp::sum, const Group& group = 
                                 .group = group,
                                 .deadline = deadline,
                                 .where = where};
-  std::vector<typename D::pointer> sorted;  // by key: an unordered_map's order differs by rank
+  std::vector<typename D::pointer> sorted;  // by key: unordered_map order may differ per rank
   std::size_t n_elements = 0;
   for (auto& entry : dict) {
     sorted.push_back(&entry);

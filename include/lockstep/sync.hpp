@@ -21,13 +21,13 @@
 
 namespace lockstep {
 
-/// What FutureResult, SyncMaster and SlavePipe carry: any object that can be moved.
+/// Types that FutureResult, SyncMaster and SlavePipe can transfer: any move-constructible object.
 template <class T>
 concept Transferable = std::is_object_v<T> && std::move_constructible<T>;
 
 namespace detail {
 
-using Parcel = std::shared_ptr<void>;  ///< a message or reply, its type known to the templates
+using Parcel = std::shared_ptr<void>;  ///< type-erased message or reply
 
 struct NumberedParcel {
   int id = 0;
@@ -39,7 +39,7 @@ T unpack(Parcel parcel) {
   return std::move(*static_cast<T*>(parcel.get()));
 }
 
-/// The untyped half of FutureResult: whose turn it is to touch the value.
+/// The type-erased half of FutureResult: controls which thread may access the value.
 class FutureGate {
  public:
   void begin_put(std::source_location where);
@@ -56,7 +56,7 @@ class FutureGate {
 class Rendezvous;
 struct Seat;
 
-/// The untyped half of SlavePipe.
+/// The type-erased half of SlavePipe.
 class SlaveEnd {
  public:
   SlaveEnd() = default;
@@ -74,7 +74,7 @@ class SlaveEnd {
   std::shared_ptr<Seat> seat_;
 };
 
-/// The untyped half of SyncMaster.
+/// The type-erased half of SyncMaster.
 class MasterEnd {
  public:
   using Callback = std::function<std::vector<NumberedParcel>(std::vector<NumberedParcel>)>;
@@ -92,7 +92,7 @@ class MasterEnd {
 
  private:
   std::shared_ptr<Rendezvous> current() const;
-  void start_anew(const char* operation, std::source_location where);  // mutex_ is held
+  void start_anew(const char* operation, std::source_location where);  // requires mutex_ held
 
   Callback callback_;
   std::chrono::milliseconds timeout_;
@@ -102,8 +102,8 @@ class MasterEnd {
 
 }  // namespace detail
 
-/// A value on its way from one thread to another: one put, then one get, and it can be used again.
-/// It must outlive both calls. Threads: any; of several waiting gets one has the value.
+/// Passes a value from one thread to another: one put, then one get; then it can be reused.
+/// It must outlive both calls. Threads: any; if several gets wait, one of them gets the value.
 template <Transferable T>
 class FutureResult {
  public:
@@ -113,7 +113,7 @@ class FutureResult {
   FutureResult(const FutureResult&) = delete;
   FutureResult& operator=(const FutureResult&) = delete;
 
-  /// Never waits. Throws UsageError where the value put before is not fetched yet.
+  /// Never waits. Throws UsageError if the previous value has not been fetched yet.
   void put(T value, Where where = Where::current()) {
     gate_.begin_put(where);
     try {
@@ -125,18 +125,18 @@ class FutureResult {
     gate_.end_put();
   }
 
-  /// Instead of put: the get throws `error`.
+  /// Called instead of put: get throws `error`.
   void fail(std::exception_ptr error, Where where = Where::current()) {
     gate_.begin_put(where);
     error_ = std::move(error);
     gate_.end_put();
   }
 
-  /// Whether a get would return at once, as long as no other thread gets meanwhile. Never waits.
+  /// Whether a get would return at once, unless another thread gets first. Never waits.
   bool ready() const noexcept { return gate_.is_full(); }
 
-  /// Waits for a put and takes its value; without a deadline at most 5 minutes.
-  /// Throws TimeoutError, and what was given to fail.
+  /// Waits for a put and takes its value; without a deadline, waits at most 5 minutes.
+  /// Throws TimeoutError, and the exception given to fail.
   T get(Deadline deadline = {}, Where where = Where::current()) {
     gate_.begin_get(deadline, where);
     struct Emptied {
@@ -157,11 +157,11 @@ class FutureResult {
   std::exception_ptr error_;
 };
 
-/// A slave's end of a SyncMaster: movable, and its registration lasts as long as it lives.
+/// A slave's end of a SyncMaster. Movable; the slave stays registered during its lifetime.
 ///
-/// Dropping it says that the slave left: the round under way, or else the next one, fails with
-/// PeerLost at every other participant (with PeerFailed where an exception unwinds the thread
-/// that drops it), and rounds after that one go on without the slave.
+/// Its destruction means that the slave has left: the current round, or else the next one, fails
+/// with PeerLost at every other participant (PeerFailed if it is destroyed during exception
+/// unwinding), and later rounds run without the slave.
 /// Threads: one call at a time per pipe.
 template <Transferable Message, Transferable Reply>
 class SlavePipe {
@@ -173,15 +173,15 @@ class SlavePipe {
 
   int id() const noexcept { return end_.id(); }  ///< -1 without a slave
 
-  /// Gives the message to the slave's next round and waits for its reply.
-  /// Throws what ended the round, see SyncMaster; at once where the round ended without this call.
+  /// Contributes the message to the slave's next round and waits for the reply.
+  /// Throws the round's error, see SyncMaster; at once if the round has already failed.
   Reply run_slave(Message message, Deadline deadline = {}, Where where = Where::current()) {
     return detail::unpack<Reply>(
         end_.run(std::make_shared<Message>(std::move(message)), deadline, where));
   }
 
-  /// Instead of run_slave: the round fails with PeerFailed, which carries the error's text, at
-  /// every other participant. Does nothing where that round ended already.
+  /// Called instead of run_slave: the round fails with PeerFailed, which carries the error's text,
+  /// at every other participant. Does nothing if that round has already ended.
   void fail(const std::exception_ptr& error, Where where = Where::current()) {
     end_.fail(error, where);
   }
@@ -190,14 +190,14 @@ class SlavePipe {
   detail::SlaveEnd end_;
 };
 
-/// One participant's message, as the master's callback gets it. The callback may move from it.
+/// One participant's message, as passed to the master's callback, which may move from it.
 template <class Message>
 struct MessageFrom {
   int id;
   Message message;
 };
 
-/// The reply that the master's callback has for one participant.
+/// The master callback's reply to one participant.
 template <class Reply>
 struct ReplyTo {
   int id;
@@ -205,31 +205,31 @@ struct ReplyTo {
 };
 
 struct SyncMasterOptions {
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< of a call that gives none
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< of a call without a deadline
 };
 
 /// Threads of one process that exchange messages in rounds: one master (id 0) and its slaves.
 ///
-/// A round is one run_master and one run_slave on each registered pipe. When all have come, the
-/// callback runs on the master's thread, over the messages of the master and then of the slaves by
-/// rising id; it returns one reply per id, in any order. The n-th call of each participant belongs
-/// to the n-th round since registration, so pipes serve any number of rounds.
+/// A round is one run_master and one run_slave on each registered pipe. When all have been called,
+/// the callback runs on the master's thread. It gets the messages of the master and then of the
+/// slaves by increasing id, and returns one reply per id, in any order. The n-th call of each
+/// participant belongs to the n-th round since registration, so pipes serve any number of rounds.
 ///
-/// A round that fails fails for all. Those who wait get the error at once, those still to come get
-/// it from their call of that round, promptly; later rounds are not touched by it.
+/// A round that fails, fails for all: waiting participants get the error at once, the others from
+/// their call for that round, without waiting. Later rounds are not affected.
 ///   TimeoutError  a deadline passed: names the missing ids
-///   PeerLost      a pipe or the SyncMaster was dropped, or the slaves were registered anew
+///   PeerLost      a pipe or the SyncMaster was destroyed, or the slaves were registered anew
 ///   PeerFailed    a participant failed, or the callback threw (run_master rethrows the original)
-///   UsageError    the callback's replies miss an id, or have one twice, or one that is unknown
-/// Other UsageErrors are the caller's alone and no part of a round. After a failure the
-/// participants go on with their next rounds; where they may have got out of step (one of them did
-/// not call, rather than late), register anew.
+///   UsageError    the callback's replies lack an id, or have a duplicate or unknown one
+/// Any other UsageError concerns only the caller and not the round. After a failure the
+/// participants continue with their next rounds; if they may be out of step (one of them made no
+/// call, instead of a late one), register anew.
 ///
 /// Registration: ids are any distinct integers above 0, in any order. Register all slaves before
-/// the first of them runs. Once run_master was called or a round has ended, the next
-/// register_slave forgets the slaves of before and begins a new registration; so does the first
-/// one after all pipes are gone. clear_slaves begins one that has no slaves yet: call it before
-/// every batch whose number of slaves may have changed, even to none.
+/// the first of them runs. After run_master has been called or a round has ended, the next
+/// register_slave drops the previous slaves and starts a new registration; so does the first one
+/// after all pipes are destroyed. clear_slaves starts a registration without slaves: call it before
+/// every batch for which the number of slaves may have changed, even to none.
 ///
 /// Threads: run_master and fail from one thread at a time; the others from any.
 template <Transferable Message, Transferable Reply>
@@ -239,34 +239,34 @@ class SyncMaster {
   using MasterCallback =
       std::function<std::vector<ReplyTo<Reply>>(std::span<MessageFrom<Message>>)>;
 
-  /// Throws UsageError where the callback is empty.
+  /// Throws UsageError if the callback is empty.
   explicit SyncMaster(MasterCallback callback, const SyncMasterOptions& options = {},
                       Where where = Where::current())
       : end_(callback ? erase(std::move(callback)) : nullptr, options.timeout, where) {}
 
-  /// Throws UsageError where id is below 1 or has a pipe already, or a run_master is under way.
+  /// Throws UsageError if id is below 1 or already has a pipe, or while run_master is running.
   SlavePipe<Message, Reply> register_slave(int id, Where where = Where::current()) {
     return SlavePipe<Message, Reply>(end_.register_slave(id, where));
   }
 
-  /// Forgets all slaves: rounds are the master's alone until the next registration.
-  /// Throws UsageError where a run_master is under way.
+  /// Drops all slaves: rounds consist of the master only until the next registration.
+  /// Throws UsageError while run_master is running.
   void clear_slaves(Where where = Where::current()) { end_.clear_slaves(where); }
 
-  /// Gives the master's message to its next round, waits for the others, runs the callback and
-  /// returns the master's reply. The callback's own time is not limited.
+  /// Contributes the master's message to its next round, waits for the slaves, runs the callback
+  /// and returns the master's reply. The callback itself has no time limit.
   Reply run_master(Message message, Deadline deadline = {}, Where where = Where::current()) {
     return detail::unpack<Reply>(
         end_.run(std::make_shared<Message>(std::move(message)), deadline, where));
   }
 
-  /// Instead of run_master: the round fails with PeerFailed, which carries the error's text, at
-  /// every slave. Does nothing where that round ended already.
+  /// Called instead of run_master: the round fails with PeerFailed, which carries the error's text,
+  /// at every slave. Does nothing if that round has already ended.
   void fail(const std::exception_ptr& error, Where where = Where::current()) {
     end_.fail(error, where);
   }
 
-  /// Slaves whose pipe lives.
+  /// The number of slaves with a live pipe.
   int nr_slaves() const { return end_.nr_slaves(); }
 
  private:

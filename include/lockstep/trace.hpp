@@ -10,14 +10,14 @@ class Trace;
 struct TraceEvent;
 }  // namespace internal
 
-/// A region of the program in the trace of `lockstep run --trace`: from its making to the end of
-/// its block.
+/// A region of the program in the trace of `lockstep run --trace`: from its construction to its
+/// destruction.
 ///
 ///   { const lockstep::TraceScope scope("optimizer"); optimizer.step(); }
 ///
-/// name: of which the first 40 bytes are kept; copied. Scopes of a thread nest. Never throws nor
-/// allocates; docs/seeing.md has what it costs.
-/// Threads: those that belong to a rank, by init_dist or run_ranks; on others it does nothing.
+/// name: copied and truncated to 40 bytes. Scopes of a thread nest. Never throws or allocates; see
+/// docs/seeing.md for its cost.
+/// Threads: those that belong to a rank (init_dist or run_ranks); does nothing on other threads.
 class TraceScope {
  public:
   explicit TraceScope(std::string_view name) noexcept;
@@ -26,9 +26,8 @@ class TraceScope {
   TraceScope& operator=(const TraceScope&) = delete;
 
  private:
-  std::shared_ptr<internal::Trace>
-      trace_;                              // which destroy_dist may not close before the block ends
-  internal::TraceEvent* event_ = nullptr;  // null where nobody traces
+  std::shared_ptr<internal::Trace> trace_;  // keeps it open if destroy_dist comes before the end
+  internal::TraceEvent* event_ = nullptr;   // null if tracing is off
 };
 
 }  // namespace lockstep

@@ -11,7 +11,7 @@
 
 namespace lockstep {
 
-/// The element types every engine moves and reduces.
+/// The element types that every engine transfers and reduces.
 enum class DType : std::uint8_t {
   u8,
   i8,
@@ -28,7 +28,7 @@ enum class DType : std::uint8_t {
   u64,
 };
 
-/// Bytes of one element; 0 where the value is no DType.
+/// Size of one element in bytes; 0 if the value is not a DType.
 constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::u8:
@@ -52,19 +52,19 @@ constexpr bool is_floating(DType dtype) { return dtype >= DType::f16 && dtype <=
 
 std::string_view name_of(DType dtype);
 
-/// How the values of the ranks become one. Sums and products of integers wrap; `mean` of integers
-/// is that of their exact sum, and truncates toward zero. The 16-bit floats accumulate in f32 and
-/// round once; NaN wins in `min` and `max`. The bit operations take integers and bool; of bool
-/// there is no sum, product or mean. Every reduction is in rank order, so all ranks hold the same
-/// bits.
+/// How the ranks' values are combined. Sums and products of integers wrap; `mean` of integers
+/// divides the exact sum and truncates toward zero. 16-bit floats accumulate in f32 and are rounded
+/// once; `min` and `max` propagate NaN. The bitwise operations take integers and bool; bool has no
+/// sum, product or mean. Every reduction is in rank order, so the results are bitwise identical on
+/// all ranks.
 enum class ReduceOp : std::uint8_t { sum, product, min, max, band, bor, bxor, mean };
 
 std::string_view name_of(ReduceOp op);
 
-/// "sum", "SUM", "Mean", ... Throws UsageError naming the valid names for anything else.
+/// Parses "sum", "SUM", "Mean", ... Throws UsageError with the valid names for anything else.
 ReduceOp parse_reduce_op(std::string_view name);
 
-/// IEEE 754 binary16 as storage: arithmetic happens in float.
+/// IEEE 754 binary16, storage only: convert to float for arithmetic.
 struct Float16 {
   std::uint16_t bits = 0;
 
@@ -74,7 +74,7 @@ struct Float16 {
   friend constexpr bool operator==(Float16, Float16) = default;  // compares bits
 };
 
-/// The upper half of a binary32 as storage: arithmetic happens in float.
+/// bfloat16, the upper half of a binary32, storage only: convert to float for arithmetic.
 struct BFloat16 {
   std::uint16_t bits = 0;
 
@@ -114,7 +114,7 @@ concept Arithmetic = detail::dtype_of<T>()
 template <Arithmetic T>
 inline constexpr DType kDTypeOf = *detail::dtype_of<T>();
 
-/// Untyped views of elements: what a Group's operations take. Null data is allowed when count is 0.
+/// Type-erased views of elements, for the operations of Group. data may be null if count is 0.
 struct ConstElements {
   const void* data = nullptr;
   std::size_t count = 0;
@@ -132,15 +132,14 @@ struct Elements {
   operator ConstElements() const { return {data, count, dtype}; }
 };
 
-/// How long one call may take: any std::chrono duration. Default-constructed: the group's own
-/// timeout.
+/// The time limit of one call: any std::chrono duration. Default-constructed: the group's timeout.
 class Timeout {
  public:
   constexpr Timeout() = default;
-  /// At most `limit` from the start of the call, rounded up to milliseconds. Zero or less: do not
-  /// wait at all. More than a hundred years: never().
+  /// At most `limit` from the start of the call, rounded up to milliseconds. Zero or less: the call
+  /// does not wait. A hundred years or more: never().
   template <class Rep, class Period>
-  constexpr Timeout(std::chrono::duration<Rep, Period> limit)  // NOLINT: a duration is one
+  constexpr Timeout(std::chrono::duration<Rep, Period> limit)  // NOLINT: implicit from durations
       : limit_(in_milliseconds(limit)) {}
   /// A hundred years.
   static constexpr Timeout never() { return Timeout(kNever); }
@@ -157,16 +156,16 @@ class Timeout {
   template <class Rep, class Period>
   static constexpr std::chrono::milliseconds in_milliseconds(
       std::chrono::duration<Rep, Period> limit) {
-    // As double first: any duration has one, and none overflows it.
+    // Compared as double first, which represents any duration without overflow.
     const auto rough = std::chrono::duration<double, std::milli>(limit).count();
     if (rough != rough || rough >= static_cast<double>(kNever.count())) return kNever;
     return rough <= 0 ? std::chrono::milliseconds::zero()
                       : std::chrono::ceil<std::chrono::milliseconds>(limit);
   }
 
-  std::chrono::milliseconds limit_ = kNone;  // one word: every call passes one
+  std::chrono::milliseconds limit_ = kNone;  // one word, because every call passes one
 };
-using Deadline = Timeout;  ///< its former name
+using Deadline = Timeout;  ///< former name of Timeout
 
 // --- conversions ----------------------------------------------------------------------------
 
@@ -194,9 +193,9 @@ constexpr Float16::Float16(float value) {
   } else if (magnitude >= 0x38800000U) {  // normal: rebias, round to nearest even
     const std::uint32_t rounded = magnitude + 0xfffU + ((magnitude >> 13) & 1U);
     bits = static_cast<std::uint16_t>(sign | ((rounded - 0x38000000U) >> 13));
-  } else if (magnitude < 0x33000000U) {  // below half of the least subnormal
+  } else if (magnitude < 0x33000000U) {  // below half of the smallest subnormal
     bits = sign;
-  } else {  // subnormal: the exponent says how far the significand moves right
+  } else {  // subnormal: the exponent gives the right shift of the significand
     const std::uint32_t shift = 126U - (magnitude >> 23);
     const std::uint32_t significand = (magnitude & 0x7fffffU) | 0x800000U;
     const std::uint32_t kept = significand >> shift;

@@ -10,12 +10,12 @@
 #include <lockstep/group.hpp>
 #include <lockstep/types.hpp>
 
-/// What the functions of dist.hpp and objects.hpp take, and one sentence for each natural mistake.
-/// The functions take anything and look at it here: a concept at the function would answer "no
-/// matching function" and list everything of that name.
+/// Argument checks of dist.hpp and objects.hpp, with one message for each likely mistake.
+/// The functions accept any type and check it here: a concept on the function would only give "no
+/// matching function" and list every overload.
 namespace lockstep {
 
-/// Numbers one behind the other: a vector, array, span, ...
+/// A contiguous range of numbers: a vector, array, span, ...
 template <class R>
 concept ArithmeticRange = std::ranges::contiguous_range<R> && std::ranges::sized_range<R> &&
     Arithmetic<std::ranges::range_value_t<R>>;
@@ -25,7 +25,7 @@ namespace detail {
 template <class>
 inline constexpr bool kNever = false;
 
-/// An at::Tensor, of which the core knows nothing.
+/// Matches at::Tensor, which the core does not include.
 template <class T>
 concept TensorLike = requires(const T& t) {
   t.scalar_type();
@@ -42,16 +42,16 @@ requires(!TensorLike<T> && !std::same_as<std::ranges::range_value_t<T>, T>) stru
   using Type = typename LeafOf<std::ranges::range_value_t<T>>::Type;
 };
 
-/// True of what another header has functions of the same names for, taken by const reference:
-/// <lockstep/nn.hpp> for tensors. Those are meant then, although R&& fits better.
+/// True for types that have overloads of the same names in another header, by const reference:
+/// <lockstep/nn.hpp> for tensors. Excludes R&& here, which would be the better match.
 template <class R>
 inline constexpr bool kHasOwnOperations = false;
 template <class R>
 requires(!std::same_as<R, std::remove_cvref_t<R>>) inline constexpr bool kHasOwnOperations<R> =
     kHasOwnOperations<std::remove_cvref_t<R>>;
 
-/// Two ranges for one function. <lockstep/nn.hpp> has functions of the same names for tensors,
-/// which a call that names a Group finds too.
+/// Two ranges for one function. <lockstep/nn.hpp> has functions of the same names for tensors, and
+/// a call with a Group argument finds both by argument-dependent lookup.
 template <class In, class Out>
 concept TwoRanges = std::ranges::range<In> && std::ranges::range<Out> &&
     (ArithmeticRange<std::remove_cvref_t<In>> || ArithmeticRange<std::remove_cvref_t<Out>>);
@@ -66,7 +66,7 @@ enum class Use {
   write_later,
 };
 
-/// Compiles where `R&&` is data for that use; else says what is wrong, in a sentence.
+/// Compiles if `R&&` is data for that use; otherwise fails with a message that says what is wrong.
 template <class R, Use kUse>
 consteval void check_data() {
   using D = std::remove_cvref_t<R>;
@@ -121,7 +121,7 @@ consteval void check_data() {
   }
 }
 
-/// One value, as all_reduce_value takes.
+/// The same check for the value of all_reduce_value.
 template <class T>
 consteval void check_value() {
   if constexpr (TensorLike<T>) {
@@ -139,7 +139,7 @@ consteval void check_value() {
   }
 }
 
-/// What stands where a ReduceOp should.
+/// A type given in place of a ReduceOp.
 template <class T>
 concept NoReduceOp = !std::convertible_to<T, ReduceOp>;
 

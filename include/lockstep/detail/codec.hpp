@@ -1,6 +1,6 @@
 #pragma once
 
-// Objects to bytes and back, for objects.hpp: cereal archives that trust no length a peer sends.
+// Serialisation for objects.hpp: cereal archives that validate every length a peer sends.
 
 #include <bit>
 #include <cereal/cereal.hpp>
@@ -22,7 +22,7 @@ namespace lockstep::detail {
 
 static_assert(std::endian::native == std::endian::little, "messages are little-endian");
 
-/// Bytes that grow without being zeroed, and the large ones without being copied.
+/// A byte buffer that grows without zeroing, and if large, without copying.
 class Bytes {
  public:
   Bytes() = default;
@@ -32,7 +32,7 @@ class Bytes {
   std::size_t size() const noexcept { return size_; }
   std::span<const std::byte> span() const noexcept { return {data_.get(), size_}; }
   void clear() noexcept { size_ = 0; }
-  /// What is new is not initialised.
+  /// New bytes are not initialised.
   void resize(std::size_t n_bytes) {
     if (n_bytes > capacity_) grow(n_bytes);
     size_ = n_bytes;
@@ -55,12 +55,12 @@ class Bytes {
   std::size_t capacity_ = 0;
 };
 
-/// How deep objects may nest: more would overflow the stack of the rank that reads them.
+/// Maximum nesting depth of objects: more could overflow the stack of the rank that decodes them.
 inline constexpr int kMaxDepth = 2000;
 [[noreturn]] void throw_too_deep();  // UsageError
 
-/// Writes objects in the format of cereal's portable binary archive, always little-endian, and
-/// pads the end so that no container claims more elements than bytes follow it.
+/// Writes objects in the format of cereal's portable binary archive, always little-endian. Pads
+/// the end, so that no container has a size greater than the number of bytes that follow it.
 class Writer final : public cereal::OutputArchive<Writer, cereal::AllowEmptyClassElision> {
  public:
   explicit Writer(Bytes& out) : OutputArchive(this), out_(out) {}
@@ -80,7 +80,7 @@ class Writer final : public cereal::OutputArchive<Writer, cereal::AllowEmptyClas
   int depth_ = 0;
 };
 
-/// Reads what a Writer wrote; throws a std::exception where it cannot be that.
+/// Reads what a Writer wrote; throws a std::exception if the bytes are not valid.
 class Reader final : public cereal::InputArchive<Reader, cereal::AllowEmptyClassElision> {
  public:
   explicit Reader(std::span<const std::byte> bytes);
@@ -97,7 +97,7 @@ class Reader final : public cereal::InputArchive<Reader, cereal::AllowEmptyClass
   bool read_bool();
   void enter();
   void leave() noexcept { --depth_; }
-  /// Call once, last: nothing may be left.
+  /// Call once, last. Throws if bytes are left.
   void finish() const;
 
  private:
@@ -173,7 +173,7 @@ void CEREAL_LOAD_FUNCTION_NAME(Reader& in, T& value) {
   in(value.bits);
 }
 
-// Templates, because everything converts to a json.
+// Templates, because every type converts to json implicitly.
 template <class T>
 concept Json = std::same_as<T, nlohmann::json>;
 void save_json(Writer& out, const nlohmann::json& value);
@@ -198,7 +198,7 @@ enum class ObjectOp : std::uint8_t {
   all_reduce_dict,
 };
 
-/// Stands before the bytes of every message, and says what they are.
+/// Precedes the bytes of every message and describes them.
 struct MessageHeader {
   static constexpr std::uint32_t kMagic = 0x6f4b534c;  // "LSKo"
   static constexpr std::uint16_t kVersion = 1;
@@ -209,19 +209,19 @@ struct MessageHeader {
   std::uint8_t failed = 0;     ///< the bytes are the text of the sender's exception
   std::int64_t root = -1;      ///< src or dst
   std::uint64_t type = 0;      ///< fingerprint of the objects' type
-  std::uint64_t agreed = 0;    ///< what must be equal on all ranks: a list's length, a size
-  std::uint64_t n_items = 0;   ///< objects in the bytes, or in this rank's part
-  std::uint64_t n_bytes = 0;   ///< that follow
+  std::uint64_t agreed = 0;    ///< must be equal on all ranks: length of a list, size
+  std::uint64_t n_items = 0;   ///< number of objects in the bytes, or in this rank's part
+  std::uint64_t n_bytes = 0;   ///< number of bytes that follow
   std::uint64_t checksum = 0;  ///< of those bytes
 };
 static_assert(sizeof(MessageHeader) == 56 && std::is_trivially_copyable_v<MessageHeader>);
 
-/// The same for equal type names, on every compiler with the Itanium ABI.
+/// Equal for equal type names, with every compiler that uses the Itanium ABI.
 std::uint64_t fingerprint(const std::type_info& type) noexcept;
 std::uint64_t checksum(std::span<const std::byte> bytes) noexcept;
-/// Puts n_bytes and checksum into the header.
+/// Sets n_bytes and checksum in the header.
 MessageHeader seal(MessageHeader header, std::span<const std::byte> bytes) noexcept;
-/// What is wrong with the message; empty where nothing is.
+/// Describes the defect of the message; empty if it has none.
 std::string flaw_of(const MessageHeader& header, std::span<const std::byte> bytes);
 
 template <class T>
