@@ -26,7 +26,7 @@ class TraceScope {
   TraceScope& operator=(const TraceScope&) = delete;
 
  private:
-  std::shared_ptr<internal::Trace> trace_;  // keeps it open if destroy_dist comes before the end
+  std::shared_ptr<internal::Trace> trace_;  // keeps the trace open after destroy_dist
   internal::TraceEvent* event_ = nullptr;   // null if tracing is off
 };
 

@@ -15,7 +15,7 @@ namespace detail {
 void assert_in_sync(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer,
                     const Group& group, std::source_location where);
 
-/// Of a module, a ModuleHolder or pointer to one, or a DistributedDataParallel.
+/// The module of a module, a ModuleHolder or pointer to one, or a DistributedDataParallel.
 template <class Model>
 const torch::nn::Module& module_of(const Model& model) {
   if constexpr (std::derived_from<Model, torch::nn::Module>) {
@@ -28,11 +28,11 @@ const torch::nn::Module& module_of(const Model& model) {
 }
 }  // namespace detail
 
-/// Throws MismatchError on every rank where a parameter or buffer of the model, or a value in the
-/// optimizer's options or state, differs between the ranks in any bit; it names the first. A few
-/// milliseconds for each 10 million parameters: for the end of each epoch. The group stays usable.
-/// With LOCKSTEP_CHECK=full, DistributedDataParallel compares the parameters by itself, every 100
-/// synchronised forwards.
+/// Throws MismatchError on every rank if a parameter or buffer of the model, or a value in the
+/// optimizer's options or state, is not bitwise identical on all ranks; names the first. Takes a
+/// few milliseconds per 10 million parameters: call it once per epoch. The group stays usable.
+/// With LOCKSTEP_CHECK=full, DistributedDataParallel itself compares the parameters every 100
+/// synchronised forward passes.
 /// Collective. `model`: a module, a ModuleHolder or shared_ptr, or a DistributedDataParallel.
 template <class Model>
 void assert_in_sync(const Model& model, const torch::optim::Optimizer& optimizer,

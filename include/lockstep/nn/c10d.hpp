@@ -8,15 +8,15 @@
 
 namespace lockstep::nn {
 
-/// A Group over a process group of c10d's: Gloo, MPI, UCC, NCCL, or one's own.
+/// A Group over a c10d process group: Gloo, MPI, UCC, NCCL, or a custom one.
 ///
-/// Every operation, type and reduction works on CPU buffers; of `process_group` only send and recv
-/// are used (and recvAnysource and Work::abort where it has them: without, a peer's failure is
-/// noticed at the deadline or by c10d's own error). NCCL moves the bytes through CUDA memory; that
-/// path is untested. While a Group uses the process group, nobody else may. `name`: for errors.
-/// `timeout`: limit of one operation. Collective. Errors: as Group's; what c10d throws arrives as
-/// EngineError, or PeerLost where a connection closed. Threads: each Group one call at a time;
-/// several Groups (split, duplicate) at once, except over NCCL, which tells no messages apart.
+/// Every operation, type and reduction works on CPU buffers. Of `process_group` only send and recv
+/// are used (and recvAnysource and Work::abort if available; without them a peer's failure is
+/// detected at the deadline or by c10d's own error). NCCL transfers through CUDA memory; that path
+/// is untested. The process group must have no other user meanwhile. `name`: for errors.
+/// `timeout`: limit of one operation. Collective. Errors: as Group's; c10d's exceptions become
+/// EngineError, or PeerLost if a connection was closed. Threads: one call at a time per Group;
+/// several Groups (split, duplicate) concurrently, except over NCCL, which has no message tags.
 Group make_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::string name = "c10d",
                  std::chrono::milliseconds timeout = std::chrono::minutes(5));
 

@@ -18,36 +18,36 @@
 
 namespace lockstep::nn {
 
-/// Rank 0 saves what `write` puts into the archive (modules, optimizers, samplers: their save) as
-/// the file `path`. Whoever opens `path`, after a crash or a power cut too, finds the file of
-/// before or the new one, whole: it is written as `path`.part, brought to the disk, then renamed.
-/// Behind the archive stands a checksum of all of it, which load_checkpoint compares; torch::load
-/// and Python's torch.jit.load read the file too. Collective; returns, on every rank, when the file
-/// is on the disk. Throws UsageError on every rank, with rank 0's reason, where write or the file
-/// system failed; `path` is as it was and the group stays usable.
+/// Rank 0 saves what `write` puts into the archive (modules, optimizers, samplers: their save) to
+/// the file `path`. The replacement is atomic: `path` is always the complete old or new file, also
+/// after a crash or power failure (written to `path`.part, synced to disk, then renamed). The
+/// archive is followed by a checksum, which load_checkpoint verifies; torch::load and Python's
+/// torch.jit.load can read the file too. Collective; returns on every rank when the file is on
+/// disk. If `write` or the file system fails, throws UsageError on every rank with rank 0's reason;
+/// `path` is unchanged and the group stays usable.
 void save_checkpoint(const std::string& path,
                      const std::function<void(torch::serialize::OutputArchive&)>& write,
                      const Group& group = default_group(),
                      std::source_location where = std::source_location::current());
 
-/// Every rank gets the archive in `path` for `read`; only rank 0 opens the file. Collective.
-/// Throws UsageError on every rank where rank 0 cannot read the file or finds it damaged (a file of
-/// torch::save has no checksum: damage in a tensor stays unseen there); what `read` throws, after.
+/// Every rank calls `read` with the archive in `path`; only rank 0 opens the file. Collective.
+/// Throws UsageError on every rank if rank 0 cannot read the file or finds it damaged (a file of
+/// torch::save has no checksum: damage in a tensor is not detected); then what `read` throws.
 void load_checkpoint(const std::string& path,
                      const std::function<void(torch::serialize::InputArchive&)>& read,
                      const Group& group = default_group(),
                      std::source_location where = std::source_location::current());
 
 namespace detail {
-/// With its options (the learning rate), which Optimizer::load leaves out.
+/// Includes the options (the learning rate), which Optimizer::load omits.
 void save_optimizer(const torch::optim::Optimizer& optimizer,
                     torch::serialize::OutputArchive& archive);
 void load_optimizer(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive);
 }  // namespace detail
 
-/// A reference to something that belongs to the state of a training: a module (or a ModuleHolder or
-/// shared_ptr to one, or a DistributedDataParallel), an optimizer, a number (of the epoch), or what
-/// else has save(OutputArchive&) and load(InputArchive&), such as samplers.
+/// A reference to a part of the training state: a module (or a ModuleHolder or shared_ptr to one,
+/// or a DistributedDataParallel), an optimizer, a number (such as the epoch), or any object with
+/// save(OutputArchive&) and load(InputArchive&), such as a sampler.
 class TrainingPart {
  public:
   template <class T>
@@ -94,11 +94,11 @@ class TrainingPart {
 
 /// Rank 0 saves the parts, see save_checkpoint:
 ///     save_training("training.pt", {net, optimizer, sampler, epoch});
-/// and every rank gets them back, from rank 0's file, see load_checkpoint:
+/// and every rank loads them from rank 0's file, see load_checkpoint:
 ///     load_training("training.pt", {net, optimizer, sampler, epoch});
-/// Both are collective. Where all ranks have the same state (assert_in_sync), the next step after
-/// is the next step, bit by bit; learning rates are part of the optimizer. load_training throws
-/// UsageError where the file has other parts than these, in this order.
+/// Both are collective. If all ranks have the same state (assert_in_sync), training resumes bitwise
+/// identically; learning rates are part of the optimizer. load_training throws UsageError if the
+/// file does not have these parts in this order.
 void save_training(const std::string& path, std::initializer_list<TrainingPart> parts,
                    const Group& group = default_group(),
                    std::source_location where = std::source_location::current());

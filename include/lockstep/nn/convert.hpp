@@ -18,23 +18,23 @@ struct Module;
 
 namespace lockstep::nn {
 
-/// Replaces every torch::nn::BatchNorm1d/2d/3d in `module` by the SyncBatchNorm of its dimension
-/// over `group` (unset: see SyncBatchNormOptions); returns `module`, or its replacement where it is
-/// itself a BatchNorm.
+/// Replaces every torch::nn::BatchNorm1d/2d/3d in `module` by the SyncBatchNorm of the same
+/// dimension over `group` (unset: see SyncBatchNormOptions). Returns `module`, or its replacement
+/// if it is itself a BatchNorm.
 ///
-/// Nothing is lost: parameters and buffers are the same tensors (an optimizer made before keeps
-/// working), options, training flag and requires_grad stay, a module that stands in several places
-/// still does. BatchNorms can be replaced inside Sequential, ModuleList and ModuleDict, at any
-/// depth. A BatchNorm that a module of yours holds as a typed member cannot: UsageError names all
-/// of them, and nothing has been replaced then. Make such a member a SyncBatchNorm yourself, or use
-/// a SyncBatchNormScope, which needs no conversion.
-/// Every SyncBatchNorm in `module` learns its name in the tree, for errors.
+/// Parameters and buffers remain the same tensors (existing optimizers keep working); options,
+/// training flag and requires_grad are kept; a module in several places of the tree remains shared.
+/// BatchNorms are replaced inside Sequential, ModuleList and ModuleDict, at any depth. A BatchNorm
+/// that is a typed member of your module cannot be replaced: UsageError names all of these, and
+/// nothing is replaced. Declare such a member as a SyncBatchNorm, or use a SyncBatchNormScope,
+/// which needs no conversion.
+/// Every SyncBatchNorm in `module` is given its name in the module tree, for errors.
 /// Not collective. Threads: not while the module is in use.
 std::shared_ptr<torch::nn::Module> convert_sync_batchnorm(
     const std::shared_ptr<torch::nn::Module>& module, std::optional<Group> group = std::nullopt,
     std::source_location where = std::source_location::current());
 
-/// The way back: every SyncBatchNorm becomes the BatchNorm of its dimension, with the same rules.
+/// The inverse: every SyncBatchNorm becomes the BatchNorm of its dimension, with the same rules.
 std::shared_ptr<torch::nn::Module> revert_sync_batchnorm(
     const std::shared_ptr<torch::nn::Module>& module,
     std::source_location where = std::source_location::current());
@@ -54,7 +54,7 @@ std::shared_ptr<torch::nn::Module> revert_sync_batchnorm(
   return revert_sync_batchnorm(std::shared_ptr<torch::nn::Module>(module.ptr()), where);
 }
 
-/// A module of TorchScript is answered in one sentence.
+/// Rejects a TorchScript module with one clear message.
 template <std::same_as<torch::jit::Module> M, class... Args>
 void convert_sync_batchnorm(const M& /*module*/, const Args&... /*args*/) {
   static_assert(sizeof...(Args) == static_cast<std::size_t>(-1),

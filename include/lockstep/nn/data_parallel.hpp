@@ -29,12 +29,12 @@ namespace detail {
 
 class Replicas;
 
-/// How one call's batch is cut for the replicas, and put together again.
+/// Splits the batch of one call for the replicas, and joins the results.
 class Cut {
  public:
   explicit Cut(const Replicas& replicas) : replicas_(&replicas) {}
 
-  void measure(const at::Tensor& tensor);  ///< all tensors first: then the cut is known
+  void measure(const at::Tensor& tensor);  ///< for all tensors, before any other call
   std::size_t n_pieces() const;
   std::vector<at::Tensor> scatter(const at::Tensor& tensor) const;
   at::Tensor gather(std::vector<at::Tensor> parts) const;
@@ -48,17 +48,17 @@ class Cut {
 std::shared_ptr<Replicas> make_replicas(torch::nn::Module& module, std::vector<at::Device> devices,
                                         std::optional<at::Device> output_device, std::int64_t dim,
                                         std::source_location where);
-/// body(i, copy i of the module) on replica i's thread, for i < n_pieces.
+/// Calls body(i, copy i of the module) on replica i's thread, for i < n_pieces.
 using ReplicaBody = std::function<void(std::size_t replica, torch::nn::Module& copy)>;
 void run_replicas(Replicas& replicas, std::size_t n_pieces, const ReplicaBody& body);
 void refresh_replicas(Replicas& replicas);
 
-/// `converted`, which is `module`; throws UsageError where it is not.
+/// Returns `converted`, which must be `module`; throws UsageError otherwise.
 std::shared_ptr<torch::nn::Module> in_place(const char* operation, const torch::nn::Module& module,
                                             std::shared_ptr<torch::nn::Module> converted,
                                             std::source_location where);
 
-/// The parts of a T. Here: one that is not cut, but given to every replica as it is.
+/// How a T is split. Primary template: not split, every replica gets it unchanged.
 template <class T>
 struct Parts {
   static void measure(Cut& /*cut*/, const T& /*value*/) {}
@@ -213,41 +213,41 @@ struct Parts<std::pair<A, B>> : TupleParts<std::pair<A, B>, A, B> {};
 
 }  // namespace detail
 
-/// One forward of a module over several devices of this process: the batch is cut along `dim`,
-/// each device's copy of the module works on its piece on a thread of its own, the outputs are put
-/// together on the output device (default: the first). {at::kCPU, at::kCPU}: two CPU workers.
+/// Data parallelism over several devices of this process: the batch is split along `dim`, each
+/// device's copy of the module processes its chunk on a separate thread, and the outputs are joined
+/// on the output device (default: the first). {at::kCPU, at::kCPU}: two CPU workers.
 ///
-/// Tensors are cut as Tensor::chunk does, so a small batch uses fewer devices, the last pieces may
-/// be smaller, and a batch of one piece goes to the module itself on the calling thread. Tensors
+/// Tensors are split as by Tensor::chunk: a small batch uses fewer devices, the last chunks may be
+/// smaller, and a batch of one chunk is passed to the module itself on the calling thread. Tensors
 /// inside std::vector, map, unordered_map, pair, tuple and torch::OrderedDict, at any depth, are
-/// cut and put together too; anything else, and tensors without dimensions or undefined ones, go
-/// to every replica as they are. Outputs without dimensions are stacked.
+/// split and joined too. Anything else, and undefined tensors and those without dimensions, are
+/// passed to every replica unchanged. Outputs without dimensions are stacked.
 ///
-/// CPU copies are kept between calls and share the parameters' memory: nothing is copied but the
-/// buffers. Gradients arrive in the module's own parameters. What copy 0 writes into buffers (the
-/// running statistics of a BatchNorm) is written into the module's own, what others write is lost.
-/// The training flag, changed or replaced parameters and submodules are seen at the next forward;
-/// other members are not: call refresh() after changing them. What a forward writes into members
-/// that are no buffers stays in the copy. Copies are made with Module::clone.
+/// CPU copies are kept between calls and share the parameters' memory: only buffers are copied.
+/// Gradients accumulate in the module's own parameters. Buffer updates by copy 0 (the running
+/// statistics of a BatchNorm) are copied to the module's own buffers, those by other copies are
+/// lost. Changes of the training flag and changed or replaced parameters and submodules take effect
+/// at the next forward; for other members call refresh(). What forward writes to members that are
+/// not buffers stays in the copy. Copies are made with Module::clone.
 ///
-/// ReplicationCallbacks are called before every forward of two or more pieces, so that
-/// SyncBatchNorm (convert_sync_batchnorm) works over the whole batch, in backward too. All copies
-/// must call such modules in the same order.
+/// ReplicationCallbacks are called before every forward of two or more chunks, so SyncBatchNorm
+/// (convert_sync_batchnorm) normalises over the whole batch, in backward too. All copies must call
+/// such modules in the same order.
 ///
-/// Grad mode, inference mode and autocast are the caller's; the default group is not. Each worker
-/// takes its share of the caller's at::get_num_threads(). Random numbers come from torch's shared
-/// generator in any order.
+/// Workers inherit the caller's grad mode, inference mode and autocast, but not its default group.
+/// Each worker gets its share of the caller's at::get_num_threads(). Workers draw random numbers
+/// from torch's shared generator in an unspecified order.
 /// Errors: UsageError (tensors of unequal size along `dim`, a module that cannot be cloned, outputs
-/// of unlike structure). A replica's exception arrives as PeerFailed whose context().rank is the
-/// replica's index, with the original nested (std::rethrow_if_nested), when all have stopped. With
-/// one device it arrives as it is. Threads: calls from several threads take turns. A copyable
+/// of different structure). A replica's exception becomes PeerFailed with the replica's index in
+/// context().rank and the original nested (std::rethrow_if_nested), after all have stopped. With
+/// one device it propagates unchanged. Threads: calls from several threads are serialised. Copyable
 /// handle.
 template <class M>
 class DataParallel {
   static_assert(detail::require_module_handle<M>());
 
  public:
-  /// The module must be on devices[0]. Throws UsageError where not, or without a device.
+  /// The module must be on devices[0]. Throws UsageError if it is not, or if `devices` is empty.
   DataParallel(M module, std::vector<at::Device> devices,
                std::optional<at::Device> output_device = std::nullopt, std::int64_t dim = 0,
                std::source_location where = std::source_location::current())
@@ -278,7 +278,7 @@ class DataParallel {
     return forward(args...);
   }
 
-  /// Makes the copies anew at the next forward.
+  /// Recreates the copies at the next forward.
   void refresh() { detail::refresh_replicas(*replicas_); }
   M& module() { return module_; }
   const M& module() const { return module_; }
@@ -288,8 +288,8 @@ class DataParallel {
   std::shared_ptr<detail::Replicas> replicas_;
 };
 
-/// convert_sync_batchnorm and revert_sync_batchnorm of its module, which is changed in place; the
-/// next forward sees it. Throws UsageError where the module itself is what is to be replaced.
+/// convert_sync_batchnorm and revert_sync_batchnorm of the wrapped module, in place; takes effect
+/// at the next forward. Throws UsageError if the wrapped module itself would be replaced.
 template <ModuleHandle M>
 std::shared_ptr<torch::nn::Module> convert_sync_batchnorm(
     DataParallel<M>& model, std::optional<Group> group = std::nullopt,
@@ -307,7 +307,7 @@ std::shared_ptr<torch::nn::Module> revert_sync_batchnorm(
                           revert_sync_batchnorm(module.shared_from_this(), where), where);
 }
 
-/// DataParallel by the name under which the known implementation has the callbacks.
+/// DataParallel under the name used by the well-known PyTorch implementation with callbacks.
 template <class M>
 class DataParallelWithCallback : public DataParallel<M> {
  public:

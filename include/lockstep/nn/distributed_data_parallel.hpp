@@ -22,47 +22,47 @@
 
 namespace lockstep::nn {
 
-/// What a communication hook gets: the gradients of one bucket, complete on this rank.
+/// Argument of a communication hook: the gradients of one bucket, complete on this rank.
 struct GradientBucket {
-  at::Tensor gradients;   ///< 1-d, contiguous; what stands here in the end are the gradients
-  std::size_t index = 0;  ///< in the order of sending, the same on all ranks
-  Group group;            ///< DistributedDataParallel's own: for the hook to communicate in
+  at::Tensor gradients;   ///< 1-d, contiguous; the hook leaves the resulting gradients here
+  std::size_t index = 0;  ///< in the order of communication, the same on all ranks
+  Group group;            ///< DistributedDataParallel's own group, for the hook to use
 };
 
-/// Starts the communication of a bucket, in backward, and returns what completes it: it is called
-/// before backward returns, bucket by bucket. Work on `group` may be under way between the two.
+/// Called in backward: starts the communication of a bucket and returns a function that completes
+/// it, called before backward returns, bucket by bucket. Work on `group` may be pending in between.
 using CommunicationHook = std::function<std::function<void()>(const GradientBucket&)>;
 
-/// Hooks that send gradients as float16 or bfloat16: half of float32's bytes. The average is made
-/// in float32 and rounded to the type once.
+/// Hooks that send gradients as float16 or bfloat16: half the bytes of float32. The average is
+/// computed in float32 and rounded once.
 CommunicationHook f16_compression();
 CommunicationHook bf16_compression();
 
 struct DistributedDataParallelOptions {
   std::optional<Group> group = {};  ///< unset: the default group when the module is wrapped
-  double bucket_size_mb = 25;       ///< a bucket is sent when it holds this many MiB of gradients
-  double first_bucket_size_mb = 1;  ///< the first is small, so that sending starts early
-  /// Rank 0's buffers go to all before every synchronised forward.
+  double bucket_size_mb = 25;       ///< MiB of gradients per bucket
+  double first_bucket_size_mb = 1;  ///< MiB; the first is small, so that communication starts early
+  /// Broadcasts rank 0's buffers before every synchronised forward.
   bool broadcast_buffers = false;
-  /// A parameter that got a gradient on some ranks only: zero on the others, or a MismatchError on
-  /// every rank, naming it.
+  /// If a parameter got a gradient on some ranks only: true takes zero on the others; false throws
+  /// MismatchError with its name on every rank.
   bool find_unused_parameters = false;
-  /// Parameters that got no gradient on this rank in the first backward never will: their buckets
-  /// need not wait for the end of backward. UsageError where one does.
+  /// Parameters that got no gradient on this rank in the first backward never get one, so their
+  /// buckets need not wait for the end of backward. UsageError if one does get a gradient.
   bool static_graph = false;
-  CommunicationHook hook = {};  ///< in the place of an all_reduce with mean
+  CommunicationHook hook = {};  ///< replaces the all_reduce with mean
   /// In join(), gradients are averaged over the ranks that still have data, not over all.
   bool join_divides_by_active = false;
 };
 
 struct JoinOptions {
-  /// Inputs of the module, for ranks that may have no batch at all: their shape and type count.
+  /// An input of the module, for ranks that may have no batch at all; only shape and type matter.
   at::Tensor example_input = {};
-  /// In its place, for modules whose forward takes other arguments: calls the module inside with
-  /// inputs of 0 rows and returns a tensor of what it returns. Kept until join returns.
+  /// Instead of example_input, if forward takes other arguments: calls the wrapped module with
+  /// inputs of 0 rows and returns a tensor of its output. Kept until join returns.
   std::function<at::Tensor()> example_forward = {};
-  /// All that have a state (momentum, Adam): ranks out of data make no steps, and get the state of
-  /// a rank that trained longest. In the same order on all ranks.
+  /// All optimizers with state (momentum, Adam): ranks out of data make no steps, and get the state
+  /// of a rank that trained longest. In the same order on all ranks.
   std::vector<torch::optim::Optimizer*> optimizers = {};
 };
 
@@ -71,15 +71,15 @@ class Reducer;
 std::shared_ptr<Reducer> make_reducer(torch::nn::Module& module,
                                       const DistributedDataParallelOptions& options,
                                       std::source_location where);
-/// `where`: the forward's line, where it is known.
+/// `where`: the source line of the forward call, if known.
 void before_forward(Reducer& reducer, const std::optional<std::source_location>& where);
-/// What a forward returned, if it is wanted.
+/// Takes the outputs of a forward; call it if wants_outputs().
 void after_forward(Reducer& reducer, const std::vector<at::Tensor>& outputs);
 bool wants_outputs(const Reducer& reducer);
-/// `shadow`: a forward without samples, like the last one.
+/// `shadow`: repeats the last forward with 0 samples.
 void set_shadow(Reducer& reducer, std::function<at::Tensor()> shadow);
 bool wants_shadow(const Reducer& reducer);
-/// `example`: a forward without samples, for this join alone; may be empty.
+/// `example`: a forward with 0 samples, for this join only; may be empty.
 void join(Reducer& reducer, const std::function<void()>& body, const JoinOptions& options,
           std::function<at::Tensor()> example, std::source_location where);
 
@@ -92,8 +92,8 @@ T without_samples(const T& value) {
 }
 }  // namespace detail
 
-/// While one lives, forward passes of its DistributedDataParallel belong to no synchronisation:
-/// their backward only accumulates gradients on this rank.
+/// During its lifetime, forward passes of its DistributedDataParallel are not synchronised: their
+/// backward only accumulates gradients on this rank.
 class NoSync {
  public:
   explicit NoSync(std::shared_ptr<detail::Reducer> reducer);
@@ -105,41 +105,41 @@ class NoSync {
   std::shared_ptr<detail::Reducer> reducer_;
 };
 
-/// A module (a ModuleHolder or a shared_ptr) whose gradients are averaged over the ranks.
+/// Wraps a module (a ModuleHolder or a shared_ptr) and averages its gradients over the ranks.
 ///
 /// Construction is collective over the group: parameter and buffer names, shapes and types are
-/// compared (MismatchError on every rank, naming the first difference), then rank 0's values go to
-/// all. It takes a group of its own (Group::duplicate) for the gradients, so that modules that
-/// communicate in backward, such as SyncBatchNorm, never meet them.
+/// compared (MismatchError on every rank, naming the first difference), then rank 0's values are
+/// broadcast. Gradients use a separate group (Group::duplicate), so they never interfere with
+/// modules that communicate in backward, such as SyncBatchNorm.
 ///
-/// backward() returns with the same averaged gradients on every rank. Each bucket of gradients is
-/// reduced by the group's worker thread as soon as it is complete, while backward goes on;
-/// gradients are then slices of the buckets, so nothing is copied back. For a loss that is a mean
-/// over unequal shares of a batch, scale it: sum over the own samples / global batch * world size.
+/// backward() returns with the same averaged gradients on every rank. The group's worker thread
+/// reduces each bucket of gradients as soon as it is complete, overlapped with backward; gradients
+/// are then views of the buckets, so nothing is copied back. If the loss is a mean and the ranks
+/// have unequal parts of a batch, scale it: sum over local samples / global batch * world size.
 ///
 /// A parameter that got no gradient on any rank keeps none; for one that got none on this rank see
-/// find_unused_parameters. A rank whose loss depends on no parameter at all must not skip backward:
-/// the others wait for it. Parameters that require no gradient take no part. What comes to require
-/// one later, or is registered later, on all ranks alike, is found at the next synchronised
-/// forward; so is one that torch::load, Module::to or set_data has changed. Rank 0's values go to
-/// all then. Where a backward comes first, it throws UsageError, unless its gradients are still
-/// averaged.
+/// find_unused_parameters. A rank with a loss that depends on no parameter must not skip backward:
+/// the others wait for it. Parameters that do not require gradients are ignored. A parameter that
+/// requires gradients or is registered later (on all ranks alike), or was changed by torch::load,
+/// Module::to or set_data, is detected at the next synchronised forward, and rank 0's values are
+/// broadcast. If backward is called before that forward, it throws UsageError unless the gradients
+/// of the parameter are still averaged.
 ///
-/// A forward through the module inside is averaged too. What only this object's forward does is
-/// missing then: no_sync, join, broadcast_buffers, looking for changed parameters. A parameter in
-/// two of these objects that live is a UsageError from backward.
+/// Gradients of a forward through the wrapped module itself are averaged too, but without the work
+/// of this object's forward: no_sync, join, broadcast_buffers, detection of changed parameters. If
+/// two live objects of this type share a parameter, backward throws UsageError.
 ///
-/// After the first synchronised backward the buckets are made anew, in the order in which rank 0's
-/// gradients came.
+/// After the first synchronised backward the buckets are rebuilt in the order in which rank 0's
+/// gradients became ready.
 ///
-/// Errors: what the group's calls throw, from backward(), with the line of the last forward (in
-/// join, of that; after a forward of more than four arguments, of the construction) and the
-/// parameters that the call was about. After an exception in a synchronised
-/// backward the next forward throws UsageError: ranks may be out of step, build a new one. Not so
-/// after the MismatchError of find_unused_parameters: zero the gradients and go on.
-/// Parameters on several devices are a UsageError. Those on CUDA have their buckets on the host:
-/// gradients are copied there and back.
-/// Threads: use it from one thread. A copyable handle, like ModuleHolder.
+/// Errors: backward() throws what the group's calls throw, with the line of the last forward (in
+/// join: of join; after a forward of more than four arguments: of the construction) and the names
+/// of the parameters concerned. After an exception in a synchronised backward the next forward
+/// throws UsageError, because ranks may be out of step: construct a new object. Exception: after
+/// the MismatchError of find_unused_parameters, zero the gradients and continue.
+/// Parameters on several devices are a UsageError. Parameters on CUDA have their buckets on the
+/// host: gradients are copied there and back.
+/// Threads: use it from one thread. Copyable handle, like ModuleHolder.
 template <class M>
 class DistributedDataParallel {
   static_assert(detail::require_module_handle<M>());
@@ -150,8 +150,8 @@ class DistributedDataParallel {
                                    Where where = Where::current())
       : module_(std::move(module)), reducer_(detail::make_reducer(*module_, options, where)) {}
 
-  /// The module's forward. A parameter pack leaves no place for the caller's line, so there is one
-  /// for each number of arguments up to four.
+  /// The module's forward. A parameter pack cannot be followed by a defaulted `where`, so there is
+  /// one overload for each number of arguments up to four.
   decltype(auto) forward(Where where = Where::current()) { return forward_at(where); }
   template <class A>
   decltype(auto) forward(A&& a, Where where = Where::current()) {
@@ -197,25 +197,25 @@ class DistributedDataParallel {
     return forward_at(std::nullopt, std::forward<Args>(args)...);
   }
 
-  /// Gradients accumulate locally for forward passes within the life of the result.
+  /// Gradients of forward passes during the lifetime of the result only accumulate locally.
   [[nodiscard]] NoSync no_sync() const { return NoSync(reducer_); }
 
-  /// For ranks that have different numbers of batches. Runs `body`, the training loop; then, while
-  /// other ranks still train, this one follows each of their steps with a forward and backward of
-  /// no samples, so that the collectives of this object and of the SyncBatchNorms in the module go
-  /// on (those of a SyncBatchNormScope in body too): it contributes zero gradients and statistics
-  /// of count 0. In the end all have the parameters, buffers and, of the optimizers given, the
-  /// state of the first rank among those that trained longest. Collective.
+  /// For ranks with different numbers of batches. Runs `body`, the training loop. Then, while other
+  /// ranks still train, this rank matches each of their steps with a forward and backward of 0
+  /// samples, so that the collectives of this object and of the SyncBatchNorms in the module
+  /// complete (also those of a SyncBatchNormScope in body): it contributes zero gradients and
+  /// statistics of count 0. Finally all ranks get the parameters, buffers and optimizer states
+  /// (JoinOptions) of the lowest rank among those that trained longest. Collective.
   ///
-  /// An optimizer with momentum or the like that is not given would step differently on each rank
-  /// after that: the synchronised forwards that follow compare the parameters and throw
+  /// If an optimizer with state such as momentum is not given, its steps would differ between the
+  /// ranks afterwards: the following synchronised forwards compare the parameters and throw
   /// MismatchError.
   ///
-  /// The module must accept inputs of 0 rows and return a tensor; other arguments than tensors are
-  /// those of its last forward here. A rank that may have no batch at all gives an example. `body`
-  /// has one backward per forward (no_sync() is seen), and communicates through nothing else. An
-  /// LBFGS whose steps depend on the loss, which differs between the ranks, is a UsageError; with
-  /// max_iter(1) and no line search they do not.
+  /// The module must accept inputs of 0 rows and return a tensor; arguments other than tensors are
+  /// those of the last forward on this rank. A rank that may have no batch must give an example.
+  /// `body` must call one backward per forward (no_sync() is allowed) and must not communicate by
+  /// other means. An LBFGS with steps that depend on the loss, which differs between the ranks, is
+  /// a UsageError; with max_iter(1) and no line search they do not depend on it.
   template <class Body>
   void join(Body&& body, const JoinOptions& options = {}, Where where = Where::current()) {
     std::function<at::Tensor()> example = options.example_forward;
@@ -246,7 +246,7 @@ class DistributedDataParallel {
     }
   }
 
-  /// The forward of such arguments, with no samples; empty where it returns no tensor.
+  /// A forward with these arguments and 0 samples; empty if forward does not return a tensor.
   template <class... Args>
   std::function<at::Tensor()> without_samples(const Args&... args) {
     if constexpr (requires {

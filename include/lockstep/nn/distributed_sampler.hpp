@@ -13,38 +13,38 @@
 
 namespace lockstep::nn {
 
-/// What happens to a data set that the ranks cannot share equally: the first ranks get one sample
-/// more (no sample lost or doubled; train in DistributedDataParallel::join), the first samples are
-/// taken twice, or the last ones are left out.
+/// If a data set cannot be divided equally: keep gives the first ranks one sample more (none lost
+/// or repeated; train in DistributedDataParallel::join), pad repeats the first samples, drop omits
+/// the last ones.
 enum class UnevenTail { keep, pad, drop };
 
 struct DistributedSamplerOptions {
-  bool shuffle = true;     ///< anew in every epoch, in the same order on all ranks
-  std::uint64_t seed = 0;  ///< equal on all ranks
+  bool shuffle = true;     ///< a new order in every epoch, the same on all ranks
+  std::uint64_t seed = 0;  ///< the same on all ranks
   UnevenTail tail = UnevenTail::keep;
-  Group group = default_group();  ///< for its rank and size only: nothing is sent
+  Group group = default_group();  ///< only its rank and size are used: no communication
 };
 
-/// This rank's share of the indices of a data set, for torch::data::make_data_loader. Rank r has
-/// those at r, r + size, r + 2 * size, ... of the epoch's order, which depends on seed and epoch
-/// only, on every machine and compiler.
+/// This rank's share of the indices of a data set, for torch::data::make_data_loader. Rank r gets
+/// the indices at positions r, r + size, r + 2 * size, ... of the epoch's order, which depends on
+/// seed and epoch only and is the same on every machine and compiler.
 ///
-/// A data loader resets it at its begin(): every pass is one epoch, starting with 0. Copies share
-/// the epoch, so that set_epoch works beside a loader that has a copy.
-/// Threads: as a sampler, one at a time.
+/// A data loader resets it in begin(): every pass is one epoch, starting with 0. Copies share the
+/// epoch, so set_epoch also affects the copy in a loader.
+/// Threads: one at a time.
 class DistributedSampler : public torch::data::samplers::Sampler<> {
  public:
   explicit DistributedSampler(std::size_t size, const DistributedSamplerOptions& options = {});
 
-  /// The epoch of the next reset.
+  /// Sets the epoch for the next reset.
   void set_epoch(std::size_t epoch) { *next_epoch_ = epoch; }
-  /// Samples of this rank in an epoch.
+  /// Number of samples of this rank per epoch.
   std::size_t n_samples() const;
 
-  /// Begins the next epoch, of a data set of another size if given.
+  /// Starts the next epoch, with a new size of the data set if given.
   void reset(torch::optional<std::size_t> new_size = {}) override;
   torch::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
-  /// The next epoch and what has been taken of this one.
+  /// Saves the next epoch and the position in this one.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 

@@ -18,14 +18,14 @@
 
 namespace lockstep::nn {
 
-/// What holds a module: a ModuleHolder such as torch::nn::Sequential, or a shared_ptr.
+/// A handle of a module: a ModuleHolder such as torch::nn::Sequential, or a shared_ptr.
 template <class M>
 concept ModuleHandle = requires(M& module) {
   { *module } -> std::convertible_to<torch::nn::Module&>;
 };
 
 namespace detail {
-/// A mistake in the place of a ModuleHandle, answered in one sentence.
+/// Rejects an M that is not a ModuleHandle with one clear message.
 template <class M>
 consteval bool require_module_handle() {
   static_assert(ModuleHandle<M>,
@@ -38,34 +38,33 @@ consteval bool require_module_handle() {
 
 class CallbackContext;
 
-/// What is known of a replication besides its copies.
+/// Optional information about a replication.
 struct ReplicationInfo {
-  /// The module that the copies were made of.
+  /// The module that was copied.
   std::shared_ptr<torch::nn::Module> original{};
-  /// Of each copy; empty: those of the copies' parameters and buffers.
+  /// The device of each copy; empty: the devices of the copies' parameters and buffers.
   std::vector<at::Device> devices{};
 };
 
-/// Tells every ReplicationCallback in the copies of a module who it is. There is one context for
-/// each submodule of copy 0 (a submodule that stands in two places is one); they live until the
-/// call returns, states that somebody shares live on.
-/// Throws UsageError where there is no copy, a null one, or one (or the original) that is built
-/// unlike copy 0, or `devices` are not one for each; no callback has run then. Threads: not while a
-/// copy is in use.
+/// Calls on_replicate of every ReplicationCallback in the copies of a module. There is one context
+/// per submodule of copy 0 (a submodule that occurs twice has one); contexts live until the call
+/// returns, states with another owner longer. Throws UsageError, before any callback runs, if there
+/// is no copy, a null copy, or a copy (or the original) of a different structure from copy 0, or if
+/// `devices` does not have one entry per copy. Threads: not while a copy is in use.
 void execute_replication_callbacks(std::span<const std::shared_ptr<torch::nn::Module>> replicas,
                                    const ReplicationInfo& about = {},
                                    std::source_location where = std::source_location::current());
 
-/// What the copies of one submodule share while they are told who they are.
+/// Shared by the copies of one submodule during execute_replication_callbacks.
 class CallbackContext {
  public:
   int n_copies() const { return n_copies_; }
-  /// Of the copy that is told: of its first parameter or buffer, the CPU where it has none.
+  /// Device of the called copy: that of its first parameter or buffer, the CPU if it has none.
   at::Device device() const { return device_; }
-  /// The submodule that this one is a copy of; null where nobody said what was copied.
+  /// The submodule that this one is a copy of; null if the original was not given.
   torch::nn::Module* original() const { return original_; }
 
-  /// This position's T, made on the first call; the reference lives as long as the context.
+  /// This submodule's T, created on the first call; the reference is valid as long as the context.
   template <std::default_initializable T>
   T& state() {
     auto& slot = states_[typeid(T)];
@@ -83,16 +82,16 @@ class CallbackContext {
   std::map<std::type_index, std::shared_ptr<void>> states_;
 };
 
-/// A module that wants to know which copy it is derives from it as well.
+/// Base class, in addition to Module, of modules that need to know which copy they are.
 class ReplicationCallback {
  public:
   virtual ~ReplicationCallback() = default;
 
-  /// Called after every replication, on one thread: copy 0's modules first, then copy 1's, ...
+  /// Called after every replication, on one thread: first for copy 0's modules, then copy 1's, ...
   virtual void on_replicate(CallbackContext& context, int copy_id) = 0;
 
-  /// The copy that this module belongs to has thrown `error` in its forward; on its thread.
-  /// Release the copies that wait for this one. Must not throw.
+  /// Called on the copy's thread after the forward of this module's copy has thrown `error`.
+  /// Must release the copies that wait for this one. Must not throw.
   virtual void on_failure([[maybe_unused]] const std::exception_ptr& error) {}
 };
 
@@ -102,15 +101,15 @@ requires(!std::same_as<M, std::shared_ptr<torch::nn::Module>>) void execute_repl
     const std::vector<M>& replicas, const ReplicationInfo& about = {},
     std::source_location where = std::source_location::current()) {
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
-  for (M replica : replicas) {  // a handle; a const one gives no module to change
+  for (M replica : replicas) {  // copies the handle: a const handle gives a const module
     torch::nn::Module& module = *replica;
     modules.push_back(module.shared_from_this());
   }
   execute_replication_callbacks(modules, about, where);
 }
 
-/// For those who run copies by themselves: tells every ReplicationCallback in `replica` that its
-/// forward has thrown, so that no other copy waits for it. Call it on the copy's thread.
+/// For code that runs copies itself: calls on_failure of every ReplicationCallback in `replica`
+/// after its forward has thrown, so that no other copy waits. Call it on the copy's thread.
 void execute_failure_callbacks(torch::nn::Module& replica, const std::exception_ptr& error);
 
 namespace detail {
@@ -120,20 +119,20 @@ struct AnyCall {
 };
 template <class F>
 struct WithAnyCall : F, AnyCall {};
-/// A class with a call operator, overloaded or a template as it may be: AnyCall's is then
+/// A class with a call operator, which may be overloaded or a template: it makes AnyCall's
 /// ambiguous.
 template <class F>
 concept FunctionObject = std::is_class_v<F> &&
     (std::is_final_v<F> || !requires { &WithAnyCall<F>::operator(); });
 
-/// The module of the first argument, if that is a handle of one.
+/// The module of the first argument, if that is a ModuleHandle.
 template <class... Args>
 std::shared_ptr<torch::nn::Module> original_of(Args&... args) {
   std::shared_ptr<torch::nn::Module> module;
   if constexpr (sizeof...(Args) > 0) {
     auto& first = std::get<0>(std::tie(args...));
     if constexpr (ModuleHandle<std::remove_cvref_t<decltype(first)>>) {
-      auto handle = first;  // a const one gives no module to change
+      auto handle = first;  // a const handle gives a const module
       torch::nn::Module& its = *handle;
       module = its.shared_from_this();
     }
@@ -143,13 +142,13 @@ std::shared_ptr<torch::nn::Module> original_of(Args&... args) {
 
 }  // namespace detail
 
-/// A function, or an object that can be called like one.
+/// A function or a function object.
 template <class F>
 concept ReplicateFunction = std::is_function_v<std::remove_pointer_t<std::remove_cvref_t<F>>> ||
     detail::FunctionObject<std::remove_cvref_t<F>>;
 
-/// Your own replicate with the callbacks called after it: it returns a vector of the copies, and
-/// where its first argument is the module, that is CallbackContext::original.
+/// Wraps your replicate function, which returns a vector of the copies, and calls the callbacks
+/// after it. If its first argument is the module, that is CallbackContext::original.
 template <class Replicate>
 auto patch_replication_callback(Replicate replicate) {
   static_assert(ReplicateFunction<Replicate>,

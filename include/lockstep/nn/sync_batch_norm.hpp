@@ -23,7 +23,7 @@ namespace detail {
 
 class ReplicaLink;
 
-/// A layer whose errors name it: by its place in the module tree, where that is known.
+/// A layer that is named in errors, by its place in the module tree if that is known.
 class NamedLayer {
  public:
   NamedLayer(std::string type, std::int64_t num_features, std::source_location made_at);
@@ -35,21 +35,21 @@ class NamedLayer {
   std::source_location made_at_;
 };
 
-/// Gives every such layer below `root` its name.
+/// Sets the name of every NamedLayer below `root`.
 void name_layers(const torch::nn::Module& root);
 
 }  // namespace detail
 
-/// How eps keeps the variance from 0 in training: var + eps as in torch, or max(var, eps) (no
-/// gradient then goes through a variance below eps). Eval mode always has var + eps.
+/// How eps keeps the variance above 0 in training: plus is var + eps as in torch, clamp is
+/// max(var, eps) (no gradient flows through a variance below eps). Eval mode always uses var + eps.
 enum class EpsMode { plus, clamp };
 
-/// What a training batch that holds a NaN or an infinity, on any rank, does to the running
-/// statistics: it gets into them, or they and num_batches_tracked stay as they were. All ranks
-/// decide alike. The output is not finite either way.
+/// The effect of a NaN or infinity in a training batch, on any rank, on the running statistics:
+/// propagate updates them with it; keep_running_stats leaves them and num_batches_tracked
+/// unchanged. All ranks decide alike. The output is not finite in either case.
 enum class OnNonfinite { propagate, keep_running_stats };
 
-/// The options of torch::nn::BatchNorm, and the group.
+/// The options of torch::nn::BatchNorm, plus those of the synchronisation.
 struct SyncBatchNormOptions {
   SyncBatchNormOptions(  // NOLINT: SyncBatchNorm2d(64), as in torch
       std::int64_t num_features, std::source_location where = std::source_location::current())
@@ -62,17 +62,17 @@ struct SyncBatchNormOptions {
   TORCH_ARG(std::int64_t, num_features);
   TORCH_ARG(double, eps) = 1e-5;
   TORCH_ARG(EpsMode, eps_mode) = EpsMode::plus;
-  /// Weight of the new batch in the running statistics; nullopt: the average over all batches.
+  /// Weight of the new batch in the running statistics; nullopt: cumulative average of all batches.
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
   TORCH_ARG(bool, affine) = true;
   TORCH_ARG(bool, track_running_stats) = true;
   TORCH_ARG(OnNonfinite, on_nonfinite) = OnNonfinite::propagate;
-  /// The ranks that share a batch. Unset: the default group of the thread that calls forward. The
-  /// module keeps the first one that is of a world; so it may be made before init_dist.
+  /// The ranks that share a batch. Unset: the default group of the thread that calls forward; the
+  /// module keeps the first that is not solo, so it can be constructed before init_dist.
   TORCH_ARG(std::optional<Group>, group);
 
  public:
-  /// The line that made the options.
+  /// The source line that constructed the options.
   const std::source_location& made_at() const { return made_at_; }
 
  private:
@@ -81,30 +81,30 @@ struct SyncBatchNormOptions {
 
 /// Batch normalisation over the batches of all ranks of a group, as if one rank held them all:
 /// outputs, gradients and running statistics are those of torch::nn::BatchNormNd on the
-/// concatenated batch. Statistics are the same bits on all ranks.
+/// concatenated batch. Statistics are bitwise identical on all ranks.
 ///
 /// Collective in training mode, also under NoGradGuard: one all_gather of 1 + 2C doubles in
-/// forward and one all_reduce of 2C doubles in backward (none where the input needs no gradient).
-/// Ranks may hold different numbers of samples, one, or none; a rank without samples must still
-/// call backward (`output.sum().backward()` does it). In eval mode nothing is sent.
+/// forward and one all_reduce of 2C doubles in backward (none if the input needs no gradient).
+/// Ranks may have different numbers of samples, including none; a rank without samples must still
+/// call backward (`output.sum().backward()` is enough). No communication in eval mode.
 ///
-/// weight and bias get this rank's share of their gradients, as in PyTorch: the sum over the ranks
-/// is the whole; DistributedDataParallel makes it.
+/// weight and bias get this rank's contribution to their gradients, as in PyTorch: the full
+/// gradient is the sum over the ranks, which DistributedDataParallel computes.
 ///
 /// In the replicas of a DataParallel the batch is that of all replicas (of all ranks): they
-/// exchange their statistics through a SyncMaster, and the master, copy 0, does the ranks' part.
-/// The exchange is a node of the autograd graph, so that backward, on one thread, waits for nobody.
+/// exchange their statistics through a SyncMaster, and the master, copy 0, calls the collectives.
+/// The exchange is a node of the autograd graph, so backward, on one thread, never waits.
 ///
 /// State: weight, bias, running_mean, running_var, num_batches_tracked, as BatchNormNd.
-/// Input: CPU or CUDA, state on the same device; float64 or float32 with a state of its type,
-/// bfloat16 or float16 with a float32 state or one of its type (computed in float32, statistics in
-/// float64; on CUDA by ATen's kernels, merged in float64 on the host); any strides,
-/// channels-last is kept in output and gradient. Errors: UsageError before a byte moves for another
-/// shape, type or device; UsageError after the exchange, on every rank, where all ranks together
-/// hold one value per channel; both leave the module and the group as they were. Else what
-/// Group::all_gather and all_reduce throw. They name the layer, by its place in the module tree
-/// where convert_sync_batchnorm or DataParallel has seen the tree, and the line that called
-/// forward; inside torch::nn::Sequential, which does not know that line, the one that made or
+/// Input: CPU or CUDA, state on the same device; float64 or float32 with state of the same type,
+/// bfloat16 or float16 with state of type float32 or the input's (computed in float32, statistics
+/// in float64; on CUDA by ATen's kernels, merged in float64 on the host); any strides,
+/// channels-last is kept in output and gradient. Errors: UsageError before any communication for
+/// another shape, type or device; UsageError after the exchange, on every rank, if all ranks
+/// together have one value per channel; both leave the module and the group unchanged. Otherwise
+/// what Group::all_gather and all_reduce throw. Errors name the layer, by its place in the module
+/// tree if convert_sync_batchnorm or DataParallel has traversed it, and the line that called
+/// forward; inside torch::nn::Sequential, which does not pass that line on, the one that created or
 /// converted the layer. Threads: one forward or backward at a time per Group.
 template <std::size_t D, class Derived>
 class SyncBatchNormImplBase
@@ -114,18 +114,18 @@ class SyncBatchNormImplBase
  public:
   explicit SyncBatchNormImplBase(const SyncBatchNormOptions& options_);
 
-  /// where: of the call, for errors.
+  /// where: the source line of the call, for errors.
   at::Tensor forward(const at::Tensor& input,
                      std::source_location where = std::source_location::current());
   void pretty_print(std::ostream& stream) const override;
   void on_replicate(CallbackContext& context, int copy_id) override;
   void on_failure(const std::exception_ptr& error) override;
-  /// Training batches with a NaN or an infinity that this module has seen; the same on all ranks.
+  /// Number of training batches with a NaN or infinity so far; the same on all ranks.
   std::int64_t n_nonfinite_batches() const { return n_nonfinite_batches_; }
 
  protected:
   void _check_input_dim(const at::Tensor& input) override;
-  /// Sequential calls forward without a line.
+  /// Sequential calls forward without a source line.
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(std::source_location())})
 
  private:
@@ -137,7 +137,7 @@ class SyncBatchNormImplBase
   Group replica_group_;                           // of the thread that told it
 };
 
-/// A TORCH_MODULE whose calls and construction hand on the caller's line.
+/// A TORCH_MODULE that passes on the caller's source line in construction and calls.
 template <class ImplType>
 class SyncBatchNormHolder : public torch::nn::ModuleHolder<ImplType> {
  public:

@@ -12,16 +12,16 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
-/// The operations of tensor_ops.hpp on the group's worker thread, in the order given: sizes, types
-/// and errors are the same, and what is the caller's fault is thrown at once.
+/// The operations of tensor_ops.hpp on the group's worker thread, in call order. Sizes, types and
+/// errors are the same; UsageErrors are thrown at once.
 ///
 ///   auto work = lockstep::nn::all_reduce_async(loss);
 ///   ...
 ///   work.wait();
 ///
-/// The result stands in the tensors (or comes out of wait) when wait() has returned, not before: a
-/// strided or CUDA tensor is filled there. Let tensors be until then; the operation keeps them
-/// alive. Threads: wait() on the thread that uses the tensors.
+/// The result is in the tensors (or returned by wait) only after wait() has returned, because wait
+/// fills strided and CUDA tensors. Do not access the tensors until then; the operation keeps them
+/// alive. Threads: call wait() on the thread that uses the tensors.
 namespace lockstep::detail {
 template <>
 inline constexpr bool kHasOwnOperations<at::Tensor> = true;
@@ -33,13 +33,13 @@ namespace detail {
 struct TensorOperation;
 }
 
-/// An operation on tensors under way. A copyable handle.
+/// An asynchronous operation on tensors. Copyable handle.
 class [[nodiscard]] TensorWork {
  public:
   TensorWork() = default;  ///< done
   explicit TensorWork(std::shared_ptr<detail::TensorOperation> operation)
       : operation_(std::move(operation)) {}
-  /// Blocks until the operation has ended; throws what it threw. May be called again.
+  /// Blocks until the operation has completed; rethrows its error. May be called again.
   void wait();
   /// Whether wait() would not block.
   bool done() const;
@@ -48,7 +48,7 @@ class [[nodiscard]] TensorWork {
   std::shared_ptr<detail::TensorOperation> operation_;
 };
 
-/// The same, with tensors that come out of it.
+/// The same for an operation that returns tensors.
 class [[nodiscard]] TensorsWork : private TensorWork {
  public:
   using TensorWork::done;

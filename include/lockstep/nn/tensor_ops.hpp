@@ -9,40 +9,40 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
-/// The operations over tensors: sizes are those of the tensors, errors and threads those of the
-/// Group's operations (group.hpp). Tensors that are not contiguous, or on CUDA, are copied to the
-/// host and back. UsageError for a type without a DType (bool, complex), another device, a sparse
-/// or undefined tensor.
+/// The operations over tensors. Sizes are those of the tensors; errors and threads as for the
+/// Group's operations (group.hpp). Tensors that are not contiguous or are on CUDA are copied to
+/// contiguous host memory and back. UsageError for a type without a DType (bool, complex), another
+/// device, a sparse or undefined tensor.
 namespace lockstep::nn {
 
-/// data <- reduction of every rank's data, on all ranks. Autograd does not see it.
+/// data <- reduction of every rank's data, on all ranks. Not recorded by autograd.
 void all_reduce(at::Tensor& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                 Deadline deadline = {},
                 std::source_location where = std::source_location::current());
 
-/// data <- src's data. Any element type: bytes move.
+/// data <- src's data. Any element type: bytes are transferred.
 void broadcast(at::Tensor& data, int src = 0, const Group& group = default_group(),
                Deadline deadline = {},
                std::source_location where = std::source_location::current());
 
-/// Every rank's data, by rank: contiguous tensors of data's shape, which is the same on all ranks.
-/// Any element type: bytes move.
+/// Returns every rank's data, indexed by rank: contiguous tensors of data's shape, which must be
+/// the same on all ranks. Any element type: bytes are transferred.
 std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group = default_group(),
                                    Deadline deadline = {},
                                    std::source_location where = std::source_location::current());
 
-/// On dst: data <- reduction of every rank's data. Elsewhere data is left as it was.
+/// On dst: data <- reduction of every rank's data. On other ranks data is unchanged.
 void reduce(at::Tensor& data, int dst = 0, ReduceOp op = ReduceOp::sum,
             const Group& group = default_group(), Deadline deadline = {},
             std::source_location where = std::source_location::current());
 
-/// all_gather on dst only; empty elsewhere.
+/// As all_gather, but only dst receives; returns an empty vector elsewhere.
 std::vector<at::Tensor> gather(const at::Tensor& data, int dst = 0,
                                const Group& group = default_group(), Deadline deadline = {},
                                std::source_location where = std::source_location::current());
 
-/// data <- part `rank` of src's parts: size() tensors of data's shape and type; elsewhere they are
-/// not used. Any element type: bytes move.
+/// data <- parts[rank] of src: size() tensors of data's shape and type; not used on other ranks.
+/// Any element type: bytes are transferred.
 void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src = 0,
              const Group& group = default_group(), Deadline deadline = {},
              std::source_location where = std::source_location::current());
@@ -53,13 +53,13 @@ void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts,
                     Deadline deadline = {},
                     std::source_location where = std::source_location::current());
 
-/// By rank: what that rank has as parts[this rank]. size() tensors of one shape and type, the same
-/// on all ranks. Any element type: bytes move.
+/// Returns, indexed by rank q, rank q's parts[this rank]. parts: size() tensors of one shape and
+/// type, the same on all ranks. Any element type: bytes are transferred.
 std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts,
                                    const Group& group = default_group(), Deadline deadline = {},
                                    std::source_location where = std::source_location::current());
 
-/// To and from another rank; the receiver's tensor has the sender's type and number of elements.
+/// To and from another rank. The receiver's tensor must have the sender's type and element count.
 void send(const at::Tensor& data, int dst, const Group& group = default_group(),
           Deadline deadline = {}, std::source_location where = std::source_location::current());
 void recv(at::Tensor& data, int src, const Group& group = default_group(), Deadline deadline = {},
@@ -69,8 +69,8 @@ void recv(at::Tensor& data, int src, const Group& group = default_group(), Deadl
 DType dtype_of(const at::Tensor& tensor,
                std::source_location where = std::source_location::current());
 
-/// A contiguous CPU tensor's elements, for the operations of Group.
-/// Throws UsageError where the tensor is not such.
+/// A view of a contiguous CPU tensor's elements, for the operations of Group.
+/// Throws UsageError for any other tensor.
 Elements elements_of(const at::Tensor& tensor,
                      std::source_location where = std::source_location::current());
 

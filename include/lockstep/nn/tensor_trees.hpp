@@ -18,9 +18,9 @@
 #include <lockstep/types.hpp>
 
 /// The operations over nested containers of tensors: vector, array, map, torch::OrderedDict, pair,
-/// tuple, at any depth; what else stands in them is left as it is. One message per tensor, in
-/// order; the containers are alike on all ranks, else MismatchError (or a TimeoutError, where one
-/// has more).
+/// tuple, at any depth; other elements are unchanged. One message per tensor, in order. The
+/// containers must have the same structure on all ranks, otherwise MismatchError (or TimeoutError,
+/// if one rank has more tensors).
 namespace lockstep::nn {
 
 namespace detail {
@@ -85,13 +85,13 @@ struct Tree<std::tuple<Ts...>> : TupleTree<std::tuple<Ts...>, Ts...> {};
 template <class A, class B>
 struct Tree<std::pair<A, B>> : TupleTree<std::pair<A, B>, A, B> {};
 
-/// The device of all of them. Throws UsageError where they differ or there are none.
+/// The common device of all tensors. Throws UsageError if they differ or there are none.
 at::Device common_device(const std::vector<at::Tensor>& tensors, std::source_location where);
 
 template <class T>
 std::vector<at::Tensor> tensors_of(const T& tree) {
   std::vector<at::Tensor> tensors;
-  T copy = tree;  // of handles
+  T copy = tree;  // copies handles only
   Tree<T>::visit(copy, [&tensors](at::Tensor& tensor) { tensors.push_back(tensor); });
   return tensors;
 }
@@ -104,8 +104,8 @@ TensorsOfTrees tensors_of_each(const std::vector<T>& trees) {
   for (const T& tree : trees) result.push_back(tensors_of(tree));
   return result;
 }
-/// Parts for each rank, by tensor. Throws UsageError unless there is one for each rank of the
-/// group, whose tensors are of the shapes and types of `like`.
+/// Transposes parts per rank to parts per tensor. Throws UsageError unless there is one part per
+/// rank of the group, with tensors of the shapes and types of `like`.
 TensorsOfTrees parts_by_tensor(const char* operation, const TensorsOfTrees& parts,
                                const std::vector<at::Tensor>& like, const Group& group,
                                std::source_location where);
@@ -141,7 +141,7 @@ void broadcast(T& data, int src = 0, const Group& group = default_group(), Deadl
                std::source_location where = std::source_location::current()) {
   detail::Tree<T>::visit(data, [&](at::Tensor& t) { broadcast(t, src, group, deadline, where); });
 }
-/// By rank: this rank's container with that rank's tensors.
+/// Returns, indexed by rank, this rank's container with that rank's tensors.
 template <TensorTree T>
 std::vector<T> all_gather(const T& data, const Group& group = default_group(),
                           Deadline deadline = {},
@@ -153,7 +153,7 @@ std::vector<T> all_gather(const T& data, const Group& group = default_group(),
   return detail::with_tensors(std::vector<T>(static_cast<std::size_t>(group.size()), data),
                               gathered);
 }
-/// all_gather on dst only; empty elsewhere.
+/// As all_gather, but only dst receives; returns an empty vector elsewhere.
 template <TensorTree T>
 std::vector<T> gather(const T& data, int dst = 0, const Group& group = default_group(),
                       Deadline deadline = {},
@@ -166,7 +166,7 @@ std::vector<T> gather(const T& data, int dst = 0, const Group& group = default_g
   return detail::with_tensors(std::vector<T>(static_cast<std::size_t>(group.size()), data),
                               gathered);
 }
-/// The tensors of data <- those of part `rank` of src's parts; elsewhere parts are not used.
+/// The tensors of data <- those of src's parts[rank]; parts is not used on other ranks.
 template <TensorTree T>
 void scatter(T& data, const std::vector<T>& parts, int src = 0,
              const Group& group = default_group(), Deadline deadline = {},
@@ -181,7 +181,7 @@ void scatter(T& data, const std::vector<T>& parts, int src = 0,
   detail::Tree<T>::visit(data,
                          [&](at::Tensor& t) { scatter(t, *next++, src, group, deadline, where); });
 }
-/// The tensors of data <- reductions of those of every rank's parts[rank].
+/// The tensors of data <- reductions over the ranks of those of parts[rank].
 template <TensorTree T>
 void reduce_scatter(T& data, const std::vector<T>& parts, ReduceOp op = ReduceOp::sum,
                     const Group& group = default_group(), Deadline deadline = {},
@@ -192,7 +192,7 @@ void reduce_scatter(T& data, const std::vector<T>& parts, ReduceOp op = ReduceOp
   detail::Tree<T>::visit(
       data, [&](at::Tensor& t) { reduce_scatter(t, *next++, op, group, deadline, where); });
 }
-/// By rank: this rank's part for that rank, with the tensors of that rank's parts[this rank].
+/// Returns, indexed by rank q, this rank's parts[q] with the tensors of rank q's parts[this rank].
 template <TensorTree T>
 std::vector<T> all_to_all(const std::vector<T>& parts, const Group& group = default_group(),
                           Deadline deadline = {},
@@ -218,33 +218,33 @@ void recv(T& data, int src, const Group& group = default_group(), Deadline deadl
   detail::Tree<T>::visit(data, [&](at::Tensor& t) { recv(t, src, group, deadline, where); });
 }
 
-/// dict[key] <- reduction of every rank's dict[key], on all ranks. MismatchError where keys,
-/// numbers of elements or op differ, on every rank; it names the keys and the ranks, and nothing
-/// has changed.
+/// dict[key] <- reduction of every rank's dict[key], on all ranks. If keys, element counts or op
+/// differ, every rank throws MismatchError, which names the keys and the ranks, and nothing is
+/// changed.
 void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op = ReduceOp::sum,
                      const Group& group = default_group(), Deadline deadline = {},
                      std::source_location where = std::source_location::current());
 
-/// Reduces parameters (or gradients: any tensors) in place, in messages of up to bucket_size_mb
-/// MiB; below 0: one message per type. coalesce false: one message per tensor. A sum unless `op`
-/// says otherwise, as in mmengine: give ReduceOp::mean to average.
+/// Reduces parameters (or gradients, or any tensors) in place, in messages of up to bucket_size_mb
+/// MiB; below 0: one message per type. coalesce = false: one message per tensor. Sums by default,
+/// as in mmengine: use ReduceOp::mean to average.
 void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce = true,
                        double bucket_size_mb = -1, ReduceOp op = ReduceOp::sum,
                        const Group& group = default_group(), Deadline deadline = {},
                        std::source_location where = std::source_location::current());
 
 /// The device of all tensors in `data`, a tensor or a container.
-/// Throws UsageError where they are on several, or there is none.
+/// Throws UsageError if they are on several devices, or there is no tensor.
 template <class T>
 at::Device get_data_device(const T& data,
                            std::source_location where = std::source_location::current()) {
   return detail::common_device(detail::tensors_of(data), where);
 }
 
-/// The device whose tensors the group's operations take: the CPU.
+/// The device of tensors for the group's operations: the CPU.
 at::Device get_comm_device(const Group& group = default_group());
 
-/// `data`, a tensor or a container, with its tensors on `device`; those there already are the same.
+/// `data`, a tensor or a container, with its tensors on `device`; no copy if already there.
 template <class T>
 T cast_data_device(const T& data, at::Device device) {
   T result = data;
