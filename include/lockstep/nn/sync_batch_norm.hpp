@@ -68,7 +68,7 @@ struct SyncBatchNormOptions {
   TORCH_ARG(bool, track_running_stats) = true;
   TORCH_ARG(OnNonfinite, on_nonfinite) = OnNonfinite::propagate;
   /// The ranks that share a batch. Unset: the default group of the thread that calls forward; the
-  /// module keeps the first that is not solo, so it can be constructed before init_dist.
+  /// module keeps the first it gets when distributed, so it can be constructed before init_dist.
   TORCH_ARG(std::optional<Group>, group);
 
  public:
@@ -133,8 +133,8 @@ class SyncBatchNormImplBase
   Group resolve_group();
 
   std::int64_t n_nonfinite_batches_ = 0;
-  std::shared_ptr<detail::ReplicaLink> replica_;  // none where it is no replica
-  Group replica_group_;                           // of the thread that told it
+  std::shared_ptr<detail::ReplicaLink> replica_;  // null if not a replica
+  Group replica_group_;                           // of the thread that called on_replicate
 };
 
 /// A TORCH_MODULE that passes on the caller's source line in construction and calls.
