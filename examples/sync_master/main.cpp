@@ -1,4 +1,4 @@
-// The mean of the samples of three workers, each of which has another number of them.
+// The mean of the samples of three workers that have different numbers of samples.
 
 #include <cstdio>
 #include <lockstep/sync.hpp>
@@ -11,7 +11,7 @@ struct Share {
   int count;
 };
 
-// Runs on the master's thread, once all have come: the master's message first.
+// Runs on the master's thread when all messages have arrived; the master's message is the first.
 std::vector<lockstep::ReplyTo<double>> mean_of_all(std::span<lockstep::MessageFrom<Share>> shares) {
   Share total{0, 0};
   for (const auto& [id, share] : shares) {

@@ -5,23 +5,23 @@
 #include <span>
 #include <vector>
 
-/// Which samples a rank trains on. Every rank computes the same and takes its part, so the union
-/// of the ranks' parts is the batch that one rank would have.
+/// Which samples a rank trains on. Every rank computes the same order and takes its part, so the
+/// union of the ranks' parts is the batch of a single-rank run.
 namespace train {
 
-/// Samples of each rank: `n` cut as equally as it goes, the first ranks one more.
+/// Samples per rank: `n` divided as equally as possible, the first ranks get one more.
 std::vector<std::size_t> cut(std::size_t n, int n_ranks);
 
-/// The batch's shares by rank: `wanted` where given (--shares), else cut(batch, n_ranks).
-/// Throws std::invalid_argument where `wanted` has not n_ranks parts or sums not to batch, or
-/// where a rank would get nothing.
+/// Number of samples of a batch per rank: `wanted` if given (--shares), else cut(batch, n_ranks).
+/// Throws std::invalid_argument if `wanted` does not have n_ranks entries or their sum is not
+/// batch, or if a rank would get no samples.
 std::vector<std::size_t> shares_of(std::size_t batch, int n_ranks,
                                    const std::vector<std::size_t>& wanted);
 
-/// The order of `n` samples in an epoch: a function of its arguments, on every machine alike.
+/// The order of `n` samples in an epoch: a function of its arguments, the same on every machine.
 std::vector<std::int64_t> epoch_order(std::size_t n, std::uint64_t seed, std::size_t epoch);
 
-/// `all` cut by `shares`: the rank-th part.
+/// Part `rank` of `all`, divided by `shares`.
 template <class T>
 std::span<T> part_of(std::span<T> all, std::span<const std::size_t> shares, int rank) {
   std::size_t first = 0;

@@ -42,7 +42,7 @@ class Checksum {
   uLong crc_ = crc32_z(0, nullptr, 0);
 };
 
-/// What f reads of the file. Whatever it throws becomes a std::runtime_error that names the file.
+/// Returns what f reads from the file. Its exceptions become std::runtime_error with the file name.
 template <class F>
 auto read_from(const fs::path& path, F f) {
   std::string why;
@@ -77,7 +77,7 @@ std::int64_t read_int(torch::serialize::InputArchive& archive, const std::string
 /// A number of images or steps.
 std::size_t read_count(torch::serialize::InputArchive& archive, const std::string& key,
                        std::int64_t least) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 48;  // arithmetic with it overflows nowhere
+  constexpr std::int64_t kMost = std::int64_t{1} << 48;  // small enough to avoid overflow
   const std::int64_t count = read_int(archive, key);
   if (count < least || count > kMost) {
     throw std::runtime_error(
@@ -111,7 +111,7 @@ void collect_tensors(torch::serialize::InputArchive& archive, const std::string&
   for (const std::string& key : archive.keys()) {
     torch::Tensor tensor;
     torch::serialize::InputArchive child;
-    // An archive does not say which of its tensors are buffers: ask for both.
+    // An archive does not tell which of its tensors are buffers: try both.
     if (archive.try_read(key, tensor) || archive.try_read(key, tensor, /*is_buffer=*/true)) {
       tensors.push_back({prefix + key, tensor});
     } else if (archive.try_read(key, child)) {
@@ -120,7 +120,7 @@ void collect_tensors(torch::serialize::InputArchive& archive, const std::string&
   }
 }
 
-/// Module::load takes whatever shape it finds.
+/// Needed because Module::load accepts any shape.
 std::vector<std::vector<std::int64_t>> shapes_of(const torch::nn::Module& model) {
   std::vector<std::vector<std::int64_t>> shapes;
   for (const torch::Tensor& tensor : model.parameters()) shapes.push_back(tensor.sizes().vec());
@@ -153,7 +153,7 @@ std::int64_t checksum_of(const torch::nn::Module& model, const torch::optim::SGD
   for (const torch::Tensor& tensor : model.parameters()) sum.add(tensor);
   for (const torch::Tensor& tensor : model.buffers()) sum.add(tensor);
   std::int64_t total = sum.value();
-  // The order of the momenta is that of a hash table.
+  // The momenta are in hash-table order.
   for (const auto& [parameter, state] : optimizer.state()) {
     const auto& momentum =
         static_cast<const torch::optim::SGDParamState&>(*state).momentum_buffer();

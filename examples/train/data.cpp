@@ -23,7 +23,7 @@ constexpr std::uint8_t kIdxUnsignedBytes = 0x08;
 constexpr std::size_t kCifarSide = 32;
 constexpr std::size_t kCifarRecord = 1 + 3 * kCifarSide * kCifarSide;
 constexpr std::size_t kCifarClasses = 10;
-/// Records of one file, at most: all of the set in one file.
+/// Maximum number of records in one file: that of the complete data set.
 constexpr std::size_t kMaxCifarRecords = 60'000;
 
 [[noreturn]] void fail(const std::string& name, std::size_t offset, const std::string& text) {
@@ -102,9 +102,9 @@ IdxHeader<n_dims> parse_idx_header(Bytes bytes, const std::string& name) {
   return header;
 }
 
-/// The bytes of a file, unpacked where it is a gzip file. Offsets in errors are the unpacked ones.
-/// limit, of the first n_head bytes, says how many a good file has at most; of one that has more,
-/// not all are read, because a small gzip file may unpack to more than the memory.
+/// The bytes of a file, decompressed if it is a gzip file. Offsets in errors are decompressed ones.
+/// limit(first n_head bytes) returns the maximum size of a valid file; the rest of a longer file is
+/// not read, because a small gzip file may decompress to more than the available memory.
 template <class Limit>
 std::vector<std::uint8_t> read_file(const fs::path& path, std::size_t n_head, Limit limit) {
   errno = 0;
@@ -148,7 +148,7 @@ std::vector<std::uint8_t> read_cifar_file(const fs::path& path) {
   return read_file(path, kCifarRecord, [](Bytes) { return kMaxCifarRecords * kCifarRecord; });
 }
 
-/// `stem` or `stem`.gz, or the same with the dot that some archives have before idx.
+/// Finds `stem` or `stem`.gz, or the same with the dot that some archives have before idx.
 std::optional<fs::path> find_file(const fs::path& directory, const std::string& stem) {
   std::string dotted = stem;
   if (const auto at = dotted.rfind("-idx"); at != std::string::npos) dotted[at] = '.';
@@ -189,7 +189,7 @@ Images read_idx_pair(const fs::path& directory, const std::string& prefix, std::
   return images;
 }
 
-/// Classes of an EMNIST split; `letters` counts from 1.
+/// Number of classes of an EMNIST split; labels of `letters` start at 1.
 std::size_t emnist_classes(std::string_view split) {
   if (split == "byclass") return 62;
   if (split == "bymerge" || split == "balanced") return 47;

@@ -21,7 +21,7 @@ void run(const train::Options& options) {
     fmt::print("{:.3g} {}\n", difference.largest, difference.name);
     return;
   }
-  // Files come first: what is wrong with them shows before any rank waits for another.
+  // Read the files first: errors in them are reported before any rank waits for another.
   const train::Dataset data = train::read_dataset(options.data, options.n_classes);
   train::Trainer trainer(options, data);
   lockstep::init_dist();
@@ -47,7 +47,7 @@ int main(int argc, char** argv) {
     return 0;
   } catch (const std::exception& error) {
     fmt::print(stderr, "lockstep-train: {}\n", error.what());
-    lockstep::destroy_dist(error.what());  // the other ranks get this text, as a PeerFailed
+    lockstep::destroy_dist(error.what());  // the other ranks get PeerFailed with this text
     return dynamic_cast<const std::invalid_argument*>(&error) != nullptr ? kUsage : 1;
   }
 }

@@ -15,7 +15,7 @@ nn::Conv2d conv(std::int64_t in, std::int64_t out, std::int64_t kernel, std::int
       nn::Conv2dOptions(in, out, kernel).stride(stride).padding(kernel / 2).bias(false));
 }
 
-/// Two convolutions and a way around them.
+/// Two convolutions with a skip connection.
 struct ResidualBlockImpl : nn::Cloneable<ResidualBlockImpl> {
   ResidualBlockImpl(std::int64_t n_in, std::int64_t n_out, std::int64_t first_stride)
       : in(n_in), out(n_out), stride(first_stride) {
@@ -88,11 +88,11 @@ void initialise(nn::Module& model, std::uint64_t seed) {
   for (torch::Tensor& parameter : model.parameters()) {
     if (parameter.dim() < 2) continue;
     const double fan_in = static_cast<double>(parameter.numel() / parameter.size(0));
-    // Drawn in f64 for either precision, so that f32 and f64 start from the same network.
+    // Drawn in f64 for both precisions, so f32 and f64 start from the same network.
     const torch::Tensor drawn = torch::empty(parameter.sizes(), torch::kFloat64);
     parameter.copy_(drawn.normal_(0.0, std::sqrt(2.0 / fan_in), random));
   }
-  for (const auto& module : model.modules()) {  // BatchNorms draw nothing, but Linear's bias does
+  for (const auto& module : model.modules()) {  // BatchNorm draws nothing, Linear its bias
     if (const auto* linear = module->as<nn::Linear>()) linear->bias.zero_();
   }
 }

@@ -27,7 +27,7 @@ std::string key_of(const std::map<std::string, T>& names, T value) {
   return "?";
 }
 
-/// A flag whose values are words.
+/// A flag that takes one of several words.
 template <class T>
 void add_choice(CLI::App& app, const std::string& flag, T& value,
                 const std::map<std::string, T>& names, const std::string& text) {
@@ -39,7 +39,7 @@ void add_choice(CLI::App& app, const std::string& flag, T& value,
       ->default_str(key_of(names, value));
 }
 
-/// A number that is one: not nan, not infinite, and not negative.
+/// A finite number from 0 to `most`.
 CLI::Validator rate(double most) {
   return CLI::Validator(
       [most](const std::string& text) -> std::string {
@@ -52,7 +52,7 @@ CLI::Validator rate(double most) {
       /*validator_desc=*/"");
 }
 
-/// -1 would else be the largest number.
+/// Rejects -1, which would otherwise be parsed as the largest unsigned number.
 CLI::Validator count() {
   return CLI::Validator(
       [](const std::string& text) -> std::string {

@@ -19,7 +19,7 @@ enum class Precision { f32, f64 };
 std::string name_of(Model model);
 std::string name_of(Precision precision);
 
-/// The command line; add_options holds each flag's description.
+/// The command-line options; add_options has the description of each flag.
 struct Options {
   std::filesystem::path data;
   std::size_t n_classes = 0;
@@ -41,12 +41,12 @@ struct Options {
   std::filesystem::path metrics;
   std::size_t metrics_every = 0;
   std::vector<std::filesystem::path> compare;
-  int n_restarts = 0;  ///< of the ranks, by their launcher; not on the command line
+  int n_restarts = 0;  ///< restarts of the ranks by the launcher; not a command-line flag
 };
 
 void add_options(CLI::App& app, Options& options);
 
-/// The digits that ship with lockstep: beside the installed program, else in the source tree.
+/// The digits data set that lockstep ships: next to the installed program, else in the source tree.
 std::filesystem::path shipped_digits();
 
 }  // namespace train

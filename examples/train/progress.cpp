@@ -70,7 +70,7 @@ void ProgressBar::update(const ProgressState& state) {
   const auto now = std::chrono::steady_clock::now();
   if (now < next_draw_) return;
   next_draw_ = now + kDrawEvery;
-  // One column less than there is: a full last column makes some terminals wrap.
+  // Leave the last column free: some terminals wrap if it is written.
   fmt::print(out_, "\r{}\x1b[K", render_progress(state, width_of(out_) - 1));
   std::fflush(out_);
   drawn_ = true;

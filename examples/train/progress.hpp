@@ -7,25 +7,25 @@
 
 namespace train {
 
-/// What a progress line shows.
+/// The contents of a progress line.
 struct ProgressState {
   std::size_t epoch = 0;  ///< from 1
   std::size_t n_epochs = 0;
-  std::size_t step = 0;  ///< done in this epoch
+  std::size_t step = 0;  ///< steps done in this epoch
   std::size_t n_steps = 0;
   double loss = 0;
   double images_per_second = 0;
-  double seconds_left = 0;  ///< of the whole training
+  double seconds_left = 0;  ///< until the end of the training
 };
 
-/// One line of at most `width` columns; the bar takes what the figures leave, and the least
-/// needed figures go first where even they do not fit.
+/// One line of at most `width` columns. The bar fills the space that the figures leave; if the
+/// figures do not fit, the least important are dropped first.
 std::string render_progress(const ProgressState& state, std::size_t width);
 
 /// "0:07", "1:02:03".
 std::string format_seconds(double seconds);
 
-/// Draws the line over itself, at most ten times a second, where `out` is a terminal; else does
+/// Redraws the line in place, at most ten times a second, if `out` is a terminal; otherwise does
 /// nothing.
 class ProgressBar {
  public:

@@ -12,7 +12,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr double kSmoothing = 0.05;  // of the bar's loss, per step
+constexpr double kSmoothing = 0.05;  // weight of a step in the loss of the progress bar
 
 }  // namespace
 
@@ -32,7 +32,7 @@ Report::Report(const Options& options, std::size_t steps_per_epoch, std::size_t 
 
 void Report::write(const Json& line) {
   if (!metrics_.is_open()) return;
-  metrics_ << line.dump() << std::endl;  // flushed: somebody may be watching
+  metrics_ << line.dump() << std::endl;  // flushed for readers that follow the file
   if (!metrics_) {
     throw std::system_error(errno, std::generic_category(),
                             "cannot write " + options_.metrics.string());

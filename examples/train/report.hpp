@@ -12,22 +12,22 @@
 namespace train {
 
 struct EpochResult {
-  std::size_t step = 0;      ///< the last one, since the first epoch
+  std::size_t step = 0;      ///< number of the last step, since the first epoch
   double loss = 0;           ///< mean over all ranks' samples
-  double test_accuracy = 0;  ///< 0 .. 1, with the running statistics
-  double seconds = 0;        ///< of training, the test left out
+  double test_accuracy = 0;  ///< 0 .. 1, computed with the running statistics
+  double seconds = 0;        ///< training time, without the test
   double images_per_second = 0;
 };
 
-/// What one rank tells of the training: the progress bar or a line an epoch on standard output,
-/// and the file of metrics.
+/// The output of one rank: a progress bar or one line per epoch on standard output, and the metrics
+/// file.
 class Report {
  public:
-  /// Throws std::system_error where the file of metrics cannot be opened.
+  /// Throws std::system_error if the metrics file cannot be opened.
   Report(const Options& options, std::size_t steps_per_epoch, std::size_t first_step);
 
-  /// loss: mean over the batch. Throws std::system_error where metrics cannot be written, as
-  /// the other two.
+  /// loss: mean over the batch. This and the next two functions throw std::system_error if metrics
+  /// cannot be written.
   void after_step(std::size_t step, double loss);
   void after_epoch(const EpochResult& result);
   void summary(const std::vector<EpochResult>& epochs, std::uint64_t seed,
@@ -43,7 +43,7 @@ class Report {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   ProgressBar bar_{stdout};
   std::ofstream metrics_;
-  double loss_sum_ = 0;  // of the steps since the last line of metrics
+  double loss_sum_ = 0;  // over the steps since the last line of metrics
   std::size_t n_losses_ = 0;
   double shown_loss_ = 0;
 };

@@ -20,7 +20,7 @@ struct Scale {
   std::vector<double> deviations;
 };
 
-/// Of each channel. Sums of integers are exact, so every machine gets the same.
+/// The scale of each channel. Integer sums are exact, so every machine gets the same result.
 Scale scale_of(const Images& images) {
   Scale scale;
   const std::size_t plane = images.height * images.width;

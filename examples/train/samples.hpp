@@ -9,11 +9,11 @@
 
 namespace train {
 
-/// Images and labels as tensors over the set's own bytes, which must outlive this, and how they
-/// become a network's input.
+/// Images and labels as tensor views of the data set's bytes, which must outlive this object, and
+/// their conversion to a network's input.
 class Samples {
  public:
-  /// Scales each channel by what makes its mean 0 and its deviation 1 over `scaled_by`.
+  /// Normalises each channel with the mean and standard deviation over `scaled_by`.
   Samples(const Images& images, const Images& scaled_by, torch::Dtype dtype);
 
   struct Batch {

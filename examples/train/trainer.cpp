@@ -42,14 +42,14 @@ torch::optim::SGDOptions sgd_options(const Options& options) {
       .weight_decay(options.weight_decay);
 }
 
-/// body(), as a region of `lockstep run --trace`.
+/// Calls body() as a region in the trace of `lockstep run --trace`.
 template <class Body>
 auto traced(const char* name, Body body) {
   const lockstep::TraceScope scope(name);
   return body();
 }
 
-/// The network over the replicas of one rank; one replica is the network itself.
+/// The network, replicated within one rank; a single replica is the network itself.
 struct ReplicatedImpl : torch::nn::Module {
   ReplicatedImpl(const torch::nn::Sequential& network, std::size_t n_replicas)
       : replicas(register_module("network", network),
@@ -70,21 +70,21 @@ class Trainer::State {
  private:
   using Network = lockstep::nn::DistributedDataParallel<Replicated>;
 
-  /// Chooses the checkpoint to go on from: --load's, or after a restart what --save has left.
+  /// Chooses the checkpoint to resume from: that of --load, or after a restart that of --save.
   void choose_checkpoint();
   void load();
   bool done() const;
-  /// Throws std::runtime_error, on all ranks, where they stand at different steps.
+  /// Throws std::runtime_error on all ranks if they are at different steps.
   void compare_positions(const lockstep::Group& group) const;
   EpochResult run_epoch(Network& network, std::span<const std::size_t> shares,
                         const lockstep::Group& group, std::optional<Report>& report);
-  /// One step on this rank's part of the batch; returns the loss summed over the whole batch.
+  /// One step on this rank's part of the batch; returns the sum of the loss over the whole batch.
   double step(Network& network, std::span<const std::int64_t> part, const lockstep::Group& group);
-  /// The share of the test images that the network gets right, each rank testing a part of them.
+  /// The accuracy (0 .. 1) on the test images; each rank tests a part of them.
   double test(const lockstep::Group& group);
 
   Options options_;
-  bool resumes_ = false;  ///< after a restart, from this training's own checkpoint
+  bool resumes_ = false;  ///< after a restart, from the checkpoint of this run
   std::size_t n_train_;
   std::size_t n_test_;
   Samples train_;
@@ -104,7 +104,7 @@ Trainer::State::State(const Options& options, const Dataset& data)
       model_(make_model(options.model, data.train.channels, data.n_classes)),
       optimizer_((model_->to(dtype_of(options.precision)), model_->parameters()),
                  sgd_options(options)),
-      // What does not fill a batch is left out; the next epoch leaves out others.
+      // Samples that do not fill a batch are omitted; each epoch omits different ones.
       steps_per_epoch_(n_train_ / options.batch),
       at_{.model = name_of(options.model),
           .precision = name_of(options.precision),
@@ -129,7 +129,7 @@ void Trainer::State::choose_checkpoint() {
     options_.load = options_.save;
     resumes_ = true;
   } else if (options_.load != options_.save) {
-    // A restart before the first epoch's end would take it for this training's own.
+    // A restart before the end of the first epoch would take it for the checkpoint of this run.
     throw std::invalid_argument(fmt::format(
         "--save {}: this file is there already; --load {} goes on from it, or remove it to begin "
         "anew",
@@ -153,7 +153,7 @@ void Trainer::State::load() {
                     "ask for; give more",
                     options_.load.string(), at_.step));
   }
-  // The checkpoint brings its own rate; the command line's is what its user asks for now.
+  // The checkpoint includes its learning rate; the command line overrides it.
   for (auto& parameters : optimizer_.param_groups()) {
     static_cast<torch::optim::SGDOptions&>(parameters.options()) = sgd_options(options_);
   }
@@ -183,8 +183,8 @@ double Trainer::State::step(Network& network, std::span<const std::int64_t> part
     return F::cross_entropy(network.forward(batch.input), batch.labels,
                             F::CrossEntropyFuncOptions().reduction(torch::kSum));
   });
-  // The ranks' gradients get averaged. So that the average is the gradient of the mean over the
-  // whole batch, whatever the shares: sum over ranks of (loss_sum * ranks / batch) / ranks.
+  // DDP averages the gradients. With this scale the average is the gradient of the mean over the
+  // whole batch for any shares: sum over ranks of (loss_sum * ranks / batch) / ranks.
   const double scale = static_cast<double>(group.size()) / static_cast<double>(options_.batch);
   traced("backward", [&] { (loss_sum * scale).backward(); });
   traced("optimizer", [&] { optimizer_.step(); });
@@ -195,7 +195,7 @@ double Trainer::State::test(const lockstep::Group& group) {
   const torch::NoGradGuard no_grad;
   model_->eval();
   if (!options_.sync_bn) {
-    // Each rank has running statistics of its own: test with rank 0's, which are those saved.
+    // Running statistics differ between ranks: test with those of rank 0, which are saved.
     for (torch::Tensor& buffer : model_->buffers())
       lockstep::nn::broadcast(buffer, /*src=*/0, group);
   }

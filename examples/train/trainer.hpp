@@ -10,16 +10,16 @@
 
 namespace train {
 
-/// One rank's part of a training.
+/// One rank of a training run.
 class Trainer {
  public:
-  /// Builds the network and loads the checkpoint, if any: no rank waits for another here.
+  /// Builds the network and loads the checkpoint, if any. Not collective.
   /// The data must outlive the Trainer. Throws std::runtime_error, std::invalid_argument.
   Trainer(const Options& options, const Dataset& data);
   ~Trainer();
 
-  /// Trains over the ranks of `group`, and tells its rank 0's terminal and files. Collective.
-  /// Returns the whole epochs, the same on all ranks but for the speed.
+  /// Trains over the ranks of `group`; rank 0 writes the terminal output and files. Collective.
+  /// Returns the completed epochs, the same on all ranks except for the speed.
   std::vector<EpochResult> run(const lockstep::Group& group);
 
  private:
