@@ -125,6 +125,7 @@ using Parts = std::vector<std::vector<typename NumberIn<R>::Type>>;
 
 }  // namespace detail
 
+/// Returns when every rank has called it.
 inline void barrier(const Group& group = default_group(), Timeout timeout = {},
                     Where where = Where::current()) {
   group.barrier(timeout, where);
@@ -144,7 +145,7 @@ template <class R, detail::NoReduceOp Second, class... Rest>
 void all_reduce(R&&, Second&&, Rest&&...) {
   detail::explain_second<R, Second>();
 }
-/// The asynchronous form: data must not be touched until Work::wait has returned.
+/// The asynchronous form: data belongs to the operation until Work::wait has returned.
 template <class R>
 requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
     all_reduce_async(R&& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
@@ -307,6 +308,7 @@ requires detail::TwoRanges<In, Out>
                                 detail::written_later(std::forward<Out>(received)), timeout, where);
 }
 
+/// Sends data to dst, another rank, which calls recv with the same count and type.
 template <class R>
 void send(const R& data, int dst, const Group& group = default_group(), Timeout timeout = {},
           Where where = Where::current()) {
@@ -319,6 +321,7 @@ requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
   return group.send_async(detail::read_later(std::forward<R>(data)), dst, timeout, where);
 }
 
+/// data <- the next message from src, another rank, of the same count and type.
 template <class R>
 void recv(R&& data, int src, const Group& group = default_group(), Timeout timeout = {},
           Where where = Where::current()) {

@@ -40,8 +40,8 @@ struct Env {
   /// light, because that costs nothing there. See docs/mpi.md.
   std::optional<std::string> check;
 
-  /// LOCKSTEP_TUNE: flat=BYTES,chunk=BYTES,inplace=BYTES, each of them optional: the message sizes
-  /// at which the shared engine changes its algorithm, instead of the measured defaults
+  /// LOCKSTEP_TUNE: flat=BYTES,chunk=BYTES,inplace=BYTES, each of them optional: the sizes at which
+  /// the shared engine changes its algorithm, instead of the measured defaults
   /// (docs/performance.md). The process that creates a group's segment decides for the group.
   std::optional<std::string> tune;
 

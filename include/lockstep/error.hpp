@@ -59,7 +59,7 @@ class PeerFailed : public Error {
 class SystemError : public Error {
  public:
   SystemError(ErrorContext context, int error_number, const std::string& text);
-  int error_number() const noexcept { return error_number_; }
+  int error_number() const noexcept { return error_number_; }  ///< an errno value
 
  private:
   int error_number_;

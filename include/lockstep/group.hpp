@@ -35,7 +35,7 @@ class Work {
   explicit Work(std::shared_ptr<internal::WorkHandle> handle) : handle_(std::move(handle)) {}
   /// Blocks until the operation has completed; rethrows its error. May be called again.
   void wait();
-  bool done() const;
+  bool done() const;  ///< whether wait() would not block
   /// Detaches the operation: no copy of this Work waits for it in its destructor. The caller must
   /// keep the buffers alive until a later call on the group has returned.
   void detach() noexcept;
@@ -52,7 +52,7 @@ class SharedBuffer {
   SharedBuffer(std::shared_ptr<SharedMemory> memory, std::size_t n_bytes)
       : memory_(std::move(memory)), n_bytes_(n_bytes) {}
   std::byte* data() const noexcept { return memory_ ? memory_->data() : nullptr; }
-  std::size_t size() const noexcept { return n_bytes_; }
+  std::size_t size() const noexcept { return n_bytes_; }  ///< in bytes
   /// The buffer as elements of T: size() / sizeof(T), rounded down.
   template <Arithmetic T>
   std::span<T> as() const& noexcept {
@@ -104,7 +104,7 @@ class Group {
   /// A new group of the ranks that gave the same color (0 or more), ordered by key, then by rank.
   /// Collective.
   Group split(int color, int key = -1, Where where = Where::current()) const;
-  /// The same ranks over a separate channel, so that two threads can communicate concurrently.
+  /// The same ranks over a separate channel, for concurrent use by a second thread. Collective.
   Group duplicate(Where where = Where::current()) const;
   /// Allocates `n_bytes` of zeroed memory on every rank; same n_bytes on all ranks. Collective.
   SharedBuffer allocate(std::size_t n_bytes, Where where = Where::current()) const;
@@ -148,6 +148,7 @@ class Group {
   void recv(const Elements& data, int src, Deadline deadline = {},
             Where where = Where::current()) const;
 
+  /// The asynchronous forms: the buffers belong to the operation until the Work has completed.
   [[nodiscard]] Work barrier_async(Deadline deadline = {}, Where where = Where::current()) const;
   [[nodiscard]] Work all_reduce_async(const Elements& data, ReduceOp op = ReduceOp::sum,
                                       Deadline deadline = {}, Where where = Where::current()) const;

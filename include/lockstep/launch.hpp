@@ -82,6 +82,7 @@ struct DistInfo {
   int world_size;
 };
 
+/// Rank in a group and size of the group; get_local_*: those of local_group().
 int get_rank(const Group& group = default_group());
 int get_world_size(const Group& group = default_group());
 DistInfo get_dist_info(const Group& group = default_group());
@@ -89,6 +90,7 @@ int get_local_rank(std::source_location where = std::source_location::current())
 int get_local_size(std::source_location where = std::source_location::current());
 /// "shared", "mpi", ...; nullopt if not distributed.
 std::optional<std::string> get_backend(const Group& group = default_group());
+/// Whether this is rank 0 of the group.
 bool is_main_process(const Group& group = default_group());
 
 struct RunRanksOptions {

@@ -97,7 +97,7 @@ class Reader final : public cereal::InputArchive<Reader, cereal::AllowEmptyClass
   bool read_bool();
   void enter();
   void leave() noexcept { --depth_; }
-  /// Call once, last. Throws if bytes are left.
+  /// Call once, last. Throws unless exactly the padding is left.
   void finish() const;
 
  private:
