@@ -17,12 +17,12 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t n) {
   if (n > 0 && to != from) std::memcpy(to, from, n);
 }
 
-/// Pieces of take_over, by measurement: of slots; of peers' memory, which is stored to as well.
+/// Measured best piece sizes of take_over: for slots, and for peers' memory, which is also written.
 constexpr std::size_t kSlotPiece = 1024, kMemoryPiece = 2048;
 
-/// Calls use(begin, length) for pieces of what lies at each of `data`, n_bytes, where this rank is
-/// going to write, here or in a phase to come: a line that is read to be written over goes from
-/// core to core once, not twice.
+/// Calls use(begin, length) for pieces of the n_bytes at each of `data`, prefetched for write (RFO)
+/// because this rank writes there, now or in a later phase: each line moves between cores once,
+/// not twice.
 template <class Use>
 void take_over(std::span<const std::byte* const> data, std::size_t n_bytes, std::size_t piece,
                Use use) {
@@ -40,12 +40,12 @@ void take_over(std::span<const std::byte* const> data, std::size_t n_bytes, std:
   }
 }
 
-/// Cuts a message into chunks; a message of no bytes is one empty chunk.
+/// Splits a message into chunks; a message of 0 bytes is one empty chunk.
 struct Chunks {
   std::size_t n_total;
   std::size_t n_each;
 
-  /// A division takes as long as the rest of a small call: none for one chunk.
+  /// A division takes as long as the rest of a small call, so one chunk needs none.
   std::size_t count() const { return n_total <= n_each ? 1 : (n_total + n_each - 1) / n_each; }
   std::size_t begin(std::size_t i) const { return i * n_each; }
   std::size_t length(std::size_t i) const {
@@ -53,12 +53,12 @@ struct Chunks {
   }
 };
 
-/// How many elements that is: a size is a power of two, so without a division.
+/// The number of elements, without a division: element sizes are powers of two.
 std::size_t count_of(std::size_t n_bytes, std::size_t element_bytes) {
   return n_bytes >> static_cast<unsigned>(std::countr_zero(element_bytes));
 }
 
-/// Cuts `n` elements into one slice per rank, at cache lines.
+/// Splits `n` elements into one slice per rank, aligned to cache lines.
 struct Slices {
   std::size_t n_each;
   std::size_t n_total;
@@ -92,12 +92,12 @@ void SharedEngine::run(const Call& call) {
     case Op::send: channel_.send(call); break;
     case Op::recv: channel_.receive(call); break;
     case Op::split:
-    case Op::allocate: break;  // have functions of their own
+    case Op::allocate: break;  // have separate functions
   }
   channel_.end();
 }
 
-/// Chunk i is put in one phase and taken in the next, while chunk i + 1 is put.
+/// Chunk i is written in one phase and read in the next, while chunk i + 1 is written.
 template <class Put, class Take>
 void SharedEngine::exchange(const Call& call, std::size_t n_chunks, Put put, Take take) {
   for (std::size_t i = 0; i <= n_chunks; ++i) {
@@ -124,7 +124,7 @@ void SharedEngine::reduce(const Call& call, bool wants_result) {
   }
 }
 
-/// Whether every rank's data lies at the same place of the same shared buffer.
+/// Whether every rank's data is at the same offset of the same shared buffer.
 bool SharedEngine::agree_on_place(const Call& call, BufferTable::Place& place) {
   std::memcpy(channel_.write_slot(sizeof place), &place, sizeof place);
   channel_.end_phase(call);
@@ -137,8 +137,8 @@ bool SharedEngine::agree_on_place(const Call& call, BufferTable::Place& place) {
   return agree;
 }
 
-/// Each rank reduces its slice straight from every rank's memory and stores it to every rank's
-/// memory. agree_on_place was the barrier before; the turn at the end is the one after.
+/// Each rank reduces its slice directly from every rank's memory and stores it to every rank's
+/// memory. agree_on_place is the barrier before it; the phase at the end is the barrier after it.
 void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Place& place) {
   const BufferTable::Entry entry = buffers_->entry(place.buffer);
   const std::size_t element = size_of(call.dtype);
@@ -162,14 +162,14 @@ void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Plac
   channel_.end_phase(call);
 }
 
-/// Everyone shows all of its data, and whoever wants the result reduces all of it.
+/// Every rank publishes all of its data, and each rank that wants the result reduces all of it.
 void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
   const std::size_t element = size_of(call.dtype);
   const Chunks chunks{call.count * element, channel_.chunk_bytes()};
   exchange(
       call, chunks.count(),
       [&](std::size_t i) {
-        if (call.op == Op::reduce && wants_result) return;  // nobody else reads the root's
+        if (call.op == Op::reduce && wants_result) return;  // no other rank reads the root's data
         // model: put
         copy_bytes(channel_.write_slot(chunks.length(i)), bytes(call.in) + chunks.begin(i),
                    chunks.length(i));
@@ -195,8 +195,8 @@ void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
       });
 }
 
-/// Three steps in flight: copy the peers' slices of chunk i in, reduce this rank's slice of chunk
-/// i - 1 and show it where nothing of this rank has lain, copy the slices of chunk i - 2 out.
+/// A three-stage pipeline: copy in the peers' slices of chunk i, reduce this rank's slice of chunk
+/// i - 1 and publish it in the gap this rank left in its slot, copy out the slices of chunk i - 2.
 void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
   const std::size_t element = size_of(call.dtype);
   const std::size_t slot = channel_.slot_bytes();
@@ -233,7 +233,7 @@ void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
       const Slices slices = slices_of(i - 2);
       const std::size_t each = slices.n_each * element, length = chunks.length(i - 2);
       std::byte* const out = bytes(call.out) + chunks.begin(i - 2);
-      // Once for each peer and chunk, and with many ranks slices are short: nothing else in here.
+      // Runs once per peer and chunk, and slices are short with many ranks: keep this loop minimal.
       for (std::size_t r = 0, begin = 0; begin < length; ++r, begin += each) {
         if (static_cast<int>(r) == rank()) continue;
         std::memcpy(out + begin, channel_.read_slot(static_cast<int>(r), 2, slot) + begin,
@@ -291,11 +291,11 @@ void SharedEngine::gather(const Call& call, bool wants_result) {
       });
 }
 
-// In the three below a slot holds one piece for each peer, of the same length for all.
+// In the next three operations a slot holds one piece for each peer, all of the same length.
 
 namespace {
 
-/// Which piece of a slot of `owner` is for `peer`.
+/// The index of the piece for `peer` in a slot of `owner`.
 std::size_t piece_for(int peer, int owner) {
   return static_cast<std::size_t>(peer < owner ? peer : peer - 1);
 }
@@ -317,7 +317,7 @@ void SharedEngine::put_pieces(const Call& call, const Parts& part, std::size_t i
   }
 }
 
-/// This rank's piece of chunk i from rank r, itself among them.
+/// This rank's piece of chunk i from rank r, which may be this rank.
 template <class Parts>
 const std::byte* SharedEngine::piece_of(const Call& call, const Parts& part, std::size_t i, int r) {
   if (r == rank()) {

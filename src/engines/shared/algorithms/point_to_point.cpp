@@ -19,10 +19,10 @@ void Channel::send(const Call& call) {
   const auto n_taken = [&me] { return me.n_taken.load(std::memory_order_seq_cst); };
   const auto* from = static_cast<const std::byte*>(call.in);
   std::size_t n_left = call.count * size_of(call.dtype);
-  do {  // a message of no bytes is a chunk too
+  do {  // a message of 0 bytes is one chunk
     const std::uint64_t chunk = me.n_sent.load(std::memory_order_relaxed);
     for (std::uint64_t taken; chunk - (taken = n_taken()) >= kOutboxDepth;) {
-      // The place is another rank's to free, where the oldest chunk is another's.
+      // The oldest chunk may be for another rank, which must free the entry.
       const int taker = me.heads[taken % kOutboxDepth].destination.load(std::memory_order_relaxed);
       wait(call, taker, [&] { return n_taken() != taken; });
     }
@@ -50,11 +50,11 @@ std::uint64_t Channel::wait_for_chunk(const Call& call) {
     oldest = n_taken();
     const std::uint64_t end = sender.n_sent.load(std::memory_order_seq_cst);
     for (mine = oldest; mine < end && taker_of(mine) != rank_;) ++mine;
-    // The oldest chunk may be taken meanwhile and its place hold a later one. If not, the chunk
-    // found is this rank's, and stays until this rank takes it.
+    // The oldest chunk may be taken meanwhile and its entry reused. If not, the chunk found is for
+    // this rank and stays until this rank takes it.
     return mine < end && n_taken() == oldest;
   });
-  // Now it is here, even if the sender is not; but the chunks before it are others' to take.
+  // The chunk is here, even if the sender has left; but other ranks must take the chunks before it.
   for (; oldest != mine; oldest = n_taken()) {
     const int taker = taker_of(oldest);
     if (n_taken() == oldest) wait(call, taker, [&] { return n_taken() != oldest; });

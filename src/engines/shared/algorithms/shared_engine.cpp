@@ -45,7 +45,7 @@ BufferTable::Entry BufferTable::entry(std::uint64_t buffer) const {
 
 namespace {
 
-/// This rank's part of a range with one part for every rank.
+/// This rank's part of a range that has one part per rank.
 class Buffer final : public SharedMemory {
  public:
   Buffer(const std::shared_ptr<Segment>& segment, std::uint64_t offset, std::uint64_t number,
@@ -70,7 +70,7 @@ class Buffer final : public SharedMemory {
   std::byte* data_;
 };
 
-/// What a rank tells the others of its part in making memory: where, or why not. Rides in the flag.
+/// A rank's result of creating memory, for its peers: the offset, or the error. Sent in the flag.
 struct Outcome {
   std::uint64_t offset;
   std::int32_t error_number;
@@ -95,15 +95,15 @@ T shown_by(Channel& channel, int rank) {
   return value;
 }
 
-/// Calls make(), which may fail on one rank alone, and tells all ranks what came of it: one rank's
-/// failure is everyone's. Ranks of other leaders hear of it too: their group is one group still.
+/// Calls make(), which may fail on a single rank, and sends the result to all ranks: if one fails,
+/// all fail. This includes the ranks of other leaders, because their group is still one group.
 template <class Make>
 void make_with_all(Channel& channel, const Call& call, const char* what, Outcome& mine, Make make) {
   try {
     make();
   } catch (const SystemError& error) {
     mine.error_number = error.error_number();
-    // Without the system's own words, which the error that all throw adds.
+    // Without the system's error text, which the error that all ranks throw adds.
     const std::string& text = error.text();
     base::copy_text(mine.text,
                     std::string_view(text).substr(
@@ -142,13 +142,13 @@ auto map_on_all(Channel& channel, const Call& call, Map map) {
   return result;
 }
 
-/// A rank that cannot finish a call for a reason of its own says so to those who wait.
+/// If this rank cannot finish a call because of a local error, notifies the waiting peers.
 template <class Body>
 auto abandoning(Channel& channel, Body body) {
   try {
     return body();
   } catch (const std::exception& error) {
-    // No more than a look where the channel has failed already.
+    // Has no effect if the channel has failed already.
     channel.abandon(fmt::format("rank {} failed: {}", channel.rank(), error.what()));
     throw;
   }
@@ -214,7 +214,7 @@ std::unique_ptr<SharedMemory> SharedEngine::allocate(const Call& call) {
 }
 
 std::unique_ptr<SharedMemory> SharedEngine::allocate_buffer(const Call& call) {
-  constexpr std::size_t kPage = 4096;  // parts do not share pages: each stays near its own rank
+  constexpr std::size_t kPage = 4096;  // parts do not share pages, so each stays local to its rank
   channel_.begin(call);
   const std::size_t n_part_bytes =
       (std::max<std::size_t>(call.count, 1) + kPage - 1) / kPage * kPage;

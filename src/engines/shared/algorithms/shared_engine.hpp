@@ -10,17 +10,17 @@
 
 namespace lockstep::shared {
 
-/// The live buffers of one channel's `allocate`, numbered alike on all ranks.
+/// The live buffers of one channel's `allocate`, with the same numbers on all ranks.
 class BufferTable {
  public:
   struct Place {
-    std::uint64_t buffer = 0;  ///< number of the buffer, from 1; 0: memory of another kind
+    std::uint64_t buffer = 0;  ///< number of the buffer, from 1; 0: other memory
     std::uint64_t offset = 0;
     friend bool operator==(const Place&, const Place&) = default;
   };
   struct Entry {
     std::uint64_t buffer;
-    std::byte* parts;          ///< every rank's part, one behind the other
+    std::byte* parts;          ///< every rank's part, contiguous in rank order
     std::size_t n_part_bytes;  ///< distance between parts
     std::byte* mine;
   };
@@ -31,14 +31,14 @@ class BufferTable {
   Entry entry(std::uint64_t buffer) const;
 
  private:
-  mutable std::mutex mutex_;  // a handle may be dropped by any thread
+  mutable std::mutex mutex_;  // any thread may destroy a handle
   std::vector<Entry> entries_;
 };
 
 /// Collectives over one channel. collectives.cpp has one function per operation.
 class SharedEngine final : public Engine, public engines::EndsWithError {
  public:
-  /// Attaches to the world's channel as `seat` and waits for all ranks of the world.
+  /// Attaches to the world's channel as `membership` and waits for all ranks of the world.
   static std::unique_ptr<Engine> join(std::shared_ptr<Membership> membership, const Call& barrier);
 
   SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank, int n_ranks);
@@ -78,7 +78,7 @@ class SharedEngine final : public Engine, public engines::EndsWithError {
 
   template <class Put, class Take>
   void exchange(const Call& call, std::size_t n_chunks, Put put, Take take);
-  /// Longest piece, where a slot holds one for each peer; and bytes of all of them.
+  /// The longest piece if a slot holds one for each peer; and the bytes of all of them.
   std::size_t piece_bytes() const;
   std::size_t pieces_bytes(std::size_t n_bytes) const {
     return n_bytes * static_cast<std::size_t>(size() - 1);
@@ -91,7 +91,7 @@ class SharedEngine final : public Engine, public engines::EndsWithError {
 
   Channel channel_;
   std::vector<const void*> inputs_;      ///< one per rank, for kernels::reduce
-  std::vector<const std::byte*> parts_;  ///< of one call; its room is kept
+  std::vector<const std::byte*> parts_;  ///< of one call; its capacity is reused
   std::shared_ptr<BufferTable> buffers_ = std::make_shared<BufferTable>();
   std::uint64_t n_allocated_ = 0;
 };

@@ -14,7 +14,7 @@ using internal::root_of;
 inline constexpr std::uint64_t kFinished = 1ULL << 24U;
 /// Set there when the call has a count for each rank.
 inline constexpr std::uint64_t kByRank = 1ULL << 25U;
-/// Set there when the call is one between hosts, over another engine; its root is a rank there.
+/// Set there when the call is between hosts, over another engine; its root is a rank there.
 inline constexpr std::uint64_t kElsewhere = 1ULL << 26U;
 
 }  // namespace lockstep::shared

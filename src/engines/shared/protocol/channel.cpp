@@ -7,15 +7,15 @@
 namespace lockstep::shared {
 namespace {
 
-/// What a call costs without being compared and written down is measured (bench/peers/bare.cpp).
+/// bench/peers/bare.cpp measures the cost of a call without comparison and recording.
 #ifdef LOCKSTEP_BARE
 constexpr bool kWritesDown = false;
 #else
 constexpr bool kWritesDown = true;
 #endif
 
-/// A machine's memory is finite and groups are cheap to ask for: a channel's slots take about
-/// 3 MiB together, however many ranks it has.
+/// Bounds the memory of programs with many groups: the slots of a channel take about 3 MiB in
+/// total, for any number of ranks.
 std::uint32_t slot_bytes_for(int n_ranks) {
   constexpr std::uint32_t kTogether = 1U << 20U;
   constexpr std::uint32_t kPage = 4096;
@@ -51,7 +51,7 @@ void mix(std::uint64_t& hash, std::uint64_t value) {
   hash ^= hash >> 29U;
 }
 
-/// 32 bits of everything the ranks must agree on; `site`: 0, or also a hash of the source line.
+/// 32-bit hash of all that the ranks must agree on; `site`: 0, or a hash of the source line too.
 std::uint32_t fingerprint_of(const Call& call, std::uint64_t site) {
   std::uint64_t hash = encode_call(call);
   mix(hash, call.counts.empty() ? call.count : 0);
@@ -104,7 +104,7 @@ void Channel::choose_waiting() {
 }
 
 void Channel::begin(const Call& call) {
-  if (has_failed()) throw_failure(call);  // found by others while this rank was elsewhere
+  if (has_failed()) throw_failure(call);  // found by peers while this rank was not in a call
   has_waited_ = false;
   if (!kWritesDown) return;
   if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
@@ -117,10 +117,10 @@ void Channel::begin(const Call& call) {
   const Call& shown = call.parent_call != nullptr ? *call.parent_call : call;
   CallRecord& record = lane(rank_).record;
   record.sequence.store(call.sequence, std::memory_order_relaxed);
-  const bool is_by_rank = !shown.counts.empty();  // then each rank's own count may be another
+  const bool is_by_rank = !shown.counts.empty();  // then counts may differ between ranks
   record.what.store(encode_call(shown) | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
   record.count.store(is_by_rank ? hash_of(shown.counts) : shown.count, std::memory_order_relaxed);
-  // Release: who reads the number finds the text of the place.
+  // Release: a peer that reads the number also sees the text of the source line.
   record.site.store(site_, std::memory_order_release);
 }
 
@@ -143,7 +143,7 @@ void Channel::end_phase(const Call& call) {
   // model: raise
   if (sleepers_fence_) {
     flag.store(word, std::memory_order_release);
-    std::atomic_signal_fence(std::memory_order_seq_cst);  // the compiler keeps the order
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // prevents reordering by the compiler
   } else {
     flag.store(word, std::memory_order_seq_cst);
   }
@@ -156,7 +156,7 @@ void Channel::end_phase(const Call& call) {
          [this, all] { return header_->n_arrivals.load(std::memory_order_seq_cst) >= all; });
   } else {
     wake_sleepers();
-    // It is written down while the peers' lines, which come from other cores, are on their way.
+    // Recorded while the peers' cache lines are in flight from other cores.
     if (call.track != nullptr) call.track->arrived(call);
     for (const int peer : peers_) {
       wait(call, kEverybody, [this, peer] { return is_raised(flag_of(peer)); });

@@ -17,54 +17,54 @@
 
 namespace lockstep::shared {
 
-/// The memory through which the ranks of one group talk: one phase after another, all together.
+/// The memory through which the ranks of one group communicate, in phases that all execute.
 ///
 /// The protocol. Every collective is a sequence of phases, numbered from 1 for the life of the
 /// channel. In phase s a rank
 ///   (1) may write its own slot and flag payload of s (they rotate over kPhases = 3),
 ///   (2) may read what its peers wrote in phases s - 1 and s - 2,
-///   (3) may rewrite, in its own slot of s - 1, what no peer reads before phase s + 1,
-/// and ends the phase by end_phase(): it raises its flag of s and waits for all flags of s. A call
-/// may end in the middle of a phase, after reading; the next call goes on in that phase.
+///   (3) may rewrite, in its own slot of s - 1, data that no peer reads before phase s + 1,
+/// and completes the phase with end_phase(): it raises its flag of s and waits for all flags of s.
+/// A call may return in the middle of a phase, after reading; the next call continues that phase.
 ///
-/// Proof that nobody reads what is being overwritten. Rank A writes its slot of s in phase s. That
-/// slot held the data of s - 3, which a peer B may read in phases s - 2 and s - 1 only (2). A is in
-/// phase s, so it has seen B's flag of s - 1, which B raised after its last read in phase s - 1.
-/// Proof that nobody reads what is not yet written. B reads A's data of s - 1 in phase s, so B has
+/// Proof that no data is overwritten while a peer reads it. Rank A writes its slot of s in phase s.
+/// That slot held the data of s - 3, which a peer B may read only in phases s - 2 and s - 1 (2). A
+/// is in phase s, so it has seen B's flag of s - 1, which B raised after its last read in s - 1.
+/// Proof that no data is read before it is written. B reads A's data of s - 1 in phase s, so B has
 /// seen A's flag of s - 1 (acquire), which A raised (release) after writing. The same holds for
-/// s - 2, and for (3) between s and s + 1. The flag itself follows (1) and (2), and B, polling it
-/// in phase s, finds there the number s - 3 or s and nothing else.
+/// s - 2, and for (3) between s and s + 1. The flags themselves follow (1) and (2): B, polling A's
+/// flag in phase s, reads the number s - 3 or s and nothing else.
 ///
-/// Two ranks swap their slots from one turn of the rotation to the next: a rank writes where it
-/// read three phases ago. Lines that it read for writing (base::prefetch_to_write) are its own by
-/// then, so each line goes from core to core once a phase and not twice. The proof stays: A writes
-/// in s the slot that B wrote in s - 3. A itself reads there in phases s - 2 and s - 1 only (2),
-/// before it comes to s; and B, who may touch it until the end of s - 2 (3), raised its flag of s -
-/// 2 after that, which A has seen.
+/// In a group of two, the ranks swap their slots at each rotation: a rank writes the slot that its
+/// peer wrote three phases ago. Lines that it prefetched for write (base::prefetch_to_write) while
+/// reading are in its cache by then, so each line moves between cores once per phase, not twice.
+/// The proof still holds: A writes in s the slot that B wrote in s - 3. A itself reads it only in
+/// phases s - 2 and s - 1 (2), before it reaches s; B may access it until the end of s - 2 (3) and
+/// raised its flag of s - 2 after that, and A has seen that flag.
 ///
-/// Sleeping. A waiter polls, then counts itself among the sleepers, reads the wake_counter, polls
-/// once more and sleeps while the wake_counter keeps its value. Who makes something ready looks at
-/// the number of sleepers afterwards. All of these are sequentially consistent, so either the
-/// waiter's last poll sees what is ready, or the other side sees the sleeper and rings. Where ranks
-/// exceed cores, flags are counted as well and only the last of a phase rings: one wake-up per
-/// phase, not one per rank.
+/// Sleeping. A waiter polls, registers in n_sleepers, reads wake_counter, polls once more and
+/// sleeps while wake_counter keeps its value. A rank that makes something ready reads n_sleepers
+/// afterwards. All these accesses are sequentially consistent, so either the waiter's last poll
+/// succeeds, or the other rank sees the sleeper and increments wake_counter. If the machine is
+/// oversubscribed, flags are counted as well and only the last rank of a phase increments it: one
+/// wake-up per phase, not one per rank.
 ///
-/// Raising a flag is on every call's way and sleeping is not, so where the kernel can fence all
-/// ranks at once (base::fence_registered) the sleeper does so between counting itself and its last
-/// poll, and a flag is raised by a plain release store. The store may then pass the look at the
-/// sleepers; but the fence stands somewhere between two instructions of the raiser. If both the
-/// store and the look stand before it, the last poll sees the flag. Else the look stands after it,
-/// and sees the sleeper. Should the kernel refuse a fence, a lost wake-up lasts until the sleeper
-/// looks around (kLivenessInterval).
+/// Every call raises flags, but few calls sleep. So if the kernel can fence all ranks at once
+/// (base::fence_registered), the sleeper does so between registering and its last poll, and a flag
+/// is raised with a plain release store. The store may then be reordered after the load of
+/// n_sleepers; but the fence takes effect between two instructions of the raising rank. If both the
+/// store and the load precede the fence, the last poll sees the flag. Otherwise the load follows
+/// the fence and sees the sleeper. If the kernel refuses a fence, a lost wake-up lasts until the
+/// sleeper's next liveness check (kLivenessInterval).
 ///
-/// A flag carries the call's fingerprint, so ranks that call different things find out in the
-/// first phase, at no cost. The rank that finds a failure first writes it into the channel;
-/// everyone who waits there throws it.
+/// A flag carries the call's fingerprint, so ranks that make different calls detect it in the first
+/// phase, at no cost. The first rank that finds a failure writes it into the channel; every rank
+/// that waits there throws it.
 ///
 /// Threads: one at a time.
 class Channel {
  public:
-  /// Reserves a channel for `members` (world ranks), each of whom then attaches to it.
+  /// Reserves a channel for `members` (world ranks); each member then attaches to it.
   static std::uint64_t make(Segment& segment, std::span<const int> members);
 
   Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank, int n_ranks);
@@ -76,56 +76,56 @@ class Channel {
   }
   const std::shared_ptr<Membership>& membership() const noexcept { return membership_; }
   bool is_oversubscribed() const noexcept { return is_oversubscribed_; }
-  /// Whether a rank will write where it now reads what a peer put in its slot.
+  /// Whether a rank later writes to the slot in which it now reads a peer's data.
   bool swaps_slots() const noexcept { return swaps_slots_; }
   std::size_t slot_bytes() const noexcept { return header_->slot_bytes; }
   const Tuning& tuning() const noexcept { return header_->tuning; }
-  /// Of one phase in a pipeline: what stays in the core's cache.
+  /// Size of one phase in a pipeline: what stays in the core's cache.
   std::size_t chunk_bytes() const noexcept {
     return std::min<std::size_t>(tuning().chunk_bytes, slot_bytes());
   }
 
-  /// Chooses how to wait, by the cores that all ranks of the world may use. For every member at
-  /// the same place in the sequence of calls, after the whole world has joined.
+  /// Chooses how to wait, based on the cores that all ranks of the world may use. Every member
+  /// calls it at the same place in the sequence of calls, after the whole world has joined.
   void choose_waiting();
 
-  /// Around the phases of one call: peers see it while it lasts, and after.
+  /// Enclose the phases of one call: peers can see the call during and after it.
   void begin(const Call& call);
   void end() noexcept;
-  /// In place of begin, for a call over another engine, between hosts.
+  /// Replaces begin for a call over another engine, between hosts.
   void begin_elsewhere(const Call& call);
 
-  /// Where this rank writes in this phase: n_bytes, up to slot_bytes().
+  /// The memory this rank writes in this phase: n_bytes, at most slot_bytes().
   std::byte* write_slot(std::size_t n_bytes) noexcept {
     return place(rank_, /*phases_ago=*/0, n_bytes);
   }
-  /// What `rank` wrote `phases_ago` (1 or 2) phases ago, of the same n_bytes.
+  /// What `rank` wrote `phases_ago` (1 or 2) phases ago, with the same n_bytes.
   std::byte* read_slot(int rank, int phases_ago, std::size_t n_bytes) noexcept {
     return place(rank, phases_ago, n_bytes);
   }
   /// Ends the phase. Throws MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError.
   void end_phase(const Call& call);
 
-  /// Point to point, in chunks through the sender's outbox. The sender may be kOutboxDepth chunks
-  /// ahead; the receiver named in the oldest chunk takes it. n_sent is released after a chunk is
-  /// written and n_taken after it is read, and each side acquires the other's counter before it
-  /// touches a place.
+  /// Point-to-point, in chunks through the sender's outbox. The sender may be kOutboxDepth chunks
+  /// ahead; the receiver named in the oldest chunk takes it. n_sent is stored (release) after a
+  /// chunk is written and n_taken after it is read, and each side loads the other's counter
+  /// (acquire) before it accesses an outbox entry.
   void send(const Call& call);
   void receive(const Call& call);
 
-  /// This rank is at work elsewhere for all members, for that long from now at most: until then no
-  /// one takes it for late, unless its process is stopped.
+  /// This rank works elsewhere on behalf of all members for `at_most` from now: until then no peer
+  /// counts it as late, unless its process is stopped.
   void extend_deadline(std::chrono::nanoseconds at_most) noexcept;
 
   /// Makes the channel dead for all members with a system call's error, and throws it.
   [[noreturn]] void fail_system(const Call& call, int error_number, const std::string& text);
-  /// Makes the channel dead for all members because this one cannot go on. From any thread.
+  /// Makes the channel dead for all members because this one cannot continue. Threads: any.
   void abandon(std::string_view reason) noexcept;
-  /// The same with the type and the text of an error found elsewhere.
+  /// The same, with the type and text of an error found elsewhere.
   void end_with(const Error& error) noexcept;
 
  private:
-  /// What a waiter waits for: a question that costs a few loads.
+  /// What a waiter waits for: a predicate that costs a few loads.
   class Condition {
    public:
     template <class Ready>
@@ -151,7 +151,7 @@ class Channel {
     return slots_ + static_cast<std::size_t>(owner * kPhases + index) * header_->slot_bytes;
   }
   std::byte* outbox(int rank, std::uint64_t chunk) const noexcept;
-  /// Until the oldest chunk of the outbox of call.root is for this rank; which one that is.
+  /// Waits until the oldest chunk in call.root's outbox is for this rank; returns its number.
   std::uint64_t wait_for_chunk(const Call& call);
   std::uint64_t flag_of(int rank) const noexcept {
     return lane(rank).flags[static_cast<std::size_t>(slot_index_)].word.load(
@@ -159,23 +159,23 @@ class Channel {
   }
   bool is_raised(std::uint64_t word) const noexcept { return word >> 32 == (phase_ & 0xffffffffU); }
 
-  // wait.cpp
+  // channel_wait.cpp
   template <class Ready>
   void wait(const Call& call, int awaited, const Ready& ready);
   void wait_asleep(const Call& call, int awaited, Condition ready);
   void sleep(Condition ready, std::chrono::nanoseconds at_most);
   void check_peer_liveness(const Call& call, int awaited, Condition ready, unsigned round);
-  /// Valid until the next call of it; allocates nothing, since a late peer is no reason to.
+  /// The awaited ranks that have not arrived. Valid until the next call; does not allocate.
   const std::vector<int>& absent(int awaited);
-  /// Those of them that have no reason to be; valid as long.
+  /// The absent ranks without a valid deadline extension; valid as long.
   const std::vector<int>& late(int awaited);
   void wake_sleepers() noexcept {
     if (header_->n_sleepers.load(std::memory_order_seq_cst) != 0) ring();  // model: look
   }
   void ring() noexcept;
 
-  // failure.cpp
-  /// Writes the channel's failure, unless there is one already.
+  // channel_failure.cpp
+  /// Records the channel's failure, unless one is recorded already.
   void note_failure(FailureKind kind, std::string_view text, int error_number) noexcept;
   [[noreturn]] void fail(const Call& call, FailureKind kind, const std::string& text,
                          int error_number = 0);
@@ -186,7 +186,7 @@ class Channel {
     return header_->failure.state.load(std::memory_order_seq_cst) != FailureState::none;
   }
   std::string call_of(int rank) const;
-  /// It waits for a rank of another host, which may be late, and not it.
+  /// Whether the rank waits for a rank of another host, which may be the late one.
   bool is_in_call_elsewhere(int rank) const;
 
   std::shared_ptr<Membership> membership_;
@@ -200,12 +200,12 @@ class Channel {
   std::vector<int> peers_;
   std::vector<int> absent_;
 
-  std::uint64_t phase_ = 1;  ///< the one being worked in
+  std::uint64_t phase_ = 1;  ///< the current phase
   int slot_index_ = 1;       ///< phase_ % kPhases
   int rotation_ = 0;         ///< phase_ / kPhases, its last bit
   std::uint32_t fingerprint_ = 0;
-  bool is_oversubscribed_ = true;  ///< ranks exceed cores
-  bool sleepers_fence_ = false;    ///< so that who raises a flag need not
+  bool is_oversubscribed_ = true;  ///< more ranks than cores
+  bool sleepers_fence_ = false;    ///< so raising a flag needs no fence
 
   const char* site_file_ = nullptr;
   std::uint_least32_t site_line_ = 0;
@@ -213,13 +213,13 @@ class Channel {
   std::uint64_t site_hash_ = 0;
   const internal::Check check_ = internal::check_level();
   std::chrono::steady_clock::time_point wait_began_;
-  bool has_waited_ = false;  ///< wait_began_ is of this call
+  bool has_waited_ = false;  ///< wait_began_ belongs to this call
 };
 
 template <class Ready>
 void Channel::wait(const Call& call, int awaited, const Ready& ready) {
-  // With a core for each rank the others are at work right now, and a look costs less than a
-  // sleep. Without, every poll keeps the one who is awaited from running.
+  // With a core for each rank the peers are running now, and a poll costs less than a sleep.
+  // If oversubscribed, every poll keeps the awaited rank from running.
   constexpr int kPolls = 4000;
   constexpr int kYields = 100;
   const int n_polls = is_oversubscribed_ ? kYields : kPolls;

@@ -17,7 +17,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-/// How long the ranks that are there wait for the others' part of a story before they tell it.
+/// How long the ranks that are present wait for the others' information before they report.
 constexpr milliseconds kReportPatience{300};
 
 }  // namespace
@@ -119,7 +119,7 @@ void Channel::fail_mismatch(const Call& call) {
 
   for (const int peer : peers_) {
     const internal::Check theirs = lane(peer).record.check.load(std::memory_order_relaxed);
-    // Only `full` compares more here.
+    // Only `full` compares more in this engine.
     if (!is_raised(flag_of(peer)) ||
         (theirs == internal::Check::full) == (check_ == internal::Check::full)) {
       continue;
@@ -156,12 +156,12 @@ void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
   for (int r = 0; r < size(); ++r) {
     if (std::find(absent.begin(), absent.end(), r) == absent.end()) present.push_back(r);
   }
-  // Who is late throws this text too, when it comes: so it says who waited.
+  // A late rank throws this text too when it arrives, so the text names the ranks that waited.
   std::string text = fmt::format("rank {} waited {:g} s for rank{} {} of {}; here: {}", rank_,
                                  std::chrono::duration<double>(call.timeout).count(),
                                  absent.size() == 1 ? "" : "s", internal::list_of(absent), size(),
                                  internal::list_of(present));
-  // Who is in another call most likely waits too, for one who is in none.
+  // A rank in another call most likely waits too, for a rank that is in none.
   std::ranges::stable_partition(absent, [this](int r) {
     return !membership_->is_in_call(world_rank(r)) && !is_in_call_elsewhere(r);
   });

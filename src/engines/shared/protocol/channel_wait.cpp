@@ -10,13 +10,13 @@ using std::chrono::steady_clock;
 
 namespace {
 
-/// How often a sleeper looks whether those it waits for still live: well within the second in
-/// which everyone shall know.
+/// How often a sleeper checks whether the awaited peers are alive: well within the one second in
+/// which every rank must detect a failure.
 constexpr std::chrono::milliseconds kLivenessInterval{20};
 
-/// Waking takes longer than most ranks are late, on a virtual core above all. Where each has a
-/// core, a waiter lends its own for so long to whoever wants it, such as its group's worker, before
-/// it sleeps. By the clock: a yield among programs that want the core takes milliseconds.
+/// A wake-up takes longer than most ranks are late, especially on a virtual core. If each rank has
+/// a core, a waiter yields it for this long to other threads, such as its group's worker, before it
+/// sleeps. Measured in time because a yield to busy programs takes milliseconds.
 constexpr std::chrono::microseconds kPatience{1500};
 
 }  // namespace
@@ -48,7 +48,7 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
   }
   if (!has_waited_) {
     has_waited_ = true;
-    wait_began_ = now;  // the polling before costs less than a clock would at every call
+    wait_began_ = now;  // the polling before it costs less than a clock read in every call
   }
   auto next_check = now + kLivenessInterval;
   for (unsigned round = 0; !ready(); now = steady_clock::now()) {
@@ -82,8 +82,8 @@ const std::vector<int>& Channel::absent(int awaited) {
 
 const std::vector<int>& Channel::late(int awaited) {
   absent(awaited);
-  // Relaxed: whoever comes back sets its time anew before it raises its flag, so a flag seen as not
-  // raised goes with a time that was far enough, or with none.
+  // Relaxed: a rank that returns sets its time again before it raises its flag, so a flag that is
+  // not raised goes with a time that was far enough, or with none.
   std::erase_if(absent_, [this, now = base::ticks()](int rank) {
     return lane(rank).record.deadline_extended_until.load(std::memory_order_relaxed) > now &&
            !membership_->is_stopped(world_rank(rank));
@@ -92,7 +92,7 @@ const std::vector<int>& Channel::late(int awaited) {
 }
 
 void Channel::extend_deadline(std::chrono::nanoseconds at_most) noexcept {
-  // In ticks, which mean the same in another time namespace.
+  // In ticks, which are the same in every time namespace.
   const base::TickAnchor now = base::now();
   const base::TickScale scale(membership_->joined(), now);
   lane(rank_).record.deadline_extended_until.store(now.ticks + scale.ticks_in(at_most),
@@ -100,8 +100,8 @@ void Channel::extend_deadline(std::chrono::nanoseconds at_most) noexcept {
 }
 
 void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready, unsigned round) {
-  // Asking the system about 63 peers 50 times a second would cost more than the work: a few at a
-  // time, another few the next time.
+  // Asking the system about 63 peers 50 times a second would cost more than the collective, so
+  // each round checks a few peers in rotation.
   constexpr std::size_t kSystemChecks = 4;
   const std::vector<int>& ranks = absent(awaited);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
@@ -110,8 +110,7 @@ void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready
     const auto ending =
         membership_->ending_of(world_rank(ranks[i]), /*ask_system=*/shift < kSystemChecks);
     if (!ending) continue;
-    // It may have done its part, or failed for a reason that stands in the channel, before it
-    // ended.
+    // Before it ended, the peer may have completed its part, or recorded a failure in the channel.
     if (ready()) return;
     if (awaited == kEverybody && is_raised(flag_of(ranks[i]))) continue;
     if (has_failed()) throw_failure(call);
