@@ -41,7 +41,7 @@ class Leader : Bootstrap {
       tell_all(Answer::peer_failed, "rank 0 failed: " + error.text());
       throw;
     }
-    // Each said its pid, and the system says the same of it here.
+    // check() compared each rank's own pid with the pid that the system reports here.
     membership->segment().header().has_one_pid_namespace.store(true, std::memory_order_relaxed);
     hand_over(*membership);
     return membership;
@@ -51,7 +51,7 @@ class Leader : Bootstrap {
   struct Member {
     base::UniqueFd socket;
     pid_t pid = 0;
-    int rank = -1;  // -1: has not said yet
+    int rank = -1;  // -1: not received yet
   };
 
   void listen() {
@@ -105,7 +105,7 @@ class Leader : Bootstrap {
         return;
       }
       const ucred peer = peer_of(member.socket);
-      if (peer.uid != ::geteuid()) continue;  // a stranger hears nothing
+      if (peer.uid != ::geteuid()) continue;  // another user gets no reply
       member.pid = peer.pid;
       members_.push_back(std::move(member));
     }
@@ -117,7 +117,7 @@ class Leader : Bootstrap {
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (n <= 0) {
       member.socket.reset();
-      if (member.rank < 0) return;  // somebody who only looked who holds the name
+      if (member.rank < 0) return;  // a process that only probed who holds the name
       fail_all(Answer::peer_lost,
                fmt::format("rank {} (process {}) died or gave up before all {} ranks had come",
                            member.rank, member.pid, n_ranks_));
@@ -129,7 +129,7 @@ class Leader : Bootstrap {
     check(member, hello, n);
     member.rank = hello.rank;
     ++n_known_;
-    // The report of who is missing shall come before anybody's patience ends.
+    // Missing ranks must be reported before any rank's timeout expires.
     const milliseconds patience(std::clamp<std::int64_t>(hello.patience_ms, 0, kLongest.count()));
     deadline_ = std::min(deadline_, Clock::now() + patience);
   }
@@ -189,7 +189,7 @@ class Leader : Bootstrap {
   }
 
   void tell_all(Answer answer, const std::string& text) {
-    listener_.reset();  // before anybody can try again
+    listener_.reset();  // before any rank can retry
     const Reply reply = refusal(answer, text);
     for (const Member& member : members_) {
       if (member.socket) ::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL);
@@ -206,8 +206,8 @@ class Leader : Bootstrap {
     return reply;
   }
 
-  /// Those who have come are told and sent away, which makes room to tell the next; and those who
-  /// come a moment later, or they would wait for rank 0 until their limit.
+  /// Notifies the connected ranks and closes their sockets, which frees descriptors for the next;
+  /// then notifies ranks that connect later, which would otherwise wait until their timeout.
   [[noreturn]] void fail_for_want_of_descriptors(int error_number) {
     const std::string text = fmt::format(
         "rank 0 (process {}) cannot take the connections of all {} ranks of this host; raise its "
@@ -217,7 +217,7 @@ class Leader : Bootstrap {
     const auto give_up = std::min(deadline_, Clock::now() + kReportTime);
     for (int n_told = 0; n_told < n_ranks_ - 1 && Clock::now() < give_up;) {
       for (const Member& member : members_) {
-        // What is closed with its hello unread takes the reply along.
+        // Closing a socket with an unread hello would discard the reply.
         pollfd entry{.fd = member.socket.get(), .events = POLLIN, .revents = 0};
         if (member.rank < 0 && ::poll(&entry, 1, milliseconds_to(give_up)) > 0) {
           Hello hello{};
@@ -244,10 +244,10 @@ class Leader : Bootstrap {
     fail(answer, text);
   }
 
-  /// From here on failures show in the segment, where rank 0 has its place; only a rank that dies
-  /// before it has taken its own would stay unseen.
+  /// From here on, failures are visible in the segment, which rank 0 has joined; only the death of
+  /// a rank before it has joined would not be visible there.
   void hand_over(const Membership& membership) {
-    listener_.reset();  // who has its place may be about to meet again
+    listener_.reset();  // a rank that has joined may already start another bootstrap
     Segment& segment = membership.segment();
     const Reply reply{.greeting = kGreeting,
                       .answer = Answer::segment,
@@ -284,7 +284,7 @@ class Leader : Bootstrap {
     header->cmsg_type = SCM_RIGHTS;
     header->cmsg_len = CMSG_LEN(sizeof fd);
     std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-    ::sendmsg(member.socket.get(), &message, MSG_NOSIGNAL);  // a dead one is found below
+    ::sendmsg(member.socket.get(), &message, MSG_NOSIGNAL);  // a dead peer is detected below
   }
 
   base::UniqueFd listener_;
@@ -292,7 +292,7 @@ class Leader : Bootstrap {
   int n_known_ = 0;
 };
 
-// --- all others -----------------------------------------------------------------------------
+// --- all other ranks ------------------------------------------------------------------------
 
 class Follower : Bootstrap {
  public:

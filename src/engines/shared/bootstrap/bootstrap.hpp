@@ -9,21 +9,21 @@
 
 namespace lockstep::shared {
 
-/// For n_ranks processes of one host and one user that inherited no segment: rank 0 makes one and
-/// hands its descriptor to the others over a Unix socket, whose abstract name comes from the user
-/// and `job` (see internal::World::job) and lasts as long as the meeting. Returns this rank's place
-/// when all ranks have come; when one dies afterwards, its peers see it as in any segment.
+/// For n_ranks processes of one host and one user that inherited no segment: rank 0 creates one and
+/// sends its descriptor to the others over a Unix socket, whose abstract name is derived from the
+/// user and `job` (see internal::World::job) and exists only during the bootstrap. Returns this
+/// rank's membership when all ranks have connected; peers detect a later death as in any segment.
 ///
-/// Each side asks the system who is at the other end, so that no other user takes part. As soon as
-/// a rank dies in the meeting, or says another size than rank 0, all that have come are told.
-/// Throws TimeoutError naming the ranks that did not come within barrier.timeout, PeerLost,
-/// MismatchError, PeerFailed, UsageError (more ranks than a host takes), EngineError (the name is
-/// another user's, or a rank is in a container from where its peers cannot be seen), SystemError
-/// (on all that have come, where rank 0 has too few descriptors for them).
+/// Each side checks the peer's user with the system, which excludes other users. If a rank dies
+/// during the bootstrap, or has another world size than rank 0, all connected ranks are notified.
+/// Throws TimeoutError naming the ranks that did not connect within barrier.timeout, PeerLost,
+/// MismatchError, PeerFailed, UsageError (too many ranks for a host), EngineError (another user has
+/// the name, or a rank is in a container in which its peers are not visible), SystemError (on all
+/// connected ranks, if rank 0 has too few descriptors for them).
 std::shared_ptr<Membership> bootstrap(std::string_view job, int rank, int n_ranks,
                                       const Call& barrier);
 
-/// The abstract name of this user's meetings for `job`, without the zero byte in front.
+/// The abstract name of this user's bootstrap socket for `job`, without the leading zero byte.
 std::string bootstrap_socket_name(std::string_view job);
 
 }  // namespace lockstep::shared

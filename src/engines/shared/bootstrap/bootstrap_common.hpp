@@ -19,7 +19,7 @@
 #include "base/fd.hpp"
 #include "engines/shared/bootstrap/bootstrap.hpp"
 
-/// What both sides of bootstrap() have in common: its messages, and its errors.
+/// What both sides of bootstrap() share: messages and errors.
 namespace lockstep::shared::meeting {
 
 using std::chrono::duration_cast;
@@ -29,13 +29,13 @@ using Clock = std::chrono::steady_clock;
 inline constexpr std::uint64_t kGreeting = 0x0174656d70736b6cULL;
 inline constexpr std::string_view kSeated = "!";
 inline constexpr milliseconds kRetryEvery{5};
-/// What rank 0's report takes to arrive, at most: it tells more than a member knows.
+/// Longest time for rank 0's report to arrive; rank 0 knows more than a member.
 inline constexpr milliseconds kReportTime{2000};
-/// Nobody meets for longer, and a clock's count of nanoseconds has its end.
+/// Upper limit of a bootstrap, so that nanosecond arithmetic does not overflow.
 inline constexpr milliseconds kLongest = std::chrono::hours(24 * 365);
 
 enum class Answer : std::uint32_t {
-  segment,  // its descriptor comes with it
+  segment,  // its descriptor is attached
   mismatch,
   timeout,
   peer_lost,
@@ -44,7 +44,7 @@ enum class Answer : std::uint32_t {
   system,
 };
 
-// One message each, so no part of one can be missing.
+// Each struct is one message, so it arrives entirely or not at all.
 
 /// A member's first message.
 struct Hello {
@@ -53,16 +53,16 @@ struct Hello {
   std::int32_t rank;
   std::int32_t n_ranks;
   std::int32_t pid;
-  std::int64_t patience_ms;  ///< how long it is going to wait
+  std::int64_t patience_ms;  ///< the member's timeout
   std::array<char, 512> job;
 };
 
-/// Rank 0's answer, when all have come or cannot come any more. A member says then that it has its
-/// place in the segment (kSeated), or why not.
+/// Rank 0's answer, when all ranks have connected or no longer can. A member then replies that it
+/// has joined the segment (kSeated), or why not.
 struct Reply {
   std::uint64_t greeting;
   Answer answer;
-  std::int32_t error_number;  ///< of Answer::system
+  std::int32_t error_number;  ///< for Answer::system
   std::uint64_t nonce;
   std::array<char, 1024> text;
 };
@@ -77,14 +77,14 @@ inline Address address_of(std::string_view job) {
   Address address;
   address.text = bootstrap_socket_name(job);
   address.name.sun_family = AF_UNIX;
-  // Abstract: a zero byte first, and gone with the socket.
+  // Abstract: starts with a zero byte and disappears with the socket.
   std::memcpy(address.name.sun_path + 1, address.text.data(), address.text.size());
   address.n_bytes =
       static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + address.text.size());
   return address;
 }
 
-/// Who is at the other end of a connected socket.
+/// The peer of a connected socket.
 inline ucred peer_of(const base::UniqueFd& socket) {
   ucred peer{.pid = 0, .uid = static_cast<uid_t>(-1), .gid = 0};
   socklen_t n_bytes = sizeof peer;
@@ -132,7 +132,7 @@ class Bootstrap {
 
   const sockaddr* name() const { return reinterpret_cast<const sockaddr*>(&address_.name); }
 
-  /// A connection to whoever holds the name; none while nobody listens there.
+  /// A connection to the process that holds the name; none while no process listens there.
   base::UniqueFd connect() const {
     base::UniqueFd socket = open_socket();
     if (::connect(socket.get(), name(), address_.n_bytes) != 0) {

@@ -12,9 +12,9 @@ FreeRanges::Pages unpack(std::uint64_t entry) noexcept {
           .n = static_cast<std::uint32_t>(entry)};
 }
 
-/// Acquire: who takes pages comes after all that their last users did, and after they were zeroed;
-/// release: for who takes them next. An entry that was taken and put back meanwhile holds the same
-/// free pages, so it does no harm that this exchange cannot tell.
+/// Acquire: taking pages is ordered after all accesses of their last users and after zeroing;
+/// release: for the rank that takes them next. ABA is harmless: an entry that was taken and put
+/// back meanwhile holds the same free pages.
 bool exchange(std::atomic<std::uint64_t>& entry, std::uint64_t expected,
               std::uint64_t wanted) noexcept {
   return entry.compare_exchange_strong(expected, wanted, std::memory_order_acq_rel,
@@ -36,7 +36,7 @@ std::optional<std::uint32_t> FreeRanges::take(std::uint32_t n) noexcept {
       }
     }
     if (best == nullptr) return std::nullopt;
-    if (!exchange(*best, found, 0)) continue;  // another was quicker
+    if (!exchange(*best, found, 0)) continue;  // another rank took it first
     const Pages pages = unpack(found);
     if (pages.n > n) put({.first = pages.first + n, .n = pages.n - n});
     return pages.first;
@@ -44,7 +44,7 @@ std::optional<std::uint32_t> FreeRanges::take(std::uint32_t n) noexcept {
 }
 
 void FreeRanges::put(Pages pages) noexcept {
-  // Two that put neighbours at the same time may both miss the other: they stay two ranges.
+  // Two ranks that put adjacent ranges at the same time may miss each other: two ranges remain.
   for (auto& entry : entries_) {
     const std::uint64_t word = entry.load(std::memory_order_relaxed);
     if (word == 0) continue;

@@ -9,10 +9,10 @@
 
 namespace lockstep::shared {
 
-/// The ranges of a segment that were given back, for the next who asks. Between processes that may
-/// die at any instruction, so without locks: an entry is one word (first page, pages; 0: none),
-/// taken by exchanging it for 0 and put by exchanging 0 for it. What a dying process had just
-/// taken, and what finds no entry, is lost until the job's end, and costs addresses but no memory.
+/// The released ranges of a segment, for reuse. Lock-free, because processes that share it may die
+/// at any instruction: an entry is one word (first page, pages; 0: none), taken by exchanging it
+/// for 0 and put by exchanging 0 for it. A range that a dying process had just taken, or that finds
+/// no free entry, is lost until the job ends; it costs address space but no memory.
 class FreeRanges {
  public:
   struct Pages {
@@ -21,12 +21,12 @@ class FreeRanges {
   };
   using Entries = std::array<std::atomic<std::uint64_t>, kFreeRanges>;
 
-  /// entries: all zero at first.
+  /// entries: initially all zero.
   explicit FreeRanges(Entries& entries) noexcept : entries_(entries) {}
 
-  /// n pages of the smallest range that has them.
+  /// n pages from the smallest range that is large enough.
   std::optional<std::uint32_t> take(std::uint32_t n) noexcept;
-  /// Pages that nobody uses any more and that are zero; they are joined to their neighbours.
+  /// The pages must be unused and zero; they are merged with adjacent ranges.
   void put(Pages pages) noexcept;
 
  private:

@@ -38,7 +38,7 @@ std::optional<int> Job::who_left_before(int failed_rank) const {
     return std::ranges::any_of(operations, [](auto& o) { return o.state == State::failed; });
   };
   const auto last_calls = internal::operations_of(segment_->rank(failed_rank).flight);
-  // A thread may be in another call when the exception of the first ends the process.
+  // Another thread may be in a call when the exception of the first call ends the process.
   if (!has_failed(last_calls) || last_calls.back().state == State::finished) return std::nullopt;
   const auto& failed = segment_->rank(failed_rank).flight;
   const auto call = std::ranges::find_if(last_calls.rbegin(), last_calls.rend(),
@@ -73,7 +73,7 @@ void Job::write_records(const std::string& dir) const {
 
 void note_joined(std::string_view variable) noexcept try {
   inherit_world(variable)->header().has_joined_elsewhere.store(true, std::memory_order_relaxed);
-} catch (const std::exception&) {  // another library's segment: only the launcher's note is lost
+} catch (const std::exception&) {  // another library's segment: launcher is not notified
 }
 
 }  // namespace lockstep::shared

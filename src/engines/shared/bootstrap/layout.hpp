@@ -10,14 +10,14 @@
 #include "group/check.hpp"
 #include "record/flight_record.hpp"
 
-/// What lies in shared memory. Processes of one build map it, so every type here is plain data
-/// and lock-free atomics, zero bytes are its initial state, and kVersion changes with it.
+/// The layout of shared memory. All processes that map it have the same build. Every type here is
+/// plain data and lock-free atomics, initially all zero bytes; kVersion changes with the layout.
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
 inline constexpr std::uint32_t kVersion = 8;
 inline constexpr int kMaxRanks = 512;
-/// Two lines: the hardware fetches neighbours in pairs.
+/// Two cache lines: the hardware prefetches adjacent lines in pairs.
 inline constexpr std::size_t kLine = 128;
 inline constexpr std::size_t kFreeRanges = 224;
 
@@ -30,12 +30,12 @@ struct alignas(kLine) RankBlock {
   std::atomic<std::uint64_t> start_time;      ///< see base::process_start_time
   std::atomic<std::uint64_t> pid_namespace;   ///< see base::namespace_of
   std::atomic<std::uint64_t> time_namespace;  ///< the same
-  /// What waitpid said, plus one: written by the launcher; 0 while the rank runs.
+  /// The waitpid status plus one, written by the launcher; 0 while the rank runs.
   std::atomic<std::int32_t> wait_status_plus_one;
   std::atomic<std::int32_t> cpu_quota;
   std::atomic<bool> takes_fences;  ///< see base/membarrier.hpp
   std::array<std::atomic<std::uint64_t>, std::tuple_size_v<base::CpuMask>> cpus;
-  /// Text of the exception by which the rank left; complete before state becomes failed.
+  /// Text of the exception with which the rank left; complete before state becomes failed.
   std::array<char, 1024> failure;
   internal::FlightRecord flight;
 };
@@ -47,12 +47,12 @@ struct alignas(kLine) SegmentHeader {
   std::int32_t n_ranks;
   std::uint64_t nonce;
   std::uint64_t world_channel;         ///< offset of the world's channel
-  std::atomic<std::uint64_t> n_bytes;  ///< where ranges have not been yet
-  /// The ranks were seen to be in one PID namespace when they met.
+  std::atomic<std::uint64_t> n_bytes;  ///< end of the ranges allocated so far
+  /// The bootstrap verified that all ranks are in one PID namespace.
   std::atomic<bool> has_one_pid_namespace;
-  /// A rank belongs to a world over another engine, which uses nothing else of the segment.
+  /// A rank has joined a world over another engine, which uses no other part of the segment.
   std::atomic<bool> has_joined_elsewhere;
-  /// Ranges given back: see free_ranges.hpp.
+  /// Released ranges: see free_ranges.hpp.
   alignas(kLine) std::array<std::atomic<std::uint64_t>, kFreeRanges> free_ranges;
 };
 
@@ -61,9 +61,9 @@ struct alignas(kLine) RangeHeader {
   std::atomic<std::uint32_t> n_users;
 };
 
-/// What a rank last called on a channel. Only its own rank writes; all fields are relaxed, because
-/// a reader either has acquired the rank's flag of that very call, or prints a diagnosis in which
-/// a torn view does no harm.
+/// A rank's last call on a channel. Only that rank writes it; all fields are relaxed, because a
+/// reader either has acquired the rank's flag of that same call, or prints a diagnosis in which an
+/// inconsistent view is harmless.
 struct CallRecord {
   std::atomic<std::uint64_t> sequence;
   std::atomic<std::uint64_t> what;   ///< op, dtype, reduction, finished, root: see encode_call
@@ -76,7 +76,7 @@ struct CallRecord {
 
 inline constexpr std::size_t kInlineBytes = 248;
 
-/// A rank's flag of one phase, with the payload that fits beside it.
+/// A rank's flag of one phase, with its inline payload.
 struct alignas(kLine) Flag {
   /// Phase number (32 bits), fingerprint of the call (32 bits).
   std::atomic<std::uint64_t> word;
@@ -91,14 +91,14 @@ struct MessageHead {
   std::uint64_t count;
 };
 
-inline constexpr int kPhases = 3;  ///< slots and flags rotate over so many
+inline constexpr int kPhases = 3;  ///< slots and flags rotate over this many
 inline constexpr int kOutboxDepth = 2;
 
 /// One rank's control block on a channel.
 struct alignas(kLine) Lane {
   std::array<Flag, kPhases> flags;
   alignas(kLine) CallRecord record;
-  /// Chunks sent and chunks taken; the writer of each is another rank, so each has its line.
+  /// Chunks sent and chunks taken, each on a separate line because different ranks write them.
   alignas(kLine) std::atomic<std::uint64_t> n_sent;
   std::array<MessageHead, kOutboxDepth> heads;
   alignas(kLine) std::atomic<std::uint64_t> n_taken;
@@ -107,7 +107,7 @@ struct alignas(kLine) Lane {
 enum class FailureKind : std::uint32_t { mismatch, timeout, peer_lost, peer_failed, system };
 enum class FailureState : std::uint32_t { none, writing, ready };
 
-/// Why a channel is dead; written once, by the rank that found out first.
+/// Why a channel is dead; written once, by the first rank that detects it.
 struct alignas(kLine) Failure {
   std::atomic<FailureState> state;
   FailureKind kind;
@@ -124,9 +124,9 @@ struct alignas(kLine) ChannelHeader {
   /// World rank of each member.
   std::array<std::int32_t, kMaxRanks> members;
   Failure failure;
-  /// Flags raised so far, over all ranks and phases; used where ranks exceed cores.
+  /// Flags raised so far, over all ranks and phases; used if oversubscribed.
   alignas(kLine) std::atomic<std::uint64_t> n_arrivals;
-  /// Sleepers wait on `wake_counter`; who makes something ready rings it if somebody sleeps.
+  /// Sleepers wait on `wake_counter`; a rank that makes something ready increments it if any sleep.
   alignas(kLine) std::atomic<std::uint32_t> wake_counter;
   std::atomic<std::uint32_t> n_sleepers;
 };

@@ -28,7 +28,7 @@ std::string describe_wait_status(int status) {
 
 void mark_ended(RankBlock& block, std::string_view failure) noexcept {
   if (!failure.empty()) base::copy_text(block.failure, failure);
-  // Release: a peer that sees the state sees the text, and all that the rank published before.
+  // Release: a peer that sees the state also sees the text and all that the rank published before.
   block.state.store(failure.empty() ? RankState::left : RankState::failed,
                     std::memory_order_release);
 }
@@ -54,7 +54,7 @@ Membership::Membership(std::shared_ptr<Segment> segment, int world_rank)
   mine.takes_fences.store(base::register_for_fences(), std::memory_order_relaxed);
   recorder_ = std::make_shared<internal::Recorder>(
       std::shared_ptr<internal::FlightRecord>(segment_, &mine.flight));
-  // Release: who sees this rank alive sees its pid and cores too.
+  // Release: a peer that sees this rank alive also sees its pid and cores.
   mine.state.store(RankState::alive, std::memory_order_release);
 }
 
@@ -69,7 +69,7 @@ void Membership::leave(std::string_view failure) noexcept {
 
 std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) const {
   const RankBlock& peer = block(world_rank);
-  // Acquire: see the text of a failure, and everything published before leaving.
+  // Acquire: makes the text of a failure visible, and all that the peer published before leaving.
   const RankState state = peer.state.load(std::memory_order_acquire);
   if (state == RankState::failed) {
     return Ending{.failed = true, .text = std::string(base::text_in(peer.failure))};
@@ -94,8 +94,8 @@ std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) con
                                     peer.pid.load(std::memory_order_relaxed))};
 }
 
-/// A pid means something in one PID namespace only. Without /proc it is known that there is one
-/// where the ranks met; the ranks of `lockstep run` have a launcher that sees them all.
+/// A pid is valid in one PID namespace only. Without /proc, the namespaces are known to be the same
+/// only if the bootstrap verified it; the ranks of `lockstep run` have a launcher that sees all.
 bool Membership::sees_pids_of(const RankBlock& peer) const noexcept {
   const std::uint64_t here = block(world_rank_).pid_namespace.load(std::memory_order_relaxed);
   const std::uint64_t there = peer.pid_namespace.load(std::memory_order_relaxed);
@@ -114,7 +114,7 @@ base::WatchedProcess& Membership::watched(int world_rank) const {
   const RankBlock& peer = block(world_rank);
   const bool has_joined = peer.state.load(std::memory_order_acquire) != RankState::absent;
   if (process.is_known() || !has_joined || !sees_pids_of(peer)) return process;
-  // The program needs descriptors more.
+  // Leave most descriptors to the program.
   constexpr rlim_t kShare = 8;
   rlimit limit{};
   const bool keeps_pidfd =
@@ -179,7 +179,7 @@ base::TickAnchor Membership::joined() const noexcept {
 }
 
 std::optional<internal::Operation> Membership::last_operation_of(int world_rank) const {
-  // Acquire: the record's clock is set before the rank is alive.
+  // Acquire: the record's clock is set before the state becomes alive.
   if (block(world_rank).state.load(std::memory_order_acquire) == RankState::absent) {
     return std::nullopt;
   }
@@ -197,7 +197,7 @@ std::string Membership::doing_of(int world_rank) const {
   const internal::FlightRecord& record = peer.flight;
   const auto last = last_operation_of(world_rank);
   if (!last) {
-    // A level of another engine records elsewhere, and nothing here.
+    // A level of another engine records its calls elsewhere, none here.
     const bool is_recorded_here =
         block(world_rank_).flight.n_groups.load(std::memory_order_relaxed) > 0;
     return is_recorded_here || peer.state.load(std::memory_order_relaxed) == RankState::absent
@@ -207,7 +207,7 @@ std::string Membership::doing_of(int world_rank) const {
   const std::string call =
       fmt::format("{} #{} on group '{}' at {}", name_of(last->op), last->sequence,
                   internal::name_of(record.groups[last->group]), last->where);
-  // Without a counter that means the same everywhere, the times of another time namespace do not.
+  // Without a machine-wide tick counter, times of another time namespace are not comparable.
   const bool has_same_clock = base::kHasTickCounter ||
                               peer.time_namespace.load(std::memory_order_relaxed) ==
                                   block(world_rank_).time_namespace.load(std::memory_order_relaxed);

@@ -26,12 +26,12 @@ std::size_t base_bytes(int n_ranks) {
                         static_cast<std::size_t>(n_ranks) * sizeof(RankBlock));
 }
 
-/// Why a segment is not used.
+/// Why a segment is rejected.
 struct Refused {
   std::string why;
 };
 
-/// A number that tells jobs apart, and tells nobody the nonce.
+/// A number that identifies the job without revealing the nonce.
 std::uint32_t job_number(std::uint64_t nonce) {
   return static_cast<std::uint32_t>((nonce * 0x9e3779b97f4a7c15ULL) >> 32U) | 1U;
 }
@@ -55,7 +55,7 @@ const char* advice_for(int error_number) {
                     fmt::format("cannot {} {} bytes; {}", what, n_bytes, advice_for(error_number)));
 }
 
-/// Memory for a place in the file, before it is used: a store into shared memory must never end in
+/// Allocates memory for a part of the file before use: a store to shared memory must never raise
 /// SIGBUS. Returns an error number.
 int reserve_pages(int fd, std::uint64_t offset, std::size_t n_bytes) noexcept {
   struct stat status {};
@@ -118,9 +118,9 @@ std::shared_ptr<Segment> Segment::for_processes(int n_ranks) {
   segment->fd_ =
       base::KeptFd(base::UniqueFd(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
   if (!segment->fd_) fail("make a memfd for", base_bytes(n_ranks));
-  // A memfd is everybody's to write, should a way to it ever be found.
+  // By default any user may write a memfd that it can reach.
   if (::fchmod(segment->fd_.get(), S_IRUSR | S_IWUSR) != 0) fail("protect", base_bytes(n_ranks));
-  // Nobody can cut pages off under a peer's feet.
+  // Prevents truncation while a peer uses the pages.
   if (::fcntl(segment->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
     fail("seal the memfd of", base_bytes(n_ranks));
   }
@@ -223,7 +223,7 @@ void Segment::give_back_offset(std::uint64_t offset, std::size_t n_bytes) noexce
 
 std::uint64_t Segment::reserve(std::size_t n_bytes) {
   n_bytes = round_to_pages(n_bytes);
-  // The system would give page after page and then end processes to find more.
+  // Otherwise the system would overcommit and then kill processes to free memory.
   if (n_bytes > base::available_memory()) fail("reserve", n_bytes, ENOMEM);
   if (!fd_) return reinterpret_cast<std::uint64_t>(map_pages(-1, 0, n_bytes));
   check_fd();
@@ -242,7 +242,7 @@ void Segment::release(std::uint64_t offset, std::size_t n_bytes) noexcept {
     ::munmap(reinterpret_cast<void*>(offset), n_bytes);
     return;
   }
-  if (!fd_.is_intact()) return;  // the pages stay until the job's end
+  if (!fd_.is_intact()) return;  // the pages stay until the job ends
   const bool is_zero = ::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                                    static_cast<off_t>(offset), static_cast<off_t>(n_bytes)) == 0;
   if (is_zero) give_back_offset(offset, n_bytes);
@@ -252,7 +252,7 @@ std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes) {
   if (!fd_) return reinterpret_cast<std::byte*>(offset);
   n_bytes = round_to_pages(n_bytes);
   check_fd();
-  // A peer said where; a store behind the end would end in SIGBUS.
+  // The offset came from a peer; a store beyond the end would raise SIGBUS.
   struct stat status {};
   if (::fstat(fd_.get(), &status) != 0) fail("look at", n_bytes);
   const auto end = static_cast<std::uint64_t>(status.st_size);
@@ -290,7 +290,7 @@ std::uint64_t Range::make(Segment& segment, std::size_t n_bytes, int n_users,
 std::byte* Range::attach(Segment& segment, std::uint64_t offset, std::size_t n_bytes) try {
   return segment.map(offset, n_bytes);
 } catch (const SystemError&) {
-  // The peers' ranges end without this user; there may be room for a page.
+  // Let the peers release the range without this user; mapping one page may still succeed.
   try {
     std::byte* const page = segment.map(offset, sizeof(RangeHeader));
     detach(segment, *reinterpret_cast<RangeHeader*>(page), offset, n_bytes, sizeof(RangeHeader));
@@ -308,7 +308,7 @@ Range::Range(std::shared_ptr<Segment> segment, std::uint64_t offset, std::size_t
 
 void Range::detach(Segment& segment, RangeHeader& header, std::uint64_t offset, std::size_t n_bytes,
                    std::size_t n_mapped_bytes) noexcept {
-  // Acquire and release: the last one frees what the others have finished using.
+  // Acquire and release: the last user frees memory that the others have finished using.
   const bool is_last = header.n_users.fetch_sub(1, std::memory_order_acq_rel) == 1;
   segment.unmap(reinterpret_cast<std::byte*>(&header), n_mapped_bytes);
   if (is_last) segment.release(offset, n_bytes);

@@ -15,21 +15,21 @@
 
 namespace lockstep::shared {
 
-/// Memory that all ranks of a world reach. It grows by ranges, named by offsets that mean the
-/// same on every rank: in one process the address itself, between processes a place in a memfd
-/// that nobody else can open and that ends with its last process. Ranges given back are used again.
+/// Memory shared by all ranks of a world. It grows by ranges, identified by offsets that are valid
+/// on every rank: the address itself within one process, the offset in a memfd between processes.
+/// No other process can open the memfd; it is freed with its last process. Ranges are reused.
 class Segment {
  public:
   /// For ranks that are threads of this process.
   static std::shared_ptr<Segment> for_threads(int n_ranks);
   /// For processes: a sealed memfd.
   static std::shared_ptr<Segment> for_processes(int n_ranks);
-  /// Maps the segment behind `fd`, which it takes over, also when it throws. Throws UsageError
-  /// where it is not this job's, or of another version of the library.
+  /// Maps the segment of `fd` and takes ownership of `fd`, also when it throws. Throws UsageError
+  /// if the segment belongs to another job or another version of the library.
   static std::shared_ptr<Segment> attach(base::UniqueFd fd, std::uint64_t nonce);
 
-  /// Maps the base of any job's segment behind `fd` to read only. Throws UsageError where it is
-  /// none, or of another version of the library.
+  /// Maps the base of any job's segment read-only. Throws UsageError if `fd` is not a segment, or
+  /// belongs to another version of the library.
   static std::shared_ptr<const Segment> look(base::UniqueFd fd);
 
   ~Segment();
@@ -41,14 +41,14 @@ class Segment {
   const RankBlock& rank(int world_rank) const noexcept;
   int n_ranks() const noexcept { return n_ranks_; }
   bool is_between_processes() const noexcept { return static_cast<bool>(fd_); }
-  /// Of the memfd; -1: threads.
+  /// The memfd; -1: ranks are threads.
   int fd() const noexcept { return fd_.get(); }
   const base::KeptFd& kept_fd() const noexcept { return fd_; }
   base::FutexScope scope() const noexcept {
     return fd_ ? base::FutexScope::process : base::FutexScope::thread;
   }
 
-  /// Reserves zeroed pages. Throws SystemError. Release what is never mapped.
+  /// Reserves zeroed pages. Throws SystemError. Call release for pages that are never mapped.
   std::uint64_t reserve(std::size_t n_bytes);
   void release(std::uint64_t offset, std::size_t n_bytes) noexcept;
 
@@ -63,22 +63,21 @@ class Segment {
   std::uint64_t take_offset(std::size_t n_bytes) noexcept;
   void give_back_offset(std::uint64_t offset, std::size_t n_bytes) noexcept;
 
-  base::KeptFd fd_;  // none: threads
+  base::KeptFd fd_;  // none: ranks are threads
   SegmentHeader* header_ = nullptr;
   int n_ranks_ = 0;  // the header may be damaged later
   std::size_t n_base_bytes_ = 0;
 };
 
-/// A mapped range of the segment, counted: the last of its `n_users` to let go gives the pages
-/// back.
+/// A mapped, reference-counted range of the segment: the last of its `n_users` releases the pages.
 class Range {
  public:
-  /// Reserves a range that n_users ranks are going to attach to; `initialise` gets its zeroed
-  /// bytes before anybody else can know of it.
+  /// Reserves a range to which n_users ranks will attach; `initialise` gets its zeroed bytes
+  /// before any other rank can access it.
   static std::uint64_t make(Segment& segment, std::size_t n_bytes, int n_users,
                             const std::function<void(std::byte*)>& initialise);
 
-  /// Throws SystemError; then this user has let go.
+  /// If it throws SystemError, this user has already been released.
   Range(std::shared_ptr<Segment> segment, std::uint64_t offset, std::size_t n_bytes);
   ~Range();
   Range(const Range&) = delete;
@@ -97,7 +96,7 @@ class Range {
   std::uint64_t offset_;
   std::size_t n_bytes_;
   std::byte* data_;
-  pid_t pid_;  ///< a fork of this process inherits the object, but is no user of the range
+  pid_t pid_;  ///< a fork of this process inherits the object but is not a user of the range
 };
 
 }  // namespace lockstep::shared

@@ -41,7 +41,7 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable) {
                     variable));
   }
   auto segment = Segment::attach(base::UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)), nonce);
-  ::fcntl(fd, F_SETFD, FD_CLOEXEC);  // programs that a rank starts are no ranks
+  ::fcntl(fd, F_SETFD, FD_CLOEXEC);  // child programs of a rank are not ranks
   return segment;
 }
 

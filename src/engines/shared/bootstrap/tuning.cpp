@@ -15,30 +15,30 @@
 namespace lockstep::shared {
 namespace {
 
-/// What `lockstep bench --tune` found best on one kind of CPU, for 2 ranks and for more.
+/// The best values by `lockstep bench --tune` on one CPU model, for 2 ranks and for more.
 struct Entry {
   std::string_view vendor;
   unsigned family;
   unsigned model;
   std::uint64_t chunk_bytes;
-  std::uint64_t flat_bytes_in_all;    ///< divided by the ranks
-  std::uint64_t pair_in_place_bytes;  ///< of 2 ranks
-  std::uint64_t in_place_bytes;       ///< of more
+  std::uint64_t flat_bytes_in_all;    ///< divided by the number of ranks
+  std::uint64_t pair_in_place_bytes;  ///< for 2 ranks
+  std::uint64_t in_place_bytes;       ///< for more ranks
 };
 
 constexpr std::uint64_t kKiB = 1024;
 
-/// Add a line where a machine was measured: with its cores its own, once for 2 and once for more
-/// ranks, as docs/performance.md says.
+/// To add a machine, measure it with dedicated cores, once for 2 ranks and once for more, as in
+/// docs/performance.md.
 constexpr Entry kMeasured[] = {
-    // Xeon, Skylake-SP to Cooper Lake: 1 MiB of second-level cache
+    // Xeon, Skylake-SP to Cooper Lake: 1 MiB of L2 cache
     {"GenuineIntel", 6, 85, 64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB},
-    // EPYC 9004 (Zen 4): 1 MiB of second-level cache, 32 MiB that eight cores share
+    // EPYC 9004 (Zen 4): 1 MiB of L2 cache, 32 MiB of L3 shared by eight cores
     {"AuthenticAMD", 25, 17, 256 * kKiB, 128 * kKiB, 2 * kKiB, 16 * kKiB},
 };
 
-/// Of a CPU that nobody measured: as on the first above, but four pieces that a rank works on at
-/// once (its data, what it shows, what it reads, the result) take at most a quarter of the cache.
+/// For a CPU without measurements: as the first entry above, but the four pieces that a rank uses
+/// at once (input, slot, peer's slot, result) take at most a quarter of the L2 cache.
 Entry expected(std::size_t l2_bytes) {
   Entry entry = kMeasured[0];
   if (l2_bytes != 0) {
@@ -57,7 +57,7 @@ Tuning measured_for(int n_ranks, const base::CpuModel& cpu) {
   });
   const Entry entry = found == std::end(kMeasured) ? expected(cpu.l2_bytes) : *found;
   Tuning tuning{};
-  // Two ranks read the same from each other either way, and flat has one phase for two.
+  // Two ranks read the same amount either way, and flat needs one phase instead of two.
   tuning.flat_bytes = n_ranks == 2 ? std::numeric_limits<std::uint64_t>::max()
                                    : entry.flat_bytes_in_all / static_cast<std::uint64_t>(n_ranks);
   tuning.chunk_bytes = entry.chunk_bytes;

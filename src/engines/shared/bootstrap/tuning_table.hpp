@@ -5,8 +5,7 @@
 
 namespace lockstep::shared {
 
-/// What was measured to be best on that CPU, or where it is none that was measured, what its
-/// second-level cache lets expect.
+/// The best measured values for that CPU, or an estimate from its L2 cache if it was not measured.
 Tuning measured_for(int n_ranks, const base::CpuModel& cpu);
 
 }  // namespace lockstep::shared
