@@ -19,7 +19,7 @@ using internal::has_root;
 using internal::moves_data;
 
 std::string where_of(const Header& header) {
-  // A peer sent it: the name may lack its end.
+  // Sent by a peer: the name may not be null-terminated.
   return fmt::format("{}:{}", base::text_in(header.file), header.line);
 }
 
@@ -33,7 +33,7 @@ Header HeaderMaker::of(const Call& step, int color, int key) {
   header.dtype = static_cast<std::uint8_t>(call.dtype);
   header.reduce = static_cast<std::uint8_t>(call.reduce);
   header.root = call.root;
-  // Where parts differ in size, each rank's own count does too.
+  // If parts differ in size, so does each rank's count.
   header.count = call.counts.empty() ? call.count : 0;
   for (const std::size_t count : call.counts) {
     header.counts = (header.counts ^ count) * 0x9e3779b97f4a7c15U + 1;

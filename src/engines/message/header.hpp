@@ -13,27 +13,27 @@
 
 namespace lockstep::message {
 
-/// What ranks compare before they take any data.
+/// What ranks compare before they accept data.
 struct Header {
   std::uint8_t op;
-  std::uint8_t step;  ///< the operation that it makes here
+  std::uint8_t step;  ///< the operation that it performs here
   std::uint8_t dtype;
   std::uint8_t reduce;
   std::int32_t root;
   std::uint64_t count;
-  std::uint64_t counts;  ///< a hash of all_gather's and gather's
+  std::uint64_t counts;  ///< hash of the counts of all_gather and gather
   std::int32_t color;    ///< of split
   std::int32_t key;
   std::uint32_t line;
   internal::Check check;      ///< how much this rank compares
-  std::array<char, 27> file;  ///< its name's end, and a null
+  std::array<char, 27> file;  ///< the end of its name, null-terminated
 };
 static_assert(sizeof(Header) == 64);
 static_assert(std::is_trivially_copyable_v<Header>);
 
-/// The first message of a call. Its length is the same whatever the call, so that ranks that make
-/// different calls can read each other; data that fits is_eager in it, and no other message
-/// follows.
+/// The first message of a call. It has the same length for every call, so that ranks that make
+/// different calls can parse each other's. Data that fits is sent eagerly in it, and no other
+/// message follows.
 struct alignas(64) First {
   Header header;
   std::array<std::byte, 64> payload;
@@ -43,17 +43,17 @@ static_assert(sizeof(First) == 128);
 /// Makes headers of this rank's calls.
 class HeaderMaker {
  public:
-  /// Of `call`, or of the one that it is a step of.
+  /// The header of `step`, or of its parent_call.
   Header of(const Call& step, int color = 0, int key = 0);
   internal::Check check() const noexcept { return check_; }
 
  private:
-  const char* path_ = nullptr;   // of the last call's file
+  const char* path_ = nullptr;   // file of the last call
   std::array<char, 27> file_{};  // the end of its name
   internal::Check check_ = internal::check_level();
 };
 
-/// Where not all of it is the same bytes.
+/// Used if the headers are not bytewise equal.
 bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites);
 inline bool agree(const Header& a, const Header& b, bool compares_sites) {
   return (std::memcmp(&a, &b, offsetof(Header, color)) == 0 && a.check == b.check &&
@@ -65,7 +65,7 @@ struct Row {
   int rank;
   Header header;
 };
-/// Text of the MismatchError of ranks that do not agree.
+/// Text of the MismatchError for ranks that disagree.
 std::string difference_of(std::span<const Row> rows);
 
 }  // namespace lockstep::message

@@ -24,10 +24,10 @@ namespace {
 
 using Way = Message::Way;
 
-/// Up to here every rank sends all it has to all, which is one exchange; above, each reduces a
-/// slice, which is two.
+/// Up to this size every rank sends all its data to all ranks (one exchange); above it, each
+/// rank reduces a slice (two exchanges).
 constexpr std::size_t kFlatBytes = 16 << 10;
-/// The root of a reduce holds this much of each rank at a time.
+/// The root of a reduce buffers this much per rank at a time.
 constexpr std::size_t kChunkBytes = 16 << 20;
 
 class Memory final : public SharedMemory {
@@ -39,9 +39,9 @@ class Memory final : public SharedMemory {
   mutable std::vector<std::byte> bytes_;
 };
 
-/// Every operation as messages between the ranks: first headers, which are compared, with the data
-/// that fits beside them; then the rest. Where LOCKSTEP_CHECK is off, data only. Reductions are
-/// this engine's own: in rank order, of every type, the same bits on all ranks.
+/// Every operation as messages between the ranks: first headers, which are compared, with eager
+/// data; then the remaining data. If LOCKSTEP_CHECK is off, data only. This engine reduces
+/// itself: in rank order, for every type, with the same bits on all ranks.
 class MessageEngine final : public Engine,
                             public internal::TellsTrack,
                             public engines::EndsWithError {
@@ -55,7 +55,7 @@ class MessageEngine final : public Engine,
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     Limit limit(call);
-    auto memory = make_memory(call);  // first, so that no rank has its buffer where one has none
+    auto memory = make_memory(call);  // first: all ranks get their buffer or none does
     compare(call, headers_.of(call), {}, limit);
     return memory;
   }
@@ -78,12 +78,12 @@ class MessageEngine final : public Engine,
     }
   }
 
-  /// One call's step: messages, and the call they belong to.
+  /// One step of a call: its messages and the call they belong to.
   struct Step {
     Channel& channel;
     const Call& call;
     Limit& limit;
-    std::vector<Message>& messages;  // empty between steps: its room is kept
+    std::vector<Message>& messages;  // empty between steps: its capacity is reused
 
     void send(int peer, const void* data, std::size_t n_bytes) {
       if (peer == channel.rank() || n_bytes == 0) return;
@@ -99,21 +99,21 @@ class MessageEngine final : public Engine,
     }
   };
 
-  /// Everybody's first messages, in firsts_, from this rank's. Throws where they disagree.
+  /// Exchanges every rank's first message, into firsts_. Throws if they disagree.
   void compare(const Call& call, const Header& mine, std::span<const std::byte> payload,
                Limit& limit);
   void fail_mismatch(const Call& call);
-  /// How many of this rank's bytes ride in the first message; nullopt: none, they follow.
+  /// How many bytes this rank sends eagerly in the first message; nullopt: none, they follow.
   std::optional<std::size_t> eager_bytes(const Call& call) const;
   void complete_eager(const Call& call);
-  /// The same for the two ranks of send and recv, whose lines differ. True: the data rode along.
+  /// Compares send and recv of two ranks, whose source lines differ. True: the data was eager.
   bool compare_pair(const Call& call, Limit& limit);
   void all_reduce(Step step);
   void reduce(Step step);
   void gather(Step step, bool is_for_all);
   void reduce_scatter(Step step);
   void all_to_all(Step step);
-  /// out <- reduction of this rank's `own` and of the others' parts in `parts`, of n_bytes each.
+  /// out <- reduction of this rank's `own` and the peers' parts in `parts`, n_bytes each.
   void fold(const Call& call, const std::byte* own, std::byte* parts, std::size_t n_bytes,
             std::byte* out);
   bool is(int r) const { return r == rank(); }
@@ -134,7 +134,7 @@ class MessageEngine final : public Engine,
 std::byte* bytes(void* data) { return static_cast<std::byte*>(data); }
 const std::byte* bytes(const void* data) { return static_cast<const std::byte*>(data); }
 
-/// What stays on its rank; also where it stays in its place.
+/// Copies data that stays on its rank; `to` and `from` may be equal.
 void keep(void* to, const void* from, std::size_t n_bytes) {
   if (n_bytes > 0 && to != from) std::memmove(to, from, n_bytes);
 }
@@ -179,7 +179,7 @@ std::optional<std::size_t> MessageEngine::eager_bytes(const Call& call) const {
     case Op::gather:
       if (!call.counts.empty()) {
         count = call.counts[static_cast<std::size_t>(rank())];
-        most = *std::ranges::max_element(call.counts);  // what all ranks know alike
+        most = *std::ranges::max_element(call.counts);  // the same value on all ranks
       }
       break;
     case Op::barrier:
@@ -245,7 +245,7 @@ void MessageEngine::run(const Call& call) {
   Limit limit(call);
   Step step{*channel_, call, limit, messages_};
   const bool is_pair = call.op == Op::send || call.op == Op::recv;
-  // A barrier is nothing but this message.
+  // A barrier consists of this message only.
   if (headers_.check() != internal::Check::off || call.op == Op::barrier) {
     if (is_pair) {
       if (compare_pair(call, limit)) return;
@@ -318,9 +318,9 @@ void MessageEngine::all_reduce(Step step) {
     fold(call, data, scratch_.data(), n_bytes, data);
     return;
   }
-  // Rank r reduces slice r, by pieces: those that came are summed while they are in the cache, and
-  // go out with the next ones.
-  const std::size_t whole = (call.count + n - 1) / n * element;  // of the longest slice
+  // Rank r reduces slice r in pieces: received pieces are summed while they are in the cache, and
+  // sent with the next exchange.
+  const std::size_t whole = (call.count + n - 1) / n * element;  // the longest slice
   const std::size_t n_pieces = (whole - 1) / channel_->piece_bytes() + 1;
   struct Part {
     std::byte* data;

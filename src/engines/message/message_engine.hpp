@@ -8,7 +8,7 @@
 
 namespace lockstep::message {
 
-/// The engine of that name, which makes every operation of messages over `channel`.
+/// The engine of that name, which implements every operation by messages over `channel`.
 std::unique_ptr<Engine> make(std::string name, std::unique_ptr<Channel> channel);
 
 }  // namespace lockstep::message
