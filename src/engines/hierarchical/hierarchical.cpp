@@ -17,17 +17,17 @@
 namespace lockstep::hierarchical {
 namespace {
 
-/// Whoever waits for a host lets that host's ranks find out first which of them keeps it, and say
-/// so; whoever waits for the one that waits for hosts lets that one.
+/// Added to the timeout of a rank that waits for other hosts, so that the ranks of a late host
+/// first report which of them is late. Ranks that wait for such a rank give it the same time.
 constexpr std::chrono::milliseconds kReportTime{700};
-/// On an oversubscribed machine, or in a library that does not come back, the one that waits for
-/// other hosts may know late; so much longer its own host's ranks believe in it.
+/// On an oversubscribed machine, or in a library that does not return, a rank that waits for other
+/// hosts may time out late; the ranks of its host extend its deadline by this much more.
 constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
 
-/// Prefixes of errors whose text speaks of ranks by a level's numbers.
+/// Prefixes of errors whose text uses the rank numbers of one level.
 constexpr std::string_view kWithin = "on one host", kBetween = "between hosts";
 
-/// Who is where in one group.
+/// The topology of one group.
 struct Map {
   std::vector<int> hosts;    ///< for each rank, the lowest rank on its host
   std::vector<int> leaders;  ///< the lowest rank of each host, in order
@@ -40,12 +40,12 @@ struct Map {
     }
   }
   int leader_of(int rank) const { return hosts[static_cast<std::size_t>(rank)]; }
-  /// Number of a rank's host among the leaders.
+  /// Index of a rank's host among the leaders.
   int host_of(int rank) const {
     return static_cast<int>(std::lower_bound(leaders.begin(), leaders.end(), leader_of(rank)) -
                             leaders.begin());
   }
-  /// Number of a rank of this host among the members.
+  /// Index of a rank of this host among the members.
   int place_of(int rank) const {
     return static_cast<int>(std::lower_bound(members.begin(), members.end(), rank) -
                             members.begin());
@@ -77,7 +77,7 @@ class HierarchicalEngine final : public Engine {
       compare(call);
       auto outer = outer_->split(call, color, key);
       const std::vector<int> old = gather_values(*outer, call, map_.leader_of(rank()));
-      std::vector<int> hosts;  // the old group's leaders, by the new one's numbers
+      std::vector<int> hosts;  // the old group's leaders, as ranks of the new group
       for (const int host : old) {
         hosts.push_back(static_cast<int>(std::find(old.begin(), old.end(), host) - old.begin()));
       }
@@ -116,8 +116,8 @@ class HierarchicalEngine final : public Engine {
   int n_hosts() const { return static_cast<int>(map_.leaders.size()); }
   bool is_leader() const { return map_.leader_of(rank()) == rank(); }
 
-  /// A level that failed takes the others with it, with its error: whoever waits there would wait
-  /// for ever.
+  /// If one level fails, ends the other levels with the same error: ranks that wait there would
+  /// otherwise wait forever.
   template <class Work>
   void together(Work work) {
     try {
@@ -135,12 +135,12 @@ class HierarchicalEngine final : public Engine {
     }
   }
 
-  /// Work of one level, whose errors speak of the group's `ranks` by their numbers there.
+  /// Work of one level, whose errors refer to the group's `ranks` by their numbers in that level.
   template <class Work>
   void renumbered(Work work, const Call& call, std::string_view place,
                   const std::vector<int>& ranks) {
     const auto text = [&](const Error& error) {
-      // The last two: what another level found, and ended this one with.
+      // The last two conditions: an error that another level found and ended this one with.
       if (n_hosts() == 1 || error.text().starts_with(kWithin) ||
           error.text().starts_with(kBetween)) {
         return error.text();
@@ -170,22 +170,22 @@ class HierarchicalEngine final : public Engine {
 
   void run_between(Call call) {
     call.timeout += kReportTime;
-    // This host's other ranks wait for this one, who is not to blame where another host is late.
+    // The other ranks of this host wait for this one, which is not the late one if a host is late.
     shared::extend_deadline(*inner_, call.timeout + kPatience);
     renumbered([&] { between_->run(call); }, call, kBetween, map_.leaders);
-    shared::extend_deadline(*inner_, kReportTime);  // it is on its way to them
+    shared::extend_deadline(*inner_, kReportTime);  // the result is about to reach them
   }
 
-  /// A message to or from another host. It is the affair of two ranks, and the others keep their
-  /// limits; whoever of this host waits in vain for this one is told what it waits for.
+  /// A message to or from another host. It involves only two ranks, so the others keep their
+  /// timeouts; a rank of this host that times out on this one is told what it waits for.
   void run_message(const Call& call) {
     shared::begin_elsewhere(*inner_, call);
     outer_->run(call);
     shared::end_elsewhere(*inner_);
   }
 
-  /// By messages between all ranks. Whoever waits there for another host keeps its own host's ranks
-  /// waiting, where they are at the next call already, and is not to blame.
+  /// Messages between all ranks. A rank that waits there for another host delays the ranks of its
+  /// own host, which may already be in the next call, but is not the late one.
   void run_outer(Call call) {
     call.timeout += kReportTime;
     shared::extend_deadline(*inner_, call.timeout + kPatience);
@@ -203,9 +203,9 @@ class HierarchicalEngine final : public Engine {
     return step;
   }
 
-  /// Calls that begin on different levels, where nobody compares them with each other, begin with
-  /// this: the ranks of a host compare, and their leader with the other hosts'. Who is no leader
-  /// goes on meanwhile, and hears of it where the leaders differ, since they end all levels.
+  /// Calls that begin on different levels are not compared with each other, so they begin with
+  /// this: the ranks of a host compare, then the leaders of all hosts. Other ranks continue
+  /// meanwhile; if the leaders disagree, they end all levels, which notifies the other ranks.
   void compare(const Call& call) {
     if (internal::check_level() == internal::Check::off) return;
     run_within(barrier_of(call));
@@ -244,7 +244,7 @@ class HierarchicalEngine final : public Engine {
     }
   }
 
-  /// Folds every rank's values into `partial` on the leaders: of all hosts, or on that of `root`.
+  /// Reduces every rank's values into `partial` on the leaders of all hosts, or of root's host.
   void fold(const Call& call, const Wide& wide, void* partial, Op between) {
     Call step = call;
     step.parent_call = &call;
@@ -316,7 +316,7 @@ class HierarchicalEngine final : public Engine {
     }
     if (is_leader()) {
       step.root = map_.host_of(call.root);
-      // The leader of the root's host has them in `out` now.
+      // The leader of the root's host has the data in `out` now.
       step.in = call.out;
       run_between(step);
     }
@@ -328,7 +328,7 @@ class HierarchicalEngine final : public Engine {
 
   std::unique_ptr<Engine> outer_;    // all ranks
   std::unique_ptr<Engine> inner_;    // the ranks of this host
-  std::unique_ptr<Engine> between_;  // one rank of each host; on the others, something unused
+  std::unique_ptr<Engine> between_;  // one rank of each host; unused on the other ranks
   Map map_;
 };
 

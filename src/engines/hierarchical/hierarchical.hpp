@@ -10,14 +10,14 @@ namespace lockstep::hierarchical {
 /// go through one rank of each host, so that their bytes cross between hosts once per host and not
 /// once per rank; messages between ranks of one host stay there; the other operations are outer's.
 ///
-/// Reductions fold the ranks of each host in rank order, then the hosts in the order of their
-/// lowest ranks, by outer's all_reduce; 16-bit floats and means of integers stay wide between hosts
-/// and are rounded once. One rank of each host rounds, so all ranks have the same bits as long as
-/// outer gives its ranks the same.
+/// Reductions combine the ranks of each host in rank order, then the hosts in the order of their
+/// lowest ranks, with outer's all_reduce; 16-bit floats and means of integers stay wide between
+/// hosts and are rounded once. One rank of each host rounds, so all ranks have the same bits if
+/// outer gives its ranks the same bits.
 ///
-/// `hosts`: for each rank the lowest rank on its host (find_hosts). Returns `outer` itself where no
-/// two ranks share a host. Collective; `barrier` has the limit and the caller's line. Throws what
-/// shared::bootstrap and outer throw.
+/// `hosts`: for each rank the lowest rank on its host (find_hosts). Returns `outer` itself if no
+/// two ranks share a host. Collective; `barrier` has the timeout and the caller's source line.
+/// Throws what shared::bootstrap and outer throw.
 std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<int>& hosts,
                              const Call& barrier);
 

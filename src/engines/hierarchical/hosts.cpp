@@ -19,9 +19,9 @@
 namespace lockstep::hierarchical {
 namespace {
 
-/// What a rank says of itself.
+/// A rank's host id.
 struct HostId {
-  std::array<char, 40> boot_id{};  // empty: unknown, and alone
+  std::array<char, 40> boot_id{};  // empty: unknown, treated as a separate host
   std::uint64_t nonce = 0;
   std::int32_t pid = 0;
 };
@@ -52,7 +52,7 @@ base::UniqueFd open_socket() {
   return fd;
 }
 
-/// Others of this host find it under the nonce as long as it lives.
+/// A socket that other ranks of this host find under the nonce while it is open.
 base::UniqueFd make_findable(std::uint64_t nonce, int n_ranks) {
   base::UniqueFd fd = open_socket();
   const Name name(nonce);
@@ -87,7 +87,7 @@ std::vector<int> find_hosts(Engine& outer, const Call& call) {
   mine.boot_id = boot_id();
   mine.nonce = draw_nonce();
   mine.pid = ::getpid();
-  // Findable before anybody can know the nonce, and until everybody has looked.
+  // Open before any rank can know the nonce, and until all ranks have looked for it.
   const base::UniqueFd beacon = make_findable(mine.nonce, outer.size());
   const std::vector<HostId> ids = gather_values(outer, call, mine);
   int lowest = 0;

@@ -5,11 +5,11 @@
 
 namespace lockstep::hierarchical {
 
-/// For each rank of `outer`, the lowest rank on its host. Two ranks are on one host when their
-/// system says the same boot id and one reaches a socket of the other there, as the same user and
-/// in the same process namespace: then they can share memory and see each other die. Names of hosts
-/// are not asked: containers and clones may share them. Collective; `call` has the limit and the
-/// caller's line. Throws what all_gather throws, SystemError.
+/// For each rank of `outer`, the lowest rank on its host. Two ranks are on one host if they have
+/// the same boot id and one can connect to a socket of the other, as the same user and in the same
+/// PID namespace: then they can share memory and detect each other's death. Host names are not
+/// used: containers and clones may share them. Collective; `call` has the timeout and the caller's
+/// source line. Throws what all_gather throws, SystemError.
 std::vector<int> find_hosts(Engine& outer, const Call& call);
 
 /// Every rank's value, in rank order. Throws what all_gather throws.
@@ -28,7 +28,7 @@ std::vector<T> gather_values(Engine& engine, const Call& call, const T& mine) {
   return all;
 }
 
-/// Bits that nobody else has. Throws SystemError.
+/// Unique random bits. Throws SystemError.
 std::uint64_t draw_nonce();
 
 }  // namespace lockstep::hierarchical

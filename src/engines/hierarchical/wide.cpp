@@ -35,7 +35,7 @@ bool is_halved(DType dtype, ReduceOp op) {
   return op == ReduceOp::mean && (dtype == DType::i64 || dtype == DType::u64);
 }
 
-/// A 64-bit integer as upper * 2^32 + lower. Sums of either half over 2^31 ranks fit i64.
+/// A 64-bit integer as upper * 2^32 + lower. Sums of each half over 2^31 ranks fit i64.
 struct Halves {
   std::int64_t upper;
   std::int64_t lower;
@@ -52,7 +52,7 @@ T mean_of(const Halves& sum, int n) {
   return static_cast<T>((static_cast<Int128>(sum.upper) * (Int128{1} << 32) + sum.lower) / n);
 }
 
-/// to[i] = change(from[i]), wherever the bytes lie.
+/// to[i] = change(from[i]), for any alignment.
 template <class From, class To, class Change>
 void transform(const void* from, void* to, std::size_t count, Change change) {
   const auto* source = static_cast<const std::byte*>(from);
@@ -90,7 +90,7 @@ void widen(DType dtype, ReduceOp op, const void* from, void* to, std::size_t cou
 }
 
 void finish(DType dtype, ReduceOp op, const void* from, int n, void* to, std::size_t count) {
-  // In place too: what is written is never longer than what was read before it.
+  // Works in place: no element written is longer than the one read before it.
   if (is_halved(dtype, op)) {
     if (dtype == DType::i64) {
       transform<Halves, std::int64_t>(
