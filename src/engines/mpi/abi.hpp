@@ -5,44 +5,44 @@
 
 #include "engines/message/message.hpp"
 
-/// What the core and a loaded module say to each other, in C. A module is compiled against one MPI
-/// (their handles and constants differ); it knows nothing else of lockstep, and throws nothing.
+/// The C interface between the core and a loaded module. A module is compiled against one MPI
+/// (their handles and constants differ); it uses nothing else of lockstep, and throws nothing.
 extern "C" {
 
-/// Functions return 0 or an MPI error code.
+/// Functions that return int return 0 or an MPI error code.
 struct LockstepMpi {
   std::uint32_t version;  ///< kLockstepMpiVersion
   const char* (*library)();
   void (*error_text)(int code, char* text, std::size_t n_bytes);
-  /// Initialises MPI unless the program has. What it initialised it finalizes when the program
-  /// ends.
+  /// Initializes MPI unless the program has done so. MPI initialized here is finalized when the
+  /// program ends.
   int (*start)(int* rank, int* n_ranks);
-  /// How many ranks share this host, and the cores that any of them may use: mask gets the others'
-  /// bits. Collective.
+  /// The number of ranks on this host, and the cores that any of them may use: adds the other
+  /// ranks' bits to mask. Collective.
   int (*neighbours)(std::uint64_t* mask, std::size_t n_words, int* n_ranks);
-  /// After a failure MPI_Finalize would wait for ranks that never come.
+  /// Skips MPI_Finalize, which after a failure would wait for ranks that never call it.
   void (*give_up_finalize)();
-  /// A new communicator over the world, and one over the ranks of another that give the same color,
-  /// in the order of their keys (collective over all of the other).
+  /// A new communicator over the world, and one over the ranks of `communicator` with the same
+  /// color, ordered by key (collective over all of `communicator`).
   int (*world)(void** communicator);
   int (*split)(void* communicator, int color, int key, void** part);
   void (*release)(void* communicator);
-  /// All messages at once, one exchange at a time on a communicator. `exchange` is set even where
-  /// an error is returned, for finish(), which only an exchange that is not all done needs; the
-  /// messages stay where they are until then.
+  /// Starts all messages at once; one exchange at a time per communicator. `exchange` is set even
+  /// if an error is returned, for finish(), which only an incomplete exchange needs; the messages
+  /// must stay in place until then.
   int (*begin)(void* communicator, const lockstep::message::Message* messages,
                std::size_t n_messages, void** exchange);
-  /// The same messages will be given to begin() often, by the same pointer.
+  /// A hint: the same messages will be passed to begin() often, with the same pointer.
   int (*prepare)(void* communicator, const lockstep::message::Message* messages,
                  std::size_t n_messages);
-  /// Makes progress, up to n_tests times as long as messages are not done.
+  /// Makes progress, with up to n_tests tests while messages are incomplete.
   int (*test)(void* exchange, std::size_t n_tests, std::int32_t* all_done);
-  /// Who has not sent or taken all: up to one entry for each message.
+  /// The ranks that have not sent or received all: at most one entry per message.
   int (*awaited)(void* exchange, std::int32_t* ranks, std::size_t* n_ranks);
-  /// Ends it. Receives under way are cancelled, and what MPI still reads or writes is waited for,
-  /// for about a second at most.
+  /// Ends an exchange. Cancels pending receives and waits, for about a second at most, for the
+  /// buffers that MPI still reads or writes.
   void (*finish)(void* exchange);
-  /// A note of n_bytes to a rank, which hear() takes there, in whatever order.
+  /// Sends a control message of n_bytes to a rank, which receives it with hear(), in any order.
   int (*tell)(void* communicator, int rank, const void* note, std::size_t n_bytes);
   int (*hear)(void* communicator, void* note, std::size_t n_bytes, std::int32_t* has_come);
 };

@@ -36,26 +36,26 @@ using Clock = std::chrono::steady_clock;
 using message::Message;
 using std::chrono::milliseconds;
 
-/// What a rank tells its peers, for their waits.
+/// The control messages of a rank, which end its peers' waits.
 enum class Notice : std::int32_t { left, failed, late, lost, mismatch };
 struct Note {
   Notice notice;
-  std::int32_t rank;  ///< the rank it is about, in that communicator; kNobody: the text says it all
+  std::int32_t rank;  ///< the rank it refers to, in that communicator; kNobody: text is complete
   std::array<char, 3960> text;
 };
 constexpr std::int32_t kNobody = -1;
-/// A longer one would not go out at once in Open MPI on one host, whose limit is 4,096 with
-/// headers: it would wait for the teller to call MPI again, and the listener with it.
+/// Open MPI sends a longer message on one host by rendezvous (its eager limit is 4,096 bytes with
+/// headers): the receiver would wait until the sender calls MPI again.
 static_assert(sizeof(Note) <= 4096 - 128);
 
-/// What a rank that has left sent before may still be on its way for so long.
+/// How long messages that a rank sent before it left may still be in transit.
 constexpr milliseconds kPatience{500};
-/// Most exchanges are done by then, and the others hardly notice a look at the clock.
+/// Most exchanges complete within this many tests; for the others a clock read costs little.
 constexpr std::size_t kTestsPerClock = 8;
-/// For each rank: a call's messages and what it told.
+/// Polls per rank: for the messages of a call and the control messages.
 constexpr std::size_t kLooksForNotices = 4;
-/// On one host, where a piece is still in the cache when it is reduced. Of 64 KiB to 1 MiB the
-/// fastest for 1 MiB between two ranks, of Open MPI and of MPICH.
+/// For one host, so that a piece is still in the cache when it is reduced. Of 64 KiB to 1 MiB the
+/// fastest for 1 MiB between two ranks, with Open MPI and with MPICH.
 constexpr std::size_t kPieceBytes = 256 << 10;
 
 std::string text_of(const LockstepMpi& mpi, int code) {
@@ -64,8 +64,8 @@ std::string text_of(const LockstepMpi& mpi, int code) {
   return fmt::format("{}: {} (error {})", mpi.library(), text.data(), code);
 }
 
-/// The ranks that left, with what they said. Shared by all channels of a world: its communicator is
-/// where they say so.
+/// The ranks that left, with their control messages. Shared by all channels of a world, because
+/// these messages are sent on the world's communicator.
 class Departures {
  public:
   Departures(const LockstepMpi& mpi, void* world) : mpi_(mpi), world_(world) {}
@@ -102,7 +102,7 @@ class Departures {
   std::optional<Note> verdict_;
 };
 
-/// The ranks of one Group on a communicator of their own.
+/// The ranks of one Group on a separate communicator.
 class Channel final : public message::Channel {
  public:
   /// `members`: ranks of the world. `is_oversubscribed`: ranks of a host exceed its cores.
@@ -128,14 +128,14 @@ class Channel final : public message::Channel {
     return is_one_host_ ? kPieceBytes : message::Channel::piece_bytes();
   }
   void prepare(std::span<const Message> messages) override {
-    // Where it fails so will the calls themselves, which can say so.
+    // If it fails, the calls will fail too and report it.
     mpi_.prepare(communicator_, messages.data(), messages.size());
   }
 
   std::unique_ptr<message::Channel> split(const std::vector<int>& members, const Call& call,
                                           message::Limit& /*limit*/) override {
-    // MPI waits for all ranks of the group, without a limit: they have all come to this call, since
-    // their headers have.
+    // MPI waits for all ranks of the group without a timeout: all have reached this call, because
+    // their headers have arrived.
     const auto mine = static_cast<int>(std::ranges::find(members, rank_) - members.begin());
     void* part = nullptr;
     const int code = mpi_.split(communicator_, /*color=*/members.front(), /*key=*/mine, &part);
@@ -210,7 +210,7 @@ class Channel final : public message::Channel {
   const LockstepMpi& mpi_;
   void* communicator_;
   bool is_oversubscribed_;
-  bool is_one_host_;  // all ranks of the world are on one
+  bool is_one_host_;  // all ranks of the world are on one host
   std::vector<int> members_;
   int rank_;
   std::shared_ptr<Departures> departures_;
@@ -218,16 +218,16 @@ class Channel final : public message::Channel {
   std::optional<Note> verdict_;
   std::optional<Clock::time_point> departure_seen_;
   long last_tick_ = 0;                 // of the coarse clock, at the last exchange
-  std::vector<std::int32_t> awaited_;  // room for the ranks of the exchange under way
+  std::vector<std::int32_t> awaited_;  // buffer for the ranks of the current exchange
 };
 
 void Channel::exchange(std::span<const Message> messages, const Call& call, message::Limit& limit) {
-  // The messages of ranks that waited in vain for this one are here, so that it would not wait at
-  // all; and so is what they told. A clock's tick is a few milliseconds, and reading it free.
+  // If peers timed out on this rank, their messages have arrived, so this exchange would not wait
+  // and would miss their control messages. A coarse tick is a few milliseconds; reading is free.
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
   if (std::exchange(last_tick_, now.tv_nsec) != now.tv_nsec) {
-    // Each takes in a message or two of those that wait.
+    // Each call receives one or two of the pending messages.
     for (std::size_t i = 0; i < kLooksForNotices * members_.size(); ++i) listen();
     look_for_verdict(call);
   }
@@ -250,15 +250,15 @@ void Channel::exchange(std::span<const Message> messages, const Call& call, mess
 }
 
 void Channel::wait(void* exchange, const Call& call, message::Limit& limit) {
-  // With a core for each rank the others are at work right now, and a core given away, to whatever
-  // else the machine does, is gone for as long as the system likes. Without, every poll keeps the
-  // one who is awaited from running.
+  // With a core for each rank the peers are running now, and a core that is yielded to another
+  // program returns only when the scheduler decides. If oversubscribed, every poll keeps the
+  // awaited rank from running.
   const std::uint64_t n_polls = is_oversubscribed_ ? 500 : 20'000;
   constexpr std::uint64_t kYields = 100'000;
-  // By the clock, not by a count of polls: where somebody else wants the core each may take as long
-  // as a scheduler's slice, in the MPI too, which gives the core away by itself.
+  // Measured in time, not in polls: if another thread wants the core, each poll may take a
+  // scheduler slice, also inside MPI, which yields by itself.
   constexpr std::chrono::microseconds kLivenessInterval{100};
-  if (call.track != nullptr) call.track->slept(call);  // it counts as that
+  if (call.track != nullptr) call.track->slept(call);  // polling counts as sleep
   departure_seen_.reset();
   auto next_check = Clock::now() + kLivenessInterval;
   limit.end();  // begins now
@@ -278,7 +278,7 @@ void Channel::wait(void* exchange, const Call& call, message::Limit& limit) {
     listen();
     look_for_notices(call, awaited(exchange, call), now);
     if (now >= limit.end()) {
-      // The last may have come since the test above.
+      // The last message may have arrived since the test above.
       if (auto late = awaited(exchange, call); !late.empty()) fail_late(std::move(late), call);
     }
     if (sleeps) std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -320,7 +320,7 @@ void Channel::look_for_notices(const Call& call, const std::vector<int>& awaited
     try {
       fail(*gone, call);
     } catch (const Error& error) {
-      end_with(error);  // others may wait for this rank, and not for the one that left
+      end_with(error);  // peers may wait for this rank, not for the one that left
       throw;
     }
   }
@@ -337,7 +337,7 @@ std::vector<int> Channel::awaited(void* exchange, const Call& call) {
 }
 
 void Channel::tell(const Note& note) noexcept {
-  // After a mismatch all ranks are there.
+  // After a mismatch all ranks are present.
   if (note.notice != Notice::left && note.notice != Notice::mismatch) mpi_.give_up_finalize();
   for (int r = 0; r < size(); ++r) {
     if (r != rank_) mpi_.tell(communicator_, r, &note, sizeof note);
@@ -376,7 +376,7 @@ void Channel::fail_late(std::vector<int> late, const Call& call) {
   throw TimeoutError(context_of(call, rank_), text);
 }
 
-/// Where the loader looks for this program's libraries, the run path it was linked with among them.
+/// The folders in which the loader looks for this program's libraries, including its run path.
 std::vector<fs::path> library_folders() {
   void* const program = ::dlopen(nullptr, RTLD_LAZY);
   Dl_serinfo size{};
@@ -391,8 +391,8 @@ std::vector<fs::path> library_folders() {
   return folders;
 }
 
-/// Where modules lie: beside an installed program, in a run path (find_package(lockstep) gives one
-/// to what links the library), then where this library was to be installed.
+/// Searches for the module beside an installed program, in the run path (find_package(lockstep)
+/// sets one for programs that link the library), then in this library's install prefix.
 std::string file_of(const std::string& mpi) {
   const std::string name = "liblockstep-mpi-" + mpi + ".so";
   std::error_code ignored;
@@ -407,7 +407,7 @@ std::string file_of(const std::string& mpi) {
 }
 
 const LockstepMpi& load(const std::string& path, const ErrorContext& context) {
-  // Open MPI's own parts look for the library's names among the program's.
+  // Open MPI's plugins resolve the library's symbols in the program's global scope.
   void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) throw EngineError(context, fmt::format("cannot load {}", ::dlerror()));
   using Entry = const LockstepMpi* (*)();
