@@ -48,7 +48,7 @@ std::unique_ptr<Engine> join_shared(const internal::World& world, const Call& ba
 }
 
 Availability mpi_available(const internal::World& world) {
-  // Another launcher's ranks may have the variables of one MPI rank that started that launcher.
+  // Ranks of another launcher may inherit variables from an MPI rank that started that launcher.
   const bool mpi_started = world.launcher == Launcher::mpi || world.launcher == Launcher::slurm;
   const bool is_possible =
       world.launcher != Launcher::lockstep && std::getenv("LOCKSTEP_MPI") != nullptr;
@@ -59,7 +59,7 @@ Availability mpi_available(const internal::World& world) {
   return {.is_available = !module.path.empty(), .reason = module.reason};
 }
 
-/// The engine that hierarchical has between hosts: the first that can carry ordinary memory there.
+/// The engine that hierarchical uses between hosts: the first that can send ordinary memory there.
 const Entry* find_outer(const internal::World& world) {
   for (const Entry& entry : catalog()) {
     if (entry.name != "mpi" && entry.name != "gloo") continue;
@@ -68,7 +68,7 @@ const Entry* find_outer(const internal::World& world) {
   return nullptr;
 }
 
-// By what all ranks know alike: how many share a host may differ from host to host.
+// Uses only what is the same on all ranks: the number of ranks per host may differ.
 Availability hierarchical_available(const internal::World& world) {
   return {.is_available = world.size > 1 && find_outer(world) != nullptr,
           .reason =
@@ -85,7 +85,7 @@ std::unique_ptr<Engine> join_hierarchical(const internal::World& world, const Ca
 }  // namespace
 
 int find_host(Engine& engine, const internal::World& world, const Call& barrier) {
-  // What a launcher says of one host is the same for all ranks; the rest is for them to find out.
+  // If the launcher reports a single host, all ranks know it; otherwise they determine the hosts.
   if (world.local_size == world.size) return 0;
   return hierarchical::find_hosts(engine, barrier)[static_cast<std::size_t>(engine.rank())];
 }

@@ -20,15 +20,15 @@ struct Availability {
 struct Entry {
   std::string_view name;
   Availability (*available)(const internal::World& world);
-  /// Joins the world as its rank; `barrier` has the limit and the caller's line.
+  /// Joins the world as its rank; `barrier` has the timeout and the caller's source line.
   std::unique_ptr<Engine> (*join)(const internal::World& world, const Call& barrier);
 };
 
 /// All engines, in the order in which `auto` tries them.
 const std::vector<Entry>& catalog();
 
-/// Joins by the engine of that name, or by the first available for "auto". Throws UsageError for
-/// an unknown name, EngineError with every reason where none can serve.
+/// Joins with the engine of that name, or for "auto" with the first available one. Throws
+/// UsageError for an unknown name, EngineError with every reason if none is available.
 std::unique_ptr<Engine> join(std::string_view backend, const internal::World& world,
                              const Call& barrier);
 
@@ -37,7 +37,7 @@ int find_host(Engine& engine, const internal::World& world, const Call& barrier)
 
 }  // namespace lockstep::engines
 
-/// Appends the engines of the libtorch layer. Weak: not there in programs that do not link
-/// lockstep::nn, whose engines the core cannot name.
+/// Appends the engines of the libtorch layer. Weak: absent in programs that do not link
+/// lockstep::nn, because the core must not depend on its engines.
 extern "C" __attribute__((weak)) void lockstep_nn_engines(
     std::vector<lockstep::engines::Entry>& entries);

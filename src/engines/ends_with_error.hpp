@@ -5,12 +5,12 @@
 
 namespace lockstep::engines {
 
-/// An engine that can end its group, on every rank of it, with an error found elsewhere: of the
-/// same type and with the same text. Other errors than those of peers become PeerFailed.
+/// An engine that can end its group, on every rank, with an error found elsewhere: with the same
+/// type and text. Errors other than those of peers become PeerFailed.
 class EndsWithError {
  public:
   virtual ~EndsWithError() = default;
-  /// From any thread, as Engine::abandon.
+  /// Threads: any, as Engine::abandon.
   virtual void end_with(const Error& error) noexcept = 0;
 };
 

@@ -26,7 +26,7 @@ class SoloEngine final : public Engine {
   void run(const Call& call) override {
     switch (call.op) {
       case Op::barrier:
-      case Op::all_reduce:  // of one value, every reduction is that value
+      case Op::all_reduce:  // every reduction of one value is that value
       case Op::reduce:
       case Op::broadcast:
       case Op::split:
@@ -40,7 +40,7 @@ class SoloEngine final : public Engine {
           std::memcpy(call.out, call.in, call.count * size_of(call.dtype));
         }
         break;
-      case Op::send:  // a Group sends to other ranks only
+      case Op::send:  // a Group only sends to other ranks
       case Op::recv: break;
     }
   }
@@ -61,7 +61,7 @@ std::unique_ptr<Engine> make() { return std::make_unique<SoloEngine>(); }
 
 namespace lockstep {
 
-// Here and not with its siblings, because group knows no engine.
+// Defined here because group/ does not depend on engines.
 Group::Group() : Group(solo::make(), "solo", std::chrono::minutes(5)) {}
 
 }  // namespace lockstep
