@@ -10,7 +10,7 @@ void AsyncGroups::add(const std::shared_ptr<GroupState>& group) {
   groups_.push_back(group);
 }
 
-/// Without the lock, which a thread that makes its first call needs.
+/// Calls f without the lock, which a thread that makes its first call needs.
 template <class F>
 void AsyncGroups::for_each(F f) noexcept {
   for (std::size_t i = 0;; ++i) {

@@ -9,12 +9,12 @@ namespace lockstep::internal {
 
 class GroupState;
 
-/// The groups of one rank that run calls on a worker thread: the rank ends these calls before it
-/// leaves the world.
+/// The groups of one rank that run calls on a worker thread: the rank completes these calls before
+/// it leaves the world.
 class AsyncGroups {
  public:
   void add(const std::shared_ptr<GroupState>& group);
-  /// Until every call that was posted has ended. Each has its limit.
+  /// Waits until every posted call has ended. Each has a timeout.
   void wait_until_idle() noexcept;
 
  private:

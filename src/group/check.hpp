@@ -7,18 +7,18 @@
 
 namespace lockstep::internal {
 
-/// What ranks compare of each call, see Env::check.
+/// How much of each call ranks compare, see Env::check.
 enum class Check : std::uint8_t { off, light, full };
-/// "?" where the value is none: it may come from a peer.
+/// "?" for an invalid value: it may come from a peer.
 std::string_view name_of(Check check);
 
-/// nullopt where the text is no level.
+/// nullopt if the text is not a level.
 std::optional<Check> parse_check(std::string_view text);
 
-/// What LOCKSTEP_CHECK says now; light where it says nothing (Env::read refuses what is no level).
+/// The current value of LOCKSTEP_CHECK; light if unset (Env::read rejects invalid levels).
 Check check_level();
 
-/// Of the source line and the file's name without its folder: ranks may be built in several places.
+/// Hash of the source line and the file name without its folder, because build folders may differ.
 std::uint64_t hash_of(const std::source_location& where);
 
 }  // namespace lockstep::internal

@@ -64,7 +64,7 @@ void check_memory(const GroupState& group, const Call& call, const ConstElements
   if (data.count > 0 && data.data == nullptr) {
     refuse(group, call, fmt::format("{} is null but has {} elements", parameter, data.count));
   }
-  // So far below SIZE_MAX that sizes of all ranks together cannot wrap either.
+  // Far enough below SIZE_MAX that the total size over all ranks cannot overflow either.
   constexpr std::size_t kMost = std::size_t{1} << 46U;
   if (data.count > kMost) {
     refuse(group, call,
@@ -72,7 +72,7 @@ void check_memory(const GroupState& group, const Call& call, const ConstElements
   }
 }
 
-/// Both buffers of a call whose `in` and `out` differ.
+/// Checks both buffers of a call whose `in` and `out` differ.
 void check_pair(const GroupState& group, const Call& call, const ConstElements& in,
                 const ConstElements& out) {
   check_memory(group, call, in, "in");
@@ -111,7 +111,7 @@ void check_counts(const GroupState& group, const Call& call, std::size_t in_coun
   }
 }
 
-/// The checked call of each operation, which the blocking and the asynchronous form share.
+/// The checked call of each operation, shared by the blocking and the asynchronous form.
 
 Call barrier_call(GroupState&, std::source_location where) {
   return {.op = Op::barrier, .where = where};
@@ -263,7 +263,7 @@ Call recv_call(GroupState& group, const Elements& data, int src, std::source_loc
   return call;
 }
 
-// A Call goes by reference: copies of what was just stored byte by byte wait for the stores.
+// A Call is passed by reference: a copy would stall on the recent bytewise stores.
 
 void run(GroupState& group, Call&& call, Deadline deadline) {
   group.prepare(call, deadline);

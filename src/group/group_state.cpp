@@ -12,7 +12,7 @@
 namespace lockstep::internal {
 namespace {
 
-/// In place of an engine, after the program's end began.
+/// Replaces the engine when the program exits.
 class RetiredEngine final : public Engine {
  public:
   RetiredEngine(std::string name, int rank, int size)
@@ -38,7 +38,7 @@ class RetiredEngine final : public Engine {
   int size_;
 };
 
-/// What a fork of a rank may not destroy: another process's connections, and threads that it does
+/// What a fork of a rank must not destroy: another process's connections, and threads that it does
 /// not have and would wait for.
 struct Inherited {
   std::unique_ptr<Engine> engine;
@@ -49,7 +49,7 @@ void keep_for_ever(Inherited inherited) noexcept try {
   static std::vector<Inherited>& all = *new std::vector<Inherited>;
   all.push_back(std::move(inherited));
 } catch (const std::bad_alloc&) {
-  std::abort();  // of a fork, which has no other way to leave the rank's connections alone
+  std::abort();  // in a fork, which cannot otherwise leave the rank's connections intact
 }
 
 }  // namespace
@@ -70,8 +70,8 @@ GroupState::~GroupState() {
     if (size_ > 1 || worker_) keep_for_ever({std::move(engine_), std::move(worker_)});
     return;
   }
-  // The worker ends when its calls have. Where an exception unwinds this rank, its peers will not
-  // come to them, because they wait for this rank elsewhere: neither side may wait for the other.
+  // The worker ends when its calls have. If an exception unwinds this rank, its peers never reach
+  // those calls, because they wait for this rank elsewhere: without this, both would deadlock.
   if (worker_ && !worker_->is_idle() && std::uncaught_exceptions() > 0) {
     engine_->abandon("a rank left by an exception with asynchronous calls under way");
   }
@@ -79,16 +79,16 @@ GroupState::~GroupState() {
 
 void GroupState::prepare(Call& call, Deadline deadline) {
   call.group = name_;
-  // A plain load, and a store where the call begins: a locked addition takes as long as the rest of
-  // this. Two threads that call or post at once, which is not allowed, may get one number.
+  // A plain load, and a store when the call begins: a locked addition takes as long as the rest of
+  // this. Two threads that call or post at once, which is not allowed, may get the same number.
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
-  // Longer limits overflow a clock's count of nanoseconds.
+  // Longer timeouts overflow nanosecond clocks.
   call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
 }
 
 void GroupState::enter(const Call& call) {
   check_process(call);
-  // One locked instruction, so that of two threads that call at the same moment only one goes on.
+  // One locked instruction, so that only one of two concurrent callers continues.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
   Busy busy{is_busy_};
   if (has_worker_.load(std::memory_order_acquire) && !process_.is_copy() && !worker_->is_idle()) {
@@ -134,7 +134,7 @@ void GroupState::wait_until_idle() {
 void GroupState::retire() noexcept {
   if (is_busy_.exchange(true, std::memory_order_acquire)) return;
   has_worker_.store(false, std::memory_order_relaxed);
-  worker_.reset();  // its calls have a limit
+  worker_.reset();  // its calls have a timeout
   track_ = Track(nullptr, name_, rank_, size_, /*engine_tells=*/false);
   engine_ = std::make_unique<RetiredEngine>(std::string(engine_->name()), rank_, size_);
   is_busy_.store(false, std::memory_order_release);
@@ -147,8 +147,8 @@ void GroupState::throw_held(const Call& call) const {
 }
 
 std::shared_ptr<WorkState> GroupState::post(const Call& call) {
-  if (process_.is_copy()) throw_copy(call);  // it has no worker, whatever the size
-  // Else the worker and the thread inside would use the engine at once.
+  if (process_.is_copy()) throw_copy(call);  // it has no worker, for any size
+  // Otherwise the worker and a calling thread would use the engine concurrently.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
   const Busy busy{is_busy_};
   sequence_.store(call.sequence, std::memory_order_relaxed);

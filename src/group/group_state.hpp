@@ -16,10 +16,10 @@
 
 namespace lockstep::internal {
 
-/// What the handles of one group share: its engine, and the path of every call to it.
+/// The state shared by all handles of a group: its engine, and the path of every call to it.
 class GroupState : public std::enable_shared_from_this<GroupState> {
  public:
-  /// recorder: of this rank, where the engine has none; null: nothing is recorded.
+  /// recorder: this rank's, used if the engine has none; null: nothing is recorded.
   GroupState(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
              std::shared_ptr<Recorder> recorder);
   ~GroupState();
@@ -33,7 +33,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
   const std::shared_ptr<Recorder>& recorder() const noexcept { return track_.recorder(); }
 
-  /// Gives the call its name, number and limit.
+  /// Sets the call's group name, sequence number and timeout.
   void prepare(Call& call, Deadline deadline);
   /// Runs one prepared call on the calling thread: `make` calls the engine. Any error but
   /// UsageError makes the group dead.
@@ -42,29 +42,29 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// The same on the worker thread.
   std::shared_ptr<WorkState> post(const Call& call);
 
-  /// Until release(), calls on this group throw UsageError: only this rank may be inside a function
-  /// that the others wait for. Waits for what is under way and throws as a call would.
+  /// Until release(), calls on this group throw UsageError: this rank runs a function for which the
+  /// other ranks wait. Waits for pending calls and throws as a call would.
   void hold(const Call& call);
-  /// The same where nothing is under way on the group; false, and nothing done, where something is.
+  /// The same if no call is in progress on the group; otherwise returns false without effect.
   bool try_hold() noexcept;
   void release() noexcept;
   bool is_held() const noexcept { return is_held_.load(std::memory_order_relaxed); }
 
   /// See Work.
   void abandon(std::string_view reason) noexcept { engine_->abandon(reason); }
-  /// Those of this rank; of a group that was split off, its parent's.
+  /// The async groups of this rank; a split group has its parent's.
   AsyncGroups& async_groups() const noexcept { return *async_groups_; }
   void share_async_groups(const GroupState& parent) { async_groups_ = parent.async_groups_; }
-  /// Until the worker has done what it was given.
+  /// Waits until the worker has completed all posted calls.
   void wait_until_idle();
-  /// See Session::retire. Does nothing where a thread is inside a call.
+  /// See Session::retire. Does nothing if a thread is inside a call.
   void retire() noexcept;
 
-  /// How many groups were split off: part of their names.
+  /// Counts the groups split off; the number is part of their names.
   int count_child() noexcept { return ++n_children_; }
 
  private:
-  /// Ends this thread's hold of is_busy_.
+  /// Clears is_busy_ at the end of its scope.
   struct Busy {
     std::atomic<bool>* is_busy;
     explicit Busy(std::atomic<bool>& flag) : is_busy(&flag) {}
@@ -80,7 +80,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void enter(const Call& call);
   [[noreturn]] void throw_held(const Call& call) const;
   [[noreturn]] void throw_busy(const Call& call) const;
-  /// A fork of a rank is no rank; alone in a group it harms nobody.
+  /// A fork of a rank is not a rank; in a group of one it is harmless.
   void check_process(const Call& call) const {
     if (process_.is_copy() && size_ > 1) throw_copy(call);
   }
@@ -99,21 +99,21 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   Track track_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> is_busy_{false};
-  std::atomic<bool> is_held_{false};  // is_busy_ is set too: the one that every call looks at
+  std::atomic<bool> is_held_{false};  // is_busy_, which every call checks, is set too
   std::atomic<bool> is_dead_{false};
-  std::mutex mutex_;  // guards death_ and the making of worker_
+  std::mutex mutex_;  // guards death_ and the creation of worker_
   std::exception_ptr death_;
   int n_children_ = 0;
   std::shared_ptr<AsyncGroups> async_groups_ = std::make_shared<AsyncGroups>();
   std::atomic<bool> has_worker_{false};
-  std::unique_ptr<Worker> worker_;  // last: its thread uses the rest
+  std::unique_ptr<Worker> worker_;  // last: its thread uses the other members
 };
 
 template <class Make>
 auto GroupState::run(Call& call, Make make) {
   enter(call);
   const Busy busy{is_busy_};
-  sequence_.store(call.sequence, std::memory_order_relaxed);  // a refused call has no number
+  sequence_.store(call.sequence, std::memory_order_relaxed);  // a rejected call has no number
   return record(call, make);
 }
 
@@ -139,8 +139,8 @@ auto GroupState::record(Call& call, Make make) {
   }
 }
 
-/// The limit of one operation that a caller asked for, cut to what clocks can count (a hundred
-/// years). Throws UsageError where it is zero or less.
+/// The timeout that a caller gave for one operation, limited to the range of clocks (a hundred
+/// years). Throws UsageError if it is zero or negative.
 std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout, ErrorContext context);
 
 }  // namespace lockstep::internal

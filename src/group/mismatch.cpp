@@ -12,7 +12,7 @@
 namespace lockstep::internal {
 namespace {
 
-/// The columns are not moved further to the right for a longer one.
+/// Longer lists do not move the columns further to the right.
 constexpr std::size_t kLongestList = 16;
 
 }  // namespace
@@ -81,7 +81,7 @@ std::string count_by_rank(std::uint64_t hash) {
 }
 
 std::string list_of(std::span<const int> numbers) {
-  constexpr std::size_t kLeast = 4;  // of neighbours that are written as "first-last"
+  constexpr std::size_t kLeast = 4;  // shortest run that is written as "first-last"
   std::string text;
   for (std::size_t i = 0; i < numbers.size();) {
     std::size_t end = i + 1;

@@ -9,11 +9,11 @@
 
 #include "group/check.hpp"
 
-/// The texts of a MismatchError, the same whichever engine finds it.
+/// The texts of a MismatchError, the same for every engine.
 namespace lockstep::internal {
 
-/// Who called what: a line for each set of ranks that called the same, the smallest set first, so
-/// that whoever differs is in what is left where a message has an end.
+/// The call of each rank: one line for each set of ranks with the same call, the smallest set
+/// first, so that the ranks that differ remain if the message is truncated.
 class MismatchTable {
  public:
   struct Row {
@@ -24,12 +24,12 @@ class MismatchTable {
     int root;
     std::string count;
     std::string where;
-    /// Of all that is compared, should the rest not tell ranks apart.
+    /// Hash of all that is compared, in case the other fields do not distinguish ranks.
     std::uint32_t fingerprint = 0;
   };
 
   void add(const Row& row);
-  /// Absent ranks stand behind the others.
+  /// Absent ranks follow the others.
   void add_absent(int rank, std::string_view last_call);
   std::string text() const;
 
@@ -45,17 +45,17 @@ class MismatchTable {
   std::vector<Line> lines_;
 };
 
-/// "by rank 3fa1": for the count of a call that has one for each rank, a hash of all of them.
+/// "by rank 3fa1": a hash of the counts, for a call that has one count per rank.
 std::string count_by_rank(std::uint64_t hash);
 
-/// "0, 2, 5-90": of numbers in ascending order.
+/// "0, 2, 5-90". The numbers must be in ascending order.
 std::string list_of(std::span<const int> numbers);
 
 struct RankCheck {
   int rank;
   Check check;
 };
-/// Of ranks that do not compare the same.
+/// The text for ranks with different check levels.
 std::string text_of_checks(std::span<const RankCheck> ranks);
 
 }  // namespace lockstep::internal

@@ -8,7 +8,7 @@
 
 namespace lockstep::internal {
 
-/// What the copies of one Work share: while it lives, so do the caller's buffers.
+/// The state shared by the copies of one Work: the caller's buffers must live as long.
 class WorkHandle {
  public:
   WorkHandle(std::shared_ptr<GroupState> group, std::shared_ptr<WorkState> state);
@@ -25,7 +25,7 @@ class WorkHandle {
   base::ProcessTag process_;
   std::shared_ptr<GroupState> group_;
   std::shared_ptr<WorkState> state_;
-  int n_exceptions_;  ///< that unwound the thread when the call was posted
+  int n_exceptions_;  ///< uncaught exceptions of the thread when the call was posted
   std::atomic<bool> is_detached_{false};
 };
 

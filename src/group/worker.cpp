@@ -79,7 +79,7 @@ void Worker::loop() {
     task.state->finish(std::move(error));
     {
       const std::lock_guard lock(mutex_);
-      // Release: who sees the worker idle may use the engine itself.
+      // Release: a thread that sees the worker idle may use the engine.
       n_pending_.fetch_sub(1, std::memory_order_release);
     }
     changed_.notify_all();

@@ -11,7 +11,7 @@
 
 namespace lockstep::internal {
 
-/// Outcome of one operation given to a Worker.
+/// Result of one operation posted to a Worker.
 class WorkState {
  public:
   void wait();
@@ -26,12 +26,12 @@ class WorkState {
   std::exception_ptr error_;
 };
 
-/// A group's own thread, which runs the group's asynchronous calls in the order given, so that
-/// communication goes on beside computation (docs/design/002-async-worker.md).
+/// A group's thread, which runs the group's asynchronous calls in posting order, to overlap
+/// communication with computation (docs/design/002-async-worker.md).
 class Worker {
  public:
   Worker();
-  /// Runs what was given, then ends.
+  /// Runs all posted operations, then ends the thread.
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -53,7 +53,7 @@ class Worker {
   std::deque<Task> tasks_;
   bool is_closing_ = false;
   std::atomic<std::size_t> n_pending_{0};
-  std::thread thread_;  // last: starts when the rest is there
+  std::thread thread_;  // last: starts when the other members exist
 };
 
 }  // namespace lockstep::internal

@@ -6,7 +6,7 @@
 
 namespace lockstep::internal {
 
-/// Who this rank is, as its launcher says.
+/// This rank's world, as reported by its launcher.
 struct World {
   Launcher launcher = Launcher::none;
   int rank = 0;
@@ -14,8 +14,8 @@ struct World {
   int local_rank = 0;
   int local_size = 1;
   std::optional<std::string> segment;  ///< LOCKSTEP_SEGMENT
-  /// What this job's ranks on this host have in common, and no other job of this user has at the
-  /// same time; empty where the launcher does not say.
+  /// An id shared by this job's ranks on this host, unique among concurrent jobs of this user;
+  /// empty if the launcher gives none.
   std::string job;
   std::optional<std::string> record_dir{};  ///< LOCKSTEP_RECORD_DIR
 };
