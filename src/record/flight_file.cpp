@@ -20,7 +20,7 @@ namespace lockstep::internal {
 namespace {
 
 struct FlightFile {
-  /// Written last. Changes with what follows.
+  /// Written last. Changes with the layout.
   static constexpr std::array<char, 8> kMagic = {'l', 's', 'f', 'l', 'y', '0', '0', '1'};
 
   std::array<char, 8> magic;
@@ -37,11 +37,11 @@ FlightFile* map(int fd, int protection) noexcept {
 
 std::shared_ptr<FlightRecord> make_flight_file(const std::string& dir, int rank) noexcept try {
   std::string path = fmt::format("{}/rank-{}.flight", dir, rank);
-  ::unlink(path.c_str());  // not emptied: another job may have it mapped
+  ::unlink(path.c_str());  // not truncated: another job may have it mapped
   const base::UniqueFd fd(
       ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!fd) return nullptr;
-  // Reserved before use, so that a full disk is no SIGBUS.
+  // Reserved before use, so that a full disk does not cause SIGBUS.
   const bool has_room = !base::exceeds_file_limit(sizeof(FlightFile)) &&
                         ::posix_fallocate(fd.get(), 0, sizeof(FlightFile)) == 0;
   FlightFile* const file = has_room ? map(fd.get(), PROT_READ | PROT_WRITE) : nullptr;
@@ -54,7 +54,7 @@ std::shared_ptr<FlightRecord> make_flight_file(const std::string& dir, int rank)
   std::copy(FlightFile::kMagic.begin(), FlightFile::kMagic.end(), file->magic.begin());
   return {&file->record, [file, path = std::move(path), pid = ::getpid()](FlightRecord*) {
             ::munmap(file, sizeof(FlightFile));
-            if (::getpid() == pid) ::unlink(path.c_str());  // a fork of a rank is no rank
+            if (::getpid() == pid) ::unlink(path.c_str());  // a fork of a rank is not a rank
           }};
 } catch (const std::bad_alloc&) {
   return nullptr;

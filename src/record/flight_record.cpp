@@ -16,7 +16,7 @@
 namespace lockstep::internal {
 namespace {
 
-/// Paths and peers' words may hold any byte; JSON is UTF-8.
+/// Paths and texts of peers may contain any byte; JSON is UTF-8.
 constexpr auto kReplace = nlohmann::json::error_handler_t::replace;
 
 nlohmann::json json_of(const FlightRecord& record, const Operation& operation) {
@@ -106,7 +106,7 @@ std::vector<Operation> operations_of(const FlightRecord& record, const base::Tic
     }
     operations.push_back(operation);
   }
-  // Groups take numbers in blocks, so across groups only the clock tells the order.
+  // Groups take numbers in blocks, so across groups only the clock gives the order.
   std::sort(operations.begin(), operations.end(),
             [](const Operation& a, const Operation& b) { return a.number < b.number; });
   std::stable_sort(operations.begin(), operations.end(),

@@ -12,28 +12,28 @@
 
 #include "base/ticks.hpp"
 
-/// The flight recorder's memory: what a rank did last, readable by others while it runs and after
-/// it has died. Plain data and lock-free atomics, of which zero bytes are the initial state.
+/// The flight recorder's memory: a rank's last operations, readable by other processes while it
+/// runs and after it has died. Plain data and lock-free atomics, initially all zero bytes.
 namespace lockstep::internal {
 
 /// One operation.
 ///
 /// Protocol. The writer is the thread inside the call. It stores stamp = 0, then the fields, then
-/// the stamp; each store is a release, so who reads a field sees no older stamp. A reader loads
+/// the stamp; each store is a release, so a reader of a field sees no older stamp. A reader loads
 /// the stamp, the fields, and the stamp again, the fields with acquire: two equal stamps other than
-/// 0 mean that the fields are one operation's, unless two threads wrote at once. That happens only
-/// to a thread that the kernel took off its core between two stores while others went once around
-/// all entries; so the stamp holds a sum over the fields too. `end` changes under the same stamp,
-/// once.
+/// 0 mean that the fields belong to one operation, unless two threads wrote at once. That happens
+/// only if the kernel preempts a thread between two stores while other threads wrap around all
+/// entries; so the stamp also contains a checksum of the fields. `end` changes once, under the same
+/// stamp.
 struct alignas(64) FlightEntry {
-  /// Values of `end` that are no time.
+  /// Values of `end` that are not times.
   static constexpr std::uint64_t kUnderWay = 0;
   static constexpr std::uint64_t kFailed = 1;
-  static constexpr std::uint64_t kSoon = 2;  ///< finished some microseconds after `start` at most
+  static constexpr std::uint64_t kSoon = 2;  ///< finished a few microseconds after `start` at most
 
-  std::atomic<std::uint64_t> stamp;     ///< number << 16 | sum of the fields; 0: none
+  std::atomic<std::uint64_t> stamp;     ///< number << 16 | checksum of the fields; 0: none
   std::atomic<std::uint64_t> sequence;  ///< in its group, from 1
-  std::atomic<std::uint64_t> what;      ///< see call_word.hpp
+  std::atomic<std::uint64_t> what;      ///< see encode_call
   std::atomic<std::uint64_t> count;
   std::atomic<std::uint64_t> start;  ///< base::ticks()
   std::atomic<std::uint64_t> end;    ///< base::ticks(), or one of the above
@@ -42,7 +42,7 @@ struct alignas(64) FlightEntry {
   std::atomic<std::uint64_t> collective;  ///< number of the collective in its group; 0: send, recv
 };
 
-/// 16 bits that differ, but for one time in 65,536, where any of an entry's fields but `end` does.
+/// A 16-bit checksum of all fields of an entry except `end`; misses 1 difference in 65,536.
 inline std::uint64_t sum_of(std::uint64_t sequence, std::uint64_t collective, std::uint64_t what,
                             std::uint64_t count, std::uint64_t start, std::uint32_t site,
                             std::uint32_t group) noexcept {
@@ -53,7 +53,7 @@ inline std::uint64_t sum_of(std::uint64_t sequence, std::uint64_t collective, st
          48U;
 }
 
-/// A group as one of its ranks sees it. name, rank and size are complete before it is counted.
+/// A group as seen by one of its ranks. name, rank and size are complete before it is counted.
 struct alignas(64) FlightGroup {
   std::atomic<std::uint64_t> n_calls;
   std::atomic<std::uint64_t> n_bytes;
@@ -63,7 +63,7 @@ struct alignas(64) FlightGroup {
 };
 
 struct alignas(128) FlightRecord {
-  /// A group takes numbers in blocks, so that two threads of a rank meet once in so many calls.
+  /// A group takes numbers in blocks, so that a rank's threads contend once per kBlock calls.
   static constexpr std::size_t kBlock = 16;
   /// The last 1,024 operations, and the block being filled.
   static constexpr std::size_t kEntries = 1024 + kBlock;
@@ -71,23 +71,22 @@ struct alignas(128) FlightRecord {
   static constexpr std::size_t kSiteLength = 64;
   static constexpr std::size_t kMaxGroups = 128;
 
-  std::atomic<std::uint64_t> n_blocks;  ///< taken
+  std::atomic<std::uint64_t> n_blocks;  ///< blocks taken so far
   alignas(128) std::int32_t rank;
   std::int32_t world_size;
-  std::uint32_t job;  ///< the same on all ranks, another for another job; 0: not known
+  std::uint32_t job;  ///< the same on all ranks, different for each job; 0: unknown
   std::int32_t pid;
   std::atomic<std::uint32_t> n_sites;
   std::atomic<std::uint32_t> n_groups;
   /// The rank has written its record file itself.
   std::atomic<std::uint32_t> is_written;
-  /// One moment on both clocks, from when the rank joined.
+  /// A reading of both clocks from when the rank joined.
   std::uint64_t anchor_ticks;
   std::int64_t anchor_ns;
   std::array<FlightEntry, kEntries> entries;
-  /// Entry 0 stands for every group, and every place, that found no room.
+  /// Entry 0 stands for all groups, and all source lines, beyond the capacity.
   std::array<FlightGroup, kMaxGroups> groups;
-  /// "file:line" of each place this rank has called from; complete before its number appears
-  /// anywhere.
+  /// "file:line" of each source line this rank has called from; complete before its number is used.
   std::array<std::array<char, kSiteLength>, kMaxSites> sites;
 };
 
@@ -106,16 +105,16 @@ struct Operation {
   std::uint64_t n_bytes;
   State state;
   std::int64_t start_ns;   ///< CLOCK_MONOTONIC
-  std::int64_t end_ns;     ///< where finished
+  std::int64_t end_ns;     ///< if finished
   std::size_t group;       ///< index into FlightRecord::groups
-  std::string_view where;  ///< lies in the record
+  std::string_view where;  ///< points into the record
 };
 
-/// What the record holds now, in the order in which the operations began. No input is trusted: a
-/// damaged record gives wrong operations, nothing worse.
+/// The current contents of the record, in the order in which the operations began. The input is
+/// not trusted: a damaged record gives wrong operations, nothing worse.
 std::vector<Operation> operations_of(const FlightRecord& record);
-/// The same in times of the reader's CLOCK_MONOTONIC, which is another in another time namespace;
-/// `anchor` is an earlier moment there.
+/// The same in times of the reader's CLOCK_MONOTONIC, which differs in another time namespace;
+/// `anchor` is an earlier reading there.
 std::vector<Operation> operations_of(const FlightRecord& record, const base::TickAnchor& anchor);
 
 std::string_view site_of(const FlightRecord& record, std::uint32_t site) noexcept;
@@ -125,7 +124,7 @@ std::size_t n_groups_of(const FlightRecord& record) noexcept;
 /// Text of a rank-N.json; docs/seeing.md has the format. `reason`: why it is written.
 std::string json_of(const FlightRecord& record, std::string_view reason, std::string_view host);
 
-/// Writes DIR/rank-N.json, all of it or nothing, on the rank's host. Throws SystemError.
+/// Writes DIR/rank-N.json atomically, on the rank's host. Throws SystemError.
 void write_record(const FlightRecord& record, std::string_view reason, const std::string& dir);
 
 }  // namespace lockstep::internal

@@ -73,7 +73,7 @@ void Recorder::died(std::string_view reason) noexcept {
   try {
     write_record(*record_, reason, *dir_);
   } catch (const std::exception&) {
-    // For the launcher, which writes the records of those who could not.
+    // The launcher writes the records of ranks that could not.
     record_->is_written.store(0, std::memory_order_relaxed);
   }
 }
@@ -95,7 +95,7 @@ void Track::open(const Call& call) {
     site_line_ = call.where.line();
     site_ = recorder_->site(call.where);
   }
-  // A block is this group's until others have taken all blocks after it.
+  // A block belongs to this group until other groups have taken all blocks after it.
   if (n_left_ == 0 || record.n_blocks.load(std::memory_order_relaxed) - block_ >= kBlocks) {
     block_ = record.n_blocks.fetch_add(1, std::memory_order_relaxed) + 1;
     n_left_ = FlightRecord::kBlock;
@@ -104,7 +104,7 @@ void Track::open(const Call& call) {
   const std::uint64_t number = (block_ - 1) * FlightRecord::kBlock + in_block + 1;
   FlightEntry& entry = record.entries[(block_ - 1) % kBlocks * FlightRecord::kBlock + in_block];
   entry_ = &entry;
-  // The ring is larger than the nearest cache: have the line after the next one there in time.
+  // The ring is larger than the L1 cache: prefetch the entry after the next one.
   __builtin_prefetch(&entry + 2, /*rw=*/1);
 
   const bool is_collective = call.op != Op::send && call.op != Op::recv;
@@ -135,7 +135,7 @@ void Track::open(const Call& call) {
                            start);
   }
 
-  // Only this thread writes them, but for groups that found no room, where they say little anyway.
+  // Only this thread writes them, except in entry 0, where lost counts do not matter.
   group_->n_calls.store(group_->n_calls.load(relaxed) + 1, relaxed);
   group_->n_bytes.store(group_->n_bytes.load(relaxed) + n_bytes_of(call), relaxed);
 }

@@ -5,8 +5,8 @@
 
 namespace lockstep::internal {
 
-/// A call in one word: op, dtype, reduction in a byte each, and the root plus one. Byte 3 is the
-/// user's.
+/// The signature of a call in one word: op, dtype, reduction in a byte each, and the root plus one.
+/// Byte 3 is free for the caller's flags.
 inline std::uint64_t encode_call(const Call& call) noexcept {
   return static_cast<std::uint64_t>(call.op) | static_cast<std::uint64_t>(call.dtype) << 8U |
          static_cast<std::uint64_t>(call.reduce) << 16U |
@@ -21,12 +21,12 @@ inline ReduceOp reduce_of(std::uint64_t what) noexcept {
 }
 inline int root_of(std::uint64_t what) noexcept { return static_cast<int>(what >> 32U) - 1; }
 
-/// Whether these parts of a call mean something.
+/// Whether the operation uses this field of a call.
 bool has_root(Op op) noexcept;
 bool has_reduction(Op op) noexcept;
 inline bool moves_data(Op op) noexcept { return op != Op::barrier && op != Op::split; }
 
-/// Of this rank's buffer.
+/// The size of this rank's buffer.
 inline std::size_t n_bytes_of(const Call& call) noexcept {
   return moves_data(call.op) ? call.count * size_of(call.dtype) : 0;
 }

@@ -23,7 +23,7 @@
 namespace lockstep::internal {
 namespace {
 
-/// Events for which room is made at once: 64 KiB.
+/// Events for which space is reserved at once: 64 KiB.
 constexpr std::size_t kChunk = 1024;
 static_assert(TraceFile::kMaxEvents % kChunk == 0);
 
@@ -33,7 +33,7 @@ constexpr auto relaxed = std::memory_order_relaxed;
   throw SystemError({.operation = "trace"}, error_number, text);
 }
 
-/// Returns an error number. Pages are reserved before use, so that a full disk is no SIGBUS.
+/// Returns an error number. Pages are reserved before use, so that a full disk causes no SIGBUS.
 int reserve(int fd, TraceFile* file, std::size_t offset, std::size_t n_bytes) noexcept {
   int error_number = 0;
   do {
@@ -41,7 +41,7 @@ int reserve(int fd, TraceFile* file, std::size_t offset, std::size_t n_bytes) no
   } while (error_number == EINTR);
   if (error_number != 0) return error_number;
 #ifdef MADV_POPULATE_WRITE
-  // All at once costs less than a fault for each page. Older systems cannot, and need not.
+  // Costs less than one page fault per page. Optional: older kernels do not support it.
   ::madvise(reinterpret_cast<std::byte*>(file) + offset, n_bytes, MADV_POPULATE_WRITE);
 #else
   static_cast<void>(file);
@@ -152,7 +152,7 @@ bool Trace::make_room(std::uint64_t number) noexcept {
   while (number >= file_->n_room.load(relaxed) && file_->error_number.load(relaxed) == 0) {
     const std::uint64_t n_room = file_->n_room.load(relaxed);
     const std::size_t offset = offsetof(TraceFile, events) + n_room * sizeof(TraceEvent);
-    // The program may have closed the descriptor, and have another file under its number.
+    // The program may have closed the descriptor and reused its number for another file.
     const int error_number =
         fd_.is_intact() ? reserve(fd_.get(), file_, offset, kChunk * sizeof(TraceEvent)) : EBADF;
     if (error_number != 0) {
@@ -164,11 +164,11 @@ bool Trace::make_room(std::uint64_t number) noexcept {
   return number < file_->n_room.load(relaxed);
 }
 
-/// The first time in a trace, it writes down the thread's name too.
+/// The first call of a thread in a trace also records the thread's name.
 std::int32_t Trace::this_thread() noexcept {
   struct Known {
     const TraceFile* file = nullptr;
-    std::int64_t anchor_ns = 0;  // another trace may lie where an older one did
+    std::int64_t anchor_ns = 0;  // a new trace may be mapped at the address of an old one
     std::int32_t thread = 0;
   };
   thread_local Known known;

@@ -14,18 +14,18 @@
 #include "record/flight_record.hpp"
 
 /// What `lockstep run --trace` collects: every call and region of a rank, in a file that the rank
-/// maps. What it has stored there outlives it, however it dies. Plain data and lock-free atomics,
-/// of which zero bytes are the initial state.
+/// maps. Its contents outlive the rank, however it dies. Plain data and lock-free atomics,
+/// initially all zero bytes.
 namespace lockstep::internal {
 
-/// Written by one thread. It stores the fields, then the kind; and once more, at its end, whether
-/// it failed, then the end.
+/// Written by one thread. It stores the fields, then the kind; at the end of the event, it stores
+/// whether it failed, then the end time.
 struct alignas(64) TraceEvent {
   enum class Kind : std::uint8_t { none, call, region, thread };
   static constexpr std::size_t kTextLength = 40;
 
   struct CallPart {
-    std::uint64_t what;  ///< see call_word.hpp
+    std::uint64_t what;  ///< see encode_call
     std::uint64_t count;
     std::uint64_t sequence;
     std::uint64_t collective;  ///< 0: send, recv
@@ -34,11 +34,11 @@ struct alignas(64) TraceEvent {
   };
   union {
     CallPart call;
-    std::array<char, kTextLength> text;  ///< a region's or thread's name; ends at 0, if it is there
+    std::array<char, kTextLength> text;  ///< name of a region or thread; see base::text_in
   };
   std::uint64_t start;             ///< base::ticks()
-  std::atomic<std::uint64_t> end;  ///< the same; 0: not yet
-  std::int32_t thread;             ///< as the system numbers it
+  std::atomic<std::uint64_t> end;  ///< base::ticks(); 0: not ended
+  std::int32_t thread;             ///< the system's thread id
   std::atomic<Kind> kind;          ///< none: not complete
   std::atomic<bool> has_failed;
 };
@@ -47,24 +47,24 @@ static_assert(sizeof(TraceEvent) == 64);
 /// A trace's file.
 struct alignas(4096) TraceFile {
   static constexpr std::string_view kMagic = "lockstep trace 2";
-  /// 64 MiB; a viewer takes no more of many ranks. What comes later is counted only.
+  /// 64 MiB; viewers cannot load more from many ranks. Later events are only counted.
   static constexpr std::size_t kMaxEvents = std::size_t{1} << 20U;
 
-  std::array<char, 16> magic;  ///< last: the rest of the head is there
+  std::array<char, 16> magic;  ///< written last, when the header is complete
   std::int32_t rank;
   std::int32_t world_size;
   std::int32_t pid;
   std::int32_t n_restarts;
   std::uint32_t job;  ///< as FlightRecord::job
-  /// Whose CLOCK_MONOTONIC it is: the same for all processes of one running system and of one time
-  /// namespace there.
+  /// Identifies the CLOCK_MONOTONIC: the same for all processes of one running system and one time
+  /// namespace.
   std::array<char, 64> clock;
   std::array<char, 64> host;
   std::uint64_t anchor_ticks;
   std::int64_t anchor_ns;
-  std::atomic<std::uint64_t> n_events;  ///< begun, whether they found room or not
-  std::atomic<std::uint64_t> n_room;    ///< events before that have memory
-  std::atomic<int> error_number;        ///< why there is no more room; 0: kMaxEvents
+  std::atomic<std::uint64_t> n_events;  ///< begun, including events without space
+  std::atomic<std::uint64_t> n_room;    ///< events below this index have memory
+  std::atomic<int> error_number;        ///< why there is no more space; 0: kMaxEvents
   std::array<std::array<char, 104>, FlightRecord::kMaxGroups> groups;
   std::array<std::array<char, FlightRecord::kSiteLength>, FlightRecord::kMaxSites> sites;
   std::array<TraceEvent, kMaxEvents> events;
@@ -73,7 +73,7 @@ struct alignas(4096) TraceFile {
 /// The writing side. Threads: any.
 class Trace {
  public:
-  /// Makes DIR/rank-N.XXXXXX for the rank of `record`, with what that knows of sites and groups.
+  /// Creates DIR/rank-N.XXXXXX for the rank of `record`, with the record's sites and groups.
   /// Throws SystemError.
   Trace(const std::string& dir, const FlightRecord& record);
   ~Trace();
@@ -83,8 +83,8 @@ class Trace {
   void name_site(std::uint32_t number, std::string_view text) noexcept;
   void name_group(std::uint32_t number, std::string_view text) noexcept;
 
-  /// nullptr where there is no room left. No system call, lock or allocation but for one event in
-  /// 1,024 and a thread's first.
+  /// nullptr if there is no space left. No system call, lock or allocation except for one event in
+  /// 1,024 and the first event of a thread.
   TraceEvent* begin(const TraceEvent::CallPart& call, std::uint64_t start) noexcept;
   TraceEvent* begin(std::string_view region, std::uint64_t start) noexcept;
   static void end(TraceEvent& event, std::uint64_t end, bool has_failed) noexcept {
@@ -101,11 +101,11 @@ class Trace {
 
   base::KeptFd fd_;
   TraceFile* file_ = nullptr;
-  std::mutex mutex_;  // guards the making of room
+  std::mutex mutex_;  // guards the reservation of space
 };
 
-/// Names the system that runs, so that times of different ones are not compared; empty where it
-/// does not say.
+/// Identifies the running system, so that times of different systems are not compared; empty if
+/// unknown.
 std::string name_of_clock();
 
 }  // namespace lockstep::internal
