@@ -45,14 +45,14 @@ CpuMask allowed_cpus() noexcept {
 int cpu_quota() noexcept {
   try {
     int quota = INT_MAX;
-    // A limit on any group above holds for this one too.
+    // A limit on any parent group applies to this one too.
     for (std::string path = cgroup_path(); !path.empty();
          path.resize(path.find_last_of('/') == std::string::npos ? 0 : path.find_last_of('/'))) {
       quota = std::min(quota, quota_of("/sys/fs/cgroup" + (path == "/" ? "" : path)));
     }
     return quota;
   } catch (const std::exception&) {
-    return INT_MAX;  // no memory for a path: as if nothing were set
+    return INT_MAX;  // no memory for a path: treated as no quota
   }
 }
 

@@ -11,7 +11,7 @@ using CpuMask = std::array<std::uint64_t, 16>;
 /// The calling thread's affinity.
 CpuMask allowed_cpus() noexcept;
 
-/// Cores that the cgroup's quota is worth, rounded up; a large number where there is no quota.
+/// The cgroup's CPU quota in cores, rounded up; a large number if there is no quota.
 int cpu_quota() noexcept;
 
 }  // namespace lockstep::base

@@ -5,7 +5,7 @@
 
 namespace lockstep::base {
 
-/// What an exception says. `error` is not null.
+/// The text of an exception. `error` is not null.
 inline std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

@@ -6,11 +6,11 @@
 
 namespace lockstep::base {
 
-/// Who may wait on a word: threads of this process only, or every process that maps it.
+/// Which threads may wait on a word: those of this process, or of every process that maps it.
 enum class FutexScope : std::uint8_t { thread, process };
 
-/// Sleeps while word == expected, until woken, at most `timeout`. Returns false only when the time
-/// ran out; true may be a spurious wake-up, so callers look again.
+/// Sleeps while word == expected, until woken, at most `timeout`. Returns false only on timeout;
+/// true may be a spurious wake-up, so callers must check again.
 bool futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
                 std::chrono::nanoseconds timeout, FutexScope scope) noexcept;
 
@@ -25,7 +25,7 @@ inline void cpu_relax() noexcept {
 #endif
 }
 
-/// Lets another thread have this core.
+/// Yields this core to another thread.
 void yield_cpu() noexcept;
 
 }  // namespace lockstep::base

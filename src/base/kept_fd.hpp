@@ -10,16 +10,16 @@
 
 namespace lockstep::base {
 
-/// Whether the number is a pidfd of that process. False too where /proc cannot say, and after the
-/// process has ended and was waited for.
+/// Whether fd is a pidfd of that process. Also false if /proc does not tell, and after the process
+/// has been reaped.
 bool is_pidfd_of(int fd, pid_t pid) noexcept;
-/// Whether its inode is one that all descriptors without a file share, as pidfds did before Linux
-/// 6.9.
+/// Whether its inode is the one that all anonymous-inode descriptors share, as pidfds did before
+/// Linux 6.9.
 bool has_shared_inode(int fd) noexcept;
 
-/// A descriptor that a library keeps for long inside somebody else's program. That program may
-/// close it (a daemon closes all above 2), and the number then becomes a file of its own: ask
-/// is_intact() before each use. Closed at the end only if it is still the same file.
+/// A long-lived descriptor of a library inside a user's program. The program may close it (a daemon
+/// closes all above 2) and reuse the number for another file: check is_intact() before each use.
+/// The destructor closes it only if it is still the same file.
 class KeptFd {
  public:
   KeptFd() = default;
@@ -52,7 +52,7 @@ class KeptFd {
   int get() const noexcept { return fd_; }
   explicit operator bool() const noexcept { return fd_ >= 0; }
 
-  /// Whether the number still stands for the file that it was made of.
+  /// Whether the number still refers to the original file.
   bool is_intact() const noexcept {
     struct stat status {};
     return fd_ >= 0 && ::fstat(fd_, &status) == 0 && status.st_dev == device_ &&
@@ -63,15 +63,15 @@ class KeptFd {
   int fd_ = -1;
   dev_t device_ = 0;
   ino_t inode_ = 0;
-  pid_t pid_ = 0;  ///< not 0: the inode alone does not tell whose pidfd it is
+  pid_t pid_ = 0;  ///< not 0: the inode does not identify the pidfd's process
 };
 
-/// A descriptor held in reserve, for a question that must be answerable when the program has used
-/// up all others. Threads: one at a time.
+/// A reserve descriptor, for a query that must work even if the program has used up all other
+/// descriptors. Threads: one at a time.
 class SpareFd {
  public:
   SpareFd() = default;
-  /// A second descriptor of `of`, which outlives this.
+  /// A duplicate of `of`, which must outlive this object.
   explicit SpareFd(const KeptFd& of) noexcept : of_(&of) { take(); }
 
   /// Calls ask() with a free descriptor, unless another thread takes it first.

@@ -2,13 +2,13 @@
 
 namespace lockstep::base {
 
-/// Lets others' fence_registered() reach the threads of this process. False where the kernel, or a
-/// sandbox, has no such call. Threads: any, any number of times.
+/// Makes fence_registered() of other processes reach the threads of this process. False if the
+/// kernel or a sandbox does not support it. Threads: any. May be called repeatedly.
 bool register_for_fences() noexcept;
 
-/// A full memory fence of this thread and, as if it stood between two of its instructions, of every
-/// thread of every registered process. Some microseconds. Only where register_for_fences() said
-/// that it can be had.
+/// A full memory fence of this thread and, as if between two of its instructions, of every thread
+/// of every registered process. Takes a few microseconds. Call only if register_for_fences()
+/// returned true.
 void fence_registered() noexcept;
 
 }  // namespace lockstep::base

@@ -12,7 +12,7 @@
 namespace lockstep::base {
 namespace {
 
-/// The number in a file that holds no other; nullopt where there is none ("max" for one).
+/// The number in a file that contains nothing else; nullopt if there is none (for example "max").
 std::optional<std::uint64_t> number_in(const std::string& path) {
   std::ifstream file(path);
   std::string text;
@@ -23,7 +23,7 @@ std::optional<std::uint64_t> number_in(const std::string& path) {
   return number;
 }
 
-/// Of a file of lines "name number".
+/// The number after `name` in a file of lines "name number".
 std::optional<std::uint64_t> number_after(const std::string& path, std::string_view name) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -40,11 +40,11 @@ std::size_t available_in_machine(const std::string& root) {
   return n_kib ? *n_kib * 1024 : SIZE_MAX;
 }
 
-/// What the two versions of control groups call their files.
+/// The file names of one cgroup version.
 struct CgroupFiles {
   const char* limit;
   const char* usage;
-  /// Pages of files count as used and are given back when a process asks for more.
+  /// File pages count as used, but are reclaimed when a process needs memory.
   const char* active_file;
   const char* inactive_file;
 };
@@ -63,7 +63,7 @@ std::size_t available_in_cgroup(const std::string& folder, const CgroupFiles& fi
   return *limit - std::min(*limit, used);
 }
 
-/// Of a list with commas.
+/// Whether a comma-separated list contains `wanted`.
 bool has_word(const std::string& list, std::string_view wanted) {
   std::istringstream words(list);
   for (std::string word; std::getline(words, word, ',');) {
@@ -72,7 +72,7 @@ bool has_word(const std::string& list, std::string_view wanted) {
   return false;
 }
 
-/// Where a hierarchy is mounted, and which of its groups is seen there as the root.
+/// Where a hierarchy is mounted, and which of its groups is the root of the mount.
 struct CgroupMount {
   std::string point;
   std::string group;
@@ -100,13 +100,13 @@ std::optional<CgroupMount> cgroup_mount(const std::string& root, std::string_vie
   return std::nullopt;
 }
 
-/// The least of a group and of all above it: a limit on any of them holds for this one too.
+/// The minimum over a group and its parents: a limit on any of them applies to this one too.
 std::size_t available_under(const std::string& root, const CgroupMount& mount,
                             const std::string& group, const CgroupFiles& files) {
   std::string path = group;
   // Without a cgroup namespace a container sees its own group as the root of the mount.
   if (mount.group != "/" && path.starts_with(mount.group)) path.erase(0, mount.group.size());
-  if (path.find("..") != std::string::npos) path.clear();  // outside of what is seen here
+  if (path.find("..") != std::string::npos) path.clear();  // outside of the visible hierarchy
   std::size_t available = SIZE_MAX;
   while (true) {
     while (path.ends_with('/')) path.pop_back();
@@ -141,7 +141,7 @@ std::size_t available_in_cgroups(const std::string& root) {
 std::size_t available_memory(const std::string& root) noexcept try {
   return std::min(available_in_machine(root), available_in_cgroups(root));
 } catch (const std::exception&) {
-  return SIZE_MAX;  // no memory for a path: as if nothing were said
+  return SIZE_MAX;  // no memory for a path: treated as unknown
 }
 
 }  // namespace lockstep::base

@@ -5,13 +5,13 @@
 
 namespace lockstep::base {
 
-/// Bytes the system could give to this process now, without ending one: what is free or could be
-/// freed, of the machine and of each control group (cgroup v1 and v2) that the process is in. A
-/// large number where the system does not say. `root`: stands before /proc and /sys, for tests.
+/// Bytes that the system could give to this process now without killing a process: free and
+/// reclaimable memory of the machine and of each cgroup (v1 and v2) of this process. A large number
+/// if the system does not report it. `root`: prefix of /proc and /sys, for tests.
 std::size_t available_memory(const std::string& root = {}) noexcept;
 
-/// Asks for the line at `at`, for this core alone. Not __builtin_prefetch, which for the least
-/// x86-64 fetches a line to read.
+/// Prefetches the line at `at` for write (RFO). Not __builtin_prefetch, which on baseline x86-64
+/// prefetches for read.
 inline void prefetch_to_write(const void* at) noexcept {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at)));

@@ -7,9 +7,9 @@
 
 namespace lockstep::base {
 
-/// While it lives, a write of this thread to a peer that has closed its end fails with EPIPE and
-/// raises no SIGPIPE: for libraries that write without MSG_NOSIGNAL, as Gloo. A thread made
-/// meanwhile never gets one.
+/// During its lifetime, a write of this thread to a closed connection fails with EPIPE and raises
+/// no SIGPIPE: for libraries that write without MSG_NOSIGNAL, such as Gloo. Threads created
+/// meanwhile never receive SIGPIPE.
 class NoSigpipe {
  public:
   NoSigpipe() noexcept {

@@ -29,13 +29,13 @@ struct Stat {
   std::uint64_t n_resident_pages = 0;
 };
 
-/// /proc may be that of another PID namespace, whose numbers mean other processes.
+/// /proc may belong to another PID namespace, in which the same pids are other processes.
 bool is_proc_of_this_namespace() noexcept {
   char text[16] = {};
   return ::readlink("/proc/self", text, sizeof text - 1) > 0 && std::atoi(text) == ::getpid();
 }
 
-/// Into `text`, with a zero behind; false: it cannot be read.
+/// Reads a file into `text`, null-terminated; false if it cannot be read.
 template <std::size_t n>
 bool read_text(const char* path, char (&text)[n]) noexcept {
   const UniqueFd file(::open(path, O_RDONLY | O_CLOEXEC));
@@ -44,30 +44,30 @@ bool read_text(const char* path, char (&text)[n]) noexcept {
   return n_read > 0;
 }
 
-/// Empty where it cannot be read.
+/// Empty if it cannot be read.
 template <std::size_t n>
 std::string_view read_link(const char* path, char (&text)[n]) noexcept {
   const ssize_t n_read = ::readlink(path, text, n);
   return {text, n_read > 0 ? static_cast<std::size_t>(n_read) : 0};
 }
 
-/// What the time namespace of this process adds to start times, in clock ticks; nullopt: /proc does
-/// not say.
+/// The offset that this process's time namespace adds to start times, in clock ticks; nullopt: not
+/// available from /proc.
 std::optional<std::int64_t> boot_offset() noexcept {
   char text[256];
   char text_of_children[64];
   const auto ours = read_link("/proc/self/ns/time", text);
-  if (ours.empty()) {  // a system without time namespaces, or not to be read
+  if (ours.empty()) {  // no time namespaces, or not readable
     return errno == ENOENT ? std::optional<std::int64_t>(0) : std::nullopt;
   }
-  // The offsets in /proc are those of the namespace that children are born into.
+  // The offsets in /proc belong to the namespace in which children are created.
   if (ours != read_link("/proc/self/ns/time_for_children", text_of_children) ||
       !read_text("/proc/self/timens_offsets", text)) {
     return std::nullopt;
   }
   const char* const line = std::strstr(text, "boottime");
   long long seconds = 0;
-  long long nanoseconds = 0;  // 0 or more, also where the seconds are negative
+  long long nanoseconds = 0;  // not negative, even if the seconds are
   if (line == nullptr || std::sscanf(line, "boottime %lld %lld", &seconds, &nanoseconds) != 2) {
     return std::nullopt;
   }
@@ -106,8 +106,7 @@ std::optional<Stat> read_stat(pid_t pid) noexcept {
   return stat;
 }
 
-/// With the start time as the initial time namespace counts it, whoever reads; 0 where that cannot
-/// be told.
+/// With the start time relative to the initial time namespace, for every reader; 0 if unknown.
 std::optional<Stat> read_identity(pid_t pid) noexcept {
   auto stat = read_stat(pid);
   if (!stat) return std::nullopt;
@@ -117,7 +116,7 @@ std::optional<Stat> read_identity(pid_t pid) noexcept {
   return stat;
 }
 
-/// Both are cut to whole ticks, one before an offset is added and one after.
+/// Both are truncated to whole ticks, one before an offset is added and one after.
 bool is_same_start(std::uint64_t a, std::uint64_t b) noexcept { return a + 1 >= b && b + 1 >= a; }
 
 bool is_known_gone(pid_t pid) noexcept { return ::kill(pid, 0) != 0 && errno == ESRCH; }
@@ -197,7 +196,7 @@ WatchedProcess::WatchedProcess(pid_t pid, std::uint64_t start_time, bool keeps_p
   if (start_time_ == 0) start_time_ = start_time_now;
 #ifdef SYS_pidfd_open
   if (keeps_pidfd &&
-      is_same_start(start_time_, start_time_now)) {  // else another process has the number now
+      is_same_start(start_time_, start_time_now)) {  // else another process has the pid now
     pidfd_ = KeptFd(UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))), pid);
   }
 #else
@@ -205,7 +204,7 @@ WatchedProcess::WatchedProcess(pid_t pid, std::uint64_t start_time, bool keeps_p
 #endif
 }
 
-/// Alive, gone or unknown. A pidfd becomes readable when the last thread has ended.
+/// Returns alive, gone or unknown. A pidfd becomes readable when the last thread has ended.
 ProcessState WatchedProcess::ask_pidfd() const noexcept {
 #ifdef SYS_pidfd_send_signal
   if (!pidfd_.is_intact() ||

@@ -5,16 +5,16 @@
 
 namespace lockstep::base {
 
-/// Remembers the process that made it. A fork of a rank inherits the rank's objects but is no rank:
-/// it has no thread but one, and what it wrote into shared memory or sent would be taken for the
-/// rank's. One load and one comparison; no system call.
+/// Identifies the process that created it. A fork of a rank inherits the rank's objects but is not
+/// a rank: it has only one thread, and peers would take its writes to shared memory and its
+/// messages for the rank's. Costs one load and one comparison; no system call.
 class ProcessTag {
  public:
   ProcessTag() noexcept;
   bool is_copy() const noexcept { return made_in_ != n_forks.load(std::memory_order_relaxed); }
 
  private:
-  /// How many forks lie between this process and the one that made the first tag.
+  /// Number of forks between the process that created the first tag and this process.
   static std::atomic<std::uint32_t> n_forks;
 
   std::uint32_t made_in_;

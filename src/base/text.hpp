@@ -5,17 +5,17 @@
 #include <span>
 #include <string_view>
 
-/// Texts in arrays of fixed length, as they lie in shared memory, files and messages.
+/// Texts in fixed-length arrays, as used in shared memory, files and messages.
 namespace lockstep::base {
 
-/// As much of the text as fits before a null, and that null.
+/// Copies as much of the text as fits before a terminating null.
 inline void copy_text(std::span<char> to, std::string_view text) noexcept {
   const std::size_t n = std::min(text.size(), to.size() - 1);
-  std::copy_n(text.data(), n, to.data());  // of an empty one the data may be null
+  std::copy_n(text.data(), n, to.data());  // data() of an empty view may be null
   to[n] = '\0';
 }
 
-/// What stands before the null, or in the whole array: who wrote it may have left the null out.
+/// The text up to the null, or the whole array: the writer may have omitted the null.
 inline std::string_view text_in(std::span<const char> array) noexcept {
   return {array.data(), ::strnlen(array.data(), array.size())};
 }

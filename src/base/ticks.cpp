@@ -33,7 +33,7 @@ std::int64_t monotonic_ns() noexcept {
 const bool kHasTickCounter = has_steady_counter();
 
 TickAnchor now() noexcept {
-  // A thread may lose its core between the looks at the two clocks: the closest of a few counts.
+  // A thread may be preempted between the two clock reads: use the closest pair of a few.
   constexpr int kLooks = 3;
   TickAnchor closest{};
   std::uint64_t least = std::numeric_limits<std::uint64_t>::max();

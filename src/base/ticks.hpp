@@ -5,11 +5,11 @@
 
 namespace lockstep::base {
 
-/// Whether ticks() reads the processor's own counter: where it runs at one speed on all cores.
+/// Whether ticks() reads the processor's counter, which must run at one rate on all cores.
 extern const bool kHasTickCounter;
 
-/// A clock that costs half of what CLOCK_MONOTONIC does and means the same to all processes of a
-/// machine. Its unit is the machine's: TickScale turns it into nanoseconds.
+/// A clock that costs half as much as CLOCK_MONOTONIC and is the same for all processes of a
+/// machine. Its unit depends on the machine: TickScale converts it to nanoseconds.
 inline std::uint64_t ticks() noexcept {
 #if defined(__x86_64__)
   if (kHasTickCounter) return __builtin_ia32_rdtsc();
@@ -21,23 +21,23 @@ inline std::uint64_t ticks() noexcept {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 
-/// One moment on both clocks.
+/// A simultaneous reading of both clocks.
 struct TickAnchor {
   std::uint64_t ticks;
   std::int64_t ns;  ///< CLOCK_MONOTONIC
 };
 
-/// As close together as an interruption lets it: to some ten nanoseconds.
+/// Simultaneous to about ten nanoseconds, unless interrupted.
 TickAnchor now() noexcept;
 
-/// Turns ticks between two anchors, and near them, into nanoseconds of CLOCK_MONOTONIC. With
-/// anchors 0.1 ms apart to a thousandth, and 1 ms apart to a hundred-thousandth; in the long run to
-/// what NTP slews that clock by, 0.05 % at most.
+/// Converts ticks between two anchors, and near them, to nanoseconds of CLOCK_MONOTONIC. Accurate
+/// to 1e-3 with anchors 0.1 ms apart, and to 1e-5 with 1 ms; in the long run to NTP's slew of that
+/// clock, 0.05 % at most.
 class TickScale {
  public:
   TickScale(const TickAnchor& then, const TickAnchor& later) noexcept;
   std::int64_t to_ns(std::uint64_t ticks) const noexcept;
-  /// The ticks that so many nanoseconds take.
+  /// The number of ticks in that time.
   std::uint64_t ticks_in(std::chrono::nanoseconds time) const noexcept;
 
  private:

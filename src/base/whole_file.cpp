@@ -18,8 +18,8 @@ namespace {
   throw std::system_error(error_number, std::generic_category(), std::string(what) + " " + path);
 }
 
-/// Throws where a rename would replace something that holds no bytes of its own: what is written
-/// there is meant for somebody, and the next who opens it would find a file. Returns the path.
+/// Throws if a rename would replace something other than a regular file: a process reads what is
+/// written there, and would find a file the next time. Returns the path.
 std::string check_replaceable(std::string path) {
   struct stat there {};
   if (::stat(path.c_str(), &there) != 0 || S_ISREG(there.st_mode)) return path;
@@ -27,7 +27,7 @@ std::string check_replaceable(std::string path) {
   fail("replace what is no regular file:", path, ENOTSUP);
 }
 
-/// Never one that somebody else has put there, nor what a link leads to.
+/// Never opens an existing file, nor the target of a link.
 UniqueFd make(const std::string& part, mode_t mode) {
   ::unlink(part.c_str());
   UniqueFd fd(::open(part.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, mode));
@@ -59,7 +59,7 @@ void WholeFile::write(std::string_view bytes) {
 }
 
 void WholeFile::commit() {
-  // Two writers against the rules: the second has replaced this one's file, and is not done.
+  // If two writers violate the contract, the second has replaced this file and is not done.
   struct stat mine {};
   struct stat there {};
   if (::fstat(fd(), &mine) != 0 || ::lstat(part_.c_str(), &there) != 0) fail("stat", part_);
@@ -72,7 +72,7 @@ void WholeFile::commit() {
 void WholeFile::commit_to_disk() {
   bring_to_disk(fd(), part_);
   commit();
-  // The rename is in the folder.
+  // The folder records the rename.
   const std::size_t slash = path_.rfind('/');
   const std::string folder = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
   const UniqueFd opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));

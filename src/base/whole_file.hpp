@@ -10,10 +10,10 @@
 
 namespace lockstep::base {
 
-/// A file that whoever opens `path` finds whole, or as it was: written as `path`.part and renamed.
-/// Gone again unless committed; what a kill leaves is in nobody's way, the next one at this path
-/// replaces it. What is there and no regular file (a device, a FIFO, a folder) is not replaced. For
-/// one writer of a path at a time. All members throw std::system_error: EFBIG rather than SIGXFSZ.
+/// A file replaced atomically: written as `path`.part and renamed, so readers of `path` see the old
+/// or the complete new file. Removed unless committed; the next writer replaces a file left by a
+/// kill. Does not replace anything but a regular file (a device, a FIFO, a folder). One writer per
+/// path at a time. All members throw std::system_error: EFBIG rather than SIGXFSZ.
 class WholeFile {
  public:
   WholeFile(std::string path, mode_t mode);
@@ -24,7 +24,7 @@ class WholeFile {
   int fd() const noexcept { return fd_.get(); }
   void write(std::string_view bytes);
   void commit();
-  /// The same; when it returns, a power cut changes nothing any more.
+  /// The same; when it returns, the file survives a power failure.
   void commit_to_disk();
 
  private:
