@@ -21,11 +21,11 @@ namespace {
 
 constexpr std::uint64_t kFlushResults = 1, kFlushOperands = 2, kRounding = 3 << 2;
 
-/// More than a vector, and a rest.
+/// More than one SIMD vector, plus a remainder.
 constexpr std::size_t kCount = 19;
 
-/// Sums of these are exact in every type, in whatever order: small whole numbers, and for floats
-/// the same number of the smallest subnormal.
+/// Sums of these are exact in every type, in any order: small integers, and for floats that many
+/// times the smallest subnormal.
 template <class T>
 std::vector<T> values_of(int rank) {
   std::vector<T> values;
@@ -99,11 +99,11 @@ class Checker {
       const auto end = begin + static_cast<std::ptrdiff_t>(kCount);
       compare<T>(Op::all_gather, ReduceOp::sum, {all.begin() + begin, all.begin() + end},
                  values_of<T>(r));
-      // Every rank had the same to share out: part `rank` of it came from each.
+      // Every rank sent the same data: part `rank` of it came from each.
       compare<T>(Op::all_to_all, ReduceOp::sum, {parts.begin() + begin, parts.begin() + end},
                  values_of<T>(engine_.rank()));
     }
-    auto expected = values_of<T>(engine_.rank());  // n times the same
+    auto expected = values_of<T>(engine_.rank());  // n times the same value
     for (T& value : expected) {
       Sum<T> sum{};
       for (int r = 0; r < n; ++r) sum += static_cast<Sum<T>>(value);

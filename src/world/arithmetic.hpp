@@ -6,19 +6,18 @@
 
 namespace lockstep::internal {
 
-/// How this thread's processor computes with floating-point numbers, where that changes results:
-/// the direction of rounding, and what becomes of subnormal numbers. 0: as IEEE 754 has it by
-/// default.
+/// This thread's floating-point mode as far as it changes results: the rounding direction and the
+/// treatment of subnormal numbers. 0: the IEEE 754 default.
 std::uint64_t floating_point_mode() noexcept;
 std::string describe_mode(std::uint64_t mode);
 
 /// Compares floating_point_mode() between the ranks, in one small all_gather, and throws
-/// MismatchError naming the ranks where it differs. Where every rank has LOCKSTEP_CHECK=full, runs
-/// check_operations too. Collective.
+/// MismatchError naming the ranks if it differs. If every rank has LOCKSTEP_CHECK=full, also runs
+/// check_operations. Collective.
 void check_arithmetic(Engine& engine, const Call& barrier);
 
-/// Compares what the engine's operations give, on a few elements of each type, with what a plain
-/// loop gives. Throws EngineError naming operation, type and element. Collective.
+/// Compares the results of the engine's operations, on a few elements of each type, with those of
+/// a plain loop. Throws EngineError naming operation, type and element. Collective.
 void check_operations(Engine& engine, const Call& barrier);
 
 }  // namespace lockstep::internal

@@ -10,7 +10,7 @@
 namespace lockstep {
 namespace {
 
-/// Of the innermost GroupScope on this thread.
+/// The group of the innermost GroupScope on this thread.
 constinit thread_local const Group* scoped = nullptr;
 
 [[noreturn]] void refuse(const char* operation, const std::string& text,
@@ -18,8 +18,8 @@ constinit thread_local const Group* scoped = nullptr;
   throw UsageError({.operation = operation, .where = where}, text);
 }
 
-/// A program of one process is right to use the solo group. One that is a rank of several and has
-/// not said so would compute something else than it seems to.
+/// Only a program of one process may use the solo group. A rank of several that has not called
+/// init_dist would silently compute something else.
 void check_alone(const char* operation, std::source_location where) {
   if (internal::was_initialised() || internal::has_thread_left()) return;
   const std::string world = internal::describe_world();
@@ -32,7 +32,7 @@ void check_alone(const char* operation, std::source_location where) {
          where);
 }
 
-/// One for each thread, for a group takes one call at a time.
+/// One per thread, because a group allows one call at a time.
 const Group& solo_group(const char* operation, std::source_location where) {
   constinit thread_local static bool is_gone = false;
   struct OfThread {
@@ -40,7 +40,7 @@ const Group& solo_group(const char* operation, std::source_location where) {
     OfThread(const char* name, std::source_location place) { check_alone(name, place); }
     ~OfThread() { is_gone = true; }
   };
-  if (is_gone) {  // a global's destructor calls: the main thread's is destroyed before
+  if (is_gone) {  // called by a global's destructor, after the main thread's group is destroyed
     static const Group* const at_exit = new Group;
     return *at_exit;
   }
@@ -52,7 +52,7 @@ const Group& solo_group(const char* operation, std::source_location where) {
 
 namespace {
 
-/// On a thread that works for one of run_ranks' ranks, or for none.
+/// On a thread that is not a rank of run_ranks, but may work for one.
 bool is_beside_rank_threads() noexcept {
   return internal::has_rank_threads() && !internal::has_thread_left();
 }

@@ -34,7 +34,7 @@ Env Env::read() {
   env.simd = variable("LOCKSTEP_SIMD");
   env.mpi = variable("LOCKSTEP_MPI");
   env.tune = variable("LOCKSTEP_TUNE");
-  shared::tuning_for(/*n_ranks=*/2, env.tune);  // refuses what it cannot take
+  shared::tuning_for(/*n_ranks=*/2, env.tune);  // rejects invalid values
   env.record_dir = folder("LOCKSTEP_RECORD_DIR");
   env.trace_dir = folder("LOCKSTEP_TRACE");
   if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {

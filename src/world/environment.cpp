@@ -26,7 +26,7 @@ using internal::number;
 using internal::refuse;
 using internal::variable;
 
-/// What a launcher calls its four numbers.
+/// The names of a launcher's four variables.
 struct Names {
   std::string_view launcher;
   const char* rank;
@@ -40,7 +40,7 @@ struct Names {
 constexpr Names kTorchrun = {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
 constexpr Names kOpenMpi = {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"};
-/// MPICH's launcher, hydra, and Intel MPI's, which comes from it.
+/// Hydra, the launcher of MPICH, and the launcher of Intel MPI, which is derived from it.
 constexpr Names kHydra = {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
 
 void check_below(const Number& rank, const Number& size, std::string_view what) {
@@ -75,7 +75,7 @@ internal::World read_world(const Names& names) {
   return make_world(rank, size, local_rank, local_size);
 }
 
-/// The values of `names`, for those that are set; empty where none is.
+/// The values of those of `names` that are set; empty if none is.
 std::string values_of(std::initializer_list<const char*> names) {
   std::string values;
   for (const char* name : names) {
@@ -100,8 +100,8 @@ internal::World read_lockstep() {
   return world;
 }
 
-/// Whether this is a task of srun. A batch script has SLURM_PROCID as well, and the numbers of the
-/// whole allocation, but it runs once.
+/// Whether this is a task of srun. A batch script also has SLURM_PROCID and the counts of the
+/// entire allocation, but it runs once.
 bool in_slurm_step() { return first_set({"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}) != nullptr; }
 
 Number slurm_size() {
@@ -138,8 +138,8 @@ internal::World read_slurm() {
   return world;
 }
 
-/// The process at the other end of PMI_FD, by which MPICH's ranks talk to their launcher: the same
-/// for all ranks of a job on one host, also when a shell stands between. Else this one's parent.
+/// The peer process of PMI_FD, through which MPICH's ranks talk to their launcher: the same for all
+/// ranks of a job on one host, even with a shell in between. Otherwise the parent process.
 std::string pmi_job() {
   ucred launcher{.pid = ::getppid(), .uid = 0, .gid = 0};
   if (const auto fd = variable("PMI_FD")) {
@@ -174,8 +174,8 @@ internal::World read_mpi() {
   return world;
 }
 
-/// Throws where mpirun's and torchrun's variables tell of worlds of different sizes: the outer
-/// launcher's, or some that were exported once and forgotten, cannot be told from the inner's.
+/// Throws if mpirun's and torchrun's variables give different world sizes: variables of an outer
+/// launcher, or stale exported ones, cannot be distinguished from those of the inner launcher.
 void check_leftovers_under_mpi(const char* size_name) {
   const auto left = variable("WORLD_SIZE");
   const auto size = variable(size_name);
@@ -188,8 +188,8 @@ void check_leftovers_under_mpi(const char* size_name) {
                   size_name, *size, *left));
 }
 
-/// A launcher that each task of srun starts makes at least one rank per task: where WORLD_SIZE is
-/// less, it was exported before srun, and every task would take itself for the whole world.
+/// A launcher started by each task of srun creates at least one rank per task: if WORLD_SIZE is
+/// less, it was exported before srun, and every task would consider itself the entire world.
 void check_leftovers_under_slurm() {
   if (!in_slurm_step() || variable("TORCHELASTIC_RUN_ID") || !variable("WORLD_SIZE")) return;
   const Number size = slurm_size();
@@ -217,7 +217,7 @@ std::string_view name_of(Launcher launcher) {
 }
 
 Launcher infer_launcher() {
-  // The innermost first: programs start inside allocations, not the other way round.
+  // The innermost launcher first: programs start inside allocations, not vice versa.
   if (variable("LOCKSTEP_SEGMENT")) return Launcher::lockstep;
   if (kOpenMpi.any_set()) {
     check_leftovers_under_mpi(kOpenMpi.size);

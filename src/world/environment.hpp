@@ -7,12 +7,12 @@
 
 namespace lockstep::internal {
 
-/// This rank's world as the variables of `launcher` (not infer) say. Throws UsageError naming the
-/// variable and its value where one is missing, no number, or contradicts another.
+/// This rank's world by the variables of `launcher` (not infer). Throws UsageError naming the
+/// variable and its value if one is missing, not a number, or contradicts another.
 World read_world(Launcher launcher);
 
-/// The launcher and the variables that tell of a world of more than one rank; empty where the
-/// environment tells of none. Throws UsageError where variables contradict.
+/// The launcher and the variables that describe a world of more than one rank; empty if the
+/// environment describes none. Throws UsageError if variables contradict each other.
 std::string describe_world();
 
 }  // namespace lockstep::internal

@@ -32,14 +32,14 @@ void init_dist(const InitOptions& options, std::source_location where) {
   const auto timeout = env.timeout.value_or(asked);
   const Call barrier{
       .op = Op::barrier, .group = "world", .sequence = 1, .timeout = timeout, .where = where};
-  // Who asks to be alone is so, whatever engines the environment speaks of.
+  // A rank that asks for no launcher is alone, whatever the environment describes.
   const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
   auto engine = engines::join(is_alone ? "solo" : options.backend, world, barrier);
   int host = 0;
   try {
     host = engines::find_host(*engine, world, barrier);
     internal::check_arithmetic(*engine, barrier);
-  } catch (...) {  // on this rank only, perhaps
+  } catch (...) {  // possibly on this rank only
     engine->leave(base::text_of(std::current_exception()));
     throw;
   }

@@ -16,7 +16,7 @@
 namespace lockstep {
 namespace {
 
-/// Whether this error only says that another rank had one.
+/// Whether this error only reports the error of another rank.
 bool is_echo(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -47,7 +47,7 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
   const auto run_one = [&](int rank) {
     auto& error = errors[static_cast<std::size_t>(rank)];
     try {
-      // By itself, before anything else: a trace notes it.
+      // The thread names itself first, because a trace records the name.
       ::pthread_setname_np(::pthread_self(), fmt::format("lockstep-{}", rank).c_str());
       internal::join_thread(
           std::make_unique<internal::Session>(internal::World{.launcher = Launcher::none,
@@ -79,7 +79,7 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
           fmt::format("cannot start thread {} of {}; raise the limit of processes (ulimit -u) or "
                       "free memory",
                       rank + 1, n)));
-      // Those that run wait for all: tell them that the rest will not come.
+      // The running ranks wait for all ranks: notify them that the rest will not join.
       for (int r = rank; r < n; ++r) shared::declare_failed(*segment, r, base::text_of(no_thread));
     }
   }

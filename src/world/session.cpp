@@ -23,7 +23,7 @@ namespace {
 std::shared_ptr<Recorder> make_recorder(const World& world, const Engine& engine) {
   const char* const trace_dir = std::getenv("LOCKSTEP_TRACE");  // as Env::trace_dir
   auto recorder = engine.recorder();
-  // Alone there is nobody to wait for, and nothing to tell but to who looks at the times.
+  // A world of one has no peers to diagnose, so it records only for a trace.
   if (!recorder && (world.size > 1 || trace_dir != nullptr)) {
     recorder = Recorder::in_process(world.rank, world.size, world.record_dir);
   }
@@ -37,7 +37,7 @@ std::terminate_handler& former_handler() noexcept {
   return handler;
 }
 
-/// Raw and without destructors, so that they can be read until the program has ended.
+/// Trivial types without destructors, so that they are readable until the program has ended.
 constinit thread_local Session* of_thread = nullptr;
 constinit thread_local bool is_rank_thread = false;
 constinit std::atomic<Session*> of_process{nullptr};
@@ -49,13 +49,13 @@ void leave_at_exit() noexcept {
   if (session != nullptr) session->retire();
 }
 
-/// Counted until the thread ends: what destroy_dist has left alone does not join the process's
+/// Counted until the thread ends: a thread that left by destroy_dist does not join the process's
 /// world.
 struct RankThread {
   RankThread() noexcept {
     is_rank_thread = true;
     n_rank_threads.fetch_add(1, std::memory_order_release);
-    // A fork has but the thread that made it.
+    // A fork has only the thread that called fork.
     static const int registered = ::pthread_atfork(nullptr, nullptr, [] {
       n_rank_threads.store(is_rank_thread ? 1 : 0, std::memory_order_relaxed);
     });
@@ -72,7 +72,7 @@ struct LeavesAtExit {
 };
 
 [[noreturn]] void tell_peers_and_terminate() noexcept {
-  // Without unwinding no destructor runs: this is the last chance.
+  // Without unwinding, no destructor runs: this is the last point at which to notify the peers.
   const std::exception_ptr error = std::current_exception();
   if (Session* const mine = session())
     mine->leave(error ? base::text_of(error) : "std::terminate was called");
@@ -129,9 +129,9 @@ bool has_thread_left() noexcept { return is_rank_thread && of_thread == nullptr;
 bool was_initialised() noexcept { return has_joined.load(std::memory_order_relaxed); }
 
 void join_process(std::unique_ptr<Session> session) {
-  // A thread-local of the main thread is destroyed before any global: before what the engine's
-  // libraries made after this call. The process outlives other threads, so there a global has to
-  // do.
+  // A thread-local of the main thread is destroyed before any global, including those that the
+  // engine's libraries create after this call. Other threads may end before the process, so they
+  // need a global.
   if (::getpid() == ::gettid()) {
     thread_local const LeavesAtExit leaves_at_exit;
     static_cast<void>(leaves_at_exit);

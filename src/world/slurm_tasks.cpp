@@ -9,7 +9,7 @@
 namespace lockstep::internal {
 namespace {
 
-/// Takes a number from 1 on from the front of `text`; 0 where there is none.
+/// Removes a positive number from the front of `text`; 0 if there is none.
 int take_number(std::string_view& text) {
   int value = 0;
   const auto parsed = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -40,7 +40,7 @@ std::vector<int> slurm_tasks_per_node(const char* name, std::string_view text) {
       n_nodes = take_number(rest);
       if (!take(rest, ")")) is_wrong();
     }
-    // Divided, not multiplied: nothing overflows.
+    // Division instead of multiplication, to avoid overflow.
     if (n_tasks == 0 || n_nodes == 0 || n_tasks > (kMostRanks - total) / n_nodes) is_wrong();
     total += n_tasks * n_nodes;
     tasks.insert(tasks.end(), static_cast<std::size_t>(n_nodes), n_tasks);
