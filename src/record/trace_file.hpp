@@ -34,7 +34,7 @@ struct alignas(64) TraceEvent {
   };
   union {
     CallPart call;
-    std::array<char, kTextLength> text;  ///< name of a region or thread; see base::text_in
+    std::array<char, kTextLength> text;  ///< region or thread name; null-terminated unless full
   };
   std::uint64_t start;             ///< base::ticks()
   std::atomic<std::uint64_t> end;  ///< base::ticks(); 0: not ended

@@ -177,7 +177,7 @@ class HierarchicalEngine final : public Engine {
   }
 
   /// A message to or from another host. It involves only two ranks, so the others keep their
-  /// timeouts; a rank of this host that times out on this one is told what it waits for.
+  /// timeouts; a rank of this host that times out on this one reports what this one waits for.
   void run_message(const Call& call) {
     shared::begin_elsewhere(*inner_, call);
     outer_->run(call);

@@ -87,7 +87,7 @@ class Departures {
     const auto found = gone_.find(world_rank);
     return found == gone_.end() ? std::nullopt : std::optional(found->second);
   }
-  /// Why the world's own channel is dead.
+  /// Why the world's channel is dead.
   std::optional<Note> verdict() {
     const std::lock_guard lock(mutex_);
     return verdict_;

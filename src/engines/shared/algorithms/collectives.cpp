@@ -261,7 +261,7 @@ void SharedEngine::broadcast(const Call& call) {
       });
 }
 
-/// all_gather and gather: rank r's part has counts[r] elements, or `count` where counts is empty.
+/// all_gather and gather: rank r's part has counts[r] elements, or `count` if counts is empty.
 void SharedEngine::gather(const Call& call, bool wants_result) {
   const std::size_t element = size_of(call.dtype);
   const auto chunks_of = [&](int r) {

@@ -23,7 +23,7 @@ inline constexpr std::size_t kFreeRanges = 224;
 
 enum class RankState : std::uint32_t { absent, alive, left, failed };
 
-/// One rank of the world, on its own pages: who it is and how it ended.
+/// One rank of the world, on separate pages: its identity and how it ended.
 struct alignas(kLine) RankBlock {
   std::atomic<RankState> state;
   std::atomic<std::int32_t> pid;
