@@ -2,7 +2,7 @@
 
 namespace lockstep::base {
 
-/// Makes fence_registered() of other processes reach the threads of this process. False if the
+/// Makes fence_registered() calls in any process reach the threads of this process. False if the
 /// kernel or a sandbox does not support it. Threads: any. May be called repeatedly.
 bool register_for_fences() noexcept;
 

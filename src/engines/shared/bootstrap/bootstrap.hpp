@@ -14,7 +14,7 @@ namespace lockstep::shared {
 /// user and `job` (see internal::World::job) and exists only during the bootstrap. Returns this
 /// rank's membership when all ranks have connected; peers detect a later death as in any segment.
 ///
-/// Each side checks the peer's user with the system, which excludes other users. If a rank dies
+/// Each side checks the peer's user with the system, which excludes other users. When a rank dies
 /// during the bootstrap, or has another world size than rank 0, all connected ranks are notified.
 /// Throws TimeoutError naming the ranks that did not connect within barrier.timeout, PeerLost,
 /// MismatchError, PeerFailed, UsageError (too many ranks for a host), EngineError (another user has

@@ -17,7 +17,7 @@
 
 namespace lockstep::shared {
 
-/// The memory through which the ranks of one group communicate, in phases that all execute.
+/// The memory through which the ranks of one group communicate, in phases that all ranks execute.
 ///
 /// The protocol. Every collective is a sequence of phases, numbered from 1 for the life of the
 /// channel. In phase s a rank
