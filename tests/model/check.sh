@@ -21,7 +21,7 @@ three=(-DN=3 -DN_CHUNKS=2 -DN_SMALL_BEFORE=1 -DN_SMALL_AFTER=0)
 
 for name in two three; do
   declare -n sizes=$name
-  for waiting in -DCROWDED -DUNCROWDED; do
+  for waiting in -DOVERSUBSCRIBED -DNOT_OVERSUBSCRIBED; do
     look "${sizes[@]}" $waiting
     grep -q 'errors: 0' report.txt || { cat report.txt && exit 1; }
     printf '%s ranks, %s: no error in %s states\n' $name "${waiting#-D}" \
@@ -44,8 +44,8 @@ breaks RING_BEFORE_RAISE NOT_OVERSUBSCRIBED 'invalid end state'  # an oversubscr
 breaks NO_FENCE NOT_OVERSUBSCRIBED 'invalid end state'
 
 # "model: fold, show" in the code, /* fold */ and /* show */ in the model.
-in_model() { grep -oE '^ +/\* [a-z]+ \*/$|^/\* [a-z]+ \*/$' "$model" | tr -d ' /*' | sort -u; }
-in_code() { grep -ohE 'model: [a-z, ]+' "$sources"/*.[ch]pp | sed 's/model: //; s/, /\n/g' | sort -u; }
+in_model() { grep -oE '^ */\* [a-z_]+ \*/$' "$model" | tr -d ' /*' | sort -u; }
+in_code() { grep -rohE 'model: [a-z_, ]+' "$sources" | sed 's/model: //; s/, /\n/g' | sort -u; }
 if ! diff <(in_model) <(in_code); then
   echo "$model and the code in $sources do not name the same places" && exit 1
 fi

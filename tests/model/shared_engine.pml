@@ -2,9 +2,9 @@
  * src/engines/shared. A comment "model: NAME" in the code stands where the comment NAME stands here.
  *
  *   channel.hpp      wake_sleepers(): look
- *   channel.cpp      turn(): raise, arrive, ring
- *   wait.cpp         ring(): increment, wake; sleep(): register, fence, read_counter, poll, block, deregister
- *   collectives.cpp  reduce_flat(): put, take; reduce_sliced(): put, fold, show, copy
+ *   channel.cpp       end_phase(): raise, arrive, ring
+ *   channel_wait.cpp  ring(): increment, wake; sleep(): register, fence, read_counter, poll, block, deregister
+ *   collectives.cpp   reduce_flat(): put, take; reduce_sliced(): put, fold, show, copy
  *
  * Every rank makes the same calls: N_SMALL_BEFORE small ones, a large one of N_CHUNKS chunks,
  * N_SMALL_AFTER small ones of N_SMALL_CHUNKS, so that small and large calls follow each other both ways.
