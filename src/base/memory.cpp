@@ -110,7 +110,9 @@ std::size_t available_under(const std::string& root, const CgroupMount& mount,
   std::size_t available = SIZE_MAX;
   while (true) {
     while (path.ends_with('/')) path.pop_back();
-    available = std::min(available, available_in_cgroup(root + mount.point + path, files));
+    std::string folder = root;
+    folder.append(mount.point).append(path);
+    available = std::min(available, available_in_cgroup(folder, files));
     if (path.empty()) return available;
     path.resize(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
   }
