@@ -111,7 +111,7 @@ MPI_Comm comm_of(const Some& some) {
 std::unique_ptr<Engine> join(const Some& some, const Call& barrier) {
   MPI_Comm comm = comm_of(some);
   growth::set_world(comm, start_line(some));
-  lockstep::group::World world;
+  lockstep::internal::World world;
   world.rank = rank_of(comm);
   world.size = some.n;
   return lockstep::mpi::join(world, barrier);

@@ -60,7 +60,7 @@ void try_reading(F read) {
   }
 }
 
-void check(const lockstep::group::World& world) {
+void check(const lockstep::internal::World& world) {
   require(world.rank >= 0 && world.rank < world.size);
   require(world.local_rank >= 0 && world.local_rank < world.local_size);
   require(world.local_size <= world.size);

@@ -13,7 +13,7 @@
 
 namespace {
 
-using namespace lockstep::launch;
+using namespace lockstep::run;
 
 void require(bool holds) {
   if (!holds) std::abort();

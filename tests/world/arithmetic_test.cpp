@@ -17,7 +17,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace lockstep::launch {
+namespace lockstep::internal {
 namespace arithmetic_test {
 namespace {
 
@@ -159,4 +159,4 @@ TEST(ArithmeticTest, operations_of_the_shared_engine_are_right_in_any_mode) {
 
 }  // namespace
 }  // namespace arithmetic_test
-}  // namespace lockstep::launch
+}  // namespace lockstep::internal
