@@ -236,6 +236,8 @@ std::unique_ptr<Engine> bootstrap_world(std::string_view, int, int n_ranks, cons
   return join({rank_of(MPI_COMM_WORLD) / n_ranks * n_ranks, 1, n_ranks}, barrier);
 }
 void extend_deadline(Engine&, std::chrono::nanoseconds) noexcept {}
+void begin_elsewhere(Engine&, const Call&) {}
+void end_elsewhere(Engine&) noexcept {}
 }  // namespace lockstep::shared
 
 namespace {
