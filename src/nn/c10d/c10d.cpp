@@ -8,8 +8,8 @@
 
 #include "engines/catalog.hpp"
 #include "engines/message/message_engine.hpp"
+#include "nn/c10d/c10d_channel.hpp"
 #include "nn/c10d/c10d_rendezvous.hpp"
-#include "nn/c10d/c10d_wire.hpp"
 
 namespace lockstep::nn::detail {
 namespace {

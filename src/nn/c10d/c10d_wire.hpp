@@ -11,7 +11,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
-#include <lockstep/engine.hpp>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -24,10 +23,11 @@
 #include <utility>
 #include <vector>
 
-#include "engines/message/channel.hpp"
+#include "engines/message/message.hpp"
 
 namespace lockstep::nn::detail {
 
+using message::Message;
 class Channel;
 
 /// The connections of one c10d::ProcessGroup, shared by any number of channels (one per Group) at
@@ -53,6 +53,7 @@ class Wire {
  private:
   friend class Channel;
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  static constexpr int kWholeRank = -1;  // in place of a channel
 
   /// Content of a control message: the sender left, or why a channel is dead.
   enum class Notice : std::int32_t { left, failed, lost, late, mismatch };
@@ -74,7 +75,7 @@ class Wire {
   /// A message as passed to Gloo: in our own buffer or, if it is long, in the caller's memory.
   struct Parcel {
     at::Tensor tensor;
-    const message::Message* message;
+    const Message* message;
     bool is_done = false;
 
     bool is_callers() const { return tensor.data_ptr() == message->data; }
@@ -90,7 +91,7 @@ class Wire {
   Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
   bool is_copy() const noexcept;
   at::Tensor tensor_of(void* data, std::size_t n_bytes) const;
-  Parcel pack(const message::Message& message, int peer);
+  Parcel pack(const Message& message, int peer);
   void unpack(const Parcel& parcel) const;
   static void abort(c10d::Work* work) noexcept;
   static void abort(const Works& works) noexcept;
@@ -130,49 +131,6 @@ class Wire {
   int n_channels_ = 0;
   std::jthread control_;
   std::jthread timer_;
-};
-
-using message::Message;
-
-/// The ranks of one Group, on a wire.
-class Channel final : public message::Channel {
- public:
-  /// All ranks of the wire.
-  explicit Channel(std::shared_ptr<Wire> wire);
-  Channel(const Channel& parent, const std::vector<int>& members, const Call& call,
-          std::chrono::steady_clock::time_point end);
-
-  int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return static_cast<int>(members_.size()); }
-  void exchange(std::span<const Message> messages, const Call& call,
-                message::Limit& limit) override {
-    post(messages, call, limit.end());
-  }
-  std::unique_ptr<message::Channel> split(const std::vector<int>& members, const Call& call,
-                                          message::Limit& limit) override {
-    return std::make_unique<Channel>(*this, members, call, limit.end());
-  }
-  void abandon(std::string_view reason) noexcept override;
-  void end_with(const Error& error) noexcept override;
-  [[noreturn]] void fail_mismatch(const std::string& table, const Call& call) override;
-  void leave(std::string_view failure) noexcept override;
-
- private:
-  void post(std::span<const Message> messages, const Call& call,
-            std::chrono::steady_clock::time_point end) const;
-  [[noreturn]] void fail(const Wire::Verdict& verdict, const Call& call) const;
-  /// Throws if the channel is dead or one of these ranks of the wire has left.
-  void fail_if_known(std::span<const int> ranks, const Call& call) const;
-  /// `culprit`: the rank whose connection broke, with this text.
-  [[noreturn]] void fail_connection(int culprit, const std::string& text, const Call& call) const;
-  [[noreturn]] void fail_late(std::vector<int> late, const Call& call) const;
-  void tell(Wire::Notice notice, int culprit, const std::string& text) const;
-  int rank_of(int wire_rank) const;
-
-  std::shared_ptr<Wire> wire_;
-  std::vector<int> members_;  // ranks of the wire
-  int rank_;
-  int tag_;
 };
 
 }  // namespace lockstep::nn::detail
