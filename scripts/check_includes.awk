@@ -1,4 +1,4 @@
-# awk -f check_includes.awk FILE...: who may include whom. One line for each breach; exit code 1.
+# awk -f check_includes.awk FILE...: which module may include which. One line for each breach; exit code 1.
 #
 # A file belongs to the module that its folder in src/ names, a public header to the module that
 # defines it. launch.hpp and trace.hpp are group's too: every operation takes the default group, and

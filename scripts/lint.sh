@@ -10,7 +10,7 @@ mapfile -t sources < <(git ls-files --cached --others --exclude-standard '*.cpp'
 stage "clang-format"
 printf '%s\n' "${sources[@]}" | xargs clang-format-14 --dry-run --Werror || bad+=", $now"
 
-stage "who includes whom"
+stage "include directions"
 awk -f scripts/check_includes.awk "${sources[@]}" || bad+=", $now"
 
 stage "tests that the documents name"

@@ -132,11 +132,8 @@ bool is_pidfd_of(int fd, pid_t pid) noexcept {
   if (fd < 0 || pid <= 0 || !is_proc_of_this_namespace()) return false;
   char path[40];
   std::snprintf(path, sizeof path, "/proc/self/fdinfo/%d", fd);
-  const UniqueFd file(::open(path, O_RDONLY | O_CLOEXEC));
   char text[1024];
-  const ssize_t n = file ? ::read(file.get(), text, sizeof text - 1) : -1;
-  if (n <= 0) return false;
-  text[n] = '\0';
+  if (!read_text(path, text)) return false;
   const char* const line = std::strstr(text, "\nPid:");
   return line != nullptr && std::atoi(line + std::strlen("\nPid:")) == pid;
 }

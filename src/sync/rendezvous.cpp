@@ -28,7 +28,7 @@
 //       |                          |
 //       +------ any failure -------+--fail_round--> (round_ + 1, gathering)
 //
-// Who waits for whom: slaves wait for round_word_, which changes exactly when a round ends. The
+// What each side waits for: slaves wait for round_word_, which changes exactly when a round ends. The
 // master waits for master_word_, which changes when its round is complete or has ended. It runs
 // the callback without the lock and then checks that the round is still open (a slave whose
 // deadline passed may have failed it). Both words are read on arrival, under the lock, and change

@@ -384,7 +384,7 @@ TEST(RunNodesTest, who_does_not_know_the_secret_is_sent_away) {
   EXPECT_EQ(sorted_lines_of(first->wait().out), (Lines{"0", "1"}));
   EXPECT_EQ(sorted_lines_of(second->wait().out), (Lines{"2", "3"}));
 
-  // Node 0 says whom it sent away where nobody else came.
+  // Node 0 names the node that it rejected if no other one came.
   const auto lonely = node(0, {}, "2");
   EXPECT_EQ(node(1, secret(right))->wait().exit_code, 1);
   const Ended ended = lonely->wait();

@@ -3,12 +3,9 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -29,6 +26,7 @@
 #include "support/expect.hpp"
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"
+#include "support/seccomp.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -173,17 +171,7 @@ void hide_proc(int /*rank*/) {
   ASSERT_EQ(::mount("none", "/proc", "tmpfs", 0, "size=4k"), 0);
 }
 
-void forbid_pidfds(int /*rank*/) {
-  sock_filter code[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pidfd_open, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog filter{.len = 4, .filter = code};
-  ASSERT_EQ(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
-  ASSERT_EQ(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter), 0);
-}
+void forbid_pidfds(int /*rank*/) { forbid(SYS_pidfd_open); }
 
 /// Whether root may: inside of most containers it may not.
 bool can_unshare(int flags) {

@@ -3,12 +3,9 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -36,6 +33,7 @@
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "faults/memory_group.hpp"
 #include "support/expect.hpp"
+#include "support/seccomp.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep::test {
@@ -77,19 +75,6 @@ std::string system_error(int error_number, const std::function<void()>& call) {
 void set_limit(int resource, rlim_t value) {
   const rlimit limit{.rlim_cur = value, .rlim_max = value};
   ASSERT_EQ(::setrlimit(static_cast<__rlimit_resource>(resource), &limit), 0);
-}
-
-/// The system call fails with EPERM from here on.
-void forbid(int system_call) {
-  sock_filter code[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<unsigned>(system_call), 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog filter{.len = 4, .filter = code};
-  ASSERT_EQ(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
-  ASSERT_EQ(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter), 0);
 }
 
 TEST(MachineLimitsTest, a_forbidden_memfd_is_said) {

@@ -1,9 +1,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -18,6 +15,8 @@
 #include <mutex>
 #include <string>
 #include <vector>
+
+#include "support/seccomp.hpp"
 
 // What makes a rank's life hard beside the fault of another: LOCKSTEP_FAULT_LOAD of faulty_rank.
 namespace lockstep::test::rank_loads {
@@ -56,7 +55,7 @@ class Room {
     const std::lock_guard lock(mutex());
     lowered() = 400;
     set_soft_limit(RLIMIT_NOFILE, lowered());
-    while (::open("/dev/null", O_RDONLY | O_CLOEXEC) >= 0) {
+    while (::open(".", O_RDONLY | O_CLOEXEC) >= 0) {
     }
   }
 
@@ -71,20 +70,6 @@ class Room {
   }
   std::lock_guard<std::mutex> lock_;
 };
-
-inline void forbid_pidfd_open() {
-  sock_filter code[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pidfd_open, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog filter{.len = 4, .filter = code};
-  if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
-      ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) != 0) {
-    std::abort();
-  }
-}
 
 /// `ulimit -v`, to what the process has and so much more.
 inline void limit_address_space(std::size_t n_bytes_more) {
@@ -120,7 +105,7 @@ inline void fork_a_child(bool calls) {
 }
 
 inline void apply_before_init() {
-  if (name() == "no-pidfd") forbid_pidfd_open();
+  if (name() == "no-pidfd") forbid(SYS_pidfd_open);
 }
 
 /// When all have joined.
