@@ -28,8 +28,8 @@
 //       |                          |
 //       +------ any failure -------+--fail_round--> (round_ + 1, gathering)
 //
-// What each side waits for: slaves wait for round_word_, which changes exactly when a round ends. The
-// master waits for master_word_, which changes when its round is complete or has ended. It runs
+// What each side waits for: slaves wait for round_word_, which changes exactly when a round ends.
+// The master waits for master_word_, which changes when its round is complete or has ended. It runs
 // the callback without the lock and then checks that the round is still open (a slave whose
 // deadline passed may have failed it). Both words are read on arrival, under the lock, and change
 // only under it: no wake-up is lost, and each call waits for a single change.
