@@ -31,8 +31,6 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kWatchdog{120};  // only a hang takes so long
-
 std::string next_mark() {
   static int count = 0;
   return fmt::format("LOCKSTEP_TEST_MARK={}-{}", getpid(), ++count);
@@ -113,7 +111,7 @@ int count_of(const std::string& text, const std::string& part) {
 
 }  // namespace
 
-Command::Command(const StartOptions& start) : mark_(next_mark()) {
+Command::Command(const StartOptions& start) : mark_(next_mark()), watchdog_(start.watchdog) {
   const base::UniqueFd input = input_file(start.input);
   Ends out = start.terminal ? make_terminal() : make_pipe();
   Ends err;
@@ -168,7 +166,7 @@ bool Command::read_some(int timeout_ms) {
 }
 
 void Command::read_until(const std::string& text, int times) {
-  const auto limit = Clock::now() + kWatchdog;
+  const auto limit = Clock::now() + watchdog_;
   while (count_of(ended_.out, text) + count_of(ended_.err, text) < times) {
     if (!read_some(/*timeout_ms=*/100)) {
       FAIL() << "ended before it wrote '" << text << "': " << ended_.out << ended_.err;
@@ -182,7 +180,7 @@ void Command::read_until(const std::string& text, int times) {
 
 void Command::wait_unread() {
   int status = 0;
-  if (!wait_until([&] { return waitpid(pid_, &status, WNOHANG) != 0; }, kWatchdog)) {
+  if (!wait_until([&] { return waitpid(pid_, &status, WNOHANG) != 0; }, watchdog_)) {
     kill(pid_, SIGKILL);
     waitpid(pid_, &status, 0);
     ADD_FAILURE() << "watchdog: the command does not end";
@@ -193,7 +191,7 @@ void Command::wait_unread() {
 }
 
 Ended Command::wait() {
-  const auto limit = Clock::now() + kWatchdog;
+  const auto limit = Clock::now() + watchdog_;
   while (read_some(/*timeout_ms=*/100)) {
     if (Clock::now() > limit) {
       kill(pid_, SIGKILL);
@@ -218,7 +216,7 @@ std::vector<pid_t> Command::processes() const {
 }
 
 void Command::wait_for_processes(std::size_t count) const {
-  if (!wait_until([&] { return processes().size() == count; }, kWatchdog)) {
+  if (!wait_until([&] { return processes().size() == count; }, watchdog_)) {
     FAIL() << "watchdog: " << processes().size() << " processes";
   }
 }
@@ -226,7 +224,7 @@ void Command::wait_for_processes(std::size_t count) const {
 void Command::expect_nothing_left() const {
   std::vector<pid_t> left;
   const auto are_all_gone = [&] { return (left = processes()).empty(); };
-  wait_until(are_all_gone, kWatchdog);
+  wait_until(are_all_gone, watchdog_);
   for (const pid_t pid : left) {
     std::ifstream file(fmt::format("/proc/{}/cmdline", pid));
     std::string line;
@@ -243,7 +241,7 @@ void Command::expect_nothing_left() const {
   const auto is_no_socket_left = [] {
     return !contains(contents_of("/proc/net/unix"), "lockstep");
   };
-  EXPECT_TRUE(wait_until(is_no_socket_left, kWatchdog));
+  EXPECT_TRUE(wait_until(is_no_socket_left, watchdog_));
 }
 
 Ended run(const StartOptions& start) {

@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <map>
 #include <optional>
 #include <string>
@@ -29,6 +30,7 @@ struct StartOptions {
   std::optional<std::string> input = {};              ///< on its stdin; else /dev/null
   bool terminal = false;                              ///< stdout and stderr are one terminal
   std::string shell = {};  ///< a shell line to start it by, where "$@" is the command line
+  std::chrono::seconds watchdog{120};  ///< only a hang takes so long
 };
 
 /// The real `lockstep` command, running. Every wait has a watchdog, which kills it and fails the
@@ -62,6 +64,7 @@ class Command {
   bool read_some(int timeout_ms);
 
   std::string mark_;
+  std::chrono::seconds watchdog_;
   pid_t pid_ = -1;
   bool reaped_ = false;
   base::UniqueFd out_;

@@ -43,7 +43,8 @@ class MpiTest : public ::testing::TestWithParam<MpiLibrary> {
                       {"LOCKSTEP_MPI", GetParam().module},
                       {"LOCKSTEP_TEST_BACKEND", "mpi"},
                       {"LOCKSTEP_TIMEOUT", timeout_s}},
-        .shell = fmt::format("mpirun.{} {} -n {} {}", GetParam().name, flags, n_ranks, line)});
+        .shell = fmt::format("mpirun.{} {} -n {} {}", GetParam().name, flags, n_ranks, line),
+        .watchdog = std::chrono::seconds(600)});  // 8 ranks on 2 busy cores take minutes
     return command.wait();
   }
 
