@@ -58,9 +58,9 @@ of_runs "images/s" %.0f values summary images_per_second
 of_runs "largest difference *" %.1e difference
 cat <<'TEXT'
 
-* of a parameter or buffer from the one-rank run, absolute. In float64, so that what is left with
-  SyncBatchNorm is the order of additions alone; in float32 the same grows to where only the curves
-  can be compared. With BatchNorm each rank normalises its 2 images by themselves: another training.
+* the largest absolute difference of any parameter or buffer from those of the one-rank run.
+  The runs use float64: with SyncBatchNorm only the order of the additions differs. With BatchNorm
+  each rank normalises its own 2 images, so it trains another network.
 TEXT
 
 for run in "${runs[@]}"; do
