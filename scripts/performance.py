@@ -10,6 +10,11 @@ draw OUT.json PAGE          pictures beside the page, and the tables between its
 check OUT.json GOALS.json [RUN...]  which goals these figures reach, with names only those of these
                             runs; exit code 0 either way
 diff A.json B.json          medians of B over those of A
+
+A record has the run's command, date and peers on one line, and then one line for each size:
+    {"operation": "all_reduce", "bytes": 4, "placement": "near",
+     "p50_us": {"lockstep": {"near": 0.1, "far": 0.3}, "openmpi, coll sm": {...}}}
+placement: the most frequent one. Programs that compare by themselves: {"name": ..., "ratio": ...}.
 """
 import datetime
 import glob
@@ -145,6 +150,29 @@ def figures_of(name, lockstep):
         [lockstep, 'run', '-n', '2', '--', path, *arguments])
 
 
+def lines_of(rows):
+    """Those of `lockstep bench --json` by size: a record needs the medians alone."""
+    lines = {}
+    for row in rows:
+        line = lines.setdefault((row['operation'], row['bytes']), {
+            'operation': row['operation'], 'bytes': row['bytes'], 'placement': None, 'p50_us': {}})
+        line['placement'] = row.get('placement', line['placement'])
+        line['p50_us'][row['entrant']] = {placement: round(figures['p50_us'], 9)
+                                          for placement, figures in row.get('placements', {}).items()}
+    return list(lines.values())
+
+
+def save(result, path):
+    runs = []
+    for name, run in result['runs'].items():
+        head = json.dumps({key: value for key, value in run.items() if key != 'rows'})[1:-1]
+        rows = ',\n'.join(json.dumps(row) for row in run['rows'])
+        runs.append(f'{json.dumps(name)}: {{{head}, "rows": [\n{rows}]}}')
+    with open(path, 'w') as file:
+        file.write(f'{{"machine": {json.dumps(result["machine"])},\n"runs": {{\n'
+                   + ',\n'.join(runs) + '}}\n')
+
+
 def measure(lockstep, out, *names):
     every = [*RUNS, *PROGRAMS, OVER_MPI]
     for name in names:
@@ -161,21 +189,30 @@ def measure(lockstep, out, *names):
         if not figures:
             print(f'{name}: no figures', flush=True)
             continue
+        rows = lines_of(figures['rows']) if name in RUNS else figures['rows']
         result['runs'][name] = {'command': command, 'date': datetime.date.today().isoformat(),
-                                'revision': revision(), 'peers': versions(), **figures}
+                                'revision': revision(), 'peers': versions(), 'rows': rows}
     if not result['runs']:
         sys.exit('no run succeeded')
-    with open(out, 'w') as file:
-        json.dump(result, file, indent=1)
-        file.write('\n')
+    save(result, out)
+
+
+def family_of(entrant):
+    """The library: 'lockstep' of 'lockstep threads', 'openmpi' of 'openmpi, coll sm'."""
+    return re.split('[ ,]', entrant)[0]
 
 
 def by_size(run):
-    sizes = {}
-    for row in run['rows']:
-        if 'p50_us' in row:
-            sizes.setdefault((row['operation'], row['bytes']), {})[row['entrant']] = row
-    return sizes
+    """(operation, bytes) -> entrant -> median in the most frequent placement."""
+    return {(row['operation'], row['bytes']):
+            {entrant: medians[row['placement']] for entrant, medians in row['p50_us'].items()
+             if row['placement'] in medians}
+            for row in run['rows'] if row.get('p50_us')}
+
+
+def placements_of(run):
+    return {(row['operation'], row['bytes']): row['placement'] for row in run['rows']
+            if 'placement' in row}
 
 
 def bytes_text(n):
@@ -192,11 +229,11 @@ def time_text(us):
 def columns(run):
     """name -> size -> median. Ours, and of each peer, at each size, its best settings."""
     table = {}
-    for key, rows in by_size(run).items():
-        for row in rows.values():
-            name = row['entrant'] if row['family'] == 'lockstep' else row['family']
+    for key, medians in by_size(run).items():
+        for entrant, us in medians.items():
+            name = entrant if family_of(entrant) == 'lockstep' else family_of(entrant)
             sizes = table.setdefault(name, {})
-            sizes[key] = min(row['p50_us'], sizes.get(key, row['p50_us']))
+            sizes[key] = min(us, sizes.get(key, us))
     return table
 
 
@@ -206,20 +243,20 @@ def table_of(run):
     ratios = [f'lockstep / {name}' for name in limits] or ['best peer / lockstep']
     lines = ['| | ' + ' | '.join([*table, *ratios]) + ' | placement |',
              '|---' * (len(table) + len(ratios) + 2) + '|']
-    for key, rows in by_size(run).items():
+    placements = placements_of(run)
+    for key, medians in by_size(run).items():
         operation, n_bytes = key
         ours = table['lockstep'].get(key)
         cells = [time_text(sizes[key]) if key in sizes else '-' for sizes in table.values()]
         others = [table[name].get(key) for name in limits]
         if not limits:
-            others = [min((row['p50_us'] for row in rows.values() if row['family'] != 'lockstep'),
+            others = [min((us for entrant, us in medians.items() if family_of(entrant) != 'lockstep'),
                           default=None)]
         for other in others:
             both = ours and other
             cells.append('-' if not both else f'{ours / other if limits else other / ours:.2f}')
         name = operation if operation == 'barrier' else f'{operation} {bytes_text(n_bytes)}'
-        placement = next(iter(rows.values()))['placement']
-        lines.append(f'| {name} | ' + ' | '.join(cells) + f' | {placement} |')
+        lines.append(f'| {name} | ' + ' | '.join(cells) + f' | {placements[key]} |')
     return '\n'.join(lines)
 
 
@@ -296,21 +333,15 @@ def runs_of(goal):
     return goal['run'] if isinstance(goal['run'], list) else [goal['run']]
 
 
-def in_placement(row, placement):
-    """Its median over the blocks there; None where there was none."""
-    placements = row.get('placements') or ({row['placement']: row} if 'placement' in row else {})
-    return placements.get(placement, {}).get('p50_us')
-
-
-def ratio_of(goal, rows):
+def ratio_of(goal, medians):
     """Of one size; None where the machine never was, for all contestants, in the goal's placement."""
     for placement in [goal['placement']] if 'placement' in goal else ['near', 'siblings']:
-        times = {name: in_placement(row, placement) for name, row in rows.items()}
+        times = {name: by_placement.get(placement) for name, by_placement in medians.items()}
         if not all(times.values()):
             continue
         against = goal.get('against')
-        others = [us for name, us in times.items() if rows[name]['family'] == against or
-                  against is None and rows[name]['family'] not in ('lockstep', *LIMITS)]
+        others = [us for name, us in times.items() if family_of(name) == against or
+                  against is None and family_of(name) not in ('lockstep', *LIMITS)]
         ours = times.get('lockstep')
         if against == 'threads':
             ours, others = times.get('lockstep threads'), [ours] if ours else []
@@ -325,12 +356,10 @@ def ratios_of(goal, name, run):
         return {row['name']: row['ratio'] for row in run['rows']
                 if re.fullmatch(goal['rows'], row['name'])}
     operation = goal.get('operation', 'all_reduce')
-    sizes = {}
-    for row in run['rows']:  # those without blocks in the commonest placement too
-        sizes.setdefault((row['operation'], row['bytes']), {})[row['entrant']] = row
-    return {'' if operation == 'barrier' else f'at {bytes_text(n_bytes)}': ratio_of(goal, rows)
-            for (of, n_bytes), rows in sizes.items()
-            if of == operation and (operation == 'barrier' or goal['from'] <= n_bytes <= goal['to'])}
+    return {'' if operation == 'barrier' else f"at {bytes_text(row['bytes'])}":
+            ratio_of(goal, row['p50_us'])
+            for row in run['rows'] if row['operation'] == operation and
+            (operation == 'barrier' or goal['from'] <= row['bytes'] <= goal['to'])}
 
 
 def value_text(goal, value, digits):
@@ -389,18 +418,18 @@ def diff(path_a, path_b):
         for row in a['runs'][name]['rows']:
             if row.get('name') in ratios_b:
                 other = ratios_b[row['name']]
-                print(f"{row['name']:<50}{row['ratio']:>10.3f}{other:>10.3f}"
-                      f"{other / row['ratio']:>7.2f}")
+                change = f"{other / row['ratio']:>7.2f}" if row['ratio'] else f"{'-':>7}"
+                print(f"{row['name']:<50}{row['ratio']:>10.3f}{other:>10.3f}{change}")
         sizes_b = by_size(b['runs'][name])
-        for key, rows in by_size(a['runs'][name]).items():
-            for entrant, row in rows.items():
+        placements_a, placements_b = placements_of(a['runs'][name]), placements_of(b['runs'][name])
+        for key, medians in by_size(a['runs'][name]).items():
+            for entrant, us in medians.items():
                 other = sizes_b.get(key, {}).get(entrant)
                 if not other:
                     continue
-                moved = '' if row['placement'] == other['placement'] else '  placements differ'
+                moved = '' if placements_a[key] == placements_b[key] else '  placements differ'
                 print(f"{key[0]:<12}{bytes_text(key[1]):>9} {entrant:<28}"
-                      f"{time_text(row['p50_us']):>10}{time_text(other['p50_us']):>10}"
-                      f"{other['p50_us'] / row['p50_us']:>7.2f}{moved}")
+                      f"{time_text(us):>10}{time_text(other):>10}{other / us:>7.2f}{moved}")
 
 
 if __name__ == '__main__':

@@ -29,13 +29,9 @@ def check(rows, goals):
     return out.getvalue().splitlines()
 
 
-def row(entrant, n_bytes, **medians):
-    found = {'operation': 'all_reduce', 'bytes': n_bytes, 'entrant': entrant, 'family': entrant,
-             'placements': {}}
-    for placement, us in medians.items():
-        found.update(placement=placement, p50_us=us)
-        found['placements'][placement] = {'blocks': 5, 'p50_us': us}
-    return found
+def line(n_bytes, **medians):
+    """Of one size, in the record; medians: of each library by placement."""
+    return {'operation': 'all_reduce', 'bytes': n_bytes, 'placement': 'near', 'p50_us': medians}
 
 
 class CheckTest(unittest.TestCase):
@@ -44,9 +40,8 @@ class CheckTest(unittest.TestCase):
         self.assertIn(part, line)
 
     def test_least_ratio_of_the_best_peer_counts(self):
-        rows = [row('lockstep', 4, near=1), row('openmpi', 4, near=3), row('mpich', 4, near=4),
-                row('floor', 4, near=0.1), row('lockstep', 64, near=1),
-                row('openmpi', 64, near=9), row('mpich', 64, near=2.5)]
+        rows = [line(4, lockstep={'near': 1}, openmpi={'near': 3}, mpich={'near': 4}, floor={'near': 0.1}),
+                line(64, lockstep={'near': 1}, openmpi={'near': 9}, mpich={'near': 2.5})]
         lines = check(rows, {'must': 2, 'aim': 2.5})
         self.expect(lines[0], 'aim', '2.50x at 64 B')
         self.assertEqual(lines[1], '0 of 1 goals fall short')
@@ -55,18 +50,16 @@ class CheckTest(unittest.TestCase):
         self.expect(check(rows, floor)[0], 'must', '10.00x at 4 B (1 of 2 not seen)')
 
     def test_only_blocks_of_its_placement_count(self):
-        rows = [row('lockstep', 4, far=2, near=1), row('mpich', 4, far=3, near=9)]
+        rows = [line(4, lockstep={'far': 2, 'near': 1}, mpich={'far': 3, 'near': 9})]
         far = {'placement': 'far', 'must': 2, 'aim': 3}
         near = {'must': 2, 'aim': 3}
         self.expect(check(rows, far)[0], 'short', '1.50x at 4 B')
         self.expect(check(rows, near)[0], 'aim', '9.00x at 4 B')
-        rows.append(row('openmpi', 4, near=5))  # who may have been the best when far
+        rows[0]['p50_us']['openmpi'] = {'near': 5}  # which may have been the best when far
         lines = check(rows, far)
         self.expect(lines[0], 'not seen in this record')
         self.assertEqual(lines[1], '0 of 1 goals fall short')
-        # Whose blocks were all elsewhere than most has no figure of its own.
-        rows[-1] = row('openmpi', 4, far=5)
-        del rows[-1]['placement'], rows[-1]['p50_us']
+        rows[0]['p50_us']['openmpi'] = {'far': 5}
         self.expect(check(rows, near)[0], 'not seen in this record')
 
     def test_programs_of_their_own(self):
@@ -77,6 +70,26 @@ class CheckTest(unittest.TestCase):
         self.expect(line, 'short', '3.1 % other step: not hidden')
         self.assertIn('must <= 3 %', line)
         self.expect(check(rows, {**share, 'rows': 'step.*'})[0], 'must')
+
+    def test_a_record_keeps_medians_one_line_for_each_size(self):
+        rows = [{'operation': 'all_reduce', 'bytes': 4, 'entrant': entrant, 'placement': 'near',
+                 'placements': {'near': {'blocks': 5, 'p50_us': us, 'p99_us': 9}}}
+                for entrant, us in (('lockstep', 1), ('openmpi, coll sm', 0.3 + 0.6))]
+        rows.append({'operation': 'all_reduce', 'bytes': 4, 'entrant': 'mpich', 'error': 'failed'})
+        result = {'machine': {'cores': 2}, 'runs': {
+            'small': {'command': 'lockstep bench', 'rows': performance.lines_of(rows)},
+            'mpi': {'command': './dev bench mpi', 'rows': [{'name': 'openmpi 4 B', 'ratio': 1}]}}}
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, 'record.json')
+            performance.save(result, path)
+            with open(path) as file:
+                text = file.read()
+        self.assertEqual(json.loads(text), result)
+        self.assertIn('{"operation": "all_reduce", "bytes": 4, "placement": "near", "p50_us": '
+                      '{"lockstep": {"near": 1}, "openmpi, coll sm": {"near": 0.9}, "mpich": {}}}',
+                      text)
+        self.assertEqual(performance.by_size(result['runs']['small']),
+                         {('all_reduce', 4): {'lockstep': 1, 'openmpi, coll sm': 0.9}})
 
     def test_every_goal_of_the_repository_is_judged(self):
         with open(GOALS) as file:
