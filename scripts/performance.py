@@ -33,9 +33,9 @@ RUNS = {
     'large': [*MPI, '--min', '4MiB', '--max', '64MiB'],
     'allocated': ['--shared', '--mode', 'touch', *MPI, '--min', '16KiB', '--max', '64MiB'],
     # MPICH spins where ranks share a core: some 10 ms a call.
-    'crowded_4': ['-n', '4', '--peer', 'openmpi', '--operation', 'barrier', 'all_reduce', '--min', '64',
+    'oversubscribed_4': ['-n', '4', '--peer', 'openmpi', '--operation', 'barrier', 'all_reduce', '--min', '64',
                   '--max', '1MiB'],
-    'crowded_8': ['-n', '8', '--peer', 'openmpi', '--operation', 'barrier', 'all_reduce', '--min', '64',
+    'oversubscribed_8': ['-n', '8', '--peer', 'openmpi', '--operation', 'barrier', 'all_reduce', '--min', '64',
                   '--max', '1MiB'],
     'limits': ['--peer', 'floor', '--peer', 'bare', '--operation', 'barrier', 'all_reduce', '--min', '4',
                '--max', '1MiB'],
@@ -47,8 +47,8 @@ TITLES = {
     'medium': '2 ranks on 2 cores',
     'large': '2 ranks on 2 cores, large messages',
     'allocated': '2 ranks on 2 cores, ours in `allocate`d buffers, touched before each call',
-    'crowded_4': '4 ranks on 2 cores',
-    'crowded_8': '8 ranks on 2 cores',
+    'oversubscribed_4': '4 ranks on 2 cores',
+    'oversubscribed_8': '8 ranks on 2 cores',
     'limits': '2 ranks on 2 cores, beside limits',
     'c10d': '2 ranks on 2 cores, c10d',
 }
