@@ -103,6 +103,10 @@ class Engine {
   /// This rank cannot do its part of current or future calls: the group is dead for all ranks, with
   /// PeerFailed and this reason. Callable from any thread, also while run() waits on another.
   virtual void abandon(std::string_view reason) noexcept = 0;
+  /// The group is dead for all ranks because of an error found elsewhere: with the same type and
+  /// text if it is about peers (MismatchError, TimeoutError, PeerLost, PeerFailed), else with
+  /// PeerFailed. Callable as abandon().
+  virtual void end_with(const Error& error) noexcept { abandon(error.text()); }
   /// This rank leaves the world: peers that wait for it get PeerLost or, if `failure` is not empty,
   /// PeerFailed with that text. Called once, on the world's engine.
   virtual void leave(std::string_view failure) noexcept = 0;

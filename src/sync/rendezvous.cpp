@@ -62,16 +62,6 @@ ErrorContext context(const Seat& seat, const char* operation, std::uint64_t roun
           .where = where};
 }
 
-[[noreturn]] void raise(const Failure& failure, ErrorContext context) {
-  switch (failure.kind) {
-    case Failure::Kind::usage: throw UsageError(std::move(context), failure.text);
-    case Failure::Kind::timeout: throw TimeoutError(std::move(context), failure.text);
-    case Failure::Kind::lost: throw PeerLost(std::move(context), failure.text);
-    case Failure::Kind::failed: throw PeerFailed(std::move(context), failure.text);
-  }
-  std::terminate();
-}
-
 std::string name_of(int id) {
   return id == kMasterId ? std::string("the master") : fmt::format("slave {}", id);
 }
@@ -107,7 +97,7 @@ std::optional<std::string> sort_replies(std::vector<NumberedParcel>& replies,
 Parcel take_outcome(Seat& seat, std::uint64_t round, std::source_location where) {
   seat.message.reset();
   const auto failure = std::exchange(seat.failure, nullptr);
-  if (failure) raise(*failure, context(seat, operation_of(seat), round, where));
+  if (failure) internal::throw_failure(*failure, context(seat, operation_of(seat), round, where));
   return std::exchange(seat.reply, nullptr);
 }
 
@@ -189,15 +179,15 @@ Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callbac
       for (const NumberedParcel& parcel : messages) ids.push_back(parcel.id);
       std::vector<NumberedParcel> replies = callback(std::move(messages));
       if (auto wrong = sort_replies(replies, ids)) {
-        fail_if_open(ticket.round, {Failure::Kind::usage, *std::move(wrong)});
+        fail_if_open(ticket.round, {.kind = Failure::Kind::usage, .text = *std::move(wrong)});
       } else {
         answer(ticket.round, std::move(replies));
       }
     }
   } catch (...) {
-    fail_if_open(ticket.round,
-                 {Failure::Kind::failed,
-                  "the master's callback threw: " + base::text_of(std::current_exception())});
+    fail_if_open(ticket.round, {.kind = Failure::Kind::peer_failed,
+                                .text = "the master's callback threw: " +
+                                        base::text_of(std::current_exception())});
     throw;
   }
   return take_outcome(master_, ticket.round, where);
@@ -205,8 +195,8 @@ Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callbac
 
 void Rendezvous::fail(Seat& seat, const std::exception_ptr& error, std::source_location where) {
   const InCall in_call(seat, where);
-  Failure failure{Failure::Kind::failed,
-                  fmt::format("{} failed: {}", name_of(seat.id), base::text_of(error))};
+  Failure failure{.kind = Failure::Kind::peer_failed,
+                  .text = fmt::format("{} failed: {}", name_of(seat.id), base::text_of(error))};
   Lock lock(mutex_);
   const bool is_open = seat.next_round++ == round_;
   if (is_open) fail_round(std::move(lock), std::move(failure));
@@ -215,8 +205,8 @@ void Rendezvous::fail(Seat& seat, const std::exception_ptr& error, std::source_l
 void Rendezvous::leave(Seat& seat, bool by_exception) noexcept {
   Lock lock(mutex_);
   std::erase_if(slaves_, [&](const auto& other) { return other.get() == &seat; });
-  if (!departure_) departure_ = {Failure::Kind::lost, ""};
-  if (by_exception) departure_->kind = Failure::Kind::failed;
+  if (!departure_) departure_ = {.kind = Failure::Kind::peer_lost};
+  if (by_exception) departure_->kind = Failure::Kind::peer_failed;
   departure_->text +=
       fmt::format("slave {} left: its SlavePipe was dropped {}; ", seat.id,
                   by_exception ? "while an exception unwound its thread" : "in place of a call");
@@ -247,12 +237,12 @@ Rendezvous::Ticket Rendezvous::arrive(Seat& seat, Parcel message, std::source_lo
     const std::uint64_t missed = seat.next_round++;
     const Failure failure = failure_of(missed);
     lock.unlock();
-    raise(failure, context(seat, operation_of(seat), missed, where));
+    internal::throw_failure(failure, context(seat, operation_of(seat), missed, where));
   }
   if (closed_) {
     const Failure failure = *closed_;
     lock.unlock();
-    raise(failure, context(seat, operation_of(seat), seat.next_round, where));
+    internal::throw_failure(failure, context(seat, operation_of(seat), seat.next_round, where));
   }
   const Ticket ticket{.round = round_,
                       .master_word = master_word_.load(std::memory_order_relaxed),
@@ -277,18 +267,19 @@ void Rendezvous::time_out(const Seat& seat, std::uint64_t round, std::chrono::mi
   if (round_ != round) return;
   if (is_complete()) {
     if (seat.id == kMasterId) return;
-    fail_round(std::move(lock),
-               {Failure::Kind::timeout,
-                fmt::format("all have come, but the master's callback did not return within {} ms "
-                            "of {}'s call; make it faster or give a longer deadline",
-                            limit.count(), name_of(seat.id))});
+    fail_round(
+        std::move(lock),
+        {.kind = Failure::Kind::timeout,
+         .text = fmt::format("all have come, but the master's callback did not return within {} ms "
+                             "of {}'s call; make it faster or give a longer deadline",
+                             limit.count(), name_of(seat.id))});
     return;
   }
   std::string text = fmt::format(
       "missing within {} ms of {}'s call: {}; every participant must call equally often: register "
       "the slaves anew where there are fewer, or give a longer deadline",
       limit.count(), name_of(seat.id), missing());
-  fail_round(std::move(lock), {Failure::Kind::timeout, std::move(text)});
+  fail_round(std::move(lock), {.kind = Failure::Kind::timeout, .text = std::move(text)});
 }
 
 std::vector<NumberedParcel> Rendezvous::collect(std::uint64_t round) {

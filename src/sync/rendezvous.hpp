@@ -15,18 +15,14 @@
 #include <lockstep/sync.hpp>
 #include <lockstep/types.hpp>
 
+#include "group/failure.hpp"
 #include "sync/wait.hpp"
 
 namespace lockstep::detail {
 
 inline constexpr int kMasterId = 0;
 
-/// The failure that ended a round: each participant throws it as an error of its own.
-struct Failure {
-  enum class Kind : std::uint8_t { usage, timeout, lost, failed };
-  Kind kind;
-  std::string text;
-};
+using internal::Failure;
 
 /// One participant's place. Guarded by the Rendezvous's lock, except while the participant owns it
 /// according to the protocol in rendezvous.cpp.

@@ -53,10 +53,10 @@ MasterEnd::MasterEnd(Callback callback, std::chrono::milliseconds timeout,
 
 MasterEnd::~MasterEnd() {
   const bool by_exception = std::uncaught_exceptions() > 0;
-  current()->close({by_exception ? Failure::Kind::failed : Failure::Kind::lost,
-                    by_exception ? "the master left: its SyncMaster was destroyed while an "
-                                   "exception unwound its thread"
-                                 : "the master left: its SyncMaster was destroyed"});
+  current()->close({.kind = by_exception ? Failure::Kind::peer_failed : Failure::Kind::peer_lost,
+                    .text = by_exception ? "the master left: its SyncMaster was destroyed while an "
+                                           "exception unwound its thread"
+                                         : "the master left: its SyncMaster was destroyed"});
 }
 
 SlaveEnd MasterEnd::register_slave(int id, std::source_location where) {
@@ -88,9 +88,10 @@ std::shared_ptr<Rendezvous> MasterEnd::current() const {
 
 void MasterEnd::start_anew(const char* operation, std::source_location where) {
   auto next = std::make_shared<Rendezvous>(timeout_);
-  if (!rendezvous_->close({Failure::Kind::lost,
-                           "the master has begun a new registration since this pipe was made; use "
-                           "the pipe of the latest register_slave"})) {
+  if (!rendezvous_->close(
+          {.kind = Failure::Kind::peer_lost,
+           .text = "the master has begun a new registration since this pipe was made; use "
+                   "the pipe of the latest register_slave"})) {
     refuse(operation, kMasterId, where,
            "a run_master is under way; register slaves before it starts or after it returned");
   }

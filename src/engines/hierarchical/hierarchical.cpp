@@ -8,11 +8,11 @@
 #include <lockstep/error.hpp>
 #include <utility>
 
-#include "engines/ends_with_error.hpp"
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/hierarchical/wide.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "group/check.hpp"
+#include "group/failure.hpp"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -125,9 +125,9 @@ class HierarchicalEngine final : public Engine {
     } catch (const UsageError&) {
       throw;
     } catch (const Error& error) {
-      engines::end_with(*outer_, error);
-      if (between_) engines::end_with(*between_, error);
-      engines::end_with(*inner_, error);
+      outer_->end_with(error);
+      if (between_) between_->end_with(error);
+      inner_->end_with(error);
       throw;
     } catch (const std::exception& error) {
       abandon(fmt::format("rank {}: {}", rank(), error.what()));
@@ -139,27 +139,20 @@ class HierarchicalEngine final : public Engine {
   template <class Work>
   void renumbered(Work work, const Call& call, std::string_view place,
                   const std::vector<int>& ranks) {
-    const auto text = [&](const Error& error) {
-      // The last two conditions: an error that another level found and ended this one with.
-      if (n_hosts() == 1 || error.text().starts_with(kWithin) ||
-          error.text().starts_with(kBetween)) {
-        return error.text();
-      }
-      return fmt::format("{}, where rank{} {} of the group {} 0 to {}: {}", place,
-                         ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
-                         ranks.size() == 1 ? "is" : "are", ranks.size() - 1, error.text());
-    };
-    const ErrorContext context = context_of(call, rank());
     try {
       work();
-    } catch (const MismatchError& error) {
-      throw MismatchError(context, text(error));
-    } catch (const TimeoutError& error) {
-      throw TimeoutError(context, text(error));
-    } catch (const PeerLost& error) {
-      throw PeerLost(context, text(error));
-    } catch (const PeerFailed& error) {
-      throw PeerFailed(context, text(error));
+    } catch (const Error& error) {
+      internal::Failure failure = internal::failure_of(error);
+      if (!internal::is_about_peers(failure.kind)) throw;
+      // The last two conditions: an error that another level found and ended this one with.
+      if (n_hosts() > 1 && !failure.text.starts_with(kWithin) &&
+          !failure.text.starts_with(kBetween)) {
+        failure.text =
+            fmt::format("{}, where rank{} {} of the group {} 0 to {}: {}", place,
+                        ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
+                        ranks.size() == 1 ? "is" : "are", ranks.size() - 1, failure.text);
+      }
+      internal::throw_failure(failure, context_of(call, rank()));
     }
   }
 

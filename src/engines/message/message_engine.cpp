@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "engines/ends_with_error.hpp"
 #include "engines/message/header.hpp"
 #include "group/check.hpp"
 #include "kernels/reduce.hpp"
@@ -42,9 +41,7 @@ class Memory final : public SharedMemory {
 /// Every operation as messages between the ranks: first headers, which are compared, with eager
 /// data; then the remaining data. If LOCKSTEP_CHECK is off, data only. This engine reduces
 /// itself: in rank order, for every type, with the same bits on all ranks.
-class MessageEngine final : public Engine,
-                            public internal::TellsTrack,
-                            public engines::EndsWithError {
+class MessageEngine final : public Engine, public internal::TellsTrack {
  public:
   MessageEngine(std::string name, std::unique_ptr<Channel> channel);
 

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -26,6 +27,7 @@
 #include "base/text.hpp"
 #include "engines/message/message_engine.hpp"
 #include "engines/mpi/abi.hpp"
+#include "group/failure.hpp"
 #include "record/recorder.hpp"
 
 namespace lockstep::mpi {
@@ -36,14 +38,15 @@ using Clock = std::chrono::steady_clock;
 using message::Message;
 using std::chrono::milliseconds;
 
-/// The control messages of a rank, which end its peers' waits.
-enum class Notice : std::int32_t { left, failed, late, lost, mismatch };
+using internal::Failure;
+using Kind = Failure::Kind;
+
+/// A failure as a control message, which ends the peers' waits.
 struct Note {
-  Notice notice;
-  std::int32_t rank;  ///< the rank it refers to, in that communicator; kNobody: text is complete
+  Kind kind;
+  std::int32_t culprit;  ///< in that communicator
   std::array<char, 3960> text;
 };
-constexpr std::int32_t kNobody = -1;
 /// Open MPI sends a longer message on one host by rendezvous (its eager limit is 4,096 bytes with
 /// headers): the receiver would wait until the sender calls MPI again.
 static_assert(sizeof(Note) <= 4096 - 128);
@@ -75,11 +78,11 @@ class Departures {
     for (std::int32_t has_come = 1; has_come != 0;) {
       if (mpi_.hear(world_, &note, sizeof note, &has_come) != 0) return;
       if (has_come == 0) return;
-      const bool has_left = note.notice == Notice::left || note.notice == Notice::failed;
-      if (has_left && note.rank != kNobody) {
-        gone_.emplace(note.rank, note);
+      const bool has_left = note.kind == Kind::peer_left || note.kind == Kind::peer_failed;
+      if (has_left && note.culprit != Failure::kNoCulprit) {
+        gone_.emplace(note.culprit, note);
       }
-      if (note.notice != Notice::left) verdict_ = note;
+      if (note.kind != Kind::peer_left) verdict_ = note;
     }
   }
   std::optional<Note> of(int world_rank) {
@@ -152,25 +155,19 @@ class Channel final : public message::Channel {
     {
       const std::lock_guard lock(mutex_);
       if (!verdict_)
-        verdict_ = note_of(Notice::failed, reason, rank_);  // for a thread of this rank
+        verdict_ = note_of(Kind::peer_failed, reason, rank_);  // for a thread of this rank
     }
-    tell(Notice::failed, reason, rank_);
+    tell(Kind::peer_failed, reason, rank_);
   }
 
   void end_with(const Error& error) noexcept override {
-    const auto note = [&] {
-      if (dynamic_cast<const MismatchError*>(&error) != nullptr) {
-        return note_of(Notice::mismatch, error.text(), kNobody);
-      }
-      if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
-        return note_of(Notice::late, error.text(), kNobody);
-      }
-      if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
-        return note_of(Notice::lost, error.text(), kNobody);
-      }
-      const bool is_peers = dynamic_cast<const PeerFailed*>(&error) != nullptr;
-      return note_of(Notice::failed, error.text(), is_peers ? kNobody : rank_);
-    }();
+    Note note{};
+    try {
+      const Failure failure = internal::failure_for_peers(error, rank_);
+      note = note_of(failure.kind, failure.text, failure.culprit);
+    } catch (const std::bad_alloc&) {
+      note = note_of(Kind::peer_failed, error.text(), rank_);
+    }
     {
       const std::lock_guard lock(mutex_);
       if (!verdict_) verdict_ = note;
@@ -179,23 +176,23 @@ class Channel final : public message::Channel {
   }
 
   [[noreturn]] void fail_mismatch(const std::string& table, const Call& call) override {
-    tell(Notice::mismatch, table, rank_);
+    tell(Kind::mismatch, table, rank_);
     throw MismatchError(context_of(call, rank_), table);
   }
 
   void leave(std::string_view failure) noexcept override {
     if (!failure.empty()) mpi_.give_up_finalize();
-    tell(failure.empty() ? Notice::left : Notice::failed, failure, rank_);
+    tell(failure.empty() ? Kind::peer_left : Kind::peer_failed, failure, rank_);
   }
 
  private:
-  static Note note_of(Notice notice, std::string_view text, int rank) noexcept {
-    Note note{notice, rank, {}};
+  static Note note_of(Kind kind, std::string_view text, int culprit) noexcept {
+    Note note{kind, culprit, {}};
     text.copy(note.text.data(), note.text.size() - 1);
     return note;
   }
-  void tell(Notice notice, std::string_view text, int rank) noexcept {
-    tell(note_of(notice, text, rank));
+  void tell(Kind kind, std::string_view text, int culprit) noexcept {
+    tell(note_of(kind, text, culprit));
   }
   void tell(const Note& note) noexcept;
   void look_for_verdict(const Call& call);
@@ -316,7 +313,7 @@ void Channel::look_for_notices(const Call& call, const std::vector<int>& awaited
     if (!gone) continue;
     if (!departure_seen_) departure_seen_ = now;
     if (now - *departure_seen_ < kPatience) continue;
-    gone->rank = rank;
+    gone->culprit = rank;
     try {
       fail(*gone, call);
     } catch (const Error& error) {
@@ -338,33 +335,22 @@ std::vector<int> Channel::awaited(void* exchange, const Call& call) {
 
 void Channel::tell(const Note& note) noexcept {
   // After a mismatch all ranks are present.
-  if (note.notice != Notice::left && note.notice != Notice::mismatch) mpi_.give_up_finalize();
+  if (note.kind != Kind::peer_left && note.kind != Kind::mismatch) mpi_.give_up_finalize();
   for (int r = 0; r < size(); ++r) {
     if (r != rank_) mpi_.tell(communicator_, r, &note, sizeof note);
   }
 }
 
 void Channel::fail(const Note& note, const Call& call) const {
-  if (note.notice != Notice::left && note.notice != Notice::mismatch) mpi_.give_up_finalize();
-  const ErrorContext context = context_of(call, rank_);
-  const std::string text(base::text_in(note.text));
-  switch (note.notice) {
-    case Notice::left:
-      throw PeerLost(context,
-                     fmt::format("rank {} left the world (destroy_dist, or its end)", note.rank));
-    case Notice::lost: throw PeerLost(context, text);
-    case Notice::failed:
-      if (note.rank == kNobody) throw PeerFailed(context, text);
-      throw PeerFailed(context, fmt::format("rank {} failed: {}", note.rank, text));
-    case Notice::late: throw TimeoutError(context, text);
-    case Notice::mismatch: throw MismatchError(context, text);
-  }
-  throw EngineError(context, text);
+  if (note.kind != Kind::peer_left && note.kind != Kind::mismatch) mpi_.give_up_finalize();
+  internal::throw_failure(
+      {.kind = note.kind, .culprit = note.culprit, .text = std::string(base::text_in(note.text))},
+      context_of(call, rank_));
 }
 
 void Channel::fail_library(int code, const Call& call) {
   const std::string text = text_of(mpi_, code);
-  tell(Notice::failed, text, rank_);
+  tell(Kind::peer_failed, text, rank_);
   throw EngineError(context_of(call, rank_), text);
 }
 
@@ -372,7 +358,7 @@ void Channel::fail_late(std::vector<int> late, const Call& call) {
   const std::string text = fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank_,
                                        std::chrono::duration<double>(call.timeout).count(),
                                        late.size() == 1 ? "" : "s", fmt::join(late, ", "), size());
-  tell(Notice::late, text, rank_);
+  tell(Kind::timeout, text, rank_);
   throw TimeoutError(context_of(call, rank_), text);
 }
 

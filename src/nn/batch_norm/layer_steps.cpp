@@ -10,8 +10,10 @@
 #include <lockstep/error.hpp>
 #include <lockstep/trace.hpp>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include "group/failure.hpp"
 #include "nn/error.hpp"
 
 namespace lockstep::nn {
@@ -162,11 +164,6 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
   }
 };
 
-template <class E>
-void throw_if(const Error& like, const ErrorContext& context, const std::string& text) {
-  if (dynamic_cast<const E*>(&like) != nullptr) throw E(context, text);
-}
-
 }  // namespace
 
 ErrorContext detail::Layer::context(std::string_view pass) const {
@@ -177,25 +174,17 @@ void detail::Layer::rethrow(std::string_view pass, const Error& error) const {
   ErrorContext mine = context(pass);
   const ErrorContext& its = error.context();
   if (its.operation == mine.operation) throw;  // passed through two of these
-  std::string text = error.what();
+  internal::Failure failure = internal::failure_of(error);
   if (its.where.line() == where.line() &&
       std::string_view(its.where.file_name()) == where.file_name()) {
     mine.sequence = its.sequence;
-    text = fmt::format("{}: {}", its.operation, error.text());
+    failure.text = fmt::format("{}: {}", its.operation, failure.text);
+  } else {  // what() is text() behind the context
+    const std::string_view what = error.what();
+    failure.text =
+        fmt::format("{}{}", what.substr(0, what.size() - error.text().size()), failure.text);
   }
-  throw_if<UsageError>(error, mine, text);
-  throw_if<MismatchError>(error, mine, text);
-  throw_if<TimeoutError>(error, mine, text);
-  throw_if<PeerLost>(error, mine, text);
-  throw_if<PeerFailed>(error, mine, text);
-  throw_if<EngineError>(error, mine, text);
-  if (const auto* const system = dynamic_cast<const SystemError*>(&error)) {
-    // The new error appends the system error text again.
-    const std::string end = SystemError({}, system->error_number(), "").text();
-    if (text.ends_with(end)) text.resize(text.size() - end.size());
-    throw SystemError(mine, system->error_number(), text);
-  }
-  throw;
+  internal::throw_failure(failure, std::move(mine));
 }
 
 at::TensorOptions parameter_options(const Tensor& input) {

@@ -19,7 +19,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr int kNobody = -1;  // in place of a culprit: the text names the cause
+using Kind = Failure::Kind;
+
 /// The notice of a rank whose connection broke may still be arriving on another thread.
 constexpr milliseconds kControlDelay{200};
 
@@ -77,7 +78,7 @@ void Channel::post(std::span<const Message> messages, const Call& call,
                      "this process is a copy (fork) of a rank, whose connections it shares; only "
                      "the rank itself may call");
   }
-  if (const auto verdict = wire_->death_of(tag_)) fail(*verdict, call);
+  if (const auto failure = wire_->death_of(tag_)) fail(*failure, call);
   if (call.track != nullptr) call.track->slept(call);
   std::vector<const Message*> ordered;
   for (const Message& message : messages) ordered.push_back(&message);
@@ -128,11 +129,11 @@ void Channel::post(std::span<const Message> messages, const Call& call,
 }
 
 void Channel::fail_if_known(std::span<const int> ranks, const Call& call) const {
-  if (const auto verdict = wire_->death_of(tag_)) fail(*verdict, call);
-  if (const auto verdict = wire_->departure_of(ranks)) {
+  if (const auto failure = wire_->death_of(tag_)) fail(*failure, call);
+  if (const auto failure = wire_->departure_of(ranks)) {
     // A rank waiting for this one, and not for the one that left, would otherwise time out.
-    tell(verdict->notice, verdict->culprit, verdict->text);
-    fail(*verdict, call);
+    tell(*failure);
+    fail(*failure, call);
   }
 }
 
@@ -143,10 +144,11 @@ void Channel::fail_connection(int culprit, const std::string& text, const Call& 
     std::this_thread::sleep_for(milliseconds(5));
   }
   if (says_closed(text)) {
-    tell(Wire::Notice::lost, culprit, text);
-    fail({Wire::Notice::lost, culprit, text}, call);
+    const Failure lost{.kind = Kind::peer_lost, .culprit = culprit, .text = text};
+    tell(lost);
+    fail(lost, call);
   }
-  tell(Wire::Notice::failed, wire_->rank(), text);
+  tell({.kind = Kind::peer_failed, .culprit = wire_->rank(), .text = text});
   throw EngineError(lockstep::context_of(call, rank_),
                     fmt::format("with rank {}: {}", rank_of(culprit), text));
 }
@@ -158,62 +160,30 @@ void Channel::fail_late(std::vector<int> late, const Call& call) const {
   const std::string text = fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank_,
                                        static_cast<double>(call.timeout.count()) / 1000,
                                        late.size() == 1 ? "" : "s", fmt::join(late, ", "), size());
-  tell(Wire::Notice::late, wire_->rank(), text);
+  tell({.kind = Kind::timeout, .text = text});
   throw TimeoutError(lockstep::context_of(call, rank_), text);
 }
 
 void Channel::fail_mismatch(const std::string& table, const Call& call) {
-  tell(Wire::Notice::mismatch, wire_->rank(), table);
+  tell({.kind = Kind::mismatch, .text = table});
   throw MismatchError(lockstep::context_of(call, rank_), table);
 }
 
-void Channel::fail(const Wire::Verdict& verdict, const Call& call) const {
-  const auto context = lockstep::context_of(call, rank_);
-  const int culprit = rank_of(verdict.culprit);
-  const bool is_told_whole = verdict.culprit == kNobody;
-  switch (verdict.notice) {
-    case Wire::Notice::left:
-      throw PeerLost(context,
-                     fmt::format("rank {} left the world (destroy_dist, or its end)", culprit));
-    case Wire::Notice::failed:
-      if (is_told_whole) throw PeerFailed(context, verdict.text);
-      throw PeerFailed(context, fmt::format("rank {} failed: {}", culprit, verdict.text));
-    case Wire::Notice::lost:
-      if (is_told_whole) throw PeerLost(context, verdict.text);
-      throw PeerLost(context, fmt::format("rank {} is gone: it was killed, crashed, or cannot be "
-                                          "reached any more ({})",
-                                          culprit, verdict.text));
-    case Wire::Notice::late: throw TimeoutError(context, verdict.text);
-    case Wire::Notice::mismatch: throw MismatchError(context, verdict.text);
-  }
-  throw EngineError(context, verdict.text);
-}
-
-void Channel::tell(Wire::Notice notice, int culprit, const std::string& text) const {
-  wire_->tell(tag_, {notice, culprit, text}, members_);
+void Channel::fail(Failure failure, const Call& call) const {
+  if (failure.culprit != Failure::kNoCulprit) failure.culprit = rank_of(failure.culprit);
+  internal::throw_failure(failure, lockstep::context_of(call, rank_));
 }
 
 void Channel::abandon(std::string_view reason) noexcept {
   try {
-    tell(Wire::Notice::failed, wire_->rank(), std::string(reason));
+    tell({.kind = Kind::peer_failed, .culprit = wire_->rank(), .text = std::string(reason)});
   } catch (...) {  // no memory for the text: the peers time out
   }
 }
 
 void Channel::end_with(const Error& error) noexcept {
   try {
-    using enum Wire::Notice;
-    if (dynamic_cast<const MismatchError*>(&error) != nullptr) {
-      tell(mismatch, kNobody, error.text());
-    } else if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
-      tell(late, kNobody, error.text());
-    } else if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
-      tell(lost, kNobody, error.text());
-    } else if (dynamic_cast<const PeerFailed*>(&error) != nullptr) {
-      tell(failed, kNobody, error.text());
-    } else {
-      tell(failed, wire_->rank(), error.text());
-    }
+    tell(internal::failure_for_peers(error, wire_->rank()));
   } catch (...) {  // no memory for the text: the peers time out
   }
 }
@@ -222,8 +192,11 @@ void Channel::leave(std::string_view failure) noexcept {
   try {
     std::vector<int> all(static_cast<std::size_t>(wire_->size()));
     std::iota(all.begin(), all.end(), 0);
-    const auto notice = failure.empty() ? Wire::Notice::left : Wire::Notice::failed;
-    wire_->tell(Wire::kWholeRank, {notice, wire_->rank(), std::string(failure)}, all);
+    wire_->tell(Wire::kWholeRank,
+                {.kind = failure.empty() ? Kind::peer_left : Kind::peer_failed,
+                 .culprit = wire_->rank(),
+                 .text = std::string(failure)},
+                all);
     wire_->flush();
   } catch (...) {
   }

@@ -39,13 +39,13 @@ class Channel final : public message::Channel {
  private:
   void post(std::span<const Message> messages, const Call& call,
             std::chrono::steady_clock::time_point end) const;
-  [[noreturn]] void fail(const Wire::Verdict& verdict, const Call& call) const;
+  [[noreturn]] void fail(Failure failure, const Call& call) const;
   /// Throws if the channel is dead or one of these ranks of the wire has left.
   void fail_if_known(std::span<const int> ranks, const Call& call) const;
   /// `culprit`: the rank whose connection broke, with this text.
   [[noreturn]] void fail_connection(int culprit, const std::string& text, const Call& call) const;
   [[noreturn]] void fail_late(std::vector<int> late, const Call& call) const;
-  void tell(Wire::Notice notice, int culprit, const std::string& text) const;
+  void tell(const Failure& failure) const { wire_->tell(tag_, failure, members_); }
   int rank_of(int wire_rank) const;
 
   std::shared_ptr<Wire> wire_;

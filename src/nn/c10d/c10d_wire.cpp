@@ -36,7 +36,7 @@ constexpr std::size_t kOwnBytes = 64 << 10;
 /// A message to a peer's control thread.
 struct Wire::ControlMessage {
   std::int32_t channel;
-  std::int32_t notice;
+  Failure::Kind kind;
   std::int32_t culprit;
   std::int32_t n_text;
   std::array<char, 65536 - 16> text;  // n_text bytes of it are sent
@@ -166,13 +166,13 @@ void Wire::finish(Wait& wait, std::span<Parcel> parcels) noexcept {
   }
 }
 
-std::optional<Wire::Verdict> Wire::death_of(int channel) {
+std::optional<Failure> Wire::death_of(int channel) {
   const std::lock_guard lock(mutex_);
   const auto found = dead_.find(channel);
   return found == dead_.end() ? std::nullopt : std::optional(found->second);
 }
 
-std::optional<Wire::Verdict> Wire::departure_of(std::span<const int> members) {
+std::optional<Failure> Wire::departure_of(std::span<const int> members) {
   const std::lock_guard lock(mutex_);
   for (const int member : members) {
     if (const auto found = gone_.find(member); found != gone_.end()) return found->second;
@@ -180,15 +180,15 @@ std::optional<Wire::Verdict> Wire::departure_of(std::span<const int> members) {
   return std::nullopt;
 }
 
-void Wire::tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept {
+void Wire::tell(int channel, const Failure& failure, std::span<const int> to) noexcept {
   if (is_copy()) return;
   try {
     auto message = std::make_unique<ControlMessage>();
     message->channel = channel;
-    message->notice = static_cast<std::int32_t>(verdict.notice);
-    message->culprit = verdict.culprit;
+    message->kind = failure.kind;
+    message->culprit = failure.culprit;
     message->n_text =
-        static_cast<std::int32_t>(verdict.text.copy(message->text.data(), message->text.size()));
+        static_cast<std::int32_t>(failure.text.copy(message->text.data(), message->text.size()));
     if (channel != kWholeRank) receive(*message);  // another thread of this rank may be waiting
     Sent sent{nullptr, {}, Clock::now() + kControlLimit};
     const base::NoSigpipe no_sigpipe;
@@ -260,15 +260,16 @@ void Wire::listen(const std::stop_token& stop) {
 
 void Wire::receive(const ControlMessage& message) {
   const auto n_text = std::min(static_cast<std::size_t>(message.n_text), message.text.size());
-  const Verdict verdict{static_cast<Notice>(message.notice), message.culprit,
-                        std::string(message.text.data(), n_text)};
+  const Failure failure{.kind = message.kind,
+                        .culprit = message.culprit,
+                        .text = std::string(message.text.data(), n_text)};
   const std::lock_guard lock(mutex_);
   if (message.channel == kWholeRank) {
     // Its messages may have arrived or be about to; the rest end when its connection closes.
-    gone_.emplace(message.culprit, verdict);
+    gone_.emplace(message.culprit, failure);
     return;
   }
-  dead_.emplace(message.channel, verdict);
+  dead_.emplace(message.channel, failure);
   for (const Wait* wait : waits_) {
     if (wait->channel == message.channel) abort(wait->works);
   }

@@ -24,9 +24,11 @@
 #include <vector>
 
 #include "engines/message/message.hpp"
+#include "group/failure.hpp"
 
 namespace lockstep::nn::detail {
 
+using internal::Failure;
 using message::Message;
 class Channel;
 
@@ -55,13 +57,6 @@ class Wire {
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
   static constexpr int kWholeRank = -1;  // in place of a channel
 
-  /// Content of a control message: the sender left, or why a channel is dead.
-  enum class Notice : std::int32_t { left, failed, lost, late, mismatch };
-  struct Verdict {
-    Notice notice;
-    int culprit;  // rank of the process group
-    std::string text;
-  };
   /// A thread that waits for one work after another. While it is listed in waits_, they may be
   /// aborted: all of them if the channel is dead, only the current one at its deadline, because an
   /// abort also undoes a completed work, whose peer is not the late one.
@@ -102,11 +97,11 @@ class Wire {
   /// undo that. If their memory were gone, it would stop reading the connection, for every channel.
   void finish(Wait& wait, std::span<Parcel> parcels) noexcept;
   /// Does not wait.
-  void tell(int channel, const Verdict& verdict, std::span<const int> to) noexcept;
+  void tell(int channel, const Failure& verdict, std::span<const int> to) noexcept;
   /// Waits until the peers have received all notices, each message for a second at most.
   void flush() noexcept;
-  std::optional<Verdict> death_of(int channel);
-  std::optional<Verdict> departure_of(std::span<const int> members);
+  std::optional<Failure> death_of(int channel);
+  std::optional<Failure> departure_of(std::span<const int> members);
   int next_channel();
 
   void listen(const std::stop_token& stop);
@@ -120,8 +115,9 @@ class Wire {
 
   std::mutex mutex_;  // guards all members below except the threads
   std::condition_variable_any changed_;
-  std::map<int, Verdict> dead_;  // channels
-  std::map<int, Verdict> gone_;  // ranks
+  // Their culprits are ranks of the process group.
+  std::map<int, Failure> dead_;  // channels
+  std::map<int, Failure> gone_;  // ranks
   std::vector<Wait*> waits_;
   std::list<Sent> sent_;
   std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor>> kept_;  // not done

@@ -70,7 +70,7 @@ void Channel::receive(const Call& call) {
     const std::uint64_t chunk = wait_for_chunk(call);
     const MessageHead& head = sender.heads[chunk % kOutboxDepth];
     if (head.count != call.count || head.dtype != static_cast<std::uint32_t>(call.dtype)) {
-      fail(call, FailureKind::mismatch,
+      fail(call, internal::Failure::Kind::mismatch,
            fmt::format("rank {} sent {} elements of {}, rank {} receives {} of {}; both ends must "
                        "name the same count and type. The sender's last call: {}",
                        call.root, head.count, name_of(static_cast<DType>(head.dtype)), rank_,

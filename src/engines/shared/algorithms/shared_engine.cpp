@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "base/text.hpp"
+#include "group/failure.hpp"
 
 namespace lockstep::shared {
 
@@ -103,11 +104,7 @@ void make_with_all(Channel& channel, const Call& call, const char* what, Outcome
     make();
   } catch (const SystemError& error) {
     mine.error_number = error.error_number();
-    // Without the system's error text, which the error that all ranks throw adds.
-    const std::string& text = error.text();
-    base::copy_text(mine.text,
-                    std::string_view(text).substr(
-                        0, text.rfind(fmt::format(": {}", std::strerror(mine.error_number)))));
+    base::copy_text(mine.text, internal::failure_of(error).text);
   } catch (const std::bad_alloc&) {
     mine.error_number = ENOMEM;
     base::copy_text(mine.text, "no memory for the list of ranks");

@@ -5,7 +5,6 @@
 #include <mutex>
 #include <vector>
 
-#include "engines/ends_with_error.hpp"
 #include "engines/shared/protocol/channel.hpp"
 
 namespace lockstep::shared {
@@ -36,7 +35,7 @@ class BufferTable {
 };
 
 /// Collectives over one channel. collectives.cpp has one function per operation.
-class SharedEngine final : public Engine, public engines::EndsWithError {
+class SharedEngine final : public Engine {
  public:
   /// Attaches to the world's channel as `membership` and waits for all ranks of the world.
   static std::unique_ptr<Engine> join(std::shared_ptr<Membership> membership, const Call& barrier);

@@ -38,7 +38,8 @@ class Leader : Bootstrap {
       membership =
           std::make_shared<Membership>(make_world(Segment::for_processes(n_ranks_)), rank_);
     } catch (const Error& error) {
-      tell_all(Answer::peer_failed, "rank 0 failed: " + error.text());
+      const internal::Failure failure = internal::failure_for_peers(error, rank_);
+      tell_all(failure.kind, internal::text_of(failure));
       throw;
     }
     // check() compared each rank's own pid with the pid that the system reports here.
@@ -64,7 +65,7 @@ class Leader : Bootstrap {
         refuse_other_user(holder);
       }
       if (Clock::now() > deadline_) {
-        fail(Answer::timeout,
+        fail(Kind::timeout,
              fmt::format("process {} holds the socket @{} at which this job's ranks meet; two jobs "
                          "of one user must differ in what their launcher tells them: {}",
                          holder.pid, address_.text, job_));
@@ -88,7 +89,7 @@ class Leader : Bootstrap {
     }
     if (entries[0].revents != 0) accept();
     std::erase_if(members_, [](const Member& member) { return !member.socket; });
-    if (Clock::now() > deadline_) fail_all(Answer::timeout, who_is_missing());
+    if (Clock::now() > deadline_) fail_all(Kind::timeout, who_is_missing());
   }
 
   void accept() {
@@ -118,7 +119,7 @@ class Leader : Bootstrap {
     if (n <= 0) {
       member.socket.reset();
       if (member.rank < 0) return;  // a process that only probed who holds the name
-      fail_all(Answer::peer_lost,
+      fail_all(Kind::peer_lost,
                fmt::format("rank {} (process {}) died or gave up before all {} ranks had come",
                            member.rank, member.pid, n_ranks_));
     }
@@ -136,34 +137,34 @@ class Leader : Bootstrap {
 
   void check(Member& member, const Hello& hello, ssize_t n_bytes) {
     if (n_bytes != sizeof hello || hello.layout != kVersion) {
-      fail_all(Answer::mismatch,
+      fail_all(Kind::mismatch,
                fmt::format("process {} links another version of lockstep than rank 0 (layout {}, "
                            "here {}); build all ranks with one",
                            member.pid, hello.layout, kVersion));
     }
     if (hello.n_ranks != n_ranks_ || hello.rank <= 0 || hello.rank >= n_ranks_) {
-      fail_all(Answer::mismatch,
+      fail_all(Kind::mismatch,
                fmt::format("process {} is rank {} of {}, but rank 0 has a world of {}; all ranks "
                            "must be started by one launcher",
                            member.pid, hello.rank, hello.n_ranks, n_ranks_));
     }
     for (const Member& other : members_) {
       if (other.rank != hello.rank) continue;
-      fail_all(Answer::mismatch,
+      fail_all(Kind::mismatch,
                fmt::format("two processes are rank {}: {} and {}; each rank joins once, and a "
                            "program that a rank starts is no rank",
                            hello.rank, other.pid, member.pid));
     }
     if (hello.pid != member.pid) {
-      fail_all(Answer::unreachable,
+      fail_all(Kind::engine,
                fmt::format("rank {} is in another process namespace (a container of its own), so "
                            "its peers could not see it die; start all ranks of this host in one "
                            "container, or use another backend",
                            hello.rank));
     }
     if (base::text_in(hello.job) != base::text_in(my_job())) {
-      fail_all(Answer::mismatch, fmt::format("rank {} belongs to another job ({}) than rank 0 ({})",
-                                             hello.rank, base::text_in(hello.job), job_));
+      fail_all(Kind::mismatch, fmt::format("rank {} belongs to another job ({}) than rank 0 ({})",
+                                           hello.rank, base::text_in(hello.job), job_));
     }
   }
 
@@ -188,17 +189,17 @@ class Leader : Bootstrap {
         missing.size() == 1 ? "it" : "they", job_);
   }
 
-  void tell_all(Answer answer, const std::string& text) {
+  void tell_all(Kind kind, const std::string& text) {
     listener_.reset();  // before any rank can retry
-    const Reply reply = refusal(answer, text);
+    const Reply reply = refusal(kind, text);
     for (const Member& member : members_) {
       if (member.socket) ::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL);
     }
   }
 
-  static Reply refusal(Answer answer, const std::string& text, int error_number = 0) {
+  static Reply refusal(Kind kind, const std::string& text, int error_number = 0) {
     Reply reply{.greeting = kGreeting,
-                .answer = answer,
+                .failure = 1 + static_cast<std::uint32_t>(kind),
                 .error_number = error_number,
                 .nonce = 0,
                 .text = {}};
@@ -213,7 +214,7 @@ class Leader : Bootstrap {
         "rank 0 (process {}) cannot take the connections of all {} ranks of this host; raise its "
         "limit on open files (ulimit -n) by at least {}, or start the job with `lockstep run`",
         ::getpid(), n_ranks_, n_ranks_);
-    const Reply reply = refusal(Answer::system, text, error_number);
+    const Reply reply = refusal(Kind::system, text, error_number);
     const auto give_up = std::min(deadline_, Clock::now() + kReportTime);
     for (int n_told = 0; n_told < n_ranks_ - 1 && Clock::now() < give_up;) {
       for (const Member& member : members_) {
@@ -236,12 +237,12 @@ class Leader : Bootstrap {
       }
     }
     listener_.reset();
-    fail(Answer::system, text, error_number);
+    fail(Kind::system, text, error_number);
   }
 
-  [[noreturn]] void fail_all(Answer answer, const std::string& text) {
-    tell_all(answer, text);
-    fail(answer, text);
+  [[noreturn]] void fail_all(Kind kind, const std::string& text) {
+    tell_all(kind, text);
+    fail(kind, text);
   }
 
   /// From here on, failures are visible in the segment, which rank 0 has joined; only the death of
@@ -250,7 +251,7 @@ class Leader : Bootstrap {
     listener_.reset();  // a rank that has joined may already start another bootstrap
     Segment& segment = membership.segment();
     const Reply reply{.greeting = kGreeting,
-                      .answer = Answer::segment,
+                      .failure = 0,
                       .error_number = 0,
                       .nonce = segment.header().nonce,
                       .text = {}};
@@ -303,13 +304,14 @@ class Follower : Bootstrap {
     say_hello();
     base::UniqueFd segment_fd;
     const Reply reply = receive(segment_fd);
-    if (reply.answer != Answer::segment) {
-      fail(reply.answer, std::string(base::text_in(reply.text)), reply.error_number);
+    if (reply.failure != 0) {
+      fail(static_cast<Kind>(reply.failure - 1), std::string(base::text_in(reply.text)),
+           reply.error_number);
     }
     std::shared_ptr<Membership> membership;
     try {
       if (!segment_fd) {
-        fail(Answer::system,
+        fail(Kind::system,
              "no descriptor is left for the shared memory; raise the limit on open files "
              "(ulimit -n)",
              EMFILE);
@@ -332,7 +334,7 @@ class Follower : Bootstrap {
   void find_leader() {
     while (!(socket_ = connect())) {
       if (Clock::now() > deadline_) {
-        fail(Answer::timeout,
+        fail(Kind::timeout,
              fmt::format(
                  "rank 0 of {} did not come within {:g} s to where the ranks of this host "
                  "meet; did it end early, start with other variables than rank {} ({}), or in "
@@ -360,7 +362,7 @@ class Follower : Bootstrap {
   }
 
   [[noreturn]] void lose_leader() const {
-    fail(Answer::peer_lost,
+    fail(Kind::peer_lost,
          fmt::format("rank 0 (process {}) died or gave up before all {} ranks had come",
                      leader_.pid, n_ranks_));
   }
@@ -369,7 +371,7 @@ class Follower : Bootstrap {
     pollfd entry{.fd = socket_.get(), .events = POLLIN, .revents = 0};
     while (::poll(&entry, 1, milliseconds_to(deadline_ + kReportTime)) <= 0) {
       if (Clock::now() < deadline_ + kReportTime) continue;
-      fail(Answer::timeout,
+      fail(Kind::timeout,
            fmt::format("rank 0 (process {}) has come, but says nothing for {:g} s; is it stopped?",
                        leader_.pid, limit_seconds()));
     }
@@ -390,7 +392,7 @@ class Follower : Bootstrap {
       segment_fd.reset(fd);
     }
     if (reply.greeting != kGreeting) {
-      fail(Answer::mismatch,
+      fail(Kind::mismatch,
            fmt::format("process {} at @{} does not speak as rank 0 of this version of lockstep",
                        leader_.pid, address_.text));
     }

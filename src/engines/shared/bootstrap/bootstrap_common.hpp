@@ -18,6 +18,7 @@
 
 #include "base/fd.hpp"
 #include "engines/shared/bootstrap/bootstrap.hpp"
+#include "group/failure.hpp"
 
 /// What both sides of bootstrap() share: messages and errors.
 namespace lockstep::shared::meeting {
@@ -25,6 +26,7 @@ namespace lockstep::shared::meeting {
 using std::chrono::duration_cast;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
+using Kind = internal::Failure::Kind;
 
 inline constexpr std::uint64_t kGreeting = 0x0174656d70736b6cULL;
 inline constexpr std::string_view kSeated = "!";
@@ -33,16 +35,6 @@ inline constexpr milliseconds kRetryEvery{5};
 inline constexpr milliseconds kReportTime{2000};
 /// Upper limit of a bootstrap, so that nanosecond arithmetic does not overflow.
 inline constexpr milliseconds kLongest = std::chrono::hours(24 * 365);
-
-enum class Answer : std::uint32_t {
-  segment,  // its descriptor is attached
-  mismatch,
-  timeout,
-  peer_lost,
-  peer_failed,
-  unreachable,
-  system,
-};
 
 // Each struct is one message, so it arrives entirely or not at all.
 
@@ -61,8 +53,8 @@ struct Hello {
 /// has joined the segment (kSeated), or why not.
 struct Reply {
   std::uint64_t greeting;
-  Answer answer;
-  std::int32_t error_number;  ///< for Answer::system
+  std::uint32_t failure;  ///< 1 + its kind; 0: none, and the segment's descriptor is attached
+  std::int32_t error_number;
   std::uint64_t nonce;
   std::array<char, 1024> text;
 };
@@ -103,18 +95,9 @@ class Bootstrap {
         address_(address_of(job)) {}
 
  protected:
-  [[noreturn]] void fail(Answer answer, const std::string& text, int error_number = 0) const {
-    const ErrorContext context = context_of(barrier_, rank_);
-    switch (answer) {
-      case Answer::segment: break;
-      case Answer::mismatch: throw MismatchError(context, text);
-      case Answer::timeout: throw TimeoutError(context, text);
-      case Answer::peer_lost: throw PeerLost(context, text);
-      case Answer::peer_failed: throw PeerFailed(context, text);
-      case Answer::unreachable: throw EngineError(context, text);
-      case Answer::system: throw SystemError(context, error_number, text);
-    }
-    throw EngineError(context, "damaged answer: " + text);
+  [[noreturn]] void fail(Kind kind, const std::string& text, int error_number = 0) const {
+    internal::throw_failure({.kind = kind, .error_number = error_number, .text = text},
+                            context_of(barrier_, rank_));
   }
 
   [[noreturn]] void fail_system(const char* what) const {
@@ -144,7 +127,7 @@ class Bootstrap {
 
   void refuse_other_user(const ucred& peer) const {
     if (peer.uid == ::geteuid()) return;
-    fail(Answer::unreachable,
+    fail(Kind::engine,
          fmt::format("process {} of user {} holds the socket @{} at which this job's ranks meet, "
                      "and this is user {}; end that process, or start the job with `lockstep run`",
                      peer.pid, peer.uid, address_.text, ::geteuid()));

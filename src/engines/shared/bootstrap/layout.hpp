@@ -8,6 +8,7 @@
 #include "base/cpus.hpp"
 #include "engines/shared/bootstrap/tuning.hpp"
 #include "group/check.hpp"
+#include "group/failure.hpp"
 #include "record/flight_record.hpp"
 
 /// The layout of shared memory. All processes that map it have the same build. Every type here is
@@ -15,7 +16,7 @@
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
-inline constexpr std::uint32_t kVersion = 8;
+inline constexpr std::uint32_t kVersion = 9;
 inline constexpr int kMaxRanks = 512;
 /// Two cache lines: the hardware prefetches adjacent lines in pairs.
 inline constexpr std::size_t kLine = 128;
@@ -104,13 +105,12 @@ struct alignas(kLine) Lane {
   alignas(kLine) std::atomic<std::uint64_t> n_taken;
 };
 
-enum class FailureKind : std::uint32_t { mismatch, timeout, peer_lost, peer_failed, system };
 enum class FailureState : std::uint32_t { none, writing, ready };
 
 /// Why a channel is dead; written once, by the first rank that detects it.
-struct alignas(kLine) Failure {
+struct alignas(kLine) FailureRecord {
   std::atomic<FailureState> state;
-  FailureKind kind;
+  internal::Failure::Kind kind;
   std::int32_t error_number;
   std::array<char, 16384> text;
 };
@@ -123,7 +123,7 @@ struct alignas(kLine) ChannelHeader {
   Tuning tuning;
   /// World rank of each member.
   std::array<std::int32_t, kMaxRanks> members;
-  Failure failure;
+  FailureRecord failure;
   /// Flags raised so far, over all ranks and phases; used if oversubscribed.
   alignas(kLine) std::atomic<std::uint64_t> n_arrivals;
   /// Sleepers wait on `wake_counter`; a rank that makes something ready increments it if any sleep.

@@ -176,8 +176,8 @@ class Channel {
 
   // channel_failure.cpp
   /// Records the channel's failure, unless one is recorded already.
-  void note_failure(FailureKind kind, std::string_view text, int error_number) noexcept;
-  [[noreturn]] void fail(const Call& call, FailureKind kind, const std::string& text,
+  void note_failure(internal::Failure::Kind kind, std::string_view text, int error_number) noexcept;
+  [[noreturn]] void fail(const Call& call, internal::Failure::Kind kind, const std::string& text,
                          int error_number = 0);
   [[noreturn]] void fail_mismatch(const Call& call);
   [[noreturn]] void fail_timeout(const Call& call, std::vector<int> absent);

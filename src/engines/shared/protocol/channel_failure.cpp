@@ -14,6 +14,8 @@
 namespace lockstep::shared {
 namespace {
 
+using internal::Failure;
+using Kind = Failure::Kind;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
@@ -22,8 +24,8 @@ constexpr milliseconds kReportPatience{300};
 
 }  // namespace
 
-void Channel::note_failure(FailureKind kind, std::string_view text, int error_number) noexcept {
-  Failure& failure = header_->failure;
+void Channel::note_failure(Kind kind, std::string_view text, int error_number) noexcept {
+  FailureRecord& failure = header_->failure;
   auto none = FailureState::none;
   if (!failure.state.compare_exchange_strong(none, FailureState::writing)) return;
   failure.kind = kind;
@@ -34,38 +36,27 @@ void Channel::note_failure(FailureKind kind, std::string_view text, int error_nu
   base::futex_wake_all(header_->wake_counter, membership_->segment().scope());
 }
 
-void Channel::fail(const Call& call, FailureKind kind, const std::string& text, int error_number) {
+void Channel::fail(const Call& call, Kind kind, const std::string& text, int error_number) {
   note_failure(kind, text, error_number);
   throw_failure(call);
 }
 
 void Channel::abandon(std::string_view reason) noexcept {
-  note_failure(FailureKind::peer_failed, reason, /*error_number=*/0);
+  note_failure(Kind::peer_failed, reason, /*error_number=*/0);
 }
 
 void Channel::end_with(const Error& error) noexcept {
-  FailureKind kind = FailureKind::peer_failed;
-  if (dynamic_cast<const MismatchError*>(&error) != nullptr) {
-    kind = FailureKind::mismatch;
-  } else if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
-    kind = FailureKind::timeout;
-  } else if (dynamic_cast<const PeerLost*>(&error) != nullptr) {
-    kind = FailureKind::peer_lost;
-  }
-  const bool names_its_rank =
-      kind != FailureKind::peer_failed || dynamic_cast<const PeerFailed*>(&error) != nullptr;
   try {
-    note_failure(kind,
-                 names_its_rank ? std::string(error.text())
-                                : fmt::format("rank {} failed: {}", rank_, error.text()),
-                 /*error_number=*/0);
+    const Failure failure = internal::failure_for_peers(error, rank_);
+    note_failure(failure.kind, internal::text_of(failure), /*error_number=*/0);
   } catch (const std::bad_alloc&) {
-    note_failure(kind, "a rank failed; no memory was left to say how", /*error_number=*/0);
+    note_failure(Kind::peer_failed, "a rank failed; no memory was left to say how",
+                 /*error_number=*/0);
   }
 }
 
 void Channel::throw_failure(const Call& call) {
-  Failure& failure = header_->failure;
+  FailureRecord& failure = header_->failure;
   const auto give_up = steady_clock::now() + kReportPatience;
   while (failure.state.load(std::memory_order_acquire) != FailureState::ready) {
     if (steady_clock::now() > give_up) {
@@ -73,20 +64,14 @@ void Channel::throw_failure(const Call& call) {
     }
     std::this_thread::yield();
   }
-  const std::string text(base::text_in(failure.text));
-  switch (failure.kind) {
-    case FailureKind::mismatch: throw MismatchError(context_of(call, rank_), text);
-    case FailureKind::timeout: throw TimeoutError(context_of(call, rank_), text);
-    case FailureKind::peer_lost: throw PeerLost(context_of(call, rank_), text);
-    case FailureKind::peer_failed: throw PeerFailed(context_of(call, rank_), text);
-    case FailureKind::system:
-      throw SystemError(context_of(call, rank_), failure.error_number, text);
-  }
-  throw PeerLost(context_of(call, rank_), "the group's failure record is damaged");
+  internal::throw_failure({.kind = failure.kind,
+                           .error_number = failure.error_number,
+                           .text = std::string(base::text_in(failure.text))},
+                          context_of(call, rank_));
 }
 
 void Channel::fail_system(const Call& call, int error_number, const std::string& text) {
-  fail(call, FailureKind::system, text, error_number);
+  fail(call, Kind::system, text, error_number);
 }
 
 std::string Channel::call_of(int rank) const {
@@ -125,7 +110,7 @@ void Channel::fail_mismatch(const Call& call) {
       continue;
     }
     const internal::RankCheck levels[] = {{rank_, check_}, {peer, theirs}};
-    fail(call, FailureKind::mismatch, internal::text_of_checks(levels));
+    fail(call, Kind::mismatch, internal::text_of_checks(levels));
   }
 
   internal::MismatchTable table;
@@ -148,7 +133,7 @@ void Channel::fail_mismatch(const Call& call) {
          .where = std::string(membership_->site_name(world_rank(r), site)),
          .fingerprint = r == rank_ ? fingerprint_ : static_cast<std::uint32_t>(flag_of(r))});
   }
-  fail(call, FailureKind::mismatch, table.text());
+  fail(call, Kind::mismatch, table.text());
 }
 
 void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
@@ -171,7 +156,7 @@ void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
                    membership_->condition_of(world_rank(r)), call_of(r), doing.empty() ? "" : "; ",
                    doing);
   }
-  fail(call, FailureKind::timeout, text);
+  fail(call, Kind::timeout, text);
 }
 
 }  // namespace lockstep::shared

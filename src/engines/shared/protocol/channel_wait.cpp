@@ -114,7 +114,8 @@ void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready
     if (ready()) return;
     if (awaited == kEverybody && is_raised(flag_of(ranks[i]))) continue;
     if (has_failed()) throw_failure(call);
-    fail(call, ending->failed ? FailureKind::peer_failed : FailureKind::peer_lost,
+    fail(call,
+         ending->failed ? internal::Failure::Kind::peer_failed : internal::Failure::Kind::peer_lost,
          "rank " + std::to_string(ranks[i]) + (ending->failed ? " failed: " : " ") + ending->text +
              ". Its last call here: " + call_of(ranks[i]));
   }
