@@ -42,7 +42,7 @@ int main(int argc, char** argv) {
     const auto world = lockstep::internal::read_world(lockstep::Launcher::lockstep);
     lockstep::bench::Rank me(argv[1], world.rank, world.size);
     const auto engine =
-        lockstep::engines::join("shared", world, call_of(lockstep::Op::barrier, 0, nullptr));
+        lockstep::engines::join("shared", world, call_of(lockstep::Op::barrier, 0, nullptr)).engine;
     Bare contestant(*engine);
     me.serve(contestant);
     engine->leave({});

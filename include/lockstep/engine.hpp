@@ -13,11 +13,6 @@
 
 namespace lockstep {
 
-namespace internal {
-class Recorder;
-class Track;
-}  // namespace internal
-
 enum class Op : std::uint8_t {
   barrier,
   all_reduce,
@@ -35,6 +30,20 @@ enum class Op : std::uint8_t {
 };
 
 std::string_view name_of(Op op);
+
+struct Call;
+
+/// Where an engine reports how far a call is, for the flight recorder.
+class Progress {
+ public:
+  /// This rank's part has been sent to the peers. May be called again.
+  virtual void arrived(const Call& call) = 0;
+  /// The call waits so long that the thread sleeps. May be called again.
+  virtual void slept(const Call& call) = 0;
+
+ protected:
+  ~Progress() = default;
+};
 
 /// One operation as every rank calls it. The Group has validated it before an engine gets it: in
 /// and out are not null if bytes move, root is a valid rank, the reduction supports the type.
@@ -54,8 +63,8 @@ struct Call {
   std::source_location where;
   /// If an engine issues this call as a step of another: that call, which ranks compare and report.
   const Call* parent_call = nullptr;
-  /// An engine that has a recorder() reports the call's progress here; null: not recorded.
-  internal::Track* track = nullptr;
+  /// See Engine::reports_progress; null: nothing to report.
+  Progress* progress = nullptr;
 };
 
 /// The error context of one call.
@@ -110,9 +119,10 @@ class Engine {
   /// This rank leaves the world: peers that wait for it get PeerLost or, if `failure` is not empty,
   /// PeerFailed with that text. Called once, on the world's engine.
   virtual void leave(std::string_view failure) noexcept = 0;
-  /// Records this rank's calls in memory that outlives the rank; one recorder for all engines of a
-  /// rank. null: calls are recorded in this process's private memory.
-  virtual std::shared_ptr<internal::Recorder> recorder() const { return nullptr; }
+  /// Whether run() reports to Call::progress, each time before it waits. The call is then recorded
+  /// while the peers' answer is in transit, and a short call needs a single clock read; otherwise
+  /// it is recorded, and timed, before and after run().
+  virtual bool reports_progress() const noexcept { return false; }
 };
 
 }  // namespace lockstep

@@ -15,7 +15,6 @@ namespace lockstep {
 
 namespace internal {
 class GroupState;
-class Recorder;
 class Session;
 class WorkHandle;
 }  // namespace internal
@@ -88,8 +87,8 @@ class Group {
   /// The solo group: rank 0 of 1. Every operation works and communicates with no one.
   Group();
   /// A group over an engine: for authors of engines.
-  Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
-        std::shared_ptr<internal::Recorder> recorder = nullptr);
+  Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout);
+  explicit Group(std::shared_ptr<internal::GroupState> state) : state_(std::move(state)) {}
 
   int rank() const noexcept;
   int size() const noexcept;

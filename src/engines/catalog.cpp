@@ -104,8 +104,7 @@ const std::vector<Entry>& catalog() {
   return entries;
 }
 
-std::unique_ptr<Engine> join(std::string_view backend, const internal::World& world,
-                             const Call& barrier) {
+Joined join(std::string_view backend, const internal::World& world, const Call& barrier) {
   std::string names;
   std::string reasons;
   for (const Entry& entry : catalog()) {
@@ -113,9 +112,13 @@ std::unique_ptr<Engine> join(std::string_view backend, const internal::World& wo
     if (backend != "auto" && backend != entry.name) continue;
     const Availability availability = entry.available(world);
     if (availability.is_available) {
-      auto engine = entry.join(world, barrier);
-      if (world.segment && entry.name != "shared") shared::note_joined(*world.segment);
-      return engine;
+      Joined joined{.engine = entry.join(world, barrier), .recorder = nullptr};
+      if (entry.name == "shared") {
+        joined.recorder = shared::recorder_of(*joined.engine);
+      } else if (world.segment) {
+        shared::note_joined(*world.segment);
+      }
+      return joined;
     }
     fmt::format_to(std::back_inserter(reasons), "\n  {} {}", entry.name, availability.reason);
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "group/world.hpp"
+#include "record/recorder.hpp"
 
 namespace lockstep::engines {
 
@@ -24,13 +25,19 @@ struct Entry {
   std::unique_ptr<Engine> (*join)(const internal::World& world, const Call& barrier);
 };
 
+/// The engine of a world that this rank has joined.
+struct Joined {
+  std::unique_ptr<Engine> engine;
+  /// Of the memory that the engine provides for the rank's flight record; null: it provides none.
+  std::shared_ptr<internal::Recorder> recorder;
+};
+
 /// All engines, in the order in which `auto` tries them.
 const std::vector<Entry>& catalog();
 
 /// Joins with the engine of that name, or for "auto" with the first available one. Throws
 /// UsageError for an unknown name, EngineError with every reason if none is available.
-std::unique_ptr<Engine> join(std::string_view backend, const internal::World& world,
-                             const Call& barrier);
+Joined join(std::string_view backend, const internal::World& world, const Call& barrier);
 
 /// The lowest rank on this rank's host. Collective. Throws what all_gather throws.
 int find_host(Engine& engine, const internal::World& world, const Call& barrier);

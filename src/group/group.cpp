@@ -277,11 +277,10 @@ Work post(const std::shared_ptr<GroupState>& group, Call&& call, Deadline deadli
 
 }  // namespace
 
-Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
-             std::shared_ptr<internal::Recorder> recorder)
+Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout)
     : state_(std::make_shared<GroupState>(
           std::move(engine), std::move(name),
-          internal::checked_timeout(timeout, {.operation = "Group"}), std::move(recorder))) {}
+          internal::checked_timeout(timeout, {.operation = "Group"}), /*recorder=*/nullptr)) {}
 
 int Group::rank() const noexcept { return state_->rank(); }
 int Group::size() const noexcept { return state_->size(); }
@@ -301,11 +300,11 @@ Group Group::split(int color, int key, Where where) const {
   }
   state_->prepare(call, {});
   auto engine = state_->run(call, [&](Engine& parent) { return parent.split(call, color, key); });
-  Group child(std::move(engine),
-              fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
-              state_->timeout(), state_->recorder());
-  child.state_->share_async_groups(*state_);
-  return child;
+  auto child = std::make_shared<GroupState>(
+      std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
+      state_->timeout(), state_->recorder());
+  child->share_async_groups(*state_);
+  return Group(std::move(child));
 }
 
 Group Group::duplicate(Where where) const { return split(/*color=*/0, /*key=*/0, where); }

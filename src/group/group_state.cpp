@@ -61,9 +61,7 @@ GroupState::GroupState(std::unique_ptr<Engine> engine, std::string name,
       timeout_(timeout),
       rank_(engine_->rank()),
       size_(engine_->size()),
-      track_(engine_->recorder() ? engine_->recorder() : std::move(recorder), name_, rank_, size_,
-             /*engine_tells=*/engine_->recorder() != nullptr ||
-                 dynamic_cast<const TellsTrack*>(engine_.get()) != nullptr) {}
+      track_(std::move(recorder), name_, rank_, size_, engine_->reports_progress()) {}
 
 GroupState::~GroupState() {
   if (process_.is_copy()) {

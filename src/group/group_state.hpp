@@ -19,7 +19,7 @@ namespace lockstep::internal {
 /// The state shared by all handles of a group: its engine, and the path of every call to it.
 class GroupState : public std::enable_shared_from_this<GroupState> {
  public:
-  /// recorder: this rank's, used if the engine has none; null: nothing is recorded.
+  /// recorder: this rank's; null: nothing is recorded.
   GroupState(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
              std::shared_ptr<Recorder> recorder);
   ~GroupState();

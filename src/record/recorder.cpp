@@ -79,8 +79,8 @@ void Recorder::died(std::string_view reason) noexcept {
 }
 
 Track::Track(std::shared_ptr<Recorder> recorder, std::string_view group, int rank, int size,
-             bool engine_tells)
-    : recorder_(std::move(recorder)), engine_tells_(engine_tells) {
+             bool engine_reports)
+    : recorder_(std::move(recorder)), engine_reports_(engine_reports) {
   if (!recorder_) return;
   record_ = &recorder_->record();
   trace_ = recorder_->trace().get();

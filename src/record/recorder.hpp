@@ -59,22 +59,16 @@ class Recorder {
   std::vector<Site> sites_;  // element i is the record's entry i + 1
 };
 
-/// Base of an engine whose run() reports a call's progress to Call::track each time before it
-/// waits. Engines that provide a recorder() do so too.
-struct TellsTrack {};
-
 /// Writes one group's calls into its rank's record.
 ///
-/// Cost. An engine whose calls may take little longer than a clock read reports its progress; then
-/// the entry is written while the peers' answer is in transit, and a short call reads the clock
-/// once, a second time only if it had to sleep. For other engines the entry is written, and timed,
-/// before and after the call; likewise for a trace, in which no peer may appear to leave a call
-/// before this rank has entered it. Threads: one at a time.
-class Track {
+/// Cost. See Engine::reports_progress; a call that had to sleep reads the clock twice, and so does
+/// every call for a trace, in which no peer may appear to leave a call before this rank has entered
+/// it. Threads: one at a time.
+class Track final : public Progress {
  public:
-  /// recorder: null if nothing is recorded. `engine_tells`: the engine calls arrived and slept.
+  /// recorder: null if nothing is recorded. engine_reports: see Engine::reports_progress.
   Track(std::shared_ptr<Recorder> recorder, std::string_view group, int rank, int size,
-        bool engine_tells);
+        bool engine_reports);
 
   const std::shared_ptr<Recorder>& recorder() const noexcept { return recorder_; }
 
@@ -83,16 +77,14 @@ class Track {
     if (record_ == nullptr) return;
     entry_ = nullptr;
     event_ = nullptr;
-    is_short_ = trace_ == nullptr && engine_tells_ && n_bytes_of(call) <= kSmall;
-    if (engine_tells_) call.track = this;
+    is_short_ = trace_ == nullptr && engine_reports_ && n_bytes_of(call) <= kSmall;
+    if (engine_reports_) call.progress = this;
     if (!is_short_) open(call);
   }
-  /// This rank's part has been sent to the peers. May be called again.
-  void arrived(const Call& call) {
+  void arrived(const Call& call) override {
     if (entry_ == nullptr) open(call);
   }
-  /// The call waits so long that the thread sleeps. May be called again.
-  void slept(const Call& call) {
+  void slept(const Call& call) override {
     arrived(call);
     is_short_ = false;
   }
@@ -129,7 +121,7 @@ class Track {
   Trace* trace_ = nullptr;          ///< null if tracing is off
   FlightGroup* group_ = nullptr;
   std::uint32_t group_number_ = 0;
-  bool engine_tells_;
+  bool engine_reports_;
 
   std::uint64_t block_ = 0;  ///< number of the block taken, from 1
   std::size_t n_left_ = 0;   ///< entries left in it

@@ -34,17 +34,17 @@ void init_dist(const InitOptions& options, std::source_location where) {
       .op = Op::barrier, .group = "world", .sequence = 1, .timeout = timeout, .where = where};
   // A rank that asks for no launcher is alone, whatever the environment describes.
   const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
-  auto engine = engines::join(is_alone ? "solo" : options.backend, world, barrier);
+  engines::Joined joined = engines::join(is_alone ? "solo" : options.backend, world, barrier);
   int host = 0;
   try {
-    host = engines::find_host(*engine, world, barrier);
-    internal::check_arithmetic(*engine, barrier);
+    host = engines::find_host(*joined.engine, world, barrier);
+    internal::check_arithmetic(*joined.engine, barrier);
   } catch (...) {  // possibly on this rank only
-    engine->leave(base::text_of(std::current_exception()));
+    joined.engine->leave(base::text_of(std::current_exception()));
     throw;
   }
   internal::join_process(
-      std::make_unique<internal::Session>(std::move(world), std::move(engine), timeout, host));
+      std::make_unique<internal::Session>(std::move(world), std::move(joined), timeout, host));
   internal::tell_peers_of_uncaught_exceptions();
 }
 

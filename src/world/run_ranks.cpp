@@ -49,6 +49,9 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
     try {
       // The thread names itself first, because a trace records the name.
       ::pthread_setname_np(::pthread_self(), fmt::format("lockstep-{}", rank).c_str());
+      engines::Joined joined{.engine = shared::join_world(segment, rank, barrier),
+                             .recorder = nullptr};
+      joined.recorder = shared::recorder_of(*joined.engine);
       internal::join_thread(
           std::make_unique<internal::Session>(internal::World{.launcher = Launcher::none,
                                                               .rank = rank,
@@ -57,7 +60,7 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
                                                               .local_size = n,
                                                               .segment = std::nullopt,
                                                               .job = {}},
-                                              shared::join_world(segment, rank, barrier), timeout));
+                                              std::move(joined), timeout));
       body(rank);
     } catch (...) {
       error = std::current_exception();

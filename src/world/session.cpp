@@ -20,9 +20,9 @@
 namespace lockstep::internal {
 namespace {
 
-std::shared_ptr<Recorder> make_recorder(const World& world, const Engine& engine) {
+/// recorder: the engine's, or null.
+std::shared_ptr<Recorder> make_recorder(const World& world, std::shared_ptr<Recorder> recorder) {
   const char* const trace_dir = std::getenv("LOCKSTEP_TRACE");  // as Env::trace_dir
-  auto recorder = engine.recorder();
   // A world of one has no peers to diagnose, so it records only for a trace.
   if (!recorder && (world.size > 1 || trace_dir != nullptr)) {
     recorder = Recorder::in_process(world.rank, world.size, world.record_dir);
@@ -82,13 +82,13 @@ struct LeavesAtExit {
 
 }  // namespace
 
-Session::Session(World world, std::unique_ptr<Engine> engine, std::chrono::milliseconds timeout,
-                 int host)
+Session::Session(World world, engines::Joined joined, std::chrono::milliseconds timeout, int host)
     : world_(std::move(world)),
-      engine_(engine.get()),
-      recorder_(make_recorder(world_, *engine)),
+      engine_(joined.engine.get()),
+      recorder_(make_recorder(world_, std::move(joined.recorder))),
       trace_(recorder_ ? recorder_->trace() : nullptr),
-      world_group_(std::move(engine), "world", timeout, recorder_),
+      world_group_(
+          std::make_shared<GroupState>(std::move(joined.engine), "world", timeout, recorder_)),
       local_group_(world_.local_size == world_.size
                        ? world_group_
                        : world_group_.split(/*color=*/host, /*key=*/world_.rank)) {}

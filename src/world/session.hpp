@@ -7,8 +7,8 @@
 #include <string_view>
 
 #include "base/process_tag.hpp"
+#include "engines/catalog.hpp"
 #include "group/world.hpp"
-#include "record/recorder.hpp"
 
 namespace lockstep::internal {
 
@@ -17,8 +17,7 @@ namespace lockstep::internal {
 class Session {
  public:
   /// `host`: the lowest rank on this rank's host. Collective if hosts differ between ranks.
-  Session(World world, std::unique_ptr<Engine> engine, std::chrono::milliseconds timeout,
-          int host = 0);
+  Session(World world, engines::Joined joined, std::chrono::milliseconds timeout, int host = 0);
   ~Session() { leave({}); }
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;

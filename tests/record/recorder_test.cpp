@@ -42,7 +42,7 @@ Call call_of(std::uint64_t sequence, Op op = Op::all_reduce) {
 
 TEST(RecorderTest, keeps_the_last_1024_operations) {
   const auto recorder = Recorder::in_process(/*rank=*/1, /*world_size=*/4);
-  Track track(recorder, "world", 1, 4, /*engine_tells=*/false);
+  Track track(recorder, "world", 1, 4, /*engine_reports=*/false);
   constexpr std::uint64_t kCalls = 5000;
   for (std::uint64_t i = 1; i <= kCalls; ++i) {
     Call call = call_of(i);
@@ -68,15 +68,15 @@ TEST(RecorderTest, keeps_the_last_1024_operations) {
 
 TEST(RecorderTest, a_call_is_under_way_until_it_ends_or_fails) {
   const auto recorder = Recorder::in_process(0, 2);
-  Track track(recorder, "world", 0, 2, /*engine_tells=*/true);
+  Track track(recorder, "world", 0, 2, /*engine_reports=*/true);
   const auto state = [&] { return operations_of(recorder->record()).back().state; };
   Call call = call_of(1);
   track.begin(call);
   EXPECT_TRUE(operations_of(recorder->record()).empty());
-  ASSERT_EQ(call.track, &track);
-  call.track->arrived(call);  // as an engine does
+  ASSERT_EQ(call.progress, &track);
+  call.progress->arrived(call);  // as an engine does
   EXPECT_EQ(state(), Operation::State::under_way);
-  call.track->slept(call);
+  call.progress->slept(call);
   EXPECT_EQ(operations_of(recorder->record()).size(), 1U);
   track.end(call);
   EXPECT_EQ(state(), Operation::State::finished);

@@ -73,14 +73,15 @@ std::unique_ptr<internal::Session> join_hosts(internal::World world, std::unique
   const int host = hosts[static_cast<std::size_t>(world.rank)];
   world.local_size = static_cast<int>(std::ranges::count(hosts, host));
   return std::make_unique<internal::Session>(
-      world, hierarchical::make(std::move(outer), hosts, barrier), barrier.timeout, host);
+      world, engines::Joined{hierarchical::make(std::move(outer), hosts, barrier), nullptr},
+      barrier.timeout, host);
 }
 
 void init_hosts(const std::string& outer, std::chrono::milliseconds timeout) {
   const Call barrier = joining(timeout);
   const internal::World world = internal::read_world(infer_launcher());
   current_hosts() = hosts_of(world.size);
-  internal::join_process(join_hosts(world, engines::join(outer, world, barrier), barrier));
+  internal::join_process(join_hosts(world, engines::join(outer, world, barrier).engine, barrier));
 }
 
 void run_host_threads(int n, const std::function<void()>& body, std::chrono::milliseconds timeout) {

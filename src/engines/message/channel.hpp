@@ -41,8 +41,9 @@ class Channel {
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
   /// Sends and receives all messages at once, none of them empty; returns when all are complete.
-  /// Notifies call.track before it waits. Throws TimeoutError at the limit, PeerLost, PeerFailed,
-  /// MismatchError, EngineError; the channel is then dead, and its other ranks are notified.
+  /// Notifies call.progress before it waits. Throws TimeoutError at the limit, PeerLost,
+  /// PeerFailed, MismatchError, EngineError; the channel is then dead, and its other ranks are
+  /// notified.
   virtual void exchange(std::span<const Message> messages, const Call& call, Limit& limit) = 0;
   /// The best size of an exchange when bandwidth matters, not latency.
   virtual std::size_t piece_bytes() const noexcept {

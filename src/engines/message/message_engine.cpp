@@ -16,7 +16,6 @@
 #include "engines/message/header.hpp"
 #include "group/check.hpp"
 #include "kernels/reduce.hpp"
-#include "record/recorder.hpp"
 
 namespace lockstep::message {
 namespace {
@@ -41,13 +40,14 @@ class Memory final : public SharedMemory {
 /// Every operation as messages between the ranks: first headers, which are compared, with eager
 /// data; then the remaining data. If LOCKSTEP_CHECK is off, data only. This engine reduces
 /// itself: in rank order, for every type, with the same bits on all ranks.
-class MessageEngine final : public Engine, public internal::TellsTrack {
+class MessageEngine final : public Engine {
  public:
   MessageEngine(std::string name, std::unique_ptr<Channel> channel);
 
   std::string_view name() const noexcept override { return name_; }
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
+  bool reports_progress() const noexcept override { return true; }
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {

@@ -28,7 +28,6 @@
 #include "engines/message/message_engine.hpp"
 #include "engines/mpi/abi.hpp"
 #include "group/failure.hpp"
-#include "record/recorder.hpp"
 
 namespace lockstep::mpi {
 namespace {
@@ -233,7 +232,7 @@ void Channel::exchange(std::span<const Message> messages, const Call& call, mess
   try {
     std::int32_t is_done = 0;
     if (code == 0) {
-      if (call.track != nullptr) call.track->arrived(call);
+      if (call.progress != nullptr) call.progress->arrived(call);
       code = mpi_.test(handle, kTestsPerClock, &is_done);
     }
     if (code != 0) fail_library(code, call);
@@ -255,7 +254,7 @@ void Channel::wait(void* exchange, const Call& call, message::Limit& limit) {
   // Measured in time, not in polls: if another thread wants the core, each poll may take a
   // scheduler slice, also inside MPI, which yields by itself.
   constexpr std::chrono::microseconds kLivenessInterval{100};
-  if (call.track != nullptr) call.track->slept(call);  // polling counts as sleep
+  if (call.progress != nullptr) call.progress->slept(call);  // polling counts as sleep
   departure_seen_.reset();
   auto next_check = Clock::now() + kLivenessInterval;
   limit.end();  // begins now

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "base/no_sigpipe.hpp"
-#include "record/recorder.hpp"
 
 namespace lockstep::nn::detail {
 namespace {
@@ -79,7 +78,7 @@ void Channel::post(std::span<const Message> messages, const Call& call,
                      "the rank itself may call");
   }
   if (const auto failure = wire_->death_of(tag_)) fail(*failure, call);
-  if (call.track != nullptr) call.track->slept(call);
+  if (call.progress != nullptr) call.progress->slept(call);
   std::vector<const Message*> ordered;
   for (const Message& message : messages) ordered.push_back(&message);
   // Of two ranks the lower sends first: NCCL runs the messages of a pair in the order given.

@@ -46,6 +46,7 @@ class SharedEngine final : public Engine {
   int rank() const noexcept override { return channel_.rank(); }
   int size() const noexcept override { return channel_.size(); }
   bool has_low_latency() const noexcept override { return !channel_.is_oversubscribed(); }
+  bool reports_progress() const noexcept override { return true; }
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;
@@ -57,7 +58,7 @@ class SharedEngine final : public Engine {
   }
   void begin_elsewhere(const Call& call) { channel_.begin_elsewhere(call); }
   void end_elsewhere() noexcept { channel_.end(); }
-  std::shared_ptr<internal::Recorder> recorder() const override {
+  const std::shared_ptr<internal::Recorder>& recorder() const noexcept {
     return channel_.membership()->recorder();
   }
 

@@ -55,6 +55,10 @@ std::unique_ptr<Engine> bootstrap_world(std::string_view job, int rank, int n_ra
   return SharedEngine::join(bootstrap(job, rank, n_ranks, barrier), barrier);
 }
 
+std::shared_ptr<internal::Recorder> recorder_of(const Engine& engine) noexcept {
+  return static_cast<const SharedEngine&>(engine).recorder();
+}
+
 void extend_deadline(Engine& engine, std::chrono::nanoseconds at_most) noexcept {
   static_cast<SharedEngine&>(engine).extend_deadline(at_most);
 }

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "engines/shared/bootstrap/segment.hpp"
+#include "record/recorder.hpp"
 
 /// The interface of the shared engine to the rest of the library.
 namespace lockstep::shared {
@@ -24,6 +25,10 @@ std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank, c
 /// segment. Throws what bootstrap() and any barrier throw.
 std::unique_ptr<Engine> bootstrap_world(std::string_view job, int rank, int n_ranks,
                                         const Call& barrier);
+
+/// Writes the rank's flight record, in memory that the segment's other processes can read and that
+/// outlives the rank. `engine`: made by one of the two functions above.
+std::shared_ptr<internal::Recorder> recorder_of(const Engine& engine) noexcept;
 
 /// For `at_most` from now, the other ranks of `engine` (made by bootstrap_world, or a split of it)
 /// do not count this rank as late, unless its process is stopped: it works elsewhere on behalf of

@@ -151,13 +151,13 @@ void Channel::end_phase(const Call& call) {
     const std::uint64_t all = phase_ * static_cast<std::uint64_t>(size());
     // model: arrive, ring
     if (header_->n_arrivals.fetch_add(1, std::memory_order_seq_cst) + 1 == all) wake_sleepers();
-    if (call.track != nullptr) call.track->arrived(call);
+    if (call.progress != nullptr) call.progress->arrived(call);
     wait(call, kEverybody,
          [this, all] { return header_->n_arrivals.load(std::memory_order_seq_cst) >= all; });
   } else {
     wake_sleepers();
     // Recorded while the peers' cache lines are in flight from other cores.
-    if (call.track != nullptr) call.track->arrived(call);
+    if (call.progress != nullptr) call.progress->arrived(call);
     for (const int peer : peers_) {
       wait(call, kEverybody, [this, peer] { return is_raised(flag_of(peer)); });
     }

@@ -39,7 +39,7 @@ void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
 }
 
 void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
-  if (call.track != nullptr) call.track->slept(call);
+  if (call.progress != nullptr) call.progress->slept(call);
   auto now = steady_clock::now();
   for (const auto end = now + kPatience; !is_oversubscribed_ && now < end;
        now = steady_clock::now()) {
