@@ -27,6 +27,9 @@ std::vector<Setting> settings() {
   return {{Form::gloo, 1}, {Form::gloo, 2},       {Form::gloo, 3},      {Form::gloo, 4},
           {Form::gloo, 8}, {Form::gloo_hosts, 3}, {Form::gloo_hosts, 4}};
 #endif
+#ifdef LOCKSTEP_CONFORMANCE_ENGINE  // in tests/consumer: over the engine of examples/engine
+  return {{Form::threads, 1}, {Form::threads, 2}, {Form::threads, 3}, {Form::threads, 4}};
+#endif
   // Under mpirun: `LOCKSTEP_TEST_BACKEND=mpi mpirun -n 3 core_tests --gtest_filter=*/launched`.
   if (std::getenv("LOCKSTEP_TEST_BACKEND") != nullptr) return {{Form::launched, 0}};
   std::vector<Setting> all = {{Form::solo, 1}};
@@ -41,9 +44,12 @@ std::vector<Setting> settings() {
 INSTANTIATE_TEST_SUITE_P(Engines, Conformance, ::testing::ValuesIn(settings()),
                          [](const auto& setting) { return name_of(setting.param); });
 
-/// Of ranks that share memory beside the engine, as those of a launcher do not.
+/// Of ranks that are in a world and share memory beside the engine.
 class LocalConformance : public Conformance {};
 std::vector<Setting> local_settings() {
+#ifdef LOCKSTEP_CONFORMANCE_ENGINE  // whose ranks have a group and no world
+  return {};
+#endif
   std::vector<Setting> all = settings();
   std::erase_if(all, [](const Setting& setting) { return setting.form == Form::launched; });
   return all;

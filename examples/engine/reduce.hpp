@@ -1,0 +1,14 @@
+#pragma once
+
+#include <cstddef>
+#include <lockstep/types.hpp>
+#include <vector>
+
+namespace example {
+
+/// out[i] <- in[0][i], in[1][i], ... combined in this order, as ReduceOp says. out may not overlap
+/// in.
+void reduce(lockstep::DType dtype, lockstep::ReduceOp op, const std::vector<const std::byte*>& in,
+            std::byte* out, std::size_t count);
+
+}  // namespace example
