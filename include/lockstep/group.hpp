@@ -59,10 +59,9 @@ class SharedBuffer {
   }
   template <Arithmetic T>
   std::span<T> as() const&& noexcept {
-    static_assert(
-        sizeof(T) == 0,
-        "lockstep: the memory of a temporary SharedBuffer is gone at the end of the line: "
-        "keep the SharedBuffer, and call as() on it");
+    static_assert(sizeof(T) == 0,
+                  "lockstep: the memory of a temporary SharedBuffer is freed at the end of the "
+                  "statement: store the SharedBuffer, and call as() on it");
     return {};
   }
 

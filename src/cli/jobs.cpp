@@ -143,7 +143,7 @@ std::shared_ptr<const shared::Segment> look_at(const RunningJob& job) {
   base::UniqueFd fd(::open(job.memory.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) {
     refuse("lockstep top",
-           fmt::format("cannot look at job {}: {}", job.launcher, std::strerror(errno)));
+           fmt::format("cannot inspect job {}: {}", job.launcher, std::strerror(errno)));
   }
   return shared::Segment::look(std::move(fd));
 }

@@ -21,12 +21,13 @@ struct Subcommand {
 };
 
 constexpr std::array kSubcommands = {
-    Subcommand{"run", "start a program on N ranks of this machine", lockstep::cli::run},
-    Subcommand{"bench", "measure collectives, alone or beside MPI and c10d", lockstep::cli::bench},
-    Subcommand{"doctor", "say what this machine has for lockstep, with advice",
+    Subcommand{"run", "start a program as N ranks on this machine", lockstep::cli::run},
+    Subcommand{"bench", "benchmark collectives, alone or against MPI and c10d",
+               lockstep::cli::bench},
+    Subcommand{"doctor", "check machine, build and environment, with advice",
                lockstep::cli::doctor},
     Subcommand{"top", "show what each rank of a running job is doing", lockstep::cli::top},
-    Subcommand{"trace", "say where the time of a traced run went", lockstep::cli::trace},
+    Subcommand{"trace", "summarise where a traced run spent its time", lockstep::cli::trace},
 };
 
 std::string help() {
@@ -36,10 +37,11 @@ std::string help() {
   for (const Subcommand& subcommand : kSubcommands)
     text += fmt::format("  {:<8}{}\n", subcommand.name, subcommand.summary);
   return text +
-         "\nlockstep SUBCOMMAND --help tells more. Begin with:\n"
+         "\n"
+         "See lockstep SUBCOMMAND --help for details. To begin:\n"
          "  lockstep run -n 4 ./my_program\n\n"
          "Options:\n"
-         "  -h,--help   print this\n"
+         "  -h,--help   print this help\n"
          "  --version   print the version\n";
 }
 

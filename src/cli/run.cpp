@@ -137,13 +137,12 @@ int run(const std::vector<std::string>& arguments) {
   double grace_s = 10;
   std::string log_dir;
 
-  CLI::App app("Starts a program on N ranks of this machine and watches over them.",
-               "lockstep run");
+  CLI::App app("Starts a program as N ranks on this machine and supervises them.", "lockstep run");
   app.formatter(std::make_shared<Formatter>());
   app.get_formatter()->column_width(30);
   app.footer(kRunFooter);
-  app.set_help_flag("-h,--help", "Print this");
-  app.add_option("-n", options.n_ranks, "How many ranks to start, 1 to 512")
+  app.set_help_flag("-h,--help", "Print this help");
+  app.add_option("-n", options.n_ranks, "Number of ranks to start, 1 to 512")
       ->required()
       ->check(number(1, run::kMaxRanks, "a whole number"))
       ->type_name("N");
@@ -153,16 +152,16 @@ int run(const std::vector<std::string>& arguments) {
                  "they must not exist yet")
       ->type_name("DIR");
   app.add_option("--max-restarts", options.max_restarts,
-                 "After a failure start all ranks again, at most K times\n"
+                 "Restart all ranks after a failure, at most K times\n"
                  "(default 0)")
       ->check(number(0, 1'000'000, "a whole number"))
       ->type_name("K");
-  app.add_option("--grace", grace_s, "From SIGTERM or Ctrl-C to SIGKILL (default 10)")
+  app.add_option("--grace", grace_s, "Time from SIGTERM or Ctrl-C to SIGKILL (default 10)")
       ->check(number(0.0, 86'400.0, "seconds"))
       ->type_name("SECONDS");
   app.add_option("--bind", options.bind,
-                 "core: rank R runs on the R-th core allowed, from the first\n"
-                 "again when there are more ranks than cores (default none)")
+                 "core: rank R runs on the R-th allowed core, modulo their\n"
+                 "number (default none)")
       ->transform(choice<run::Bind>({{"core", run::Bind::core}, {"none", run::Bind::none}}))
       ->type_name("core|none");
   app.add_option("--prefix", options.prefix,
@@ -183,8 +182,7 @@ int run(const std::vector<std::string>& arguments) {
   run::NodesOptions& nodes = options.nodes;
   std::string rendezvous;
   double rendezvous_timeout_s = 300;
-  app.add_option("--nnodes", nodes.n_nodes,
-                 "How many machines start the world together (default 1)")
+  app.add_option("--nnodes", nodes.n_nodes, "Number of machines that start one world (default 1)")
       ->check(number(1, 65'536, "a whole number"))
       ->type_name("N");
   app.add_option("--node-rank", nodes.node_rank, "The number of this machine, from 0")
@@ -196,10 +194,11 @@ int run(const std::vector<std::string>& arguments) {
       ->type_name("HOST:PORT");
   std::string secret_file;
   app.add_option("--rdzv-secret", secret_file,
-                 "16 to 64 bytes, the same on all nodes, without which no\n"
-                 "node takes part")
+                 "A secret of 16 to 64 bytes, the same on all nodes; a node\n"
+                 "without it is rejected")
       ->type_name("FILE");
-  app.add_option("--rdzv-timeout", rendezvous_timeout_s, "Until all nodes have come (default 300)")
+  app.add_option("--rdzv-timeout", rendezvous_timeout_s,
+                 "Time until all nodes have connected (default 300)")
       ->check(number(0.1, 86'400.0, "seconds"))
       ->type_name("SECONDS");
 

@@ -32,21 +32,20 @@ refused.)";
 }  // namespace
 
 int trace(const std::vector<std::string>& arguments) {
-  CLI::App app("Tells from a trace where the time went, or makes one of several.",
-               "lockstep trace");
-  app.set_help_flag("-h,--help", "Print this");
+  CLI::App app("Summarises where a traced run spent its time, or merges traces.", "lockstep trace");
+  app.set_help_flag("-h,--help", "Print this help");
   app.footer(kTraceFooter);
   app.require_subcommand(1);
   std::string file;
-  CLI::App* const summary =
-      app.add_subcommand("summary", "Print time per operation, who waited, and the slowest rank");
+  CLI::App* const summary = app.add_subcommand(
+      "summary", "Print the time per operation, the waits, and the slowest rank");
   summary->add_option("FILE", file)->required()->type_name("");
   std::vector<std::string> inputs;
-  CLI::App* const merge = app.add_subcommand("merge", "Make one trace of several");
+  CLI::App* const merge = app.add_subcommand("merge", "Merge traces into one");
   merge->add_option("FILE", file)->required()->type_name("");
   merge->add_option("INPUT", inputs, "Files or folders")->required()->type_name("...");
   for (CLI::App* const subcommand : {summary, merge})
-    subcommand->set_help_flag("-h,--help", "Print this");
+    subcommand->set_help_flag("-h,--help", "Print this help");
   if (const auto exit_code = parse(app, arguments)) return *exit_code;
 
   if (summary->parsed()) {
@@ -61,7 +60,7 @@ int trace(const std::vector<std::string>& arguments) {
     if (is_folder && traces.back().rows.empty()) {
       throw UsageError(
           {.operation = "lockstep trace merge"},
-          fmt::format("'{}' holds nothing that ranks with LOCKSTEP_TRACE={} left", input, input));
+          fmt::format("'{}' contains no traces of ranks with LOCKSTEP_TRACE={}", input, input));
     }
   }
   tracing::write(tracing::merge(std::move(traces)), file);

@@ -109,7 +109,7 @@ MessageHeader seal(MessageHeader header, std::span<const std::byte> bytes) noexc
 
 std::string flaw_of(const MessageHeader& header, std::span<const std::byte> bytes) {
   if (header.magic != MessageHeader::kMagic) {
-    return fmt::format("is no message of an object (it begins with {:08x})", header.magic);
+    return fmt::format("is not a serialised object (it begins with {:08x})", header.magic);
   }
   if (header.version != MessageHeader::kVersion) {
     return fmt::format(

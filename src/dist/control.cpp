@@ -62,7 +62,7 @@ class Hold {
     }
     throw UsageError(context_of(function, group, where),
                      "called inside main_process_first or local_main_process_first, where the "
-                     "other ranks wait and cannot take part; call one after the other");
+                     "other ranks wait and cannot participate; call one after the other");
   }
 
  private:

@@ -23,14 +23,14 @@ std::string difference(const Shapes& first, const Shapes& other, std::size_t ran
   for (const auto& [key, count] : first) {
     const auto match = other.find(key);
     if (match == other.end()) {
-      say(fmt::format("'{}' is on rank 0 and not on rank {}", key, rank));
+      say(fmt::format("'{}' is on rank 0 but not on rank {}", key, rank));
     } else if (match->second != count) {
       say(fmt::format("'{}' has {} elements on rank 0 and {} on rank {}", key, count, match->second,
                       rank));
     }
   }
   for (const auto& [key, count] : other) {
-    if (!first.contains(key)) say(fmt::format("'{}' is on rank {} and not on rank 0", key, rank));
+    if (!first.contains(key)) say(fmt::format("'{}' is on rank {} but not on rank 0", key, rank));
   }
   if (n_different > kNamed) text += fmt::format(", and {} more", n_different - kNamed);
   return text;

@@ -113,13 +113,13 @@ std::vector<MessageHeader> exchange_headers(const ObjectCall& call, const Bytes&
     const auto& theirs = headers[r];
     if (theirs.magic != header.magic || theirs.version != header.version) {
       throw_mismatch(call, fmt::format("rank {} sent no header of version {}; all ranks must call "
-                                       "this function, of the same lockstep",
+                                       "this function, with the same version of lockstep",
                                        r, header.version));
     }
     if (theirs.n_bytes > kMostBytes || theirs.n_items > kMostBytes) {
-      throw_mismatch(call, fmt::format("rank {} announces {} objects of {} bytes, more than any "
-                                       "memory",
-                                       r, theirs.n_items, theirs.n_bytes));
+      throw_mismatch(
+          call, fmt::format("rank {} announces {} objects of {} bytes, more than fit in memory", r,
+                            theirs.n_items, theirs.n_bytes));
     }
   }
   check_equal(
@@ -192,8 +192,8 @@ Bytes broadcast_message(const ObjectCall& call, const Bytes& mine) {
 }
 
 void throw_undecodable(const ObjectCall& call, int sender, const char* reason) {
-  throw_mismatch(call, fmt::format("the message of rank {} does not decode as {}: {}. Do the ranks "
-                                   "run different builds? The group stays usable",
+  throw_mismatch(call, fmt::format("the message of rank {} cannot be decoded as {}: {}. Do the "
+                                   "ranks run different builds? The group stays usable",
                                    sender, readable(call.type), reason));
 }
 

@@ -25,14 +25,14 @@ std::unique_ptr<Engine> join_solo(const internal::World&, const Call&) { return 
 Availability shared_available(const internal::World& world) {
   if (world.local_size != world.size) {
     return {.is_available = false,
-            .reason = fmt::format("is for ranks on one host, and {} of {} are on this one",
+            .reason = fmt::format("is for ranks on one host, but only {} of {} are on this one",
                                   world.local_size, world.size)};
   }
   return {.is_available = world.segment.has_value() || !world.job.empty(),
           .reason =
-              "needs memory to share: LOCKSTEP_SEGMENT is not set (`lockstep run` sets it), "
-              "nor is what the ranks could know each other by (MASTER_ADDR and MASTER_PORT, "
-              "SLURM_JOB_ID, or PMIx's variables)"};
+              "needs shared memory: LOCKSTEP_SEGMENT is not set (`lockstep run` sets it), nor are "
+              "variables by which the ranks could find each other (MASTER_ADDR and MASTER_PORT, "
+              "SLURM_JOB_ID, or those of PMIx)"};
 }
 
 std::unique_ptr<Engine> join_shared(const internal::World& world, const Call& barrier) {

@@ -68,7 +68,7 @@ void check_memory(const GroupState& group, const Call& call, const ConstElements
   constexpr std::size_t kMost = std::size_t{1} << 46U;
   if (data.count > kMost) {
     refuse(group, call,
-           fmt::format("{} has {} elements, more than any memory", parameter, data.count));
+           fmt::format("{} has {} elements, more than fit in memory", parameter, data.count));
   }
 }
 
@@ -79,13 +79,13 @@ void check_pair(const GroupState& group, const Call& call, const ConstElements& 
   check_memory(group, call, out, "out");
   if (in.dtype != out.dtype) {
     refuse(group, call,
-           fmt::format("in holds {}, out {}; both must be of one type", name_of(in.dtype),
+           fmt::format("in holds {}, out {}; both must have the same type", name_of(in.dtype),
                        name_of(out.dtype)));
   }
   const auto* a = static_cast<const std::byte*>(in.data);
   const auto* b = static_cast<const std::byte*>(out.data);
   if (in.count > 0 && out.count > 0 && a < b + out.n_bytes() && b < a + in.n_bytes()) {
-    refuse(group, call, "in and out overlap; give them memory of their own");
+    refuse(group, call, "in and out overlap; use separate buffers");
   }
 }
 
@@ -107,7 +107,7 @@ void check_counts(const GroupState& group, const Call& call, std::size_t in_coun
   const std::size_t mine = call.counts[static_cast<std::size_t>(group.rank())];
   if (mine != in_count) {
     refuse(group, call,
-           fmt::format("counts says {} elements for this rank, in has {}", mine, in_count));
+           fmt::format("counts has {} elements for this rank, in has {}", mine, in_count));
   }
 }
 
@@ -224,7 +224,8 @@ Call all_to_all_call(GroupState& group, const ConstElements& in, const Elements&
   check_pair(group, call, in, out);
   if (in.count % n != 0) {
     refuse(group, call,
-           fmt::format("in has {} elements, which {} ranks cannot share equally", in.count, n));
+           fmt::format("in has {} elements, which cannot be divided equally among {} ranks",
+                       in.count, n));
   }
   check_count(group, call, "out", out.count, in.count);
   return call;
@@ -234,7 +235,7 @@ void check_peer(const GroupState& group, const Call& call, std::string_view para
   check_rank(group, call, parameter);
   if (call.root == group.rank()) {
     refuse(group, call,
-           fmt::format("{} is this rank itself ({}); a message goes to another rank", parameter,
+           fmt::format("{} is this rank itself ({}); the peer must be another rank", parameter,
                        call.root));
   }
 }
@@ -292,11 +293,10 @@ std::chrono::milliseconds Group::timeout() const noexcept { return state_->timeo
 Group Group::split(int color, int key, Where where) const {
   Call call{.op = Op::split, .where = where};
   if (color < 0) {
-    refuse(
-        *state_, call,
-        fmt::format("color is {}; colors are 0 or more. A rank that shall talk to nobody takes a "
-                    "color of its own",
-                    color));
+    refuse(*state_, call,
+           fmt::format("color is {}; colors are 0 or more. For a group of one rank, give it a "
+                       "color that no other rank has",
+                       color));
   }
   state_->prepare(call, {});
   auto engine = state_->run(call, [&](Engine& parent) { return parent.split(call, color, key); });

@@ -29,8 +29,8 @@ class RetiredEngine final : public Engine {
  private:
   [[noreturn]] void refuse(const Call& call) const {
     throw UsageError(context_of(call, rank_),
-                     "this rank has left the world, for the program is ending (main returned, or "
-                     "exit was called); communicate before that");
+                     "this rank has left the world, because the program is ending (main returned, "
+                     "or exit was called); communicate before that");
   }
 
   std::string name_;
@@ -71,7 +71,7 @@ GroupState::~GroupState() {
   // The worker ends when its calls have. If an exception unwinds this rank, its peers never reach
   // those calls, because they wait for this rank elsewhere: without this, both would deadlock.
   if (worker_ && !worker_->is_idle() && std::uncaught_exceptions() > 0) {
-    engine_->abandon("a rank left by an exception with asynchronous calls under way");
+    engine_->abandon("a rank left because of an exception with asynchronous calls under way");
   }
 }
 
@@ -121,8 +121,8 @@ void GroupState::throw_busy(const Call& call) const {
 
 void GroupState::throw_copy(const Call& call) const {
   throw UsageError(context_of(call, rank_),
-                   "this process is a fork of a rank, and no rank itself; communicate in the rank, "
-                   "and hand the fork what it needs");
+                   "this process is a fork of a rank, not a rank itself; communicate in the rank, "
+                   "and pass the fork what it needs");
 }
 
 void GroupState::wait_until_idle() {
@@ -141,7 +141,7 @@ void GroupState::retire() noexcept {
 void GroupState::throw_held(const Call& call) const {
   throw UsageError(context_of(call, rank_),
                    "called inside main_process_first or local_main_process_first, where the other "
-                   "ranks wait and cannot take part; call it before or after");
+                   "ranks wait and cannot participate; call it before or after");
 }
 
 std::shared_ptr<WorkState> GroupState::post(const Call& call) {
@@ -177,7 +177,7 @@ void GroupState::die() noexcept {
   } catch (const std::exception& error) {
     recorder()->died(error.what());
   } catch (...) {
-    recorder()->died("an exception that is no std::exception");
+    recorder()->died("an exception that is not a std::exception");
   }
 }
 

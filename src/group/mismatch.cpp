@@ -56,7 +56,7 @@ std::string MismatchTable::text() const {
     width = std::max(width, std::min(ranks.back().size(), kLongestList));
   }
   std::string text = fmt::format(
-      "the ranks made different calls; all ranks must call the same, in the same order\n"
+      "the ranks made different calls; all ranks must make the same calls in the same order\n"
       "  {:<{}}  operation       type  count       root  reduction  where",
       "rank", width);
   for (std::size_t i = 0; i < lines.size(); ++i) {
@@ -68,7 +68,9 @@ std::string MismatchTable::text() const {
     });
   };
   if (std::ranges::any_of(lines, is_alike)) {
-    text += "\n  lines that look alike differ in a part of the call that has no column";
+    text +=
+        "\n"
+        "  lines that look equal differ in a part of the call that is not shown";
   }
   if (text.find("  by rank ") != std::string::npos) {
     text += "\n  by rank: a hash of the counts that a rank gives for all ranks";

@@ -69,10 +69,10 @@ ReduceOp parse_reduce_op(std::string_view name) {
     const auto op = static_cast<ReduceOp>(i);
     if (lower == name_of(op)) return op;
   }
-  throw UsageError({.operation = "parse_reduce_op"},
-                   fmt::format("'{}' is no reduction; use sum, product, min, max, band, bor, bxor "
-                               "or mean",
-                               name));
+  throw UsageError(
+      {.operation = "parse_reduce_op"},
+      fmt::format("'{}' is not a reduction; use sum, product, min, max, band, bor, bxor or mean",
+                  name));
 }
 
 }  // namespace lockstep

@@ -74,7 +74,7 @@ std::optional<std::string> read_flight_file(const std::string& path) {
       file->record.is_written.load(std::memory_order_relaxed) != 0) {
     return std::nullopt;
   }
-  return json_of(file->record, "wrote no record itself: it was killed, or still runs",
+  return json_of(file->record, "wrote no record itself: it was killed, or is still running",
                  base::text_in(file->host));
 }
 

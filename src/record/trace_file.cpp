@@ -80,8 +80,8 @@ Trace::Trace(const std::string& dir, const FlightRecord& record) {
   if (error_number != 0) {
     if (memory != MAP_FAILED) ::munmap(memory, sizeof(TraceFile));
     ::unlink(path.c_str());
-    fail(error_number, fmt::format("no room for '{}' (LOCKSTEP_TRACE), of up to {} MiB; free some, "
-                                   "or raise the limits (ulimit -f, ulimit -v)",
+    fail(error_number, fmt::format("no space for '{}' (LOCKSTEP_TRACE), of up to {} MiB; free "
+                                   "some, or raise the limits (ulimit -f, ulimit -v)",
                                    path, sizeof(TraceFile) >> 20U));
   }
 

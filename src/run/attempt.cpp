@@ -216,9 +216,9 @@ void Attempt::forward(int signal) {
     kill_groups();
     return;
   }
-  say(fmt::format("{}: passed on to the ranks, which have {:g} s to end{}", name_of_signal(signal),
+  say(fmt::format("{}: forwarded to the ranks, which have {:g} s to exit{}", name_of_signal(signal),
                   seconds(context_.options.grace),
-                  signal == SIGINT ? "; once more kills them now" : ""));
+                  signal == SIGINT ? "; a second one kills them now" : ""));
   terminate_groups(signal);
 }
 

@@ -89,7 +89,7 @@ std::string exec_failure(const std::string& program, int error_number) {
   if (error_number == ENOEXEC) {
     text += " (neither a program for this machine nor a script that begins with '#!')";
   } else if (error_number == ENOENT) {
-    text += " (it is there, but the interpreter or loader it asks for is not)";
+    text += " (it exists, but its interpreter or loader does not)";
   }
   return text;
 }
@@ -117,8 +117,7 @@ std::string find_program(const std::string& name) {
     rest.remove_prefix(colon + 1);
   }
   throw ExecError(error_number == ENOENT ? kNotFound : kCannotRun, error_number,
-                  fmt::format("cannot find a program '{}' in PATH (for one in this folder, say "
-                              "./{})",
+                  fmt::format("cannot find program '{}' in PATH (for one in this folder, use ./{})",
                               name, name));
 }
 

@@ -74,15 +74,14 @@ std::string text_of(const NodeMessage& message) {
 Welcome judge_hello(const NodeMessage& hello, const NodesOptions& options,
                     const std::string& address, int n_restarts, std::span<const int> ranks_of) {
   if (hello.protocol != kProtocol) {
-    return {What::turn_away,
-            fmt::format("a node at {} speaks protocol {}, node 0 speaks {}; use one version of "
-                        "lockstep on all nodes",
-                        address, hello.protocol, kProtocol)};
+    return {What::turn_away, fmt::format("a node at {} uses protocol {}, node 0 uses {}; use one "
+                                         "version of lockstep on all nodes",
+                                         address, hello.protocol, kProtocol)};
   }
   if (!knows(hello, options.secret)) {
     return {What::turn_away,
-            fmt::format("node {} came to {} with another --rdzv-secret than node 0; give all nodes "
-                        "a file of the same content, or none",
+            fmt::format("node {} connected to {} with another --rdzv-secret than node 0; give all "
+                        "nodes a file with the same content, or none",
                         hello.node_rank, address)};
   }
   if (hello.kind != Kind::hello || hello.n_ranks < 1 || hello.n_ranks > kMaxRanks) {
@@ -96,14 +95,13 @@ Welcome judge_hello(const NodeMessage& hello, const NodesOptions& options,
   if (hello.n_restarts != n_restarts) {
     return {What::refuse_all,
             fmt::format("nodes at {} disagree: node {} starts after {} restarts, node 0 after {}; "
-                        "start all nodes anew, with one --max-restarts",
+                        "start all nodes again, with the same --max-restarts",
                         address, hello.node_rank, hello.n_restarts, n_restarts)};
   }
   if (hello.node_rank < 0 || hello.node_rank >= options.n_nodes ||
       ranks_of[static_cast<std::size_t>(hello.node_rank)] != 0) {
     return {What::refuse_all,
-            fmt::format("two launchers at {} have --node-rank {}; each node has its own, from 0 to "
-                        "{}",
+            fmt::format("two launchers at {} have --node-rank {}; it must be unique, from 0 to {}",
                         address, hello.node_rank, options.n_nodes - 1)};
   }
   const auto patience =
@@ -114,16 +112,17 @@ Welcome judge_hello(const NodeMessage& hello, const NodesOptions& options,
 Placement read_placed(const NodeMessage& reply, const NodesOptions& options,
                       const std::string& address, int n_ranks) {
   if (reply.protocol != kProtocol) {
-    throw MismatchError(launcher_context(),
-                        fmt::format("node 0 at {} speaks protocol {}, this node {}; use one "
-                                    "version of lockstep on all nodes",
-                                    address, reply.protocol, kProtocol));
+    throw MismatchError(
+        launcher_context(),
+        fmt::format(
+            "node 0 at {} uses protocol {}, this node {}; use one version of lockstep on all nodes",
+            address, reply.protocol, kProtocol));
   }
   if (reply.kind != Kind::placed) throw MismatchError(launcher_context(), text_of(reply));
   if (!knows(reply, options.secret)) {
     throw MismatchError(launcher_context(),
-                        fmt::format("who answers at {} does not know the secret of --rdzv-secret: "
-                                    "it is no node 0 of this job",
+                        fmt::format("the process at {} does not know the secret of --rdzv-secret: "
+                                    "it is not node 0 of this job",
                                     address));
   }
   const std::int64_t last = std::int64_t{reply.first_rank} + n_ranks;
@@ -133,7 +132,7 @@ Placement read_placed(const NodeMessage& reply, const NodesOptions& options,
     throw MismatchError(
         launcher_context(),
         fmt::format("node 0 at {} places this node's {} ranks from {} in a world of {}, port {}, "
-                    "which cannot be; use one version of lockstep on all nodes",
+                    "which is impossible; use one version of lockstep on all nodes",
                     address, n_ranks, reply.first_rank, reply.world_size, reply.master_port));
   }
   return {.node_rank = options.node_rank,

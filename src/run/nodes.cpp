@@ -244,10 +244,10 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
       if (ranks_of[static_cast<std::size_t>(node)] == 0) missing.push_back(node);
     }
     const std::string text = fmt::format(
-        "node{} {} of {} did not come to {} within {}; start `lockstep run` there with "
-        "the same --nnodes and --rdzv{}",
+        "node{} {} of {} did not connect to {} within {}; start `lockstep run` there with the same "
+        "--nnodes and --rdzv{}",
         missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), options_.n_nodes, address_,
-        limit(), turned_away_.empty() ? "" : "; sent away: " + turned_away_);
+        limit(), turned_away_.empty() ? "" : "; rejected: " + turned_away_);
     for (const auto& link : links_) link->send(NodeMessage(Kind::refused, text));
     throw TimeoutError(launcher_context(), text);
   }
@@ -298,7 +298,7 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
       throw TimeoutError(
           launcher_context(),
           fmt::format("node {} cannot reach node 0 at {} within {}: {}; start `lockstep run "
-                      "--node-rank 0` there, and let its port through",
+                      "--node-rank 0` there, and allow connections to its port",
                       options_.node_rank, address_, limit(), std::strerror(error_number)));
     }
     wait_on({}, std::min(deadline_, Clock::now() + kRetryEvery), signals);
@@ -323,9 +323,9 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
           launcher_context(),
           fmt::format("{} {}", address_,
                       link.is_stranger()
-                          ? "answers, but not as `lockstep run --node-rank 0`; --rdzv "
-                            "takes a port that nobody else uses"
-                          : "closed the connection: node 0 ended, or refused this node"));
+                          ? "answers, but not as `lockstep run --node-rank 0`; --rdzv takes a port "
+                            "that no other program uses"
+                          : "closed the connection: node 0 ended, or rejected this node"));
     }
     if (Clock::now() > deadline_ + kReportTime) {
       throw TimeoutError(launcher_context(),

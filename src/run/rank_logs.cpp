@@ -41,8 +41,8 @@ std::vector<RankLogs> open_rank_logs(const fs::path& folder, int first_rank, int
       const fs::path path = log_path(folder, rank, n_restarts, extension);
       if (fs::exists(path, error)) {
         throw usage_error(
-            fmt::format("--log-dir: '{}' is there already, from an earlier run; name another "
-                        "folder, or remove it",
+            fmt::format("--log-dir: '{}' already exists, from an earlier run; name another folder, "
+                        "or remove it",
                         path.string()));
       }
     }

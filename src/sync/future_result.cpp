@@ -75,8 +75,8 @@ void FutureGate::begin_get(Deadline deadline, std::source_location where) {
     }
     if (!wait_for_change(state_, state | kAwaited, expiry, spin_time, /*n_threads=*/2)) {
       throw TimeoutError(context("FutureResult::get", where),
-                         fmt::format("nobody put a value within {} ms; see what became of the "
-                                     "thread that should, or give a longer deadline",
+                         fmt::format("no value was put within {} ms; check the thread that should "
+                                     "put it, or give a longer deadline",
                                      limit.count()));
     }
     state = state_.load(std::memory_order_relaxed);

@@ -142,8 +142,8 @@ std::shared_ptr<Seat> Rendezvous::add(int id, std::source_location where) {
       std::ranges::find_if(slaves_, [&](const auto& other) { return other->id >= id; });
   if (place != slaves_.end() && (*place)->id == id) {
     refuse(
-        fmt::format("id {} is registered already; give each slave an id of its own, or call "
-                    "clear_slaves first to register all anew",
+        fmt::format("id {} is registered already; give each slave a unique id, or call "
+                    "clear_slaves first and register all again",
                     id));
   }
   slaves_.insert(place, seat);
@@ -207,9 +207,9 @@ void Rendezvous::leave(Seat& seat, bool by_exception) noexcept {
   std::erase_if(slaves_, [&](const auto& other) { return other.get() == &seat; });
   if (!departure_) departure_ = {.kind = Failure::Kind::peer_lost};
   if (by_exception) departure_->kind = Failure::Kind::peer_failed;
-  departure_->text +=
-      fmt::format("slave {} left: its SlavePipe was dropped {}; ", seat.id,
-                  by_exception ? "while an exception unwound its thread" : "in place of a call");
+  departure_->text += fmt::format(
+      "slave {} left: its SlavePipe was destroyed {}; ", seat.id,
+      by_exception ? "while an exception unwound its thread" : "instead of making a call");
   if (n_arrived_ > 0) fail_for_departure(std::move(lock));
 }
 
@@ -267,17 +267,17 @@ void Rendezvous::time_out(const Seat& seat, std::uint64_t round, std::chrono::mi
   if (round_ != round) return;
   if (is_complete()) {
     if (seat.id == kMasterId) return;
-    fail_round(
-        std::move(lock),
-        {.kind = Failure::Kind::timeout,
-         .text = fmt::format("all have come, but the master's callback did not return within {} ms "
-                             "of {}'s call; make it faster or give a longer deadline",
-                             limit.count(), name_of(seat.id))});
+    fail_round(std::move(lock),
+               {.kind = Failure::Kind::timeout,
+                .text = fmt::format(
+                    "all participants have arrived, but the master's callback did not return "
+                    "within {} ms of {}'s call; make it faster or give a longer deadline",
+                    limit.count(), name_of(seat.id))});
     return;
   }
   std::string text = fmt::format(
-      "missing within {} ms of {}'s call: {}; every participant must call equally often: register "
-      "the slaves anew where there are fewer, or give a longer deadline",
+      "missing within {} ms of {}'s call: {}; every participant must make the same number of "
+      "calls: register the slaves again if there are fewer, or give a longer deadline",
       limit.count(), name_of(seat.id), missing());
   fail_round(std::move(lock), {.kind = Failure::Kind::timeout, .text = std::move(text)});
 }
@@ -309,7 +309,7 @@ void Rendezvous::fail_if_open(std::uint64_t round, Failure failure) {
 
 void Rendezvous::fail_for_departure(Lock lock) {
   Failure failure = *std::exchange(departure_, std::nullopt);
-  failure.text += "the rounds after this one go on without it";
+  failure.text += "later rounds continue without it";
   fail_round(std::move(lock), std::move(failure));
 }
 

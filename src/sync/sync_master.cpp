@@ -34,7 +34,8 @@ SlaveEnd::~SlaveEnd() {
 int SlaveEnd::id() const noexcept { return seat_ ? seat_->id : -1; }
 
 Parcel SlaveEnd::run(Parcel message, Deadline deadline, std::source_location where) {
-  if (!seat_) refuse("run_slave", -1, where, "this SlavePipe is empty; use one of register_slave");
+  if (!seat_)
+    refuse("run_slave", -1, where, "this SlavePipe is empty; use one returned by register_slave");
   return rendezvous_->run_slave(*seat_, std::move(message), deadline, where);
 }
 

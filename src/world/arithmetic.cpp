@@ -135,10 +135,9 @@ class Checker {
       throw EngineError(
           context_of(barrier_, engine_.rank()),
           fmt::format(
-              "the self-check of LOCKSTEP_CHECK=full found that engine {} computes wrongly: "
-              "{}{}{} of {}, element {} of {}, is {}, expected {}. Report it with the "
-              "output of `lockstep doctor`; another backend, or LOCKSTEP_SIMD=scalar, may "
-              "be right",
+              "the self-check of LOCKSTEP_CHECK=full found that engine {} computes wrongly: {}{}{} "
+              "of {}, element {} of {}, is {}, expected {}. Report it with the output of `lockstep "
+              "doctor`; another backend, or LOCKSTEP_SIMD=scalar, may give correct results",
               engine_.name(), name_of(op), reduces ? " by " : "", reduces ? name_of(reduce) : "",
               name_of(kDTypeOf<T>), i, kCount, static_cast<double>(static_cast<Sum<T>>(got[i])),
               static_cast<double>(static_cast<Sum<T>>(expected[i]))));
@@ -178,9 +177,9 @@ std::string describe_mode(std::uint64_t mode) {
     text += (text.empty() ? "" : ", ") + std::string(what);
   };
   if ((mode & kFlushResults) != 0) add("flushes subnormal results to zero (FTZ)");
-  if ((mode & kFlushOperands) != 0) add("takes subnormal operands for zero (DAZ)");
+  if ((mode & kFlushOperands) != 0) add("treats subnormal operands as zero (DAZ)");
   if ((mode & kRounding) != 0) add("does not round to nearest");
-  return text.empty() ? "computes by the defaults of IEEE 754" : text;
+  return text.empty() ? "uses the defaults of IEEE 754" : text;
 }
 
 void check_arithmetic(Engine& engine, const Call& barrier) {
@@ -196,10 +195,10 @@ void check_arithmetic(Engine& engine, const Call& barrier) {
     if (all[r].mode == all[0].mode) continue;
     throw MismatchError(
         context_of(barrier, engine.rank()),
-        fmt::format("the ranks' processors are set to compute differently: rank 0 {}, rank {} {}; "
-                    "results would differ between ranks. Set the same on all before init_dist: a "
-                    "program or library built with -ffast-math or -Ofast changes it at its start; "
-                    "so do fesetround, _mm_setcsr and torch::set_flush_denormal",
+        fmt::format("the ranks' floating-point environments differ: rank 0 {}, rank {} {}; results "
+                    "would differ between ranks. Make them equal before init_dist: a program or "
+                    "library built with -ffast-math or -Ofast changes its own at startup; so do "
+                    "fesetround, _mm_setcsr and torch::set_flush_denormal",
                     describe_mode(all[0].mode), r, describe_mode(all[r].mode)));
   }
   if (is_full) check_operations(engine, barrier);

@@ -26,7 +26,7 @@ void check_alone(const char* operation, std::source_location where) {
   if (world.empty()) return;
   refuse(operation,
          fmt::format("this process never called init_dist, but its environment describes a world: "
-                     "{}. Call init_dist first; where this process shall be alone, call "
+                     "{}. Call init_dist first; if this process is to run alone, call "
                      "init_dist({{.launcher = Launcher::none}})",
                      world),
          where);
@@ -66,9 +66,9 @@ const Group& default_group(std::source_location where) {
   if (const auto* session = internal::session()) return session->world_group();
   if (is_beside_rank_threads()) {
     refuse("default_group",
-           "this thread is no rank of run_ranks, and which rank it works for is not known; hand it "
-           "the rank's group, with GroupScope scope(group) first on this thread or as the last "
-           "argument of each call",
+           "this thread is not a rank of run_ranks, and the rank it works for is unknown; pass it "
+           "the rank's group, with GroupScope scope(group) at the start of this thread or as the "
+           "last argument of each call",
            where);
   }
   return solo_group("default_group", where);
@@ -78,8 +78,8 @@ const Group& local_group(std::source_location where) {
   if (const auto* session = internal::session()) return session->local_group();
   if (is_beside_rank_threads()) {
     refuse("local_group",
-           "this thread is no rank of run_ranks, and which rank it works for is not known; copy "
-           "local_group() on the rank's own thread and hand this thread the copy",
+           "this thread is not a rank of run_ranks, and the rank it works for is unknown; copy "
+           "local_group() on the rank's own thread and pass this thread the copy",
            where);
   }
   return solo_group("local_group", where);

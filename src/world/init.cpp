@@ -20,7 +20,7 @@ void init_dist(const InitOptions& options, std::source_location where) {
     throw UsageError(context, internal::has_rank_threads()
                                   ? "threads of this process are ranks of run_ranks; their world "
                                     "is the default group there"
-                                  : "this process belongs to a world already, on all its threads; "
+                                  : "this process already belongs to a world, on all its threads; "
                                     "call destroy_dist first");
   }
   const auto asked = internal::checked_timeout(options.timeout, context);
@@ -52,10 +52,10 @@ void destroy_dist(std::string_view failure, std::source_location where) {
   auto session = internal::take_thread_session();
   if (!session && internal::has_rank_threads()) {
     if (internal::has_thread_left()) return;
-    throw UsageError({.operation = "destroy_dist", .where = where},
-                     "threads of this process are ranks of run_ranks, and this thread is none of "
-                     "them; call destroy_dist on the rank's own thread, or after run_ranks has "
-                     "returned");
+    throw UsageError(
+        {.operation = "destroy_dist", .where = where},
+        "threads of this process are ranks of run_ranks, and this thread is not one of them; call "
+        "destroy_dist on the rank's own thread, or after run_ranks has returned");
   }
   if (!session) session = internal::take_process_session();
   if (!session) return;

@@ -35,7 +35,7 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
                std::source_location where) {
   if (n < 1) {
     throw UsageError({.operation = "run_ranks", .where = where},
-                     fmt::format("{} ranks asked for; at least 1", n));
+                     fmt::format("{} ranks requested; expected at least 1", n));
   }
   const auto timeout =
       internal::checked_timeout(options.timeout, {.operation = "run_ranks", .where = where});

@@ -115,7 +115,7 @@ TEST(BenchTest, beside_limits) {
   }
   const Ended three = bench({"-n", "3", "--peer", "floor"});
   EXPECT_EQ(three.exit_code, 1);
-  EXPECT_TRUE(contains(three.err, "floor: is of 2 ranks, not 3")) << three.err;
+  EXPECT_TRUE(contains(three.err, "floor: supports 2 ranks, not 3")) << three.err;
 }
 
 TEST(BenchTest, every_block_is_in_a_placement_or_moved) {

@@ -41,7 +41,7 @@ TEST(DoctorRecordTest, names_the_rank_that_was_killed_and_the_call_it_missed) {
   EXPECT_TRUE(contains(ended.out, "of 4 ranks on ")) << ended.out;
   EXPECT_TRUE(contains(ended.out, "records of ranks 0, 1, 2, 3")) << ended.out;
   EXPECT_TRUE(contains(ended.out,
-                       "Culprit: rank 2, which never came to collective 2 of group 'world': "
+                       "Culprit: rank 2, which never reached collective 2 of group 'world': "
                        "all_reduce of 1 i64, sum"))
       << ended.out;
   EXPECT_TRUE(std::regex_search(
@@ -60,10 +60,9 @@ TEST(DoctorRecordTest, names_the_rank_that_called_something_else) {
   const Ended ended = doctor(folder.path());
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
   EXPECT_TRUE(contains(ended.out,
-                       "Culprit: rank 1, which called something else as collective 2 of group "
-                       "'world'"))
+                       "Culprit: rank 1, which made another call as collective 2 of group 'world'"))
       << ended.out;
-  EXPECT_TRUE(contains(ended.out, "The ranks first came from different lines at collective 2"))
+  EXPECT_TRUE(contains(ended.out, "The ranks first called from different lines at collective 2"))
       << ended.out;
 }
 
@@ -88,9 +87,9 @@ TEST(DoctorRecordTest, refuses_what_is_no_record) {
     EXPECT_TRUE(contains(ended.err, "rank-1.json'")) << ended.err;
     EXPECT_TRUE(contains(ended.err, why)) << ended.err;
   };
-  expect_refused(good.substr(0, good.size() / 2), "is cut off or damaged");
-  expect_refused("", "is cut off or damaged");
-  expect_refused("{\"a\": 1}", "is no flight record of lockstep");
+  expect_refused(good.substr(0, good.size() / 2), "is truncated or damaged");
+  expect_refused("", "is truncated or damaged");
+  expect_refused("{\"a\": 1}", "is not a flight record of lockstep");
   expect_refused("{\"lockstep_record\": 2}", "has format 2, this command reads 1");
   expect_refused("{\"lockstep_record\": 1}", "is damaged");
   expect_refused(contents_of(folder / "rank-2.json"), "is the record of rank 2");
@@ -142,12 +141,12 @@ TEST(DoctorRecordTest, what_is_no_file) {
   }
   Ended ended = doctor(folder.path());
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_TRUE(contains(ended.err, "rank-0.json': it is no regular file")) << ended.err;
+  EXPECT_TRUE(contains(ended.err, "rank-0.json': it is not a regular file")) << ended.err;
   std::filesystem::remove(folder / "rank-0.json");
   std::filesystem::create_directory(folder / "rank-0.json");
   ended = doctor(folder.path());
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_TRUE(contains(ended.err, "rank-0.json': it is no regular file")) << ended.err;
+  EXPECT_TRUE(contains(ended.err, "rank-0.json': it is not a regular file")) << ended.err;
 }
 
 TEST(DoctorRecordTest, control_characters_do_not_reach_the_terminal) {

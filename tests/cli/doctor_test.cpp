@@ -96,7 +96,7 @@ TEST(DoctorTest, fewer_cores_than_ranks) {
   const Report report =
       examine("taskset -pc $(taskset -pc $$ | sed 's/.*[ ,-]//') $$ >&2;", {}, "-n 4");
   EXPECT_EQ(report.exit_code, 0);  // slow, but it runs
-  expect_says(report, "cores", "note", "1 of the machine's", "4 ranks take turns on 1 core(s)");
+  expect_says(report, "cores", "note", "1 of the machine's", "4 ranks share 1 core(s)");
 }
 
 // AddressSanitizer maps terabytes.
@@ -139,7 +139,7 @@ TEST(DoctorTest, a_contradictory_environment_cannot_run) {
   const Report report = examine("", {{"RANK", "x\xff"}, {"WORLD_SIZE", "2"}});
   EXPECT_EQ(report.exit_code, 1);
   expect_says(report, "launcher", "MISSING", "RANK is 'x\xEF\xBF\xBD', not a whole number",
-              "init_dist will refuse");
+              "init_dist rejects");
 }
 
 TEST(DoctorTest, a_held_down_instruction_set) {

@@ -158,15 +158,14 @@ TEST_P(MpiTest, flight_records_name_the_rank_that_parted) {
     const std::string text = records_of("mismatch", backend);
     expect_contains(text, "records of ranks 0, 1, 2");
     expect_contains(text,
-                    "Culprit: rank 2, which called something else as collective 2 of group "
-                    "'world'");
+                    "Culprit: rank 2, which made another call as collective 2 of group 'world'");
   }
 }
 
 TEST_P(MpiTest, a_killed_rank_leaves_its_flight_record) {
   for (const std::string backend : {"mpi", "hierarchical"}) {
     expect_contains(records_of("killed", backend),
-                    "rank 1: wrote no record itself: it was killed, or still runs\n"
+                    "rank 1: wrote no record itself: it was killed, or is still running\n"
                     "          last operation: barrier at over_mpi.cpp:");
   }
 }

@@ -167,7 +167,7 @@ TEST_P(RunSignalTest, reaches_every_rank) {
   expected.insert(expected.end(), 3, "ready");
   EXPECT_EQ(sorted_lines_of(ended.out), expected);
   EXPECT_EQ(ended.exit_code, 9);
-  EXPECT_TRUE(contains(ended.err, "SIG" + name + ": passed on to the ranks")) << ended.err;
+  EXPECT_TRUE(contains(ended.err, "SIG" + name + ": forwarded to the ranks")) << ended.err;
   command.expect_nothing_left();
 }
 
@@ -198,7 +198,7 @@ TEST(RunInterruptTest, second_sigint_kills) {
       StartOptions{.arguments = with_run(script({"-n", "2", "--grace", "1000"}, kStubborn))});
   command.read_until("ready", 2);
   command.send(SIGINT);
-  command.read_until("once more kills");
+  command.read_until("a second one kills");
   EXPECT_GE(command.processes().size(), 3U);
   command.send(SIGINT);
   EXPECT_EQ(command.wait().exit_code, 128 + SIGKILL);
@@ -219,7 +219,7 @@ TEST(RunInterruptTest, second_sigint_does_not_wait_for_a_reader_who_takes_nothin
                                              "trap '' INT; echo ready >&2; seq 1 10000000"}});
   command.read_until("ready", 2);
   command.send(SIGINT);
-  command.read_until("once more kills");
+  command.read_until("a second one kills");
   command.send(SIGINT);
   command.wait_unread();
   command.expect_nothing_left();

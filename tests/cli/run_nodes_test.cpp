@@ -377,7 +377,8 @@ TEST(RunNodesTest, who_does_not_know_the_secret_is_sent_away) {
   for (const auto& options : {std::vector<std::string>{}, secret("another secret of a job")}) {
     const Ended away = node(1, options)->wait();
     EXPECT_EQ(away.exit_code, 1);
-    EXPECT_TRUE(contains(away.err, "node 1 came to " + rendezvous + " with another --rdzv-secret"))
+    EXPECT_TRUE(
+        contains(away.err, "node 1 connected to " + rendezvous + " with another --rdzv-secret"))
         << away.err;
   }
   const auto second = node(1, secret(right));
@@ -388,7 +389,7 @@ TEST(RunNodesTest, who_does_not_know_the_secret_is_sent_away) {
   const auto lonely = node(0, {}, "2");
   EXPECT_EQ(node(1, secret(right))->wait().exit_code, 1);
   const Ended ended = lonely->wait();
-  EXPECT_TRUE(contains(ended.err, "sent away: node 1 came to " + rendezvous)) << ended.err;
+  EXPECT_TRUE(contains(ended.err, "rejected: node 1 connected to " + rendezvous)) << ended.err;
 
   for (const char* wrong : {"short",
                             "more than sixty-four bytes ......................... are too "

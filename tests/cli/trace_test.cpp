@@ -208,7 +208,7 @@ TEST_F(TraceTest, what_is_no_trace_is_refused) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"hello", "syntax error"},
       {"{}", "otherData"},
-      {"[1, 2]", "is no trace that lockstep wrote"},
+      {"[1, 2]", "is not a trace written by lockstep"},
       {R"({"traceEvents":[{"ph":"X"}],"otherData":{}})", "pid"},
       {R"({"traceEvents":[],"otherData":{"lockstep_trace":9}})", "another version"}};
   for (const auto& [content, text] : cases) {
@@ -216,13 +216,13 @@ TEST_F(TraceTest, what_is_no_trace_is_refused) {
     const Ended ended = trace({"summary", file_});
     EXPECT_EQ(ended.exit_code, 2);
     EXPECT_EQ(ended.out, "");
-    expect_contains(ended.err, "t.json' is no trace that lockstep wrote");
+    expect_contains(ended.err, "t.json' is not a trace written by lockstep");
     expect_contains(ended.err, text);
   }
   std::ofstream(file_) << std::string(200'000, '[') << std::string(200'000, ']');
   expect_contains(trace({"summary", file_}).err, "nested more than 16 deep");
   expect_contains(trace({"summary", "/nonexistent"}).err, "No such file");
-  expect_contains(trace({"merge", file_, folder_.path()}).err, "holds nothing that ranks");
+  expect_contains(trace({"merge", file_, folder_.path()}).err, "contains no traces of ranks");
   EXPECT_EQ(trace({}).exit_code, 2);
 }
 
@@ -321,7 +321,7 @@ TEST_F(TraceTest, merges_nodes_and_corrects_their_clocks) {
   EXPECT_NEAR(absolute_ns(merged, 49) - absolute_ns(whole, 49), static_cast<double>(error_ns), 1e3);
   const Ended text = trace({"summary", merged_file});
   expect_contains(text.out, "3 ranks on ");
-  expect_contains(text.out, "a clock moved by -");
+  expect_contains(text.out, "a clock corrected by -");
   const Ended twice = trace({"merge", merged_file, folder_ / "0.json", folder_ / "0.json"});
   EXPECT_EQ(twice.exit_code, 2);
   expect_contains(twice.err, "rank 0 is in two of the traces");

@@ -198,7 +198,7 @@ TEST(CodecTest, every_flaw_of_a_message_is_found) {
   }
   MessageHeader other = header;
   other.magic = 1;
-  EXPECT_CONTAINS(flaw_of(other, bytes.span()), "no message of an object");
+  EXPECT_CONTAINS(flaw_of(other, bytes.span()), "is not a serialised object");
   other = header;
   other.version = 9;
   EXPECT_CONTAINS(flaw_of(other, bytes.span()), "version 9");

@@ -185,7 +185,7 @@ TEST_P(CollectResultsTest, an_item_that_cannot_be_read) {
     const std::vector<Fragile> part = {{get_rank() == 1 ? "unreadable" : "good"}, {"good"}};
     if (get_rank() == 0) {
       EXPECT_CONTAINS(thrown<MismatchError>([&] { collect(part, 100); }),
-                      "message of rank 1 does not decode");
+                      "message of rank 1 cannot be decoded");
     } else {
       collect(part, 100);
     }

@@ -206,7 +206,7 @@ TEST_P(ObjectsTest, a_message_that_does_not_decode) {
       broadcast_object(object);
     } else {
       const auto refused = thrown<MismatchError>([&] { broadcast_object(object); });
-      EXPECT_CONTAINS(refused, "message of rank 0 does not decode as ");
+      EXPECT_CONTAINS(refused, "message of rank 0 cannot be decoded as ");
       EXPECT_CONTAINS(refused, "Fragile: this one does not arrive");
       EXPECT_EQ(object.text, "mine");
     }
@@ -273,9 +273,9 @@ TEST_P(ObjectsTest, dicts_of_different_keys_and_lengths) {
     }
     const auto before = dict;
     const auto refused = thrown<MismatchError>([&] { all_reduce_dict(dict); });
-    EXPECT_CONTAINS(refused, "'same' is on rank 0 and not on rank 1");
+    EXPECT_CONTAINS(refused, "'same' is on rank 0 but not on rank 1");
     EXPECT_CONTAINS(refused, "'long' has 2 elements on rank 0 and 3 on rank 1");
-    EXPECT_CONTAINS(refused, "'extra' is on rank 1 and not on rank 0");
+    EXPECT_CONTAINS(refused, "'extra' is on rank 1 but not on rank 0");
     EXPECT_EQ(dict, before);
     EXPECT_EQ(all_reduce_value(1), get_world_size());  // the group goes on
 

@@ -207,7 +207,7 @@ TEST_F(BootstrapTest, ranks_in_separate_network_namespaces_are_told_so) {
     start_rank(rank, 2, [rank] {
       ASSERT_EQ(::unshare(CLONE_NEWNET), 0);
       expect_refusal<TimeoutError>({fmt::format("rank {} of 2 did not come", 1 - rank),
-                                    "in a container (network namespace) of its own?"},
+                                    "in a separate container (network namespace)?"},
                                    milliseconds(500));
     });
   }

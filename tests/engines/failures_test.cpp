@@ -310,7 +310,7 @@ TEST(FailuresOfProcesses, killed) {
 
 TEST(FailuresOfProcesses, exits) {
   expect_all_notice_the_death_of(
-      0, 3, [] { ::_exit(7); }, 7 << 8, "left the program with exit code 7");
+      0, 3, [] { ::_exit(7); }, 7 << 8, "exited with code 7");
 }
 
 TEST(FailuresOfProcesses, killed_while_it_computes_and_the_others_sleep) {

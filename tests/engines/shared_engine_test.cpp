@@ -236,7 +236,7 @@ TEST(SegmentTest, refuses_what_is_not_its_own) {
   const std::uint64_t nonce = segment->header().nonce;
   EXPECT_EQ(refusal(::dup(segment->fd()), nonce), "attached");
   EXPECT_NE(refusal(::dup(segment->fd()), nonce + 1).find("another job"), std::string::npos);
-  EXPECT_NE(refusal(::dup(0), nonce).find("no sealed memfd"), std::string::npos);
+  EXPECT_NE(refusal(::dup(0), nonce).find("not a sealed memfd"), std::string::npos);
   EXPECT_NE(refusal(-1, nonce).find("closed"), std::string::npos);
   segment->header().version += 1;
   EXPECT_NE(refusal(::dup(segment->fd()), nonce).find("layout"), std::string::npos);

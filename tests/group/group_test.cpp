@@ -120,7 +120,8 @@ TEST(GroupTest, sizes_that_do_not_fit) {
                     "out has 3 elements, expected 4");
     expect_contains(thrown<UsageError>([&] { reduce_scatter(three, two); }),
                     "in has 3 elements, expected 4");
-    expect_contains(thrown<UsageError>([&] { all_to_all(three, other); }), "cannot share equally");
+    expect_contains(thrown<UsageError>([&] { all_to_all(three, other); }),
+                    "cannot be divided equally");
     std::vector<double> doubles(4);
     expect_contains(
         thrown<UsageError>([&] {
@@ -150,7 +151,7 @@ TEST(GroupTest, split_negative_color) {
 
 TEST(GroupTest, allocate_more_than_any_memory) {
   expect_contains(thrown<UsageError>([] { static_cast<void>(Group().allocate(SIZE_MAX)); }),
-                  "more than any memory");
+                  "more than fit in memory");
 }
 
 TEST(GroupTest, two_threads_in_one_group) {

@@ -27,7 +27,7 @@ TEST(MismatchTableTest, ranks_that_agree_share_a_line_behind_the_one_that_does_n
   for (int rank = 0; rank < 399; ++rank) table.add(row_of(rank));
   table.add(row_of(399, Op::barrier));
   EXPECT_EQ(table.text(),
-            "the ranks made different calls; all ranks must call the same, in the same order\n"
+            "the ranks made different calls; all ranks must make the same calls in the same order\n"
             "  rank   operation       type  count       root  reduction  where\n"
             "  399    barrier         -     -           -     -          step.cpp:28\n"
             "  0-398  all_reduce      f32   8           -     sum        step.cpp:39");
@@ -41,7 +41,7 @@ TEST(MismatchTableTest, who_is_not_here_stands_behind) {
   table.add(row_of(3));
   table.add_absent(4, "none");
   EXPECT_EQ(table.text(),
-            "the ranks made different calls; all ranks must call the same, in the same order\n"
+            "the ranks made different calls; all ranks must make the same calls in the same order\n"
             "  rank  operation       type  count       root  reduction  where\n"
             "  1     barrier         -     -           -     -          step.cpp:28\n"
             "  2, 3  all_reduce      f32   8           -     sum        step.cpp:39\n"
@@ -59,7 +59,7 @@ TEST(MismatchTableTest, what_differs_without_a_column_is_said) {
   const std::string text = table.text();
   expect_contains(text, "\n  1     all_reduce      f32   by rank 5678  ");
   expect_contains(text, "\n  0, 2  all_reduce      f32   by rank 5678  ");
-  expect_contains(text, "lines that look alike differ");
+  expect_contains(text, "lines that look equal differ");
   expect_contains(text, "by rank: a hash of the counts");
 }
 

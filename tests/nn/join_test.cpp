@@ -179,7 +179,7 @@ TEST_P(JoinTest, an_optimizer_left_out_is_told_in_the_next_epoch) {
                      const std::string what = error.what();
                      EXPECT_NE(what.find("parameter 0.weight of rank 1"), std::string::npos)
                          << what;
-                     EXPECT_NE(what.find("give join the optimizers"), std::string::npos) << what;
+                     EXPECT_NE(what.find("pass join the optimizers"), std::string::npos) << what;
                      EXPECT_NE(what.find("join_test.cpp"), std::string::npos) << what;
                      throw;
                    }

@@ -87,17 +87,16 @@ TEST(ReplicationTest, unlike_copies_are_told_apart) {
     return usage_error([&] { execute_replication_callbacks(copies); });
   };
   EXPECT_EQ(error_of({of(ReLU(), Linear(2, 2)), of(ReLU(), Linear(2, 2)), of(ReLU(), ReLU())}),
-            "copy 2 is not built like copy 0: '1.inner.1' is a torch::nn::ReLUImpl, but a "
+            "copy 2 differs from copy 0: '1.inner.1' is a torch::nn::ReLUImpl, but a "
             "torch::nn::LinearImpl in copy 0; make the copies from one module");
-  EXPECT_EQ(
-      error_of({of(ReLU()), of(ReLU(), ReLU())}),
-      "copy 1 is not built like copy 0: '1.inner' (torch::nn::SequentialImpl) has 2 submodules, "
-      "but 1 in copy 0; make the copies from one module");
+  EXPECT_EQ(error_of({of(ReLU()), of(ReLU(), ReLU())}),
+            "copy 1 differs from copy 0: '1.inner' (torch::nn::SequentialImpl) has 2 submodules, "
+            "but 1 in copy 0; make the copies from one module");
   EXPECT_EQ(error_of({of(ReLU()), ReLU().ptr()}),
-            "copy 1 is not built like copy 0: the module itself is a torch::nn::ReLUImpl, but a "
+            "copy 1 differs from copy 0: the module itself is a torch::nn::ReLUImpl, but a "
             "torch::nn::SequentialImpl in copy 0; make the copies from one module");
   EXPECT_EQ(error_of({of(ReLU()), nullptr}), "copy 1 is null");
-  EXPECT_EQ(error_of({}), "got no copies; copy 0 at least is needed");
+  EXPECT_EQ(error_of({}), "got no copies; expected at least copy 0");
   EXPECT_TRUE(calls.empty());
 }
 
@@ -145,7 +144,7 @@ TEST(ReplicationTest, callbacks_know_the_number_the_device_and_the_original) {
             "got 1 devices, expected one for each of 2 copies");
   EXPECT_NE(usage_error([&] {
               execute_replication_callbacks(copies, {.original = ReLU().ptr()});
-            }).find("the original is not built like copy 0"),
+            }).find("the original differs from copy 0"),
             std::string::npos);
 }
 

@@ -63,8 +63,7 @@ TEST(ArithmeticTest, a_rank_that_rounds_another_way_is_named) {
       internal::check_arithmetic);
   for (const std::string& error : errors) {
     expect_contains(error,
-                    "rank 0 computes by the defaults of IEEE 754, rank 1 does not round to "
-                    "nearest");
+                    "rank 0 uses the defaults of IEEE 754, rank 1 does not round to nearest");
   }
 }
 
@@ -77,8 +76,8 @@ TEST(ArithmeticTest, a_rank_that_flushes_subnormal_numbers_is_named) {
       internal::check_arithmetic);
   for (const std::string& error : errors) {
     expect_contains(error,
-                    "rank 0 flushes subnormal results to zero (FTZ), takes subnormal "
-                    "operands for zero (DAZ), rank 1 computes by the defaults");
+                    "rank 0 flushes subnormal results to zero (FTZ), treats subnormal operands as "
+                    "zero (DAZ), rank 1 uses the defaults");
     expect_contains(error, "-ffast-math");
   }
 }

@@ -59,7 +59,7 @@ TEST(DefaultGroupTest, every_thread_of_a_rank_has_the_world) {
       EXPECT_EQ(get_local_size(), 2);
       EXPECT_EQ(is_main_process(), rank == 0);
       EXPECT_EQ(all_reduce_value(1), 2);
-      expect_contains(thrown<UsageError>([] { init_dist(); }), "belongs to a world already");
+      expect_contains(thrown<UsageError>([] { init_dist(); }), "already belongs to a world");
     });
     EXPECT_EQ(all_reduce_value(1), 2);
     // One that began before destroy_dist, and one after.
@@ -96,7 +96,7 @@ TEST(DefaultGroupTest, a_thread_that_is_no_rank_of_run_ranks_must_be_told) {
       });
       expect_contains(text, "GroupScope");
       expect_contains(text, "default_group_test.cpp:" + std::to_string(line));
-      expect_contains(thrown<UsageError>([] { barrier(); }), "no rank of run_ranks");
+      expect_contains(thrown<UsageError>([] { barrier(); }), "not a rank of run_ranks");
       expect_contains(thrown<UsageError>([] { static_cast<void>(get_local_rank()); }),
                       "local_group");
       expect_contains(thrown<UsageError>([] { init_dist(); }), "run_ranks");

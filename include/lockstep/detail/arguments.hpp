@@ -74,26 +74,26 @@ consteval void check_data() {
   constexpr bool kIsTemporary = !std::is_lvalue_reference_v<R>;
   if constexpr (TensorLike<D>) {
     static_assert(kNever<R>,
-                  "lockstep: a tensor is not taken here: include <lockstep/nn.hpp> and call the "
-                  "function of this name in lockstep::nn, with a tensor that has a name");
+                  "lockstep: tensors are not supported here: include <lockstep/nn.hpp> and call "
+                  "the function of the same name in lockstep::nn with a named tensor");
   } else if constexpr (std::is_pointer_v<D>) {
     static_assert(kNever<R>, "lockstep: a pointer has no length: pass std::span(pointer, count)");
   } else if constexpr (std::is_arithmetic_v<D>) {
     static_assert(kNever<R>,
-                  "lockstep: one number is no range: use value = all_reduce_value(value), or pass "
-                  "std::span(&value, 1)");
+                  "lockstep: a single number is not a range: use value = all_reduce_value(value), "
+                  "or pass std::span(&value, 1)");
   } else if constexpr (std::same_as<D, Group> || std::same_as<D, ReduceOp>) {
-    static_assert(kNever<R>,
-                  "lockstep: the data comes first, then what the operation takes, then the group");
+    static_assert(
+        kNever<R>,
+        "lockstep: the data is the first argument, then those of the operation, then the group");
   } else if constexpr (!std::ranges::range<D>) {
     static_assert(kNever<R>,
-                  "lockstep: pass numbers one behind the other (std::vector, std::array, "
-                  "std::span); for one object of any type use all_gather_object or "
-                  "broadcast_object");
+                  "lockstep: pass contiguous numbers (std::vector, std::array, std::span); for one "
+                  "object of any type use all_gather_object or broadcast_object");
   } else if constexpr (TensorLike<typename LeafOf<D>::Type>) {
     static_assert(kNever<R>,
-                  "lockstep: a container of tensors is not taken here: include <lockstep/nn.hpp> "
-                  "and call the function of this name in lockstep::nn");
+                  "lockstep: containers of tensors are not supported here: include "
+                  "<lockstep/nn.hpp> and call the function of the same name in lockstep::nn");
   } else if constexpr (std::same_as<std::ranges::range_value_t<D>, bool> &&
                        !std::ranges::contiguous_range<D>) {
     static_assert(kNever<R>,
@@ -106,18 +106,16 @@ consteval void check_data() {
                   "collect_results");
   } else if constexpr (!ArithmeticRange<D>) {
     static_assert(kNever<R>,
-                  "lockstep: the elements must lie one behind the other: copy them to a "
-                  "std::vector");
+                  "lockstep: the elements must be contiguous: copy them to a std::vector");
   } else if constexpr (kWrites && std::is_const_v<ElementOf<R>>) {
     static_assert(kNever<R>, "lockstep: the result is written here, so it cannot be const");
   } else if constexpr (kWrites && kIsTemporary && !std::ranges::borrowed_range<D>) {
     static_assert(kNever<R>,
-                  "lockstep: the result would be lost with the temporary: give the data a name "
-                  "first");
+                  "lockstep: the result would be lost with the temporary: pass a named object");
   } else if constexpr (kUse == Use::read_later && kIsTemporary && !std::ranges::borrowed_range<D>) {
     static_assert(kNever<R>,
-                  "lockstep: an asynchronous call reads the data until Work::wait returned, and "
-                  "the temporary is gone before: give the data a name first");
+                  "lockstep: an asynchronous call reads the data until Work::wait returns, but the "
+                  "temporary is destroyed earlier: pass a named object");
   }
 }
 
@@ -126,7 +124,7 @@ template <class T>
 consteval void check_value() {
   if constexpr (TensorLike<T>) {
     static_assert(kNever<T>,
-                  "lockstep: a tensor is not taken here: include <lockstep/nn.hpp> and call "
+                  "lockstep: tensors are not supported here: include <lockstep/nn.hpp> and call "
                   "lockstep::nn::all_reduce");
   } else if constexpr (std::ranges::range<T>) {
     static_assert(kNever<T>,
@@ -151,19 +149,19 @@ consteval void explain_second() {
                   "lockstep: a pointer and a size are one argument: std::span(pointer, size)");
   } else if constexpr (std::same_as<S, Group>) {
     static_assert(kNever<Second>,
-                  "lockstep: the reduction stands before the group: (data, ReduceOp::sum, group)");
+                  "lockstep: the reduction comes before the group: (data, ReduceOp::sum, group)");
   } else if constexpr (std::convertible_to<Second, std::string_view>) {
     static_assert(
         kNever<Second>,
         "lockstep: the reduction is a ReduceOp: use ReduceOp::sum, or parse_reduce_op for "
         "text");
   } else if constexpr (std::convertible_to<Second, Timeout>) {
-    static_assert(kNever<Second>,
-                  "lockstep: the timeout stands behind the group: (data, ReduceOp::sum, group, "
-                  "timeout)");
+    static_assert(
+        kNever<Second>,
+        "lockstep: the timeout comes after the group: (data, ReduceOp::sum, group, timeout)");
   } else if constexpr (std::ranges::range<S>) {
     static_assert(kNever<Second>,
-                  "lockstep: this function has no output of its own, it reduces its first argument "
+                  "lockstep: this function has no separate output, it reduces its first argument "
                   "in place: copy the input to the output first");
   } else {
     static_assert(kNever<Second>,

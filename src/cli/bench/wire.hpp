@@ -86,7 +86,7 @@ inline void read_all(int fd, void* data, std::size_t n_bytes) {
     const ssize_t n = ::read(fd, at, n_bytes);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) throw std::system_error(errno, std::generic_category(), "read");
-    if (n == 0) throw std::runtime_error("the other side has gone");
+    if (n == 0) throw std::runtime_error("the peer has closed the connection");
     at += n;
     n_bytes -= static_cast<std::size_t>(n);
   }

@@ -35,7 +35,7 @@ Finding variables() {
   std::sort(seen.begin(), seen.end());
   std::string text;
   for (const std::string& variable : seen) text += (text.empty() ? "" : " ") + variable;
-  return {"variables", State::good, text.empty() ? "none of any launcher" : text};
+  return {"variables", State::good, text.empty() ? "none set by a launcher" : text};
 }
 
 std::string text_of(const internal::World& world) {
@@ -53,7 +53,7 @@ Findings check_job(int n_ranks) {
     world = internal::read_world(infer_launcher());
   } catch (const Error& error) {
     findings.push_back({"launcher", State::missing, error.text(),
-                        "init_dist will refuse this environment with the same words"});
+                        "init_dist rejects this environment with the same text"});
     return findings;
   }
   const bool is_alone = world.launcher == Launcher::none;

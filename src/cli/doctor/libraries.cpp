@@ -27,7 +27,7 @@ Finding mpi(const MpiLibrary& library) {
   using GetLibraryVersion = int(char*, int*);
   auto* const version =
       reinterpret_cast<GetLibraryVersion*>(dlsym(handle.get(), "MPI_Get_library_version"));
-  if (version == nullptr) return {name, State::note, "tells no version"};
+  if (version == nullptr) return {name, State::note, "reports no version"};
   std::string text(kVersionSize, '\0');
   int length = 0;
   if (version(text.data(), &length) != 0) return {name, State::note, "no version"};

@@ -50,7 +50,7 @@ Finding simd() {
   return {
       "simd", State::note,
       fmt::format("{}, though the CPU has {}", kernels::name_of(chosen), kernels::name_of(widest)),
-      "LOCKSTEP_SIMD holds it down; unset it"};
+      "LOCKSTEP_SIMD limits it; unset it"};
 }
 
 Finding cores(int n_ranks) {
@@ -66,8 +66,8 @@ Finding cores(int n_ranks) {
   text += fmt::format(", for {} rank(s)", n_ranks);
   if (n_ranks <= usable) return {"cores", State::good, text};
   return {"cores", State::note, text,
-          fmt::format("{} ranks take turns on {} core(s); start {} or fewer, or allow more cores "
-                      "(taskset, --cpus-per-task, the container's cpu limit)",
+          fmt::format("{} ranks share {} core(s); start {} or fewer, or allow more cores (taskset, "
+                      "--cpus-per-task, the container's cpu limit)",
                       n_ranks, usable, usable)};
 }
 
@@ -106,7 +106,7 @@ Finding memory() {
     return {"memory", State::good, text};
   }
   return {"memory", State::note, text,
-          "less than 512 MiB: a rank that the kernel ends for memory dies by SIGKILL; raise the "
+          "less than 512 MiB: the kernel kills a rank that exceeds it (SIGKILL); raise the "
           "container's memory limit"};
 }
 
@@ -145,12 +145,12 @@ Finding dev_shm() {
   struct statvfs info {};
   if (statvfs("/dev/shm", &info) != 0) {
     return {"/dev/shm", State::note, std::strerror(errno),
-            "lockstep does without, MPI libraries may not: mount a tmpfs there"};
+            "lockstep does not need it, MPI libraries may: mount a tmpfs there"};
   }
   const std::size_t free = info.f_bavail * info.f_frsize;
   if (free >= 128 * kMiB) return {"/dev/shm", State::good, size_text(free) + " free"};
   return {"/dev/shm", State::note, size_text(free) + " free",
-          "lockstep does without, MPI libraries may not: docker run --shm-size 1g"};
+          "lockstep does not need it, MPI libraries may: docker run --shm-size 1g"};
 }
 
 Finding sockets() {
@@ -160,8 +160,9 @@ Finding sockets() {
   loopback.sin_family = AF_INET;
   loopback.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   if (!local) {
-    return {"sockets", State::missing, fmt::format("no Unix socket: {}", std::strerror(errno)),
-            "ranks that srun, mpirun or torchrun started meet by one; allow it in the sandbox"};
+    return {
+        "sockets", State::missing, fmt::format("no Unix socket: {}", std::strerror(errno)),
+        "ranks started by srun, mpirun or torchrun connect through one; allow it in the sandbox"};
   }
   if (!ip || bind(ip.get(), reinterpret_cast<sockaddr*>(&loopback), sizeof loopback) != 0) {
     return {"sockets", State::note, fmt::format("no loopback address: {}", std::strerror(errno)),
@@ -181,7 +182,7 @@ Findings check_machine(int n_ranks) {
           cores(n_ranks),
           memory(),
           limit("locked memory", RLIMIT_MEMLOCK, 8 * kMiB, kBytes,
-                "fine for lockstep; MPI over InfiniBand wants ulimit -l unlimited"),
+                "enough for lockstep; MPI over InfiniBand needs ulimit -l unlimited"),
           limit("open files", RLIMIT_NOFILE, files, !kBytes,
                 fmt::format("`lockstep run -n {}` may need {}: ulimit -n {}", n_ranks, files,
                             std::max<rlim_t>(files, 1024))),

@@ -103,16 +103,15 @@ Record record_in(const std::string& text, const fs::path& path, int rank) {
   try {
     file = json::parse(text, check_depth);
   } catch (const json::exception& error) {
-    refuse("lockstep doctor",
-           fmt::format("'{}' ({} bytes) is cut off or damaged: {}. Take it away to look at the "
-                       "other ranks",
-                       path.string(), text.size(), error.what()));
+    refuse(
+        "lockstep doctor",
+        fmt::format("'{}' ({} bytes) is truncated or damaged: {}. Remove it to see the other ranks",
+                    path.string(), text.size(), error.what()));
   }
   if (!file.is_object() || !file.contains("lockstep_record")) {
-    refuse("lockstep doctor",
-           fmt::format("'{}' is no flight record of lockstep; give the folder that "
-                       "LOCKSTEP_RECORD_DIR named",
-                       path.string()));
+    refuse("lockstep doctor", fmt::format("'{}' is not a flight record of lockstep; give the "
+                                          "folder that LOCKSTEP_RECORD_DIR named",
+                                          path.string()));
   }
   if (file.at("lockstep_record") != 1) {
     refuse("lockstep doctor",
@@ -178,7 +177,7 @@ std::vector<Record> read_all(const std::string& dir) {
     if (last.job != first.job || last.world_size != first.world_size) {
       refuse("lockstep doctor",
              fmt::format("'{}' is of another job ({}, {} ranks) than rank {}'s record ({}, {} "
-                         "ranks); give each job a folder of its own",
+                         "ranks); use a separate folder for each job",
                          file.path.string(), last.job, last.world_size, first.rank, first.job,
                          first.world_size));
     }
@@ -296,13 +295,13 @@ void print(const std::vector<Record>& records, const Parting& parting) {
   const auto any = std::find_if(parting.calls.begin(), parting.calls.end(),
                                 [](const auto& call) { return call.second != nullptr; });
   if (parting.is_missing) {
-    print("Culprit: {}, which never came to collective {} of group '{}': {}\n",
+    print("Culprit: {}, which never reached collective {} of group '{}': {}\n",
           ranks_in_words(culprits), parting.collective, parting.group, any->second->call);
   } else if (culprits.empty()) {
-    print("The ranks part at collective {} of group '{}', and no side is larger\n",
+    print("The ranks diverge at collective {} of group '{}', without a majority\n",
           parting.collective, parting.group);
   } else {
-    print("Culprit: {}, which called something else as collective {} of group '{}'\n",
+    print("Culprit: {}, which made another call as collective {} of group '{}'\n",
           ranks_in_words(culprits), parting.collective, parting.group);
   }
   print("\n  rank  state      where                     call\n");
@@ -329,7 +328,10 @@ void print_different_lines(const std::vector<Record>& records, const std::string
   }
   for (const auto& [number, sides] : lines) {
     if (sides.size() < 2) continue;
-    print("\nThe ranks first came from different lines at collective {} of '{}':\n", number, group);
+    print(
+        "\n"
+        "The ranks first called from different lines at collective {} of '{}':\n",
+        number, group);
     for (const auto& [where, ranks] : sides) print("  {}: {}\n", where, ranks_in_words(ranks));
     return;
   }
@@ -341,7 +343,7 @@ bool print_open_messages(const std::vector<Record>& records) {
   for (const Record& record : records) {
     for (const Operation& operation : record.operations) {
       if (operation.collective != 0 || operation.state == "finished") continue;
-      print("Rank {} waits in {} at {} for rank {} of group '{}', which did not come\n",
+      print("Rank {} waits in {} at {} for rank {} of group '{}', which did not arrive\n",
             record.rank, operation.name, operation.where, operation.peer, operation.group);
       is_any = true;
     }

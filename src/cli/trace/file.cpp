@@ -181,8 +181,8 @@ class Reader {
  private:
   [[noreturn]] void refuse(const std::string& why) const {
     throw UsageError({.operation = "lockstep trace"},
-                     fmt::format("'{}' is no trace that lockstep wrote (lockstep run --trace FILE, "
-                                 "lockstep trace merge): {}",
+                     fmt::format("'{}' is not a trace written by lockstep (lockstep run --trace "
+                                 "FILE, lockstep trace merge): {}",
                                  path_, why));
   }
 

@@ -80,8 +80,8 @@ std::vector<Found> files_in(const std::string& dir, const std::string& clock) {
   for (const Mapping& file : files) {
     if (text_of(file->clock) != clock) {
       refuse("lockstep trace",
-             fmt::format("rank {} in '{}' was traced by another system, '{}', or before this one's "
-                         "start: run lockstep trace merge there, then merge what it writes",
+             fmt::format("rank {} in '{}' was traced on another system, '{}', or before this one "
+                         "was booted: run lockstep trace merge there, then merge its output",
                          file->rank, dir, text_of(file->host)));
     }
     const int n_before = file->job == 0 ? n_unnumbered[{file->n_restarts, file->rank}]++ : 0;

@@ -64,9 +64,10 @@ void append(Trace& to, const Trace& from, std::int64_t added_ns) {
   for (const Row& row : from.rows) {
     if (std::any_of(to.rows.begin(), to.rows.end(),
                     [&](const Row& other) { return other.pid == row.pid; })) {
-      throw UsageError({.operation = "lockstep trace merge"},
-                       fmt::format("{} is in two of the traces: give one of each node, of one job",
-                                   name_of(row)));
+      throw UsageError(
+          {.operation = "lockstep trace merge"},
+          fmt::format("{} is in two of the traces: give one trace per node, all of one job",
+                      name_of(row)));
     }
     to.rows.push_back(row);
   }

@@ -73,8 +73,9 @@ int run_traced(const std::string& file, const run::NodesOptions& nodes,
     return exit_code;
   } catch (const std::exception& failure) {
     folder.is_kept = true;
-    say(fmt::format("{}. What the ranks left is in {}; lockstep trace merge makes a file of it",
-                    failure.what(), folder.path()));
+    say(fmt::format(
+        "{}. The ranks' traces are in {}; lockstep trace merge builds the file from them",
+        failure.what(), folder.path()));
     return exit_code != 0 ? exit_code : 1;
   }
 }

@@ -77,15 +77,16 @@ std::string what_is_missing(const Trace& trace, const std::vector<OfRank>& ranks
                      row.why_lost);
     }
     if (ranks[i].n_open > 0) {
-      fmt::format_to(out, "{}: {} never ended and count nowhere\n", name_of(row),
+      fmt::format_to(out, "{}: {} never ended and are not counted\n", name_of(row),
                      count_of(ranks[i].n_open, "call or region", "calls or regions"));
     }
   }
   for (const Correction& correction : trace.corrections) {
     if (correction.within_ns < 0) {
-      fmt::format_to(out, "a clock moved by the hosts' times of day: no call joins them\n");
+      fmt::format_to(out, "a clock corrected by the hosts' times of day: no call connects them\n");
     } else {
-      fmt::format_to(out, "a clock moved by {} s: times of its ranks are right to within {}\n",
+      fmt::format_to(out,
+                     "a clock corrected by {} s: times of its ranks are accurate to within {}\n",
                      static_cast<double>(correction.added_ns) / 1e9, time_of(correction.within_ns));
     }
   }

@@ -78,7 +78,7 @@ Fingerprints fingerprints_of_state(const torch::optim::Optimizer& optimizer,
     for (const auto& item : parameters) {
       if (item.value().is_same(tensor)) return "parameter " + item.key();
     }
-    return std::string("a parameter of no name");
+    return std::string("an unnamed parameter");
   };
   std::size_t i_group = 0;
   for (const auto& group : optimizer.param_groups()) {
@@ -130,10 +130,9 @@ void detail::assert_in_sync(const torch::nn::Module& module,
     const Fingerprints state = fingerprints_of_state(*optimizer, module);
     all.insert(all.end(), state.begin(), state.end());
   }
-  check_fingerprints(
-      all, group, context_of("assert_in_sync", group, where),
-      "make the same changes on all ranks, average the gradients, and let buffers be "
-      "the same, as SyncBatchNorm's are");
+  check_fingerprints(all, group, context_of("assert_in_sync", group, where),
+                     "make the same changes on all ranks, average the gradients, and keep buffers "
+                     "equal, as SyncBatchNorm does");
 }
 
 }  // namespace lockstep::nn

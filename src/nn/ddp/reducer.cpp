@@ -19,11 +19,10 @@ void Reducer::before_forward(const std::optional<std::source_location>& where) {
   if (!joining_) where_ = where.value_or(made_at_);
   if (in_step_) {
     throw UsageError(
-        context(),
-        fmt::format("the last backward left by an exception, {} of {} buckets sent: the ranks may "
-                    "be out of step. Build a new DistributedDataParallel, over a new group where "
-                    "the exception says that this one is dead",
-                    n_sent_, buckets_.size()));
+        context(), fmt::format("the last backward ended with an exception after {} of {} buckets: "
+                               "the ranks may be out of step. Build a new DistributedDataParallel, "
+                               "over a new group if the exception says that this one is dead",
+                               n_sent_, buckets_.size()));
   }
   if (!at::GradMode::is_enabled()) return;
   sync_ = n_no_sync == 0;
@@ -56,7 +55,7 @@ void Reducer::prepare() {
       [&] {
         return changed.empty() ? std::string("preparing a forward")
                                : fmt::format(
-                                     "taking parameter {} anew, which was changed here "
+                                     "updating parameter {}, which was changed on this rank "
                                      "(torch::load, to(), set_data): change it on all ranks",
                                      changed);
       },
@@ -164,7 +163,7 @@ void Reducer::check_same_gradients() {
     throw MismatchError(
         context(),
         fmt::format("parameter {} got a gradient on {:.0f} of {} ranks: let it take part in every "
-                    "rank's loss, or set find_unused_parameters, for which a missing one is zero",
+                    "rank's loss, or set find_unused_parameters, which takes a missing one as zero",
                     parameter.name, n_ranks, group_.size()));
   }
 }
@@ -225,7 +224,7 @@ void Reducer::finish() {
   if (!rebuilt_) {
     for (Parameter& parameter : parameters_)
       parameter.used = parameter.ready || !options_.static_graph;
-    explain([] { return std::string("making the buckets anew"); }, [this] { rebuild_buckets(); });
+    explain([] { return std::string("rebuilding the buckets"); }, [this] { rebuild_buckets(); });
   }
   prepared_ = false;
   in_step_ = false;

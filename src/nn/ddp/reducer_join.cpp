@@ -76,12 +76,12 @@ std::optional<Group> group_of_scope() {
 void Reducer::check_scopes(std::span<const Announcement> all) const {
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].scope == 0 || all[rank].scope_size >= group_.size()) continue;
-    throw UsageError(context(),
-                     fmt::format("in join, the forward of rank {} is in a SyncBatchNormScope over "
-                                 "a group of {} of the {} ranks, and a rank out of data would not "
-                                 "know in whose: convert the net with convert_sync_batchnorm and "
-                                 "that group instead",
-                                 rank, all[rank].scope_size, group_.size()));
+    throw UsageError(
+        context(),
+        fmt::format("in join, the forward of rank {} is in a SyncBatchNormScope over a group of {} "
+                    "of the {} ranks, and a rank out of data would not know in which: convert the "
+                    "net with convert_sync_batchnorm and that group instead",
+                    rank, all[rank].scope_size, group_.size()));
   }
 }
 
@@ -97,7 +97,7 @@ Reducer::Announcement Reducer::announce(Turn turn) {
   }
   std::vector<Announcement> all(static_cast<std::size_t>(group_.size()));
   static_assert(sizeof(Announcement) == 24);
-  explain([] { return std::string("telling each other in join what comes next"); },
+  explain([] { return std::string("agreeing in join on the next step"); },
           [&] {
             group_.all_gather({&mine, 3, DType::i64}, {all.data(), 3 * all.size(), DType::i64}, {},
                               where_);
@@ -208,7 +208,7 @@ void Reducer::drop_gradients() {
 }
 
 void Reducer::take_state_of(int rank, const JoinOptions& options) {
-  explain([&] { return fmt::format("giving all the state of rank {}", rank); },
+  explain([&] { return fmt::format("broadcasting the state of rank {}", rank); },
           [&] {
             for (const auto& tensors : {module_.parameters(), module_.buffers()}) {
               for (at::Tensor tensor : tensors) broadcast(tensor, rank, group_, {}, where_);
@@ -225,13 +225,13 @@ void Reducer::check_in_sync() {
   if (n_checks_ == 0 && !is_due) return;
   const bool is_after_join = n_checks_ > 0;
   if (is_after_join) --n_checks_;
-  check_fingerprints(follows_ ? Fingerprints() : fingerprints_of_parameters(module_), group_,
-                     context(),
-                     is_after_join ? "the ranks had different numbers of batches in join, and so "
-                                     "made different numbers of optimizer steps: give join the "
-                                     "optimizers, whose state it then carries along"
-                                   : "the ranks have changed them differently: make the same "
-                                     "changes on all");
+  check_fingerprints(
+      follows_ ? Fingerprints() : fingerprints_of_parameters(module_), group_, context(),
+      is_after_join
+          ? "the ranks had different numbers of batches in join, and so made different numbers of "
+            "optimizer steps: pass join the optimizers, whose state it then keeps equal"
+          : "the ranks have changed them differently: make the same "
+            "changes on all");
 }
 
 }  // namespace lockstep::nn::detail

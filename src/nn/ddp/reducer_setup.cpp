@@ -178,12 +178,12 @@ std::string Reducer::changed_parameter() const {
 }
 
 void Reducer::refuse_changed(const std::string& name) const {
-  throw UsageError(context(),
-                   fmt::format("parameter {} has changed (torch::load, to(), set_data, "
-                               "requires_grad_) since the last synchronised forward of "
-                               "DistributedDataParallel: after a change, make the forward through "
-                               "it and not through the module inside",
-                               name));
+  throw UsageError(
+      context(),
+      fmt::format("parameter {} has changed (torch::load, to(), set_data, requires_grad_) since "
+                  "the last synchronised forward of DistributedDataParallel: after a change, call "
+                  "its forward, not that of the wrapped module",
+                  name));
 }
 
 void Reducer::check_before_step() const {

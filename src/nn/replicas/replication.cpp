@@ -55,9 +55,9 @@ void check_same_structure(const std::vector<Position>& first, const std::vector<
     }
     throw UsageError(
         {"execute_replication_callbacks", "", -1, 0, where},
-        fmt::format(
-            "{} is not built like copy 0: {} {}; make the copies from one module", copy_name,
-            first[i].name.empty() ? "the module itself" : "'" + first[i].name + "'", difference));
+        fmt::format("{} differs from copy 0: {} {}; make the copies from one module", copy_name,
+                    first[i].name.empty() ? "the module itself" : "'" + first[i].name + "'",
+                    difference));
   }
 }
 
@@ -75,7 +75,7 @@ at::Device device_of(const Module& module) {
 void execute_replication_callbacks(std::span<const std::shared_ptr<Module>> replicas,
                                    const ReplicationInfo& about, std::source_location where) {
   const ErrorContext error{"execute_replication_callbacks", "", -1, 0, where};
-  if (replicas.empty()) throw UsageError(error, "got no copies; copy 0 at least is needed");
+  if (replicas.empty()) throw UsageError(error, "got no copies; expected at least copy 0");
   if (!about.devices.empty() && about.devices.size() != replicas.size()) {
     throw UsageError(error, fmt::format("got {} devices, expected one for each of {} copies",
                                         about.devices.size(), replicas.size()));

@@ -52,7 +52,7 @@ void check_footer(const std::string& path, const std::string& bytes) {
   const std::size_t n_bytes = bytes.size() - sizeof footer;
   std::memcpy(&footer, bytes.data() + n_bytes, sizeof footer);
   if (footer.magic != Footer().magic || footer.hash == hash_of_bytes(bytes.data(), n_bytes)) return;
-  throw std::runtime_error(path + " is damaged: its bytes are not those that were saved");
+  throw std::runtime_error(path + " is damaged: its bytes differ from those that were saved");
 }
 
 /// Runs f on rank 0; throws its failure on every rank.
@@ -120,9 +120,9 @@ void load_checkpoint(const std::string& path,
   try {
     archive.load_from(stream);
   } catch (const c10::Error& error) {
-    throw UsageError(
-        context_of("load_checkpoint", group, where),
-        fmt::format("{} is no archive of torch::save: {}", path, error.what_without_backtrace()));
+    throw UsageError(context_of("load_checkpoint", group, where),
+                     fmt::format("{} is not an archive of torch::save: {}", path,
+                                 error.what_without_backtrace()));
   }
   read(archive);
 }

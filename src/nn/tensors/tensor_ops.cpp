@@ -219,9 +219,10 @@ at::Device detail::common_device(const std::vector<at::Tensor>& tensors,
       if (tensor.defined()) device = tensor.device();
       continue;
     }
-    throw UsageError(context, fmt::format("tensors are on {} and {}: bring them to one with "
-                                          "cast_data_device",
-                                          device->str(), tensor.device().str()));
+    throw UsageError(
+        context,
+        fmt::format("tensors are on {} and {}: move them to one device with cast_data_device",
+                    device->str(), tensor.device().str()));
   }
   if (!device) throw UsageError(context, "there is no tensor in the data");
   return *device;

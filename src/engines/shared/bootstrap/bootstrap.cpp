@@ -66,9 +66,10 @@ class Leader : Bootstrap {
       }
       if (Clock::now() > deadline_) {
         fail(Kind::timeout,
-             fmt::format("process {} holds the socket @{} at which this job's ranks meet; two jobs "
-                         "of one user must differ in what their launcher tells them: {}",
-                         holder.pid, address_.text, job_));
+             fmt::format(
+                 "process {} holds the socket @{} through which this job's ranks connect; two jobs "
+                 "of one user must differ in the variables that their launchers set: {}",
+                 holder.pid, address_.text, job_));
       }
       std::this_thread::sleep_for(kRetryEvery);
     }
@@ -120,7 +121,7 @@ class Leader : Bootstrap {
       member.socket.reset();
       if (member.rank < 0) return;  // a process that only probed who holds the name
       fail_all(Kind::peer_lost,
-               fmt::format("rank {} (process {}) died or gave up before all {} ranks had come",
+               fmt::format("rank {} (process {}) died or gave up before all {} ranks had connected",
                            member.rank, member.pid, n_ranks_));
     }
     if (n < static_cast<ssize_t>(sizeof(std::uint64_t)) || hello.greeting != kGreeting) {
@@ -139,7 +140,7 @@ class Leader : Bootstrap {
     if (n_bytes != sizeof hello || hello.layout != kVersion) {
       fail_all(Kind::mismatch,
                fmt::format("process {} links another version of lockstep than rank 0 (layout {}, "
-                           "here {}); build all ranks with one",
+                           "here {}); build all ranks with one version",
                            member.pid, hello.layout, kVersion));
     }
     if (hello.n_ranks != n_ranks_ || hello.rank <= 0 || hello.rank >= n_ranks_) {
@@ -150,15 +151,14 @@ class Leader : Bootstrap {
     }
     for (const Member& other : members_) {
       if (other.rank != hello.rank) continue;
-      fail_all(Kind::mismatch,
-               fmt::format("two processes are rank {}: {} and {}; each rank joins once, and a "
-                           "program that a rank starts is no rank",
-                           hello.rank, other.pid, member.pid));
+      fail_all(Kind::mismatch, fmt::format("two processes are rank {}: {} and {}; each rank joins "
+                                           "once, and a program started by a rank is not a rank",
+                                           hello.rank, other.pid, member.pid));
     }
     if (hello.pid != member.pid) {
       fail_all(Kind::engine,
-               fmt::format("rank {} is in another process namespace (a container of its own), so "
-                           "its peers could not see it die; start all ranks of this host in one "
+               fmt::format("rank {} is in another PID namespace (a separate container), so its "
+                           "peers could not detect its death; start all ranks of this host in one "
                            "container, or use another backend",
                            hello.rank));
     }
@@ -182,9 +182,9 @@ class Leader : Bootstrap {
       if (!has_come) missing.push_back(r);
     }
     return fmt::format(
-        "rank{} {} of {} did not come within {:g} s to where the ranks of this host meet; did {} "
-        "end early, start with other variables than rank 0 ({}), or in a container (network "
-        "namespace) of its own? Ranks in several containers meet over mpi, gloo or hierarchical",
+        "rank{} {} of {} did not connect to the ranks of this host within {:g} s; did {} end "
+        "early, start with other variables than rank 0 ({}), or in a separate container (network "
+        "namespace)? Ranks in several containers connect over mpi, gloo or hierarchical",
         missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), n_ranks_, limit_seconds(),
         missing.size() == 1 ? "it" : "they", job_);
   }
@@ -211,7 +211,7 @@ class Leader : Bootstrap {
   /// then notifies ranks that connect later, which would otherwise wait until their timeout.
   [[noreturn]] void fail_for_want_of_descriptors(int error_number) {
     const std::string text = fmt::format(
-        "rank 0 (process {}) cannot take the connections of all {} ranks of this host; raise its "
+        "rank 0 (process {}) cannot accept the connections of all {} ranks of this host; raise its "
         "limit on open files (ulimit -n) by at least {}, or start the job with `lockstep run`",
         ::getpid(), n_ranks_, n_ranks_);
     const Reply reply = refusal(Kind::system, text, error_number);
@@ -266,9 +266,8 @@ class Leader : Bootstrap {
       std::array<char, sizeof Reply::text> said{};
       const ssize_t n = ::recv(member.socket.get(), said.data(), said.size() - 1, 0);
       if (base::text_in(said) == kSeated) continue;
-      declare_failed(
-          segment, member.rank,
-          n > 0 ? base::text_in(said) : "died, or took too long, before it took its place");
+      declare_failed(segment, member.rank,
+                     n > 0 ? base::text_in(said) : "died, or took too long, before it joined");
     }
   }
 
@@ -335,12 +334,11 @@ class Follower : Bootstrap {
     while (!(socket_ = connect())) {
       if (Clock::now() > deadline_) {
         fail(Kind::timeout,
-             fmt::format(
-                 "rank 0 of {} did not come within {:g} s to where the ranks of this host "
-                 "meet; did it end early, start with other variables than rank {} ({}), or in "
-                 "a container (network namespace) of its own? Ranks in several containers "
-                 "meet over mpi, gloo or hierarchical",
-                 n_ranks_, limit_seconds(), rank_, job_));
+             fmt::format("rank 0 of {} did not connect to the ranks of this host within {:g} s; "
+                         "did it end early, start with other variables than rank {} ({}), or in a "
+                         "separate container (network namespace)? Ranks in several containers "
+                         "connect over mpi, gloo or hierarchical",
+                         n_ranks_, limit_seconds(), rank_, job_));
       }
       std::this_thread::sleep_for(kRetryEvery);
     }
@@ -363,7 +361,7 @@ class Follower : Bootstrap {
 
   [[noreturn]] void lose_leader() const {
     fail(Kind::peer_lost,
-         fmt::format("rank 0 (process {}) died or gave up before all {} ranks had come",
+         fmt::format("rank 0 (process {}) died or gave up before all {} ranks had connected",
                      leader_.pid, n_ranks_));
   }
 
@@ -372,8 +370,9 @@ class Follower : Bootstrap {
     while (::poll(&entry, 1, milliseconds_to(deadline_ + kReportTime)) <= 0) {
       if (Clock::now() < deadline_ + kReportTime) continue;
       fail(Kind::timeout,
-           fmt::format("rank 0 (process {}) has come, but says nothing for {:g} s; is it stopped?",
-                       leader_.pid, limit_seconds()));
+           fmt::format(
+               "rank 0 (process {}) has connected, but has sent nothing for {:g} s; is it stopped?",
+               leader_.pid, limit_seconds()));
     }
     Reply reply{};
     iovec part{.iov_base = &reply, .iov_len = sizeof reply};
@@ -393,7 +392,7 @@ class Follower : Bootstrap {
     }
     if (reply.greeting != kGreeting) {
       fail(Kind::mismatch,
-           fmt::format("process {} at @{} does not speak as rank 0 of this version of lockstep",
+           fmt::format("process {} at @{} does not respond as rank 0 of this version of lockstep",
                        leader_.pid, address_.text));
     }
     return reply;

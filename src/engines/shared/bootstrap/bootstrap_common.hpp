@@ -104,7 +104,8 @@ class Bootstrap {
     const int error_number = errno;
     throw SystemError(
         context_of(barrier_, rank_), error_number,
-        fmt::format("cannot {} the Unix socket at which the ranks of this host meet", what));
+        fmt::format("cannot {} the Unix socket through which the ranks of this host connect",
+                    what));
   }
 
   base::UniqueFd open_socket() const {
@@ -128,9 +129,10 @@ class Bootstrap {
   void refuse_other_user(const ucred& peer) const {
     if (peer.uid == ::geteuid()) return;
     fail(Kind::engine,
-         fmt::format("process {} of user {} holds the socket @{} at which this job's ranks meet, "
-                     "and this is user {}; end that process, or start the job with `lockstep run`",
-                     peer.pid, peer.uid, address_.text, ::geteuid()));
+         fmt::format(
+             "process {} of user {} holds the socket @{} through which this job's ranks connect, "
+             "and this is user {}; end that process, or start the job with `lockstep run`",
+             peer.pid, peer.uid, address_.text, ::geteuid()));
   }
 
   double limit_seconds() const { return std::chrono::duration<double>(barrier_.timeout).count(); }

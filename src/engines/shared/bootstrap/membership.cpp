@@ -23,7 +23,7 @@ std::string describe_wait_status(int status) {
     const char* name = ::sigabbrev_np(signal);
     return fmt::format("was killed by signal {} (SIG{})", signal, name != nullptr ? name : "?");
   }
-  return fmt::format("left the program with exit code {}", WEXITSTATUS(status));
+  return fmt::format("exited with code {}", WEXITSTATUS(status));
 }
 
 void mark_ended(RankBlock& block, std::string_view failure) noexcept {
@@ -40,7 +40,7 @@ Membership::Membership(std::shared_ptr<Segment> segment, int world_rank)
   if (!mine.pid.compare_exchange_strong(nobody, pid_)) {
     throw UsageError({.operation = "init_dist"},
                      fmt::format("rank {} is taken by process {}; each rank joins once, and a "
-                                 "program started by a rank is no rank (unset LOCKSTEP_SEGMENT)",
+                                 "program started by a rank is not a rank (unset LOCKSTEP_SEGMENT)",
                                  world_rank_, nobody));
   }
   mine.start_time.store(base::process_start_time(pid_), std::memory_order_relaxed);

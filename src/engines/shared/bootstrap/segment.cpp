@@ -38,7 +38,7 @@ std::uint32_t job_number(std::uint64_t nonce) {
 
 const char* advice_for(int error_number) {
   switch (error_number) {
-    case EFBIG: return "raise the limit on the size of files, which holds for it too (ulimit -f)";
+    case EFBIG: return "raise the limit on the size of files, which applies to it too (ulimit -f)";
     case EMFILE:
     case ENFILE: return "raise the limit on open files (ulimit -n)";
     case EPERM:
@@ -83,7 +83,7 @@ void Segment::create(int n_ranks) {
   if (n_ranks < 1 || n_ranks > kMaxRanks) {
     throw UsageError(
         {.operation = "shared memory"},
-        fmt::format("{} ranks asked for; one machine takes 1 to {}", n_ranks, kMaxRanks));
+        fmt::format("{} ranks requested; one machine supports 1 to {}", n_ranks, kMaxRanks));
   }
   n_ranks_ = n_ranks;
   n_base_bytes_ = base_bytes(n_ranks);
@@ -133,7 +133,7 @@ void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::u
   if (::fstat(fd.get(), &status) != 0) throw Refused{"the descriptor is closed"};
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
-    throw Refused{"the descriptor is no sealed memfd"};
+    throw Refused{"the descriptor is not a sealed memfd"};
   }
   const auto n_bytes = static_cast<std::size_t>(status.st_size);
   if (n_bytes < kPage) throw Refused{"it is too short"};
@@ -141,7 +141,7 @@ void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::u
   fd_ = base::KeptFd(std::move(fd));
   n_base_bytes_ = kPage;
   header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, kPage, protection));
-  if (header_->magic != kMagic) throw Refused{"it holds something else"};
+  if (header_->magic != kMagic) throw Refused{"it contains something else"};
   if (header_->version != kVersion) {
     throw Refused{
         fmt::format("it has layout {}, this library has {}; use the `lockstep` command of the "
@@ -177,7 +177,7 @@ std::shared_ptr<const Segment> Segment::look(base::UniqueFd fd) {
   try {
     segment->open(std::move(fd), PROT_READ, std::nullopt);
   } catch (const Refused& refused) {
-    throw UsageError({.operation = "lockstep top"}, "cannot look at this job: " + refused.why);
+    throw UsageError({.operation = "lockstep top"}, "cannot inspect this job: " + refused.why);
   }
   return segment;
 }
@@ -258,8 +258,8 @@ std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes) {
   const auto end = static_cast<std::uint64_t>(status.st_size);
   if (offset < n_base_bytes_ || offset % kPage != 0 || offset > end || n_bytes > end - offset) {
     throw EngineError({.operation = "shared memory"},
-                      fmt::format("a peer names {} bytes at {} of a segment of {}; its memory is "
-                                  "damaged: start the job again",
+                      fmt::format("a peer refers to {} bytes at {} of a segment of {}; the shared "
+                                  "memory is damaged: restart the job",
                                   n_bytes, offset, end));
   }
   return map_pages(fd_.get(), offset, n_bytes);

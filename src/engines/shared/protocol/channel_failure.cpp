@@ -50,7 +50,7 @@ void Channel::end_with(const Error& error) noexcept {
     const Failure failure = internal::failure_for_peers(error, rank_);
     note_failure(failure.kind, internal::text_of(failure), /*error_number=*/0);
   } catch (const std::bad_alloc&) {
-    note_failure(Kind::peer_failed, "a rank failed; no memory was left to say how",
+    note_failure(Kind::peer_failed, "a rank failed; no memory was left to describe the failure",
                  /*error_number=*/0);
   }
 }
@@ -60,7 +60,7 @@ void Channel::throw_failure(const Call& call) {
   const auto give_up = steady_clock::now() + kReportPatience;
   while (failure.state.load(std::memory_order_acquire) != FailureState::ready) {
     if (steady_clock::now() > give_up) {
-      throw PeerLost(context_of(call, rank_), "a rank died while it wrote why the group failed");
+      throw PeerLost(context_of(call, rank_), "a rank died while it recorded why the group failed");
     }
     std::this_thread::yield();
   }
