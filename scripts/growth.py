@@ -159,7 +159,7 @@ def model(n, gbits, algorithm, n_bytes):
     """Seconds between n hosts, of which one rank each takes part."""
     bandwidth = gbits * 1e9 / 8
     far = (4 if n > HOSTS_PER_SWITCH else 2) * LINK
-    if algorithm == 'direct':  # everybody's messages to everybody at once, one exchange or three
+    if algorithm == 'direct':  # all messages between all ranks at once, one exchange or three
         def exchange(each):
             return 2 * (n - 1) * MESSAGE + far + (n - 1) * each / bandwidth
         if n_bytes <= RIDING:

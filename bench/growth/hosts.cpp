@@ -209,7 +209,7 @@ class Timed final : public Part {
 
 /// All ranks, for hierarchical.cpp to build its levels. With the mpi engine, each rank would send a
 /// message to each other rank for that: 67 million at 8,192.
-class Everybody final : public Part {
+class AllRanks final : public Part {
  public:
   using Part::Part;
   void run(const Call& call) override {  // the numbers that give the host's bootstrap its name
@@ -247,17 +247,17 @@ void run_rank() {
   const int rank = rank_of(MPI_COMM_WORLD);
   const int n_ranks = size_of(MPI_COMM_WORLD);
   if (rank == 0) growth::arena = static_cast<char*>(SMPI_SHARED_MALLOC(growth::kArenaBytes));
-  const Some everybody{0, 1, n_ranks};
+  const Some all_ranks{0, 1, n_ranks};
   Call barrier;
   barrier.timeout = std::chrono::hours(24);
   std::unique_ptr<Engine> engine;
   if (options.engine == "flat") {
-    engine = join(everybody, barrier);
+    engine = join(all_ranks, barrier);
   } else {
     std::vector<int> hosts;
     for (int r = 0; r < n_ranks; ++r) hosts.push_back(r / kRanksPerHost * kRanksPerHost);
     engine =
-        lockstep::hierarchical::make(std::make_unique<Everybody>(MPI_COMM_WORLD), hosts, barrier);
+        lockstep::hierarchical::make(std::make_unique<AllRanks>(MPI_COMM_WORLD), hosts, barrier);
   }
   for (const std::size_t n_bytes : options.sizes) {
     std::vector<float> small(n_bytes < growth::kLarge ? n_bytes / sizeof(float) : 0);
@@ -267,12 +267,12 @@ void run_rank() {
     call.count = n_bytes / sizeof(float);
     call.out = small.empty() ? static_cast<void*>(growth::arena) : small.data();
     call.in = call.out;
-    start_line(everybody)->wait();
+    start_line(all_ranks)->wait();
     seconds = seconds_between = 0;
     const double start = MPI_Wtime();
     engine->run(call);
     seconds = std::max(seconds, MPI_Wtime() - start);
-    start_line(everybody)->wait();
+    start_line(all_ranks)->wait();
     if (rank != 0) continue;
     fmt::print("{} {:g} {} {} {:.9f} {:.9f}\n", options.n_hosts, options.gbits, options.engine,
                n_bytes, seconds, seconds_between);

@@ -182,12 +182,12 @@ struct Row {
 };
 
 void compare(std::int64_t size, Results& results) {
-  const lockstep::Group everybody = lockstep::default_group();
+  const lockstep::Group world = lockstep::default_group();
   std::vector<Row> rows;
-  rows.push_back({"nobody else", std::make_unique<NoExchange>(this_rank()), false});
-  rows.push_back({"statistics only", std::make_unique<NoExchange>(everybody), false});
+  rows.push_back({"no other rank", std::make_unique<NoExchange>(this_rank()), false});
+  rows.push_back({"statistics only", std::make_unique<NoExchange>(world), false});
   rows.push_back({"gradients only", std::make_unique<Ddp>(this_rank()), false});
-  rows.push_back({"DistributedDataParallel", std::make_unique<Ddp>(everybody)});
+  rows.push_back({"DistributedDataParallel", std::make_unique<Ddp>(world)});
 #ifdef USE_C10D_GLOO
   rows.push_back({"buckets over c10d Gloo", std::make_unique<C10d>()});
 #endif

@@ -165,18 +165,18 @@ std::int64_t checksum_of(const torch::nn::Module& model, const torch::optim::SGD
 }
 
 void check_can_save(const fs::path& path) {
-  const auto refuse = [&](const std::string& why) {
+  const auto reject = [&](const std::string& why) {
     throw std::invalid_argument(fmt::format("--save {}: {}", path.string(), why));
   };
   std::error_code ignored;
   const fs::file_status status = fs::status(path, ignored);
-  if (fs::exists(status) && !fs::is_regular_file(status)) refuse("this is no regular file");
+  if (fs::exists(status) && !fs::is_regular_file(status)) reject("this is no regular file");
   const fs::path folder = path.has_parent_path() ? path.parent_path() : ".";
   if (fs::exists(folder, ignored) && !fs::is_directory(folder, ignored)) {
-    refuse(fmt::format("{} is no folder", folder.string()));
+    reject(fmt::format("{} is no folder", folder.string()));
   }
   if (::access(folder.c_str(), W_OK | X_OK) != 0) {
-    refuse(fmt::format("cannot write to the folder {}: {}", folder.string(), std::strerror(errno)));
+    reject(fmt::format("cannot write to the folder {}: {}", folder.string(), std::strerror(errno)));
   }
 }
 

@@ -54,13 +54,14 @@ class FutureGate {
 };
 
 class Rendezvous;
-struct Seat;
+struct Participant;
 
 /// The type-erased half of SlavePipe.
 class SlaveEnd {
  public:
   SlaveEnd() = default;
-  SlaveEnd(std::shared_ptr<Rendezvous> rendezvous, std::shared_ptr<Seat> seat) noexcept;
+  SlaveEnd(std::shared_ptr<Rendezvous> rendezvous,
+           std::shared_ptr<Participant> participant) noexcept;
   SlaveEnd(SlaveEnd&&) noexcept = default;
   SlaveEnd& operator=(SlaveEnd&& other) noexcept;
   ~SlaveEnd();
@@ -71,7 +72,7 @@ class SlaveEnd {
 
  private:
   std::shared_ptr<Rendezvous> rendezvous_;
-  std::shared_ptr<Seat> seat_;
+  std::shared_ptr<Participant> participant_;
 };
 
 /// The type-erased half of SyncMaster.

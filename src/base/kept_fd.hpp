@@ -10,7 +10,7 @@
 
 namespace lockstep::base {
 
-/// Whether fd is a pidfd of that process. Also false if /proc does not tell, and after the process
+/// Whether fd is a pidfd of that process. Also false if /proc does not say, and after the process
 /// has been reaped.
 bool is_pidfd_of(int fd, pid_t pid) noexcept;
 /// Whether its inode is the one that all anonymous-inode descriptors share, as pidfds did before

@@ -13,7 +13,7 @@ namespace lockstep::base {
 enum class ProcessState : std::uint8_t { running, sleeping, stopped, alive, gone, unknown };
 
 /// Start time of a process in clock ticks since boot, the same in every time namespace to within
-/// one tick. With the pid it identifies the process. 0: no such process, or /proc does not tell.
+/// one tick. With the pid it identifies the process. 0: no such process, or /proc does not say.
 std::uint64_t process_start_time(pid_t pid) noexcept;
 
 /// State of the process in this PID namespace with this pid and start time. A zombie is gone; a

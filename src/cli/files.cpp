@@ -29,13 +29,13 @@ std::string read_regular(std::string_view subcommand, const fs::path& path) {
   const base::UniqueFd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct stat status {};
   if (!fd || ::fstat(fd.get(), &status) != 0) {
-    refuse(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
+    reject(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
   }
   if (!S_ISREG(status.st_mode)) {
-    refuse(subcommand, fmt::format("cannot read '{}': it is not a regular file", path.string()));
+    reject(subcommand, fmt::format("cannot read '{}': it is not a regular file", path.string()));
   }
   if (static_cast<std::size_t>(status.st_size) > kMostBytes) {
-    refuse(subcommand, fmt::format("cannot read '{}': it has {} bytes, expected at most {}",
+    reject(subcommand, fmt::format("cannot read '{}': it has {} bytes, expected at most {}",
                                    path.string(), status.st_size, kMostBytes));
   }
   std::string text(static_cast<std::size_t>(status.st_size), '\0');
@@ -44,7 +44,7 @@ std::string read_regular(std::string_view subcommand, const fs::path& path) {
     const ssize_t n = ::read(fd.get(), text.data() + n_read, text.size() - n_read);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) {
-      refuse(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
+      reject(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
     }
     if (n == 0) break;
     n_read += static_cast<std::size_t>(n);
@@ -63,7 +63,7 @@ void check_is_replaceable(std::string_view subcommand, const std::string& path) 
   std::error_code ignored;
   const fs::file_status status = fs::status(path, ignored);
   if (!fs::exists(status) || fs::is_regular_file(status)) return;
-  refuse(subcommand,
+  reject(subcommand,
          fs::is_directory(status)
              ? fmt::format("'{}' is a folder; give the name of a file", path)
              : fmt::format(

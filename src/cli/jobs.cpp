@@ -119,19 +119,19 @@ RunningJob find_job(pid_t process) {
   struct stat status {};
   const std::string folder = fmt::format("/proc/{}", process);
   if (::stat(folder.c_str(), &status) != 0) {
-    refuse("lockstep top",
+    reject("lockstep top",
            fmt::format("there is no process {}; lockstep top without a number lists the jobs",
                        process));
   }
   if (status.st_uid != ::geteuid()) {
-    refuse("lockstep top",
+    reject("lockstep top",
            fmt::format("process {} belongs to user {}, you are user {}; a job is shown to its own "
                        "user only",
                        process, status.st_uid, ::geteuid()));
   }
   const auto found = holder(process);
   if (!found) {
-    refuse("lockstep top",
+    reject("lockstep top",
            fmt::format("process {} belongs to no running job over shared memory; lockstep top "
                        "without a number lists the jobs",
                        process));
@@ -142,7 +142,7 @@ RunningJob find_job(pid_t process) {
 std::shared_ptr<const shared::Segment> look_at(const RunningJob& job) {
   base::UniqueFd fd(::open(job.memory.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) {
-    refuse("lockstep top",
+    reject("lockstep top",
            fmt::format("cannot inspect job {}: {}", job.launcher, std::strerror(errno)));
   }
   return shared::Segment::look(std::move(fd));

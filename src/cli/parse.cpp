@@ -9,7 +9,7 @@
 
 namespace lockstep::cli {
 
-void refuse(std::string_view subcommand, const std::string& text) {
+void reject(std::string_view subcommand, const std::string& text) {
   throw UsageError({.operation = std::string(subcommand)}, text);
 }
 

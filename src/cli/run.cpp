@@ -24,29 +24,29 @@ namespace {
 constexpr const char* kRunFooter = R"(Example:
   lockstep run -n 4 ./train --epochs 3
 
-Everything after PROGRAM is the program's own; '--' before it is only needed
-when its name begins with a dash.
+Everything after PROGRAM is passed to it; '--' before it is only needed if its
+name begins with a dash.
 
 Each rank finds in its environment RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, GROUP_RANK (the node's number), MASTER_ADDR, MASTER_PORT (a
 free port, or yours if it is set),
-LOCKSTEP_RESTART (how often the ranks were started again: 0 at first) and
+LOCKSTEP_RESTART (the number of restarts so far) and
 LOCKSTEP_SEGMENT, by which lockstep::init_dist joins the others.
 OMP_NUM_THREADS is set to the cores per rank, at least 1, unless you have set it.
 Rank 0 reads your standard input unless that is a terminal; the others read nothing.
 
-When a rank fails, the others have a second to end with their own error, then
+When a rank fails, the others have a second to exit with their own error, then
 get SIGTERM and, after --grace seconds, SIGKILL. Ctrl-C goes to all ranks; a
-second one kills them. What the ranks have started ends with them.
+second one kills them. Processes started by a rank end with it.
 
-On several machines, the same line on each but for its number:
+On several machines, the same line on each, with its own number:
   lockstep run --nnodes 2 --node-rank R --rdzv HOST:PORT -n 4 ./train
 HOST is an address of node 0's machine and becomes MASTER_ADDR. When a rank fails
-on one node, the ranks of all nodes end, and every `lockstep run` has its code.
+on one node, the ranks of all nodes end, and every `lockstep run` exits with its code.
 
-Exit code: 0 when every rank ended with 0; else that of the rank which failed
-first, or 128 + N where signal N killed it. 2: this command line is wrong.
-127: there is no such program. 126: it cannot be run. 1: the system refused.)";
+Exit code: 0 if every rank exited with 0; otherwise that of the rank that failed
+first, or 128 + N if signal N killed it. 2: invalid command line. 127: program
+not found. 126: program not executable. 1: system error.)";
 
 class Formatter : public CLI::Formatter {
  public:

@@ -10,7 +10,7 @@ namespace lockstep::cli {
 inline constexpr int kUsageExitCode = 2;
 
 /// UsageError, of `lockstep SUBCOMMAND`.
-[[noreturn]] void refuse(std::string_view subcommand, const std::string& text);
+[[noreturn]] void reject(std::string_view subcommand, const std::string& text);
 
 /// `lockstep run`: starts the ranks of a program on this machine. Takes the arguments after the
 /// subcommand and returns the exit code. Throws lockstep::Error.

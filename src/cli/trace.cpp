@@ -19,15 +19,14 @@ constexpr const char* kTraceFooter = R"(Example:
   lockstep run -n 4 --trace trace.json ./train
   lockstep trace summary trace.json
 
-summary: calls count on all ranks together; waiting is from a call's start to
-the start of its last peer; awaited is what the other ranks waited for this one.
+summary: calls are counted over all ranks; waiting is from a call's start to
+the start of its last peer; awaited is how long the other ranks waited for this one.
 
 merge: FILE of several inputs, each a trace of one node (`lockstep run --nnodes`)
-or a folder of what ranks on this machine left (LOCKSTEP_TRACE). Times become the
-first one's. https://ui.perfetto.dev and chrome://tracing show FILE.
+or a folder of traces of ranks on this machine (LOCKSTEP_TRACE). Times are those
+of the first one's clock. https://ui.perfetto.dev and chrome://tracing show FILE.
 
-Exit code: 0. 2: that is no trace, or this command line is wrong. 1: the system
-refused.)";
+Exit code: 0. 2: not a trace, or an invalid command line. 1: system error.)";
 
 }  // namespace
 

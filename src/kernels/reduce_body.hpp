@@ -156,14 +156,14 @@ LOCKSTEP_INLINE std::size_t fold_while_fits(const Call& call, std::size_t at) {
   const int n = kN != 0 ? kN : call.n;
   char* out = static_cast<char*>(call.out);
   for (; call.count - at >= kLanes * kRegisters; at += kLanes * kRegisters) {
-    Values folded[kRegisters];
+    Values reduced[kRegisters];
     const char* first = static_cast<const char*>(call.in[0]) + at * sizeof(Storage);
     LOCKSTEP_UNROLL
     for (int k = 0; k < kRegisters; ++k) {
       Stored stored;
       __builtin_memcpy(&stored, first + static_cast<std::size_t>(k) * sizeof(Stored),
                        sizeof(Stored));
-      folded[k] = E::template widen<kLanes>(stored);
+      reduced[k] = E::template widen<kLanes>(stored);
     }
     for (int r = 1; r < n; ++r) {
       const char* next = static_cast<const char*>(call.in[r]) + at * sizeof(Storage);
@@ -172,12 +172,12 @@ LOCKSTEP_INLINE std::size_t fold_while_fits(const Call& call, std::size_t at) {
         Stored stored;
         __builtin_memcpy(&stored, next + static_cast<std::size_t>(k) * sizeof(Stored),
                          sizeof(Stored));
-        folded[k] = Op::template apply<Values>(folded[k], E::template widen<kLanes>(stored));
+        reduced[k] = Op::template apply<Values>(reduced[k], E::template widen<kLanes>(stored));
       }
     }
     LOCKSTEP_UNROLL
     for (int k = 0; k < kRegisters; ++k) {
-      const Stored stored = E::template narrow<kLanes>(Op::template finish<Values>(folded[k], n));
+      const Stored stored = E::template narrow<kLanes>(Op::template finish<Values>(reduced[k], n));
       __builtin_memcpy(out + at * sizeof(Storage) + static_cast<std::size_t>(k) * sizeof(Stored),
                        &stored, sizeof(Stored));
     }
@@ -194,7 +194,7 @@ LOCKSTEP_INLINE void fold_n(const Call& call) {
 }
 
 template <class E, class Op>
-void fold(const void* const* in, int n, void* out, std::size_t count) {
+void reduce_all(const void* const* in, int n, void* out, std::size_t count) {
   const Call call{in, n, out, count};
   if (n == 2) {
     fold_n<E, Op, 2>(call);
@@ -226,17 +226,17 @@ void mean_of_64_bits(const void* const* in, int n, void* out, std::size_t count)
 
 // Rows in DType's order, columns in ReduceOp's. Sums and products of integers use unsigned types,
 // whose wrapping is defined.
-#define LOCKSTEP_INTEGER_ROW(T, Unsigned, ...)                                       \
-  {                                                                                  \
-    fold<Plain<Unsigned>, Sum>, fold<Plain<Unsigned>, Product>, fold<Plain<T>, Min>, \
-        fold<Plain<T>, Max>, fold<Plain<Unsigned>, And>, fold<Plain<Unsigned>, Or>,  \
-        fold<Plain<Unsigned>, Xor>, __VA_ARGS__                                      \
+#define LOCKSTEP_INTEGER_ROW(T, Unsigned, ...)                                                  \
+  {                                                                                             \
+    reduce_all<Plain<Unsigned>, Sum>, reduce_all<Plain<Unsigned>, Product>,                     \
+        reduce_all<Plain<T>, Min>, reduce_all<Plain<T>, Max>, reduce_all<Plain<Unsigned>, And>, \
+        reduce_all<Plain<Unsigned>, Or>, reduce_all<Plain<Unsigned>, Xor>, __VA_ARGS__          \
   }
-#define LOCKSTEP_MEAN(...) fold<SummedInDouble<__VA_ARGS__>, Mean<double>>
-#define LOCKSTEP_FLOATING_ROW(E, T)                                                        \
-  {                                                                                        \
-    fold<E, Sum>, fold<E, Product>, fold<E, Min>, fold<E, Max>, nullptr, nullptr, nullptr, \
-        fold<E, Mean<T>>                                                                   \
+#define LOCKSTEP_MEAN(...) reduce_all<SummedInDouble<__VA_ARGS__>, Mean<double>>
+#define LOCKSTEP_FLOATING_ROW(E, T)                                                              \
+  {                                                                                              \
+    reduce_all<E, Sum>, reduce_all<E, Product>, reduce_all<E, Min>, reduce_all<E, Max>, nullptr, \
+        nullptr, nullptr, reduce_all<E, Mean<T>>                                                 \
   }
 
 const ReduceTable kReduceTable = {{
@@ -248,9 +248,9 @@ const ReduceTable kReduceTable = {{
     LOCKSTEP_FLOATING_ROW(Brain16, float),
     LOCKSTEP_FLOATING_ROW(Plain<float>, float),
     LOCKSTEP_FLOATING_ROW(Plain<double>, double),
-    {nullptr, nullptr, fold<Plain<std::uint8_t>, Min>, fold<Plain<std::uint8_t>, Max>,
-     fold<Plain<std::uint8_t>, And>, fold<Plain<std::uint8_t>, Or>, fold<Plain<std::uint8_t>, Xor>,
-     nullptr},
+    {nullptr, nullptr, reduce_all<Plain<std::uint8_t>, Min>, reduce_all<Plain<std::uint8_t>, Max>,
+     reduce_all<Plain<std::uint8_t>, And>, reduce_all<Plain<std::uint8_t>, Or>,
+     reduce_all<Plain<std::uint8_t>, Xor>, nullptr},
     LOCKSTEP_INTEGER_ROW(std::int16_t, std::uint16_t, LOCKSTEP_MEAN(std::int16_t)),
     LOCKSTEP_INTEGER_ROW(std::uint16_t, std::uint16_t, LOCKSTEP_MEAN(std::uint16_t)),
     LOCKSTEP_INTEGER_ROW(std::uint32_t, std::uint32_t, LOCKSTEP_MEAN(std::uint32_t, std::uint32_t)),

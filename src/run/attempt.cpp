@@ -89,7 +89,7 @@ Outcome Attempt::run() {
     advance();
   }
   write_records();
-  warn_if_nobody_joined();
+  warn_if_none_joined();
   return outcome_;
 }
 
@@ -112,7 +112,7 @@ void Attempt::write_records() {
   }
 }
 
-void Attempt::warn_if_nobody_joined() {
+void Attempt::warn_if_none_joined() {
   if (outcome_.exit_code != 0 || placement_.world_size == 1 || job_.has_joined_rank() ||
       !links_lockstep(context_.program)) {
     return;

@@ -86,7 +86,7 @@ class Attempt {
   void kill_groups();
   void signal_groups(int signal);
   void write_records();
-  void warn_if_nobody_joined();
+  void warn_if_none_joined();
   bool over() const;
   void say(const std::string& text);
 

@@ -13,7 +13,7 @@
 namespace lockstep::run {
 namespace {
 
-constexpr int kNobody = -1;
+constexpr int kNoSource = -1;
 constexpr int kLauncher = -2;
 
 // Cyan, green, yellow, magenta, blue, then their bright forms: red is for programs' errors.
@@ -39,9 +39,9 @@ void LineSink::append_prefix(int rank) {
 }
 
 void LineSink::begin(int source) {
-  if (open_line_ != kNobody && open_line_ != source) {
+  if (open_line_ != kNoSource && open_line_ != source) {
     pending_ += '\n';
-    open_line_ = kNobody;
+    open_line_ = kNoSource;
   }
 }
 
@@ -51,11 +51,11 @@ void LineSink::put(int rank, int stream, std::string_view text) {
   begin(source);
   if (!style_.prefix) {
     pending_ += text;
-    open_line_ = text.back() == '\n' ? kNobody : source;
+    open_line_ = text.back() == '\n' ? kNoSource : source;
     return;
   }
   while (!text.empty()) {
-    if (open_line_ == kNobody) append_prefix(rank);
+    if (open_line_ == kNoSource) append_prefix(rank);
     // A carriage return restarts the line (progress bars), so the prefix is needed again.
     std::size_t n_bytes = std::min(text.find_first_of("\r\n"), text.size() - 1) + 1;
     if (text.substr(0, n_bytes).ends_with('\r') && text.substr(n_bytes).starts_with('\n')) {
@@ -64,7 +64,7 @@ void LineSink::put(int rank, int stream, std::string_view text) {
     const std::string_view line = text.substr(0, n_bytes);
     pending_ += line;
     text.remove_prefix(n_bytes);
-    open_line_ = line.back() == '\n' ? kNobody : source;
+    open_line_ = line.back() == '\n' ? kNoSource : source;
     if (line.back() == '\r') append_prefix(rank);
   }
 }

@@ -74,12 +74,12 @@ std::string text_of(const NodeMessage& message) {
 Welcome judge_hello(const NodeMessage& hello, const NodesOptions& options,
                     const std::string& address, int n_restarts, std::span<const int> ranks_of) {
   if (hello.protocol != kProtocol) {
-    return {What::turn_away, fmt::format("a node at {} uses protocol {}, node 0 uses {}; use one "
-                                         "version of lockstep on all nodes",
-                                         address, hello.protocol, kProtocol)};
+    return {What::reject, fmt::format("a node at {} uses protocol {}, node 0 uses {}; use one "
+                                      "version of lockstep on all nodes",
+                                      address, hello.protocol, kProtocol)};
   }
   if (!knows(hello, options.secret)) {
-    return {What::turn_away,
+    return {What::reject,
             fmt::format("node {} connected to {} with another --rdzv-secret than node 0; give all "
                         "nodes a file with the same content, or none",
                         hello.node_rank, address)};
@@ -88,19 +88,19 @@ Welcome judge_hello(const NodeMessage& hello, const NodesOptions& options,
     return {What::ignore};
   }
   if (hello.n_nodes != options.n_nodes) {
-    return {What::refuse_all,
+    return {What::reject_all,
             fmt::format("nodes at {} disagree: node {} has --nnodes {}, node 0 has --nnodes {}",
                         address, hello.node_rank, hello.n_nodes, options.n_nodes)};
   }
   if (hello.n_restarts != n_restarts) {
-    return {What::refuse_all,
+    return {What::reject_all,
             fmt::format("nodes at {} disagree: node {} starts after {} restarts, node 0 after {}; "
                         "start all nodes again, with the same --max-restarts",
                         address, hello.node_rank, hello.n_restarts, n_restarts)};
   }
   if (hello.node_rank < 0 || hello.node_rank >= options.n_nodes ||
       ranks_of[static_cast<std::size_t>(hello.node_rank)] != 0) {
-    return {What::refuse_all,
+    return {What::reject_all,
             fmt::format("two launchers at {} have --node-rank {}; it must be unique, from 0 to {}",
                         address, hello.node_rank, options.n_nodes - 1)};
   }

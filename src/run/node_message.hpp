@@ -20,10 +20,10 @@ inline constexpr std::uint64_t kGreeting = 0x7365646f6e736b6cULL;
 inline constexpr std::uint32_t kProtocol = 2;
 
 enum class NodeMessageKind : std::uint32_t {
-  hello,    // to node 0: node rank, number of ranks
-  placed,   // from node 0: all have connected
-  refused,  // from node 0: text has the reason
-  done,     // to node 0: all ranks here succeeded
+  hello,     // to node 0: node rank, number of ranks
+  placed,    // from node 0: all have connected
+  rejected,  // from node 0: text has the reason
+  done,      // to node 0: all ranks here succeeded
   all_done,
   failed,
 };
@@ -75,11 +75,11 @@ struct Welcome {
   enum class What : std::uint8_t {
     join,
     ignore,      ///< not a launcher that is starting
-    turn_away,   ///< does not belong here: is notified; the wait for the others continues
-    refuse_all,  ///< the nodes disagree: all are notified and exit
+    reject,      ///< does not belong here: is notified; the wait for the others continues
+    reject_all,  ///< the nodes disagree: all are notified and exit
   };
   What what = What::join;
-  std::string text{};                    ///< of turn_away and refuse_all
+  std::string text{};                    ///< of reject and reject_all
   std::chrono::milliseconds patience{};  ///< of join
 };
 

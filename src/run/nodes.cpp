@@ -162,14 +162,14 @@ std::string Nodes::limit() const {
   return fmt::format("{:g} s", std::chrono::duration<double>(options_.timeout).count());
 }
 
-void Nodes::refuse_all(const std::string& text) {
-  for (const auto& link : links_) link->send(NodeMessage(Kind::refused, text));
+void Nodes::reject_all(const std::string& text) {
+  for (const auto& link : links_) link->send(NodeMessage(Kind::rejected, text));
   throw MismatchError(launcher_context(), text);
 }
 
-void Nodes::turn_away(Link& link, const std::string& text) {
-  turned_away_ = text;
-  link.send(NodeMessage(Kind::refused, text));
+void Nodes::reject(Link& link, const std::string& text) {
+  rejected_ = text;
+  link.send(NodeMessage(Kind::rejected, text));
   link.close();
 }
 
@@ -192,8 +192,8 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
     const Welcome welcome = judge_hello(hello, options_, address_, n_restarts, ranks_of);
     switch (welcome.what) {
       case Welcome::What::ignore: link.close(); return;
-      case Welcome::What::turn_away: turn_away(link, welcome.text); return;
-      case Welcome::What::refuse_all: refuse_all(welcome.text);
+      case Welcome::What::reject: reject(link, welcome.text); return;
+      case Welcome::What::reject_all: reject_all(welcome.text);
       case Welcome::What::join: break;
     }
     link.node_rank = hello.node_rank;
@@ -247,8 +247,8 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
         "node{} {} of {} did not connect to {} within {}; start `lockstep run` there with the same "
         "--nnodes and --rdzv{}",
         missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), options_.n_nodes, address_,
-        limit(), turned_away_.empty() ? "" : "; rejected: " + turned_away_);
-    for (const auto& link : links_) link->send(NodeMessage(Kind::refused, text));
+        limit(), rejected_.empty() ? "" : "; rejected: " + rejected_);
+    for (const auto& link : links_) link->send(NodeMessage(Kind::rejected, text));
     throw TimeoutError(launcher_context(), text);
   }
 

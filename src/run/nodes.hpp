@@ -74,8 +74,8 @@ class Nodes {
 
   void lead(const Signals& signals, int n_ranks, int n_restarts);
   void follow(const Signals& signals, int n_ranks, int n_restarts);
-  void turn_away(Link& link, const std::string& text);
-  [[noreturn]] void refuse_all(const std::string& text);
+  void reject(Link& link, const std::string& text);
+  [[noreturn]] void reject_all(const std::string& text);
   void finish_if_all_done();
   std::string limit() const;
 
@@ -83,7 +83,7 @@ class Nodes {
   std::string address_;  // "HOST:PORT"
   Clock::time_point deadline_;
   Placement placement_;
-  std::string turned_away_;                   // why the last peer was rejected
+  std::string rejected_;                      // why the last peer was rejected
   std::vector<std::unique_ptr<Link>> links_;  // node 0: one to each other; others: one to node 0
   int n_done_ = 0;
   bool said_done_ = false;

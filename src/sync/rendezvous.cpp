@@ -14,8 +14,8 @@
 // Protocol.
 //
 // Rounds are numbered from 1; round_ is the open one. It ends with replies for all or with one
-// Failure for all. Every participant counts its own calls (Seat::next_round), which classifies a
-// call:
+// Failure for all. Every participant counts its own calls (Participant::next_round), which
+// classifies a call:
 //   next_round <  round_   late: its round failed without it. It gets that failure; no other
 //                          participant is affected.
 //   next_round == round_   expected. It leaves its message (arrives), next_round becomes round_+1.
@@ -34,11 +34,11 @@
 // deadline passed may have failed it). Both words are read on arrival, under the lock, and change
 // only under it: no wake-up is lost, and each call waits for a single change.
 //
-// One set of seats suffices for all rounds: a seat's outcome (reply, failure) is written before
-// round_word_ changes and only if the seat has arrived, and it arrives again only after taking the
-// outcome. So once the word has changed, the participant owns the outcome and takes it without the
-// lock: a round costs each slave one short lock, on arrival, and wake-ups do not contend for it.
-// Wake-ups are sent after the lock is released, for the same reason.
+// One set of participants suffices for all rounds: a participant's outcome (reply, failure) is
+// written before round_word_ changes and only if the participant has arrived, and it arrives again
+// only after taking the outcome. So once the word has changed, the participant owns the outcome and
+// takes it without the lock: a round costs each slave one short lock, on arrival, and wake-ups do
+// not contend for it. Wake-ups are sent after the lock is released, for the same reason.
 
 namespace lockstep::detail {
 namespace {
@@ -49,15 +49,15 @@ constexpr std::size_t kFailuresKept = 64;
 constexpr const char* kMasterIsWaiting =
     "a run_master is under way; register slaves before it starts or after it returned";
 
-const char* operation_of(const Seat& seat) {
-  return seat.id == kMasterId ? "run_master" : "run_slave";
+const char* operation_of(const Participant& participant) {
+  return participant.id == kMasterId ? "run_master" : "run_slave";
 }
 
-ErrorContext context(const Seat& seat, const char* operation, std::uint64_t round,
+ErrorContext context(const Participant& participant, const char* operation, std::uint64_t round,
                      std::source_location where) {
   return {.operation = operation,
           .group = "replicas",
-          .rank = seat.id,
+          .rank = participant.id,
           .sequence = round,
           .where = where};
 }
@@ -94,11 +94,13 @@ std::optional<std::string> sort_replies(std::vector<NumberedParcel>& replies,
 }
 
 // After the end of the round: the caller owns the outcome, so no lock is needed.
-Parcel take_outcome(Seat& seat, std::uint64_t round, std::source_location where) {
-  seat.message.reset();
-  const auto failure = std::exchange(seat.failure, nullptr);
-  if (failure) internal::throw_failure(*failure, context(seat, operation_of(seat), round, where));
-  return std::exchange(seat.reply, nullptr);
+Parcel take_outcome(Participant& participant, std::uint64_t round, std::source_location where) {
+  participant.message.reset();
+  const auto failure = std::exchange(participant.failure, nullptr);
+  if (failure)
+    internal::throw_failure(*failure,
+                            context(participant, operation_of(participant), round, where));
+  return std::exchange(participant.reply, nullptr);
 }
 
 }  // namespace
@@ -113,54 +115,55 @@ struct Rendezvous::Ticket {
 /// Keeps a second thread out of the same end.
 class Rendezvous::InCall {
  public:
-  InCall(Seat& seat, std::source_location where) : seat_(seat) {
-    if (seat.in_call.exchange(true, std::memory_order_acquire)) {
+  InCall(Participant& participant, std::source_location where) : participant_(participant) {
+    if (participant.in_call.exchange(true, std::memory_order_acquire)) {
       throw UsageError(
-          context(seat, operation_of(seat), 0, where),
+          context(participant, operation_of(participant), 0, where),
           fmt::format("another thread is in {} of the same {}, which takes one call at a time",
-                      operation_of(seat), seat.id == kMasterId ? "SyncMaster" : "SlavePipe"));
+                      operation_of(participant),
+                      participant.id == kMasterId ? "SyncMaster" : "SlavePipe"));
     }
   }
   InCall(const InCall&) = delete;
   InCall& operator=(const InCall&) = delete;
-  ~InCall() { seat_.in_call.store(false, std::memory_order_release); }
+  ~InCall() { participant_.in_call.store(false, std::memory_order_release); }
 
  private:
-  Seat& seat_;
+  Participant& participant_;
 };
 
-std::shared_ptr<Seat> Rendezvous::add(int id, std::source_location where) {
-  auto seat = std::make_shared<Seat>(id);
-  const auto refuse = [&](const std::string& text) {
-    throw UsageError(context(*seat, "register_slave", /*round=*/0, where), text);
+std::shared_ptr<Participant> Rendezvous::add(int id, std::source_location where) {
+  auto participant = std::make_shared<Participant>(id);
+  const auto reject = [&](const std::string& text) {
+    throw UsageError(context(*participant, "register_slave", /*round=*/0, where), text);
   };
-  if (id == kMasterId) refuse("got id 0, which is the master's; slaves have ids above 0");
-  if (id < 0) refuse(fmt::format("got id {}; slaves have ids above 0", id));
+  if (id == kMasterId) reject("got id 0, which is the master's; slaves have ids above 0");
+  if (id < 0) reject(fmt::format("got id {}; slaves have ids above 0", id));
   const Lock lock(mutex_);
-  if (has_arrived(master_)) refuse(kMasterIsWaiting);
+  if (has_arrived(master_)) reject(kMasterIsWaiting);
   const auto place =
       std::ranges::find_if(slaves_, [&](const auto& other) { return other->id >= id; });
   if (place != slaves_.end() && (*place)->id == id) {
-    refuse(
+    reject(
         fmt::format("id {} is registered already; give each slave a unique id, or call "
                     "clear_slaves first and register all again",
                     id));
   }
-  slaves_.insert(place, seat);
-  return seat;
+  slaves_.insert(place, participant);
+  return participant;
 }
 
-Parcel Rendezvous::run_slave(Seat& seat, Parcel message, Deadline deadline,
+Parcel Rendezvous::run_slave(Participant& participant, Parcel message, Deadline deadline,
                              std::source_location where) {
-  const InCall in_call(seat, where);
+  const InCall in_call(participant, where);
   const auto limit = deadline.or_else(timeout_);
   const Expiry expiry(limit);
-  const Ticket ticket = arrive(seat, std::move(message), where);
+  const Ticket ticket = arrive(participant, std::move(message), where);
   if (!wait_for_change(round_word_, static_cast<std::uint32_t>(ticket.round), expiry, spin_time_,
                        ticket.n_threads)) {
-    time_out(seat, ticket.round, limit);
+    time_out(participant, ticket.round, limit);
   }
-  return take_outcome(seat, ticket.round, where);
+  return take_outcome(participant, ticket.round, where);
 }
 
 Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callback,
@@ -193,22 +196,24 @@ Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callbac
   return take_outcome(master_, ticket.round, where);
 }
 
-void Rendezvous::fail(Seat& seat, const std::exception_ptr& error, std::source_location where) {
-  const InCall in_call(seat, where);
-  Failure failure{.kind = Failure::Kind::peer_failed,
-                  .text = fmt::format("{} failed: {}", name_of(seat.id), base::text_of(error))};
+void Rendezvous::fail(Participant& participant, const std::exception_ptr& error,
+                      std::source_location where) {
+  const InCall in_call(participant, where);
+  Failure failure{
+      .kind = Failure::Kind::peer_failed,
+      .text = fmt::format("{} failed: {}", name_of(participant.id), base::text_of(error))};
   Lock lock(mutex_);
-  const bool is_open = seat.next_round++ == round_;
+  const bool is_open = participant.next_round++ == round_;
   if (is_open) fail_round(std::move(lock), std::move(failure));
 }
 
-void Rendezvous::leave(Seat& seat, bool by_exception) noexcept {
+void Rendezvous::leave(Participant& participant, bool by_exception) noexcept {
   Lock lock(mutex_);
-  std::erase_if(slaves_, [&](const auto& other) { return other.get() == &seat; });
+  std::erase_if(slaves_, [&](const auto& other) { return other.get() == &participant; });
   if (!departure_) departure_ = {.kind = Failure::Kind::peer_lost};
   if (by_exception) departure_->kind = Failure::Kind::peer_failed;
   departure_->text += fmt::format(
-      "slave {} left: its SlavePipe was destroyed {}; ", seat.id,
+      "slave {} left: its SlavePipe was destroyed {}; ", participant.id,
       by_exception ? "while an exception unwound its thread" : "instead of making a call");
   if (n_arrived_ > 0) fail_for_departure(std::move(lock));
 }
@@ -231,25 +236,28 @@ bool Rendezvous::is_used() const {
   return round_ > 1 || has_arrived(master_) || (departure_ && slaves_.empty());
 }
 
-Rendezvous::Ticket Rendezvous::arrive(Seat& seat, Parcel message, std::source_location where) {
+Rendezvous::Ticket Rendezvous::arrive(Participant& participant, Parcel message,
+                                      std::source_location where) {
   Lock lock(mutex_);
-  if (seat.next_round < round_) {
-    const std::uint64_t missed = seat.next_round++;
+  if (participant.next_round < round_) {
+    const std::uint64_t missed = participant.next_round++;
     const Failure failure = failure_of(missed);
     lock.unlock();
-    internal::throw_failure(failure, context(seat, operation_of(seat), missed, where));
+    internal::throw_failure(failure,
+                            context(participant, operation_of(participant), missed, where));
   }
   if (closed_) {
     const Failure failure = *closed_;
     lock.unlock();
-    internal::throw_failure(failure, context(seat, operation_of(seat), seat.next_round, where));
+    internal::throw_failure(
+        failure, context(participant, operation_of(participant), participant.next_round, where));
   }
   const Ticket ticket{.round = round_,
                       .master_word = master_word_.load(std::memory_order_relaxed),
                       .n_threads = slaves_.size() + 1};
-  seat.message = std::move(message);
-  seat.failure.reset();  // if fail() left one
-  seat.next_round = round_ + 1;
+  participant.message = std::move(message);
+  participant.failure.reset();  // if fail() left one
+  participant.next_round = round_ + 1;
   ++n_arrived_;
   if (departure_) {
     fail_for_departure(std::move(lock));
@@ -257,28 +265,29 @@ Rendezvous::Ticket Rendezvous::arrive(Seat& seat, Parcel message, std::source_lo
     // Relaxed: the master takes the lock before it reads a message.
     master_word_.fetch_add(1, std::memory_order_relaxed);
     lock.unlock();
-    if (seat.id != kMasterId) base::futex_wake_all(master_word_, base::FutexScope::thread);
+    if (participant.id != kMasterId) base::futex_wake_all(master_word_, base::FutexScope::thread);
   }
   return ticket;
 }
 
-void Rendezvous::time_out(const Seat& seat, std::uint64_t round, std::chrono::milliseconds limit) {
+void Rendezvous::time_out(const Participant& participant, std::uint64_t round,
+                          std::chrono::milliseconds limit) {
   Lock lock(mutex_);
   if (round_ != round) return;
   if (is_complete()) {
-    if (seat.id == kMasterId) return;
+    if (participant.id == kMasterId) return;
     fail_round(std::move(lock),
                {.kind = Failure::Kind::timeout,
                 .text = fmt::format(
                     "all participants have arrived, but the master's callback did not return "
                     "within {} ms of {}'s call; make it faster or give a longer deadline",
-                    limit.count(), name_of(seat.id))});
+                    limit.count(), name_of(participant.id))});
     return;
   }
   std::string text = fmt::format(
       "missing within {} ms of {}'s call: {}; every participant must make the same number of "
       "calls: register the slaves again if there are fewer, or give a longer deadline",
-      limit.count(), name_of(seat.id), missing());
+      limit.count(), name_of(participant.id), missing());
   fail_round(std::move(lock), {.kind = Failure::Kind::timeout, .text = std::move(text)});
 }
 
@@ -295,7 +304,8 @@ std::vector<NumberedParcel> Rendezvous::collect(std::uint64_t round) {
 void Rendezvous::answer(std::uint64_t round, std::vector<NumberedParcel> replies) {
   Lock lock(mutex_);
   if (round_ != round) return;
-  // Still the seats of collect(): no slave registers now, and one that has arrived cannot leave.
+  // Still the participants of collect(): no slave registers now, and one that has arrived cannot
+  // leave.
   master_.reply = std::move(replies[0].value);
   for (std::size_t i = 0; i < slaves_.size(); ++i)
     slaves_[i]->reply = std::move(replies[i + 1].value);
@@ -337,11 +347,12 @@ void Rendezvous::end_round(Lock lock) {
 
 std::string Rendezvous::missing() const {
   std::vector<std::string> names;
-  const auto look_at = [&](const Seat& seat) {
-    if (has_arrived(seat)) return;
-    const std::uint64_t last = seat.next_round - 1;
-    names.push_back(name_of(seat.id) + (last == 0 ? std::string(" (has not called yet)")
-                                                  : fmt::format(" (its last call was #{})", last)));
+  const auto look_at = [&](const Participant& participant) {
+    if (has_arrived(participant)) return;
+    const std::uint64_t last = participant.next_round - 1;
+    names.push_back(name_of(participant.id) +
+                    (last == 0 ? std::string(" (has not called yet)")
+                               : fmt::format(" (its last call was #{})", last)));
   };
   look_at(master_);
   for (const auto& slave : slaves_) look_at(*slave);

@@ -26,8 +26,8 @@ using internal::Failure;
 
 /// One participant's place. Guarded by the Rendezvous's lock, except while the participant owns it
 /// according to the protocol in rendezvous.cpp.
-struct Seat {
-  explicit Seat(int seat_id) : id(seat_id) {}
+struct Participant {
+  explicit Participant(int participant_id) : id(participant_id) {}
 
   const int id;
   std::atomic<bool> in_call = false;
@@ -43,14 +43,15 @@ class Rendezvous {
   explicit Rendezvous(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
   /// Throws UsageError for an id that is below 1 or taken, and during run_master.
-  std::shared_ptr<Seat> add(int id, std::source_location where);
-  Parcel run_slave(Seat& seat, Parcel message, Deadline deadline, std::source_location where);
+  std::shared_ptr<Participant> add(int id, std::source_location where);
+  Parcel run_slave(Participant& participant, Parcel message, Deadline deadline,
+                   std::source_location where);
   Parcel run_master(Parcel message, const MasterEnd::Callback& callback, Deadline deadline,
                     std::source_location where);
-  /// Ends the seat's next round, if still open, in place of a call.
-  void fail(Seat& seat, const std::exception_ptr& error, std::source_location where);
-  Seat& master() noexcept { return master_; }
-  void leave(Seat& seat, bool by_exception) noexcept;
+  /// Ends the participant's next round, if still open, in place of a call.
+  void fail(Participant& participant, const std::exception_ptr& error, std::source_location where);
+  Participant& master() noexcept { return master_; }
+  void leave(Participant& participant, bool by_exception) noexcept;
   /// Ends the open round and all future calls with this failure. Returns false, without effect,
   /// during run_master.
   bool close(Failure failure);
@@ -64,8 +65,9 @@ class Rendezvous {
   class InCall;
   struct Ticket;
 
-  Ticket arrive(Seat& seat, Parcel message, std::source_location where);
-  void time_out(const Seat& seat, std::uint64_t round, std::chrono::milliseconds limit);
+  Ticket arrive(Participant& participant, Parcel message, std::source_location where);
+  void time_out(const Participant& participant, std::uint64_t round,
+                std::chrono::milliseconds limit);
   // All messages, the master's first; empty if the round has ended.
   std::vector<NumberedParcel> collect(std::uint64_t round);
   void answer(std::uint64_t round, std::vector<NumberedParcel> replies);
@@ -77,7 +79,7 @@ class Rendezvous {
   void end_round(Lock lock);
 
   // Requires the lock.
-  bool has_arrived(const Seat& seat) const { return seat.next_round > round_; }
+  bool has_arrived(const Participant& participant) const { return participant.next_round > round_; }
   bool is_complete() const { return n_arrived_ == slaves_.size() + 1; }
   std::string missing() const;
   Failure failure_of(std::uint64_t round) const;
@@ -89,14 +91,14 @@ class Rendezvous {
 
   const std::chrono::milliseconds timeout_;
 
-  mutable std::mutex mutex_;                   // guards all down to master_
-  std::uint64_t round_ = 1;                    // the open one
-  std::size_t n_arrived_ = 0;                  // in the open round
-  std::vector<std::shared_ptr<Seat>> slaves_;  // by ascending id
-  std::optional<Failure> departure_;           // of slaves that left before any round began
+  mutable std::mutex mutex_;                          // guards all down to master_
+  std::uint64_t round_ = 1;                           // the open one
+  std::size_t n_arrived_ = 0;                         // in the open round
+  std::vector<std::shared_ptr<Participant>> slaves_;  // by ascending id
+  std::optional<Failure> departure_;                  // of slaves that left before any round began
   std::optional<Failure> closed_;
   std::deque<FailedRound> failed_rounds_;  // the latest, for late callers
-  Seat master_{kMasterId};
+  Participant master_{kMasterId};
 
   SpinTime spin_time_;
   // On separate cache lines: waiting threads read them while others take the lock.

@@ -9,7 +9,7 @@
 namespace lockstep::detail {
 namespace {
 
-[[noreturn]] void refuse(const char* operation, int id, std::source_location where,
+[[noreturn]] void reject(const char* operation, int id, std::source_location where,
                          const char* text) {
   throw UsageError({.operation = operation, .group = {}, .rank = id, .sequence = 0, .where = where},
                    text);
@@ -17,31 +17,33 @@ namespace {
 
 }  // namespace
 
-SlaveEnd::SlaveEnd(std::shared_ptr<Rendezvous> rendezvous, std::shared_ptr<Seat> seat) noexcept
-    : rendezvous_(std::move(rendezvous)), seat_(std::move(seat)) {}
+SlaveEnd::SlaveEnd(std::shared_ptr<Rendezvous> rendezvous,
+                   std::shared_ptr<Participant> participant) noexcept
+    : rendezvous_(std::move(rendezvous)), participant_(std::move(participant)) {}
 
 SlaveEnd& SlaveEnd::operator=(SlaveEnd&& other) noexcept {
   SlaveEnd old(std::move(*this));  // leaves at scope exit
   rendezvous_ = std::move(other.rendezvous_);
-  seat_ = std::move(other.seat_);
+  participant_ = std::move(other.participant_);
   return *this;
 }
 
 SlaveEnd::~SlaveEnd() {
-  if (seat_) rendezvous_->leave(*seat_, /*by_exception=*/std::uncaught_exceptions() > 0);
+  if (participant_)
+    rendezvous_->leave(*participant_, /*by_exception=*/std::uncaught_exceptions() > 0);
 }
 
-int SlaveEnd::id() const noexcept { return seat_ ? seat_->id : -1; }
+int SlaveEnd::id() const noexcept { return participant_ ? participant_->id : -1; }
 
 Parcel SlaveEnd::run(Parcel message, Deadline deadline, std::source_location where) {
-  if (!seat_)
-    refuse("run_slave", -1, where, "this SlavePipe is empty; use one returned by register_slave");
-  return rendezvous_->run_slave(*seat_, std::move(message), deadline, where);
+  if (!participant_)
+    reject("run_slave", -1, where, "this SlavePipe is empty; use one returned by register_slave");
+  return rendezvous_->run_slave(*participant_, std::move(message), deadline, where);
 }
 
 void SlaveEnd::fail(const std::exception_ptr& error, std::source_location where) {
-  if (!seat_) refuse("SlavePipe::fail", -1, where, "this SlavePipe is empty");
-  rendezvous_->fail(*seat_, error, where);
+  if (!participant_) reject("SlavePipe::fail", -1, where, "this SlavePipe is empty");
+  rendezvous_->fail(*participant_, error, where);
 }
 
 MasterEnd::MasterEnd(Callback callback, std::chrono::milliseconds timeout,
@@ -49,7 +51,7 @@ MasterEnd::MasterEnd(Callback callback, std::chrono::milliseconds timeout,
     : callback_(std::move(callback)),
       timeout_(timeout),
       rendezvous_(std::make_shared<Rendezvous>(timeout)) {
-  if (!callback_) refuse("SyncMaster", kMasterId, where, "the callback is empty; give a function");
+  if (!callback_) reject("SyncMaster", kMasterId, where, "the callback is empty; give a function");
 }
 
 MasterEnd::~MasterEnd() {
@@ -93,7 +95,7 @@ void MasterEnd::start_anew(const char* operation, std::source_location where) {
           {.kind = Failure::Kind::peer_lost,
            .text = "the master has begun a new registration since this pipe was made; use "
                    "the pipe of the latest register_slave"})) {
-    refuse(operation, kMasterId, where,
+    reject(operation, kMasterId, where,
            "a run_master is under way; register slaves before it starts or after it returned");
   }
   rendezvous_ = std::move(next);

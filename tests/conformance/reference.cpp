@@ -44,7 +44,7 @@ using Wide = std::conditional_t<std::is_integral_v<T>, Int128,
                                 std::conditional_t<std::is_same_v<T, double>, double, float>>;
 
 template <class W>
-W fold(ReduceOp op, W a, W b) {
+W combine(ReduceOp op, W a, W b) {
   if constexpr (!std::is_floating_point_v<W>) {  // integers wrap
     using U = UInt128;
     if (op == ReduceOp::sum || op == ReduceOp::mean) return static_cast<W>(U(a) + U(b));
@@ -73,7 +73,7 @@ Bytes reduced_as(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed
                  const std::vector<std::vector<int>>& hosts) {
   // Products and sums of narrow integers wrap at every step; a mean does not.
   const auto step = [op](Wide<T> a, Wide<T> b) {
-    const Wide<T> result = fold(op, a, b);
+    const Wide<T> result = combine(op, a, b);
     if constexpr (std::is_integral_v<T>) {
       if (op != ReduceOp::mean) return static_cast<Wide<T>>(static_cast<T>(result));
     }

@@ -158,9 +158,9 @@ TEST(HierarchicalTest, the_other_verbs) {
       const Bytes mine = of(kCount, group.rank());
       Bytes all(n * mine.size());
       group.all_gather({mine.data(), kCount, DType::i32}, {all.data(), n * kCount, DType::i32});
-      Bytes everybody;
-      for (int r = 0; r < group.size(); ++r) test::append(everybody, of(kCount, r));
-      ASSERT_EQ(all, everybody);
+      Bytes all_ranks;
+      for (int r = 0; r < group.size(); ++r) test::append(all_ranks, of(kCount, r));
+      ASSERT_EQ(all, all_ranks);
 
       const Bytes outgoing = of(n * kCount, group.rank());
       Bytes incoming(outgoing.size());
@@ -195,27 +195,27 @@ TEST(HierarchicalTest, groups_across_and_inside_hosts) {
         EXPECT_EQ(root_value, 42);
         part.barrier();
       };
-      std::vector<int> everybody(static_cast<std::size_t>(group.size()));
-      std::iota(everybody.begin(), everybody.end(), 0);
-      check(group.duplicate(), everybody);
+      std::vector<int> all_ranks(static_cast<std::size_t>(group.size()));
+      std::iota(all_ranks.begin(), all_ranks.end(), 0);
+      check(group.duplicate(), all_ranks);
       // Backwards, so that the leaders change.
       check(group.split(/*color=*/0, /*key=*/group.size() - group.rank()),
-            {everybody.rbegin(), everybody.rend()});
+            {all_ranks.rbegin(), all_ranks.rend()});
       std::vector<int> alike;
-      for (const int r : everybody) {
+      for (const int r : all_ranks) {
         if (r % 2 == group.rank() % 2) alike.push_back(r);
       }
       const Group half = group.split(/*color=*/group.rank() % 2, /*key=*/group.rank());
       check(half, alike);
       check(half.duplicate(), alike);
       std::vector<int> here;
-      for (const int r : everybody) {
+      for (const int r : all_ranks) {
         if (hosts[static_cast<std::size_t>(r)] == hosts[static_cast<std::size_t>(group.rank())]) {
           here.push_back(r);
         }
       }
       check(group.split(hosts[static_cast<std::size_t>(group.rank())], group.rank()), here);
-      check(group, everybody);
+      check(group, all_ranks);
     });
   }
 }

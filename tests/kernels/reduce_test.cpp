@@ -24,25 +24,25 @@ constexpr ReduceOp kOps[] = {ReduceOp::sum,  ReduceOp::product, ReduceOp::min,  
 
 template <class T>
 T fold_floats(ReduceOp op, const std::vector<T>& values) {
-  T folded = values[0];
+  T result = values[0];
   for (std::size_t r = 1; r < values.size(); ++r) {
     const T x = values[r];
     switch (op) {
       case ReduceOp::sum:
-      case ReduceOp::mean: folded += x; break;
-      case ReduceOp::product: folded *= x; break;
+      case ReduceOp::mean: result += x; break;
+      case ReduceOp::product: result *= x; break;
       case ReduceOp::min:
-        if (!std::isnan(folded) && (std::isnan(x) || x < folded)) folded = x;
+        if (!std::isnan(result) && (std::isnan(x) || x < result)) result = x;
         break;
       case ReduceOp::max:
-        if (!std::isnan(folded) && (std::isnan(x) || x > folded)) folded = x;
+        if (!std::isnan(result) && (std::isnan(x) || x > result)) result = x;
         break;
       case ReduceOp::band:
       case ReduceOp::bor:
       case ReduceOp::bxor: ADD_FAILURE() << "bit operation on floats"; break;
     }
   }
-  return op == ReduceOp::mean ? folded / static_cast<T>(values.size()) : folded;
+  return op == ReduceOp::mean ? result / static_cast<T>(values.size()) : result;
 }
 
 template <class T>
@@ -53,27 +53,27 @@ T fold_integers(ReduceOp op, const std::vector<T>& values) {
     for (const T x : values) sum += x;
     return static_cast<T>(sum / static_cast<Exact>(values.size()));
   }
-  T folded = values[0];
+  T result = values[0];
   for (std::size_t r = 1; r < values.size(); ++r) {
     const T x = values[r];
-    const auto a = static_cast<std::uint64_t>(folded);
+    const auto a = static_cast<std::uint64_t>(result);
     const auto b = static_cast<std::uint64_t>(x);
     switch (op) {
-      case ReduceOp::sum: folded = static_cast<T>(a + b); break;
-      case ReduceOp::product: folded = static_cast<T>(a * b); break;
-      case ReduceOp::min: folded = x < folded ? x : folded; break;
-      case ReduceOp::max: folded = x > folded ? x : folded; break;
-      case ReduceOp::band: folded = static_cast<T>(a & b); break;
-      case ReduceOp::bor: folded = static_cast<T>(a | b); break;
-      case ReduceOp::bxor: folded = static_cast<T>(a ^ b); break;
+      case ReduceOp::sum: result = static_cast<T>(a + b); break;
+      case ReduceOp::product: result = static_cast<T>(a * b); break;
+      case ReduceOp::min: result = x < result ? x : result; break;
+      case ReduceOp::max: result = x > result ? x : result; break;
+      case ReduceOp::band: result = static_cast<T>(a & b); break;
+      case ReduceOp::bor: result = static_cast<T>(a | b); break;
+      case ReduceOp::bxor: result = static_cast<T>(a ^ b); break;
       case ReduceOp::mean: break;
     }
   }
-  return folded;
+  return result;
 }
 
 template <class T>
-T fold(ReduceOp op, const std::vector<T>& values) {
+T reduced(ReduceOp op, const std::vector<T>& values) {
   if constexpr (std::is_integral_v<T>) {
     return fold_integers(op, values);
   } else if constexpr (std::is_floating_point_v<T>) {
@@ -132,7 +132,7 @@ class ReduceTest : public testing::Test {
     for (std::size_t i = 0; i < count; ++i) {
       std::vector<T> column;
       for (const auto& input : values) column.push_back(input[i]);
-      want.push_back(n == 1 ? column[0] : fold(op, column));
+      want.push_back(n == 1 ? column[0] : reduced(op, column));
     }
     std::vector<const ReduceTable*> tables = {nullptr};  // null: reduce() itself
     for (const Isa isa : supported_isas()) {
@@ -367,7 +367,7 @@ void check_all_pairs_with(std::uint16_t other_bits) {
       reduce_table(isa).function[static_cast<int>(kDTypeOf<T>)][static_cast<int>(op)](
           in, 2, out.data(), out.size());
       for (std::size_t i = 0; i < all.size(); ++i) {
-        const T want = fold<T>(op, {all[i], other});
+        const T want = reduced<T>(op, {all[i], other});
         ASSERT_TRUE(same(out[i], want, op))
             << fmt::format("{} {} {:#x} {:#x}: got {:#x}, want {:#x}", name_of(isa), name_of(op), i,
                            other_bits, out[i].bits, want.bits);

@@ -40,10 +40,10 @@ for waiting in OVERSUBSCRIBED NOT_OVERSUBSCRIBED; do
   breaks NO_WAIT $waiting 'assertion violated'
   breaks TWO_SLOTS $waiting 'assertion violated'
 done
-breaks RING_BEFORE_RAISE NOT_OVERSUBSCRIBED 'invalid end state'  # an oversubscribed rank rings where it arrives
+breaks WAKE_BEFORE_RAISE NOT_OVERSUBSCRIBED 'invalid end state'  # an oversubscribed rank wakes where it arrives
 breaks NO_FENCE NOT_OVERSUBSCRIBED 'invalid end state'
 
-# "model: fold, show" in the code, /* fold */ and /* show */ in the model.
+# "model: reduce, publish" in the code, /* reduce */ and /* publish */ in the model.
 in_model() { grep -oE '^ */\* [a-z_]+ \*/$' "$model" | tr -d ' /*' | sort -u; }
 in_code() { grep -rohE 'model: [a-z_, ]+' "$sources" | sed 's/model: //; s/, /\n/g' | sort -u; }
 if ! diff <(in_model) <(in_code); then

@@ -2,9 +2,9 @@
  * src/engines/shared. A comment "model: NAME" in the code stands where the comment NAME stands here.
  *
  *   channel.hpp      wake_sleepers(): look
- *   channel.cpp       end_phase(): raise, arrive, ring
- *   channel_wait.cpp  ring(): increment, wake; sleep(): register, fence, read_counter, poll, block, deregister
- *   collectives.cpp   reduce_flat(): put, take; reduce_sliced(): put, fold, show, copy
+ *   channel.cpp       end_phase(): raise, arrive, wake_all
+ *   channel_wait.cpp  increment_wake_counter(): increment, wake; sleep(): register, fence, read_counter, poll, block, deregister
+ *   collectives.cpp   reduce_flat(): put, take; reduce_sliced(): put, reduce, publish, copy
  *
  * Every rank makes the same calls: N_SMALL_BEFORE small ones, a large one of N_CHUNKS chunks,
  * N_SMALL_AFTER small ones of N_SMALL_CHUNKS, so that small and large calls follow each other both ways.
@@ -53,10 +53,10 @@ byte n_sleepers;
 bool is_blocked[N];        /* in the kernel */
 bool has_looked[N];        /* before its own flag can be seen */
 
-/* Of each slot, the phase whose chunk it holds: as SHOWN by its rank, and with the rank's slice
- * FOLDED, which replaces that part of it. */
-#define SHOWN 0
-#define FOLDED (N * SLOTS)
+/* Of each slot, the phase whose chunk it holds: as published by its rank, and with the rank's slice
+ * REDUCED, which replaces that part of it. */
+#define PUBLISHED 0
+#define REDUCED (N * SLOTS)
 byte held[2 * N * SLOTS];
 byte n_readers[2 * N * SLOTS];
 
@@ -66,7 +66,7 @@ byte n_readers[2 * N * SLOTS];
 #define READY (flag[AT(peer, phase)] == phase)
 #endif
 
-inline ring() {
+inline wake_all() {
 /* increment */
   wake_counter++;
 /* wake */
@@ -84,7 +84,7 @@ inline wake_sleepers() {
 /* look */
   if
   :: n_sleepers == 0
-  :: else -> ring()
+  :: else -> wake_all()
   fi
 }
 
@@ -132,13 +132,13 @@ inline wait_until_ready() {
   od
 }
 
-/* Channel::turn() */
+/* Channel::end_phase() */
 inline turn() {
 #ifdef OVERSUBSCRIBED
   raise();
 /* arrive */
   atomic { n_arrivals++; is_last = (n_arrivals == phase * N) }
-/* ring */
+/* wake_all */
   if
   :: is_last -> wake_sleepers()
   :: else
@@ -147,7 +147,7 @@ inline turn() {
   wait_until_ready();
 #endif
 #else
-#ifdef BROKEN_RING_BEFORE_RAISE
+#ifdef BROKEN_WAKE_BEFORE_RAISE
   wake_sleepers();
   raise();
 #else
@@ -156,7 +156,7 @@ inline turn() {
   :: d_step { has_looked[_pid] = true; is_last = n_sleepers > 0 }
      d_step { raise(); has_looked[_pid] = false }
      if
-     :: is_last -> ring()
+     :: is_last -> wake_all()
      :: else
      fi
   fi;
@@ -176,9 +176,9 @@ inline turn() {
 
 inline put() {
   d_step {
-    assert(n_readers[SHOWN + SLOT(_pid, phase)] == 0 && n_readers[FOLDED + SLOT(_pid, phase)] == 0);
-    held[SHOWN + SLOT(_pid, phase)] = phase;
-    held[FOLDED + SLOT(_pid, phase)] = 0
+    assert(n_readers[PUBLISHED + SLOT(_pid, phase)] == 0 && n_readers[REDUCED + SLOT(_pid, phase)] == 0);
+    held[PUBLISHED + SLOT(_pid, phase)] = phase;
+    held[REDUCED + SLOT(_pid, phase)] = 0
   }
 }
 
@@ -229,7 +229,7 @@ inline small_call() {
      if
      :: chunk > 0 ->
 /* take */
-        read(SHOWN, 1)
+        read(PUBLISHED, 1)
      :: else
      fi;
      if
@@ -254,19 +254,19 @@ inline large_call() {
      fi;
      if
      :: chunk >= 1 && chunk <= N_CHUNKS ->
-/* fold */
-        read(SHOWN, 1);
-/* show */
+/* reduce */
+        read(PUBLISHED, 1);
+/* publish */
         d_step {
-          assert(n_readers[FOLDED + SLOT(_pid, phase - 1)] == 0);
-          held[FOLDED + SLOT(_pid, phase - 1)] = phase - 1
+          assert(n_readers[REDUCED + SLOT(_pid, phase - 1)] == 0);
+          held[REDUCED + SLOT(_pid, phase - 1)] = phase - 1
         }
      :: else
      fi;
      if
      :: chunk >= 2 ->
 /* copy */
-        read(FOLDED, 2)
+        read(REDUCED, 2)
      :: else
      fi;
      if

@@ -125,17 +125,17 @@ Finding limit(const char* name, int resource, rlim_t enough, bool in_bytes,
 }
 
 Finding shared_memory() {
-  const auto refused = [](const char* call) {
+  const auto unavailable = [](const char* call) {
     return Finding{"shared memory", State::missing,
                    fmt::format("{}: {}", call, std::strerror(errno)),
                    "ranks that are processes share an anonymous file (memfd); allow memfd_create "
                    "in the sandbox, and raise ulimit -v"};
   };
   const base::UniqueFd fd(memfd_create("lockstep-doctor", MFD_CLOEXEC));
-  if (!fd) return refused("memfd_create");
-  if (ftruncate(fd.get(), 64 * kMiB) != 0) return refused("ftruncate");
+  if (!fd) return unavailable("memfd_create");
+  if (ftruncate(fd.get(), 64 * kMiB) != 0) return unavailable("ftruncate");
   void* const at = mmap(nullptr, 64 * kMiB, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  if (at == MAP_FAILED) return refused("mmap");
+  if (at == MAP_FAILED) return unavailable("mmap");
   munmap(at, 64 * kMiB);
   return {"shared memory", State::good, "memfd works"};
 }

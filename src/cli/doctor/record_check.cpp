@@ -103,18 +103,18 @@ Record record_in(const std::string& text, const fs::path& path, int rank) {
   try {
     file = json::parse(text, check_depth);
   } catch (const json::exception& error) {
-    refuse(
+    reject(
         "lockstep doctor",
         fmt::format("'{}' ({} bytes) is truncated or damaged: {}. Remove it to see the other ranks",
                     path.string(), text.size(), error.what()));
   }
   if (!file.is_object() || !file.contains("lockstep_record")) {
-    refuse("lockstep doctor", fmt::format("'{}' is not a flight record of lockstep; give the "
+    reject("lockstep doctor", fmt::format("'{}' is not a flight record of lockstep; give the "
                                           "folder that LOCKSTEP_RECORD_DIR named",
                                           path.string()));
   }
   if (file.at("lockstep_record") != 1) {
-    refuse("lockstep doctor",
+    reject("lockstep doctor",
            fmt::format("'{}' has format {}, this command reads 1; use the `lockstep` of the "
                        "version that wrote it",
                        path.string(), file.at("lockstep_record").dump()));
@@ -122,14 +122,14 @@ Record record_in(const std::string& text, const fs::path& path, int rank) {
   try {
     Record record = parse(file);
     if (record.rank < 0 || record.rank >= record.world_size) {
-      refuse("lockstep doctor", fmt::format("'{}' is damaged: it is of rank {} of {}",
+      reject("lockstep doctor", fmt::format("'{}' is damaged: it is of rank {} of {}",
                                             path.string(), record.rank, record.world_size));
     }
     if (record.rank == rank) return record;
-    refuse("lockstep doctor", fmt::format("'{}' is the record of rank {}: it was renamed",
+    reject("lockstep doctor", fmt::format("'{}' is the record of rank {}: it was renamed",
                                           path.string(), record.rank));
   } catch (const json::exception& error) {
-    refuse("lockstep doctor", fmt::format("'{}' is damaged: {}", path.string(), error.what()));
+    reject("lockstep doctor", fmt::format("'{}' is damaged: {}", path.string(), error.what()));
   }
 }
 
@@ -162,9 +162,9 @@ std::vector<Record> read_all(const std::string& dir) {
     }
   }
   if (error)
-    refuse("lockstep doctor", fmt::format("cannot read the folder '{}': {}", dir, error.message()));
+    reject("lockstep doctor", fmt::format("cannot read the folder '{}': {}", dir, error.message()));
   if (found.empty()) {
-    refuse("lockstep doctor",
+    reject("lockstep doctor",
            fmt::format("'{}' holds no rank-N.json. Records are written when a job fails that was "
                        "started with LOCKSTEP_RECORD_DIR={}",
                        dir, dir));
@@ -175,7 +175,7 @@ std::vector<Record> read_all(const std::string& dir) {
     const Record& first = records.front();
     const Record& last = records.back();
     if (last.job != first.job || last.world_size != first.world_size) {
-      refuse("lockstep doctor",
+      reject("lockstep doctor",
              fmt::format("'{}' is of another job ({}, {} ranks) than rank {}'s record ({}, {} "
                          "ranks); use a separate folder for each job",
                          file.path.string(), last.job, last.world_size, first.rank, first.job,
@@ -186,7 +186,7 @@ std::vector<Record> read_all(const std::string& dir) {
 }
 
 /// The first call of a group that not all ranks made, or that differs between ranks.
-struct Parting {
+struct Divergence {
   std::string group;
   std::uint64_t collective;
   std::map<int, const Operation*> calls;  ///< by index of the record; null: not reached
@@ -195,7 +195,8 @@ struct Parting {
   std::int64_t start_ns;
 };
 
-std::optional<Parting> parting_of(const std::vector<Record>& records, const std::string& group) {
+std::optional<Divergence> divergence_of(const std::vector<Record>& records,
+                                        const std::string& group) {
   struct Member {
     std::size_t index;
     std::map<std::uint64_t, const Operation*> calls;
@@ -217,12 +218,12 @@ std::optional<Parting> parting_of(const std::vector<Record>& records, const std:
     for (const auto& [number, call] : member.calls) numbers.insert(number);
   }
   for (const std::uint64_t number : numbers) {
-    Parting parting{.group = group,
-                    .collective = number,
-                    .calls = {},
-                    .culprits = {},
-                    .is_missing = false,
-                    .start_ns = INT64_MAX};
+    Divergence divergence{.group = group,
+                          .collective = number,
+                          .calls = {},
+                          .culprits = {},
+                          .is_missing = false,
+                          .start_ns = INT64_MAX};
     std::map<std::string, std::vector<std::size_t>> sides;
     std::vector<std::size_t> missing;
     for (const Member& member : members) {
@@ -230,12 +231,12 @@ std::optional<Parting> parting_of(const std::vector<Record>& records, const std:
       if (found == member.calls.end()) {
         // Calls before a rank's oldest entry were overwritten, not missing.
         if (number > member.last) missing.push_back(member.index);
-        if (number > member.last) parting.calls[static_cast<int>(member.index)] = nullptr;
+        if (number > member.last) divergence.calls[static_cast<int>(member.index)] = nullptr;
         continue;
       }
       sides[found->second->call].push_back(member.index);
-      parting.calls[static_cast<int>(member.index)] = found->second;
-      parting.start_ns = std::min(parting.start_ns, found->second->start_ns);
+      divergence.calls[static_cast<int>(member.index)] = found->second;
+      divergence.start_ns = std::min(divergence.start_ns, found->second->start_ns);
     }
     if (sides.size() > 1) {
       const auto largest = std::max_element(sides.begin(), sides.end(), [](auto& a, auto& b) {
@@ -246,15 +247,15 @@ std::optional<Parting> parting_of(const std::vector<Record>& records, const std:
       });
       for (const auto& [call, ranks] : sides) {
         if (n_largest > 1 || call == largest->first) continue;
-        parting.culprits.insert(parting.culprits.end(), ranks.begin(), ranks.end());
+        divergence.culprits.insert(divergence.culprits.end(), ranks.begin(), ranks.end());
       }
-      std::sort(parting.culprits.begin(), parting.culprits.end());
-      return parting;
+      std::sort(divergence.culprits.begin(), divergence.culprits.end());
+      return divergence;
     }
     if (!missing.empty()) {
-      parting.is_missing = true;
-      parting.culprits = missing;
-      return parting;
+      divergence.is_missing = true;
+      divergence.culprits = missing;
+      return divergence;
     }
   }
   return std::nullopt;
@@ -289,23 +290,23 @@ std::string last_of(const Record& record) {
   return fmt::format("{} at {} on group '{}' ({})", last.call, last.where, last.group, last.state);
 }
 
-void print(const std::vector<Record>& records, const Parting& parting) {
+void print(const std::vector<Record>& records, const Divergence& divergence) {
   std::vector<int> culprits;
-  for (const std::size_t i : parting.culprits) culprits.push_back(records[i].rank);
-  const auto any = std::find_if(parting.calls.begin(), parting.calls.end(),
+  for (const std::size_t i : divergence.culprits) culprits.push_back(records[i].rank);
+  const auto any = std::find_if(divergence.calls.begin(), divergence.calls.end(),
                                 [](const auto& call) { return call.second != nullptr; });
-  if (parting.is_missing) {
+  if (divergence.is_missing) {
     print("Culprit: {}, which never reached collective {} of group '{}': {}\n",
-          ranks_in_words(culprits), parting.collective, parting.group, any->second->call);
+          ranks_in_words(culprits), divergence.collective, divergence.group, any->second->call);
   } else if (culprits.empty()) {
     print("The ranks diverge at collective {} of group '{}', without a majority\n",
-          parting.collective, parting.group);
+          divergence.collective, divergence.group);
   } else {
     print("Culprit: {}, which made another call as collective {} of group '{}'\n",
-          ranks_in_words(culprits), parting.collective, parting.group);
+          ranks_in_words(culprits), divergence.collective, divergence.group);
   }
   print("\n  rank  state      where                     call\n");
-  for (const auto& [index, call] : parting.calls) {
+  for (const auto& [index, call] : divergence.calls) {
     const Record& record = records[static_cast<std::size_t>(index)];
     if (call != nullptr) {
       print("  {:<4}  {:<9}  {:<24}  {}\n", record.rank, call->state, call->where, call->call);
@@ -370,11 +371,11 @@ int doctor_record(const std::string& dir) {
   }
 
   // If several groups diverge, the earliest is the cause and the others are consequences.
-  std::optional<Parting> earliest;
+  std::optional<Divergence> earliest;
   for (const std::string& group : groups) {
-    auto parting = parting_of(records, group);
-    if (parting && (!earliest || parting->start_ns < earliest->start_ns)) {
-      earliest = std::move(parting);
+    auto divergence = divergence_of(records, group);
+    if (divergence && (!earliest || divergence->start_ns < earliest->start_ns)) {
+      earliest = std::move(divergence);
     }
   }
   print("\n");

@@ -158,7 +158,7 @@ class Reader {
 
   Trace read() {
     std::ifstream file(path_, std::ios::binary);
-    if (!file) refuse(std::strerror(errno));
+    if (!file) reject(std::strerror(errno));
     json rest;
     try {
       rest = json::parse(file, [this](int depth, json::parse_event_t what, json& value) {
@@ -173,13 +173,13 @@ class Reader {
       });
       take_head(rest.at("otherData"));
     } catch (const json::exception& error) {
-      refuse(error.what());
+      reject(error.what());
     }
     return std::move(trace_);
   }
 
  private:
-  [[noreturn]] void refuse(const std::string& why) const {
+  [[noreturn]] void reject(const std::string& why) const {
     throw UsageError({.operation = "lockstep trace"},
                      fmt::format("'{}' is not a trace written by lockstep (lockstep run --trace "
                                  "FILE, lockstep trace merge): {}",
@@ -237,7 +237,7 @@ class Reader {
   }
 
   void take_head(const json& head) {
-    if (head.at("lockstep_trace") != 1) refuse("it is of another version");
+    if (head.at("lockstep_trace") != 1) reject("it is of another version");
     trace_.clock = head.at("clock").get<std::string>();
     trace_.wall_ns = head.at("wall_ns").get<std::int64_t>();
     for (const json& value : head.at("ranks")) {

@@ -69,7 +69,7 @@ std::vector<Found> files_in(const std::string& dir, const std::string& clock) {
     if (const Mapping file = map(entry.path())) files.push_back(file);
   }
   if (error)
-    refuse("lockstep trace", fmt::format("cannot read the folder '{}': {}", dir, error.message()));
+    reject("lockstep trace", fmt::format("cannot read the folder '{}': {}", dir, error.message()));
   std::sort(files.begin(), files.end(),
             [](const Mapping& a, const Mapping& b) { return a->anchor_ns < b->anchor_ns; });
 
@@ -79,7 +79,7 @@ std::vector<Found> files_in(const std::string& dir, const std::string& clock) {
   std::vector<Found> found;
   for (const Mapping& file : files) {
     if (text_of(file->clock) != clock) {
-      refuse("lockstep trace",
+      reject("lockstep trace",
              fmt::format("rank {} in '{}' was traced on another system, '{}', or before this one "
                          "was booted: run lockstep trace merge there, then merge its output",
                          file->rank, dir, text_of(file->host)));

@@ -30,7 +30,7 @@ class Folder {
   explicit Folder(const fs::path& file) {
     std::string path = file.string() + ".XXXXXX";
     if (::mkdtemp(path.data()) == nullptr) {
-      refuse("lockstep run", fmt::format("--trace: cannot make a file in '{}': {}",
+      reject("lockstep run", fmt::format("--trace: cannot make a file in '{}': {}",
                                          file.parent_path().string(), std::strerror(errno)));
     }
     path_ = path;
@@ -55,7 +55,7 @@ void say(const std::string& text) { fmt::print(stderr, "lockstep run: {}\n", tex
 
 int run_traced(const std::string& file, const run::NodesOptions& nodes,
                const std::function<int()>& launch) {
-  if (file.empty()) refuse("lockstep run", "--trace: the file's name is empty");
+  if (file.empty()) reject("lockstep run", "--trace: the file's name is empty");
   std::error_code error;
   fs::path path = fs::absolute(file, error);
   if (nodes.n_nodes > 1) path = of_node(path, nodes.node_rank);

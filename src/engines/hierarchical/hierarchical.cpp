@@ -28,12 +28,12 @@ constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
 constexpr std::string_view kWithin = "on one host", kBetween = "between hosts";
 
 /// The topology of one group.
-struct Map {
+struct Topology {
   std::vector<int> hosts;    ///< for each rank, the lowest rank on its host
   std::vector<int> leaders;  ///< the lowest rank of each host, in order
   std::vector<int> members;  ///< the ranks on this host, in order
 
-  Map(std::vector<int> hosts_of_ranks, int rank) : hosts(std::move(hosts_of_ranks)) {
+  Topology(std::vector<int> hosts_of_ranks, int rank) : hosts(std::move(hosts_of_ranks)) {
     for (int r = 0; r < static_cast<int>(hosts.size()); ++r) {
       if (leader_of(r) == r) leaders.push_back(r);
       if (leader_of(r) == leader_of(rank)) members.push_back(r);
@@ -54,9 +54,9 @@ struct Map {
 
 class HierarchicalEngine final : public Engine {
  public:
-  HierarchicalEngine(std::unique_ptr<Engine> outer, std::unique_ptr<Engine> inner, Map map,
-                     const Call& call)
-      : outer_(std::move(outer)), inner_(std::move(inner)), map_(std::move(map)) {
+  HierarchicalEngine(std::unique_ptr<Engine> outer, std::unique_ptr<Engine> inner,
+                     Topology topology, const Call& call)
+      : outer_(std::move(outer)), inner_(std::move(inner)), topology_(std::move(topology)) {
     if (n_hosts() == 1) return;
     Call split = call;
     split.op = Op::split;
@@ -76,16 +76,16 @@ class HierarchicalEngine final : public Engine {
     together([&] {
       compare(call);
       auto outer = outer_->split(call, color, key);
-      const std::vector<int> old = gather_values(*outer, call, map_.leader_of(rank()));
+      const std::vector<int> old = gather_values(*outer, call, topology_.leader_of(rank()));
       std::vector<int> hosts;  // the old group's leaders, as ranks of the new group
       for (const int host : old) {
         hosts.push_back(static_cast<int>(std::find(old.begin(), old.end(), host) - old.begin()));
       }
-      Map map(std::move(hosts), outer->rank());
+      Topology topology(std::move(hosts), outer->rank());
       std::unique_ptr<Engine> inner;
       within([&] { inner = inner_->split(call, color, /*key=*/outer->rank()); }, call);
       engine = std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
-                                                    std::move(map), call);
+                                                    std::move(topology), call);
     });
     return engine;
   }
@@ -113,8 +113,8 @@ class HierarchicalEngine final : public Engine {
   }
 
  private:
-  int n_hosts() const { return static_cast<int>(map_.leaders.size()); }
-  bool is_leader() const { return map_.leader_of(rank()) == rank(); }
+  int n_hosts() const { return static_cast<int>(topology_.leaders.size()); }
+  bool is_leader() const { return topology_.leader_of(rank()) == rank(); }
 
   /// If one level fails, ends the other levels with the same error: ranks that wait there would
   /// otherwise wait forever.
@@ -158,14 +158,14 @@ class HierarchicalEngine final : public Engine {
 
   template <class Work>
   void within(Work work, const Call& call) {
-    renumbered(work, call, kWithin, map_.members);
+    renumbered(work, call, kWithin, topology_.members);
   }
 
   void run_between(Call call) {
     call.timeout += kReportTime;
     // The other ranks of this host wait for this one, which is not the late one if a host is late.
     shared::extend_deadline(*inner_, call.timeout + kPatience);
-    renumbered([&] { between_->run(call); }, call, kBetween, map_.leaders);
+    renumbered([&] { between_->run(call); }, call, kBetween, topology_.leaders);
     shared::extend_deadline(*inner_, kReportTime);  // the result is about to reach them
   }
 
@@ -221,9 +221,9 @@ class HierarchicalEngine final : public Engine {
       case Op::broadcast: return broadcast(call);
       case Op::send:
       case Op::recv:
-        if (map_.leader_of(call.root) == map_.leader_of(rank())) {
+        if (topology_.leader_of(call.root) == topology_.leader_of(rank())) {
           Call message = call;
-          message.root = map_.place_of(call.root);
+          message.root = topology_.place_of(call.root);
           return run_within(message);
         }
         return run_message(call);
@@ -238,7 +238,7 @@ class HierarchicalEngine final : public Engine {
   }
 
   /// Reduces every rank's values into `partial` on the leaders of all hosts, or of root's host.
-  void fold(const Call& call, const Wide& wide, void* partial, Op between) {
+  void reduce_to_leaders(const Call& call, const Wide& wide, void* partial, Op between) {
     Call step = call;
     step.parent_call = &call;
     step.op = Op::reduce;
@@ -251,7 +251,7 @@ class HierarchicalEngine final : public Engine {
     run_within(step);
     if (!is_leader()) return;
     step.op = between;
-    step.root = between == Op::reduce ? map_.host_of(call.root) : -1;
+    step.root = between == Op::reduce ? topology_.host_of(call.root) : -1;
     run_between(step);
   }
 
@@ -264,7 +264,7 @@ class HierarchicalEngine final : public Engine {
       partial = room.data();
     }
     widen(call.dtype, call.reduce, call.in, partial, call.count);
-    fold(call, wide, partial, Op::all_reduce);
+    reduce_to_leaders(call, wide, partial, Op::all_reduce);
     if (is_leader()) finish(call.dtype, call.reduce, partial, size(), call.out, call.count);
     Call step = call;
     step.parent_call = &call;
@@ -278,18 +278,18 @@ class HierarchicalEngine final : public Engine {
     const Wide wide = wide_type(call.dtype, call.reduce);
     std::vector<std::byte> partial(wide.n_bytes(call.count));
     widen(call.dtype, call.reduce, call.in, partial.data(), call.count);
-    fold(call, wide, partial.data(), Op::reduce);
-    if (map_.leader_of(call.root) != map_.leader_of(rank())) return;
+    reduce_to_leaders(call, wide, partial.data(), Op::reduce);
+    if (topology_.leader_of(call.root) != topology_.leader_of(rank())) return;
     if (is_leader()) {
       finish(call.dtype, call.reduce, partial.data(), size(),
              call.root == rank() ? call.out : partial.data(), call.count);
     }
-    if (map_.leader_of(call.root) == call.root) return;
+    if (topology_.leader_of(call.root) == call.root) return;
     Call step = call;
     step.parent_call = &call;
     if (is_leader()) {
       step.op = Op::send;
-      step.root = map_.place_of(call.root);
+      step.root = topology_.place_of(call.root);
       step.in = partial.data();
       run_within(step);
     } else if (call.root == rank()) {
@@ -302,13 +302,13 @@ class HierarchicalEngine final : public Engine {
   void broadcast(const Call& call) {
     Call step = call;
     step.parent_call = &call;
-    const bool is_here = map_.leader_of(call.root) == map_.leader_of(rank());
+    const bool is_here = topology_.leader_of(call.root) == topology_.leader_of(rank());
     if (is_here) {
-      step.root = map_.place_of(call.root);
+      step.root = topology_.place_of(call.root);
       run_within(step);
     }
     if (is_leader()) {
-      step.root = map_.host_of(call.root);
+      step.root = topology_.host_of(call.root);
       // The leader of the root's host has the data in `out` now.
       step.in = call.out;
       run_between(step);
@@ -322,23 +322,23 @@ class HierarchicalEngine final : public Engine {
   std::unique_ptr<Engine> outer_;    // all ranks
   std::unique_ptr<Engine> inner_;    // the ranks of this host
   std::unique_ptr<Engine> between_;  // one rank of each host; unused on the other ranks
-  Map map_;
+  Topology topology_;
 };
 
 }  // namespace
 
 std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<int>& hosts,
                              const Call& barrier) {
-  Map map(hosts, outer->rank());
-  if (map.leaders.size() == hosts.size()) return outer;
+  Topology topology(hosts, outer->rank());
+  if (topology.leaders.size() == hosts.size()) return outer;
   try {
     const std::vector<std::uint64_t> nonces = gather_values(*outer, barrier, draw_nonce());
-    const auto leader = static_cast<std::size_t>(map.leader_of(outer->rank()));
+    const auto leader = static_cast<std::size_t>(topology.leader_of(outer->rank()));
     auto inner = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
-                                         map.place_of(outer->rank()),
-                                         static_cast<int>(map.members.size()), barrier);
-    return std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner), std::move(map),
-                                                barrier);
+                                         topology.place_of(outer->rank()),
+                                         static_cast<int>(topology.members.size()), barrier);
+    return std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
+                                                std::move(topology), barrier);
   } catch (const std::exception& error) {
     if (outer) outer->abandon(error.what());
     throw;

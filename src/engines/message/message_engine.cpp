@@ -111,8 +111,8 @@ class MessageEngine final : public Engine {
   void reduce_scatter(Step step);
   void all_to_all(Step step);
   /// out <- reduction of this rank's `own` and the peers' parts in `parts`, n_bytes each.
-  void fold(const Call& call, const std::byte* own, std::byte* parts, std::size_t n_bytes,
-            std::byte* out);
+  void reduce_parts(const Call& call, const std::byte* own, std::byte* parts, std::size_t n_bytes,
+                    std::byte* out);
   bool is(int r) const { return r == rank(); }
 
   std::string name_;
@@ -290,8 +290,8 @@ void MessageEngine::run(const Call& call) {
   }
 }
 
-void MessageEngine::fold(const Call& call, const std::byte* own, std::byte* parts,
-                         std::size_t n_bytes, std::byte* out) {
+void MessageEngine::reduce_parts(const Call& call, const std::byte* own, std::byte* parts,
+                                 std::size_t n_bytes, std::byte* out) {
   if (n_bytes == 0) return;
   in_.clear();
   for (int r = 0; r < size(); ++r) {
@@ -312,7 +312,7 @@ void MessageEngine::all_reduce(Step step) {
       step.receive(static_cast<int>(r), scratch_.data() + r * n_bytes, n_bytes);
     }
     step.run();
-    fold(call, data, scratch_.data(), n_bytes, data);
+    reduce_parts(call, data, scratch_.data(), n_bytes, data);
     return;
   }
   // Rank r reduces slice r in pieces: received pieces are summed while they are in the cache, and
@@ -348,7 +348,7 @@ void MessageEngine::all_reduce(Step step) {
       }
     }
     step.run();
-    if (piece < n_pieces) fold(call, mine.data, scratch_.data(), mine.n_bytes, mine.data);
+    if (piece < n_pieces) reduce_parts(call, mine.data, scratch_.data(), mine.n_bytes, mine.data);
   }
 }
 
@@ -367,7 +367,7 @@ void MessageEngine::reduce(Step step) {
       step.receive(r, scratch_.data() + static_cast<std::size_t>(r) * now, now);
     }
     step.run();
-    fold(call, bytes(call.out) + at, scratch_.data(), now, bytes(call.out) + at);
+    reduce_parts(call, bytes(call.out) + at, scratch_.data(), now, bytes(call.out) + at);
   }
 }
 
@@ -398,8 +398,8 @@ void MessageEngine::reduce_scatter(Step step) {
     step.receive(r, scratch_.data() + static_cast<std::size_t>(r) * n_bytes, n_bytes);
   }
   step.run();
-  fold(call, bytes(call.in) + static_cast<std::size_t>(rank()) * n_bytes, scratch_.data(), n_bytes,
-       bytes(call.out));
+  reduce_parts(call, bytes(call.in) + static_cast<std::size_t>(rank()) * n_bytes, scratch_.data(),
+               n_bytes, bytes(call.out));
 }
 
 void MessageEngine::all_to_all(Step step) {

@@ -172,8 +172,9 @@ std::shared_ptr<ReplicaLink> ReplicaLink::join(CallbackContext& context, int cop
     return std::make_shared<ReplicaLink>(links.master);
   }
   if (!links.master) {
-    throw UsageError({"SyncBatchNorm", "", -1, 0, std::source_location::current()},
-                     fmt::format("copy {} is told who it is before copy 0", copy_id));
+    throw UsageError(
+        {"SyncBatchNorm", "", -1, 0, std::source_location::current()},
+        fmt::format("the replication callback ran for copy {} before copy 0", copy_id));
   }
   auto link = links.by_copy[copy_id].lock();
   if (!link) link = std::make_shared<ReplicaLink>(links.master->register_slave(copy_id));

@@ -27,7 +27,7 @@ void Reducer::before_forward(const std::optional<std::source_location>& where) {
   if (!at::GradMode::is_enabled()) return;
   sync_ = n_no_sync == 0;
   is_tagged_ = false;
-  if (joining_) announce(sync_ ? Turn::synchronise : Turn::accumulate);
+  if (joining_) announce(sync_ ? NextStep::synchronise : NextStep::accumulate);
   prepare();
 }
 

@@ -100,10 +100,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     Work work;
     std::function<void()> complete;  // the hook's
   };
-  /// A rank's next action, in join.
-  enum class Turn : std::int64_t { joined = 0, accumulate = 1, synchronise = 2 };
+  /// What a rank does next, in join.
+  enum class NextStep : std::int64_t { joined = 0, accumulate = 1, synchronise = 2 };
   struct Announcement {
-    Turn turn = Turn::joined;
+    NextStep step = NextStep::joined;
     std::uint64_t scope = 0;  // of the SyncBatchNormScope around its forward; 0: none
     std::int64_t scope_size = 0;
     friend bool operator==(const Announcement&, const Announcement&) = default;
@@ -133,7 +133,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void prepare();
   void check_in_sync();
   bool synchronises() const { return sync_ || (is_tagged_ && local_backward_.expired()); }
-  Announcement announce(Turn turn);
+  Announcement announce(NextStep step);
   void check_scopes(std::span<const Announcement> all) const;
   /// The group of the scope that the peers are in.
   Group scope_of(std::uint64_t announced) const;

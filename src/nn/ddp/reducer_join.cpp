@@ -86,9 +86,9 @@ void Reducer::check_scopes(std::span<const Announcement> all) const {
 }
 
 /// Returns the next action of the ranks that have data.
-Reducer::Announcement Reducer::announce(Turn turn) {
-  Announcement mine{turn};
-  if (turn != Turn::joined) {
+Reducer::Announcement Reducer::announce(NextStep step) {
+  Announcement mine{step};
+  if (step != NextStep::joined) {
     scope_ = group_of_scope();
     if (scope_) {
       mine.scope = hash_of_scope(*scope_);
@@ -106,7 +106,7 @@ Reducer::Announcement Reducer::announce(Turn turn) {
   n_active_ = 0;
   int first = -1;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].turn == Turn::joined) continue;
+    if (all[rank].step == NextStep::joined) continue;
     if (n_active_++ == 0) first = static_cast<int>(rank);
     const Announcement& common = all[static_cast<std::size_t>(first)];
     if (all[rank] == common) continue;
@@ -117,7 +117,7 @@ Reducer::Announcement Reducer::announce(Turn turn) {
                                  "or none",
                                  first, rank));
     }
-    const bool first_accumulates = common.turn == Turn::accumulate;
+    const bool first_accumulates = common.step == NextStep::accumulate;
     throw MismatchError(context(),
                         fmt::format("in join, rank {} is in no_sync() and rank {} is not: let all "
                                     "ranks synchronise at the same steps",
@@ -158,8 +158,8 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
   // Gradients that this rank accumulated without synchronisation count in the next one.
   if (sync_) drop_gradients();
   for (;;) {
-    const Announcement others = announce(Turn::joined);
-    if (others.turn == Turn::joined) break;
+    const Announcement others = announce(NextStep::joined);
+    if (others.step == NextStep::joined) break;
     follow(others);
   }
   n_active_ = group_.size();
@@ -175,7 +175,7 @@ void Reducer::follow(const Announcement& others) {
                      "a tensor. Give join an example_input, or an example_forward");
   }
   const at::AutoGradMode with_gradients(true);
-  sync_ = others.turn == Turn::synchronise;
+  sync_ = others.step == NextStep::synchronise;
   is_tagged_ = false;
   follows_ = true;
   prepare();

@@ -17,15 +17,16 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t n) {
   if (n > 0 && to != from) std::memcpy(to, from, n);
 }
 
-/// Measured best piece sizes of take_over: for slots, and for peers' memory, which is also written.
+/// Measured best piece sizes of with_write_prefetch: for slots, and for peers' memory, which is
+/// also written.
 constexpr std::size_t kSlotPiece = 1024, kMemoryPiece = 2048;
 
 /// Calls use(begin, length) for pieces of the n_bytes at each of `data`, prefetched for write (RFO)
 /// because this rank writes there, now or in a later phase: each line moves between cores once,
 /// not twice.
 template <class Use>
-void take_over(std::span<const std::byte* const> data, std::size_t n_bytes, std::size_t piece,
-               Use use) {
+void with_write_prefetch(std::span<const std::byte* const> data, std::size_t n_bytes,
+                         std::size_t piece, Use use) {
   constexpr std::size_t kLineBytes = 64;
   const auto fetch = [&](std::size_t begin) {
     const std::size_t end = std::min(begin + piece, n_bytes);
@@ -149,16 +150,17 @@ void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Plac
   };
   parts_.clear();
   for (int r = 0; r < size(); ++r) parts_.push_back(at(r));
-  take_over(parts_, slices.length(rank()) * element, kMemoryPiece,
-            [&](std::size_t begin, std::size_t length) {
-              for (int r = 0; r < size(); ++r) inputs_[static_cast<std::size_t>(r)] = at(r) + begin;
-              std::byte* const mine = at(rank()) + begin;
-              kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), mine,
-                              count_of(length, element));
-              for (int r = 0; r < size(); ++r) {
-                if (r != rank()) std::memcpy(at(r) + begin, mine, length);
-              }
-            });
+  with_write_prefetch(parts_, slices.length(rank()) * element, kMemoryPiece,
+                      [&](std::size_t begin, std::size_t length) {
+                        for (int r = 0; r < size(); ++r)
+                          inputs_[static_cast<std::size_t>(r)] = at(r) + begin;
+                        std::byte* const mine = at(rank()) + begin;
+                        kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), mine,
+                                        count_of(length, element));
+                        for (int r = 0; r < size(); ++r) {
+                          if (r != rank()) std::memcpy(at(r) + begin, mine, length);
+                        }
+                      });
   channel_.end_phase(call);
 }
 
@@ -177,7 +179,7 @@ void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
       [&](std::size_t i) {
         if (!wants_result) return;
         // model: take
-        const auto fold = [&](std::size_t begin, std::size_t length) {
+        const auto reduce_piece = [&](std::size_t begin, std::size_t length) {
           for (int r = 0; r < size(); ++r) {
             inputs_[static_cast<std::size_t>(r)] =
                 begin + (r == rank() ? bytes(call.in) + chunks.begin(i)
@@ -188,9 +190,9 @@ void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
         };
         if (channel_.swaps_slots() && chunks.length(i) > kInlineBytes) {
           const std::byte* const theirs = channel_.read_slot(1 - rank(), 1, chunks.length(i));
-          take_over({&theirs, 1}, chunks.length(i), kSlotPiece, fold);
+          with_write_prefetch({&theirs, 1}, chunks.length(i), kSlotPiece, reduce_piece);
         } else {
-          fold(0, chunks.length(i));
+          reduce_piece(0, chunks.length(i));
         }
       });
 }
@@ -222,12 +224,12 @@ void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
             r == rank() ? bytes(call.in) + chunks.begin(i - 1) : channel_.read_slot(r, 1, slot);
         inputs_[static_cast<std::size_t>(r)] = data + begin;
       }
-      std::byte* shown = channel_.read_slot(rank(), 1, slot) + begin;
-      std::byte* result = wants_result ? bytes(call.out) + chunks.begin(i - 1) + begin : shown;
-      // model: fold, show
+      std::byte* published = channel_.read_slot(rank(), 1, slot) + begin;
+      std::byte* result = wants_result ? bytes(call.out) + chunks.begin(i - 1) + begin : published;
+      // model: reduce, publish
       kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), result,
                       slices.length(rank()));
-      if (result != shown) copy_bytes(shown, result, slices.length(rank()) * element);
+      if (result != published) copy_bytes(published, result, slices.length(rank()) * element);
     }
     if (i >= 2 && wants_result) {  // model: copy
       const Slices slices = slices_of(i - 2);

@@ -85,12 +85,12 @@ struct ColorKey {
 };
 
 template <class T>
-void show(Channel& channel, const T& value) {
+void publish(Channel& channel, const T& value) {
   std::memcpy(channel.write_slot(sizeof value), &value, sizeof value);
 }
 
 template <class T>
-T shown_by(Channel& channel, int rank) {
+T published_by(Channel& channel, int rank) {
   T value;
   std::memcpy(&value, channel.read_slot(rank, 1, sizeof value), sizeof value);
   return value;
@@ -109,10 +109,10 @@ void make_with_all(Channel& channel, const Call& call, const char* what, Outcome
     mine.error_number = ENOMEM;
     base::copy_text(mine.text, "no memory for the list of ranks");
   }
-  show(channel, mine);
+  publish(channel, mine);
   channel.end_phase(call);
   for (int r = 0; r < channel.size(); ++r) {
-    const auto outcome = shown_by<Outcome>(channel, r);
+    const auto outcome = published_by<Outcome>(channel, r);
     if (outcome.error_number == 0) continue;
     channel.fail_system(call, outcome.error_number,
                         fmt::format("rank {} could not {} shared memory: {}", r, what,
@@ -127,7 +127,7 @@ std::uint64_t reserve_for_all(Channel& channel, const Call& call, int leader, Re
   make_with_all(channel, call, "reserve", mine, [&] {
     if (leader == channel.rank()) mine.offset = reserve();
   });
-  return shown_by<Outcome>(channel, leader).offset;
+  return published_by<Outcome>(channel, leader).offset;
 }
 
 /// Runs map() on all ranks; returns when it has succeeded on all.
@@ -177,13 +177,13 @@ std::unique_ptr<Engine> SharedEngine::split(const Call& call, int color, int key
 
 std::unique_ptr<Engine> SharedEngine::split_engine(const Call& call, int color, int key) {
   channel_.begin(call);
-  show(channel_, ColorKey{.color = color, .key = key});
+  publish(channel_, ColorKey{.color = color, .key = key});
   channel_.end_phase(call);
 
   std::vector<int> members;
   std::vector<int> keys(static_cast<std::size_t>(size()));
   for (int r = 0; r < size(); ++r) {
-    const auto chosen = shown_by<ColorKey>(channel_, r);
+    const auto chosen = published_by<ColorKey>(channel_, r);
     if (chosen.color == color) members.push_back(r);
     keys[static_cast<std::size_t>(r)] = chosen.key;
   }

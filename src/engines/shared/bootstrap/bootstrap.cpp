@@ -177,9 +177,9 @@ class Leader : Bootstrap {
   std::string who_is_missing() const {
     std::vector<int> missing;
     for (int r = 1; r < n_ranks_; ++r) {
-      const bool has_come = std::any_of(members_.begin(), members_.end(),
-                                        [r](const Member& member) { return member.rank == r; });
-      if (!has_come) missing.push_back(r);
+      const bool has_joined = std::any_of(members_.begin(), members_.end(),
+                                          [r](const Member& member) { return member.rank == r; });
+      if (!has_joined) missing.push_back(r);
     }
     return fmt::format(
         "rank{} {} of {} did not connect to the ranks of this host within {:g} s; did {} end "
@@ -265,7 +265,7 @@ class Leader : Bootstrap {
       }
       std::array<char, sizeof Reply::text> said{};
       const ssize_t n = ::recv(member.socket.get(), said.data(), said.size() - 1, 0);
-      if (base::text_in(said) == kSeated) continue;
+      if (base::text_in(said) == kJoined) continue;
       declare_failed(segment, member.rank,
                      n > 0 ? base::text_in(said) : "died, or took too long, before it joined");
     }
@@ -321,7 +321,7 @@ class Follower : Bootstrap {
       say(error.text());
       throw;
     }
-    say(kSeated);
+    say(kJoined);
     return membership;
   }
 

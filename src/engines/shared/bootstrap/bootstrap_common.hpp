@@ -29,7 +29,7 @@ using Clock = std::chrono::steady_clock;
 using Kind = internal::Failure::Kind;
 
 inline constexpr std::uint64_t kGreeting = 0x0174656d70736b6cULL;
-inline constexpr std::string_view kSeated = "!";
+inline constexpr std::string_view kJoined = "!";
 inline constexpr milliseconds kRetryEvery{5};
 /// Longest time for rank 0's report to arrive; rank 0 knows more than a member.
 inline constexpr milliseconds kReportTime{2000};
@@ -50,7 +50,7 @@ struct Hello {
 };
 
 /// Rank 0's answer, when all ranks have connected or no longer can. A member then replies that it
-/// has joined the segment (kSeated), or why not.
+/// has joined the segment (kJoined), or why not.
 struct Reply {
   std::uint64_t greeting;
   std::uint32_t failure;  ///< 1 + its kind; 0: none, and the segment's descriptor is attached

@@ -36,12 +36,12 @@ void mark_ended(RankBlock& block, std::string_view failure) noexcept {
 Membership::Membership(std::shared_ptr<Segment> segment, int world_rank)
     : segment_(std::move(segment)), world_rank_(world_rank), pid_(::getpid()) {
   RankBlock& mine = block(world_rank_);
-  std::int32_t nobody = 0;
-  if (!mine.pid.compare_exchange_strong(nobody, pid_)) {
+  std::int32_t expected_pid = 0;
+  if (!mine.pid.compare_exchange_strong(expected_pid, pid_)) {
     throw UsageError({.operation = "init_dist"},
                      fmt::format("rank {} is taken by process {}; each rank joins once, and a "
                                  "program started by a rank is not a rank (unset LOCKSTEP_SEGMENT)",
-                                 world_rank_, nobody));
+                                 world_rank_, expected_pid));
   }
   mine.start_time.store(base::process_start_time(pid_), std::memory_order_relaxed);
   mine.pid_namespace.store(base::namespace_of("pid"), std::memory_order_relaxed);

@@ -27,7 +27,7 @@ std::size_t base_bytes(int n_ranks) {
 }
 
 /// Why a segment is rejected.
-struct Refused {
+struct Rejected {
   std::string why;
 };
 
@@ -130,28 +130,28 @@ std::shared_ptr<Segment> Segment::for_processes(int n_ranks) {
 
 void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::uint64_t>& nonce) {
   struct stat status {};
-  if (::fstat(fd.get(), &status) != 0) throw Refused{"the descriptor is closed"};
+  if (::fstat(fd.get(), &status) != 0) throw Rejected{"the descriptor is closed"};
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
-    throw Refused{"the descriptor is not a sealed memfd"};
+    throw Rejected{"the descriptor is not a sealed memfd"};
   }
   const auto n_bytes = static_cast<std::size_t>(status.st_size);
-  if (n_bytes < kPage) throw Refused{"it is too short"};
+  if (n_bytes < kPage) throw Rejected{"it is too short"};
 
   fd_ = base::KeptFd(std::move(fd));
   n_base_bytes_ = kPage;
   header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, kPage, protection));
-  if (header_->magic != kMagic) throw Refused{"it contains something else"};
+  if (header_->magic != kMagic) throw Rejected{"it contains something else"};
   if (header_->version != kVersion) {
-    throw Refused{
+    throw Rejected{
         fmt::format("it has layout {}, this library has {}; use the `lockstep` command of the "
                     "library that the program links",
                     header_->version, kVersion)};
   }
-  if (nonce && header_->nonce != *nonce) throw Refused{"it belongs to another job"};
+  if (nonce && header_->nonce != *nonce) throw Rejected{"it belongs to another job"};
   const int n_ranks = header_->n_ranks;
   if (n_ranks < 1 || n_ranks > kMaxRanks || n_bytes < base_bytes(n_ranks)) {
-    throw Refused{"its header is damaged"};
+    throw Rejected{"its header is damaged"};
   }
   n_ranks_ = n_ranks;
   ::munmap(header_, kPage);
@@ -164,9 +164,9 @@ std::shared_ptr<Segment> Segment::attach(base::UniqueFd fd, std::uint64_t nonce)
   std::shared_ptr<Segment> segment(new Segment);
   try {
     segment->open(std::move(fd), PROT_READ | PROT_WRITE, nonce);
-  } catch (const Refused& refused) {
+  } catch (const Rejected& rejected) {
     throw UsageError({.operation = "init_dist"},
-                     "LOCKSTEP_SEGMENT does not name this job's segment: " + refused.why +
+                     "LOCKSTEP_SEGMENT does not name this job's segment: " + rejected.why +
                          ". Start the program with `lockstep run`, or unset the variable");
   }
   return segment;
@@ -176,8 +176,8 @@ std::shared_ptr<const Segment> Segment::look(base::UniqueFd fd) {
   std::shared_ptr<Segment> segment(new Segment);
   try {
     segment->open(std::move(fd), PROT_READ, std::nullopt);
-  } catch (const Refused& refused) {
-    throw UsageError({.operation = "lockstep top"}, "cannot inspect this job: " + refused.why);
+  } catch (const Rejected& rejected) {
+    throw UsageError({.operation = "lockstep top"}, "cannot inspect this job: " + rejected.why);
   }
   return segment;
 }

@@ -14,9 +14,9 @@
 namespace lockstep::shared {
 
 std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment) {
-  std::vector<int> everybody(static_cast<std::size_t>(segment->n_ranks()));
-  std::iota(everybody.begin(), everybody.end(), 0);
-  segment->header().world_channel = Channel::make(*segment, everybody);
+  std::vector<int> all_ranks(static_cast<std::size_t>(segment->n_ranks()));
+  std::iota(all_ranks.begin(), all_ranks.end(), 0);
+  segment->header().world_channel = Channel::make(*segment, all_ranks);
   return segment;
 }
 

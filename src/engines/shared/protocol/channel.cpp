@@ -114,12 +114,13 @@ void Channel::begin(const Call& call) {
     if (check_ == internal::Check::full) site_hash_ = internal::hash_of(call.where);
   }
   fingerprint_ = fingerprint_of(call, site_hash_);
-  const Call& shown = call.parent_call != nullptr ? *call.parent_call : call;
+  const Call& recorded = call.parent_call != nullptr ? *call.parent_call : call;
   CallRecord& record = lane(rank_).record;
   record.sequence.store(call.sequence, std::memory_order_relaxed);
-  const bool is_by_rank = !shown.counts.empty();  // then counts may differ between ranks
-  record.what.store(encode_call(shown) | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
-  record.count.store(is_by_rank ? hash_of(shown.counts) : shown.count, std::memory_order_relaxed);
+  const bool is_by_rank = !recorded.counts.empty();  // then counts may differ between ranks
+  record.what.store(encode_call(recorded) | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
+  record.count.store(is_by_rank ? hash_of(recorded.counts) : recorded.count,
+                     std::memory_order_relaxed);
   // Release: a peer that reads the number also sees the text of the source line.
   record.site.store(site_, std::memory_order_release);
 }
@@ -149,17 +150,17 @@ void Channel::end_phase(const Call& call) {
   }
   if (is_oversubscribed_) {
     const std::uint64_t all = phase_ * static_cast<std::uint64_t>(size());
-    // model: arrive, ring
+    // model: arrive, wake_all
     if (header_->n_arrivals.fetch_add(1, std::memory_order_seq_cst) + 1 == all) wake_sleepers();
     if (call.progress != nullptr) call.progress->arrived(call);
-    wait(call, kEverybody,
+    wait(call, kAllRanks,
          [this, all] { return header_->n_arrivals.load(std::memory_order_seq_cst) >= all; });
   } else {
     wake_sleepers();
     // Recorded while the peers' cache lines are in flight from other cores.
     if (call.progress != nullptr) call.progress->arrived(call);
     for (const int peer : peers_) {
-      wait(call, kEverybody, [this, peer] { return is_raised(flag_of(peer)); });
+      wait(call, kAllRanks, [this, peer] { return is_raised(flag_of(peer)); });
     }
   }
   for (const int peer : peers_) {

@@ -137,7 +137,7 @@ class Channel {
     const void* ready_;
     bool (*ask_)(const void*);
   };
-  static constexpr int kEverybody = -1;
+  static constexpr int kAllRanks = -1;
 
   Lane& lane(int rank) const noexcept { return lanes_[rank]; }
   std::byte* place(int rank, int phases_ago, std::size_t n_bytes) const noexcept {
@@ -170,9 +170,10 @@ class Channel {
   /// The absent ranks without a valid deadline extension; valid as long.
   const std::vector<int>& late(int awaited);
   void wake_sleepers() noexcept {
-    if (header_->n_sleepers.load(std::memory_order_seq_cst) != 0) ring();  // model: look
+    if (header_->n_sleepers.load(std::memory_order_seq_cst) != 0)
+      increment_wake_counter();  // model: look
   }
-  void ring() noexcept;
+  void increment_wake_counter() noexcept;
 
   // channel_failure.cpp
   /// Records the channel's failure, unless one is recorded already.

@@ -97,7 +97,7 @@ bool Channel::is_in_call_elsewhere(int rank) const {
 
 void Channel::fail_mismatch(const Call& call) {
   const auto give_up = steady_clock::now() + std::min(kReportPatience, call.timeout);
-  while (!absent(kEverybody).empty() && steady_clock::now() < give_up && !has_failed()) {
+  while (!absent(kAllRanks).empty() && steady_clock::now() < give_up && !has_failed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }
   if (has_failed()) throw_failure(call);

@@ -21,7 +21,7 @@ constexpr std::chrono::microseconds kPatience{1500};
 
 }  // namespace
 
-void Channel::ring() noexcept {
+void Channel::increment_wake_counter() noexcept {
   header_->wake_counter.fetch_add(1, std::memory_order_seq_cst);                // model: increment
   base::futex_wake_all(header_->wake_counter, membership_->segment().scope());  // model: wake
 }
@@ -70,7 +70,7 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
 
 const std::vector<int>& Channel::absent(int awaited) {
   absent_.clear();
-  if (awaited != kEverybody) {
+  if (awaited != kAllRanks) {
     absent_.push_back(awaited);
     return absent_;
   }
@@ -112,7 +112,7 @@ void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready
     if (!ending) continue;
     // Before it ended, the peer may have completed its part, or recorded a failure in the channel.
     if (ready()) return;
-    if (awaited == kEverybody && is_raised(flag_of(ranks[i]))) continue;
+    if (awaited == kAllRanks && is_raised(flag_of(ranks[i]))) continue;
     if (has_failed()) throw_failure(call);
     fail(call,
          ending->failed ? internal::Failure::Kind::peer_failed : internal::Failure::Kind::peer_lost,
