@@ -71,7 +71,7 @@ GroupState::~GroupState() {
   // The worker ends when its calls have. If an exception unwinds this rank, its peers never reach
   // those calls, because they wait for this rank elsewhere: without this, both would deadlock.
   if (worker_ && !worker_->is_idle() && std::uncaught_exceptions() > 0) {
-    engine_->abandon("a rank left because of an exception with asynchronous calls under way");
+    engine_->abandon("it left because of an exception with asynchronous calls under way");
   }
 }
 

@@ -16,7 +16,7 @@ WorkHandle::WorkHandle(std::shared_ptr<GroupState> group, std::shared_ptr<WorkSt
 WorkHandle::~WorkHandle() {
   if (is_detached_.load(std::memory_order_relaxed) || process_.is_copy() || state_->done()) return;
   if (std::uncaught_exceptions() > n_exceptions_) {
-    group_->abandon("a rank left because of an exception with an asynchronous call under way");
+    group_->abandon("it left because of an exception with an asynchronous call under way");
   }
   state_->wait_until_done();
 }

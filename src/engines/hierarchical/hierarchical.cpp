@@ -130,7 +130,7 @@ class HierarchicalEngine final : public Engine {
       inner_->end_with(error);
       throw;
     } catch (const std::exception& error) {
-      abandon(fmt::format("rank {}: {}", rank(), error.what()));
+      abandon(error.what());
       throw;
     }
   }

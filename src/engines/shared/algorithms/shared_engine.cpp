@@ -146,7 +146,7 @@ auto abandoning(Channel& channel, Body body) {
     return body();
   } catch (const std::exception& error) {
     // Has no effect if the channel has failed already.
-    channel.abandon(fmt::format("rank {} failed: {}", channel.rank(), error.what()));
+    channel.abandon(error.what());
     throw;
   }
 }

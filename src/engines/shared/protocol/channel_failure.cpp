@@ -4,6 +4,7 @@
 #include <cstring>
 #include <iterator>
 #include <lockstep/error.hpp>
+#include <new>
 #include <thread>
 
 #include "base/text.hpp"
@@ -42,7 +43,12 @@ void Channel::fail(const Call& call, Kind kind, const std::string& text, int err
 }
 
 void Channel::abandon(std::string_view reason) noexcept {
-  note_failure(Kind::peer_failed, reason, /*error_number=*/0);
+  try {
+    note_failure(Kind::peer_failed, fmt::format("rank {} failed: {}", rank_, reason),
+                 /*error_number=*/0);
+  } catch (const std::bad_alloc&) {
+    note_failure(Kind::peer_failed, reason, /*error_number=*/0);
+  }
 }
 
 void Channel::end_with(const Error& error) noexcept {
