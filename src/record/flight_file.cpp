@@ -21,7 +21,7 @@ namespace {
 
 struct FlightFile {
   /// Written last. Changes with the layout.
-  static constexpr std::array<char, 8> kMagic = {'l', 's', 'f', 'l', 'y', '0', '0', '1'};
+  static constexpr std::array<char, 8> kMagic = {'l', 's', 'f', 'l', 'y', '0', '0', '2'};
 
   std::array<char, 8> magic;
   std::array<char, 256> host;

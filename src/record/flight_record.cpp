@@ -69,8 +69,7 @@ std::vector<Operation> operations_of(const FlightRecord& record, const base::Tic
   std::vector<Operation> operations;
   operations.reserve(FlightRecord::kEntries);
   for (const FlightEntry& entry : record.entries) {
-    const std::uint64_t stamp = entry.stamp.load(std::memory_order_acquire);
-    if (stamp == 0) continue;
+    const std::uint32_t complete = entry.complete.load(std::memory_order_acquire);
     const std::uint64_t what = entry.what.load(std::memory_order_acquire);
     const std::uint64_t start = entry.start.load(std::memory_order_acquire);
     const std::uint64_t end = entry.end.load(std::memory_order_acquire);
@@ -79,11 +78,9 @@ std::vector<Operation> operations_of(const FlightRecord& record, const base::Tic
     const std::uint64_t count = entry.count.load(std::memory_order_acquire);
     const std::uint32_t site = entry.site.load(std::memory_order_acquire);
     const std::uint32_t group = entry.group.load(std::memory_order_acquire);
-    if (entry.stamp.load(std::memory_order_relaxed) != stamp ||  // rewritten meanwhile
-        (stamp & 0xffffU) != sum_of(sequence, collective, what, count, start, site, group)) {
-      continue;
-    }
-    Operation operation{.number = stamp >> 16U,
+    const std::uint64_t number = entry.begun.load(std::memory_order_relaxed);
+    if (number == 0 || static_cast<std::uint32_t>(number) != complete) continue;
+    Operation operation{.number = number,
                         .sequence = sequence,
                         .collective = collective,
                         .op = op_of(what),

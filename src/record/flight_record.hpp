@@ -18,40 +18,31 @@ namespace lockstep::internal {
 
 /// One operation.
 ///
-/// Protocol. The writer is the thread inside the call. It stores stamp = 0, then the fields, then
-/// the stamp; each store is a release, so a reader of a field sees no older stamp. A reader loads
-/// the stamp, the fields, and the stamp again, the fields with acquire: two equal stamps other than
-/// 0 mean that the fields belong to one operation, unless two threads wrote at once. That happens
-/// only if the kernel preempts a thread between two stores while other threads wrap around all
-/// entries; so the stamp also contains a checksum of the fields. `end` changes once, under the same
-/// stamp.
+/// Protocol. The writer is the thread inside the call. It stores `begun`, then the fields, then
+/// `complete`, the same number; each store is a release. A reader loads them in the opposite order,
+/// with acquire: if both numbers are equal, no other call has written the fields that it read. Two
+/// threads write one entry at once only if the kernel preempts one of them between two stores while
+/// others wrap around all entries: then `begun` is of the last call that began and `complete` of
+/// the last one that finished writing, so the entry is hidden until it is written again. Only in
+/// the nanoseconds between the preempted thread's first store after it resumed and its last one can
+/// a reader accept fields of both calls. `end` changes once more, under the same number.
 struct alignas(64) FlightEntry {
   /// Values of `end` that are not times.
   static constexpr std::uint64_t kUnderWay = 0;
   static constexpr std::uint64_t kFailed = 1;
   static constexpr std::uint64_t kSoon = 2;  ///< finished a few microseconds after `start` at most
 
-  std::atomic<std::uint64_t> stamp;     ///< number << 16 | checksum of the fields; 0: none
+  std::atomic<std::uint64_t> begun;     ///< number of the call; 0: none
   std::atomic<std::uint64_t> sequence;  ///< in its group, from 1
   std::atomic<std::uint64_t> what;      ///< see encode_call
   std::atomic<std::uint64_t> count;
-  std::atomic<std::uint64_t> start;  ///< base::ticks()
-  std::atomic<std::uint64_t> end;    ///< base::ticks(), or one of the above
-  std::atomic<std::uint32_t> site;
-  std::atomic<std::uint32_t> group;
+  std::atomic<std::uint64_t> start;       ///< base::ticks()
+  std::atomic<std::uint64_t> end;         ///< base::ticks(), or one of the above
   std::atomic<std::uint64_t> collective;  ///< number of the collective in its group; 0: send, recv
+  std::atomic<std::uint16_t> site;
+  std::atomic<std::uint16_t> group;
+  std::atomic<std::uint32_t> complete;  ///< low bits of the number
 };
-
-/// A 16-bit checksum of all fields of an entry except `end`; misses 1 difference in 65,536.
-inline std::uint64_t sum_of(std::uint64_t sequence, std::uint64_t collective, std::uint64_t what,
-                            std::uint64_t count, std::uint64_t start, std::uint32_t site,
-                            std::uint32_t group) noexcept {
-  return (sequence * 0x9e3779b97f4a7c15ULL + collective * 0xc2b2ae3d27d4eb4fULL +
-          what * 0x165667b19e3779f9ULL + count * 0x27d4eb2f165667c5ULL +
-          start * 0xd6e8feb86659fd93ULL +
-          (std::uint64_t{site} << 32U | group) * 0xff51afd7ed558ccdULL) >>
-         48U;
-}
 
 /// A group as seen by one of its ranks. name, rank and size are complete before it is counted.
 struct alignas(64) FlightGroup {

@@ -113,18 +113,17 @@ void Track::open(const Call& call) {
   const std::uint64_t collective = is_collective ? ++n_collectives_ : 0;
   const std::uint64_t what = encode_call(call);
   const std::uint64_t start = base::ticks();
-  stamp_ = number << 16U |
-           sum_of(call.sequence, collective, what, call.count, start, site_, group_number_);
-  entry.stamp.store(0, relaxed);
+  number_ = number;
+  entry.begun.store(number, relaxed);  // before the fields, which are stored with release
   entry.sequence.store(call.sequence, release);
   entry.collective.store(collective, release);
   entry.what.store(what, release);
   entry.count.store(call.count, release);
   entry.start.store(start, release);
   entry.end.store(FlightEntry::kUnderWay, release);
-  entry.site.store(site_, release);
-  entry.group.store(group_number_, release);
-  entry.stamp.store(stamp_, release);
+  entry.site.store(static_cast<std::uint16_t>(site_), release);
+  entry.group.store(static_cast<std::uint16_t>(group_number_), release);
+  entry.complete.store(static_cast<std::uint32_t>(number), release);
   if (trace_ != nullptr) {
     event_ = trace_->begin({.what = what,
                             .count = call.count,

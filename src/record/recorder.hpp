@@ -108,7 +108,7 @@ class Track final : public Progress {
   void close(std::uint64_t end) noexcept {
     // Other threads may have wrapped around the ring meanwhile. If one does so between these two
     // lines, it loses an end time, which only affects a diagnosis.
-    if (entry_->stamp.load(std::memory_order_relaxed) == stamp_) {
+    if (entry_->begun.load(std::memory_order_relaxed) == number_) {
       entry_->end.store(end, std::memory_order_release);
     }
   }
@@ -123,9 +123,9 @@ class Track final : public Progress {
   std::uint32_t group_number_ = 0;
   bool engine_reports_;
 
-  std::uint64_t block_ = 0;  ///< number of the block taken, from 1
-  std::size_t n_left_ = 0;   ///< entries left in it
-  std::uint64_t stamp_ = 0;  ///< of entry_
+  std::uint64_t block_ = 0;   ///< number of the block taken, from 1
+  std::size_t n_left_ = 0;    ///< entries left in it
+  std::uint64_t number_ = 0;  ///< of entry_
   std::uint64_t n_collectives_ = 0;
   FlightEntry* entry_ = nullptr;  ///< of the current call, once open
   TraceEvent* event_ = nullptr;   ///< the same in the trace, if there is one with space
