@@ -1,5 +1,5 @@
 // Calls of one operation between threads, for instruction counts by valgrind: ./dev bench growth
-// growth_one_host RANKS VERB BYTES CALLS; BYTES are those of a rank's result.
+// growth_one_host RANKS OPERATION BYTES CALLS; BYTES are those of a rank's result.
 
 #include <fmt/format.h>
 
@@ -51,7 +51,8 @@ void call(std::string_view operation, std::size_t n_bytes, int n_calls) {
 
 int main(int argc, char** argv) {
   try {
-    if (argc != 5) throw std::invalid_argument("usage: growth_one_host RANKS VERB BYTES CALLS");
+    if (argc != 5)
+      throw std::invalid_argument("usage: growth_one_host RANKS OPERATION BYTES CALLS");
     const std::string_view operation = argv[2];
     const auto n_bytes = static_cast<std::size_t>(number(argv[3]));
     const int n_calls = number(argv[4]);

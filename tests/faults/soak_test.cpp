@@ -1,4 +1,4 @@
-// Mixed load on every verb: nothing grows. `./dev soak` does so for longer.
+// Mixed load on every operation: nothing grows. `./dev soak` does so for longer.
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
