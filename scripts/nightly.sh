@@ -7,18 +7,18 @@ results=build/nightly
 commit=$(git rev-parse HEAD)$(git diff --quiet HEAD || git diff HEAD | sha1sum | cut -c1-8)
 
 # STAGE|MINUTES, about, on two cores|WHAT
-stages='tests|20|every test of the release build: also 8 ranks, Slurm, the suite under both mpiruns
-torch|25|the libtorch layer and the trainer over PyTorch 2.13, every test
-asan|16|core and command whole under AddressSanitizer and UndefinedBehaviorSanitizer
-tsan|8|the core whole under ThreadSanitizer
-campaign|10|500 random faults in real jobs over every engine, 33 in trainings
-valgrind|3|ranks that are 2 and 3 processes under memcheck
-fuzz|9|each parser for a minute
+stages='tests|11|every test of the release build: also 8 ranks, Slurm, the suite under both mpiruns
+torch|8|the libtorch layer and the trainer over PyTorch 2.13, every test
+asan|14|core and command whole under AddressSanitizer and UndefinedBehaviorSanitizer
+tsan|7|the core whole under ThreadSanitizer
+campaign|6|500 random faults in real jobs over every engine, 33 in trainings
+valgrind|2|ranks that are 2 and 3 processes under memcheck
+fuzz|8|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
 simulation|3|16 simulated hosts beside the alpha-beta model
-model|2|the model of the shared engine, and its mutations
-lint|12|clang-tidy over every file, every header alone
-benchmarks|3|every benchmark compiles
+model|1|the model of the shared engine, and its mutations
+lint|9|clang-tidy over every file, every header alone
+benchmarks|2|every benchmark compiles
 mutations|45|only when named: faults seeded one at a time, each of which `./dev test` must find'
 
 run_stage() {

@@ -217,7 +217,8 @@ void mean_of_64_bits(const void* const* in, int n, void* out, std::size_t count)
       sum += value;
     }
     const T narrow = static_cast<T>(sum);  // 128-bit division is several times slower
-    const T mean = narrow == sum ? narrow / static_cast<T>(n) : static_cast<T>(sum / n);
+    const T mean =
+        narrow == sum ? narrow / static_cast<T>(n) : static_cast<T>(sum / static_cast<Wide>(n));
     __builtin_memcpy(static_cast<char*>(out) + i * sizeof(T), &mean, sizeof(T));
   }
 }
