@@ -67,8 +67,8 @@ bool is_defined(DType dtype, ReduceOp op) {
   const bool is_of_numbers = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
   return dtype != DType::boolean || !is_of_numbers;
 }
-/// The result of all_reduce and reduce over a whole group.
-Bytes reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks) {
+/// The result of all_reduce and reduce over a whole group, by hosts where it has several.
+Bytes all_reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks) {
   return hosts().empty() ? reduced(dtype, op, count, seed, n_ranks)
                          : reduced_by_host(dtype, op, count, seed, hosts());
 }
@@ -84,7 +84,7 @@ TEST_P(Conformance, all_reduce_of_every_type_and_reduction) {
         for (const std::size_t count : {std::size_t{1}, std::size_t{67}, std::size_t{33'333}}) {
           Bytes data = values(dtype, count, /*seed=*/count, group.rank());
           group.all_reduce({data.data(), count, dtype}, op);
-          ASSERT_EQ(data, reduced(dtype, op, count, /*seed=*/count, group.size()))
+          ASSERT_EQ(data, all_reduced(dtype, op, count, /*seed=*/count, group.size()))
               << name_of(dtype) << ' ' << name_of(op) << ' ' << count;
         }
       }
@@ -99,7 +99,8 @@ TEST_P(Conformance, all_reduce_of_every_length) {
       for (const DType dtype : {DType::u8, DType::f32, DType::f64}) {
         Bytes data = values(dtype, count, /*seed=*/1, group.rank());
         group.all_reduce({data.data(), count, dtype});
-        ASSERT_EQ(data, reduced(dtype, ReduceOp::sum, count, /*seed=*/1, group.size())) << count;
+        ASSERT_EQ(data, all_reduced(dtype, ReduceOp::sum, count, /*seed=*/1, group.size()))
+            << count;
       }
     }
   });
@@ -111,7 +112,7 @@ TEST_P(Conformance, all_reduce_of_many_chunks) {
     const std::size_t count = 1'000'003;
     Bytes data = values(DType::f32, count, /*seed=*/2, group.rank());
     group.all_reduce({data.data(), count, DType::f32}, ReduceOp::mean);
-    ASSERT_EQ(data, reduced(DType::f32, ReduceOp::mean, count, /*seed=*/2, group.size()));
+    ASSERT_EQ(data, all_reduced(DType::f32, ReduceOp::mean, count, /*seed=*/2, group.size()));
   });
 }
 
@@ -124,7 +125,8 @@ TEST_P(Conformance, all_reduce_in_shared_buffers) {
       const Bytes mine = values(DType::f32, count, /*seed=*/3, group.rank());
       std::memcpy(buffer.data(), mine.data(), mine.size());
       group.all_reduce({buffer.data(), count, DType::f32});
-      const Bytes expected = reduced(DType::f32, ReduceOp::sum, count, /*seed=*/3, group.size());
+      const Bytes expected =
+          all_reduced(DType::f32, ReduceOp::sum, count, /*seed=*/3, group.size());
       ASSERT_EQ(std::memcmp(buffer.data(), expected.data(), expected.size()), 0) << count;
     }
     // At another offset in the buffer, and with ordinary memory on one rank.
@@ -133,7 +135,7 @@ TEST_P(Conformance, all_reduce_in_shared_buffers) {
     std::memcpy(buffer.data() + 4096, ordinary.data(), ordinary.size());
     void* data = group.rank() == 0 ? ordinary.data() : buffer.data() + 4096;
     group.all_reduce({data, count, DType::f32}, ReduceOp::max);
-    const Bytes expected = reduced(DType::f32, ReduceOp::max, count, /*seed=*/4, group.size());
+    const Bytes expected = all_reduced(DType::f32, ReduceOp::max, count, /*seed=*/4, group.size());
     ASSERT_EQ(std::memcmp(data, expected.data(), expected.size()), 0);
     // A second buffer, after the first is freed.
     buffer = group.allocate(64);
@@ -151,8 +153,8 @@ TEST_P(Conformance, reduce_leaves_other_ranks_alone) {
         Bytes data = before;
         group.reduce({data.data(), count, DType::i32}, root, ReduceOp::sum);
         const bool is_root = root == group.rank();
-        ASSERT_EQ(data,
-                  is_root ? reduced(DType::i32, ReduceOp::sum, count, 5, group.size()) : before);
+        ASSERT_EQ(data, is_root ? all_reduced(DType::i32, ReduceOp::sum, count, 5, group.size())
+                                : before);
       }
     }
   });
@@ -482,12 +484,12 @@ TEST_P(Conformance, ten_thousand_mixed_collectives) {
         case 0: group.barrier(); break;
         case 1:
           group.all_reduce({data.data(), count, dtype}, op);
-          ASSERT_EQ(data, reduced(dtype, op, count, seed, group.size())) << call;
+          ASSERT_EQ(data, all_reduced(dtype, op, count, seed, group.size())) << call;
           break;
         case 2:
           group.reduce({data.data(), count, dtype}, root, op);
-          ASSERT_EQ(data,
-                    root == group.rank() ? reduced(dtype, op, count, seed, group.size()) : mine);
+          ASSERT_EQ(data, root == group.rank() ? all_reduced(dtype, op, count, seed, group.size())
+                                               : mine);
           break;
         case 3:
           group.broadcast({data.data(), count, dtype}, root);
