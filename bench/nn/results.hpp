@@ -32,7 +32,7 @@ inline std::string take_json_path(int& argc, char** argv) {
   int n_kept = 0;
   for (int i = 0; i < argc; ++i) {
     if (std::string(argv[i]) == "--json") {
-      if (++i == argc) throw std::runtime_error("--json: expected the path of a file behind it");
+      if (++i == argc) throw std::runtime_error("--json: expected the path of a file");
       path = argv[i];
     } else {
       argv[n_kept++] = argv[i];

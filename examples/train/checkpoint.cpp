@@ -170,10 +170,10 @@ void check_can_save(const fs::path& path) {
   };
   std::error_code ignored;
   const fs::file_status status = fs::status(path, ignored);
-  if (fs::exists(status) && !fs::is_regular_file(status)) reject("this is no regular file");
+  if (fs::exists(status) && !fs::is_regular_file(status)) reject("this is not a regular file");
   const fs::path folder = path.has_parent_path() ? path.parent_path() : ".";
   if (fs::exists(folder, ignored) && !fs::is_directory(folder, ignored)) {
-    reject(fmt::format("{} is no folder", folder.string()));
+    reject(fmt::format("{} is not a folder", folder.string()));
   }
   if (::access(folder.c_str(), W_OK | X_OK) != 0) {
     reject(fmt::format("cannot write to the folder {}: {}", folder.string(), std::strerror(errno)));
@@ -213,19 +213,19 @@ Position load_checkpoint(const fs::path& path, torch::nn::Module& model,
     model.load(network);
     if (shapes_of(model) != shapes) {
       throw std::runtime_error(
-          "its network is for images of other channels or classes than --data");
+          "its network is for images with other channels or classes than those of --data");
     }
     torch::serialize::InputArchive momenta;
     archive.read("optimizer", momenta);
     optimizer.load(momenta);
     c10::IValue checksum;
     if (!archive.try_read("checksum", checksum)) {
-      throw std::runtime_error("it has no checksum: an older lockstep-train wrote it; begin anew");
+      throw std::runtime_error("it has no checksum: an older lockstep-train wrote it; start again");
     }
     if (checksum.toInt() != checksum_of(model, optimizer, position)) {
       throw std::runtime_error(
-          "its checksum is another than that of its contents: the file is damaged; use an earlier "
-          "checkpoint, or begin anew");
+          "its checksum does not match its contents: the file is damaged; use an earlier "
+          "checkpoint, or start again");
     }
     return position;
   });

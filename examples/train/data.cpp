@@ -54,7 +54,7 @@ IdxHeader<n_dims> read_idx_header(Bytes bytes, const std::string& name) {
   }
   if (bytes[0] != 0 || bytes[1] != 0) {
     fail(name, 0,
-         fmt::format("magic bytes {:02x} {:02x}, expected 00 00; this is no IDX file", bytes[0],
+         fmt::format("magic bytes {:02x} {:02x}, expected 00 00; this is not an IDX file", bytes[0],
                      bytes[1]));
   }
   if (bytes[kIdxTypeOffset] != kIdxUnsignedBytes) {
@@ -91,10 +91,11 @@ IdxHeader<n_dims> parse_idx_header(Bytes bytes, const std::string& name) {
   const std::string said = fmt::format("as the header says {}", fmt::join(header.dims, " x "));
   if (overflow || bytes.size() < expected) {
     fail(name, bytes.size(),
-         overflow ? fmt::format("the file ends here, but its header says {}: that is no image set",
-                                fmt::join(header.dims, " x "))
-                  : fmt::format("the file ends here, expected {} bytes, {}; fetch it again",
-                                expected, said));
+         overflow
+             ? fmt::format("the file ends here, but its header says {}: this is not an image set",
+                           fmt::join(header.dims, " x "))
+             : fmt::format("the file ends here, expected {} bytes, {}; fetch it again", expected,
+                           said));
   }
   if (bytes.size() > expected) {
     fail(name, expected, fmt::format("more bytes, expected the end of the file, {}", said));

@@ -32,7 +32,7 @@ void run(const train::Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Trains an image classifier: alone, or as one rank of `lockstep run`.",
+  CLI::App app("Trains an image classifier, alone or as one rank of `lockstep run`.",
                "lockstep-train");
   train::Options options;
   train::add_options(app, options);

@@ -76,24 +76,26 @@ void add_options(CLI::App& app, Options& options) {
                  "directory of MNIST, Fashion-MNIST, EMNIST (IDX, plain or .gz) or CIFAR-10 "
                  "(binary) files")
       ->capture_default_str();
-  app.add_option("--classes", options.n_classes, "number of classes; 0: as the files' names say")
+  app.add_option("--classes", options.n_classes, "number of classes; 0: from the files' names")
       ->check(count())
       ->capture_default_str();
   add_choice(app, "--model", options.model, kModels, "the network");
-  add_choice(app, "--precision", options.precision, kPrecisions, "of parameters and arithmetic");
+  add_choice(app, "--precision", options.precision, kPrecisions,
+             "precision of parameters and arithmetic");
   add_choice(app, "--sync-bn", options.sync_bn, kSwitch,
              "BatchNorm statistics over all ranks, or each rank's own");
   app.add_option("--epochs", options.epochs, "passes over the training images")
       ->check(count())
       ->capture_default_str();
-  app.add_option("--max-steps", options.max_steps, "stop after so many steps in all; 0: no limit")
+  app.add_option("--max-steps", options.max_steps, "maximum number of steps; 0: no limit")
       ->check(count())
       ->capture_default_str();
-  app.add_option("--batch", options.batch, "images of one step, over all ranks together")
+  app.add_option("--batch", options.batch, "images per step, over all ranks")
       ->check(count() & CLI::PositiveNumber)
       ->capture_default_str();
-  app.add_option("--shares", options.shares,
-                 "images of one step on each rank, as 5,2,1; left out: equal parts of --batch")
+  app.add_option(
+         "--shares", options.shares,
+         "images per step on each rank, for example 5,2,1 (default: equal parts of --batch)")
       ->check(count())
       ->delimiter(',');
   app.add_option("--lr", options.learning_rate, "learning rate of SGD")
@@ -105,25 +107,25 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--weight-decay", options.weight_decay, "weight decay of SGD")
       ->check(rate(kLargest))
       ->capture_default_str();
-  app.add_option("--seed", options.seed,
-                 "of the parameters and the order of the images; default: 1, or the checkpoint's")
+  app.add_option(
+         "--seed", options.seed,
+         "seed of the parameters and the order of the images (default: 1, or the checkpoint's)")
       ->check(count());
-  app.add_option("--threads", options.threads, "libtorch's threads per rank; 0: as it chooses")
+  app.add_option("--threads", options.threads, "libtorch's threads per rank; 0: its default")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_option("--data-parallel", options.data_parallel,
                  "replicas of the network in each rank, which share its part of the batch")
       ->check(count() & CLI::PositiveNumber)
       ->capture_default_str();
-  app.add_option(
-      "--save", options.save,
-      "write a checkpoint here after every epoch; ranks that `lockstep run --max-restarts` "
-      "starts again go on from it");
-  app.add_option("--load", options.load, "go on from this checkpoint");
+  app.add_option("--save", options.save,
+                 "write a checkpoint here after every epoch; ranks restarted by `lockstep run "
+                 "--max-restarts` resume from it");
+  app.add_option("--load", options.load, "resume from this checkpoint");
   app.add_option("--metrics", options.metrics,
-                 "append JSON lines here: one an epoch, and a summary");
+                 "append JSON lines to this file: one per epoch, and a summary");
   app.add_option("--metrics-every", options.metrics_every,
-                 "also a line with the mean loss of every so many steps")
+                 "also write a line with the mean loss every so many steps")
       ->check(count())
       ->capture_default_str();
   app.add_option("--compare", options.compare,

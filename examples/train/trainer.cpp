@@ -130,10 +130,10 @@ void Trainer::State::choose_checkpoint() {
     resumes_ = true;
   } else if (options_.load != options_.save) {
     // A restart before the end of the first epoch would take it for the checkpoint of this run.
-    throw std::invalid_argument(fmt::format(
-        "--save {}: this file is there already; --load {} goes on from it, or remove it to begin "
-        "anew",
-        options_.save.string(), options_.save.string()));
+    throw std::invalid_argument(
+        fmt::format("--save {}: this file already exists; resume from it with --load {}, or remove "
+                    "it to start again",
+                    options_.save.string(), options_.save.string()));
   }
 }
 
@@ -141,16 +141,16 @@ void Trainer::State::load() {
   const Position loaded = load_checkpoint(options_.load, *model_, optimizer_, at_);
   const bool other_seed = options_.seed && *options_.seed != loaded.seed;
   if (loaded.batch != options_.batch || other_seed) {
-    throw std::invalid_argument(fmt::format(
-        "cannot go on from {}: it was trained with --batch {} --seed {}, got --batch {} --seed {}; "
-        "give the same",
-        options_.load.string(), loaded.batch, loaded.seed, options_.batch, at_.seed));
+    throw std::invalid_argument(
+        fmt::format("cannot resume from {}: it was trained with --batch {} --seed {}, got --batch "
+                    "{} --seed {}; give the same",
+                    options_.load.string(), loaded.batch, loaded.seed, options_.batch, at_.seed));
   }
   at_ = loaded;
   if (done() && !resumes_) {
     throw std::invalid_argument(
-        fmt::format("cannot go on from {}: it has done {} steps, all that --epochs and --max-steps "
-                    "ask for; give more",
+        fmt::format("cannot resume from {}: it has done {} steps, all that --epochs and "
+                    "--max-steps allow; give more",
                     options_.load.string(), at_.step));
   }
   // The checkpoint includes its learning rate; the command line overrides it.
@@ -169,10 +169,10 @@ void Trainer::State::compare_positions(const lockstep::Group& group) const {
   const auto first = lockstep::all_reduce_value(step, lockstep::ReduceOp::min, group);
   const auto last = lockstep::all_reduce_value(step, lockstep::ReduceOp::max, group);
   if (first == last) return;
-  throw std::runtime_error(fmt::format(
-      "cannot go on: the ranks' checkpoints stand at steps {} to {}, this rank's at {}; give all "
-      "hosts the same file",
-      first, last, step));
+  throw std::runtime_error(
+      fmt::format("cannot resume: the ranks' checkpoints are at steps {} to {}, this rank's at {}; "
+                  "give all hosts the same file",
+                  first, last, step));
 }
 
 double Trainer::State::step(Network& network, std::span<const std::int64_t> part,

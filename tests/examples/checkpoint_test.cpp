@@ -134,7 +134,7 @@ TEST_F(CheckpointTest, data_that_changed_in_the_file) {
     ASSERT_NE(at, std::string::npos) << value;
     bytes[at] = static_cast<char>(bytes[at] ^ 1);
     std::ofstream(path_, std::ios::binary) << bytes;
-    EXPECT_NE(refusal().find("its checksum is another"), std::string::npos) << value;
+    EXPECT_NE(refusal().find("its checksum does not match"), std::string::npos) << value;
   };
   for (float i = 1; i <= n_values; ++i) expect_damage_is_seen(1000.5F + i);
   EXPECT_EQ(n_momenta, 4);
@@ -155,10 +155,11 @@ TEST_F(CheckpointTest, a_path_that_cannot_be_written) {
   write_other("seed", 7);
   EXPECT_EQ(refusal_to_save(path_), "no error");
   EXPECT_EQ(refusal_to_save(path_ / "in-a-file"),
-            fmt::format("--save {0}/in-a-file: {0} is no folder", path_.string()));
+            fmt::format("--save {0}/in-a-file: {0} is not a folder", path_.string()));
   EXPECT_NE(refusal_to_save(directory_ / "none" / "it").find("none: No such file"),
             std::string::npos);
-  EXPECT_NE(refusal_to_save(directory_.path()).find("this is no regular file"), std::string::npos);
+  EXPECT_NE(refusal_to_save(directory_.path()).find("this is not a regular file"),
+            std::string::npos);
 }
 
 TEST_F(CheckpointTest, comparison_with_something_else) {

@@ -103,7 +103,7 @@ TEST_F(DataTest, a_gzip_file_is_unpacked_no_further_than_its_header_says) {
     std::filesystem::resize_file(path, std::filesystem::file_size(path) - 10);
   };
   write_bomb({1, 2, 3});
-  expect_error({"train-images-idx3-ubyte.gz", "offset 0", "this is no IDX file"});
+  expect_error({"train-images-idx3-ubyte.gz", "offset 0", "this is not an IDX file"});
   write_bomb(idx({6, 5, 4}, 0));
   expect_error({"train-images-idx3-ubyte.gz", "offset 136", "more bytes"});
 }

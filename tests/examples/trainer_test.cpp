@@ -234,7 +234,7 @@ TEST_F(TrainerTest, resume_is_of_one_checkpoint_on_all_ranks) {
     });
     ADD_FAILURE() << "no error";
   } catch (const std::runtime_error& error) {
-    EXPECT_NE(std::string(error.what()).find("stand at steps 1 to 2"), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("are at steps 1 to 2"), std::string::npos)
         << error.what();
   }
 }
@@ -251,7 +251,7 @@ TEST_F(TrainerTest, restart_goes_on_from_what_it_saved) {
   EXPECT_EQ(Trainer(options, digits()).run(lockstep::Group()).at(0).step, 4U);
   // The first start takes no older training's checkpoint, and none of it is overwritten.
   options.n_restarts = 0;
-  expect_error<std::invalid_argument>(options, "this file is there already");
+  expect_error<std::invalid_argument>(options, "this file already exists");
   options.load = options.save;
   options.max_steps = 5;
   EXPECT_EQ(Trainer(options, digits()).run(lockstep::Group()).at(0).step, 5U);
