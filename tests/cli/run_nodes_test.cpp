@@ -302,7 +302,7 @@ base::UniqueFd connect_to(const std::string& rendezvous) {
     fd.reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
   };
-  EXPECT_TRUE(wait_until(connect)) << "nobody listens at " << rendezvous;
+  EXPECT_TRUE(wait_until(connect)) << "no listener at " << rendezvous;
   return fd;
 }
 

@@ -154,7 +154,7 @@ TEST(RunOutputTest, slow_reader_slows_the_ranks_down) {
   Command command(
       StartOptions{.arguments = {"run", "-n", "2", "/bin/sh", "-c",
                                  fmt::format("seq 1 2000000; touch {}", folder / "done")}});
-  // Nobody reads: in the end the launcher, its guard, both ranks and their programs all wait.
+  // No process reads: in the end the launcher, its guard, both ranks and their programs all wait.
   EXPECT_TRUE(wait_until([&] {
     if (std::filesystem::exists(folder / "done")) return true;
     const long before = command.processes().size() == 6 ? n_sleeps_of_all(command) : 0;

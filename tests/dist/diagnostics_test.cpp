@@ -71,7 +71,7 @@ constexpr Snippet kSnippets[] = {
     {"at::Tensor t; static_cast<void>(all_gather_object(t));",
      "tensors are sent by the functions of"},
     {"at::Tensor t; static_cast<void>(all_reduce_value(t));", "lockstep::nn::all_reduce"},
-    // results that nobody could see
+    // results that no one could see
     {"const std::vector<float> d(1); all_reduce(d);", "so it cannot be const"},
     {"all_reduce(std::vector<float>{1, 2});", "lost with the temporary"},
     {"recv(std::array<int, 2>{}, 1);", "lost with the temporary"},

@@ -491,7 +491,7 @@ TEST(FailuresOfProcesses, unwinding_past_destroy_dist_fails_the_peers) {
 }
 
 TEST(FailuresOfProcesses, a_rank_that_never_joins_is_named) {
-  const shared::Job job(2);  // and nobody is rank 1
+  const shared::Job job(2);  // and no process is rank 1
   const pid_t pid = ::fork();
   if (pid == 0) {
     ::setenv("RANK", "0", 1);

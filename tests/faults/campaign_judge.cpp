@@ -58,7 +58,7 @@ std::vector<int> ranks_in(const std::string& list) {
   return ranks;
 }
 
-/// Whether the text blames ranks of the other machine, and nobody else.
+/// Whether the text blames ranks of the other machine, and no other rank.
 bool blames_other_machine(const Trial& trial, int rank, const std::string& text) {
   const Words words = innermost(trial, text);
   std::smatch match;
@@ -70,7 +70,7 @@ bool blames_other_machine(const Trial& trial, int rank, const std::string& text)
   });
 }
 
-/// Whether the text blames the victim, and nobody else.
+/// Whether the text blames the victim, and no other rank.
 bool blames_victim(const Trial& trial, const std::string& text) {
   const Words words = innermost(trial, text);
   std::smatch match;

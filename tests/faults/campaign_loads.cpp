@@ -60,7 +60,7 @@ std::set<int> ports_of(pid_t pid) {
   return ports;
 }
 
-/// A connection of this host, open; none where nobody takes it within a second.
+/// A connection of this host, open; none if nothing accepts it within a second.
 base::UniqueFd connect_to(int port) {
   base::UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   sockaddr_in address{};
@@ -118,7 +118,7 @@ void do_to_job(const std::string& load, const Command& command, const std::strin
     EXPECT_TRUE(wait_until([&] { return thread_state(command.pid()) == 'T'; }, kPatience));
   } else {
     open = send_garbage(command);
-    EXPECT_FALSE(open.empty()) << "nobody listens";
+    EXPECT_FALSE(open.empty()) << "no listener";
   }
   std::ofstream(folder + "/go~") << "go";
   fs::rename(folder + "/go~", folder + "/go");

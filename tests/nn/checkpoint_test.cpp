@@ -151,7 +151,7 @@ TEST_F(CheckpointTest, a_kill_in_the_middle_leaves_the_old_one_whole) {
   ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
   EXPECT_EQ(std::filesystem::file_size(part), kLongWrite);
   EXPECT_EQ(n_zeros_in(file), 1000);
-  save(2000);  // the rest is in nobody's way
+  save(2000);  // the rest of the file does not matter
   EXPECT_EQ(n_zeros_in(file), 2000);
   EXPECT_EQ(files(), std::vector<std::string>{"training.pt"});
 }

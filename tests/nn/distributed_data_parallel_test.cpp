@@ -194,7 +194,7 @@ TEST(DistributedDataParallelTest, a_gradient_on_some_ranks_only_is_told_on_every
             << error.text();
       }
       net->zero_grad();
-      model(x, /*both=*/true).sum().backward();  // nobody is out of step
+      model(x, /*both=*/true).sum().backward();  // no rank is out of step
       EXPECT_TRUE(net->sometimes->bias.grad().eq(1).all().item<bool>());
       // What an optimiser has zeroed in place is there, and yet no gradient of this step.
       for (const Tensor& parameter : net->parameters()) {
@@ -815,7 +815,7 @@ TEST(DistributedDataParallelTest, goes_before_its_module) {
     std::optional<DistributedDataParallel<torch::nn::Linear>> model(net);
     const Tensor y = (*model)(at::full({1, 2}, rank + 1.0));
     model.reset();
-    y.sum().backward();  // the graph outlives the hooks: nobody averages
+    y.sum().backward();  // the graph outlives the hooks: nothing is averaged
     EXPECT_TRUE(net->weight.grad().eq(rank + 1).all().item<bool>());
   });
 }

@@ -247,7 +247,7 @@ TEST(ReplicatedBatchNormTest, numbers_of_the_definition_with_plus_and_clamp) {
   }
 }
 
-TEST(ReplicatedBatchNormTest, an_output_that_nobody_wants) {
+TEST(ReplicatedBatchNormTest, an_output_that_is_not_used) {
   const auto [batch, dy] = rows(6);
   SyncBatchNorm1d bn(SyncBatchNormOptions(4).affine(false));
   bn->to(at::kDouble);

@@ -76,7 +76,7 @@ TEST(SyncBatchNormScopeTest, typed_members_and_functional_calls) {
 TEST(SyncBatchNormScopeTest, without_one_everything_is_torchs) {
   on_ranks(2, [](int rank) {
     Net net;
-    if (rank == 1) return;  // nobody is asked
+    if (rank == 1) return;  // no rank is asked
     const Tensor x = Random(4).normal({4, 2, 5, 5});
     net(x).sum().backward();
     { const SyncBatchNormScope scope; }

@@ -119,7 +119,7 @@ TEST(UnsetGroupTest, a_layer_stays_in_the_world_it_was_first_used_in) {
     layer->forward(at::ones({2, 3}));
     if (rank == 0) kept = layer;
   });
-  // Its ranks are gone: alone it would go on without them, and nobody would know.
+  // Its ranks are gone: alone it would continue without them, unnoticed.
   EXPECT_THROW(kept->forward(at::ones({2, 3})), Error);
 }
 

@@ -86,7 +86,7 @@ TEST(RecorderTest, a_call_is_under_way_until_it_ends_or_fails) {
   EXPECT_EQ(state(), Operation::State::failed);
 }
 
-TEST(RecorderTest, a_call_overtaken_by_a_whole_ring_changes_nobody_elses_entry) {
+TEST(RecorderTest, a_call_overtaken_by_a_whole_ring_changes_no_other_entry) {
   const auto recorder = Recorder::in_process(0, 2);
   Track slow(recorder, "slow", 0, 2, false);
   Track fast(recorder, "fast", 0, 2, false);

@@ -39,7 +39,7 @@ std::string missing_time_namespaces() {
   }
   return shell("unshare --time --monotonic 1 --fork true 2>/dev/null")
              ? ""
-             : "this system lets nobody make a time namespace";
+             : "this system does not allow time namespaces";
 }
 
 Namespaces::Namespaces(int n, const std::string& rate) : n_(n), missing_(missing_namespaces()) {

@@ -54,7 +54,7 @@ TEST(FutureResultTest, get_times_out) {
   const auto start = std::chrono::steady_clock::now();
   try {
     result.get(20ms);
-    FAIL() << "got a value that nobody put";
+    FAIL() << "got a value that was never put";
   } catch (const TimeoutError& error) {
     EXPECT_NE(std::string(error.what()).find("20 ms"), std::string::npos) << error.what();
   }

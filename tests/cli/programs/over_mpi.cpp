@@ -152,7 +152,7 @@ void end_an_exchange_of_receives() {
   }
   const auto ended = exchange_of(Message::Way::receive, data);
   void* const exchange = begin(ended);
-  require(!is_done(exchange), "received what nobody sent");
+  require(!is_done(exchange), "received a message that was never sent");
   mpi.finish(exchange);
   tell();
   hear();
