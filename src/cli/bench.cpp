@@ -23,12 +23,12 @@ using bench::Type;
 
 constexpr const char* kBenchFooter = R"(Examples:
   lockstep bench                                  all_reduce over 2 processes, 4 B to 16 MiB
-  lockstep bench --peer openmpi --peer mpich      the same beside MPI, with the ratio
+  lockstep bench --peer openmpi --peer mpich      the same against MPI, with the ratio
   lockstep bench -n 4 --operation barrier --operation all_gather --threads
 
-Contestants take turns, block by block; results are checked before they are timed.
-Each block lies between two probes of how near the two cores are to each other;
-only blocks of the commonest placement count. GB/s as nccl-tests defines them.
+Contestants alternate block by block; results are checked before they are timed.
+Each block lies between two probes of the distance between the cores; only blocks
+of the most frequent placement count. GB/s as defined by nccl-tests.
 warm: the same buffer again. touch: every rank rewrites its buffer before each
 call, only the call is timed. fresh: memory that no call has used yet.)";
 

@@ -79,15 +79,14 @@ int doctor(const std::vector<std::string>& arguments) {
       ->check(CLI::Range(1, run::kMaxRanks))
       ->type_name("N");
   app.add_option("--record", record_dir,
-                 "Read the flight records that a job with LOCKSTEP_RECORD_DIR=DIR left instead,\n"
-                 "and say which rank diverged from the others, and where")
+                 "Read the flight records of a job with LOCKSTEP_RECORD_DIR=DIR instead, and say\n"
+                 "which rank diverged from the others, and where")
       ->excludes("--json", "-n")
       ->type_name("DIR");
-  app.add_option(
-         "--operations", engine,
-         "Only run every operation once on a few elements over ENGINE (auto, shared, mpi,\n"
-         "hierarchical, ...) and compare with one core; for all ranks of a launcher, for example\n"
-         "mpirun -n 2 lockstep doctor --operations mpi")
+  app.add_option("--operations", engine,
+                 "Only run every operation once on a few elements over ENGINE (auto, shared, mpi,\n"
+                 "hierarchical, ...) and compare with one core; for all ranks of a launcher:\n"
+                 "mpirun -n 2 lockstep doctor --operations mpi")
       ->excludes("--json", "-n", "--record")
       ->type_name("ENGINE");
   if (const auto exit_code = parse(app, arguments)) return *exit_code;
