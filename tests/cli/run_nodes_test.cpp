@@ -209,7 +209,8 @@ TEST(RunNodesTest, who_is_missing_is_told_to_all_that_came) {
   for (const auto& node : nodes) {
     const Ended ended = node->wait();
     EXPECT_EQ(ended.exit_code, 1);
-    EXPECT_TRUE(contains(ended.err, "nodes 1, 3 of 4 did not come to " + rendezvous)) << ended.err;
+    EXPECT_TRUE(contains(ended.err, "nodes 1, 3 of 4 did not connect to " + rendezvous))
+        << ended.err;
   }
 }
 

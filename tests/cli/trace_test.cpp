@@ -236,7 +236,7 @@ TEST_F(TraceTest, what_is_no_file_is_not_replaced) {
          {run({"-n", "1", "--trace", name, "echo", "ran"}), trace({"merge", name, file_})}) {
       EXPECT_EQ(ended.exit_code, 2);
       EXPECT_EQ(ended.out, "");
-      expect_contains(ended.err, name + "' is no regular file, and would be replaced by one");
+      expect_contains(ended.err, name + "' is not a regular file, and would be replaced by one");
     }
   }
   EXPECT_TRUE(fs::is_fifo(fifo));

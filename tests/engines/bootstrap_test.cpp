@@ -180,22 +180,23 @@ TEST_F(BootstrapTest, one_world_after_another) {
 TEST_F(BootstrapTest, a_rank_that_does_not_come_is_named_on_all) {
   for (const int rank : {0, 1, 3}) {
     start_rank(rank, 4, [] {
-      expect_refusal<TimeoutError>({"rank 2 of 4 did not come"}, milliseconds(500));
+      expect_refusal<TimeoutError>({"rank 2 of 4 did not connect"}, milliseconds(500));
     });
   }
   expect_all_pass();
 }
 
 TEST_F(BootstrapTest, the_shortest_patience_ends_it_for_all) {
-  start_rank(0, 3, [] { expect_refusal<TimeoutError>({"rank 2 of 3 did not come"}); });
-  start_rank(1, 3,
-             [] { expect_refusal<TimeoutError>({"rank 2 of 3 did not come"}, milliseconds(300)); });
+  start_rank(0, 3, [] { expect_refusal<TimeoutError>({"rank 2 of 3 did not connect"}); });
+  start_rank(1, 3, [] {
+    expect_refusal<TimeoutError>({"rank 2 of 3 did not connect"}, milliseconds(300));
+  });
   expect_all_pass();
 }
 
 TEST_F(BootstrapTest, rank_0_that_does_not_come_is_named) {
   start_rank(1, 2, [] {
-    expect_refusal<TimeoutError>({"rank 0 of 2 did not come", "MASTER_PORT"}, milliseconds(300));
+    expect_refusal<TimeoutError>({"rank 0 of 2 did not connect", "MASTER_PORT"}, milliseconds(300));
   });
   expect_all_pass();
 }
@@ -206,7 +207,7 @@ TEST_F(BootstrapTest, ranks_in_separate_network_namespaces_are_told_so) {
   for (const int rank : {0, 1}) {
     start_rank(rank, 2, [rank] {
       ASSERT_EQ(::unshare(CLONE_NEWNET), 0);
-      expect_refusal<TimeoutError>({fmt::format("rank {} of 2 did not come", 1 - rank),
+      expect_refusal<TimeoutError>({fmt::format("rank {} of 2 did not connect", 1 - rank),
                                     "in a separate container (network namespace)?"},
                                    milliseconds(500));
     });
