@@ -3,8 +3,8 @@
 # A file belongs to the module that its folder in src/ names, a public header to the module that
 # defines it. launch.hpp and trace.hpp are group's too: every operation takes the default group, and
 # Work traces its waits.
-# types.hpp and engine.hpp (interface) know no other file, so that every module may speak of types and
-# calls.
+# types.hpp, engine.hpp and env.hpp (interface) know no other file, so that every module may speak of
+# types, calls and the values of environment variables, which world/ reads.
 BEGIN {
   may["interface"] = ""
   may["base"] = ""
@@ -22,7 +22,7 @@ BEGIN {
   may["umbrella"] = "interface group world dist sync"
   may["programs"] = "interface group world dist sync umbrella nn"
 
-  n = split("types:interface error:interface engine:interface group:group launch:group trace:group env:world " \
+  n = split("types:interface error:interface engine:interface group:group launch:group trace:group env:interface " \
             "dist:dist objects:dist control:dist detail:dist sync:sync lockstep:umbrella nn:nn", pairs, " ")
   for (i = 1; i <= n; ++i) {
     split(pairs[i], pair, ":")
@@ -74,6 +74,11 @@ line ~ /^ *# *include/ {
   if (module == "run" && header ~ /^engines\/shared\/bootstrap\//) theirs = ""
   if (module != "" && theirs != "" && theirs != module && index(" " may[module] " ", " " theirs " ") == 0)
     breach("module " module " may not include " header " (module " theirs "; it may: " may[module] ")")
+}
+
+# kernels/isa.cpp reads LOCKSTEP_SIMD at the first use of a kernel, which may come before any init_dist.
+library && line ~ /getenv *\(/ && FILENAME !~ /^src\/(world\/|kernels\/isa\.cpp$)/ {
+  breach("getenv outside world: pass the value of Env or World, or use internal::variable")
 }
 
 library && line ~ /(^|[^A-Za-z_])volatile([^A-Za-z_]|$)/ && line !~ /asm/ {

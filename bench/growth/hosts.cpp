@@ -232,7 +232,8 @@ class AllRanks final : public Part {
 }  // namespace
 
 namespace lockstep::shared {
-std::unique_ptr<Engine> bootstrap_world(std::string_view, int, int n_ranks, const Call& barrier) {
+std::unique_ptr<Engine> bootstrap_world(std::string_view, int, int n_ranks, const Call& barrier,
+                                        const std::optional<std::string>&) {
   return join({rank_of(MPI_COMM_WORLD) / n_ranks * n_ranks, 1, n_ranks}, barrier);
 }
 void extend_deadline(Engine&, std::chrono::nanoseconds) noexcept {}

@@ -31,6 +31,9 @@ enum class Op : std::uint8_t {
 
 std::string_view name_of(Op op);
 
+/// How much of each call ranks compare, see Env::check.
+enum class Check : std::uint8_t { off, light, full };
+
 struct Call;
 
 /// Where an engine reports how far a call is, for the flight recorder.
@@ -51,8 +54,9 @@ struct Call {
   Op op = Op::barrier;
   DType dtype = DType::u8;
   ReduceOp reduce = ReduceOp::sum;
-  int root = -1;          ///< root of reduce, broadcast, gather, scatter; peer of send, recv
-  std::size_t count = 0;  ///< elements, see Engine::run
+  Check check = Check::light;  ///< the group's
+  int root = -1;               ///< root of reduce, broadcast, gather, scatter; peer of send, recv
+  std::size_t count = 0;       ///< elements, see Engine::run
   const void* in = nullptr;
   void* out = nullptr;
   /// all_gather, gather: elements per rank; empty: all `count`.

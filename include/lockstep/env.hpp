@@ -1,13 +1,14 @@
 #pragma once
 
 #include <chrono>
+#include <lockstep/engine.hpp>
 #include <optional>
 #include <string>
 
 namespace lockstep {
 
-/// Every LOCKSTEP_* variable, read once by init_dist. An invalid value is a UsageError that names
-/// the variable, its value and the valid values.
+/// Every LOCKSTEP_* variable, read once by init_dist or run_ranks. An invalid value is a UsageError
+/// that names the variable, its value and the valid values.
 struct Env {
   /// LOCKSTEP_SEGMENT: set by `lockstep run` for its ranks. "fd:nonce": the inherited file
   /// descriptor of the world's shared-memory segment, and the job's nonce of 16 hexadecimal digits,
@@ -38,8 +39,7 @@ struct Env {
   /// line, and init_dist also checks the engine's operations. off: nothing on mpi, gloo and nccl,
   /// where a mismatch then gives wrong data or a TimeoutError; the shared engine compares as for
   /// light, because that costs nothing there. See docs/mpi.md.
-  std::optional<std::string> check;
-
+  Check check = Check::light;
   /// LOCKSTEP_TUNE: flat=BYTES,chunk=BYTES,inplace=BYTES, each of them optional: the sizes at which
   /// the shared engine changes its algorithm, instead of the measured defaults
   /// (docs/performance.md). The process that creates a group's segment decides for the group.

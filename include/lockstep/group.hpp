@@ -86,7 +86,8 @@ class Group {
   /// The solo group: rank 0 of 1. Every operation works and communicates with no one.
   Group();
   /// A group over an engine: for authors of engines.
-  Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout);
+  Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
+        Check check = Check::light);
   explicit Group(std::shared_ptr<internal::GroupState> state) : state_(std::move(state)) {}
 
   int rank() const noexcept;
@@ -98,6 +99,8 @@ class Group {
   bool has_low_latency() const noexcept;
   /// Default limit of one operation, if the call gives none.
   std::chrono::milliseconds timeout() const noexcept;
+  /// How much ranks compare of each call.
+  Check check() const noexcept;
 
   /// A new group of the ranks that gave the same color (0 or more), ordered by key, then by rank.
   /// Collective.

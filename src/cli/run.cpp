@@ -224,7 +224,7 @@ int run(const std::vector<std::string>& arguments) {
     return kUsageExitCode;
   }
   if (!log_dir.empty()) options.log_dir = log_dir;
-  options.record_dir = Env::read().record_dir;
+  options.env = Env::read();
   options.grace = std::chrono::milliseconds(static_cast<long>(grace_s * 1000));
   if (app.count("--trace") == 0) return run::launch_ranks(options);
   return tracing::run_traced(trace_file, nodes, [&] { return run::launch_ranks(options); });

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <cstdlib>
 #include <iterator>
 #include <lockstep/error.hpp>
 
@@ -36,7 +35,8 @@ Availability shared_available(const internal::World& world) {
 }
 
 std::unique_ptr<Engine> join_shared(const internal::World& world, const Call& barrier) {
-  if (!world.segment) return shared::bootstrap_world(world.job, world.rank, world.size, barrier);
+  if (!world.segment)
+    return shared::bootstrap_world(world.job, world.rank, world.size, barrier, world.env.tune);
   auto segment = shared::inherit_world(*world.segment);
   if (segment->n_ranks() != world.size) {
     throw UsageError(context_of(barrier, world.rank),
@@ -48,14 +48,7 @@ std::unique_ptr<Engine> join_shared(const internal::World& world, const Call& ba
 }
 
 Availability mpi_available(const internal::World& world) {
-  // Ranks of another launcher may inherit variables from an MPI rank that started that launcher.
-  const bool mpi_started = world.launcher == Launcher::mpi || world.launcher == Launcher::slurm;
-  const bool is_possible =
-      world.launcher != Launcher::lockstep && std::getenv("LOCKSTEP_MPI") != nullptr;
-  if (!mpi_started && !is_possible) {
-    return {.is_available = false, .reason = "needs ranks that mpirun (or srun with PMIx) started"};
-  }
-  const mpi::Module module = mpi::find_module();
+  const mpi::Module module = mpi::find_module(world.mpi);
   return {.is_available = !module.path.empty(), .reason = module.reason};
 }
 
@@ -79,7 +72,7 @@ Availability hierarchical_available(const internal::World& world) {
 std::unique_ptr<Engine> join_hierarchical(const internal::World& world, const Call& barrier) {
   auto outer = find_outer(world)->join(world, barrier);
   const std::vector<int> hosts = hierarchical::find_hosts(*outer, barrier);
-  return hierarchical::make(std::move(outer), hosts, barrier);
+  return hierarchical::make(std::move(outer), hosts, barrier, world.env.tune);
 }
 
 }  // namespace

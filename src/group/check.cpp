@@ -1,7 +1,5 @@
 #include "group/check.hpp"
 
-#include <cstdlib>
-
 namespace lockstep::internal {
 
 std::string_view name_of(Check check) {
@@ -11,18 +9,6 @@ std::string_view name_of(Check check) {
     case Check::full: return "full";
   }
   return "?";
-}
-
-std::optional<Check> parse_check(std::string_view text) {
-  for (const Check check : {Check::off, Check::light, Check::full}) {
-    if (text == name_of(check)) return check;
-  }
-  return std::nullopt;
-}
-
-Check check_level() {
-  const char* const text = std::getenv("LOCKSTEP_CHECK");
-  return text == nullptr ? Check::light : parse_check(text).value_or(Check::light);
 }
 
 std::uint64_t hash_of(const std::source_location& where) {

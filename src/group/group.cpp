@@ -278,10 +278,12 @@ Work post(const std::shared_ptr<GroupState>& group, Call&& call, Deadline deadli
 
 }  // namespace
 
-Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout)
-    : state_(std::make_shared<GroupState>(
-          std::move(engine), std::move(name),
-          internal::checked_timeout(timeout, {.operation = "Group"}), /*recorder=*/nullptr)) {}
+Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
+             Check check)
+    : state_(
+          std::make_shared<GroupState>(std::move(engine), std::move(name),
+                                       internal::checked_timeout(timeout, {.operation = "Group"}),
+                                       /*recorder=*/nullptr, check)) {}
 
 int Group::rank() const noexcept { return state_->rank(); }
 int Group::size() const noexcept { return state_->size(); }
@@ -289,6 +291,7 @@ std::string_view Group::backend() const noexcept { return state_->engine().name(
 bool Group::has_low_latency() const noexcept { return state_->engine().has_low_latency(); }
 const std::string& Group::name() const noexcept { return state_->name(); }
 std::chrono::milliseconds Group::timeout() const noexcept { return state_->timeout(); }
+Check Group::check() const noexcept { return state_->check(); }
 
 Group Group::split(int color, int key, Where where) const {
   Call call{.op = Op::split, .where = where};
@@ -302,7 +305,7 @@ Group Group::split(int color, int key, Where where) const {
   auto engine = state_->run(call, [&](Engine& parent) { return parent.split(call, color, key); });
   auto child = std::make_shared<GroupState>(
       std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
-      state_->timeout(), state_->recorder());
+      state_->timeout(), state_->recorder(), state_->check());
   child->share_async_groups(*state_);
   return Group(std::move(child));
 }

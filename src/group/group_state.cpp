@@ -55,12 +55,14 @@ void keep_for_ever(Inherited inherited) noexcept try {
 }  // namespace
 
 GroupState::GroupState(std::unique_ptr<Engine> engine, std::string name,
-                       std::chrono::milliseconds timeout, std::shared_ptr<Recorder> recorder)
+                       std::chrono::milliseconds timeout, std::shared_ptr<Recorder> recorder,
+                       Check check)
     : engine_(std::move(engine)),
       name_(std::move(name)),
       timeout_(timeout),
       rank_(engine_->rank()),
       size_(engine_->size()),
+      check_(check),
       track_(std::move(recorder), name_, rank_, size_, engine_->reports_progress()) {}
 
 GroupState::~GroupState() {
@@ -77,6 +79,7 @@ GroupState::~GroupState() {
 
 void GroupState::prepare(Call& call, Deadline deadline) {
   call.group = name_;
+  call.check = check_;
   // A plain load, and a store when the call begins: a locked addition takes as long as the rest of
   // this. Two threads that call or post at once, which is not allowed, may get the same number.
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;

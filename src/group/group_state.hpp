@@ -21,7 +21,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
  public:
   /// recorder: this rank's; null: nothing is recorded.
   GroupState(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
-             std::shared_ptr<Recorder> recorder);
+             std::shared_ptr<Recorder> recorder, Check check);
   ~GroupState();
   GroupState(const GroupState&) = delete;
   GroupState& operator=(const GroupState&) = delete;
@@ -31,9 +31,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   int size() const noexcept { return size_; }
   const std::string& name() const noexcept { return name_; }
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
+  Check check() const noexcept { return check_; }
   const std::shared_ptr<Recorder>& recorder() const noexcept { return track_.recorder(); }
 
-  /// Sets the call's group name, sequence number and timeout.
+  /// Sets the call's group name, level of checking, sequence number and timeout.
   void prepare(Call& call, Deadline deadline);
   /// Runs one prepared call on the calling thread: `make` calls the engine. Any error but
   /// UsageError makes the group dead.
@@ -96,6 +97,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::chrono::milliseconds timeout_;
   int rank_;
   int size_;
+  Check check_;
   Track track_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> is_busy_{false};

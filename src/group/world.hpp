@@ -1,5 +1,6 @@
 #pragma once
 
+#include <lockstep/env.hpp>
 #include <lockstep/launch.hpp>
 #include <optional>
 #include <string>
@@ -17,7 +18,10 @@ struct World {
   /// An id shared by this job's ranks on this host, unique among concurrent jobs of this user;
   /// empty if the launcher gives none.
   std::string job;
-  std::optional<std::string> record_dir{};  ///< LOCKSTEP_RECORD_DIR
+  /// The MPI that started the world, or that LOCKSTEP_MPI names: openmpi, mpich or the path of a
+  /// module; empty if there is none.
+  std::string mpi{};
+  Env env{};
 };
 
 }  // namespace lockstep::internal

@@ -36,8 +36,11 @@ class Recorder {
 
   /// Sets where died() writes the record. Call before the first operation.
   void write_to(std::string dir) { dir_ = std::move(dir); }
-  /// Begins the rank's trace. Call before the first group. Throws SystemError.
-  void trace_to(const std::string& dir) { trace_ = std::make_shared<Trace>(dir, *record_); }
+  /// Begins the rank's trace. Call before the first group. `n_restarts`: Env::restart. Throws
+  /// SystemError.
+  void trace_to(const std::string& dir, int n_restarts) {
+    trace_ = std::make_shared<Trace>(dir, *record_, n_restarts);
+  }
   /// Null if tracing is off.
   const std::shared_ptr<Trace>& trace() const noexcept { return trace_; }
   /// A group of this rank is dead: writes the record's file, once, if write_to was called. Never

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -60,7 +59,7 @@ std::string name_of_clock() {
   return text + ' ' + space.string();
 }
 
-Trace::Trace(const std::string& dir, const FlightRecord& record) {
+Trace::Trace(const std::string& dir, const FlightRecord& record, int n_restarts) {
   std::string path = fmt::format("{}/rank-{}.XXXXXX", dir, record.rank);
   fd_ = base::KeptFd(base::UniqueFd(::mkostemp(path.data(), O_CLOEXEC)));
   if (!fd_) fail(errno, fmt::format("cannot make '{}' (LOCKSTEP_TRACE)", path));
@@ -88,8 +87,7 @@ Trace::Trace(const std::string& dir, const FlightRecord& record) {
   file_->rank = record.rank;
   file_->world_size = record.world_size;
   file_->pid = record.pid;
-  const char* const restart = std::getenv("LOCKSTEP_RESTART");  // as Env::restart
-  file_->n_restarts = restart == nullptr ? 0 : std::atoi(restart);
+  file_->n_restarts = n_restarts;
   file_->job = record.job;
   base::copy_text(file_->clock, name_of_clock());
   ::gethostname(file_->host.data(), file_->host.size() - 1);

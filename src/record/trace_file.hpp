@@ -75,7 +75,7 @@ class Trace {
  public:
   /// Creates DIR/rank-N.XXXXXX for the rank of `record`, with the record's sites and groups.
   /// Throws SystemError.
-  Trace(const std::string& dir, const FlightRecord& record);
+  Trace(const std::string& dir, const FlightRecord& record, int n_restarts);
   ~Trace();
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;

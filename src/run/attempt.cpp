@@ -73,7 +73,7 @@ Attempt::Attempt(const LaunchContext& context, int n_restarts, Nodes* nodes)
       n_restarts_(n_restarts),
       nodes_(nodes),
       placement_(nodes != nullptr ? nodes->placement() : place_alone(context.options.n_ranks)),
-      job_(context.options.n_ranks) {}
+      job_(context.options.n_ranks, context.options.env.tune) {}
 
 Attempt::~Attempt() {
   signal_groups(SIGKILL);
@@ -102,8 +102,8 @@ bool Attempt::over() const {
 }
 
 void Attempt::write_records() {
-  if (outcome_.exit_code == 0 || !context_.options.record_dir) return;
-  const std::string& dir = *context_.options.record_dir;
+  if (outcome_.exit_code == 0 || !context_.options.env.record_dir) return;
+  const std::string& dir = *context_.options.env.record_dir;
   try {
     job_.write_records(dir);
     say(fmt::format("flight records are in {0}; see lockstep doctor --record {0}", dir));

@@ -12,11 +12,11 @@
 
 #include <cerrno>
 #include <csignal>
-#include <cstdlib>
 #include <cstring>
 #include <string_view>
 
 #include "run/errors.hpp"
+#include "world/variables.hpp"
 
 namespace lockstep::run {
 namespace {
@@ -103,8 +103,8 @@ std::string find_program(const std::string& name) {
     throw ExecError(error_number == ENOENT ? kNotFound : kCannotRun, error_number,
                     fmt::format("cannot run '{}'", name));
   }
-  const char* path = std::getenv("PATH");
-  std::string_view rest = path != nullptr ? path : "/usr/local/bin:/usr/bin:/bin";
+  const std::string path = internal::variable("PATH").value_or("/usr/local/bin:/usr/bin:/bin");
+  std::string_view rest = path;
   int error_number = ENOENT;
   while (!name.empty()) {
     const std::size_t colon = rest.find(':');

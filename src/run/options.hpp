@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <lockstep/env.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -39,7 +40,7 @@ struct Options {
   int n_ranks = 0;
   std::vector<std::string> command;  ///< the program and its arguments
   std::optional<std::filesystem::path> log_dir;
-  std::optional<std::string> record_dir;  ///< LOCKSTEP_RECORD_DIR
+  Env env;
   int max_restarts = 0;
   std::chrono::milliseconds grace{10'000};  ///< between SIGTERM and SIGKILL
   Bind bind = Bind::none;

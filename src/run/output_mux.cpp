@@ -8,12 +8,12 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <string_view>
 
 #include "run/errors.hpp"
 #include "run/terminal.hpp"
+#include "world/variables.hpp"
 
 namespace lockstep::run {
 namespace {
@@ -23,10 +23,8 @@ constexpr std::size_t kLongestLine = std::size_t{1} << 20;
 
 LineSink::Style style_of(int fd, Prefix prefix) {
   const bool terminal = isatty(fd) == 1;
-  const char* no_colour = std::getenv("NO_COLOR");
-  const char* term = std::getenv("TERM");
-  const bool plain = (no_colour != nullptr && *no_colour != '\0') ||
-                     (term != nullptr && std::string_view(term) == "dumb");
+  const bool plain =
+      !internal::variable("NO_COLOR").value_or("").empty() || internal::variable("TERM") == "dumb";
   switch (prefix) {
     case Prefix::automatic: return {.prefix = terminal, .colour = terminal && !plain};
     case Prefix::always: return {.prefix = true, .colour = terminal && !plain};

@@ -8,13 +8,12 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstdlib>
-#include <cstring>
 #include <string_view>
 
 #include "base/cpus.hpp"
 #include "base/fd.hpp"
 #include "run/errors.hpp"
+#include "world/variables.hpp"
 
 namespace lockstep::run {
 namespace {
@@ -36,15 +35,15 @@ std::uint16_t free_port() {
 }  // namespace
 
 std::uint16_t master_port() {
-  const char* value = std::getenv("MASTER_PORT");
-  if (value == nullptr) return free_port();
+  const auto value = internal::variable("MASTER_PORT");
+  if (!value) return free_port();
   std::uint16_t port = 0;
-  const char* end = value + std::strlen(value);
-  const auto [rest, error] = std::from_chars(value, end, port);
+  const char* end = value->data() + value->size();
+  const auto [rest, error] = std::from_chars(value->data(), end, port);
   if (error != std::errc() || rest != end || port == 0) {
     throw usage_error(fmt::format(
         "MASTER_PORT is '{}'; expected a port from 1 to 65535 (unset it to get a free one)",
-        value));
+        *value));
   }
   return port;
 }
@@ -71,7 +70,7 @@ std::vector<std::string> rank_environment(const WorldEnvironment& world, int loc
       fmt::format("LOCKSTEP_SEGMENT={}", world.segment),
       fmt::format("LOCKSTEP_RESTART={}", world.n_restarts),
   };
-  if (std::getenv("OMP_NUM_THREADS") == nullptr) {
+  if (!internal::variable("OMP_NUM_THREADS")) {
     result.push_back(fmt::format("OMP_NUM_THREADS={}", world.n_threads));
   }
   const std::size_t n_own = result.size();

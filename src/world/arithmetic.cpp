@@ -185,7 +185,7 @@ std::string describe_mode(std::uint64_t mode) {
 void check_arithmetic(Engine& engine, const Call& barrier) {
   if (engine.size() == 1) return;
   const Arithmetic mine{.mode = floating_point_mode(),
-                        .is_full = check_level() == Check::full ? 1U : 0U};
+                        .is_full = barrier.check == Check::full ? 1U : 0U};
   Call step = barrier;
   step.parent_call = &barrier;  // a later error shows init_dist's barrier as the rank's last call
   const auto all = hierarchical::gather_values(engine, step, mine);

@@ -26,6 +26,13 @@ std::optional<std::string> folder(const char* name) {
   return path;
 }
 
+Check parse_check(const std::string& text) {
+  for (const Check check : {Check::off, Check::light, Check::full}) {
+    if (text == internal::name_of(check)) return check;
+  }
+  internal::refuse(fmt::format("LOCKSTEP_CHECK is '{}'; it takes off, light or full", text));
+}
+
 }  // namespace
 
 Env Env::read() {
@@ -34,18 +41,14 @@ Env Env::read() {
   env.simd = variable("LOCKSTEP_SIMD");
   env.mpi = variable("LOCKSTEP_MPI");
   env.tune = variable("LOCKSTEP_TUNE");
-  shared::tuning_for(/*n_ranks=*/2, env.tune);  // rejects invalid values
+  shared::parse_tuning(env.tune);  // rejects invalid values
   env.record_dir = folder("LOCKSTEP_RECORD_DIR");
   env.trace_dir = folder("LOCKSTEP_TRACE");
   if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
     internal::refuse(
         fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));
   }
-  env.check = variable("LOCKSTEP_CHECK");
-  if (env.check && !internal::parse_check(*env.check)) {
-    internal::refuse(
-        fmt::format("LOCKSTEP_CHECK is '{}'; it takes off, light or full", *env.check));
-  }
+  if (const auto text = variable("LOCKSTEP_CHECK")) env.check = parse_check(*text);
   if (variable("LOCKSTEP_RESTART")) {
     env.restart =
         internal::number("lockstep run", {"LOCKSTEP_RESTART"}, 0, internal::kMostRanks).value;

@@ -262,7 +262,17 @@ std::string internal::describe_world() {
                      name_of(launcher));
 }
 
+std::string internal::find_mpi(Launcher launcher, const Env& env) {
+  if (launcher == Launcher::lockstep) return {};
+  if (env.mpi && !env.mpi->empty()) return *env.mpi;
+  // Ranks of another launcher may inherit variables from an MPI rank that started that launcher.
+  if (launcher != Launcher::mpi && launcher != Launcher::slurm) return {};
+  if (first_set({kOpenMpi.size, "PMIX_RANK"}) != nullptr) return "openmpi";
+  return variable(kHydra.size) ? "mpich" : "";
+}
+
 internal::World internal::read_world(Launcher launcher) {
+  const Env env = Env::read();
   internal::World world;
   switch (launcher) {
     case Launcher::lockstep: world = read_lockstep(); break;
@@ -273,6 +283,8 @@ internal::World internal::read_world(Launcher launcher) {
     case Launcher::none: break;
   }
   world.launcher = launcher;
+  world.mpi = find_mpi(launcher, env);
+  world.env = env;
   return world;
 }
 

@@ -7,9 +7,13 @@
 
 namespace lockstep::internal {
 
-/// This rank's world by the variables of `launcher` (not infer). Throws UsageError naming the
-/// variable and its value if one is missing, not a number, or contradicts another.
+/// This rank's world by the variables of `launcher` (not infer), with Env::read(). Throws
+/// UsageError naming the variable and its value if one is missing, not a number, or contradicts
+/// another.
 World read_world(Launcher launcher);
+
+/// World::mpi of a rank that `launcher` started.
+std::string find_mpi(Launcher launcher, const Env& env);
 
 /// The launcher and the variables that describe a world of more than one rank; empty if the
 /// environment describes none. Throws UsageError if variables contradict each other.

@@ -1,6 +1,5 @@
 #include <atomic>
 #include <exception>
-#include <lockstep/env.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/launch.hpp>
 #include <utility>
@@ -24,14 +23,16 @@ void init_dist(const InitOptions& options, std::source_location where) {
                                     "call destroy_dist first");
   }
   const auto asked = internal::checked_timeout(options.timeout, context);
-  const Env env = Env::read();
   const Launcher launcher =
       options.launcher == Launcher::infer ? infer_launcher() : options.launcher;
   internal::World world = internal::read_world(launcher);
-  world.record_dir = env.record_dir;
-  const auto timeout = env.timeout.value_or(asked);
-  const Call barrier{
-      .op = Op::barrier, .group = "world", .sequence = 1, .timeout = timeout, .where = where};
+  const auto timeout = world.env.timeout.value_or(asked);
+  const Call barrier{.op = Op::barrier,
+                     .check = world.env.check,
+                     .group = "world",
+                     .sequence = 1,
+                     .timeout = timeout,
+                     .where = where};
   // A rank that asks for no launcher is alone, whatever the environment describes.
   const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
   engines::Joined joined = engines::join(is_alone ? "solo" : options.backend, world, barrier);

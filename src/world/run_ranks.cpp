@@ -39,9 +39,15 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
   }
   const auto timeout =
       internal::checked_timeout(options.timeout, {.operation = "run_ranks", .where = where});
-  const auto segment = shared::make_world(shared::Segment::for_threads(n));
-  const Call barrier{
-      .op = Op::barrier, .group = "world", .sequence = 1, .timeout = timeout, .where = where};
+  Env env = Env::read();
+  env.record_dir.reset();  // its files are of processes
+  const auto segment = shared::make_world(shared::Segment::for_threads(n), env.tune);
+  const Call barrier{.op = Op::barrier,
+                     .check = env.check,
+                     .group = "world",
+                     .sequence = 1,
+                     .timeout = timeout,
+                     .where = where};
   std::vector<std::exception_ptr> errors(static_cast<std::size_t>(n));
 
   const auto run_one = [&](int rank) {
@@ -59,7 +65,8 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
                                                               .local_rank = rank,
                                                               .local_size = n,
                                                               .segment = std::nullopt,
-                                                              .job = {}},
+                                                              .job = {},
+                                                              .env = env},
                                               std::move(joined), timeout));
       body(rank);
     } catch (...) {

@@ -22,13 +22,13 @@ namespace {
 
 /// recorder: the engine's, or null.
 std::shared_ptr<Recorder> make_recorder(const World& world, std::shared_ptr<Recorder> recorder) {
-  const char* const trace_dir = std::getenv("LOCKSTEP_TRACE");  // as Env::trace_dir
+  const Env& env = world.env;
   // A world of one has no peers to diagnose, so it records only for a trace.
-  if (!recorder && (world.size > 1 || trace_dir != nullptr)) {
-    recorder = Recorder::in_process(world.rank, world.size, world.record_dir);
+  if (!recorder && (world.size > 1 || env.trace_dir)) {
+    recorder = Recorder::in_process(world.rank, world.size, env.record_dir);
   }
-  if (recorder && world.record_dir) recorder->write_to(*world.record_dir);
-  if (recorder && trace_dir != nullptr) recorder->trace_to(trace_dir);
+  if (recorder && env.record_dir) recorder->write_to(*env.record_dir);
+  if (recorder && env.trace_dir) recorder->trace_to(*env.trace_dir, env.restart);
   return recorder;
 }
 
@@ -87,8 +87,8 @@ Session::Session(World world, engines::Joined joined, std::chrono::milliseconds 
       engine_(joined.engine.get()),
       recorder_(make_recorder(world_, std::move(joined.recorder))),
       trace_(recorder_ ? recorder_->trace() : nullptr),
-      world_group_(
-          std::make_shared<GroupState>(std::move(joined.engine), "world", timeout, recorder_)),
+      world_group_(std::make_shared<GroupState>(std::move(joined.engine), "world", timeout,
+                                                recorder_, world_.env.check)),
       local_group_(world_.local_size == world_.size
                        ? world_group_
                        : world_group_.split(/*color=*/host, /*key=*/world_.rank)) {}

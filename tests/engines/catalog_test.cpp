@@ -6,6 +6,8 @@
 #include <optional>
 #include <string>
 
+#include "world/environment.hpp"
+
 namespace lockstep::engines {
 namespace {
 
@@ -33,6 +35,7 @@ Availability of_mpi(Launcher launcher) {
   internal::World world;
   world.launcher = launcher;
   world.size = 2;
+  world.mpi = internal::find_mpi(launcher, Env::read());
   for (const Entry& entry : catalog()) {
     if (entry.name == "mpi") return entry.available(world);
   }

@@ -510,13 +510,29 @@ TEST(FailuresOfProcesses, a_rank_that_never_joins_is_named) {
 }
 
 TEST(FailuresOfProcesses, levels_of_checking_that_differ_are_said) {
-  const auto statuses = run_processes(3, [] {
-    if (get_rank() == 1) ::setenv("LOCKSTEP_CHECK", "full", 1);
-    const std::string text = thrown<MismatchError>([] { default_group().duplicate().barrier(); });
+  const shared::Job job(2);
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < 2; ++rank) {
+    std::fflush(nullptr);
+    pids.push_back(::fork());
+    if (pids.back() != 0) continue;
+    for (const char* name : {"RANK", "LOCAL_RANK"}) {
+      ::setenv(name, std::to_string(rank).c_str(), 1);
+    }
+    for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) ::setenv(name, "2", 1);
+    ::setenv("LOCKSTEP_SEGMENT", job.environment().c_str(), 1);
+    if (rank == 1) ::setenv("LOCKSTEP_CHECK", "full", 1);
+    const std::string text = thrown<MismatchError>([] { init_dist(); });
     expect_contains(text, "LOCKSTEP_CHECK must be the same on all ranks, but it is ");
     expect_contains(text, "full on rank 1");
-  });
-  EXPECT_EQ(statuses, std::vector<int>(3, 0));
+    std::fflush(nullptr);
+    ::_exit(::testing::Test::HasFailure() ? 1 : 0);
+  }
+  for (const pid_t pid : pids) {
+    int status = -1;
+    ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+    EXPECT_EQ(status, 0);
+  }
 }
 
 TEST(FailuresOfProcesses, a_rank_joins_once) {

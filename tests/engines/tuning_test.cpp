@@ -26,12 +26,12 @@ class Tuned {
 };
 
 TEST(TuningTest, text_replaces_what_was_measured) {
-  const shared::Tuning measured = shared::tuning_for(3, std::nullopt);
-  const shared::Tuning tuning = shared::tuning_for(3, "flat=100,chunk=9000");
+  const shared::Tuning measured = shared::tuning_for(3, {});
+  const shared::Tuning tuning = shared::tuning_for(3, shared::parse_tuning("flat=100,chunk=9000"));
   EXPECT_EQ(tuning.flat_bytes, 100U);
   EXPECT_EQ(tuning.chunk_bytes, 8192U);  // whole pages, so whole elements
   EXPECT_EQ(tuning.in_place_bytes, measured.in_place_bytes);
-  EXPECT_EQ(shared::tuning_for(3, "inplace=0").in_place_bytes, 0U);
+  EXPECT_EQ(shared::tuning_for(3, shared::parse_tuning("inplace=0")).in_place_bytes, 0U);
 }
 
 base::CpuModel model(std::string_view vendor, unsigned family, unsigned number,
@@ -79,14 +79,13 @@ TEST(TuningTest, this_cpu_says_who_it_is) {
   EXPECT_EQ(cpu.vendor_name().size(), 12U);
   EXPECT_GE(cpu.family, 6U);
 #endif
-  EXPECT_EQ(shared::tuning_for(2, std::nullopt).chunk_bytes,
-            shared::measured_for(2, cpu).chunk_bytes);
+  EXPECT_EQ(shared::tuning_for(2, {}).chunk_bytes, shared::measured_for(2, cpu).chunk_bytes);
 }
 
 TEST(TuningTest, other_text_is_refused) {
   for (const char* text : {"flat", "flat=", "flat=1k", "=1", "chunk=4095", "depth=2", "flat=1;"}) {
     try {
-      shared::tuning_for(2, text);
+      shared::parse_tuning(text);
       ADD_FAILURE() << text << " was taken";
     } catch (const UsageError& error) {
       EXPECT_NE(std::string(error.what()).find("it takes flat=BYTES"), std::string::npos)

@@ -105,8 +105,8 @@ TEST(AssertInSyncTest, takes_modules_holders_pointers_and_wrappers) {
 
 /// What a program does to a parameter on one rank, in place, no message of the training shows.
 TEST(AssertInSyncTest, the_wrapper_does_it_where_everything_is_checked) {
+  ::setenv("LOCKSTEP_CHECK", "full", 1);
   const auto statuses = test::run_processes(2, [] {
-    ::setenv("LOCKSTEP_CHECK", "full", 1);
     Linear net(2, 2);
     DistributedDataParallel model(net);
     const Tensor x = at::ones({1, 2});
@@ -121,6 +121,7 @@ TEST(AssertInSyncTest, the_wrapper_does_it_where_everything_is_checked) {
       EXPECT_NE(error.text().find("parameter weight of rank 1"), std::string::npos) << error.text();
     }
   });
+  ::unsetenv("LOCKSTEP_CHECK");
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 

@@ -190,7 +190,7 @@ TEST_F(TraceTest, says_which_call_failed) {
 
 TEST_F(TraceTest, threads_of_a_rank_share_its_file) {
   const auto recorder = Recorder::in_process(/*rank=*/7, /*world_size=*/8);
-  recorder->trace_to(path_);
+  recorder->trace_to(path_, /*n_restarts=*/0);
   constexpr std::size_t kThreads = 4;
   constexpr std::size_t kEach = 200'000;  // so many that they run at once
   std::latch all_there(kThreads);
@@ -212,7 +212,7 @@ TEST_F(TraceTest, threads_of_a_rank_share_its_file) {
 
 TEST_F(TraceTest, cuts_long_names_and_counts_what_finds_no_room) {
   const auto recorder = Recorder::in_process(0, 1);
-  Trace trace(path_, recorder->record());
+  Trace trace(path_, recorder->record(), /*n_restarts=*/0);
   trace.begin(std::string(60, 'x'), /*start=*/1);
   std::size_t n_kept = 2;  // the thread's, and that
   while (trace.begin("y", 1) != nullptr) ++n_kept;
@@ -241,7 +241,7 @@ TEST_F(TraceTest, a_folder_that_is_not_there_and_a_limit_are_errors) {
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
   EXPECT_TRUE(fs::is_empty(path_));
   ::setenv("LOCKSTEP_TRACE", "/nonexistent", 1);
-  test::expect_contains(error_of_a_rank(), "'/nonexistent/rank-0.");
+  EXPECT_THROW(run_ranks(1, [](int) {}), UsageError);
 }
 
 }  // namespace

@@ -8,13 +8,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
 #include <lockstep/error.hpp>
 #include <sstream>
 #include <thread>
 
 #include "cli/bench/bench.hpp"
+#include "world/variables.hpp"
 
 namespace lockstep::bench {
 namespace {
@@ -39,8 +39,7 @@ std::string peer_program(const std::string& name) {
 }
 
 bool is_on_path(const std::string& name) {
-  const char* path = std::getenv("PATH");
-  std::istringstream folders(path == nullptr ? "" : path);
+  std::istringstream folders(internal::variable("PATH").value_or(""));
   for (std::string folder; std::getline(folders, folder, ':');) {
     if (fs::exists(fs::path(folder) / name)) return true;
   }

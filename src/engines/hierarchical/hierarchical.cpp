@@ -200,7 +200,7 @@ class HierarchicalEngine final : public Engine {
   /// this: the ranks of a host compare, then the leaders of all hosts. Other ranks continue
   /// meanwhile; if the leaders disagree, they end all levels, which notifies the other ranks.
   void compare(const Call& call) {
-    if (internal::check_level() == internal::Check::off) return;
+    if (call.check == Check::off) return;
     run_within(barrier_of(call));
     if (n_hosts() > 1 && is_leader()) run_between(barrier_of(call));
   }
@@ -328,7 +328,7 @@ class HierarchicalEngine final : public Engine {
 }  // namespace
 
 std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<int>& hosts,
-                             const Call& barrier) {
+                             const Call& barrier, const std::optional<std::string>& tune) {
   Topology topology(hosts, outer->rank());
   if (topology.leaders.size() == hosts.size()) return outer;
   try {
@@ -336,7 +336,7 @@ std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<in
     const auto leader = static_cast<std::size_t>(topology.leader_of(outer->rank()));
     auto inner = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
                                          topology.place_of(outer->rank()),
-                                         static_cast<int>(topology.members.size()), barrier);
+                                         static_cast<int>(topology.members.size()), barrier, tune);
     return std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
                                                 std::move(topology), barrier);
   } catch (const std::exception& error) {

@@ -2,6 +2,8 @@
 
 #include <lockstep/engine.hpp>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 namespace lockstep::hierarchical {
@@ -17,8 +19,8 @@ namespace lockstep::hierarchical {
 ///
 /// `hosts`: for each rank the lowest rank on its host (find_hosts). Returns `outer` itself if no
 /// two ranks share a host. Collective; `barrier` has the timeout and the caller's source line.
-/// Throws what shared::bootstrap and outer throw.
+/// `tune`: Env::tune. Throws what shared::bootstrap and outer throw.
 std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<int>& hosts,
-                             const Call& barrier);
+                             const Call& barrier, const std::optional<std::string>& tune = {});
 
 }  // namespace lockstep::hierarchical

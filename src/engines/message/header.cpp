@@ -38,7 +38,7 @@ Header HeaderMaker::of(const Call& step, int color, int key) {
   for (const std::size_t count : call.counts) {
     header.counts = (header.counts ^ count) * 0x9e3779b97f4a7c15U + 1;
   }
-  header.check = check_;
+  header.check = call.check;
   header.color = color;
   header.key = key;
   header.line = call.where.line();

@@ -25,7 +25,7 @@ struct Header {
   std::int32_t color;    ///< of split
   std::int32_t key;
   std::uint32_t line;
-  internal::Check check;      ///< how much this rank compares
+  Check check;                ///< how much this rank compares
   std::array<char, 27> file;  ///< the end of its name, null-terminated
 };
 static_assert(sizeof(Header) == 64);
@@ -45,12 +45,10 @@ class HeaderMaker {
  public:
   /// The header of `step`, or of its parent_call.
   Header of(const Call& step, int color = 0, int key = 0);
-  internal::Check check() const noexcept { return check_; }
 
  private:
   const char* path_ = nullptr;   // file of the last call
   std::array<char, 27> file_{};  // the end of its name
-  internal::Check check_ = internal::check_level();
 };
 
 /// Used if the headers are not bytewise equal.

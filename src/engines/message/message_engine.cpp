@@ -155,7 +155,7 @@ void MessageEngine::compare(const Call& call, const Header& mine,
   own.header = mine;
   keep(own.payload.data(), payload.data(), payload.size());
   channel_->exchange(first_messages_, call, limit);
-  const bool compares_sites = headers_.check() == internal::Check::full;
+  const bool compares_sites = call.check == Check::full;
   for (const First& other : firsts_) {
     if (!agree(mine, other.header, compares_sites)) return fail_mismatch(call);
   }
@@ -243,7 +243,7 @@ void MessageEngine::run(const Call& call) {
   Step step{*channel_, call, limit, messages_};
   const bool is_pair = call.op == Op::send || call.op == Op::recv;
   // A barrier consists of this message only.
-  if (headers_.check() != internal::Check::off || call.op == Op::barrier) {
+  if (call.check != Check::off || call.op == Op::barrier) {
     if (is_pair) {
       if (compare_pair(call, limit)) return;
     } else if (const auto n = eager_bytes(call)) {

@@ -406,40 +406,30 @@ const LockstepMpi& load(const std::string& path, const ErrorContext& context) {
 
 }  // namespace
 
-Module find_module() {
-  const char* const variable = std::getenv("LOCKSTEP_MPI");  // as Env::mpi
-  std::string name = variable == nullptr ? "" : variable;
-  if (name.find('/') != std::string::npos) {
+Module find_module(const std::string& mpi) {
+  if (mpi.empty()) return {{}, "needs ranks that mpirun (or srun with PMIx) started"};
+  if (mpi.find('/') != std::string::npos) {
     std::error_code ignored;
-    if (fs::exists(name, ignored)) return {name, {}};
-    return {{},
-            fmt::format("cannot be had: LOCKSTEP_MPI is '{}', and there is no such file", name)};
+    if (fs::exists(mpi, ignored)) return {mpi, {}};
+    return {{}, fmt::format("cannot be had: LOCKSTEP_MPI is '{}', and there is no such file", mpi)};
   }
-  if (name.empty()) {
-    if (std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr || std::getenv("PMIX_RANK") != nullptr) {
-      name = "openmpi";
-    } else if (std::getenv("PMI_SIZE") != nullptr) {
-      name = "mpich";
-    } else {
-      return {{}, "needs ranks that mpirun (or srun with PMIx) started"};
-    }
-  } else if (name != "openmpi" && name != "mpich") {
+  if (mpi != "openmpi" && mpi != "mpich") {
     return {{},
             fmt::format("cannot be had: LOCKSTEP_MPI is '{}'; it takes openmpi, mpich, or the "
                         "path of a liblockstep-mpi-*.so",
-                        name)};
+                        mpi)};
   }
-  const std::string path = file_of(name);
+  const std::string path = file_of(mpi);
   if (!path.empty()) return {path, {}};
   return {{},
           fmt::format("needs its module liblockstep-mpi-{}.so, which is built where that MPI's "
                       "headers are; LOCKSTEP_MPI may give its path",
-                      name)};
+                      mpi)};
 }
 
 std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) {
   const ErrorContext context = context_of(barrier, world.rank);
-  const LockstepMpi& mpi = load(find_module().path, context);
+  const LockstepMpi& mpi = load(find_module(world.mpi).path, context);
   int rank = 0;
   int n_ranks = 0;
   void* communicator = nullptr;

@@ -14,8 +14,8 @@ struct Module {
   std::string reason;  ///< why not
 };
 
-/// Only checks that the file exists.
-Module find_module();
+/// `mpi`: see World::mpi. Only checks that the file exists.
+Module find_module(const std::string& mpi);
 
 /// The engine over MPI_COMM_WORLD, which must be this world. The library stays loaded until the
 /// program ends, when MPI_Finalize is called unless the program initialized MPI itself.

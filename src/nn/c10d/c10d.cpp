@@ -1,4 +1,3 @@
-#include <cstdlib>
 #include <iterator>
 #include <lockstep/nn/c10d.hpp>
 #include <memory>
@@ -10,6 +9,7 @@
 #include "engines/message/message_engine.hpp"
 #include "nn/c10d/c10d_channel.hpp"
 #include "nn/c10d/c10d_rendezvous.hpp"
+#include "world/variables.hpp"
 
 namespace lockstep::nn::detail {
 namespace {
@@ -23,7 +23,7 @@ engines::Availability available(const internal::World&) {
                              "where lockstep::nn is built"
                            : "needs a libtorch with CUDA and NCCL"};
   }
-  return {std::getenv("MASTER_ADDR") != nullptr && std::getenv("MASTER_PORT") != nullptr,
+  return {internal::variable("MASTER_ADDR") && internal::variable("MASTER_PORT"),
           "needs MASTER_ADDR and MASTER_PORT: the address of rank 0's host, and a free port there"};
 }
 
@@ -51,7 +51,7 @@ Group nn::make_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::
   auto wire = detail::Wire::make(std::move(process_group), c10::intrusive_ptr<c10d::Store>());
   return Group(
       message::make(std::move(backend), std::make_unique<detail::Channel>(std::move(wire))),
-      std::move(name), timeout);
+      std::move(name), timeout, Env::read().check);
 }
 
 }  // namespace lockstep

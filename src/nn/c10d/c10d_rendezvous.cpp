@@ -23,7 +23,6 @@
 #include <array>
 #include <charconv>
 #include <chrono>
-#include <cstdlib>
 #include <exception>
 #include <future>
 #include <lockstep/error.hpp>
@@ -38,6 +37,7 @@
 
 #include "base/fd.hpp"
 #include "base/no_sigpipe.hpp"
+#include "world/variables.hpp"
 
 namespace lockstep::nn::detail {
 namespace {
@@ -58,14 +58,14 @@ struct Meeting {
 };
 
 std::string variable(const char* name, const Call& call, int rank) {
-  const char* value = std::getenv(name);
-  if (value == nullptr || *value == '\0') {
+  const auto value = internal::variable(name);
+  if (!value || value->empty()) {
     throw UsageError(context_of(call, rank),
                      fmt::format("{} is not set; the ranks meet at MASTER_ADDR:MASTER_PORT, the "
                                  "address of rank 0's host and a free port there",
                                  name));
   }
-  return value;
+  return *value;
 }
 
 Meeting meeting(const Call& call, int rank) {
@@ -80,10 +80,7 @@ Meeting meeting(const Call& call, int rank) {
 }
 
 /// True if torchrun's agent serves the store, across restarts of the ranks.
-bool has_agent_store() {
-  const char* value = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
-  return value != nullptr && std::string_view(value) == "True";
-}
+bool has_agent_store() { return internal::variable("TORCHELASTIC_USE_AGENT_STORE") == "True"; }
 
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
@@ -211,15 +208,15 @@ StorePtr connect(const Meeting& at, const internal::World& world, milliseconds t
 /// A prefix of the store for this rendezvous only: after a restart by the launcher, or a second
 /// init_dist, the keys of the first are still there.
 StorePtr own_part(const StorePtr& store, const internal::World& world) {
-  const char* restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
-  const std::string job = fmt::format("lockstep/{}", restart == nullptr ? "0" : restart);
+  const std::string job =
+      fmt::format("lockstep/{}", internal::variable("TORCHELASTIC_RESTART_COUNT").value_or("0"));
   const auto turn = store->add(fmt::format("{}/turn/{}", job, world.rank), 1);
   return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}/{}", job, turn), store);
 }
 
 /// Waits until every rank has joined.
-void roll_call(const StorePtr& store, const internal::World& world, const Call& call,
-               Clock::time_point end) {
+void roll_call(const StorePtr& store, const Meeting& at, const internal::World& world,
+               const Call& call, Clock::time_point end) {
   std::vector<std::string> keys;
   for (int r = 0; r < world.size; ++r) keys.push_back(fmt::format("here/{}", r));
   store->set(keys[static_cast<std::size_t>(world.rank)], std::vector<std::uint8_t>{1});
@@ -233,8 +230,7 @@ void roll_call(const StorePtr& store, const internal::World& world, const Call& 
       throw TimeoutError(
           context_of(call, world.rank),
           fmt::format("of {} ranks, rank{} {} did not come to {}:{} within {:g} s", world.size,
-                      missing.size() == 1 ? "" : "s", fmt::join(missing, ", "),
-                      std::getenv("MASTER_ADDR"), std::getenv("MASTER_PORT"),
+                      missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), at.host, at.port,
                       static_cast<double>(call.timeout.count()) / 1000));
     }
     std::this_thread::sleep_for(milliseconds(2));
@@ -268,11 +264,11 @@ GroupPtr make_gloo(const StorePtr& store, const Meeting& at, const internal::Wor
   const base::NoSigpipe no_sigpipe;  // inherited by the threads that it starts
   const auto options = Gloo::Options::create(timeout);
   options->threads = 1;  // for collectives, which are not used
-  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
+  const auto interface = internal::variable("GLOO_SOCKET_IFNAME");
   const std::string address = address_towards(at);
-  options->devices.push_back(interface != nullptr ? Gloo::createDeviceForInterface(interface)
-                             : address.empty()    ? Gloo::createDefaultDevice()
-                                                  : Gloo::createDeviceForHostname(address));
+  options->devices.push_back(interface         ? Gloo::createDeviceForInterface(*interface)
+                             : address.empty() ? Gloo::createDefaultDevice()
+                                               : Gloo::createDeviceForHostname(address));
   auto gloo = c10::make_intrusive<Gloo>(store, world.rank, world.size, options);
 #if TORCH_VERSION_MAJOR < 2
   return gloo;
@@ -332,7 +328,7 @@ std::shared_ptr<Wire> meet([[maybe_unused]] std::string_view backend, const inte
     try {
       whole = connect(at, world, barrier.timeout);
       StorePtr part = own_part(whole, world);
-      roll_call(part, world, barrier, end);
+      roll_call(part, at, world, barrier, end);
       store = std::move(part);
     } catch (const Error&) {
       throw;

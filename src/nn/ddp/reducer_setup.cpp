@@ -126,7 +126,7 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
                  std::source_location where)
     : module_(module),
       options_(with_group(options)),
-      checks_fully_(internal::check_level() == internal::Check::full),
+      checks_fully_(options_.group->check() == Check::full),
       made_at_(where),
       where_(where),
       group_(*options_.group) {

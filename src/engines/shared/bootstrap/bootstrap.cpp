@@ -30,13 +30,13 @@ class Leader : Bootstrap {
  public:
   using Bootstrap::Bootstrap;
 
-  std::shared_ptr<Membership> run() {
+  std::shared_ptr<Membership> run(const std::optional<std::string>& tune) {
     if (n_ranks_ > 1) listen();
     while (n_known_ < n_ranks_ - 1) wait_for_hello();
     std::shared_ptr<Membership> membership;
     try {
       membership =
-          std::make_shared<Membership>(make_world(Segment::for_processes(n_ranks_)), rank_);
+          std::make_shared<Membership>(make_world(Segment::for_processes(n_ranks_), tune), rank_);
     } catch (const Error& error) {
       const internal::Failure failure = internal::failure_for_peers(error, rank_);
       tell_all(failure.kind, internal::text_of(failure));
@@ -411,13 +411,13 @@ std::string bootstrap_socket_name(std::string_view job) {
 }
 
 std::shared_ptr<Membership> bootstrap(std::string_view job, int rank, int n_ranks,
-                                      const Call& barrier) {
+                                      const Call& barrier, const std::optional<std::string>& tune) {
   if (n_ranks > kMaxRanks) {
     throw UsageError(
         context_of(barrier, rank),
         fmt::format("{} ranks on one host; the shared engine takes 1 to {}", n_ranks, kMaxRanks));
   }
-  if (rank == 0) return Leader(job, rank, n_ranks, barrier).run();
+  if (rank == 0) return Leader(job, rank, n_ranks, barrier).run(tune);
   return Follower(job, rank, n_ranks, barrier).run();
 }
 

@@ -2,6 +2,7 @@
 
 #include <lockstep/engine.hpp>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -19,9 +20,10 @@ namespace lockstep::shared {
 /// Throws TimeoutError naming the ranks that did not connect within barrier.timeout, PeerLost,
 /// MismatchError, PeerFailed, UsageError (too many ranks for a host), EngineError (another user has
 /// the name, or a rank is in a container in which its peers are not visible), SystemError (on all
-/// connected ranks, if rank 0 has too few descriptors for them).
+/// connected ranks, if rank 0 has too few descriptors for them). `tune`: Env::tune.
 std::shared_ptr<Membership> bootstrap(std::string_view job, int rank, int n_ranks,
-                                      const Call& barrier);
+                                      const Call& barrier,
+                                      const std::optional<std::string>& tune = {});
 
 /// The abstract name of this user's bootstrap socket for `job`, without the leading zero byte.
 std::string bootstrap_socket_name(std::string_view job);

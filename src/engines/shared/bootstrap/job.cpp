@@ -11,7 +11,8 @@
 
 namespace lockstep::shared {
 
-Job::Job(int n_ranks) : segment_(make_world(Segment::for_processes(n_ranks))), n_ranks_(n_ranks) {}
+Job::Job(int n_ranks, const std::optional<std::string>& tune)
+    : segment_(make_world(Segment::for_processes(n_ranks), tune)), n_ranks_(n_ranks) {}
 
 Job::~Job() = default;
 

@@ -18,7 +18,8 @@ class Job {
  public:
   /// Throws SystemError if there is no memory or no descriptor, UsageError if n_ranks is not in
   /// 1..512.
-  explicit Job(int n_ranks);
+  /// `tune`: Env::tune.
+  explicit Job(int n_ranks, const std::optional<std::string>& tune = {});
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;

@@ -47,6 +47,7 @@ struct alignas(kLine) SegmentHeader {
   std::uint32_t version;
   std::int32_t n_ranks;
   std::uint64_t nonce;
+  TuningOverrides tuning;              ///< of all channels
   std::uint64_t world_channel;         ///< offset of the world's channel
   std::atomic<std::uint64_t> n_bytes;  ///< end of the ranges allocated so far
   /// The bootstrap verified that all ranks are in one PID namespace.
@@ -70,7 +71,7 @@ struct CallRecord {
   std::atomic<std::uint64_t> what;   ///< op, dtype, reduction, finished, root: see encode_call
   std::atomic<std::uint64_t> count;  ///< elements, or a hash of Call::counts: see kByRank
   std::atomic<std::uint32_t> site;
-  std::atomic<internal::Check> check;  ///< how much the rank compares
+  std::atomic<Check> check;  ///< how much the rank compares
   std::atomic<std::uint64_t>
       deadline_extended_until;  ///< base::ticks(): see Channel::extend_deadline
 };

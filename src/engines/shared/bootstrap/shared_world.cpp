@@ -13,7 +13,9 @@
 
 namespace lockstep::shared {
 
-std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment) {
+std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment,
+                                    const std::optional<std::string>& tune) {
+  segment->header().tuning = parse_tuning(tune);
   std::vector<int> all_ranks(static_cast<std::size_t>(segment->n_ranks()));
   std::iota(all_ranks.begin(), all_ranks.end(), 0);
   segment->header().world_channel = Channel::make(*segment, all_ranks);
@@ -51,8 +53,9 @@ std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank,
 }
 
 std::unique_ptr<Engine> bootstrap_world(std::string_view job, int rank, int n_ranks,
-                                        const Call& barrier) {
-  return SharedEngine::join(bootstrap(job, rank, n_ranks, barrier), barrier);
+                                        const Call& barrier,
+                                        const std::optional<std::string>& tune) {
+  return SharedEngine::join(bootstrap(job, rank, n_ranks, barrier, tune), barrier);
 }
 
 std::shared_ptr<internal::Recorder> recorder_of(const Engine& engine) noexcept {

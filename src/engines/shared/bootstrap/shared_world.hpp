@@ -3,6 +3,8 @@
 #include <chrono>
 #include <lockstep/engine.hpp>
 #include <memory>
+#include <optional>
+#include <string>
 #include <string_view>
 
 #include "engines/shared/bootstrap/segment.hpp"
@@ -11,8 +13,9 @@
 /// The interface of the shared engine to the rest of the library.
 namespace lockstep::shared {
 
-/// Creates the world's channel in a new segment.
-std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment);
+/// Creates the world's channel in a new segment. `tune`: Env::tune, for all its channels.
+std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment,
+                                    const std::optional<std::string>& tune = {});
 
 /// The segment that LOCKSTEP_SEGMENT ("fd:nonce") names. Throws UsageError, SystemError.
 std::shared_ptr<Segment> inherit_world(std::string_view variable);
@@ -22,9 +25,10 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable);
 std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank, const Call& barrier);
 
 /// Joins the world of the n_ranks processes of this host that belong to `job` and inherited no
-/// segment. Throws what bootstrap() and any barrier throw.
+/// segment. Throws what bootstrap() and any barrier throw. `tune`: as for make_world.
 std::unique_ptr<Engine> bootstrap_world(std::string_view job, int rank, int n_ranks,
-                                        const Call& barrier);
+                                        const Call& barrier,
+                                        const std::optional<std::string>& tune = {});
 
 /// Writes the rank's flight record, in memory that the segment's other processes can read and that
 /// outlives the rank. `engine`: made by one of the two functions above.

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstdlib>
 #include <iterator>
 #include <limits>
 #include <lockstep/error.hpp>
@@ -65,8 +64,8 @@ Tuning measured_for(int n_ranks, const base::CpuModel& cpu) {
   return tuning;
 }
 
-Tuning tuning_for(int n_ranks, const std::optional<std::string>& variable) {
-  Tuning tuning = measured_for(n_ranks, base::cpu_model());
+TuningOverrides parse_tuning(const std::optional<std::string>& text) {
+  TuningOverrides tuning;
   const auto refuse = [&](std::string_view item) {
     throw UsageError({.operation = "init_dist"},
                      fmt::format("LOCKSTEP_TUNE has '{}'; it takes flat=BYTES, chunk=BYTES (4096 "
@@ -74,7 +73,7 @@ Tuning tuning_for(int n_ranks, const std::optional<std::string>& variable) {
                                  "(docs/performance.md)",
                                  item));
   };
-  std::string_view rest = variable ? std::string_view(*variable) : std::string_view();
+  std::string_view rest = text ? std::string_view(*text) : std::string_view();
   while (!rest.empty()) {
     const std::string_view item = rest.substr(0, rest.find(','));
     rest.remove_prefix(std::min(rest.size(), item.size() + 1));
@@ -97,9 +96,11 @@ Tuning tuning_for(int n_ranks, const std::optional<std::string>& variable) {
   return tuning;
 }
 
-Tuning tuning_for(int n_ranks) {
-  const char* const text = std::getenv("LOCKSTEP_TUNE");  // as Env::tune
-  return tuning_for(n_ranks, text == nullptr ? std::nullopt : std::optional<std::string>(text));
+Tuning tuning_for(int n_ranks, const TuningOverrides& overrides) {
+  const Tuning measured = measured_for(n_ranks, base::cpu_model());
+  return {.flat_bytes = overrides.flat_bytes.value_or(measured.flat_bytes),
+          .chunk_bytes = overrides.chunk_bytes.value_or(measured.chunk_bytes),
+          .in_place_bytes = overrides.in_place_bytes.value_or(measured.in_place_bytes)};
 }
 
 }  // namespace lockstep::shared

@@ -18,10 +18,17 @@ struct Tuning {
   std::uint64_t in_place_bytes;
 };
 
-/// The best measured values, overridden by LOCKSTEP_TUNE. Throws UsageError if it has a value that
-/// Env::tune does not allow.
-Tuning tuning_for(int n_ranks, const std::optional<std::string>& variable);
-/// With this process's LOCKSTEP_TUNE.
-Tuning tuning_for(int n_ranks);
+/// The values that replace the measured ones.
+struct TuningOverrides {
+  std::optional<std::uint64_t> flat_bytes;
+  std::optional<std::uint64_t> chunk_bytes;
+  std::optional<std::uint64_t> in_place_bytes;
+};
+
+/// Parses Env::tune. Throws UsageError.
+TuningOverrides parse_tuning(const std::optional<std::string>& text);
+
+/// The best measured values, or those of `overrides`.
+Tuning tuning_for(int n_ranks, const TuningOverrides& overrides);
 
 }  // namespace lockstep::shared

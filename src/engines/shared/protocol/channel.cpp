@@ -76,7 +76,7 @@ std::uint64_t Channel::make(Segment& segment, std::span<const int> members) {
     header->n_ranks = n_ranks;
     header->slot_bytes = slot_bytes_for(n_ranks);
     header->outbox_bytes = outbox_bytes_for(n_ranks);
-    header->tuning = tuning_for(n_ranks);
+    header->tuning = tuning_for(n_ranks, segment.header().tuning);
     std::copy(members.begin(), members.end(), header->members.begin());
   });
 }
@@ -95,7 +95,6 @@ Channel::Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, i
     if (r != rank_) peers_.push_back(r);
   }
   absent_.reserve(static_cast<std::size_t>(n_ranks));
-  lane(rank_).record.check.store(check_, std::memory_order_relaxed);
 }
 
 void Channel::choose_waiting() {
@@ -111,7 +110,8 @@ void Channel::begin(const Call& call) {
     site_file_ = call.where.file_name();
     site_line_ = call.where.line();
     site_ = membership_->site(call.where);
-    if (check_ == internal::Check::full) site_hash_ = internal::hash_of(call.where);
+    if (call.check == Check::full) site_hash_ = internal::hash_of(call.where);
+    lane(rank_).record.check.store(call.check, std::memory_order_relaxed);
   }
   fingerprint_ = fingerprint_of(call, site_hash_);
   const Call& recorded = call.parent_call != nullptr ? *call.parent_call : call;

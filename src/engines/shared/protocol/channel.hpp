@@ -212,7 +212,6 @@ class Channel {
   std::uint_least32_t site_line_ = 0;
   std::uint32_t site_ = 0;
   std::uint64_t site_hash_ = 0;
-  const internal::Check check_ = internal::check_level();
   std::chrono::steady_clock::time_point wait_began_;
   bool has_waited_ = false;  ///< wait_began_ belongs to this call
 };

@@ -109,13 +109,12 @@ void Channel::fail_mismatch(const Call& call) {
   if (has_failed()) throw_failure(call);
 
   for (const int peer : peers_) {
-    const internal::Check theirs = lane(peer).record.check.load(std::memory_order_relaxed);
+    const Check theirs = lane(peer).record.check.load(std::memory_order_relaxed);
     // Only `full` compares more in this engine.
-    if (!is_raised(flag_of(peer)) ||
-        (theirs == internal::Check::full) == (check_ == internal::Check::full)) {
+    if (!is_raised(flag_of(peer)) || (theirs == Check::full) == (call.check == Check::full)) {
       continue;
     }
-    const internal::RankCheck levels[] = {{rank_, check_}, {peer, theirs}};
+    const internal::RankCheck levels[] = {{rank_, call.check}, {peer, theirs}};
     fail(call, Kind::mismatch, internal::text_of_checks(levels));
   }
 
