@@ -18,9 +18,9 @@
 #include <utility>
 #include <vector>
 
-#include "base/process.hpp"
 #include "base/ticks.hpp"
 #include "cli/files.hpp"
+#include "cli/job_state.hpp"
 #include "cli/jobs.hpp"
 #include "cli/parse.hpp"
 #include "cli/subcommands.hpp"
@@ -30,8 +30,6 @@ namespace lockstep::cli {
 namespace {
 
 using nlohmann::json;
-using shared::RankBlock;
-using shared::RankState;
 
 constexpr const char* kTopFooter =
     R"(JOB is the process number of `lockstep run`, or of any rank. Shows jobs over the shared engine.
@@ -43,138 +41,9 @@ Only reads: the job does not notice. Ends with the job, or with Ctrl-C.
 
 Exit code: 0. 2: there is no such job, or it is not yours.)";
 
-/// Counters of one rank at one moment.
-struct Counters {
-  std::uint64_t n_calls = 0;
-  std::uint64_t n_bytes = 0;
-  double cpu_s = 0;
-};
-
-/// Current state of one rank.
-struct Row {
-  int rank = 0;
-  pid_t pid = 0;
-  std::string state;
-  Counters counters;
-  std::uint64_t memory_bytes = 0;
-  double calls_per_s = 0;
-  double bytes_per_s = 0;
-  double cpu_percent = 0;
-  std::vector<internal::Operation> operations;
-  const internal::Operation* current = nullptr;  ///< the oldest unfinished one
-  std::vector<int> waits_for;                    ///< world ranks
-};
-
-struct Moment {
-  std::chrono::steady_clock::time_point time;
-  std::vector<Row> rows;
-};
-
-std::string state_of(const RankBlock& rank) {
-  const int status = rank.wait_status_plus_one.load(std::memory_order_acquire);
-  if (status != 0) return "ended";
-  switch (rank.state.load(std::memory_order_acquire)) {
-    case RankState::absent: return "starting";
-    case RankState::left: return "left";
-    case RankState::failed: return "failed";
-    case RankState::alive: break;
-  }
-  const pid_t pid = rank.pid.load(std::memory_order_relaxed);
-  switch (base::process_state(pid, rank.start_time.load(std::memory_order_relaxed))) {
-    case base::ProcessState::running: return "running";
-    case base::ProcessState::sleeping: return "sleeping";
-    case base::ProcessState::stopped: return "stopped";
-    case base::ProcessState::alive: return "alive";
-    case base::ProcessState::gone: return "dead";
-    case base::ProcessState::unknown: return "unknown";
-  }
-  return "damaged";
-}
-
-Row read(const RankBlock& rank, int number) {
-  const internal::FlightRecord& flight = rank.flight;
-  Row row;
-  row.rank = number;
-  row.pid = rank.pid.load(std::memory_order_relaxed);
-  row.state = state_of(rank);
-  const std::size_t n_groups = internal::n_groups_of(flight);
-  for (std::size_t i = 0; i < n_groups; ++i) {
-    row.counters.n_calls += flight.groups[i].n_calls.load(std::memory_order_relaxed);
-    row.counters.n_bytes += flight.groups[i].n_bytes.load(std::memory_order_relaxed);
-  }
-  const base::ProcessUse use = base::process_use(row.pid);
-  row.counters.cpu_s = use.cpu_s;
-  row.memory_bytes = use.memory_bytes;
-  row.operations = internal::operations_of(flight);
-  for (const internal::Operation& operation : row.operations) {
-    if (operation.state != internal::Operation::State::under_way) continue;
-    row.current = &operation;
-    break;
-  }
-  return row;
-}
-
-std::string_view group_of(const shared::Segment& segment, const Row& row,
-                          const internal::Operation& operation) {
-  return internal::name_of(segment.rank(row.rank).flight.groups[operation.group]);
-}
-
-/// This row's rank in a group; nullopt if it is not a member.
-std::optional<int> rank_in(const shared::Segment& segment, const Row& row, std::string_view group) {
-  const internal::FlightRecord& flight = segment.rank(row.rank).flight;
-  const std::size_t n_groups = internal::n_groups_of(flight);
-  for (std::size_t i = 1; i < n_groups; ++i) {
-    if (internal::name_of(flight.groups[i]) == group) return flight.groups[i].rank;
-  }
-  return std::nullopt;
-}
-
-std::uint64_t last_collective(const shared::Segment& segment, const Row& row,
-                              std::string_view group) {
-  std::uint64_t last = 0;
-  for (const internal::Operation& operation : row.operations) {
-    if (group_of(segment, row, operation) == group) last = std::max(last, operation.collective);
-  }
-  return last;
-}
-
-/// The ranks that have not reached the operation that this one is in.
-std::vector<int> awaited(const shared::Segment& segment, const std::vector<Row>& rows,
-                         const Row& row) {
-  const internal::Operation& operation = *row.current;
-  const std::string_view group = group_of(segment, row, operation);
-  std::vector<int> result;
-  for (const Row& other : rows) {
-    if (other.rank == row.rank) continue;
-    const auto number = rank_in(segment, other, group);
-    const bool is_late = operation.collective == 0
-                             ? number == operation.root
-                             : (number || group == "world") &&
-                                   last_collective(segment, other, group) < operation.collective;
-    if (is_late) result.push_back(other.rank);
-  }
-  return result;
-}
-
-Moment look(const shared::Segment& segment, const std::optional<Moment>& before) {
-  Moment moment{.time = std::chrono::steady_clock::now(), .rows = {}};
-  for (int r = 0; r < segment.n_ranks(); ++r) moment.rows.push_back(read(segment.rank(r), r));
-  for (Row& row : moment.rows) {
-    if (row.current != nullptr) row.waits_for = awaited(segment, moment.rows, row);
-    if (!before || before->rows.size() != moment.rows.size()) continue;
-    const Counters& old = before->rows[static_cast<std::size_t>(row.rank)].counters;
-    const double seconds = std::chrono::duration<double>(moment.time - before->time).count();
-    if (seconds <= 0) continue;
-    row.calls_per_s = static_cast<double>(row.counters.n_calls - old.n_calls) / seconds;
-    row.bytes_per_s = static_cast<double>(row.counters.n_bytes - old.n_bytes) / seconds;
-    row.cpu_percent = std::max(row.counters.cpu_s - old.cpu_s, 0.0) / seconds * 100;
-  }
-  return moment;
-}
-
 // --- output -----------------------------------------------------------------------------------
 
-std::string describe(const shared::Segment& segment, const Row& row,
+std::string describe(const shared::Segment& segment, const RankSample& row,
                      const internal::Operation& operation) {
   std::string text = fmt::format("{} #{}", name_of(operation.op), operation.sequence);
   const std::string_view group = group_of(segment, row, operation);
@@ -198,11 +67,11 @@ double seconds_since(std::int64_t ns) {
   return static_cast<double>(std::max<std::int64_t>(base::now().ns - ns, 0)) * 1e-9;
 }
 
-std::string since(const Row& row, std::int64_t ns) {
+std::string since(const RankSample& row, std::int64_t ns) {
   return has_our_clock(row.pid) ? fmt::format(", since {:.1f} s", seconds_since(ns)) : "";
 }
 
-std::string doing(const shared::Segment& segment, const Row& row) {
+std::string doing(const shared::Segment& segment, const RankSample& row) {
   if (row.current != nullptr) {
     std::string text = describe(segment, row, *row.current);
     text += since(row, row.current->start_ns);
@@ -234,12 +103,12 @@ std::string in_units(double bytes) {
 }
 
 std::vector<std::string> table(const RunningJob& job, const shared::Segment& segment,
-                               const Moment& moment) {
+                               const JobSample& moment) {
   std::vector<std::string> lines = {
       fmt::format("job {}: {} ranks: {}", job.launcher, segment.n_ranks(), job.command),
       fmt::format("{:>4}  {:>7}  {:<8}  {:>5}  {:>9}  {:>9}  {:>11}  {}", "rank", "pid", "state",
                   "cpu", "memory", "ops/s", "moves", "doing")};
-  for (const Row& row : moment.rows) {
+  for (const RankSample& row : moment.rows) {
     lines.push_back(fmt::format("{:>4}  {:>7}  {:<8}  {:>4.0f}%  {:>9}  {:>9.0f}  {:>9}/s  {}",
                                 row.rank, row.pid, row.state, row.cpu_percent,
                                 in_units(static_cast<double>(row.memory_bytes)), row.calls_per_s,
@@ -248,7 +117,8 @@ std::vector<std::string> table(const RunningJob& job, const shared::Segment& seg
   return lines;
 }
 
-json json_of(const shared::Segment& segment, const Row& row, const internal::Operation& operation) {
+json json_of(const shared::Segment& segment, const RankSample& row,
+             const internal::Operation& operation) {
   json result = {{"operation", name_of(operation.op)},
                  {"group", group_of(segment, row, operation)},
                  {"sequence", operation.sequence},
@@ -262,9 +132,9 @@ json json_of(const shared::Segment& segment, const Row& row, const internal::Ope
   return result;
 }
 
-json json_of(const RunningJob& job, const shared::Segment& segment, const Moment& moment) {
+json json_of(const RunningJob& job, const shared::Segment& segment, const JobSample& moment) {
   json ranks = json::array();
-  for (const Row& row : moment.rows) {
+  for (const RankSample& row : moment.rows) {
     json entry = {{"rank", row.rank},
                   {"pid", row.pid},
                   {"state", row.state},
@@ -377,7 +247,7 @@ int top(const std::vector<std::string>& arguments) {
   std::optional<RunningJob> job = process != 0 ? find_job(process) : choose(find_jobs());
   if (!job) return kUsageExitCode;
   auto segment = look_at(*job);
-  std::optional<Moment> moment = look(*segment, std::nullopt);
+  std::optional<JobSample> moment = sample_job(*segment, std::nullopt);
   Screen screen;
   while (true) {
     // Rates need two samples.
@@ -397,7 +267,7 @@ int top(const std::vector<std::string>& arguments) {
         moment.reset();
       }
     }
-    moment = look(*segment, moment);
+    moment = sample_job(*segment, moment);
     if (is_json) {
       fmt::print("{}\n", json_of(*job, *segment, *moment)
                              .dump(/*indent=*/1, ' ', /*ensure_ascii=*/false,
