@@ -2,7 +2,6 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,11 +9,7 @@
 #include <lockstep/error.hpp>
 #include <lockstep/trace.hpp>
 #include <span>
-#include <utility>
 #include <vector>
-
-#include "group/failure.hpp"
-#include "nn/error.hpp"
 
 namespace lockstep::nn {
 
@@ -24,14 +19,8 @@ using torch::autograd::variable_list;
 
 namespace {
 
-constexpr std::string_view kForward = "forward", kBackward = "backward";
-
 std::size_t channels_of(const Tensor& statistics) {
   return static_cast<std::size_t>(statistics.size(-1) - 1) / 2;
-}
-
-bool is_16_bit(const Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
 
 /// With the C values of the statistics from `begin` on.
@@ -116,23 +105,6 @@ void put_channels(const double* part, Channels channels, std::size_t all, double
   std::copy_n(part + channels.count, channels.count, to + all + channels.first);
 }
 
-void check_state(const char* name, const Tensor& state, const Tensor& input,
-                 std::int64_t num_features, const Layer& layer) {
-  if (!state.defined()) return;
-  const bool type_fits = state.scalar_type() == input.scalar_type() ||
-                         (is_16_bit(input) && state.scalar_type() == at::kFloat);
-  if (!type_fits || state.device() != input.device() || state.dim() != 1 ||
-      state.size(0) != num_features) {
-    throw UsageError(
-        layer.context(kForward),
-        fmt::format("expected {} to be a {}{} tensor of {} elements on {}, as the input; got {} of "
-                    "{} on {}: convert the module or the input with to()",
-                    name, c10::toString(input.scalar_type()), is_16_bit(input) ? " or Float" : "",
-                    num_features, input.device().str(), state.toString(), c10::str(state.sizes()),
-                    state.device().str()));
-  }
-}
-
 /// batch_norm_forward and batch_norm_backward as an autograd function.
 class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
  public:
@@ -165,27 +137,6 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
 };
 
 }  // namespace
-
-ErrorContext detail::Layer::context(std::string_view pass) const {
-  return context_of(fmt::format("{} of {}", pass, *title), group, where);
-}
-
-void detail::Layer::rethrow(std::string_view pass, const Error& error) const {
-  ErrorContext mine = context(pass);
-  const ErrorContext& its = error.context();
-  if (its.operation == mine.operation) throw;  // passed through two of these
-  internal::Failure failure = internal::failure_of(error);
-  if (its.where.line() == where.line() &&
-      std::string_view(its.where.file_name()) == where.file_name()) {
-    mine.sequence = its.sequence;
-    failure.text = fmt::format("{}: {}", its.operation, failure.text);
-  } else {  // what() is text() behind the context
-    const std::string_view what = error.what();
-    failure.text =
-        fmt::format("{}{}", what.substr(0, what.size() - error.text().size()), failure.text);
-  }
-  internal::throw_failure(failure, std::move(mine));
-}
 
 at::TensorOptions parameter_options(const Tensor& input) {
   return at::TensorOptions(input.device())
@@ -372,38 +323,6 @@ void average_gradient(std::span<double> message, const double* invstd, double co
   for (std::size_t c = 0; c < channels; ++c) {
     if (invstd[c] == of_clamped) message[channels + c] = 0;
   }
-}
-
-void refuse_create_graph(const Layer& layer) {
-  if (!at::GradMode::is_enabled()) return;
-  throw UsageError(layer.context(kBackward),
-                   "gradients of gradients are not supported: call backward or grad without "
-                   "create_graph");
-}
-
-void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
-                      const Tensor& bias, const BatchNormSettings& settings) {
-  const auto refuse = [&settings](const std::string& text) {
-    throw UsageError(settings.layer.context(kForward), text);
-  };
-  if (!(input.is_cpu() || input.is_cuda()) || input.layout() != at::kStrided) {
-    refuse(fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there with to()",
-                       input.toString()));
-  }
-  if (!input.is_floating_point()) {
-    refuse(
-        fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: convert "
-                    "it with to()",
-                    c10::toString(input.scalar_type())));
-  }
-  if (input.size(1) != num_features) {
-    refuse(fmt::format("expected {} channels, got input size {}", num_features,
-                       c10::str(input.sizes())));
-  }
-  check_state("weight", weight, input, num_features, settings.layer);
-  check_state("bias", bias, input, num_features, settings.layer);
-  check_state("running_mean", settings.running_mean, input, num_features, settings.layer);
-  check_state("running_var", settings.running_var, input, num_features, settings.layer);
 }
 
 Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,

@@ -42,13 +42,16 @@ struct Activation {
 
 namespace detail {
 
+/// Names of passes.
+inline constexpr std::string_view kForward = "forward", kBackward = "backward";
+
 /// One forward of a layer and its backward: their group and how errors name the layer.
 struct Layer {
   Group group;
   std::shared_ptr<const std::string> title;  ///< "SyncBatchNorm2d 'layer3.0.bn1'"
   std::source_location where;                ///< the program's line
 
-  /// `pass`: "forward", "backward".
+  /// `pass`: kForward or kBackward.
   ErrorContext context(std::string_view pass) const;
   /// Throws an error of the same type that names this layer and includes the text of `error`.
   [[noreturn]] void rethrow(std::string_view pass, const Error& error) const;
@@ -65,6 +68,8 @@ struct Layer {
 };
 
 }  // namespace detail
+using detail::kBackward;
+using detail::kForward;
 using detail::Layer;
 
 /// Inputs of a forward other than the tensors that autograd knows.
@@ -103,6 +108,9 @@ inline MeanAndInvstd mean_and_invstd(const at::Tensor& statistics) {
 }
 
 inline at::Tensor doubles(std::int64_t size) { return at::empty({size}, at::kDouble); }
+inline bool is_16_bit(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
 inline double* data(const at::Tensor& tensor) { return tensor.data_ptr<double>(); }
 
 Activation activation_of(const at::Tensor& input);

@@ -172,9 +172,8 @@ std::shared_ptr<ReplicaLink> ReplicaLink::join(CallbackContext& context, int cop
     return std::make_shared<ReplicaLink>(links.master);
   }
   if (!links.master) {
-    throw UsageError(
-        {"SyncBatchNorm", "", -1, 0, std::source_location::current()},
-        fmt::format("the replication callback ran for copy {} before copy 0", copy_id));
+    throw UsageError({"SyncBatchNorm", "", -1, 0, std::source_location::current()},
+                     fmt::format("copy {} is told who it is before copy 0", copy_id));
   }
   auto link = links.by_copy[copy_id].lock();
   if (!link) link = std::make_shared<ReplicaLink>(links.master->register_slave(copy_id));
@@ -184,7 +183,7 @@ std::shared_ptr<ReplicaLink> ReplicaLink::join(CallbackContext& context, int cop
 
 Tensor ReplicaLink::exchange(const Message& message) const {
   const Layer& layer = message.settings->layer;
-  return layer.communicate("forward", [&] {
+  return layer.communicate(kForward, [&] {
     return master_ ? master_->run_master(message, Deadline(), layer.where)
                    : pipe_.run_slave(message, Deadline(), layer.where);
   });

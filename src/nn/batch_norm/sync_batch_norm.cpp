@@ -180,7 +180,7 @@ void SyncBatchNormImplBase<D, Derived>::check_dimensions(const Tensor& input,
   if (n_dims == full || (D == 1 && n_dims == 2)) return;
   const Layer layer{this->options.group().value_or(Group()), title_,
                     is_of_a_program(where) ? where : made_at_};
-  throw UsageError(layer.context("forward"),
+  throw UsageError(layer.context(kForward),
                    fmt::format("expected {}D input, got {}D input",
                                D == 1 ? std::string("2D or 3") : std::to_string(full), n_dims));
 }

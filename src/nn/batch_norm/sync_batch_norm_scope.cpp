@@ -106,7 +106,7 @@ c10::intrusive_ptr<BatchNormRecord> make_record(const Tensor& input, const Tenso
                       running_mean,
                       running_var};
   if (input.dim() < 2) {
-    throw UsageError(record->settings.layer.context("forward"),
+    throw UsageError(record->settings.layer.context(kForward),
                      fmt::format("expected input of 2 or more dimensions, got {}D", input.dim()));
   }
   check_batch_norm(input, input.size(1), weight, bias, record->settings);
@@ -161,10 +161,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
   const at::NoGradGuard no_grad;
   const auto record = records().find(reserve);
   if (!record) {
-    throw UsageError({.operation = "backward of a batch_norm in a SyncBatchNormScope"},
-                     "the tensors that its forward saved are gone, or replaced by clones: hooks "
-                     "that replace the tensors saved by autograd (offloading, compression) must "
-                     "leave those of batch_norm unchanged");
+    throw UsageError(
+        {.operation = "backward of a batch_norm in a SyncBatchNormScope"},
+        "what its forward kept for backward is gone and this is at most a clone of it: "
+        "hooks that replace the tensors autograd saves (offloading, compression) must "
+        "leave those of batch_norm as they are");
   }
   const auto result =
       batch_norm_backward(gradient, input, value_of(parameter_for(value_of(weight), input)),
