@@ -281,7 +281,7 @@ TEST_F(C10dInitTest, a_port_that_is_none_is_named) {
 
 TEST_F(C10dInitTest, ranks_that_do_not_come_are_named) {
   expect_error<TimeoutError>([&] { init_alone(0, std::to_string(test::free_port()), 300ms); },
-                             "of 2 ranks, rank 1 did not come to 127.0.0.1:");
+                             "of 2 ranks, rank 1 did not join at 127.0.0.1:");
 }
 
 TEST_F(C10dInitTest, nobody_serves_the_store) {

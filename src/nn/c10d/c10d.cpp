@@ -30,8 +30,8 @@ engines::Availability available(const internal::World&) {
 template <bool kIsGloo>
 std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) {
   constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
-  auto engine =
-      message::make(std::string(kName), std::make_unique<Channel>(meet(kName, world, barrier)));
+  auto engine = message::make(std::string(kName),
+                              std::make_unique<Channel>(rendezvous(kName, world, barrier)));
   // No rank may proceed, and possibly exit, while peers are still connecting.
   engine->run(barrier);
   return engine;

@@ -3,13 +3,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <netdb.h>
-#include <poll.h>
 #include <sys/socket.h>
-#include <sys/time.h>
 #include <torch/version.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 // Gloo's headers are a separate package (Debian: libgloo-dev). Any version will do: c10d's header
 // only includes them, and no Gloo function is called here.
 #if defined(USE_C10D_GLOO) && __has_include(<gloo/algorithm.h>)
@@ -24,19 +21,14 @@
 #include <charconv>
 #include <chrono>
 #include <exception>
-#include <future>
 #include <lockstep/error.hpp>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "base/fd.hpp"
 #include "base/no_sigpipe.hpp"
+#include "nn/c10d/c10d_store.hpp"
 #include "world/variables.hpp"
 
 namespace lockstep::nn::detail {
@@ -44,157 +36,43 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-/// A server that sends unsolicited data does so within this time.
-constexpr milliseconds kSilence{50};
-/// How long a rank waits for a store to answer.
-constexpr milliseconds kPatience{5000};
-
-struct Meeting {
-  std::string host;
-  std::uint16_t port;
-};
 
 std::string variable(const char* name, const Call& call, int rank) {
   const auto value = internal::variable(name);
   if (!value || value->empty()) {
     throw UsageError(context_of(call, rank),
-                     fmt::format("{} is not set; the ranks meet at MASTER_ADDR:MASTER_PORT, the "
+                     fmt::format("{} is not set; the ranks join at MASTER_ADDR:MASTER_PORT, the "
                                  "address of rank 0's host and a free port there",
                                  name));
   }
   return *value;
 }
 
-Meeting meeting(const Call& call, int rank) {
-  Meeting meeting{variable("MASTER_ADDR", call, rank), 0};
+StoreAddress store_address(const Call& call, int rank) {
+  StoreAddress at{variable("MASTER_ADDR", call, rank), 0};
   const std::string port = variable("MASTER_PORT", call, rank);
-  const auto parsed = std::from_chars(port.data(), port.data() + port.size(), meeting.port);
-  if (parsed.ec != std::errc() || parsed.ptr != port.data() + port.size() || meeting.port == 0) {
+  const auto parsed = std::from_chars(port.data(), port.data() + port.size(), at.port);
+  if (parsed.ec != std::errc() || parsed.ptr != port.data() + port.size() || at.port == 0) {
     throw UsageError(context_of(call, rank),
                      fmt::format("MASTER_PORT is '{}'; it must be a port from 1 to 65535", port));
   }
-  return meeting;
+  return at;
 }
-
-/// True if torchrun's agent serves the store, across restarts of the ranks.
-bool has_agent_store() { return internal::variable("TORCHELASTIC_USE_AGENT_STORE") == "True"; }
 
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
   return text.substr(0, text.find('\n'));
 }
 
-bool serves(const internal::World& world) { return world.rank == 0 && !has_agent_store(); }
-
-/// The stores served by this process, by address, until it exits. Closing a store at the end of its
-/// world would reset the connections of ranks that join the next world early, and libtorch 1.13
-/// terminates a process whose own store thread sees such a reset (std::terminate).
-class Served {
- public:
-  static StorePtr find(const Meeting& at) {
-    const std::lock_guard lock(mutex());
-    const auto found = stores().find(key(at));
-    return found == stores().end() ? StorePtr() : found->second;
-  }
-  static void keep(const Meeting& at, StorePtr store) {
-    const std::lock_guard lock(mutex());
-    stores().emplace(key(at), std::move(store));
-  }
-  /// After a failed rendezvous: its ranks may count their attempts differently.
-  static void forget(const Meeting& at) {
-    const std::lock_guard lock(mutex());
-    stores().erase(key(at));
-  }
-
- private:
-  static std::string key(const Meeting& at) { return fmt::format("{}:{}", at.host, at.port); }
-  static std::mutex& mutex() {
-    static auto* const mutex = new std::mutex;
-    return *mutex;
-  }
-  static std::map<std::string, StorePtr>& stores() {
-    static auto* const stores = new std::map<std::string, StorePtr>;  // no destructor at exit
-    return *stores;
-  }
-};
-
-using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
-
-Addresses resolve(const Meeting& at, int socket_type) {
-  addrinfo hints{};
-  hints.ai_socktype = socket_type;
-  addrinfo* found = nullptr;
-  const auto port = std::to_string(at.port);
-  if (::getaddrinfo(at.host.c_str(), port.c_str(), &hints, &found) != 0) found = nullptr;
-  return {found, ::freeaddrinfo};
-}
-
-/// Throws if the listener sends unsolicited data, which no store does: a thread of libtorch 1.13
-/// would take it for a length and terminate the process.
-void expect_silence(const Meeting& at, milliseconds timeout) {
-  const Addresses found = resolve(at, SOCK_STREAM);
-  for (const addrinfo* to = found.get(); to != nullptr; to = to->ai_next) {
-    const base::UniqueFd fd(::socket(to->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    const auto limit = std::min(timeout, milliseconds(kPatience));
-    const timeval patience{limit.count() / 1000, limit.count() % 1000 * 1000};
-    // On Linux connect obeys SO_SNDTIMEO too.
-    if (fd) ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
-    if (!fd || ::connect(fd.get(), to->ai_addr, to->ai_addrlen) != 0) continue;
-    pollfd readable{fd.get(), POLLIN, 0};
-    char first = 0;
-    if (::poll(&readable, 1, static_cast<int>(kSilence.count())) == 1 &&
-        ::recv(fd.get(), &first, 1, MSG_DONTWAIT) == 1) {
-      throw std::runtime_error("somebody listens there, but is no store: it speaks unasked");
-    }
-    return;
-  }
-}
-
-StorePtr connect(const Meeting& at, const internal::World& world, milliseconds timeout) {
-  if (serves(world)) {
-    if (StorePtr store = Served::find(at)) return store;
-  } else {
-    expect_silence(at, timeout);
-  }
-  c10d::TCPStoreOptions options;
-  options.port = at.port;
-  options.isServer = serves(world);
-  options.waitWorkers = false;
-  // TCPStore counts whole seconds and needs one for a retry.
-  options.timeout = std::max(timeout, milliseconds(2000));
-  StorePtr store = c10::make_intrusive<c10d::TCPStore>(at.host, options);
-  // An answer proves that this is a store with our protocol. If it is not, c10d waits forever, and
-  // so does this thread.
-  auto hello = std::make_shared<std::promise<void>>();
-  auto answer = hello->get_future();
-  std::thread([store = store, hello]() mutable {
-    try {
-      store->add("lockstep/hello", 1);
-      store.reset();  // the port is free as soon as its user leaves
-      hello->set_value();
-    } catch (...) {
-      hello->set_exception(std::current_exception());
-    }
-  }).detach();
-  if (answer.wait_for(std::min(timeout, kPatience)) != std::future_status::ready) {
-    throw std::runtime_error("somebody listens there, but does not answer as a store does");
-  }
-  answer.get();
-  if (serves(world)) Served::keep(at, store);
-  return store;
-}
-
-[[noreturn]] void throw_no_store(const std::exception& error, const Meeting& at,
+[[noreturn]] void throw_no_store(const std::exception& error, const StoreAddress& at,
                                  const internal::World& world, const Call& call) {
-  std::string text =
-      fmt::format("MASTER_ADDR is {}, MASTER_PORT is {}: {}: {}", at.host, at.port,
-                  serves(world) ? "rank 0 cannot serve the ranks' meeting there; where the port is "
-                                  "in use, choose another"
-                                : "cannot meet the other ranks there",
-                  first_line(error));
+  std::string text = fmt::format(
+      "MASTER_ADDR is {}, MASTER_PORT is {}: {}: {}", at.host, at.port,
+      serves_store(world) ? "rank 0 cannot serve the store there; if the port is in use, "
+                            "choose another"
+                          : "cannot join the other ranks there",
+      first_line(error));
   if (has_agent_store()) {
     text += fmt::format(
         ". torchrun serves it (TORCHELASTIC_USE_AGENT_STORE is True), and a PyTorch of another "
@@ -210,15 +88,15 @@ StorePtr connect(const Meeting& at, const internal::World& world, milliseconds t
 StorePtr own_part(const StorePtr& store, const internal::World& world) {
   const std::string job =
       fmt::format("lockstep/{}", internal::variable("TORCHELASTIC_RESTART_COUNT").value_or("0"));
-  const auto turn = store->add(fmt::format("{}/turn/{}", job, world.rank), 1);
-  return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}/{}", job, turn), store);
+  const auto attempt = store->add(fmt::format("{}/attempt/{}", job, world.rank), 1);
+  return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}/{}", job, attempt), store);
 }
 
 /// Waits until every rank has joined.
-void roll_call(const StorePtr& store, const Meeting& at, const internal::World& world,
-               const Call& call, Clock::time_point end) {
+void wait_for_ranks(const StorePtr& store, const StoreAddress& at, const internal::World& world,
+                    const Call& call, Clock::time_point end) {
   std::vector<std::string> keys;
-  for (int r = 0; r < world.size; ++r) keys.push_back(fmt::format("here/{}", r));
+  for (int r = 0; r < world.size; ++r) keys.push_back(fmt::format("joined/{}", r));
   store->set(keys[static_cast<std::size_t>(world.rank)], std::vector<std::uint8_t>{1});
   // Not Store::wait: in some versions only the text tells a timeout from a lost connection.
   while (!store->check(keys)) {
@@ -229,7 +107,7 @@ void roll_call(const StorePtr& store, const Meeting& at, const internal::World& 
       }
       throw TimeoutError(
           context_of(call, world.rank),
-          fmt::format("of {} ranks, rank{} {} did not come to {}:{} within {:g} s", world.size,
+          fmt::format("of {} ranks, rank{} {} did not join at {}:{} within {:g} s", world.size,
                       missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), at.host, at.port,
                       static_cast<double>(call.timeout.count()) / 1000));
     }
@@ -239,7 +117,7 @@ void roll_call(const StorePtr& store, const Meeting& at, const internal::World& 
 
 #ifdef LOCKSTEP_GLOO
 /// This host's address on the route to the rendezvous; empty if unknown.
-std::string address_towards(const Meeting& at) {
+std::string address_towards(const StoreAddress& at) {
   const Addresses addresses = resolve(at, SOCK_DGRAM);
   for (const addrinfo* found = addresses.get(); found != nullptr; found = found->ai_next) {
     const int fd = ::socket(found->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -258,7 +136,7 @@ std::string address_towards(const Meeting& at) {
   return {};
 }
 
-GroupPtr make_gloo(const StorePtr& store, const Meeting& at, const internal::World& world,
+GroupPtr make_gloo(const StorePtr& store, const StoreAddress& at, const internal::World& world,
                    milliseconds timeout) {
   using Gloo = c10d::ProcessGroupGloo;
   const base::NoSigpipe no_sigpipe;  // inherited by the threads that it starts
@@ -312,29 +190,29 @@ bool has_backend(std::string_view backend) {
   return false;
 }
 
-std::shared_ptr<Wire> meet([[maybe_unused]] std::string_view backend, const internal::World& world,
-                           const Call& barrier) {
+std::shared_ptr<Wire> rendezvous([[maybe_unused]] std::string_view backend,
+                                 const internal::World& world, const Call& barrier) {
   const auto start = Clock::now(), end = start + barrier.timeout;
-  const Meeting at = meeting(barrier, world.rank);
+  const StoreAddress at = store_address(barrier, world.rank);
   StorePtr whole, store;
   struct Forget {
-    const Meeting& at;
-    bool has_met = false;
+    const StoreAddress& at;
+    bool has_joined = false;
     ~Forget() {
-      if (!has_met) Served::forget(at);
+      if (!has_joined) forget_store(at);
     }
   } forget{at};
   while (!store) {
     try {
-      whole = connect(at, world, barrier.timeout);
+      whole = connect_to_store(at, world, barrier.timeout);
       StorePtr part = own_part(whole, world);
-      roll_call(part, at, world, barrier, end);
+      wait_for_ranks(part, at, world, barrier, end);
       store = std::move(part);
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
       // It may be the previous world's store, which rank 0 is about to close.
-      const bool is_last = serves(world) || Clock::now() > std::min(end, start + kPatience);
+      const bool is_last = serves_store(world) || Clock::now() > std::min(end, start + kPatience);
       if (is_last) throw_no_store(error, at, world, barrier);
       std::this_thread::sleep_for(milliseconds(50));
     }
@@ -349,14 +227,14 @@ std::shared_ptr<Wire> meet([[maybe_unused]] std::string_view backend, const inte
 #ifdef USE_C10D_NCCL
     if (backend == "nccl") group = make_nccl(store, world, left);
 #endif
-    forget.has_met = true;
+    forget.has_joined = true;
     return Wire::make(std::move(group), whole);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
     throw EngineError(
         context_of(barrier, world.rank),
-        fmt::format("{} cannot connect the ranks that met at {}:{} (GLOO_SOCKET_IFNAME "
+        fmt::format("{} cannot connect the ranks that joined at {}:{} (GLOO_SOCKET_IFNAME "
                     "chooses the network interface): {}",
                     backend, at.host, at.port, first_line(error)));
   }

@@ -1,0 +1,135 @@
+#include "nn/c10d/c10d_store.hpp"
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <algorithm>
+#include <exception>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/fd.hpp"
+#include "world/variables.hpp"
+
+namespace lockstep::nn::detail {
+namespace {
+
+using std::chrono::milliseconds;
+
+/// A server that sends unsolicited data does so within this time.
+constexpr milliseconds kSilence{50};
+
+/// The stores served by this process, by address, until it exits. Closing a store at the end of its
+/// world would reset the connections of ranks that join the next world early, and libtorch 1.13
+/// terminates a process whose own store thread sees such a reset (std::terminate).
+class ServedStores {
+ public:
+  static StorePtr find(const StoreAddress& at) {
+    const std::lock_guard lock(mutex());
+    const auto found = stores().find(key(at));
+    return found == stores().end() ? StorePtr() : found->second;
+  }
+  static void keep(const StoreAddress& at, StorePtr store) {
+    const std::lock_guard lock(mutex());
+    stores().emplace(key(at), std::move(store));
+  }
+  static void forget(const StoreAddress& at) {
+    const std::lock_guard lock(mutex());
+    stores().erase(key(at));
+  }
+
+ private:
+  static std::string key(const StoreAddress& at) { return fmt::format("{}:{}", at.host, at.port); }
+  static std::mutex& mutex() {
+    static auto* const mutex = new std::mutex;
+    return *mutex;
+  }
+  static std::map<std::string, StorePtr>& stores() {
+    static auto* const stores = new std::map<std::string, StorePtr>;  // no destructor at exit
+    return *stores;
+  }
+};
+
+/// Throws if the listener sends unsolicited data, which no store does: a thread of libtorch 1.13
+/// would take it for a length and terminate the process.
+void expect_silence(const StoreAddress& at, milliseconds timeout) {
+  const Addresses found = resolve(at, SOCK_STREAM);
+  for (const addrinfo* to = found.get(); to != nullptr; to = to->ai_next) {
+    const base::UniqueFd fd(::socket(to->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const auto limit = std::min(timeout, milliseconds(kPatience));
+    const timeval patience{limit.count() / 1000, limit.count() % 1000 * 1000};
+    // On Linux connect obeys SO_SNDTIMEO too.
+    if (fd) ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+    if (!fd || ::connect(fd.get(), to->ai_addr, to->ai_addrlen) != 0) continue;
+    pollfd readable{fd.get(), POLLIN, 0};
+    char first = 0;
+    if (::poll(&readable, 1, static_cast<int>(kSilence.count())) == 1 &&
+        ::recv(fd.get(), &first, 1, MSG_DONTWAIT) == 1) {
+      throw std::runtime_error("the listener there is no store: it sends unsolicited data");
+    }
+    return;
+  }
+}
+
+}  // namespace
+
+bool has_agent_store() { return internal::variable("TORCHELASTIC_USE_AGENT_STORE") == "True"; }
+
+bool serves_store(const internal::World& world) { return world.rank == 0 && !has_agent_store(); }
+
+void forget_store(const StoreAddress& at) { ServedStores::forget(at); }
+
+Addresses resolve(const StoreAddress& at, int socket_type) {
+  addrinfo hints{};
+  hints.ai_socktype = socket_type;
+  addrinfo* found = nullptr;
+  const auto port = std::to_string(at.port);
+  if (::getaddrinfo(at.host.c_str(), port.c_str(), &hints, &found) != 0) found = nullptr;
+  return {found, ::freeaddrinfo};
+}
+
+StorePtr connect_to_store(const StoreAddress& at, const internal::World& world,
+                          milliseconds timeout) {
+  if (serves_store(world)) {
+    if (StorePtr store = ServedStores::find(at)) return store;
+  } else {
+    expect_silence(at, timeout);
+  }
+  c10d::TCPStoreOptions options;
+  options.port = at.port;
+  options.isServer = serves_store(world);
+  options.waitWorkers = false;
+  // TCPStore counts whole seconds and needs one for a retry.
+  options.timeout = std::max(timeout, milliseconds(2000));
+  StorePtr store = c10::make_intrusive<c10d::TCPStore>(at.host, options);
+  // An answer proves that this is a store with our protocol. If it is not, c10d waits forever, and
+  // so does this thread.
+  auto hello = std::make_shared<std::promise<void>>();
+  auto answer = hello->get_future();
+  std::thread([store = store, hello]() mutable {
+    try {
+      store->add("lockstep/hello", 1);
+      store.reset();  // the port is free as soon as its user leaves
+      hello->set_value();
+    } catch (...) {
+      hello->set_exception(std::current_exception());
+    }
+  }).detach();
+  if (answer.wait_for(std::min(timeout, kPatience)) != std::future_status::ready) {
+    throw std::runtime_error("the listener there does not answer as a store does");
+  }
+  answer.get();
+  if (serves_store(world)) ServedStores::keep(at, store);
+  return store;
+}
+
+}  // namespace lockstep::nn::detail

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <netdb.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "group/world.hpp"
+
+namespace lockstep::nn::detail {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// How long a rank waits for a store to answer.
+inline constexpr std::chrono::milliseconds kPatience{5000};
+
+struct StoreAddress {
+  std::string host;
+  std::uint16_t port;
+};
+
+/// True if torchrun's agent serves the store, across restarts of the ranks.
+bool has_agent_store();
+/// Whether this rank serves the store of the rendezvous.
+bool serves_store(const internal::World& world);
+
+/// The store at that address, which this process serves if it must. Throws std::exception if there
+/// is none, or if the listener there is no store that answers.
+StorePtr connect_to_store(const StoreAddress& at, const internal::World& world,
+                          std::chrono::milliseconds timeout);
+/// After a failed rendezvous: its ranks may count their attempts differently.
+void forget_store(const StoreAddress& at);
+
+using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+/// Null if the host is unknown.
+Addresses resolve(const StoreAddress& at, int socket_type);
+
+}  // namespace lockstep::nn::detail
