@@ -1,7 +1,6 @@
 #include "world/environment.hpp"
 
 #include <fmt/format.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -12,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/abstract_socket.hpp"
 #include "base/process.hpp"
 #include "world/slurm_tasks.hpp"
 #include "world/variables.hpp"
@@ -143,12 +143,8 @@ internal::World read_slurm() {
 std::string pmi_job() {
   ucred launcher{.pid = ::getppid(), .uid = 0, .gid = 0};
   if (const auto fd = variable("PMI_FD")) {
-    ucred peer{};
-    socklen_t n_bytes = sizeof peer;
-    if (::getsockopt(std::atoi(fd->c_str()), SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes) == 0 &&
-        peer.pid > 0) {
-      launcher = peer;
-    }
+    const ucred peer = base::peer_of(std::atoi(fd->c_str()));
+    if (peer.pid > 0) launcher = peer;
   }
   return fmt::format("pmi {} {}", launcher.pid, base::process_start_time(launcher.pid));
 }

@@ -13,6 +13,7 @@
 #include <sstream>
 #include <thread>
 
+#include "base/abstract_socket.hpp"
 #include "cli/bench/bench.hpp"
 #include "world/variables.hpp"
 
@@ -46,12 +47,7 @@ bool is_on_path(const std::string& name) {
   return false;
 }
 
-bool is_of_this_user(int socket) {
-  ucred peer{};
-  socklen_t n_bytes = sizeof peer;
-  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes) == 0 &&
-         peer.uid == ::geteuid();
-}
+bool is_of_this_user(int socket) { return base::peer_of(socket).uid == ::geteuid(); }
 
 void wait_readable(int fd, std::chrono::seconds limit) {
   pollfd wanted{fd, POLLIN, 0};

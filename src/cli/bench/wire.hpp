@@ -2,7 +2,6 @@
 
 #include <sched.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,8 +18,10 @@
 #include <system_error>
 #include <vector>
 
+#include "base/abstract_socket.hpp"
+
 /// The protocol between `lockstep bench` and the ranks of a contestant, and the measurement itself.
-/// The peers (bench/peers) are separate programs and include nothing else of lockstep.
+/// The peers (bench/peers) are separate programs and include little else of lockstep.
 ///
 /// Each rank connects to the driver's Unix socket and sleeps in read() between its blocks, so an
 /// inactive contestant uses no core.
@@ -102,19 +103,6 @@ inline void write_all(int fd, const void* data, std::size_t n_bytes) {
     n_bytes -= static_cast<std::size_t>(n);
   }
 }
-
-/// The driver's socket. Its abstract name leaves no file behind if the driver is killed.
-struct Address {
-  sockaddr_un socket{};
-  socklen_t n_bytes = 0;
-
-  explicit Address(const std::string& name) {
-    socket.sun_family = AF_UNIX;
-    if (name.size() + 1 >= sizeof socket.sun_path) throw std::runtime_error("too long: " + name);
-    std::copy(name.begin(), name.end(), &socket.sun_path[1]);
-    n_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  }
-};
 
 /// What a contestant supports, on one rank.
 class Contestant {
@@ -282,9 +270,8 @@ class Rank {
  public:
   Rank(const std::string& driver, int rank, int n_ranks) : rank_(rank), n_ranks_(n_ranks) {
     fd_ = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const Address address(driver);
-    if (fd_ < 0 ||
-        ::connect(fd_, reinterpret_cast<const sockaddr*>(&address.socket), address.n_bytes) != 0) {
+    const base::AbstractAddress address(driver);
+    if (fd_ < 0 || ::connect(fd_, address.get(), address.n_bytes()) != 0) {
       throw std::system_error(errno, std::generic_category(), "connect to the socket " + driver);
     }
     const Hello hello{rank, n_ranks};

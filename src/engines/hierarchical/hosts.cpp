@@ -4,16 +4,14 @@
 #include <fmt/format.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
-#include <cstddef>
-#include <cstring>
 #include <lockstep/error.hpp>
 #include <string>
 
+#include "base/abstract_socket.hpp"
 #include "base/fd.hpp"
 
 namespace lockstep::hierarchical {
@@ -33,18 +31,9 @@ std::array<char, 40> boot_id() {
   return id;
 }
 
-struct Name {
-  sockaddr_un address{};
-  socklen_t n_bytes = 0;
-
-  explicit Name(std::uint64_t nonce) {
-    const std::string text = fmt::format("lockstep-host-{:016x}", nonce);
-    address.sun_family = AF_UNIX;
-    std::memcpy(address.sun_path + 1, text.data(), text.size());  // abstract
-    n_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
-  }
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
-};
+base::AbstractAddress address_of(std::uint64_t nonce) {
+  return base::AbstractAddress(fmt::format("lockstep-host-{:016x}", nonce));
+}
 
 base::UniqueFd open_socket() {
   base::UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -55,8 +44,8 @@ base::UniqueFd open_socket() {
 /// A socket that other ranks of this host find under the nonce while it is open.
 base::UniqueFd make_findable(std::uint64_t nonce, int n_ranks) {
   base::UniqueFd fd = open_socket();
-  const Name name(nonce);
-  if (::bind(fd.get(), name.get(), name.n_bytes) != 0 || ::listen(fd.get(), n_ranks) != 0) {
+  const base::AbstractAddress address = address_of(nonce);
+  if (::bind(fd.get(), address.get(), address.n_bytes()) != 0 || ::listen(fd.get(), n_ranks) != 0) {
     throw SystemError({.operation = "init_dist"}, errno, "cannot listen at a Unix socket");
   }
   return fd;
@@ -64,12 +53,10 @@ base::UniqueFd make_findable(std::uint64_t nonce, int n_ranks) {
 
 bool can_reach(const HostId& id) {
   const base::UniqueFd fd = open_socket();
-  const Name name(id.nonce);
-  if (::connect(fd.get(), name.get(), name.n_bytes) != 0) return false;
-  ucred peer{};
-  socklen_t n_bytes = sizeof peer;
-  return ::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes) == 0 &&
-         peer.uid == ::geteuid() && peer.pid == id.pid;
+  const base::AbstractAddress address = address_of(id.nonce);
+  if (::connect(fd.get(), address.get(), address.n_bytes()) != 0) return false;
+  const ucred peer = base::peer_of(fd.get());
+  return peer.uid == ::geteuid() && peer.pid == id.pid;
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #include <fmt/ranges.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -57,11 +56,11 @@ class Leader : Bootstrap {
 
   void listen() {
     listener_ = open_socket();
-    while (::bind(listener_.get(), name(), address_.n_bytes) != 0) {
+    while (::bind(listener_.get(), address_.get(), address_.n_bytes()) != 0) {
       if (errno != EADDRINUSE) fail_system("bind");
       ucred holder{};
       if (const base::UniqueFd probe = connect()) {
-        holder = peer_of(probe);
+        holder = base::peer_of(probe.get());
         refuse_other_user(holder);
       }
       if (Clock::now() > deadline_) {
@@ -69,7 +68,7 @@ class Leader : Bootstrap {
              fmt::format(
                  "process {} holds the socket @{} through which this job's ranks connect; two jobs "
                  "of one user must differ in the variables that their launchers set: {}",
-                 holder.pid, address_.text, job_));
+                 holder.pid, socket_name_, job_));
       }
       std::this_thread::sleep_for(kRetryEvery);
     }
@@ -106,7 +105,7 @@ class Leader : Bootstrap {
         }
         return;
       }
-      const ucred peer = peer_of(member.socket);
+      const ucred peer = base::peer_of(member.socket.get());
       if (peer.uid != ::geteuid()) continue;  // another user gets no reply
       member.pid = peer.pid;
       members_.push_back(std::move(member));
@@ -229,7 +228,7 @@ class Leader : Bootstrap {
       members_.clear();
       base::UniqueFd next(
           ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (next && peer_of(next).uid == ::geteuid()) {
+      if (next && base::peer_of(next.get()).uid == ::geteuid()) {
         members_.emplace_back().socket = std::move(next);
       } else if (!next) {
         pollfd entry{.fd = listener_.get(), .events = POLLIN, .revents = 0};
@@ -342,7 +341,7 @@ class Follower : Bootstrap {
       }
       std::this_thread::sleep_for(kRetryEvery);
     }
-    leader_ = peer_of(socket_);
+    leader_ = base::peer_of(socket_.get());
     refuse_other_user(leader_);
   }
 
@@ -393,7 +392,7 @@ class Follower : Bootstrap {
     if (reply.greeting != kGreeting) {
       fail(Kind::mismatch,
            fmt::format("process {} at @{} does not respond as rank 0 of this version of lockstep",
-                       leader_.pid, address_.text));
+                       leader_.pid, socket_name_));
     }
     return reply;
   }

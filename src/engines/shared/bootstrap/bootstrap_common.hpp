@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,11 +10,11 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <lockstep/error.hpp>
 #include <string>
 #include <string_view>
 
+#include "base/abstract_socket.hpp"
 #include "base/fd.hpp"
 #include "engines/shared/bootstrap/bootstrap.hpp"
 #include "group/failure.hpp"
@@ -59,31 +58,6 @@ struct Reply {
   std::array<char, 1024> text;
 };
 
-struct Address {
-  sockaddr_un name{};
-  socklen_t n_bytes = 0;
-  std::string text;
-};
-
-inline Address address_of(std::string_view job) {
-  Address address;
-  address.text = bootstrap_socket_name(job);
-  address.name.sun_family = AF_UNIX;
-  // Abstract: starts with a zero byte and disappears with the socket.
-  std::memcpy(address.name.sun_path + 1, address.text.data(), address.text.size());
-  address.n_bytes =
-      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + address.text.size());
-  return address;
-}
-
-/// The peer of a connected socket.
-inline ucred peer_of(const base::UniqueFd& socket) {
-  ucred peer{.pid = 0, .uid = static_cast<uid_t>(-1), .gid = 0};
-  socklen_t n_bytes = sizeof peer;
-  ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &n_bytes);
-  return peer;
-}
-
 class Bootstrap {
  public:
   Bootstrap(std::string_view job, int rank, int n_ranks, const Call& barrier)
@@ -92,7 +66,8 @@ class Bootstrap {
         n_ranks_(n_ranks),
         barrier_(barrier),
         deadline_(Clock::now() + std::min(barrier.timeout, kLongest)),
-        address_(address_of(job)) {}
+        socket_name_(bootstrap_socket_name(job)),
+        address_(socket_name_) {}
 
  protected:
   [[noreturn]] void fail(Kind kind, const std::string& text, int error_number = 0) const {
@@ -114,12 +89,10 @@ class Bootstrap {
     return socket;
   }
 
-  const sockaddr* name() const { return reinterpret_cast<const sockaddr*>(&address_.name); }
-
   /// A connection to the process that holds the name; none while no process listens there.
   base::UniqueFd connect() const {
     base::UniqueFd socket = open_socket();
-    if (::connect(socket.get(), name(), address_.n_bytes) != 0) {
+    if (::connect(socket.get(), address_.get(), address_.n_bytes()) != 0) {
       if (errno != ECONNREFUSED && errno != EAGAIN) fail_system("connect");
       socket.reset();
     }
@@ -132,7 +105,7 @@ class Bootstrap {
          fmt::format(
              "process {} of user {} holds the socket @{} through which this job's ranks connect, "
              "and this is user {}; end that process, or start the job with `lockstep run`",
-             peer.pid, peer.uid, address_.text, ::geteuid()));
+             peer.pid, peer.uid, socket_name_, ::geteuid()));
   }
 
   double limit_seconds() const { return std::chrono::duration<double>(barrier_.timeout).count(); }
@@ -147,7 +120,8 @@ class Bootstrap {
   int n_ranks_;
   const Call& barrier_;
   Clock::time_point deadline_;
-  Address address_;
+  std::string socket_name_;
+  base::AbstractAddress address_;
 };
 
 }  // namespace lockstep::shared::meeting
