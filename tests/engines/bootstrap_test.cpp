@@ -91,7 +91,8 @@ class BootstrapTest : public testing::Test {
     EXPECT_EQ(n_sockets(), 0) << "left behind";
   }
 
-  /// Sockets of the meeting in the system: the listening one, and one for each rank that has come.
+  /// Sockets of the bootstrap in the system: the listening one, and one for each rank that has
+  /// come.
   int n_sockets() const {
     std::ifstream table("/proc/net/unix");
     int n = 0;
@@ -154,7 +155,7 @@ TEST_F(BootstrapTest, ranks_that_inherited_nothing_share_memory) {
   expect_all_pass();
 }
 
-TEST_F(BootstrapTest, a_world_of_one_needs_no_meeting) {
+TEST_F(BootstrapTest, a_world_of_one_needs_no_bootstrap) {
   start_rank(0, 1, [] {
     init_dist({.backend = "shared"});
     EXPECT_EQ(sum_of_ranks(), 0);
@@ -168,7 +169,8 @@ TEST_F(BootstrapTest, one_world_after_another) {
       for (int i = 0; i < 50; ++i) {
         init_dist();
         EXPECT_EQ(sum_of_ranks(), 3);
-        // Whoever is late finds the next meeting under way, or has it wait; the result is the same.
+        // Whoever is late finds the next bootstrap under way, or has it wait; the result is the
+        // same.
         if (i % 3 == rank) std::this_thread::sleep_for(milliseconds(3));
         destroy_dist();
       }
@@ -215,7 +217,7 @@ TEST_F(BootstrapTest, ranks_in_separate_network_namespaces_are_told_so) {
   expect_all_pass();
 }
 
-TEST_F(BootstrapTest, rank_0_killed_in_the_meeting_is_lost) {
+TEST_F(BootstrapTest, rank_0_killed_in_the_bootstrap_is_lost) {
   const pid_t leader = start_rank(0, 3, [] { init_dist(); });
   start_rank(1, 3, [leader] {
     expect_refusal<PeerLost>({fmt::format("rank 0 (process {}) died", leader)});
@@ -226,7 +228,7 @@ TEST_F(BootstrapTest, rank_0_killed_in_the_meeting_is_lost) {
   expect_all_pass();
 }
 
-TEST_F(BootstrapTest, another_rank_killed_in_the_meeting_is_lost) {
+TEST_F(BootstrapTest, another_rank_killed_in_the_bootstrap_is_lost) {
   const pid_t victim = start_rank(2, 4, [] { init_dist(); });
   for (const int rank : {0, 1}) {
     start_rank(rank, 4, [victim] {
@@ -240,7 +242,7 @@ TEST_F(BootstrapTest, another_rank_killed_in_the_meeting_is_lost) {
   expect_all_pass();
 }
 
-TEST_F(BootstrapTest, a_rank_killed_after_the_meeting_is_lost) {
+TEST_F(BootstrapTest, a_rank_killed_after_the_bootstrap_is_lost) {
   const pid_t victim = start_rank(1, 3, [] {
     init_dist();
     barrier();

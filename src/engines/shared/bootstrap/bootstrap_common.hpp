@@ -20,7 +20,7 @@
 #include "group/failure.hpp"
 
 /// What both sides of bootstrap() share: messages and errors.
-namespace lockstep::shared::meeting {
+namespace lockstep::shared::rendezvous {
 
 using std::chrono::duration_cast;
 using std::chrono::milliseconds;
@@ -124,4 +124,8 @@ class Bootstrap {
   base::AbstractAddress address_;
 };
 
-}  // namespace lockstep::shared::meeting
+/// bootstrap() on rank 0.
+std::shared_ptr<Membership> lead_bootstrap(std::string_view job, int n_ranks, const Call& barrier,
+                                           const std::optional<std::string>& tune);
+
+}  // namespace lockstep::shared::rendezvous
