@@ -57,7 +57,7 @@ void FutureGate::cancel_put() noexcept {
 
 void FutureGate::begin_get(Deadline deadline, std::source_location where) {
   const auto limit = deadline.or_else(kTimeout);
-  const Expiry expiry(limit);
+  base::TimeLimit time_limit(limit);
   SpinTime spin_time;
   std::uint32_t state = state_.load(std::memory_order_relaxed);
   for (;;) {
@@ -73,7 +73,7 @@ void FutureGate::begin_get(Deadline deadline, std::source_location where) {
         !state_.compare_exchange_weak(state, state | kAwaited, std::memory_order_relaxed)) {
       continue;
     }
-    if (!wait_for_change(state_, state | kAwaited, expiry, spin_time, /*n_threads=*/2)) {
+    if (!wait_for_change(state_, state | kAwaited, time_limit, spin_time, /*n_threads=*/2)) {
       throw TimeoutError(context("FutureResult::get", where),
                          fmt::format("no value was put within {} ms; check the thread that should "
                                      "put it, or give a longer deadline",

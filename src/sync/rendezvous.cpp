@@ -157,10 +157,10 @@ Parcel Rendezvous::run_slave(Participant& participant, Parcel message, Deadline 
                              std::source_location where) {
   const InCall in_call(participant, where);
   const auto limit = deadline.or_else(timeout_);
-  const Expiry expiry(limit);
+  base::TimeLimit time_limit(limit);
   const Ticket ticket = arrive(participant, std::move(message), where);
-  if (!wait_for_change(round_word_, static_cast<std::uint32_t>(ticket.round), expiry, spin_time_,
-                       ticket.n_threads)) {
+  if (!wait_for_change(round_word_, static_cast<std::uint32_t>(ticket.round), time_limit,
+                       spin_time_, ticket.n_threads)) {
     time_out(participant, ticket.round, limit);
   }
   return take_outcome(participant, ticket.round, where);
@@ -170,9 +170,10 @@ Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callbac
                               Deadline deadline, std::source_location where) {
   const InCall in_call(master_, where);
   const auto limit = deadline.or_else(timeout_);
-  const Expiry expiry(limit);
+  base::TimeLimit time_limit(limit);
   const Ticket ticket = arrive(master_, std::move(message), where);
-  if (!wait_for_change(master_word_, ticket.master_word, expiry, spin_time_, ticket.n_threads)) {
+  if (!wait_for_change(master_word_, ticket.master_word, time_limit, spin_time_,
+                       ticket.n_threads)) {
     time_out(master_, ticket.round, limit);
   }
   try {

@@ -1,6 +1,7 @@
 #include "sync/wait.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
 
 #include "base/futex.hpp"
@@ -12,19 +13,6 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::nanoseconds;
 
 }  // namespace
-
-Expiry::Expiry(std::chrono::milliseconds limit) {
-  const auto now = Clock::now();
-  // Compared in milliseconds, because Deadline::never() does not overflow there.
-  const auto longest =
-      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::time_point::max() - now);
-  end_ = limit >= longest ? Clock::time_point::max() : now + limit;
-}
-
-nanoseconds Expiry::left() const {
-  if (end_ == Clock::time_point::max()) return nanoseconds::max();
-  return std::max<nanoseconds>(end_ - Clock::now(), nanoseconds::zero());
-}
 
 bool SpinTime::spin(const std::atomic<std::uint32_t>& word, std::uint32_t seen) {
   // Relaxed, and updates may be lost: it is an estimate.
@@ -44,14 +32,14 @@ bool SpinTime::spin(const std::atomic<std::uint32_t>& word, std::uint32_t seen) 
 }
 
 bool wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
-                     const Expiry& expiry, SpinTime& spin_time, std::size_t n_threads) {
+                     base::TimeLimit& limit, SpinTime& spin_time, std::size_t n_threads) {
   static const std::size_t n_cores = std::thread::hardware_concurrency();
   if (word.load(std::memory_order_acquire) != seen) return true;
-  if (n_threads <= n_cores && expiry.left() > nanoseconds::zero() && spin_time.spin(word, seen)) {
+  if (n_threads <= n_cores && limit.left() > nanoseconds::zero() && spin_time.spin(word, seen)) {
     return true;
   }
   while (word.load(std::memory_order_acquire) == seen) {
-    const nanoseconds left = expiry.left();
+    const nanoseconds left = limit.left();
     if (left == nanoseconds::zero()) return false;
     base::futex_wait(word, seen, left, base::FutexScope::thread);
   }

@@ -1,22 +1,12 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
+#include "base/time_limit.hpp"
+
 namespace lockstep::detail {
-
-/// The end of a call's time limit.
-class Expiry {
- public:
-  explicit Expiry(std::chrono::milliseconds limit);
-  /// Zero once it has passed; nanoseconds::max() if there is no limit.
-  std::chrono::nanoseconds left() const;
-
- private:
-  std::chrono::steady_clock::time_point end_;
-};
 
 /// How long the waits of cooperating threads spin before they sleep. It halves when spinning was in
 /// vain (long waits; cores taken by others) and doubles when it succeeded.
@@ -31,9 +21,9 @@ class SpinTime {
   std::atomic<std::uint32_t> time_ns_ = kLongestNs;
 };
 
-/// Returns when word != seen (true) or at expiry (false). Spins first if the process may use at
+/// Returns when word != seen (true) or at the limit (false). Spins first if the process may use at
 /// least `n_threads` cores, because the awaited thread can run meanwhile.
 bool wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
-                     const Expiry& expiry, SpinTime& spin_time, std::size_t n_threads);
+                     base::TimeLimit& limit, SpinTime& spin_time, std::size_t n_threads);
 
 }  // namespace lockstep::detail

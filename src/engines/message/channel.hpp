@@ -1,34 +1,20 @@
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <limits>
 #include <lockstep/engine.hpp>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/time_limit.hpp"
 #include "engines/message/message.hpp"
 
 namespace lockstep::message {
 
-/// The deadline of a call: its timeout after the first query, so that a call that hardly waits
-/// does not read the clock.
-class Limit {
- public:
-  explicit Limit(const Call& call) : timeout_(call.timeout) {}
-  std::chrono::steady_clock::time_point end() {
-    if (!end_) end_ = std::chrono::steady_clock::now() + timeout_;
-    return *end_;
-  }
-
- private:
-  std::chrono::milliseconds timeout_;
-  std::optional<std::chrono::steady_clock::time_point> end_;
-};
+using Limit = base::TimeLimit;
 
 /// The ranks of one Group over a message-passing library: all that such a library must provide.
 /// Messages between two ranks arrive in order, and never on another channel. Point-to-point rather

@@ -51,7 +51,7 @@ class MessageEngine final : public Engine {
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
-    Limit limit(call);
+    Limit limit(call.timeout);
     auto memory = make_memory(call);  // first: all ranks get their buffer or none does
     compare(call, headers_.of(call), {}, limit);
     return memory;
@@ -239,7 +239,7 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
 }
 
 void MessageEngine::run(const Call& call) {
-  Limit limit(call);
+  Limit limit(call.timeout);
   Step step{*channel_, call, limit, messages_};
   const bool is_pair = call.op == Op::send || call.op == Op::recv;
   // A barrier consists of this message only.
@@ -415,7 +415,7 @@ void MessageEngine::all_to_all(Step step) {
 }
 
 std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int key) {
-  Limit limit(call);
+  Limit limit(call.timeout);
   compare(call, headers_.of(call, color, key), {}, limit);
   const auto said = [this](int r) { return firsts_[static_cast<std::size_t>(r)].header; };
   std::vector<int> members;
