@@ -11,26 +11,10 @@
 #include "base/exception.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "group/group_state.hpp"
+#include "group/root_cause.hpp"
 #include "world/session.hpp"
 
 namespace lockstep {
-namespace {
-
-/// Whether this error only reports the error of another rank.
-bool is_echo(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const PeerFailed&) {
-    return true;
-  } catch (const PeerLost&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
-}  // namespace
-
 void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOptions& options,
                std::source_location where) {
   if (n < 1) {
@@ -96,13 +80,8 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
   for (std::thread& thread : threads) thread.join();
 
   if (no_thread) std::rethrow_exception(no_thread);
-  std::exception_ptr first;
-  for (const std::exception_ptr& error : errors) {
-    if (!error) continue;
-    if (!is_echo(error)) std::rethrow_exception(error);
-    if (!first) first = error;
-  }
-  if (first) std::rethrow_exception(first);
+  const std::size_t cause = internal::root_cause_of(errors);
+  if (cause < errors.size()) std::rethrow_exception(errors[cause]);
 }
 
 }  // namespace lockstep

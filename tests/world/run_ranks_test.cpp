@@ -1,7 +1,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <exception>
 #include <lockstep/lockstep.hpp>
+#include <stdexcept>
 
 namespace lockstep {
 namespace {
@@ -40,6 +42,23 @@ TEST(RunRanksTest, worlds_within_worlds) {
 
 TEST(RunRanksTest, init_inside_is_refused) {
   run_ranks(1, [] { EXPECT_THROW(init_dist(), UsageError); });
+}
+
+// As DataParallel throws an error of one of its replicas.
+TEST(RunRanksTest, a_nested_error_is_the_rank_s_own) {
+  try {
+    run_ranks(2, [](int rank) {
+      if (rank == 0) barrier();
+      try {
+        throw std::runtime_error("no such file");
+      } catch (...) {
+        std::throw_with_nested(PeerFailed({.operation = "DataParallel"}, "replica 1 of 2 failed"));
+      }
+    });
+    ADD_FAILURE() << "no error";
+  } catch (const PeerFailed& error) {
+    EXPECT_EQ(error.text(), "replica 1 of 2 failed");
+  }
 }
 
 TEST(RunRanksTest, a_group_kept_longer_than_its_world) {

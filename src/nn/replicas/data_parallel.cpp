@@ -21,6 +21,8 @@
 #include <thread>
 #include <typeinfo>
 
+#include "group/root_cause.hpp"
+
 namespace lockstep::nn::detail {
 namespace {
 
@@ -131,21 +133,6 @@ struct Copy {
   std::vector<ModulePtr> modules;
   std::vector<Tensor> parameters, buffers;
 };
-
-/// An error that only reports another replica's. An inner DataParallel's own error has one nested.
-bool is_echo(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::nested_exception&) {
-    return false;
-  } catch (const PeerFailed&) {
-    return true;
-  } catch (const PeerLost&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
 
 }  // namespace
 
@@ -368,20 +355,15 @@ class Replicas {
     Tensor state;
   };
 
-  /// The first error that is not an echo of another's.
   void rethrow(const std::vector<std::exception_ptr>& errors) const {
-    const auto is_error = [](const auto& error) { return error != nullptr; };
-    auto first = std::find_if(errors.begin(), errors.end(),
-                              [](const auto& error) { return error && !is_echo(error); });
-    if (first == errors.end()) first = std::find_if(errors.begin(), errors.end(), is_error);
-    if (first == errors.end()) return;
-    const auto replica = first - errors.begin();
+    const std::size_t replica = internal::root_cause_of(errors);
+    if (replica == errors.size()) return;
     const auto failed = [&](const std::string& text) {
       return PeerFailed(context(static_cast<int>(replica)),
                         fmt::format("replica {} of {} failed: {}", replica, errors.size(), text));
     };
     try {
-      std::rethrow_exception(*first);
+      std::rethrow_exception(errors[replica]);
     } catch (const c10::Error& error) {
       std::throw_with_nested(failed(error.what_without_backtrace()));
     } catch (const std::exception& error) {
