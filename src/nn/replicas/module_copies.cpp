@@ -1,0 +1,166 @@
+#include "nn/replicas/module_copies.hpp"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Type.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <mutex>
+#include <typeinfo>
+
+namespace lockstep::nn::detail {
+namespace {
+
+using at::Tensor;
+using torch::nn::Module;
+namespace autograd = torch::autograd::impl;
+
+/// A copy's parameters and buffers share the module's memory. Autograd continues from the copy to
+/// the original's gradients, as in torch::nn::parallel::replicate; the shared version counter
+/// detects an optimizer step between forward and backward.
+void link(const Tensor& copy, const Tensor& original, const at::Device& device) {
+  const at::AutoGradMode with_gradients(true);  // for the copy back from another device
+  const Tensor source = original.device() == device ? original : original.to(device);
+  autograd::set_gradient_edge(copy, {});
+  copy.set_requires_grad(false);
+  copy.set_data(source);
+  autograd::set_version_counter(copy, autograd::version_counter(source));
+  if (original.requires_grad()) {
+    autograd::set_gradient_edge(copy, autograd::gradient_edge(source));
+  }
+}
+
+/// Copies other than the first have buffers of their own: two writers of one would race.
+void renew_buffer(const Tensor& mine, const Tensor& original, const at::Device& device) {
+  if (mine.sizes() == original.sizes() && mine.scalar_type() == original.scalar_type() &&
+      mine.device() == device) {
+    // Only if it changed: an earlier forward's graph may need its current value.
+    const Tensor source = original.to(device);
+    if (!mine.equal(source)) mine.copy_(source);
+  } else {
+    mine.set_data(original.detach().to(device, original.scalar_type(), /*non_blocking=*/false,
+                                       /*copy=*/true));
+  }
+}
+
+struct RandomStateKept {
+  RandomStateKept() : generator(at::detail::getDefaultCPUGenerator()) {
+    const std::lock_guard lock(generator.mutex());
+    state = generator.get_state();
+  }
+  ~RandomStateKept() {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  }
+  RandomStateKept(const RandomStateKept&) = delete;
+  RandomStateKept& operator=(const RandomStateKept&) = delete;
+  at::Generator generator;
+  Tensor state;
+};
+
+std::string type_of(const Module& module) { return c10::demangle(typeid(module).name()); }
+
+}  // namespace
+
+void ModuleCopies::prepare(std::size_t n) {
+  // Copies must support training, whatever mode the caller is in.
+  const c10::InferenceMode no_inference(false);
+  const at::NoGradGuard no_grad;
+  const auto modules = module_->modules();
+  const auto identities = [](const std::vector<Tensor>& tensors) {
+    return std::vector<Identity>(tensors.begin(), tensors.end());
+  };
+  const auto parameters = identities(module_->parameters());
+  const auto buffers = identities(module_->buffers());
+  if (modules != modules_ || parameters.size() != parameters_.size() ||
+      buffers.size() != buffers_.size()) {
+    copies_.clear();
+  }
+  std::vector<Copy> copies = std::exchange(copies_, {});  // none are left if this throws
+  const std::size_t n_linked = copies.size();
+  while (copies.size() < n) copies.push_back(make_copy(modules, parameters, buffers));
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    const Copy& copy = copies[i];
+    const at::Device device = devices_[i];
+    const bool elsewhere = !device.is_cpu() && i != 0;  // its copies are valid for one call
+    const auto refresh = [&](const Tensor& mine, std::size_t k, const auto& now,
+                             const auto& before) {
+      if (i >= n_linked || elsewhere || now[k] != before[k]) link(mine, now[k].tensor, device);
+    };
+    for (std::size_t k = 0; k < parameters.size(); ++k) {
+      refresh(copy.parameters[k], k, parameters, parameters_);
+    }
+    for (std::size_t k = 0; k < buffers.size(); ++k) {
+      if (i == 0) {
+        refresh(copy.buffers[k], k, buffers, buffers_);
+      } else {
+        renew_buffer(copy.buffers[k], buffers[k].tensor, device);
+      }
+    }
+    for (std::size_t k = 0; k < modules.size(); ++k) {
+      const bool training = modules[k]->is_training();
+      if (copy.modules[k]->is_training() != training) copy.modules[k]->train(training);
+    }
+  }
+  modules_ = modules;
+  parameters_ = parameters;
+  buffers_ = buffers;
+  copies_ = std::move(copies);
+}
+
+/// torch clones a class derived from its containers as the container, or as null.
+void ModuleCopies::check_copy(const Module& original, const ModulePtr& copy,
+                              const std::string& name) const {
+  if (!copy || typeid(*copy) != typeid(original)) {
+    throw data_parallel_error(
+        where_, fmt::format("cannot copy the module: the clone of {} is {}; a class derived from "
+                            "{} needs a clone() "
+                            "of its own that returns its type",
+                            name.empty() ? "the module itself, a " + type_of(original)
+                                         : "'" + name + "', a " + type_of(original) + ",",
+                            copy ? "a " + type_of(*copy) : "null",
+                            copy ? type_of(*copy) : "a container of torch's"));
+  }
+  const auto expected = original.named_children();
+  const auto got = copy->named_children();
+  // Sequential renumbers its modules; make_copy reports other differences.
+  for (std::size_t i = 0; i < std::min(expected.size(), got.size()); ++i) {
+    const std::string& key = expected[i].key();
+    check_copy(*expected[i].value(), got[i].value(), name.empty() ? key : name + "." + key);
+  }
+}
+
+ModuleCopies::Copy ModuleCopies::make_copy(const std::vector<ModulePtr>& modules,
+                                           const std::vector<Identity>& parameters,
+                                           const std::vector<Identity>& buffers) const {
+  Copy copy;
+  try {
+    // clone() draws initial values only to overwrite them: keep the random numbers that training
+    // would otherwise draw.
+    const RandomStateKept random_state_kept;
+    copy.module = module_->clone();
+  } catch (const c10::Error& error) {
+    throw data_parallel_error(
+        where_, fmt::format("cannot copy the module: {}", error.what_without_backtrace()));
+  }
+  check_copy(*module_, copy.module, "");
+  copy.modules = copy.module->modules();
+  copy.parameters = copy.module->parameters();
+  copy.buffers = copy.module->buffers();
+  if (copy.modules.size() != modules.size() || copy.parameters.size() != parameters.size() ||
+      copy.buffers.size() != buffers.size()) {
+    throw data_parallel_error(
+        where_,
+        fmt::format(
+            "the module's clone() has {} modules, {} parameters and {} buffers, not {}, {} and {} "
+            "as "
+            "the module: its reset() must make what the module has, and tensors must be registered",
+            copy.modules.size(), copy.parameters.size(), copy.buffers.size(), modules.size(),
+            parameters.size(), buffers.size()));
+  }
+  return copy;
+}
+
+}  // namespace lockstep::nn::detail

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <lockstep/error.hpp>
+#include <memory>
+#include <source_location>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace lockstep::nn::detail {
+
+/// A UsageError of DataParallel.
+inline UsageError data_parallel_error(std::source_location where, const std::string& text) {
+  return {{"DataParallel", "", -1, 0, where}, text};
+}
+
+/// The copies of a module on the devices of a DataParallel, which share its memory where they can.
+class ModuleCopies {
+ public:
+  using ModulePtr = std::shared_ptr<torch::nn::Module>;
+
+  ModuleCopies(ModulePtr module, std::vector<at::Device> devices, std::source_location where)
+      : module_(std::move(module)), devices_(std::move(devices)), where_(where) {}
+
+  /// Makes n copies that match the module as it is now.
+  void prepare(std::size_t n);
+  const ModulePtr& operator[](std::size_t i) const { return copies_[i].module; }
+  /// Forgets the copies.
+  void clear() { copies_.clear(); }
+
+ private:
+  /// Identifies whether a tensor's copies are still as link made them.
+  struct Identity {
+    at::Tensor tensor;  ///< also keeps its address from being reused
+    const void* data;
+    at::ScalarType type;
+    bool requires_grad;
+
+    explicit Identity(const at::Tensor& of)
+        : tensor(of),
+          data(of.data_ptr()),
+          type(of.scalar_type()),
+          requires_grad(of.requires_grad()) {}
+    bool operator==(const Identity& other) const {
+      return tensor.is_same(other.tensor) && data == other.data && type == other.type &&
+             requires_grad == other.requires_grad && tensor.sizes() == other.tensor.sizes();
+    }
+  };
+
+  struct Copy {
+    ModulePtr module;
+    std::vector<ModulePtr> modules;
+    std::vector<at::Tensor> parameters, buffers;
+  };
+
+  void check_copy(const torch::nn::Module& original, const ModulePtr& copy,
+                  const std::string& name) const;
+  Copy make_copy(const std::vector<ModulePtr>& modules, const std::vector<Identity>& parameters,
+                 const std::vector<Identity>& buffers) const;
+
+  ModulePtr module_;
+  std::vector<at::Device> devices_;
+  std::source_location where_;
+  std::vector<ModulePtr> modules_;
+  std::vector<Identity> parameters_, buffers_;
+  std::vector<Copy> copies_;
+};
+
+}  // namespace lockstep::nn::detail
