@@ -17,6 +17,7 @@ BEGIN {
   may["sync"] = "base interface record group world"
   may["run"] = "base interface world"
   may["nn"] = "base interface kernels record group engines world dist sync"
+  may["python"] = "interface kernels group world dist sync"
   may["cli"] = "base interface kernels record group engines world dist sync run"
   # The umbrella is for programs.
   may["umbrella"] = "interface group world dist sync"

@@ -109,6 +109,9 @@ class Group {
   Group duplicate(Where where = Where::current()) const;
   /// Allocates `n_bytes` of zeroed memory on every rank; same n_bytes on all ranks. Collective.
   SharedBuffer allocate(std::size_t n_bytes, Where where = Where::current()) const;
+  /// This rank cannot do its part of current or future calls: the group is dead on all ranks, with
+  /// PeerFailed and this reason. Callable from any thread, also while another waits in a call.
+  void abandon(std::string_view reason) const noexcept;
 
   /// Returns when every rank has called it.
   void barrier(Deadline deadline = {}, Where where = Where::current()) const;

@@ -321,6 +321,8 @@ SharedBuffer Group::allocate(std::size_t n_bytes, Where where) const {
   return {std::move(memory), n_bytes};
 }
 
+void Group::abandon(std::string_view reason) const noexcept { state_->abandon(reason); }
+
 void Group::barrier(Deadline deadline, Where where) const {
   run(*state_, barrier_call(*state_, where), deadline);
 }

@@ -1,0 +1,70 @@
+"""Collectives over numpy arrays, tensors and objects, that move together or say who stopped.
+
+    import numpy, lockstep
+    lockstep.init_dist()                       # alone, without a launcher: rank 0 of 1
+    x = numpy.full(3, lockstep.get_rank() + 1.0)
+    lockstep.all_reduce(x)                     # the sum over all ranks, in place
+
+`lockstep run -n 4 python program.py` starts four ranks on this machine; torchrun, srun and mpirun do too.
+Functions that communicate take `group` (default: the world) and `timeout` (seconds or a
+datetime.timedelta; default: the group's). Their errors are those of lockstep.errors.
+"""
+
+from . import errors
+from ._core import Group, all_reduce, barrier, broadcast, default_group, is_distributed, local_group, sync_random_seed
+from .collectives import all_gather, all_reduce_dict, gather
+from .control import main_process_first, master_only
+from .errors import EngineError, Error, MismatchError, PeerFailed, PeerLost, TimeoutError, UsageError
+from .objects import all_gather_object, broadcast_object_list, collect_results, gather_object
+from .world import (
+    DistInfo,
+    destroy_dist,
+    get_backend,
+    get_dist_info,
+    get_local_rank,
+    get_local_size,
+    get_rank,
+    get_world_size,
+    infer_launcher,
+    init_dist,
+    is_main_process,
+)
+
+__all__ = [
+    "DistInfo",
+    "EngineError",
+    "Error",
+    "Group",
+    "MismatchError",
+    "PeerFailed",
+    "PeerLost",
+    "TimeoutError",
+    "UsageError",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_dict",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "collect_results",
+    "default_group",
+    "destroy_dist",
+    "errors",
+    "gather",
+    "gather_object",
+    "get_backend",
+    "get_dist_info",
+    "get_local_rank",
+    "get_local_size",
+    "get_rank",
+    "get_world_size",
+    "infer_launcher",
+    "init_dist",
+    "is_distributed",
+    "is_main_process",
+    "local_group",
+    "main_process_first",
+    "master_only",
+    "sync_random_seed",
+]

@@ -1,0 +1,93 @@
+"""Collectives over arrays whose results are new arrays: the others are functions of _core."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from . import _core
+from ._core import Group
+from .world import Timeout
+
+
+def all_gather(data: Any, group: Optional[Group] = None, timeout: Timeout = None) -> list[Any]:
+    """Every rank's data, by rank, on every rank: new arrays of the type of data.
+
+    Shapes may differ per rank; the element type may not. The arrays share one allocation.
+    """
+    flat, shapes = _core.all_gather(data, _shape_of(data), _Flat(data), group, timeout)
+    return _split(flat, shapes)
+
+
+def gather(data: Any, dst: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> list[Any]:
+    """As all_gather, on dst; an empty list elsewhere."""
+    gathered = _core.gather(data, _shape_of(data), dst, _Flat(data), group, timeout)
+    return [] if gathered is None else _split(*gathered)
+
+
+def all_reduce_dict(data: dict[str, Any], op: str = "sum", group: Optional[Group] = None, timeout: Timeout = None) -> None:
+    """data[key] <- reduction of every rank's data[key], on all ranks: arrays in place, numbers replaced.
+
+    If keys, element types, lengths or op differ, every rank raises MismatchError that names them, nothing is
+    changed, and the group stays usable.
+    """
+    numpy = sys.modules.get("numpy")
+    numbers = {
+        key: value.item()
+        for key, value in data.items()
+        if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.bool_)
+    }
+    reduced = {**data, **numbers}
+    _core.all_reduce_dict(reduced, op, group, timeout)
+    data.update(reduced)
+
+
+def _shape_of(data: Any) -> tuple[int, ...]:
+    shape = getattr(data, "shape", None)
+    if shape is not None:
+        return tuple(shape)
+    try:
+        return memoryview(data).shape
+    except TypeError:
+        return ()  # _core says what is wrong with it
+
+
+class _Flat:
+    """Makes an uninitialised array of n elements, of the type of `like`."""
+
+    def __init__(self, like: Any) -> None:
+        self.like = like
+
+    def __call__(self, n_elements: int) -> Any:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(self.like, (numpy.ndarray, numpy.generic)):
+            return numpy.empty(n_elements, self.like.dtype)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(self.like, torch.Tensor):
+            return torch.empty(n_elements, dtype=self.like.dtype)
+        try:
+            view = memoryview(self.like)
+        except TypeError:  # another DLPack tensor
+            import numpy
+
+            return numpy.empty(n_elements, numpy.from_dlpack(self.like).dtype)
+        code = view.format.lstrip("@=<")
+        # An empty view cannot be cast.
+        return memoryview(bytearray(max(n_elements, 1) * view.itemsize)).cast(code)[:n_elements]
+
+
+def _split(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    parts = []
+    begin = 0
+    for shape in shapes:
+        end = begin + math.prod(shape)
+        part = flat[begin:end]
+        if not isinstance(part, memoryview):
+            part = part.reshape(shape)
+        elif len(shape) != 1 and begin < end:
+            part = part.cast("B").cast(flat.format, shape)
+        parts.append(part)
+        begin = end
+    return parts

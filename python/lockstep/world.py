@@ -1,0 +1,124 @@
+"""Who am I: joining and leaving the world."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NamedTuple, Optional, Union
+
+from . import _core
+from ._core import Group
+
+Timeout = Union[float, datetime.timedelta, None]
+
+
+class DistInfo(NamedTuple):
+    rank: int
+    world_size: int
+
+
+def init_dist(launcher: str = "infer", backend: str = "auto", timeout: Timeout = None) -> None:
+    """Joins the world that a launcher started; without one, the world of this process alone. Collective.
+
+    launcher: infer (from the environment), none, lockstep, pytorch, slurm or mpi.
+    backend: auto, solo, shared, mpi or hierarchical.
+    timeout: limit of one operation, by default 5 minutes.
+    If an uncaught exception ends this rank, the calls of the others raise PeerFailed with its text.
+    """
+    with _interrupts_end_the_process():
+        _core.init_dist(launcher, backend, timeout)
+    _hooks.install()
+
+
+def destroy_dist(failure: str = "") -> None:
+    """Leaves the world; nothing if not initialised. Peers that make further calls get PeerLost.
+
+    failure: why this rank cannot go on; peers then get PeerFailed with it, also those that wait.
+    """
+    _core.destroy_dist(failure)
+
+
+class _Hooks:
+    """Tells the peers of an uncaught exception, and leaves before the interpreter ends."""
+
+    def __init__(self) -> None:
+        self.is_installed = False
+
+    def install(self) -> None:
+        if self.is_installed:
+            return
+        self.is_installed = True
+        self.former = sys.excepthook
+        sys.excepthook = self.on_exception
+        atexit.register(_core.destroy_dist, "")
+
+    def on_exception(self, kind: type[BaseException], value: BaseException, traceback: Optional[TracebackType]) -> None:
+        try:
+            text = str(value)
+        except Exception:
+            text = ""
+        _core.destroy_dist(f"{kind.__name__}: {text}" if text else kind.__name__)
+        self.former(kind, value, traceback)
+
+
+_hooks = _Hooks()
+
+
+@contextlib.contextmanager
+def _interrupts_end_the_process() -> Iterator[None]:
+    """Ctrl-C while init_dist waits for the other ranks ends the process: there is no call to end yet."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def infer_launcher() -> str:
+    """What started this process, from its environment: none, lockstep, pytorch, slurm or mpi."""
+    return _core.infer_launcher()
+
+
+def get_rank(group: Optional[Group] = None) -> int:
+    """This rank in the group; 0 if not distributed."""
+    return _core.get_rank(group)
+
+
+def get_world_size(group: Optional[Group] = None) -> int:
+    """The number of ranks in the group; 1 if not distributed."""
+    return _core.get_world_size(group)
+
+
+def get_dist_info(group: Optional[Group] = None) -> DistInfo:
+    """(rank, world_size)"""
+    return DistInfo(_core.get_rank(group), _core.get_world_size(group))
+
+
+def get_local_rank() -> int:
+    """This rank among the world's ranks on this host."""
+    return _core.local_group().rank
+
+
+def get_local_size() -> int:
+    """The number of the world's ranks on this host."""
+    return _core.local_group().size
+
+
+def get_backend(group: Optional[Group] = None) -> Optional[str]:
+    """shared, mpi, ...; None if not distributed."""
+    return _core.get_backend(group)
+
+
+def is_main_process(group: Optional[Group] = None) -> bool:
+    """Whether this is rank 0 of the group."""
+    return _core.get_rank(group) == 0

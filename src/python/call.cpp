@@ -1,0 +1,55 @@
+#include "python/call.hpp"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <string_view>
+
+namespace nb = nanobind;
+
+namespace lockstep::python {
+
+std::chrono::duration<double> seconds_of(nb::handle timeout, const ErrorContext& context) {
+  const nb::object number = nb::hasattr(timeout, "total_seconds") ? timeout.attr("total_seconds")()
+                                                                  : nb::borrow<nb::object>(timeout);
+  const double seconds = PyFloat_AsDouble(number.ptr());
+  if (PyErr_Occurred() != nullptr || std::isnan(seconds)) {
+    PyErr_Clear();
+    throw UsageError(context, fmt::format("timeout is {}; it takes seconds, as 30 or 0.5, or a "
+                                          "datetime.timedelta",
+                                          nb::repr(timeout).c_str()));
+  }
+  return std::chrono::duration<double>(seconds);
+}
+
+Call::Call(const char* operation, const Group* group, nb::handle timeout, Timeout default_timeout)
+    : operation_(operation),
+      where_(python::where()),
+      group_(group != nullptr ? *group : default_group(where_)),
+      timeout_(timeout.is_none()
+                   ? default_timeout
+                   : Timeout(seconds_of(timeout, {.operation = operation, .where = where_}))) {}
+
+void Call::refuse(const std::string& text) const {
+  throw UsageError(
+      {.operation = operation_, .group = group_.name(), .rank = group_.rank(), .where = where_},
+      text);
+}
+
+ReduceOp Call::parse_op(nb::handle op) const {
+  if (!nb::isinstance<nb::str>(op)) {
+    refuse(fmt::format("op is {}; it takes a name, as \"sum\"", nb::repr(op).c_str()));
+  }
+  // The usual spellings without the copies that the others take.
+  const std::string_view name = nb::borrow<nb::str>(op).c_str();
+  for (const ReduceOp known : {ReduceOp::sum, ReduceOp::mean, ReduceOp::max, ReduceOp::min}) {
+    if (name == name_of(known)) return known;
+  }
+  try {
+    return parse_reduce_op(name);
+  } catch (const UsageError& error) {
+    refuse(error.text());
+  }
+}
+
+}  // namespace lockstep::python

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <lockstep/error.hpp>
+#include <lockstep/group.hpp>
+#include <lockstep/launch.hpp>
+#include <lockstep/types.hpp>
+#include <string>
+
+#include "python/interrupts.hpp"
+#include "python/where.hpp"
+
+namespace lockstep::python {
+
+/// What every function that communicates has: its group, its limit, and the caller's line.
+class Call {
+ public:
+  /// group: null for the default group. timeout: None, seconds, or a datetime.timedelta.
+  Call(const char* operation, const Group* group, nanobind::handle timeout,
+       Timeout default_timeout = {});
+
+  const Group& group() const { return group_; }
+  Timeout timeout() const { return timeout_; }
+  std::source_location where() const { return where_; }
+  [[noreturn]] void refuse(const std::string& text) const;  // UsageError
+  ReduceOp parse_op(nanobind::handle op) const;
+
+  /// Runs f without the GIL; Ctrl-C ends it.
+  template <class F>
+  auto run(F f) const {
+    const InterruptibleCall interruptible(&group_);
+    const nanobind::gil_scoped_release released;
+    return f();
+  }
+
+ private:
+  const char* operation_;
+  std::source_location where_;
+  Group group_;
+  Timeout timeout_;
+};
+
+/// Seconds as a float or an int, or a datetime.timedelta.
+std::chrono::duration<double> seconds_of(nanobind::handle timeout, const ErrorContext& context);
+
+}  // namespace lockstep::python

@@ -1,0 +1,165 @@
+#include "python/data.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <bit>
+#include <optional>
+#include <span>
+#include <string_view>
+
+namespace nb = nanobind;
+
+namespace lockstep::python {
+namespace {
+
+constexpr std::string_view kTypes =
+    "bool, integers of 8 to 64 bits, float16, bfloat16 (tensors), float32 and float64";
+
+std::optional<DType> integer(bool is_signed, std::size_t n_bytes) {
+  switch (n_bytes) {
+    case 1: return is_signed ? DType::i8 : DType::u8;
+    case 2: return is_signed ? DType::i16 : DType::u16;
+    case 4: return is_signed ? DType::i32 : DType::u32;
+    case 8: return is_signed ? DType::i64 : DType::u64;
+    default: return std::nullopt;
+  }
+}
+
+/// The element type of a format of the struct module.
+std::optional<DType> dtype_of(std::string_view format, std::size_t n_bytes) {
+  static_assert(std::endian::native == std::endian::little);
+  if (!format.empty() && std::string_view("@=<").find(format.front()) != std::string_view::npos)
+    format.remove_prefix(1);
+  if (format.size() != 1) return std::nullopt;
+  switch (format.front()) {
+    case '?': return n_bytes == 1 ? std::optional(DType::boolean) : std::nullopt;
+    case 'e': return DType::f16;
+    case 'f': return DType::f32;
+    case 'd': return DType::f64;
+    case 'b':
+    case 'h':
+    case 'i':
+    case 'l':
+    case 'q':
+    case 'n': return integer(/*is_signed=*/true, n_bytes);
+    case 'B':
+    case 'H':
+    case 'I':
+    case 'L':
+    case 'Q':
+    case 'N': return integer(/*is_signed=*/false, n_bytes);
+    default: return std::nullopt;
+  }
+}
+
+std::optional<DType> dtype_of(nb::dlpack::dtype dtype) {
+  if (dtype.lanes != 1) return std::nullopt;
+  const std::size_t n_bytes = dtype.bits / 8U;
+  switch (static_cast<nb::dlpack::dtype_code>(dtype.code)) {
+    case nb::dlpack::dtype_code::Int: return integer(/*is_signed=*/true, n_bytes);
+    case nb::dlpack::dtype_code::UInt: return integer(/*is_signed=*/false, n_bytes);
+    case nb::dlpack::dtype_code::Bool: return DType::boolean;
+    case nb::dlpack::dtype_code::Bfloat: return DType::bf16;
+    case nb::dlpack::dtype_code::Float:
+      if (n_bytes == 2) return DType::f16;
+      if (n_bytes == 4) return DType::f32;
+      if (n_bytes == 8) return DType::f64;
+      return std::nullopt;
+    default: return std::nullopt;
+  }
+}
+
+std::string text_of_current_error() {
+  const nb::python_error error;
+  return nb::str(error.value()).c_str();
+}
+
+/// As errors call it: "data (list)".
+std::string described(const char* parameter, nb::handle object) {
+  return fmt::format("{} ({})", parameter, nb::str(object.type().attr("__name__")).c_str());
+}
+
+[[noreturn]] void refuse_dtype(const Call& call, const std::string& name, std::string_view dtype) {
+  call.refuse(fmt::format("{} has elements of type {}; it takes {}, in native byte order", name,
+                          dtype, kTypes));
+}
+
+[[noreturn]] void refuse_layout(const Call& call, const std::string& name) {
+  call.refuse(
+      fmt::format("{} is not C-contiguous: its elements do not lie one behind the other in "
+                  "row order. Pass a contiguous copy (numpy.ascontiguousarray(x), "
+                  "x.contiguous()), and copy the result back where one is written",
+                  name));
+}
+
+}  // namespace
+
+Data::Data(nb::handle object, Access access, const Call& call, const char* parameter) {
+  if (PyObject_CheckBuffer(object.ptr()) != 0) {
+    take_buffer(object, access, call, parameter);
+  } else if (nb::hasattr(object, "__dlpack__")) {
+    take_tensor(object, access, call, parameter);
+  } else {
+    call.refuse(
+        fmt::format("{} has neither the buffer protocol nor DLPack: pass a numpy array or a "
+                    "tensor; for other objects use all_gather_object, gather_object or "
+                    "broadcast_object_list",
+                    described(parameter, object)));
+  }
+}
+
+void Data::take_buffer(nb::handle object, Access access, const Call& call, const char* parameter) {
+  Py_buffer& view = buffer_.view;
+  if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
+    const std::string text = text_of_current_error();
+    call.refuse(fmt::format("{} gives no buffer: {}", described(parameter, object), text));
+  }
+  const auto n_bytes = static_cast<std::size_t>(view.itemsize);
+  const std::string_view format = view.format == nullptr ? "B" : view.format;
+  const auto dtype = dtype_of(format, n_bytes);
+  if (!dtype)
+    refuse_dtype(call, described(parameter, object), fmt::format("'{}' (struct module)", format));
+  if (access == Access::write && view.readonly != 0) {
+    call.refuse(fmt::format("{} is read-only, and the result is written to it",
+                            described(parameter, object)));
+  }
+  if (PyBuffer_IsContiguous(&view, 'C') == 0) refuse_layout(call, described(parameter, object));
+  elements_ = {
+      .data = view.buf, .count = static_cast<std::size_t>(view.len) / n_bytes, .dtype = *dtype};
+}
+
+void Data::take_tensor(nb::handle object, Access access, const Call& call, const char* parameter) {
+  const auto take = [&](auto& tensor) {
+    if (!nb::try_cast(object, tensor) || tensor.device_type() != nb::device::cpu::value) {
+      call.refuse(
+          fmt::format("{} is no tensor in memory of the CPU that may be {}: pass x.cpu(), "
+                      "or x.detach() if it requires a gradient",
+                      described(parameter, object), access == Access::write ? "written" : "read"));
+    }
+    const auto dtype = dtype_of(tensor.dtype());
+    if (!dtype) {
+      refuse_dtype(
+          call, described(parameter, object),
+          nb::hasattr(object, "dtype") ? nb::str(object.attr("dtype")).c_str() : "unknown");
+    }
+    std::int64_t expected = 1;
+    for (std::size_t i = tensor.ndim(); i-- > 0;) {
+      const auto extent = static_cast<std::int64_t>(tensor.shape(i));
+      if (extent != 1 && tensor.stride(i) != expected && tensor.size() > 0) {
+        refuse_layout(call, described(parameter, object));
+      }
+      expected *= extent;
+    }
+    elements_ = {.data = const_cast<void*>(static_cast<const void*>(tensor.data())),
+                 .count = tensor.size(),
+                 .dtype = *dtype};
+  };
+  if (access == Access::write) {
+    take(writable_);
+  } else {
+    take(readable_);
+  }
+}
+
+}  // namespace lockstep::python

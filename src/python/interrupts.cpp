@@ -1,0 +1,161 @@
+#include "python/interrupts.hpp"
+
+#include <fmt/format.h>
+#include <nanobind/nanobind.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace nb = nanobind;
+
+namespace lockstep::python {
+namespace {
+
+constexpr std::chrono::milliseconds kInterval{100};
+
+constinit std::atomic<bool> is_in_call{false};
+constinit std::atomic<bool> is_pressed{false};
+/// The handler behind ours. Written by the watcher only while ours is not installed.
+constinit struct sigaction behind {};
+
+void on_interrupt(int number, siginfo_t* info, void* context) {
+  if (is_in_call.load(std::memory_order_relaxed)) is_pressed.store(true, std::memory_order_relaxed);
+  if ((behind.sa_flags & SA_SIGINFO) != 0) {
+    behind.sa_sigaction(number, info, context);
+  } else {
+    behind.sa_handler(number);
+  }
+}
+
+bool is_ours(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == on_interrupt;
+}
+
+/// Python installs its handler anew with each signal.signal().
+void stand_in_front() {
+  struct sigaction now {};
+  if (::sigaction(SIGINT, nullptr, &now) != 0 || is_ours(now)) return;
+  if ((now.sa_flags & SA_SIGINFO) == 0 &&
+      (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN)) {
+    return;
+  }
+  behind = now;
+  struct sigaction ours = now;
+  ours.sa_flags |= SA_SIGINFO;
+  ours.sa_sigaction = on_interrupt;
+  ::sigaction(SIGINT, &ours, nullptr);
+}
+
+void stand_back() {
+  struct sigaction now {};
+  if (::sigaction(SIGINT, nullptr, &now) == 0 && is_ours(now)) {
+    ::sigaction(SIGINT, &behind, nullptr);
+  }
+}
+
+bool raises_keyboard_interrupt() {
+  const nb::gil_scoped_acquire gil;
+  try {
+    const auto signal = nb::module_::import_("signal");
+    return signal.attr("getsignal")(SIGINT).is(signal.attr("default_int_handler"));
+  } catch (const nb::python_error&) {
+    return false;
+  }
+}
+
+class Watcher {
+ public:
+  Watcher() : main_(::pthread_self()), thread_([this] { loop(); }) {
+    ::pthread_setname_np(thread_.native_handle(), "lockstep-sigint");
+  }
+  ~Watcher() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_closing_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+    stand_back();
+  }
+  Watcher(const Watcher&) = delete;
+  Watcher& operator=(const Watcher&) = delete;
+
+  bool is_main_thread() const { return ::pthread_equal(main_, ::pthread_self()) != 0; }
+
+  const Group* enter(const Group* group) {
+    const std::lock_guard lock(mutex_);
+    is_pressed.store(false, std::memory_order_relaxed);
+    is_in_call.store(group != nullptr, std::memory_order_relaxed);
+    ++n_calls_;
+    return std::exchange(group_, group);
+  }
+
+ private:
+  void loop() {
+    std::unique_lock lock(mutex_);
+    for (; !is_closing_; changed_.wait_for(lock, kInterval)) {
+      stand_in_front();
+      if (!is_pressed.exchange(false, std::memory_order_relaxed)) continue;
+      const auto n_calls = n_calls_;
+      lock.unlock();  // the GIL's holder may want it
+      const bool raises = raises_keyboard_interrupt();
+      lock.lock();
+      if (raises && group_ != nullptr && n_calls == n_calls_) {
+        group_->abandon(fmt::format("rank {} failed: KeyboardInterrupt", group_->rank()));
+      }
+    }
+  }
+
+  const pthread_t main_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  const Group* group_ = nullptr;  // the main thread's; guarded by mutex_
+  std::uint64_t n_calls_ = 0;     // guarded by mutex_
+  bool is_closing_ = false;       // guarded by mutex_
+  std::thread thread_;            // last: it uses the other members
+};
+
+Watcher* watcher = nullptr;  // guarded by the GIL
+
+bool is_watched() { return watcher != nullptr && watcher->is_main_thread(); }
+
+}  // namespace
+
+void watch_interrupts() {
+  const auto threading = nb::module_::import_("threading");
+  const nb::object main = threading.attr("main_thread")();
+  if (watcher != nullptr || !main.is(threading.attr("current_thread")())) return;
+  // A fork has neither the thread nor, perhaps, the mutex. It is no rank either.
+  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { watcher = nullptr; });
+  static_cast<void>(registered);
+  watcher = new Watcher;
+}
+
+void stop_watching_interrupts() noexcept {
+  Watcher* const ended = std::exchange(watcher, nullptr);
+  const nb::gil_scoped_release released;
+  delete ended;
+}
+
+InterruptibleCall::InterruptibleCall(const Group* group) {
+  if (!is_watched()) return;
+  before_ = watcher->enter(group);
+  // The signal may have come after Python's last look and before is_in_call was set.
+  if (PyErr_CheckSignals() != 0) {
+    watcher->enter(before_);
+    throw nb::python_error();
+  }
+}
+
+InterruptibleCall::~InterruptibleCall() {
+  if (is_watched()) watcher->enter(before_);
+}
+
+}  // namespace lockstep::python

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <lockstep/group.hpp>
+
+/// Ctrl-C while the main thread waits in a call. Python's own handler only sets a flag, which the
+/// main thread reads after the call. So a thread, lockstep-sigint, puts a handler in front of it
+/// that remembers the signal, and abandons the group if the main thread is in a call: the call then
+/// ends with an error, in place of which the KeyboardInterrupt is raised.
+/// Only if SIGINT raises KeyboardInterrupt: any other handler of the program runs after the call.
+namespace lockstep::python {
+
+/// From now on. Call on the main thread, with the GIL; other threads' calls have no effect.
+void watch_interrupts();
+void stop_watching_interrupts() noexcept;
+
+/// A call on `group` by this thread, while it exists; null: Python code runs within a call.
+/// Throws nanobind::python_error if a signal handler of Python raised. Needs the GIL.
+class InterruptibleCall {
+ public:
+  explicit InterruptibleCall(const Group* group);
+  ~InterruptibleCall();
+  InterruptibleCall(const InterruptibleCall&) = delete;
+  InterruptibleCall& operator=(const InterruptibleCall&) = delete;
+
+ private:
+  const Group* before_ = nullptr;
+};
+
+}  // namespace lockstep::python

@@ -1,0 +1,262 @@
+#include <fmt/format.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <filesystem>
+#include <lockstep/objects.hpp>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "python/call.hpp"
+#include "python/core_module.hpp"
+#include "python/data.hpp"
+#include "python/errors.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+/// Objects travel pickled: `dumps` and `loads` are pickle's, given by the Python half.
+namespace lockstep::python {
+
+/// What errors call the type of the objects.
+struct PickledObjects {};
+
+namespace {
+
+detail::ObjectCall object_call(const Call& call, detail::ObjectOp op, int root = -1) {
+  return {.op = op,
+          .type = typeid(PickledObjects),
+          .group = call.group(),
+          .deadline = call.timeout(),
+          .where = call.where(),
+          .root = root};
+}
+
+detail::Bytes copy_of(const nb::bytes& pickled) {
+  detail::Bytes bytes;
+  bytes.append(pickled.c_str(), pickled.size());
+  return bytes;
+}
+
+nb::object unpickle(const nb::callable& loads, const std::byte* bytes, std::size_t n_bytes) {
+  auto* const memory = reinterpret_cast<char*>(const_cast<std::byte*>(bytes));
+  const auto view = nb::steal<nb::object>(
+      PyMemoryView_FromMemory(memory, static_cast<Py_ssize_t>(n_bytes), PyBUF_READ));
+  nb::object loaded = loads(view);
+  view.attr("release")();  // the memory ends with the call
+  return loaded;
+}
+
+/// The object of `sender`; MismatchError if it cannot be unpickled here.
+nb::object object_of(const detail::ObjectCall& call, int sender, const nb::callable& loads,
+                     std::span<const std::byte> bytes) {
+  nb::object object;
+  detail::decode_from(call, sender, [&] {
+    object = in_python([&] { return unpickle(loads, bytes.data(), bytes.size()); });
+  });
+  return object;
+}
+
+nb::object gather_objects(const char* operation, detail::ObjectOp op, const nb::bytes& pickled,
+                          const nb::callable& loads, int dst, const Group* group,
+                          nb::handle timeout) {
+  const Call call(operation, group, timeout);
+  const bool to_all = op == detail::ObjectOp::all_gather_object;
+  const detail::ObjectCall objects = object_call(call, op, to_all ? -1 : dst);
+  if (!to_all && (dst < 0 || dst >= call.group().size())) {
+    call.refuse(
+        fmt::format("dst is {}; the group's ranks are 0 to {}", dst, call.group().size() - 1));
+  }
+  const auto messages =
+      call.run([&] { return detail::gather_messages(objects, copy_of(pickled)); });
+  if (!to_all && call.group().rank() != dst) return nb::none();
+  nb::list all;
+  for (std::size_t r = 0; r < messages.of_rank.size(); ++r) {
+    all.append(object_of(objects, static_cast<int>(r), loads, messages.of_rank[r]));
+  }
+  return all;
+}
+
+/// src's list on the other ranks, None on src. pickled: the list, on src.
+nb::object broadcast_objects(const nb::bytes& pickled, std::size_t n_objects,
+                             const nb::callable& loads, int src, const Group* group,
+                             nb::handle timeout) {
+  const Call call("broadcast_object_list", group, timeout);
+  detail::ObjectCall objects = object_call(call, detail::ObjectOp::broadcast_object_list, src);
+  objects.agreed = n_objects;
+  objects.n_items = n_objects;
+  const auto received =
+      call.run([&] { return detail::broadcast_message(objects, copy_of(pickled)); });
+  if (call.group().rank() == src) return nb::none();
+  return object_of(objects, src, loads, received.span());
+}
+
+nb::object collect_results(const nb::list& part, std::size_t size, const nb::callable& dumps,
+                           const nb::callable& loads, const std::optional<std::string>& tmpdir,
+                           const Group* group, nb::handle timeout) {
+  const Call call("collect_results", group, timeout);
+  detail::ObjectCall objects = object_call(call, detail::ObjectOp::collect_results, /*root=*/0);
+  objects.agreed = size;
+  objects.n_items = part.size();
+  nb::list all;
+  const detail::Results results{
+      .n_mine = part.size(),
+      .encode =
+          [&](std::size_t first, std::size_t last, detail::Bytes& out) {
+            return in_python([&] {
+              do {
+                const nb::bytes item = nb::borrow<nb::bytes>(dumps(part[first++]));
+                const std::uint64_t n_bytes = item.size();
+                out.append(&n_bytes, sizeof n_bytes);
+                out.append(item.c_str(), n_bytes);
+              } while (first < last && out.size() < detail::kBatchBytes);
+              return first;
+            });
+          },
+      .make =
+          [&](std::size_t n_results) {
+            in_python([&] {
+              for (std::size_t i = 0; i < n_results; ++i) all.append(nb::none());
+            });
+          },
+      .keep = [&](std::size_t item,
+                  std::size_t place) { in_python([&] { all[place] = part[item]; }); },
+      .decode =
+          [&](std::span<const std::byte> bytes, std::span<const std::size_t> places) {
+            in_python([&] {
+              for (const std::size_t place : places) {
+                std::uint64_t n_bytes = 0;
+                if (bytes.size() < sizeof n_bytes) throw std::length_error("it ends early");
+                std::memcpy(&n_bytes, bytes.data(), sizeof n_bytes);
+                bytes = bytes.subspan(sizeof n_bytes);
+                if (bytes.size() < n_bytes) throw std::length_error("it ends early");
+                all[place] = unpickle(loads, bytes.data(), n_bytes);
+                bytes = bytes.subspan(n_bytes);
+              }
+            });
+          },
+  };
+  const std::filesystem::path folder = tmpdir.value_or("");
+  call.run([&] { detail::collect_results(objects, tmpdir ? &folder : nullptr, results); });
+  if (call.group().rank() != 0) return nb::none();
+  return all;
+}
+
+// --- dicts --------------------------------------------------------------------------------------
+
+/// A value of a dict: an array, or a number of Python's.
+struct Value {
+  std::string key;
+  nb::object object;
+  std::optional<Data> array;
+  std::int64_t integer = 0;
+  double real = 0;
+
+  Elements elements() {
+    if (array) return array->elements();
+    if (nb::isinstance<nb::int_>(object)) return {&integer, 1, DType::i64};
+    return {&real, 1, DType::f64};
+  }
+};
+
+void read_value(const Call& call, Value& value) {
+  const nb::handle object = value.object;
+  const std::string parameter = fmt::format("data['{}']", value.key);
+  if (nb::isinstance<nb::bool_>(object)) {
+    call.refuse(fmt::format("{} is a bool; to count, use int(x)", parameter));
+  }
+  if (nb::isinstance<nb::float_>(object)) {
+    value.real = nb::cast<double>(object);
+  } else if (nb::isinstance<nb::int_>(object)) {
+    if (!nb::try_cast(object, value.integer)) {
+      call.refuse(fmt::format("{} does not fit 64 bits", parameter));
+    }
+  } else {
+    value.array.emplace(object, Access::write, call, parameter.c_str());
+  }
+}
+
+void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handle timeout) {
+  const Call call("all_reduce_dict", group, timeout);
+  const ReduceOp reduction = call.parse_op(op);
+  std::deque<Value> values;  // a Data does not move
+  for (const auto [key, object] : data) {
+    if (!nb::isinstance<nb::str>(key)) {
+      call.refuse(fmt::format("the key {} of data is no str", nb::repr(key).c_str()));
+    }
+    auto& value = values.emplace_back();
+    value.key = nb::str(key).c_str();
+    value.object = nb::borrow<nb::object>(object);
+    read_value(call, value);
+  }
+  // By type and key: the order of insertion may differ per rank.
+  std::map<std::pair<DType, std::string>, Value*> sorted;
+  std::vector<std::string> names;
+  std::vector<detail::DictEntry> entries;
+  for (auto& value : values) sorted.emplace(std::pair(value.elements().dtype, value.key), &value);
+  names.reserve(sorted.size());
+  std::map<DType, detail::Bytes> flat;
+  for (const auto& [by, value] : sorted) {
+    const Elements elements = value->elements();
+    names.push_back(fmt::format("{}: {}", value->key, name_of(elements.dtype)));
+    entries.push_back({names.back(), elements.count});
+    flat[elements.dtype].append(elements.data, elements.n_bytes());
+  }
+  const detail::ObjectCall objects = object_call(call, detail::ObjectOp::all_reduce_dict);
+  call.run([&] {
+    detail::check_dicts(objects, entries, reduction);
+    for (const auto& [dtype, bytes] : flat) {
+      call.group().all_reduce(
+          {.data = bytes.data(), .count = bytes.size() / size_of(dtype), .dtype = dtype}, reduction,
+          objects.deadline, call.where());
+    }
+  });
+  std::map<DType, const std::byte*> next;
+  for (const auto& [dtype, bytes] : flat) next[dtype] = bytes.data();
+  for (const auto& [by, value] : sorted) {
+    const Elements elements = value->elements();
+    if (elements.count == 0) continue;
+    std::memcpy(elements.data, next[elements.dtype], elements.n_bytes());
+    next[elements.dtype] += elements.n_bytes();
+    if (value->array) continue;
+    data[nb::str(value->key.c_str())] = elements.dtype == DType::i64
+                                            ? nb::object(nb::int_(value->integer))
+                                            : nb::object(nb::float_(value->real));
+  }
+}
+
+}  // namespace
+
+void define_objects(nb::module_& module) {
+  module.def(
+      "all_gather_object",
+      [](const nb::bytes& pickled, const nb::callable& loads, const Group* group,
+         nb::handle timeout) {
+        return gather_objects("all_gather_object", detail::ObjectOp::all_gather_object, pickled,
+                              loads, /*dst=*/-1, group, timeout);
+      },
+      "pickled"_a, "loads"_a, "group"_a.none(), "timeout"_a.none());
+  module.def(
+      "gather_object",
+      [](const nb::bytes& pickled, const nb::callable& loads, int dst, const Group* group,
+         nb::handle timeout) {
+        return gather_objects("gather_object", detail::ObjectOp::gather_object, pickled, loads, dst,
+                              group, timeout);
+      },
+      "pickled"_a, "loads"_a, "dst"_a, "group"_a.none(), "timeout"_a.none());
+  module.def("broadcast_objects", &broadcast_objects, "pickled"_a, "n_objects"_a, "loads"_a,
+             "src"_a, "group"_a.none(), "timeout"_a.none());
+  module.def("collect_results", &collect_results, "part"_a, "size"_a, "dumps"_a, "loads"_a,
+             "tmpdir"_a.none(), "group"_a.none(), "timeout"_a.none());
+  module.def("all_reduce_dict", &all_reduce_dict, "data"_a, "op"_a, "group"_a.none(),
+             "timeout"_a.none());
+}
+
+}  // namespace lockstep::python

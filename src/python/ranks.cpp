@@ -1,0 +1,159 @@
+#include <fmt/format.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <lockstep/control.hpp>
+#include <lockstep/launch.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "python/call.hpp"
+#include "python/core_module.hpp"
+#include "python/errors.hpp"
+#include "python/interrupts.hpp"
+#include "python/where.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace lockstep::python {
+namespace {
+
+struct NamedLauncher {
+  const char* name;
+  Launcher launcher;
+};
+constexpr NamedLauncher kLaunchers[] = {
+    {"infer", Launcher::infer},     {"none", Launcher::none},   {"lockstep", Launcher::lockstep},
+    {"pytorch", Launcher::pytorch}, {"slurm", Launcher::slurm}, {"mpi", Launcher::mpi}};
+
+Launcher parse_launcher(const std::string& name, const ErrorContext& context) {
+  for (const auto& known : kLaunchers) {
+    if (name == known.name) return known.launcher;
+  }
+  throw UsageError(context,
+                   fmt::format("launcher is '{}'; it takes infer, none, lockstep, pytorch, "
+                               "slurm or mpi",
+                               name));
+}
+
+const char* name_in_python(Launcher launcher) {
+  for (const auto& known : kLaunchers) {
+    if (launcher == known.launcher) return known.name;
+  }
+  return "none";
+}
+
+void init(const std::string& launcher, const std::string& backend, nb::handle timeout) {
+  const ErrorContext context{.operation = "init_dist", .where = where()};
+  InitOptions options{.launcher = parse_launcher(launcher, context), .backend = backend};
+  if (!timeout.is_none()) {
+    constexpr std::chrono::hours kCentury{876'000};
+    const auto seconds = seconds_of(timeout, context);
+    options.timeout = seconds < kCentury ? std::chrono::ceil<std::chrono::milliseconds>(seconds)
+                                         : std::chrono::milliseconds(kCentury);
+  }
+  {
+    const nb::gil_scoped_release released;
+    init_dist(options, context.where);
+  }
+  if (default_group(context.where).size() > 1) watch_interrupts();
+}
+
+void destroy(const std::string& failure) {
+  const auto caller = where();
+  stop_watching_interrupts();
+  const nb::gil_scoped_release released;
+  destroy_dist(failure, caller);
+}
+
+/// `group`, or the default one.
+Group group_or_default(const Group* group) {
+  return group != nullptr ? *group : default_group(where());
+}
+
+nb::object run_first(const nb::callable& f, const char* operation, const Group* group,
+                     nb::handle timeout, detail::First first) {
+  const Call call(operation, group, timeout, Timeout::never());
+  nb::object result;
+  call.run([&] {
+    const std::function<void()> body = [&] {
+      in_python([&] {
+        const InterruptibleCall in_f(nullptr);  // whose own lines see KeyboardInterrupt
+        result = f();
+      });
+    };
+    detail::run_first(first, body, call.group(), call.timeout(), call.where());
+  });
+  return result;
+}
+
+void define_group(nb::module_& module) {
+  nb::class_<Group>(module, "Group",
+                    "A group of communicating ranks; default_group() is the world. One call at a "
+                    "time per group: a second thread needs a duplicate().")
+      .def_prop_ro("rank", &Group::rank)
+      .def_prop_ro("size", &Group::size)
+      .def_prop_ro("name", [](const Group& group) { return group.name(); })
+      .def_prop_ro("backend", [](const Group& group) { return std::string(group.backend()); })
+      .def_prop_ro(
+          "timeout",
+          [](const Group& group) { return std::chrono::duration<double>(group.timeout()).count(); },
+          "Limit of one operation in seconds, if the call gives none.")
+      .def(
+          "split",
+          [](const Group& group, int color, int key) {
+            const Call call("split", &group, nb::none());
+            return call.run([&] { return call.group().split(color, key, call.where()); });
+          },
+          "color"_a, "key"_a = -1,
+          "A new group of the ranks that gave the same color (0 or more), ordered by key, then by "
+          "rank. Collective.")
+      .def(
+          "duplicate",
+          [](const Group& group) {
+            const Call call("duplicate", &group, nb::none());
+            return call.run([&] { return call.group().duplicate(call.where()); });
+          },
+          "The same ranks over a separate channel, for a second thread. Collective.")
+      .def(
+          "abandon", [](const Group& group, const std::string& reason) { group.abandon(reason); },
+          "reason"_a,
+          "This rank cannot go on: calls of all ranks raise PeerFailed with this reason.")
+      .def("__eq__", [](const Group& group, const Group& other) { return group == other; })
+      .def("__hash__", [](const Group& group) { return std::hash<std::string>()(group.name()); })
+      .def("__repr__", [](const Group& group) {
+        return fmt::format("<lockstep.Group '{}': rank {} of {}, {}>", group.name(), group.rank(),
+                           group.size(), group.backend());
+      });
+}
+
+}  // namespace
+
+void define_ranks(nb::module_& module) {
+  define_group(module);
+  module.def("init_dist", &init, "launcher"_a, "backend"_a, "timeout"_a.none());
+  module.def("destroy_dist", &destroy, "failure"_a);
+  module.def("infer_launcher", [] { return name_in_python(infer_launcher()); });
+  module.def("is_distributed", [] { return is_distributed(); });
+  module.def("default_group", [] { return default_group(where()); });
+  module.def("local_group", [] { return local_group(where()); });
+  module.def(
+      "get_backend", [](const Group* group) { return get_backend(group_or_default(group)); },
+      "group"_a.none() = nb::none());
+  module.def(
+      "get_rank", [](const Group* group) { return group_or_default(group).rank(); },
+      "group"_a.none() = nb::none());
+  module.def(
+      "get_world_size", [](const Group* group) { return group_or_default(group).size(); },
+      "group"_a.none() = nb::none());
+  module.def(
+      "run_first",
+      [](const nb::callable& f, const Group* group, nb::handle timeout) {
+        return run_first(f, "main_process_first", group, timeout, detail::First::main_process);
+      },
+      "f"_a, "group"_a.none(), "timeout"_a.none());
+}
+
+}  // namespace lockstep::python

@@ -1,0 +1,102 @@
+#include "python/where.hpp"
+
+#include <nanobind/nanobind.h>
+
+#include <bit>
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <type_traits>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace nb = nanobind;
+
+namespace lockstep::python {
+namespace {
+
+/// What a std::source_location points to, in libstdc++ and libc++ alike. The language has no other
+/// way to make one of a line that the compiler did not see.
+struct Place {
+  const char* file = "";
+  const char* function = "";
+  unsigned line = 0;
+  unsigned column = 0;
+};
+static_assert(sizeof(std::source_location) == sizeof(const Place*) &&
+              std::is_trivially_copyable_v<std::source_location>);
+
+/// Where a frame is: a code object, and an instruction or, where Python hides that, a line of it.
+struct Site {
+  const PyObject* code;
+  int position;
+  friend bool operator==(const Site&, const Site&) = default;
+};
+struct HashOfSite {
+  std::size_t operator()(const Site& site) const noexcept {
+    return std::hash<const void*>()(site.code) ^ static_cast<std::size_t>(site.position) << 4U;
+  }
+};
+
+int position_in(PyFrameObject* frame) {
+#if defined(Py_LIMITED_API) || PY_VERSION_HEX < 0x030B0000
+  return PyFrame_GetLineNumber(frame);
+#else
+  return PyFrame_GetLasti(frame);  // the line is decoded once, as it takes long in a large function
+#endif
+}
+
+nb::object caller_of(PyFrameObject* frame) {
+#ifdef Py_LIMITED_API
+  return nb::handle(reinterpret_cast<PyObject*>(frame)).attr("f_back");
+#else
+  return nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetBack(frame)));
+#endif
+}
+
+std::string& package_folder() {
+  static std::string folder;
+  return folder;
+}
+
+/// Null for a frame of the package.
+const Place* find_place(nb::handle code, PyFrameObject* frame) {
+  static auto& paths = *new std::unordered_set<std::string>;  // never destroyed: errors point there
+  const nb::object name = code.attr("co_filename");
+  const std::string path = nb::isinstance<nb::str>(name) ? nb::cast<nb::str>(name).c_str() : "";
+  if (path.starts_with(package_folder())) return nullptr;
+  const int line = PyFrame_GetLineNumber(frame);
+  return new const Place{.file = paths.insert(path).first->c_str(),
+                         .line = static_cast<unsigned>(line > 0 ? line : 0)};
+}
+
+/// Guarded by the GIL. A code object in it lives on, so that no other gets its address.
+const Place* place_of(PyFrameObject* frame) {
+  static auto& places = *new std::unordered_map<Site, const Place*, HashOfSite>;
+  auto code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  const Site site{.code = code.ptr(), .position = position_in(frame)};
+  const auto found = places.find(site);
+  if (found != places.end()) return found->second;
+  const Place* const place = find_place(code, frame);
+  places.emplace(site, place);
+  code.release();
+  return place;
+}
+
+}  // namespace
+
+void set_package_folder(const std::string& folder) { package_folder() = folder + "/"; }
+
+std::source_location where() {
+  auto frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame.is_valid() && !frame.is_none()) {
+    auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    if (const Place* const place = place_of(raw)) {
+      return std::bit_cast<std::source_location>(place);
+    }
+    frame = caller_of(raw);
+  }
+  return {};
+}
+
+}  // namespace lockstep::python

@@ -1,0 +1,228 @@
+"""What a rank hears when another one fails, and what ends a wait."""
+
+import re
+
+
+def test_a_mismatch_names_ranks_and_lines(run_ranks):
+    output = run_ranks(
+        2,
+        """
+        x = np.zeros(4)
+        try:
+            if rank == 0:
+                ls.all_reduce(x)
+            else:
+                ls.broadcast(x)
+            raise AssertionError
+        except ls.MismatchError as error:
+            if rank == 0: print(error)
+        try:
+            ls.barrier()  # a dead group says the same
+            raise AssertionError
+        except ls.MismatchError:
+            pass
+        """,
+    )
+    assert re.search(r"at program\.py:5: ", output), output
+    assert re.search(r"\n *0 +all_reduce +f64 +4 .*program\.py:5\n", output), output
+    assert re.search(r"\n *1 +broadcast +f64 +4 +0 .*program\.py:7\n", output), output
+
+
+def test_a_late_rank(run_ranks):
+    run_ranks(
+        2,
+        """
+        if rank == 0:
+            try:
+                ls.barrier(timeout=0.2)
+                raise AssertionError
+            except ls.TimeoutError as error:
+                assert "rank 1" in str(error) and "barrier" in str(error) and "program.py:4" in str(error), error
+            open("done", "w").close()
+        else:
+            while not os.path.exists("done"):
+                time.sleep(0.01)
+        """,
+    )
+
+
+def test_an_uncaught_exception_reaches_the_others(run_ranks):
+    output = run_ranks(
+        3,
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
+        if rank == 1:
+            raise ValueError("no such file: data.npy")
+        try:
+            ls.all_reduce(np.zeros(1))
+            raise AssertionError
+        except ls.PeerFailed as error:
+            assert "rank 1 failed: ValueError: no such file: data.npy" in str(error), error
+        print("heard")
+        """,
+        code=1,
+    )
+    assert output.count("heard") == 2 and "Traceback" in output, output
+
+
+def test_a_killed_rank_is_named(run_ranks):
+    output = run_ranks(
+        2,
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            ls.barrier()
+            raise AssertionError
+        except ls.PeerLost as error:
+            assert "rank 1" in str(error) and "SIGKILL" in str(error), error
+        print("heard")
+        """,
+        code=128 + 9,
+    )
+    assert "heard" in output
+
+
+def test_a_rank_that_left(run_ranks):
+    run_ranks(
+        2,
+        """
+        if rank == 1:
+            sys.exit(0)
+        try:
+            ls.barrier()
+            raise AssertionError
+        except ls.PeerLost as error:
+            assert "rank 1" in str(error), error
+        """,
+    )
+
+
+# A thread of rank 0 that can only run where its main thread gives the GIL away: in the call that waits.
+WHILE_IT_WAITS = """
+        sys.setswitchinterval(1000)
+        begins = threading.Event()
+        def in_the_meantime():
+            begins.wait()
+            open("waits", "w").close()
+        def until(path):
+            while not os.path.exists(path):
+                time.sleep(0.01)
+        if rank == 0:
+            threading.Thread(target=in_the_meantime).start()
+            with open("pid", "w") as file: file.write(str(os.getpid()))
+"""
+
+
+def test_other_threads_run_while_a_call_waits(run_ranks):
+    run_ranks(
+        2,
+        WHILE_IT_WAITS
+        + """
+        if rank == 0:
+            begins.set()
+        else:
+            until("waits")
+        ls.barrier()
+        """,
+    )
+
+
+def test_an_interrupt_ends_a_wait(run_ranks):
+    run_ranks(
+        2,
+        WHILE_IT_WAITS
+        + """
+        ls.barrier()
+        if rank == 0:
+            try:
+                begins.set()
+                ls.barrier()
+                raise AssertionError
+            except KeyboardInterrupt:
+                open("interrupted", "w").close()
+            try:
+                ls.barrier()
+                raise AssertionError
+            except ls.PeerFailed:
+                pass
+        else:
+            until("waits")
+            os.kill(int(open("pid").read()), signal.SIGINT)
+            until("interrupted")
+            try:
+                ls.barrier()
+                raise AssertionError
+            except ls.PeerFailed as error:
+                assert "rank 0 failed: KeyboardInterrupt" in str(error), error
+        """,
+    )
+
+
+def test_a_thread_that_abandons_the_group_ends_its_calls(run_ranks):
+    run_ranks(
+        2,
+        """
+        def abandon():
+            begins.wait()
+            ls.default_group().abandon("rank 0 has enough")
+        sys.setswitchinterval(1000)
+        begins = threading.Event()
+        if rank == 0:
+            threading.Thread(target=abandon).start()
+            begins.set()
+        try:
+            if rank == 0:
+                ls.barrier()
+            else:
+                while not os.path.exists("over"):
+                    time.sleep(0.01)
+                ls.barrier()
+            raise AssertionError
+        except ls.PeerFailed as error:
+            assert "rank 0 has enough" in str(error), error
+        open("over", "w").close()
+        """,
+    )
+
+
+def test_a_handler_of_the_program_does_not_end_a_wait(run_ranks):
+    run_ranks(
+        2,
+        """
+        seen = []
+        signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+        """
+        + WHILE_IT_WAITS
+        + """
+        ls.barrier()
+        if rank == 0:
+            begins.set()
+            ls.barrier()
+            assert seen == [1]
+        else:
+            until("waits")
+            os.kill(int(open("pid").read()), signal.SIGINT)
+            ls.barrier()
+        """,
+    )
+
+
+def test_a_fork_is_no_rank(run_ranks):
+    run_ranks(
+        2,
+        """
+        child = os.fork()
+        if child == 0:
+            try:
+                ls.barrier()
+                os._exit(1)
+            except ls.UsageError as error:
+                assert "fork" in str(error)
+            ls.destroy_dist()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        ls.barrier()
+        """,
+    )
