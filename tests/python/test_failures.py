@@ -1,6 +1,7 @@
 """What a rank hears when another one fails, and what ends a wait."""
 
 import re
+import textwrap
 
 
 def test_a_mismatch_names_ranks_and_lines(run_ranks):
@@ -157,6 +158,25 @@ def test_an_interrupt_ends_a_wait(run_ranks):
             except ls.PeerFailed as error:
                 assert "rank 0 failed: KeyboardInterrupt" in str(error), error
         """,
+    )
+
+
+def test_an_interrupt_ends_a_process_that_waits_in_init_dist(run_ranks):
+    run_ranks(
+        2,
+        "import os, signal, sys, threading, time, lockstep as ls; rank = int(os.environ['RANK'])\n"
+        + textwrap.dedent(WHILE_IT_WAITS)
+        + textwrap.dedent("""
+        if rank == 0:
+            begins.set()
+            ls.init_dist()
+        else:
+            until("waits")
+            os.kill(int(open("pid").read()), signal.SIGINT)
+            until("never")
+        """),
+        code=128 + 2,
+        prelude="",
     )
 
 
