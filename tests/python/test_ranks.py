@@ -102,9 +102,9 @@ def test_objects(run_ranks, tmp_path):
         data = {"b": 1.0, "a": np.full(2, rank), "n": rank} if rank else {"n": rank, "a": np.full(2, rank), "b": 1.0}
         ls.all_reduce_dict(data)
         assert data["n"] == 3 and data["b"] == 3.0 and (data["a"] == 3).all() and type(data["n"]) is int
-        for bad, text in [({"x": rank} if rank else {"y": 0}, "'y: i64' is on rank 0 and not on rank 1"),
+        for bad, text in [({"x": rank} if rank else {"y": 0}, "'y: i64' is on rank 0 but not on rank 1"),
                           ({"x": np.zeros(rank + 1)}, "'x: f64' has 1 elements on rank 0 and 2 on rank 1"),
-                          ({"x": 1 if rank else 1.0}, "'x: f64' is on rank 0 and not on rank 1")]:
+                          ({"x": 1 if rank else 1.0}, "'x: f64' is on rank 0 but not on rank 1")]:
             try:
                 ls.all_reduce_dict(bad)
                 raise AssertionError(text)
