@@ -16,7 +16,7 @@
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
-inline constexpr std::uint32_t kVersion = 10;
+inline constexpr std::uint32_t kVersion = 11;
 inline constexpr int kMaxRanks = 512;
 /// Two cache lines: the hardware prefetches adjacent lines in pairs.
 inline constexpr std::size_t kLine = 128;
