@@ -92,6 +92,18 @@ TEST_P(Failures, different_counts_types_roots_and_reductions) {
   });
 }
 
+// The signatures of f32 and f64, and these counts, differ in the same bit.
+TEST_P(Failures, a_type_and_a_count_that_differ_alike) {
+  run([] {
+    std::vector<double> data(1000);
+    const bool odd = get_rank() == 1;
+    const std::string text = thrown<MismatchError>([&] {
+      default_group().all_reduce({data.data(), odd ? 744U : 1000U, odd ? DType::f64 : DType::f32});
+    });
+    expect_contains(text, "\n  1     all_reduce      f64   744");
+  });
+}
+
 // Without `full` it would meet the others' later barrier.
 TEST_P(Failures, a_barrier_of_one_rank_is_known_by_its_line) {
   ::setenv("LOCKSTEP_CHECK", "full", 1);

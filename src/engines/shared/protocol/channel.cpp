@@ -51,16 +51,6 @@ void mix(std::uint64_t& hash, std::uint64_t value) {
   hash ^= hash >> 29U;
 }
 
-/// 32-bit hash of all that the ranks must agree on; `site`: 0, or a hash of the source line too.
-std::uint32_t fingerprint_of(const Call& call, std::uint64_t site) {
-  std::uint64_t hash = encode_call(call);
-  mix(hash, call.counts.empty() ? call.count : 0);
-  for (const std::size_t count : call.counts) mix(hash, count);
-  if (site != 0) mix(hash, site);
-  if (call.parent_call != nullptr) mix(hash, fingerprint_of(*call.parent_call, /*site=*/0));
-  return static_cast<std::uint32_t>(hash >> 16U);
-}
-
 std::uint64_t hash_of(std::span<const std::size_t> counts) {
   std::uint64_t hash = counts.size();
   for (const std::size_t count : counts) mix(hash, count);
@@ -113,7 +103,17 @@ void Channel::begin(const Call& call) {
     if (call.check == Check::full) site_hash_ = internal::hash_of(call.where);
     lane(rank_).record.check.store(call.check, std::memory_order_relaxed);
   }
-  fingerprint_ = fingerprint_of(call, site_hash_);
+  // The fingerprint: 32 bits of a hash of all that the ranks must agree on. Its multiplications do
+  // not wait for each other. (A signature XOR a count would be the same for different calls.)
+  std::uint64_t hash = site_hash_;
+  for (const Call* part = &call; part != nullptr; part = part->parent_call) {
+    const std::size_t count = part->counts.empty() ? part->count : 0;
+    hash = hash * 0x27d4eb2f165667c5ULL ^
+           (encode_call(*part) * 0xc2b2ae3d27d4eb4fULL + count * 0x9e3779b97f4a7c15ULL);
+    hash ^= hash >> 29U;
+    for (const std::size_t each : part->counts) mix(hash, each);
+  }
+  fingerprint_ = static_cast<std::uint32_t>(hash >> 16U);
   const Call& recorded = call.parent_call != nullptr ? *call.parent_call : call;
   CallRecord& record = lane(rank_).record;
   record.sequence.store(call.sequence, std::memory_order_relaxed);
