@@ -1,12 +1,13 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 #include <numeric>
+#include <type_traits>
 #include <utility>
 
-#include "group/group_state.hpp"
-#include "group/work.hpp"
+#include "group/calls.hpp"
 
 namespace lockstep {
 
@@ -28,47 +29,54 @@ void check_rank(const GroupState& group, const Call& call, std::string_view para
   }
 }
 
-void check_reduction(const GroupState& group, const Call& call) {
-  const bool is_bool = call.dtype == DType::boolean;
-  switch (call.reduce) {
-    case ReduceOp::min:
-    case ReduceOp::max: return;
-    case ReduceOp::sum:
-    case ReduceOp::product:
-    case ReduceOp::mean:
-      if (!is_bool) return;
-      refuse(
-          group, call,
-          fmt::format("{} of bool: use bor (any), band (all), bxor, min or max; to count, use an "
-                      "integer type",
-                      name_of(call.reduce)));
-    case ReduceOp::band:
-    case ReduceOp::bor:
-    case ReduceOp::bxor:
-      if (!is_floating(call.dtype)) return;
-      refuse(group, call,
-             fmt::format("{} of {}: bit operations are for integers and bool; use sum, product, "
-                         "min, max or mean",
-                         name_of(call.reduce), name_of(call.dtype)));
+// The texts of a failed check are out of line, so that the checks are inlined.
+
+[[noreturn]] void refuse_reduction(const GroupState& group, const Call& call) {
+  if (call.reduce > ReduceOp::mean) {
+    refuse(group, call, fmt::format("reduction {} does not exist", static_cast<int>(call.reduce)));
   }
-  refuse(group, call, fmt::format("reduction {} does not exist", static_cast<int>(call.reduce)));
+  if (call.dtype == DType::boolean) {
+    refuse(group, call,
+           fmt::format("{} of bool: use bor (any), band (all), bxor, min or max; to count, use an "
+                       "integer type",
+                       name_of(call.reduce)));
+  }
+  refuse(group, call,
+         fmt::format("{} of {}: bit operations are for integers and bool; use sum, product, "
+                     "min, max or mean",
+                     name_of(call.reduce), name_of(call.dtype)));
 }
 
-void check_memory(const GroupState& group, const Call& call, const ConstElements& data,
-                  std::string_view parameter) {
+inline void check_reduction(const GroupState& group, const Call& call) {
+  const ReduceOp op = call.reduce;
+  const bool is_arithmetic = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
+  const bool is_bitwise = op >= ReduceOp::band && op <= ReduceOp::bxor;
+  if (op > ReduceOp::mean || (is_arithmetic && call.dtype == DType::boolean) ||
+      (is_bitwise && is_floating(call.dtype))) {
+    refuse_reduction(group, call);
+  }
+}
+
+[[noreturn]] void refuse_memory(const GroupState& group, const Call& call,
+                                const ConstElements& data, std::string_view parameter) {
   if (size_of(data.dtype) == 0) {
     refuse(group, call,
            fmt::format("{} has element type {}, which does not exist; use a DType, as DType::f32",
                        parameter, static_cast<int>(data.dtype)));
   }
-  if (data.count > 0 && data.data == nullptr) {
+  if (data.data == nullptr) {
     refuse(group, call, fmt::format("{} is null but has {} elements", parameter, data.count));
   }
+  refuse(group, call,
+         fmt::format("{} has {} elements, more than fit in memory", parameter, data.count));
+}
+
+inline void check_memory(const GroupState& group, const Call& call, const ConstElements& data,
+                         std::string_view parameter) {
   // Far enough below SIZE_MAX that the total size over all ranks cannot overflow either.
   constexpr std::size_t kMost = std::size_t{1} << 46U;
-  if (data.count > kMost) {
-    refuse(group, call,
-           fmt::format("{} has {} elements, more than fit in memory", parameter, data.count));
+  if (size_of(data.dtype) == 0 || data.count > kMost || (data.data == nullptr && data.count > 0)) {
+    refuse_memory(group, call, data, parameter);
   }
 }
 
@@ -111,68 +119,75 @@ void check_counts(const GroupState& group, const Call& call, std::size_t in_coun
   }
 }
 
-/// The checked call of each operation, shared by the blocking and the asynchronous form.
-
-Call barrier_call(GroupState&, std::source_location where) {
-  return {.op = Op::barrier, .where = where};
+void check_peer(const GroupState& group, const Call& call, std::string_view parameter) {
+  check_rank(group, call, parameter);
+  if (call.root == group.rank()) {
+    refuse(group, call,
+           fmt::format("{} is this rank itself ({}); the peer must be another rank", parameter,
+                       call.root));
+  }
 }
 
-Call in_place_call(GroupState& group, Op op, const Elements& data, std::source_location where) {
-  const Call call{.op = op,
-                  .dtype = data.dtype,
-                  .count = data.count,
-                  .in = data.data,
-                  .out = data.data,
-                  .where = where};
-  check_memory(group, call, data, "data");
-  return call;
+/// A call whose `in` and `out` are the same.
+inline Call in_place(Op op, const Elements& data, ReduceOp reduce, int root,
+                     std::source_location where) {
+  return {.op = op,
+          .dtype = data.dtype,
+          .reduce = reduce,
+          .root = root,
+          .count = data.count,
+          .in = data.data,
+          .out = data.data,
+          .where = where};
 }
+
+}  // namespace
+
+namespace internal {
 
 Call all_reduce_call(GroupState& group, const Elements& data, ReduceOp op,
                      std::source_location where) {
-  Call call = in_place_call(group, Op::all_reduce, data, where);
-  call.reduce = op;
+  const Call call = in_place(Op::all_reduce, data, op, /*root=*/-1, where);
+  check_memory(group, call, data, "data");
   check_reduction(group, call);
   return call;
 }
 
 Call reduce_call(GroupState& group, const Elements& data, int dst, ReduceOp op,
                  std::source_location where) {
-  Call call = in_place_call(group, Op::reduce, data, where);
-  call.root = dst;
-  call.reduce = op;
+  const Call call = in_place(Op::reduce, data, op, dst, where);
+  check_memory(group, call, data, "data");
   check_rank(group, call, "dst");
   check_reduction(group, call);
   return call;
 }
 
 Call broadcast_call(GroupState& group, const Elements& data, int src, std::source_location where) {
-  Call call = in_place_call(group, Op::broadcast, data, where);
-  call.root = src;
+  const Call call = in_place(Op::broadcast, data, ReduceOp::sum, src, where);
+  check_memory(group, call, data, "data");
   check_rank(group, call, "src");
   return call;
 }
 
-Call gather_call(GroupState& group, const ConstElements& in, const Elements& out,
-                 std::span<const std::size_t> counts, bool has_counts, int dst, bool to_all,
-                 std::source_location where) {
-  const Call call{.op = to_all ? Op::all_gather : Op::gather,
+Call gather_call(GroupState& group, Op op, const ConstElements& in, const Elements& out,
+                 const std::span<const std::size_t>* counts, int dst, std::source_location where) {
+  const Call call{.op = op,
                   .dtype = in.dtype,
-                  .root = to_all ? -1 : dst,
+                  .root = dst,
                   .count = in.count,
                   .in = in.data,
                   .out = out.data,
-                  .counts = counts,
+                  .counts = counts != nullptr ? *counts : std::span<const std::size_t>(),
                   .where = where};
-  if (!to_all) check_rank(group, call, "dst");
-  if (has_counts) check_counts(group, call, in.count);
-  if (!to_all && dst != group.rank()) {
+  if (op == Op::gather) check_rank(group, call, "dst");
+  if (counts != nullptr) check_counts(group, call, in.count);
+  if (op == Op::gather && dst != group.rank()) {
     check_memory(group, call, in, "in");
     return call;
   }
   check_pair(group, call, in, out);
-  const std::size_t expected = has_counts
-                                   ? std::accumulate(counts.begin(), counts.end(), std::size_t{0})
+  const std::size_t expected = counts != nullptr
+                                   ? std::accumulate(counts->begin(), counts->end(), std::size_t{0})
                                    : in.count * static_cast<std::size_t>(group.size());
   check_count(group, call, "out", out.count, expected);
   return call;
@@ -231,15 +246,6 @@ Call all_to_all_call(GroupState& group, const ConstElements& in, const Elements&
   return call;
 }
 
-void check_peer(const GroupState& group, const Call& call, std::string_view parameter) {
-  check_rank(group, call, parameter);
-  if (call.root == group.rank()) {
-    refuse(group, call,
-           fmt::format("{} is this rank itself ({}); the peer must be another rank", parameter,
-                       call.root));
-  }
-}
-
 Call send_call(GroupState& group, const ConstElements& data, int dst, std::source_location where) {
   const Call call{.op = Op::send,
                   .dtype = data.dtype,
@@ -264,19 +270,41 @@ Call recv_call(GroupState& group, const Elements& data, int src, std::source_loc
   return call;
 }
 
-// A Call is passed by reference: a copy would stall on the recent bytewise stores.
+/// Every blocking call, from top to bottom, after the checks of its arguments.
+template <class Use>
+void GroupState::run(Call&& call, Deadline deadline, Use use) {
+  // A plain load, and a store when the call begins: a locked addition takes as long as the rest.
+  // Two threads that call or post at once, which is not allowed, may get the same number.
+  call.group = name_;
+  call.check = check_;
+  call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
+  // Longer timeouts overflow nanosecond clocks.
+  call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
+  // A fork of a rank is not a rank; in a group of one it is harmless.
+  if (process_.is_copy() && size_ > 1) throw_copy(call);
+  // One locked instruction, so that only one of two concurrent callers continues.
+  if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
+  const Busy busy{is_busy_};
+  if (has_worker_.load(std::memory_order_acquire) && !process_.is_copy() && !worker_->is_idle()) {
+    worker_->wait_until_idle();
+  }
+  if (is_dead_.load(std::memory_order_acquire)) throw_death();
+  sequence_.store(call.sequence, std::memory_order_relaxed);  // a rejected call has no number
 
-void run(GroupState& group, Call&& call, Deadline deadline) {
-  group.prepare(call, deadline);
-  group.run(call, [&call](Engine& engine) { engine.run(call); });
+  track_.begin(call);
+  try {
+    if constexpr (std::is_null_pointer_v<Use>) {
+      engine_->run(call);
+    } else {
+      use(*engine_, call);
+    }
+    track_.end(call);
+  } catch (...) {
+    fail(call);
+  }
 }
 
-Work post(const std::shared_ptr<GroupState>& group, Call&& call, Deadline deadline) {
-  group->prepare(call, deadline);
-  return Work(std::make_shared<internal::WorkHandle>(group, group->post(call)));
-}
-
-}  // namespace
+}  // namespace internal
 
 Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
              Check check)
@@ -301,8 +329,10 @@ Group Group::split(int color, int key, Where where) const {
                        "color that no other rank has",
                        color));
   }
-  state_->prepare(call, {});
-  auto engine = state_->run(call, [&](Engine& parent) { return parent.split(call, color, key); });
+  std::unique_ptr<Engine> engine;
+  state_->run(std::move(call), {}, [&](Engine& parent, const Call& numbered) {
+    engine = parent.split(numbered, color, key);
+  });
   auto child = std::make_shared<GroupState>(
       std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
       state_->timeout(), state_->recorder(), state_->check());
@@ -315,122 +345,61 @@ Group Group::duplicate(Where where) const { return split(/*color=*/0, /*key=*/0,
 SharedBuffer Group::allocate(std::size_t n_bytes, Where where) const {
   Call call{.op = Op::allocate, .dtype = DType::u8, .count = n_bytes, .where = where};
   check_memory(*state_, call, {.data = this, .count = n_bytes}, "the buffer");
-  state_->prepare(call, {});
-  std::shared_ptr<SharedMemory> memory =
-      state_->run(call, [&](Engine& engine) { return engine.allocate(call); });
+  std::shared_ptr<SharedMemory> memory;
+  state_->run(std::move(call), {},
+              [&](Engine& engine, const Call& numbered) { memory = engine.allocate(numbered); });
   return {std::move(memory), n_bytes};
 }
 
 void Group::abandon(std::string_view reason) const noexcept { state_->abandon(reason); }
 
 void Group::barrier(Deadline deadline, Where where) const {
-  run(*state_, barrier_call(*state_, where), deadline);
+  state_->run({.op = Op::barrier, .where = where}, deadline);
 }
-Work Group::barrier_async(Deadline deadline, Where where) const {
-  return post(state_, barrier_call(*state_, where), deadline);
-}
-
 void Group::all_reduce(const Elements& data, ReduceOp op, Deadline deadline, Where where) const {
-  run(*state_, all_reduce_call(*state_, data, op, where), deadline);
+  state_->run(all_reduce_call(*state_, data, op, where), deadline);
 }
-Work Group::all_reduce_async(const Elements& data, ReduceOp op, Deadline deadline,
-                             Where where) const {
-  return post(state_, all_reduce_call(*state_, data, op, where), deadline);
-}
-
 void Group::reduce(const Elements& data, int dst, ReduceOp op, Deadline deadline,
                    Where where) const {
-  run(*state_, reduce_call(*state_, data, dst, op, where), deadline);
+  state_->run(reduce_call(*state_, data, dst, op, where), deadline);
 }
-Work Group::reduce_async(const Elements& data, int dst, ReduceOp op, Deadline deadline,
-                         Where where) const {
-  return post(state_, reduce_call(*state_, data, dst, op, where), deadline);
-}
-
 void Group::broadcast(const Elements& data, int src, Deadline deadline, Where where) const {
-  run(*state_, broadcast_call(*state_, data, src, where), deadline);
+  state_->run(broadcast_call(*state_, data, src, where), deadline);
 }
-Work Group::broadcast_async(const Elements& data, int src, Deadline deadline, Where where) const {
-  return post(state_, broadcast_call(*state_, data, src, where), deadline);
-}
-
 void Group::all_gather(const ConstElements& in, const Elements& out, Deadline deadline,
                        Where where) const {
-  run(*state_, gather_call(*state_, in, out, {}, /*has_counts=*/false, -1, /*to_all=*/true, where),
-      deadline);
+  state_->run(gather_call(*state_, Op::all_gather, in, out, nullptr, /*dst=*/-1, where), deadline);
 }
 void Group::all_gather(const ConstElements& in, const Elements& out,
                        std::span<const std::size_t> counts, Deadline deadline, Where where) const {
-  run(*state_,
-      gather_call(*state_, in, out, counts, /*has_counts=*/true, -1, /*to_all=*/true, where),
-      deadline);
+  state_->run(gather_call(*state_, Op::all_gather, in, out, &counts, /*dst=*/-1, where), deadline);
 }
-Work Group::all_gather_async(const ConstElements& in, const Elements& out, Deadline deadline,
-                             Where where) const {
-  return post(state_,
-              gather_call(*state_, in, out, {}, /*has_counts=*/false, -1, /*to_all=*/true, where),
-              deadline);
-}
-
 void Group::gather(const ConstElements& in, const Elements& out, int dst, Deadline deadline,
                    Where where) const {
-  run(*state_,
-      gather_call(*state_, in, out, {}, /*has_counts=*/false, dst, /*to_all=*/false, where),
-      deadline);
+  state_->run(gather_call(*state_, Op::gather, in, out, nullptr, dst, where), deadline);
 }
 void Group::gather(const ConstElements& in, const Elements& out,
                    std::span<const std::size_t> counts, int dst, Deadline deadline,
                    Where where) const {
-  run(*state_,
-      gather_call(*state_, in, out, counts, /*has_counts=*/true, dst, /*to_all=*/false, where),
-      deadline);
+  state_->run(gather_call(*state_, Op::gather, in, out, &counts, dst, where), deadline);
 }
-Work Group::gather_async(const ConstElements& in, const Elements& out, int dst, Deadline deadline,
-                         Where where) const {
-  return post(state_,
-              gather_call(*state_, in, out, {}, /*has_counts=*/false, dst, /*to_all=*/false, where),
-              deadline);
-}
-
 void Group::scatter(const ConstElements& in, const Elements& out, int src, Deadline deadline,
                     Where where) const {
-  run(*state_, scatter_call(*state_, in, out, src, where), deadline);
+  state_->run(scatter_call(*state_, in, out, src, where), deadline);
 }
-Work Group::scatter_async(const ConstElements& in, const Elements& out, int src, Deadline deadline,
-                          Where where) const {
-  return post(state_, scatter_call(*state_, in, out, src, where), deadline);
-}
-
 void Group::reduce_scatter(const ConstElements& in, const Elements& out, ReduceOp op,
                            Deadline deadline, Where where) const {
-  run(*state_, reduce_scatter_call(*state_, in, out, op, where), deadline);
+  state_->run(reduce_scatter_call(*state_, in, out, op, where), deadline);
 }
-Work Group::reduce_scatter_async(const ConstElements& in, const Elements& out, ReduceOp op,
-                                 Deadline deadline, Where where) const {
-  return post(state_, reduce_scatter_call(*state_, in, out, op, where), deadline);
-}
-
 void Group::all_to_all(const ConstElements& in, const Elements& out, Deadline deadline,
                        Where where) const {
-  run(*state_, all_to_all_call(*state_, in, out, where), deadline);
+  state_->run(all_to_all_call(*state_, in, out, where), deadline);
 }
-Work Group::all_to_all_async(const ConstElements& in, const Elements& out, Deadline deadline,
-                             Where where) const {
-  return post(state_, all_to_all_call(*state_, in, out, where), deadline);
-}
-
 void Group::send(const ConstElements& data, int dst, Deadline deadline, Where where) const {
-  run(*state_, send_call(*state_, data, dst, where), deadline);
+  state_->run(send_call(*state_, data, dst, where), deadline);
 }
-Work Group::send_async(const ConstElements& data, int dst, Deadline deadline, Where where) const {
-  return post(state_, send_call(*state_, data, dst, where), deadline);
-}
-
 void Group::recv(const Elements& data, int src, Deadline deadline, Where where) const {
-  run(*state_, recv_call(*state_, data, src, where), deadline);
-}
-Work Group::recv_async(const Elements& data, int src, Deadline deadline, Where where) const {
-  return post(state_, recv_call(*state_, data, src, where), deadline);
+  state_->run(recv_call(*state_, data, src, where), deadline);
 }
 
 }  // namespace lockstep

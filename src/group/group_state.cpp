@@ -77,35 +77,20 @@ GroupState::~GroupState() {
   }
 }
 
-void GroupState::prepare(Call& call, Deadline deadline) {
-  call.group = name_;
-  call.check = check_;
-  // A plain load, and a store when the call begins: a locked addition takes as long as the rest of
-  // this. Two threads that call or post at once, which is not allowed, may get the same number.
-  call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
-  // Longer timeouts overflow nanosecond clocks.
-  call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
-}
-
-void GroupState::enter(const Call& call) {
-  check_process(call);
-  // One locked instruction, so that only one of two concurrent callers continues.
-  if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
-  Busy busy{is_busy_};
-  if (has_worker_.load(std::memory_order_acquire) && !process_.is_copy() && !worker_->is_idle()) {
-    worker_->wait_until_idle();
-  }
-  if (is_dead_.load(std::memory_order_acquire)) throw_death();
-  busy.keep();
-}
-
 void GroupState::hold(const Call& call) {
-  enter(call);
-  is_held_.store(true, std::memory_order_relaxed);
+  if (process_.is_copy() && size_ > 1) throw_copy(call);
+  if (!try_hold()) throw_busy(call);
+  try {
+    if (!process_.is_copy()) wait_until_idle();
+    if (is_dead_.load(std::memory_order_acquire)) throw_death();
+  } catch (...) {
+    release();
+    throw;
+  }
 }
 
 bool GroupState::try_hold() noexcept {
-  if (is_busy_.exchange(true, std::memory_order_relaxed)) return false;
+  if (is_busy_.exchange(true, std::memory_order_acquire)) return false;
   is_held_.store(true, std::memory_order_relaxed);
   return true;
 }
@@ -147,7 +132,11 @@ void GroupState::throw_held(const Call& call) const {
                    "ranks wait and cannot participate; call it before or after");
 }
 
-std::shared_ptr<WorkState> GroupState::post(const Call& call) {
+std::shared_ptr<WorkState> GroupState::post(Call&& call, Deadline deadline) {
+  call.group = name_;
+  call.check = check_;
+  call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
+  call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
   if (process_.is_copy()) throw_copy(call);  // it has no worker, for any size
   // Otherwise the worker and a calling thread would use the engine concurrently.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
@@ -163,8 +152,26 @@ std::shared_ptr<WorkState> GroupState::post(const Call& call) {
   }
   return worker_->post([this, call = Call(call)]() mutable {
     if (is_dead_.load(std::memory_order_acquire)) throw_death();
-    record(call, [&call](Engine& engine) { engine.run(call); });
+    track_.begin(call);
+    try {
+      engine_->run(call);
+    } catch (...) {
+      fail(call);
+    }
+    track_.end(call);
   });
+}
+
+void GroupState::fail(const Call& call) {
+  track_.fail(call);
+  try {
+    throw;
+  } catch (const UsageError&) {
+    throw;
+  } catch (...) {
+    die();
+    throw;
+  }
 }
 
 void GroupState::die() noexcept {

@@ -2,12 +2,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <exception>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <type_traits>
 
 #include "base/process_tag.hpp"
 #include "group/async_groups.hpp"
@@ -34,14 +34,12 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   Check check() const noexcept { return check_; }
   const std::shared_ptr<Recorder>& recorder() const noexcept { return track_.recorder(); }
 
-  /// Sets the call's group name, level of checking, sequence number and timeout.
-  void prepare(Call& call, Deadline deadline);
-  /// Runs one prepared call on the calling thread: `make` calls the engine. Any error but
-  /// UsageError makes the group dead.
-  template <class Make>
-  auto run(Call& call, Make make);
+  /// Runs a checked call on the calling thread; group.cpp. use(engine, call), if given, stands in
+  /// for Engine::run. Any error but UsageError makes the group dead.
+  template <class Use = std::nullptr_t>
+  void run(Call&& call, Deadline deadline, Use use = nullptr);
   /// The same on the worker thread.
-  std::shared_ptr<WorkState> post(const Call& call);
+  std::shared_ptr<WorkState> post(Call&& call, Deadline deadline);
 
   /// Until release(), calls on this group throw UsageError: this rank runs a function for which the
   /// other ranks wait. Waits for pending calls and throws as a call would.
@@ -67,27 +65,15 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
  private:
   /// Clears is_busy_ at the end of its scope.
   struct Busy {
-    std::atomic<bool>* is_busy;
-    explicit Busy(std::atomic<bool>& flag) : is_busy(&flag) {}
-    ~Busy() {
-      if (is_busy != nullptr) is_busy->store(false, std::memory_order_release);
-    }
-    Busy(const Busy&) = delete;
-    Busy& operator=(const Busy&) = delete;
-    void keep() { is_busy = nullptr; }
+    std::atomic<bool>& is_busy;
+    ~Busy() { is_busy.store(false, std::memory_order_release); }
   };
 
-  /// Sets is_busy_.
-  void enter(const Call& call);
   [[noreturn]] void throw_held(const Call& call) const;
   [[noreturn]] void throw_busy(const Call& call) const;
-  /// A fork of a rank is not a rank; in a group of one it is harmless.
-  void check_process(const Call& call) const {
-    if (process_.is_copy() && size_ > 1) throw_copy(call);
-  }
   [[noreturn]] void throw_copy(const Call& call) const;
-  template <class Make>
-  auto record(Call& call, Make make);
+  /// Rethrows what the engine threw.
+  [[noreturn]] void fail(const Call& call);
   void die() noexcept;
   [[noreturn]] void throw_death();
 
@@ -110,36 +96,6 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<bool> has_worker_{false};
   std::unique_ptr<Worker> worker_;  // last: its thread uses the other members
 };
-
-template <class Make>
-auto GroupState::run(Call& call, Make make) {
-  enter(call);
-  const Busy busy{is_busy_};
-  sequence_.store(call.sequence, std::memory_order_relaxed);  // a rejected call has no number
-  return record(call, make);
-}
-
-template <class Make>
-auto GroupState::record(Call& call, Make make) {
-  track_.begin(call);
-  try {
-    if constexpr (std::is_void_v<decltype(make(*engine_))>) {
-      make(*engine_);
-      track_.end(call);
-    } else {
-      auto result = make(*engine_);
-      track_.end(call);
-      return result;
-    }
-  } catch (const UsageError&) {
-    track_.fail(call);
-    throw;
-  } catch (...) {
-    track_.fail(call);
-    die();
-    throw;
-  }
-}
 
 /// The timeout that a caller gave for one operation, limited to the range of clocks (a hundred
 /// years). Throws UsageError if it is zero or negative.

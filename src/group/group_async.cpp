@@ -1,0 +1,65 @@
+// The asynchronous forms of Group's operations.
+
+#include <lockstep/group.hpp>
+#include <memory>
+#include <utility>
+
+#include "group/calls.hpp"
+#include "group/work.hpp"
+
+namespace lockstep {
+
+using internal::GroupState;
+
+namespace {
+
+Work post(const std::shared_ptr<GroupState>& group, Call&& call, Deadline deadline) {
+  return Work(
+      std::make_shared<internal::WorkHandle>(group, group->post(std::move(call), deadline)));
+}
+
+}  // namespace
+
+Work Group::barrier_async(Deadline deadline, Where where) const {
+  return post(state_, {.op = Op::barrier, .where = where}, deadline);
+}
+Work Group::all_reduce_async(const Elements& data, ReduceOp op, Deadline deadline,
+                             Where where) const {
+  return post(state_, all_reduce_call(*state_, data, op, where), deadline);
+}
+Work Group::reduce_async(const Elements& data, int dst, ReduceOp op, Deadline deadline,
+                         Where where) const {
+  return post(state_, reduce_call(*state_, data, dst, op, where), deadline);
+}
+Work Group::broadcast_async(const Elements& data, int src, Deadline deadline, Where where) const {
+  return post(state_, broadcast_call(*state_, data, src, where), deadline);
+}
+Work Group::all_gather_async(const ConstElements& in, const Elements& out, Deadline deadline,
+                             Where where) const {
+  return post(state_, gather_call(*state_, Op::all_gather, in, out, nullptr, /*dst=*/-1, where),
+              deadline);
+}
+Work Group::gather_async(const ConstElements& in, const Elements& out, int dst, Deadline deadline,
+                         Where where) const {
+  return post(state_, gather_call(*state_, Op::gather, in, out, nullptr, dst, where), deadline);
+}
+Work Group::scatter_async(const ConstElements& in, const Elements& out, int src, Deadline deadline,
+                          Where where) const {
+  return post(state_, scatter_call(*state_, in, out, src, where), deadline);
+}
+Work Group::reduce_scatter_async(const ConstElements& in, const Elements& out, ReduceOp op,
+                                 Deadline deadline, Where where) const {
+  return post(state_, reduce_scatter_call(*state_, in, out, op, where), deadline);
+}
+Work Group::all_to_all_async(const ConstElements& in, const Elements& out, Deadline deadline,
+                             Where where) const {
+  return post(state_, all_to_all_call(*state_, in, out, where), deadline);
+}
+Work Group::send_async(const ConstElements& data, int dst, Deadline deadline, Where where) const {
+  return post(state_, send_call(*state_, data, dst, where), deadline);
+}
+Work Group::recv_async(const Elements& data, int src, Deadline deadline, Where where) const {
+  return post(state_, recv_call(*state_, data, src, where), deadline);
+}
+
+}  // namespace lockstep
