@@ -110,6 +110,17 @@ void SharedEngine::exchange(const Call& call, std::size_t n_chunks, Put put, Tak
 
 void SharedEngine::all_reduce(const Call& call) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
+  if (n_bytes <= kInlineBytes) {
+    // The data goes with the flag, in the same cache lines. One phase; every rank reduces it all.
+    copy_bytes(channel_.write_slot(n_bytes), bytes(call.in), n_bytes);  // model: put
+    channel_.end_phase(call);
+    for (int r = 0; r < size(); ++r) {  // model: take
+      inputs_[static_cast<std::size_t>(r)] =
+          r == rank() ? call.in : channel_.read_slot(r, 1, n_bytes);
+    }
+    kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), call.out, call.count);
+    return;
+  }
   if (n_allocated_ > 0 && n_bytes >= channel_.tuning().in_place_bytes) {
     BufferTable::Place place = buffers_->find(call.out, n_bytes);
     if (agree_on_place(call, place)) return all_reduce_in_place(call, place);
