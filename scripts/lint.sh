@@ -16,6 +16,11 @@ awk -f scripts/check_includes.awk "${sources[@]}" || bad+=", $now"
 stage "tests that the documents name"
 awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md || bad+=", $now"
 
+stage "files that the documents name"
+missing=$(grep -ohE '\b(src|include|tests|scripts|examples)/[a-z0-9_/]+\.[a-z]+' docs/*.md docs/design/*.md |
+  sort -u | while IFS= read -r file; do [ -e "$file" ] || echo "$file does not exist"; done)
+[ -z "$missing" ] || { echo "$missing" && bad+=", $now"; }
+
 stage "faults that fit the sources"
 scripts/mutations.sh --check || bad+=", $now"
 
