@@ -10,8 +10,8 @@
 /// The checked call of each operation, for its blocking and its asynchronous form; group.cpp. Each
 /// throws UsageError. `counts`: null if each rank gives as many elements. Hidden: else gcc does not
 /// inline them in position-independent code.
-namespace lockstep {
-namespace [[gnu::visibility("hidden")]] internal {
+namespace lockstep::internal {
+#pragma GCC visibility push(hidden)
 
 Call all_reduce_call(GroupState& group, const Elements& data, ReduceOp op,
                      std::source_location where);
@@ -29,5 +29,5 @@ Call all_to_all_call(GroupState& group, const ConstElements& in, const Elements&
 Call send_call(GroupState& group, const ConstElements& data, int dst, std::source_location where);
 Call recv_call(GroupState& group, const Elements& data, int src, std::source_location where);
 
-}  // namespace gnu::visibility("hidden")]]internal
-}  // namespace lockstep
+#pragma GCC visibility pop
+}  // namespace lockstep::internal
