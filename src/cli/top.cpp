@@ -231,7 +231,7 @@ int top(const std::vector<std::string>& arguments) {
   bool is_once = false;
   bool is_json = false;
   CLI::App app("Shows what each rank of a running job of yours is doing.", "lockstep top");
-  app.set_help_flag("-h,--help", "Print this");
+  app.set_help_flag("-h,--help", "Print this help");
   app.footer(kTopFooter);
   app.add_option("JOB", process, "Which job; not needed where only one runs")
       ->check(number<pid_t>(1, INT32_MAX, "a process number"))

@@ -15,7 +15,7 @@ using internal::GroupState;
 
 namespace {
 
-[[noreturn]] void refuse(const GroupState& group, const Call& call, const std::string& text) {
+[[noreturn]] void reject(const GroupState& group, const Call& call, const std::string& text) {
   ErrorContext context = context_of(call, group.rank());
   context.group = group.name();
   throw UsageError(std::move(context), text);
@@ -23,7 +23,7 @@ namespace {
 
 void check_rank(const GroupState& group, const Call& call, std::string_view parameter) {
   if (call.root < 0 || call.root >= group.size()) {
-    refuse(group, call,
+    reject(group, call,
            fmt::format("{} is {}; the group's ranks are 0 to {}", parameter, call.root,
                        group.size() - 1));
   }
@@ -33,15 +33,15 @@ void check_rank(const GroupState& group, const Call& call, std::string_view para
 
 [[noreturn]] void refuse_reduction(const GroupState& group, const Call& call) {
   if (call.reduce > ReduceOp::mean) {
-    refuse(group, call, fmt::format("reduction {} does not exist", static_cast<int>(call.reduce)));
+    reject(group, call, fmt::format("reduction {} does not exist", static_cast<int>(call.reduce)));
   }
   if (call.dtype == DType::boolean) {
-    refuse(group, call,
+    reject(group, call,
            fmt::format("{} of bool: use bor (any), band (all), bxor, min or max; to count, use an "
                        "integer type",
                        name_of(call.reduce)));
   }
-  refuse(group, call,
+  reject(group, call,
          fmt::format("{} of {}: bit operations are for integers and bool; use sum, product, "
                      "min, max or mean",
                      name_of(call.reduce), name_of(call.dtype)));
@@ -60,14 +60,14 @@ inline void check_reduction(const GroupState& group, const Call& call) {
 [[noreturn]] void refuse_memory(const GroupState& group, const Call& call,
                                 const ConstElements& data, std::string_view parameter) {
   if (size_of(data.dtype) == 0) {
-    refuse(group, call,
+    reject(group, call,
            fmt::format("{} has element type {}, which does not exist; use a DType, as DType::f32",
                        parameter, static_cast<int>(data.dtype)));
   }
   if (data.data == nullptr) {
-    refuse(group, call, fmt::format("{} is null but has {} elements", parameter, data.count));
+    reject(group, call, fmt::format("{} is null but has {} elements", parameter, data.count));
   }
-  refuse(group, call,
+  reject(group, call,
          fmt::format("{} has {} elements, more than fit in memory", parameter, data.count));
 }
 
@@ -86,21 +86,21 @@ void check_pair(const GroupState& group, const Call& call, const ConstElements& 
   check_memory(group, call, in, "in");
   check_memory(group, call, out, "out");
   if (in.dtype != out.dtype) {
-    refuse(group, call,
+    reject(group, call,
            fmt::format("in holds {}, out {}; both must have the same type", name_of(in.dtype),
                        name_of(out.dtype)));
   }
   const auto* a = static_cast<const std::byte*>(in.data);
   const auto* b = static_cast<const std::byte*>(out.data);
   if (in.count > 0 && out.count > 0 && a < b + out.n_bytes() && b < a + in.n_bytes()) {
-    refuse(group, call, "in and out overlap; use separate buffers");
+    reject(group, call, "in and out overlap; use separate buffers");
   }
 }
 
 void check_count(const GroupState& group, const Call& call, std::string_view parameter,
                  std::size_t got, std::size_t expected) {
   if (got != expected) {
-    refuse(group, call,
+    reject(group, call,
            fmt::format("{} has {} elements, expected {} ({} ranks)", parameter, got, expected,
                        group.size()));
   }
@@ -108,13 +108,13 @@ void check_count(const GroupState& group, const Call& call, std::string_view par
 
 void check_counts(const GroupState& group, const Call& call, std::size_t in_count) {
   if (call.counts.size() != static_cast<std::size_t>(group.size())) {
-    refuse(group, call,
+    reject(group, call,
            fmt::format("counts has {} entries, expected one for each of the {} ranks",
                        call.counts.size(), group.size()));
   }
   const std::size_t mine = call.counts[static_cast<std::size_t>(group.rank())];
   if (mine != in_count) {
-    refuse(group, call,
+    reject(group, call,
            fmt::format("counts has {} elements for this rank, in has {}", mine, in_count));
   }
 }
@@ -122,7 +122,7 @@ void check_counts(const GroupState& group, const Call& call, std::size_t in_coun
 void check_peer(const GroupState& group, const Call& call, std::string_view parameter) {
   check_rank(group, call, parameter);
   if (call.root == group.rank()) {
-    refuse(group, call,
+    reject(group, call,
            fmt::format("{} is this rank itself ({}); the peer must be another rank", parameter,
                        call.root));
   }
@@ -238,7 +238,7 @@ Call all_to_all_call(GroupState& group, const ConstElements& in, const Elements&
                   .where = where};
   check_pair(group, call, in, out);
   if (in.count % n != 0) {
-    refuse(group, call,
+    reject(group, call,
            fmt::format("in has {} elements, which cannot be divided equally among {} ranks",
                        in.count, n));
   }
@@ -324,7 +324,7 @@ Check Group::check() const noexcept { return state_->check(); }
 Group Group::split(int color, int key, Where where) const {
   Call call{.op = Op::split, .where = where};
   if (color < 0) {
-    refuse(*state_, call,
+    reject(*state_, call,
            fmt::format("color is {}; colors are 0 or more. For a group of one rank, give it a "
                        "color that no other rank has",
                        color));

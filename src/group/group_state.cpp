@@ -20,14 +20,14 @@ class RetiredEngine final : public Engine {
   std::string_view name() const noexcept override { return name_; }
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
-  void run(const Call& call) override { refuse(call); }
-  std::unique_ptr<Engine> split(const Call& call, int, int) override { refuse(call); }
-  std::unique_ptr<SharedMemory> allocate(const Call& call) override { refuse(call); }
+  void run(const Call& call) override { reject(call); }
+  std::unique_ptr<Engine> split(const Call& call, int, int) override { reject(call); }
+  std::unique_ptr<SharedMemory> allocate(const Call& call) override { reject(call); }
   void abandon(std::string_view) noexcept override {}
   void leave(std::string_view) noexcept override {}
 
  private:
-  [[noreturn]] void refuse(const Call& call) const {
+  [[noreturn]] void reject(const Call& call) const {
     throw UsageError(context_of(call, rank_),
                      "this rank has left the world, because the program is ending (main returned, "
                      "or exit was called); communicate before that");

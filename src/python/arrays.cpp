@@ -48,7 +48,7 @@ static_assert(sizeof(Shape) == (1 + kMostDimensions) * sizeof(std::int64_t));
 Shape shape_of(const nb::tuple& extents, const Call& call) {
   Shape shape;
   if (extents.size() > kMostDimensions) {
-    call.refuse(fmt::format("data has {} dimensions; it may have up to {}", extents.size(),
+    call.reject(fmt::format("data has {} dimensions; it may have up to {}", extents.size(),
                             kMostDimensions));
   }
   for (const nb::handle extent : extents) {
@@ -66,7 +66,7 @@ nb::object gather(const char* operation, nb::handle data, const nb::tuple& exten
   const Data in(data, Access::read, call);
   const int n_ranks = call.group().size();
   if (!to_all && (dst < 0 || dst >= n_ranks)) {
-    call.refuse(fmt::format("dst is {}; the group's ranks are 0 to {}", dst, n_ranks - 1));
+    call.reject(fmt::format("dst is {}; the group's ranks are 0 to {}", dst, n_ranks - 1));
   }
   const detail::TimeLeft time_left = call.timeout();
   const Shape own = shape_of(extents, call);

@@ -30,7 +30,7 @@ Call::Call(const char* operation, const Group* group, nb::handle timeout, Timeou
                    ? default_timeout
                    : Timeout(seconds_of(timeout, {.operation = operation, .where = where_}))) {}
 
-void Call::refuse(const std::string& text) const {
+void Call::reject(const std::string& text) const {
   throw UsageError(
       {.operation = operation_, .group = group_.name(), .rank = group_.rank(), .where = where_},
       text);
@@ -38,7 +38,7 @@ void Call::refuse(const std::string& text) const {
 
 ReduceOp Call::parse_op(nb::handle op) const {
   if (!nb::isinstance<nb::str>(op)) {
-    refuse(fmt::format("op is {}; it takes a name, as \"sum\"", nb::repr(op).c_str()));
+    reject(fmt::format("op is {}; it takes a name, as \"sum\"", nb::repr(op).c_str()));
   }
   // The usual spellings without the copies that the others take.
   const std::string_view name = nb::borrow<nb::str>(op).c_str();
@@ -48,7 +48,7 @@ ReduceOp Call::parse_op(nb::handle op) const {
   try {
     return parse_reduce_op(name);
   } catch (const UsageError& error) {
-    refuse(error.text());
+    reject(error.text());
   }
 }
 

@@ -23,7 +23,7 @@ class Call {
   const Group& group() const { return group_; }
   Timeout timeout() const { return timeout_; }
   std::source_location where() const { return where_; }
-  [[noreturn]] void refuse(const std::string& text) const;  // UsageError
+  [[noreturn]] void reject(const std::string& text) const;  // UsageError
   ReduceOp parse_op(nanobind::handle op) const;
 
   /// Runs f without the GIL; Ctrl-C ends it.

@@ -81,12 +81,12 @@ std::string described(const char* parameter, nb::handle object) {
 }
 
 [[noreturn]] void refuse_dtype(const Call& call, const std::string& name, std::string_view dtype) {
-  call.refuse(fmt::format("{} has elements of type {}; it takes {}, in native byte order", name,
+  call.reject(fmt::format("{} has elements of type {}; it takes {}, in native byte order", name,
                           dtype, kTypes));
 }
 
 [[noreturn]] void refuse_layout(const Call& call, const std::string& name) {
-  call.refuse(
+  call.reject(
       fmt::format("{} is not C-contiguous: its elements do not lie one behind the other in "
                   "row order. Pass a contiguous copy (numpy.ascontiguousarray(x), "
                   "x.contiguous()), and copy the result back where one is written",
@@ -101,7 +101,7 @@ Data::Data(nb::handle object, Access access, const Call& call, const char* param
   } else if (nb::hasattr(object, "__dlpack__")) {
     take_tensor(object, access, call, parameter);
   } else {
-    call.refuse(
+    call.reject(
         fmt::format("{} has neither the buffer protocol nor DLPack: pass a numpy array or a "
                     "tensor; for other objects use all_gather_object, gather_object or "
                     "broadcast_object_list",
@@ -113,7 +113,7 @@ void Data::take_buffer(nb::handle object, Access access, const Call& call, const
   Py_buffer& view = buffer_.view;
   if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
     const std::string text = text_of_current_error();
-    call.refuse(fmt::format("{} gives no buffer: {}", described(parameter, object), text));
+    call.reject(fmt::format("{} gives no buffer: {}", described(parameter, object), text));
   }
   const auto n_bytes = static_cast<std::size_t>(view.itemsize);
   const std::string_view format = view.format == nullptr ? "B" : view.format;
@@ -121,7 +121,7 @@ void Data::take_buffer(nb::handle object, Access access, const Call& call, const
   if (!dtype)
     refuse_dtype(call, described(parameter, object), fmt::format("'{}' (struct module)", format));
   if (access == Access::write && view.readonly != 0) {
-    call.refuse(fmt::format("{} is read-only, and the result is written to it",
+    call.reject(fmt::format("{} is read-only, and the result is written to it",
                             described(parameter, object)));
   }
   if (PyBuffer_IsContiguous(&view, 'C') == 0) refuse_layout(call, described(parameter, object));
@@ -132,7 +132,7 @@ void Data::take_buffer(nb::handle object, Access access, const Call& call, const
 void Data::take_tensor(nb::handle object, Access access, const Call& call, const char* parameter) {
   const auto take = [&](auto& tensor) {
     if (!nb::try_cast(object, tensor) || tensor.device_type() != nb::device::cpu::value) {
-      call.refuse(
+      call.reject(
           fmt::format("{} is no tensor in memory of the CPU that may be {}: pass x.cpu(), "
                       "or x.detach() if it requires a gradient",
                       described(parameter, object), access == Access::write ? "written" : "read"));

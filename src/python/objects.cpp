@@ -71,7 +71,7 @@ nb::object gather_objects(const char* operation, detail::ObjectOp op, const nb::
   const bool to_all = op == detail::ObjectOp::all_gather_object;
   const detail::ObjectCall objects = object_call(call, op, to_all ? -1 : dst);
   if (!to_all && (dst < 0 || dst >= call.group().size())) {
-    call.refuse(
+    call.reject(
         fmt::format("dst is {}; the group's ranks are 0 to {}", dst, call.group().size() - 1));
   }
   const auto messages =
@@ -170,13 +170,13 @@ void read_value(const Call& call, Value& value) {
   const nb::handle object = value.object;
   const std::string parameter = fmt::format("data['{}']", value.key);
   if (nb::isinstance<nb::bool_>(object)) {
-    call.refuse(fmt::format("{} is a bool; to count, use int(x)", parameter));
+    call.reject(fmt::format("{} is a bool; to count, use int(x)", parameter));
   }
   if (nb::isinstance<nb::float_>(object)) {
     value.real = nb::cast<double>(object);
   } else if (nb::isinstance<nb::int_>(object)) {
     if (!nb::try_cast(object, value.integer)) {
-      call.refuse(fmt::format("{} does not fit 64 bits", parameter));
+      call.reject(fmt::format("{} does not fit 64 bits", parameter));
     }
   } else {
     value.array.emplace(object, Access::write, call, parameter.c_str());
@@ -189,7 +189,7 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
   std::deque<Value> values;  // a Data does not move
   for (const auto [key, object] : data) {
     if (!nb::isinstance<nb::str>(key)) {
-      call.refuse(fmt::format("the key {} of data is no str", nb::repr(key).c_str()));
+      call.reject(fmt::format("the key {} of data is no str", nb::repr(key).c_str()));
     }
     auto& value = values.emplace_back();
     value.key = nb::str(key).c_str();

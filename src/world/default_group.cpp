@@ -13,7 +13,7 @@ namespace {
 /// The group of the innermost GroupScope on this thread.
 constinit thread_local const Group* scoped = nullptr;
 
-[[noreturn]] void refuse(const char* operation, const std::string& text,
+[[noreturn]] void reject(const char* operation, const std::string& text,
                          std::source_location where) {
   throw UsageError({.operation = operation, .where = where}, text);
 }
@@ -24,7 +24,7 @@ void check_alone(const char* operation, std::source_location where) {
   if (internal::was_initialised() || internal::has_thread_left()) return;
   const std::string world = internal::describe_world();
   if (world.empty()) return;
-  refuse(operation,
+  reject(operation,
          fmt::format("this process never called init_dist, but its environment describes a world: "
                      "{}. Call init_dist first; if this process is to run alone, call "
                      "init_dist({{.launcher = Launcher::none}})",
@@ -65,7 +65,7 @@ const Group& default_group(std::source_location where) {
   if (scoped != nullptr) return *scoped;
   if (const auto* session = internal::session()) return session->world_group();
   if (is_beside_rank_threads()) {
-    refuse("default_group",
+    reject("default_group",
            "this thread is not a rank of run_ranks, and the rank it works for is unknown; pass it "
            "the rank's group, with GroupScope scope(group) at the start of this thread or as the "
            "last argument of each call",
@@ -77,7 +77,7 @@ const Group& default_group(std::source_location where) {
 const Group& local_group(std::source_location where) {
   if (const auto* session = internal::session()) return session->local_group();
   if (is_beside_rank_threads()) {
-    refuse("local_group",
+    reject("local_group",
            "this thread is not a rank of run_ranks, and the rank it works for is unknown; copy "
            "local_group() on the rank's own thread and pass this thread the copy",
            where);

@@ -20,7 +20,7 @@ namespace {
 std::optional<std::string> folder(const char* name) {
   auto path = variable(name);
   if (path && ::access(path->c_str(), W_OK | X_OK) != 0) {
-    internal::refuse(fmt::format("{} is '{}': {}; it takes an existing folder to write to", name,
+    internal::reject(fmt::format("{} is '{}': {}; it takes an existing folder to write to", name,
                                  *path, std::strerror(errno)));
   }
   return path;
@@ -30,7 +30,7 @@ Check parse_check(const std::string& text) {
   for (const Check check : {Check::off, Check::light, Check::full}) {
     if (text == internal::name_of(check)) return check;
   }
-  internal::refuse(fmt::format("LOCKSTEP_CHECK is '{}'; it takes off, light or full", text));
+  internal::reject(fmt::format("LOCKSTEP_CHECK is '{}'; it takes off, light or full", text));
 }
 
 }  // namespace
@@ -45,7 +45,7 @@ Env Env::read() {
   env.record_dir = folder("LOCKSTEP_RECORD_DIR");
   env.trace_dir = folder("LOCKSTEP_TRACE");
   if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
-    internal::refuse(
+    internal::reject(
         fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));
   }
   if (const auto text = variable("LOCKSTEP_CHECK")) env.check = parse_check(*text);
@@ -60,7 +60,7 @@ Env Env::read() {
     constexpr double kLongest = 3e9;  // a century
     if (parsed.ec != std::errc() || parsed.ptr != end || !std::isfinite(seconds) || seconds <= 0 ||
         seconds > kLongest) {
-      internal::refuse(
+      internal::reject(
           fmt::format("LOCKSTEP_TIMEOUT is '{}'; it takes the seconds one operation may last, "
                       "as 30 or 0.5",
                       *text));

@@ -23,7 +23,7 @@ using internal::first_set;
 using internal::kMostRanks;
 using internal::Number;
 using internal::number;
-using internal::refuse;
+using internal::reject;
 using internal::variable;
 
 /// The names of a launcher's four variables.
@@ -45,7 +45,7 @@ constexpr Names kHydra = {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "M
 
 void check_below(const Number& rank, const Number& size, std::string_view what) {
   if (rank.value >= size.value) {
-    refuse(fmt::format("{} is {}, but {} is {}: {} are 0 to {}", rank.name, rank.value, size.name,
+    reject(fmt::format("{} is {}, but {} is {}: {} are 0 to {}", rank.name, rank.value, size.name,
                        size.value, what, size.value - 1));
   }
 }
@@ -55,7 +55,7 @@ internal::World make_world(const Number& rank, const Number& size, const Number&
   check_below(rank, size, "ranks");
   check_below(local_rank, local_size, "local ranks");
   if (local_size.value > size.value) {
-    refuse(fmt::format("{} is {}, but {} is {}: a host cannot have more ranks than the world",
+    reject(fmt::format("{} is {}, but {} is {}: a host cannot have more ranks than the world",
                        local_size.name, local_size.value, size.name, size.value));
   }
   internal::World world;
@@ -115,18 +115,18 @@ internal::World read_slurm() {
   const Number node = number("Slurm", {"SLURM_NODEID"}, 0, kMostRanks);
   const char* const name = first_set({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
   if (name == nullptr) {
-    refuse("SLURM_STEP_TASKS_PER_NODE is not set, though the environment is Slurm's");
+    reject("SLURM_STEP_TASKS_PER_NODE is not set, though the environment is Slurm's");
   }
   const std::string text = *variable(name);
   const std::vector<int> tasks = internal::slurm_tasks_per_node(name, text);
   const int total = std::accumulate(tasks.begin(), tasks.end(), 0);
   if (total != size.value) {
-    refuse(fmt::format("{} is {}, which makes {} tasks, but {} is {}", name, text, total, size.name,
+    reject(fmt::format("{} is {}, which makes {} tasks, but {} is {}", name, text, total, size.name,
                        size.value));
   }
   const int n_nodes = static_cast<int>(tasks.size());
   if (node.value >= n_nodes) {
-    refuse(fmt::format("SLURM_NODEID is {}, but {} is {}: nodes are 0 to {}", node.value, name,
+    reject(fmt::format("SLURM_NODEID is {}, but {} is {}: nodes are 0 to {}", node.value, name,
                        text, n_nodes - 1));
   }
   const std::string here = fmt::format("{}={} at SLURM_NODEID={}", name, text, node.value);
@@ -158,7 +158,7 @@ internal::World read_mpi() {
   }
   if (!kHydra.any_set()) {
     if (const auto rank = variable("PMIX_RANK")) {
-      refuse(
+      reject(
           fmt::format("PMIX_RANK is {}, but PMIx has no variable for the size of the world: start "
                       "the program by mpirun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK and "
                       "LOCAL_WORLD_SIZE",
@@ -176,7 +176,7 @@ void check_leftovers_under_mpi(const char* size_name) {
   const auto left = variable("WORLD_SIZE");
   const auto size = variable(size_name);
   if (!left || !size || *left == *size) return;
-  refuse(
+  reject(
       fmt::format("{} is {}, but WORLD_SIZE is {}: the variables of two launchers, mpirun's and "
                   "torchrun's. Unset those of the one that did not start this rank (RANK, "
                   "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE for torchrun), or choose by "
@@ -191,7 +191,7 @@ void check_leftovers_under_slurm() {
   const Number size = slurm_size();
   const Number left = number("torchrun", {"WORLD_SIZE"}, 1, kMostRanks);
   if (left.value >= size.value) return;
-  refuse(
+  reject(
       fmt::format("{} is {}, but WORLD_SIZE is {}: the variables of two launchers, srun's and "
                   "torchrun's. Unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE before "
                   "srun, or choose by InitOptions::launcher",

@@ -28,7 +28,7 @@ bool take(std::string_view& text, std::string_view part) {
 
 std::vector<int> slurm_tasks_per_node(const char* name, std::string_view text) {
   const auto is_wrong = [&]() {
-    refuse(fmt::format("{} is '{}'; Slurm writes the tasks per node as in 4(x2),1", name, text));
+    reject(fmt::format("{} is '{}'; Slurm writes the tasks per node as in 4(x2),1", name, text));
   };
   std::vector<int> tasks;
   int total = 0;

@@ -21,13 +21,13 @@ const char* first_set(std::initializer_list<const char*> names) {
   return nullptr;
 }
 
-void refuse(const std::string& text) { throw UsageError({.operation = "init_dist"}, text); }
+void reject(const std::string& text) { throw UsageError({.operation = "init_dist"}, text); }
 
 Number number(std::string_view launcher, std::initializer_list<const char*> names, int low,
               int high) {
   const char* const name = first_set(names);
   if (name == nullptr) {
-    refuse(
+    reject(
         fmt::format("{} is not set, though the environment is {}'s; set it, or unset the other "
                     "variables of {}",
                     *names.begin(), launcher, launcher));
@@ -37,10 +37,10 @@ Number number(std::string_view launcher, std::initializer_list<const char*> name
   const char* const end = text.data() + text.size();
   const auto parsed = std::from_chars(text.data(), end, value);
   if (parsed.ec != std::errc() || parsed.ptr != end) {
-    refuse(fmt::format("{} is '{}', not a whole number", name, text));
+    reject(fmt::format("{} is '{}', not a whole number", name, text));
   }
   if (value < low || value > high) {
-    refuse(fmt::format("{} is {}; it must be from {} to {}", name, value, low, high));
+    reject(fmt::format("{} is {}; it must be from {} to {}", name, value, low, high));
   }
   return {name, value};
 }

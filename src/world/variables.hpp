@@ -14,7 +14,7 @@ std::optional<std::string> variable(const char* name);
 const char* first_set(std::initializer_list<const char*> names);
 
 /// Throws a UsageError from init_dist.
-[[noreturn]] void refuse(const std::string& text);
+[[noreturn]] void reject(const std::string& text);
 
 /// A number and the variable that gave it.
 struct Number {

@@ -63,21 +63,21 @@ void refuse_create_graph(const Layer& layer) {
 
 void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
                       const Tensor& bias, const BatchNormSettings& settings) {
-  const auto refuse = [&settings](const std::string& text) {
+  const auto reject = [&settings](const std::string& text) {
     throw UsageError(settings.layer.context(kForward), text);
   };
   if (!(input.is_cpu() || input.is_cuda()) || input.layout() != at::kStrided) {
-    refuse(fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there with to()",
+    reject(fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there with to()",
                        input.toString()));
   }
   if (!input.is_floating_point()) {
-    refuse(
+    reject(
         fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: convert "
                     "it with to()",
                     c10::toString(input.scalar_type())));
   }
   if (input.size(1) != num_features) {
-    refuse(fmt::format("expected {} channels, got input size {}", num_features,
+    reject(fmt::format("expected {} channels, got input size {}", num_features,
                        c10::str(input.sizes())));
   }
   check_state("weight", weight, input, num_features, settings.layer);

@@ -66,7 +66,7 @@ Tuning measured_for(int n_ranks, const base::CpuModel& cpu) {
 
 TuningOverrides parse_tuning(const std::optional<std::string>& text) {
   TuningOverrides tuning;
-  const auto refuse = [&](std::string_view item) {
+  const auto reject = [&](std::string_view item) {
     throw UsageError({.operation = "init_dist"},
                      fmt::format("LOCKSTEP_TUNE has '{}'; it takes flat=BYTES, chunk=BYTES (4096 "
                                  "and more) and inplace=BYTES, with commas between "
@@ -82,7 +82,7 @@ TuningOverrides parse_tuning(const std::optional<std::string>& text) {
     const std::string_view value = item.substr(std::min(equals + 1, item.size()));
     std::uint64_t n_bytes = 0;
     const auto parsed = std::from_chars(value.data(), value.data() + value.size(), n_bytes);
-    if (parsed.ec != std::errc() || parsed.ptr != value.data() + value.size()) refuse(item);
+    if (parsed.ec != std::errc() || parsed.ptr != value.data() + value.size()) reject(item);
     if (name == "flat") {
       tuning.flat_bytes = n_bytes;
     } else if (name == "chunk" && n_bytes >= 4096) {
@@ -90,7 +90,7 @@ TuningOverrides parse_tuning(const std::optional<std::string>& text) {
     } else if (name == "inplace") {
       tuning.in_place_bytes = n_bytes;
     } else {
-      refuse(item);
+      reject(item);
     }
   }
   return tuning;
