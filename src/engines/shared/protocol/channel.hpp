@@ -162,6 +162,8 @@ class Channel {
   // channel_wait.cpp
   template <class Ready>
   void wait(const Call& call, int awaited, const Ready& ready);
+  /// Lets other threads run, for a short time. Returns whether the condition holds.
+  static bool yield_until(Condition ready);
   void wait_asleep(const Call& call, int awaited, Condition ready);
   void sleep(Condition ready, std::chrono::nanoseconds at_most);
   void check_peer_liveness(const Call& call, int awaited, Condition ready, unsigned round);
@@ -221,14 +223,12 @@ void Channel::wait(const Call& call, int awaited, const Ready& ready) {
   // With a core for each rank the peers are running now, and a poll costs less than a sleep.
   // If oversubscribed, every poll keeps the awaited rank from running.
   constexpr int kPolls = 4000;
-  constexpr int kYields = 100;
-  const int n_polls = is_oversubscribed_ ? kYields : kPolls;
-  for (int i = 0; i < n_polls; ++i) {
-    if (ready()) return;
-    if (is_oversubscribed_) {
-      base::yield_cpu();
-    } else if (i > kPolls / 4) {
-      base::cpu_relax();
+  if (is_oversubscribed_) {
+    if (yield_until(Condition(ready))) return;
+  } else {
+    for (int i = 0; i < kPolls; ++i) {
+      if (ready()) return;
+      if (i > kPolls / 4) base::cpu_relax();
     }
   }
   wait_asleep(call, awaited, Condition(ready));

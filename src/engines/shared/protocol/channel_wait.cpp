@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 
 #include "base/membarrier.hpp"
 #include "base/ticks.hpp"
@@ -36,6 +37,21 @@ void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
     base::futex_wait(header_->wake_counter, wake_counter, at_most, membership_->segment().scope());
   }
   header_->n_sleepers.fetch_sub(1, std::memory_order_seq_cst);  // model: deregister
+}
+
+bool Channel::yield_until(Condition ready) {
+  // Beside busy programs a yield takes milliseconds, so the time is limited too.
+  constexpr int kYields = 100, kYieldsPerClock = 8;
+  std::optional<steady_clock::time_point> end;
+  for (int i = 1; i <= kYields; ++i) {
+    if (ready()) return true;
+    base::yield_cpu();
+    if (i % kYieldsPerClock != 0) continue;
+    const auto now = steady_clock::now();
+    if (!end) end = now + kPatience;
+    if (now >= *end) break;
+  }
+  return false;
 }
 
 void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
