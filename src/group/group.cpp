@@ -270,6 +270,12 @@ Call recv_call(GroupState& group, const Elements& data, int src, std::source_loc
   return call;
 }
 
+static Call allocate_call(GroupState& group, std::size_t n_bytes, std::source_location where) {
+  const Call call{.op = Op::allocate, .dtype = DType::u8, .count = n_bytes, .where = where};
+  check_memory(group, call, {.data = &group, .count = n_bytes}, "the buffer");
+  return call;
+}
+
 /// Every blocking call, from top to bottom, after the checks of its arguments.
 template <class Use>
 void GroupState::run(Call&& call, Deadline deadline, Use use) {
@@ -322,17 +328,15 @@ std::chrono::milliseconds Group::timeout() const noexcept { return state_->timeo
 Check Group::check() const noexcept { return state_->check(); }
 
 Group Group::split(int color, int key, Where where) const {
-  Call call{.op = Op::split, .where = where};
   if (color < 0) {
-    reject(*state_, call,
+    reject(*state_, {.op = Op::split, .where = where},
            fmt::format("color is {}; colors are 0 or more. For a group of one rank, give it a "
                        "color that no other rank has",
                        color));
   }
   std::unique_ptr<Engine> engine;
-  state_->run(std::move(call), {}, [&](Engine& parent, const Call& numbered) {
-    engine = parent.split(numbered, color, key);
-  });
+  state_->run({.op = Op::split, .where = where}, {},
+              [&](Engine& parent, const Call& call) { engine = parent.split(call, color, key); });
   auto child = std::make_shared<GroupState>(
       std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
       state_->timeout(), state_->recorder(), state_->check());
@@ -343,11 +347,9 @@ Group Group::split(int color, int key, Where where) const {
 Group Group::duplicate(Where where) const { return split(/*color=*/0, /*key=*/0, where); }
 
 SharedBuffer Group::allocate(std::size_t n_bytes, Where where) const {
-  Call call{.op = Op::allocate, .dtype = DType::u8, .count = n_bytes, .where = where};
-  check_memory(*state_, call, {.data = this, .count = n_bytes}, "the buffer");
   std::shared_ptr<SharedMemory> memory;
-  state_->run(std::move(call), {},
-              [&](Engine& engine, const Call& numbered) { memory = engine.allocate(numbered); });
+  state_->run(allocate_call(*state_, n_bytes, where), {},
+              [&](Engine& engine, const Call& call) { memory = engine.allocate(call); });
   return {std::move(memory), n_bytes};
 }
 

@@ -2,7 +2,6 @@
 
 #include <lockstep/group.hpp>
 #include <memory>
-#include <utility>
 
 #include "group/calls.hpp"
 #include "group/work.hpp"
@@ -13,9 +12,8 @@ using internal::GroupState;
 
 namespace {
 
-Work post(const std::shared_ptr<GroupState>& group, Call&& call, Deadline deadline) {
-  return Work(
-      std::make_shared<internal::WorkHandle>(group, group->post(std::move(call), deadline)));
+Work post(const std::shared_ptr<GroupState>& group, const Call& call, Deadline deadline) {
+  return Work(std::make_shared<internal::WorkHandle>(group, group->post(call, deadline)));
 }
 
 }  // namespace

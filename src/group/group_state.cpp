@@ -121,7 +121,7 @@ void GroupState::retire() noexcept {
   if (is_busy_.exchange(true, std::memory_order_acquire)) return;
   has_worker_.store(false, std::memory_order_relaxed);
   worker_.reset();  // its calls have a timeout
-  track_ = Track(nullptr, name_, rank_, size_, /*engine_tells=*/false);
+  track_ = Track(nullptr, name_, rank_, size_, /*engine_reports=*/false);
   engine_ = std::make_unique<RetiredEngine>(std::string(engine_->name()), rank_, size_);
   is_busy_.store(false, std::memory_order_release);
 }
@@ -132,7 +132,8 @@ void GroupState::throw_held(const Call& call) const {
                    "ranks wait and cannot participate; call it before or after");
 }
 
-std::shared_ptr<WorkState> GroupState::post(Call&& call, Deadline deadline) {
+std::shared_ptr<WorkState> GroupState::post(const Call& checked, Deadline deadline) {
+  Call call = checked;
   call.group = name_;
   call.check = check_;
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
@@ -150,7 +151,7 @@ std::shared_ptr<WorkState> GroupState::post(Call&& call, Deadline deadline) {
       has_worker_.store(true, std::memory_order_release);
     }
   }
-  return worker_->post([this, call = Call(call)]() mutable {
+  return worker_->post([this, call]() mutable {
     if (is_dead_.load(std::memory_order_acquire)) throw_death();
     track_.begin(call);
     try {

@@ -39,7 +39,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   template <class Use = std::nullptr_t>
   void run(Call&& call, Deadline deadline, Use use = nullptr);
   /// The same on the worker thread.
-  std::shared_ptr<WorkState> post(Call&& call, Deadline deadline);
+  std::shared_ptr<WorkState> post(const Call& checked, Deadline deadline);
 
   /// Until release(), calls on this group throw UsageError: this rank runs a function for which the
   /// other ranks wait. Waits for pending calls and throws as a call would.
