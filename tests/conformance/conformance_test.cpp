@@ -54,6 +54,7 @@ std::vector<Setting> local_settings() {
   std::erase_if(all, [](const Setting& setting) { return setting.form == Form::launched; });
   return all;
 }
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LocalConformance);
 INSTANTIATE_TEST_SUITE_P(Engines, LocalConformance, ::testing::ValuesIn(local_settings()),
                          [](const auto& setting) { return name_of(setting.param); });
 
