@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "engines/message/header.hpp"
+#include "engines/message/message_channel.hpp"
 #include "group/check.hpp"
 #include "kernels/reduce.hpp"
 
@@ -428,8 +429,9 @@ std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int ke
 
 }  // namespace
 
-std::unique_ptr<Engine> make(std::string name, std::unique_ptr<Channel> channel) {
-  return std::make_unique<MessageEngine>(std::move(name), std::move(channel));
+std::unique_ptr<Engine> make(std::string name, std::unique_ptr<Transport> transport) {
+  return std::make_unique<MessageEngine>(std::move(name),
+                                         std::make_unique<Channel>(std::move(transport)));
 }
 
 }  // namespace lockstep::message

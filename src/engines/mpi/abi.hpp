@@ -42,13 +42,15 @@ struct LockstepMpi {
   /// Ends an exchange. Cancels pending receives and waits, for about a second at most, for the
   /// buffers that MPI still reads or writes.
   void (*finish)(void* exchange);
-  /// Sends a control message of n_bytes to a rank, which receives it with hear(), in any order.
-  int (*tell)(void* communicator, int rank, const void* note, std::size_t n_bytes);
-  int (*hear)(void* communicator, void* note, std::size_t n_bytes, std::int32_t* has_come);
+  /// Sends a control message of n_bytes to a rank, which receives it with poll_control(), in any
+  /// order.
+  int (*send_control)(void* communicator, int rank, const void* message, std::size_t n_bytes);
+  int (*poll_control)(void* communicator, void* message, std::size_t n_bytes,
+                      std::int32_t* has_come);
 };
 
 }  // extern "C"
 
-inline constexpr std::uint32_t kLockstepMpiVersion = 4;
+inline constexpr std::uint32_t kLockstepMpiVersion = 5;
 /// The module's one symbol: const LockstepMpi* lockstep_mpi().
 inline constexpr const char* kLockstepMpiSymbol = "lockstep_mpi";

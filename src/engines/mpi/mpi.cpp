@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <time.h>
 
 #include <algorithm>
@@ -13,10 +12,7 @@
 #include <cstring>
 #include <filesystem>
 #include <lockstep/error.hpp>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <new>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -35,27 +31,25 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 using message::Message;
-using std::chrono::milliseconds;
 
 using internal::Failure;
 using Kind = Failure::Kind;
 
-/// A failure as a control message, which ends the peers' waits.
-struct Note {
+/// A control message as MPI transfers it.
+struct ControlBytes {
   Kind kind;
-  std::int32_t culprit;  ///< in that communicator
-  std::array<char, 3960> text;
+  std::int32_t culprit;
+  std::int32_t is_departure;
+  std::array<char, 3956> text;
 };
 /// Open MPI sends a longer message on one host by rendezvous (its eager limit is 4,096 bytes with
 /// headers): the receiver would wait until the sender calls MPI again.
-static_assert(sizeof(Note) <= 4096 - 128);
+static_assert(sizeof(ControlBytes) <= 4096 - 128);
 
-/// How long messages that a rank sent before it left may still be in transit.
-constexpr milliseconds kPatience{500};
 /// Most exchanges complete within this many tests; for the others a clock read costs little.
 constexpr std::size_t kTestsPerClock = 8;
-/// Polls per rank: for the messages of a call and the control messages.
-constexpr std::size_t kLooksForNotices = 4;
+/// Per rank: for the messages of a call and the control messages.
+constexpr int kPollsBeforeExchange = 4;
 /// For one host, so that a piece is still in the cache when it is reduced. Of 64 KiB to 1 MiB the
 /// fastest for 1 MiB between two ranks, with Open MPI and with MPICH.
 constexpr std::size_t kPieceBytes = 256 << 10;
@@ -66,299 +60,152 @@ std::string text_of(const LockstepMpi& mpi, int code) {
   return fmt::format("{}: {} (error {})", mpi.library(), text.data(), code);
 }
 
-/// The ranks that left, with their control messages. Shared by all channels of a world, because
-/// these messages are sent on the world's communicator.
-class Departures {
- public:
-  Departures(const LockstepMpi& mpi, void* world) : mpi_(mpi), world_(world) {}
-  void listen() {
-    const std::lock_guard lock(mutex_);
-    Note note{};
-    for (std::int32_t has_come = 1; has_come != 0;) {
-      if (mpi_.hear(world_, &note, sizeof note, &has_come) != 0) return;
-      if (has_come == 0) return;
-      const bool has_left = note.kind == Kind::peer_left || note.kind == Kind::peer_failed;
-      if (has_left && note.culprit != Failure::kNoCulprit) {
-        gone_.emplace(note.culprit, note);
-      }
-      if (note.kind != Kind::peer_left) verdict_ = note;
-    }
-  }
-  std::optional<Note> of(int world_rank) {
-    const std::lock_guard lock(mutex_);
-    const auto found = gone_.find(world_rank);
-    return found == gone_.end() ? std::nullopt : std::optional(found->second);
-  }
-  /// Why the world's channel is dead.
-  std::optional<Note> verdict() {
-    const std::lock_guard lock(mutex_);
-    return verdict_;
-  }
-  void* world() const { return world_; }
-
- private:
-  const LockstepMpi& mpi_;
-  void* world_;
-  std::mutex mutex_;
-  std::map<int, Note> gone_;
-  std::optional<Note> verdict_;
+struct Hosts {
+  bool are_oversubscribed;  ///< the ranks of this host exceed its cores
+  bool are_one;             ///< all ranks of the world are on one host
 };
 
 /// The ranks of one Group on a separate communicator.
-class Channel final : public message::Channel {
+class Transport final : public message::Transport {
  public:
-  /// `members`: ranks of the world. `is_oversubscribed`: ranks of a host exceed its cores.
-  Channel(const LockstepMpi& mpi, void* communicator, bool is_oversubscribed, bool is_one_host,
-          std::vector<int> members, int rank, std::shared_ptr<Departures> departures)
-      : mpi_(mpi),
-        communicator_(communicator),
-        is_oversubscribed_(is_oversubscribed),
-        is_one_host_(is_one_host),
-        members_(std::move(members)),
-        rank_(rank),
-        departures_(std::move(departures)) {}
-  ~Channel() override { mpi_.release(communicator_); }
-  Channel(const Channel&) = delete;
-  Channel& operator=(const Channel&) = delete;
+  Transport(const LockstepMpi& mpi, void* communicator, Hosts hosts, int rank, int size)
+      : mpi_(mpi), communicator_(communicator), hosts_(hosts), rank_(rank), size_(size) {}
+  ~Transport() override { mpi_.release(communicator_); }
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
 
   int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return static_cast<int>(members_.size()); }
+  int size() const noexcept override { return size_; }
 
-  void exchange(std::span<const Message> messages, const Call& call,
-                message::Limit& limit) override;
-  std::size_t piece_bytes() const noexcept override {
-    return is_one_host_ ? kPieceBytes : message::Channel::piece_bytes();
+  void start(std::span<const Message> messages, const Call& /*call*/) override {
+    n_messages_ = messages.size();
+    check(mpi_.begin(communicator_, messages.data(), messages.size(), &exchange_));
   }
+  bool test() override {
+    n_tests_ = 0;
+    return test(kTestsPerClock);
+  }
+  State wait(Clock::time_point deadline) override;
+  std::vector<int> awaited() override {
+    std::vector<int> ranks(n_messages_);
+    std::size_t n = 0;
+    check(mpi_.awaited(exchange_, ranks.data(), &n));
+    ranks.resize(n);
+    return ranks;
+  }
+  void cancel() noexcept override { mpi_.finish(exchange_); }
   void prepare(std::span<const Message> messages) override {
     // If it fails, the calls will fail too and report it.
     mpi_.prepare(communicator_, messages.data(), messages.size());
   }
+  std::size_t piece_bytes() const noexcept override {
+    return hosts_.are_one ? kPieceBytes : message::Transport::piece_bytes();
+  }
 
-  std::unique_ptr<message::Channel> split(const std::vector<int>& members, const Call& call,
-                                          message::Limit& /*limit*/) override {
+  void send_control(const message::ControlMessage& message) noexcept override;
+  std::optional<message::ControlMessage> poll_control() override;
+  int n_polls_before_exchange() noexcept override {
+    // If peers timed out on this rank, their messages have arrived, so this exchange would not wait
+    // and would miss their control messages. A coarse tick is a few milliseconds; reading is free.
+    timespec now{};
+    ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    if (std::exchange(last_tick_, now.tv_nsec) == now.tv_nsec) return 0;
+    return kPollsBeforeExchange * size_;  // each receives one or two of the pending messages
+  }
+
+  std::unique_ptr<message::Transport> split(const std::vector<int>& members,
+                                            const Exchange& /*exchange*/) override {
     // MPI waits for all ranks of the group without a timeout: all have reached this call, because
     // their headers have arrived.
     const auto mine = static_cast<int>(std::ranges::find(members, rank_) - members.begin());
     void* part = nullptr;
-    const int code = mpi_.split(communicator_, /*color=*/members.front(), /*key=*/mine, &part);
-    if (code != 0) fail_library(code, call);
-    std::vector<int> world_ranks;
-    for (const int member : members) {
-      world_ranks.push_back(members_[static_cast<std::size_t>(member)]);
-    }
-    return std::make_unique<Channel>(mpi_, part, is_oversubscribed_, is_one_host_,
-                                     std::move(world_ranks), mine, departures_);
-  }
-
-  void abandon(std::string_view reason) noexcept override {
-    {
-      const std::lock_guard lock(mutex_);
-      if (!verdict_)
-        verdict_ = note_of(Kind::peer_failed, reason, rank_);  // for a thread of this rank
-    }
-    tell(Kind::peer_failed, reason, rank_);
-  }
-
-  void end_with(const Error& error) noexcept override {
-    Note note{};
-    try {
-      const Failure failure = internal::failure_for_peers(error, rank_);
-      note = note_of(failure.kind, failure.text, failure.culprit);
-    } catch (const std::bad_alloc&) {
-      note = note_of(Kind::peer_failed, error.text(), rank_);
-    }
-    {
-      const std::lock_guard lock(mutex_);
-      if (!verdict_) verdict_ = note;
-    }
-    tell(note);
-  }
-
-  [[noreturn]] void fail_mismatch(const std::string& table, const Call& call) override {
-    tell(Kind::mismatch, table, rank_);
-    throw MismatchError(context_of(call, rank_), table);
-  }
-
-  void leave(std::string_view failure) noexcept override {
-    if (!failure.empty()) mpi_.give_up_finalize();
-    tell(failure.empty() ? Kind::peer_left : Kind::peer_failed, failure, rank_);
+    check(mpi_.split(communicator_, /*color=*/members.front(), /*key=*/mine, &part));
+    return std::make_unique<Transport>(mpi_, part, hosts_, mine, static_cast<int>(members.size()));
   }
 
  private:
-  static Note note_of(Kind kind, std::string_view text, int culprit) noexcept {
-    Note note{kind, culprit, {}};
-    text.copy(note.text.data(), note.text.size() - 1);
-    return note;
+  void check(int code) const {
+    if (code != 0) throw message::TransportError(text_of(mpi_, code));
   }
-  void tell(Kind kind, std::string_view text, int culprit) noexcept {
-    tell(note_of(kind, text, culprit));
+  bool test(std::size_t n_tests) {
+    std::int32_t is_done = 0;
+    check(mpi_.test(exchange_, n_tests, &is_done));
+    n_tests_ += n_tests;
+    return is_done != 0;
   }
-  void tell(const Note& note) noexcept;
-  void look_for_verdict(const Call& call);
-  void wait(void* exchange, const Call& call, message::Limit& limit);
-  void listen();
-  void look_for_notices(const Call& call, const std::vector<int>& awaited, Clock::time_point now);
-  std::vector<int> awaited(void* exchange, const Call& call);
-  [[noreturn]] void fail(const Note& note, const Call& call) const;
-  [[noreturn]] void fail_library(int code, const Call& call);
-  [[noreturn]] void fail_late(std::vector<int> late, const Call& call);
+  void give_up_finalize(const message::ControlMessage& message) const noexcept;
 
   const LockstepMpi& mpi_;
   void* communicator_;
-  bool is_oversubscribed_;
-  bool is_one_host_;  // all ranks of the world are on one host
-  std::vector<int> members_;
+  Hosts hosts_;
   int rank_;
-  std::shared_ptr<Departures> departures_;
-  std::mutex mutex_;
-  std::optional<Note> verdict_;
-  std::optional<Clock::time_point> departure_seen_;
-  long last_tick_ = 0;                 // of the coarse clock, at the last exchange
-  std::vector<std::int32_t> awaited_;  // buffer for the ranks of the current exchange
+  int size_;
+  void* exchange_ = nullptr;
+  std::size_t n_messages_ = 0;   // of the current exchange
+  std::uint64_t n_tests_ = 0;    // of the current exchange
+  Clock::time_point next_look_;  // at the control messages
+  long last_tick_ = 0;           // of the coarse clock, at the last exchange
 };
 
-void Channel::exchange(std::span<const Message> messages, const Call& call, message::Limit& limit) {
-  // If peers timed out on this rank, their messages have arrived, so this exchange would not wait
-  // and would miss their control messages. A coarse tick is a few milliseconds; reading is free.
-  timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-  if (std::exchange(last_tick_, now.tv_nsec) != now.tv_nsec) {
-    // Each call receives one or two of the pending messages.
-    for (std::size_t i = 0; i < kLooksForNotices * members_.size(); ++i) listen();
-    look_for_verdict(call);
-  }
-  void* handle = nullptr;
-  int code = mpi_.begin(communicator_, messages.data(), messages.size(), &handle);
-  try {
-    std::int32_t is_done = 0;
-    if (code == 0) {
-      if (call.progress != nullptr) call.progress->arrived(call);
-      code = mpi_.test(handle, kTestsPerClock, &is_done);
-    }
-    if (code != 0) fail_library(code, call);
-    if (is_done != 0) return;
-    awaited_.resize(messages.size());
-    wait(handle, call, limit);
-  } catch (...) {
-    mpi_.finish(handle);
-    throw;
-  }
-}
-
-void Channel::wait(void* exchange, const Call& call, message::Limit& limit) {
+Transport::State Transport::wait(Clock::time_point /*deadline*/) {
   // With a core for each rank the peers are running now, and a core that is yielded to another
   // program returns only when the scheduler decides. If oversubscribed, every poll keeps the
   // awaited rank from running.
-  const std::uint64_t n_polls = is_oversubscribed_ ? 500 : 20'000;
+  const std::uint64_t n_polls = hosts_.are_oversubscribed ? 500 : 20'000;
   constexpr std::uint64_t kYields = 100'000;
   // Measured in time, not in polls: if another thread wants the core, each poll may take a
   // scheduler slice, also inside MPI, which yields by itself.
-  constexpr std::chrono::microseconds kLivenessInterval{100};
-  if (call.progress != nullptr) call.progress->slept(call);  // polling counts as sleep
-  departure_seen_.reset();
-  auto next_check = Clock::now() + kLivenessInterval;
-  limit.end();  // begins now
-  for (std::uint64_t i = kTestsPerClock;;) {
-    const bool yields = i > n_polls;
-    const bool sleeps = i > n_polls + kYields;
+  constexpr std::chrono::microseconds kControlInterval{100};
+  if (n_tests_ == kTestsPerClock) next_look_ = Clock::now() + kControlInterval;
+  if (n_tests_ > n_polls + kYields) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  for (;;) {
+    const bool yields = n_tests_ > n_polls;
+    const bool sleeps = n_tests_ > n_polls + kYields;
     if (yields && !sleeps) base::yield_cpu();
-    const std::size_t n_tests = yields ? 1 : kTestsPerClock;
-    std::int32_t is_done = 0;
-    const int code = mpi_.test(exchange, n_tests, &is_done);
-    if (code != 0) fail_library(code, call);
-    if (is_done != 0) return;
-    i += n_tests;
+    if (test(yields ? 1 : kTestsPerClock)) return State::complete;
     const auto now = Clock::now();
-    if (!sleeps && now < next_check) continue;
-    next_check = now + kLivenessInterval;
-    listen();
-    look_for_notices(call, awaited(exchange, call), now);
-    if (now >= limit.end()) {
-      // The last message may have arrived since the test above.
-      if (auto late = awaited(exchange, call); !late.empty()) fail_late(std::move(late), call);
-    }
-    if (sleeps) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (!sleeps && now < next_look_) continue;
+    next_look_ = now + kControlInterval;
+    return State::pending;
   }
 }
 
-void Channel::listen() {
-  departures_->listen();
-  if (communicator_ == departures_->world()) {
-    const std::lock_guard lock(mutex_);
-    if (!verdict_) verdict_ = departures_->verdict();
-    return;
-  }
-  Note note{};
-  std::int32_t has_come = 0;
-  if (mpi_.hear(communicator_, &note, sizeof note, &has_come) != 0 || has_come == 0) return;
-  const std::lock_guard lock(mutex_);
-  if (!verdict_) verdict_ = note;
-}
-
-void Channel::look_for_verdict(const Call& call) {
-  std::optional<Note> verdict;
-  {
-    const std::lock_guard lock(mutex_);
-    verdict = verdict_;
-  }
-  if (verdict) fail(*verdict, call);
-}
-
-void Channel::look_for_notices(const Call& call, const std::vector<int>& awaited,
-                               Clock::time_point now) {
-  look_for_verdict(call);
-  for (const int rank : awaited) {
-    auto gone = departures_->of(members_[static_cast<std::size_t>(rank)]);
-    if (!gone) continue;
-    if (!departure_seen_) departure_seen_ = now;
-    if (now - *departure_seen_ < kPatience) continue;
-    gone->culprit = rank;
-    try {
-      fail(*gone, call);
-    } catch (const Error& error) {
-      end_with(error);  // peers may wait for this rank, not for the one that left
-      throw;
-    }
-  }
-}
-
-std::vector<int> Channel::awaited(void* exchange, const Call& call) {
-  std::size_t n = 0;
-  const int code = mpi_.awaited(exchange, awaited_.data(), &n);
-  if (code != 0) fail_library(code, call);
-  std::vector<int> ranks(awaited_.begin(), awaited_.begin() + static_cast<std::ptrdiff_t>(n));
-  std::ranges::sort(ranks);
-  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  return ranks;
-}
-
-void Channel::tell(const Note& note) noexcept {
+void Transport::give_up_finalize(const message::ControlMessage& message) const noexcept {
   // After a mismatch all ranks are present.
-  if (note.kind != Kind::peer_left && note.kind != Kind::mismatch) mpi_.give_up_finalize();
-  for (int r = 0; r < size(); ++r) {
-    if (r != rank_) mpi_.tell(communicator_, r, &note, sizeof note);
+  const Kind harmless = message.is_departure ? Kind::peer_left : Kind::mismatch;
+  if (message.failure.kind != harmless) mpi_.give_up_finalize();
+}
+
+void Transport::send_control(const message::ControlMessage& message) noexcept {
+  give_up_finalize(message);
+  const Failure& failure = message.failure;
+  ControlBytes bytes{failure.kind, failure.culprit, message.is_departure ? 1 : 0, {}};
+  base::copy_text(bytes.text, failure.text);
+  const auto send = [&] {
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) mpi_.send_control(communicator_, r, &bytes, sizeof bytes);
+    }
+  };
+  send();
+  // mpirun ends the job soon after a rank that fails: its peers report that at once.
+  if (message.is_departure && failure.kind == Kind::peer_failed) {
+    bytes.is_departure = 0;
+    send();
   }
 }
 
-void Channel::fail(const Note& note, const Call& call) const {
-  if (note.kind != Kind::peer_left && note.kind != Kind::mismatch) mpi_.give_up_finalize();
-  internal::throw_failure(
-      {.kind = note.kind, .culprit = note.culprit, .text = std::string(base::text_in(note.text))},
-      context_of(call, rank_));
-}
-
-void Channel::fail_library(int code, const Call& call) {
-  const std::string text = text_of(mpi_, code);
-  tell(Kind::peer_failed, text, rank_);
-  throw EngineError(context_of(call, rank_), text);
-}
-
-void Channel::fail_late(std::vector<int> late, const Call& call) {
-  const std::string text = fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank_,
-                                       std::chrono::duration<double>(call.timeout).count(),
-                                       late.size() == 1 ? "" : "s", fmt::join(late, ", "), size());
-  tell(Kind::timeout, text, rank_);
-  throw TimeoutError(context_of(call, rank_), text);
+std::optional<message::ControlMessage> Transport::poll_control() {
+  ControlBytes bytes{};
+  std::int32_t has_come = 0;
+  if (mpi_.poll_control(communicator_, &bytes, sizeof bytes, &has_come) != 0 || has_come == 0) {
+    return std::nullopt;
+  }
+  message::ControlMessage message{.is_departure = bytes.is_departure != 0,
+                                  .failure = {.kind = bytes.kind,
+                                              .culprit = bytes.culprit,
+                                              .text = std::string(base::text_in(bytes.text))}};
+  give_up_finalize(message);
+  return message;
 }
 
 /// The folders in which the loader looks for this program's libraries, including its run path.
@@ -459,14 +306,10 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   }
   int n_cores = 0;
   for (const std::uint64_t word : cores) n_cores += std::popcount(word);
-  std::vector<int> everybody(static_cast<std::size_t>(n_ranks));
-  for (int r = 0; r < n_ranks; ++r) everybody[static_cast<std::size_t>(r)] = r;
-  auto engine = message::make(
-      "mpi", std::make_unique<Channel>(
-                 mpi, communicator,
-                 /*is_oversubscribed=*/n_neighbours > std::min(n_cores, base::cpu_quota()),
-                 /*is_one_host=*/n_neighbours == n_ranks, everybody, rank,
-                 std::make_shared<Departures>(mpi, communicator)));
+  const Hosts hosts{.are_oversubscribed = n_neighbours > std::min(n_cores, base::cpu_quota()),
+                    .are_one = n_neighbours == n_ranks};
+  auto engine =
+      message::make("mpi", std::make_unique<Transport>(mpi, communicator, hosts, rank, n_ranks));
   engine->run(barrier);
   return engine;
 }

@@ -7,8 +7,8 @@
 
 #include "engines/catalog.hpp"
 #include "engines/message/message_engine.hpp"
-#include "nn/c10d/c10d_channel.hpp"
 #include "nn/c10d/c10d_rendezvous.hpp"
+#include "nn/c10d/c10d_transport.hpp"
 #include "world/variables.hpp"
 
 namespace lockstep::nn::detail {
@@ -31,7 +31,7 @@ template <bool kIsGloo>
 std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) {
   constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
   auto engine = message::make(std::string(kName),
-                              std::make_unique<Channel>(rendezvous(kName, world, barrier)));
+                              std::make_unique<Transport>(rendezvous(kName, world, barrier)));
   // No rank may proceed, and possibly exit, while peers are still connecting.
   engine->run(barrier);
   return engine;
@@ -50,7 +50,7 @@ Group nn::make_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::
   std::string backend = process_group->getBackendName();
   auto wire = detail::Wire::make(std::move(process_group), c10::intrusive_ptr<c10d::Store>());
   return Group(
-      message::make(std::move(backend), std::make_unique<detail::Channel>(std::move(wire))),
+      message::make(std::move(backend), std::make_unique<detail::Transport>(std::move(wire))),
       std::move(name), timeout, Env::read().check);
 }
 

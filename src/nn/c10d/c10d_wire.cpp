@@ -21,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr int kControlTag = 0;
-/// How long a leaving rank waits for its notices to be delivered.
+/// How long a leaving rank waits for its control messages to be delivered.
 constexpr milliseconds kControlLimit{1000};
 /// How long a wait past its deadline polls for one more message.
 constexpr milliseconds kFinalPoll{5};
@@ -33,16 +33,17 @@ constexpr std::size_t kOwnBytes = 64 << 10;
 
 }  // namespace
 
-/// A message to a peer's control thread.
-struct Wire::ControlMessage {
+/// A control message as c10d transfers it.
+struct Wire::ControlBytes {
   std::int32_t channel;
-  Failure::Kind kind;
+  std::int32_t is_departure;
+  internal::Failure::Kind kind;
   std::int32_t culprit;
   std::int32_t n_text;
-  std::array<char, 65536 - 16> text;  // n_text bytes of it are sent
+  std::array<char, 65536 - 20> text;  // n_text bytes of it are sent
 
   std::size_t n_bytes() const {
-    return offsetof(ControlMessage, text) + static_cast<std::size_t>(n_text);
+    return offsetof(ControlBytes, text) + static_cast<std::size_t>(n_text);
   }
 };
 
@@ -88,7 +89,7 @@ at::Tensor Wire::tensor_of(void* data, std::size_t n_bytes) const {
   return at::from_blob(data, {static_cast<std::int64_t>(n_bytes)}, at::kByte);
 }
 
-Wire::Parcel Wire::pack(const Message& message, int peer) {
+Wire::Transfer Wire::stage(const Message& message, int peer) {
   {
     const std::lock_guard lock(mutex_);
     if (stuck_[static_cast<std::size_t>(peer)]) {
@@ -99,15 +100,15 @@ Wire::Parcel Wire::pack(const Message& message, int peer) {
   }
   at::Tensor callers = tensor_of(message.data, message.n_bytes);
   if (message.n_bytes > kOwnBytes && device_.is_cpu()) return {std::move(callers), &message};
-  Parcel parcel{at::empty(callers.sizes(), callers.options().device(device_)), &message};
-  if (message.way == Message::Way::send) parcel.tensor.copy_(callers);
-  return parcel;
+  Transfer transfer{at::empty(callers.sizes(), callers.options().device(device_)), &message};
+  if (message.way == Message::Way::send) transfer.tensor.copy_(callers);
+  return transfer;
 }
 
-void Wire::unpack(const Parcel& parcel) const {
-  const Message& message = *parcel.message;
-  if (message.way == Message::Way::send || parcel.is_callers()) return;
-  tensor_of(message.data, message.n_bytes).copy_(parcel.tensor);
+void Wire::unstage(const Transfer& transfer) const {
+  const Message& message = *transfer.message;
+  if (message.way == Message::Way::send || transfer.is_callers()) return;
+  tensor_of(message.data, message.n_bytes).copy_(transfer.tensor);
 }
 
 int Wire::next_channel() {
@@ -121,7 +122,7 @@ void Wire::start(Wait& wait) {
   waits_.push_back(&wait);
   has_changed_ = true;
   changed_.notify_all();
-  if (dead_.contains(wait.channel)) abort(wait.works);  // notified before this wait was listed
+  if (dead_.contains(wait.channel)) abort(wait.works);  // died before this wait was listed
 }
 
 void Wire::abort(c10d::Work* work) noexcept {
@@ -137,27 +138,27 @@ void Wire::abort(const Works& works) noexcept {
 
 bool Wire::wait_for(Wait& wait, std::size_t i) {
   const auto& work = wait.works[i];
-  auto end = wait.end;
+  auto deadline = wait.deadline;
   {
     const std::lock_guard lock(mutex_);
     wait.current = work.get();
-    if (const auto soon = Clock::now() + kFinalPoll; wait.end < soon) {
-      wait.end = end = soon;
+    if (const auto soon = Clock::now() + kFinalPoll; wait.deadline < soon) {
+      wait.deadline = deadline = soon;
       has_changed_ = true;
       changed_.notify_all();
     }
   }
-  return work->wait(std::chrono::duration_cast<milliseconds>(end - Clock::now()) + kSlack);
+  return work->wait(std::chrono::duration_cast<milliseconds>(deadline - Clock::now()) + kSlack);
 }
 
-void Wire::finish(Wait& wait, std::span<Parcel> parcels) noexcept {
+void Wire::finish(Wait& wait, std::span<Transfer> transfers) noexcept {
   const std::lock_guard lock(mutex_);
   std::erase(waits_, &wait);
-  for (std::size_t i = 0; i < parcels.size(); ++i) {
-    if (parcels[i].is_done) continue;
+  for (std::size_t i = 0; i < transfers.size(); ++i) {
+    if (transfers[i].is_done) continue;
     try {
-      if (!parcels[i].is_callers()) {
-        kept_.push_back({std::move(wait.works[i]), std::move(parcels[i].tensor)});
+      if (!transfers[i].is_callers()) {
+        kept_.push_back({std::move(wait.works[i]), std::move(transfers[i].tensor)});
         continue;
       }
     } catch (...) {  // no memory
@@ -166,45 +167,49 @@ void Wire::finish(Wait& wait, std::span<Parcel> parcels) noexcept {
   }
 }
 
-std::optional<Failure> Wire::death_of(int channel) {
-  const std::lock_guard lock(mutex_);
-  const auto found = dead_.find(channel);
-  return found == dead_.end() ? std::nullopt : std::optional(found->second);
-}
-
-std::optional<Failure> Wire::departure_of(std::span<const int> members) {
-  const std::lock_guard lock(mutex_);
-  for (const int member : members) {
-    if (const auto found = gone_.find(member); found != gone_.end()) return found->second;
-  }
-  return std::nullopt;
-}
-
-void Wire::tell(int channel, const Failure& failure, std::span<const int> to) noexcept {
+void Wire::send_control(int channel, const message::ControlMessage& message,
+                        std::span<const int> to) noexcept {
   if (is_copy()) return;
   try {
-    auto message = std::make_unique<ControlMessage>();
-    message->channel = channel;
-    message->kind = failure.kind;
-    message->culprit = failure.culprit;
-    message->n_text =
-        static_cast<std::int32_t>(failure.text.copy(message->text.data(), message->text.size()));
-    if (channel != kWholeRank) receive(*message);  // another thread of this rank may be waiting
+    if (!message.is_departure) {  // another thread of this rank may be waiting
+      const std::lock_guard lock(mutex_);
+      end_waits(channel);
+    }
+    const internal::Failure& failure = message.failure;
+    auto bytes = std::make_unique<ControlBytes>();
+    bytes->channel = channel;
+    bytes->is_departure = message.is_departure ? 1 : 0;
+    bytes->kind = failure.kind;
+    bytes->culprit = failure.culprit;
+    bytes->n_text =
+        static_cast<std::int32_t>(failure.text.copy(bytes->text.data(), bytes->text.size()));
     Sent sent{nullptr, {}, Clock::now() + kControlLimit};
     const base::NoSigpipe no_sigpipe;
     for (const int peer : to) {
       if (peer == rank()) continue;
-      std::vector<at::Tensor> tensors{tensor_of(message.get(), message->n_bytes())};
+      std::vector<at::Tensor> tensors{tensor_of(bytes.get(), bytes->n_bytes())};
       try {
         sent.works.push_back(group_->send(tensors, peer, kControlTag));
       } catch (...) {  // the peer is gone too
       }
     }
-    sent.message = std::move(message);
+    sent.bytes = std::move(bytes);
     const std::lock_guard lock(mutex_);
     sent_.push_back(std::move(sent));
   } catch (...) {  // no memory: the peers see the closed connection or their timeout
   }
+  if (message.is_departure) flush();
+}
+
+std::optional<message::ControlMessage> Wire::poll_control(int channel) {
+  if (is_copy()) return std::nullopt;
+  const std::lock_guard lock(mutex_);
+  const auto found = received_.find(channel);
+  if (found == received_.end()) return std::nullopt;
+  auto message = std::move(found->second.front());
+  found->second.pop_front();
+  if (found->second.empty()) received_.erase(found);
+  return message;
 }
 
 void Wire::flush() noexcept {
@@ -215,7 +220,7 @@ void Wire::flush() noexcept {
     all.swap(sent_);
   }
   for (Sent& sent : all) {
-    Wait wait{kControlTag, sent.end, std::move(sent.works), {}};  // ended by the timer alone
+    Wait wait{kControlTag, sent.deadline, std::move(sent.works), {}};  // ended by the timer alone
     try {
       start(wait);
       for (std::size_t i = 0; i < wait.works.size(); ++i) {
@@ -231,8 +236,8 @@ void Wire::flush() noexcept {
 }
 
 void Wire::listen(const std::stop_token& stop) {
-  const auto message = std::make_unique<ControlMessage>();
-  // An aborted receive stays posted, and a peer's notice of leaving would be written to the buffer:
+  const auto bytes = std::make_unique<ControlBytes>();
+  // An aborted receive stays posted, and a leaving peer's message would be written to the buffer:
   // the work must be destroyed before it.
   struct StopReceiving {
     Wire& wire;
@@ -241,7 +246,7 @@ void Wire::listen(const std::stop_token& stop) {
       wire.listening_.reset();
     }
   } const stop_receiving{*this};
-  std::vector<at::Tensor> tensors{tensor_of(message.get(), sizeof(ControlMessage))};
+  std::vector<at::Tensor> tensors{tensor_of(bytes.get(), sizeof(ControlBytes))};
   while (!stop.stop_requested()) {
     c10::intrusive_ptr<c10d::Work> work;
     try {
@@ -254,24 +259,30 @@ void Wire::listen(const std::stop_token& stop) {
     } catch (...) {
       return;  // unsupported by this process group, or it is broken: its users get the error
     }
-    receive(*message);
+    receive(*bytes);
   }
 }
 
-void Wire::receive(const ControlMessage& message) {
-  const auto n_text = std::min(static_cast<std::size_t>(message.n_text), message.text.size());
-  const Failure failure{.kind = message.kind,
-                        .culprit = message.culprit,
-                        .text = std::string(message.text.data(), n_text)};
+void Wire::receive(const ControlBytes& bytes) {
+  const auto n_text = std::min(static_cast<std::size_t>(bytes.n_text), bytes.text.size());
+  message::ControlMessage message{.is_departure = bytes.is_departure != 0,
+                                  .failure = {.kind = bytes.kind,
+                                              .culprit = bytes.culprit,
+                                              .text = std::string(bytes.text.data(), n_text)}};
   const std::lock_guard lock(mutex_);
-  if (message.channel == kWholeRank) {
-    // Its messages may have arrived or be about to; the rest end when its connection closes.
-    gone_.emplace(message.culprit, failure);
-    return;
+  if (!message.is_departure) {
+    if (dead_.contains(bytes.channel)) return;  // the first failure counts
+    end_waits(bytes.channel);
   }
-  dead_.emplace(message.channel, failure);
+  // A departure ends no wait: the rank's messages may have arrived or be about to; the rest end
+  // when its connection closes.
+  received_[bytes.channel].push_back(std::move(message));
+}
+
+void Wire::end_waits(int channel) {
+  dead_.insert(channel);
   for (const Wait* wait : waits_) {
-    if (wait->channel == message.channel) abort(wait->works);
+    if (wait->channel == channel) abort(wait->works);
   }
 }
 
@@ -281,8 +292,8 @@ void Wire::keep_time(const std::stop_token& stop) {
     has_changed_ = false;
     auto next = Clock::now() + std::chrono::hours(1);
     for (Wait* wait : waits_) {
-      if (wait->end > Clock::now()) {
-        next = std::min(next, wait->end);
+      if (wait->deadline > Clock::now()) {
+        next = std::min(next, wait->deadline);
       } else if (wait->current != nullptr) {
         abort(std::exchange(wait->current, nullptr));
       }

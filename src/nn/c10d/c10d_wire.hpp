@@ -15,30 +15,27 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <stop_token>
-#include <string>
-#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "engines/message/message.hpp"
-#include "group/failure.hpp"
+#include "engines/message/transport.hpp"
 
 namespace lockstep::nn::detail {
 
-using internal::Failure;
 using message::Message;
-class Channel;
+class Transport;
 
 /// The connections of one c10d::ProcessGroup, shared by any number of channels (one per Group) at
 /// once. Only c10d's send and recv are used: their errors identify the failed connection, and they
 /// are Gloo's fastest operations.
 ///
-/// Two service threads. "c10d-control" receives the peers' control messages: a peer is leaving, or
-/// a channel is dead, and why. "c10d-timer" ends waits at their deadline. Both end a wait by
-/// Work::abort; Gloo's own limit would close every connection of the process.
+/// Two service threads. "c10d-control" receives the peers' control messages; "c10d-timer" ends
+/// waits at their deadline. Both end a wait by Work::abort; Gloo's own limit would close every
+/// connection of the process.
 class Wire {
  public:
   /// `store`: kept as long as the connections. In a forked copy of this process nothing is closed:
@@ -53,41 +50,40 @@ class Wire {
   int size() const { return group_->getSize(); }
 
  private:
-  friend class Channel;
+  friend class Transport;
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-  static constexpr int kWholeRank = -1;  // in place of a channel
 
   /// A thread that waits for one work after another. While it is listed in waits_, they may be
   /// aborted: all of them if the channel is dead, only the current one at its deadline, because an
   /// abort also undoes a completed work, whose peer is not the late one.
   struct Wait {
     int channel;
-    std::chrono::steady_clock::time_point end;
+    std::chrono::steady_clock::time_point deadline;
     Works works;
     std::vector<int> peers;  // of works
     c10d::Work* current = nullptr;
   };
   /// A message as passed to Gloo: in our own buffer or, if it is long, in the caller's memory.
-  struct Parcel {
+  struct Transfer {
     at::Tensor tensor;
     const Message* message;
     bool is_done = false;
 
     bool is_callers() const { return tensor.data_ptr() == message->data; }
   };
-  struct ControlMessage;
-  /// A message in flight, which its peers may read until `end`.
+  struct ControlBytes;
+  /// A control message in flight, which its peers may read until `deadline`.
   struct Sent {
-    std::unique_ptr<ControlMessage> message;
+    std::unique_ptr<ControlBytes> bytes;
     Works works;
-    std::chrono::steady_clock::time_point end;
+    std::chrono::steady_clock::time_point deadline;
   };
 
   Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
   bool is_copy() const noexcept;
   at::Tensor tensor_of(void* data, std::size_t n_bytes) const;
-  Parcel pack(const Message& message, int peer);
-  void unpack(const Parcel& parcel) const;
+  Transfer stage(const Message& message, int peer);
+  void unstage(const Transfer& transfer) const;
   static void abort(c10d::Work* work) noexcept;
   static void abort(const Works& works) noexcept;
   void start(Wait& wait);
@@ -95,17 +91,19 @@ class Wire {
   bool wait_for(Wait& wait, std::size_t i);
   /// Gloo completes unfinished sends and receives when the late rank arrives; an abort does not
   /// undo that. If their memory were gone, it would stop reading the connection, for every channel.
-  void finish(Wait& wait, std::span<Parcel> parcels) noexcept;
-  /// Does not wait.
-  void tell(int channel, const Failure& verdict, std::span<const int> to) noexcept;
-  /// Waits until the peers have received all notices, each message for a second at most.
+  void finish(Wait& wait, std::span<Transfer> transfers) noexcept;
+  /// See message::Transport. `to`: ranks of the wire.
+  void send_control(int channel, const message::ControlMessage& message,
+                    std::span<const int> to) noexcept;
+  std::optional<message::ControlMessage> poll_control(int channel);
+  /// Waits until the peers have received all control messages, each for a second at most.
   void flush() noexcept;
-  std::optional<Failure> death_of(int channel);
-  std::optional<Failure> departure_of(std::span<const int> members);
+  /// A number that no other channel has, on any rank: the tag of its messages.
   int next_channel();
 
   void listen(const std::stop_token& stop);
-  void receive(const ControlMessage& message);
+  void receive(const ControlBytes& bytes);
+  void end_waits(int channel);  // requires the lock
   void keep_time(const std::stop_token& stop);
 
   c10::intrusive_ptr<c10d::Store> store_;
@@ -115,9 +113,8 @@ class Wire {
 
   std::mutex mutex_;  // guards all members below except the threads
   std::condition_variable_any changed_;
-  // Their culprits are ranks of the process group.
-  std::map<int, Failure> dead_;  // channels
-  std::map<int, Failure> gone_;  // ranks
+  std::set<int> dead_;                                          // channels, whose waits end at once
+  std::map<int, std::list<message::ControlMessage>> received_;  // by channel, until they are polled
   std::vector<Wait*> waits_;
   std::list<Sent> sent_;
   std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor>> kept_;  // not done

@@ -129,24 +129,26 @@ void end_an_exchange_of_receives() {
     require(mpi.test(exchange, 1, &done) == 0, "test failed");
     return done != 0;
   };
-  const char note = '!';
-  const auto tell = [&] { require(mpi.tell(comm, peer, &note, 1) == 0, "tell failed"); };
-  const auto hear = [&] {
+  const char message = '!';
+  const auto send_control = [&] {
+    require(mpi.send_control(comm, peer, &message, 1) == 0, "send_control failed");
+  };
+  const auto receive_control = [&] {
     require(lockstep::test::wait_until([&] {
-              char heard = 0;
+              char received = 0;
               std::int32_t has_come = 0;
-              require(mpi.hear(comm, &heard, 1, &has_come) == 0, "hear failed");
+              require(mpi.poll_control(comm, &received, 1, &has_come) == 0, "poll_control failed");
               return has_come != 0;
             }),
-            "no note came");
+            "no control message came");
   };
 
   std::vector<std::uint8_t> data(kShort + kLongEnough, rank == 0 ? kUntouched : kSent);
   if (rank == 1) {
-    hear();
+    receive_control();
     const auto messages = exchange_of(Message::Way::send, data);
     void* const exchange = begin(messages);
-    tell();
+    send_control();
     require(lockstep::test::wait_until([&] { return is_done(exchange); }), "sends never ended");
     return;
   }
@@ -154,8 +156,8 @@ void end_an_exchange_of_receives() {
   void* const exchange = begin(ended);
   require(!is_done(exchange), "received a message that was never sent");
   mpi.finish(exchange);
-  tell();
-  hear();
+  send_control();
+  receive_control();
   std::vector<std::uint8_t> later(data.size());
   const auto messages = exchange_of(Message::Way::receive, later);
   void* const next = begin(messages);

@@ -20,7 +20,7 @@
 namespace {
 
 constexpr int kDataTag = 1;
-constexpr int kNoteTag = 2;
+constexpr int kControlTag = 2;
 /// MPI counts with an int. Longer messages travel in pieces, which stay in order.
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
 /// For requests of an exchange that failed.
@@ -61,13 +61,13 @@ struct Communicator {
   bool is_world = false;
   Exchange exchange;  ///< kept for its room
   Exchange prepared;
-  /// Notes on their way: MPI reads them until they are sent, which nobody waits for.
-  struct Note {
+  /// Control messages in transit: MPI reads them until they are sent, which nobody waits for.
+  struct ControlMessage {
     std::vector<char> bytes;
     MPI_Request request;
   };
-  std::list<Note> notes;
-  std::mutex notes_mutex;  // abandon tells from any thread
+  std::list<ControlMessage> control_messages;
+  std::mutex control_mutex;  // any thread sends them
 };
 
 Communicator& communicator(void* handle) { return *static_cast<Communicator*>(handle); }
@@ -78,20 +78,20 @@ std::vector<Communicator*> communicators;
 
 void free_prepared(Exchange& exchange);
 
-/// MPI complains of messages that nobody took.
-void take_notes() {
+/// MPI reports messages that were not received.
+void receive_control_messages() {
   const std::lock_guard lock(communicators_mutex);
-  std::vector<char> note;
+  std::vector<char> message;
   for (const Communicator* kept : communicators) {
     for (;;) {
       int flag = 0;
       int n_bytes = 0;
       MPI_Status status;
-      MPI_Iprobe(MPI_ANY_SOURCE, kNoteTag, kept->comm, &flag, &status);
+      MPI_Iprobe(MPI_ANY_SOURCE, kControlTag, kept->comm, &flag, &status);
       if (flag == 0) break;
       MPI_Get_count(&status, MPI_BYTE, &n_bytes);
-      note.resize(static_cast<std::size_t>(n_bytes));
-      MPI_Recv(note.data(), n_bytes, MPI_BYTE, status.MPI_SOURCE, kNoteTag, kept->comm,
+      message.resize(static_cast<std::size_t>(n_bytes));
+      MPI_Recv(message.data(), n_bytes, MPI_BYTE, status.MPI_SOURCE, kControlTag, kept->comm,
                MPI_STATUS_IGNORE);
     }
   }
@@ -99,8 +99,8 @@ void take_notes() {
 
 /// MPI_Finalize's first act, whoever calls it, is to free the attributes of MPI_COMM_SELF.
 int at_finalize(MPI_Comm, int, void*, void*) {
-  // As MPI_Finalize would: then all have said farewell. Also after a failure, of which some ranks
-  // may not have heard; but one may never come.
+  // As MPI_Finalize would: then all have sent their control messages. Also after a failure, which
+  // some ranks may not know of yet; but one may never come.
   MPI_Request barrier = MPI_REQUEST_NULL;
   int is_done = 0;
   if (MPI_Ibarrier(MPI_COMM_WORLD, &barrier) == MPI_SUCCESS) {
@@ -110,7 +110,7 @@ int at_finalize(MPI_Comm, int, void*, void*) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
-  take_notes();
+  receive_control_messages();
   for (Communicator* kept : communicators) free_prepared(kept->prepared);
   return MPI_SUCCESS;
 }
@@ -209,16 +209,16 @@ int split(void* handle, int color, int key, void** result) {
   return code != MPI_SUCCESS ? code : keep(comm, result);
 }
 
-/// Frees a group's communicator. The world's stays: its peers' farewells may still be on their way,
-/// and MPI gives a freed communicator's place to the next.
+/// Frees a group's communicator. The world's stays: its peers' control messages may still be in
+/// transit, and MPI gives a freed communicator's place to the next.
 void release(void* handle) {
   const Entry entry;
   Communicator& kept = communicator(handle);
   int is_over = 0;
   MPI_Finalized(&is_over);
   {
-    const std::lock_guard lock(kept.notes_mutex);
-    if (kept.is_world || !kept.notes.empty() || is_over != 0) return;
+    const std::lock_guard lock(kept.control_mutex);
+    if (kept.is_world || !kept.control_messages.empty() || is_over != 0) return;
   }
   {
     const std::lock_guard lock(communicators_mutex);
@@ -379,30 +379,30 @@ void finish(void* handle) {
   exchange = {};
 }
 
-int tell(void* handle, int rank, const void* note, std::size_t n_bytes) {
+int send_control(void* handle, int rank, const void* message, std::size_t n_bytes) {
   const Entry entry;
   int is_over = 0;
   MPI_Finalized(&is_over);
   if (is_over != 0) return MPI_SUCCESS;  // a program that ended MPI itself
   Communicator& kept = communicator(handle);
-  const char* const bytes = static_cast<const char*>(note);
-  const std::lock_guard lock(kept.notes_mutex);
-  kept.notes.push_back({{bytes, bytes + n_bytes}, MPI_REQUEST_NULL});
-  Communicator::Note& last = kept.notes.back();
-  return MPI_Isend(last.bytes.data(), static_cast<int>(n_bytes), MPI_BYTE, rank, kNoteTag,
+  const char* const bytes = static_cast<const char*>(message);
+  const std::lock_guard lock(kept.control_mutex);
+  kept.control_messages.push_back({{bytes, bytes + n_bytes}, MPI_REQUEST_NULL});
+  Communicator::ControlMessage& last = kept.control_messages.back();
+  return MPI_Isend(last.bytes.data(), static_cast<int>(n_bytes), MPI_BYTE, rank, kControlTag,
                    kept.comm, &last.request);
 }
 
-int hear(void* handle, void* note, std::size_t n_bytes, std::int32_t* has_come) {
+int poll_control(void* handle, void* message, std::size_t n_bytes, std::int32_t* has_come) {
   const Entry entry;
   MPI_Status status;
   int flag = 0;
   const MPI_Comm comm = communicator(handle).comm;
-  int code = MPI_Iprobe(MPI_ANY_SOURCE, kNoteTag, comm, &flag, &status);
+  int code = MPI_Iprobe(MPI_ANY_SOURCE, kControlTag, comm, &flag, &status);
   *has_come = flag;
   if (code != MPI_SUCCESS || flag == 0) return code;
-  return MPI_Recv(note, static_cast<int>(n_bytes), MPI_BYTE, status.MPI_SOURCE, kNoteTag, comm,
-                  MPI_STATUS_IGNORE);
+  return MPI_Recv(message, static_cast<int>(n_bytes), MPI_BYTE, status.MPI_SOURCE, kControlTag,
+                  comm, MPI_STATUS_IGNORE);
 }
 
 constexpr LockstepMpi kModule = {kLockstepMpiVersion,
@@ -419,8 +419,8 @@ constexpr LockstepMpi kModule = {kLockstepMpiVersion,
                                  test,
                                  awaited,
                                  finish,
-                                 tell,
-                                 hear};
+                                 send_control,
+                                 poll_control};
 
 }  // namespace
 

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <limits>
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "engines/message/message.hpp"
+#include "group/failure.hpp"
+
+namespace lockstep::message {
+
+/// Sent to all ranks of a channel beside its messages. Ranks in it are numbered as in that channel.
+struct ControlMessage {
+  /// The culprit leaves the world: peer_left, or peer_failed with its reason. Else the channel is
+  /// dead.
+  bool is_departure = false;
+  internal::Failure failure{};
+};
+
+/// The library failed, with its own text.
+class TransportError : public std::runtime_error {
+ public:
+  static constexpr int kNoPeer = -1;
+
+  explicit TransportError(const std::string& text, int peer = kNoPeer, bool is_closed = false)
+      : std::runtime_error(text), peer_(peer), is_closed_(is_closed) {}
+  /// The rank whose connection failed, if that is known.
+  int peer() const noexcept { return peer_; }
+  bool is_closed() const noexcept { return is_closed_; }  ///< by the peer, or its end
+
+ private:
+  int peer_;
+  bool is_closed_;
+};
+
+/// The ranks of one channel over a message-passing library: all that such a library must provide.
+/// Messages between two ranks arrive in order, and never on another channel. Point-to-point rather
+/// than the library's own collectives, to identify the rank that is late, lost or failed.
+///
+/// An exchange is start(), then test() and wait() until it is complete, or else cancel().
+/// start, test, wait, awaited and split throw TransportError.
+///
+/// Threads: one at a time per channel; poll_control: one at a time; send_control: any.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const noexcept = 0;
+  virtual int size() const noexcept = 0;
+
+  /// Sends and receives all messages at once, none of them empty. `call` is for a UsageError.
+  virtual void start(std::span<const Message> messages, const Call& call) = 0;
+  /// Whether all messages are complete. Does not wait.
+  virtual bool test() { return false; }
+  enum class State {
+    complete,
+    pending,  ///< to be continued after a look at the control messages
+    ended,    ///< at the deadline or by a control message; it can not be continued
+  };
+  virtual State wait(std::chrono::steady_clock::time_point deadline) = 0;
+  /// After wait(): the ranks whose messages are incomplete, in any order and number.
+  virtual std::vector<int> awaited() = 0;
+  /// Ends an exchange that is not complete: its messages' memory is the caller's again.
+  virtual void cancel() noexcept {}
+  /// A hint: this exact span will be exchanged often and does not change.
+  virtual void prepare(std::span<const Message> /*messages*/) {}
+  /// The best size of an exchange when bandwidth matters, not latency.
+  virtual std::size_t piece_bytes() const noexcept {
+    return std::numeric_limits<std::size_t>::max();
+  }
+
+  /// To all other ranks of the channel. A failure also ends a wait() of another thread of this
+  /// rank. Waits only if this rank departs.
+  virtual void send_control(const ControlMessage& message) noexcept = 0;
+  /// The next control message from another rank.
+  virtual std::optional<ControlMessage> poll_control() = 0;
+  /// How often to poll before an exchange, which may not have to wait and so not poll at all.
+  virtual int n_polls_before_exchange() noexcept { return 1; }
+
+  using Exchange = std::function<void(std::span<const Message>)>;
+  /// A transport over `members`, ranks of this one that include this rank. All ranks call it, after
+  /// each has received a message of each other; each belongs to one part. `exchange`: of messages
+  /// of this transport, for what members must agree on.
+  virtual std::unique_ptr<Transport> split(const std::vector<int>& members,
+                                           const Exchange& exchange) = 0;
+};
+
+}  // namespace lockstep::message

@@ -1,0 +1,134 @@
+#include "nn/c10d/c10d_transport.hpp"
+
+#include <algorithm>
+#include <exception>
+#include <lockstep/error.hpp>
+#include <numeric>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "base/no_sigpipe.hpp"
+
+namespace lockstep::nn::detail {
+namespace {
+
+std::vector<int> all_ranks_of(const Wire& wire) {
+  std::vector<int> ranks(static_cast<std::size_t>(wire.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+message::TransportError transport_error(const std::exception& error, int peer) {
+  // libtorch's messages begin with the source line and may end with a C++ stack.
+  std::string text = error.what();
+  text = text.substr(0, text.find("\nException raised from"));
+  constexpr std::string_view kClosed[] = {"closed by peer", "reset by peer", "Broken pipe",
+                                          "Socket closed", "Connection refused"};
+  const bool is_closed = std::ranges::any_of(
+      kClosed, [&text](std::string_view sign) { return text.find(sign) != std::string::npos; });
+  return message::TransportError(text, peer, is_closed);
+}
+
+}  // namespace
+
+Transport::Transport(std::shared_ptr<Wire> wire)
+    // The first number of rank 0, on every rank: no communication needed.
+    : Transport(wire, all_ranks_of(*wire), /*channel=*/1) {
+  if (rank_ == 0) wire_->next_channel();
+}
+
+Transport::Transport(std::shared_ptr<Wire> wire, std::vector<int> members, int channel)
+    : wire_(std::move(wire)),
+      members_(std::move(members)),
+      rank_(rank_of(wire_->rank())),
+      channel_(channel) {}
+
+int Transport::rank_of(int wire_rank) const {
+  return static_cast<int>(std::ranges::find(members_, wire_rank) - members_.begin());
+}
+
+void Transport::start(std::span<const Message> messages, const Call& call) {
+  if (wire_->is_copy()) {
+    throw UsageError(lockstep::context_of(call, rank_),
+                     "this process is a copy (fork) of a rank, whose connections it shares; only "
+                     "the rank itself may call");
+  }
+  std::vector<const Message*> ordered;
+  for (const Message& message : messages) ordered.push_back(&message);
+  // Of two ranks the lower sends first: NCCL runs the messages of a pair in the order given.
+  std::ranges::stable_partition(ordered, [this](const Message* message) {
+    return (message->way == Message::Way::send) == (rank_ < message->peer);
+  });
+
+  wait_ = {.channel = channel_, .deadline = {}, .works = {}, .peers = {}};
+  transfers_.clear();
+  const base::NoSigpipe no_sigpipe;
+  for (const Message* message : ordered) {
+    const int peer = members_[static_cast<std::size_t>(message->peer)];
+    try {
+      Wire::Transfer transfer = wire_->stage(*message, peer);
+      std::vector<at::Tensor> one{transfer.tensor};
+      wait_.works.push_back(message->way == Message::Way::send
+                                ? wire_->group_->send(one, peer, channel_)
+                                : wire_->group_->recv(one, peer, channel_));
+      wait_.peers.push_back(peer);
+      transfers_.push_back(std::move(transfer));
+    } catch (const std::exception& error) {
+      finish();
+      throw transport_error(error, message->peer);
+    }
+  }
+}
+
+Transport::State Transport::wait(std::chrono::steady_clock::time_point deadline) {
+  const base::NoSigpipe no_sigpipe;
+  awaited_.clear();
+  wait_.deadline = deadline;
+  wire_->start(wait_);
+  std::optional<message::TransportError> failure;
+  for (std::size_t i = 0; i < wait_.works.size() && !failure; ++i) {
+    const int peer = rank_of(wait_.peers[i]);
+    try {
+      transfers_[i].is_done = wire_->wait_for(wait_, i);
+      if (!transfers_[i].is_done) awaited_.push_back(peer);
+    } catch (const std::exception& error) {
+      failure = transport_error(error, peer);
+    }
+  }
+  if (!failure && awaited_.empty()) {
+    for (const Wire::Transfer& transfer : transfers_) wire_->unstage(transfer);
+  }
+  finish();
+  if (failure) throw *failure;
+  return awaited_.empty() ? State::complete : State::ended;
+}
+
+void Transport::finish() noexcept {
+  wire_->finish(wait_, transfers_);
+  wait_.works.clear();  // before the callers' memory
+  transfers_.clear();
+}
+
+std::unique_ptr<message::Transport> Transport::split(const std::vector<int>& members,
+                                                     const Exchange& exchange) {
+  std::vector<int> wire_ranks;
+  for (const int member : members) {
+    wire_ranks.push_back(members_[static_cast<std::size_t>(member)]);
+  }
+  // The first member chooses a number that no other channel has.
+  int channel = 0;
+  std::vector<Message> messages;
+  if (members.front() == rank_) {
+    channel = wire_->next_channel();
+    for (std::size_t i = 1; i < members.size(); ++i) {
+      messages.push_back({Message::Way::send, members[i], &channel, sizeof channel});
+    }
+  } else {
+    messages.push_back({Message::Way::receive, members.front(), &channel, sizeof channel});
+  }
+  exchange(messages);
+  return std::make_unique<Transport>(wire_, std::move(wire_ranks), channel);
+}
+
+}  // namespace lockstep::nn::detail

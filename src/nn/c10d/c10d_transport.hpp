@@ -1,0 +1,51 @@
+#pragma once
+
+#include <chrono>
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engines/message/transport.hpp"
+#include "nn/c10d/c10d_wire.hpp"
+
+namespace lockstep::nn::detail {
+
+/// The ranks of one Group, on a wire.
+class Transport final : public message::Transport {
+ public:
+  /// All ranks of the wire.
+  explicit Transport(std::shared_ptr<Wire> wire);
+  /// `members`: ranks of the wire; `channel`: see Wire::next_channel.
+  Transport(std::shared_ptr<Wire> wire, std::vector<int> members, int channel);
+
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return static_cast<int>(members_.size()); }
+  void start(std::span<const Message> messages, const Call& call) override;
+  State wait(std::chrono::steady_clock::time_point deadline) override;
+  std::vector<int> awaited() override { return awaited_; }
+  void send_control(const message::ControlMessage& message) noexcept override {
+    wire_->send_control(channel_, message, members_);
+  }
+  std::optional<message::ControlMessage> poll_control() override {
+    return wire_->poll_control(channel_);
+  }
+  std::unique_ptr<message::Transport> split(const std::vector<int>& members,
+                                            const Exchange& exchange) override;
+
+ private:
+  int rank_of(int wire_rank) const;
+  void finish() noexcept;
+
+  std::shared_ptr<Wire> wire_;
+  std::vector<int> members_;  // ranks of the wire
+  int rank_;
+  int channel_;
+  // Of the current exchange.
+  Wire::Wait wait_;
+  std::vector<Wire::Transfer> transfers_;
+  std::vector<int> awaited_;
+};
+
+}  // namespace lockstep::nn::detail
