@@ -66,7 +66,7 @@ extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mp
       growth::world().start_line->wait();
       return code;
     };
-    changed.hear = [](void*, void*, std::size_t, std::int32_t* has_come) {
+    changed.poll_control = [](void*, void*, std::size_t, std::int32_t* has_come) {
       *has_come = 0;
       return int{MPI_SUCCESS};
     };
