@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "python/errors.hpp"
+#include "python/exceptions.hpp"
 #include "python/where.hpp"
 
 namespace nb = nanobind;

@@ -17,7 +17,7 @@
 #include "python/call.hpp"
 #include "python/core_module.hpp"
 #include "python/data.hpp"
-#include "python/errors.hpp"
+#include "python/exceptions.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

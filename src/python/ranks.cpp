@@ -10,7 +10,7 @@
 
 #include "python/call.hpp"
 #include "python/core_module.hpp"
-#include "python/errors.hpp"
+#include "python/exceptions.hpp"
 #include "python/interrupts.hpp"
 #include "python/where.hpp"
 

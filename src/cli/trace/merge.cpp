@@ -13,44 +13,44 @@ namespace lockstep::cli::tracing {
 namespace {
 
 /// Collectives that no rank leaves before all have entered.
-bool is_meeting(const std::string& name) {
+bool is_synchronizing(const std::string& name) {
   return name == "barrier" || name == "all_reduce" || name == "all_gather" ||
          name == "reduce_scatter" || name == "all_to_all";
 }
 
 /// The last start and first end of one collective among the ranks of one trace.
-struct Meeting {
+struct CommonTime {
   std::int64_t start_ns = INT64_MIN;
   std::int64_t end_ns = INT64_MAX;
 };
 
-using MeetingKey = std::tuple<int, std::string, std::uint64_t>;  // world, group, collective
+using CollectiveKey = std::tuple<int, std::string, std::uint64_t>;  // world, group, collective
 
-std::map<MeetingKey, Meeting> meetings_of(const Trace& trace) {
-  std::map<MeetingKey, Meeting> meetings;
+std::map<CollectiveKey, CommonTime> common_times_of(const Trace& trace) {
+  std::map<CollectiveKey, CommonTime> times;
   for (const Event& event : trace.events) {
     if (event.kind != Event::Kind::collective || event.state != Event::State::finished ||
-        !is_meeting(trace.texts[event.name])) {
+        !is_synchronizing(trace.texts[event.name])) {
       continue;
     }
-    Meeting& meeting =
-        meetings[{trace.rows[event.row].world, trace.texts[event.group], event.collective}];
-    meeting.start_ns = std::max(meeting.start_ns, event.start_ns);
-    meeting.end_ns = std::min(meeting.end_ns, event.end_ns);
+    CommonTime& time =
+        times[{trace.rows[event.row].world, trace.texts[event.group], event.collective}];
+    time.start_ns = std::max(time.start_ns, event.start_ns);
+    time.end_ns = std::min(time.end_ns, event.end_ns);
   }
-  return meetings;
+  return times;
 }
 
 /// What to add to b's times to get a's. In every such collective, each side's first end is later
 /// than the other side's last start, which bounds the correction on both sides.
-Correction correction_of(const std::map<MeetingKey, Meeting>& of_a, const Trace& a,
+Correction correction_of(const std::map<CollectiveKey, CommonTime>& of_a, const Trace& a,
                          const Trace& b) {
   std::int64_t least = INT64_MIN;
   std::int64_t most = INT64_MAX;
-  for (const auto& [key, in_b] : meetings_of(b)) {
+  for (const auto& [key, in_b] : common_times_of(b)) {
     const auto found = of_a.find(key);
     if (found == of_a.end()) continue;
-    const Meeting& in_a = found->second;
+    const CommonTime& in_a = found->second;
     least = std::max(least, in_a.start_ns - in_b.end_ns);
     most = std::min(most, in_a.end_ns - in_b.start_ns);
   }
@@ -92,11 +92,11 @@ void append(Trace& to, const Trace& from, std::int64_t added_ns) {
 
 Trace merge(std::vector<Trace> traces) {
   Trace merged = std::move(traces.front());
-  const auto meetings = meetings_of(merged);
+  const auto times = common_times_of(merged);
   for (auto trace = traces.begin() + 1; trace != traces.end(); ++trace) {
     std::int64_t added_ns = 0;
     if (trace->clock != merged.clock) {
-      merged.corrections.push_back(correction_of(meetings, merged, *trace));
+      merged.corrections.push_back(correction_of(times, merged, *trace));
       added_ns = merged.corrections.back().added_ns;
     }
     for (Correction& correction : trace->corrections) {

@@ -61,7 +61,7 @@ void Reducer::prepare() {
       },
       [&] {
         if (!changed.empty()) {
-          meet_others_that_changed();
+          wait_for_others_that_changed();
           take_parameters();
           add_buckets(order_);
         }

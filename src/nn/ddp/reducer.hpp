@@ -123,7 +123,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// The groups in which a forward may communicate before backward uses this object's group.
   std::vector<Group> groups_of_forward() const;
   /// MismatchError if only some ranks call it.
-  void meet_others_that_changed() const;
+  void wait_for_others_that_changed() const;
   /// Collective: compares the modules and broadcasts rank 0's values of new parameters.
   void take_parameters();
   void add_buckets(std::span<const std::int64_t> order);

@@ -234,7 +234,7 @@ std::vector<Group> Reducer::groups_of_forward() const {
 }
 
 /// In all groups at once: the one the peers use next, if any, is unknown here.
-void Reducer::meet_others_that_changed() const {
+void Reducer::wait_for_others_that_changed() const {
   std::vector<Work> barriers;
   for (const Group& group : groups_of_forward())
     barriers.push_back(group.barrier_async({}, where_));

@@ -1,4 +1,4 @@
-#include "python/errors.hpp"
+#include "python/exceptions.hpp"
 
 #include <exception>
 #include <lockstep/error.hpp>
