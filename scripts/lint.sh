@@ -13,6 +13,10 @@ printf '%s\n' "${sources[@]}" | xargs clang-format-14 --dry-run --Werror || bad+
 stage "include directions"
 awk -f scripts/check_includes.awk "${sources[@]}" || bad+=", $now"
 
+stage "base names"
+twice=$(git ls-files 'src/*.[ch]pp' 'src/*.inc' | sed 's#.*/##' | sort | uniq -d)
+[ -z "$twice" ] || { echo "more than one file of src/ is called $twice" && bad+=", $now"; }
+
 stage "tests that the documents name"
 awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md || bad+=", $now"
 
