@@ -50,7 +50,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   bool is_held() const noexcept { return is_held_.load(std::memory_order_relaxed); }
 
   /// See Work.
-  void abandon(std::string_view reason) noexcept { engine_->abandon(reason); }
+  void abandon(std::string_view reason) noexcept {
+    if (!process_.is_copy()) engine_->abandon(reason);
+  }
   /// The async groups of this rank; a split group has its parent's.
   AsyncGroups& async_groups() const noexcept { return *async_groups_; }
   void share_async_groups(const GroupState& parent) { async_groups_ = parent.async_groups_; }

@@ -2,12 +2,16 @@
 
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <deque>
 #include <lockstep/error.hpp>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "engines/message/message_engine.hpp"
 
 namespace lockstep::message {
 namespace {
@@ -154,6 +158,13 @@ TEST_F(MessageChannelTest, who_waits_for_a_rank_that_left_tells_the_others) {
   EXPECT_EQ(internal::text_of(sent()), "rank 2 failed: no more sheets");
 }
 
+TEST_F(MessageChannelTest, a_rank_that_left_just_before_the_deadline_is_not_late) {
+  call.timeout = 2ms;
+  script.received = {departure_of(1, Kind::peer_failed, "no more sheets")};
+  script.awaited = {1};
+  EXPECT_EQ(error<PeerFailed>(), "rank 1 failed: no more sheets");
+}
+
 TEST_F(MessageChannelTest, a_departure_is_named_by_the_ranks_of_the_group_that_waits) {
   Limit limit(call.timeout);
   const auto group = world.split({0, 2, 1}, call, limit);
@@ -201,6 +212,25 @@ TEST_F(MessageChannelTest, abandon_and_end_with_fail_this_ranks_exchange_too) {
   world.end_with(TimeoutError({}, "late elsewhere"));
   EXPECT_EQ(script.sent[1].failure.kind, Kind::timeout);
   EXPECT_EQ(error<PeerFailed>(), "rank 0 failed: a thread threw");  // the first counts
+}
+
+TEST_F(MessageChannelTest, a_failure_that_has_arrived_comes_before_the_own) {
+  script.received = {{.failure = {.kind = Kind::timeout, .text = "the first"}}};
+  EXPECT_THROW(world.fail_mismatch("the table", call), TimeoutError);
+  EXPECT_TRUE(script.sent.empty());
+}
+
+TEST_F(MessageChannelTest, an_exception_of_the_engine_itself_is_a_failure_for_the_others) {
+  const auto engine = make("scripted", std::make_unique<ScriptedTransport>(script, &part));
+  double data = 0;
+  call.op = Op::all_reduce;
+  call.dtype = DType::f64;
+  call.check = Check::off;
+  call.count = std::size_t{1} << 60U;  // more than any vector holds
+  call.in = call.out = &data;
+  EXPECT_THROW(engine->run(call), std::length_error);
+  EXPECT_EQ(sent().kind, Kind::peer_failed);
+  EXPECT_EQ(sent().culprit, 0);
 }
 
 TEST_F(MessageChannelTest, leave_announces_a_departure) {

@@ -52,16 +52,22 @@ struct Topology {
   }
 };
 
+/// The engine between the leaders of `outer`; unused on its other ranks. Collective.
+std::unique_ptr<Engine> leaders_of(Engine& outer, const Topology& topology, Call call) {
+  if (topology.leaders.size() == 1) return nullptr;
+  call.op = Op::split;
+  const bool is_leader = topology.leader_of(outer.rank()) == outer.rank();
+  return outer.split(call, /*color=*/is_leader ? 0 : 1, /*key=*/outer.rank());
+}
+
 class HierarchicalEngine final : public Engine {
  public:
   HierarchicalEngine(std::unique_ptr<Engine> outer, std::unique_ptr<Engine> inner,
-                     Topology topology, const Call& call)
-      : outer_(std::move(outer)), inner_(std::move(inner)), topology_(std::move(topology)) {
-    if (n_hosts() == 1) return;
-    Call split = call;
-    split.op = Op::split;
-    between_ = outer_->split(split, /*color=*/is_leader() ? 0 : 1, /*key=*/rank());
-  }
+                     std::unique_ptr<Engine> between, Topology topology)
+      : outer_(std::move(outer)),
+        inner_(std::move(inner)),
+        between_(std::move(between)),
+        topology_(std::move(topology)) {}
 
   std::string_view name() const noexcept override { return "hierarchical"; }
   int rank() const noexcept override { return outer_->rank(); }
@@ -76,16 +82,24 @@ class HierarchicalEngine final : public Engine {
     together([&] {
       compare(call);
       auto outer = outer_->split(call, color, key);
-      const std::vector<int> old = gather_values(*outer, call, topology_.leader_of(rank()));
-      std::vector<int> hosts;  // the old group's leaders, as ranks of the new group
-      for (const int host : old) {
-        hosts.push_back(static_cast<int>(std::find(old.begin(), old.end(), host) - old.begin()));
+      try {
+        std::vector<int> old;  // this group's leaders, by rank of the new group
+        in_new_group([&] { old = gather_values(*outer, call, topology_.leader_of(rank())); }, call);
+        std::vector<int> hosts;  // the same as ranks of the new group
+        for (const int host : old) {
+          hosts.push_back(static_cast<int>(std::find(old.begin(), old.end(), host) - old.begin()));
+        }
+        std::unique_ptr<Engine> inner;
+        within([&] { inner = inner_->split(call, color, /*key=*/outer->rank()); }, call);
+        Topology topology(std::move(hosts), outer->rank());
+        std::unique_ptr<Engine> between;
+        in_new_group([&] { between = leaders_of(*outer, topology, call); }, call);
+        engine = std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
+                                                      std::move(between), std::move(topology));
+      } catch (const Error& error) {
+        outer->end_with(error);  // its ranks on other hosts may already wait there
+        throw;
       }
-      Topology topology(std::move(hosts), outer->rank());
-      std::unique_ptr<Engine> inner;
-      within([&] { inner = inner_->split(call, color, /*key=*/outer->rank()); }, call);
-      engine = std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
-                                                    std::move(topology), call);
     });
     return engine;
   }
@@ -143,7 +157,7 @@ class HierarchicalEngine final : public Engine {
       work();
     } catch (const Error& error) {
       internal::Failure failure = internal::failure_of(error);
-      if (!internal::is_about_peers(failure.kind)) throw;
+      if (failure.kind == internal::Failure::Kind::usage) throw;
       // The last two conditions: an error that another level found and ended this one with.
       if (n_hosts() > 1 && !failure.text.starts_with(kWithin) &&
           !failure.text.starts_with(kBetween)) {
@@ -152,6 +166,19 @@ class HierarchicalEngine final : public Engine {
                         ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
                         ranks.size() == 1 ? "is" : "are", ranks.size() - 1, failure.text);
       }
+      internal::throw_failure(failure, context_of(call, rank()));
+    }
+  }
+
+  /// Work of a group that is split off this one, whose errors refer to its ranks.
+  template <class Work>
+  void in_new_group(Work work, const Call& call) {
+    try {
+      work();
+    } catch (const Error& error) {
+      internal::Failure failure = internal::failure_of(error);
+      if (failure.kind == internal::Failure::Kind::usage) throw;
+      failure.text = fmt::format("in the new group, by its ranks: {}", failure.text);
       internal::throw_failure(failure, context_of(call, rank()));
     }
   }
@@ -337,8 +364,9 @@ std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<in
     auto inner = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
                                          topology.place_of(outer->rank()),
                                          static_cast<int>(topology.members.size()), barrier, tune);
+    auto between = leaders_of(*outer, topology, barrier);
     return std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
-                                                std::move(topology), barrier);
+                                                std::move(between), std::move(topology));
   } catch (const std::exception& error) {
     if (outer) outer->abandon(error.what());
     throw;

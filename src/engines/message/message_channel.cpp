@@ -102,7 +102,9 @@ void Channel::wait(const Call& call, Limit& limit) {
     const bool has_ended = state == State::ended;
     if (const auto departure = departure_among(awaited)) {
       if (!departure_seen) departure_seen = now;
-      if (has_ended || now - *departure_seen >= kTransitTime) fail(*departure, call);
+      if (has_ended || now >= deadline || now - *departure_seen >= kTransitTime) {
+        fail(*departure, call);
+      }
     }
     // None are awaited if the last message has arrived since.
     if ((has_ended || now >= deadline) && !awaited.empty()) fail_late(awaited, call);
@@ -158,6 +160,8 @@ void Channel::notify(const Failure& failure) noexcept {
 }
 
 void Channel::fail(const Failure& failure, const Call& call) {
+  poll_control();
+  throw_if_failed(call);  // all ranks throw the first failure
   notify(failure);  // also of a departure: peers may wait for this rank, not for the one that left
   internal::throw_failure(failure, context_of(call, rank()));
 }

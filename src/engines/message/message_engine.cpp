@@ -100,6 +100,7 @@ class MessageEngine final : public Engine {
   /// Exchanges every rank's first message, into firsts_. Throws if they disagree.
   void compare(const Call& call, const Header& mine, std::span<const std::byte> payload,
                Limit& limit);
+  void perform(const Call& call);
   void fail_mismatch(const Call& call);
   /// How many bytes this rank sends eagerly in the first message; nullopt: none, they follow.
   std::optional<std::size_t> eager_bytes(const Call& call) const;
@@ -240,6 +241,17 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
 }
 
 void MessageEngine::run(const Call& call) {
+  try {
+    perform(call);
+  } catch (const Error&) {  // known to the peers
+    throw;
+  } catch (const std::exception& error) {  // no memory, for example
+    channel_->abandon(error.what());
+    throw;
+  }
+}
+
+void MessageEngine::perform(const Call& call) {
   Limit limit(call.timeout);
   Step step{*channel_, call, limit, messages_};
   const bool is_pair = call.op == Op::send || call.op == Op::recv;

@@ -54,6 +54,7 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
                      "this process is a copy (fork) of a rank, whose connections it shares; only "
                      "the rank itself may call");
   }
+  if (call.progress != nullptr) call.progress->slept(call);  // the calls below may block
   std::vector<const Message*> ordered;
   for (const Message& message : messages) ordered.push_back(&message);
   // Of two ranks the lower sends first: NCCL runs the messages of a pair in the order given.
@@ -75,7 +76,7 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
       wait_.peers.push_back(peer);
       transfers_.push_back(std::move(transfer));
     } catch (const std::exception& error) {
-      finish();
+      cancel();
       throw transport_error(error, message->peer);
     }
   }
@@ -96,16 +97,23 @@ Transport::State Transport::wait(std::chrono::steady_clock::time_point deadline)
       failure = transport_error(error, peer);
     }
   }
-  if (!failure && awaited_.empty()) {
+  const bool is_complete = !failure && awaited_.empty();
+  wire_->finish(wait_, transfers_);  // from now on, nothing ends the transfers
+  if (is_complete) {
     for (const Wire::Transfer& transfer : transfers_) wire_->unstage(transfer);
   }
-  finish();
+  release();
   if (failure) throw *failure;
-  return awaited_.empty() ? State::complete : State::ended;
+  return is_complete ? State::complete : State::ended;
 }
 
-void Transport::finish() noexcept {
+void Transport::cancel() noexcept {
+  if (wire_->is_copy()) return;
   wire_->finish(wait_, transfers_);
+  release();
+}
+
+void Transport::release() noexcept {
   wait_.works.clear();  // before the callers' memory
   transfers_.clear();
 }

@@ -24,6 +24,7 @@ class Transport final : public message::Transport {
   int size() const noexcept override { return static_cast<int>(members_.size()); }
   void start(std::span<const Message> messages, const Call& call) override;
   State wait(std::chrono::steady_clock::time_point deadline) override;
+  void cancel() noexcept override;
   std::vector<int> awaited() override { return awaited_; }
   void send_control(const message::ControlMessage& message) noexcept override {
     wire_->send_control(channel_, message, members_);
@@ -36,7 +37,8 @@ class Transport final : public message::Transport {
 
  private:
   int rank_of(int wire_rank) const;
-  void finish() noexcept;
+  /// Drops what is left of an exchange.
+  void release() noexcept;
 
   std::shared_ptr<Wire> wire_;
   std::vector<int> members_;  // ranks of the wire

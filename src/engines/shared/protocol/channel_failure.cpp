@@ -66,7 +66,8 @@ void Channel::throw_failure(const Call& call) {
   const auto give_up = steady_clock::now() + kReportPatience;
   while (failure.state.load(std::memory_order_acquire) != FailureState::ready) {
     if (steady_clock::now() > give_up) {
-      throw PeerLost(context_of(call, rank_), "a rank died while it recorded why the group failed");
+      throw PeerLost(context_of(call, rank_),
+                     "a rank died or was stopped while it recorded why the group failed");
     }
     std::this_thread::yield();
   }

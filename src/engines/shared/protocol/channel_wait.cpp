@@ -41,7 +41,7 @@ void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
 
 bool Channel::yield_until(Condition ready) {
   // Beside busy programs a yield takes milliseconds, so the time is limited too.
-  constexpr int kYields = 100, kYieldsPerClock = 8;
+  constexpr int kYields = 100, kYieldsPerClock = 4;
   std::optional<steady_clock::time_point> end;
   for (int i = 1; i <= kYields; ++i) {
     if (ready()) return true;
