@@ -135,7 +135,7 @@ sockaddr_un address_of(const std::string& name) {
   return address;
 }
 
-socklen_t size_of(const std::string& name) {
+socklen_t bytes_of(const std::string& name) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
@@ -347,7 +347,8 @@ TEST_F(BootstrapTest, a_name_that_another_user_holds_is_refused) {
     ASSERT_EQ(::setuid(kNobody), 0);
     const base::UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET, 0));
     const sockaddr_un address = address_of(taken);
-    ASSERT_EQ(::bind(socket.get(), reinterpret_cast<const sockaddr*>(&address), size_of(taken)), 0);
+    ASSERT_EQ(::bind(socket.get(), reinterpret_cast<const sockaddr*>(&address), bytes_of(taken)),
+              0);
     ASSERT_EQ(::listen(socket.get(), 8), 0);
     ::pause();
   });
@@ -376,7 +377,7 @@ TEST_F(BootstrapTest, another_user_hears_nothing) {
     const base::UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET, 0));
     const sockaddr_un address = address_of(open);
     EXPECT_TRUE(test::wait_until([&] {  // bound, but perhaps not listening yet
-      return ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), size_of(open)) ==
+      return ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), bytes_of(open)) ==
              0;
     }));
     char byte = 0;

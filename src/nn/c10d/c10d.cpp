@@ -51,7 +51,8 @@ Group nn::make_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::
   auto wire = detail::Wire::make(std::move(process_group), c10::intrusive_ptr<c10d::Store>());
   return Group(
       message::make(std::move(backend), std::make_unique<detail::Transport>(std::move(wire))),
-      std::move(name), timeout, Env::read().check);
+      std::move(name), timeout,
+      internal::session() != nullptr ? internal::session()->world().env.check : Env::read().check);
 }
 
 }  // namespace lockstep
