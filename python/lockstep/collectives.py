@@ -66,7 +66,7 @@ class _Flat:
             return numpy.empty(n_elements, self.like.dtype)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(self.like, torch.Tensor):
-            return torch.empty(n_elements, dtype=self.like.dtype)
+            return torch.empty(n_elements, dtype=self.like.dtype, device="cpu")
         try:
             view = memoryview(self.like)
         except TypeError:  # another DLPack tensor
@@ -88,6 +88,9 @@ def _split(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
             part = part.reshape(shape)
         elif len(shape) != 1 and begin < end:
             part = part.cast("B").cast(flat.format, shape)
+        elif len(shape) > 1 and shape[0] == 0 and all(shape[1:]):  # an empty view cannot be cast
+            row = memoryview(bytearray(math.prod(shape[1:]) * flat.itemsize))
+            part = row.cast(flat.format, (1, *shape[1:]))[:0]
         parts.append(part)
         begin = end
     return parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import os
 import signal
 import sys
 import threading
@@ -49,8 +50,13 @@ class _Hooks:
 
     def __init__(self) -> None:
         self.is_installed = False
+        self.process = 0
 
     def install(self) -> None:
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None and self.process != os.getpid():  # its processes end without atexit
+            self.process = os.getpid()
+            util.Finalize(None, _core.destroy_dist, args=("",), exitpriority=0)
         if self.is_installed:
             return
         self.is_installed = True
@@ -60,11 +66,13 @@ class _Hooks:
 
     def on_exception(self, kind: type[BaseException], value: BaseException, traceback: Optional[TracebackType]) -> None:
         try:
-            text = str(value)
+            text = str(value).encode("utf-8", "replace").decode()
         except Exception:
             text = ""
-        _core.destroy_dist(f"{kind.__name__}: {text}" if text else kind.__name__)
-        self.former(kind, value, traceback)
+        try:
+            _core.destroy_dist(f"{kind.__name__}: {text}" if text else kind.__name__)
+        finally:
+            self.former(kind, value, traceback)
 
 
 _hooks = _Hooks()

@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <lockstep/dist.hpp>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "python/call.hpp"
 #include "python/core_module.hpp"
 #include "python/data.hpp"
+#include "python/exceptions.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -70,6 +72,14 @@ nb::object gather(const char* operation, nb::handle data, const nb::tuple& exten
   }
   const detail::TimeLeft time_left = call.timeout();
   const Shape own = shape_of(extents, call);
+  std::size_t n_own = 1;
+  for (std::int64_t i = 0; i < own.n_dimensions; ++i) {
+    n_own *= static_cast<std::size_t>(own.extents[static_cast<std::size_t>(i)]);
+  }
+  if (n_own != in.elements().count) {
+    call.reject(
+        fmt::format("data has {} elements, but its shape has {}", in.elements().count, n_own));
+  }
   std::vector<Shape> shapes(static_cast<std::size_t>(n_ranks));
   call.run([&] {
     call.group().all_gather(
@@ -95,13 +105,22 @@ nb::object gather(const char* operation, nb::handle data, const nb::tuple& exten
     call.run([&] { call.group().gather(elements, {}, counts, dst, time_left, call.where()); });
     return nb::none();
   }
-  const nb::object flat = make_flat(std::reduce(counts.begin(), counts.end()));
-  const Data out(flat, Access::write, call, "out");
+  nb::object flat;
+  std::optional<Data> out;
+  try {
+    flat = make_flat(std::reduce(counts.begin(), counts.end()));
+    out.emplace(flat, Access::write, call, "out");
+  } catch (const std::exception& error) {  // the peers wait for this rank's second call
+    const auto* const raised = dynamic_cast<const nb::python_error*>(&error);
+    call.group().abandon(fmt::format("rank {} failed: {}", call.group().rank(),
+                                     raised != nullptr ? text_of_error(*raised) : error.what()));
+    throw;
+  }
   call.run([&] {
     if (to_all) {
-      call.group().all_gather(elements, out.elements(), counts, time_left, call.where());
+      call.group().all_gather(elements, out->elements(), counts, time_left, call.where());
     } else {
-      call.group().gather(elements, out.elements(), counts, dst, time_left, call.where());
+      call.group().gather(elements, out->elements(), counts, dst, time_left, call.where());
     }
   });
   return nb::make_tuple(flat, all_extents);

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <string_view>
 
+#include "python/str.hpp"
+
 namespace nb = nanobind;
 
 namespace lockstep::python {
@@ -17,7 +19,7 @@ std::chrono::duration<double> seconds_of(nb::handle timeout, const ErrorContext&
     PyErr_Clear();
     throw UsageError(context, fmt::format("timeout is {}; it takes seconds, as 30 or 0.5, or a "
                                           "datetime.timedelta",
-                                          nb::repr(timeout).c_str()));
+                                          text_of(nb::repr(timeout))));
   }
   return std::chrono::duration<double>(seconds);
 }
@@ -37,11 +39,15 @@ void Call::reject(const std::string& text) const {
 }
 
 ReduceOp Call::parse_op(nb::handle op) const {
-  if (!nb::isinstance<nb::str>(op)) {
-    reject(fmt::format("op is {}; it takes a name, as \"sum\"", nb::repr(op).c_str()));
+  Py_ssize_t n_bytes = 0;
+  const char* const utf8 =
+      nb::isinstance<nb::str>(op) ? PyUnicode_AsUTF8AndSize(op.ptr(), &n_bytes) : nullptr;
+  if (utf8 == nullptr) {
+    PyErr_Clear();
+    reject(fmt::format("op is {}; it takes a name, as \"sum\"", text_of(nb::repr(op))));
   }
   // The usual spellings without the copies that the others take.
-  const std::string_view name = nb::borrow<nb::str>(op).c_str();
+  const std::string_view name{utf8, static_cast<std::size_t>(n_bytes)};
   for (const ReduceOp known : {ReduceOp::sum, ReduceOp::mean, ReduceOp::max, ReduceOp::min}) {
     if (name == name_of(known)) return known;
   }

@@ -7,6 +7,9 @@
 #include <optional>
 #include <span>
 #include <string_view>
+#include <utility>
+
+#include "python/str.hpp"
 
 namespace nb = nanobind;
 
@@ -72,7 +75,18 @@ std::optional<DType> dtype_of(nb::dlpack::dtype dtype) {
 
 std::string text_of_current_error() {
   const nb::python_error error;
-  return nb::str(error.value()).c_str();
+  return text_of(nb::str(error.value()));
+}
+
+/// numpy.ma.MaskedArray: its buffer would be taken without the mask.
+bool is_masked(nb::handle object) {
+  static PyObject* last = nullptr;  // the last type that is none: looked up once
+  PyObject* const type = object.type().ptr();
+  if (type == last) return false;
+  if (PyObject_HasAttrString(type, "harden_mask") != 0) return true;
+  Py_INCREF(type);  // no other type gets its address
+  Py_XDECREF(std::exchange(last, type));
+  return false;
 }
 
 /// As errors call it: "data (list)".
@@ -96,6 +110,10 @@ std::string described(const char* parameter, nb::handle object) {
 }  // namespace
 
 Data::Data(nb::handle object, Access access, const Call& call, const char* parameter) {
+  if (is_masked(object)) {
+    call.reject(fmt::format("{} has a mask, which would be lost: pass x.data or x.filled()",
+                            described(parameter, object)));
+  }
   if (PyObject_CheckBuffer(object.ptr()) != 0) {
     take_buffer(object, access, call, parameter);
   } else if (nb::hasattr(object, "__dlpack__")) {

@@ -4,22 +4,25 @@
 #include <lockstep/error.hpp>
 #include <string>
 
+#include "python/str.hpp"
+
 namespace nb = nanobind;
 
 namespace lockstep::python {
-namespace {
 
-std::string text_of(const nb::python_error& error) {
+std::string text_of_error(const nb::python_error& error) {
   const nb::gil_scoped_acquire gil;
-  std::string name = nb::cast<nb::str>(error.type().attr("__name__")).c_str();
+  std::string name = text_of(error.type().attr("__name__"));
   try {
     const nb::str text(error.value());
-    if (nb::len(text) > 0) name.append(": ").append(text.c_str());
+    if (nb::len(text) > 0) name.append(": ").append(text_of(text));
   } catch (const nb::python_error&) {
     name.append(": (str() of it failed)");
   }
   return name;
 }
+
+namespace {
 
 /// The class of lockstep.errors for an error of the core.
 const char* class_of(const Error& error) {
@@ -33,14 +36,14 @@ const char* class_of(const Error& error) {
 
 void raise(const Error& error) {
   const nb::object type = nb::module_::import_("lockstep.errors").attr(class_of(error));
-  const nb::object value = type(error.what());
+  const nb::object value = type(str_of(error.what()));
   const ErrorContext& context = error.context();
-  nb::setattr(value, "text", nb::cast(error.text().c_str()));
-  nb::setattr(value, "operation", nb::cast(context.operation.c_str()));
-  nb::setattr(value, "group", nb::cast(context.group.c_str()));
+  nb::setattr(value, "text", str_of(error.text()));
+  nb::setattr(value, "operation", str_of(context.operation));
+  nb::setattr(value, "group", str_of(context.group));
   nb::setattr(value, "rank", nb::int_(context.rank));
   nb::setattr(value, "sequence", nb::int_(context.sequence));
-  nb::setattr(value, "filename", nb::cast(context.where.file_name()));
+  nb::setattr(value, "filename", str_of(context.where.file_name()));
   nb::setattr(value, "lineno", nb::int_(context.where.line()));
   PyErr_SetObject(type.ptr(), value.ptr());
 }
@@ -48,7 +51,7 @@ void raise(const Error& error) {
 }  // namespace
 
 PythonException::PythonException(nb::python_error error)
-    : std::runtime_error(text_of(error)),
+    : std::runtime_error(text_of_error(error)),
       error_(std::make_shared<nb::python_error>(std::move(error))) {}
 
 void register_errors() {
@@ -57,6 +60,8 @@ void register_errors() {
       std::rethrow_exception(thrown);
     } catch (const PythonException& exception) {
       exception.restore();
+    } catch (const EndOfProgram& end) {
+      end.exception.restore();
     } catch (const Error& error) {
       // An interrupt abandons the group to end the wait: then the error is only its consequence.
       if (PyErr_CheckSignals() != 0) return;

@@ -4,9 +4,13 @@
 
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace lockstep::python {
+
+/// "ValueError: too short"
+std::string text_of_error(const nanobind::python_error& error);
 
 /// A Python exception on its way through the core, which reads its text: "ValueError: too short".
 class PythonException : public std::runtime_error {
@@ -27,6 +31,26 @@ auto in_python(F f) {
     return f();
   } catch (nanobind::python_error& error) {
     throw PythonException(std::move(error));
+  }
+}
+
+/// A KeyboardInterrupt, SystemExit or MemoryError while an object is unpickled. No std::exception:
+/// the core would say that the message cannot be decoded.
+struct EndOfProgram {
+  PythonException exception;
+};
+
+/// in_python for what unpickles.
+template <class F>
+auto in_unpickling(F f) {
+  const nanobind::gil_scoped_acquire gil;
+  try {
+    return f();
+  } catch (nanobind::python_error& error) {
+    const bool is_end = !error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError);
+    PythonException exception(std::move(error));
+    if (is_end) throw EndOfProgram{std::move(exception)};
+    throw exception;
   }
 }
 

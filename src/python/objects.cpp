@@ -18,6 +18,7 @@
 #include "python/core_module.hpp"
 #include "python/data.hpp"
 #include "python/exceptions.hpp"
+#include "python/str.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -59,7 +60,7 @@ nb::object object_of(const detail::ObjectCall& call, int sender, const nb::calla
                      std::span<const std::byte> bytes) {
   nb::object object;
   detail::decode_from(call, sender, [&] {
-    object = in_python([&] { return unpickle(loads, bytes.data(), bytes.size()); });
+    object = in_unpickling([&] { return unpickle(loads, bytes.data(), bytes.size()); });
   });
   return object;
 }
@@ -130,7 +131,7 @@ nb::object collect_results(const nb::list& part, std::size_t size, const nb::cal
                   std::size_t place) { in_python([&] { all[place] = part[item]; }); },
       .decode =
           [&](std::span<const std::byte> bytes, std::span<const std::size_t> places) {
-            in_python([&] {
+            in_unpickling([&] {
               for (const std::size_t place : places) {
                 std::uint64_t n_bytes = 0;
                 if (bytes.size() < sizeof n_bytes) throw std::length_error("it ends early");
@@ -153,6 +154,7 @@ nb::object collect_results(const nb::list& part, std::size_t size, const nb::cal
 
 /// A value of a dict: an array, or a number of Python's.
 struct Value {
+  nb::object name;
   std::string key;
   nb::object object;
   std::optional<Data> array;
@@ -189,10 +191,11 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
   std::deque<Value> values;  // a Data does not move
   for (const auto [key, object] : data) {
     if (!nb::isinstance<nb::str>(key)) {
-      call.reject(fmt::format("the key {} of data is no str", nb::repr(key).c_str()));
+      call.reject(fmt::format("the key {} of data is no str", text_of(nb::repr(key))));
     }
     auto& value = values.emplace_back();
-    value.key = nb::str(key).c_str();
+    value.name = nb::borrow<nb::object>(key);
+    value.key = text_of(key);
     value.object = nb::borrow<nb::object>(object);
     read_value(call, value);
   }
@@ -226,9 +229,8 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
     std::memcpy(elements.data, next[elements.dtype], elements.n_bytes());
     next[elements.dtype] += elements.n_bytes();
     if (value->array) continue;
-    data[nb::str(value->key.c_str())] = elements.dtype == DType::i64
-                                            ? nb::object(nb::int_(value->integer))
-                                            : nb::object(nb::float_(value->real));
+    data[value->name] = elements.dtype == DType::i64 ? nb::object(nb::int_(value->integer))
+                                                     : nb::object(nb::float_(value->real));
   }
 }
 

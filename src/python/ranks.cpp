@@ -121,7 +121,9 @@ void define_group(nb::module_& module) {
           "abandon", [](const Group& group, const std::string& reason) { group.abandon(reason); },
           "reason"_a,
           "This rank cannot go on: calls of all ranks raise PeerFailed with this reason.")
-      .def("__eq__", [](const Group& group, const Group& other) { return group == other; })
+      .def(
+          "__eq__", [](const Group& group, const Group& other) { return group == other; },
+          nb::is_operator())
       .def("__hash__", [](const Group& group) { return std::hash<std::string>()(group.name()); })
       .def("__repr__", [](const Group& group) {
         return fmt::format("<lockstep.Group '{}': rank {} of {}, {}>", group.name(), group.rank(),

@@ -10,6 +10,8 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "python/str.hpp"
+
 namespace nb = nanobind;
 
 namespace lockstep::python {
@@ -63,7 +65,7 @@ std::string& package_folder() {
 const Place* find_place(nb::handle code, PyFrameObject* frame) {
   static auto& paths = *new std::unordered_set<std::string>;  // never destroyed: errors point there
   const nb::object name = code.attr("co_filename");
-  const std::string path = nb::isinstance<nb::str>(name) ? nb::cast<nb::str>(name).c_str() : "";
+  const std::string path = nb::isinstance<nb::str>(name) ? text_of(name) : "";
   if (path.starts_with(package_folder())) return nullptr;
   const int line = PyFrame_GetLineNumber(frame);
   return new const Place{.file = paths.insert(path).first->c_str(),

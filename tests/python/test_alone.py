@@ -269,3 +269,101 @@ def test_a_rank_of_several_must_join(monkeypatch):
     program = "import lockstep; lockstep.get_rank()"
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
     assert "UsageError" in done.stderr and "never called init_dist" in done.stderr
+
+
+class Text:
+    def __init__(self, text):
+        self.text = text
+
+    def __repr__(self):
+        return self.text
+
+
+def test_keys_and_texts_that_are_no_utf8():
+    values = {"a": 1, "a\0b": 2, "\udcff": 3, "\ud800": 4, "\\ud800": 5, "\ufffd": 6.5}
+    expected = dict(values)
+    ls.all_reduce_dict(values)
+    assert values == expected
+    with pytest.raises(ls.UsageError, match="bool"):
+        ls.all_reduce_dict({"\ud800": True})
+    for op in ["\ud800", "sum\0", Text("\ud800")]:
+        with pytest.raises(ls.UsageError):
+            ls.all_reduce(np.zeros(1), op)
+    with pytest.raises(ls.UsageError):
+        ls.barrier(timeout=Text("\ud800"))
+
+
+def test_a_file_whose_name_is_no_utf8():
+    program = compile("import lockstep; lockstep.broadcast_object_list([0], src=2)", "\udcff.py", "exec")
+    with pytest.raises(ls.UsageError) as caught:
+        exec(program)
+    assert caught.value.filename.endswith(".py") and caught.value.lineno == 1
+
+
+def test_a_cut_text_of_two_byte_characters():
+    group = ls.default_group().duplicate()
+    for pad in ["", "x"]:
+        with pytest.raises(ValueError, match="ä"):
+            ls.main_process_first(lambda: (_ for _ in ()).throw(ValueError(pad + "ä" * 5000)), group)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_unpickling_that_is_interrupted(kind):
+    thing = Raises(kind)
+    for call in [lambda: ls.all_gather_object(thing), lambda: ls.gather_object(thing)]:
+        with pytest.raises(kind):
+            call()
+    with pytest.raises(ls.MismatchError, match="ValueError"):
+        ls.all_gather_object(Raises(ValueError))
+    ls.barrier()
+
+
+def raise_it(kind):
+    raise kind
+
+
+class Raises:
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __reduce__(self):
+        return raise_it, (self.kind,)
+
+
+def test_groups_compare_with_anything():
+    assert ls.default_group() != "world"
+    assert ls.default_group() != None  # noqa: E711
+    assert ls.default_group() == ls.default_group()
+
+
+def test_masked_arrays_are_rejected():
+    masked = np.ma.masked_array([1.0, 2.0], mask=[True, False])
+    for function in FUNCTIONS:
+        with pytest.raises(ls.UsageError, match="mask"):
+            function(masked)
+        function(masked.data)
+
+
+def test_a_shape_that_is_not_that_of_the_data():
+    wrong = Tensor(np.zeros(4))
+    wrong.shape = (5,)
+    for function in [ls.all_gather, ls.gather]:
+        with pytest.raises(ls.UsageError, match="shape"):
+            function(wrong)
+
+
+def test_empty_views_keep_their_shape():
+    view = memoryview(bytearray(6)).cast("B", (2, 3))[:0]
+    assert view.shape == (0, 3)
+    [part] = ls.all_gather(view)
+    assert part.shape == (0, 3)
+
+
+def test_names_of_mmengine():
+    assert ls.all_gather_object(data=1) == [1]
+    assert ls.gather_object(data=1) == [1]
+    ls.broadcast_object_list(data=[1])
+    assert ls.collect_results([1, 2], 2, "cpu") == [1, 2]
+    assert ls.collect_results(results=[1, 2], size=1, device="cpu") == [1]
+    with pytest.raises(ls.UsageError, match="device"):
+        ls.collect_results([1], 1, "/tmp")

@@ -3,6 +3,8 @@
 import re
 import textwrap
 
+import pytest
+
 
 def test_a_mismatch_names_ranks_and_lines(run_ranks):
     output = run_ranks(
@@ -245,4 +247,83 @@ def test_a_fork_is_no_rank(run_ranks):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         ls.barrier()
         """,
+    )
+
+
+@pytest.mark.parametrize("pad", ["", "x"])
+def test_an_exception_whose_text_is_no_utf8(run_ranks, pad):
+    output = run_ranks(
+        2,
+        f"""
+        pad = "{pad}"
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
+        if rank == 1:
+            raise ValueError(pad + "bad \\ud800 and " + "\\u00e4" * 5000)
+        try:
+            ls.barrier()
+            raise AssertionError
+        except ls.PeerFailed as error:
+            assert "rank 1 failed: ValueError: " + pad + "bad ? and \\u00e4" in str(error), error
+        print("heard")
+        """,
+        code=1,
+    )
+    assert "heard" in output and "Traceback" in output, output
+
+
+def test_no_memory_for_the_result_of_gather(run_ranks):
+    run_ranks(
+        2,
+        """
+        from lockstep import collectives
+        if rank == 0:
+            def no_memory(self, n): raise MemoryError("none left")
+            collectives._Flat.__call__ = no_memory
+        try:
+            ls.all_gather(np.zeros(3))
+            raise AssertionError
+        except MemoryError:
+            assert rank == 0
+        except ls.PeerFailed as error:
+            assert rank == 1 and "MemoryError: none left" in str(error), error
+        """,
+    )
+
+
+def test_interrupted_unpickling_of_collected_results(run_ranks):
+    run_ranks(
+        2,
+        """
+        class Exits:
+            def __reduce__(self): return sys.exit, (7,)
+        try:
+            ls.collect_results([Exits()], 2)
+            assert rank == 1
+        except SystemExit as end:
+            assert rank == 0 and end.code == 7
+        ls.barrier()
+        """,
+    )
+
+
+def test_a_rank_of_multiprocessing_leaves(run_ranks):
+    run_ranks(
+        2,
+        """
+        import multiprocessing, lockstep as ls
+        def main():
+            ls.init_dist(timeout=60)
+            if ls.get_rank() == 1: return  # leaves; the process may live on
+            try:
+                ls.barrier()
+                raise AssertionError
+            except ls.PeerLost as error:
+                assert "rank 1" in str(error) and "left" in str(error), error
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("fork").Process(target=main)
+            child.start()
+            child.join()
+            assert child.exitcode == 0, child.exitcode
+        """,
+        prelude="",
     )
