@@ -112,8 +112,7 @@ nb::object gather(const char* operation, nb::handle data, const nb::tuple& exten
     out.emplace(flat, Access::write, call, "out");
   } catch (const std::exception& error) {  // the peers wait for this rank's second call
     const auto* const raised = dynamic_cast<const nb::python_error*>(&error);
-    call.group().abandon(fmt::format("rank {} failed: {}", call.group().rank(),
-                                     raised != nullptr ? text_of_error(*raised) : error.what()));
+    call.group().abandon(raised != nullptr ? text_of_error(*raised) : error.what());
     throw;
   }
   call.run([&] {

@@ -1,6 +1,5 @@
 #include "python/interrupts.hpp"
 
-#include <fmt/format.h>
 #include <nanobind/nanobind.h>
 #include <pthread.h>
 
@@ -22,7 +21,7 @@ constexpr std::chrono::milliseconds kInterval{100};
 
 constinit std::atomic<bool> is_in_call{false};
 constinit std::atomic<bool> is_pressed{false};
-/// The handler behind ours. Written by the watcher only while ours is not installed.
+/// The handler behind ours. Written only while ours is not installed.
 constinit struct sigaction behind {};
 
 void on_interrupt(int number, siginfo_t* info, void* context) {
@@ -91,6 +90,7 @@ class Watcher {
 
   const Group* enter(const Group* group) {
     const std::lock_guard lock(mutex_);
+    if (group != nullptr) stand_in_front();  // else a signal would end no wait before the next look
     is_pressed.store(false, std::memory_order_relaxed);
     is_in_call.store(group != nullptr, std::memory_order_relaxed);
     ++n_calls_;
@@ -108,7 +108,7 @@ class Watcher {
       const bool raises = raises_keyboard_interrupt();
       lock.lock();
       if (raises && group_ != nullptr && n_calls == n_calls_) {
-        group_->abandon(fmt::format("rank {} failed: KeyboardInterrupt", group_->rank()));
+        group_->abandon("KeyboardInterrupt");
       }
     }
   }
