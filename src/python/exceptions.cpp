@@ -4,6 +4,7 @@
 #include <lockstep/error.hpp>
 #include <string>
 
+#include "group/failure.hpp"
 #include "python/str.hpp"
 
 namespace nb = nanobind;
@@ -26,11 +27,17 @@ namespace {
 
 /// The class of lockstep.errors for an error of the core.
 const char* class_of(const Error& error) {
-  if (dynamic_cast<const UsageError*>(&error) != nullptr) return "UsageError";
-  if (dynamic_cast<const MismatchError*>(&error) != nullptr) return "MismatchError";
-  if (dynamic_cast<const TimeoutError*>(&error) != nullptr) return "TimeoutError";
-  if (dynamic_cast<const PeerLost*>(&error) != nullptr) return "PeerLost";
-  if (dynamic_cast<const PeerFailed*>(&error) != nullptr) return "PeerFailed";
+  using enum internal::Failure::Kind;
+  switch (internal::failure_of(error).kind) {
+    case usage: return "UsageError";
+    case mismatch: return "MismatchError";
+    case timeout: return "TimeoutError";
+    case peer_lost:
+    case peer_left: return "PeerLost";
+    case peer_failed: return "PeerFailed";
+    case engine:
+    case system: break;
+  }
   return "EngineError";  // and SystemError, whose text names the system call and errno
 }
 
@@ -52,6 +59,7 @@ void raise(const Error& error) {
 
 PythonException::PythonException(nb::python_error error)
     : std::runtime_error(text_of_error(error)),
+      ends_program_(!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError)),
       error_(std::make_shared<nb::python_error>(std::move(error))) {}
 
 void register_errors() {

@@ -15,11 +15,15 @@ std::string text_of_error(const nanobind::python_error& error);
 /// A Python exception on its way through the core, which reads its text: "ValueError: too short".
 class PythonException : public std::runtime_error {
  public:
+  /// The caller holds the GIL.
   explicit PythonException(nanobind::python_error error);
   /// Makes it Python's current exception. Call once.
   void restore() const noexcept { error_->restore(); }
+  /// KeyboardInterrupt, SystemExit or MemoryError.
+  bool ends_program() const noexcept { return ends_program_; }
 
  private:
+  bool ends_program_;
   std::shared_ptr<nanobind::python_error> error_;
 };
 
@@ -43,14 +47,11 @@ struct EndOfProgram {
 /// in_python for what unpickles.
 template <class F>
 auto in_unpickling(F f) {
-  const nanobind::gil_scoped_acquire gil;
   try {
-    return f();
-  } catch (nanobind::python_error& error) {
-    const bool is_end = !error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError);
-    PythonException exception(std::move(error));
-    if (is_end) throw EndOfProgram{std::move(exception)};
-    throw exception;
+    return in_python(std::move(f));
+  } catch (const PythonException& exception) {
+    if (exception.ends_program()) throw EndOfProgram{exception};
+    throw;
   }
 }
 
