@@ -136,11 +136,11 @@ class Link {
 };
 
 Placement place_alone(int n_ranks) {
-  return {.node_rank = 0,
-          .first_rank = 0,
-          .world_size = n_ranks,
-          .master_addr = "127.0.0.1",
-          .master_port = master_port()};
+  Placement placement;
+  placement.world_size = n_ranks;
+  placement.master_addr = "127.0.0.1";
+  choose_master_port(placement);
+  return placement;
 }
 
 Nodes::Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const Signals& signals)
@@ -253,7 +253,7 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
   }
 
   std::erase_if(links_, [](const auto& link) { return link->node_rank < 0; });
-  placement_.master_port = master_port();
+  choose_master_port(placement_);
   NodeMessage placed(Kind::placed);
   placed.set_secret(options_.secret);
   placed.master_port = placement_.master_port;

@@ -24,9 +24,11 @@ struct Placement {
   int world_size = 0;
   std::string master_addr;
   std::uint16_t master_port = 0;
+  /// Holds the port until rank 0 listens on it: see choose_master_port. Null: the user's port.
+  std::shared_ptr<const base::UniqueFd> port_holder = nullptr;
 };
 
-/// A launcher's world on one machine. Throws what master_port throws.
+/// A launcher's world on one machine. Throws what choose_master_port throws.
 Placement place_alone(int n_ranks);
 
 /// Why a failure on another node ends this node's ranks.

@@ -18,26 +18,30 @@
 namespace lockstep::run {
 namespace {
 
-std::uint16_t free_port() {
-  const base::UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+void take_free_port(Placement& placement) {
+  base::UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   auto* generic = reinterpret_cast<sockaddr*>(&address);
   socklen_t n_bytes = sizeof address;
+  const int reuse = 1;
   if (!fd || bind(fd.get(), generic, n_bytes) != 0 ||
+      // After bind, which would otherwise share a port that another launcher holds.
+      setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse) != 0 ||
       getsockname(fd.get(), generic, &n_bytes) != 0) {
     throw system_error("cannot find a free port for MASTER_PORT");
   }
-  return ntohs(address.sin_port);
+  placement.master_port = ntohs(address.sin_port);
+  placement.port_holder = std::make_shared<const base::UniqueFd>(std::move(fd));
 }
 
 }  // namespace
 
-std::uint16_t master_port() {
+void choose_master_port(Placement& placement) {
   const auto value = internal::variable("MASTER_PORT");
-  if (!value) return free_port();
-  std::uint16_t port = 0;
+  if (!value) return take_free_port(placement);
+  std::uint16_t& port = placement.master_port;
   const char* end = value->data() + value->size();
   const auto [rest, error] = std::from_chars(value->data(), end, port);
   if (error != std::errc() || rest != end || port == 0) {
@@ -45,7 +49,6 @@ std::uint16_t master_port() {
         "MASTER_PORT is '{}'; expected a port from 1 to 65535 (unset it to get a free one)",
         *value));
   }
-  return port;
 }
 
 std::vector<int> allowed_cores() {

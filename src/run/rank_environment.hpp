@@ -8,9 +8,11 @@
 
 namespace lockstep::run {
 
-/// MASTER_PORT as set by the user, or a port that is free now on the loopback address. Throws
-/// UsageError if the variable is not a port, SystemError.
-std::uint16_t master_port();
+/// Sets master_port: MASTER_PORT as set by the user, or a free port of the loopback address. The
+/// free port is bound as long as port_holder lives, so that no other program gets it as a free one,
+/// but it can be listened on with SO_REUSEADDR, as every store does. Throws UsageError if the
+/// variable is not a port, SystemError.
+void choose_master_port(Placement& placement);
 
 /// Cores the launcher may run on.
 std::vector<int> allowed_cores();

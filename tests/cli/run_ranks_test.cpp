@@ -1,9 +1,12 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <sched.h>
+#include <sys/socket.h>
 
 #include <algorithm>
+#include <csignal>
 #include <set>
 #include <string>
 #include <vector>
@@ -50,6 +53,31 @@ TEST(RunRanksTest, master_port_is_one_free_port_or_the_users) {
   const Ended own = run(StartOptions{.arguments = script({"-n", "2"}, "echo $MASTER_PORT"),
                                      .variables = {{"MASTER_PORT", "29517"}}});
   EXPECT_EQ(own.out, "29517\n29517\n");
+}
+
+/// A socket bound to the port, and listening.
+base::UniqueFd listen_on(int port, bool reuses_address) {
+  base::UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int reuse = reuses_address ? 1 : 0;
+  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  const bool listens =
+      bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0 &&
+      listen(fd.get(), 1) == 0;
+  return listens ? std::move(fd) : base::UniqueFd();
+}
+
+TEST(RunRanksTest, the_free_master_port_stays_reserved_for_the_ranks) {
+  Command ranks(
+      StartOptions{.arguments = script({"run", "-n", "1"}, "echo $MASTER_PORT port; sleep 100")});
+  ranks.read_until("port\n");
+  const int port = std::stoi(ranks.out());
+  EXPECT_FALSE(listen_on(port, /*reuses_address=*/false));
+  EXPECT_TRUE(listen_on(port, /*reuses_address=*/true));  // as rank 0 does
+  ranks.send(SIGINT);
+  ranks.wait();
 }
 
 TEST(RunRanksTest, inherits_the_segment_and_nothing_else) {

@@ -82,7 +82,7 @@ TEST_F(TopTest, takes_any_rank_for_the_job_and_prints_a_table) {
 TEST_F(TopTest, is_one_job_where_the_ranks_met_without_our_launcher) {
   const std::string variables =
       std::string("for r in 0 1; do RANK=$r LOCAL_RANK=$r WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 ") +
-      "MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(20000 + getpid() % 40000) +
+      "MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(20000 + getpid() % 12000) +
       " " COLLECTIVES_PROGRAM " lose 1 & done; wait";
   Command ranks(StartOptions{.shell = variables});
   ranks.read_until("joined", 2);

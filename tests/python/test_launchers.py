@@ -22,7 +22,7 @@ def test_variables_of_torchrun(tmp_path):
     ranks = []
     for rank in range(2):
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500 + os.getpid() % 1000}  # fmt: skip
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20000 + os.getpid() % 12000}  # fmt: skip
         env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
         command = [sys.executable, "-c", SUM]
         ranks.append(subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True))

@@ -135,17 +135,17 @@ void run_host_threads(int n, const std::function<void()>& body, std::chrono::mil
 
 const std::vector<int>& hosts() { return current_hosts(); }
 
-int free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+FreePort::FreePort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t n_bytes = sizeof(address);
   auto* const any = reinterpret_cast<sockaddr*>(&address);
-  EXPECT_EQ(::bind(fd, any, n_bytes), 0);
-  EXPECT_EQ(::getsockname(fd, any, &n_bytes), 0);
-  ::close(fd);
-  return ntohs(address.sin_port);
+  const int reuse = 1;
+  EXPECT_EQ(::bind(fd_.get(), any, n_bytes), 0);
+  EXPECT_EQ(::setsockopt(fd_.get(), SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse), 0);
+  EXPECT_EQ(::getsockname(fd_.get(), any, &n_bytes), 0);
+  number_ = ntohs(address.sin_port);
 }
 
 std::vector<int> run_processes(int n, const std::function<void()>& body,
@@ -154,7 +154,8 @@ std::vector<int> run_processes(int n, const std::function<void()>& body,
                                const std::string& backend) {
   shared::Job job(n);
   ::setenv("MASTER_ADDR", "127.0.0.1", 1);
-  ::setenv("MASTER_PORT", std::to_string(free_port()).c_str(), 1);
+  const FreePort port;
+  ::setenv("MASTER_PORT", std::to_string(port.number()).c_str(), 1);
   std::fflush(nullptr);
   std::vector<pid_t> pids;
   for (int rank = 0; rank < n; ++rank) {

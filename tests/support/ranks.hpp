@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "base/fd.hpp"
+
 namespace lockstep::test {
 
 /// How the ranks of a test are created.
@@ -47,7 +49,16 @@ std::vector<int> run_processes(int n, const std::function<void()>& body,
                                std::chrono::seconds watchdog = std::chrono::seconds(120),
                                const std::function<void(std::span<const pid_t>)>& started = {},
                                const std::string& backend = "auto");
-/// A port of this host that was free at the time of the call.
-int free_port();
+/// A port of this host that no other program gets as a free one while the object lives. A listener
+/// needs SO_REUSEADDR.
+class FreePort {
+ public:
+  FreePort();
+  int number() const { return number_; }
+
+ private:
+  base::UniqueFd fd_;
+  int number_ = 0;
+};
 
 }  // namespace lockstep::test
