@@ -4,6 +4,7 @@
 #include <source_location>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace lockstep {
 
@@ -14,6 +15,9 @@ struct ErrorContext {
   int rank = -1;                 ///< this rank in that group; -1 outside a group
   std::uint64_t sequence = 0;    ///< number of the call in that group, from 1; 0: several calls
   std::source_location where{};  ///< the caller's line
+  /// Ranks of the group that the error is about: who died, failed, was late, or made another call
+  /// than most; at most 16 of them. Empty: this rank itself, or not known.
+  std::vector<int> peers{};
 };
 
 /// Base of all errors. what() names the operation, the rank, the call and the source line, then the

@@ -13,7 +13,8 @@ Failure failure_of(const Error& error) {
     const std::string added = SystemError({}, error_number, "").text();
     return {.kind = system,
             .error_number = error_number,
-            .text = error.text().substr(0, error.text().size() - added.size())};
+            .text = error.text().substr(0, error.text().size() - added.size()),
+            .peers = PeerList::of(error.context().peers)};
   }
   Failure::Kind kind = engine;
   if (dynamic_cast<const UsageError*>(&error) != nullptr) kind = usage;
@@ -21,7 +22,7 @@ Failure failure_of(const Error& error) {
   if (dynamic_cast<const TimeoutError*>(&error) != nullptr) kind = timeout;
   if (dynamic_cast<const PeerLost*>(&error) != nullptr) kind = peer_lost;
   if (dynamic_cast<const PeerFailed*>(&error) != nullptr) kind = peer_failed;
-  return {.kind = kind, .text = error.text()};
+  return {.kind = kind, .text = error.text(), .peers = PeerList::of(error.context().peers)};
 }
 
 Failure failure_for_peers(const Error& error, int rank) {
@@ -64,6 +65,12 @@ std::string text_of(const Failure& failure) {
 void throw_failure(const Failure& failure, ErrorContext context) {
   using enum Failure::Kind;
   const std::string text = text_of(failure);
+  if (failure.culprit != Failure::kNoCulprit) {
+    context.peers = {failure.culprit};
+  } else {
+    const auto peers = failure.peers.get();
+    context.peers.assign(peers.begin(), peers.end());
+  }
   switch (failure.kind) {
     case usage: throw UsageError(std::move(context), text);
     case mismatch: throw MismatchError(std::move(context), text);

@@ -1,10 +1,32 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <lockstep/error.hpp>
+#include <span>
 #include <string>
 
 namespace lockstep::internal {
+
+/// The ranks that a failure is about, or the first of them. Plain data: engines send it.
+struct PeerList {
+  std::int32_t n;
+  std::array<std::int32_t, 16> ranks;
+
+  static PeerList of(std::span<const int> peers) {
+    PeerList list{};
+    const std::size_t n = std::min(peers.size(), list.ranks.size());
+    std::copy_n(peers.begin(), n, list.ranks.begin());
+    list.n = static_cast<std::int32_t>(n);
+    return list;
+  }
+  /// n may be damaged: it came from another process.
+  std::span<const std::int32_t> get() const {
+    return std::span(ranks).first(std::min(static_cast<std::size_t>(std::max(n, 0)), ranks.size()));
+  }
+};
 
 /// Why a call failed. The rank that detects a failure sends it to the others, and each throws it as
 /// an error of its own.
@@ -28,6 +50,7 @@ struct Failure {
   int culprit = kNoCulprit;
   int error_number = 0;  ///< system: an errno value, whose text the error adds
   std::string text{};
+  PeerList peers{};  ///< see ErrorContext::peers; with a culprit: only that one
 };
 
 /// The failure that throw_failure throws as an error of the same type and text.

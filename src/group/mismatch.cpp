@@ -43,12 +43,30 @@ void MismatchTable::add_absent(int rank, std::string_view last_call) {
       /*is_absent=*/true);
 }
 
-std::string MismatchTable::text() const {
+std::vector<const MismatchTable::Line*> MismatchTable::sorted() const {
   std::vector<const Line*> lines;
   for (const Line& line : lines_) lines.push_back(&line);
   std::ranges::sort(lines, {}, [](const Line* line) {
     return std::tuple(line->is_absent, line->ranks.size(), line->ranks.front());
   });
+  return lines;
+}
+
+std::vector<int> MismatchTable::minority() const {
+  std::vector<const Line*> lines = sorted();
+  std::erase_if(lines, [](const Line* line) { return line->is_absent; });
+  std::vector<int> ranks;
+  if (lines.size() < 2 || lines.back()->ranks.size() == lines[lines.size() - 2]->ranks.size()) {
+    return ranks;
+  }
+  lines.pop_back();
+  for (const Line* line : lines) ranks.insert(ranks.end(), line->ranks.begin(), line->ranks.end());
+  std::ranges::sort(ranks);
+  return ranks;
+}
+
+std::string MismatchTable::text() const {
+  const std::vector<const Line*> lines = sorted();
   std::vector<std::string> ranks;
   std::size_t width = std::string_view("rank").size();
   for (const Line* line : lines) {

@@ -32,6 +32,9 @@ class MismatchTable {
   /// Absent ranks follow the others.
   void add_absent(int rank, std::string_view last_call);
   std::string text() const;
+  /// The ranks that are here and made another call than the largest set; none if no set is larger
+  /// than all others.
+  std::vector<int> minority() const;
 
  private:
   struct Line {
@@ -41,6 +44,7 @@ class MismatchTable {
     bool is_absent;
   };
   void add(int rank, std::string call, std::uint32_t fingerprint, bool is_absent);
+  std::vector<const Line*> sorted() const;
 
   std::vector<Line> lines_;
 };

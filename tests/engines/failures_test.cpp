@@ -164,6 +164,46 @@ TEST_P(Failures, a_rank_that_does_not_come) {
 }
 
 // What each gives for itself may differ, and is not what they disagree on.
+/// ErrorContext::peers of the exception thrown by `call`, which must be an E.
+template <class E, class F>
+std::vector<int> peers_of(F call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error.context().peers;
+  }
+  return {-1};
+}
+
+TEST_P(Failures, carry_the_ranks_that_they_are_about) {
+  run([] {
+    const Group world = default_group();
+    const bool is_odd = world.rank() == 1;
+    const std::vector<int> rank_1{1};
+    const Group asked = world.duplicate();
+    EXPECT_EQ(peers_of<UsageError>([&] { asked.broadcast({}, /*src=*/-1); }), std::vector<int>());
+    // Of two ranks neither is the majority.
+    const auto call = [&](const Group& group) {
+      float value = 1;
+      is_odd ? group.barrier() : group.all_reduce({&value, 1, DType::f32});
+    };
+    EXPECT_EQ(peers_of<MismatchError>([&] { call(asked); }),
+              world.size() == 2 ? std::vector<int>() : rank_1);
+    EXPECT_EQ(peers_of<MismatchError>([&] { call(asked); }),
+              world.size() == 2 ? std::vector<int>() : rank_1);
+    const Group late = world.duplicate();
+    if (!is_odd) {
+      EXPECT_EQ(peers_of<TimeoutError>([&] { late.barrier(milliseconds(100)); }), rank_1);
+    }
+    const Group failed = world.duplicate();
+    if (is_odd) failed.abandon("no data");
+    EXPECT_EQ(peers_of<PeerFailed>([&] { failed.barrier(); }), rank_1);
+    world.barrier();
+    if (is_odd) return destroy_dist();
+    EXPECT_EQ(peers_of<PeerLost>([&] { world.barrier(); }), rank_1);
+  });
+}
+
 TEST_P(Failures, counts_that_differ_for_other_ranks) {
   run([] {
     const Group group = default_group();

@@ -216,7 +216,7 @@ TEST_F(MessageChannelTest, abandon_and_end_with_fail_this_ranks_exchange_too) {
 
 TEST_F(MessageChannelTest, a_failure_that_has_arrived_comes_before_the_own) {
   script.received = {{.failure = {.kind = Kind::timeout, .text = "the first"}}};
-  EXPECT_THROW(world.fail_mismatch("the table", call), TimeoutError);
+  EXPECT_THROW(world.fail({.kind = Kind::mismatch, .text = "the table"}, call), TimeoutError);
   EXPECT_TRUE(script.sent.empty());
 }
 

@@ -42,6 +42,21 @@ TEST(FailureTest, every_error_is_the_same_after_a_round_trip) {
   expect_same_again(EngineError(kFailedCall, "f"), Failure::Kind::engine);
 }
 
+TEST(FailureTest, peers_are_the_same_after_a_round_trip) {
+  ErrorContext context = kFailedCall;
+  context.peers = {2, 5};
+  const TimeoutError error(context, "late");
+  EXPECT_EQ(thrown_for<TimeoutError>(failure_of(error)).context().peers, context.peers);
+  EXPECT_EQ(thrown_for<TimeoutError>(failure_for_peers(error, 0)).context().peers, context.peers);
+  EXPECT_EQ(thrown_for<PeerFailed>(failure_for_peers(SystemError(context, 12, "full"), 3))
+                .context()
+                .peers,
+            std::vector<int>{3});
+  EXPECT_EQ(PeerList::of(std::vector<int>(20, 7)).get().size(), 16U);
+  EXPECT_EQ((PeerList{.n = 99, .ranks = {}}.get().size()), 16U);
+  EXPECT_TRUE((PeerList{.n = -1, .ranks = {}}.get().empty()));
+}
+
 TEST(FailureTest, a_system_error_keeps_its_number_and_names_its_text_once) {
   const SystemError error(kFailedCall, ENOMEM, "cannot map: the segment");
   expect_same_again(error, Failure::Kind::system);

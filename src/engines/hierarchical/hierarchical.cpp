@@ -165,6 +165,10 @@ class HierarchicalEngine final : public Engine {
             fmt::format("{}, where rank{} {} of the group {} 0 to {}: {}", place,
                         ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
                         ranks.size() == 1 ? "is" : "are", ranks.size() - 1, failure.text);
+        for (std::int32_t& peer : failure.peers.ranks) {
+          const auto at = static_cast<std::size_t>(peer);
+          if (at < ranks.size()) peer = ranks[at];
+        }
       }
       internal::throw_failure(failure, context_of(call, rank()));
     }
@@ -179,6 +183,7 @@ class HierarchicalEngine final : public Engine {
       internal::Failure failure = internal::failure_of(error);
       if (failure.kind == internal::Failure::Kind::usage) throw;
       failure.text = fmt::format("in the new group, by its ranks: {}", failure.text);
+      failure.peers = {};  // not ranks of this group
       internal::throw_failure(failure, context_of(call, rank()));
     }
   }

@@ -64,12 +64,12 @@ bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites)
   return (!has_root(op) || a.root == b.root) && (!has_reduction(op) || a.reduce == b.reduce);
 }
 
-std::string difference_of(std::span<const Row> rows) {
+internal::Failure difference_of(std::span<const Row> rows) {
   const auto check_of = [](const Row& row) { return row.header.check; };
   if (std::ranges::adjacent_find(rows, std::not_equal_to(), check_of) != rows.end()) {
     std::vector<internal::RankCheck> checks;
     for (const Row& row : rows) checks.push_back({row.rank, row.header.check});
-    return internal::text_of_checks(checks);
+    return {.kind = internal::Failure::Kind::mismatch, .text = internal::text_of_checks(checks)};
   }
   internal::MismatchTable table;
   for (const auto& [rank, header] : rows) {
@@ -82,7 +82,9 @@ std::string difference_of(std::span<const Row> rows) {
                                            : std::to_string(header.count),
                .where = where_of(header)});
   }
-  return table.text();
+  return {.kind = internal::Failure::Kind::mismatch,
+          .text = table.text(),
+          .peers = internal::PeerList::of(table.minority())};
 }
 
 }  // namespace lockstep::message

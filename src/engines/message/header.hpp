@@ -6,10 +6,10 @@
 #include <cstring>
 #include <lockstep/engine.hpp>
 #include <span>
-#include <string>
 #include <type_traits>
 
 #include "group/check.hpp"
+#include "group/failure.hpp"
 
 namespace lockstep::message {
 
@@ -63,7 +63,7 @@ struct Row {
   int rank;
   Header header;
 };
-/// Text of the MismatchError for ranks that disagree.
-std::string difference_of(std::span<const Row> rows);
+/// The MismatchError of ranks that disagree.
+internal::Failure difference_of(std::span<const Row> rows);
 
 }  // namespace lockstep::message

@@ -190,12 +190,9 @@ void Channel::fail_late(const std::vector<int>& late, const Call& call) {
   fail({.kind = Kind::timeout,
         .text = fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank(),
                             std::chrono::duration<double>(call.timeout).count(),
-                            late.size() == 1 ? "" : "s", fmt::join(late, ", "), size())},
+                            late.size() == 1 ? "" : "s", fmt::join(late, ", "), size()),
+        .peers = internal::PeerList::of(late)},
        call);
-}
-
-void Channel::fail_mismatch(const std::string& table, const Call& call) {
-  fail({.kind = Kind::mismatch, .text = table}, call);
 }
 
 void Channel::abandon(std::string_view reason) noexcept {

@@ -45,8 +45,8 @@ class Channel {
   void abandon(std::string_view reason) noexcept;
   /// See Engine::end_with.
   void end_with(const Error& error) noexcept;
-  /// Throws MismatchError with this text, on every rank.
-  [[noreturn]] void fail_mismatch(const std::string& table, const Call& call);
+  /// Throws the failure on every rank.
+  [[noreturn]] void fail(const internal::Failure& failure, const Call& call);
   /// Notifies every rank of the world that this rank leaves. On the world's channel.
   void leave(std::string_view failure) noexcept;
 
@@ -61,8 +61,6 @@ class Channel {
   /// If one of these ranks has left the world: that failure.
   std::optional<internal::Failure> departure_among(std::span<const int> ranks) const;
   void notify(const internal::Failure& failure) noexcept;
-  /// Throws the failure on every rank.
-  [[noreturn]] void fail(const internal::Failure& failure, const Call& call);
   [[noreturn]] void fail_transport(const TransportError& error, const Call& call);
   [[noreturn]] void fail_late(const std::vector<int>& late, const Call& call);
 

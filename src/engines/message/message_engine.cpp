@@ -168,7 +168,7 @@ void MessageEngine::fail_mismatch(const Call& call) {
   for (int r = 0; r < size(); ++r) {
     rows.push_back({r, firsts_[static_cast<std::size_t>(r)].header});
   }
-  channel_->fail_mismatch(difference_of(rows), call);
+  channel_->fail(difference_of(rows), call);
 }
 
 std::optional<std::size_t> MessageEngine::eager_bytes(const Call& call) const {
@@ -234,7 +234,7 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
       header.dtype != mine.header.dtype || header.count != mine.header.count) {
     std::array<Row, 2> rows{Row{rank(), mine.header}, Row{call.root, header}};
     if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
-    channel_->fail_mismatch(difference_of(rows), call);
+    channel_->fail(difference_of(rows), call);
   }
   if (is_eager && call.op == Op::recv) keep(call.out, other.payload.data(), n_bytes);
   return is_eager;

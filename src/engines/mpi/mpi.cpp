@@ -40,7 +40,8 @@ struct ControlBytes {
   Kind kind;
   std::int32_t culprit;
   std::int32_t is_departure;
-  std::array<char, 3956> text;
+  internal::PeerList peers;
+  std::array<char, 3888> text;
 };
 /// Open MPI sends a longer message on one host by rendezvous (its eager limit is 4,096 bytes with
 /// headers): the receiver would wait until the sender calls MPI again.
@@ -179,7 +180,8 @@ void Transport::give_up_finalize(const message::ControlMessage& message) const n
 void Transport::send_control(const message::ControlMessage& message) noexcept {
   give_up_finalize(message);
   const Failure& failure = message.failure;
-  ControlBytes bytes{failure.kind, failure.culprit, message.is_departure ? 1 : 0, {}};
+  ControlBytes bytes{
+      failure.kind, failure.culprit, message.is_departure ? 1 : 0, failure.peers, {}};
   base::copy_text(bytes.text, failure.text);
   const auto send = [&] {
     for (int r = 0; r < size_; ++r) {
@@ -203,7 +205,8 @@ std::optional<message::ControlMessage> Transport::poll_control() {
   message::ControlMessage message{.is_departure = bytes.is_departure != 0,
                                   .failure = {.kind = bytes.kind,
                                               .culprit = bytes.culprit,
-                                              .text = std::string(base::text_in(bytes.text))}};
+                                              .text = std::string(base::text_in(bytes.text)),
+                                              .peers = bytes.peers}};
   give_up_finalize(message);
   return message;
 }

@@ -39,8 +39,9 @@ struct Wire::ControlBytes {
   std::int32_t is_departure;
   internal::Failure::Kind kind;
   std::int32_t culprit;
+  internal::PeerList peers;
   std::int32_t n_text;
-  std::array<char, 65536 - 20> text;  // n_text bytes of it are sent
+  std::array<char, 65536 - 88> text;  // n_text bytes of it are sent
 
   std::size_t n_bytes() const {
     return offsetof(ControlBytes, text) + static_cast<std::size_t>(n_text);
@@ -181,6 +182,7 @@ void Wire::send_control(int channel, const message::ControlMessage& message,
     bytes->is_departure = message.is_departure ? 1 : 0;
     bytes->kind = failure.kind;
     bytes->culprit = failure.culprit;
+    bytes->peers = failure.peers;
     bytes->n_text =
         static_cast<std::int32_t>(failure.text.copy(bytes->text.data(), bytes->text.size()));
     Sent sent{nullptr, {}, Clock::now() + kControlLimit};
@@ -268,7 +270,8 @@ void Wire::receive(const ControlBytes& bytes) {
   message::ControlMessage message{.is_departure = bytes.is_departure != 0,
                                   .failure = {.kind = bytes.kind,
                                               .culprit = bytes.culprit,
-                                              .text = std::string(bytes.text.data(), n_text)}};
+                                              .text = std::string(bytes.text.data(), n_text),
+                                              .peers = bytes.peers}};
   const std::lock_guard lock(mutex_);
   if (!message.is_departure) {
     if (dead_.contains(bytes.channel)) return;  // the first failure counts

@@ -74,7 +74,8 @@ void Channel::receive(const Call& call) {
            fmt::format("rank {} sent {} elements of {}, rank {} receives {} of {}; both ends must "
                        "name the same count and type. The sender's last call: {}",
                        call.root, head.count, name_of(static_cast<DType>(head.dtype)), rank_,
-                       call.count, name_of(call.dtype), call_of(call.root)));
+                       call.count, name_of(call.dtype), call_of(call.root)),
+           std::span(&call.root, 1));
     }
     const std::size_t n = std::min<std::size_t>(n_left, header_->outbox_bytes);
     if (n > 0) std::memcpy(to, outbox(call.root, chunk), n);

@@ -16,7 +16,7 @@
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
-inline constexpr std::uint32_t kVersion = 11;
+inline constexpr std::uint32_t kVersion = 12;
 inline constexpr int kMaxRanks = 512;
 /// Two cache lines: the hardware prefetches adjacent lines in pairs.
 inline constexpr std::size_t kLine = 128;
@@ -113,6 +113,7 @@ struct alignas(kLine) FailureRecord {
   std::atomic<FailureState> state;
   internal::Failure::Kind kind;
   std::int32_t error_number;
+  internal::PeerList peers;
   std::array<char, 16384> text;
 };
 

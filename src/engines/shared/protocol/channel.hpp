@@ -179,9 +179,10 @@ class Channel {
 
   // channel_failure.cpp
   /// Records the channel's failure, unless one is recorded already.
-  void note_failure(internal::Failure::Kind kind, std::string_view text, int error_number) noexcept;
+  void note_failure(internal::Failure::Kind kind, std::string_view text, int error_number,
+                    std::span<const int> peers) noexcept;
   [[noreturn]] void fail(const Call& call, internal::Failure::Kind kind, const std::string& text,
-                         int error_number = 0);
+                         std::span<const int> peers, int error_number = 0);
   [[noreturn]] void fail_mismatch(const Call& call);
   [[noreturn]] void fail_timeout(const Call& call, std::vector<int> absent);
   [[noreturn]] void throw_failure(const Call& call);

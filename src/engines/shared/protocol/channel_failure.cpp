@@ -25,39 +25,45 @@ constexpr milliseconds kReportPatience{300};
 
 }  // namespace
 
-void Channel::note_failure(Kind kind, std::string_view text, int error_number) noexcept {
+void Channel::note_failure(Kind kind, std::string_view text, int error_number,
+                           std::span<const int> peers) noexcept {
   FailureRecord& failure = header_->failure;
   auto none = FailureState::none;
   if (!failure.state.compare_exchange_strong(none, FailureState::writing)) return;
   failure.kind = kind;
   failure.error_number = error_number;
+  failure.peers = internal::PeerList::of(peers);
   base::copy_text(failure.text, text);
   failure.state.store(FailureState::ready, std::memory_order_seq_cst);
   header_->wake_counter.fetch_add(1, std::memory_order_seq_cst);
   base::futex_wake_all(header_->wake_counter, membership_->segment().scope());
 }
 
-void Channel::fail(const Call& call, Kind kind, const std::string& text, int error_number) {
-  note_failure(kind, text, error_number);
+void Channel::fail(const Call& call, Kind kind, const std::string& text, std::span<const int> peers,
+                   int error_number) {
+  note_failure(kind, text, error_number, peers);
   throw_failure(call);
 }
 
 void Channel::abandon(std::string_view reason) noexcept {
   try {
     note_failure(Kind::peer_failed, fmt::format("rank {} failed: {}", rank_, reason),
-                 /*error_number=*/0);
+                 /*error_number=*/0, std::span(&rank_, 1));
   } catch (const std::bad_alloc&) {
-    note_failure(Kind::peer_failed, reason, /*error_number=*/0);
+    note_failure(Kind::peer_failed, reason, /*error_number=*/0, std::span(&rank_, 1));
   }
 }
 
 void Channel::end_with(const Error& error) noexcept {
   try {
     const Failure failure = internal::failure_for_peers(error, rank_);
-    note_failure(failure.kind, internal::text_of(failure), /*error_number=*/0);
+    note_failure(failure.kind, internal::text_of(failure), /*error_number=*/0,
+                 failure.culprit == Failure::kNoCulprit
+                     ? failure.peers.get()
+                     : std::span<const int>(&failure.culprit, 1));
   } catch (const std::bad_alloc&) {
     note_failure(Kind::peer_failed, "a rank failed; no memory was left to describe the failure",
-                 /*error_number=*/0);
+                 /*error_number=*/0, std::span(&rank_, 1));
   }
 }
 
@@ -73,12 +79,13 @@ void Channel::throw_failure(const Call& call) {
   }
   internal::throw_failure({.kind = failure.kind,
                            .error_number = failure.error_number,
-                           .text = std::string(base::text_in(failure.text))},
+                           .text = std::string(base::text_in(failure.text)),
+                           .peers = failure.peers},
                           context_of(call, rank_));
 }
 
 void Channel::fail_system(const Call& call, int error_number, const std::string& text) {
-  fail(call, Kind::system, text, error_number);
+  fail(call, Kind::system, text, /*peers=*/{}, error_number);
 }
 
 std::string Channel::call_of(int rank) const {
@@ -116,7 +123,7 @@ void Channel::fail_mismatch(const Call& call) {
       continue;
     }
     const internal::RankCheck levels[] = {{rank_, call.check}, {peer, theirs}};
-    fail(call, Kind::mismatch, internal::text_of_checks(levels));
+    fail(call, Kind::mismatch, internal::text_of_checks(levels), /*peers=*/{});
   }
 
   internal::MismatchTable table;
@@ -139,7 +146,7 @@ void Channel::fail_mismatch(const Call& call) {
          .where = std::string(membership_->site_name(world_rank(r), site)),
          .fingerprint = r == rank_ ? fingerprint_ : static_cast<std::uint32_t>(flag_of(r))});
   }
-  fail(call, Kind::mismatch, table.text());
+  fail(call, Kind::mismatch, table.text(), table.minority());
 }
 
 void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
@@ -162,7 +169,7 @@ void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
                    membership_->condition_of(world_rank(r)), call_of(r), doing.empty() ? "" : "; ",
                    doing);
   }
-  fail(call, Kind::timeout, text);
+  fail(call, Kind::timeout, text, absent);
 }
 
 }  // namespace lockstep::shared

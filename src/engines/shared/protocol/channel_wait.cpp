@@ -133,7 +133,8 @@ void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready
     fail(call,
          ending->failed ? internal::Failure::Kind::peer_failed : internal::Failure::Kind::peer_lost,
          "rank " + std::to_string(ranks[i]) + (ending->failed ? " failed: " : " ") + ending->text +
-             ". Its last call here: " + call_of(ranks[i]));
+             ". Its last call here: " + call_of(ranks[i]),
+         std::span(&ranks[i], 1));
   }
 }
 
