@@ -20,6 +20,7 @@
 #include <thread>
 
 #include "base/fd.hpp"
+#include "engines/shared/bootstrap/bootstrap_common.hpp"
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"
 #include "support/waiting.hpp"
@@ -262,6 +263,37 @@ TEST_F(BootstrapTest, a_rank_killed_after_the_bootstrap_is_lost) {
 TEST_F(BootstrapTest, sizes_that_differ_are_a_mismatch) {
   start_rank(0, 2, [] { expect_refusal<MismatchError>({"rank 1 of 3", "a world of 2"}); });
   start_rank(1, 3, [] { expect_refusal<MismatchError>({"rank 1 of 3", "a world of 2"}); });
+  expect_all_pass();
+}
+
+TEST_F(BootstrapTest, a_rank_of_another_version_is_refused_by_both_versions) {
+  const std::string text =
+      fmt::format("links lockstep 9.8.7 (layout 0000beef), and rank 0 lockstep");
+  start_rank(0, 3, [&] { expect_refusal<MismatchError>({text}); });
+  start_rank(1, 3, [&] { expect_refusal<MismatchError>({text}); });
+  const std::string leader = name();
+  wait_for_sockets(2);
+  start([&leader] {
+    const base::UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET, 0));
+    const sockaddr_un address = address_of(leader);
+    EXPECT_TRUE(test::wait_until([&] {
+      return ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address),
+                       bytes_of(leader)) == 0;
+    }));
+    // Only the first members of the message of that version are known.
+    rendezvous::Hello hello{.greeting = rendezvous::kGreeting,
+                            .layout = 0xbeef,
+                            .release = {"9.8.7"},
+                            .rank = 77,
+                            .n_ranks = 0,
+                            .pid = 0,
+                            .patience_ms = 0,
+                            .job = {}};
+    const std::size_t n_bytes = sizeof hello - 8;
+    EXPECT_EQ(::send(socket.get(), &hello, n_bytes, 0), static_cast<ssize_t>(n_bytes));
+    char byte = 0;
+    EXPECT_GE(::recv(socket.get(), &byte, 1, 0), 0);  // refused, or closed
+  });
   expect_all_pass();
 }
 

@@ -10,8 +10,10 @@
 
 #include "base/fd.hpp"
 #include "base/text.hpp"
+#include "base/version.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
 #include "engines/shared/bootstrap/layout.hpp"
+#include "engines/shared/bootstrap/layout_version.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -74,11 +76,13 @@ class Follower : Bootstrap {
     const auto patience = duration_cast<milliseconds>(deadline_ - Clock::now());
     Hello hello{.greeting = kGreeting,
                 .layout = kVersion,
+                .release = {},
                 .rank = rank_,
                 .n_ranks = n_ranks_,
                 .pid = ::getpid(),
                 .patience_ms = patience.count(),
                 .job = {}};
+    base::copy_text(hello.release, base::version());
     base::copy_text(hello.job, job_);
     if (::send(socket_.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) lose_leader();
   }

@@ -39,8 +39,10 @@ inline constexpr milliseconds kLongest = std::chrono::hours(24 * 365);
 
 /// A member's first message.
 struct Hello {
+  /// These three are read before the version is known to be the same, so they stay where they are.
   std::uint64_t greeting;
   std::uint32_t layout;
+  std::array<char, 20> release;
   std::int32_t rank;
   std::int32_t n_ranks;
   std::int32_t pid;

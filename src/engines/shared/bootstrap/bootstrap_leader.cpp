@@ -13,8 +13,10 @@
 
 #include "base/fd.hpp"
 #include "base/text.hpp"
+#include "base/version.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
 #include "engines/shared/bootstrap/layout.hpp"
+#include "engines/shared/bootstrap/layout_version.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 
 namespace lockstep::shared::rendezvous {
@@ -133,9 +135,9 @@ class Leader : Bootstrap {
   void check(Member& member, const Hello& hello, ssize_t n_bytes) {
     if (n_bytes != sizeof hello || hello.layout != kVersion) {
       fail_all(Kind::mismatch,
-               fmt::format("process {} links another version of lockstep than rank 0 (layout {}, "
-                           "here {}); build all ranks with one version",
-                           member.pid, hello.layout, kVersion));
+               fmt::format("process {} links {}, and rank 0 {}; build all ranks with one version",
+                           member.pid, release_text(base::text_in(hello.release), hello.layout),
+                           release_text(base::version(), kVersion)));
     }
     if (hello.n_ranks != n_ranks_ || hello.rank <= 0 || hello.rank >= n_ranks_) {
       fail_all(Kind::mismatch,

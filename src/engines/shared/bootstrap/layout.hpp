@@ -11,12 +11,11 @@
 #include "group/failure.hpp"
 #include "record/flight_record.hpp"
 
-/// The layout of shared memory. All processes that map it have the same build. Every type here is
-/// plain data and lock-free atomics, initially all zero bytes; kVersion changes with the layout.
+/// The layout of shared memory. All processes that map it have the same: see layout_version.hpp.
+/// Every type here is plain data and lock-free atomics, initially all zero bytes.
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
-inline constexpr std::uint32_t kVersion = 12;
 inline constexpr int kMaxRanks = 512;
 /// Two cache lines: the hardware prefetches adjacent lines in pairs.
 inline constexpr std::size_t kLine = 128;
@@ -43,8 +42,10 @@ struct alignas(kLine) RankBlock {
 
 /// First bytes of the segment; n_ranks RankBlocks follow.
 struct alignas(kLine) SegmentHeader {
+  /// These three are read before the version is known to be the same, so they stay where they are.
   std::uint64_t magic;
-  std::uint32_t version;
+  std::uint32_t version;         ///< layout_version()
+  std::array<char, 20> release;  ///< base::version()
   std::int32_t n_ranks;
   std::uint64_t nonce;
   TuningOverrides tuning;              ///< of all channels

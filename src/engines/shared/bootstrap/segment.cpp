@@ -12,7 +12,10 @@
 
 #include "base/file_limit.hpp"
 #include "base/memory.hpp"
+#include "base/text.hpp"
+#include "base/version.hpp"
 #include "engines/shared/bootstrap/free_ranges.hpp"
+#include "engines/shared/bootstrap/layout_version.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -94,6 +97,7 @@ void Segment::create(int n_ranks) {
   header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_));
   header_->magic = kMagic;
   header_->version = kVersion;
+  base::copy_text(header_->release, base::version());
   header_->n_ranks = n_ranks;
   if (::getrandom(&header_->nonce, sizeof header_->nonce, 0) != sizeof header_->nonce) {
     fail("draw the random", sizeof header_->nonce);
@@ -144,9 +148,10 @@ void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::u
   if (header_->magic != kMagic) throw Rejected{"it contains something else"};
   if (header_->version != kVersion) {
     throw Rejected{
-        fmt::format("it has layout {}, this library has {}; use the `lockstep` command of the "
-                    "library that the program links",
-                    header_->version, kVersion)};
+        fmt::format("it is of {}, and this is {}; use the `lockstep` command of the library that "
+                    "the program links",
+                    release_text(base::text_in(header_->release), header_->version),
+                    release_text(base::version(), kVersion))};
   }
   if (nonce && header_->nonce != *nonce) throw Rejected{"it belongs to another job"};
   const int n_ranks = header_->n_ranks;

@@ -1,0 +1,108 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "engines/shared/bootstrap/layout.hpp"
+#include "record/flight_layout.hpp"
+
+namespace lockstep::shared {
+
+/// Counts changes of what the members mean that change no struct: other algorithms, other flags.
+inline constexpr std::size_t kProtocol = 1;
+
+/// The layout of the segment. Two libraries with the same number may share memory.
+consteval std::uint32_t layout_version() {
+  base::LayoutHash hash = internal::flight_layout();
+  hash.add(kProtocol);
+  hash.add<RankBlock>({
+      LOCKSTEP_FIELD(RankBlock, state),
+      LOCKSTEP_FIELD(RankBlock, pid),
+      LOCKSTEP_FIELD(RankBlock, start_time),
+      LOCKSTEP_FIELD(RankBlock, pid_namespace),
+      LOCKSTEP_FIELD(RankBlock, time_namespace),
+      LOCKSTEP_FIELD(RankBlock, wait_status_plus_one),
+      LOCKSTEP_FIELD(RankBlock, cpu_quota),
+      LOCKSTEP_FIELD(RankBlock, takes_fences),
+      LOCKSTEP_FIELD(RankBlock, cpus),
+      LOCKSTEP_FIELD(RankBlock, failure),
+      LOCKSTEP_FIELD(RankBlock, flight),
+  });
+  hash.add<TuningOverrides>({
+      LOCKSTEP_FIELD(TuningOverrides, flat_bytes),
+      LOCKSTEP_FIELD(TuningOverrides, chunk_bytes),
+      LOCKSTEP_FIELD(TuningOverrides, in_place_bytes),
+  });
+  hash.add<SegmentHeader>({
+      LOCKSTEP_FIELD(SegmentHeader, magic),
+      LOCKSTEP_FIELD(SegmentHeader, version),
+      LOCKSTEP_FIELD(SegmentHeader, release),
+      LOCKSTEP_FIELD(SegmentHeader, n_ranks),
+      LOCKSTEP_FIELD(SegmentHeader, nonce),
+      LOCKSTEP_FIELD(SegmentHeader, tuning),
+      LOCKSTEP_FIELD(SegmentHeader, world_channel),
+      LOCKSTEP_FIELD(SegmentHeader, n_bytes),
+      LOCKSTEP_FIELD(SegmentHeader, has_one_pid_namespace),
+      LOCKSTEP_FIELD(SegmentHeader, has_joined_elsewhere),
+      LOCKSTEP_FIELD(SegmentHeader, free_ranges),
+  });
+  hash.add<RangeHeader>({LOCKSTEP_FIELD(RangeHeader, n_users)});
+  hash.add<CallRecord>({
+      LOCKSTEP_FIELD(CallRecord, sequence),
+      LOCKSTEP_FIELD(CallRecord, what),
+      LOCKSTEP_FIELD(CallRecord, count),
+      LOCKSTEP_FIELD(CallRecord, site),
+      LOCKSTEP_FIELD(CallRecord, check),
+      LOCKSTEP_FIELD(CallRecord, deadline_extended_until),
+  });
+  hash.add<Flag>({LOCKSTEP_FIELD(Flag, word), LOCKSTEP_FIELD(Flag, payload)});
+  hash.add<MessageHead>({
+      LOCKSTEP_FIELD(MessageHead, destination),
+      LOCKSTEP_FIELD(MessageHead, dtype),
+      LOCKSTEP_FIELD(MessageHead, count),
+  });
+  hash.add<Lane>({
+      LOCKSTEP_FIELD(Lane, flags),
+      LOCKSTEP_FIELD(Lane, record),
+      LOCKSTEP_FIELD(Lane, n_sent),
+      LOCKSTEP_FIELD(Lane, heads),
+      LOCKSTEP_FIELD(Lane, n_taken),
+  });
+  hash.add<internal::PeerList>({
+      LOCKSTEP_FIELD(internal::PeerList, n),
+      LOCKSTEP_FIELD(internal::PeerList, ranks),
+  });
+  hash.add<FailureRecord>({
+      LOCKSTEP_FIELD(FailureRecord, state),
+      LOCKSTEP_FIELD(FailureRecord, kind),
+      LOCKSTEP_FIELD(FailureRecord, error_number),
+      LOCKSTEP_FIELD(FailureRecord, peers),
+      LOCKSTEP_FIELD(FailureRecord, text),
+  });
+  hash.add<Tuning>({
+      LOCKSTEP_FIELD(Tuning, flat_bytes),
+      LOCKSTEP_FIELD(Tuning, chunk_bytes),
+      LOCKSTEP_FIELD(Tuning, in_place_bytes),
+  });
+  hash.add<ChannelHeader>({
+      LOCKSTEP_FIELD(ChannelHeader, n_ranks),
+      LOCKSTEP_FIELD(ChannelHeader, slot_bytes),
+      LOCKSTEP_FIELD(ChannelHeader, outbox_bytes),
+      LOCKSTEP_FIELD(ChannelHeader, tuning),
+      LOCKSTEP_FIELD(ChannelHeader, members),
+      LOCKSTEP_FIELD(ChannelHeader, failure),
+      LOCKSTEP_FIELD(ChannelHeader, n_arrivals),
+      LOCKSTEP_FIELD(ChannelHeader, wake_counter),
+      LOCKSTEP_FIELD(ChannelHeader, n_sleepers),
+  });
+  return hash.value();
+}
+
+inline constexpr std::uint32_t kVersion = layout_version();
+
+/// "lockstep 0.1.0 (layout 1a2b3c4d)". `release` may come from a process with another layout.
+std::string release_text(std::string_view release, std::uint32_t layout);
+
+}  // namespace lockstep::shared
