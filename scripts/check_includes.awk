@@ -17,6 +17,7 @@ BEGIN {
   may["sync"] = "base interface record group world"
   may["run"] = "base interface world"
   may["nn"] = "base interface kernels record group engines world dist sync"
+  may["c"] = "base interface group world"
   may["python"] = "interface kernels group world dist sync"
   may["cli"] = "base interface kernels record group engines world dist sync run"
   # The umbrella is for programs.
@@ -24,7 +25,8 @@ BEGIN {
   may["programs"] = "interface group world dist sync umbrella nn"
 
   n = split("types:interface error:interface engine:interface group:group launch:group trace:group env:interface " \
-            "dist:dist objects:dist control:dist detail:dist sync:sync lockstep:umbrella nn:nn", pairs, " ")
+            "dist:dist objects:dist control:dist detail:dist sync:sync lockstep:umbrella nn:nn " \
+            "lockstep.h:c", pairs, " ")
   for (i = 1; i <= n; ++i) {
     split(pairs[i], pair, ":")
     public[pair[1]] = pair[2]

@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 build=$1 all=${2:-} now='' bad=''
 
 stage() { now=$1 && printf '\n== %s\n' "$1"; }
-mapfile -t sources < <(git ls-files --cached --others --exclude-standard '*.cpp' '*.hpp' '*.inc')
+mapfile -t sources < <(git ls-files --cached --others --exclude-standard '*.c' '*.h' '*.cpp' '*.hpp' '*.inc')
 
 stage "clang-format"
 printf '%s\n' "${sources[@]}" | xargs clang-format-14 --dry-run --Werror || bad+=", $now"

@@ -2,14 +2,13 @@
 
 #include <nanobind/nanobind.h>
 
-#include <bit>
 #include <cstddef>
 #include <functional>
 #include <string>
-#include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
 
+#include "group/source_place.hpp"
 #include "python/str.hpp"
 
 namespace nb = nanobind;
@@ -17,16 +16,7 @@ namespace nb = nanobind;
 namespace lockstep::python {
 namespace {
 
-/// What a std::source_location points to, in libstdc++ and libc++ alike. The language has no other
-/// way to make one of a line that the compiler did not see.
-struct Place {
-  const char* file = "";
-  const char* function = "";
-  unsigned line = 0;
-  unsigned column = 0;
-};
-static_assert(sizeof(std::source_location) == sizeof(const Place*) &&
-              std::is_trivially_copyable_v<std::source_location>);
+using Place = internal::SourcePlace;
 
 /// Where a frame is: a code object, and an instruction or, where Python hides that, a line of it.
 struct Site {
@@ -94,7 +84,7 @@ std::source_location where() {
   while (frame.is_valid() && !frame.is_none()) {
     auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
     if (const Place* const place = place_of(raw)) {
-      return std::bit_cast<std::source_location>(place);
+      return internal::location_of(*place);
     }
     frame = caller_of(raw);
   }

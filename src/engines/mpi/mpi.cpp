@@ -226,11 +226,12 @@ std::vector<fs::path> library_folders() {
   return folders;
 }
 
-constexpr char kOwnAddress = 0;  // in the program or the plugin that this library is linked into
+constexpr char kOwnAddress = 0;  // in the program or the shared library that contains this code
 
 /// Searches for the module beside an installed program, in the run path (find_package(lockstep)
-/// sets one for programs that link the library), beside the plugin (a Python extension) that this
-/// library is linked into, then in this library's install prefix.
+/// sets one for programs that link the library), beside the shared library that contains this code
+/// (a Python extension) and in its folder `lockstep` (liblockstep.so), then in the configured
+/// install prefix.
 std::string file_of(const std::string& mpi) {
   const std::string name = "liblockstep-mpi-" + mpi + ".so";
   std::error_code ignored;
@@ -241,8 +242,10 @@ std::string file_of(const std::string& mpi) {
     if (fs::exists(folder / name, ignored)) return (folder / name).string();
   }
   if (Dl_info own{}; ::dladdr(&kOwnAddress, &own) != 0) {
-    const fs::path plugin = fs::path(own.dli_fname).parent_path() / name;
-    if (fs::exists(plugin, ignored)) return plugin.string();
+    const fs::path folder = fs::path(own.dli_fname).parent_path();
+    for (const fs::path& module : {folder / name, folder / "lockstep" / name}) {
+      if (fs::exists(module, ignored)) return module.string();
+    }
   }
   const fs::path installed = fs::path(LOCKSTEP_MODULE_DIR) / name;
   return fs::exists(installed, ignored) ? installed.string() : std::string();
