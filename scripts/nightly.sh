@@ -15,6 +15,7 @@ campaign|6|500 random faults in real jobs over every engine, 33 in trainings
 valgrind|2|ranks that are 2 and 3 processes under memcheck
 fuzz|8|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
+packages|6|Debian packages, a moved prefix and the Conan recipe: hello, hello_nn and `lockstep run` from each
 simulation|3|16 simulated hosts beside the alpha-beta model
 model|1|the model of the shared engine, and its mutations
 lint|9|clang-tidy over every file, every header alone
@@ -23,7 +24,7 @@ mutations|45|only when named: faults seeded one at a time, each of which `./dev 
 
 run_stage() {
   case $1 in
-    tests) ./dev test --all ;;
+    tests) LOCKSTEP_KILLS=1000 ./dev test --all ;;
     torch) ./dev test --torch venv --all ;;
     asan) ./dev test --preset asan --all --filter '-*MpiTest.conformance_*:*MpiHostsTest.*:*SlurmTest.*' ;;
     # ThreadSanitizer sees the threads of one process.
@@ -34,6 +35,7 @@ run_stage() {
     valgrind) ./dev test --valgrind ;;
     fuzz) ./dev fuzz ;;
     soak) ./dev soak ;;
+    packages) ./dev package --test ;;
     mutations) scripts/mutations.sh ;;
     simulation) ./dev bench growth --hosts --check ;;
     model) ./dev model ;;
