@@ -12,8 +12,9 @@ rm -rf "$out" && mkdir -p "$out"
 pass() { passed=$((passed + 1)) && printf '  passed   %s\n' "$1"; }
 skip() { skipped=$((skipped + 1)) && printf '  SKIPPED  %s: %s\n' "$1" "$2"; }
 check() { # NAME COMMAND...
-  local log=$out/${1//[^a-z0-9]/_}.log
-  if timeout 600 "${@:2}" >"$log" 2>&1 </dev/null; then
+  local log=$out/${1//[^a-z0-9]/_}.log limit=(timeout 600)
+  [ "$(type -t "$2")" != function ] || limit=()
+  if "${limit[@]}" "${@:2}" >"$log" 2>&1 </dev/null; then
     pass "$1"
     return 0
   fi
@@ -62,7 +63,13 @@ programs() { # NAME PREFIX
 }
 
 # --- CMake's install, then the same moved -----------------------------------------------------------
-check "install" cmake --install "$build" --prefix "$out/first" && mv "$out/first" "$out/moved" &&
+install_parts() {
+  local part
+  for part in dev runtime tools openmpi mpich nn; do
+    cmake --install "$build" --prefix "$out/first" --component $part || return
+  done
+}
+check "install" install_parts && mv "$out/first" "$out/moved" &&
   programs moved "$out/moved"
 
 # --- Debian packages -----------------------------------------------------------------------------
