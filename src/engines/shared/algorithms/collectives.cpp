@@ -1,45 +1,12 @@
 #include <algorithm>
-#include <bit>
 #include <cstring>
-#include <span>
 
-#include "base/memory.hpp"
+#include "engines/shared/algorithms/bytes.hpp"
 #include "engines/shared/algorithms/shared_engine.hpp"
 #include "kernels/reduce.hpp"
 
 namespace lockstep::shared {
 namespace {
-
-const std::byte* bytes(const void* data) { return static_cast<const std::byte*>(data); }
-std::byte* bytes(void* data) { return static_cast<std::byte*>(data); }
-
-void copy_bytes(std::byte* to, const std::byte* from, std::size_t n) {
-  if (n > 0 && to != from) std::memcpy(to, from, n);
-}
-
-/// Measured best piece sizes of with_write_prefetch: for slots, and for peers' memory, which is
-/// also written.
-constexpr std::size_t kSlotPiece = 1024, kMemoryPiece = 2048;
-
-/// Calls use(begin, length) for pieces of the n_bytes at each of `data`, prefetched for write (RFO)
-/// because this rank writes there, now or in a later phase: each line moves between cores once,
-/// not twice.
-template <class Use>
-void with_write_prefetch(std::span<const std::byte* const> data, std::size_t n_bytes,
-                         std::size_t piece, Use use) {
-  constexpr std::size_t kLineBytes = 64;
-  const auto fetch = [&](std::size_t begin) {
-    const std::size_t end = std::min(begin + piece, n_bytes);
-    for (; begin < end; begin += kLineBytes) {
-      for (const std::byte* peers : data) base::prefetch_to_write(peers + begin);
-    }
-  };
-  fetch(0);
-  for (std::size_t begin = 0; begin < n_bytes; begin += piece) {
-    fetch(begin + piece);
-    use(begin, std::min(piece, n_bytes - begin));
-  }
-}
 
 /// Splits a message into chunks; a message of 0 bytes is one empty chunk.
 struct Chunks {
@@ -54,32 +21,15 @@ struct Chunks {
   }
 };
 
-/// The number of elements, without a division: element sizes are powers of two.
-std::size_t count_of(std::size_t n_bytes, std::size_t element_bytes) {
-  return n_bytes >> static_cast<unsigned>(std::countr_zero(element_bytes));
-}
-
-/// Splits `n` elements into one slice per rank, aligned to cache lines.
-struct Slices {
-  std::size_t n_each;
-  std::size_t n_total;
-
-  Slices(std::size_t n, int n_ranks, std::size_t element_bytes) : n_total(n) {
-    const std::size_t line = count_of(64, element_bytes);
-    const std::size_t share =
-        (n + static_cast<std::size_t>(n_ranks) - 1) / static_cast<std::size_t>(n_ranks);
-    n_each = (share + line - 1) / line * line;
-  }
-  std::size_t begin(int rank) const {
-    return std::min(n_total, static_cast<std::size_t>(rank) * n_each);
-  }
-  std::size_t length(int rank) const { return begin(rank + 1) - begin(rank); }
-};
-
 }  // namespace
 
 void SharedEngine::run(const Call& call) {
   channel_.begin(call);
+  if (runs_between_threads(call)) {
+    run_between_threads(call);
+    channel_.end();
+    return;
+  }
   switch (call.op) {
     case Op::barrier: channel_.end_phase(call); break;
     case Op::all_reduce: all_reduce(call); break;
@@ -134,45 +84,6 @@ void SharedEngine::reduce(const Call& call, bool wants_result) {
   } else {
     reduce_sliced(call, wants_result);
   }
-}
-
-/// Whether every rank's data is at the same offset of the same shared buffer.
-bool SharedEngine::agree_on_place(const Call& call, BufferTable::Place& place) {
-  std::memcpy(channel_.write_slot(sizeof place), &place, sizeof place);
-  channel_.end_phase(call);
-  bool agree = place.buffer != 0;
-  for (int r = 0; r < size(); ++r) {
-    BufferTable::Place other;
-    std::memcpy(&other, channel_.read_slot(r, 1, sizeof other), sizeof other);
-    agree = agree && other == place;
-  }
-  return agree;
-}
-
-/// Each rank reduces its slice directly from every rank's memory and stores it to every rank's
-/// memory. agree_on_place is the barrier before it; the phase at the end is the barrier after it.
-void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Place& place) {
-  const BufferTable::Entry entry = buffers_->entry(place.buffer);
-  const std::size_t element = size_of(call.dtype);
-  const Slices slices(call.count, size(), element);
-  const std::size_t base = place.offset + slices.begin(rank()) * element;
-  const auto at = [&](int r) {
-    return entry.parts + static_cast<std::size_t>(r) * entry.n_part_bytes + base;
-  };
-  parts_.clear();
-  for (int r = 0; r < size(); ++r) parts_.push_back(at(r));
-  with_write_prefetch(parts_, slices.length(rank()) * element, kMemoryPiece,
-                      [&](std::size_t begin, std::size_t length) {
-                        for (int r = 0; r < size(); ++r)
-                          inputs_[static_cast<std::size_t>(r)] = at(r) + begin;
-                        std::byte* const mine = at(rank()) + begin;
-                        kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), mine,
-                                        count_of(length, element));
-                        for (int r = 0; r < size(); ++r) {
-                          if (r != rank()) std::memcpy(at(r) + begin, mine, length);
-                        }
-                      });
-  channel_.end_phase(call);
 }
 
 /// Every rank publishes all of its data, and each rank that wants the result reduces all of it.

@@ -34,7 +34,8 @@ class BufferTable {
   std::vector<Entry> entries_;
 };
 
-/// Collectives over one channel. collectives.cpp has one function per operation.
+/// Collectives over one channel. collectives.cpp has one function per operation, through slots;
+/// in_place.cpp has those that access the ranks' memory itself.
 class SharedEngine final : public Engine {
  public:
   /// Attaches to the world's channel as `membership` and waits for all ranks of the world.
@@ -66,7 +67,6 @@ class SharedEngine final : public Engine {
   std::unique_ptr<Engine> split_engine(const Call& call, int color, int key);
   std::unique_ptr<SharedMemory> allocate_buffer(const Call& call);
   void all_reduce(const Call& call);
-  void all_reduce_in_place(const Call& call, const BufferTable::Place& place);
   void reduce(const Call& call, bool wants_result);
   void reduce_flat(const Call& call, bool wants_result);
   void reduce_sliced(const Call& call, bool wants_result);
@@ -87,11 +87,20 @@ class SharedEngine final : public Engine {
   void put_pieces(const Call& call, const Parts& part, std::size_t i);
   template <class Parts>
   const std::byte* piece_of(const Call& call, const Parts& part, std::size_t i, int r);
+
+  // in_place.cpp
   bool agree_on_place(const Call& call, BufferTable::Place& place);
+  void all_reduce_in_place(const Call& call, const BufferTable::Place& place);
+  bool runs_between_threads(const Call& call) const noexcept;
+  void run_between_threads(const Call& call);
+  void move_between_threads(const Call& call);
+  void reduce_slice(const Call& call);
 
   Channel channel_;
-  std::vector<const void*> inputs_;      ///< one per rank, for kernels::reduce
-  std::vector<const std::byte*> parts_;  ///< of one call; its capacity is reused
+  std::vector<const void*> inputs_;  ///< one per rank, for kernels::reduce
+  // Of a call in place: every rank's input, and the outputs that this rank writes.
+  std::vector<const std::byte*> ins_;
+  std::vector<std::byte*> outs_;
   std::shared_ptr<BufferTable> buffers_ = std::make_shared<BufferTable>();
   std::uint64_t n_allocated_ = 0;
 };

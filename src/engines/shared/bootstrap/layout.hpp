@@ -74,7 +74,8 @@ struct CallRecord {
   std::atomic<std::uint32_t> site;
   std::atomic<Check> check;  ///< how much the rank compares
   std::atomic<std::uint64_t>
-      deadline_extended_until;  ///< base::ticks(): see Channel::extend_deadline
+      deadline_extended_until;           ///< base::ticks(): see Channel::extend_deadline
+  std::atomic<bool> is_in_peers_memory;  ///< see Channel::enter_peers_memory
 };
 
 inline constexpr std::size_t kInlineBytes = 248;

@@ -56,6 +56,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(CallRecord, site),
       LOCKSTEP_FIELD(CallRecord, check),
       LOCKSTEP_FIELD(CallRecord, deadline_extended_until),
+      LOCKSTEP_FIELD(CallRecord, is_in_peers_memory),
   });
   hash.add<Flag>({LOCKSTEP_FIELD(Flag, word), LOCKSTEP_FIELD(Flag, payload)});
   hash.add<MessageHead>({

@@ -14,7 +14,8 @@ struct Tuning {
   std::uint64_t flat_bytes;
   /// Size of one phase of a pipeline, at most a slot.
   std::uint64_t chunk_bytes;
-  /// From this size, two phases on `allocate`d memory cost less than copying in and out.
+  /// From this size, two phases on `allocate`d memory, or on any memory of ranks that are threads,
+  /// cost less than copying in and out.
   std::uint64_t in_place_bytes;
 };
 

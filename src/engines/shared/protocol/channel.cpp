@@ -80,7 +80,8 @@ Channel::Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, i
       slots_(range_.data() + parts_of(n_ranks).slots),
       outboxes_(range_.data() + parts_of(n_ranks).outboxes),
       rank_(rank),
-      swaps_slots_(n_ranks == 2) {
+      swaps_slots_(n_ranks == 2),
+      is_in_one_process_(!membership_->segment().is_between_processes()) {
   for (int r = 0; r < n_ranks; ++r) {
     if (r != rank_) peers_.push_back(r);
   }

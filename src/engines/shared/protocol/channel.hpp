@@ -103,6 +103,20 @@ class Channel {
   std::byte* read_slot(int rank, int phases_ago, std::size_t n_bytes) noexcept {
     return place(rank, phases_ago, n_bytes);
   }
+  /// Whether all ranks are threads of this process, which can access each other's memory.
+  bool is_in_one_process() const noexcept { return is_in_one_process_; }
+  /// Enclose the time in which this rank accesses memory that its peers published for this call.
+  ///
+  /// A call that fails on one rank returns there, and its memory may be freed, while another rank
+  /// has seen all flags and accesses it. So a rank whose call fails calls wait_for_peers_to_leave()
+  /// before it returns. Proof that no rank then accesses its memory: all accesses to the mark and
+  /// to the failure are sequentially consistent. The failing rank finds the failure recorded, then
+  /// reads the peer's mark; the peer sets its mark, then looks for a failure. So either the mark is
+  /// seen, and waited for (a copy of bounded length, by a thread that cannot end in between), or
+  /// the peer sees the failure and throws before it accesses anything.
+  void enter_peers_memory(const Call& call);
+  void leave_peers_memory() noexcept;
+  void wait_for_peers_to_leave() const noexcept;
   /// Ends the phase. Throws MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError.
   void end_phase(const Call& call);
 
@@ -201,6 +215,7 @@ class Channel {
   std::byte* outboxes_;
   int rank_;
   bool swaps_slots_;
+  bool is_in_one_process_;
   std::vector<int> peers_;
   std::vector<int> absent_;
 

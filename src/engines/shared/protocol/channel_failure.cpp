@@ -67,6 +67,25 @@ void Channel::end_with(const Error& error) noexcept {
   }
 }
 
+void Channel::enter_peers_memory(const Call& call) {
+  lane(rank_).record.is_in_peers_memory.store(true, std::memory_order_seq_cst);
+  if (!has_failed()) return;
+  leave_peers_memory();
+  throw_failure(call);
+}
+
+void Channel::leave_peers_memory() noexcept {
+  lane(rank_).record.is_in_peers_memory.store(false, std::memory_order_seq_cst);
+}
+
+void Channel::wait_for_peers_to_leave() const noexcept {
+  for (const int peer : peers_) {
+    while (lane(peer).record.is_in_peers_memory.load(std::memory_order_seq_cst)) {
+      std::this_thread::yield();
+    }
+  }
+}
+
 void Channel::throw_failure(const Call& call) {
   FailureRecord& failure = header_->failure;
   const auto give_up = steady_clock::now() + kReportPatience;

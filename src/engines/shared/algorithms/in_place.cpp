@@ -1,0 +1,145 @@
+#include <algorithm>
+#include <cstring>
+#include <exception>
+
+#include "engines/shared/algorithms/bytes.hpp"
+#include "engines/shared/algorithms/shared_engine.hpp"
+#include "kernels/reduce.hpp"
+
+/// Collectives that access every rank's memory itself: of `allocate`d buffers, or any memory of
+/// ranks that are threads of one process. A barrier, after which all ranks' memory is ready; the
+/// accesses; a barrier, after which no rank accesses it any more.
+namespace lockstep::shared {
+namespace {
+
+/// Where a rank's data of one call is, for the other threads of its process.
+struct CallMemory {
+  const void* in;
+  void* out;
+};
+
+}  // namespace
+
+/// Whether every rank's data is at the same offset of the same shared buffer.
+bool SharedEngine::agree_on_place(const Call& call, BufferTable::Place& place) {
+  std::memcpy(channel_.write_slot(sizeof place), &place, sizeof place);
+  channel_.end_phase(call);
+  bool agree = place.buffer != 0;
+  for (int r = 0; r < size(); ++r) {
+    BufferTable::Place other;
+    std::memcpy(&other, channel_.read_slot(r, 1, sizeof other), sizeof other);
+    agree = agree && other == place;
+  }
+  return agree;
+}
+
+/// agree_on_place is the barrier before it.
+void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Place& place) {
+  const BufferTable::Entry entry = buffers_->entry(place.buffer);
+  ins_.clear();
+  outs_.clear();
+  for (int r = 0; r < size(); ++r) {
+    std::byte* const data =
+        entry.parts + static_cast<std::size_t>(r) * entry.n_part_bytes + place.offset;
+    ins_.push_back(data);
+    outs_.push_back(data);
+  }
+  std::swap(outs_.front(), outs_[static_cast<std::size_t>(rank())]);
+  reduce_slice(call);
+  channel_.end_phase(call);
+}
+
+/// Reduces this rank's slice of ins_ into the first of outs_, and copies it to the others.
+void SharedEngine::reduce_slice(const Call& call) {
+  const std::size_t element = size_of(call.dtype);
+  const Slices slices(call.count, size(), element);
+  const std::size_t slice = slices.begin(rank()) * element;
+  for (const std::byte*& in : ins_) in += slice;
+  for (std::byte*& out : outs_) out += slice;
+  with_write_prefetch(outs_, slices.length(rank()) * element, kMemoryPiece,
+                      [&](std::size_t begin, std::size_t length) {
+                        for (std::size_t r = 0; r < ins_.size(); ++r) inputs_[r] = ins_[r] + begin;
+                        std::byte* const result = outs_.front() + begin;
+                        kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), result,
+                                        count_of(length, element));
+                        for (std::size_t i = 1; i < outs_.size(); ++i) {
+                          std::memcpy(outs_[i] + begin, result, length);
+                        }
+                      });
+}
+
+/// The same on all ranks: they compare what it depends on in the first phase.
+bool SharedEngine::runs_between_threads(const Call& call) const noexcept {
+  if (!channel_.is_in_one_process() || call.op == Op::send || call.op == Op::recv) return false;
+  std::size_t count = call.count;
+  for (const std::size_t each : call.counts) count = std::max(count, each);
+  return count * size_of(call.dtype) >= channel_.tuning().in_place_bytes;
+}
+
+void SharedEngine::run_between_threads(const Call& call) {
+  const CallMemory mine{.in = call.in, .out = call.out};
+  std::memcpy(channel_.write_slot(sizeof mine), &mine, sizeof mine);
+  try {
+    channel_.end_phase(call);
+    channel_.enter_peers_memory(call);
+    move_between_threads(call);
+    channel_.leave_peers_memory();
+    channel_.end_phase(call);
+  } catch (const std::exception& error) {
+    channel_.abandon(error.what());  // has no effect if the channel has failed already
+    channel_.wait_for_peers_to_leave();
+    throw;
+  }
+}
+
+void SharedEngine::move_between_threads(const Call& call) {
+  ins_.clear();
+  outs_.clear();
+  for (int r = 0; r < size(); ++r) {
+    CallMemory memory{};
+    std::memcpy(&memory, channel_.read_slot(r, 1, sizeof memory), sizeof memory);
+    ins_.push_back(bytes(memory.in));
+    outs_.push_back(bytes(memory.out));
+  }
+  const auto me = static_cast<std::size_t>(rank());
+  const auto root = static_cast<std::size_t>(call.root);
+  const std::size_t n_bytes = call.count * size_of(call.dtype);
+  std::byte* to = bytes(call.out);
+  switch (call.op) {
+    case Op::all_reduce:
+      std::swap(outs_.front(), outs_[me]);  // first to the memory that is near
+      reduce_slice(call);
+      break;
+    case Op::reduce:
+      outs_ = {outs_[root]};
+      reduce_slice(call);
+      break;
+    case Op::broadcast:
+      if (me != root) copy_bytes(to, ins_[root], n_bytes);
+      break;
+    case Op::gather:
+      if (me != root) break;
+      [[fallthrough]];
+    case Op::all_gather:
+      for (std::size_t r = 0; r < ins_.size(); ++r) {
+        const std::size_t part =
+            call.counts.empty() ? n_bytes : call.counts[r] * size_of(call.dtype);
+        copy_bytes(to, ins_[r], part);
+        to += part;
+      }
+      break;
+    case Op::scatter: copy_bytes(to, ins_[root] + me * n_bytes, n_bytes); break;
+    case Op::reduce_scatter:
+      for (std::size_t r = 0; r < ins_.size(); ++r) inputs_[r] = ins_[r] + me * n_bytes;
+      kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), to, call.count);
+      break;
+    case Op::all_to_all:
+      for (std::size_t r = 0; r < ins_.size(); ++r) {
+        copy_bytes(to + r * n_bytes, ins_[r] + me * n_bytes, n_bytes);
+      }
+      break;
+    default: break;  // runs_between_threads excludes them
+  }
+}
+
+}  // namespace lockstep::shared
