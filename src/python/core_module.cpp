@@ -12,9 +12,10 @@ NB_MODULE(_core, module) {
   nb::set_leak_warnings(false);  // groups may live as long as the interpreter
   module.doc() = "The C++ half of lockstep.";
   const nb::object folder = nb::module_::import_("lockstep").attr("__path__")[nb::int_(0)];
-  lockstep::python::set_package_folder(lockstep::python::text_of(folder));
+  lockstep::python::add_library_folder(lockstep::python::text_of(folder));
   lockstep::python::register_errors();
   lockstep::python::define_ranks(module);
   lockstep::python::define_arrays(module);
   lockstep::python::define_objects(module);
+  lockstep::python::define_api(module);
 }

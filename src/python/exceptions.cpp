@@ -62,6 +62,21 @@ PythonException::PythonException(nb::python_error error)
       ends_program_(!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError)),
       error_(std::make_shared<nb::python_error>(std::move(error))) {}
 
+bool raise_error(const std::exception_ptr& thrown) try {
+  std::rethrow_exception(thrown);
+} catch (const Error& error) {
+  // An interrupt abandons the group to end the wait: then the error is only its consequence.
+  if (PyErr_CheckSignals() != 0) return true;
+  try {
+    raise(error);
+  } catch (nb::python_error& failure) {
+    failure.restore();
+  }
+  return true;
+} catch (...) {
+  return false;
+}
+
 void register_errors() {
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
@@ -70,14 +85,8 @@ void register_errors() {
       exception.restore();
     } catch (const EndOfProgram& end) {
       end.exception.restore();
-    } catch (const Error& error) {
-      // An interrupt abandons the group to end the wait: then the error is only its consequence.
-      if (PyErr_CheckSignals() != 0) return;
-      try {
-        raise(error);
-      } catch (nb::python_error& failure) {
-        failure.restore();
-      }
+    } catch (const Error&) {
+      raise_error(thrown);
     }
   });
 }

@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <exception>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -54,6 +55,10 @@ auto in_unpickling(F f) {
     throw;
   }
 }
+
+/// Makes a lockstep::Error Python's current exception, of a class of lockstep.errors. Returns false
+/// for anything else. Needs the GIL.
+bool raise_error(const std::exception_ptr& thrown);
 
 /// Translates lockstep::Error to the classes of lockstep.errors.
 void register_errors();

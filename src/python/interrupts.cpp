@@ -144,18 +144,24 @@ void stop_watching_interrupts() noexcept {
   delete ended;
 }
 
-InterruptibleCall::InterruptibleCall(const Group* group) {
-  if (!is_watched()) return;
-  before_ = watcher->enter(group);
+bool begin_call(const Group* group, const Group** before) {
+  *before = nullptr;
+  if (!is_watched()) return true;
+  *before = watcher->enter(group);
   // The signal may have come after Python's last look and before is_in_call was set.
-  if (PyErr_CheckSignals() != 0) {
-    watcher->enter(before_);
-    throw nb::python_error();
-  }
+  if (PyErr_CheckSignals() == 0) return true;
+  watcher->enter(*before);
+  return false;
 }
 
-InterruptibleCall::~InterruptibleCall() {
-  if (is_watched()) watcher->enter(before_);
+void end_call(const Group* before) {
+  if (is_watched()) watcher->enter(before);
 }
+
+InterruptibleCall::InterruptibleCall(const Group* group) {
+  if (!begin_call(group, &before_)) throw nb::python_error();
+}
+
+InterruptibleCall::~InterruptibleCall() { end_call(before_); }
 
 }  // namespace lockstep::python

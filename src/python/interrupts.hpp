@@ -13,7 +13,13 @@ namespace lockstep::python {
 void watch_interrupts();
 void stop_watching_interrupts() noexcept;
 
-/// A call on `group` by this thread, while it exists; null: Python code runs within a call.
+/// A call on `group` by this thread, until end_call with the value put into `before`; null: Python
+/// code runs within a call. Returns false if a signal handler of Python raised: then there is no
+/// call to end. Both need the GIL.
+bool begin_call(const Group* group, const Group** before);
+void end_call(const Group* before);
+
+/// begin_call and end_call.
 /// Throws nanobind::python_error if a signal handler of Python raised. Needs the GIL.
 class InterruptibleCall {
  public:

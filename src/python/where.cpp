@@ -7,6 +7,7 @@
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <vector>
 
 #include "group/source_place.hpp"
 #include "python/str.hpp"
@@ -46,17 +47,19 @@ nb::object caller_of(PyFrameObject* frame) {
 #endif
 }
 
-std::string& package_folder() {
-  static std::string folder;
-  return folder;
+std::vector<std::string>& library_folders() {
+  static auto& folders = *new std::vector<std::string>;
+  return folders;
 }
 
-/// Null for a frame of the package.
+/// Null for a frame of the library folders.
 const Place* find_place(nb::handle code, PyFrameObject* frame) {
   static auto& paths = *new std::unordered_set<std::string>;  // never destroyed: errors point there
   const nb::object name = code.attr("co_filename");
   const std::string path = nb::isinstance<nb::str>(name) ? text_of(name) : "";
-  if (path.starts_with(package_folder())) return nullptr;
+  for (const std::string& folder : library_folders()) {
+    if (path.starts_with(folder)) return nullptr;
+  }
   const int line = PyFrame_GetLineNumber(frame);
   return new const Place{.file = paths.insert(path).first->c_str(),
                          .line = static_cast<unsigned>(line > 0 ? line : 0)};
@@ -77,7 +80,7 @@ const Place* place_of(PyFrameObject* frame) {
 
 }  // namespace
 
-void set_package_folder(const std::string& folder) { package_folder() = folder + "/"; }
+void add_library_folder(const std::string& folder) { library_folders().push_back(folder + "/"); }
 
 std::source_location where() {
   auto frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));

@@ -5,10 +5,10 @@
 
 namespace lockstep::python {
 
-/// Frames of files in this folder are not the caller's. Call once, before where().
-void set_package_folder(const std::string& folder);
+/// Frames of files in this folder are not the caller's. Needs the GIL. Call before where().
+void add_library_folder(const std::string& folder);
 
-/// The innermost line of Python code outside the package; empty on a thread without one (those of
+/// The innermost line of Python code outside those folders; empty on a thread without one (those of
 /// autograd). Needs the GIL. Its text lives as long as the process.
 std::source_location where();
 

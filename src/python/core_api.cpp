@@ -1,0 +1,26 @@
+#include "python/core_api.hpp"
+
+#include <nanobind/nanobind.h>
+
+#include "python/core_module.hpp"
+#include "python/exceptions.hpp"
+#include "python/interrupts.hpp"
+#include "python/where.hpp"
+
+namespace nb = nanobind;
+
+namespace lockstep::python {
+
+void define_api(nb::module_& module) {
+  static constexpr CoreApi kApi{
+      .where = where,
+      .add_folder = [](const char* folder) { add_library_folder(folder); },
+      .raise = raise_error,
+      .begin_call = begin_call,
+      .end_call = end_call,
+      .watch_interrupts = watch_interrupts,
+  };
+  module.attr("_api") = nb::capsule(&kApi, kCoreApi);
+}
+
+}  // namespace lockstep::python
