@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NamedTuple, Optional, Union
 
@@ -34,7 +34,7 @@ def init_dist(launcher: str = "infer", backend: str = "auto", timeout: Timeout =
     """
     with _interrupts_end_the_process():
         _core.init_dist(launcher, backend, timeout)
-    _hooks.install()
+    leave_at_exit(_core.destroy_dist)
 
 
 def destroy_dist(failure: str = "") -> None:
@@ -49,20 +49,24 @@ class _Hooks:
     """Tells the peers of an uncaught exception, and leaves before the interpreter ends."""
 
     def __init__(self) -> None:
-        self.is_installed = False
+        self.leavers: list[Callable[[str], None]] = []
         self.process = 0
 
-    def install(self) -> None:
+    def install(self, leave: Callable[[str], None]) -> None:
         util = sys.modules.get("multiprocessing.util")
         if util is not None and self.process != os.getpid():  # its processes end without atexit
             self.process = os.getpid()
-            util.Finalize(None, _core.destroy_dist, args=("",), exitpriority=0)
-        if self.is_installed:
-            return
-        self.is_installed = True
-        self.former = sys.excepthook
-        sys.excepthook = self.on_exception
-        atexit.register(_core.destroy_dist, "")
+            util.Finalize(None, self.leave, args=("",), exitpriority=0)
+        if not self.leavers:
+            self.former = sys.excepthook
+            sys.excepthook = self.on_exception
+            atexit.register(self.leave, "")
+        if leave not in self.leavers:
+            self.leavers.append(leave)
+
+    def leave(self, failure: str) -> None:
+        for each in reversed(self.leavers):
+            each(failure)
 
     def on_exception(self, kind: type[BaseException], value: BaseException, traceback: Optional[TracebackType]) -> None:
         try:
@@ -70,12 +74,17 @@ class _Hooks:
         except Exception:
             text = ""
         try:
-            _core.destroy_dist(f"{kind.__name__}: {text}" if text else kind.__name__)
+            self.leave(f"{kind.__name__}: {text}" if text else kind.__name__)
         finally:
             self.former(kind, value, traceback)
 
 
 _hooks = _Hooks()
+
+
+def leave_at_exit(leave: Callable[[str], None]) -> None:
+    """leave(failure) is called when the interpreter ends, with the text of the exception that ends it or ""."""
+    _hooks.install(leave)
 
 
 @contextlib.contextmanager

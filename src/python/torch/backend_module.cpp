@@ -1,11 +1,70 @@
-#include <lockstep/group.hpp>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include <lockstep/error.hpp>
+
+#include "python/torch/backend_join.hpp"
 #include "python/torch/torch_module.hpp"
 
-namespace lockstep::python {
+namespace py = pybind11;
 
-void define_backend(pybind11::module_& module) {
-  module.def("solo_size", [] { return Group().size(); });
+namespace lockstep::python {
+namespace {
+
+/// Guarded by the GIL.
+std::vector<c10::weak_intrusive_ptr<Backend>>& backends() {
+  static auto& all = *new std::vector<c10::weak_intrusive_ptr<Backend>>;
+  return all;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                               int rank, int size, std::string name,
+                                               std::chrono::milliseconds timeout,
+                                               std::vector<std::uint64_t> global_ranks,
+                                               c10::intrusive_ptr<c10d::Backend> messages) {
+  const std::source_location where = core().where();
+  auto options = c10::make_intrusive<c10d::Backend::Options>("lockstep", timeout);
+  options->global_ranks_in_group = std::move(global_ranks);
+  const Membership membership{
+      .rank = rank, .size = size, .name = std::move(name), .timeout = timeout};
+  auto joined = [&] {
+    const WithoutGil released;
+    return join(*store, membership, where);
+  }();
+  if (size > 1) core().watch_interrupts();
+  options->timeout = joined.group.timeout();
+  auto backend =
+      c10::make_intrusive<Backend>(std::move(joined), std::move(options), std::move(messages));
+  std::erase_if(backends(), [](const auto& each) { return each.expired(); });
+  backends().emplace_back(backend);
+  return backend;
+}
+
+void leave_all(const std::string& failure) {
+  std::vector<c10::intrusive_ptr<Backend>> living;
+  for (const auto& each : backends()) {
+    if (auto backend = each.lock()) living.push_back(std::move(backend));
+  }
+  const WithoutGil released;
+  for (const auto& backend : living) backend->leave(failure);
+  living.clear();
+}
+
+}  // namespace
+
+void define_backend(py::module_& module) {
+  const py::object file = py::module_::import("torch").attr("__file__");
+  const auto folder = py::module_::import("os.path").attr("dirname")(file).cast<std::string>();
+  core().add_folder(folder.c_str());
+  const py::object entry_point = py::module_::import("lockstep_torch").attr("__path__");
+  core().add_folder(entry_point[py::int_(0)].cast<std::string>().c_str());
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    if (!core().raise(thrown)) std::rethrow_exception(thrown);
+  });
+  module.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("size"),
+             py::arg("name"), py::arg("timeout"), py::arg("global_ranks"), py::arg("messages"));
+  module.def("leave_all", &leave_all, py::arg("failure"));
 }
 
 }  // namespace lockstep::python

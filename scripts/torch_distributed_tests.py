@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""PyTorch's own DistributedTest, from the installed torch, over one backend.
+
+usage: torch_distributed_tests.py [--backend lockstep] [--ranks 3] [--only TEXT[,TEXT...]]
+
+Run it with a Python that has torch, numpy, expecttest and, for the backend lockstep, this package. The tests are
+unchanged: the backend is added to torch's lists of what its backends have. Prints one line for each test and
+the numbers of those that passed, failed and were skipped; ends with 1 if one failed.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import unittest
+
+
+def load(backend):
+    """The test case, with `backend` in torch's lists. The module reads its environment when it is imported."""
+    from torch.testing._internal import common_distributed
+
+    for feature in ("ddp", "subgroup"):
+        common_distributed.DistTestCases.backend_feature[feature].add(backend)
+    from torch.testing._internal.distributed import distributed_test
+
+    for name in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
+        getattr(distributed_test, name).append(backend)
+
+    class Tests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+        def setUp(self):
+            super().setUp()
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+    Tests.__module__ = "__main__"
+    return Tests
+
+
+class Result(unittest.TestResult):
+    def __init__(self):
+        super().__init__()
+        self.n_passed = 0
+
+    def startTest(self, test):
+        super().startTest(test)
+        self.started = time.monotonic()
+
+    def say(self, test, outcome, text=""):
+        name = test.id().split(".")[-1]
+        print(f"{outcome:8} {name} {time.monotonic() - self.started:.1f} s {text}".rstrip(), flush=True)
+
+    def addSuccess(self, test):
+        self.n_passed += 1
+        self.say(test, "passed")
+
+    def addSkip(self, test, reason):
+        super().addSkip(test, reason)
+        self.say(test, "skipped", reason)
+
+    def addFailure(self, test, error):
+        super().addFailure(test, error)
+        self.say(test, "failed", self.failures[-1][1])
+
+    def addError(self, test, error):
+        super().addError(test, error)
+        self.say(test, "failed", self.errors[-1][1])
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", default="lockstep")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--only", default="", help="names of tests contain one of these")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("barrier", "test_dir", "init_dir"):
+            os.mkdir(os.path.join(folder, name))
+        os.environ.update(BACKEND=options.backend, WORLD_SIZE=str(options.ranks), TEMP_DIR=folder)
+        case = load(options.backend)
+        names = [
+            name
+            for name in unittest.TestLoader().getTestCaseNames(case)
+            if any(part in name for part in options.only.split(","))
+        ]
+        result = Result()
+        started = time.monotonic()
+        unittest.TestSuite(case(name) for name in names).run(result)
+    n_failed = len(result.failures) + len(result.errors)
+    print(
+        f"{options.backend}, {options.ranks} ranks: {result.n_passed} passed, {n_failed} failed, "
+        f"{len(result.skipped)} skipped, {time.monotonic() - started:.0f} s"
+    )
+    return n_failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

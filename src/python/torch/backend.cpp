@@ -1,0 +1,333 @@
+#include "python/torch/backend.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <lockstep/engine.hpp>
+#include <optional>
+
+namespace lockstep::python {
+
+using c10d::OpType;
+
+Backend::Backend(Joined joined, c10::intrusive_ptr<Options> options,
+                 c10::intrusive_ptr<c10d::Backend> messages)
+    : c10d::Backend(joined.group.rank(), joined.group.size()),
+      joined_(std::move(joined)),
+      options_(std::move(options)),
+      messages_(std::move(messages)) {
+  init();
+}
+
+Backend::~Backend() {
+  const WithoutGil released;
+  if (process_.is_copy()) return;
+  // The thread ends when its calls have.
+  if (!queue_.is_idle()) group().abandon("the process group was destroyed with calls under way");
+  queue_.close();
+  leave({});
+}
+
+void Backend::leave(const std::string& failure) noexcept {
+  if (process_.is_copy() || has_left_.exchange(true)) return;
+  joined_.engine->leave(failure);
+}
+
+void Backend::abort() {
+  if (process_.is_copy()) return;
+  group().abandon("the process group was aborted");
+  leave("the process group was aborted");
+}
+
+void Backend::shutdown() {
+  if (process_.is_copy()) return;
+  queue_.wait_until_idle();
+  leave({});
+}
+
+ErrorContext Backend::context_of(const char* operation, std::source_location where) const {
+  return {.operation = operation, .group = group().name(), .rank = rank_, .where = where};
+}
+
+Timeout Backend::timeout_of(std::chrono::milliseconds timeout) const {
+  return timeout.count() > 0 ? Timeout(timeout) : Timeout(options_->timeout);
+}
+
+int Backend::checked_root(std::int64_t root, const ErrorContext& context) const {
+  if (root < 0 || root >= size_) {
+    throw UsageError(context,
+                     fmt::format("the root is {}; the group's ranks are 0 to {}", root, size_ - 1));
+  }
+  return static_cast<int>(root);
+}
+
+c10d::Backend& Backend::messages(const char* operation) const {
+  if (!messages_) {
+    throw UsageError(context_of(operation, python_line()),
+                     "a group of one rank has no other to send to or to receive from");
+  }
+  return *messages_;
+}
+
+Backend::WorkResult Backend::send(Tensors& tensors, int dst, int tag) {
+  return messages("send").send(tensors, dst, tag);
+}
+
+Backend::WorkResult Backend::recv(Tensors& tensors, int src, int tag) {
+  return messages("recv").recv(tensors, src, tag);
+}
+
+Backend::WorkResult Backend::recvAnysource(Tensors& tensors, int tag) {
+  return messages("recv").recvAnysource(tensors, tag);
+}
+
+Backend::WorkResult Backend::barrier(const c10d::BarrierOptions& options) {
+  return call("lockstep:barrier", OpType::BARRIER, options.asyncOp, options.timeout, {}, {},
+              [](const ErrorContext&) {
+                return [](const Group& group, const Site& site) {
+                  group.barrier(site.timeout, site.where);
+                };
+              });
+}
+
+void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {
+  c10d::BarrierOptions here = options;
+  here.asyncOp = false;
+  barrier(here);  // its error names all ranks that are late
+}
+
+Backend::WorkResult Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return call("lockstep:broadcast", OpType::BROADCAST, options.asyncOp, options.timeout, tensors,
+              tensors, [&](const ErrorContext& context) {
+                const int root = checked_root(options.rootRank, context);
+                const at::Tensor tensor = only(tensors, context);
+                return [=, in_place = contiguous(tensor, context)](const Group& group,
+                                                                   const Site& site) {
+                  group.broadcast(elements_of(in_place), root, site.timeout, site.where);
+                  if (group.rank() != root) write_back(in_place, tensor);
+                };
+              });
+}
+
+Backend::WorkResult Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return call("lockstep:all_reduce", OpType::ALLREDUCE, options.asyncOp, options.timeout, tensors,
+              tensors, [&](const ErrorContext& context) {
+                const at::Tensor tensor = only(tensors, context);
+                const at::Tensor in_place = contiguous(tensor, context);
+                const Reduction reduction = reduction_of(in_place, options.reduceOp, context);
+                return [=](const Group& group, const Site& site) {
+                  group.all_reduce(reduction.elements, reduction.op, site.timeout, site.where);
+                  write_back(in_place, tensor);
+                };
+              });
+}
+
+Backend::WorkResult Backend::allreduce_coalesced(Tensors& tensors,
+                                                 const c10d::AllreduceCoalescedOptions& options) {
+  return call("lockstep:all_reduce", OpType::ALLREDUCE_COALESCED, options.asyncOp, options.timeout,
+              tensors, tensors, [&](const ErrorContext& context) {
+                Tensors in_place;
+                std::vector<Reduction> reductions;
+                for (const at::Tensor& tensor : tensors) {
+                  in_place.push_back(contiguous(tensor, context));
+                  reductions.push_back(reduction_of(in_place.back(), options.reduceOp, context));
+                }
+                return [=, outputs = tensors](const Group& group, const Site& site) {
+                  for (std::size_t i = 0; i < outputs.size(); ++i) {
+                    group.all_reduce(reductions[i].elements, reductions[i].op, site.timeout,
+                                     site.where);
+                    write_back(in_place[i], outputs[i]);
+                  }
+                };
+              });
+}
+
+Backend::WorkResult Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  return call("lockstep:reduce", OpType::REDUCE, options.asyncOp, options.timeout, tensors, tensors,
+              [&](const ErrorContext& context) {
+                const int root = checked_root(options.rootRank, context);
+                const at::Tensor tensor = only(tensors, context);
+                const at::Tensor in_place = contiguous(tensor, context);
+                const Reduction reduction = reduction_of(in_place, options.reduceOp, context);
+                return [=](const Group& group, const Site& site) {
+                  group.reduce(reduction.elements, root, reduction.op, site.timeout, site.where);
+                  if (group.rank() == root) write_back(in_place, tensor);
+                };
+              });
+}
+
+Backend::Gathered Backend::prepare_gather(const at::Tensor& input, const Tensors& outputs,
+                                          const ErrorContext& context) const {
+  Gathered gathered{.in = contiguous(input, context), .outs = {}, .counts = {}};
+  if (outputs.size() != n_ranks()) {
+    throw UsageError(context, fmt::format("{} output tensors for {} ranks", outputs.size(), size_));
+  }
+  for (const at::Tensor& output : outputs) {
+    gathered.outs.push_back(contiguous(output, context));
+    gathered.counts.push_back(elements_of(gathered.outs.back()).count);
+    if (output.scalar_type() != input.scalar_type()) {
+      throw UsageError(context, fmt::format("an output is of type {}, the input of {}",
+                                            at::toString(output.scalar_type()),
+                                            at::toString(input.scalar_type())));
+    }
+  }
+  const auto own = static_cast<std::size_t>(rank_);
+  if (gathered.outs[own].numel() != input.numel()) {
+    throw UsageError(context, fmt::format("output {} has {} elements, this rank's input {}", own,
+                                          gathered.outs[own].numel(), input.numel()));
+  }
+  if (std::any_of(gathered.outs.begin(), gathered.outs.end(),
+                  [&](const at::Tensor& out) { return overlap(out, gathered.in); })) {
+    gathered.in = gathered.in.clone();
+  }
+  return gathered;
+}
+
+namespace {
+
+/// As Group takes them: empty if they are the same.
+std::span<const std::size_t> if_uneven(const std::vector<std::size_t>& counts) {
+  const bool is_even =
+      std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
+  return is_even ? std::span<const std::size_t>{} : counts;
+}
+
+void gather_all(const Group& group, const at::Tensor& in, const Elements& out,
+                std::span<const std::size_t> counts, Timeout timeout, std::source_location where) {
+  if (counts.empty()) {
+    group.all_gather(elements_of(in), out, timeout, where);
+  } else {
+    group.all_gather(elements_of(in), out, counts, timeout, where);
+  }
+}
+
+void write_all_back(const Tensors& contiguous, const Tensors& tensors) {
+  for (std::size_t i = 0; i < tensors.size(); ++i) write_back(contiguous[i], tensors[i]);
+}
+
+}  // namespace
+
+Backend::WorkResult Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                       const c10d::AllgatherOptions& options) {
+  return call("lockstep:all_gather", OpType::ALLGATHER, options.asyncOp, options.timeout, inputs,
+              outputs.empty() ? Tensors{} : outputs.front(), [&](const ErrorContext& context) {
+                if (outputs.size() != 1) throw UsageError(context, "takes one list of outputs");
+                Gathered gathered = prepare_gather(only(inputs, context), outputs.front(), context);
+                return [gathered = std::move(gathered), tensors = outputs.front()](
+                           const Group& group, const Site& site) {
+                  const Block block = block_of(gathered.outs, Contents::not_needed);
+                  gather_all(group, gathered.in, elements_of(block.flat),
+                             if_uneven(gathered.counts), site.timeout, site.where);
+                  unpack(block, gathered.outs);
+                  write_all_back(gathered.outs, tensors);
+                };
+              });
+}
+
+Backend::WorkResult Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                 const c10d::AllgatherOptions& options) {
+  Tensors results;
+  for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
+  // outputs: for each rank its tensors, or for each input the ranks' tensors.
+  return call("lockstep:all_gather", OpType::ALLGATHER_COALESCED, options.asyncOp, options.timeout,
+              inputs, std::move(results), [&](const ErrorContext& context) {
+                if (outputs.size() != n_ranks()) {
+                  throw UsageError(context, fmt::format("{} lists of outputs for {} ranks",
+                                                        outputs.size(), size_));
+                }
+                std::vector<Gathered> all;
+                std::vector<Tensors> tensors;
+                for (std::size_t i = 0; i < inputs.size(); ++i) {
+                  Tensors of_input;
+                  for (const Tensors& of_rank : outputs) {
+                    if (of_rank.size() != inputs.size()) {
+                      throw UsageError(context, fmt::format("{} outputs of a rank for {} inputs",
+                                                            of_rank.size(), inputs.size()));
+                    }
+                    of_input.push_back(of_rank[i]);
+                  }
+                  all.push_back(prepare_gather(inputs[i], of_input, context));
+                  tensors.push_back(std::move(of_input));
+                }
+                return [all = std::move(all), tensors = std::move(tensors)](const Group& group,
+                                                                            const Site& site) {
+                  for (std::size_t i = 0; i < all.size(); ++i) {
+                    const Block block = block_of(all[i].outs, Contents::not_needed);
+                    gather_all(group, all[i].in, elements_of(block.flat), if_uneven(all[i].counts),
+                               site.timeout, site.where);
+                    unpack(block, all[i].outs);
+                    write_all_back(all[i].outs, tensors[i]);
+                  }
+                };
+              });
+}
+
+Backend::WorkResult Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                    const c10d::GatherOptions& options) {
+  return call("lockstep:gather", OpType::GATHER, options.asyncOp, options.timeout, inputs,
+              outputs.empty() ? Tensors{} : outputs.front(), [&](const ErrorContext& context) {
+                const int root = checked_root(options.rootRank, context);
+                const at::Tensor in = only(inputs, context);
+                if (rank_ != root && !outputs.empty()) {
+                  throw UsageError(context, "only the destination takes outputs");
+                }
+                std::optional<Gathered> gathered;
+                Tensors tensors;
+                if (rank_ == root) {
+                  if (outputs.size() != 1) throw UsageError(context, "takes one list of outputs");
+                  tensors = outputs.front();
+                  gathered = prepare_gather(in, tensors, context);
+                }
+                return [root, in = contiguous(in, context), gathered = std::move(gathered),
+                        tensors = std::move(tensors)](const Group& group, const Site& site) {
+                  if (!gathered) {
+                    group.gather(elements_of(in), {}, root, site.timeout, site.where);
+                    return;
+                  }
+                  const Block block = block_of(gathered->outs, Contents::not_needed);
+                  group.gather(elements_of(gathered->in), elements_of(block.flat), root,
+                               site.timeout, site.where);
+                  unpack(block, gathered->outs);
+                  write_all_back(gathered->outs, tensors);
+                };
+              });
+}
+
+Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                     const c10d::ScatterOptions& options) {
+  return call(
+      "lockstep:scatter", OpType::SCATTER, options.asyncOp, options.timeout,
+      inputs.empty() ? outputs : inputs.front(), outputs, [&](const ErrorContext& context) {
+        const int root = checked_root(options.rootRank, context);
+        const at::Tensor output = only(outputs, context);
+        Tensors parts;
+        if (rank_ == root) {
+          if (inputs.size() != 1 || inputs.front().size() != n_ranks()) {
+            throw UsageError(context,
+                             fmt::format("the source takes one list of {} tensors", size_));
+          }
+          for (const at::Tensor& part : inputs.front()) {
+            parts.push_back(contiguous(part, context));
+            if (part.numel() != output.numel() || part.scalar_type() != output.scalar_type()) {
+              throw UsageError(context, "the tensors differ in size or type");
+            }
+          }
+        } else if (!inputs.empty()) {
+          throw UsageError(context, "only the source takes inputs");
+        }
+        return [root, output, out = contiguous(output, context), parts = std::move(parts)](
+                   const Group& group, const Site& site) {
+          if (parts.empty()) {
+            group.scatter({}, elements_of(out), root, site.timeout, site.where);
+          } else {
+            Block block = block_of(parts, Contents::needed);
+            if (overlap(block.flat, out)) block.flat = block.flat.clone();
+            group.scatter(elements_of(block.flat), elements_of(out), root, site.timeout,
+                          site.where);
+          }
+          write_back(out, output);
+        };
+      });
+}
+
+}  // namespace lockstep::python

@@ -1,0 +1,156 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <lockstep/group.hpp>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/process_tag.hpp"
+#include "python/torch/backend_work.hpp"
+#include "python/torch/call_queue.hpp"
+#include "python/torch/caller.hpp"
+#include "python/torch/tensors.hpp"
+
+namespace lockstep::python {
+
+/// A c10d backend for tensors of the CPU over one lockstep group. A call that the caller waits for
+/// at once runs on its own thread, an asynchronous one on the backend's, all in the order of the
+/// program. Threads: any. Errors: lockstep::Error, from the call or from Work::wait.
+class Backend final : public c10d::Backend {
+ public:
+  struct Joined {
+    Group group;
+    Engine* engine;  // the group's
+  };
+  using WorkResult = c10::intrusive_ptr<c10d::Work>;
+
+  /// messages: what sends and receives; null in a group of one.
+  Backend(Joined joined, c10::intrusive_ptr<Options> options,
+          c10::intrusive_ptr<c10d::Backend> messages);
+  ~Backend() override;
+
+  const Group& group() const { return joined_.group; }
+  /// Later calls fail, and the peers' too: with `failure`, if it is not empty. May be called again.
+  void leave(const std::string& failure) noexcept;
+
+  const std::string getBackendName() const override { return "lockstep"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  void setSequenceNumberForGroup() override {}
+  std::uint64_t getSequenceNumberForGroup() override { return n_calls_.load(); }
+  c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
+  void abort() override;
+  void shutdown() override;
+
+  WorkResult broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkResult allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkResult allreduce_coalesced(Tensors& tensors,
+                                 const c10d::AllreduceCoalescedOptions& options) override;
+  WorkResult reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkResult allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                       const c10d::AllgatherOptions& options) override;
+  WorkResult _allgather_base(at::Tensor& output, at::Tensor& input,
+                             const c10d::AllgatherOptions& options) override;
+  WorkResult allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                 const c10d::AllgatherOptions& options) override;
+  WorkResult allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                             const c10d::AllgatherOptions& options) override;
+  WorkResult gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::GatherOptions& options) override;
+  WorkResult scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                     const c10d::ScatterOptions& options) override;
+  WorkResult reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                            const c10d::ReduceScatterOptions& options) override;
+  WorkResult _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                  const c10d::ReduceScatterOptions& options) override;
+  WorkResult reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                             const c10d::ReduceScatterOptions& options) override;
+  WorkResult alltoall_base(at::Tensor& output, at::Tensor& input,
+                           std::vector<std::int64_t>& output_sizes,
+                           std::vector<std::int64_t>& input_sizes,
+                           const c10d::AllToAllOptions& options) override;
+  WorkResult alltoall(Tensors& outputs, Tensors& inputs,
+                      const c10d::AllToAllOptions& options) override;
+  // Over `messages`: a group's own send and recv have neither tags nor a queue for those that come
+  // before they are asked for.
+  WorkResult send(Tensors& tensors, int dst, int tag) override;
+  WorkResult recv(Tensors& tensors, int src, int tag) override;
+  WorkResult recvAnysource(Tensors& tensors, int tag) override;
+  WorkResult barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+
+ private:
+  /// Where and how long one call runs.
+  struct Site {
+    Timeout timeout;
+    std::source_location where;
+  };
+  c10d::Backend& messages(const char* operation) const;
+  std::size_t n_ranks() const { return static_cast<std::size_t>(size_); }
+  ErrorContext context_of(const char* operation, std::source_location where) const;
+  Timeout timeout_of(std::chrono::milliseconds timeout) const;
+  int checked_root(std::int64_t root, const ErrorContext& context) const;
+
+  /// prepare(context): checks the arguments, and returns what runs the call: run(group, site).
+  template <class Prepare>
+  WorkResult call(const char* title, c10d::OpType type, bool is_async,
+                  std::chrono::milliseconds timeout, const Tensors& inputs, Tensors results,
+                  Prepare prepare);
+
+  /// in, out: contiguous. The sizes of in may differ between the ranks if those of outs do.
+  struct Gathered {
+    at::Tensor in;
+    Tensors outs;  // contiguous
+    std::vector<std::size_t> counts;
+  };
+  Gathered prepare_gather(const at::Tensor& input, const Tensors& outputs,
+                          const ErrorContext& context) const;
+  WorkResult gather_into(const Tensors& outputs, const Tensors& inputs, c10d::OpType type,
+                         const c10d::AllgatherOptions& options);
+  WorkResult scatter_from(const Tensors& outputs, const Tensors& inputs, c10d::OpType type,
+                          const c10d::ReduceScatterOptions& options);
+
+  base::ProcessTag process_;
+  Joined joined_;
+  c10::intrusive_ptr<Options> options_;
+  c10::intrusive_ptr<c10d::Backend> messages_;
+  std::atomic<std::uint64_t> n_calls_{0};
+  std::atomic<bool> has_left_{false};
+  CallQueue queue_;  // last: its thread uses the other members
+};
+
+template <class Prepare>
+Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_async,
+                                  std::chrono::milliseconds timeout, const Tensors& inputs,
+                                  Tensors results, Prepare prepare) {
+  n_calls_.fetch_add(1, std::memory_order_relaxed);
+  const char* const operation = title + sizeof "lockstep:" - 1;
+  auto work = c10::make_intrusive<BackendWork>(group(), type, title, inputs, std::move(results));
+  if (!is_async) {
+    const CallOfPython here(group());
+    auto run = prepare(context_of(operation, here.where()));
+    queue_.run([&] { run(group(), Site{timeout_of(timeout), here.where()}); });
+    work->complete(nullptr);
+    return work;
+  }
+  const Site site{.timeout = timeout_of(timeout), .where = python_line()};
+  auto run = prepare(context_of(operation, site.where));
+  queue_.post([this, work, site, run = std::move(run)]() mutable {
+    std::exception_ptr error;
+    try {
+      run(group(), site);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    work->complete(error);
+  });
+  return work;
+}
+
+}  // namespace lockstep::python

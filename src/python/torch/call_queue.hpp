@@ -1,0 +1,51 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+namespace lockstep::python {
+
+/// The calls on one group, one at a time: posted ones in their order, on a thread that the first of
+/// them starts; others on the calling thread, after those posted before.
+class CallQueue {
+ public:
+  CallQueue() = default;
+  ~CallQueue() { close(); }
+  CallQueue(const CallQueue&) = delete;
+  CallQueue& operator=(const CallQueue&) = delete;
+
+  /// Runs what is posted, then ends the thread. Nothing may be posted from then on.
+  void close() noexcept;
+  /// The call may not throw.
+  void post(std::function<void()> call);
+  void wait_until_idle();
+  bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
+
+  template <class F>
+  void run(F f) {
+    while (true) {
+      {
+        const std::lock_guard running(running_);
+        if (is_idle()) return f();
+      }
+      wait_until_idle();
+    }
+  }
+
+ private:
+  void loop();
+
+  std::mutex running_;  // held by the thread that is in a call
+  std::mutex mutex_;    // guards the members below
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> calls_;
+  std::atomic<std::size_t> n_pending_{0};
+  bool is_closing_ = false;
+  std::thread thread_;
+};
+
+}  // namespace lockstep::python

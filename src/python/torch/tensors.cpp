@@ -1,0 +1,164 @@
+#include "python/torch/tensors.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+
+#include <cstring>
+#include <optional>
+
+namespace lockstep::python {
+namespace {
+
+std::optional<DType> dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kBool: return DType::boolean;
+    case at::kByte: return DType::u8;
+    case at::kChar: return DType::i8;
+    case at::kShort: return DType::i16;
+    case at::kUInt16: return DType::u16;
+    case at::kInt: return DType::i32;
+    case at::kUInt32: return DType::u32;
+    case at::kLong: return DType::i64;
+    case at::kUInt64: return DType::u64;
+    case at::kHalf: return DType::f16;
+    case at::kBFloat16: return DType::bf16;
+    case at::kFloat: return DType::f32;
+    case at::kDouble: return DType::f64;
+    default: return std::nullopt;  // torch has more, and will have others
+  }
+}
+
+std::optional<ReduceOp> op_of(c10d::ReduceOp::RedOpType op) {
+  switch (op) {
+    case c10d::ReduceOp::SUM: return ReduceOp::sum;
+    case c10d::ReduceOp::AVG: return ReduceOp::mean;
+    case c10d::ReduceOp::PRODUCT: return ReduceOp::product;
+    case c10d::ReduceOp::MIN: return ReduceOp::min;
+    case c10d::ReduceOp::MAX: return ReduceOp::max;
+    case c10d::ReduceOp::BAND: return ReduceOp::band;
+    case c10d::ReduceOp::BOR: return ReduceOp::bor;
+    case c10d::ReduceOp::BXOR: return ReduceOp::bxor;
+    case c10d::ReduceOp::PREMUL_SUM:
+    case c10d::ReduceOp::UNUSED: break;
+  }
+  return std::nullopt;
+}
+
+ReduceOp op_of_bool(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::max: return ReduceOp::bor;
+    case ReduceOp::product:
+    case ReduceOp::min: return ReduceOp::band;
+    case ReduceOp::band:
+    case ReduceOp::bor:
+    case ReduceOp::bxor:
+    case ReduceOp::mean: break;
+  }
+  return op;
+}
+
+}  // namespace
+
+Elements elements_of(const at::Tensor& tensor) {
+  const auto count = static_cast<std::size_t>(tensor.numel());
+  if (const auto dtype = dtype_of(tensor.scalar_type())) {
+    return {.data = tensor.data_ptr(), .count = count, .dtype = *dtype};
+  }
+  return {.data = tensor.data_ptr(), .count = count * tensor.itemsize(), .dtype = DType::u8};
+}
+
+Reduction reduction_of(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                       const ErrorContext& context) {
+  const auto known = op_of(op.op_);
+  if (!known) {
+    throw UsageError(context,
+                     "PREMUL_SUM is NCCL's alone: multiply the tensor first, then use SUM");
+  }
+  const at::ScalarType type = tensor.scalar_type();
+  Elements elements = elements_of(tensor);
+  if (const auto dtype = dtype_of(type)) {
+    return {.elements = elements, .op = *dtype == DType::boolean ? op_of_bool(*known) : *known};
+  }
+  const bool is_complex = type == at::kComplexFloat || type == at::kComplexDouble;
+  if (!is_complex || (*known != ReduceOp::sum && *known != ReduceOp::mean)) {
+    throw UsageError(context, fmt::format("cannot reduce elements of type {} by {}",
+                                          at::toString(type), name_of(*known)));
+  }
+  elements.dtype = type == at::kComplexFloat ? DType::f32 : DType::f64;
+  elements.count = static_cast<std::size_t>(tensor.numel()) * 2;
+  return {.elements = elements, .op = *known};
+}
+
+const at::Tensor& only(const Tensors& tensors, const ErrorContext& context) {
+  if (tensors.size() != 1) {
+    throw UsageError(context, fmt::format("{} tensors; the backend lockstep takes one per rank",
+                                          tensors.size()));
+  }
+  return tensors.front();
+}
+
+at::Tensor contiguous(const at::Tensor& tensor, const ErrorContext& context) {
+  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided) {
+    throw UsageError(
+        context,
+        fmt::format("a tensor is {} on {}; the backend lockstep takes dense tensors in "
+                    "the CPU's memory. For others give a backend of their own, as in "
+                    "\"cpu:lockstep,cuda:nccl\"",
+                    tensor.layout() == at::kStrided ? "dense" : "sparse", tensor.device().str()));
+  }
+  if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) return tensor;
+  const at::NoGradGuard no_grad;
+  return tensor.clone(at::MemoryFormat::Contiguous).resolve_conj().resolve_neg();
+}
+
+void write_back(const at::Tensor& contiguous, const at::Tensor& tensor) {
+  if (contiguous.is_same(tensor)) return;
+  const at::NoGradGuard no_grad;
+  at::Tensor(tensor).copy_(contiguous);
+}
+
+Block block_of(const Tensors& contiguous, Contents contents) {
+  std::int64_t n_elements = 0;
+  const auto* next = static_cast<const std::byte*>(contiguous.front().data_ptr());
+  bool is_block = true;
+  for (const at::Tensor& tensor : contiguous) {
+    n_elements += tensor.numel();
+    is_block = is_block && (tensor.numel() == 0 || tensor.data_ptr() == next);
+    next += tensor.nbytes();
+  }
+  const at::NoGradGuard no_grad;
+  const at::TensorOptions options = contiguous.front().options();
+  if (is_block) {
+    return {.flat = at::from_blob(
+                contiguous.front().data_ptr(), {n_elements}, [contiguous](void*) {}, options),
+            .is_view = true};
+  }
+  Block block{.flat = at::empty({n_elements}, options), .is_view = false};
+  if (contents == Contents::needed) {
+    auto* to = static_cast<std::byte*>(block.flat.data_ptr());
+    for (const at::Tensor& tensor : contiguous) {
+      if (tensor.numel() > 0) std::memcpy(to, tensor.data_ptr(), tensor.nbytes());
+      to += tensor.nbytes();
+    }
+  }
+  return block;
+}
+
+void unpack(const Block& block, const Tensors& tensors) {
+  if (block.is_view) return;
+  const auto* from = static_cast<const std::byte*>(block.flat.data_ptr());
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() > 0) std::memcpy(tensor.data_ptr(), from, tensor.nbytes());
+    from += tensor.nbytes();
+  }
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto* const a_begin = static_cast<const std::byte*>(a.data_ptr());
+  const auto* const b_begin = static_cast<const std::byte*>(b.data_ptr());
+  return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
+}
+
+}  // namespace lockstep::python

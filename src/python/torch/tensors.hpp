@@ -1,0 +1,48 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <lockstep/error.hpp>
+#include <lockstep/types.hpp>
+#include <vector>
+
+namespace lockstep::python {
+
+using Tensors = std::vector<at::Tensor>;
+
+/// A tensor's elements, for operations that only move them: of types that lockstep lacks, their
+/// bytes. The tensor is contiguous.
+Elements elements_of(const at::Tensor& tensor);
+
+/// Elements and what to do with them. Sums of complex numbers are those of their parts; of bool,
+/// sum and max are "or", product and min are "and", as NCCL has it.
+struct Reduction {
+  Elements elements;
+  ReduceOp op;
+};
+/// Throws UsageError where lockstep cannot reduce so.
+Reduction reduction_of(const at::Tensor& tensor, const c10d::ReduceOp& op,
+                       const ErrorContext& context);
+
+/// The tensor of a list of one. Throws UsageError for others.
+const at::Tensor& only(const Tensors& tensors, const ErrorContext& context);
+
+/// `tensor`, or a contiguous copy that write_back brings into it. Throws UsageError unless it is a
+/// dense tensor of the CPU.
+at::Tensor contiguous(const at::Tensor& tensor, const ErrorContext& context);
+void write_back(const at::Tensor& contiguous, const at::Tensor& tensor);
+
+/// Tensors in one block of memory, one behind the other: where they lie so already, a view of that.
+struct Block {
+  at::Tensor flat;  // one-dimensional
+  bool is_view;
+};
+enum class Contents { needed, not_needed };
+Block block_of(const Tensors& contiguous, Contents contents);
+/// Copies a block that is no view of `tensors` into them.
+void unpack(const Block& block, const Tensors& tensors);
+
+bool overlap(const at::Tensor& a, const at::Tensor& b);
+
+}  // namespace lockstep::python
