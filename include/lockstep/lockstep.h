@@ -143,10 +143,16 @@ LOCKSTEP_API int lockstep_error_number(void);
 /* --- the world ------------------------------------------------------------------------------- */
 
 /* Joins the world that a launcher (lockstep run, torchrun, srun, mpirun) started. Collective.
- *   launcher    "infer" or NULL: from the environment; "none", "lockstep", "pytorch", "slurm",
- * "mpi" backend     "auto" or NULL, "solo", "shared", "mpi", "hierarchical" timeout_ms  of one
- * operation; LOCKSTEP_GROUP_TIMEOUT: 5 minutes. LOCKSTEP_TIMEOUT overrides it. Without a launcher
- * the world is this process alone, and every operation works. Call it once, from one thread. */
+ *
+ *   launcher: "infer" or NULL: from the environment; "none", "lockstep", "pytorch", "slurm", "mpi"
+ *
+ *   backend: "auto" or NULL, "solo", "shared", "mpi", "hierarchical"
+ *
+ *   timeout_ms: limit of one operation; LOCKSTEP_GROUP_TIMEOUT: 5 minutes. LOCKSTEP_TIMEOUT in the
+ *   environment overrides it.
+ *
+ * Without a launcher the world is this process alone, and every operation works. Call it once, from
+ * one thread. */
 LOCKSTEP_API int lockstep_init(const char* launcher, const char* backend, int64_t timeout_ms,
                                const lockstep_site* site);
 /* Leaves the world after pending asynchronous calls; peers that call on get LOCKSTEP_PEER_LOST. If
