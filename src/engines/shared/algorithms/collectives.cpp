@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "engines/shared/algorithms/bytes.hpp"
 #include "engines/shared/algorithms/shared_engine.hpp"
+#include "engines/shared/algorithms/slices.hpp"
 #include "kernels/reduce.hpp"
 
 namespace lockstep::shared {

@@ -2,8 +2,8 @@
 #include <cstring>
 #include <exception>
 
-#include "engines/shared/algorithms/bytes.hpp"
 #include "engines/shared/algorithms/shared_engine.hpp"
+#include "engines/shared/algorithms/slices.hpp"
 #include "kernels/reduce.hpp"
 
 /// Collectives that access every rank's memory itself: of `allocate`d buffers, or any memory of
