@@ -44,6 +44,8 @@ class LockstepConan(ConanFile):
         toolchain = CMakeToolchain(self)
         for name in ("NN", "TESTS", "EXAMPLES", "BENCH"):
             toolchain.cache_variables[f"LOCKSTEP_{name}"] = False
+        toolchain.cache_variables["CMAKE_UNITY_BUILD"] = True
+        toolchain.cache_variables["CMAKE_UNITY_BUILD_BATCH_SIZE"] = 12
         toolchain.generate()
         CMakeDeps(self).generate()
 

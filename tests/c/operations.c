@@ -271,7 +271,7 @@ static int all_reduce_with_others(void) {
 }
 
 static void* add_up(void* group) {
-  static const int kCalls = 2000;
+  static const int kCalls = 300;
   int64_t total = 0;
   for (int i = 0; i < kCalls; ++i) {
     int64_t value = 1;
