@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "cli/command.hpp"
 #include "support/hosts.hpp"
@@ -86,6 +87,20 @@ TEST_P(MpiHostsTest, one_program_over_two_machines) {
             std::string::npos)
       << ended.err;
 }
+
+#ifdef C_OPERATIONS
+TEST_P(MpiHostsTest, two_groups_of_the_c_interface_at_once_over_two_machines) {
+  if (GetParam().module.empty()) GTEST_SKIP() << "built without " << GetParam().name;
+  const Namespaces machines(2);
+  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
+  const Ended ended = mpirun(2, machines, C_OPERATIONS " threads", 4);
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(sorted_lines_of(ended.out),
+            (std::vector<std::string>{"rank 0: both groups", "rank 1: both groups",
+                                      "rank 2: both groups", "rank 3: both groups"}))
+      << ended.err;
+}
+#endif
 
 }  // namespace
 }  // namespace lockstep::test
