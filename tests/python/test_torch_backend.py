@@ -1,9 +1,12 @@
 """torch.distributed over the backend lockstep, in real processes."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import COMMAND
 
 pytest.importorskip("torch")
 
@@ -385,8 +388,6 @@ def test_torchrun(run_torch, tmp_path):
 
 
 def test_spawn(tmp_path):
-    import subprocess
-
     program = Path(tmp_path) / "program.py"
     program.write_text("""
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -404,3 +405,110 @@ if __name__ == "__main__":
         [sys.executable, program, tmp_path / "store"], stderr=subprocess.PIPE, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_fork_is_no_rank(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+        child = os.fork()
+        if child == 0:
+            for is_async in False, True:
+                try:
+                    dist.all_reduce(torch.ones(1), async_op=is_async)
+                    os._exit(1)
+                except ls.UsageError as error:
+                    assert "fork" in str(error)
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        dist.barrier()
+        """,
+    )
+
+
+def test_sparse_tensors(run_torch):
+    run_torch(
+        2,
+        """
+        x = torch.sparse_coo_tensor([[0, rank + 1]], [1.0, 2.0 + rank], (4,))
+        dist.all_reduce(x)
+        assert x.to_dense().tolist() == [2, 2, 3, 0], x
+        empty = torch.sparse_coo_tensor(torch.empty((1, 0), dtype=torch.long), [], (4,))
+        dist.all_reduce(empty)
+        assert empty.coalesce().values().numel() == 0
+        """,
+    )
+
+
+def test_a_message_from_a_rank_that_left(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
+        x = torch.ones(1)
+        if rank:
+            dist.send(x, 0)
+            os._exit(3)
+        dist.recv(x, 1)
+        try:
+            dist.recv(x, 1)
+            raise AssertionError
+        except ls.PeerLost as error:
+            assert "rank 1" in str(error) and "program.py:10" in str(error), error
+        """,
+        code=3,
+    )
+
+
+def test_hosts(run_torch, tmp_path):
+    """Ranks in PID namespaces of their own share no memory, as on another host: Gloo between them."""
+    if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user may not make PID namespaces")
+    run_torch(
+        3,
+        """
+        for _ in range(3):
+            x = torch.full((1000,), rank + 1.0)
+            dist.all_reduce(x)
+            assert (x == 6).all()
+        parts = [torch.empty(2) for _ in range(size)]
+        dist.all_gather(parts, torch.full((2,), float(rank)))
+        assert [p[0].item() for p in parts] == [0, 1, 2]
+        if rank == 0:
+            dist.send(torch.full((1,), 5.0), 2)
+        if rank == 2:
+            x = torch.empty(1)
+            dist.recv(x, 0)
+            assert x.item() == 5
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+        launcher=[COMMAND, "run", "-n", "3", "--", "sh", "-c",
+                  '[ "$RANK" != 2 ] || exec unshare --pid --fork --kill-child "$@"; exec "$@"', "sh"],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+
+
+def test_a_rank_fails_while_another_is_in_backward(run_torch):
+    output = run_torch(
+        2,
+        """
+        from torch.nn.parallel import DistributedDataParallel
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        loss = model(torch.ones(2, 4)).sum()
+        if rank == 1:
+            raise ValueError("bad batch")
+        try:
+            loss.backward()
+            raise AssertionError
+        except RuntimeError as error:
+            assert "rank 1 failed: ValueError: bad batch" in str(error) and "program.py:9" in str(error), error
+        print("heard")
+        """,
+        code=1,
+    )
+    assert "heard" in output, output

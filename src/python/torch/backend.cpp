@@ -6,6 +6,8 @@
 #include <lockstep/engine.hpp>
 #include <optional>
 
+#include "python/torch/message_work.hpp"
+
 namespace lockstep::python {
 
 using c10d::OpType;
@@ -21,7 +23,10 @@ Backend::Backend(Joined joined, c10::intrusive_ptr<Options> options,
 
 Backend::~Backend() {
   const WithoutGil released;
-  if (process_.is_copy()) return;
+  if (process_.is_copy()) {
+    messages_.release();  // it would wait for threads that a fork does not have
+    return;
+  }
   // The thread ends when its calls have.
   if (!queue_.is_idle()) group().abandon("the process group was destroyed with calls under way");
   queue_.close();
@@ -61,24 +66,29 @@ int Backend::checked_root(std::int64_t root, const ErrorContext& context) const 
   return static_cast<int>(root);
 }
 
-c10d::Backend& Backend::messages(const char* operation) const {
+template <class F>
+Backend::WorkResult Backend::message(const char* title, OpType type, const Tensors& tensors,
+                                     int peer, F start) {
+  const ErrorContext context = context_of(operation_of(title), python_line());
   if (!messages_) {
-    throw UsageError(context_of(operation, python_line()),
-                     "a group of one rank has no other to send to or to receive from");
+    throw UsageError(context, "a group of one rank has no other to send to or to receive from");
   }
-  return *messages_;
+  return c10::make_intrusive<MessageWork>(start(*messages_), context, peer, type, title, tensors);
 }
 
 Backend::WorkResult Backend::send(Tensors& tensors, int dst, int tag) {
-  return messages("send").send(tensors, dst, tag);
+  return message("lockstep:send", OpType::SEND, tensors, dst,
+                 [&](c10d::Backend& gloo) { return gloo.send(tensors, dst, tag); });
 }
 
 Backend::WorkResult Backend::recv(Tensors& tensors, int src, int tag) {
-  return messages("recv").recv(tensors, src, tag);
+  return message("lockstep:recv", OpType::RECV, tensors, src,
+                 [&](c10d::Backend& gloo) { return gloo.recv(tensors, src, tag); });
 }
 
 Backend::WorkResult Backend::recvAnysource(Tensors& tensors, int tag) {
-  return messages("recv").recvAnysource(tensors, tag);
+  return message("lockstep:recvAnySource", OpType::RECVANYSOURCE, tensors, /*peer=*/-1,
+                 [&](c10d::Backend& gloo) { return gloo.recvAnysource(tensors, tag); });
 }
 
 Backend::WorkResult Backend::barrier(const c10d::BarrierOptions& options) {
@@ -110,6 +120,7 @@ Backend::WorkResult Backend::broadcast(Tensors& tensors, const c10d::BroadcastOp
 }
 
 Backend::WorkResult Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (tensors.size() == 1 && tensors.front().is_sparse()) return allreduce_sparse(tensors, options);
   return call("lockstep:all_reduce", OpType::ALLREDUCE, options.asyncOp, options.timeout, tensors,
               tensors, [&](const ErrorContext& context) {
                 const at::Tensor tensor = only(tensors, context);

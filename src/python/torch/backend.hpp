@@ -50,6 +50,7 @@ class Backend final : public c10d::Backend {
 
   WorkResult broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkResult allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkResult allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkResult allreduce_coalesced(Tensors& tensors,
                                  const c10d::AllreduceCoalescedOptions& options) override;
   WorkResult reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
@@ -91,12 +92,17 @@ class Backend final : public c10d::Backend {
     Timeout timeout;
     std::source_location where;
   };
-  c10d::Backend& messages(const char* operation) const;
   std::size_t n_ranks() const { return static_cast<std::size_t>(size_); }
   ErrorContext context_of(const char* operation, std::source_location where) const;
   Timeout timeout_of(std::chrono::milliseconds timeout) const;
   int checked_root(std::int64_t root, const ErrorContext& context) const;
 
+  static const char* operation_of(const char* title) { return title + sizeof "lockstep:" - 1; }
+  template <class Run>
+  void run_on_group(Run& run, const Site& site) const;
+  template <class F>
+  WorkResult message(const char* title, c10d::OpType type, const Tensors& tensors, int peer,
+                     F start);
   /// prepare(context): checks the arguments, and returns what runs the call: run(group, site).
   template <class Prepare>
   WorkResult call(const char* title, c10d::OpType type, bool is_async,
@@ -125,17 +131,32 @@ class Backend final : public c10d::Backend {
   CallQueue queue_;  // last: its thread uses the other members
 };
 
+template <class Run>
+void Backend::run_on_group(Run& run, const Site& site) const try {
+  run(group(), site);
+} catch (const TimeoutError& error) {
+  // Programs look for the word.
+  throw TimeoutError(
+      error.context(),
+      error.text() + "\n  the timeout of a call is that of init_process_group or new_group");
+}
+
 template <class Prepare>
 Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_async,
                                   std::chrono::milliseconds timeout, const Tensors& inputs,
                                   Tensors results, Prepare prepare) {
   n_calls_.fetch_add(1, std::memory_order_relaxed);
-  const char* const operation = title + sizeof "lockstep:" - 1;
+  const char* const operation = operation_of(title);
   auto work = c10::make_intrusive<BackendWork>(group(), type, title, inputs, std::move(results));
-  if (!is_async) {
+  if (!is_async || process_.is_copy()) {
     const CallOfPython here(group());
     auto run = prepare(context_of(operation, here.where()));
-    queue_.run([&] { run(group(), Site{timeout_of(timeout), here.where()}); });
+    const Site site{.timeout = timeout_of(timeout), .where = here.where()};
+    if (process_.is_copy()) {
+      run_on_group(run, site);  // throws; the queue may be that of a thread which is not here
+    } else {
+      queue_.run([&] { run_on_group(run, site); });
+    }
     work->complete(nullptr);
     return work;
   }
@@ -144,7 +165,7 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   queue_.post([this, work, site, run = std::move(run)]() mutable {
     std::exception_ptr error;
     try {
-      run(group(), site);
+      run_on_group(run, site);
     } catch (...) {
       error = std::current_exception();
     }

@@ -6,20 +6,23 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <fstream>
 #include <lockstep/env.hpp>
 #include <lockstep/error.hpp>
 
 #include "base/exception.hpp"
+#include "engines/hierarchical/hierarchical.hpp"
 #include "engines/hierarchical/hosts.hpp"
+#include "engines/message/message_engine.hpp"
 #include "engines/shared/bootstrap/job.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/solo/solo.hpp"
 #include "group/group_state.hpp"
+#include "nn/c10d/c10d_transport.hpp"
+#include "nn/c10d/c10d_wire.hpp"
 #include "record/recorder.hpp"
 #include "world/arithmetic.hpp"
+#include "world/session.hpp"
 
 namespace lockstep::python {
 namespace {
@@ -67,7 +70,30 @@ std::vector<std::string> exchange(c10d::Store& store, const Membership& membersh
 
 }  // namespace
 
-Backend::Joined join(c10d::Store& store, const Membership& membership, std::source_location where) {
+Meeting meet(c10d::Store& store, const Membership& membership, std::source_location where) {
+  const ErrorContext context{.operation = "init_process_group",
+                             .group = membership.name,
+                             .rank = membership.rank,
+                             .where = where};
+  Meeting meeting{.membership = membership, .job = {}, .hosts = {0}};
+  if (membership.size == 1) return meeting;
+  constexpr std::size_t kDigits = 16;
+  const std::string own = fmt::format("{:016x}{}", hierarchical::draw_nonce(), host_id());
+  const std::vector<std::string> all = exchange(store, membership, own, context);
+  meeting.job = "torch-" + all.front().substr(0, kDigits);
+  meeting.hosts.clear();
+  for (const std::string& each : all) {
+    const auto lowest = std::find_if(all.begin(), all.end(), [&](const std::string& other) {
+      return other.substr(kDigits) == each.substr(kDigits);
+    });
+    meeting.hosts.push_back(static_cast<int>(lowest - all.begin()));
+  }
+  return meeting;
+}
+
+Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGroup> between,
+                     std::source_location where) {
+  const Membership& membership = meeting.membership;
   const Env env = Env::read();
   const auto timeout = env.timeout.value_or(membership.timeout);
   const Call barrier{.op = Op::barrier,
@@ -76,42 +102,34 @@ Backend::Joined join(c10d::Store& store, const Membership& membership, std::sour
                      .sequence = 1,
                      .timeout = timeout,
                      .where = where};
-  const ErrorContext context{.operation = "init_process_group",
-                             .group = membership.name,
-                             .rank = membership.rank,
-                             .where = where};
   if (env.segment) shared::note_joined(*env.segment);
   std::unique_ptr<Engine> engine;
   std::shared_ptr<internal::Recorder> recorder;
   if (membership.size == 1) {
     engine = solo::make();
-  } else {
-    const auto ids =
-        exchange(store, membership,
-                 fmt::format("{:016x} {}", hierarchical::draw_nonce(), host_id()), context);
-    const auto host_of = [](const std::string& id) { return id.substr(17); };
-    std::vector<int> elsewhere;
-    for (int rank = 0; rank < membership.size; ++rank) {
-      if (host_of(ids[static_cast<std::size_t>(rank)]) != host_of(ids.front())) {
-        elsewhere.push_back(rank);
-      }
-    }
-    if (!elsewhere.empty()) {
-      throw EngineError(
-          context, fmt::format("rank{} {} and rank 0 are on different hosts (or in containers that "
-                               "do not see each other), over which the backend lockstep does not "
-                               "reach yet: use \"gloo\"",
-                               elsewhere.size() == 1 ? "" : "s", fmt::join(elsewhere, ", ")));
-    }
-    engine = shared::bootstrap_world("torch-" + ids.front().substr(0, 16), membership.rank,
-                                     membership.size, barrier, env.tune);
+  } else if (meeting.is_on_one_host()) {
+    engine =
+        shared::bootstrap_world(meeting.job, membership.rank, membership.size, barrier, env.tune);
     recorder = shared::recorder_of(*engine);
+  } else {
+    auto wire = nn::detail::Wire::make(std::move(between), c10::intrusive_ptr<c10d::Store>());
+    engine = hierarchical::make(
+        message::make("gloo", std::make_unique<nn::detail::Transport>(std::move(wire))),
+        meeting.hosts, barrier, env.tune);
+    recorder = internal::Recorder::in_process(membership.rank, membership.size);
+  }
+  if (membership.size > 1) {
     try {
       internal::check_arithmetic(*engine, barrier);
-    } catch (...) {
+    } catch (...) {  // possibly on this rank only
       engine->leave(base::text_of(std::current_exception()));
       throw;
     }
+  }
+  // One record per rank: that of lockstep's own world, if the program has joined one.
+  if (recorder && membership.name == kWorld && internal::session() == nullptr) {
+    if (env.record_dir) recorder->write_to(*env.record_dir);
+    if (env.trace_dir) recorder->trace_to(*env.trace_dir, env.restart);
   }
   Engine* const joined = engine.get();
   return {.group = Group(std::make_shared<internal::GroupState>(

@@ -18,21 +18,28 @@ std::vector<c10::weak_intrusive_ptr<Backend>>& backends() {
   return all;
 }
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                               int rank, int size, std::string name,
-                                               std::chrono::milliseconds timeout,
-                                               std::vector<std::uint64_t> global_ranks,
-                                               c10::intrusive_ptr<c10d::Backend> messages) {
+Meeting meet_in(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string name,
+                std::chrono::milliseconds timeout) {
   const std::source_location where = core().where();
-  auto options = c10::make_intrusive<c10d::Backend::Options>("lockstep", timeout);
-  options->global_ranks_in_group = std::move(global_ranks);
   const Membership membership{
       .rank = rank, .size = size, .name = std::move(name), .timeout = timeout};
+  const WithoutGil released;
+  return meet(*store, membership, where);
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const Meeting& meeting,
+                                               std::vector<std::uint64_t> global_ranks,
+                                               c10::intrusive_ptr<c10d::Backend> messages,
+                                               c10::intrusive_ptr<c10d::ProcessGroup> between) {
+  const std::source_location where = core().where();
+  auto options =
+      c10::make_intrusive<c10d::Backend::Options>("lockstep", meeting.membership.timeout);
+  options->global_ranks_in_group = std::move(global_ranks);
   auto joined = [&] {
     const WithoutGil released;
-    return join(*store, membership, where);
+    return join(meeting, std::move(between), where);
   }();
-  if (size > 1) core().watch_interrupts();
+  if (meeting.membership.size > 1) core().watch_interrupts();
   options->timeout = joined.group.timeout();
   auto backend =
       c10::make_intrusive<Backend>(std::move(joined), std::move(options), std::move(messages));
@@ -62,8 +69,12 @@ void define_backend(py::module_& module) {
   py::register_exception_translator([](std::exception_ptr thrown) {
     if (!core().raise(thrown)) std::rethrow_exception(thrown);
   });
-  module.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("size"),
-             py::arg("name"), py::arg("timeout"), py::arg("global_ranks"), py::arg("messages"));
+  py::class_<Meeting>(module, "Meeting")
+      .def_property_readonly("is_on_one_host", &Meeting::is_on_one_host);
+  module.def("meet", &meet_in, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("name"),
+             py::arg("timeout"));
+  module.def("make_backend", &make_backend, py::arg("meeting"), py::arg("global_ranks"),
+             py::arg("messages"), py::arg("between"));
   module.def("leave_all", &leave_all, py::arg("failure"));
 }
 

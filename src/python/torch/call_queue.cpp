@@ -7,6 +7,10 @@
 namespace lockstep::python {
 
 void CallQueue::close() noexcept {
+  if (process_.is_copy()) {  // a fork has neither the thread nor, perhaps, the mutex
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
   {
     const std::lock_guard lock(mutex_);
     is_closing_ = true;

@@ -7,6 +7,8 @@
 #include <mutex>
 #include <thread>
 
+#include "base/process_tag.hpp"
+
 namespace lockstep::python {
 
 /// The calls on one group, one at a time: posted ones in their order, on a thread that the first of
@@ -39,6 +41,7 @@ class CallQueue {
  private:
   void loop();
 
+  base::ProcessTag process_;
   std::mutex running_;  // held by the thread that is in a call
   std::mutex mutex_;    // guards the members below
   std::condition_variable changed_;
