@@ -16,6 +16,7 @@ from .collectives import all_gather, all_reduce_dict, gather
 from .control import main_process_first, master_only
 from .errors import EngineError, Error, MismatchError, PeerFailed, PeerLost, TimeoutError, UsageError
 from .objects import all_gather_object, broadcast_object_list, collect_results, gather_object
+from .tensors import all_reduce_params, cast_data_device, get_comm_device, get_data_device
 from .world import (
     DistInfo,
     destroy_dist,
@@ -44,9 +45,11 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_reduce_dict",
+    "all_reduce_params",
     "barrier",
     "broadcast",
     "broadcast_object_list",
+    "cast_data_device",
     "collect_results",
     "default_group",
     "destroy_dist",
@@ -54,6 +57,8 @@ __all__ = [
     "gather",
     "gather_object",
     "get_backend",
+    "get_comm_device",
+    "get_data_device",
     "get_dist_info",
     "get_local_rank",
     "get_local_size",

@@ -1,0 +1,124 @@
+"""Many tensors at once, and where they are: as mmengine.dist. PyTorch is imported at the first use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Optional
+
+from . import _core
+from ._core import Group
+from .errors import UsageError
+from .world import Timeout
+
+if TYPE_CHECKING:
+    import torch
+
+
+def all_reduce_params(
+    params: Iterable[torch.Tensor],
+    coalesce: bool = True,
+    bucket_size_mb: float = -1,
+    op: str = "sum",
+    group: Optional[Group] = None,
+    timeout: Timeout = None,
+) -> None:
+    """Reduces parameters (or gradients, or any tensors) in place over all ranks.
+
+    In one message per element type or, with a bucket_size_mb above 0, in messages of about that many MiB;
+    coalesce=False: one message per tensor. The tensors may have any layout and may require gradients, which
+    are not recorded. The same tensors in the same order on all ranks. It sums, as mmengine: op="mean" averages.
+    """
+    import torch
+
+    data = [param.detach() for param in params]
+    for index, tensor in enumerate(data):
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise UsageError(
+                f"all_reduce_params: tensor {index} is {tensor.layout} on {tensor.device}; expected dense tensors "
+                "on the CPU: pass x.cpu(), and copy the result back"
+            )
+    limit = bucket_size_mb * 1024 * 1024 if coalesce else 0
+    for bucket in _buckets(data, limit):
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            _core.all_reduce(bucket[0], op, group, timeout)
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        _core.all_reduce(flat, op, group, timeout)
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: list[torch.Tensor], limit: float) -> Iterable[list[torch.Tensor]]:
+    """Of one type each, closed at `limit` bytes if that is not negative."""
+    is_open: dict[torch.dtype, list[torch.Tensor]] = {}
+    n_bytes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        is_open.setdefault(tensor.dtype, []).append(tensor)
+        n_bytes[tensor.dtype] = n_bytes.get(tensor.dtype, 0) + tensor.nbytes
+        if 0 <= limit <= n_bytes[tensor.dtype]:
+            n_bytes[tensor.dtype] = 0
+            yield is_open.pop(tensor.dtype)
+    yield from is_open.values()
+
+
+def get_data_device(data: Any) -> torch.device:
+    """The device of the tensors in data: a tensor, or lists, tuples and dicts of them.
+
+    UsageError if there is none, or they are on several devices.
+    """
+    devices = {tensor.device for tensor in _tensors_of(data, "get_data_device")}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise UsageError(
+            f"get_data_device: tensors are on {found}: move them to one device with cast_data_device"
+            if devices
+            else "get_data_device: there is no tensor in the data"
+        )
+    return devices.pop()
+
+
+def get_comm_device(group: Optional[Group] = None) -> torch.device:
+    """The device of tensors for the group's operations: the CPU."""
+    import torch
+
+    return torch.device("cpu")
+
+
+def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> Any:
+    """data (a tensor, or lists, tuples and dicts of them) with its tensors on device.
+
+    No copy of those already there. With out, of the same structure: copied into its tensors, and out returned.
+    """
+    import torch
+
+    if out is not None and (type(out) is not type(data) or (not isinstance(data, torch.Tensor) and len(out) != len(data))):
+        raise UsageError(f"cast_data_device: out ({_described(out)}) has not the structure of data ({_described(data)})")
+    if isinstance(data, torch.Tensor):
+        return data.to(device) if out is None else out.copy_(data)
+    if isinstance(data, dict):
+        if out is not None and out.keys() != data.keys():
+            raise UsageError(f"cast_data_device: out has the keys {sorted(out)}, data {sorted(data)}")
+        items = {key: cast_data_device(value, device, None if out is None else out[key]) for key, value in data.items()}
+        return type(data)(items) if out is None else out
+    if isinstance(data, (list, tuple)):
+        values = [cast_data_device(value, device, None if out is None else out[i]) for i, value in enumerate(data)]
+        if out is not None:
+            return out
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+    raise UsageError(f"cast_data_device: data is {_described(data)}; it takes tensors, and lists, tuples and dicts of them")
+
+
+def _described(data: Any) -> str:
+    return f"{type(data).__name__} of {len(data)}" if isinstance(data, (list, tuple, dict)) else type(data).__name__
+
+
+def _tensors_of(data: Any, function: str) -> Iterable[torch.Tensor]:
+    import torch
+
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, (list, tuple, dict)):
+        for item in data.values() if isinstance(data, dict) else data:
+            yield from _tensors_of(item, function)
+    else:
+        raise UsageError(f"{function}: data holds {_described(data)}; it takes tensors, and lists, tuples and dicts of them")

@@ -1,0 +1,89 @@
+"""Tensors of PyTorch in the collectives, and what mmengine.dist has for them."""
+
+from collections import namedtuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import lockstep as ls  # noqa: E402
+
+PRELUDE = "import torch; import lockstep as ls; ls.init_dist(timeout=60); rank, size = ls.get_dist_info()\n"
+
+
+def test_tensors_over_ranks(run_ranks):
+    run_ranks(
+        2,
+        """
+for dtype in [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+              torch.float32, torch.float64]:
+    x = torch.full((2, 3), rank + 1, dtype=dtype)
+    ls.all_reduce(x)
+    assert x.eq(3).all() and x.dtype is dtype, x
+    ls.broadcast(x.fill_(rank), 1)
+    assert x.eq(1).all()
+    parts = ls.all_gather(torch.full((rank + 1, 2), rank, dtype=dtype))
+    assert [p.shape for p in parts] == [(1, 2), (2, 2)] and all(p.dtype is dtype and p.eq(r).all() for r, p in enumerate(parts))
+flags = torch.tensor([rank == 1, False])
+ls.all_reduce(flags, "bor")
+assert flags.tolist() == [True, False]
+part = torch.zeros(4)
+ls.all_reduce(part[1:3].fill_(1))  # contiguous, and a view
+assert part.tolist() == [0, 2, 2, 0]
+data = {"loss": torch.tensor(rank + 1.0), "n": rank}
+ls.all_reduce_dict(data, "mean")
+assert data["loss"].item() == 1.5
+
+for coalesce, bucket_size_mb in [(True, -1), (True, 1e-5), (False, -1)]:
+    params = [torch.nn.Parameter(torch.full((3, 2), rank + 1.0)), torch.full((4, 5), rank + 1).t(),
+              torch.full((2,), rank + 1.0, dtype=torch.bfloat16), torch.zeros(0), torch.tensor(rank + 1.0)]
+    ls.all_reduce_params((p for p in params), coalesce, bucket_size_mb)
+    assert all(p.eq(3).all() for p in params), params
+    ls.all_reduce_params(params, coalesce, bucket_size_mb, op="mean")
+    assert all(p.eq(3).all() for p in params) and params[0].grad is None and params[0].is_leaf, params
+""",
+        prelude=PRELUDE,
+    )
+
+
+@pytest.mark.parametrize(
+    "tensor, text",
+    [
+        (torch.zeros(3, 4).t(), "is not C-contiguous"),
+        (torch.zeros(6)[::2], "is not C-contiguous"),
+        (torch.zeros(3, requires_grad=True), "x.detach"),
+        (torch.nn.Parameter(torch.zeros(3)), "x.detach"),
+        (torch.zeros(3, device="meta"), "CPU"),
+        (torch.zeros(3, dtype=torch.complex64), "complex64"),
+        (torch.zeros(3).to_sparse(), "CPU|sparse"),
+    ],
+)
+def test_what_is_refused(tensor, text):
+    with pytest.raises(ls.UsageError, match=text):
+        ls.all_reduce(tensor)
+
+
+def test_all_reduce_params_takes_the_cpu_only():
+    with pytest.raises(ls.UsageError, match="tensor 1 is torch.strided on meta"):
+        ls.all_reduce_params([torch.zeros(1), torch.zeros(1, device="meta")])
+    ls.all_reduce_params([])
+
+
+def test_devices_of_data():
+    Pair = namedtuple("Pair", "a b")
+    cpu = torch.device("cpu")
+    data = {"x": [torch.zeros(2), (torch.ones(1),)], "y": Pair(torch.zeros(3), torch.zeros(4))}
+    assert ls.get_data_device(data) == cpu == ls.get_comm_device()
+    moved = ls.cast_data_device(data, "meta")
+    assert ls.get_data_device(moved) == torch.device("meta") and type(moved["y"]) is Pair
+    assert ls.cast_data_device(data, cpu)["x"][0] is data["x"][0]
+    out = {"x": [torch.ones(2), (torch.zeros(1),)], "y": Pair(torch.ones(3), torch.ones(4))}
+    assert ls.cast_data_device(data, cpu, out) is out
+    assert out["x"][0].eq(0).all() and out["x"][1][0].eq(1).all() and out["y"].b.eq(0).all()
+    for bad, text in [([], "no tensor"), ([torch.zeros(1), torch.zeros(1, device="meta")], "are on cpu, meta"),
+                      ("text", "data holds str"), ([1], "data holds int")]:  # fmt: skip
+        with pytest.raises(ls.UsageError, match=text):
+            ls.get_data_device(bad)
+    for bad in [], {"x": out["x"]}, {"x": out["x"], "z": out["y"]}:
+        with pytest.raises(ls.UsageError, match="out"):
+            ls.cast_data_device(data, cpu, bad)
