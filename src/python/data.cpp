@@ -148,18 +148,22 @@ void Data::take_buffer(nb::handle object, Access access, const Call& call, const
 }
 
 void Data::take_tensor(nb::handle object, Access access, const Call& call, const char* parameter) {
+  // Torch's newer exchange gives it away without asking.
+  if (nb::hasattr(object, "requires_grad") && nb::cast<bool>(object.attr("requires_grad"))) {
+    call.reject(fmt::format("{} requires a gradient, which would be lost: pass x.detach()",
+                            described(parameter, object)));
+  }
   const auto take = [&](auto& tensor) {
     if (!nb::try_cast(object, tensor) || tensor.device_type() != nb::device::cpu::value) {
-      call.reject(
-          fmt::format("{} is no tensor in memory of the CPU that may be {}: pass x.cpu(), "
-                      "or x.detach() if it requires a gradient",
-                      described(parameter, object), access == Access::write ? "written" : "read"));
+      call.reject(fmt::format("{} is no tensor in memory of the CPU that may be {}: pass x.cpu()",
+                              described(parameter, object),
+                              access == Access::write ? "written" : "read"));
     }
     const auto dtype = dtype_of(tensor.dtype());
     if (!dtype) {
       refuse_dtype(
           call, described(parameter, object),
-          nb::hasattr(object, "dtype") ? nb::str(object.attr("dtype")).c_str() : "unknown");
+          nb::hasattr(object, "dtype") ? text_of(nb::repr(object.attr("dtype"))) : "unknown");
     }
     std::int64_t expected = 1;
     for (std::size_t i = tensor.ndim(); i-- > 0;) {
