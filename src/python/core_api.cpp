@@ -19,6 +19,9 @@ void define_api(nb::module_& module) {
       .begin_call = begin_call,
       .end_call = end_call,
       .watch_interrupts = watch_interrupts,
+      .group_of = [](PyObject* object) -> const Group* {
+        return nb::isinstance<Group>(object) ? nb::inst_ptr<Group>(object) : nullptr;
+      },
   };
   module.attr("_api") = nb::capsule(&kApi, kCoreApi);
 }

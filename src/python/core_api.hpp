@@ -1,5 +1,7 @@
 #pragma once
 
+#include <Python.h>
+
 #include <exception>
 #include <lockstep/group.hpp>
 #include <source_location>
@@ -21,6 +23,8 @@ struct CoreApi {
   void (*end_call)(const Group* before);
   /// From now on, Ctrl-C ends calls of the main thread. Needs the GIL.
   void (*watch_interrupts)();
+  /// The Group of a lockstep.Group, as long as that lives; null: it is none. Needs the GIL.
+  const Group* (*group_of)(PyObject* object);
 };
 
 inline constexpr const char* kCoreApi = "lockstep._core._api";

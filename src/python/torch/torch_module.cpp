@@ -3,4 +3,5 @@
 PYBIND11_MODULE(_torch, module) {
   module.doc() = "The C++ half of what lockstep adds to torch.";
   lockstep::python::define_backend(module);
+  lockstep::python::define_batch_norm(module);
 }

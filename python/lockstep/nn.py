@@ -1,0 +1,220 @@
+"""Batch normalisation over the batches of all ranks, on CPUs too. Needs PyTorch.
+
+    model = lockstep.nn.convert_sync_batchnorm(model)   # outputs, gradients and running statistics are now
+    loss(model(part_of_the_batch)).backward()           # those of BatchNorm on the whole batch
+
+The ranks are those of torch.distributed, over any backend (gloo, lockstep, mpi), or, if it is not
+initialised, those of lockstep.init_dist().
+"""
+
+import contextlib
+from types import TracebackType
+from typing import Any, Optional
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from . import _extension
+from .errors import UsageError
+
+__all__ = ["BatchNorm", "SyncBatchNorm", "SyncBatchNormScope", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+
+_torch = _extension.load()
+
+
+class BatchNorm(_BatchNorm):
+    """torch.nn.BatchNorm1d, 2d and 3d in one: input (N, C, ...)."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+class SyncBatchNorm(torch.nn.SyncBatchNorm):
+    """torch.nn.SyncBatchNorm that also trains on CPUs.
+
+    The same arguments, state_dict and results. Input: (N, C, ...) of float64, float32, bfloat16 or float16, in
+    any layout; channels-last is kept. Ranks may have batches of different sizes, also empty ones; a rank
+    without samples must still call backward (`output.sum().backward()` is enough).
+    Collective in training mode, also under no_grad: one all_gather in forward, one all_reduce in backward (none
+    if the input needs no gradient). No communication in eval mode.
+    process_group: of torch.distributed, or a lockstep.Group; by default the world of torch.distributed or, if
+    that is not initialised, of lockstep.
+    Errors are those of lockstep.errors; they name the layer and the line that called the model. In backward
+    they may be plain RuntimeErrors with the same text. Gradients of gradients are refused.
+    """
+
+    reverts_to = BatchNorm  #: what revert_sync_batchnorm makes of it
+    _title = ""  # in errors
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return self._train(input)
+        self._check_input_dim(input)
+        return torch.nn.functional.batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.running_mean is None and self.running_var is None,
+            0.0,
+            self.eps,
+        )
+
+    @torch.jit.ignore
+    @torch.compiler.disable
+    def _train(self, input: torch.Tensor) -> torch.Tensor:
+        group = _group_or_default(self.process_group)
+        if input.is_cuda and _reaches_cuda(group):
+            return super().forward(input)
+        tracks = self.track_running_stats
+        return _torch.sync_batch_norm(
+            input,
+            self.num_features,
+            self.weight,
+            self.bias,
+            self.running_mean if tracks else None,
+            self.running_var if tracks else None,
+            self.num_batches_tracked if tracks else None,
+            self.momentum,
+            self.eps,
+            group,
+            self._title or f"SyncBatchNorm({self.num_features})",
+        )
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+        """As the function of this name."""
+        return convert_sync_batchnorm(module, process_group)
+
+
+def _group_or_default(group: Any) -> Any:
+    """The world of torch.distributed, if it is initialised and no group is given; None: that of lockstep."""
+    if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.group.WORLD
+    return group
+
+
+def _reaches_cuda(group: Any) -> bool:
+    """Whether torch's own SyncBatchNorm can exchange CUDA tensors. Ours goes through the CPU."""
+    try:
+        group._get_backend(torch.device("cuda"))
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+_CONVERTIBLE = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+
+
+def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+    """Replaces every BatchNorm in module, torch.nn.SyncBatchNorm included, by a SyncBatchNorm over process_group.
+
+    Returns module, or its replacement if it is itself a BatchNorm. Parameters and buffers remain the same tensors
+    (existing optimizers keep working); training flag, requires_grad, hooks and other attributes are kept; a
+    module in several places of the tree remains shared. What cannot be replaced is a UsageError that names it,
+    and then nothing is: lazy layers before their first forward, TorchScript modules, parametrised layers, and
+    subclasses with a forward of their own. SyncBatchNormScope needs no conversion. Not collective.
+    """
+    targets = {name: layer for name, layer in module.named_modules() if _is_batch_norm(layer)}
+    problems = [f"'{name}' ({type(layer).__name__}): {why}" for name, layer in targets.items() if (why := _obstacle(layer))]
+    if problems:
+        raise UsageError(
+            "convert_sync_batchnorm: these layers cannot be replaced: "
+            + "; ".join(problems)
+            + ". Change them, or use a SyncBatchNormScope, which leaves the model as it is"
+        )
+    replacements = {}
+    for name, layer in targets.items():
+        new = _remade(layer, SyncBatchNorm)
+        new.process_group = process_group
+        new._title = f"SyncBatchNorm '{name}'" if name else ""
+        new.reverts_to = _plain_type(layer)
+        replacements[layer] = new
+    return _replace(module, replacements)
+
+
+def revert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
+    """The inverse, with the same rules: each SyncBatchNorm becomes what convert_sync_batchnorm replaced.
+
+    One that was created as such, whose number of dimensions is unknown, becomes a lockstep.nn.BatchNorm.
+    """
+    replacements = {}
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm):
+            new = _remade(layer, _plain_type(layer))
+            for name in "process_group", "reverts_to", "_title":
+                new.__dict__.pop(name, None)
+            replacements[layer] = new
+    return _replace(module, replacements)
+
+
+def _is_batch_norm(module: torch.nn.Module) -> bool:
+    name = getattr(module, "original_name", "") if isinstance(module, torch.jit.ScriptModule) else ""
+    return isinstance(module, _BatchNorm) or "BatchNorm" in name
+
+
+def _obstacle(layer: torch.nn.Module) -> Optional[str]:
+    if isinstance(layer, torch.jit.ScriptModule):
+        return "it is compiled by TorchScript"
+    if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
+        return "it is lazy; run the model once before"
+    if torch.nn.utils.parametrize.is_parametrized(layer):
+        return "it is parametrised"
+    if type(layer).forward not in _CONVERTIBLE:
+        return "it has a forward of its own"
+    return None
+
+
+def _plain_type(layer: torch.nn.Module) -> type[_BatchNorm]:
+    if isinstance(layer, SyncBatchNorm):
+        return layer.reverts_to
+    return BatchNorm if isinstance(layer, torch.nn.SyncBatchNorm) else type(layer)
+
+
+def _remade(layer: torch.nn.Module, new_type: type[_BatchNorm]) -> Any:
+    """A module of new_type with the parameters, buffers, hooks and attributes of layer."""
+    new = new_type.__new__(new_type)
+    new.__dict__ = {
+        name: value.copy() if name.startswith("_") and hasattr(value, "copy") else value
+        for name, value in layer.__dict__.items()
+    }
+    return new
+
+
+def _replace(module: torch.nn.Module, replacements: dict[torch.nn.Module, torch.nn.Module]) -> torch.nn.Module:
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child in replacements:
+                parent._modules[name] = replacements[child]
+    return replacements.get(module, module)
+
+
+class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]):
+    """Within a `with` block, every training-mode batch_norm of this thread is synchronised; the model is not changed.
+
+    From any caller: BatchNorm layers, torch.nn.functional.batch_norm, TorchScript modules. It computes and
+    communicates as SyncBatchNorm, and is collective in the same way: all ranks make the same calls in a scope.
+    backward may run after the block. If scopes are nested, the innermost applies. What torch.compile has
+    compiled runs uncompiled meanwhile.
+    Not synchronised: eval mode, other threads, instance_norm; SyncBatchNorm layers keep their own group.
+    PyTorch refuses a batch of one value per channel on this rank before the scope sees it.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.process_group = process_group
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> "SyncBatchNormScope":
+        with contextlib.ExitStack() as stack:
+            # Compiled code has no batch_norm that the dispatcher sees.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.callback(_torch.SyncBatchNormScope(_group_or_default(self.process_group)).exit)
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], value: Optional[BaseException], traceback: Optional[TracebackType]
+    ) -> None:
+        self._entered.pop().close()

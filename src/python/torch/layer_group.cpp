@@ -1,0 +1,160 @@
+#include "python/torch/layer_group.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <lockstep/error.hpp>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "python/torch/caller.hpp"
+
+namespace lockstep::python {
+namespace {
+
+using c10d::ProcessGroup;
+using WeakProcessGroup = c10::weak_intrusive_ptr<ProcessGroup>;
+
+class LayerEngine : public Engine {
+ public:
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+  std::string_view name() const noexcept override { return name_; }
+  std::unique_ptr<Engine> split(const Call& call, int /*color*/, int /*key*/) override {
+    reject(call);
+  }
+  std::unique_ptr<SharedMemory> allocate(const Call& call) override { reject(call); }
+  void leave(std::string_view /*failure*/) noexcept override {}
+
+ protected:
+  LayerEngine(std::string name, int rank, int size)
+      : name_(std::move(name)), rank_(rank), size_(size) {}
+  [[noreturn]] void reject(const Call& call) const {
+    throw UsageError(context_of(call, rank_),
+                     fmt::format("a group for batch normalisation has no {}", name_of(call.op)));
+  }
+
+  const std::string name_;
+  const int rank_, size_;
+};
+
+class OverGroup final : public LayerEngine {
+ public:
+  explicit OverGroup(const Group& group)
+      : LayerEngine(std::string(group.backend()), group.rank(), group.size()), group_(group) {}
+
+  bool has_low_latency() const noexcept override { return group_.has_low_latency(); }
+  void abandon(std::string_view reason) noexcept override { group_.abandon(reason); }
+  void run(const Call& call) override {
+    const CallOfPython interruptible(group_);
+    const Elements out{.data = call.out, .count = call.count, .dtype = call.dtype};
+    if (call.op == Op::all_reduce) return group_.all_reduce(out, call.reduce, {}, call.where);
+    if (call.op != Op::all_gather || !call.counts.empty()) reject(call);
+    group_.all_gather({.data = call.in, .count = call.count, .dtype = call.dtype},
+                      {.data = call.out,
+                       .count = call.count * static_cast<std::size_t>(size_),
+                       .dtype = call.dtype},
+                      Timeout(), call.where);
+  }
+
+ private:
+  const Group group_;
+};
+
+class OverProcessGroup final : public LayerEngine {
+ public:
+  explicit OverProcessGroup(const c10::intrusive_ptr<ProcessGroup>& process_group)
+      : LayerEngine(process_group->getBackendName(), process_group->getRank(),
+                    process_group->getSize()),
+        process_group_(process_group) {}
+
+  void abandon(std::string_view /*reason*/) noexcept override {}  // c10d cannot tell the peers
+  void run(const Call& call) override {
+    const auto process_group = process_group_.lock();
+    if (!process_group) {
+      throw EngineError(context_of(call, rank_), "the process group has been destroyed");
+    }
+    try {
+      const auto work = start(*process_group, call);
+      if (work) work->wait();
+    } catch (const Error&) {
+      throw;  // of lockstep's own backend
+    } catch (const std::exception& error) {
+      fail(call, error);
+    }
+  }
+
+ private:
+  /// Says, to a c10d that wants to know, that the caller waits at once.
+  template <class Options>
+  static Options inline_options() {
+    Options options;
+    if constexpr (requires { options.asyncOp = false; }) options.asyncOp = false;
+    return options;
+  }
+
+  c10::intrusive_ptr<c10d::Work> start(ProcessGroup& process_group, const Call& call) const {
+    const auto count = static_cast<std::int64_t>(call.count);
+    const bool is_sum = call.op == Op::all_reduce && call.reduce == ReduceOp::sum;
+    const bool is_gather = call.op == Op::all_gather && call.counts.empty();
+    if (call.dtype != DType::f64 || !(is_sum || is_gather)) reject(call);
+    if (is_sum) {
+      std::vector<at::Tensor> data{at::from_blob(call.out, {count}, at::kDouble)};
+      return process_group.allreduce(data, inline_options<c10d::AllreduceOptions>());
+    }
+    std::vector<std::vector<at::Tensor>> out{
+        at::from_blob(call.out, {size_, count}, at::kDouble).unbind()};
+    std::vector<at::Tensor> in{at::from_blob(const_cast<void*>(call.in), {count}, at::kDouble)};
+    return process_group.allgather(out, in, inline_options<c10d::AllgatherOptions>());
+  }
+
+  [[noreturn]] void fail(const Call& call, const std::exception& error) const {
+    // c10d's messages begin with the source line and may end with a C++ stack.
+    std::string text = error.what();
+    text = text.substr(0, text.find("\nException raised from"));
+    const auto holds = [&text](std::string_view sign) {
+      return text.find(sign) != std::string::npos;
+    };
+    constexpr std::string_view kClosed[] = {"closed by peer", "reset by peer", "Broken pipe",
+                                            "Socket closed"};
+    constexpr std::string_view kLate[] = {"Timed out", "timed out", "timeout"};
+    const std::string told = fmt::format("{} of torch.distributed failed: {}", name_, text);
+    if (std::ranges::any_of(kClosed, holds)) throw PeerLost(context_of(call, rank_), told);
+    if (std::ranges::any_of(kLate, holds)) throw TimeoutError(context_of(call, rank_), told);
+    throw EngineError(context_of(call, rank_), told);
+  }
+
+  const WeakProcessGroup process_group_;
+};
+
+}  // namespace
+
+Group layer_group(const Group& group) {
+  return {std::make_unique<OverGroup>(group), group.name(), group.timeout(), group.check()};
+}
+
+Group layer_group(const c10::intrusive_ptr<ProcessGroup>& process_group) {
+  struct Known {
+    WeakProcessGroup process_group;
+    Group group;
+  };
+  static std::mutex mutex;
+  static auto& known = *new std::unordered_map<const ProcessGroup*, Known>;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find(process_group.get());
+  // Another process group may have the address of one that is gone.
+  if (found != known.end() && !found->second.process_group.expired()) return found->second.group;
+  std::erase_if(known, [](const auto& item) { return item.second.process_group.expired(); });
+  Group group(std::make_unique<OverProcessGroup>(process_group), process_group->getGroupName(),
+              std::chrono::hours(24));
+  known.insert_or_assign(process_group.get(), Known{WeakProcessGroup(process_group), group});
+  return group;
+}
+
+}  // namespace lockstep::python

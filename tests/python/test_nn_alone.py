@@ -1,0 +1,178 @@
+"""lockstep.nn in a process of its own: the world is one rank."""
+
+import copy
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import lockstep  # noqa: E402
+import lockstep.nn  # noqa: E402
+from lockstep.nn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm  # noqa: E402
+from torch import nn  # noqa: E402
+
+
+def trained(layer, *shape):
+    layer(torch.randn(*shape))
+    return layer
+
+
+def test_state_dict_is_that_of_torch():
+    mine = trained(SyncBatchNorm(4), 3, 4, 5, 5)
+    for other in nn.SyncBatchNorm(4), nn.BatchNorm2d(4), nn.BatchNorm1d(4):
+        other.load_state_dict(mine.state_dict())
+        again = SyncBatchNorm(4)
+        again.load_state_dict(other.state_dict())
+        for name, value in mine.state_dict().items():
+            assert torch.equal(again.state_dict()[name], value)
+    assert isinstance(mine, nn.SyncBatchNorm) and repr(mine) == repr(nn.SyncBatchNorm(4))
+    assert SyncBatchNorm(4, 0.1, 0.2, False, False, None, "cpu", torch.float64).running_mean is None
+
+
+def test_same_results_as_batch_norm():
+    for layout, shape in [(torch.contiguous_format, (3, 4, 5, 6)), (torch.channels_last, (3, 4, 5, 6))]:
+        plain = nn.BatchNorm2d(4).double()
+        mine = convert_sync_batchnorm(copy.deepcopy(plain))
+        x = torch.randn(shape, dtype=torch.float64).contiguous(memory_format=layout)
+        for mode in True, False:
+            plain.train(mode), mine.train(mode)
+            a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+            plain(a).pow(3).sum().backward(), mine(b).pow(3).sum().backward()
+            torch.testing.assert_close(b.grad, a.grad, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(mine.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
+    without_bias = SyncBatchNorm(4, bias=False) if "bias" in SyncBatchNorm.__init__.__kwdefaults__ else SyncBatchNorm(4)
+    trained(without_bias, 3, 4).weight.sum().backward()
+
+
+def test_one_of_two_statistics_modules_is_left_alone():
+    layer = SyncBatchNorm(4)
+    layer.track_running_stats = False  # after the buffers were made: torch then leaves them as they are
+    before = copy.deepcopy(layer.state_dict())
+    trained(layer, 3, 4)
+    torch.testing.assert_close(layer.state_dict(), before)
+
+
+calls = []
+
+
+def count(*_):
+    calls.append(1)
+
+
+def test_converting_and_reverting_keeps_everything():
+    shared = nn.BatchNorm1d(3)
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.BatchNorm1d(3, eps=0.1, momentum=None), shared, nn.ModuleDict({"x": nn.Sequential(shared)}),
+        nn.SyncBatchNorm(3),
+    )  # fmt: skip
+    model[1].eval()
+    model[1].weight.requires_grad_(False)
+    model[1].note = "kept"
+    model[1].register_forward_hook(count)
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    assert convert_sync_batchnorm(model) is model
+    first = model[1]
+    assert type(first) is SyncBatchNorm and (first.eps, first.momentum, first.note) == (0.1, None, "kept")
+    assert not first.training and model[2].training and type(model[4]) is SyncBatchNorm
+    assert model[2] is model[3]["x"][0]
+    same = lambda: all(a is b for a, b in zip([*parameters, *buffers], [*model.parameters(), *model.buffers()]))  # noqa: E731
+    assert same() and not first.weight.requires_grad
+    n_before = len(calls)
+    first(torch.randn(2, 3))
+    assert len(calls) == n_before + 1
+    assert convert_sync_batchnorm(model)[1] is not first  # over another group perhaps
+
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert type(copied[1]) is SyncBatchNorm
+    assert revert_sync_batchnorm(model) is model
+    assert [type(m) for m in model] == [nn.Linear, nn.BatchNorm1d, nn.BatchNorm1d, nn.ModuleDict, lockstep.nn.BatchNorm]
+    assert same() and model[2] is model[3]["x"][0] and not hasattr(model[2], "process_group")
+    assert type(convert_sync_batchnorm(shared)) is SyncBatchNorm and type(shared) is nn.BatchNorm1d
+
+
+class WithActivation(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Renamed(nn.BatchNorm2d):
+    pass
+
+
+def test_what_cannot_be_converted_is_named_and_nothing_is_changed():
+    parametrised = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    lazy = nn.LazyBatchNorm2d()
+    model = nn.ModuleDict({"a": nn.BatchNorm2d(3), "b": WithActivation(3), "c": lazy, "d": Renamed(3), "e": parametrised})
+    with pytest.raises(lockstep.UsageError) as caught:
+        convert_sync_batchnorm(model)
+    for text in "'b' (WithActivation): it has a forward of its own", "'c' (LazyBatchNorm2d): it is lazy", "SyncBatchNormScope":
+        assert text in str(caught.value)
+    assert type(model["a"]) is nn.BatchNorm2d
+    del model["b"], model["c"]
+    assert type(convert_sync_batchnorm(model)["d"]) is SyncBatchNorm
+    assert type(revert_sync_batchnorm(model)["d"]) is Renamed
+
+
+def test_refusals():
+    layer = SyncBatchNorm(4)
+    for bad, text in [
+        (torch.randn(3, 5), "expected 4 channels"),
+        (torch.zeros(3, 4, dtype=torch.int64), "float64, float32, bfloat16 or float16"),
+        (torch.randn(3, 4, dtype=torch.float64), "as the input"),
+        (torch.randn(1, 4), "Expected more than 1 value per channel"),
+        (torch.randn(4), "2 or more dimensions, got 1D"),
+        (torch.randn(3, 4, device="meta"), "CPU or CUDA"),
+    ]:
+        with pytest.raises(lockstep.UsageError, match=text) as caught:
+            layer(bad)
+        assert "SyncBatchNorm(4)" in str(caught.value) and "test_nn_alone.py" in str(caught.value)
+    assert layer.num_batches_tracked == 0
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="gradients of gradients are not supported"):
+        torch.autograd.grad(layer(x).pow(2).sum(), x, create_graph=True)
+
+
+def test_a_compiled_model():
+    model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU()))
+    expected = copy.deepcopy(model)
+    x = torch.randn(5, 3)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x).sum().backward()
+    expected(x).sum().backward()
+    for a, b in zip(model.parameters(), expected.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    with pytest.raises(Exception, match="_train"):  # it breaks the graph, and whoever forbids that is told
+        torch.compile(copy.deepcopy(expected), backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    in_eval = torch.compile(expected.eval(), backend="eager", fullgraph=True)
+    torch.testing.assert_close(in_eval(x), expected(x))
+
+
+def test_a_scripted_model(tmp_path):
+    model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    expected = copy.deepcopy(model)
+    scripted = torch.jit.script(model)
+    x = torch.randn(5, 3)
+    scripted(x).sum().backward()
+    expected(x).sum().backward()
+    torch.testing.assert_close(model[1].bias.grad, expected[1].bias.grad)
+    torch.testing.assert_close(scripted.state_dict(), expected.state_dict())
+    torch.testing.assert_close(scripted.eval()(x), expected.eval()(x))
+    with pytest.raises(Exception, match="_train"):  # a file has no Python: revert_sync_batchnorm first
+        scripted.save(str(tmp_path / "model.pt"))
+    torch.jit.script(revert_sync_batchnorm(model)).save(str(tmp_path / "model.pt"))
+
+
+def test_a_scope_leaves_the_model_and_other_batch_norms_alone():
+    layer = nn.BatchNorm2d(4)
+    x = torch.randn(3, 4, 5, 5)
+    expected = copy.deepcopy(layer)(x)
+    with lockstep.nn.SyncBatchNormScope() as scope, scope:  # nested
+        torch.testing.assert_close(layer(x), expected)
+        with pytest.raises(RuntimeError, match="batch_norm #2 of a SyncBatchNormScope.* expected weight to be"):
+            layer(x.double())
+        torch.testing.assert_close(layer.eval()(x), copy.deepcopy(layer)(x))
+    with pytest.raises(RuntimeError, match="type"):
+        layer.train()(x.double())
