@@ -89,6 +89,21 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return convert_sync_batchnorm(module, process_group)
 
 
+def _let_ddp_take_layers_on_cpus() -> None:
+    """torch's DistributedDataParallel refuses every torch.nn.SyncBatchNorm on a CPU."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    check = getattr(ddp, "_passing_sync_batchnorm_handle", None)
+    if check is None:  # private: another torch may do without
+        return
+
+    def check_layers_of_torch(self: Any, module: torch.nn.Module) -> None:
+        layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.SyncBatchNorm)]
+        if not all(isinstance(layer, SyncBatchNorm) for layer in layers):
+            check(self, module)
+
+    ddp._passing_sync_batchnorm_handle = check_layers_of_torch
+
+
 def _group_or_default(group: Any) -> Any:
     """The world of torch.distributed, if it is initialised and no group is given; None: that of lockstep."""
     if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -104,6 +119,8 @@ def _reaches_cuda(group: Any) -> bool:
         return False
     return True
 
+
+_let_ddp_take_layers_on_cpus()
 
 _CONVERTIBLE = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
 

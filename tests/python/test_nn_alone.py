@@ -176,3 +176,16 @@ def test_a_scope_leaves_the_model_and_other_batch_norms_alone():
         torch.testing.assert_close(layer.eval()(x), copy.deepcopy(layer)(x))
     with pytest.raises(RuntimeError, match="type"):
         layer.train()(x.double())
+
+
+def test_ddp_takes_ours_and_refuses_those_of_torch():
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        ddp = nn.parallel.DistributedDataParallel(convert_sync_batchnorm(copy.deepcopy(model)))
+        ddp(torch.randn(5, 3)).sum().backward()
+        with pytest.raises(ValueError, match="GPU"):
+            nn.parallel.DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+    finally:
+        dist.destroy_process_group()
