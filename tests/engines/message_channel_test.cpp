@@ -49,7 +49,7 @@ class ScriptedTransport final : public Transport {
   }
   std::vector<int> awaited() override { return script_.awaited; }
   void cancel() noexcept override { ++script_.n_cancelled; }
-  void send_control(const ControlMessage& message) noexcept override {
+  void send_control(const ControlMessage& message, int /*to*/) noexcept override {
     script_.sent.push_back(message);
   }
   std::optional<ControlMessage> poll_control() override {
@@ -89,7 +89,7 @@ class MessageChannelTest : public ::testing::Test {
   }
   const Failure& sent() {
     EXPECT_EQ(script.sent.size(), 1U);
-    EXPECT_FALSE(script.sent.at(0).is_departure);
+    EXPECT_EQ(script.sent.at(0).kind, ControlMessage::Kind::failure);
     return script.sent[0].failure;
   }
 
@@ -100,7 +100,7 @@ class MessageChannelTest : public ::testing::Test {
 };
 
 ControlMessage departure_of(int rank, Kind kind = Kind::peer_left, std::string text = "") {
-  return {.is_departure = true,
+  return {.kind = ControlMessage::Kind::departure,
           .failure = {.kind = kind, .culprit = rank, .text = std::move(text)}};
 }
 
@@ -237,7 +237,9 @@ TEST_F(MessageChannelTest, leave_announces_a_departure) {
   world.leave("");
   world.leave("no more sheets");
   ASSERT_EQ(script.sent.size(), 2U);
-  EXPECT_TRUE(script.sent[0].is_departure && script.sent[1].is_departure);
+  for (const ControlMessage& message : script.sent) {
+    EXPECT_EQ(message.kind, ControlMessage::Kind::departure);
+  }
   EXPECT_EQ(script.sent[0].failure.kind, Kind::peer_left);
   EXPECT_EQ(internal::text_of(script.sent[1].failure), "rank 0 failed: no more sheets");
 }

@@ -25,6 +25,11 @@ using std::chrono::milliseconds;
 constexpr milliseconds kTransitTime{500};
 /// If a connection broke, the control message with the reason may still be arriving.
 constexpr milliseconds kControlDelay{200};
+/// How long a rank that runs takes at most to answer a question. A rank that is late is named that
+/// much after the call's time.
+constexpr milliseconds kAnswerTime{250};
+/// How long a rank waits for its peer in a send or recv before it asks whether that can end.
+constexpr milliseconds kQuestionDelay{200};
 
 }  // namespace
 
@@ -35,18 +40,44 @@ struct Channel::Control {
   void poll() {
     const std::lock_guard lock(mutex);
     while (auto message = transport->poll_control()) {
-      if (message->is_departure) {
-        departures.emplace(message->failure.culprit, std::move(message->failure));
-      } else if (!failure) {
-        failure = std::move(message->failure);
+      switch (message->kind) {
+        case ControlMessage::Kind::failure:
+          if (!failure) failure = std::move(message->failure);
+          break;
+        case ControlMessage::Kind::departure:
+          departures.emplace(message->failure.culprit, std::move(message->failure));
+          break;
+        case ControlMessage::Kind::question: questions.push_back(message->position); break;
+        case ControlMessage::Kind::position:
+          answers.insert_or_assign(message->position.rank, message->position);
+          break;
       }
     }
+    // Those about an exchange that this rank has not begun wait until then.
+    std::erase_if(questions, [this](const Position& question) {
+      if (position.number < question.number) return false;
+      transport->send_control({.kind = ControlMessage::Kind::position, .position = position},
+                              question.rank);
+      return true;
+    });
   }
 
   const std::unique_ptr<Transport> transport;
   std::mutex mutex;                // guards the following
   std::optional<Failure> failure;  // the first: why the channel is dead
   std::map<int, Failure> departures;
+  Position position{.rank = transport->rank()};  // written by the thread of the current call
+  std::vector<Position> questions;
+  std::map<int, Position> answers;
+};
+
+/// Whether an exchange with one peer can ever complete.
+struct Channel::Question {
+  int peer;
+  Header& header;  // of the call in which the peer waits
+  Clock::time_point time = Clock::now() + kQuestionDelay;
+  bool is_asked = false;
+  bool is_answered = false;
 };
 
 Channel::Channel(std::unique_ptr<Transport> transport)
@@ -65,6 +96,44 @@ Channel::Channel(std::unique_ptr<Transport> transport, std::vector<int> members,
       members_(std::move(members)) {}
 
 void Channel::exchange(std::span<const Message> messages, const Call& call, Limit& limit) {
+  perform(messages, call, limit, nullptr);
+}
+
+bool Channel::exchange_with(int peer, std::span<const Message> messages, Header& header,
+                            const Call& call, Limit& limit) {
+  if (!has_rounds_) return perform(messages, call, limit, nullptr);
+  Question question{.peer = peer, .header = header};
+  return perform(messages, call, limit, &question);
+}
+
+void Channel::begin_rounds(const Header& header) {
+  const std::lock_guard lock(control_->mutex);
+  ++control_->position.number;
+  control_->position.awaited = rank();  // it does not wait yet
+  control_->position.n_known = 1;
+  control_->position.header = header;
+  is_in_rounds_ = true;
+}
+
+void Channel::round(std::span<const Message> messages, int awaited, int n_known, const Call& call,
+                    Limit& limit) {
+  set_position(awaited, n_known);
+  perform(messages, call, limit, nullptr);
+}
+
+void Channel::end_rounds() {
+  set_position(Position::kNone, size());
+  is_in_rounds_ = false;
+}
+
+void Channel::set_position(int awaited, int n_known) {
+  const std::lock_guard lock(control_->mutex);
+  control_->position.awaited = awaited;
+  control_->position.n_known = n_known;
+}
+
+bool Channel::perform(std::span<const Message> messages, const Call& call, Limit& limit,
+                      Question* question) {
   if (const int n_polls = transport_.n_polls_before_exchange(); n_polls > 0) {
     for (int i = 0; i < n_polls; ++i) poll_control();
     throw_if_failed(call);
@@ -79,22 +148,23 @@ void Channel::exchange(std::span<const Message> messages, const Call& call, Limi
   try {
     transport_.start(messages, call);
     if (call.progress != nullptr) call.progress->arrived(call);
-    if (!transport_.test()) wait(call, limit);
-    exchange.is_complete = true;
+    exchange.is_complete = transport_.test() || wait(call, limit, question);
   } catch (const TransportError& error) {
     fail_transport(error, call);
   }
+  return exchange.is_complete;
 }
 
-void Channel::wait(const Call& call, Limit& limit) {
+bool Channel::wait(const Call& call, Limit& limit, Question* question) {
   if (call.progress != nullptr) call.progress->slept(call);  // polling counts as sleep
   const auto deadline = limit.end();                         // begins now
   std::optional<Clock::time_point> departure_seen;
   for (;;) {
     const State state = transport_.wait(deadline);
-    if (state == State::complete) return;
+    if (state == State::complete) return true;
     poll_control();
     throw_if_failed(call);
+    if (question != nullptr && is_impossible(*question)) return false;
     std::vector<int> awaited = transport_.awaited();
     std::ranges::sort(awaited);
     awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
@@ -107,8 +177,86 @@ void Channel::wait(const Call& call, Limit& limit) {
       }
     }
     // None are awaited if the last message has arrived since.
-    if ((has_ended || now >= deadline) && !awaited.empty()) fail_late(awaited, call);
+    if ((!has_ended && now < deadline) || awaited.empty()) continue;
+    if (is_in_rounds_) {
+      if (auto late = find_late(call); !late.empty()) awaited = std::move(late);
+      if (transport_.test()) return true;
+      if (const auto departure = departure_among(awaited)) fail(*departure, call);
+    }
+    fail_late(awaited, call);
   }
+}
+
+bool Channel::is_impossible(Question& question) {
+  const auto now = Clock::now();
+  if (now < question.time) return false;
+  const std::lock_guard lock(control_->mutex);
+  if (question.is_answered) return true;
+  const std::uint64_t own = control_->position.number;
+  if (!question.is_asked) {
+    question.is_asked = true;
+    control_->answers.clear();
+    transport_.send_control(
+        {.kind = ControlMessage::Kind::question, .position = {.rank = rank(), .number = own + 1}},
+        question.peer);
+    return false;
+  }
+  const auto answer = control_->answers.find(question.peer);
+  // A peer that waits in an exchange that this rank has not begun waits for this rank.
+  if (answer == control_->answers.end() || answer->second.number <= own ||
+      answer->second.awaited == Position::kNone) {
+    return false;
+  }
+  question.header = answer->second.header;
+  question.is_answered = true;
+  question.time = now + kTransitTime;  // its message may have been sent before
+  return false;
+}
+
+std::vector<int> Channel::find_late(const Call& call) {
+  const Position own = [this] {
+    const std::lock_guard lock(control_->mutex);
+    control_->answers.clear();
+    return control_->position;
+  }();
+  transport_.send_control(
+      {.kind = ControlMessage::Kind::question, .position = {.rank = rank(), .number = own.number}});
+  const auto n = static_cast<std::size_t>(size());
+  std::map<int, Position> positions;
+  for (const auto end = Clock::now() + kAnswerTime; Clock::now() < end && positions.size() + 1 < n;
+       std::this_thread::sleep_for(std::chrono::microseconds(100))) {
+    poll_control();
+    throw_if_failed(call);
+    const std::lock_guard lock(control_->mutex);
+    positions = control_->answers;
+  }
+  std::erase_if(positions, [&own](const auto& answer) {  // to an earlier question
+    return answer.second.number < own.number;
+  });
+  positions.insert_or_assign(rank(), own);
+  std::vector<bool> has_begun(n), is_awaited(n);
+  for (const auto& [r, position] : positions) {
+    if (position.number > own.number || position.awaited == Position::kNone) {
+      has_begun.assign(n, true);  // it is complete
+      continue;
+    }
+    for (int i = 0; i < position.n_known; ++i) {
+      has_begun[(static_cast<std::size_t>(r) + n - static_cast<std::size_t>(i)) % n] = true;
+    }
+    is_awaited[static_cast<std::size_t>(position.awaited)] = true;
+  }
+  // Ranks that have not begun; if all have, those that others wait for and that do not answer.
+  std::vector<int> late;
+  for (const bool is_about_beginning : {true, false}) {
+    for (int r = 0; r < size(); ++r) {
+      const auto i = static_cast<std::size_t>(r);
+      if (is_about_beginning ? !has_begun[i] : is_awaited[i] && !positions.contains(r)) {
+        late.push_back(r);
+      }
+    }
+    if (!late.empty()) break;
+  }
+  return late;
 }
 
 std::unique_ptr<Channel> Channel::split(const std::vector<int>& members, const Call& call,
@@ -212,7 +360,7 @@ void Channel::end_with(const Error& error) noexcept {
 void Channel::leave(std::string_view failure) noexcept {
   try {
     transport_.send_control(
-        {.is_departure = true,
+        {.kind = ControlMessage::Kind::departure,
          .failure = {.kind = failure.empty() ? Kind::peer_left : Kind::peer_failed,
                      .culprit = rank(),
                      .text = std::string(failure)}});

@@ -38,6 +38,21 @@ class Channel {
   /// call.progress before it waits. Throws TimeoutError at the limit, PeerLost, PeerFailed,
   /// MismatchError, EngineError; the other ranks are then notified.
   void exchange(std::span<const Message> messages, const Call& call, Limit& limit);
+
+  /// Whether there are so many ranks that short messages should not go from each to each.
+  bool has_rounds() const noexcept { return has_rounds_; }
+  /// Begins an exchange of several rounds; all ranks begin the same, in the same order. Each round
+  /// waits for one message, of rank `awaited`; `n_known`: see Position. If the call's time ends,
+  /// the late ranks are found by asking all for their positions.
+  void begin_rounds(const Header& header);
+  void round(std::span<const Message> messages, int awaited, int n_known, const Call& call,
+             Limit& limit);
+  void end_rounds();
+  /// Exchanges messages with `peer` alone. Returns false if it can never complete because the peer
+  /// waits for this rank in another call, whose header is then in `header`.
+  bool exchange_with(int peer, std::span<const Message> messages, Header& header, const Call& call,
+                     Limit& limit);
+
   /// See Transport::split.
   std::unique_ptr<Channel> split(const std::vector<int>& members, const Call& call, Limit& limit);
 
@@ -51,11 +66,21 @@ class Channel {
   void leave(std::string_view failure) noexcept;
 
  private:
+  /// Up to this many ranks, a message from each to each is faster than rounds.
+  static constexpr int kMostDirect = 8;
   struct Control;
 
   Channel(std::unique_ptr<Transport> transport, std::vector<int> members,
           std::shared_ptr<Control> world);
-  void wait(const Call& call, Limit& limit);
+  struct Question;
+  /// False: impossible, see exchange_with.
+  bool perform(std::span<const Message> messages, const Call& call, Limit& limit,
+               Question* question);
+  bool wait(const Call& call, Limit& limit, Question* question);
+  bool is_impossible(Question& question);
+  void set_position(int awaited, int n_known);
+  /// The ranks that keep an exchange of several rounds from completing.
+  std::vector<int> find_late(const Call& call);
   void poll_control();
   void throw_if_failed(const Call& call) const;
   /// If one of these ranks has left the world: that failure.
@@ -68,6 +93,8 @@ class Channel {
   std::shared_ptr<Control> world_;  // the same on the world's channel
   Transport& transport_;
   std::vector<int> members_;  // ranks of the world
+  bool has_rounds_ = transport_.has_rounds() && transport_.size() > kMostDirect;
+  bool is_in_rounds_ = false;
 };
 
 }  // namespace lockstep::message

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <lockstep/engine.hpp>
@@ -10,19 +11,39 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "engines/message/header.hpp"
 #include "engines/message/message.hpp"
 #include "group/failure.hpp"
 
 namespace lockstep::message {
 
-/// Sent to all ranks of a channel beside its messages. Ranks in it are numbered as in that channel.
+/// How far a rank is in the exchanges of its channel that take several rounds.
+struct Position {
+  static constexpr std::int32_t kNone = -1;
+
+  std::int32_t rank = kNone;     ///< whose position
+  std::int32_t awaited = kNone;  ///< the rank whose message it waits for; kNone: it has them all
+  std::uint64_t number = 0;      ///< of its last such exchange; all ranks count alike
+  /// Ranks rank, rank - 1, ... that have begun that exchange, as far as it knows.
+  std::int32_t n_known = 0;
+  Header header{};  ///< of its call
+};
+static_assert(std::is_trivially_copyable_v<Position>);
+
+/// Sent beside the messages of a channel. Ranks in it are numbered as in that channel.
 struct ControlMessage {
-  /// The culprit leaves the world: peer_left, or peer_failed with its reason. Else the channel is
-  /// dead.
-  bool is_departure = false;
+  enum class Kind : std::int32_t {
+    failure,    ///< the channel is dead
+    departure,  ///< the culprit leaves the world: peer_left, or peer_failed with its reason
+    question,   ///< position.rank asks for the position of ranks that have begun position.number
+    position,   ///< the answer
+  };
+  Kind kind = Kind::failure;
   internal::Failure failure{};
+  Position position{};
 };
 
 /// The library failed, with its own text.
@@ -76,18 +97,23 @@ class Transport {
     return std::numeric_limits<std::size_t>::max();
   }
 
-  /// To all other ranks of the channel. A failure also ends a wait() of another thread of this
-  /// rank. Waits only if this rank departs.
-  virtual void send_control(const ControlMessage& message) noexcept = 0;
+  static constexpr int kAllRanks = -1;
+  /// To a rank, or to all other ranks of the channel. A failure also ends a wait() of another
+  /// thread of this rank. Waits only if this rank departs.
+  virtual void send_control(const ControlMessage& message, int to = kAllRanks) noexcept = 0;
   /// The next control message from another rank.
   virtual std::optional<ControlMessage> poll_control() = 0;
   /// How often to poll before an exchange, which may not have to wait and so not poll at all.
   virtual int n_polls_before_exchange() noexcept { return 1; }
 
+  /// Whether exchanges may take several rounds: wait() then returns often while it waits, to answer
+  /// questions, and a message may be shorter than its receive.
+  virtual bool has_rounds() const noexcept { return false; }
+
   using Exchange = std::function<void(std::span<const Message>)>;
-  /// A transport over `members`, ranks of this one that include this rank. All ranks call it, after
-  /// each has received a message of each other; each belongs to one part. `exchange`: of messages
-  /// of this transport, for what members must agree on.
+  /// A transport over `members`, ranks of this one that include this rank. All ranks call it, when
+  /// each knows that all others have reached the call; each belongs to one part. `exchange`: of
+  /// messages of this transport, for what members must agree on.
   virtual std::unique_ptr<Transport> split(const std::vector<int>& members,
                                            const Exchange& exchange) = 0;
 };

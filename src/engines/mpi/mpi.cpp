@@ -35,13 +35,20 @@ using message::Message;
 using internal::Failure;
 using Kind = Failure::Kind;
 
+using ControlKind = message::ControlMessage::Kind;
+
 /// A control message as MPI transfers it.
 struct ControlBytes {
-  Kind kind;
+  ControlKind kind;
+  Kind failure;
   std::int32_t culprit;
-  std::int32_t is_departure;
   internal::PeerList peers;
-  std::array<char, 3888> text;
+  message::Position position;
+  std::array<char, 3784> text;  // to its null
+
+  std::size_t n_bytes() const {
+    return offsetof(ControlBytes, text) + base::text_in(text).size() + 1;
+  }
 };
 /// Open MPI sends a longer message on one host by rendezvous (its eager limit is 4,096 bytes with
 /// headers): the receiver would wait until the sender calls MPI again.
@@ -103,8 +110,9 @@ class Transport final : public message::Transport {
     return hosts_.are_one ? kPieceBytes : message::Transport::piece_bytes();
   }
 
-  void send_control(const message::ControlMessage& message) noexcept override;
+  void send_control(const message::ControlMessage& message, int to) noexcept override;
   std::optional<message::ControlMessage> poll_control() override;
+  bool has_rounds() const noexcept override { return true; }
   int n_polls_before_exchange() noexcept override {
     // If peers timed out on this rank, their messages have arrived, so this exchange would not wait
     // and would miss their control messages. A coarse tick is a few milliseconds; reading is free.
@@ -173,25 +181,28 @@ Transport::State Transport::wait(Clock::time_point /*deadline*/) {
 
 void Transport::give_up_finalize(const message::ControlMessage& message) const noexcept {
   // After a mismatch all ranks are present.
-  const Kind harmless = message.is_departure ? Kind::peer_left : Kind::mismatch;
-  if (message.failure.kind != harmless) mpi_.give_up_finalize();
+  const bool is_harmless =
+      message.kind == ControlKind::failure
+          ? message.failure.kind == Kind::mismatch
+          : message.kind != ControlKind::departure || message.failure.kind == Kind::peer_left;
+  if (!is_harmless) mpi_.give_up_finalize();
 }
 
-void Transport::send_control(const message::ControlMessage& message) noexcept {
+void Transport::send_control(const message::ControlMessage& message, int to) noexcept {
   give_up_finalize(message);
   const Failure& failure = message.failure;
-  ControlBytes bytes{
-      failure.kind, failure.culprit, message.is_departure ? 1 : 0, failure.peers, {}};
+  ControlBytes bytes{message.kind,  failure.kind,     failure.culprit,
+                     failure.peers, message.position, {}};
   base::copy_text(bytes.text, failure.text);
   const auto send = [&] {
-    for (int r = 0; r < size_; ++r) {
-      if (r != rank_) mpi_.send_control(communicator_, r, &bytes, sizeof bytes);
+    for (int r = to == kAllRanks ? 0 : to; r < (to == kAllRanks ? size_ : to + 1); ++r) {
+      if (r != rank_) mpi_.send_control(communicator_, r, &bytes, bytes.n_bytes());
     }
   };
   send();
   // mpirun ends the job soon after a rank that fails: its peers report that at once.
-  if (message.is_departure && failure.kind == Kind::peer_failed) {
-    bytes.is_departure = 0;
+  if (message.kind == ControlKind::departure && failure.kind == Kind::peer_failed) {
+    bytes.kind = ControlKind::failure;
     send();
   }
 }
@@ -202,11 +213,12 @@ std::optional<message::ControlMessage> Transport::poll_control() {
   if (mpi_.poll_control(communicator_, &bytes, sizeof bytes, &has_come) != 0 || has_come == 0) {
     return std::nullopt;
   }
-  message::ControlMessage message{.is_departure = bytes.is_departure != 0,
-                                  .failure = {.kind = bytes.kind,
+  message::ControlMessage message{.kind = bytes.kind,
+                                  .failure = {.kind = bytes.failure,
                                               .culprit = bytes.culprit,
                                               .text = std::string(base::text_in(bytes.text)),
-                                              .peers = bytes.peers}};
+                                              .peers = bytes.peers},
+                                  .position = bytes.position};
   give_up_finalize(message);
   return message;
 }

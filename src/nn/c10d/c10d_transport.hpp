@@ -26,8 +26,10 @@ class Transport final : public message::Transport {
   State wait(std::chrono::steady_clock::time_point deadline) override;
   void cancel() noexcept override;
   std::vector<int> awaited() override { return awaited_; }
-  void send_control(const message::ControlMessage& message) noexcept override {
-    wire_->send_control(channel_, message, members_);
+  void send_control(const message::ControlMessage& message, int to) noexcept override {
+    const std::span<const int> all(members_);
+    wire_->send_control(channel_, message,
+                        to == kAllRanks ? all : all.subspan(static_cast<std::size_t>(to), 1));
   }
   std::optional<message::ControlMessage> poll_control() override {
     return wire_->poll_control(channel_);

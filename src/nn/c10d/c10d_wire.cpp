@@ -18,6 +18,7 @@ namespace lockstep::nn::detail {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using message::ControlMessage;
 using std::chrono::milliseconds;
 
 constexpr int kControlTag = 0;
@@ -36,8 +37,8 @@ constexpr std::size_t kOwnBytes = 64 << 10;
 /// A control message as c10d transfers it.
 struct Wire::ControlBytes {
   std::int32_t channel;
-  std::int32_t is_departure;
-  internal::Failure::Kind kind;
+  ControlMessage::Kind kind;
+  internal::Failure::Kind failure;
   std::int32_t culprit;
   internal::PeerList peers;
   std::int32_t n_text;
@@ -168,19 +169,20 @@ void Wire::finish(Wait& wait, std::span<Transfer> transfers) noexcept {
   }
 }
 
-void Wire::send_control(int channel, const message::ControlMessage& message,
+void Wire::send_control(int channel, const ControlMessage& message,
                         std::span<const int> to) noexcept {
   if (is_copy()) return;
   try {
-    if (!message.is_departure) {  // another thread of this rank may be waiting
+    if (message.kind ==
+        ControlMessage::Kind::failure) {  // another thread of this rank may be waiting
       const std::lock_guard lock(mutex_);
       end_waits(channel);
     }
     const internal::Failure& failure = message.failure;
     auto bytes = std::make_unique<ControlBytes>();
     bytes->channel = channel;
-    bytes->is_departure = message.is_departure ? 1 : 0;
-    bytes->kind = failure.kind;
+    bytes->kind = message.kind;
+    bytes->failure = failure.kind;
     bytes->culprit = failure.culprit;
     bytes->peers = failure.peers;
     bytes->n_text =
@@ -200,10 +202,10 @@ void Wire::send_control(int channel, const message::ControlMessage& message,
     sent_.push_back(std::move(sent));
   } catch (...) {  // no memory: the peers see the closed connection or their timeout
   }
-  if (message.is_departure) flush();
+  if (message.kind == ControlMessage::Kind::departure) flush();
 }
 
-std::optional<message::ControlMessage> Wire::poll_control(int channel) {
+std::optional<ControlMessage> Wire::poll_control(int channel) {
   if (is_copy()) return std::nullopt;
   const std::lock_guard lock(mutex_);
   const auto found = received_.find(channel);
@@ -267,13 +269,13 @@ void Wire::listen(const std::stop_token& stop) {
 
 void Wire::receive(const ControlBytes& bytes) {
   const auto n_text = std::min(static_cast<std::size_t>(bytes.n_text), bytes.text.size());
-  message::ControlMessage message{.is_departure = bytes.is_departure != 0,
-                                  .failure = {.kind = bytes.kind,
-                                              .culprit = bytes.culprit,
-                                              .text = std::string(bytes.text.data(), n_text),
-                                              .peers = bytes.peers}};
+  ControlMessage message{.kind = bytes.kind,
+                         .failure = {.kind = bytes.failure,
+                                     .culprit = bytes.culprit,
+                                     .text = std::string(bytes.text.data(), n_text),
+                                     .peers = bytes.peers}};
   const std::lock_guard lock(mutex_);
-  if (!message.is_departure) {
+  if (message.kind == ControlMessage::Kind::failure) {
     if (dead_.contains(bytes.channel)) return;  // the first failure counts
     end_waits(bytes.channel);
   }

@@ -387,6 +387,10 @@ int send_control(void* handle, int rank, const void* message, std::size_t n_byte
   Communicator& kept = communicator(handle);
   const char* const bytes = static_cast<const char*>(message);
   const std::lock_guard lock(kept.control_mutex);
+  kept.control_messages.remove_if([](Communicator::ControlMessage& sent) {
+    int is_done = 0;
+    return MPI_Test(&sent.request, &is_done, MPI_STATUS_IGNORE) == MPI_SUCCESS && is_done != 0;
+  });
   kept.control_messages.push_back({{bytes, bytes + n_bytes}, MPI_REQUEST_NULL});
   Communicator::ControlMessage& last = kept.control_messages.back();
   return MPI_Isend(last.bytes.data(), static_cast<int>(n_bytes), MPI_BYTE, rank, kControlTag,

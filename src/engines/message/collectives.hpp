@@ -1,0 +1,78 @@
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <lockstep/engine.hpp>
+#include <vector>
+
+#include "engines/message/message_channel.hpp"
+#include "engines/message/rounds.hpp"
+
+namespace lockstep::message {
+
+/// Moves the data of calls that all ranks make alike, as messages between them, and reduces it: in
+/// rank order, for every type, with the same bits on all ranks.
+class Collectives {
+ public:
+  /// `rounds`: null if each rank is to send to each.
+  Collectives(Channel& channel, Rounds* rounds) : channel_(channel), rounds_(rounds) {}
+
+  void run(const Call& call, Limit& limit);
+
+ private:
+  /// One step of a call: its messages and the call they belong to.
+  struct Step {
+    Channel& channel;
+    const Call& call;
+    Limit& limit;
+    std::vector<Message>& messages;  // empty between steps: its capacity is reused
+
+    void send(int peer, const void* data, std::size_t n_bytes) {
+      if (peer == channel.rank() || n_bytes == 0) return;
+      messages.push_back({Message::Way::send, peer, const_cast<void*>(data), n_bytes});
+    }
+    void receive(int peer, void* data, std::size_t n_bytes) {
+      if (peer == channel.rank() || n_bytes == 0) return;
+      messages.push_back({Message::Way::receive, peer, data, n_bytes});
+    }
+    void run() {
+      channel.exchange(messages, call, limit);
+      messages.clear();
+    }
+  };
+
+  /// Whether an operation takes fewer microseconds in log2 N rounds than as a message from each to
+  /// each, if it then sends `n_bytes` more.
+  bool is_faster_in_rounds(int n_exchanges, double n_bytes) const;
+  bool is_all_to_all_faster_in_rounds(std::size_t part_bytes) const;
+  bool is_sent_in_slices(std::size_t n_bytes) const;
+  void all_reduce(Step step);
+  void reduce(Step step);
+  void reduce_in_slices(Step step);
+  void broadcast(Step step);
+  void gather(Step step, bool is_for_all);
+  void scatter(Step step);
+  void reduce_scatter(Step step);
+  void all_to_all(Step step);
+  /// out <- reduction of this rank's `own` and the peers' parts in `parts`, n_bytes each.
+  void reduce_parts(const Call& call, const std::byte* own, std::byte* parts, std::size_t n_bytes,
+                    std::byte* out);
+  /// Rank r's share of the call's data.
+  struct Slice {
+    std::size_t at;
+    std::size_t n_bytes;
+  };
+  Slice slice_of(const Call& call, int r) const;
+  int n_rounds() const noexcept { return std::bit_width(static_cast<unsigned>(size() - 1)); }
+  int rank() const noexcept { return channel_.rank(); }
+  int size() const noexcept { return channel_.size(); }
+  bool is(int r) const { return r == rank(); }
+
+  Channel& channel_;
+  Rounds* rounds_;
+  std::vector<Message> messages_;
+  std::vector<const void*> in_;
+  std::vector<std::byte> scratch_;
+};
+
+}  // namespace lockstep::message

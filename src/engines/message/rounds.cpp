@@ -1,0 +1,223 @@
+#include "engines/message/rounds.hpp"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+namespace lockstep::message {
+namespace {
+
+/// All payloads of a call together, up to 1,024 ranks: what a rank receives beyond the heads.
+constexpr std::size_t kPayloadsBytes = 8 << 10;
+
+std::size_t slot_bytes_of(int n_ranks) {
+  const std::size_t share = kPayloadsBytes / static_cast<std::size_t>(n_ranks);
+  return std::clamp(std::bit_floor(share), std::size_t{8}, sizeof(First::payload));
+}
+
+}  // namespace
+
+/// In front of the slots.
+struct Rounds::Head {
+  Header header;
+  std::uint64_t agrees;  ///< all that the sender knows
+  std::uint64_t unused;  ///< aligns the slots
+};
+
+Rounds::Rounds(Channel& channel)
+    : channel_(channel),
+      rank_(channel.rank()),
+      size_(channel.size()),
+      slot_bytes_(slot_bytes_of(size_)),
+      first_bytes_(
+          std::max(sizeof(First), sizeof(Head) + static_cast<std::size_t>(size_) * slot_bytes_)),
+      known_(first_bytes_),
+      in_(first_bytes_) {}
+
+void Rounds::run(int distance, std::size_t out_bytes, std::size_t in_bytes, int n_known,
+                 const Call& call, Limit& limit) {
+  const int from = before(distance);
+  const std::array<Message, 2> messages = {
+      Message{Message::Way::send, (rank_ + distance) % size_, out_.data(), out_bytes},
+      Message{Message::Way::receive, from, in_.data(), in_bytes}};
+  channel_.round(messages, from, n_known, call, limit);
+}
+
+bool Rounds::compare(const Header& mine, std::span<const std::byte> payload, const Call& call,
+                     Limit& limit) {
+  const bool compares_sites = call.check == Check::full;
+  std::byte* const slots = known_.data() + sizeof(Head);
+  if (!payload.empty()) std::memcpy(slots, payload.data(), payload.size());
+  Head head{mine, /*agrees=*/1, 0};
+  channel_.begin_rounds(mine);
+  for (int distance = 1; distance < size_; distance *= 2) {
+    const std::size_t n_bytes =
+        static_cast<std::size_t>(std::min(distance, size_ - distance)) * slot_bytes_;
+    std::memcpy(known_.data(), &head, sizeof(head));
+    const std::array<Message, 2> messages = {
+        Message{Message::Way::send, (rank_ + distance) % size_, known_.data(),
+                sizeof(Head) + n_bytes},
+        // Also large enough for the First of a rank that is in a send or recv.
+        Message{Message::Way::receive, before(distance), in_.data(),
+                std::max(sizeof(First), sizeof(Head) + n_bytes)}};
+    channel_.round(messages, before(distance), /*n_known=*/distance, call, limit);
+    Head other{};
+    std::memcpy(&other, in_.data(), sizeof(other));
+    if (other.agrees == 0 || !agree(mine, other.header, compares_sites)) head.agrees = 0;
+    std::memcpy(slots + static_cast<std::size_t>(distance) * slot_bytes_, in_.data() + sizeof(Head),
+                n_bytes);
+  }
+  channel_.end_rounds();
+  return head.agrees != 0;
+}
+
+const std::byte* Rounds::payload(int r) const noexcept {
+  return known_.data() + sizeof(Head) + static_cast<std::size_t>(before(r)) * slot_bytes_;
+}
+
+void Rounds::all_gather(const std::byte* part, std::byte* parts, std::size_t part_bytes,
+                        const Call& call, Limit& limit) {
+  const auto n = static_cast<std::size_t>(size_);
+  out_.resize(n * part_bytes);  // of this rank, the rank before, ...
+  in_.resize(std::max(first_bytes_, n * part_bytes));
+  std::memcpy(out_.data(), part, part_bytes);
+  channel_.begin_rounds({});
+  for (int distance = 1; distance < size_; distance *= 2) {
+    const std::size_t n_bytes =
+        static_cast<std::size_t>(std::min(distance, size_ - distance)) * part_bytes;
+    run(distance, n_bytes, n_bytes, /*n_known=*/size_, call, limit);
+    std::memcpy(out_.data() + static_cast<std::size_t>(distance) * part_bytes, in_.data(), n_bytes);
+  }
+  channel_.end_rounds();
+  for (int r = 0; r < size_; ++r) {
+    std::memcpy(parts + static_cast<std::size_t>(r) * part_bytes,
+                out_.data() + static_cast<std::size_t>(before(r)) * part_bytes, part_bytes);
+  }
+}
+
+void Rounds::send(int to, std::byte* data, std::size_t n_bytes, const Call& call, Limit& limit) {
+  const Message message{Message::Way::send, to, data, n_bytes};
+  channel_.round(std::span(&message, 1), to, /*n_known=*/size_, call, limit);
+}
+
+void Rounds::receive(int from, std::byte* data, std::size_t n_bytes, const Call& call,
+                     Limit& limit) {
+  const Message message{Message::Way::receive, from, data, n_bytes};
+  channel_.round(std::span(&message, 1), from, /*n_known=*/size_, call, limit);
+}
+
+// In the trees, ranks are numbered from the root on. The parent of i is i without its lowest bit,
+// and its subtree is i, i + 1, ... up to the next multiple of that bit.
+
+void Rounds::gather(const std::byte* part, std::byte* parts, std::size_t part_bytes, int root,
+                    const Call& call, Limit& limit) {
+  const auto n = static_cast<std::size_t>(size_);
+  const int own = (rank_ - root + size_) % size_;
+  const auto rank_of = [&](int i) { return (i + root) % size_; };
+  out_.resize(n * part_bytes);  // of the subtree
+  std::memcpy(out_.data(), part, part_bytes);
+  channel_.begin_rounds({});
+  for (int bit = 1; bit < size_; bit *= 2) {
+    if ((own & bit) != 0) {
+      const auto n_parts = static_cast<std::size_t>(std::min(bit, size_ - own));
+      send(rank_of(own - bit), out_.data(), n_parts * part_bytes, call, limit);
+      break;
+    }
+    if (own + bit >= size_) continue;
+    const auto n_parts = static_cast<std::size_t>(std::min(bit, size_ - own - bit));
+    receive(rank_of(own + bit), out_.data() + static_cast<std::size_t>(bit) * part_bytes,
+            n_parts * part_bytes, call, limit);
+  }
+  channel_.end_rounds();
+  if (own != 0) return;
+  for (int i = 0; i < size_; ++i) {
+    std::memcpy(parts + static_cast<std::size_t>(rank_of(i)) * part_bytes,
+                out_.data() + static_cast<std::size_t>(i) * part_bytes, part_bytes);
+  }
+}
+
+void Rounds::scatter(const std::byte* parts, std::byte* part, std::size_t part_bytes, int root,
+                     const Call& call, Limit& limit) {
+  const auto n = static_cast<std::size_t>(size_);
+  const int own = (rank_ - root + size_) % size_;
+  const auto rank_of = [&](int i) { return (i + root) % size_; };
+  out_.resize(n * part_bytes);  // of the subtree
+  for (int i = 0; own == 0 && i < size_; ++i) {
+    std::memcpy(out_.data() + static_cast<std::size_t>(i) * part_bytes,
+                parts + static_cast<std::size_t>(rank_of(i)) * part_bytes, part_bytes);
+  }
+  channel_.begin_rounds({});
+  auto bit = static_cast<int>(std::bit_ceil(n));
+  if (own != 0) {
+    bit = own & -own;
+    const auto n_parts = static_cast<std::size_t>(std::min(bit, size_ - own));
+    receive(rank_of(own - bit), out_.data(), n_parts * part_bytes, call, limit);
+  }
+  while ((bit /= 2) > 0) {
+    if (own + bit >= size_) continue;
+    const auto n_parts = static_cast<std::size_t>(std::min(bit, size_ - own - bit));
+    send(rank_of(own + bit), out_.data() + static_cast<std::size_t>(bit) * part_bytes,
+         n_parts * part_bytes, call, limit);
+  }
+  channel_.end_rounds();
+  std::memcpy(part, out_.data(), part_bytes);
+}
+
+void Rounds::broadcast(std::byte* data, std::size_t n_bytes, int root, const Call& call,
+                       Limit& limit) {
+  const int own = (rank_ - root + size_) % size_;
+  const auto rank_of = [&](int i) { return (i + root) % size_; };
+  channel_.begin_rounds({});
+  auto bit = static_cast<int>(std::bit_ceil(static_cast<std::size_t>(size_)));
+  if (own != 0) {
+    bit = own & -own;
+    receive(rank_of(own - bit), data, n_bytes, call, limit);
+  }
+  while ((bit /= 2) > 0) {
+    if (own + bit < size_) send(rank_of(own + bit), data, n_bytes, call, limit);
+  }
+  channel_.end_rounds();
+}
+
+void Rounds::all_to_all(const std::byte* in, std::byte* out, std::size_t part_bytes,
+                        const Call& call, Limit& limit) {
+  const auto n = static_cast<std::size_t>(size_);
+  const auto place = [part_bytes](std::byte* parts, std::size_t i) {
+    return parts + i * part_bytes;
+  };
+  // Part i is for the rank that is i ahead of this one; once sent on by all distances of i's bits,
+  // it is from the rank that is i behind.
+  parts_.resize(n * part_bytes);
+  out_.resize(n * part_bytes);
+  in_.resize(std::max(first_bytes_, n * part_bytes));
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::size_t to = (static_cast<std::size_t>(rank_) + i) % n;
+    std::memcpy(place(parts_.data(), i), in + to * part_bytes, part_bytes);
+  }
+  channel_.begin_rounds({});
+  for (int distance = 1; distance < size_; distance *= 2) {
+    const auto bit = static_cast<std::size_t>(distance);
+    std::size_t n_parts = 0;
+    for (std::size_t i = bit; i < n; ++i) {
+      if ((i & bit) != 0) {
+        std::memcpy(place(out_.data(), n_parts++), place(parts_.data(), i), part_bytes);
+      }
+    }
+    run(distance, n_parts * part_bytes, n_parts * part_bytes, /*n_known=*/size_, call, limit);
+    n_parts = 0;
+    for (std::size_t i = bit; i < n; ++i) {
+      if ((i & bit) != 0) {
+        std::memcpy(place(parts_.data(), i), place(in_.data(), n_parts++), part_bytes);
+      }
+    }
+  }
+  channel_.end_rounds();
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto from = static_cast<std::size_t>(before(static_cast<int>(i)));
+    std::memcpy(place(out, from), place(parts_.data(), i), part_bytes);
+  }
+}
+
+}  // namespace lockstep::message

@@ -1,0 +1,320 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <lockstep/error.hpp>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/message_network.hpp"
+
+namespace lockstep::message {
+namespace {
+
+using namespace std::chrono_literals;
+using test::MessageNetwork;
+using test::run_message_ranks;
+
+Call call_of(Op op, std::size_t count, const void* in, void* out, int root = 0) {
+  return {.op = op,
+          .dtype = DType::f32,
+          .root = root,
+          .count = count,
+          .in = in,
+          .out = out,
+          .group = "world",
+          .sequence = 1,
+          .timeout = 60s,
+          .where = std::source_location::current()};
+}
+
+float value(int rank, std::size_t i) { return static_cast<float>((rank * 37 + i * 11) % 101); }
+
+std::vector<float> values_of(int rank, std::size_t count, std::size_t first = 0) {
+  std::vector<float> data(count);
+  for (std::size_t i = 0; i < count; ++i) data[i] = value(rank, first + i);
+  return data;
+}
+
+/// Of every rank, i-th element.
+float sum_of(int n_ranks, std::size_t i) {
+  float sum = 0;
+  for (int r = 0; r < n_ranks; ++r) sum += value(r, i);
+  return sum;
+}
+
+void expect_sums(const std::vector<float>& data, int n_ranks, std::size_t first = 0) {
+  for (std::size_t i = 0; i < data.size(); ++i) ASSERT_EQ(data[i], sum_of(n_ranks, first + i)) << i;
+}
+
+class MessageRoundsTest : public ::testing::TestWithParam<int> {
+ protected:
+  const int n = GetParam();
+  const std::size_t n_ranks = static_cast<std::size_t>(n);
+};
+// At most eight ranks send from each to each.
+INSTANTIATE_TEST_SUITE_P(Ranks, MessageRoundsTest, ::testing::Values(3, 8, 9, 16, 21, 64));
+
+/// In the header's message, passed on, in rounds of slices, from each to each.
+constexpr std::size_t kRoundsCounts[] = {0, 1, 16, 17, 300, 600, 2'000, 70'001};
+
+TEST_P(MessageRoundsTest, reductions) {
+  run_message_ranks(n, [&](Engine& engine) {
+    for (const std::size_t count : kRoundsCounts) {
+      auto data = values_of(engine.rank(), count);
+      engine.run(call_of(Op::all_reduce, count, data.data(), data.data()));
+      expect_sums(data, n);
+      const int root = n - 2;
+      data = values_of(engine.rank(), count);
+      engine.run(call_of(Op::reduce, count, data.data(), data.data(), root));
+      if (engine.rank() == root) {
+        expect_sums(data, n);
+      } else {
+        ASSERT_EQ(data, values_of(engine.rank(), count));
+      }
+    }
+  });
+}
+
+TEST_P(MessageRoundsTest, reduce_scatter) {
+  run_message_ranks(n, [&](Engine& engine) {
+    for (const std::size_t count : {1, 7, 100, 1'100}) {
+      const auto in = values_of(engine.rank(), count * n_ranks);
+      std::vector<float> out(count);
+      engine.run(call_of(Op::reduce_scatter, count, in.data(), out.data()));
+      expect_sums(out, n, static_cast<std::size_t>(engine.rank()) * count);
+    }
+  });
+}
+
+TEST_P(MessageRoundsTest, broadcast_from_every_root) {
+  run_message_ranks(n, [&](Engine& engine) {
+    for (const std::size_t count : kRoundsCounts) {
+      for (int root = 0; root<n; root += count> 2'000 ? 7 : 1) {
+        auto data = values_of(engine.rank(), count);
+        engine.run(call_of(Op::broadcast, count, data.data(), data.data(), root));
+        ASSERT_EQ(data, values_of(root, count));
+      }
+    }
+  });
+}
+
+TEST_P(MessageRoundsTest, gather_scatter_all_gather_all_to_all) {
+  run_message_ranks(n, [&](Engine& engine) {
+    const int rank = engine.rank();
+    for (const std::size_t count : {1, 16, 100, 1'000}) {
+      std::vector<float> every;  // of all ranks, in order
+      for (int r = 0; r < n; ++r) {
+        const auto part = values_of(r, count);
+        every.insert(every.end(), part.begin(), part.end());
+      }
+      const auto own = values_of(rank, count);
+      std::vector<float> out(every.size());
+      engine.run(call_of(Op::all_gather, count, own.data(), out.data()));
+      ASSERT_EQ(out, every);
+      const int root = 2;
+      out.assign(every.size(), 0);
+      engine.run(call_of(Op::gather, count, own.data(), out.data(), root));
+      if (rank == root) {
+        ASSERT_EQ(out, every);
+      }
+      std::vector<float> part(count);
+      engine.run(call_of(Op::scatter, count, every.data(), part.data(), root));
+      ASSERT_EQ(part, own);
+      // Rank q sends its elements r * count ... to rank r.
+      const auto in = values_of(rank, every.size());
+      engine.run(call_of(Op::all_to_all, count, in.data(), out.data()));
+      for (int q = 0; q < n; ++q) {
+        const auto expected = values_of(q, count, static_cast<std::size_t>(rank) * count);
+        ASSERT_TRUE(std::equal(expected.begin(), expected.end(),
+                               out.begin() + q * static_cast<std::ptrdiff_t>(count)));
+      }
+    }
+  });
+}
+
+TEST_P(MessageRoundsTest, parts_of_different_sizes) {
+  run_message_ranks(n, [&](Engine& engine) {
+    for (const std::size_t most : {2, 50, 900}) {
+      std::vector<std::size_t> counts;
+      std::vector<float> every;
+      for (int r = 0; r < n; ++r) {
+        counts.push_back(most * static_cast<std::size_t>(r) / n_ranks);
+        const auto part = values_of(r, counts.back());
+        every.insert(every.end(), part.begin(), part.end());
+      }
+      const auto own = values_of(engine.rank(), counts[static_cast<std::size_t>(engine.rank())]);
+      std::vector<float> out(every.size());
+      Call call = call_of(Op::all_gather, own.size(), own.data(), out.data());
+      call.counts = counts;
+      engine.run(call);
+      ASSERT_EQ(out, every);
+    }
+  });
+}
+
+TEST_P(MessageRoundsTest, without_comparing_calls) {
+  run_message_ranks(n, [&](Engine& engine) {
+    for (const std::size_t count : kRoundsCounts) {
+      auto data = values_of(engine.rank(), count);
+      Call call = call_of(Op::all_reduce, count, data.data(), data.data());
+      call.check = Check::off;
+      engine.run(call);
+      expect_sums(data, n);
+    }
+  });
+}
+
+TEST_P(MessageRoundsTest, split_and_messages_between_two_ranks) {
+  run_message_ranks(n, [&](Engine& engine) {
+    const int rank = engine.rank();
+    const auto part = engine.split(call_of(Op::split, 0, nullptr, nullptr), rank % 2, -rank);
+    ASSERT_EQ(part->size(), (n + 1 - rank % 2) / 2);
+    std::vector<float> one{1};
+    part->run(call_of(Op::all_reduce, 1, one.data(), one.data()));
+    ASSERT_EQ(one[0], static_cast<float>(part->size()));
+    for (const std::size_t count : {1, 1'000}) {
+      std::vector<float> data = values_of(rank, count);
+      if (rank == 0) engine.run(call_of(Op::send, count, data.data(), nullptr, n - 1));
+      if (rank == n - 1) {
+        engine.run(call_of(Op::recv, count, nullptr, data.data(), 0));
+        ASSERT_EQ(data, values_of(0, count));
+      }
+    }
+    engine.run(call_of(Op::barrier, 0, nullptr, nullptr));
+  });
+}
+
+/// The text of the E that `run` throws.
+template <class E, class Run>
+std::string error_of_rounds(const Run& run) {
+  try {
+    run();
+  } catch (const E& error) {
+    return error.text();
+  }
+  throw std::runtime_error("no error of the expected type");
+}
+
+TEST_P(MessageRoundsTest, every_rank_gets_the_table_of_different_calls) {
+  std::mutex mutex;
+  std::vector<std::string> texts;
+  run_message_ranks(n, [&](Engine& engine) {
+    std::vector<float> data(100);
+    const auto count = engine.rank() == 1 ? std::size_t{100} : std::size_t{10};
+    const std::string text = error_of_rounds<MismatchError>(
+        [&] { engine.run(call_of(Op::all_reduce, count, data.data(), data.data())); });
+    const std::lock_guard lock(mutex);
+    texts.push_back(text);
+  });
+  for (const std::string& text : texts) EXPECT_EQ(text, texts[0]);
+  EXPECT_NE(texts[0].find("100"), std::string::npos) << texts[0];
+}
+
+TEST_P(MessageRoundsTest, a_send_beside_a_collective_is_a_mismatch) {
+  // Rank 0 sends to rank 2, which calls the barrier as all others.
+  run_message_ranks(n, [&](Engine& engine) {
+    float data = 0;
+    const std::string text = error_of_rounds<MismatchError>([&] {
+      engine.run(engine.rank() == 0 ? call_of(Op::send, 1, &data, nullptr, /*root=*/2)
+                                    : call_of(Op::barrier, 0, nullptr, nullptr));
+    });
+    EXPECT_NE(text.find("send"), std::string::npos) << text;
+    EXPECT_NE(text.find("barrier"), std::string::npos) << text;
+  });
+}
+
+TEST_P(MessageRoundsTest, late_ranks_are_named_not_those_that_wait_for_them) {
+  if (n == 3) GTEST_SKIP() << "two late ranks of three leave one";
+  std::atomic<int> n_failed = 0;
+  run_message_ranks(n, [&](Engine& engine) {
+    if (engine.rank() == 1 || engine.rank() == 2) {
+      while (n_failed < n - 2) std::this_thread::sleep_for(1ms);
+      return;
+    }
+    Call call = call_of(Op::barrier, 0, nullptr, nullptr);
+    call.timeout = 300ms;
+    const std::string text = error_of_rounds<TimeoutError>([&] { engine.run(call); });
+    ++n_failed;
+    EXPECT_NE(text.find("waited 0.3 s for ranks 1, 2 of"), std::string::npos) << text;
+  });
+}
+
+TEST_P(MessageRoundsTest, a_rank_that_stops_in_a_call_is_named) {
+  MessageNetwork network(n);
+  std::atomic<int> n_failed = 0;
+  // Its second start: in rounds, after its first message has been received.
+  network.on_start([&](int rank, int n_started) {
+    if (rank != 1 || n_started != (n > 8 ? 2 : 1)) return;
+    while (n_failed < n - 1) std::this_thread::sleep_for(1ms);
+  });
+  run_message_ranks(
+      n,
+      [&](Engine& engine) {
+        Call call = call_of(Op::barrier, 0, nullptr, nullptr);
+        call.timeout = engine.rank() == 1 ? 60s : 300ms;
+        // Some may complete the first: no message of that rank is missing there.
+        const std::string text = error_of_rounds<TimeoutError>([&] {
+          for (;;) engine.run(call);
+        });
+        ++n_failed;
+        EXPECT_NE(text.find("waited 0.3 s for rank 1 of"), std::string::npos) << text;
+      },
+      &network);
+}
+
+TEST_P(MessageRoundsTest, a_rank_that_left_is_named) {
+  std::atomic<bool> has_left = false;
+  run_message_ranks(n, [&](Engine& engine) {
+    if (engine.rank() == 1) {
+      engine.leave("no more sheets");
+      has_left = true;
+      return;
+    }
+    const std::string text =
+        error_of_rounds<PeerFailed>([&] { engine.run(call_of(Op::barrier, 0, nullptr, nullptr)); });
+    EXPECT_EQ(text, "rank 1 failed: no more sheets");
+  });
+}
+
+TEST_P(MessageRoundsTest, messages_grow_with_the_logarithm_of_ranks) {
+  const auto n_rounds = static_cast<std::uint64_t>(std::bit_width(static_cast<unsigned>(n - 1)));
+  const std::uint64_t once = n <= 8 ? static_cast<std::uint64_t>(n - 1) : n_rounds;
+  struct Expected {
+    Op op;
+    std::size_t count;
+    std::uint64_t n_messages;
+  };
+  for (const Expected& expected :
+       {Expected{Op::barrier, 0, once}, Expected{Op::all_reduce, 2, once},
+        Expected{Op::broadcast, 2, once}, Expected{Op::all_gather, 2, once},
+        Expected{Op::gather, 300, 2 * once}, Expected{Op::scatter, 300, 2 * once},
+        Expected{Op::all_reduce, 300, 3 * once}, Expected{Op::all_reduce, 2'000, 3 * once},
+        Expected{Op::broadcast, 300, 2 * once}, Expected{Op::all_to_all, 2, 2 * once}}) {
+    // With few ranks, rounds are no faster for these.
+    if (n < 64 && (expected.count == 2'000 || expected.op == Op::broadcast ||
+                   expected.op == Op::all_to_all)) {
+      continue;
+    }
+    MessageNetwork network(n);
+    run_message_ranks(
+        n,
+        [&](Engine& engine) {
+          std::vector<float> in(expected.count * n_ranks), out(in.size());
+          engine.run(call_of(expected.op, expected.count, in.data(), out.data()));
+        },
+        &network);
+    EXPECT_LE(network.most().n_messages, expected.n_messages) << name_of(expected.op);
+    if (expected.n_messages == once) {
+      EXPECT_LE(network.most().n_bytes, expected.n_messages * 128 + n_ranks * 64);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::message
