@@ -2,6 +2,7 @@
 """The counting behind docs/growth.md. ./dev bench growth calls it.
 
 one_host PROGRAM PAGE       what a call costs on one host by its number of ranks, counted by valgrind
+messages PROGRAM PAGE       messages and bytes of a call by the number of hosts
 simulate PROGRAM MODULE LOG what all_reduce takes on clusters that SimGrid simulates; what LOG has
                             of this program already is kept
 draw LOG PAGE               tables of that beside the alpha-beta model, and a picture beside the page
@@ -89,6 +90,21 @@ def one_host(program, page):
                                    *rows]))
 
 
+def messages(program, page):
+    """Of the mpi engine, and of one whose ranks all send to all: too many messages at 1,024."""
+    for mode, hosts in (('rounds', [2, 4, 8, 16, 64, 256, 1024]), ('direct', [16, 64, 256])):
+        ended = subprocess.run([program, mode, *map(str, hosts)], stdout=subprocess.PIPE, text=True,
+                               check=True)
+        lines = ['| of one host, by hosts |' + ''.join(f' {n} |' for n in hosts),
+                 '|---' * (len(hosts) + 1) + '|']
+        for line in ended.stdout.splitlines():
+            operation, n_bytes, *counts = line.split()
+            name = operation if operation == 'barrier' else f'{operation} {size(int(n_bytes))}'
+            cells = ''.join(f' {m}, {number(int(b))}B |' for m, b in zip(counts[::2], counts[1::2]))
+            lines.append(f'| {name} |{cells}')
+        put(page, f'host_messages_{mode}', '\n'.join(lines))
+
+
 def put(page, name, text):
     """Between the page's marks of that name."""
     with open(page) as file:
@@ -108,7 +124,8 @@ GBITS = [25, 400]
 ALGORITHMS = ['direct', 'doubling', 'halving', 'ring']
 LINK, MESSAGE, CORE = 0.5e-6, 0.25e-6, 10e9  # seconds, seconds, bytes/s
 HOSTS_PER_SWITCH = 16
-FIRST, RIDING, FLAT = 128, 64, 16 << 10  # bytes, of message_engine.cpp
+FIRST, RIDING, FLAT = 128, 64, 16 << 10  # bytes, of message_engine.cpp and collectives.cpp
+MOST_DIRECT, HEAD = 8, 80  # ranks, bytes, of message_channel.hpp and rounds.cpp
 MOST_SECONDS, MOST_KIB = 600, 8 << 20    # of one simulation
 MOST_ERROR = 0.05                        # of the model
 
@@ -118,17 +135,19 @@ def simulations(hosts):
         for gbits in GBITS:
             for algorithm in ALGORITHMS:
                 # A million messages at once, or two million one after the other, take too long.
-                if n <= 256 or algorithm in ('doubling', 'halving'):
-                    yield n, gbits, algorithm
-    yield 16, 25, 'flat'
+                few = n <= 256 or algorithm in ('doubling', 'halving')
+                sizes = SIZES if few else SIZES[:2] if algorithm == 'direct' else []
+                if sizes:
+                    yield n, gbits, algorithm, sizes
+    yield 16, 25, 'flat', SIZES
 
 
 def simulate(program, module, log, hosts=HOSTS):
     done = set(read(log)) if os.path.exists(log) else set()
-    for n, gbits, algorithm in simulations(hosts):
-        if all((n, gbits, algorithm, size) in done for size in SIZES):
+    for n, gbits, algorithm, sizes in simulations(hosts):
+        if all((n, gbits, algorithm, size) in done for size in sizes):
             continue
-        command = [program, module, str(n), str(gbits), algorithm, *map(str, SIZES)]
+        command = [program, module, str(n), str(gbits), algorithm, *map(str, sizes)]
         print(' '.join(command[2:]), flush=True)
         try:
             ended = subprocess.run(['sh', '-c', f'ulimit -v {MOST_KIB}; exec "$@"', 'sh', *command],
@@ -155,18 +174,54 @@ def read(log):
     return times
 
 
+def rounds(n, gbits, bytes_of):
+    """Seconds until the last of n ranks has sent to the rank d ahead, for d = 1, 2, 4, ..."""
+    ready = [0.0] * n
+    distance = 1
+    while distance < n:
+        def latency(r):
+            return (2 if r // HOSTS_PER_SWITCH == (r - distance) % n // HOSTS_PER_SWITCH else 4) * LINK
+        each = 2 * MESSAGE + bytes_of(distance) / (gbits * 1e9 / 8)
+        ready = [max(ready[r], ready[r - distance]) + each + latency(r) for r in range(n)]
+        distance *= 2
+    return max(ready)
+
+
+def model_of_rounds(n, gbits, n_bytes):
+    """None where the engine sends from each to each after it has compared calls."""
+    slot = min(RIDING, max(8, 2**int(math.log2((8 << 10) / n))))
+    compare = rounds(n, gbits, lambda d: HEAD + min(d, n - d) * slot)
+    def all_gather(part):
+        return rounds(n, gbits, lambda d: min(d, n - d) * part)
+    if n_bytes <= slot:
+        return compare, (n + 1) * n_bytes / CORE
+    n_rounds = (n - 1).bit_length()  # microseconds, of collectives.cpp
+    if n_bytes * (n - 0.5 * n_rounds - 1) * 0.32e-3 < 1.75 * n_rounds:
+        return compare, all_gather(n_bytes) + (n + 1) * n_bytes / CORE
+    if 2 * (1.75 * n_rounds - 0.5 * (n - 1)) + n_bytes * (0.5 * n_rounds - 1) * 0.32e-3 >= 0:
+        return compare, None
+    part = math.ceil(n_bytes / n)
+    slices = rounds(n, gbits, lambda d: sum(1 for i in range(n) if i & d) * part)
+    return compare, slices + (n + 1) * part / CORE + all_gather(part)
+
+
 def model(n, gbits, algorithm, n_bytes):
     """Seconds between n hosts, of which one rank each takes part."""
     bandwidth = gbits * 1e9 / 8
     far = (4 if n > HOSTS_PER_SWITCH else 2) * LINK
-    if algorithm == 'direct':  # all messages between all ranks at once, one exchange or three
+    if algorithm == 'direct':  # of the mpi engine
         def exchange(each):
             return 2 * (n - 1) * MESSAGE + far + (n - 1) * each / bandwidth
-        if n_bytes <= RIDING:
-            return exchange(FIRST) + (n + 1) * n_bytes / CORE
-        if n_bytes <= FLAT:
-            return exchange(FIRST) + exchange(n_bytes) + (n + 1) * n_bytes / CORE
-        return exchange(FIRST) + 2 * exchange(n_bytes / n) + (n + 1) * n_bytes / n / CORE
+        compare = exchange(FIRST)
+        if n > MOST_DIRECT:
+            compare, seconds = model_of_rounds(n, gbits, n_bytes)
+            if seconds is not None:
+                return compare + seconds
+        elif n_bytes <= RIDING:
+            return compare + (n + 1) * n_bytes / CORE
+        elif n_bytes <= FLAT:
+            return compare + exchange(n_bytes) + (n + 1) * n_bytes / CORE
+        return compare + 2 * exchange(n_bytes / n) + (n + 1) * n_bytes / n / CORE
     if algorithm == 'ring':
         # Whoever sends to another switch takes longer, and all wait for their neighbours.
         step = 2 * MESSAGE + far + n_bytes / n / bandwidth
@@ -279,7 +334,8 @@ def picture(times, path, gbits=25):
 
 
 if __name__ == '__main__':
-    commands = {'one_host': (one_host, 2), 'simulate': (simulate, 3), 'draw': (draw, 2),
+    commands = {'one_host': (one_host, 2), 'messages': (messages, 2),
+                'simulate': (simulate, 3), 'draw': (draw, 2),
                 'check': (check, 3)}
     function, n_arguments = commands.get(sys.argv[1] if len(sys.argv) > 1 else '', (None, 0))
     if function is None or len(sys.argv) != 2 + n_arguments:
