@@ -6,9 +6,12 @@
 #include <algorithm>
 #include <cstring>
 #include <lockstep/error.hpp>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "engines/hierarchical/hosts.hpp"
+#include "engines/hierarchical/topology.hpp"
 #include "engines/hierarchical/wide.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "group/check.hpp"
@@ -26,31 +29,6 @@ constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
 
 /// Prefixes of errors whose text uses the rank numbers of one level.
 constexpr std::string_view kWithin = "on one host", kBetween = "between hosts";
-
-/// The topology of one group.
-struct Topology {
-  std::vector<int> hosts;    ///< for each rank, the lowest rank on its host
-  std::vector<int> leaders;  ///< the lowest rank of each host, in order
-  std::vector<int> members;  ///< the ranks on this host, in order
-
-  Topology(std::vector<int> hosts_of_ranks, int rank) : hosts(std::move(hosts_of_ranks)) {
-    for (int r = 0; r < static_cast<int>(hosts.size()); ++r) {
-      if (leader_of(r) == r) leaders.push_back(r);
-      if (leader_of(r) == leader_of(rank)) members.push_back(r);
-    }
-  }
-  int leader_of(int rank) const { return hosts[static_cast<std::size_t>(rank)]; }
-  /// Index of a rank's host among the leaders.
-  int host_of(int rank) const {
-    return static_cast<int>(std::lower_bound(leaders.begin(), leaders.end(), leader_of(rank)) -
-                            leaders.begin());
-  }
-  /// Index of a rank of this host among the members.
-  int place_of(int rank) const {
-    return static_cast<int>(std::lower_bound(members.begin(), members.end(), rank) -
-                            members.begin());
-  }
-};
 
 /// The engine between the leaders of `outer`; unused on its other ranks. Collective.
 std::unique_ptr<Engine> leaders_of(Engine& outer, const Topology& topology, Call call) {
@@ -149,43 +127,44 @@ class HierarchicalEngine final : public Engine {
     }
   }
 
-  /// Work of one level, whose errors refer to the group's `ranks` by their numbers in that level.
-  template <class Work>
-  void renumbered(Work work, const Call& call, std::string_view place,
-                  const std::vector<int>& ranks) {
+  /// Work whose errors do not use this group's rank numbers; explain() changes them.
+  template <class Work, class Explain>
+  void explained(Work work, const Call& call, Explain explain) {
     try {
       work();
     } catch (const Error& error) {
       internal::Failure failure = internal::failure_of(error);
       if (failure.kind == internal::Failure::Kind::usage) throw;
-      // The last two conditions: an error that another level found and ended this one with.
-      if (n_hosts() > 1 && !failure.text.starts_with(kWithin) &&
-          !failure.text.starts_with(kBetween)) {
-        failure.text =
-            fmt::format("{}, where rank{} {} of the group {} 0 to {}: {}", place,
-                        ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
-                        ranks.size() == 1 ? "is" : "are", ranks.size() - 1, failure.text);
-        for (std::int32_t& peer : failure.peers.ranks) {
-          const auto at = static_cast<std::size_t>(peer);
-          if (at < ranks.size()) peer = ranks[at];
-        }
-      }
+      explain(failure);
       internal::throw_failure(failure, context_of(call, rank()));
     }
+  }
+
+  /// Work of one level, whose errors refer to the group's `ranks` by their numbers in that level.
+  template <class Work>
+  void renumbered(Work work, const Call& call, std::string_view place,
+                  const std::vector<int>& ranks) {
+    explained(work, call, [&](internal::Failure& failure) {
+      std::string& text = failure.text;
+      // The last two: an error that another level found and ended this one with.
+      if (n_hosts() == 1 || text.starts_with(kWithin) || text.starts_with(kBetween)) return;
+      text = fmt::format("{}, where rank{} {} of the group {} 0 to {}: {}", place,
+                         ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
+                         ranks.size() == 1 ? "is" : "are", ranks.size() - 1, text);
+      for (std::int32_t& peer : failure.peers.ranks) {
+        const auto at = static_cast<std::size_t>(peer);
+        if (at < ranks.size()) peer = ranks[at];
+      }
+    });
   }
 
   /// Work of a group that is split off this one, whose errors refer to its ranks.
   template <class Work>
   void in_new_group(Work work, const Call& call) {
-    try {
-      work();
-    } catch (const Error& error) {
-      internal::Failure failure = internal::failure_of(error);
-      if (failure.kind == internal::Failure::Kind::usage) throw;
+    explained(work, call, [](internal::Failure& failure) {
       failure.text = fmt::format("in the new group, by its ranks: {}", failure.text);
       failure.peers = {};  // not ranks of this group
-      internal::throw_failure(failure, context_of(call, rank()));
-    }
+    });
   }
 
   template <class Work>
@@ -259,7 +238,7 @@ class HierarchicalEngine final : public Engine {
           return run_within(message);
         }
         return run_message(call);
-      case Op::all_gather:
+      case Op::all_gather: return all_gather(call);
       case Op::gather:
       case Op::scatter:
       case Op::reduce_scatter:
@@ -348,6 +327,51 @@ class HierarchicalEngine final : public Engine {
     if (is_here) return;
     step.root = 0;
     step.in = call.out;
+    run_within(step);
+  }
+
+  /// The parts of each host to its leader, those of all hosts between leaders, then all to all
+  /// ranks: they cross between hosts once per host.
+  void all_gather(const Call& call) {
+    const std::size_t element = size_of(call.dtype);
+    const auto count_of = [&call](int r) {
+      return call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(r)];
+    };
+    std::vector<std::size_t> of_members, of_hosts;
+    for (const int member : topology_.members) of_members.push_back(count_of(member));
+    std::size_t total = 0;
+    for (const int r : topology_.by_host) {
+      if (topology_.leader_of(r) == r) of_hosts.push_back(0);
+      of_hosts.back() += count_of(r);
+      total += count_of(r);
+    }
+    const std::size_t here = of_hosts[static_cast<std::size_t>(topology_.host_of(rank()))];
+    std::vector<std::byte> own(is_leader() ? here * element : 0), all;
+    Call step = call;
+    step.parent_call = &call;
+    step.op = Op::gather;
+    step.root = 0;
+    step.counts = of_members;
+    step.out = own.data();
+    run_within(step);
+    if (is_leader()) {
+      const bool is_in_order = topology_.is_in_order();
+      if (!is_in_order) all.resize(total * element);
+      step.op = Op::all_gather;
+      step.root = -1;
+      step.count = here;
+      step.counts = of_hosts;
+      step.in = own.data();
+      step.out = is_in_order ? call.out : all.data();
+      run_between(step);
+      if (!is_in_order)
+        topology_.put_in_order(all, count_of, element, static_cast<std::byte*>(call.out));
+    }
+    step.op = Op::broadcast;
+    step.root = 0;
+    step.count = total;
+    step.counts = {};
+    step.in = step.out = call.out;
     run_within(step);
   }
 

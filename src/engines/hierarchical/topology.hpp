@@ -1,0 +1,59 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace lockstep::hierarchical {
+
+/// The topology of one group, as one of its ranks sees it.
+struct Topology {
+  std::vector<int> hosts;    ///< for each rank, the lowest rank on its host
+  std::vector<int> leaders;  ///< the lowest rank of each host, in order
+  std::vector<int> members;  ///< the ranks on this host, in order
+  std::vector<int> by_host;  ///< all ranks: those of the first host in order, of the second, ...
+
+  Topology(std::vector<int> hosts_of_ranks, int rank)
+      : hosts(std::move(hosts_of_ranks)), by_host(hosts.size()) {
+    for (int r = 0; r < static_cast<int>(hosts.size()); ++r) {
+      by_host[static_cast<std::size_t>(r)] = r;
+      if (leader_of(r) == r) leaders.push_back(r);
+      if (leader_of(r) == leader_of(rank)) members.push_back(r);
+    }
+    std::ranges::stable_sort(by_host, {}, [this](int r) { return leader_of(r); });
+  }
+  int leader_of(int rank) const { return hosts[static_cast<std::size_t>(rank)]; }
+  /// Index of a rank's host among the leaders.
+  int host_of(int rank) const {
+    return static_cast<int>(std::lower_bound(leaders.begin(), leaders.end(), leader_of(rank)) -
+                            leaders.begin());
+  }
+  /// Index of a rank of this host among the members.
+  int place_of(int rank) const {
+    return static_cast<int>(std::lower_bound(members.begin(), members.end(), rank) -
+                            members.begin());
+  }
+  /// Whether the ranks of each host are consecutive.
+  bool is_in_order() const { return std::ranges::is_sorted(by_host); }
+
+  /// Copies parts of ranks, of count_of(rank) elements, from the order of hosts to that of ranks.
+  template <class CountOf>
+  void put_in_order(std::span<const std::byte> from, const CountOf& count_of, std::size_t element,
+                    std::byte* to) const {
+    std::vector<std::size_t> begins(hosts.size() + 1);
+    for (std::size_t r = 0; r < hosts.size(); ++r) {
+      begins[r + 1] = begins[r] + count_of(static_cast<int>(r)) * element;
+    }
+    for (const int r : by_host) {
+      const std::size_t n_bytes = count_of(r) * element;
+      if (n_bytes == 0) continue;
+      std::memcpy(to + begins[static_cast<std::size_t>(r)], from.data(), n_bytes);
+      from = from.subspan(n_bytes);
+    }
+  }
+};
+
+}  // namespace lockstep::hierarchical
