@@ -142,7 +142,7 @@ TEST_P(WatchedProcessTest, a_pidfd_of_another_process_has_the_number) {
   ::close(number);
 }
 
-TEST(ProcessStateTest, of_nobody) {
+TEST(ProcessStateTest, of_no_process) {
   EXPECT_EQ(process_state(0, 1), ProcessState::unknown);
   EXPECT_EQ(process_state(-1, 1), ProcessState::unknown);
   EXPECT_EQ(process_state(::getpid(), 0), ProcessState::unknown);

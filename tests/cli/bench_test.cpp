@@ -33,7 +33,7 @@ void expect_times(const nlohmann::json& figures) {
 
 // Unpinned where times are wanted: then there is no probe, by which a block would not count.
 
-TEST(BenchTest, every_verb_with_processes_and_threads) {
+TEST(BenchTest, every_operation_with_processes_and_threads) {
   const TemporaryFolder folder;
   const Ended ended = bench({"-n",
                              "3",

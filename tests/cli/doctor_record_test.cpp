@@ -76,7 +76,7 @@ TEST(DoctorRecordTest, nothing_is_written_where_nothing_fails) {
   EXPECT_TRUE(contains(ended.err, "holds no rank-N.json")) << ended.err;
 }
 
-TEST(DoctorRecordTest, refuses_what_is_no_record) {
+TEST(DoctorRecordTest, rejects_what_is_no_record) {
   const TemporaryFolder folder;
   lose_rank_2(folder.path());
   const std::string good = contents_of(folder / "rank-1.json");

@@ -123,7 +123,7 @@ TEST(DoctorTest, no_room_for_shared_memory) {
   expect_says(report, "shared memory", "MISSING", "mmap: Cannot allocate memory", "ulimit -v");
 }
 
-TEST(DoctorTest, what_the_launcher_said) {
+TEST(DoctorTest, what_the_launcher_reported) {
   const std::map<std::string, std::string> mpich = {
       {"PMI_RANK", "1"}, {"PMI_SIZE", "3"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "3"}};
   const Report report = examine("", mpich);

@@ -153,7 +153,7 @@ TEST_P(MpiTest, mmengine_cases) {
   expect_passes(1, "MmengineCases");
 }
 
-TEST_P(MpiTest, flight_records_name_the_rank_that_parted) {
+TEST_P(MpiTest, flight_records_name_the_rank_that_diverged) {
   for (const std::string backend : {"mpi", "hierarchical"}) {
     const std::string text = records_of("mismatch", backend);
     expect_contains(text, "records of ranks 0, 1, 2");
@@ -197,7 +197,7 @@ TEST_P(MpiTest, a_barrier_of_one_rank_is_known_by_its_line) {
                  "  0     barrier         -     -           -     -          over_mpi",
                  "LOCKSTEP_CHECK=full");
 }
-TEST_P(MpiTest, levels_of_checking_that_differ_are_said) {
+TEST_P(MpiTest, levels_of_checking_that_differ_are_reported) {
   expect_failure("levels",
                  "LOCKSTEP_CHECK must be the same on all ranks, but it is light on rank 0, off on "
                  "rank 1, light on rank 2");
@@ -226,7 +226,7 @@ TEST_P(MpiTest, the_programs_own_MPI_Finalize_ends_after_a_timeout) {
       3, fmt::format("timeout 30 {} finalize_after_timeout {}", OVER_MPI_PROGRAM, said.path()));
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
 }
-TEST_P(MpiTest, a_rank_that_waits_hears_of_a_failure_before_its_own_limit) {
+TEST_P(MpiTest, a_rank_that_waits_is_notified_of_a_failure_before_its_own_limit) {
   const std::string text = failures_of(3, "limits");
   expect_contains(text, "rank 1 waited 1 s for rank 0 of 3");
   EXPECT_EQ(text.find("rank 2 waited"), std::string::npos) << text;
@@ -237,11 +237,11 @@ TEST_P(MpiTest, an_exchange_that_ended_leaves_its_memory_alone) {
 }
 TEST_P(MpiTest, a_rank_that_leaves_is_named) { expect_failure("leave", "rank 1 left the world"); }
 
-TEST_P(MpiTest, a_wrong_LOCKSTEP_MPI_is_said) {
+TEST_P(MpiTest, a_wrong_LOCKSTEP_MPI_is_reported) {
   expect_contains(failures_of(1, "none", "LOCKSTEP_MPI=abacus"), "LOCKSTEP_MPI is 'abacus'");
 }
 
-TEST_P(MpiTest, the_other_mpi_is_refused) {
+TEST_P(MpiTest, the_other_mpi_is_rejected) {
   const bool is_open = GetParam().name == "openmpi";
   const std::string other = is_open ? MPICH_MODULE : OPENMPI_MODULE;
   if (other.empty()) GTEST_SKIP() << "only one MPI is here";

@@ -14,7 +14,7 @@ namespace {
 
 class RunCollectivesTest : public testing::TestWithParam<int> {};
 
-TEST_P(RunCollectivesTest, ranks_meet) {
+TEST_P(RunCollectivesTest, ranks_connect) {
   const int n_ranks = GetParam();
   const Ended ended = run({"-n", std::to_string(n_ranks), COLLECTIVES_PROGRAM, "sum"});
   EXPECT_EQ(ended.exit_code, 0) << ended.err << ended.out;
@@ -85,7 +85,7 @@ TEST(RunLateTest, a_rank_that_left_early) {
                R"(PeerLost: barrier .*rank 1 left the world \(destroy_dist, or its end\))");
 }
 
-TEST(RunLateTest, an_exception_that_nobody_catches) {
+TEST(RunLateTest, an_uncaught_exception) {
   expect_match(told_when_rank_1("throw"),
                R"(PeerFailed: barrier .*rank 1 failed: the disk is full)");
 }
@@ -100,7 +100,7 @@ TEST(RunLateTest, the_launcher_names_who_left_and_not_who_waited) {
                R"(with code 1 after)");
 }
 
-TEST(RunAloneTest, ranks_that_never_joined_are_told) {
+TEST(RunAloneTest, ranks_that_never_joined_are_reported) {
   const std::string note = "no rank called lockstep::init_dist: each of the 2 worked alone";
   const Ended ended = run({"-n", "2", COLLECTIVES_PROGRAM, "alone"});
   EXPECT_EQ(ended.exit_code, 0);

@@ -196,7 +196,7 @@ TEST(RunNodesTest, all_nodes_start_again_together) {
   }
 }
 
-TEST(RunNodesTest, who_is_missing_is_told_to_all_that_came) {
+TEST(RunNodesTest, who_is_missing_is_reported_to_all_present) {
   const std::string rendezvous = free_rendezvous();
   std::vector<std::unique_ptr<Command>> nodes;
   for (const int node : {0, 2}) {
@@ -226,7 +226,7 @@ TEST(RunNodesTest, node_0_that_is_not_there_is_named_with_host_and_port) {
       << ended.err;
 }
 
-TEST(RunNodesTest, nodes_that_disagree_are_told_so) {
+TEST(RunNodesTest, nodes_that_disagree_are_rejected) {
   {
     const std::string rendezvous = free_rendezvous();
     const auto first =
@@ -343,7 +343,7 @@ TEST(RunNodesTest, idle_connections_do_not_take_all_descriptors) {
   EXPECT_EQ(sorted_lines_of(second->wait().out), (Lines{"2", "3"}));
 }
 
-TEST(RunNodesTest, more_nodes_than_descriptors_is_said_at_once) {
+TEST(RunNodesTest, more_nodes_than_descriptors_is_reported_at_once) {
   const Ended ended = start({.n_nodes = 70,
                              .node_rank = 0,
                              .rendezvous = free_rendezvous(),
@@ -357,7 +357,7 @@ TEST(RunNodesTest, more_nodes_than_descriptors_is_said_at_once) {
       << ended.err;
 }
 
-TEST(RunNodesTest, who_does_not_know_the_secret_is_sent_away) {
+TEST(RunNodesTest, who_does_not_know_the_secret_is_rejected) {
   const TemporaryFolder folder;
   const auto secret = [&](const std::string& text) -> std::vector<std::string> {
     const std::string path = fmt::format("{}/{}", folder.path(), text.substr(0, 3));

@@ -240,7 +240,7 @@ TEST(RunLogTest, one_file_per_rank_and_output) {
   EXPECT_EQ(contents_of(folder / "a/b/rank-1.err"), "err1");
 }
 
-TEST(RunLogTest, refuses_to_overwrite) {
+TEST(RunLogTest, does_not_overwrite) {
   const TemporaryFolder folder;
   std::ofstream(folder / "rank-1.err") << "precious";
   const Ended ended = run({"-n", "2", "--log-dir", folder / ".", "echo", "started"});
@@ -259,7 +259,7 @@ TEST(RunLogTest, each_restart_has_its_own) {
   EXPECT_EQ(contents_of(folder / "rank-1.restart-1.out"), "1\n");
 }
 
-TEST(RunLogTest, goes_on_when_nobody_reads_the_output) {
+TEST(RunLogTest, goes_on_when_the_output_has_no_reader) {
   const TemporaryFolder folder;
   run(StartOptions{.arguments = script({"-n", "1", "--log-dir", folder / "."}, "seq 1 200000"),
                    .shell = "\"$@\" | true"});
@@ -273,7 +273,7 @@ TEST(RunLogTest, folder_cannot_be_made) {
   EXPECT_EQ(ended.out, "");
 }
 
-TEST(RunLogTest, full_disk_is_said_and_the_ranks_go_on) {
+TEST(RunLogTest, full_disk_is_reported_and_the_ranks_go_on) {
   // A limit on the size of files, 4 MiB, stands for the disk.
   const TemporaryFolder folder;
   const Ended ended =

@@ -32,7 +32,7 @@ TEST(CliTest, help_and_version) {
   EXPECT_NE(nothing.err.find("Usage"), std::string::npos) << nothing.err;
 }
 
-TEST(CliTest, unknown_verb) {
+TEST(CliTest, unknown_subcommand) {
   const Ended ended = command({"walk"});
   EXPECT_EQ(ended.exit_code, 2);
   EXPECT_NE(ended.err.find("'walk'"), std::string::npos) << ended.err;

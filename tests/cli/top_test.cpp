@@ -146,7 +146,7 @@ TEST_F(TopTest, never_writes_to_the_segment) {
   screen.send(SIGINT);
 }
 
-TEST_F(TopTest, another_users_job_is_refused) {
+TEST_F(TopTest, another_users_job_is_rejected) {
   if (geteuid() != 0) GTEST_SKIP() << "only root can become another user";
   const std::string command = std::string("exec setpriv --reuid 65534 --clear-groups \"$@\"");
   Command other(StartOptions{.arguments = {"top", number()}, .shell = command});
@@ -155,7 +155,7 @@ TEST_F(TopTest, another_users_job_is_refused) {
   EXPECT_TRUE(contains(ended.err, "belongs to user 0, you are user 65534")) << ended.err;
 }
 
-TEST(TopUsageTest, refuses_what_is_no_job) {
+TEST(TopUsageTest, rejects_what_is_no_job) {
   const auto expect_refused = [](const std::string& argument, const std::string& why) {
     Command command(StartOptions{.arguments = {"top", argument}});
     const Ended ended = command.wait();

@@ -204,7 +204,7 @@ TEST_F(TraceTest, a_program_without_lockstep_leaves_an_empty_trace) {
   expect_contains(summary(), "0 ranks");
 }
 
-TEST_F(TraceTest, what_is_no_trace_is_refused) {
+TEST_F(TraceTest, what_is_no_trace_is_rejected) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"hello", "syntax error"},
       {"{}", "otherData"},

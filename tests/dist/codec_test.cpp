@@ -89,7 +89,7 @@ TEST(CodecTest, every_kind_of_json) {
   EXPECT_FALSE(back["plain bytes"].get_binary().has_subtype());
 }
 
-TEST(CodecTest, every_truncation_is_refused) {
+TEST(CodecTest, every_truncation_is_rejected) {
   const Bytes bytes = encoded(everything());
   for (std::size_t n = 0; n < bytes.size(); ++n) {
     Everything back;
@@ -97,7 +97,7 @@ TEST(CodecTest, every_truncation_is_refused) {
   }
 }
 
-TEST(CodecTest, bytes_left_over_are_refused) {
+TEST(CodecTest, bytes_left_over_are_rejected) {
   // The last 8 bytes say how many are padding: more than there are, or fewer.
   for (const char* const last : {"12345678", "\0\0\0\0\0\0\0\0"}) {
     Bytes bytes = encoded(everything());

@@ -108,7 +108,7 @@ TEST_P(ControlTest, another_rank_throws_inside) {
   });
 }
 
-TEST_P(ControlTest, collectives_inside_are_refused) {
+TEST_P(ControlTest, collectives_inside_are_rejected) {
   run([] {
     const Group group = default_group();
     const Group other = group.duplicate();
@@ -129,7 +129,7 @@ TEST_P(ControlTest, collectives_inside_are_refused) {
   });
 }
 
-TEST_P(ControlTest, nesting_is_refused) {
+TEST_P(ControlTest, nesting_is_rejected) {
   run([] {
     const Group other = default_group().duplicate();
     main_process_first([&other] {

@@ -205,7 +205,7 @@ TEST_F(BootstrapTest, rank_0_that_does_not_come_is_named) {
 }
 
 // The launcher said that they are on one host.
-TEST_F(BootstrapTest, ranks_in_separate_network_namespaces_are_told_so) {
+TEST_F(BootstrapTest, ranks_in_separate_network_namespaces_are_reported) {
   if (const auto why = test::missing_namespaces(); !why.empty()) GTEST_SKIP() << why;
   for (const int rank : {0, 1}) {
     start_rank(rank, 2, [rank] {
@@ -266,7 +266,7 @@ TEST_F(BootstrapTest, sizes_that_differ_are_a_mismatch) {
   expect_all_pass();
 }
 
-TEST_F(BootstrapTest, a_rank_of_another_version_is_refused_by_both_versions) {
+TEST_F(BootstrapTest, a_rank_of_another_version_is_rejected_by_both_versions) {
   const std::string text =
       fmt::format("links lockstep 9.8.7 (layout 0000beef), and rank 0 lockstep");
   start_rank(0, 3, [&] { expect_refusal<MismatchError>({text}); });
@@ -314,7 +314,7 @@ void limit_descriptors_to(int n) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
 }
 
-TEST_F(BootstrapTest, rank_0_without_descriptors_for_all_is_named_and_nobody_else) {
+TEST_F(BootstrapTest, only_rank_0_without_descriptors_for_all_is_named) {
   constexpr int kRanks = 8;
   start_rank(0, kRanks, [] {
     limit_descriptors_to(4);  // the listening socket, and three ranks
@@ -372,7 +372,7 @@ TEST_F(BootstrapTest, without_proc_a_late_rank_is_late_and_a_killed_one_lost) {
   expect_all_pass();
 }
 
-TEST_F(BootstrapTest, a_name_that_another_user_holds_is_refused) {
+TEST_F(BootstrapTest, a_name_that_another_user_holds_is_rejected) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user too";
   const std::string taken = name();
   const pid_t stranger = start([&taken] {
@@ -396,7 +396,7 @@ TEST_F(BootstrapTest, a_name_that_another_user_holds_is_refused) {
   expect_all_pass();
 }
 
-TEST_F(BootstrapTest, another_user_hears_nothing) {
+TEST_F(BootstrapTest, another_user_receives_nothing) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user too";
   const std::string open = name();
   start_rank(0, 2, [] {

@@ -389,7 +389,7 @@ TEST(FailuresOfProcesses, killed_while_it_computes_and_the_others_sleep) {
   EXPECT_EQ(statuses[2], 0);
 }
 
-TEST(FailuresOfProcesses, stopped_is_said_so) {
+TEST(FailuresOfProcesses, stopped_is_reported) {
   const SharedCount told;
   const auto statuses = run_processes(
       2,
@@ -454,7 +454,7 @@ TEST(FailuresOfProcesses, a_group_that_one_rank_cannot_map_is_an_error_on_all) {
   EXPECT_EQ(statuses, std::vector<int>(3, 0));
 }
 
-TEST(FailuresOfProcesses, in_an_endless_loop_is_said_so) {
+TEST(FailuresOfProcesses, in_an_endless_loop_is_reported) {
   const SharedCount looping;
   const SharedCount told;
   const auto statuses = run_processes(2, [&] {
@@ -477,7 +477,7 @@ TEST(FailuresOfProcesses, in_an_endless_loop_is_said_so) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
-TEST(FailuresOfProcesses, in_another_call_is_said_so) {
+TEST(FailuresOfProcesses, in_another_call_is_reported) {
   const SharedCount calling;
   const auto statuses = run_processes(2, [&] {
     const Group other = default_group().duplicate();
@@ -561,7 +561,7 @@ TEST(FailuresOfProcesses, a_rank_that_never_joins_is_named) {
   EXPECT_EQ(status, 0);
 }
 
-TEST(FailuresOfProcesses, levels_of_checking_that_differ_are_said) {
+TEST(FailuresOfProcesses, levels_of_checking_that_differ_are_reported) {
   const shared::Job job(2);
   std::vector<pid_t> pids;
   for (int rank = 0; rank < 2; ++rank) {

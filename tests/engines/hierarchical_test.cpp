@@ -147,7 +147,7 @@ TEST(HierarchicalTest, messages_inside_and_between_hosts) {
   }
 }
 
-TEST(HierarchicalTest, the_other_verbs) {
+TEST(HierarchicalTest, the_other_operations) {
   for (const Hosts& hosts : layouts()) {
     run_hosts(hosts, [&](const Group& group) {
       const auto n = static_cast<std::size_t>(group.size());

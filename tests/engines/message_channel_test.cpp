@@ -148,7 +148,7 @@ TEST_F(MessageChannelTest, the_last_messages_of_a_rank_that_left_may_still_arriv
   EXPECT_TRUE(script.sent.empty());
 }
 
-TEST_F(MessageChannelTest, who_waits_for_a_rank_that_left_tells_the_others) {
+TEST_F(MessageChannelTest, who_waits_for_a_rank_that_left_notifies_the_others) {
   script.received = {departure_of(2, Kind::peer_failed, "no more sheets")};
   script.awaited = {1};
   script.states = {State::pending, State::complete};

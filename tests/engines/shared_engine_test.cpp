@@ -52,7 +52,7 @@ INSTANTIATE_TEST_SUITE_P(Engines, ManyRanks,
                                            Setting{Form::processes, 64}),
                          [](const auto& setting) { return name_of(setting.param); });
 
-TEST_P(ManyRanks, every_verb_once) {
+TEST_P(ManyRanks, every_operation_once) {
   run_as(GetParam(), [] {
     const int n = get_world_size();
     const auto size = static_cast<std::size_t>(n);
@@ -263,7 +263,7 @@ TEST(SharedEngineTest, places_in_the_segment_are_used_again) {
   EXPECT_EQ(statuses, std::vector<int>(2, 0));
 }
 
-TEST(SegmentTest, refuses_what_is_not_its_own) {
+TEST(SegmentTest, rejects_what_is_not_its_own) {
   const auto refusal = [](int fd, std::uint64_t nonce) -> std::string {
     try {
       shared::Segment::attach(base::UniqueFd(fd), nonce);

@@ -82,7 +82,7 @@ TEST(TuningTest, this_cpu_says_who_it_is) {
   EXPECT_EQ(shared::tuning_for(2, {}).chunk_bytes, shared::measured_for(2, cpu).chunk_bytes);
 }
 
-TEST(TuningTest, other_text_is_refused) {
+TEST(TuningTest, other_text_is_rejected) {
   for (const char* text : {"flat", "flat=", "flat=1k", "=1", "chunk=4095", "depth=2", "flat=1;"}) {
     try {
       shared::parse_tuning(text);

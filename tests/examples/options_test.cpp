@@ -24,7 +24,7 @@ std::string refusal_of(std::vector<std::string> words) {
   }
 }
 
-TEST(OptionsTest, what_no_number_can_mean_is_refused) {
+TEST(OptionsTest, what_no_number_can_mean_is_rejected) {
   for (const char* const flag : {"--lr", "--momentum", "--weight-decay"}) {
     for (const char* const value : {"nan", "inf", "-inf", "-0.1", "1e999", "x"}) {
       EXPECT_NE(refusal_of({flag, value}), "") << flag << " " << value;

@@ -77,7 +77,7 @@ void set_limit(int resource, rlim_t value) {
   ASSERT_EQ(::setrlimit(static_cast<__rlimit_resource>(resource), &limit), 0);
 }
 
-TEST(MachineLimitsTest, a_forbidden_memfd_is_said) {
+TEST(MachineLimitsTest, a_forbidden_memfd_is_reported) {
   in_child([] {
     forbid(SYS_memfd_create);
     const std::string text = system_error(EPERM, [] { shared::Job job(2); });
@@ -256,7 +256,7 @@ TEST(MachineLimitsTest, a_full_dev_shm_is_not_needed) {
   });
 }
 
-TEST(MachineLimitsTest, a_full_tmpfs_under_the_results_is_said_on_every_rank) {
+TEST(MachineLimitsTest, a_full_tmpfs_under_the_results_is_reported_on_every_rank) {
   SKIP_UNLESS_CAN_MOUNT();
   const TemporaryFolder folder;
   in_child([&folder] {
@@ -314,7 +314,7 @@ TEST(OtherUsersTest, cannot_open_the_segment) {
   });
 }
 
-TEST(OtherUsersTest, cannot_take_part_in_a_meeting) {
+TEST(OtherUsersTest, cannot_take_part_in_a_bootstrap) {
   SKIP_UNLESS_ROOT();
   // Rank 1 is another user, who knows everything else: the names differ, and neither meets.
   in_child([] {
@@ -337,7 +337,7 @@ TEST(OtherUsersTest, cannot_take_part_in_a_meeting) {
   });
 }
 
-TEST(SegmentTest, of_another_job_or_version_or_with_a_damaged_header_is_refused) {
+TEST(SegmentTest, of_another_job_or_version_or_with_a_damaged_header_is_rejected) {
   const auto refusal = [](const std::function<void(shared::SegmentHeader&)>& damage) {
     const auto segment = shared::make_world(Segment::for_processes(2));
     const std::uint64_t nonce = segment->header().nonce;

@@ -253,7 +253,7 @@ TEST(WorkTest, failure_is_rethrown_and_the_group_is_dead) {
   });
 }
 
-TEST(WorkTest, a_work_nobody_waits_for_does_not_hide_its_failure) {
+TEST(WorkTest, a_work_without_a_wait_does_not_hide_its_failure) {
   run_ranks(2, [](int rank) {
     const Group group = default_group().duplicate();
     if (rank == 1) return;
@@ -277,7 +277,7 @@ TEST(WorkTest, waits_when_its_last_copy_is_destroyed) {
   });
 }
 
-TEST(WorkTest, detached_it_waits_for_nobody) {
+TEST(WorkTest, detached_it_does_not_wait) {
   run_ranks(2, [](int rank) {
     const Group group = default_group().duplicate();
     if (rank == 0) {

@@ -48,7 +48,7 @@ TEST(MismatchTableTest, who_is_not_here_stands_behind) {
             "  0, 4  not here yet; its last call: none");
 }
 
-TEST(MismatchTableTest, what_differs_without_a_column_is_said) {
+TEST(MismatchTableTest, what_differs_without_a_column_is_reported) {
   MismatchTable table;
   for (int rank = 0; rank < 3; ++rank) {
     auto row = row_of(rank);

@@ -76,7 +76,7 @@ TEST(C10dTest, the_text_of_a_ranks_exception_reaches_the_others) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
-TEST(C10dTest, who_waits_only_for_a_rank_that_failed_with_another_hears_of_it) {
+TEST(C10dTest, who_waits_only_for_a_rank_that_failed_with_another_is_notified) {
   std::array<int, 2> pipe{};
   ASSERT_EQ(::pipe2(pipe.data(), O_CLOEXEC), 0);
   const auto statuses = over_gloo(3, [&pipe] {
@@ -165,7 +165,7 @@ TEST(C10dTest, a_rank_that_comes_as_the_others_give_up_keeps_its_connections) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
-TEST(C10dTest, a_connection_that_a_long_message_was_left_on_is_told) {
+TEST(C10dTest, a_connection_that_a_long_message_was_left_on_is_reported) {
   ::setenv("LOCKSTEP_CHECK", "off", 1);  // so that data is the first that goes
   const auto statuses = over_gloo(2, [] {
     const Group world = default_group(), other = world.duplicate();
@@ -183,7 +183,7 @@ TEST(C10dTest, a_connection_that_a_long_message_was_left_on_is_told) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
-TEST(C10dTest, different_calls_are_told_in_a_table_on_every_rank) {
+TEST(C10dTest, different_calls_give_a_table_on_every_rank) {
   const auto statuses = over_gloo(3, [] {
     std::vector<float> data(get_rank() == 1 ? 7 : 8);
     expect_error<MismatchError>([&] { lockstep::all_reduce(data); },
@@ -285,7 +285,7 @@ TEST_F(C10dInitTest, ranks_that_do_not_come_are_named) {
                              "of 2 ranks, rank 1 did not join at 127.0.0.1:");
 }
 
-TEST_F(C10dInitTest, nobody_serves_the_store) {
+TEST_F(C10dInitTest, the_store_has_no_server) {
   const FreePort port;
   expect_error<EngineError>([&] { init_alone(1, std::to_string(port.number()), 1s); },
                             "MASTER_ADDR is 127.0.0.1, MASTER_PORT is ");

@@ -187,7 +187,7 @@ TEST_F(CheckpointTest, a_failure_reaches_every_rank_and_changes_nothing) {
 }
 
 /// Inside a tensor, where libtorch does not look.
-TEST_F(CheckpointTest, a_damaged_tensor_is_told_on_every_rank) {
+TEST_F(CheckpointTest, a_damaged_tensor_is_reported_on_every_rank) {
   const std::string file = path("training.pt");
   const auto value = at::full({4096}, 7, at::kFloat);
   const auto read = [](torch::serialize::InputArchive& archive) {

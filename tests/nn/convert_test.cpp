@@ -203,7 +203,7 @@ TEST(ConvertTest, a_data_parallel_is_converted_in_place) {
   itself(x);
 }
 
-TEST(ConvertTest, no_module_is_told) {
+TEST(ConvertTest, no_module_is_reported) {
   EXPECT_THROW(convert_sync_batchnorm(ModulePtr()), UsageError);
 }
 

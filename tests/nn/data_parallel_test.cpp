@@ -469,7 +469,7 @@ TEST(DataParallelTest, an_exception_names_its_replica_and_frees_the_others) {
   }
 }
 
-TEST(DataParallelTest, one_value_per_channel_is_told_as_by_the_module) {
+TEST(DataParallelTest, one_value_per_channel_is_rejected_as_by_the_module) {
   Sequential net(SyncBatchNorm1d(2));
   DataParallelWithCallback model(net, cpus(2));
   for (const std::int64_t n : {1, 2}) {
@@ -513,7 +513,7 @@ struct UncloneableImpl : torch::nn::Module {
 };
 TORCH_MODULE(Uncloneable);
 
-TEST(DataParallelTest, misuse_is_told) {
+TEST(DataParallelTest, misuse_is_rejected) {
   EXPECT_EQ(usage_error([] { DataParallel(Sequential(ReLU()), {}); }),
             "got no devices; {at::kCPU, at::kCPU} are two CPU workers");
   EXPECT_NE(usage_error([] {

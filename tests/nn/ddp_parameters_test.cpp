@@ -119,7 +119,7 @@ TEST(DdpParametersTest, are_averaged_after_a_change) {
 }
 
 /// Not through DistributedDataParallel::forward: averaged, or an error.
-TEST(DdpParametersTest, are_averaged_or_refused_in_a_forward_of_the_module) {
+TEST(DdpParametersTest, are_averaged_or_rejected_in_a_forward_of_the_module) {
   for (const Change& change : changes()) {
     on_ranks(2, [&](int rank) {
       Sequential net = two_layers();
@@ -255,7 +255,7 @@ TEST(DdpParametersTest, rank_0s_values_hold_after_a_load) {
   });
 }
 
-TEST(DdpParametersTest, in_two_wrappers_are_refused) {
+TEST(DdpParametersTest, in_two_wrappers_are_rejected) {
   on_ranks(2, [](int rank) {
     Sequential net = two_layers();
     using Model = DistributedDataParallel<Sequential>;

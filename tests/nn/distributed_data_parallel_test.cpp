@@ -84,7 +84,7 @@ DistributedDataParallelOptions tiny_buckets() {
   return {.bucket_size_mb = 1e-6, .first_bucket_size_mb = 1e-6};
 }
 
-TEST(DistributedDataParallelTest, everybody_starts_from_rank_0) {
+TEST(DistributedDataParallelTest, all_ranks_start_from_rank_0) {
   on_ranks(3, [](int rank) {
     torch::nn::Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4));
     {
@@ -158,7 +158,7 @@ TEST(DistributedDataParallelTest, frozen_parameters_take_no_part) {
   });
 }
 
-TEST(DistributedDataParallelTest, unused_parameters_hang_nobody) {
+TEST(DistributedDataParallelTest, unused_parameters_hang_no_rank) {
   on_ranks(2, [](int rank) {
     Linears net;
     auto options = tiny_buckets();
@@ -177,7 +177,7 @@ TEST(DistributedDataParallelTest, unused_parameters_hang_nobody) {
   });
 }
 
-TEST(DistributedDataParallelTest, a_gradient_on_some_ranks_only_is_told_on_every_rank) {
+TEST(DistributedDataParallelTest, a_gradient_on_some_ranks_only_is_reported_on_every_rank) {
   on_ranks(3, [](int rank) {
     for (const bool static_graph : {false, true}) {
       Linears net;
@@ -205,7 +205,7 @@ TEST(DistributedDataParallelTest, a_gradient_on_some_ranks_only_is_told_on_every
   });
 }
 
-TEST(DistributedDataParallelTest, parameters_on_several_devices_are_refused) {
+TEST(DistributedDataParallelTest, parameters_on_several_devices_are_rejected) {
   struct Net : torch::nn::Module {
     Net() {
       register_parameter("here", at::zeros({2}));
@@ -231,7 +231,7 @@ TEST(DistributedDataParallelTest, a_parameter_used_twice) {
   });
 }
 
-TEST(DistributedDataParallelTest, different_modules_are_told_on_every_rank) {
+TEST(DistributedDataParallelTest, different_modules_are_reported_on_every_rank) {
   on_ranks(3, [](int rank) {
     torch::nn::Sequential net(torch::nn::Linear(2, 3), torch::nn::Linear(3, rank == 2 ? 4 : 3));
     try {
@@ -324,7 +324,7 @@ TEST(DistributedDataParallelTest, an_exception_after_the_first_bucket) {
 }
 
 /// The all_reduce that notices runs on the group's worker.
-TEST(DistributedDataParallelTest, a_peer_killed_in_backward_is_told_by_backward) {
+TEST(DistributedDataParallelTest, a_peer_killed_in_backward_is_reported_by_backward) {
   const auto statuses = test::run_processes(2, [] {
     torch::nn::Sequential net(torch::nn::Linear(2, 3), torch::nn::Linear(3, 3));
     DistributedDataParallel model(net, tiny_buckets());
@@ -783,7 +783,7 @@ TEST(DistributedDataParallelTest, join_divides_by_all_or_by_the_active) {
   }
 }
 
-TEST(DistributedDataParallelTest, join_tells_what_it_cannot_follow) {
+TEST(DistributedDataParallelTest, join_rejects_what_it_cannot_follow) {
   EXPECT_THROW(on_ranks(2,
                         [](int rank) {
                           torch::nn::Linear net(1, 1);

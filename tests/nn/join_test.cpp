@@ -164,7 +164,7 @@ TEST_P(JoinTest, resumes_with_the_same_bits_on_every_rank) {
   });
 }
 
-TEST_P(JoinTest, an_optimizer_left_out_is_told_in_the_next_epoch) {
+TEST_P(JoinTest, an_optimizer_left_out_is_reported_in_the_next_epoch) {
   EXPECT_THROW(
       on_ranks(2,
                [&](int /*rank*/) {
@@ -197,7 +197,7 @@ INSTANTIATE_TEST_SUITE_P(optimizers, JoinTest,
                          name_of_optimizer);
 
 /// How often it calls the closure depends on the loss, which is another on each rank.
-TEST(JoinTest, an_optimizer_that_looks_at_the_loss_is_refused) {
+TEST(JoinTest, an_optimizer_that_needs_the_loss_is_rejected) {
   using torch::optim::LBFGSOptions;
   for (const LBFGSOptions& options :
        {LBFGSOptions(0.02), LBFGSOptions(0.02).max_iter(1).line_search_fn("strong_wolfe")}) {
@@ -306,7 +306,7 @@ TEST(JoinTest, an_example_forward_ends_with_its_join) {
 }
 
 /// Ranks out of data would have to know the groups that others are in.
-TEST(JoinTest, a_scope_over_part_of_the_ranks_is_refused) {
+TEST(JoinTest, a_scope_over_part_of_the_ranks_is_rejected) {
   for (const bool have_all_data : {true, false}) {
     on_ranks(4, [&](int rank) {
       const Group half = default_group().split(rank / 2);

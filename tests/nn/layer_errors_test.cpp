@@ -188,7 +188,7 @@ TEST(LayerErrorsTest, replicas_are_named_by_their_module) {
   }
 }
 
-TEST(LayerErrorsTest, a_second_derivative_is_refused_by_name) {
+TEST(LayerErrorsTest, a_second_derivative_is_rejected_by_name) {
   SyncBatchNorm1d bn(3);
   const Tensor x = testing::Random(8).normal({4, 3}, at::kFloat).requires_grad_();
   const unsigned line = std::source_location::current().line() + 1;

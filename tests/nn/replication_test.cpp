@@ -349,7 +349,7 @@ TEST(ReplicationTest, a_class_derived_from_sequential_needs_a_clone_of_its_own) 
   EXPECT_EQ(difference(works(x), net->forward(x)), 0);
 }
 
-TEST(ReplicationTest, a_copy_without_a_submodule_is_refused) {
+TEST(ReplicationTest, a_copy_without_a_submodule_is_rejected) {
   Sequential net(Stage(Linear(2, 2)));
   const std::vector<ModulePtr> copies{net.ptr(), net->clone()};
   EXPECT_NE(usage_error([&] { execute_replication_callbacks(copies); }).find("copy 1"),

@@ -270,7 +270,7 @@ TEST(SyncBatchNormScopeTest, what_script_keeps_may_be_cloned) {
   EXPECT_TRUE(forward.backward(forward.reserve.clone()).equal(expected));
 }
 
-TEST(SyncBatchNormScopeTest, a_clone_that_outlives_what_script_kept_is_told) {
+TEST(SyncBatchNormScopeTest, a_clone_that_outlives_what_script_kept_is_rejected) {
   ScriptForward forward;
   const Tensor clone = forward.reserve.clone();
   forward.reserve = Tensor();
@@ -285,7 +285,7 @@ TEST(SyncBatchNormScopeTest, a_clone_that_outlives_what_script_kept_is_told) {
   EXPECT_THROW(forward.backward(Tensor()), UsageError);
 }
 
-TEST(SyncBatchNormScopeTest, wrong_input_is_told_before_anything_is_sent) {
+TEST(SyncBatchNormScopeTest, wrong_input_is_rejected_before_anything_is_sent) {
   on_ranks(2, [](int rank) {
     const SyncBatchNormScope scope;
     const auto norm = [](const Tensor& x, const Tensor& weight) {

@@ -572,7 +572,7 @@ TEST(SyncBatchNormModuleTest, a_peers_exception_reaches_backward) {
   EXPECT_NE(text.find("rank 1 failed: no label"), std::string::npos) << text;
 }
 
-TEST(SyncBatchNormModuleTest, a_peer_that_goes_elsewhere_is_told_by_backward) {
+TEST(SyncBatchNormModuleTest, a_peer_in_another_call_is_reported_by_backward) {
   on_ranks(2, [](int rank) {
     SyncBatchNorm1d bn(3);
     const Tensor y = bn->forward(at::ones({2, 3}).set_requires_grad(true));
@@ -584,7 +584,7 @@ TEST(SyncBatchNormModuleTest, a_peer_that_goes_elsewhere_is_told_by_backward) {
   });
 }
 
-TEST(SyncBatchNormModuleTest, wrong_input_is_told_before_anything_is_sent) {
+TEST(SyncBatchNormModuleTest, wrong_input_is_rejected_before_anything_is_sent) {
   on_ranks(2, [](int rank) {
     SyncBatchNorm2d bn(3);
     if (rank == 0) {
@@ -677,7 +677,7 @@ TEST(SyncBatchNormModuleTest, what_a_batch_with_a_nan_does) {
   }
 }
 
-TEST(SyncBatchNormModuleTest, gradient_of_gradient_is_refused) {
+TEST(SyncBatchNormModuleTest, gradient_of_gradient_is_rejected) {
   SyncBatchNorm1d bn(3);
   const Tensor x = Random(8).normal({4, 3}, at::kFloat).requires_grad_();
   const Tensor y = bn->forward(x).pow(2).sum();

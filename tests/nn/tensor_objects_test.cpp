@@ -47,14 +47,14 @@ TEST(TensorObjectsTest, every_type_and_layout) {
   EXPECT_FALSE(there_and_back(at::ones({2}).requires_grad_()).requires_grad());
 }
 
-TEST(TensorObjectsTest, what_is_no_dense_array_is_refused) {
+TEST(TensorObjectsTest, what_is_no_dense_array_is_rejected) {
   EXPECT_THROW(there_and_back(at::ones({2, 2}).to_sparse()), UsageError);
   EXPECT_THROW(there_and_back(at::quantize_per_tensor(at::ones({2}), 0.1, 0, at::kQInt8)),
                UsageError);
 }
 
 /// A message as a damaged or hostile peer might send it.
-TEST(TensorObjectsTest, a_message_that_lies_is_refused) {
+TEST(TensorObjectsTest, a_message_with_false_sizes_is_rejected) {
   const auto decode = [](std::uint8_t type, const std::vector<std::int64_t>& sizes,
                          std::uint64_t n_bytes, std::size_t n_sent) {
     lockstep::detail::Bytes bytes;
@@ -119,7 +119,7 @@ TEST(TensorObjectsTest, collect_results_of_tensors_and_labels) {
 // --- asynchronous operations
 // -------------------------------------------------------------------------
 
-TEST(TensorAsyncTest, every_verb) {
+TEST(TensorAsyncTest, every_operation) {
   on_ranks(2, [](int rank) {
     const int other = 1 - rank;
     const auto mine = [rank](int add = 0) { return at::full({3}, rank + 1 + add, at::kDouble); };

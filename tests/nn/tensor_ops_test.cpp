@@ -67,7 +67,7 @@ TEST(TensorOpsTest, all_gather_by_rank_and_broadcast_of_any_type) {
   });
 }
 
-TEST(TensorOpsTest, what_cannot_travel_is_told) {
+TEST(TensorOpsTest, what_cannot_be_sent_is_rejected) {
   Tensor flags = at::ones({2}, at::kBool), undefined, sparse = at::eye(2).to_sparse();
   EXPECT_THROW(all_reduce(flags), UsageError);
   EXPECT_THROW(all_reduce(undefined), UsageError);
@@ -85,7 +85,7 @@ TEST(TensorOpsTest, parameters_may_be_reduced_in_place) {
   });
 }
 
-TEST(TensorOpsTest, every_other_verb) {
+TEST(TensorOpsTest, every_other_operation) {
   on_ranks(3, [](int rank) {
     const auto mine = static_cast<std::size_t>(rank);
     Tensor data = at::full({2}, rank + 1.0);
@@ -146,7 +146,7 @@ TEST(TensorTreesTest, nested_lists_and_dicts) {
   });
 }
 
-TEST(TensorTreesTest, every_other_verb) {
+TEST(TensorTreesTest, every_other_operation) {
   on_ranks(3, [](int rank) {
     const auto make = [](int value) {
       return Nested{{"a", {{at::full({2}, value)}, value, at::full({1}, value, at::kLong)}}};

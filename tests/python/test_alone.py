@@ -52,7 +52,7 @@ def test_init_and_destroy():
 
 
 @pytest.mark.parametrize("given", [{"launcher": "pbs"}, {"backend": "nmi"}, {"timeout": -1}, {"timeout": "long"}])
-def test_init_refuses(given):
+def test_init_rejects(given):
     with pytest.raises(ls.UsageError, match=f" at {HERE}:"):
         ls.init_dist(**given)
 
@@ -90,7 +90,7 @@ def test_tensors(dtype):
 @pytest.mark.parametrize(
     "x, text", [(np.zeros((4, 4))[:, 1], "not C-contiguous"), (np.zeros(2, complex), "it takes bool, integers"), (np.zeros(0), None)]
 )
-def test_refused_tensors(x, text):
+def test_rejected_tensors(x, text):
     if text is None:
         ls.all_reduce(Tensor(x))
         return
@@ -98,7 +98,7 @@ def test_refused_tensors(x, text):
         ls.all_reduce(Tensor(x))
 
 
-def test_a_tensor_that_refuses():
+def test_a_tensor_that_rejects():
     x = np.zeros(2)
     x.flags.writeable = False
     with pytest.raises(ls.UsageError, match=r"data \(Tensor\) is no tensor in memory of the CPU that may be written"):
@@ -129,7 +129,7 @@ def test_shapes(shape):
         (None, r"data \(NoneType\) has neither"),
     ],
 )
-def test_refused_data(function, data, text):
+def test_rejected_data(function, data, text):
     with pytest.raises(ls.UsageError, match=text) as caught:
         function(data)
     assert f"{function.__name__} on group" in str(caught.value)

@@ -172,7 +172,7 @@ TEST(SyncMasterTest, all_pipes_gone_before_a_round_starts_anew) {
   EXPECT_EQ(master.run_master(1), 200);
 }
 
-TEST(SyncMasterTest, bad_ids_are_refused) {
+TEST(SyncMasterTest, bad_ids_are_rejected) {
   Master master(sum_for_each);
   EXPECT_HAS(text_of<UsageError>([&] { master.register_slave(0); }), "got id 0");
   EXPECT_HAS(text_of<UsageError>([&] { master.register_slave(-3); }), "got id -3");
@@ -186,7 +186,7 @@ TEST(SyncMasterTest, bad_ids_are_refused) {
   EXPECT_EQ(master.run_master(1), 200);
 }
 
-TEST(SyncMasterTest, misuse_is_refused) {
+TEST(SyncMasterTest, misuse_is_rejected) {
   EXPECT_THROW(Master(nullptr), UsageError);
   Pipe empty;
   EXPECT_EQ(empty.id(), -1);

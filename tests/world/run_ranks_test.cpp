@@ -40,7 +40,7 @@ TEST(RunRanksTest, worlds_within_worlds) {
   });
 }
 
-TEST(RunRanksTest, init_inside_is_refused) {
+TEST(RunRanksTest, init_inside_is_rejected) {
   run_ranks(1, [] { EXPECT_THROW(init_dist(), UsageError); });
 }
 
