@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <pthread.h>
 
+#include <array>
 #include <atomic>
 #include <filesystem>
 #include <fstream>
@@ -13,6 +14,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "helpers.hpp"
@@ -219,6 +221,20 @@ TEST(DataParallelTest, nested_tensors_are_cut_and_put_together) {
   EXPECT_TRUE(named["b"].equal(x * 6));
   EXPECT_TRUE(pair.first.equal(at::tensor({6.0, 22.0, 17.0}))) << pair.first;
   EXPECT_TRUE(pair.second.at(1).equal(at::tensor({3.0, 3.0, 3.0})));
+}
+
+TEST(DataParallelTest, arrays_and_unordered_maps_are_cut_and_put_together) {
+  using Dict = std::unordered_map<std::string, Tensor>;
+  DataParallel model(module_of([](const std::array<Tensor, 2>& pair) {
+                       // Replicas insert in other orders.
+                       return pair[0].size(0) == 2 ? Dict{{"a", pair[0]}, {"b", pair[1]}}
+                                                   : Dict{{"b", pair[1]}, {"a", pair[0]}};
+                     }),
+                     cpus(2));
+  const Tensor x = at::arange(3);
+  const Dict joined = model(std::array<Tensor, 2>{x, x + 3});
+  EXPECT_TRUE(joined.at("a").equal(x));
+  EXPECT_TRUE(joined.at("b").equal(x + 3));
 }
 
 TEST(DataParallelTest, pieces_are_those_of_chunk_along_any_dim) {
@@ -539,6 +555,12 @@ TEST(DataParallelTest, misuse_is_rejected) {
                    }),
                    cpus(2));
   EXPECT_NE(usage_error([&] { odd(at::rand({3})); }).find("cannot be put together"),
+            std::string::npos);
+  DataParallel other_keys(module_of([](const Tensor& a) {
+                            return std::map<std::int64_t, Tensor>{{a.size(0), a}};
+                          }),
+                          cpus(2));
+  EXPECT_NE(usage_error([&] { other_keys(at::rand({3})); }).find("cannot be put together"),
             std::string::npos);
 }
 

@@ -10,6 +10,7 @@
 #include <sstream>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "helpers.hpp"
@@ -123,6 +124,8 @@ TEST(TensorOpsTest, every_other_operation) {
 
 using Nested = std::map<std::string, std::tuple<std::vector<Tensor>, int, Tensor>>;
 static_assert(TensorTree<Nested> && !TensorTree<Tensor> && !TensorTree<std::vector<int>>);
+// Its order differs between ranks.
+static_assert(!TensorTree<std::vector<std::unordered_map<std::string, Tensor>>>);
 
 TEST(TensorTreesTest, nested_lists_and_dicts) {
   on_ranks(2, [](int rank) {
@@ -244,6 +247,8 @@ TEST(TensorTreesTest, devices) {
   EXPECT_EQ(moved.first[1].device(), at::Device(at::kMeta));
   EXPECT_EQ(cpu[1].device(), at::Device(at::kCPU));
   EXPECT_TRUE(cast_data_device(cpu, at::kCPU)[0].is_same(cpu[0]));
+  const auto by_name = cast_data_device(std::unordered_map<int, Tensor>{{1, cpu[0]}}, at::kMeta);
+  EXPECT_EQ(get_data_device(by_name), at::Device(at::kMeta));
 }
 
 std::vector<std::size_t> epoch_of(DistributedSampler& sampler) {

@@ -3,25 +3,23 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <torch/nn/module.h>
-#include <torch/ordered_dict.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <source_location>
 #include <span>
 #include <tuple>
 #include <type_traits>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <lockstep/group.hpp>
 #include <lockstep/nn/convert.hpp>
 #include <lockstep/nn/replication.hpp>
+#include <lockstep/nn/tensor_trees.hpp>
 
 namespace lockstep::nn {
 
@@ -58,158 +56,36 @@ std::shared_ptr<torch::nn::Module> in_place(const char* operation, const torch::
                                             std::shared_ptr<torch::nn::Module> converted,
                                             std::source_location where);
 
-/// How a T is split. Primary template: not split, every replica gets it unchanged.
 template <class T>
-struct Parts {
-  static void measure(Cut& /*cut*/, const T& /*value*/) {}
-  static std::vector<T> scatter(const Cut& cut, const T& value) {
-    return std::vector<T>(cut.n_pieces(), value);
-  }
-};
-
-template <>
-struct Parts<at::Tensor> {
-  static void measure(Cut& cut, const at::Tensor& value) { cut.measure(value); }
-  static std::vector<at::Tensor> scatter(const Cut& cut, const at::Tensor& value) {
-    return cut.scatter(value);
-  }
-  static at::Tensor gather(const Cut& cut, std::vector<at::Tensor> parts) {
-    return cut.gather(std::move(parts));
-  }
-};
-
+void measure(Cut& cut, const T& value) {
+  for (const at::Tensor& tensor : tensors_of(value)) cut.measure(tensor);
+}
+/// A tree for each piece; what is not a tensor is the same in all.
 template <class T>
-struct Parts<std::vector<T>> {
-  static void measure(Cut& cut, const std::vector<T>& value) {
-    for (const T& item : value) Parts<T>::measure(cut, item);
+std::vector<T> scatter(const Cut& cut, const T& value) {
+  std::vector<T> pieces(cut.n_pieces(), value);
+  if constexpr (kHasTensors<T>) {
+    Tree<T>::visit(pointers_to(pieces), [&cut](const std::vector<at::Tensor*>& tensors) {
+      std::vector<at::Tensor> parts = cut.scatter(*tensors[0]);
+      for (std::size_t i = 0; i < tensors.size(); ++i) *tensors[i] = std::move(parts[i]);
+    });
   }
-  static std::vector<std::vector<T>> scatter(const Cut& cut, const std::vector<T>& value) {
-    std::vector<std::vector<T>> pieces(cut.n_pieces());
-    for (const T& item : value) {
-      auto of_item = Parts<T>::scatter(cut, item);
-      for (std::size_t i = 0; i < pieces.size(); ++i) pieces[i].push_back(std::move(of_item[i]));
-    }
-    return pieces;
-  }
-  static std::vector<T> gather(const Cut& cut, const std::vector<std::vector<T>>& parts) {
-    std::vector<T> whole;
-    for (std::size_t k = 0; k < parts[0].size(); ++k) {
-      std::vector<T> of_item;
-      for (const auto& part : parts) {
-        if (part.size() != parts[0].size()) cut.fail_unlike();
-        of_item.push_back(part[k]);
-      }
-      whole.push_back(Parts<T>::gather(cut, std::move(of_item)));
-    }
-    return whole;
-  }
-};
-
-template <class Map, class K, class T>
-struct MapParts {
-  static void measure(Cut& cut, const Map& value) {
-    for (const auto& [key, item] : value) Parts<T>::measure(cut, item);
-  }
-  static std::vector<Map> scatter(const Cut& cut, const Map& value) {
-    std::vector<Map> pieces(cut.n_pieces());
-    for (const auto& [key, item] : value) {
-      auto of_item = Parts<T>::scatter(cut, item);
-      for (std::size_t i = 0; i < pieces.size(); ++i) pieces[i].emplace(key, std::move(of_item[i]));
-    }
-    return pieces;
-  }
-  static Map gather(const Cut& cut, const std::vector<Map>& parts) {
-    Map whole;
-    for (const auto& [key, item] : parts[0]) {
-      std::vector<T> of_item;
-      for (const auto& part : parts) {
-        const auto found = part.find(key);
-        if (found == part.end() || part.size() != parts[0].size()) cut.fail_unlike();
-        of_item.push_back(found->second);
-      }
-      whole.emplace(key, Parts<T>::gather(cut, std::move(of_item)));
-    }
-    return whole;
-  }
-};
-
-template <class K, class T, class... Rest>
-struct Parts<std::map<K, T, Rest...>> : MapParts<std::map<K, T, Rest...>, K, T> {};
-template <class K, class T, class... Rest>
-struct Parts<std::unordered_map<K, T, Rest...>>
-    : MapParts<std::unordered_map<K, T, Rest...>, K, T> {};
-
-template <class K, class T>
-struct Parts<torch::OrderedDict<K, T>> {
-  using Dict = torch::OrderedDict<K, T>;
-  static void measure(Cut& cut, const Dict& value) {
-    for (const auto& item : value) Parts<T>::measure(cut, item.value());
-  }
-  static std::vector<Dict> scatter(const Cut& cut, const Dict& value) {
-    std::vector<Dict> pieces(cut.n_pieces());
-    for (const auto& item : value) {
-      auto of_item = Parts<T>::scatter(cut, item.value());
-      for (std::size_t i = 0; i < pieces.size(); ++i) {
-        pieces[i].insert(item.key(), std::move(of_item[i]));
-      }
-    }
-    return pieces;
-  }
-  static Dict gather(const Cut& cut, const std::vector<Dict>& parts) {
-    Dict whole;
-    for (const auto& item : parts[0]) {
-      std::vector<T> of_item;
-      for (const auto& part : parts) {
-        const T* const found = part.find(item.key());
-        if (found == nullptr || part.size() != parts[0].size()) cut.fail_unlike();
-        of_item.push_back(*found);
-      }
-      whole.insert(item.key(), Parts<T>::gather(cut, std::move(of_item)));
-    }
-    return whole;
-  }
-};
-
-template <class Tuple, class... Ts>
-struct TupleParts {
-  static void measure(Cut& cut, const Tuple& value) {
-    std::apply([&cut](const Ts&... items) { (Parts<Ts>::measure(cut, items), ...); }, value);
-  }
-  static std::vector<Tuple> scatter(const Cut& cut, const Tuple& value) {
-    return scatter_items(cut, value, std::index_sequence_for<Ts...>());
-  }
-  static Tuple gather(const Cut& cut, const std::vector<Tuple>& parts) {
-    return gather_items(cut, parts, std::index_sequence_for<Ts...>());
-  }
-
- private:
-  template <std::size_t... I>
-  static std::vector<Tuple> scatter_items(const Cut& cut, const Tuple& value,
-                                          std::index_sequence<I...> /*indices*/) {
-    auto of_items = std::make_tuple(Parts<Ts>::scatter(cut, std::get<I>(value))...);
-    std::vector<Tuple> pieces;
-    for (std::size_t i = 0; i < cut.n_pieces(); ++i) {
-      pieces.emplace_back(static_cast<Ts>(std::get<I>(of_items)[i])...);
-    }
-    return pieces;
-  }
-  template <std::size_t I>
-  static auto item_of(const std::vector<Tuple>& parts) {
-    std::vector<std::tuple_element_t<I, Tuple>> items;
-    for (const Tuple& part : parts) items.push_back(std::get<I>(part));
-    return items;
-  }
-  template <std::size_t... I>
-  static Tuple gather_items(const Cut& cut, const std::vector<Tuple>& parts,
-                            std::index_sequence<I...> /*indices*/) {
-    return Tuple(Parts<Ts>::gather(cut, item_of<I>(parts))...);
-  }
-};
-
-template <class... Ts>
-struct Parts<std::tuple<Ts...>> : TupleParts<std::tuple<Ts...>, Ts...> {};
-template <class A, class B>
-struct Parts<std::pair<A, B>> : TupleParts<std::pair<A, B>, A, B> {};
+  return pieces;
+}
+template <class T>
+T gather(const Cut& cut, std::vector<T> parts) {
+  static_assert((Tree<T>::kHolds & kOthers) == 0,
+                "DataParallel joins tensors only: forward must return a tensor, or a container of "
+                "nothing but tensors");
+  const bool are_alike =
+      Tree<T>::visit(pointers_to(parts), [&cut](const std::vector<at::Tensor*>& tensors) {
+        std::vector<at::Tensor> of_place;
+        for (const at::Tensor* tensor : tensors) of_place.push_back(*tensor);
+        *tensors[0] = cut.gather(std::move(of_place));
+      });
+  if (!are_alike) cut.fail_unlike();
+  return std::move(parts[0]);
+}
 
 }  // namespace detail
 
@@ -219,8 +95,8 @@ struct Parts<std::pair<A, B>> : TupleParts<std::pair<A, B>, A, B> {};
 ///
 /// Tensors are split as by Tensor::chunk: a small batch uses fewer devices, the last chunks may be
 /// smaller, and a batch of one chunk is passed to the module itself on the calling thread. Tensors
-/// inside std::vector, map, unordered_map, pair, tuple and torch::OrderedDict, at any depth, are
-/// split and joined too. Anything else, and undefined tensors and those without dimensions, are
+/// inside std::vector, array, map, unordered_map, pair, tuple and torch::OrderedDict, at any depth,
+/// are split and joined too. Anything else, and undefined tensors and those without dimensions, are
 /// passed to every replica unchanged. Outputs without dimensions are stacked.
 ///
 /// CPU copies are kept between calls and share the parameters' memory: only buffers are copied.
@@ -259,8 +135,8 @@ class DataParallel {
     using Impl = std::remove_cvref_t<decltype(*module_)>;
     using Result = std::remove_cvref_t<decltype(module_->forward(Args(args)...))>;
     detail::Cut cut(*replicas_);
-    (detail::Parts<Args>::measure(cut, args), ...);
-    auto pieces = std::make_tuple(detail::Parts<Args>::scatter(cut, args)...);
+    (detail::measure(cut, args), ...);
+    auto pieces = std::make_tuple(detail::scatter(cut, args)...);
     std::vector<std::optional<Result>> results(cut.n_pieces());
     detail::run_replicas(*replicas_, cut.n_pieces(), [&](std::size_t i, torch::nn::Module& copy) {
       results[i] = std::apply(
@@ -271,7 +147,7 @@ class DataParallel {
     });
     std::vector<Result> parts;
     for (auto& result : results) parts.push_back(std::move(*result));
-    return detail::Parts<Result>::gather(cut, std::move(parts));
+    return detail::gather(cut, std::move(parts));
   }
   template <class... Args>
   auto operator()(const Args&... args) {

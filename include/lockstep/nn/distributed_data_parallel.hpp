@@ -235,7 +235,7 @@ class DistributedDataParallel {
     }
     detail::before_forward(*reducer_, where);
     using Output = decltype(module_->forward(std::forward<Args>(args)...));
-    if constexpr (detail::Tree<std::remove_cvref_t<Output>>::kHasTensors) {
+    if constexpr (detail::kHasTensors<std::remove_cvref_t<Output>>) {
       decltype(auto) output = module_->forward(std::forward<Args>(args)...);
       if (detail::wants_outputs(*reducer_)) {
         detail::after_forward(*reducer_, detail::tensors_of<std::remove_cvref_t<Output>>(output));

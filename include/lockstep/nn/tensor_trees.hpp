@@ -5,10 +5,13 @@
 
 #include <array>
 #include <concepts>
+#include <cstddef>
 #include <map>
 #include <source_location>
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -25,65 +28,140 @@ namespace lockstep::nn {
 
 namespace detail {
 
+/// What a tree holds: tensors, anything else, containers without an order common to all ranks.
+enum Holds : unsigned { kTensors = 1, kOthers = 2, kUnordered = 4 };
+
+/// visit(values, f) calls f with the tensors at each place of values that have one structure, and
+/// returns false if their structures differ. Primary template: no tensors inside.
 template <class T>
 struct Tree {
-  static constexpr bool kHasTensors = false;
+  static constexpr unsigned kHolds = kOthers;
   template <class F>
-  static void visit(T& /*value*/, const F& /*f*/) {}
+  static bool visit(const std::vector<T*>& /*values*/, const F& /*f*/) {
+    return true;
+  }
 };
 template <>
 struct Tree<at::Tensor> {
-  static constexpr bool kHasTensors = true;
+  static constexpr unsigned kHolds = kTensors;
   template <class F>
-  static void visit(at::Tensor& value, const F& f) {
-    f(value);
+  static bool visit(const std::vector<at::Tensor*>& tensors, const F& f) {
+    f(tensors);
+    return true;
   }
 };
+
+/// Visits item(value) of each value; it is null if the value has no such item.
+template <class T, class Value, class Item, class F>
+bool visit_item(const std::vector<Value*>& values, const Item& item, const F& f) {
+  std::vector<T*> items;
+  for (Value* value : values) {
+    items.push_back(item(*value));
+    if (items.back() == nullptr) return false;
+  }
+  return Tree<T>::visit(items, f);
+}
+template <class Value>
+bool have_one_size(const std::vector<Value*>& values) {
+  for (const Value* value : values) {
+    if (value->size() != values[0]->size()) return false;
+  }
+  return true;
+}
+
 template <class List, class T>
 struct ListTree {
-  static constexpr bool kHasTensors = Tree<T>::kHasTensors;
+  static constexpr unsigned kHolds = Tree<T>::kHolds;
   template <class F>
-  static void visit(List& value, const F& f) {
-    for (T& item : value) Tree<T>::visit(item, f);
+  static bool visit(const std::vector<List*>& values, const F& f) {
+    bool are_alike = have_one_size(values);
+    for (std::size_t i = 0; are_alike && i < values[0]->size(); ++i) {
+      are_alike = visit_item<T>(
+          values, [i](List& list) { return &list[i]; }, f);
+    }
+    return are_alike;
   }
 };
 template <class T>
-struct Tree<std::vector<T>> : ListTree<std::vector<T>, T> {};
-template <>
-struct Tree<std::vector<bool>> : Tree<bool> {
-  template <class F>
-  static void visit(std::vector<bool>& /*value*/, const F& /*f*/) {}
+requires(!std::same_as<T, bool>) struct Tree<std::vector<T>> : ListTree<std::vector<T>, T> {
 };
 template <class T, std::size_t N>
 struct Tree<std::array<T, N>> : ListTree<std::array<T, N>, T> {};
-template <class K, class T, class... Rest>
-struct Tree<std::map<K, T, Rest...>> {
-  static constexpr bool kHasTensors = Tree<T>::kHasTensors;
+
+template <class Map, class T, unsigned kOrder = 0>
+struct MapTree {
+  static constexpr unsigned kHolds = Tree<T>::kHolds | kOrder;
   template <class F>
-  static void visit(std::map<K, T, Rest...>& value, const F& f) {
-    for (auto& item : value) Tree<T>::visit(item.second, f);
+  static bool visit(const std::vector<Map*>& values, const F& f) {
+    bool are_alike = have_one_size(values);
+    for (auto i = values[0]->begin(); are_alike && i != values[0]->end(); ++i) {
+      const auto item = [&key = i->first](Map& map) {
+        const auto found = map.find(key);
+        return found == map.end() ? nullptr : &found->second;
+      };
+      are_alike = visit_item<T>(values, item, f);
+    }
+    return are_alike;
   }
 };
+template <class K, class T, class... Rest>
+struct Tree<std::map<K, T, Rest...>> : MapTree<std::map<K, T, Rest...>, T> {};
+template <class K, class T, class... Rest>
+struct Tree<std::unordered_map<K, T, Rest...>>
+    : MapTree<std::unordered_map<K, T, Rest...>, T, kUnordered> {};
 template <class K, class T>
 struct Tree<torch::OrderedDict<K, T>> {
-  static constexpr bool kHasTensors = Tree<T>::kHasTensors;
+  using Dict = torch::OrderedDict<K, T>;
+  static constexpr unsigned kHolds = Tree<T>::kHolds;
   template <class F>
-  static void visit(torch::OrderedDict<K, T>& value, const F& f) {
-    for (auto& item : value) Tree<T>::visit(item.value(), f);
+  static bool visit(const std::vector<Dict*>& values, const F& f) {
+    bool are_alike = have_one_size(values);
+    for (std::size_t i = 0; are_alike && i < values[0]->size(); ++i) {
+      const K& key = (*values[0])[i].key();
+      are_alike = visit_item<T>(
+          values, [&key](Dict& dict) { return dict.find(key); }, f);
+    }
+    return are_alike;
   }
 };
+
 template <class Tuple, class... Ts>
 struct TupleTree {
-  static constexpr bool kHasTensors = (Tree<Ts>::kHasTensors || ...);
+  static constexpr unsigned kHolds = (0U | ... | Tree<Ts>::kHolds);
   template <class F>
-  static void visit(Tuple& value, const F& f) {
-    std::apply([&f](Ts&... items) { (Tree<Ts>::visit(items, f), ...); }, value);
+  static bool visit(const std::vector<Tuple*>& values, const F& f) {
+    return [&]<std::size_t... I>(std::index_sequence<I...> /*indices*/) {
+      return (visit_item<Ts>(
+                  values, [](Tuple& tuple) { return &std::get<I>(tuple); }, f) &&
+              ...);
+    }
+    (std::index_sequence_for<Ts...>());
   }
 };
 template <class... Ts>
-struct Tree<std::tuple<Ts...>> : TupleTree<std::tuple<Ts...>, Ts...> {};
+requires(std::is_object_v<Ts>&&...) struct Tree<std::tuple<Ts...>>
+    : TupleTree<std::tuple<Ts...>, Ts...> {
+};
 template <class A, class B>
-struct Tree<std::pair<A, B>> : TupleTree<std::pair<A, B>, A, B> {};
+requires(std::is_object_v<A>&& std::is_object_v<B>) struct Tree<std::pair<A, B>>
+    : TupleTree<std::pair<A, B>, A, B> {
+};
+
+template <class T>
+inline constexpr bool kHasTensors = (Tree<T>::kHolds & kTensors) != 0;
+
+template <class T>
+std::vector<T*> pointers_to(std::vector<T>& values) {
+  std::vector<T*> pointers;
+  for (T& value : values) pointers.push_back(&value);
+  return pointers;
+}
+
+/// Calls f with each tensor of one tree.
+template <class T, class F>
+void for_each_tensor(T& tree, const F& f) {
+  Tree<T>::visit({&tree}, [&f](const std::vector<at::Tensor*>& tensors) { f(*tensors[0]); });
+}
 
 /// The common device of all tensors. Throws UsageError if they differ or there are none.
 at::Device common_device(const std::vector<at::Tensor>& tensors, std::source_location where);
@@ -92,7 +170,7 @@ template <class T>
 std::vector<at::Tensor> tensors_of(const T& tree) {
   std::vector<at::Tensor> tensors;
   T copy = tree;  // copies handles only
-  Tree<T>::visit(copy, [&tensors](at::Tensor& tensor) { tensors.push_back(tensor); });
+  for_each_tensor(copy, [&tensors](at::Tensor& tensor) { tensors.push_back(tensor); });
   return tensors;
 }
 
@@ -114,32 +192,33 @@ template <class T>
 std::vector<T> with_tensors(std::vector<T> trees, const TensorsOfTrees& by_tensor) {
   for (std::size_t rank = 0; rank < trees.size(); ++rank) {
     auto next = by_tensor.begin();
-    Tree<T>::visit(trees[rank], [&](at::Tensor& t) { t = (*next++)[rank]; });
+    for_each_tensor(trees[rank], [&](at::Tensor& t) { t = (*next++)[rank]; });
   }
   return trees;
 }
 
 }  // namespace detail
 
-/// A container that holds tensors; not a tensor itself.
+/// A container that holds tensors in the same order on all ranks; not a tensor itself.
 template <class T>
-concept TensorTree = detail::Tree<T>::kHasTensors && !std::same_as<T, at::Tensor>;
+concept TensorTree = detail::kHasTensors<T> && !(detail::Tree<T>::kHolds & detail::kUnordered) &&
+                     !std::same_as<T, at::Tensor>;
 
 template <TensorTree T>
 void all_reduce(T& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                 Deadline deadline = {},
                 std::source_location where = std::source_location::current()) {
-  detail::Tree<T>::visit(data, [&](at::Tensor& t) { all_reduce(t, op, group, deadline, where); });
+  detail::for_each_tensor(data, [&](at::Tensor& t) { all_reduce(t, op, group, deadline, where); });
 }
 template <TensorTree T>
 void reduce(T& data, int dst = 0, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
             Deadline deadline = {}, std::source_location where = std::source_location::current()) {
-  detail::Tree<T>::visit(data, [&](at::Tensor& t) { reduce(t, dst, op, group, deadline, where); });
+  detail::for_each_tensor(data, [&](at::Tensor& t) { reduce(t, dst, op, group, deadline, where); });
 }
 template <TensorTree T>
 void broadcast(T& data, int src = 0, const Group& group = default_group(), Deadline deadline = {},
                std::source_location where = std::source_location::current()) {
-  detail::Tree<T>::visit(data, [&](at::Tensor& t) { broadcast(t, src, group, deadline, where); });
+  detail::for_each_tensor(data, [&](at::Tensor& t) { broadcast(t, src, group, deadline, where); });
 }
 /// Returns, indexed by rank, this rank's container with that rank's tensors.
 template <TensorTree T>
@@ -178,8 +257,8 @@ void scatter(T& data, const std::vector<T>& parts, int src = 0,
         detail::parts_by_tensor("scatter", detail::tensors_of_each(parts), mine, group, where);
   }
   auto next = by_tensor.begin();
-  detail::Tree<T>::visit(data,
-                         [&](at::Tensor& t) { scatter(t, *next++, src, group, deadline, where); });
+  detail::for_each_tensor(data,
+                          [&](at::Tensor& t) { scatter(t, *next++, src, group, deadline, where); });
 }
 /// The tensors of data <- reductions over the ranks of those of parts[rank].
 template <TensorTree T>
@@ -189,7 +268,7 @@ void reduce_scatter(T& data, const std::vector<T>& parts, ReduceOp op = ReduceOp
   const auto by_tensor = detail::parts_by_tensor("reduce_scatter", detail::tensors_of_each(parts),
                                                  detail::tensors_of(data), group, where);
   auto next = by_tensor.begin();
-  detail::Tree<T>::visit(
+  detail::for_each_tensor(
       data, [&](at::Tensor& t) { reduce_scatter(t, *next++, op, group, deadline, where); });
 }
 /// Returns, indexed by rank q, this rank's parts[q] with the tensors of rank q's parts[this rank].
@@ -215,7 +294,7 @@ void send(const T& data, int dst, const Group& group = default_group(), Deadline
 template <TensorTree T>
 void recv(T& data, int src, const Group& group = default_group(), Deadline deadline = {},
           std::source_location where = std::source_location::current()) {
-  detail::Tree<T>::visit(data, [&](at::Tensor& t) { recv(t, src, group, deadline, where); });
+  detail::for_each_tensor(data, [&](at::Tensor& t) { recv(t, src, group, deadline, where); });
 }
 
 /// dict[key] <- reduction of every rank's dict[key], on all ranks. If keys, element counts or op
@@ -248,7 +327,7 @@ at::Device get_comm_device(const Group& group = default_group());
 template <class T>
 T cast_data_device(const T& data, at::Device device) {
   T result = data;
-  detail::Tree<T>::visit(result, [device](at::Tensor& t) {
+  detail::for_each_tensor(result, [device](at::Tensor& t) {
     if (t.defined()) t = t.to(device);
   });
   return result;
