@@ -3,12 +3,18 @@
 #include <algorithm>
 
 #include "base/process.hpp"
+#include "engines/shared/bootstrap/membership.hpp"
 
 namespace lockstep::cli {
 namespace {
 
 using shared::RankBlock;
 using shared::RankState;
+
+/// Otherwise the pid is that of another process here, or of none.
+bool has_pid_here(const RankBlock& rank) {
+  return shared::is_pid_of(base::namespace_of("pid"), rank).value_or(false);
+}
 
 std::string state_of(const RankBlock& rank) {
   const int status = rank.wait_status_plus_one.load(std::memory_order_acquire);
@@ -19,6 +25,7 @@ std::string state_of(const RankBlock& rank) {
     case RankState::failed: return "failed";
     case RankState::alive: break;
   }
+  if (!has_pid_here(rank)) return "unknown";
   const pid_t pid = rank.pid.load(std::memory_order_relaxed);
   switch (base::process_state(pid, rank.start_time.load(std::memory_order_relaxed))) {
     case base::ProcessState::running: return "running";
@@ -42,7 +49,7 @@ RankSample read(const RankBlock& rank, int number) {
     row.counters.n_calls += flight.groups[i].n_calls.load(std::memory_order_relaxed);
     row.counters.n_bytes += flight.groups[i].n_bytes.load(std::memory_order_relaxed);
   }
-  const base::ProcessUse use = base::process_use(row.pid);
+  const base::ProcessUse use = has_pid_here(rank) ? base::process_use(row.pid) : base::ProcessUse{};
   row.counters.cpu_s = use.cpu_s;
   row.memory_bytes = use.memory_bytes;
   row.operations = internal::operations_of(flight);

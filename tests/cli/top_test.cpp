@@ -125,6 +125,23 @@ TEST_F(TopTest, sees_states_but_no_times_of_another_time_namespace) {
   EXPECT_FALSE(contains(ended.out, "since")) << ended.out;
 }
 
+TEST(TopOfContainersTest, cannot_tell_whether_a_rank_of_another_pid_namespace_lives) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can make a PID namespace";
+  Command job(
+      StartOptions{.arguments = {"run", "-n", "2", "unshare", "--pid", "--mount-proc", "--fork",
+                                 "--kill-child", "--", COLLECTIVES_PROGRAM, "lose", "1"}});
+  job.read_until("joined", 2);
+  Command top(StartOptions{.arguments = {"top", std::to_string(job.pid()), "--json"}});
+  const Ended ended = top.wait();
+  ASSERT_EQ(ended.exit_code, 0) << ended.err;
+  const auto json = nlohmann::json::parse(ended.out);
+  for (const auto& row : json["ranks"]) {
+    EXPECT_EQ(row["pid"], 1) << row;  // in its own namespace; here it is another process
+    EXPECT_EQ(row["state"], "unknown") << row;
+    EXPECT_EQ(row["memory_bytes"], 0) << row;
+  }
+}
+
 TEST_F(TopTest, redraws_in_place_and_ends_with_the_job) {
   Command screen(
       StartOptions{.arguments = {"top", number(), "--interval", "0.1"}, .terminal = true});

@@ -26,6 +26,11 @@ std::string describe_wait_status(int status) {
   return fmt::format("exited with code {}", WEXITSTATUS(status));
 }
 
+std::optional<bool> is_pid_of(std::uint64_t here, const RankBlock& rank) noexcept {
+  const std::uint64_t there = rank.pid_namespace.load(std::memory_order_relaxed);
+  return here != 0 && there != 0 ? std::optional(here == there) : std::nullopt;
+}
+
 void mark_ended(RankBlock& block, std::string_view failure) noexcept {
   if (!failure.empty()) base::copy_text(block.failure, failure);
   // Release: a peer that sees the state also sees the text and all that the rank published before.
@@ -94,13 +99,12 @@ std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) con
                                     peer.pid.load(std::memory_order_relaxed))};
 }
 
-/// A pid is valid in one PID namespace only. Without /proc, the namespaces are known to be the same
-/// only if the bootstrap verified it; the ranks of `lockstep run` have a launcher that sees all.
+/// Without /proc, the namespaces are known to be the same only if the bootstrap verified it; the
+/// ranks of `lockstep run` have a launcher that sees all.
 bool Membership::sees_pids_of(const RankBlock& peer) const noexcept {
   const std::uint64_t here = block(world_rank_).pid_namespace.load(std::memory_order_relaxed);
-  const std::uint64_t there = peer.pid_namespace.load(std::memory_order_relaxed);
-  if (here != 0 && there != 0) return here == there;
-  return segment_->header().has_one_pid_namespace.load(std::memory_order_relaxed);
+  return is_pid_of(here, peer)
+      .value_or(segment_->header().has_one_pid_namespace.load(std::memory_order_relaxed));
 }
 
 /// Under mutex_.

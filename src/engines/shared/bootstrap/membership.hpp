@@ -29,6 +29,10 @@ struct Ending {
 /// 0".
 std::string describe_wait_status(int status);
 
+/// Whether a rank's pid is valid in the PID namespace `here` (base::namespace_of); nullopt if one
+/// of the two namespaces is unknown.
+std::optional<bool> is_pid_of(std::uint64_t here, const RankBlock& rank) noexcept;
+
 /// Marks a rank's block as ended: with an exception if `failure` is not empty.
 void mark_ended(RankBlock& block, std::string_view failure) noexcept;
 
