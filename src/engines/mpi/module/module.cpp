@@ -1,5 +1,5 @@
-// The module of one MPI: lockstep's few needs in that MPI's calls. Compiled once for each MPI that
-// is installed, and loaded by mpi.cpp.
+// The module of one MPI: the functions of abi.hpp as calls of that MPI. Compiled once for each
+// installed MPI, and loaded by mpi.cpp.
 #include <mpi.h>
 #include <unistd.h>
 
@@ -11,32 +11,31 @@
 #include <list>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <thread>
 #include <vector>
 
 #include "engines/mpi/abi.hpp"
+#include "engines/mpi/module/mpi_exchange.hpp"
 
+namespace lockstep::mpi_module {
 namespace {
 
-constexpr int kDataTag = 1;
+using message::Message;
+
 constexpr int kControlTag = 2;
-/// MPI counts with an int. Longer messages travel in pieces, which stay in order.
-constexpr std::size_t kMostBytes = std::size_t{1} << 30;
-/// For requests of an exchange that failed.
-constexpr double kMostSecondsToReceive = 1.0, kMostSecondsToSend = 0.1;
-/// Ranks that fail come to MPI_Finalize about together, or never.
+/// After a failure the ranks call MPI_Finalize at about the same time, or never.
 constexpr double kMostSecondsToFinalize = 2.0;
 
-// Where MPI grants less than MPI_THREAD_MULTIPLE, all calls pass one lock: each for a moment or for
-// the few looks of one test(), but for those that make a communicator, which wait for its other
-// members. There, two threads may not split two groups at the same time.
+// If MPI grants less than MPI_THREAD_MULTIPLE, one mutex serialises all calls. Each holds it
+// briefly, except those that make a communicator, which wait for its other members: there, two
+// threads of a rank must not split two groups at the same time.
 std::recursive_mutex mutex;
 bool needs_lock = true;
-std::atomic<bool> is_ours{false};  // MPI, to finalize
+std::atomic<bool> is_ours{false};  // initialized here, so finalized here
 std::atomic<bool> has_given_up{false};
 pid_t pid = 0;
 
+/// Holds the mutex, if one is needed, during a call of the module.
 class Entry {
  public:
   Entry() {
@@ -47,21 +46,12 @@ class Entry {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
-using lockstep::message::Message;
-
-struct Exchange {
-  std::span<const Message> messages;
-  std::vector<MPI_Request> requests;  ///< receives, then sends, both in the order of the messages
-  std::size_t n_receives = 0;
-  bool is_prepared = false;  ///< the receives are persistent
-};
-
 struct Communicator {
   MPI_Comm comm = MPI_COMM_NULL;
   bool is_world = false;
-  Exchange exchange;  ///< kept for its room
+  Exchange exchange;  ///< the current one; its capacity is reused
   Exchange prepared;
-  /// Control messages in transit: MPI reads them until they are sent, which nobody waits for.
+  /// Control messages that MPI may still read: no call waits until they are sent.
   struct ControlMessage {
     std::vector<char> bytes;
     MPI_Request request;
@@ -72,13 +62,10 @@ struct Communicator {
 
 Communicator& communicator(void* handle) { return *static_cast<Communicator*>(handle); }
 
-/// All that are not freed, and their lock.
 std::mutex communicators_mutex;
-std::vector<Communicator*> communicators;
+std::vector<Communicator*> communicators;  // all that are not freed
 
-void free_prepared(Exchange& exchange);
-
-/// MPI reports messages that were not received.
+/// Receives the remaining control messages: at its end MPI reports messages that were not received.
 void receive_control_messages() {
   const std::lock_guard lock(communicators_mutex);
   std::vector<char> message;
@@ -97,10 +84,11 @@ void receive_control_messages() {
   }
 }
 
-/// MPI_Finalize's first act, whoever calls it, is to free the attributes of MPI_COMM_SELF.
+/// MPI_Finalize, also when the program calls it, first deletes the attributes of MPI_COMM_SELF, and
+/// so calls this.
 int at_finalize(MPI_Comm, int, void*, void*) {
-  // As MPI_Finalize would: then all have sent their control messages. Also after a failure, which
-  // some ranks may not know of yet; but one may never come.
+  // After this barrier all ranks have sent their control messages. It has a time limit because
+  // after a failure, which some ranks may not know of yet, a rank may never call MPI_Finalize.
   MPI_Request barrier = MPI_REQUEST_NULL;
   int is_done = 0;
   if (MPI_Ibarrier(MPI_COMM_WORLD, &barrier) == MPI_SUCCESS) {
@@ -118,7 +106,7 @@ int at_finalize(MPI_Comm, int, void*, void*) {
 void finalize() {
   int is_over = 0;
   MPI_Finalized(&is_over);
-  // A copy of the process has no part in MPI.
+  // A fork of the process is not a rank.
   if (is_ours && !has_given_up && is_over == 0 && ::getpid() == pid) MPI_Finalize();
 }
 
@@ -209,8 +197,8 @@ int split(void* handle, int color, int key, void** result) {
   return code != MPI_SUCCESS ? code : keep(comm, result);
 }
 
-/// Frees a group's communicator. The world's stays: its peers' control messages may still be in
-/// transit, and MPI gives a freed communicator's place to the next.
+/// Frees a group's communicator. The world's is kept: control messages of peers may still be in
+/// transit, and MPI reuses the context id of a freed communicator.
 void release(void* handle) {
   const Entry entry;
   Communicator& kept = communicator(handle);
@@ -225,165 +213,50 @@ void release(void* handle) {
     std::erase(communicators, &kept);
   }
   free_prepared(kept.prepared);
-  // Waits for nobody in Open MPI and MPICH, though MPI calls it collective.
+  // Collective by the standard, but in Open MPI and MPICH it does not wait for other ranks.
   MPI_Comm_free(&kept.comm);
   delete &kept;
 }
 
-/// Calls visit(message, offset, n) for each piece, in the order of an exchange's requests, until it
-/// returns an error.
-template <class Visit>
-int for_each_piece(std::span<const Message> messages, Message::Way way, Visit visit) {
-  for (const Message& message : messages) {
-    if (message.way != way) continue;
-    for (std::size_t at = 0; at < message.n_bytes; at += kMostBytes) {
-      const auto n = static_cast<int>(std::min(kMostBytes, message.n_bytes - at));
-      if (const int code = visit(message, at, n); code != MPI_SUCCESS) return code;
-    }
-  }
-  return MPI_SUCCESS;
-}
+Exchange& exchange_of(void* handle) { return *static_cast<Exchange*>(handle); }
 
 int prepare(void* handle, const Message* messages, std::size_t n_messages) {
   const Entry entry;
-  Exchange& exchange = communicator(handle).prepared;
-  const MPI_Comm comm = communicator(handle).comm;
-  exchange.messages = {messages, n_messages};
-  const int code = for_each_piece(
-      exchange.messages, Message::Way::receive, [&](const Message& message, std::size_t at, int n) {
-        return MPI_Recv_init(static_cast<char*>(message.data) + at, n, MPI_BYTE, message.peer,
-                             kDataTag, comm, &exchange.requests.emplace_back(MPI_REQUEST_NULL));
-      });
-  exchange.n_receives = exchange.requests.size();
-  exchange.is_prepared = code == MPI_SUCCESS && n_messages > 0;
-  return code;
-}
-
-int begin_sends(Exchange& exchange, MPI_Comm comm) {
-  return for_each_piece(
-      exchange.messages, Message::Way::send, [&](const Message& message, std::size_t at, int n) {
-        return MPI_Isend(static_cast<char*>(message.data) + at, n, MPI_BYTE, message.peer, kDataTag,
-                         comm, &exchange.requests.emplace_back(MPI_REQUEST_NULL));
-      });
-}
-
-int begin_prepared(Exchange& exchange, MPI_Comm comm) {
-  // Sends first: receives are made ready while those are on their way, and they are short.
-  exchange.requests.resize(exchange.n_receives);
-  const int code = begin_sends(exchange, comm);
-  if (code != MPI_SUCCESS) return code;
-  return MPI_Startall(static_cast<int>(exchange.n_receives), exchange.requests.data());
-}
-
-void free_prepared(Exchange& exchange) {
-  for (std::size_t i = 0; i < exchange.n_receives; ++i) {
-    // Null where it could not be made: MPI would end the job.
-    if (exchange.requests[i] != MPI_REQUEST_NULL) MPI_Request_free(&exchange.requests[i]);
-  }
-  exchange = {};
+  Communicator& kept = communicator(handle);
+  return prepare(kept.prepared, kept.comm, {messages, n_messages});
 }
 
 int begin(void* handle, const Message* messages, std::size_t n_messages, void** result) {
   const Entry entry;
-  if (Exchange& often = communicator(handle).prepared;
-      often.is_prepared && messages == often.messages.data()) {
-    *result = &often;
-    return begin_prepared(often, communicator(handle).comm);
+  Communicator& kept = communicator(handle);
+  if (kept.prepared.is_prepared && messages == kept.prepared.messages.data()) {
+    *result = &kept.prepared;
+    return begin_prepared(kept.prepared, kept.comm);
   }
-  Exchange& exchange = communicator(handle).exchange;
-  *result = &exchange;
-  exchange.messages = {messages, n_messages};
-  exchange.requests.clear();
-  exchange.n_receives = 0;
-  const MPI_Comm comm = communicator(handle).comm;
-  // Receives first: what finds its receive waiting is copied once less.
-  const int code = for_each_piece(
-      exchange.messages, Message::Way::receive, [&](const Message& message, std::size_t at, int n) {
-        ++exchange.n_receives;
-        return MPI_Irecv(static_cast<char*>(message.data) + at, n, MPI_BYTE, message.peer, kDataTag,
-                         comm, &exchange.requests.emplace_back(MPI_REQUEST_NULL));
-      });
-  if (code != MPI_SUCCESS) return code;
-  return begin_sends(exchange, comm);
+  *result = &kept.exchange;
+  return begin(kept.exchange, kept.comm, {messages, n_messages});
 }
 
-int test(void* handle, std::size_t n_tests, std::int32_t* all_done) {
+int test(void* exchange, std::size_t n_tests, std::int32_t* all_done) {
   const Entry entry;
-  Exchange& exchange = *static_cast<Exchange*>(handle);
-  const auto n = static_cast<int>(exchange.requests.size());
-  int flag = 0;
-  int code = MPI_SUCCESS;
-  for (std::size_t i = 0; i < n_tests && flag == 0 && code == MPI_SUCCESS; ++i) {
-    code = MPI_Testall(n, exchange.requests.data(), &flag, MPI_STATUSES_IGNORE);
-  }
-  *all_done = flag;
-  return code;
+  return test(exchange_of(exchange), n_tests, all_done);
 }
 
-int awaited(void* handle, std::int32_t* ranks, std::size_t* n_ranks) {
+int awaited(void* exchange, std::int32_t* ranks, std::size_t* n_ranks) {
   const Entry entry;
-  Exchange& exchange = *static_cast<Exchange*>(handle);
-  *n_ranks = 0;
-  std::size_t next = 0;
-  for (const Message::Way way : {Message::Way::receive, Message::Way::send}) {
-    const int code =
-        for_each_piece(exchange.messages, way, [&](const Message& message, std::size_t, int) {
-          int flag = 0;
-          const int tested = MPI_Test(&exchange.requests[next++], &flag, MPI_STATUS_IGNORE);
-          if (flag == 0 && (*n_ranks == 0 || ranks[*n_ranks - 1] != message.peer)) {
-            ranks[(*n_ranks)++] = message.peer;
-          }
-          return tested;
-        });
-    if (code != MPI_SUCCESS) return code;
-  }
-  return MPI_SUCCESS;
+  return awaited(exchange_of(exchange), ranks, n_ranks);
 }
 
-/// A request that is only freed goes on reading or writing memory that is the caller's again. What
-/// is cancelled, or on its way between ranks that live, ends soon. A message that its peer is
-/// stopped in the middle of does not, and MPI cannot take it back.
-void end(std::vector<MPI_Request>& requests, double at_most_s) {
-  const double give_up = MPI_Wtime() + at_most_s;
-  for (int is_done = 0;;) {
-    const int code = MPI_Testall(static_cast<int>(requests.size()), requests.data(), &is_done,
-                                 MPI_STATUSES_IGNORE);
-    if (code != MPI_SUCCESS || is_done != 0 || MPI_Wtime() > give_up) break;
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-  for (MPI_Request& request : requests) {
-    if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
-  }
-}
-
-void finish(void* handle) {
+void finish(void* exchange) {
   const Entry entry;
-  Exchange& exchange = *static_cast<Exchange*>(handle);
-  std::vector<MPI_Request> receives, sends;
-  for (std::size_t i = 0; i < exchange.requests.size(); ++i) {
-    MPI_Request& request = exchange.requests[i];
-    if (request == MPI_REQUEST_NULL) continue;
-    int is_over = 0;  // as a persistent one may be that did not begin
-    MPI_Request_get_status(request, &is_over, MPI_STATUS_IGNORE);
-    if (is_over != 0) {
-      MPI_Request_free(&request);
-    } else if (i < exchange.n_receives) {
-      MPI_Cancel(&request);
-      receives.push_back(request);
-    } else {
-      sends.push_back(request);
-    }
-  }
-  end(receives, kMostSecondsToReceive);
-  end(sends, kMostSecondsToSend);
-  exchange = {};
+  finish(exchange_of(exchange));
 }
 
 int send_control(void* handle, int rank, const void* message, std::size_t n_bytes) {
   const Entry entry;
   int is_over = 0;
   MPI_Finalized(&is_over);
-  if (is_over != 0) return MPI_SUCCESS;  // a program that ended MPI itself
+  if (is_over != 0) return MPI_SUCCESS;  // the program has finalized MPI
   Communicator& kept = communicator(handle);
   const char* const bytes = static_cast<const char*>(message);
   const std::lock_guard lock(kept.control_mutex);
@@ -427,7 +300,8 @@ constexpr LockstepMpi kModule = {kLockstepMpiVersion,
                                  poll_control};
 
 }  // namespace
+}  // namespace lockstep::mpi_module
 
 extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mpi() {
-  return &kModule;
+  return &lockstep::mpi_module::kModule;
 }

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <mpi.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engines/message/message.hpp"
+
+/// The messages of one step, as MPI's requests. Functions that return int return an MPI error code.
+namespace lockstep::mpi_module {
+
+struct Exchange {
+  std::span<const message::Message> messages;
+  std::vector<MPI_Request> requests;  ///< receives, then sends, both in the order of the messages
+  std::size_t n_receives = 0;
+  bool is_prepared = false;  ///< the receives are persistent
+};
+
+/// Makes persistent receives for messages that will be exchanged often.
+int prepare(Exchange& exchange, MPI_Comm comm, std::span<const message::Message> messages);
+void free_prepared(Exchange& exchange);
+
+int begin(Exchange& exchange, MPI_Comm comm, std::span<const message::Message> messages);
+int begin_prepared(Exchange& exchange, MPI_Comm comm);
+int test(Exchange& exchange, std::size_t n_tests, std::int32_t* all_done);
+/// See LockstepMpi.
+int awaited(Exchange& exchange, std::int32_t* ranks, std::size_t* n_ranks);
+void finish(Exchange& exchange);
+
+}  // namespace lockstep::mpi_module
