@@ -1,0 +1,85 @@
+#include "group/argument_checks.hpp"
+
+#include <fmt/format.h>
+
+#include <lockstep/error.hpp>
+#include <utility>
+
+namespace lockstep::internal {
+
+void reject(const GroupState& group, const Call& call, const std::string& text) {
+  ErrorContext context = context_of(call, group.rank());
+  context.group = group.name();
+  throw UsageError(std::move(context), text);
+}
+
+void reject_reduction(const GroupState& group, const Call& call) {
+  if (call.reduce > ReduceOp::mean) {
+    reject(group, call, fmt::format("reduction {} does not exist", static_cast<int>(call.reduce)));
+  }
+  if (call.dtype == DType::boolean) {
+    reject(group, call,
+           fmt::format("{} of bool: use bor (any), band (all), bxor, min or max; to count, use an "
+                       "integer type",
+                       name_of(call.reduce)));
+  }
+  reject(group, call,
+         fmt::format("{} of {}: bit operations are for integers and bool; use sum, product, "
+                     "min, max or mean",
+                     name_of(call.reduce), name_of(call.dtype)));
+}
+
+void reject_memory(const GroupState& group, const Call& call, const ConstElements& data,
+                   std::string_view parameter) {
+  if (size_of(data.dtype) == 0) {
+    reject(group, call,
+           fmt::format("{} has element type {}, which does not exist; use a DType, as DType::f32",
+                       parameter, static_cast<int>(data.dtype)));
+  }
+  if (data.data == nullptr) {
+    reject(group, call, fmt::format("{} is null but has {} elements", parameter, data.count));
+  }
+  reject(group, call,
+         fmt::format("{} has {} elements, more than fit in memory", parameter, data.count));
+}
+
+void check_rank(const GroupState& group, const Call& call, std::string_view parameter) {
+  if (call.root < 0 || call.root >= group.size()) {
+    reject(group, call,
+           fmt::format("{} is {}; the group's ranks are 0 to {}", parameter, call.root,
+                       group.size() - 1));
+  }
+}
+
+void check_peer(const GroupState& group, const Call& call, std::string_view parameter) {
+  check_rank(group, call, parameter);
+  if (call.root == group.rank()) {
+    reject(group, call,
+           fmt::format("{} is this rank itself ({}); the peer must be another rank", parameter,
+                       call.root));
+  }
+}
+
+void check_count(const GroupState& group, const Call& call, std::string_view parameter,
+                 std::size_t got, std::size_t expected) {
+  if (got != expected) {
+    reject(group, call,
+           fmt::format("{} has {} elements, expected {} ({} ranks)", parameter, got, expected,
+                       group.size()));
+  }
+}
+
+void check_counts(const GroupState& group, const Call& call, std::size_t in_count) {
+  if (call.counts.size() != static_cast<std::size_t>(group.size())) {
+    reject(group, call,
+           fmt::format("counts has {} entries, expected one for each of the {} ranks",
+                       call.counts.size(), group.size()));
+  }
+  const std::size_t mine = call.counts[static_cast<std::size_t>(group.rank())];
+  if (mine != in_count) {
+    reject(group, call,
+           fmt::format("counts has {} elements for this rank, in has {}", mine, in_count));
+  }
+}
+
+}  // namespace lockstep::internal
