@@ -423,8 +423,10 @@ TEST_P(Conformance, typed_asynchronous_calls) {
     std::vector<std::uint16_t> all(10 * n);
     std::vector<std::uint16_t> parts(10 * n);
     std::array<bool, 3> flags = {get_rank() == 0, true, false};
+    std::array<int, 1> highest = {get_rank()};
     std::vector<Work> works;
     works.push_back(all_reduce_async(data));
+    works.push_back(all_reduce_async(highest, ReduceOp::max));
     works.push_back(broadcast_async(flags, 0));
     works.push_back(all_gather_async(part, all));
     works.push_back(all_to_all_async(all, parts));
@@ -433,6 +435,7 @@ TEST_P(Conformance, typed_asynchronous_calls) {
     works.push_back(reduce_async(data, /*dst=*/0, ReduceOp::max));
     works.push_back(barrier_async());
     works.back().wait();
+    EXPECT_EQ(highest[0], get_world_size() - 1);
     EXPECT_EQ(data, std::vector<std::uint32_t>(100, static_cast<std::uint32_t>(n)));
     EXPECT_EQ(flags, (std::array<bool, 3>{true, true, false}));
     EXPECT_EQ(parts, std::vector<std::uint16_t>(10 * n, static_cast<std::uint16_t>(get_rank())));

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <functional>
 #include <lockstep/error.hpp>
@@ -231,8 +232,10 @@ class FaultTest : public Test {
     std::vector<std::string> texts(ids.size() + 1);
     std::vector<std::jthread> slaves;
     for (std::size_t i = 0; i < ids.size(); ++i) {
-      slaves.emplace_back(
-          [&, i] { texts[i + 1] = text_of<E>([&] { pipe(ids[i]).run_slave(1); }); });
+      slaves.emplace_back([&, i] {
+        tids_.at(static_cast<std::size_t>(ids[i])) = ::gettid();
+        texts[i + 1] = text_of<E>([&] { pipe(ids[i]).run_slave(1); });
+      });
     }
     texts[0] = text_of<E>([&] { master_.run_master(1, master_deadline); });
     return texts;
@@ -247,6 +250,7 @@ class FaultTest : public Test {
     EXPECT_EQ(master_.run_master(1), sum);
   }
 
+  std::array<std::atomic<pid_t>, 4> tids_{};  // of the slaves of failing rounds
   std::function<Replies(Messages)> callback_ = sum_for_each;
   Master master_{[this](Messages messages) { return callback_(messages); }};
   std::vector<Pipe> pipes_;
@@ -298,6 +302,8 @@ TEST_F(FaultTest, callback_with_wrong_ids) {
 TEST_F(FaultTest, slave_that_fails) {
   std::jthread failing([&, master = ::gettid()] {
     EXPECT_TRUE(test::wait_until_asleep(master));
+    for (const int id : {1, 3})
+      EXPECT_TRUE(test::wait_until_asleep(tids_.at(static_cast<std::size_t>(id))));
     pipe(2).fail(std::make_exception_ptr(std::runtime_error("bad sample 17")));
   });
   for (const auto& text : failing_round<PeerFailed>({1, 3})) {
@@ -331,6 +337,8 @@ TEST_F(FaultTest, master_that_fails) {
 TEST_F(FaultTest, slave_that_leaves_while_others_wait) {
   std::jthread leaving([&, master = ::gettid()] {
     EXPECT_TRUE(test::wait_until_asleep(master));
+    for (const int id : {1, 3})
+      EXPECT_TRUE(test::wait_until_asleep(tids_.at(static_cast<std::size_t>(id))));
     pipe(2) = Pipe();
   });
   for (const auto& text : failing_round<PeerLost>({1, 3})) EXPECT_HAS(text, "slave 2 left");
