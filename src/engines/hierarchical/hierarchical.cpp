@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <lockstep/error.hpp>
-#include <span>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -330,21 +330,16 @@ class HierarchicalEngine final : public Engine {
     run_within(step);
   }
 
-  /// The parts of each host to its leader, those of all hosts between leaders, then all to all
-  /// ranks: they cross between hosts once per host.
+  /// To the leader of each host, between leaders, and to all ranks: once per host between hosts.
   void all_gather(const Call& call) {
     const std::size_t element = size_of(call.dtype);
     const auto count_of = [&call](int r) {
       return call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(r)];
     };
-    std::vector<std::size_t> of_members, of_hosts;
+    std::vector<std::size_t> of_members;
     for (const int member : topology_.members) of_members.push_back(count_of(member));
-    std::size_t total = 0;
-    for (const int r : topology_.by_host) {
-      if (topology_.leader_of(r) == r) of_hosts.push_back(0);
-      of_hosts.back() += count_of(r);
-      total += count_of(r);
-    }
+    const std::vector<std::size_t> of_hosts = topology_.sums_by_host(count_of);
+    const std::size_t total = std::accumulate(of_hosts.begin(), of_hosts.end(), std::size_t{0});
     const std::size_t here = of_hosts[static_cast<std::size_t>(topology_.host_of(rank()))];
     std::vector<std::byte> own(is_leader() ? here * element : 0), all;
     Call step = call;
@@ -364,8 +359,7 @@ class HierarchicalEngine final : public Engine {
       step.in = own.data();
       step.out = is_in_order ? call.out : all.data();
       run_between(step);
-      if (!is_in_order)
-        topology_.put_in_order(all, count_of, element, static_cast<std::byte*>(call.out));
+      if (!is_in_order) topology_.put_in_order(all, count_of, element, call.out);
     }
     step.op = Op::broadcast;
     step.root = 0;

@@ -36,13 +36,23 @@ struct Topology {
     return static_cast<int>(std::lower_bound(members.begin(), members.end(), rank) -
                             members.begin());
   }
+  /// Of each host, the sum of value_of(rank) over its ranks.
+  template <class ValueOf>
+  std::vector<std::size_t> sums_by_host(const ValueOf& value_of) const {
+    std::vector<std::size_t> sums;
+    for (const int r : by_host) {
+      if (leader_of(r) == r) sums.push_back(0);
+      sums.back() += value_of(r);
+    }
+    return sums;
+  }
   /// Whether the ranks of each host are consecutive.
   bool is_in_order() const { return std::ranges::is_sorted(by_host); }
 
   /// Copies parts of ranks, of count_of(rank) elements, from the order of hosts to that of ranks.
   template <class CountOf>
   void put_in_order(std::span<const std::byte> from, const CountOf& count_of, std::size_t element,
-                    std::byte* to) const {
+                    void* to) const {
     std::vector<std::size_t> begins(hosts.size() + 1);
     for (std::size_t r = 0; r < hosts.size(); ++r) {
       begins[r + 1] = begins[r] + count_of(static_cast<int>(r)) * element;
@@ -50,7 +60,8 @@ struct Topology {
     for (const int r : by_host) {
       const std::size_t n_bytes = count_of(r) * element;
       if (n_bytes == 0) continue;
-      std::memcpy(to + begins[static_cast<std::size_t>(r)], from.data(), n_bytes);
+      std::memcpy(static_cast<std::byte*>(to) + begins[static_cast<std::size_t>(r)], from.data(),
+                  n_bytes);
       from = from.subspan(n_bytes);
     }
   }

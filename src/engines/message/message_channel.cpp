@@ -53,12 +53,17 @@ struct Channel::Control {
           break;
       }
     }
-    // Those about an exchange that this rank has not begun wait until then.
-    std::erase_if(questions, [this](const Position& question) {
-      if (position.number < question.number) return false;
-      transport->send_control({.kind = ControlMessage::Kind::position, .position = position},
-                              question.rank);
-      return true;
+    // Of an exchange that this rank has not begun: the answer is given then, and before once if
+    // this rank waits in an earlier one.
+    std::erase_if(questions, [this](Position& question) {
+      const bool has_begun = position.number >= question.number;
+      const bool waits = position.awaited != Position::kNone;
+      if (has_begun || (waits && question.awaited == Position::kNone)) {
+        transport->send_control({.kind = ControlMessage::Kind::position, .position = position},
+                                question.rank);
+        question.awaited = position.awaited;
+      }
+      return has_begun;
     });
   }
 
@@ -230,12 +235,17 @@ std::vector<int> Channel::find_late(const Call& call) {
     const std::lock_guard lock(control_->mutex);
     positions = control_->answers;
   }
-  std::erase_if(positions, [&own](const auto& answer) {  // to an earlier question
-    return answer.second.number < own.number;
+  // Ranks that are in other calls are late too, but not those that wait in an earlier exchange.
+  std::erase_if(positions, [&own](const auto& answer) {
+    return answer.second.number < own.number && answer.second.awaited == Position::kNone;
   });
   positions.insert_or_assign(rank(), own);
   std::vector<bool> has_begun(n), is_awaited(n);
   for (const auto& [r, position] : positions) {
+    if (position.awaited != Position::kNone) {
+      is_awaited[static_cast<std::size_t>(position.awaited)] = true;
+    }
+    if (position.number < own.number) continue;
     if (position.number > own.number || position.awaited == Position::kNone) {
       has_begun.assign(n, true);  // it is complete
       continue;
@@ -243,16 +253,14 @@ std::vector<int> Channel::find_late(const Call& call) {
     for (int i = 0; i < position.n_known; ++i) {
       has_begun[(static_cast<std::size_t>(r) + n - static_cast<std::size_t>(i)) % n] = true;
     }
-    is_awaited[static_cast<std::size_t>(position.awaited)] = true;
   }
   // Ranks that have not begun; if all have, those that others wait for and that do not answer.
   std::vector<int> late;
   for (const bool is_about_beginning : {true, false}) {
     for (int r = 0; r < size(); ++r) {
       const auto i = static_cast<std::size_t>(r);
-      if (is_about_beginning ? !has_begun[i] : is_awaited[i] && !positions.contains(r)) {
-        late.push_back(r);
-      }
+      const bool may_be_late = is_about_beginning ? !has_begun[i] : is_awaited[i];
+      if (may_be_late && !positions.contains(r)) late.push_back(r);
     }
     if (!late.empty()) break;
   }
