@@ -225,7 +225,7 @@ TEST(C10dTest, one_world_after_another_at_the_same_port) {
 }
 
 TEST(C10dTest, init_after_destroy_at_another_port) {
-  const FreePort other;
+  const test::FreePort other;
   const auto statuses = over_gloo(2, [other = std::to_string(other.number())] {
     EXPECT_EQ(get_backend(), "gloo");
     barrier();
@@ -280,13 +280,13 @@ TEST_F(C10dInitTest, a_port_that_is_none_is_named) {
 }
 
 TEST_F(C10dInitTest, ranks_that_do_not_come_are_named) {
-  const FreePort port;
+  const test::FreePort port;
   expect_error<TimeoutError>([&] { init_alone(0, std::to_string(port.number()), 300ms); },
                              "of 2 ranks, rank 1 did not join at 127.0.0.1:");
 }
 
 TEST_F(C10dInitTest, the_store_has_no_server) {
-  const FreePort port;
+  const test::FreePort port;
   expect_error<EngineError>([&] { init_alone(1, std::to_string(port.number()), 1s); },
                             "MASTER_ADDR is 127.0.0.1, MASTER_PORT is ");
 }
