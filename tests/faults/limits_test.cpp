@@ -350,7 +350,7 @@ TEST(SegmentTest, of_another_job_or_version_or_with_a_damaged_header_is_rejected
     return std::string("taken");
   };
   expect_contains(refusal([](auto& header) { header.nonce ^= 1U; }), "it belongs to another job");
-  expect_contains(refusal([](auto& header) { ++header.version; }), "it has layout ");
+  expect_contains(refusal([](auto& header) { ++header.version; }), "it is of lockstep ");
   expect_contains(refusal([](auto& header) { header.magic = 0; }), "it contains something else");
   expect_contains(refusal([](auto& header) { header.n_ranks = 0; }), "its header is damaged");
   expect_contains(refusal([](auto& header) { header.n_ranks = 513; }), "its header is damaged");

@@ -142,11 +142,13 @@ FreePort::FreePort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
   socklen_t n_bytes = sizeof(address);
   auto* const any = reinterpret_cast<sockaddr*>(&address);
   const int reuse = 1;
-  EXPECT_EQ(::bind(fd_.get(), any, n_bytes), 0);
-  EXPECT_EQ(::setsockopt(fd_.get(), SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse), 0);
-  EXPECT_EQ(::getsockname(fd_.get(), any, &n_bytes), 0);
+  EXPECT_EQ(::bind(fd_, any, n_bytes), 0);
+  EXPECT_EQ(::setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse), 0);
+  EXPECT_EQ(::getsockname(fd_, any, &n_bytes), 0);
   number_ = ntohs(address.sin_port);
 }
+
+FreePort::~FreePort() { ::close(fd_); }
 
 std::vector<int> run_processes(int n, const std::function<void()>& body,
                                std::chrono::seconds watchdog,

@@ -9,8 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "base/fd.hpp"
-
 namespace lockstep::test {
 
 /// How the ranks of a test are created.
@@ -54,10 +52,13 @@ std::vector<int> run_processes(int n, const std::function<void()>& body,
 class FreePort {
  public:
   FreePort();
+  ~FreePort();
+  FreePort(const FreePort&) = delete;
+  FreePort& operator=(const FreePort&) = delete;
   int number() const { return number_; }
 
  private:
-  base::UniqueFd fd_;
+  int fd_;
   int number_ = 0;
 };
 
