@@ -9,7 +9,8 @@ WORLDS = {
     **{
         backend: (
             f"dist.init_process_group('{backend}'); rank, size = dist.get_rank(), dist.get_world_size(); "
-            "sum_over_ranks = dist.all_reduce"
+            # Without it torch may end a process with std::terminate.
+            "sum_over_ranks = dist.all_reduce; import atexit; atexit.register(dist.destroy_process_group)"
         )
         for backend in ["gloo", "lockstep"]
     },
