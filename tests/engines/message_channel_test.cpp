@@ -26,6 +26,7 @@ struct Script {
   std::deque<State> states;  ///< of each wait(); then pending
   std::vector<int> awaited;
   std::deque<ControlMessage> received;
+  std::deque<ControlMessage> received_in_wait;  ///< arrives with the first wait()
   std::vector<ControlMessage> sent;
   std::optional<TransportError> error;  ///< of start()
   int n_cancelled = 0;
@@ -42,6 +43,9 @@ class ScriptedTransport final : public Transport {
     if (script_.error) throw *script_.error;
   }
   State wait(std::chrono::steady_clock::time_point) override {
+    script_.received.insert(script_.received.end(), script_.received_in_wait.begin(),
+                            script_.received_in_wait.end());
+    script_.received_in_wait.clear();
     if (script_.states.empty()) return State::pending;
     const State next = script_.states.front();
     script_.states.pop_front();
@@ -112,6 +116,13 @@ TEST_F(MessageChannelTest, a_failure_ends_a_wait_and_every_later_exchange) {
   EXPECT_EQ(error<MismatchError>(), "the table");
   EXPECT_EQ(error<MismatchError>(), "the table");
   EXPECT_TRUE(script.sent.empty());  // the sender has told all
+}
+
+TEST_F(MessageChannelTest, a_failure_that_arrives_during_a_wait_ends_it) {
+  script.states = {State::pending, State::complete};
+  script.received_in_wait = {{}};
+  script.received_in_wait[0].failure = {.kind = Kind::mismatch, .text = "the table"};
+  EXPECT_EQ(error<MismatchError>(), "the table");
 }
 
 TEST_F(MessageChannelTest, an_exchange_is_cancelled_unless_it_completes) {
