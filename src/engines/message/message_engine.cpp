@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "engines/message/bytes.hpp"
-#include "engines/message/collectives.hpp"
 #include "engines/message/header.hpp"
 #include "engines/message/message_channel.hpp"
+#include "engines/message/message_collectives.hpp"
 #include "engines/message/rounds.hpp"
 #include "group/check.hpp"
 #include "kernels/reduce.hpp"

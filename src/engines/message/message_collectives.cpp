@@ -1,4 +1,4 @@
-#include "engines/message/collectives.hpp"
+#include "engines/message/message_collectives.hpp"
 
 #include <algorithm>
 #include <functional>
