@@ -19,8 +19,8 @@ BEGIN {
   may["nn"] = "base interface kernels record group engines world dist sync"
   may["c"] = "base interface group world"
   may["python"] = "interface kernels group world dist sync"
-  # lockstep._torch, the other adapter to libtorch.
-  may["python/torch"] = "base interface kernels record group engines world dist sync nn python"
+  # lockstep._torch: it takes from _core what speaks to Python.
+  may["nn/python"] = "base interface kernels record group engines world dist sync nn python"
   may["cli"] = "base interface kernels record group engines world dist sync run"
   # The umbrella is for programs.
   may["umbrella"] = "interface group world dist sync"
@@ -55,11 +55,11 @@ FNR == 1 {
   module = ""
   path = FILENAME
   if (sub(/^(src|include)\//, "", path)) module = module_of(path)
-  if (path ~ /^python\/torch\//) module = "python/torch"
+  if (path ~ /^nn\/python\//) module = "nn/python"
   if (FILENAME ~ /^examples\//) module = "programs"
   if (module == "unknown") breach("public header of no known module: name it in check_includes.awk")
   library = FILENAME ~ /^(src|include)\//
-  torch = FILENAME ~ /^(src|tests|bench)\/nn\// || FILENAME ~ /^src\/python\/torch\// || FILENAME ~ /^bench\/peers\// ||
+  torch = FILENAME ~ /^(src|tests|bench)\/nn\// || FILENAME ~ /^bench\/peers\// ||
           FILENAME ~ /^include\/lockstep\/nn[\/.]/ || FILENAME ~ /^examples\// ||
           FILENAME ~ /^tests\/(examples|consumer|fuzz)\//
 }
@@ -72,7 +72,7 @@ FNR == 1 {
 line ~ /^ *# *include/ {
   header = line
   gsub(/^[^<"]*[<"]|[>"].*$/, "", header)
-  if (header ~ /^(torch|ATen|c10|caffe2)\// && !torch) breach("libtorch header outside nn and python/torch: " header)
+  if (header ~ /^(torch|ATen|c10|caffe2)\// && !torch) breach("libtorch header outside nn: " header)
   if (header == "mpi.h" && FILENAME !~ /^(src\/engines\/mpi|bench\/(peers|over_mpi))\//)
     breach("mpi.h outside engines/mpi")
   theirs = module_of(header)

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "base/process_tag.hpp"
-#include "python/torch/backend_work.hpp"
-#include "python/torch/call_queue.hpp"
-#include "python/torch/caller.hpp"
-#include "python/torch/tensors.hpp"
+#include "nn/python/backend_work.hpp"
+#include "nn/python/call_queue.hpp"
+#include "nn/python/caller.hpp"
+#include "nn/python/tensors.hpp"
 
 namespace lockstep::python {
 

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "python/torch/backend.hpp"
+#include "nn/python/backend.hpp"
 
 namespace lockstep::python {
 

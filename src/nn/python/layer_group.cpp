@@ -1,4 +1,4 @@
-#include "python/torch/layer_group.hpp"
+#include "nn/python/layer_group.hpp"
 
 #include <fmt/format.h>
 
@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "python/torch/caller.hpp"
+#include "nn/python/caller.hpp"
 
 namespace lockstep::python {
 namespace {

@@ -1,11 +1,11 @@
-#include "python/torch/backend_work.hpp"
+#include "nn/python/backend_work.hpp"
 
 #include <fmt/format.h>
 
 #include <lockstep/error.hpp>
 #include <utility>
 
-#include "python/torch/caller.hpp"
+#include "nn/python/caller.hpp"
 
 namespace lockstep::python {
 

@@ -1,4 +1,4 @@
-#include "python/torch/backend_join.hpp"
+#include "nn/python/backend_join.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

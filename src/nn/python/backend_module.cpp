@@ -4,8 +4,8 @@
 
 #include <lockstep/error.hpp>
 
-#include "python/torch/backend_join.hpp"
-#include "python/torch/torch_module.hpp"
+#include "nn/python/backend_join.hpp"
+#include "nn/python/torch_module.hpp"
 
 namespace py = pybind11;
 

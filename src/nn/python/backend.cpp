@@ -1,4 +1,4 @@
-#include "python/torch/backend.hpp"
+#include "nn/python/backend.hpp"
 
 #include <fmt/format.h>
 
@@ -6,7 +6,7 @@
 #include <lockstep/engine.hpp>
 #include <optional>
 
-#include "python/torch/message_work.hpp"
+#include "nn/python/message_work.hpp"
 
 namespace lockstep::python {
 

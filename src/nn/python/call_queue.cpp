@@ -1,4 +1,4 @@
-#include "python/torch/call_queue.hpp"
+#include "nn/python/call_queue.hpp"
 
 #include <pthread.h>
 

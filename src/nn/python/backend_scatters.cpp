@@ -6,7 +6,7 @@
 #include <memory>
 #include <span>
 
-#include "python/torch/backend.hpp"
+#include "nn/python/backend.hpp"
 
 // The operations with one tensor for all ranks' parts, and all_to_all.
 namespace lockstep::python {

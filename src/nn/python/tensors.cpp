@@ -1,4 +1,4 @@
-#include "python/torch/tensors.hpp"
+#include "nn/python/tensors.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

@@ -1,4 +1,4 @@
-#include "python/torch/caller.hpp"
+#include "nn/python/caller.hpp"
 
 #include <pybind11/pybind11.h>
 

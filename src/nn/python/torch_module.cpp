@@ -1,4 +1,4 @@
-#include "python/torch/torch_module.hpp"
+#include "nn/python/torch_module.hpp"
 
 PYBIND11_MODULE(_torch, module) {
   module.doc() = "The C++ half of what lockstep adds to torch.";

@@ -1,4 +1,4 @@
-#include "python/torch/message_work.hpp"
+#include "nn/python/message_work.hpp"
 
 #include <fmt/format.h>
 

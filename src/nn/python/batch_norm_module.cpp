@@ -10,9 +10,9 @@
 #include <string>
 
 #include "nn/batch_norm/layer_steps.hpp"
-#include "python/torch/caller.hpp"
-#include "python/torch/layer_group.hpp"
-#include "python/torch/torch_module.hpp"
+#include "nn/python/caller.hpp"
+#include "nn/python/layer_group.hpp"
+#include "nn/python/torch_module.hpp"
 
 namespace py = pybind11;
 

@@ -4,7 +4,7 @@
 #include <functional>
 #include <numeric>
 
-#include "python/torch/backend.hpp"
+#include "nn/python/backend.hpp"
 
 namespace lockstep::python {
 namespace {
