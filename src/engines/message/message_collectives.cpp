@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <functional>
 
-#include "engines/message/bytes.hpp"
+#include "base/bytes.hpp"
 #include "kernels/reduce.hpp"
 
 namespace lockstep::message {
 namespace {
+
+using base::bytes;
+using base::copy_bytes;
 
 /// Up to this size every rank sends all its data to all ranks (one exchange); above it, each
 /// rank reduces a slice (two exchanges).
@@ -108,7 +111,7 @@ void Collectives::scatter(Step step) {
   step.receive(call.root, call.out, n_bytes);
   step.run();
   if (is(call.root)) {
-    keep(call.out, bytes(call.in) + static_cast<std::size_t>(rank()) * n_bytes, n_bytes);
+    copy_bytes(call.out, bytes(call.in) + static_cast<std::size_t>(rank()) * n_bytes, n_bytes);
   }
 }
 
@@ -143,12 +146,12 @@ void Collectives::all_reduce(Step step) {
   if (is_faster_in_rounds(2, static_cast<double>(n_bytes) * (0.5 * n_rounds() - 1))) {
     const std::size_t slice = (call.count + n - 1) / n * element;
     std::vector<std::byte> padded(n * slice), parts(n * slice);
-    keep(padded.data(), data, n_bytes);
+    copy_bytes(padded.data(), data, n_bytes);
     rounds_->all_to_all(padded.data(), parts.data(), slice, call, step.limit);
     std::byte* const own = padded.data() + static_cast<std::size_t>(rank()) * slice;
     reduce_parts(call, own, parts.data(), slice, own);
     rounds_->all_gather(own, parts.data(), slice, call, step.limit);
-    return keep(data, parts.data(), n_bytes);
+    return copy_bytes(data, parts.data(), n_bytes);
   }
   if (rounds_ == nullptr && n_bytes <= kFlatBytes) {
     scratch_.resize(n * n_bytes);
@@ -237,7 +240,7 @@ void Collectives::reduce_in_slices(Step step) {
   }
   step.run();
   reduce_parts(call, bytes(call.in) + mine.at, scratch_.data(), mine.n_bytes, sum);
-  if (is(call.root)) keep(bytes(call.out) + mine.at, sum, mine.n_bytes);
+  if (is(call.root)) copy_bytes(bytes(call.out) + mine.at, sum, mine.n_bytes);
   step.send(call.root, sum, mine.n_bytes);
   for (int r = 0; is(call.root) && r < size(); ++r) {
     const Slice slice = slice_of(call, r);
@@ -267,7 +270,7 @@ void Collectives::gather(Step step, bool is_for_all) {
   for (int r = 0; r < size(); ++r) {
     if (is_for_all || is(call.root)) {
       step.receive(r, bytes(call.out) + at, part(r));
-      if (is(r)) keep(bytes(call.out) + at, call.in, part(r));
+      if (is(r)) copy_bytes(bytes(call.out) + at, call.in, part(r));
     }
     if (is_for_all || r == call.root) step.send(r, call.in, part(rank()));
     at += part(r);
@@ -304,7 +307,7 @@ void Collectives::all_to_all(Step step) {
     const std::size_t at = static_cast<std::size_t>(r) * n_bytes;
     step.send(r, bytes(call.in) + at, n_bytes);
     step.receive(r, bytes(call.out) + at, n_bytes);
-    if (is(r)) keep(bytes(call.out) + at, bytes(call.in) + at, n_bytes);
+    if (is(r)) copy_bytes(bytes(call.out) + at, bytes(call.in) + at, n_bytes);
   }
   step.run();
 }

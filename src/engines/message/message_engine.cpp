@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "engines/message/bytes.hpp"
+#include "base/bytes.hpp"
 #include "engines/message/header.hpp"
 #include "engines/message/message_channel.hpp"
 #include "engines/message/message_collectives.hpp"
@@ -24,6 +24,9 @@
 
 namespace lockstep::message {
 namespace {
+
+using base::bytes;
+using base::copy_bytes;
 
 using Way = Message::Way;
 
@@ -131,7 +134,7 @@ void MessageEngine::compare(const Call& call, const Header& mine,
   }
   First& own = firsts_[static_cast<std::size_t>(rank())];
   own.header = mine;
-  if (!rounds_) keep(own.payload.data(), payload.data(), payload.size());
+  if (!rounds_) copy_bytes(own.payload.data(), payload.data(), payload.size());
   channel_->exchange(first_messages_, call, limit);
   const bool compares_sites = call.check == Check::full;
   for (const First& other : firsts_) {
@@ -179,7 +182,7 @@ void MessageEngine::complete_eager(const Call& call) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   const auto payload = [this](int r) { return payloads_[static_cast<std::size_t>(r)]; };
   if (call.op == Op::broadcast) {
-    keep(call.out, payload(call.root), n_bytes);
+    copy_bytes(call.out, payload(call.root), n_bytes);
   } else if (call.op == Op::all_reduce || (call.op == Op::reduce && is(call.root))) {
     if (call.count > 0) {
       kernels::reduce(call.dtype, call.reduce, payloads_.data(), size(), call.out, call.count);
@@ -190,7 +193,7 @@ void MessageEngine::complete_eager(const Call& call) {
       const std::size_t part =
           (call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(r)]) *
           size_of(call.dtype);
-      keep(bytes(call.out) + at, payload(r), part);
+      copy_bytes(bytes(call.out) + at, payload(r), part);
       at += part;
     }
   }
@@ -203,7 +206,7 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
   First other{};
   const auto received =
       rounds_ ? rounds_->first_message() : std::as_writable_bytes(std::span(&other, 1));
-  if (is_eager && call.op == Op::send) keep(mine.payload.data(), call.in, n_bytes);
+  if (is_eager && call.op == Op::send) copy_bytes(mine.payload.data(), call.in, n_bytes);
   const std::array<Message, 2> messages = {
       Message{Way::send, call.root, &mine, sizeof(mine)},
       Message{Way::receive, call.root, received.data(), received.size()}};
@@ -221,7 +224,7 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
     if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
     channel_->fail(difference_of(rows), call);
   }
-  if (is_eager && call.op == Op::recv) keep(call.out, other.payload.data(), n_bytes);
+  if (is_eager && call.op == Op::recv) copy_bytes(call.out, other.payload.data(), n_bytes);
   return is_eager;
 }
 

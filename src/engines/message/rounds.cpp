@@ -108,77 +108,83 @@ void Rounds::receive(int from, std::byte* data, std::size_t n_bytes, const Call&
   channel_.round(std::span(&message, 1), from, /*n_known=*/size_, call, limit);
 }
 
-// In the trees, ranks are numbered from the root on. The parent of i is i without its lowest bit,
-// and its subtree is i, i + 1, ... up to the next multiple of that bit.
+/// Ranks numbered from the root on: 0, 1, ... The parent of i is i without its lowest bit, and its
+/// subtree is i, i + 1, ... up to the next multiple of that bit.
+struct Rounds::Tree {
+  int n_ranks;
+  int root;
+  int own;  ///< this rank's number
+
+  Tree(int rank, int size, int root_rank)
+      : n_ranks(size), root(root_rank), own((rank - root_rank + size) % size) {}
+  int rank_of(int i) const { return (i + root) % n_ranks; }
+  /// Ranks in the subtree of i, whose lowest bit is `bit`.
+  std::size_t n_below(int i, int bit) const {
+    return static_cast<std::size_t>(std::min(bit, n_ranks - i));
+  }
+};
 
 void Rounds::gather(const std::byte* part, std::byte* parts, std::size_t part_bytes, int root,
                     const Call& call, Limit& limit) {
-  const auto n = static_cast<std::size_t>(size_);
-  const int own = (rank_ - root + size_) % size_;
-  const auto rank_of = [&](int i) { return (i + root) % size_; };
-  out_.resize(n * part_bytes);  // of the subtree
+  const Tree tree(rank_, size_, root);
+  out_.resize(static_cast<std::size_t>(size_) * part_bytes);  // of the subtree
   std::memcpy(out_.data(), part, part_bytes);
   channel_.begin_rounds({});
   for (int bit = 1; bit < size_; bit *= 2) {
-    if ((own & bit) != 0) {
-      const auto n_parts = static_cast<std::size_t>(std::min(bit, size_ - own));
-      send(rank_of(own - bit), out_.data(), n_parts * part_bytes, call, limit);
+    if ((tree.own & bit) != 0) {
+      send(tree.rank_of(tree.own - bit), out_.data(), tree.n_below(tree.own, bit) * part_bytes,
+           call, limit);
       break;
     }
-    if (own + bit >= size_) continue;
-    const auto n_parts = static_cast<std::size_t>(std::min(bit, size_ - own - bit));
-    receive(rank_of(own + bit), out_.data() + static_cast<std::size_t>(bit) * part_bytes,
-            n_parts * part_bytes, call, limit);
+    const int child = tree.own + bit;
+    if (child >= size_) continue;
+    receive(tree.rank_of(child), out_.data() + static_cast<std::size_t>(bit) * part_bytes,
+            tree.n_below(child, bit) * part_bytes, call, limit);
   }
   channel_.end_rounds();
-  if (own != 0) return;
-  for (int i = 0; i < size_; ++i) {
-    std::memcpy(parts + static_cast<std::size_t>(rank_of(i)) * part_bytes,
+  for (int i = 0; tree.own == 0 && i < size_; ++i) {
+    std::memcpy(parts + static_cast<std::size_t>(tree.rank_of(i)) * part_bytes,
                 out_.data() + static_cast<std::size_t>(i) * part_bytes, part_bytes);
   }
 }
 
-void Rounds::scatter(const std::byte* parts, std::byte* part, std::size_t part_bytes, int root,
-                     const Call& call, Limit& limit) {
-  const auto n = static_cast<std::size_t>(size_);
-  const int own = (rank_ - root + size_) % size_;
-  const auto rank_of = [&](int i) { return (i + root) % size_; };
-  out_.resize(n * part_bytes);  // of the subtree
-  for (int i = 0; own == 0 && i < size_; ++i) {
-    std::memcpy(out_.data() + static_cast<std::size_t>(i) * part_bytes,
-                parts + static_cast<std::size_t>(rank_of(i)) * part_bytes, part_bytes);
-  }
+template <class Part>
+void Rounds::send_down(const Tree& tree, const Part& part, const Call& call, Limit& limit) {
   channel_.begin_rounds({});
-  auto bit = static_cast<int>(std::bit_ceil(n));
-  if (own != 0) {
-    bit = own & -own;
-    const auto n_parts = static_cast<std::size_t>(std::min(bit, size_ - own));
-    receive(rank_of(own - bit), out_.data(), n_parts * part_bytes, call, limit);
+  auto bit = static_cast<int>(std::bit_ceil(static_cast<std::size_t>(size_)));
+  if (tree.own != 0) {
+    bit = tree.own & -tree.own;
+    const std::span<std::byte> data = part(0, tree.n_below(tree.own, bit));
+    receive(tree.rank_of(tree.own - bit), data.data(), data.size(), call, limit);
   }
   while ((bit /= 2) > 0) {
-    if (own + bit >= size_) continue;
-    const auto n_parts = static_cast<std::size_t>(std::min(bit, size_ - own - bit));
-    send(rank_of(own + bit), out_.data() + static_cast<std::size_t>(bit) * part_bytes,
-         n_parts * part_bytes, call, limit);
+    const int child = tree.own + bit;
+    if (child >= size_) continue;
+    const std::span<std::byte> data = part(static_cast<std::size_t>(bit), tree.n_below(child, bit));
+    send(tree.rank_of(child), data.data(), data.size(), call, limit);
   }
   channel_.end_rounds();
+}
+
+void Rounds::scatter(const std::byte* parts, std::byte* part, std::size_t part_bytes, int root,
+                     const Call& call, Limit& limit) {
+  const Tree tree(rank_, size_, root);
+  out_.resize(static_cast<std::size_t>(size_) * part_bytes);  // of the subtree
+  for (int i = 0; tree.own == 0 && i < size_; ++i) {
+    std::memcpy(out_.data() + static_cast<std::size_t>(i) * part_bytes,
+                parts + static_cast<std::size_t>(tree.rank_of(i)) * part_bytes, part_bytes);
+  }
+  const auto of_subtree = [&](std::size_t first, std::size_t n) {
+    return std::span(out_).subspan(first * part_bytes, n * part_bytes);
+  };
+  send_down(tree, of_subtree, call, limit);
   std::memcpy(part, out_.data(), part_bytes);
 }
 
 void Rounds::broadcast(std::byte* data, std::size_t n_bytes, int root, const Call& call,
                        Limit& limit) {
-  const int own = (rank_ - root + size_) % size_;
-  const auto rank_of = [&](int i) { return (i + root) % size_; };
-  channel_.begin_rounds({});
-  auto bit = static_cast<int>(std::bit_ceil(static_cast<std::size_t>(size_)));
-  if (own != 0) {
-    bit = own & -own;
-    receive(rank_of(own - bit), data, n_bytes, call, limit);
-  }
-  while ((bit /= 2) > 0) {
-    if (own + bit < size_) send(rank_of(own + bit), data, n_bytes, call, limit);
-  }
-  channel_.end_rounds();
+  const auto all = [&](std::size_t, std::size_t) { return std::span(data, n_bytes); };
+  send_down(Tree(rank_, size_, root), all, call, limit);
 }
 
 void Rounds::all_to_all(const std::byte* in, std::byte* out, std::size_t part_bytes,

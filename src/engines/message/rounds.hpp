@@ -63,11 +63,16 @@ class Rounds {
 
  private:
   struct Head;
+  struct Tree;
 
   void run(int distance, std::size_t out_bytes, std::size_t in_bytes, int n_known, const Call& call,
            Limit& limit);
   void send(int to, std::byte* data, std::size_t n_bytes, const Call& call, Limit& limit);
   void receive(int from, std::byte* data, std::size_t n_bytes, const Call& call, Limit& limit);
+  /// From the root to all ranks. part(first, n): the data of n ranks of the subtree, from its
+  /// first-th on.
+  template <class Part>
+  void send_down(const Tree& tree, const Part& part, const Call& call, Limit& limit);
   int before(int distance) const noexcept { return (rank_ + size_ - distance) % size_; }
 
   Channel& channel_;

@@ -3,20 +3,16 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
-#include <cstring>
 #include <span>
 
+#include "base/bytes.hpp"
 #include "base/memory.hpp"
 
 /// What the algorithms of the shared engine have in common: how they divide and copy data.
 namespace lockstep::shared {
 
-inline const std::byte* bytes(const void* data) { return static_cast<const std::byte*>(data); }
-inline std::byte* bytes(void* data) { return static_cast<std::byte*>(data); }
-
-inline void copy_bytes(std::byte* to, const std::byte* from, std::size_t n) {
-  if (n > 0 && to != from) std::memcpy(to, from, n);
-}
+using base::bytes;
+using base::copy_bytes;
 
 /// Measured best piece sizes of with_write_prefetch: for slots, and for peers' memory, which is
 /// also written.
