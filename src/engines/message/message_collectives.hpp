@@ -63,7 +63,9 @@ class Collectives {
     std::size_t n_bytes;
   };
   Slice slice_of(const Call& call, int r) const;
-  int n_rounds() const noexcept { return std::bit_width(static_cast<unsigned>(size() - 1)); }
+  int n_rounds() const noexcept {
+    return static_cast<int>(std::bit_width(static_cast<unsigned>(size() - 1)));
+  }
   int rank() const noexcept { return channel_.rank(); }
   int size() const noexcept { return channel_.size(); }
   bool is(int r) const { return r == rank(); }
