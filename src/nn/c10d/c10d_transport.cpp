@@ -5,10 +5,10 @@
 #include <lockstep/error.hpp>
 #include <numeric>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "base/no_sigpipe.hpp"
+#include "nn/c10d/c10d_error.hpp"
 
 namespace lockstep::nn::detail {
 namespace {
@@ -20,14 +20,8 @@ std::vector<int> all_ranks_of(const Wire& wire) {
 }
 
 message::TransportError transport_error(const std::exception& error, int peer) {
-  // libtorch's messages begin with the source line and may end with a C++ stack.
-  std::string text = error.what();
-  text = text.substr(0, text.find("\nException raised from"));
-  constexpr std::string_view kClosed[] = {"closed by peer", "reset by peer", "Broken pipe",
-                                          "Socket closed", "Connection refused"};
-  const bool is_closed = std::ranges::any_of(
-      kClosed, [&text](std::string_view sign) { return text.find(sign) != std::string::npos; });
-  return message::TransportError(text, peer, is_closed);
+  const C10dError told = c10d_error(error);
+  return message::TransportError(told.text, peer, told.kind == C10dError::Kind::peer_lost);
 }
 
 }  // namespace

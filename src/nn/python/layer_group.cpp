@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <chrono>
 #include <lockstep/error.hpp>
 #include <memory>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "nn/c10d/c10d_error.hpp"
 #include "nn/python/caller.hpp"
 
 namespace lockstep::python {
@@ -115,18 +115,14 @@ class OverProcessGroup final : public LayerEngine {
   }
 
   [[noreturn]] void fail(const Call& call, const std::exception& error) const {
-    // c10d's messages begin with the source line and may end with a C++ stack.
-    std::string text = error.what();
-    text = text.substr(0, text.find("\nException raised from"));
-    const auto holds = [&text](std::string_view sign) {
-      return text.find(sign) != std::string::npos;
-    };
-    constexpr std::string_view kClosed[] = {"closed by peer", "reset by peer", "Broken pipe",
-                                            "Socket closed"};
-    constexpr std::string_view kLate[] = {"Timed out", "timed out", "timeout"};
-    const std::string told = fmt::format("{} of torch.distributed failed: {}", name_, text);
-    if (std::ranges::any_of(kClosed, holds)) throw PeerLost(context_of(call, rank_), told);
-    if (std::ranges::any_of(kLate, holds)) throw TimeoutError(context_of(call, rank_), told);
+    using Kind = nn::detail::C10dError::Kind;
+    const nn::detail::C10dError said = nn::detail::c10d_error(error);
+    const std::string told = fmt::format("{} of torch.distributed failed: {}", name_, said.text);
+    switch (said.kind) {
+      case Kind::peer_lost: throw PeerLost(context_of(call, rank_), told);
+      case Kind::timeout: throw TimeoutError(context_of(call, rank_), told);
+      case Kind::other: break;
+    }
     throw EngineError(context_of(call, rank_), told);
   }
 

@@ -2,21 +2,12 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <array>
-#include <string_view>
+#include <string>
 #include <utility>
 
+#include "nn/c10d/c10d_error.hpp"
+
 namespace lockstep::python {
-namespace {
-
-template <std::size_t n>
-bool has_any(std::string_view text, const std::array<std::string_view, n>& parts) {
-  return std::ranges::any_of(
-      parts, [text](std::string_view part) { return text.find(part) != std::string_view::npos; });
-}
-
-}  // namespace
 
 MessageWork::MessageWork(Inner inner, ErrorContext context, int peer, c10d::OpType type,
                          const char* title, const std::vector<at::Tensor>& tensors)
@@ -26,20 +17,18 @@ MessageWork::MessageWork(Inner inner, ErrorContext context, int peer, c10d::OpTy
       peer_(peer) {}
 
 std::exception_ptr MessageWork::failure(const std::exception& error) const {
-  constexpr std::array<std::string_view, 5> kClosed = {
-      "closed by peer", "reset by peer", "Broken pipe", "Socket closed", "Connection refused"};
-  constexpr std::array<std::string_view, 4> kLate = {"Timed out", "timed out", "timeout",
-                                                     "Timeout"};
-  const std::string_view text = error.what();
+  using Kind = nn::detail::C10dError::Kind;
+  const nn::detail::C10dError told = nn::detail::c10d_error(error);
   const std::string peer = peer_ < 0 ? "another rank" : fmt::format("rank {}", peer_);
-  const std::string_view line = text.substr(0, text.find('\n'));
-  if (has_any(text, kClosed)) {
-    return std::make_exception_ptr(
-        PeerLost(context_, fmt::format("{} died or left: {}", peer, line)));
-  }
-  if (has_any(text, kLate)) {
-    return std::make_exception_ptr(
-        TimeoutError(context_, fmt::format("{} did not come within the timeout: {}", peer, line)));
+  const std::string line = told.text.substr(0, told.text.find('\n'));
+  switch (told.kind) {
+    case Kind::peer_lost:
+      return std::make_exception_ptr(
+          PeerLost(context_, fmt::format("{} died or left: {}", peer, line)));
+    case Kind::timeout:
+      return std::make_exception_ptr(TimeoutError(
+          context_, fmt::format("{} did not come within the timeout: {}", peer, line)));
+    case Kind::other: break;
   }
   return std::make_exception_ptr(EngineError(context_, fmt::format("with {}: {}", peer, line)));
 }

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace lockstep::nn::detail {
+
+/// What an exception of a c10d backend says. c10d has no classes for it: its text tells.
+struct C10dError {
+  enum class Kind { peer_lost, timeout, other };
+  Kind kind;
+  std::string text;  // without the C++ stack that libtorch may append
+};
+
+inline C10dError c10d_error(const std::exception& error) {
+  using Kind = C10dError::Kind;
+  std::string text = error.what();
+  text = text.substr(0, text.find("\nException raised from"));
+  const auto holds = [&text](std::string_view sign) {
+    return text.find(sign) != std::string::npos;
+  };
+  constexpr std::array<std::string_view, 5> kLost = {
+      "closed by peer", "reset by peer", "Broken pipe", "Socket closed", "Connection refused"};
+  constexpr std::array<std::string_view, 4> kLate = {"Timed out", "timed out", "timeout",
+                                                     "Timeout"};
+  Kind kind = Kind::other;
+  if (std::ranges::any_of(kLost, holds)) {
+    kind = Kind::peer_lost;
+  } else if (std::ranges::any_of(kLate, holds)) {
+    kind = Kind::timeout;
+  }
+  return {.kind = kind, .text = std::move(text)};
+}
+
+}  // namespace lockstep::nn::detail
