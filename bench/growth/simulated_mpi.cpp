@@ -49,7 +49,8 @@ void set_seconds_per_message(double seconds) { seconds_per_message = seconds; }
 #define MPI_Testall growth::wait_all
 #define MPI_Comm_set_attr growth::set_no_attribute
 #define lockstep_mpi lockstep_mpi_without_cost
-#include "engines/mpi/module/module.cpp"  // NOLINT: compiled here on purpose
+#include "engines/mpi/module/module.cpp"        // NOLINT: compiled here on purpose
+#include "engines/mpi/module/mpi_exchange.cpp"  // NOLINT
 #undef lockstep_mpi
 
 extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mpi() {
@@ -62,7 +63,7 @@ extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mp
     };
     // Flows that begin together are solved together: 256 ranks take seconds, not hours.
     changed.world = [](void** communicator) {
-      const int code = world(communicator);
+      const int code = lockstep_mpi_without_cost()->world(communicator);
       growth::world().start_line->wait();
       return code;
     };
@@ -70,11 +71,11 @@ extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mp
       *has_come = 0;
       return int{MPI_SUCCESS};
     };
-    changed.begin = [](void* handle, const Message* messages, std::size_t n_messages,
-                       void** exchange) {
+    changed.begin = [](void* handle, const lockstep::message::Message* messages,
+                       std::size_t n_messages, void** exchange) {
       simgrid::s4u::this_actor::sleep_for(static_cast<double>(n_messages) *
                                           growth::seconds_per_message);
-      return begin(handle, messages, n_messages, exchange);
+      return lockstep_mpi_without_cost()->begin(handle, messages, n_messages, exchange);
     };
     return changed;
   }();
