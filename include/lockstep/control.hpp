@@ -11,6 +11,7 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
+/// @file
 /// Control flow by rank: code for rank 0 only, and code that rank 0 runs before the others.
 namespace lockstep {
 

@@ -15,6 +15,7 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
+/// @file
 /// The operations over typed data and the default group. Each converts its types and makes one or
 /// more Group calls: see group.hpp for sizes, errors and threads. Data is an ArithmeticRange: any
 /// contiguous range of numbers (vector, array, span, ...). Output must be neither const nor a
@@ -22,6 +23,7 @@
 /// message that says what to do.
 namespace lockstep {
 
+/// The caller's line: the last argument of every function that communicates, not to be passed.
 using Where = std::source_location;
 
 namespace detail {

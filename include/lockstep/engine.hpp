@@ -13,6 +13,7 @@
 
 namespace lockstep {
 
+/// The operations, as an engine gets them.
 enum class Op : std::uint8_t {
   barrier,
   all_reduce,
@@ -29,6 +30,7 @@ enum class Op : std::uint8_t {
   allocate,
 };
 
+/// "all_reduce", ... as in errors and records.
 std::string_view name_of(Op op);
 
 /// How much of each call ranks compare, see Env::check.
@@ -85,16 +87,18 @@ class SharedMemory {
 ///
 /// run() performs one call and returns when this rank's part is complete: `out` is filled and `in`
 /// may be reused. Meaning of `count` and data movement, with r = rank():
-///   barrier         nothing
-///   all_reduce      out[count] <- reduction of every rank's in[count]; in == out
-///   reduce          the same, on root only; out is unchanged elsewhere; in == out on root
-///   broadcast       out[count] <- root's in[count]; in == out
-///   all_gather      out <- in[counts[0]] of rank 0, in[counts[1]] of rank 1, ...
-///   gather          the same, on root only
-///   scatter         out[count] <- root's in[r * count ...]
-///   reduce_scatter  out[count] <- reduction of every rank's in[r * count ...]
-///   all_to_all      out[q * count ...] <- rank q's in[r * count ...]
-///   send, recv      in[count] to / out[count] from rank `root`
+///
+///     barrier         nothing
+///     all_reduce      out[count] <- reduction of every rank's in[count]; in == out
+///     reduce          the same, on root only; out is unchanged elsewhere; in == out on root
+///     broadcast       out[count] <- root's in[count]; in == out
+///     all_gather      out <- in[counts[0]] of rank 0, in[counts[1]] of rank 1, ...
+///     gather          the same, on root only
+///     scatter         out[count] <- root's in[r * count ...]
+///     reduce_scatter  out[count] <- reduction of every rank's in[r * count ...]
+///     all_to_all      out[q * count ...] <- rank q's in[r * count ...]
+///     send, recv      in[count] to / out[count] from rank `root`
+///
 /// in and out do not overlap, except where in == out is stated. Reductions are in rank order.
 ///
 /// Errors: MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError, EngineError. After any
@@ -102,6 +106,7 @@ class SharedMemory {
 class Engine {
  public:
   virtual ~Engine() = default;
+  /// As in InitOptions::backend.
   virtual std::string_view name() const noexcept = 0;
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;

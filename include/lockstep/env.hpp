@@ -45,6 +45,7 @@ struct Env {
   /// (docs/performance.md). The process that creates a group's segment decides for the group.
   std::optional<std::string> tune;
 
+  /// The variables as they are now. Throws UsageError.
   static Env read();
 };
 

@@ -50,6 +50,7 @@ class SharedBuffer {
   SharedBuffer() = default;
   SharedBuffer(std::shared_ptr<SharedMemory> memory, std::size_t n_bytes)
       : memory_(std::move(memory)), n_bytes_(n_bytes) {}
+  /// The first byte; null if default-constructed.
   std::byte* data() const noexcept { return memory_ ? memory_->data() : nullptr; }
   std::size_t size() const noexcept { return n_bytes_; }  ///< in bytes
   /// The buffer as elements of T: size() / sizeof(T), rounded down.
@@ -90,10 +91,10 @@ class Group {
         Check check = Check::light);
   explicit Group(std::shared_ptr<internal::GroupState> state) : state_(std::move(state)) {}
 
-  int rank() const noexcept;
-  int size() const noexcept;
-  std::string_view backend() const noexcept;
-  const std::string& name() const noexcept;
+  int rank() const noexcept;                  ///< this rank, from 0
+  int size() const noexcept;                  ///< the number of ranks
+  std::string_view backend() const noexcept;  ///< "shared", "mpi", ...
+  const std::string& name() const noexcept;   ///< "world", "world/0.1", ...: for errors
   /// Whether a small message takes about a microsecond, so that several messages are better than
   /// one that delays all data: all ranks on one host, one core per rank. The same on all ranks.
   bool has_low_latency() const noexcept;

@@ -15,8 +15,10 @@ namespace lockstep {
 /// What started the ranks of this program. `infer` detects it from the environment.
 enum class Launcher { infer, none, lockstep, pytorch, slurm, mpi };
 
+/// "lockstep run", "torchrun", ... as in errors.
 std::string_view name_of(Launcher launcher);
 
+/// What init_dist would otherwise choose itself.
 struct InitOptions {
   Launcher launcher = Launcher::infer;
   std::string backend = "auto";  ///< auto|solo|shared|mpi|hierarchical|gloo|nccl
@@ -77,6 +79,7 @@ class [[nodiscard]] GroupScope {
   const Group* before_;
 };
 
+/// A rank, and the number of ranks of its group.
 struct DistInfo {
   int rank;
   int world_size;
@@ -93,6 +96,7 @@ std::optional<std::string> get_backend(const Group& group = default_group());
 /// Whether this is rank 0 of the group.
 bool is_main_process(const Group& group = default_group());
 
+/// Of run_ranks.
 struct RunRanksOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< of one operation
 };

@@ -1,4 +1,5 @@
-/* The C interface of lockstep: C99 and C++. Link with -llockstep (pkg-config lockstep, or the CMake
+/** @file
+ * The C interface of lockstep: C99 and C++. Link with -llockstep (pkg-config lockstep, or the CMake
  * target lockstep::c). docs/binding.md shows it from C, Python and Rust.
  *
  * Results. Every function that returns int returns LOCKSTEP_OK (0) or a lockstep_status; those that
@@ -17,10 +18,10 @@
  * strings belong to the library, and live as the function says.
  *
  * Arguments of every operation:
- *   count       number of elements, not bytes; as each operation says
- *   dtype, reduction   a lockstep_dtype, a lockstep_reduction
- *   timeout_ms  limit of this call in milliseconds; LOCKSTEP_GROUP_TIMEOUT: the group's
- *   site        the caller's line, for errors: LOCKSTEP_HERE, lockstep_at(file, line), or NULL
+ * - `count`: number of elements, not bytes; as each operation says
+ * - `dtype`, `reduction`: a lockstep_dtype, a lockstep_reduction
+ * - `timeout_ms`: limit of this call in milliseconds; LOCKSTEP_GROUP_TIMEOUT: the group's
+ * - `site`: the caller's line, for errors: LOCKSTEP_HERE, lockstep_at(file, line), or NULL
  */
 #ifndef LOCKSTEP_LOCKSTEP_H
 #define LOCKSTEP_LOCKSTEP_H
@@ -28,7 +29,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The version of this header; lockstep_version() has the library's. */
+/** The version of this header; lockstep_version() has the library's. */
 #define LOCKSTEP_VERSION_MAJOR 0
 #define LOCKSTEP_VERSION_MINOR 1
 #define LOCKSTEP_VERSION_PATCH 0
@@ -42,20 +43,20 @@
 extern "C" {
 #endif
 
+/** What a function that returns int returns. */
 typedef enum lockstep_status {
   LOCKSTEP_OK = 0,
-  LOCKSTEP_USAGE_ERROR = 1, /* the caller's bug, found before data moves; the group stays usable */
-  LOCKSTEP_MISMATCH_ERROR = 2, /* ranks disagree on operation, type, count, root or reduction */
-  LOCKSTEP_TIMEOUT_ERROR = 3,  /* a peer did not arrive within the timeout */
-  LOCKSTEP_PEER_LOST = 4,      /* a peer died or left */
-  LOCKSTEP_PEER_FAILED = 5,    /* a peer left because of an error, and the message has its text */
-  LOCKSTEP_SYSTEM_ERROR = 6,   /* a system call failed, or no memory: see lockstep_error_number */
-  LOCKSTEP_ENGINE_ERROR = 7,   /* the engine's own library (MPI) failed, or it is not available */
-  LOCKSTEP_OTHER_ERROR = 8     /* anything else: a bug in lockstep */
+  LOCKSTEP_USAGE_ERROR = 1, /**< the caller's bug, found before data moves; the group is usable */
+  LOCKSTEP_MISMATCH_ERROR = 2, /**< ranks disagree on operation, type, count, root or reduction */
+  LOCKSTEP_TIMEOUT_ERROR = 3,  /**< a peer did not arrive within the timeout */
+  LOCKSTEP_PEER_LOST = 4,      /**< a peer died or left */
+  LOCKSTEP_PEER_FAILED = 5,    /**< a peer left because of an error, and the message has its text */
+  LOCKSTEP_SYSTEM_ERROR = 6,   /**< a system call failed, or no memory: see lockstep_error_number */
+  LOCKSTEP_ENGINE_ERROR = 7,   /**< the engine's own library (MPI) failed, or it is not available */
+  LOCKSTEP_OTHER_ERROR = 8     /**< anything else: a bug in lockstep */
 } lockstep_status;
 
-/* Element types. f16 is IEEE 754 binary16, bf16 the upper half of a binary32. bool: a byte, 0 or 1.
- */
+/** Element types. f16 is IEEE 754 binary16, bf16 the upper half of a binary32. bool: 0 or 1. */
 typedef enum lockstep_dtype {
   LOCKSTEP_U8 = 0,
   LOCKSTEP_I8 = 1,
@@ -72,7 +73,7 @@ typedef enum lockstep_dtype {
   LOCKSTEP_U64 = 12
 } lockstep_dtype;
 
-/* How values are combined, always in rank order: results are bitwise the same on all ranks. Sums
+/** How values are combined, always in rank order: results are bitwise the same on all ranks. Sums
  * and products of integers wrap; mean of integers truncates toward zero; 16-bit floats accumulate
  * in f32 and are rounded once. band, bor and bxor take integers and bool, which has no sum,
  * product, mean. */
@@ -87,24 +88,24 @@ typedef enum lockstep_reduction {
   LOCKSTEP_MEAN = 7
 } lockstep_reduction;
 
-#define LOCKSTEP_GROUP_TIMEOUT ((int64_t)-1)
-#define LOCKSTEP_NO_TIMEOUT INT64_MAX /* a hundred years */
+#define LOCKSTEP_GROUP_TIMEOUT ((int64_t)-1) /**< the timeout of the group */
+#define LOCKSTEP_NO_TIMEOUT INT64_MAX        /**< a hundred years */
 
-typedef struct lockstep_group lockstep_group;   /* ranks that communicate */
-typedef struct lockstep_work lockstep_work;     /* an asynchronous call */
-typedef struct lockstep_buffer lockstep_buffer; /* memory that every rank of the host can reach */
-typedef struct lockstep_site lockstep_site;     /* a line of the caller's source */
+typedef struct lockstep_group lockstep_group;   /**< ranks that communicate */
+typedef struct lockstep_work lockstep_work;     /**< an asynchronous call */
+typedef struct lockstep_buffer lockstep_buffer; /**< memory that every rank of the host can reach */
+typedef struct lockstep_site lockstep_site;     /**< a line of the caller's source */
 
 /* --- version --------------------------------------------------------------------------------- */
 
-/* "0.1.0". Lives as long as the library. */
+/** "0.1.0". Lives as long as the library. */
 LOCKSTEP_API const char* lockstep_version(void);
-/* major * 10000 + minor * 100 + patch */
+/** major * 10000 + minor * 100 + patch */
 LOCKSTEP_API int lockstep_version_number(void);
 
 /* --- the caller's line ----------------------------------------------------------------------- */
 
-/* A line of source; the same pointer for the same line. It and its copy of `file` live as long as
+/** A line of source; the same pointer for the same line. It and its copy of `file` live as long as
  * the process, so make one for each place in the source, not for each call. NULL if file is NULL,
  * or without memory. Bindings pass the line of their own caller. */
 LOCKSTEP_API const lockstep_site* lockstep_at(const char* file, int line);
@@ -114,90 +115,89 @@ LOCKSTEP_API const lockstep_site* lockstep_at(const char* file, int line);
 
 /* Strings are valid until the thread's next call that fails; "" (numbers: as stated) before any. */
 
-/* The lockstep_status; LOCKSTEP_OK before any. */
+/** The lockstep_status; LOCKSTEP_OK before any. */
 LOCKSTEP_API int lockstep_error_status(void);
-/* Operation, group, rank, call and source line, then the cause and what to do. May have many lines.
- */
+/** Operation, group, rank, call and source line, then the cause and what to do. Many lines. */
 LOCKSTEP_API const char* lockstep_error_message(void);
-/* The message without operation, group, rank and line in front. */
+/** The message without operation, group, rank and line in front. */
 LOCKSTEP_API const char* lockstep_error_text(void);
-/* "all_reduce", "init_dist", ... */
+/** "all_reduce", "init_dist", ... */
 LOCKSTEP_API const char* lockstep_error_operation(void);
-/* Name of the group; "" outside a group. */
+/** Name of the group; "" outside a group. */
 LOCKSTEP_API const char* lockstep_error_group(void);
-/* This rank in that group; -1 outside a group. */
+/** This rank in that group; -1 outside a group. */
 LOCKSTEP_API int lockstep_error_rank(void);
-/* Number of the call in that group, from 1; 0: none. */
+/** Number of the call in that group, from 1; 0: none. */
 LOCKSTEP_API uint64_t lockstep_error_sequence(void);
-/* The rank to blame; -1 if it is not known, or not one rank alone (see lockstep_error_peers). */
+/** The rank to blame; -1 if it is not known, or not one rank alone (see lockstep_error_peers). */
 LOCKSTEP_API int lockstep_error_culprit(void);
-/* Writes the ranks that the failure is about (who died, failed, was late, or made another call than
- * most) to `peers`, at most `capacity`. Returns how many there are, at most 16. */
+/** Writes the ranks that the failure is about (who died, failed, was late, or made another call
+ * than most) to `peers`, at most `capacity`. Returns how many there are, at most 16. */
 LOCKSTEP_API int lockstep_error_peers(int* peers, int capacity);
-/* The caller's line, from `site`; "" and 0 if that was NULL. */
+/** The caller's line, from `site`; "" and 0 if that was NULL. */
 LOCKSTEP_API const char* lockstep_error_file(void);
 LOCKSTEP_API int lockstep_error_line(void);
-/* LOCKSTEP_SYSTEM_ERROR: an errno value; else 0. */
+/** LOCKSTEP_SYSTEM_ERROR: an errno value; else 0. */
 LOCKSTEP_API int lockstep_error_number(void);
 
 /* --- the world ------------------------------------------------------------------------------- */
 
-/* Joins the world that a launcher (lockstep run, torchrun, srun, mpirun) started. Collective.
+/** Joins the world that a launcher (lockstep run, torchrun, srun, mpirun) started. Collective.
  *
- *   launcher: "infer" or NULL: from the environment; "none", "lockstep", "pytorch", "slurm", "mpi"
- *
- *   backend: "auto" or NULL, "solo", "shared", "mpi", "hierarchical"
- *
- *   timeout_ms: limit of one operation; LOCKSTEP_GROUP_TIMEOUT: 5 minutes. LOCKSTEP_TIMEOUT in the
- *   environment overrides it.
+ * - `launcher`: "infer" or NULL: from the environment; "none", "lockstep", "pytorch", "slurm",
+ * "mpi"
+ * - `backend`: "auto" or NULL, "solo", "shared", "mpi", "hierarchical"
+ * - `timeout_ms`: limit of one operation; LOCKSTEP_GROUP_TIMEOUT: 5 minutes. LOCKSTEP_TIMEOUT in
+ * the environment overrides it.
  *
  * Without a launcher the world is this process alone, and every operation works. Call it once, from
  * one thread. */
 LOCKSTEP_API int lockstep_init(const char* launcher, const char* backend, int64_t timeout_ms,
                                const lockstep_site* site);
-/* Leaves the world after pending asynchronous calls; peers that call on get LOCKSTEP_PEER_LOST. If
+/** Leaves the world after pending asynchronous calls; peers that call on get LOCKSTEP_PEER_LOST. If
  * failure is neither NULL nor "", this rank cannot go on: peers get LOCKSTEP_PEER_FAILED with that
  * text at once. Groups must not be used afterwards, but are still to be freed. */
 LOCKSTEP_API int lockstep_destroy(const char* failure, const lockstep_site* site);
-/* 1 between lockstep_init and lockstep_destroy, if a launcher started this process; else 0. */
+/** 1 between lockstep_init and lockstep_destroy, if a launcher started this process; else 0. */
 LOCKSTEP_API int lockstep_is_distributed(void);
-/* A handle of the world: rank 0 of 1 if not distributed. To be freed. */
+/** A handle of the world: rank 0 of 1 if not distributed. To be freed. */
 LOCKSTEP_API int lockstep_world(lockstep_group** group, const lockstep_site* site);
-/* A handle of the group of the world's ranks on this host. To be freed. */
+/** A handle of the group of the world's ranks on this host. To be freed. */
 LOCKSTEP_API int lockstep_local_group(lockstep_group** group, const lockstep_site* site);
 
 /* --- groups ---------------------------------------------------------------------------------- */
 
-/* A group of the ranks that gave the same color (0 or more), in the order of key, then rank; key
+/** A group of the ranks that gave the same color (0 or more), in the order of key, then rank; key
  * -1: by rank. Collective over `parent`. */
 LOCKSTEP_API int lockstep_group_split(const lockstep_group* parent, int color, int key,
                                       lockstep_group** group, const lockstep_site* site);
-/* The same ranks over a channel of their own, for another thread. Collective. */
+/** The same ranks over a channel of their own, for another thread. Collective. */
 LOCKSTEP_API int lockstep_group_duplicate(const lockstep_group* parent, lockstep_group** group,
                                           const lockstep_site* site);
-/* Frees the handle; the group's resources go with the last handle, work and buffer of it. */
+/** Frees the handle; the group's resources go with the last handle, work and buffer of it. */
 LOCKSTEP_API void lockstep_group_free(lockstep_group* group);
-/* Numbers; -1 if group is NULL. */
+/** Numbers; -1 if group is NULL. */
 LOCKSTEP_API int lockstep_group_rank(const lockstep_group* group);
 LOCKSTEP_API int lockstep_group_size(const lockstep_group* group);
 LOCKSTEP_API int64_t lockstep_group_timeout_ms(const lockstep_group* group);
-/* "world", "world/0.1", ... and "shared", "mpi", ...; they live as long as the handle. NULL if
+/** "world", "world/0.1", ... and "shared", "mpi", ...; they live as long as the handle. NULL if
  * group is NULL. */
 LOCKSTEP_API const char* lockstep_group_name(const lockstep_group* group);
 LOCKSTEP_API const char* lockstep_group_backend(const lockstep_group* group);
-/* This rank cannot do its part: the group is dead on all ranks with LOCKSTEP_PEER_FAILED and this
+/** This rank cannot do its part: the group is dead on all ranks with LOCKSTEP_PEER_FAILED and this
  * reason. May be called while another thread waits in a call on the group, which then ends. */
 LOCKSTEP_API int lockstep_group_abandon(const lockstep_group* group, const char* reason);
 
 /* --- shared buffers -------------------------------------------------------------------------- */
 
-/* n_bytes of zeroed memory on every rank, the same n_bytes on all; operations on it avoid copies.
+/** n_bytes of zeroed memory on every rank, the same n_bytes on all; operations on it avoid copies.
  * Collective. Free it before the program ends. */
 LOCKSTEP_API int lockstep_buffer_allocate(const lockstep_group* group, size_t n_bytes,
                                           lockstep_buffer** buffer, const lockstep_site* site);
-LOCKSTEP_API void* lockstep_buffer_data(const lockstep_buffer* buffer); /* NULL if buffer is NULL */
-LOCKSTEP_API size_t lockstep_buffer_size(const lockstep_buffer* buffer); /* in bytes */
-/* Frees this rank's memory. */
+/** Its first byte; NULL if buffer is NULL. */
+LOCKSTEP_API void* lockstep_buffer_data(const lockstep_buffer* buffer);
+LOCKSTEP_API size_t lockstep_buffer_size(const lockstep_buffer* buffer); /**< in bytes */
+/** Frees this rank's memory. */
 LOCKSTEP_API void lockstep_buffer_free(lockstep_buffer* buffer);
 
 /* --- operations ------------------------------------------------------------------------------ */
@@ -205,54 +205,54 @@ LOCKSTEP_API void lockstep_buffer_free(lockstep_buffer* buffer);
 /* All ranks of the group call the same operations in the same order, with the same arguments where
  * nothing else is said. `in` and `out` do not overlap. size: that of the group. */
 
-/* Returns when every rank has called it. */
+/** Returns when every rank has called it. */
 LOCKSTEP_API int lockstep_barrier(const lockstep_group* group, int64_t timeout_ms,
                                   const lockstep_site* site);
-/* data[count] <- reduction of every rank's data */
+/** data[count] <- reduction of every rank's data */
 LOCKSTEP_API int lockstep_all_reduce(const lockstep_group* group, void* data, size_t count,
                                      int dtype, int reduction, int64_t timeout_ms,
                                      const lockstep_site* site);
-/* The same on rank dst; elsewhere data is unchanged. */
+/** The same on rank dst; elsewhere data is unchanged. */
 LOCKSTEP_API int lockstep_reduce(const lockstep_group* group, void* data, size_t count, int dtype,
                                  int reduction, int dst, int64_t timeout_ms,
                                  const lockstep_site* site);
-/* data[count] <- rank src's data */
+/** data[count] <- rank src's data */
 LOCKSTEP_API int lockstep_broadcast(const lockstep_group* group, void* data, size_t count,
                                     int dtype, int src, int64_t timeout_ms,
                                     const lockstep_site* site);
-/* out[size * count] <- every rank's in[count], in rank order */
+/** out[size * count] <- every rank's in[count], in rank order */
 LOCKSTEP_API int lockstep_all_gather(const lockstep_group* group, const void* in, void* out,
                                      size_t count, int dtype, int64_t timeout_ms,
                                      const lockstep_site* site);
-/* The same with counts[r] elements of rank r: in[counts[own rank]], out[sum of counts]. counts has
+/** The same with counts[r] elements of rank r: in[counts[own rank]], out[sum of counts]. counts has
  * size entries, the same on all ranks. */
 LOCKSTEP_API int lockstep_all_gather_v(const lockstep_group* group, const void* in, void* out,
                                        const size_t* counts, int dtype, int64_t timeout_ms,
                                        const lockstep_site* site);
-/* As all_gather on rank dst; elsewhere out is not used and may be NULL. */
+/** As all_gather on rank dst; elsewhere out is not used and may be NULL. */
 LOCKSTEP_API int lockstep_gather(const lockstep_group* group, const void* in, void* out,
                                  size_t count, int dtype, int dst, int64_t timeout_ms,
                                  const lockstep_site* site);
 LOCKSTEP_API int lockstep_gather_v(const lockstep_group* group, const void* in, void* out,
                                    const size_t* counts, int dtype, int dst, int64_t timeout_ms,
                                    const lockstep_site* site);
-/* out[count] <- this rank's chunk of rank src's in[size * count]; elsewhere in may be NULL. */
+/** out[count] <- this rank's chunk of rank src's in[size * count]; elsewhere in may be NULL. */
 LOCKSTEP_API int lockstep_scatter(const lockstep_group* group, const void* in, void* out,
                                   size_t count, int dtype, int src, int64_t timeout_ms,
                                   const lockstep_site* site);
-/* out[count] <- reduction over the ranks of this rank's chunk of in[size * count] */
+/** out[count] <- reduction over the ranks of this rank's chunk of in[size * count] */
 LOCKSTEP_API int lockstep_reduce_scatter(const lockstep_group* group, const void* in, void* out,
                                          size_t count, int dtype, int reduction, int64_t timeout_ms,
                                          const lockstep_site* site);
-/* Chunk q of out[size * count] <- this rank's chunk of rank q's in[size * count] */
+/** Chunk q of out[size * count] <- this rank's chunk of rank q's in[size * count] */
 LOCKSTEP_API int lockstep_all_to_all(const lockstep_group* group, const void* in, void* out,
                                      size_t count, int dtype, int64_t timeout_ms,
                                      const lockstep_site* site);
-/* Sends data[count] to dst, another rank, which calls recv with the same count and type. May return
- * before that. Messages between two ranks arrive in order. */
+/** Sends data[count] to dst, another rank, which calls recv with the same count and type. May
+ * return before that. Messages between two ranks arrive in order. */
 LOCKSTEP_API int lockstep_send(const lockstep_group* group, const void* data, size_t count,
                                int dtype, int dst, int64_t timeout_ms, const lockstep_site* site);
-/* data[count] <- the next message of src, another rank */
+/** data[count] <- the next message of src, another rank */
 LOCKSTEP_API int lockstep_recv(const lockstep_group* group, void* data, size_t count, int dtype,
                                int src, int64_t timeout_ms, const lockstep_site* site);
 
@@ -294,11 +294,11 @@ LOCKSTEP_API int lockstep_recv_async(const lockstep_group* group, void* data, si
                                      int dtype, int src, int64_t timeout_ms,
                                      const lockstep_site* site, lockstep_work** work);
 
-/* Blocks until the operation has completed; its status. May be called again. */
+/** Blocks until the operation has completed; its status. May be called again. */
 LOCKSTEP_API int lockstep_work_wait(lockstep_work* work);
-/* 1 if lockstep_work_wait would not block, 0 if it would, -1 if work is NULL. */
+/** 1 if lockstep_work_wait would not block, 0 if it would, -1 if work is NULL. */
 LOCKSTEP_API int lockstep_work_done(const lockstep_work* work);
-/* Frees the handle after it has waited for the operation, whose status is lost (the group is dead
+/** Frees the handle after it has waited for the operation, whose status is lost (the group is dead
  * then, and its next call returns it). */
 LOCKSTEP_API void lockstep_work_free(lockstep_work* work);
 

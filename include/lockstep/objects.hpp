@@ -35,18 +35,20 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
+/// @file
 /// Collectives over objects. An object is of any type that cereal can serialise (standard
 /// containers, optional, variant, tuple, types with a `serialize` member; for other types include
 /// cereal's header), or a nlohmann::json. Its size may differ per rank, from 0 bytes to available
 /// memory. src and dst are ranks of the group.
 ///
 /// All are collective over the group. Errors, in addition to those of every collective (group.hpp):
-///   MismatchError  on every rank, if the ranks differ in function, type, src or dst, length or
-///                  keys: a header with these is exchanged first, and nothing is changed. On the
-///                  receiving ranks, if a message is damaged or cannot be decoded as the type. In
-///                  both cases the group stays usable, unlike after a MismatchError of an
-///                  operation of group.hpp.
-///   UsageError     if an object is nested more than 2000 levels deep.
+/// - MismatchError on every rank, if the ranks differ in function, type, src or dst, length or
+/// keys:
+///   a header with these is exchanged first, and nothing is changed. On the receiving ranks, if a
+///   message is damaged or cannot be decoded as the type. In both cases the group stays usable,
+///   unlike after a MismatchError of an operation of group.hpp.
+/// - UsageError if an object is nested more than 2000 levels deep.
+///
 /// Exceptions of an object's serialize function propagate unchanged; the other ranks continue to
 /// wait until this rank leaves (PeerFailed) or their deadline passes.
 /// A timeout applies to the whole call; if none is given, the group's timeout applies to each of
@@ -54,6 +56,7 @@
 /// Threads: as for the Group.
 namespace lockstep {
 
+/// Types that can be sent as objects: default-constructible, movable, and known to cereal.
 template <class T>
 concept Serializable = std::default_initializable<T> && std::movable<T> &&
     cereal::traits::is_output_serializable<T, detail::Writer>::value &&

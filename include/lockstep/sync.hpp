@@ -205,6 +205,7 @@ struct ReplyTo {
   Reply reply;
 };
 
+/// Of SyncMaster.
 struct SyncMasterOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< of a call without a deadline
 };
@@ -218,10 +219,11 @@ struct SyncMasterOptions {
 ///
 /// A round that fails, fails for all: waiting participants get the error at once, the others from
 /// their call for that round, without waiting. Later rounds are not affected.
-///   TimeoutError  a deadline passed: names the missing ids
-///   PeerLost      a pipe or the SyncMaster was destroyed, or the slaves were registered anew
-///   PeerFailed    a participant failed, or the callback threw (run_master rethrows the original)
-///   UsageError    the callback's replies lack an id, or have a duplicate or unknown one
+/// - TimeoutError: a deadline passed; names the missing ids
+/// - PeerLost: a pipe or the SyncMaster was destroyed, or the slaves were registered anew
+/// - PeerFailed: a participant failed, or the callback threw (run_master rethrows the original)
+/// - UsageError: the callback's replies lack an id, or have a duplicate or unknown one
+///
 /// Any other UsageError concerns only the caller and not the round. After a failure the
 /// participants continue with their next rounds; if they may be out of step (one of them made no
 /// call, instead of a late one), register anew.

@@ -13,7 +13,7 @@ struct TraceEvent;
 /// A region of the program in the trace of `lockstep run --trace`: from its construction to its
 /// destruction.
 ///
-///   { const lockstep::TraceScope scope("optimizer"); optimizer.step(); }
+///     { const lockstep::TraceScope scope("optimizer"); optimizer.step(); }
 ///
 /// name: copied and truncated to 40 bytes. Scopes of a thread nest. Never throws or allocates; see
 /// docs/seeing.md for its cost.

@@ -48,8 +48,10 @@ constexpr std::size_t size_of(DType dtype) {
   return 0;
 }
 
+/// Whether it is f16, bf16, f32 or f64.
 constexpr bool is_floating(DType dtype) { return dtype >= DType::f16 && dtype <= DType::f64; }
 
+/// "f32", "bool", ... as in errors.
 std::string_view name_of(DType dtype);
 
 /// How the ranks' values are combined. Sums and products of integers wrap; `mean` of integers
@@ -59,6 +61,7 @@ std::string_view name_of(DType dtype);
 /// all ranks.
 enum class ReduceOp : std::uint8_t { sum, product, min, max, band, bor, bxor, mean };
 
+/// "sum", ... as in errors.
 std::string_view name_of(ReduceOp op);
 
 /// Parses "sum", "SUM", "Mean", ... Throws UsageError with the valid names for anything else.
@@ -111,6 +114,7 @@ template <class T>
 concept Arithmetic = detail::dtype_of<T>()
 .has_value();
 
+/// The DType of T.
 template <Arithmetic T>
 inline constexpr DType kDTypeOf = *detail::dtype_of<T>();
 
@@ -123,6 +127,7 @@ struct ConstElements {
   std::size_t n_bytes() const { return count * size_of(dtype); }
 };
 
+/// The same for elements that are written.
 struct Elements {
   void* data = nullptr;
   std::size_t count = 0;

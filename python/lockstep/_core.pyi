@@ -12,34 +12,65 @@ class _Tensor(Protocol):
 _Data = Union[Buffer, _Tensor]
 
 class Group:
+    """A group of communicating ranks; default_group() is the world.
+
+    One call at a time per group: a second thread needs a duplicate().
+    """
+
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank, from 0."""
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of ranks."""
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """world, world/0.1, ...: for errors."""
     @property
-    def backend(self) -> str: ...
+    def backend(self) -> str:
+        """shared, mpi, ..."""
     @property
-    def timeout(self) -> float: ...
-    def split(self, color: int, key: int = -1) -> Group: ...
-    def duplicate(self) -> Group: ...
-    def abandon(self, reason: str) -> None: ...
+    def timeout(self) -> float:
+        """Limit of one operation in seconds, if the call gives none."""
+    def split(self, color: int, key: int = -1) -> Group:
+        """A new group of the ranks that gave the same color (0 or more), ordered by key, then by rank. Collective."""
+    def duplicate(self) -> Group:
+        """The same ranks over a separate channel, for a second thread. Collective."""
+    def abandon(self, reason: str) -> None:
+        """This rank cannot go on: calls of all ranks raise PeerFailed with this reason."""
 
 def init_dist(launcher: str, backend: str, timeout: _Timeout) -> None: ...
 def destroy_dist(failure: str) -> None: ...
 def infer_launcher() -> str: ...
-def is_distributed() -> bool: ...
-def default_group() -> Group: ...
-def local_group() -> Group: ...
+def is_distributed() -> bool:
+    """Whether this process is a rank: between init_dist and destroy_dist, if a launcher started it."""
+
+def default_group() -> Group:
+    """The world; a group of one rank if not distributed."""
+
+def local_group() -> Group:
+    """The world's ranks on this host."""
+
 def get_backend(group: Optional[Group] = None) -> Optional[str]: ...
 def get_rank(group: Optional[Group] = None) -> int: ...
 def get_world_size(group: Optional[Group] = None) -> int: ...
 def run_first(f: Callable[[], Any], group: Optional[Group], timeout: _Timeout) -> Any: ...
-def barrier(group: Optional[Group] = None, timeout: _Timeout = None) -> None: ...
-def all_reduce(data: _Data, op: str = "sum", group: Optional[Group] = None, timeout: _Timeout = None) -> None: ...
-def broadcast(data: _Data, src: int = 0, group: Optional[Group] = None, timeout: _Timeout = None) -> None: ...
-def sync_random_seed(group: Optional[Group] = None, timeout: _Timeout = None) -> int: ...
+def barrier(group: Optional[Group] = None, timeout: _Timeout = None) -> None:
+    """Returns when every rank has called it."""
+
+def all_reduce(data: _Data, op: str = "sum", group: Optional[Group] = None, timeout: _Timeout = None) -> None:
+    """data <- reduction of every rank's data, in place, with the same bits on all ranks.
+
+    op: sum, product, min, max, band, bor, bxor or mean; mean of integers truncates toward zero.
+    The same count, type and op on all ranks.
+    """
+
+def broadcast(data: _Data, src: int = 0, group: Optional[Group] = None, timeout: _Timeout = None) -> None:
+    """data <- src's data, in place."""
+
+def sync_random_seed(group: Optional[Group] = None, timeout: _Timeout = None) -> int:
+    """A random seed of 31 bits, rank 0's, the same on all ranks. No generator is changed."""
+
 def all_gather(
     data: _Data, shape: tuple[int, ...], make_flat: Callable[[int], Any], group: Optional[Group], timeout: _Timeout
 ) -> tuple[Any, list[tuple[int, ...]]]: ...

@@ -20,6 +20,8 @@ Timeout = Union[float, datetime.timedelta, None]
 
 
 class DistInfo(NamedTuple):
+    """A rank, and the number of ranks of its group."""
+
     rank: int
     world_size: int
 

@@ -93,10 +93,14 @@ void define_group(nb::module_& module) {
   nb::class_<Group>(module, "Group",
                     "A group of communicating ranks; default_group() is the world. One call at a "
                     "time per group: a second thread needs a duplicate().")
-      .def_prop_ro("rank", &Group::rank)
-      .def_prop_ro("size", &Group::size)
-      .def_prop_ro("name", [](const Group& group) { return group.name(); })
-      .def_prop_ro("backend", [](const Group& group) { return std::string(group.backend()); })
+      .def_prop_ro("rank", &Group::rank, "This rank, from 0.")
+      .def_prop_ro("size", &Group::size, "The number of ranks.")
+      .def_prop_ro(
+          "name", [](const Group& group) { return group.name(); },
+          "world, world/0.1, ...: for errors.")
+      .def_prop_ro(
+          "backend", [](const Group& group) { return std::string(group.backend()); },
+          "shared, mpi, ...")
       .def_prop_ro(
           "timeout",
           [](const Group& group) { return std::chrono::duration<double>(group.timeout()).count(); },
@@ -138,9 +142,15 @@ void define_ranks(nb::module_& module) {
   module.def("init_dist", &init, "launcher"_a, "backend"_a, "timeout"_a.none());
   module.def("destroy_dist", &destroy, "failure"_a);
   module.def("infer_launcher", [] { return name_in_python(infer_launcher()); });
-  module.def("is_distributed", [] { return is_distributed(); });
-  module.def("default_group", [] { return default_group(where()); });
-  module.def("local_group", [] { return local_group(where()); });
+  module.def(
+      "is_distributed", [] { return is_distributed(); },
+      "Whether this process is a rank: between init_dist and destroy_dist, if a launcher started "
+      "it.");
+  module.def(
+      "default_group", [] { return default_group(where()); },
+      "The world; a group of one rank if not distributed.");
+  module.def(
+      "local_group", [] { return local_group(where()); }, "The world's ranks on this host.");
   module.def(
       "get_backend", [](const Group* group) { return get_backend(group_or_default(group)); },
       "group"_a.none() = nb::none());

@@ -1,7 +1,9 @@
 """A process without a launcher: the solo group, arguments, and errors."""
 
 import array
+import ast
 import datetime
+import inspect
 import pickle
 from pathlib import Path
 
@@ -367,3 +369,20 @@ def test_names_of_mmengine():
     assert ls.collect_results(results=[1, 2], size=1, device="cpu") == [1]
     with pytest.raises(ls.UsageError, match="device"):
         ls.collect_results([1], 1, "/tmp")
+
+
+def test_help_says_what_the_stubs_say():
+    def compare(owner, nodes):
+        for node in nodes:
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef)) or node.name.startswith("_"):
+                continue
+            stub = ast.get_docstring(node)
+            if stub:
+                assert " ".join(stub.split()) in " ".join(inspect.getdoc(getattr(owner, node.name)).split())
+                names.append(node.name)
+            if isinstance(node, ast.ClassDef):
+                compare(getattr(owner, node.name), node.body)
+
+    names = []
+    compare(ls._core, ast.parse(Path(ls.__file__).with_name("_core.pyi").read_text()).body)
+    assert "all_reduce" in names and "split" in names

@@ -38,6 +38,7 @@ using CommunicationHook = std::function<std::function<void()>(const GradientBuck
 CommunicationHook f16_compression();
 CommunicationHook bf16_compression();
 
+/// Of DistributedDataParallel.
 struct DistributedDataParallelOptions {
   std::optional<Group> group = {};  ///< unset: the default group when the module is wrapped
   double bucket_size_mb = 25;       ///< MiB of gradients per bucket
@@ -55,6 +56,7 @@ struct DistributedDataParallelOptions {
   bool join_divides_by_active = false;
 };
 
+/// Of DistributedDataParallel::join.
 struct JoinOptions {
   /// An input of the module, for ranks that may have no batch at all; only shape and type matter.
   at::Tensor example_input = {};

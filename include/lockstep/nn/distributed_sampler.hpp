@@ -18,6 +18,7 @@ namespace lockstep::nn {
 /// the last ones.
 enum class UnevenTail { keep, pad, drop };
 
+/// Of DistributedSampler.
 struct DistributedSamplerOptions {
   bool shuffle = true;     ///< a new order in every epoch, the same on all ranks
   std::uint64_t seed = 0;  ///< the same on all ranks

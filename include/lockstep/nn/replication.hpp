@@ -58,6 +58,7 @@ void execute_replication_callbacks(std::span<const std::shared_ptr<torch::nn::Mo
 /// Shared by the copies of one submodule during execute_replication_callbacks.
 class CallbackContext {
  public:
+  /// The number of copies of this submodule.
   int n_copies() const { return n_copies_; }
   /// Device of the called copy: that of its first parameter or buffer, the CPU if it has none.
   at::Device device() const { return device_; }

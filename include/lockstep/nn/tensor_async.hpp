@@ -12,12 +12,13 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
+/// @file
 /// The operations of tensor_ops.hpp on the group's worker thread, in call order. Sizes, types and
 /// errors are the same; UsageErrors are thrown at once.
 ///
-///   auto work = lockstep::nn::all_reduce_async(loss);
-///   ...
-///   work.wait();
+///     auto work = lockstep::nn::all_reduce_async(loss);
+///     ...
+///     work.wait();
 ///
 /// The result is in the tensors (or returned by wait) only after wait() has returned, because wait
 /// fills strided and CUDA tensors. Do not access the tensors until then; the operation keeps them
@@ -56,6 +57,7 @@ class [[nodiscard]] TensorsWork : private TensorWork {
   std::vector<at::Tensor> wait();
 };
 
+/// The asynchronous forms of tensor_ops.hpp.
 TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op = ReduceOp::sum,
                             const Group& group = default_group(), Deadline deadline = {},
                             std::source_location where = std::source_location::current());

@@ -7,9 +7,10 @@
 #include <lockstep/detail/codec.hpp>
 #include <lockstep/objects.hpp>
 
+/// @file
 /// Tensors as objects, alone or in any container that objects.hpp accepts:
 ///
-///   auto predictions = lockstep::collect_results(std::vector<at::Tensor>{...}, size);
+///     auto predictions = lockstep::collect_results(std::vector<at::Tensor>{...}, size);
 ///
 /// A tensor arrives contiguous, on the CPU, with its type and sizes; an undefined one undefined.
 /// Autograd state is not transferred. Ranks may have tensors of different sizes and types. The

@@ -9,6 +9,7 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 
+/// @file
 /// The operations over tensors. Sizes are those of the tensors; errors and threads as for the
 /// Group's operations (group.hpp). Tensors that are not contiguous or are on CUDA are copied to
 /// contiguous host memory and back. UsageError for a type without a DType (bool, complex), another

@@ -20,6 +20,7 @@
 #include <lockstep/nn/tensor_ops.hpp>
 #include <lockstep/types.hpp>
 
+/// @file
 /// The operations over nested containers of tensors: vector, array, map, torch::OrderedDict, pair,
 /// tuple, at any depth; other elements are unchanged. One message per tensor, in order. The
 /// containers must have the same structure on all ranks, otherwise MismatchError (or TimeoutError,
@@ -204,6 +205,7 @@ template <class T>
 concept TensorTree = detail::kHasTensors<T> && !(detail::Tree<T>::kHolds & detail::kUnordered) &&
                      !std::same_as<T, at::Tensor>;
 
+/// The operations of tensor_ops.hpp on each tensor of a container, in its order.
 template <TensorTree T>
 void all_reduce(T& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                 Deadline deadline = {},
