@@ -21,9 +21,24 @@ stage "tests that the documents name"
 awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md || bad+=", $now"
 
 stage "files that the documents name"
-missing=$(grep -ohE '\b(src|include|tests|scripts|examples)/[a-z0-9_/]+\.[a-z]+' docs/*.md docs/design/*.md |
+missing=$(grep -ohE '\b(src|include|tests|scripts|examples)/[a-z0-9_/]+\.[a-z]+' docs/*.md docs/*/*.md |
   sort -u | while IFS= read -r file; do [ -e "$file" ] || echo "$file does not exist"; done)
 [ -z "$missing" ] || { echo "$missing" && bad+=", $now"; }
+
+stage "environment variables on their page"
+missing=$({
+  grep -hoE '"(RANK|[A-Z]+_[A-Za-z_]*[A-Za-z])"' src/world/env.cpp src/world/environment.cpp
+  grep -rhoE '\bvariable\("[A-Z_]+"' src
+} | grep -oE '[A-Z][A-Za-z_]+' | sort -u | while IFS= read -r name; do
+  grep -qF "\`$name\`" docs/environment.md || echo "docs/environment.md lacks $name"; done)
+[ -z "$missing" ] || { echo "$missing" && bad+=", $now"; }
+
+stage "links and anchors"
+python3 -B scripts/docs/links.py || bad+=", $now"
+
+stage "spelling"
+git ls-files -z --cached --others --exclude-standard '*.md' '*.hpp' '*.h' '*.cpp' '*.py' '*.pyi' '*.sh' dev |
+  xargs -0 codespell --ignore-words=scripts/docs/words.txt || bad+=", $now"
 
 stage "faults that fit the sources"
 scripts/mutations.sh --check || bad+=", $now"

@@ -16,6 +16,7 @@ valgrind|2|ranks that are 2 and 3 processes under memcheck
 fuzz|8|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
 packages|6|Debian packages, a moved prefix and the Conan recipe: hello, hello_nn and `lockstep run` from each
+docs|1|the site: doxygen without warnings, every link, every public name in the reference
 simulation|3|16 simulated hosts beside the alpha-beta model
 model|1|the model of the shared engine, and its mutations
 lint|9|clang-tidy over every file, every header alone
@@ -36,6 +37,7 @@ run_stage() {
     fuzz) ./dev fuzz ;;
     soak) ./dev soak ;;
     packages) ./dev package --test ;;
+    docs) ./dev docs ;;
     mutations) scripts/mutations.sh ;;
     simulation) ./dev bench growth --hosts --check ;;
     model) ./dev model ;;
@@ -67,7 +69,7 @@ for name in "${names[@]}"; do
   printf '\n#### %s: about %s\n' "$name" "$(grep "^$name|" <<<"$stages" | awk -F'|' '{ print $2 " minutes: " $3 }')"
   start=$SECONDS outcome=passed
   run_stage "$name" </dev/null 2>&1 | tee "$results/$name.log" || outcome=FAILED
-  closing=$(grep -E '^(.*: )?[0-9]+ passed, [0-9]+ failed|^== lint: |^mutations: ' "$results/$name.log" | tail -n 1)
+  closing=$(grep -E '^(.*: )?[0-9]+ passed, [0-9]+ failed|^== lint: |^mutations: |^reference: ' "$results/$name.log" | tail -n 1)
   echo "$commit $outcome $((SECONDS - start)) ${closing#== }" >"$results/$name.result"
 done
 
