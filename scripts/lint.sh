@@ -46,6 +46,9 @@ scripts/mutations.sh --check || bad+=", $now"
 stage "judging of benchmark goals"
 python3 -B scripts/performance_test.py || bad+=", $now"
 
+stage "code in the tutorial"
+python3 -B scripts/tutorial.py check || bad+=", $now"
+
 # What the slow stages read. A branch is compared with main; main itself with its last 50 commits.
 changed() {
   local base
