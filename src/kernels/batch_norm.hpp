@@ -27,8 +27,10 @@ struct BatchNormShape {
 };
 
 /// mean[c] <- mean of the channel's values; m2[c] <- sum of their squared deviations from it.
-/// One pass in blocks around the mean so far, merged (Chan, Golub, LeVeque 1979): for
-/// mean/std = 1e4 the mean is rounded once and m2 has 13 digits. 0 for no values. A NaN or an
+/// One pass in blocks around the mean so far, merged in double (Chan, Golub, LeVeque 1979). double:
+/// for mean/std = 1e4 the mean is rounded once and m2 has 13 digits. Other types, whose blocks are
+/// summed in float: the mean is right to 1e-6 of the deviation and m2 to 2e-6, up to mean/std =
+/// 1e6; the square of a deviation must not exceed float's range. 0 for no values. A NaN or an
 /// infinity makes only its own channel's mean non-finite and m2 NaN.
 template <class T>
 void batch_norm_stats(const T* x, BatchNormShape shape, double* mean, double* m2);
@@ -46,7 +48,8 @@ void batch_norm_normalize(const T* x, BatchNormShape shape, const double* mean,
                           const double* invstd, const ParameterOf<T>* weight,
                           const ParameterOf<T>* bias, T* y);
 
-/// sum_dy[c] <- sum dy; sum_dy_xmu[c] <- sum dy * (x - mean[c]).
+/// sum_dy[c] <- sum dy; sum_dy_xmu[c] <- sum dy * (x - mean[c]). Unless T is double, blocks are
+/// summed in float, with the mean split into two: right to 1e-6 of the sum of the magnitudes.
 template <class T>
 void batch_norm_backward_reduce(const T* dy, const T* x, BatchNormShape shape, const double* mean,
                                 double* sum_dy, double* sum_dy_xmu);

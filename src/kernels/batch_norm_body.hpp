@@ -8,10 +8,11 @@
 //   are treated as one; several positions then belong to one channel.
 // Both give bitwise equal results on every instruction set.
 //
-// Statistics are sums of d and d^2 with d = x - pivot, in double, over blocks. The pivot is the
-// mean so far (at first, of a few values: a single value may be an outlier), so the sums of a
-// block lose nothing to cancellation. Blocks are merged as in Chan, Golub, LeVeque 1979. The mean
-// is kept as its offset from the channel's first value and rounded once, at the end.
+// Statistics are sums of d and d^2 with d = x - pivot, in the type of the calculation (double for
+// double, else float), over blocks. The pivot is the mean so far (at first, of a few values: a
+// single value may be an outlier), so the sums of a block lose nothing to cancellation; a float
+// adds at most 128 values. Blocks are merged in double as in Chan, Golub, LeVeque 1979. The mean is
+// kept as its offset from the channel's first value and rounded once, at the end.
 
 #include <cstddef>
 #include <cstdint>
@@ -36,7 +37,6 @@ namespace {
 
 using Index = std::size_t;
 
-constexpr Index kLanes = kLongRun;
 constexpr Index kRunBlock = 4096;  // values between two merges
 constexpr Index kRunTile = 64;     // channels per tile, at most: their lanes stay in L1
 constexpr Index kRowBlock = 128;   // rows between two merges
@@ -51,7 +51,10 @@ Index stride_of(BatchNormShape shape) {
   return (shape.channels_in_memory == 0 ? shape.channels : shape.channels_in_memory) * shape.inner;
 }
 
-double finite_or_zero(double x) { return x - x == 0 ? x : 0; }
+template <class T>
+T finite_or_zero(T x) {
+  return x - x == 0 ? x : 0;
+}
 double not_negative(double x) { return x < 0 ? 0 : x; }  // preserves a NaN
 
 struct TwoSums {
@@ -95,7 +98,7 @@ void stats(const T* x, BatchNormShape shape, double* mean, double* m2) {
     return;
   }
   shape = simplified(shape);
-  shape.inner >= kLanes ? stats_runs(x, shape, mean, m2) : stats_rows(x, shape, mean, m2);
+  shape.inner >= kLongRun ? stats_runs(x, shape, mean, m2) : stats_rows(x, shape, mean, m2);
 }
 
 template <class T>
@@ -106,16 +109,16 @@ void backward_reduce(const T* dy, const T* x, BatchNormShape shape, const double
     return;
   }
   shape = simplified(shape);
-  shape.inner >= kLanes ? backward_reduce_runs(dy, x, shape, mean, sum_dy, sum_dy_xmu)
-                        : backward_reduce_rows(dy, x, shape, mean, sum_dy, sum_dy_xmu);
+  shape.inner >= kLongRun ? backward_reduce_runs(dy, x, shape, mean, sum_dy, sum_dy_xmu)
+                          : backward_reduce_rows(dy, x, shape, mean, sum_dy, sum_dy_xmu);
 }
 
 template <class T, class F>
 void elementwise(const T* x, const T* dy, BatchNormShape shape, const F& f, T* out) {
   if (shape.outer * shape.inner == 0) return;
   shape = simplified(shape);
-  shape.inner >= kLanes ? elementwise_runs(x, dy, shape, f, out)
-                        : elementwise_rows(x, dy, shape, f, out);
+  shape.inner >= kLongRun ? elementwise_runs(x, dy, shape, f, out)
+                          : elementwise_rows(x, dy, shape, f, out);
 }
 
 template <class T>
