@@ -95,7 +95,7 @@ void run_batch_norm(benchmark::State& state, Isa isa, const std::string& what,
     } else if (what == "normalize") {
       n_streams = 2;
       table.normalize(a.x.data(), shape, a.mean.data(), a.invstd.data(), a.weight.data(),
-                      a.bias.data(), a.out.data());
+                      a.bias.data(), a.out.data(), Stores::cached);
     } else if (what == "backward_reduce") {
       n_streams = 2;
       table.backward_reduce(a.dy.data(), a.x.data(), shape, a.mean.data(), a.m2.data(),
@@ -103,7 +103,8 @@ void run_batch_norm(benchmark::State& state, Isa isa, const std::string& what,
     } else {
       n_streams = 3;
       table.backward_elementwise(a.dy.data(), a.x.data(), shape, a.mean.data(), a.invstd.data(),
-                                 a.weight.data(), a.mean.data(), a.m2.data(), a.out.data());
+                                 a.weight.data(), a.mean.data(), a.m2.data(), a.out.data(),
+                                 Stores::cached);
     }
     benchmark::ClobberMemory();
   }

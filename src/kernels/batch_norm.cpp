@@ -48,8 +48,8 @@ void batch_norm_stats(const T* x, BatchNormShape shape, double* mean, double* m2
 template <class T>
 void batch_norm_normalize(const T* x, BatchNormShape shape, const double* mean,
                           const double* invstd, const ParameterOf<T>* weight,
-                          const ParameterOf<T>* bias, T* y) {
-  table<T>().normalize(x, shape, mean, invstd, weight, bias, y);
+                          const ParameterOf<T>* bias, T* y, Stores stores) {
+  table<T>().normalize(x, shape, mean, invstd, weight, bias, y, stores);
 }
 
 template <class T>
@@ -62,19 +62,20 @@ template <class T>
 void batch_norm_backward_elementwise(const T* dy, const T* x, BatchNormShape shape,
                                      const double* mean, const double* invstd,
                                      const ParameterOf<T>* weight, const double* mean_dy,
-                                     const double* mean_dy_xmu, T* dx) {
-  table<T>().backward_elementwise(dy, x, shape, mean, invstd, weight, mean_dy, mean_dy_xmu, dx);
+                                     const double* mean_dy_xmu, T* dx, Stores stores) {
+  table<T>().backward_elementwise(dy, x, shape, mean, invstd, weight, mean_dy, mean_dy_xmu, dx,
+                                  stores);
 }
 
 #define LOCKSTEP_INSTANTIATE(T)                                                                    \
   template void batch_norm_stats(const T*, BatchNormShape, double*, double*);                      \
   template void batch_norm_normalize(const T*, BatchNormShape, const double*, const double*,       \
-                                     const ParameterOf<T>*, const ParameterOf<T>*, T*);            \
+                                     const ParameterOf<T>*, const ParameterOf<T>*, T*, Stores);    \
   template void batch_norm_backward_reduce(const T*, const T*, BatchNormShape, const double*,      \
                                            double*, double*);                                      \
   template void batch_norm_backward_elementwise(const T*, const T*, BatchNormShape, const double*, \
                                                 const double*, const ParameterOf<T>*,              \
-                                                const double*, const double*, T*);
+                                                const double*, const double*, T*, Stores);
 LOCKSTEP_INSTANTIATE(float)
 LOCKSTEP_INSTANTIATE(double)
 LOCKSTEP_INSTANTIATE(Float16)

@@ -14,6 +14,10 @@ inline constexpr std::size_t kLongRun = 16;
 template <class T>
 using ParameterOf = std::conditional_t<sizeof(T) == 2, float, T>;
 
+/// How an output is written. `streaming` bypasses the caches: for an activation that would not stay
+/// in them anyway until its next use.
+enum class Stores { cached, streaming };
+
 /// An activation seen as x[outer][channels][inner]: NCHW is (N, C, H*W); channels-last and (N, C)
 /// are (N*H*W, C, 1). Every size may be 0.
 struct BatchNormShape {
@@ -46,7 +50,7 @@ void batch_norm_merge(int n_parts, const double* count, const double* mean, cons
 template <class T>
 void batch_norm_normalize(const T* x, BatchNormShape shape, const double* mean,
                           const double* invstd, const ParameterOf<T>* weight,
-                          const ParameterOf<T>* bias, T* y);
+                          const ParameterOf<T>* bias, T* y, Stores stores = Stores::cached);
 
 /// sum_dy[c] <- sum dy; sum_dy_xmu[c] <- sum dy * (x - mean[c]). Unless T is double, blocks are
 /// summed in float, with the mean split into two: right to 1e-6 of the sum of the magnitudes.
@@ -60,7 +64,8 @@ template <class T>
 void batch_norm_backward_elementwise(const T* dy, const T* x, BatchNormShape shape,
                                      const double* mean, const double* invstd,
                                      const ParameterOf<T>* weight, const double* mean_dy,
-                                     const double* mean_dy_xmu, T* dx);
+                                     const double* mean_dy_xmu, T* dx,
+                                     Stores stores = Stores::cached);
 
 // T is float, double, Float16 or BFloat16. Bitwise equal on every instruction set. Outputs may
 // overlap inputs only if stated. Threads: any number at once on different outputs; each call is

@@ -11,14 +11,14 @@
 // Statistics are sums of d and d^2 with d = x - pivot, in the type of the calculation (double for
 // double, else float), over blocks. The pivot is the mean so far (at first, of a few values: a
 // single value may be an outlier), so the sums of a block lose nothing to cancellation; a float
-// adds at most 128 values. Blocks are merged in double as in Chan, Golub, LeVeque 1979. The mean is
+// adds at most 256 values. Blocks are merged in double as in Chan, Golub, LeVeque 1979. The mean is
 // kept as its offset from the channel's first value and rounded once, at the end.
 
 #include <cstddef>
 #include <cstdint>
 #include <lockstep/types.hpp>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -113,26 +113,37 @@ void backward_reduce(const T* dy, const T* x, BatchNormShape shape, const double
                           : backward_reduce_rows(dy, x, shape, mean, sum_dy, sum_dy_xmu);
 }
 
+/// Whether each contiguous piece of the output is whole cache lines: writing one with both kinds of
+/// stores is slow.
+template <class T>
+bool can_stream(BatchNormShape shape, const T* out) {
+  const Index piece = shape.inner >= kLongRun ? shape.inner : stride_of(shape);
+  return (shape.outer == 1 || piece * sizeof(T) % kLineBytes == 0) &&
+         reinterpret_cast<std::uintptr_t>(out) % kLineBytes == 0;
+}
+
 template <class T, class F>
-void elementwise(const T* x, const T* dy, BatchNormShape shape, const F& f, T* out) {
+void elementwise(const T* x, const T* dy, BatchNormShape shape, const F& f, T* out, Stores stores) {
   if (shape.outer * shape.inner == 0) return;
   shape = simplified(shape);
-  shape.inner >= kLongRun ? elementwise_runs(x, dy, shape, f, out)
-                          : elementwise_rows(x, dy, shape, f, out);
+  if (!can_stream(shape, out)) stores = Stores::cached;
+  shape.inner >= kLongRun ? elementwise_runs(x, dy, shape, f, out, stores)
+                          : elementwise_rows(x, dy, shape, f, out, stores);
+  if (stores == Stores::streaming) order_streamed();
 }
 
 template <class T>
 void normalize(const T* x, BatchNormShape shape, const double* mean, const double* invstd,
-               const ValueOf<T>* weight, const ValueOf<T>* bias, T* y) {
-  elementwise(x, /*dy=*/x, shape, Normalize<ValueOf<T>>{mean, invstd, weight, bias}, y);
+               const ValueOf<T>* weight, const ValueOf<T>* bias, T* y, Stores stores) {
+  elementwise(x, /*dy=*/x, shape, Normalize<ValueOf<T>>{mean, invstd, weight, bias}, y, stores);
 }
 
 template <class T>
 void backward_elementwise(const T* dy, const T* x, BatchNormShape shape, const double* mean,
                           const double* invstd, const ValueOf<T>* weight, const double* mean_dy,
-                          const double* mean_dy_xmu, T* dx) {
+                          const double* mean_dy_xmu, T* dx, Stores stores) {
   const BackwardElementwise<ValueOf<T>> f{mean, invstd, weight, mean_dy, mean_dy_xmu};
-  elementwise(x, dy, shape, f, dx);
+  elementwise(x, dy, shape, f, dx, stores);
 }
 
 }  // namespace

@@ -12,10 +12,10 @@ template <class T>
 struct BatchNormTable {
   void (*stats)(const T*, BatchNormShape, double*, double*);
   void (*normalize)(const T*, BatchNormShape, const double*, const double*, const ParameterOf<T>*,
-                    const ParameterOf<T>*, T*);
+                    const ParameterOf<T>*, T*, Stores);
   void (*backward_reduce)(const T*, const T*, BatchNormShape, const double*, double*, double*);
   void (*backward_elementwise)(const T*, const T*, BatchNormShape, const double*, const double*,
-                               const ParameterOf<T>*, const double*, const double*, T*);
+                               const ParameterOf<T>*, const double*, const double*, T*, Stores);
 };
 
 #define LOCKSTEP_DECLARE(isa)                               \

@@ -1,6 +1,10 @@
 #include "kernels/isa.hpp"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdlib>
+#include <limits>
 
 namespace lockstep::kernels {
 namespace {
@@ -27,9 +31,21 @@ bool is_amd() {
 #endif
 }
 
+std::size_t second_level_bytes() {
+  return static_cast<std::size_t>(std::max<long>(::sysconf(_SC_LEVEL2_CACHE_SIZE), 512 << 10));
+}
+
+std::size_t third_level_bytes() {
+  return static_cast<std::size_t>(std::max<long>(::sysconf(_SC_LEVEL3_CACHE_SIZE), 16 << 20));
+}
+
 }  // namespace
 
 const bool use_write_prefetch = !is_amd();
+const std::size_t streaming_bytes =
+    is_amd() ? third_level_bytes() / 2 : std::numeric_limits<std::size_t>::max();
+const std::size_t reuse_bytes =
+    std::max(second_level_bytes(), is_amd() ? third_level_bytes() / 8 : 0);
 
 std::string_view name_of(Isa isa) {
   switch (isa) {

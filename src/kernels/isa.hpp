@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <string_view>
 
 namespace lockstep::kernels {
@@ -20,5 +21,14 @@ Isa chosen_isa();
 /// Whether kernels that read and write prefetch their lines for write. Measured for batch norm:
 /// a gain on Intel's Skylake servers, a loss of 10 to 25 % on AMD's (docs/performance.md).
 extern const bool use_write_prefetch;
+
+/// What a thread writes in a pass over more bytes than this is better streamed past the caches:
+/// half of the third-level cache on AMD, where it is the alternative to prefetch for write; else
+/// never.
+extern const std::size_t streaming_bytes;
+
+/// What a thread reads again should be at most this: the second-level cache or, on AMD, an eighth
+/// of the third level, which up to eight cores share and which streams as fast.
+extern const std::size_t reuse_bytes;
 
 }  // namespace lockstep::kernels

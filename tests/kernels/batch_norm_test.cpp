@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <random>
 #include <type_traits>
 #include <vector>
@@ -303,7 +304,8 @@ TYPED_TEST(BatchNormTest, normalize_equals_long_double) {
         const TypeParam* bias = affine ? p.bias.data() : nullptr;
         std::vector<TypeParam> y(x.size());
         batch_norm_table<TypeParam>(Isa::scalar)
-            .normalize(x.data(), s, p.mean.data(), p.invstd.data(), weight, bias, y.data());
+            .normalize(x.data(), s, p.mean.data(), p.invstd.data(), weight, bias, y.data(),
+                       Stores::cached);
         for (std::size_t i = 0; i < x.size(); ++i) {
           const std::size_t c = i / s.inner % s.channels;
           const Wide scaled = (x[i] - static_cast<Wide>(p.mean[c])) * p.invstd[c] *
@@ -316,8 +318,9 @@ TYPED_TEST(BatchNormTest, normalize_equals_long_double) {
         }
         for (const Isa isa : supported_isas()) {
           auto in_place = x;
-          batch_norm_table<TypeParam>(isa).normalize(
-              in_place.data(), s, p.mean.data(), p.invstd.data(), weight, bias, in_place.data());
+          batch_norm_table<TypeParam>(isa).normalize(in_place.data(), s, p.mean.data(),
+                                                     p.invstd.data(), weight, bias, in_place.data(),
+                                                     Stores::cached);
           expect_same_bits(in_place, y, describe(s) + std::string(name_of(isa)));
         }
       }
@@ -377,7 +380,8 @@ TYPED_TEST(BatchNormTest, backward_elementwise_equals_long_double) {
         std::vector<TypeParam> dx(x.size());
         batch_norm_table<TypeParam>(Isa::scalar)
             .backward_elementwise(dy.data(), x.data(), s, p.mean.data(), p.invstd.data(), weight,
-                                  p.mean_dy.data(), p.mean_dy_xmu.data(), dx.data());
+                                  p.mean_dy.data(), p.mean_dy_xmu.data(), dx.data(),
+                                  Stores::cached);
         for (std::size_t i = 0; i < x.size(); ++i) {
           const std::size_t c = i / s.inner % s.channels;
           const Wide scale = p.invstd[c] * (affine ? static_cast<Wide>(weight[c]) : 1);
@@ -394,7 +398,7 @@ TYPED_TEST(BatchNormTest, backward_elementwise_equals_long_double) {
           auto in_place = dy;
           batch_norm_table<TypeParam>(isa).backward_elementwise(
               in_place.data(), x.data(), s, p.mean.data(), p.invstd.data(), weight,
-              p.mean_dy.data(), p.mean_dy_xmu.data(), in_place.data());
+              p.mean_dy.data(), p.mean_dy_xmu.data(), in_place.data(), Stores::cached);
           expect_same_bits(in_place, dx, describe(s) + std::string(name_of(isa)));
         }
       }
@@ -451,23 +455,77 @@ TYPED_TEST(BatchNormTest, some_channels_in_place_equal_them_alone) {
       // What is not asked for stays as it is.
       std::vector<TypeParam> y(x.size(), TypeParam(-7));
       table.normalize(x.data() + at, in_place, p.mean.data(), p.invstd.data(), p.weight.data(),
-                      p.bias.data(), y.data() + at);
+                      p.bias.data(), y.data() + at, Stores::cached);
       std::vector<TypeParam> part_y(part_x.size());
       table.normalize(part_x.data(), alone, p.mean.data(), p.invstd.data(), p.weight.data(),
-                      p.bias.data(), part_y.data());
+                      p.bias.data(), part_y.data(), Stores::cached);
       expect_same_bits(channels_of(y, s, first, n), part_y, describe(s));
       const auto untouched = std::count(y.begin(), y.end(), TypeParam(-7));
       EXPECT_EQ(untouched, static_cast<std::ptrdiff_t>(2 * s.n_per_channel())) << describe(s);
       auto dx = dy;
       table.backward_elementwise(dx.data() + at, x.data() + at, in_place, p.mean.data(),
                                  p.invstd.data(), p.weight.data(), p.mean_dy.data(),
-                                 p.mean_dy_xmu.data(), dx.data() + at);
+                                 p.mean_dy_xmu.data(), dx.data() + at, Stores::cached);
       std::vector<TypeParam> part_dx(part_dy.size());
       table.backward_elementwise(part_dy.data(), part_x.data(), alone, p.mean.data(),
                                  p.invstd.data(), p.weight.data(), p.mean_dy.data(),
-                                 p.mean_dy_xmu.data(), part_dx.data());
+                                 p.mean_dy_xmu.data(), part_dx.data(), Stores::cached);
       expect_same_bits(channels_of(dx, s, first, n), part_dx, describe(s));
       expect_same_bits(channels_of(dx, s, 0, 1), channels_of(dy, s, 0, 1), describe(s));
+    }
+  }
+}
+
+/// Memory at a cache line, which streaming stores need.
+template <class T>
+class AtALine {
+ public:
+  explicit AtALine(std::size_t n) : values_(n + 64 / sizeof(T)), n_(n) {}
+  T* data() {
+    void* start = values_.data();
+    std::size_t space = values_.size() * sizeof(T);
+    return static_cast<T*>(std::align(64, n_ * sizeof(T), start, space));
+  }
+  std::vector<T> values() { return {data(), data() + n_}; }
+
+ private:
+  std::vector<T> values_;
+  std::size_t n_;
+};
+
+template <class T>
+class StreamingBatchNormTest : public testing::Test {};
+using AllTypes = testing::Types<float, double, Float16, BFloat16>;
+TYPED_TEST_SUITE(StreamingBatchNormTest, AllTypes);
+
+TYPED_TEST(StreamingBatchNormTest, streamed_outputs_have_the_same_bits) {
+  using T = TypeParam;
+  auto all = shapes();
+  all.push_back({5, 3, 64});
+  all.push_back({5, 3, 96});
+  for (const BatchNormShape s : all) {
+    std::vector<T> x;
+    std::vector<T> dy;
+    for (const float value : random_values<float>(n_values(s), 3, 1, 22)) x.push_back(T(value));
+    for (const float value : random_values<float>(n_values(s), 0, 1, 23)) dy.push_back(T(value));
+    const auto p = random_parameters<ParameterOf<T>>(s.channels, 3);
+    for (const Isa isa : supported_isas()) {
+      const BatchNormTable<T>& table = batch_norm_table<T>(isa);
+      std::vector<T> outputs[2][2];
+      for (const Stores stores : {Stores::cached, Stores::streaming}) {
+        AtALine<T> y(x.size());
+        AtALine<T> dx(x.size());
+        table.normalize(x.data(), s, p.mean.data(), p.invstd.data(), p.weight.data(), p.bias.data(),
+                        y.data(), stores);
+        table.backward_elementwise(dy.data(), x.data(), s, p.mean.data(), p.invstd.data(),
+                                   p.weight.data(), p.mean_dy.data(), p.mean_dy_xmu.data(),
+                                   dx.data(), stores);
+        auto& of_these = outputs[stores == Stores::streaming ? 1 : 0];
+        of_these[0] = y.values();
+        of_these[1] = dx.values();
+      }
+      expect_same_bits(outputs[1][0], outputs[0][0], describe(s) + std::string(name_of(isa)));
+      expect_same_bits(outputs[1][1], outputs[0][1], describe(s) + std::string(name_of(isa)));
     }
   }
 }
@@ -516,17 +574,20 @@ TYPED_TEST(SixteenBitBatchNormTest, equals_the_kernels_of_float_on_widened_value
         const float* weight = affine ? p.weight.data() : nullptr;
         const float* bias = affine ? p.bias.data() : nullptr;
         auto y = x;
-        table.normalize(y.data(), s, p.mean.data(), p.invstd.data(), weight, bias, y.data());
+        table.normalize(y.data(), s, p.mean.data(), p.invstd.data(), weight, bias, y.data(),
+                        Stores::cached);
         auto wide_y = wide_x;
         wide.normalize(wide_x.data(), s, p.mean.data(), p.invstd.data(), weight, bias,
-                       wide_y.data());
+                       wide_y.data(), Stores::cached);
         expect_same_bits(y, this->narrowed(wide_y), what);
         auto dx = dy;
         table.backward_elementwise(dx.data(), x.data(), s, p.mean.data(), p.invstd.data(), weight,
-                                   p.mean_dy.data(), p.mean_dy_xmu.data(), dx.data());
+                                   p.mean_dy.data(), p.mean_dy_xmu.data(), dx.data(),
+                                   Stores::cached);
         auto wide_dx = wide_dy;
         wide.backward_elementwise(wide_dy.data(), wide_x.data(), s, p.mean.data(), p.invstd.data(),
-                                  weight, p.mean_dy.data(), p.mean_dy_xmu.data(), wide_dx.data());
+                                  weight, p.mean_dy.data(), p.mean_dy_xmu.data(), wide_dx.data(),
+                                  Stores::cached);
         expect_same_bits(dx, this->narrowed(wide_dx), what);
       }
     }
@@ -546,8 +607,8 @@ TYPED_TEST(SixteenBitBatchNormTest, values_out_of_range_become_infinite_and_nan_
     const float weight = std::numeric_limits<float>::max();
     for (const Isa isa : supported_isas()) {
       auto y = x;
-      batch_norm_table<Half>(isa).normalize(x.data(), s, &mean, &invstd, &weight, nullptr,
-                                            y.data());
+      batch_norm_table<Half>(isa).normalize(x.data(), s, &mean, &invstd, &weight, nullptr, y.data(),
+                                            Stores::cached);
       for (std::size_t i = 0; i < y.size(); ++i) {
         const auto got = static_cast<float>(y[i]);
         if (i == 3) {

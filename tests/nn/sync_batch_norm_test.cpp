@@ -235,7 +235,7 @@ TEST(SyncBatchNormMessagesTest, what_fits_no_cache_goes_a_few_channels_at_a_time
   for (const SecondShare& second :
        {SecondShare{24, Layout::contiguous, false}, SecondShare{3, Layout::contiguous, false},
         SecondShare{0, Layout::contiguous, false}, SecondShare{24, Layout::channels_last, true}}) {
-    const LayerCase c{{6, 64, 64}, {24, second.n_samples}};
+    const LayerCase c{{6, 128, 128}, {24, second.n_samples}};
     const Batch batch = batch_of(c, /*mean=*/3);
     const Outcome expected = run(torch::nn::BatchNormOptions(6), batch.input, batch.output_gradient,
                                  batch.weight, batch.bias);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels/isa.hpp"
 #include "nn/replicas/parallel.hpp"
 
 /// Work is divided among threads in two ways. If the values of a channel lie in runs: by channels.
@@ -75,6 +76,12 @@ auto* values_of(const Tensor& tensor) {
 template <class T>
 const T* data_or_null(const Tensor& tensor, std::size_t offset) {
   return tensor.defined() ? tensor.data_ptr<T>() + offset : nullptr;
+}
+
+/// For the output of a pass over n_tensors of its size. What follows would not find it in a cache.
+kernels::Stores stores_for(const Tensor& output, std::size_t n_tensors) {
+  return n_tensors * output.nbytes() > kernels::streaming_bytes ? kernels::Stores::streaming
+                                                                : kernels::Stores::cached;
 }
 
 /// Rows in parts, each with two sums per channel.
@@ -167,11 +174,12 @@ void normalize(const Tensor& x, BatchNormShape shape, Channels channels, const d
         const auto* const values = values_of<scalar_t>(x);
         using Parameter = kernels::ParameterOf<scalar_t>;
         auto* const outputs = values_of<scalar_t>(y);
+        const kernels::Stores stores = stores_for(y, /*n_tensors=*/2);
         for_each_piece(shape, channels, [&](const Piece& piece, std::size_t offset) {
           kernels::batch_norm_normalize(
               values + piece.at, piece.shape, mean + offset, invstd + offset,
               data_or_null<Parameter>(weight, piece.channel),
-              data_or_null<Parameter>(bias, piece.channel), outputs + piece.at);
+              data_or_null<Parameter>(bias, piece.channel), outputs + piece.at, stores);
         });
       });
 }
@@ -186,11 +194,12 @@ void backward_elementwise(const Tensor& dy, const Tensor& x, BatchNormShape shap
         const auto* const gradients = values_of<scalar_t>(dy);
         using Parameter = kernels::ParameterOf<scalar_t>;
         auto* const outputs = values_of<scalar_t>(dx);
+        const kernels::Stores stores = stores_for(dx, /*n_tensors=*/3);
         for_each_piece(shape, channels, [&](const Piece& piece, std::size_t offset) {
           kernels::batch_norm_backward_elementwise(
               gradients + piece.at, values + piece.at, piece.shape, mean + offset, invstd + offset,
               data_or_null<Parameter>(weight, piece.channel), mean_dy + offset,
-              mean_dy_xmu + offset, outputs + piece.at);
+              mean_dy_xmu + offset, outputs + piece.at, stores);
         });
       });
 }

@@ -2,7 +2,6 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +9,8 @@
 #include <lockstep/trace.hpp>
 #include <span>
 #include <vector>
+
+#include "kernels/isa.hpp"
 
 namespace lockstep::nn {
 
@@ -60,17 +61,15 @@ void invert(std::span<double> m2s, double n, const BatchNormSettings& settings) 
   }
 }
 
-/// The number of channels for which the data of this rank fits into its threads' L2 caches.
+/// The number of channels for which the data of this rank fits into its threads' caches.
 std::size_t fitting_channels(const Activation& x) {
   const std::size_t all = x.shape.channels;
   if (x.tensor.numel() == 0) return 1;  // any peer's wish prevails
   if (!x.tensor.is_cpu() || !cpu::is_divisible(x.shape)) return all;
-  static const auto cache_bytes =
-      static_cast<std::size_t>(std::max<long>(::sysconf(_SC_LEVEL2_CACHE_SIZE), 512 << 10));
   const auto n_threads = static_cast<std::size_t>(at::get_num_threads());
   // Backward reads and writes the most: dy, x, dx.
   const std::size_t channel_bytes = 3 * x.shape.n_per_channel() * x.tensor.element_size();
-  return std::min(all, std::max(n_threads * cache_bytes / channel_bytes, n_threads));
+  return std::min(all, std::max(n_threads * kernels::reuse_bytes / channel_bytes, n_threads));
 }
 
 /// Parts of 1 + 2C doubles, merged in order.
