@@ -37,11 +37,12 @@ namespace {
 
 using Index = std::size_t;
 
-constexpr Index kRunBlock = 4096;  // values between two merges
-constexpr Index kRunTile = 64;     // channels per tile, at most: their lanes stay in L1
-constexpr Index kRowBlock = 128;   // rows between two merges
-constexpr Index kRowStart = 8;     // rows for the first estimate of the mean
-constexpr Index kWidth = 512;      // positions per tile: their sums stay in L1
+constexpr Index kRunBlock = 4096;        // values between two merges
+constexpr Index kRunTile = 64;           // channels per tile, at most: their lanes stay in L1
+constexpr Index kRunTileValues = 65536;  // adjacent values per tile: few jumps between pages
+constexpr Index kRowBlock = 128;         // rows between two merges
+constexpr Index kRowStart = 8;           // rows for the first estimate of the mean
+constexpr Index kWidth = 512;            // positions per tile: their sums stay in L1
 
 constexpr Index min_of(Index a, Index b) { return a < b ? a : b; }
 constexpr Index max_of(Index a, Index b) { return a > b ? a : b; }
