@@ -43,7 +43,7 @@ std::size_t third_level_bytes() {
 
 const bool use_write_prefetch = !is_amd();
 const std::size_t streaming_bytes =
-    is_amd() ? third_level_bytes() / 2 : std::numeric_limits<std::size_t>::max();
+    is_amd() ? third_level_bytes() / 4 : std::numeric_limits<std::size_t>::max();
 const std::size_t reuse_bytes =
     std::max(second_level_bytes(), is_amd() ? third_level_bytes() / 8 : 0);
 

@@ -22,9 +22,9 @@ Isa chosen_isa();
 /// a gain on Intel's Skylake servers, a loss of 10 to 25 % on AMD's (docs/performance.md).
 extern const bool use_write_prefetch;
 
-/// What a thread writes in a pass over more bytes than this is better streamed past the caches:
-/// half of the third-level cache on AMD, where it is the alternative to prefetch for write; else
-/// never.
+/// What a thread writes in a pass over more bytes than this is better streamed past the caches: a
+/// quarter of the third level on AMD, where several ranks share it and where this is the
+/// alternative to prefetch for write; elsewhere never.
 extern const std::size_t streaming_bytes;
 
 /// What a thread reads again should be at most this: the second-level cache or, on AMD, an eighth
