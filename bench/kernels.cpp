@@ -69,9 +69,9 @@ struct Activation {
         weight(s.channels, 1),
         bias(s.channels, 0) {
     std::minstd_rand random;
-    std::uniform_real_distribution<T> uniform(-1, 1);
-    for (T& value : x) value = uniform(random);
-    for (T& value : dy) value = uniform(random);
+    std::uniform_real_distribution<float> uniform(-1, 1);
+    for (T& value : x) value = T(uniform(random));
+    for (T& value : dy) value = T(uniform(random));
   }
 
   std::size_t n_bytes() const { return x.size() * sizeof(T); }
@@ -79,7 +79,7 @@ struct Activation {
   BatchNormShape shape;
   std::vector<T> x, dy, out;
   std::vector<double> mean, m2, invstd;
-  std::vector<T> weight, bias;
+  std::vector<ParameterOf<T>> weight, bias;
 };
 
 template <class T>
@@ -160,6 +160,8 @@ const bool registered = [] {
     }
     register_batch_norm<float>(isa, "f32");
     register_batch_norm<double>(isa, "f64");
+    register_batch_norm<Float16>(isa, "f16");
+    register_batch_norm<BFloat16>(isa, "bf16");
   }
   return true;
 }();
