@@ -6,6 +6,10 @@
 #include <cstdlib>
 #include <limits>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace lockstep::kernels {
 namespace {
 
@@ -35,8 +39,21 @@ std::size_t second_level_bytes() {
   return static_cast<std::size_t>(std::max<long>(::sysconf(_SC_LEVEL2_CACHE_SIZE), 512 << 10));
 }
 
+/// Of the one that a core uses: sysconf's is the sum over a package. AMD's only.
 std::size_t third_level_bytes() {
-  return static_cast<std::size_t>(std::max<long>(::sysconf(_SC_LEVEL3_CACHE_SIZE), 16 << 20));
+#if defined(__x86_64__)
+  unsigned type = 0;
+  unsigned geometry = 0;
+  unsigned sets = 0;
+  unsigned flags = 0;
+  if (__get_cpuid_count(0x8000001D, 3, &type, &geometry, &sets, &flags) != 0 && (type & 31U) != 0) {
+    const std::size_t ways = (geometry >> 22U) + 1;
+    const std::size_t partitions = (geometry >> 12U & 0x3ffU) + 1;
+    const std::size_t line_bytes = (geometry & 0xfffU) + 1;
+    return ways * partitions * line_bytes * (std::size_t{sets} + 1);
+  }
+#endif
+  return std::size_t{16} << 20U;
 }
 
 }  // namespace
