@@ -1,0 +1,223 @@
+#include "engines/hierarchical/host_collectives.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "base/bytes.hpp"
+#include "engines/hierarchical/wide.hpp"
+
+namespace lockstep::hierarchical {
+namespace {
+
+using base::bytes;
+
+/// The elements of each rank in all_gather and gather.
+struct Parts {
+  Parts(const Call& c, const Topology& topology)
+      : call(c), of_hosts(topology.sums_by_host([this](int r) { return of(r); })) {
+    for (const int member : topology.members) of_members.push_back(of(member));
+    total = std::accumulate(of_hosts.begin(), of_hosts.end(), std::size_t{0});
+  }
+  std::size_t of(int r) const {
+    return call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(r)];
+  }
+
+  const Call& call;
+  std::vector<std::size_t> of_hosts, of_members;
+  std::size_t total = 0;
+};
+
+/// The steps of one call.
+class Steps {
+ public:
+  Steps(Levels& levels, const Call& call)
+      : levels_(levels), call_(call), element_(size_of(call.dtype)) {}
+
+  void run();
+
+ private:
+  void all_reduce();
+  void reduce();
+  void broadcast();
+  void all_gather();
+  void run_directly();
+
+  const Topology& topology() const { return levels_.topology; }
+  int host() const { return topology().host_of(levels_.rank()); }
+  bool is_root() const { return call_.root == levels_.rank(); }
+  bool is_root_leader() const { return topology().leader_of(call_.root) == call_.root; }
+  Call step(Op op, int root) const { return step_of(call_, op, root); }
+
+  void reduce_to_leaders(const Wide& wide, std::size_t count, void* partial);
+  std::vector<std::byte> gather_here(const Parts& parts);
+  void gather_between(Op op, const Parts& parts, const std::byte* own, void* out);
+  void pass_to_root(const void* data, std::size_t count);
+
+  Levels& levels_;
+  const Call& call_;
+  const std::size_t element_;
+};
+
+void Steps::run() {
+  switch (call_.op) {
+    case Op::barrier:
+      levels_.run_within(call_);
+      if (levels_.is_leader()) levels_.run_between(call_);
+      return levels_.run_within(call_);
+    case Op::all_reduce: return all_reduce();
+    case Op::reduce: return reduce();
+    case Op::broadcast: return broadcast();
+    case Op::all_gather: return all_gather();
+    case Op::gather:
+    case Op::scatter:
+    case Op::reduce_scatter:
+    case Op::all_to_all: return run_directly();
+    case Op::send:
+    case Op::recv: {
+      if (!levels_.is_here(call_.root)) return levels_.run_message(call_);
+      Call message = call_;
+      message.root = topology().place_of(call_.root);
+      return levels_.run_within(message);
+    }
+    case Op::split:
+    case Op::allocate: break;
+  }
+}
+
+void Steps::run_directly() {
+  levels_.compare(call_);
+  levels_.run_outer(call_);
+}
+
+/// Reduces `count` elements of `partial` on the leader of each host.
+void Steps::reduce_to_leaders(const Wide& wide, std::size_t count, void* partial) {
+  Call within = step(Op::reduce, /*root=*/0);
+  within.dtype = wide.dtype;
+  within.count = count * wide.n_parts;
+  within.reduce = call_.reduce == ReduceOp::mean ? ReduceOp::sum : call_.reduce;
+  within.in = within.out = partial;
+  levels_.run_within(within);
+}
+
+/// The same step as reduce_to_leaders, between them.
+Call between_leaders(Call step, const Wide& wide, std::size_t count, void* partial) {
+  step.dtype = wide.dtype;
+  step.count = count * wide.n_parts;
+  step.reduce = step.reduce == ReduceOp::mean ? ReduceOp::sum : step.reduce;
+  step.in = step.out = partial;
+  return step;
+}
+
+void Steps::all_reduce() {
+  const Wide wide = wide_type(call_.dtype, call_.reduce);
+  std::vector<std::byte> room;
+  void* partial = call_.out;
+  if (wide.dtype != call_.dtype || wide.n_parts != 1) {
+    room.resize(wide.n_bytes(call_.count));
+    partial = room.data();
+  }
+  widen(call_.dtype, call_.reduce, call_.in, partial, call_.count);
+  reduce_to_leaders(wide, call_.count, partial);
+  if (levels_.is_leader()) {
+    levels_.run_between(
+        between_leaders(step(Op::all_reduce, /*root=*/-1), wide, call_.count, partial));
+    finish(call_.dtype, call_.reduce, partial, levels_.n_ranks(), call_.out, call_.count);
+  }
+  Call result = step(Op::broadcast, /*root=*/0);
+  result.in = call_.out;
+  levels_.run_within(result);
+}
+
+void Steps::reduce() {
+  const Wide wide = wide_type(call_.dtype, call_.reduce);
+  std::vector<std::byte> partial(wide.n_bytes(call_.count));
+  widen(call_.dtype, call_.reduce, call_.in, partial.data(), call_.count);
+  reduce_to_leaders(wide, call_.count, partial.data());
+  if (levels_.is_leader()) {
+    levels_.run_between(between_leaders(step(Op::reduce, topology().host_of(call_.root)), wide,
+                                        call_.count, partial.data()));
+  }
+  if (!levels_.is_here(call_.root)) return;
+  if (levels_.is_leader()) {
+    finish(call_.dtype, call_.reduce, partial.data(), levels_.n_ranks(),
+           is_root() ? call_.out : partial.data(), call_.count);
+  }
+  pass_to_root(partial.data(), call_.count);
+}
+
+void Steps::broadcast() {
+  const bool is_here = levels_.is_here(call_.root);
+  if (is_here) levels_.run_within(step(Op::broadcast, topology().place_of(call_.root)));
+  Call further = step(Op::broadcast, /*root=*/0);
+  // The leader of the root's host has the data in `out` now.
+  further.in = call_.out;
+  if (levels_.is_leader()) {
+    Call between = further;
+    between.root = topology().host_of(call_.root);
+    levels_.run_between(between);
+  }
+  if (!is_here) levels_.run_within(further);
+}
+
+/// On the leader: the parts of its host, in order.
+std::vector<std::byte> Steps::gather_here(const Parts& parts) {
+  std::vector<std::byte> own(
+      levels_.is_leader() ? parts.of_hosts[static_cast<std::size_t>(host())] * element_ : 0);
+  Call within = step(Op::gather, /*root=*/0);
+  within.counts = parts.of_members;
+  within.out = own.data();
+  levels_.run_within(within);
+  return own;
+}
+
+/// Of a leader: the parts of all hosts to `out`, in rank order; for gather on root's host only.
+void Steps::gather_between(Op op, const Parts& parts, const std::byte* own, void* out) {
+  Call between = step(op, op == Op::gather ? topology().host_of(call_.root) : -1);
+  between.count = parts.of_hosts[static_cast<std::size_t>(host())];
+  between.counts = parts.of_hosts;
+  between.in = own;
+  between.out = out;
+  const bool is_receiver = op == Op::all_gather || levels_.is_here(call_.root);
+  if (!is_receiver || topology().is_in_order()) return levels_.run_between(between);
+  std::vector<std::byte> all(parts.total * element_);
+  between.out = all.data();
+  levels_.run_between(between);
+  topology().put_in_order(
+      all, [&parts](int r) { return parts.of(r); }, element_, out);
+}
+
+void Steps::all_gather() {
+  const Parts parts(call_, topology());
+  const std::vector<std::byte> own = gather_here(parts);
+  if (levels_.is_leader()) gather_between(Op::all_gather, parts, own.data(), call_.out);
+  Call result = step(Op::broadcast, /*root=*/0);
+  result.count = parts.total;
+  result.counts = {};
+  result.in = call_.out;
+  levels_.run_within(result);
+}
+
+/// On root's host: from its leader to root, which has the result if it is the leader itself.
+void Steps::pass_to_root(const void* data, std::size_t count) {
+  if (is_root_leader()) return;
+  if (levels_.is_leader()) {
+    Call message = step(Op::send, topology().place_of(call_.root));
+    message.count = count;
+    message.counts = {};
+    message.in = data;
+    levels_.run_within(message);
+  } else if (is_root()) {
+    Call message = step(Op::recv, /*root=*/0);
+    message.count = count;
+    message.counts = {};
+    levels_.run_within(message);
+  }
+}
+
+}  // namespace
+
+void run_over_hosts(Levels& levels, const Call& call) { Steps(levels, call).run(); }
+
+}  // namespace lockstep::hierarchical

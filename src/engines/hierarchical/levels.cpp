@@ -1,0 +1,114 @@
+#include "engines/hierarchical/levels.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "engines/shared/bootstrap/shared_world.hpp"
+#include "group/check.hpp"
+#include "group/failure.hpp"
+
+namespace lockstep::hierarchical {
+namespace {
+
+/// Added to the timeout of a rank that waits for other hosts, so that the ranks of a late host
+/// first report which of them is late. Ranks that wait for such a rank give it the same time.
+constexpr std::chrono::milliseconds kReportTime{700};
+/// On an oversubscribed machine, or in a library that does not return, a rank that waits for other
+/// hosts may time out late; the ranks of its host extend its deadline by this much more.
+constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
+
+/// Prefixes of errors whose text uses the rank numbers of one level.
+constexpr std::string_view kWithin = "on one host", kBetween = "between hosts";
+
+/// Throws the error of one level, which refers to the group's `ranks` by their numbers there.
+[[noreturn]] void rethrow_renumbered(const Error& error, const Levels& levels, const Call& call,
+                                     std::string_view place, const std::vector<int>& ranks) {
+  internal::Failure failure = internal::failure_of(error);
+  if (failure.kind == internal::Failure::Kind::usage) throw;
+  std::string& text = failure.text;
+  // The last two: an error that another level found and ended this one with.
+  if (levels.n_hosts() > 1 && !text.starts_with(kWithin) && !text.starts_with(kBetween)) {
+    text = fmt::format("{}, where rank{} {} of the group {} 0 to {}: {}", place,
+                       ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
+                       ranks.size() == 1 ? "is" : "are", ranks.size() - 1, text);
+    for (std::int32_t& peer : failure.peers.ranks) {
+      const auto at = static_cast<std::size_t>(peer);
+      if (at < ranks.size()) peer = ranks[at];
+    }
+  }
+  internal::throw_failure(failure, context_of(call, levels.rank()));
+}
+
+}  // namespace
+
+void Levels::abandon(std::string_view reason) const noexcept {
+  inner->abandon(reason);
+  if (between) between->abandon(reason);
+  outer->abandon(reason);
+}
+
+void Levels::end_with(const std::exception& error) const noexcept {
+  const auto* const known = dynamic_cast<const Error*>(&error);
+  if (known == nullptr) return abandon(error.what());
+  outer->end_with(*known);
+  if (between) between->end_with(*known);
+  inner->end_with(*known);
+}
+
+void Levels::rethrow_from_within(const Error& error, const Call& call) const {
+  rethrow_renumbered(error, *this, call, kWithin, topology.members);
+}
+
+void Levels::rethrow_from_new_group(const Error& error, const Call& call) const {
+  internal::Failure failure = internal::failure_of(error);
+  if (failure.kind == internal::Failure::Kind::usage) throw;
+  failure.text = fmt::format("in the new group, by its ranks: {}", failure.text);
+  failure.peers = {};  // not ranks of this group
+  internal::throw_failure(failure, context_of(call, rank()));
+}
+
+void Levels::run_between(Call call) {
+  call.timeout += kReportTime;
+  // The other ranks of this host wait for this one, which is not the late one if a host is late.
+  shared::extend_deadline(*inner, call.timeout + kPatience);
+  try {
+    between->run(call);
+  } catch (const Error& error) {
+    rethrow_renumbered(error, *this, call, kBetween, topology.leaders);
+  }
+  shared::extend_deadline(*inner, kReportTime);  // the result is about to reach them
+}
+
+void Levels::run_outer(Call call) {
+  call.timeout += kReportTime;
+  shared::extend_deadline(*inner, call.timeout + kPatience);
+  outer->run(call);
+  shared::extend_deadline(*inner, kReportTime);
+}
+
+void Levels::run_message(const Call& call) {
+  shared::begin_elsewhere(*inner, call);
+  outer->run(call);
+  shared::end_elsewhere(*inner);
+}
+
+void Levels::compare(const Call& call) {
+  if (call.check == Check::off) return;
+  run_within(barrier_of(call));
+  if (n_hosts() > 1 && is_leader()) run_between(barrier_of(call));
+}
+
+Call barrier_of(const Call& call) {
+  Call step = step_of(call, Op::barrier, /*root=*/-1);
+  step.count = 0;
+  step.counts = {};
+  return step;
+}
+
+}  // namespace lockstep::hierarchical

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <lockstep/error.hpp>
+#include <memory>
+#include <string_view>
+
+#include "engines/hierarchical/topology.hpp"
+
+namespace lockstep::hierarchical {
+
+/// The engines of one group, by the ranks that they connect. Runs calls on one of them, with errors
+/// that use the group's rank numbers.
+struct Levels {
+  std::unique_ptr<Engine> outer;    ///< all ranks
+  std::unique_ptr<Engine> inner;    ///< the ranks of this host
+  std::unique_ptr<Engine> between;  ///< the leaders of all hosts; unused on the other ranks
+  Topology topology;
+
+  int rank() const noexcept { return outer->rank(); }
+  int n_ranks() const noexcept { return outer->size(); }
+  int n_hosts() const noexcept { return static_cast<int>(topology.leaders.size()); }
+  bool is_leader() const { return topology.leader_of(rank()) == rank(); }
+  bool is_here(int r) const { return topology.leader_of(r) == topology.leader_of(rank()); }
+
+  /// If one level fails in `work`, ends the other levels with the same error: ranks that wait there
+  /// would otherwise wait forever.
+  template <class Work>
+  void together(const Work& work) {
+    try {
+      work();
+    } catch (const UsageError&) {
+      throw;
+    } catch (const std::exception& error) {
+      end_with(error);
+      throw;
+    }
+  }
+
+  /// Among the ranks of this host.
+  void run_within(const Call& call) {
+    within([&] { inner->run(call); }, call);
+  }
+  /// The same of `work` over `inner`.
+  template <class Work>
+  void within(const Work& work, const Call& call) {
+    try {
+      work();
+    } catch (const Error& error) {
+      rethrow_from_within(error, call);
+    }
+  }
+  /// Of the leader: among all leaders. The other ranks of its host wait that much longer for it.
+  void run_between(Call call);
+  /// Messages between all ranks. A rank that waits there for another host delays the ranks of its
+  /// own host, which may already be in the next call, but is not the late one.
+  void run_outer(Call call);
+  /// A message to or from another host. It involves only two ranks, so the others keep their
+  /// timeouts; a rank of this host that times out on this one reports what this one waits for.
+  void run_message(const Call& call);
+  /// Work of a group that is split off this one, whose errors refer to its ranks.
+  template <class Work>
+  void in_new_group(const Work& work, const Call& call) {
+    try {
+      work();
+    } catch (const Error& error) {
+      rethrow_from_new_group(error, call);
+    }
+  }
+  /// Calls that begin on different levels are not compared with each other, so those that begin on
+  /// `outer` begin with this: the ranks of a host compare, then the leaders of all hosts. Other
+  /// ranks continue meanwhile; if the leaders disagree, they end all levels, which notifies the
+  /// other ranks.
+  void compare(const Call& call);
+  /// On all levels: see Engine::abandon.
+  void abandon(std::string_view reason) const noexcept;
+
+ private:
+  void end_with(const std::exception& error) const noexcept;
+  [[noreturn]] void rethrow_from_within(const Error& error, const Call& call) const;
+  [[noreturn]] void rethrow_from_new_group(const Error& error, const Call& call) const;
+};
+
+/// A step of `call`: the same except for these.
+inline Call step_of(const Call& call, Op op, int root) {
+  Call step = call;
+  step.parent_call = &call;
+  step.op = op;
+  step.root = root;
+  return step;
+}
+Call barrier_of(const Call& call);
+
+}  // namespace lockstep::hierarchical
