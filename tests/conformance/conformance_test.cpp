@@ -68,7 +68,7 @@ bool is_defined(DType dtype, ReduceOp op) {
   const bool is_of_numbers = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
   return dtype != DType::boolean || !is_of_numbers;
 }
-/// The result of all_reduce and reduce over a whole group, by hosts where it has several.
+/// The result of a reduction over a whole group, by hosts where it has several.
 Bytes all_reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks) {
   return hosts().empty() ? reduced(dtype, op, count, seed, n_ranks)
                          : reduced_by_host(dtype, op, count, seed, hosts());
@@ -238,7 +238,7 @@ TEST_P(Conformance, reduce_scatter_of_every_length) {
         Bytes part(count * size_of(dtype));
         group.reduce_scatter({all.data(), count * n, dtype}, {part.data(), count, dtype},
                              ReduceOp::sum);
-        ASSERT_EQ(part, piece(reduced(dtype, ReduceOp::sum, count * n, 9, group.size()),
+        ASSERT_EQ(part, piece(all_reduced(dtype, ReduceOp::sum, count * n, 9, group.size()),
                               group.rank(), part.size()));
       }
     }
@@ -517,7 +517,7 @@ TEST_P(Conformance, ten_thousand_mixed_collectives) {
         case 6: {
           const Bytes whole = values(dtype, count * n, seed, group.rank());
           group.reduce_scatter({whole.data(), count * n, dtype}, {data.data(), count, dtype}, op);
-          ASSERT_EQ(data, piece(reduced(dtype, op, count * n, seed, group.size()), group.rank(),
+          ASSERT_EQ(data, piece(all_reduced(dtype, op, count * n, seed, group.size()), group.rank(),
                                 n_bytes));
           break;
         }

@@ -148,37 +148,116 @@ TEST(HierarchicalTest, messages_inside_and_between_hosts) {
   }
 }
 
-TEST(HierarchicalTest, the_other_operations) {
+/// Parts that are joined between hosts, and longer ones.
+constexpr std::size_t kPartCounts[] = {0, 1, 1000, 10'000};
+
+Bytes part_of(std::size_t count, int rank) {
+  return test::values(DType::i32, count, /*seed=*/7, rank);
+}
+/// Every rank's part, in rank order.
+Bytes all_parts(std::size_t count, int n_ranks) {
+  Bytes all;
+  for (int r = 0; r < n_ranks; ++r) test::append(all, part_of(count, r));
+  return all;
+}
+
+TEST(HierarchicalTest, all_gather) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [](const Group& group) {
+      for (const std::size_t count : kPartCounts) {
+        const std::size_t n_all = count * static_cast<std::size_t>(group.size());
+        const Bytes mine = part_of(count, group.rank());
+        Bytes all(n_all * 4);
+        group.all_gather({mine.data(), count, DType::i32}, {all.data(), n_all, DType::i32});
+        ASSERT_EQ(all, all_parts(count, group.size()));
+      }
+    });
+  }
+}
+
+TEST(HierarchicalTest, gather_and_scatter_of_every_root) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [](const Group& group) {
+      for (const std::size_t count : kPartCounts) {
+        const std::size_t n_all = count * static_cast<std::size_t>(group.size());
+        for (int root = 0; root < group.size(); ++root) {
+          const bool is_root = root == group.rank();
+          const Bytes right = is_root ? all_parts(count, group.size()) : Bytes();
+          const Bytes mine = part_of(count, group.rank());
+          Bytes all(right.size());
+          group.gather({mine.data(), count, DType::i32},
+                       {all.data(), is_root ? n_all : 0, DType::i32}, root);
+          ASSERT_EQ(all, right);
+          Bytes part(mine.size());
+          group.scatter({all.data(), is_root ? n_all : 0, DType::i32},
+                        {part.data(), count, DType::i32}, root);
+          ASSERT_EQ(part, mine);
+        }
+      }
+    });
+  }
+}
+
+TEST(HierarchicalTest, gather_of_unequal_parts) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [](const Group& group) {
+      for (const int scale : {1, 100, 10'000}) {
+        // Rank 1 has an empty part.
+        const auto length = [scale](int r) {
+          return static_cast<std::size_t>(r == 1 ? 0 : r + scale);
+        };
+        const std::vector<int> mine(length(group.rank()), group.rank());
+        for (int root = 0; root < group.size(); ++root) {
+          const auto parts = gather(mine, root, group);
+          ASSERT_EQ(parts.empty(), root != group.rank());
+          for (int r = 0; r < static_cast<int>(parts.size()); ++r) {
+            ASSERT_EQ(parts[static_cast<std::size_t>(r)], std::vector<int>(length(r), r));
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(HierarchicalTest, all_to_all) {
+  for (const Hosts& hosts : layouts()) {
+    run_hosts(hosts, [](const Group& group) {
+      for (const std::size_t count : kPartCounts) {
+        const std::size_t n_all = count * static_cast<std::size_t>(group.size());
+        const Bytes outgoing = part_of(n_all, group.rank());
+        Bytes incoming(outgoing.size());
+        group.all_to_all({outgoing.data(), n_all, DType::i32},
+                         {incoming.data(), n_all, DType::i32});
+        Bytes right;
+        for (int r = 0; r < group.size(); ++r) {
+          test::append(right, test::piece(part_of(n_all, r), group.rank(), count * 4));
+        }
+        ASSERT_EQ(incoming, right);
+      }
+    });
+  }
+}
+
+TEST(HierarchicalTest, reduce_scatter_of_every_type_and_reduction) {
   for (const Hosts& hosts : layouts()) {
     run_hosts(hosts, [&](const Group& group) {
-      const auto n = static_cast<std::size_t>(group.size());
-      constexpr std::size_t kCount = 1000;
-      const auto of = [](std::size_t count, int rank) {
-        return test::values(DType::i32, count, /*seed=*/7, rank);
+      const auto check = [&](DType dtype, ReduceOp op, std::size_t count) {
+        const std::size_t n_all = count * static_cast<std::size_t>(group.size());
+        const Bytes all = test::values(dtype, n_all, /*seed=*/count, group.rank());
+        Bytes part(count * size_of(dtype));
+        group.reduce_scatter({all.data(), n_all, dtype}, {part.data(), count, dtype}, op);
+        ASSERT_EQ(part, test::piece(test::reduced_by_host(dtype, op, n_all, /*seed=*/count, hosts),
+                                    group.rank(), part.size()))
+            << name_of(dtype) << ' ' << name_of(op) << ' ' << count;
       };
-      const Bytes mine = of(kCount, group.rank());
-      Bytes all(n * mine.size());
-      group.all_gather({mine.data(), kCount, DType::i32}, {all.data(), n * kCount, DType::i32});
-      Bytes all_ranks;
-      for (int r = 0; r < group.size(); ++r) test::append(all_ranks, of(kCount, r));
-      ASSERT_EQ(all, all_ranks);
-
-      const Bytes outgoing = of(n * kCount, group.rank());
-      Bytes incoming(outgoing.size());
-      group.all_to_all({outgoing.data(), n * kCount, DType::i32},
-                       {incoming.data(), n * kCount, DType::i32});
-      Bytes pieces;
-      for (int r = 0; r < group.size(); ++r) {
-        test::append(pieces, test::piece(of(n * kCount, r), group.rank(), kCount * 4));
+      for (const DType dtype : kTypes) {
+        for (const ReduceOp op : kOps) {
+          if (is_floating(dtype) && test::is_bitwise(op)) continue;
+          for (const std::size_t count : {0, 1, 67}) check(dtype, op, count);
+        }
       }
-      ASSERT_EQ(incoming, pieces);
-
-      Bytes part(kCount * 4);
-      group.reduce_scatter({outgoing.data(), n * kCount, DType::i32},
-                           {part.data(), kCount, DType::i32});
-      ASSERT_EQ(part, test::piece(test::reduced(DType::i32, ReduceOp::sum, n * kCount, /*seed=*/7,
-                                                group.size()),
-                                  group.rank(), kCount * 4));
+      // In pieces.
+      if (hosts == layouts().front()) check(DType::bf16, ReduceOp::mean, /*count=*/300'001);
     });
   }
 }

@@ -13,6 +13,9 @@ namespace {
 
 using base::bytes;
 
+/// The partial results of a reduce_scatter that are sent at a time: they stay in the cache.
+constexpr std::size_t kPieceBytes = 4 << 20;
+
 /// The elements of each rank in all_gather and gather.
 struct Parts {
   Parts(const Call& c, const Topology& topology)
@@ -40,6 +43,7 @@ class Steps {
  private:
   void all_reduce();
   void reduce();
+  void reduce_scatter();
   void broadcast();
   void all_gather();
   void run_directly();
@@ -53,6 +57,7 @@ class Steps {
   void reduce_to_leaders(const Wide& wide, std::size_t count, void* partial);
   std::vector<std::byte> gather_here(const Parts& parts);
   void gather_between(Op op, const Parts& parts, const std::byte* own, void* out);
+  void scatter_here(std::size_t count, const std::byte* from, void* to);
   void pass_to_root(const void* data, std::size_t count);
 
   Levels& levels_;
@@ -68,11 +73,11 @@ void Steps::run() {
       return levels_.run_within(call_);
     case Op::all_reduce: return all_reduce();
     case Op::reduce: return reduce();
+    case Op::reduce_scatter: return reduce_scatter();
     case Op::broadcast: return broadcast();
     case Op::all_gather: return all_gather();
     case Op::gather:
     case Op::scatter:
-    case Op::reduce_scatter:
     case Op::all_to_all: return run_directly();
     case Op::send:
     case Op::recv: {
@@ -147,6 +152,37 @@ void Steps::reduce() {
   pass_to_root(partial.data(), call_.count);
 }
 
+/// In pieces of each rank's part: reduced on the hosts, then for each host on its leader, which
+/// rounds once.
+void Steps::reduce_scatter() {
+  const Wide wide = wide_type(call_.dtype, call_.reduce);
+  const std::size_t n_here = topology().most_members;
+  const std::size_t n_slots = n_here * static_cast<std::size_t>(levels_.n_hosts());
+  const std::size_t piece =
+      std::min(call_.count, std::max<std::size_t>(kPieceBytes / wide.n_bytes(n_slots), 1));
+  std::vector<std::byte> partial(wide.n_bytes(n_slots * piece));
+  std::vector<std::byte> sums(levels_.is_leader() ? wide.n_bytes(n_here * piece) : 0);
+  std::size_t at = 0;
+  do {
+    const std::size_t now = std::min(piece, call_.count - at);
+    topology().for_each_slot([&](int r, std::size_t slot) {
+      const std::size_t from = static_cast<std::size_t>(r) * call_.count + at;
+      widen(call_.dtype, call_.reduce, bytes(call_.in) + from * element_,
+            partial.data() + wide.n_bytes(slot * now), now);
+    });
+    reduce_to_leaders(wide, n_slots * now, partial.data());
+    if (levels_.is_leader()) {
+      Call between = between_leaders(step(Op::reduce_scatter, /*root=*/-1), wide, n_here * now,
+                                     partial.data());
+      between.out = sums.data();
+      levels_.run_between(between);
+      finish(call_.dtype, call_.reduce, sums.data(), levels_.n_ranks(), sums.data(), n_here * now);
+    }
+    scatter_here(now, sums.data(), bytes(call_.out) + at * element_);
+    at += now;
+  } while (at < call_.count);
+}
+
 void Steps::broadcast() {
   const bool is_here = levels_.is_here(call_.root);
   if (is_here) levels_.run_within(step(Op::broadcast, topology().place_of(call_.root)));
@@ -197,6 +233,15 @@ void Steps::all_gather() {
   result.counts = {};
   result.in = call_.out;
   levels_.run_within(result);
+}
+
+/// From this host's leader: `count` elements to each member.
+void Steps::scatter_here(std::size_t count, const std::byte* from, void* to) {
+  Call within = step(Op::scatter, /*root=*/0);
+  within.count = count;
+  within.in = from;
+  within.out = to;
+  levels_.run_within(within);
 }
 
 /// On root's host: from its leader to root, which has the result if it is the leader itself.

@@ -15,6 +15,7 @@ struct Topology {
   std::vector<int> leaders;  ///< the lowest rank of each host, in order
   std::vector<int> members;  ///< the ranks on this host, in order
   std::vector<int> by_host;  ///< all ranks: those of the first host in order, of the second, ...
+  std::size_t most_members = 0;  ///< of a host
 
   Topology(std::vector<int> hosts_of_ranks, int rank)
       : hosts(std::move(hosts_of_ranks)), by_host(hosts.size()) {
@@ -24,6 +25,8 @@ struct Topology {
       if (leader_of(r) == leader_of(rank)) members.push_back(r);
     }
     std::ranges::stable_sort(by_host, {}, [this](int r) { return leader_of(r); });
+    const auto ones = sums_by_host([](int) { return std::size_t{1}; });
+    most_members = *std::ranges::max_element(ones);
   }
   int leader_of(int rank) const { return hosts[static_cast<std::size_t>(rank)]; }
   /// Index of a rank's host among the leaders.
@@ -45,6 +48,19 @@ struct Topology {
       sums.back() += value_of(r);
     }
     return sums;
+  }
+  /// Calls f(rank, slot) for all ranks, if each host has most_members slots, for its members in
+  /// order.
+  template <class F>
+  void for_each_slot(const F& f) const {
+    std::size_t host = 0, place = 0;
+    for (std::size_t i = 0; i < by_host.size(); ++i, ++place) {
+      if (i > 0 && leader_of(by_host[i]) == by_host[i]) {
+        ++host;
+        place = 0;
+      }
+      f(by_host[i], host * most_members + place);
+    }
   }
   /// Whether the ranks of each host are consecutive.
   bool is_in_order() const { return std::ranges::is_sorted(by_host); }
