@@ -13,6 +13,10 @@ namespace {
 
 using base::bytes;
 
+/// Up to this many bytes, the data from one host to another is joined to one message between
+/// leaders, also if that saves no bytes. A message of this size takes about as long as an empty one
+/// (10 us at 25 Gbit/s); larger parts are faster from rank to rank, without copies on the leaders.
+constexpr std::size_t kJoinedBytes = 32 << 10;
 /// The partial results of a reduce_scatter that are sent at a time: they stay in the cache.
 constexpr std::size_t kPieceBytes = 4 << 20;
 
@@ -46,6 +50,7 @@ class Steps {
   void reduce_scatter();
   void broadcast();
   void all_gather();
+  void gather();
   void run_directly();
 
   const Topology& topology() const { return levels_.topology; }
@@ -76,7 +81,7 @@ void Steps::run() {
     case Op::reduce_scatter: return reduce_scatter();
     case Op::broadcast: return broadcast();
     case Op::all_gather: return all_gather();
-    case Op::gather:
+    case Op::gather: return gather();
     case Op::scatter:
     case Op::all_to_all: return run_directly();
     case Op::send:
@@ -233,6 +238,19 @@ void Steps::all_gather() {
   result.counts = {};
   result.in = call_.out;
   levels_.run_within(result);
+}
+
+void Steps::gather() {
+  const Parts parts(call_, topology());
+  if (*std::ranges::max_element(parts.of_hosts) * element_ > kJoinedBytes) return run_directly();
+  const std::vector<std::byte> own = gather_here(parts);
+  const bool is_here = levels_.is_here(call_.root);
+  std::vector<std::byte> all(levels_.is_leader() && is_here && !is_root() ? parts.total * element_
+                                                                          : 0);
+  if (levels_.is_leader()) {
+    gather_between(Op::gather, parts, own.data(), is_root() ? call_.out : all.data());
+  }
+  if (is_here) pass_to_root(all.data(), parts.total);
 }
 
 /// From this host's leader: `count` elements to each member.
