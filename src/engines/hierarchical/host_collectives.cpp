@@ -12,6 +12,7 @@ namespace lockstep::hierarchical {
 namespace {
 
 using base::bytes;
+using base::copy_bytes;
 
 /// Up to this many bytes, the data from one host to another is joined to one message between
 /// leaders, also if that saves no bytes. A message of this size takes about as long as an empty one
@@ -51,6 +52,7 @@ class Steps {
   void broadcast();
   void all_gather();
   void gather();
+  void scatter();
   void run_directly();
 
   const Topology& topology() const { return levels_.topology; }
@@ -64,6 +66,7 @@ class Steps {
   void gather_between(Op op, const Parts& parts, const std::byte* own, void* out);
   void scatter_here(std::size_t count, const std::byte* from, void* to);
   void pass_to_root(const void* data, std::size_t count);
+  std::vector<std::byte> pass_to_leader(const void* data, std::size_t count);
 
   Levels& levels_;
   const Call& call_;
@@ -82,7 +85,7 @@ void Steps::run() {
     case Op::broadcast: return broadcast();
     case Op::all_gather: return all_gather();
     case Op::gather: return gather();
-    case Op::scatter:
+    case Op::scatter: return scatter();
     case Op::all_to_all: return run_directly();
     case Op::send:
     case Op::recv: {
@@ -262,6 +265,34 @@ void Steps::scatter_here(std::size_t count, const std::byte* from, void* to) {
   levels_.run_within(within);
 }
 
+void Steps::scatter() {
+  const std::size_t n_here = topology().most_members;
+  const std::size_t part_bytes = call_.count * element_;
+  if (n_here * part_bytes > kJoinedBytes) return run_directly();
+  const void* all = call_.in;
+  std::vector<std::byte> passed, slots, own;
+  if (levels_.is_here(call_.root) && !is_root_leader()) {
+    passed = pass_to_leader(call_.in, call_.count * static_cast<std::size_t>(levels_.n_ranks()));
+    all = passed.data();
+  }
+  if (levels_.is_leader()) {
+    own.resize(n_here * part_bytes);
+    if (levels_.is_here(call_.root)) {
+      slots.resize(own.size() * static_cast<std::size_t>(levels_.n_hosts()));
+      topology().for_each_slot([&](int r, std::size_t slot) {
+        copy_bytes(slots.data() + slot * part_bytes,
+                   bytes(all) + static_cast<std::size_t>(r) * part_bytes, part_bytes);
+      });
+    }
+    Call between = step(Op::scatter, topology().host_of(call_.root));
+    between.count = n_here * call_.count;
+    between.in = slots.data();
+    between.out = own.data();
+    levels_.run_between(between);
+  }
+  scatter_here(call_.count, own.data(), call_.out);
+}
+
 /// On root's host: from its leader to root, which has the result if it is the leader itself.
 void Steps::pass_to_root(const void* data, std::size_t count) {
   if (is_root_leader()) return;
@@ -277,6 +308,21 @@ void Steps::pass_to_root(const void* data, std::size_t count) {
     message.counts = {};
     levels_.run_within(message);
   }
+}
+
+/// On root's host: from root to its leader. A gather of one part, so that all ranks of the host
+/// compare their calls.
+std::vector<std::byte> Steps::pass_to_leader(const void* data, std::size_t count) {
+  std::vector<std::byte> passed(levels_.is_leader() ? count * element_ : 0);
+  std::vector<std::size_t> counts(topology().members.size());
+  counts[static_cast<std::size_t>(topology().place_of(call_.root))] = count;
+  Call within = step(Op::gather, /*root=*/0);
+  within.count = is_root() ? count : 0;
+  within.counts = counts;
+  within.in = data;
+  within.out = passed.data();
+  levels_.run_within(within);
+  return passed;
 }
 
 }  // namespace
