@@ -8,10 +8,11 @@
 
 namespace lockstep::hierarchical {
 
-/// Shared memory inside each host, `outer` between hosts. all_reduce, reduce, broadcast, all_gather
-/// and barrier go through one rank of each host, so that their bytes cross between hosts once per
-/// host and not once per rank; messages between ranks of one host stay there; the other operations
-/// are outer's.
+/// Shared memory inside each host, `outer` between hosts. all_reduce, reduce, reduce_scatter,
+/// broadcast, all_gather and barrier go through one rank of each host, so that their bytes cross
+/// between hosts once per host and not once per rank. So do gather, scatter and all_to_all if their
+/// parts are short, which joins the messages of a host; longer parts, whose bytes cross only once
+/// anyway, and messages between two ranks on different hosts are outer's.
 ///
 /// Reductions combine the ranks of each host in rank order, then the hosts in the order of their
 /// lowest ranks, with outer's all_reduce; 16-bit floats and means of integers stay wide between

@@ -53,6 +53,7 @@ class Steps {
   void all_gather();
   void gather();
   void scatter();
+  void all_to_all();
   void run_directly();
 
   const Topology& topology() const { return levels_.topology; }
@@ -86,7 +87,7 @@ void Steps::run() {
     case Op::all_gather: return all_gather();
     case Op::gather: return gather();
     case Op::scatter: return scatter();
-    case Op::all_to_all: return run_directly();
+    case Op::all_to_all: return all_to_all();
     case Op::send:
     case Op::recv: {
       if (!levels_.is_here(call_.root)) return levels_.run_message(call_);
@@ -291,6 +292,48 @@ void Steps::scatter() {
     levels_.run_between(between);
   }
   scatter_here(call_.count, own.data(), call_.out);
+}
+
+/// From a leader to another: for each pair of their members, in the order of senders and then of
+/// receivers, one part.
+void Steps::all_to_all() {
+  const std::size_t n_here = topology().most_members;
+  const std::size_t part_bytes = call_.count * element_;
+  if (n_here * n_here * part_bytes > kJoinedBytes) return run_directly();
+  const auto n = static_cast<std::size_t>(levels_.n_ranks());
+  const std::size_t n_members = topology().members.size();
+  const std::size_t n_between = n_here * n_here * static_cast<std::size_t>(levels_.n_hosts());
+  std::vector<std::byte> of_members(levels_.is_leader() ? n_members * n * part_bytes : 0);
+  Call within = step(Op::gather, /*root=*/0);
+  within.count = n * call_.count;
+  within.out = of_members.data();
+  levels_.run_within(within);
+  if (levels_.is_leader()) {
+    std::vector<std::byte> sent(n_between * part_bytes), received(sent.size());
+    // Slot s is of the host s / n_here and of its member s % n_here.
+    const auto copy = [&](std::byte* to, std::size_t i, const std::byte* from, std::size_t j) {
+      copy_bytes(to + i * part_bytes, from + j * part_bytes, part_bytes);
+    };
+    topology().for_each_slot([&](int r, std::size_t slot) {
+      const std::size_t block = slot / n_here * n_here * n_here, place = slot % n_here;
+      for (std::size_t m = 0; m < n_members; ++m) {
+        copy(sent.data(), block + m * n_here + place, of_members.data(),
+             m * n + static_cast<std::size_t>(r));
+      }
+    });
+    Call between = step(Op::all_to_all, /*root=*/-1);
+    between.count = n_here * n_here * call_.count;
+    between.in = sent.data();
+    between.out = received.data();
+    levels_.run_between(between);
+    topology().for_each_slot([&](int r, std::size_t slot) {
+      for (std::size_t m = 0; m < n_members; ++m) {
+        copy(of_members.data(), m * n + static_cast<std::size_t>(r), received.data(),
+             slot * n_here + m);
+      }
+    });
+  }
+  scatter_here(n * call_.count, of_members.data(), call_.out);
 }
 
 /// On root's host: from its leader to root, which has the result if it is the leader itself.
