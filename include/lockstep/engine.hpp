@@ -112,6 +112,8 @@ class Engine {
   virtual int size() const noexcept = 0;
   /// See Group::has_low_latency.
   virtual bool has_low_latency() const noexcept { return false; }
+  /// See Group::reduces_moments.
+  virtual bool reduces_moments() const noexcept { return false; }
   virtual void run(const Call& call) = 0;
   /// A new engine over the ranks that gave the same color, in order of (key, rank). Collective.
   virtual std::unique_ptr<Engine> split(const Call& call, int color, int key) = 0;

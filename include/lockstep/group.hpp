@@ -98,6 +98,9 @@ class Group {
   /// Whether a small message takes about a microsecond, so that several messages are better than
   /// one that delays all data: all ranks on one host, one core per rank. The same on all ranks.
   bool has_low_latency() const noexcept;
+  /// Whether statistics are better reduced (DType::moments) than gathered from every rank, because
+  /// bytes between hosts cost more than a merge. The same on all ranks.
+  bool reduces_moments() const noexcept;
   /// Default limit of one operation, if the call gives none.
   std::chrono::milliseconds timeout() const noexcept;
   /// How much ranks compare of each call.

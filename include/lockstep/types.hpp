@@ -26,6 +26,7 @@ enum class DType : std::uint8_t {
   u16,
   u32,
   u64,
+  moments,  ///< of a sample: its count, mean, sum of squared deviations, and 0, each an f64
 };
 
 /// Size of one element in bytes; 0 if the value is not a DType.
@@ -44,6 +45,7 @@ constexpr std::size_t size_of(DType dtype) {
     case DType::i64:
     case DType::u64:
     case DType::f64: return 8;
+    case DType::moments: return 32;
   }
   return 0;
 }
@@ -57,8 +59,9 @@ std::string_view name_of(DType dtype);
 /// How the ranks' values are combined. Sums and products of integers wrap; `mean` of integers
 /// divides the exact sum and truncates toward zero. 16-bit floats accumulate in f32 and are rounded
 /// once; `min` and `max` propagate NaN. The bitwise operations take integers and bool; bool has no
-/// sum, product or mean. Every reduction is in rank order, so the results are bitwise identical on
-/// all ranks.
+/// sum, product or mean. The sum of moments is those of all samples together, and they have no
+/// other reduction. Every reduction is in rank order, so the results are bitwise identical on all
+/// ranks.
 enum class ReduceOp : std::uint8_t { sum, product, min, max, band, bor, bxor, mean };
 
 /// "sum", ... as in errors.

@@ -23,6 +23,9 @@ void reject_reduction(const GroupState& group, const Call& call) {
                        "integer type",
                        name_of(call.reduce)));
   }
+  if (call.dtype == DType::moments) {
+    reject(group, call, fmt::format("{} of moments: they have only a sum", name_of(call.reduce)));
+  }
   reject(group, call,
          fmt::format("{} of {}: bit operations are for integers and bool; use sum, product, "
                      "min, max or mean",

@@ -21,7 +21,8 @@ inline void check_reduction(const GroupState& group, const Call& call) {
   const bool is_arithmetic = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
   const bool is_bitwise = op >= ReduceOp::band && op <= ReduceOp::bxor;
   if (op > ReduceOp::mean || (is_arithmetic && call.dtype == DType::boolean) ||
-      (is_bitwise && is_floating(call.dtype))) {
+      (is_bitwise && is_floating(call.dtype)) ||
+      (op != ReduceOp::sum && call.dtype == DType::moments)) {
     internal::reject_reduction(group, call);
   }
 }
@@ -247,6 +248,7 @@ int Group::rank() const noexcept { return state_->rank(); }
 int Group::size() const noexcept { return state_->size(); }
 std::string_view Group::backend() const noexcept { return state_->engine().name(); }
 bool Group::has_low_latency() const noexcept { return state_->engine().has_low_latency(); }
+bool Group::reduces_moments() const noexcept { return state_->engine().reduces_moments(); }
 const std::string& Group::name() const noexcept { return state_->name(); }
 std::chrono::milliseconds Group::timeout() const noexcept { return state_->timeout(); }
 Check Group::check() const noexcept { return state_->check(); }

@@ -223,6 +223,31 @@ void mean_of_64_bits(const void* const* in, int n, void* out, std::size_t count)
   }
 }
 
+/// Merges samples (Chan, Golub, LeVeque 1979). The mean is kept as its distance from that of the
+/// first sample, which is small, so it is rounded once.
+void merge_moments(const void* const* in, int n, void* out, std::size_t count) {
+  struct Moments {
+    double count, mean, m2, unused;
+  };
+  for (std::size_t i = 0; i < count; ++i) {
+    Moments sum{0, 0, 0, 0};
+    double base = 0;
+    for (int r = 0; r < n; ++r) {
+      Moments part;
+      __builtin_memcpy(&part, static_cast<const char*>(in[r]) + i * sizeof(part), sizeof(part));
+      if (part.count == 0) continue;
+      if (sum.count == 0) base = part.mean;
+      const double share = part.count / (sum.count + part.count);
+      const double delta = (part.mean - base) - sum.mean;
+      sum.m2 += part.m2 + delta * delta * (sum.count * share);
+      sum.mean += delta * share;
+      sum.count += part.count;
+    }
+    sum.mean += base;
+    __builtin_memcpy(static_cast<char*>(out) + i * sizeof(sum), &sum, sizeof(sum));
+  }
+}
+
 }  // namespace
 
 // Rows in DType's order, columns in ReduceOp's. Sums and products of integers use unsigned types,
@@ -256,6 +281,7 @@ const ReduceTable kReduceTable = {{
     LOCKSTEP_INTEGER_ROW(std::uint16_t, std::uint16_t, LOCKSTEP_MEAN(std::uint16_t)),
     LOCKSTEP_INTEGER_ROW(std::uint32_t, std::uint32_t, LOCKSTEP_MEAN(std::uint32_t, std::uint32_t)),
     LOCKSTEP_INTEGER_ROW(std::uint64_t, std::uint64_t, mean_of_64_bits<std::uint64_t, UInt128>),
+    {merge_moments},
 }};
 
 #undef LOCKSTEP_INTEGER_ROW

@@ -10,7 +10,7 @@ namespace lockstep::kernels {
 
 using ReduceFunction = void (*)(const void* const* in, int n, void* out, std::size_t count);
 
-inline constexpr int kDTypes = 13;
+inline constexpr int kDTypes = 14;
 inline constexpr int kReduceOps = 8;
 
 /// One function per (dtype, op); null if the op is not defined.

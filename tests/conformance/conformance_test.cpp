@@ -145,6 +145,45 @@ TEST_P(Conformance, all_reduce_in_shared_buffers) {
   });
 }
 
+#ifndef LOCKSTEP_CONFORMANCE_ENGINE  // which need not reduce them
+TEST_P(Conformance, moments_of_all_ranks) {
+  struct Moments {
+    double count, mean, m2, unused;
+  };
+  run([] {
+    const Group group = default_group();
+    for (const std::size_t count : {1, 64, 5'000}) {
+      // Rank r has r values, in sample i all i + r.
+      const auto of = [](std::size_t i, int r) {
+        return Moments{static_cast<double>(r), static_cast<double>(i) + r, 0, 0};
+      };
+      std::vector<Moments> data;
+      for (std::size_t i = 0; i < count; ++i) data.push_back(of(i, group.rank()));
+      group.all_reduce({data.data(), count, DType::moments});
+      for (std::size_t i = 0; i < count; ++i) {
+        double n = 0, sum = 0, m2 = 0;
+        for (int r = 0; r < group.size(); ++r) {
+          n += r;
+          sum += r * of(i, r).mean;
+        }
+        for (int r = 0; r < group.size(); ++r) {
+          m2 += r * (of(i, r).mean - sum / n) * (of(i, r).mean - sum / n);
+        }
+        ASSERT_EQ(data[i].count, n);
+        if (n == 0) continue;
+        ASSERT_NEAR(data[i].mean, sum / n, 1e-12 * sum);
+        ASSERT_NEAR(data[i].m2, m2, 1e-12 * (1 + m2));
+      }
+      // The same bits on all ranks.
+      std::vector<Moments> of_last = data;
+      group.broadcast({of_last.data(), count, DType::moments}, group.size() - 1);
+      ASSERT_EQ(std::memcmp(data.data(), of_last.data(), count * sizeof(Moments)), 0);
+    }
+    EXPECT_THROW(group.all_reduce({nullptr, 0, DType::moments}, ReduceOp::mean), UsageError);
+  });
+}
+#endif
+
 TEST_P(Conformance, reduce_leaves_other_ranks_alone) {
   run([] {
     const Group group = default_group();

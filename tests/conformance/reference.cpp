@@ -30,7 +30,8 @@ auto visit(DType dtype, Visit visit) {
     case DType::f16: return visit(Float16{});
     case DType::bf16: return visit(BFloat16{});
     case DType::f32: return visit(float{});
-    case DType::f64: break;
+    case DType::f64:
+    case DType::moments: break;
   }
   return visit(double{});
 }

@@ -68,6 +68,14 @@ TEST(GroupTest, bit_operations_on_floats) {
                   "bxor of f32: bit operations are for integers");
 }
 
+TEST(GroupTest, means_of_moments) {
+  std::array<double, 4> sample{2, 0.5, 1, 0};
+  const Elements data{sample.data(), 1, DType::moments};
+  expect_contains(thrown<UsageError>([&] { Group().all_reduce(data, ReduceOp::mean); }),
+                  "mean of moments: they have only a sum");
+  Group().all_reduce(data);
+}
+
 TEST(GroupTest, sums_of_bool) {
   bool value = true;
   const Elements data{&value, 1, DType::boolean};

@@ -283,6 +283,57 @@ TEST(ReduceOpsTest, first_nan_wins_in_min_and_max) {
   }
 }
 
+struct Moments {
+  double count, mean, m2, unused;
+  bool operator==(const Moments&) const = default;
+};
+
+Moments moments_of(const std::vector<double>& values) {
+  long double mean = 0, m2 = 0;
+  for (const double x : values) mean += x;
+  if (!values.empty()) mean /= static_cast<long double>(values.size());
+  for (const double x : values) m2 += (x - mean) * (x - mean);
+  return {static_cast<double>(values.size()), static_cast<double>(mean), static_cast<double>(m2),
+          0};
+}
+
+Moments merged_moments(const std::vector<Moments>& parts) {
+  std::vector<const void*> in;
+  for (const Moments& part : parts) in.push_back(&part);
+  Moments out{};
+  reduce(DType::moments, ReduceOp::sum, in.data(), static_cast<int>(in.size()), &out, 1);
+  return out;
+}
+
+TEST(ReduceMomentsTest, are_those_of_all_samples_together) {
+  std::mt19937_64 random(5);
+  for (const double mean : {0.0, 1.0, 1e6}) {
+    std::normal_distribution<double> normal(mean, 1);
+    std::vector<Moments> parts;
+    std::vector<double> all;
+    for (const std::size_t count : {0U, 5U, 1U, 0U, 300U, 17U}) {
+      std::vector<double> values(count);
+      for (double& x : values) x = normal(random);
+      parts.push_back(moments_of(values));
+      all.insert(all.end(), values.begin(), values.end());
+    }
+    const Moments got = merged_moments(parts), right = moments_of(all);
+    EXPECT_EQ(got.count, right.count);
+    EXPECT_NEAR(got.mean, right.mean, 1e-15 * (1 + mean));
+    EXPECT_NEAR(got.m2, right.m2, 1e-12 * right.m2);
+  }
+}
+
+TEST(ReduceMomentsTest, of_no_sample_are_zero_and_of_one_part_are_its_own) {
+  EXPECT_EQ(merged_moments({{0, 7, 8, 0}, {0, 9, 1, 0}}), (Moments{0, 0, 0, 0}));
+  EXPECT_EQ(merged_moments({{0, 7, 8, 0}, {3, 0.1, 0.7, 0}, {0, 7, 8, 0}}),
+            (Moments{3, 0.1, 0.7, 0}));
+}
+
+TEST(ReduceMomentsTest, have_only_a_sum) {
+  for (const ReduceOp op : kOps) EXPECT_EQ(can_reduce(DType::moments, op), op == ReduceOp::sum);
+}
+
 // --- conversions --------------------------------------------------------------------------------
 
 /// Rounds to `digits` significand bits with the least exponent `least`, in double arithmetic.

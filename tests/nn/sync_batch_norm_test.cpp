@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <functional>
 #include <lockstep/error.hpp>
 #include <lockstep/nn.hpp>
 
@@ -11,6 +12,7 @@
 
 #include "helpers.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
+#include "support/ranks.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -103,11 +105,19 @@ Batch batch_of(const LayerCase& c, double mean) {
           random.normal({channels}, c.type).abs_().add_(0.1), random.normal({channels}, c.type)};
 }
 
+/// Ranks on hosts of two and three ranks.
+void on_hosts(int n, const std::function<void(int)>& body) {
+  test::run_as(
+      {test::Form::hosts, n}, [&body] { body(get_rank()); }, testing::kWatchdog);
+}
+
 /// The ranks' outcomes put together again: what one rank with the whole batch should have.
-Outcome run_on_ranks(const LayerCase& c, const Batch& batch) {
+Outcome run_on_ranks(
+    const LayerCase& c, const Batch& batch,
+    const std::function<void(int, const std::function<void(int)>&)>& run_ranks = on_ranks) {
   const auto n_ranks = static_cast<int>(c.shares.size());
   std::vector<Outcome> outcomes(c.shares.size());
-  on_ranks(n_ranks, [&](int rank) {
+  run_ranks(n_ranks, [&](int rank) {
     const Tensor input = laid_out(share_of(batch.input, c.shares, rank), c.layout);
     const Tensor gradient = share_of(batch.output_gradient, c.shares, rank);
     auto& outcome = outcomes[static_cast<std::size_t>(rank)];
@@ -176,6 +186,20 @@ std::vector<LayerCase> all_cases() {
 }
 
 INSTANTIATE_TEST_SUITE_P(all, SyncBatchNormTest, ::testing::ValuesIn(all_cases()));
+
+TEST(SyncBatchNormHostsTest, equals_batch_norm_of_the_whole_batch) {
+  for (const testing::Shares& shares :
+       {testing::Shares{5, 3}, {3, 1, 4}, {2, 0, 5, 1}, {0, 1, 2, 3, 2}, {1, 2, 3, 0, 0, 1, 1}}) {
+    for (const double mean : {0.5, 1e4}) {
+      const LayerCase c{{6, 9, 11}, shares};
+      const Batch batch = batch_of(c, mean);
+      const Outcome got = run_on_ranks(c, batch, on_hosts);
+      const Outcome expected = run(torch::nn::BatchNormOptions(6), batch.input,
+                                   batch.output_gradient, batch.weight, batch.bias);
+      expect_equal(got, expected, mean < 1 ? 1e-12 : 1e-9);
+    }
+  }
+}
 
 /// One channel in long double, from the values as they are.
 struct Exact {

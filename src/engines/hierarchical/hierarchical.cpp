@@ -31,6 +31,7 @@ class HierarchicalEngine final : public Engine {
   std::string_view name() const noexcept override { return "hierarchical"; }
   int rank() const noexcept override { return levels_.rank(); }
   int size() const noexcept override { return levels_.n_ranks(); }
+  bool reduces_moments() const noexcept override { return levels_.n_hosts() > 1; }
 
   void run(const Call& call) override {
     levels_.together([&] {

@@ -26,6 +26,7 @@ void visit(DType dtype, ReduceOp op, Visit visit) {
     case DType::bf16: return visit(BFloat16{}, float{});
     case DType::f32: return visit(float{}, float{});
     case DType::f64: return visit(double{}, double{});
+    case DType::moments: return;  // only summed, in their own type
   }
 }
 

@@ -50,6 +50,7 @@ class MessageEngine final : public Engine {
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
   bool reports_progress() const noexcept override { return true; }
+  bool reduces_moments() const noexcept override { return true; }
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {

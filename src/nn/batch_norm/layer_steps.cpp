@@ -72,24 +72,6 @@ std::size_t fitting_channels(const Activation& x) {
   return std::min(all, std::max(n_threads * kernels::reuse_bytes / channel_bytes, n_threads));
 }
 
-/// Parts of 1 + 2C doubles, merged in order.
-Tensor merge(std::span<const double> parts, std::size_t stride) {
-  const std::size_t n_parts = parts.size() / stride;
-  const std::size_t channels = (stride - 1) / 2;
-  Tensor merged = doubles(static_cast<std::int64_t>(stride));
-  double* const out = data(merged);
-  std::vector<double> counts(n_parts);
-  out[0] = 0;
-  for (std::size_t part = 0; part < n_parts; ++part) {
-    counts[part] = parts[part * stride];
-    out[0] += counts[part];
-  }
-  kernels::batch_norm_merge(static_cast<int>(n_parts), counts.data(), parts.data() + 1,
-                            parts.data() + 1 + channels, stride, channels, out + 1,
-                            out + 1 + channels);
-  return merged;
-}
-
 /// Calls f(some channels) until all are done.
 template <class F>
 void for_each_message(std::size_t channels, std::size_t per_message, const F& f) {
@@ -180,21 +162,6 @@ Tensor local_statistics(const Activation& x, Channels channels) {
   }
   cpu::stats(x.tensor, x.shape, channels, out + 1, out + 1 + c);
   return statistics;
-}
-
-Tensor merge_statistics(const Tensor& parts) {
-  const auto stride = static_cast<std::size_t>(parts.size(-1));
-  return merge({data(parts), static_cast<std::size_t>(parts.numel())}, stride);
-}
-
-Tensor merge_over(const Tensor& mine, const Layer& layer) {
-  const auto stride = static_cast<std::size_t>(mine.numel());
-  std::vector<double> all(stride * static_cast<std::size_t>(layer.group.size()));
-  layer.communicate(kForward, [&] {
-    layer.group.all_gather({data(mine), stride, DType::f64}, {all.data(), all.size(), DType::f64},
-                           Deadline(), layer.where);
-  });
-  return merge(all, stride);
 }
 
 std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer) {

@@ -123,8 +123,9 @@ at::Tensor gradient_like(const at::Tensor& gradient, const at::Tensor& x);
 at::Tensor local_statistics(const Activation& x, Channels channels);
 /// n x (1 + 2C) statistics, merged in order.
 at::Tensor merge_statistics(const at::Tensor& parts);
-/// The message of forward: each rank merges all parts in rank order, so all ranks get the same
-/// bits. Why not sums: docs/design/001.
+/// The message of forward: each rank merges all parts in rank order, or the group does so in a
+/// reduction (Group::reduces_moments), so all ranks get the same bits. Why not sums:
+/// docs/design/001.
 at::Tensor merge_over(const at::Tensor& mine, const Layer& layer);
 /// How many channels each message of this layer covers: all of them or, if the group has low
 /// latency, the largest `wish` of any rank, because batches may differ in size and layout between

@@ -50,6 +50,7 @@ class OverGroup final : public LayerEngine {
       : LayerEngine(std::string(group.backend()), group.rank(), group.size()), group_(group) {}
 
   bool has_low_latency() const noexcept override { return group_.has_low_latency(); }
+  bool reduces_moments() const noexcept override { return group_.reduces_moments(); }
   void abandon(std::string_view reason) noexcept override { group_.abandon(reason); }
   void run(const Call& call) override {
     const CallOfPython interruptible(group_);
