@@ -91,15 +91,18 @@ def one_host(program, page):
 
 
 def messages(program, page):
-    """Of the mpi engine, and of one whose ranks all send to all: too many messages at 1,024."""
-    for mode, hosts in (('rounds', [2, 4, 8, 16, 64, 256, 1024]), ('direct', [16, 64, 256])):
+    """Of the mpi engine, of one whose ranks all send to all (too many messages at 1,024), and with
+    four ranks per host."""
+    for mode, hosts in (('rounds', [2, 4, 8, 16, 64, 256, 1024]), ('direct', [16, 64, 256]),
+                        ('flat', [2, 4, 8, 16]), ('levels', [2, 4, 8, 16])):
         ended = subprocess.run([program, mode, *map(str, hosts)], stdout=subprocess.PIPE, text=True,
                                check=True)
         lines = ['| of one host, by hosts |' + ''.join(f' {n} |' for n in hosts),
                  '|---' * (len(hosts) + 1) + '|']
         for line in ended.stdout.splitlines():
             operation, n_bytes, *counts = line.split()
-            name = operation if operation == 'barrier' else f'{operation} {size(int(n_bytes))}'
+            name = (operation if operation == 'barrier' else 'statistics of 64 channels'
+                    if operation == 'statistics' else f'{operation} {size(int(n_bytes))}')
             cells = ''.join(f' {m}, {number(int(b))}B |' for m, b in zip(counts[::2], counts[1::2]))
             lines.append(f'| {name} |{cells}')
         put(page, f'host_messages_{mode}', '\n'.join(lines))

@@ -1,25 +1,38 @@
-// Messages and bytes of calls of the message engine, with one rank per host: ./dev bench growth
-// --messages
-// growth_messages rounds|direct HOSTS...: between more than 8 hosts in rounds, or always from each
-// to each as over a transport without rounds; for each operation and size a line of OPERATION
-// BYTES, then MESSAGES BYTES for each number of hosts: what the rank with the most of them sends or
-// receives in a call.
+// Messages and bytes of calls between hosts, over threads: ./dev bench growth --messages
+// growth_messages rounds|direct|flat|levels HOSTS...
+//
+// rounds, direct: the message engine with one rank per host, between more than 8 hosts in rounds,
+// or always from each to each as over a transport without rounds. flat, levels: four ranks per
+// host, over the message engine alone, or hierarchical. For each operation and size a line of
+// OPERATION BYTES, then MESSAGES BYTES for each number of hosts: what the host with the most of
+// them sends to others or receives from them in a call.
 
 #include <fmt/format.h>
 
-#include <algorithm>
+#include <barrier>
+#include <chrono>
 #include <cstdlib>
 #include <exception>
 #include <lockstep/engine.hpp>
 #include <stdexcept>
 #include <string_view>
+#include <thread>
+#include <utility>
 #include <vector>
 
+#include "engines/hierarchical/hierarchical.hpp"
+#include "engines/message/message_engine.hpp"
 #include "support/message_network.hpp"
 
 namespace {
 
+using lockstep::DType;
+using lockstep::Engine;
 using lockstep::Op;
+using lockstep::test::MessageNetwork;
+using lockstep::test::Traffic;
+
+constexpr int kRanksPerHost = 4;
 
 struct Counted {
   Op op;
@@ -34,30 +47,68 @@ constexpr Counted kCounted[] = {
     {Op::reduce_scatter, 1024}, {Op::all_to_all, 4},       {Op::all_to_all, 1 << 10},
 };
 
-lockstep::test::Traffic count(const Counted& counted, int n_hosts, bool has_rounds) {
-  lockstep::test::MessageNetwork network(n_hosts, has_rounds);
+/// Of SyncBatchNorm with 64 channels: every rank's count, means and deviations; as moments.
+constexpr std::size_t kChannels = 64;
+constexpr Counted kStatistics = {Op::all_gather, (1 + 2 * kChannels) * sizeof(double)};
+constexpr Counted kMoments = {Op::all_reduce, kChannels* size_of(DType::moments)};
+constexpr Counted kCountedByHost[] = {
+    {Op::barrier, 0},          {Op::all_reduce, 4},       {Op::all_reduce, 64 << 10},
+    {Op::broadcast, 64 << 10}, {Op::all_gather, 4},       {Op::all_gather, 1 << 10},
+    {Op::gather, 4},           {Op::gather, 1 << 10},     {Op::scatter, 4},
+    {Op::scatter, 1 << 10},    {Op::reduce_scatter, 4},   {Op::reduce_scatter, 1 << 10},
+    {Op::all_to_all, 4},       {Op::all_to_all, 1 << 10},
+};
+
+void run(Engine& engine, const Counted& counted) {
+  const Op op = counted.op;
+  const bool is_in_place =
+      op == Op::all_reduce || op == Op::reduce || op == Op::broadcast || op == Op::barrier;
+  const bool is_of_moments = counted.n_bytes == kMoments.n_bytes && op == kMoments.op;
+  const std::size_t n = counted.n_bytes / sizeof(float);
+  const std::size_t n_all = is_in_place ? n : n * static_cast<std::size_t>(engine.size());
+  std::vector<float> in(is_in_place || op == Op::all_gather || op == Op::gather ? n : n_all);
+  std::vector<float> out(op == Op::scatter || op == Op::reduce_scatter ? n : n_all);
+  lockstep::Call call;
+  call.op = op;
+  call.dtype = is_of_moments ? DType::moments : DType::f32;
+  call.count = counted.n_bytes / size_of(call.dtype);
+  call.root = 0;
+  call.out = out.data();
+  call.in = is_in_place ? out.data() : in.data();
+  call.timeout = std::chrono::minutes(60);
+  engine.run(call);
+}
+
+Traffic count(const Counted& counted, int n_hosts, bool has_rounds) {
+  MessageNetwork network(n_hosts, has_rounds);
   lockstep::test::run_message_ranks(
-      n_hosts,
-      [&](lockstep::Engine& engine) {
-        const Op op = counted.op;
-        const bool is_in_place =
-            op == Op::all_reduce || op == Op::reduce || op == Op::broadcast || op == Op::barrier;
-        const std::size_t n = counted.n_bytes / sizeof(float);
-        const std::size_t n_all = is_in_place ? n : n * static_cast<std::size_t>(n_hosts);
-        std::vector<float> in(is_in_place || op == Op::all_gather || op == Op::gather ? n : n_all);
-        std::vector<float> out(op == Op::scatter || op == Op::reduce_scatter ? n : n_all);
-        lockstep::Call call;
-        call.op = op;
-        call.dtype = lockstep::DType::f32;
-        call.count = n;
-        call.root = 0;
-        call.out = out.data();
-        call.in = is_in_place ? out.data() : in.data();
-        call.timeout = std::chrono::minutes(60);
-        engine.run(call);
-      },
-      &network);
+      n_hosts, [&](Engine& engine) { run(engine, counted); }, &network);
   return network.most();
+}
+
+/// Of each host's ranks together.
+Traffic count_by_host(const Counted& counted, int n_hosts, bool has_levels) {
+  const int n = n_hosts * kRanksPerHost;
+  std::vector<int> hosts;
+  for (int r = 0; r < n; ++r) hosts.push_back(r - r % kRanksPerHost);
+  MessageNetwork network(n);
+  std::barrier all(n);
+  std::vector<std::jthread> ranks;
+  for (int rank = 0; rank < n; ++rank) {
+    ranks.emplace_back([&, rank] {
+      lockstep::Call barrier;
+      barrier.timeout = std::chrono::minutes(60);
+      auto engine = lockstep::message::make("network", network.transport(rank));
+      if (has_levels) engine = lockstep::hierarchical::make(std::move(engine), hosts, barrier);
+      all.arrive_and_wait();
+      if (rank == 0) network.reset_traffic();
+      all.arrive_and_wait();
+      run(*engine, counted);
+      all.arrive_and_wait();
+    });
+  }
+  ranks.clear();
+  return network.most(hosts);
 }
 
 }  // namespace
@@ -65,16 +116,25 @@ lockstep::test::Traffic count(const Counted& counted, int n_hosts, bool has_roun
 int main(int argc, char** argv) {
   try {
     const std::string_view mode = argc > 1 ? argv[1] : "";
-    if (mode != "rounds" && mode != "direct") {
-      throw std::invalid_argument("usage: growth_messages rounds|direct HOSTS...");
+    if (mode != "rounds" && mode != "direct" && mode != "flat" && mode != "levels") {
+      throw std::invalid_argument("usage: growth_messages rounds|direct|flat|levels HOSTS...");
     }
-    for (const Counted& counted : kCounted) {
-      fmt::print("{} {}", lockstep::name_of(counted.op), counted.n_bytes);
+    const auto print = [&](std::string_view name, const Counted& counted) {
+      fmt::print("{} {}", name, counted.n_bytes);
       for (int i = 2; i < argc; ++i) {
-        const auto most = count(counted, std::atoi(argv[i]), mode == "rounds");
+        const int n_hosts = std::atoi(argv[i]);
+        const Traffic most = mode == "rounds" || mode == "direct"
+                                 ? count(counted, n_hosts, mode == "rounds")
+                                 : count_by_host(counted, n_hosts, mode == "levels");
         fmt::print(" {} {}", most.n_messages, most.n_bytes);
       }
       fmt::print("\n");
+    };
+    if (mode == "rounds" || mode == "direct") {
+      for (const Counted& counted : kCounted) print(lockstep::name_of(counted.op), counted);
+    } else {
+      for (const Counted& counted : kCountedByHost) print(lockstep::name_of(counted.op), counted);
+      print("statistics", mode == "flat" ? kStatistics : kMoments);
     }
   } catch (const std::exception& error) {
     fmt::print(stderr, "growth_messages: {}\n", error.what());

@@ -47,9 +47,12 @@ struct MessageNetwork::Shared {
     std::unordered_map<Source, std::list<Bytes>, Hash> messages;
     std::map<int, std::deque<ControlMessage>> control;  // by channel
     Traffic sent, received;
+    std::vector<Traffic> sent_to;  // by rank
     int n_started = 0;
   };
-  Shared(int n, bool rounds) : mailboxes(static_cast<std::size_t>(n)), has_rounds(rounds) {}
+  Shared(int n, bool rounds) : mailboxes(static_cast<std::size_t>(n)), has_rounds(rounds) {
+    for (Mailbox& box : mailboxes) box.sent_to.resize(mailboxes.size());
+  }
   std::vector<Mailbox> mailboxes;
   const bool has_rounds;
   std::function<void(int, int)> on_start;
@@ -88,6 +91,9 @@ class NetworkTransport final : public message::Transport {
       const std::lock_guard lock(own().mutex);
       ++own().sent.n_messages;
       own().sent.n_bytes += message.n_bytes;
+      Traffic& sent = own().sent_to[static_cast<std::size_t>(world_rank(message.peer))];
+      ++sent.n_messages;
+      sent.n_bytes += message.n_bytes;
     }
   }
   bool test() override {
@@ -206,8 +212,35 @@ Traffic MessageNetwork::most() const {
   return most;
 }
 
+Traffic MessageNetwork::most(const std::vector<int>& hosts) const {
+  std::vector<Traffic> sent(hosts.size()), received(hosts.size());  // by the lowest rank
+  const auto add = [](Traffic& to, const Traffic& traffic) {
+    to.n_messages += traffic.n_messages;
+    to.n_bytes += traffic.n_bytes;
+  };
+  for (std::size_t from = 0; from < hosts.size(); ++from) {
+    for (std::size_t to = 0; to < hosts.size(); ++to) {
+      if (hosts[from] == hosts[to]) continue;
+      const Traffic& traffic = shared_->mailboxes[from].sent_to[to];
+      add(sent[static_cast<std::size_t>(hosts[from])], traffic);
+      add(received[static_cast<std::size_t>(hosts[to])], traffic);
+    }
+  }
+  Traffic most;
+  for (const auto& traffics : {sent, received}) {
+    for (const Traffic& traffic : traffics) {
+      most.n_messages = std::max(most.n_messages, traffic.n_messages);
+      most.n_bytes = std::max(most.n_bytes, traffic.n_bytes);
+    }
+  }
+  return most;
+}
+
 void MessageNetwork::reset_traffic() {
-  for (Shared::Mailbox& box : shared_->mailboxes) box.sent = box.received = {};
+  for (Shared::Mailbox& box : shared_->mailboxes) {
+    box.sent = box.received = {};
+    box.sent_to.assign(box.sent_to.size(), {});
+  }
 }
 
 void run_message_ranks(int n_ranks, const std::function<void(Engine&)>& body,

@@ -4,6 +4,7 @@
 #include <functional>
 #include <lockstep/engine.hpp>
 #include <memory>
+#include <vector>
 
 #include "engines/message/transport.hpp"
 
@@ -31,6 +32,8 @@ class MessageNetwork {
 
   /// Of the rank with the most messages, and of the one with the most bytes. While no call runs.
   Traffic most() const;
+  /// The same of hosts, between them. `hosts`: for each rank the lowest on its host.
+  Traffic most(const std::vector<int>& hosts) const;
   void reset_traffic();
 
   struct Shared;
