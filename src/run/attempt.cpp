@@ -144,6 +144,7 @@ void Attempt::start_ranks() {
   // A rank leads its own process group, which a terminal stops when it reads.
   const bool passes_stdin = isatty(STDIN_FILENO) == 0;
 
+  ProcessStarter starter(context_.guard, context_.signals);
   for (int rank = 0; rank < options.n_ranks; ++rank) {
     RankLogs& log = logs[static_cast<std::size_t>(rank)];
     const RankOutputs outputs = context_.mux.add(
@@ -160,8 +161,9 @@ void Attempt::start_ranks() {
     if (options.bind == Bind::core) {
       spec.cpu = context_.cores[static_cast<std::size_t>(rank) % context_.cores.size()];
     }
-    ranks_.push_back({start_process(spec, context_.guard, context_.signals)});
+    ranks_.push_back({starter.start(spec)});
   }
+  starter.wait();
 }
 
 // --- events ---------------------------------------------------------------------------------

@@ -7,7 +7,6 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -141,38 +140,43 @@ bool links_lockstep(const std::string& path) {
   return found;
 }
 
-pid_t start_process(const ProcessSpec& spec, const Guard& guard, const Signals& signals) {
+ProcessStarter::ProcessStarter(const Guard& guard, const Signals& signals)
+    : guard_(guard), signals_(signals) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) throw system_error("cannot make a pipe");
-  const base::UniqueFd read_end(ends[0]);
-  base::UniqueFd write_end(ends[1]);
+  read_end_.reset(ends[0]);
+  write_end_.reset(ends[1]);
+}
 
+pid_t ProcessStarter::start(const ProcessSpec& spec) {
   cpu_set_t cpus;  // 1,024 cores
   CPU_ZERO(&cpus);
   if (spec.cpu) CPU_SET(static_cast<std::size_t>(*spec.cpu), &cpus);
   const Child child{spec,
-                    guard,
-                    signals,
+                    guard_,
+                    signals_,
                     pointers(spec.arguments),
                     pointers(spec.environment),
                     spec.cpu ? &cpus : nullptr,
                     sizeof cpus,
                     getpid(),
-                    write_end.get()};
+                    write_end_.get()};
+  program_ = spec.program;
   const pid_t pid = fork();
   if (pid < 0) throw system_error("cannot start a process");
   if (pid == 0) become(child);
+  setpgid(pid, pid);  // as the child does, so that a kill of the group reaches it from now on
+  return pid;
+}
 
-  write_end.reset();  // exec closes the child's copy: then the read below returns nothing
+void ProcessStarter::wait() {
+  write_end_.reset();  // exec closes the children's copies: then the read below returns nothing
   int error_number = 0;
   ssize_t n_bytes = 0;
-  do n_bytes = read(read_end.get(), &error_number, sizeof error_number);
+  do n_bytes = read(read_end_.get(), &error_number, sizeof error_number);
   while (n_bytes < 0 && errno == EINTR);
-  if (n_bytes != sizeof error_number) return pid;
-  guard.forget(pid);
-  while (waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
-  }
-  throw ExecError(kCannotRun, error_number, exec_failure(spec.program, error_number));
+  if (n_bytes != sizeof error_number) return;
+  throw ExecError(kCannotRun, error_number, exec_failure(program_, error_number));
 }
 
 }  // namespace lockstep::run

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fd.hpp"
 #include "run/guard.hpp"
 #include "run/signals.hpp"
 
@@ -33,10 +34,25 @@ struct ProcessSpec {
   rlimit open_files;
 };
 
-/// Starts the program as leader of its own process group, which is on the guard's list; the program
-/// is killed when the calling thread exits. Returns when it runs. Throws ExecError if exec fails,
-/// SystemError if an earlier step fails; nothing is left running then.
-/// All descriptors must be above 2, except stdin_fd, which may be 0.
-pid_t start_process(const ProcessSpec& spec, const Guard& guard, const Signals& signals);
+/// Starts programs, each while those before it still load.
+class ProcessStarter {
+ public:
+  /// Both must live as long as this.
+  ProcessStarter(const Guard& guard, const Signals& signals);
+
+  /// Starts the program as leader of its own process group, which is on the guard's list; the
+  /// program is killed when the calling thread exits. The caller waits for the process, also if
+  /// this or another one cannot run its program. Throws SystemError.
+  /// All descriptors must be above 2, except stdin_fd, which may be 0.
+  pid_t start(const ProcessSpec& spec);
+  /// Returns when all programs run. Throws ExecError if one cannot.
+  void wait();
+
+ private:
+  const Guard& guard_;
+  const Signals& signals_;
+  base::UniqueFd read_end_, write_end_;
+  std::string program_;  // the last
+};
 
 }  // namespace lockstep::run
