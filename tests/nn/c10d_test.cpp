@@ -192,6 +192,87 @@ TEST(C10dTest, different_calls_give_a_table_on_every_rank) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
+// More than eight ranks exchange in rounds.
+constexpr int kManyRanks = 11;
+
+void expect_all_zero(const std::vector<int>& statuses) {
+  EXPECT_EQ(statuses, std::vector<int>(statuses.size(), 0));
+}
+
+TEST(C10dRoundsTest, data_of_many_ranks) {
+  expect_all_zero(over_gloo(kManyRanks, [] {
+    const int rank = get_rank();
+    EXPECT_EQ(all_reduce_value(rank), 55);
+    for (const std::size_t count : {1, 100, 20'000}) {
+      std::vector<int> data(count, rank);
+      lockstep::all_reduce(data);
+      EXPECT_EQ(data, std::vector<int>(count, 55));
+      const auto parts = lockstep::all_gather(std::vector<int>(count, rank));
+      for (int r = 0; r < kManyRanks; ++r) {
+        EXPECT_EQ(parts[static_cast<std::size_t>(r)], std::vector<int>(count, r));
+      }
+      std::vector<int> of_root(count, rank);
+      lockstep::broadcast(of_root, 4);
+      EXPECT_EQ(of_root, std::vector<int>(count, 4));
+    }
+    std::vector<int> message(3, rank);
+    if (rank == 9) lockstep::send(message, 2);
+    if (rank == 2) {
+      lockstep::recv(message, 9);
+      EXPECT_EQ(message, std::vector<int>(3, 9));
+    }
+    const Group half = default_group().split(rank % 2);
+    EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, half), rank % 2 == 0 ? 6 : 5);
+  }));
+}
+
+TEST(C10dRoundsTest, every_rank_gets_the_table_of_different_calls) {
+  expect_all_zero(over_gloo(kManyRanks, [] {
+    std::vector<float> data(get_rank() == 7 ? 7 : 8);
+    expect_error<MismatchError>([&] { lockstep::all_reduce(data); },
+                                "7              all_reduce      f32   7           -     sum");
+  }));
+}
+
+TEST(C10dRoundsTest, a_recv_beside_a_collective_is_a_mismatch) {
+  expect_all_zero(over_gloo(kManyRanks, [] {
+    std::vector<float> data(8);
+    expect_error<MismatchError>(
+        [&] { get_rank() == 3 ? lockstep::recv(data, 9) : lockstep::all_reduce(data); }, "recv");
+  }));
+}
+
+TEST(C10dRoundsTest, late_ranks_are_named_not_those_that_wait_for_them) {
+  expect_all_zero(over_gloo(kManyRanks, [] {
+    const Group world = default_group(), other = world.duplicate();
+    const bool is_late = get_rank() == 4 || get_rank() == 9;
+    if (is_late) other.barrier();  // comes when the others have given up
+    expect_error<TimeoutError>(
+        [&] {
+          world.barrier(1s);
+          world.barrier();
+        },
+        "waited 1 s for ranks 4, 9 of 11");
+    if (!is_late) other.barrier();
+    EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, other), kManyRanks);
+  }));
+}
+
+TEST(C10dRoundsTest, a_killed_rank_is_named_on_every_rank) {
+  const auto statuses = over_gloo(kManyRanks, [] {
+    barrier();
+    if (get_rank() == 5) ::raise(SIGKILL);
+    try {
+      for (;;) barrier();
+    } catch (const PeerLost& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 5"), std::string::npos) << error.what();
+    }
+  });
+  for (int r = 0; r < kManyRanks; ++r) {
+    EXPECT_EQ(statuses[static_cast<std::size_t>(r)], r == 5 ? SIGKILL : 0) << r;
+  }
+}
+
 TEST(C10dTest, a_rank_that_leaves_is_named) {
   const auto statuses = over_gloo(2, [] {
     barrier();

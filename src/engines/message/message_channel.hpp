@@ -66,8 +66,6 @@ class Channel {
   void leave(std::string_view failure) noexcept;
 
  private:
-  /// Up to this many ranks, a message from each to each is faster than rounds.
-  static constexpr int kMostDirect = 8;
   struct Control;
 
   Channel(std::unique_ptr<Transport> transport, std::vector<int> members,
@@ -93,7 +91,7 @@ class Channel {
   std::shared_ptr<Control> world_;  // the same on the world's channel
   Transport& transport_;
   std::vector<int> members_;  // ranks of the world
-  bool has_rounds_ = transport_.has_rounds() && transport_.size() > kMostDirect;
+  bool has_rounds_ = transport_.has_rounds() && transport_.size() > Transport::kMostDirect;
   bool is_in_rounds_ = false;
 };
 

@@ -106,8 +106,10 @@ class Transport {
   /// How often to poll before an exchange, which may not have to wait and so not poll at all.
   virtual int n_polls_before_exchange() noexcept { return 1; }
 
-  /// Whether exchanges may take several rounds: wait() then returns often while it waits, to answer
-  /// questions, and a message may be shorter than its receive.
+  /// Up to this many ranks, a message from each to each is faster than rounds.
+  static constexpr int kMostDirect = 8;
+  /// Whether exchanges of more ranks than that may take several rounds: wait() then returns often
+  /// while it waits, to answer questions, and a message may be shorter than its receive.
   virtual bool has_rounds() const noexcept { return false; }
 
   using Exchange = std::function<void(std::span<const Message>)>;

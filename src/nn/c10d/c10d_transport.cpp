@@ -13,6 +13,9 @@
 namespace lockstep::nn::detail {
 namespace {
 
+/// In a group with rounds, a rank that waits looks this often for questions.
+constexpr std::chrono::milliseconds kControlInterval{50};
+
 std::vector<int> all_ranks_of(const Wire& wire) {
   std::vector<int> ranks(static_cast<std::size_t>(wire.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -79,10 +82,14 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
 Transport::State Transport::wait(std::chrono::steady_clock::time_point deadline) {
   const base::NoSigpipe no_sigpipe;
   awaited_.clear();
-  wait_.deadline = deadline;
+  const auto end = has_rounds()
+                       ? std::min(deadline, std::chrono::steady_clock::now() + kControlInterval)
+                       : deadline;
+  wait_.deadline = end;
   wire_->start(wait_);
   std::optional<message::TransportError> failure;
   for (std::size_t i = 0; i < wait_.works.size() && !failure; ++i) {
+    if (transfers_[i].is_done) continue;
     const int peer = rank_of(wait_.peers[i]);
     try {
       transfers_[i].is_done = wire_->wait_for(wait_, i);
@@ -92,6 +99,10 @@ Transport::State Transport::wait(std::chrono::steady_clock::time_point deadline)
     }
   }
   const bool is_complete = !failure && awaited_.empty();
+  if (!is_complete && !failure && end < deadline) {
+    wire_->pause(wait_);
+    return State::pending;
+  }
   wire_->finish(wait_, transfers_);  // from now on, nothing ends the transfers
   if (is_complete) {
     for (const Wire::Transfer& transfer : transfers_) wire_->unstage(transfer);

@@ -26,6 +26,9 @@ class Transport final : public message::Transport {
   State wait(std::chrono::steady_clock::time_point deadline) override;
   void cancel() noexcept override;
   std::vector<int> awaited() override { return awaited_; }
+  bool has_rounds() const noexcept override {
+    return wire_->can_wait_again() && size() > kMostDirect;
+  }
   void send_control(const message::ControlMessage& message, int to) noexcept override {
     const std::span<const int> all(members_);
     wire_->send_control(channel_, message,

@@ -25,7 +25,7 @@ constexpr int kControlTag = 0;
 /// How long a leaving rank waits for its control messages to be delivered.
 constexpr milliseconds kControlLimit{1000};
 /// How long a wait past its deadline polls for one more message.
-constexpr milliseconds kFinalPoll{5};
+constexpr milliseconds kFinalPoll{1};
 /// Gloo's own limit expires after ours; ours leaves its connections intact.
 constexpr milliseconds kSlack{5000};
 /// Messages up to this size use our own buffers. This costs a copy, but a call that gives up leaves
@@ -41,8 +41,9 @@ struct Wire::ControlBytes {
   internal::Failure::Kind failure;
   std::int32_t culprit;
   internal::PeerList peers;
+  message::Position position;
   std::int32_t n_text;
-  std::array<char, 65536 - 88> text;  // n_text bytes of it are sent
+  std::array<char, 65536 - 180> text;  // n_text bytes of it are sent
 
   std::size_t n_bytes() const {
     return offsetof(ControlBytes, text) + static_cast<std::size_t>(n_text);
@@ -153,6 +154,12 @@ bool Wire::wait_for(Wait& wait, std::size_t i) {
   return work->wait(std::chrono::duration_cast<milliseconds>(deadline - Clock::now()) + kSlack);
 }
 
+void Wire::pause(Wait& wait) {
+  const std::lock_guard lock(mutex_);
+  std::erase(waits_, &wait);
+  wait.current = nullptr;
+}
+
 void Wire::finish(Wait& wait, std::span<Transfer> transfers) noexcept {
   const std::lock_guard lock(mutex_);
   std::erase(waits_, &wait);
@@ -185,6 +192,7 @@ void Wire::send_control(int channel, const ControlMessage& message,
     bytes->failure = failure.kind;
     bytes->culprit = failure.culprit;
     bytes->peers = failure.peers;
+    bytes->position = message.position;
     bytes->n_text =
         static_cast<std::int32_t>(failure.text.copy(bytes->text.data(), bytes->text.size()));
     Sent sent{nullptr, {}, Clock::now() + kControlLimit};
@@ -273,7 +281,8 @@ void Wire::receive(const ControlBytes& bytes) {
                          .failure = {.kind = bytes.failure,
                                      .culprit = bytes.culprit,
                                      .text = std::string(bytes.text.data(), n_text),
-                                     .peers = bytes.peers}};
+                                     .peers = bytes.peers},
+                         .position = bytes.position};
   const std::lock_guard lock(mutex_);
   if (message.kind == ControlMessage::Kind::failure) {
     if (dead_.contains(bytes.channel)) return;  // the first failure counts

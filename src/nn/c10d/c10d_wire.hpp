@@ -48,6 +48,9 @@ class Wire {
 
   int rank() const { return group_->getRank(); }
   int size() const { return group_->getSize(); }
+  /// Whether a wait that was aborted can be repeated, and a message may be shorter than its
+  /// receive.
+  bool can_wait_again() const { return is_gloo_; }
 
  private:
   friend class Transport;
@@ -89,6 +92,8 @@ class Wire {
   void start(Wait& wait);
   /// Waits for the i-th work. Returns false if it was aborted. Throws c10d's errors.
   bool wait_for(Wait& wait, std::size_t i);
+  /// Until the next start() of it.
+  void pause(Wait& wait);
   /// Gloo completes unfinished sends and receives when the late rank arrives; an abort does not
   /// undo that. If their memory were gone, it would stop reading the connection, for every channel.
   void finish(Wait& wait, std::span<Transfer> transfers) noexcept;
@@ -108,6 +113,7 @@ class Wire {
 
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const bool is_gloo_ = group_->getBackendName() == "gloo";
   at::Device device_;  // of the buffers passed to c10d; CUDA: the creating thread's current device
   const pid_t pid_;
 
