@@ -13,42 +13,55 @@ namespace lockstep::python {
 
 using c10d::OpType;
 
+namespace {
+
+struct Ends {
+  at::Tensor in, out;  // contiguous, without common memory
+  at::Tensor output;   // the caller's
+};
+
+struct Side {
+  const char* name;
+  const at::Tensor& tensor;
+};
+
+void check_sizes(const Side& all_ranks, const Side& one_rank, int n_ranks,
+                 const ErrorContext& context) {
+  const at::Tensor& all = all_ranks.tensor;
+  const at::Tensor& one = one_rank.tensor;
+  if (all.numel() == one.numel() * n_ranks && all.scalar_type() == one.scalar_type()) return;
+  throw UsageError(
+      context,
+      fmt::format("the {} has {} elements of {}, the {} {} of {}; it takes {} times the {}",
+                  all_ranks.name, all.numel(), at::toString(all.scalar_type()), one_rank.name,
+                  one.numel(), at::toString(one.scalar_type()), n_ranks, one_rank.name));
+}
+
+Ends ends_of(const at::Tensor& input, const at::Tensor& output, const ErrorContext& context) {
+  Ends ends{.in = contiguous(input, context), .out = contiguous(output, context), .output = output};
+  if (overlap(ends.in, ends.out)) ends.in = ends.in.clone();
+  return ends;
+}
+
+}  // namespace
+
 Backend::WorkResult Backend::gather_into(const Tensors& outputs, const Tensors& inputs, OpType type,
                                          const c10d::AllgatherOptions& options) {
-  struct Part {
-    at::Tensor in;
-    at::Tensor out;
-    at::Tensor output;
-  };
-  return call(
-      "lockstep:all_gather", type, options.asyncOp, options.timeout, inputs, outputs,
-      [&](const ErrorContext& context) {
-        std::vector<Part> parts;
-        for (std::size_t i = 0; i < std::max(inputs.size(), outputs.size()); ++i) {
-          const at::Tensor& input = inputs.at(i);
-          const at::Tensor& output = outputs.at(i);
-          if (output.numel() != input.numel() * size_ ||
-              output.scalar_type() != input.scalar_type()) {
-            throw UsageError(
-                context,
-                fmt::format("the output has {} elements of {}, the input {} of {}; it takes "
-                            "{} times the input",
-                            output.numel(), at::toString(output.scalar_type()), input.numel(),
-                            at::toString(input.scalar_type()), size_));
-          }
-          Part part{.in = contiguous(input, context),
-                    .out = contiguous(output, context),
-                    .output = output};
-          if (overlap(part.in, part.out)) part.in = part.in.clone();
-          parts.push_back(std::move(part));
-        }
-        return [parts = std::move(parts)](const Group& group, const Site& site) {
-          for (const Part& part : parts) {
-            group.all_gather(elements_of(part.in), elements_of(part.out), site.timeout, site.where);
-            write_back(part.out, part.output);
-          }
-        };
-      });
+  return call("lockstep:all_gather", type, options.asyncOp, options.timeout, inputs, outputs,
+              [&](const ErrorContext& context) {
+                std::vector<Ends> parts;
+                for (std::size_t i = 0; i < std::max(inputs.size(), outputs.size()); ++i) {
+                  check_sizes({"output", outputs.at(i)}, {"input", inputs.at(i)}, size_, context);
+                  parts.push_back(ends_of(inputs[i], outputs[i], context));
+                }
+                return [parts = std::move(parts)](const Group& group, const Site& site) {
+                  for (const Ends& part : parts) {
+                    group.all_gather(elements_of(part.in), elements_of(part.out), site.timeout,
+                                     site.where);
+                    write_back(part.out, part.output);
+                  }
+                };
+              });
 }
 
 Backend::WorkResult Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -64,46 +77,29 @@ Backend::WorkResult Backend::allgather_into_tensor_coalesced(
 Backend::WorkResult Backend::scatter_from(const Tensors& outputs, const Tensors& inputs,
                                           OpType type, const c10d::ReduceScatterOptions& options) {
   struct Part {
-    at::Tensor in;
-    Reduction reduction;  // of in
-    at::Tensor out;
-    at::Tensor output;
+    Ends ends;
+    Reduction reduction;  // of ends.in
   };
-  return call(
-      "lockstep:reduce_scatter", type, options.asyncOp, options.timeout, inputs, outputs,
-      [&](const ErrorContext& context) {
-        std::vector<Part> parts;
-        for (std::size_t i = 0; i < std::max(inputs.size(), outputs.size()); ++i) {
-          const at::Tensor& input = inputs.at(i);
-          const at::Tensor& output = outputs.at(i);
-          if (input.numel() != output.numel() * size_ ||
-              output.scalar_type() != input.scalar_type()) {
-            throw UsageError(
-                context,
-                fmt::format(
-                    "the input has {} elements of {}, the output {} of {}; it takes {} times "
-                    "the output",
-                    input.numel(), at::toString(input.scalar_type()), output.numel(),
-                    at::toString(output.scalar_type()), size_));
-          }
-          Part part{.in = contiguous(input, context),
-                    .reduction = {},
-                    .out = contiguous(output, context),
-                    .output = output};
-          if (overlap(part.in, part.out)) part.in = part.in.clone();
-          part.reduction = reduction_of(part.in, options.reduceOp, context);
-          parts.push_back(std::move(part));
-        }
-        return [parts = std::move(parts), n = n_ranks()](const Group& group, const Site& site) {
-          for (const Part& part : parts) {
-            const Elements& in = part.reduction.elements;
-            group.reduce_scatter(
-                in, {.data = part.out.data_ptr(), .count = in.count / n, .dtype = in.dtype},
-                part.reduction.op, site.timeout, site.where);
-            write_back(part.out, part.output);
-          }
-        };
-      });
+  return call("lockstep:reduce_scatter", type, options.asyncOp, options.timeout, inputs, outputs,
+              [&](const ErrorContext& context) {
+                std::vector<Part> parts;
+                for (std::size_t i = 0; i < std::max(inputs.size(), outputs.size()); ++i) {
+                  check_sizes({"input", inputs.at(i)}, {"output", outputs.at(i)}, size_, context);
+                  Ends ends = ends_of(inputs[i], outputs[i], context);
+                  const Reduction reduction = reduction_of(ends.in, options.reduceOp, context);
+                  parts.push_back({.ends = std::move(ends), .reduction = reduction});
+                }
+                return [parts = std::move(parts), n = n_ranks()](const Group& group,
+                                                                 const Site& site) {
+                  for (const auto& [ends, reduction] : parts) {
+                    const Elements& in = reduction.elements;
+                    group.reduce_scatter(
+                        in, {.data = ends.out.data_ptr(), .count = in.count / n, .dtype = in.dtype},
+                        reduction.op, site.timeout, site.where);
+                    write_back(ends.out, ends.output);
+                  }
+                };
+              });
 }
 
 Backend::WorkResult Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
