@@ -40,8 +40,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     if the input needs no gradient). No communication in eval mode.
     process_group: of torch.distributed, or a lockstep.Group; by default the world of torch.distributed or, if
     that is not initialised, of lockstep.
-    Errors are those of lockstep.errors; they name the layer and the line that called the model. In backward
-    they may be plain RuntimeErrors with the same text. Gradients of gradients are refused.
+    Errors are those of lockstep.errors; they name the layer and the line that called the model. Gradients of
+    gradients are refused.
     """
 
     reverts_to = BatchNorm  #: what revert_sync_batchnorm makes of it

@@ -16,6 +16,7 @@ void define_api(nb::module_& module) {
       .where = where,
       .add_folder = [](const char* folder) { add_library_folder(folder); },
       .raise = raise_error,
+      .class_of = class_of_error,
       .begin_call = begin_call,
       .end_call = end_call,
       .watch_interrupts = watch_interrupts,

@@ -17,6 +17,9 @@ struct CoreApi {
   void (*add_folder)(const char* folder);
   /// Makes an error of lockstep Python's current exception. False if it is none. Needs the GIL.
   bool (*raise)(const std::exception_ptr& thrown);
+  /// The class of lockstep.errors for an error of lockstep, with the error's attributes as its own:
+  /// a new reference. Null: it is none. Needs the GIL.
+  PyObject* (*class_of)(const std::exception_ptr& thrown);
   /// A call on `group` by this thread, which Ctrl-C ends, until end_call with the value returned in
   /// `before`. False: a handler of a signal has raised. Needs the GIL.
   bool (*begin_call)(const Group* group, const Group** before);

@@ -41,17 +41,27 @@ const char* class_of(const Error& error) {
   return "EngineError";  // and SystemError, whose text names the system call and errno
 }
 
-void raise(const Error& error) {
-  const nb::object type = nb::module_::import_("lockstep.errors").attr(class_of(error));
-  const nb::object value = type(str_of(error.what()));
+nb::object type_of(const Error& error) {
+  return nb::module_::import_("lockstep.errors").attr(class_of(error));
+}
+
+nb::dict attributes_of(const Error& error) {
   const ErrorContext& context = error.context();
-  nb::setattr(value, "text", str_of(error.text()));
-  nb::setattr(value, "operation", str_of(context.operation));
-  nb::setattr(value, "group", str_of(context.group));
-  nb::setattr(value, "rank", nb::int_(context.rank));
-  nb::setattr(value, "sequence", nb::int_(context.sequence));
-  nb::setattr(value, "filename", str_of(context.where.file_name()));
-  nb::setattr(value, "lineno", nb::int_(context.where.line()));
+  nb::dict attributes;
+  attributes["text"] = str_of(error.text());
+  attributes["operation"] = str_of(context.operation);
+  attributes["group"] = str_of(context.group);
+  attributes["rank"] = nb::int_(context.rank);
+  attributes["sequence"] = nb::int_(context.sequence);
+  attributes["filename"] = str_of(context.where.file_name());
+  attributes["lineno"] = nb::int_(context.where.line());
+  return attributes;
+}
+
+void raise(const Error& error) {
+  const nb::object type = type_of(error);
+  const nb::object value = type(str_of(error.what()));
+  value.attr("__dict__").attr("update")(attributes_of(error));
   PyErr_SetObject(type.ptr(), value.ptr());
 }
 
@@ -75,6 +85,20 @@ bool raise_error(const std::exception_ptr& thrown) try {
   return true;
 } catch (...) {
   return false;
+}
+
+PyObject* class_of_error(const std::exception_ptr& thrown) try {
+  std::rethrow_exception(thrown);
+} catch (const Error& error) {
+  const nb::object type = type_of(error);
+  nb::dict attributes = attributes_of(error);
+  attributes["__module__"] = type.attr("__module__");
+  return nb::borrow(reinterpret_cast<PyObject*>(&PyType_Type))(type.attr("__name__"),
+                                                               nb::make_tuple(type), attributes)
+      .release()
+      .ptr();
+} catch (...) {
+  return nullptr;
 }
 
 void register_errors() {

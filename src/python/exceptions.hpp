@@ -60,6 +60,11 @@ auto in_unpickling(F f) {
 /// for anything else. Needs the GIL.
 bool raise_error(const std::exception_ptr& thrown);
 
+/// For code that makes the exception from a class and a text: a class below that of
+/// lockstep.errors, with the error's attributes. A new reference; null for anything else. Needs the
+/// GIL.
+PyObject* class_of_error(const std::exception_ptr& thrown);
+
 /// Translates lockstep::Error to the classes of lockstep.errors.
 void register_errors();
 

@@ -14,6 +14,30 @@ PRELUDE = (
     "import os, signal, sys, threading, time; import numpy as np; import lockstep as ls; "
     "ls.init_dist(timeout=60); rank, size = ls.get_dist_info()\n"
 )
+TORCH_PRELUDE = (
+    "import os, signal, sys, threading, time; import torch, torch.distributed as dist; "
+    "dist.init_process_group('lockstep'); rank, size = dist.get_rank(), dist.get_world_size()\n"
+)
+
+
+def survivor(fault, call, error, *texts, before="pass"):
+    """A program for run_ranks: rank 1 does `fault`; in `call` the others raise `error`, whose text has `texts`."""
+    return f"""
+import lockstep as ls
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
+{textwrap.dedent(before)}
+if rank == 1:
+    {fault}
+try:
+    {call}
+    raise AssertionError
+except ls.{error} as error:
+    for text in {texts!r}:
+        assert text in str(error), error
+    line = open(error.filename).readlines()[error.lineno - 1]
+    assert line.strip() == {call!r}, line
+print("heard")
+"""
 
 
 @pytest.fixture
@@ -38,3 +62,9 @@ def run_ranks(tmp_path):
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def run_torch(run_ranks):
+    """run_ranks for a program that has torch's `dist`, over lockstep."""
+    return lambda n, program, **options: run_ranks(n, program, **{"prelude": TORCH_PRELUDE, **options})

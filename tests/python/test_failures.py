@@ -4,6 +4,7 @@ import re
 import textwrap
 
 import pytest
+from conftest import survivor
 
 
 def test_a_mismatch_names_ranks_and_lines(run_ranks):
@@ -50,41 +51,19 @@ def test_a_late_rank(run_ranks):
 
 
 def test_an_uncaught_exception_reaches_the_others(run_ranks):
-    output = run_ranks(
-        3,
-        """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
-        if rank == 1:
-            raise ValueError("no such file: data.npy")
-        try:
-            ls.all_reduce(np.zeros(1))
-            raise AssertionError
-        except ls.PeerFailed as error:
-            assert "rank 1 failed: ValueError: no such file: data.npy" in str(error), error
-        print("heard")
-        """,
-        code=1,
+    program = survivor(
+        "raise ValueError('no such file: data.npy')",
+        "ls.all_reduce(np.zeros(1))",
+        "PeerFailed",
+        "rank 1 failed: ValueError: no such file: data.npy",
     )
+    output = run_ranks(3, program, code=1)
     assert output.count("heard") == 2 and "Traceback" in output, output
 
 
 def test_a_killed_rank_is_named(run_ranks):
-    output = run_ranks(
-        2,
-        """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            ls.barrier()
-            raise AssertionError
-        except ls.PeerLost as error:
-            assert "rank 1" in str(error) and "SIGKILL" in str(error), error
-        print("heard")
-        """,
-        code=128 + 9,
-    )
-    assert "heard" in output
+    program = survivor("os.kill(os.getpid(), signal.SIGKILL)", "ls.barrier()", "PeerLost", "rank 1", "SIGKILL")
+    assert "heard" in run_ranks(2, program, code=128 + 9)
 
 
 def test_a_rank_that_left(run_ranks):
@@ -252,22 +231,13 @@ def test_a_fork_is_no_rank(run_ranks):
 
 @pytest.mark.parametrize("pad", ["", "x"])
 def test_an_exception_whose_text_is_no_utf8(run_ranks, pad):
-    output = run_ranks(
-        2,
-        f"""
-        pad = "{pad}"
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
-        if rank == 1:
-            raise ValueError(pad + "bad \\ud800 and " + "\\u00e4" * 5000)
-        try:
-            ls.barrier()
-            raise AssertionError
-        except ls.PeerFailed as error:
-            assert "rank 1 failed: ValueError: " + pad + "bad ? and \\u00e4" in str(error), error
-        print("heard")
-        """,
-        code=1,
+    program = survivor(
+        f"raise ValueError('{pad}bad \\ud800 and ' + '\\u00e4' * 5000)",
+        "ls.barrier()",
+        "PeerFailed",
+        f"rank 1 failed: ValueError: {pad}bad ? and \u00e4",
     )
+    output = run_ranks(2, program, code=1)
     assert "heard" in output and "Traceback" in output, output
 
 

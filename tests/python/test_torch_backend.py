@@ -1,25 +1,8 @@
-"""torch.distributed over the backend lockstep, in real processes."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The operations of torch.distributed over the backend lockstep, in real processes."""
 
 import pytest
-from conftest import COMMAND
 
 pytest.importorskip("torch")
-
-PRELUDE = (
-    "import os, signal, sys, threading, time; import torch, torch.distributed as dist; "
-    "dist.init_process_group('lockstep'); rank, size = dist.get_rank(), dist.get_world_size()\n"
-)
-
-
-@pytest.fixture
-def run_torch(run_ranks):
-    """run_ranks for a program that has torch's `dist`, over lockstep."""
-    return lambda n, program, **options: run_ranks(n, program, **{"prelude": PRELUDE, **options})
 
 
 def test_collectives(run_torch):
@@ -213,221 +196,6 @@ def test_alone_again_and_beside_another_backend(run_torch):
     )
 
 
-def test_errors_name_the_line_of_the_program(run_torch):
-    run_torch(
-        2,
-        """
-        import lockstep as ls
-        try:
-            dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)); raise AssertionError
-        except ls.UsageError as error:
-            assert "PREMUL_SUM" in str(error) and "program.py:4" in str(error), error
-        try:
-            if rank: dist.all_reduce(torch.ones(2))
-            else: dist.broadcast(torch.ones(2), 0)
-            raise AssertionError
-        except ls.MismatchError as error:
-            assert "program.py:8" in str(error) and "program.py:9" in str(error), error
-        """,
-    )
-
-
-def test_errors_of_async_calls(run_torch):
-    run_torch(
-        2,
-        """
-        import lockstep as ls
-        if rank:
-            work = dist.all_reduce(torch.ones(2), async_op=True)
-        else:
-            work = dist.all_reduce(torch.ones(3), async_op=True)
-        try:
-            work.wait()
-            raise AssertionError
-        except ls.MismatchError as error:
-            assert "program.py:4" in str(error) and "program.py:6" in str(error), error
-        assert not work.is_success()
-        """,
-    )
-
-
-def test_a_late_rank_is_named(run_torch):
-    run_torch(
-        2,
-        """
-        import datetime, lockstep as ls
-        group = dist.new_group(timeout=datetime.timedelta(seconds=1))
-        if rank == 0:
-            try:
-                dist.all_reduce(torch.ones(1), group=group)
-                raise AssertionError
-            except ls.TimeoutError as error:
-                assert "waited 1 s for rank 1" in str(error) and "program.py:6" in str(error), error
-            open("late", "w").close()
-        else:
-            while not os.path.exists("late"): time.sleep(0.01)
-        dist.barrier()
-        """,
-    )
-
-
-def test_the_exception_of_a_rank_reaches_the_others(run_torch):
-    output = run_torch(
-        2,
-        """
-        import lockstep as ls
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
-        if rank == 1:
-            raise ValueError("no more data")
-        try:
-            dist.all_reduce(torch.ones(1))
-            raise AssertionError
-        except ls.PeerFailed as error:
-            assert "rank 1 failed: ValueError: no more data" in str(error), error
-        print("heard")
-        """,
-        code=1,
-    )
-    assert "heard" in output, output
-
-
-def test_an_interrupt_ends_a_wait(run_torch):
-    run_torch(
-        2,
-        """
-        import lockstep as ls
-        dist.barrier()
-        if rank == 0:
-            with open("pid", "w") as file: file.write(str(os.getpid()))
-            try:
-                dist.barrier()
-                raise AssertionError
-            except KeyboardInterrupt:
-                open("interrupted", "w").close()
-        else:
-            while not os.path.exists("pid") or not open("pid").read(): time.sleep(0.01)
-            while open(f"/proc/{open('pid').read()}/wchan").read() == "0": time.sleep(0.01)
-            os.kill(int(open("pid").read()), signal.SIGINT)
-            while not os.path.exists("interrupted"): time.sleep(0.01)
-            try:
-                dist.barrier()
-                raise AssertionError
-            except ls.PeerFailed as error:
-                assert "KeyboardInterrupt" in str(error), error
-        """,
-    )
-
-
-TRAINS = """
-    from torch.nn.parallel import DistributedDataParallel
-    torch.manual_seed(rank)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
-    {wrap}
-    torch.manual_seed(0)
-    data = torch.randn(8, 6, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(data[rank::size]).square().mean().backward()
-        optimizer.step()
-    {read}
-    parts = [torch.empty_like(weight) for _ in range(size)]
-    dist.all_gather(parts, weight)
-    assert torch.equal(parts[0], parts[1])
-    if rank == 0:
-        torch.manual_seed(0)
-        torch.manual_seed(0)
-        alone = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
-        optimizer = torch.optim.SGD(alone.parameters(), 0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            alone(data).square().mean().backward()
-            optimizer.step()
-        assert torch.allclose(alone[0].weight.detach().reshape(-1), weight, rtol=0, atol=1e-9)
-"""
-
-
-def test_distributed_data_parallel(run_torch):
-    run_torch(
-        2,
-        TRAINS.format(
-            wrap="model = DistributedDataParallel(model)", read="weight = model.module[0].weight.detach().reshape(-1).clone()"
-        ),
-    )
-
-
-def test_fully_sharded(run_torch):
-    run_torch(
-        2,
-        TRAINS.format(
-            wrap="""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    for p in model.parameters(): dist.broadcast(p.data, 0)
-    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))""",
-            read="weight = model[0].weight.full_tensor().detach().reshape(-1).clone()",
-        ),
-    )
-
-
-def test_torchrun(run_torch, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    run_torch(
-        2,
-        """
-        x = torch.ones(2)
-        dist.all_reduce(x)
-        assert (x == 2).all()
-        dist.destroy_process_group()
-        dist.init_process_group("lockstep")
-        dist.all_reduce(x)
-        assert (x == 4).all()
-        """,
-        launcher=torchrun,
-    )
-
-
-def test_spawn(tmp_path):
-    program = Path(tmp_path) / "program.py"
-    program.write_text("""
-import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
-def main(rank, name):
-    dist.init_process_group("lockstep", init_method=f"file://{name}", rank=rank, world_size=2)
-    x = torch.ones(1)
-    dist.all_reduce(x)
-    assert x.item() == 2
-    dist.destroy_process_group()
-if __name__ == "__main__":
-    for method in "spawn", "fork":
-        mp.start_processes(main, args=(sys.argv[1] + method,), nprocs=2, start_method=method)
-""")
-    done = subprocess.run(
-        [sys.executable, program, tmp_path / "store"], stderr=subprocess.PIPE, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_fork_is_no_rank(run_torch):
-    run_torch(
-        2,
-        """
-        import lockstep as ls
-        dist.all_reduce(torch.ones(1), async_op=True).wait()
-        child = os.fork()
-        if child == 0:
-            for is_async in False, True:
-                try:
-                    dist.all_reduce(torch.ones(1), async_op=is_async)
-                    os._exit(1)
-                except ls.UsageError as error:
-                    assert "fork" in str(error)
-            sys.exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        dist.barrier()
-        """,
-    )
-
-
 def test_sparse_tensors(run_torch):
     run_torch(
         2,
@@ -442,73 +210,107 @@ def test_sparse_tensors(run_torch):
     )
 
 
-def test_a_message_from_a_rank_that_left(run_torch):
+def test_monitored_barrier(run_torch):
+    run_torch(
+        3,
+        """
+        import datetime, lockstep as ls
+        dist.monitored_barrier()
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=30), wait_all_ranks=True)
+        if rank == 0:
+            try:
+                dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.3), wait_all_ranks=True)
+                raise AssertionError
+            except ls.TimeoutError as error:
+                assert "Ranks 1, 2 failed to pass" in str(error) and error.lineno == 7, error
+        dist.barrier()  # the group is as before
+        others = dist.new_group([1, 2])
+        dist.monitored_barrier(others)
+        gloo = dist.new_group(backend="gloo")
+        dist.monitored_barrier(gloo)
+        """,
+    )
+
+
+def test_split_group(run_torch):
+    run_torch(
+        3,
+        """
+        import datetime
+        # torch's function of this name wants an accelerator.
+        half = dist.group.WORLD.split_group([0, 2], timeout=datetime.timedelta(seconds=30), group_name="half")
+        assert (half is None) == (rank == 1)
+        if half:
+            assert (half.rank(), half.size()) == (rank // 2, 2)
+            x = torch.ones(2)
+            half.allreduce(x).wait()
+            assert (x == 2).all()
+            one = half.split_group([rank // 2], timeout=datetime.timedelta(seconds=30), group_name=f"alone{rank}")
+            one.allreduce(x).wait()
+            assert (x == 2).all()
+        dist.barrier()
+        """,
+    )
+
+
+def test_abort_ends_the_calls_of_all_ranks(run_torch):
     run_torch(
         2,
         """
         import lockstep as ls
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
+        group = dist.new_group()
         x = torch.ones(1)
-        if rank:
-            dist.send(x, 0)
-            os._exit(3)
-        dist.recv(x, 1)
+        if rank == 0:
+            work = dist.all_reduce(x, group=group, async_op=True)
+            group.abort()
+            try:
+                work.wait()
+                raise AssertionError
+            except ls.PeerFailed as error:
+                assert "aborted" in str(error) and error.lineno == 6, error
+            open("aborted", "w").close()
+        while not os.path.exists("aborted"): time.sleep(0.01)
         try:
-            dist.recv(x, 1)
+            dist.all_reduce(x, group=group)
             raise AssertionError
-        except ls.PeerLost as error:
-            assert "rank 1" in str(error) and "program.py:10" in str(error), error
+        except ls.PeerFailed as error:
+            assert "the process group was aborted" in str(error), error
+        dist.barrier()  # other groups go on
         """,
-        code=3,
     )
 
 
-def test_hosts(run_torch, tmp_path):
-    """Ranks in PID namespaces of their own share no memory, as on another host: Gloo between them."""
-    if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode != 0:
-        pytest.skip("this user may not make PID namespaces")
+def test_shutdown_lets_calls_end(run_torch):
     run_torch(
-        3,
-        """
-        for _ in range(3):
-            x = torch.full((1000,), rank + 1.0)
-            dist.all_reduce(x)
-            assert (x == 6).all()
-        parts = [torch.empty(2) for _ in range(size)]
-        dist.all_gather(parts, torch.full((2,), float(rank)))
-        assert [p[0].item() for p in parts] == [0, 1, 2]
-        if rank == 0:
-            dist.send(torch.full((1,), 5.0), 2)
-        if rank == 2:
-            x = torch.empty(1)
-            dist.recv(x, 0)
-            assert x.item() == 5
-        dist.barrier()
-        dist.destroy_process_group()
-        """,
-        launcher=[COMMAND, "run", "-n", "3", "--", "sh", "-c",
-                  '[ "$RANK" != 2 ] || exec unshare --pid --fork --kill-child "$@"; exec "$@"', "sh"],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
-
-
-def test_a_rank_fails_while_another_is_in_backward(run_torch):
-    output = run_torch(
         2,
         """
-        from torch.nn.parallel import DistributedDataParallel
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
-        model = DistributedDataParallel(torch.nn.Linear(4, 4))
-        loss = model(torch.ones(2, 4)).sum()
-        if rank == 1:
-            raise ValueError("bad batch")
+        import lockstep as ls
+        group = dist.new_group()
+        x = torch.full((100000,), 1.0)
+        works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(5)]
+        group.shutdown()
+        assert all(work.is_completed() for work in works) and (x == 32).all()
         try:
-            loss.backward()
+            dist.all_reduce(x, group=group)
             raise AssertionError
-        except RuntimeError as error:
-            assert "rank 1 failed: ValueError: bad batch" in str(error) and "program.py:9" in str(error), error
-        print("heard")
+        except ls.UsageError as error:
+            assert "has been shut down" in str(error) and error.lineno == 9, error
+        dist.barrier()
         """,
-        code=1,
     )
-    assert "heard" in output, output
+
+
+def test_init_again(run_torch):
+    run_torch(
+        2,
+        """
+        for i in range(5):
+            x = torch.ones(1000)
+            work = dist.all_reduce(x, async_op=True)
+            if i % 2: work.wait()
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group("lockstep")
+            assert (x == 2).all()
+        """,
+    )

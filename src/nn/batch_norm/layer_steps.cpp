@@ -4,7 +4,9 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <exception>
 #include <lockstep/error.hpp>
 #include <lockstep/trace.hpp>
 #include <span>
@@ -112,12 +114,24 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const BatchNormWanted wanted{
         record.wants_input_gradient, record.has_weight && context->needs_input_grad(1),
         record.has_bias && context->needs_input_grad(record.has_weight ? 2 : 1)};
-    const auto result = batch_norm_backward(gradients[0], tensors[0], tensors[1], record, wanted);
+    const auto result = detail::called_by_torch(
+        [&] { return batch_norm_backward(gradients[0], tensors[0], tensors[1], record, wanted); });
     return {result.input, result.weight, result.bias, Tensor()};
   }
 };
 
+constinit std::atomic<detail::ErrorForTorch> error_for_torch{nullptr};
+
 }  // namespace
+
+void detail::set_error_for_torch(ErrorForTorch function) noexcept { error_for_torch = function; }
+
+void detail::rethrow_for_torch() {
+  if (const ErrorForTorch function = error_for_torch) {
+    std::rethrow_exception(function(std::current_exception()));
+  }
+  throw;
+}
 
 at::TensorOptions parameter_options(const Tensor& input) {
   return at::TensorOptions(input.device())

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <source_location>
 #include <span>
@@ -41,6 +42,22 @@ struct Activation {
 };
 
 namespace detail {
+
+/// What is thrown instead of an error of lockstep whose next caller is torch's C++, which the
+/// Python package sets: torch raises a RuntimeError for all that it does not know.
+using ErrorForTorch = std::exception_ptr (*)(std::exception_ptr thrown);
+void set_error_for_torch(ErrorForTorch function) noexcept;
+[[noreturn]] void rethrow_for_torch();
+
+/// Runs an operator or a backward, which torch calls.
+template <class F>
+auto called_by_torch(const F& f) {
+  try {
+    return f();
+  } catch (const Error&) {
+    rethrow_for_torch();
+  }
+}
 
 /// Names of passes.
 inline constexpr std::string_view kForward = "forward", kBackward = "backward";

@@ -122,9 +122,11 @@ Tensor batch_norm(const Tensor& input, const OptionalTensor& weight, const Optio
   }
   const Tensor w = value_of(weight);
   const Tensor b = value_of(bias);
-  return synchronised_batch_norm(
-      input, w, b,
-      make_record(input, w, b, value_of(running_mean), value_of(running_var), momentum, eps));
+  return detail::called_by_torch([&] {
+    return synchronised_batch_norm(
+        input, w, b,
+        make_record(input, w, b, value_of(running_mean), value_of(running_var), momentum, eps));
+  });
 }
 
 IndexResult batch_norm_impl_index(const Tensor& input, const OptionalTensor& weight,
@@ -138,13 +140,14 @@ IndexResult batch_norm_impl_index(const Tensor& input, const OptionalTensor& wei
   const at::NoGradGuard no_grad;  // the caller of this operator differentiates it
   const Tensor w = value_of(weight);
   const Tensor b = value_of(bias);
-  const auto record =
-      make_record(input, w, b, value_of(running_mean), value_of(running_var), momentum, eps);
-  Tensor output = batch_norm_forward(input, value_of(parameter_for(w, input)),
-                                     value_of(parameter_for(b, input)), *record);
-  const std::int64_t c = (record->statistics.size(0) - 1) / 2;
-  return {output, record->statistics.narrow(0, 1, c), record->statistics.narrow(0, 1 + c, c),
-          records().keep(record), kSyncImplementation};
+  return detail::called_by_torch([&]() -> IndexResult {
+    const auto record =
+        make_record(input, w, b, value_of(running_mean), value_of(running_var), momentum, eps);
+    Tensor output = batch_norm_forward(input, value_of(parameter_for(w, input)),
+                                       value_of(parameter_for(b, input)), *record);
+    const auto [mean, invstd] = mean_and_invstd(record->statistics);
+    return {output, mean, invstd, records().keep(record), kSyncImplementation};
+  });
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
@@ -159,17 +162,18 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
         saved_invstd, training, eps, wanted, reserve);
   }
   const at::NoGradGuard no_grad;
-  const auto record = records().find(reserve);
-  if (!record) {
-    throw UsageError(
-        {.operation = "backward of a batch_norm in a SyncBatchNormScope"},
-        "what its forward kept for backward is gone and this is at most a clone of it: "
-        "hooks that replace the tensors autograd saves (offloading, compression) must "
-        "leave those of batch_norm as they are");
-  }
-  const auto result =
-      batch_norm_backward(gradient, input, value_of(parameter_for(value_of(weight), input)),
-                          *record, {wanted[0], wanted[1], wanted[2]});
+  const auto result = detail::called_by_torch([&] {
+    const auto record = records().find(reserve);
+    if (!record) {
+      throw UsageError(
+          {.operation = "backward of a batch_norm in a SyncBatchNormScope"},
+          "what its forward kept for backward is gone and this is at most a clone of it: "
+          "hooks that replace the tensors autograd saves (offloading, compression) must "
+          "leave those of batch_norm as they are");
+    }
+    return batch_norm_backward(gradient, input, value_of(parameter_for(value_of(weight), input)),
+                               *record, {wanted[0], wanted[1], wanted[2]});
+  });
   return {result.input, result.weight, result.bias};
 }
 

@@ -2,9 +2,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <lockstep/error.hpp>
-
 #include "nn/python/backend_join.hpp"
+#include "nn/python/torch_error.hpp"
 #include "nn/python/torch_module.hpp"
 
 namespace py = pybind11;
@@ -66,9 +65,7 @@ void define_backend(py::module_& module) {
   core().add_folder(folder.c_str());
   const py::object entry_point = py::module_::import("lockstep_torch").attr("__path__");
   core().add_folder(entry_point[py::int_(0)].cast<std::string>().c_str());
-  py::register_exception_translator([](std::exception_ptr thrown) {
-    if (!core().raise(thrown)) std::rethrow_exception(thrown);
-  });
+  register_torch_errors();
   py::class_<Meeting>(module, "Meeting")
       .def_property_readonly("is_on_one_host", &Meeting::is_on_one_host);
   module.def("meet", &meet_in, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("name"),

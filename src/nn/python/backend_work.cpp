@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "nn/python/caller.hpp"
+#include "nn/python/torch_error.hpp"
 
 namespace lockstep::python {
 
@@ -49,7 +50,7 @@ c10::intrusive_ptr<c10::ivalue::Future> BackendWork::getFuture() {
 
 void BackendWork::complete_future() {
   if (exception_) {
-    future_->setError(exception_);
+    future_->setError(error_for_torch(exception_));  // DDP rethrows it in backward
   } else {
     future_->markCompleted(c10::IValue(results_));
   }

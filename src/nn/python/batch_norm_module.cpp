@@ -12,6 +12,7 @@
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/python/caller.hpp"
 #include "nn/python/layer_group.hpp"
+#include "nn/python/torch_error.hpp"
 #include "nn/python/torch_module.hpp"
 
 namespace py = pybind11;
@@ -78,6 +79,7 @@ class Scope {
 }  // namespace
 
 void define_batch_norm(py::module_& module) {
+  nn::detail::set_error_for_torch(error_for_torch);
   module.def("sync_batch_norm", &sync_batch_norm);
   py::class_<Scope>(module, "SyncBatchNormScope")
       .def(py::init<const py::object&>())

@@ -1,0 +1,222 @@
+"""What a rank of torch.distributed hears when another one fails, and what ends a wait."""
+
+import pytest
+from conftest import survivor
+
+pytest.importorskip("torch")
+
+
+def test_errors_name_the_line_of_the_program(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        try:
+            dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)); raise AssertionError
+        except ls.UsageError as error:
+            assert "PREMUL_SUM" in str(error) and "program.py:4" in str(error), error
+        try:
+            if rank: dist.all_reduce(torch.ones(2))
+            else: dist.broadcast(torch.ones(2), 0)
+            raise AssertionError
+        except ls.MismatchError as error:
+            assert "program.py:8" in str(error) and "program.py:9" in str(error), error
+        """,
+    )
+
+
+def test_errors_of_async_calls(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        if rank:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+        else:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+        try:
+            work.wait()
+            raise AssertionError
+        except ls.MismatchError as error:
+            assert "program.py:4" in str(error) and "program.py:6" in str(error), error
+        assert not work.is_success()
+        """,
+    )
+
+
+def test_a_late_rank_is_named(run_torch):
+    run_torch(
+        2,
+        """
+        import datetime, lockstep as ls
+        group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+        if rank == 0:
+            try:
+                dist.all_reduce(torch.ones(1), group=group)
+                raise AssertionError
+            except ls.TimeoutError as error:
+                assert "waited 1 s for rank 1" in str(error) and "program.py:6" in str(error), error
+            open("late", "w").close()
+        else:
+            while not os.path.exists("late"): time.sleep(0.01)
+        dist.barrier()
+        """,
+    )
+
+
+def test_the_exception_of_a_rank_reaches_the_others(run_torch):
+    program = survivor(
+        "raise ValueError('no more data')",
+        "dist.all_reduce(torch.ones(1))",
+        "PeerFailed",
+        "rank 1 failed: ValueError: no more data",
+    )
+    assert "heard" in run_torch(2, program, code=1)
+
+
+def test_an_interrupt_ends_a_wait(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        dist.barrier()
+        if rank == 0:
+            with open("pid", "w") as file: file.write(str(os.getpid()))
+            try:
+                dist.barrier()
+                raise AssertionError
+            except KeyboardInterrupt:
+                open("interrupted", "w").close()
+        else:
+            while not os.path.exists("pid") or not open("pid").read(): time.sleep(0.01)
+            while open(f"/proc/{open('pid').read()}/wchan").read() == "0": time.sleep(0.01)
+            os.kill(int(open("pid").read()), signal.SIGINT)
+            while not os.path.exists("interrupted"): time.sleep(0.01)
+            try:
+                dist.barrier()
+                raise AssertionError
+            except ls.PeerFailed as error:
+                assert "KeyboardInterrupt" in str(error), error
+        """,
+    )
+
+
+def test_a_fork_is_no_rank(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+        child = os.fork()
+        if child == 0:
+            for is_async in False, True:
+                try:
+                    dist.all_reduce(torch.ones(1), async_op=is_async)
+                    os._exit(1)
+                except ls.UsageError as error:
+                    assert "fork" in str(error)
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        dist.barrier()
+        """,
+    )
+
+
+def test_a_message_from_a_rank_that_left(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
+        x = torch.ones(1)
+        if rank:
+            dist.send(x, 0)
+            os._exit(3)
+        dist.recv(x, 1)
+        try:
+            dist.recv(x, 1)
+            raise AssertionError
+        except ls.PeerLost as error:
+            assert "rank 1" in str(error) and "program.py:10" in str(error), error
+        """,
+        code=3,
+    )
+
+
+WITH_DDP = """
+    from torch.nn.parallel import DistributedDataParallel
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    loss = model(torch.ones(2, 4)).sum()
+"""
+WITH_FSDP = """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (size,)))
+    loss = model(torch.ones(2, 4)).sum()
+"""
+WITH_SCOPE = """
+    import lockstep.nn
+    x = torch.ones(2, 3, requires_grad=True)
+    with ls.nn.SyncBatchNormScope():
+        loss = torch.nn.BatchNorm1d(3)(x * (rank + 1)).square().sum()
+"""
+WITH_LAYER = """
+    import lockstep.nn
+    x = torch.ones(2, 3, requires_grad=True)
+    loss = ls.nn.SyncBatchNorm(3)(x * (rank + 1)).square().sum()
+"""
+
+
+@pytest.mark.parametrize("before", [WITH_DDP, WITH_FSDP])
+def test_a_rank_fails_while_another_is_in_backward(run_torch, before):
+    program = survivor(
+        "raise ValueError('bad batch')",
+        "loss.backward()",
+        "PeerFailed",
+        "rank 1 failed: ValueError: bad batch",
+        before=before,
+    )
+    assert "heard" in run_torch(2, program, code=1)
+
+
+@pytest.mark.parametrize("before, call", [
+    (WITH_SCOPE, "loss = torch.nn.BatchNorm1d(3)(x * (rank + 1)).square().sum()"),
+    (WITH_LAYER, "loss = ls.nn.SyncBatchNorm(3)(x * (rank + 1)).square().sum()"),
+])  # fmt: skip
+def test_a_rank_fails_while_another_is_in_the_backward_of_a_layer(run_torch, before, call):
+    program = survivor(
+        "raise ValueError('bad batch')",
+        "loss.backward()",
+        "PeerFailed",
+        "rank 1 failed: ValueError: bad batch",
+        "backward of ",
+        before=before,
+    )
+    program = program.replace("assert line.strip() == 'loss.backward()'", "assert line.strip() in said")
+    said = f"said = {{{call!r}, 'with ls.nn.SyncBatchNormScope():'}}"
+    assert "heard" in run_torch(2, said + program, code=1)
+
+
+def test_a_scope_raises_the_errors_of_lockstep_in_forward(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls, lockstep.nn
+        try:
+            with ls.nn.SyncBatchNormScope():
+                torch.nn.functional.batch_norm(torch.ones(2, 3), None, None, torch.ones(4), training=True)
+            raise AssertionError
+        except ls.UsageError as error:
+            assert "expected weight to be" in error.text and error.rank == rank and error.lineno == 4, error
+        """,
+    )
+
+
+def test_a_future_raises_the_errors_of_lockstep(run_torch):
+    program = survivor(
+        "raise ValueError('no more data')",
+        "dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()",
+        "PeerFailed",
+        "rank 1 failed: ValueError: no more data",
+    )
+    assert "heard" in run_torch(2, program, code=1)

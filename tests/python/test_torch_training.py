@@ -1,0 +1,167 @@
+"""What torch builds on torch.distributed, over the backend lockstep."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+
+# Two ranks with half of the data each come to the weights of one with all of it.
+TRAINS = """
+    from torch.nn.parallel import DistributedDataParallel
+    make = lambda: torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+    torch.manual_seed(0)
+    model = make()
+    {wrap}
+    torch.manual_seed(0)
+    data = torch.randn(8, 6, dtype=torch.float64)
+    optimizer = {optimizer}
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(data[rank::size]).square().mean().backward()
+        optimizer.step()
+    {read}
+    parts = [torch.empty_like(weight) for _ in range(size)]
+    dist.all_gather(parts, weight)
+    assert torch.equal(parts[0], parts[1])
+    if rank == 0:
+        torch.manual_seed(0)
+        alone = make()
+        optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            alone(data).square().mean().backward()
+            optimizer.step()
+        assert torch.allclose(alone[0].weight.detach().reshape(-1), weight, rtol=0, atol={tolerance})
+"""
+DDP = "model = DistributedDataParallel(model)"
+SGD = "torch.optim.SGD(model.parameters(), 0.1)"
+OF_DDP = "weight = model.module[0].weight.detach().reshape(-1).clone()"
+
+
+def trains(wrap, optimizer=SGD, read=OF_DDP, tolerance=1e-9):
+    return TRAINS.format(wrap=wrap, optimizer=optimizer, read=read, tolerance=tolerance)
+
+
+def test_distributed_data_parallel(run_torch):
+    # Its first broadcast makes the ranks alike.
+    run_torch(2, trains(f"if rank: model = make()\n    {DDP}"))
+
+
+@pytest.mark.parametrize("hook, tolerance", [("allreduce_hook", 1e-9), ("fp16_compress_hook", 1e-3)])
+def test_communication_hooks(run_torch, hook, tolerance):
+    run_torch(
+        2,
+        trains(
+            f"""{DDP}
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    model.register_comm_hook(None, default_hooks.{hook})""",
+            tolerance=tolerance,
+        ),
+    )
+
+
+def test_power_sgd(run_torch):
+    run_torch(
+        2,
+        f"""
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+    torch.manual_seed(0)
+    model = torch.nn.Linear(20, 20)
+    {DDP}
+    state = power.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, power.powerSGD_hook)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(4, 20)).square().mean().backward()
+        parts = [torch.empty_like(model.module.weight) for _ in range(size)]
+        dist.all_gather(parts, model.module.weight.grad)
+        assert torch.equal(parts[0], parts[1])
+    """,
+    )
+
+
+def test_zero_redundancy_optimizer(run_torch):
+    run_torch(
+        2,
+        trains(
+            f"from torch.distributed.optim import ZeroRedundancyOptimizer\n    {DDP}",
+            optimizer="ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)",
+        ),
+    )
+
+
+def test_local_sgd(run_torch):
+    run_torch(
+        2,
+        trains(
+            f"""{DDP}
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+    state = local.PostLocalSGDState(None, dist.new_group([rank], use_local_synchronization=True), 1)
+    model.register_comm_hook(state, local.post_localSGD_hook)""",
+            optimizer=f"PostLocalSGDOptimizer({SGD}, PeriodicModelAverager(period=1, warmup_steps=0))",
+        ),
+    )
+
+
+FULLY_SHARD = """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))"""
+
+
+def test_fully_sharded(run_torch):
+    run_torch(2, trains(FULLY_SHARD, read="weight = model[0].weight.full_tensor().detach().reshape(-1).clone()"))
+
+
+def test_checkpoint_of_a_sharded_model(run_torch):
+    run_torch(
+        2,
+        f"""
+    import torch.distributed.checkpoint as checkpoint
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 5)
+    {FULLY_SHARD}
+    before = model.weight.full_tensor().detach().clone()
+    checkpoint.save(model.state_dict(), checkpoint_id="saved")
+    with torch.no_grad():
+        model.weight.zero_()
+    state = model.state_dict()
+    checkpoint.load(state, checkpoint_id="saved")
+    model.load_state_dict(state)
+    assert torch.equal(model.weight.full_tensor(), before)
+    work = checkpoint.async_save(model.state_dict(), checkpoint_id="saved_beside")
+    work.result()
+    assert os.path.exists("saved_beside/.metadata")
+    """,
+    )
+
+
+def test_distributed_tensor(run_torch):
+    run_torch(
+        2,
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        mesh = init_device_mesh("cpu", (size,))
+        whole = torch.arange(12.0).reshape(4, 3)
+        rows = distribute_tensor(whole, mesh, [Shard(0)])
+        columns = rows.redistribute(mesh, [Shard(1)])
+        assert columns.to_local().shape == (4, 2 - rank) and torch.equal(columns.full_tensor(), whole)
+        assert rows.sum().full_tensor().item() == 66
+        square = distribute_tensor(whole.t(), mesh, [Replicate()])
+        assert torch.equal((rows @ square).full_tensor(), whole @ whole.t())
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+        x = torch.randn(3, 4)
+        expected = model(x)
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        actual = model(x)
+        actual.sum().backward()
+        assert torch.allclose(actual, expected, atol=1e-6)
+        """,
+    )
