@@ -42,8 +42,6 @@ def load(backend):
     distributed_test.BACKEND = LikeGloo(backend)
     for name in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
         getattr(distributed_test, name).append(backend)
-    for name in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
-        getattr(distributed_test, name).append(backend)
 
     class Tests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
-from . import _extension, world
+from . import _core, _extension, objects, world
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -26,7 +30,43 @@ def create(options: Any, pg_options: Any) -> Any:
         between=None if is_near else _group_over(_gloo(options, "lockstep_between", is_near), options),
     )
     world.leave_at_exit(extension.leave_all)
+    _let_torch_monitor_barriers()
     return backend
+
+
+def split(store: Any, rank: int, global_ranks: list[int], name: str, timeout: Any) -> Any:
+    """A backend for some ranks of a group, of which this is one. Collective over them."""
+    options = SimpleNamespace(
+        store=store,
+        group_rank=rank,
+        group_size=len(global_ranks),
+        global_ranks_in_group=global_ranks,
+        group_id=name,
+        timeout=timeout,
+    )
+    return create(options, None)
+
+
+def rendezvous() -> dict[str, Any]:
+    """Arguments of init_process_group for the ranks of lockstep's world, which this joins if the program has not."""
+    import socket
+
+    from torch.distributed import HashStore, TCPStore
+
+    if not _core.is_distributed():
+        world.init_dist()
+    rank, size = world.get_dist_info()
+    if size == 1:
+        return {"store": HashStore(), "rank": 0, "world_size": 1}
+    is_near = world.get_local_size() == size
+    store = None
+    address: list[Any] = [None]
+    if rank == 0:
+        host = "127.0.0.1" if is_near else os.environ.get("MASTER_ADDR", socket.gethostname())
+        store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+        address = [(host, store.port)]
+    objects.broadcast_object_list(address)
+    return {"store": store or TCPStore(*address[0], size), "rank": rank, "world_size": size}
 
 
 def _gloo(options: Any, prefix: str, is_near: bool) -> Any:
@@ -50,3 +90,23 @@ def _group_over(gloo: Any, options: Any) -> Any:
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     return group
+
+
+@functools.cache
+def _let_torch_monitor_barriers() -> None:
+    """torch.distributed.monitored_barrier refuses every backend that is not called gloo."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    of_torch = c10d.monitored_barrier
+
+    @functools.wraps(of_torch)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        if c10d._rank_not_in_group(group) or "lockstep" not in c10d.get_backend(group):
+            return of_torch(group, timeout, wait_all_ranks)
+        if timeout is not None and not isinstance(timeout, timedelta):
+            timeout = timedelta(seconds=timeout)
+        limit = {} if timeout is None else {"timeout": timeout}
+        return (group or dist.group.WORLD).monitored_barrier(**limit, wait_all_ranks=wait_all_ranks)
+
+    dist.monitored_barrier = c10d.monitored_barrier = monitored_barrier

@@ -5,6 +5,9 @@ Apart from the package lockstep, which is imported when a process group is made.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 from typing import Any
 
 
@@ -15,6 +18,7 @@ def register() -> None:
 
         if dist.is_available():
             dist.Backend.register_backend("lockstep", _create, extended_api=True, devices=["cpu"])
+            _let_torch_start_without_variables(dist)
     except Exception as error:  # a torch that has moved on
         import warnings
 
@@ -25,3 +29,21 @@ def _create(options: Any, pg_options: Any) -> Any:
     from lockstep._backend import create
 
     return create(options, pg_options)
+
+
+def _let_torch_start_without_variables(dist: Any) -> None:
+    """torch finds its ranks by the variables of torchrun; without them ours asks srun's and mpirun's, or is alone."""
+    of_torch = dist.init_process_group
+    of_caller = inspect.signature(of_torch)
+
+    @functools.wraps(of_torch)
+    def init_process_group(*args: Any, **options: Any) -> None:
+        given = of_caller.bind(*args, **options).arguments
+        says_where = {"init_method", "store", "rank", "world_size"} & given.keys() or "RANK" in os.environ
+        if "lockstep" in str(given.get("backend")) and not says_where:
+            from lockstep._backend import rendezvous
+
+            options.update(rendezvous())
+        return of_torch(*args, **options)
+
+    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group

@@ -25,8 +25,8 @@ inline C10dError c10d_error(const std::exception& error) {
   };
   constexpr std::array<std::string_view, 5> kLost = {
       "closed by peer", "reset by peer", "Broken pipe", "Socket closed", "Connection refused"};
-  constexpr std::array<std::string_view, 4> kLate = {"Timed out", "timed out", "timeout",
-                                                     "Timeout"};
+  constexpr std::array<std::string_view, 5> kLate = {"Timed out", "timed out", "timeout", "Timeout",
+                                                     "monitoredBarrier"};
   Kind kind = Kind::other;
   if (std::ranges::any_of(kLost, holds)) {
     kind = Kind::peer_lost;

@@ -1,6 +1,9 @@
 #include "nn/python/backend.hpp"
 
 #include <fmt/format.h>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <lockstep/engine.hpp>
@@ -47,11 +50,18 @@ void Backend::abort() {
 void Backend::shutdown() {
   if (process_.is_copy()) return;
   queue_.wait_until_idle();
+  is_shut_down_ = true;
   leave({});
 }
 
 ErrorContext Backend::context_of(const char* operation, std::source_location where) const {
   return {.operation = operation, .group = group().name(), .rank = rank_, .where = where};
+}
+
+ErrorContext Backend::context_of_call(const char* operation, std::source_location where) const {
+  ErrorContext context = context_of(operation, where);
+  if (is_shut_down_) throw UsageError(context, "the process group has been shut down");
+  return context;
 }
 
 Timeout Backend::timeout_of(std::chrono::milliseconds timeout) const {
@@ -91,6 +101,24 @@ Backend::WorkResult Backend::recvAnysource(Tensors& tensors, int tag) {
                  [&](c10d::Backend& gloo) { return gloo.recvAnysource(tensors, tag); });
 }
 
+c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const std::vector<int>& ranks,
+                                                 const c10::intrusive_ptr<Options>& options) {
+  const auto own = std::ranges::find(ranks, rank_);
+  if (own == ranks.end()) return {};
+  std::vector<std::uint64_t> global_ranks;
+  for (const int rank : ranks) {
+    const auto r = static_cast<std::size_t>(rank);
+    const auto& here = options_->global_ranks_in_group;
+    global_ranks.push_back(here.empty() ? r : here.at(r));
+  }
+  const pybind11::gil_scoped_acquire gil;
+  return pybind11::module_::import("lockstep._backend")
+      .attr("split")(store, own - ranks.begin(), global_ranks, options->group_name,
+                     options->timeout)
+      .cast<c10::intrusive_ptr<c10d::Backend>>();
+}
+
 Backend::WorkResult Backend::barrier(const c10d::BarrierOptions& options) {
   return call("lockstep:barrier", OpType::BARRIER, options.asyncOp, options.timeout, {}, {},
               [](const ErrorContext&) {
@@ -100,10 +128,16 @@ Backend::WorkResult Backend::barrier(const c10d::BarrierOptions& options) {
               });
 }
 
-void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {
+void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  if (!messages_) return;
+  const ErrorContext context = context_of("monitored_barrier", python_line());
   c10d::BarrierOptions here = options;
-  here.asyncOp = false;
-  barrier(here);  // its error names all ranks that are late
+  if (here.timeout == c10d::kUnsetTimeout) here.timeout = options_->timeout;
+  try {
+    messages_->monitoredBarrier(here, wait_all_ranks);
+  } catch (const std::exception& error) {
+    std::rethrow_exception(error_of_message(error, context, /*peer=*/-1));
+  }
 }
 
 Backend::WorkResult Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {

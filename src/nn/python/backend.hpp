@@ -47,6 +47,11 @@ class Backend final : public c10d::Backend {
   c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
   void abort() override;
   void shutdown() override;
+  bool supportsSplitting() const override { return true; }
+  /// Collective over `ranks`, in this group's numbers; null on the others.
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override;
 
   WorkResult broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkResult allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
@@ -84,6 +89,7 @@ class Backend final : public c10d::Backend {
   WorkResult recv(Tensors& tensors, int src, int tag) override;
   WorkResult recvAnysource(Tensors& tensors, int tag) override;
   WorkResult barrier(const c10d::BarrierOptions& options) override;
+  /// Over `messages` too: unlike barrier(), it leaves the group usable if a rank is late.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
@@ -94,6 +100,8 @@ class Backend final : public c10d::Backend {
   };
   std::size_t n_ranks() const { return static_cast<std::size_t>(size_); }
   ErrorContext context_of(const char* operation, std::source_location where) const;
+  /// Throws UsageError after shutdown().
+  ErrorContext context_of_call(const char* operation, std::source_location where) const;
   Timeout timeout_of(std::chrono::milliseconds timeout) const;
   int checked_root(std::int64_t root, const ErrorContext& context) const;
 
@@ -127,7 +135,7 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   c10::intrusive_ptr<c10d::Backend> messages_;
   std::atomic<std::uint64_t> n_calls_{0};
-  std::atomic<bool> has_left_{false};
+  std::atomic<bool> has_left_{false}, is_shut_down_{false};
   CallQueue queue_;  // last: its thread uses the other members
 };
 
@@ -150,7 +158,7 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   auto work = c10::make_intrusive<BackendWork>(group(), type, title, inputs, std::move(results));
   if (!is_async || process_.is_copy()) {
     const CallOfPython here(group());
-    auto run = prepare(context_of(operation, here.where()));
+    auto run = prepare(context_of_call(operation, here.where()));
     const Site site{.timeout = timeout_of(timeout), .where = here.where()};
     if (process_.is_copy()) {
       run_on_group(run, site);  // throws; the queue may be that of a thread which is not here
@@ -161,7 +169,7 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
     return work;
   }
   const Site site{.timeout = timeout_of(timeout), .where = python_line()};
-  auto run = prepare(context_of(operation, site.where));
+  auto run = prepare(context_of_call(operation, site.where));
   queue_.post([this, work, site, run = std::move(run)]() mutable {
     std::exception_ptr error;
     try {

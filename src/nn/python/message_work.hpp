@@ -2,10 +2,15 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <exception>
 #include <lockstep/error.hpp>
 #include <vector>
 
 namespace lockstep::python {
+
+/// lockstep's error for one of Gloo. peer: negative if it may be any.
+std::exception_ptr error_of_message(const std::exception& error, const ErrorContext& context,
+                                    int peer);
 
 /// A send or receive of another backend, with lockstep's errors and the profiler's events.
 class MessageWork final : public c10d::Work {
@@ -24,8 +29,6 @@ class MessageWork final : public c10d::Work {
   void abort() override { inner_->abort(); }
 
  private:
-  std::exception_ptr failure(const std::exception& error) const;
-
   Inner inner_;
   ErrorContext context_;
   int peer_;
