@@ -12,6 +12,7 @@ torch|8|the libtorch layer and the trainer over PyTorch 2.13, every test
 asan|14|core and command whole under AddressSanitizer and UndefinedBehaviorSanitizer
 tsan|7|the core whole under ThreadSanitizer
 campaign|6|500 random faults in real jobs over every engine, 33 in trainings
+python|14|the Python package, with 500 random faults, accelerate and Lightning
 valgrind|2|ranks that are 2 and 3 processes under memcheck
 fuzz|8|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
@@ -33,6 +34,7 @@ run_stage() {
       '-*processes*:*ProcessTest.*:*OfProcesses.*:BootstrapTest.*:CollectResultsMemoryTest.*:ConversionTest.*' ;;
     campaign) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM \
       ./dev test fault train --filter '*CampaignTest.*' ;;
+    python) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM ./dev test python --all ;;
     valgrind) ./dev test --valgrind ;;
     fuzz) ./dev fuzz ;;
     soak) ./dev soak ;;

@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""torch.distributed over lockstep beside Gloo, and lockstep called directly: 2 ranks, in one run.
+
+usage: python_ranks.py [--max BYTES] [--seconds S]
+
+Prints a row for each operation and size: median microseconds of a call, the slower rank's, and how many times as long
+Gloo takes. The backends take turns, several times, so that both see the same load of the machine. Models: the
+median of a training step, and what the ranks' communication adds to the step of one rank alone.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lockstep
+
+N_RANKS = 2
+N_TURNS = 5
+
+
+def operations(rank, group, n):
+    """By name, on n bytes."""
+    x, y = torch.ones(n // 4), torch.ones(n // 4)
+    both, parts = torch.ones(N_RANKS * x.numel()), [torch.empty_like(x) for _ in range(N_RANKS)]
+    root = 0
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, group=group),
+        "all_reduce, async": lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
+        "broadcast": lambda: dist.broadcast(x, root, group=group),
+        "reduce": lambda: dist.reduce(x, root, group=group),
+        "all_gather, list": lambda: dist.all_gather(parts, x, group=group),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(both, x, group=group),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(y, both, group=group),
+        "all_to_all_single": lambda: dist.all_to_all_single(both, both.clone(), group=group),
+        "gather": lambda: dist.gather(x, parts if rank == root else None, root, group=group),
+        "scatter": lambda: dist.scatter(x, parts if rank == root else None, root, group=group),
+        "send and recv": lambda: dist.send(x, 1, group=group) if rank == 0 else dist.recv(x, 0, group=group),
+    }
+
+
+def small_operations(group):
+    objects = [None] * N_RANKS
+    return {
+        "barrier": lambda: dist.barrier(group),
+        "all_gather_object": lambda: dist.all_gather_object(objects, {"loss": 0.5, "step": 7}, group=group),
+    }
+
+
+def convnet():
+    layers, channels = [], 1
+    for width in 16, 32, 64:
+        layers += [nn.Conv2d(channels, width, 3, stride=2, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)), torch.randn(16, 1, 28, 28)
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)), torch.randn(16, 256)
+
+
+def step_of(model, data):
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step():
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def steps(group):
+    """By name, with how long a step takes without communication."""
+    for name, make in (("convnet", convnet), ("perceptron", perceptron)):
+        model, data = make()
+        yield f"DDP, {name}", make, step_of(DistributedDataParallel(model, process_group=group), data)
+    model, data = perceptron()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model[0], model[2], model:
+        fully_shard(layer, mesh=mesh)
+    yield "FSDP2, perceptron", perceptron, step_of(model, data)
+
+
+def microseconds(call, n_calls):
+    began = time.perf_counter()
+    for _ in range(n_calls):
+        call()
+    return (time.perf_counter() - began) / n_calls * 1e6
+
+
+def slower(value):
+    both = torch.tensor([value])
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    return both.item()
+
+
+def measure(calls, seconds):
+    """calls: by backend. Returns the medians, the same on all ranks."""
+    n_calls = {}
+    for backend, call in calls.items():
+        call()
+        n_calls[backend] = max(1, int(seconds / N_TURNS / len(calls) / (slower(microseconds(call, 2)) * 1e-6)))
+        n_calls[backend] = min(n_calls[backend], 2000)
+    turns = {backend: [] for backend in calls}
+    for _ in range(N_TURNS):
+        for backend, call in calls.items():
+            dist.barrier()
+            turns[backend].append(slower(microseconds(call, n_calls[backend])))
+    return {backend: statistics.median(values) for backend, values in turns.items()}
+
+
+def print_row(name, size, medians, base=0):
+    cells = "".join(f"{medians.get(backend, float('nan')):12.1f}" for backend in ("gloo", "lockstep", "directly"))
+    if base:
+        cells += f"{base:12.1f}"
+    times = (medians["gloo"] - base) / max(medians["lockstep"] - base, 1e-9)
+    print(f"{name:24}{size:>10}{cells}  {times:8.1f}x", flush=True)
+
+
+def run(rank, options, store):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(N_RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(N_RANKS),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID=os.path.basename(os.path.dirname(store)))  # fmt: skip
+    dist.init_process_group("lockstep", init_method=f"file://{store}", rank=rank, world_size=N_RANKS)
+    lockstep.init_dist()
+    groups = {"gloo": dist.new_group(backend="gloo"), "lockstep": dist.new_group()}
+    say = print_row if rank == 0 else lambda *_: None
+    if rank == 0:
+        print(f"{'':24}{'bytes':>10}{'gloo':>12}{'lockstep':>12}{'directly':>12}  {'gloo is':>9}")
+    small = {backend: small_operations(group) for backend, group in groups.items()}
+    for name in small["gloo"]:
+        calls = {backend: by_name[name] for backend, by_name in small.items()}
+        calls["directly"] = {"barrier": lockstep.barrier, "all_gather_object": lambda: lockstep.all_gather_object({"loss": 0.5, "step": 7})}[name]
+        say(name, "", measure(calls, options.seconds))
+    size = 4
+    while size <= options.max:
+        by_backend = {backend: operations(rank, group, size) for backend, group in groups.items()}
+        for name in by_backend["gloo"]:
+            calls = {backend: by_name[name] for backend, by_name in by_backend.items()}
+            if name == "all_reduce":
+                x = torch.ones(size // 4).numpy()
+                calls["directly"] = lambda x=x: lockstep.all_reduce(x)
+            say(name, size, measure(calls, options.seconds))
+        size *= 64
+    if rank == 0:
+        print(f"\n{'a step':34}{'gloo':>12}{'lockstep':>12}{'':>12}{'alone':>12}   gloo adds")
+    for (name, make, over_gloo), (_, _, over_lockstep) in zip(*(list(steps(group)) for group in groups.values())):
+        alone = step_of(*make())
+        medians = measure({"gloo": over_gloo, "lockstep": over_lockstep, "alone": alone}, 5 * options.seconds)
+        say(name, "", medians, medians["alone"])
+    lockstep.destroy_dist()
+    dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max", type=int, default=64 << 20, help="bytes")
+    parser.add_argument("--seconds", type=float, default=1.0, help="about, for each row")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(N_RANKS):
+            child = os.fork()
+            if child == 0:
+                try:
+                    run(rank, options, f"{folder}/store")
+                    code = 0
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())
+                    code = 1
+                sys.stdout.flush()
+                os._exit(code)
+            ranks.append(child)
+        return any(os.waitpid(child, 0)[1] for child in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
