@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
@@ -23,6 +24,7 @@
 #include <vector>
 
 #include "support/ranks.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -99,6 +101,44 @@ TEST(C10dTest, who_waits_only_for_a_rank_that_failed_with_another_is_notified) {
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
   for (const int fd : pipe) ::close(fd);
+}
+
+TEST(C10dTest, a_rank_killed_while_it_notifies_another_does_not_keep_others_from_it) {
+  const test::SharedCount stopped;
+  const test::SharedCount killed;
+  const test::SharedCount n_done;
+  const auto state_of = [](const test::SharedCount& pid) {
+    return pid.value() == 0 ? 'R' : test::thread_state(pid.value());
+  };
+  const auto statuses = over_gloo(3, [&] {
+    const Group first = default_group().duplicate();
+    const Group second = default_group().duplicate();
+    std::int64_t value = 0;
+    const Elements whole{&value, 1, DType::i64};
+    barrier();
+    if (get_rank() == 0) {
+      stopped.store(::getpid());
+      ::raise(SIGSTOP);
+      // It has the beginning of a control message and a closed connection.
+      expect_error<Error>([&] { first.recv(whole, 1); }, "rank 1 ");
+      n_done.raise();
+      expect_error<PeerFailed>([&] { second.recv(whole, 2, Deadline(20s)); },
+                               "rank 2 failed: no more sheets");
+      n_done.raise();
+    } else if (get_rank() == 1) {
+      EXPECT_TRUE(test::wait_until([&] { return state_of(stopped) == 'T'; }));
+      first.abandon("the disk is full");
+      killed.store(::getpid());
+      ::raise(SIGKILL);
+    } else {
+      EXPECT_TRUE(test::wait_until([&] { return std::strchr("ZX", state_of(killed)) != nullptr; }));
+      ::kill(stopped.value(), SIGCONT);
+      EXPECT_TRUE(n_done.wait_for(1));
+      second.abandon("no more sheets");
+      EXPECT_TRUE(n_done.wait_for(2));  // alive, so that the connection to it says nothing
+    }
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, SIGKILL, 0}));
 }
 
 TEST(C10dTest, the_whole_text_of_a_long_failure_reaches_the_others) {

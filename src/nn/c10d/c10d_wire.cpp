@@ -259,17 +259,22 @@ void Wire::listen(const std::stop_token& stop) {
     }
   } const stop_receiving{*this};
   std::vector<at::Tensor> tensors{tensor_of(bytes.get(), sizeof(ControlBytes))};
+  int n_lost = 0;
   while (!stop.stop_requested()) {
     c10::intrusive_ptr<c10d::Work> work;
     try {
-      {
-        const std::lock_guard lock(mutex_);
-        if (stop.stop_requested()) return;
-        work = listening_ = group_->recvAnysource(tensors, kControlTag);
-      }
-      if (!work->wait(std::chrono::hours(24 * 365))) continue;  // aborted
+      const std::lock_guard lock(mutex_);
+      if (stop.stop_requested()) return;
+      work = listening_ = group_->recvAnysource(tensors, kControlTag);
     } catch (...) {
       return;  // unsupported by this process group, or it is broken: its users get the error
+    }
+    try {
+      if (!work->wait(std::chrono::hours(24 * 365))) continue;  // aborted
+    } catch (...) {
+      // A peer was lost while it sent a message. Those of the others still come.
+      if (++n_lost < size()) continue;
+      return;
     }
     receive(*bytes);
   }
