@@ -322,6 +322,24 @@ TEST(C10dTest, a_rank_that_leaves_is_named) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
+TEST(C10dTest, a_rank_that_leaves_and_keeps_its_connections_ends_the_calls_that_wait_for_it) {
+  for (const std::string reason : {"", "no more sheets"}) {
+    const test::SharedCount n_told;
+    const auto statuses = over_gloo(3, [&] {
+      const Group kept = default_group().duplicate();
+      if (get_rank() == 1) {
+        destroy_dist(reason);
+        EXPECT_TRUE(n_told.wait_for(2));
+        return;
+      }
+      expect_error<Error>([&] { kept.barrier(Deadline::never()); },
+                          reason.empty() ? "rank 1 left" : "rank 1 failed: no more sheets");
+      n_told.raise();
+    });
+    EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+  }
+}
+
 TEST(C10dTest, hierarchical_has_gloo_between_hosts) {
   const auto statuses = run_processes(
       3,

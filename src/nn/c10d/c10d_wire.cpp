@@ -26,6 +26,9 @@ constexpr int kControlTag = 0;
 constexpr milliseconds kControlLimit{1000};
 /// How long a wait past its deadline polls for one more message.
 constexpr milliseconds kFinalPoll{1};
+/// A peer's messages arrive before its departure, on the same connection; this is for the threads
+/// that wait for them.
+constexpr milliseconds kTransitTime{500};
 /// Gloo's own limit expires after ours; ours leaves its connections intact.
 constexpr milliseconds kSlack{5000};
 /// Messages up to this size use our own buffers. This costs a copy, but a call that gives up leaves
@@ -139,19 +142,39 @@ void Wire::abort(const Works& works) noexcept {
   for (const auto& work : works) abort(work.get());
 }
 
-bool Wire::wait_for(Wait& wait, std::size_t i) {
-  const auto& work = wait.works[i];
+bool Wire::wait_for(Wait& wait, c10d::Work& work, int peer) {
   auto deadline = wait.deadline;
   {
     const std::lock_guard lock(mutex_);
-    wait.current = work.get();
-    if (const auto soon = Clock::now() + kFinalPoll; wait.deadline < soon) {
-      wait.deadline = deadline = soon;
+    wait.current = &work;
+    wait.peer = peer;
+    wait.has_peer_left = false;
+    const auto soon = Clock::now() + kFinalPoll;
+    if (wait.deadline < soon) wait.deadline = deadline = soon;
+    if (deadline == soon || departures_.contains(peer)) {
       has_changed_ = true;
       changed_.notify_all();
     }
   }
-  return work->wait(std::chrono::duration_cast<milliseconds>(deadline - Clock::now()) + kSlack);
+  return work.wait(std::chrono::duration_cast<milliseconds>(deadline - Clock::now()) + kSlack);
+}
+
+bool Wire::wait_for(Wait& wait, std::size_t i) {
+  const auto deadline = wait.deadline;
+  c10d::Work& work = *wait.works[i];
+  if (wait_for(wait, work, wait.peers.empty() ? kNoPeer : wait.peers[i])) return true;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!std::exchange(wait.has_peer_left, false)) return false;
+    wait.deadline = Clock::now();  // also of the works that follow
+  }
+  if (!wait_for(wait, work, kNoPeer)) return false;
+  // The abort had undone it: the peer left after this call.
+  const std::lock_guard lock(mutex_);
+  wait.deadline = deadline;
+  has_changed_ = true;
+  changed_.notify_all();
+  return true;
 }
 
 void Wire::pause(Wait& wait) {
@@ -293,8 +316,13 @@ void Wire::receive(const ControlBytes& bytes) {
     if (dead_.contains(bytes.channel)) return;  // the first failure counts
     end_waits(bytes.channel);
   }
-  // A departure ends no wait: the rank's messages may have arrived or be about to; the rest end
-  // when its connection closes.
+  // Later if its connection stays open, as while a group of it is kept; else the connection's end
+  // ends the wait.
+  if (message.kind == ControlMessage::Kind::departure) {
+    departures_.emplace(bytes.culprit, Clock::now() + kTransitTime);
+    has_changed_ = true;
+    changed_.notify_all();
+  }
   received_[bytes.channel].push_back(std::move(message));
 }
 
@@ -305,15 +333,23 @@ void Wire::end_waits(int channel) {
   }
 }
 
+Wire::Time Wire::end_of(const Wait& wait) const {
+  const auto departure = departures_.find(wait.peer);
+  if (wait.current == nullptr || departure == departures_.end()) return wait.deadline;
+  return std::min(wait.deadline, departure->second);
+}
+
 void Wire::keep_time(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
   while (!stop.stop_requested()) {
     has_changed_ = false;
     auto next = Clock::now() + std::chrono::hours(1);
     for (Wait* wait : waits_) {
-      if (wait->deadline > Clock::now()) {
-        next = std::min(next, wait->deadline);
+      const auto now = Clock::now();
+      if (const auto end = end_of(*wait); end > now) {
+        next = std::min(next, end);
       } else if (wait->current != nullptr) {
+        wait->has_peer_left = wait->deadline > now;
         abort(std::exchange(wait->current, nullptr));
       }
     }

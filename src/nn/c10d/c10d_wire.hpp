@@ -55,16 +55,20 @@ class Wire {
  private:
   friend class Transport;
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  using Time = std::chrono::steady_clock::time_point;
+  static constexpr int kNoPeer = -1;
 
   /// A thread that waits for one work after another. While it is listed in waits_, they may be
-  /// aborted: all of them if the channel is dead, only the current one at its deadline, because an
-  /// abort also undoes a completed work, whose peer is not the late one.
+  /// aborted: all of them if the channel is dead, only the current one at its deadline or after its
+  /// peer has left, because an abort also undoes a completed work, whose peer is not the late one.
   struct Wait {
     int channel;
-    std::chrono::steady_clock::time_point deadline;
+    Time deadline;
     Works works;
-    std::vector<int> peers;  // of works
+    std::vector<int> peers;  // of works; empty: departures do not end it
     c10d::Work* current = nullptr;
+    int peer = kNoPeer;          // of `current`
+    bool has_peer_left = false;  // which is why `current` was aborted
   };
   /// A message as passed to Gloo: in our own buffer or, if it is long, in the caller's memory.
   struct Transfer {
@@ -79,7 +83,7 @@ class Wire {
   struct Sent {
     std::unique_ptr<ControlBytes> bytes;
     Works works;
-    std::chrono::steady_clock::time_point deadline;
+    Time deadline;
   };
 
   Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
@@ -92,6 +96,7 @@ class Wire {
   void start(Wait& wait);
   /// Waits for the i-th work. Returns false if it was aborted. Throws c10d's errors.
   bool wait_for(Wait& wait, std::size_t i);
+  bool wait_for(Wait& wait, c10d::Work& work, int peer);
   /// Until the next start() of it.
   void pause(Wait& wait);
   /// Gloo completes unfinished sends and receives when the late rank arrives; an abort does not
@@ -110,6 +115,8 @@ class Wire {
   void receive(const ControlBytes& bytes);
   void end_waits(int channel);  // requires the lock
   void keep_time(const std::stop_token& stop);
+  /// When to abort the current work. Requires the lock.
+  Time end_of(const Wait& wait) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
@@ -121,6 +128,7 @@ class Wire {
   std::condition_variable_any changed_;
   std::set<int> dead_;                                          // channels, whose waits end at once
   std::map<int, std::list<message::ControlMessage>> received_;  // by channel, until they are polled
+  std::map<int, Time> departures_;  // of peers: when to end a wait for one
   std::vector<Wait*> waits_;
   std::list<Sent> sent_;
   std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor>> kept_;  // not done
