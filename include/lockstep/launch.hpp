@@ -42,7 +42,7 @@ void init_dist(const InitOptions& options = {},
 /// Leaves the world after this rank's pending asynchronous calls, detached ones included, have
 /// completed (each has its own timeout); does not wait for peers otherwise. Peers that make further
 /// calls get PeerLost. If `failure` is not empty (why this rank cannot continue), or during
-/// exception unwinding, they get PeerFailed at once, and pending calls are not waited for. Does
+/// exception unwinding, they get PeerFailed at once, and so do this rank's pending calls. Does
 /// nothing if not initialised. On a thread of run_ranks that rank leaves, and the thread has the
 /// solo group from then on. Throws UsageError on another thread while run_ranks is running.
 void destroy_dist(std::string_view failure = {},

@@ -28,4 +28,10 @@ void AsyncGroups::wait_until_idle() noexcept {
   for_each([](GroupState& group) { group.wait_until_idle(); });
 }
 
+void AsyncGroups::abandon_pending(std::string_view reason) noexcept {
+  for_each([reason](GroupState& group) {
+    if (!group.is_idle()) group.abandon(reason);
+  });
+}
+
 }  // namespace lockstep::internal

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <vector>
 
 namespace lockstep::internal {
@@ -16,6 +17,8 @@ class AsyncGroups {
   void add(const std::shared_ptr<GroupState>& group);
   /// Waits until every posted call has ended. Each has a timeout.
   void wait_until_idle() noexcept;
+  /// This rank leaves because of a failure: ends the calls that have not ended, on all ranks.
+  void abandon_pending(std::string_view reason) noexcept;
 
  private:
   template <class F>

@@ -72,7 +72,7 @@ GroupState::~GroupState() {
   }
   // The worker ends when its calls have. If an exception unwinds this rank, its peers never reach
   // those calls, because they wait for this rank elsewhere: without this, both would deadlock.
-  if (worker_ && !worker_->is_idle() && std::uncaught_exceptions() > 0) {
+  if (!is_idle() && std::uncaught_exceptions() > 0) {
     engine_->abandon("it left because of an exception with asynchronous calls under way");
   }
 }
@@ -111,6 +111,10 @@ void GroupState::throw_copy(const Call& call) const {
   throw UsageError(context_of(call, rank_),
                    "this process is a fork of a rank, not a rank itself; communicate in the rank, "
                    "and pass the fork what it needs");
+}
+
+bool GroupState::is_idle() const noexcept {
+  return !has_worker_.load(std::memory_order_acquire) || worker_->is_idle();
 }
 
 void GroupState::wait_until_idle() {

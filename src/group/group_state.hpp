@@ -56,7 +56,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// The async groups of this rank; a split group has its parent's.
   AsyncGroups& async_groups() const noexcept { return *async_groups_; }
   void share_async_groups(const GroupState& parent) { async_groups_ = parent.async_groups_; }
-  /// Waits until the worker has completed all posted calls.
+  /// Whether the worker has completed all posted calls.
+  bool is_idle() const noexcept;
   void wait_until_idle();
   /// See Session::retire. Does nothing if a thread is inside a call.
   void retire() noexcept;

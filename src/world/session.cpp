@@ -95,8 +95,10 @@ Session::Session(World world, engines::Joined joined, std::chrono::milliseconds 
 
 void Session::leave(std::string_view failure) noexcept {
   if (engine_ == nullptr || is_copy()) return;
-  if (failure.empty()) world_group_.state_->async_groups().wait_until_idle();
+  AsyncGroups& async_groups = world_group_.state_->async_groups();
+  if (failure.empty()) async_groups.wait_until_idle();
   depart(failure);
+  if (!failure.empty()) async_groups.abandon_pending(failure);
 }
 
 void Session::depart(std::string_view failure) noexcept {

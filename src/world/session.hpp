@@ -27,8 +27,8 @@ class Session {
   const Group& local_group() const noexcept { return local_group_; }
   /// Null if tracing is off.
   const std::shared_ptr<Trace>& trace() const noexcept { return trace_; }
-  /// `failure`: text of the exception with which this rank leaves; if empty, it leaves normally,
-  /// after its pending asynchronous calls have ended.
+  /// `failure`: text of the exception with which this rank leaves, which ends its pending
+  /// asynchronous calls; if empty, it leaves normally, after they have ended.
   void leave(std::string_view failure) noexcept;
   /// At program exit: leaves at once and releases the engines and records. The groups keep their
   /// rank and size, for destructors of globals that read them; calls on them throw UsageError.

@@ -235,6 +235,11 @@ TEST_P(MpiTest, an_exchange_that_ended_leaves_its_memory_alone) {
   const Ended ended = mpirun(2, fmt::format("timeout 60 {} cancelled", OVER_MPI_PROGRAM));
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
 }
+TEST_P(MpiTest, a_failing_departure_ends_the_ranks_own_pending_calls) {
+  for (const std::string& line : lines_of(failures_of(3, "pending"))) {
+    expect_contains(line, "rank 1 failed: out of disk");
+  }
+}
 TEST_P(MpiTest, a_rank_that_leaves_is_named) { expect_failure("leave", "rank 1 left the world"); }
 
 TEST_P(MpiTest, a_wrong_LOCKSTEP_MPI_is_reported) {

@@ -11,6 +11,7 @@
 #include <random>
 
 #include "conformance/reference.hpp"
+#include "support/expect.hpp"
 #include "support/ranks.hpp"
 #include "support/waiting.hpp"
 
@@ -429,6 +430,27 @@ TEST_P(LocalConformance, a_detached_call_ends_before_its_rank_leaves) {
     }
     EXPECT_EQ(data.front(), n);
     EXPECT_EQ(data.back(), n);
+  });
+}
+
+TEST_P(LocalConformance, a_failing_departure_ends_the_ranks_own_pending_calls) {
+  const SharedCount n_left;
+  run([&] {
+    if (get_world_size() == 1) return;  // the call does not wait
+    const Group world = default_group();
+    const Group other = world.duplicate();
+    if (get_rank() == 0) {
+      Work pending = other.barrier_async(std::chrono::seconds(20));
+      other.barrier_async(std::chrono::seconds(20)).detach();
+      destroy_dist("the disk is full");
+      expect_contains(thrown<PeerFailed>([&] { pending.wait(); }),
+                      "rank 0 failed: the disk is full");
+      n_left.raise();
+    } else {
+      expect_contains(thrown<PeerFailed>([&] { world.barrier(); }), "the disk is full");
+      EXPECT_TRUE(n_left.wait_for(1));  // otherwise the pending call ends because this rank leaves
+      expect_contains(thrown<PeerFailed>([&] { other.barrier(); }), "the disk is full");
+    }
   });
 }
 

@@ -29,6 +29,8 @@ struct Script {
   std::deque<ControlMessage> received_in_wait;  ///< arrives with the first wait()
   std::vector<ControlMessage> sent;
   std::optional<TransportError> error;  ///< of start()
+  bool has_no_memory = false;           ///< for start()
+  int n_own = 0;                        ///< control messages to itself
   int n_cancelled = 0;
 };
 
@@ -53,8 +55,12 @@ class ScriptedTransport final : public Transport {
   }
   std::vector<int> awaited() override { return script_.awaited; }
   void cancel() noexcept override { ++script_.n_cancelled; }
-  void send_control(const ControlMessage& message, int /*to*/) noexcept override {
-    script_.sent.push_back(message);
+  void send_control(const ControlMessage& message, int to) noexcept override {
+    if (to == rank()) {
+      ++script_.n_own;
+    } else {
+      script_.sent.push_back(message);
+    }
   }
   std::optional<ControlMessage> poll_control() override {
     if (script_.received.empty()) return std::nullopt;
@@ -253,6 +259,20 @@ TEST_F(MessageChannelTest, leave_announces_a_departure) {
   }
   EXPECT_EQ(script.sent[0].failure.kind, Kind::peer_left);
   EXPECT_EQ(internal::text_of(script.sent[1].failure), "rank 0 failed: no more sheets");
+}
+
+TEST_F(MessageChannelTest, a_failure_after_a_departure_ends_only_this_ranks_calls) {
+  Limit limit(call.timeout);
+  const auto group = world.split({0, 1, 2}, call, limit);
+  world.leave("no more sheets");
+  script.sent.clear();
+  for (Channel* const channel : {&world, group.get()}) {
+    channel->abandon("no more sheets");
+    EXPECT_EQ(error_of<PeerFailed>(*channel), "rank 0 failed: no more sheets");
+  }
+  EXPECT_TRUE(script.sent.empty());
+  EXPECT_TRUE(part.sent.empty());
+  EXPECT_EQ(script.n_own + part.n_own, 2);
 }
 
 }  // namespace

@@ -69,6 +69,7 @@ struct Channel::Control {
 
   const std::unique_ptr<Transport> transport;
   std::mutex mutex;                // guards the following
+  bool has_left = false;           // of the world's channel: this rank has left the world
   std::optional<Failure> failure;  // the first: why the channel is dead
   std::map<int, Failure> departures;
   Position position{.rank = transport->rank()};  // written by the thread of the current call
@@ -304,13 +305,20 @@ std::optional<Failure> Channel::departure_among(std::span<const int> ranks) cons
   return std::nullopt;
 }
 
+bool Channel::has_left() const {
+  const std::lock_guard lock(world_->mutex);
+  return world_->has_left;
+}
+
 void Channel::notify(const Failure& failure) noexcept {
   try {
     {
       const std::lock_guard lock(control_->mutex);
       if (!control_->failure) control_->failure = failure;  // for a thread of this rank
     }
-    transport_.send_control({.failure = failure});
+    // After its departure, which tells the peers all, this process may end at any time: the peers
+    // would begin to receive a message that is never sent.
+    transport_.send_control({.failure = failure}, has_left() ? rank() : Transport::kAllRanks);
   } catch (const std::bad_alloc&) {  // for the text: the peers time out
   }
 }
@@ -367,6 +375,10 @@ void Channel::end_with(const Error& error) noexcept {
 
 void Channel::leave(std::string_view failure) noexcept {
   try {
+    {
+      const std::lock_guard lock(world_->mutex);
+      world_->has_left = true;
+    }
     transport_.send_control(
         {.kind = ControlMessage::Kind::departure,
          .failure = {.kind = failure.empty() ? Kind::peer_left : Kind::peer_failed,

@@ -83,6 +83,8 @@ class Channel {
   void throw_if_failed(const Call& call) const;
   /// If one of these ranks has left the world: that failure.
   std::optional<internal::Failure> departure_among(std::span<const int> ranks) const;
+  bool has_left() const;
+  /// Ends waits on this channel, on every rank; only on this one if it has left the world.
   void notify(const internal::Failure& failure) noexcept;
   [[noreturn]] void fail_transport(const TransportError& error, const Call& call);
   [[noreturn]] void fail_late(const std::vector<int>& late, const Call& call);

@@ -99,7 +99,7 @@ class Transport {
 
   static constexpr int kAllRanks = -1;
   /// To a rank, or to all other ranks of the channel. A failure also ends a wait() of another
-  /// thread of this rank. Waits only if this rank departs.
+  /// thread of this rank, and only that if `to` is this rank. Waits only if this rank departs.
   virtual void send_control(const ControlMessage& message, int to = kAllRanks) noexcept = 0;
   /// The next control message from another rank.
   virtual std::optional<ControlMessage> poll_control() = 0;

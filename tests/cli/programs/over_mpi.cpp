@@ -204,6 +204,14 @@ int main(int argc, char** argv) {
         throw std::runtime_error("has left");
       }
     }
+    if (fault == "pending") {
+      const lockstep::Group other = lockstep::default_group().duplicate();
+      if (rank == 1) {
+        lockstep::Work pending = other.barrier_async();
+        lockstep::destroy_dist("out of disk");
+        pending.wait();
+      }
+    }
     if (fault == "throw") {
       lockstep::main_process_first([&] {
         if (rank == 0) throw std::runtime_error("out of sheets");
