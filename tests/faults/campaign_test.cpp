@@ -95,7 +95,8 @@ class Job {
   Job(const Trial& trial, Namespaces* machines) : trial_(trial), machines_(machines) {
     StartOptions start = start_options(trial, path());
     if (trial.fault == "container") {
-      memory_.emplace(std::size_t{512} << 20U);
+      // Less than one buffer. libtorch needs more than the rest.
+      memory_.emplace(std::size_t{trial.engine.backend == "gloo" ? 1024U : 512U} << 20U);
       start.shell = fmt::format("echo $$ > {}/cgroup.procs; {}", memory_->path(), start.shell);
     }
     command_.emplace(start);

@@ -83,7 +83,7 @@ void add_limits(const Engine& engine, std::mt19937& random, std::vector<Trial>& 
     if (engine.name != "threads" && engine.backend != "hierarchical") {
       round.push_back({engine, "limit", place, 3, victim});
     }
-    if (engine.name == "processes" && has_memory_groups) {
+    if ((engine.name == "processes" || engine.name == "gloo") && has_memory_groups) {
       round.push_back({engine, "container", place, 3, victim});
     }
   }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/bytes.hpp"
+#include "base/memory.hpp"
 #include "engines/message/header.hpp"
 #include "engines/message/message_channel.hpp"
 #include "engines/message/message_collectives.hpp"
@@ -66,6 +67,8 @@ class MessageEngine final : public Engine {
  private:
   std::unique_ptr<Memory> make_memory(const Call& call) {
     try {
+      // Otherwise the system would overcommit and then kill processes to free memory.
+      if (call.count > base::available_memory()) throw std::bad_alloc();
       return std::make_unique<Memory>(call.count);
     } catch (const std::bad_alloc&) {
       const SystemError error(
