@@ -5,6 +5,7 @@
 #include <exception>
 #include <lockstep/env.hpp>
 #include <lockstep/launch.hpp>
+#include <string>
 
 #include "train/checkpoint.hpp"
 #include "train/data.hpp"
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int kUsage = 2;
 
-void run(const train::Options& options) {
+void run(const train::Options& options, const std::string& backend) {
   if (!options.compare.empty()) {
     const auto difference = train::compare_checkpoints(options.compare[0], options.compare[1]);
     fmt::print("{:.3g} {}\n", difference.largest, difference.name);
@@ -24,7 +25,7 @@ void run(const train::Options& options) {
   // Read the files first: errors in them are reported before any rank waits for another.
   const train::Dataset data = train::read_dataset(options.data, options.n_classes);
   train::Trainer trainer(options, data);
-  lockstep::init_dist();
+  lockstep::init_dist({.backend = backend});
   trainer.run(lockstep::default_group());
   lockstep::destroy_dist();
 }
@@ -36,6 +37,10 @@ int main(int argc, char** argv) {
                "lockstep-train");
   train::Options options;
   train::add_options(app, options);
+  std::string backend = "auto";
+  app.add_option("--backend", backend,
+                 "How the ranks communicate: auto, shared, gloo, hierarchical, mpi")
+      ->capture_default_str();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -43,7 +48,7 @@ int main(int argc, char** argv) {
   }
   try {
     options.n_restarts = lockstep::Env::read().restart;
-    run(options);
+    run(options, backend);
     return 0;
   } catch (const std::exception& error) {
     fmt::print(stderr, "lockstep-train: {}\n", error.what());
