@@ -6,6 +6,7 @@
 #include <deque>
 #include <lockstep/error.hpp>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -42,6 +43,7 @@ class ScriptedTransport final : public Transport {
   int rank() const noexcept override { return 0; }
   int size() const noexcept override { return 3; }
   void start(std::span<const Message>, const Call&) override {
+    if (script_.has_no_memory) throw std::bad_alloc();
     if (script_.error) throw *script_.error;
   }
   State wait(std::chrono::steady_clock::time_point) override {
@@ -248,6 +250,22 @@ TEST_F(MessageChannelTest, an_exception_of_the_engine_itself_is_a_failure_for_th
   EXPECT_THROW(engine->run(call), std::length_error);
   EXPECT_EQ(sent().kind, Kind::peer_failed);
   EXPECT_EQ(sent().culprit, 0);
+}
+
+TEST_F(MessageChannelTest, an_exception_in_split_or_allocate_is_a_failure_for_the_others) {
+  for (const Op op : {Op::split, Op::allocate}) {
+    script = Script();
+    script.has_no_memory = true;
+    const auto engine = make("scripted", std::make_unique<ScriptedTransport>(script, &part));
+    call.op = op;
+    call.count = op == Op::allocate ? 1 : 0;
+    const auto run = [&] {
+      if (op == Op::split) engine->split(call, /*color=*/0, /*key=*/0);
+      if (op == Op::allocate) engine->allocate(call);
+    };
+    EXPECT_THROW(run(), std::bad_alloc);
+    EXPECT_EQ(internal::text_of(sent()).substr(0, 14), "rank 0 failed:");
+  }
 }
 
 TEST_F(MessageChannelTest, leave_announces_a_departure) {

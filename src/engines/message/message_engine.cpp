@@ -57,7 +57,7 @@ class MessageEngine final : public Engine {
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     Limit limit(call.timeout);
     auto memory = make_memory(call);  // first: all ranks get their buffer or none does
-    compare(call, headers_.of(call), {}, limit);
+    telling_peers([&] { compare(call, headers_.of(call), {}, limit); });
     return memory;
   }
   void abandon(std::string_view reason) noexcept override { channel_->abandon(reason); }
@@ -85,6 +85,19 @@ class MessageEngine final : public Engine {
   void compare(const Call& call, const Header& mine, std::span<const std::byte> payload,
                Limit& limit);
   void perform(const Call& call);
+  /// Work whose exceptions that no peer knows of end the group on every rank.
+  template <class Work>
+  void telling_peers(Work work) {
+    try {
+      work();
+    } catch (const Error&) {  // known to the peers
+      throw;
+    } catch (const std::exception& error) {  // no memory, for example
+      channel_->abandon(error.what());
+      throw;
+    }
+  }
+  std::unique_ptr<Engine> split_engine(const Call& call, int color, int key);
   void make_firsts();
   void fail_mismatch(const Call& call);
   /// How many bytes this rank sends eagerly in the first message; nullopt: none, they follow.
@@ -233,14 +246,7 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
 }
 
 void MessageEngine::run(const Call& call) {
-  try {
-    perform(call);
-  } catch (const Error&) {  // known to the peers
-    throw;
-  } catch (const std::exception& error) {  // no memory, for example
-    channel_->abandon(error.what());
-    throw;
-  }
+  telling_peers([&] { perform(call); });
 }
 
 void MessageEngine::perform(const Call& call) {
@@ -261,6 +267,12 @@ void MessageEngine::perform(const Call& call) {
 }
 
 std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int key) {
+  std::unique_ptr<Engine> part;
+  telling_peers([&] { part = split_engine(call, color, key); });
+  return part;
+}
+
+std::unique_ptr<Engine> MessageEngine::split_engine(const Call& call, int color, int key) {
   Limit limit(call.timeout);
   struct Choice {
     int color;
