@@ -30,6 +30,9 @@ void MismatchTable::add(int rank, std::string call, std::uint32_t fingerprint, b
 
 void MismatchTable::add(const Row& row) {
   const bool moves = moves_data(row.op);
+  if (row.op == Op::broadcast) {
+    (row.count == "0" ? has_empty_broadcast_ : has_filled_broadcast_) = true;
+  }
   add(row.rank,
       fmt::format("{:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}", name_of(row.op),
                   moves ? name_of(row.dtype) : "-", moves ? row.count : "-",
@@ -89,6 +92,12 @@ std::string MismatchTable::text() const {
     text +=
         "\n"
         "  lines that look equal differ in a part of the call that is not shown";
+  }
+  if (has_empty_broadcast_ && has_filled_broadcast_) {
+    text +=
+        "\n"
+        "  broadcast does not resize: give the data its size on all ranks before, or call "
+        "broadcast_object";
   }
   if (text.find("  by rank ") != std::string::npos) {
     text += "\n  by rank: a hash of the counts that a rank gives for all ranks";

@@ -47,6 +47,8 @@ class MismatchTable {
   std::vector<const Line*> sorted() const;
 
   std::vector<Line> lines_;
+  bool has_empty_broadcast_ = false;
+  bool has_filled_broadcast_ = false;
 };
 
 /// "by rank 3fa1": a hash of the counts, for a call that has one count per rank.

@@ -63,6 +63,22 @@ TEST(MismatchTableTest, what_differs_without_a_column_is_reported) {
   expect_contains(text, "by rank: a hash of the counts");
 }
 
+TEST(MismatchTableTest, a_broadcast_into_nothing_is_told_what_to_call) {
+  const auto text_of = [](const char* count, const char* other) {
+    MismatchTable table;
+    for (int rank = 0; rank < 2; ++rank) {
+      auto row = row_of(rank, Op::broadcast);
+      row.count = rank == 0 ? count : other;
+      row.root = 0;
+      table.add(row);
+    }
+    return table.text();
+  };
+  expect_contains(text_of("8", "0"), "\n  broadcast does not resize: ");
+  expect_contains(text_of("8", "0"), "or call broadcast_object");
+  EXPECT_EQ(text_of("8", "7").find("resize"), std::string::npos);
+}
+
 TEST(ListOfTest, neighbours_are_put_together) {
   EXPECT_EQ(list_of({}), "");
   EXPECT_EQ(list_of(std::array{3}), "3");
