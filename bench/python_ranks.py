@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -120,7 +121,8 @@ def measure(calls, seconds):
 
 
 def print_row(name, size, medians, base=0):
-    cells = "".join(f"{medians.get(backend, float('nan')):12.1f}" for backend in ("gloo", "lockstep", "directly"))
+    columns = [medians.get(backend) for backend in ("gloo", "lockstep", "directly")]
+    cells = "".join(f"{'' if value is None else f'{value:.1f}':>12}" for value in columns)
     if base:
         cells += f"{base:12.1f}"
     times = (medians["gloo"] - base) / max(medians["lockstep"] - base, 1e-9)
@@ -129,6 +131,7 @@ def print_row(name, size, medians, base=0):
 
 def run(rank, options, store):
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # names that torch is about to change
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(N_RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(N_RANKS),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID=os.path.basename(os.path.dirname(store)))  # fmt: skip
     dist.init_process_group("lockstep", init_method=f"file://{store}", rank=rank, world_size=N_RANKS)
