@@ -116,6 +116,26 @@ def test_async_calls_keep_the_order_of_the_program(run_torch):
     )
 
 
+def test_a_callback_may_wait_for_a_later_call(run_torch):
+    run_torch(
+        2,
+        """
+    store = dist.distributed_c10d._get_default_store()
+    first, second = torch.ones(3), torch.ones(3)
+    if rank == 1:
+        store.wait(["rank 0 has its callback"])
+    work = dist.all_reduce(first, async_op=True)
+    if rank == 0:
+        seen = work.get_future().then(lambda _: later.wait() and second[0].item())
+    later = dist.all_reduce(second, async_op=True)
+    if rank == 0:
+        store.set("rank 0 has its callback", "")
+        assert seen.wait() == 2
+    later.wait()
+    """,
+    )
+
+
 def test_groups_in_several_threads_and_orders(run_torch):
     run_torch(
         3,

@@ -60,6 +60,27 @@ def test_communication_hooks(run_torch, hook, tolerance):
     )
 
 
+def test_power_sgd(run_torch):
+    run_torch(
+        2,
+        f"""
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+    torch.manual_seed(0)
+    model = torch.nn.Linear(20, 20)
+    {DDP}
+    state = power.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, power.powerSGD_hook)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(4, 20)).square().mean().backward()
+        parts = [torch.empty_like(model.module.weight) for _ in range(size)]
+        dist.all_gather(parts, model.module.weight.grad)
+        assert torch.equal(parts[0], parts[1])
+    """,
+    )
+
+
 def test_zero_redundancy_optimizer(run_torch):
     run_torch(
         2,

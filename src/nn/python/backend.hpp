@@ -177,7 +177,7 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
     } catch (...) {
       error = std::current_exception();
     }
-    work->complete(error);
+    return work->complete(error);
   });
   return work;
 }

@@ -56,15 +56,11 @@ void BackendWork::complete_future() {
   }
 }
 
-void BackendWork::complete(std::exception_ptr error) {
+std::function<void()> BackendWork::complete(std::exception_ptr error) {
   finish(std::move(error));
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  {
-    const std::lock_guard lock(mutex_);
-    future = future_;
-  }
-  // Its callbacks run on this thread. A future made since is complete.
-  if (future && !future->completed()) complete_future();
+  const std::lock_guard lock(mutex_);
+  if (!future_ || future_->completed()) return {};  // one made from now on is complete
+  return [work = WorkPtr::reclaim_copy(this)] { work->complete_future(); };
 }
 
 }  // namespace lockstep::python

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <exception>
+#include <functional>
 #include <lockstep/group.hpp>
 #include <vector>
 
@@ -19,20 +20,17 @@ class BackendWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override;
   std::vector<at::Tensor> result() override { return results_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  int sourceRank() const override { return source_; }
   void abort() override { group_.abandon("Work.abort was called"); }
 
-  /// From then on it is completed. Call once.
-  void complete(std::exception_ptr error);
-  /// Of a receive from any rank, before complete().
-  void set_source(int rank) { source_ = rank; }
+  /// From then on it is completed. Call once. Returns what completes its future, which runs the
+  /// callbacks; empty if nobody has asked for one.
+  std::function<void()> complete(std::exception_ptr error);
 
  private:
   void complete_future();
 
   Group group_;
   std::vector<at::Tensor> results_;
-  int source_ = -1;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
 };
 

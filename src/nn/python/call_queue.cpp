@@ -7,25 +7,33 @@
 namespace lockstep::python {
 
 void CallQueue::close() noexcept {
-  if (process_.is_copy()) {  // a fork has neither the thread nor, perhaps, the mutex
-    if (thread_.joinable()) thread_.detach();
+  if (process_.is_copy()) {  // a fork has neither the threads nor, perhaps, the mutex
+    for (std::thread& thread : threads_) thread.detach();
+    threads_.clear();
     return;
   }
-  {
-    const std::lock_guard lock(mutex_);
-    is_closing_ = true;
-  }
+  std::unique_lock lock(mutex_);
+  is_closing_ = true;
   changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  while (!threads_.empty()) {  // one may start another until its calls have ended
+    std::thread thread = std::move(threads_.back());
+    threads_.pop_back();
+    lock.unlock();
+    thread.join();
+    lock.lock();
+  }
 }
 
-void CallQueue::post(std::function<void()> call) {
+void CallQueue::start_thread() {
+  std::thread& thread = threads_.emplace_back([this] { loop(); });
+  ::pthread_setname_np(thread.native_handle(), "lockstep-c10d");
+  ++n_free_;
+}
+
+void CallQueue::post(std::function<Callbacks()> call) {
   {
     const std::lock_guard lock(mutex_);
-    if (!thread_.joinable()) {
-      thread_ = std::thread([this] { loop(); });
-      ::pthread_setname_np(thread_.native_handle(), "lockstep-c10d");
-    }
+    if (n_free_ == 0) start_thread();
     calls_.push_back(std::move(call));
     n_pending_.fetch_add(1, std::memory_order_relaxed);
   }
@@ -40,19 +48,30 @@ void CallQueue::wait_until_idle() {
 void CallQueue::loop() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return is_closing_ || !calls_.empty(); });
+    changed_.wait(lock, [this] { return !is_calling_ && (is_closing_ || !calls_.empty()); });
     if (calls_.empty()) return;
-    std::function<void()> call = std::move(calls_.front());
+    std::function<Callbacks()> call = std::move(calls_.front());
     calls_.pop_front();
+    is_calling_ = true;
     lock.unlock();
+    Callbacks callbacks;
     {
       const std::lock_guard running(running_);
-      call();
+      callbacks = call();
     }
     call = nullptr;
     lock.lock();
+    is_calling_ = false;
     n_pending_.fetch_sub(1, std::memory_order_release);
     changed_.notify_all();
+    if (!callbacks) continue;
+    --n_free_;
+    if (n_free_ == 0 && !calls_.empty()) start_thread();
+    lock.unlock();
+    callbacks();
+    callbacks = nullptr;
+    lock.lock();
+    ++n_free_;
   }
 }
 

@@ -6,6 +6,7 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "base/process_tag.hpp"
 
@@ -15,6 +16,8 @@ namespace lockstep::python {
 /// them starts; others on the calling thread, after those posted before.
 class CallQueue {
  public:
+  using Callbacks = std::function<void()>;
+
   CallQueue() = default;
   ~CallQueue() { close(); }
   CallQueue(const CallQueue&) = delete;
@@ -22,8 +25,9 @@ class CallQueue {
 
   /// Runs what is posted, then ends the thread. Nothing may be posted from then on.
   void close() noexcept;
-  /// The call may not throw.
-  void post(std::function<void()> call);
+  /// The call may not throw. It returns what to run next, beside later calls and perhaps waiting
+  /// for them, or an empty function.
+  void post(std::function<Callbacks()> call);
   void wait_until_idle();
   bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
 
@@ -39,16 +43,19 @@ class CallQueue {
   }
 
  private:
+  void start_thread();  // requires the lock
   void loop();
 
   base::ProcessTag process_;
   std::mutex running_;  // held by the thread that is in a call
   std::mutex mutex_;    // guards the members below
   std::condition_variable changed_;
-  std::deque<std::function<void()>> calls_;
+  std::deque<std::function<Callbacks()>> calls_;
   std::atomic<std::size_t> n_pending_{0};
   bool is_closing_ = false;
-  std::thread thread_;
+  bool is_calling_ = false;  // one of the threads
+  int n_free_ = 0;           // threads that are not in callbacks
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace lockstep::python
