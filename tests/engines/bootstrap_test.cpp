@@ -243,6 +243,24 @@ TEST_F(BootstrapTest, another_rank_killed_in_the_bootstrap_is_lost) {
   expect_all_pass();
 }
 
+TEST_F(BootstrapTest, a_rank_that_rank_0_has_not_accepted_yet_is_told_who_died) {
+  const pid_t victim = start_rank(2, 4, [] { init_dist(); });
+  const auto rank_2_died = [victim] {
+    expect_refusal<PeerLost>({fmt::format("rank 2 (process {}) died", victim)});
+  };
+  const pid_t leader = start_rank(0, 4, rank_2_died);
+  wait_for_sockets(2);
+  EXPECT_TRUE(test::wait_until_asleep(victim));  // it said hello and waits for the answer
+  EXPECT_TRUE(test::wait_until_asleep(leader));  // it has read that
+  ::kill(leader, SIGSTOP);
+  EXPECT_TRUE(test::wait_until([leader] { return test::thread_state(leader) == 'T'; }));
+  ::kill(victim, SIGKILL);
+  wait_for(victim);
+  EXPECT_TRUE(test::wait_until_asleep(start_rank(1, 4, rank_2_died)));  // waits for the answer
+  ::kill(leader, SIGCONT);
+  expect_all_pass();
+}
+
 TEST_F(BootstrapTest, a_rank_killed_after_the_bootstrap_is_lost) {
   const pid_t victim = start_rank(1, 3, [] {
     init_dist();

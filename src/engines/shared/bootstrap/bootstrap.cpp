@@ -84,7 +84,8 @@ class Follower : Bootstrap {
                 .job = {}};
     base::copy_text(hello.release, base::version());
     base::copy_text(hello.job, job_);
-    if (::send(socket_.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) lose_leader();
+    // If rank 0 has closed the socket, its reply may still be there.
+    ::send(socket_.get(), &hello, sizeof hello, MSG_NOSIGNAL);
   }
 
   [[noreturn]] void lose_leader() const {
@@ -110,7 +111,10 @@ class Follower : Bootstrap {
     message.msg_iovlen = 1;
     message.msg_control = control.data();
     message.msg_controllen = control.size();
-    const ssize_t n = ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC);
+    ssize_t n = ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC);
+    // Reported first if rank 0 closed the socket without having read the hello; then comes its
+    // reply.
+    if (n < 0 && errno == ECONNRESET) n = ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC);
     if (n != sizeof reply) lose_leader();
     const cmsghdr* const header = CMSG_FIRSTHDR(&message);
     if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {

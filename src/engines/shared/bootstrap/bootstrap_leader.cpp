@@ -186,8 +186,14 @@ class Leader : Bootstrap {
   }
 
   void tell_all(Kind kind, const std::string& text) {
-    listener_.reset();  // before any rank can retry
     const Reply reply = refusal(kind, text);
+    ::shutdown(listener_.get(), SHUT_RD);  // before any rank can retry; ranks in its queue remain
+    while (const base::UniqueFd queued{
+        ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)}) {
+      if (base::peer_of(queued.get()).uid != ::geteuid()) continue;
+      ::send(queued.get(), &reply, sizeof reply, MSG_NOSIGNAL);
+    }
+    listener_.reset();
     for (const Member& member : members_) {
       if (member.socket) ::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL);
     }
