@@ -184,9 +184,9 @@ def test_messages(run_torch):
             assert (a.item(), b.item()) == (7, 8)
         if rank == 2:
             x = torch.empty(1)
-            assert sorted(dist.recv(x) for _ in range(2)) == [0, 1]
+            assert sorted(dist.recv(x, tag=9) for _ in range(2)) == [0, 1]
         else:
-            dist.send(torch.ones(1), 2)
+            dist.send(torch.ones(1), 2, tag=9)
         x = torch.empty(2)
         ops = [dist.P2POp(dist.isend, torch.full((2,), float(rank)), right), dist.P2POp(dist.irecv, x, left)]
         for w in dist.batch_isend_irecv(ops): w.wait()
