@@ -41,6 +41,12 @@ void Backend::leave(const std::string& failure) noexcept {
   joined_.engine->leave(failure);
 }
 
+void Backend::end_callbacks() {
+  if (process_.is_copy()) return;
+  if (!queue_.is_idle()) group().abandon("the program ended with calls under way");
+  queue_.wait_for_callbacks();
+}
+
 void Backend::abort() {
   if (process_.is_copy()) return;
   group().abandon("the process group was aborted");

@@ -38,6 +38,8 @@ class Backend final : public c10d::Backend {
   const Group& group() const { return joined_.group; }
   /// Later calls fail, and the peers' too: with `failure`, if it is not empty. May be called again.
   void leave(const std::string& failure) noexcept;
+  /// Ends calls under way and waits for the callbacks of futures.
+  void end_callbacks();
 
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }

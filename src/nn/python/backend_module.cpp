@@ -54,6 +54,8 @@ void leave_all(const std::string& failure) {
   }
   const WithoutGil released;
   for (const auto& backend : living) backend->leave(failure);
+  // Python ends the threads that enter it later, in the midst of a destructor.
+  for (const auto& backend : living) backend->end_callbacks();
   living.clear();
 }
 

@@ -45,6 +45,11 @@ void CallQueue::wait_until_idle() {
   changed_.wait(lock, [this] { return is_idle(); });
 }
 
+void CallQueue::wait_for_callbacks() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return is_idle() && n_free_ == static_cast<int>(threads_.size()); });
+}
+
 void CallQueue::loop() {
   std::unique_lock lock(mutex_);
   while (true) {
@@ -72,6 +77,7 @@ void CallQueue::loop() {
     callbacks = nullptr;
     lock.lock();
     ++n_free_;
+    changed_.notify_all();
   }
 }
 

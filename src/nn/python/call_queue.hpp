@@ -29,6 +29,8 @@ class CallQueue {
   /// for them, or an empty function.
   void post(std::function<Callbacks()> call);
   void wait_until_idle();
+  /// Also until no callbacks run.
+  void wait_for_callbacks();
   bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
 
   template <class F>
