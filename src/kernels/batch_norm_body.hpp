@@ -63,22 +63,8 @@ struct TwoSums {
   double second = 0;
 };
 
-/// A mean as base + offset with a known `base`.
-struct Moments {
-  double count = 0;
-  double offset = 0;
-  double m2 = 0;
-
-  void merge(double part_count, double part_offset, double part_m2) {
-    const double share = part_count / (count + part_count);
-    const double delta = part_offset - offset;
-    offset += delta * share;
-    m2 += part_m2 + delta * delta * (count * share);
-    count += part_count;
-  }
-};
-
 #include "kernels/floats.inc"
+#include "kernels/moments.inc"
 
 #include "kernels/batch_norm_formulas.inc"
 #include "kernels/batch_norm_vectors.inc"

@@ -33,6 +33,7 @@ constexpr int kRegisterBytes = 16;
 #endif
 
 #include "kernels/floats.inc"
+#include "kernels/moments.inc"
 
 // --- elements: type in memory (Storage) and of the reduction (Value) ----------------------------
 
@@ -223,28 +224,23 @@ void mean_of_64_bits(const void* const* in, int n, void* out, std::size_t count)
   }
 }
 
-/// Merges samples (Chan, Golub, LeVeque 1979). The mean is kept as its distance from that of the
-/// first sample, which is small, so it is rounded once.
+/// The base of each mean is that of the first sample.
 void merge_moments(const void* const* in, int n, void* out, std::size_t count) {
-  struct Moments {
+  struct Element {
     double count, mean, m2, unused;
   };
   for (std::size_t i = 0; i < count; ++i) {
-    Moments sum{0, 0, 0, 0};
+    Moments sum;
     double base = 0;
     for (int r = 0; r < n; ++r) {
-      Moments part;
+      Element part;
       __builtin_memcpy(&part, static_cast<const char*>(in[r]) + i * sizeof(part), sizeof(part));
       if (part.count == 0) continue;
       if (sum.count == 0) base = part.mean;
-      const double share = part.count / (sum.count + part.count);
-      const double delta = (part.mean - base) - sum.mean;
-      sum.m2 += part.m2 + delta * delta * (sum.count * share);
-      sum.mean += delta * share;
-      sum.count += part.count;
+      sum.merge(part.count, part.mean - base, part.m2);
     }
-    sum.mean += base;
-    __builtin_memcpy(static_cast<char*>(out) + i * sizeof(sum), &sum, sizeof(sum));
+    const Element merged{sum.count, base + sum.offset, sum.m2, 0};
+    __builtin_memcpy(static_cast<char*>(out) + i * sizeof(merged), &merged, sizeof(merged));
   }
 }
 
