@@ -1,5 +1,6 @@
 """Ranks are real processes, started by the command that comes with the package."""
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -68,3 +69,13 @@ def run_ranks(tmp_path):
 def run_torch(run_ranks):
     """run_ranks for a program that has torch's `dist`, over lockstep."""
     return lambda n, program, **options: run_ranks(n, program, **{"prelude": TORCH_PRELUDE, **options})
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpirun(request):
+    """A command that starts two ranks: of each MPI that is here."""
+    launcher = shutil.which(f"mpirun.{request.param}")
+    if launcher is None:
+        pytest.skip(f"no mpirun.{request.param}")
+    options = {"openmpi": ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"], "mpich": []}
+    return [launcher, "-n", "2", *options[request.param]]

@@ -1,11 +1,8 @@
 """The launchers: `lockstep run` is that of all other tests."""
 
 import os
-import shutil
 import subprocess
 import sys
-
-import pytest
 
 SUM = """
 import os, numpy as np, lockstep as ls
@@ -31,14 +28,9 @@ def test_variables_of_torchrun(tmp_path):
         assert (rank.returncode, output) == (0, "pytorch shared\n")
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-def test_mpirun_and_the_mpi_engine(run_ranks, tmp_path, mpi):
-    launcher = shutil.which(f"mpirun.{mpi}")
-    if launcher is None:
-        pytest.skip(f"no mpirun.{mpi}")
-    options = {"openmpi": ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"], "mpich": []}[mpi]
+def test_mpirun_and_the_mpi_engine(run_ranks, tmp_path, mpirun):
     env = {**os.environ, "BACKEND": "mpi"}
     # To a file each: in mpirun's own output the ranks' lines may break in the middle.
-    ranks = [launcher, "-n", "2", *options, "sh", "-c", 'exec "$@" >$$.said', "sh"]
+    ranks = [*mpirun, "sh", "-c", 'exec "$@" >$$.said', "sh"]
     run_ranks(2, SUM, launcher=ranks, env=env, prelude="")
     assert [path.read_text() for path in tmp_path.glob("*.said")] == ["mpi mpi\n"] * 2

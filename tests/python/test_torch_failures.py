@@ -64,10 +64,15 @@ def test_a_late_rank_is_named(run_torch):
     )
 
 
-def test_the_exception_of_a_rank_reaches_the_others(run_torch):
+@pytest.mark.parametrize(
+    "call",
+    ["dist.all_reduce(torch.ones(1))", "dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()"],
+    ids=["call", "future"],
+)
+def test_the_exception_of_a_rank_reaches_the_others(run_torch, call):
     program = survivor(
         "raise ValueError('no more data')",
-        "dist.all_reduce(torch.ones(1))",
+        call,
         "PeerFailed",
         "rank 1 failed: ValueError: no more data",
     )
@@ -210,13 +215,3 @@ def test_a_scope_raises_the_errors_of_lockstep_in_forward(run_torch):
             assert "expected weight to be" in error.text and error.rank == rank and error.lineno == 4, error
         """,
     )
-
-
-def test_a_future_raises_the_errors_of_lockstep(run_torch):
-    program = survivor(
-        "raise ValueError('no more data')",
-        "dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()",
-        "PeerFailed",
-        "rank 1 failed: ValueError: no more data",
-    )
-    assert "heard" in run_torch(2, program, code=1)

@@ -60,13 +60,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-def test_mpirun(run_ranks, tmp_path, mpi):
-    launcher = shutil.which(f"mpirun.{mpi}")
-    if launcher is None:
-        pytest.skip(f"no mpirun.{mpi}")
-    options = {"openmpi": ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"], "mpich": []}[mpi]
-    run_ranks(2, SUM_OF_TWO, launcher=[launcher, "-n", "2", *options], prelude="")
+def test_mpirun(run_ranks, tmp_path, mpirun):
+    run_ranks(2, SUM_OF_TWO, launcher=mpirun, prelude="")
     assert [path.read_text() for path in tmp_path.glob("*.said")] == ["2.0 2"] * 2
 
 
