@@ -319,5 +319,20 @@ TEST_P(MessageRoundsTest, messages_grow_with_the_logarithm_of_ranks) {
   }
 }
 
+TEST_P(MessageRoundsTest, a_root_does_not_send_its_data_to_every_rank) {
+  for (const Op op : {Op::broadcast, Op::reduce}) {
+    const std::size_t count = 16 << 10;
+    MessageNetwork network(n);
+    run_message_ranks(
+        n,
+        [&](Engine& engine) {
+          std::vector<float> data(count);
+          engine.run(call_of(op, count, data.data(), data.data()));
+        },
+        &network);
+    EXPECT_LE(network.most().n_bytes, 2 * count * sizeof(float) + n_ranks * 256) << name_of(op);
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::message

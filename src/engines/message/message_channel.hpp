@@ -41,6 +41,7 @@ class Channel {
 
   /// Whether there are so many ranks that short messages should not go from each to each.
   bool has_rounds() const noexcept { return has_rounds_; }
+  bool is_on_one_host() const noexcept { return transport_.is_on_one_host(); }
   /// Begins an exchange of several rounds; all ranks begin the same, in the same order. Each round
   /// waits for one message, of rank `awaited`; `n_known`: see Position. If the call's time ends,
   /// the late ranks are found by asking all for their positions.

@@ -15,7 +15,8 @@ using base::copy_bytes;
 /// Up to this size every rank sends all its data to all ranks (one exchange); above it, each
 /// rank reduces a slice (two exchanges).
 constexpr std::size_t kFlatBytes = 16 << 10;
-/// Above this size, a broadcast or reduce between more than two ranks is sent in slices.
+/// Above this size, a broadcast or reduce between more than two ranks of one host is sent in
+/// slices.
 constexpr std::size_t kSlicedBytes = 256 << 10;
 /// Parts of up to this size are passed on by other ranks, which copies them.
 constexpr std::size_t kPassedOnBytes = 2 << 10;
@@ -59,7 +60,13 @@ bool Collectives::is_faster_in_rounds(int n_exchanges, double n_bytes) const {
 }
 
 bool Collectives::is_sent_in_slices(std::size_t n_bytes) const {
-  return size() > 2 && n_bytes > (rounds_ != nullptr ? kPassedOnBytes : kSlicedBytes);
+  if (size() <= 2) return false;
+  if (rounds_ != nullptr) return n_bytes > kPassedOnBytes;
+  if (channel_.is_on_one_host()) return n_bytes > kSlicedBytes;
+  // The root then sends or receives all data twice and not once for each other rank, in one
+  // exchange more.
+  const double n_others = size() - 1, n_saved = n_others - 2 * n_others / size();
+  return static_cast<double>(n_bytes) * n_saved * kByte > (n_others - 1) * kMessage + kRound;
 }
 
 Collectives::Slice Collectives::slice_of(const Call& call, int r) const {

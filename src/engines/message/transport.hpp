@@ -92,6 +92,8 @@ class Transport {
   virtual void cancel() noexcept {}
   /// A hint: this exact span will be exchanged often and does not change.
   virtual void prepare(std::span<const Message> /*messages*/) {}
+  /// Whether messages do not cross a network: bytes then cost little compared with messages.
+  virtual bool is_on_one_host() const noexcept { return false; }
   /// The best size of an exchange when bandwidth matters, not latency.
   virtual std::size_t piece_bytes() const noexcept {
     return std::numeric_limits<std::size_t>::max();
