@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -299,6 +300,53 @@ TEST_P(Conformance, all_to_all_of_every_length) {
         append(expected, piece(values(DType::f32, count * n, 10, r), group.rank(), count * 4));
       }
       ASSERT_EQ(received, expected);
+    }
+  });
+}
+
+/// Sizes at which engines change from one algorithm to another.
+TEST_P(Conformance, every_operation_around_4_8_and_16_KiB) {
+  run([] {
+    const Group group = default_group();
+    const int n_ranks = group.size(), root = n_ranks - 1;
+    const bool is_root = group.rank() == root;
+    const auto n = static_cast<std::size_t>(n_ranks);
+    constexpr DType kType = DType::i32;
+    for (const std::size_t count : {1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097}) {
+      const Bytes mine = values(kType, count, /*seed=*/30, group.rank());
+      const Bytes whole = values(kType, count * n, /*seed=*/31, group.rank());
+      const Bytes sum = all_reduced(kType, ReduceOp::sum, count, /*seed=*/30, n_ranks);
+      Bytes gathered, exchanged;
+      for (int r = 0; r < n_ranks; ++r) {
+        append(gathered, values(kType, count, /*seed=*/30, r));
+        append(exchanged, piece(values(kType, count * n, 31, r), group.rank(), mine.size()));
+      }
+      Bytes data = mine, all(whole.size());
+      const Elements one{data.data(), count, kType}, many{all.data(), count * n, kType};
+      const ConstElements from_one{mine.data(), count, kType};
+      const ConstElements from_many{whole.data(), count * n, kType};
+      group.all_reduce(one);
+      ASSERT_EQ(data, sum) << count;
+      data = mine;
+      group.reduce(one, root);
+      ASSERT_EQ(data, is_root ? sum : mine) << count;
+      data = mine;
+      group.broadcast(one, root);
+      ASSERT_EQ(data, piece(gathered, root, mine.size())) << count;
+      group.all_gather(from_one, many);
+      ASSERT_EQ(all, gathered) << count;
+      std::ranges::fill(all, std::byte{1});
+      group.gather(from_one, many, root);
+      ASSERT_EQ(all, is_root ? gathered : Bytes(all.size(), std::byte{1})) << count;
+      group.scatter(is_root ? from_many : ConstElements{nullptr, 0, kType}, one, root);
+      ASSERT_EQ(data, piece(values(kType, count * n, 31, root), group.rank(), mine.size()))
+          << count;
+      group.reduce_scatter(from_many, one);
+      ASSERT_EQ(data, piece(all_reduced(kType, ReduceOp::sum, count * n, 31, n_ranks), group.rank(),
+                            mine.size()))
+          << count;
+      group.all_to_all(from_many, many);
+      ASSERT_EQ(all, exchanged) << count;
     }
   });
 }

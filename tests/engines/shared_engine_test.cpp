@@ -8,12 +8,9 @@
 
 #include <atomic>
 #include <cerrno>
-#include <chrono>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
-#include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -100,43 +97,6 @@ TEST(SharedEngineTest, messages_past_two_to_the_31_bytes_between_processes) {
     all_reduce(data);
     EXPECT_EQ(data.front(), 2.0F);
     EXPECT_EQ(data.back(), 8.0F);
-  });
-}
-
-TEST(SharedEngineTest, a_call_that_fails_returns_when_no_peer_accesses_its_memory) {
-  // The root has nothing to do while its peers copy, times out, and frees what they copy from.
-  constexpr std::size_t kBytes = std::size_t{256} << 20U;
-  run_ranks(3, [](int rank) {
-    // Uninitialised on the peers, whose copies then take a page fault for each page.
-    const std::unique_ptr<std::uint8_t[]> data(new std::uint8_t[kBytes]);
-    std::unique_ptr<std::uint8_t[]> freed(new std::uint8_t[rank == 0 ? kBytes : 1]);
-    if (rank == 0) std::memset(freed.get(), 9, kBytes);
-    barrier();
-    const Elements elements{rank == 0 ? freed.get() : data.get(), kBytes};
-    using std::chrono::milliseconds;
-    try {
-      default_group().broadcast(elements, 0, milliseconds(rank == 0 ? 1 : 60'000));
-    } catch (const TimeoutError&) {
-      freed.reset();
-    }
-  });
-}
-
-TEST(SharedEngineTest, threads_reduce_each_others_memory_in_rank_order) {
-  run_ranks(3, [](int rank) {
-    constexpr std::size_t kCount = 300'001;
-    std::vector<float> in(kCount), out(kCount, -1.0F);
-    const auto value = [](int r, std::size_t i) {
-      return static_cast<float>(i % 977) * (r == 1 ? 1e-4F : 1.1F) + static_cast<float>(r);
-    };
-    for (std::size_t i = 0; i < kCount; ++i) in[i] = value(rank, i);
-    std::vector<float> in_place = in;
-    all_reduce(in_place);
-    default_group().reduce({in.data(), in.size(), DType::f32}, 2);
-    for (std::size_t i = 0; i < kCount; ++i) {
-      ASSERT_EQ(in_place[i], value(0, i) + value(1, i) + value(2, i)) << i;
-      ASSERT_EQ(in[i], rank == 2 ? in_place[i] : value(rank, i)) << i;
-    }
   });
 }
 

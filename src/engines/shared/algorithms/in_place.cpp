@@ -36,34 +36,30 @@ bool SharedEngine::agree_on_place(const Call& call, BufferTable::Place& place) {
 /// agree_on_place is the barrier before it.
 void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Place& place) {
   const BufferTable::Entry entry = buffers_->entry(place.buffer);
-  ins_.clear();
-  outs_.clear();
-  for (int r = 0; r < size(); ++r) {
-    std::byte* const data =
-        entry.parts + static_cast<std::size_t>(r) * entry.n_part_bytes + place.offset;
-    ins_.push_back(data);
-    outs_.push_back(data);
+  for (std::size_t r = 0; r < ins_.size(); ++r) {
+    outs_[r] = entry.parts + r * entry.n_part_bytes + place.offset;
+    ins_[r] = outs_[r];
   }
   std::swap(outs_.front(), outs_[static_cast<std::size_t>(rank())]);
-  reduce_slice(call);
+  reduce_slice(call, outs_);
   channel_.end_phase(call);
 }
 
-/// Reduces this rank's slice of ins_ into the first of outs_, and copies it to the others.
-void SharedEngine::reduce_slice(const Call& call) {
+/// Reduces this rank's slice of ins_ into the first of `outs`, and copies it to the others.
+void SharedEngine::reduce_slice(const Call& call, std::span<std::byte*> outs) {
   const std::size_t element = size_of(call.dtype);
   const Slices slices(call.count, size(), element);
   const std::size_t slice = slices.begin(rank()) * element;
   for (const std::byte*& in : ins_) in += slice;
-  for (std::byte*& out : outs_) out += slice;
-  with_write_prefetch(outs_, slices.length(rank()) * element, kMemoryPiece,
+  for (std::byte*& out : outs) out += slice;
+  with_write_prefetch(outs, slices.length(rank()) * element, kMemoryPiece,
                       [&](std::size_t begin, std::size_t length) {
                         for (std::size_t r = 0; r < ins_.size(); ++r) inputs_[r] = ins_[r] + begin;
-                        std::byte* const result = outs_.front() + begin;
+                        std::byte* const result = outs.front() + begin;
                         kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), result,
                                         count_of(length, element));
-                        for (std::size_t i = 1; i < outs_.size(); ++i) {
-                          std::memcpy(outs_[i] + begin, result, length);
+                        for (std::byte* const out : outs.subspan(1)) {
+                          std::memcpy(out + begin, result, length);
                         }
                       });
 }
@@ -96,14 +92,14 @@ void SharedEngine::run_between_threads(const Call& call) {
   }
 }
 
-void SharedEngine::move_between_threads(const Call& call) {
-  ins_.clear();
-  outs_.clear();
+/// noexcept: between enter_peers_memory and leave_peers_memory nothing may allocate, because peers
+/// wait without a limit for this rank to leave.
+void SharedEngine::move_between_threads(const Call& call) noexcept {
   for (int r = 0; r < size(); ++r) {
     CallMemory memory{};
     std::memcpy(&memory, channel_.read_slot(r, 1, sizeof memory), sizeof memory);
-    ins_.push_back(bytes(memory.in));
-    outs_.push_back(bytes(memory.out));
+    ins_[static_cast<std::size_t>(r)] = bytes(memory.in);
+    outs_[static_cast<std::size_t>(r)] = bytes(memory.out);
   }
   const auto me = static_cast<std::size_t>(rank());
   const auto root = static_cast<std::size_t>(call.root);
@@ -112,12 +108,9 @@ void SharedEngine::move_between_threads(const Call& call) {
   switch (call.op) {
     case Op::all_reduce:
       std::swap(outs_.front(), outs_[me]);  // first to the memory that is near
-      reduce_slice(call);
+      reduce_slice(call, outs_);
       break;
-    case Op::reduce:
-      outs_ = {outs_[root]};
-      reduce_slice(call);
-      break;
+    case Op::reduce: reduce_slice(call, {&outs_[root], 1}); break;
     case Op::broadcast:
       if (me != root) copy_bytes(to, ins_[root], n_bytes);
       break;

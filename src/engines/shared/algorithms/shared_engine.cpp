@@ -169,7 +169,9 @@ std::unique_ptr<Engine> SharedEngine::join(std::shared_ptr<Membership> membershi
 SharedEngine::SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank,
                            int n_ranks)
     : channel_(std::move(membership), offset, rank, n_ranks),
-      inputs_(static_cast<std::size_t>(n_ranks)) {}
+      inputs_(static_cast<std::size_t>(n_ranks)),
+      ins_(static_cast<std::size_t>(n_ranks)),
+      outs_(static_cast<std::size_t>(n_ranks)) {}
 
 std::unique_ptr<Engine> SharedEngine::split(const Call& call, int color, int key) {
   return abandoning(channel_, [&] { return split_engine(call, color, key); });

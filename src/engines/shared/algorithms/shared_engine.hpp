@@ -3,6 +3,7 @@
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "engines/shared/protocol/channel.hpp"
@@ -93,12 +94,12 @@ class SharedEngine final : public Engine {
   void all_reduce_in_place(const Call& call, const BufferTable::Place& place);
   bool runs_between_threads(const Call& call) const noexcept;
   void run_between_threads(const Call& call);
-  void move_between_threads(const Call& call);
-  void reduce_slice(const Call& call);
+  void move_between_threads(const Call& call) noexcept;
+  void reduce_slice(const Call& call, std::span<std::byte*> outs);
 
   Channel channel_;
   std::vector<const void*> inputs_;  ///< one per rank, for kernels::reduce
-  // Of a call in place: every rank's input, and the outputs that this rank writes.
+  // Of a call in place: every rank's input and output.
   std::vector<const std::byte*> ins_;
   std::vector<std::byte*> outs_;
   std::shared_ptr<BufferTable> buffers_ = std::make_shared<BufferTable>();
