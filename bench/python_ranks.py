@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """torch.distributed over lockstep beside Gloo, and lockstep called directly: 2 ranks, in one run.
 
-usage: python_ranks.py [--max BYTES] [--seconds S]
+usage: python_ranks.py [--max BYTES] [--seconds S] [--json FILE]
 
 Prints a row for each operation and size: median microseconds of a call, the slower rank's, and how many times as long
 Gloo takes. The backends take turns, several times, so that both see the same load of the machine. Models: the
 median of a training step, and what the ranks' communication adds to the step of one rank alone.
+FILE gets rows for scripts/performance.py: of each operation of torch.distributed Gloo's time over ours, of lockstep called
+directly the microseconds, of each model what lockstep adds over what Gloo adds.
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -120,6 +123,24 @@ def measure(calls, seconds):
     return {backend: statistics.median(values) for backend, values in turns.items()}
 
 
+def bytes_text(n):
+    for shift, unit in ((20, "MiB"), (10, "KiB")):
+        if n >= 1 << shift:
+            return f"{n >> shift} {unit}"
+    return f"{n} B"
+
+
+def add_rows(rows, name, size, medians, base=0):
+    if base:
+        rows.append({"name": f"{name}: added", "ratio": (medians["lockstep"] - base) / max(medians["gloo"] - base, 1e-9)})
+        return
+    if size:
+        name += f" {bytes_text(size)}"
+    rows.append({"name": f"dist.{name}", "ratio": medians["gloo"] / medians["lockstep"]})
+    if "directly" in medians:
+        rows.append({"name": f"lockstep.{name}", "ratio": medians["directly"]})
+
+
 def print_row(name, size, medians, base=0):
     columns = [medians.get(backend) for backend in ("gloo", "lockstep", "directly")]
     cells = "".join(f"{'' if value is None else f'{value:.1f}':>12}" for value in columns)
@@ -137,7 +158,13 @@ def run(rank, options, store):
     dist.init_process_group("lockstep", init_method=f"file://{store}", rank=rank, world_size=N_RANKS)
     lockstep.init_dist()
     groups = {"gloo": dist.new_group(backend="gloo"), "lockstep": dist.new_group()}
-    say = print_row if rank == 0 else lambda *_: None
+    rows = []
+
+    def say(*row):
+        if rank == 0:
+            print_row(*row)
+            add_rows(rows, *row)
+
     if rank == 0:
         print(f"{'':24}{'bytes':>10}{'gloo':>12}{'lockstep':>12}{'directly':>12}  {'gloo is':>9}")
     small = {backend: small_operations(group) for backend, group in groups.items()}
@@ -163,12 +190,16 @@ def run(rank, options, store):
         say(name, "", medians, medians["alone"])
     lockstep.destroy_dist()
     dist.destroy_process_group()
+    if rank == 0 and options.json:
+        with open(options.json, "w") as file:
+            json.dump({"rows": rows}, file)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--max", type=int, default=64 << 20, help="bytes")
     parser.add_argument("--seconds", type=float, default=1.0, help="about, for each row")
+    parser.add_argument("--json", help="file for the ratios")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         ranks = []

@@ -12,12 +12,12 @@ import performance
 GOALS = os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'bench', 'goals.json')
 
 
-def check(rows, goals):
-    """The lines of `check`. goals: one goal, or the name of a file."""
+def check(rows, goals, limits=()):
+    """The lines of `check`. goals: one goal, or the name of a file. limits: rows of that run."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
         record = os.path.join(folder, 'record.json')
         with open(record, 'w') as file:
-            json.dump({'runs': {'small': {'rows': rows}}}, file)
+            json.dump({'runs': {'small': {'rows': rows}, 'limits': {'rows': limits}}}, file)
         if isinstance(goals, dict):
             sizes = {} if 'rows' in goals else {'from': 4, 'to': 64}
             goals = [{'goal': 'the goal', 'run': 'small', **sizes, **goals}]
@@ -62,6 +62,19 @@ class CheckTest(unittest.TestCase):
         rows[0]['p50_us']['openmpi'] = {'far': 5}
         self.expect(check(rows, near)[0], 'not seen in this record')
 
+    def test_a_goal_is_reached_near_the_limit_too(self):
+        rows = [line(4, lockstep={'near': 1}, mpich={'near': 1.5}),
+                line(64, lockstep={'near': 1}, mpich={'near': 2.1})]
+        goal = {'limit': 'floor', 'must': 2, 'aim': 3}
+        limits = [line(4, lockstep={'near': 1}, floor={'near': 0.96}, bare={'near': 0.5}),
+                  line(64, lockstep={'near': 1}, floor={'near': 0.5}, bare={'near': 0.5})]
+        self.expect(check(rows, goal)[0], 'short', '1.50x at 4 B')
+        self.expect(check(rows, goal, limits)[0], 'must', '2.10x at 64 B; 4 B at 96 % of the limit')
+        self.expect(check(rows[:1], goal, limits)[0], 'limit', '1.50x at 4 B; 4 B at 96 % of the limit')
+        self.assertEqual(check(rows[:1], goal, limits)[1], '0 of 1 goals fall short')
+        limits[0]['p50_us']['floor']['near'] = 0.94
+        self.expect(check(rows, goal, limits)[0], 'short', '1.50x at 4 B')
+
     def test_programs_of_their_own(self):
         rows = [{'name': 'composed x', 'ratio': 0.1}, {'name': 'step: not hidden', 'ratio': 0.02},
                 {'name': 'other step: not hidden', 'ratio': 0.031}]
@@ -70,6 +83,10 @@ class CheckTest(unittest.TestCase):
         self.expect(line, 'short', '3.1 % other step: not hidden')
         self.assertIn('must <= 3 %', line)
         self.expect(check(rows, {**share, 'rows': 'step.*'})[0], 'must')
+        time = {'rows': 'a call', 'at_most': True, 'unit': 'us', 'must': 1.2, 'aim': 0.8}
+        line = check([{'name': 'a call', 'ratio': 1.13}], time)[0]
+        self.expect(line, 'must', '1.13 us a call')
+        self.assertIn('must <= 1.2 us', line)
 
     def test_a_record_keeps_medians_one_line_for_each_size(self):
         rows = [{'operation': 'all_reduce', 'bytes': 4, 'entrant': entrant, 'placement': 'near',

@@ -85,7 +85,8 @@ int bench(const std::vector<std::string>& arguments) {
           names({Type::u8, Type::i32, Type::i64, Type::f16, Type::bf16, Type::f32, Type::f64})));
   app.add_option("--mode", plan.mode, "Buffers: warm, touch or fresh (default warm)")
       ->transform(CLI::CheckedTransformer(names({Mode::warm, Mode::touch, Mode::fresh})));
-  app.add_flag("--shared", plan.in_shared_memory, "Use buffers of Group::allocate for lockstep");
+  app.add_flag("--shared", plan.in_shared_memory,
+               "Use buffers of Group::allocate for lockstep's processes");
   app.add_flag("--threads", with_threads, "Also measure ranks as threads of one process");
   app.add_flag("--no-processes", without_processes, "Do not measure ranks as processes");
   app.add_flag("--unpinned", is_unpinned, "Do not bind ranks to cores");

@@ -26,7 +26,7 @@ DType dtype_of(Type type) {
 
 class Lockstep : public Contestant {
  public:
-  explicit Lockstep(Group group) : group_(std::move(group)) {}
+  Lockstep(Group group, bool of_threads) : group_(std::move(group)), of_threads_(of_threads) {}
 
   void barrier() override { group_.barrier(); }
 
@@ -46,7 +46,9 @@ class Lockstep : public Contestant {
     }
   }
 
+  /// Threads use each other's ordinary memory.
   std::byte* allocate(std::size_t n_bytes) override {
+    if (of_threads_) return nullptr;
     memory_ = {};
     memory_ = group_.allocate(n_bytes);
     return memory_.data();
@@ -54,15 +56,16 @@ class Lockstep : public Contestant {
 
  private:
   Group group_;
+  bool of_threads_;
   SharedBuffer memory_;
 };
 
 /// The rank identifies itself and binds to its core before it joins: the engine checks the cores.
-void serve(const std::string& socket, int rank, int n_ranks) {
+void serve(const std::string& socket, int rank, int n_ranks, bool of_threads) {
   Rank me(socket, rank, n_ranks);
   const bool is_alone = !is_distributed();
   if (is_alone) init_dist();
-  Lockstep contestant(default_group());
+  Lockstep contestant(default_group(), of_threads);
   me.serve(contestant);
   if (is_alone) destroy_dist();
 }
@@ -71,10 +74,10 @@ void serve(const std::string& socket, int rank, int n_ranks) {
 
 int work(const std::string& socket, int n_threads) {
   if (n_threads > 0) {
-    run_ranks(n_threads, [&] { serve(socket, get_rank(), n_threads); });
+    run_ranks(n_threads, [&] { serve(socket, get_rank(), n_threads, /*of_threads=*/true); });
   } else {
     const internal::World world = internal::read_world(Launcher::lockstep);
-    serve(socket, world.rank, world.size);
+    serve(socket, world.rank, world.size, /*of_threads=*/false);
   }
   return 0;
 }
