@@ -43,6 +43,9 @@ git ls-files -z --cached --others --exclude-standard '*.md' '*.hpp' '*.h' '*.cpp
 stage "faults that fit the sources"
 scripts/mutations.sh --check || bad+=", $now"
 
+stage "recipes that fit CMakeLists.txt"
+python3 -B scripts/check_recipes.py || bad+=", $now"
+
 stage "judging of benchmark goals"
 python3 -B scripts/performance_test.py || bad+=", $now"
 

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Do the recipes of packaging/, pyproject.toml and the Debian packages fit CMakeLists.txt: version, license, the packages
+that CMake looks for, the options that they set? ./dev lint runs it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# A package that the core's CMake files look for: what vcpkg, Conan and Debian call it.
+NAMES = {
+    "fmt": ("fmt", "fmt", "libfmt-dev"),
+    "cereal": ("cereal", "cereal", "libcereal-dev"),
+    "nlohmann_json": ("nlohmann-json", "nlohmann_json", "nlohmann-json3-dev"),
+    "CLI11": ("cli11", "cli11", "libcli11-dev"),
+}
+# Of the compiler; of the libtorch layer; of the Python package.
+OTHERS = {"Threads", "Torch", "Python", "nanobind"}
+
+complaints = []
+
+
+def text_of(name):
+    return (ROOT / name).read_text()
+
+
+def expect(what, found, wanted):
+    if found != wanted:
+        complaints.append(f"{what}: {found}, expected {wanted}")
+
+
+cmake = text_of("CMakeLists.txt")
+version = re.search(r"project\(lockstep VERSION ([0-9.]+)", cmake)[1]
+options = set(re.findall(r"(?:option|set)\((LOCKSTEP_\w+)", cmake))
+files = subprocess.run(["git", "ls-files", "CMakeLists.txt", "src/*CMakeLists.txt", "cmake/*.cmake"], cwd=ROOT,
+                       check=True, capture_output=True, text=True).stdout.split()
+searched = {name for file in files for name in re.findall(r"^[^#\n]*find_package\((\w+)", text_of(file), re.M)} - OTHERS
+if searched != set(NAMES):
+    sys.exit(f"check_recipes: CMake looks for {sorted(searched)}, and NAMES has {sorted(NAMES)}; add them to the recipes")
+
+# Whoever links the static library finds all of these but CLI11, which only the command uses.
+linked = set(re.findall(r"find_dependency\((\w+)", text_of("cmake/lockstepConfig.cmake.in"))) - OTHERS
+expect("cmake/lockstepConfig.cmake.in: find_dependency", sorted(linked), sorted(searched - {"CLI11"}))
+depends = re.search(r"DEBIAN_DEV_PACKAGE_DEPENDS\s+\"([^\"]*)\"", text_of("cmake/LockstepPackages.cmake"))[1]
+expect("cmake/LockstepPackages.cmake: -dev packages that liblockstep-dev needs",
+       sorted(name for name in re.split(r"[ ,]+", depends) if name.endswith("-dev")),
+       sorted(NAMES[name][2] for name in linked))
+
+port = json.loads(text_of("packaging/vcpkg/lockstep/vcpkg.json"))
+expect("packaging/vcpkg: version", port["version-semver"], version)
+expect("packaging/vcpkg: license", port["license"], "Apache-2.0")
+expect("packaging/vcpkg: dependencies", sorted(name for name in port["dependencies"] if isinstance(name, str)),
+       sorted(NAMES[name][0] for name in searched))
+
+recipe = text_of("packaging/conan/conanfile.py")
+expect("packaging/conan: license", re.findall(r'license = "(.*)"', recipe), ["Apache-2.0"])
+expect("packaging/conan: requirements", sorted(re.findall(r'requires\("(\w+)/', recipe)),
+       sorted(NAMES[name][1] for name in searched))
+
+front = re.search(r"build_packages=\(([^)]*)\)", text_of("dev"))[1].split()
+expect("dev: build_packages without", sorted({NAMES[name][2] for name in searched} - set(front)), [])
+
+for name in ("packaging/vcpkg/lockstep/portfile.cmake", "packaging/conan/conanfile.py", "pyproject.toml",
+             "scripts/clean_root.sh", "docs/packages.md"):
+    used = set(re.findall(r"\bLOCKSTEP_[A-Z]+\b", text_of(name)))
+    used |= {f"LOCKSTEP_{part}" for group in re.findall(r"LOCKSTEP_\{([A-Z,]+)\}", text_of(name))
+             for part in group.split(",")}
+    expect(f"{name}: options that CMakeLists.txt lacks", sorted(used - options - {"LOCKSTEP_MPI"}), [])
+for part in re.findall(r'for name in \(([^)]*)\)', recipe)[0].replace('"', "").split(", "):
+    expect("packaging/conan: an option", f"LOCKSTEP_{part}" in options, True)
+
+print("\n".join(complaints) if complaints else f"recipes fit version {version}")
+sys.exit(1 if complaints else 0)
