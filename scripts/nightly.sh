@@ -18,7 +18,7 @@ fuzz|8|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
 packages|6|Debian packages, a moved prefix and the Conan recipe: hello, hello_nn and `lockstep run` from each
 docs|1|the site: doxygen without warnings, every link, every public name in the reference
-simulation|3|16 simulated hosts beside the alpha-beta model
+simulation|4|16 simulated hosts, and steps of training on them, beside the alpha-beta model
 model|1|the model of the shared engine, and its mutations
 lint|9|clang-tidy over every file, every header alone
 benchmarks|2|every benchmark compiles
@@ -41,7 +41,7 @@ run_stage() {
     packages) ./dev package --test ;;
     docs) ./dev docs ;;
     mutations) scripts/mutations.sh ;;
-    simulation) ./dev bench growth --hosts --check ;;
+    simulation) ./dev bench growth --hosts --check && ./dev bench growth --steps --check ;;
     model) ./dev model ;;
     lint) ./dev lint --all ;;
     benchmarks) ./dev build release bench/all ;;

@@ -1,0 +1,89 @@
+#pragma once
+
+#include <smpi/mpi.h>
+
+#include <compare>
+#include <functional>
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <simgrid/s4u.hpp>
+#include <string>
+#include <string_view>
+
+/// A simulated cluster: its cost model, the ranks on it, and textbook algorithms between its hosts.
+namespace growth {
+
+inline constexpr int kRanksPerHost = 8;
+inline constexpr double kMessageSeconds = 0.25e-6;   // per message, at the sender and the receiver
+inline constexpr double kCoreBytesPerSecond = 10e9;  // reading and writing during a reduction
+
+int rank_of(MPI_Comm comm);
+int size_of(MPI_Comm comm);
+
+/// A subset of the ranks: first, first + step ...
+struct Some {
+  int first;
+  int step;
+  int n;
+  auto operator<=>(const Some&) const = default;
+};
+
+/// A barrier without cost: MPI_Barrier releases the ranks one after the other.
+simgrid::s4u::BarrierPtr start_line(const Some& some);
+MPI_Comm comm_of(const Some& some);
+/// The mpi engine over these ranks, of which this is one.
+std::unique_ptr<lockstep::Engine> join(const Some& some, const lockstep::Call& barrier);
+
+/// The part of an Engine that a test of an algorithm needs.
+class Part : public lockstep::Engine {
+ public:
+  Part(int rank, int size) : rank_(rank), size_(size) {}
+  std::string_view name() const noexcept override { return "simulated"; }
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+  std::unique_ptr<lockstep::Engine> split(const lockstep::Call&, int, int) override {
+    return nullptr;
+  }
+  std::unique_ptr<lockstep::SharedMemory> allocate(const lockstep::Call&) override {
+    return nullptr;
+  }
+  void abandon(std::string_view reason) noexcept override;
+  void leave(std::string_view) noexcept override {}
+
+ protected:
+  const int rank_;
+  const int size_;
+};
+
+/// Textbook all_reduce ("ring", "halving", "doubling" or "tree"), without lockstep's comparison of
+/// calls. The number of ranks is a power of two.
+class Textbook final : public Part {
+ public:
+  Textbook(MPI_Comm comm, std::string_view algorithm)
+      : Part(rank_of(comm), size_of(comm)), comm_(comm), algorithm_(algorithm) {}
+  void run(const lockstep::Call& call) override;
+
+ private:
+  void exchange(int to, int from, const lockstep::Call& call, std::size_t n_bytes);
+  void ring(const lockstep::Call& call, std::size_t n_bytes);
+  void halving(const lockstep::Call& call, std::size_t n_bytes);
+  void doubling(const lockstep::Call& call, std::size_t n_bytes);
+  void tree(const lockstep::Call& call, std::size_t n_bytes);
+
+  const MPI_Comm comm_;
+  const std::string_view algorithm_;
+};
+
+/// Runs `run_rank` on `n_actors` contexts per host, which are consecutive ranks if `are_together`,
+/// else n_hosts apart, over the module of the mpi engine.
+struct Cluster {
+  std::string module;
+  int n_hosts = 0;
+  double gbits = 0;
+  int n_actors = kRanksPerHost;
+  bool are_together = true;
+};
+void simulate(simgrid::s4u::Engine& simulation, const Cluster& cluster,
+              const std::function<void()>& run_rank);
+
+}  // namespace growth
