@@ -160,7 +160,15 @@ std::string check(const Trial& trial, int rank, const Report& report) {
 Outcome judge(const Trial& trial, const std::string& folder, const Ended& ended) {
   Outcome outcome;
   const long long fault_ns = std::atoll(contents_of(folder + "/fault").c_str());
-  if (fault_ns == 0) return {.complaint = "the fault never came: " + ended.out + ended.err};
+  if (fault_ns == 0) {
+    outcome.complaint = "the fault never came: " + ended.out + ended.err;
+    for (int rank = 0; rank < trial.n_ranks; ++rank) {
+      const auto report = read_report(fmt::format("{}/{}", folder, rank));
+      if (!report) continue;
+      outcome.complaint += fmt::format("rank {}: {}: {}\n", rank, report->error, report->text);
+    }
+    return outcome;
+  }
   const bool is_death = trial.is_any({"kill", "exit", "exception"});
   for (int rank = 0; rank < trial.n_ranks; ++rank) {
     if (rank == trial.victim && (is_death || trial.fault == "stop")) continue;
