@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""lockstep's collectives over MPI beside that MPI's own, between network namespaces that stand for
+hosts: ./dev bench mpi --hosts. Needs root.
+
+FOLDER PAGE [--rate RATE] [HOSTSxRANKS ...]
+    FOLDER holds the programs over-mpi-*; the table goes to PAGE; RATE (1gbit): what each host sends
+    per second, in the syntax of tc's tbf
+"""
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from growth import put, size
+
+SIZES = [64, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20]
+OPERATIONS = ['all_reduce', 'all_gather', 'broadcast']
+MOST_SECONDS = 600  # of one run, of all sizes
+# Namespaces of one kernel are one host to UCX, which would call others on this one's loopback.
+ENVIRONMENT = {**os.environ, 'UCX_NET_DEVICES': 'cable', 'UCX_TLS': 'tcp,self',
+               'OMPI_ALLOW_RUN_AS_ROOT': '1', 'OMPI_ALLOW_RUN_AS_ROOT_CONFIRM': '1'}
+
+
+class Hosts:
+    """Network namespaces on one switch, and a program that starts commands on them as ssh would."""
+
+    def __init__(self, n, rate, folder):
+        self.names = [f'lockstep-bench-{os.getpid()}-{i}' for i in range(n)]
+        self.switch = f'lockstep-bench-{os.getpid()}-switch'
+        self.addresses = [f'10.78.0.{i + 1}' for i in range(n)]
+        self.agent = os.path.join(folder, 'agent')
+        lines = [f'ip netns add {self.switch}', f'ip -n {self.switch} link add bridge type bridge',
+                 f'ip -n {self.switch} link set bridge up']
+        starts = []
+        for i, (name, address) in enumerate(zip(self.names, self.addresses)):
+            lines += [f'ip netns add {name}', f'ip -n {name} link add cable type veth peer name '
+                      f'port{i} netns {self.switch}',
+                      f'ip -n {self.switch} link set port{i} master bridge up',
+                      f'ip -n {name} addr add {address}/24 dev cable',
+                      f'ip -n {name} link set cable up', f'ip -n {name} link set lo up',
+                      f'tc -n {name} qdisc add dev cable root tbf rate {rate} burst 256kb '
+                      'latency 100ms']
+            starts.append(f'{address}) exec ip netns exec {name} unshare --uts --ipc sh -c '
+                          f"'hostname host{i}; exec \"$@\"' sh \"$@\" ;;\n")
+        with open(self.agent, 'w') as file:
+            file.write('#!/bin/sh\n[ "$1" != -x ] || shift\naddress=$1; shift\nset -- sh -c "$*"\n'
+                       f'case $address in\n{"".join(starts)}esac\nexit 1\n')
+        os.chmod(self.agent, 0o700)
+        subprocess.run(['sh', '-ec', '; '.join(lines)], check=True)
+
+    def remove(self):
+        for name in [*self.names, self.switch]:
+            pids = subprocess.run(['ip', 'netns', 'pids', name], stdout=subprocess.PIPE, text=True)
+            for pid in pids.stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(['ip', 'netns', 'del', name])
+
+
+def command_of(mpi, hosts, n_ranks, program):
+    slots = ','.join(f'{address}:{n_ranks}' for address in hosts.addresses)
+    n = str(n_ranks * len(hosts.addresses))
+    own = ['sh', hosts.agent, hosts.addresses[0]]  # mpirun itself runs on the first host
+    if mpi == 'openmpi':
+        return [*own, 'mpirun.openmpi', '--oversubscribe', '--bind-to', 'none', '--mca',
+                'mpi_yield_when_idle', '1', '--mca', 'plm_rsh_agent', hosts.agent, '--mca',
+                'btl_tcp_if_include', '10.78.0.0/24', '--mca', 'oob_tcp_if_include', '10.78.0.0/24',
+                '-H', slots, '-n', n, *program]
+    return [*own, 'mpiexec.mpich', '-launcher', 'ssh', '-launcher-exec', hosts.agent, '-iface',
+            'cable', '-hosts', slots, '-n', n, *program]
+
+
+def measure(folder, mpi, n_hosts, n_ranks, rate):
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        hosts = Hosts(n_hosts, rate, temporary)
+        try:
+            program = [os.path.abspath(os.path.join(folder, f'over-mpi-{mpi}')), '--hosts',
+                       *map(str, SIZES)]
+            process = subprocess.Popen(command_of(mpi, hosts, n_ranks, program), env=ENVIRONMENT,
+                                       stdout=subprocess.PIPE, text=True, start_new_session=True)
+            end = time.monotonic() + MOST_SECONDS
+            # MPICH may not return from MPI_Finalize over UCX's TCP: its end is not waited for.
+            while len(rows) < len(SIZES) * len(OPERATIONS) and time.monotonic() < end:
+                line = process.stdout.readline()
+                if not line:
+                    break
+                if line.startswith('{'):
+                    rows.append(json.loads(line))
+                    print(n_hosts, n_ranks, mpi, line.strip(), flush=True)
+        finally:
+            hosts.remove()
+    return {(row['operation'], row['bytes']): row for row in rows}
+
+
+def microseconds(value):
+    return f'{value:.0f}' if value < 10e3 else f'{value / 1e3:.0f}k'
+
+
+def table(results):
+    """Cells: the MPI's time, lockstep's, in microseconds."""
+    lines = ['| hosts x ranks | MPI | ' + ' | '.join(map(size, SIZES)) + ' |',
+             '|---' * (len(SIZES) + 2) + '|']
+    for operation in OPERATIONS:
+        for (n_hosts, n_ranks, mpi), rows in results.items():
+            cells = []
+            for n_bytes in SIZES:
+                row = rows.get((operation, n_bytes))
+                text = row and f"{microseconds(row['plain_us'])}, {microseconds(row['lockstep_us'])}"
+                cells.append('-' if not row else f'**{text}**' if row['ratio'] > 1.05 else text)
+            lines.append(f'| {operation}, {n_hosts} x {n_ranks} | {mpi} | ' + ' | '.join(cells) + ' |')
+    return '\n'.join(lines)
+
+
+def main():
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument('folder')
+    arguments.add_argument('page')
+    arguments.add_argument('--rate', default='1gbit')
+    arguments.add_argument('shapes', nargs='*', default=['2x1', '4x1', '2x2'])
+    given = arguments.parse_args()
+    if os.geteuid() != 0:
+        sys.exit('over_hosts: only root can make network namespaces')
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit('over_hosts: ended by SIGTERM'))
+    results = {}
+    for shape in given.shapes:
+        n_hosts, n_ranks = map(int, shape.split('x'))
+        for mpi in ('openmpi', 'mpich'):
+            if os.path.exists(os.path.join(given.folder, f'over-mpi-{mpi}')):
+                results[n_hosts, n_ranks, mpi] = measure(given.folder, mpi, n_hosts, n_ranks,
+                                                         given.rate)
+    put(given.page, 'hosts_measured', table(results))
+
+
+if __name__ == '__main__':
+    main()
