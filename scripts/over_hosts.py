@@ -65,8 +65,10 @@ def command_of(mpi, hosts, n_ranks, program):
     n = str(n_ranks * len(hosts.addresses))
     own = ['sh', hosts.agent, hosts.addresses[0]]  # mpirun itself runs on the first host
     if mpi == 'openmpi':
+        # With as many cores as ranks a wait that yields would let other programs run first.
+        yields = '1' if int(n) > len(os.sched_getaffinity(0)) else '0'
         return [*own, 'mpirun.openmpi', '--oversubscribe', '--bind-to', 'none', '--mca',
-                'mpi_yield_when_idle', '1', '--mca', 'plm_rsh_agent', hosts.agent, '--mca',
+                'mpi_yield_when_idle', yields, '--mca', 'plm_rsh_agent', hosts.agent, '--mca',
                 'btl_tcp_if_include', '10.78.0.0/24', '--mca', 'oob_tcp_if_include', '10.78.0.0/24',
                 '-H', slots, '-n', n, *program]
     return [*own, 'mpiexec.mpich', '-launcher', 'ssh', '-launcher-exec', hosts.agent, '-iface',
