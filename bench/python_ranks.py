@@ -68,6 +68,30 @@ def convnet():
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)), torch.randn(16, 1, 28, 28)
 
 
+class Block(nn.Module):
+    def __init__(self, n_in, n_out, stride):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False), nn.BatchNorm2d(n_out))
+        self.shortcut = nn.Identity()
+        if n_in != n_out:
+            self.shortcut = nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
+
+    def forward(self, x):
+        return torch.relu(self.second(self.first(x)) + self.shortcut(x))
+
+
+def resnet18():
+    """ResNet-18 (He et al., 2015), 11.7 million parameters."""
+    layers = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    n_in = 64
+    for n_out in 64, 128, 256, 512:
+        layers += [Block(n_in, n_out, 1 if n_out == 64 else 2), Block(n_out, n_out, 1)]
+        n_in = n_out
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n_in, 1000))
+    return net, torch.randn(8, 3, 64, 64)
+
+
 def perceptron():
     return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)), torch.randn(16, 256)
 
@@ -85,7 +109,7 @@ def step_of(model, data):
 
 def steps(group):
     """By name, with how long a step takes without communication."""
-    for name, make in (("convnet", convnet), ("perceptron", perceptron)):
+    for name, make in (("convnet", convnet), ("perceptron", perceptron), ("ResNet-18", resnet18)):
         model, data = make()
         yield f"DDP, {name}", make, step_of(DistributedDataParallel(model, process_group=group), data)
     model, data = perceptron()
