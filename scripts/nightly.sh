@@ -16,7 +16,7 @@ python|14|the Python package, with 500 random faults, accelerate and Lightning
 valgrind|2|ranks that are 2 and 3 processes under memcheck
 fuzz|8|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
-packages|6|Debian packages, a moved prefix and the Conan recipe: hello, hello_nn and `lockstep run` from each
+packages|14|Debian packages, a moved prefix, the Conan recipe, a bare root: hello, hello_nn and `lockstep run` from each
 docs|1|the site: doxygen without warnings, every link, every public name in the reference
 simulation|4|16 simulated hosts, and steps of training on them, beside the alpha-beta model
 model|1|the model of the shared engine, and its mutations

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # scripts/packages.sh [--nn]: installs each kind of package into a fresh prefix, and builds and runs programs from
-# there: hello in C and C++, with --nn also hello_nn, as ranks of the installed command and under each mpirun.
+# there: hello in C and C++, with --nn also hello_nn, as ranks of the installed command and under each mpirun; at last
+# from nothing, in a bare root (scripts/clean_root.sh).
 # build/release is built. What cannot be run here is reported as skipped.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -95,6 +96,14 @@ else
       $conan create packaging/conan --build=missing --no-remote -o 'lockstep/*:system_libraries=True'
   }
   check "conan: made, and its test program run" create
+fi
+
+# --- from nothing: a bare root of this system's release ----------------------------------------------
+if [ "$EUID" -ne 0 ] || ! command -v debootstrap >/dev/null || ! unshare --mount --pid --fork true 2>/dev/null; then
+  skip "bare root" "needs debootstrap and the rights to make namespaces"
+elif compgen -G "$out/deb/*.deb" >/dev/null; then
+  bare_root() { scripts/clean_root.sh "$out/deb" | tee "$out/bare_root.txt"; }
+  ! check "bare root: hello with 2 ranks" bare_root || sed 's/^/  /' "$out/bare_root.txt"
 fi
 
 # --- vcpkg: a tool that neither pip nor apt has ------------------------------------------------------

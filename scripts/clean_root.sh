@@ -1,0 +1,137 @@
+#!/usr/bin/env bash
+# scripts/clean_root.sh DEBS [WAY ...]: from nothing to hello with 2 ranks, in a bare root of this system's release. A
+# way is deb (the packages in the folder DEBS), cmake, or pip (of the sources, then of the wheel). Prints each command with
+# its seconds, downloads included, and those of the processor. Needs root and debootstrap; `./dev package --test` runs it.
+#
+# debootstrap makes the root, and each way gets a copy. Mounts and processes are in namespaces that end with this
+# script, also by SIGKILL; then only the folder is left, which the next run removes.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=$PWD/build/clean_root
+
+remove() { # until the last process in it has ended
+  for _ in {1..50}; do
+    if rm -rf --one-file-system "$out" 2>/dev/null; then return; fi
+    sleep 0.1
+  done
+}
+if [ "${1:-}" != --inside ]; then
+  debs=$(realpath "${1:?the folder of the packages}") || exit
+  [ $# -gt 1 ] || set -- "$1" deb cmake pip
+  setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc \
+    "scripts/${0##*/}" --inside "$debs" "${@:2}" &
+  inside=$!
+  trap 'kill -KILL $inside 2>/dev/null; wait $inside; remove' EXIT
+  trap 'exit 130' INT TERM HUP
+  wait $inside
+  exit
+fi
+debs=$2 ways=("${@:3}") failed=0
+
+die() { echo "clean_root: $*" >&2 && exit 1; }
+
+# --- the bare root -------------------------------------------------------------------------------
+
+# Release and mirror are those of this machine and its apt; so are the proxies and the package index of pip.
+codename=$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)
+sources=$(apt-get indextargets --format '$(SITE) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
+  awk -v name="$codename" '$2 ~ "^" name "(-updates|-security)?$" { print "deb", $0 }' | sort -u)
+mirror=$(awk -v name="$codename" '$3 == name { print $2; exit }' <<<"$sources")
+[ -n "$mirror" ] || die "apt of this machine has no mirror of '$codename'"
+components=$(awk -v name="$codename" '$3 == name { print $4 }' <<<"$sources" | paste -sd,)
+certificates=/etc/ssl/certs/ca-certificates.crt  # with an authority of this machine's own, if it has one
+index=${PIP_INDEX_URL:-$(python3 -m pip config get global.index-url 2>/dev/null)}
+
+remove && mkdir -p "$out"
+bare=$SECONDS
+debootstrap --variant=minbase --components="$components" "$codename" "$out/bare" "$mirror" >"$out/bare.log" 2>&1 ||
+  { tail -n 20 "$out/bare.log" && die "debootstrap failed"; }
+bare=$((SECONDS - bare))
+echo "$sources" >"$out/bare/etc/apt/sources.list"
+apt-config dump | grep -E '^Acquire::(https?::Proxy|Check-)' >"$out/bare/etc/apt/apt.conf.d/99machine"
+cp -L /etc/resolv.conf /etc/hosts "$out/bare/etc/"
+cp -L $certificates "$out/bare/etc/machine.crt"
+mkdir "$out/bare/lockstep"
+git ls-files -z | tar --null --files-from=- -c | tar -x -C "$out/bare/lockstep"
+printf 'bare %s: %d s, %s\n' "$codename" $bare "$(du -sh "$out/bare" --exclude=lockstep | cut -f1)"
+
+# --- the ways ------------------------------------------------------------------------------------
+
+begin() { # WAY: a copy of the bare root, with 64 MiB of shared memory, as containers have
+  way=$1 root=$out/$1 log=$out/$1.log total=0 total_cpu=0
+  cp -a "$out/bare" "$root"
+  mount -t proc proc "$root/proc"
+  mount -t tmpfs -o size=64m tmpfs "$root/dev/shm"
+  printf '\n%s\n' "$way"
+}
+
+fail() { # COMMAND
+  failed=$((failed + 1))
+  printf 'FAILED: %s: %s\n' "$way" "$1"
+  tail -n 30 "$log"
+}
+
+run() { # COMMAND, in the root, in the sources
+  local used seconds user system TIMEFORMAT='%0R %0U %0S'
+  used=$({ time timeout 1800 chroot "$root" env -i HOME=/root LANG=C.UTF-8 \
+    PATH=/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive \
+    PIP_CERT=/etc/machine.crt ${index:+PIP_INDEX_URL="$index"} \
+    bash -c "cd /lockstep && $1" >"$log" 2>&1 </dev/null; } 2>&1) || { fail "$1"; return 1; }
+  read -r seconds user system <<<"$used"
+  total=$((total + seconds)) total_cpu=$((total_cpu + user + system))
+  printf '%6d s, %4d s of CPU  %s\n' "$seconds" $((user + system)) "$1"
+}
+
+hello() { # COMMAND
+  run "$1" || return
+  grep -qx 'rank 1 of 2: the sum is 3' "$log" || { fail "$1"; return 1; }
+  printf '%6d s, %4d s of CPU  in all\n' $total $total_cpu
+}
+
+apt='apt-get update && apt-get install -y --no-install-recommends'
+libraries='libfmt-dev libcli11-dev nlohmann-json3-dev libcereal-dev'
+
+way_deb() {
+  begin deb
+  mkdir "$root/packages" && cp "$debs"/*.deb "$root/packages"
+  run "$apt g++ cmake make /packages/{liblockstep0,liblockstep-dev,lockstep-tools}_*.deb" &&
+    run 'cmake -S examples/tutorial -B /tutorial && cmake --build /tutorial --target hello' &&
+    hello 'lockstep run -n 2 -- /tutorial/hello' || return
+  # The libtorch layer, if it is made for the system's libtorch.
+  dpkg-deb -f "$debs"/liblockstep-nn-*.deb Depends 2>/dev/null | grep -q libtorch-dev || return
+  run 'apt-get install -y --no-install-recommends /packages/*.deb' &&
+    run 'cmake -S examples/tutorial -B /tutorial && cmake --build /tutorial --target train' &&
+    run 'lockstep run -n 2 -- /tutorial/train'
+}
+
+way_cmake() {
+  begin cmake
+  run "$apt g++ cmake ninja-build $libraries" &&
+    run 'cmake -G Ninja -S . -B /build -DLOCKSTEP_{NN,TESTS,EXAMPLES,BENCH}=OFF -DCMAKE_UNITY_BUILD=ON' &&
+    run 'cmake --build /build && cmake --install /build --prefix /prefix' &&
+    run 'cmake -G Ninja -S examples/tutorial -B /tutorial -DCMAKE_PREFIX_PATH=/prefix' &&
+    run 'cmake --build /tutorial --target hello' &&
+    hello '/prefix/bin/lockstep run -n 2 -- /tutorial/hello'
+}
+
+way_pip() {
+  begin pip
+  run "$apt g++ cmake ninja-build $libraries python3-dev python3-venv" &&
+    run 'python3 -m venv /venv && pip install .' &&
+    hello 'lockstep run -n 2 python examples/python/hello.py' &&
+    run 'pip wheel --no-deps --wheel-dir /wheel .' || return
+  cp -r "$root/wheel" "$out"
+  begin wheel
+  cp -r "$out/wheel" "$root"
+  run "$apt python3-venv" &&
+    run 'python3 -m venv /venv && pip install /wheel/*.whl' &&
+    hello 'lockstep run -n 2 python examples/python/hello.py'
+}
+
+for name in "${ways[@]}"; do
+  case $name in
+    deb | cmake | pip) "way_$name" ;;
+    *) die "unknown way '$name', expected: deb, cmake, pip" ;;
+  esac
+done
+[ $failed -eq 0 ]
