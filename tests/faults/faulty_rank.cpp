@@ -205,10 +205,10 @@ void run_calls(const Plan& plan, bool is_thread) {
   lockstep::Deadline deadline;
   if (plan.is_any({"slow", "stop", "cut"})) deadline = kDeadline;
   const bool is_done = is_victim && misbehave(plan, data, deadline, is_thread);
-  if (plan.is_any({"kill", "stop", "exit"}) && plan.place == "in" &&
-      group.rank() == (plan.victim + 1) % group.size()) {
-    wait_for_fault(plan);
-  }
+  const bool is_next = group.rank() == (plan.victim + 1) % group.size();
+  if (plan.is_any({"kill", "stop", "exit"}) && plan.place == "in" && is_next) wait_for_fault(plan);
+  // All ranks share the container's memory: whoever asks first fails.
+  if (plan.fault == "container" && !is_victim) wait_for_fault(plan);
   if (is_done && plan.fault == "exit") return;
   if (!is_done) {
     if (const auto colon = plan.fault.find(':'); colon != std::string::npos) {
