@@ -30,6 +30,14 @@ debs=$2 ways=("${@:3}") failed=0
 
 die() { echo "clean_root: $*" >&2 && exit 1; }
 
+measure() { # LOG COMMAND...; sets the seconds that it took, and those of the processor
+  local used user system rc=0 TIMEFORMAT='%0R %0U %0S'
+  used=$({ time timeout 1800 "${@:2}" >"$1" 2>&1 </dev/null; } 2>&1) || rc=$?
+  read -r seconds user system <<<"$used"
+  cpu=$((user + system))
+  return $rc
+}
+
 # --- the bare root -------------------------------------------------------------------------------
 
 # Release and mirror are those of this machine and its apt; so are the proxies and the package index of pip.
@@ -43,17 +51,16 @@ certificates=/etc/ssl/certs/ca-certificates.crt  # with an authority of this mac
 index=${PIP_INDEX_URL:-$(python3 -m pip config get global.index-url 2>/dev/null)}
 
 remove && mkdir -p "$out"
-bare=$SECONDS
-debootstrap --variant=minbase --components="$components" "$codename" "$out/bare" "$mirror" >"$out/bare.log" 2>&1 ||
+measure "$out/bare.log" debootstrap --variant=minbase --components="$components" "$codename" "$out/bare" "$mirror" ||
   { tail -n 20 "$out/bare.log" && die "debootstrap failed"; }
-bare=$((SECONDS - bare))
 echo "$sources" >"$out/bare/etc/apt/sources.list"
 apt-config dump | grep -E '^Acquire::(https?::Proxy|Check-)' >"$out/bare/etc/apt/apt.conf.d/99machine"
 cp -L /etc/resolv.conf /etc/hosts "$out/bare/etc/"
 cp -L $certificates "$out/bare/etc/machine.crt"
 mkdir "$out/bare/lockstep"
 git ls-files -z | tar --null --files-from=- -c | tar -x -C "$out/bare/lockstep"
-printf 'bare %s: %d s, %s\n' "$codename" $bare "$(du -sh "$out/bare" --exclude=lockstep | cut -f1)"
+printf '%6d s, %4d s of CPU  debootstrap of %s, %s\n' "$seconds" "$cpu" "$codename" \
+  "$(du -sh "$out/bare" --exclude=lockstep | cut -f1)"
 
 # --- the ways ------------------------------------------------------------------------------------
 
@@ -72,20 +79,17 @@ fail() { # COMMAND
 }
 
 run() { # COMMAND, in the root, in the sources
-  local used seconds user system TIMEFORMAT='%0R %0U %0S'
-  used=$({ time timeout 1800 chroot "$root" env -i HOME=/root LANG=C.UTF-8 \
-    PATH=/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive \
-    PIP_CERT=/etc/machine.crt ${index:+PIP_INDEX_URL="$index"} \
-    bash -c "cd /lockstep && $1" >"$log" 2>&1 </dev/null; } 2>&1) || { fail "$1"; return 1; }
-  read -r seconds user system <<<"$used"
-  total=$((total + seconds)) total_cpu=$((total_cpu + user + system))
-  printf '%6d s, %4d s of CPU  %s\n' "$seconds" $((user + system)) "$1"
+  measure "$log" chroot "$root" env -i HOME=/root LANG=C.UTF-8 PATH=/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    DEBIAN_FRONTEND=noninteractive PIP_CERT=/etc/machine.crt ${index:+PIP_INDEX_URL="$index"} \
+    bash -c "cd /lockstep && $1" || { fail "$1"; return 1; }
+  total=$((total + seconds)) total_cpu=$((total_cpu + cpu))
+  printf '%6d s, %4d s of CPU  %s\n' "$seconds" "$cpu" "$1"
 }
 
 hello() { # COMMAND
   run "$1" || return
   grep -qx 'rank 1 of 2: the sum is 3' "$log" || { fail "$1"; return 1; }
-  printf '%6d s, %4d s of CPU  in all\n' $total $total_cpu
+  printf '%6d s, %4d s of CPU  in all\n' "$total" "$total_cpu"
 }
 
 apt='apt-get update && apt-get install -y --no-install-recommends'
