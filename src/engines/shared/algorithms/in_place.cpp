@@ -64,18 +64,6 @@ void SharedEngine::reduce_slice(const Call& call, std::span<std::byte*> outs) {
                       });
 }
 
-/// The same on all ranks: they compare what it depends on in the first phase.
-bool SharedEngine::runs_between_threads(const Call& call) const noexcept {
-  if (!channel_.is_in_one_process() || call.op == Op::send || call.op == Op::recv) return false;
-  // Two phases where slots need one: below, that costs more than the copies (2 KiB, same buffer
-  // again: 0.28 us against 0.18).
-  constexpr std::size_t kLeastBytes = 4096;
-  std::size_t count = call.count;
-  for (const std::size_t each : call.counts) count = std::max(count, each);
-  return count * size_of(call.dtype) >=
-         std::max<std::size_t>(channel_.tuning().in_place_bytes, kLeastBytes);
-}
-
 void SharedEngine::run_between_threads(const Call& call) {
   const CallMemory mine{.in = call.in, .out = call.out};
   std::memcpy(channel_.write_slot(sizeof mine), &mine, sizeof mine);

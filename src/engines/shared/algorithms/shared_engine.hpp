@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <mutex>
@@ -92,13 +93,20 @@ class SharedEngine final : public Engine {
   // in_place.cpp
   bool agree_on_place(const Call& call, BufferTable::Place& place);
   void all_reduce_in_place(const Call& call, const BufferTable::Place& place);
-  bool runs_between_threads(const Call& call) const noexcept;
+  /// The same on all ranks: they compare what it depends on in the first phase.
+  bool runs_between_threads(const Call& call) const noexcept {
+    std::size_t count = call.count;
+    for (const std::size_t each : call.counts) count = std::max(count, each);
+    return count * size_of(call.dtype) >= between_threads_bytes_ && call.op != Op::send &&
+           call.op != Op::recv;
+  }
   void run_between_threads(const Call& call);
   void move_between_threads(const Call& call) noexcept;
   void reduce_slice(const Call& call, std::span<std::byte*> outs);
 
   Channel channel_;
-  std::vector<const void*> inputs_;  ///< one per rank, for kernels::reduce
+  std::size_t between_threads_bytes_;  ///< see run_between_threads; SIZE_MAX between processes
+  std::vector<const void*> inputs_;    ///< one per rank, for kernels::reduce
   // Of a call in place: every rank's input and output.
   std::vector<const std::byte*> ins_;
   std::vector<std::byte*> outs_;

@@ -57,6 +57,16 @@ std::uint64_t hash_of(std::span<const std::size_t> counts) {
   return hash >> 16U;
 }
 
+/// Adds a call, encoded as `what`. The multiplications do not wait for each other. (A signature XOR
+/// a count would be the same for different calls.)
+void mix(std::uint64_t& hash, const Call& call, std::uint64_t what) {
+  const std::size_t count = call.counts.empty() ? call.count : 0;
+  hash =
+      hash * 0x27d4eb2f165667c5ULL ^ (what * 0xc2b2ae3d27d4eb4fULL + count * 0x9e3779b97f4a7c15ULL);
+  hash ^= hash >> 29U;
+  for (const std::size_t each : call.counts) mix(hash, each);
+}
+
 }  // namespace
 
 std::uint64_t Channel::make(Segment& segment, std::span<const int> members) {
@@ -104,23 +114,24 @@ void Channel::begin(const Call& call) {
     if (call.check == Check::full) site_hash_ = internal::hash_of(call.where);
     lane(rank_).record.check.store(call.check, std::memory_order_relaxed);
   }
-  // The fingerprint: 32 bits of a hash of all that the ranks must agree on. Its multiplications do
-  // not wait for each other. (A signature XOR a count would be the same for different calls.)
+  // The fingerprint: 32 bits of a hash of all that the ranks must agree on.
+  const Call* recorded = &call;
+  std::uint64_t what = encode_call(call);
   std::uint64_t hash = site_hash_;
-  for (const Call* part = &call; part != nullptr; part = part->parent_call) {
-    const std::size_t count = part->counts.empty() ? part->count : 0;
-    hash = hash * 0x27d4eb2f165667c5ULL ^
-           (encode_call(*part) * 0xc2b2ae3d27d4eb4fULL + count * 0x9e3779b97f4a7c15ULL);
-    hash ^= hash >> 29U;
-    for (const std::size_t each : part->counts) mix(hash, each);
+  mix(hash, call, what);
+  if (call.parent_call != nullptr) {
+    recorded = call.parent_call;
+    what = encode_call(*recorded);
+    for (const Call* part = recorded; part != nullptr; part = part->parent_call) {
+      mix(hash, *part, encode_call(*part));
+    }
   }
   fingerprint_ = static_cast<std::uint32_t>(hash >> 16U);
-  const Call& recorded = call.parent_call != nullptr ? *call.parent_call : call;
   CallRecord& record = lane(rank_).record;
   record.sequence.store(call.sequence, std::memory_order_relaxed);
-  const bool is_by_rank = !recorded.counts.empty();  // then counts may differ between ranks
-  record.what.store(encode_call(recorded) | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
-  record.count.store(is_by_rank ? hash_of(recorded.counts) : recorded.count,
+  const bool is_by_rank = !recorded->counts.empty();  // then counts may differ between ranks
+  record.what.store(what | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
+  record.count.store(is_by_rank ? hash_of(recorded->counts) : recorded->count,
                      std::memory_order_relaxed);
   // Release: a peer that reads the number also sees the text of the source line.
   record.site.store(site_, std::memory_order_release);
