@@ -24,6 +24,7 @@ def create(options: Any, pg_options: Any) -> Any:
     )
     is_alone, is_near = options.group_size == 1, meeting.is_on_one_host
     backend = extension.make_backend(
+        store=options.store,
         meeting=meeting,
         global_ranks=ranks,
         messages=None if is_alone else _gloo(options, "lockstep_messages", is_near),

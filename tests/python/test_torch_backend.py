@@ -252,6 +252,34 @@ def test_monitored_barrier(run_torch):
     )
 
 
+def test_monitored_barrier_of_ranks_that_never_communicated(run_torch):
+    run_torch(
+        3,
+        """
+        import datetime, lockstep as ls
+        group = dist.new_group()
+        def fails_with(text, seconds=None):
+            try:
+                group.monitored_barrier(*([datetime.timedelta(seconds=seconds)] if seconds is not None else []))
+            except ls.TimeoutError as error:
+                assert text in str(error), error
+            else:
+                raise AssertionError
+        if rank == 0:
+            fails_with("Rank 0 timed out in monitoredBarrier", 0)
+            fails_with("Rank 1 failed to pass monitoredBarrier", 0.1)
+            open("late", "w").close()
+        else:
+            while not os.path.exists("late"):
+                time.sleep(0.01)
+            fails_with(f"Rank {rank} successfully reached monitoredBarrier, but received errors")
+            fails_with("Rank 1 failed to pass monitoredBarrier")
+        group.monitored_barrier()
+        dist.barrier(group)
+        """,
+    )
+
+
 def test_split_group(run_torch):
     run_torch(
         3,

@@ -215,3 +215,9 @@ def test_a_scope_raises_the_errors_of_lockstep_in_forward(run_torch):
             assert "expected weight to be" in error.text and error.rank == rank and error.lineno == 4, error
         """,
     )
+
+
+def test_monitored_barrier_names_a_dead_rank(run_torch):
+    call = "dist.monitored_barrier()"
+    said = run_torch(3, survivor("os.kill(os.getpid(), 9)", call, "PeerLost", "Rank 1 failed to pass"), code=137)
+    assert said.count("heard") == 2

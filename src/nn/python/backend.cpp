@@ -16,11 +16,12 @@ namespace lockstep::python {
 using c10d::OpType;
 
 Backend::Backend(Joined joined, c10::intrusive_ptr<Options> options,
-                 c10::intrusive_ptr<c10d::Backend> messages)
+                 c10::intrusive_ptr<c10d::Backend> messages, MonitoredBarrier monitored)
     : c10d::Backend(joined.group.rank(), joined.group.size()),
       joined_(std::move(joined)),
       options_(std::move(options)),
-      messages_(std::move(messages)) {
+      messages_(std::move(messages)),
+      monitored_(std::move(monitored)) {
   init();
 }
 
@@ -135,15 +136,12 @@ Backend::WorkResult Backend::barrier(const c10d::BarrierOptions& options) {
 }
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  if (!messages_) return;
-  const ErrorContext context = context_of("monitored_barrier", python_line());
-  c10d::BarrierOptions here = options;
-  if (here.timeout == c10d::kUnsetTimeout) here.timeout = options_->timeout;
-  try {
-    messages_->monitoredBarrier(here, wait_all_ranks);
-  } catch (const std::exception& error) {
-    std::rethrow_exception(error_of_message(error, context, /*peer=*/-1));
-  }
+  const ErrorContext context = context_of_call("monitored_barrier", python_line());
+  if (size_ == 1) return;
+  const bool has_own_limit = options.timeout != c10d::kUnsetTimeout;
+  monitored_.wait(context, {.of_rank_0 = has_own_limit ? options.timeout : options_->timeout,
+                            .of_others = options_->timeout,
+                            .names_all_late_ranks = wait_all_ranks});
 }
 
 Backend::WorkResult Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {

@@ -15,6 +15,7 @@
 #include "nn/python/backend_work.hpp"
 #include "nn/python/call_queue.hpp"
 #include "nn/python/caller.hpp"
+#include "nn/python/monitored_barrier.hpp"
 #include "nn/python/tensors.hpp"
 
 namespace lockstep::python {
@@ -32,7 +33,7 @@ class Backend final : public c10d::Backend {
 
   /// messages: what sends and receives; null in a group of one.
   Backend(Joined joined, c10::intrusive_ptr<Options> options,
-          c10::intrusive_ptr<c10d::Backend> messages);
+          c10::intrusive_ptr<c10d::Backend> messages, MonitoredBarrier monitored);
   ~Backend() override;
 
   const Group& group() const { return joined_.group; }
@@ -91,7 +92,7 @@ class Backend final : public c10d::Backend {
   WorkResult recv(Tensors& tensors, int src, int tag) override;
   WorkResult recvAnysource(Tensors& tensors, int tag) override;
   WorkResult barrier(const c10d::BarrierOptions& options) override;
-  /// Over `messages` too: unlike barrier(), it leaves the group usable if a rank is late.
+  /// Unlike barrier(), it leaves the group usable if a rank is late.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
@@ -136,6 +137,7 @@ class Backend final : public c10d::Backend {
   Joined joined_;
   c10::intrusive_ptr<Options> options_;
   c10::intrusive_ptr<c10d::Backend> messages_;
+  MonitoredBarrier monitored_;
   std::atomic<std::uint64_t> n_calls_{0};
   std::atomic<bool> has_left_{false}, is_shut_down_{false};
   CallQueue queue_;  // last: its thread uses the other members

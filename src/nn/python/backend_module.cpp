@@ -26,7 +26,8 @@ Meeting meet_in(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size
   return meet(*store, membership, where);
 }
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const Meeting& meeting,
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                               const Meeting& meeting,
                                                std::vector<std::uint64_t> global_ranks,
                                                c10::intrusive_ptr<c10d::Backend> messages,
                                                c10::intrusive_ptr<c10d::ProcessGroup> between) {
@@ -40,8 +41,8 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const Meeting& meeting,
   }();
   if (meeting.membership.size > 1) core().watch_interrupts();
   options->timeout = joined.group.timeout();
-  auto backend =
-      c10::make_intrusive<Backend>(std::move(joined), std::move(options), std::move(messages));
+  auto backend = c10::make_intrusive<Backend>(
+      std::move(joined), std::move(options), std::move(messages), MonitoredBarrier(store, meeting));
   std::erase_if(backends(), [](const auto& each) { return each.expired(); });
   backends().emplace_back(backend);
   return backend;
@@ -72,8 +73,8 @@ void define_backend(py::module_& module) {
       .def_property_readonly("is_on_one_host", &Meeting::is_on_one_host);
   module.def("meet", &meet_in, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("name"),
              py::arg("timeout"));
-  module.def("make_backend", &make_backend, py::arg("meeting"), py::arg("global_ranks"),
-             py::arg("messages"), py::arg("between"));
+  module.def("make_backend", &make_backend, py::arg("store"), py::arg("meeting"),
+             py::arg("global_ranks"), py::arg("messages"), py::arg("between"));
   module.def("leave_all", &leave_all, py::arg("failure"));
 }
 

@@ -1,0 +1,110 @@
+#include "nn/python/meeting.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <lockstep/error.hpp>
+#include <sstream>
+
+#include "base/process.hpp"
+#include "engines/hierarchical/hosts.hpp"
+
+namespace lockstep::python {
+namespace {
+
+/// What a rank tells the others.
+struct Introduction {
+  std::string nonce;
+  Meeting::Process process;
+  /// The same on two ranks only if they can share memory and see each other's end: of one boot of
+  /// one system, one user, one network namespace (in which they meet) and one PID namespace.
+  std::string host;
+};
+
+std::string host_id() {
+  std::string id;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), id);
+  if (id.empty()) id = fmt::format("{:016x}", hierarchical::draw_nonce());
+  for (const char* const name : {"/proc/self/ns/net", "/proc/self/ns/pid"}) {
+    struct stat status {};
+    if (::stat(name, &status) == 0) id += fmt::format(" {}", status.st_ino);
+  }
+  return fmt::format("{} {}", id, ::geteuid());
+}
+
+std::string own_introduction() {
+  return fmt::format("{:016x} {} {} {}", hierarchical::draw_nonce(), ::getpid(),
+                     base::process_start_time(::getpid()), host_id());
+}
+
+Introduction introduction_of(const std::string& text) {
+  Introduction introduction;
+  std::istringstream in(text);
+  in >> introduction.nonce >> introduction.process.pid >> introduction.process.start_time;
+  std::getline(in, introduction.host);
+  return introduction;
+}
+
+/// Every rank's `value`, in rank order.
+std::vector<std::string> exchange(c10d::Store& store, const Membership& membership,
+                                  const std::string& value, const ErrorContext& context) {
+  // A store may outlive several process groups of one name: the n-th of each rank meet.
+  const auto key = [&](int rank, std::int64_t n) { return fmt::format("lockstep/{}/{}", n, rank); };
+  const std::int64_t n = store.add(fmt::format("lockstep/{}", membership.rank), 1);
+  store.set(key(membership.rank, n), value);
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < membership.size; ++rank) keys.push_back(key(rank, n));
+  try {
+    store.wait(keys, membership.timeout);
+  } catch (const std::exception& error) {
+    std::vector<int> late;
+    for (int rank = 0; rank < membership.size; ++rank) {
+      if (!store.check({key(rank, n)})) late.push_back(rank);
+    }
+    if (late.empty()) throw EngineError(context, fmt::format("the store failed: {}", error.what()));
+    throw TimeoutError(context,
+                       fmt::format("rank{} {} did not come to init_process_group or new_group "
+                                   "within the timeout of {} ms",
+                                   late.size() == 1 ? "" : "s", fmt::join(late, ", "),
+                                   membership.timeout.count()));
+  }
+  std::vector<std::string> values;
+  for (const std::string& each : keys) values.push_back(store.get_to_str(each));
+  return values;
+}
+
+}  // namespace
+
+bool Meeting::is_gone(int rank) const {
+  const auto r = static_cast<std::size_t>(rank);
+  if (hosts[r] != hosts[static_cast<std::size_t>(membership.rank)]) return false;
+  return base::process_state(processes[r].pid, processes[r].start_time) == base::ProcessState::gone;
+}
+
+Meeting meet(c10d::Store& store, const Membership& membership, std::source_location where) {
+  const ErrorContext context{.operation = "init_process_group",
+                             .group = membership.name,
+                             .rank = membership.rank,
+                             .where = where};
+  Meeting meeting{.membership = membership, .job = {}, .hosts = {0}, .processes = {{}}};
+  if (membership.size == 1) return meeting;
+  std::vector<Introduction> all;
+  for (const std::string& text : exchange(store, membership, own_introduction(), context)) {
+    all.push_back(introduction_of(text));
+  }
+  meeting.job = "torch-" + all.front().nonce;
+  meeting.hosts.clear();
+  meeting.processes.clear();
+  for (const Introduction& each : all) {
+    const auto lowest = std::find_if(
+        all.begin(), all.end(), [&](const Introduction& other) { return other.host == each.host; });
+    meeting.hosts.push_back(static_cast<int>(lowest - all.begin()));
+    meeting.processes.push_back(each.process);
+  }
+  return meeting;
+}
+
+}  // namespace lockstep::python

@@ -1,0 +1,135 @@
+#include "nn/python/monitored_barrier.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <iterator>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace lockstep::python {
+namespace {
+
+using BarrierClock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// Polls, for a store's own wait keeps the store from this process's other threads.
+constexpr milliseconds kFirstPause{1}, kLongestPause{64};
+
+/// Calls `done` until it returns true, or the deadline has come.
+template <class Done>
+void poll_until(BarrierClock::time_point deadline, Done done) {
+  for (milliseconds pause = kFirstPause; !done(); pause = std::min(2 * pause, kLongestPause)) {
+    const auto left = deadline - BarrierClock::now();
+    if (left <= BarrierClock::duration::zero()) return;
+    std::this_thread::sleep_for(std::min<BarrierClock::duration>(pause, left));
+  }
+}
+
+}  // namespace
+
+/// One call. Each other rank sets its key. When rank 0 has seen all keys, one of the ranks has
+/// ended, or the time is over, it sets `outcome`, for which the others wait: kPassed, or what was
+/// wrong.
+class MonitoredBarrier::Round {
+ public:
+  Round(c10d::Store& store, const Meeting& meeting, std::uint64_t number,
+        const ErrorContext& context)
+      : store_(store),
+        meeting_(meeting),
+        context_(context),
+        prefix_(fmt::format("{}/monitored_barrier/{}/", meeting.job, number)) {}
+
+  void lead(const Limits& limits) {
+    std::vector<int> missing, lost;
+    for (int rank = 1; rank < meeting_.membership.size; ++rank) missing.push_back(rank);
+    poll_until(BarrierClock::now() + limits.of_rank_0, [&] {
+      std::erase_if(missing, [&](int rank) { return store_.check({key(rank)}); });
+      std::ranges::copy_if(missing, std::back_inserter(lost),
+                           [&](int rank) { return meeting_.is_gone(rank); });
+      return missing.empty() || !lost.empty();
+    });
+    if (missing.empty()) {
+      store_.set(outcome(), std::string(kPassed));
+      for (int rank = 1; rank < meeting_.membership.size; ++rank) store_.deleteKey(key(rank));
+      return;
+    }
+    std::string text = failed(lost.empty() ? missing : lost, limits);
+    text += lost.empty() ? fmt::format(" in {} ms", limits.of_rank_0.count()) : ": it has ended";
+    if (lost.empty() && limits.of_rank_0 <= milliseconds::zero()) {
+      text = fmt::format("Rank 0 timed out in monitoredBarrier: the timeout is {} ms",
+                         limits.of_rank_0.count());
+    }
+    store_.set(outcome(), (lost.empty() ? kLate : kLost) + text);
+    fail(!lost.empty(), text);
+  }
+
+  void follow(const Limits& limits) {
+    store_.set(key(context_.rank), std::string("here"));
+    bool is_gone = false, has_outcome = false;
+    poll_until(BarrierClock::now() + limits.of_others, [&] {
+      is_gone = meeting_.is_gone(0);
+      has_outcome = store_.check({outcome()});
+      return is_gone || has_outcome;
+    });
+    if (has_outcome) {
+      const std::string text = store_.get_to_str(outcome());
+      if (text != kPassed) fail(text.front() == kLost, reached(text.substr(1)));
+    } else {
+      fail(is_gone, reached(is_gone ? "it has ended"
+                                    : fmt::format("it did not answer within {} ms",
+                                                  limits.of_others.count())));
+    }
+  }
+
+  std::string reached(std::string_view what) const {
+    return fmt::format(
+        "Rank {} successfully reached monitoredBarrier, but received errors while waiting for "
+        "send/recv from rank 0: {}",
+        context_.rank, what);
+  }
+
+ private:
+  static constexpr std::string_view kPassed = "passed";
+  static constexpr char kLate = 'T', kLost = 'L';  // before the text
+
+  [[noreturn]] void fail(bool is_lost, std::string text) const {
+    if (is_lost) throw PeerLost(context_, std::move(text));
+    throw TimeoutError(context_, std::move(text));
+  }
+  std::string key(int rank) const { return fmt::format("{}{}", prefix_, rank); }
+  std::string outcome() const { return prefix_ + "outcome"; }
+
+  static std::string failed(std::vector<int> ranks, const Limits& limits) {
+    if (!limits.names_all_late_ranks) ranks.resize(1);
+    return fmt::format("Rank{} {} failed to pass monitoredBarrier", ranks.size() == 1 ? "" : "s",
+                       fmt::join(ranks, ", "));
+  }
+
+  c10d::Store& store_;
+  const Meeting& meeting_;
+  const ErrorContext& context_;
+  std::string prefix_;
+};
+
+void MonitoredBarrier::wait(const ErrorContext& context, const Limits& limits) {
+  Round round(*store_, meeting_, ++n_calls_, context);
+  try {
+    if (context.rank == 0) {
+      round.lead(limits);
+    } else {
+      round.follow(limits);
+    }
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    // The store is often in rank 0.
+    if (meeting_.is_gone(0)) throw PeerLost(context, round.reached("it has ended"));
+    throw EngineError(context, fmt::format("the store failed: {}", error.what()));
+  }
+}
+
+}  // namespace lockstep::python

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <lockstep/error.hpp>
+#include <utility>
+
+#include "nn/python/meeting.hpp"
+
+namespace lockstep::python {
+
+/// torch's monitored barrier: rank 0 waits for the others for a limited time and names those that
+/// did not come. Over the store alone: it needs no connection of the ranks, and whatever comes of
+/// it, the group stays as it was. Threads: one call at a time.
+class MonitoredBarrier {
+ public:
+  struct Limits {
+    std::chrono::milliseconds of_rank_0;
+    std::chrono::milliseconds of_others;
+    bool names_all_late_ranks;  // else the first
+  };
+
+  MonitoredBarrier(c10::intrusive_ptr<c10d::Store> store, Meeting meeting)
+      : store_(std::move(store)), meeting_(std::move(meeting)) {}
+
+  /// Collective. Throws TimeoutError, PeerLost; EngineError if the store fails. Their texts begin
+  /// as those of Gloo, which programs look for.
+  void wait(const ErrorContext& context, const Limits& limits);
+
+ private:
+  class Round;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  Meeting meeting_;
+  std::uint64_t n_calls_ = 0;
+};
+
+}  // namespace lockstep::python
