@@ -3,6 +3,7 @@
 #include <ATen/Dispatch.h>
 
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "kernels/isa.hpp"
@@ -38,14 +39,17 @@ Piece rows_of(BatchNormShape shape, std::size_t first, std::size_t n) {
 /// Calls f(piece, offset of its first channel in the per-channel arrays).
 template <class F>
 void for_each_piece(BatchNormShape shape, Channels channels, const F& f) {
+  // By reference: a std::function would allocate a copy of what they capture.
+  const auto by_channels = [&](std::size_t first, std::size_t n) {
+    f(channels_of(shape, channels.first + first, n), first);
+  };
+  const auto by_rows = [&](std::size_t first, std::size_t n) {
+    f(rows_of(shape, first, n), /*offset=*/0);
+  };
   if (is_divisible(shape)) {
-    in_parallel(channels.count, shape.n_per_channel(), [&](std::size_t first, std::size_t n) {
-      f(channels_of(shape, channels.first + first, n), first);
-    });
+    in_parallel(channels.count, shape.n_per_channel(), std::cref(by_channels));
   } else {
-    in_parallel(shape.outer, shape.channels * shape.inner, [&](std::size_t first, std::size_t n) {
-      f(rows_of(shape, first, n), /*offset=*/0);
-    });
+    in_parallel(shape.outer, shape.channels * shape.inner, std::cref(by_rows));
   }
 }
 
@@ -84,11 +88,16 @@ kernels::Stores stores_for(const Tensor& output, std::size_t n_tensors) {
                                                                 : kernels::Stores::cached;
 }
 
+std::size_t n_parts_of(BatchNormShape shape) {
+  return std::clamp<std::size_t>(shape.outer * shape.channels * shape.inner / kPartValues, 1,
+                                 kMostParts);
+}
+
 /// Rows in parts, each with two sums per channel.
 struct Parts {
   explicit Parts(BatchNormShape s)
       : shape(s),
-        n(std::clamp<std::size_t>(s.outer * s.channels * s.inner / kPartValues, 1, kMostParts)),
+        n(n_parts_of(s)),
         rows((s.outer + n - 1) / n),
         count(n),
         first(n * s.channels),
@@ -128,6 +137,7 @@ void stats(const Tensor& x, BatchNormShape shape, Channels channels, double* mea
           });
           return;
         }
+        if (n_parts_of(shape) == 1) return kernels::batch_norm_stats(values, shape, mean, m2);
         Parts parts(shape);
         parts.for_each([&](const Piece& piece, double* part_mean, double* part_m2) {
           kernels::batch_norm_stats(values + piece.at, piece.shape, part_mean, part_m2);
@@ -151,6 +161,10 @@ void backward_reduce(const Tensor& dy, const Tensor& x, BatchNormShape shape, Ch
                                                 sum_dy_xmu + offset);
           });
           return;
+        }
+        if (n_parts_of(shape) == 1) {
+          return kernels::batch_norm_backward_reduce(gradients, values, shape, mean, sum_dy,
+                                                     sum_dy_xmu);
         }
         Parts parts(shape);
         parts.for_each([&](const Piece& piece, double* part_dy, double* part_dy_xmu) {

@@ -33,8 +33,13 @@ void check_state(const char* name, const Tensor& state, const Tensor& input,
 
 }  // namespace
 
+std::string detail::Layer::name() const {
+  if (title) return *title;
+  return fmt::format("batch_norm #{} of a SyncBatchNormScope ({} channels)", number, n_channels);
+}
+
 ErrorContext detail::Layer::context(std::string_view pass) const {
-  return context_of(fmt::format("{} of {}", pass, *title), group, where);
+  return context_of(fmt::format("{} of {}", pass, name()), group, where);
 }
 
 void detail::Layer::rethrow(std::string_view pass, const Error& error) const {

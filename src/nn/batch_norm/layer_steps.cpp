@@ -34,8 +34,9 @@ void update_running(const Tensor& running, double factor, const Tensor& statisti
     AT_DISPATCH_FLOATING_TYPES(running.scalar_type(), "sync_batch_norm", [&] {
       scalar_t* const to = running.data_ptr<scalar_t>();
       const double* const from = data(statistics) + begin;
-      for (std::int64_t c = 0; c < running.size(0); ++c) {
-        scalar_t& value = to[c * running.stride(0)];
+      const std::int64_t channels = running.size(0), stride = running.stride(0);
+      for (std::int64_t c = 0; c < channels; ++c) {
+        scalar_t& value = to[c * stride];
         value = static_cast<scalar_t>(static_cast<double>(value) * (1 - factor) +
                                       from[c] * (factor * scale));
       }
@@ -140,7 +141,21 @@ at::TensorOptions parameter_options(const Tensor& input) {
 
 OptionalTensor parameter_for(const Tensor& parameter, const Tensor& input) {
   if (!parameter.defined()) return {};
+  const auto type = is_16_bit(input) ? at::kFloat : input.scalar_type();
+  // As it usually is: `to` takes a microsecond to find that out.
+  if (parameter.scalar_type() == type && parameter.device() == input.device() &&
+      parameter.is_contiguous()) {
+    return parameter;
+  }
   return parameter.to(parameter_options(input)).contiguous();
+}
+
+void count_batch(Tensor n_batches) {
+  if (n_batches.is_cpu() && n_batches.scalar_type() == at::kLong && n_batches.numel() == 1) {
+    ++*n_batches.data_ptr<std::int64_t>();  // by libtorch's addition it takes microseconds
+  } else {
+    n_batches += 1;
+  }
 }
 
 Tensor gradient_like(const Tensor& gradient, const Tensor& x) {
@@ -263,27 +278,35 @@ void input_gradient(const Tensor& dy, const Activation& x, Channels channels,
                             dx);
 }
 
-BatchNormGradients parameter_gradients(const Tensor& sums, const Activation& x,
-                                       const Tensor& statistics, BatchNormWanted wanted) {
-  const std::size_t channels = channels_of(statistics);
+ParameterGradients::ParameterGradients(const Activation& x, BatchNormWanted wanted)
+    : options_(parameter_options(x.tensor)) {
+  const auto size = static_cast<std::int64_t>(x.shape.channels);
+  const auto on_cpu = options_.device(at::kCPU);
+  if (wanted.weight) weight_ = at::empty({size}, on_cpu);
+  if (wanted.bias) bias_ = at::empty({size}, on_cpu);
+}
+
+void ParameterGradients::put(const Tensor& sums, Channels channels, const Tensor& statistics) {
   const double* const sum_dy = data(sums);
-  const double* const sum_dy_xmu = sum_dy + channels;
-  const double* const invstd = data(statistics) + 1 + channels;
-  const auto options = parameter_options(x.tensor);
+  const double* const sum_dy_xmu = sum_dy + channels.count;
+  const double* const invstd = data(statistics) + 1 + channels_of(statistics) + channels.first;
   // Written by hand: a libtorch operation costs as much as a small layer's kernel.
-  const auto make = [&](const auto& value_of) {
-    const auto on_cpu = options.device(at::kCPU);
-    const Tensor gradient = at::empty({static_cast<std::int64_t>(channels)}, on_cpu);
+  const auto fill = [channels](const Tensor& gradient, const auto& value_of) {
+    if (!gradient.defined()) return;
     AT_DISPATCH_FLOATING_TYPES(gradient.scalar_type(), "sync_batch_norm_backward", [&] {
-      scalar_t* const to = gradient.data_ptr<scalar_t>();
-      for (std::size_t c = 0; c < channels; ++c) to[c] = static_cast<scalar_t>(value_of(c));
+      scalar_t* const to = gradient.data_ptr<scalar_t>() + channels.first;
+      for (std::size_t c = 0; c < channels.count; ++c) to[c] = static_cast<scalar_t>(value_of(c));
     });
-    return x.tensor.is_cuda() ? gradient.to(options) : gradient;
   };
-  BatchNormGradients result;
-  if (wanted.weight) result.weight = make([&](std::size_t c) { return sum_dy_xmu[c] * invstd[c]; });
-  if (wanted.bias) result.bias = make([&](std::size_t c) { return sum_dy[c]; });
-  return result;
+  fill(weight_, [&](std::size_t c) { return sum_dy_xmu[c] * invstd[c]; });
+  fill(bias_, [&](std::size_t c) { return sum_dy[c]; });
+}
+
+BatchNormGradients ParameterGradients::take(Tensor dx) {
+  for (Tensor* const gradient : {&weight_, &bias_}) {
+    if (gradient->defined() && options_.device().is_cuda()) *gradient = gradient->to(options_);
+  }
+  return {std::move(dx), std::move(weight_), std::move(bias_)};
 }
 
 void average_gradient(std::span<double> message, const double* invstd, double count,
@@ -313,11 +336,19 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
   const BatchNormSettings& settings = record.settings;
   const std::size_t all = x.shape.channels;
   record.channels_per_message = agree_on_channels(fitting_channels(x), all, settings.layer);
+  Tensor output = at::empty_like(x.tensor);
+  if (record.channels_per_message == all) {
+    record.statistics = local_statistics(x, x.all());
+    merge_over(record.statistics, settings.layer);
+    finish_statistics(record.statistics, settings, input.sizes());
+    normalize(x, x.all(), record.statistics, weight, bias, output);
+    return output;
+  }
   record.statistics = doubles(1 + 2 * static_cast<std::int64_t>(all));
   data(record.statistics)[0] = 0;  // if there are no channels
-  Tensor output = at::empty_like(x.tensor);
   for_each_message(all, record.channels_per_message, [&](Channels channels) {
-    const Tensor merged = merge_over(local_statistics(x, channels), settings.layer);
+    Tensor merged = local_statistics(x, channels);
+    merge_over(merged, settings.layer);
     data(record.statistics)[0] = data(merged)[0];
     put_channels(data(merged) + 1, channels, all, data(record.statistics) + 1);
     invert({data(merged) + 1 + channels.count, channels.count}, data(merged)[0], settings);
@@ -336,20 +367,18 @@ BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& inp
   const Activation x = activation_of(input);
   const Tensor dy = gradient_like(gradient, x.tensor);
   const std::size_t all = x.shape.channels;
-  const Tensor sums = doubles(2 * static_cast<std::int64_t>(all));
   const double* const invstd = data(record.statistics) + 1 + all;
+  ParameterGradients parameters(x, wanted);
   Tensor dx = wanted.input ? at::empty_like(x.tensor) : Tensor();
   for_each_message(all, record.channels_per_message, [&](Channels channels) {
     const Tensor message = sum_gradients(dy, x, channels, record.statistics);
-    put_channels(data(message), channels, all, data(sums));
+    parameters.put(message, channels, record.statistics);
     if (!wanted.input) return;
     average_gradient({data(message), 2 * channels.count}, invstd + channels.first,
                      data(record.statistics)[0], record.settings);
     input_gradient(dy, x, channels, record.statistics, weight, message, dx);
   });
-  BatchNormGradients result = parameter_gradients(sums, x, record.statistics, wanted);
-  result.input = dx;
-  return result;
+  return parameters.take(dx);
 }
 
 Tensor synchronised_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,

@@ -65,9 +65,14 @@ inline constexpr std::string_view kForward = "forward", kBackward = "backward";
 /// One forward of a layer and its backward: their group and how errors name the layer.
 struct Layer {
   Group group;
-  std::shared_ptr<const std::string> title;  ///< "SyncBatchNorm2d 'layer3.0.bn1'"
-  std::source_location where;                ///< the program's line
+  /// "SyncBatchNorm2d 'layer3.0.bn1'"; null for a call in a SyncBatchNormScope, whose name only
+  /// errors format, from its number there and its channels.
+  std::shared_ptr<const std::string> title;
+  std::source_location where;  ///< the program's line
+  std::int64_t number = 0;
+  std::int64_t n_channels = 0;
 
+  std::string name() const;
   /// `pass`: kForward or kBackward.
   ErrorContext context(std::string_view pass) const;
   /// Throws an error of the same type that names this layer and includes the text of `error`.
@@ -136,14 +141,16 @@ at::TensorOptions parameter_options(const at::Tensor& input);
 OptionalTensor parameter_for(const at::Tensor& parameter, const at::Tensor& input);
 /// `gradient` in the type and layout of x.
 at::Tensor gradient_like(const at::Tensor& gradient, const at::Tensor& x);
+/// Adds 1 to num_batches_tracked.
+void count_batch(at::Tensor n_batches);
 /// On CUDA `channels` must be all channels.
 at::Tensor local_statistics(const Activation& x, Channels channels);
 /// n x (1 + 2C) statistics, merged in order.
 at::Tensor merge_statistics(const at::Tensor& parts);
 /// The message of forward: each rank merges all parts in rank order, or the group does so in a
 /// reduction (Group::reduces_moments), so all ranks get the same bits. Why not sums:
-/// docs/design/001.
-at::Tensor merge_over(const at::Tensor& mine, const Layer& layer);
+/// docs/design/001. `mine` becomes the result.
+void merge_over(at::Tensor& mine, const Layer& layer);
 /// How many channels each message of this layer covers: all of them or, if the group has low
 /// latency, the largest `wish` of any rank, because batches may differ in size and layout between
 /// ranks. Collective, before the messages, also for ranks that want all channels.
@@ -161,8 +168,18 @@ void normalize(const Activation& x, Channels channels, const at::Tensor& statist
 at::Tensor sum_gradients(const at::Tensor& dy, const Activation& x, Channels channels,
                          const at::Tensor& statistics);
 /// The gradients of weight and bias, if requested.
-BatchNormGradients parameter_gradients(const at::Tensor& sums, const Activation& x,
-                                       const at::Tensor& statistics, BatchNormWanted wanted);
+class ParameterGradients {
+ public:
+  ParameterGradients(const Activation& x, BatchNormWanted wanted);
+  /// `sums`: sum_gradients of these channels. `statistics`: of all.
+  void put(const at::Tensor& sums, Channels channels, const at::Tensor& statistics);
+  /// Beside dx, on its device.
+  BatchNormGradients take(at::Tensor dx);
+
+ private:
+  at::TensorOptions options_;
+  at::Tensor weight_, bias_;
+};
 /// The message of backward: turns sum_dy, sum_dy_xmu of some channels into means over all ranks.
 void average_gradient(std::span<double> message, const double* invstd, double count,
                       const BatchNormSettings& settings);

@@ -72,10 +72,10 @@ class Exchange : public Function<Exchange> {
 
   static variable_list forward(AutogradContext* context, at::TensorList locals,
                                const BatchNormSettings& settings, at::IntArrayRef input_sizes) {
-    const Tensor mine = merge_statistics(at::stack(locals));
-    const auto all = static_cast<std::size_t>(mine.size(0) - 1) / 2;
+    Tensor global = merge_statistics(at::stack(locals));
+    const auto all = static_cast<std::size_t>(global.size(0) - 1) / 2;
     (void)agree_on_channels(/*wish=*/all, all, settings.layer);  // a peer may have one replica
-    Tensor global = merge_over(mine, settings.layer);
+    merge_over(global, settings.layer);
     finish_statistics(global, settings, input_sizes);
     const std::int64_t c = (global.size(0) - 1) / 2;
     auto saved = c10::make_intrusive<Saved>();
@@ -129,10 +129,11 @@ class Normalize : public Function<Normalize> {
     const Tensor sums = sum_gradients(dy, x, x.all(), share.statistics);
     // Autograd numbers only the tensors that are present.
     const bool has_weight = share.weight.defined();
-    const auto of = parameter_gradients(
-        sums, x, share.statistics,
-        {context->needs_input_grad(0), has_weight && context->needs_input_grad(1),
-         share.has_bias && context->needs_input_grad(has_weight ? 2 : 1)});
+    ParameterGradients parameters(
+        x, {context->needs_input_grad(0), has_weight && context->needs_input_grad(1),
+            share.has_bias && context->needs_input_grad(has_weight ? 2 : 1)});
+    parameters.put(sums, x.all(), share.statistics);
+    const BatchNormGradients of = parameters.take(Tensor());
     Tensor of_statistics;
     if (context->needs_input_grad(0)) {
       share.dy = dy;

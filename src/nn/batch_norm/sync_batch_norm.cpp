@@ -47,13 +47,13 @@ Tensor train(const Tensor& input, const State& state, BatchNormSettings settings
     output = replicated_batch_norm(input, state.weight, state.bias, settings, *replica, statistics);
   } else {
     const auto record = c10::make_intrusive<BatchNormRecord>();
-    record->settings = settings;
+    record->settings = std::move(settings);
     output = synchronised_batch_norm(input, state.weight, state.bias, record);
     statistics = record->statistics;
   }
   nonfinite = holds_nonfinite(statistics);
   const bool keeps = nonfinite && options.on_nonfinite() == OnNonfinite::keep_running_stats;
-  if (counts && !keeps) Tensor(state.num_batches_tracked) += 1;
+  if (counts && !keeps) count_batch(state.num_batches_tracked);
   return output;
 }
 

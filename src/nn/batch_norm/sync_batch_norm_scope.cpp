@@ -213,11 +213,11 @@ std::optional<SyncBatchNormScope::Settings> SyncBatchNormScope::active() {
 
 Layer detail::next_layer(SyncBatchNormScope& scope, std::int64_t n_channels) {
   const auto& [group, where] = scope.settings_;
-  return {
-      group ? *group : default_group(),
-      std::make_shared<std::string>(fmt::format(
-          "batch_norm #{} of a SyncBatchNormScope ({} channels)", ++scope.n_layers_, n_channels)),
-      where};
+  return {.group = group ? *group : default_group(),
+          .title = nullptr,
+          .where = where,
+          .number = ++scope.n_layers_,
+          .n_channels = n_channels};
 }
 
 SuspendedScope::SuspendedScope() : scope_(std::exchange(innermost, nullptr)) {}

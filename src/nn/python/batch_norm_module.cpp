@@ -59,7 +59,7 @@ Tensor sync_batch_norm(const Tensor& input, std::int64_t num_features, const May
     record->settings.factor = 1 / (num_batches_tracked->item<double>() + 1);
   }
   Tensor output = nn::synchronised_batch_norm(input, w, b, record);
-  if (num_batches_tracked) Tensor(*num_batches_tracked) += 1;
+  if (num_batches_tracked) nn::count_batch(*num_batches_tracked);
   return output;
 }
 
