@@ -239,7 +239,7 @@ def draw(log, page):
 def picture(times, path):
     ranks = ', '.join(str(n * RANKS_PER_HOST) for n in HOSTS)
     script = ["set terminal svg size 1000,620 background rgb 'white' font 'sans-serif,12' noenhanced",
-              f'set output "{path}"', 'set logscale x 2', 'set grid', 'set key top left',
+              f'set output "{path}"', 'set logscale x 2', 'set grid', 'set key bottom left',
               f'set xrange [12:11000]', f'set xtics ({ranks}) font ",10"', 'set yrange [0:*]',
               "set multiplot layout 2,3 title 'A step of training, ms, by ranks (8 per host): points "
               "simulated, line the alpha-beta bound'"]
