@@ -25,6 +25,12 @@ missing=$(grep -ohE '\b(src|include|tests|scripts|examples)/[a-z0-9_/]+\.[a-z]+'
   sort -u | while IFS= read -r file; do [ -e "$file" ] || echo "$file does not exist"; done)
 [ -z "$missing" ] || { echo "$missing" && bad+=", $now"; }
 
+stage "lines that the documents name"
+missing=$(sed -nE 's/.*`([a-z_/]+\.[ch]pp):([0-9]+)` `[^`]*\b([a-z_]+)`.*/\1 \2 \3/p' docs/*.md docs/*/*.md |
+  while read -r file line name; do
+    sed -n "${line}p" "$file" | grep -qw "$name" || echo "$file:$line is not $name"; done)
+[ -z "$missing" ] || { echo "$missing" && bad+=", $now"; }
+
 stage "environment variables on their page"
 missing=$({
   grep -hoE '"(RANK|[A-Z]+_[A-Za-z_]*[A-Za-z])"' src/world/env.cpp src/world/environment.cpp
