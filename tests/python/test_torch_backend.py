@@ -280,6 +280,23 @@ def test_monitored_barrier_of_ranks_that_never_communicated(run_torch):
     )
 
 
+def test_rank_0_may_end_after_a_monitored_barrier(run_torch):
+    # The store is in its process.
+    said = run_torch(
+        3,
+        """
+        if rank == 0:
+            time.sleep(0.3)  # so that the others ask for the outcome seldom
+            dist.monitored_barrier()
+            os._exit(0)
+        dist.monitored_barrier()
+        print("passed", flush=True)
+        os._exit(0)
+        """,
+    )
+    assert said.count("passed") == 2, said
+
+
 def test_split_group(run_torch):
     run_torch(
         3,

@@ -18,6 +18,8 @@ using std::chrono::milliseconds;
 
 // Polls, for a store's own wait keeps the store from this process's other threads.
 constexpr milliseconds kFirstPause{1}, kLongestPause{64};
+// How long rank 0 waits at most until the others have read what came of it.
+constexpr milliseconds kTelling{2000};
 
 /// Calls `done` until it returns true, or the deadline has come.
 template <class Done>
@@ -33,7 +35,8 @@ void poll_until(BarrierClock::time_point deadline, Done done) {
 
 /// One call. Each other rank sets its key. When rank 0 has seen all keys, one of the ranks has
 /// ended, or the time is over, it sets `outcome`, for which the others wait: kPassed, or what was
-/// wrong.
+/// wrong. They delete their keys when they have read it. Rank 0 waits for that, because the store
+/// is often in its process, which may end after the call.
 class MonitoredBarrier::Round {
  public:
   Round(c10d::Store& store, const Meeting& meeting, std::uint64_t number,
@@ -53,8 +56,7 @@ class MonitoredBarrier::Round {
       return missing.empty() || !lost.empty();
     });
     if (missing.empty()) {
-      store_.set(outcome(), std::string(kPassed));
-      for (int rank = 1; rank < meeting_.membership.size; ++rank) store_.deleteKey(key(rank));
+      if (tell(std::string(kPassed), missing)) store_.deleteKey(outcome());
       return;
     }
     std::string text = failed(lost.empty() ? missing : lost, limits);
@@ -63,7 +65,7 @@ class MonitoredBarrier::Round {
       text = fmt::format("Rank 0 timed out in monitoredBarrier: the timeout is {} ms",
                          limits.of_rank_0.count());
     }
-    store_.set(outcome(), (lost.empty() ? kLate : kLost) + text);
+    (void)tell((lost.empty() ? kLate : kLost) + text, missing);  // late ranks read it too
     fail(!lost.empty(), text);
   }
 
@@ -77,6 +79,7 @@ class MonitoredBarrier::Round {
     });
     if (has_outcome) {
       const std::string text = store_.get_to_str(outcome());
+      acknowledge();
       if (text != kPassed) fail(text.front() == kLost, reached(text.substr(1)));
     } else {
       fail(is_gone, reached(is_gone ? "it has ended"
@@ -93,6 +96,27 @@ class MonitoredBarrier::Round {
   }
 
  private:
+  /// To the ranks that are not `missing`; whether all of them have read it, or ended.
+  bool tell(const std::string& text, const std::vector<int>& missing) {
+    store_.set(outcome(), text);
+    std::vector<int> told;
+    for (int rank = 1; rank < meeting_.membership.size; ++rank) {
+      if (std::ranges::find(missing, rank) == missing.end()) told.push_back(rank);
+    }
+    poll_until(BarrierClock::now() + kTelling, [&] {
+      std::erase_if(told,
+                    [&](int rank) { return !store_.check({key(rank)}) || meeting_.is_gone(rank); });
+      return told.empty();
+    });
+    return told.empty();
+  }
+  void acknowledge() const {
+    try {
+      store_.deleteKey(key(context_.rank));
+    } catch (const std::exception&) {  // rank 0 and the store have ended: the outcome stands
+    }
+  }
+
   static constexpr std::string_view kPassed = "passed";
   static constexpr char kLate = 'T', kLost = 'L';  // before the text
 
