@@ -424,6 +424,14 @@ TEST(SyncBatchNormModuleTest, loads_what_batch_norm_saved_and_back) {
   EXPECT_TRUE(torchs->running_var.equal(ours->running_var));
 }
 
+// Else autograd would not notice that a number that it saved has changed.
+TEST(SyncBatchNormModuleTest, counting_a_batch_changes_the_version_of_the_count) {
+  SyncBatchNorm2d bn(4);
+  const auto before = bn->num_batches_tracked._version();
+  bn->forward(Random(1).normal({2, 4, 3, 3}, at::kFloat));
+  EXPECT_GT(bn->num_batches_tracked._version(), before);
+}
+
 TEST(SyncBatchNormModuleTest, several_batches_with_and_without_momentum) {
   for (const std::optional<double> momentum : {std::optional(0.3), std::optional<double>()}) {
     on_ranks(3, [&](int rank) {

@@ -153,6 +153,7 @@ OptionalTensor parameter_for(const Tensor& parameter, const Tensor& input) {
 void count_batch(Tensor n_batches) {
   if (n_batches.is_cpu() && n_batches.scalar_type() == at::kLong && n_batches.numel() == 1) {
     ++*n_batches.data_ptr<std::int64_t>();  // by libtorch's addition it takes microseconds
+    n_batches.unsafeGetTensorImpl()->bump_version();  // as every operation in place does
   } else {
     n_batches += 1;
   }
