@@ -5,8 +5,8 @@ usage: torch_distributed_tests.py [--backend lockstep] [--ranks 3] [--only TEXT[
 
 Run it with a Python that has torch, numpy, expecttest and, for the backend lockstep, this package. The tests are
 unchanged, and those are run that run over Gloo: they are chosen while the backend is called gloo, and run over the
-one given. Prints one line for each test and the numbers of those that passed, failed and were skipped; ends
-with 1 if one failed.
+one given. Prints one line for each test, which suites it does not have, and the numbers of tests that passed,
+failed and were skipped; ends with 1 if one failed.
 """
 
 import argparse
@@ -16,6 +16,11 @@ import sys
 import tempfile
 import time
 import unittest
+
+NOT_RUN = (
+    "not run: test_c10d_common.py and the fault-tolerance tests of PyTorch's sources (test/distributed): "
+    "they are not in the torch wheel, and the package index has no source distribution of torch"
+)
 
 
 class LikeGloo(str):
@@ -101,6 +106,7 @@ def main():
         result = Result()
         started = time.monotonic()
         unittest.TestSuite(case(name) for name in names).run(result)
+    print(NOT_RUN)
     n_failed = len(result.failures) + len(result.errors)
     print(
         f"{options.backend}, {options.ranks} ranks: {result.n_passed} passed, {n_failed} failed, "
