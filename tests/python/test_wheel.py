@@ -23,7 +23,7 @@ def wheel():
     return path
 
 
-def test_is_small_and_names_its_torch(wheel):
+def test_is_small_names_its_torch_and_has_the_command(wheel):
     assert wheel.stat().st_size < 4_000_000
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -32,6 +32,7 @@ def test_is_small_and_names_its_torch(wheel):
         assert f'TORCH = "{TORCH}"' in archive.read("lockstep/_built_for.py").decode().splitlines()
     assert not [name for name in names if "libtorch" in name or "libc10" in name]
     assert [name for name in names if name.startswith("lockstep/_torch.")]
+    assert [name for name in names if name.endswith(".data/scripts/lockstep")]
 
 
 def test_beside_another_torch_is_an_import_error_that_names_both(wheel, tmp_path):
