@@ -98,7 +98,8 @@ Traffic count_by_host(const Counted& counted, int n_hosts, bool has_levels) {
     ranks.emplace_back([&, rank] {
       lockstep::Call barrier;
       barrier.timeout = std::chrono::minutes(60);
-      auto engine = lockstep::message::make("network", network.transport(rank));
+      auto engine =
+          lockstep::message::make("network", network.transport(rank), lockstep::message::Costs{});
       if (has_levels) engine = lockstep::hierarchical::make(std::move(engine), hosts, barrier);
       all.arrive_and_wait();
       if (rank == 0) network.reset_traffic();

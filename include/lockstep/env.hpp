@@ -45,6 +45,11 @@ struct Env {
   /// (docs/performance.md). The process that creates a group's segment decides for the group.
   std::optional<std::string> tune;
 
+  /// LOCKSTEP_NETWORK: LATENCYus,BANDWIDTHGbit, the same on all ranks: of the network between
+  /// hosts, by which the engines between them choose algorithms. Default: 1.25us,25Gbit
+  /// (docs/growth.md).
+  std::optional<std::string> network;
+
   /// The variables as they are now. Throws UsageError.
   static Env read();
 };

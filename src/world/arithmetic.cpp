@@ -151,6 +151,7 @@ class Checker {
 struct Arithmetic {
   std::uint64_t mode;
   std::uint64_t is_full;
+  message::Costs costs;
 };
 
 }  // namespace
@@ -182,16 +183,24 @@ std::string describe_mode(std::uint64_t mode) {
   return text.empty() ? "uses the defaults of IEEE 754" : text;
 }
 
-void check_arithmetic(Engine& engine, const Call& barrier) {
+void check_arithmetic(Engine& engine, const Call& barrier, const message::Costs& costs) {
   if (engine.size() == 1) return;
   const Arithmetic mine{.mode = floating_point_mode(),
-                        .is_full = barrier.check == Check::full ? 1U : 0U};
+                        .is_full = barrier.check == Check::full ? 1U : 0U,
+                        .costs = costs};
   Call step = barrier;
   step.parent_call = &barrier;  // a later error shows init_dist's barrier as the rank's last call
   const auto all = hierarchical::gather_values(engine, step, mine);
   bool is_full = true;
   for (std::size_t r = 0; r < all.size(); ++r) {
     is_full = is_full && all[r].is_full != 0;
+    if (all[r].costs != all[0].costs) {
+      throw MismatchError(
+          context_of(barrier, engine.rank()),
+          fmt::format("LOCKSTEP_NETWORK is {} on rank 0, {} on rank {}; the ranks "
+                      "would choose different algorithms. Set it alike everywhere",
+                      message::describe(all[0].costs), message::describe(all[r].costs), r));
+    }
     if (all[r].mode == all[0].mode) continue;
     throw MismatchError(
         context_of(barrier, engine.rank()),

@@ -4,6 +4,8 @@
 #include <lockstep/engine.hpp>
 #include <string>
 
+#include "engines/message/costs.hpp"
+
 namespace lockstep::internal {
 
 /// This thread's floating-point mode as far as it changes results: the rounding direction and the
@@ -11,10 +13,10 @@ namespace lockstep::internal {
 std::uint64_t floating_point_mode() noexcept;
 std::string describe_mode(std::uint64_t mode);
 
-/// Compares floating_point_mode() between the ranks, in one small all_gather, and throws
-/// MismatchError naming the ranks if it differs. If every rank has LOCKSTEP_CHECK=full, also runs
-/// check_operations. Collective.
-void check_arithmetic(Engine& engine, const Call& barrier);
+/// Compares floating_point_mode() and `costs` between the ranks, in one small all_gather, whose
+/// algorithm does not depend on the costs, and throws MismatchError naming the ranks if they
+/// differ. If every rank has LOCKSTEP_CHECK=full, also runs check_operations. Collective.
+void check_arithmetic(Engine& engine, const Call& barrier, const message::Costs& costs);
 
 /// Compares the results of the engine's operations, on a few elements of each type, with those of
 /// a plain loop. Throws EngineError naming operation, type and element. Collective.

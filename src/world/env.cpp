@@ -7,6 +7,7 @@
 #include <cstring>
 #include <lockstep/env.hpp>
 
+#include "engines/message/costs.hpp"
 #include "engines/shared/bootstrap/tuning.hpp"
 #include "group/check.hpp"
 #include "world/variables.hpp"
@@ -42,6 +43,8 @@ Env Env::read() {
   env.mpi = variable("LOCKSTEP_MPI");
   env.tune = variable("LOCKSTEP_TUNE");
   shared::parse_tuning(env.tune);  // rejects invalid values
+  env.network = variable("LOCKSTEP_NETWORK");
+  message::parse_costs(env.network);
   env.record_dir = folder("LOCKSTEP_RECORD_DIR");
   env.trace_dir = folder("LOCKSTEP_TRACE");
   if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {

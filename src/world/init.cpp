@@ -39,7 +39,7 @@ void init_dist(const InitOptions& options, std::source_location where) {
   int host = 0;
   try {
     host = engines::find_host(*joined.engine, world, barrier);
-    internal::check_arithmetic(*joined.engine, barrier);
+    internal::check_arithmetic(*joined.engine, barrier, message::parse_costs(world.env.network));
   } catch (...) {  // possibly on this rank only
     joined.engine->leave(base::text_of(std::current_exception()));
     throw;

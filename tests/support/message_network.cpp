@@ -244,7 +244,7 @@ void MessageNetwork::reset_traffic() {
 }
 
 void run_message_ranks(int n_ranks, const std::function<void(Engine&)>& body,
-                       MessageNetwork* network) {
+                       MessageNetwork* network, const message::Costs& costs) {
   std::optional<MessageNetwork> own;
   if (network == nullptr) network = &own.emplace(n_ranks);
   std::mutex mutex;
@@ -254,7 +254,7 @@ void run_message_ranks(int n_ranks, const std::function<void(Engine&)>& body,
     threads.emplace_back([&, rank] {
       std::unique_ptr<Engine> engine;
       try {
-        engine = message::make("network", network->transport(rank));
+        engine = message::make("network", network->transport(rank), costs);
         body(*engine);
       } catch (const std::exception& error) {
         if (engine) engine->abandon(error.what());

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "engines/message/costs.hpp"
 #include "engines/message/transport.hpp"
 
 namespace lockstep::test {
@@ -45,6 +46,6 @@ class MessageNetwork {
 /// Calls body as every rank of the message engine over a new network, or over `network`, and waits
 /// for all. Then throws the first exception of a rank.
 void run_message_ranks(int n_ranks, const std::function<void(Engine&)>& body,
-                       MessageNetwork* network = nullptr);
+                       MessageNetwork* network = nullptr, const message::Costs& costs = {});
 
 }  // namespace lockstep::test

@@ -6,6 +6,7 @@
 
 #include <cfenv>
 #include <cstdlib>
+#include <functional>
 #include <lockstep/lockstep.hpp>
 #include <thread>
 
@@ -50,9 +51,25 @@ std::vector<std::string> errors_of(Set set, Body body) {
   return errors;
 }
 
+void check_of_defaults(Engine& engine, const Call& barrier) {
+  internal::check_arithmetic(engine, barrier, {});
+}
+
 TEST(ArithmeticTest, equal_ranks_pass) {
-  const auto errors = errors_of([](int) {}, internal::check_arithmetic);
+  const auto errors = errors_of([](int) {}, check_of_defaults);
   EXPECT_EQ(errors, std::vector<std::string>(2));
+}
+
+TEST(ArithmeticTest, a_rank_with_another_network_is_named) {
+  const auto errors =
+      errors_of([](int) {},
+                [](Engine& engine, const Call& barrier) {
+                  const char* const network = engine.rank() == 1 ? "2us,400Gbit" : "25us,100Gbit";
+                  internal::check_arithmetic(engine, barrier, message::parse_costs(network));
+                });
+  for (const std::string& error : errors) {
+    expect_contains(error, "LOCKSTEP_NETWORK is 25us,100Gbit on rank 0, 2us,400Gbit on rank 1");
+  }
 }
 
 TEST(ArithmeticTest, a_rank_that_rounds_another_way_is_named) {
@@ -60,29 +77,15 @@ TEST(ArithmeticTest, a_rank_that_rounds_another_way_is_named) {
       [](int rank) {
         if (rank == 1) std::fesetround(FE_UPWARD);
       },
-      internal::check_arithmetic);
+      check_of_defaults);
   for (const std::string& error : errors) {
     expect_contains(error,
                     "rank 0 uses the defaults of IEEE 754, rank 1 does not round to nearest");
   }
 }
 
-#if defined(__x86_64__)
-TEST(ArithmeticTest, a_rank_that_flushes_subnormal_numbers_is_named) {
-  const auto errors = errors_of(
-      [](int rank) {
-        if (rank == 0) _mm_setcsr(_mm_getcsr() | 0x8040U);
-      },
-      internal::check_arithmetic);
-  for (const std::string& error : errors) {
-    expect_contains(error,
-                    "rank 0 flushes subnormal results to zero (FTZ), treats subnormal operands as "
-                    "zero (DAZ), rank 1 uses the defaults");
-    expect_contains(error, "-ffast-math");
-  }
-}
-
-TEST(ArithmeticTest, init_dist_compares) {
+/// Two processes that call init_dist after `change` and expect a MismatchError with `text`.
+void expect_mismatch_in_init_dist(const std::function<void(int rank)>& change, const char* text) {
   shared::Job job(2);
   std::vector<pid_t> pids;
   for (int rank = 0; rank < 2; ++rank) {
@@ -94,12 +97,11 @@ TEST(ArithmeticTest, init_dist_compares) {
     ::setenv("WORLD_SIZE", "2", 1);
     ::setenv("LOCAL_WORLD_SIZE", "2", 1);
     ::setenv("LOCKSTEP_SEGMENT", job.environment().c_str(), 1);
-    if (rank == 1) _mm_setcsr(_mm_getcsr() | 0x8000U);
+    change(rank);
     try {
       init_dist({.timeout = std::chrono::minutes(1)});
     } catch (const MismatchError& error) {
-      const bool is_named = std::string(error.what()).find("rank 1 flushes") != std::string::npos;
-      ::_exit(is_named ? 3 : 4);
+      ::_exit(std::string(error.what()).find(text) != std::string::npos ? 3 : 4);
     }
     ::_exit(5);
   }
@@ -108,6 +110,37 @@ TEST(ArithmeticTest, init_dist_compares) {
     ASSERT_EQ(::waitpid(pid, &status, 0), pid);
     EXPECT_EQ(status, 3 << 8);
   }
+}
+
+TEST(ArithmeticTest, init_dist_compares_networks) {
+  expect_mismatch_in_init_dist(
+      [](int rank) {
+        if (rank == 1) ::setenv("LOCKSTEP_NETWORK", "25us,100Gbit", 1);
+      },
+      "LOCKSTEP_NETWORK is 1.25us,25Gbit on rank 0, 25us,100Gbit on rank 1");
+}
+
+#if defined(__x86_64__)
+TEST(ArithmeticTest, a_rank_that_flushes_subnormal_numbers_is_named) {
+  const auto errors = errors_of(
+      [](int rank) {
+        if (rank == 0) _mm_setcsr(_mm_getcsr() | 0x8040U);
+      },
+      check_of_defaults);
+  for (const std::string& error : errors) {
+    expect_contains(error,
+                    "rank 0 flushes subnormal results to zero (FTZ), treats subnormal operands as "
+                    "zero (DAZ), rank 1 uses the defaults");
+    expect_contains(error, "-ffast-math");
+  }
+}
+
+TEST(ArithmeticTest, init_dist_compares_modes) {
+  expect_mismatch_in_init_dist(
+      [](int rank) {
+        if (rank == 1) _mm_setcsr(_mm_getcsr() | 0x8000U);
+      },
+      "rank 1 flushes");
 }
 #endif
 

@@ -306,6 +306,12 @@ TEST(EnvironmentTest, thresholds_that_are_none) {
             0U);
 }
 
+TEST(EnvironmentTest, a_network_that_is_none) {
+  EXPECT_EQ(refusal({{"LOCKSTEP_NETWORK", "25us"}}),
+            "LOCKSTEP_NETWORK is '25us'; it takes the latency and the bandwidth of the network "
+            "between hosts, both above 0, as 25us,100Gbit");
+}
+
 TEST(EnvironmentTest, unknown_backend_names_the_known) {
   try {
     init_dist({.backend = "smoke"});

@@ -20,9 +20,6 @@ constexpr std::size_t kFlatBytes = 16 << 10;
 constexpr std::size_t kSlicedBytes = 256 << 10;
 /// Parts of up to this size are passed on by other ranks, which copies them.
 constexpr std::size_t kPassedOnBytes = 2 << 10;
-/// Microseconds between hosts at 25 Gbit/s: of a message at both ends, of a round with its latency,
-/// of a byte. On a slower network each is longer.
-constexpr double kMessage = 0.5, kRound = 1.75, kByte = 0.32e-3;
 /// The root of a reduce buffers this much per rank at a time.
 constexpr std::size_t kChunkBytes = 16 << 20;
 
@@ -56,7 +53,9 @@ void Collectives::run(const Call& call, Limit& limit) {
 
 bool Collectives::is_faster_in_rounds(int n_exchanges, double n_bytes) const {
   return rounds_ != nullptr &&
-         n_exchanges * (n_rounds() * kRound - (size() - 1) * kMessage) + n_bytes * kByte < 0;
+         n_exchanges * (n_rounds() * costs_.round_us - (size() - 1) * costs_.message_us) +
+                 n_bytes * costs_.byte_us <
+             0;
 }
 
 bool Collectives::is_sent_in_slices(std::size_t n_bytes) const {
@@ -66,7 +65,8 @@ bool Collectives::is_sent_in_slices(std::size_t n_bytes) const {
   // The root then sends or receives all data twice and not once for each other rank, in one
   // exchange more.
   const double n_others = size() - 1, n_saved = n_others - 2 * n_others / size();
-  return static_cast<double>(n_bytes) * n_saved * kByte > (n_others - 1) * kMessage + kRound;
+  return static_cast<double>(n_bytes) * n_saved * costs_.byte_us >
+         (n_others - 1) * costs_.message_us + costs_.round_us;
 }
 
 Collectives::Slice Collectives::slice_of(const Call& call, int r) const {
@@ -145,7 +145,7 @@ void Collectives::all_reduce(Step step) {
   // Either every rank reduces all data, or a slice, in twice as many rounds; then each byte of the
   // others' slices is sent log2(N) / 2 times and not once.
   const double n_more_bytes = (size() - 0.5 * n_rounds() - 1) * static_cast<double>(n_bytes);
-  if (rounds_ != nullptr && n_more_bytes * kByte < n_rounds() * kRound) {
+  if (rounds_ != nullptr && n_more_bytes * costs_.byte_us < n_rounds() * costs_.round_us) {
     scratch_.resize(n * n_bytes);
     rounds_->all_gather(data, scratch_.data(), n_bytes, call, step.limit);
     return reduce_parts(call, data, scratch_.data(), n_bytes, data);

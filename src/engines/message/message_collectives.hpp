@@ -5,6 +5,7 @@
 #include <lockstep/engine.hpp>
 #include <vector>
 
+#include "engines/message/costs.hpp"
 #include "engines/message/message_channel.hpp"
 #include "engines/message/rounds.hpp"
 
@@ -15,7 +16,8 @@ namespace lockstep::message {
 class Collectives {
  public:
   /// `rounds`: null if each rank is to send to each.
-  Collectives(Channel& channel, Rounds* rounds) : channel_(channel), rounds_(rounds) {}
+  Collectives(Channel& channel, Rounds* rounds, const Costs& costs)
+      : channel_(channel), rounds_(rounds), costs_(costs) {}
 
   void run(const Call& call, Limit& limit);
 
@@ -72,6 +74,7 @@ class Collectives {
 
   Channel& channel_;
   Rounds* rounds_;
+  Costs costs_;
   std::vector<Message> messages_;
   std::vector<const void*> in_;
   std::vector<std::byte> scratch_;

@@ -45,7 +45,7 @@ class Memory final : public SharedMemory {
 /// itself: in rank order, for every type, with the same bits on all ranks.
 class MessageEngine final : public Engine {
  public:
-  MessageEngine(std::string name, std::unique_ptr<Channel> channel);
+  MessageEngine(std::string name, std::unique_ptr<Channel> channel, const Costs& costs);
 
   std::string_view name() const noexcept override { return name_; }
   int rank() const noexcept override { return rank_; }
@@ -118,11 +118,12 @@ class MessageEngine final : public Engine {
   std::vector<First> firsts_;  // with rounds_: to report a mismatch only
   std::vector<Message> first_messages_;
   std::vector<const void*> payloads_;  // by rank
-  Collectives collectives_{*channel_, rounds_.get()};
+  const Costs costs_;
+  Collectives collectives_{*channel_, rounds_.get(), costs_};
 };
 
-MessageEngine::MessageEngine(std::string name, std::unique_ptr<Channel> channel)
-    : name_(std::move(name)), channel_(std::move(channel)) {
+MessageEngine::MessageEngine(std::string name, std::unique_ptr<Channel> channel, const Costs& costs)
+    : name_(std::move(name)), channel_(std::move(channel)), costs_(costs) {
   if (rounds_) {
     for (int r = 0; r < size(); ++r) payloads_.push_back(rounds_->payload(r));
     return;
@@ -290,14 +291,15 @@ std::unique_ptr<Engine> MessageEngine::split_engine(const Call& call, int color,
   }
   std::ranges::stable_sort(members, {},
                            [&](int r) { return choices[static_cast<std::size_t>(r)].key; });
-  return std::make_unique<MessageEngine>(name_, channel_->split(members, call, limit));
+  return std::make_unique<MessageEngine>(name_, channel_->split(members, call, limit), costs_);
 }
 
 }  // namespace
 
-std::unique_ptr<Engine> make(std::string name, std::unique_ptr<Transport> transport) {
+std::unique_ptr<Engine> make(std::string name, std::unique_ptr<Transport> transport,
+                             const Costs& costs) {
   return std::make_unique<MessageEngine>(std::move(name),
-                                         std::make_unique<Channel>(std::move(transport)));
+                                         std::make_unique<Channel>(std::move(transport)), costs);
 }
 
 }  // namespace lockstep::message

@@ -328,7 +328,8 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   const Hosts hosts{.are_oversubscribed = n_neighbours > std::min(n_cores, base::cpu_quota()),
                     .are_one = n_neighbours == n_ranks};
   auto engine =
-      message::make("mpi", std::make_unique<Transport>(mpi, communicator, hosts, rank, n_ranks));
+      message::make("mpi", std::make_unique<Transport>(mpi, communicator, hosts, rank, n_ranks),
+                    message::parse_costs(world.env.network));
   engine->run(barrier);
   return engine;
 }

@@ -31,7 +31,8 @@ template <bool kIsGloo>
 std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) {
   constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
   auto engine = message::make(std::string(kName),
-                              std::make_unique<Transport>(rendezvous(kName, world, barrier)));
+                              std::make_unique<Transport>(rendezvous(kName, world, barrier)),
+                              message::parse_costs(world.env.network));
   // No rank may proceed, and possibly exit, while peers are still connecting.
   engine->run(barrier);
   return engine;
@@ -50,7 +51,9 @@ Group nn::make_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::
   std::string backend = process_group->getBackendName();
   auto wire = detail::Wire::make(std::move(process_group), c10::intrusive_ptr<c10d::Store>());
   return Group(
-      message::make(std::move(backend), std::make_unique<detail::Transport>(std::move(wire))),
+      // Only init_dist compares LOCKSTEP_NETWORK between the ranks, so it is not used here.
+      message::make(std::move(backend), std::make_unique<detail::Transport>(std::move(wire)),
+                    message::Costs{}),
       std::move(name), timeout,
       internal::session() != nullptr ? internal::session()->world().env.check : Env::read().check);
 }

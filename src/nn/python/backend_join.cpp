@@ -20,6 +20,7 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
                      std::source_location where) {
   const Membership& membership = meeting.membership;
   const Env env = Env::read();
+  const message::Costs costs = message::parse_costs(env.network);
   const auto timeout = env.timeout.value_or(membership.timeout);
   const Call barrier{.op = Op::barrier,
                      .check = env.check,
@@ -39,13 +40,13 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
   } else {
     auto wire = nn::detail::Wire::make(std::move(between), c10::intrusive_ptr<c10d::Store>());
     engine = hierarchical::make(
-        message::make("gloo", std::make_unique<nn::detail::Transport>(std::move(wire))),
+        message::make("gloo", std::make_unique<nn::detail::Transport>(std::move(wire)), costs),
         meeting.hosts, barrier, env.tune);
     recorder = internal::Recorder::in_process(membership.rank, membership.size);
   }
   if (membership.size > 1) {
     try {
-      internal::check_arithmetic(*engine, barrier);
+      internal::check_arithmetic(*engine, barrier, costs);
     } catch (...) {  // possibly on this rank only
       engine->leave(base::text_of(std::current_exception()));
       throw;
