@@ -50,6 +50,7 @@ class KeptFd {
   }
 
   int get() const noexcept { return fd_; }
+  ino_t inode() const noexcept { return inode_; }
   explicit operator bool() const noexcept { return fd_ >= 0; }
 
   /// Whether the number still refers to the original file.

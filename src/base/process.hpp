@@ -16,6 +16,17 @@ enum class ProcessState : std::uint8_t { running, sleeping, stopped, alive, gone
 /// one tick. With the pid it identifies the process. 0: no such process, or /proc does not say.
 std::uint64_t process_start_time(pid_t pid) noexcept;
 
+/// Inode of the process's pidfds, which no other process ever has while the system runs. 0: no such
+/// process, or Linux before 6.9.
+std::uint64_t pidfd_inode(pid_t pid) noexcept;
+
+/// What a process knows of itself and others recognise it by.
+struct ProcessIdentity {
+  pid_t pid;
+  std::uint64_t start_time;   ///< see process_start_time
+  std::uint64_t pidfd_inode;  ///< see pidfd_inode
+};
+
 /// State of the process in this PID namespace with this pid and start time. A zombie is gone; a
 /// process whose main thread has ended while others run is alive. `spare`: used if no descriptor
 /// is left.
@@ -25,9 +36,9 @@ ProcessState process_state(pid_t pid, std::uint64_t start_time, SpareFd* spare =
 class WatchedProcess {
  public:
   WatchedProcess() = default;
-  /// A process in this PID namespace. start_time: as it read its own; 0: its current one. Without
-  /// `keeps_pidfd`, or if the system has no pidfds, each query reads /proc.
-  WatchedProcess(pid_t pid, std::uint64_t start_time, bool keeps_pidfd) noexcept;
+  /// A process in this PID namespace. start_time 0: its current one. Without `keeps_pidfd`, or if
+  /// the system has no pidfds, each query reads /proc.
+  WatchedProcess(const ProcessIdentity& identity, bool keeps_pidfd) noexcept;
 
   bool is_known() const noexcept { return pid_ > 0; }
   bool is_gone(SpareFd& spare) const noexcept;

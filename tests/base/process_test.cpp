@@ -26,8 +26,10 @@ UniqueFd temporary_file() {
   return fd;
 }
 
-/// With a pidfd, and by /proc alone.
-class WatchedProcessTest : public testing::TestWithParam<bool> {
+enum class By : std::uint8_t { inode, pidfd, proc };
+
+/// With a pidfd identified by its inode or by /proc, and by /proc alone.
+class WatchedProcessTest : public testing::TestWithParam<By> {
  protected:
   ~WatchedProcessTest() override {
     if (pid_ <= 0) return;
@@ -43,7 +45,10 @@ class WatchedProcessTest : public testing::TestWithParam<bool> {
       body();
       ::_exit(0);
     }
-    return {pid_, process_start_time(pid_), GetParam()};
+    return {{.pid = pid_,
+             .start_time = process_start_time(pid_),
+             .pidfd_inode = GetParam() == By::inode ? pidfd_inode(pid_) : 0},
+            /*keeps_pidfd=*/GetParam() != By::proc};
   }
   void wait_until(const WatchedProcess& process, ProcessState state) {
     while (process.state(spare_) != state) std::this_thread::yield();
@@ -63,9 +68,12 @@ class WatchedProcessTest : public testing::TestWithParam<bool> {
   pid_t pid_ = 0;
 };
 
-INSTANTIATE_TEST_SUITE_P(Base, WatchedProcessTest, testing::Bool(), [](const auto& setting) {
-  return setting.param ? "with_pidfd" : "by_proc";
-});
+INSTANTIATE_TEST_SUITE_P(Base, WatchedProcessTest, testing::Values(By::inode, By::pidfd, By::proc),
+                         [](const auto& setting) {
+                           return setting.param == By::inode   ? "by_inode"
+                                  : setting.param == By::pidfd ? "with_pidfd"
+                                                               : "by_proc";
+                         });
 
 void pause_for_ever() {
   while (true) ::pause();
@@ -116,7 +124,7 @@ TEST_P(WatchedProcessTest, no_descriptor_is_left) {
 
 // Kernels before 6.9 give all pidfds one inode.
 TEST_P(WatchedProcessTest, a_pidfd_of_another_process_has_the_number) {
-  if (!GetParam()) GTEST_SKIP() << "asks by /proc alone";
+  if (GetParam() == By::proc) GTEST_SKIP() << "asks by /proc alone";
   const pid_t other = ::fork();
   if (other == 0) {
     ::alarm(60);
@@ -140,6 +148,33 @@ TEST_P(WatchedProcessTest, a_pidfd_of_another_process_has_the_number) {
   wait_for_end();
   EXPECT_TRUE(process.is_gone(spare_));
   ::close(number);
+}
+
+TEST_P(WatchedProcessTest, another_process_has_the_pid) {
+  if (GetParam() == By::proc) GTEST_SKIP() << "asks by /proc alone";
+  start(pause_for_ever);
+  const std::uint64_t inode = pidfd_inode(pid_);
+  const std::uint64_t other = pidfd_inode(::getpid());
+  if (inode == 0) GTEST_SKIP() << "Linux before 6.9: pidfds have no inodes of their own";
+  EXPECT_NE(inode, other);
+  EXPECT_EQ(inode, pidfd_inode(pid_));
+  const std::uint64_t start_time = process_start_time(pid_);
+  const auto is_gone = [&](std::uint64_t its_inode, std::uint64_t its_start) {
+    return WatchedProcess({.pid = pid_, .start_time = its_start, .pidfd_inode = its_inode},
+                          /*keeps_pidfd=*/true)
+        .is_gone(spare_);
+  };
+  // The inode is right and alone decides; it is wrong, or missing, and /proc decides.
+  EXPECT_FALSE(is_gone(inode, start_time + 100));
+  EXPECT_TRUE(is_gone(other, start_time + 100));
+  EXPECT_TRUE(is_gone(0, start_time + 100));
+  EXPECT_FALSE(is_gone(other, start_time));
+  EXPECT_FALSE(is_gone(0, start_time));
+}
+
+TEST(PidfdInodeTest, of_no_process) {
+  EXPECT_EQ(pidfd_inode(0), 0U);
+  EXPECT_EQ(pidfd_inode(-1), 0U);
 }
 
 TEST(ProcessStateTest, of_no_process) {

@@ -28,6 +28,7 @@ struct alignas(kLine) RankBlock {
   std::atomic<RankState> state;
   std::atomic<std::int32_t> pid;
   std::atomic<std::uint64_t> start_time;      ///< see base::process_start_time
+  std::atomic<std::uint64_t> pidfd_inode;     ///< see base::pidfd_inode
   std::atomic<std::uint64_t> pid_namespace;   ///< see base::namespace_of
   std::atomic<std::uint64_t> time_namespace;  ///< the same
   /// The waitpid status plus one, written by the launcher; 0 while the rank runs.

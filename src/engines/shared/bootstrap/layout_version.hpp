@@ -21,6 +21,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(RankBlock, state),
       LOCKSTEP_FIELD(RankBlock, pid),
       LOCKSTEP_FIELD(RankBlock, start_time),
+      LOCKSTEP_FIELD(RankBlock, pidfd_inode),
       LOCKSTEP_FIELD(RankBlock, pid_namespace),
       LOCKSTEP_FIELD(RankBlock, time_namespace),
       LOCKSTEP_FIELD(RankBlock, wait_status_plus_one),

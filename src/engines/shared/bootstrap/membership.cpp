@@ -49,6 +49,7 @@ Membership::Membership(std::shared_ptr<Segment> segment, int world_rank)
                                  world_rank_, expected_pid));
   }
   mine.start_time.store(base::process_start_time(pid_), std::memory_order_relaxed);
+  mine.pidfd_inode.store(base::pidfd_inode(pid_), std::memory_order_relaxed);
   mine.pid_namespace.store(base::namespace_of("pid"), std::memory_order_relaxed);
   mine.time_namespace.store(base::namespace_of("time"), std::memory_order_relaxed);
   mine.cpu_quota.store(base::cpu_quota(), std::memory_order_relaxed);
@@ -113,18 +114,19 @@ base::WatchedProcess& Membership::watched(int world_rank) const {
   if (watched_.empty()) {
     watched_.resize(n_ranks);
     spare_ = base::SpareFd(segment_->kept_fd());
+    // Leave most descriptors to the program.
+    constexpr rlim_t kShare = 8;
+    rlimit limit{};
+    keeps_pidfds_ = ::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur / kShare >= n_ranks;
   }
   base::WatchedProcess& process = watched_[static_cast<std::size_t>(world_rank)];
   const RankBlock& peer = block(world_rank);
   const bool has_joined = peer.state.load(std::memory_order_acquire) != RankState::absent;
   if (process.is_known() || !has_joined || !sees_pids_of(peer)) return process;
-  // Leave most descriptors to the program.
-  constexpr rlim_t kShare = 8;
-  rlimit limit{};
-  const bool keeps_pidfd =
-      ::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur / kShare >= n_ranks;
-  process = base::WatchedProcess(peer.pid.load(std::memory_order_relaxed),
-                                 peer.start_time.load(std::memory_order_relaxed), keeps_pidfd);
+  process = base::WatchedProcess({.pid = peer.pid.load(std::memory_order_relaxed),
+                                  .start_time = peer.start_time.load(std::memory_order_relaxed),
+                                  .pidfd_inode = peer.pidfd_inode.load(std::memory_order_relaxed)},
+                                 keeps_pidfds_);
   return process;
 }
 

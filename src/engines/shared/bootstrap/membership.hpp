@@ -96,10 +96,10 @@ class Membership {
   int world_rank_;
   pid_t pid_;
   bool left_ = false;
-  mutable std::mutex
-      mutex_;  // guards watched_ and spare_: the rank's groups wait on several threads
+  mutable std::mutex mutex_;  // guards the next three: the rank's groups wait on several threads
   mutable std::vector<base::WatchedProcess> watched_;  // by world rank, after the first check
   mutable base::SpareFd spare_;
+  mutable bool keeps_pidfds_ = false;
   std::shared_ptr<internal::Recorder> recorder_;
 };
 

@@ -72,9 +72,12 @@ int reserve_pages(int fd, std::uint64_t offset, std::size_t n_bytes) noexcept {
   return 0;
 }
 
-std::byte* map_pages(int fd, std::uint64_t offset, std::size_t n_bytes,
+std::byte* map_pages(int fd, std::uint64_t offset, std::size_t n_bytes, int n_ranks,
                      int protection = PROT_READ | PROT_WRITE) {
-  const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED | MAP_POPULATE;
+  // Of many ranks' pages each rank uses few, and to populate all on all grows with their square.
+  constexpr int kMostPopulated = 32;
+  const int shared = n_ranks <= kMostPopulated ? MAP_SHARED | MAP_POPULATE : MAP_SHARED;
+  const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : shared;
   void* data = ::mmap(nullptr, n_bytes, protection, flags, fd, static_cast<off_t>(offset));
   if (data == MAP_FAILED) fail("map", n_bytes);
   return static_cast<std::byte*>(data);
@@ -94,7 +97,7 @@ void Segment::create(int n_ranks) {
     const int error_number = reserve_pages(fd_.get(), 0, n_base_bytes_);
     if (error_number != 0) fail("reserve", n_base_bytes_, error_number);
   }
-  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_));
+  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_, n_ranks));
   header_->magic = kMagic;
   header_->version = kVersion;
   base::copy_text(header_->release, base::version());
@@ -144,7 +147,8 @@ void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::u
 
   fd_ = base::KeptFd(std::move(fd));
   n_base_bytes_ = kPage;
-  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, kPage, protection));
+  header_ =
+      reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, kPage, /*n_ranks=*/1, protection));
   if (header_->magic != kMagic) throw Rejected{"it contains something else"};
   if (header_->version != kVersion) {
     throw Rejected{
@@ -162,7 +166,8 @@ void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::u
   ::munmap(header_, kPage);
   header_ = nullptr;
   n_base_bytes_ = base_bytes(n_ranks);
-  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_, protection));
+  header_ =
+      reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_, n_ranks, protection));
 }
 
 std::shared_ptr<Segment> Segment::attach(base::UniqueFd fd, std::uint64_t nonce) {
@@ -230,7 +235,7 @@ std::uint64_t Segment::reserve(std::size_t n_bytes) {
   n_bytes = round_to_pages(n_bytes);
   // Otherwise the system would overcommit and then kill processes to free memory.
   if (n_bytes > base::available_memory()) fail("reserve", n_bytes, ENOMEM);
-  if (!fd_) return reinterpret_cast<std::uint64_t>(map_pages(-1, 0, n_bytes));
+  if (!fd_) return reinterpret_cast<std::uint64_t>(map_pages(-1, 0, n_bytes, n_ranks_));
   check_fd();
   const std::uint64_t offset = take_offset(n_bytes);
   const int error_number = reserve_pages(fd_.get(), offset, n_bytes);
@@ -267,7 +272,7 @@ std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes) {
                                   "memory is damaged: restart the job",
                                   n_bytes, offset, end));
   }
-  return map_pages(fd_.get(), offset, n_bytes);
+  return map_pages(fd_.get(), offset, n_bytes, n_ranks_);
 }
 
 void Segment::unmap(std::byte* data, std::size_t n_bytes) noexcept {
