@@ -240,7 +240,7 @@ TEST_F(MessageChannelTest, a_failure_that_has_arrived_comes_before_the_own) {
 }
 
 TEST_F(MessageChannelTest, an_exception_of_the_engine_itself_is_a_failure_for_the_others) {
-  const auto engine = make("scripted", std::make_unique<ScriptedTransport>(script, &part));
+  const auto engine = make("scripted", std::make_unique<ScriptedTransport>(script, &part), Costs{});
   double data = 0;
   call.op = Op::all_reduce;
   call.dtype = DType::f64;
@@ -256,7 +256,8 @@ TEST_F(MessageChannelTest, an_exception_in_split_or_allocate_is_a_failure_for_th
   for (const Op op : {Op::split, Op::allocate}) {
     script = Script();
     script.has_no_memory = true;
-    const auto engine = make("scripted", std::make_unique<ScriptedTransport>(script, &part));
+    const auto engine =
+        make("scripted", std::make_unique<ScriptedTransport>(script, &part), Costs{});
     call.op = op;
     call.count = op == Op::allocate ? 1 : 0;
     const auto run = [&] {
