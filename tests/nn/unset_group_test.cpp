@@ -101,6 +101,16 @@ TEST(UnsetGroupTest, replicas_made_and_used_before_the_world) {
   });
 }
 
+TEST(UnsetGroupTest, ddp_options_made_before_the_world) {
+  const DistributedDataParallelOptions options;
+  on_ranks(kRanks, [&](int rank) {
+    torch::nn::Linear layer(1, 1);
+    DistributedDataParallel model(layer, options);
+    model(at::full({1, 1}, rank + 1.0)).sum().backward();
+    EXPECT_EQ(layer->weight.grad().item<double>(), 1.5);  // the mean of 1 and 2
+  });
+}
+
 TEST(UnsetGroupTest, a_group_that_was_given_stays) {
   std::vector<SyncBatchNorm1d> layers;
   for (int i = 0; i < kRanks; ++i) layers.emplace_back(SyncBatchNormOptions(3).group(Group()));
