@@ -124,9 +124,9 @@ way_pip() {
     run 'python3 -m venv /venv && pip install .' &&
     hello 'lockstep run -n 2 python examples/python/hello.py' &&
     run 'pip wheel --no-deps --wheel-dir /wheel .' || return
-  cp -r "$root/wheel" "$out"
+  local built=$root/wheel
   begin wheel
-  cp -r "$out/wheel" "$root"
+  cp -r "$built" "$root/wheel"
   run "$apt python3-venv" &&
     run 'python3 -m venv /venv && pip install /wheel/*.whl' &&
     hello 'lockstep run -n 2 python examples/python/hello.py'
