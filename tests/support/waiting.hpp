@@ -30,7 +30,9 @@ bool wait_until(const Condition& condition,
 /// State of a thread of any process, or of a process's first thread: R runs, S sleeps (it waits),
 /// T is stopped, Z and X have ended. Also X if there is no such thread.
 inline char thread_state(pid_t tid) {
-  std::ifstream file("/proc/" + std::to_string(tid) + "/stat");
+  const std::string id = std::to_string(tid);
+  // Not /proc/TID/stat, which qemu makes up for the process that asks, without a state.
+  std::ifstream file("/proc/" + id + "/task/" + id + "/stat");
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   const std::size_t name_end = text.rfind(") ");  // the name may contain any character
   return name_end == std::string::npos || name_end + 2 >= text.size() ? 'X' : text[name_end + 2];
