@@ -205,6 +205,16 @@ TEST_P(MpiTest, levels_of_checking_that_differ_are_reported) {
 TEST_P(MpiTest, an_exception_on_one_rank_reaches_the_others) {
   expect_failure("throw", "out of sheets");
 }
+TEST_P(MpiTest, a_long_text_ends_with_a_mark_where_it_is_cut) {
+  int n_told = 0;
+  for (const std::string& line : lines_of(failures_of(3, "long_text"))) {
+    if (line.starts_with("rank 1: ")) continue;
+    ++n_told;
+    expect_contains(line, "rank 1 failed: out of sheets: xxx");
+    expect_contains(line, "xxx ... (cut here: too long to pass on whole)");
+  }
+  EXPECT_EQ(n_told, 2);
+}
 TEST_P(MpiTest, a_late_rank_is_named) { expect_failure("late", "waited 1 s for rank 1 of 3"); }
 TEST_P(MpiTest, a_late_ranks_own_call_fails_too) {
   expect_failure("late", "rank 1: barrier on group 'world'");

@@ -20,6 +20,7 @@
 
 #include "base/cpus.hpp"
 #include "base/futex.hpp"
+#include "base/marked_text.hpp"
 #include "base/text.hpp"
 #include "engines/message/message_engine.hpp"
 #include "engines/mpi/abi.hpp"
@@ -194,7 +195,7 @@ void Transport::send_control(const message::ControlMessage& message, int to) noe
   const Failure& failure = message.failure;
   ControlBytes bytes{message.kind,  failure.kind,     failure.culprit,
                      failure.peers, message.position, {}};
-  base::copy_text(bytes.text, failure.text);
+  base::copy_marked_text(bytes.text, failure.text);
   const auto send = [&] {
     for (int r = to == kAllRanks ? 0 : to; r < (to == kAllRanks ? size_ : to + 1); ++r) {
       if (r != rank_) mpi_.send_control(communicator_, r, &bytes, bytes.n_bytes());

@@ -199,6 +199,10 @@ int main(int argc, char** argv) {
     if (rank == 1) {
       if (fault == "late") wait_until_said(argv[2], 2);
       if (fault == "killed") ::raise(SIGKILL);
+      if (fault == "long_text") {
+        lockstep::destroy_dist("out of sheets: " + std::string(40'000, 'x'));
+        throw std::runtime_error("has left");
+      }
       if (fault == "leave") {
         lockstep::destroy_dist();
         throw std::runtime_error("has left");

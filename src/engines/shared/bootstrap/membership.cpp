@@ -12,6 +12,7 @@
 #include <span>
 #include <thread>
 
+#include "base/marked_text.hpp"
 #include "base/membarrier.hpp"
 #include "base/text.hpp"
 #include "base/ticks.hpp"
@@ -32,7 +33,7 @@ std::optional<bool> is_pid_of(std::uint64_t here, const RankBlock& rank) noexcep
 }
 
 void mark_ended(RankBlock& block, std::string_view failure) noexcept {
-  if (!failure.empty()) base::copy_text(block.failure, failure);
+  if (!failure.empty()) base::copy_marked_text(block.failure, failure);
   // Release: a peer that sees the state also sees the text and all that the rank published before.
   block.state.store(failure.empty() ? RankState::left : RankState::failed,
                     std::memory_order_release);

@@ -7,6 +7,7 @@
 #include <new>
 #include <thread>
 
+#include "base/marked_text.hpp"
 #include "base/text.hpp"
 #include "engines/shared/protocol/call_record.hpp"
 #include "engines/shared/protocol/channel.hpp"
@@ -33,7 +34,7 @@ void Channel::note_failure(Kind kind, std::string_view text, int error_number,
   failure.kind = kind;
   failure.error_number = error_number;
   failure.peers = internal::PeerList::of(peers);
-  base::copy_text(failure.text, text);
+  base::copy_marked_text(failure.text, text);
   failure.state.store(FailureState::ready, std::memory_order_seq_cst);
   header_->wake_counter.fetch_add(1, std::memory_order_seq_cst);
   base::futex_wake_all(header_->wake_counter, membership_->segment().scope());
