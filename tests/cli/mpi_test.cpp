@@ -114,6 +114,11 @@ class MpiTest : public ::testing::TestWithParam<MpiLibrary> {
     return text;
   }
 
+  /// For env: a module that sums wrongly, over this one.
+  static std::string wrong_module() {
+    return fmt::format("LOCKSTEP_MPI={} LOCKSTEP_TEST_MPI={}", WRONG_MPI_MODULE, GetParam().module);
+  }
+
   static void expect_failure(const std::string& fault, const std::string& text,
                              const std::string& variables = "") {
     expect_contains(failures_of(3, fault, variables), text);
@@ -251,6 +256,24 @@ TEST_P(MpiTest, a_failing_departure_ends_the_ranks_own_pending_calls) {
   }
 }
 TEST_P(MpiTest, a_rank_that_leaves_is_named) { expect_failure("leave", "rank 1 left the world"); }
+
+TEST_P(MpiTest, operations_of_the_doctor) {
+  const Ended ended = mpirun(2, LOCKSTEP_COMMAND " doctor --operations mpi");
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  expect_contains(ended.out, "over 2 rank(s) and mpi give what one core does");
+}
+TEST_P(MpiTest, the_doctor_names_an_engine_that_computes_wrongly) {
+  const Ended ended =
+      mpirun(2, fmt::format("env {} {} doctor --operations mpi", wrong_module(), LOCKSTEP_COMMAND));
+  EXPECT_NE(ended.exit_code, 0);
+  EXPECT_EQ(ended.out.find("give what one core does"), std::string::npos) << ended.out;
+  expect_contains(ended.err, "all_reduce of i32, sum on rank ");
+  expect_contains(ended.err, " of 2 over mpi is wrong");
+}
+TEST_P(MpiTest, full_checking_names_an_engine_that_computes_wrongly) {
+  const std::string text = failures_of(2, "none", "LOCKSTEP_CHECK=full " + wrong_module());
+  expect_contains(text, "found that engine mpi computes wrongly: all_reduce");
+}
 
 TEST_P(MpiTest, a_wrong_LOCKSTEP_MPI_is_reported) {
   expect_contains(failures_of(1, "none", "LOCKSTEP_MPI=abacus"), "LOCKSTEP_MPI is 'abacus'");
