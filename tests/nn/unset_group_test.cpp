@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/ranks.hpp"
 
 /// What was made before this thread had a world takes part in the one that it has when it is used.
 namespace lockstep::nn::unset_group_test {
@@ -98,6 +99,18 @@ TEST(UnsetGroupTest, replicas_made_and_used_before_the_world) {
     auto& model = models[static_cast<std::size_t>(rank)];
     model(share_of(whole_batch(), kShares, rank));
     expect_statistics_of_all_ranks(*model.module(), "0.");
+  });
+}
+
+TEST(UnsetGroupTest, a_scope_made_before_the_world) {
+  const auto whole = expected();  // in the scope it would be synchronised too
+  const SyncBatchNormScope scope;
+  test::run_as({test::Form::processes, kRanks}, [&whole] {
+    torch::nn::BatchNorm1d layer(3);
+    layer->to(at::kDouble);
+    layer->forward(share_of(whole_batch(), kShares, get_rank()));
+    EXPECT_LE(difference(layer->running_mean, whole->running_mean), 1e-12);
+    EXPECT_LE(difference(layer->running_var, whole->running_var), 1e-12);
   });
 }
 
