@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
@@ -42,6 +43,7 @@ namespace {
 using at::Tensor;
 using testing::on_ranks;
 using testing::Random;
+using testing::usage_error;
 
 /// A folder of its own for each test, gone after it.
 class CheckpointTest : public ::testing::Test {
@@ -184,6 +186,19 @@ TEST_F(CheckpointTest, a_failure_reaches_every_rank_and_changes_nothing) {
   EXPECT_EQ(files(), std::vector<std::string>{"training.pt"});
   std::ofstream(path("text.pt")) << "hello";
   on_ranks(2, [&](int) { EXPECT_THROW(load_checkpoint(path("text.pt"), read), UsageError); });
+}
+
+TEST_F(CheckpointTest, what_is_no_regular_file_is_not_replaced) {
+  const std::string fifo = path("fifo");
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  on_ranks(2, [&](int) {
+    const std::string text = usage_error([&] {
+      save_checkpoint(fifo, [](auto& archive) { archive.write("value", at::ones({1})); });
+    });
+    EXPECT_NE(text.find("replace what is no regular file: " + fifo), std::string::npos) << text;
+  });
+  EXPECT_TRUE(std::filesystem::is_fifo(fifo));
+  EXPECT_EQ(files(), std::vector<std::string>{"fifo"});
 }
 
 /// Inside a tensor, where libtorch does not look.
