@@ -103,7 +103,8 @@ TEST(C10dTest, who_waits_only_for_a_rank_that_failed_with_another_is_notified) {
   for (const int fd : pipe) ::close(fd);
 }
 
-TEST(C10dTest, a_rank_killed_while_it_notifies_another_does_not_keep_others_from_it) {
+/// Rank 1 is killed after it has announced so many control messages to rank 0, which is stopped.
+void kill_while_it_notifies(int n_messages) {
   const test::SharedCount stopped;
   const test::SharedCount killed;
   const test::SharedCount n_done;
@@ -111,7 +112,8 @@ TEST(C10dTest, a_rank_killed_while_it_notifies_another_does_not_keep_others_from
     return pid.value() == 0 ? 'R' : test::thread_state(pid.value());
   };
   const auto statuses = over_gloo(3, [&] {
-    const Group first = default_group().duplicate();
+    std::vector<Group> firsts;
+    for (int i = 0; i < n_messages; ++i) firsts.push_back(default_group().duplicate());
     const Group second = default_group().duplicate();
     std::int64_t value = 0;
     const Elements whole{&value, 1, DType::i64};
@@ -119,15 +121,15 @@ TEST(C10dTest, a_rank_killed_while_it_notifies_another_does_not_keep_others_from
     if (get_rank() == 0) {
       stopped.store(::getpid());
       ::raise(SIGSTOP);
-      // It has the beginning of a control message and a closed connection.
-      expect_error<Error>([&] { first.recv(whole, 1); }, "rank 1 ");
+      // It has the beginning of control messages and a closed connection.
+      expect_error<Error>([&] { firsts[0].recv(whole, 1); }, "rank 1 ");
       n_done.raise();
       expect_error<PeerFailed>([&] { second.recv(whole, 2, Deadline(20s)); },
                                "rank 2 failed: no more sheets");
       n_done.raise();
     } else if (get_rank() == 1) {
       EXPECT_TRUE(test::wait_until([&] { return state_of(stopped) == 'T'; }));
-      first.abandon("the disk is full");
+      for (Group& first : firsts) first.abandon("the disk is full");
       killed.store(::getpid());
       ::raise(SIGKILL);
     } else {
@@ -139,6 +141,15 @@ TEST(C10dTest, a_rank_killed_while_it_notifies_another_does_not_keep_others_from
     }
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, SIGKILL, 0}));
+}
+
+TEST(C10dTest, a_rank_killed_while_it_notifies_another_does_not_keep_others_from_it) {
+  kill_while_it_notifies(1);
+}
+// Gloo then receives nothing more from any rank.
+TEST(C10dTest, a_rank_killed_while_it_notifies_another_of_several_failures) {
+  kill_while_it_notifies(2);
+  kill_while_it_notifies(5);
 }
 
 TEST(C10dTest, the_whole_text_of_a_long_failure_reaches_the_others) {

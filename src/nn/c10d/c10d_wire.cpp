@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "base/marked_text.hpp"
 #include "base/no_sigpipe.hpp"
 
 namespace lockstep::nn::detail {
@@ -24,6 +25,8 @@ using std::chrono::milliseconds;
 constexpr int kControlTag = 0;
 /// How long a leaving rank waits for its control messages to be delivered.
 constexpr milliseconds kControlLimit{1000};
+/// How often listen_to_each() looks for the control messages of each peer.
+constexpr milliseconds kControlPoll{20};
 /// How long a wait past its deadline polls for one more message.
 constexpr milliseconds kFinalPoll{1};
 /// A peer's messages arrive before its departure, on the same connection; this is for the threads
@@ -216,8 +219,8 @@ void Wire::send_control(int channel, const ControlMessage& message,
     bytes->culprit = failure.culprit;
     bytes->peers = failure.peers;
     bytes->position = message.position;
-    bytes->n_text =
-        static_cast<std::int32_t>(failure.text.copy(bytes->text.data(), bytes->text.size()));
+    base::copy_marked_text(bytes->text, failure.text);
+    bytes->n_text = static_cast<std::int32_t>(base::text_in(bytes->text).size());
     Sent sent{nullptr, {}, Clock::now() + kControlLimit};
     const base::NoSigpipe no_sigpipe;
     for (const int peer : to) {
@@ -271,6 +274,11 @@ void Wire::flush() noexcept {
 }
 
 void Wire::listen(const std::stop_token& stop) {
+  listen_to_any(stop);
+  if (is_gloo_ && !stop.stop_requested()) listen_to_each(stop);
+}
+
+void Wire::listen_to_any(const std::stop_token& stop) {
   const auto bytes = std::make_unique<ControlBytes>();
   // An aborted receive stays posted, and a leaving peer's message would be written to the buffer:
   // the work must be destroyed before it.
@@ -300,6 +308,37 @@ void Wire::listen(const std::stop_token& stop) {
       return;
     }
     receive(*bytes);
+  }
+}
+
+void Wire::listen_to_each(const std::stop_token& stop) {
+  struct Receive {
+    int peer;
+    std::unique_ptr<ControlBytes> bytes = std::make_unique<ControlBytes>();
+    c10::intrusive_ptr<c10d::Work> work = {};  // destroyed before its memory
+  };
+  std::list<Receive> receives;
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) receives.push_back({.peer = peer});
+  }
+  while (!stop.stop_requested() && !receives.empty()) {
+    // The first is waited for until then, and the others are only polled.
+    Wait wait{kControlTag, Clock::now() + kControlPoll, {}, {}};
+    start(wait);
+    std::erase_if(receives, [&](Receive& one) {
+      try {
+        const bool has_come = one.work && wait_for(wait, *one.work, kNoPeer);
+        if (has_come) receive(*one.bytes);
+        if (has_come || !one.work) {
+          std::vector<at::Tensor> tensors{tensor_of(one.bytes.get(), sizeof(ControlBytes))};
+          one.work = group_->recv(tensors, one.peer, kControlTag);
+        }
+        return false;
+      } catch (...) {
+        return true;  // the peer is gone
+      }
+    });
+    pause(wait);
   }
 }
 

@@ -112,6 +112,11 @@ class Wire {
   int next_channel();
 
   void listen(const std::stop_token& stop);
+  /// Until no more can be received so: Gloo refuses all such receives once a peer has died that had
+  /// announced a message which no receive was waiting for.
+  void listen_to_any(const std::stop_token& stop);
+  /// With one receive for each peer, which are polled in turn.
+  void listen_to_each(const std::stop_token& stop);
   void receive(const ControlBytes& bytes);
   void end_waits(int channel);  // requires the lock
   void keep_time(const std::stop_token& stop);
