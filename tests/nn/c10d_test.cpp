@@ -152,6 +152,29 @@ TEST(C10dTest, a_rank_killed_while_it_notifies_another_of_several_failures) {
   kill_while_it_notifies(5);
 }
 
+// To a stopped rank no message gets through: no failure may wait for that.
+TEST(C10dTest, failures_are_not_delayed_by_a_stopped_rank) {
+  constexpr int kGroups = 90;  // a second for each is longer than the watchdog of over_gloo
+  const test::SharedCount stopped;
+  const auto statuses = over_gloo(2, [&] {
+    std::vector<Group> groups;
+    for (int i = 0; i < kGroups; ++i) groups.push_back(default_group().duplicate());
+    barrier();
+    if (get_rank() == 1) {
+      stopped.store(::getpid());
+      ::raise(SIGSTOP);
+      return;
+    }
+    EXPECT_TRUE(test::wait_until(
+        [&] { return stopped.value() != 0 && test::thread_state(stopped.value()) == 'T'; }));
+    for (const Group& group : groups) {
+      expect_error<TimeoutError>([&] { barrier(group, 10ms); }, "for rank 1 of 2");
+    }
+    ::kill(stopped.value(), SIGCONT);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
 TEST(C10dTest, the_whole_text_of_a_long_failure_reaches_the_others) {
   const std::string text = std::string(40'000, 'x') + ", the end";
   const auto statuses = over_gloo(2, [&text] {
