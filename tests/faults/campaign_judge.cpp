@@ -8,6 +8,8 @@
 #include <sstream>
 #include <vector>
 
+#include "support/levels.hpp"
+
 namespace lockstep::test {
 namespace {
 
@@ -28,29 +30,6 @@ std::optional<Report> read_report(const std::string& path) {
                 text.substr(second + 1)};
 }
 
-/// A hierarchical group's levels number its ranks anew, and say so: what the innermost level says,
-/// and which ranks of the group it numbers.
-struct Words {
-  std::string text;
-  std::vector<int> ranks;
-};
-
-Words innermost(const Trial& trial, const std::string& text) {
-  Words words{text, {}};
-  for (int rank = 0; rank < trial.n_ranks; ++rank) words.ranks.push_back(rank);
-  const std::regex level(R"(where ranks? ([0-9, ]+) of the group (is|are) 0 to \d+: )");
-  std::smatch match;
-  while (std::regex_search(words.text, match, level)) {
-    words.ranks.clear();
-    std::istringstream numbers(match[1].str());
-    for (std::string number; std::getline(numbers, number, ',');) {
-      words.ranks.push_back(std::stoi(number));
-    }
-    words.text = std::string(match.suffix());
-  }
-  return words;
-}
-
 std::vector<int> ranks_in(const std::string& list) {
   std::vector<int> ranks;
   std::istringstream numbers(list);
@@ -60,7 +39,7 @@ std::vector<int> ranks_in(const std::string& list) {
 
 /// Whether the text blames ranks of the other machine, and no other rank.
 bool blames_other_machine(const Trial& trial, int rank, const std::string& text) {
-  const Words words = innermost(trial, text);
+  const LevelWords words = innermost_level(text, trial.n_ranks);
   std::smatch match;
   const std::regex late(R"(waited [0-9.]+ s for ranks? ([0-9, ]+) of )");
   if (!std::regex_search(words.text, match, late)) return false;
@@ -72,7 +51,7 @@ bool blames_other_machine(const Trial& trial, int rank, const std::string& text)
 
 /// Whether the text blames the victim, and no other rank.
 bool blames_victim(const Trial& trial, const std::string& text) {
-  const Words words = innermost(trial, text);
+  const LevelWords words = innermost_level(text, trial.n_ranks);
   std::smatch match;
   const std::regex late(R"(waited [0-9.]+ s for ranks? ([0-9, ]+) of )");
   const std::regex gone(R"(rank (\d+) )");
@@ -108,7 +87,7 @@ std::string check_table(const Trial& trial, const std::string& text) {
                                                     {"missing", "barrier"}};
   const std::string operation = trial.wrong_operation();
   const std::string fragment = operation.empty() ? wrong.at(trial.fault) : operation + " ";
-  const Words words = innermost(trial, text);
+  const LevelWords words = innermost_level(text, trial.n_ranks);
   const auto at = std::find(words.ranks.begin(), words.ranks.end(), trial.victim);
   const int shown = static_cast<int>(at - words.ranks.begin());
   const std::string row = row_of(shown, words.text);
