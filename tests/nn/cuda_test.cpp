@@ -2,12 +2,16 @@
 #include <torch/torch.h>
 #include <lockstep/nn.hpp>
 
+#include <filesystem>
 #include <sstream>
+#include <string>
 #include <vector>
 
+#include "cli/command.hpp"
 #include "helpers.hpp"
 
-/// The layer on CUDA tensors: a rank alone, replicas on one device, ranks with a device each.
+/// The layer on CUDA tensors: a rank alone, replicas on one device, processes on one device,
+/// threads with a device each.
 namespace lockstep::nn {
 namespace {
 
@@ -35,7 +39,7 @@ at::Device device_of(int rank) { return {at::kCUDA, static_cast<at::DeviceIndex>
 
 /// libtorch has one backward thread for each device: two ranks' nodes would wait there for each
 /// other, one behind the other.
-class CudaRanksTest : public CudaTest {
+class CudaThreadsTest : public CudaTest {
  protected:
   void SetUp() override {
     CudaTest::SetUp();
@@ -87,7 +91,7 @@ TEST_F(CudaTest, a_world_of_one_equals_batch_norm) {
   }
 }
 
-TEST_F(CudaRanksTest, equal_one_with_the_whole_batch) {
+TEST_F(CudaThreadsTest, equal_one_with_the_whole_batch) {
   const Tensor x = (Random(1).normal({6, 5, 4, 3}) + 0.5).to(kDevice);
   const Tensor dy = Random(2).normal({6, 5, 4, 3}).to(kDevice);
   torch::nn::BatchNorm2d whole(5);
@@ -132,7 +136,7 @@ TEST_F(CudaTest, replicas_on_one_device) {
   EXPECT_LE(difference(bn->running_var, whole->running_var), 1e-12);
 }
 
-TEST_F(CudaRanksTest, a_scope_and_ddp_over_typed_members) {
+TEST_F(CudaThreadsTest, a_scope_and_ddp_over_typed_members) {
   const Tensor x = Random(1).normal({6, 5, 4, 3}).to(kDevice);
   torch::nn::Sequential whole(torch::nn::Conv2d(5, 3, 3), torch::nn::BatchNorm2d(3));
   whole->to(kDevice, at::kDouble);
@@ -155,6 +159,28 @@ TEST_F(CudaRanksTest, a_scope_and_ddp_over_typed_members) {
     }
   });
 }
+
+/// Processes on one device: device_ranks.hpp.
+void expect_equal_to_one(int n, const std::string& backend, const std::string& device) {
+  const std::string here = std::filesystem::read_symlink("/proc/self/exe");
+  const auto ended = test::run({"-n", std::to_string(n), here, "device_ranks", backend, device});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_TRUE(test::contains(ended.out, " right over " + backend)) << ended.out << ended.err;
+}
+
+TEST(CpuRanksTest, processes_equal_one_with_the_whole_batch) {
+  expect_equal_to_one(2, "shared", "cpu");
+  expect_equal_to_one(3, "gloo", "cpu");
+}
+
+class CudaRanksTest : public CudaTest {};
+
+TEST_F(CudaRanksTest, two_on_one_device_equal_one_with_the_whole_batch) {
+  expect_equal_to_one(2, "shared", "cuda");
+  expect_equal_to_one(2, "gloo", "cuda");
+}
+
+TEST_F(CudaRanksTest, one_over_nccl_equals_batch_norm) { expect_equal_to_one(1, "nccl", "cuda"); }
 
 }  // namespace
 }  // namespace lockstep::nn
