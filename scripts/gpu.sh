@@ -1,0 +1,99 @@
+# `./dev gpu`; sourced by dev.
+# The CUDA path, built and tested over the CUDA PyTorch of python3, on a machine that need not have a network: what
+# apt brings elsewhere lies in $gpu_pack, which `./dev gpu --pack` fills. Our sources need no CUDA compiler; PyTorch's
+# CMake package asks for one.
+
+gpu_pack=build/gpu-pack
+gpu_packages=(libfmt-dev libcli11-dev nlohmann-json3-dev libcereal-dev zlib1g-dev libgtest-dev libgloo-dev)
+gpu_seconds=600  # for everything, so that a lease of ten minutes suffices
+
+pack_for_gpu() {
+  on_apt || die "gpu: --pack takes packages from apt, which is not here"
+  local packages=("${gpu_packages[@]}")
+  # The library of fmt, whose package's name has its version.
+  mapfile -t -O ${#packages[@]} packages < <(apt-cache depends libfmt-dev | sed -n 's/.* Depends: \(libfmt[0-9]*\)$/\1/p')
+  rm -rf "$gpu_pack" && mkdir -p "$gpu_pack/wheels"
+  say "$gpu_pack: ${packages[*]}, ${python_build[*]}, pytest"
+  {
+    (cd "$gpu_pack" && { apt-get -q download "${packages[@]}" ||
+      { apt_get update && apt-get -q download "${packages[@]}"; }; }) &&
+      for deb in "$gpu_pack"/*.deb; do dpkg -x "$deb" "$gpu_pack"; done &&
+      rm -rf "$gpu_pack"/*.deb "$gpu_pack/usr/share/doc" &&
+      find "$gpu_pack" -xtype l -delete &&
+      python3 -m pip download --only-binary=:all: --dest "$gpu_pack/wheels" "${python_build[@]}" pytest
+  } >build/gpu-pack.log 2>&1 || { tail -n 20 build/gpu-pack.log && die "gpu: cannot pack, see build/gpu-pack.log"; }
+  du -sh "$gpu_pack"
+}
+
+# Prints the version of python3's torch, its CUDA, and the name of the GPU or "no GPU".
+probe_torch='
+import torch
+if torch.version.cuda is None:
+    raise SystemExit(f"the PyTorch {torch.__version__} of python3 is not built with CUDA")
+gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+print(torch.__version__, torch.version.cuda, gpu, sep="|")'
+
+# build/gpu/venv: python3's own packages, and lockstep.
+install_for_gpu() {
+  local venv=build/gpu/venv
+  if [ ! -x "$venv/bin/python" ]; then
+    python3 -m venv --without-pip "$venv"
+    # Also what lies in a virtual environment, which --system-site-packages would not show.
+    python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$("$venv/bin/python" -c \
+      'import sysconfig; print(sysconfig.get_path("purelib"))')/of_python3.pth"
+  fi
+  "$venv/bin/python" -c 'import nanobind, scikit_build_core, pytest' 2>/dev/null ||
+    "$venv/bin/python" -m pip install --no-index --find-links "$gpu_pack/wheels" "${python_build[@]}" pytest
+  "$venv/bin/python" -m pip install --no-build-isolation --no-deps --no-index --force-reinstall \
+    -Cbuild-dir=build/gpu/python -Ccmake.define.LOCKSTEP_BUILT="$PWD/build/gpu" .
+}
+
+# Runs a command of the tests.
+on_gpu() { # NAME COMMAND...
+  local start=$SECONDS
+  timeout --kill-after=10 $((gpu_seconds - SECONDS)) "${@:2}" </dev/null || die "gpu: $1 ended with exit code $?"
+  echo "  $1: $((SECONDS - start)) s"
+}
+
+test_on_gpu() {
+  local found torch cuda gpu start tests=build/gpu/tests/nn/nn_tests
+  found=$(python3 -W ignore -c "$probe_torch") || die "gpu: python3 needs a PyTorch with CUDA"
+  IFS='|' read -r torch cuda gpu <<<"$found"
+  say "PyTorch $torch, CUDA $cuda, $gpu"
+  torch_dir=$(python3 -W ignore -c 'import torch; print(torch.utils.cmake_prefix_path)')
+  if [ -d "$gpu_pack" ]; then
+    export CMAKE_PREFIX_PATH=$PWD/$gpu_pack/usr${CMAKE_PREFIX_PATH:+:$CMAKE_PREFIX_PATH}
+    LD_LIBRARY_PATH=$(dirname "$(find "$PWD/$gpu_pack" -name 'libfmt.so' | head -n 1)"):${LD_LIBRARY_PATH:-}
+    export LD_LIBRARY_PATH
+    export CPLUS_INCLUDE_PATH=$PWD/$gpu_pack/usr/include  # Gloo's headers have no CMake package
+  fi
+  offline=yes
+  [ -n "${CUDACXX:-}" ] || [ ! -x /usr/local/cuda/bin/nvcc ] || export CUDACXX=/usr/local/cuda/bin/nvcc
+  build gpu lockstep_cli nn_tests
+  start=$SECONDS
+  say "building the Python package"
+  install_for_gpu >build/gpu/python.log 2>&1 ||
+    { tail -n 60 build/gpu/python.log && die "gpu: the Python package does not build"; }
+  echo "  built in $((SECONDS - start)) s"
+
+  say "tests"
+  on_gpu nn_tests "$tests" --gtest_brief=1 --gtest_filter='Cuda*:CpuRanks*'
+  on_gpu python build/gpu/venv/bin/python -m pytest -q -p no:cacheprovider --tb=short -rs tests/python/test_cuda.py
+  if [ "$gpu" = "no GPU" ]; then
+    echo "gpu: no GPU here: everything compiles, but nothing was run on CUDA"
+    return
+  fi
+  if command -v compute-sanitizer >/dev/null; then
+    on_gpu compute-sanitizer compute-sanitizer --error-exitcode 99 "$tests" --gtest_brief=1 --gtest_filter='CudaTest.*'
+  fi
+  say "benchmark"
+  on_gpu benchmark build/gpu/venv/bin/python bench/gpu.py
+}
+
+command_gpu() {
+  case ${1:-} in
+    --pack) pack_for_gpu ;;
+    '') test_on_gpu ;;
+    *) die "gpu: unknown argument $1 (see ./dev help)" ;;
+  esac
+}
