@@ -1,11 +1,11 @@
 # `./dev gpu`; sourced by dev.
 # The CUDA path, built and tested over the CUDA PyTorch of python3, on a machine that need not have a network: what
-# apt brings elsewhere lies in $gpu_pack, which `./dev gpu --pack` fills. Our sources need no CUDA compiler; PyTorch's
-# CMake package asks for one.
+# apt brings elsewhere lies in $gpu_pack, which `./dev gpu --pack` fills. None of our sources is CUDA's C++, but the
+# CMake package of such a PyTorch asks for CUDA's compiler.
 
 gpu_pack=build/gpu-pack
 gpu_packages=(libfmt-dev libcli11-dev nlohmann-json3-dev libcereal-dev zlib1g-dev libgtest-dev libgloo-dev)
-gpu_seconds=600  # for everything, so that a lease of ten minutes suffices
+gpu_seconds=600  # for everything
 
 pack_for_gpu() {
   on_apt || die "gpu: --pack takes packages from apt, which is not here"
@@ -90,9 +90,28 @@ test_on_gpu() {
   on_gpu benchmark build/gpu/venv/bin/python bench/gpu.py
 }
 
+# build/venv-cuda: a CUDA PyTorch and CUDA's compiler from pip, 5 GB; --compile builds over it, without a GPU.
+venv_cuda=(torch==2.15.0 nvidia-cuda-nvcc==13.2.86 nvidia-cuda-crt==13.2.86 nvidia-nvvm==13.2.86)
+
+compile_for_gpu() {
+  local cuda library
+  need "${build_packages[@]}" "$gloo_package"
+  need_venv build/venv-cuda "${venv_cuda[@]}" "${python_build[@]}" pytest
+  cuda=$(build/venv-cuda/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13
+  # The compiler's linker and CMake want the names that pip's packages leave out.
+  [ -e "$cuda/lib64" ] || ln -s lib "$cuda/lib64"
+  for library in "$cuda"/lib/lib*.so.*; do
+    [ -e "${library%%.so.*}.so" ] || ln -s "${library##*/}" "${library%%.so.*}.so"
+  done
+  export CUDACXX=$cuda/bin/nvcc CUDA_PATH=$cuda PATH=$PWD/build/venv-cuda/bin:$PATH
+  gpu_seconds=3600
+  test_on_gpu
+}
+
 command_gpu() {
   case ${1:-} in
     --pack) pack_for_gpu ;;
+    --compile) compile_for_gpu ;;
     '') test_on_gpu ;;
     *) die "gpu: unknown argument $1 (see ./dev help)" ;;
   esac

@@ -9,6 +9,7 @@ commit=$(git rev-parse HEAD)$(git diff --quiet HEAD || git diff HEAD | sha1sum |
 # STAGE|MINUTES, about, on two cores|WHAT
 stages='tests|11|every test of the release build: also 8 ranks, Slurm, the suite under both mpiruns
 torch|8|the libtorch layer and the trainer over PyTorch 2.13, every test
+cuda|15|layer and Python package over the CUDA PyTorch of pip: compiled and linked, run where a GPU is
 asan|14|core and command whole under AddressSanitizer and UndefinedBehaviorSanitizer
 tsan|7|the core whole under ThreadSanitizer
 arm64|6|the core for arm64 under qemu: up to 3 ranks as threads and as processes, kernels
@@ -37,6 +38,7 @@ run_stage() {
     tests) LOCKSTEP_KILLS=1000 ./dev test --all ;;
     torch) ./dev test --torch venv --all ;;
     asan) ./dev test --preset asan --all --filter '-*MpiTest.conformance_*:*MpiHostsTest.*:*SlurmTest.*' ;;
+    cuda) ./dev gpu --compile ;;
     # ThreadSanitizer sees the threads of one process.
     tsan) ./dev test --preset tsan core --filter \
       '-*processes*:*ProcessTest.*:*OfProcesses.*:BootstrapTest.*:CollectResultsMemoryTest.*:ConversionTest.*' ;;
