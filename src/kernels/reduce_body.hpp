@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -94,18 +95,30 @@ struct Product : NoFinish {
   }
 };
 
-// A NaN in `a` stays, because it came first; one in `b` is neither <= nor >=, and is taken.
+template <class V>
+constexpr bool kIntegers = std::is_integral_v<std::remove_reference_t<decltype(V{}[0])>>;
+
+// A NaN in `a` stays, because it came first; one in `b` is neither <= nor >=, and is taken. GCC
+// makes one instruction of the form without NaN.
 struct Min : NoFinish {
   template <class V>
   LOCKSTEP_INLINE V apply(V a, V b) {
-    return ((a <= b) | (a != a)) ? a : b;
+    if constexpr (kIntegers<V>) {
+      return a <= b ? a : b;
+    } else {
+      return ((a <= b) | (a != a)) ? a : b;
+    }
   }
 };
 
 struct Max : NoFinish {
   template <class V>
   LOCKSTEP_INLINE V apply(V a, V b) {
-    return ((a >= b) | (a != a)) ? a : b;
+    if constexpr (kIntegers<V>) {
+      return a >= b ? a : b;
+    } else {
+      return ((a >= b) | (a != a)) ? a : b;
+    }
   }
 };
 
