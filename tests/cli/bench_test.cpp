@@ -6,9 +6,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
-#include <map>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <sstream>
 
 #include "cli/bench/wire.hpp"
@@ -84,11 +82,13 @@ TEST(BenchTest, every_type_and_mode) {
 
 TEST(BenchTest, beside_mpi) {
   const TemporaryFolder folder;
-  for (const char* peer : {"openmpi", "mpich"}) {
+  for (const char* peer : {"openmpi", "mpich", "intelmpi"}) {
     const Ended ended = bench({"--unpinned", "--peer", peer, "--min", "64", "--max", "64",
                                "--blocks", "1", "--block-ms", "1", "--json",
                                folder / "figures.json", "--svg", folder / "figures.svg"});
-    if (ended.err.find("built without it") != std::string::npos) GTEST_SKIP() << ended.err;
+    if (contains(ended.err, "built without it") || contains(ended.err, "./dev setup peers")) {
+      GTEST_SKIP() << ended.err;
+    }
     ASSERT_EQ(ended.exit_code, 0) << ended.err << ended.out;
     EXPECT_NE(ended.out.find("best peer / ours"), std::string::npos) << ended.out;
     const nlohmann::json figures = read_json(folder / "figures.json");
@@ -132,25 +132,25 @@ TEST(BenchTest, every_block_is_in_a_placement_or_moved) {
   ASSERT_EQ(ended.exit_code, 0) << ended.err << ended.out;
   const nlohmann::json rows = read_json(folder / "figures.json")["rows"];
   ASSERT_EQ(rows.size(), 3U * 2U);
-  std::map<int, std::set<int>> blocks_by_size;
   for (const auto& row : rows) {
-    int n_blocks = row.value("moved", 0);
+    std::size_t n_blocks = row.value("moved", 0U);
     const nlohmann::json placements = row.value("placements", nlohmann::json::object());
     for (const auto& [placement, figures] : placements.items()) {
       EXPECT_TRUE(placement == "siblings" || placement == "near" || placement == "far") << row;
       expect_times(figures);
-      n_blocks += figures["blocks"].get<int>();
+      for (const nlohmann::json& block : figures["blocks"]) {
+        expect_times(block);
+        EXPECT_GT(block["one_way_ns"], 0) << row;
+        EXPECT_LE(block["foreign"], 1.5) << row;
+      }
+      n_blocks += figures["blocks"].size();
     }
     if (row.contains("error")) {
       EXPECT_EQ(row["error"], "the machine moved during every block");
     } else {
       EXPECT_EQ(row["p50_us"], row["placements"][row["placement"]]["p50_us"]) << row;
     }
-    EXPECT_GE(n_blocks, 2) << row;
-    blocks_by_size[row["bytes"]].insert(n_blocks);
-  }
-  for (const auto& [n_bytes, counts] : blocks_by_size) {
-    EXPECT_EQ(counts.size(), 1U) << n_bytes << " bytes: both have as many turns";
+    EXPECT_GE(n_blocks, 1U) << row;
   }
 }
 

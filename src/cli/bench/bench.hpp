@@ -6,11 +6,14 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/fd.hpp"
+#include "cli/bench/schedule.hpp"
 #include "cli/bench/wire.hpp"
 
 namespace lockstep::bench {
@@ -19,8 +22,6 @@ std::string_view name_of(Operation operation);
 std::string_view name_of(Type type);
 std::string_view name_of(Mode mode);
 
-/// The current relation of the machine's two cores (docs/performance.md).
-enum class Placement { siblings, near, far };
 std::string_view name_of(Placement placement);
 
 struct Probe {
@@ -30,6 +31,10 @@ struct Probe {
 
 /// Ping-pong between the two cores for `duration`.
 Probe probe_placement(int core_a, int core_b, std::chrono::milliseconds duration);
+
+/// CPU time that all programs have used of these cores, and that the host has withheld from them.
+/// In steps of 10 ms.
+std::chrono::nanoseconds used_cpu_time(const std::vector<int>& cores);
 
 /// A library or configuration to measure.
 struct Entrant {
@@ -57,6 +62,8 @@ class Team {
   const Entrant& entrant() const { return entrant_; }
   /// Times of every rank, in ns per call. Throws EngineError with the rank's error text.
   std::vector<double> run(const Block& block);
+  /// That its ranks have used.
+  std::chrono::nanoseconds cpu_time() const;
 
  private:
   [[noreturn]] void fail(const std::string& what);
@@ -67,6 +74,7 @@ class Team {
   base::UniqueFd listener_;
   int pid_ = -1;
   std::vector<base::UniqueFd> ranks_;
+  std::set<clockid_t> clocks_;  ///< CPU time of the ranks' processes
 };
 
 struct Plan {
@@ -76,16 +84,26 @@ struct Plan {
   Type type = Type::f32;
   Mode mode = Mode::warm;
   bool in_shared_memory = false;
-  int n_blocks = 5;
-  std::chrono::milliseconds block_time{50};
+  int n_blocks = 5;  ///< of each contestant in each placement that occurs
+  std::chrono::milliseconds block_time{25};
   std::vector<int> cores;
+};
+
+/// One block of a contestant.
+struct Sample {
+  double p50_us;
+  double p99_us;
+  double one_way_ns;  ///< mean of the probes before and after it; 0 without probes
+  /// Share of the cores' time that went to other programs or to the host, give or take a clock tick
+  /// of 10 ms; 0 if ranks are not bound.
+  double foreign;
 };
 
 /// Medians over the blocks of one placement.
 struct Figures {
-  int n_blocks = 0;
   double p50_us = 0;
   double p99_us = 0;
+  std::vector<Sample> blocks = {};
 };
 
 /// One entrant at one size.
@@ -94,8 +112,9 @@ struct Row {
   std::uint64_t n_bytes;
   std::string entrant;
   std::string family;
-  Placement placement;   ///< of most blocks of all entrants
-  Figures figures = {};  ///< in that placement
+  Placement placement;  ///< of most blocks of all entrants
+  double p50_us = 0;    ///< in that placement; 0: no block
+  double p99_us = 0;
   double algorithm_gb_s = 0;
   double bus_gb_s = 0;
   std::map<Placement, Figures> by_placement = {};
@@ -103,8 +122,8 @@ struct Row {
   std::string error = {};  ///< why there are no figures
 };
 
-/// Measures every size of every operation, alternating between teams block by block. `progress` is
-/// called after each size.
+/// Measures every size of every operation, alternating between teams block by block. A team that
+/// fails is ended. `progress` is called after each size.
 std::vector<Row> measure_all(const Plan& plan, std::vector<std::unique_ptr<Team>>& teams,
                              const std::function<void(Operation, std::uint64_t)>& progress);
 

@@ -1,5 +1,12 @@
+#include <fmt/format.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <fstream>
+#include <sstream>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -23,11 +30,36 @@ bool await(const Ball& ball, std::uint64_t turn) {
   }
 }
 
+/// Of /proc/stat's columns, of CPU time: user, nice, system, idle, iowait, irq, softirq, steal.
+constexpr std::array<bool, 8> kIsUse = {true, true, true, false, false, true, true, true};
+
 }  // namespace
+
+std::chrono::nanoseconds used_cpu_time(const std::vector<int>& cores) {
+  static const std::chrono::nanoseconds tick =
+      std::chrono::nanoseconds(std::chrono::seconds(1)) / ::sysconf(_SC_CLK_TCK);
+  std::int64_t n_ticks = 0;
+  std::ifstream file("/proc/stat");
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream words(line);
+    std::string name;
+    words >> name;
+    const bool is_wanted = std::any_of(
+        cores.begin(), cores.end(), [&](int core) { return name == fmt::format("cpu{}", core); });
+    if (!is_wanted) continue;
+    for (const bool is_use : kIsUse) {
+      std::int64_t n = 0;
+      words >> n;
+      if (is_use) n_ticks += n;
+    }
+  }
+  return n_ticks * tick;
+}
 
 Probe probe_placement(int core_a, int core_b, std::chrono::milliseconds duration) {
   using Clock = std::chrono::steady_clock;
-  constexpr std::uint64_t kVolleys = 500;
+  // Few, because on a busy machine each may take a time slice.
+  constexpr std::uint64_t kVolleys = 25;
   Ball there;
   Ball back;
   std::vector<double> times;

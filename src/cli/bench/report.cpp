@@ -40,9 +40,9 @@ std::optional<double> ratio_of(const std::vector<const Row*>& rows) {
   double mine = std::numeric_limits<double>::infinity();
   double theirs = mine;
   for (const Row* row : rows) {
-    if (row->figures.n_blocks == 0) continue;
+    if (row->p50_us == 0) continue;
     double& best = row->family == "lockstep" ? mine : theirs;
-    best = std::min(best, row->figures.p50_us);
+    best = std::min(best, row->p50_us);
   }
   if (mine == std::numeric_limits<double>::infinity() || theirs > 1e300) return std::nullopt;
   return theirs / mine;
@@ -56,8 +56,29 @@ std::map<Key, std::vector<const Row*>> by_size(const std::vector<Row>& rows) {
   return sizes;
 }
 
+/// Mean over the blocks; nothing if they were not measured.
+std::optional<double> foreign_share(const std::vector<Row>& rows) {
+  double total = 0;
+  std::size_t n = 0;
+  for (const Row& row : rows) {
+    for (const auto& [placement, figures] : row.by_placement) {
+      for (const Sample& block : figures.blocks) total += block.foreign;
+      n += figures.blocks.size();
+    }
+  }
+  if (n == 0) return std::nullopt;
+  return total / static_cast<double>(n);
+}
+
 nlohmann::json json_of(const Figures& figures) {
-  return {{"blocks", figures.n_blocks}, {"p50_us", figures.p50_us}, {"p99_us", figures.p99_us}};
+  nlohmann::json blocks = nlohmann::json::array();
+  for (const Sample& block : figures.blocks) {
+    blocks.push_back({{"p50_us", block.p50_us},
+                      {"p99_us", block.p99_us},
+                      {"one_way_ns", block.one_way_ns},
+                      {"foreign", block.foreign}});
+  }
+  return {{"p50_us", figures.p50_us}, {"p99_us", figures.p99_us}, {"blocks", std::move(blocks)}};
 }
 
 /// Quoted for gnuplot, whatever the word contains.
@@ -133,12 +154,12 @@ std::string table_of(const Plan& plan, const std::vector<Row>& rows) {
     for (const std::string& name : entrants) {
       const auto found = std::find_if(row_of_size.begin(), row_of_size.end(),
                                       [&](const Row* row) { return row->entrant == name; });
-      if (found == row_of_size.end() || (*found)->figures.n_blocks == 0) {
+      if (found == row_of_size.end() || (*found)->p50_us == 0) {
         text += fmt::format("{:>26}", "-");
         continue;
       }
-      text += fmt::format("{:>26}", fmt::format("{} ({})", time_text((*found)->figures.p50_us),
-                                                time_text((*found)->figures.p99_us)));
+      text += fmt::format("{:>26}", fmt::format("{} ({})", time_text((*found)->p50_us),
+                                                time_text((*found)->p99_us)));
       if (mine == nullptr && (*found)->family == "lockstep") mine = *found;
     }
     text += mine == nullptr ? fmt::format("{:>8}{:>8}", "-", "-")
@@ -148,6 +169,11 @@ std::string table_of(const Plan& plan, const std::vector<Row>& rows) {
       text += fmt::format("{:>19}", ratio ? fmt::format("{:.2f}", *ratio) : "-");
     }
     text += fmt::format("  {}\n", name_of(row_of_size.front()->placement));
+  }
+  constexpr double kBusy = 0.05;
+  if (const auto share = foreign_share(rows); share && *share > kBusy) {
+    text += fmt::format("\nother programs, or the host, took {:.0f} % of the cores' time\n",
+                        100 * *share);
   }
   for (const Row& row : rows) {
     if (!row.error.empty()) {
@@ -168,9 +194,10 @@ nlohmann::json json_of(const Plan& plan, const std::vector<Row>& rows) {
                             {"bytes", row.n_bytes},
                             {"entrant", row.entrant},
                             {"family", row.family}};
-    if (row.figures.n_blocks > 0) {
-      entry.update(json_of(row.figures));
-      entry.update({{"algorithm_gb_s", row.algorithm_gb_s},
+    if (row.p50_us > 0) {
+      entry.update({{"p50_us", row.p50_us},
+                    {"p99_us", row.p99_us},
+                    {"algorithm_gb_s", row.algorithm_gb_s},
                     {"bus_gb_s", row.bus_gb_s},
                     {"placement", name_of(row.placement)}});
     }
@@ -199,9 +226,8 @@ void draw(const Plan& plan, const std::vector<Row>& rows, const std::string& pat
     for (const std::string& name : entrants_of(rows)) {
       std::string points;
       for (const Row& row : rows) {
-        if (row.operation == operation && row.entrant == name && row.figures.n_blocks > 0) {
-          points +=
-              fmt::format("{} {}\n", std::max<std::uint64_t>(row.n_bytes, 1), row.figures.p50_us);
+        if (row.operation == operation && row.entrant == name && row.p50_us > 0) {
+          points += fmt::format("{} {}\n", std::max<std::uint64_t>(row.n_bytes, 1), row.p50_us);
         }
       }
       if (points.empty()) continue;

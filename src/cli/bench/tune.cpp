@@ -32,7 +32,7 @@ Medians compare(Plan plan, const std::vector<std::string>& settings,
   }
   Medians medians;
   for (const Row& row : measure_all(plan, teams, [](Operation, std::uint64_t) {})) {
-    if (row.figures.n_blocks > 0) medians[row.n_bytes][row.entrant] = row.figures.p50_us;
+    if (row.p50_us > 0) medians[row.n_bytes][row.entrant] = row.p50_us;
   }
   return medians;
 }
