@@ -13,8 +13,11 @@ diff A.json B.json          medians of B over those of A
 
 A record has the run's command, date and peers on one line, and then one line for each size:
     {"operation": "all_reduce", "bytes": 4, "placement": "near",
-     "p50_us": {"lockstep": {"near": 0.1, "far": 0.3}, "openmpi, coll sm": {...}}}
-placement: the most frequent one. Programs that compare by themselves: {"name": ..., "ratio": ...}.
+     "p50_us": {"lockstep": {"near": 0.1, "far": 0.3}, "openmpi, coll sm": {...}},
+     "blocks": {"near": {"n": 60, "one_way_ns": [52.1, 57.3, 66.0], "foreign": 0.01}, "far": {...}}}
+placement: the most frequent one. blocks: of all contestants together, the ping-pongs around them
+(least, median, most) and the mean share of the cores that other programs took; where it exceeds a
+tenth, there are no figures. Programs that compare by themselves: {"name": ..., "ratio": ...}.
 """
 import datetime
 import glob
@@ -22,24 +25,28 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 
-MPI = ['--peer', 'openmpi', '--peer', 'mpich']
+from performance_goals import LIMITS, bound, bytes_text, family_of, goals_table, judge, runs_of, time_text
+
+MPI = ['--peer', 'openmpi', '--peer', 'mpich', '--peer', 'intelmpi']
+FLOOR = ['--peer', 'floor']
 RUNS = {
-    'small': ['--threads', *MPI, '--operation', 'barrier', 'all_reduce', '--min', '4', '--max', '1KiB'],
-    'medium': ['--threads', *MPI, '--min', '4KiB', '--max', '1MiB'],
-    'large': [*MPI, '--min', '4MiB', '--max', '64MiB'],
+    'small': ['--threads', *MPI, *FLOOR, '--operation', 'barrier', 'all_reduce', '--min', '4', '--max', '1KiB'],
+    'medium': ['--threads', *MPI, *FLOOR, '--min', '4KiB', '--max', '1MiB'],
+    'large': [*MPI, *FLOOR, '--min', '4MiB', '--max', '64MiB'],
     'allocated': ['--shared', '--threads', '--mode', 'touch', *MPI, '--min', '16KiB', '--max', '64MiB'],
-    # MPICH spins where ranks share a core: some 10 ms a call.
+    # Where ranks share a core, MPICH spins: some 10 ms a call; Intel MPI sleeps, or spins too.
     'oversubscribed_4': ['-n', '4', '--peer', 'openmpi', '--operation', 'barrier', 'all_reduce', '--min', '64',
                   '--max', '1MiB'],
     'oversubscribed_8': ['-n', '8', '--peer', 'openmpi', '--operation', 'barrier', 'all_reduce', '--min', '64',
                   '--max', '1MiB'],
-    'limits': ['--peer', 'floor', '--peer', 'bare', '--operation', 'barrier', 'all_reduce', '--min', '4',
+    'limits': [*FLOOR, '--peer', 'bare', '--operation', 'barrier', 'all_reduce', '--min', '4',
                '--max', '64MiB'],
-    'c10d': ['--peer', 'c10d', '--operation', 'barrier', 'all_reduce', '--min', '4', '--max', '64MiB',
+    'c10d': ['--peer', 'c10d', *FLOOR, '--operation', 'barrier', 'all_reduce', '--min', '4', '--max', '64MiB',
              '--factor', '16'],
 }
 TITLES = {
@@ -52,8 +59,7 @@ TITLES = {
     'limits': '2 ranks on 2 cores, beside limits',
     'c10d': '2 ranks on 2 cores, c10d',
 }
-LIMITS = ['floor', 'bare']  # contestants of `lockstep bench` that are no peers
-AT_THE_LIMIT = 0.95  # of the limit's speed: then a goal is reached too
+MOST_FOREIGN = 0.1  # share of the cores that other programs may have
 # Of 2 ranks that `lockstep run` starts; they write {"rows": [{"name": ..., "ratio": ...}]}.
 PROGRAMS = {
     'sync_batch_norm': ['bench_sync_batch_norm'],
@@ -90,19 +96,25 @@ def versions():
         if ended.returncode == 0:
             found[package] = ended.stdout
     for stamp in glob.glob('build/venv*/*-[0-9]*'):
-        package, _, version = os.path.basename(stamp).partition('-')
+        package, version = re.match('(.*?)-([0-9][^_]*)', os.path.basename(stamp)).groups()
         found[package + ' wheel'] = version
     return found
 
 
 def with_wheels(arguments, lockstep):
-    """The newer release of each peer behind it, where it is built."""
+    """The newer release of each peer behind it, where it is built; Intel MPI is there as such only."""
     words = []
-    for word in arguments:
-        words.append(word)
-        if len(words) > 1 and words[-2] == '--peer':
-            if os.path.exists(program_of(lockstep, f'lockstep-peer-{word}-wheel')):
-                words += ['--peer', f'{word}-wheel']
+    for flag, value in zip([None, *arguments], arguments):
+        if flag != '--peer':
+            words.append(value)
+            continue
+        is_built = os.path.exists(program_of(lockstep, f'lockstep-peer-{value}'))
+        if is_built or value != 'intelmpi':
+            words.append(value)
+        else:
+            words.pop()
+        if os.path.exists(program_of(lockstep, f'lockstep-peer-{value}-wheel')):
+            words += ['--peer', f'{value}-wheel']
     return words
 
 
@@ -160,14 +172,32 @@ def figures_of(name, lockstep):
 
 def lines_of(rows):
     """Those of `lockstep bench --json` by size: a record needs the medians alone."""
-    lines = {}
+    by_line = {}
     for row in rows:
-        line = lines.setdefault((row['operation'], row['bytes']), {
-            'operation': row['operation'], 'bytes': row['bytes'], 'placement': None, 'p50_us': {}})
-        line['placement'] = row.get('placement', line['placement'])
-        line['p50_us'][row['entrant']] = {placement: round(figures['p50_us'], 9)
-                                          for placement, figures in row.get('placements', {}).items()}
-    return list(lines.values())
+        by_line.setdefault((row['operation'], row['bytes']), []).append(row)
+    return [line_of(operation, n_bytes, rows) for (operation, n_bytes), rows in by_line.items()]
+
+
+def line_of(operation, n_bytes, rows):
+    """Of all contestants at one size."""
+    blocks = {}
+    for row in rows:
+        for placement, figures in row.get('placements', {}).items():
+            blocks.setdefault(placement, []).extend(figures['blocks'])
+    blocks = {placement: about(of_placement) for placement, of_placement in blocks.items()}
+    counted = [placement for placement, found in blocks.items() if found['foreign'] <= MOST_FOREIGN]
+    return {'operation': operation, 'bytes': n_bytes,
+            'placement': max(counted, key=lambda placement: blocks[placement]['n'], default=None),
+            'p50_us': {row['entrant']: {placement: round(figures['p50_us'], 9)
+                                        for placement, figures in row.get('placements', {}).items()
+                                        if placement in counted} for row in rows},
+            'blocks': blocks}
+
+
+def about(blocks):
+    one_way = [round(block['one_way_ns'], 1) for block in blocks]
+    return {'n': len(blocks), 'one_way_ns': [min(one_way), statistics.median_low(one_way), max(one_way)],
+            'foreign': round(statistics.mean(block['foreign'] for block in blocks), 3)}
 
 
 def save(result, path):
@@ -205,11 +235,6 @@ def measure(lockstep, out, *names):
     save(result, out)
 
 
-def family_of(entrant):
-    """The library: 'lockstep' of 'lockstep threads', 'openmpi' of 'openmpi, coll sm'."""
-    return re.split('[ ,]', entrant)[0]
-
-
 def by_size(run):
     """(operation, bytes) -> entrant -> median in the most frequent placement."""
     return {(row['operation'], row['bytes']):
@@ -221,17 +246,6 @@ def by_size(run):
 def placements_of(run):
     return {(row['operation'], row['bytes']): row['placement'] for row in run['rows']
             if 'placement' in row}
-
-
-def bytes_text(n):
-    for shift, unit in ((20, 'MiB'), (10, 'KiB')):
-        if n >= 1 << shift:
-            return f'{n >> shift} {unit}'
-    return f'{n} B'
-
-
-def time_text(us):
-    return f'{us:.3f}' if us < 10 else f'{us:.1f}' if us < 1000 else f'{us:.0f}'
 
 
 def columns(run):
@@ -248,21 +262,22 @@ def columns(run):
 def table_of(run):
     table = columns(run)
     limits = [name for name in table if name in LIMITS]
-    ratios = [f'lockstep / {name}' for name in limits] or ['best peer / lockstep']
+    peers = [name for name in table if family_of(name) != 'lockstep' and name not in LIMITS]
+    ratios = ['best peer / lockstep'] if peers else []
+    ratios += [f'lockstep / {name}' for name in limits]
     lines = ['| | ' + ' | '.join([*table, *ratios]) + ' | placement |',
              '|---' * (len(table) + len(ratios) + 2) + '|']
     placements = placements_of(run)
-    for key, medians in by_size(run).items():
+    for key in by_size(run):
         operation, n_bytes = key
         ours = table['lockstep'].get(key)
         cells = [time_text(sizes[key]) if key in sizes else '-' for sizes in table.values()]
-        others = [table[name].get(key) for name in limits]
-        if not limits:
-            others = [min((us for entrant, us in medians.items() if family_of(entrant) != 'lockstep'),
-                          default=None)]
-        for other in others:
-            both = ours and other
-            cells.append('-' if not both else f'{ours / other if limits else other / ours:.2f}')
+        if peers:
+            best = min((table[name][key] for name in peers if key in table[name]), default=None)
+            cells.append(f'{best / ours:.2f}' if best and ours else '-')
+        for name in limits:
+            limit = table[name].get(key)
+            cells.append(f'{ours / limit:.2f}' if limit and ours else '-')
         name = operation if operation == 'barrier' else f'{operation} {bytes_text(n_bytes)}'
         lines.append(f'| {name} | ' + ' | '.join(cells) + f' | {placements[key]} |')
     return '\n'.join(lines)
@@ -319,104 +334,6 @@ def draw(result_path, page):
         text = pattern.sub(lambda _: f'{begin}\n{block}\n{end}', text)
     with open(page, 'w') as file:
         file.write(text)
-
-
-def goals_table(result_path, bench):
-    """Of this result, and of the records beside it."""
-    goals = json.load(open(os.path.join(bench, 'goals.json')))
-    paths = [result_path] + [path for path in sorted(glob.glob(os.path.join(bench, 'results', '*.json')))
-                             if not os.path.samefile(path, result_path)]
-    names = [os.path.basename(path).removesuffix('.json') for path in paths]
-    lines = ['| goal | must | aim | ' + ' | '.join(names) + ' | command |',
-             '|---' * (4 + len(paths)) + '|']
-    verdicts = [judge(json.load(open(path)), goals) for path in paths]
-    for goal, *columns in zip(goals, *verdicts):
-        cells = [f'{text}, {word}' if text != '-' else word for _, text, word in columns]
-        lines.append(f"| {goal['goal']} | {bound(goal, 'must')} | {bound(goal, 'aim')} | "
-                     f"{' | '.join(cells)} | `./dev bench --only {','.join(runs_of(goal))}` |")
-    return '\n'.join(lines)
-
-
-def runs_of(goal):
-    return goal['run'] if isinstance(goal['run'], list) else [goal['run']]
-
-
-def ratio_of(goal, medians):
-    """Of one size; None where the machine never was, for all contestants, in the goal's placement."""
-    for placement in [goal['placement']] if 'placement' in goal else ['near', 'siblings']:
-        times = {name: by_placement.get(placement) for name, by_placement in medians.items()}
-        if not all(times.values()):
-            continue
-        against = goal.get('against')
-        others = [us for name, us in times.items() if family_of(name) == against or
-                  against is None and family_of(name) not in ('lockstep', *LIMITS)]
-        ours = times.get('lockstep')
-        if against == 'threads':
-            ours, others = times.get('lockstep threads'), [ours] if ours else []
-        if ours and others:
-            return ours / min(others) if goal.get('at_most') else min(others) / ours
-    return None
-
-
-def ratios_of(goal, name, run):
-    """Where -> ratio."""
-    if 'rows' in goal:
-        return {row['name']: row['ratio'] for row in run['rows']
-                if re.fullmatch(goal['rows'], row['name'])}
-    operation = goal.get('operation', 'all_reduce')
-    return {'' if operation == 'barrier' else f"at {bytes_text(row['bytes'])}":
-            ratio_of(goal, row['p50_us'])
-            for row in run['rows'] if row['operation'] == operation and
-            (operation == 'barrier' or goal['from'] <= row['bytes'] <= goal['to'])}
-
-
-def limits_of(goal, result):
-    """Where -> which share of the limit's speed ours has, measured beside it."""
-    if 'limit' not in goal or 'limits' not in result['runs']:
-        return {}
-    shares = ratios_of({**goal, 'against': goal['limit'], 'at_most': False}, 'limits', result['runs']['limits'])
-    return {where: share for where, share in shares.items() if share is not None}
-
-
-def value_text(goal, value, digits):
-    if goal.get('unit') == '%':
-        return f'{100 * value:{digits}} %'
-    return f'{value:{digits}}' + (' us' if goal.get('unit') == 'us' else 'x')
-
-
-def bound(goal, which):
-    return ('<= ' if goal.get('at_most') else '') + value_text(goal, goal[which], 'g')
-
-
-def judge(result, goals):
-    """(goal, what was reached, the verdict) of each."""
-    for goal in goals:
-        found = {}
-        for name in runs_of(goal):
-            if name in result['runs']:
-                found.update(ratios_of(goal, name, result['runs'][name]))
-        seen = {where: ratio for where, ratio in found.items() if ratio is not None}
-        if not seen:
-            yield goal, '-', 'not seen in this record' if found else 'not measured'
-            continue
-        sign = -1 if goal.get('at_most') else 1
-
-        def reaches(where, word):
-            return sign * seen[where] >= sign * goal[word]
-
-        shares = limits_of(goal, result)
-        at_limit = [where for where in seen
-                    if not reaches(where, 'must') and shares.get(where, 0) >= AT_THE_LIMIT]
-        # The worst of the others.
-        where = min([where for where in seen if where not in at_limit] or seen,
-                    key=lambda where: sign * seen[where])
-        text = f"{value_text(goal, seen[where], '.3g' if goal.get('unit') else '.2f')} {where}".strip()
-        for size in at_limit:
-            text += f"; {size.removeprefix('at ')} at {100 * shares[size]:.0f} % of the limit"
-        if len(seen) < len(found):
-            text += f' ({len(found) - len(seen)} of {len(found)} not seen)'
-        reached = [word for word in ('aim', 'must') if reaches(where, word)]
-        yield goal, text, reached[0] if reached else 'limit' if where in at_limit else '**short**'
 
 
 def check(result_path, goals_path, *names):

@@ -12,12 +12,12 @@ import performance
 GOALS = os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'bench', 'goals.json')
 
 
-def check(rows, goals, limits=()):
-    """The lines of `check`. goals: one goal, or the name of a file. limits: rows of that run."""
+def check(rows, goals):
+    """The lines of `check`. goals: one goal, or the name of a file."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
         record = os.path.join(folder, 'record.json')
         with open(record, 'w') as file:
-            json.dump({'runs': {'small': {'rows': rows}, 'limits': {'rows': limits}}}, file)
+            json.dump({'runs': {'small': {'rows': rows}}}, file)
         if isinstance(goals, dict):
             sizes = {} if 'rows' in goals else {'from': 4, 'to': 64}
             goals = [{'goal': 'the goal', 'run': 'small', **sizes, **goals}]
@@ -32,6 +32,18 @@ def check(rows, goals, limits=()):
 def line(n_bytes, **medians):
     """Of one size, in the record; medians: of each library by placement."""
     return {'operation': 'all_reduce', 'bytes': n_bytes, 'placement': 'near', 'p50_us': medians}
+
+
+def line_with(n_bytes):
+    return line(n_bytes, lockstep={'near': 1}, mpich={'near': 2})
+
+
+def contestant(name, **placements):
+    """Of one size, in `lockstep bench --json`; placements: (us, ping-pong, foreign share) of each block."""
+    return {'operation': 'all_reduce', 'bytes': 4, 'entrant': name, 'placements': {
+        placement: {'p50_us': blocks[0][0], 'blocks': [
+            {'p50_us': us, 'one_way_ns': one_way, 'foreign': foreign} for us, one_way, foreign in blocks]}
+        for placement, blocks in placements.items()}}
 
 
 class CheckTest(unittest.TestCase):
@@ -63,17 +75,17 @@ class CheckTest(unittest.TestCase):
         self.expect(check(rows, near)[0], 'not seen in this record')
 
     def test_a_goal_is_reached_near_the_limit_too(self):
-        rows = [line(4, lockstep={'near': 1}, mpich={'near': 1.5}),
-                line(64, lockstep={'near': 1}, mpich={'near': 2.1})]
         goal = {'limit': 'floor', 'must': 2, 'aim': 3}
-        limits = [line(4, lockstep={'near': 1}, floor={'near': 0.96}, bare={'near': 0.5}),
-                  line(64, lockstep={'near': 1}, floor={'near': 0.5}, bare={'near': 0.5})]
+        rows = [line(4, lockstep={'near': 1}, mpich={'near': 1.5}),
+                line(64, lockstep={'near': 1}, mpich={'near': 2.1}, floor={'near': 0.5})]
         self.expect(check(rows, goal)[0], 'short', '1.50x at 4 B')
-        self.expect(check(rows, goal, limits)[0], 'must', '2.10x at 64 B; 4 B at 96 % of the limit')
-        self.expect(check(rows[:1], goal, limits)[0], 'limit', '1.50x at 4 B; 4 B at 96 % of the limit')
-        self.assertEqual(check(rows[:1], goal, limits)[1], '0 of 1 goals fall short')
-        limits[0]['p50_us']['floor']['near'] = 0.94
-        self.expect(check(rows, goal, limits)[0], 'short', '1.50x at 4 B')
+        rows[0]['p50_us'].update(floor={'near': 0.96}, bare={'near': 0.5})
+        self.expect(check(rows, goal)[0], 'must', '2.10x at 64 B; 4 B at 96 % of the limit, 0.960 us')
+        lines = check(rows[:1], goal)
+        self.expect(lines[0], 'limit', '1.50x at 4 B; 4 B at 96 % of the limit, 0.960 us')
+        self.assertEqual(lines[1], '0 of 1 goals fall short')
+        rows[0]['p50_us']['floor']['near'] = 0.94
+        self.expect(check(rows, goal)[0], 'short', '1.50x at 4 B')
 
     def test_programs_of_their_own(self):
         rows = [{'name': 'composed x', 'ratio': 0.1}, {'name': 'step: not hidden', 'ratio': 0.02},
@@ -89,10 +101,9 @@ class CheckTest(unittest.TestCase):
         self.assertIn('must <= 1.2 us', line)
 
     def test_a_record_keeps_medians_one_line_for_each_size(self):
-        rows = [{'operation': 'all_reduce', 'bytes': 4, 'entrant': entrant, 'placement': 'near',
-                 'placements': {'near': {'blocks': 5, 'p50_us': us, 'p99_us': 9}}}
-                for entrant, us in (('lockstep', 1), ('openmpi, coll sm', 0.3 + 0.6))]
-        rows.append({'operation': 'all_reduce', 'bytes': 4, 'entrant': 'mpich', 'error': 'failed'})
+        rows = [contestant('lockstep', near=[(1, 50, 0.02), (1, 60, 0)]),
+                contestant('openmpi, coll sm', near=[(0.3 + 0.6, 70, 0.01)]),
+                {'operation': 'all_reduce', 'bytes': 4, 'entrant': 'mpich', 'error': 'failed'}]
         result = {'machine': {'cores': 2}, 'runs': {
             'small': {'command': 'lockstep bench', 'rows': performance.lines_of(rows)},
             'mpi': {'command': './dev bench mpi', 'rows': [{'name': 'openmpi 4 B', 'ratio': 1}]}}}
@@ -103,10 +114,52 @@ class CheckTest(unittest.TestCase):
                 text = file.read()
         self.assertEqual(json.loads(text), result)
         self.assertIn('{"operation": "all_reduce", "bytes": 4, "placement": "near", "p50_us": '
-                      '{"lockstep": {"near": 1}, "openmpi, coll sm": {"near": 0.9}, "mpich": {}}}',
+                      '{"lockstep": {"near": 1}, "openmpi, coll sm": {"near": 0.9}, "mpich": {}}, '
+                      '"blocks": {"near": {"n": 3, "one_way_ns": [50, 60, 70], "foreign": 0.01}}}',
                       text)
         self.assertEqual(performance.by_size(result['runs']['small']),
                          {('all_reduce', 4): {'lockstep': 1, 'openmpi, coll sm': 0.9}})
+
+    def test_a_record_has_no_figures_of_a_busy_machine(self):
+        rows = [contestant('lockstep', near=[(1, 50, 0.3)] * 9, far=[(2, 300, 0.0)]),
+                contestant('mpich', near=[(4, 50, -0.01)], far=[(6, 300, 0.04)])]
+        line, = performance.lines_of(rows)
+        self.assertEqual(line['p50_us'], {'lockstep': {'far': 2}, 'mpich': {'far': 6}})
+        self.assertEqual(line['placement'], 'far')
+        self.assertEqual(line['blocks']['near']['foreign'], 0.269)
+        goal = {'must': 2, 'aim': 3}
+        self.expect(check([line], goal)[0], 'not seen in this record')
+        self.expect(check([line], {**goal, 'placement': 'far'})[0], 'aim', '3.00x at 4 B')
+        for row in rows:
+            del row['placements']['far']
+        line, = performance.lines_of(rows)
+        self.assertIsNone(line['placement'])
+        self.assertEqual(performance.by_size({'rows': [line]}), {('all_reduce', 4): {}})
+        self.assertIn('| all_reduce 4 B | ', performance.table_of({'rows': [line, line_with(64)]}))
+
+    def test_the_table_has_the_best_setting_and_the_limit(self):
+        rows = [{**line(4, lockstep={'near': 1}, mpich={'near': 3}, floor={'near': 0.8}), 'blocks': {}}]
+        rows[0]['p50_us']['mpich, tuned'] = {'near': 2}
+        self.assertEqual(performance.table_of({'rows': rows}).splitlines(), [
+            '| | lockstep | mpich | floor | best peer / lockstep | lockstep / floor | placement |',
+            '|---|---|---|---|---|---|---|',
+            '| all_reduce 4 B | 1.000 | 2.000 | 0.800 | 2.00 | 1.25 | near |'])
+
+    def test_peers_that_are_built(self):
+        with tempfile.TemporaryDirectory() as folder:
+            lockstep = os.path.join(folder, 'src', 'cli', 'lockstep')
+            os.makedirs(os.path.join(folder, 'bench'))
+
+            def built(*names):
+                for name in names:
+                    open(os.path.join(folder, 'bench', f'lockstep-peer-{name}'), 'w').close()
+                return performance.with_wheels(
+                    ['--threads', '--peer', 'mpich', '--peer', 'intelmpi', '--min', '4'], lockstep)
+
+            self.assertEqual(built(), ['--threads', '--peer', 'mpich', '--min', '4'])
+            self.assertEqual(built('mpich-wheel', 'intelmpi'),
+                             ['--threads', '--peer', 'mpich', '--peer', 'mpich-wheel', '--peer', 'intelmpi',
+                              '--min', '4'])
 
     def test_every_goal_of_the_repository_is_judged(self):
         with open(GOALS) as file:

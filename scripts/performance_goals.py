@@ -1,0 +1,135 @@
+"""Which goals of bench/goals.json the figures of a record reach: for performance.py."""
+import glob
+import json
+import os
+import re
+
+LIMITS = ['floor', 'bare']  # contestants of `lockstep bench` that are no peers
+AT_THE_LIMIT = 0.95  # of the limit's speed: then a goal is reached too
+
+
+def family_of(entrant):
+    """The library: 'lockstep' of 'lockstep threads', 'openmpi' of 'openmpi, coll sm'."""
+    return re.split('[ ,]', entrant)[0]
+
+
+def bytes_text(n):
+    for shift, unit in ((20, 'MiB'), (10, 'KiB')):
+        if n >= 1 << shift:
+            return f'{n >> shift} {unit}'
+    return f'{n} B'
+
+
+def time_text(us):
+    return f'{us:.3f}' if us < 10 else f'{us:.1f}' if us < 1000 else f'{us:.0f}'
+
+
+def goals_table(result_path, bench):
+    """Of this result, and of the records beside it."""
+    goals = json.load(open(os.path.join(bench, 'goals.json')))
+    paths = [result_path] + [path for path in sorted(glob.glob(os.path.join(bench, 'results', '*.json')))
+                             if not os.path.samefile(path, result_path)]
+    names = [os.path.basename(path).removesuffix('.json') for path in paths]
+    lines = ['| goal | must | aim | ' + ' | '.join(names) + ' | command |',
+             '|---' * (4 + len(paths)) + '|']
+    verdicts = [judge(json.load(open(path)), goals) for path in paths]
+    for goal, *columns in zip(goals, *verdicts):
+        cells = [f'{text}, {word}' if text != '-' else word for _, text, word in columns]
+        lines.append(f"| {goal['goal']} | {bound(goal, 'must')} | {bound(goal, 'aim')} | "
+                     f"{' | '.join(cells)} | `./dev bench --only {','.join(runs_of(goal))}` |")
+    return '\n'.join(lines)
+
+
+def runs_of(goal):
+    return goal['run'] if isinstance(goal['run'], list) else [goal['run']]
+
+
+def times_of(goal, medians):
+    """Of one size, by contestant; empty where the machine never was, for all contestants, in the
+    goal's placement."""
+    for placement in [goal['placement']] if 'placement' in goal else ['near', 'siblings']:
+        times = {name: by_placement.get(placement) for name, by_placement in medians.items()}
+        if times and all(times.values()):
+            return times
+    return {}
+
+
+def ratio_of(goal, medians):
+    times = times_of(goal, medians)
+    against = goal.get('against')
+    others = [us for name, us in times.items() if family_of(name) == against or
+              against is None and family_of(name) not in ('lockstep', *LIMITS)]
+    ours = times.get('lockstep')
+    if against == 'threads':
+        ours, others = times.get('lockstep threads'), [ours] if ours else []
+    if not ours or not others:
+        return None
+    return ours / min(others) if goal.get('at_most') else min(others) / ours
+
+
+def ratios_of(goal, run):
+    """Where -> ratio."""
+    if 'rows' in goal:
+        return {row['name']: row['ratio'] for row in run['rows']
+                if re.fullmatch(goal['rows'], row['name'])}
+    return {where: ratio_of(goal, row['p50_us']) for where, row in sizes_of(goal, run)}
+
+
+def sizes_of(goal, run):
+    """(where, row) of each size of the goal."""
+    operation = goal.get('operation', 'all_reduce')
+    return [('' if operation == 'barrier' else f"at {bytes_text(row['bytes'])}", row)
+            for row in run['rows'] if row['operation'] == operation and
+            (operation == 'barrier' or goal['from'] <= row['bytes'] <= goal['to'])]
+
+
+def limits_of(goal, run):
+    """Where -> the limit's time over ours, and the limit's in us, where it was measured beside ours."""
+    limits = {}
+    for where, row in sizes_of(goal, run) if 'limit' in goal else []:
+        times = times_of(goal, row['p50_us'])
+        if 'lockstep' in times and goal['limit'] in times:
+            limits[where] = times[goal['limit']] / times['lockstep'], times[goal['limit']]
+    return limits
+
+
+def value_text(goal, value, digits):
+    if goal.get('unit') == '%':
+        return f'{100 * value:{digits}} %'
+    return f'{value:{digits}}' + (' us' if goal.get('unit') == 'us' else 'x')
+
+
+def bound(goal, which):
+    return ('<= ' if goal.get('at_most') else '') + value_text(goal, goal[which], 'g')
+
+
+def judge(result, goals):
+    """(goal, what was reached, the verdict) of each."""
+    for goal in goals:
+        found, limits = {}, {}
+        for name in runs_of(goal):
+            if name in result['runs']:
+                found.update(ratios_of(goal, result['runs'][name]))
+                limits.update(limits_of(goal, result['runs'][name]))
+        seen = {where: ratio for where, ratio in found.items() if ratio is not None}
+        if not seen:
+            yield goal, '-', 'not seen in this record' if found else 'not measured'
+            continue
+        sign = -1 if goal.get('at_most') else 1
+
+        def reaches(where, word):
+            return sign * seen[where] >= sign * goal[word]
+
+        at_limit = [where for where in seen if not reaches(where, 'must') and
+                    where in limits and limits[where][0] >= AT_THE_LIMIT]
+        # The worst of the others.
+        where = min([where for where in seen if where not in at_limit] or seen,
+                    key=lambda where: sign * seen[where])
+        text = f"{value_text(goal, seen[where], '.3g' if goal.get('unit') else '.2f')} {where}".strip()
+        for size in at_limit:
+            share, us = limits[size]
+            text += f"; {size.removeprefix('at ')} at {100 * share:.0f} % of the limit, {time_text(us)} us"
+        if len(seen) < len(found):
+            text += f' ({len(found) - len(seen)} of {len(found)} not seen)'
+        reached = [word for word in ('aim', 'must') if reaches(where, word)]
+        yield goal, text, reached[0] if reached else 'limit' if where in at_limit else '**short**'
