@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "cli/intel_mpi.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -86,6 +87,15 @@ TEST(LaunchersTest, one_program_under_mpich) {
   expect_result(run_line(kMpichRun + "\"$EVALUATE\""), 3, "mpirun");
   // A shell stands between the launcher and the rank.
   expect_result(run_line(kMpichRun + "sh -c '\"$EVALUATE\"; exit $?'"), 3, "mpirun");
+}
+
+TEST(LaunchersTest, one_program_under_intel_mpi) {
+  if (intel_mpiexec().empty()) GTEST_SKIP() << kNoIntelMpi;
+  const std::string run = intel_mpiexec() + " -n 3 ";
+  expect_result(run_line(run + "\"$EVALUATE\""), 3, "mpirun");
+  expect_result(run_line(run + "sh -c '\"$EVALUATE\"; exit $?'"), 3, "mpirun");
+  expect_result(run_line(intel_mpiexec() + " -n 1 \"$LOCKSTEP\" run -n 3 \"$EVALUATE\""), 3,
+                "lockstep run");
 }
 
 TEST(LaunchersTest, one_program_under_torchrun) {
