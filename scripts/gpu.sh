@@ -56,7 +56,7 @@ on_gpu() { # NAME COMMAND...
 }
 
 test_on_gpu() {
-  local found torch cuda gpu start tests=build/gpu/tests/nn/nn_tests
+  local found torch cuda gpu nccl start tests=build/gpu/tests/nn/nn_tests
   found=$(python3 -W ignore -c "$probe_torch") || die "gpu: python3 needs a PyTorch with CUDA"
   IFS='|' read -r torch cuda gpu <<<"$found"
   say "PyTorch $torch, CUDA $cuda, $gpu"
@@ -67,6 +67,9 @@ test_on_gpu() {
     export LD_LIBRARY_PATH
     export CPLUS_INCLUDE_PATH=$PWD/$gpu_pack/usr/include  # Gloo's headers have no CMake package
   fi
+  # NCCL's headers, of pip's PyTorch.
+  nccl=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/nccl/include
+  [ ! -d "$nccl" ] || export CPLUS_INCLUDE_PATH=${CPLUS_INCLUDE_PATH:+$CPLUS_INCLUDE_PATH:}$nccl
   offline=yes
   [ -n "${CUDACXX:-}" ] || [ ! -x /usr/local/cuda/bin/nvcc ] || export CUDACXX=/usr/local/cuda/bin/nvcc
   build gpu lockstep_cli nn_tests

@@ -21,7 +21,8 @@ engines::Availability available(const internal::World&) {
   if (!has_backend(kIsGloo ? "gloo" : "nccl")) {
     return {false, kIsGloo ? "needs a libtorch with Gloo, and Gloo's headers (Debian: libgloo-dev) "
                              "where lockstep::nn is built"
-                           : "needs a libtorch with CUDA and NCCL"};
+                           : "needs a libtorch with CUDA and NCCL, and NCCL's headers where "
+                             "lockstep::nn is built"};
   }
   return {internal::variable("MASTER_ADDR") && internal::variable("MASTER_PORT"),
           "needs MASTER_ADDR and MASTER_PORT: the address of rank 0's host, and a free port there"};

@@ -13,7 +13,9 @@
 #define LOCKSTEP_GLOO
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #endif
-#ifdef USE_C10D_NCCL
+// As are NCCL's (Python's package index: nvidia-nccl), of a libtorch from there.
+#if defined(USE_C10D_NCCL) && __has_include(<nccl.h>)
+#define LOCKSTEP_NCCL
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
@@ -160,7 +162,7 @@ GroupPtr make_gloo(const StorePtr& store, const StoreAddress& at, const internal
 }
 #endif
 
-#ifdef USE_C10D_NCCL
+#ifdef LOCKSTEP_NCCL
 GroupPtr make_nccl(const StorePtr& store, const internal::World& world, milliseconds timeout) {
   using Nccl = c10d::ProcessGroupNCCL;
   const auto options = Nccl::Options::create();
@@ -184,7 +186,7 @@ bool has_backend(std::string_view backend) {
 #ifdef LOCKSTEP_GLOO
   if (backend == "gloo") return true;
 #endif
-#ifdef USE_C10D_NCCL
+#ifdef LOCKSTEP_NCCL
   if (backend == "nccl") return true;
 #endif
   return false;
@@ -224,7 +226,7 @@ std::shared_ptr<Wire> rendezvous([[maybe_unused]] std::string_view backend,
 #ifdef LOCKSTEP_GLOO
     if (backend == "gloo") group = make_gloo(store, at, world, left);
 #endif
-#ifdef USE_C10D_NCCL
+#ifdef LOCKSTEP_NCCL
     if (backend == "nccl") group = make_nccl(store, world, left);
 #endif
     forget.has_joined = true;
