@@ -12,6 +12,9 @@ using message::Message;
 constexpr int kDataTag = 1;
 /// MPI counts with an int. Longer messages are sent in pieces, which stay in order.
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
+/// Longer messages are sent when their receiver permits it (rendezvous); the limit of Open MPI over
+/// TCP.
+constexpr std::size_t kMostEagerBytes = 64 << 10;
 /// For requests of an exchange that failed.
 constexpr double kMostSecondsToReceive = 1.0, kMostSecondsToSend = 0.1;
 
@@ -29,12 +32,24 @@ int for_each_piece(std::span<const Message> messages, Message::Way way, Visit vi
   return MPI_SUCCESS;
 }
 
-int begin_sends(Exchange& exchange, MPI_Comm comm) {
-  return for_each_piece(
-      exchange.messages, Message::Way::send, [&](const Message& message, std::size_t at, int n) {
-        return MPI_Isend(static_cast<char*>(message.data) + at, n, MPI_BYTE, message.peer, kDataTag,
-                         comm, &exchange.requests.emplace_back(MPI_REQUEST_NULL));
-      });
+std::size_t n_pieces(std::span<const Message> messages, Message::Way way) {
+  std::size_t n = 0;
+  for_each_piece(messages, way, [&n](const Message&, std::size_t, int) {
+    ++n;
+    return MPI_SUCCESS;
+  });
+  return n;
+}
+
+int begin(Exchange& exchange, MPI_Comm comm, Message::Way way) {
+  const bool sends = way == Message::Way::send;
+  MPI_Request* next = exchange.requests.data() + (sends ? exchange.n_receives : 0);
+  return for_each_piece(exchange.messages, way, [&](const Message& message, std::size_t at, int n) {
+    char* const data = static_cast<char*>(message.data) + at;
+    MPI_Request* const request = next++;
+    return sends ? MPI_Isend(data, n, MPI_BYTE, message.peer, kDataTag, comm, request)
+                 : MPI_Irecv(data, n, MPI_BYTE, message.peer, kDataTag, comm, request);
+  });
 }
 
 /// Waits for requests, for at_most_s, and frees the rest, which MPI would go on to read or write in
@@ -68,23 +83,28 @@ int prepare(Exchange& exchange, MPI_Comm comm, std::span<const Message> messages
 }
 
 int begin(Exchange& exchange, MPI_Comm comm, std::span<const Message> messages) {
+  using Way = Message::Way;
   exchange.messages = messages;
-  exchange.requests.clear();
-  exchange.n_receives = 0;
-  // Receives first: a message whose receive is posted before it arrives is copied once less.
-  const int code = for_each_piece(
-      messages, Message::Way::receive, [&](const Message& message, std::size_t at, int n) {
-        ++exchange.n_receives;
-        return MPI_Irecv(static_cast<char*>(message.data) + at, n, MPI_BYTE, message.peer, kDataTag,
-                         comm, &exchange.requests.emplace_back(MPI_REQUEST_NULL));
-      });
-  return code != MPI_SUCCESS ? code : begin_sends(exchange, comm);
+  exchange.n_receives = n_pieces(messages, Way::receive);
+  exchange.requests.assign(exchange.n_receives + n_pieces(messages, Way::send), MPI_REQUEST_NULL);
+  // Short messages: receives first, because a message whose receive is posted before it arrives is
+  // copied once less. Long ones: sends first. A receive that is posted after its message was
+  // announced permits it at once. The peer would then send all of it before its permission for the
+  // message in the other direction, which it has not heard of, and over TCP the two would be
+  // transferred one after the other.
+  const bool is_long = std::ranges::any_of(
+      messages, [](const Message& message) { return message.n_bytes > kMostEagerBytes; });
+  const int code = begin(exchange, comm, is_long ? Way::send : Way::receive);
+  if (code != MPI_SUCCESS) return code;
+  return begin(exchange, comm, is_long ? Way::receive : Way::send);
 }
 
 int begin_prepared(Exchange& exchange, MPI_Comm comm) {
+  using Way = Message::Way;
+  exchange.requests.resize(exchange.n_receives + n_pieces(exchange.messages, Way::send),
+                           MPI_REQUEST_NULL);
   // Sends first: the receives are started while the data is in transit.
-  exchange.requests.resize(exchange.n_receives);
-  const int code = begin_sends(exchange, comm);
+  const int code = begin(exchange, comm, Way::send);
   if (code != MPI_SUCCESS) return code;
   return MPI_Startall(static_cast<int>(exchange.n_receives), exchange.requests.data());
 }
