@@ -72,6 +72,8 @@ test_on_gpu() {
   [ ! -d "$nccl" ] || export CPLUS_INCLUDE_PATH=${CPLUS_INCLUDE_PATH:+$CPLUS_INCLUDE_PATH:}$nccl
   offline=yes
   [ -n "${CUDACXX:-}" ] || [ ! -x /usr/local/cuda/bin/nvcc ] || export CUDACXX=/usr/local/cuda/bin/nvcc
+  # Any: nothing here is compiled for a GPU, but PyTorch's package would look for one by a program.
+  export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
   build gpu lockstep_cli nn_tests
   start=$SECONDS
   say "building the Python package"
