@@ -102,7 +102,7 @@ way_deb() {
     run 'cmake -S examples/tutorial -B /tutorial && cmake --build /tutorial --target hello' &&
     hello 'lockstep run -n 2 -- /tutorial/hello' || return
   # The libtorch layer, if it is made for the system's libtorch.
-  dpkg-deb -f "$debs"/liblockstep-nn-*.deb Depends 2>/dev/null | grep -q libtorch-dev || return
+  grep -q libtorch-dev <<<"$(dpkg-deb -f "$debs"/liblockstep-nn-*.deb Depends 2>/dev/null)" || return
   run 'apt-get install -y --no-install-recommends /packages/*.deb' &&
     run 'cmake -S examples/tutorial -B /tutorial && cmake --build /tutorial --target train' &&
     run 'lockstep run -n 2 -- /tutorial/train'

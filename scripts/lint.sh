@@ -75,7 +75,7 @@ changed() {
 stage "headers alone"
 targets=(headers_alone)
 # Each of these reads all of libtorch.
-! changed | grep -qE '^(src|include/lockstep)/nn[/.].*hpp$' ||
+! grep -qE '^(src|include/lockstep)/nn[/.].*hpp$' <<<"$(changed)" ||
   ! grep -q '^LOCKSTEP_NN:BOOL=ON' "$build/CMakeCache.txt" || targets+=(headers_alone_nn)
 cmake --build "$build" --target "${targets[@]}" >"$build/headers.log" 2>&1 ||
   {

@@ -182,7 +182,7 @@ GroupPtr make_nccl(const StorePtr& store, const internal::World& world, millisec
 
 }  // namespace
 
-bool has_backend(std::string_view backend) {
+bool has_backend([[maybe_unused]] std::string_view backend) {
 #ifdef LOCKSTEP_GLOO
   if (backend == "gloo") return true;
 #endif
