@@ -18,7 +18,7 @@ namespace lockstep::test {
 /// Polls until `condition` holds; false if `limit` passed first, which only happens in a hang.
 template <class Condition>
 bool wait_until(const Condition& condition,
-                std::chrono::milliseconds limit = std::chrono::seconds(120)) {
+                std::chrono::milliseconds limit = std::chrono::minutes(10)) {
   const auto end = std::chrono::steady_clock::now() + limit;
   while (!condition()) {
     if (std::chrono::steady_clock::now() > end) return false;
