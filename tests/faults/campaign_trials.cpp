@@ -61,6 +61,12 @@ std::vector<const char*> loads_of(const Engine& engine) {
   return loads;
 }
 
+/// On hosts of two ranks each, or on one.
+int choose_n_ranks(const Engine& engine, std::mt19937& random) {
+  return engine.backend == "hierarchical" ? 2 * std::uniform_int_distribution(2, 3)(random)
+                                          : std::uniform_int_distribution(2, 4)(random);
+}
+
 void add_loads(const Engine& engine, std::mt19937& random, std::vector<Trial>& round) {
   constexpr const char* kFaults[] = {"kill", "stop", "exit", "exception", "op", "missing", "slow"};
   constexpr const char* kPlaces[] = {"before", "between", "in"};
@@ -68,8 +74,7 @@ void add_loads(const Engine& engine, std::mt19937& random, std::vector<Trial>& r
     return all[std::uniform_int_distribution<std::size_t>(0, std::size(all) - 1)(random)];
   };
   for (const char* load : loads_of(engine)) {
-    const int n_ranks =
-        engine.backend == "hierarchical" ? 4 : std::uniform_int_distribution(2, 4)(random);
+    const int n_ranks = choose_n_ranks(engine, random);
     const int victim = std::uniform_int_distribution(0, n_ranks - 1)(random);
     round.push_back({engine, any_of(kFaults), any_of(kPlaces), n_ranks, victim, load});
   }
@@ -113,11 +118,12 @@ std::vector<Trial> choose_runs(int n_runs, unsigned seed) {
         // A thread cannot be killed or stopped alone.
         if (engine.name == "threads" && (name == "kill" || name == "stop")) continue;
         for (const char* place : {"before", "between", "in"}) {
-          const bool is_on_hosts = engine.backend == "hierarchical";
-          const int n_ranks = is_on_hosts ? 4 : std::uniform_int_distribution(2, 4)(random);
+          const int n_ranks = choose_n_ranks(engine, random);
           const int victim = std::uniform_int_distribution(0, n_ranks - 1)(random);
           round.push_back({engine, fault, place, n_ranks, victim});
-          if (is_on_hosts) round.push_back({engine, fault, place, n_ranks, victim ^ 1});
+          if (engine.backend == "hierarchical") {  // the other rank of its host
+            round.push_back({engine, fault, place, n_ranks, victim ^ 1});
+          }
         }
       }
       for (const char* wrong : kOperations) {
@@ -126,8 +132,7 @@ std::vector<Trial> choose_runs(int n_runs, unsigned seed) {
           right = kOperations[std::uniform_int_distribution<std::size_t>(
               0, std::size(kOperations) - 1)(random)];
         }
-        const int n_ranks =
-            engine.backend == "hierarchical" ? 4 : std::uniform_int_distribution(2, 4)(random);
+        const int n_ranks = choose_n_ranks(engine, random);
         const int victim = std::uniform_int_distribution(0, n_ranks - 1)(random);
         const char* place = std::uniform_int_distribution(0, 1)(random) == 0 ? "before" : "between";
         round.push_back({engine, fmt::format("{}:{}", wrong, right), place, n_ranks, victim});

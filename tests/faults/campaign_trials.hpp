@@ -43,8 +43,8 @@ struct Trial {
 };
 
 /// Every fault at every place on every engine, and on every engine one under each load, in random
-/// order; again when more are wanted. Where ranks are on several hosts, once in a host's leader and
-/// once in another. None where LOCKSTEP_FAULT_ONLY leaves nothing.
+/// order; again when more are wanted. Where ranks are on several hosts, two or three, once in a
+/// host's leader and once in another. None where LOCKSTEP_FAULT_ONLY leaves nothing.
 std::vector<Trial> choose_runs(int n_runs, unsigned seed);
 
 }  // namespace lockstep::test
