@@ -54,9 +54,13 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
   if (call.progress != nullptr) call.progress->slept(call);  // the calls below may block
   std::vector<const Message*> ordered;
   for (const Message& message : messages) ordered.push_back(&message);
-  // Of two ranks the lower sends first: NCCL runs the messages of a pair in the order given.
+  // Gloo permits a message when its receive is posted, by a message of its own, which would wait
+  // behind a long one in the same direction: receives first, or two ranks that send to each other
+  // do so one after the other. Of two ranks over NCCL the lower sends first: it runs the messages
+  // of a pair in the order given.
   std::ranges::stable_partition(ordered, [this](const Message* message) {
-    return (message->way == Message::Way::send) == (rank_ < message->peer);
+    const bool sends_first = !wire_->is_gloo_ && rank_ < message->peer;
+    return (message->way == Message::Way::send) == sends_first;
   });
 
   wait_ = {.channel = channel_, .deadline = {}, .works = {}, .peers = {}};
