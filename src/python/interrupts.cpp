@@ -18,6 +18,8 @@ namespace lockstep::python {
 namespace {
 
 constexpr std::chrono::milliseconds kInterval{100};
+/// Looking whether the handler is ours takes a system call, a tenth of a short call.
+constexpr std::chrono::milliseconds kMostRecent{1};
 
 constinit std::atomic<bool> is_in_call{false};
 constinit std::atomic<bool> is_pressed{false};
@@ -90,7 +92,7 @@ class Watcher {
 
   const Group* enter(const Group* group) {
     const std::lock_guard lock(mutex_);
-    if (group != nullptr) stand_in_front();  // else a signal would end no wait before the next look
+    if (group != nullptr) look_again();  // else a signal would end no wait before the next look
     is_pressed.store(false, std::memory_order_relaxed);
     is_in_call.store(group != nullptr, std::memory_order_relaxed);
     ++n_calls_;
@@ -98,6 +100,12 @@ class Watcher {
   }
 
  private:
+  void look_again() {
+    const auto now = std::chrono::steady_clock::now();
+    if (now - looked_at_ < kMostRecent) return;
+    looked_at_ = now;
+    stand_in_front();
+  }
   void loop() {
     std::unique_lock lock(mutex_);
     for (; !is_closing_; changed_.wait_for(lock, kInterval)) {
@@ -116,10 +124,11 @@ class Watcher {
   const pthread_t main_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  const Group* group_ = nullptr;  // the main thread's; guarded by mutex_
-  std::uint64_t n_calls_ = 0;     // guarded by mutex_
-  bool is_closing_ = false;       // guarded by mutex_
-  std::thread thread_;            // last: it uses the other members
+  const Group* group_ = nullptr;                       // the main thread's; guarded by mutex_
+  std::uint64_t n_calls_ = 0;                          // guarded by mutex_
+  std::chrono::steady_clock::time_point looked_at_{};  // guarded by mutex_
+  bool is_closing_ = false;                            // guarded by mutex_
+  std::thread thread_;                                 // last: it uses the other members
 };
 
 Watcher* watcher = nullptr;  // guarded by the GIL
