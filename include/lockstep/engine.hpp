@@ -51,7 +51,8 @@ class Progress {
 };
 
 /// One operation as every rank calls it. The Group has validated it before an engine gets it: in
-/// and out are not null if bytes move, root is a valid rank, the reduction supports the type.
+/// and out, or the parts of ins and outs, are not null if bytes move, root is a valid rank, the
+/// reduction supports the type.
 struct Call {
   Op op = Op::barrier;
   DType dtype = DType::u8;
@@ -63,6 +64,11 @@ struct Call {
   void* out = nullptr;
   /// all_gather, gather: elements per rank; empty: all `count`.
   std::span<const std::size_t> counts{};
+  /// If an engine takes_lists(): the address of each rank's part of in (scatter, reduce_scatter,
+  /// all_to_all) or of out (all_gather, gather, all_to_all), which is then null. Empty: the parts
+  /// lie one after the other.
+  std::span<const void* const> ins{};
+  std::span<void* const> outs{};
   std::string_view group{};    ///< name of the group, for errors
   std::uint64_t sequence = 0;  ///< number of the call in its group, from 1
   std::chrono::milliseconds timeout{};
@@ -115,6 +121,8 @@ class Engine {
   /// See Group::reduces_moments.
   virtual bool reduces_moments() const noexcept { return false; }
   virtual void run(const Call& call) = 0;
+  /// Whether run() takes Call::ins and Call::outs. If not, lockstep copies the parts together.
+  virtual bool takes_lists() const noexcept { return false; }
   /// A new engine over the ranks that gave the same color, in order of (key, rank). Collective.
   virtual std::unique_ptr<Engine> split(const Call& call, int color, int key) = 0;
   /// `call.count` zeroed bytes on every rank; the engine transfers them without copies if it can.

@@ -15,6 +15,7 @@ namespace lockstep {
 
 namespace internal {
 class GroupState;
+struct ListCalls;
 class Session;
 class WorkHandle;
 }  // namespace internal
@@ -185,6 +186,7 @@ class Group {
 
  private:
   friend class internal::Session;
+  friend struct internal::ListCalls;
   friend class detail::Hold;
   std::shared_ptr<internal::GroupState> state_;
 };

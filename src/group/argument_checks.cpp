@@ -46,6 +46,22 @@ void reject_memory(const GroupState& group, const Call& call, const ConstElement
          fmt::format("{} has {} elements, more than fit in memory", parameter, data.count));
 }
 
+void check_pair(const GroupState& group, const Call& call, const ConstElements& in,
+                const ConstElements& out) {
+  check_memory(group, call, in, "in");
+  check_memory(group, call, out, "out");
+  if (in.dtype != out.dtype) {
+    reject(group, call,
+           fmt::format("in holds {}, out {}; both must have the same type", name_of(in.dtype),
+                       name_of(out.dtype)));
+  }
+  const auto* a = static_cast<const std::byte*>(in.data);
+  const auto* b = static_cast<const std::byte*>(out.data);
+  if (in.count > 0 && out.count > 0 && a < b + out.n_bytes() && b < a + in.n_bytes()) {
+    reject(group, call, "in and out overlap; use separate buffers");
+  }
+}
+
 void check_rank(const GroupState& group, const Call& call, std::string_view parameter) {
   if (call.root < 0 || call.root >= group.size()) {
     reject(group, call,

@@ -8,8 +8,8 @@
 
 #include "group/group_state.hpp"
 
-/// Checks of a call's arguments, and the texts of the errors of the checks in group.cpp, which are
-/// on the path of every call: gcc inlines these checks only if the texts are elsewhere.
+/// Checks of a call's arguments. Those on the path of every call are inline, and gcc inlines them
+/// only if the texts of their errors are elsewhere.
 namespace lockstep::internal {
 #pragma GCC visibility push(hidden)
 
@@ -19,6 +19,29 @@ namespace lockstep::internal {
 [[noreturn]] void reject_memory(const GroupState& group, const Call& call,
                                 const ConstElements& data, std::string_view parameter);
 
+inline void check_reduction(const GroupState& group, const Call& call) {
+  const ReduceOp op = call.reduce;
+  const bool is_arithmetic = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
+  const bool is_bitwise = op >= ReduceOp::band && op <= ReduceOp::bxor;
+  if (op > ReduceOp::mean || (is_arithmetic && call.dtype == DType::boolean) ||
+      (is_bitwise && is_floating(call.dtype)) ||
+      (op != ReduceOp::sum && call.dtype == DType::moments)) {
+    reject_reduction(group, call);
+  }
+}
+
+inline void check_memory(const GroupState& group, const Call& call, const ConstElements& data,
+                         std::string_view parameter) {
+  // Far enough below SIZE_MAX that the total size over all ranks cannot overflow either.
+  constexpr std::size_t kMost = std::size_t{1} << 46U;
+  if (size_of(data.dtype) == 0 || data.count > kMost || (data.data == nullptr && data.count > 0)) {
+    reject_memory(group, call, data, parameter);
+  }
+}
+
+/// Both buffers of a call whose `in` and `out` differ.
+void check_pair(const GroupState& group, const Call& call, const ConstElements& in,
+                const ConstElements& out);
 void check_rank(const GroupState& group, const Call& call, std::string_view parameter);
 /// The rank of a peer, which is not this rank.
 void check_peer(const GroupState& group, const Call& call, std::string_view parameter);

@@ -16,43 +16,6 @@ using internal::reject;
 
 namespace {
 
-inline void check_reduction(const GroupState& group, const Call& call) {
-  const ReduceOp op = call.reduce;
-  const bool is_arithmetic = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
-  const bool is_bitwise = op >= ReduceOp::band && op <= ReduceOp::bxor;
-  if (op > ReduceOp::mean || (is_arithmetic && call.dtype == DType::boolean) ||
-      (is_bitwise && is_floating(call.dtype)) ||
-      (op != ReduceOp::sum && call.dtype == DType::moments)) {
-    internal::reject_reduction(group, call);
-  }
-}
-
-inline void check_memory(const GroupState& group, const Call& call, const ConstElements& data,
-                         std::string_view parameter) {
-  // Far enough below SIZE_MAX that the total size over all ranks cannot overflow either.
-  constexpr std::size_t kMost = std::size_t{1} << 46U;
-  if (size_of(data.dtype) == 0 || data.count > kMost || (data.data == nullptr && data.count > 0)) {
-    internal::reject_memory(group, call, data, parameter);
-  }
-}
-
-/// Checks both buffers of a call whose `in` and `out` differ.
-void check_pair(const GroupState& group, const Call& call, const ConstElements& in,
-                const ConstElements& out) {
-  check_memory(group, call, in, "in");
-  check_memory(group, call, out, "out");
-  if (in.dtype != out.dtype) {
-    reject(group, call,
-           fmt::format("in holds {}, out {}; both must have the same type", name_of(in.dtype),
-                       name_of(out.dtype)));
-  }
-  const auto* a = static_cast<const std::byte*>(in.data);
-  const auto* b = static_cast<const std::byte*>(out.data);
-  if (in.count > 0 && out.count > 0 && a < b + out.n_bytes() && b < a + in.n_bytes()) {
-    reject(group, call, "in and out overlap; use separate buffers");
-  }
-}
-
 /// A call whose `in` and `out` are the same.
 inline Call in_place(Op op, const Elements& data, ReduceOp reduce, int root,
                      std::source_location where) {
@@ -234,6 +197,8 @@ void GroupState::run(Call&& call, Deadline deadline, Use use) {
     fail(call);
   }
 }
+
+template void GroupState::run(Call&& call, Deadline deadline, void (*use)(Engine&, const Call&));
 
 }  // namespace internal
 

@@ -10,8 +10,12 @@
 #include <lockstep/lockstep.hpp>
 #include <numeric>
 #include <random>
+#include <source_location>
 
 #include "conformance/reference.hpp"
+#ifndef LOCKSTEP_CONFORMANCE_ENGINE
+#include "group/list_calls.hpp"
+#endif
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
 #include "support/waiting.hpp"
@@ -303,6 +307,168 @@ TEST_P(Conformance, all_to_all_of_every_length) {
     }
   });
 }
+
+#ifndef LOCKSTEP_CONFORMANCE_ENGINE  // which has the installed headers alone
+/// One part for each rank, in memory of its own.
+class Parts {
+ public:
+  Parts(int n_ranks, std::size_t n_bytes)
+      : parts_(static_cast<std::size_t>(n_ranks), Bytes(n_bytes)) {}
+  /// The parts of `all`, whose part r has n_bytes(r).
+  template <class F>
+  Parts(const Bytes& all, int n_ranks, F n_bytes) {
+    for (int r = 0; r < n_ranks; ++r) {
+      const auto begin = all.begin() + static_cast<std::ptrdiff_t>(joined().size());
+      parts_.emplace_back(begin, begin + static_cast<std::ptrdiff_t>(n_bytes(r)));
+    }
+  }
+
+  template <class E>
+  std::vector<E> elements(DType dtype) {
+    std::vector<E> all;
+    for (Bytes& part : parts_) all.push_back({part.data(), part.size() / size_of(dtype), dtype});
+    return all;
+  }
+  Bytes joined() const {
+    Bytes all;
+    for (const Bytes& part : parts_) append(all, part);
+    return all;
+  }
+
+ private:
+  std::vector<Bytes> parts_;
+};
+
+// Ranks of even numbers give lists, the others one block of memory.
+TEST_P(Conformance, lists_of_parts_as_one_block) {
+  using internal::ListCalls;
+  constexpr DType kType = DType::f32;
+  run([] {
+    const Group group = default_group();
+    const int n_ranks = group.size(), rank = group.rank();
+    const bool has_lists = rank % 2 == 0;
+    const auto n = static_cast<std::size_t>(n_ranks);
+    const auto where = std::source_location::current();
+    for (const std::size_t count : kCounts) {
+      const std::size_t n_bytes = count * size_of(kType);
+      const auto same = [&](int) { return n_bytes; };
+      Bytes mine = values(kType, count, /*seed=*/40, rank);
+      Bytes whole = values(kType, count * n, /*seed=*/41, rank), all(whole.size());
+      Bytes gathered, exchanged;
+      for (int r = 0; r < n_ranks; ++r) {
+        append(gathered, values(kType, count, /*seed=*/40, r));
+        append(exchanged, piece(values(kType, count * n, 41, r), rank, n_bytes));
+      }
+      Parts ins(whole, n_ranks, same), outs(n_ranks, n_bytes);
+      const ConstElements in{mine.data(), count, kType}, block{whole.data(), count * n, kType};
+      const Elements out{mine.data(), count, kType}, result{all.data(), count * n, kType};
+      const auto in_list = ins.elements<ConstElements>(kType);
+      const auto out_list = outs.elements<Elements>(kType);
+
+      if (has_lists) {
+        ListCalls::all_gather(group, in, out_list, {}, where);
+      } else {
+        group.all_gather(in, result);
+      }
+      ASSERT_EQ(has_lists ? outs.joined() : all, gathered) << count;
+
+      if (has_lists) {
+        ListCalls::all_to_all(group, in_list, out_list, {}, where);
+      } else {
+        group.all_to_all(block, result);
+      }
+      ASSERT_EQ(has_lists ? outs.joined() : all, exchanged) << count;
+
+      for (int root = 0; root < n_ranks; ++root) {
+        const bool is_root = root == rank;
+        if (is_root && has_lists) {
+          ListCalls::gather(group, in, out_list, root, {}, where);
+        } else {
+          group.gather(in, result, root);
+        }
+        if (is_root) {
+          ASSERT_EQ(has_lists ? outs.joined() : all, gathered) << count;
+        }
+      }
+      for (int root = 0; root < n_ranks; ++root) {
+        if (root == rank && has_lists) {
+          ListCalls::scatter(group, in_list, out, root, {}, where);
+        } else {
+          group.scatter(block, out, root);
+        }
+        ASSERT_EQ(mine, piece(values(kType, count * n, 41, root), rank, n_bytes)) << count;
+      }
+
+      if (has_lists) {
+        ListCalls::reduce_scatter(group, in_list, out, ReduceOp::sum, {}, where);
+      } else {
+        group.reduce_scatter(block, out);
+      }
+      ASSERT_EQ(mine,
+                piece(all_reduced(kType, ReduceOp::sum, count * n, 41, n_ranks), rank, n_bytes));
+    }
+  });
+}
+
+TEST_P(Conformance, lists_of_unequal_parts) {
+  run([] {
+    const Group group = default_group();
+    const int n_ranks = group.size(), rank = group.rank();
+    // Rank 1 has an empty part; that of rank 0 is longer than a slot.
+    const auto count_of = [](int r) {
+      return r == 1 ? std::size_t{0} : static_cast<std::size_t>(100'000 / (r + 1));
+    };
+    Bytes expected;
+    std::vector<std::size_t> counts;
+    for (int r = 0; r < n_ranks; ++r) {
+      append(expected, values(DType::i32, count_of(r), /*seed=*/42, r));
+      counts.push_back(count_of(r));
+    }
+    const Bytes mine = values(DType::i32, count_of(rank), /*seed=*/42, rank);
+    const ConstElements in{mine.data(), count_of(rank), DType::i32};
+    Parts outs(Bytes(expected.size()), n_ranks, [&](int r) { return 4 * count_of(r); });
+    Bytes all(expected.size());
+    if (rank % 2 == 0) {
+      internal::ListCalls::all_gather(group, in, outs.elements<Elements>(DType::i32), {},
+                                      std::source_location::current());
+    } else {
+      group.all_gather(in, {all.data(), all.size() / 4, DType::i32}, counts);
+    }
+    EXPECT_EQ(rank % 2 == 0 ? outs.joined() : all, expected);
+  });
+}
+
+TEST_P(Conformance, lists_that_do_not_fit) {
+  using internal::ListCalls;
+  run([] {
+    const Group group = default_group();
+    const int n_ranks = group.size();
+    const auto where = std::source_location::current();
+    std::array<float, 4> data{};
+    const ConstElements in{data.data(), 4, DType::f32};
+    Parts parts(n_ranks, 16), longer(n_ranks + 1, 16), shorter(n_ranks, 8);
+    const auto list = parts.elements<Elements>(DType::f32);
+    const auto too_many = longer.elements<Elements>(DType::f32);
+    const auto too_short = shorter.elements<Elements>(DType::f32);
+    const auto of_others = parts.elements<Elements>(DType::i32);
+    const auto rejects = [&](const auto& outs, const char* text) {
+      expect_contains(
+          thrown<UsageError>([&] { ListCalls::all_gather(group, in, outs, {}, where); }), text);
+    };
+    rejects(too_many, "outs has");
+    rejects(too_short, "in has 4 elements, expected 2");
+    rejects(of_others, "in holds f32, out i32");
+    rejects(std::vector<Elements>(list.size(), {data.data(), 4, DType::f32}), "overlap");
+    expect_contains(
+        thrown<UsageError>([&] { ListCalls::gather(group, in, too_short, 0, {}, where); }),
+        "part 0 of outs has 2 elements, expected 4");
+    expect_contains(
+        thrown<UsageError>([&] { ListCalls::gather(group, in, list, n_ranks, {}, where); }),
+        "dst is");
+    group.barrier();  // the group is usable
+  });
+}
+#endif
 
 /// Sizes at which engines change from one algorithm to another.
 TEST_P(Conformance, every_operation_around_4_8_and_16_KiB) {

@@ -3,11 +3,17 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <lockstep/engine.hpp>
 #include <lockstep/lockstep.hpp>
 #include <memory>
+#include <source_location>
+#include <string>
 #include <thread>
+#include <vector>
 
+#include "group/list_calls.hpp"
 #include "support/expect.hpp"
 #include "support/waiting.hpp"
 
@@ -183,6 +189,40 @@ TEST(GroupTest, two_threads_in_one_group) {
     inside.join();
   });
 }
+
+/// Rank 0 of 2, which takes no lists.
+class BlocksEngine final : public Engine {
+ public:
+  explicit BlocksEngine(std::string& ended_with) : ended_with_(ended_with) {}
+  std::string_view name() const noexcept override { return "blocks"; }
+  int rank() const noexcept override { return 0; }
+  int size() const noexcept override { return 2; }
+  void run(const Call&) override {}
+  std::unique_ptr<Engine> split(const Call&, int, int) override { return nullptr; }
+  std::unique_ptr<SharedMemory> allocate(const Call&) override { return nullptr; }
+  void abandon(std::string_view reason) noexcept override { ended_with_ = reason; }
+  void leave(std::string_view) noexcept override {}
+
+ private:
+  std::string& ended_with_;
+};
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they end such a program
+TEST(GroupTest, lists_for_which_there_is_no_memory) {
+  std::string ended_with;
+  const Group group(std::make_unique<BlocksEngine>(ended_with), "world", std::chrono::seconds(1));
+  // Of addresses that nothing reads.
+  constexpr std::size_t kCount = std::size_t{1} << 45U;
+  const auto at = [](std::uintptr_t i) { return reinterpret_cast<void*>(i << 46U); };
+  const std::vector<Elements> outs = {{at(1), kCount, DType::u8}, {at(2), kCount, DType::u8}};
+  expect_contains(thrown<SystemError>([&] {
+                    internal::ListCalls::all_gather(group, {at(3), kCount, DType::u8}, outs, {},
+                                                    std::source_location::current());
+                  }),
+                  "no memory to copy the parts");
+  expect_contains(ended_with, "no memory to copy the parts");
+}
+#endif
 
 /// Notices two threads inside it at once.
 class OneCallEngine final : public Engine {

@@ -95,6 +95,42 @@ def test_collectives(run_torch):
     )
 
 
+def test_lists_of_temporaries_views_and_results(run_torch):
+    run_torch(
+        3,
+        """
+        for n in 2, 1000:
+            square = lambda value: torch.full((n, n), float(value))
+            values = lambda parts: [set(p.flatten().tolist()) for p in parts]
+
+            x = square(-1)
+            work = dist.reduce_scatter(x, [square(1) * r for r in range(size)], async_op=True)
+            others = [square(7) for _ in range(2 * size)]  # where the inputs were, if nobody keeps them
+            work.wait()
+            assert values([x]) == [{3 * rank}]
+            columns = torch.arange(n * n, dtype=torch.float32).view(n, n).t()
+            dist.reduce_scatter(x, [(columns.t() * (r + 1)).t() for r in range(size)])
+            assert torch.equal(x, columns * 3 * (rank + 1))
+
+            parts = [square(r) for r in range(size)]
+            dist.reduce_scatter(parts[rank], parts)
+            assert values(parts) == [{3 * r if r == rank else r} for r in range(size)]
+            parts = [square(10 * rank + r) for r in range(size)]
+            dist.all_to_all(parts, parts[::-1])
+            assert values(parts) == [{10 * r + size - 1 - rank} for r in range(size)]
+            parts = [square(r) for r in range(size)]
+            dist.scatter(parts[0], parts if rank == 0 else None, src=0)
+            assert values(parts[:1]) == [{rank}]
+            parts = [square(rank) for _ in range(size)]
+            dist.all_gather(parts, parts[1])
+            assert values(parts) == [{0}, {1}, {2}]
+            parts = [square(rank) for _ in range(size)]
+            dist.gather(parts[0], parts if rank == 1 else None, dst=1)
+            assert rank != 1 or values(parts) == [{0}, {1}, {2}]
+        """,
+    )
+
+
 def test_async_calls_keep_the_order_of_the_program(run_torch):
     run_torch(
         2,

@@ -9,11 +9,13 @@
 #include <lockstep/engine.hpp>
 #include <optional>
 
+#include "group/list_calls.hpp"
 #include "nn/python/message_work.hpp"
 
 namespace lockstep::python {
 
 using c10d::OpType;
+using internal::ListCalls;
 
 Backend::Backend(Joined joined, c10::intrusive_ptr<Options> options,
                  c10::intrusive_ptr<c10d::Backend> messages, MonitoredBarrier monitored)
@@ -207,13 +209,12 @@ Backend::WorkResult Backend::reduce(Tensors& tensors, const c10d::ReduceOptions&
 
 Backend::Gathered Backend::prepare_gather(const at::Tensor& input, const Tensors& outputs,
                                           const ErrorContext& context) const {
-  Gathered gathered{.in = contiguous(input, context), .outs = {}, .counts = {}};
+  Gathered gathered{.in = contiguous(input, context), .outs = {}};
   if (outputs.size() != n_ranks()) {
     throw UsageError(context, fmt::format("{} output tensors for {} ranks", outputs.size(), size_));
   }
   for (const at::Tensor& output : outputs) {
     gathered.outs.push_back(contiguous(output, context));
-    gathered.counts.push_back(elements_of(gathered.outs.back()).count);
     if (output.scalar_type() != input.scalar_type()) {
       throw UsageError(context, fmt::format("an output is of type {}, the input of {}",
                                             at::toString(output.scalar_type()),
@@ -234,22 +235,6 @@ Backend::Gathered Backend::prepare_gather(const at::Tensor& input, const Tensors
 
 namespace {
 
-/// As Group takes them: empty if they are the same.
-std::span<const std::size_t> if_uneven(const std::vector<std::size_t>& counts) {
-  const bool is_even =
-      std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
-  return is_even ? std::span<const std::size_t>{} : counts;
-}
-
-void gather_all(const Group& group, const at::Tensor& in, const Elements& out,
-                std::span<const std::size_t> counts, Timeout timeout, std::source_location where) {
-  if (counts.empty()) {
-    group.all_gather(elements_of(in), out, timeout, where);
-  } else {
-    group.all_gather(elements_of(in), out, counts, timeout, where);
-  }
-}
-
 void write_all_back(const Tensors& contiguous, const Tensors& tensors) {
   for (std::size_t i = 0; i < tensors.size(); ++i) write_back(contiguous[i], tensors[i]);
 }
@@ -264,10 +249,8 @@ Backend::WorkResult Backend::allgather(std::vector<Tensors>& outputs, Tensors& i
                 Gathered gathered = prepare_gather(only(inputs, context), outputs.front(), context);
                 return [gathered = std::move(gathered), tensors = outputs.front()](
                            const Group& group, const Site& site) {
-                  const Block block = block_of(gathered.outs, Contents::not_needed);
-                  gather_all(group, gathered.in, elements_of(block.flat),
-                             if_uneven(gathered.counts), site.timeout, site.where);
-                  unpack(block, gathered.outs);
+                  ListCalls::all_gather(group, elements_of(gathered.in),
+                                        elements_of_each(gathered.outs), site.timeout, site.where);
                   write_all_back(gathered.outs, tensors);
                 };
               });
@@ -301,10 +284,8 @@ Backend::WorkResult Backend::allgather_coalesced(std::vector<Tensors>& outputs, 
                 return [all = std::move(all), tensors = std::move(tensors)](const Group& group,
                                                                             const Site& site) {
                   for (std::size_t i = 0; i < all.size(); ++i) {
-                    const Block block = block_of(all[i].outs, Contents::not_needed);
-                    gather_all(group, all[i].in, elements_of(block.flat), if_uneven(all[i].counts),
-                               site.timeout, site.where);
-                    unpack(block, all[i].outs);
+                    ListCalls::all_gather(group, elements_of(all[i].in),
+                                          elements_of_each(all[i].outs), site.timeout, site.where);
                     write_all_back(all[i].outs, tensors[i]);
                   }
                 };
@@ -333,10 +314,9 @@ Backend::WorkResult Backend::gather(std::vector<Tensors>& outputs, Tensors& inpu
                     group.gather(elements_of(in), {}, root, site.timeout, site.where);
                     return;
                   }
-                  const Block block = block_of(gathered->outs, Contents::not_needed);
-                  group.gather(elements_of(gathered->in), elements_of(block.flat), root,
-                               site.timeout, site.where);
-                  unpack(block, gathered->outs);
+                  ListCalls::gather(group, elements_of(gathered->in),
+                                    elements_of_each(gathered->outs), root, site.timeout,
+                                    site.where);
                   write_all_back(gathered->outs, tensors);
                 };
               });
@@ -349,6 +329,7 @@ Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inp
       inputs.empty() ? outputs : inputs.front(), outputs, [&](const ErrorContext& context) {
         const int root = checked_root(options.rootRank, context);
         const at::Tensor output = only(outputs, context);
+        const at::Tensor out = contiguous(output, context);
         Tensors parts;
         if (rank_ == root) {
           if (inputs.size() != 1 || inputs.front().size() != n_ranks()) {
@@ -357,6 +338,7 @@ Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inp
           }
           for (const at::Tensor& part : inputs.front()) {
             parts.push_back(contiguous(part, context));
+            if (overlap(parts.back(), out)) parts.back() = parts.back().clone();
             if (part.numel() != output.numel() || part.scalar_type() != output.scalar_type()) {
               throw UsageError(context, "the tensors differ in size or type");
             }
@@ -364,15 +346,12 @@ Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inp
         } else if (!inputs.empty()) {
           throw UsageError(context, "only the source takes inputs");
         }
-        return [root, output, out = contiguous(output, context), parts = std::move(parts)](
-                   const Group& group, const Site& site) {
+        return [root, output, out, parts = std::move(parts)](const Group& group, const Site& site) {
           if (parts.empty()) {
             group.scatter({}, elements_of(out), root, site.timeout, site.where);
           } else {
-            Block block = block_of(parts, Contents::needed);
-            if (overlap(block.flat, out)) block.flat = block.flat.clone();
-            group.scatter(elements_of(block.flat), elements_of(out), root, site.timeout,
-                          site.where);
+            ListCalls::scatter(group, elements_of_each<ConstElements>(parts), elements_of(out),
+                               root, site.timeout, site.where);
           }
           write_back(out, output);
         };

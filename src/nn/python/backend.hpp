@@ -120,11 +120,11 @@ class Backend final : public c10d::Backend {
                   std::chrono::milliseconds timeout, const Tensors& inputs, Tensors results,
                   Prepare prepare);
 
-  /// in, out: contiguous. The sizes of in may differ between the ranks if those of outs do.
+  /// Contiguous, without common memory. The sizes of in may differ between the ranks if those of
+  /// outs do.
   struct Gathered {
     at::Tensor in;
-    Tensors outs;  // contiguous
-    std::vector<std::size_t> counts;
+    Tensors outs;
   };
   Gathered prepare_gather(const at::Tensor& input, const Tensors& outputs,
                           const ErrorContext& context) const;
@@ -132,6 +132,10 @@ class Backend final : public c10d::Backend {
                          const c10d::AllgatherOptions& options);
   WorkResult scatter_from(const Tensors& outputs, const Tensors& inputs, c10d::OpType type,
                           const c10d::ReduceScatterOptions& options);
+  WorkResult scatter_even(const Tensors& outputs, const Tensors& inputs,
+                          const c10d::ReduceScatterOptions& options);
+  WorkResult scatter_uneven(const Tensors& outputs, const Tensors& inputs,
+                            const c10d::ReduceScatterOptions& options);
 
   base::ProcessTag process_;
   Joined joined_;

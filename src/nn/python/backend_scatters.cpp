@@ -1,17 +1,20 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <span>
+#include <numeric>
 
+#include "group/list_calls.hpp"
 #include "nn/python/backend.hpp"
 
 // The operations with one tensor for all ranks' parts, and all_to_all.
 namespace lockstep::python {
 
 using c10d::OpType;
+using internal::ListCalls;
 
 namespace {
 
@@ -35,6 +38,15 @@ void check_sizes(const Side& all_ranks, const Side& one_rank, int n_ranks,
       fmt::format("the {} has {} elements of {}, the {} {} of {}; it takes {} times the {}",
                   all_ranks.name, all.numel(), at::toString(all.scalar_type()), one_rank.name,
                   one.numel(), at::toString(one.scalar_type()), n_ranks, one_rank.name));
+}
+
+/// Input r of a list.
+void check_part(const at::Tensor& part, std::size_t r, const at::Tensor& output,
+                const ErrorContext& context) {
+  if (part.numel() == output.numel() && part.scalar_type() == output.scalar_type()) return;
+  throw UsageError(context, fmt::format("input {} has {} elements of {}, the output {} of {}", r,
+                                        part.numel(), at::toString(part.scalar_type()),
+                                        output.numel(), at::toString(output.scalar_type())));
 }
 
 Ends ends_of(const at::Tensor& input, const at::Tensor& output, const ErrorContext& context) {
@@ -114,27 +126,59 @@ Backend::WorkResult Backend::reduce_scatter_tensor_coalesced(
 
 Backend::WorkResult Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                             const c10d::ReduceScatterOptions& options) {
-  const bool is_even =
-      inputs.size() == 1 &&
-      std::all_of(inputs.front().begin(), inputs.front().end(), [&](const at::Tensor& part) {
-        return part.sizes() == inputs.front().front().sizes();
-      });
-  const auto context_now = [&] { return context_of("reduce_scatter", python_line()); };
   if (inputs.size() != 1 || inputs.front().size() != n_ranks()) {
-    throw UsageError(context_now(), fmt::format("takes one list of {} inputs", size_));
+    throw UsageError(context_of("reduce_scatter", python_line()),
+                     fmt::format("takes one list of {} inputs", size_));
   }
-  Tensors parts;
-  for (const at::Tensor& part : inputs.front()) parts.push_back(contiguous(part, context_now()));
-  const Block block = block_of(parts, Contents::needed);
-  if (is_even) return scatter_from(outputs, {block.flat}, OpType::REDUCE_SCATTER, options);
-  // Parts of different sizes: all of them, of which this rank keeps its own.
-  return call("lockstep:all_reduce", OpType::REDUCE_SCATTER, options.asyncOp, options.timeout,
-              inputs.front(), outputs, [&](const ErrorContext& context) {
+  const Tensors& parts = inputs.front();
+  const bool is_even = std::ranges::all_of(
+      parts, [&](const at::Tensor& part) { return part.numel() == parts.front().numel(); });
+  return is_even ? scatter_even(outputs, parts, options) : scatter_uneven(outputs, parts, options);
+}
+
+Backend::WorkResult Backend::scatter_even(const Tensors& outputs, const Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) {
+  return call("lockstep:reduce_scatter", OpType::REDUCE_SCATTER, options.asyncOp, options.timeout,
+              inputs, outputs, [&](const ErrorContext& context) {
                 const at::Tensor output = only(outputs, context);
-                const at::Tensor all = block.is_view ? block.flat.clone() : block.flat;
-                const Reduction reduction = reduction_of(all, options.reduceOp, context);
+                const at::Tensor out = contiguous(output, context);
+                const Reduction reduction = reduction_of(out, options.reduceOp, context);
+                Tensors ins;
+                for (std::size_t r = 0; r < n_ranks(); ++r) {
+                  check_part(inputs[r], r, output, context);
+                  ins.push_back(contiguous(inputs[r], context));
+                  if (overlap(ins.back(), out)) ins.back() = ins.back().clone();
+                }
+                return [=, ins = std::move(ins)](const Group& group, const Site& site) {
+                  std::vector<ConstElements> parts(ins.size(), reduction.elements);
+                  for (std::size_t r = 0; r < ins.size(); ++r) parts[r].data = ins[r].data_ptr();
+                  ListCalls::reduce_scatter(group, parts, reduction.elements, reduction.op,
+                                            site.timeout, site.where);
+                  write_back(out, output);
+                };
+              });
+}
+
+/// All parts, of which this rank keeps its own.
+Backend::WorkResult Backend::scatter_uneven(const Tensors& outputs, const Tensors& inputs,
+                                            const c10d::ReduceScatterOptions& options) {
+  return call("lockstep:all_reduce", OpType::REDUCE_SCATTER, options.asyncOp, options.timeout,
+              inputs, outputs, [&](const ErrorContext& context) {
+                const at::Tensor output = only(outputs, context);
+                const auto own = static_cast<std::size_t>(rank_);
+                check_part(inputs[own], own, output, context);
+                const at::NoGradGuard no_grad;
+                Tensors flat;
                 std::int64_t begin = 0;
-                for (int r = 0; r < rank_; ++r) begin += parts[static_cast<std::size_t>(r)].numel();
+                for (std::size_t r = 0; r < n_ranks(); ++r) {
+                  if (inputs[r].scalar_type() != output.scalar_type()) {
+                    throw UsageError(context, "the tensors differ in type");
+                  }
+                  if (r < own) begin += inputs[r].numel();
+                  flat.push_back(contiguous(inputs[r], context).view(-1));
+                }
+                const at::Tensor all = at::cat(flat);
+                const Reduction reduction = reduction_of(all, options.reduceOp, context);
                 return [=](const Group& group, const Site& site) {
                   group.all_reduce(reduction.elements, reduction.op, site.timeout, site.where);
                   write_back(all.narrow(0, begin, output.numel()).view(output.sizes()), output);
@@ -174,10 +218,17 @@ std::vector<Sizes> exchange_sizes(const Group& group, const Sizes& to, const Siz
   return sizes_to;
 }
 
-/// Parts of different sizes travel in chunks of the largest.
-void all_to_all_uneven(const Group& group, const std::byte* in, const Sizes& to, std::byte* out,
-                       const Sizes& from, const Elements& kind, std::size_t per_element,
-                       Timeout timeout, std::source_location where) {
+/// Parts of different sizes travel in chunks of the largest. n_bytes_each: of a tensor's element.
+void all_to_all_lists(const Group& group, const std::vector<ConstElements>& ins,
+                      const std::vector<Elements>& outs, std::size_t n_bytes_each, Timeout timeout,
+                      std::source_location where) {
+  const auto n = static_cast<std::size_t>(group.size());
+  const DType dtype = ins.front().dtype;
+  Sizes to, from;
+  for (std::size_t r = 0; r < n; ++r) {
+    to.push_back(static_cast<std::int64_t>(ins[r].n_bytes() / n_bytes_each));
+    from.push_back(static_cast<std::int64_t>(outs[r].n_bytes() / n_bytes_each));
+  }
   const auto all = exchange_sizes(group, to, from, timeout, where);
   std::int64_t largest = 0;
   std::int64_t smallest = all[0][0];
@@ -185,56 +236,55 @@ void all_to_all_uneven(const Group& group, const std::byte* in, const Sizes& to,
     largest = std::max(largest, *std::ranges::max_element(sizes));
     smallest = std::min(smallest, *std::ranges::min_element(sizes));
   }
-  const std::size_t n_bytes_of_element = size_of(kind.dtype) * per_element;
-  const std::size_t chunk = static_cast<std::size_t>(largest) * n_bytes_of_element;
-  const auto n = static_cast<std::size_t>(group.size());
-  if (largest == smallest) {
-    const std::size_t n_elements = chunk * n / size_of(kind.dtype);
-    group.all_to_all({.data = in, .count = n_elements, .dtype = kind.dtype},
-                     {.data = out, .count = n_elements, .dtype = kind.dtype}, timeout, where);
-    return;
-  }
+  if (largest == smallest) return ListCalls::all_to_all(group, ins, outs, timeout, where);
+  const std::size_t chunk = static_cast<std::size_t>(largest) * n_bytes_each;
+  const std::size_t count = chunk / size_of(dtype);
   const auto sent = std::make_unique_for_overwrite<std::byte[]>(chunk * n);
   const auto received = std::make_unique_for_overwrite<std::byte[]>(chunk * n);
   for (std::size_t r = 0; r < n; ++r) {
-    const std::size_t n_bytes = static_cast<std::size_t>(to[r]) * n_bytes_of_element;
-    if (n_bytes > 0) std::memcpy(sent.get() + r * chunk, in, n_bytes);
+    const std::size_t n_bytes = ins[r].n_bytes();
+    if (n_bytes > 0) std::memcpy(sent.get() + r * chunk, ins[r].data, n_bytes);
     std::memset(sent.get() + r * chunk + n_bytes, 0, chunk - n_bytes);
-    in += n_bytes;
   }
-  const std::size_t count = chunk * n / size_of(kind.dtype);
-  group.all_to_all({.data = sent.get(), .count = count, .dtype = kind.dtype},
-                   {.data = received.get(), .count = count, .dtype = kind.dtype}, timeout, where);
+  group.all_to_all({.data = sent.get(), .count = count * n, .dtype = dtype},
+                   {.data = received.get(), .count = count * n, .dtype = dtype}, timeout, where);
   for (std::size_t r = 0; r < n; ++r) {
-    const std::size_t n_bytes = static_cast<std::size_t>(from[r]) * n_bytes_of_element;
-    if (n_bytes > 0) std::memcpy(out, received.get() + r * chunk, n_bytes);
-    out += n_bytes;
+    if (outs[r].count > 0) std::memcpy(outs[r].data, received.get() + r * chunk, outs[r].n_bytes());
   }
 }
 
-/// Elements of lockstep per element of the tensor: more than 1 for types that travel as bytes.
-std::size_t per_element(const at::Tensor& tensor) {
-  return tensor.itemsize() / size_of(elements_of(tensor).dtype);
-}
-
-/// The elements for each rank of a tensor that is split along its first dimension.
-Sizes elements_by_rank(const at::Tensor& tensor, const Sizes& rows, std::size_t n_ranks,
-                       const ErrorContext& context) {
+/// The part for each rank of a contiguous tensor that is split along its first dimension. rows:
+/// each rank's; empty: all the same.
+template <class E>
+std::vector<E> split_rows(const at::Tensor& tensor, Sizes rows, std::size_t n_ranks,
+                          const ErrorContext& context) {
   const std::int64_t n_rows = tensor.dim() == 0 ? 0 : tensor.size(0);
-  const std::int64_t n_of_row = n_rows == 0 ? 0 : tensor.numel() / n_rows;
-  std::int64_t sum = 0;
-  Sizes sizes;
-  for (const std::int64_t n : rows) {
-    sum += n;
-    sizes.push_back(n * n_of_row);
+  const auto n = static_cast<std::int64_t>(n_ranks);
+  if (rows.empty()) {
+    if (n_rows % n != 0) {
+      throw UsageError(context,
+                       fmt::format("{} rows cannot be split among {} ranks", n_rows, n_ranks));
+    }
+    rows.assign(n_ranks, n_rows / n);
   }
-  if (rows.size() != n_ranks || sum != n_rows) {
+  const std::int64_t sum = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+  if (rows.size() != n_ranks || sum != n_rows || std::ranges::min(rows) < 0) {
     throw UsageError(context,
-                     fmt::format("split sizes for {} ranks of {} rows in all; the group has "
-                                 "{} ranks, the tensor {} rows",
-                                 rows.size(), sum, n_ranks, n_rows));
+                     fmt::format("split sizes {} for {} ranks of {} rows in all; the group has {} "
+                                 "ranks, the tensor {} rows",
+                                 fmt::join(rows, ", "), rows.size(), sum, n_ranks, n_rows));
   }
-  return sizes;
+  const Elements all = elements_of(tensor);  // of types that travel as bytes: their bytes
+  const std::size_t n_each = n_rows == 0 ? 0 : all.count / static_cast<std::size_t>(n_rows);
+  auto* next = static_cast<std::byte*>(all.data);
+  std::vector<E> parts;
+  for (const std::int64_t n_rows_of_part : rows) {
+    const std::size_t count = static_cast<std::size_t>(n_rows_of_part) * n_each;
+    const Elements part{.data = next, .count = count, .dtype = all.dtype};
+    parts.push_back(part);
+    next += part.n_bytes();
+  }
+  return parts;
 }
 
 }  // namespace
@@ -243,38 +293,25 @@ Backend::WorkResult Backend::alltoall_base(at::Tensor& output, at::Tensor& input
                                            std::vector<std::int64_t>& output_sizes,
                                            std::vector<std::int64_t>& input_sizes,
                                            const c10d::AllToAllOptions& options) {
-  return call("lockstep:all_to_all", OpType::ALLTOALL_BASE, options.asyncOp, options.timeout,
-              {input}, {output}, [&](const ErrorContext& context) {
-                at::Tensor in = contiguous(input, context);
-                const at::Tensor out = contiguous(output, context);
-                if (in.scalar_type() != out.scalar_type()) {
-                  throw UsageError(context, "the input and the output differ in type");
-                }
-                if (overlap(in, out)) in = in.clone();
-                const bool is_even = output_sizes.empty() && input_sizes.empty();
-                const auto even = [&](const at::Tensor& tensor) {
-                  const std::int64_t n_rows = tensor.dim() == 0 ? 0 : tensor.size(0);
-                  if (n_rows % size_ != 0) {
-                    throw UsageError(context, fmt::format("{} rows cannot be split among {} ranks",
-                                                          n_rows, size_));
-                  }
-                  return Sizes(n_ranks(), n_rows / size_);
-                };
-                const Sizes to = elements_by_rank(in, input_sizes.empty() ? even(in) : input_sizes,
-                                                  n_ranks(), context);
-                const Sizes from = elements_by_rank(
-                    out, output_sizes.empty() ? even(out) : output_sizes, n_ranks(), context);
-                return [=, output = output](const Group& group, const Site& site) {
-                  if (is_even) {
-                    group.all_to_all(elements_of(in), elements_of(out), site.timeout, site.where);
-                  } else {
-                    all_to_all_uneven(group, static_cast<const std::byte*>(in.data_ptr()), to,
-                                      static_cast<std::byte*>(out.data_ptr()), from,
-                                      elements_of(in), per_element(in), site.timeout, site.where);
-                  }
-                  write_back(out, output);
-                };
-              });
+  return call(
+      "lockstep:all_to_all", OpType::ALLTOALL_BASE, options.asyncOp, options.timeout, {input},
+      {output}, [&](const ErrorContext& context) {
+        if (input.scalar_type() != output.scalar_type()) {
+          throw UsageError(context, "the input and the output differ in type");
+        }
+        const Ends ends = ends_of(input, output, context);
+        const auto ins = split_rows<ConstElements>(ends.in, input_sizes, n_ranks(), context);
+        const auto outs = split_rows<Elements>(ends.out, output_sizes, n_ranks(), context);
+        const bool is_even = output_sizes.empty() && input_sizes.empty();
+        return [=](const Group& group, const Site& site) {
+          if (is_even) {
+            group.all_to_all(elements_of(ends.in), elements_of(ends.out), site.timeout, site.where);
+          } else {
+            all_to_all_lists(group, ins, outs, ends.in.itemsize(), site.timeout, site.where);
+          }
+          write_back(ends.out, ends.output);
+        };
+      });
 }
 
 Backend::WorkResult Backend::alltoall(Tensors& outputs, Tensors& inputs,
@@ -286,7 +323,6 @@ Backend::WorkResult Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                                         inputs.size(), outputs.size(), size_));
                 }
                 Tensors ins, outs;
-                Sizes to, from;
                 for (std::size_t r = 0; r < n_ranks(); ++r) {
                   if (inputs[r].scalar_type() != inputs[0].scalar_type() ||
                       outputs[r].scalar_type() != inputs[0].scalar_type()) {
@@ -294,18 +330,15 @@ Backend::WorkResult Backend::alltoall(Tensors& outputs, Tensors& inputs,
                   }
                   ins.push_back(contiguous(inputs[r], context));
                   outs.push_back(contiguous(outputs[r], context));
-                  to.push_back(inputs[r].numel());
-                  from.push_back(outputs[r].numel());
+                }
+                for (at::Tensor& in : ins) {
+                  const auto is_in = [&](const at::Tensor& out) { return overlap(in, out); };
+                  if (std::ranges::any_of(outs, is_in)) in = in.clone();
                 }
                 return [=, tensors = outputs](const Group& group, const Site& site) {
-                  Block in = block_of(ins, Contents::needed);
-                  const Block out = block_of(outs, Contents::not_needed);
-                  if (overlap(in.flat, out.flat)) in.flat = in.flat.clone();
-                  all_to_all_uneven(group, static_cast<const std::byte*>(in.flat.data_ptr()), to,
-                                    static_cast<std::byte*>(out.flat.data_ptr()), from,
-                                    elements_of(in.flat), per_element(in.flat), site.timeout,
-                                    site.where);
-                  unpack(out, outs);
+                  all_to_all_lists(group, elements_of_each<ConstElements>(ins),
+                                   elements_of_each(outs), ins.front().itemsize(), site.timeout,
+                                   site.where);
                   for (std::size_t r = 0; r < tensors.size(); ++r) write_back(outs[r], tensors[r]);
                 };
               });

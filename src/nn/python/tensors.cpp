@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
 
-#include <cstring>
 #include <optional>
 
 namespace lockstep::python {
@@ -117,42 +116,6 @@ void write_back(const at::Tensor& contiguous, const at::Tensor& tensor) {
   if (contiguous.is_same(tensor)) return;
   const at::NoGradGuard no_grad;
   at::Tensor(tensor).copy_(contiguous);
-}
-
-Block block_of(const Tensors& contiguous, Contents contents) {
-  std::int64_t n_elements = 0;
-  const auto* next = static_cast<const std::byte*>(contiguous.front().data_ptr());
-  bool is_block = true;
-  for (const at::Tensor& tensor : contiguous) {
-    n_elements += tensor.numel();
-    is_block = is_block && (tensor.numel() == 0 || tensor.data_ptr() == next);
-    next += tensor.nbytes();
-  }
-  const at::NoGradGuard no_grad;
-  const at::TensorOptions options = contiguous.front().options();
-  if (is_block) {
-    return {.flat = at::from_blob(
-                contiguous.front().data_ptr(), {n_elements}, [contiguous](void*) {}, options),
-            .is_view = true};
-  }
-  Block block{.flat = at::empty({n_elements}, options), .is_view = false};
-  if (contents == Contents::needed) {
-    auto* to = static_cast<std::byte*>(block.flat.data_ptr());
-    for (const at::Tensor& tensor : contiguous) {
-      if (tensor.numel() > 0) std::memcpy(to, tensor.data_ptr(), tensor.nbytes());
-      to += tensor.nbytes();
-    }
-  }
-  return block;
-}
-
-void unpack(const Block& block, const Tensors& tensors) {
-  if (block.is_view) return;
-  const auto* from = static_cast<const std::byte*>(block.flat.data_ptr());
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.numel() > 0) std::memcpy(tensor.data_ptr(), from, tensor.nbytes());
-    from += tensor.nbytes();
-  }
 }
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {

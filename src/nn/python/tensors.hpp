@@ -14,6 +14,14 @@ using Tensors = std::vector<at::Tensor>;
 /// A tensor's elements, for operations that only move them: of types that lockstep lacks, their
 /// bytes. The tensor is contiguous.
 Elements elements_of(const at::Tensor& tensor);
+/// Of each tensor, as Elements or ConstElements.
+template <class E = Elements>
+std::vector<E> elements_of_each(const Tensors& tensors) {
+  std::vector<E> all;
+  all.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) all.push_back(elements_of(tensor));
+  return all;
+}
 
 /// Elements and what to do with them. Sums of complex numbers are those of their parts; of bool,
 /// sum and max are "or", product and min are "and", as NCCL has it.
@@ -32,16 +40,6 @@ const at::Tensor& only(const Tensors& tensors, const ErrorContext& context);
 /// dense tensor of the CPU.
 at::Tensor contiguous(const at::Tensor& tensor, const ErrorContext& context);
 void write_back(const at::Tensor& contiguous, const at::Tensor& tensor);
-
-/// Tensors in one block of memory, one behind the other: where they lie so already, a view of that.
-struct Block {
-  at::Tensor flat;  // one-dimensional
-  bool is_view;
-};
-enum class Contents { needed, not_needed };
-Block block_of(const Tensors& contiguous, Contents contents);
-/// Copies a block that is no view of `tensors` into them.
-void unpack(const Block& block, const Tensors& tensors);
 
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 

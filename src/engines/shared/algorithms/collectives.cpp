@@ -204,13 +204,15 @@ void SharedEngine::gather(const Call& call, bool wants_result) {
       },
       [&](std::size_t i) {
         if (!wants_result) return;
-        std::byte* to = bytes(call.out);
+        std::size_t begin = 0;
         for (int r = 0; r < size(); ++r) {
           const Chunks part = chunks_of(r);
           const std::byte* from = r == rank() ? bytes(call.in) + part.begin(i)
                                               : channel_.read_slot(r, 1, part.length(i));
-          copy_bytes(to + part.begin(i), from, part.length(i));
-          to += part.n_total;
+          if (part.length(i) > 0) {  // else it may be null
+            copy_bytes(part_of_output(call, r, begin) + part.begin(i), from, part.length(i));
+          }
+          begin += part.n_total;
         }
       });
 }
@@ -236,17 +238,14 @@ void SharedEngine::put_pieces(const Call& call, const Parts& part, std::size_t i
   for (int q = 0; q < size(); ++q) {
     if (q == rank()) continue;
     copy_bytes(slot + piece_for(q, rank()) * part.length(i),
-               bytes(call.in) + static_cast<std::size_t>(q) * part.n_total + part.begin(i),
-               part.length(i));
+               part_of_input(call, q, part.n_total) + part.begin(i), part.length(i));
   }
 }
 
 /// This rank's piece of chunk i from rank r, which may be this rank.
 template <class Parts>
 const std::byte* SharedEngine::piece_of(const Call& call, const Parts& part, std::size_t i, int r) {
-  if (r == rank()) {
-    return bytes(call.in) + static_cast<std::size_t>(r) * part.n_total + part.begin(i);
-  }
+  if (r == rank()) return part_of_input(call, r, part.n_total) + part.begin(i);
   return channel_.read_slot(r, 1, pieces_bytes(part.length(i))) +
          piece_for(rank(), r) * part.length(i);
 }
@@ -285,8 +284,9 @@ void SharedEngine::all_to_all(const Call& call) {
       call, part.count(), [&](std::size_t i) { put_pieces(call, part, i); },
       [&](std::size_t i) {
         for (int q = 0; q < size(); ++q) {
-          copy_bytes(bytes(call.out) + static_cast<std::size_t>(q) * part.n_total + part.begin(i),
-                     piece_of(call, part, i, q), part.length(i));
+          const std::size_t begin = static_cast<std::size_t>(q) * part.n_total;
+          copy_bytes(part_of_output(call, q, begin) + part.begin(i), piece_of(call, part, i, q),
+                     part.length(i));
         }
       });
 }

@@ -16,7 +16,13 @@ namespace {
 struct CallMemory {
   const void* in;
   void* out;
+  const void* const* ins;  ///< Call::ins, or null
 };
+
+/// Whether each rank takes its own part of every rank's input.
+bool takes_own_part(Op op) {
+  return op == Op::scatter || op == Op::reduce_scatter || op == Op::all_to_all;
+}
 
 }  // namespace
 
@@ -65,7 +71,7 @@ void SharedEngine::reduce_slice(const Call& call, std::span<std::byte*> outs) {
 }
 
 void SharedEngine::run_between_threads(const Call& call) {
-  const CallMemory mine{.in = call.in, .out = call.out};
+  const CallMemory mine{.in = call.in, .out = call.out, .ins = call.ins.data()};
   std::memcpy(channel_.write_slot(sizeof mine), &mine, sizeof mine);
   try {
     channel_.end_phase(call);
@@ -83,15 +89,17 @@ void SharedEngine::run_between_threads(const Call& call) {
 /// noexcept: between enter_peers_memory and leave_peers_memory nothing may allocate, because peers
 /// wait without a limit for this rank to leave.
 void SharedEngine::move_between_threads(const Call& call) noexcept {
-  for (int r = 0; r < size(); ++r) {
-    CallMemory memory{};
-    std::memcpy(&memory, channel_.read_slot(r, 1, sizeof memory), sizeof memory);
-    ins_[static_cast<std::size_t>(r)] = bytes(memory.in);
-    outs_[static_cast<std::size_t>(r)] = bytes(memory.out);
-  }
   const auto me = static_cast<std::size_t>(rank());
   const auto root = static_cast<std::size_t>(call.root);
   const std::size_t n_bytes = call.count * size_of(call.dtype);
+  for (int r = 0; r < size(); ++r) {
+    CallMemory memory{};
+    std::memcpy(&memory, channel_.read_slot(r, 1, sizeof memory), sizeof memory);
+    const std::byte* in = bytes(memory.ins != nullptr ? memory.ins[me] : memory.in);
+    if (in != nullptr && memory.ins == nullptr && takes_own_part(call.op)) in += me * n_bytes;
+    ins_[static_cast<std::size_t>(r)] = in;
+    outs_[static_cast<std::size_t>(r)] = bytes(memory.out);
+  }
   std::byte* to = bytes(call.out);
   switch (call.op) {
     case Op::all_reduce:
@@ -106,21 +114,21 @@ void SharedEngine::move_between_threads(const Call& call) noexcept {
       if (me != root) break;
       [[fallthrough]];
     case Op::all_gather:
-      for (std::size_t r = 0; r < ins_.size(); ++r) {
+      for (std::size_t r = 0, begin = 0; r < ins_.size(); ++r) {
         const std::size_t part =
             call.counts.empty() ? n_bytes : call.counts[r] * size_of(call.dtype);
-        copy_bytes(to, ins_[r], part);
-        to += part;
+        copy_bytes(part_of_output(call, static_cast<int>(r), begin), ins_[r], part);
+        begin += part;
       }
       break;
-    case Op::scatter: copy_bytes(to, ins_[root] + me * n_bytes, n_bytes); break;
+    case Op::scatter: copy_bytes(to, ins_[root], n_bytes); break;
     case Op::reduce_scatter:
-      for (std::size_t r = 0; r < ins_.size(); ++r) inputs_[r] = ins_[r] + me * n_bytes;
+      std::ranges::copy(ins_, inputs_.begin());
       kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(), to, call.count);
       break;
     case Op::all_to_all:
       for (std::size_t r = 0; r < ins_.size(); ++r) {
-        copy_bytes(to + r * n_bytes, ins_[r] + me * n_bytes, n_bytes);
+        copy_bytes(part_of_output(call, static_cast<int>(r), r * n_bytes), ins_[r], n_bytes);
       }
       break;
     default: break;  // runs_between_threads excludes them

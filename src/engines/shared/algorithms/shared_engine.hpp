@@ -50,6 +50,7 @@ class SharedEngine final : public Engine {
   int size() const noexcept override { return channel_.size(); }
   bool has_low_latency() const noexcept override { return !channel_.is_oversubscribed(); }
   bool reports_progress() const noexcept override { return true; }
+  bool takes_lists() const noexcept override { return true; }
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
+#include <lockstep/engine.hpp>
 #include <span>
 
 #include "base/bytes.hpp"
@@ -36,6 +37,18 @@ void with_write_prefetch(std::span<const std::byte* const> data, std::size_t n_b
     fetch(begin + piece);
     use(begin, std::min(piece, n_bytes - begin));
   }
+}
+
+/// Rank r's part of a call's input, where each has n_bytes.
+inline const std::byte* part_of_input(const Call& call, int r, std::size_t n_bytes) {
+  const auto at = static_cast<std::size_t>(r);
+  return call.ins.empty() ? bytes(call.in) + at * n_bytes : bytes(call.ins[at]);
+}
+
+/// Rank r's part of a call's output, where the parts before it have `begin` bytes.
+inline std::byte* part_of_output(const Call& call, int r, std::size_t begin) {
+  return call.outs.empty() ? bytes(call.out) + begin
+                           : bytes(call.outs[static_cast<std::size_t>(r)]);
 }
 
 /// The number of elements, without a division: element sizes are powers of two.

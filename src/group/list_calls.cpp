@@ -1,0 +1,221 @@
+#include "group/list_calls.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <functional>
+#include <lockstep/error.hpp>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "base/bytes.hpp"
+#include "group/argument_checks.hpp"
+
+namespace lockstep::internal {
+namespace {
+
+using base::bytes;
+using base::copy_bytes;
+
+/// The call for an engine that takes no lists: parts that do not lie one after the other are copied
+/// together, and apart.
+class Joined {
+ public:
+  explicit Joined(const Call& call) : call_(call), joined_(call) {
+    joined_.ins = {};
+    joined_.outs = {};
+    if (!call.ins.empty()) joined_.in = block_of(call.ins, in_);
+    if (!call.outs.empty()) joined_.out = block_of(call.outs, out_);
+  }
+
+  void run(Engine& engine) const {
+    if (in_) {
+      each(call_.ins, [&](const void* part, std::size_t begin, std::size_t n_bytes) {
+        copy_bytes(in_.get() + begin, part, n_bytes);
+      });
+    }
+    engine.run(joined_);
+    if (out_) {
+      each(call_.outs, [&](void* part, std::size_t begin, std::size_t n_bytes) {
+        copy_bytes(part, out_.get() + begin, n_bytes);
+      });
+    }
+  }
+
+ private:
+  /// use(address, bytes before it, bytes) of each part; returns the bytes of all.
+  template <class Pointer, class Use>
+  std::size_t each(std::span<Pointer const> parts, Use use) const {
+    std::size_t begin = 0;
+    for (std::size_t r = 0; r < parts.size(); ++r) {
+      const std::size_t count = call_.counts.empty() ? call_.count : call_.counts[r];
+      use(parts[r], begin, count * size_of(call_.dtype));
+      begin += count * size_of(call_.dtype);
+    }
+    return begin;
+  }
+  template <class Pointer>
+  Pointer block_of(std::span<Pointer const> parts, std::unique_ptr<std::byte[]>& block) const {
+    bool is_block = parts.front() != nullptr;
+    const std::size_t n_bytes =
+        each(parts, [&](const void* part, std::size_t begin, std::size_t n) {
+          is_block = is_block && (n == 0 || part == bytes(parts.front()) + begin);
+        });
+    if (is_block) return parts.front();
+    block = std::make_unique_for_overwrite<std::byte[]>(n_bytes);
+    return block.get();
+  }
+
+  const Call& call_;
+  Call joined_;
+  std::unique_ptr<std::byte[]> in_, out_;
+};
+
+Joined join(Engine& engine, const Call& call) try {
+  return Joined(call);
+} catch (const std::bad_alloc&) {
+  const SystemError error(context_of(call, engine.rank()), ENOMEM,
+                          "no memory to copy the parts of a list together");
+  engine.end_with(error);  // the peers wait in this call
+  throw SystemError(error);
+}
+
+void run_on(Engine& engine, const Call& call) {
+  if (engine.takes_lists()) return engine.run(call);
+  join(engine, call).run(engine);
+}
+
+void run(GroupState& group, const Call& call, Timeout timeout) {
+  group.run(Call(call), timeout, &run_on);
+}
+
+/// The addresses of the parts, one for each rank.
+template <class Pointer, class Part>
+std::vector<Pointer> addresses(const GroupState& group, const Call& call,
+                               std::span<const Part> parts, const char* parameter) {
+  if (parts.size() != static_cast<std::size_t>(group.size())) {
+    reject(group, call,
+           fmt::format("{} has {} parts for {} ranks", parameter, parts.size(), group.size()));
+  }
+  std::vector<Pointer> result;
+  result.reserve(parts.size());
+  for (const Part& part : parts) result.push_back(part.data);
+  return result;
+}
+
+/// Parts of the same size.
+template <class Part>
+void check_counts_of(const GroupState& group, const Call& call, std::span<const Part> parts,
+                     const char* parameter) {
+  for (std::size_t r = 0; r < parts.size(); ++r) {
+    if (parts[r].count == call.count) continue;
+    reject(group, call,
+           fmt::format("part {} of {} has {} elements, expected {}", r, parameter, parts[r].count,
+                       call.count));
+  }
+}
+
+}  // namespace
+
+void ListCalls::all_gather(const Group& group, const ConstElements& in,
+                           std::span<const Elements> outs, Timeout timeout,
+                           std::source_location where) {
+  GroupState& state = *group.state_;
+  Call call{
+      .op = Op::all_gather, .dtype = in.dtype, .count = in.count, .in = in.data, .where = where};
+  const auto pointers = addresses<void*>(state, call, outs, "outs");
+  call.outs = pointers;
+  std::vector<std::size_t> counts;
+  for (const Elements& out : outs) {
+    check_pair(state, call, in, out);
+    counts.push_back(out.count);
+  }
+  // As a Group's all_gather without counts, if it can be one.
+  const bool is_even = std::ranges::adjacent_find(counts, std::not_equal_to<>()) == counts.end();
+  if (!is_even) call.counts = counts;
+  const auto rank = static_cast<std::size_t>(state.rank());
+  check_count(state, call, "in", in.count, counts[rank]);
+  run(state, call, timeout);
+}
+
+void ListCalls::gather(const Group& group, const ConstElements& in, std::span<const Elements> outs,
+                       int dst, Timeout timeout, std::source_location where) {
+  GroupState& state = *group.state_;
+  Call call{.op = Op::gather,
+            .dtype = in.dtype,
+            .root = dst,
+            .count = in.count,
+            .in = in.data,
+            .where = where};
+  check_rank(state, call, "dst");
+  const auto pointers = addresses<void*>(state, call, outs, "outs");
+  call.outs = pointers;
+  check_counts_of(state, call, outs, "outs");
+  for (const Elements& out : outs) check_pair(state, call, in, out);
+  run(state, call, timeout);
+}
+
+void ListCalls::scatter(const Group& group, std::span<const ConstElements> ins, const Elements& out,
+                        int src, Timeout timeout, std::source_location where) {
+  GroupState& state = *group.state_;
+  Call call{.op = Op::scatter,
+            .dtype = out.dtype,
+            .root = src,
+            .count = out.count,
+            .out = out.data,
+            .where = where};
+  check_rank(state, call, "src");
+  const auto pointers = addresses<const void*>(state, call, ins, "ins");
+  call.ins = pointers;
+  check_counts_of(state, call, ins, "ins");
+  for (const ConstElements& in : ins) check_pair(state, call, in, out);
+  run(state, call, timeout);
+}
+
+void ListCalls::reduce_scatter(const Group& group, std::span<const ConstElements> ins,
+                               const Elements& out, ReduceOp op, Timeout timeout,
+                               std::source_location where) {
+  GroupState& state = *group.state_;
+  Call call{.op = Op::reduce_scatter,
+            .dtype = out.dtype,
+            .reduce = op,
+            .count = out.count,
+            .out = out.data,
+            .where = where};
+  const auto pointers = addresses<const void*>(state, call, ins, "ins");
+  call.ins = pointers;
+  check_counts_of(state, call, ins, "ins");
+  for (const ConstElements& in : ins) check_pair(state, call, in, out);
+  check_reduction(state, call);
+  run(state, call, timeout);
+}
+
+void ListCalls::all_to_all(const Group& group, std::span<const ConstElements> ins,
+                           std::span<const Elements> outs, Timeout timeout,
+                           std::source_location where) {
+  GroupState& state = *group.state_;
+  Call call{.op = Op::all_to_all, .where = where};
+  const auto in_pointers = addresses<const void*>(state, call, ins, "ins");
+  const auto out_pointers = addresses<void*>(state, call, outs, "outs");
+  call.dtype = ins.front().dtype;
+  call.count = ins.front().count;
+  call.ins = in_pointers;
+  call.outs = out_pointers;
+  check_counts_of(state, call, ins, "ins");
+  check_counts_of(state, call, outs, "outs");
+  const auto end_of = [](const Elements& out) { return bytes(out.data) + out.n_bytes(); };
+  const std::byte* const begin = bytes(std::ranges::min(outs, {}, &Elements::data).data);
+  const std::byte* const end = end_of(std::ranges::max(outs, {}, end_of));
+  for (std::size_t r = 0; r < ins.size(); ++r) {
+    check_pair(state, call, ins[r], outs[r]);
+    const std::byte* const in = bytes(ins[r].data);
+    if (in >= end || in + ins[r].n_bytes() <= begin) continue;
+    for (const Elements& out : outs) check_pair(state, call, ins[r], out);
+  }
+  run(state, call, timeout);
+}
+
+}  // namespace lockstep::internal
