@@ -86,7 +86,7 @@ report_binary() { # BINARY FILTER SECONDS
 # Reads lines "BINARY FILTER" as the binaries are built, runs their shards, and reports on each binary
 # when it is done; then writes the counts.
 run_binaries() { # PRESET COUNTS_FILE
-  local limit preset=$1 line binary shard n now pid rc closed=no
+  local limit preset=$1 line begun= binary shard n now pid rc closed=no
   local -a waiting=() running=() binaries=()
   local -A filter=() left=() start=()
   limit=$(n_at_once)
@@ -96,6 +96,7 @@ run_binaries() { # PRESET COUNTS_FILE
   while [ $closed = no ] || [ ${#waiting[@]} -gt 0 ] || [ ${#running[@]} -gt 0 ]; do
     if [ $closed = no ]; then
       if IFS= read -r -t 0.2 line; then
+        line=$begun$line begun=
         binary=${line%% *}
         filter[$binary]=${line#* } n=$(n_shards "$binary")
         left[$binary]=$n binaries+=("$binary")
@@ -104,6 +105,8 @@ run_binaries() { # PRESET COUNTS_FILE
         continue
       elif [ $? -le 128 ]; then
         closed=yes
+      else
+        begun+=$line  # its time was up in the middle of a line
       fi
     else
       sleep 0.2
