@@ -106,16 +106,26 @@ std::vector<Pointer> addresses(const GroupState& group, const Call& call,
   return result;
 }
 
-/// Parts of the same size.
-template <class Part>
-void check_counts_of(const GroupState& group, const Call& call, std::span<const Part> parts,
-                     const char* parameter) {
+/// The same, if each has call.count elements; check(part) of each.
+template <class Pointer, class Part, class Check>
+std::vector<Pointer> equal_parts(const GroupState& group, const Call& call,
+                                 std::span<const Part> parts, const char* parameter, Check check) {
+  std::vector<Pointer> result = addresses<Pointer>(group, call, parts, parameter);
   for (std::size_t r = 0; r < parts.size(); ++r) {
+    check(parts[r]);
     if (parts[r].count == call.count) continue;
     reject(group, call,
            fmt::format("part {} of {} has {} elements, expected {}", r, parameter, parts[r].count,
                        call.count));
   }
+  return result;
+}
+
+/// The parts that this rank gives where each rank gets one, `out`.
+std::vector<const void*> inputs_for(const GroupState& group, const Call& call,
+                                    std::span<const ConstElements> ins, const Elements& out) {
+  return equal_parts<const void*>(
+      group, call, ins, "ins", [&](const ConstElements& in) { check_pair(group, call, in, out); });
 }
 
 }  // namespace
@@ -151,10 +161,9 @@ void ListCalls::gather(const Group& group, const ConstElements& in, std::span<co
             .in = in.data,
             .where = where};
   check_rank(state, call, "dst");
-  const auto pointers = addresses<void*>(state, call, outs, "outs");
+  const auto pointers = equal_parts<void*>(
+      state, call, outs, "outs", [&](const Elements& out) { check_pair(state, call, in, out); });
   call.outs = pointers;
-  check_counts_of(state, call, outs, "outs");
-  for (const Elements& out : outs) check_pair(state, call, in, out);
   run(state, call, timeout);
 }
 
@@ -168,10 +177,8 @@ void ListCalls::scatter(const Group& group, std::span<const ConstElements> ins, 
             .out = out.data,
             .where = where};
   check_rank(state, call, "src");
-  const auto pointers = addresses<const void*>(state, call, ins, "ins");
+  const auto pointers = inputs_for(state, call, ins, out);
   call.ins = pointers;
-  check_counts_of(state, call, ins, "ins");
-  for (const ConstElements& in : ins) check_pair(state, call, in, out);
   run(state, call, timeout);
 }
 
@@ -185,10 +192,8 @@ void ListCalls::reduce_scatter(const Group& group, std::span<const ConstElements
             .count = out.count,
             .out = out.data,
             .where = where};
-  const auto pointers = addresses<const void*>(state, call, ins, "ins");
+  const auto pointers = inputs_for(state, call, ins, out);
   call.ins = pointers;
-  check_counts_of(state, call, ins, "ins");
-  for (const ConstElements& in : ins) check_pair(state, call, in, out);
   check_reduction(state, call);
   run(state, call, timeout);
 }
@@ -198,17 +203,21 @@ void ListCalls::all_to_all(const Group& group, std::span<const ConstElements> in
                            std::source_location where) {
   GroupState& state = *group.state_;
   Call call{.op = Op::all_to_all, .where = where};
-  const auto in_pointers = addresses<const void*>(state, call, ins, "ins");
-  const auto out_pointers = addresses<void*>(state, call, outs, "outs");
-  call.dtype = ins.front().dtype;
-  call.count = ins.front().count;
+  if (!ins.empty()) {
+    call.dtype = ins.front().dtype;
+    call.count = ins.front().count;
+  }
+  const auto in_pointers = equal_parts<const void*>(
+      state, call, ins, "ins",
+      [&](const ConstElements& in) { check_memory(state, call, in, "ins"); });
+  const auto out_pointers = equal_parts<void*>(state, call, outs, "outs", [&](const Elements& out) {
+    check_memory(state, call, out, "outs");
+  });
   call.ins = in_pointers;
   call.outs = out_pointers;
-  check_counts_of(state, call, ins, "ins");
-  check_counts_of(state, call, outs, "outs");
-  const auto end_of = [](const Elements& out) { return bytes(out.data) + out.n_bytes(); };
-  const std::byte* const begin = bytes(std::ranges::min(outs, {}, &Elements::data).data);
-  const std::byte* const end = end_of(std::ranges::max(outs, {}, end_of));
+  // Not each with each, as long as the inputs lie outside all outputs.
+  const std::byte* const begin = bytes(std::ranges::min(out_pointers));
+  const std::byte* const end = bytes(std::ranges::max(out_pointers)) + outs.front().n_bytes();
   for (std::size_t r = 0; r < ins.size(); ++r) {
     check_pair(state, call, ins[r], outs[r]);
     const std::byte* const in = bytes(ins[r].data);

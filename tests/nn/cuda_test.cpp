@@ -19,6 +19,7 @@ using at::Tensor;
 using testing::channels_last;
 using testing::difference;
 using testing::on_ranks;
+using testing::outcome_of;
 using testing::Random;
 using testing::share_of;
 using testing::Shares;
@@ -51,20 +52,6 @@ class CudaThreadsTest : public CudaTest {
 
 double tolerance_of(at::ScalarType type) {
   return type == at::kDouble ? 1e-12 : type == at::kFloat ? 1e-5 : 2e-2;
-}
-
-/// Output, gradients and buffers after two batches.
-template <class Holder>
-std::vector<Tensor> outcome_of(Holder& bn, const Tensor& x, const Tensor& dy) {
-  Tensor y;
-  const Tensor leaf = x.detach().requires_grad_();
-  for (int step = 0; step < 2; ++step) {
-    bn->zero_grad();
-    leaf.mutable_grad().reset();
-    y = bn->forward(leaf);
-    y.backward(dy);
-  }
-  return {y, leaf.grad(), bn->weight.grad(), bn->bias.grad(), bn->running_mean, bn->running_var};
 }
 
 TEST_F(CudaTest, a_world_of_one_equals_batch_norm) {

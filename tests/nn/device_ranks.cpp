@@ -18,6 +18,7 @@ namespace {
 
 using testing::channels_last;
 using testing::difference;
+using testing::outcome_of;
 using testing::Random;
 using testing::share_of;
 using testing::Shares;
@@ -49,20 +50,6 @@ std::int64_t sum_of(const Shares& shares) {
   return sum;
 }
 
-/// Output, gradients and running statistics after two steps.
-template <class Holder>
-std::vector<Tensor> train(Holder& bn, const Tensor& x, const Tensor& dy) {
-  Tensor y;
-  const Tensor leaf = x.detach().requires_grad_();
-  for (int step = 0; step < 2; ++step) {
-    bn->zero_grad();
-    leaf.mutable_grad().reset();
-    y = bn->forward(leaf);
-    y.backward(dy);
-  }
-  return {y, leaf.grad(), bn->weight.grad(), bn->bias.grad(), bn->running_mean, bn->running_var};
-}
-
 /// What differs; empty: nothing.
 std::string layer_differs(const Case& c, const at::Device& device) {
   const auto state = c.type == at::kDouble ? at::kDouble : at::kFloat;
@@ -77,9 +64,9 @@ std::string layer_differs(const Case& c, const at::Device& device) {
   SyncBatchNorm2d ours(5);
   whole->to(device, state);
   ours->to(device, state);
-  const std::vector<Tensor> expected = train(whole, x, dy);
+  const std::vector<Tensor> expected = outcome_of(whole, x, dy);
   std::vector<Tensor> got =
-      train(ours, share_of(x, c.shares, get_rank()), share_of(dy, c.shares, get_rank()));
+      outcome_of(ours, share_of(x, c.shares, get_rank()), share_of(dy, c.shares, get_rank()));
   for (const std::size_t of_parameters : {2, 3}) {
     Tensor on_cpu = got[of_parameters].to(at::kCPU);
     all_reduce(on_cpu);

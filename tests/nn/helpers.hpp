@@ -83,4 +83,18 @@ inline at::Tensor strided(const at::Tensor& tensor) {
   return at::stack({tensor, tensor}, -1).select(-1, 1);
 }
 
+/// Output, gradients and running statistics of a batch normalisation after two steps.
+template <class Holder>
+std::vector<at::Tensor> outcome_of(Holder& bn, const at::Tensor& x, const at::Tensor& dy) {
+  at::Tensor y;
+  const at::Tensor leaf = x.detach().requires_grad_();
+  for (int step = 0; step < 2; ++step) {
+    bn->zero_grad();
+    leaf.mutable_grad().reset();
+    y = bn->forward(leaf);
+    y.backward(dy);
+  }
+  return {y, leaf.grad(), bn->weight.grad(), bn->bias.grad(), bn->running_mean, bn->running_var};
+}
+
 }  // namespace lockstep::nn::testing
