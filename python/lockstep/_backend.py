@@ -22,12 +22,13 @@ def create(options: Any, pg_options: Any) -> Any:
         name=f"process group {options.group_id}" if ranks else "world",
         timeout=options.timeout,
     )
-    is_alone, is_near = options.group_size == 1, meeting.is_on_one_host
+    is_near = meeting.is_on_one_host
     backend = extension.make_backend(
         store=options.store,
         meeting=meeting,
         global_ranks=ranks,
-        messages=None if is_alone else _gloo(options, "lockstep_messages", is_near),
+        # Called if the ranks may not access each other's memory, or are on several hosts.
+        make_messages=lambda: _gloo(options, "lockstep_messages", is_near),
         between=None if is_near else _group_over(_gloo(options, "lockstep_between", is_near), options),
     )
     world.leave_at_exit(extension.leave_all)

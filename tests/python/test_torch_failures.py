@@ -127,6 +127,87 @@ def test_a_fork_is_no_rank(run_torch):
     )
 
 
+def test_an_interrupt_ends_a_wait_for_a_message(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        x = torch.ones(1)
+        dist.barrier()
+        if rank == 0:
+            with open("pid", "w") as file: file.write(str(os.getpid()))
+            try:
+                dist.recv(x, 1)
+                raise AssertionError
+            except KeyboardInterrupt:
+                open("interrupted", "w").close()
+        else:
+            while not os.path.exists("pid") or not open("pid").read(): time.sleep(0.01)
+            while open(f"/proc/{open('pid').read()}/wchan").read() == "0": time.sleep(0.01)
+            os.kill(int(open("pid").read()), signal.SIGINT)
+            while not os.path.exists("interrupted"): time.sleep(0.01)
+            try:
+                dist.recv(x, 0, tag=3)
+                raise AssertionError
+            except ls.PeerFailed as error:
+                assert "KeyboardInterrupt" in str(error), error
+        """,
+    )
+
+
+def test_messages_that_do_not_fit(run_torch):
+    run_torch(
+        2,
+        """
+        import datetime, lockstep as ls
+        group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+        try:
+            if rank: dist.send(torch.ones(2), 0, group=group)
+            else: dist.recv(torch.ones(3), 1, group=group)
+            raise AssertionError
+        except ls.MismatchError as error:
+            assert "rank 1 sends 2 elements of f32, rank 0 receives 3 elements of f32" in str(error), error
+            assert error.lineno == 5 + (rank == 0), error
+        try:
+            if rank: dist.send(torch.ones(2), 0, group=group, tag=1)
+            else: dist.recv(torch.ones(2), 1, group=group, tag=2)
+            raise AssertionError
+        except ls.TimeoutError as error:
+            expected = "rank 0 to receive (tag 1)" if rank else "rank 1 to send (tag 2)"
+            assert expected in str(error), error
+        x = torch.full((1,), float(rank))
+        if rank: dist.send(x, 0, group=group)
+        else: dist.recv(x, 1, group=group)
+        assert x.item() == 1
+        """,
+    )
+
+
+def test_a_message_that_a_fork_asks_for(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        x = torch.zeros(1)
+        before = dist.irecv(x, 1) if rank == 0 else None
+        child = os.fork()
+        if child == 0:
+            for call in (lambda: dist.send(x, 1 - rank), lambda: before.wait() if before else dist.recv(x, 0)):
+                try:
+                    call()
+                    os._exit(1)
+                except ls.UsageError as error:
+                    assert "fork" in str(error)
+            del before
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        if rank: dist.send(torch.ones(1), 0)
+        else: before.wait()
+        assert x.item() == 1 - rank
+        """,
+    )
+
+
 def test_a_message_from_a_rank_that_left(run_torch):
     run_torch(
         2,

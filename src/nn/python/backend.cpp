@@ -11,6 +11,7 @@
 
 #include "group/list_calls.hpp"
 #include "nn/python/message_work.hpp"
+#include "nn/python/tagged_message_work.hpp"
 
 namespace lockstep::python {
 
@@ -85,28 +86,59 @@ int Backend::checked_root(std::int64_t root, const ErrorContext& context) const 
   return static_cast<int>(root);
 }
 
+Backend::WorkResult Backend::message_in_host(const Message& message, const ErrorContext& context) {
+  const bool is_send = message.type == OpType::SEND;
+  if (message.type != OpType::RECVANYSOURCE && (message.peer < 0 || message.peer >= size_)) {
+    throw UsageError(context, fmt::format("there is no rank {}; the group's ranks are 0 to {}",
+                                          message.peer, size_ - 1));
+  }
+  const at::Tensor tensor = only(message.tensors, context);
+  const at::Tensor in_place = contiguous(tensor, context);
+  const Elements elements = elements_of(in_place);
+  auto work = c10::make_intrusive<TaggedMessageWork>(
+      group(), joined_.messages,
+      TaggedMessageWork::Message{
+          .tensor = tensor, .in_place = in_place, .type = message.type, .title = message.title});
+  work->post({.op = is_send ? Op::send : Op::recv,
+              .dtype = elements.dtype,
+              .root = message.peer,
+              .count = elements.count,
+              .in = is_send ? elements.data : nullptr,
+              .out = is_send ? nullptr : elements.data,
+              .group = group().name(),
+              .timeout = Timeout(options_->timeout).or_else({}),
+              .where = context.where},
+             message.tag);
+  return work;
+}
+
 template <class F>
-Backend::WorkResult Backend::message(const char* title, OpType type, const Tensors& tensors,
-                                     int peer, F start) {
-  const ErrorContext context = context_of(operation_of(title), python_line());
-  if (!messages_) {
+Backend::WorkResult Backend::message(const Message& message, F start_elsewhere) {
+  const ErrorContext context = context_of_call(operation_of(message.title), python_line());
+  if (size_ == 1) {
     throw UsageError(context, "a group of one rank has no other to send to or to receive from");
   }
-  return c10::make_intrusive<MessageWork>(start(*messages_), context, peer, type, title, tensors);
+  if (process_.is_copy()) {
+    throw UsageError(context, "this process is a fork of a rank; only the rank itself may call");
+  }
+  if (joined_.messages) return message_in_host(message, context);
+  return c10::make_intrusive<MessageWork>(start_elsewhere(*messages_), context, message.peer,
+                                          message.type, message.title, message.tensors);
 }
 
 Backend::WorkResult Backend::send(Tensors& tensors, int dst, int tag) {
-  return message("lockstep:send", OpType::SEND, tensors, dst,
+  return message({"lockstep:send", OpType::SEND, tensors, dst, tag},
                  [&](c10d::Backend& gloo) { return gloo.send(tensors, dst, tag); });
 }
 
 Backend::WorkResult Backend::recv(Tensors& tensors, int src, int tag) {
-  return message("lockstep:recv", OpType::RECV, tensors, src,
+  return message({"lockstep:recv", OpType::RECV, tensors, src, tag},
                  [&](c10d::Backend& gloo) { return gloo.recv(tensors, src, tag); });
 }
 
 Backend::WorkResult Backend::recvAnysource(Tensors& tensors, int tag) {
-  return message("lockstep:recvAnySource", OpType::RECVANYSOURCE, tensors, /*peer=*/-1,
+  return message({"lockstep:recvAnySource", OpType::RECVANYSOURCE, tensors,
+                  shared::TaggedMessages::kAnySource, tag},
                  [&](c10d::Backend& gloo) { return gloo.recvAnysource(tensors, tag); });
 }
 

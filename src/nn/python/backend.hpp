@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/process_tag.hpp"
+#include "engines/shared/protocol/tagged_messages.hpp"
 #include "nn/python/backend_work.hpp"
 #include "nn/python/call_queue.hpp"
 #include "nn/python/caller.hpp"
@@ -28,10 +29,13 @@ class Backend final : public c10d::Backend {
   struct Joined {
     Group group;
     Engine* engine;  // the group's
+    /// In a group on one host; null if ranks may not access each other's memory. The last member,
+    /// for it uses the engine.
+    std::shared_ptr<shared::TaggedMessages> messages;
   };
   using WorkResult = c10::intrusive_ptr<c10d::Work>;
 
-  /// messages: what sends and receives; null in a group of one.
+  /// messages: what sends and receives where joined.messages is null; null in a group of one.
   Backend(Joined joined, c10::intrusive_ptr<Options> options,
           c10::intrusive_ptr<c10d::Backend> messages, MonitoredBarrier monitored);
   ~Backend() override;
@@ -86,8 +90,6 @@ class Backend final : public c10d::Backend {
                            const c10d::AllToAllOptions& options) override;
   WorkResult alltoall(Tensors& outputs, Tensors& inputs,
                       const c10d::AllToAllOptions& options) override;
-  // Over `messages`: a group's own send and recv have neither tags nor a queue for those that come
-  // before they are asked for.
   WorkResult send(Tensors& tensors, int dst, int tag) override;
   WorkResult recv(Tensors& tensors, int src, int tag) override;
   WorkResult recvAnysource(Tensors& tensors, int tag) override;
@@ -111,9 +113,17 @@ class Backend final : public c10d::Backend {
   static const char* operation_of(const char* title) { return title + sizeof "lockstep:" - 1; }
   template <class Run>
   void run_on_group(Run& run, const Site& site) const;
+  /// One send or receive.
+  struct Message {
+    const char* title;
+    c10d::OpType type;
+    const Tensors& tensors;
+    int peer;  // shared::TaggedMessages::kAnySource: any
+    int tag;
+  };
   template <class F>
-  WorkResult message(const char* title, c10d::OpType type, const Tensors& tensors, int peer,
-                     F start);
+  WorkResult message(const Message& message, F start_elsewhere);
+  WorkResult message_in_host(const Message& message, const ErrorContext& context);
   /// prepare(context): checks the arguments, and returns what runs the call: run(group, site).
   template <class Prepare>
   WorkResult call(const char* title, c10d::OpType type, bool is_async,

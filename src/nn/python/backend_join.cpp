@@ -44,9 +44,15 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
         meeting.hosts, barrier, env.tune);
     recorder = internal::Recorder::in_process(membership.rank, membership.size);
   }
+  std::shared_ptr<shared::TaggedMessages> messages;
   if (membership.size > 1) {
     try {
       internal::check_arithmetic(*engine, barrier, costs);
+      if (meeting.is_on_one_host()) {
+        Call allocate = barrier;
+        allocate.op = Op::allocate;
+        messages = shared::make_messages(*engine, allocate);
+      }
     } catch (...) {  // possibly on this rank only
       engine->leave(base::text_of(std::current_exception()));
       throw;
@@ -60,7 +66,8 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
   Engine* const joined = engine.get();
   return {.group = Group(std::make_shared<internal::GroupState>(
               std::move(engine), membership.name, timeout, std::move(recorder), env.check)),
-          .engine = joined};
+          .engine = joined,
+          .messages = std::move(messages)};
 }
 
 }  // namespace lockstep::python

@@ -29,7 +29,7 @@ Meeting meet_in(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                const Meeting& meeting,
                                                std::vector<std::uint64_t> global_ranks,
-                                               c10::intrusive_ptr<c10d::Backend> messages,
+                                               const py::function& make_messages,
                                                c10::intrusive_ptr<c10d::ProcessGroup> between) {
   const std::source_location where = core().where();
   auto options =
@@ -41,6 +41,10 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   }();
   if (meeting.membership.size > 1) core().watch_interrupts();
   options->timeout = joined.group.timeout();
+  c10::intrusive_ptr<c10d::Backend> messages;
+  if (meeting.membership.size > 1 && !joined.messages) {
+    messages = make_messages().cast<c10::intrusive_ptr<c10d::Backend>>();
+  }
   auto backend = c10::make_intrusive<Backend>(
       std::move(joined), std::move(options), std::move(messages), MonitoredBarrier(store, meeting));
   std::erase_if(backends(), [](const auto& each) { return each.expired(); });
@@ -74,7 +78,7 @@ void define_backend(py::module_& module) {
   module.def("meet", &meet_in, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("name"),
              py::arg("timeout"));
   module.def("make_backend", &make_backend, py::arg("store"), py::arg("meeting"),
-             py::arg("global_ranks"), py::arg("messages"), py::arg("between"));
+             py::arg("global_ranks"), py::arg("make_messages"), py::arg("between"));
   module.def("leave_all", &leave_all, py::arg("failure"));
 }
 

@@ -241,4 +241,21 @@ std::unique_ptr<SharedMemory> SharedEngine::allocate_buffer(const Call& call) {
   return buffer;
 }
 
+std::shared_ptr<TaggedMessages> SharedEngine::make_messages(const Call& call) {
+  using Result = std::shared_ptr<TaggedMessages>;
+  return abandoning(channel_, [&]() -> Result {
+    channel_.begin(call);
+    Result messages;
+    if (TaggedMessages::are_possible(channel_, call)) {
+      const std::uint64_t offset = reserve_for_all(channel_, call, /*leader=*/0, [&] {
+        return TaggedMessages::make(channel_.membership()->segment(), size());
+      });
+      messages = map_on_all(channel_, call,
+                            [&] { return std::make_shared<TaggedMessages>(channel_, offset); });
+    }
+    channel_.end();
+    return messages;
+  });
+}
+
 }  // namespace lockstep::shared

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engines/shared/protocol/channel.hpp"
+#include "engines/shared/protocol/tagged_messages.hpp"
 
 namespace lockstep::shared {
 
@@ -57,6 +58,8 @@ class SharedEngine final : public Engine {
   void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
   void end_with(const Error& error) noexcept override { channel_.end_with(error); }
   void leave(std::string_view failure) noexcept override { channel_.membership()->leave(failure); }
+  /// See make_messages in shared_world.hpp.
+  std::shared_ptr<TaggedMessages> make_messages(const Call& call);
   void extend_deadline(std::chrono::nanoseconds at_most) noexcept {
     channel_.extend_deadline(at_most);
   }

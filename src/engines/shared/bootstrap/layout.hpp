@@ -1,5 +1,7 @@
 #pragma once
 
+#include <pthread.h>
+
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -12,7 +14,7 @@
 #include "record/flight_record.hpp"
 
 /// The layout of shared memory. All processes that map it have the same: see layout_version.hpp.
-/// Every type here is plain data and lock-free atomics, initially all zero bytes.
+/// Every type here but Mailbox is plain data and lock-free atomics, initially all zero bytes.
 namespace lockstep::shared {
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
@@ -134,6 +136,52 @@ struct alignas(kLine) ChannelHeader {
   /// Sleepers wait on `wake_counter`; a rank that makes something ready increments it if any sleep.
   alignas(kLine) std::atomic<std::uint32_t> wake_counter;
   std::atomic<std::uint32_t> n_sleepers;
+};
+
+/// One send or receive of TaggedMessages.
+struct Post {
+  /// taken: its owner fills it in. posted: in a list, waits for its match. withdrawn: in a list,
+  /// but nobody waits; who looks there takes it out. moving: `mover` has taken it out of the list
+  /// and copies. abandoned: its owner no longer waits for the mover. The last three are its ends,
+  /// until the owner has seen them.
+  enum State : std::uint32_t {
+    free,
+    taken,
+    posted,
+    withdrawn,
+    moving,
+    abandoned,
+    complete,
+    differs,
+    failed,
+  };
+
+  std::atomic<std::uint32_t> state;
+  std::int32_t next;  ///< in its list: an index over the posts of all ranks; -1: the last
+  // Atomics, because a timeout is reported without the lock.
+  std::atomic<std::int32_t> peer;  ///< the other rank; -1: any
+  std::atomic<std::int32_t> tag;
+  std::atomic<std::uint32_t> is_send;
+  std::uint32_t dtype;
+  std::uint64_t address;  ///< in the owner's process
+  std::uint64_t count;
+  std::atomic<std::int32_t> mover;
+  std::int32_t why;           ///< failed: an errno value; differs: the mover's dtype
+  std::uint64_t mover_count;  ///< differs
+};
+
+/// Indices of the oldest and the newest post; -1: none.
+struct PostList {
+  std::int32_t first;
+  std::int32_t last;
+};
+
+/// The posts without a match of the messages to one rank: sends of others, and its receives.
+struct alignas(kLine) Mailbox {
+  pthread_mutex_t mutex;             ///< robust; guards the lists and Post::next
+  std::atomic<std::int32_t> holder;  ///< of the mutex: a rank plus one
+  PostList sends;
+  PostList receives;
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);

@@ -99,6 +99,26 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(ChannelHeader, wake_counter),
       LOCKSTEP_FIELD(ChannelHeader, n_sleepers),
   });
+  hash.add<Post>({
+      LOCKSTEP_FIELD(Post, state),
+      LOCKSTEP_FIELD(Post, next),
+      LOCKSTEP_FIELD(Post, peer),
+      LOCKSTEP_FIELD(Post, tag),
+      LOCKSTEP_FIELD(Post, is_send),
+      LOCKSTEP_FIELD(Post, dtype),
+      LOCKSTEP_FIELD(Post, address),
+      LOCKSTEP_FIELD(Post, count),
+      LOCKSTEP_FIELD(Post, mover),
+      LOCKSTEP_FIELD(Post, why),
+      LOCKSTEP_FIELD(Post, mover_count),
+  });
+  hash.add<PostList>({LOCKSTEP_FIELD(PostList, first), LOCKSTEP_FIELD(PostList, last)});
+  hash.add<Mailbox>({
+      LOCKSTEP_FIELD(Mailbox, mutex),
+      LOCKSTEP_FIELD(Mailbox, holder),
+      LOCKSTEP_FIELD(Mailbox, sends),
+      LOCKSTEP_FIELD(Mailbox, receives),
+  });
   return hash.value();
 }
 

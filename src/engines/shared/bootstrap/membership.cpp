@@ -79,13 +79,16 @@ std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) con
   // Acquire: makes the text of a failure visible, and all that the peer published before leaving.
   const RankState state = peer.state.load(std::memory_order_acquire);
   if (state == RankState::failed) {
-    return Ending{.failed = true, .text = std::string(base::text_in(peer.failure))};
+    return Ending{
+        .failed = true, .is_orderly = false, .text = std::string(base::text_in(peer.failure))};
   }
   const int status = peer.wait_status_plus_one.load(std::memory_order_acquire);
   if (state == RankState::left || status != 0) {
     std::string text = state == RankState::left ? "left the world (destroy_dist, or its end)" : "";
     if (status != 0) text += (text.empty() ? "" : " and ") + describe_wait_status(status - 1);
-    return Ending{.failed = false, .text = text};
+    return Ending{.failed = false,
+                  .is_orderly = state == RankState::left && status <= 1,
+                  .text = std::move(text)};
   }
   if (state != RankState::alive || !ask_system || !is_gone(world_rank)) return std::nullopt;
   // A launcher knows the signal or the code as soon as it has reaped the process.
@@ -97,6 +100,7 @@ std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) con
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   return Ending{.failed = false,
+                .is_orderly = false,
                 .text = fmt::format("died (its process {} is gone)",
                                     peer.pid.load(std::memory_order_relaxed))};
 }

@@ -21,7 +21,8 @@ namespace lockstep::shared {
 
 /// How a rank ended that will never arrive.
 struct Ending {
-  bool failed;  ///< true: left with an exception (PeerFailed); false: PeerLost
+  bool failed;      ///< left with an exception (PeerFailed); false: PeerLost
+  bool is_orderly;  ///< left the world, and exited with code 0 if it has exited
   std::string text;
 };
 
@@ -64,6 +65,8 @@ class Membership {
   /// Whether a rank has ended, and how; nullopt while it may still arrive, or if that is unknown.
   /// `ask_system` also queries the operating system, which takes about 10 us.
   std::optional<Ending> ending_of(int world_rank, bool ask_system) const;
+  /// Whether a rank's process has ended; false if that is unknown.
+  bool is_gone(int world_rank) const;
   /// Whether a signal or a debugger has stopped a rank's process.
   bool is_stopped(int world_rank) const;
   /// "is stopped (pid 12)", "has not joined the world yet", ...
@@ -85,7 +88,6 @@ class Membership {
  private:
   /// `unknown` if the rank's process is not visible to this process.
   base::ProcessState state_of(int world_rank) const;
-  bool is_gone(int world_rank) const;
   base::WatchedProcess& watched(int world_rank) const;
   bool sees_pids_of(const RankBlock& peer) const noexcept;
   std::optional<internal::Operation> last_operation_of(int world_rank) const;

@@ -72,6 +72,10 @@ void begin_elsewhere(Engine& engine, const Call& call) {
 
 void end_elsewhere(Engine& engine) noexcept { static_cast<SharedEngine&>(engine).end_elsewhere(); }
 
+std::shared_ptr<TaggedMessages> make_messages(Engine& engine, const Call& call) {
+  return static_cast<SharedEngine&>(engine).make_messages(call);
+}
+
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept {
   mark_ended(segment.rank(rank), failure);
 }

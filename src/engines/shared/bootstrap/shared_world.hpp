@@ -13,6 +13,8 @@
 /// The interface of the shared engine to the rest of the library.
 namespace lockstep::shared {
 
+class TaggedMessages;
+
 /// Creates the world's channel in a new segment. `tune`: Env::tune, for all its channels.
 std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment,
                                     const std::optional<std::string>& tune = {});
@@ -43,6 +45,10 @@ void extend_deadline(Engine& engine, std::chrono::nanoseconds at_most) noexcept;
 /// they time out waiting for it. begin throws if `engine` has already failed.
 void begin_elsewhere(Engine& engine, const Call& call);
 void end_elsewhere(Engine& engine) noexcept;
+
+/// Collective. Sends and receives with tags between the ranks of `engine`, which must outlive the
+/// result; null on all ranks if one of them may not access another's memory (process_vm_readv).
+std::shared_ptr<TaggedMessages> make_messages(Engine& engine, const Call& call);
 
 /// Records why a rank will never join.
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept;

@@ -17,6 +17,15 @@
 
 namespace lockstep::shared {
 
+/// How often a waiter checks whether the awaited peers are alive: well within the one second in
+/// which every rank must detect a failure.
+inline constexpr std::chrono::milliseconds kLivenessInterval{20};
+
+/// A wake-up takes longer than most ranks are late, especially on a virtual core. If each rank has
+/// a core, a waiter yields it for this long to other threads, such as its group's worker, before it
+/// sleeps. Measured in time because a yield to busy programs takes milliseconds.
+inline constexpr std::chrono::microseconds kPatience{1500};
+
 /// The memory through which the ranks of one group communicate, in phases that all ranks execute.
 ///
 /// The protocol. Every collective is a sequence of phases, numbered from 1 for the life of the
@@ -131,6 +140,10 @@ class Channel {
   /// counts it as late, unless its process is stopped.
   void extend_deadline(std::chrono::nanoseconds at_most) noexcept;
 
+  /// Throws if the channel is dead. Threads: any.
+  void throw_if_failed(const Call& call) {
+    if (has_failed()) throw_failure(call);
+  }
   /// Makes the channel dead for all members with a system call's error, and throws it.
   [[noreturn]] void fail_system(const Call& call, int error_number, const std::string& text);
   /// Makes the channel dead for all members because this one cannot continue. Threads: any.

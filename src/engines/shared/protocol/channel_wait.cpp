@@ -9,19 +9,6 @@ namespace lockstep::shared {
 
 using std::chrono::steady_clock;
 
-namespace {
-
-/// How often a sleeper checks whether the awaited peers are alive: well within the one second in
-/// which every rank must detect a failure.
-constexpr std::chrono::milliseconds kLivenessInterval{20};
-
-/// A wake-up takes longer than most ranks are late, especially on a virtual core. If each rank has
-/// a core, a waiter yields it for this long to other threads, such as its group's worker, before it
-/// sleeps. Measured in time because a yield to busy programs takes milliseconds.
-constexpr std::chrono::microseconds kPatience{1500};
-
-}  // namespace
-
 void Channel::increment_wake_counter() noexcept {
   header_->wake_counter.fetch_add(1, std::memory_order_seq_cst);                // model: increment
   base::futex_wake_all(header_->wake_counter, membership_->segment().scope());  // model: wake

@@ -1,0 +1,158 @@
+#pragma once
+
+#include <any>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/process_tag.hpp"
+#include "engines/shared/bootstrap/layout.hpp"
+#include "engines/shared/bootstrap/segment.hpp"
+#include "engines/shared/protocol/channel.hpp"
+
+namespace lockstep::shared {
+
+/// Sends and receives that match by source and tag, as those of MPI and torch.distributed: many at
+/// once, in any order, from any source. A send ends when its receive has come.
+///
+/// The protocol. Shared memory has for each rank a number of posts, which describe its sends and
+/// receives that are under way, and a mailbox with two lists of posts without a match: sends to
+/// this rank, and receives of this rank. A rank that sends or receives looks, under the mailbox's
+/// lock, for the oldest match in the other list. If there is one, it takes that post out, releases
+/// the lock, and copies the bytes between its own memory and that of the post's owner
+/// (process_vm_readv, process_vm_writev). If there is none, it adds a post of its own. So the later
+/// of two ranks moves the message, with one copy, while it begins; the earlier one need not be in
+/// any call.
+///
+/// Proof that messages with the same source and tag do not overtake each other. The lists are in
+/// the order of posting, and never hold two posts that match: the later one would not have been
+/// added. So the oldest match is the one that MPI asks for.
+/// Proof that nobody accesses memory that its owner has left. A peer copies only while the post is
+/// `moving`, which it becomes only from `posted`, by compare-and-swap. The owner returns when it
+/// has seen how the copy ended, when its own compare-and-swap from `posted` to `withdrawn` has
+/// succeeded, when the mover's process has ended, or when it abandons a mover that does not run.
+/// That one finds `abandoned` before its next system call, and copies no more, unless it was
+/// stopped between this look and the system call: then it copies into memory that is never freed.
+///
+/// A rank that dies while it holds a lock ends the group, because the list may be damaged.
+///
+/// Threads: any. The channel must outlive it.
+class TaggedMessages {
+ public:
+  static constexpr int kAnySource = -1;
+
+  class Posted;
+
+  /// Reserves the memory for n ranks, to which each of them attaches.
+  static std::uint64_t make(Segment& segment, int n_ranks);
+  /// `offset`: what make() returned.
+  TaggedMessages(Channel& channel, std::uint64_t offset);
+  ~TaggedMessages();
+  TaggedMessages(const TaggedMessages&) = delete;
+  TaggedMessages& operator=(const TaggedMessages&) = delete;
+
+  /// Collective: whether every rank of the channel can access every other's memory.
+  static bool are_possible(Channel& channel, const Call& call);
+
+  /// Begins call.op, send or recv, with the rank call.root, of a receive also kAnySource. `memory`
+  /// owns the elements, and is kept until nobody accesses them, also if the result is destroyed: at
+  /// least until the next post(). Throws UsageError if too many are under way, and what
+  /// Posted::wait throws.
+  std::shared_ptr<Posted> post(const Call& call, int tag, std::any memory);
+
+ private:
+  class Lock;
+  using Clock = std::chrono::steady_clock;
+  struct Limit {
+    Clock::time_point begin, end;
+  };
+
+  Mailbox& mailbox_of(const Posted& posted) const noexcept;
+  Post& post_at(std::int32_t index) const noexcept { return posts_[index]; }
+  int owner_of(const Post& post) const noexcept {
+    return static_cast<int>((&post - posts_) / n_posts_);
+  }
+  template <class Matches>
+  Post* take_first(PostList& list, Matches matches) const noexcept;
+  Post* take_match(Mailbox& mailbox, const Posted& posted) const noexcept;
+  void append(PostList& list, Post& post) const noexcept;
+  /// A post that is free; null: all are under way.
+  Post* take_post();
+  Post& describe(const Posted& posted, Limit limit);
+  void move(Posted& posted, Post& post) const;
+  /// Releases what nobody accesses any more.
+  void settle();
+  /// Throws if the wait is in vain: the group failed, the peer ended, or the time is over.
+  void check(const Posted& posted, Limit limit, unsigned round) const;
+  [[noreturn]] void throw_ending(const Posted& posted, int peer, const Ending& ending) const;
+  [[noreturn]] void throw_timeout(const Posted& posted, Limit limit) const;
+  std::string waits_of(int rank) const;
+
+  base::ProcessTag process_;
+  Channel& channel_;
+  Range range_;
+  Mailbox* mailboxes_;
+  Post* posts_;
+  std::int32_t n_posts_;            // of each rank
+  std::mutex mutex_;                // guards what follows
+  std::vector<std::int32_t> free_;  // some of this rank's posts that are free
+  std::vector<std::shared_ptr<Posted>> under_way_;
+};
+
+/// One send or receive that has begun.
+class TaggedMessages::Posted {
+ public:
+  Posted(const TaggedMessages& messages, const Call& call, int tag, std::any memory);
+  /// Withdraws it if it is not over.
+  ~Posted();
+  Posted(const Posted&) = delete;
+  Posted& operator=(const Posted&) = delete;
+
+  /// Whether wait() returns or throws at once. Ends it if its peer or the group has ended, or if
+  /// the call's timeout is over.
+  bool poll();
+  /// Throws MismatchError (another type or count), TimeoutError, PeerLost, PeerFailed, SystemError,
+  /// and the error that ended the group. The message is then withdrawn, and the group goes on.
+  void wait(std::chrono::milliseconds timeout);
+  /// If it waits for its match, withdraws it, and wait() throws `error`. Else no effect.
+  void end_with(std::exception_ptr error);
+  /// The sender, when a receive is complete.
+  int source() const noexcept { return source_.load(std::memory_order_relaxed); }
+
+ private:
+  friend class TaggedMessages;
+
+  bool is_send() const noexcept { return call_.op == Op::send; }
+  bool is_copy() const noexcept { return messages_.process_.is_copy(); }
+  /// Whether nobody accesses its memory any more, which is then moved to `memory`.
+  bool is_settled(std::any& memory);
+  bool is_over();
+  void wait_until_over(Limit limit);
+  void release_post();
+  void collect(std::any& memory);  // requires the lock
+  std::exception_ptr difference(int peer, std::int64_t dtype, std::uint64_t count) const;
+  ErrorContext context(int peer) const;
+
+  const TaggedMessages& messages_;
+  const Call call_;
+  const int tag_;
+  const Clock::time_point began_ = Clock::now();
+  std::mutex mutex_;  // guards the next five
+  std::any memory_;
+  Post* post_ = nullptr;
+  std::exception_ptr error_;
+  std::optional<Clock::time_point> given_up_;  // when it was first found moving
+  unsigned n_polls_ = 0;
+  std::atomic<Clock::rep> next_look_{0};
+  std::atomic<bool> is_over_{false};
+  std::atomic<int> source_{kAnySource};
+};
+
+}  // namespace lockstep::shared
