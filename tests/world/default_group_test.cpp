@@ -19,28 +19,13 @@ namespace default_group_test {
 namespace {
 
 using test::expect_contains;
+using test::in_a_fork;
 using test::thrown;
 
 template <class F>
 void on_another_thread(F body) {
   std::thread thread(body);
   thread.join();
-}
-
-/// Runs body in a fork of this process and returns what it ended by: 0, or 4 where an expectation
-/// failed. A fork that hangs is killed: 128 + SIGALRM.
-int in_a_fork(const std::function<void()>& body) {
-  std::fflush(nullptr);
-  const pid_t pid = ::fork();
-  if (pid == 0) {
-    ::alarm(30);
-    body();
-    std::fflush(nullptr);
-    ::_exit(::testing::Test::HasFailure() ? 4 : 0);
-  }
-  int status = 0;
-  EXPECT_EQ(::waitpid(pid, &status, 0), pid);
-  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
 void expect_all_zero(const std::vector<int>& statuses) {

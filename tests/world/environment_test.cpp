@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "support/ranks.hpp"
+
 namespace lockstep {
 namespace {
 
@@ -43,13 +45,16 @@ std::string refusal(const Values& values) {
 }
 
 TEST(EnvironmentTest, nothing_set_is_the_solo_group) {
-  EXPECT_EQ(infer_launcher(), Launcher::none);
-  init_dist();
-  EXPECT_TRUE(is_distributed());
-  EXPECT_EQ(get_backend(), "solo");
-  EXPECT_EQ(get_world_size(), 1);
-  destroy_dist();
-  EXPECT_FALSE(is_distributed());
+  EXPECT_EQ(test::in_a_fork([] {
+              EXPECT_EQ(infer_launcher(), Launcher::none);
+              init_dist();
+              EXPECT_TRUE(is_distributed());
+              EXPECT_EQ(get_backend(), "solo");
+              EXPECT_EQ(get_world_size(), 1);
+              destroy_dist();
+              EXPECT_FALSE(is_distributed());
+            }),
+            0);
 }
 
 // What each launcher sets, as the real ones do (tests/cli/launchers_test.cpp runs those).
@@ -289,9 +294,12 @@ TEST(EnvironmentTest, timeouts_that_are_none) {
     EXPECT_EQ(Env::read().timeout, std::chrono::milliseconds(1));
   }
   const Variables variables(Values{{"LOCKSTEP_TIMEOUT", "0.25"}});
-  init_dist();
-  EXPECT_EQ(default_group().timeout(), std::chrono::milliseconds(250));
-  destroy_dist();
+  EXPECT_EQ(test::in_a_fork([] {
+              init_dist();
+              EXPECT_EQ(default_group().timeout(), std::chrono::milliseconds(250));
+              destroy_dist();
+            }),
+            0);
 }
 
 TEST(EnvironmentTest, levels_and_instruction_sets_that_are_none) {
