@@ -115,8 +115,8 @@ class TaggedMessages::Posted {
   Posted(const Posted&) = delete;
   Posted& operator=(const Posted&) = delete;
 
-  /// Whether wait() returns or throws at once. Ends it if its peer or the group has ended, or if
-  /// the call's timeout is over.
+  /// Whether wait() returns or throws at once. Ends it if its peer or the group has ended; a
+  /// timeout is a matter of wait().
   bool poll();
   /// Throws MismatchError (another type or count), TimeoutError, PeerLost, PeerFailed, SystemError,
   /// and the error that ended the group. The message is then withdrawn, and the group goes on.
