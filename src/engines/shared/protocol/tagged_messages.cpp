@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "base/futex.hpp"
+#include "base/timed_lock.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -82,11 +83,7 @@ class TaggedMessages::Lock {
     while (error == EBUSY || error == ETIMEDOUT) {
       messages.channel_.throw_if_failed(posted.call_);
       if (Clock::now() >= limit.end) throw_timeout(messages, posted);
-      timespec end{};
-      ::clock_gettime(CLOCK_MONOTONIC, &end);
-      end.tv_nsec += std::chrono::nanoseconds(kLivenessInterval).count();
-      if (end.tv_nsec >= 1'000'000'000) ++end.tv_sec, end.tv_nsec -= 1'000'000'000;
-      error = ::pthread_mutex_clocklock(&mailbox_.mutex, CLOCK_MONOTONIC, &end);
+      error = base::timed_lock(mailbox_.mutex, kLivenessInterval);
     }
     if (error == EOWNERDEAD) end_group(messages, posted);
     if (error != 0) {
