@@ -54,7 +54,6 @@ class TaggedMessages {
   static std::uint64_t make(Segment& segment, int n_ranks);
   /// `offset`: what make() returned.
   TaggedMessages(Channel& channel, std::uint64_t offset);
-  ~TaggedMessages();
   TaggedMessages(const TaggedMessages&) = delete;
   TaggedMessages& operator=(const TaggedMessages&) = delete;
 
@@ -144,12 +143,12 @@ class TaggedMessages::Posted {
   const Call call_;
   const int tag_;
   const Clock::time_point began_ = Clock::now();
-  std::mutex mutex_;  // guards the next five
+  std::mutex mutex_;  // guards the next four
   std::any memory_;
   Post* post_ = nullptr;
   std::exception_ptr error_;
   std::optional<Clock::time_point> given_up_;  // when it was first found moving
-  unsigned n_polls_ = 0;
+  std::atomic<unsigned> n_polls_{0};
   std::atomic<Clock::rep> next_look_{0};
   std::atomic<bool> is_over_{false};
   std::atomic<int> source_{kAnySource};

@@ -1,0 +1,253 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <lockstep/error.hpp>
+#include <thread>
+#include <utility>
+
+#include "base/futex.hpp"
+#include "engines/shared/protocol/tagged_messages.hpp"
+
+namespace lockstep::shared {
+namespace {
+
+using std::chrono::milliseconds;
+
+/// How long the owner of a message waits, past the time when it gives up, for a peer that copies
+/// and is not known to be stopped.
+constexpr std::chrono::seconds kCopyPatience{10};
+
+std::string name_of_rank(int rank) { return rank < 0 ? "any rank" : fmt::format("rank {}", rank); }
+
+}  // namespace
+
+void TaggedMessages::throw_ending(const Posted& posted, int peer, const Ending& ending) const {
+  const std::string text =
+      fmt::format("rank {} {}{}", peer, ending.failed ? "failed: " : "", ending.text);
+  if (ending.failed) throw PeerFailed(posted.context(peer), text);
+  throw PeerLost(posted.context(peer), text);
+}
+
+void TaggedMessages::check(const Posted& posted, Limit limit, unsigned round) const {
+  constexpr unsigned kSystemChecks = 4;  // see Channel::check_peer_liveness
+  channel_.throw_if_failed(posted.call_);
+  const int n_ranks = channel_.size();
+  const bool is_any = posted.call_.root == kAnySource;
+  int n_left = 0;
+  for (int r = 0; r < n_ranks; ++r) {
+    if (r == channel_.rank() || (!is_any && r != posted.call_.root)) continue;
+    const bool asks = !is_any || (static_cast<unsigned>(r) + round * kSystemChecks) %
+                                         static_cast<unsigned>(n_ranks) <
+                                     kSystemChecks;
+    const auto ending = channel_.membership()->ending_of(channel_.world_rank(r), asks);
+    if (!ending) continue;
+    ++n_left;
+    // Ranks that have sent all they had may leave while this one waits for others.
+    if (!is_any || !ending->is_orderly || n_left == n_ranks - 1) throw_ending(posted, r, *ending);
+  }
+  if (Clock::now() >= limit.end) throw_timeout(posted, limit);
+}
+
+void TaggedMessages::throw_timeout(const Posted& posted, Limit limit) const {
+  const int peer = posted.call_.root;
+  std::string text = fmt::format(
+      "rank {} waited {:.1f} s, until the timeout, for {} to {} (tag {})", channel_.rank(),
+      std::chrono::duration<double>(Clock::now() - limit.begin).count(), name_of_rank(peer),
+      posted.is_send() ? "receive" : "send", posted.tag_);
+  for (int r = 0; r < channel_.size(); ++r) {
+    if (peer == kAnySource ? r == channel_.rank() : r != peer) continue;
+    const std::string waits = waits_of(r);
+    if (peer == kAnySource && waits.empty()) continue;
+    text += fmt::format("\n  rank {} {}{}{}", r,
+                        channel_.membership()->condition_of(channel_.world_rank(r)),
+                        waits.empty() ? "" : ", and waits in ", waits);
+  }
+  throw TimeoutError(posted.context(peer), text);
+}
+
+/// "send to rank 1 (tag 4), recv from any rank (tag 0)": the first of its messages that wait.
+std::string TaggedMessages::waits_of(int rank) const {
+  constexpr int kMost = 4;
+  std::string text;
+  int n = 0;
+  for (std::int32_t i = rank * n_posts_; i < (rank + 1) * n_posts_ && n < kMost; ++i) {
+    const Post& post = post_at(i);
+    if (post.state.load(std::memory_order_acquire) != Post::posted) continue;
+    const bool is_send = post.is_send.load(std::memory_order_relaxed) != 0;
+    text += fmt::format("{}{} {} (tag {})", n++ == 0 ? "" : ", ", is_send ? "send to" : "recv from",
+                        name_of_rank(post.peer.load(std::memory_order_relaxed)),
+                        post.tag.load(std::memory_order_relaxed));
+  }
+  return text;
+}
+
+TaggedMessages::Posted::Posted(const TaggedMessages& messages, const Call& call, int tag,
+                               std::any memory)
+    : messages_(messages), call_(call), tag_(tag), memory_(std::move(memory)) {}
+
+TaggedMessages::Posted::~Posted() {
+  if (is_copy()) return;
+  while (!is_over() && post_ != nullptr) {  // a peer may be copying
+    end_with(nullptr);
+    std::this_thread::yield();
+  }
+}
+
+ErrorContext TaggedMessages::Posted::context(int peer) const {
+  ErrorContext context = context_of(call_, messages_.channel_.rank());
+  if (peer >= 0) context.peers = {peer};
+  return context;
+}
+
+std::exception_ptr TaggedMessages::Posted::difference(int peer, std::int64_t dtype,
+                                                      std::uint64_t count) const {
+  const auto elements = [](std::uint64_t n, DType type) {
+    return fmt::format("{} elements of {}", n, name_of(type));
+  };
+  const std::string mine = elements(call_.count, call_.dtype);
+  const std::string theirs = elements(count, static_cast<DType>(dtype));
+  const int me = messages_.channel_.rank();
+  return std::make_exception_ptr(MismatchError(
+      context(peer),
+      fmt::format("rank {} sends {}, rank {} receives {} (tag {}); both must name the same type "
+                  "and count",
+                  is_send() ? me : peer, is_send() ? mine : theirs, is_send() ? peer : me,
+                  is_send() ? theirs : mine, tag_)));
+}
+
+void TaggedMessages::Posted::release_post() {
+  const std::lock_guard lock(mutex_);
+  std::exchange(post_, nullptr)->state.store(Post::free, std::memory_order_release);
+}
+
+void TaggedMessages::Posted::collect(std::any& memory) {
+  const int mover = post_->mover.load(std::memory_order_relaxed);
+  const Channel& channel = messages_.channel_;
+  switch (post_->state.load(std::memory_order_acquire)) {
+    case Post::complete: source_.store(is_send() ? channel.rank() : mover); break;
+    case Post::differs: error_ = difference(mover, post_->why, post_->mover_count); break;
+    case Post::failed: {
+      const bool had_left = post_->why == ESRCH;
+      error_ = std::make_exception_ptr(
+          SystemError(context(mover), post_->why,
+                      fmt::format("rank {} could not copy the message{}", mover,
+                                  had_left ? ": this rank had left the group" : "")));
+      break;
+    }
+    case Post::moving:
+      if (!channel.membership()->is_gone(channel.world_rank(mover))) return;
+      // It may have ended the copy before it died.
+      if (post_->state.load(std::memory_order_acquire) != Post::moving) return collect(memory);
+      error_ = std::make_exception_ptr(
+          PeerLost(context(mover), fmt::format("rank {} died while it copied the message", mover)));
+      break;
+    default: return;
+  }
+  post_->state.store(Post::free, std::memory_order_release);
+  post_ = nullptr;
+  memory = std::exchange(memory_, {});
+  is_over_.store(true, std::memory_order_release);
+}
+
+bool TaggedMessages::Posted::is_settled(std::any& memory) {
+  if (is_copy()) return false;
+  const std::lock_guard lock(mutex_);
+  if (post_ != nullptr) collect(memory);
+  return post_ == nullptr;
+}
+
+bool TaggedMessages::Posted::is_over() {
+  if (is_over_.load(std::memory_order_acquire)) return true;
+  std::any memory;  // destroyed without the lock
+  (void)is_settled(memory);
+  return is_over_.load(std::memory_order_acquire);
+}
+
+bool TaggedMessages::Posted::poll() {
+  if (is_over() || is_copy()) return true;  // in a copy wait() throws
+  const auto now = Clock::now().time_since_epoch();
+  if (now.count() < next_look_.load(std::memory_order_relaxed)) return false;
+  next_look_.store((now + kLivenessInterval).count(), std::memory_order_relaxed);
+  try {
+    messages_.check(*this, {.begin = began_, .end = Clock::time_point::max()}, n_polls_++);
+  } catch (const Error&) {
+    end_with(std::current_exception());
+  }
+  return is_over();
+}
+
+void TaggedMessages::Posted::end_with(std::exception_ptr error) {
+  if (is_copy()) return;
+  std::any memory;  // destroyed without the lock
+  const std::lock_guard lock(mutex_);
+  if (is_over_ || post_ == nullptr) return;
+  std::uint32_t expected = Post::posted;
+  if (post_->state.compare_exchange_strong(expected, Post::withdrawn, std::memory_order_acq_rel)) {
+    memory = std::exchange(memory_, {});
+  } else {
+    collect(memory);
+    if (is_over_) return;
+    const Channel& channel = messages_.channel_;
+    const int mover = channel.world_rank(post_->mover.load(std::memory_order_relaxed));
+    if (!given_up_) given_up_ = Clock::now();
+    const bool is_frozen =
+        channel.membership()->is_stopped(mover) || Clock::now() - *given_up_ > kCopyPatience;
+    expected = Post::moving;
+    if (!is_frozen || !post_->state.compare_exchange_strong(expected, Post::abandoned,
+                                                            std::memory_order_acq_rel)) {
+      return;
+    }
+    (void)new std::any(std::move(memory_));  // the mover may write there once more
+  }
+  post_ = nullptr;
+  error_ = std::move(error);
+  is_over_.store(true, std::memory_order_release);
+}
+
+void TaggedMessages::Posted::wait(std::chrono::milliseconds timeout) {
+  if (!is_over()) {
+    if (is_copy()) {
+      throw UsageError(context(-1), "this process is a fork of the rank that began it");
+    }
+    wait_until_over({.begin = Clock::now(), .end = Clock::now() + timeout});
+  }
+  const std::lock_guard lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+}
+
+void TaggedMessages::Posted::wait_until_over(Limit limit) {
+  const Post* post = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    post = post_;
+  }
+  if (post == nullptr) return;  // over by now
+  // Another thread may collect the post, and it may be used again: then it is over.
+  const auto is_ready = [&] {
+    return post->state.load(std::memory_order_acquire) >= Post::complete || is_over_;
+  };
+  while (!is_ready() && Clock::now() < limit.begin + kPatience) {
+    if (messages_.channel_.is_oversubscribed()) {
+      base::yield_cpu();
+    } else {
+      for (int i = 0; i < 100 && !is_ready(); ++i) base::cpu_relax();
+    }
+  }
+  for (unsigned round = 0; !is_over(); ++round) {
+    const std::uint32_t state = post->state.load(std::memory_order_acquire);
+    if (state < Post::complete) {
+      const auto left = std::max<Clock::duration>(limit.end - Clock::now(), milliseconds(1));
+      base::futex_wait(post->state, state,
+                       std::min<std::chrono::nanoseconds>(left, kLivenessInterval),
+                       base::FutexScope::process);
+    }
+    if (is_over()) break;
+    try {
+      messages_.check(*this, limit, round);
+    } catch (const Error&) {
+      end_with(std::current_exception());
+    }
+  }
+}
+
+}  // namespace lockstep::shared
