@@ -79,7 +79,8 @@ def test_the_exception_of_a_rank_reaches_the_others(run_torch, call):
     assert "heard" in run_torch(2, program, code=1)
 
 
-def test_an_interrupt_ends_a_wait(run_torch):
+@pytest.mark.parametrize("wait", ["dist.barrier()", "dist.recv(torch.ones(1), 1 - rank, tag=rank)"])
+def test_an_interrupt_ends_a_wait(run_torch, wait):
     run_torch(
         2,
         """
@@ -88,7 +89,7 @@ def test_an_interrupt_ends_a_wait(run_torch):
         if rank == 0:
             with open("pid", "w") as file: file.write(str(os.getpid()))
             try:
-                dist.barrier()
+                WAIT
                 raise AssertionError
             except KeyboardInterrupt:
                 open("interrupted", "w").close()
@@ -98,11 +99,11 @@ def test_an_interrupt_ends_a_wait(run_torch):
             os.kill(int(open("pid").read()), signal.SIGINT)
             while not os.path.exists("interrupted"): time.sleep(0.01)
             try:
-                dist.barrier()
+                WAIT
                 raise AssertionError
             except ls.PeerFailed as error:
                 assert "KeyboardInterrupt" in str(error), error
-        """,
+        """.replace("WAIT", wait),
     )
 
 
@@ -123,34 +124,6 @@ def test_a_fork_is_no_rank(run_torch):
             sys.exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         dist.barrier()
-        """,
-    )
-
-
-def test_an_interrupt_ends_a_wait_for_a_message(run_torch):
-    run_torch(
-        2,
-        """
-        import lockstep as ls
-        x = torch.ones(1)
-        dist.barrier()
-        if rank == 0:
-            with open("pid", "w") as file: file.write(str(os.getpid()))
-            try:
-                dist.recv(x, 1)
-                raise AssertionError
-            except KeyboardInterrupt:
-                open("interrupted", "w").close()
-        else:
-            while not os.path.exists("pid") or not open("pid").read(): time.sleep(0.01)
-            while open(f"/proc/{open('pid').read()}/wchan").read() == "0": time.sleep(0.01)
-            os.kill(int(open("pid").read()), signal.SIGINT)
-            while not os.path.exists("interrupted"): time.sleep(0.01)
-            try:
-                dist.recv(x, 0, tag=3)
-                raise AssertionError
-            except ls.PeerFailed as error:
-                assert "KeyboardInterrupt" in str(error), error
         """,
     )
 
