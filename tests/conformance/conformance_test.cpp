@@ -368,14 +368,14 @@ TEST_P(Conformance, lists_of_parts_as_one_block) {
       if (has_lists) {
         ListCalls::all_gather(group, in, out_list, {}, where);
       } else {
-        group.all_gather(in, result);
+        group.all_gather(in, result, {}, where);
       }
       ASSERT_EQ(has_lists ? outs.joined() : all, gathered) << count;
 
       if (has_lists) {
         ListCalls::all_to_all(group, in_list, out_list, {}, where);
       } else {
-        group.all_to_all(block, result);
+        group.all_to_all(block, result, {}, where);
       }
       ASSERT_EQ(has_lists ? outs.joined() : all, exchanged) << count;
 
@@ -384,7 +384,7 @@ TEST_P(Conformance, lists_of_parts_as_one_block) {
         if (is_root && has_lists) {
           ListCalls::gather(group, in, out_list, root, {}, where);
         } else {
-          group.gather(in, result, root);
+          group.gather(in, result, root, {}, where);
         }
         if (is_root) {
           ASSERT_EQ(has_lists ? outs.joined() : all, gathered) << count;
@@ -394,7 +394,7 @@ TEST_P(Conformance, lists_of_parts_as_one_block) {
         if (root == rank && has_lists) {
           ListCalls::scatter(group, in_list, out, root, {}, where);
         } else {
-          group.scatter(block, out, root);
+          group.scatter(block, out, root, {}, where);
         }
         ASSERT_EQ(mine, piece(values(kType, count * n, 41, root), rank, n_bytes)) << count;
       }
@@ -402,7 +402,7 @@ TEST_P(Conformance, lists_of_parts_as_one_block) {
       if (has_lists) {
         ListCalls::reduce_scatter(group, in_list, out, ReduceOp::sum, {}, where);
       } else {
-        group.reduce_scatter(block, out);
+        group.reduce_scatter(block, out, ReduceOp::sum, {}, where);
       }
       ASSERT_EQ(mine,
                 piece(all_reduced(kType, ReduceOp::sum, count * n, 41, n_ranks), rank, n_bytes));
@@ -428,11 +428,11 @@ TEST_P(Conformance, lists_of_unequal_parts) {
     const ConstElements in{mine.data(), count_of(rank), DType::i32};
     Parts outs(Bytes(expected.size()), n_ranks, [&](int r) { return 4 * count_of(r); });
     Bytes all(expected.size());
+    const auto where = std::source_location::current();
     if (rank % 2 == 0) {
-      internal::ListCalls::all_gather(group, in, outs.elements<Elements>(DType::i32), {},
-                                      std::source_location::current());
+      internal::ListCalls::all_gather(group, in, outs.elements<Elements>(DType::i32), {}, where);
     } else {
-      group.all_gather(in, {all.data(), all.size() / 4, DType::i32}, counts);
+      group.all_gather(in, {all.data(), all.size() / 4, DType::i32}, counts, {}, where);
     }
     EXPECT_EQ(rank % 2 == 0 ? outs.joined() : all, expected);
   });
