@@ -61,7 +61,7 @@ class MessageRoundsTest : public ::testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(Ranks, MessageRoundsTest, ::testing::Values(3, 8, 9, 16, 21, 64));
 
 /// In the header's message, passed on, in rounds of slices, from each to each.
-constexpr std::size_t kRoundsCounts[] = {0, 1, 16, 17, 300, 600, 2'000, 70'001};
+constexpr std::size_t kRoundsCounts[] = {0, 1, 16, 17, 300, 600, 2'000, 4'096, 4'097, 70'001};
 
 TEST_P(MessageRoundsTest, reductions) {
   run_message_ranks(n, [&](Engine& engine) {
@@ -83,7 +83,7 @@ TEST_P(MessageRoundsTest, reductions) {
 
 TEST_P(MessageRoundsTest, reduce_scatter) {
   run_message_ranks(n, [&](Engine& engine) {
-    for (const std::size_t count : {1, 7, 100, 1'100}) {
+    for (const std::size_t count : {1, 7, 100, 1'100, 4'096, 4'097}) {
       const auto in = values_of(engine.rank(), count * n_ranks);
       std::vector<float> out(count);
       engine.run(call_of(Op::reduce_scatter, count, in.data(), out.data()));
@@ -107,7 +107,7 @@ TEST_P(MessageRoundsTest, broadcast_from_every_root) {
 TEST_P(MessageRoundsTest, gather_scatter_all_gather_all_to_all) {
   run_message_ranks(n, [&](Engine& engine) {
     const int rank = engine.rank();
-    for (const std::size_t count : {1, 16, 100, 1'000}) {
+    for (const std::size_t count : {1, 16, 100, 1'000, 4'096, 4'097}) {
       std::vector<float> every;  // of all ranks, in order
       for (int r = 0; r < n; ++r) {
         const auto part = values_of(r, count);
@@ -178,7 +178,7 @@ TEST_P(MessageRoundsTest, split_and_messages_between_two_ranks) {
     std::vector<float> one{1};
     part->run(call_of(Op::all_reduce, 1, one.data(), one.data()));
     ASSERT_EQ(one[0], static_cast<float>(part->size()));
-    for (const std::size_t count : {1, 1'000}) {
+    for (const std::size_t count : {1, 1'000, 4'096, 4'097}) {
       std::vector<float> data = values_of(rank, count);
       if (rank == 0) engine.run(call_of(Op::send, count, data.data(), nullptr, n - 1));
       if (rank == n - 1) {
@@ -316,6 +316,59 @@ TEST_P(MessageRoundsTest, messages_grow_with_the_logarithm_of_ranks) {
     if (expected.n_messages == once) {
       EXPECT_LE(network.most().n_bytes, expected.n_messages * 128 + n_ranks * 64);
     }
+  }
+}
+
+TEST_P(MessageRoundsTest, up_to_eight_ranks_send_16_kib_behind_the_header) {
+  if (n > 8) return;
+  constexpr std::size_t kHeader = 64;
+  const auto n_others = static_cast<std::uint64_t>(n - 1);
+  const auto traffic_of = [&](Op op, std::size_t n_bytes) {
+    MessageNetwork network(n);
+    run_message_ranks(
+        n,
+        [&](Engine& engine) {
+          std::vector<std::byte> in(n_bytes * n_ranks, std::byte(engine.rank())), out(in.size());
+          Call call = call_of(op, n_bytes, in.data(), out.data(), /*root=*/1);
+          if (op == Op::broadcast || op == Op::all_reduce || op == Op::reduce) call.in = call.out;
+          call.dtype = DType::u8;
+          engine.run(call);
+        },
+        &network);
+    return network.most();
+  };
+  for (const Op op : {Op::all_reduce, Op::all_gather, Op::broadcast, Op::reduce, Op::gather,
+                      Op::scatter, Op::reduce_scatter, Op::all_to_all}) {
+    const bool is_in_slices = n > 2 && (op == Op::broadcast || op == Op::reduce);
+    for (const std::size_t n_bytes : {0, 1, 1'000, 16 << 10}) {
+      if (is_in_slices && n_bytes == 16 << 10) continue;
+      const test::Traffic traffic = traffic_of(op, n_bytes);
+      EXPECT_EQ(traffic.n_messages, n_others) << name_of(op) << n_bytes;
+      EXPECT_EQ(traffic.n_bytes, n_others * (kHeader + n_bytes)) << name_of(op) << n_bytes;
+    }
+    EXPECT_GT(traffic_of(op, (16 << 10) + 1).n_messages, n_others) << name_of(op);
+  }
+}
+
+TEST_P(MessageRoundsTest, a_long_message_beside_a_short_one_is_a_mismatch) {
+  constexpr std::size_t kLongest = 4'096;
+  for (const std::size_t count : {kLongest, kLongest + 1}) {
+    run_message_ranks(n, [&](Engine& engine) {
+      std::vector<float> data(count);
+      const bool is_other = engine.rank() == 1;
+      error_of_rounds<MismatchError>([&] {
+        engine.run(call_of(is_other ? Op::all_reduce : Op::barrier, is_other ? count : 0,
+                           data.data(), data.data()));
+      });
+    });
+    run_message_ranks(n, [&](Engine& engine) {
+      std::vector<float> data(count);
+      if (engine.rank() > 1) return;
+      error_of_rounds<MismatchError>([&] {
+        engine.run(engine.rank() == 0 ? call_of(Op::send, count, data.data(), nullptr, 1)
+                                      : call_of(Op::recv, count - 1, nullptr, data.data(), 0));
+      });
+    });
   }
 }
 

@@ -32,6 +32,7 @@ class Channel {
   int rank() const noexcept { return transport_.rank(); }
   int size() const noexcept { return transport_.size(); }
   std::size_t piece_bytes() const noexcept { return transport_.piece_bytes(); }
+  bool takes_shorter_messages() const noexcept { return transport_.takes_shorter_messages(); }
   void prepare(std::span<const Message> messages) { transport_.prepare(messages); }
 
   /// Returns when all messages, none of them empty, have been sent and received. Notifies

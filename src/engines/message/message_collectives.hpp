@@ -21,6 +21,9 @@ class Collectives {
 
   void run(const Call& call, Limit& limit);
 
+  /// Whether a broadcast or reduce of that size is one of slices first, and not of all data.
+  bool is_sent_in_slices(std::size_t n_bytes) const;
+
  private:
   /// One step of a call: its messages and the call they belong to.
   struct Step {
@@ -47,7 +50,6 @@ class Collectives {
   /// each, if it then sends `n_bytes` more.
   bool is_faster_in_rounds(int n_exchanges, double n_bytes) const;
   bool is_all_to_all_faster_in_rounds(std::size_t part_bytes) const;
-  bool is_sent_in_slices(std::size_t n_bytes) const;
   void all_reduce(Step step);
   void reduce(Step step);
   void reduce_in_slices(Step step);

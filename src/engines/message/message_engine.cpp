@@ -16,6 +16,7 @@
 
 #include "base/bytes.hpp"
 #include "base/memory.hpp"
+#include "engines/message/first_messages.hpp"
 #include "engines/message/header.hpp"
 #include "engines/message/message_channel.hpp"
 #include "engines/message/message_collectives.hpp"
@@ -84,6 +85,8 @@ class MessageEngine final : public Engine {
   /// Exchanges every rank's header and payload, into payloads_. Throws if headers disagree.
   void compare(const Call& call, const Header& mine, std::span<const std::byte> payload,
                Limit& limit);
+  /// The same, of what the first messages have been given.
+  void exchange_firsts(const Call& call, const Header& mine, Limit& limit);
   void perform(const Call& call);
   /// Work whose exceptions that no peer knows of end the group on every rank.
   template <class Work>
@@ -98,10 +101,10 @@ class MessageEngine final : public Engine {
     }
   }
   std::unique_ptr<Engine> split_engine(const Call& call, int color, int key);
-  void make_firsts();
   void fail_mismatch(const Call& call);
-  /// How many bytes this rank sends eagerly in the first message; nullopt: none, they follow.
-  std::optional<std::size_t> eager_bytes(const Call& call) const;
+  /// Whether the data of the call is in the first messages, and no other messages follow.
+  bool is_eager(const Call& call) const;
+  void perform_eagerly(const Call& call, Limit& limit);
   void complete_eager(const Call& call);
   /// Compares send and recv of two ranks, whose source lines differ. True: the data was eager.
   bool compare_pair(const Call& call, Limit& limit);
@@ -115,32 +118,17 @@ class MessageEngine final : public Engine {
   // Null: each rank sends to each.
   const std::unique_ptr<Rounds> rounds_ =
       channel_->has_rounds() ? std::make_unique<Rounds>(*channel_) : nullptr;
-  std::vector<First> firsts_;  // with rounds_: to report a mismatch only
-  std::vector<Message> first_messages_;
-  std::vector<const void*> payloads_;  // by rank
+  std::optional<FirstMessages> firsts_;  // with rounds_: to report a mismatch only
+  std::vector<const void*> payloads_;    // by rank
   const Costs costs_;
   Collectives collectives_{*channel_, rounds_.get(), costs_};
 };
 
 MessageEngine::MessageEngine(std::string name, std::unique_ptr<Channel> channel, const Costs& costs)
     : name_(std::move(name)), channel_(std::move(channel)), costs_(costs) {
-  if (rounds_) {
-    for (int r = 0; r < size(); ++r) payloads_.push_back(rounds_->payload(r));
-    return;
-  }
-  make_firsts();
-  for (const First& first : firsts_) payloads_.push_back(first.payload.data());
-  channel_->prepare(first_messages_);
-}
-
-void MessageEngine::make_firsts() {
-  firsts_.resize(static_cast<std::size_t>(size()));
-  First* const own = &firsts_[static_cast<std::size_t>(rank())];
+  if (!rounds_) firsts_.emplace(*channel_);
   for (int r = 0; r < size(); ++r) {
-    First* const other = &firsts_[static_cast<std::size_t>(r)];
-    if (is(r)) continue;
-    first_messages_.push_back({Way::send, r, own, sizeof(First)});
-    first_messages_.push_back({Way::receive, r, other, sizeof(First)});
+    payloads_.push_back(rounds_ ? rounds_->payload(r) : firsts_->payload(r));
   }
 }
 
@@ -148,102 +136,157 @@ void MessageEngine::compare(const Call& call, const Header& mine,
                             std::span<const std::byte> payload, Limit& limit) {
   if (rounds_) {
     if (rounds_->compare(mine, payload, call, limit)) return;
-    make_firsts();
+    firsts_.emplace(*channel_);
+    payload = {};
   }
-  First& own = firsts_[static_cast<std::size_t>(rank())];
-  own.header = mine;
-  if (!rounds_) copy_bytes(own.payload.data(), payload.data(), payload.size());
-  channel_->exchange(first_messages_, call, limit);
+  firsts_->begin(mine);
+  firsts_->send_to_all(payload);
+  exchange_firsts(call, mine, limit);
+}
+
+void MessageEngine::exchange_firsts(const Call& call, const Header& mine, Limit& limit) {
+  firsts_->exchange(call, limit);
   const bool compares_sites = call.check == Check::full;
-  for (const First& other : firsts_) {
-    if (!agree(mine, other.header, compares_sites)) return fail_mismatch(call);
+  for (int r = 0; r < size(); ++r) {
+    if (!agree(mine, firsts_->header(r), compares_sites)) return fail_mismatch(call);
   }
 }
 
 void MessageEngine::fail_mismatch(const Call& call) {
   std::vector<Row> rows;
-  for (int r = 0; r < size(); ++r) {
-    rows.push_back({r, firsts_[static_cast<std::size_t>(r)].header});
-  }
+  for (int r = 0; r < size(); ++r) rows.push_back({r, firsts_->header(r)});
   channel_->fail(difference_of(rows), call);
 }
 
-std::optional<std::size_t> MessageEngine::eager_bytes(const Call& call) const {
-  std::size_t count = call.count, most = count;
+bool MessageEngine::is_eager(const Call& call) const {
+  // The same value on all ranks.
+  const std::size_t count =
+      call.counts.empty() ? call.count : *std::ranges::max_element(call.counts);
+  const std::size_t n_bytes = count * size_of(call.dtype);
   switch (call.op) {
-    case Op::all_gather:
-    case Op::gather:
-      if (!call.counts.empty()) {
-        count = call.counts[static_cast<std::size_t>(rank())];
-        most = *std::ranges::max_element(call.counts);  // the same value on all ranks
-      }
-      break;
-    case Op::barrier:
+    case Op::barrier: return true;
     case Op::all_reduce:
+    case Op::all_gather:
+    case Op::gather: break;
+    case Op::broadcast:
     case Op::reduce:
-    case Op::broadcast: break;
+      if (collectives_.is_sent_in_slices(n_bytes)) return false;
+      break;
     case Op::scatter:
     case Op::reduce_scatter:
     case Op::all_to_all:
+      if (rounds_) return false;
+      break;
     case Op::send:
     case Op::recv:
     case Op::split:
-    case Op::allocate: return std::nullopt;
+    case Op::allocate: return false;
   }
-  if (call.op == Op::barrier) return 0;
-  const std::size_t limit = rounds_ ? rounds_->payload_bytes() : sizeof(First::payload);
-  if (most * size_of(call.dtype) > limit) return std::nullopt;
-  return count * size_of(call.dtype);
+  return n_bytes <= (rounds_ ? rounds_->payload_bytes() : firsts_->payload_bytes());
+}
+
+void MessageEngine::perform_eagerly(const Call& call, Limit& limit) {
+  const Header mine = headers_.of(call);
+  const std::size_t count =
+      call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(rank())];
+  const std::size_t n_bytes = call.op == Op::barrier ? 0 : count * size_of(call.dtype);
+  const std::span own(bytes(call.in), n_bytes);
+  if (rounds_) {
+    compare(call, mine, own, limit);
+    return complete_eager(call);
+  }
+  firsts_->begin(mine);
+  switch (call.op) {
+    case Op::all_reduce:
+    case Op::all_gather: firsts_->send_to_all(own); break;
+    case Op::broadcast:
+      if (is(call.root)) firsts_->send_to_all(own);
+      break;
+    case Op::reduce:
+    case Op::gather: firsts_->send_to(call.root, own); break;
+    case Op::scatter:
+      if (is(call.root)) firsts_->send_parts(bytes(call.in), n_bytes);
+      break;
+    case Op::reduce_scatter:
+    case Op::all_to_all: firsts_->send_parts(bytes(call.in), n_bytes); break;
+    case Op::barrier:
+    case Op::send:
+    case Op::recv:
+    case Op::split:
+    case Op::allocate: break;
+  }
+  exchange_firsts(call, mine, limit);
+  complete_eager(call);
 }
 
 void MessageEngine::complete_eager(const Call& call) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   const auto payload = [this](int r) { return payloads_[static_cast<std::size_t>(r)]; };
-  if (call.op == Op::broadcast) {
-    copy_bytes(call.out, payload(call.root), n_bytes);
-  } else if (call.op == Op::all_reduce || (call.op == Op::reduce && is(call.root))) {
-    if (call.count > 0) {
-      kernels::reduce(call.dtype, call.reduce, payloads_.data(), size(), call.out, call.count);
-    }
-  } else if (call.op == Op::all_gather || (call.op == Op::gather && is(call.root))) {
-    std::size_t at = 0;
-    for (int r = 0; r < size(); ++r) {
-      const std::size_t part =
-          (call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(r)]) *
-          size_of(call.dtype);
-      copy_bytes(bytes(call.out) + at, payload(r), part);
-      at += part;
-    }
+  switch (call.op) {
+    case Op::broadcast:
+    case Op::scatter: return copy_bytes(call.out, payload(call.root), n_bytes);
+    case Op::reduce:
+      if (!is(call.root)) return;
+      [[fallthrough]];
+    case Op::all_reduce:
+    case Op::reduce_scatter:
+      if (call.count == 0) return;
+      return kernels::reduce(call.dtype, call.reduce, payloads_.data(), size(), call.out,
+                             call.count);
+    case Op::gather:
+      if (!is(call.root)) return;
+      [[fallthrough]];
+    case Op::all_gather:
+    case Op::all_to_all: break;
+    case Op::barrier:
+    case Op::send:
+    case Op::recv:
+    case Op::split:
+    case Op::allocate: return;
+  }
+  std::size_t at = 0;
+  for (int r = 0; r < size(); ++r) {
+    const std::size_t part = call.counts.empty()
+                                 ? n_bytes
+                                 : call.counts[static_cast<std::size_t>(r)] * size_of(call.dtype);
+    copy_bytes(bytes(call.out) + at, payload(r), part);
+    at += part;
   }
 }
 
 bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
-  const bool is_eager = n_bytes <= sizeof(First::payload);
-  First mine{headers_.of(call), {}};
-  First other{};
-  const auto received =
-      rounds_ ? rounds_->first_message() : std::as_writable_bytes(std::span(&other, 1));
-  if (is_eager && call.op == Op::send) copy_bytes(mine.payload.data(), call.in, n_bytes);
-  const std::array<Message, 2> messages = {
-      Message{Way::send, call.root, &mine, sizeof(mine)},
-      Message{Way::receive, call.root, received.data(), received.size()}};
-  Header elsewhere{};
-  if (!channel_->exchange_with(call.root, messages, elsewhere, call, limit)) {
-    other.header = elsewhere;
-  } else if (rounds_) {
-    std::memcpy(&other, received.data(), sizeof(other));
+  const Header mine = headers_.of(call);
+  const bool eager = n_bytes <= (rounds_ ? sizeof(First::payload) : firsts_->payload_bytes());
+  const std::span payload(bytes(call.in), eager && call.op == Op::send ? n_bytes : 0);
+  Header header{};  // of the peer
+  const std::byte* data = nullptr;
+  if (!rounds_) {
+    if (firsts_->exchange_with(call.root, mine, payload, header, call, limit)) {
+      header = firsts_->header(call.root);
+    }
+    data = firsts_->payload(call.root);
+  } else {
+    First first{mine, {}};
+    copy_bytes(first.payload.data(), payload.data(), payload.size());
+    const std::span<std::byte> received = rounds_->first_message();
+    const std::array<Message, 2> messages = {
+        Message{Way::send, call.root, &first, sizeof(first)},
+        Message{Way::receive, call.root, received.data(), received.size()}};
+    if (channel_->exchange_with(call.root, messages, header, call, limit)) {
+      std::memcpy(&header, received.data(), sizeof(header));
+    }
+    data = received.data() + sizeof(header);
   }
   const Op wanted = call.op == Op::send ? Op::recv : Op::send;
-  const Header& header = other.header;
   if (static_cast<Op>(header.step) != wanted || header.root != rank() ||
-      header.dtype != mine.header.dtype || header.count != mine.header.count) {
-    std::array<Row, 2> rows{Row{rank(), mine.header}, Row{call.root, header}};
+      header.dtype != mine.dtype || header.count != mine.count) {
+    std::array<Row, 2> rows{Row{rank(), mine}, Row{call.root, header}};
     if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
     channel_->fail(difference_of(rows), call);
   }
-  if (is_eager && call.op == Op::recv) copy_bytes(call.out, other.payload.data(), n_bytes);
-  return is_eager;
+  if (eager && call.op == Op::recv) copy_bytes(call.out, data, n_bytes);
+  return eager;
 }
 
 void MessageEngine::run(const Call& call) {
@@ -257,9 +300,8 @@ void MessageEngine::perform(const Call& call) {
   if (call.check != Check::off || call.op == Op::barrier) {
     if (is_pair) {
       if (compare_pair(call, limit)) return;
-    } else if (const auto n = eager_bytes(call)) {
-      compare(call, headers_.of(call), {bytes(call.in), *n}, limit);
-      return complete_eager(call);
+    } else if (is_eager(call)) {
+      return perform_eagerly(call, limit);
     } else {
       compare(call, headers_.of(call), {}, limit);
     }

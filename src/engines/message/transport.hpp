@@ -90,7 +90,10 @@ class Transport {
   virtual std::vector<int> awaited() = 0;
   /// Ends an exchange that is not complete: its messages' memory is the caller's again.
   virtual void cancel() noexcept {}
-  /// A hint: this exact span will be exchanged often and does not change.
+  /// Whether a message may be shorter than its receive.
+  virtual bool takes_shorter_messages() const noexcept { return false; }
+  /// A hint: these messages will be exchanged often, from the same span; their receives do not
+  /// change.
   virtual void prepare(std::span<const Message> /*messages*/) {}
   /// Whether messages do not cross a network: bytes then cost little compared with messages.
   virtual bool is_on_one_host() const noexcept { return false; }
@@ -111,7 +114,7 @@ class Transport {
   /// Up to this many ranks, a message from each to each is faster than rounds.
   static constexpr int kMostDirect = 8;
   /// Whether exchanges of more ranks than that may take several rounds: wait() then returns often
-  /// while it waits, to answer questions, and a message may be shorter than its receive.
+  /// while it waits, to answer questions, and takes_shorter_messages().
   virtual bool has_rounds() const noexcept { return false; }
 
   using Exchange = std::function<void(std::span<const Message>)>;

@@ -32,7 +32,8 @@ struct LockstepMpi {
   /// must stay in place until then.
   int (*begin)(void* communicator, const lockstep::message::Message* messages,
                std::size_t n_messages, void** exchange);
-  /// A hint: the same messages will be passed to begin() often, with the same pointer.
+  /// A hint: these messages will be passed to begin() often, with the same pointer. Their receives
+  /// do not change.
   int (*prepare)(void* communicator, const lockstep::message::Message* messages,
                  std::size_t n_messages);
   /// Makes progress, with up to n_tests tests while messages are incomplete.

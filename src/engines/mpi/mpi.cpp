@@ -107,6 +107,7 @@ class Transport final : public message::Transport {
     // If it fails, the calls will fail too and report it.
     mpi_.prepare(communicator_, messages.data(), messages.size());
   }
+  bool takes_shorter_messages() const noexcept override { return true; }
   bool is_on_one_host() const noexcept override { return hosts_.are_one; }
   std::size_t piece_bytes() const noexcept override {
     return hosts_.are_one ? kPieceBytes : message::Transport::piece_bytes();

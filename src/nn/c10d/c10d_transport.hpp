@@ -26,6 +26,7 @@ class Transport final : public message::Transport {
   State wait(std::chrono::steady_clock::time_point deadline) override;
   void cancel() noexcept override;
   std::vector<int> awaited() override { return awaited_; }
+  bool takes_shorter_messages() const noexcept override { return wire_->takes_shorter_messages(); }
   bool has_rounds() const noexcept override {
     return wire_->can_wait_again() && size() > kMostDirect;
   }

@@ -48,9 +48,10 @@ class Wire {
 
   int rank() const { return group_->getRank(); }
   int size() const { return group_->getSize(); }
-  /// Whether a wait that was aborted can be repeated, and a message may be shorter than its
-  /// receive.
+  /// Whether a wait that was aborted can be repeated.
   bool can_wait_again() const { return is_gloo_; }
+  /// Whether a message may be shorter than its receive.
+  bool takes_shorter_messages() const { return is_gloo_; }
 
  private:
   friend class Transport;

@@ -17,11 +17,19 @@ using lockstep::message::First;
 using lockstep::message::Message;
 
 LockstepMpi right;
+const Message* firsts = nullptr;  // the first messages of every call of the last group
 std::vector<Message> current;
+bool are_firsts = false;
 bool is_wrong = false;  // the call whose messages these are
+
+int prepare(void* communicator, const Message* messages, std::size_t n) {
+  firsts = messages;
+  return right.prepare(communicator, messages, n);
+}
 
 int begin_wrongly(void* communicator, const Message* messages, std::size_t n, void** exchange) {
   current.assign(messages, messages + n);
+  are_firsts = messages == firsts;
   return right.begin(communicator, messages, n, exchange);
 }
 
@@ -31,7 +39,7 @@ int test_wrongly(void* exchange, std::size_t n_tests, std::int32_t* all_done) {
   for (const Message& message : current) {
     if (message.way != Message::Way::receive) continue;
     auto* data = static_cast<std::byte*>(message.data);
-    if (message.n_bytes == sizeof(First)) {
+    if (are_firsts) {
       First& first = *static_cast<First*>(message.data);
       is_wrong = first.header.op == static_cast<std::uint8_t>(Op::all_reduce) &&
                  first.header.dtype == static_cast<std::uint8_t>(DType::i32);
@@ -52,6 +60,7 @@ extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mp
     if (library == nullptr) std::abort();
     right = *reinterpret_cast<const LockstepMpi* (*)()>(::dlsym(library, kLockstepMpiSymbol))();
     LockstepMpi module = right;
+    module.prepare = prepare;
     module.begin = begin_wrongly;
     module.test = test_wrongly;
     return module;

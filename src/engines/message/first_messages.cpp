@@ -1,0 +1,82 @@
+#include "engines/message/first_messages.hpp"
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "base/bytes.hpp"
+
+namespace lockstep::message {
+namespace {
+
+using base::copy_bytes;
+using Way = Message::Way;
+
+constexpr std::size_t kAlignment = alignof(First);  // for kernels, and of a header's fields
+
+}  // namespace
+
+FirstMessages::FirstMessages(Channel& channel) : channel_(channel) {
+  static_assert(sizeof(Header) % kAlignment == 0 && kMostPayload % kAlignment == 0);
+  const auto n = static_cast<std::size_t>(channel_.size());
+  // Not written, so that the system provides only the pages that calls use.
+  memory_ = std::make_unique_for_overwrite<std::byte[]>(2 * n * stride_ + kAlignment);
+  const auto address = reinterpret_cast<std::uintptr_t>(memory_.get());
+  data_ = memory_.get() + (kAlignment - address % kAlignment);
+  // What is sent behind shorter data.
+  if (!is_shorter_taken_) std::memset(data_, 0, 2 * n * stride_);
+  for (int r = 0; r < channel_.size(); ++r) {
+    if (r == channel_.rank()) continue;
+    messages_.push_back({Way::send, r, own(), stride_});
+    messages_.push_back({Way::receive, r, at(r), stride_});
+  }
+  channel_.prepare(messages_);
+}
+
+void FirstMessages::begin(const Header& mine) {
+  std::memcpy(own(), &mine, sizeof(mine));
+  for (std::size_t i = 0; i < messages_.size(); i += 2) {
+    messages_[i].data = own();
+    messages_[i].n_bytes = length(0);
+  }
+}
+
+void FirstMessages::keep(std::span<const std::byte> data) {
+  copy_bytes(own() + sizeof(Header), data.data(), data.size());
+}
+
+void FirstMessages::send_to_all(std::span<const std::byte> data) {
+  keep(data);
+  for (std::size_t i = 0; i < messages_.size(); i += 2) messages_[i].n_bytes = length(data.size());
+}
+
+void FirstMessages::send_to(int to, std::span<const std::byte> data) {
+  keep(data);
+  if (to != channel_.rank()) message_to(to).n_bytes = length(data.size());
+}
+
+void FirstMessages::send_parts(const std::byte* parts, std::size_t part_bytes) {
+  const auto part = [&](int r) {
+    return std::span(parts + static_cast<std::size_t>(r) * part_bytes, part_bytes);
+  };
+  keep(part(channel_.rank()));
+  for (std::size_t i = 0; i < messages_.size(); i += 2) {
+    Message& message = messages_[i];
+    std::byte* const to = at(channel_.size() + message.peer);
+    std::memcpy(to, own(), sizeof(Header));
+    copy_bytes(to + sizeof(Header), part(message.peer).data(), part_bytes);
+    message.data = to;
+    message.n_bytes = length(part_bytes);
+  }
+}
+
+bool FirstMessages::exchange_with(int peer, const Header& mine, std::span<const std::byte> payload,
+                                  Header& elsewhere, const Call& call, Limit& limit) {
+  std::memcpy(own(), &mine, sizeof(mine));
+  keep(payload);
+  const std::array<Message, 2> messages = {Message{Way::send, peer, own(), length(payload.size())},
+                                           Message{Way::receive, peer, at(peer), stride_}};
+  return channel_.exchange_with(peer, messages, elsewhere, call, limit);
+}
+
+}  // namespace lockstep::message
