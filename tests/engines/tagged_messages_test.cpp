@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <any>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -290,10 +291,12 @@ TEST_P(TaggedMessagesTest, more_than_may_be_under_way) {
         sent.push_back(ranks.isend({i}, 2, 1));
         sent.back()->end_with(std::make_exception_ptr(UsageError({}, "enough")));
       }
+      ranks.send({2}, 1);  // rank 2, which does not receive yet, has the list of the others
       ranks.send({3}, 2);
     }
     if (rank == 1) {
       EXPECT_EQ(ranks.recv(1, 0), Ints{1});
+      EXPECT_EQ(ranks.recv(1, 0), Ints{2});
     }
     if (rank == 2) {
       EXPECT_EQ(ranks.recv(1, 0), Ints{3});
@@ -443,6 +446,74 @@ TEST_P(TaggedMessagesEndTest, a_poll_sees_the_end_of_a_rank) {
     expect_contains(thrown<PeerLost>([&] { waiting->wait(milliseconds(0)); }), "rank 1 ");
   });
   EXPECT_EQ(statuses[0], 0);
+}
+
+TEST_P(TaggedMessagesEndTest, a_rank_that_died_after_its_copies_is_no_mover) {
+  constexpr int kMost = 4096, kTrials = 300;
+  static constexpr std::size_t kLong = 100'000;
+  const auto statuses = end_on_ranks(3, [](Rank& ranks, int rank) {
+    std::vector<Rank::Posted> posted;  // every post of rank 0 is moved by rank 2
+    for (int i = 0; rank == 0 && i < kMost; ++i) {
+      posted.push_back(ranks.irecv(std::make_shared<Ints>(1), 2));
+    }
+    ranks.barrier();
+    if (rank == 2) {
+      for (int i = 0; i < kMost; ++i) ranks.send({i}, 0);
+      ::raise(SIGKILL);
+    }
+    if (rank == 0) {
+      for (const auto& each : posted) each->wait(Rank::kLimit);
+      expect_contains(thrown<PeerLost>([&] { (void)ranks.recv(1, 2); }), "rank 2 ");
+    }
+    for (int i = 0; i < kTrials; ++i) {
+      if (rank == 1) {
+        EXPECT_EQ(ranks.recv(1, 0), Ints{i});
+        ranks.send(numbers(kLong, i), 0, 1);
+        continue;
+      }
+      const auto data = std::make_shared<Ints>(kLong);
+      const auto got = ranks.irecv(data, 1, 1);
+      ranks.send({i}, 1);
+      while (!got->poll()) {
+      }
+      got->wait(Rank::kLimit);
+      EXPECT_EQ(got->source(), 1);
+      EXPECT_EQ(*data, numbers(kLong, i));
+    }
+  });
+  EXPECT_EQ(statuses[0], 0);
+  EXPECT_EQ(statuses[1], 0);
+}
+
+TEST_P(TaggedMessagesEndTest, a_rank_stopped_while_it_copies_is_named) {
+  static constexpr std::size_t kLong = (64 << 20) / sizeof(std::int32_t);
+  const SharedCount pid, told;
+  const auto statuses = end_on_ranks(3, [&](Rank& ranks, int rank) {
+    if (rank == 1) {
+      pid.store(::getpid());
+      ranks.barrier();
+      expect_contains(thrown<TimeoutError>([&] { ranks.send(Ints(kLong, 1), 0); }),
+                      "rank 0 has given up while this rank copied");
+      return;
+    }
+    if (rank == 2) {
+      ranks.barrier();
+      EXPECT_TRUE(told.wait_for(1));
+      return;
+    }
+    const auto data = std::make_shared<Ints>(kLong);
+    const auto got = ranks.irecv(data, TaggedMessages::kAnySource);
+    ranks.barrier();
+    EXPECT_TRUE(wait_until([&] { return std::atomic_ref(data->front()).load() == 1; }));
+    ::kill(pid.value(), SIGSTOP);  // takes effect when the copy's system call returns
+    EXPECT_TRUE(wait_until([&] { return thread_state(pid.value()) == 'T'; }));
+    const std::string text = thrown<TimeoutError>([&] { got->wait(milliseconds(300)); });
+    expect_contains(text, "rank 1 is stopped");
+    expect_contains(text, "and has begun to copy the message");
+    ::kill(pid.value(), SIGCONT);
+    told.raise();
+  });
+  for (const int status : statuses) EXPECT_EQ(status, 0);
 }
 
 /// Everyone with everyone, both ways at once, until an error.

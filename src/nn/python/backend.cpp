@@ -99,6 +99,7 @@ Backend::WorkResult Backend::message_in_host(const Message& message, const Error
       group(), joined_.messages,
       TaggedMessageWork::Message{
           .tensor = tensor, .in_place = in_place, .type = message.type, .title = message.title});
+  const CallOfPython ended_by_interrupts(group());
   work->post({.op = is_send ? Op::send : Op::recv,
               .dtype = elements.dtype,
               .root = message.peer,

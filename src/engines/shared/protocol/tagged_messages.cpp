@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <deque>
 #include <lockstep/error.hpp>
 #include <optional>
 #include <thread>
@@ -54,11 +55,12 @@ int copy_across(pid_t pid, Way way, void* here, std::uint64_t there, std::size_t
   return 0;
 }
 
-/// Ends a post that is moving. False if its owner has abandoned it.
+/// Ends a post that is moving. False if its owner has abandoned it, which frees it.
 bool finish(Post& post, Post::State state) noexcept {
   std::uint32_t expected = Post::moving;
   if (!post.state.compare_exchange_strong(expected, state, std::memory_order_acq_rel)) {
-    post.state.store(Post::free, std::memory_order_release);
+    expected = Post::abandoned;
+    post.state.compare_exchange_strong(expected, Post::free, std::memory_order_acq_rel);
     return false;
   }
   base::futex_wake_all(post.state, base::FutexScope::process);
@@ -69,11 +71,11 @@ std::string name_of_holder(int rank) { return rank < 0 ? "a rank" : fmt::format(
 
 }  // namespace
 
-/// Of the mailbox to which a message goes.
+/// Of a mailbox, for `posted`.
 class TaggedMessages::Lock {
  public:
-  Lock(const TaggedMessages& messages, const Posted& posted, Limit limit)
-      : mailbox_(messages.mailbox_of(posted)) {
+  Lock(const TaggedMessages& messages, Mailbox& mailbox, const Posted& posted, Limit limit)
+      : mailbox_(mailbox) {
     int error = ::pthread_mutex_trylock(&mailbox_.mutex);
     while (error == EBUSY || error == ETIMEDOUT) {
       messages.channel_.throw_if_failed(posted.call_);
@@ -83,6 +85,12 @@ class TaggedMessages::Lock {
     if (error == EOWNERDEAD) end_group(messages, posted);
     if (error != 0) {
       throw SystemError(posted.context(-1), error, "cannot lock the list of messages to a rank");
+    }
+    try {
+      messages.channel_.throw_if_failed(posted.call_);  // the last holder may have died
+    } catch (...) {
+      ::pthread_mutex_unlock(&mailbox_.mutex);
+      throw;
     }
     mailbox_.holder.store(messages.channel_.rank() + 1, std::memory_order_relaxed);
   }
@@ -108,8 +116,12 @@ class TaggedMessages::Lock {
   [[noreturn]] void end_group(const TaggedMessages& messages, const Posted& posted) const {
     Channel& channel = messages.channel_;
     int culprit = mailbox_.holder.load(std::memory_order_relaxed) - 1;
-    for (int r = 0; culprit < 0 && r < channel.size(); ++r) {
-      if (channel.membership()->is_gone(channel.world_rank(r))) culprit = r;
+    if (culprit < 0) {  // it died before it wrote that: known if no other is gone
+      std::vector<int> gone;
+      for (int r = 0; r < channel.size(); ++r) {
+        if (channel.membership()->is_gone(channel.world_rank(r))) gone.push_back(r);
+      }
+      if (gone.size() == 1) culprit = gone.front();
     }
     const PeerLost error(posted.context(culprit),
                          fmt::format("{} died while it changed the list of messages to rank {}",
@@ -150,7 +162,13 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call) {
     std::uint64_t address, value;
   };
   Segment& segment = channel.membership()->segment();
-  std::uint64_t mine = segment.header().nonce + static_cast<std::uint64_t>(channel.rank());
+  // Kept for ever: a peer may still write the word when an error has ended this rank's call.
+  static std::mutex mutex;
+  static auto& words = *new std::deque<std::uint64_t>();
+  std::uint64_t& mine = [&]() -> std::uint64_t& {
+    const std::lock_guard lock(mutex);
+    return words.emplace_back(segment.header().nonce + static_cast<std::uint64_t>(channel.rank()));
+  }();
   const auto agree = [&] {
     const Probe probe{.address = reinterpret_cast<std::uint64_t>(&mine), .value = mine};
     std::memcpy(channel.write_slot(sizeof probe), &probe, sizeof probe);
@@ -181,10 +199,6 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call) {
   const pid_t launcher = ::getppid();
   if (launcher > 1) ::prctl(PR_SET_PTRACER, launcher, 0, 0, 0);
   return agree();
-}
-
-Mailbox& TaggedMessages::mailbox_of(const Posted& posted) const noexcept {
-  return mailboxes_[posted.is_send() ? posted.call_.root : channel_.rank()];
 }
 
 /// Removes from the list the posts that nobody waits for, and the first that `matches` takes.
@@ -237,7 +251,13 @@ Post* TaggedMessages::take_post() {
   if (free_.empty()) {
     const std::int32_t first = channel_.rank() * n_posts_;
     for (std::int32_t i = first + n_posts_ - 1; i >= first; --i) {
-      if (post_at(i).state.load(std::memory_order_acquire) == Post::free) free_.push_back(i);
+      const Post& post = post_at(i);
+      const std::uint32_t state = post.state.load(std::memory_order_acquire);
+      const auto is_mover_gone = [&] {
+        const int mover = post.mover.load(std::memory_order_relaxed);
+        return channel_.membership()->is_gone(channel_.world_rank(mover));
+      };
+      if (state == Post::free || (state == Post::abandoned && is_mover_gone())) free_.push_back(i);
     }
     if (free_.empty()) return nullptr;
   }
@@ -247,16 +267,23 @@ Post* TaggedMessages::take_post() {
   return &post;
 }
 
+void TaggedMessages::free_withdrawn(const Posted& posted, Limit limit) const {
+  for (std::int32_t i = 0; i < n_posts_; ++i) {
+    const Post& post = post_at(channel_.rank() * n_posts_ + i);
+    if (post.state.load(std::memory_order_acquire) != Post::withdrawn) continue;
+    Mailbox& mailbox = mailbox_of(post.is_send.load(std::memory_order_relaxed) != 0,
+                                  post.peer.load(std::memory_order_relaxed));
+    const Lock lock(*this, mailbox, posted, limit);
+    for (PostList* const list : {&mailbox.sends, &mailbox.receives}) {
+      take_first(*list, [](const Post&) { return false; });
+    }
+  }
+}
+
 Post& TaggedMessages::describe(const Posted& posted, Limit limit) {
   Post* post = take_post();
   if (post == nullptr) {
-    {
-      const Lock lock(*this, posted, limit);
-      Mailbox& mailbox = mailbox_of(posted);
-      for (PostList* const list : {&mailbox.sends, &mailbox.receives}) {
-        take_first(*list, [](const Post&) { return false; });
-      }
-    }
+    free_withdrawn(posted, limit);
     post = take_post();
   }
   const Call& call = posted.call_;
@@ -289,8 +316,8 @@ std::shared_ptr<TaggedMessages::Posted> TaggedMessages::post(const Call& call, i
       const std::lock_guard lock(mutex_);
       under_way_.push_back(posted);
     }
-    const Lock lock(*this, *posted, limit);
-    Mailbox& mailbox = mailbox_of(*posted);
+    Mailbox& mailbox = mailbox_of(posted->is_send(), call.root);
+    const Lock lock(*this, mailbox, *posted, limit);
     match = take_match(mailbox, *posted);
     if (match == nullptr) append(posted->is_send() ? mailbox.sends : mailbox.receives, own);
   } catch (...) {

@@ -41,7 +41,9 @@ namespace lockstep::shared {
 /// That one finds `abandoned` before its next system call, and copies no more, unless it was
 /// stopped between this look and the system call: then it copies into memory that is never freed.
 ///
-/// A rank that dies while it holds a lock ends the group, because the list may be damaged.
+/// A rank that dies while it holds a lock ends the group, because the list may be damaged: who
+/// gets the lock later finds that the group has failed, which is recorded before the lock is
+/// released, and leaves the list alone.
 ///
 /// Threads: any. The channel must outlive it.
 class TaggedMessages {
@@ -73,7 +75,10 @@ class TaggedMessages {
     Clock::time_point begin, end;
   };
 
-  Mailbox& mailbox_of(const Posted& posted) const noexcept;
+  /// Of the messages to `peer` of a send, or to this rank.
+  Mailbox& mailbox_of(bool is_send, int peer) const noexcept {
+    return mailboxes_[is_send ? peer : channel_.rank()];
+  }
   Post& post_at(std::int32_t index) const noexcept { return posts_[index]; }
   int owner_of(const Post& post) const noexcept {
     return static_cast<int>((&post - posts_) / n_posts_);
@@ -84,6 +89,8 @@ class TaggedMessages {
   void append(PostList& list, Post& post) const noexcept;
   /// A post that is free; null: all are under way.
   Post* take_post();
+  /// Takes what this rank has withdrawn out of the lists.
+  void free_withdrawn(const Posted& posted, Limit limit) const;
   Post& describe(const Posted& posted, Limit limit);
   void move(Posted& posted, Post& post) const;
   /// Releases what nobody accesses any more.
@@ -135,6 +142,8 @@ class TaggedMessages::Posted {
   bool is_over();
   void wait_until_over(Limit limit);
   void release_post();
+  /// The rank that copies it; -1: none.
+  int mover() const;
   void collect(std::any& memory);  // requires the lock
   std::exception_ptr difference(int peer, std::int64_t dtype, std::uint64_t count) const;
   ErrorContext context(int peer) const;
@@ -143,7 +152,7 @@ class TaggedMessages::Posted {
   const Call call_;
   const int tag_;
   const Clock::time_point began_ = Clock::now();
-  std::mutex mutex_;  // guards the next four
+  mutable std::mutex mutex_;  // guards the next four
   std::any memory_;
   Post* post_ = nullptr;
   std::exception_ptr error_;

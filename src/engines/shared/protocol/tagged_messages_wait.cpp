@@ -54,15 +54,17 @@ void TaggedMessages::throw_timeout(const Posted& posted, Limit limit) const {
       "rank {} waited {:.1f} s, until the timeout, for {} to {} (tag {})", channel_.rank(),
       std::chrono::duration<double>(Clock::now() - limit.begin).count(), name_of_rank(peer),
       posted.is_send() ? "receive" : "send", posted.tag_);
+  const int mover = posted.mover();
   for (int r = 0; r < channel_.size(); ++r) {
     if (peer == kAnySource ? r == channel_.rank() : r != peer) continue;
     const std::string waits = waits_of(r);
-    if (peer == kAnySource && waits.empty()) continue;
-    text += fmt::format("\n  rank {} {}{}{}", r,
+    if (peer == kAnySource && waits.empty() && r != mover) continue;
+    text += fmt::format("\n  rank {} {}{}{}{}", r,
                         channel_.membership()->condition_of(channel_.world_rank(r)),
+                        r == mover ? ", and has begun to copy the message" : "",
                         waits.empty() ? "" : ", and waits in ", waits);
   }
-  throw TimeoutError(posted.context(peer), text);
+  throw TimeoutError(posted.context(peer == kAnySource ? mover : peer), text);
 }
 
 /// "send to rank 1 (tag 4), recv from any rank (tag 0)": the first of its messages that wait.
@@ -121,9 +123,10 @@ void TaggedMessages::Posted::release_post() {
 }
 
 void TaggedMessages::Posted::collect(std::any& memory) {
-  const int mover = post_->mover.load(std::memory_order_relaxed);
+  const std::uint32_t state = post_->state.load(std::memory_order_acquire);
+  const int mover = post_->mover.load(std::memory_order_relaxed);  // written before that state
   const Channel& channel = messages_.channel_;
-  switch (post_->state.load(std::memory_order_acquire)) {
+  switch (state) {
     case Post::complete: source_.store(is_send() ? channel.rank() : mover); break;
     case Post::differs: error_ = difference(mover, post_->why, post_->mover_count); break;
     case Post::failed: {
@@ -147,6 +150,13 @@ void TaggedMessages::Posted::collect(std::any& memory) {
   post_ = nullptr;
   memory = std::exchange(memory_, {});
   is_over_.store(true, std::memory_order_release);
+}
+
+int TaggedMessages::Posted::mover() const {
+  const std::lock_guard lock(mutex_);
+  const bool is_moving =
+      post_ != nullptr && post_->state.load(std::memory_order_acquire) == Post::moving;
+  return is_moving ? post_->mover.load(std::memory_order_relaxed) : -1;
 }
 
 bool TaggedMessages::Posted::is_settled(std::any& memory) {
