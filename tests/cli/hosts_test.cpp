@@ -1,4 +1,3 @@
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -13,35 +12,13 @@
 namespace lockstep::test {
 namespace {
 
-struct Mpi {
-  std::string name;
-  std::string module;
-  std::string line;  ///< how to start on MACHINES by AGENT
-};
-
-void PrintTo(const Mpi& mpi, std::ostream* out) { *out << mpi.name; }
-
 class MpiHostsTest : public ::testing::TestWithParam<Mpi> {
  protected:
-  /// `n_lines`: what the ranks print in all. MPICH 4.0.2 over UCX's TCP may not return from
-  /// MPI_Finalize, in a program of ten lines without lockstep too: its end is not waited for.
+  /// `n_lines`: what the ranks print in all.
   static Ended mpirun(int n, const Namespaces& machines, const std::string& program, int n_lines) {
     const TemporaryFolder folder;
-    machines.write_agent(folder / "agent");
-    const std::string line =
-        fmt::format(fmt::runtime(GetParam().line), fmt::arg("agent", folder / "agent"),
-                    fmt::arg("machines", machines.addresses(":2")), fmt::arg("n_ranks", 2 * n),
-                    fmt::arg("program", program));
-    Command command(StartOptions{.variables = {{"ASAN_OPTIONS", "detect_leaks=0"},
-                                               {"LOCKSTEP_MPI", GetParam().module},
-                                               // Namespaces of one kernel are one host to UCX,
-                                               // which would call others on this one's loopback.
-                                               {"UCX_NET_DEVICES", "cable"},
-                                               {"UCX_TLS", "tcp,self"},
-                                               {"OMPI_ALLOW_RUN_AS_ROOT", "1"},
-                                               {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"}},
-                                 .shell = "set -- " + line + "; " + Namespaces::shell_of(0)});
-    if (GetParam().name == "mpich") {
+    Command command = start_by_mpirun(GetParam(), n, machines, folder, program);
+    if (!GetParam().ends) {
       command.read_until("\n", n_lines);
       return {.exit_code = 0, .out = command.out(), .err = command.err()};
     }
@@ -51,18 +28,8 @@ class MpiHostsTest : public ::testing::TestWithParam<Mpi> {
   }
 };
 
-const std::string kOpenMpi =
-    "mpirun.openmpi --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 "
-    "--mca plm_rsh_agent {agent} --mca btl_tcp_if_include 10.77.0.0/24 "
-    "--mca oob_tcp_if_include 10.77.0.0/24 -x LOCKSTEP_MPI -x ASAN_OPTIONS "
-    "-H {machines} -n {n_ranks} {program}";
-const std::string kMpich =
-    "mpiexec.mpich -launcher ssh -launcher-exec {agent} -iface cable -hosts {machines} "
-    "-n {n_ranks} {program}";
-
 INSTANTIATE_TEST_SUITE_P(Libraries, MpiHostsTest,
-                         ::testing::Values(Mpi{"openmpi", OPENMPI_MODULE, kOpenMpi},
-                                           Mpi{"mpich", MPICH_MODULE, kMpich}),
+                         ::testing::Values(open_mpi(OPENMPI_MODULE), mpich(MPICH_MODULE)),
                          [](const auto& mpi) { return mpi.param.name; });
 
 TEST_P(MpiHostsTest, hierarchical_sends_once_per_host) {

@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -21,41 +20,6 @@
 // Machines of two ranks each, started by `lockstep run --nnodes`: Gloo between them.
 namespace lockstep::test {
 namespace {
-
-/// How the machines' `lockstep run` are started. `n_seconds_ahead`: each one's clock.
-struct Job {
-  std::vector<std::string> program;
-  std::vector<std::string> options = {};
-  std::vector<int> n_seconds_ahead = {};
-};
-
-std::vector<std::unique_ptr<Command>> start_on_machines(int n, const Job& job) {
-  std::vector<std::unique_ptr<Command>> nodes;
-  for (int node = 0; node < n; ++node) {
-    StartOptions start{
-        .arguments = {"run", "--nnodes", std::to_string(n), "--node-rank", std::to_string(node),
-                      "--rdzv", Namespaces::address(0) + ":29400", "-n", "2"},
-        .shell = Namespaces::shell_of(
-            node,
-            job.n_seconds_ahead.empty() ? 0 : job.n_seconds_ahead[static_cast<std::size_t>(node)])};
-    start.arguments.insert(start.arguments.end(), job.options.begin(), job.options.end());
-    start.arguments.insert(start.arguments.end(), job.program.begin(), job.program.end());
-    nodes.push_back(std::make_unique<Command>(start));
-  }
-  return nodes;
-}
-
-/// Their ends, in their order.
-std::vector<Ended> wait_for(const std::vector<std::unique_ptr<Command>>& nodes) {
-  std::vector<Ended> ends;
-  for (const auto& node : nodes) ends.push_back(node->wait());
-  for (const auto& node : nodes) node->expect_nothing_left();
-  return ends;
-}
-
-std::vector<Ended> run_on_machines(int n, const Job& job) {
-  return wait_for(start_on_machines(n, job));
-}
 
 TEST(HostsTest, hierarchical_over_gloo_sends_once_per_host) {
   for (const int n : {2, 3}) {

@@ -1,11 +1,82 @@
 #include "support/hosts.hpp"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdio>
+#include <ostream>
 
 namespace lockstep::test {
+
+std::vector<std::unique_ptr<Command>> start_on_machines(int n, const NodesJob& job) {
+  std::vector<std::unique_ptr<Command>> nodes;
+  for (int node = 0; node < n; ++node) {
+    StartOptions start{
+        .arguments = {"run", "--nnodes", std::to_string(n), "--node-rank", std::to_string(node),
+                      "--rdzv", Namespaces::address(0) + ":29400", "-n", "2"},
+        .shell = Namespaces::shell_of(
+            node,
+            job.n_seconds_ahead.empty() ? 0 : job.n_seconds_ahead[static_cast<std::size_t>(node)]),
+        .watchdog = job.watchdog};
+    start.arguments.insert(start.arguments.end(), job.options.begin(), job.options.end());
+    start.arguments.insert(start.arguments.end(), job.program.begin(), job.program.end());
+    nodes.push_back(std::make_unique<Command>(start));
+  }
+  return nodes;
+}
+
+std::vector<Ended> wait_for(const std::vector<std::unique_ptr<Command>>& nodes) {
+  std::vector<Ended> ends;
+  for (const auto& node : nodes) ends.push_back(node->wait());
+  for (const auto& node : nodes) node->expect_nothing_left();
+  return ends;
+}
+
+std::vector<Ended> run_on_machines(int n, const NodesJob& job) {
+  return wait_for(start_on_machines(n, job));
+}
+
+Mpi open_mpi(const std::string& module) {
+  return {.name = "openmpi",
+          .module = module,
+          .line =
+              "mpirun.openmpi --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 "
+              "--mca plm_rsh_agent {agent} --mca btl_tcp_if_include 10.77.0.0/24 "
+              "--mca oob_tcp_if_include 10.77.0.0/24 -x LOCKSTEP_MPI -x ASAN_OPTIONS "
+              "-H {machines} -n {n_ranks} {program}"};
+}
+
+Mpi mpich(const std::string& module) {
+  return {.name = "mpich",
+          .module = module,
+          .line =
+              "mpiexec.mpich -launcher ssh -launcher-exec {agent} -iface cable -hosts {machines} "
+              "-n {n_ranks} {program}",
+          .ends = false};
+}
+
+void PrintTo(const Mpi& mpi, std::ostream* out) { *out << mpi.name; }
+
+Command start_by_mpirun(const Mpi& mpi, int n, const Namespaces& machines,
+                        const TemporaryFolder& folder, const std::string& program,
+                        std::chrono::seconds watchdog) {
+  machines.write_agent(folder / "agent");
+  const std::string line = fmt::format(fmt::runtime(mpi.line), fmt::arg("agent", folder / "agent"),
+                                       fmt::arg("machines", machines.addresses(":2")),
+                                       fmt::arg("n_ranks", 2 * n), fmt::arg("program", program));
+  return Command(StartOptions{.variables = {{"ASAN_OPTIONS", "detect_leaks=0"},
+                                            {"LOCKSTEP_MPI", mpi.module},
+                                            // Namespaces of one kernel are one host to UCX, which
+                                            // would call others on this one's loopback.
+                                            {"UCX_NET_DEVICES", "cable"},
+                                            {"UCX_TLS", "tcp,self"},
+                                            {"OMPI_ALLOW_RUN_AS_ROOT", "1"},
+                                            {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"}},
+                              .shell = "set -- " + line + "; " + Namespaces::shell_of(0),
+                              .watchdog = watchdog});
+}
 
 HostsSaid read_hosts(const Ended& ended) {
   EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;

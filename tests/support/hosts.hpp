@@ -1,10 +1,51 @@
 #pragma once
 
+#include <chrono>
+#include <iosfwd>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "cli/command.hpp"
+#include "support/namespaces.hpp"
 
+// Jobs of two ranks on each of several machines, which are network namespaces.
 namespace lockstep::test {
+
+/// A job that one `lockstep run --nnodes` on each machine starts: Gloo between machines.
+struct NodesJob {
+  std::vector<std::string> program;
+  std::vector<std::string> options = {};  ///< of `lockstep run`
+  std::vector<int> n_seconds_ahead = {};  ///< each machine's clock; empty: that of the test
+  std::chrono::seconds watchdog = StartOptions().watchdog;
+};
+
+/// Starts it on the first `n` machines.
+std::vector<std::unique_ptr<Command>> start_on_machines(int n, const NodesJob& job);
+/// Their ends, in their order; nothing may be left then.
+std::vector<Ended> wait_for(const std::vector<std::unique_ptr<Command>>& nodes);
+std::vector<Ended> run_on_machines(int n, const NodesJob& job);
+
+/// An MPI, whose real mpirun starts a job: MPI between machines.
+struct Mpi {
+  std::string name;
+  std::string module;  ///< path of its module of the mpi engine; empty: built without
+  std::string line;    ///< how to start on MACHINES by AGENT
+  /// MPICH 4.0.2 over UCX's TCP may not return from MPI_Finalize, in a program of ten lines without
+  /// lockstep too: its end is not to be waited for.
+  bool ends = true;
+};
+
+/// `module`: OPENMPI_MODULE, MPICH_MODULE.
+Mpi open_mpi(const std::string& module);
+Mpi mpich(const std::string& module);
+void PrintTo(const Mpi& mpi, std::ostream* out);
+
+/// Starts a program, with its arguments, on `n` machines. `folder`, which gets a substitute for
+/// ssh, must outlive the command.
+Command start_by_mpirun(const Mpi& mpi, int n, const Namespaces& machines,
+                        const TemporaryFolder& folder, const std::string& program,
+                        std::chrono::seconds watchdog = StartOptions().watchdog);
 
 /// Output of rank 0 of programs/hosts.cpp.
 struct HostsSaid {
