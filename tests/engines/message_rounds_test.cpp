@@ -339,7 +339,9 @@ TEST_P(MessageRoundsTest, up_to_eight_ranks_send_16_kib_behind_the_header) {
   };
   for (const Op op : {Op::all_reduce, Op::all_gather, Op::broadcast, Op::reduce, Op::gather,
                       Op::scatter, Op::reduce_scatter, Op::all_to_all}) {
-    const bool is_in_slices = n > 2 && (op == Op::broadcast || op == Op::reduce);
+    // By the cost model.
+    const bool is_in_slices =
+        n > 2 && (op == Op::all_reduce || op == Op::broadcast || op == Op::reduce);
     for (const std::size_t n_bytes : {0, 1, 1'000, 16 << 10}) {
       if (is_in_slices && n_bytes == 16 << 10) continue;
       const test::Traffic traffic = traffic_of(op, n_bytes);

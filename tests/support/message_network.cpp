@@ -123,7 +123,7 @@ class NetworkTransport final : public message::Transport {
       if (r != rank_ && (to == kAllRanks || to == r)) post(r, message);
     }
   }
-  bool takes_shorter_messages() const noexcept override { return true; }
+  bool takes_shorter_messages() const noexcept override { return shared_->has_rounds; }
   bool has_rounds() const noexcept override { return shared_->has_rounds; }
   std::optional<ControlMessage> poll_control() override {
     const std::lock_guard lock(own().mutex);

@@ -20,7 +20,7 @@ struct Traffic {
 /// A message-passing library whose ranks are threads of this process. It counts.
 class MessageNetwork {
  public:
-  /// `has_rounds`: see Transport::has_rounds.
+  /// `has_rounds`: see Transport::has_rounds, and takes_shorter_messages.
   explicit MessageNetwork(int n_ranks, bool has_rounds = true);
   ~MessageNetwork();
   MessageNetwork(const MessageNetwork&) = delete;

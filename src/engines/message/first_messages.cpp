@@ -17,7 +17,8 @@ constexpr std::size_t kAlignment = alignof(First);  // for kernels, and of a hea
 }  // namespace
 
 FirstMessages::FirstMessages(Channel& channel) : channel_(channel) {
-  static_assert(sizeof(Header) % kAlignment == 0 && kMostPayload % kAlignment == 0);
+  static_assert(sizeof(Header) % kAlignment == 0 && kMostPayload % kAlignment == 0 &&
+                kMostPayloadOfHost % kAlignment == 0);
   const auto n = static_cast<std::size_t>(channel_.size());
   // Not written, so that the system provides only the pages that calls use.
   memory_ = std::make_unique_for_overwrite<std::byte[]>(2 * n * stride_ + kAlignment);
@@ -29,42 +30,42 @@ FirstMessages::FirstMessages(Channel& channel) : channel_(channel) {
     if (r == channel_.rank()) continue;
     messages_.push_back({Way::send, r, own(), stride_});
     messages_.push_back({Way::receive, r, at(r), stride_});
+    std::memset(at(r), 0, sizeof(Header));  // without comparison a peer may send less than that
   }
-  channel_.prepare(messages_);
+  if (!channel_.has_rounds()) channel_.prepare(messages_);
 }
 
-void FirstMessages::begin(const Header& mine) {
+void FirstMessages::set_own(const Header& mine, std::span<const std::byte> payload) {
   std::memcpy(own(), &mine, sizeof(mine));
+  copy_bytes(own() + sizeof(mine), payload.data(), payload.size());
+}
+
+void FirstMessages::send_to_all(const Header& mine, std::span<const std::byte> payload) {
+  set_own(mine, payload);
   for (std::size_t i = 0; i < messages_.size(); i += 2) {
     messages_[i].data = own();
-    messages_[i].n_bytes = length(0);
+    messages_[i].n_bytes = length(payload.size());
   }
 }
 
-void FirstMessages::keep(std::span<const std::byte> data) {
-  copy_bytes(own() + sizeof(Header), data.data(), data.size());
+void FirstMessages::send_to(int to, const Header& mine, std::span<const std::byte> payload) {
+  set_own(mine, payload);
+  for (std::size_t i = 0; i < messages_.size(); i += 2) {
+    messages_[i].data = own();
+    messages_[i].n_bytes = length(messages_[i].peer == to ? payload.size() : 0);
+  }
 }
 
-void FirstMessages::send_to_all(std::span<const std::byte> data) {
-  keep(data);
-  for (std::size_t i = 0; i < messages_.size(); i += 2) messages_[i].n_bytes = length(data.size());
-}
-
-void FirstMessages::send_to(int to, std::span<const std::byte> data) {
-  keep(data);
-  if (to != channel_.rank()) message_to(to).n_bytes = length(data.size());
-}
-
-void FirstMessages::send_parts(const std::byte* parts, std::size_t part_bytes) {
+void FirstMessages::send_parts(const Header& mine, const std::byte* parts, std::size_t part_bytes) {
   const auto part = [&](int r) {
     return std::span(parts + static_cast<std::size_t>(r) * part_bytes, part_bytes);
   };
-  keep(part(channel_.rank()));
+  set_own(mine, part(channel_.rank()));
   for (std::size_t i = 0; i < messages_.size(); i += 2) {
     Message& message = messages_[i];
     std::byte* const to = at(channel_.size() + message.peer);
-    std::memcpy(to, own(), sizeof(Header));
-    copy_bytes(to + sizeof(Header), part(message.peer).data(), part_bytes);
+    std::memcpy(to, &mine, sizeof(mine));
+    copy_bytes(to + sizeof(mine), part(message.peer).data(), part_bytes);
     message.data = to;
     message.n_bytes = length(part_bytes);
   }
@@ -72,8 +73,7 @@ void FirstMessages::send_parts(const std::byte* parts, std::size_t part_bytes) {
 
 bool FirstMessages::exchange_with(int peer, const Header& mine, std::span<const std::byte> payload,
                                   Header& elsewhere, const Call& call, Limit& limit) {
-  std::memcpy(own(), &mine, sizeof(mine));
-  keep(payload);
+  set_own(mine, payload);
   const std::array<Message, 2> messages = {Message{Way::send, peer, own(), length(payload.size())},
                                            Message{Way::receive, peer, at(peer), stride_}};
   return channel_.exchange_with(peer, messages, elsewhere, call, limit);

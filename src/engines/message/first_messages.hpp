@@ -17,9 +17,9 @@ namespace lockstep::message {
 /// receive, all have the longest length.
 class FirstMessages {
  public:
-  /// Up to this size the transport of an MPI or of Gloo sends a message without asking the receiver
-  /// more than once, and a copy at each end costs less than another exchange.
-  static constexpr std::size_t kMostPayload = 16 << 10;
+  /// Between hosts a copy at each end costs less than another exchange up to some 16 KiB. On one
+  /// host an MPI asks the receiver first if the message exceeds 4,096 bytes with its own headers.
+  static constexpr std::size_t kMostPayload = 16 << 10, kMostPayloadOfHost = 60 * 64;
 
   explicit FirstMessages(Channel& channel);
   // The messages have addresses of members.
@@ -29,13 +29,11 @@ class FirstMessages {
   /// The most bytes that a rank can send eagerly to another.
   std::size_t payload_bytes() const noexcept { return payload_bytes_; }
 
-  /// The next exchange sends this header to all ranks, ...
-  void begin(const Header& mine);
-  /// ... and behind it `own` to all or to one of them, ...
-  void send_to_all(std::span<const std::byte> own);
-  void send_to(int to, std::span<const std::byte> own);
-  /// ... or to each rank r the r-th of equal parts. This rank's own is its payload() then.
-  void send_parts(const std::byte* parts, std::size_t part_bytes);
+  /// The next exchange sends this header to all ranks, and behind it `payload` to all or to one, or
+  /// to each rank r the r-th of equal parts. This rank's own is its payload() then.
+  void send_to_all(const Header& mine, std::span<const std::byte> payload);
+  void send_to(int to, const Header& mine, std::span<const std::byte> payload);
+  void send_parts(const Header& mine, const std::byte* parts, std::size_t part_bytes);
   void exchange(const Call& call, Limit& limit) { channel_.exchange(messages_, call, limit); }
 
   /// Of a send or recv: the same with `peer` alone, and sends `payload`. False: see
@@ -43,24 +41,23 @@ class FirstMessages {
   bool exchange_with(int peer, const Header& mine, std::span<const std::byte> payload,
                      Header& elsewhere, const Call& call, Limit& limit);
 
-  /// After an exchange, what rank r sent; of this rank its own. Valid until the next begin().
+  /// After an exchange, what rank r sent; of this rank its own. Valid until the next one.
   const Header& header(int r) const noexcept { return *reinterpret_cast<const Header*>(at(r)); }
   const std::byte* payload(int r) const noexcept { return at(r) + sizeof(Header); }
 
  private:
   std::byte* at(int r) const noexcept { return data_ + static_cast<std::size_t>(r) * stride_; }
   std::byte* own() const noexcept { return at(channel_.rank()); }
-  void keep(std::span<const std::byte> own_payload);
+  void set_own(const Header& mine, std::span<const std::byte> payload);
   std::size_t length(std::size_t payload_bytes) const noexcept {
     return is_shorter_taken_ ? sizeof(Header) + payload_bytes : stride_;
-  }
-  Message& message_to(int r) noexcept {
-    return messages_[2 * static_cast<std::size_t>(r < channel_.rank() ? r : r - 1)];
   }
 
   Channel& channel_;
   const bool is_shorter_taken_ = channel_.takes_shorter_messages() && !channel_.has_rounds();
-  const std::size_t payload_bytes_ = is_shorter_taken_ ? kMostPayload : sizeof(First::payload);
+  const std::size_t payload_bytes_ = !is_shorter_taken_          ? sizeof(First::payload)
+                                     : channel_.is_on_one_host() ? kMostPayloadOfHost
+                                                                 : kMostPayload;
   const std::size_t stride_ = sizeof(Header) + payload_bytes_;
   // By rank: received, and this rank's own. Then by rank, if parts are sent: to be sent.
   std::unique_ptr<std::byte[]> memory_;

@@ -12,8 +12,7 @@ namespace {
 using base::bytes;
 using base::copy_bytes;
 
-/// Up to this size every rank sends all its data to all ranks (one exchange); above it, each
-/// rank reduces a slice (two exchanges).
+/// Above this size each rank of an all_reduce reduces a slice, in two exchanges.
 constexpr std::size_t kFlatBytes = 16 << 10;
 /// Above this size, a broadcast or reduce between more than two ranks of one host is sent in
 /// slices.
@@ -56,6 +55,14 @@ bool Collectives::is_faster_in_rounds(int n_exchanges, double n_bytes) const {
          n_exchanges * (n_rounds() * costs_.round_us - (size() - 1) * costs_.message_us) +
                  n_bytes * costs_.byte_us <
              0;
+}
+
+bool Collectives::is_sent_whole(std::size_t n_bytes) const {
+  if (n_bytes > kFlatBytes || channel_.is_on_one_host()) return n_bytes <= kFlatBytes;
+  // Each rank then sends more bytes, in one exchange less.
+  const double n_others = size() - 1, n_more = n_others - 2 * n_others / size();
+  return static_cast<double>(n_bytes) * n_more * costs_.byte_us <=
+         n_others * costs_.message_us + costs_.round_us;
 }
 
 bool Collectives::is_sent_in_slices(std::size_t n_bytes) const {
@@ -160,7 +167,7 @@ void Collectives::all_reduce(Step step) {
     rounds_->all_gather(own, parts.data(), slice, call, step.limit);
     return copy_bytes(data, parts.data(), n_bytes);
   }
-  if (rounds_ == nullptr && n_bytes <= kFlatBytes) {
+  if (rounds_ == nullptr && is_sent_whole(n_bytes)) {
     scratch_.resize(n * n_bytes);
     for (std::size_t r = 0; r < n; ++r) {
       step.send(static_cast<int>(r), data, n_bytes);

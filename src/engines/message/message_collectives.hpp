@@ -21,6 +21,8 @@ class Collectives {
 
   void run(const Call& call, Limit& limit);
 
+  /// Whether an all_reduce of that size sends all data to every rank, and not slices.
+  bool is_sent_whole(std::size_t n_bytes) const;
   /// Whether a broadcast or reduce of that size is one of slices first, and not of all data.
   bool is_sent_in_slices(std::size_t n_bytes) const;
 

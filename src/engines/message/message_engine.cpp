@@ -139,8 +139,7 @@ void MessageEngine::compare(const Call& call, const Header& mine,
     firsts_.emplace(*channel_);
     payload = {};
   }
-  firsts_->begin(mine);
-  firsts_->send_to_all(payload);
+  firsts_->send_to_all(mine, payload);
   exchange_firsts(call, mine, limit);
 }
 
@@ -166,6 +165,8 @@ bool MessageEngine::is_eager(const Call& call) const {
   switch (call.op) {
     case Op::barrier: return true;
     case Op::all_reduce:
+      if (!rounds_ && !collectives_.is_sent_whole(n_bytes)) return false;
+      break;
     case Op::all_gather:
     case Op::gather: break;
     case Op::broadcast:
@@ -190,30 +191,32 @@ void MessageEngine::perform_eagerly(const Call& call, Limit& limit) {
   const std::size_t count =
       call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(rank())];
   const std::size_t n_bytes = call.op == Op::barrier ? 0 : count * size_of(call.dtype);
-  const std::span own(bytes(call.in), n_bytes);
+  const auto own = [&] { return std::span<const std::byte>(bytes(call.in), n_bytes); };
   if (rounds_) {
-    compare(call, mine, own, limit);
+    compare(call, mine, own(), limit);
     return complete_eager(call);
   }
-  firsts_->begin(mine);
   switch (call.op) {
     case Op::all_reduce:
-    case Op::all_gather: firsts_->send_to_all(own); break;
+    case Op::all_gather: firsts_->send_to_all(mine, own()); break;
     case Op::broadcast:
-      if (is(call.root)) firsts_->send_to_all(own);
+      firsts_->send_to_all(mine, is(call.root) ? own() : std::span<const std::byte>());
       break;
     case Op::reduce:
-    case Op::gather: firsts_->send_to(call.root, own); break;
+    case Op::gather: firsts_->send_to(call.root, mine, own()); break;
     case Op::scatter:
-      if (is(call.root)) firsts_->send_parts(bytes(call.in), n_bytes);
-      break;
+      if (!is(call.root)) {
+        firsts_->send_to_all(mine, {});
+        break;
+      }
+      [[fallthrough]];
     case Op::reduce_scatter:
-    case Op::all_to_all: firsts_->send_parts(bytes(call.in), n_bytes); break;
+    case Op::all_to_all: firsts_->send_parts(mine, bytes(call.in), n_bytes); break;
     case Op::barrier:
     case Op::send:
     case Op::recv:
     case Op::split:
-    case Op::allocate: break;
+    case Op::allocate: firsts_->send_to_all(mine, {}); break;
   }
   exchange_firsts(call, mine, limit);
   complete_eager(call);

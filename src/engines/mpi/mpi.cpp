@@ -61,7 +61,7 @@ constexpr std::size_t kTestsPerClock = 8;
 constexpr int kPollsBeforeExchange = 4;
 /// For one host, so that a piece is still in the cache when it is reduced. Of 64 KiB to 1 MiB the
 /// fastest for 1 MiB between two ranks, with Open MPI and with MPICH.
-constexpr std::size_t kPieceBytes = 256 << 10;
+constexpr std::size_t kPieceBytes = 512 << 10;
 
 std::string text_of(const LockstepMpi& mpi, int code) {
   std::array<char, 512> text{};
