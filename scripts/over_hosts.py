@@ -123,7 +123,7 @@ def main():
     arguments.add_argument('page')
     arguments.add_argument('--rate', default='1gbit')
     arguments.add_argument('shapes', nargs='*', default=['2x1', '4x1', '2x2'])
-    given = arguments.parse_args()
+    given = arguments.parse_intermixed_args()
     if os.geteuid() != 0:
         sys.exit('over_hosts: only root can make network namespaces')
     signal.signal(signal.SIGTERM, lambda *_: sys.exit('over_hosts: ended by SIGTERM'))
