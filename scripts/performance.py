@@ -70,6 +70,10 @@ PROGRAMS = {
 OVER_MPI = 'mpi'
 # Of 2 ranks that bench/python_ranks.py starts.
 PYTHON = 'python'
+# What a user would do instead of 2 ranks of 1 thread: one process of 2.
+TRAINING = 'training'
+TRAININGS = {'convnet': '--epochs=12', 'resnet18': '--max-steps=8'}
+N_TRAININGS = 3  # of each, in turn
 
 
 def machine():
@@ -147,6 +151,30 @@ def run_over_mpi(lockstep):
                               for n_bytes, ratio in ratios.items()]}
 
 
+def images_per_second(lockstep, model, n_ranks):
+    train = os.path.normpath(os.path.join(os.path.dirname(lockstep), '../../examples/train/lockstep-train'))
+    with tempfile.NamedTemporaryFile(suffix='.jsonl') as file:
+        subprocess.run([lockstep, 'run', '-n', str(n_ranks), '--', train, f'--model={model}', '--batch=64',
+                        f'--threads={2 // n_ranks}', TRAININGS[model], f'--metrics={file.name}'],
+                       check=True, stdout=subprocess.DEVNULL)
+        epochs = [event for event in map(json.loads, open(file.name)) if event['event'] == 'epoch']
+    # Without the first, if there are more: its first step allocates.
+    return statistics.median(epoch['images_per_second'] for epoch in epochs[1:] or epochs)
+
+
+def run_trainings(lockstep):
+    rows = []
+    for model in TRAININGS:
+        alone, ratios = [], []
+        for _ in range(N_TRAININGS):
+            alone.append(images_per_second(lockstep, model, 1))
+            ratios.append(images_per_second(lockstep, model, 2) / alone[-1])
+        rows.append({'name': f'{model}: 2 ranks, 1 process of 2 threads', 'ratio': statistics.median(ratios),
+                     'least': min(ratios), 'most': max(ratios), 'images_per_second': statistics.median(alone)})
+        print(rows[-1], flush=True)
+    return {'rows': rows}
+
+
 def figures_of(name, lockstep):
     """(command, figures) of a run; the figures are None where it failed or is not built."""
     if name in RUNS:
@@ -157,6 +185,10 @@ def figures_of(name, lockstep):
     if name == OVER_MPI:
         print('./dev bench mpi', flush=True)
         return './dev bench mpi', run_over_mpi(lockstep)
+    if name == TRAINING:
+        command = 'lockstep run -n 2 -- lockstep-train --threads=1 --batch=64 --model=convnet|resnet18'
+        print(command, flush=True)
+        return command, run_trainings(lockstep)
     if name == PYTHON:
         interpreter = 'build/venv-python/bin/python'
         print('./dev bench python', flush=True)
@@ -212,7 +244,7 @@ def save(result, path):
 
 
 def measure(lockstep, out, *names):
-    every = [*RUNS, *PROGRAMS, OVER_MPI, PYTHON]
+    every = [*RUNS, *PROGRAMS, OVER_MPI, PYTHON, TRAINING]
     for name in names:
         if name not in every:
             sys.exit(f"there is no run '{name}'; there are {', '.join(every)}")
