@@ -57,15 +57,15 @@ bool Collectives::is_faster_in_rounds(int n_exchanges, double n_bytes) const {
              0;
 }
 
-bool Collectives::is_sent_whole(std::size_t n_bytes) const {
+bool Collectives::is_sent_whole(std::size_t n_bytes, Data data) const {
   if (n_bytes > kFlatBytes || channel_.is_on_one_host()) return n_bytes <= kFlatBytes;
-  // Each rank then sends more bytes, in one exchange less.
+  // Each rank then sends more bytes, in one exchange less, with the headers in two.
   const double n_others = size() - 1, n_more = n_others - 2 * n_others / size();
   return static_cast<double>(n_bytes) * n_more * costs_.byte_us <=
-         n_others * costs_.message_us + costs_.round_us;
+         (data == Data::with_headers ? 2 : 1) * exchange_us();
 }
 
-bool Collectives::is_sent_in_slices(std::size_t n_bytes) const {
+bool Collectives::is_sent_in_slices(std::size_t n_bytes, Data data) const {
   if (size() <= 2) return false;
   if (rounds_ != nullptr) return n_bytes > kPassedOnBytes;
   if (channel_.is_on_one_host()) return n_bytes > kSlicedBytes;
@@ -73,7 +73,8 @@ bool Collectives::is_sent_in_slices(std::size_t n_bytes) const {
   // exchange more.
   const double n_others = size() - 1, n_saved = n_others - 2 * n_others / size();
   return static_cast<double>(n_bytes) * n_saved * costs_.byte_us >
-         (n_others - 1) * costs_.message_us + costs_.round_us;
+         (n_others - 1) * costs_.message_us + costs_.round_us +
+             (data == Data::with_headers ? exchange_us() : 0);
 }
 
 Collectives::Slice Collectives::slice_of(const Call& call, int r) const {
@@ -91,7 +92,7 @@ void Collectives::broadcast(Step step) {
   if (is_faster_in_rounds(1, static_cast<double>(n_bytes) * (n_rounds() - 2))) {
     return rounds_->broadcast(bytes(call.out), n_bytes, call.root, call, step.limit);
   }
-  if (!is_sent_in_slices(n_bytes)) {
+  if (!is_sent_in_slices(n_bytes, Data::follows)) {
     for (int r = 0; is(call.root) && r < size(); ++r) step.send(r, call.out, n_bytes);
     step.receive(call.root, call.out, n_bytes);
     return step.run();
@@ -167,7 +168,7 @@ void Collectives::all_reduce(Step step) {
     rounds_->all_gather(own, parts.data(), slice, call, step.limit);
     return copy_bytes(data, parts.data(), n_bytes);
   }
-  if (rounds_ == nullptr && is_sent_whole(n_bytes)) {
+  if (rounds_ == nullptr && is_sent_whole(n_bytes, Data::follows)) {
     scratch_.resize(n * n_bytes);
     for (std::size_t r = 0; r < n; ++r) {
       step.send(static_cast<int>(r), data, n_bytes);
@@ -225,7 +226,7 @@ void Collectives::reduce(Step step) {
     }
     return;
   }
-  if (is_sent_in_slices(n_bytes)) return reduce_in_slices(step);
+  if (is_sent_in_slices(n_bytes, Data::follows)) return reduce_in_slices(step);
   for (std::size_t at = 0; at < n_bytes; at += kChunkBytes) {
     const std::size_t now = std::min(kChunkBytes, n_bytes - at);
     if (!is(call.root)) {

@@ -21,10 +21,12 @@ class Collectives {
 
   void run(const Call& call, Limit& limit);
 
+  /// Whether data follows the headers, in an exchange of its own, or is sent behind them.
+  enum class Data : bool { follows, with_headers };
   /// Whether an all_reduce of that size sends all data to every rank, and not slices.
-  bool is_sent_whole(std::size_t n_bytes) const;
+  bool is_sent_whole(std::size_t n_bytes, Data data) const;
   /// Whether a broadcast or reduce of that size is one of slices first, and not of all data.
-  bool is_sent_in_slices(std::size_t n_bytes) const;
+  bool is_sent_in_slices(std::size_t n_bytes, Data data) const;
 
  private:
   /// One step of a call: its messages and the call they belong to.
@@ -69,6 +71,8 @@ class Collectives {
     std::size_t n_bytes;
   };
   Slice slice_of(const Call& call, int r) const;
+  /// Microseconds of an exchange from each to each, but for its bytes.
+  double exchange_us() const { return (size() - 1) * costs_.message_us + costs_.round_us; }
   int n_rounds() const noexcept {
     return static_cast<int>(std::bit_width(static_cast<unsigned>(size() - 1)));
   }

@@ -158,6 +158,7 @@ void MessageEngine::fail_mismatch(const Call& call) {
 }
 
 bool MessageEngine::is_eager(const Call& call) const {
+  constexpr auto kEager = Collectives::Data::with_headers;
   // The same value on all ranks.
   const std::size_t count =
       call.counts.empty() ? call.count : *std::ranges::max_element(call.counts);
@@ -165,13 +166,13 @@ bool MessageEngine::is_eager(const Call& call) const {
   switch (call.op) {
     case Op::barrier: return true;
     case Op::all_reduce:
-      if (!rounds_ && !collectives_.is_sent_whole(n_bytes)) return false;
+      if (!rounds_ && !collectives_.is_sent_whole(n_bytes, kEager)) return false;
       break;
     case Op::all_gather:
     case Op::gather: break;
     case Op::broadcast:
     case Op::reduce:
-      if (collectives_.is_sent_in_slices(n_bytes)) return false;
+      if (collectives_.is_sent_in_slices(n_bytes, kEager)) return false;
       break;
     case Op::scatter:
     case Op::reduce_scatter:

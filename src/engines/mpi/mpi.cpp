@@ -59,8 +59,7 @@ static_assert(sizeof(ControlBytes) <= 4096 - 128);
 constexpr std::size_t kTestsPerClock = 8;
 /// Per rank: for the messages of a call and the control messages.
 constexpr int kPollsBeforeExchange = 4;
-/// For one host, so that a piece is still in the cache when it is reduced. Of 64 KiB to 1 MiB the
-/// fastest for 1 MiB between two ranks, with Open MPI and with MPICH.
+/// For one host, so that a piece is still in the cache when it is reduced: docs/mpi.md has others.
 constexpr std::size_t kPieceBytes = 512 << 10;
 
 std::string text_of(const LockstepMpi& mpi, int code) {

@@ -119,7 +119,9 @@ class TaggedMessages::Lock {
     if (culprit < 0) {  // it died before it wrote that: known if no other is gone
       std::vector<int> gone;
       for (int r = 0; r < channel.size(); ++r) {
-        if (channel.membership()->is_gone(channel.world_rank(r))) gone.push_back(r);
+        const auto ending =
+            channel.membership()->ending_of(channel.world_rank(r), /*ask_system=*/true);
+        if (ending && !ending->is_orderly) gone.push_back(r);
       }
       if (gone.size() == 1) culprit = gone.front();
     }
@@ -271,8 +273,11 @@ void TaggedMessages::free_withdrawn(const Posted& posted, Limit limit) const {
   for (std::int32_t i = 0; i < n_posts_; ++i) {
     const Post& post = post_at(channel_.rank() * n_posts_ + i);
     if (post.state.load(std::memory_order_acquire) != Post::withdrawn) continue;
-    Mailbox& mailbox = mailbox_of(post.is_send.load(std::memory_order_relaxed) != 0,
-                                  post.peer.load(std::memory_order_relaxed));
+    const bool is_send = post.is_send.load(std::memory_order_relaxed) != 0;
+    const int peer = post.peer.load(std::memory_order_relaxed);
+    // Another thread of this rank may be writing them: a peer has freed the post since.
+    if (is_send && peer == kAnySource) continue;
+    Mailbox& mailbox = mailbox_of(is_send, peer);
     const Lock lock(*this, mailbox, posted, limit);
     for (PostList* const list : {&mailbox.sends, &mailbox.receives}) {
       take_first(*list, [](const Post&) { return false; });
