@@ -73,6 +73,16 @@ TEST(TuningTest, the_chunk_of_an_unknown_cpu_fits_its_cache) {
   }
 }
 
+TEST(TuningTest, the_chunk_of_a_zen_does_not_depend_on_its_second_level) {
+  for (const unsigned family : {0x17U, 0x19U, 0x1aU}) {
+    const auto tuning = shared::measured_for(4, model("AuthenticAMD", family, 1, 512U << 10));
+    EXPECT_EQ(tuning.chunk_bytes, 256U << 10) << family;
+    EXPECT_EQ(tuning.flat_bytes, 32U << 10) << family;
+  }
+  EXPECT_EQ(shared::measured_for(4, model("AuthenticAMD", 0x16, 1, 512U << 10)).chunk_bytes,
+            32U << 10);
+}
+
 TEST(TuningTest, this_cpu_says_who_it_is) {
   const base::CpuModel cpu = base::cpu_model();
 #if defined(__x86_64__)

@@ -89,7 +89,8 @@ void SharedEngine::reduce(const Call& call, bool wants_result) {
 /// Every rank publishes all of its data, and each rank that wants the result reduces all of it.
 void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
   const std::size_t element = size_of(call.dtype);
-  const Chunks chunks{call.count * element, channel_.chunk_bytes()};
+  const std::size_t n_bytes = call.count * element;
+  const Chunks chunks{n_bytes, channel_.chunk_bytes(n_bytes)};
   exchange(
       call, chunks.count(),
       [&](std::size_t i) {
@@ -124,7 +125,8 @@ void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
 void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
   const std::size_t element = size_of(call.dtype);
   const std::size_t slot = channel_.slot_bytes();
-  const Chunks chunks{call.count * element, channel_.chunk_bytes()};
+  const std::size_t n_bytes = call.count * element;
+  const Chunks chunks{n_bytes, channel_.chunk_bytes(n_bytes)};
   const std::size_t n_chunks = chunks.count();
   const auto slices_of = [&](std::size_t i) {
     return Slices(count_of(chunks.length(i), element), size(), element);

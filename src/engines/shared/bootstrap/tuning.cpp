@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <iterator>
 #include <limits>
 #include <lockstep/error.hpp>
 #include <string_view>
@@ -14,53 +13,49 @@
 namespace lockstep::shared {
 namespace {
 
-/// The best values by `lockstep bench --tune` on one CPU model, for 2 ranks and for more.
-struct Entry {
-  std::string_view vendor;
-  unsigned family;
-  unsigned model;
+constexpr std::uint64_t kKiB = 1024;
+
+/// What suits a CPU best, by `lockstep bench --tune`.
+struct CacheRule {
   std::uint64_t chunk_bytes;
   std::uint64_t flat_bytes_in_all;    ///< divided by the number of ranks
   std::uint64_t pair_in_place_bytes;  ///< for 2 ranks
   std::uint64_t in_place_bytes;       ///< for more ranks
 };
 
-constexpr std::uint64_t kKiB = 1024;
+/// Cores share a third level that is nearly as fast as the second, so large chunks cost nothing and
+/// need fewer phases. The same on Zen 3 and Zen 4, whose second levels have 512 KiB and 1 MiB.
+constexpr CacheRule kFastThirdLevel{256 * kKiB, 128 * kKiB, 2 * kKiB, 16 * kKiB};
 
-/// To add a machine, measure it with dedicated cores, once for 2 ranks and once for more, as in
-/// docs/performance.md.
-constexpr Entry kMeasured[] = {
-    // Xeon, Skylake-SP to Cooper Lake: 1 MiB of L2 cache
-    {"GenuineIntel", 6, 85, 64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB},
-    // EPYC 9004 (Zen 4): 1 MiB of L2 cache, 32 MiB of L3 shared by eight cores
-    {"AuthenticAMD", 25, 17, 256 * kKiB, 128 * kKiB, 2 * kKiB, 16 * kKiB},
-};
-
-/// For a CPU without measurements: as the first entry above, but the four pieces that a rank uses
-/// at once (input, slot, peer's slot, result) take at most a quarter of the L2 cache.
-Entry expected(std::size_t l2_bytes) {
-  Entry entry = kMeasured[0];
+/// The third level is far slower than the second, so the four pieces that a rank uses at once
+/// (input, slot, peer's slot, result) take at most a quarter of the second: 64 KiB on Skylake-SP to
+/// Cooper Lake.
+CacheRule fits_second_level(std::size_t l2_bytes) {
+  CacheRule rule{64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB};
   if (l2_bytes != 0) {
-    entry.chunk_bytes =
-        std::clamp<std::uint64_t>(l2_bytes / 16 / 4096 * 4096, 16 * kKiB, entry.chunk_bytes);
+    rule.chunk_bytes =
+        std::clamp<std::uint64_t>(l2_bytes / 16 / 4096 * 4096, 16 * kKiB, rule.chunk_bytes);
   }
-  return entry;
+  return rule;
+}
+
+/// By vendor, because a virtual machine does not report the third level reliably.
+CacheRule rule_for(const base::CpuModel& cpu) {
+  constexpr unsigned kZen = 0x17;  // and later families
+  const bool is_zen = cpu.vendor_name() == "AuthenticAMD" && cpu.family >= kZen;
+  return is_zen ? kFastThirdLevel : fits_second_level(cpu.l2_bytes);
 }
 
 }  // namespace
 
 Tuning measured_for(int n_ranks, const base::CpuModel& cpu) {
-  const auto* const found = std::ranges::find_if(kMeasured, [&](const Entry& entry) {
-    return entry.vendor == cpu.vendor_name() && entry.family == cpu.family &&
-           entry.model == cpu.model;
-  });
-  const Entry entry = found == std::end(kMeasured) ? expected(cpu.l2_bytes) : *found;
+  const CacheRule rule = rule_for(cpu);
   Tuning tuning{};
   // Two ranks read the same amount either way, and flat needs one phase instead of two.
   tuning.flat_bytes = n_ranks == 2 ? std::numeric_limits<std::uint64_t>::max()
-                                   : entry.flat_bytes_in_all / static_cast<std::uint64_t>(n_ranks);
-  tuning.chunk_bytes = entry.chunk_bytes;
-  tuning.in_place_bytes = n_ranks == 2 ? entry.pair_in_place_bytes : entry.in_place_bytes;
+                                   : rule.flat_bytes_in_all / static_cast<std::uint64_t>(n_ranks);
+  tuning.chunk_bytes = rule.chunk_bytes;
+  tuning.in_place_bytes = n_ranks == 2 ? rule.pair_in_place_bytes : rule.in_place_bytes;
   return tuning;
 }
 

@@ -5,7 +5,7 @@
 
 namespace lockstep::shared {
 
-/// The best measured values for that CPU, or an estimate from its L2 cache if it was not measured.
+/// The values for that CPU, by its vendor and its L2 cache.
 Tuning measured_for(int n_ranks, const base::CpuModel& cpu);
 
 }  // namespace lockstep::shared

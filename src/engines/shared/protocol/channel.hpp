@@ -89,9 +89,13 @@ class Channel {
   bool swaps_slots() const noexcept { return swaps_slots_; }
   std::size_t slot_bytes() const noexcept { return header_->slot_bytes; }
   const Tuning& tuning() const noexcept { return header_->tuning; }
-  /// Size of one phase in a pipeline: what stays in the core's cache.
-  std::size_t chunk_bytes() const noexcept {
-    return std::min<std::size_t>(tuning().chunk_bytes, slot_bytes());
+  /// Size of one phase in a pipeline of n_bytes: at most what stays in the core's cache. Two ranks
+  /// copy and reduce at the same time only from the second chunk on, so chunks above 64 KiB are at
+  /// most a quarter of the message.
+  std::size_t chunk_bytes(std::size_t n_bytes) const noexcept {
+    constexpr std::size_t kLeast = 64 << 10, kPage = 4096;
+    const std::size_t most = std::min<std::size_t>(tuning().chunk_bytes, slot_bytes());
+    return size() > 2 ? most : std::min(most, std::max(kLeast, n_bytes / 4 / kPage * kPage));
   }
 
   /// Chooses how to wait, based on the cores that all ranks of the world may use. Every member
