@@ -5,7 +5,7 @@ usage: python_ranks.py [--max BYTES] [--seconds S] [--json FILE]
 
 Prints a row for each operation and size: median microseconds of a call, the slower rank's, and how many times as long
 Gloo takes. The backends take turns, several times, so that both see the same load of the machine. Models: the
-median of a training step, and what the ranks' communication adds to the step of one rank alone.
+median of a training step, and what communication adds to it, compared with the same wrapper over a group of one rank.
 FILE gets rows for scripts/performance.py: of each operation of torch.distributed Gloo's time over ours, of lockstep called
 directly the microseconds, of each model what lockstep adds over what Gloo adds.
 """
@@ -108,7 +108,7 @@ def step_of(model, data):
 
 
 def steps(group):
-    """By name, with how long a step takes without communication."""
+    """By name, with what makes the model and the data."""
     for name, make in (("convnet", convnet), ("perceptron", perceptron), ("ResNet-18", resnet18)):
         model, data = make()
         yield f"DDP, {name}", make, step_of(DistributedDataParallel(model, process_group=group), data)
@@ -166,10 +166,9 @@ def add_rows(rows, name, size, medians, base=0):
 
 
 def print_row(name, size, medians, base=0):
-    columns = [medians.get(backend) for backend in ("gloo", "lockstep", "directly")]
-    cells = "".join(f"{'' if value is None else f'{value:.1f}':>12}" for value in columns)
-    if base:
-        cells += f"{base:12.1f}"
+    columns = ("gloo", "lockstep", "one rank", "no wrapper") if base else ("gloo", "lockstep", "directly")
+    values = [medians.get(backend) for backend in columns]
+    cells = "".join(f"{'' if value is None else f'{value:.1f}':>12}" for value in values)
     times = (medians["gloo"] - base) / max(medians["lockstep"] - base, 1e-9)
     print(f"{name:24}{size:>10}{cells}  {times:8.1f}x", flush=True)
 
@@ -182,6 +181,7 @@ def run(rank, options, store):
     dist.init_process_group("lockstep", init_method=f"file://{store}", rank=rank, world_size=N_RANKS)
     lockstep.init_dist()
     groups = {"gloo": dist.new_group(backend="gloo"), "lockstep": dist.new_group()}
+    of_one = [dist.new_group([r]) for r in range(N_RANKS)][rank]
     rows = []
 
     def say(*row):
@@ -207,11 +207,15 @@ def run(rank, options, store):
             say(name, size, measure(calls, options.seconds))
         size *= 64
     if rank == 0:
-        print(f"\n{'a step':34}{'gloo':>12}{'lockstep':>12}{'':>12}{'alone':>12}   gloo adds")
-    for (name, make, over_gloo), (_, _, over_lockstep) in zip(*(list(steps(group)) for group in groups.values())):
-        alone = step_of(*make())
-        medians = measure({"gloo": over_gloo, "lockstep": over_lockstep, "alone": alone}, 5 * options.seconds)
-        say(name, "", medians, medians["alone"])
+        print(f"\n{'a step':34}{'gloo':>12}{'lockstep':>12}{'one rank':>12}{'no wrapper':>12}   gloo adds")
+    # The wrapper over a group of one rank computes all that it does otherwise, and communicates nothing.
+    contestants = {**groups, "one rank": of_one}
+    for of_model in zip(*(steps(group) for group in contestants.values())):
+        calls = {backend: step for backend, (_, _, step) in zip(contestants, of_model)}
+        name, make, _ = of_model[0]
+        calls["no wrapper"] = step_of(*make())
+        medians = measure(calls, 8 * options.seconds)
+        say(name, "", medians, medians["one rank"])
     lockstep.destroy_dist()
     dist.destroy_process_group()
     if rank == 0 and options.json:
