@@ -36,6 +36,7 @@ def operations(rank, group, n):
     """By name, on n bytes."""
     x, y = torch.ones(n // 4), torch.ones(n // 4)
     both, parts = torch.ones(N_RANKS * x.numel()), [torch.empty_like(x) for _ in range(N_RANKS)]
+    from_both = both.clone()
     root = 0
     return {
         "all_reduce": lambda: dist.all_reduce(x, group=group),
@@ -45,7 +46,7 @@ def operations(rank, group, n):
         "all_gather, list": lambda: dist.all_gather(parts, x, group=group),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(both, x, group=group),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(y, both, group=group),
-        "all_to_all_single": lambda: dist.all_to_all_single(both, both.clone(), group=group),
+        "all_to_all_single": lambda: dist.all_to_all_single(both, from_both, group=group),
         "gather": lambda: dist.gather(x, parts if rank == root else None, root, group=group),
         "scatter": lambda: dist.scatter(x, parts if rank == root else None, root, group=group),
         "send and recv": lambda: dist.send(x, 1, group=group) if rank == 0 else dist.recv(x, 0, group=group),
