@@ -90,12 +90,14 @@ class Channel {
   std::size_t slot_bytes() const noexcept { return header_->slot_bytes; }
   const Tuning& tuning() const noexcept { return header_->tuning; }
   /// Size of one phase in a pipeline of n_bytes: at most what stays in the core's cache. Two ranks
-  /// copy and reduce at the same time only from the second chunk on, so chunks above 64 KiB are at
-  /// most a quarter of the message.
+  /// copy and reduce at the same time only from the second chunk on, so they have at least four if
+  /// those are not below 64 KiB. A message that leaves the caches shares them with small chunks.
   std::size_t chunk_bytes(std::size_t n_bytes) const noexcept {
-    constexpr std::size_t kLeast = 64 << 10, kPage = 4096;
+    constexpr std::size_t kSmall = 64 << 10, kPage = 4096, kMostCached = 4 << 20;
     const std::size_t most = std::min<std::size_t>(tuning().chunk_bytes, slot_bytes());
-    return size() > 2 ? most : std::min(most, std::max(kLeast, n_bytes / 4 / kPage * kPage));
+    if (size() > 2) return most;
+    if (n_bytes > kMostCached) return std::min(most, kSmall);
+    return std::min(most, std::max(kSmall, n_bytes / 4 / kPage * kPage));
   }
 
   /// Chooses how to wait, based on the cores that all ranks of the world may use. Every member
