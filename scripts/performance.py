@@ -59,6 +59,11 @@ TITLES = {
     'limits': '2 ranks on 2 cores, beside limits',
     'c10d': '2 ranks on 2 cores, c10d',
 }
+# Of these programs' rows, in the page: which, and what they are about.
+TABLES = {
+    'sync_batch_norm_wheel': ('BatchNorm (.*) (forward|backward)', "PyTorch 2.13's time / ours"),
+    'python': (r'dist\.(.*) (\d+ .?i?B)', "Gloo's time / ours"),
+}
 MOST_FOREIGN = 0.1  # share of the cores that other programs may have
 # Of 2 ranks that `lockstep run` starts; they write {"rows": [{"name": ..., "ratio": ...}]}.
 PROGRAMS = {
@@ -315,6 +320,20 @@ def table_of(run):
     return '\n'.join(lines)
 
 
+def ratios_table(run, pattern, first):
+    """Of rows whose name has groups (row, column): the ratios."""
+    table = {}
+    for row in run['rows']:
+        if found := re.fullmatch(pattern, row['name']):
+            table.setdefault(found.group(1), {})[found.group(2)] = row['ratio']
+    names = list(dict.fromkeys(column for cells in table.values() for column in cells))
+    lines = [f'| {first} | ' + ' | '.join(names) + ' |', '|---' * (len(names) + 1) + '|']
+    for name, cells in table.items():
+        ratios = [f'{cells[column]:.3g}' if column in cells else '' for column in names]
+        lines.append(f'| {name} | ' + ' | '.join(ratios) + ' |')
+    return '\n'.join(lines)
+
+
 def picture_of(run, title, path):
     """Latencies over sizes, by gnuplot."""
     script = ["set terminal svg size 820,420 background rgb 'white' font 'sans-serif,12' noenhanced",
@@ -352,6 +371,8 @@ def draw(result_path, page):
     blocks = {'machine': '{cpu}, {cores} cores, {memory_gib} GiB, Linux {kernel}; '.format(
         **result['machine']) + when(result) + '.\n\nPeers: ' + peers_text(result) + '.'}
     for name, run in result['runs'].items():
+        if name in TABLES:
+            blocks[name] = f"    {run['command']}\n\n" + ratios_table(run, *TABLES[name])
         if name not in RUNS:
             continue
         blocks[name] = (f"### {TITLES[name]}\n\n    {run['command']}\n\n{table_of(run)}\n\n"

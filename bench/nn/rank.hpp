@@ -10,16 +10,16 @@
 
 namespace lockstep::bench {
 
-/// Joins the world, with one thread, on the core of this rank's local number.
-inline void init_rank() {
+/// Joins the world, with one thread on the core of this rank's local number, or with more on any.
+inline void init_rank(int n_threads = 1) {
   init_dist();
-  torch::set_num_threads(1);
+  torch::set_num_threads(n_threads);
   // Otherwise every activation is mapped and unmapped again, and all sides measure page faults.
   // More than 32 MiB is rejected.
   if (::mallopt(M_MMAP_THRESHOLD, 32 << 20) == 0 || ::mallopt(M_TRIM_THRESHOLD, 1 << 30) == 0) {
     throw std::runtime_error("mallopt refuses its limits: the figures would hold page faults");
   }
-  bind_to_core_of(get_local_rank());
+  if (n_threads == 1) bind_to_core_of(get_local_rank());
 }
 
 }  // namespace lockstep::bench

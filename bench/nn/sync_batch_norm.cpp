@@ -1,5 +1,6 @@
 // SyncBatchNorm over the ranks of `lockstep run -n 2 -- bench_sync_batch_norm` against libtorch's
-// BatchNorm, which does not synchronise, on one thread per rank. The two alternate block by block;
+// BatchNorm, which does not synchronise, on one thread per rank (--threads=N: on N, not bound to
+// cores; run it alone then). The two alternate block by block;
 // a row is the median of the blocks' medians, in us, on rank 0. `--processor-time` uses the
 // thread's CPU clock: least disturbed by a busy machine, but without waits. Also runs on a single
 // rank. In bf16 all of libtorch's layer is bf16; ours has float32 statistics, weight and bias. The
@@ -172,21 +173,25 @@ void compare_with_composed(const Shape& shape, lockstep::bench::Results& results
 
 int main(int argc, char** argv) {
   const std::string json_path = lockstep::bench::take_json_path(argc, argv);
+  int n_threads = 1;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--processor-time") == 0) {
       used_clock = CLOCK_THREAD_CPUTIME_ID;
+    } else if (std::strncmp(argv[i], "--threads=", 10) == 0) {
+      n_threads = std::atoi(argv[i] + 10);
+      if (n_threads < 1) throw std::invalid_argument("--threads takes a number above 0");
     } else {
       only_sizes = argv[i];
     }
   }
-  lockstep::bench::init_rank();
+  lockstep::bench::init_rank(n_threads);
   lockstep::bench::Results results;
   if (lockstep::is_main_process()) {
     fmt::print(
-        "{} ranks, libtorch {}; median us of {} blocks\n"
+        "{} ranks of {} threads, libtorch {}; median us of {} blocks\n"
         "{:<43} {:>9} {:>9} {:>6} {:>9} {:>9} {:>6}\n",
-        lockstep::get_world_size(), TORCH_VERSION, kBlocks, "", "peer fwd", "ours", "ratio",
-        "peer bwd", "ours", "ratio");
+        lockstep::get_world_size(), n_threads, TORCH_VERSION, kBlocks, "", "peer fwd", "ours",
+        "ratio", "peer bwd", "ours", "ratio");
   }
   using lockstep::nn::SyncBatchNorm1d;
   using lockstep::nn::SyncBatchNorm2d;

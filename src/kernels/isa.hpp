@@ -18,8 +18,8 @@ bool is_supported(Isa isa);
 /// LOCKSTEP_SIMD is ignored here: Env::read rejects it with a UsageError.
 Isa chosen_isa();
 
-/// Whether kernels that read and write prefetch their lines for write. Measured for batch norm:
-/// a gain on Intel's Skylake servers, a loss of 10 to 25 % on AMD's (docs/performance.md).
+/// Whether kernels that read and write prefetch their lines for write. Measured for batch norm: a
+/// gain on Intel's Skylake servers, a loss of 10 to 25 % on AMD's (docs/design, 018).
 extern const bool use_write_prefetch;
 
 /// What a thread writes in a pass over more bytes than this is better streamed past the caches: a
