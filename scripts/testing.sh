@@ -59,7 +59,7 @@ report_binary() { # BINARY FILTER SECONDS
     ok=$((ok + o)) bad=$((bad + b)) skip=$((skip + s))
     if [ -z "$ran" ]; then
       problems+="$name ended (exit code $rc$([ "$rc" -ne 124 ] || echo ': out of time')) inside $(
-        { grep -E '^\[ RUN ' "$log" || tail -n 3 "$log"; } | tail -n 3 | cut -c14-)"$'\n'
+        { grep -E '^\[ RUN ' "$log" || tail -n 1 "$log"; } | tail -n 1 | cut -c14-)"$'\n'
     else
       all=$((all + ran))
       if [ "$ran" -ne $((o + b + s)) ]; then
