@@ -42,7 +42,7 @@ Mpi open_mpi(const std::string& module) {
   return {.name = "openmpi",
           .module = module,
           .line =
-              "mpirun.openmpi --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 "
+              "mpirun.openmpi --oversubscribe --bind-to none --mca mpi_yield_when_idle 0 "
               "--mca plm_rsh_agent {agent} --mca btl_tcp_if_include 10.77.0.0/24 "
               "--mca oob_tcp_if_include 10.77.0.0/24 -x LOCKSTEP_MPI -x ASAN_OPTIONS "
               "-H {machines} -n {n_ranks} {program}"};
