@@ -285,26 +285,21 @@ void TaggedMessages::free_withdrawn(const Posted& posted, Limit limit) const {
   }
 }
 
-Post& TaggedMessages::describe(const Posted& posted, Limit limit) {
+Post* TaggedMessages::describe(const Posted& posted, Limit limit) {
   Post* post = take_post();
   if (post == nullptr) {
     free_withdrawn(posted, limit);
     post = take_post();
   }
+  if (post == nullptr) return nullptr;
   const Call& call = posted.call_;
-  if (post == nullptr) {
-    throw UsageError(posted.context(-1),
-                     fmt::format("{} sends and receives of this rank are under way, the most; wait "
-                                 "for some of them first",
-                                 n_posts_));
-  }
   post->peer.store(call.root, std::memory_order_relaxed);
   post->tag.store(posted.tag_, std::memory_order_relaxed);
   post->is_send.store(posted.is_send(), std::memory_order_relaxed);
   post->dtype = static_cast<std::uint32_t>(call.dtype);
   post->address = reinterpret_cast<std::uint64_t>(posted.is_send() ? call.in : call.out);
   post->count = call.count;
-  return *post;
+  return post;
 }
 
 std::shared_ptr<TaggedMessages::Posted> TaggedMessages::post(const Call& call, int tag,
@@ -313,18 +308,25 @@ std::shared_ptr<TaggedMessages::Posted> TaggedMessages::post(const Call& call, i
   auto posted = std::make_shared<Posted>(*this, call, tag, std::move(memory));
   const Limit limit{.begin = posted->began_, .end = posted->began_ + call.timeout};
   settle();
-  Post& own = describe(*posted, limit);
+  Post* const own = describe(*posted, limit);
   Post* match = nullptr;
   try {
-    posted->post_ = &own;
-    {
+    posted->post_ = own;
+    if (own != nullptr) {
       const std::lock_guard lock(mutex_);
       under_way_.push_back(posted);
     }
     Mailbox& mailbox = mailbox_of(posted->is_send(), call.root);
     const Lock lock(*this, mailbox, *posted, limit);
     match = take_match(mailbox, *posted);
-    if (match == nullptr) append(posted->is_send() ? mailbox.sends : mailbox.receives, own);
+    // What has come is taken even then: else two ranks whose sends fill their posts never go on.
+    if (match == nullptr && own == nullptr) {
+      throw UsageError(posted->context(-1),
+                       fmt::format("{} sends and receives of this rank are under way, the most; "
+                                   "wait for some of them first",
+                                   n_posts_));
+    }
+    if (match == nullptr) append(posted->is_send() ? mailbox.sends : mailbox.receives, *own);
   } catch (...) {
     posted->release_post();
     throw;

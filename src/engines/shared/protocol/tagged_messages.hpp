@@ -64,8 +64,8 @@ class TaggedMessages {
 
   /// Begins call.op, send or recv, with the rank call.root, of a receive also kAnySource. `memory`
   /// owns the elements, and is kept until nobody accesses them, also if the result is destroyed: at
-  /// least until the next post(). Throws UsageError if too many are under way, and what
-  /// Posted::wait throws.
+  /// least until the next post(). Throws UsageError if its match has not come and too many are
+  /// under way, and what Posted::wait throws.
   std::shared_ptr<Posted> post(const Call& call, int tag, std::any memory);
 
  private:
@@ -91,7 +91,8 @@ class TaggedMessages {
   Post* take_post();
   /// Takes what this rank has withdrawn out of the lists.
   void free_withdrawn(const Posted& posted, Limit limit) const;
-  Post& describe(const Posted& posted, Limit limit);
+  /// A post for it; null: all are under way.
+  Post* describe(const Posted& posted, Limit limit);
   void move(Posted& posted, Post& post) const;
   /// Releases what nobody accesses any more.
   void settle();

@@ -119,6 +119,7 @@ std::exception_ptr TaggedMessages::Posted::difference(int peer, std::int64_t dty
 
 void TaggedMessages::Posted::release_post() {
   const std::lock_guard lock(mutex_);
+  if (post_ == nullptr) return;
   std::exchange(post_, nullptr)->state.store(Post::free, std::memory_order_release);
 }
 
