@@ -348,6 +348,24 @@ TEST_P(TaggedMessagesTest, end_with_the_group) {
   });
 }
 
+TEST_P(TaggedMessagesTest, end_when_their_owner_leaves) {
+  on_ranks(2, [](Rank& ranks, int rank) {
+    if (rank == 0) {
+      const auto never = ranks.irecv(std::make_shared<Ints>(1), 1);
+      EXPECT_FALSE(never->poll());
+      std::thread waiting([&] {
+        expect_contains(thrown<UsageError>([&] { never->wait(Rank::kLimit); }),
+                        "this rank has left the group");
+      });
+      ranks.engine().leave({});
+      waiting.join();
+      EXPECT_TRUE(never->poll());
+    } else {  // stays until rank 0 has gone
+      expect_contains(thrown<PeerLost>([&] { ranks.recv(1, 0); }), "rank 0 left");
+    }
+  });
+}
+
 TEST_P(TaggedMessagesTest, withdrawn_by_their_owner) {
   on_ranks(2, [](Rank& ranks, int rank) {
     const auto data = std::make_shared<Ints>(1);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <lockstep/engine.hpp>
+#include <lockstep/error.hpp>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -96,7 +97,8 @@ class TaggedMessages {
   void move(Posted& posted, Post& post) const;
   /// Releases what nobody accesses any more.
   void settle();
-  /// Throws if the wait is in vain: the group failed, the peer ended, or the time is over.
+  /// Throws if the wait is in vain: the group failed, this rank has left it, the peer ended, or the
+  /// time is over.
   void check(const Posted& posted, Limit limit, unsigned round) const;
   [[noreturn]] void throw_ending(const Posted& posted, int peer, const Ending& ending) const;
   [[noreturn]] void throw_timeout(const Posted& posted, Limit limit) const;
@@ -126,7 +128,8 @@ class TaggedMessages::Posted {
   /// timeout is a matter of wait().
   bool poll();
   /// Throws MismatchError (another type or count), TimeoutError, PeerLost, PeerFailed, SystemError,
-  /// and the error that ended the group. The message is then withdrawn, and the group goes on.
+  /// UsageError (this rank has left the group), and the error that ended the group. The message is
+  /// then withdrawn, and the group goes on.
   void wait(std::chrono::milliseconds timeout);
   /// If it waits for its match, withdraws it, and wait() throws `error`. Else no effect.
   void end_with(std::exception_ptr error);
@@ -147,6 +150,7 @@ class TaggedMessages::Posted {
   int mover() const;
   void collect(std::any& memory);  // requires the lock
   std::exception_ptr difference(int peer, std::int64_t dtype, std::uint64_t count) const;
+  UsageError left_error() const;
   ErrorContext context(int peer) const;
 
   const TaggedMessages& messages_;

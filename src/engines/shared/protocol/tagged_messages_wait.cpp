@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <lockstep/error.hpp>
 #include <thread>
 #include <utility>
@@ -32,6 +33,11 @@ void TaggedMessages::check(const Posted& posted, Limit limit, unsigned round) co
   constexpr unsigned kSystemChecks = 4;  // see Channel::check_peer_liveness
   channel_.throw_if_failed(posted.call_);
   const int n_ranks = channel_.size();
+  // No peer copies to or from a rank that has left.
+  if (channel_.membership()->ending_of(channel_.world_rank(channel_.rank()),
+                                       /*ask_system=*/false)) {
+    throw posted.left_error();
+  }
   const bool is_any = posted.call_.root == kAnySource;
   int n_left = 0;
   for (int r = 0; r < n_ranks; ++r) {
@@ -117,6 +123,10 @@ std::exception_ptr TaggedMessages::Posted::difference(int peer, std::int64_t dty
                   is_send() ? theirs : mine, tag_)));
 }
 
+UsageError TaggedMessages::Posted::left_error() const {
+  return {context(-1), "this rank has left the group since"};
+}
+
 void TaggedMessages::Posted::release_post() {
   const std::lock_guard lock(mutex_);
   if (post_ == nullptr) return;
@@ -130,14 +140,14 @@ void TaggedMessages::Posted::collect(std::any& memory) {
   switch (state) {
     case Post::complete: source_.store(is_send() ? channel.rank() : mover); break;
     case Post::differs: error_ = difference(mover, post_->why, post_->mover_count); break;
-    case Post::failed: {
-      const bool had_left = post_->why == ESRCH;
-      error_ = std::make_exception_ptr(
-          SystemError(context(mover), post_->why,
-                      fmt::format("rank {} could not copy the message{}", mover,
-                                  had_left ? ": this rank had left the group" : "")));
+    case Post::failed:
+      if (post_->why == ESRCH) {  // the mover found no living rank here
+        error_ = std::make_exception_ptr(left_error());
+        break;
+      }
+      error_ = std::make_exception_ptr(SystemError(
+          context(mover), post_->why, fmt::format("rank {} could not copy the message", mover)));
       break;
-    }
     case Post::moving:
       if (!channel.membership()->is_gone(channel.world_rank(mover))) return;
       // It may have ended the copy before it died.
