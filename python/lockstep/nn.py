@@ -108,6 +108,8 @@ def _group_or_default(group: Any) -> Any:
     """The world of torch.distributed, if it is initialised and no group is given; None: that of lockstep."""
     if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.group.WORLD
+    if isinstance(group, int):  # what new_group returns on ranks that are not in the group
+        raise UsageError("this rank is not in the process group of the layer or scope")
     return group
 
 

@@ -159,6 +159,11 @@ with ls.nn.SyncBatchNormScope(halves[rank // 2]):
     plain = nn.BatchNorm1d(3, momentum=1.0).double()
     plain(torch.full((2, 3), float(rank), dtype=torch.float64))
 assert torch.allclose(plain.running_mean, layer.running_mean)
+try:
+    ls.nn.SyncBatchNorm(3, process_group=halves[1 - rank // 2])(torch.ones(2, 3))
+    raise AssertionError
+except ls.UsageError as error:
+    assert "this rank is not in the process group" in str(error), error
 """,
         prelude=prelude("lockstep"),
     )
