@@ -181,6 +181,28 @@ def test_a_message_that_a_fork_asks_for(run_torch):
     )
 
 
+def test_a_group_without_descriptors(run_torch):
+    run_torch(
+        2,
+        """
+        import resource, lockstep as ls
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        taken = []
+        try:
+            while True: taken.append(os.dup(0))
+        except OSError:
+            pass
+        try:
+            dist.new_group()
+            raise AssertionError
+        except ls.EngineError as error:
+            assert "Too many open files" in str(error) and error.lineno == 10, error
+        for each in taken: os.close(each)
+        dist.barrier(dist.new_group())
+        """,
+    )
+
+
 def test_a_message_from_a_rank_that_left(run_torch):
     run_torch(
         2,

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <fstream>
 #include <lockstep/error.hpp>
 #include <sstream>
@@ -24,9 +25,14 @@ struct Introduction {
   std::string host;
 };
 
-std::string host_id() {
+std::string host_id(const ErrorContext& context) {
   std::string id;
+  errno = 0;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), id);
+  // Else each rank would take the others for those of other hosts.
+  if (id.empty() && (errno == EMFILE || errno == ENFILE)) {
+    throw SystemError(context, errno, "cannot read which host this is");
+  }
   if (id.empty()) id = fmt::format("{:016x}", hierarchical::draw_nonce());
   for (const char* const name : {"/proc/self/ns/net", "/proc/self/ns/pid"}) {
     struct stat status {};
@@ -35,9 +41,9 @@ std::string host_id() {
   return fmt::format("{} {}", id, ::geteuid());
 }
 
-std::string own_introduction() {
+std::string own_introduction(const ErrorContext& context) {
   return fmt::format("{:016x} {} {} {}", hierarchical::draw_nonce(), ::getpid(),
-                     base::process_start_time(::getpid()), host_id());
+                     base::process_start_time(::getpid()), host_id(context));
 }
 
 Introduction introduction_of(const std::string& text) {
@@ -92,7 +98,7 @@ Meeting meet(c10d::Store& store, const Membership& membership, std::source_locat
   Meeting meeting{.membership = membership, .job = {}, .hosts = {0}, .processes = {{}}};
   if (membership.size == 1) return meeting;
   std::vector<Introduction> all;
-  for (const std::string& text : exchange(store, membership, own_introduction(), context)) {
+  for (const std::string& text : exchange(store, membership, own_introduction(context), context)) {
     all.push_back(introduction_of(text));
   }
   meeting.job = "torch-" + all.front().nonce;
