@@ -203,6 +203,23 @@ def test_a_group_without_descriptors(run_torch):
     )
 
 
+def test_a_timeout_of_ages(run_torch):
+    run_torch(
+        2,
+        """
+        from datetime import timedelta
+        ages = timedelta(days=365 * 1000)  # in ns more than 64 bits
+        group = dist.new_group(timeout=ages)
+        x = torch.ones(1)
+        for _ in range(20): dist.all_reduce(x, group=group)
+        assert x.item() == 2 ** 20
+        dist.monitored_barrier(group, timeout=ages)
+        if rank: dist.send(x, 0, group=group)
+        else: dist.irecv(x, 1, group=group).wait(ages)
+        """,
+    )
+
+
 def test_a_message_from_a_rank_that_left(run_torch):
     run_torch(
         2,

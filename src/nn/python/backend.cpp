@@ -174,9 +174,11 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   const ErrorContext context = context_of_call("monitored_barrier", python_line());
   if (size_ == 1) return;
   const bool has_own_limit = options.timeout != c10d::kUnsetTimeout;
-  monitored_.wait(context, {.of_rank_0 = has_own_limit ? options.timeout : options_->timeout,
-                            .of_others = options_->timeout,
-                            .names_all_late_ranks = wait_all_ranks});
+  const std::chrono::milliseconds of_group = Timeout(options_->timeout).or_else({});
+  monitored_.wait(context,
+                  {.of_rank_0 = has_own_limit ? Timeout(options.timeout).or_else({}) : of_group,
+                   .of_others = of_group,
+                   .names_all_late_ranks = wait_all_ranks});
 }
 
 Backend::WorkResult Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {

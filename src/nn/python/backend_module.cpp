@@ -20,8 +20,11 @@ std::vector<c10::weak_intrusive_ptr<Backend>>& backends() {
 Meeting meet_in(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string name,
                 std::chrono::milliseconds timeout) {
   const std::source_location where = core().where();
-  const Membership membership{
-      .rank = rank, .size = size, .name = std::move(name), .timeout = timeout};
+  const Membership membership{.rank = rank,
+                              .size = size,
+                              .name = std::move(name),
+                              // "For ever" may be more than clocks can add to now.
+                              .timeout = Timeout(timeout).or_else({})};
   const WithoutGil released;
   return meet(*store, membership, where);
 }
