@@ -33,6 +33,7 @@ def create(options: Any, pg_options: Any) -> Any:
     )
     world.leave_at_exit(extension.leave_all)
     _let_torch_monitor_barriers()
+    _let_ddp_name_the_backend()
     return backend
 
 
@@ -112,3 +113,23 @@ def _let_torch_monitor_barriers() -> None:
         return (group or dist.group.WORLD).monitored_barrier(**limit, wait_all_ranks=wait_all_ranks)
 
     dist.monitored_barrier = c10d.monitored_barrier = monitored_barrier
+
+
+@functools.cache
+def _let_ddp_name_the_backend() -> None:
+    """The logging data of torch's DistributedDataParallel call every backend "custom" that is not torch's own."""
+    from torch.distributed import get_backend
+    from torch.nn.parallel import DistributedDataParallel as ddp
+
+    of_torch = getattr(ddp, "_get_ddp_logging_data", None)
+    if of_torch is None:  # private: another torch may do without
+        return
+
+    @functools.wraps(of_torch)
+    def logging_data(self: Any) -> dict[str, Any]:
+        data = of_torch(self)
+        if data.get("backend_name") == "custom" and "lockstep" in get_backend(self.process_group):
+            data["backend_name"] = str(get_backend(self.process_group))
+        return data
+
+    ddp._get_ddp_logging_data = logging_data

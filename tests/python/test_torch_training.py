@@ -47,6 +47,16 @@ def test_distributed_data_parallel(run_torch):
     run_torch(2, trains(f"if rank: model = make()\n    {DDP}"))
 
 
+def test_ddp_names_the_backend_in_its_logging_data(run_torch):
+    run_torch(
+        2,
+        """
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert model._get_ddp_logging_data()["backend_name"] == "lockstep"
+        """,
+    )
+
+
 @pytest.mark.parametrize("hook, tolerance", [("allreduce_hook", 1e-9), ("fp16_compress_hook", 1e-3)])
 def test_communication_hooks(run_torch, hook, tolerance):
     run_torch(
