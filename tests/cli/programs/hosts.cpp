@@ -1,18 +1,20 @@
 // A rank of a job over several hosts.
 //   hosts BACKEND
-// sums numbers up; rank 0 prints the backend, the sum, how many ranks are here, how often a large
-// all_reduce's data left this host through a network, and its time
+// sums numbers up, in calls of several sizes; rank 0 prints the backend, the sum, how many ranks
+// are here, how often a large all_reduce's data left this host through a network, and its time
 //   hosts BACKEND FOLDER
 // leaves RANK.ready in FOLDER, and when there is a file `go` sums up; what the rank was told is in
 // RANK.said
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
 #include <span>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -33,6 +35,19 @@ std::uint64_t bytes_sent() {
     sum += field;
   }
   return sum;
+}
+
+/// All_reduces for which networks ask different algorithms.
+void sum_up_little_data() {
+  const int n = lockstep::get_world_size();
+  for (const std::size_t count : {1U, 100U, 1000U, 5000U}) {
+    std::vector<float> values(count, static_cast<float>(lockstep::get_rank() + 1));
+    lockstep::all_reduce(std::span(values));
+    const auto sum = static_cast<float>(n * (n + 1) / 2);
+    if (values != std::vector<float>(count, sum)) {
+      throw std::runtime_error("the sum of " + std::to_string(count) + " numbers is wrong");
+    }
+  }
 }
 
 void sum_up_later(const std::string& folder) {
@@ -61,6 +76,7 @@ int main(int argc, char** argv) {
       sum_up_later(argv[2]);
       return 1;
     }
+    sum_up_little_data();
     std::vector<float> values(1U << 20U, 1.0F);
     lockstep::barrier();
     const std::uint64_t before = bytes_sent();
@@ -78,7 +94,7 @@ int main(int argc, char** argv) {
                   time.count() / kTimes * 1000);
     }
     lockstep::destroy_dist();
-  } catch (const lockstep::Error& error) {
+  } catch (const std::exception& error) {
     std::printf("Error: %s\n", error.what());
     return 2;
   }
