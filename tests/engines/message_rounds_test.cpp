@@ -374,6 +374,85 @@ TEST_P(MessageRoundsTest, a_long_message_beside_a_short_one_is_a_mismatch) {
   }
 }
 
+/// A network on which messages are long from some 30 bytes on.
+const Costs kSlowNetwork = parse_costs("0.01us,1Gbit");
+/// Starts of exchanges that compare calls.
+int n_rounds_of(int n) { return n <= 8 ? 1 : std::bit_width(static_cast<unsigned>(n - 1)); }
+
+TEST_P(MessageRoundsTest, long_messages_are_sent_in_windows) {
+  MessageNetwork network(n);
+  std::atomic<int> most_started = 0;
+  network.on_start([&](int rank, int n_started) {
+    if (rank == 0) most_started = n_started;
+  });
+  const auto run = [&](Op op, std::size_t count) {
+    run_message_ranks(
+        n,
+        [&](Engine& engine) {
+          const int rank = engine.rank();
+          auto in = values_of(rank, op == Op::all_reduce ? count : count * n_ranks);
+          std::vector<float> out(in.size());
+          const bool is_in_place = op == Op::all_reduce;
+          engine.run(call_of(op, count, in.data(), is_in_place ? in.data() : out.data()));
+          if (is_in_place) return expect_sums(in, n);
+          for (int q = 0; q < n; ++q) {
+            const auto expected = values_of(q, count, static_cast<std::size_t>(rank) * count);
+            ASSERT_TRUE(std::equal(expected.begin(), expected.end(),
+                                   out.begin() + q * static_cast<std::ptrdiff_t>(count)));
+          }
+        },
+        &network, kSlowNetwork);
+  };
+  const int n_windows = n <= 8 ? 1 : (n + 7) / 8;
+  run(Op::all_to_all, 4'500);
+  EXPECT_EQ(most_started, n_rounds_of(n) + n_windows);
+  const int before = most_started;
+  run(Op::all_reduce, 70'001);
+  EXPECT_EQ(most_started - before, n_rounds_of(n) + 2 * n_windows);
+}
+
+TEST_P(MessageRoundsTest, a_rank_that_stops_between_windows_is_named) {
+  MessageNetwork network(n);
+  std::atomic<int> n_failed = 0;
+  network.on_start([&](int rank, int n_started) {
+    if (rank != 1 || n_started != n_rounds_of(n) + (n > 8 ? 2 : 1)) return;
+    EXPECT_TRUE(test::wait_until([&] { return n_failed == n - 1; }));
+  });
+  run_message_ranks(
+      n,
+      [&](Engine& engine) {
+        std::vector<float> data(70'001);
+        Call call = call_of(Op::all_reduce, data.size(), data.data(), data.data());
+        call.timeout = 300ms;
+        const std::string text = error_of_rounds<TimeoutError>([&] { engine.run(call); });
+        ++n_failed;
+        EXPECT_NE(text.find("waited 0.3 s for rank 1 of"), std::string::npos) << text;
+      },
+      &network, kSlowNetwork);
+}
+
+TEST_P(MessageRoundsTest, a_rank_that_fails_between_windows_is_named) {
+  MessageNetwork network(n);
+  network.on_start([&](int rank, int n_started) {
+    if (rank == 1 && n_started == n_rounds_of(n) + (n > 8 ? 2 : 1)) {
+      throw std::runtime_error("no more sheets");
+    }
+  });
+  run_message_ranks(
+      n,
+      [&](Engine& engine) {
+        std::vector<float> data(70'001);
+        const Call call = call_of(Op::all_reduce, data.size(), data.data(), data.data());
+        if (engine.rank() == 1) {
+          EXPECT_THROW(engine.run(call), std::runtime_error);
+          return;
+        }
+        const std::string text = error_of_rounds<PeerFailed>([&] { engine.run(call); });
+        EXPECT_EQ(text, "rank 1 failed: no more sheets");
+      },
+      &network, kSlowNetwork);
+}
+
 TEST_P(MessageRoundsTest, a_root_does_not_send_its_data_to_every_rank) {
   for (const Op op : {Op::broadcast, Op::reduce}) {
     const std::size_t count = 16 << 10;

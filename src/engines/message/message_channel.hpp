@@ -40,6 +40,12 @@ class Channel {
   /// MismatchError, EngineError; the other ranks are then notified.
   void exchange(std::span<const Message> messages, const Call& call, Limit& limit);
 
+  /// Exchanges long messages, a few at a time in each direction. A network shares a link among the
+  /// messages on it, so all at once would leave 1/N of it to a short message of another group. In a
+  /// channel with rounds. Sorts the messages.
+  void exchange_in_windows(std::span<Message> messages, const Call& call, Limit& limit);
+  static constexpr int kWindow = 8;
+
   /// Whether there are so many ranks that short messages should not go from each to each.
   bool has_rounds() const noexcept { return has_rounds_; }
   bool is_on_one_host() const noexcept { return transport_.is_on_one_host(); }
@@ -79,6 +85,7 @@ class Channel {
   bool wait(const Call& call, Limit& limit, Question* question);
   bool is_impossible(Question& question);
   void set_position(int awaited, int n_known);
+  int place_in_windows(const Message& message) const;
   /// The ranks that keep an exchange of several rounds from completing.
   std::vector<int> find_late(const Call& call);
   void poll_control();
@@ -97,6 +104,7 @@ class Channel {
   std::vector<int> members_;  // ranks of the world
   bool has_rounds_ = transport_.has_rounds() && transport_.size() > Transport::kMostDirect;
   bool is_in_rounds_ = false;
+  bool is_in_windows_ = false;
 };
 
 }  // namespace lockstep::message

@@ -24,8 +24,23 @@ constexpr std::size_t kChunkBytes = 16 << 20;
 
 }  // namespace
 
+void Collectives::Step::run() {
+  // What windows add is their latencies: they are used if that is 1 % at most.
+  constexpr double kLeastRounds = 100;
+  std::size_t most_bytes = 0;
+  for (const Message& message : messages) most_bytes = std::max(most_bytes, message.n_bytes);
+  const double window_us = Channel::kWindow * static_cast<double>(most_bytes) * costs.byte_us;
+  if (channel.has_rounds() && !channel.is_on_one_host() &&
+      window_us >= kLeastRounds * costs.round_us) {
+    channel.exchange_in_windows(messages, call, limit);
+  } else {
+    channel.exchange(messages, call, limit);
+  }
+  messages.clear();
+}
+
 void Collectives::run(const Call& call, Limit& limit) {
-  Step step{channel_, call, limit, messages_};
+  Step step{channel_, call, limit, costs_, messages_};
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   switch (call.op) {
     case Op::barrier:

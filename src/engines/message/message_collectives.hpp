@@ -34,6 +34,7 @@ class Collectives {
     Channel& channel;
     const Call& call;
     Limit& limit;
+    const Costs& costs;
     std::vector<Message>& messages;  // empty between steps: its capacity is reused
 
     void send(int peer, const void* data, std::size_t n_bytes) {
@@ -44,10 +45,7 @@ class Collectives {
       if (peer == channel.rank() || n_bytes == 0) return;
       messages.push_back({Message::Way::receive, peer, data, n_bytes});
     }
-    void run() {
-      channel.exchange(messages, call, limit);
-      messages.clear();
-    }
+    void run();
   };
 
   /// Whether an operation takes fewer microseconds in log2 N rounds than as a message from each to
