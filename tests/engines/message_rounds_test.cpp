@@ -431,6 +431,33 @@ TEST_P(MessageRoundsTest, a_rank_that_stops_between_windows_is_named) {
       &network, kSlowNetwork);
 }
 
+TEST(MessageRoundsLateTest, ranks_in_later_calls_name_the_rank_that_the_root_waits_for) {
+  constexpr int kRanks = 16, kLate = 9;
+  for (const Check check : {Check::light, Check::off}) {
+    MessageNetwork network(kRanks);
+    std::atomic<int> n_failed = 0;
+    // It has sent the slices of a reduce, and not its sum.
+    network.on_start([&](int rank, int n_started) {
+      if (rank != kLate || n_started != 2 + (check == Check::off ? 0 : n_rounds_of(kRanks))) return;
+      EXPECT_TRUE(test::wait_until([&] { return n_failed == kRanks - 1; }));
+    });
+    run_message_ranks(
+        kRanks,
+        [&](Engine& engine) {
+          std::vector<float> data(4'097);
+          Call call = call_of(Op::reduce, data.size(), data.data(), data.data(), /*root=*/5);
+          call.check = check;
+          call.timeout = engine.rank() == call.root ? 60s : 300ms;
+          const std::string text = error_of_rounds<TimeoutError>([&] {
+            for (;;) engine.run(call);
+          });
+          ++n_failed;
+          EXPECT_NE(text.find("waited 0.3 s for rank 9 of"), std::string::npos) << text;
+        },
+        &network);
+  }
+}
+
 TEST_P(MessageRoundsTest, a_rank_that_fails_between_windows_is_named) {
   MessageNetwork network(n);
   network.on_start([&](int rank, int n_started) {

@@ -158,14 +158,11 @@ void Channel::exchange_in_windows(std::span<Message> messages, const Call& call,
   // Messages between two ranks stay in order.
   std::ranges::stable_sort(messages, {},
                            [this](const Message& message) { return place_in_windows(message); });
-  is_in_rounds_ = is_in_windows_ = true;
   for (std::size_t begin = 0, end = 0; begin < messages.size(); begin = end) {
     const int window = window_of(messages[begin]);
     while (end < messages.size() && window_of(messages[end]) == window) ++end;
     perform(messages.subspan(begin, end - begin), call, limit, nullptr);
   }
-  end_rounds();
-  is_in_windows_ = false;
 }
 
 void Channel::set_position(int awaited, int n_known) {
@@ -201,16 +198,21 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
   if (call.progress != nullptr) call.progress->slept(call);  // polling counts as sleep
   const auto deadline = limit.end();                         // begins now
   std::optional<Clock::time_point> departure_seen;
+  // Ranks that wait for this one, also in a later call, must find whom it waits for.
+  const bool shows_awaited = has_rounds_ && !is_in_rounds_;
   for (;;) {
     const State state = transport_.wait(deadline);
-    if (state == State::complete) return true;
+    if (state == State::complete) {
+      if (shows_awaited) set_position(Position::kNone, size());
+      return true;
+    }
     poll_control();
     throw_if_failed(call);
     if (question != nullptr && is_impossible(*question)) return false;
     std::vector<int> awaited = transport_.awaited();
     std::ranges::sort(awaited);
     awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
-    if (is_in_windows_ && !awaited.empty()) set_position(awaited.front(), size());
+    if (shows_awaited && !awaited.empty()) set_position(awaited.front(), size());
     const auto now = Clock::now();
     const bool has_ended = state == State::ended;
     if (const auto departure = departure_among(awaited)) {
@@ -221,9 +223,12 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
     }
     // None are awaited if the last message has arrived since.
     if ((!has_ended && now < deadline) || awaited.empty()) continue;
-    if (is_in_rounds_) {
+    if (has_rounds_) {
       if (auto late = find_late(call); !late.empty()) awaited = std::move(late);
-      if (transport_.test()) return true;
+      if (transport_.test()) {
+        if (shows_awaited) set_position(Position::kNone, size());
+        return true;
+      }
       if (const auto departure = departure_among(awaited)) fail(*departure, call);
     }
     fail_late(awaited, call);

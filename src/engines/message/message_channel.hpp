@@ -104,7 +104,6 @@ class Channel {
   std::vector<int> members_;  // ranks of the world
   bool has_rounds_ = transport_.has_rounds() && transport_.size() > Transport::kMostDirect;
   bool is_in_rounds_ = false;
-  bool is_in_windows_ = false;
 };
 
 }  // namespace lockstep::message
