@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <chrono>
@@ -94,18 +95,21 @@ StorePtr own_part(const StorePtr& store, const internal::World& world) {
   return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}/{}", job, attempt), store);
 }
 
-/// Waits until every rank has joined.
+/// Waits until every rank has joined. The store is one thread of rank 0: a rank asks for one key,
+/// and the less often the more ranks there are.
 void wait_for_ranks(const StorePtr& store, const StoreAddress& at, const internal::World& world,
                     const Call& call, Clock::time_point end) {
-  std::vector<std::string> keys;
-  for (int r = 0; r < world.size; ++r) keys.push_back(fmt::format("joined/{}", r));
-  store->set(keys[static_cast<std::size_t>(world.rank)], std::vector<std::uint8_t>{1});
+  const auto key_of = [](int rank) { return fmt::format("joined/{}", rank); };
+  const std::string all = "joined/all";
+  const milliseconds interval(std::max(2, world.size / 10));
+  store->set(key_of(world.rank), std::vector<std::uint8_t>{1});
+  if (store->add("joined/count", 1) == world.size) store->set(all, std::vector<std::uint8_t>{1});
   // Not Store::wait: in some versions only the text tells a timeout from a lost connection.
-  while (!store->check(keys)) {
+  while (!store->check({all})) {
     if (Clock::now() > end) {
       std::vector<int> missing;
       for (int r = 0; r < world.size; ++r) {
-        if (!store->check({keys[static_cast<std::size_t>(r)]})) missing.push_back(r);
+        if (!store->check({key_of(r)})) missing.push_back(r);
       }
       throw TimeoutError(
           context_of(call, world.rank),
@@ -113,7 +117,7 @@ void wait_for_ranks(const StorePtr& store, const StoreAddress& at, const interna
                       missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), at.host, at.port,
                       static_cast<double>(call.timeout.count()) / 1000));
     }
-    std::this_thread::sleep_for(milliseconds(2));
+    std::this_thread::sleep_for(interval);
   }
 }
 
