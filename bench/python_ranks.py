@@ -109,7 +109,7 @@ def step_of(model, data):
 
 
 def steps(group):
-    """By name, with what makes the model and the data."""
+    """(name, what makes the model and its data, a step of its wrapper over the group)."""
     for name, make in (("convnet", convnet), ("perceptron", perceptron), ("ResNet-18", resnet18)):
         model, data = make()
         yield f"DDP, {name}", make, step_of(DistributedDataParallel(model, process_group=group), data)

@@ -198,7 +198,7 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
   if (call.progress != nullptr) call.progress->slept(call);  // polling counts as sleep
   const auto deadline = limit.end();                         // begins now
   std::optional<Clock::time_point> departure_seen;
-  // Ranks that wait for this one, also in a later call, must find whom it waits for.
+  // Ranks that wait for this one, also in a later call, must find the rank that it waits for.
   const bool shows_awaited = has_rounds_ && !is_in_rounds_;
   for (;;) {
     const State state = transport_.wait(deadline);
