@@ -11,8 +11,6 @@
 #include <string_view>
 #include <vector>
 
-#include "engines/shared/bootstrap/tuning_table.hpp"
-
 namespace lockstep::test {
 namespace {
 
@@ -51,7 +49,7 @@ TEST(TuningTest, a_chunk_of_any_cpu_is_of_whole_pages) {
         for (const std::size_t l2_kib : {0U, 1U, 100U, 256U, 1024U, 65536U}) {
           const base::CpuModel cpu = model(vendor, family, number, l2_kib << 10);
           for (const int n_ranks : {2, 3, 64}) {
-            const auto tuning = shared::measured_for(n_ranks, cpu);
+            const auto tuning = shared::default_tuning(n_ranks, cpu);
             EXPECT_GT(tuning.chunk_bytes, 0U) << vendor << " " << family << "/" << number;
             EXPECT_EQ(tuning.chunk_bytes % 4096, 0U) << vendor << " " << family << "/" << number;
           }
@@ -65,7 +63,7 @@ TEST(TuningTest, the_chunk_of_an_unknown_cpu_fits_its_cache) {
   std::uint64_t smaller = 0;
   for (const std::size_t l2_kib : {256, 400, 512, 1024, 2048, 65536}) {
     const std::uint64_t n_bytes =
-        shared::measured_for(2, model("unknown", 6, 1, l2_kib << 10)).chunk_bytes;
+        shared::default_tuning(2, model("unknown", 6, 1, l2_kib << 10)).chunk_bytes;
     // What a rank works on at once: its data, what it shows, what it reads, the result.
     EXPECT_LE(4 * n_bytes, l2_kib << 10);
     EXPECT_GE(n_bytes, smaller) << "of a larger cache";
@@ -75,11 +73,11 @@ TEST(TuningTest, the_chunk_of_an_unknown_cpu_fits_its_cache) {
 
 TEST(TuningTest, the_chunk_of_a_zen_does_not_depend_on_its_second_level) {
   for (const unsigned family : {0x17U, 0x19U, 0x1aU}) {
-    const auto tuning = shared::measured_for(4, model("AuthenticAMD", family, 1, 512U << 10));
+    const auto tuning = shared::default_tuning(4, model("AuthenticAMD", family, 1, 512U << 10));
     EXPECT_EQ(tuning.chunk_bytes, 256U << 10) << family;
     EXPECT_EQ(tuning.flat_bytes, 32U << 10) << family;
   }
-  EXPECT_EQ(shared::measured_for(4, model("AuthenticAMD", 0x16, 1, 512U << 10)).chunk_bytes,
+  EXPECT_EQ(shared::default_tuning(4, model("AuthenticAMD", 0x16, 1, 512U << 10)).chunk_bytes,
             32U << 10);
 }
 
@@ -89,7 +87,7 @@ TEST(TuningTest, this_cpu_says_who_it_is) {
   EXPECT_EQ(cpu.vendor_name().size(), 12U);
   EXPECT_GE(cpu.family, 6U);
 #endif
-  EXPECT_EQ(shared::tuning_for(2, {}).chunk_bytes, shared::measured_for(2, cpu).chunk_bytes);
+  EXPECT_EQ(shared::tuning_for(2, {}).chunk_bytes, shared::default_tuning(2, cpu).chunk_bytes);
 }
 
 TEST(TuningTest, other_text_is_rejected) {

@@ -8,8 +8,6 @@
 #include <lockstep/error.hpp>
 #include <string_view>
 
-#include "engines/shared/bootstrap/tuning_table.hpp"
-
 namespace lockstep::shared {
 namespace {
 
@@ -48,7 +46,7 @@ CacheRule rule_for(const base::CpuModel& cpu) {
 
 }  // namespace
 
-Tuning measured_for(int n_ranks, const base::CpuModel& cpu) {
+Tuning default_tuning(int n_ranks, const base::CpuModel& cpu) {
   const CacheRule rule = rule_for(cpu);
   Tuning tuning{};
   // Two ranks read the same amount either way, and flat needs one phase instead of two.
@@ -92,10 +90,10 @@ TuningOverrides parse_tuning(const std::optional<std::string>& text) {
 }
 
 Tuning tuning_for(int n_ranks, const TuningOverrides& overrides) {
-  const Tuning measured = measured_for(n_ranks, base::cpu_model());
-  return {.flat_bytes = overrides.flat_bytes.value_or(measured.flat_bytes),
-          .chunk_bytes = overrides.chunk_bytes.value_or(measured.chunk_bytes),
-          .in_place_bytes = overrides.in_place_bytes.value_or(measured.in_place_bytes)};
+  const Tuning defaults = default_tuning(n_ranks, base::cpu_model());
+  return {.flat_bytes = overrides.flat_bytes.value_or(defaults.flat_bytes),
+          .chunk_bytes = overrides.chunk_bytes.value_or(defaults.chunk_bytes),
+          .in_place_bytes = overrides.in_place_bytes.value_or(defaults.in_place_bytes)};
 }
 
 }  // namespace lockstep::shared

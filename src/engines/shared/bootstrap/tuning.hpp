@@ -4,6 +4,8 @@
 #include <optional>
 #include <string>
 
+#include "base/cpu_model.hpp"
+
 namespace lockstep::shared {
 
 /// The sizes at which a channel changes its algorithm. Every rank uses the values that the
@@ -19,7 +21,7 @@ struct Tuning {
   std::uint64_t in_place_bytes;
 };
 
-/// The values that replace the measured ones.
+/// The values that replace the default ones.
 struct TuningOverrides {
   std::optional<std::uint64_t> flat_bytes;
   std::optional<std::uint64_t> chunk_bytes;
@@ -29,7 +31,10 @@ struct TuningOverrides {
 /// Parses Env::tune. Throws UsageError.
 TuningOverrides parse_tuning(const std::optional<std::string>& text);
 
-/// The best measured values, or those of `overrides`.
+/// By the CPU's vendor and its L2 cache.
+Tuning default_tuning(int n_ranks, const base::CpuModel& cpu);
+
+/// default_tuning of this CPU, or the values of `overrides`.
 Tuning tuning_for(int n_ranks, const TuningOverrides& overrides);
 
 }  // namespace lockstep::shared
