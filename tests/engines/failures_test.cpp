@@ -163,6 +163,50 @@ TEST_P(Failures, a_rank_that_does_not_come) {
   });
 }
 
+/// Over ranks that each wait in recv, rank 2 with the shortest limit: what rank 2 throws.
+TimeoutError chain_of_recvs(const Group& group, bool is_cycle) {
+  std::vector<int> data(1);
+  const Elements one{data.data(), 1, DType::i32};
+  // The others have nothing left to do but recv when rank 2 begins to wait.
+  group.barrier();
+  try {
+    if (group.rank() == 0 && !is_cycle) {
+      barrier();  // comes when the others have given up
+      group.barrier();
+    } else {
+      const int from = group.rank() == 0 ? 1 : group.rank() == 1 ? (is_cycle ? 2 : 0)
+                                                                : (is_cycle ? 0 : 1);
+      group.recv(one, from, group.rank() == 2 ? milliseconds(3000) : milliseconds(60'000));
+    }
+  } catch (const TimeoutError& error) {
+    if (group.rank() != 0 && !is_cycle) barrier();
+    return error;
+  }
+  throw std::runtime_error("no TimeoutError");
+}
+
+TEST_P(Failures, a_late_rank_is_found_behind_those_that_wait_for_it_in_recv) {
+  run([] {
+    if (get_world_size() < 3) return;
+    const TimeoutError error = chain_of_recvs(default_group().duplicate(), /*is_cycle=*/false);
+    EXPECT_EQ(error.context().peers, std::vector<int>{0});
+    const std::string text = error.what();
+    expect_contains(text, "rank 2 waited 3 s for rank 1 of 3, which waits for rank 0\n  rank 0 is ");
+    expect_contains(text, "\n  rank 1 is ");
+    EXPECT_EQ(text.find("here: 0"), std::string::npos) << text;
+  });
+}
+
+TEST_P(Failures, ranks_that_wait_for_each_other_in_recv_are_named) {
+  run([] {
+    if (get_world_size() < 3) return;
+    const TimeoutError error = chain_of_recvs(default_group().duplicate(), /*is_cycle=*/true);
+    EXPECT_EQ(error.context().peers, (std::vector<int>{0, 1}));
+    expect_contains(error.what(),
+                    "for rank 0 of 3, which waits for rank 1, which waits for rank 2\n");
+  });
+}
+
 // What each gives for itself may differ, and is not what they disagree on.
 /// ErrorContext::peers of the exception thrown by `call`, which must be an E.
 template <class E, class F>

@@ -218,11 +218,18 @@ class Channel {
                          std::span<const int> peers, int error_number = 0);
   [[noreturn]] void fail_mismatch(const Call& call);
   [[noreturn]] void fail_timeout(const Call& call, std::vector<int> absent);
+  /// Of a send or recv, whose peer may wait for another rank in one.
+  [[noreturn]] void fail_timeout_of_pair(const Call& call, int awaited);
   [[noreturn]] void throw_failure(const Call& call);
   bool has_failed() const noexcept {
     return header_->failure.state.load(std::memory_order_seq_cst) != FailureState::none;
   }
   std::string call_of(int rank) const;
+  /// The rank that `rank` waits for in a send or recv; itself, if it waits in none.
+  int awaited_by(int rank) const;
+  std::string waited_for(const Call& call, std::span<const int> ranks) const;
+  /// A line for each: whether it lives, and what it did last.
+  std::string conditions_of(std::span<const int> ranks) const;
   /// Whether the rank waits for a rank of another host, which may be the late one.
   bool is_in_call_elsewhere(int rank) const;
 

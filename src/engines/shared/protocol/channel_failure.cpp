@@ -169,27 +169,80 @@ void Channel::fail_mismatch(const Call& call) {
   fail(call, Kind::mismatch, table.text(), table.minority());
 }
 
+int Channel::awaited_by(int rank) const {
+  const auto what_of = [this](int r) {
+    return lane(r).record.what.load(std::memory_order_relaxed);
+  };
+  const auto waits_for_one = [](std::uint64_t what) {
+    const bool is_pairwise = op_of(what) == Op::send || op_of(what) == Op::recv;
+    return is_pairwise && (what & (kFinished | kElsewhere)) == 0;
+  };
+  const std::uint64_t what = what_of(rank);
+  const int peer = root_of(what);
+  // One that is stopped keeps others waiting, whatever it waits for itself.
+  if (!waits_for_one(what) || peer >= size() || membership_->is_stopped(world_rank(rank))) {
+    return rank;
+  }
+  // A send and its recv have met: neither waits for the other to come.
+  const std::uint64_t theirs = what_of(peer);
+  const bool have_met =
+      waits_for_one(theirs) && root_of(theirs) == rank && op_of(theirs) != op_of(what);
+  return have_met ? rank : peer;
+}
+
+void Channel::fail_timeout_of_pair(const Call& call, int awaited) {
+  std::vector<int> chain{awaited};  // each waits for the next
+  bool is_cycle = false;
+  while (!is_cycle) {
+    const int next = awaited_by(chain.back());
+    if (next == chain.back()) break;
+    is_cycle = next == rank_ || std::ranges::find(chain, next) != chain.end();
+    chain.push_back(next);
+  }
+  std::string text = waited_for(call, std::span(&awaited, 1));
+  for (const int r : std::span(chain).subspan(1)) {
+    fmt::format_to(std::back_inserter(text), ", which waits for rank {}", r);
+  }
+  const int last = chain.back();
+  std::vector<int> late{last};
+  if (is_cycle) {
+    chain.pop_back();
+    late.assign(std::ranges::find(chain, last), chain.end());
+    if (last == rank_) late = chain;
+  }
+  std::ranges::reverse(chain);
+  fail(call, Kind::timeout, text + conditions_of(chain), late);
+}
+
 void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
   std::vector<int> present;
   for (int r = 0; r < size(); ++r) {
-    if (std::find(absent.begin(), absent.end(), r) == absent.end()) present.push_back(r);
+    if (std::ranges::find(absent, r) == absent.end()) present.push_back(r);
   }
   // A late rank throws this text too when it arrives, so the text names the ranks that waited.
-  std::string text = fmt::format("rank {} waited {:g} s for rank{} {} of {}; here: {}", rank_,
-                                 std::chrono::duration<double>(call.timeout).count(),
-                                 absent.size() == 1 ? "" : "s", internal::list_of(absent), size(),
-                                 internal::list_of(present));
+  const std::string text = waited_for(call, absent) + "; here: " + internal::list_of(present);
   // A rank in another call most likely waits too, for a rank that is in none.
   std::ranges::stable_partition(absent, [this](int r) {
     return !membership_->is_in_call(world_rank(r)) && !is_in_call_elsewhere(r);
   });
-  for (const int r : absent) {
+  fail(call, Kind::timeout, text + conditions_of(absent), absent);
+}
+
+std::string Channel::waited_for(const Call& call, std::span<const int> ranks) const {
+  return fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank_,
+                     std::chrono::duration<double>(call.timeout).count(),
+                     ranks.size() == 1 ? "" : "s", internal::list_of(ranks), size());
+}
+
+std::string Channel::conditions_of(std::span<const int> ranks) const {
+  std::string text;
+  for (const int r : ranks) {
     const std::string doing = membership_->doing_of(world_rank(r));
     fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}{}{}", r,
                    membership_->condition_of(world_rank(r)), call_of(r), doing.empty() ? "" : "; ",
                    doing);
   }
-  fail(call, Kind::timeout, text, absent);
+  return text;
 }
 
 }  // namespace lockstep::shared

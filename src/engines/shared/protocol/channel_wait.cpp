@@ -64,6 +64,7 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
     if (left <= left.zero()) {
       const std::vector<int>& ranks = late(awaited);
       if (ready()) return;
+      if (awaited != kAllRanks && !ranks.empty()) fail_timeout_of_pair(call, awaited);
       if (!ranks.empty()) fail_timeout(call, ranks);
     }
     sleep(ready, left <= left.zero() ? kLivenessInterval
