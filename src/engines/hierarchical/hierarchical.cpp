@@ -64,6 +64,9 @@ class HierarchicalEngine final : public Engine {
       } catch (const Error& error) {
         outer->end_with(error);  // its ranks on other hosts may already wait there
         throw;
+      } catch (const std::exception& error) {
+        outer->abandon(error.what());
+        throw;
       }
     });
     return engine;
