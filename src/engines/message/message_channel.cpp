@@ -199,7 +199,7 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
   const auto deadline = limit.end();                         // begins now
   std::optional<Clock::time_point> departure_seen;
   // Ranks that wait for this one, also in a later call, must find the rank that it waits for.
-  const bool shows_awaited = has_rounds_ && !is_in_rounds_;
+  const bool shows_awaited = transport_.has_rounds() && !is_in_rounds_;
   for (;;) {
     const State state = transport_.wait(deadline);
     if (state == State::complete) {
@@ -223,8 +223,8 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
     }
     // None are awaited if the last message has arrived since.
     if ((!has_ended && now < deadline) || awaited.empty()) continue;
-    if (has_rounds_) {
-      if (auto late = find_late(call); !late.empty()) awaited = std::move(late);
+    if (transport_.has_rounds()) {
+      if (auto late = find_late(call, awaited); !late.empty()) awaited = std::move(late);
       if (transport_.test()) {
         if (shows_awaited) set_position(Position::kNone, size());
         return true;
@@ -261,7 +261,7 @@ bool Channel::is_impossible(Question& question) {
   return false;
 }
 
-std::vector<int> Channel::find_late(const Call& call) {
+std::vector<int> Channel::find_late(const Call& call, std::span<const int> awaited) {
   const Position own = [this] {
     const std::lock_guard lock(control_->mutex);
     control_->answers.clear();
@@ -284,6 +284,7 @@ std::vector<int> Channel::find_late(const Call& call) {
   });
   positions.insert_or_assign(rank(), own);
   std::vector<bool> has_begun(n), is_awaited(n);
+  for (const int r : awaited) is_awaited[static_cast<std::size_t>(r)] = true;
   for (const auto& [r, position] : positions) {
     if (position.awaited != Position::kNone) {
       is_awaited[static_cast<std::size_t>(position.awaited)] = true;
@@ -297,13 +298,19 @@ std::vector<int> Channel::find_late(const Call& call) {
       has_begun[(static_cast<std::size_t>(r) + n - static_cast<std::size_t>(i)) % n] = true;
     }
   }
-  // Ranks that have not begun; if all have, those that others wait for and that do not answer.
+  // A rank that waits in a call on another channel may answer too, that it awaits nobody here.
+  const auto waits_itself = [&](int r) {
+    const auto answer = positions.find(r);
+    return answer != positions.end() &&
+           (has_rounds_ || answer->second.awaited != Position::kNone);
+  };
+  // Ranks that have not begun; if all have, those that others wait for and that do not wait.
   std::vector<int> late;
   for (const bool is_about_beginning : {true, false}) {
     for (int r = 0; r < size(); ++r) {
       const auto i = static_cast<std::size_t>(r);
       const bool may_be_late = is_about_beginning ? !has_begun[i] : is_awaited[i];
-      if (may_be_late && !positions.contains(r)) late.push_back(r);
+      if (may_be_late && !waits_itself(r)) late.push_back(r);
     }
     if (!late.empty()) break;
   }

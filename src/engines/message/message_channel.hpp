@@ -86,8 +86,9 @@ class Channel {
   bool is_impossible(Question& question);
   void set_position(int awaited, int n_known);
   int place_in_windows(const Message& message) const;
-  /// The ranks that keep an exchange of several rounds from completing.
-  std::vector<int> find_late(const Call& call);
+  /// The ranks that keep an exchange from completing in which this rank waits for `awaited`: not
+  /// those that wait for others themselves.
+  std::vector<int> find_late(const Call& call, std::span<const int> awaited);
   void poll_control();
   void throw_if_failed(const Call& call) const;
   /// If one of these ranks has left the world: that failure.

@@ -113,8 +113,9 @@ class Transport {
 
   /// Up to this many ranks, a message from each to each is faster than rounds.
   static constexpr int kMostDirect = 8;
-  /// Whether exchanges of more ranks than that may take several rounds: wait() then returns often
-  /// while it waits, to answer questions, and takes_shorter_messages().
+  /// Whether wait() returns often while it waits, to answer questions about whom a rank waits for.
+  /// Exchanges of more than kMostDirect ranks then take several rounds, for which such a channel
+  /// also takes_shorter_messages().
   virtual bool has_rounds() const noexcept { return false; }
 
   using Exchange = std::function<void(std::span<const Message>)>;
