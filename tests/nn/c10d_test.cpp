@@ -221,6 +221,25 @@ TEST(C10dTest, a_late_rank_is_named_and_other_groups_go_on) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
+TEST(C10dTest, a_late_rank_is_found_behind_one_that_waits_for_it) {
+  const auto statuses = over_gloo(3, [] {
+    const Group world = default_group(), other = world.duplicate();
+    std::vector<int> data(1);
+    const Elements one{data.data(), 1, DType::i32};
+    world.barrier();
+    if (get_rank() == 0) {
+      other.barrier();  // comes when the others have given up
+      expect_error<TimeoutError>([&] { world.barrier(); }, "waited 3 s for rank 0 of 3");
+    } else {
+      expect_error<TimeoutError>(
+          [&] { world.recv(one, get_rank() - 1, get_rank() == 2 ? 3s : 50s); },
+          "rank 2 waited 3 s for rank 0 of 3");
+      other.barrier();
+    }
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
 TEST(C10dTest, a_rank_that_comes_as_the_others_give_up_keeps_its_connections) {
   const auto statuses = over_gloo(2, [] {
     const Group world = default_group();
@@ -386,6 +405,13 @@ TEST(C10dTest, hierarchical_has_gloo_between_hosts) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
+TEST(C10dTest, every_operation_is_right_where_init_dist_checks_them) {
+  ::setenv("LOCKSTEP_CHECK", "full", 1);
+  const auto statuses = over_gloo(3, [] { EXPECT_EQ(all_reduce_value(1), 3); });
+  ::unsetenv("LOCKSTEP_CHECK");
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
 TEST(C10dTest, one_world_after_another_at_the_same_port) {
   const auto statuses = over_gloo(3, [] {
     for (int turn = 0; turn < 10; ++turn) {
@@ -410,10 +436,13 @@ TEST(C10dTest, init_after_destroy_at_another_port) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
-/// init_dist as one rank of two, in this process.
-void init_alone(int rank, const std::string& port, std::chrono::milliseconds timeout) {
+/// init_dist as one rank of `size`, in this process.
+void init_alone(int rank, const std::string& port, std::chrono::milliseconds timeout,
+                int size = 2) {
   ::setenv("RANK", std::to_string(rank).c_str(), 1);
-  for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) ::setenv(name, "2", 1);
+  for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) {
+    ::setenv(name, std::to_string(size).c_str(), 1);
+  }
   ::setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
   ::setenv("MASTER_ADDR", "127.0.0.1", 1);
   ::setenv("MASTER_PORT", port.c_str(), 1);
@@ -456,6 +485,25 @@ TEST_F(C10dInitTest, ranks_that_do_not_come_are_named) {
   const test::FreePort port;
   expect_error<TimeoutError>([&] { init_alone(0, std::to_string(port.number()), 300ms); },
                              "of 2 ranks, rank 1 did not join at 127.0.0.1:");
+}
+
+TEST_F(C10dInitTest, ranks_that_do_not_come_are_named_on_all_that_do) {
+  const test::FreePort port;
+  const auto join = [&](int rank, std::chrono::milliseconds timeout) {
+    expect_error<TimeoutError>(
+        [&] { init_alone(rank, std::to_string(port.number()), timeout, 3); },
+        "of 3 ranks, rank 2 did not join at 127.0.0.1:");
+  };
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::alarm(60);
+    join(1, 50s);  // has time left when the other gives up
+    ::_exit(::testing::Test::HasFailure() ? 4 : 0);
+  }
+  join(0, 5s);
+  int status = 0;
+  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+  EXPECT_EQ(status, 0);
 }
 
 TEST_F(C10dInitTest, the_store_has_no_server) {

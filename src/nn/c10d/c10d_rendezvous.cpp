@@ -41,6 +41,9 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+/// How long the rank that serves the store stays for others after a failed rendezvous.
+constexpr milliseconds kToldTime{1000};
+
 std::string variable(const char* name, const Call& call, int rank) {
   const auto value = internal::variable(name);
   if (!value || value->empty()) {
@@ -95,31 +98,78 @@ StorePtr own_part(const StorePtr& store, const internal::World& world) {
   return c10::make_intrusive<c10d::PrefixStore>(fmt::format("{}/{}", job, attempt), store);
 }
 
-/// Waits until every rank has joined. The store is one thread of rank 0: a rank asks for one key,
-/// and the less often the more ranks there are.
-void wait_for_ranks(const StorePtr& store, const StoreAddress& at, const internal::World& world,
-                    const Call& call, Clock::time_point end) {
-  const auto key_of = [](int rank) { return fmt::format("joined/{}", rank); };
-  const std::string all = "joined/all";
-  const milliseconds interval(std::max(2, world.size / 10));
-  store->set(key_of(world.rank), std::vector<std::uint8_t>{1});
-  if (store->add("joined/count", 1) == world.size) store->set(all, std::vector<std::uint8_t>{1});
-  // Not Store::wait: in some versions only the text tells a timeout from a lost connection.
-  while (!store->check({all})) {
-    if (Clock::now() > end) {
-      std::vector<int> missing;
-      for (int r = 0; r < world.size; ++r) {
-        if (!store->check({key_of(r)})) missing.push_back(r);
-      }
-      throw TimeoutError(
-          context_of(call, world.rank),
-          fmt::format("of {} ranks, rank{} {} did not join at {}:{} within {:g} s", world.size,
-                      missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), at.host, at.port,
-                      static_cast<double>(call.timeout.count()) / 1000));
+/// How the ranks of a world meet at the store, and agree on whether all have come. The store is one
+/// thread of rank 0: a rank asks for one key, and the less often the more ranks there are.
+class Meeting {
+ public:
+  Meeting(const StorePtr& store, const StoreAddress& at, const internal::World& world,
+          const Call& call)
+      : store_(store), at_(at), world_(world), call_(call) {}
+
+  /// Returns when every rank has joined. Throws the same TimeoutError on all that have, when the
+  /// time of one of them ends.
+  void wait(Clock::time_point end) {
+    store_->set(key_of(world_.rank), bytes_of("1"));
+    if (store_->add("joined/count", 1) == world_.size) conclude("");
+    // Not Store::wait: in some versions only the text tells a timeout from a lost connection.
+    while (!store_->check({kResult})) {
+      if (Clock::now() > end) give_up(end);
+      std::this_thread::sleep_for(interval_);
     }
-    std::this_thread::sleep_for(interval);
+    const std::vector<std::uint8_t> result = store_->get(kResult);
+    const std::string missing(result.begin(), result.end());
+    if (missing.empty()) return;
+    store_->add("joined/told", 1);
+    if (serves_store(world_)) stay_for_others();
+    fail(missing + " did not join");
   }
-}
+
+ private:
+  static inline const std::string kResult = "joined/result";
+
+  static std::string key_of(int rank) { return fmt::format("joined/{}", rank); }
+  static std::vector<std::uint8_t> bytes_of(std::string_view text) {
+    return {text.begin(), text.end()};
+  }
+
+  /// The first conclusion is everybody's: which ranks are missing.
+  void conclude(std::string_view missing) {
+    if (store_->add("joined/conclusions", 1) == 1) store_->set(kResult, bytes_of(missing));
+  }
+
+  void give_up(Clock::time_point end) {
+    if (Clock::now() > end + kPatience) fail("one stopped while it joined");
+    std::vector<int> missing;
+    for (int r = 0; r < world_.size; ++r) {
+      if (!store_->check({key_of(r)})) missing.push_back(r);
+    }
+    if (!missing.empty()) {
+      conclude(fmt::format("rank{} {}", missing.size() == 1 ? "" : "s",
+                           fmt::join(missing, ", ")));
+    }
+  }
+
+  [[noreturn]] void fail(const std::string& what) const {
+    throw TimeoutError(context_of(call_, world_.rank),
+                       fmt::format("of {} ranks, {} at {}:{} within {:g} s", world_.size, what,
+                                   at_.host, at_.port,
+                                   static_cast<double>(call_.timeout.count()) / 1000));
+  }
+
+  /// Until the others that have joined know the result, too.
+  void stay_for_others() {
+    for (const auto end = Clock::now() + kToldTime;
+         Clock::now() < end && store_->add("joined/told", 0) < store_->add("joined/count", 0);) {
+      std::this_thread::sleep_for(interval_);
+    }
+  }
+
+  StorePtr store_;
+  const StoreAddress& at_;
+  const internal::World& world_;
+  const Call& call_;
+  const milliseconds interval_{std::max(2, world_.size / 10)};
+};
 
 #ifdef LOCKSTEP_GLOO
 /// This host's address on the route to the rendezvous; empty if unknown.
@@ -212,7 +262,7 @@ std::shared_ptr<Wire> rendezvous([[maybe_unused]] std::string_view backend,
     try {
       whole = connect_to_store(at, world, barrier.timeout);
       StorePtr part = own_part(whole, world);
-      wait_for_ranks(part, at, world, barrier, end);
+      Meeting(part, at, world, barrier).wait(end);
       store = std::move(part);
     } catch (const Error&) {
       throw;
