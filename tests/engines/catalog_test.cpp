@@ -60,7 +60,7 @@ TEST(CatalogTest, mpi_is_not_for_ranks_that_another_launcher_started) {
 }
 
 TEST(CatalogTest, a_module_in_the_environment_is_not_for_ranks_of_lockstep_run) {
-  const Variable module("LOCKSTEP_MPI", "/dev/null");  // a file that is there
+  const Variable module("LOCKSTEP_MPI", "/proc/self/exe");  // a file that exists
   EXPECT_FALSE(of_mpi(Launcher::lockstep).is_available);
   EXPECT_TRUE(of_mpi(Launcher::mpi).is_available);
 }

@@ -42,6 +42,23 @@ TEST(HostsTest, one_program_over_two_machines) {
       << ends[1].err;
 }
 
+/// EVALUATE_PROGRAM on two machines, with a variable in its environment.
+void evaluate_with(const std::string& variable) {
+  const Namespaces machines(2);
+  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
+  const std::vector<Ended> ends = run_on_machines(2, {{"env", variable, EVALUATE_PROGRAM}});
+  for (const Ended& ended : ends) EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_NE(ends[1].err.find("over hierarchical"), std::string::npos) << ends[1].err;
+}
+
+TEST(HostsTest, a_module_for_mpi_in_the_environment_leaves_gloo_between_machines) {
+  evaluate_with("LOCKSTEP_MPI=" EVALUATE_PROGRAM);  // a file that exists
+}
+
+TEST(HostsTest, every_operation_is_right_where_init_dist_checks_them) {
+  evaluate_with("LOCKSTEP_CHECK=full");
+}
+
 TEST(HostsTest, a_cut_cable_is_blamed_on_no_rank_of_the_own_host) {
   const Namespaces machines(2);
   if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
