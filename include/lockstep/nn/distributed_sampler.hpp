@@ -45,8 +45,10 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   /// Starts the next epoch, with a new size of the data set if given.
   void reset(torch::optional<std::size_t> new_size = {}) override;
   torch::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
-  /// Saves the next epoch and the position in this one.
+  /// Saves the next epoch and the position in this one. One rank's archive serves all.
   void save(torch::serialize::OutputArchive& archive) const override;
+  /// Keeps this sampler's size and group. UsageError if the archive is from the middle of an epoch
+  /// with another size or number of ranks.
   void load(torch::serialize::InputArchive& archive) override;
 
  private:

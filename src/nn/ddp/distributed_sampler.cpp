@@ -1,10 +1,16 @@
 #include <lockstep/nn/distributed_sampler.hpp>
 
+#include <fmt/format.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <limits>
+#include <lockstep/error.hpp>
 #include <numeric>
+#include <optional>
 #include <random>
+
+#include "nn/error.hpp"
 
 namespace lockstep::nn {
 
@@ -65,18 +71,41 @@ void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
   archive.write("epoch", number(epoch_), /*is_buffer=*/true);
   archive.write("next_epoch", number(*next_epoch_), /*is_buffer=*/true);
   archive.write("n_taken", number(n_taken_), /*is_buffer=*/true);
+  archive.write("n_samples", number(indices_.size()), /*is_buffer=*/true);
+  archive.write("n_ranks", number(static_cast<std::size_t>(options_.group.size())),
+                /*is_buffer=*/true);
 }
 
 void DistributedSampler::load(torch::serialize::InputArchive& archive) {
-  const auto number = [&archive](const char* key) {
+  const auto number = [&archive](const char* key, std::optional<std::size_t> missing = {}) {
     torch::Tensor value = torch::empty({}, torch::kLong);
-    archive.read(key, value, /*is_buffer=*/true);
+    if (!missing.has_value()) {
+      archive.read(key, value, /*is_buffer=*/true);
+    } else if (!archive.try_read(key, value, /*is_buffer=*/true)) {
+      return *missing;
+    }
     return static_cast<std::size_t>(value.item<std::int64_t>());
   };
-  size_ = number("size");
-  begin_epoch(number("epoch"));
-  *next_epoch_ = number("next_epoch");
-  n_taken_ = number("n_taken");
+  const auto own_ranks = static_cast<std::size_t>(options_.group.size());
+  const std::size_t size = number("size"), epoch = number("epoch"), n_taken = number("n_taken");
+  const std::size_t next_epoch = number("next_epoch");
+  // Older archives have neither of these.
+  const std::size_t n_ranks = number("n_ranks", own_ranks);
+  const std::size_t n_samples = number("n_samples", std::numeric_limits<std::size_t>::max());
+  const bool is_same = size == size_ && n_ranks == own_ranks;
+  const bool is_over = n_taken >= n_samples;
+  if (!is_same && n_taken > 0 && !is_over) {
+    throw UsageError(
+        context_of("DistributedSampler::load", options_.group, {}),
+        fmt::format(
+            "the archive is from the middle of an epoch of {} samples on {} ranks, and this "
+            "sampler has {} samples on {}: go on with the same, or save between epochs",
+            size, n_ranks, size_, own_ranks));
+  }
+  begin_epoch(epoch);
+  *next_epoch_ = next_epoch;
+  // The archive may be of another rank, which has one sample more.
+  n_taken_ = is_over ? indices_.size() : std::min(n_taken, indices_.size());
 }
 
 }  // namespace lockstep::nn
