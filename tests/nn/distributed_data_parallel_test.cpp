@@ -189,9 +189,10 @@ TEST(DistributedDataParallelTest, a_gradient_on_some_ranks_only_is_reported_on_e
         model(x, /*both=*/rank != 1).sum().backward();
         ADD_FAILURE() << "no error";
       } catch (const MismatchError& error) {
-        EXPECT_NE(error.text().find("parameter sometimes.weight got a gradient on 2 of 3 ranks"),
-                  std::string::npos)
-            << error.text();
+        const std::string expected =
+            std::string("parameter sometimes.weight got a gradient on 2 of 3 ranks, ") +
+            (rank == 1 ? "but not on this one" : "also on this one");
+        EXPECT_NE(error.text().find(expected), std::string::npos) << error.text();
       }
       net->zero_grad();
       model(x, /*both=*/true).sum().backward();  // no rank is out of step
@@ -282,6 +283,109 @@ TEST(DistributedDataParallelTest, a_difference_of_any_kind_is_named) {
       }
     });
   }
+}
+
+/// Gradients are averaged in the order of memory.
+TEST(DistributedDataParallelTest, a_layout_of_one_rank_only_is_named) {
+  on_ranks(2, [](int rank) {
+    torch::nn::Sequential net(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 2)));
+    if (rank == 0) {
+      Tensor weight = net->parameters()[0];
+      weight.set_data(testing::channels_last(weight.detach()));
+    }
+    try {
+      const DistributedDataParallel model(net);
+      ADD_FAILURE() << "no error";
+    } catch (const MismatchError& error) {
+      EXPECT_NE(
+          error.text().find("rank 0 has parameter 0.weight Float [4, 3, 2, 2] with strides "
+                            "[12, 1, 6, 3], rank 1 has parameter 0.weight Float [4, 3, 2, 2]:"),
+          std::string::npos)
+          << error.text();
+    }
+  });
+}
+
+struct TiedImpl : torch::nn::Module {
+  torch::nn::Linear encoder{2, 2}, between{2, 2}, decoder = encoder;
+  explicit TiedImpl(bool is_tied = true) {
+    if (!is_tied) decoder = torch::nn::Linear(2, 2);
+    register_module("encoder", encoder);
+    register_module("between", between);
+    register_module("decoder", decoder);
+  }
+  Tensor forward(const Tensor& x) { return decoder(between(encoder(x))); }
+};
+TORCH_MODULE(Tied);
+
+/// The hook adds at once, so that what is added twice is twice as large.
+TEST(DistributedDataParallelTest, a_layer_under_two_names_is_averaged_once) {
+  for (const bool has_hook : {false, true}) {
+    on_ranks(2, [has_hook](int rank) {
+      Tied net;
+      net->to(at::kDouble);
+      const Tensor x0 = Random(1).normal({3, 2}), x1 = Random(2).normal({3, 2});
+      auto options = tiny_buckets();
+      const auto add = [](const GradientBucket& bucket) -> std::function<void()> {
+        bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::sum).wait();
+        return [] {};
+      };
+      if (has_hook) options.hook = add;
+      DistributedDataParallel model(net, options);
+      const std::vector<Tensor> parameters{net->encoder->weight, net->encoder->bias,
+                                           net->between->weight, net->between->bias};
+      for (int step = 0; step < 3; ++step) {
+        const auto loss = [&](const Tensor& x) { return net->forward(x).square().sum(); };
+        const Tensor expected_loss = (loss(x0) + loss(x1)) / (has_hook ? 1 : 2);
+        const auto expected = torch::autograd::grad({expected_loss}, parameters);
+        net->zero_grad();
+        model(rank == 0 ? x0 : x1).square().sum().backward();
+        for (std::size_t i = 0; i < parameters.size(); ++i) {
+          EXPECT_LE(difference(parameters[i].grad(), expected[i]), 1e-9) << i << " in " << step;
+        }
+      }
+    });
+  }
+}
+
+TEST(DistributedDataParallelTest, a_layer_under_two_names_on_one_rank_only_is_named) {
+  on_ranks(2, [](int rank) {
+    try {
+      const DistributedDataParallel model(Tied(/*is_tied=*/rank == 0));
+      ADD_FAILURE() << "no error";
+    } catch (const MismatchError& error) {
+      EXPECT_NE(error.text().find("parameter decoder.weight Float [2, 2], the same tensor as "
+                                  "encoder.weight, rank 1 has"),
+                std::string::npos)
+          << error.text();
+    }
+  });
+}
+
+TEST(DistributedDataParallelTest, a_gradient_with_a_graph_is_rejected) {
+  on_ranks(2, [](int rank) {
+    torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+    {
+      const at::NoGradGuard no_grad;
+      net->weight.fill_(1);
+    }
+    const Tensor x = at::full({1, 1}, rank + 1.0);
+    {
+      DistributedDataParallel model(net);
+      const std::string text = testing::usage_error([&] {
+        model(x).square().sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+      });
+      EXPECT_NE(text.find("the gradient of weight has a graph"), std::string::npos) << text;
+      EXPECT_NE(text.find("torch::autograd::grad"), std::string::npos) << text;
+      net->weight.mutable_grad().reset();  // it holds the graph, which holds the weight
+    }
+    DistributedDataParallel model(net);
+    const Tensor loss = model(x).square().sum();  // (w * x)^2
+    const auto gradients = torch::autograd::grad({loss}, {net->weight}, /*grad_outputs=*/{},
+                                                 /*retain_graph=*/true, /*create_graph=*/true);
+    (loss + gradients[0].square().sum()).backward();  // 2 w x^2 + 8 w x^4, of 1 and of 2
+    EXPECT_FLOAT_EQ(net->weight.grad().item<float>(), (10 + 136) / 2.0F);
+  });
 }
 
 TEST(DistributedDataParallelTest, a_peers_exception_reaches_backward) {
@@ -387,6 +491,26 @@ TEST(DistributedDataParallelTest, gradients_are_the_buckets_memory) {
       const auto* const lowest = static_cast<char*>(*std::min_element(now.begin(), now.end()));
       const auto* const highest = static_cast<char*>(*std::max_element(now.begin(), now.end()));
       EXPECT_LE(highest - lowest, 4 * 64) << "one behind the other";
+    }
+  });
+}
+
+TEST(DistributedDataParallelTest, a_gradient_that_is_kept_keeps_its_values) {
+  on_ranks(2, [](int rank) {
+    torch::nn::Linear net(2, 2);
+    DistributedDataParallel model(net);
+    std::vector<Tensor> kept, views;
+    for (int step = 0; step < 5; ++step) {
+      for (auto& parameter : net->parameters()) parameter.mutable_grad().reset();
+      model(at::full({1, 2}, rank + 2.0 * step)).sum().backward();
+      if (step < 3) kept.push_back(net->weight.grad());  // in step 3 only a view is left
+      views.push_back(net->weight.grad().view(-1));
+      if (step == 3) kept.push_back(net->weight.grad().detach());
+    }
+    for (std::size_t step = 0; step < kept.size(); ++step) {
+      const double expected = 0.5 + 2.0 * static_cast<double>(step);
+      EXPECT_TRUE(kept[step].eq(expected).all().item<bool>()) << step << ": " << kept[step];
+      EXPECT_TRUE(views[step].eq(expected).all().item<bool>()) << step << ": " << views[step];
     }
   });
 }

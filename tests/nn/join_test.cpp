@@ -367,5 +367,67 @@ TEST(JoinTest, a_timeout_without_it_tells_of_it) {
   EXPECT_NE(what.find(" at join_test.cpp:"), std::string::npos) << what;
 }
 
+/// A wrapper is made by all ranks, whatever their numbers of batches.
+TEST(JoinTest, a_timeout_of_the_constructor_does_not_tell_of_it) {
+  std::string what;
+  const auto body = [&what](int rank) {
+    const Group other = default_group().duplicate();
+    try {
+      if (rank == 0) {
+        const DistributedDataParallel model(Linear(2, 2));
+      }
+      barrier(other, Deadline(testing::kWatchdog));
+    } catch (const TimeoutError& error) {
+      if (rank == 0) what = error.what();
+      throw;
+    }
+  };
+  EXPECT_THROW(run_ranks(2, body, {.timeout = std::chrono::seconds(1)}), TimeoutError);
+  EXPECT_NE(what.find("comparing the ranks' modules"), std::string::npos) << what;
+  EXPECT_EQ(what.find("numbers of batches"), std::string::npos) << what;
+}
+
+/// The comparison of parameters that follows uneven data does not wait for the other rank there.
+TEST(JoinTest, one_rank_alone_evaluates_afterwards) {
+  on_ranks(2, [](int rank) {
+    Sequential net(Linear(2, 3), Linear(3, 1));
+    DistributedDataParallel model(net);
+    const Tensor x = at::ones({4, 2});
+    model.join([&] {
+      for (int i = 0; i < 2 + rank; ++i) model(x).sum().backward();
+    });
+    for (int step = 0; step < 6; ++step) {
+      if (rank == 0) {
+        net->eval();
+        model(x);  // without NoGradGuard
+        net->train();
+      }
+      model(x).sum().backward();
+    }
+    assert_in_sync(net);
+  });
+}
+
+TEST(JoinTest, the_mode_at_the_end_of_body_does_not_matter) {
+  for (const int n_batches_of_rank_1 : {1, 0}) {
+    on_ranks(2, [&](int rank) {
+      Sequential net(Linear(2, 3), BatchNorm1d(3), Linear(3, 3), BatchNorm1d(3), Linear(3, 1));
+      convert_sync_batchnorm(net);
+      DistributedDataParallel model(net);
+      const Tensor x = Random(static_cast<std::uint64_t>(rank)).normal({4, 2}, at::kFloat);
+      const auto train = [&] {
+        net->train();
+        // Frozen: without a batch, rank 1 knows of the mode of the whole net only.
+        if (n_batches_of_rank_1 > 0) net->ptr(1)->eval();
+        for (int i = 0; i < (rank == 0 ? 3 : n_batches_of_rank_1); ++i) model(x).sum().backward();
+        net->eval();
+      };
+      model.join(train, {.example_input = x});
+      for (const auto& module : net->modules()) EXPECT_FALSE(module->is_training());
+      assert_in_sync(net);
+    });
+  }
+}
+
 }  // namespace join_test
 }  // namespace lockstep::nn

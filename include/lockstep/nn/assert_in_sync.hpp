@@ -32,7 +32,7 @@ const torch::nn::Module& module_of(const Model& model) {
 /// optimizer's options or state, is not bitwise identical on all ranks; names the first. Takes a
 /// few milliseconds per 10 million parameters: call it once per epoch. The group stays usable.
 /// With LOCKSTEP_CHECK=full, DistributedDataParallel itself compares the parameters every 100
-/// synchronised forward passes.
+/// synchronised backward passes.
 /// Collective. `model`: a module, a ModuleHolder or shared_ptr, or a DistributedDataParallel.
 template <class Model>
 void assert_in_sync(const Model& model, const torch::optim::Optimizer& optimizer,

@@ -109,15 +109,19 @@ class NoSync {
 
 /// Wraps a module (a ModuleHolder or a shared_ptr) and averages its gradients over the ranks.
 ///
-/// Construction is collective over the group: parameter and buffer names, shapes and types are
-/// compared (MismatchError on every rank, naming the first difference), then rank 0's values are
-/// broadcast. Gradients use a separate group (Group::duplicate), so they never interfere with
-/// modules that communicate in backward, such as SyncBatchNorm.
+/// Construction is collective over the group: names, shapes and types of parameters and buffers and
+/// strides of parameters are compared (MismatchError on every rank, naming the first difference),
+/// then rank 0's values are broadcast. A tensor with several names (tied weights) is averaged once;
+/// it must have them on all ranks. Gradients use a separate group (Group::duplicate), so they never
+/// interfere with modules that communicate in backward, such as SyncBatchNorm.
 ///
 /// backward() returns with the same averaged gradients on every rank. The group's worker thread
 /// reduces each bucket of gradients as soon as it is complete, overlapped with backward; gradients
-/// are then views of the buckets, so nothing is copied back. If the loss is a mean and the ranks
-/// have unequal parts of a batch, scale it: sum over local samples / global batch * world size.
+/// are then views of the buckets, so nothing is copied back. One that the program has kept
+/// (`auto g = p.grad()`) and dropped from the parameter keeps its values. With create_graph,
+/// backward throws UsageError: averages have no graph; torch::autograd::grad gives the gradients
+/// for a penalty on them. If the loss is a mean and the ranks have unequal parts of a batch, scale
+/// it: sum over local samples / global batch * world size.
 ///
 /// A parameter that got no gradient on any rank keeps none; for one that got none on this rank see
 /// find_unused_parameters. A rank with a loss that depends on no parameter must not skip backward:
@@ -210,14 +214,17 @@ class DistributedDataParallel {
   /// (JoinOptions) of the lowest rank among those that trained longest. Collective.
   ///
   /// If an optimizer with state such as momentum is not given, its steps would differ between the
-  /// ranks afterwards: the following synchronised forwards compare the parameters and throw
+  /// ranks afterwards: the following synchronised backwards compare the parameters and throw
   /// MismatchError.
   ///
   /// The module must accept inputs of 0 rows and return a tensor; arguments other than tensors are
-  /// those of the last forward on this rank. A rank that may have no batch must give an example.
-  /// `body` must call one backward per forward (no_sync() is allowed) and must not communicate by
-  /// other means. An LBFGS with steps that depend on the loss, which differs between the ranks, is
-  /// a UsageError; with max_iter(1) and no line search they do not depend on it.
+  /// those of the last forward on this rank, as are the modules' modes (training or not). A rank
+  /// that may have no batch must give an example. `body` must call one backward per forward and
+  /// must not communicate by other means. If it accumulates gradients, all but the last backward
+  /// before an optimizer step must be in no_sync(): a rank out of data adds zeros, not the averages
+  /// that the others have so far. An LBFGS with steps that depend on the loss, which differs
+  /// between the ranks, is a UsageError; with max_iter(1) and no line search they do not depend on
+  /// it.
   template <class Body>
   void join(Body&& body, const JoinOptions& options = {}, Where where = Where::current()) {
     std::function<at::Tensor()> example = options.example_forward;

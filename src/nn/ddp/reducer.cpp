@@ -65,13 +65,15 @@ void Reducer::prepare() {
           take_parameters();
           add_buckets(order_);
         }
-        check_in_sync();
         if (!options_.broadcast_buffers) return;
-        for (at::Tensor buffer : module_.buffers()) {
+        for (const at::Tensor& buffer : module_.buffers()) {
+          // A graph that saved running statistics in another forward before does not use them.
+          at::Tensor values = buffer.variable_data();  // with a version of its own
           // In join rank 0 may be out of data.
-          broadcast(buffer, joining_ && last_active_ >= 0 ? last_active_ : 0, group_, {}, where_);
+          broadcast(values, joining_ && last_active_ >= 0 ? last_active_ : 0, group_, {}, where_);
         }
-      });
+      },
+      changed.empty() ? Hint::join : Hint::none);
 }
 
 void Reducer::on_gradient(std::size_t index) {
@@ -120,22 +122,55 @@ void Reducer::move_gradient(Parameter& parameter) {
   at::Tensor& gradient = parameter.tensor.mutable_grad();
   // An existing gradient may be an earlier step's, zeroed in place.
   parameter.has_gradient = gradient.defined() && parameter.touched;
+  if (gradient.is_same(parameter.slice)) return;
   if (!gradient.defined()) {
+    replace_kept_slice(parameter);
     parameter.slice.zero_();
     return;
   }
+  check_gradient(parameter);
+  // Module::zero_grad of libtorch 1.13 leaves another tensor over the same memory.
+  const bool is_in_bucket = gradient.data_ptr() == parameter.slice.data_ptr() &&
+                            gradient.strides() == parameter.slice.strides();
+  if (!is_in_bucket) {
+    replace_kept_slice(parameter);
+    parameter.slice.copy_(gradient);
+  }
+  if (gradient.is_cpu()) gradient = parameter.slice;
+}
+
+void Reducer::check_gradient(const Parameter& parameter) const {
+  const at::Tensor& gradient = parameter.tensor.grad();
   if (gradient.layout() != at::kStrided) {
     throw UsageError(context(), fmt::format("the gradient of {} is sparse: only dense gradients "
                                             "are supported, make it dense (sparse=false)",
                                             parameter.name));
   }
-  if (gradient.is_same(parameter.slice)) return;
+  if (gradient.requires_grad()) {
+    throw UsageError(context(),
+                     fmt::format("the gradient of {} has a graph of its own (create_graph), which "
+                                 "averaging would lose: take the gradients for a penalty on them "
+                                 "from torch::autograd::grad, and call backward of the whole loss "
+                                 "without create_graph",
+                                 parameter.name));
+  }
   if (gradient.scalar_type() != parameter.slice.scalar_type() ||
       gradient.sizes() != parameter.slice.sizes()) {
     refuse_changed(parameter.name);
   }
-  parameter.slice.copy_(gradient);
-  if (gradient.is_cpu()) gradient = parameter.slice;
+}
+
+/// The program may have kept the last step's gradient, which is the slice, or a view of it: its
+/// storage gets a copy of the values, and the slice a storage of its own over the same memory.
+void Reducer::replace_kept_slice(Parameter& parameter) {
+  const at::Tensor kept = parameter.slice;
+  const bool is_kept = kept.use_count() > 2 || kept.storage().use_count() > 1;  // 2: ours
+  if (!is_kept || kept.numel() == 0) return;
+  const SharedBuffer& memory = buckets_[parameter.bucket].memory;
+  const auto offset = static_cast<const std::byte*>(kept.data_ptr()) - memory.data();
+  parameter.slice = slice_of(memory, static_cast<std::size_t>(offset), kept.sizes(), kept.strides(),
+                             kept.scalar_type());
+  kept.storage().set_data_ptr(kept.clone().storage().set_data_ptr(at::DataPtr()));
 }
 
 /// On the CPU the slice is the gradient; on another device it is copied.
@@ -162,9 +197,11 @@ void Reducer::check_same_gradients() {
                                : size - std::round(parameter.without * size);
     throw MismatchError(
         context(),
-        fmt::format("parameter {} got a gradient on {:.0f} of {} ranks: let it take part in every "
-                    "rank's loss, or set find_unused_parameters, which takes a missing one as zero",
-                    parameter.name, n_ranks, group_.size()));
+        fmt::format("parameter {} got a gradient on {:.0f} of {} ranks, {} this one: let it take "
+                    "part in every rank's loss, or set find_unused_parameters, which takes a "
+                    "missing one as zero",
+                    parameter.name, n_ranks, group_.size(),
+                    parameter.has_gradient ? "also on" : "but not on"));
   }
 }
 
@@ -205,7 +242,8 @@ void Reducer::finish() {
             [&] {
               if (bucket.complete) bucket.complete();
               bucket.work.wait();
-            });
+            },
+            Hint::join);
     bucket.complete = nullptr;
     const at::Tensor flags = bucket.flag_values.to(at::kDouble);
     const auto* flag = flags.data_ptr<double>();
@@ -228,6 +266,7 @@ void Reducer::finish() {
   }
   prepared_ = false;
   in_step_ = false;
+  check_in_sync();
 }
 
 }  // namespace lockstep::nn::detail

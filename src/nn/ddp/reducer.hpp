@@ -100,19 +100,21 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     Work work;
     std::function<void()> complete;  // the hook's
   };
+  /// What a TimeoutError asks: whether the ranks have different numbers of batches.
+  enum class Hint { none, join };
   /// What a rank does next, in join.
   enum class NextStep : std::int64_t { joined = 0, accumulate = 1, synchronise = 2 };
   struct Announcement {
     NextStep step = NextStep::joined;
     std::uint64_t scope = 0;  // of the SyncBatchNormScope around its forward; 0: none
     std::int64_t scope_size = 0;
-    friend bool operator==(const Announcement&, const Announcement&) = default;
+    std::int64_t is_training = 0;  // the module, not those in it
   };
 
   ErrorContext context() const;
-  /// Calls f; adds `what` to the error of a collective.
+  /// Calls f; adds `what`, and to a TimeoutError `hint`, to the error of a collective.
   template <class F>
-  void explain(const std::function<std::string()>& what, const F& f) const;
+  void explain(const std::function<std::string()>& what, const F& f, Hint hint = Hint::none) const;
   std::string names_of(const Bucket& bucket) const;
 
   /// The first parameter whose hook or bucket is no longer valid; empty: none.
@@ -142,6 +144,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void take_state_of(int rank, const JoinOptions& options);
   void start_step();
   void move_gradient(Parameter& parameter);
+  void check_gradient(const Parameter& parameter) const;
+  void replace_kept_slice(Parameter& parameter);
   void give_gradient(Parameter& parameter);
   void check_same_gradients();
   void send_complete_buckets();
@@ -163,13 +167,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool rebuilt_ = false;
   bool joining_ = false;
   std::function<at::Tensor()> example_;  // a forward of no samples, in join
-  bool follows_ = false;                 // mirrors the peers' forward, in join
+  bool follows_ = false;                 // mirrors the peers' backward, in join
   int n_active_ = 0;                     // ranks that have data, in join
   int last_active_ = -1;                 // the lowest such rank, as last announced
   bool was_uneven_ = false;
   std::optional<Group> scope_;  // around the last forward in join
-  int n_checks_ = 0;  // synchronised forwards left that compare the parameters, after uneven data
-  std::uint64_t n_forwards_ = 0;
+  /// Of each module, whether it was in training mode in that forward.
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
+  int n_checks_ = 0;  // synchronised backwards left that compare the parameters, after uneven data
+  std::uint64_t n_steps_ = 0;
   const bool checks_fully_;
   const std::source_location made_at_;
   std::source_location where_;  // of the last forward or join, for errors

@@ -23,10 +23,10 @@
 namespace lockstep::nn::detail {
 namespace {
 
-/// Synchronised forwards after uneven data that compare the parameters: the first optimizer step
+/// Synchronised backwards after uneven data that compare the parameters: the first optimizer step
 /// shows whether the optimizers' states are equal.
 constexpr int kChecksAfterUnevenData = 4;
-constexpr std::uint64_t kForwardsBetweenChecks = 100;  // with LOCKSTEP_CHECK=full
+constexpr std::uint64_t kStepsBetweenChecks = 100;  // with LOCKSTEP_CHECK=full
 
 /// Group names are equal on all ranks of the group.
 std::uint64_t hash_of_scope(const Group& group) {
@@ -63,6 +63,19 @@ void check_optimizer(const torch::optim::Optimizer& optimizer, const ErrorContex
   }
 }
 
+using Modes = std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>>;
+
+Modes modes_of(const torch::nn::Module& module) {
+  Modes modes;
+  for (const auto& one : module.modules()) modes.emplace_back(one, one->is_training());
+  return modes;
+}
+
+/// train() sets the modules in a module too: they come after it.
+void set_modes(const Modes& modes) {
+  for (const auto& [module, is_training] : modes) module->train(is_training);
+}
+
 /// The group of this thread's innermost SyncBatchNormScope.
 std::optional<Group> group_of_scope() {
   const auto scope = SyncBatchNormScope::active();
@@ -89,6 +102,8 @@ void Reducer::check_scopes(std::span<const Announcement> all) const {
 Reducer::Announcement Reducer::announce(NextStep step) {
   Announcement mine{step};
   if (step != NextStep::joined) {
+    modes_ = modes_of(module_);
+    mine.is_training = module_.is_training() ? 1 : 0;
     scope_ = group_of_scope();
     if (scope_) {
       mine.scope = hash_of_scope(*scope_);
@@ -96,10 +111,10 @@ Reducer::Announcement Reducer::announce(NextStep step) {
     }
   }
   std::vector<Announcement> all(static_cast<std::size_t>(group_.size()));
-  static_assert(sizeof(Announcement) == 24);
+  static_assert(sizeof(Announcement) == 32);
   explain([] { return std::string("agreeing in join on the next step"); },
           [&] {
-            group_.all_gather({&mine, 3, DType::i64}, {all.data(), 3 * all.size(), DType::i64}, {},
+            group_.all_gather({&mine, 4, DType::i64}, {all.data(), 4 * all.size(), DType::i64}, {},
                               where_);
           });
   check_scopes(all);
@@ -109,7 +124,6 @@ Reducer::Announcement Reducer::announce(NextStep step) {
     if (all[rank].step == NextStep::joined) continue;
     if (n_active_++ == 0) first = static_cast<int>(rank);
     const Announcement& common = all[static_cast<std::size_t>(first)];
-    if (all[rank] == common) continue;
     if (all[rank].scope != common.scope) {
       throw MismatchError(
           context(), fmt::format("in join, the forwards of rank {} and rank {} are not in "
@@ -117,6 +131,7 @@ Reducer::Announcement Reducer::announce(NextStep step) {
                                  "or none",
                                  first, rank));
     }
+    if (all[rank].step == common.step) continue;
     const bool first_accumulates = common.step == NextStep::accumulate;
     throw MismatchError(context(),
                         fmt::format("in join, rank {} is in no_sync() and rank {} is not: let all "
@@ -142,6 +157,7 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
     ~Leave() {
       reducer.joining_ = false;
       reducer.follows_ = false;
+      reducer.modes_.clear();
       reducer.scope_.reset();
       reducer.example_ = nullptr;
       if (!reducer.shadow) reducer.shadow = std::move(shadow_before);
@@ -177,9 +193,15 @@ void Reducer::follow(const Announcement& others) {
   const at::AutoGradMode with_gradients(true);
   sync_ = others.step == NextStep::synchronise;
   is_tagged_ = false;
-  follows_ = true;
   prepare();
-  follows_ = false;
+  // The end of body may have left another mode, in which a SyncBatchNorm does not communicate.
+  const struct Restore {
+    Modes modes;
+    ~Restore() { set_modes(modes); }
+  } as_body_left_them{modes_of(module_)};
+  set_modes(modes_);
+  const bool is_training = others.is_training != 0;
+  if (module_.is_training() != is_training) module_.train(is_training);
   at::Tensor output;
   if (others.scope != 0) {
     const SyncBatchNormScope scope(scope_of(others.scope));
@@ -188,7 +210,9 @@ void Reducer::follow(const Announcement& others) {
     const SuspendedScope none;
     output = forward();
   }
+  follows_ = true;
   output.sum().backward();
+  follows_ = false;
   if (sync_) drop_gradients();
 }
 
@@ -220,18 +244,23 @@ void Reducer::take_state_of(int rank, const JoinOptions& options) {
           });
 }
 
+/// At the end of backward, where all ranks are: one rank alone may call forward, to evaluate, and
+/// ranks whose losses reach different layers have their first gradients at different times.
 void Reducer::check_in_sync() {
-  const bool is_due = checks_fully_ && n_forwards_++ % kForwardsBetweenChecks == 1;
+  const bool is_due = checks_fully_ && n_steps_++ % kStepsBetweenChecks == 1;
   if (n_checks_ == 0 && !is_due) return;
   const bool is_after_join = n_checks_ > 0;
   if (is_after_join) --n_checks_;
-  check_fingerprints(
-      follows_ ? Fingerprints() : fingerprints_of_parameters(module_), group_, context(),
-      is_after_join
-          ? "the ranks had different numbers of batches in join, and so made different numbers of "
-            "optimizer steps: pass join the optimizers, whose state it then keeps equal"
-          : "the ranks have changed them differently: make the same "
-            "changes on all");
+  explain([] { return std::string("comparing the parameters"); },
+          [&] {
+            check_fingerprints(
+                follows_ ? Fingerprints() : fingerprints_of_parameters(module_), group_, context(),
+                is_after_join
+                    ? "the ranks had different numbers of batches in join, and so made different "
+                      "numbers of optimizer steps: pass join the optimizers, whose state it then "
+                      "keeps equal"
+                    : "the ranks have changed them differently: make the same changes on all");
+          });
 }
 
 }  // namespace lockstep::nn::detail

@@ -24,7 +24,7 @@ void throw_with_note(const Error& error, const std::string& note) {
 }
 
 template <class F>
-void Reducer::explain(const std::function<std::string()>& what, const F& f) const {
+void Reducer::explain(const std::function<std::string()>& what, const F& f, Hint hint) const {
   try {
     f();
   } catch (const Error& error) {
@@ -32,9 +32,10 @@ void Reducer::explain(const std::function<std::string()>& what, const F& f) cons
     if (error.context().operation == context().operation) throw;
     const std::string note = "\n  This is DistributedDataParallel, " + what() + ".";
     throw_with_note<TimeoutError>(
-        error, note + (joining_ ? ""
-                                : " Do the ranks have different numbers of batches? Then run "
-                                  "the training loop in its join()."));
+        error, note + (hint == Hint::none || joining_
+                           ? ""
+                           : " Do the ranks have different numbers of batches? Then run the "
+                             "training loop in its join()."));
     throw_with_note<MismatchError>(error, note);
     throw_with_note<PeerLost>(error, note);
     throw_with_note<PeerFailed>(error, note);

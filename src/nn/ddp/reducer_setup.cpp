@@ -12,6 +12,7 @@
 #include <lockstep/nn/tensor_ops.hpp>
 #include <map>
 #include <thread>
+#include <unordered_set>
 #include <utility>
 
 #include "group/check.hpp"
@@ -40,13 +41,23 @@ class GradientHook : public torch::autograd::FunctionPostHook {
   std::size_t index_;
 };
 
+/// The order of the elements of a gradient in its bucket, unless it is contiguous.
+std::string describe_strides(const at::Tensor& parameter) {
+  if (parameter.is_contiguous()) return {};
+  const at::Tensor like = at::empty_like(parameter);
+  return like.is_contiguous() ? "" : c10::str(" with strides ", like.strides());
+}
+
 /// One line per parameter and buffer: what must agree on all ranks.
 std::vector<std::string> describe(const torch::nn::Module& module) {
   std::vector<std::string> lines;
+  std::map<const void*, std::string> names;  // the first of each tensor
   for (const auto& item : module.named_parameters()) {
-    lines.push_back(fmt::format("parameter {} {} {}{}", item.key(),
+    const auto [first, is_first] = names.emplace(item->unsafeGetTensorImpl(), item.key());
+    lines.push_back(fmt::format("parameter {} {} {}{}{}", item.key(),
                                 c10::toString(item->scalar_type()), c10::str(item->sizes()),
-                                item->requires_grad() ? "" : " frozen"));
+                                item->requires_grad() ? describe_strides(*item) : " frozen",
+                                is_first ? "" : ", the same tensor as " + first->second));
   }
   for (const auto& item : module.named_buffers()) {
     lines.push_back(fmt::format("buffer {} {} {}", item.key(), c10::toString(item->scalar_type()),
@@ -262,7 +273,9 @@ void Reducer::take_parameters() {
   parameters_.clear();
   order_.clear();
   rebuilt_ = false;
+  std::unordered_set<const void*> taken;
   for (const auto& item : module_.named_parameters()) {
+    if (!taken.insert(item->unsafeGetTensorImpl()).second) continue;  // has an earlier name too
     const auto before = std::find_if(known.begin(), known.end(),
                                      [&](const Parameter& p) { return p.tensor.is_same(*item); });
     const bool is_same = before != known.end() && before->storage.unsafeGetStorageImpl() ==
