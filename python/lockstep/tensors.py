@@ -26,11 +26,13 @@ def all_reduce_params(
 
     In one message per element type or, with a bucket_size_mb above 0, in messages of about that many MiB;
     coalesce=False: one message per tensor. The tensors may have any layout and may require gradients, which
-    are not recorded. The same tensors in the same order on all ranks. It sums, as mmengine: op="mean" averages.
+    are not recorded. The same tensors in the same order on all ranks; one that comes twice is reduced once.
+    It sums, as mmengine: op="mean" averages.
     """
     import torch
 
-    data = [param.detach() for param in params]
+    once = {id(param): param for param in params}
+    data = [param.detach() for param in once.values()]
     for index, tensor in enumerate(data):
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             raise UsageError(
@@ -41,6 +43,8 @@ def all_reduce_params(
     for bucket in _buckets(data, limit):
         if len(bucket) == 1 and bucket[0].is_contiguous():
             _core.all_reduce(bucket[0], op, group, timeout)
+            if not bucket[0].is_inference():
+                torch.autograd.graph.increment_version(bucket[0])  # a graph may have saved it
             continue
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         _core.all_reduce(flat, op, group, timeout)

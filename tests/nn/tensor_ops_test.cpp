@@ -122,6 +122,46 @@ TEST(TensorOpsTest, every_other_operation) {
   });
 }
 
+/// What backward needs is the value before the call.
+TEST(TensorOpsTest, a_result_in_saved_memory_is_seen_by_backward) {
+  on_ranks(2, [](int rank) {
+    const auto backward_after = [rank](const auto& communicate) {
+      const Tensor mse = at::full({3}, rank + 1.0).requires_grad_();
+      Tensor loss = mse.sqrt();  // saves its result
+      communicate(loss);
+      loss.sum().backward();
+    };
+    EXPECT_THROW(backward_after([](Tensor& x) { all_reduce(x, ReduceOp::mean); }), c10::Error);
+    EXPECT_THROW(backward_after([](Tensor& x) { all_reduce_async(x).wait(); }), c10::Error);
+    EXPECT_THROW(backward_after([](Tensor& x) { all_reduce_params({x}, /*coalesce=*/false); }),
+                 c10::Error);
+    const auto broadcast_it = [&] { backward_after([](Tensor& x) { broadcast(x); }); };
+    const auto broadcast_later = [&] {
+      backward_after([](Tensor& x) { broadcast_async(x).wait(); });
+    };
+    if (rank == 0) {  // whose data is sent
+      EXPECT_NO_THROW(broadcast_it());
+      EXPECT_NO_THROW(broadcast_later());
+    } else {
+      EXPECT_THROW(broadcast_it(), c10::Error);
+      EXPECT_THROW(broadcast_later(), c10::Error);
+    }
+    EXPECT_NO_THROW(backward_after([](const Tensor& x) { all_gather(x); }));
+  });
+}
+
+TEST(TensorOpsTest, inference_tensors_have_no_version) {
+  on_ranks(2, [](int rank) {
+    const auto make = [rank] {
+      const c10::InferenceMode inference;
+      return at::full({3}, rank + 1.0);
+    };
+    Tensor data = make();
+    all_reduce(data);
+    EXPECT_TRUE(data.eq(3).all().item<bool>());
+  });
+}
+
 using Nested = std::map<std::string, std::tuple<std::vector<Tensor>, int, Tensor>>;
 static_assert(TensorTree<Nested> && !TensorTree<Tensor> && !TensorTree<std::vector<int>>);
 // Its order differs between ranks.
@@ -232,6 +272,30 @@ TEST(TensorTreesTest, all_reduce_params_in_buckets_of_any_size) {
         EXPECT_TRUE(tensors[2].eq(9).all().item<bool>());
       }
     }
+  });
+}
+
+/// libtorch's parameters() has a parameter under two names twice.
+TEST(TensorTreesTest, a_tensor_that_comes_twice_is_reduced_once) {
+  on_ranks(3, [](int rank) {
+    torch::nn::Linear net(3, 3);
+    net->register_parameter("tied", net->weight);
+    const auto tied = net->parameters();
+    ASSERT_EQ(tied.size(), 3U);
+    for (const bool coalesce : {true, false}) {
+      for (const double mb : {-1.0, 0.0}) {
+        {
+          const at::NoGradGuard no_grad;
+          for (Tensor parameter : tied) parameter.fill_(rank);
+        }
+        all_reduce_params(tied, coalesce, mb);
+        for (const Tensor& parameter : tied) EXPECT_TRUE(parameter.eq(3).all().item<bool>());
+      }
+    }
+    const Tensor loss = at::full({2}, rank);
+    std::map<std::string, Tensor> dict{{"loss", loss}, {"total", loss}};
+    all_reduce_dict(dict);
+    EXPECT_TRUE(loss.eq(3).all().item<bool>());
   });
 }
 

@@ -40,6 +40,9 @@ for coalesce, bucket_size_mb in [(True, -1), (True, 1e-5), (False, -1)]:
     ls.all_reduce_params((p for p in params), coalesce, bucket_size_mb)
     assert all(p.eq(3).all() for p in params), params
     ls.all_reduce_params(params, coalesce, bucket_size_mb, op="mean")
+    twice = torch.ones(3)
+    ls.all_reduce_params([twice, twice], coalesce, bucket_size_mb)
+    assert twice.eq(size).all(), twice
     assert all(p.eq(3).all() for p in params) and params[0].grad is None and params[0].is_leaf, params
 """,
         prelude=PRELUDE,
@@ -67,6 +70,16 @@ def test_all_reduce_params_takes_the_cpu_only():
     with pytest.raises(ls.UsageError, match="tensor 1 is torch.strided on meta"):
         ls.all_reduce_params([torch.zeros(1), torch.zeros(1, device="meta")])
     ls.all_reduce_params([])
+
+
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_all_reduce_params_is_seen_by_backward(coalesce):
+    loss = torch.ones(3, requires_grad=True).sqrt()  # saves its result
+    ls.all_reduce_params([loss], coalesce)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+    with torch.inference_mode():
+        ls.all_reduce_params([torch.ones(3)], coalesce)
 
 
 def test_devices_of_data():

@@ -12,8 +12,9 @@
 /// @file
 /// The operations over tensors. Sizes are those of the tensors; errors and threads as for the
 /// Group's operations (group.hpp). Tensors that are not contiguous or are on CUDA are copied to
-/// contiguous host memory and back. UsageError for a type without a DType (bool, complex), another
-/// device, a sparse or undefined tensor.
+/// contiguous host memory and back. Autograd counts a result as a change in place: backward of a
+/// graph that saved the tensor before throws. UsageError for a type without a DType (bool,
+/// complex), another device, a sparse or undefined tensor.
 namespace lockstep::nn {
 
 /// data <- reduction of every rank's data, on all ranks. Not recorded by autograd.

@@ -299,16 +299,17 @@ void recv(T& data, int src, const Group& group = default_group(), Deadline deadl
   detail::for_each_tensor(data, [&](at::Tensor& t) { recv(t, src, group, deadline, where); });
 }
 
-/// dict[key] <- reduction of every rank's dict[key], on all ranks. If keys, element counts or op
-/// differ, every rank throws MismatchError, which names the keys and the ranks, and nothing is
-/// changed.
+/// dict[key] <- reduction of every rank's dict[key], on all ranks; a tensor under two keys is
+/// reduced once. If keys, element counts or op differ, every rank throws MismatchError, which names
+/// the keys and the ranks, and nothing is changed.
 void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op = ReduceOp::sum,
                      const Group& group = default_group(), Deadline deadline = {},
                      std::source_location where = std::source_location::current());
 
 /// Reduces parameters (or gradients, or any tensors) in place, in messages of up to bucket_size_mb
-/// MiB; below 0: one message per type. coalesce = false: one message per tensor. Sums by default,
-/// as in mmengine: use ReduceOp::mean to average.
+/// MiB; below 0: one message per type. coalesce = false: one message per tensor. A tensor that
+/// comes twice, as a shared parameter does, is reduced once. Sums by default, as in mmengine: use
+/// ReduceOp::mean to average.
 void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce = true,
                        double bucket_size_mb = -1, ReduceOp op = ReduceOp::sum,
                        const Group& group = default_group(), Deadline deadline = {},

@@ -66,7 +66,7 @@ TensorWork reduce_async(const at::Tensor& data, int dst, ReduceOp op, const Grou
 TensorWork broadcast_async(const at::Tensor& data, int src, const Group& group, Deadline deadline,
                            std::source_location where) {
   const at::Tensor dense = for_group("broadcast", data, group, where);
-  return start({.data = data,
+  return start({.data = group.rank() == src ? at::Tensor() : data,
                 .dense = dense,
                 .work = group.broadcast_async(bytes_of(dense), src, deadline, where)});
 }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <source_location>
+#include <unordered_set>
 #include <vector>
 
 #include <lockstep/error.hpp>
@@ -38,9 +39,25 @@ inline at::Tensor for_group(const char* operation, const at::Tensor& tensor, con
   return for_group(tensor);
 }
 
-/// Copies the result back.
+/// Copies the result back. Autograd must see also a result that the group wrote in place: a graph
+/// that saved the tensor before would use it.
 inline void copy_back(const at::Tensor& result, at::Tensor& data) {
-  if (result.data_ptr() != data.data_ptr()) data.copy_(result);
+  if (result.data_ptr() != data.data_ptr()) {
+    data.copy_(result);
+  } else if (!data.is_inference()) {  // which have no version
+    data.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+/// Those tensors that did not come before. libtorch's parameters() has one that is registered under
+/// two names twice.
+inline std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const c10::TensorImpl*> seen;
+  std::vector<at::Tensor> once;
+  for (const at::Tensor& tensor : tensors) {
+    if (seen.insert(tensor.unsafeGetTensorImpl()).second) once.push_back(tensor);
+  }
+  return once;
 }
 
 inline std::vector<at::Tensor> rows_on(at::Device device, const at::Tensor& all) {

@@ -55,7 +55,7 @@ void broadcast(at::Tensor& data, int src, const Group& group, Deadline deadline,
   const at::NoGradGuard no_grad;
   const at::Tensor dense = for_group("broadcast", data, group, where);
   group.broadcast(bytes_of(dense), src, deadline, where);
-  copy_back(dense, data);
+  if (group.rank() != src) copy_back(dense, data);
 }
 
 std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group, Deadline deadline,
@@ -145,7 +145,9 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const
                                  .deadline = deadline,
                                  .where = where},
                                 entries, op);
-  for (auto& [key, tensor] : dict) all_reduce(tensor, op, group, deadline, where);
+  std::vector<at::Tensor> tensors;
+  for (const auto& [key, tensor] : dict) tensors.push_back(tensor);
+  for (at::Tensor& tensor : each_once(tensors)) all_reduce(tensor, op, group, deadline, where);
 }
 
 void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, double bucket_size_mb,
@@ -169,7 +171,7 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
   };
   std::map<at::ScalarType, std::vector<at::Tensor>> open;
   std::map<at::ScalarType, std::size_t> n_bytes;
-  for (at::Tensor param : params) {
+  for (at::Tensor param : each_once(params)) {
     if (!coalesce) {
       all_reduce(param, op, group, deadline, where);
       continue;
