@@ -8,6 +8,7 @@ initialised, those of lockstep.init_dist().
 """
 
 import contextlib
+import threading
 from types import TracebackType
 from typing import Any, Optional
 
@@ -51,6 +52,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         if self.training:
             return self._train(input)
         self._check_input_dim(input)
+        if self.running_mean is None and self.running_var is None and not torch.compiler.is_compiling():
+            return self._evaluate_alone(input)
         return torch.nn.functional.batch_norm(
             input,
             self.running_mean,
@@ -61,6 +64,15 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             0.0,
             self.eps,
         )
+
+    @torch.jit.ignore
+    def _evaluate_alone(self, input: torch.Tensor) -> torch.Tensor:
+        """Without running statistics torch uses those of the batch: this rank's, also in a SyncBatchNormScope."""
+        suspended = _torch.SuspendedScope()
+        try:
+            return torch.nn.functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        finally:
+            suspended.exit()
 
     @torch.jit.ignore
     @torch.compiler.disable
@@ -133,8 +145,9 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -
     Returns module, or its replacement if it is itself a BatchNorm. Parameters and buffers remain the same tensors
     (existing optimizers keep working); training flag, requires_grad, hooks and other attributes are kept; a
     module in several places of the tree remains shared. What cannot be replaced is a UsageError that names it,
-    and then nothing is: lazy layers before their first forward, TorchScript modules, parametrised layers, and
-    subclasses with a forward of their own. SyncBatchNormScope needs no conversion. Not collective.
+    and then nothing is: lazy layers before their first forward, TorchScript modules, parametrised layers,
+    subclasses with a forward of their own, layers whose forward is replaced on the instance, and layers after
+    layer.compile(). SyncBatchNormScope needs no conversion. Not collective.
     """
     targets = {name: layer for name, layer in module.named_modules() if _is_batch_norm(layer)}
     problems = [f"'{name}' ({type(layer).__name__}): {why}" for name, layer in targets.items() if (why := _obstacle(layer))]
@@ -183,6 +196,10 @@ def _obstacle(layer: torch.nn.Module) -> Optional[str]:
         return "it is parametrised"
     if type(layer).forward not in _CONVERTIBLE:
         return "it has a forward of its own"
+    if "forward" in layer.__dict__:  # a copy of it would run the old layer
+        return "its forward is replaced on the instance"
+    if getattr(layer, "_compiled_call_impl", None) is not None:
+        return "its compile method was called; call it on what converting returns"
     return None
 
 
@@ -215,25 +232,60 @@ class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]
 
     From any caller: BatchNorm layers, torch.nn.functional.batch_norm, TorchScript modules. It computes and
     communicates as SyncBatchNorm, and is collective in the same way: all ranks make the same calls in a scope.
-    backward may run after the block. If scopes are nested, the innermost applies. What torch.compile has
-    compiled runs uncompiled meanwhile.
+    backward may run after the block, unless it runs forwards again (torch.utils.checkpoint): then it belongs
+    inside the block. A forward that it runs again outside is a UsageError if the weight or running_mean of its
+    batch_norm was last used in a scope. If scopes are nested, the innermost applies. What torch.compile has
+    compiled runs uncompiled in all threads while there is a scope.
+    Blocks may end in any order, as those of generators do; one that ends on another thread than it began on is
+    a UsageError, and has ended.
     Not synchronised: eval mode, other threads, instance_norm; SyncBatchNorm layers keep their own group.
     PyTorch refuses a batch of one value per channel on this rank before the scope sees it.
     """
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
-        self._entered: list[contextlib.ExitStack] = []
+        self._entered: list[tuple[int, Any]] = []  # the thread, and the scope
 
     def __enter__(self) -> "SyncBatchNormScope":
-        with contextlib.ExitStack() as stack:
-            # Compiled code has no batch_norm that the dispatcher sees.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.callback(_torch.SyncBatchNormScope(_group_or_default(self.process_group)).exit)
-            self._entered.append(stack.pop_all())
+        scope = _torch.SyncBatchNormScope(_group_or_default(self.process_group))
+        _force_eager.enter()
+        self._entered.append((threading.get_ident(), scope))
         return self
 
     def __exit__(
         self, kind: Optional[type[BaseException]], value: Optional[BaseException], traceback: Optional[TracebackType]
     ) -> None:
-        self._entered.pop().close()
+        here = threading.get_ident()
+        own = [place for place, (thread, _) in enumerate(self._entered) if thread == here]
+        _, scope = self._entered.pop(own[-1] if own else -1)
+        scope.exit()
+        _force_eager.exit()
+        if not own:
+            raise UsageError("a SyncBatchNormScope, now ended, was left on another thread than the one that entered it")
+
+
+class _ForceEager:
+    """torch.compile's stance while there is a scope: compiled code has no batch_norm that the dispatcher sees.
+
+    The stance is one for all threads, and scopes may end in any order: the first sets it, the last restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_scopes = 0
+        self._stance: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._n_scopes == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._n_scopes += 1
+
+    def exit(self) -> None:
+        with self._lock:
+            self._n_scopes -= 1
+            if self._n_scopes == 0:
+                self._stance.__exit__(None, None, None)
+
+
+_force_eager = _ForceEager()

@@ -9,7 +9,9 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "helpers.hpp"
@@ -204,6 +206,60 @@ TEST(SyncBatchNormScopeTest, the_inner_scope_holds_and_an_exception_ends_it) {
     } catch (const std::runtime_error&) {
       EXPECT_LE(difference(norm(mine), everywhere), 1e-12);
     }
+  });
+}
+
+/// As generators of Python do.
+TEST(SyncBatchNormScopeTest, scopes_may_end_in_any_order_and_on_any_thread) {
+  const Tensor batch = Random(9).normal({6, 3});
+  on_ranks(2, [&](int rank) {
+    const Tensor mine = share_of(batch, kHalves, rank);
+    const auto norm = [](const Tensor& x) {
+      return F::batch_norm(x, Tensor(), Tensor(), F::BatchNormFuncOptions().training(true));
+    };
+    const Tensor here = norm(mine), everywhere = share_of(norm(batch), kHalves, rank);
+    std::optional<SyncBatchNormScope> outer(std::in_place), inner(std::in_place, Group());
+    EXPECT_LE(difference(norm(mine), here), 1e-12);
+    outer.reset();
+    EXPECT_LE(difference(norm(mine), here), 1e-12);
+    outer.emplace();
+    inner.reset();
+    EXPECT_LE(difference(norm(mine), everywhere), 1e-12);
+    std::thread([&] {
+      EXPECT_FALSE(SyncBatchNormScope::active().has_value());
+      outer.reset();
+    }).join();
+    EXPECT_FALSE(SyncBatchNormScope::active().has_value());
+    EXPECT_LE(difference(norm(mine), here), 1e-12);
+  });
+}
+
+/// As activation checkpointing does.
+TEST(SyncBatchNormScopeTest, a_forward_that_backward_repeats_needs_a_scope) {
+  const Tensor batch = Random(11).normal({6, 3});
+  on_ranks(2, [&](int rank) {
+    const Tensor x = share_of(batch, kHalves, rank);
+    torch::nn::BatchNorm1d bn(3);
+    bn->to(at::kDouble);
+    const auto forward = [&] {
+      const Tensor y = bn(x);
+      y.register_hook([&](const Tensor& gradient) {
+        bn(x);
+        return gradient;
+      });
+      return y;
+    };
+    Tensor y;
+    {
+      const SyncBatchNormScope scope;
+      forward().sum().backward();
+      y = forward();
+    }
+    const Tensor mean = bn->running_mean.clone();
+    EXPECT_NE(testing::usage_error([&] { y.sum().backward(); }).find("inside the scope"),
+              std::string::npos);
+    EXPECT_TRUE(bn->running_mean.equal(mean));
+    forward().sum().backward();  // of this rank alone
   });
 }
 

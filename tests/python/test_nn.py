@@ -186,6 +186,22 @@ assert torch.equal(plain.running_mean, layer.running_mean)
     )
 
 
+def test_eval_without_running_statistics_is_of_one_rank(run_ranks):
+    run_ranks(
+        2,
+        """
+layer = ls.nn.convert_sync_batchnorm(nn.BatchNorm1d(3, track_running_stats=False)).eval()
+x = torch.randn(4, 3) * (rank + 1)
+expected = nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True)
+with ls.nn.SyncBatchNormScope():
+    if rank == 0:
+        assert torch.allclose(layer(x), expected)
+    ls.barrier()
+""",
+        prelude=prelude("no torch.distributed"),
+    )
+
+
 def test_errors_name_the_layer_and_the_line(run_ranks):
     run_ranks(
         2,

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 
@@ -11,6 +12,7 @@ import lockstep  # noqa: E402
 import lockstep.nn  # noqa: E402
 from lockstep.nn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 
 def trained(layer, *shape):
@@ -114,6 +116,18 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_changed():
     assert type(revert_sync_batchnorm(model)["d"]) is Renamed
 
 
+def test_what_a_copy_would_keep_of_the_old_layer_is_named():
+    replaced = nn.BatchNorm1d(3)
+    replaced.forward = replaced.forward
+    compiled = nn.BatchNorm1d(3)
+    compiled.compile(backend="eager")
+    for layer, text in [(replaced, "'0' .*its forward is replaced on the instance"), (compiled, "'0' .*compile method")]:
+        model = nn.Sequential(layer)
+        with pytest.raises(lockstep.UsageError, match=text):
+            convert_sync_batchnorm(model)
+        assert model[0] is layer
+
+
 def test_refusals():
     layer = SyncBatchNorm(4)
     for bad, text in [
@@ -176,6 +190,68 @@ def test_a_scope_leaves_the_model_and_other_batch_norms_alone():
         torch.testing.assert_close(layer.eval()(x), copy.deepcopy(layer)(x))
     with pytest.raises(RuntimeError, match="type"):
         layer.train()(x.double())
+
+
+def in_a_scope():
+    with lockstep.nn.SyncBatchNormScope():
+        yield 1
+        yield 2
+
+
+def assert_no_scope():
+    """Errors of a batch_norm in one name it."""
+    with pytest.raises(RuntimeError) as caught:
+        nn.BatchNorm2d(4)(torch.randn(3, 4, 5, 5).double())
+    assert "SyncBatchNormScope" not in str(caught.value)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_scopes_that_end_in_another_order():
+    for _ in zip(in_a_scope(), in_a_scope()):
+        pass
+    assert_no_scope()
+    first, second = in_a_scope(), in_a_scope()
+    next(first), next(second)
+    first.close()
+    with pytest.raises(lockstep.UsageError, match="SyncBatchNormScope"):  # the second holds
+        nn.BatchNorm2d(4)(torch.randn(3, 4, 5, 5).double())
+    second.close()
+    assert_no_scope()
+
+
+def test_a_scope_that_is_left_on_another_thread():
+    generator, caught = in_a_scope(), []
+    next(generator)
+
+    def close():
+        try:
+            generator.close()
+        except lockstep.UsageError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1 and "another thread" in caught[0]
+    assert_no_scope()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_forward_that_backward_repeats_needs_the_scope(use_reentrant):
+    def loss(layer):
+        x = torch.randn(5, 4, requires_grad=True)
+        return checkpoint(layer, x, use_reentrant=use_reentrant).pow(2).sum()
+
+    layer = nn.BatchNorm1d(4)
+    with lockstep.nn.SyncBatchNormScope():
+        loss(layer).backward()
+        late = loss(layer)
+    before = layer.running_mean.clone()
+    with pytest.raises(lockstep.UsageError, match="call backward inside the scope"):
+        late.backward()
+    assert torch.equal(layer.running_mean, before)
+    loss(nn.BatchNorm1d(4)).backward()  # never in a scope
+    loss(layer).backward()  # no longer in one
 
 
 def test_ddp_takes_ours_and_refuses_those_of_torch():

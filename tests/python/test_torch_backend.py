@@ -132,6 +132,34 @@ def test_lists_of_temporaries_views_and_results(run_torch):
     )
 
 
+def test_a_tensor_may_get_other_memory_while_a_call_is_pending(run_torch):
+    run_torch(
+        2,
+        """
+        store = dist.distributed_c10d._get_default_store()
+        n = 1 << 22  # so large that the system takes the memory back at once
+        def reduce(start, *tensors):
+            if rank == 1:
+                store.wait([start.__name__])
+            work = start(*tensors, async_op=True)
+            if rank == 0:
+                for x in tensors:
+                    x.data = torch.zeros(3)
+                other = torch.full((n,), 7.0)
+                store.set(start.__name__, "")
+            work.wait()
+            if rank == 0:
+                assert all(x.eq(0).all() for x in tensors) and other.eq(7).all()
+        x = torch.ones(n)
+        reduce(dist.all_reduce, x)
+        assert rank == 0 or x.eq(2).all()
+        x = torch.zeros(n // 2)
+        reduce(dist.reduce_scatter_tensor, x, torch.ones(n))
+        assert rank == 0 or x.eq(2).all()
+        """,
+    )
+
+
 def test_async_calls_keep_the_order_of_the_program(run_torch):
     run_torch(
         2,

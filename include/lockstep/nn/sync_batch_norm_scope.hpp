@@ -1,6 +1,6 @@
 #pragma once
 
-#include <cstdint>
+#include <memory>
 #include <optional>
 #include <source_location>
 
@@ -8,11 +8,8 @@
 
 namespace lockstep::nn {
 
-class SyncBatchNormScope;
-
 namespace detail {
-struct Layer;
-Layer next_layer(SyncBatchNormScope& scope, std::int64_t n_channels);
+struct ScopeEntry;
 }  // namespace detail
 
 /// During its lifetime, every training-mode batch_norm call of this thread is synchronised over
@@ -23,14 +20,18 @@ Layer next_layer(SyncBatchNormScope& scope, std::int64_t n_channels);
 /// Implemented in the dispatcher, by a kernel for aten::batch_norm that checks for a scope. It
 /// computes, communicates and throws as SyncBatchNorm2d over the same group with eps_mode plus, and
 /// is collective in the same way: all ranks must be in a scope for the same calls, otherwise
-/// MismatchError if the others call something else. backward may run after the scope has ended.
+/// MismatchError if the others call something else. backward may run after the scope has ended,
+/// unless it runs forwards again (activation checkpointing): then it belongs inside the scope, or
+/// the function that is run again opens one. Elsewhere such a forward throws UsageError if its
+/// weight or running_mean was last used in a scope.
 ///
 /// Not synchronised: eval mode, other threads (the replicas of DataParallel), instance_norm.
 /// SyncBatchNorm modules keep their own group. A BatchNorm without running statistics calls
 /// batch_norm in training mode also in eval mode, and libtorch rejects a batch of one value per
 /// channel on this rank before the dispatcher is reached.
 /// Errors name the layer by its number among the calls in this scope, and the scope's line.
-/// Threads: destroy it on the thread that created it, innermost first.
+/// Threads: it applies on the thread that created it, until it is destroyed, by any thread and in
+/// any order.
 class SyncBatchNormScope {
  public:
   /// The group, and the source line that errors name. A copy may outlive the scope.
@@ -51,11 +52,7 @@ class SyncBatchNormScope {
   static std::optional<Settings> active();
 
  private:
-  friend detail::Layer detail::next_layer(SyncBatchNormScope& scope, std::int64_t n_channels);
-
-  Settings settings_;
-  std::int64_t n_layers_ = 0;
-  SyncBatchNormScope* outer_;
+  std::shared_ptr<detail::ScopeEntry> entry_;
 };
 
 }  // namespace lockstep::nn

@@ -214,7 +214,7 @@ class SuspendedScope {
   SuspendedScope& operator=(const SuspendedScope&) = delete;
 
  private:
-  SyncBatchNormScope* scope_;
+  std::shared_ptr<detail::ScopeEntry> entry_;  // null if none applied before
 };
 
 }  // namespace lockstep::nn

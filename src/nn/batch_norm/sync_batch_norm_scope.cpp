@@ -5,16 +5,19 @@
 #include <torch/library.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <lockstep/error.hpp>
 #include <lockstep/launch.hpp>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
 
 #include "nn/batch_norm/layer_steps.hpp"
+#include "nn/batch_norm/layers_of_scopes.hpp"
 #include "nn/error.hpp"
 
 /// The kernels are registered at the autograd keys, which see every call on plain tensors, and at
@@ -25,12 +28,67 @@
 /// _batch_norm_impl_index and its backward instead. The id of such a forward's record is stored in
 /// the operator's reserve tensor.
 namespace lockstep::nn {
+
+/// A scope, or a suspension of those around it, in the list of its thread. Any thread may end it,
+/// in any order (generators of Python do): only its own takes it out of the list, when it next
+/// looks there.
+struct detail::ScopeEntry {
+  std::optional<SyncBatchNormScope::Settings> settings;  // none: no scope applies
+  std::int64_t n_layers = 0;
+  std::atomic<bool> has_ended{false};
+  std::shared_ptr<ScopeEntry> in_list{};  // this, while it is there
+  ScopeEntry* outer = nullptr;
+};
+
 namespace {
 
 using at::Tensor;
+using detail::ScopeEntry;
 using IndexResult = std::tuple<Tensor, Tensor, Tensor, Tensor, std::int64_t>;
 
-thread_local SyncBatchNormScope* innermost = nullptr;
+// No object: a scope may outlive its thread's objects.
+constinit thread_local ScopeEntry* innermost = nullptr;
+
+void drop_ended() noexcept {
+  for (ScopeEntry** place = &innermost; *place != nullptr;) {
+    ScopeEntry* const entry = *place;
+    if (!entry->has_ended) {
+      place = &entry->outer;
+      continue;
+    }
+    *place = entry->outer;
+    entry->in_list.reset();  // perhaps the last
+  }
+}
+
+std::shared_ptr<ScopeEntry> enter_scope(std::optional<SyncBatchNormScope::Settings> settings) {
+  auto entry = std::make_shared<ScopeEntry>();
+  entry->settings = std::move(settings);
+  entry->outer = innermost;
+  entry->in_list = entry;
+  innermost = entry.get();
+  return entry;
+}
+
+void end_scope(ScopeEntry& entry) noexcept {
+  entry.has_ended = true;
+  drop_ended();
+}
+
+/// The scope that applies on this thread, or null.
+ScopeEntry* active_scope() {
+  if (innermost != nullptr && innermost->has_ended) drop_ended();
+  return innermost != nullptr && innermost->settings ? innermost : nullptr;
+}
+
+Layer next_layer(ScopeEntry& scope, std::int64_t n_channels) {
+  const auto& [group, where] = *scope.settings;
+  return {.group = group ? *group : default_group(),
+          .title = nullptr,
+          .where = where,
+          .number = ++scope.n_layers,
+          .n_channels = n_channels};
+}
 
 /// Records of forwards, by the id in the tensor kept for backward. That tensor owns the record; a
 /// copy of it (a clone, a hook that offloads saved tensors) has only the id, so a record that is
@@ -94,12 +152,13 @@ constexpr std::int64_t kSyncImplementation = 0x6c6f636b;  // libtorch's own are 
 
 Tensor value_of(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
 
-c10::intrusive_ptr<BatchNormRecord> make_record(const Tensor& input, const Tensor& weight,
-                                                const Tensor& bias, const Tensor& running_mean,
+c10::intrusive_ptr<BatchNormRecord> make_record(ScopeEntry& scope, const Tensor& input,
+                                                const Tensor& weight, const Tensor& bias,
+                                                const Tensor& running_mean,
                                                 const Tensor& running_var, double momentum,
                                                 double eps) {
   auto record = c10::make_intrusive<BatchNormRecord>();
-  record->settings = {detail::next_layer(*innermost, input.dim() < 2 ? 0 : input.size(1)),
+  record->settings = {next_layer(scope, input.dim() < 2 ? 0 : input.size(1)),
                       eps,
                       EpsMode::plus,
                       momentum,
@@ -110,22 +169,36 @@ c10::intrusive_ptr<BatchNormRecord> make_record(const Tensor& input, const Tenso
                      fmt::format("expected input of 2 or more dimensions, got {}D", input.dim()));
   }
   check_batch_norm(input, input.size(1), weight, bias, record->settings);
+  LayersOfScopes::all().add(weight, running_mean);
   return record;
+}
+
+/// The scope for a batch_norm, or null.
+ScopeEntry* scope_for(bool training, const OptionalTensor& weight,
+                      const OptionalTensor& running_mean) {
+  if (!training) return nullptr;
+  ScopeEntry* const scope = active_scope();
+  if (scope == nullptr) {
+    detail::called_by_torch(
+        [&] { LayersOfScopes::all().remove(value_of(weight), value_of(running_mean)); });
+  }
+  return scope;
 }
 
 Tensor batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                   const OptionalTensor& running_mean, const OptionalTensor& running_var,
                   bool training, double momentum, double eps, bool cudnn_enabled) {
-  if (innermost == nullptr || !training) {
+  ScopeEntry* const scope = scope_for(training, weight, running_mean);
+  if (scope == nullptr) {
     return at::native::batch_norm(input, weight, bias, running_mean, running_var, training,
                                   momentum, eps, cudnn_enabled);
   }
   const Tensor w = value_of(weight);
   const Tensor b = value_of(bias);
   return detail::called_by_torch([&] {
-    return synchronised_batch_norm(
-        input, w, b,
-        make_record(input, w, b, value_of(running_mean), value_of(running_var), momentum, eps));
+    return synchronised_batch_norm(input, w, b,
+                                   make_record(*scope, input, w, b, value_of(running_mean),
+                                               value_of(running_var), momentum, eps));
   });
 }
 
@@ -133,7 +206,8 @@ IndexResult batch_norm_impl_index(const Tensor& input, const OptionalTensor& wei
                                   const OptionalTensor& bias, const OptionalTensor& running_mean,
                                   const OptionalTensor& running_var, bool training, double momentum,
                                   double eps, bool cudnn_enabled) {
-  if (innermost == nullptr || !training) {
+  ScopeEntry* const scope = scope_for(training, weight, running_mean);
+  if (scope == nullptr) {
     return at::native::_batch_norm_impl_index(input, weight, bias, running_mean, running_var,
                                               training, momentum, eps, cudnn_enabled);
   }
@@ -141,8 +215,8 @@ IndexResult batch_norm_impl_index(const Tensor& input, const OptionalTensor& wei
   const Tensor w = value_of(weight);
   const Tensor b = value_of(bias);
   return detail::called_by_torch([&]() -> IndexResult {
-    const auto record =
-        make_record(input, w, b, value_of(running_mean), value_of(running_var), momentum, eps);
+    const auto record = make_record(*scope, input, w, b, value_of(running_mean),
+                                    value_of(running_var), momentum, eps);
     Tensor output = batch_norm_forward(input, value_of(parameter_for(w, input)),
                                        value_of(parameter_for(b, input)), *record);
     const auto [mean, invstd] = mean_and_invstd(record->statistics);
@@ -201,26 +275,19 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) { add_kernels(library); }
 }  // namespace
 
 SyncBatchNormScope::SyncBatchNormScope(Settings settings)
-    : settings_(std::move(settings)), outer_(std::exchange(innermost, this)) {}
+    : entry_(enter_scope(std::move(settings))) {}
 SyncBatchNormScope::SyncBatchNormScope(std::optional<Group> group, std::source_location where)
     : SyncBatchNormScope(Settings{std::move(group), where}) {}
-SyncBatchNormScope::~SyncBatchNormScope() { innermost = outer_; }
+SyncBatchNormScope::~SyncBatchNormScope() { end_scope(*entry_); }
 
 std::optional<SyncBatchNormScope::Settings> SyncBatchNormScope::active() {
-  if (innermost == nullptr) return std::nullopt;
-  return innermost->settings_;
+  const ScopeEntry* const scope = active_scope();
+  return scope == nullptr ? std::nullopt : scope->settings;
 }
 
-Layer detail::next_layer(SyncBatchNormScope& scope, std::int64_t n_channels) {
-  const auto& [group, where] = scope.settings_;
-  return {.group = group ? *group : default_group(),
-          .title = nullptr,
-          .where = where,
-          .number = ++scope.n_layers_,
-          .n_channels = n_channels};
+SuspendedScope::SuspendedScope() : entry_(active_scope() ? enter_scope(std::nullopt) : nullptr) {}
+SuspendedScope::~SuspendedScope() {
+  if (entry_) end_scope(*entry_);
 }
-
-SuspendedScope::SuspendedScope() : scope_(std::exchange(innermost, nullptr)) {}
-SuspendedScope::~SuspendedScope() { innermost = scope_; }
 
 }  // namespace lockstep::nn

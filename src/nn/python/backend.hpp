@@ -173,6 +173,7 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
                                   Tensors results, Prepare prepare) {
   n_calls_.fetch_add(1, std::memory_order_relaxed);
   const char* const operation = operation_of(title);
+  Storages memory = is_async && !process_.is_copy() ? storages_of(inputs, results) : Storages();
   auto work = c10::make_intrusive<BackendWork>(group(), type, title, inputs, std::move(results));
   if (!is_async || process_.is_copy()) {
     const CallOfPython here(group());
@@ -188,7 +189,8 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   }
   const Site site{.timeout = timeout_of(timeout), .where = python_line()};
   auto run = prepare(context_of_call(operation, site.where));
-  queue_.post([this, work, site, run = std::move(run)]() mutable {
+  // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
+  queue_.post([this, work, site, memory = std::move(memory), run = std::move(run)]() mutable {
     std::exception_ptr error;
     try {
       run_on_group(run, site);

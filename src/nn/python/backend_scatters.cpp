@@ -91,27 +91,28 @@ Backend::WorkResult Backend::scatter_from(const Tensors& outputs, const Tensors&
   struct Part {
     Ends ends;
     Reduction reduction;  // of ends.in
+    void* out;            // of ends.out
   };
-  return call("lockstep:reduce_scatter", type, options.asyncOp, options.timeout, inputs, outputs,
-              [&](const ErrorContext& context) {
-                std::vector<Part> parts;
-                for (std::size_t i = 0; i < std::max(inputs.size(), outputs.size()); ++i) {
-                  check_sizes({"input", inputs.at(i)}, {"output", outputs.at(i)}, size_, context);
-                  Ends ends = ends_of(inputs[i], outputs[i], context);
-                  const Reduction reduction = reduction_of(ends.in, options.reduceOp, context);
-                  parts.push_back({.ends = std::move(ends), .reduction = reduction});
-                }
-                return [parts = std::move(parts), n = n_ranks()](const Group& group,
-                                                                 const Site& site) {
-                  for (const auto& [ends, reduction] : parts) {
-                    const Elements& in = reduction.elements;
-                    group.reduce_scatter(
-                        in, {.data = ends.out.data_ptr(), .count = in.count / n, .dtype = in.dtype},
-                        reduction.op, site.timeout, site.where);
-                    write_back(ends.out, ends.output);
-                  }
-                };
-              });
+  return call(
+      "lockstep:reduce_scatter", type, options.asyncOp, options.timeout, inputs, outputs,
+      [&](const ErrorContext& context) {
+        std::vector<Part> parts;
+        for (std::size_t i = 0; i < std::max(inputs.size(), outputs.size()); ++i) {
+          check_sizes({"input", inputs.at(i)}, {"output", outputs.at(i)}, size_, context);
+          Ends ends = ends_of(inputs[i], outputs[i], context);
+          const Reduction reduction = reduction_of(ends.in, options.reduceOp, context);
+          void* const out = ends.out.data_ptr();
+          parts.push_back({.ends = std::move(ends), .reduction = reduction, .out = out});
+        }
+        return [parts = std::move(parts), n = n_ranks()](const Group& group, const Site& site) {
+          for (const auto& [ends, reduction, out] : parts) {
+            const Elements& in = reduction.elements;
+            group.reduce_scatter(in, {.data = out, .count = in.count / n, .dtype = in.dtype},
+                                 reduction.op, site.timeout, site.where);
+            write_back(ends.out, ends.output);
+          }
+        };
+      });
 }
 
 Backend::WorkResult Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -149,9 +150,9 @@ Backend::WorkResult Backend::scatter_even(const Tensors& outputs, const Tensors&
                   ins.push_back(contiguous(inputs[r], context));
                   if (overlap(ins.back(), out)) ins.back() = ins.back().clone();
                 }
+                std::vector<ConstElements> parts(ins.size(), reduction.elements);
+                for (std::size_t r = 0; r < ins.size(); ++r) parts[r].data = ins[r].data_ptr();
                 return [=, ins = std::move(ins)](const Group& group, const Site& site) {
-                  std::vector<ConstElements> parts(ins.size(), reduction.elements);
-                  for (std::size_t r = 0; r < ins.size(); ++r) parts[r].data = ins[r].data_ptr();
                   ListCalls::reduce_scatter(group, parts, reduction.elements, reduction.op,
                                             site.timeout, site.where);
                   write_back(out, output);

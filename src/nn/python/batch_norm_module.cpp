@@ -76,6 +76,15 @@ class Scope {
   std::unique_ptr<nn::SyncBatchNormScope> scope_;
 };
 
+/// Until exit() no scope applies on this thread.
+class Suspended {
+ public:
+  void exit() { scope_.reset(); }
+
+ private:
+  std::unique_ptr<nn::SuspendedScope> scope_ = std::make_unique<nn::SuspendedScope>();
+};
+
 }  // namespace
 
 void define_batch_norm(py::module_& module) {
@@ -84,6 +93,7 @@ void define_batch_norm(py::module_& module) {
   py::class_<Scope>(module, "SyncBatchNormScope")
       .def(py::init<const py::object&>())
       .def("exit", &Scope::exit);
+  py::class_<Suspended>(module, "SuspendedScope").def(py::init<>()).def("exit", &Suspended::exit);
 }
 
 }  // namespace lockstep::python

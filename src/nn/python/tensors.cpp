@@ -124,4 +124,15 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
 }
 
+Storages storages_of(const Tensors& some, const Tensors& others) {
+  Storages storages;
+  storages.reserve(some.size() + others.size());
+  for (const Tensors* const tensors : {&some, &others}) {
+    for (const at::Tensor& tensor : *tensors) {
+      if (tensor.has_storage()) storages.push_back(tensor.storage());  // sparse ones have none
+    }
+  }
+  return storages;
+}
+
 }  // namespace lockstep::python

@@ -43,4 +43,8 @@ void write_back(const at::Tensor& contiguous, const at::Tensor& tensor);
 
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 
+/// The memory of tensors, which keeps it.
+using Storages = std::vector<c10::Storage>;
+Storages storages_of(const Tensors& some, const Tensors& others);
+
 }  // namespace lockstep::python
