@@ -174,8 +174,7 @@ TimeoutError chain_of_recvs(const Group& group, bool is_cycle) {
       barrier();  // comes when the others have given up
       group.barrier();
     } else {
-      const int from = group.rank() == 0 ? 1 : group.rank() == 1 ? (is_cycle ? 2 : 0)
-                                                                : (is_cycle ? 0 : 1);
+      const int from = is_cycle ? (group.rank() + 1) % 3 : group.rank() - 1;
       group.recv(one, from, group.rank() == 2 ? milliseconds(3000) : milliseconds(60'000));
     }
   } catch (const TimeoutError& error) {
@@ -191,7 +190,8 @@ TEST_P(Failures, a_late_rank_is_found_behind_those_that_wait_for_it_in_recv) {
     const TimeoutError error = chain_of_recvs(default_group().duplicate(), /*is_cycle=*/false);
     EXPECT_EQ(error.context().peers, std::vector<int>{0});
     const std::string text = error.what();
-    expect_contains(text, "rank 2 waited 3 s for rank 1 of 3, which waits for rank 0\n  rank 0 is ");
+    expect_contains(text,
+                    "rank 2 waited 3 s for rank 1 of 3, which waits for rank 0\n  rank 0 is ");
     expect_contains(text, "\n  rank 1 is ");
     EXPECT_EQ(text.find("here: 0"), std::string::npos) << text;
   });

@@ -301,8 +301,7 @@ std::vector<int> Channel::find_late(const Call& call, std::span<const int> await
   // A rank that waits in a call on another channel may answer too, that it awaits nobody here.
   const auto waits_itself = [&](int r) {
     const auto answer = positions.find(r);
-    return answer != positions.end() &&
-           (has_rounds_ || answer->second.awaited != Position::kNone);
+    return answer != positions.end() && (has_rounds_ || answer->second.awaited != Position::kNone);
   };
   // Ranks that have not begun; if all have, those that others wait for and that do not wait.
   std::vector<int> late;

@@ -144,16 +144,15 @@ class Meeting {
       if (!store_->check({key_of(r)})) missing.push_back(r);
     }
     if (!missing.empty()) {
-      conclude(fmt::format("rank{} {}", missing.size() == 1 ? "" : "s",
-                           fmt::join(missing, ", ")));
+      conclude(fmt::format("rank{} {}", missing.size() == 1 ? "" : "s", fmt::join(missing, ", ")));
     }
   }
 
   [[noreturn]] void fail(const std::string& what) const {
-    throw TimeoutError(context_of(call_, world_.rank),
-                       fmt::format("of {} ranks, {} at {}:{} within {:g} s", world_.size, what,
-                                   at_.host, at_.port,
-                                   static_cast<double>(call_.timeout.count()) / 1000));
+    throw TimeoutError(
+        context_of(call_, world_.rank),
+        fmt::format("of {} ranks, {} at {}:{} within {:g} s", world_.size, what, at_.host, at_.port,
+                    static_cast<double>(call_.timeout.count()) / 1000));
   }
 
   /// Until the others that have joined know the result, too.
