@@ -48,7 +48,9 @@ Call barrier_call() {
 
 /// Ranks as threads, told to be on these hosts; between them the shared engine stands for a
 /// network.
-void run_hosts(const Hosts& hosts, const std::function<void(const Group&)>& body) {
+void run_hosts(
+    const Hosts& hosts, const std::function<void(const Group&)>& body,
+    const std::function<std::unique_ptr<Engine>(std::unique_ptr<Engine>)>& wrap = std::identity()) {
   const int n = static_cast<int>(hosts.size());
   auto segment = shared::make_world(shared::Segment::for_threads(n));
   std::vector<std::thread> threads;
@@ -56,7 +58,7 @@ void run_hosts(const Hosts& hosts, const std::function<void(const Group&)>& body
     threads.emplace_back([&, rank] {
       try {
         const Call barrier = barrier_call();
-        body(Group(make(shared::join_world(segment, rank, barrier), hosts, barrier), "world",
+        body(Group(make(wrap(shared::join_world(segment, rank, barrier)), hosts, barrier), "world",
                    seconds(60)));
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();
@@ -298,6 +300,57 @@ TEST(HierarchicalTest, groups_across_and_inside_hosts) {
       check(group, all_ranks);
     });
   }
+}
+
+/// Groups that are split off it are out of memory on rank 1.
+class OutOfMemory final : public Engine {
+ public:
+  explicit OutOfMemory(std::unique_ptr<Engine> engine, bool is_split_off = false)
+      : engine_(std::move(engine)), is_split_off_(is_split_off) {}
+  std::string_view name() const noexcept override { return engine_->name(); }
+  int rank() const noexcept override { return engine_->rank(); }
+  int size() const noexcept override { return engine_->size(); }
+  void run(const Call& call) override {
+    if (is_split_off_ && rank() == 1) throw std::bad_alloc();
+    engine_->run(call);
+  }
+  std::unique_ptr<Engine> split(const Call& call, int color, int key) override {
+    auto part = engine_->split(call, color, key);
+    return part ? std::make_unique<OutOfMemory>(std::move(part), color == 7) : nullptr;
+  }
+  std::unique_ptr<SharedMemory> allocate(const Call& call) override {
+    return engine_->allocate(call);
+  }
+  void abandon(std::string_view reason) noexcept override { engine_->abandon(reason); }
+  void end_with(const Error& error) noexcept override { engine_->end_with(error); }
+  void leave(std::string_view failure) noexcept override { engine_->leave(failure); }
+
+ private:
+  std::unique_ptr<Engine> engine_;
+  bool is_split_off_;
+};
+
+// The others wait in the new group, and not in one that they were in before.
+TEST(HierarchicalTest, a_rank_out_of_memory_in_a_split_ends_it_on_all_ranks) {
+  const Hosts hosts{0, 0, 2, 2};
+  const auto wrap = [](std::unique_ptr<Engine> outer) {
+    return std::make_unique<OutOfMemory>(std::move(outer));
+  };
+  run_hosts(
+      hosts,
+      [](const Group& group) {
+        if (group.rank() == 1) {
+          EXPECT_THROW(group.split(7), std::bad_alloc);
+          return;
+        }
+        try {
+          group.split(7);
+          ADD_FAILURE() << "no error";
+        } catch (const PeerFailed& error) {
+          test::expect_contains(error.what(), "rank 1 failed: std::bad_alloc");
+        }
+      },
+      wrap);
 }
 
 TEST(HierarchicalTest, all_reduce_in_shared_buffers) {

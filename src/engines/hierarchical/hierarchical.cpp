@@ -61,11 +61,8 @@ class HierarchicalEngine final : public Engine {
         levels_.in_new_group([&] { between = leaders_of(*outer, topology, call); }, call);
         engine = std::make_unique<HierarchicalEngine>(
             Levels{std::move(outer), std::move(inner), std::move(between), std::move(topology)});
-      } catch (const Error& error) {
-        outer->end_with(error);  // its ranks on other hosts may already wait there
-        throw;
       } catch (const std::exception& error) {
-        outer->abandon(error.what());
+        if (outer) end(*outer, error);  // its ranks on other hosts may already wait there
         throw;
       }
     });

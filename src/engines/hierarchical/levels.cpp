@@ -54,11 +54,17 @@ void Levels::abandon(std::string_view reason) const noexcept {
 }
 
 void Levels::end_with(const std::exception& error) const noexcept {
-  const auto* const known = dynamic_cast<const Error*>(&error);
-  if (known == nullptr) return abandon(error.what());
-  outer->end_with(*known);
-  if (between) between->end_with(*known);
-  inner->end_with(*known);
+  end(*outer, error);
+  if (between) end(*between, error);
+  end(*inner, error);
+}
+
+void end(Engine& engine, const std::exception& error) noexcept {
+  if (const auto* const known = dynamic_cast<const Error*>(&error)) {
+    engine.end_with(*known);
+  } else {
+    engine.abandon(error.what());
+  }
 }
 
 void Levels::rethrow_from_within(const Error& error, const Call& call) const {

@@ -81,6 +81,9 @@ struct Levels {
   [[noreturn]] void rethrow_from_new_group(const Error& error, const Call& call) const;
 };
 
+/// Ends `engine` on all ranks because of an error found elsewhere, of any type.
+void end(Engine& engine, const std::exception& error) noexcept;
+
 /// A step of `call`: the same except for these.
 inline Call step_of(const Call& call, Op op, int root) {
   Call step = call;
