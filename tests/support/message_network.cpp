@@ -50,11 +50,11 @@ struct MessageNetwork::Shared {
     std::vector<Traffic> sent_to;  // by rank
     int n_started = 0;
   };
-  Shared(int n, bool rounds) : mailboxes(static_cast<std::size_t>(n)), has_rounds(rounds) {
+  Shared(int n, bool answers_them) : mailboxes(static_cast<std::size_t>(n)), answers(answers_them) {
     for (Mailbox& box : mailboxes) box.sent_to.resize(mailboxes.size());
   }
   std::vector<Mailbox> mailboxes;
-  const bool has_rounds;
+  const bool answers;
   std::function<void(int, int)> on_start;
 };
 
@@ -123,8 +123,8 @@ class NetworkTransport final : public message::Transport {
       if (r != rank_ && (to == kAllRanks || to == r)) post(r, message);
     }
   }
-  bool takes_shorter_messages() const noexcept override { return shared_->has_rounds; }
-  bool has_rounds() const noexcept override { return shared_->has_rounds; }
+  bool takes_shorter_messages() const noexcept override { return shared_->answers; }
+  bool answers_questions() const noexcept override { return shared_->answers; }
   std::optional<ControlMessage> poll_control() override {
     const std::lock_guard lock(own().mutex);
     auto& messages = own().control[channel_];
@@ -188,8 +188,8 @@ class NetworkTransport final : public message::Transport {
 
 }  // namespace
 
-MessageNetwork::MessageNetwork(int n_ranks, bool has_rounds)
-    : shared_(std::make_shared<Shared>(n_ranks, has_rounds)) {}
+MessageNetwork::MessageNetwork(int n_ranks, bool answers)
+    : shared_(std::make_shared<Shared>(n_ranks, answers)) {}
 MessageNetwork::~MessageNetwork() = default;
 
 std::unique_ptr<message::Transport> MessageNetwork::transport(int rank) {

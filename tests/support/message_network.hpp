@@ -20,8 +20,8 @@ struct Traffic {
 /// A message-passing library whose ranks are threads of this process. It counts.
 class MessageNetwork {
  public:
-  /// `has_rounds`: see Transport::has_rounds, and takes_shorter_messages.
-  explicit MessageNetwork(int n_ranks, bool has_rounds = true);
+  /// `answers`: see Transport::answers_questions, and takes_shorter_messages.
+  explicit MessageNetwork(int n_ranks, bool answers = true);
   ~MessageNetwork();
   MessageNetwork(const MessageNetwork&) = delete;
   MessageNetwork& operator=(const MessageNetwork&) = delete;

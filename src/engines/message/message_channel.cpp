@@ -199,7 +199,7 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
   const auto deadline = limit.end();                         // begins now
   std::optional<Clock::time_point> departure_seen;
   // Ranks that wait for this one, also in a later call, must find the rank that it waits for.
-  const bool shows_awaited = transport_.has_rounds() && !is_in_rounds_;
+  const bool shows_awaited = transport_.answers_questions() && !is_in_rounds_;
   for (;;) {
     const State state = transport_.wait(deadline);
     if (state == State::complete) {
@@ -223,7 +223,7 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
     }
     // None are awaited if the last message has arrived since.
     if ((!has_ended && now < deadline) || awaited.empty()) continue;
-    if (transport_.has_rounds()) {
+    if (transport_.answers_questions()) {
       if (auto late = find_late(call, awaited); !late.empty()) awaited = std::move(late);
       if (transport_.test()) {
         if (shows_awaited) set_position(Position::kNone, size());

@@ -103,7 +103,7 @@ class Channel {
   std::shared_ptr<Control> world_;  // the same on the world's channel
   Transport& transport_;
   std::vector<int> members_;  // ranks of the world
-  bool has_rounds_ = transport_.has_rounds() && transport_.size() > Transport::kMostDirect;
+  bool has_rounds_ = transport_.answers_questions() && transport_.size() > Transport::kMostDirect;
   bool is_in_rounds_ = false;
 };
 

@@ -113,10 +113,10 @@ class Transport {
 
   /// Up to this many ranks, a message from each to each is faster than rounds.
   static constexpr int kMostDirect = 8;
-  /// Whether wait() returns often while it waits, to answer questions about whom a rank waits for.
-  /// Exchanges of more than kMostDirect ranks then take several rounds, for which such a channel
-  /// also takes_shorter_messages().
-  virtual bool has_rounds() const noexcept { return false; }
+  /// Whether wait() returns often while it waits, to answer the question for which rank this one
+  /// waits. Exchanges of more than kMostDirect ranks then take several rounds, for which such a
+  /// channel also takes_shorter_messages().
+  virtual bool answers_questions() const noexcept { return false; }
 
   using Exchange = std::function<void(std::span<const Message>)>;
   /// A transport over `members`, ranks of this one that include this rank. All ranks call it, when

@@ -114,7 +114,7 @@ class Transport final : public message::Transport {
 
   void send_control(const message::ControlMessage& message, int to) noexcept override;
   std::optional<message::ControlMessage> poll_control() override;
-  bool has_rounds() const noexcept override { return true; }
+  bool answers_questions() const noexcept override { return true; }
   int n_polls_before_exchange() noexcept override {
     // If peers timed out on this rank, their messages have arrived, so this exchange would not wait
     // and would miss their control messages. A coarse tick is a few milliseconds; reading is free.

@@ -86,7 +86,7 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
 Transport::State Transport::wait(std::chrono::steady_clock::time_point deadline) {
   const base::NoSigpipe no_sigpipe;
   awaited_.clear();
-  const auto end = has_rounds()
+  const auto end = answers_questions()
                        ? std::min(deadline, std::chrono::steady_clock::now() + kControlInterval)
                        : deadline;
   wait_.deadline = end;
