@@ -92,6 +92,7 @@ class Channel {
   /// Size of one phase in a pipeline of n_bytes: at most what stays in the core's cache. Two ranks
   /// copy and reduce at the same time only from the second chunk on, so they have at least four if
   /// those are not below 64 KiB. A message that leaves the caches shares them with small chunks.
+  /// All ranks must divide alike: a change is one of kProtocol too.
   std::size_t chunk_bytes(std::size_t n_bytes) const noexcept {
     constexpr std::size_t kSmall = 64 << 10, kPage = 4096, kMostCached = 4 << 20;
     const std::size_t most = std::min<std::size_t>(tuning().chunk_bytes, slot_bytes());
