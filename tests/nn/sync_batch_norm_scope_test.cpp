@@ -185,26 +185,27 @@ TEST(SyncBatchNormScopeTest, instance_norm_is_left_alone) {
   });
 }
 
+Tensor normalized(const Tensor& x) {
+  return F::batch_norm(x, Tensor(), Tensor(), F::BatchNormFuncOptions().training(true));
+}
+
 TEST(SyncBatchNormScopeTest, the_inner_scope_holds_and_an_exception_ends_it) {
   const Tensor batch = Random(9).normal({6, 3});
   on_ranks(2, [&](int rank) {
     const Tensor mine = share_of(batch, kHalves, rank);
-    const auto norm = [](const Tensor& x) {
-      return F::batch_norm(x, Tensor(), Tensor(), F::BatchNormFuncOptions().training(true));
-    };
-    const Tensor here = norm(mine), everywhere = share_of(norm(batch), kHalves, rank);
+    const Tensor here = normalized(mine), everywhere = share_of(normalized(batch), kHalves, rank);
     const SyncBatchNormScope outer;
-    EXPECT_LE(difference(norm(mine), everywhere), 1e-12);
+    EXPECT_LE(difference(normalized(mine), everywhere), 1e-12);
     {
       const SyncBatchNormScope inner{Group()};  // of this rank alone
-      EXPECT_LE(difference(norm(mine), here), 1e-12);
+      EXPECT_LE(difference(normalized(mine), here), 1e-12);
     }
-    EXPECT_LE(difference(norm(mine), everywhere), 1e-12);
+    EXPECT_LE(difference(normalized(mine), everywhere), 1e-12);
     try {
       const SyncBatchNormScope inner{Group()};
       throw std::runtime_error("out of it");
     } catch (const std::runtime_error&) {
-      EXPECT_LE(difference(norm(mine), everywhere), 1e-12);
+      EXPECT_LE(difference(normalized(mine), everywhere), 1e-12);
     }
   });
 }
@@ -214,23 +215,20 @@ TEST(SyncBatchNormScopeTest, scopes_may_end_in_any_order_and_on_any_thread) {
   const Tensor batch = Random(9).normal({6, 3});
   on_ranks(2, [&](int rank) {
     const Tensor mine = share_of(batch, kHalves, rank);
-    const auto norm = [](const Tensor& x) {
-      return F::batch_norm(x, Tensor(), Tensor(), F::BatchNormFuncOptions().training(true));
-    };
-    const Tensor here = norm(mine), everywhere = share_of(norm(batch), kHalves, rank);
+    const Tensor here = normalized(mine), everywhere = share_of(normalized(batch), kHalves, rank);
     std::optional<SyncBatchNormScope> outer(std::in_place), inner(std::in_place, Group());
-    EXPECT_LE(difference(norm(mine), here), 1e-12);
+    EXPECT_LE(difference(normalized(mine), here), 1e-12);
     outer.reset();
-    EXPECT_LE(difference(norm(mine), here), 1e-12);
+    EXPECT_LE(difference(normalized(mine), here), 1e-12);
     outer.emplace();
     inner.reset();
-    EXPECT_LE(difference(norm(mine), everywhere), 1e-12);
+    EXPECT_LE(difference(normalized(mine), everywhere), 1e-12);
     std::thread([&] {
       EXPECT_FALSE(SyncBatchNormScope::active().has_value());
       outer.reset();
     }).join();
     EXPECT_FALSE(SyncBatchNormScope::active().has_value());
-    EXPECT_LE(difference(norm(mine), here), 1e-12);
+    EXPECT_LE(difference(normalized(mine), here), 1e-12);
   });
 }
 
