@@ -490,9 +490,8 @@ TEST_F(C10dInitTest, ranks_that_do_not_come_are_named) {
 TEST_F(C10dInitTest, ranks_that_do_not_come_are_named_on_all_that_do) {
   const test::FreePort port;
   const auto join = [&](int rank, std::chrono::milliseconds timeout) {
-    expect_error<TimeoutError>(
-        [&] { init_alone(rank, std::to_string(port.number()), timeout, 3); },
-        "of 3 ranks, rank 2 did not join at 127.0.0.1:");
+    expect_error<TimeoutError>([&] { init_alone(rank, std::to_string(port.number()), timeout, 3); },
+                               "of 3 ranks, rank 2 did not join at 127.0.0.1:");
   };
   const pid_t pid = ::fork();
   if (pid == 0) {
