@@ -231,20 +231,25 @@ TEST_P(MessageRoundsTest, a_send_beside_a_collective_is_a_mismatch) {
 
 TEST_P(MessageRoundsTest, late_ranks_are_named_not_those_that_wait_for_them) {
   const int n_late = n == 3 ? 1 : 2;  // from rank 1 on; at least two wait
+  MessageNetwork network(n);
+  network.end_calls_when_all_wait([](int) { return true; });
   std::atomic<int> n_failed = 0;
-  run_message_ranks(n, [&](Engine& engine) {
-    if (engine.rank() >= 1 && engine.rank() <= n_late) {
-      EXPECT_TRUE(test::wait_until([&] { return n_failed == n - n_late; }));
-      return;
-    }
-    Call call = call_of(Op::barrier, 0, nullptr, nullptr);
-    call.timeout = 300ms;
-    const std::string text = error_of_rounds<TimeoutError>([&] { engine.run(call); });
-    ++n_failed;
-    const char* const named =
-        n_late == 1 ? "waited 0.3 s for rank 1 of" : "waited 0.3 s for ranks 1, 2 of";
-    EXPECT_NE(text.find(named), std::string::npos) << text;
-  });
+  run_message_ranks(
+      n,
+      [&](Engine& engine) {
+        if (engine.rank() >= 1 && engine.rank() <= n_late) {
+          network.stop();
+          EXPECT_TRUE(test::wait_until([&] { return n_failed == n - n_late; }));
+          return;
+        }
+        const std::string text = error_of_rounds<TimeoutError>(
+            [&] { engine.run(call_of(Op::barrier, 0, nullptr, nullptr)); });
+        ++n_failed;
+        const char* const named =
+            n_late == 1 ? "waited 60 s for rank 1 of" : "waited 60 s for ranks 1, 2 of";
+        EXPECT_NE(text.find(named), std::string::npos) << text;
+      },
+      &network);
 }
 
 TEST_P(MessageRoundsTest, a_rank_that_stops_in_a_call_is_named) {
@@ -253,20 +258,21 @@ TEST_P(MessageRoundsTest, a_rank_that_stops_in_a_call_is_named) {
   // Its second start: in rounds, after its first message has been received.
   network.on_start([&](int rank, int n_started) {
     if (rank != 1 || n_started != (n > 8 ? 2 : 1)) return;
+    network.stop();
     EXPECT_TRUE(test::wait_until([&] { return n_failed == n - 1; }));
   });
+  // Ranks with odd numbers still wait in the first call, others already in the second.
+  network.end_calls_when_all_wait([](int rank) { return rank % 2 == 0; });
   run_message_ranks(
       n,
       [&](Engine& engine) {
-        Call call = call_of(Op::barrier, 0, nullptr, nullptr);
-        // Ranks with odd numbers still wait in the first call, others already in the second.
-        call.timeout = engine.rank() % 2 == 1 ? 60s : 300ms;
+        const Call call = call_of(Op::barrier, 0, nullptr, nullptr);
         // Some may complete the first: no message of that rank is missing there.
         const std::string text = error_of_rounds<TimeoutError>([&] {
           for (;;) engine.run(call);
         });
         ++n_failed;
-        EXPECT_NE(text.find("waited 0.3 s for rank 1 of"), std::string::npos) << text;
+        EXPECT_NE(text.find("waited 60 s for rank 1 of"), std::string::npos) << text;
       },
       &network);
 }
@@ -416,43 +422,45 @@ TEST_P(MessageRoundsTest, a_rank_that_stops_between_windows_is_named) {
   std::atomic<int> n_failed = 0;
   network.on_start([&](int rank, int n_started) {
     if (rank != 1 || n_started != n_rounds_of(n) + (n > 8 ? 2 : 1)) return;
+    network.stop();
     EXPECT_TRUE(test::wait_until([&] { return n_failed == n - 1; }));
   });
+  network.end_calls_when_all_wait([](int) { return true; });
   run_message_ranks(
       n,
       [&](Engine& engine) {
         std::vector<float> data(70'001);
-        Call call = call_of(Op::all_reduce, data.size(), data.data(), data.data());
-        call.timeout = 300ms;
+        const Call call = call_of(Op::all_reduce, data.size(), data.data(), data.data());
         const std::string text = error_of_rounds<TimeoutError>([&] { engine.run(call); });
         ++n_failed;
-        EXPECT_NE(text.find("waited 0.3 s for rank 1 of"), std::string::npos) << text;
+        EXPECT_NE(text.find("waited 60 s for rank 1 of"), std::string::npos) << text;
       },
       &network, kSlowNetwork);
 }
 
 TEST(MessageRoundsLateTest, ranks_in_later_calls_name_the_rank_that_the_root_waits_for) {
-  constexpr int kRanks = 16, kLate = 9;
+  constexpr int kRanks = 16, kLate = 9, kRoot = 5;
   for (const Check check : {Check::light, Check::off}) {
     MessageNetwork network(kRanks);
     std::atomic<int> n_failed = 0;
     // It has sent the slices of a reduce, and not its sum.
     network.on_start([&](int rank, int n_started) {
       if (rank != kLate || n_started != 2 + (check == Check::off ? 0 : n_rounds_of(kRanks))) return;
+      network.stop();
       EXPECT_TRUE(test::wait_until([&] { return n_failed == kRanks - 1; }));
     });
+    network.end_calls_when_all_wait([](int rank) { return rank != kRoot; });
     run_message_ranks(
         kRanks,
         [&](Engine& engine) {
           std::vector<float> data(4'097);
-          Call call = call_of(Op::reduce, data.size(), data.data(), data.data(), /*root=*/5);
+          Call call = call_of(Op::reduce, data.size(), data.data(), data.data(), kRoot);
           call.check = check;
-          call.timeout = engine.rank() == call.root ? 60s : 300ms;
           const std::string text = error_of_rounds<TimeoutError>([&] {
             for (;;) engine.run(call);
           });
           ++n_failed;
-          EXPECT_NE(text.find("waited 0.3 s for rank 9 of"), std::string::npos) << text;
+          EXPECT_NE(text.find("waited 60 s for rank 9 of"), std::string::npos) << text;
         },
         &network);
   }

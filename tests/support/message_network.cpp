@@ -1,6 +1,7 @@
 #include "support/message_network.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -49,13 +50,24 @@ struct MessageNetwork::Shared {
     Traffic sent, received;
     std::vector<Traffic> sent_to;  // by rank
     int n_started = 0;
+    bool waits = false;  // and nothing has arrived for it since
   };
+  /// Requires the lock of the mailbox.
+  void set_waits(Mailbox& box, bool waits) {
+    if (box.waits == waits) return;
+    box.waits = waits;
+    n_waiting += waits ? 1 : -1;
+  }
   Shared(int n, bool answers_them) : mailboxes(static_cast<std::size_t>(n)), answers(answers_them) {
     for (Mailbox& box : mailboxes) box.sent_to.resize(mailboxes.size());
   }
   std::vector<Mailbox> mailboxes;
   const bool answers;
   std::function<void(int, int)> on_start;
+  std::function<bool(int)> ends_when_all_wait;
+  /// Ranks that wait, or have stopped. A rank that sends is not among them, nor is any longer the
+  /// one that it sent to: all are among them only when none sends.
+  std::atomic<int> n_waiting = 0;
 };
 
 namespace {
@@ -73,6 +85,7 @@ class NetworkTransport final : public message::Transport {
     {
       const std::lock_guard lock(own().mutex);
       ++own().n_started;
+      shared_->set_waits(own(), false);
     }
     if (shared_->on_start) shared_->on_start(world_rank(rank_), own().n_started);
     pending_.clear();
@@ -86,6 +99,7 @@ class NetworkTransport final : public message::Transport {
       {
         const std::lock_guard lock(to.mutex);
         to.messages[{channel_, rank_}].emplace_back(data, data + message.n_bytes);
+        shared_->set_waits(to, false);
       }
       to.changed.notify_all();
       const std::lock_guard lock(own().mutex);
@@ -106,11 +120,16 @@ class NetworkTransport final : public message::Transport {
     bool is_complete = false;
     own().changed.wait_until(lock, end, [&] {
       is_complete = receive();
+      shared_->set_waits(own(), !is_complete);
       return is_complete || std::ranges::any_of(own().control, [](const auto& channel) {
                return !channel.second.empty();
              });
     });
-    return is_complete ? State::complete : State::pending;
+    if (is_complete) return State::complete;
+    const bool is_over = shared_->ends_when_all_wait &&
+                         shared_->n_waiting == static_cast<int>(shared_->mailboxes.size()) &&
+                         shared_->ends_when_all_wait(world_rank(rank_));
+    return is_over ? State::ended : State::pending;
   }
   std::vector<int> awaited() override {
     std::vector<int> ranks;
@@ -200,6 +219,12 @@ std::unique_ptr<message::Transport> MessageNetwork::transport(int rank) {
 
 void MessageNetwork::on_start(std::function<void(int, int)> function) {
   shared_->on_start = std::move(function);
+}
+
+void MessageNetwork::stop() { ++shared_->n_waiting; }
+
+void MessageNetwork::end_calls_when_all_wait(std::function<bool(int)> whose) {
+  shared_->ends_when_all_wait = std::move(whose);
 }
 
 Traffic MessageNetwork::most() const {

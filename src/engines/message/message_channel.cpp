@@ -206,13 +206,14 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
       if (shows_awaited) set_position(Position::kNone, size());
       return true;
     }
-    poll_control();
-    throw_if_failed(call);
-    if (question != nullptr && is_impossible(*question)) return false;
     std::vector<int> awaited = transport_.awaited();
     std::ranges::sort(awaited);
     awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
+    // Before a question is answered, which may be what ended the wait.
     if (shows_awaited && !awaited.empty()) set_position(awaited.front(), size());
+    poll_control();
+    throw_if_failed(call);
+    if (question != nullptr && is_impossible(*question)) return false;
     const auto now = Clock::now();
     const bool has_ended = state == State::ended;
     if (const auto departure = departure_among(awaited)) {
