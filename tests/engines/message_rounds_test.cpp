@@ -58,7 +58,8 @@ class MessageRoundsTest : public ::testing::TestWithParam<int> {
   const std::size_t n_ranks = static_cast<std::size_t>(n);
 };
 // At most eight ranks send from each to each.
-INSTANTIATE_TEST_SUITE_P(Ranks, MessageRoundsTest, ::testing::Values(3, 8, 9, 16, 21, 64));
+INSTANTIATE_TEST_SUITE_P(Ranks, MessageRoundsTest, ::testing::Values(3, 8, 9, 16, 21, 64),
+                         [](const auto& n) { return "threads_" + std::to_string(n.param); });
 
 /// In the header's message, passed on, in rounds of slices, from each to each.
 constexpr std::size_t kRoundsCounts[] = {0, 1, 16, 17, 300, 600, 2'000, 4'096, 4'097, 70'001};
