@@ -255,7 +255,7 @@ TEST_P(MpiTest, the_programs_own_MPI_Finalize_finds_no_message_left) {
 TEST_P(MpiTest, the_programs_own_MPI_Finalize_ends_after_a_timeout) {
   const TemporaryFolder said;
   const Ended ended = mpirun(
-      3, fmt::format("timeout 30 {} finalize_after_timeout {}", OVER_MPI_PROGRAM, said.path()));
+      3, fmt::format("timeout 300 {} finalize_after_timeout {}", OVER_MPI_PROGRAM, said.path()));
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
 }
 TEST_P(MpiTest, a_rank_that_waits_is_notified_of_a_failure_before_its_own_limit) {

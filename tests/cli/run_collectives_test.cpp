@@ -92,7 +92,7 @@ TEST(RunLateTest, an_uncaught_exception) {
 
 TEST(RunLateTest, the_launcher_names_who_left_and_not_who_waited) {
   Command command(StartOptions{
-      .arguments = {"run", "-n", "3", "--grace", "1", COLLECTIVES_PROGRAM, "exit", "1"}});
+      .arguments = {"run", "-n", "3", "--grace", "20", COLLECTIVES_PROGRAM, "exit", "1"}});
   EXPECT_EQ(command.wait().exit_code, 1);
   expect_match(command.err(),
                R"(^lockstep: \S+ \S+ rank 1 \(pid \d+\) (left the world|exited with code 0 after )"

@@ -156,7 +156,7 @@ class RunSignalTest : public testing::TestWithParam<int> {};
 TEST_P(RunSignalTest, reaches_every_rank) {
   Command command(StartOptions{
       .arguments =
-          with_run(script({"-n", "3", "--grace", "0.5"},
+          with_run(script({"-n", "3", "--grace", "3"},
                           "trap 'echo got INT; exit 9' INT; trap 'echo got TERM; exit 9' TERM; "
                           "trap 'echo got HUP; exit 9' HUP; echo ready; sleep 1000 & wait"))});
   command.read_until("ready", 3);

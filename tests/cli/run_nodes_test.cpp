@@ -204,7 +204,7 @@ TEST(RunNodesTest, who_is_missing_is_reported_to_all_present) {
                            .node_rank = node,
                            .rendezvous = rendezvous,
                            .script = "true",
-                           .timeout_s = "1"}));
+                           .timeout_s = node == 0 ? "5" : "60"}));
   }
   for (const auto& node : nodes) {
     const Ended ended = node->wait();

@@ -154,7 +154,7 @@ TEST_P(ControlTest, the_hold_ends_with_an_exception) {
 }
 
 TEST(ControlTimeTest, long_work_outlasts_the_timeout_of_an_operation) {
-  constexpr milliseconds kTimeout(200);
+  constexpr milliseconds kTimeout(1000);
   const auto work = [=] {
     if (get_rank() == 0) outlast(kTimeout);
   };

@@ -144,7 +144,9 @@ TEST_P(Failures, send_and_recv_of_different_counts) {
 }
 
 TEST_P(Failures, a_rank_that_does_not_come) {
-  run([] {
+  const SharedCount here;
+  run([&] {
+    const auto ranks = thread_of_each_rank();
     const Group group = default_group().duplicate();
     if (group.rank() == 0) {
       barrier();  // comes when the others have given up
@@ -155,7 +157,15 @@ TEST_P(Failures, a_rank_that_does_not_come) {
       expect_contains(text, ": rank ");
       return;
     }
-    const std::string text = thrown<TimeoutError>([&] { group.barrier(milliseconds(100)); });
+    // The limit of rank 1 ends when rank 2 is here too.
+    const bool is_first = group.rank() == 1;
+    if (!is_first) here.raise();
+    if (is_first && group.size() == 3) {
+      EXPECT_TRUE(here.wait_for(1));
+      EXPECT_TRUE(wait_until_asleep(ranks[2][0]));
+    }
+    const std::string text = thrown<TimeoutError>(
+        [&] { group.barrier(is_first ? milliseconds(100) : milliseconds(60'000)); });
     expect_contains(text, "waited 0.1 s for rank 0 of ");
     expect_contains(text, "rank 0 is ");
     expect_contains(text, "its last call here: none");
@@ -220,7 +230,9 @@ std::vector<int> peers_of(F call) {
 }
 
 TEST_P(Failures, carry_the_ranks_that_they_are_about) {
-  run([] {
+  const SharedCount here;
+  run([&] {
+    const auto ranks = thread_of_each_rank();
     const Group world = default_group();
     const bool is_odd = world.rank() == 1;
     const std::vector<int> rank_1{1};
@@ -237,7 +249,14 @@ TEST_P(Failures, carry_the_ranks_that_they_are_about) {
               world.size() == 2 ? std::vector<int>() : rank_1);
     const Group late = world.duplicate();
     if (!is_odd) {
-      EXPECT_EQ(peers_of<TimeoutError>([&] { late.barrier(milliseconds(100)); }), rank_1);
+      // The limit of rank 0 ends when rank 2 is here too.
+      if (world.rank() == 2) here.raise();
+      if (world.rank() == 0 && world.size() == 3) {
+        EXPECT_TRUE(here.wait_for(1));
+        EXPECT_TRUE(wait_until_asleep(ranks[2][0]));
+      }
+      const milliseconds limit(world.rank() == 0 ? 100 : 60'000);
+      EXPECT_EQ(peers_of<TimeoutError>([&] { late.barrier(limit); }), rank_1);
     }
     const Group failed = world.duplicate();
     if (is_odd) failed.abandon("no data");

@@ -643,7 +643,7 @@ TEST_F(HierarchicalProcessTest, a_leader_stopped_between_hosts_is_late_at_the_li
 
 // The deadline of rank 3 passes while its leader, rank 2, waits for the other host.
 TEST(HierarchicalTest, a_leader_that_waits_for_another_host_is_not_late) {
-  constexpr std::chrono::milliseconds kTimeout(400);
+  constexpr std::chrono::milliseconds kTimeout(1000);
   std::atomic<pid_t> leader{0};
   const test::SharedCount waiting;
   run_hosts({0, 0, 2, 2}, [&](const Group& group) {

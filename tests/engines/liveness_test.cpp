@@ -27,6 +27,7 @@
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"
 #include "support/seccomp.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -246,7 +247,13 @@ TEST_F(LivenessTest, in_time_namespaces_of_their_own) {
         << fmt::format("monotonic {0} 0\nboottime {0} 0\n", rank * 50'000);
     go_on_in_child();
   };
-  const std::string text = text_of_a_late_peer(prepare, do_nothing);
+  const SharedCount waiting;
+  const auto wait_for_its_call = [&](int rank) {
+    if (rank == 1) return waiting.store(::gettid());
+    EXPECT_TRUE(waiting.wait_for(1));
+    EXPECT_TRUE(wait_until_asleep(waiting.value()));
+  };
+  const std::string text = text_of_a_late_peer(prepare, wait_for_its_call);
   expect_seen(text);
   expect_contains(text, "it is in barrier #1 on group 'world/1.0' at ");
   EXPECT_EQ(text.find(" since 50"), std::string::npos) << text;

@@ -59,7 +59,7 @@ class MessageRoundsTest : public ::testing::TestWithParam<int> {
 };
 // At most eight ranks send from each to each.
 INSTANTIATE_TEST_SUITE_P(Ranks, MessageRoundsTest, ::testing::Values(3, 8, 9, 16, 21, 64),
-                         [](const auto& n) { return "threads_" + std::to_string(n.param); });
+                         [](const auto& n) { return "ranks_" + std::to_string(n.param); });
 
 /// In the header's message, passed on, in rounds of slices, from each to each.
 constexpr std::size_t kRoundsCounts[] = {0, 1, 16, 17, 300, 600, 2'000, 4'096, 4'097, 70'001};
@@ -233,7 +233,7 @@ TEST_P(MessageRoundsTest, a_send_beside_a_collective_is_a_mismatch) {
 TEST_P(MessageRoundsTest, late_ranks_are_named_not_those_that_wait_for_them) {
   const int n_late = n == 3 ? 1 : 2;  // from rank 1 on; at least two wait
   MessageNetwork network(n);
-  network.end_calls_when_all_wait([](int) { return true; });
+  network.end_calls_when_all_wait([](int rank) { return rank == 0; });
   std::atomic<int> n_failed = 0;
   run_message_ranks(
       n,
@@ -426,7 +426,7 @@ TEST_P(MessageRoundsTest, a_rank_that_stops_between_windows_is_named) {
     network.stop();
     EXPECT_TRUE(test::wait_until([&] { return n_failed == n - 1; }));
   });
-  network.end_calls_when_all_wait([](int) { return true; });
+  network.end_calls_when_all_wait([](int rank) { return rank == 0; });
   run_message_ranks(
       n,
       [&](Engine& engine) {

@@ -507,7 +507,8 @@ TEST_P(TaggedMessagesEndTest, a_rank_that_died_after_its_copies_is_no_mover) {
 }
 
 TEST_P(TaggedMessagesEndTest, a_rank_stopped_while_it_copies_is_named) {
-  static constexpr std::size_t kLong = (64 << 20) / sizeof(std::int32_t);
+  // In several system calls, so that the signal ends it before its last.
+  static constexpr std::size_t kLong = (256 << 20) / sizeof(std::int32_t);
   const SharedCount pid, told;
   const auto statuses = end_on_ranks(3, [&](Rank& ranks, int rank) {
     if (rank == 1) {

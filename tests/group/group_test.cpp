@@ -347,8 +347,12 @@ TEST(WorkTest, cannot_be_posted_while_another_thread_is_inside_a_call) {
       group.barrier();
       return;
     }
-    std::thread inside([&] { group.barrier(); });
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));  // as in two_threads_in_one_group
+    std::atomic<pid_t> tid{0};
+    std::thread inside([&] {
+      tid = ::gettid();
+      group.barrier();
+    });
+    EXPECT_TRUE(test::wait_until_asleep(tid));  // as in two_threads_in_one_group
     expect_contains(thrown<UsageError>([&] { static_cast<void>(group.barrier_async()); }),
                     "another thread is inside a call");
     barrier();

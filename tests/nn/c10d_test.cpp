@@ -33,8 +33,9 @@ using namespace std::chrono_literals;
 using test::run_processes;
 
 /// The processes' statuses, of ranks over Gloo.
-std::vector<int> over_gloo(int n, const std::function<void()>& body) {
-  return run_processes(n, body, 60s, /*started=*/{}, "gloo");
+std::vector<int> over_gloo(int n, const std::function<void()>& body,
+                           std::chrono::seconds watchdog = test::kWatchdog) {
+  return run_processes(n, body, watchdog, /*started=*/{}, "gloo");
 }
 
 /// What `call` throws; fails the test where it does not throw an E that says `part`.
@@ -154,24 +155,27 @@ TEST(C10dTest, a_rank_killed_while_it_notifies_another_of_several_failures) {
 
 // To a stopped rank no message gets through: no failure may wait for that.
 TEST(C10dTest, failures_are_not_delayed_by_a_stopped_rank) {
-  constexpr int kGroups = 90;  // a second for each is longer than the watchdog of over_gloo
+  constexpr int kGroups = 60;  // each asks for 0.25 s; a second more for each is too long
   const test::SharedCount stopped;
-  const auto statuses = over_gloo(2, [&] {
-    std::vector<Group> groups;
-    for (int i = 0; i < kGroups; ++i) groups.push_back(default_group().duplicate());
-    barrier();
-    if (get_rank() == 1) {
-      stopped.store(::getpid());
-      ::raise(SIGSTOP);
-      return;
-    }
-    EXPECT_TRUE(test::wait_until(
-        [&] { return stopped.value() != 0 && test::thread_state(stopped.value()) == 'T'; }));
-    for (const Group& group : groups) {
-      expect_error<TimeoutError>([&] { barrier(group, 10ms); }, "for rank 1 of 2");
-    }
-    ::kill(stopped.value(), SIGCONT);
-  });
+  const auto statuses = over_gloo(
+      2,
+      [&] {
+        std::vector<Group> groups;
+        for (int i = 0; i < kGroups; ++i) groups.push_back(default_group().duplicate());
+        barrier();
+        if (get_rank() == 1) {
+          stopped.store(::getpid());
+          ::raise(SIGSTOP);
+          return;
+        }
+        EXPECT_TRUE(test::wait_until(
+            [&] { return stopped.value() != 0 && test::thread_state(stopped.value()) == 'T'; }));
+        for (const Group& group : groups) {
+          expect_error<TimeoutError>([&] { barrier(group, 10ms); }, "for rank 1 of 2");
+        }
+        ::kill(stopped.value(), SIGCONT);
+      },
+      70s);
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
@@ -211,10 +215,10 @@ TEST(C10dTest, a_late_rank_is_named_and_other_groups_go_on) {
     if (get_rank() == 2) other.barrier();  // comes when the others have given up
     expect_error<TimeoutError>(
         [&] {
-          world.barrier(1s);
+          world.barrier(3s);
           world.barrier();  // rank 2: where the others' first messages were sooner than their error
         },
-        "waited 1 s for rank 2 of 3");
+        "waited 3 s for rank 2 of 3");
     if (get_rank() != 2) other.barrier();
     EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, other), 3);
   });
@@ -342,10 +346,10 @@ TEST(C10dRoundsTest, late_ranks_are_named_not_those_that_wait_for_them) {
     if (is_late) other.barrier();  // comes when the others have given up
     expect_error<TimeoutError>(
         [&] {
-          world.barrier(1s);
+          world.barrier(get_rank() == 0 ? 5s : 50s);
           world.barrier();
         },
-        "waited 1 s for ranks 4, 9 of 11");
+        "waited 5 s for ranks 4, 9 of 11");
     if (!is_late) other.barrier();
     EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, other), kManyRanks);
   }));

@@ -359,7 +359,7 @@ TEST(JoinTest, a_timeout_without_it_tells_of_it) {
       throw;
     }
   };
-  EXPECT_THROW(run_ranks(2, body, {.timeout = std::chrono::seconds(1)}), TimeoutError);
+  EXPECT_THROW(run_ranks(2, body, {.timeout = std::chrono::seconds(3)}), TimeoutError);
   EXPECT_NE(what.find("Do the ranks have different numbers of batches?"), std::string::npos)
       << what;
   EXPECT_NE(what.find("join()"), std::string::npos) << what;

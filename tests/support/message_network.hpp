@@ -30,7 +30,7 @@ class MessageNetwork {
   std::unique_ptr<message::Transport> transport(int rank);
   /// Called by each rank before it starts messages; it may block, as if that rank were stopped.
   void on_start(std::function<void(int rank, int n_started)> function);
-  /// The calling rank is about to block, and sends nothing.
+  /// The calling rank is about to block, and sends nothing. Once for each rank that does not wait.
   void stop();
   /// The time of calls is over, for ranks of which `whose` is true, once every rank has stopped or
   /// waits for messages that none sends: on a slow machine later.
