@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <atomic>
 #include <limits>
 
 #if defined(__x86_64__)
@@ -13,15 +13,11 @@
 namespace lockstep::kernels {
 namespace {
 
+constinit std::atomic<Isa> limit = Isa::avx512;
+
 Isa choose() {
-  Isa cap = Isa::avx512;
-  if (const char* text = std::getenv("LOCKSTEP_SIMD")) {
-    for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
-      if (text == name_of(isa)) cap = isa;
-    }
-  }
   for (const Isa isa : {Isa::avx512, Isa::avx2}) {
-    if (isa <= cap && is_supported(isa)) return isa;
+    if (isa <= limit && is_supported(isa)) return isa;
   }
   return Isa::scalar;
 }
@@ -89,6 +85,8 @@ bool is_supported(Isa isa) {
   }
   return false;
 }
+
+void limit_isa(Isa widest) { limit = widest; }
 
 Isa chosen_isa() {
   static const Isa isa = choose();

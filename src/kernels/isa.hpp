@@ -14,8 +14,10 @@ std::string_view name_of(Isa isa);
 /// Whether this build has a body for `isa` and this CPU supports it.
 bool is_supported(Isa isa);
 
-/// The widest supported one, capped by LOCKSTEP_SIMD; chosen once. An unknown value of
-/// LOCKSTEP_SIMD is ignored here: Env::read rejects it with a UsageError.
+/// Chooses none wider; has no effect after the first use of a kernel. Threads: any.
+void limit_isa(Isa widest);
+
+/// The widest supported one within the limit; chosen once.
 Isa chosen_isa();
 
 /// Whether kernels that read and write prefetch their lines for write. Measured for batch norm: a

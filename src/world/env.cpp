@@ -10,6 +10,7 @@
 #include "engines/message/costs.hpp"
 #include "engines/shared/bootstrap/tuning.hpp"
 #include "group/check.hpp"
+#include "kernels/isa.hpp"
 #include "world/variables.hpp"
 
 namespace lockstep {
@@ -34,6 +35,22 @@ Check parse_check(const std::string& text) {
   internal::reject(fmt::format("LOCKSTEP_CHECK is '{}'; it takes off, light or full", text));
 }
 
+/// The limit that LOCKSTEP_SIMD sets; nullopt if it has no such value.
+std::optional<kernels::Isa> parse_simd(const std::optional<std::string>& text) {
+  if (!text) return kernels::Isa::avx512;
+  for (const auto isa : {kernels::Isa::scalar, kernels::Isa::avx2, kernels::Isa::avx512}) {
+    if (*text == kernels::name_of(isa)) return isa;
+  }
+  return std::nullopt;
+}
+
+/// When the program is loaded: it may use kernels before init_dist, or never call that.
+[[maybe_unused]] const bool is_limited = [] {
+  const auto limit = parse_simd(variable("LOCKSTEP_SIMD"));
+  if (limit) kernels::limit_isa(*limit);
+  return limit.has_value();
+}();
+
 }  // namespace
 
 Env Env::read() {
@@ -47,10 +64,12 @@ Env Env::read() {
   message::parse_costs(env.network);
   env.record_dir = folder("LOCKSTEP_RECORD_DIR");
   env.trace_dir = folder("LOCKSTEP_TRACE");
-  if (env.simd && *env.simd != "scalar" && *env.simd != "avx2" && *env.simd != "avx512") {
+  const auto simd = parse_simd(env.simd);
+  if (!simd) {
     internal::reject(
         fmt::format("LOCKSTEP_SIMD is '{}'; it takes scalar, avx2 or avx512", *env.simd));
   }
+  kernels::limit_isa(*simd);
   if (const auto text = variable("LOCKSTEP_CHECK")) env.check = parse_check(*text);
   if (variable("LOCKSTEP_RESTART")) {
     env.restart =

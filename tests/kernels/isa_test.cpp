@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <lockstep/env.hpp>
+#include <lockstep/error.hpp>
 #include <string>
 
 namespace lockstep::kernels {
@@ -14,6 +16,10 @@ void expect_choice(const char* text, Isa want) {
   EXPECT_EXIT(
       {
         setenv("LOCKSTEP_SIMD", text, /*overwrite=*/1);
+        try {
+          Env::read();
+        } catch (const UsageError&) {  // of another value
+        }
         std::exit(chosen_isa() == want ? 0 : 1);
       },
       testing::ExitedWithCode(0), "")
