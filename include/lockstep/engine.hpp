@@ -69,6 +69,9 @@ struct Call {
   /// lie one after the other.
   std::span<const void* const> ins{};
   std::span<void* const> outs{};
+  /// How many collectives this rank has refused in the group so far; of send and recv: how many of
+  /// this operation with this peer. Ranks compare it, see Engine::refuse.
+  std::uint32_t n_refused = 0;
   std::string_view group{};    ///< name of the group, for errors
   std::uint64_t sequence = 0;  ///< number of the call in its group, from 1
   std::chrono::milliseconds timeout{};
@@ -81,6 +84,18 @@ struct Call {
 
 /// The error context of one call.
 ErrorContext context_of(const Call& call, int rank);
+
+/// A call that this rank began and refused: an exception left it before its first message.
+struct Refusal {
+  bool is_pair = false;         ///< a send or recv, of which the two ends compare how many they refused
+  bool is_send = false;         ///< of a pair
+  int peer = -1;                ///< of a pair
+  std::uint32_t n_refused = 0;  ///< with this one, see Call::n_refused
+  std::string_view operation{}, reason{};
+  std::source_location where{};
+  /// All of that, for a MismatchError: "refused all_reduce #2: data is null, at train.cpp:8"
+  std::string_view text{};
+};
 
 /// Memory of one rank that its peers can access (see Group::allocate).
 class SharedMemory {
@@ -128,6 +143,12 @@ class Engine {
   /// `call.count` zeroed bytes on every rank; the engine transfers them without copies if it can.
   /// Collective; the same count on all ranks.
   virtual std::unique_ptr<SharedMemory> allocate(const Call& call) = 0;
+  /// This rank has refused a call after those that it has run. Ranks that have refused as many calls
+  /// still make the same ones. A peer that waits for this rank in a call with a smaller
+  /// Call::n_refused makes the call that this rank refused, or a later one: it throws a MismatchError
+  /// with the text, as does this rank in its next call, and so does every rank whose call meets one
+  /// with another n_refused. Does not wait. Threads: as run().
+  virtual void refuse(const Refusal& /*refusal*/) noexcept {}
   /// This rank cannot do its part of current or future calls: the group is dead for all ranks, with
   /// PeerFailed and this reason. Callable from any thread, also while run() waits on another.
   virtual void abandon(std::string_view reason) noexcept = 0;

@@ -20,6 +20,7 @@ class Session;
 class WorkHandle;
 }  // namespace internal
 namespace detail {
+class Collective;
 class Hold;
 }
 
@@ -77,9 +78,14 @@ class SharedBuffer {
 /// Every operation is collective (send and recv: on both ends): all ranks call the same operations
 /// in the same order. Buffer sizes are in elements; dist.hpp has the typed forms.
 ///
-/// Errors, for all operations: UsageError (group stays usable); MismatchError, TimeoutError,
-/// PeerLost, PeerFailed, SystemError, EngineError (group is dead: every later call throws the same
-/// error). Threads: one call at a time per Group. The *_async forms run in call order on a worker
+/// Errors, for all operations: UsageError; MismatchError, TimeoutError, PeerLost, PeerFailed,
+/// SystemError, EngineError (group is dead: every later call throws the same error).
+///
+/// A UsageError leaves before a byte moves, and the call counts: if all ranks have refused as many
+/// calls, the group stays usable; if not, the ranks that made the call, and this one at its next
+/// call, throw a MismatchError that names the refused ones. So do not catch a UsageError and call
+/// again on one rank alone.
+/// Threads: one call at a time per Group. The *_async forms run in call order on a worker
 /// thread that the Group starts on first use; a blocking call first waits for them.
 class Group {
  public:
@@ -187,6 +193,7 @@ class Group {
  private:
   friend class internal::Session;
   friend struct internal::ListCalls;
+  friend class detail::Collective;
   friend class detail::Hold;
   std::shared_ptr<internal::GroupState> state_;
 };

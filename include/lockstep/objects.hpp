@@ -18,6 +18,7 @@
 #include <cereal/types/vector.hpp>
 #include <concepts>
 #include <cstddef>
+#include <exception>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -47,10 +48,13 @@
 ///   a header with these is exchanged first, and nothing is changed. On the receiving ranks, if a
 ///   message is damaged or cannot be decoded as the type. In both cases the group stays usable,
 ///   unlike after a MismatchError of an operation of group.hpp.
-/// - UsageError if an object is nested more than 2000 levels deep.
+/// - What a rank throws before it sends: UsageError if src or dst is not a rank, or if an object is
+///   nested more than 2000 levels deep; std::bad_alloc; an exception of the object's serialize
+///   function, unchanged. The other ranks throw PeerFailed with its text, and the group stays
+///   usable.
 ///
-/// Exceptions of an object's serialize function propagate unchanged; the other ranks continue to
-/// wait until this rank leaves (PeerFailed) or their deadline passes.
+/// An exception between two messages (no memory for what the peers announce) ends the group with
+/// PeerFailed.
 /// A timeout applies to the whole call; if none is given, the group's timeout applies to each of
 /// the collectives that the call consists of (usually two).
 /// Threads: as for the Group.
@@ -102,7 +106,20 @@ struct ObjectCall {
   int root = -1;
   std::uint64_t agreed = 0;
   std::uint64_t n_items = 1;
+  /// Why this rank cannot do its part. The ranks tell each other in their headers, so that every
+  /// rank's call fails, and the group stays usable.
+  std::exception_ptr refusal{};
 };
+
+/// Runs f, which prepares this rank's message; its exception is the call's refusal.
+template <class F>
+void prepare(ObjectCall& call, F f) {
+  try {
+    f();
+  } catch (...) {
+    call.refusal = std::current_exception();
+  }
+}
 
 /// One message per rank, in one contiguous buffer.
 struct Messages {
@@ -233,13 +250,13 @@ template <class T>
 std::vector<T> all_gather_object(const T& object, const Group& group = default_group(),
                                  Deadline deadline = {}, Where where = Where::current()) {
   detail::check_object<T>();
-  const detail::ObjectCall call{.op = detail::ObjectOp::all_gather_object,
-                                .type = typeid(T),
-                                .group = group,
-                                .deadline = deadline,
-                                .where = where};
+  detail::ObjectCall call{.op = detail::ObjectOp::all_gather_object,
+                          .type = typeid(T),
+                          .group = group,
+                          .deadline = deadline,
+                          .where = where};
   detail::Bytes mine;
-  detail::encode(mine, object);
+  detail::prepare(call, [&] { detail::encode(mine, object); });
   return detail::decode_all<T>(call, detail::gather_messages(call, std::move(mine)));
 }
 template <class T, std::size_t N, class... Rest>
@@ -254,14 +271,14 @@ std::optional<std::vector<T>> gather_object(const T& object, int dst = 0,
                                             Deadline deadline = {},
                                             Where where = Where::current()) {
   detail::check_object<T>();
-  const detail::ObjectCall call{.op = detail::ObjectOp::gather_object,
-                                .type = typeid(T),
-                                .group = group,
-                                .deadline = deadline,
-                                .where = where,
-                                .root = dst};
+  detail::ObjectCall call{.op = detail::ObjectOp::gather_object,
+                          .type = typeid(T),
+                          .group = group,
+                          .deadline = deadline,
+                          .where = where,
+                          .root = dst};
   detail::Bytes mine;
-  detail::encode(mine, object);
+  detail::prepare(call, [&] { detail::encode(mine, object); });
   const detail::Messages messages = detail::gather_messages(call, std::move(mine));
   if (group.rank() != dst) return std::nullopt;
   return detail::decode_all<T>(call, messages);
@@ -272,14 +289,16 @@ template <class T>
 void broadcast_object(T& object, int src = 0, const Group& group = default_group(),
                       Deadline deadline = {}, Where where = Where::current()) {
   detail::check_object<T>();
-  const detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object,
-                                .type = typeid(T),
-                                .group = group,
-                                .deadline = deadline,
-                                .where = where,
-                                .root = src};
+  detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object,
+                          .type = typeid(T),
+                          .group = group,
+                          .deadline = deadline,
+                          .where = where,
+                          .root = src};
   detail::Bytes mine;
-  if (group.rank() == src) detail::encode(mine, object);
+  detail::prepare(call, [&] {
+    if (group.rank() == src) detail::encode(mine, object);
+  });
   const detail::Bytes bytes = detail::broadcast_message(call, mine);
   if (group.rank() == src) return;
   T received;
@@ -300,16 +319,18 @@ void broadcast_object_list(std::vector<T>& objects, int src = 0,
                            const Group& group = default_group(), Deadline deadline = {},
                            Where where = Where::current()) {
   detail::check_object<T>();
-  const detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object_list,
-                                .type = typeid(T),
-                                .group = group,
-                                .deadline = deadline,
-                                .where = where,
-                                .root = src,
-                                .agreed = objects.size(),
-                                .n_items = objects.size()};
+  detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object_list,
+                          .type = typeid(T),
+                          .group = group,
+                          .deadline = deadline,
+                          .where = where,
+                          .root = src,
+                          .agreed = objects.size(),
+                          .n_items = objects.size()};
   detail::Bytes mine;
-  if (group.rank() == src) detail::encode(mine, objects);
+  detail::prepare(call, [&] {
+    if (group.rank() == src) detail::encode(mine, objects);
+  });
   const detail::Bytes bytes = detail::broadcast_message(call, mine);
   if (group.rank() == src) return;
   std::vector<T> received;

@@ -17,13 +17,15 @@ def all_gather(data: Any, group: Optional[Group] = None, timeout: Timeout = None
 
     Shapes may differ per rank; the element type may not. The arrays share one allocation.
     """
-    flat, shapes = _core.all_gather(data, _shape_of(data), _Flat(data), group, timeout)
+    with _core.Operation("all_gather", group):
+        flat, shapes = _core.all_gather(data, _shape_of(data), _Flat(data), group, timeout)
     return _split(flat, shapes)
 
 
 def gather(data: Any, dst: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> list[Any]:
     """As all_gather, on dst; an empty list elsewhere."""
-    gathered = _core.gather(data, _shape_of(data), dst, _Flat(data), group, timeout)
+    with _core.Operation("gather", group):
+        gathered = _core.gather(data, _shape_of(data), dst, _Flat(data), group, timeout)
     return [] if gathered is None else _split(*gathered)
 
 
@@ -33,15 +35,16 @@ def all_reduce_dict(data: dict[str, Any], op: str = "sum", group: Optional[Group
     If keys, element types, lengths or op differ, every rank raises MismatchError that names them, nothing is
     changed, and the group stays usable.
     """
-    numpy = sys.modules.get("numpy")
-    numbers = {
-        key: value.item()
-        for key, value in data.items()
-        if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.bool_)
-    }
-    reduced = {**data, **numbers}
-    _core.all_reduce_dict(reduced, op, group, timeout)
-    data.update(reduced)
+    with _core.Operation("all_reduce_dict", group):
+        numpy = sys.modules.get("numpy")
+        numbers = {
+            key: value.item()
+            for key, value in data.items()
+            if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.bool_)
+        }
+        reduced = {**data, **numbers}
+        _core.all_reduce_dict(reduced, op, group, timeout)
+        data.update(reduced)
 
 
 def _shape_of(data: Any) -> tuple[int, ...]:

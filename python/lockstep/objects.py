@@ -2,8 +2,8 @@
 
 Pickles execute code: the ranks of one job trust each other, and so do these functions. If the ranks differ
 in function, src, dst or length, every rank raises MismatchError, and the group stays usable.
-An object that cannot be pickled raises on its rank before anything is sent (but see collect_results): the
-other ranks wait for it until it calls the function again, ends or their timeout passes.
+An object that cannot be pickled raises on its rank, the other ranks raise PeerFailed with its text in the same
+call, and the group stays usable.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ def _dumps(value: object) -> bytes:
 
 def all_gather_object(data: Any, group: Optional[Group] = None, timeout: Timeout = None) -> list[Any]:
     """Every rank's object, by rank, on every rank."""
-    return _core.all_gather_object(_dumps(data), _loads, group, timeout)
+    return _core.all_gather_object(data, _dumps, _loads, group, timeout)
 
 
 def gather_object(data: Any, dst: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> Optional[list[Any]]:
     """Every rank's object, by rank, on dst; None elsewhere."""
-    return _core.gather_object(_dumps(data), _loads, dst, group, timeout)
+    return _core.gather_object(data, _dumps, _loads, dst, group, timeout)
 
 
 def broadcast_object_list(data: list[Any], src: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> None:
     """data <- src's data, in place. The lists have the same length on all ranks."""
-    pickled = _dumps(data) if _core.get_rank(group) == src else b""
-    received = _core.broadcast_objects(pickled, len(data), _loads, src, group, timeout)
+    received = _core.broadcast_objects(data, _dumps, _loads, src, group, timeout)
     if received is not None:
         data[:] = received
 
@@ -59,7 +58,8 @@ def collect_results(
     removed. If an item of another rank cannot be pickled, rank 0 raises PeerFailed with its text, and the
     group stays usable.
     """
-    if device != "cpu":
-        raise UsageError(f"collect_results: device is {device!r}; objects pass through memory of the CPU: 'cpu'")
-    folder = None if tmpdir is None else os.fspath(tmpdir)
-    return _core.collect_results(list(results), size, _dumps, _loads, folder, group, timeout)
+    with _core.Operation("collect_results", group):
+        if device != "cpu":
+            raise UsageError(f"collect_results: device is {device!r}; objects pass through memory of the CPU: 'cpu'")
+        folder = None if tmpdir is None else os.fspath(tmpdir)
+        return _core.collect_results(list(results), size, _dumps, _loads, folder, group, timeout)

@@ -31,25 +31,26 @@ def all_reduce_params(
     """
     import torch
 
-    once = {id(param): param for param in params}
-    data = [param.detach() for param in once.values()]
-    for index, tensor in enumerate(data):
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise UsageError(
-                f"all_reduce_params: tensor {index} is {tensor.layout} on {tensor.device}; expected dense tensors "
-                "on the CPU: pass x.cpu(), and copy the result back"
-            )
-    limit = bucket_size_mb * 1024 * 1024 if coalesce else 0
-    for bucket in _buckets(data, limit):
-        if len(bucket) == 1 and bucket[0].is_contiguous():
-            _core.all_reduce(bucket[0], op, group, timeout)
-            if not bucket[0].is_inference():
-                torch.autograd.graph.increment_version(bucket[0])  # a graph may have saved it
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        _core.all_reduce(flat, op, group, timeout)
-        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
-            tensor.copy_(part.view(tensor.shape))
+    with _core.Operation("all_reduce_params", group):
+        once = {id(param): param for param in params}
+        data = [param.detach() for param in once.values()]
+        for index, tensor in enumerate(data):
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                raise UsageError(
+                    f"all_reduce_params: tensor {index} is {tensor.layout} on {tensor.device}; expected dense tensors "
+                    "on the CPU: pass x.cpu(), and copy the result back"
+                )
+        limit = bucket_size_mb * 1024 * 1024 if coalesce else 0
+        for bucket in _buckets(data, limit):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                _core.all_reduce(bucket[0], op, group, timeout)
+                if not bucket[0].is_inference():
+                    torch.autograd.graph.increment_version(bucket[0])  # a graph may have saved it
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            _core.all_reduce(flat, op, group, timeout)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
+                tensor.copy_(part.view(tensor.shape))
 
 
 def _buckets(tensors: list[torch.Tensor], limit: float) -> Iterable[list[torch.Tensor]]:

@@ -18,6 +18,11 @@ inline void copy_text(std::span<char> to, std::string_view text) noexcept {
   to[n] = '\0';
 }
 
+/// The file of a path, without its folders.
+inline std::string_view base_name(std::string_view path) noexcept {
+  return path.substr(path.find_last_of('/') + 1);  // npos + 1 is 0: the whole path
+}
+
 /// The text up to the null, or the whole array: the writer may have omitted the null.
 inline std::string_view text_in(std::span<const char> array) noexcept {
   return {array.data(), ::strnlen(array.data(), array.size())};

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
 
 #include "c/handles.hpp"
@@ -39,10 +40,11 @@ Timeout timeout_of(std::int64_t timeout_ms) {
 }  // namespace
 
 Arguments::Arguments(const char* operation, const lockstep_group* group, std::int64_t timeout_ms,
-                     const lockstep_site* site)
+                     const lockstep_site* site, int peer)
     : operation_(operation),
       group_(group),
       where_(where_of(site)),
+      peer_(peer),
       timeout_(timeout_of(timeout_ms)) {
   check_given(group, "group");
   if (timeout_ms < LOCKSTEP_GROUP_TIMEOUT) {
@@ -84,6 +86,10 @@ void Arguments::reject(const std::string& text) const {
   if (group_ != nullptr) {
     context.group = group_->name;
     context.rank = group().rank();
+    const auto call = context.operation == "send"   ? detail::Collective(Op::send, peer_, group(), where_)
+                      : context.operation == "recv" ? detail::Collective(Op::recv, peer_, group(), where_)
+                                                    : detail::Collective(operation_, group(), where_);
+    call.refuse(text);
   }
   throw UsageError(std::move(context), text);
 }

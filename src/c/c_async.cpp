@@ -12,9 +12,9 @@ namespace {
 
 template <class F>
 int start(const char* operation, const lockstep_group* group, int64_t timeout_ms,
-          const lockstep_site* site, lockstep_work** work, F body) noexcept {
+          const lockstep_site* site, lockstep_work** work, F body, int peer = -1) noexcept {
   return guarded(operation, [&] {
-    const Arguments call(operation, group, timeout_ms, site);
+    const Arguments call(operation, group, timeout_ms, site, peer);
     call.check_given(work, "work");
     auto handle = std::make_unique<lockstep_work>();
     handle->work = body(call);
@@ -114,7 +114,7 @@ int lockstep_send_async(const lockstep_group* group, const void* data, size_t co
   return start("send", group, timeout_ms, site, work, [&](const Arguments& call) {
     return call.group().send_async({data, count, call.dtype(dtype)}, dst, call.timeout(),
                                    call.where());
-  });
+  }, dst);
 }
 
 int lockstep_recv_async(const lockstep_group* group, void* data, size_t count, int dtype, int src,
@@ -122,7 +122,7 @@ int lockstep_recv_async(const lockstep_group* group, void* data, size_t count, i
   return start("recv", group, timeout_ms, site, work, [&](const Arguments& call) {
     return call.group().recv_async({data, count, call.dtype(dtype)}, src, call.timeout(),
                                    call.where());
-  });
+  }, src);
 }
 
 int lockstep_work_wait(lockstep_work* work) {

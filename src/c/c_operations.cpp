@@ -13,8 +13,8 @@ namespace {
 
 template <class F>
 int run(const char* operation, const lockstep_group* group, int64_t timeout_ms,
-        const lockstep_site* site, F body) noexcept {
-  return guarded(operation, [&] { body(Arguments(operation, group, timeout_ms, site)); });
+        const lockstep_site* site, F body, int peer = -1) noexcept {
+  return guarded(operation, [&] { body(Arguments(operation, group, timeout_ms, site, peer)); });
 }
 
 /// counts, whose entries are the numbers of elements of each rank.
@@ -130,12 +130,12 @@ int lockstep_send(const lockstep_group* group, const void* data, size_t count, i
                   int64_t timeout_ms, const lockstep_site* site) {
   return run("send", group, timeout_ms, site, [&](const Arguments& call) {
     call.group().send({data, count, call.dtype(dtype)}, dst, call.timeout(), call.where());
-  });
+  }, dst);
 }
 
 int lockstep_recv(const lockstep_group* group, void* data, size_t count, int dtype, int src,
                   int64_t timeout_ms, const lockstep_site* site) {
   return run("recv", group, timeout_ms, site, [&](const Arguments& call) {
     call.group().recv({data, count, call.dtype(dtype)}, src, call.timeout(), call.where());
-  });
+  }, src);
 }

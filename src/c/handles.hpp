@@ -46,7 +46,7 @@ inline std::source_location where_of(const lockstep_site* site) noexcept {
 class Arguments {
  public:
   Arguments(const char* operation, const lockstep_group* group, std::int64_t timeout_ms,
-            const lockstep_site* site);
+            const lockstep_site* site, int peer = -1);
 
   const Group& group() const noexcept { return group_->group; }
   std::size_t size() const noexcept { return static_cast<std::size_t>(group().size()); }
@@ -59,12 +59,14 @@ class Arguments {
   ReduceOp reduction(int value) const;
   /// Throws if a pointer for a result, or another that must be given, is null.
   void check_given(const void* pointer, const char* name) const;
+  /// The call counts as refused.
   [[noreturn]] void reject(const std::string& text) const;
 
  private:
   const char* operation_;
   const lockstep_group* group_;
   std::source_location where_;
+  int peer_;  ///< of send and recv
   Timeout timeout_;
 };
 

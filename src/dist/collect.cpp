@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <lockstep/detail/collective.hpp>
 #include <numeric>
 #include <optional>
 
@@ -156,7 +157,6 @@ void send_all(const ObjectCall& call, Outgoing& outgoing) {
     call.group.send({.data = bytes.data(), .count = bytes.size(), .dtype = DType::u8}, /*dst=*/0,
                     call.deadline, call.where);
   }
-  if (outgoing.error) std::rethrow_exception(outgoing.error);
 }
 
 /// One message of each rank per round, so that no rank waits for all messages of another.
@@ -178,7 +178,6 @@ void receive_all(const ObjectCall& call, Incoming& incoming) {
       incoming.take(rank, header, bytes.span());
     }
   }
-  incoming.rethrow();
 }
 
 template <class F>
@@ -253,18 +252,26 @@ void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Re
 
 void collect_results(const ObjectCall& call, const std::filesystem::path* tmpdir,
                      const Results& results) {
-  const auto headers = exchange_headers(call, {});
-  check_agreed(call, headers, "size");
-  const Interleaving order(headers, call.agreed);
-  if (tmpdir != nullptr) return spill(call, *tmpdir, results, order);
-  if (call.group.rank() == 0) {
-    keep_own(results, order);
-    Incoming incoming(call, results, order);
-    receive_all(call, incoming);
-  } else {
-    Outgoing outgoing(call, results, order.n_kept(static_cast<std::size_t>(call.group.rank())));
-    send_all(call, outgoing);
-  }
+  // Thrown behind the messages: of items that could not be sent or read, of which all ranks know.
+  std::exception_ptr error;
+  Collective(name_of(call.op), call.group, call.where).run([&] {
+    const auto headers = exchange_headers(call, {});
+    check_agreed(call, headers, "size");
+    const Interleaving order(headers, call.agreed);
+    if (tmpdir != nullptr) {
+      error = error_of([&] { spill(call, *tmpdir, results, order); });
+    } else if (call.group.rank() == 0) {
+      keep_own(results, order);
+      Incoming incoming(call, results, order);
+      receive_all(call, incoming);
+      error = error_of([&] { incoming.rethrow(); });
+    } else {
+      Outgoing outgoing(call, results, order.n_kept(static_cast<std::size_t>(call.group.rank())));
+      send_all(call, outgoing);
+      error = outgoing.error;
+    }
+  });
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace lockstep::detail

@@ -7,7 +7,10 @@
 #include <memory>
 #include <numeric>
 
+#include <lockstep/detail/collective.hpp>
+
 #include "base/exception.hpp"
+#include "base/text.hpp"
 
 namespace lockstep::detail {
 namespace {
@@ -97,8 +100,16 @@ ErrorContext context_of(const ObjectCall& call) {
 }
 
 std::vector<MessageHeader> exchange_headers(const ObjectCall& call, const Bytes& mine) {
-  check_root(call);
+  std::exception_ptr refusal = call.refusal;
+  if (!refusal) {
+    try {
+      check_root(call);
+    } catch (const UsageError&) {
+      refusal = std::current_exception();
+    }
+  }
   const MessageHeader header = seal({.op = call.op,
+                                     .failed = refusal ? std::uint8_t{1} : std::uint8_t{0},
                                      .root = call.root,
                                      .type = fingerprint(call.type),
                                      .agreed = call.agreed,
@@ -121,6 +132,9 @@ std::vector<MessageHeader> exchange_headers(const ObjectCall& call, const Bytes&
           call, fmt::format("rank {} announces {} objects of {} bytes, more than fit in memory", r,
                             theirs.n_items, theirs.n_bytes));
     }
+  }
+  if (std::ranges::any_of(headers, [](const auto& one) { return one.failed != 0; })) {
+    agree(call, refusal);  // throws on every rank
   }
   check_equal(
       call, headers, "the function they call", [](const auto& h) { return h.op; },
@@ -148,47 +162,51 @@ void check_message(const ObjectCall& call, int sender, const MessageHeader& head
 }
 
 Messages gather_messages(const ObjectCall& call, Bytes mine) {
-  const auto headers = exchange_headers(call, mine);
-  std::vector<std::size_t> counts;
-  for (const auto& header : headers) counts.push_back(header.n_bytes);
-  Messages all;
-  const bool to_all = call.root < 0;
-  if (!to_all && call.root != call.group.rank()) {
-    call.group.gather(erased(mine.span()), {}, counts, call.root, call.deadline, call.where);
+  return Collective(name_of(call.op), call.group, call.where).run([&] {
+    const auto headers = exchange_headers(call, mine);
+    std::vector<std::size_t> counts;
+    for (const auto& header : headers) counts.push_back(header.n_bytes);
+    Messages all;
+    const bool to_all = call.root < 0;
+    if (!to_all && call.root != call.group.rank()) {
+      call.group.gather(erased(mine.span()), {}, counts, call.root, call.deadline, call.where);
+      return all;
+    }
+    all.bytes.resize(std::reduce(counts.begin(), counts.end()));
+    if (to_all) {
+      call.group.all_gather(erased(mine.span()), erased(all.bytes), counts, call.deadline,
+                            call.where);
+    } else {
+      call.group.gather(erased(mine.span()), erased(all.bytes), counts, call.root, call.deadline,
+                        call.where);
+    }
+    auto rest = all.bytes.span();
+    for (std::size_t r = 0; r < counts.size(); ++r) {
+      all.of_rank.push_back(rest.first(counts[r]));
+      rest = rest.subspan(counts[r]);
+      check_message(call, static_cast<int>(r), headers[r], all.of_rank.back());
+    }
     return all;
-  }
-  all.bytes.resize(std::reduce(counts.begin(), counts.end()));
-  if (to_all) {
-    call.group.all_gather(erased(mine.span()), erased(all.bytes), counts, call.deadline,
-                          call.where);
-  } else {
-    call.group.gather(erased(mine.span()), erased(all.bytes), counts, call.root, call.deadline,
-                      call.where);
-  }
-  auto rest = all.bytes.span();
-  for (std::size_t r = 0; r < counts.size(); ++r) {
-    all.of_rank.push_back(rest.first(counts[r]));
-    rest = rest.subspan(counts[r]);
-    check_message(call, static_cast<int>(r), headers[r], all.of_rank.back());
-  }
-  return all;
+  });
 }
 
 Bytes broadcast_message(const ObjectCall& call, const Bytes& mine) {
-  const auto headers = exchange_headers(call, mine);
-  if (call.op == ObjectOp::broadcast_object_list) {
-    check_agreed(call, headers, "the lengths of their lists");
-  }
-  const auto& header = headers[static_cast<std::size_t>(call.root)];
-  Bytes received;
-  if (call.group.rank() == call.root) {
-    call.group.broadcast(erased(mine), call.root, call.deadline, call.where);
-  } else {
-    received.resize(header.n_bytes);
-    call.group.broadcast(erased(received), call.root, call.deadline, call.where);
-    check_message(call, call.root, header, received.span());
-  }
-  return received;
+  return Collective(name_of(call.op), call.group, call.where).run([&] {
+    const auto headers = exchange_headers(call, mine);
+    if (call.op == ObjectOp::broadcast_object_list) {
+      check_agreed(call, headers, "the lengths of their lists");
+    }
+    const auto& header = headers[static_cast<std::size_t>(call.root)];
+    Bytes received;
+    if (call.group.rank() == call.root) {
+      call.group.broadcast(erased(mine), call.root, call.deadline, call.where);
+    } else {
+      received.resize(header.n_bytes);
+      call.group.broadcast(erased(received), call.root, call.deadline, call.where);
+      check_message(call, call.root, header, received.span());
+    }
+    return received;
+  });
 }
 
 void throw_undecodable(const ObjectCall& call, int sender, const char* reason) {
@@ -196,6 +214,22 @@ void throw_undecodable(const ObjectCall& call, int sender, const char* reason) {
                                    "ranks run different builds? The group stays usable",
                                    sender, readable(call.type), reason));
 }
+
+namespace {
+
+/// The text of an error of this rank, for the others: with the caller's line.
+std::string text_with_place(const ObjectCall& call, const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& known) {  // has it
+    return known.what();
+  } catch (...) {
+    return fmt::format("{}, at {}:{}", base::text_of(error),
+                       base::base_name(call.where.file_name()), call.where.line());
+  }
+}
+
+}  // namespace
 
 std::vector<std::string> exchange_texts(const ObjectCall& call, std::string_view mine) {
   const auto parts =
@@ -207,7 +241,7 @@ std::vector<std::string> exchange_texts(const ObjectCall& call, std::string_view
 }
 
 void agree(const ObjectCall& call, const std::exception_ptr& mine) {
-  const auto texts = exchange_texts(call, mine ? fmt::format("x{}", base::text_of(mine)) : "");
+  const auto texts = exchange_texts(call, mine ? fmt::format("x{}", text_with_place(call, mine)) : "");
   if (mine) std::rethrow_exception(mine);
   for (std::size_t r = 0; r < texts.size(); ++r) {
     if (texts[r].empty()) continue;

@@ -7,13 +7,14 @@
 
 namespace lockstep::internal {
 
-void reject(const GroupState& group, const Call& call, const std::string& text) {
+void reject(GroupState& group, const Call& call, const std::string& text) {
   ErrorContext context = context_of(call, group.rank());
   context.group = group.name();
+  group.refuse(call, context.operation, text);
   throw UsageError(std::move(context), text);
 }
 
-void reject_reduction(const GroupState& group, const Call& call) {
+void reject_reduction(GroupState& group, const Call& call) {
   if (call.reduce > ReduceOp::mean) {
     reject(group, call, fmt::format("reduction {} does not exist", static_cast<int>(call.reduce)));
   }
@@ -32,7 +33,7 @@ void reject_reduction(const GroupState& group, const Call& call) {
                      name_of(call.reduce), name_of(call.dtype)));
 }
 
-void reject_memory(const GroupState& group, const Call& call, const ConstElements& data,
+void reject_memory(GroupState& group, const Call& call, const ConstElements& data,
                    std::string_view parameter) {
   if (size_of(data.dtype) == 0) {
     reject(group, call,
@@ -46,7 +47,7 @@ void reject_memory(const GroupState& group, const Call& call, const ConstElement
          fmt::format("{} has {} elements, more than fit in memory", parameter, data.count));
 }
 
-void check_pair(const GroupState& group, const Call& call, const ConstElements& in,
+void check_pair(GroupState& group, const Call& call, const ConstElements& in,
                 const ConstElements& out) {
   check_memory(group, call, in, "in");
   check_memory(group, call, out, "out");
@@ -62,7 +63,7 @@ void check_pair(const GroupState& group, const Call& call, const ConstElements& 
   }
 }
 
-void check_rank(const GroupState& group, const Call& call, std::string_view parameter) {
+void check_rank(GroupState& group, const Call& call, std::string_view parameter) {
   if (call.root < 0 || call.root >= group.size()) {
     reject(group, call,
            fmt::format("{} is {}; the group's ranks are 0 to {}", parameter, call.root,
@@ -70,7 +71,7 @@ void check_rank(const GroupState& group, const Call& call, std::string_view para
   }
 }
 
-void check_peer(const GroupState& group, const Call& call, std::string_view parameter) {
+void check_peer(GroupState& group, const Call& call, std::string_view parameter) {
   check_rank(group, call, parameter);
   if (call.root == group.rank()) {
     reject(group, call,
@@ -79,7 +80,7 @@ void check_peer(const GroupState& group, const Call& call, std::string_view para
   }
 }
 
-void check_count(const GroupState& group, const Call& call, std::string_view parameter,
+void check_count(GroupState& group, const Call& call, std::string_view parameter,
                  std::size_t got, std::size_t expected) {
   if (got != expected) {
     reject(group, call,
@@ -88,7 +89,7 @@ void check_count(const GroupState& group, const Call& call, std::string_view par
   }
 }
 
-void check_counts(const GroupState& group, const Call& call, std::size_t in_count) {
+void check_counts(GroupState& group, const Call& call, std::size_t in_count) {
   if (call.counts.size() != static_cast<std::size_t>(group.size())) {
     reject(group, call,
            fmt::format("counts has {} entries, expected one for each of the {} ranks",

@@ -13,13 +13,13 @@
 namespace lockstep::internal {
 #pragma GCC visibility push(hidden)
 
-/// Throws UsageError.
-[[noreturn]] void reject(const GroupState& group, const Call& call, const std::string& text);
-[[noreturn]] void reject_reduction(const GroupState& group, const Call& call);
-[[noreturn]] void reject_memory(const GroupState& group, const Call& call,
+/// Throws UsageError, and counts the call as refused.
+[[noreturn]] void reject(GroupState& group, const Call& call, const std::string& text);
+[[noreturn]] void reject_reduction(GroupState& group, const Call& call);
+[[noreturn]] void reject_memory(GroupState& group, const Call& call,
                                 const ConstElements& data, std::string_view parameter);
 
-inline void check_reduction(const GroupState& group, const Call& call) {
+inline void check_reduction(GroupState& group, const Call& call) {
   const ReduceOp op = call.reduce;
   const bool is_arithmetic = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
   const bool is_bitwise = op >= ReduceOp::band && op <= ReduceOp::bxor;
@@ -30,7 +30,7 @@ inline void check_reduction(const GroupState& group, const Call& call) {
   }
 }
 
-inline void check_memory(const GroupState& group, const Call& call, const ConstElements& data,
+inline void check_memory(GroupState& group, const Call& call, const ConstElements& data,
                          std::string_view parameter) {
   // Far enough below SIZE_MAX that the total size over all ranks cannot overflow either.
   constexpr std::size_t kMost = std::size_t{1} << 46U;
@@ -40,15 +40,15 @@ inline void check_memory(const GroupState& group, const Call& call, const ConstE
 }
 
 /// Both buffers of a call whose `in` and `out` differ.
-void check_pair(const GroupState& group, const Call& call, const ConstElements& in,
+void check_pair(GroupState& group, const Call& call, const ConstElements& in,
                 const ConstElements& out);
-void check_rank(const GroupState& group, const Call& call, std::string_view parameter);
+void check_rank(GroupState& group, const Call& call, std::string_view parameter);
 /// The rank of a peer, which is not this rank.
-void check_peer(const GroupState& group, const Call& call, std::string_view parameter);
-void check_count(const GroupState& group, const Call& call, std::string_view parameter,
+void check_peer(GroupState& group, const Call& call, std::string_view parameter);
+void check_count(GroupState& group, const Call& call, std::string_view parameter,
                  std::size_t got, std::size_t expected);
 /// call.counts, of which this rank's is in_count.
-void check_counts(const GroupState& group, const Call& call, std::size_t in_count);
+void check_counts(GroupState& group, const Call& call, std::size_t in_count);
 
 #pragma GCC visibility pop
 }  // namespace lockstep::internal

@@ -1,5 +1,7 @@
 #include "group/check.hpp"
 
+#include "base/text.hpp"
+
 namespace lockstep::internal {
 
 std::string_view name_of(Check check) {
@@ -12,10 +14,8 @@ std::string_view name_of(Check check) {
 }
 
 std::uint64_t hash_of(const std::source_location& where) {
-  std::string_view file = where.file_name();
-  file.remove_prefix(file.find_last_of('/') + 1);  // npos + 1 is 0
   std::uint64_t hash = 0xcbf29ce484222325ULL ^ where.line();
-  for (const char c : file) {
+  for (const char c : base::base_name(where.file_name())) {
     hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;  // FNV-1a
   }
   return hash;

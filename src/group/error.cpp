@@ -5,12 +5,10 @@
 #include <lockstep/error.hpp>
 #include <utility>
 
+#include "base/text.hpp"
+
 namespace lockstep {
 namespace {
-
-std::string_view base_name(std::string_view path) {
-  return path.substr(path.find_last_of('/') + 1);  // npos + 1 is 0: the whole path
-}
 
 std::string compose(const ErrorContext& context, const std::string& text) {
   std::string message = context.operation;
@@ -23,7 +21,7 @@ std::string compose(const ErrorContext& context, const std::string& text) {
     message += ')';
   }
   if (context.where.line() != 0) {
-    fmt::format_to(std::back_inserter(message), " at {}:{}", base_name(context.where.file_name()),
+    fmt::format_to(std::back_inserter(message), " at {}:{}", base::base_name(context.where.file_name()),
                    context.where.line());
   }
   return message + ": " + text;

@@ -172,18 +172,20 @@ void GroupState::run(Call&& call, Deadline deadline, Use use) {
   call.group = name_;
   call.check = check_;
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
+  call.n_refused = is_pair(call.op) ? n_refused(call.op, call.root)
+                                    : n_refused_.load(std::memory_order_relaxed);
   // Longer timeouts overflow nanosecond clocks.
   call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
   // A fork of a rank is not a rank; in a group of one it is harmless.
   if (process_.is_copy() && size_ > 1) throw_copy(call);
   // One locked instruction, so that only one of two concurrent callers continues.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
-  const Busy busy{is_busy_};
+  const Busy busy{*this};
   if (has_worker_.load(std::memory_order_acquire) && !process_.is_copy() && !worker_->is_idle()) {
     worker_->wait_until_idle();
   }
   if (is_dead_.load(std::memory_order_acquire)) throw_death();
-  sequence_.store(call.sequence, std::memory_order_relaxed);  // a rejected call has no number
+  sequence_.store(call.sequence, std::memory_order_relaxed);
 
   track_.begin(call);
   try {

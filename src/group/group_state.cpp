@@ -4,10 +4,14 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <lockstep/error.hpp>
 #include <new>
 #include <utility>
 #include <vector>
+
+#include "base/text.hpp"
+#include "record/signature.hpp"
 
 namespace lockstep::internal {
 namespace {
@@ -100,17 +104,97 @@ void GroupState::release() noexcept {
   is_busy_.store(false, std::memory_order_release);
 }
 
-void GroupState::throw_busy(const Call& call) const {
-  if (is_held_.load(std::memory_order_relaxed)) throw_held(call);
-  throw UsageError(context_of(call, rank_),
-                   "another thread is inside a call on this group; one call at a time: give each "
-                   "thread its own group (Group::duplicate)");
+void GroupState::throw_busy(const Call& call) {
+  if (is_held()) throw_held(call);
+  constexpr std::string_view kReason =
+      "another thread is inside a call on this group; one call at a time: give each thread its own "
+      "group (Group::duplicate)";
+  refuse(call, name_of(call.op), kReason);
+  throw UsageError(context_of(call, rank_), std::string(kReason));
 }
 
 void GroupState::throw_copy(const Call& call) const {
   throw UsageError(context_of(call, rank_),
                    "this process is a fork of a rank, not a rank itself; communicate in the rank, "
                    "and pass the fork what it needs");
+}
+
+GroupState::Calls GroupState::calls() const noexcept {
+  const std::uint64_t n_refused = n_refusals_.load(std::memory_order_relaxed);
+  return {.n_made = sequence_.load(std::memory_order_relaxed) - n_refused, .n_refused = n_refused};
+}
+
+std::uint32_t GroupState::n_refused(Op pair, int peer) const noexcept {
+  if (n_refusals_.load(std::memory_order_relaxed) == 0) return 0;
+  const std::lock_guard lock(mutex_);
+  const auto found = refused_pairs_.find({pair, peer});
+  return found == refused_pairs_.end() ? 0 : found->second;
+}
+
+void GroupState::refuse(const Call& call, std::string_view operation,
+                        std::string_view reason) noexcept {
+  if (size_ == 1 || process_.is_copy() || is_held() || is_dead_.load(std::memory_order_acquire)) {
+    return;
+  }
+  const bool pair = is_pair(call.op);
+  if (pair && (call.root < 0 || call.root >= size_)) return;  // no peer knows of it
+  try {
+    const std::lock_guard lock(mutex_);
+    const std::uint64_t sequence = sequence_.load(std::memory_order_relaxed) + 1;
+    std::string text = fmt::format("refused {} #{}: {}", operation, sequence,
+                                   reason.substr(0, reason.find('\n')));
+    if (call.where.line() != 0) {
+      fmt::format_to(std::back_inserter(text), ", at {}:{}",
+                     base::base_name(call.where.file_name()), call.where.line());
+    }
+    refusals_.push_back({{.is_pair = pair,
+                          .is_send = call.op == Op::send,
+                          .peer = call.root,
+                          .where = call.where},
+                         std::string(operation),
+                         std::string(reason),
+                         std::move(text)});
+    refusals_.back().refusal.n_refused =
+        pair ? ++refused_pairs_[{call.op, call.root}]
+             : n_refused_.fetch_add(1, std::memory_order_relaxed) + 1;
+    n_refusals_.fetch_add(1, std::memory_order_relaxed);
+    sequence_.store(sequence, std::memory_order_relaxed);
+    has_refusals_.store(true, std::memory_order_relaxed);
+  } catch (const std::exception&) {
+    return abandon(reason);  // no memory: the peers cannot be told what was refused
+  }
+  tell_refusals();
+}
+
+void GroupState::tell_refusals() noexcept {
+  if (is_busy_.exchange(true, std::memory_order_acquire)) return;
+  std::vector<Refused> refusals;
+  {
+    const std::lock_guard lock(mutex_);
+    refusals.swap(refusals_);
+    has_refusals_.store(false, std::memory_order_relaxed);
+  }
+  for (const Refused& refused : refusals) {
+    const auto tell = [this, refused] {
+      Refusal refusal = refused.refusal;
+      refusal.operation = refused.operation;
+      refusal.reason = refused.reason;
+      refusal.text = refused.text;
+      if (!refusal.is_pair) track_.skip_collective();
+      engine_->refuse(refusal);
+    };
+    try {
+      // After the pending calls, which come before it on every rank.
+      if (is_idle()) {
+        tell();
+      } else {
+        worker_->post(tell);
+      }
+    } catch (const std::bad_alloc&) {
+      abandon(refused.text);
+    }
+  }
+  is_busy_.store(false, std::memory_order_release);
 }
 
 bool GroupState::is_idle() const noexcept {
@@ -141,11 +225,13 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Deadline deadli
   call.group = name_;
   call.check = check_;
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
+  call.n_refused = is_pair(call.op) ? n_refused(call.op, call.root)
+                                    : n_refused_.load(std::memory_order_relaxed);
   call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
   if (process_.is_copy()) throw_copy(call);  // it has no worker, for any size
   // Otherwise the worker and a calling thread would use the engine concurrently.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
-  const Busy busy{is_busy_};
+  const Busy busy{*this};
   sequence_.store(call.sequence, std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);

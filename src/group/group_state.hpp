@@ -5,9 +5,13 @@
 #include <cstddef>
 #include <exception>
 #include <lockstep/engine.hpp>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 #include "base/process_tag.hpp"
 #include "group/async_groups.hpp"
@@ -49,6 +53,21 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void release() noexcept;
   bool is_held() const noexcept { return is_held_.load(std::memory_order_relaxed); }
 
+  /// How many calls this rank has begun on the group.
+  struct Calls {
+    std::uint64_t n_made = 0;     ///< run or posted
+    std::uint64_t n_refused = 0;  ///< see refuse()
+    friend bool operator==(const Calls&, const Calls&) = default;
+  };
+  Calls calls() const noexcept;
+  /// Counts a call that throws before its first message (see Engine::refuse), as `operation`, and
+  /// tells the peers, after the calls that are pending. For an operation of several messages the
+  /// call of its first one. Does not wait. Not counted: in a group of one or that is dead, in a fork
+  /// of the rank, and while it is held. Threads: any.
+  void refuse(const Call& call, std::string_view operation, std::string_view reason) noexcept;
+  /// The same as Call::n_refused of a send or recv.
+  std::uint32_t n_refused(Op pair, int peer) const noexcept;
+
   /// See Work.
   void abandon(std::string_view reason) noexcept {
     if (!process_.is_copy()) engine_->abandon(reason);
@@ -68,12 +87,25 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
  private:
   /// Clears is_busy_ at the end of its scope.
   struct Busy {
-    std::atomic<bool>& is_busy;
-    ~Busy() { is_busy.store(false, std::memory_order_release); }
+    GroupState& group;
+    ~Busy() {
+      group.is_busy_.store(false, std::memory_order_release);
+      // A refusal by another thread that comes between these two lines reaches the peers with the
+      // next call.
+      if (group.has_refusals_.load(std::memory_order_relaxed)) group.tell_refusals();
+    }
   };
+  /// A Refusal with its texts.
+  struct Refused {
+    Refusal refusal;
+    std::string operation, reason, text;
+  };
+  /// Passes the refusals to the engine, unless another thread is inside a call: then that thread
+  /// does.
+  void tell_refusals() noexcept;
 
   [[noreturn]] void throw_held(const Call& call) const;
-  [[noreturn]] void throw_busy(const Call& call) const;
+  [[noreturn]] void throw_busy(const Call& call);
   [[noreturn]] void throw_copy(const Call& call) const;
   /// Rethrows what the engine threw.
   [[noreturn]] void fail(const Call& call);
@@ -92,9 +124,14 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<bool> is_busy_{false};
   std::atomic<bool> is_held_{false};  // is_busy_, which every call checks, is set too
   std::atomic<bool> is_dead_{false};
-  std::mutex mutex_;  // guards death_ and the creation of worker_
+  mutable std::mutex mutex_;  // guards death_, the refusals and the creation of worker_
   std::exception_ptr death_;
   int n_children_ = 0;
+  std::atomic<std::uint32_t> n_refused_{0};        ///< collectives
+  std::atomic<std::uint64_t> n_refusals_{0};       ///< of any operation
+  std::atomic<bool> has_refusals_{false};          ///< refusals_ is not empty
+  std::vector<Refused> refusals_;                  ///< that the engine does not know; guarded by mutex_
+  std::map<std::pair<Op, int>, std::uint32_t> refused_pairs_;  ///< by peer; guarded by mutex_
   std::shared_ptr<AsyncGroups> async_groups_ = std::make_shared<AsyncGroups>();
   std::atomic<bool> has_worker_{false};
   std::unique_ptr<Worker> worker_;  // last: its thread uses the other members

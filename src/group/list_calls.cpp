@@ -94,7 +94,7 @@ void run(GroupState& group, const Call& call, Timeout timeout) {
 
 /// The addresses of the parts, one for each rank.
 template <class Pointer, class Part>
-std::vector<Pointer> addresses(const GroupState& group, const Call& call,
+std::vector<Pointer> addresses(GroupState& group, const Call& call,
                                std::span<const Part> parts, const char* parameter) {
   if (parts.size() != static_cast<std::size_t>(group.size())) {
     reject(group, call,
@@ -108,7 +108,7 @@ std::vector<Pointer> addresses(const GroupState& group, const Call& call,
 
 /// The same, if each has call.count elements; check(part) of each.
 template <class Pointer, class Part, class Check>
-std::vector<Pointer> equal_parts(const GroupState& group, const Call& call,
+std::vector<Pointer> equal_parts(GroupState& group, const Call& call,
                                  std::span<const Part> parts, const char* parameter, Check check) {
   std::vector<Pointer> result = addresses<Pointer>(group, call, parts, parameter);
   for (std::size_t r = 0; r < parts.size(); ++r) {
@@ -122,7 +122,7 @@ std::vector<Pointer> equal_parts(const GroupState& group, const Call& call,
 }
 
 /// The parts that this rank gives where each rank gets one, `out`.
-std::vector<const void*> inputs_for(const GroupState& group, const Call& call,
+std::vector<const void*> inputs_for(GroupState& group, const Call& call,
                                     std::span<const ConstElements> ins, const Elements& out) {
   return equal_parts<const void*>(
       group, call, ins, "ins", [&](const ConstElements& in) { check_pair(group, call, in, out); });

@@ -17,15 +17,15 @@ constexpr std::size_t kLongestList = 16;
 
 }  // namespace
 
-void MismatchTable::add(int rank, std::string call, std::uint32_t fingerprint, bool is_absent) {
+void MismatchTable::add(int rank, std::string call, std::uint32_t fingerprint, Kind kind) {
   for (Line& line : lines_) {
-    if (line.fingerprint != fingerprint || line.is_absent != is_absent || line.call != call) {
+    if (line.fingerprint != fingerprint || line.kind != kind || line.call != call) {
       continue;
     }
     line.ranks.insert(std::ranges::upper_bound(line.ranks, rank), rank);
     return;
   }
-  lines_.push_back({{rank}, std::move(call), fingerprint, is_absent});
+  lines_.push_back({{rank}, std::move(call), fingerprint, kind});
 }
 
 void MismatchTable::add(const Row& row) {
@@ -38,27 +38,37 @@ void MismatchTable::add(const Row& row) {
                   moves ? name_of(row.dtype) : "-", moves ? row.count : "-",
                   has_root(row.op) ? std::to_string(row.root) : "-",
                   has_reduction(row.op) ? name_of(row.reduce) : "-", row.where),
-      row.fingerprint, /*is_absent=*/false);
+      row.fingerprint, Kind::here);
 }
 
 void MismatchTable::add_absent(int rank, std::string_view last_call) {
   add(rank, fmt::format("not here yet; its last call: {}", last_call), /*fingerprint=*/0,
-      /*is_absent=*/true);
+      Kind::absent);
+}
+
+void MismatchTable::add_refused(int rank, std::string_view text) {
+  add(rank, std::string(text), /*fingerprint=*/0, Kind::refused);
 }
 
 std::vector<const MismatchTable::Line*> MismatchTable::sorted() const {
   std::vector<const Line*> lines;
   for (const Line& line : lines_) lines.push_back(&line);
   std::ranges::sort(lines, {}, [](const Line* line) {
-    return std::tuple(line->is_absent, line->ranks.size(), line->ranks.front());
+    return std::tuple(line->kind, line->ranks.size(), line->ranks.front());
   });
   return lines;
 }
 
 std::vector<int> MismatchTable::minority() const {
   std::vector<const Line*> lines = sorted();
-  std::erase_if(lines, [](const Line* line) { return line->is_absent; });
   std::vector<int> ranks;
+  for (const Line* line : lines) {
+    if (line->kind == Kind::refused) ranks.insert(ranks.end(), line->ranks.begin(), line->ranks.end());
+  }
+  std::ranges::sort(ranks);
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  if (!ranks.empty()) return ranks;
+  std::erase_if(lines, [](const Line* line) { return line->kind == Kind::absent; });
   if (lines.size() < 2 || lines.back()->ranks.size() == lines[lines.size() - 2]->ranks.size()) {
     return ranks;
   }
@@ -83,12 +93,18 @@ std::string MismatchTable::text() const {
   for (std::size_t i = 0; i < lines.size(); ++i) {
     fmt::format_to(std::back_inserter(text), "\n  {:<{}}  {}", ranks[i], width, lines[i]->call);
   }
+  const bool has_refused = !lines.empty() && lines.front()->kind == Kind::refused;
   const auto is_alike = [&](const Line* line) {
     return std::ranges::any_of(lines, [line](const Line* other) {
-      return other != line && other->is_absent == line->is_absent && other->call == line->call;
+      return other != line && other->kind == line->kind && other->call == line->call;
     });
   };
-  if (std::ranges::any_of(lines, is_alike)) {
+  if (has_refused) {
+    text +=
+        "\n"
+        "  a call that throws UsageError or the like counts as one: after it, all ranks must go on "
+        "alike";
+  } else if (std::ranges::any_of(lines, is_alike)) {
     text +=
         "\n"
         "  lines that look equal differ in a part of the call that is not shown";

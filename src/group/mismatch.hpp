@@ -31,19 +31,22 @@ class MismatchTable {
   void add(const Row& row);
   /// Absent ranks follow the others.
   void add_absent(int rank, std::string_view last_call);
+  /// A call that the rank refused and others did not: "refused all_reduce #2: data is null".
+  void add_refused(int rank, std::string_view text);
   std::string text() const;
-  /// The ranks that are here and made another call than the largest set; none if no set is larger
-  /// than all others.
+  /// The ranks that refused calls; if none did, those that are here and made another call than the
+  /// largest set; none if no set is larger than all others.
   std::vector<int> minority() const;
 
  private:
+  enum class Kind : std::uint8_t { refused, here, absent };  ///< in the order of their lines
   struct Line {
     std::vector<int> ranks;
     std::string call;
     std::uint32_t fingerprint;
-    bool is_absent;
+    Kind kind;
   };
-  void add(int rank, std::string call, std::uint32_t fingerprint, bool is_absent);
+  void add(int rank, std::string call, std::uint32_t fingerprint, Kind kind);
   std::vector<const Line*> sorted() const;
 
   std::vector<Line> lines_;

@@ -32,8 +32,9 @@ void all_reduce(nb::handle data, nb::handle op, const Group* group, nb::handle t
   });
 }
 
-void broadcast(nb::handle data, int src, const Group* group, nb::handle timeout) {
+void broadcast(nb::handle data, nb::handle from, const Group* group, nb::handle timeout) {
   const Call call("broadcast", group, timeout);
+  const int src = call.integer("src", from);
   const Access access = call.group().rank() == src ? Access::read : Access::write;
   const Data in_place(data, access, call);
   call.run([&] { call.group().broadcast(in_place.elements(), src, call.timeout(), call.where()); });
@@ -61,10 +62,11 @@ Shape shape_of(const nb::tuple& extents, const Call& call) {
 
 /// Every rank's data in one flat array, by rank, and their shapes. Only on dst, if it is not
 /// negative; None elsewhere. make_flat(n): an array of n elements of the type of data.
-nb::object gather(const char* operation, nb::handle data, const nb::tuple& extents, int dst,
+nb::object gather(const char* operation, nb::handle data, const nb::tuple& extents, nb::handle to,
                   const nb::callable& make_flat, const Group* group, nb::handle timeout,
                   bool to_all) {
   const Call call(operation, group, timeout);
+  const int dst = to_all ? -1 : call.integer("dst", to);
   const Data in(data, Access::read, call);
   const int n_ranks = call.group().size();
   if (!to_all && (dst < 0 || dst >= n_ranks)) {
@@ -143,24 +145,24 @@ void define_arrays(nb::module_& module) {
       "data <- reduction of every rank's data, in place, with the same bits on all ranks.\n\n"
       "op: sum, product, min, max, band, bor, bxor or mean; mean of integers truncates "
       "toward zero.\nThe same count, type and op on all ranks.");
-  module.def("broadcast", &broadcast, "data"_a.none(), "src"_a = 0, "group"_a.none() = nb::none(),
+  module.def("broadcast", &broadcast, "data"_a.none(), "src"_a.none() = 0, "group"_a.none() = nb::none(),
              "timeout"_a.none() = nb::none(), "data <- src's data, in place.");
   module.def(
       "all_gather",
       [](nb::handle data, const nb::tuple& shape, const nb::callable& make_flat, const Group* group,
          nb::handle timeout) {
-        return gather("all_gather", data, shape, /*dst=*/-1, make_flat, group, timeout,
+        return gather("all_gather", data, shape, nb::none(), make_flat, group, timeout,
                       /*to_all=*/true);
       },
       "data"_a.none(), "shape"_a, "make_flat"_a, "group"_a.none(), "timeout"_a.none());
   module.def(
       "gather",
-      [](nb::handle data, const nb::tuple& shape, int dst, const nb::callable& make_flat,
+      [](nb::handle data, const nb::tuple& shape, nb::handle dst, const nb::callable& make_flat,
          const Group* group, nb::handle timeout) {
         return gather("gather", data, shape, dst, make_flat, group, timeout,
                       /*to_all=*/false);
       },
-      "data"_a.none(), "shape"_a, "dst"_a, "make_flat"_a, "group"_a.none(), "timeout"_a.none());
+      "data"_a.none(), "shape"_a, "dst"_a.none(), "make_flat"_a, "group"_a.none(), "timeout"_a.none());
   module.def("sync_random_seed", &random_seed, "group"_a.none() = nb::none(),
              "timeout"_a.none() = nb::none(),
              "A random seed of 31 bits, rank 0's, the same on all ranks. No generator is changed.");

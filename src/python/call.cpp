@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <exception>
 #include <string_view>
 
 #include "python/str.hpp"
@@ -28,11 +29,30 @@ Call::Call(const char* operation, const Group* group, nb::handle timeout, Timeou
     : operation_(operation),
       where_(python::where()),
       group_(group != nullptr ? *group : default_group(where_)),
-      timeout_(timeout.is_none()
-                   ? default_timeout
-                   : Timeout(seconds_of(timeout, {.operation = operation, .where = where_}))) {}
+      n_exceptions_(std::uncaught_exceptions()),
+      collective_(operation, group_, where_),
+      timeout_(default_timeout) {
+  if (timeout.is_none()) return;
+  collective_.run([&] {
+    timeout_ = Timeout(seconds_of(timeout, {.operation = operation, .where = where_}));
+  });
+}
+
+Call::~Call() {
+  if (std::uncaught_exceptions() == n_exceptions_ || collective_.has_begun()) return;
+  collective_.refuse(reason_.empty() ? "it raised an exception before it sent anything" : reason_);
+}
+
+int Call::integer(const char* parameter, nb::handle value) const {
+  int number = 0;
+  if (!nb::try_cast(value, number)) {
+    reject(fmt::format("{} is {}; it must be an int", parameter, text_of(nb::repr(value))));
+  }
+  return number;
+}
 
 void Call::reject(const std::string& text) const {
+  reason_ = text;
   throw UsageError(
       {.operation = operation_, .group = group_.name(), .rank = group_.rank(), .where = where_},
       text);

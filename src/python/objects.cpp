@@ -40,9 +40,16 @@ detail::ObjectCall object_call(const Call& call, detail::ObjectOp op, int root =
           .root = root};
 }
 
-detail::Bytes copy_of(const nb::bytes& pickled) {
+/// This rank's message: the pickled object. An exception of pickle's is the call's refusal, which
+/// the ranks tell each other.
+detail::Bytes pickle(detail::ObjectCall& call, const nb::callable& dumps, nb::handle object) {
   detail::Bytes bytes;
-  bytes.append(pickled.c_str(), pickled.size());
+  detail::prepare(call, [&] {
+    in_python([&] {
+      const nb::bytes pickled = nb::cast<nb::bytes>(dumps(object));
+      bytes.append(pickled.c_str(), pickled.size());
+    });
+  });
   return bytes;
 }
 
@@ -65,18 +72,17 @@ nb::object object_of(const detail::ObjectCall& call, int sender, const nb::calla
   return object;
 }
 
-nb::object gather_objects(const char* operation, detail::ObjectOp op, const nb::bytes& pickled,
-                          const nb::callable& loads, int dst, const Group* group,
-                          nb::handle timeout) {
+/// to: dst; None: all ranks.
+nb::object gather_objects(const char* operation, detail::ObjectOp op, nb::handle object,
+                          const nb::callable& dumps, const nb::callable& loads, nb::handle to,
+                          const Group* group, nb::handle timeout) {
   const Call call(operation, group, timeout);
   const bool to_all = op == detail::ObjectOp::all_gather_object;
-  const detail::ObjectCall objects = object_call(call, op, to_all ? -1 : dst);
-  if (!to_all && (dst < 0 || dst >= call.group().size())) {
-    call.reject(
-        fmt::format("dst is {}; the group's ranks are 0 to {}", dst, call.group().size() - 1));
-  }
+  const int dst = to_all ? -1 : call.integer("dst", to);
+  detail::ObjectCall objects = object_call(call, op, dst);
+  detail::Bytes pickled = pickle(objects, dumps, object);
   const auto messages =
-      call.run([&] { return detail::gather_messages(objects, copy_of(pickled)); });
+      call.run([&] { return detail::gather_messages(objects, std::move(pickled)); });
   if (!to_all && call.group().rank() != dst) return nb::none();
   nb::list all;
   for (std::size_t r = 0; r < messages.of_rank.size(); ++r) {
@@ -85,16 +91,19 @@ nb::object gather_objects(const char* operation, detail::ObjectOp op, const nb::
   return all;
 }
 
-/// src's list on the other ranks, None on src. pickled: the list, on src.
-nb::object broadcast_objects(const nb::bytes& pickled, std::size_t n_objects,
-                             const nb::callable& loads, int src, const Group* group,
-                             nb::handle timeout) {
+/// src's list on the other ranks, None on src.
+nb::object broadcast_objects(nb::handle list, const nb::callable& dumps, const nb::callable& loads,
+                             nb::handle from, const Group* group, nb::handle timeout) {
   const Call call("broadcast_object_list", group, timeout);
+  const int src = call.integer("src", from);
   detail::ObjectCall objects = object_call(call, detail::ObjectOp::broadcast_object_list, src);
-  objects.agreed = n_objects;
-  objects.n_items = n_objects;
-  const auto received =
-      call.run([&] { return detail::broadcast_message(objects, copy_of(pickled)); });
+  detail::Bytes pickled;
+  if (call.group().rank() == src) pickled = pickle(objects, dumps, list);
+  detail::prepare(objects, [&] {
+    if (objects.refusal) std::rethrow_exception(objects.refusal);
+    objects.agreed = objects.n_items = in_python([&] { return nb::len(list); });
+  });
+  const auto received = call.run([&] { return detail::broadcast_message(objects, pickled); });
   if (call.group().rank() == src) return nb::none();
   return object_of(objects, src, loads, received.span());
 }
@@ -187,18 +196,23 @@ void read_value(const Call& call, Value& value) {
 
 void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handle timeout) {
   const Call call("all_reduce_dict", group, timeout);
-  const ReduceOp reduction = call.parse_op(op);
+  detail::ObjectCall objects = object_call(call, detail::ObjectOp::all_reduce_dict);
+  ReduceOp reduction = ReduceOp::sum;
   std::deque<Value> values;  // a Data does not move
-  for (const auto [key, object] : data) {
-    if (!nb::isinstance<nb::str>(key)) {
-      call.reject(fmt::format("the key {} of data is no str", text_of(nb::repr(key))));
+  detail::prepare(objects, [&] {
+    reduction = call.parse_op(op);
+    for (const auto [key, object] : data) {
+      if (!nb::isinstance<nb::str>(key)) {
+        call.reject(fmt::format("the key {} of data must be a str", text_of(nb::repr(key))));
+      }
+      auto& value = values.emplace_back();
+      value.name = nb::borrow<nb::object>(key);
+      value.key = text_of(key);
+      value.object = nb::borrow<nb::object>(object);
+      read_value(call, value);
     }
-    auto& value = values.emplace_back();
-    value.name = nb::borrow<nb::object>(key);
-    value.key = text_of(key);
-    value.object = nb::borrow<nb::object>(object);
-    read_value(call, value);
-  }
+  });
+  if (objects.refusal) values.clear();
   // By type and key: the order of insertion may differ per rank.
   std::map<std::pair<DType, std::string>, Value*> sorted;
   std::vector<std::string> names;
@@ -212,7 +226,6 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
     entries.push_back({names.back(), elements.count});
     flat[elements.dtype].append(elements.data, elements.n_bytes());
   }
-  const detail::ObjectCall objects = object_call(call, detail::ObjectOp::all_reduce_dict);
   call.run([&] {
     detail::check_dicts(objects, entries, reduction);
     for (const auto& [dtype, bytes] : flat) {
@@ -239,22 +252,22 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
 void define_objects(nb::module_& module) {
   module.def(
       "all_gather_object",
-      [](const nb::bytes& pickled, const nb::callable& loads, const Group* group,
+      [](nb::handle data, const nb::callable& dumps, const nb::callable& loads, const Group* group,
          nb::handle timeout) {
-        return gather_objects("all_gather_object", detail::ObjectOp::all_gather_object, pickled,
-                              loads, /*dst=*/-1, group, timeout);
+        return gather_objects("all_gather_object", detail::ObjectOp::all_gather_object, data, dumps,
+                              loads, nb::none(), group, timeout);
       },
-      "pickled"_a, "loads"_a, "group"_a.none(), "timeout"_a.none());
+      "data"_a.none(), "dumps"_a, "loads"_a, "group"_a.none(), "timeout"_a.none());
   module.def(
       "gather_object",
-      [](const nb::bytes& pickled, const nb::callable& loads, int dst, const Group* group,
-         nb::handle timeout) {
-        return gather_objects("gather_object", detail::ObjectOp::gather_object, pickled, loads, dst,
-                              group, timeout);
+      [](nb::handle data, const nb::callable& dumps, const nb::callable& loads, nb::handle dst,
+         const Group* group, nb::handle timeout) {
+        return gather_objects("gather_object", detail::ObjectOp::gather_object, data, dumps, loads,
+                              dst, group, timeout);
       },
-      "pickled"_a, "loads"_a, "dst"_a, "group"_a.none(), "timeout"_a.none());
-  module.def("broadcast_objects", &broadcast_objects, "pickled"_a, "n_objects"_a, "loads"_a,
-             "src"_a, "group"_a.none(), "timeout"_a.none());
+      "data"_a.none(), "dumps"_a, "loads"_a, "dst"_a.none(), "group"_a.none(), "timeout"_a.none());
+  module.def("broadcast_objects", &broadcast_objects, "data"_a.none(), "dumps"_a, "loads"_a,
+             "src"_a.none(), "group"_a.none(), "timeout"_a.none());
   module.def("collect_results", &collect_results, "part"_a, "size"_a, "dumps"_a, "loads"_a,
              "tmpdir"_a.none(), "group"_a.none(), "timeout"_a.none());
   module.def("all_reduce_dict", &all_reduce_dict, "data"_a, "op"_a, "group"_a.none(),

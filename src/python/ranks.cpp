@@ -12,6 +12,7 @@
 #include "python/core_module.hpp"
 #include "python/exceptions.hpp"
 #include "python/interrupts.hpp"
+#include "python/str.hpp"
 #include "python/where.hpp"
 
 namespace nb = nanobind;
@@ -89,7 +90,39 @@ nb::object run_first(const nb::callable& f, const char* operation, const Group* 
   return result;
 }
 
+/// An operation whose first lines are Python's: its exceptions before, and between, its calls.
+class Operation {
+ public:
+  Operation(std::string name, const Group* group)
+      : name_(std::move(name)), group_(group_or_default(group)), collective_(name_, group_, where()) {}
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  /// Of a `with` block.
+  void exit(nb::handle exception) const {
+    if (exception.is_none() || collective_.has_begun()) return;
+    collective_.refuse(fmt::format("{}: {}", nb::str(exception.type().attr("__name__")).c_str(),
+                                   text_of(nb::str(exception))));
+  }
+
+ private:
+  std::string name_;
+  Group group_;
+  detail::Collective collective_;
+};
+
 void define_group(nb::module_& module) {
+  nb::class_<Operation>(module, "Operation",
+                        "A block with the lines of an operation that come before its calls: an "
+                        "exception that leaves it before the first one counts as a refused call.")
+      .def(nb::init<std::string, const Group*>(), "name"_a, "group"_a.none())
+      .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+      .def(
+          "__exit__",
+          [](const Operation& operation, nb::handle /*type*/, nb::handle exception,
+             nb::handle /*traceback*/) { operation.exit(exception); },
+          "type"_a.none(), "exception"_a.none(), "traceback"_a.none());
+
   nb::class_<Group>(module, "Group",
                     "A group of communicating ranks; default_group() is the world. One call at a "
                     "time per group: a second thread needs a duplicate().")

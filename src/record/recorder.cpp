@@ -46,9 +46,8 @@ std::uint32_t Recorder::site(const std::source_location& where) {
   if (found != sites_.end()) return static_cast<std::uint32_t>(found - sites_.begin()) + 1;
   if (sites_.size() + 1 >= FlightRecord::kMaxSites) return 0;
   sites_.push_back({where.file_name(), where.line()});
-  const std::string_view path = where.file_name();
   base::copy_text(record_->sites[sites_.size()],
-                  fmt::format("{}:{}", path.substr(path.find_last_of('/') + 1), where.line()));
+                  fmt::format("{}:{}", base::base_name(where.file_name()), where.line()));
   const auto number = static_cast<std::uint32_t>(sites_.size());
   if (trace_) trace_->name_site(number, site_of(*record_, number));
   return number;
@@ -107,7 +106,7 @@ void Track::open(const Call& call) {
   // The ring is larger than the L1 cache: prefetch the entry after the next one.
   __builtin_prefetch(&entry + 2, /*rw=*/1);
 
-  const bool is_collective = call.op != Op::send && call.op != Op::recv;
+  const bool is_collective = !is_pair(call.op);
   constexpr auto release = std::memory_order_release;
   constexpr auto relaxed = std::memory_order_relaxed;
   const std::uint64_t collective = is_collective ? ++n_collectives_ : 0;

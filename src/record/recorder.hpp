@@ -105,6 +105,9 @@ class Track final : public Progress {
     close(FlightEntry::kFailed);
     if (event_ != nullptr) Trace::end(*event_, base::ticks(), /*has_failed=*/true);
   }
+  /// A collective that this rank refused: it has a number, so that those of the later ones are the
+  /// same on all ranks that refused as many.
+  void skip_collective() noexcept { ++n_collectives_; }
 
  private:
   void open(const Call& call);

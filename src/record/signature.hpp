@@ -21,6 +21,8 @@ inline ReduceOp reduce_of(std::uint64_t what) noexcept {
 }
 inline int root_of(std::uint64_t what) noexcept { return static_cast<int>(what >> 32U) - 1; }
 
+/// Whether the operation is between two ranks, and not of all.
+inline bool is_pair(Op op) noexcept { return op == Op::send || op == Op::recv; }
 /// Whether the operation uses this field of a call.
 bool has_root(Op op) noexcept;
 bool has_reduction(Op op) noexcept;

@@ -80,6 +80,7 @@ class HierarchicalEngine final : public Engine {
     return memory;
   }
 
+  void refuse(const Refusal& refusal) noexcept override { levels_.refuse(refusal); }
   void abandon(std::string_view reason) noexcept override { levels_.abandon(reason); }
 
   void leave(std::string_view failure) noexcept override {

@@ -47,6 +47,19 @@ constexpr std::string_view kWithin = "on one host", kBetween = "between hosts";
 
 }  // namespace
 
+void Levels::refuse(const Refusal& refusal) const noexcept {
+  if (!refusal.is_pair) {
+    inner->refuse(refusal);
+    if (between && is_leader()) between->refuse(refusal);
+  } else if (is_here(refusal.peer)) {
+    Refusal here = refusal;
+    here.peer = topology.place_of(refusal.peer);
+    inner->refuse(here);
+  } else {
+    outer->refuse(refusal);
+  }
+}
+
 void Levels::abandon(std::string_view reason) const noexcept {
   inner->abandon(reason);
   if (between) between->abandon(reason);

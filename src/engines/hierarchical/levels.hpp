@@ -72,6 +72,9 @@ struct Levels {
   /// ranks continue meanwhile; if the leaders disagree, they end all levels, which notifies the
   /// other ranks.
   void compare(const Call& call);
+  /// See Engine::refuse: on the levels where ranks wait for this one. A rank of another host waits
+  /// for the leader of this one, which finds the refusal here and ends the other levels.
+  void refuse(const Refusal& refusal) const noexcept;
   /// On all levels: see Engine::abandon.
   void abandon(std::string_view reason) const noexcept;
 

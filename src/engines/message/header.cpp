@@ -38,14 +38,14 @@ Header HeaderMaker::of(const Call& step, int color, int key) {
   for (const std::size_t count : call.counts) {
     header.counts = (header.counts ^ count) * 0x9e3779b97f4a7c15U + 1;
   }
+  header.n_refused = call.n_refused;
   header.check = call.check;
   header.color = color;
   header.key = key;
   header.line = call.where.line();
   if (call.where.file_name() != path_) {
     path_ = call.where.file_name();
-    std::string_view file = path_;
-    file.remove_prefix(file.find_last_of('/') + 1);
+    std::string_view file = base::base_name(path_);
     file.remove_prefix(file.size() - std::min(file.size(), file_.size() - 1));
     file_ = {};
     file.copy(file_.data(), file.size());
@@ -56,7 +56,9 @@ Header HeaderMaker::of(const Call& step, int color, int key) {
 
 bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites) {
   const auto op = static_cast<Op>(a.op);
-  if (a.op != b.op || a.step != b.step || a.check != b.check) return false;
+  if (a.op != b.op || a.step != b.step || a.check != b.check || a.n_refused != b.n_refused) {
+    return false;
+  }
   if (compares_sites && (a.line != b.line || a.file != b.file)) return false;
   if (moves_data(op) && (a.dtype != b.dtype || a.count != b.count || a.counts != b.counts)) {
     return false;
@@ -64,7 +66,7 @@ bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites)
   return (!has_root(op) || a.root == b.root) && (!has_reduction(op) || a.reduce == b.reduce);
 }
 
-internal::Failure difference_of(std::span<const Row> rows) {
+internal::Failure difference_of(std::span<const Row> rows, std::span<const RefusedCall> refused) {
   const auto check_of = [](const Row& row) { return row.header.check; };
   if (std::ranges::adjacent_find(rows, std::not_equal_to(), check_of) != rows.end()) {
     std::vector<internal::RankCheck> checks;
@@ -82,6 +84,7 @@ internal::Failure difference_of(std::span<const Row> rows) {
                                            : std::to_string(header.count),
                .where = where_of(header)});
   }
+  for (const auto& [rank, text] : refused) table.add_refused(rank, text);
   return {.kind = internal::Failure::Kind::mismatch,
           .text = table.text(),
           .peers = internal::PeerList::of(table.minority())};

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <lockstep/engine.hpp>
 #include <span>
+#include <string>
 #include <type_traits>
 
 #include "group/check.hpp"
@@ -22,11 +23,12 @@ struct Header {
   std::int32_t root;
   std::uint64_t count;
   std::uint64_t counts;  ///< hash of the counts of all_gather and gather
+  std::uint32_t n_refused;  ///< see Call::n_refused
   std::int32_t color;    ///< of split
   std::int32_t key;
   std::uint32_t line;
   Check check;                ///< how much this rank compares
-  std::array<char, 27> file;  ///< the end of its name, null-terminated
+  std::array<char, 23> file;  ///< the end of its name, null-terminated
 };
 static_assert(sizeof(Header) == 64);
 static_assert(std::is_trivially_copyable_v<Header>);
@@ -49,7 +51,7 @@ class HeaderMaker {
 
  private:
   const char* path_ = nullptr;   // file of the last call
-  std::array<char, 27> file_{};  // the end of its name
+  std::array<char, 23> file_{};  // the end of its name
 };
 
 /// Used if the headers are not bytewise equal.
@@ -64,7 +66,12 @@ struct Row {
   int rank;
   Header header;
 };
-/// The MismatchError of ranks that disagree.
-internal::Failure difference_of(std::span<const Row> rows);
+struct RefusedCall {
+  int rank;
+  std::string text;
+};
+/// The MismatchError of ranks that disagree; `refused`: the calls that some of them refused.
+internal::Failure difference_of(std::span<const Row> rows,
+                                std::span<const RefusedCall> refused = {});
 
 }  // namespace lockstep::message

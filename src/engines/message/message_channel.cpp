@@ -13,6 +13,8 @@
 #include <thread>
 #include <utility>
 
+#include "record/signature.hpp"
+
 namespace lockstep::message {
 namespace {
 
@@ -49,6 +51,9 @@ struct Channel::Control {
           departures.emplace(message->failure.culprit, std::move(message->failure));
           break;
         case ControlMessage::Kind::question: questions.push_back(message->position); break;
+        case ControlMessage::Kind::refusal:
+          refusals.push_back({message->position, std::move(message->failure.text)});
+          break;
         case ControlMessage::Kind::position:
           answers.insert_or_assign(message->position.rank, message->position);
           break;
@@ -76,6 +81,11 @@ struct Channel::Control {
   Position position{.rank = transport->rank()};  // written by the thread of the current call
   std::vector<Position> questions;
   std::map<int, Position> answers;
+  struct Refused {
+    Position of;  // rank, number: the calls before it; header: op, root: the peer, n_refused
+    std::string text;
+  };
+  std::vector<Refused> refusals;  // in order, by rank
 };
 
 /// Whether an exchange with one peer can ever complete.
@@ -213,6 +223,7 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
     if (shows_awaited && !awaited.empty()) set_position(awaited.front(), size());
     poll_control();
     throw_if_failed(call);
+    throw_if_refused(call);
     if (question != nullptr && is_impossible(*question)) return false;
     const auto now = Clock::now();
     const bool has_ended = state == State::ended;
@@ -406,6 +417,84 @@ void Channel::fail_late(const std::vector<int>& late, const Call& call) {
                             late.size() == 1 ? "" : "s", fmt::join(late, ", "), size()),
         .peers = internal::PeerList::of(late)},
        call);
+}
+
+std::uint64_t& Channel::n_calls(Op op, int peer) {
+  return internal::is_pair(op) ? n_pairs_[{op, peer}] : n_collectives_;
+}
+
+void Channel::refuse(const Refusal& refusal) noexcept {
+  try {
+    const Op op = !refusal.is_pair ? Op::barrier : refusal.is_send ? Op::send : Op::recv;
+    Position position{.rank = rank(), .number = n_calls(op, refusal.peer)};
+    position.header.op = static_cast<std::uint8_t>(op);
+    position.header.root = refusal.peer;
+    position.header.n_refused = refusal.n_refused;
+    const std::string text(refusal.text);
+    {
+      const std::lock_guard lock(control_->mutex);
+      control_->refusals.push_back({position, text});
+    }
+    transport_.send_control({.kind = ControlMessage::Kind::refusal,
+                             .failure = {.kind = Kind::usage, .text = text},
+                             .position = position},
+                            refusal.is_pair ? refusal.peer : Transport::kAllRanks);
+  } catch (const std::bad_alloc&) {
+    abandon(refusal.text);
+  }
+}
+
+void Channel::throw_if_refused(const Call& call) {
+  const bool is_pair = internal::is_pair(call.op);
+  // Of a send, the receives that its peer refused.
+  const Op op = !is_pair ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
+  int refuser = -1;
+  {
+    const std::lock_guard lock(control_->mutex);
+    for (const auto& [of, text] : control_->refusals) {
+      if (of.rank == rank() || static_cast<Op>(of.header.op) != op) continue;
+      if (is_pair && of.rank != call.root) continue;
+      if (of.header.n_refused > call.n_refused && of.number < n_calls(call.op, call.root)) {
+        refuser = of.rank;
+      }
+    }
+  }
+  if (refuser < 0) return;
+  const Row own{rank(), headers_.of(call)};
+  const std::span<const Row> rows(&own, 1);
+  fail(difference_of(rows, refused_calls(rows, call)), call);
+}
+
+std::vector<RefusedCall> Channel::refused_calls(std::span<const Row> rows, const Call& call) {
+  const std::uint32_t least = std::ranges::min(rows, {}, [](const Row& row) {
+                                return row.header.n_refused;
+                              }).header.n_refused;
+  const bool is_pair = internal::is_pair(call.op);
+  const Op peers_op = !is_pair ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
+  const auto is_of_call = [&](const Position& of) {
+    const Op op = static_cast<Op>(of.header.op);
+    if (of.header.n_refused <= least) return false;
+    if (!is_pair) return op == Op::barrier;
+    return of.rank == rank() ? op == call.op && of.header.root == call.root
+                             : op == peers_op && of.rank == call.root;
+  };
+  std::vector<RefusedCall> calls;
+  const auto has_come = [&](const Row& row) {
+    return row.header.n_refused == least ||
+           std::ranges::any_of(calls, [&](const auto& one) { return one.rank == row.rank; });
+  };
+  for (const auto end = Clock::now() + kControlDelay;;) {
+    poll_control();
+    calls.clear();
+    {
+      const std::lock_guard lock(control_->mutex);
+      for (const auto& [of, text] : control_->refusals) {
+        if (is_of_call(of)) calls.push_back({of.rank, text});
+      }
+    }
+    if (std::ranges::all_of(rows, has_come) || Clock::now() >= end) return calls;
+    std::this_thread::sleep_for(milliseconds(1));
+  }
 }
 
 void Channel::abandon(std::string_view reason) noexcept {

@@ -2,14 +2,17 @@
 
 #include <cstddef>
 #include <lockstep/engine.hpp>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/time_limit.hpp"
+#include "engines/message/header.hpp"
 #include "engines/message/transport.hpp"
 
 namespace lockstep::message {
@@ -64,6 +67,15 @@ class Channel {
   /// See Transport::split.
   std::unique_ptr<Channel> split(const std::vector<int>& members, const Call& call, Limit& limit);
 
+  /// Before each call: counts it.
+  void begin(const Call& call) { ++n_calls(call.op, call.root); }
+  /// See Engine::refuse. Tells the peers, which look while they wait. A control message may overtake
+  /// the messages of the calls before, so it holds their number: a rank in a later call, in which it
+  /// has refused fewer, meets this rank in no call with the same number of refused ones.
+  void refuse(const Refusal& refusal) noexcept;
+  /// The calls that ranks have refused and one of `rows` has not. Waits a little for the control
+  /// messages of the others.
+  std::vector<RefusedCall> refused_calls(std::span<const Row> rows, const Call& call);
   /// Ends waits on this channel with PeerFailed, on every rank.
   void abandon(std::string_view reason) noexcept;
   /// See Engine::end_with.
@@ -84,6 +96,10 @@ class Channel {
                Question* question);
   bool wait(const Call& call, Limit& limit, Question* question);
   bool is_impossible(Question& question);
+  /// Calls begun: of this operation with this peer, or collectives.
+  std::uint64_t& n_calls(Op op, int peer);
+  /// Throws if a rank that this one waits for has refused the call, or an earlier one.
+  void throw_if_refused(const Call& call);
   void set_position(int awaited, int n_known);
   int place_in_windows(const Message& message) const;
   /// The ranks that keep an exchange from completing in which this rank waits for `awaited`: not
@@ -105,6 +121,9 @@ class Channel {
   std::vector<int> members_;  // ranks of the world
   bool has_rounds_ = transport_.answers_questions() && transport_.size() > Transport::kMostDirect;
   bool is_in_rounds_ = false;
+  std::uint64_t n_collectives_ = 0;
+  std::map<std::pair<Op, int>, std::uint64_t> n_pairs_;  ///< by operation and peer
+  HeaderMaker headers_;                                  ///< of calls that a peer refused
 };
 
 }  // namespace lockstep::message

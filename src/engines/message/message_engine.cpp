@@ -23,6 +23,7 @@
 #include "engines/message/rounds.hpp"
 #include "group/check.hpp"
 #include "kernels/reduce.hpp"
+#include "record/signature.hpp"
 
 namespace lockstep::message {
 namespace {
@@ -56,11 +57,13 @@ class MessageEngine final : public Engine {
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
+    channel_->begin(call);
     Limit limit(call.timeout);
     auto memory = make_memory(call);  // first: all ranks get their buffer or none does
     telling_peers([&] { compare(call, headers_.of(call), {}, limit); });
     return memory;
   }
+  void refuse(const Refusal& refusal) noexcept override { channel_->refuse(refusal); }
   void abandon(std::string_view reason) noexcept override { channel_->abandon(reason); }
   void end_with(const Error& error) noexcept override { channel_->end_with(error); }
   void leave(std::string_view failure) noexcept override { channel_->leave(failure); }
@@ -154,7 +157,7 @@ void MessageEngine::exchange_firsts(const Call& call, const Header& mine, Limit&
 void MessageEngine::fail_mismatch(const Call& call) {
   std::vector<Row> rows;
   for (int r = 0; r < size(); ++r) rows.push_back({r, firsts_->header(r)});
-  channel_->fail(difference_of(rows), call);
+  channel_->fail(difference_of(rows, channel_->refused_calls(rows, call)), call);
 }
 
 bool MessageEngine::is_eager(const Call& call) const {
@@ -284,22 +287,26 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
   }
   const Op wanted = call.op == Op::send ? Op::recv : Op::send;
   if (static_cast<Op>(header.step) != wanted || header.root != rank() ||
-      header.dtype != mine.dtype || header.count != mine.count) {
+      header.dtype != mine.dtype || header.count != mine.count ||
+      header.n_refused != mine.n_refused) {
     std::array<Row, 2> rows{Row{rank(), mine}, Row{call.root, header}};
     if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
-    channel_->fail(difference_of(rows), call);
+    channel_->fail(difference_of(rows, channel_->refused_calls(rows, call)), call);
   }
   if (eager && call.op == Op::recv) copy_bytes(call.out, data, n_bytes);
   return eager;
 }
 
 void MessageEngine::run(const Call& call) {
-  telling_peers([&] { perform(call); });
+  telling_peers([&] {
+    channel_->begin(call);
+    perform(call);
+  });
 }
 
 void MessageEngine::perform(const Call& call) {
   Limit limit(call.timeout);
-  const bool is_pair = call.op == Op::send || call.op == Op::recv;
+  const bool is_pair = internal::is_pair(call.op);
   // A barrier consists of this message only.
   if (call.check != Check::off || call.op == Op::barrier) {
     if (is_pair) {
@@ -315,7 +322,10 @@ void MessageEngine::perform(const Call& call) {
 
 std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int key) {
   std::unique_ptr<Engine> part;
-  telling_peers([&] { part = split_engine(call, color, key); });
+  telling_peers([&] {
+    channel_->begin(call);
+    part = split_engine(call, color, key);
+  });
   return part;
 }
 

@@ -40,6 +40,7 @@ struct ControlMessage {
     departure,  ///< the culprit leaves the world: peer_left, or peer_failed with its reason
     question,   ///< position.rank asks for the position of ranks that have begun position.number
     position,   ///< the answer
+    refusal,    ///< of position.rank, after its call position.number; see Channel::refuse
   };
   Kind kind = Kind::failure;
   internal::Failure failure{};

@@ -68,27 +68,32 @@ void refuse_create_graph(const Layer& layer) {
 
 void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
                       const Tensor& bias, const BatchNormSettings& settings) {
-  const auto reject = [&settings](const std::string& text) {
-    throw UsageError(settings.layer.context(kForward), text);
-  };
-  if (!(input.is_cpu() || input.is_cuda()) || input.layout() != at::kStrided) {
-    reject(fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there with to()",
-                       input.toString()));
-  }
-  if (!input.is_floating_point()) {
-    reject(
-        fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: convert "
-                    "it with to()",
-                    c10::toString(input.scalar_type())));
-  }
-  if (input.size(1) != num_features) {
-    reject(fmt::format("expected {} channels, got input size {}", num_features,
-                       c10::str(input.sizes())));
-  }
-  check_state("weight", weight, input, num_features, settings.layer);
-  check_state("bias", bias, input, num_features, settings.layer);
-  check_state("running_mean", settings.running_mean, input, num_features, settings.layer);
-  check_state("running_var", settings.running_var, input, num_features, settings.layer);
+  settings.layer.collective().run([&] {
+    const auto reject = [&settings](const std::string& text) {
+      throw UsageError(settings.layer.context(kForward), text);
+    };
+    if (input.dim() < 2) {
+      reject(fmt::format("expected input of 2 or more dimensions, got {}D", input.dim()));
+    }
+    if (!(input.is_cpu() || input.is_cuda()) || input.layout() != at::kStrided) {
+      reject(fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there with to()",
+                         input.toString()));
+    }
+    if (!input.is_floating_point()) {
+      reject(
+          fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: convert "
+                      "it with to()",
+                      c10::toString(input.scalar_type())));
+    }
+    if (input.size(1) != num_features) {
+      reject(fmt::format("expected {} channels, got input size {}", num_features,
+                         c10::str(input.sizes())));
+    }
+    check_state("weight", weight, input, num_features, settings.layer);
+    check_state("bias", bias, input, num_features, settings.layer);
+    check_state("running_mean", settings.running_mean, input, num_features, settings.layer);
+    check_state("running_var", settings.running_var, input, num_features, settings.layer);
+  });
 }
 
 }  // namespace lockstep::nn

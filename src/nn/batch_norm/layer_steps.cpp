@@ -333,29 +333,34 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
                           BatchNormRecord& record) {
   const TraceScope scope("SyncBatchNorm forward");
   const at::AutoDispatchBelowADInplaceOrView without_history;  // the autograd function is the node
-  const Activation x = activation_of(input);
   const BatchNormSettings& settings = record.settings;
-  const std::size_t all = x.shape.channels;
-  record.channels_per_message = agree_on_channels(fitting_channels(x), all, settings.layer);
-  Tensor output = at::empty_like(x.tensor);
-  if (record.channels_per_message == all) {
-    record.statistics = local_statistics(x, x.all());
-    merge_over(record.statistics, settings.layer);
-    finish_statistics(record.statistics, settings, input.sizes());
-    normalize(x, x.all(), record.statistics, weight, bias, output);
-    return output;
-  }
-  record.statistics = doubles(1 + 2 * static_cast<std::int64_t>(all));
-  data(record.statistics)[0] = 0;  // if there are no channels
-  for_each_message(all, record.channels_per_message, [&](Channels channels) {
-    Tensor merged = local_statistics(x, channels);
-    merge_over(merged, settings.layer);
-    data(record.statistics)[0] = data(merged)[0];
-    put_channels(data(merged) + 1, channels, all, data(record.statistics) + 1);
-    invert({data(merged) + 1 + channels.count, channels.count}, data(merged)[0], settings);
-    normalize(x, channels, merged, weight, bias, output);
+  Activation x;
+  Tensor output;
+  bool at_once = true;  // all channels in one message
+  settings.layer.collective().run([&] {
+    x = activation_of(input);
+    const std::size_t all = x.shape.channels;
+    record.channels_per_message = agree_on_channels(fitting_channels(x), all, settings.layer);
+    at_once = record.channels_per_message == all;
+    output = at::empty_like(x.tensor);
+    if (at_once) {
+      record.statistics = local_statistics(x, x.all());
+      merge_over(record.statistics, settings.layer);
+      return;
+    }
+    record.statistics = doubles(1 + 2 * static_cast<std::int64_t>(all));
+    data(record.statistics)[0] = 0;  // if there are no channels
+    for_each_message(all, record.channels_per_message, [&](Channels channels) {
+      Tensor merged = local_statistics(x, channels);
+      merge_over(merged, settings.layer);
+      data(record.statistics)[0] = data(merged)[0];
+      put_channels(data(merged) + 1, channels, all, data(record.statistics) + 1);
+      invert({data(merged) + 1 + channels.count, channels.count}, data(merged)[0], settings);
+      normalize(x, channels, merged, weight, bias, output);
+    });
   });
   finish_statistics(record.statistics, settings, input.sizes());
+  if (at_once) normalize(x, x.all(), record.statistics, weight, bias, output);
   return output;
 }
 
@@ -363,23 +368,27 @@ BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& inp
                                        const Tensor& weight, const BatchNormRecord& record,
                                        BatchNormWanted wanted) {
   const TraceScope scope("SyncBatchNorm backward");
-  refuse_create_graph(record.settings.layer);
-  const at::AutoDispatchBelowADInplaceOrView without_history;
-  const Activation x = activation_of(input);
-  const Tensor dy = gradient_like(gradient, x.tensor);
-  const std::size_t all = x.shape.channels;
-  const double* const invstd = data(record.statistics) + 1 + all;
-  ParameterGradients parameters(x, wanted);
-  Tensor dx = wanted.input ? at::empty_like(x.tensor) : Tensor();
-  for_each_message(all, record.channels_per_message, [&](Channels channels) {
-    const Tensor message = sum_gradients(dy, x, channels, record.statistics);
-    parameters.put(message, channels, record.statistics);
-    if (!wanted.input) return;
-    average_gradient({data(message), 2 * channels.count}, invstd + channels.first,
-                     data(record.statistics)[0], record.settings);
-    input_gradient(dy, x, channels, record.statistics, weight, message, dx);
-  });
-  return parameters.take(dx);
+  const auto run = [&] {
+    refuse_create_graph(record.settings.layer);
+    const at::AutoDispatchBelowADInplaceOrView without_history;
+    const Activation x = activation_of(input);
+    const Tensor dy = gradient_like(gradient, x.tensor);
+    const std::size_t all = x.shape.channels;
+    const double* const invstd = data(record.statistics) + 1 + all;
+    ParameterGradients parameters(x, wanted);
+    Tensor dx = wanted.input ? at::empty_like(x.tensor) : Tensor();
+    for_each_message(all, record.channels_per_message, [&](Channels channels) {
+      const Tensor message = sum_gradients(dy, x, channels, record.statistics);
+      parameters.put(message, channels, record.statistics);
+      if (!wanted.input) return;
+      average_gradient({data(message), 2 * channels.count}, invstd + channels.first,
+                       data(record.statistics)[0], record.settings);
+      input_gradient(dy, x, channels, record.statistics, weight, message, dx);
+    });
+    return parameters.take(dx);
+  };
+  // Without a gradient of the input it sends nothing.
+  return wanted.input ? record.settings.layer.collective().run(run) : run();
 }
 
 Tensor synchronised_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,

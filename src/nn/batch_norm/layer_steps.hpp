@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
@@ -77,6 +78,11 @@ struct Layer {
   ErrorContext context(std::string_view pass) const;
   /// Throws an error of the same type that names this layer and includes the text of `error`.
   [[noreturn]] void rethrow(std::string_view pass, const Error& error) const;
+
+  /// The guard of a pass: see lockstep::detail::Collective. The layer must live as long.
+  lockstep::detail::Collective collective() const {
+    return {title ? std::string_view(*title) : std::string_view("batch_norm"), group, where};
+  }
 
   /// Runs one of this layer's messages.
   template <class F>

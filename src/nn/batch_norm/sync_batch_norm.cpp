@@ -145,16 +145,20 @@ Group SyncBatchNormImplBase<D, Derived>::resolve_group() {
 
 template <std::size_t D, class Derived>
 Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::source_location where) {
-  check_dimensions(input, where);
   if (!this->is_training()) {  // nothing to synchronise
+    check_dimensions(input, where);
     return evaluate(input, {this->weight, this->bias, {}}, this->running_mean, this->running_var,
                     this->options.eps());
   }
   const auto& o = this->options;
   const bool is_replica = replica_ && !replica_->is_alone();
   bool nonfinite = false;
+  const Group group = is_replica ? replica_group_ : resolve_group();
+  lockstep::detail::Collective(*title_, group, is_of_a_program(where) ? where : made_at_).run([&] {
+    check_dimensions(input, where);
+  });
   Tensor output = train(input, {this->weight, this->bias, this->num_batches_tracked},
-                        {{is_replica ? replica_group_ : resolve_group(), title_,
+                        {{group, title_,
                           is_of_a_program(where) ? where : made_at_},
                          o.eps(),
                          o.eps_mode(),

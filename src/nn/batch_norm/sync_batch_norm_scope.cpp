@@ -164,11 +164,8 @@ c10::intrusive_ptr<BatchNormRecord> make_record(ScopeEntry& scope, const Tensor&
                       momentum,
                       running_mean,
                       running_var};
-  if (input.dim() < 2) {
-    throw UsageError(record->settings.layer.context(kForward),
-                     fmt::format("expected input of 2 or more dimensions, got {}D", input.dim()));
-  }
-  check_batch_norm(input, input.size(1), weight, bias, record->settings);
+  const std::int64_t channels = record->settings.layer.n_channels;
+  check_batch_norm(input, channels, weight, bias, record->settings);
   LayersOfScopes::all().add(weight, running_mean);
   return record;
 }

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 #include <torch/serialize/archive.h>
 
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/nn/assert_in_sync.hpp>
 #include <lockstep/objects.hpp>
 #include <sstream>
@@ -121,18 +122,20 @@ void check_fingerprints(const Fingerprints& mine, const Group& group, const Erro
 void detail::assert_in_sync(const torch::nn::Module& module,
                             const torch::optim::Optimizer* optimizer, const Group& group,
                             std::source_location where) {
-  Fingerprints all{{"the module", 0}};  // an empty list would be left out of the comparison
-  const Fingerprints parameters = fingerprints_of_parameters(module);
-  all.insert(all.end(), parameters.begin(), parameters.end());
-  const Fingerprints buffers = fingerprints_of_buffers(module);
-  all.insert(all.end(), buffers.begin(), buffers.end());
-  if (optimizer != nullptr) {
-    const Fingerprints state = fingerprints_of_state(*optimizer, module);
-    all.insert(all.end(), state.begin(), state.end());
-  }
-  check_fingerprints(all, group, context_of("assert_in_sync", group, where),
-                     "make the same changes on all ranks, average the gradients, and keep buffers "
-                     "equal, as SyncBatchNorm does");
+  lockstep::detail::Collective("assert_in_sync", group, where).run([&] {
+    Fingerprints all{{"the module", 0}};  // an empty list would be left out of the comparison
+    const Fingerprints parameters = fingerprints_of_parameters(module);
+    all.insert(all.end(), parameters.begin(), parameters.end());
+    const Fingerprints buffers = fingerprints_of_buffers(module);
+    all.insert(all.end(), buffers.begin(), buffers.end());
+    if (optimizer != nullptr) {
+      const Fingerprints state = fingerprints_of_state(*optimizer, module);
+      all.insert(all.end(), state.begin(), state.end());
+    }
+    check_fingerprints(all, group, context_of("assert_in_sync", group, where),
+                       "make the same changes on all ranks, average the gradients, and keep buffers "
+                       "equal, as SyncBatchNorm does");
+  });
 }
 
 }  // namespace lockstep::nn

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <cmath>
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
@@ -15,20 +16,22 @@
 namespace lockstep::nn::detail {
 
 void Reducer::before_forward(const std::optional<std::source_location>& where) {
-  // In join the same line on all ranks, as LOCKSTEP_CHECK=full requires: some make no forward.
-  if (!joining_) where_ = where.value_or(made_at_);
-  if (in_step_) {
-    throw UsageError(
-        context(), fmt::format("the last backward ended with an exception after {} of {} buckets: "
-                               "the ranks may be out of step. Build a new DistributedDataParallel, "
-                               "over a new group if the exception says that this one is dead",
-                               n_sent_, buckets_.size()));
-  }
-  if (!at::GradMode::is_enabled()) return;
-  sync_ = n_no_sync == 0;
-  is_tagged_ = false;
-  if (joining_) announce(sync_ ? NextStep::synchronise : NextStep::accumulate);
-  prepare();
+  lockstep::detail::Collective(kOperation, group_, where_).run([&] {
+    // In join the same line on all ranks, as LOCKSTEP_CHECK=full requires: some make no forward.
+    if (!joining_) where_ = where.value_or(made_at_);
+    if (in_step_) {
+      throw UsageError(
+          context(), fmt::format("the last backward ended with an exception after {} of {} buckets: "
+                                 "the ranks may be out of step. Build a new DistributedDataParallel, "
+                                 "over a new group if the exception says that this one is dead",
+                                 n_sent_, buckets_.size()));
+    }
+    if (!at::GradMode::is_enabled()) return;
+    sync_ = n_no_sync == 0;
+    is_tagged_ = false;
+    if (joining_) announce(sync_ ? NextStep::synchronise : NextStep::accumulate);
+    prepare();
+  });
 }
 
 /// A backward that begins elsewhere belongs to a forward that bypassed DistributedDataParallel and
@@ -77,27 +80,29 @@ void Reducer::prepare() {
 }
 
 void Reducer::on_gradient(std::size_t index) {
-  parameters_[index].touched = true;
-  if (!synchronises()) return;
-  const at::NoGradGuard no_grad;
-  if (!in_step_) start_step();
-  Parameter& parameter = parameters_[index];
-  if (parameter.ready && parameter.used) {
-    throw UsageError(context(), fmt::format("parameter {} got two gradients in one backward: "
-                                            "checkpointing inside the module is not supported",
-                                            parameter.name));
-  }
-  if (!parameter.used) {
-    throw UsageError(context(),
-                     fmt::format("parameter {} got a gradient, but none in the first backward: the "
-                                 "graph is not static, leave static_graph off",
-                                 parameter.name));
-  }
-  move_gradient(parameter);
-  parameter.ready = true;
-  arrivals_.push_back(static_cast<std::int64_t>(index));
-  --buckets_[parameter.bucket].n_pending;
-  send_complete_buckets();
+  lockstep::detail::Collective(kOperation, group_, where_).run([&] {
+    parameters_[index].touched = true;
+    if (!synchronises()) return;
+    const at::NoGradGuard no_grad;
+    if (!in_step_) start_step();
+    Parameter& parameter = parameters_[index];
+    if (parameter.ready && parameter.used) {
+      throw UsageError(context(), fmt::format("parameter {} got two gradients in one backward: "
+                                              "checkpointing inside the module is not supported",
+                                              parameter.name));
+    }
+    if (!parameter.used) {
+      throw UsageError(context(),
+                       fmt::format("parameter {} got a gradient, but none in the first backward: the "
+                                   "graph is not static, leave static_graph off",
+                                   parameter.name));
+    }
+    move_gradient(parameter);
+    parameter.ready = true;
+    arrivals_.push_back(static_cast<std::int64_t>(index));
+    --buckets_[parameter.bucket].n_pending;
+    send_complete_buckets();
+  });
 }
 
 void Reducer::start_step() {
@@ -229,44 +234,46 @@ void Reducer::send_complete_buckets() {
 }
 
 void Reducer::finish() {
-  const TraceScope scope("DDP: the last gradients");
-  const at::NoGradGuard no_grad;
-  for (Parameter& parameter : parameters_) {
-    if (!parameter.ready) move_gradient(parameter);
-    parameter.touched = false;
-  }
-  for (Bucket& bucket : buckets_) bucket.n_pending = 0;
-  send_complete_buckets();
-  for (Bucket& bucket : buckets_) {
-    explain([&] { return "averaging the gradients of " + names_of(bucket); },
-            [&] {
-              if (bucket.complete) bucket.complete();
-              bucket.work.wait();
-            },
-            Hint::join);
-    bucket.complete = nullptr;
-    const at::Tensor flags = bucket.flag_values.to(at::kDouble);
-    const auto* flag = flags.data_ptr<double>();
-    for (const std::size_t i : bucket.parameters) {
-      parameters_[i].with = *flag++;
-      parameters_[i].without = *flag++;
+  lockstep::detail::Collective(kOperation, group_, where_).run([&] {
+    const TraceScope scope("DDP: the last gradients");
+    const at::NoGradGuard no_grad;
+    for (Parameter& parameter : parameters_) {
+      if (!parameter.ready) move_gradient(parameter);
+      parameter.touched = false;
     }
-  }
-  check_same_gradients();
-  const bool rescale = joining_ && options_.join_divides_by_active && n_active_ < group_.size();
-  for (Parameter& parameter : parameters_) {
-    if (!(parameter.with > 0)) continue;
-    if (rescale) parameter.slice.mul_(static_cast<double>(group_.size()) / n_active_);
-    give_gradient(parameter);
-  }
-  if (!rebuilt_) {
-    for (Parameter& parameter : parameters_)
-      parameter.used = parameter.ready || !options_.static_graph;
-    explain([] { return std::string("rebuilding the buckets"); }, [this] { rebuild_buckets(); });
-  }
-  prepared_ = false;
-  in_step_ = false;
-  check_in_sync();
+    for (Bucket& bucket : buckets_) bucket.n_pending = 0;
+    send_complete_buckets();
+    for (Bucket& bucket : buckets_) {
+      explain([&] { return "averaging the gradients of " + names_of(bucket); },
+              [&] {
+                if (bucket.complete) bucket.complete();
+                bucket.work.wait();
+              },
+              Hint::join);
+      bucket.complete = nullptr;
+      const at::Tensor flags = bucket.flag_values.to(at::kDouble);
+      const auto* flag = flags.data_ptr<double>();
+      for (const std::size_t i : bucket.parameters) {
+        parameters_[i].with = *flag++;
+        parameters_[i].without = *flag++;
+      }
+    }
+    check_same_gradients();
+    const bool rescale = joining_ && options_.join_divides_by_active && n_active_ < group_.size();
+    for (Parameter& parameter : parameters_) {
+      if (!(parameter.with > 0)) continue;
+      if (rescale) parameter.slice.mul_(static_cast<double>(group_.size()) / n_active_);
+      give_gradient(parameter);
+    }
+    if (!rebuilt_) {
+      for (Parameter& parameter : parameters_)
+        parameter.used = parameter.ready || !options_.static_graph;
+      explain([] { return std::string("rebuilding the buckets"); }, [this] { rebuild_buckets(); });
+    }
+    prepared_ = false;
+    in_step_ = false;
+    check_in_sync();
+  });
 }
 
 }  // namespace lockstep::nn::detail

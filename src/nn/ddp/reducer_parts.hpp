@@ -11,6 +11,9 @@
 /// Shared by the source files of the Reducer.
 namespace lockstep::nn::detail {
 
+/// What errors call it.
+inline constexpr const char* kOperation = "DistributedDataParallel";
+
 /// A tensor over part of a bucket, not a view: optimizers detach gradients in place.
 inline at::Tensor slice_of(const SharedBuffer& memory, std::size_t offset_bytes,
                            at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
@@ -23,7 +24,6 @@
 namespace lockstep::nn::detail {
 namespace {
 
-constexpr const char* kOperation = "DistributedDataParallel";
 constexpr std::size_t kAlignment = 64;  // of a gradient in its bucket, in bytes
 
 class GradientHook : public torch::autograd::FunctionPostHook {
@@ -142,16 +142,19 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
       where_(where),
       group_(*options_.group) {
   name_layers(module);  // for the errors of SyncBatchNorm
+  const Group given = group_;
   try {
-    explain([] { return std::string("comparing the ranks' modules"); },
-            [&] {
-              take_parameters();
-              for (at::Tensor buffer : module.buffers()) {
-                broadcast(buffer, /*src=*/0, group_, {}, where_);
-              }
-              group_ = group_.duplicate(where_);
-              add_buckets(order_);
-            });
+    lockstep::detail::Collective(kOperation, given, where_).run([&] {
+      explain([] { return std::string("comparing the ranks' modules"); },
+              [&] {
+                take_parameters();
+                for (at::Tensor buffer : module.buffers()) {
+                  broadcast(buffer, /*src=*/0, group_, {}, where_);
+                }
+                group_ = group_.duplicate(where_);
+                add_buckets(order_);
+              });
+    });
   } catch (...) {  // the destructor will not run
     remove_hooks();
     throw;

@@ -86,6 +86,18 @@ int Backend::checked_root(std::int64_t root, const ErrorContext& context) const 
   return static_cast<int>(root);
 }
 
+void Backend::refuse(std::string operation, std::source_location where, std::string reason) {
+  if (process_.is_copy() || is_shut_down_) return;
+  const auto tell = [this, operation = std::move(operation), where, reason = std::move(reason)] {
+    detail::Collective(operation, group(), where).refuse(reason);
+  };
+  if (queue_.is_idle()) return tell();
+  queue_.post([tell]() -> CallQueue::Callbacks {
+    tell();
+    return {};
+  });
+}
+
 Backend::WorkResult Backend::message_in_host(const Message& message, const ErrorContext& context) {
   const bool is_send = message.type == OpType::SEND;
   if (message.type != OpType::RECVANYSOURCE && (message.peer < 0 || message.peer >= size_)) {

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/group.hpp>
 #include <memory>
 #include <string>
@@ -43,6 +45,9 @@ class Backend final : public c10d::Backend {
   const Group& group() const { return joined_.group; }
   /// Later calls fail, and the peers' too: with `failure`, if it is not empty. May be called again.
   void leave(const std::string& failure) noexcept;
+  /// A call that an exception ended before its first message counts as refused, after those that are
+  /// posted: see lockstep::detail::Collective.
+  void refuse(std::string operation, std::source_location where, std::string reason);
   /// Ends calls under way and waits for the callbacks of futures.
   void end_callbacks();
 
@@ -112,7 +117,7 @@ class Backend final : public c10d::Backend {
 
   static const char* operation_of(const char* title) { return title + sizeof "lockstep:" - 1; }
   template <class Run>
-  void run_on_group(Run& run, const Site& site) const;
+  void run_on_group(const char* operation, Run& run, const Site& site) const;
   /// One send or receive.
   struct Message {
     const char* title;
@@ -121,6 +126,9 @@ class Backend final : public c10d::Backend {
     int peer;  // shared::TaggedMessages::kAnySource: any
     int tag;
   };
+  /// Runs f, which comes before the call's first message. If it throws, the call is refused.
+  template <class F>
+  auto before_call(const char* operation, std::source_location where, F f);
   template <class F>
   WorkResult message(const Message& message, F start_elsewhere);
   WorkResult message_in_host(const Message& message, const ErrorContext& context);
@@ -158,13 +166,23 @@ class Backend final : public c10d::Backend {
 };
 
 template <class Run>
-void Backend::run_on_group(Run& run, const Site& site) const try {
-  run(group(), site);
+void Backend::run_on_group(const char* operation, Run& run, const Site& site) const try {
+  detail::Collective(operation, group(), site.where).run([&] { run(group(), site); });
 } catch (const TimeoutError& error) {
   // Programs look for the word.
   throw TimeoutError(
       error.context(),
       error.text() + "\n  the timeout of a call is that of init_process_group or new_group");
+}
+
+template <class F>
+auto Backend::before_call(const char* operation, std::source_location where, F f) {
+  try {
+    return f();
+  } catch (...) {
+    refuse(operation, where, detail::Collective::reason_of(std::current_exception()));
+    throw;
+  }
 }
 
 template <class Prepare>
@@ -177,23 +195,27 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   auto work = c10::make_intrusive<BackendWork>(group(), type, title, inputs, std::move(results));
   if (!is_async || process_.is_copy()) {
     const CallOfPython here(group());
-    auto run = prepare(context_of_call(operation, here.where()));
     const Site site{.timeout = timeout_of(timeout), .where = here.where()};
+    auto run = before_call(operation, site.where,
+                           [&] { return prepare(context_of_call(operation, site.where)); });
     if (process_.is_copy()) {
-      run_on_group(run, site);  // throws; the queue may be that of a thread which is not here
+      // Throws; the queue may be that of a thread which is not here.
+      run_on_group(operation, run, site);
     } else {
-      queue_.run([&] { run_on_group(run, site); });
+      queue_.run([&] { run_on_group(operation, run, site); });
     }
     work->complete(nullptr);
     return work;
   }
   const Site site{.timeout = timeout_of(timeout), .where = python_line()};
-  auto run = prepare(context_of_call(operation, site.where));
+  auto run = before_call(operation, site.where,
+                         [&] { return prepare(context_of_call(operation, site.where)); });
   // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
-  queue_.post([this, work, site, memory = std::move(memory), run = std::move(run)]() mutable {
+  queue_.post([this, operation, work, site, memory = std::move(memory),
+               run = std::move(run)]() mutable {
     std::exception_ptr error;
     try {
-      run_on_group(run, site);
+      run_on_group(operation, run, site);
     } catch (...) {
       error = std::current_exception();
     }

@@ -1,8 +1,6 @@
-#include <fmt/format.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <lockstep/error.hpp>
 #include <lockstep/launch.hpp>
 #include <lockstep/nn/sync_batch_norm_scope.hpp>
 #include <memory>
@@ -46,10 +44,6 @@ Tensor sync_batch_norm(const Tensor& input, std::int64_t num_features, const May
       .running_mean = value_of(running_mean),
       .running_var = value_of(running_var)};
   const py::gil_scoped_release released;
-  if (input.dim() < 2) {
-    throw UsageError(record->settings.layer.context(nn::kForward),
-                     fmt::format("expected input of 2 or more dimensions, got {}D", input.dim()));
-  }
   const Tensor w = value_of(weight);
   const Tensor b = value_of(bias);
   nn::check_batch_norm(input, num_features, w, b, record->settings);

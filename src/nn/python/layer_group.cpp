@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
 #include <memory>
 #include <mutex>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "nn/c10d/c10d_error.hpp"
+#include "nn/python/backend.hpp"
 #include "nn/python/caller.hpp"
 
 namespace lockstep::python {
@@ -51,6 +53,9 @@ class OverGroup final : public LayerEngine {
 
   bool has_low_latency() const noexcept override { return group_.has_low_latency(); }
   bool reduces_moments() const noexcept override { return group_.reduces_moments(); }
+  void refuse(const Refusal& refusal) noexcept override {
+    detail::Collective(refusal.operation, group_, refusal.where).refuse(refusal.reason);
+  }
   void abandon(std::string_view reason) noexcept override { group_.abandon(reason); }
   void run(const Call& call) override {
     const CallOfPython interruptible(group_);
@@ -75,6 +80,18 @@ class OverProcessGroup final : public LayerEngine {
                     process_group->getSize()),
         process_group_(process_group) {}
 
+  /// Over lockstep's own backend; c10d has no way to tell the peers of another.
+  void refuse(const Refusal& refusal) noexcept override {
+    try {
+      const auto process_group = process_group_.lock();
+      if (!process_group) return;
+      const auto backend = process_group->getBackend(c10::DeviceType::CPU);
+      if (auto* const own = dynamic_cast<Backend*>(backend.get())) {
+        own->refuse(std::string(refusal.operation), refusal.where, std::string(refusal.reason));
+      }
+    } catch (const std::exception&) {  // it has no backend for the CPU
+    }
+  }
   void abandon(std::string_view /*reason*/) noexcept override {}  // c10d cannot tell the peers
   void run(const Call& call) override {
     const auto process_group = process_group_.lock();

@@ -1,5 +1,6 @@
 #include <lockstep/nn/tensor_async.hpp>
 
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
 #include <memory>
 #include <utility>
@@ -21,6 +22,7 @@ struct detail::TensorOperation {
 namespace {
 
 using detail::TensorOperation;
+using lockstep::detail::Collective;
 
 template <class W = TensorWork>
 W start(TensorOperation operation) {
@@ -49,100 +51,120 @@ std::vector<at::Tensor> TensorsWork::wait() {
 
 TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op, const Group& group,
                             Deadline deadline, std::source_location where) {
-  const at::Tensor dense = for_group("all_reduce", data, group, where);
-  return start({.data = data,
-                .dense = dense,
-                .work = group.all_reduce_async(elements_of(dense, where), op, deadline, where)});
+  return Collective("all_reduce", group, where).run([&] {
+    const at::Tensor dense = for_group("all_reduce", data, group, where);
+    return start({.data = data,
+                  .dense = dense,
+                  .work = group.all_reduce_async(elements_of(dense, where), op, deadline, where)});
+  });
 }
 
 TensorWork reduce_async(const at::Tensor& data, int dst, ReduceOp op, const Group& group,
                         Deadline deadline, std::source_location where) {
-  const at::Tensor dense = for_group("reduce", data, group, where);
-  return start({.data = group.rank() == dst ? data : at::Tensor(),
-                .dense = dense,
-                .work = group.reduce_async(elements_of(dense, where), dst, op, deadline, where)});
+  return Collective("reduce", group, where).run([&] {
+    const at::Tensor dense = for_group("reduce", data, group, where);
+    return start({.data = group.rank() == dst ? data : at::Tensor(),
+                  .dense = dense,
+                  .work = group.reduce_async(elements_of(dense, where), dst, op, deadline, where)});
+  });
 }
 
 TensorWork broadcast_async(const at::Tensor& data, int src, const Group& group, Deadline deadline,
                            std::source_location where) {
-  const at::Tensor dense = for_group("broadcast", data, group, where);
-  return start({.data = group.rank() == src ? at::Tensor() : data,
-                .dense = dense,
-                .work = group.broadcast_async(bytes_of(dense), src, deadline, where)});
+  return Collective("broadcast", group, where).run([&] {
+    const at::Tensor dense = for_group("broadcast", data, group, where);
+    return start({.data = group.rank() == src ? at::Tensor() : data,
+                  .dense = dense,
+                  .work = group.broadcast_async(bytes_of(dense), src, deadline, where)});
+  });
 }
 
 TensorsWork all_gather_async(const at::Tensor& data, const Group& group, Deadline deadline,
                              std::source_location where) {
-  const at::Tensor dense = for_group("all_gather", data, group, where);
-  const at::Tensor all = rows_like(dense, group);
-  return start<TensorsWork>(
-      {.dense = dense,
-       .rows = all,
-       .device = data.device(),
-       .work = group.all_gather_async(bytes_of(dense), bytes_of(all), deadline, where)});
+  return Collective("all_gather", group, where).run([&] {
+    const at::Tensor dense = for_group("all_gather", data, group, where);
+    const at::Tensor all = rows_like(dense, group);
+    return start<TensorsWork>(
+        {.dense = dense,
+         .rows = all,
+         .device = data.device(),
+         .work = group.all_gather_async(bytes_of(dense), bytes_of(all), deadline, where)});
+  });
 }
 
 TensorsWork gather_async(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
                          std::source_location where) {
-  const at::Tensor dense = for_group("gather", data, group, where);
-  const at::Tensor all = group.rank() == dst ? rows_like(dense, group) : at::Tensor();
-  return start<TensorsWork>(
-      {.dense = dense,
-       .rows = all,
-       .device = data.device(),
-       .work = group.gather_async(bytes_of(dense), all.defined() ? bytes_of(all) : Elements{}, dst,
-                                  deadline, where)});
+  return Collective("gather", group, where).run([&] {
+    const at::Tensor dense = for_group("gather", data, group, where);
+    const at::Tensor all = group.rank() == dst ? rows_like(dense, group) : at::Tensor();
+    return start<TensorsWork>(
+        {.dense = dense,
+         .rows = all,
+         .device = data.device(),
+         .work = group.gather_async(bytes_of(dense), all.defined() ? bytes_of(all) : Elements{}, dst,
+                                    deadline, where)});
+  });
 }
 
 TensorWork scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts, int src,
                          const Group& group, Deadline deadline, std::source_location where) {
-  const at::Tensor dense = for_group("scatter", data, group, where);
-  const at::Tensor all =
-      group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
-  return start({.data = data,
-                .dense = dense,
-                .parts = all,
-                .work = group.scatter_async(all.defined() ? bytes_of(all) : Elements{},
-                                            bytes_of(dense), src, deadline, where)});
+  return Collective("scatter", group, where).run([&] {
+    const at::Tensor dense = for_group("scatter", data, group, where);
+    const at::Tensor all =
+        group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
+    return start({.data = data,
+                  .dense = dense,
+                  .parts = all,
+                  .work = group.scatter_async(all.defined() ? bytes_of(all) : Elements{},
+                                              bytes_of(dense), src, deadline, where)});
+  });
 }
 
 TensorWork reduce_scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts,
                                 ReduceOp op, const Group& group, Deadline deadline,
                                 std::source_location where) {
-  const at::Tensor dense = for_group("reduce_scatter", data, group, where);
-  const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
-  return start({.data = data,
-                .dense = dense,
-                .parts = all,
-                .work = group.reduce_scatter_async(
-                    elements_of(all, where), elements_of(dense, where), op, deadline, where)});
+  return Collective("reduce_scatter", group, where).run([&] {
+    const at::Tensor dense = for_group("reduce_scatter", data, group, where);
+    const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
+    return start({.data = data,
+                  .dense = dense,
+                  .parts = all,
+                  .work = group.reduce_scatter_async(
+                      elements_of(all, where), elements_of(dense, where), op, deadline, where)});
+  });
 }
 
 TensorsWork all_to_all_async(const std::vector<at::Tensor>& parts, const Group& group,
                              Deadline deadline, std::source_location where) {
-  const at::Tensor first = parts.empty() ? at::Tensor() : parts[0];
-  if (!parts.empty()) check_tensor("all_to_all", first, group, where);
-  const at::Tensor all = join_parts("all_to_all", parts, first, group, where);
-  const at::Tensor out = at::empty_like(all);
-  return start<TensorsWork>(
-      {.parts = all,
-       .rows = out,
-       .device = first.device(),
-       .work = group.all_to_all_async(bytes_of(all), bytes_of(out), deadline, where)});
+  return Collective("all_to_all", group, where).run([&] {
+    const at::Tensor first = parts.empty() ? at::Tensor() : parts[0];
+    if (!parts.empty()) check_tensor("all_to_all", first, group, where);
+    const at::Tensor all = join_parts("all_to_all", parts, first, group, where);
+    const at::Tensor out = at::empty_like(all);
+    return start<TensorsWork>(
+        {.parts = all,
+         .rows = out,
+         .device = first.device(),
+         .work = group.all_to_all_async(bytes_of(all), bytes_of(out), deadline, where)});
+  });
 }
 
 TensorWork send_async(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
                       std::source_location where) {
-  const at::Tensor dense = for_group("send", data, group, where);
-  return start({.dense = dense, .work = group.send_async(bytes_of(dense), dst, deadline, where)});
+  return Collective(Op::send, dst, group, where).run([&] {
+    const at::Tensor dense = for_group("send", data, group, where);
+    return start({.dense = dense, .work = group.send_async(bytes_of(dense), dst, deadline, where)});
+  });
 }
 
 TensorWork recv_async(const at::Tensor& data, int src, const Group& group, Deadline deadline,
                       std::source_location where) {
-  const at::Tensor dense = for_group("recv", data, group, where);
-  return start({.data = data,
-                .dense = dense,
-                .work = group.recv_async(bytes_of(dense), src, deadline, where)});
+  return Collective(Op::recv, src, group, where).run([&] {
+    const at::Tensor dense = for_group("recv", data, group, where);
+    return start({.data = data,
+                  .dense = dense,
+                  .work = group.recv_async(bytes_of(dense), src, deadline, where)});
+  });
 }
 
 }  // namespace lockstep::nn

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn/tensor_trees.hpp>
 #include <lockstep/objects.hpp>
@@ -13,6 +14,9 @@
 #include "nn/tensors/tensor_buffers.hpp"
 
 namespace lockstep::nn {
+
+using lockstep::detail::Collective;
+
 DType dtype_of(const at::Tensor& tensor, std::source_location where) {
   switch (tensor.scalar_type()) {
     case at::kBool: return DType::boolean;
@@ -45,106 +49,136 @@ Elements elements_of(const at::Tensor& tensor, std::source_location where) {
 void all_reduce(at::Tensor& data, ReduceOp op, const Group& group, Deadline deadline,
                 std::source_location where) {
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group("all_reduce", data, group, where);
-  group.all_reduce(elements_of(dense, where), op, deadline, where);
+  at::Tensor dense;
+  Collective("all_reduce", group, where).run([&] {
+    dense = for_group("all_reduce", data, group, where);
+    group.all_reduce(elements_of(dense, where), op, deadline, where);
+  });
   copy_back(dense, data);
 }
 
 void broadcast(at::Tensor& data, int src, const Group& group, Deadline deadline,
                std::source_location where) {
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group("broadcast", data, group, where);
-  group.broadcast(bytes_of(dense), src, deadline, where);
+  at::Tensor dense;
+  Collective("broadcast", group, where).run([&] {
+    dense = for_group("broadcast", data, group, where);
+    group.broadcast(bytes_of(dense), src, deadline, where);
+  });
   if (group.rank() != src) copy_back(dense, data);
 }
 
 std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group, Deadline deadline,
                                    std::source_location where) {
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group("all_gather", data, group, where);
-  const at::Tensor all = rows_like(dense, group);
-  group.all_gather(bytes_of(dense), bytes_of(all), deadline, where);
+  at::Tensor all;
+  Collective("all_gather", group, where).run([&] {
+    const at::Tensor dense = for_group("all_gather", data, group, where);
+    all = rows_like(dense, group);
+    group.all_gather(bytes_of(dense), bytes_of(all), deadline, where);
+  });
   return rows_on(data.device(), all);
 }
 
 void reduce(at::Tensor& data, int dst, ReduceOp op, const Group& group, Deadline deadline,
             std::source_location where) {
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group("reduce", data, group, where);
-  group.reduce(elements_of(dense, where), dst, op, deadline, where);
+  at::Tensor dense;
+  Collective("reduce", group, where).run([&] {
+    dense = for_group("reduce", data, group, where);
+    group.reduce(elements_of(dense, where), dst, op, deadline, where);
+  });
   if (group.rank() == dst) copy_back(dense, data);
 }
 
 std::vector<at::Tensor> gather(const at::Tensor& data, int dst, const Group& group,
                                Deadline deadline, std::source_location where) {
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group("gather", data, group, where);
-  if (group.rank() != dst) {
-    group.gather(bytes_of(dense), {}, dst, deadline, where);
-    return {};
-  }
-  const at::Tensor all = rows_like(dense, group);
-  group.gather(bytes_of(dense), bytes_of(all), dst, deadline, where);
-  return rows_on(data.device(), all);
+  at::Tensor all;
+  Collective("gather", group, where).run([&] {
+    const at::Tensor dense = for_group("gather", data, group, where);
+    if (group.rank() == dst) all = rows_like(dense, group);
+    group.gather(bytes_of(dense), all.defined() ? bytes_of(all) : Elements{}, dst, deadline, where);
+  });
+  return all.defined() ? rows_on(data.device(), all) : std::vector<at::Tensor>();
 }
 
 void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src, const Group& group,
              Deadline deadline, std::source_location where) {
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group("scatter", data, group, where);
-  const at::Tensor all =
-      group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
-  group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, deadline, where);
+  at::Tensor dense;
+  Collective("scatter", group, where).run([&] {
+    dense = for_group("scatter", data, group, where);
+    const at::Tensor all =
+        group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
+    group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, deadline,
+                  where);
+  });
   copy_back(dense, data);
 }
 
 void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, ReduceOp op,
                     const Group& group, Deadline deadline, std::source_location where) {
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group("reduce_scatter", data, group, where);
-  const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
-  group.reduce_scatter(elements_of(all, where), elements_of(dense, where), op, deadline, where);
+  at::Tensor dense;
+  Collective("reduce_scatter", group, where).run([&] {
+    dense = for_group("reduce_scatter", data, group, where);
+    const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
+    group.reduce_scatter(elements_of(all, where), elements_of(dense, where), op, deadline, where);
+  });
   copy_back(dense, data);
 }
 
 std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts, const Group& group,
                                    Deadline deadline, std::source_location where) {
   const at::NoGradGuard no_grad;
-  const at::Tensor first = parts.empty() ? at::Tensor() : parts[0];
-  if (!parts.empty()) check_tensor("all_to_all", first, group, where);
-  const at::Tensor all = join_parts("all_to_all", parts, first, group, where);
-  const at::Tensor out = at::empty_like(all);
-  group.all_to_all(bytes_of(all), bytes_of(out), deadline, where);
+  at::Tensor first, out;
+  Collective("all_to_all", group, where).run([&] {
+    if (!parts.empty()) {
+      first = parts[0];
+      check_tensor("all_to_all", first, group, where);
+    }
+    const at::Tensor all = join_parts("all_to_all", parts, first, group, where);
+    out = at::empty_like(all);
+    group.all_to_all(bytes_of(all), bytes_of(out), deadline, where);
+  });
   return rows_on(first.device(), out);
 }
 
 void send(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
           std::source_location where) {
-  group.send(bytes_of(for_group("send", data, group, where)), dst, deadline, where);
+  Collective(Op::send, dst, group, where).run([&] {
+    group.send(bytes_of(for_group("send", data, group, where)), dst, deadline, where);
+  });
 }
 
 void recv(at::Tensor& data, int src, const Group& group, Deadline deadline,
           std::source_location where) {
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = for_group("recv", data, group, where);
-  group.recv(bytes_of(dense), src, deadline, where);
+  at::Tensor dense;
+  Collective(Op::recv, src, group, where).run([&] {
+    dense = for_group("recv", data, group, where);
+    group.recv(bytes_of(dense), src, deadline, where);
+  });
   copy_back(dense, data);
 }
 
 void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const Group& group,
                      Deadline deadline, std::source_location where) {
   std::vector<lockstep::detail::DictEntry> entries;
-  for (const auto& [key, tensor] : dict) {
-    check_tensor("all_reduce_dict", tensor, group, where);
-    (void)dtype_of(tensor, where);
-    entries.push_back({key, static_cast<std::size_t>(tensor.numel())});
-  }
-  lockstep::detail::check_dicts({.op = lockstep::detail::ObjectOp::all_reduce_dict,
-                                 .type = typeid(at::Tensor),
-                                 .group = group,
-                                 .deadline = deadline,
-                                 .where = where},
-                                entries, op);
+  lockstep::detail::ObjectCall call{.op = lockstep::detail::ObjectOp::all_reduce_dict,
+                                    .type = typeid(at::Tensor),
+                                    .group = group,
+                                    .deadline = deadline,
+                                    .where = where};
+  lockstep::detail::prepare(call, [&] {
+    for (const auto& [key, tensor] : dict) {
+      check_tensor("all_reduce_dict", tensor, group, where);
+      (void)dtype_of(tensor, where);
+      entries.push_back({key, static_cast<std::size_t>(tensor.numel())});
+    }
+  });
+  lockstep::detail::check_dicts(call, entries, op);
   std::vector<at::Tensor> tensors;
   for (const auto& [key, tensor] : dict) tensors.push_back(tensor);
   for (at::Tensor& tensor : each_once(tensors)) all_reduce(tensor, op, group, deadline, where);
@@ -154,40 +188,42 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
                        ReduceOp op, const Group& group, Deadline deadline,
                        std::source_location where) {
   const at::NoGradGuard no_grad;
-  for (const at::Tensor& param : params) {
-    check_tensor("all_reduce_params", param, group, where);
-    (void)dtype_of(param, where);
-  }
-  const auto reduce_together = [&](const std::vector<at::Tensor>& some) {
-    std::vector<at::Tensor> flat;
-    for (const at::Tensor& param : some) flat.push_back(param.reshape({-1}));
-    at::Tensor all = at::cat(flat);
-    all_reduce(all, op, group, deadline, where);
-    std::int64_t offset = 0;
-    for (at::Tensor param : some) {
-      param.copy_(all.narrow(0, offset, param.numel()).view(param.sizes()));
-      offset += param.numel();
+  Collective("all_reduce_params", group, where).run([&] {
+    for (const at::Tensor& param : params) {
+      check_tensor("all_reduce_params", param, group, where);
+      (void)dtype_of(param, where);
     }
-  };
-  std::map<at::ScalarType, std::vector<at::Tensor>> open;
-  std::map<at::ScalarType, std::size_t> n_bytes;
-  for (at::Tensor param : each_once(params)) {
-    if (!coalesce) {
-      all_reduce(param, op, group, deadline, where);
-      continue;
+    const auto reduce_together = [&](const std::vector<at::Tensor>& some) {
+      std::vector<at::Tensor> flat;
+      for (const at::Tensor& param : some) flat.push_back(param.reshape({-1}));
+      at::Tensor all = at::cat(flat);
+      all_reduce(all, op, group, deadline, where);
+      std::int64_t offset = 0;
+      for (at::Tensor param : some) {
+        param.copy_(all.narrow(0, offset, param.numel()).view(param.sizes()));
+        offset += param.numel();
+      }
+    };
+    std::map<at::ScalarType, std::vector<at::Tensor>> open;
+    std::map<at::ScalarType, std::size_t> n_bytes;
+    for (at::Tensor param : each_once(params)) {
+      if (!coalesce) {
+        all_reduce(param, op, group, deadline, where);
+        continue;
+      }
+      auto& bucket = open[param.scalar_type()];
+      auto& size = n_bytes[param.scalar_type()];
+      bucket.push_back(param);
+      size += param.nbytes();
+      if (bucket_size_mb < 0 || static_cast<double>(size) < bucket_size_mb * 1024 * 1024) continue;
+      reduce_together(bucket);
+      bucket.clear();
+      size = 0;
     }
-    auto& bucket = open[param.scalar_type()];
-    auto& size = n_bytes[param.scalar_type()];
-    bucket.push_back(param);
-    size += param.nbytes();
-    if (bucket_size_mb < 0 || static_cast<double>(size) < bucket_size_mb * 1024 * 1024) continue;
-    reduce_together(bucket);
-    bucket.clear();
-    size = 0;
-  }
-  for (const auto& [type, bucket] : open) {
-    if (!bucket.empty()) reduce_together(bucket);
-  }
+    for (const auto& [type, bucket] : open) {
+      if (!bucket.empty()) reduce_together(bucket);
+    }
+  });
 }
 
 at::Device get_comm_device(const Group& /*group*/) { return at::kCPU; }
@@ -195,21 +231,23 @@ at::Device get_comm_device(const Group& /*group*/) { return at::kCPU; }
 detail::TensorsOfTrees detail::parts_by_tensor(const char* operation, const TensorsOfTrees& parts,
                                                const std::vector<at::Tensor>& like,
                                                const Group& group, std::source_location where) {
-  check_n_parts(operation, parts.size(), group, where);
-  TensorsOfTrees by_tensor(like.size());
-  for (const auto& part : parts) {
-    if (part.size() != like.size()) {
-      throw UsageError(context_of(operation, group, where),
-                       fmt::format("parts must hold the same tensors: got {} and {} of them",
-                                   like.size(), part.size()));
+  return Collective(operation, group, where).run([&] {
+    check_n_parts(operation, parts.size(), group, where);
+    TensorsOfTrees by_tensor(like.size());
+    for (const auto& part : parts) {
+      if (part.size() != like.size()) {
+        throw UsageError(context_of(operation, group, where),
+                         fmt::format("parts must hold the same tensors: got {} and {} of them",
+                                     like.size(), part.size()));
+      }
+      for (std::size_t i = 0; i < part.size(); ++i) by_tensor[i].push_back(part[i]);
     }
-    for (std::size_t i = 0; i < part.size(); ++i) by_tensor[i].push_back(part[i]);
-  }
-  for (std::size_t i = 0; i < like.size(); ++i) {
-    check_tensor(operation, like[i], group, where);
-    check_parts(operation, by_tensor[i], like[i], group, where);
-  }
-  return by_tensor;
+    for (std::size_t i = 0; i < like.size(); ++i) {
+      check_tensor(operation, like[i], group, where);
+      check_parts(operation, by_tensor[i], like[i], group, where);
+    }
+    return by_tensor;
+  });
 }
 
 at::Device detail::common_device(const std::vector<at::Tensor>& tensors,

@@ -55,6 +55,7 @@ class SharedEngine final : public Engine {
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;
+  void refuse(const Refusal& refusal) noexcept override { channel_.refuse(refusal); }
   void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
   void end_with(const Error& error) noexcept override { channel_.end_with(error); }
   void leave(std::string_view failure) noexcept override { channel_.membership()->leave(failure); }
@@ -101,8 +102,7 @@ class SharedEngine final : public Engine {
   bool runs_between_threads(const Call& call) const noexcept {
     std::size_t count = call.count;
     for (const std::size_t each : call.counts) count = std::max(count, each);
-    return count * size_of(call.dtype) >= between_threads_bytes_ && call.op != Op::send &&
-           call.op != Op::recv;
+    return count * size_of(call.dtype) >= between_threads_bytes_ && !internal::is_pair(call.op);
   }
   void run_between_threads(const Call& call);
   void move_between_threads(const Call& call) noexcept;

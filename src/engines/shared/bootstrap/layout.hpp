@@ -76,6 +76,8 @@ struct CallRecord {
   std::atomic<std::uint64_t> count;  ///< elements, or a hash of Call::counts: see kByRank
   std::atomic<std::uint32_t> site;
   std::atomic<Check> check;  ///< how much the rank compares
+  /// Collectives that the rank has refused, also since this call: see Channel::refuse.
+  std::atomic<std::uint32_t> n_refused;
   std::atomic<std::uint64_t>
       deadline_extended_until;           ///< base::ticks(): see Channel::extend_deadline
   std::atomic<bool> is_in_peers_memory;  ///< see Channel::enter_peers_memory
@@ -96,6 +98,8 @@ struct MessageHead {
   std::atomic<std::int32_t> destination;
   std::uint32_t dtype;
   std::uint64_t count;
+  /// Messages to the same rank that the sender refused to send before this one.
+  std::atomic<std::uint32_t> n_refused;
 };
 
 inline constexpr int kPhases = 3;  ///< slots and flags rotate over this many
@@ -109,6 +113,25 @@ struct alignas(kLine) Lane {
   alignas(kLine) std::atomic<std::uint64_t> n_sent;
   std::array<MessageHead, kOutboxDepth> heads;
   alignas(kLine) std::atomic<std::uint64_t> n_taken;
+};
+
+/// Why a rank refused a call: the text, in words because it may be read while a later one is
+/// written, which only affects a diagnosis.
+struct RefusalText {
+  std::atomic<std::int32_t> peer;  ///< of a send or recv; -1: a collective
+  std::array<std::atomic<std::uint64_t>, 31> words;
+};
+
+/// The last calls that a rank refused, of any kind. Only that rank writes it.
+struct alignas(kLine) Refusals {
+  std::atomic<std::uint32_t> n_texts;
+  std::array<RefusalText, 8> texts;  ///< text i is of the refusals i, i + 8, ...
+};
+
+/// How many sends and receives one rank has refused with one peer.
+struct RefusedPairs {
+  std::atomic<std::uint32_t> n_sends;
+  std::atomic<std::uint32_t> n_receives;
 };
 
 enum class FailureState : std::uint32_t { none, writing, ready };

@@ -11,7 +11,7 @@
 namespace lockstep::shared {
 
 /// Counts changes of what the members mean that change no struct: other algorithms, other flags.
-inline constexpr std::size_t kProtocol = 2;
+inline constexpr std::size_t kProtocol = 3;
 
 /// The layout of the segment. Two libraries with the same number may share memory.
 consteval std::uint32_t layout_version() {
@@ -56,6 +56,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(CallRecord, count),
       LOCKSTEP_FIELD(CallRecord, site),
       LOCKSTEP_FIELD(CallRecord, check),
+      LOCKSTEP_FIELD(CallRecord, n_refused),
       LOCKSTEP_FIELD(CallRecord, deadline_extended_until),
       LOCKSTEP_FIELD(CallRecord, is_in_peers_memory),
   });
@@ -64,7 +65,13 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(MessageHead, destination),
       LOCKSTEP_FIELD(MessageHead, dtype),
       LOCKSTEP_FIELD(MessageHead, count),
+      LOCKSTEP_FIELD(MessageHead, n_refused),
   });
+  hash.add<RefusalText>(
+      {LOCKSTEP_FIELD(RefusalText, peer), LOCKSTEP_FIELD(RefusalText, words)});
+  hash.add<Refusals>({LOCKSTEP_FIELD(Refusals, n_texts), LOCKSTEP_FIELD(Refusals, texts)});
+  hash.add<RefusedPairs>(
+      {LOCKSTEP_FIELD(RefusedPairs, n_sends), LOCKSTEP_FIELD(RefusedPairs, n_receives)});
   hash.add<Lane>({
       LOCKSTEP_FIELD(Lane, flags),
       LOCKSTEP_FIELD(Lane, record),

@@ -1,7 +1,9 @@
 #include "engines/shared/protocol/channel.hpp"
 
 #include <algorithm>
+#include <cstring>
 
+#include "base/marked_text.hpp"
 #include "engines/shared/protocol/call_record.hpp"
 
 namespace lockstep::shared {
@@ -30,6 +32,8 @@ std::uint32_t outbox_bytes_for(int n_ranks) {
 /// Offsets of a channel's parts behind its header.
 struct Parts {
   std::size_t lanes;
+  std::size_t refusals;       ///< one Refusals for each rank
+  std::size_t refused_pairs;  ///< n * n RefusedPairs, by rank and peer
   std::size_t slots;
   std::size_t outboxes;
   std::size_t end;
@@ -40,7 +44,9 @@ Parts parts_of(int n_ranks) {
   const auto n = static_cast<std::size_t>(n_ranks);
   Parts parts{};
   parts.lanes = sizeof(ChannelHeader);
-  parts.slots = (parts.lanes + n * sizeof(Lane) + kPage - 1) / kPage * kPage;
+  parts.refusals = parts.lanes + n * sizeof(Lane);
+  parts.refused_pairs = parts.refusals + n * sizeof(Refusals);
+  parts.slots = (parts.refused_pairs + n * n * sizeof(RefusedPairs) + kPage - 1) / kPage * kPage;
   parts.outboxes = parts.slots + n * kPhases * slot_bytes_for(n_ranks);
   parts.end = parts.outboxes + n * kOutboxDepth * outbox_bytes_for(n_ranks);
   return parts;
@@ -87,6 +93,9 @@ Channel::Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, i
       range_(membership_->shared_segment(), offset, parts_of(n_ranks).end),
       header_(reinterpret_cast<ChannelHeader*>(range_.data())),
       lanes_(reinterpret_cast<Lane*>(range_.data() + parts_of(n_ranks).lanes)),
+      refusals_(reinterpret_cast<Refusals*>(range_.data() + parts_of(n_ranks).refusals)),
+      refused_pairs_(
+          reinterpret_cast<RefusedPairs*>(range_.data() + parts_of(n_ranks).refused_pairs)),
       slots_(range_.data() + parts_of(n_ranks).slots),
       outboxes_(range_.data() + parts_of(n_ranks).outboxes),
       rank_(rank),
@@ -117,7 +126,7 @@ void Channel::begin(const Call& call) {
   // The fingerprint: 32 bits of a hash of all that the ranks must agree on.
   const Call* recorded = &call;
   std::uint64_t what = encode_call(call);
-  std::uint64_t hash = site_hash_;
+  std::uint64_t hash = site_hash_ ^ call.n_refused * 0x9e3779b97f4a7c15ULL;
   mix(hash, call, what);
   if (call.parent_call != nullptr) {
     recorded = call.parent_call;
@@ -135,6 +144,24 @@ void Channel::begin(const Call& call) {
                      std::memory_order_relaxed);
   // Release: a peer that reads the number also sees the text of the source line.
   record.site.store(site_, std::memory_order_release);
+}
+
+void Channel::refuse(const Refusal& refusal) noexcept {
+  Refusals& own = refusals_[rank_];
+  const std::uint32_t number = own.n_texts.load(std::memory_order_relaxed);
+  RefusalText& text = own.texts[number % own.texts.size()];
+  std::array<char, sizeof(text.words)> chars{};
+  base::copy_marked_text(chars, refusal.text);
+  for (std::size_t i = 0; i < text.words.size(); ++i) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, chars.data() + i * sizeof word, sizeof word);
+    text.words[i].store(word, std::memory_order_relaxed);
+  }
+  text.peer.store(refusal.is_pair ? refusal.peer : -1, std::memory_order_relaxed);
+  own.n_texts.store(number + 1, std::memory_order_relaxed);
+  // Release: a peer that reads the number also sees the text, and what this rank did in the calls
+  // before: its flags, and the chunks that it sent and took.
+  n_refused(rank_, refusal).store(refusal.n_refused, std::memory_order_release);
 }
 
 void Channel::begin_elsewhere(const Call& call) {

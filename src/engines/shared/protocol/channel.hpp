@@ -133,6 +133,17 @@ class Channel {
   void enter_peers_memory(const Call& call);
   void leave_peers_memory() noexcept;
   void wait_for_peers_to_leave() const noexcept;
+  /// A call that this rank refused: see Engine::refuse. Between end_phase of one call and begin of
+  /// the next.
+  ///
+  /// Proof that a rank A which waits in phase s, in a call with n_refused = a, may report a mismatch
+  /// once it reads that a peer B has refused b > a and after that finds B's flag of s not raised. B
+  /// stores its number with release after the calls before it, so A would see the flag of s, had B
+  /// raised it: B has not begun a call that includes phase s, and its next one includes it. That
+  /// call carries b or more, so its fingerprint differs from A's. If b < a, B may still refuse as
+  /// many calls as A, so A waits; what it then meets is compared. Of a send and its recv the same
+  /// holds with the chunks in the outbox in place of the flag.
+  void refuse(const Refusal& refusal) noexcept;
   /// Ends the phase. Throws MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError.
   void end_phase(const Call& call);
 
@@ -193,6 +204,14 @@ class Channel {
   }
   bool is_raised(std::uint64_t word) const noexcept { return word >> 32 == (phase_ & 0xffffffffU); }
 
+  /// How many collectives `rank` has refused; of a pair, how many of its sends to, or receives
+  /// from, its peer.
+  std::atomic<std::uint32_t>& n_refused(int rank, const Refusal& refusal) const noexcept {
+    if (!refusal.is_pair) return lane(rank).record.n_refused;
+    RefusedPairs& pair = refused_pairs_[rank * size() + refusal.peer];
+    return refusal.is_send ? pair.n_sends : pair.n_receives;
+  }
+
   // channel_wait.cpp
   template <class Ready>
   void wait(const Call& call, int awaited, const Ready& ready);
@@ -218,6 +237,12 @@ class Channel {
   [[noreturn]] void fail(const Call& call, internal::Failure::Kind kind, const std::string& text,
                          std::span<const int> peers, int error_number = 0);
   [[noreturn]] void fail_mismatch(const Call& call);
+  /// Of a send or recv: its two ends have refused different numbers of them.
+  [[noreturn]] void fail_pair_mismatch(const Call& call, std::uint32_t n_refused_by_peer);
+  /// What to compare call.n_refused with: how many such calls `peer` has refused so far.
+  std::uint32_t n_refused_by(int peer, const Call& call) const noexcept;
+  /// The texts of the last n calls that the rank refused; peer: of the pair; -1: collectives.
+  std::vector<std::string> refused_by(int rank, int peer, std::uint32_t n) const;
   [[noreturn]] void fail_timeout(const Call& call, std::vector<int> absent);
   /// Of a send or recv, whose peer may wait for another rank in one.
   [[noreturn]] void fail_timeout_of_pair(const Call& call, int awaited);
@@ -238,6 +263,8 @@ class Channel {
   Range range_;
   ChannelHeader* header_;
   Lane* lanes_;
+  Refusals* refusals_;
+  RefusedPairs* refused_pairs_;
   std::byte* slots_;
   std::byte* outboxes_;
   int rank_;

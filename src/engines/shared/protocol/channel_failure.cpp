@@ -129,6 +129,52 @@ bool Channel::is_in_call_elsewhere(int rank) const {
   return (what & kElsewhere) != 0 && (what & kFinished) == 0;
 }
 
+std::uint32_t Channel::n_refused_by(int peer, const Call& call) const noexcept {
+  // Of a send, the receives that the peer refused, and the other way round.
+  const Refusal theirs{
+      .is_pair = internal::is_pair(call.op), .is_send = call.op == Op::recv, .peer = rank_};
+  return n_refused(peer, theirs).load(std::memory_order_acquire);
+}
+
+std::vector<std::string> Channel::refused_by(int rank, int peer, std::uint32_t n) const {
+  const Refusals& refusals = refusals_[rank];
+  const std::uint32_t end = refusals.n_texts.load(std::memory_order_acquire);
+  const auto n_kept = static_cast<std::uint32_t>(refusals.texts.size());
+  std::vector<std::string> texts;
+  for (std::uint32_t i = end; i > 0 && end - i < n_kept && texts.size() < n; --i) {
+    const RefusalText& text = refusals.texts[(i - 1) % n_kept];
+    if (text.peer.load(std::memory_order_relaxed) != peer) continue;
+    std::array<char, sizeof(text.words)> chars{};
+    for (std::size_t w = 0; w < text.words.size(); ++w) {
+      const std::uint64_t word = text.words[w].load(std::memory_order_relaxed);
+      std::memcpy(chars.data() + w * sizeof word, &word, sizeof word);
+    }
+    texts.emplace_back(base::text_in(chars));
+  }
+  std::ranges::reverse(texts);
+  return texts;
+}
+
+void Channel::fail_pair_mismatch(const Call& call, std::uint32_t n_refused_by_peer) {
+  internal::MismatchTable table;
+  table.add({.rank = rank_,
+             .op = call.op,
+             .dtype = call.dtype,
+             .reduce = call.reduce,
+             .root = call.root,
+             .count = std::to_string(call.count),
+             .where = std::string(membership_->site_name(world_rank(rank_), site_))});
+  table.add_absent(call.root, call_of(call.root));
+  const std::uint32_t least = std::min(call.n_refused, n_refused_by_peer);
+  for (const auto& text : refused_by(rank_, call.root, call.n_refused - least)) {
+    table.add_refused(rank_, text);
+  }
+  for (const auto& text : refused_by(call.root, rank_, n_refused_by_peer - least)) {
+    table.add_refused(call.root, text);
+  }
+  fail(call, Kind::mismatch, table.text(), table.minority());
+}
+
 void Channel::fail_mismatch(const Call& call) {
   const auto give_up = steady_clock::now() + std::min(kReportPatience, call.timeout);
   while (!absent(kAllRanks).empty() && steady_clock::now() < give_up && !has_failed()) {
@@ -147,7 +193,14 @@ void Channel::fail_mismatch(const Call& call) {
   }
 
   internal::MismatchTable table;
+  std::vector<std::uint32_t> n_refused_by_rank;
   for (int r = 0; r < size(); ++r) {
+    n_refused_by_rank.push_back(n_refused(r, {}).load(std::memory_order_acquire));
+  }
+  const std::uint32_t least = std::ranges::min(n_refused_by_rank);
+  for (int r = 0; r < size(); ++r) {
+    const std::uint32_t n_more = n_refused_by_rank[static_cast<std::size_t>(r)] - least;
+    for (const auto& text : refused_by(r, /*peer=*/-1, n_more)) table.add_refused(r, text);
     if (r != rank_ && !is_raised(flag_of(r))) {
       table.add_absent(r, call_of(r));
       continue;

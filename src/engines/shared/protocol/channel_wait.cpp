@@ -111,6 +111,16 @@ void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     const std::size_t shift =
         (i + ranks.size() - round * kSystemChecks % ranks.size()) % ranks.size();
+    // Another rank than the call's peer must take a chunk before the one of this call.
+    const bool is_of_call = awaited == kAllRanks || awaited == call.root;
+    const std::uint32_t n_refused = is_of_call ? n_refused_by(ranks[i], call) : 0;
+    if (n_refused > call.n_refused) {
+      if (ready()) return;
+      if (awaited == kAllRanks && is_raised(flag_of(ranks[i]))) continue;
+      if (has_failed()) throw_failure(call);
+      if (awaited == kAllRanks) fail_mismatch(call);
+      fail_pair_mismatch(call, n_refused);
+    }
     const auto ending =
         membership_->ending_of(world_rank(ranks[i]), /*ask_system=*/shift < kSystemChecks);
     if (!ending) continue;

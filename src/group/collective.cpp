@@ -1,0 +1,69 @@
+#include <exception>
+#include <lockstep/detail/collective.hpp>
+#include <lockstep/error.hpp>
+#include <string>
+
+#include "base/exception.hpp"
+#include "group/group_state.hpp"
+
+namespace lockstep::detail {
+namespace {
+
+bool is_thrown_together(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const UsageError&) {
+    return false;
+  } catch (const Error&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
+Collective::Collective(std::string_view operation, const Group& group, std::source_location where,
+                       Op op, int peer) noexcept
+    : operation_(operation), group_(group), where_(where), op_(op), peer_(peer) {
+  const auto calls = group.state_->calls();
+  n_made_ = calls.n_made;
+  n_refused_ = calls.n_refused;
+}
+
+std::string Collective::reason_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& known) {
+    return known.text();
+  } catch (...) {
+    return base::text_of(error);
+  }
+}
+
+void Collective::refuse(std::string_view reason) const noexcept {
+  group_.state_->refuse({.op = op_, .root = peer_, .where = where_}, operation_, reason);
+}
+
+bool Collective::has_begun() const noexcept {
+  const auto now = group_.state_->calls();
+  return now.n_made != n_made_ || now.n_refused != n_refused_;
+}
+
+void Collective::failed() const noexcept {
+  internal::GroupState& group = *group_.state_;
+  const auto now = group.calls();
+  if (now.n_refused != n_refused_) return;  // by a call inside, which has told the peers
+  const std::exception_ptr error = std::current_exception();
+  try {
+    if (now.n_made == n_made_) {
+      refuse(reason_of(error));
+    } else if (!is_thrown_together(error)) {
+      group.abandon(reason_of(error));
+    }
+  } catch (const std::exception&) {
+    group.abandon("an exception left a call, and no memory was left to say which");
+  }
+}
+
+}  // namespace lockstep::detail
