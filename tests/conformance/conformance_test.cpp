@@ -811,5 +811,203 @@ TEST_P(Conformance, ten_thousand_mixed_collectives) {
   });
 }
 
+#ifndef LOCKSTEP_CONFORMANCE_ENGINE  // which need not tell its ranks of refused calls
+/// A collective in two forms: one that every rank makes, and one that is refused.
+struct Refusable {
+  const char* operation;
+  std::function<void(const Group&)> made, refused;
+};
+
+std::vector<Refusable> refusable_calls() {
+  // Larger than what is sent eagerly, and than a slot.
+  static thread_local std::vector<double> data, more;
+  data.assign(70'000, 1);
+  more.assign(70'000 * 16, 1);
+  static const std::size_t n = 70'000;
+  const auto all = [](const Group& group) { return n * static_cast<std::size_t>(group.size()); };
+  const auto of = [](std::vector<double>& v, std::size_t count) {
+    return Elements{v.data(), count, DType::f64};
+  };
+  std::vector<Refusable> calls;
+  calls.push_back({"all_reduce", [=](const Group& g) { g.all_reduce(of(data, n)); },
+                   [](const Group& g) { g.all_reduce({nullptr, 3, DType::f64}); }});
+  calls.push_back({"all_reduce", [=](const Group& g) { g.all_reduce(of(data, 1)); },
+                   [=](const Group& g) { g.all_reduce(of(data, 1), ReduceOp::bxor); }});
+  calls.push_back({"all_reduce",
+                   [=](const Group& g) { (void)g.all_reduce_async(of(data, n)).wait(); },
+                   [](const Group& g) {
+                     (void)g.all_reduce_async({nullptr, 3, DType::f64});
+                   }});
+  calls.push_back({"reduce", [=](const Group& g) { g.reduce(of(data, n), 0); },
+                   [=](const Group& g) { g.reduce(of(data, n), -1); }});
+  calls.push_back({"broadcast", [=](const Group& g) { g.broadcast(of(data, n), 0); },
+                   [=](const Group& g) { g.broadcast(of(data, n), g.size()); }});
+  calls.push_back({"all_gather",
+                   [=](const Group& g) { g.all_gather(of(data, n), of(more, all(g))); },
+                   [=](const Group& g) { g.all_gather(of(data, n), of(more, all(g) - 1)); }});
+  calls.push_back({"gather", [=](const Group& g) { g.gather(of(data, n), of(more, all(g)), 0); },
+                   [=](const Group& g) { g.gather(of(data, n), of(more, all(g)), 99); }});
+  calls.push_back({"scatter", [=](const Group& g) { g.scatter(of(more, all(g)), of(data, n), 0); },
+                   [=](const Group& g) { g.scatter(of(more, all(g)), {nullptr, n, DType::f64}, 0); }});
+  calls.push_back({"reduce_scatter",
+                   [=](const Group& g) { g.reduce_scatter(of(more, all(g)), of(data, n)); },
+                   [=](const Group& g) {
+                     g.reduce_scatter(of(more, all(g)), {data.data(), n, DType::f32});
+                   }});
+  calls.push_back({"all_to_all",
+                   [=](const Group& g) {
+                     std::vector<double> out(all(g));
+                     g.all_to_all(of(more, all(g)), of(out, all(g)));
+                   },
+                   [=](const Group& g) { g.all_to_all(of(more, all(g)), of(more, all(g))); }});
+  calls.push_back({"split", [](const Group& g) { (void)g.split(0); },
+                   [](const Group& g) { (void)g.split(-1); }});
+  calls.push_back({"allocate", [](const Group& g) { (void)g.allocate(64); },
+                   [](const Group& g) { (void)g.allocate(SIZE_MAX); }});
+  return calls;
+}
+
+double sum_of_ones(const Group& group) {
+  double one = 1;
+  group.all_reduce({&one, 1, DType::f64});
+  return one;
+}
+
+TEST_P(Conformance, calls_that_all_ranks_refuse_leave_the_group_usable) {
+  run([] {
+    const Group group = default_group().duplicate();
+    for (const Refusable& call : refusable_calls()) {
+      SCOPED_TRACE(call.operation);
+      for (int i = 0; i < 3; ++i) EXPECT_THROW(call.refused(group), UsageError);
+      call.made(group);
+      EXPECT_EQ(sum_of_ones(group), group.size());
+    }
+  });
+}
+
+TEST_P(Conformance, a_call_that_one_rank_refuses_is_a_mismatch_on_all) {
+  run([] {
+    const Group world = default_group();
+    if (world.size() == 1) return;  // no rank differs; the calls alone are in the test before
+    const int refuser = world.size() - 1;
+    for (const Refusable& call : refusable_calls()) {
+      SCOPED_TRACE(call.operation);
+      const Group group = world.duplicate();
+      EXPECT_EQ(sum_of_ones(group), group.size());
+      const std::string line = "refused " + std::string(call.operation) + " #2: ";
+      if (group.rank() == refuser) {
+        EXPECT_THROW(call.refused(group), UsageError);
+        expect_contains(thrown<MismatchError>([&] { call.made(group); }), line);
+      } else {
+        std::string text = thrown<MismatchError>([&] { call.made(group); });
+        // Over several hosts a rank may complete its part before the hosts compare.
+        if (text == "no exception") text = thrown<MismatchError>([&] { group.barrier(); });
+        expect_contains(text, line);
+        expect_contains(text, "conformance_test.cpp:");
+      }
+      world.barrier();
+    }
+  });
+}
+
+TEST_P(Conformance, a_rank_that_refuses_a_call_and_makes_no_other_is_reported) {
+  run([] {
+    const Group world = default_group();
+    if (world.size() == 1) return;
+    const Group group = world.duplicate();
+    if (group.rank() == 0) {
+      EXPECT_THROW(group.all_reduce({nullptr, 3, DType::f64}), UsageError);
+    } else {
+      expect_contains(thrown<MismatchError>([&] { group.barrier(); }), "refused all_reduce #1: ");
+    }
+    world.barrier();
+  });
+}
+
+TEST_P(Conformance, ranks_that_refuse_different_numbers_of_calls_are_reported) {
+  run([] {
+    const Group world = default_group();
+    if (world.size() == 1) return;
+    const Group group = world.duplicate();
+    const int n = group.rank() == 0 ? 2 : 1;
+    for (int i = 0; i < n; ++i) {
+      EXPECT_THROW(group.all_reduce({nullptr, 3, DType::f64}), UsageError);
+    }
+    const std::string text = thrown<MismatchError>([&] { sum_of_ones(group); });
+    expect_contains(text, "refused all_reduce #2: ");
+    EXPECT_EQ(text.find("refused all_reduce #1: "), std::string::npos) << text;
+    world.barrier();
+  });
+}
+
+TEST_P(Conformance, a_refused_call_follows_the_pending_ones) {
+  run([] {
+    const Group world = default_group();
+    const Group group = world.duplicate();
+    for (int round = 0; round < 20; ++round) {
+      std::vector<double> one(20'000, 1), two(1, 1);
+      Work first = group.all_reduce_async({one.data(), one.size(), DType::f64});
+      Work second = group.all_reduce_async({two.data(), 1, DType::f64});
+      EXPECT_THROW((void)group.all_reduce_async({nullptr, 3, DType::f64}), UsageError);
+      first.wait();
+      second.wait();
+      EXPECT_EQ(one.back(), group.size());
+      EXPECT_EQ(two[0], group.size());
+    }
+  });
+}
+
+TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
+  run([] {
+    const Group world = default_group();
+    if (world.size() == 1) return;
+    const int rank = world.rank();
+    double value = rank;
+    const Elements one{&value, 1, DType::f64}, none{nullptr, 1, DType::f64};
+    const std::vector<double> many(200'000, 1);
+    {  // refused by both ends
+      const Group group = world.duplicate();
+      if (rank == 0) {
+        EXPECT_THROW(group.send(none, 1), UsageError);
+        group.send(one, 1);
+      } else if (rank == 1) {
+        EXPECT_THROW(group.recv(none, 0), UsageError);
+        group.recv(one, 0);
+        EXPECT_EQ(value, 0);
+      }
+      EXPECT_EQ(sum_of_ones(group), group.size());  // they do not count among the collectives
+    }
+    {  // by the sender, which sends no more
+      const Group group = world.duplicate();
+      if (rank == 0) EXPECT_THROW(group.send(none, 1), UsageError);
+      if (rank == 1) {
+        expect_contains(thrown<MismatchError>([&] { group.recv(one, 0); }), "refused send #1: ");
+      }
+      world.barrier();
+    }
+    {  // by the sender, whose next message the receiver would take
+      const Group group = world.duplicate();
+      if (rank == 0) {
+        EXPECT_THROW(group.send(none, 1), UsageError);
+        (void)thrown<MismatchError>([&] { group.send(one, 1); });  // it may be sent already
+      }
+      if (rank == 1) {
+        expect_contains(thrown<MismatchError>([&] { group.recv(one, 0); }), "refused send #1: ");
+      }
+      world.barrier();
+    }
+    {  // by the receiver
+      const Group group = world.duplicate();
+      const ConstElements large{many.data(), many.size(), DType::f64};
+      if (rank == 0) {
+        expect_contains(thrown<MismatchError>([&] { group.send(large, 1); }), "refused recv #1: ");
+      }
+      if (rank == 1) EXPECT_THROW(group.recv(none, 0), UsageError);
+      world.barrier();
+    }
+  });
+}
+#endif
+
 }  // namespace
 }  // namespace lockstep::test
