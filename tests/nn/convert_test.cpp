@@ -203,6 +203,128 @@ TEST(ConvertTest, a_data_parallel_is_converted_in_place) {
   itself(x);
 }
 
+struct StackImpl : torch::nn::SequentialImpl {
+  StackImpl() {
+    head = register_module("head", torch::nn::Sequential(torch::nn::BatchNorm1d(4)));
+    push_back("lin", torch::nn::Linear(4, 4));
+    push_back("bn", torch::nn::BatchNorm1d(4));
+  }
+  torch::nn::Sequential head{nullptr};
+};
+struct ListImpl : torch::nn::ModuleListImpl {
+  ListImpl() {
+    head = register_module("head", torch::nn::Sequential(torch::nn::BatchNorm1d(4)));
+    push_back(torch::nn::Linear(4, 4));
+    push_back(torch::nn::BatchNorm1d(4));
+  }
+  torch::nn::Sequential head{nullptr};
+};
+struct DictImpl : torch::nn::ModuleDictImpl {
+  DictImpl() {
+    head = register_module("head", torch::nn::Sequential(torch::nn::BatchNorm1d(4)));
+    update(std::vector<std::pair<std::string, ModulePtr>>{
+        {"lin", torch::nn::Linear(4, 4).ptr()}, {"bn", torch::nn::BatchNorm1d(4).ptr()}});
+  }
+  torch::nn::Sequential head{nullptr};
+};
+
+/// Child `linear` is left alone; `norm` and "head.0" are of type M.
+template <class M>
+void expect_types(const torch::nn::Module& net, const char* linear, const char* norm) {
+  const auto modules = net.named_modules();
+  EXPECT_TRUE(modules[linear]->as<torch::nn::Linear>()) << modules[linear]->name();
+  EXPECT_TRUE(modules[norm]->as<M>()) << modules[norm]->name();
+  EXPECT_TRUE(modules["head.0"]->as<M>()) << modules["head.0"]->name();
+}
+
+TEST(ConvertTest, containers_with_children_of_their_own) {
+  const auto stack = std::make_shared<StackImpl>();
+  convert_sync_batchnorm(ModulePtr(stack));
+  expect_types<SyncBatchNorm1d>(*stack, "lin", "bn");
+  EXPECT_TRUE(stack->ptr(1)->as<SyncBatchNorm1d>());
+  EXPECT_EQ(stack->forward(at::ones({3, 4})).size(0), 3);
+  revert_sync_batchnorm(ModulePtr(stack));
+  expect_types<torch::nn::BatchNorm1d>(*stack, "lin", "bn");
+
+  const auto list = std::make_shared<ListImpl>();
+  convert_sync_batchnorm(ModulePtr(list));
+  expect_types<SyncBatchNorm1d>(*list, "0", "1");
+  EXPECT_TRUE(list->ptr(1)->as<SyncBatchNorm1d>());
+  revert_sync_batchnorm(ModulePtr(list));
+  expect_types<torch::nn::BatchNorm1d>(*list, "0", "1");
+
+  const auto dict = std::make_shared<DictImpl>();
+  convert_sync_batchnorm(ModulePtr(dict));
+  expect_types<SyncBatchNorm1d>(*dict, "lin", "bn");
+  EXPECT_TRUE((*dict)["bn"]->as<SyncBatchNorm1d>());
+  revert_sync_batchnorm(ModulePtr(dict));
+  expect_types<torch::nn::BatchNorm1d>(*dict, "lin", "bn");
+}
+
+/// Children of its own that no entry of the container holds.
+template <class Container>
+struct WithMember : Container {
+  WithMember() { this->register_module("own", own); }
+  torch::nn::BatchNorm1d own{4};
+};
+
+TEST(ConvertTest, a_containers_own_layer_cannot_be_replaced) {
+  for (const ModulePtr& net :
+       {ModulePtr(std::make_shared<WithMember<torch::nn::SequentialImpl>>()),
+        ModulePtr(std::make_shared<WithMember<torch::nn::ModuleListImpl>>()),
+        ModulePtr(std::make_shared<WithMember<torch::nn::ModuleDictImpl>>())}) {
+    const std::string text = testing::usage_error([&net] { convert_sync_batchnorm(net); });
+    EXPECT_NE(text.find("cannot replace 'own'"), std::string::npos) << text;
+    EXPECT_EQ(count<torch::nn::BatchNorm1d>(*net), 1);
+  }
+}
+
+TEST(ConvertTest, what_a_batch_norm_cannot_compute_is_not_reverted_in_training) {
+  const auto make = [](EpsMode mode, OnNonfinite on_nonfinite) {
+    return torch::nn::Sequential(
+        SyncBatchNorm1d(3),
+        SyncBatchNorm1d(SyncBatchNormOptions(3).eps_mode(mode).on_nonfinite(on_nonfinite)));
+  };
+  auto clamp = make(EpsMode::clamp, OnNonfinite::propagate);
+  std::string text = testing::usage_error([&] { revert_sync_batchnorm(clamp); });
+  for (const char* part : {"'1'", "eps_mode", "eval()"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  }
+  EXPECT_EQ(count<SyncBatchNorm1d>(*clamp), 2);
+  const torch::nn::Sequential keep = make(EpsMode::plus, OnNonfinite::keep_running_stats);
+  text = testing::usage_error([&] { revert_sync_batchnorm(keep); });
+  EXPECT_NE(text.find("on_nonfinite"), std::string::npos) << text;
+  EXPECT_NE(testing::usage_error([&] { revert_sync_batchnorm(clamp->ptr(1)); }), "no error");
+
+  clamp->eval();
+  const Tensor x = Random(1).normal({4, 3}, at::kFloat);
+  const Tensor expected = clamp->forward(x);
+  revert_sync_batchnorm(clamp);
+  EXPECT_EQ(count<torch::nn::BatchNorm1d>(*clamp), 2);
+  EXPECT_LE(testing::difference(clamp->forward(x), expected), 1e-6);
+}
+
+TEST(ConvertTest, a_clone_synchronises_over_the_same_group) {
+  testing::on_ranks(4, [](int rank) {
+    const Group half = default_group().split(rank % 2);
+    torch::nn::Sequential net(torch::nn::BatchNorm1d(3), torch::nn::ReLU());
+    convert_sync_batchnorm(net, half);
+    const torch::nn::Sequential copy(
+        std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone()));
+    auto* const layer = copy->ptr(0)->as<SyncBatchNorm1d>();
+    ASSERT_TRUE(layer);
+    ASSERT_TRUE(layer->options.group().has_value());
+    EXPECT_EQ(layer->options.group()->name(), half.name());
+    const Tensor x = Random(static_cast<std::uint64_t>(rank)).normal({4, 3}, at::kFloat);
+    const Tensor expected = net->forward(x);
+    EXPECT_EQ(testing::difference(torch::nn::Sequential(copy)->forward(x), expected), 0);
+    EXPECT_EQ(testing::difference(copy->named_buffers()["0.running_mean"],
+                                  net->named_buffers()["0.running_mean"]),
+              0);
+    EXPECT_FALSE(copy->named_parameters()["0.weight"].is_same(net->named_parameters()["0.weight"]));
+  });
+}
+
 TEST(ConvertTest, no_module_is_reported) {
   EXPECT_THROW(convert_sync_batchnorm(ModulePtr()), UsageError);
 }

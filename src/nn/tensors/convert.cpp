@@ -43,6 +43,10 @@ struct Conversion {
   std::function<bool(const Module&)> matches;
   std::function<bool(const Module&)> is_derived;
   std::function<torch::nn::AnyModule(const Module&)> replace;
+  /// What the replacement would compute otherwise; empty: nothing.
+  std::function<std::string(const Module&)> difference = [](const Module&) {
+    return std::string();
+  };
 };
 
 template <class... From>
@@ -52,6 +56,26 @@ bool is_exactly(const Module& module) {
 template <class... From>
 bool is_derived_from(const Module& module) {
   return !is_exactly<From...>(module) && ((dynamic_cast<const From*>(&module) != nullptr) || ...);
+}
+
+/// What a BatchNorm would do otherwise than a SyncBatchNorm in training; they are equal in eval mode.
+template <class... Sync>
+std::string difference_of_plain(const Module& module) {
+  std::string option;
+  const auto look_at = [&](const auto* layer) {
+    if (layer == nullptr || !layer->is_training()) return;
+    if (layer->options.eps_mode() == EpsMode::clamp) {
+      option = "eps_mode clamp";
+    } else if (layer->options.on_nonfinite() == OnNonfinite::keep_running_stats) {
+      option = "on_nonfinite keep_running_stats";
+    }
+  };
+  (look_at(dynamic_cast<const Sync*>(&module)), ...);
+  if (option.empty()) return option;
+  return fmt::format(
+      "has {}, which torch's BatchNorm does not have in training: call eval() before, where both "
+      "compute the same, or set the option to its default before",
+      option);
 }
 
 template <class From, class To, class Options>
@@ -68,6 +92,43 @@ struct Slot {
   std::function<void(const torch::nn::AnyModule&)> put;
 };
 
+/// Of a container: how the children that it holds as entries are replaced, by their names. A class
+/// derived from it may have others, which its own members hold.
+using Puts = std::map<std::string, std::function<void(const torch::nn::AnyModule&)>>;
+
+Puts puts_of(Module& module) {
+  Puts puts;
+  if (auto* list = dynamic_cast<torch::nn::SequentialImpl*>(&module)) {
+    auto entry = list->begin();
+    // Both are in the order in which they were added.
+    for (const auto& child : module.named_children()) {
+      if (entry == list->end()) break;
+      if (entry->ptr() != child.value()) continue;
+      const std::string key = child.key();
+      puts[key] = [list, key, entry](const torch::nn::AnyModule& replacement) {
+        *entry = replacement;
+        list->replace_module(key, replacement.ptr());
+      };
+      ++entry;
+    }
+  } else if (auto* modules = dynamic_cast<torch::nn::ModuleListImpl*>(&module)) {
+    for (std::size_t i = 0; i < modules->size(); ++i) {
+      const std::string key = std::to_string(i);
+      puts[key] = [modules, key, i](const torch::nn::AnyModule& replacement) {
+        modules->begin()[static_cast<std::ptrdiff_t>(i)] = replacement.ptr();
+        modules->replace_module(key, replacement.ptr());
+      };
+    }
+  } else if (auto* dict = dynamic_cast<torch::nn::ModuleDictImpl*>(&module)) {
+    for (const std::string& key : dict->keys()) {
+      puts[key] = [dict, key](const torch::nn::AnyModule& replacement) {
+        dict->update({{key, replacement.ptr()}});
+      };
+    }
+  }
+  return puts;
+}
+
 /// Walks the tree once without changing it, so an error leaves everything unchanged.
 class Plan {
  public:
@@ -75,35 +136,10 @@ class Plan {
 
   void visit(const ModulePtr& module, const std::string& name) {
     if (!visited_.insert(module.get()).second) return;
-    if (auto* list = dynamic_cast<torch::nn::SequentialImpl*>(module.get())) {
-      const auto children = list->named_children();
-      std::size_t index = 0;
-      for (auto& entry : *list) {
-        const std::string key = children[index++].key();
-        child(entry.ptr(), name, key, [list, key, &entry](const torch::nn::AnyModule& replacement) {
-          entry = replacement;
-          list->replace_module(key, replacement.ptr());
-        });
-      }
-    } else if (auto* modules = dynamic_cast<torch::nn::ModuleListImpl*>(module.get())) {
-      std::size_t index = 0;
-      for (auto& entry : *modules) {
-        const std::string key = std::to_string(index++);
-        child(entry, name, key, [modules, key, &entry](const torch::nn::AnyModule& replacement) {
-          entry = replacement.ptr();
-          modules->replace_module(key, replacement.ptr());
-        });
-      }
-    } else if (auto* dict = dynamic_cast<torch::nn::ModuleDictImpl*>(module.get())) {
-      for (const auto& [key, entry] : dict->items()) {
-        child(entry, name, key, [dict, key = key](const torch::nn::AnyModule& replacement) {
-          dict->update({{key, replacement.ptr()}});
-        });
-      }
-    } else {
-      for (const auto& entry : module->named_children()) {
-        child(entry.value(), name, entry.key(), nullptr);
-      }
+    const Puts puts = puts_of(*module);
+    for (const auto& entry : module->named_children()) {
+      const auto put = puts.find(entry.key());
+      child(entry.value(), name, entry.key(), put == puts.end() ? nullptr : put->second);
     }
   }
 
@@ -114,6 +150,10 @@ class Plan {
           fmt::format("cannot replace {}: its type is fixed by the C++ member that holds it or by "
                       "the class derived from it. {}; nothing has been converted",
                       fmt::join(irreplaceable_, ", "), conversion_.advice));
+    }
+    if (!different_.empty()) {
+      throw UsageError({conversion_.operation, "", -1, 0, where},
+                       fmt::format("{}; nothing has been converted", different_));
     }
     std::map<Module*, torch::nn::AnyModule> replacements;  // a shared module stays shared
     for (const Slot& slot : slots_) {
@@ -132,6 +172,10 @@ class Plan {
       irreplaceable_.push_back(
           fmt::format("'{}' ({})", name, c10::demangle(typeid(*module).name())));
     } else if (matches) {
+      const std::string difference = conversion_.difference(*module);
+      if (!difference.empty() && different_.empty()) {
+        different_ = fmt::format("'{}' {}", name, difference);
+      }
       slots_.push_back({module, std::move(put)});
     } else {
       visit(module, name);
@@ -142,12 +186,19 @@ class Plan {
   std::set<Module*> visited_;
   std::vector<Slot> slots_;
   std::vector<std::string> irreplaceable_;
+  std::string different_;  // the first
 };
 
 ModulePtr convert(const ModulePtr& module, const Conversion& conversion,
                   std::source_location where) {
   if (!module) throw UsageError({conversion.operation, "", -1, 0, where}, "got no module");
-  if (conversion.matches(*module)) return conversion.replace(*module).ptr();
+  if (conversion.matches(*module)) {
+    const std::string difference = conversion.difference(*module);
+    if (!difference.empty()) {
+      throw UsageError({conversion.operation, "", -1, 0, where}, "the module " + difference);
+    }
+    return conversion.replace(*module).ptr();
+  }
   Plan plan(conversion);
   plan.visit(module, "");
   plan.run(where);
@@ -200,7 +251,9 @@ std::shared_ptr<Module> revert_sync_batchnorm(const std::shared_ptr<Module>& mod
                            replace_as<SyncBatchNorm2dImpl, BatchNorm2dImpl>(from, options, to) ||
                            replace_as<SyncBatchNorm3dImpl, BatchNorm3dImpl>(from, options, to));
                     return to;
-                  }},
+                  },
+                  difference_of_plain<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl,
+                                      SyncBatchNorm3dImpl>},
                  where);
 }
 
