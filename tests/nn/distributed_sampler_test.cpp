@@ -7,6 +7,8 @@
 #include <lockstep/objects.hpp>
 #include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "helpers.hpp"
 
@@ -75,6 +77,86 @@ TEST(DistributedSamplerTest, another_number_of_ranks_or_size_is_rejected_within_
           << text;
     }
   });
+}
+
+/// Sample i is the number i.
+struct Indices : torch::data::Dataset<Indices> {
+  explicit Indices(std::size_t n_samples) : n(n_samples) {}
+  torch::data::Example<> get(std::size_t index) override {
+    return {at::full({}, static_cast<std::int64_t>(index)), at::zeros({})};
+  }
+  c10::optional<std::size_t> size() const override { return n; }
+  std::size_t n;
+};
+
+using Samples = std::vector<std::int64_t>;
+
+/// A loader that holds a copy of the sampler, as it is given by value.
+auto loader_over(const DistributedSampler& sampler) {
+  return torch::data::make_data_loader(Indices(21).map(torch::data::transforms::Stack<>()), sampler,
+                                       torch::data::DataLoaderOptions(3));
+}
+
+/// The samples of the first n_batches of a pass; no more are taken.
+template <class Loader>
+Samples pass(Loader& loader, std::size_t n_batches) {
+  Samples samples;
+  for (const auto& batch : *loader) {
+    for (std::int64_t i = 0; i < batch.data.numel(); ++i) {
+      samples.push_back(batch.data[i].template item<std::int64_t>());
+    }
+    if (--n_batches == 0) break;
+  }
+  return samples;
+}
+
+TEST(DistributedSamplerTest, a_pass_of_a_loader_is_resumed_where_it_was_saved) {
+  on_ranks(2, [](int /*rank*/) {
+    DistributedSampler whole(21), sampler(21), other(21);
+    const auto expected = loader_over(whole);
+    const Samples epoch_0 = pass(expected, 100), epoch_1 = pass(expected, 100);
+    EXPECT_NE(epoch_0, epoch_1);
+
+    const auto loader = loader_over(sampler);
+    Samples samples = pass(loader, 2);
+    load(other, saved(sampler));
+    const auto resumed = loader_over(other);
+    for (const std::int64_t sample : pass(resumed, 100)) samples.push_back(sample);
+    EXPECT_EQ(samples, epoch_0);
+    EXPECT_EQ(pass(resumed, 100), epoch_1);
+    EXPECT_EQ(pass(loader, 100), epoch_1) << "the saved one goes on with its next epoch";
+  });
+}
+
+TEST(DistributedSamplerTest, copies_share_their_position) {
+  DistributedSampler sampler(20), copy(sampler);
+  copy.next(5);
+  EXPECT_EQ(n_left(sampler), 15U);
+  EXPECT_EQ(n_left(copy), 0U);
+  copy.reset(10);
+  EXPECT_EQ(sampler.n_samples(), 10U);
+  EXPECT_EQ(n_left(sampler), 10U);
+  DistributedSampler moved(std::move(copy));
+  copy.reset();  // NOLINT: a loader may be given std::move(sampler), and sampler saved
+  EXPECT_EQ(n_left(moved), 10U);
+}
+
+TEST(DistributedSamplerTest, another_epoch_is_begun_after_load_if_it_is_set) {
+  DistributedSampler sampler(20), other(20);
+  sampler.reset();
+  sampler.next(5);
+  const std::string bytes = saved(sampler);
+  load(other, bytes);
+  other.set_epoch(0);  // the epoch that was saved: the loop over epochs goes on in it
+  other.reset();
+  EXPECT_EQ(n_left(other), 15U);
+  load(other, bytes);
+  other.set_epoch(3);
+  other.reset();
+  EXPECT_EQ(n_left(other), 20U);
+  load(other, bytes);
+  other.reset(10);
+  EXPECT_EQ(n_left(other), 10U);
 }
 
 }  // namespace distributed_sampler_test

@@ -30,19 +30,27 @@ struct DistributedSamplerOptions {
 /// the indices at positions r, r + size, r + 2 * size, ... of the epoch's order, which depends on
 /// seed and epoch only and is the same on every machine and compiler.
 ///
-/// A data loader resets it in begin(): every pass is one epoch, starting with 0. Copies share the
-/// epoch, so set_epoch also affects the copy in a loader.
-/// Threads: one at a time.
+/// A data loader resets it in begin(): every pass is one epoch, starting with 0. Copies are one
+/// sampler: they share epoch and position, so that set_epoch, save and load of the sampler that a
+/// loader was given are about the loader's copy. After load the next pass is the rest of the epoch
+/// that was saved. A loader with workers takes batches before it returns them: those count as taken.
+/// Threads: one at a time, for all copies.
 class DistributedSampler : public torch::data::samplers::Sampler<> {
  public:
   explicit DistributedSampler(std::size_t size, const DistributedSamplerOptions& options = {});
+  // A move copies: a sampler that was moved into a loader is saved too.
+  DistributedSampler(const DistributedSampler&) = default;
+  DistributedSampler& operator=(const DistributedSampler&) = default;
+  ~DistributedSampler() override = default;
 
-  /// Sets the epoch for the next reset.
-  void set_epoch(std::size_t epoch) { *next_epoch_ = epoch; }
+  /// Sets the epoch for the next reset. Between load and reset, the epoch that was saved is gone on
+  /// with.
+  void set_epoch(std::size_t epoch);
   /// Number of samples of this rank per epoch.
   std::size_t n_samples() const;
 
-  /// Starts the next epoch, with a new size of the data set if given.
+  /// Starts the next epoch, with a new size of the data set if given. The first after load, without
+  /// a size, goes on with the epoch that was saved, if that is not over.
   void reset(torch::optional<std::size_t> new_size = {}) override;
   torch::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
   /// Saves the next epoch and the position in this one. One rank's archive serves all.
@@ -52,14 +60,19 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
+  struct State {
+    std::size_t size;
+    std::size_t next_epoch = 0;
+    std::size_t epoch = 0;
+    std::size_t n_taken = 0;
+    std::vector<std::size_t> indices{};  // of this rank
+    bool is_resumed = false;             // by load: the next reset goes on
+  };
+
   void begin_epoch(std::size_t epoch);
 
-  std::size_t size_;
   DistributedSamplerOptions options_;
-  std::shared_ptr<std::size_t> next_epoch_ = std::make_shared<std::size_t>(0);
-  std::size_t epoch_ = 0;
-  std::size_t n_taken_ = 0;
-  std::vector<std::size_t> indices_;  // of this rank
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace lockstep::nn

@@ -9,32 +9,36 @@
 #include <numeric>
 #include <optional>
 #include <random>
+#include <utility>
 
 #include "nn/error.hpp"
 
 namespace lockstep::nn {
 
 DistributedSampler::DistributedSampler(std::size_t size, const DistributedSamplerOptions& options)
-    : size_(size), options_(options) {
+    : options_(options), state_(std::make_shared<State>(State{.size = size})) {
   begin_epoch(0);
 }
 
 std::size_t DistributedSampler::n_samples() const {
   const auto rank = static_cast<std::size_t>(options_.group.rank());
   const auto n_ranks = static_cast<std::size_t>(options_.group.size());
-  const std::size_t tail = size_ % n_ranks;
+  const std::size_t size = state_->size;
+  const std::size_t tail = size % n_ranks;
   switch (options_.tail) {
-    case UnevenTail::keep: return size_ / n_ranks + (rank < tail ? 1 : 0);
-    case UnevenTail::pad: return size_ / n_ranks + (tail > 0 ? 1 : 0);
-    case UnevenTail::drop: return size_ / n_ranks;
+    case UnevenTail::keep: return size / n_ranks + (rank < tail ? 1 : 0);
+    case UnevenTail::pad: return size / n_ranks + (tail > 0 ? 1 : 0);
+    case UnevenTail::drop: return size / n_ranks;
   }
   return 0;
 }
 
 void DistributedSampler::begin_epoch(std::size_t epoch) {
-  epoch_ = epoch;
-  n_taken_ = 0;
-  std::vector<std::size_t> order(size_);
+  State& state = *state_;
+  state.epoch = epoch;
+  state.n_taken = 0;
+  state.is_resumed = false;
+  std::vector<std::size_t> order(state.size);
   std::iota(order.begin(), order.end(), std::size_t{0});
   if (options_.shuffle) {
     // Not std::shuffle: its order depends on the standard library. The bias of % is below 2^-32.
@@ -42,24 +46,36 @@ void DistributedSampler::begin_epoch(std::size_t epoch) {
     std::mt19937_64 random(seeds);
     for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
   }
-  indices_.resize(n_samples());
+  state.indices.resize(n_samples());
   const auto rank = static_cast<std::size_t>(options_.group.rank());
   const auto n_ranks = static_cast<std::size_t>(options_.group.size());
-  for (std::size_t i = 0; i < indices_.size(); ++i) {
-    indices_[i] = order[(rank + i * n_ranks) % size_];
+  for (std::size_t i = 0; i < state.indices.size(); ++i) {
+    state.indices[i] = order[(rank + i * n_ranks) % state.size];
   }
 }
 
+void DistributedSampler::set_epoch(std::size_t epoch) {
+  if (state_->is_resumed && epoch == state_->epoch) return;
+  state_->next_epoch = epoch;
+  state_->is_resumed = false;
+}
+
 void DistributedSampler::reset(torch::optional<std::size_t> new_size) {
-  if (new_size.has_value()) size_ = *new_size;
-  begin_epoch((*next_epoch_)++);
+  if (new_size.has_value()) {
+    state_->size = *new_size;
+    state_->is_resumed = false;
+  }
+  if (std::exchange(state_->is_resumed, false)) return;
+  begin_epoch(state_->next_epoch++);
 }
 
 torch::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {
-  const std::size_t n = std::min(batch_size, indices_.size() - n_taken_);
+  State& state = *state_;
+  const std::size_t n = std::min(batch_size, state.indices.size() - state.n_taken);
   if (n == 0) return {};
-  const auto begin = indices_.begin() + static_cast<std::ptrdiff_t>(n_taken_);
-  n_taken_ += n;
+  const auto begin = state.indices.begin() + static_cast<std::ptrdiff_t>(state.n_taken);
+  state.n_taken += n;
+  state.is_resumed = false;
   return std::vector<std::size_t>(begin, begin + static_cast<std::ptrdiff_t>(n));
 }
 
@@ -67,11 +83,11 @@ void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
   const auto number = [](std::size_t value) {
     return torch::tensor(static_cast<std::int64_t>(value), torch::kLong);
   };
-  archive.write("size", number(size_), /*is_buffer=*/true);
-  archive.write("epoch", number(epoch_), /*is_buffer=*/true);
-  archive.write("next_epoch", number(*next_epoch_), /*is_buffer=*/true);
-  archive.write("n_taken", number(n_taken_), /*is_buffer=*/true);
-  archive.write("n_samples", number(indices_.size()), /*is_buffer=*/true);
+  archive.write("size", number(state_->size), /*is_buffer=*/true);
+  archive.write("epoch", number(state_->epoch), /*is_buffer=*/true);
+  archive.write("next_epoch", number(state_->next_epoch), /*is_buffer=*/true);
+  archive.write("n_taken", number(state_->n_taken), /*is_buffer=*/true);
+  archive.write("n_samples", number(state_->indices.size()), /*is_buffer=*/true);
   archive.write("n_ranks", number(static_cast<std::size_t>(options_.group.size())),
                 /*is_buffer=*/true);
 }
@@ -92,7 +108,7 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   // Older archives have neither of these.
   const std::size_t n_ranks = number("n_ranks", own_ranks);
   const std::size_t n_samples = number("n_samples", std::numeric_limits<std::size_t>::max());
-  const bool is_same = size == size_ && n_ranks == own_ranks;
+  const bool is_same = size == state_->size && n_ranks == own_ranks;
   const bool is_over = n_taken >= n_samples;
   if (!is_same && n_taken > 0 && !is_over) {
     throw UsageError(
@@ -100,12 +116,14 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
         fmt::format(
             "the archive is from the middle of an epoch of {} samples on {} ranks, and this "
             "sampler has {} samples on {}: go on with the same, or save between epochs",
-            size, n_ranks, size_, own_ranks));
+            size, n_ranks, state_->size, own_ranks));
   }
   begin_epoch(epoch);
-  *next_epoch_ = next_epoch;
+  state_->next_epoch = next_epoch;
   // The archive may be of another rank, which has one sample more.
-  n_taken_ = is_over ? indices_.size() : std::min(n_taken, indices_.size());
+  const std::size_t n_own = state_->indices.size();
+  state_->n_taken = is_over ? n_own : std::min(n_taken, n_own);
+  state_->is_resumed = !is_over && (n_taken > 0 || next_epoch == epoch + 1);
 }
 
 }  // namespace lockstep::nn
