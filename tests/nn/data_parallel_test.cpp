@@ -629,5 +629,48 @@ TEST(DataParallelTest, a_thousand_mixed_steps_neither_hang_nor_grow) {
   EXPECT_LE(resident_mb(), mb + 8);
 }
 
+/// The head's weight is the embedding's, as in language models.
+struct TiedImpl : torch::nn::Cloneable<TiedImpl> {
+  TiedImpl() { TiedImpl::reset(); }
+  void reset() override {
+    embedding = register_module("embedding", Embedding(7, 4));
+    head = register_module("head", Linear(LinearOptions(4, 7).bias(false)));
+    head->weight = embedding->weight;
+  }
+  Tensor forward(const Tensor& x) { return head(embedding(x)); }
+  Embedding embedding{nullptr};
+  Linear head{nullptr};
+};
+TORCH_MODULE(Tied);
+
+TEST(DataParallelTest, tied_weights_stay_tied) {
+  Tied net;
+  net->to(at::kDouble);
+  DataParallel model(net, cpus(2));
+  const Tensor x = at::arange(7);
+  const auto expect_same_as_module = [&](const char* what) {
+    net->zero_grad();
+    const Tensor expected = net(x);
+    expected.square().sum().backward();
+    const Tensor gradient = net->embedding->weight.grad().clone();
+    net->zero_grad();
+    const Tensor y = model(x);
+    EXPECT_LE(difference(y, expected), 1e-12) << what;
+    y.square().sum().backward();
+    EXPECT_LE(difference(net->embedding->weight.grad(), gradient), 1e-10) << what;
+  };
+  expect_same_as_module("tied in reset");
+  torch::optim::SGD(net->parameters(), 0.1).step();
+  expect_same_as_module("after a step");
+  net->head->weight = net->named_parameters()["head.weight"];
+  expect_same_as_module("untied after the copies were made");
+  EXPECT_TRUE(net->named_parameters()["head.weight"].grad().defined());
+  net->head->weight = net->embedding->weight;
+  expect_same_as_module("tied again");
+  net->head->weight = at::rand({7, 4}, at::kDouble).requires_grad_();
+  expect_same_as_module("a tensor that is not registered");
+  EXPECT_TRUE(net->head->weight.grad().defined());
+}
+
 }  // namespace
 }  // namespace lockstep::nn

@@ -5,8 +5,11 @@
 #include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/nn/modules.h>
 
 #include <algorithm>
+#include <lockstep/nn/sync_batch_norm.hpp>
+#include <map>
 #include <mutex>
 #include <typeinfo>
 
@@ -60,6 +63,47 @@ struct RandomStateKept {
   Tensor state;
 };
 
+/// Adds the tensors of a Layer, or of a class derived from it; false for other modules.
+template <class Layer>
+bool add_members(Module& module, std::vector<Tensor*>& members) {
+  auto* const layer = dynamic_cast<Layer*>(&module);
+  if (layer == nullptr) return false;
+  if constexpr (requires { layer->in_proj_weight; }) {
+    members.insert(members.end(), {&layer->in_proj_weight, &layer->in_proj_bias, &layer->bias_k,
+                                   &layer->bias_v, &layer->q_proj_weight, &layer->k_proj_weight,
+                                   &layer->v_proj_weight});
+  } else if constexpr (requires { layer->weight_ih; }) {
+    members.insert(members.end(), {&layer->weight_ih, &layer->weight_hh, &layer->bias_ih,
+                                   &layer->bias_hh});
+  } else {
+    members.push_back(&layer->weight);
+    if constexpr (requires { layer->bias; }) members.push_back(&layer->bias);
+  }
+  return true;
+}
+
+template <class... Layers>
+void add_members_of_any(Module& module, std::vector<Tensor*>& members) {
+  (void)(add_members<Layers>(module, members) || ...);
+}
+
+/// Of torch's layers and of ours, in the order of `modules`. Not of RNN, LSTM and GRU, which do not
+/// show theirs.
+std::vector<Tensor*> members_of(const std::vector<std::shared_ptr<Module>>& modules) {
+  using namespace torch::nn;  // NOLINT: the layers by their names
+  std::vector<Tensor*> members;
+  for (const auto& module : modules) {
+    add_members_of_any<LinearImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl,
+                       Conv2dImpl, Conv3dImpl, ConvTranspose1dImpl, ConvTranspose2dImpl,
+                       ConvTranspose3dImpl, BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl,
+                       SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl,
+                       InstanceNorm1dImpl, InstanceNorm2dImpl, InstanceNorm3dImpl, LayerNormImpl,
+                       GroupNormImpl, PReLUImpl, MultiheadAttentionImpl, RNNCellImpl, LSTMCellImpl,
+                       GRUCellImpl>(*module, members);
+  }
+  return members;
+}
+
 std::string type_of(const Module& module) { return c10::demangle(typeid(module).name()); }
 
 }  // namespace
@@ -78,6 +122,7 @@ void ModuleCopies::prepare(std::size_t n) {
       buffers.size() != buffers_.size()) {
     copies_.clear();
   }
+  if (modules != modules_) members_ = members_of(modules);
   std::vector<Copy> copies = std::exchange(copies_, {});  // none are left if this throws
   const std::size_t n_linked = copies.size();
   while (copies.size() < n) copies.push_back(make_copy(modules, parameters, buffers));
@@ -99,6 +144,7 @@ void ModuleCopies::prepare(std::size_t n) {
         renew_buffer(copy.buffers[k], buffers[k].tensor, device);
       }
     }
+    tie_members(copy, parameters, buffers, device);
     for (std::size_t k = 0; k < modules.size(); ++k) {
       const bool training = modules[k]->is_training();
       if (copy.modules[k]->is_training() != training) copy.modules[k]->train(training);
@@ -108,6 +154,35 @@ void ModuleCopies::prepare(std::size_t n) {
   parameters_ = parameters;
   buffers_ = buffers;
   copies_ = std::move(copies);
+}
+
+/// clone() gives each layer of a copy the value of the parameter that the original has registered,
+/// not of the tensor with which it computes.
+void ModuleCopies::tie_members(const Copy& copy, const std::vector<Identity>& parameters,
+                               const std::vector<Identity>& buffers,
+                               const at::Device& device) const {
+  std::map<const void*, const Tensor*> registered;
+  const auto add = [&registered](const auto& originals, const std::vector<Tensor>& mine) {
+    for (std::size_t k = 0; k < mine.size(); ++k) {
+      registered.emplace(originals[k].tensor.unsafeGetTensorImpl(), &mine[k]);
+    }
+  };
+  add(parameters, copy.parameters);
+  add(buffers, copy.buffers);
+  for (std::size_t k = 0; k < members_.size(); ++k) {
+    const Tensor& original = *members_[k];
+    const auto place = registered.find(original.unsafeGetTensorImpl());
+    if (place != registered.end()) {
+      *copy.members[k] = *place->second;
+    } else if (!original.defined() || original.device() == device) {
+      *copy.members[k] = original;
+    } else {
+      throw data_parallel_error(
+          where_, fmt::format("a layer's member has been set to a tensor on {} that no module has "
+                              "registered, and there are copies on {}: register it",
+                              original.device().str(), device.str()));
+    }
+  }
 }
 
 /// torch clones a class derived from its containers as the container, or as null.
@@ -149,6 +224,7 @@ ModuleCopies::Copy ModuleCopies::make_copy(const std::vector<ModulePtr>& modules
   copy.modules = copy.module->modules();
   copy.parameters = copy.module->parameters();
   copy.buffers = copy.module->buffers();
+  copy.members = members_of(copy.modules);
   if (copy.modules.size() != modules.size() || copy.parameters.size() != parameters.size() ||
       copy.buffers.size() != buffers.size()) {
     throw data_parallel_error(

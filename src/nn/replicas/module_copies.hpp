@@ -55,6 +55,7 @@ class ModuleCopies {
     ModulePtr module;
     std::vector<ModulePtr> modules;
     std::vector<at::Tensor> parameters, buffers;
+    std::vector<at::Tensor*> members;  ///< see members_
   };
 
   void check_copy(const torch::nn::Module& original, const ModulePtr& copy,
@@ -62,11 +63,17 @@ class ModuleCopies {
   Copy make_copy(const std::vector<ModulePtr>& modules, const std::vector<Identity>& parameters,
                  const std::vector<Identity>& buffers) const;
 
+  void tie_members(const Copy& copy, const std::vector<Identity>& parameters,
+                   const std::vector<Identity>& buffers, const at::Device& device) const;
+
   ModulePtr module_;
   std::vector<at::Device> devices_;
   std::source_location where_;
   std::vector<ModulePtr> modules_;
   std::vector<Identity> parameters_, buffers_;
+  /// The tensors with which the layers of modules_ compute, which need not be those that they have
+  /// registered: a program may tie them (head->weight = embedding->weight).
+  std::vector<at::Tensor*> members_;
   std::vector<Copy> copies_;
 };
 
