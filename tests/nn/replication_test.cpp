@@ -293,6 +293,21 @@ std::vector<SyncBatchNorm1d> two_copies(SyncBatchNorm1d bn) {
   return copies;
 }
 
+/// A moving average of the weights is such a clone.
+TEST(ReplicatedBatchNormTest, a_clone_of_a_replica_is_on_its_own) {
+  SyncBatchNorm1d bn(4);
+  bn->to(at::kDouble);
+  const auto copies = two_copies(bn);
+  const Tensor batch = rows(6).x;
+  BatchNorm1d reference(4);
+  reference->to(at::kDouble);
+  const Tensor expected = reference->forward(batch);
+  for (const auto& copy : copies) {
+    SyncBatchNorm1d clone(std::dynamic_pointer_cast<SyncBatchNorm1dImpl>(copy->clone()));
+    EXPECT_LE(difference(clone->forward(batch), expected), 1e-12);
+  }
+}
+
 TEST(ReplicatedBatchNormTest, half_precision_with_a_float_state) {
   for (const auto type : {at::kHalf, at::kBFloat16}) {
     const Tensor batch = Random(5).normal({12, 4}, type), dy = Random(6).normal({12, 4}, type);

@@ -35,6 +35,17 @@ class NamedLayer {
   std::source_location made_at_;
 };
 
+/// What a layer knows as one of the copies of a module. A copy of the layer is not one of these.
+struct ReplicaPlace {
+  ReplicaPlace() = default;
+  ReplicaPlace(const ReplicaPlace& /*other*/) {}
+  ReplicaPlace& operator=(const ReplicaPlace& /*other*/) { return *this; }  // NOLINT: keeps its own
+  ~ReplicaPlace() = default;
+
+  std::shared_ptr<ReplicaLink> link{};  ///< null if not a replica
+  Group group{};                        ///< of the thread that called on_replicate
+};
+
 /// Sets the name of every NamedLayer below `root`.
 void name_layers(const torch::nn::Module& root);
 
@@ -134,8 +145,7 @@ class SyncBatchNormImplBase
   Group resolve_group();
 
   std::int64_t n_nonfinite_batches_ = 0;
-  std::shared_ptr<detail::ReplicaLink> replica_;  // null if not a replica
-  Group replica_group_;                           // of the thread that called on_replicate
+  detail::ReplicaPlace replica_;
 };
 
 /// A TORCH_MODULE that passes on the caller's source line in construction and calls.

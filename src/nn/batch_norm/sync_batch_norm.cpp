@@ -151,9 +151,9 @@ Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::sour
                     this->options.eps());
   }
   const auto& o = this->options;
-  const bool is_replica = replica_ && !replica_->is_alone();
+  const bool is_replica = replica_.link && !replica_.link->is_alone();
   bool nonfinite = false;
-  const Group group = is_replica ? replica_group_ : resolve_group();
+  const Group group = is_replica ? replica_.group : resolve_group();
   lockstep::detail::Collective(*title_, group, is_of_a_program(where) ? where : made_at_).run([&] {
     check_dimensions(input, where);
   });
@@ -166,7 +166,7 @@ Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::sour
                          this->running_mean,
                          this->running_var,
                          o.on_nonfinite()},
-                        o, is_replica ? replica_.get() : nullptr, nonfinite);
+                        o, is_replica ? replica_.link.get() : nullptr, nonfinite);
   n_nonfinite_batches_ += nonfinite ? 1 : 0;
   return output;
 }
@@ -196,13 +196,13 @@ void SyncBatchNormImplBase<D, Derived>::pretty_print(std::ostream& stream) const
 
 template <std::size_t D, class Derived>
 void SyncBatchNormImplBase<D, Derived>::on_replicate(CallbackContext& context, int copy_id) {
-  replica_ = detail::ReplicaLink::join(context, copy_id);
-  replica_group_ = resolve_group();  // here, on the calling thread
+  replica_.link = detail::ReplicaLink::join(context, copy_id);
+  replica_.group = resolve_group();  // here, on the calling thread
 }
 
 template <std::size_t D, class Derived>
 void SyncBatchNormImplBase<D, Derived>::on_failure(const std::exception_ptr& error) {
-  if (replica_) replica_->fail(error);
+  if (replica_.link) replica_.link->fail(error);
 }
 
 template class SyncBatchNormImplBase<1, SyncBatchNorm1dImpl>;
