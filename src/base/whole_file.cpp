@@ -4,7 +4,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
+#include <climits>
 #include <cstdio>
 #include <system_error>
 #include <utility>
@@ -18,13 +21,49 @@ namespace {
   throw std::system_error(error_number, std::generic_category(), std::string(what) + " " + path);
 }
 
+/// The system would take what is in front of the NUL for the path.
+void refuse_nul(const std::string& path) {
+  const std::size_t nul = path.find('\0');
+  if (nul != std::string::npos) {
+    fail("expected a path without NUL, got one after", path.substr(0, nul), EINVAL);
+  }
+}
+
+/// The path that a chain of symbolic links leads to, which need not exist.
+std::string follow_links(std::string path) {
+  constexpr int kMostLinks = 40;  // the kernel's own limit
+  refuse_nul(path);
+  for (int i = 0; i < kMostLinks; ++i) {
+    std::array<char, PATH_MAX> target{};
+    const ssize_t n = ::readlink(path.c_str(), target.data(), target.size());
+    if (n < 0) return path;  // not a link, or nothing: errors are those of the open
+    const std::string to(target.data(), static_cast<std::size_t>(n));
+    const std::size_t slash = path.rfind('/');
+    const bool is_relative = !to.empty() && to.front() != '/' && slash != std::string::npos;
+    path = is_relative ? path.substr(0, slash + 1) + to : to;
+  }
+  fail("follow the links of", path, ELOOP);
+}
+
 /// Throws if a rename would replace something other than a regular file: a process reads what is
-/// written there, and would find a file the next time. Returns the path.
-std::string check_replaceable(std::string path) {
+/// written there, and would find a file the next time. Also if the system does not let this user
+/// follow a link there.
+void check_replaceable(const std::string& path) {
   struct stat there {};
-  if (::stat(path.c_str(), &there) != 0 || S_ISREG(there.st_mode)) return path;
+  if (::stat(path.c_str(), &there) != 0) {
+    if (errno == EACCES || errno == ELOOP) fail("write", path);
+    return;
+  }
+  if (S_ISREG(there.st_mode)) return;
   if (S_ISDIR(there.st_mode)) fail("write", path, EISDIR);
   fail("replace what is no regular file:", path, ENOTSUP);
+}
+
+/// The path to write for `path`.
+std::string replaceable(std::string path) {
+  refuse_nul(path);
+  check_replaceable(path);
+  return follow_links(std::move(path));
 }
 
 /// Never opens an existing file, nor the target of a link.
@@ -35,14 +74,14 @@ UniqueFd make(const std::string& part, mode_t mode) {
   return fd;
 }
 
-void bring_to_disk(int fd, const std::string& path) {
+void sync(int fd, const std::string& path) {
   if (::fsync(fd) != 0) fail("fsync", path);
 }
 
 }  // namespace
 
 WholeFile::WholeFile(std::string path, mode_t mode)
-    : path_(check_replaceable(std::move(path))), part_(path_ + ".part"), fd_(make(part_, mode)) {}
+    : path_(replaceable(std::move(path))), part_(path_ + ".part"), fd_(make(part_, mode)) {}
 
 WholeFile::~WholeFile() {
   if (!is_committed_) ::unlink(part_.c_str());
@@ -69,15 +108,39 @@ void WholeFile::commit() {
   is_committed_ = true;
 }
 
+void WholeFile::bring_to_disk() { sync(fd(), part_); }
+
 void WholeFile::commit_to_disk() {
-  bring_to_disk(fd(), part_);
+  bring_to_disk();
   commit();
   // The folder records the rename.
   const std::size_t slash = path_.rfind('/');
   const std::string folder = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
   const UniqueFd opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!opened) fail("open", folder);
-  bring_to_disk(opened.get(), folder);
+  sync(opened.get(), folder);
+}
+
+std::string read_regular_file(const std::string& path, const std::function<void()>& after_piece) {
+  refuse_nul(path);
+  // Without O_NONBLOCK, opening a FIFO waits for its writer.
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  struct stat status {};
+  if (!fd || ::fstat(fd.get(), &status) != 0) fail("open", path);
+  if (!S_ISREG(status.st_mode)) fail("read what is not a regular file:", path, ENOTSUP);
+  std::string bytes(static_cast<std::size_t>(status.st_size), '\0');
+  std::size_t n_read = 0;
+  while (n_read < bytes.size()) {
+    const ssize_t n =
+        ::read(fd.get(), bytes.data() + n_read, std::min(bytes.size() - n_read, kPiece));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) fail("read", path);
+    if (n == 0) break;
+    n_read += static_cast<std::size_t>(n);
+    if (after_piece) after_piece();
+  }
+  bytes.resize(n_read);
+  return bytes;
 }
 
 }  // namespace lockstep::base

@@ -2,7 +2,9 @@
 
 #include <sys/types.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 
@@ -12,8 +14,9 @@ namespace lockstep::base {
 
 /// A file replaced atomically: written as `path`.part and renamed, so readers of `path` see the old
 /// or the complete new file. Removed unless committed; the next writer replaces a file left by a
-/// kill. Does not replace anything but a regular file (a device, a FIFO, a folder). One writer per
-/// path at a time. All members throw std::system_error: EFBIG rather than SIGXFSZ.
+/// kill. A symbolic link is kept: the file that it leads to is replaced. Does not replace anything
+/// but a regular file (a device, a FIFO, a folder). One writer per path at a time. All members throw
+/// std::system_error: EFBIG rather than SIGXFSZ.
 class WholeFile {
  public:
   WholeFile(std::string path, mode_t mode);
@@ -23,6 +26,8 @@ class WholeFile {
 
   int fd() const noexcept { return fd_.get(); }
   void write(std::string_view bytes);
+  /// What is written so far reaches the disk.
+  void bring_to_disk();
   void commit();
   /// The same; when it returns, the file survives a power failure.
   void commit_to_disk();
@@ -34,5 +39,14 @@ class WholeFile {
   std::uint64_t n_bytes_ = 0;
   bool is_committed_ = false;
 };
+
+/// Long files are read, and should be written, in pieces of this size, so that the caller can tell
+/// others after each that it is at work.
+inline constexpr std::size_t kPiece = std::size_t{16} << 20U;
+
+/// The contents of a regular file. Throws std::system_error, also for anything else (opening a FIFO
+/// would wait for its writer). Calls after_piece, if given, after every kPiece bytes.
+std::string read_regular_file(const std::string& path,
+                              const std::function<void()>& after_piece = {});
 
 }  // namespace lockstep::base

@@ -144,5 +144,57 @@ TEST_F(WholeFileTest, a_limit_on_the_size_of_files_is_an_error) {
   EXPECT_EQ(status, 0);  // SIGXFSZ is 25
 }
 
+TEST_F(WholeFileTest, a_symbolic_link_is_kept_and_its_target_replaced) {
+  fs::create_directory(path("runs"));
+  fs::create_symlink("runs/3", path("latest"));          // to nothing yet
+  fs::create_symlink(path("latest"), path("absolute"));  // to another link
+  for (const char* name : {"latest", "latest", "absolute"}) {
+    save_as(name);
+    EXPECT_TRUE(fs::is_symlink(path(name))) << name;
+    EXPECT_TRUE(fs::is_regular_file(path("runs/3"))) << name;
+    EXPECT_EQ(contents("runs/3"), "new");
+    fs::remove(path("runs/3"));
+  }
+  EXPECT_EQ(n_files(), 3) << "nothing is left beside the links";
+  EXPECT_TRUE(fs::is_empty(path("runs")));
+  fs::create_symlink("loop", path("loop"));
+  try {
+    save_as("loop");
+    ADD_FAILURE() << "no error";
+  } catch (const std::system_error& error) {
+    EXPECT_EQ(error.code().value(), ELOOP) << error.what();
+  }
+}
+
+TEST_F(WholeFileTest, a_path_with_a_nul_is_refused) {
+  std::string cut = path("result");
+  cut += '\0';
+  try {
+    WholeFile file(cut + "more", /*mode=*/0600);
+    ADD_FAILURE() << "no error";
+  } catch (const std::system_error& error) {
+    EXPECT_EQ(error.code().value(), EINVAL) << error.what();
+  }
+  EXPECT_THROW(read_regular_file(cut), std::system_error);
+  EXPECT_EQ(n_files(), 0);
+}
+
+TEST_F(WholeFileTest, only_a_regular_file_is_read) {
+  save("text");
+  EXPECT_EQ(read_regular_file(path("result")), "text");
+  ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
+  fs::create_directory(path("folder"));
+  for (const char* name : {"fifo", "folder"}) {
+    try {
+      read_regular_file(path(name));
+      ADD_FAILURE() << "no error: " << name;
+    } catch (const std::system_error& error) {
+      EXPECT_NE(std::string(error.what()).find("not a regular file"), std::string::npos)
+          << error.what();
+    }
+  }
+  EXPECT_THROW(read_regular_file(path("none")), std::system_error);
+}
+
 }  // namespace
 }  // namespace lockstep::base
