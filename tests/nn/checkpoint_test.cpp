@@ -12,9 +12,16 @@
 #include <lockstep/nn/distributed_data_parallel.hpp>
 #include <lockstep/nn/distributed_sampler.hpp>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <initializer_list>
+#include <limits>
+#include <map>
+#include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "helpers.hpp"
@@ -24,6 +31,7 @@ namespace {
 
 /// Set in a process that shall stand still inside its first long write.
 bool stops_in_a_long_write = false;
+std::chrono::milliseconds time_per_mib{0};
 constexpr std::size_t kLongWrite = 50'000;
 
 }  // namespace
@@ -34,6 +42,7 @@ extern "C" ssize_t write(int fd, const void* data, std::size_t n_bytes) {
     ::syscall(SYS_write, fd, data, kLongWrite);
     for (;;) ::pause();
   }
+  std::this_thread::sleep_for(time_per_mib * (n_bytes >> 20U));
   return ::syscall(SYS_write, fd, data, n_bytes);
 }
 
@@ -288,6 +297,267 @@ TEST_F(CheckpointTest, a_training_goes_on_with_the_same_bits) {
     save_training(file, {model, *resumed.net, resumed.net});
     load_training(file, {model, *resumed.net, resumed.net});
   });
+}
+
+using torch::nn::Linear;
+
+/// Two layers and an optimizer that has momenta.
+struct TwoLayers {
+  torch::nn::Sequential net{Linear(4, 8), torch::nn::ReLU(), Linear(8, 2)};
+  torch::optim::SGD optimizer{net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)};
+  TwoLayers() { step(); }
+  void step() {
+    optimizer.zero_grad();
+    net->forward(torch::ones({2, 4})).sum().backward();
+    optimizer.step();
+  }
+};
+
+/// Every value in the archive, as text.
+void collect_values(torch::serialize::InputArchive& archive, const std::string& prefix,
+                    std::map<std::string, std::string>& values) {
+  for (const std::string& key : archive.keys()) {
+    c10::IValue value;
+    torch::serialize::InputArchive child;
+    std::ostringstream text;
+    if (archive.try_read(key, child)) {
+      collect_values(child, prefix + "." + key, values);
+    } else if (archive.try_read(key, value)) {
+      text << value;
+      values[prefix + "." + key] = text.str();
+    }
+  }
+}
+
+/// Loads into the parts, and returns what the UsageError says. Expects that it names this file, that
+/// nothing is changed, and that all ranks get it.
+std::string refusal_of(const std::string& file, std::initializer_list<TrainingPart> parts) {
+  const auto saved = [&] {
+    std::map<std::string, std::string> values;
+    for (const TrainingPart& part : parts) {
+      torch::serialize::OutputArchive archive;
+      part.save(archive);
+      std::stringstream stream;
+      archive.save_to(stream);
+      torch::serialize::InputArchive all;
+      all.load_from(stream);
+      collect_values(all, std::to_string(values.size()), values);
+    }
+    return values;
+  };
+  const auto before = saved();
+  std::string text = "no error";
+  try {
+    load_training(file, parts);
+  } catch (const UsageError& error) {
+    text = error.text();
+    EXPECT_NE(std::string(error.context().where.file_name()).find("checkpoint_test.cpp"),
+              std::string::npos);
+    EXPECT_EQ(error.context().operation, "load_training");
+  }
+  EXPECT_TRUE(saved() == before) << text;
+  for (const char* raw : {"INTERNAL ASSERT", "frame #", "report a bug"}) {
+    EXPECT_EQ(text.find(raw), std::string::npos) << text;
+  }
+  barrier();
+  return text;
+}
+
+void expect_in(const std::string& text, std::initializer_list<const char*> parts) {
+  for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+TEST_F(CheckpointTest, another_architecture_is_refused_and_nothing_is_changed) {
+  const std::string file = path("training.pt");
+  on_ranks(2, [&](int) {
+    TwoLayers training;
+    save_training(file, {training.net});
+    const auto load = [&](auto... layers) {
+      torch::nn::Sequential other(layers...);
+      return refusal_of(file, {other});
+    };
+    expect_in(load(Linear(4, 9), torch::nn::ReLU(), Linear(9, 2)),
+              {"'0.weight'", "[8, 4]", "[9, 4]", "part 0, a module"});
+    expect_in(load(Linear(4, 8), torch::nn::ReLU(), Linear(8, 3)),
+              {"'2.weight'", "[2, 8]", "[3, 8]"});
+    expect_in(load(Linear(4, 8)), {"the file has '2.bias', Float [2], which this module does not have"});
+    expect_in(load(Linear(4, 8), torch::nn::ReLU(), Linear(8, 2), Linear(2, 1)),
+              {"does not have '3.weight'", "[1, 2]"});
+    torch::nn::Sequential doubles(Linear(4, 8), torch::nn::ReLU(), Linear(8, 2));
+    doubles->to(torch::kDouble);
+    expect_in(refusal_of(file, {doubles}), {"'0.weight'", "Float", "Double"});
+    load_training(file, {training.net});
+  });
+}
+
+TEST_F(CheckpointTest, another_optimizer_is_refused_and_nothing_is_changed) {
+  const std::string file = path("training.pt");
+  const std::string alone = path("optimizer.pt");
+  const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
+  on_ranks(2, [&](int) {
+    TwoLayers training;
+    save_training(file, {training.net, training.optimizer});
+    save_training(alone, {training.optimizer});
+    TwoLayers other;
+    auto parameters = other.net->parameters();
+    std::reverse(parameters.begin(), parameters.end());
+    torch::optim::SGD reversed(parameters, options);
+    expect_in(refusal_of(file, {other.net, reversed}),
+              {"part 1, an optimizer", "parameter 0", "'0.weight' of part 0, Float [8, 4]", "'2.bias' of part 0, Float [2]"});
+    expect_in(refusal_of(alone, {reversed}), {"part 0, an optimizer", "[8, 4]", "[2]"});
+    torch::optim::SGD fewer({parameters[0]}, options);
+    expect_in(refusal_of(file, {other.net, fewer}), {"4 parameters", "expected 1"});
+    const auto in_order = other.net->parameters();
+    torch::optim::SGD two_groups({in_order[0]}, options);
+    two_groups.add_param_group({{in_order[1], in_order[2], in_order[3]}});
+    expect_in(refusal_of(file, {other.net, two_groups}), {"parameter group"});
+    torch::optim::Adam adam(other.net->parameters(), torch::optim::AdamOptions(0.1));
+    expect_in(refusal_of(file, {other.net, adam}), {"momentum", "betas"});
+
+    // Of the same values, what comes next is the same.
+    load_training(file, {training.net, training.optimizer});
+    load_training(file, {other.net, other.optimizer});
+    training.step();
+    other.step();
+    for (const auto& item : training.net->named_parameters()) {
+      EXPECT_TRUE(item->equal(other.net->named_parameters()[item.key()])) << item.key();
+    }
+  });
+}
+
+/// A part that changes before it fails.
+struct Fragile {
+  std::int64_t value = 1;
+  bool fails = false;
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("value", c10::IValue(value));
+  }
+  void load(torch::serialize::InputArchive& archive) {
+    c10::IValue saved;
+    archive.read("value", saved);
+    value = saved.toInt();
+    if (std::exchange(fails, false)) throw std::runtime_error("too fragile");
+  }
+};
+
+TEST_F(CheckpointTest, what_fails_last_changes_nothing_on_any_rank) {
+  const std::string file = path("training.pt");
+  on_ranks(2, [&](int rank) {
+    TwoLayers training;
+    Fragile fragile{.value = 7};
+    int epoch = 3;
+    save_training(file, {training.net, training.optimizer, epoch, fragile});
+    TwoLayers other;
+    Fragile mine{.fails = rank == 1};
+    int mine_epoch = 1;
+    expect_in(refusal_of(file, {other.net, other.optimizer, mine_epoch, mine}),
+              {"rank 1", "part 3, an object", "too fragile"});
+    load_training(file, {other.net, other.optimizer, mine_epoch, mine});
+    EXPECT_EQ(mine.value, 7);
+    EXPECT_EQ(mine_epoch, 3);
+
+    // Nor does a rank whose net is another.
+    torch::nn::Sequential wider(Linear(4, 9), torch::nn::ReLU(), Linear(9, 2));
+    save_training(file, {training.net});
+    expect_in(rank == 0 ? refusal_of(file, {training.net}) : refusal_of(file, {wider}),
+              {"rank 1", "'0.weight'", "[8, 4]", "[9, 4]"});
+  });
+}
+
+template <class From, class To>
+std::string load_number_as(const std::string& file, From from, To to) {
+  save_training(file, {from});
+  return refusal_of(file, {to});
+}
+template <class From, class To>
+void expect_loads_as(const std::string& file, From from, To expected) {
+  save_training(file, {from});
+  To got{};
+  load_training(file, {got});
+  EXPECT_EQ(got, expected);
+}
+
+TEST_F(CheckpointTest, a_number_that_does_not_fit_is_refused) {
+  const std::string file = path("number.pt");
+  constexpr auto kLarge = std::numeric_limits<std::uint64_t>::max() - 5;
+  expect_in(load_number_as(file, std::int64_t{5'000'000'000}, 3),
+            {"5000000000", "int", "2147483647", "part 0, a number"});
+  expect_in(load_number_as(file, 200, std::int8_t{0}), {"200", "127"});
+  expect_in(load_number_as(file, -1, std::size_t{0}), {"-1"});
+  expect_in(load_number_as(file, kLarge, std::int64_t{0}), {"18446744073709551610"});
+  expect_in(load_number_as(file, 2, false), {"2"});
+  expect_in(load_number_as(file, 0.5, 3), {"0.5"});
+  expect_in(load_number_as(file, 0.1, 3.F), {"0.1"});
+  expect_in(load_number_as(file, 1e300, 3.F), {"1e+300"});
+  expect_in(load_number_as(file, std::int64_t{1} << 60 | 1, 3.), {"1152921504606846977"});
+  expect_loads_as(file, kLarge, kLarge);
+  expect_loads_as(file, std::int64_t{-5'000'000'000}, std::int64_t{-5'000'000'000});
+  expect_loads_as(file, true, true);
+  expect_loads_as(file, 3, 3.0);
+  expect_loads_as(file, 0.25F, 0.25);
+  expect_loads_as(file, 0.25, 0.25F);
+}
+
+TEST_F(CheckpointTest, a_callback_of_load_checkpoint_fails_as_a_usage_error) {
+  const std::string file = path("training.pt");
+  save_checkpoint(file, [](auto& archive) { archive.write("value", at::ones({1})); });
+  const std::string text = usage_error([&] {
+    load_checkpoint(file, [](auto& archive) {
+      Tensor tensor;
+      archive.read("other", tensor);
+    });
+  });
+  expect_in(text, {file.c_str(), "other"});
+  EXPECT_EQ(text.find("frame #"), std::string::npos) << text;
+}
+
+TEST_F(CheckpointTest, only_a_regular_file_is_read) {
+  const std::string fifo = path("fifo");
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  std::filesystem::create_directory(path("folder"));
+  on_ranks(2, [&](int) {
+    int epoch = 0;
+    expect_in(refusal_of(fifo, {epoch}), {"fifo", "not a regular file"});
+    expect_in(refusal_of(path("folder"), {epoch}), {"folder", "not a regular file"});
+    expect_in(refusal_of(path("none"), {epoch}), {"none", "No such file"});
+  });
+}
+
+TEST_F(CheckpointTest, a_link_stays_one) {
+  std::filesystem::create_directory(path("runs"));
+  std::filesystem::create_symlink("runs/3.pt", path("latest.pt"));
+  int epoch = 3;
+  for (int i = 0; i < 2; ++i) {  // the target is made, then replaced
+    save_training(path("latest.pt"), {epoch});
+    EXPECT_TRUE(std::filesystem::is_symlink(path("latest.pt")));
+    EXPECT_TRUE(std::filesystem::is_regular_file(path("runs/3.pt")));
+    epoch = 4;
+  }
+  int loaded = 0;
+  load_training(path("runs/3.pt"), {loaded});
+  EXPECT_EQ(loaded, 4);
+}
+
+TEST_F(CheckpointTest, a_path_with_a_nul_is_refused) {
+  std::string file = path("training.pt");
+  file += '\0';
+  file += "more";
+  int epoch = 3;
+  expect_in(usage_error([&] { save_training(file, {epoch}); }), {"NUL"});
+  expect_in(refusal_of(file, {epoch}), {"NUL"});
+  EXPECT_EQ(files(), std::vector<std::string>{});
+}
+
+/// 72 MiB take longer to write than an operation may.
+TEST_F(CheckpointTest, peers_wait_as_long_as_rank_0_writes) {
+  const std::string file = path("training.pt");
+  time_per_mib = std::chrono::milliseconds(70);
+  run_ranks(
+      2,
+      [&](int) { save_checkpoint(file, [](auto& archive) { write_zeros(archive, 18 << 20); }); },
+      {.timeout = std::chrono::seconds(4)});
+  time_per_mib = {};
+  EXPECT_EQ(n_zeros_in(file), 18 << 20);
 }
 
 }  // namespace
