@@ -329,8 +329,8 @@ void collect_values(torch::serialize::InputArchive& archive, const std::string& 
   }
 }
 
-/// Loads into the parts, and returns what the UsageError says. Expects that it names this file, that
-/// nothing is changed, and that all ranks get it.
+/// Loads into the parts, and returns what the UsageError says. Expects that it names this file,
+/// that nothing is changed, and that all ranks get it.
 std::string refusal_of(const std::string& file, std::initializer_list<TrainingPart> parts) {
   const auto saved = [&] {
     std::map<std::string, std::string> values;
@@ -380,7 +380,8 @@ TEST_F(CheckpointTest, another_architecture_is_refused_and_nothing_is_changed) {
               {"'0.weight'", "[8, 4]", "[9, 4]", "part 0, a module"});
     expect_in(load(Linear(4, 8), torch::nn::ReLU(), Linear(8, 3)),
               {"'2.weight'", "[2, 8]", "[3, 8]"});
-    expect_in(load(Linear(4, 8)), {"the file has '2.bias', Float [2], which this module does not have"});
+    expect_in(load(Linear(4, 8)),
+              {"the file has '2.bias', Float [2], which this module does not have"});
     expect_in(load(Linear(4, 8), torch::nn::ReLU(), Linear(8, 2), Linear(2, 1)),
               {"does not have '3.weight'", "[1, 2]"});
     torch::nn::Sequential doubles(Linear(4, 8), torch::nn::ReLU(), Linear(8, 2));
@@ -403,7 +404,8 @@ TEST_F(CheckpointTest, another_optimizer_is_refused_and_nothing_is_changed) {
     std::reverse(parameters.begin(), parameters.end());
     torch::optim::SGD reversed(parameters, options);
     expect_in(refusal_of(file, {other.net, reversed}),
-              {"part 1, an optimizer", "parameter 0", "'0.weight' of part 0, Float [8, 4]", "'2.bias' of part 0, Float [2]"});
+              {"part 1, an optimizer", "parameter 0", "'0.weight' of part 0, Float [8, 4]",
+               "'2.bias' of part 0, Float [2]"});
     expect_in(refusal_of(alone, {reversed}), {"part 0, an optimizer", "[8, 4]", "[2]"});
     torch::optim::SGD fewer({parameters[0]}, options);
     expect_in(refusal_of(file, {other.net, fewer}), {"4 parameters", "expected 1"});
@@ -553,8 +555,7 @@ TEST_F(CheckpointTest, peers_wait_as_long_as_rank_0_writes) {
   const std::string file = path("training.pt");
   time_per_mib = std::chrono::milliseconds(70);
   run_ranks(
-      2,
-      [&](int) { save_checkpoint(file, [](auto& archive) { write_zeros(archive, 18 << 20); }); },
+      2, [&](int) { save_checkpoint(file, [](auto& archive) { write_zeros(archive, 18 << 20); }); },
       {.timeout = std::chrono::seconds(4)});
   time_per_mib = {};
   EXPECT_EQ(n_zeros_in(file), 18 << 20);

@@ -222,8 +222,8 @@ struct ListImpl : torch::nn::ModuleListImpl {
 struct DictImpl : torch::nn::ModuleDictImpl {
   DictImpl() {
     head = register_module("head", torch::nn::Sequential(torch::nn::BatchNorm1d(4)));
-    update(std::vector<std::pair<std::string, ModulePtr>>{
-        {"lin", torch::nn::Linear(4, 4).ptr()}, {"bn", torch::nn::BatchNorm1d(4).ptr()}});
+    update(std::vector<std::pair<std::string, ModulePtr>>{{"lin", torch::nn::Linear(4, 4).ptr()},
+                                                          {"bn", torch::nn::BatchNorm1d(4).ptr()}});
   }
   torch::nn::Sequential head{nullptr};
 };

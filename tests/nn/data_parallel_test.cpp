@@ -630,8 +630,8 @@ TEST(DataParallelTest, a_thousand_mixed_steps_neither_hang_nor_grow) {
 }
 
 /// The head's weight is the embedding's, as in language models.
-struct TiedImpl : torch::nn::Cloneable<TiedImpl> {
-  TiedImpl() { TiedImpl::reset(); }
+struct TiedWeightsImpl : torch::nn::Cloneable<TiedWeightsImpl> {
+  TiedWeightsImpl() { TiedWeightsImpl::reset(); }
   void reset() override {
     embedding = register_module("embedding", Embedding(7, 4));
     head = register_module("head", Linear(LinearOptions(4, 7).bias(false)));
@@ -641,10 +641,10 @@ struct TiedImpl : torch::nn::Cloneable<TiedImpl> {
   Embedding embedding{nullptr};
   Linear head{nullptr};
 };
-TORCH_MODULE(Tied);
+TORCH_MODULE(TiedWeights);
 
 TEST(DataParallelTest, tied_weights_stay_tied) {
-  Tied net;
+  TiedWeights net;
   net->to(at::kDouble);
   DataParallel model(net, cpus(2));
   const Tensor x = at::arange(7);

@@ -27,11 +27,11 @@ namespace lockstep::nn {
 /// after a crash or power failure (written to `path`.part, synced to disk, then renamed). If `path`
 /// is a symbolic link, it stays one, and all this is done to the file that it leads to. The archive
 /// is followed by a checksum, which load_checkpoint verifies; torch::load and Python's
-/// torch.jit.load can read the file too. Collective; returns on every rank when the file is on disk.
-/// The other ranks wait as long as rank 0 is at work: the group's timeout is the limit of each of
-/// its steps (`write`, the serialisation, every 16 MiB that reach the disk). If `write` or the file
-/// system fails, throws UsageError on every rank with rank 0's reason; `path` is unchanged and the
-/// group stays usable.
+/// torch.jit.load can read the file too. Collective; returns on every rank when the file is on
+/// disk. The other ranks wait as long as rank 0 is at work: the group's timeout is the limit of
+/// each of its steps (`write`, the serialisation, every 16 MiB that reach the disk). If `write` or
+/// the file system fails, throws UsageError on every rank with rank 0's reason; `path` is unchanged
+/// and the group stays usable.
 void save_checkpoint(const std::string& path,
                      const std::function<void(torch::serialize::OutputArchive&)>& write,
                      const Group& group = default_group(),
@@ -85,7 +85,8 @@ T number_as(const Number& number) {
           if (fits) return to;
         }
         using Limits = std::numeric_limits<T>;
-        throw_does_not_fit(number, typeid(T), number_of(Limits::lowest()), number_of(Limits::max()));
+        throw_does_not_fit(number, typeid(T), number_of(Limits::lowest()),
+                           number_of(Limits::max()));
       },
       number);
 }
@@ -152,10 +153,10 @@ class TrainingPart {
 /// Both are collective. If all ranks have the same state (assert_in_sync), training resumes bitwise
 /// identically; learning rates are part of the optimizer.
 /// load_training throws UsageError on every rank, and then no part is changed on any, if the file
-/// does not have these parts in this order, or if on one rank a parameter or buffer has another name,
-/// shape or type; an optimizer is of another kind or has other parameters, or has them in another
-/// order; a number does not fit its type; or a part's own load throws. To be able to undo, it keeps a
-/// copy of the parts while it loads.
+/// does not have these parts in this order, or if on one rank a parameter or buffer has another
+/// name, shape or type; an optimizer is of another kind or has other parameters, or has them in
+/// another order; a number does not fit its type; or a part's own load throws. To be able to undo,
+/// it keeps a copy of the parts while it loads.
 void save_training(const std::string& path, std::initializer_list<TrainingPart> parts,
                    const Group& group = default_group(),
                    std::source_location where = std::source_location::current());

@@ -104,9 +104,10 @@ T gather(const Cut& cut, std::vector<T> parts) {
 /// statistics of a BatchNorm) are copied to the module's own buffers, those by other copies are
 /// lost. Changes of the training flag and changed or replaced parameters and submodules take effect
 /// at the next forward; for other members call refresh(). What forward writes to members that are
-/// not buffers stays in the copy. Copies are made with Module::clone. Weights of torch's layers that
-/// are tied by assignment (head->weight = embedding->weight) are tied in the copies too; any other
-/// member that holds a tensor is what clone() makes of it, so register the tensors of your classes.
+/// not buffers stays in the copy. Copies are made with Module::clone. Weights of torch's layers
+/// that are tied by assignment (head->weight = embedding->weight) are tied in the copies too; any
+/// other member that holds a tensor is what clone() makes of it, so register the tensors of your
+/// classes.
 ///
 /// ReplicationCallbacks are called before every forward of two or more chunks, so SyncBatchNorm
 /// (convert_sync_batchnorm) normalises over the whole batch, in backward too. All copies must call

@@ -33,8 +33,8 @@ struct DistributedSamplerOptions {
 /// A data loader resets it in begin(): every pass is one epoch, starting with 0. Copies are one
 /// sampler: they share epoch and position, so that set_epoch, save and load of the sampler that a
 /// loader was given are about the loader's copy. After load the next pass is the rest of the epoch
-/// that was saved. A loader with workers takes batches before it returns them: those count as taken.
-/// Threads: one at a time, for all copies.
+/// that was saved. A loader with workers takes batches before it returns them: those count as
+/// taken. Threads: one at a time, for all copies.
 class DistributedSampler : public torch::data::samplers::Sampler<> {
  public:
   explicit DistributedSampler(std::size_t size, const DistributedSamplerOptions& options = {});

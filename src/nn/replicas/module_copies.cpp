@@ -69,12 +69,12 @@ bool add_members(Module& module, std::vector<Tensor*>& members) {
   auto* const layer = dynamic_cast<Layer*>(&module);
   if (layer == nullptr) return false;
   if constexpr (requires { layer->in_proj_weight; }) {
-    members.insert(members.end(), {&layer->in_proj_weight, &layer->in_proj_bias, &layer->bias_k,
-                                   &layer->bias_v, &layer->q_proj_weight, &layer->k_proj_weight,
-                                   &layer->v_proj_weight});
+    members.insert(members.end(),
+                   {&layer->in_proj_weight, &layer->in_proj_bias, &layer->bias_k, &layer->bias_v,
+                    &layer->q_proj_weight, &layer->k_proj_weight, &layer->v_proj_weight});
   } else if constexpr (requires { layer->weight_ih; }) {
-    members.insert(members.end(), {&layer->weight_ih, &layer->weight_hh, &layer->bias_ih,
-                                   &layer->bias_hh});
+    members.insert(members.end(),
+                   {&layer->weight_ih, &layer->weight_hh, &layer->bias_ih, &layer->bias_hh});
   } else {
     members.push_back(&layer->weight);
     if constexpr (requires { layer->bias; }) members.push_back(&layer->bias);

@@ -1,34 +1,24 @@
 #include <lockstep/nn/checkpoint.hpp>
 
-#include <ATen/ATen.h>
-#include <c10/util/Exception.h>
-#include <c10/util/Type.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/objects.hpp>
-#include <map>
 #include <optional>
-#include <sstream>
+#include <span>
+#include <stdexcept>
 #include <string_view>
-#include <utility>
-#include <vector>
 
-#include "base/exception.hpp"
 #include "base/whole_file.hpp"
 #include "nn/error.hpp"
+#include "nn/tensors/checkpoint_file.hpp"
 #include "nn/tensors/hash.hpp"
 
 namespace lockstep::nn {
 namespace {
-
-using torch::serialize::InputArchive;
-using torch::serialize::OutputArchive;
 
 /// Written by save_checkpoint after the archive: archive readers search backwards for its end and
 /// skip this.
@@ -53,25 +43,6 @@ void check_footer(const std::string& path, const std::string& bytes) {
   throw std::runtime_error(path + " is damaged: its bytes differ from those that were saved");
 }
 
-/// What f throws, in one sentence; nullopt if it does not.
-template <class F>
-std::optional<std::string> failure_of(F f) {
-  try {
-    f();
-    return std::nullopt;
-  } catch (const c10::Error& error) {
-    // "exists INTERNAL ASSERT FAILED at ..., please report a bug to PyTorch"
-    const std::string text = error.what_without_backtrace();
-    const std::size_t assertion = text.find(" INTERNAL ASSERT FAILED");
-    if (assertion == std::string::npos) return text;
-    return "its contents are not what libtorch expects: " + text.substr(0, assertion);
-  } catch (const Error& error) {
-    return error.text();
-  } catch (...) {
-    return base::text_of(std::current_exception());
-  }
-}
-
 /// Runs f on rank 0; throws its failure on every rank. The others wait as long as f goes on: it is
 /// given a function to call after each step, and the group's timeout is the limit of a step.
 template <class F>
@@ -84,7 +55,7 @@ void on_rank_0(const char* operation, const Group& group, std::source_location w
   std::optional<std::string> failure;
   std::int32_t state = kDone;
   if (group.rank() == 0) {
-    failure = failure_of([&] { f([&] { agree_on(kWorking); }); });
+    failure = failure_text([&] { f([&] { agree_on(kWorking); }); });
     state = agree_on(failure ? kFailed : kDone);
   } else {
     while ((state = agree_on(kWorking)) == kWorking) continue;
@@ -95,37 +66,14 @@ void on_rank_0(const char* operation, const Group& group, std::source_location w
                    (group.size() == 1 ? "" : "rank 0 failed: ") + failure.value_or(""));
 }
 
-/// "a module, an optimizer": each kind is a letter.
-std::string describe_parts(std::string_view kinds) {
-  std::string text;
-  for (const char kind : kinds) {
-    if (!text.empty()) text += ", ";
-    switch (kind) {
-      case 'm': text += "a module"; break;
-      case 'o': text += "an optimizer"; break;
-      case 'n': text += "a number"; break;
-      default: text += "an object";
-    }
-  }
-  return text.empty() ? "nothing" : text;
-}
+}  // namespace
 
-/// Its bytes, as a file has them.
-template <class F>
-std::string bytes_of(F write) {
-  OutputArchive archive;
-  write(archive);
-  std::ostringstream stream;
-  archive.save_to(stream);
-  return std::move(stream).str();
-}
-
-void save(const char* operation, const std::string& path,
-          const std::function<void(OutputArchive&)>& write, const Group& group,
-          std::source_location where) {
+void save_archive(const char* operation, const std::string& path,
+                  const std::function<void(torch::serialize::OutputArchive&)>& write,
+                  const Group& group, std::source_location where) {
   on_rank_0(operation, group, where, [&](const auto& is_working) {
     base::WholeFile file(path, /*mode=*/0666);
-    std::string bytes = bytes_of([&](OutputArchive& archive) {
+    std::string bytes = archive_bytes([&](torch::serialize::OutputArchive& archive) {
       write(archive);
       is_working();
     });
@@ -142,9 +90,8 @@ void save(const char* operation, const std::string& path,
   });
 }
 
-/// The contents of rank 0's file, on every rank.
-std::string read(const char* operation, const std::string& path, const Group& group,
-                 std::source_location where) {
+std::string read_archive(const char* operation, const std::string& path, const Group& group,
+                         std::source_location where) {
   std::string bytes;
   on_rank_0(operation, group, where, [&](const auto& is_working) {
     bytes = base::read_regular_file(path, is_working);
@@ -154,364 +101,35 @@ std::string read(const char* operation, const std::string& path, const Group& gr
   return bytes;
 }
 
-/// Tensors are made on `device`; nullopt: where they were saved.
-InputArchive parse(const std::string& bytes, c10::optional<at::Device> device = c10::nullopt) {
-  InputArchive archive;
-  const auto failure = failure_of([&] { archive.load_from(bytes.data(), bytes.size(), device); });
+torch::serialize::InputArchive parse_archive(const std::string& bytes,
+                                             c10::optional<c10::Device> device) {
+  torch::serialize::InputArchive archive;
+  const auto failure = failure_text([&] { archive.load_from(bytes.data(), bytes.size(), device); });
   if (failure) throw std::runtime_error("not an archive of torch::save: " + *failure);
   return archive;
 }
 
-using NamedTensors = std::map<std::string, at::Tensor>;
-
-/// By their dotted names.
-void collect_tensors(InputArchive& archive, const std::string& prefix, NamedTensors& tensors) {
-  for (const std::string& key : archive.keys()) {
-    at::Tensor tensor;
-    InputArchive child;
-    // An archive does not tell which of its tensors are buffers: try both.
-    if (archive.try_read(key, tensor) || archive.try_read(key, tensor, /*is_buffer=*/true)) {
-      tensors.emplace(prefix + key, tensor);
-    } else if (archive.try_read(key, child)) {
-      collect_tensors(child, prefix + key + ".", tensors);
-    }
-  }
-}
-
-NamedTensors tensors_of(InputArchive& archive) {
-  NamedTensors tensors;
-  collect_tensors(archive, "", tensors);
-  return tensors;
-}
-
-/// In the module's order: an error then names a weight before its bias.
-std::vector<std::pair<std::string, at::Tensor>> tensors_of(const torch::nn::Module& module) {
-  auto tensors = module.named_parameters().pairs();
-  const auto buffers = module.named_buffers().pairs();
-  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
-  return tensors;
-}
-
-std::string shape_of(const at::Tensor& tensor) {
-  return fmt::format("{} [{}]", c10::toString(tensor.scalar_type()),
-                     fmt::join(tensor.sizes().vec(), ", "));
-}
-
-/// Module::load takes any shape, and ignores what the module does not have. `now`: the module,
-/// saved; a class may save other tensors than its parameters and buffers, and judges those itself.
-void check_module(const torch::nn::Module& module, InputArchive& now, InputArchive& file) {
-  const NamedTensors all_now = tensors_of(now);
-  const NamedTensors in_file = tensors_of(file);
-  for (const auto& [name, mine] : tensors_of(module)) {
-    if (all_now.count(name) == 0) continue;  // the class does not save it
-    const auto theirs = in_file.find(name);
-    if (theirs == in_file.end()) {
-      throw std::runtime_error(fmt::format(
-          "the file does not have '{}', which is {} in this module", name, shape_of(mine)));
-    }
-    if (mine.sizes() != theirs->second.sizes() ||
-        mine.scalar_type() != theirs->second.scalar_type()) {
-      throw std::runtime_error(fmt::format("'{}' is {} in the file, and {} in this module", name,
-                                           shape_of(theirs->second), shape_of(mine)));
-    }
-  }
-  for (const auto& [name, theirs] : in_file) {
-    if (all_now.count(name) != 0) continue;
-    throw std::runtime_error(fmt::format(
-        "the file has '{}', {}, which this module does not have", name, shape_of(theirs)));
-  }
-}
-
-/// An optimizer's parameters, in its order.
-struct OptimizedParameters {
-  std::vector<std::string> names;  ///< empty if in none of the parts
-  std::vector<std::string> shapes;
-};
-
-OptimizedParameters parameters_of(const torch::optim::Optimizer& optimizer,
-                                  std::initializer_list<TrainingPart> parts) {
-  std::map<const void*, std::string> names;
-  std::size_t i_part = 0;
-  for (const TrainingPart& part : parts) {
-    const std::size_t i = i_part++;
-    if (part.module() == nullptr) continue;
-    for (const auto& item : part.module()->named_parameters()) {
-      names.emplace(item.value().unsafeGetTensorImpl(),
-                    fmt::format("'{}' of part {}", item.key(), i));
-    }
-  }
-  OptimizedParameters result;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      const auto name = names.find(parameter.unsafeGetTensorImpl());
-      result.names.push_back(name == names.end() ? "" : name->second);
-      result.shapes.push_back(shape_of(parameter));
-    }
-  }
-  return result;
-}
-
-c10::IValue list_of(const std::vector<std::string>& texts) {
-  c10::List<std::string> list;
-  for (const std::string& text : texts) list.push_back(text);
-  return list;
-}
-
-/// nullopt in an older file.
-std::optional<std::vector<std::string>> read_texts(InputArchive& archive, const char* key) {
-  c10::IValue value;
-  if (!archive.try_read(key, value)) return std::nullopt;
-  std::vector<std::string> texts;
-  for (const c10::IValue& text : value.toListRef()) texts.push_back(text.toStringRef());
-  return texts;
-}
-
-/// The names of the options of every parameter group.
-std::vector<std::string> option_names(InputArchive& optimizer) {
-  std::vector<std::string> names;
-  InputArchive options;
-  for (int i = 0; optimizer.try_read(fmt::format("options_{}", i), options); ++i) {
-    for (std::string& name : options.keys()) names.push_back(std::move(name));
-  }
-  std::sort(names.begin(), names.end());
-  names.erase(std::unique(names.begin(), names.end()), names.end());
-  return names;
-}
-
-/// Optimizer::load takes state by the place of its parameter. `now`: the optimizer, saved.
-void check_optimizer(const OptimizedParameters& mine, InputArchive& now, InputArchive& file) {
-  const auto expected_options = option_names(now);
-  const auto options = option_names(file);
-  if (options != expected_options) {
-    throw std::runtime_error(fmt::format(
-        "the file has one with the options {}, expected {}: make an optimizer of the same class",
-        fmt::join(options, ", "), fmt::join(expected_options, ", ")));
-  }
-  const auto names = read_texts(file, "names");
-  const auto shapes = read_texts(file, "shapes");
-  if (!names || !shapes) return;
-  if (shapes->size() != mine.shapes.size()) {
-    throw std::runtime_error(fmt::format("the file has one of {} parameters, expected {}",
-                                         shapes->size(), mine.shapes.size()));
-  }
-  const auto describe = [](const std::string& name, const std::string& shape) {
-    return name.empty() ? shape : name + ", " + shape;
-  };
-  for (std::size_t i = 0; i < shapes->size(); ++i) {
-    const std::string& name = (*names)[i];
-    const bool is_other = !name.empty() && !mine.names[i].empty() && name != mine.names[i];
-    if (!is_other && (*shapes)[i] == mine.shapes[i]) continue;
-    throw std::runtime_error(fmt::format(
-        "its parameter {} is {} in the file, and {} here: give it the same parameters in the same "
-        "order",
-        i, describe(name, (*shapes)[i]), describe(mine.names[i], mine.shapes[i])));
-  }
-}
-
-/// Where the modules are, if all are in one place: otherwise a rank would take over the device of
-/// the rank that saved.
-c10::optional<at::Device> device_of(std::initializer_list<TrainingPart> parts) {
-  c10::optional<at::Device> device;
-  for (const TrainingPart& part : parts) {
-    if (part.module() == nullptr) continue;
-    for (const auto& [name, tensor] : tensors_of(*part.module())) {
-      if (device.has_value() && *device != tensor.device()) return c10::nullopt;
-      device = tensor.device();
-    }
-  }
-  return device;
-}
-
-/// Loads parts that are as they were before if it is not told to keep them.
-class Loading {
- public:
-  explicit Loading(std::initializer_list<TrainingPart> parts) : parts_(parts) {}
-  ~Loading() { undo(); }
-  Loading(const Loading&) = delete;
-  Loading& operator=(const Loading&) = delete;
-
-  void load(const std::string& bytes) {
-    InputArchive archive = parse(bytes, device_of(parts_));
-    check_kinds(archive);
-    std::vector<InputArchive> files;
-    for_each_part([&](std::size_t i, const TrainingPart& part) {
-      before_.push_back(parse(bytes_of([&part](OutputArchive& to) { part.save(to); })));
-      archive.read(fmt::format("part_{}", i), files.emplace_back());
-      if (part.module() != nullptr) check_module(*part.module(), before_[i], files[i]);
-      if (part.optimizer() != nullptr) {
-        check_optimizer(parameters_of(*part.optimizer(), parts_), before_[i], files[i]);
-      }
-    });
-    for_each_part([&](std::size_t i, const TrainingPart& part) {
-      n_begun_ = i + 1;
-      part.load(files[i]);
-    });
-  }
-
-  void keep() { n_begun_ = 0; }
-
- private:
-  void check_kinds(InputArchive& archive) const {
-    std::string expected;
-    for (const TrainingPart& part : parts_) expected += part.kind();
-    c10::IValue kinds;
-    if (archive.try_read("kinds", kinds) && kinds.isString() && kinds.toStringRef() == expected) {
-      return;
-    }
-    throw std::runtime_error(fmt::format(
-        "the file has {}, expected {}: give load_training what save_training was given, in the "
-        "same order",
-        kinds.isString() ? describe_parts(kinds.toStringRef()) : "no such parts",
-        describe_parts(expected)));
-  }
-
-  template <class F>
-  void for_each_part(F f) const {
-    std::size_t i = 0;
-    for (const TrainingPart& part : parts_) {
-      const auto failure = failure_of([&] { f(i, part); });
-      if (failure) {
-        throw std::runtime_error(fmt::format("part {}, {}: {}", i,
-                                             describe_parts(std::string(1, part.kind())), *failure));
-      }
-      ++i;
-    }
-  }
-
-  void undo() noexcept {
-    std::size_t i = 0;
-    for (const TrainingPart& part : parts_) {
-      if (i >= n_begun_) return;
-      (void)failure_of([&] { part.load(before_[i]); });
-      ++i;
-    }
-  }
-
-  std::initializer_list<TrainingPart> parts_;
-  std::vector<InputArchive> before_;
-  std::size_t n_begun_ = 0;
-};
-
-}  // namespace
-
-void save_checkpoint(const std::string& path, const std::function<void(OutputArchive&)>& write,
+void save_checkpoint(const std::string& path,
+                     const std::function<void(torch::serialize::OutputArchive&)>& write,
                      const Group& group, std::source_location where) {
-  save("save_checkpoint", path, write, group, where);
+  save_archive("save_checkpoint", path, write, group, where);
 }
 
-void load_checkpoint(const std::string& path, const std::function<void(InputArchive&)>& read_from,
+void load_checkpoint(const std::string& path,
+                     const std::function<void(torch::serialize::InputArchive&)>& read,
                      const Group& group, std::source_location where) {
-  const std::string bytes = read("load_checkpoint", path, group, where);
+  const std::string bytes = read_archive("load_checkpoint", path, group, where);
   const auto fail = [&](const std::string& text) {
     throw UsageError(context_of("load_checkpoint", group, where),
                      fmt::format("cannot load {}: {}", path, text));
   };
-  InputArchive archive;
-  if (const auto failure = failure_of([&] { archive = parse(bytes); })) fail(*failure);
+  torch::serialize::InputArchive archive;
+  if (const auto failure = failure_text([&] { archive = parse_archive(bytes); })) fail(*failure);
   try {
-    read_from(archive);
+    read(archive);
   } catch (const c10::Error&) {
-    fail(failure_of([] { throw; }).value_or(""));
+    fail(failure_text([] { throw; }).value_or(""));
   }
-}
-
-void save_training(const std::string& path, std::initializer_list<TrainingPart> parts,
-                   const Group& group, std::source_location where) {
-  const auto write = [parts](OutputArchive& archive) {
-    std::string kinds;
-    for (const TrainingPart& part : parts) {
-      OutputArchive one;
-      part.save(one);
-      if (part.optimizer() != nullptr) {
-        const OptimizedParameters parameters = parameters_of(*part.optimizer(), parts);
-        one.write("names", list_of(parameters.names));
-        one.write("shapes", list_of(parameters.shapes));
-      }
-      archive.write(fmt::format("part_{}", kinds.size()), one);
-      kinds += part.kind();
-    }
-    archive.write("kinds", c10::IValue(kinds));
-  };
-  save("save_training", path, write, group, where);
-}
-
-void load_training(const std::string& path, std::initializer_list<TrainingPart> parts,
-                   const Group& group, std::source_location where) {
-  const std::string bytes = read("load_training", path, group, where);
-  Loading loading(parts);
-  const auto failure = failure_of([&] { loading.load(bytes); });
-  const auto failures = all_gather_object(failure, group, {}, where);
-  for (std::size_t rank = 0; rank < failures.size(); ++rank) {
-    if (!failures[rank]) continue;
-    const bool is_of_all = std::count(failures.begin(), failures.end(), failures[rank]) ==
-                           static_cast<std::ptrdiff_t>(failures.size());
-    throw UsageError(context_of("load_training", group, where),
-                     fmt::format("{}cannot load {}: {}; nothing has been changed on any rank",
-                                 is_of_all ? "" : fmt::format("rank {} ", rank), path,
-                                 *failures[rank]));
-  }
-  loading.keep();
-}
-
-void detail::save_optimizer(const torch::optim::Optimizer& optimizer,
-                            OutputArchive& archive) {
-  OutputArchive state;
-  optimizer.save(state);
-  archive.write("state", state);
-  std::size_t i = 0;
-  for (const auto& group : optimizer.param_groups()) {
-    OutputArchive options;
-    if (group.has_options()) group.options().serialize(options);
-    archive.write(fmt::format("options_{}", i++), options);
-  }
-}
-
-void detail::load_optimizer(torch::optim::Optimizer& optimizer,
-                            InputArchive& archive) {
-  InputArchive state;
-  archive.read("state", state);
-  optimizer.state().clear();  // load does not touch what the archive lacks
-  optimizer.load(state);
-  std::size_t i = 0;
-  for (auto& group : optimizer.param_groups()) {
-    InputArchive options;
-    archive.read(fmt::format("options_{}", i++), options);
-    if (group.has_options()) group.options().serialize(options);
-  }
-}
-
-void detail::save_number(const Number& number, OutputArchive& archive) {
-  if (const auto* const real = std::get_if<double>(&number)) {
-    archive.write("value", c10::IValue(*real));
-    return;
-  }
-  const auto* const large = std::get_if<std::uint64_t>(&number);
-  // An IValue has no unsigned integers.
-  const std::int64_t bits =
-      large != nullptr ? static_cast<std::int64_t>(*large) : std::get<std::int64_t>(number);
-  archive.write("value", c10::IValue(bits));
-  archive.write("is_unsigned", c10::IValue(large != nullptr));
-}
-
-detail::Number detail::load_number(InputArchive& archive, bool is_unsigned) {
-  c10::IValue value;
-  c10::IValue flag;
-  archive.read("value", value);
-  if (value.isDouble()) return value.toDouble();
-  if (!value.isInt()) throw std::runtime_error("the file does not have a number");
-  if (archive.try_read("is_unsigned", flag)) is_unsigned = flag.toBool();
-  if (is_unsigned) return static_cast<std::uint64_t>(value.toInt());
-  return value.toInt();
-}
-
-void detail::throw_does_not_fit(const Number& number, const std::type_info& type,
-                                const Number& lowest, const Number& largest) {
-  const auto text = [](const Number& it) {
-    return std::visit([](auto value) { return fmt::format("{}", value); }, it);
-  };
-  throw std::runtime_error(
-      fmt::format("the file has {}, which a {} ({} to {}) cannot hold exactly", text(number),
-                  c10::demangle(type.name()), text(lowest), text(largest)));
 }
 
 }  // namespace lockstep::nn

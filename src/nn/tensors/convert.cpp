@@ -58,7 +58,8 @@ bool is_derived_from(const Module& module) {
   return !is_exactly<From...>(module) && ((dynamic_cast<const From*>(&module) != nullptr) || ...);
 }
 
-/// What a BatchNorm would do otherwise than a SyncBatchNorm in training; they are equal in eval mode.
+/// What a BatchNorm would do otherwise than a SyncBatchNorm in training; they are equal in eval
+/// mode.
 template <class... Sync>
 std::string difference_of_plain(const Module& module) {
   std::string option;
@@ -239,22 +240,22 @@ std::shared_ptr<Module> revert_sync_batchnorm(const std::shared_ptr<Module>& mod
                                               std::source_location where) {
   using torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl;
   const auto options = [](const auto& from) { return from.options.without_group(); };
-  return convert(module,
-                 {"revert_sync_batchnorm",
-                  "Hold it in a torch::nn::Sequential (or ModuleList, ModuleDict), or make it a "
-                  "torch::nn::BatchNorm member, which has the same state",
-                  is_exactly<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>,
-                  is_derived_from<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>,
-                  [&options](const Module& from) {
-                    torch::nn::AnyModule to;
-                    (void)(replace_as<SyncBatchNorm1dImpl, BatchNorm1dImpl>(from, options, to) ||
-                           replace_as<SyncBatchNorm2dImpl, BatchNorm2dImpl>(from, options, to) ||
-                           replace_as<SyncBatchNorm3dImpl, BatchNorm3dImpl>(from, options, to));
-                    return to;
-                  },
-                  difference_of_plain<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl,
-                                      SyncBatchNorm3dImpl>},
-                 where);
+  return convert(
+      module,
+      {"revert_sync_batchnorm",
+       "Hold it in a torch::nn::Sequential (or ModuleList, ModuleDict), or make it a "
+       "torch::nn::BatchNorm member, which has the same state",
+       is_exactly<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>,
+       is_derived_from<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>,
+       [&options](const Module& from) {
+         torch::nn::AnyModule to;
+         (void)(replace_as<SyncBatchNorm1dImpl, BatchNorm1dImpl>(from, options, to) ||
+                replace_as<SyncBatchNorm2dImpl, BatchNorm2dImpl>(from, options, to) ||
+                replace_as<SyncBatchNorm3dImpl, BatchNorm3dImpl>(from, options, to));
+         return to;
+       },
+       difference_of_plain<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>},
+      where);
 }
 
 }  // namespace lockstep::nn
