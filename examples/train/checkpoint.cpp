@@ -3,13 +3,16 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 #include <unistd.h>
-#include <zlib.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <lockstep/error.hpp>
+#include <lockstep/nn/checkpoint.hpp>
+#include <optional>
 #include <system_error>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -18,65 +21,40 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class Checksum {
- public:
-  void add(const void* data, std::size_t n_bytes) {
-    crc_ = crc32_z(crc_, static_cast<const Bytef*>(data), n_bytes);
-  }
-  template <class T>
-  void add(const T& number) {
-    add(&number, sizeof number);
-  }
-  void add(const std::string& text) {
-    add(text.size());
-    add(text.data(), text.size());
-  }
-  void add(const torch::Tensor& tensor) {
-    const torch::Tensor data = tensor.detach().cpu().contiguous();
-    add(data.nbytes());
-    add(data.data_ptr(), data.nbytes());
-  }
-  std::uint32_t value() const { return static_cast<std::uint32_t>(crc_); }
+using torch::serialize::InputArchive;
 
- private:
-  uLong crc_ = crc32_z(0, nullptr, 0);
-};
-
-/// Returns what f reads from the file. Its exceptions become std::runtime_error with the file name.
+/// Returns what f reads from the file; nothing of it is parsed if it is damaged. The exceptions
+/// become std::runtime_error with the file name.
 template <class F>
 auto read_from(const fs::path& path, F f) {
+  std::optional<std::invoke_result_t<F, InputArchive&>> result;
+  const auto read = [&](InputArchive& archive) {
+    try {
+      result = f(archive);
+    } catch (const c10::Error& error) {
+      throw std::runtime_error(error.what_without_backtrace());
+    }
+  };
   std::string why;
   try {
-    return f();
-  } catch (const c10::Error& error) {
-    why = error.what_without_backtrace();
+    lockstep::nn::load_checkpoint(path.string(), read, lockstep::Group());
+    return *std::move(result);
+  } catch (const lockstep::Error& error) {
+    why = error.text() + "; expected a checkpoint that --save wrote";
   } catch (const std::exception& error) {
     why = error.what();
   }
   throw std::runtime_error(fmt::format("cannot load {}: {}", path.string(), why));
 }
 
-torch::serialize::InputArchive open_archive(const fs::path& path) {
-  constexpr const char* kExpected = "expected a checkpoint that --save wrote";
-  if (!fs::is_regular_file(path)) throw std::runtime_error(fmt::format("absent, {}", kExpected));
-  torch::serialize::InputArchive archive;
-  try {
-    archive.load_from(path.string());
-  } catch (const c10::Error& error) {
-    throw std::runtime_error(fmt::format("{}, {}", error.what_without_backtrace(), kExpected));
-  }
-  return archive;
-}
-
-std::int64_t read_int(torch::serialize::InputArchive& archive, const std::string& key) {
+std::int64_t read_int(InputArchive& archive, const std::string& key) {
   c10::IValue value;
   archive.read(key, value);
   return value.toInt();
 }
 
 /// A number of images or steps.
-std::size_t read_count(torch::serialize::InputArchive& archive, const std::string& key,
-                       std::int64_t least) {
+std::size_t read_count(InputArchive& archive, const std::string& key, std::int64_t least) {
   constexpr std::int64_t kMost = std::int64_t{1} << 48;  // small enough to avoid overflow
   const std::int64_t count = read_int(archive, key);
   if (count < least || count > kMost) {
@@ -86,7 +64,7 @@ std::size_t read_count(torch::serialize::InputArchive& archive, const std::strin
   return static_cast<std::size_t>(count);
 }
 
-Position read_position(torch::serialize::InputArchive& archive) {
+Position read_position(InputArchive& archive) {
   c10::IValue model;
   c10::IValue precision;
   c10::IValue loss;
@@ -106,11 +84,11 @@ struct NamedTensor {
   torch::Tensor tensor;
 };
 
-void collect_tensors(torch::serialize::InputArchive& archive, const std::string& prefix,
+void collect_tensors(InputArchive& archive, const std::string& prefix,
                      std::vector<NamedTensor>& tensors) {
   for (const std::string& key : archive.keys()) {
     torch::Tensor tensor;
-    torch::serialize::InputArchive child;
+    InputArchive child;
     // An archive does not tell which of its tensors are buffers: try both.
     if (archive.try_read(key, tensor) || archive.try_read(key, tensor, /*is_buffer=*/true)) {
       tensors.push_back({prefix + key, tensor});
@@ -129,9 +107,8 @@ std::vector<std::vector<std::int64_t>> shapes_of(const torch::nn::Module& model)
 }
 
 std::vector<NamedTensor> tensors_of(const fs::path& path) {
-  return read_from(path, [&] {
-    auto archive = open_archive(path);
-    torch::serialize::InputArchive network;
+  return read_from(path, [&](InputArchive& archive) {
+    InputArchive network;
     archive.read("network", network);
     std::vector<NamedTensor> tensors;
     collect_tensors(network, "", tensors);
@@ -140,29 +117,6 @@ std::vector<NamedTensor> tensors_of(const fs::path& path) {
 }
 
 }  // namespace
-
-std::int64_t checksum_of(const torch::nn::Module& model, const torch::optim::SGD& optimizer,
-                         const Position& position) {
-  Checksum sum;
-  sum.add(position.model);
-  sum.add(position.precision);
-  sum.add(position.seed);
-  sum.add(position.batch);
-  sum.add(position.step);
-  sum.add(position.epoch_loss_sum);
-  for (const torch::Tensor& tensor : model.parameters()) sum.add(tensor);
-  for (const torch::Tensor& tensor : model.buffers()) sum.add(tensor);
-  std::int64_t total = sum.value();
-  // The momenta are in hash-table order.
-  for (const auto& [parameter, state] : optimizer.state()) {
-    const auto& momentum =
-        static_cast<const torch::optim::SGDParamState&>(*state).momentum_buffer();
-    Checksum of_momentum;
-    if (momentum.defined()) of_momentum.add(momentum);
-    total += of_momentum.value();
-  }
-  return total;
-}
 
 void check_can_save(const fs::path& path) {
   const auto reject = [&](const std::string& why) {
@@ -194,13 +148,11 @@ void write_checkpoint(torch::serialize::OutputArchive& archive, const torch::nn:
   archive.write("batch", static_cast<std::int64_t>(position.batch));
   archive.write("step", static_cast<std::int64_t>(position.step));
   archive.write("epoch_loss_sum", position.epoch_loss_sum);
-  archive.write("checksum", checksum_of(model, optimizer, position));
 }
 
 Position load_checkpoint(const fs::path& path, torch::nn::Module& model,
                          torch::optim::SGD& optimizer, const Position& expected) {
-  return read_from(path, [&] {
-    auto archive = open_archive(path);
+  return read_from(path, [&](InputArchive& archive) {
     Position position = read_position(archive);
     if (position.model != expected.model || position.precision != expected.precision) {
       throw std::runtime_error(
@@ -208,25 +160,16 @@ Position load_checkpoint(const fs::path& path, torch::nn::Module& model,
                       position.model, position.precision, expected.model, expected.precision));
     }
     const auto shapes = shapes_of(model);
-    torch::serialize::InputArchive network;
+    InputArchive network;
     archive.read("network", network);
     model.load(network);
     if (shapes_of(model) != shapes) {
       throw std::runtime_error(
           "its network is for images with other channels or classes than those of --data");
     }
-    torch::serialize::InputArchive momenta;
+    InputArchive momenta;
     archive.read("optimizer", momenta);
     optimizer.load(momenta);
-    c10::IValue checksum;
-    if (!archive.try_read("checksum", checksum)) {
-      throw std::runtime_error("it has no checksum: an older lockstep-train wrote it; start again");
-    }
-    if (checksum.toInt() != checksum_of(model, optimizer, position)) {
-      throw std::runtime_error(
-          "its checksum does not match its contents: the file is damaged; use an earlier "
-          "checkpoint, or start again");
-    }
     return position;
   });
 }

@@ -28,11 +28,6 @@ struct Position {
   double epoch_loss_sum = 0;  ///< sum over the samples of the current epoch so far
 };
 
-/// Checksum of everything that training resumes from. libtorch's archives have a checksum of each
-/// tensor, but libtorch does not verify it.
-std::int64_t checksum_of(const torch::nn::Module& model, const torch::optim::SGD& optimizer,
-                         const Position& position);
-
 /// Throws std::invalid_argument if no checkpoint can be written to that path.
 void check_can_save(const std::filesystem::path& path);
 

@@ -293,7 +293,7 @@ TEST_F(TrainerTest, checkpoint_for_other_classes) {
 TEST_F(TrainerTest, checkpoint_absent_or_cut_short) {
   Options options = small_options();
   options.load = directory_ / "nowhere.pt";
-  expect_error<std::runtime_error>(options, "nowhere.pt: absent");
+  expect_error<std::runtime_error>(options, "nowhere.pt: No such file");
   options.load = train_alone();
   std::filesystem::resize_file(options.load, std::filesystem::file_size(options.load) / 2);
   expect_error<std::runtime_error>(options, "alone.pt");
