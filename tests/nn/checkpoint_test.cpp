@@ -12,6 +12,7 @@
 #include <lockstep/nn/distributed_data_parallel.hpp>
 #include <lockstep/nn/distributed_sampler.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -425,6 +426,25 @@ TEST_F(CheckpointTest, another_optimizer_is_refused_and_nothing_is_changed) {
       EXPECT_TRUE(item->equal(other.net->named_parameters()[item.key()])) << item.key();
     }
   });
+}
+
+/// As 0.1.0 saved it: without the parameters' names and shapes.
+TEST_F(CheckpointTest, an_older_file_of_another_order_is_refused) {
+  const std::string file = path("training.pt");
+  TwoLayers training;
+  save_checkpoint(file, [&](torch::serialize::OutputArchive& archive) {
+    torch::serialize::OutputArchive part;
+    detail::save_optimizer(training.optimizer, part);
+    archive.write("part_0", part);
+    archive.write("kinds", c10::IValue("o"));
+  });
+  TwoLayers other;
+  auto parameters = other.net->parameters();
+  std::reverse(parameters.begin(), parameters.end());
+  torch::optim::SGD reversed(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
+  expect_in(refusal_of(file, {reversed}),
+            {"momentum_buffer of parameter 0", "Float [8, 4]", "Float [2]"});
+  load_training(file, {other.optimizer});
 }
 
 /// A part that changes before it fails.

@@ -2,6 +2,7 @@
 #include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/optim.h>
 
 #include <algorithm>
 #include <lockstep/error.hpp>
@@ -12,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -155,8 +157,44 @@ std::vector<std::string> option_names(InputArchive& optimizer) {
   return names;
 }
 
+/// For older files, which have no names: the state of most optimizers of torch is of the
+/// parameter's shape. The layout is that of torch::optim::serialize.
+void check_state_shapes(const torch::optim::Optimizer& optimizer, InputArchive& file) {
+  using namespace torch::optim;  // NOLINT: the optimizers by their names
+  const auto is_any_of = [&optimizer]<class... T>(const std::tuple<T...>*) {
+    return ((dynamic_cast<const T*>(&optimizer) != nullptr) || ...);
+  };
+  using Elementwise = std::tuple<SGD, Adam, AdamW, Adagrad, RMSprop>;
+  if (!is_any_of(static_cast<const Elementwise*>(nullptr))) return;
+  InputArchive all, states, groups, group, state;
+  if (!file.try_read("state", all) || !all.try_read("state", states) ||
+      !all.try_read("param_groups", groups)) {
+    return;
+  }
+  const auto& own_groups = optimizer.param_groups();
+  for (std::size_t g = 0; g < own_groups.size(); ++g) {
+    if (!groups.try_read(fmt::format("param_groups/{}", g), group)) return;
+    const auto& parameters = own_groups[g].params();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      c10::IValue key;
+      if (!group.try_read(fmt::format("params/{}", i), key) ||
+          !states.try_read(key.toStringRef(), state)) {
+        continue;
+      }
+      for (const auto& [name, tensor] : tensors_of(state)) {
+        if (tensor.dim() == 0 || tensor.sizes() == parameters[i].sizes()) continue;
+        throw std::runtime_error(fmt::format(
+            "{} of parameter {} of its group {} is {} in the file, and the parameter is {} here: "
+            "give it the same parameters in the same order",
+            name, i, g, shape_of(tensor), shape_of(parameters[i])));
+      }
+    }
+  }
+}
+
 /// Optimizer::load takes state by the place of its parameter. `now`: the optimizer, saved.
-void check_optimizer_state(const OptimizedParameters& mine, InputArchive& now, InputArchive& file) {
+void check_optimizer_state(const torch::optim::Optimizer& optimizer,
+                           const OptimizedParameters& mine, InputArchive& now, InputArchive& file) {
   const auto expected_options = option_names(now);
   const auto options = option_names(file);
   if (options != expected_options) {
@@ -166,7 +204,7 @@ void check_optimizer_state(const OptimizedParameters& mine, InputArchive& now, I
   }
   const auto names = read_texts(file, "names");
   const auto shapes = read_texts(file, "shapes");
-  if (!names || !shapes) return;
+  if (!names || !shapes) return check_state_shapes(optimizer, file);
   if (shapes->size() != mine.shapes.size()) {
     throw std::runtime_error(fmt::format("the file has one of {} parameters, expected {}",
                                          shapes->size(), mine.shapes.size()));
@@ -217,7 +255,8 @@ class Loading {
       archive.read(fmt::format("part_{}", i), files.emplace_back());
       if (part.module() != nullptr) check_module(*part.module(), before_[i], files[i]);
       if (part.optimizer() != nullptr) {
-        check_optimizer_state(parameters_of(*part.optimizer(), parts_), before_[i], files[i]);
+        check_optimizer_state(*part.optimizer(), parameters_of(*part.optimizer(), parts_),
+                              before_[i], files[i]);
       }
     });
     for_each_part([&](std::size_t i, const TrainingPart& part) {
@@ -364,9 +403,9 @@ void detail::throw_does_not_fit(const Number& number, const std::type_info& type
   const auto text = [](const Number& it) {
     return std::visit([](auto value) { return fmt::format("{}", value); }, it);
   };
-  throw std::runtime_error(fmt::format("the file has {}, which a {} ({} to {}) cannot hold exactly",
-                                       text(number), c10::demangle(type.name()), text(lowest),
-                                       text(largest)));
+  throw std::runtime_error(
+      fmt::format("the file has {}, which the type {} ({} to {}) cannot hold exactly", text(number),
+                  c10::demangle(type.name()), text(lowest), text(largest)));
 }
 
 }  // namespace lockstep::nn
