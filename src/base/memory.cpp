@@ -1,6 +1,9 @@
 #include "base/memory.hpp"
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstdint>
 #include <exception>
@@ -144,6 +147,21 @@ std::size_t available_memory(const std::string& root) noexcept try {
   return std::min(available_in_machine(root), available_in_cgroups(root));
 } catch (const std::exception&) {
   return SIZE_MAX;  // no memory for a path: treated as unknown
+}
+
+int populate_to_write(void* at, std::size_t n_bytes) noexcept {
+#ifdef MADV_POPULATE_WRITE
+  constexpr std::uintptr_t kPage = 4096;
+  const auto begin = reinterpret_cast<std::uintptr_t>(at);
+  const std::uintptr_t page = begin / kPage * kPage;  // madvise takes whole pages only
+  return ::madvise(reinterpret_cast<void*>(page), begin + n_bytes - page, MADV_POPULATE_WRITE) == 0
+             ? 0
+             : errno;
+#else
+  static_cast<void>(at);
+  static_cast<void>(n_bytes);
+  return EINVAL;
+#endif
 }
 
 }  // namespace lockstep::base

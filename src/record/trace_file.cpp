@@ -16,6 +16,7 @@
 #include <system_error>
 
 #include "base/file_limit.hpp"
+#include "base/memory.hpp"
 #include "base/text.hpp"
 #include "record/recorder.hpp"
 
@@ -39,12 +40,8 @@ int reserve(int fd, TraceFile* file, std::size_t offset, std::size_t n_bytes) no
     error_number = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(n_bytes));
   } while (error_number == EINTR);
   if (error_number != 0) return error_number;
-#ifdef MADV_POPULATE_WRITE
-  // Costs less than one page fault per page. Optional: older kernels do not support it.
-  ::madvise(reinterpret_cast<std::byte*>(file) + offset, n_bytes, MADV_POPULATE_WRITE);
-#else
-  static_cast<void>(file);
-#endif
+  // Optional: without it the traced program has a fault for each page.
+  static_cast<void>(base::populate_to_write(reinterpret_cast<std::byte*>(file) + offset, n_bytes));
   return 0;
 }
 

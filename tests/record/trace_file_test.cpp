@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <csignal>
@@ -222,6 +223,35 @@ TEST_F(TraceTest, cuts_long_names_and_counts_what_finds_no_room) {
   ASSERT_TRUE(file);
   EXPECT_EQ(text_of(file->events[1]), std::string(TraceEvent::kTextLength, 'x'));
   EXPECT_EQ(file->n_events, TraceFile::kMaxEvents + 2);
+}
+
+/// Whether an access to this address needs no page fault.
+bool is_mapped(const void* address) {
+  const base::UniqueFd pages(::open("/proc/self/pagemap", O_RDONLY));
+  std::uint64_t entry = 0;
+  const auto at = static_cast<off_t>(reinterpret_cast<std::uintptr_t>(address) / 4096 * 8);
+  EXPECT_EQ(::pread(pages.get(), &entry, sizeof entry, at), static_cast<ssize_t>(sizeof entry));
+  return entry >> 63U != 0;
+}
+
+TEST_F(TraceTest, every_chunk_is_mapped_when_it_gets_room) {
+  alignas(4096) static std::array<char, 4096> page;
+#ifdef MADV_POPULATE_WRITE
+  const bool can_populate = ::madvise(page.data(), page.size(), MADV_POPULATE_WRITE) == 0;
+#else
+  const bool can_populate = page.empty();
+#endif
+  if (!can_populate) GTEST_SKIP() << "this kernel has no MADV_POPULATE_WRITE";
+  const auto recorder = Recorder::in_process(0, 1);
+  Trace trace(path_, recorder->record(), /*n_restarts=*/0);
+  for (int chunk = 0; chunk < 3; ++chunk) {
+    const TraceEvent* const first = trace.begin("x", /*start=*/1);
+    ASSERT_NE(first, nullptr);
+    const auto file = file_of(0);
+    const std::uint64_t n_left = file->n_room - file->n_events;
+    EXPECT_TRUE(is_mapped(first + n_left)) << "chunk " << chunk;
+    for (std::uint64_t i = 0; i < n_left; ++i) trace.begin("x", 1);
+  }
 }
 
 TEST_F(TraceTest, a_folder_that_is_not_there_and_a_limit_are_errors) {
