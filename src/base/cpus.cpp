@@ -2,54 +2,47 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <climits>
-#include <cstdio>
+#include <exception>
 #include <fstream>
 #include <string>
+
+#include "base/cgroup.hpp"
 
 namespace lockstep::base {
 namespace {
 
-/// The v2 group of this process: the line "0::/path" of /proc/self/cgroup.
-std::string cgroup_path() {
-  std::ifstream file("/proc/self/cgroup");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("0::")) return line.substr(3);
-  }
-  return {};
-}
-
-/// A cpu.max file holds "quota period" or "max period".
-int quota_of(const std::string& directory) {
-  std::ifstream file(directory + "/cpu.max");
+/// In v2 cpu.max holds "quota period" or "max period"; in v1 a quota of -1 is none.
+int quota_of(const std::string& folder, CgroupVersion version) {
   long quota = 0;
   long period = 0;
-  if (!(file >> quota >> period) || quota <= 0 || period <= 0) return INT_MAX;
-  return static_cast<int>((quota + period - 1) / period);
+  if (version == CgroupVersion::v2) {
+    std::ifstream(folder + "/cpu.max") >> quota >> period;
+  } else {
+    std::ifstream(folder + "/cpu.cfs_quota_us") >> quota;
+    std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+  }
+  if (quota <= 0 || period <= 0) return INT_MAX;
+  return static_cast<int>(std::min<long>((quota + period - 1) / period, INT_MAX));
 }
 
 }  // namespace
 
 CpuMask allowed_cpus() noexcept {
   CpuMask mask{};
-  static_assert(sizeof(cpu_set_t) == sizeof(CpuMask));
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof set, &set) != 0) return mask;
-  for (std::size_t cpu = 0; cpu < 64 * mask.size(); ++cpu) {
-    if (CPU_ISSET(cpu, &set)) mask[cpu / 64] |= std::uint64_t{1} << (cpu % 64);
-  }
+  // Not a cpu_set_t: the system fills nothing if it has more CPUs than the mask.
+  if (::sched_getaffinity(0, sizeof mask, reinterpret_cast<cpu_set_t*>(mask.data())) != 0)
+    return {};
   return mask;
 }
 
-int cpu_quota() noexcept {
+int cpu_quota(const std::string& root) noexcept {
   try {
     int quota = INT_MAX;
-    // A limit on any parent group applies to this one too.
-    for (std::string path = cgroup_path(); !path.empty();
-         path.resize(path.find_last_of('/') == std::string::npos ? 0 : path.find_last_of('/'))) {
-      quota = std::min(quota, quota_of("/sys/fs/cgroup" + (path == "/" ? "" : path)));
-    }
+    for_each_cgroup(root, "cpu", [&](const std::string& folder, CgroupVersion version) {
+      quota = std::min(quota, quota_of(folder, version));
+    });
     return quota;
   } catch (const std::exception&) {
     return INT_MAX;  // no memory for a path: treated as no quota

@@ -2,16 +2,18 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 
 namespace lockstep::base {
 
-/// Which cores, of the first 1,024, a thread may run on.
-using CpuMask = std::array<std::uint64_t, 16>;
+/// Which cores a thread may run on: of the first 8,192, the most that Linux supports.
+using CpuMask = std::array<std::uint64_t, 128>;
 
 /// The calling thread's affinity.
 CpuMask allowed_cpus() noexcept;
 
-/// The cgroup's CPU quota in cores, rounded up; a large number if there is no quota.
-int cpu_quota() noexcept;
+/// The CPU quota in cores, rounded up, of this process's cgroups (v1 and v2); a large number if
+/// there is none. `root`: prefix of /proc and /sys, for tests.
+int cpu_quota(const std::string& root = {}) noexcept;
 
 }  // namespace lockstep::base

@@ -12,6 +12,8 @@
 #include <sstream>
 #include <string_view>
 
+#include "base/cgroup.hpp"
+
 namespace lockstep::base {
 namespace {
 
@@ -66,78 +68,12 @@ std::size_t available_in_cgroup(const std::string& folder, const CgroupFiles& fi
   return *limit - std::min(*limit, used);
 }
 
-/// Whether a comma-separated list contains `wanted`.
-bool has_word(const std::string& list, std::string_view wanted) {
-  std::istringstream words(list);
-  for (std::string word; std::getline(words, word, ',');) {
-    if (word == wanted) return true;
-  }
-  return false;
-}
-
-/// Where a hierarchy is mounted, and which of its groups is the root of the mount.
-struct CgroupMount {
-  std::string point;
-  std::string group;
-};
-
-/// `wanted`: among the super options of the mount ("memory" for v1); empty: any.
-std::optional<CgroupMount> cgroup_mount(const std::string& root, std::string_view type,
-                                        std::string_view wanted) {
-  std::ifstream file(root + "/proc/self/mountinfo");
-  // ID parent major:minor ROOT POINT options [optional fields] - TYPE source SUPER_OPTIONS
-  for (std::string line; std::getline(file, line);) {
-    const std::size_t dash = line.find(" - ");
-    if (dash == std::string::npos) continue;
-    std::istringstream front(line.substr(0, dash));
-    std::istringstream back(line.substr(dash + 3));
-    std::string skipped;
-    CgroupMount mount;
-    std::string mount_type;
-    std::string options;
-    front >> skipped >> skipped >> skipped >> mount.group >> mount.point;
-    back >> mount_type >> skipped >> options;
-    if (mount_type != type) continue;
-    if (wanted.empty() || has_word(options, wanted)) return mount;
-  }
-  return std::nullopt;
-}
-
-/// The minimum over a group and its parents: a limit on any of them applies to this one too.
-std::size_t available_under(const std::string& root, const CgroupMount& mount,
-                            const std::string& group, const CgroupFiles& files) {
-  std::string path = group;
-  // Without a cgroup namespace a container sees its own group as the root of the mount.
-  if (mount.group != "/" && path.starts_with(mount.group)) path.erase(0, mount.group.size());
-  if (path.find("..") != std::string::npos) path.clear();  // outside of the visible hierarchy
-  std::size_t available = SIZE_MAX;
-  while (true) {
-    while (path.ends_with('/')) path.pop_back();
-    std::string folder = root;
-    folder.append(mount.point).append(path);
-    available = std::min(available, available_in_cgroup(folder, files));
-    if (path.empty()) return available;
-    path.resize(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
-  }
-}
-
 std::size_t available_in_cgroups(const std::string& root) {
   std::size_t available = SIZE_MAX;
-  std::ifstream file(root + "/proc/self/cgroup");
-  for (std::string line; std::getline(file, line);) {
-    // NUMBER:CONTROLLERS:PATH; v2 has no controllers there.
-    const std::size_t first = line.find(':');
-    const std::size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    const bool is_v2 = controllers.empty();
-    if (!is_v2 && !has_word(controllers, "memory")) continue;
-    const auto mount =
-        is_v2 ? cgroup_mount(root, "cgroup2", "") : cgroup_mount(root, "cgroup", "memory");
-    if (!mount) continue;
-    available = std::min(available,
-                         available_under(root, *mount, line.substr(second + 1), is_v2 ? kV2 : kV1));
-  }
+  for_each_cgroup(root, "memory", [&](const std::string& folder, CgroupVersion version) {
+    available =
+        std::min(available, available_in_cgroup(folder, version == CgroupVersion::v1 ? kV1 : kV2));
+  });
   return available;
 }
 

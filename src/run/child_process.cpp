@@ -14,6 +14,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "base/cpus.hpp"
 #include "run/errors.hpp"
 #include "world/variables.hpp"
 
@@ -47,7 +48,7 @@ struct Child {
   const Signals& signals;
   std::vector<char*> arguments;
   std::vector<char*> environment;
-  cpu_set_t* cpus;
+  const cpu_set_t* cpus;
   std::size_t n_cpus_bytes;
   pid_t launcher;
   int error_fd;
@@ -149,15 +150,17 @@ ProcessStarter::ProcessStarter(const Guard& guard, const Signals& signals)
 }
 
 pid_t ProcessStarter::start(const ProcessSpec& spec) {
-  cpu_set_t cpus;  // 1,024 cores
-  CPU_ZERO(&cpus);
-  if (spec.cpu) CPU_SET(static_cast<std::size_t>(*spec.cpu), &cpus);
+  base::CpuMask cpus{};  // a cpu_set_t is too short for large machines
+  if (spec.cpu) {
+    const auto cpu = static_cast<std::size_t>(*spec.cpu);
+    cpus.at(cpu / 64) |= std::uint64_t{1} << (cpu % 64);
+  }
   const Child child{spec,
                     guard_,
                     signals_,
                     pointers(spec.arguments),
                     pointers(spec.environment),
-                    spec.cpu ? &cpus : nullptr,
+                    spec.cpu ? reinterpret_cast<const cpu_set_t*>(cpus.data()) : nullptr,
                     sizeof cpus,
                     getpid(),
                     write_end_.get()};

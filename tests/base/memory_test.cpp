@@ -3,10 +3,13 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <climits>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <string>
+
+#include "base/cpus.hpp"
 
 namespace lockstep::base {
 namespace {
@@ -28,6 +31,7 @@ class AvailableMemoryTest : public testing::Test {
     std::ofstream(root_ / path.substr(1)) << text;
   }
   std::size_t available() const { return available_memory(root_.string()); }
+  int quota() const { return cpu_quota(root_.string()); }
 
  private:
   fs::path root_;
@@ -94,6 +98,44 @@ TEST_F(AvailableMemoryTest, damaged_files_set_no_limit) {
   put("/sys/fs/cgroup/memory.max", "12x\n");
   put("/sys/fs/cgroup/memory.current", "-1\n");
   EXPECT_EQ(available(), kMachine);
+}
+
+class CpuQuotaTest : public AvailableMemoryTest {};
+
+TEST_F(CpuQuotaTest, of_a_v2_group_and_its_parents) {
+  put("/proc/self/cgroup", "0::/job/rank\n");
+  put("/proc/self/mountinfo",
+      "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n");
+  EXPECT_EQ(quota(), INT_MAX);
+  put("/sys/fs/cgroup/job/rank/cpu.max", "max 100000\n");
+  EXPECT_EQ(quota(), INT_MAX);
+  put("/sys/fs/cgroup/job/rank/cpu.max", "350000 100000\n");
+  EXPECT_EQ(quota(), 4);
+  put("/sys/fs/cgroup/job/cpu.max", "200000 100000\n");
+  EXPECT_EQ(quota(), 2);
+}
+
+TEST_F(CpuQuotaTest, of_a_v1_group) {
+  put("/proc/self/cgroup", "12:cpu,cpuacct:/job\n4:memory:/other\n0::/\n");
+  put("/proc/self/mountinfo",
+      "34 31 0:31 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
+      "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n");
+  put("/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "-1\n");
+  put("/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(quota(), INT_MAX);
+  put("/sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "250000\n");
+  put("/sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(quota(), 3);
+}
+
+TEST(AllowedCpusTest, there_is_room_for_every_cpu_of_the_kernel) {
+  constexpr std::size_t kMostOfLinux = 8192;
+  EXPECT_GE(64 * CpuMask().size(), kMostOfLinux);
+  std::size_t last = 0;
+  if (std::ifstream("/sys/devices/system/cpu/kernel_max") >> last) {
+    EXPECT_LT(last, 64 * CpuMask().size());
+  }
+  EXPECT_NE(allowed_cpus(), CpuMask());
 }
 
 }  // namespace
