@@ -30,7 +30,7 @@ std::int64_t monotonic_ns() noexcept {
 
 }  // namespace
 
-const bool kHasTickCounter = has_steady_counter();
+[[gnu::init_priority(101)]] const TickSource kTickSource{.is_counter = has_steady_counter()};
 
 TickAnchor now() noexcept {
   // A thread may be preempted between the two clock reads: use the closest pair of a few.

@@ -5,14 +5,18 @@
 
 namespace lockstep::base {
 
-/// Whether ticks() reads the processor's counter, which must run at one rate on all cores.
-extern const bool kHasTickCounter;
+/// A class, so that it can be initialised before all globals whose constructors may call ticks().
+struct TickSource {
+  /// Whether ticks() reads the processor's counter, which must run at one rate on all cores.
+  bool is_counter;
+};
+extern const TickSource kTickSource;
 
 /// A clock that costs half as much as CLOCK_MONOTONIC and is the same for all processes of a
 /// machine. Its unit depends on the machine: TickScale converts it to nanoseconds.
 inline std::uint64_t ticks() noexcept {
 #if defined(__x86_64__)
-  if (kHasTickCounter) return __builtin_ia32_rdtsc();
+  if (kTickSource.is_counter) return __builtin_ia32_rdtsc();
 #elif defined(__aarch64__)
   std::uint64_t count = 0;
   asm volatile("mrs %0, cntvct_el0" : "=r"(count));

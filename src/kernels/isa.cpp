@@ -54,11 +54,10 @@ std::size_t third_level_bytes() {
 
 }  // namespace
 
-const bool use_write_prefetch = !is_amd();
-const std::size_t streaming_bytes =
-    is_amd() ? third_level_bytes() / 4 : std::numeric_limits<std::size_t>::max();
-const std::size_t reuse_bytes =
-    std::max(second_level_bytes(), is_amd() ? third_level_bytes() / 8 : 0);
+[[gnu::init_priority(101)]] const Caches kCaches{
+    .use_write_prefetch = !is_amd(),
+    .streaming_bytes = is_amd() ? third_level_bytes() / 4 : std::numeric_limits<std::size_t>::max(),
+    .reuse_bytes = std::max(second_level_bytes(), is_amd() ? third_level_bytes() / 8 : 0)};
 
 std::string_view name_of(Isa isa) {
   switch (isa) {

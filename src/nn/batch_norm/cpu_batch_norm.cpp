@@ -84,8 +84,8 @@ const T* data_or_null(const Tensor& tensor, std::size_t offset) {
 
 /// For the output of a pass over n_tensors of its size. What follows would not find it in a cache.
 kernels::Stores stores_for(const Tensor& output, std::size_t n_tensors) {
-  return n_tensors * output.nbytes() > kernels::streaming_bytes ? kernels::Stores::streaming
-                                                                : kernels::Stores::cached;
+  return n_tensors * output.nbytes() > kernels::kCaches.streaming_bytes ? kernels::Stores::streaming
+                                                                        : kernels::Stores::cached;
 }
 
 std::size_t n_parts_of(BatchNormShape shape) {

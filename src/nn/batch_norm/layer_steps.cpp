@@ -72,7 +72,8 @@ std::size_t fitting_channels(const Activation& x) {
   const auto n_threads = static_cast<std::size_t>(at::get_num_threads());
   // Backward reads and writes the most: dy, x, dx.
   const std::size_t channel_bytes = 3 * x.shape.n_per_channel() * x.tensor.element_size();
-  return std::min(all, std::max(n_threads * kernels::reuse_bytes / channel_bytes, n_threads));
+  return std::min(all,
+                  std::max(n_threads * kernels::kCaches.reuse_bytes / channel_bytes, n_threads));
 }
 
 /// Calls f(some channels) until all are done.

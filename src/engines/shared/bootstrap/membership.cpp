@@ -219,7 +219,7 @@ std::string Membership::doing_of(int world_rank) const {
       fmt::format("{} #{} on group '{}' at {}", name_of(last->op), last->sequence,
                   internal::name_of(record.groups[last->group]), last->where);
   // Without a machine-wide tick counter, times of another time namespace are not comparable.
-  const bool has_same_clock = base::kHasTickCounter ||
+  const bool has_same_clock = base::kTickSource.is_counter ||
                               peer.time_namespace.load(std::memory_order_relaxed) ==
                                   block(world_rank_).time_namespace.load(std::memory_order_relaxed);
   const auto since = [&](std::int64_t ns) {
