@@ -202,21 +202,24 @@ void write_spill(const std::filesystem::path& path, Outgoing& outgoing) {
 }
 
 void read_spill(const ObjectCall& call, std::size_t rank, SpillFile& file, Incoming& incoming) {
+  const int sender = static_cast<int>(rank);
+  const auto read = [&](void* data, std::size_t n_bytes) {
+    if (!file.read(data, n_bytes)) throw_undecodable(call, sender, "its file ends too early");
+  };
   Bytes bytes;
   while (!incoming.is_complete(rank)) {
-    decode_from(call, static_cast<int>(rank), [&] {
-      MessageHeader header;
-      file.read(&header, sizeof header);
-      bytes.resize(header.n_bytes);
-      file.read(bytes.data(), bytes.size());
-      incoming.take(rank, header, bytes.span());
-    });
+    MessageHeader header;
+    read(&header, sizeof header);
+    decode_from(call, sender, [&] { bytes.resize(header.n_bytes); });
+    read(bytes.data(), bytes.size());
+    incoming.take(rank, header, bytes.span());
   }
 }
 
 /// Every rank writes its file and rank 0 opens all of them; then the names are no longer needed,
 /// and rank 0 removes them before it reads. On an earlier failure each rank removes all files,
-/// because a peer may have been killed.
+/// because a peer may have been killed. The ranks agree after each file, so that a disk that fails
+/// is an error on all of them, and the timeout is of reading one file.
 void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Results& results,
            const Interleaving& order) {
   const int rank = call.group.rank();
@@ -241,10 +244,13 @@ void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Re
           for (const auto& path : paths) files.push_back(SpillFile::open(path));
           removal.now();
         }));
-  if (rank != 0) return;
-  keep_own(results, order);
+  if (rank == 0) keep_own(results, order);
   Incoming incoming(call, results, order);
-  for (std::size_t i = 0; i < files.size(); ++i) read_spill(call, i + 1, files[i], incoming);
+  for (std::size_t r = 1; r <= paths.size(); ++r) {
+    agree(call, error_of([&] {
+            if (rank == 0) read_spill(call, r, files[r - 1], incoming);
+          }));
+  }
   incoming.rethrow();
 }
 

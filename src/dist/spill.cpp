@@ -5,7 +5,6 @@
 
 #include <cerrno>
 #include <lockstep/error.hpp>
-#include <stdexcept>
 
 namespace lockstep::detail {
 namespace {
@@ -48,16 +47,17 @@ void SpillFile::write(const void* data, std::size_t n_bytes) {
   }
 }
 
-void SpillFile::read(void* data, std::size_t n_bytes) {
+bool SpillFile::read(void* data, std::size_t n_bytes) {
   auto* to = static_cast<char*>(data);
   while (n_bytes > 0) {
     const ssize_t n = ::read(fd_.get(), to, n_bytes);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) fail(fmt::format("cannot read {}", path_));
-    if (n == 0) throw std::runtime_error(fmt::format("{} ends too early", path_));
+    if (n == 0) return false;
     to += n;
     n_bytes -= static_cast<std::size_t>(n);
   }
+  return true;
 }
 
 }  // namespace lockstep::detail

@@ -19,8 +19,8 @@ class SpillFile {
   static SpillFile open(const std::filesystem::path& path);
 
   void write(const void* data, std::size_t n_bytes);
-  /// Throws std::runtime_error if the file is too short.
-  void read(void* data, std::size_t n_bytes);
+  /// False if the file is too short.
+  [[nodiscard]] bool read(void* data, std::size_t n_bytes);
 
  private:
   SpillFile(base::UniqueFd fd, std::string path) : fd_(std::move(fd)), path_(std::move(path)) {}

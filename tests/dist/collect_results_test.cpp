@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -10,6 +11,7 @@
 
 #include "dist/fragile.hpp"
 #include "dist/settings.hpp"
+#include "support/seccomp.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -191,6 +193,33 @@ TEST_P(CollectResultsTest, an_item_that_cannot_be_read) {
     }
     EXPECT_EQ(all_reduce_value(1), get_world_size());
   });
+}
+
+/// Reads nothing of the disk: the system call fails on rank 0 once it has opened the files.
+struct EndsReading {
+  bool is_last = false;
+  template <class Archive>
+  void serialize(Archive& archive) {
+    archive(is_last);
+    if (is_last && get_rank() == 0) forbid(SYS_read);
+  }
+};
+
+TEST(CollectResultsFilesTest, a_disk_that_cannot_be_read_is_an_error_on_all_ranks) {
+  const Directory directory;
+  const auto statuses = run_processes(3, [&directory] {
+    const auto collect = [&] {  // rank 0 reads the message of rank 1, and then no more
+      collect_results(std::vector<EndsReading>{{get_rank() == 1}}, 100, directory.path);
+    };
+    if (get_rank() == 0) {
+      EXPECT_CONTAINS(thrown<SystemError>(collect), "cannot read ");
+    } else {
+      EXPECT_CONTAINS(thrown<PeerFailed>(collect), "rank 0 failed: ");
+    }
+    EXPECT_EQ(all_reduce_value(1), 3);
+  });
+  EXPECT_EQ(statuses, std::vector<int>(3, 0));
+  EXPECT_TRUE(directory.is_untouched());
 }
 
 TEST_P(CollectResultsTest, sizes_that_differ) {
