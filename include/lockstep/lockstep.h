@@ -258,7 +258,7 @@ LOCKSTEP_API int lockstep_recv(const lockstep_group* group, void* data, size_t c
 
 /* --- asynchronous operations ----------------------------------------------------------------- */
 
-/* They return at once; *work is to be waited for and freed. */
+/* They return at once; *work is to be waited for and freed. It is NULL if they fail. */
 
 LOCKSTEP_API int lockstep_barrier_async(const lockstep_group* group, int64_t timeout_ms,
                                         const lockstep_site* site, lockstep_work** work);

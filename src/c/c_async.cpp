@@ -13,6 +13,7 @@ namespace {
 template <class F>
 int start(const char* operation, const lockstep_group* group, int64_t timeout_ms,
           const lockstep_site* site, lockstep_work** work, F body, int peer = -1) noexcept {
+  if (work != nullptr) *work = nullptr;  // may be freed, also if this fails
   return guarded(operation, [&] {
     const Arguments call(operation, group, timeout_ms, site, peer);
     call.check_given(work, "work");

@@ -93,6 +93,12 @@ int lockstep_init(const char* launcher, const char* backend, int64_t timeout_ms,
     lockstep::InitOptions options{.launcher = lockstep::c::parse_launcher(launcher, context)};
     if (backend != nullptr) options.backend = backend;
     if (timeout_ms != LOCKSTEP_GROUP_TIMEOUT) {
+      if (timeout_ms <= 0) {
+        throw UsageError(context, fmt::format("timeout_ms is {}; give the limit of one operation "
+                                              "in milliseconds, INT64_MAX for none, or "
+                                              "LOCKSTEP_GROUP_TIMEOUT for 5 minutes",
+                                              timeout_ms));
+      }
       options.timeout = std::chrono::milliseconds(timeout_ms);
     }
     lockstep::init_dist(options, where_of(site));
