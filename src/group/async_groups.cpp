@@ -1,31 +1,52 @@
 #include "group/async_groups.hpp"
 
+#include <algorithm>
+
 #include "group/group_state.hpp"
 
 namespace lockstep::internal {
 
 void AsyncGroups::add(const std::shared_ptr<GroupState>& group) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(groups_, [](const auto& other) { return other.expired(); });
-  groups_.push_back(group);
+  ++n_added_;
+  // In the place of one that is gone: none moves while for_each is under way.
+  const auto gone =
+      std::ranges::find_if(groups_, [](const auto& other) { return other.expired(); });
+  if (gone != groups_.end()) {
+    *gone = group;
+  } else {
+    groups_.push_back(group);
+  }
 }
 
-/// Calls f without the lock, which a thread that makes its first call needs.
+/// Calls f without the lock, which a thread that makes its first call needs; for all again, if one
+/// did meanwhile. Does not allocate.
 template <class F>
 void AsyncGroups::for_each(F f) noexcept {
+  std::optional<std::size_t> n_added;
   for (std::size_t i = 0;; ++i) {
     std::shared_ptr<GroupState> group;
     {
       const std::lock_guard lock(mutex_);
-      if (i >= groups_.size()) return;
+      if (i >= groups_.size()) {
+        if (n_added == n_added_) return;
+        i = 0;
+      }
+      if (i == 0) n_added = n_added_;
+      if (groups_.empty()) return;
       group = groups_[i].lock();
     }
     if (group) f(*group);
   }
 }
 
-void AsyncGroups::wait_until_idle() noexcept {
-  for_each([](GroupState& group) { group.wait_until_idle(); });
+void AsyncGroups::wait_until_idle(std::optional<std::chrono::nanoseconds> at_most) noexcept {
+  const auto begin = std::chrono::steady_clock::now();
+  for_each([&](GroupState& group) {
+    if (!at_most) return group.wait_until_idle();
+    const auto waited = std::chrono::steady_clock::now() - begin;
+    group.wait_until_idle(std::max(*at_most - waited, std::chrono::nanoseconds::zero()));
+  });
 }
 
 void AsyncGroups::abandon_pending(std::string_view reason) noexcept {

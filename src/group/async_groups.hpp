@@ -1,8 +1,10 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -15,8 +17,8 @@ class GroupState;
 class AsyncGroups {
  public:
   void add(const std::shared_ptr<GroupState>& group);
-  /// Waits until every posted call has ended. Each has a timeout.
-  void wait_until_idle() noexcept;
+  /// Waits until every posted call has ended; each has a timeout. Or for `at_most`, if it is given.
+  void wait_until_idle(std::optional<std::chrono::nanoseconds> at_most = {}) noexcept;
   /// This rank leaves because of a failure: ends the calls that have not ended, on all ranks.
   void abandon_pending(std::string_view reason) noexcept;
 
@@ -24,8 +26,9 @@ class AsyncGroups {
   template <class F>
   void for_each(F f) noexcept;
 
-  std::mutex mutex_;
+  std::mutex mutex_;  // guards what follows
   std::vector<std::weak_ptr<GroupState>> groups_;
+  std::size_t n_added_ = 0;
 };
 
 }  // namespace lockstep::internal

@@ -81,6 +81,12 @@ GroupState::~GroupState() {
   }
 }
 
+void GroupState::abandon(std::string_view reason) noexcept {
+  if (process_.is_copy()) return;
+  const std::lock_guard lock(mutex_);  // any thread abandons, also while the program exits
+  engine_->abandon(reason);
+}
+
 void GroupState::hold(const Call& call) {
   if (process_.is_copy() && size_ > 1) throw_copy(call);
   if (!try_hold()) throw_busy(call);
@@ -201,8 +207,8 @@ bool GroupState::is_idle() const noexcept {
   return !has_worker_.load(std::memory_order_acquire) || worker_->is_idle();
 }
 
-void GroupState::wait_until_idle() {
-  if (has_worker_.load(std::memory_order_acquire)) worker_->wait_until_idle();
+void GroupState::wait_until_idle(std::optional<std::chrono::nanoseconds> at_most) {
+  if (has_worker_.load(std::memory_order_acquire)) worker_->wait_until_idle(at_most);
 }
 
 void GroupState::retire() noexcept {
@@ -210,7 +216,13 @@ void GroupState::retire() noexcept {
   has_worker_.store(false, std::memory_order_relaxed);
   worker_.reset();  // its calls have a timeout
   track_ = Track(nullptr, name_, rank_, size_, /*engine_reports=*/false);
-  engine_ = std::make_unique<RetiredEngine>(std::string(engine_->name()), rank_, size_);
+  std::unique_ptr<Engine> engine =
+      std::make_unique<RetiredEngine>(std::string(engine_->name()), rank_, size_);
+  {
+    const std::lock_guard lock(mutex_);
+    engine_.swap(engine);
+  }
+  engine.reset();
   is_busy_.store(false, std::memory_order_release);
 }
 

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -69,15 +70,14 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::uint32_t n_refused(Op pair, int peer) const noexcept;
 
   /// See Work.
-  void abandon(std::string_view reason) noexcept {
-    if (!process_.is_copy()) engine_->abandon(reason);
-  }
+  void abandon(std::string_view reason) noexcept;
   /// The async groups of this rank; a split group has its parent's.
   AsyncGroups& async_groups() const noexcept { return *async_groups_; }
   void share_async_groups(const GroupState& parent) { async_groups_ = parent.async_groups_; }
   /// Whether the worker has completed all posted calls.
   bool is_idle() const noexcept;
-  void wait_until_idle();
+  /// For `at_most`, if it is given.
+  void wait_until_idle(std::optional<std::chrono::nanoseconds> at_most = {});
   /// See Session::retire. Does nothing if a thread is inside a call.
   void retire() noexcept;
 
@@ -124,7 +124,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<bool> is_busy_{false};
   std::atomic<bool> is_held_{false};  // is_busy_, which every call checks, is set too
   std::atomic<bool> is_dead_{false};
-  mutable std::mutex mutex_;  // guards death_, the refusals and the creation of worker_
+  /// Guards death_, the refusals, the creation of worker_, and engine_ in abandon and retire.
+  mutable std::mutex mutex_;
   std::exception_ptr death_;
   int n_children_ = 0;
   std::atomic<std::uint32_t> n_refused_{0};        ///< collectives

@@ -55,9 +55,14 @@ std::shared_ptr<WorkState> Worker::post(std::function<void()> task) {
   return state;
 }
 
-void Worker::wait_until_idle() {
+void Worker::wait_until_idle(std::optional<std::chrono::nanoseconds> at_most) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return n_pending_.load(std::memory_order_relaxed) == 0; });
+  const auto is_over = [this] { return n_pending_.load(std::memory_order_relaxed) == 0; };
+  if (at_most) {
+    changed_.wait_for(lock, *at_most, is_over);
+  } else {
+    changed_.wait(lock, is_over);
+  }
 }
 
 void Worker::loop() {

@@ -1,12 +1,14 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 namespace lockstep::internal {
@@ -38,7 +40,8 @@ class Worker {
 
   std::shared_ptr<WorkState> post(std::function<void()> task);
   bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
-  void wait_until_idle();
+  /// For `at_most`, if it is given.
+  void wait_until_idle(std::optional<std::chrono::nanoseconds> at_most = {});
 
  private:
   struct Task {

@@ -109,6 +109,10 @@ void Session::depart(std::string_view failure) noexcept {
 
 void Session::retire() noexcept {
   if (is_copy()) return;
+  // Peers that make the same calls end them in this time; others wait for this rank elsewhere, and
+  // are to hear soon that it has left.
+  constexpr std::chrono::seconds kPatience{1};
+  if (engine_ != nullptr) world_group_.state_->async_groups().wait_until_idle(kPatience);
   depart({});
   local_group_.state_->retire();
   world_group_.state_->retire();

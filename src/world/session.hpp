@@ -30,7 +30,8 @@ class Session {
   /// `failure`: text of the exception with which this rank leaves, which ends its pending
   /// asynchronous calls; if empty, it leaves normally, after they have ended.
   void leave(std::string_view failure) noexcept;
-  /// At program exit: leaves at once and releases the engines and records. The groups keep their
+  /// At program exit: leaves, after asynchronous calls that end within a second, and releases the
+  /// engines and records. The groups keep their
   /// rank and size, for destructors of globals that read them; calls on them throw UsageError.
   void retire() noexcept;
   /// Whether this process is a fork of the rank's.

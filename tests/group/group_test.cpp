@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <lockstep/engine.hpp>
 #include <lockstep/lockstep.hpp>
 #include <memory>
@@ -13,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "group/async_groups.hpp"
+#include "group/group_state.hpp"
 #include "group/list_calls.hpp"
 #include "support/expect.hpp"
 #include "support/waiting.hpp"
@@ -266,6 +269,95 @@ TEST(GroupTest, two_threads_that_call_at_the_same_moment_are_never_both_inside) 
   other.join();
   ASSERT_EQ(n_overlaps, 0) << "after " << n_refused << " refusals";
   EXPECT_GE(n_refused, kRefused) << "the threads hardly ever met";
+}
+
+/// Its calls wait until they are abandoned, and abandon() until it may return.
+class AbandonedEngine final : public Engine {
+ public:
+  struct Events {
+    std::atomic<bool> is_running{false};
+    std::atomic<bool> is_abandoned{false};
+    std::atomic<bool> is_destroyed{false};
+    std::function<void()> on_abandon = [] {};
+  };
+  explicit AbandonedEngine(Events& events) : events_(events) {}
+  ~AbandonedEngine() override { events_.is_destroyed = true; }
+  AbandonedEngine(const AbandonedEngine&) = delete;
+  AbandonedEngine& operator=(const AbandonedEngine&) = delete;
+  std::string_view name() const noexcept override { return "abandoned"; }
+  int rank() const noexcept override { return 0; }
+  int size() const noexcept override { return 2; }
+  void run(const Call& call) override {
+    events_.is_running = true;
+    test::wait_until([&] { return events_.is_abandoned.load(); });
+    throw PeerFailed(context_of(call, 0), "abandoned");
+  }
+  std::unique_ptr<Engine> split(const Call&, int, int) override { return nullptr; }
+  std::unique_ptr<SharedMemory> allocate(const Call&) override { return nullptr; }
+  void abandon(std::string_view) noexcept override {
+    events_.on_abandon();
+    events_.is_abandoned = true;
+  }
+  void leave(std::string_view) noexcept override {}
+
+ private:
+  Events& events_;
+};
+
+std::shared_ptr<internal::GroupState> abandoned_group(AbandonedEngine::Events& events) {
+  return std::make_shared<internal::GroupState>(std::make_unique<AbandonedEngine>(events), "world",
+                                                std::chrono::seconds(60), nullptr, Check::light);
+}
+
+TEST(GroupTest, an_engine_is_not_replaced_while_another_thread_abandons_it) {
+  AbandonedEngine::Events events;
+  std::atomic<bool> is_abandoning{false};
+  std::atomic<bool> was_destroyed{false};
+  const auto group = abandoned_group(events);
+  std::thread exits;
+  std::atomic<pid_t> exits_tid{0};
+  events.on_abandon = [&] {
+    is_abandoning = true;
+    // Until the other thread waits, or has done what it must not.
+    test::wait_until(
+        [&] { return events.is_destroyed || (exits_tid != 0 && test::is_asleep(exits_tid)); });
+    was_destroyed = events.is_destroyed.load();
+  };
+  exits = std::thread([&] {
+    test::wait_until([&] { return is_abandoning.load(); });
+    exits_tid = ::gettid();
+    group->retire();
+  });
+  group->abandon("an exception");
+  exits.join();
+  EXPECT_FALSE(was_destroyed);
+  EXPECT_TRUE(events.is_destroyed);
+}
+
+TEST(GroupTest, a_group_that_is_added_meanwhile_hides_none_that_is_abandoned) {
+  std::array<AbandonedEngine::Events, 3> events;
+  std::vector<std::shared_ptr<internal::GroupState>> groups;
+  internal::AsyncGroups async_groups;
+  AbandonedEngine::Events of_former;
+  auto former = abandoned_group(of_former);
+  async_groups.add(former);
+  for (auto& each : events) groups.push_back(abandoned_group(each));
+  const Call call{.op = Op::barrier, .where = std::source_location::current()};
+  std::vector<std::shared_ptr<internal::WorkState>> works;
+  for (std::size_t i = 0; i < 2; ++i) {
+    works.push_back(groups[i]->post(call, {}));
+    async_groups.add(groups[i]);
+    ASSERT_TRUE(test::wait_until([&] { return events[i].is_running.load(); }));
+  }
+  former.reset();
+  events[0].on_abandon = [&] { async_groups.add(groups[2]); };
+  async_groups.abandon_pending("an exception");
+  EXPECT_TRUE(events[0].is_abandoned);
+  EXPECT_TRUE(events[1].is_abandoned);
+  for (std::size_t i = 0; i < 2; ++i) {
+    events[i].is_abandoned = true;  // else this test never ends
+    works[i]->wait_until_done();
+  }
 }
 
 TEST(GroupTest, handles_compare_by_group) {

@@ -4,12 +4,15 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <lockstep/lockstep.hpp>
+#include <span>
 #include <thread>
+#include <vector>
 
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
@@ -217,6 +220,25 @@ TEST(DefaultGroupTest, destructors_of_globals_may_call_in_a_world) {
     calls.size = get_world_size();
     barrier();
     std::exit(0);
+  }));
+}
+
+TEST(DefaultGroupTest, asynchronous_calls_end_before_the_program_does) {
+  expect_all_zero(test::run_processes(2, [] {
+    constexpr int kCalls = 2'000;
+    static std::vector<std::int64_t> data(kCalls * 100, 1);
+    // Never destroyed, which would wait for its calls.
+    static const Group& group = *new Group(default_group().duplicate());
+    for (int i = 0; i < kCalls; ++i) {
+      const std::span<std::int64_t> part(data.data() + i * 100, 100);
+      if (get_rank() == 1) {
+        all_reduce(part, ReduceOp::sum, group);
+        EXPECT_EQ(part[99], 2);
+      } else {
+        all_reduce_async(part, ReduceOp::sum, group).detach();
+      }
+    }
+    if (get_rank() == 0) std::exit(0);
   }));
 }
 
