@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -13,11 +15,15 @@
 #include <lockstep/lockstep.hpp>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "engines/shared/bootstrap/segment.hpp"
 #include "support/allocations.hpp"
+#include "support/expect.hpp"
 #include "support/ranks.hpp"
+#include "support/seccomp.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -167,6 +173,120 @@ TEST(SharedEngineTest, a_killed_rank_leaves_nothing_behind) {
   ::close(ends[0]);
   ::close(ends[1]);
   EXPECT_EQ(n_files("/proc/self/fd"), n_descriptors);
+}
+
+/// The memory of this process's segment.
+std::int64_t n_segment_bytes() {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code closed;  // of the iterator itself
+    const auto name = std::filesystem::read_symlink(entry.path(), closed).string();
+    struct stat status {};
+    if (name.find("memfd:lockstep") == std::string::npos) continue;
+    if (::stat(entry.path().c_str(), &status) == 0) return status.st_blocks * std::int64_t{512};
+  }
+  ADD_FAILURE() << "no segment";
+  return 0;
+}
+
+TEST(SharedEngineTest, a_group_has_little_memory_before_its_first_large_message) {
+  constexpr std::size_t kGroups = 20;
+  run_as({Form::processes, 4}, [] {
+    barrier();
+    const std::int64_t before = n_segment_bytes();
+    barrier();
+    std::vector<Group> groups;
+    for (std::size_t i = 0; i < kGroups; ++i) {
+      groups.push_back(default_group().duplicate());
+      EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, groups.back()), 4);
+      groups.back().barrier();
+    }
+    EXPECT_LE(n_segment_bytes() - before, std::int64_t{kGroups} * (64 << 10));
+    barrier();
+    std::vector<float> data(1 << 20, 1.0F);
+    all_reduce(data, ReduceOp::sum, groups[0]);
+    EXPECT_EQ(data.back(), 4.0F);
+  });
+}
+
+/// Slots and outboxes get memory as messages grow, of each rank for itself.
+TEST(SharedEngineTest, messages_that_grow_and_shrink) {
+  for (const int n : {1, 2, 3, 5}) {
+    run_as({Form::processes, n}, [n] {
+      const int next = (get_rank() + 1) % n;
+      const int previous = (get_rank() + n - 1) % n;
+      for (const std::size_t count :
+           {std::size_t{10}, std::size_t{80}, std::size_t{2'000}, std::size_t{70'001},
+            std::size_t{300}, std::size_t{400'003}, std::size_t{50}}) {
+        std::vector<int> data(count, get_rank() + 1);
+        all_reduce(data);
+        EXPECT_EQ(data.front(), n * (n + 1) / 2);
+        EXPECT_EQ(data.back(), data.front());
+        const int root = static_cast<int>(count) % n;
+        data.assign(count, get_rank());
+        broadcast(data, root);
+        EXPECT_EQ(data.back(), root);
+        std::vector<int> all(count * static_cast<std::size_t>(n));
+        all_gather(std::vector<int>(count, get_rank()), all);
+        EXPECT_EQ(all.back(), n - 1);
+        std::vector<int> received(all.size());
+        all_to_all(all, received);
+        EXPECT_EQ(received.back(), get_rank());
+        if (n == 1) continue;
+        data.assign(count, get_rank());
+        const auto send_next = [&] { send(data, next); };
+        std::vector<int> got(count);
+        if (get_rank() == 0) send_next();
+        recv(got, previous);
+        if (get_rank() != 0) send_next();
+        EXPECT_EQ(got.back(), previous);
+      }
+    });
+  }
+}
+
+TEST(SharedEngineTest, no_memory_for_a_large_message_is_an_error_on_all_ranks) {
+  const auto statuses = run_processes(3, [] {
+    const Group group = default_group().duplicate();
+    EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, group), 3);
+    if (get_rank() == 1) {  // the two ways to get it
+      forbid(SYS_madvise);
+      forbid(SYS_fallocate);
+    }
+    std::vector<float> data(100'000, 1.0F);
+    expect_contains(thrown<SystemError>([&] { all_reduce(data, ReduceOp::sum, group); }),
+                    "rank 1 could not reserve shared memory: cannot reserve");
+    EXPECT_EQ(all_reduce_value(1), 3);  // the other groups go on
+  });
+  EXPECT_EQ(statuses, std::vector<int>(3, 0));
+}
+
+/// Another thread may destroy the handle while a call uses the buffer.
+TEST(SharedEngineTest, a_buffer_whose_handle_is_destroyed_during_a_call) {
+  const SharedCount in_call;
+  const SharedCount destroyed;
+  const auto statuses = run_processes(2, [&] {
+    constexpr std::size_t kCount = 100'000;
+    SharedBuffer buffer = default_group().allocate(kCount * sizeof(float));
+    const auto data = buffer.as<float>();
+    std::fill(data.begin(), data.end(), 1.0F);
+    if (get_rank() == 0) {
+      std::jthread destroys([&, tid = ::gettid()] {
+        EXPECT_TRUE(in_call.wait_for(1));
+        EXPECT_TRUE(wait_until_asleep(tid));  // in the call, which waits for rank 1
+        buffer = SharedBuffer();
+        destroyed.raise();
+      });
+      in_call.raise();
+      all_reduce(data);
+    } else {
+      EXPECT_TRUE(destroyed.wait_for(1));
+      all_reduce(data);
+      EXPECT_EQ(data.front(), 2.0F);
+      EXPECT_EQ(data.back(), 2.0F);
+    }
+    barrier();
+  });
+  EXPECT_EQ(statuses, std::vector<int>(2, 0));
 }
 
 /// A program may close what it has not opened, as daemons do, and open files of its own.

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -70,6 +71,9 @@ class Rank {
     ::_exit(0);
   }
   void drop_messages() { messages_.reset(); }
+  std::shared_ptr<TaggedMessages> more_messages() {
+    return shared::make_messages(*engine_, call(Op::allocate));
+  }
 
   static constexpr milliseconds kLimit = kWatchdog;
 
@@ -116,6 +120,35 @@ INSTANTIATE_TEST_SUITE_P(Ranks, TaggedMessagesTest, testing::Values(Form::thread
                          [](const auto& form) {
                            return form.param == Form::threads ? "threads" : "processes";
                          });
+
+TEST(TaggedMessagesMemoryTest, grows_with_the_messages_under_way) {
+  const auto segment = shared::make_world(shared::Segment::for_processes(4));
+  run_as({Form::processes, 4}, [&segment] {
+    Rank rank(segment);
+    if (!rank.has_messages()) GTEST_SKIP() << "process_vm_readv is not permitted here";
+    // All that the world has: the channel, its slots for no message yet, and the messages.
+    const auto n_bytes = [&segment] {
+      struct stat status {};
+      EXPECT_EQ(::fstat(segment->fd(), &status), 0);
+      return status.st_blocks * 512L;
+    };
+    rank.barrier();
+    const auto before = n_bytes();
+    rank.barrier();
+    const auto fresh = rank.more_messages();
+    EXPECT_LE(n_bytes() - before, 64L << 10U);
+    rank.barrier();
+    const int next = (get_rank() + 1) % 4;
+    const int previous = (get_rank() + 3) % 4;
+    constexpr int kUnderWay = 1000;  // more than have memory at first
+    std::vector<Rank::Posted> sends;
+    for (int tag = 0; tag < kUnderWay; ++tag) sends.push_back(rank.isend({tag}, next, tag));
+    for (int tag = kUnderWay - 1; tag >= 0; --tag) {
+      EXPECT_EQ(rank.recv(1, previous, tag), Ints{tag});
+    }
+    for (const auto& sent : sends) sent->wait(Rank::kLimit);
+  });
+}
 
 Ints numbers(std::size_t n, int first) {
   Ints data(n);

@@ -62,7 +62,7 @@ void SharedEngine::all_reduce(const Call& call) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   if (n_bytes <= kInlineBytes) {
     // The data goes with the flag, in the same cache lines. One phase; every rank reduces it all.
-    copy_bytes(channel_.write_slot(n_bytes), bytes(call.in), n_bytes);  // model: put
+    copy_bytes(channel_.write_slot(call, n_bytes), bytes(call.in), n_bytes);  // model: put
     channel_.end_phase(call);
     for (int r = 0; r < size(); ++r) {  // model: take
       inputs_[static_cast<std::size_t>(r)] =
@@ -72,8 +72,8 @@ void SharedEngine::all_reduce(const Call& call) {
     return;
   }
   if (n_allocated_ > 0 && n_bytes >= channel_.tuning().in_place_bytes) {
-    BufferTable::Place place = buffers_->find(call.out, n_bytes);
-    if (agree_on_place(call, place)) return all_reduce_in_place(call, place);
+    const BufferTable::Found found = buffers_->find(call.out, n_bytes);
+    if (agree_on_place(call, found.place)) return all_reduce_in_place(call, found);
   }
   reduce(call, /*wants_result=*/true);
 }
@@ -96,7 +96,7 @@ void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
       [&](std::size_t i) {
         if (call.op == Op::reduce && wants_result) return;  // no other rank reads the root's data
         // model: put
-        copy_bytes(channel_.write_slot(chunks.length(i)), bytes(call.in) + chunks.begin(i),
+        copy_bytes(channel_.write_slot(call, chunks.length(i)), bytes(call.in) + chunks.begin(i),
                    chunks.length(i));
       },
       [&](std::size_t i) {
@@ -137,8 +137,8 @@ void SharedEngine::reduce_sliced(const Call& call, bool wants_result) {
       const std::size_t begin = slices.begin(rank()) * element;
       const std::size_t end = slices.begin(rank() + 1) * element;
       const std::byte* data = bytes(call.in) + chunks.begin(i);
-      copy_bytes(channel_.write_slot(slot), data, begin);
-      copy_bytes(channel_.write_slot(slot) + end, data + end, chunks.length(i) - end);
+      copy_bytes(channel_.write_slot(call, slot), data, begin);
+      copy_bytes(channel_.write_slot(call, slot) + end, data + end, chunks.length(i) - end);
     }
     if (i >= 1 && i <= n_chunks) {
       const Slices slices = slices_of(i - 1);
@@ -177,7 +177,7 @@ void SharedEngine::broadcast(const Call& call) {
       call, chunks.count(),
       [&](std::size_t i) {
         if (!is_root) return;
-        copy_bytes(channel_.write_slot(chunks.length(i)), bytes(call.in) + chunks.begin(i),
+        copy_bytes(channel_.write_slot(call, chunks.length(i)), bytes(call.in) + chunks.begin(i),
                    chunks.length(i));
       },
       [&](std::size_t i) {
@@ -201,7 +201,7 @@ void SharedEngine::gather(const Call& call, bool wants_result) {
   exchange(
       call, n_chunks,
       [&](std::size_t i) {
-        copy_bytes(channel_.write_slot(own.length(i)), bytes(call.in) + own.begin(i),
+        copy_bytes(channel_.write_slot(call, own.length(i)), bytes(call.in) + own.begin(i),
                    own.length(i));
       },
       [&](std::size_t i) {
@@ -236,7 +236,7 @@ std::size_t SharedEngine::piece_bytes() const {
 
 template <class Parts>
 void SharedEngine::put_pieces(const Call& call, const Parts& part, std::size_t i) {
-  std::byte* const slot = channel_.write_slot(pieces_bytes(part.length(i)));
+  std::byte* const slot = channel_.write_slot(call, pieces_bytes(part.length(i)));
   for (int q = 0; q < size(); ++q) {
     if (q == rank()) continue;
     copy_bytes(slot + piece_for(q, rank()) * part.length(i),

@@ -27,8 +27,8 @@ bool takes_own_part(Op op) {
 }  // namespace
 
 /// Whether every rank's data is at the same offset of the same shared buffer.
-bool SharedEngine::agree_on_place(const Call& call, BufferTable::Place& place) {
-  std::memcpy(channel_.write_slot(sizeof place), &place, sizeof place);
+bool SharedEngine::agree_on_place(const Call& call, const BufferTable::Place& place) {
+  std::memcpy(channel_.write_slot(call, sizeof place), &place, sizeof place);
   channel_.end_phase(call);
   bool agree = place.buffer != 0;
   for (int r = 0; r < size(); ++r) {
@@ -40,8 +40,8 @@ bool SharedEngine::agree_on_place(const Call& call, BufferTable::Place& place) {
 }
 
 /// agree_on_place is the barrier before it.
-void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Place& place) {
-  const BufferTable::Entry entry = buffers_->entry(place.buffer);
+void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Found& found) {
+  const auto& [place, entry] = found;
   for (std::size_t r = 0; r < ins_.size(); ++r) {
     outs_[r] = entry.parts + r * entry.n_part_bytes + place.offset;
     ins_[r] = outs_[r];
@@ -72,7 +72,7 @@ void SharedEngine::reduce_slice(const Call& call, std::span<std::byte*> outs) {
 
 void SharedEngine::run_between_threads(const Call& call) {
   const CallMemory mine{.in = call.in, .out = call.out, .ins = call.ins.data()};
-  std::memcpy(channel_.write_slot(sizeof mine), &mine, sizeof mine);
+  std::memcpy(channel_.write_slot(call, sizeof mine), &mine, sizeof mine);
   try {
     channel_.end_phase(call);
     channel_.enter_peers_memory(call);

@@ -27,8 +27,10 @@ void Channel::send(const Call& call) {
       wait(call, taker, [&] { return n_taken() != taken; });
     }
     const std::size_t n = std::min<std::size_t>(n_left, header_->outbox_bytes);
+    if (n > n_backed_outbox_bytes_) back_outbox(call, n);
     MessageHead& head = me.heads[chunk % kOutboxDepth];
-    head.destination.store(call.root, std::memory_order_relaxed);
+    // Release: see wait_for_chunk.
+    head.destination.store(call.root, std::memory_order_release);
     head.dtype = static_cast<std::uint32_t>(call.dtype);
     head.count = call.count;
     head.n_refused.store(call.n_refused, std::memory_order_relaxed);

@@ -27,22 +27,16 @@ void BufferTable::remove(std::uint64_t buffer) {
   std::erase_if(entries_, [buffer](const Entry& entry) { return entry.buffer == buffer; });
 }
 
-BufferTable::Place BufferTable::find(const void* data, std::size_t n_bytes) const {
+BufferTable::Found BufferTable::find(const void* data, std::size_t n_bytes) const {
   const auto begin = reinterpret_cast<std::uintptr_t>(data);
   const std::lock_guard lock(mutex_);
   for (const Entry& entry : entries_) {
     const auto mine = reinterpret_cast<std::uintptr_t>(entry.mine);
     if (begin >= mine && begin + n_bytes <= mine + entry.n_part_bytes) {
-      return {.buffer = entry.buffer, .offset = begin - mine};
+      return {.place = {.buffer = entry.buffer, .offset = begin - mine}, .entry = entry};
     }
   }
   return {};
-}
-
-BufferTable::Entry BufferTable::entry(std::uint64_t buffer) const {
-  const std::lock_guard lock(mutex_);
-  return *std::find_if(entries_.begin(), entries_.end(),
-                       [buffer](const Entry& entry) { return entry.buffer == buffer; });
 }
 
 namespace {
@@ -52,12 +46,16 @@ class Buffer final : public SharedMemory {
  public:
   Buffer(const std::shared_ptr<Segment>& segment, std::uint64_t offset, std::uint64_t number,
          std::size_t n_part_bytes, int rank, int n_ranks, std::shared_ptr<BufferTable> table)
-      : range_(segment, offset, n_part_bytes * static_cast<std::size_t>(n_ranks)),
+      : range_(std::make_shared<const Range>(segment, offset,
+                                             n_part_bytes * static_cast<std::size_t>(n_ranks))),
         table_(std::move(table)),
         number_(number),
-        data_(range_.data() + n_part_bytes * static_cast<std::size_t>(rank)) {
-    table_->add(
-        {.buffer = number_, .parts = range_.data(), .n_part_bytes = n_part_bytes, .mine = data_});
+        data_(range_->data() + n_part_bytes * static_cast<std::size_t>(rank)) {
+    table_->add({.buffer = number_,
+                 .parts = range_->data(),
+                 .n_part_bytes = n_part_bytes,
+                 .mine = data_,
+                 .range = range_});
   }
   ~Buffer() override { table_->remove(number_); }
   Buffer(const Buffer&) = delete;
@@ -66,7 +64,7 @@ class Buffer final : public SharedMemory {
   std::byte* data() const noexcept override { return data_; }
 
  private:
-  Range range_;
+  std::shared_ptr<const Range> range_;
   std::shared_ptr<BufferTable> table_;
   std::uint64_t number_;
   std::byte* data_;
@@ -86,8 +84,8 @@ struct ColorKey {
 };
 
 template <class T>
-void publish(Channel& channel, const T& value) {
-  std::memcpy(channel.write_slot(sizeof value), &value, sizeof value);
+void publish(Channel& channel, const Call& call, const T& value) {
+  std::memcpy(channel.write_slot(call, sizeof value), &value, sizeof value);
 }
 
 template <class T>
@@ -110,7 +108,7 @@ void make_with_all(Channel& channel, const Call& call, const char* what, Outcome
     mine.error_number = ENOMEM;
     base::copy_text(mine.text, "no memory for the list of ranks");
   }
-  publish(channel, mine);
+  publish(channel, call, mine);
   channel.end_phase(call);
   for (int r = 0; r < channel.size(); ++r) {
     const auto outcome = published_by<Outcome>(channel, r);
@@ -190,7 +188,7 @@ std::unique_ptr<Engine> SharedEngine::split(const Call& call, int color, int key
 
 std::unique_ptr<Engine> SharedEngine::split_engine(const Call& call, int color, int key) {
   channel_.begin(call);
-  publish(channel_, ColorKey{.color = color, .key = key});
+  publish(channel_, call, ColorKey{.color = color, .key = key});
   channel_.end_phase(call);
 
   std::vector<int> members;
@@ -246,12 +244,14 @@ std::shared_ptr<TaggedMessages> SharedEngine::make_messages(const Call& call) {
   return abandoning(channel_, [&]() -> Result {
     channel_.begin(call);
     Result messages;
-    if (TaggedMessages::are_possible(channel_, call)) {
+    TaggedMessages::Permission permission;
+    if (TaggedMessages::are_possible(channel_, call, permission)) {
       const std::uint64_t offset = reserve_for_all(channel_, call, /*leader=*/0, [&] {
         return TaggedMessages::make(channel_.membership()->segment(), size());
       });
-      messages = map_on_all(channel_, call,
-                            [&] { return std::make_shared<TaggedMessages>(channel_, offset); });
+      messages = map_on_all(channel_, call, [&] {
+        return std::make_shared<TaggedMessages>(channel_, offset, permission);
+      });
     }
     channel_.end();
     return messages;

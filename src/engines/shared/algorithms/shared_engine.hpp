@@ -21,16 +21,22 @@ class BufferTable {
     friend bool operator==(const Place&, const Place&) = default;
   };
   struct Entry {
-    std::uint64_t buffer;
-    std::byte* parts;          ///< every rank's part, contiguous in rank order
-    std::size_t n_part_bytes;  ///< distance between parts
-    std::byte* mine;
+    std::uint64_t buffer = 0;
+    std::byte* parts = nullptr;    ///< every rank's part, contiguous in rank order
+    std::size_t n_part_bytes = 0;  ///< distance between parts
+    std::byte* mine = nullptr;
+    std::shared_ptr<const Range> range = nullptr;  ///< which has them
+  };
+  /// Keeps the buffer's memory: a call uses it although another thread may destroy the handle.
+  struct Found {
+    Place place;
+    Entry entry;
   };
 
   void add(const Entry& entry);
   void remove(std::uint64_t buffer);
-  Place find(const void* data, std::size_t n_bytes) const;
-  Entry entry(std::uint64_t buffer) const;
+  /// The buffer with this memory; Place::buffer is 0 if there is none.
+  Found find(const void* data, std::size_t n_bytes) const;
 
  private:
   mutable std::mutex mutex_;  // any thread may destroy a handle
@@ -96,8 +102,8 @@ class SharedEngine final : public Engine {
   const std::byte* piece_of(const Call& call, const Parts& part, std::size_t i, int r);
 
   // in_place.cpp
-  bool agree_on_place(const Call& call, BufferTable::Place& place);
-  void all_reduce_in_place(const Call& call, const BufferTable::Place& place);
+  bool agree_on_place(const Call& call, const BufferTable::Place& place);
+  void all_reduce_in_place(const Call& call, const BufferTable::Found& found);
   /// The same on all ranks: they compare what it depends on in the first phase.
   bool runs_between_threads(const Call& call) const noexcept {
     std::size_t count = call.count;

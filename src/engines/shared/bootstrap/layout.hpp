@@ -203,6 +203,8 @@ struct PostList {
 struct alignas(kLine) Mailbox {
   pthread_mutex_t mutex;             ///< robust; guards the lists and Post::next
   std::atomic<std::int32_t> holder;  ///< of the mutex: a rank plus one
+  /// How many posts of this rank have memory. Only that rank writes it, after backing them.
+  std::atomic<std::int32_t> n_posts;
   PostList sends;
   PostList receives;
 };

@@ -123,6 +123,7 @@ consteval std::uint32_t layout_version() {
   hash.add<Mailbox>({
       LOCKSTEP_FIELD(Mailbox, mutex),
       LOCKSTEP_FIELD(Mailbox, holder),
+      LOCKSTEP_FIELD(Mailbox, n_posts),
       LOCKSTEP_FIELD(Mailbox, sends),
       LOCKSTEP_FIELD(Mailbox, receives),
   });

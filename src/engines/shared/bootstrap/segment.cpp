@@ -58,6 +58,11 @@ const char* advice_for(int error_number) {
                     fmt::format("cannot {} {} bytes; {}", what, n_bytes, advice_for(error_number)));
 }
 
+/// Otherwise the system would overcommit and then kill processes to free memory.
+void check_available(std::size_t n_bytes) {
+  if (n_bytes > base::available_memory()) fail("reserve", n_bytes, ENOMEM);
+}
+
 /// Allocates memory for a part of the file before use: a store to shared memory must never raise
 /// SIGBUS. Returns an error number.
 int reserve_pages(int fd, std::uint64_t offset, std::size_t n_bytes) noexcept {
@@ -72,16 +77,18 @@ int reserve_pages(int fd, std::uint64_t offset, std::size_t n_bytes) noexcept {
   return 0;
 }
 
-std::byte* map_pages(int fd, std::uint64_t offset, std::size_t n_bytes, int n_ranks,
+/// populates: avoids a fault for each page; allocates those without memory.
+std::byte* map_pages(int fd, std::uint64_t offset, std::size_t n_bytes, bool populates,
                      int protection = PROT_READ | PROT_WRITE) {
-  // Of many ranks' pages each rank uses few, and to populate all on all grows with their square.
-  constexpr int kMostPopulated = 32;
-  const int shared = n_ranks <= kMostPopulated ? MAP_SHARED | MAP_POPULATE : MAP_SHARED;
+  const int shared = populates ? MAP_SHARED | MAP_POPULATE : MAP_SHARED;
   const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : shared;
   void* data = ::mmap(nullptr, n_bytes, protection, flags, fd, static_cast<off_t>(offset));
   if (data == MAP_FAILED) fail("map", n_bytes);
   return static_cast<std::byte*>(data);
 }
+
+/// Of many ranks' pages each rank uses few, and to populate all on all grows with their square.
+bool populates_all(int n_ranks) { return n_ranks <= 32; }
 
 }  // namespace
 
@@ -97,7 +104,8 @@ void Segment::create(int n_ranks) {
     const int error_number = reserve_pages(fd_.get(), 0, n_base_bytes_);
     if (error_number != 0) fail("reserve", n_base_bytes_, error_number);
   }
-  header_ = reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_, n_ranks));
+  header_ = reinterpret_cast<SegmentHeader*>(
+      map_pages(fd_.get(), 0, n_base_bytes_, populates_all(n_ranks)));
   header_->magic = kMagic;
   header_->version = kVersion;
   base::copy_text(header_->release, base::version());
@@ -147,8 +155,8 @@ void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::u
 
   fd_ = base::KeptFd(std::move(fd));
   n_base_bytes_ = kPage;
-  header_ =
-      reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, kPage, /*n_ranks=*/1, protection));
+  header_ = reinterpret_cast<SegmentHeader*>(
+      map_pages(fd_.get(), 0, kPage, /*populates=*/true, protection));
   if (header_->magic != kMagic) throw Rejected{"it contains something else"};
   if (header_->version != kVersion) {
     throw Rejected{
@@ -166,8 +174,8 @@ void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::u
   ::munmap(header_, kPage);
   header_ = nullptr;
   n_base_bytes_ = base_bytes(n_ranks);
-  header_ =
-      reinterpret_cast<SegmentHeader*>(map_pages(fd_.get(), 0, n_base_bytes_, n_ranks, protection));
+  header_ = reinterpret_cast<SegmentHeader*>(
+      map_pages(fd_.get(), 0, n_base_bytes_, populates_all(n_ranks), protection));
 }
 
 std::shared_ptr<Segment> Segment::attach(base::UniqueFd fd, std::uint64_t nonce) {
@@ -231,16 +239,23 @@ void Segment::give_back_offset(std::uint64_t offset, std::size_t n_bytes) noexce
             .n = static_cast<std::uint32_t>(n_bytes / kPage)});
 }
 
-std::uint64_t Segment::reserve(std::size_t n_bytes) {
+std::uint64_t Segment::reserve(std::size_t n_bytes, std::size_t n_backed_bytes) {
   n_bytes = round_to_pages(n_bytes);
-  // Otherwise the system would overcommit and then kill processes to free memory.
-  if (n_bytes > base::available_memory()) fail("reserve", n_bytes, ENOMEM);
-  if (!fd_) return reinterpret_cast<std::uint64_t>(map_pages(-1, 0, n_bytes, n_ranks_));
+  n_backed_bytes = round_to_pages(n_backed_bytes);
+  check_available(n_backed_bytes);
+  if (!fd_) {
+    return reinterpret_cast<std::uint64_t>(map_pages(-1, 0, n_bytes, /*populates=*/false));
+  }
   check_fd();
   const std::uint64_t offset = take_offset(n_bytes);
-  const int error_number = reserve_pages(fd_.get(), offset, n_bytes);
+  int error_number = reserve_pages(fd_.get(), offset, n_backed_bytes);
+  // The file must reach to the end of what is mapped; only ftruncate could grow it without memory,
+  // and a rank that is slower than another would shrink it.
+  if (error_number == 0 && n_backed_bytes < n_bytes) {
+    error_number = reserve_pages(fd_.get(), offset + n_bytes - kPage, kPage);
+  }
   if (error_number != 0) {
-    give_back_offset(offset, n_bytes);
+    release(offset, n_bytes);
     fail("reserve", n_bytes, error_number);
   }
   return offset;
@@ -258,9 +273,10 @@ void Segment::release(std::uint64_t offset, std::size_t n_bytes) noexcept {
   if (is_zero) give_back_offset(offset, n_bytes);
 }
 
-std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes) {
+std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes, std::size_t n_backed_bytes) {
   if (!fd_) return reinterpret_cast<std::byte*>(offset);
   n_bytes = round_to_pages(n_bytes);
+  n_backed_bytes = round_to_pages(n_backed_bytes);
   check_fd();
   // The offset came from a peer; a store beyond the end would raise SIGBUS.
   struct stat status {};
@@ -272,7 +288,13 @@ std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes) {
                                   "memory is damaged: restart the job",
                                   n_bytes, offset, end));
   }
-  return map_pages(fd_.get(), offset, n_bytes, n_ranks_);
+  const bool is_backed = n_backed_bytes == n_bytes;
+  std::byte* const data =
+      map_pages(fd_.get(), offset, n_bytes, is_backed && populates_all(n_ranks_));
+  if (!is_backed && populates_all(n_ranks_)) {
+    static_cast<void>(base::populate_to_write(data, n_backed_bytes));  // else faults do it
+  }
+  return data;
 }
 
 void Segment::unmap(std::byte* data, std::size_t n_bytes) noexcept {
@@ -281,40 +303,55 @@ void Segment::unmap(std::byte* data, std::size_t n_bytes) noexcept {
 
 std::size_t Range::total(std::size_t n_bytes) noexcept { return sizeof(RangeHeader) + n_bytes; }
 
-std::uint64_t Range::make(Segment& segment, std::size_t n_bytes, int n_users,
+std::uint64_t Range::make(Segment& segment, Size size, int n_users,
                           const std::function<void(std::byte*)>& initialise) {
-  const std::uint64_t offset = segment.reserve(total(n_bytes));
+  const std::size_t n_backed = total(size.n_backed_bytes);
+  const std::uint64_t offset = segment.reserve(total(size.n_bytes), n_backed);
   try {
-    std::byte* data = segment.map(offset, total(n_bytes));
+    std::byte* data = segment.map(offset, n_backed, n_backed);
     reinterpret_cast<RangeHeader*>(data)->n_users.store(static_cast<std::uint32_t>(n_users),
                                                         std::memory_order_relaxed);
     initialise(data + sizeof(RangeHeader));
-    segment.unmap(data, total(n_bytes));
+    segment.unmap(data, n_backed);
   } catch (...) {
-    segment.release(offset, total(n_bytes));
+    segment.release(offset, total(size.n_bytes));
     throw;
   }
   return offset;
 }
 
-std::byte* Range::attach(Segment& segment, std::uint64_t offset, std::size_t n_bytes) try {
-  return segment.map(offset, n_bytes);
+std::byte* Range::attach(Segment& segment, std::uint64_t offset, Size size) try {
+  return segment.map(offset, total(size.n_bytes), total(size.n_backed_bytes));
 } catch (const SystemError&) {
   // Let the peers release the range without this user; mapping one page may still succeed.
   try {
-    std::byte* const page = segment.map(offset, sizeof(RangeHeader));
-    detach(segment, *reinterpret_cast<RangeHeader*>(page), offset, n_bytes, sizeof(RangeHeader));
+    std::byte* const page = segment.map(offset, sizeof(RangeHeader), sizeof(RangeHeader));
+    detach(segment, *reinterpret_cast<RangeHeader*>(page), offset, total(size.n_bytes),
+           sizeof(RangeHeader));
   } catch (const Error&) {
   }
   throw;
 }
 
-Range::Range(std::shared_ptr<Segment> segment, std::uint64_t offset, std::size_t n_bytes)
+Range::Range(std::shared_ptr<Segment> segment, std::uint64_t offset, Size size)
     : segment_(std::move(segment)),
       offset_(offset),
-      n_bytes_(n_bytes),
-      data_(attach(*segment_, offset, total(n_bytes))),
+      n_bytes_(size.n_bytes),
+      data_(attach(*segment_, offset, size)),
       pid_(::getpid()) {}
+
+void Range::back(std::byte* first, std::size_t n_bytes, std::size_t n_parts, std::size_t stride) {
+  check_available(n_parts * n_bytes);
+  if (segment_->fd() < 0) return;  // the memory of one process needs no more
+  for (std::size_t i = 0; i < n_parts; ++i) {
+    std::byte* const part = first + i * stride;
+    if (base::populate_to_write(part, n_bytes) == 0) continue;
+    segment_->check_fd();
+    const auto begin = static_cast<std::uint64_t>(part - data_);
+    const int error_number = reserve_pages(segment_->fd(), offset_ + begin, n_bytes);
+    if (error_number != 0) fail("reserve", n_bytes, error_number);
+  }
+}
 
 void Range::detach(Segment& segment, RangeHeader& header, std::uint64_t offset, std::size_t n_bytes,
                    std::size_t n_mapped_bytes) noexcept {

@@ -48,8 +48,9 @@ class Segment {
     return fd_ ? base::FutexScope::process : base::FutexScope::thread;
   }
 
-  /// Reserves zeroed pages. Throws SystemError. Call release for pages that are never mapped.
-  std::uint64_t reserve(std::size_t n_bytes);
+  /// Reserves zeroed pages, of which the first n_backed_bytes have memory at once, the others after
+  /// Range::back. Throws SystemError. Call release for pages that are never mapped.
+  std::uint64_t reserve(std::size_t n_bytes, std::size_t n_backed_bytes);
   void release(std::uint64_t offset, std::size_t n_bytes) noexcept;
 
  private:
@@ -57,7 +58,7 @@ class Segment {
   Segment() = default;
   void create(int n_ranks);
   void open(base::UniqueFd fd, int protection, const std::optional<std::uint64_t>& nonce);
-  std::byte* map(std::uint64_t offset, std::size_t n_bytes);
+  std::byte* map(std::uint64_t offset, std::size_t n_bytes, std::size_t n_backed_bytes);
   void unmap(std::byte* data, std::size_t n_bytes) noexcept;
   void check_fd() const;
   std::uint64_t take_offset(std::size_t n_bytes) noexcept;
@@ -72,25 +73,39 @@ class Segment {
 /// A mapped, reference-counted range of the segment: the last of its `n_users` releases the pages.
 class Range {
  public:
-  /// Reserves a range to which n_users ranks will attach; `initialise` gets its zeroed bytes
-  /// before any other rank can access it.
-  static std::uint64_t make(Segment& segment, std::size_t n_bytes, int n_users,
+  struct Size {
+    Size(std::size_t all) : Size(all, all) {}  // NOLINT: most ranges have all of their memory
+    Size(std::size_t all, std::size_t backed) : n_bytes(all), n_backed_bytes(backed) {}
+
+    std::size_t n_bytes;
+    /// So many of them have memory from the start; a rank calls back() before it accesses others
+    /// that no rank has backed.
+    std::size_t n_backed_bytes;
+  };
+
+  /// Reserves a range to which n_users ranks will attach; `initialise` gets its zeroed bytes, those
+  /// that have memory, before any other rank can access it.
+  static std::uint64_t make(Segment& segment, Size size, int n_users,
                             const std::function<void(std::byte*)>& initialise);
 
   /// If it throws SystemError, this user has already been released.
-  Range(std::shared_ptr<Segment> segment, std::uint64_t offset, std::size_t n_bytes);
+  Range(std::shared_ptr<Segment> segment, std::uint64_t offset, Size size);
   ~Range();
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;
 
   std::byte* data() const noexcept { return data_ + sizeof(RangeHeader); }
+  /// Gives parts of the range memory, unless they have it, so that a store to them cannot raise
+  /// SIGBUS: n_bytes at `first`, and at n_parts - 1 more places, `stride` bytes apart. Throws
+  /// SystemError. Threads: any.
+  void back(std::byte* first, std::size_t n_bytes, std::size_t n_parts = 1, std::size_t stride = 0);
   const std::shared_ptr<Segment>& segment() const noexcept { return segment_; }
 
  private:
   static std::size_t total(std::size_t n_bytes) noexcept;
   static void detach(Segment& segment, RangeHeader& header, std::uint64_t offset,
                      std::size_t n_bytes, std::size_t n_mapped_bytes) noexcept;
-  static std::byte* attach(Segment& segment, std::uint64_t offset, std::size_t n_bytes);
+  static std::byte* attach(Segment& segment, std::uint64_t offset, Size size);
 
   std::shared_ptr<Segment> segment_;
   std::uint64_t offset_;

@@ -1,10 +1,15 @@
 #include "engines/shared/protocol/channel.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <lockstep/error.hpp>
 
 #include "base/marked_text.hpp"
 #include "engines/shared/protocol/call_record.hpp"
+#include "group/failure.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -16,8 +21,8 @@ constexpr bool kWritesDown = false;
 constexpr bool kWritesDown = true;
 #endif
 
-/// Bounds the memory of programs with many groups: the slots of a channel take about 3 MiB in
-/// total, for any number of ranks.
+/// Bounds the memory of programs with many groups that exchange large messages: the slots of a
+/// channel take at most about 3 MiB in total, for any number of ranks.
 std::uint32_t slot_bytes_for(int n_ranks) {
   constexpr std::uint32_t kTogether = 1U << 20U;
   constexpr std::uint32_t kPage = 4096;
@@ -52,6 +57,13 @@ Parts parts_of(int n_ranks) {
   return parts;
 }
 
+/// What has memory before the first message that does not fit into a flag: all but the slots and
+/// the outboxes.
+Range::Size size_of_channel(int n_ranks) {
+  const Parts parts = parts_of(n_ranks);
+  return {parts.end, /*backed=*/parts.slots};
+}
+
 void mix(std::uint64_t& hash, std::uint64_t value) {
   hash = (hash ^ value) * 0x9e3779b97f4a7c15ULL;
   hash ^= hash >> 29U;
@@ -77,7 +89,7 @@ void mix(std::uint64_t& hash, const Call& call, std::uint64_t what) {
 
 std::uint64_t Channel::make(Segment& segment, std::span<const int> members) {
   const int n_ranks = static_cast<int>(members.size());
-  return Range::make(segment, parts_of(n_ranks).end, n_ranks, [&](std::byte* data) {
+  return Range::make(segment, size_of_channel(n_ranks), n_ranks, [&](std::byte* data) {
     auto* header = reinterpret_cast<ChannelHeader*>(data);
     header->n_ranks = n_ranks;
     header->slot_bytes = slot_bytes_for(n_ranks);
@@ -90,7 +102,7 @@ std::uint64_t Channel::make(Segment& segment, std::span<const int> members) {
 Channel::Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank,
                  int n_ranks)
     : membership_(std::move(membership)),
-      range_(membership_->shared_segment(), offset, parts_of(n_ranks).end),
+      range_(membership_->shared_segment(), offset, size_of_channel(n_ranks)),
       header_(reinterpret_cast<ChannelHeader*>(range_.data())),
       lanes_(reinterpret_cast<Lane*>(range_.data() + parts_of(n_ranks).lanes)),
       refusals_(reinterpret_cast<Refusals*>(range_.data() + parts_of(n_ranks).refusals)),
@@ -105,6 +117,34 @@ Channel::Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, i
     if (r != rank_) peers_.push_back(r);
   }
   absent_.reserve(static_cast<std::size_t>(n_ranks));
+}
+
+void Channel::back_slots(const Call& call, std::size_t n_bytes) {
+  const int first = swaps_slots_ ? 0 : rank_;
+  const int n_owners = swaps_slots_ ? 2 : 1;
+  n_backed_slot_bytes_ =
+      back(call, slots_ + static_cast<std::size_t>(first * kPhases) * slot_bytes(),
+           static_cast<std::size_t>(n_owners * kPhases), slot_bytes(), n_bytes);
+}
+
+void Channel::back_outbox(const Call& call, std::size_t n_bytes) {
+  n_backed_outbox_bytes_ =
+      back(call, outbox(rank_, 0), kOutboxDepth, header_->outbox_bytes, n_bytes);
+}
+
+/// Returns how much of each piece has memory: doubled each time, so that there are few times.
+std::size_t Channel::back(const Call& call, std::byte* first, std::size_t n_pieces,
+                          std::size_t n_piece_bytes, std::size_t n_bytes) {
+  constexpr std::size_t kLeast = 4096;
+  n_bytes = std::min(std::bit_ceil(std::max(n_bytes, kLeast)), n_piece_bytes);
+  try {
+    range_.back(first, n_bytes, n_pieces, /*stride=*/n_piece_bytes);
+  } catch (const SystemError& error) {
+    fail_system(call, error.error_number(),
+                fmt::format("rank {} could not reserve shared memory: {}", rank_,
+                            internal::failure_of(error).text));
+  }
+  return n_bytes;
 }
 
 void Channel::choose_waiting() {

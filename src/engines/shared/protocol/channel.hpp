@@ -111,8 +111,10 @@ class Channel {
   /// Replaces begin for a call over another engine, between hosts.
   void begin_elsewhere(const Call& call);
 
-  /// The memory this rank writes in this phase: n_bytes, at most slot_bytes().
-  std::byte* write_slot(std::size_t n_bytes) noexcept {
+  /// The memory this rank writes in this phase: n_bytes, at most slot_bytes(). Throws SystemError
+  /// if there is none, on all members.
+  std::byte* write_slot(const Call& call, std::size_t n_bytes) {
+    if (n_bytes > kInlineBytes && n_bytes > n_backed_slot_bytes_) back_slots(call, n_bytes);
     return place(rank_, /*phases_ago=*/0, n_bytes);
   }
   /// What `rank` wrote `phases_ago` (1 or 2) phases ago, with the same n_bytes.
@@ -196,6 +198,12 @@ class Channel {
     return slots_ + static_cast<std::size_t>(owner * kPhases + index) * header_->slot_bytes;
   }
   std::byte* outbox(int rank, std::uint64_t chunk) const noexcept;
+  /// Give memory to the first n_bytes, or more, of each slot and outbox entry that this rank
+  /// writes: many groups only ever exchange messages that fit into flags.
+  void back_slots(const Call& call, std::size_t n_bytes);
+  void back_outbox(const Call& call, std::size_t n_bytes);
+  std::size_t back(const Call& call, std::byte* first, std::size_t n_pieces,
+                   std::size_t n_piece_bytes, std::size_t n_bytes);
   /// Waits until the oldest chunk in call.root's outbox is for this rank; returns its number.
   std::uint64_t wait_for_chunk(const Call& call);
   std::uint64_t flag_of(int rank) const noexcept {
@@ -272,6 +280,8 @@ class Channel {
   bool is_in_one_process_;
   std::vector<int> peers_;
   std::vector<int> absent_;
+  std::size_t n_backed_slot_bytes_ = 0;    ///< of each slot that this rank writes
+  std::size_t n_backed_outbox_bytes_ = 0;  ///< of each entry of its outbox
 
   std::uint64_t phase_ = 1;  ///< the current phase
   int slot_index_ = 1;       ///< phase_ % kPhases

@@ -16,6 +16,7 @@
 
 #include "base/futex.hpp"
 #include "base/timed_lock.hpp"
+#include "group/failure.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -26,9 +27,11 @@ using std::chrono::milliseconds;
 /// for many ranks.
 std::int32_t posts_of_rank(int n_ranks) { return std::clamp(65536 / n_ranks, 4 * n_ranks, 4096); }
 
-std::size_t bytes_for(int n_ranks) {
-  return static_cast<std::size_t>(n_ranks) *
-         (sizeof(Mailbox) + static_cast<std::size_t>(posts_of_rank(n_ranks)) * sizeof(Post));
+/// A rank's posts get memory when it needs them.
+Range::Size size_for(int n_ranks) {
+  const auto n = static_cast<std::size_t>(n_ranks);
+  const std::size_t n_posts_bytes = static_cast<std::size_t>(posts_of_rank(n_ranks)) * sizeof(Post);
+  return {n * (sizeof(Mailbox) + n_posts_bytes), /*backed=*/n * sizeof(Mailbox)};
 }
 
 enum class Way : bool { from_peer, to_peer };
@@ -65,6 +68,24 @@ bool finish(Post& post, Post::State state) noexcept {
   }
   base::futex_wake_all(post.state, base::FutexScope::process);
   return true;
+}
+
+/// Where Yama restricts access to descendants: permits those of the process that started this one.
+/// asks_system: unless it is permitted already.
+TaggedMessages::Permission permit_launcher(bool asks_system) {
+  static auto& mutex = *new std::mutex();  // groups may be destroyed after globals
+  static auto& permitted = *new std::weak_ptr<const void>();
+  const std::lock_guard lock(mutex);
+  TaggedMessages::Permission permission = permitted.lock();
+  const pid_t launcher = ::getppid();
+  if (permission || !asks_system || launcher <= 1) return permission;
+  if (::prctl(PR_SET_PTRACER, launcher, 0, 0, 0) != 0) return nullptr;  // no Yama
+  permission = TaggedMessages::Permission(&permitted, [](const void*) {
+    const std::lock_guard ending(mutex);
+    if (permitted.expired()) ::prctl(PR_SET_PTRACER, 0, 0, 0, 0);  // else permitted again since
+  });
+  permitted = permission;
+  return permission;
 }
 
 std::string name_of_holder(int rank) { return rank < 0 ? "a rank" : fmt::format("rank {}", rank); }
@@ -138,7 +159,7 @@ class TaggedMessages::Lock {
 };
 
 std::uint64_t TaggedMessages::make(Segment& segment, int n_ranks) {
-  return Range::make(segment, bytes_for(n_ranks), n_ranks, [n_ranks](std::byte* data) {
+  return Range::make(segment, size_for(n_ranks), n_ranks, [n_ranks](std::byte* data) {
     pthread_mutexattr_t attributes;
     ::pthread_mutexattr_init(&attributes);
     ::pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
@@ -152,14 +173,15 @@ std::uint64_t TaggedMessages::make(Segment& segment, int n_ranks) {
   });
 }
 
-TaggedMessages::TaggedMessages(Channel& channel, std::uint64_t offset)
-    : channel_(channel),
-      range_(channel.membership()->shared_segment(), offset, bytes_for(channel.size())),
+TaggedMessages::TaggedMessages(Channel& channel, std::uint64_t offset, Permission permission)
+    : permission_(std::move(permission)),
+      channel_(channel),
+      range_(channel.membership()->shared_segment(), offset, size_for(channel.size())),
       mailboxes_(reinterpret_cast<Mailbox*>(range_.data())),
       posts_(reinterpret_cast<Post*>(mailboxes_ + channel.size())),
       n_posts_(posts_of_rank(channel.size())) {}
 
-bool TaggedMessages::are_possible(Channel& channel, const Call& call) {
+bool TaggedMessages::are_possible(Channel& channel, const Call& call, Permission& permission) {
   struct Probe {
     std::uint64_t address, value;
   };
@@ -173,7 +195,7 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call) {
   }();
   const auto agree = [&] {
     const Probe probe{.address = reinterpret_cast<std::uint64_t>(&mine), .value = mine};
-    std::memcpy(channel.write_slot(sizeof probe), &probe, sizeof probe);
+    std::memcpy(channel.write_slot(call, sizeof probe), &probe, sizeof probe);
     channel.end_phase(call);
     bool is_possible = true;
     for (int r = 0; r < channel.size(); ++r) {
@@ -187,7 +209,7 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call) {
       is_possible = is_possible && copy(Way::from_peer) == 0 && value == theirs.value &&
                     copy(Way::to_peer) == 0;  // the same value
     }
-    std::memcpy(channel.write_slot(sizeof is_possible), &is_possible, sizeof is_possible);
+    std::memcpy(channel.write_slot(call, sizeof is_possible), &is_possible, sizeof is_possible);
     channel.end_phase(call);
     for (int r = 0; r < channel.size(); ++r) {
       bool theirs = false;
@@ -196,10 +218,10 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call) {
     }
     return is_possible;
   };
+  // Also if that of another group suffices, which may be destroyed first.
+  permission = permit_launcher(/*asks_system=*/false);
   if (agree()) return true;
-  // Where Yama restricts access to descendants: also to those of the process that started this one.
-  const pid_t launcher = ::getppid();
-  if (launcher > 1) ::prctl(PR_SET_PTRACER, launcher, 0, 0, 0);
+  permission = permit_launcher(/*asks_system=*/true);
   return agree();
 }
 
@@ -248,11 +270,26 @@ void TaggedMessages::append(PostList& list, Post& post) const noexcept {
   list.last = i;
 }
 
-Post* TaggedMessages::take_post() {
+void TaggedMessages::back_posts(const Posted& posted) {
+  constexpr std::int32_t kFirst = 64;
+  const std::int32_t n_before = n_posts_of(channel_.rank());
+  const std::int32_t n = std::min(std::max(2 * n_before, kFirst), n_posts_);
+  const std::int32_t first = channel_.rank() * n_posts_ + n_before;
+  try {
+    range_.back(reinterpret_cast<std::byte*>(posts_ + first),
+                static_cast<std::size_t>(n - n_before) * sizeof(Post));
+  } catch (const SystemError& error) {
+    throw SystemError(posted.context(-1), error.error_number(), internal::failure_of(error).text);
+  }
+  for (std::int32_t i = first + n - n_before - 1; i >= first; --i) free_.push_back(i);
+  mailboxes_[channel_.rank()].n_posts.store(n, std::memory_order_release);
+}
+
+Post* TaggedMessages::take_post(const Posted& posted) {
   const std::lock_guard lock(mutex_);
   if (free_.empty()) {
     const std::int32_t first = channel_.rank() * n_posts_;
-    for (std::int32_t i = first + n_posts_ - 1; i >= first; --i) {
+    for (std::int32_t i = first + n_posts_of(channel_.rank()) - 1; i >= first; --i) {
       const Post& post = post_at(i);
       const std::uint32_t state = post.state.load(std::memory_order_acquire);
       const auto is_mover_gone = [&] {
@@ -261,6 +298,7 @@ Post* TaggedMessages::take_post() {
       };
       if (state == Post::free || (state == Post::abandoned && is_mover_gone())) free_.push_back(i);
     }
+    if (free_.empty() && n_posts_of(channel_.rank()) < n_posts_) back_posts(posted);
     if (free_.empty()) return nullptr;
   }
   Post& post = post_at(free_.back());
@@ -270,7 +308,7 @@ Post* TaggedMessages::take_post() {
 }
 
 void TaggedMessages::free_withdrawn(const Posted& posted, Limit limit) const {
-  for (std::int32_t i = 0; i < n_posts_; ++i) {
+  for (std::int32_t i = 0; i < n_posts_of(channel_.rank()); ++i) {
     const Post& post = post_at(channel_.rank() * n_posts_ + i);
     if (post.state.load(std::memory_order_acquire) != Post::withdrawn) continue;
     const bool is_send = post.is_send.load(std::memory_order_relaxed) != 0;
@@ -286,10 +324,10 @@ void TaggedMessages::free_withdrawn(const Posted& posted, Limit limit) const {
 }
 
 Post* TaggedMessages::describe(const Posted& posted, Limit limit) {
-  Post* post = take_post();
+  Post* post = take_post(posted);
   if (post == nullptr) {
     free_withdrawn(posted, limit);
-    post = take_post();
+    post = take_post(posted);
   }
   if (post == nullptr) return nullptr;
   const Call& call = posted.call_;

@@ -55,13 +55,19 @@ class TaggedMessages {
 
   /// Reserves the memory for n ranks, to which each of them attaches.
   static std::uint64_t make(Segment& segment, int n_ranks);
+  /// Lets other ranks access this process's memory where Yama restricts that to a tracer, while any
+  /// copy exists; null: not needed. A process has one such permission, so this one replaces the
+  /// program's, which the system does not tell.
+  using Permission = std::shared_ptr<const void>;
+
   /// `offset`: what make() returned.
-  TaggedMessages(Channel& channel, std::uint64_t offset);
+  TaggedMessages(Channel& channel, std::uint64_t offset, Permission permission);
   TaggedMessages(const TaggedMessages&) = delete;
   TaggedMessages& operator=(const TaggedMessages&) = delete;
 
-  /// Collective: whether every rank of the channel can access every other's memory.
-  static bool are_possible(Channel& channel, const Call& call);
+  /// Collective: whether every rank of the channel can access every other's memory, with this
+  /// permission.
+  static bool are_possible(Channel& channel, const Call& call, Permission& permission);
 
   /// Begins call.op, send or recv, with the rank call.root, of a receive also kAnySource. `memory`
   /// owns the elements, and is kept until nobody accesses them, also if the result is destroyed: at
@@ -81,6 +87,9 @@ class TaggedMessages {
     return mailboxes_[is_send ? peer : channel_.rank()];
   }
   Post& post_at(std::int32_t index) const noexcept { return posts_[index]; }
+  std::int32_t n_posts_of(int rank) const noexcept {
+    return mailboxes_[rank].n_posts.load(std::memory_order_acquire);
+  }
   int owner_of(const Post& post) const noexcept {
     return static_cast<int>((&post - posts_) / n_posts_);
   }
@@ -88,8 +97,10 @@ class TaggedMessages {
   Post* take_first(PostList& list, Matches matches) const noexcept;
   Post* take_match(Mailbox& mailbox, const Posted& posted) const noexcept;
   void append(PostList& list, Post& post) const noexcept;
-  /// A post that is free; null: all are under way.
-  Post* take_post();
+  /// A post that is free; null: all are under way. Throws SystemError.
+  Post* take_post(const Posted& posted);
+  /// Gives more of this rank's posts memory, twice as many each time. Requires mutex_.
+  void back_posts(const Posted& posted);
   /// Takes what this rank has withdrawn out of the lists.
   void free_withdrawn(const Posted& posted, Limit limit) const;
   /// A post for it; null: all are under way.
@@ -105,11 +116,12 @@ class TaggedMessages {
   std::string waits_of(int rank) const;
 
   base::ProcessTag process_;
+  Permission permission_;
   Channel& channel_;
   Range range_;
   Mailbox* mailboxes_;
   Post* posts_;
-  std::int32_t n_posts_;            // of each rank
+  std::int32_t n_posts_;            // of each rank, at most: those with memory are Mailbox::n_posts
   std::mutex mutex_;                // guards what follows
   std::vector<std::int32_t> free_;  // some of this rank's posts that are free
   std::vector<std::shared_ptr<Posted>> under_way_;

@@ -78,7 +78,7 @@ std::string TaggedMessages::waits_of(int rank) const {
   constexpr int kMost = 4;
   std::string text;
   int n = 0;
-  for (std::int32_t i = rank * n_posts_; i < (rank + 1) * n_posts_ && n < kMost; ++i) {
+  for (std::int32_t i = rank * n_posts_; i < rank * n_posts_ + n_posts_of(rank) && n < kMost; ++i) {
     const Post& post = post_at(i);
     if (post.state.load(std::memory_order_acquire) != Post::posted) continue;
     const bool is_send = post.is_send.load(std::memory_order_relaxed) != 0;
