@@ -11,6 +11,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -282,21 +283,38 @@ int poll_control(void* handle, void* message, std::size_t n_bytes, std::int32_t*
                   comm, MPI_STATUS_IGNORE);
 }
 
+/// For functions that allocate: an exception must not leave the module.
+template <auto kFunction>
+struct WithoutThrowing;
+template <class... Args, int (*kFunction)(Args...)>
+struct WithoutThrowing<kFunction> {
+  static int call(Args... args) noexcept {
+    try {
+      return kFunction(args...);
+    } catch (const std::bad_alloc&) {
+      return MPI_ERR_NO_MEM;
+    }
+  }
+};
+
+constexpr int (*kBegin)(void*, const Message*, std::size_t, void**) = begin;
+constexpr int (*kPrepare)(void*, const Message*, std::size_t) = prepare;
+
 constexpr LockstepMpi kModule = {kLockstepMpiVersion,
                                  library,
                                  error_text,
                                  start,
                                  neighbours,
                                  give_up_finalize,
-                                 world,
-                                 split,
+                                 WithoutThrowing<world>::call,
+                                 WithoutThrowing<split>::call,
                                  release,
-                                 begin,
-                                 prepare,
+                                 WithoutThrowing<kBegin>::call,
+                                 WithoutThrowing<kPrepare>::call,
                                  test,
                                  awaited,
                                  finish,
-                                 send_control,
+                                 WithoutThrowing<send_control>::call,
                                  poll_control};
 
 }  // namespace

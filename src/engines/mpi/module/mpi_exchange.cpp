@@ -55,7 +55,7 @@ int begin(Exchange& exchange, MPI_Comm comm, Message::Way way) {
 /// Waits for requests, for at_most_s, and frees the rest, which MPI would go on to read or write in
 /// memory that belongs to the caller again. Cancelled requests, and messages between live ranks,
 /// end soon. A message whose peer is stopped in the middle does not, and MPI cannot cancel it.
-void wait_and_free(std::vector<MPI_Request>& requests, double at_most_s) {
+void wait_and_free(std::span<MPI_Request> requests, double at_most_s) {
   const double give_up = MPI_Wtime() + at_most_s;
   for (int is_done = 0;;) {
     const int code = MPI_Testall(static_cast<int>(requests.size()), requests.data(), &is_done,
@@ -84,6 +84,7 @@ int prepare(Exchange& exchange, MPI_Comm comm, std::span<const Message> messages
 
 int begin(Exchange& exchange, MPI_Comm comm, std::span<const Message> messages) {
   using Way = Message::Way;
+  exchange.requests.clear();  // if there is no memory for the new ones, there are none
   exchange.messages = messages;
   exchange.n_receives = n_pieces(messages, Way::receive);
   exchange.requests.assign(exchange.n_receives + n_pieces(messages, Way::send), MPI_REQUEST_NULL);
@@ -146,8 +147,8 @@ int awaited(Exchange& exchange, std::int32_t* ranks, std::size_t* n_ranks) {
   return MPI_SUCCESS;
 }
 
+/// Allocates nothing: the call that it ends may have failed for want of memory.
 void finish(Exchange& exchange) {
-  std::vector<MPI_Request> receives, sends;
   for (std::size_t i = 0; i < exchange.requests.size(); ++i) {
     MPI_Request& request = exchange.requests[i];
     if (request == MPI_REQUEST_NULL) continue;
@@ -157,13 +158,12 @@ void finish(Exchange& exchange) {
       MPI_Request_free(&request);
     } else if (i < exchange.n_receives) {
       MPI_Cancel(&request);
-      receives.push_back(request);
-    } else {
-      sends.push_back(request);
     }
   }
-  wait_and_free(receives, kMostSecondsToReceive);
-  wait_and_free(sends, kMostSecondsToSend);
+  const std::span<MPI_Request> requests(exchange.requests);
+  const std::size_t n_receives = std::min(exchange.n_receives, requests.size());
+  wait_and_free(requests.first(n_receives), kMostSecondsToReceive);
+  wait_and_free(requests.subspan(n_receives), kMostSecondsToSend);
   exchange = {};
 }
 
