@@ -44,8 +44,8 @@ void init_dist(const InitOptions& options, std::source_location where) {
     joined.engine->leave(base::text_of(std::current_exception()));
     throw;
   }
-  internal::join_process(
-      std::make_unique<internal::Session>(std::move(world), std::move(joined), timeout, host));
+  internal::join_process(std::make_unique<internal::Session>(std::move(world), std::move(joined),
+                                                             timeout, where, host));
   internal::tell_peers_of_uncaught_exceptions();
 }
 

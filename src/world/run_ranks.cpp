@@ -51,7 +51,7 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
                                                               .segment = std::nullopt,
                                                               .job = {},
                                                               .env = env},
-                                              std::move(joined), timeout));
+                                              std::move(joined), timeout, where));
       body(rank);
     } catch (...) {
       error = std::current_exception();

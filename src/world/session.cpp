@@ -82,7 +82,8 @@ struct LeavesAtExit {
 
 }  // namespace
 
-Session::Session(World world, engines::Joined joined, std::chrono::milliseconds timeout, int host)
+Session::Session(World world, engines::Joined joined, std::chrono::milliseconds timeout,
+                 std::source_location where, int host)
     : world_(std::move(world)),
       engine_(joined.engine.get()),
       recorder_(make_recorder(world_, std::move(joined.recorder))),
@@ -91,7 +92,7 @@ Session::Session(World world, engines::Joined joined, std::chrono::milliseconds 
                                                 recorder_, world_.env.check)),
       local_group_(world_.local_size == world_.size
                        ? world_group_
-                       : world_group_.split(/*color=*/host, /*key=*/world_.rank)) {}
+                       : world_group_.split(/*color=*/host, /*key=*/world_.rank, where)) {}
 
 void Session::leave(std::string_view failure) noexcept {
   if (engine_ == nullptr || is_copy()) return;

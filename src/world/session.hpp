@@ -4,6 +4,7 @@
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
 #include <memory>
+#include <source_location>
 #include <string_view>
 
 #include "base/process_tag.hpp"
@@ -17,7 +18,9 @@ namespace lockstep::internal {
 class Session {
  public:
   /// `host`: the lowest rank on this rank's host. Collective if hosts differ between ranks.
-  Session(World world, engines::Joined joined, std::chrono::milliseconds timeout, int host = 0);
+  /// `where`: the program's line, for errors.
+  Session(World world, engines::Joined joined, std::chrono::milliseconds timeout,
+          std::source_location where, int host = 0);
   ~Session() { leave({}); }
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;

@@ -74,7 +74,7 @@ std::unique_ptr<internal::Session> join_hosts(internal::World world, std::unique
   world.local_size = static_cast<int>(std::ranges::count(hosts, host));
   return std::make_unique<internal::Session>(
       world, engines::Joined{hierarchical::make(std::move(outer), hosts, barrier), nullptr},
-      barrier.timeout, host);
+      barrier.timeout, barrier.where, host);
 }
 
 void init_hosts(const std::string& outer, std::chrono::milliseconds timeout) {

@@ -35,6 +35,20 @@ void expect_all_zero(const std::vector<int>& statuses) {
   for (const int status : statuses) EXPECT_EQ(status, 0);
 }
 
+/// The world's first call, which makes the groups of its hosts, is the program's too.
+TEST(DefaultGroupTest, the_split_into_hosts_has_no_line_of_the_library) {
+  std::string text;
+  test::run_as({test::Form::hosts, 4}, [&text] {
+    if (get_rank() == 2) return;
+    try {
+      barrier();
+    } catch (const Error& error) {
+      if (get_rank() == 0) text = error.what();  // on the host of rank 2
+    }
+  });
+  expect_contains(text, "split #1 at ranks.cpp");
+}
+
 // --- which group ---------------------------------------------------------------------------------
 
 TEST(DefaultGroupTest, every_thread_of_a_rank_has_the_world) {

@@ -20,7 +20,8 @@ using internal::moves_data;
 
 std::string where_of(const Header& header) {
   // Sent by a peer: the name may not be null-terminated.
-  return fmt::format("{}:{}", base::text_in(header.file), header.line);
+  return header.line == 0 ? "an unknown line"
+                          : fmt::format("{}:{}", base::text_in(header.file), header.line);
 }
 
 }  // namespace
