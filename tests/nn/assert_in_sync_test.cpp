@@ -42,7 +42,7 @@ TEST(AssertInSyncTest, names_the_first_difference_on_every_rank) {
   const at::NoGradGuard no_grad;
   const std::vector<Change> changes{
       {"", [](Model&) {}},
-      {"parameter 0.bias of rank 2 is not that of rank 0",
+      {"parameter 0.bias of rank 2 and rank 0 differ: ",
        [](Model& model) {
          const at::NoGradGuard guard;
          Tensor bias = model.net->named_parameters()["0.bias"];
@@ -50,7 +50,7 @@ TEST(AssertInSyncTest, names_the_first_difference_on_every_rank) {
        }},
       {"buffer 1.running_var of rank 2",
        [](Model& model) { model.net->named_buffers()["1.running_var"].mul_(2); }},
-      {"the options of the optimizer's parameter group 0 of rank 2",
+      {"the options of the optimizer's parameter group 0 of rank 2 and rank 0 differ: ",
        [](Model& model) { model.optimizer.param_groups()[0].options().set_lr(0.2); }},
       {"the optimizer's state for parameter 1.weight of rank 2", [](Model& model) {
          const at::NoGradGuard guard;

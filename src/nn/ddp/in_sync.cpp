@@ -108,7 +108,7 @@ void check_fingerprints(const Fingerprints& mine, const Group& group, const Erro
       const bool is_in_rank = i < all[rank].size();
       if (is_in_first && is_in_rank && all[first][i] == all[rank][i]) continue;
       if (is_in_first && is_in_rank && all[first][i].first == all[rank][i].first) {
-        throw MismatchError(context, fmt::format("{} of rank {} is not that of rank {}: {}",
+        throw MismatchError(context, fmt::format("{} of rank {} and rank {} differ: {}",
                                                  all[rank][i].first, rank, first, advice));
       }
       throw MismatchError(
