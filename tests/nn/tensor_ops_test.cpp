@@ -5,12 +5,14 @@
 #include <lockstep/nn.hpp>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <span>
 #include <sstream>
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "helpers.hpp"
@@ -75,6 +77,92 @@ TEST(TensorOpsTest, what_cannot_be_sent_is_rejected) {
   EXPECT_THROW(all_reduce(sparse), UsageError);
   EXPECT_THROW(broadcast(undefined), UsageError);
   EXPECT_THROW(elements_of(at::ones({2, 2}).t().select(0, 0)), UsageError);
+}
+
+/// Before anything is sent: some ranks' tensors may be right.
+TEST(TensorOpsTest, a_result_cannot_go_into_an_expanded_tensor) {
+  Tensor expanded = at::ones({1, 3}).expand({2, 3}), like = at::ones({2, 3});
+  const std::vector<std::pair<std::string, std::function<void()>>> operations{
+      {"all_reduce", [&] { all_reduce(expanded); }},
+      {"reduce", [&] { reduce(expanded); }},
+      {"broadcast", [&] { broadcast(expanded); }},
+      {"scatter", [&] { scatter(expanded, {like}); }},
+      {"reduce_scatter", [&] { reduce_scatter(expanded, {like}); }},
+      {"recv", [&] { recv(expanded, 0); }},
+      {"all_reduce", [&] { all_reduce_async(expanded).wait(); }},
+      {"reduce", [&] { reduce_async(expanded).wait(); }},
+      {"broadcast", [&] { broadcast_async(expanded).wait(); }},
+      {"scatter", [&] { scatter_async(expanded, {like}).wait(); }},
+      {"reduce_scatter", [&] { reduce_scatter_async(expanded, {like}).wait(); }},
+      {"recv", [&] { recv_async(expanded, 0).wait(); }},
+      {"all_reduce_params",
+       [&] {
+         all_reduce_params({like, expanded});
+       }},
+      {"all_reduce_dict", [&] {
+         std::map<std::string, Tensor> dict{{"a", like}, {"b", expanded}};
+         all_reduce_dict(dict);
+       }}};
+  for (const auto& [name, call] : operations) {
+    try {
+      call();
+      ADD_FAILURE() << name << ": no error";
+    } catch (const UsageError& error) {
+      EXPECT_EQ(error.context().operation, name);
+      EXPECT_NE(error.text().find("share memory"), std::string::npos) << name << error.text();
+      EXPECT_NE(error.text().find("clone()"), std::string::npos) << name << error.text();
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << name << ": " << error.what();
+    }
+  }
+  EXPECT_EQ(all_gather(expanded)[0].numel(), 6) << "it may be sent";
+}
+
+/// The sum and the mean of complex numbers are those of their parts.
+TEST(TensorOpsTest, complex_numbers_are_summed) {
+  on_ranks(2, [](int rank) {
+    for (const auto type : {at::kComplexFloat, at::kComplexDouble}) {
+      const auto number = [&](double re, double im) {
+        return at::complex(at::tensor({re}, at::kDouble), at::tensor({im}, at::kDouble)).to(type);
+      };
+      const Tensor mine = number(1 + rank, 10 * (1 + rank));
+      Tensor sum = mine.clone(), mean = mine.clone(), column = mine.expand({2}).clone();
+      all_reduce(sum);
+      EXPECT_TRUE(sum.equal(number(3, 30))) << sum;
+      all_reduce_async(mean, ReduceOp::mean).wait();
+      EXPECT_TRUE(mean.equal(number(1.5, 15))) << mean;
+      reduce_scatter(sum, {mine, 2 * mine});
+      EXPECT_TRUE(sum.equal((1 + rank) * number(3, 30))) << sum;
+      all_reduce_params({column});
+      EXPECT_TRUE(column.equal(number(3, 30).expand({2}))) << column;
+      Tensor conjugate = rank == 0 ? mine.clone().conj() : number(2, -20);
+      all_reduce(conjugate);
+      EXPECT_TRUE(conjugate.resolve_conj().equal(number(3, -30))) << conjugate;
+    }
+  });
+}
+
+TEST(TensorOpsTest, errors_name_the_operation_that_was_called) {
+  Tensor complex = at::ones({2}, at::kComplexFloat);
+  const std::vector<std::pair<std::string, std::function<void()>>> operations{
+      {"all_reduce", [&] { all_reduce(complex, ReduceOp::max); }},
+      {"reduce", [&] { reduce(complex, 0, ReduceOp::product); }},
+      {"reduce_scatter", [&] { reduce_scatter(complex, {complex}, ReduceOp::min); }},
+      {"all_reduce", [&] { all_reduce_async(complex, ReduceOp::max).wait(); }},
+      {"all_reduce_params", [&] { all_reduce_params({complex}, true, -1, ReduceOp::max); }},
+      {"all_reduce_dict", [&] {
+         std::map<std::string, Tensor> dict{{"a", complex}};
+         all_reduce_dict(dict, ReduceOp::max);
+       }}};
+  for (const auto& [name, call] : operations) {
+    try {
+      call();
+      ADD_FAILURE() << name << ": no error";
+    } catch (const UsageError& error) {
+      EXPECT_EQ(error.context().operation, name);
+      EXPECT_NE(error.text().find("ComplexFloat"), std::string::npos) << error.text();
+    }
+  }
 }
 
 TEST(TensorOpsTest, parameters_may_be_reduced_in_place) {

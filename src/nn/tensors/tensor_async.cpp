@@ -52,27 +52,29 @@ std::vector<at::Tensor> TensorsWork::wait() {
 TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op, const Group& group,
                             Deadline deadline, std::source_location where) {
   return Collective("all_reduce", group, where).run([&] {
-    const at::Tensor dense = for_group("all_reduce", data, group, where);
+    const at::Tensor dense = for_result("all_reduce", data, group, where);
     return start({.data = data,
                   .dense = dense,
-                  .work = group.all_reduce_async(elements_of(dense, where), op, deadline, where)});
+                  .work = group.all_reduce_async(
+                      reduced_elements("all_reduce", dense, op, group, where), op, deadline, where)});
   });
 }
 
 TensorWork reduce_async(const at::Tensor& data, int dst, ReduceOp op, const Group& group,
                         Deadline deadline, std::source_location where) {
   return Collective("reduce", group, where).run([&] {
-    const at::Tensor dense = for_group("reduce", data, group, where);
+    const at::Tensor dense = for_result("reduce", data, group, where);
     return start({.data = group.rank() == dst ? data : at::Tensor(),
                   .dense = dense,
-                  .work = group.reduce_async(elements_of(dense, where), dst, op, deadline, where)});
+                  .work = group.reduce_async(reduced_elements("reduce", dense, op, group, where), dst,
+                                             op, deadline, where)});
   });
 }
 
 TensorWork broadcast_async(const at::Tensor& data, int src, const Group& group, Deadline deadline,
                            std::source_location where) {
   return Collective("broadcast", group, where).run([&] {
-    const at::Tensor dense = for_group("broadcast", data, group, where);
+    const at::Tensor dense = for_result("broadcast", data, group, where);
     return start({.data = group.rank() == src ? at::Tensor() : data,
                   .dense = dense,
                   .work = group.broadcast_async(bytes_of(dense), src, deadline, where)});
@@ -109,7 +111,7 @@ TensorsWork gather_async(const at::Tensor& data, int dst, const Group& group, De
 TensorWork scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts, int src,
                          const Group& group, Deadline deadline, std::source_location where) {
   return Collective("scatter", group, where).run([&] {
-    const at::Tensor dense = for_group("scatter", data, group, where);
+    const at::Tensor dense = for_result("scatter", data, group, where);
     const at::Tensor all =
         group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
     return start({.data = data,
@@ -124,7 +126,7 @@ TensorWork reduce_scatter_async(const at::Tensor& data, const std::vector<at::Te
                                 ReduceOp op, const Group& group, Deadline deadline,
                                 std::source_location where) {
   return Collective("reduce_scatter", group, where).run([&] {
-    const at::Tensor dense = for_group("reduce_scatter", data, group, where);
+    const at::Tensor dense = for_result("reduce_scatter", data, group, where);
     const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
     return start({.data = data,
                   .dense = dense,
@@ -160,7 +162,7 @@ TensorWork send_async(const at::Tensor& data, int dst, const Group& group, Deadl
 TensorWork recv_async(const at::Tensor& data, int src, const Group& group, Deadline deadline,
                       std::source_location where) {
   return Collective(Op::recv, src, group, where).run([&] {
-    const at::Tensor dense = for_group("recv", data, group, where);
+    const at::Tensor dense = for_result("recv", data, group, where);
     return start({.data = data,
                   .dense = dense,
                   .work = group.recv_async(bytes_of(dense), src, deadline, where)});

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <source_location>
 #include <unordered_set>
 #include <vector>
@@ -29,14 +31,53 @@ inline void check_tensor(const char* operation, const at::Tensor& tensor, const 
   }
 }
 
-/// A tensor that a group accepts: the tensor itself if it is contiguous and on the CPU.
-inline at::Tensor for_group(const at::Tensor& tensor) { return tensor.detach().cpu().contiguous(); }
+/// The same for one that a result goes into.
+inline void check_result(const char* operation, const at::Tensor& tensor, const Group& group,
+                         std::source_location where) {
+  check_tensor(operation, tensor, group, where);
+  if (at::has_internal_overlap(tensor) != at::MemOverlap::Yes) return;
+  throw UsageError(context_of(operation, group, where),
+                   fmt::format("the result cannot go into a tensor of size {} with strides {}, "
+                               "whose elements share memory (expand): give a clone() of it",
+                               c10::str(tensor.sizes()), c10::str(tensor.strides())));
+}
+
+/// A tensor that a group accepts: the tensor itself if its memory is that of its values in their
+/// order, on the CPU.
+inline at::Tensor for_group(const at::Tensor& tensor) {
+  const at::Tensor dense = tensor.detach().cpu().contiguous();
+  return dense.is_conj() || dense.is_neg() ? dense.resolve_conj().resolve_neg() : dense;
+}
 
 /// The same, after a check that the tensor can be sent.
 inline at::Tensor for_group(const char* operation, const at::Tensor& tensor, const Group& group,
                             std::source_location where) {
   check_tensor(operation, tensor, group, where);
   return for_group(tensor);
+}
+
+/// The same, of a tensor that the result goes into; see copy_back.
+inline at::Tensor for_result(const char* operation, const at::Tensor& tensor, const Group& group,
+                             std::source_location where) {
+  check_result(operation, tensor, group, where);
+  return for_group(tensor);
+}
+
+/// How a group reduces the elements of a tensor: a complex number as its two parts.
+struct ReducedAs {
+  DType dtype;
+  std::size_t n_parts;
+};
+/// none: no reduction takes this type.
+std::optional<DType> known_dtype(at::ScalarType type);
+/// Throws UsageError if op does not take the tensor's type.
+ReducedAs reduced_as(const char* operation, const at::Tensor& tensor, ReduceOp op,
+                     const Group& group, std::source_location where);
+/// `dense`: what for_group made.
+inline Elements reduced_elements(const char* operation, const at::Tensor& dense, ReduceOp op,
+                                 const Group& group, std::source_location where) {
+  const ReducedAs as = reduced_as(operation, dense, op, group, where);
+  return {dense.data_ptr(), static_cast<std::size_t>(dense.numel()) * as.n_parts, as.dtype};
 }
 
 /// Copies the result back. Autograd must see also a result that the group wrote in place: a graph

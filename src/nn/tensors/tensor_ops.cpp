@@ -17,8 +17,14 @@ namespace lockstep::nn {
 
 using lockstep::detail::Collective;
 
-DType dtype_of(const at::Tensor& tensor, std::source_location where) {
-  switch (tensor.scalar_type()) {
+namespace {
+
+constexpr const char* kReducible = "bool, u8, i8, i16, i32, i64, f16, bf16, f32 or f64";
+
+}  // namespace
+
+std::optional<DType> known_dtype(at::ScalarType type) {
+  switch (type) {
     case at::kBool: return DType::boolean;
     case at::kByte: return DType::u8;
     case at::kChar: return DType::i8;
@@ -29,19 +35,38 @@ DType dtype_of(const at::Tensor& tensor, std::source_location where) {
     case at::kBFloat16: return DType::bf16;
     case at::kFloat: return DType::f32;
     case at::kDouble: return DType::f64;
-    default:  // ScalarType is libtorch's and grows with its versions
-      throw UsageError({"dtype_of", "", -1, 0, where},
-                       fmt::format("tensors of {} cannot be reduced; convert it to bool, u8, "
-                                   "i8, i16, i32, i64, f16, bf16, f32 or f64",
-                                   c10::toString(tensor.scalar_type())));
+    default: return std::nullopt;  // ScalarType is libtorch's and grows with its versions
   }
+}
+
+DType dtype_of(const at::Tensor& tensor, std::source_location where) {
+  if (const auto dtype = known_dtype(tensor.scalar_type())) return *dtype;
+  throw UsageError({"dtype_of", "", -1, 0, where},
+                   fmt::format("tensors of {} have no element type of a reduction; convert it to "
+                               "{}",
+                               c10::toString(tensor.scalar_type()), kReducible));
+}
+
+ReducedAs reduced_as(const char* operation, const at::Tensor& tensor, ReduceOp op,
+                     const Group& group, std::source_location where) {
+  const bool takes_parts = op == ReduceOp::sum || op == ReduceOp::mean;
+  const bool is_complex = tensor.is_complex() && takes_parts;
+  const at::ScalarType type = tensor.scalar_type();
+  if (const auto dtype = known_dtype(is_complex ? c10::toRealValueType(type) : type)) {
+    return {*dtype, is_complex ? 2U : 1U};
+  }
+  throw UsageError(
+      context_of(operation, group, where),
+      fmt::format("cannot reduce a tensor of {} by {}; convert it to {}{}", c10::toString(type),
+                  name_of(op), kReducible, tensor.is_complex() ? ", or take sum or mean" : ""));
 }
 
 Elements elements_of(const at::Tensor& tensor, std::source_location where) {
   check_tensor("elements_of", tensor, Group(), where);
-  if (!tensor.is_contiguous() || !tensor.is_cpu()) {
+  if (!tensor.is_contiguous() || !tensor.is_cpu() || tensor.is_conj() || tensor.is_neg()) {
     throw UsageError({"elements_of", "", -1, 0, where},
-                     "expected a contiguous CPU tensor: call cpu().contiguous() first");
+                     "expected a contiguous CPU tensor without a conjugate or negative bit: call "
+                     "cpu().contiguous().resolve_conj().resolve_neg() first");
   }
   return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), dtype_of(tensor, where)};
 }
@@ -51,8 +76,8 @@ void all_reduce(at::Tensor& data, ReduceOp op, const Group& group, Deadline dead
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective("all_reduce", group, where).run([&] {
-    dense = for_group("all_reduce", data, group, where);
-    group.all_reduce(elements_of(dense, where), op, deadline, where);
+    dense = for_result("all_reduce", data, group, where);
+    group.all_reduce(reduced_elements("all_reduce", dense, op, group, where), op, deadline, where);
   });
   copy_back(dense, data);
 }
@@ -62,7 +87,7 @@ void broadcast(at::Tensor& data, int src, const Group& group, Deadline deadline,
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective("broadcast", group, where).run([&] {
-    dense = for_group("broadcast", data, group, where);
+    dense = for_result("broadcast", data, group, where);
     group.broadcast(bytes_of(dense), src, deadline, where);
   });
   if (group.rank() != src) copy_back(dense, data);
@@ -85,8 +110,8 @@ void reduce(at::Tensor& data, int dst, ReduceOp op, const Group& group, Deadline
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective("reduce", group, where).run([&] {
-    dense = for_group("reduce", data, group, where);
-    group.reduce(elements_of(dense, where), dst, op, deadline, where);
+    dense = for_result("reduce", data, group, where);
+    group.reduce(reduced_elements("reduce", dense, op, group, where), dst, op, deadline, where);
   });
   if (group.rank() == dst) copy_back(dense, data);
 }
@@ -108,11 +133,10 @@ void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src, co
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective("scatter", group, where).run([&] {
-    dense = for_group("scatter", data, group, where);
+    dense = for_result("scatter", data, group, where);
     const at::Tensor all =
         group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
-    group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, deadline,
-                  where);
+    group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, deadline, where);
   });
   copy_back(dense, data);
 }
@@ -122,9 +146,12 @@ void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, Redu
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective("reduce_scatter", group, where).run([&] {
-    dense = for_group("reduce_scatter", data, group, where);
+    dense = for_result("reduce_scatter", data, group, where);
     const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
-    group.reduce_scatter(elements_of(all, where), elements_of(dense, where), op, deadline, where);
+    const auto elements = [&](const at::Tensor& tensor) {
+      return reduced_elements("reduce_scatter", tensor, op, group, where);
+    };
+    group.reduce_scatter(elements(all), elements(dense), op, deadline, where);
   });
   copy_back(dense, data);
 }
@@ -157,7 +184,7 @@ void recv(at::Tensor& data, int src, const Group& group, Deadline deadline,
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective(Op::recv, src, group, where).run([&] {
-    dense = for_group("recv", data, group, where);
+    dense = for_result("recv", data, group, where);
     group.recv(bytes_of(dense), src, deadline, where);
   });
   copy_back(dense, data);
@@ -173,8 +200,8 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const
                                     .where = where};
   lockstep::detail::prepare(call, [&] {
     for (const auto& [key, tensor] : dict) {
-      check_tensor("all_reduce_dict", tensor, group, where);
-      (void)dtype_of(tensor, where);
+      check_result("all_reduce_dict", tensor, group, where);
+      (void)reduced_as("all_reduce_dict", tensor, op, group, where);
       entries.push_back({key, static_cast<std::size_t>(tensor.numel())});
     }
   });
@@ -190,8 +217,8 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
   const at::NoGradGuard no_grad;
   Collective("all_reduce_params", group, where).run([&] {
     for (const at::Tensor& param : params) {
-      check_tensor("all_reduce_params", param, group, where);
-      (void)dtype_of(param, where);
+      check_result("all_reduce_params", param, group, where);
+      (void)reduced_as("all_reduce_params", param, op, group, where);
     }
     const auto reduce_together = [&](const std::vector<at::Tensor>& some) {
       std::vector<at::Tensor> flat;
