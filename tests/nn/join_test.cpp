@@ -9,12 +9,18 @@
 #include <array>
 #include <chrono>
 #include <functional>
+#include <future>
 #include <lockstep/objects.hpp>
+#include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <source_location>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "helpers.hpp"
@@ -303,6 +309,210 @@ TEST(JoinTest, an_example_forward_ends_with_its_join) {
     throw std::out_of_range("what ends the other rank's join");
   };
   EXPECT_THROW(on_ranks(2, body), std::out_of_range);
+}
+
+using Dict = std::map<std::string, Tensor>;
+using Nested = std::tuple<std::vector<Dict>, double>;
+
+/// A forward with any argument that holds tensors.
+struct AnyNetImpl : torch::nn::Module {
+  Linear layer = register_module("layer", Linear(LinearOptions(1, 1).bias(false)));
+  Tensor forward(const std::vector<Tensor>& x) { return layer(x.at(0)); }
+  Tensor forward(const std::array<Tensor, 1>& x) { return layer(x[0]); }
+  Tensor forward(const std::pair<Tensor, std::string>& x) { return layer(x.first); }
+  Tensor forward(const Dict& x) { return layer(x.at("x")); }
+  Tensor forward(const Nested& x) { return layer(std::get<0>(x).at(0).at("x")); }
+  Tensor forward(const std::optional<Tensor>& x, const std::string& /*mode*/) { return layer(*x); }
+};
+TORCH_MODULE(AnyNet);
+
+/// Rank 0 has one batch, of large values, and rank 1 three: only in the first do both count.
+/// `make`: the tuple of forward's arguments.
+template <class Make>
+void expect_no_samples_of_rank_0(const Make& make) {
+  on_ranks(2, [&](int rank) {
+    AnyNet net;
+    DistributedDataParallel model(net);
+    std::vector<float> gradients;
+    model.join([&] {
+      for (int step = 0; step < (rank == 0 ? 1 : 3); ++step) {
+        net->zero_grad();
+        std::apply([&](const auto&... args) { model(args...).sum().backward(); },
+                   make(at::full({2, 1}, rank == 0 ? 100.0 : 1.0)));
+        gradients.push_back(net->layer->weight.grad().item<float>());
+      }
+    });
+    EXPECT_EQ(gradients, rank == 0 ? std::vector<float>{101} : (std::vector<float>{101, 1, 1}));
+  });
+}
+
+TEST(JoinTest, steps_without_samples_have_none_in_containers) {
+  const std::string text = "train";
+  expect_no_samples_of_rank_0([](const Tensor& x) { return std::tuple(std::vector<Tensor>{x}); });
+  expect_no_samples_of_rank_0([](const Tensor& x) { return std::tuple(std::array<Tensor, 1>{x}); });
+  expect_no_samples_of_rank_0([&](const Tensor& x) { return std::tuple(std::pair(x, text)); });
+  expect_no_samples_of_rank_0([](const Tensor& x) { return std::tuple(Dict{{"x", x}}); });
+  expect_no_samples_of_rank_0([](const Tensor& x) {
+    return std::tuple<Nested>({std::vector<Dict>{{{"x", x}}}, 0.5});
+  });
+  expect_no_samples_of_rank_0([&](const Tensor& x) { return std::tuple(std::optional(x), text); });
+}
+
+/// Such a type may hold tensors of the last batch.
+TEST(JoinTest, a_type_of_the_programs_own_needs_an_example) {
+  struct Batch {
+    Tensor x;
+    std::string name;
+  };
+  struct NetImpl : torch::nn::Module {
+    Linear layer = register_module("layer", Linear(1, 1));
+    Tensor forward(const Batch& batch) { return layer(batch.x); }
+  };
+  for (const bool has_example : {false, true}) {
+    std::string text = "no error";
+    const auto body = [&](int rank) {
+      const auto net = std::make_shared<NetImpl>();
+      DistributedDataParallel model(net);
+      const auto train = [&] {
+        for (int step = 0; step < 1 + rank; ++step) {
+          net->zero_grad();
+          model(Batch{at::ones({2, 1}), "b"}).sum().backward();
+        }
+        EXPECT_EQ(net->layer->weight.grad().item<float>(), rank == 0 ? 2 : 1);
+      };
+      JoinOptions options;
+      if (has_example) {
+        options.example_forward = [&] { return net->forward(Batch{at::ones({0, 1}), "b"}); };
+      }
+      try {
+        model.join(train, options);
+      } catch (const UsageError& error) {
+        text = error.text();
+        throw;
+      }
+    };
+    if (has_example) {
+      on_ranks(2, body);
+      continue;
+    }
+    EXPECT_THROW(on_ranks(2, body), UsageError);
+    EXPECT_NE(text.find("example_forward"), std::string::npos) << text;
+    EXPECT_NE(text.find("containers of tensors"), std::string::npos) << text;
+  }
+}
+
+/// What a loss adds without looking at the samples is not added for a rank out of data.
+TEST(JoinTest, steps_without_samples_add_no_gradient_of_a_penalty) {
+  struct NetImpl : torch::nn::Module {
+    Linear layer = register_module("layer", Linear(LinearOptions(1, 1).bias(false)));
+    Tensor forward(const Tensor& x) { return layer(x).sum() + 10 * layer->weight.sum(); }
+  };
+  on_ranks(2, [](int rank) {
+    const auto net = std::make_shared<NetImpl>();
+    DistributedDataParallel model(net);
+    model.join([&] {
+      for (int step = 0; step < 1 + rank; ++step) {
+        net->zero_grad();
+        model(at::ones({2, 1})).backward();
+        EXPECT_EQ(net->layer->weight.grad().item<float>(), step == 0 ? 12 : 6);
+      }
+    });
+  });
+}
+
+/// The other rank gets the text, also if this one catches the exception and goes on.
+TEST(JoinTest, an_exception_that_leaves_body_reaches_the_others) {
+  for (const bool is_std : {true, false}) {
+    std::promise<void> told;
+    std::string text = "no error";
+    const auto body = [&](int rank) {
+      Linear net(2, 1);
+      DistributedDataParallel model(net);
+      const auto train = [&] {
+        for (int step = 0; step < 3; ++step) {
+          if (rank == 1 && step == 1) {
+            if (is_std) throw std::out_of_range("the file ends here");
+            throw 7;
+          }
+          model(at::ones({2, 2})).sum().backward();
+        }
+      };
+      if (rank == 1) {
+        if (is_std) {
+          EXPECT_THROW(model.join(train), std::out_of_range);
+        } else {
+          EXPECT_THROW(model.join(train), int);
+        }
+        told.get_future().wait();
+        return;
+      }
+      try {
+        model.join(train);
+      } catch (const Error& error) {
+        text = error.what();
+      }
+      told.set_value();
+    };
+    run_ranks(2, body, {.timeout = std::chrono::seconds(5)});
+    EXPECT_NE(text.find("rank 1 failed: "), std::string::npos) << text;
+    EXPECT_NE(text.find("body of join"), std::string::npos) << text;
+    EXPECT_EQ(text.find("the file ends here") != std::string::npos, is_std) << text;
+  }
+}
+
+/// A rank out of data takes no part in it.
+TEST(JoinTest, communication_in_body_is_named) {
+  for (const bool has_layer : {false, true}) {
+    std::vector<std::string> texts(2);
+    const auto body = [&](int rank) {
+      Sequential net(Linear(2, 3));
+      if (has_layer) net->push_back(SyncBatchNorm1d(3));
+      DistributedDataParallel model(net);
+      try {
+        model.join([&] {
+          for (int step = 0; step < 2 - rank; ++step) {
+            Tensor loss = model(at::ones({2, 2})).sum();
+            loss.backward();
+            if (step == 1) all_reduce(loss);
+          }
+        });
+      } catch (const Error& error) {
+        texts[static_cast<std::size_t>(rank)] = error.what();
+        throw;
+      }
+    };
+    EXPECT_THROW(run_ranks(2, body, {.timeout = std::chrono::seconds(2)}), Error);
+    for (const std::string& text : texts) {
+      EXPECT_NE(text.find("the body of join must not communicate by other means"),
+                std::string::npos)
+          << text;
+    }
+  }
+}
+
+/// Not that of the library, which makes it.
+TEST(JoinTest, the_scope_of_a_step_without_samples_has_the_line_of_join) {
+  on_ranks(2, [](int rank) {
+    Linear net(2, 3);
+    DistributedDataParallel model(net);
+    std::vector<SyncBatchNormScope::Settings> scopes;
+    JoinOptions options;
+    options.example_forward = [&] {
+      scopes.push_back(SyncBatchNormScope::active().value());
+      return net(at::ones({0, 2}));
+    };
+    const auto train = [&] {
+      if (rank == 1) return;
+      const SyncBatchNormScope scope;
+      model(at::ones({2, 2})).sum().backward();
+    };
+    const unsigned line = std::source_location::current().line() + 1;
+    model.join(train, options);
+    ASSERT_EQ(scopes.size(), rank == 1 ? 1U : 0U);
+    for (const auto& scope : scopes) {
+      EXPECT_EQ(scope.where.line(), line) << scope.where.file_name();
+    }
+  });
 }
 
 /// Ranks out of data would have to know the groups that others are in.

@@ -86,10 +86,10 @@ void join(Reducer& reducer, const std::function<void()>& body, const JoinOptions
           std::function<at::Tensor()> example, std::source_location where);
 
 template <class T>
-T without_samples(const T& value) {
-  if constexpr (std::same_as<T, at::Tensor>) {
-    if (value.defined() && value.dim() > 0) return value.detach().narrow(0, 0, 0).clone();
-  }
+T without_samples(T value) {
+  for_each_tensor(value, [](at::Tensor& tensor) {
+    if (tensor.defined() && tensor.dim() > 0) tensor = tensor.detach().narrow(0, 0, 0).clone();
+  });
   return value;
 }
 }  // namespace detail
@@ -217,14 +217,16 @@ class DistributedDataParallel {
   /// ranks afterwards: the following synchronised backwards compare the parameters and throw
   /// MismatchError.
   ///
-  /// The module must accept inputs of 0 rows and return a tensor; arguments other than tensors are
-  /// those of the last forward on this rank, as are the modules' modes (training or not). A rank
-  /// that may have no batch must give an example. `body` must call one backward per forward and
-  /// must not communicate by other means. If it accumulates gradients, all but the last backward
-  /// before an optimizer step must be in no_sync(): a rank out of data adds zeros, not the averages
-  /// that the others have so far. An LBFGS with steps that depend on the loss, which differs
-  /// between the ranks, is a UsageError; with max_iter(1) and no line search they do not depend on
-  /// it.
+  /// The module must accept inputs of 0 rows and return a tensor; tensors, also those in containers
+  /// (tensor_trees.hpp), are cut to 0 rows, and arguments without tensors are those of the last
+  /// forward on this rank, as are the modules' modes (training or not). A rank that may have no
+  /// batch must give an example, and every rank if an argument has another type that may hold
+  /// tensors. `body` must call one backward per forward and must not communicate by other means.
+  /// If an exception leaves it, the other ranks get PeerFailed with its text. If it accumulates
+  /// gradients, all but the last backward before an optimizer step must be in no_sync(): a rank out
+  /// of data adds zeros, not the averages that the others have so far. An LBFGS with steps that
+  /// depend on the loss, which differs between the ranks, is a UsageError; with max_iter(1) and no
+  /// line search they do not depend on it.
   template <class Body>
   void join(Body&& body, const JoinOptions& options = {}, Where where = Where::current()) {
     std::function<at::Tensor()> example = options.example_forward;
@@ -255,13 +257,16 @@ class DistributedDataParallel {
     }
   }
 
-  /// A forward with these arguments and 0 samples; empty if forward does not return a tensor.
+  /// A forward with these arguments and 0 samples; empty if forward does not return a tensor, or an
+  /// argument may hold tensors that are not found.
   template <class... Args>
   std::function<at::Tensor()> without_samples(const Args&... args) {
     if constexpr (requires {
                     { module_->forward(std::declval<Args&>()...) } -> std::same_as<at::Tensor>;
                   } &&
-                  (std::copy_constructible<Args> && ...)) {
+                  ((std::copy_constructible<Args> &&
+                    !(detail::Tree<Args>::kHolds & detail::kOpaque)) &&
+                   ...)) {
       return [module = module_,
               empty = std::tuple<Args...>(detail::without_samples(args)...)]() mutable {
         return std::apply([&](Args&... again) { return module->forward(again...); }, empty);

@@ -1,14 +1,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Scalar.h>
 #include <torch/ordered_dict.h>
 
+#include <algorithm>
 #include <array>
 #include <concepts>
 #include <cstddef>
 #include <map>
+#include <optional>
 #include <source_location>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <unordered_map>
@@ -22,21 +26,30 @@
 
 /// @file
 /// The operations over nested containers of tensors: vector, array, map, torch::OrderedDict, pair,
-/// tuple, at any depth; other elements are unchanged. One message per tensor, in order. The
-/// containers must have the same structure on all ranks, otherwise MismatchError (or TimeoutError,
-/// if one rank has more tensors).
+/// tuple, optional, at any depth; other elements are unchanged. One message per tensor, in order.
+/// The containers must have the same structure on all ranks, otherwise MismatchError (or
+/// TimeoutError, if one rank has more tensors).
 namespace lockstep::nn {
 
 namespace detail {
 
-/// What a tree holds: tensors, anything else, containers without an order common to all ranks.
-enum Holds : unsigned { kTensors = 1, kOthers = 2, kUnordered = 4 };
+/// What a tree holds: tensors, anything else, containers without an order common to all ranks,
+/// types in which visit would not find a tensor.
+enum Holds : unsigned { kTensors = 1, kOthers = 2, kUnordered = 4, kOpaque = 8 };
+
+/// Whether visit may miss a tensor in a T: none is in what cannot own anything, nor in texts.
+template <class T>
+inline constexpr bool kMayHideTensors =
+    !std::is_convertible_v<T, std::string_view> && !std::is_same_v<T, std::vector<bool>> &&
+    !std::is_same_v<T, at::Scalar> &&
+    (!std::is_trivially_copyable_v<T> || std::is_pointer_v<T> ||
+     std::is_convertible_v<T, at::TensorList>);
 
 /// visit(values, f) calls f with the tensors at each place of values that have one structure, and
 /// returns false if their structures differ. Primary template: no tensors inside.
 template <class T>
 struct Tree {
-  static constexpr unsigned kHolds = kOthers;
+  static constexpr unsigned kHolds = kOthers | (kMayHideTensors<T> ? kOpaque : 0U);
   template <class F>
   static bool visit(const std::vector<T*>& /*values*/, const F& /*f*/) {
     return true;
@@ -88,6 +101,18 @@ requires(!std::same_as<T, bool>) struct Tree<std::vector<T>> : ListTree<std::vec
 };
 template <class T, std::size_t N>
 struct Tree<std::array<T, N>> : ListTree<std::array<T, N>, T> {};
+
+template <class T>
+struct Tree<std::optional<T>> {
+  static constexpr unsigned kHolds = Tree<T>::kHolds;
+  template <class F>
+  static bool visit(const std::vector<std::optional<T>*>& values, const F& f) {
+    const auto has_value = [](const std::optional<T>* value) { return value->has_value(); };
+    if (std::ranges::none_of(values, has_value)) return true;
+    return visit_item<T>(
+        values, [](std::optional<T>& value) { return value ? &*value : nullptr; }, f);
+  }
+};
 
 template <class Map, class T, unsigned kOrder = 0>
 struct MapTree {

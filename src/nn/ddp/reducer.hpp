@@ -100,8 +100,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     Work work;
     std::function<void()> complete;  // the hook's
   };
-  /// What a TimeoutError asks: whether the ranks have different numbers of batches.
-  enum class Hint { none, join };
+  /// What errors add. join: a TimeoutError asks whether the ranks have different numbers of
+  /// batches; body: a TimeoutError and a MismatchError say that body must not communicate.
+  enum class Hint { none, join, body };
   /// What a rank does next, in join.
   enum class NextStep : std::int64_t { joined = 0, accumulate = 1, synchronise = 2 };
   struct Announcement {
@@ -112,7 +113,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
 
   ErrorContext context() const;
-  /// Calls f; adds `what`, and to a TimeoutError `hint`, to the error of a collective.
+  /// Calls f; adds `what` and `hint` to the error of a collective, once.
   template <class F>
   void explain(const std::function<std::string()>& what, const F& f, Hint hint = Hint::none) const;
   std::string names_of(const Bucket& bucket) const;
@@ -136,7 +137,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_in_sync();
   bool synchronises() const { return sync_ || (is_tagged_ && local_backward_.expired()); }
   Announcement announce(NextStep step);
-  void check_scopes(std::span<const Announcement> all) const;
+  void check_scopes(std::span<const Announcement> all);
   /// The group of the scope that the peers are in.
   Group scope_of(std::uint64_t announced) const;
   void follow(const Announcement& others);
@@ -177,6 +178,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int n_checks_ = 0;  // synchronised backwards left that compare the parameters, after uneven data
   std::uint64_t n_steps_ = 0;
   const bool checks_fully_;
+  bool all_throw_ = false;      // the UsageError that ends this join is one of every rank
   const std::source_location made_at_;
   std::source_location where_;  // of the last forward or join, for errors
   Group group_;                 // after the buckets: destroyed first, together with its worker

@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <exception>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn/checkpoint.hpp>
@@ -14,6 +15,7 @@
 #include <sstream>
 #include <utility>
 
+#include "base/exception.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/ddp/in_sync.hpp"
 #include "nn/ddp/reducer.hpp"
@@ -86,9 +88,10 @@ std::optional<Group> group_of_scope() {
 }  // namespace
 
 /// All ranks see the same announcements and throw alike.
-void Reducer::check_scopes(std::span<const Announcement> all) const {
+void Reducer::check_scopes(std::span<const Announcement> all) {
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].scope == 0 || all[rank].scope_size >= group_.size()) continue;
+    all_throw_ = true;
     throw UsageError(
         context(),
         fmt::format("in join, the forward of rank {} is in a SyncBatchNormScope over a group of {} "
@@ -116,7 +119,8 @@ Reducer::Announcement Reducer::announce(NextStep step) {
           [&] {
             group_.all_gather({&mine, 4, DType::i64}, {all.data(), 4 * all.size(), DType::i64}, {},
                               where_);
-          });
+          },
+          Hint::body);
   check_scopes(all);
   n_active_ = 0;
   int first = -1;
@@ -170,16 +174,31 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
   joining_ = true;
   was_uneven_ = false;
   last_active_ = -1;
-  body();
-  // Gradients that this rank accumulated without synchronisation count in the next one.
-  if (sync_) drop_gradients();
-  for (;;) {
-    const Announcement others = announce(NextStep::joined);
-    if (others.step == NextStep::joined) break;
-    follow(others);
+  all_throw_ = false;
+  const char* stage = "the body of join";
+  try {
+    explain([] { return std::string("running the body of join"); }, body, Hint::body);
+    stage = "join";
+    // Gradients that this rank accumulated without synchronisation count in the next one.
+    if (sync_) drop_gradients();
+    for (;;) {
+      const Announcement others = announce(NextStep::joined);
+      if (others.step == NextStep::joined) break;
+      explain([] { return std::string("making a step without samples in join"); },
+              [&] { follow(others); }, Hint::body);
+    }
+    n_active_ = group_.size();
+    if (last_active_ >= 0) take_state_of(last_active_, options);
+  } catch (const MismatchError&) {  // the other ranks have one too
+    throw;
+  } catch (...) {
+    // The other ranks wait for this one's next step.
+    if (!all_throw_) {
+      group_.abandon(fmt::format("{} ended with an exception: {}", stage,
+                                 base::text_of(std::current_exception())));
+    }
+    throw;
   }
-  n_active_ = group_.size();
-  if (last_active_ >= 0) take_state_of(last_active_, options);
   if (was_uneven_) n_checks_ = kChecksAfterUnevenData;
 }
 
@@ -188,7 +207,8 @@ void Reducer::follow(const Announcement& others) {
   if (!forward) {
     throw UsageError(context(),
                      "join cannot follow the other ranks: no forward was made here that returns "
-                     "a tensor. Give join an example_input, or an example_forward");
+                     "a tensor and whose arguments are tensors, containers of tensors, numbers and "
+                     "texts. Give join an example_input, or an example_forward");
   }
   const at::AutoGradMode with_gradients(true);
   sync_ = others.step == NextStep::synchronise;
@@ -204,14 +224,15 @@ void Reducer::follow(const Announcement& others) {
   if (module_.is_training() != is_training) module_.train(is_training);
   at::Tensor output;
   if (others.scope != 0) {
-    const SyncBatchNormScope scope(scope_of(others.scope));
+    const SyncBatchNormScope scope(scope_of(others.scope), where_);
     output = forward();
   } else {
     const SuspendedScope none;
     output = forward();
   }
   follows_ = true;
-  output.sum().backward();
+  // Zeros: a loss may have a part that does not depend on the samples.
+  output.backward(at::zeros_like(output));
   follows_ = false;
   if (sync_) drop_gradients();
 }

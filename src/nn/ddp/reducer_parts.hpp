@@ -1,8 +1,10 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 
 #include <lockstep/error.hpp>
+#include <string_view>
 #include <typeinfo>
 
 #include "nn/ddp/reducer.hpp"
@@ -31,15 +33,24 @@ void Reducer::explain(const std::function<std::string()>& what, const F& f, Hint
   try {
     f();
   } catch (const Error& error) {
-    // The Reducer's own errors have this context already.
-    if (error.context().operation == context().operation) throw;
-    const std::string note = "\n  This is DistributedDataParallel, " + what() + ".";
-    throw_with_note<TimeoutError>(
-        error, note + (hint == Hint::none || joining_
-                           ? ""
-                           : " Do the ranks have different numbers of batches? Then run the "
-                             "training loop in its join()."));
-    throw_with_note<MismatchError>(error, note);
+    constexpr std::string_view kThis = "\n  This is DistributedDataParallel, ";
+    // The Reducer's own errors have this context already, and others may have passed here before.
+    if (error.context().operation == context().operation ||
+        error.text().find(kThis) != std::string::npos) {
+      throw;
+    }
+    const std::string note = fmt::format("{}{}.", kThis, what());
+    const char* body_note =
+        hint == Hint::body
+            ? " All but its forwards and backwards is for the ranks with data alone: the body of "
+              "join must not communicate by other means (all_reduce, barrier)."
+            : "";
+    const char* timeout_note = hint == Hint::join && !joining_
+                                   ? " Do the ranks have different numbers of batches? Then run "
+                                     "the training loop in its join()."
+                                   : body_note;
+    throw_with_note<TimeoutError>(error, note + timeout_note);
+    throw_with_note<MismatchError>(error, note + body_note);
     throw_with_note<PeerLost>(error, note);
     throw_with_note<PeerFailed>(error, note);
     throw_with_note<EngineError>(error, note);
