@@ -206,6 +206,194 @@ TEST(DistributedDataParallelTest, a_gradient_on_some_ranks_only_is_reported_on_e
   });
 }
 
+/// If no rank has a gradient, what the program has put there stays: the tensor and its values.
+TEST(DistributedDataParallelTest, a_gradient_set_by_hand_is_kept) {
+  on_ranks(2, [](int rank) {
+    Linears net;
+    DistributedDataParallel model(net, tiny_buckets());
+    const Tensor x = at::ones({1, 2});
+    const Tensor by_hand = at::full({3}, rank + 1.0);
+    net->never->bias.mutable_grad() = by_hand;
+    for (int step = 0; step < 3; ++step) {
+      model(x, /*both=*/true).sum().backward();
+      EXPECT_TRUE(net->never->bias.grad().is_same(by_hand)) << step;
+      EXPECT_TRUE(by_hand.eq(rank + 1).all().item<bool>()) << by_hand;
+    }
+    // One that the last step averaged, and this one does not reach.
+    net->sometimes->bias.mutable_grad().fill_(rank + 5);
+    model(x, /*both=*/false).sum().backward();
+    EXPECT_TRUE(net->sometimes->bias.grad().eq(rank + 5).all().item<bool>());
+    // With a gradient of this step it counts, as one that is accumulated.
+    net->never->bias.mutable_grad() = at::full({3}, rank + 1.0);
+    (model(x, /*both=*/true).sum() + net->never(x).sum()).backward();
+    EXPECT_TRUE(net->never->bias.grad().eq(2.5).all().item<bool>()) << net->never->bias.grad();
+  });
+}
+
+TEST(DistributedDataParallelTest, complex_parameters_are_averaged) {
+  struct NetImpl : torch::nn::Module {
+    Tensor factor = register_parameter("factor", at::ones({2}, at::kComplexDouble));
+    torch::nn::Linear real = register_module("real", torch::nn::Linear(2, 2));
+    Tensor forward(const Tensor& x) {
+      return at::real((x * factor).sum()) + real(at::ones({1, 2})).sum();
+    }
+  };
+  for (const bool has_hook : {false, true}) {
+    on_ranks(2, [has_hook](int rank) {
+      const auto net = std::make_shared<NetImpl>();
+      DistributedDataParallelOptions options;
+      if (has_hook) options.hook = bf16_compression();
+      DistributedDataParallel model(net, options);
+      const auto number = [](double re, double im) {
+        return at::complex(at::full({2}, re, at::kDouble), at::full({2}, im, at::kDouble));
+      };
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad();
+        model(number(1 + 2 * rank, 4 * rank)).backward();
+        // The gradient of re(x w) is the conjugate of x.
+        EXPECT_TRUE(net->factor.grad().resolve_conj().equal(number(2, -2))) << net->factor.grad();
+        EXPECT_TRUE(net->real->bias.grad().eq(1).all().item<bool>());
+      }
+    });
+  }
+}
+
+/// Tokens by rank and step; rank 2 has none in step 1.
+Tensor tokens_of(int rank, int step) {
+  if (rank == 2 && step == 1) return at::empty({0}, at::kLong);
+  return at::tensor({rank, rank, 3 + step}, at::kLong);
+}
+
+struct TokensImpl : torch::nn::Module {
+  torch::nn::Embedding table{nullptr};
+  torch::nn::EmbeddingBag bag{nullptr};
+  torch::nn::Linear head = register_module("head", torch::nn::Linear(4, 1));
+  explicit TokensImpl(bool sparse) {
+    table = register_module("table",
+                            torch::nn::Embedding(torch::nn::EmbeddingOptions(7, 4).sparse(sparse)));
+    bag = register_module(
+        "bag", torch::nn::EmbeddingBag(
+                   torch::nn::EmbeddingBagOptions(7, 4).sparse(sparse).mode(torch::kSum)));
+    to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    Random random(5);
+    for (auto& parameter : parameters()) parameter.copy_(random.normal(parameter.sizes()));
+  }
+  Tensor forward(const Tensor& tokens) {
+    const Tensor bags = bag(tokens, at::zeros({1}, at::kLong));
+    return (head(table(tokens)).square().sum() + head(bags).square().sum());
+  }
+};
+TORCH_MODULE(Tokens);
+
+TEST(DistributedDataParallelTest, sparse_gradients_are_averaged) {
+  for (const bool has_hook : {false, true}) {
+    on_ranks(3, [has_hook](int rank) {
+      std::vector<std::vector<Tensor>> results;
+      for (const bool sparse : {false, true}) {
+        Tokens net(sparse);
+        auto options = tiny_buckets();
+        if (has_hook) {
+          options.hook = [](const GradientBucket& bucket) -> std::function<void()> {
+            Work work =
+                bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::mean);
+            return [work]() mutable { work.wait(); };
+          };
+        }
+        DistributedDataParallel model(net, options);
+        torch::optim::SGD optimizer(net->parameters(), 0.01);
+        auto& result = results.emplace_back();
+        for (int step = 0; step < 4; ++step) {
+          if (step != 3) optimizer.zero_grad();  // step 3 accumulates
+          model(tokens_of(rank, step)).backward();
+          EXPECT_EQ(net->table->weight.grad().is_sparse(), sparse);
+          EXPECT_EQ(net->bag->weight.grad().is_sparse(), sparse);
+          optimizer.step();
+        }
+        assert_in_sync(net);
+        for (const Tensor& parameter : net->parameters()) {
+          result.push_back(parameter.detach());
+          result.push_back(parameter.grad().to_dense());
+        }
+      }
+      for (std::size_t i = 0; i < results[0].size(); ++i) {
+        EXPECT_LE(difference(results[0][i], results[1][i]), 1e-12) << i;
+      }
+    });
+  }
+}
+
+TEST(DistributedDataParallelTest, a_sparse_gradient_of_another_layer_is_rejected) {
+  struct NetImpl : torch::nn::Module {
+    Tensor table = register_parameter("table", at::ones({7, 4}));
+    Tensor forward(const Tensor& tokens) {
+      return at::embedding(table, tokens, /*padding_idx=*/-1, /*scale_grad_by_freq=*/false,
+                           /*sparse=*/true);
+    }
+  };
+  DistributedDataParallel model(std::make_shared<NetImpl>());
+  const Tensor loss = model(tokens_of(0, 0)).sum();
+  const std::string text = testing::usage_error([&] { loss.backward(); });
+  EXPECT_NE(text.find("the gradient of table is sparse"), std::string::npos) << text;
+}
+
+/// Before anything is sent.
+TEST(DistributedDataParallelTest, what_cannot_be_sent_is_named) {
+  const auto error_of = [](const std::function<void(torch::nn::Module&)>& add) {
+    const auto net = std::make_shared<torch::nn::Module>();
+    net->register_parameter("fine", at::ones({2}));
+    add(*net);
+    return testing::usage_error([&] { const DistributedDataParallel model(net); });
+  };
+  for (const bool requires_grad : {false, true}) {
+    const std::string text = error_of([&](torch::nn::Module& net) {
+      net.register_parameter("odd", at::eye(2).to_sparse(), requires_grad);
+    });
+    EXPECT_NE(text.find("parameter odd"), std::string::npos) << text;
+    EXPECT_NE(text.find("Sparse"), std::string::npos) << text;
+  }
+  const std::string text =
+      error_of([&](torch::nn::Module& net) { net.register_buffer("odd", at::eye(2).to_sparse()); });
+  EXPECT_NE(text.find("buffer odd"), std::string::npos) << text;
+}
+
+/// With one rank, none can be out of step.
+TEST(DistributedDataParallelTest, a_rank_alone_goes_on_after_an_exception) {
+  struct NetImpl : torch::nn::Module {
+    torch::nn::Linear first = register_module("first", torch::nn::Linear(2, 3)),
+                      second = register_module("second", torch::nn::Linear(3, 3));
+    Tensor forward(const Tensor& x) { return second(first(x)); }
+  };
+  const auto net = std::make_shared<NetImpl>();
+  DistributedDataParallel model(net, tiny_buckets());
+  bool fails = true;
+  net->first->weight.register_hook([&fails](const Tensor& /*gradient*/) {
+    if (fails) throw std::runtime_error("not now");
+  });
+  for (int step = 0; step < 3; ++step) {
+    fails = step < 2;
+    net->zero_grad();
+    const Tensor loss = model(at::ones({1, 2})).sum();
+    if (fails) {
+      EXPECT_THROW(loss.backward(), std::runtime_error);
+    } else {
+      loss.backward();
+    }
+  }
+  const auto expected = std::make_shared<NetImpl>();
+  {
+    const at::NoGradGuard no_grad;
+    for (const auto& item : net->named_parameters()) {
+      expected->named_parameters()[item.key()].copy_(*item);
+    }
+  }
+  expected->forward(at::ones({1, 2})).sum().backward();
+  for (const auto& item : net->named_parameters()) {
+    EXPECT_LE(difference(item->grad(), expected->named_parameters()[item.key()].grad()), 1e-6)
+        << item.key();
+  }
+}
+
 TEST(DistributedDataParallelTest, parameters_on_several_devices_are_rejected) {
   struct Net : torch::nn::Module {
     Net() {

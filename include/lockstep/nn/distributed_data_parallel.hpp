@@ -123,13 +123,13 @@ class NoSync {
 /// for a penalty on them. If the loss is a mean and the ranks have unequal parts of a batch, scale
 /// it: sum over local samples / global batch * world size.
 ///
-/// A parameter that got no gradient on any rank keeps none; for one that got none on this rank see
-/// find_unused_parameters. A rank with a loss that depends on no parameter must not skip backward:
-/// the others wait for it. Parameters that do not require gradients are ignored. A parameter that
-/// requires gradients or is registered later (on all ranks alike), or was changed by torch::load,
-/// Module::to or set_data, is detected at the next synchronised forward, and rank 0's values are
-/// broadcast. If backward is called before that forward, it throws UsageError unless the gradients
-/// of the parameter are still averaged.
+/// A parameter that got no gradient on any rank keeps what it has: none, or one that the program
+/// has put there; for one that got none on this rank see find_unused_parameters. A rank with a loss
+/// that depends on no parameter must not skip backward: the others wait for it. Parameters that do
+/// not require gradients are ignored. A parameter that requires gradients or is registered later
+/// (on all ranks alike), or was changed by torch::load, Module::to or set_data, is detected at the
+/// next synchronised forward, and rank 0's values are broadcast. If backward is called before that
+/// forward, it throws UsageError unless the gradients of the parameter are still averaged.
 ///
 /// Gradients of a forward through the wrapped module itself are averaged too, but without the work
 /// of this object's forward: no_sync, join, broadcast_buffers, detection of changed parameters. If
@@ -141,7 +141,8 @@ class NoSync {
 /// Errors: backward() throws what the group's calls throw, with the line of the last forward (in
 /// join: of join; after a forward of more than four arguments: of the construction) and the names
 /// of the parameters concerned. After an exception in a synchronised backward the next forward
-/// throws UsageError, because ranks may be out of step: construct a new object. Exception: after
+/// throws UsageError if there are other ranks, because ranks may be out of step: construct a new
+/// object. Exception: after
 /// the MismatchError of find_unused_parameters, zero the gradients and continue.
 /// Parameters on several devices are a UsageError. Parameters on CUDA have their buckets on the
 /// host: gradients are copied there and back.

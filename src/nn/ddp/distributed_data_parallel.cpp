@@ -36,11 +36,13 @@ namespace {
 
 CommunicationHook compression(at::ScalarType type) {
   return [type](const GradientBucket& bucket) -> std::function<void()> {
-    const at::Tensor small = bucket.gradients.to(type, /*non_blocking=*/false, /*copy=*/true);
+    const at::Tensor values =
+        bucket.gradients.is_complex() ? at::view_as_real(bucket.gradients) : bucket.gradients;
+    const at::Tensor small = values.to(type, /*non_blocking=*/false, /*copy=*/true);
     Work work = bucket.group.all_reduce_async(elements_of(small), ReduceOp::mean);
-    return [work, small, gradients = bucket.gradients]() mutable {
+    return [work, small, values]() mutable {
       work.wait();
-      gradients.copy_(small);
+      values.copy_(small);
     };
   };
 }

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
 #include <cmath>
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/dist.hpp>
@@ -12,6 +13,7 @@
 #include <lockstep/trace.hpp>
 
 #include "nn/ddp/reducer_parts.hpp"
+#include "nn/tensors/tensor_buffers.hpp"
 
 namespace lockstep::nn::detail {
 
@@ -19,6 +21,7 @@ void Reducer::before_forward(const std::optional<std::source_location>& where) {
   lockstep::detail::Collective(kOperation, group_, where_).run([&] {
     // In join the same line on all ranks, as LOCKSTEP_CHECK=full requires: some make no forward.
     if (!joining_) where_ = where.value_or(made_at_);
+    if (in_step_ && group_.size() == 1) forget_step();  // with one rank none is out of step
     if (in_step_) {
       throw UsageError(
           context(), fmt::format("the last backward ended with an exception after {} of {} buckets: "
@@ -48,6 +51,14 @@ void Reducer::after_forward(const std::vector<at::Tensor>& outputs) {
     });
     is_tagged_ = true;
   }
+}
+
+void Reducer::forget_step() {
+  for (Bucket& bucket : buckets_) {
+    bucket.work.wait();
+    bucket.complete = nullptr;
+  }
+  in_step_ = false;
 }
 
 void Reducer::prepare() {
@@ -122,18 +133,29 @@ void Reducer::start_step() {
 }
 
 /// The gradient becomes a slice of its bucket and stays there: the next backward accumulates into
-/// it in place, unless the user has dropped it.
+/// it in place, unless the user has dropped it. One that this backward did not touch (an earlier
+/// step's, perhaps zeroed in place, or one set by hand) is only copied into the bucket: it must
+/// stay as it is if no rank has a gradient.
 void Reducer::move_gradient(Parameter& parameter) {
   at::Tensor& gradient = parameter.tensor.mutable_grad();
-  // An existing gradient may be an earlier step's, zeroed in place.
   parameter.has_gradient = gradient.defined() && parameter.touched;
+  if (gradient.defined()) check_gradient(parameter);
+  if (parameter.is_sparse) return;
+  if (gradient.defined() && !parameter.touched) {
+    if (gradient.data_ptr() == parameter.slice.data_ptr()) {
+      gradient = gradient.clone();
+    } else {
+      replace_kept_slice(parameter);
+      parameter.slice.copy_(gradient);
+    }
+    return;
+  }
   if (gradient.is_same(parameter.slice)) return;
   if (!gradient.defined()) {
     replace_kept_slice(parameter);
     parameter.slice.zero_();
     return;
   }
-  check_gradient(parameter);
   // Module::zero_grad of libtorch 1.13 leaves another tensor over the same memory.
   const bool is_in_bucket = gradient.data_ptr() == parameter.slice.data_ptr() &&
                             gradient.strides() == parameter.slice.strides();
@@ -146,10 +168,12 @@ void Reducer::move_gradient(Parameter& parameter) {
 
 void Reducer::check_gradient(const Parameter& parameter) const {
   const at::Tensor& gradient = parameter.tensor.grad();
-  if (gradient.layout() != at::kStrided) {
-    throw UsageError(context(), fmt::format("the gradient of {} is sparse: only dense gradients "
-                                            "are supported, make it dense (sparse=false)",
-                                            parameter.name));
+  if ((gradient.layout() != at::kStrided) != parameter.is_sparse) {
+    throw UsageError(
+        context(), fmt::format("the gradient of {} is {}: sparse gradients are for the weights of "
+                               "torch::nn::Embedding and EmbeddingBag with sparse(true), and "
+                               "these have no others",
+                               parameter.name, parameter.is_sparse ? "dense" : "sparse"));
   }
   if (gradient.requires_grad()) {
     throw UsageError(context(),
@@ -190,6 +214,45 @@ void Reducer::give_gradient(Parameter& parameter) {
   }
 }
 
+/// Every rank gathers the rows of all ranks, in rank order, and adds those of the same index.
+void Reducer::average_sparse(Parameter& parameter) {
+  at::Tensor& gradient = parameter.tensor.mutable_grad();
+  const at::Tensor& tensor = parameter.tensor;  // of rows; the indices have one dimension
+  const std::vector<std::int64_t> row_sizes = tensor.sizes().slice(1).vec();
+  const auto with_rows = [&](std::int64_t n) {
+    std::vector<std::int64_t> sizes{n};
+    sizes.insert(sizes.end(), row_sizes.begin(), row_sizes.end());
+    return sizes;
+  };
+  at::Tensor indices = at::empty({0}, at::kLong);
+  at::Tensor rows = at::empty(with_rows(0), at::TensorOptions(tensor.scalar_type()));
+  if (gradient.defined()) {
+    const at::Tensor own = gradient.coalesce();
+    indices = for_group(own._indices()[0]);
+    rows = for_group(own._values());
+  }
+  const auto n_ranks = static_cast<std::size_t>(group_.size());
+  const std::uint64_t mine = static_cast<std::uint64_t>(indices.numel());
+  std::vector<std::uint64_t> n_rows(n_ranks);
+  group_.all_gather({&mine, 1, DType::u64}, {n_rows.data(), n_ranks, DType::u64}, {}, where_);
+  const auto gather = [&](const at::Tensor& own, const at::Tensor& all, std::size_t row_bytes) {
+    std::vector<std::size_t> counts;
+    for (const std::uint64_t n : n_rows) counts.push_back(n * row_bytes);
+    group_.all_gather(bytes_of(own), bytes_of(all), counts, {}, where_);
+  };
+  std::int64_t n_all = 0;
+  for (const std::uint64_t n : n_rows) n_all += static_cast<std::int64_t>(n);
+  const at::Tensor all_indices = at::empty({n_all}, at::kLong);
+  const at::Tensor all_rows = at::empty(with_rows(n_all), rows.options());
+  gather(indices, all_indices, sizeof(std::int64_t));
+  gather(rows, all_rows,
+         tensor.nbytes() / static_cast<std::size_t>(std::max<std::int64_t>(1, tensor.size(0))));
+  gradient =
+      at::sparse_coo_tensor(all_indices.unsqueeze(0), all_rows.div_(group_.size()), tensor.sizes())
+          .coalesce()
+          .to(tensor.device());
+}
+
 /// All ranks see the same flags and throw alike.
 void Reducer::check_same_gradients() {
   if (options_.find_unused_parameters) return;
@@ -226,9 +289,12 @@ void Reducer::send_complete_buckets() {
       bucket.work = group_.all_reduce_async(all, ReduceOp::mean, {}, where_);
       continue;
     }
-    const auto size = static_cast<std::int64_t>(bucket.gradients.count);
-    bucket.complete =
-        options_.hook({slice_of(bucket.memory, 0, {size}, {1}, bucket.type), n_sent_, group_});
+    const auto size =
+        static_cast<std::int64_t>(bucket.gradients.n_bytes() / c10::elementSize(bucket.type));
+    if (size > 0) {
+      bucket.complete =
+          options_.hook({slice_of(bucket.memory, 0, {size}, {1}, bucket.type), n_sent_, group_});
+    }
     bucket.work = group_.all_reduce_async(bucket.flags, ReduceOp::mean, {}, where_);
   }
 }
@@ -262,8 +328,14 @@ void Reducer::finish() {
     const bool rescale = joining_ && options_.join_divides_by_active && n_active_ < group_.size();
     for (Parameter& parameter : parameters_) {
       if (!(parameter.with > 0)) continue;
-      if (rescale) parameter.slice.mul_(static_cast<double>(group_.size()) / n_active_);
-      give_gradient(parameter);
+      if (parameter.is_sparse) {
+        explain([&] { return "averaging the sparse gradient of " + parameter.name; },
+                [&] { average_sparse(parameter); }, Hint::join);
+      } else {
+        give_gradient(parameter);
+      }
+      if (!rescale) continue;
+      parameter.tensor.mutable_grad().mul_(static_cast<double>(group_.size()) / n_active_);
     }
     if (!rebuilt_) {
       for (Parameter& parameter : parameters_)

@@ -82,6 +82,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool has_gradient = false;  // in the step, on this rank
     bool touched = false;       // some backward since the last averaging gave it a gradient
     bool used = true;           // static graph: false if it got no gradient in the first step
+    // Its gradients are sparse: no bytes in the bucket, and a slice without memory of its own.
+    bool is_sparse = false;
     // Means over the ranks, rounded by the bucket's type: above zero if any rank set the flag.
     double with = 0, without = 0;
   };
@@ -91,7 +93,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     unsigned position = 0;
   };
   struct Bucket {
-    at::ScalarType type = at::kFloat;
+    at::ScalarType type = at::kFloat;  // also complex; flags and `gradients` are of its parts
     std::vector<std::size_t> parameters;
     SharedBuffer memory;
     Elements gradients, flags;
@@ -134,6 +136,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void add_hooks();
   void remove_hooks();
   void prepare();
+  /// The last backward ended with an exception.
+  void forget_step();
   void check_in_sync();
   bool synchronises() const { return sync_ || (is_tagged_ && local_backward_.expired()); }
   Announcement announce(NextStep step);
@@ -148,6 +152,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_gradient(const Parameter& parameter) const;
   void replace_kept_slice(Parameter& parameter);
   void give_gradient(Parameter& parameter);
+  /// Collective, if some rank has a gradient.
+  void average_sparse(Parameter& parameter);
   void check_same_gradients();
   void send_complete_buckets();
   void finish();
@@ -172,13 +178,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int n_active_ = 0;                     // ranks that have data, in join
   int last_active_ = -1;                 // the lowest such rank, as last announced
   bool was_uneven_ = false;
+  bool all_throw_ = false;      // the UsageError that ends this join is one of every rank
   std::optional<Group> scope_;  // around the last forward in join
   /// Of each module, whether it was in training mode in that forward.
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
   int n_checks_ = 0;  // synchronised backwards left that compare the parameters, after uneven data
   std::uint64_t n_steps_ = 0;
   const bool checks_fully_;
-  bool all_throw_ = false;      // the UsageError that ends this join is one of every rank
   const std::source_location made_at_;
   std::source_location where_;  // of the last forward or join, for errors
   Group group_;                 // after the buckets: destroyed first, together with its worker

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/nn/modules/embedding.h>
 
 #include <algorithm>
 #include <chrono>
@@ -20,6 +21,7 @@
 #include "nn/ddp/in_sync.hpp"
 #include "nn/ddp/reducer.hpp"
 #include "nn/ddp/reducer_parts.hpp"
+#include "nn/tensors/tensor_buffers.hpp"
 
 namespace lockstep::nn::detail {
 namespace {
@@ -48,15 +50,33 @@ std::string describe_strides(const at::Tensor& parameter) {
   return like.is_contiguous() ? "" : c10::str(" with strides ", like.strides());
 }
 
+/// The parameters whose gradients are sparse.
+std::unordered_set<const void*> sparse_parameters(const torch::nn::Module& module) {
+  std::unordered_set<const void*> found;
+  const auto add_of = [&]<class Layer>(const torch::nn::Module& one, const Layer*) {
+    const auto* const layer = dynamic_cast<const Layer*>(&one);
+    if (layer != nullptr && layer->options.sparse() && layer->weight.defined()) {
+      found.insert(layer->weight.unsafeGetTensorImpl());
+    }
+  };
+  for (const auto& one : module.modules()) {
+    add_of(*one, static_cast<torch::nn::EmbeddingImpl*>(nullptr));
+    add_of(*one, static_cast<torch::nn::EmbeddingBagImpl*>(nullptr));
+  }
+  return found;
+}
+
 /// One line per parameter and buffer: what must agree on all ranks.
 std::vector<std::string> describe(const torch::nn::Module& module) {
   std::vector<std::string> lines;
+  const auto sparse = sparse_parameters(module);
   std::map<const void*, std::string> names;  // the first of each tensor
   for (const auto& item : module.named_parameters()) {
     const auto [first, is_first] = names.emplace(item->unsafeGetTensorImpl(), item.key());
-    lines.push_back(fmt::format("parameter {} {} {}{}{}", item.key(),
+    lines.push_back(fmt::format("parameter {} {} {}{}{}{}", item.key(),
                                 c10::toString(item->scalar_type()), c10::str(item->sizes()),
                                 item->requires_grad() ? describe_strides(*item) : " frozen",
+                                sparse.contains(item->unsafeGetTensorImpl()) ? " sparse" : "",
                                 is_first ? "" : ", the same tensor as " + first->second));
   }
   for (const auto& item : module.named_buffers()) {
@@ -99,8 +119,9 @@ void check_same_module(const torch::nn::Module& module, const Group& group,
   }
 }
 
-std::size_t round_up(std::size_t n_bytes) {
-  return (n_bytes + kAlignment - 1) / kAlignment * kAlignment;
+/// Of a parameter's gradient, in a bucket.
+std::size_t n_bytes_of(const at::Tensor& tensor, bool is_sparse) {
+  return is_sparse ? 0 : (tensor.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
 }
 
 /// Autograd has one thread per device; hooks of one module would run on several threads.
@@ -121,7 +142,26 @@ void check_one_device(const torch::nn::Module& module, const ErrorContext& conte
   }
 }
 
-/// None for a sparse tensor: dtype_of has rejected those that are averaged.
+/// Names what cannot be sent, before anything is.
+void check_tensors(const torch::nn::Module& module, const ErrorContext& context) {
+  const auto check = [&context](const char* kind, const std::string& name,
+                                const at::Tensor& tensor) {
+    const at::ScalarType part = c10::toRealValueType(tensor.scalar_type());
+    if (tensor.requires_grad() && !known_dtype(part)) {
+      throw UsageError(context, fmt::format("{} {} is of type {}, whose gradients cannot be "
+                                            "averaged: convert it with to(), or freeze it",
+                                            kind, name, c10::toString(tensor.scalar_type())));
+    }
+    if ((tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided) return;
+    throw UsageError(context, fmt::format("{} {} is a {}: make it a dense tensor on a CPU or CUDA "
+                                          "device",
+                                          kind, name, tensor.toString()));
+  };
+  for (const auto& item : module.named_parameters()) check("parameter", item.key(), *item);
+  for (const auto& item : module.named_buffers()) check("buffer", item.key(), *item);
+}
+
+/// None for a sparse tensor, which a parameter may have become.
 c10::Storage storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage() : c10::Storage();
 }
@@ -266,10 +306,8 @@ void Reducer::wait_for_others_that_changed() const {
 }
 
 void Reducer::take_parameters() {
-  for (const at::Tensor& tensor : module_.parameters()) {
-    if (tensor.requires_grad()) (void)dtype_of(tensor, where_);  // throws if it cannot be reduced
-  }
   check_one_device(module_, context());
+  check_tensors(module_, context());
   check_same_module(module_, group_, context());
   remove_hooks();
   const auto known = std::move(parameters_);
@@ -277,6 +315,7 @@ void Reducer::take_parameters() {
   order_.clear();
   rebuilt_ = false;
   std::unordered_set<const void*> taken;
+  const auto sparse = sparse_parameters(module_);
   for (const auto& item : module_.named_parameters()) {
     if (!taken.insert(item->unsafeGetTensorImpl()).second) continue;  // has an earlier name too
     const auto before = std::find_if(known.begin(), known.end(),
@@ -291,6 +330,7 @@ void Reducer::take_parameters() {
     parameter.tensor = *item;
     parameter.storage = storage_of(*item);
     parameter.touched = before != known.end() && before->touched;
+    parameter.is_sparse = sparse.contains(item->unsafeGetTensorImpl());
   }
   for (std::size_t i = parameters_.size(); i-- > 0;) {  // roughly the order of gradients
     order_.push_back(static_cast<std::int64_t>(i));
@@ -314,7 +354,7 @@ void Reducer::add_buckets(std::span<const std::int64_t> order) {
     }
     parameter.bucket = bucket->second;
     buckets_[parameter.bucket].parameters.push_back(i);
-    n_bytes[parameter.bucket] += round_up(parameter.tensor.nbytes());
+    n_bytes[parameter.bucket] += n_bytes_of(parameter.tensor, parameter.is_sparse);
     const double limit_mb =
         parameter.bucket == 0 ? options_.first_bucket_size_mb : options_.bucket_size_mb;
     if (static_cast<double>(n_bytes[parameter.bucket]) >= limit_mb * 1024 * 1024) {
@@ -324,21 +364,26 @@ void Reducer::add_buckets(std::span<const std::int64_t> order) {
 
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     Bucket& bucket = buckets_[b];
-    const std::size_t element_size = c10::elementSize(bucket.type);
+    // Complex numbers are averaged as pairs of real ones.
+    const at::ScalarType part = c10::toRealValueType(bucket.type);
+    const std::size_t element_size = c10::elementSize(part);
     const std::size_t n_flags = 2 * bucket.parameters.size();
     bucket.memory = group_.allocate(n_bytes[b] + n_flags * element_size, where_);
     std::size_t offset = 0;
     for (const std::size_t i : bucket.parameters) {
       Parameter& parameter = parameters_[i];
+      if (parameter.is_sparse) {
+        parameter.slice = at::empty({}, bucket.type).expand(parameter.tensor.sizes());
+        continue;
+      }
       const at::Tensor like = at::empty_like(parameter.tensor);  // its strides, if they are dense
       parameter.slice = slice_of(bucket.memory, offset, like.sizes(), like.strides(), bucket.type);
-      offset += round_up(parameter.tensor.nbytes());
+      offset += n_bytes_of(parameter.tensor, parameter.is_sparse);
     }
-    const DType dtype = dtype_of(parameters_[bucket.parameters[0]].slice, where_);
-    bucket.gradients = {bucket.memory.data(), offset / element_size, dtype};
-    bucket.flags = {bucket.memory.data() + offset, n_flags, dtype};
     bucket.flag_values =
-        slice_of(bucket.memory, offset, {static_cast<std::int64_t>(n_flags)}, {1}, bucket.type);
+        slice_of(bucket.memory, offset, {static_cast<std::int64_t>(n_flags)}, {1}, part);
+    bucket.flags = elements_of(bucket.flag_values, where_);
+    bucket.gradients = {bucket.memory.data(), offset / element_size, bucket.flags.dtype};
   }
 }
 
