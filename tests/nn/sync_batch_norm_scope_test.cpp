@@ -6,7 +6,10 @@
 
 #include <atomic>
 #include <cmath>
+#include <functional>
+#include <memory>
 #include <optional>
+#include <source_location>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -174,6 +177,96 @@ TEST(SyncBatchNormScopeTest, torch_script_modules) {
   }
 }
 
+TEST(SyncBatchNormScopeTest, a_gradient_of_a_gradient_of_torch_script_is_rejected) {
+  const Tensor batch = Random(6).normal({6, 3, 4, 4});
+  for (const bool warm : {false, true}) {
+    on_ranks(2, [&](int rank) {
+      auto module = scripted();
+      if (warm) warm_up(module, batch);
+      const SyncBatchNormScope scope;
+      const Tensor x = share_of(batch, kHalves, rank).detach().clone().requires_grad_();
+      const Tensor y = module.forward({x}).toTensor().sum();
+      std::string text = "no error";
+      try {
+        torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
+      } catch (const std::exception& error) {  // the interpreter makes it one of its own
+        text = error.what();
+      }
+      EXPECT_NE(text.find("gradients of gradients are not supported"), std::string::npos) << text;
+      torch::autograd::grad({y}, {x});
+    });
+  }
+}
+
+/// Its replicas are threads: each would have the statistics of its own piece.
+TEST(SyncBatchNormScopeTest, a_data_parallel_in_it_is_rejected) {
+  using torch::nn::BatchNorm2d, torch::nn::Sequential;
+  const std::vector<at::Device> two_workers{at::kCPU, at::kCPU};
+  const Tensor x = Random(12).normal({4, 3, 2, 2});
+  const auto error_of = [](const std::function<void()>& f) {
+    try {
+      f();
+    } catch (const Error& error) {
+      return error.text();
+    }
+    return std::string("no error");
+  };
+  on_ranks(2, [&](int /*rank*/) {
+    Sequential net(BatchNorm2d(3));
+    net->to(at::kDouble);
+    DataParallel model(net, two_workers);
+    {
+      const SyncBatchNormScope scope;
+      const std::string text = error_of([&] { model(x); });
+      EXPECT_NE(text.find("convert_sync_batchnorm"), std::string::npos) << text;
+      EXPECT_NE(text.find("DataParallel"), std::string::npos) << text;
+      net->eval();
+      EXPECT_EQ(error_of([&] { model(x); }), "no error") << "nothing to synchronise";
+      net->train();
+    }
+    model(x);  // without a scope it is torch's
+    convert_sync_batchnorm(net);
+    const SyncBatchNormScope scope;
+    Sequential whole(BatchNorm2d(3));
+    whole->to(at::kDouble);
+    Tensor expected;
+    {
+      const SyncBatchNormScope alone{Group()};
+      expected = whole->forward(x);
+    }
+    EXPECT_LE(difference(model(x), expected), 1e-12) << "layers of their own are synchronised";
+  });
+  struct ScopedImpl : torch::nn::Cloneable<ScopedImpl> {
+    ScopedImpl() { reset(); }
+    void reset() override { bn = register_module("bn", BatchNorm2d(3)); }
+    Tensor forward(const Tensor& t) {
+      const SyncBatchNormScope scope;
+      return bn(t);
+    }
+    BatchNorm2d bn{nullptr};
+  };
+  const auto inside = std::make_shared<ScopedImpl>();
+  inside->to(at::kDouble);
+  DataParallel model(inside, two_workers);
+  const std::string text = error_of([&] { model(x); });
+  EXPECT_NE(text.find("convert_sync_batchnorm"), std::string::npos) << text;
+}
+
+/// In an optional it is made by a line of the standard library.
+TEST(SyncBatchNormScopeTest, its_line_is_one_of_the_program) {
+  std::optional<SyncBatchNormScope> scope;
+  scope.emplace();
+  EXPECT_EQ(SyncBatchNormScope::active()->where.line(), 0U);
+  scope.reset();
+  {
+    const auto unique = std::make_unique<SyncBatchNormScope>();
+    EXPECT_EQ(SyncBatchNormScope::active()->where.line(), 0U);
+  }
+  const unsigned line = std::source_location::current().line() + 1;
+  const SyncBatchNormScope named;
+  EXPECT_EQ(SyncBatchNormScope::active()->where.line(), line);
+}
+
 TEST(SyncBatchNormScopeTest, instance_norm_is_left_alone) {
   on_ranks(2, [](int rank) {
     torch::nn::InstanceNorm2d norm(torch::nn::InstanceNorm2dOptions(3).track_running_stats(true));
@@ -312,6 +405,7 @@ struct ScriptForward {
         at::_batch_norm_impl_index(input, {}, {}, {}, {}, true, 0.1, 1e-5, false);
   }
   Tensor backward(const Tensor& kept) const {
+    const at::NoGradGuard no_graph;  // as a backward without create_graph
     return std::get<0>(
         at::_batch_norm_impl_index_backward(implementation, input, at::ones_like(input), {}, {}, {},
                                             mean, invstd, true, 1e-5, {true, false, false}, kept));

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <source_location>
 #include <span>
 #include <string>
@@ -218,6 +219,27 @@ class SuspendedScope {
   ~SuspendedScope();
   SuspendedScope(const SuspendedScope&) = delete;
   SuspendedScope& operator=(const SuspendedScope&) = delete;
+
+/// The tag of a layer with this name, or made at this line; see Layer.
+int tag_of(std::string_view identity);
+
+/// False for lines in headers of libraries, which do not identify the program: those that call a
+/// module's forward, or make an object in place.
+bool is_of_a_program(const std::source_location& where);
+
+/// On the thread of a replica of DataParallel, while it exists: in a scope, its caller's or one of
+/// its own, a batch_norm throws UsageError, because it would see the replica's part of the batch
+/// alone. A SyncBatchNorm exchanges statistics with the other replicas itself.
+class ReplicaScope {
+ public:
+  explicit ReplicaScope(std::optional<SyncBatchNormScope::Settings> callers);
+  ~ReplicaScope();
+  ReplicaScope(const ReplicaScope&) = delete;
+  ReplicaScope& operator=(const ReplicaScope&) = delete;
+
+ private:
+  std::shared_ptr<detail::ScopeEntry> entry_;
+};
 
  private:
   std::shared_ptr<detail::ScopeEntry> entry_;  // null if none applied before

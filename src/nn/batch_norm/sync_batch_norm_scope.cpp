@@ -35,6 +35,7 @@ namespace lockstep::nn {
 struct detail::ScopeEntry {
   std::optional<SyncBatchNormScope::Settings> settings;  // none: no scope applies
   std::int64_t n_layers = 0;
+  bool is_in_replica = false;
   std::atomic<bool> has_ended{false};
   std::shared_ptr<ScopeEntry> in_list{};  // this, while it is there
   ScopeEntry* outer = nullptr;
@@ -65,6 +66,7 @@ std::shared_ptr<ScopeEntry> enter_scope(std::optional<SyncBatchNormScope::Settin
   auto entry = std::make_shared<ScopeEntry>();
   entry->settings = std::move(settings);
   entry->outer = innermost;
+  entry->is_in_replica = innermost != nullptr && innermost->is_in_replica;
   entry->in_list = entry;
   innermost = entry.get();
   return entry;
@@ -83,6 +85,13 @@ ScopeEntry* active_scope() {
 
 Layer next_layer(ScopeEntry& scope, std::int64_t n_channels) {
   const auto& [group, where] = *scope.settings;
+  if (scope.is_in_replica) {
+    throw UsageError(
+        {.operation = fmt::format("{} of a batch_norm in a SyncBatchNormScope", kForward),
+         .where = where},
+        "a replica of DataParallel has a part of the batch only, and a scope does not join the "
+        "parts: give DataParallel the result of convert_sync_batchnorm, whose layers do");
+  }
   return {.group = group ? *group : default_group(),
           .title = nullptr,
           .where = where,
@@ -232,8 +241,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
         implementation, input, gradient, weight, running_mean, running_var, saved_mean,
         saved_invstd, training, eps, wanted, reserve);
   }
-  const at::NoGradGuard no_grad;
-  const auto result = detail::called_by_torch([&] {
+  const auto result = detail::called_by_torch([&] {  // the grad mode says whether to create a graph
     const auto record = records().find(reserve);
     if (!record) {
       throw UsageError(
@@ -272,7 +280,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) { add_kernels(library); }
 }  // namespace
 
 SyncBatchNormScope::SyncBatchNormScope(Settings settings)
-    : entry_(enter_scope(std::move(settings))) {}
+    : entry_(enter_scope(Settings{std::move(settings.group), is_of_a_program(settings.where)
+                                                                 ? settings.where
+                                                                 : std::source_location()})) {}
 SyncBatchNormScope::SyncBatchNormScope(std::optional<Group> group, std::source_location where)
     : SyncBatchNormScope(Settings{std::move(group), where}) {}
 SyncBatchNormScope::~SyncBatchNormScope() { end_scope(*entry_); }
@@ -281,6 +291,12 @@ std::optional<SyncBatchNormScope::Settings> SyncBatchNormScope::active() {
   const ScopeEntry* const scope = active_scope();
   return scope == nullptr ? std::nullopt : scope->settings;
 }
+
+ReplicaScope::ReplicaScope(std::optional<SyncBatchNormScope::Settings> callers)
+    : entry_(enter_scope(std::move(callers))) {
+  entry_->is_in_replica = true;
+}
+ReplicaScope::~ReplicaScope() { end_scope(*entry_); }
 
 SuspendedScope::SuspendedScope() : entry_(active_scope() ? enter_scope(std::nullopt) : nullptr) {}
 SuspendedScope::~SuspendedScope() {

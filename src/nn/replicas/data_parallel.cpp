@@ -12,6 +12,7 @@
 #include <string>
 
 #include "group/root_cause.hpp"
+#include "nn/batch_norm/layer_steps.hpp"
 #include "nn/replicas/module_copies.hpp"
 #include "nn/replicas/replica_threads.hpp"
 
@@ -107,8 +108,10 @@ class Replicas {
 
     share_threads();
     const at::ThreadLocalState callers;
+    const auto scope = SyncBatchNormScope::active();
     workers_->run(n, [&](std::size_t i) {
       const at::ThreadLocalStateGuard as_the_caller(callers);
+      const ReplicaScope in_scope(scope);
       const c10::OptionalDeviceGuard device(devices_[i].is_cpu() ? c10::optional<at::Device>()
                                                                  : devices_[i]);
       if (!attempt(errors[i], [&] { body(i, *copies_[i]); })) {
