@@ -13,6 +13,7 @@
 
 #include "base/bytes.hpp"
 #include "group/argument_checks.hpp"
+#include "group/calls.hpp"
 
 namespace lockstep::internal {
 namespace {
@@ -129,6 +130,21 @@ std::vector<const void*> inputs_for(GroupState& group, const Call& call,
 }
 
 }  // namespace
+
+void ListCalls::all_reduce(const Group& group, const Elements& data, ReduceOp op, int tag,
+                           Timeout timeout, std::source_location where) {
+  Call call = all_reduce_call(*group.state_, data, op, where);
+  call.root = tag;
+  run(*group.state_, call, timeout);
+}
+
+void ListCalls::all_gather(const Group& group, const ConstElements& in, const Elements& out,
+                           int tag, Timeout timeout, std::source_location where) {
+  Call call =
+      gather_call(*group.state_, Op::all_gather, in, out, /*counts=*/nullptr, /*dst=*/-1, where);
+  call.root = tag;
+  run(*group.state_, call, timeout);
+}
 
 void ListCalls::all_gather(const Group& group, const ConstElements& in,
                            std::span<const Elements> outs, Timeout timeout,

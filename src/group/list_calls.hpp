@@ -6,9 +6,15 @@
 
 namespace lockstep::internal {
 
-/// Operations of Group on lists: one part per rank, each in memory of its own, as torch.distributed
-/// has them. As Group's otherwise; a rank may call these, and its peers Group's.
+/// Operations of Group in the forms that the layers above need; as Group's otherwise, and a rank
+/// may call these and its peers Group's. On lists: one part per rank, each in memory of its own, as
+/// torch.distributed has them. With a tag: what the call is for, of which ranks must give the same,
+/// else MismatchError; 0 or more, -1: none, as of Group's.
 struct ListCalls {
+  static void all_reduce(const Group& group, const Elements& data, ReduceOp op, int tag,
+                         Timeout timeout, std::source_location where);
+  static void all_gather(const Group& group, const ConstElements& in, const Elements& out, int tag,
+                         Timeout timeout, std::source_location where);
   /// The sizes of outs may differ.
   static void all_gather(const Group& group, const ConstElements& in,
                          std::span<const Elements> outs, Timeout timeout,

@@ -30,14 +30,16 @@ void MismatchTable::add(int rank, std::string call, std::uint32_t fingerprint, K
 
 void MismatchTable::add(const Row& row) {
   const bool moves = moves_data(row.op);
+  const bool is_tagged = !has_root(row.op) && row.root >= 0;
   if (row.op == Op::broadcast) {
     (row.count == "0" ? has_empty_broadcast_ : has_filled_broadcast_) = true;
   }
   add(row.rank,
-      fmt::format("{:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}", name_of(row.op),
+      fmt::format("{:<14}  {:<4}  {:<10}  {:<4}  {:<9}  {}{}", name_of(row.op),
                   moves ? name_of(row.dtype) : "-", moves ? row.count : "-",
                   has_root(row.op) ? std::to_string(row.root) : "-",
-                  has_reduction(row.op) ? name_of(row.reduce) : "-", row.where),
+                  has_reduction(row.op) ? name_of(row.reduce) : "-", row.where,
+                  is_tagged ? fmt::format(", layer {:04x}", row.root & 0xffff) : ""),
       row.fingerprint, Kind::here);
 }
 
@@ -114,6 +116,9 @@ std::string MismatchTable::text() const {
         "\n"
         "  broadcast does not resize: give the data its size on all ranks before, or call "
         "broadcast_object";
+  }
+  if (text.find(", layer ") != std::string::npos) {
+    text += "\n  layer: a hash of its name in the module, or of the line that made it";
   }
   if (text.find("  by rank ") != std::string::npos) {
     text += "\n  by rank: a hash of the counts that a rank gives for all ranks";

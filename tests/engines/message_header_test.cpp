@@ -27,5 +27,15 @@ TEST(MessageHeaderTest, every_difference_of_a_reduce_is_seen) {
   }
 }
 
+/// An operation without a root compares what the caller gives in its place.
+TEST(MessageHeaderTest, another_tag_is_seen) {
+  const Call call{.op = Op::all_reduce, .dtype = DType::f64, .root = 3, .count = 3, .where = {}};
+  HeaderMaker headers;
+  Call other = call;
+  EXPECT_TRUE(agree(headers.of(call), headers.of(other), /*compares_sites=*/false));
+  other.root = 4;
+  EXPECT_FALSE(agree(headers.of(call), headers.of(other), /*compares_sites=*/false));
+}
+
 }  // namespace
 }  // namespace lockstep::message

@@ -48,6 +48,21 @@ TEST(MismatchTableTest, who_is_not_here_stands_behind) {
             "  0, 4  not here yet; its last call: none");
 }
 
+TEST(MismatchTableTest, calls_of_different_layers) {
+  MismatchTable table;
+  for (int rank = 0; rank < 3; ++rank) {
+    auto row = row_of(rank);
+    row.root = rank == 1 ? 0x12345678 : 0x12340042;
+    table.add(row);
+  }
+  EXPECT_EQ(table.text(),
+            "the ranks made different calls; all ranks must make the same calls in the same order\n"
+            "  rank  operation       type  count       root  reduction  where\n"
+            "  1     all_reduce      f32   8           -     sum        step.cpp:39, layer 5678\n"
+            "  0, 2  all_reduce      f32   8           -     sum        step.cpp:39, layer 0042\n"
+            "  layer: a hash of its name in the module, or of the line that made it");
+}
+
 TEST(MismatchTableTest, what_differs_without_a_column_is_reported) {
   MismatchTable table;
   for (int rank = 0; rank < 3; ++rank) {

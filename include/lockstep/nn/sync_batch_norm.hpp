@@ -23,16 +23,20 @@ namespace detail {
 
 class ReplicaLink;
 
+/// Whether all ranks give a layer its name, or perhaps this one alone.
+enum class Naming { on_all_ranks, on_this_rank };
+
 /// A layer that is named in errors, by its place in the module tree if that is known.
 class NamedLayer {
  public:
   NamedLayer(std::string type, std::int64_t num_features, std::source_location made_at);
-  void set_name(const std::string& name);
+  void set_name(const std::string& name, Naming naming);
 
  protected:
   std::string type_;
   std::shared_ptr<const std::string> title_;  ///< "SyncBatchNorm2d 'layer3.0.bn1'"
   std::source_location made_at_;
+  int tag_;  ///< what ranks compare: of the name that all ranks gave, or of the line made_at_
 };
 
 /// What a layer knows as one of the copies of a module. A copy of the layer is not one of these.
@@ -47,7 +51,7 @@ struct ReplicaPlace {
 };
 
 /// Sets the name of every NamedLayer below `root`.
-void name_layers(const torch::nn::Module& root);
+void name_layers(const torch::nn::Module& root, Naming naming);
 
 }  // namespace detail
 
@@ -117,7 +121,9 @@ struct SyncBatchNormOptions {
 /// what Group::all_gather and all_reduce throw. Errors name the layer, by its place in the module
 /// tree if convert_sync_batchnorm or DataParallel has traversed it, and the line that called
 /// forward; inside torch::nn::Sequential, which does not pass that line on, the one that created or
-/// converted the layer. Threads: one forward or backward at a time per Group.
+/// converted the layer. MismatchError also if the ranks call different layers, of whatever equal
+/// width: they compare the name that convert_sync_batchnorm or DistributedDataParallel gave to the
+/// layer, otherwise the line that made it. Threads: one forward or backward at a time per Group.
 template <std::size_t D, class Derived>
 class SyncBatchNormImplBase
     : public torch::nn::NormImplBase<D, Derived, SyncBatchNormOptions>,  // NOLINT: as in torch

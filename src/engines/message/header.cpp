@@ -64,7 +64,7 @@ bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites)
   if (moves_data(op) && (a.dtype != b.dtype || a.count != b.count || a.counts != b.counts)) {
     return false;
   }
-  return (!has_root(op) || a.root == b.root) && (!has_reduction(op) || a.reduce == b.reduce);
+  return a.root == b.root && (!has_reduction(op) || a.reduce == b.reduce);
 }
 
 internal::Failure difference_of(std::span<const Row> rows, std::span<const RefusedCall> refused) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "group/failure.hpp"
+#include "group/list_calls.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/error.hpp"
 
@@ -40,6 +41,17 @@ std::string detail::Layer::name() const {
 
 ErrorContext detail::Layer::context(std::string_view pass) const {
   return context_of(fmt::format("{} of {}", pass, name()), group, where);
+}
+
+void detail::Layer::all_reduce(std::string_view pass, const Elements& message, ReduceOp op) const {
+  communicate(pass,
+              [&] { internal::ListCalls::all_reduce(group, message, op, tag, Timeout(), where); });
+}
+
+void detail::Layer::all_gather(std::string_view pass, const ConstElements& in,
+                               const Elements& out) const {
+  communicate(pass,
+              [&] { internal::ListCalls::all_gather(group, in, out, tag, Timeout(), where); });
 }
 
 void detail::Layer::rethrow(std::string_view pass, const Error& error) const {

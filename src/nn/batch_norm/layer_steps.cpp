@@ -200,9 +200,7 @@ std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& la
   if (!group.has_low_latency() || all == 0) return std::max<std::size_t>(all, 1);
   auto most = static_cast<std::int64_t>(wish);
   if (group.size() > 1) {
-    layer.communicate(kForward, [&] {
-      group.all_reduce({&most, 1, DType::i64}, ReduceOp::max, Deadline(), layer.where);
-    });
+    layer.all_reduce(kForward, {&most, 1, DType::i64}, ReduceOp::max);
   }
   return static_cast<std::size_t>(most);
 }
@@ -313,11 +311,7 @@ BatchNormGradients ParameterGradients::take(Tensor dx) {
 
 void average_gradient(std::span<double> message, const double* invstd, double count,
                       const BatchNormSettings& settings) {
-  const Layer& layer = settings.layer;
-  layer.communicate(kBackward, [&] {
-    layer.group.all_reduce({message.data(), message.size(), DType::f64}, ReduceOp::sum, Deadline(),
-                           layer.where);
-  });
+  settings.layer.all_reduce(kBackward, {message.data(), message.size(), DType::f64}, ReduceOp::sum);
   if (count > 0) {
     for (double& value : message) value /= count;
   }

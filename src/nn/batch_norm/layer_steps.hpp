@@ -73,6 +73,9 @@ struct Layer {
   std::source_location where;  ///< the program's line
   std::int64_t number = 0;
   std::int64_t n_channels = 0;
+  /// What ranks compare, so that two layers of equal width never exchange their statistics; -1:
+  /// nothing, as in a scope, where a step without samples counts its calls from the start.
+  int tag = -1;
 
   std::string name() const;
   /// `pass`: kForward or kBackward.
@@ -85,7 +88,11 @@ struct Layer {
     return {title ? std::string_view(*title) : std::string_view("batch_norm"), group, where};
   }
 
-  /// Runs one of this layer's messages.
+  /// This layer's messages.
+  void all_reduce(std::string_view pass, const Elements& message, ReduceOp op) const;
+  void all_gather(std::string_view pass, const ConstElements& in, const Elements& out) const;
+
+  /// Runs one of them, or another exchange.
   template <class F>
   auto communicate(std::string_view pass, const F& message) const {
     try {

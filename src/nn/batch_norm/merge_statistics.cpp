@@ -45,10 +45,7 @@ void reduce_moments(const Tensor& mine, const Layer& layer) {
     channel[1] = own[c];
     channel[2] = own[channels + c];
   }
-  layer.communicate(kForward, [&] {
-    layer.group.all_reduce({moments.data(), channels, DType::moments}, ReduceOp::sum, Deadline(),
-                           layer.where);
-  });
+  layer.all_reduce(kForward, {moments.data(), channels, DType::moments}, ReduceOp::sum);
   own[-1] = channels > 0 ? moments[0] : 0;
   for (std::size_t c = 0; c < channels; ++c) {
     const double* const channel = moments.data() + kMoments * c;
@@ -70,10 +67,7 @@ void merge_over(Tensor& mine, const Layer& layer) {
   const auto stride = static_cast<std::size_t>(mine.numel());
   const std::size_t n_all = stride * static_cast<std::size_t>(layer.group.size());
   const auto all = std::make_unique_for_overwrite<double[]>(n_all);
-  layer.communicate(kForward, [&] {
-    layer.group.all_gather({data(mine), stride, DType::f64}, {all.get(), n_all, DType::f64},
-                           Deadline(), layer.where);
-  });
+  layer.all_gather(kForward, {data(mine), stride, DType::f64}, {all.get(), n_all, DType::f64});
   merge({all.get(), n_all}, mine);
 }
 

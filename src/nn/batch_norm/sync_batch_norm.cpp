@@ -87,7 +87,6 @@ int tag_of(std::string_view identity) {
   return static_cast<int>(hash_of_bytes(identity.data(), identity.size()) & 0x7fffffffU);
 }
 
-
 SyncBatchNormOptions::SyncBatchNormOptions(const torch::nn::BatchNormOptions& options,
                                            std::optional<Group> group, std::source_location where)
     : num_features_(options.num_features()),
@@ -115,13 +114,15 @@ namespace detail {
 NamedLayer::NamedLayer(std::string type, std::int64_t num_features, std::source_location made_at)
     : type_(std::move(type)),
       title_(std::make_shared<std::string>(fmt::format("{}({})", type_, num_features))),
-      made_at_(made_at) {}
+      made_at_(made_at),
+      tag_(static_cast<int>(internal::hash_of(made_at) & 0x7fffffffU)) {}
 
-void NamedLayer::set_name(const std::string& name) {
+void NamedLayer::set_name(const std::string& name, Naming naming) {
   title_ = std::make_shared<std::string>(fmt::format("{} '{}'", type_, name));
+  if (naming == Naming::on_all_ranks) tag_ = tag_of(name);
 }
 
-void name_layers(const torch::nn::Module& root) {
+void name_layers(const torch::nn::Module& root, Naming naming) {
   for (const auto& item : root.named_modules()) {
     auto* const layer = dynamic_cast<NamedLayer*>(item.value().get());
     if (layer != nullptr && !item.key().empty()) layer->set_name(item.key());
@@ -162,8 +163,10 @@ Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::sour
     check_dimensions(input, where);
   });
   Tensor output = train(input, {this->weight, this->bias, this->num_batches_tracked},
-                        {{group, title_,
-                          is_of_a_program(where) ? where : made_at_},
+                        {{.group = group,
+                          .title = title_,
+                          .where = is_of_a_program(where) ? where : made_at_,
+                          .tag = tag_},
                          o.eps(),
                          o.eps_mode(),
                          /*factor=*/0,

@@ -181,7 +181,7 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
       made_at_(where),
       where_(where),
       group_(*options_.group) {
-  name_layers(module);  // for the errors of SyncBatchNorm
+  name_layers(module, Naming::on_all_ranks);  // for the errors of SyncBatchNorm
   const Group given = group_;
   try {
     lockstep::detail::Collective(kOperation, given, where_).run([&] {

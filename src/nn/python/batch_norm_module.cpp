@@ -38,11 +38,13 @@ Tensor sync_batch_norm(const Tensor& input, std::int64_t num_features, const May
                        const std::string& title) {
   const auto where = core().where();
   const auto record = c10::make_intrusive<nn::BatchNormRecord>();
-  record->settings = {
-      .layer = {group_of(group, where), std::make_shared<const std::string>(title), where},
-      .eps = eps,
-      .running_mean = value_of(running_mean),
-      .running_var = value_of(running_var)};
+  record->settings = {.layer = {.group = group_of(group, where),
+                                .title = std::make_shared<const std::string>(title),
+                                .where = where,
+                                .tag = nn::tag_of(title)},
+                      .eps = eps,
+                      .running_mean = value_of(running_mean),
+                      .running_var = value_of(running_var)};
   const py::gil_scoped_release released;
   const Tensor w = value_of(weight);
   const Tensor b = value_of(bias);

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "group/list_calls.hpp"
 #include "nn/c10d/c10d_error.hpp"
 #include "nn/python/backend.hpp"
 #include "nn/python/caller.hpp"
@@ -60,13 +61,17 @@ class OverGroup final : public LayerEngine {
   void run(const Call& call) override {
     const CallOfPython interruptible(group_);
     const Elements out{.data = call.out, .count = call.count, .dtype = call.dtype};
-    if (call.op == Op::all_reduce) return group_.all_reduce(out, call.reduce, {}, call.where);
+    if (call.op == Op::all_reduce) {
+      return internal::ListCalls::all_reduce(group_, out, call.reduce, /*tag=*/call.root, Timeout(),
+                                             call.where);
+    }
     if (call.op != Op::all_gather || !call.counts.empty()) reject(call);
-    group_.all_gather({.data = call.in, .count = call.count, .dtype = call.dtype},
-                      {.data = call.out,
-                       .count = call.count * static_cast<std::size_t>(size_),
-                       .dtype = call.dtype},
-                      Timeout(), call.where);
+    internal::ListCalls::all_gather(group_,
+                                    {.data = call.in, .count = call.count, .dtype = call.dtype},
+                                    {.data = call.out,
+                                     .count = call.count * static_cast<std::size_t>(size_),
+                                     .dtype = call.dtype},
+                                    /*tag=*/call.root, Timeout(), call.where);
   }
 
  private:

@@ -38,7 +38,7 @@ class Replicas {
     output_device_ = output_device.value_or(devices_[0]);
     check_device(module_->parameters());
     check_device(module_->buffers());
-    name_layers(*module_);
+    name_layers(*module_, Naming::on_this_rank);
     if (devices_.size() > 1) workers_ = std::make_unique<ReplicaThreads>(devices_.size(), where_);
   }
 

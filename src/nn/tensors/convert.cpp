@@ -232,7 +232,7 @@ std::shared_ptr<Module> convert_sync_batchnorm(const std::shared_ptr<Module>& mo
                  return to;
                }},
               where);
-  detail::name_layers(*converted);
+  detail::name_layers(*converted, detail::Naming::on_all_ranks);
   return converted;
 }
 
