@@ -557,12 +557,85 @@ TEST(SyncBatchNormModuleTest, a_rank_without_samples_takes_part) {
   });
 }
 
+/// As a head without regions has.
 TEST(SyncBatchNormModuleTest, no_sample_at_all_changes_nothing) {
-  on_ranks(2, [](int) {
+  for (const auto& on : {on_ranks, on_hosts}) {
+    for (const auto eps_mode : {EpsMode::plus, EpsMode::clamp}) {
+      on(3, [eps_mode](int) {
+        SyncBatchNorm1d bn(SyncBatchNormOptions(3).eps_mode(eps_mode));
+        const Tensor x = at::empty({0, 3}).requires_grad_();
+        const Tensor y = bn->forward(x);
+        EXPECT_EQ(y.sizes(), x.sizes());
+        y.sum().backward();
+        EXPECT_TRUE(bn->weight.grad().eq(0).all().item<bool>()) << bn->weight.grad();
+        EXPECT_TRUE(bn->bias.grad().eq(0).all().item<bool>()) << bn->bias.grad();
+        EXPECT_EQ(x.grad().sizes(), x.sizes());
+        EXPECT_EQ(testing::largest(bn->running_mean), 0);
+        EXPECT_TRUE(bn->running_var.eq(1).all().item<bool>());
+        EXPECT_EQ(bn->n_nonfinite_batches(), 0);
+      });
+    }
+  }
+}
+
+std::string layer_mismatch(const std::function<void()>& forward) {
+  try {
+    forward();
+  } catch (const MismatchError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+/// Two layers of one width: one rank would take the statistics of the other layer.
+TEST(SyncBatchNormModuleTest, layers_in_another_order_on_one_rank) {
+  using test::Form;
+  for (const Form form : {Form::threads, Form::processes, Form::hosts, Form::gloo}) {
+    SCOPED_TRACE(test::name_of({form, 3}));
+    test::run_as({form, 3}, [] {
+      const bool is_other = get_rank() == 1;
+      SyncBatchNorm1d first(3);
+      SyncBatchNorm1d second(3);
+      const std::string text = layer_mismatch([&] {
+        (is_other ? second : first)->forward(at::ones({2, 3}));
+      });
+      EXPECT_NE(text.find("forward of SyncBatchNorm1d(3)"), std::string::npos) << text;
+      EXPECT_NE(text.find(", layer "), std::string::npos) << text;
+    });
+    test::run_as({form, 3}, [] {
+      const std::string other = get_rank() == 1 ? "1" : "0";
+      torch::nn::Sequential net(torch::nn::BatchNorm1d(3), torch::nn::BatchNorm1d(3));
+      convert_sync_batchnorm(net);
+      const Tensor x = at::ones({2, 3}).requires_grad_();
+      const Tensor y = net->forward(x);
+      const std::string text =
+          layer_mismatch([&] { net->named_children()[other]->as<SyncBatchNorm1d>()->forward(x); });
+      EXPECT_NE(text.find("forward of SyncBatchNorm1d '" + other + "'"), std::string::npos) << text;
+      EXPECT_NE(text.find(", layer "), std::string::npos) << text;
+    });
+  }
+}
+
+/// The order of backward is the graph's, which need not be that of forward.
+TEST(SyncBatchNormModuleTest, backwards_in_another_order_on_one_rank) {
+  on_ranks(2, [](int rank) {
+    SyncBatchNorm1d first(3);
+    SyncBatchNorm1d second(3);
+    const Tensor x = at::ones({2, 3}).requires_grad_();
+    const Tensor y = first->forward(x), z = second->forward(x);
+    const std::string text = layer_mismatch([&] { (rank == 0 ? y : z).sum().backward(); });
+    EXPECT_NE(text.find("backward of SyncBatchNorm1d(3)"), std::string::npos) << text;
+    EXPECT_NE(text.find(", layer "), std::string::npos) << text;
+  });
+}
+
+/// Copies of a layer, and the same layer used twice, are no other layers.
+TEST(SyncBatchNormModuleTest, a_layer_and_its_copies_are_one) {
+  on_ranks(2, [](int rank) {
     SyncBatchNorm1d bn(3);
-    EXPECT_EQ(bn->forward(at::empty({0, 3})).sizes(), (std::vector<std::int64_t>{0, 3}));
-    EXPECT_EQ(testing::largest(bn->running_mean), 0);
-    EXPECT_TRUE(bn->running_var.eq(1).all().item<bool>());
+    const auto copy = std::dynamic_pointer_cast<SyncBatchNorm1dImpl>(bn->clone());
+    (rank == 0 ? bn.ptr() : copy)->forward(at::ones({2, 3}));
+    bn->forward(at::ones({2, 3}));
   });
 }
 
@@ -704,6 +777,26 @@ TEST(SyncBatchNormModuleTest, what_a_batch_with_a_nan_does) {
         }
         bn->forward(at::empty({0, 3}));  // no value is no NaN
         EXPECT_EQ(bn->n_nonfinite_batches(), 3);
+      });
+    }
+  }
+}
+
+/// Finite values, with a variance that running_var cannot hold.
+TEST(SyncBatchNormModuleTest, what_a_variance_that_overflows_does) {
+  for (const auto type : {at::kFloat, at::kDouble}) {
+    for (const auto on_nonfinite : {OnNonfinite::propagate, OnNonfinite::keep_running_stats}) {
+      const bool keeps = on_nonfinite == OnNonfinite::keep_running_stats;
+      on_ranks(2, [&](int rank) {
+        SyncBatchNorm1d bn(SyncBatchNormOptions(2).on_nonfinite(on_nonfinite));
+        bn->to(type);
+        const double large = type == at::kFloat ? 1e30 : 1e200;
+        Tensor x = Random(3).normal({2, 2}, type);
+        x[0][1] = rank == 0 ? large : -large;
+        bn->forward(x);
+        EXPECT_EQ(bn->running_var.isfinite().all().item<bool>(), keeps) << bn->running_var;
+        EXPECT_EQ(bn->n_nonfinite_batches(), 1);
+        EXPECT_EQ(bn->num_batches_tracked.item<std::int64_t>(), keeps ? 0 : 1);
       });
     }
   }

@@ -59,9 +59,10 @@ void name_layers(const torch::nn::Module& root, Naming naming);
 /// max(var, eps) (no gradient flows through a variance below eps). Eval mode always uses var + eps.
 enum class EpsMode { plus, clamp };
 
-/// The effect of a NaN or infinity in a training batch, on any rank, on the running statistics:
-/// propagate updates them with it; keep_running_stats leaves them and num_batches_tracked
-/// unchanged. All ranks decide alike. The output is not finite in either case.
+/// The effect of a NaN or infinity in a training batch, on any rank, on the running statistics, or
+/// of a mean or variance that their type cannot hold: propagate updates them with it;
+/// keep_running_stats leaves them and num_batches_tracked unchanged. All ranks decide alike. The
+/// output is the same in either case.
 enum class OnNonfinite { propagate, keep_running_stats };
 
 /// The options of torch::nn::BatchNorm, plus those of the synchronisation.
@@ -138,7 +139,8 @@ class SyncBatchNormImplBase
   void pretty_print(std::ostream& stream) const override;
   void on_replicate(CallbackContext& context, int copy_id) override;
   void on_failure(const std::exception_ptr& error) override;
-  /// Number of training batches with a NaN or infinity so far; the same on all ranks.
+  /// Number of training batches so far whose statistics were not finite (see OnNonfinite); the same
+  /// on all ranks.
   std::int64_t n_nonfinite_batches() const { return n_nonfinite_batches_; }
 
  protected:

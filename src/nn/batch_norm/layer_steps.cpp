@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cmath>
 #include <exception>
+#include <limits>
 #include <lockstep/error.hpp>
 #include <lockstep/trace.hpp>
 #include <span>
@@ -55,6 +56,11 @@ Tensor beside(const Tensor& x, const Tensor& values) { return values.to(paramete
 /// Replaces m2 by invstd.
 void invert(std::span<double> m2s, double n, const BatchNormSettings& settings) {
   for (double& value : m2s) {
+    // Without samples any finite number makes the sums of backward 0, whatever eps is.
+    if (n == 0) {
+      value = 1;
+      continue;
+    }
     const double var = value / n;
     switch (settings.eps_mode) {
       case EpsMode::plus: value = 1 / std::sqrt(var + settings.eps); break;
@@ -62,6 +68,26 @@ void invert(std::span<double> m2s, double n, const BatchNormSettings& settings) 
       case EpsMode::clamp: value = 1 / std::sqrt(var < settings.eps ? settings.eps : var); break;
     }
   }
+}
+
+/// Whether `running`, doubles if undefined, can hold the mean and the variance of each channel; the
+/// same on all ranks. A NaN or an infinity in the batch makes its channel's mean non-finite.
+bool are_finite(const Tensor& statistics, const Tensor& running) {
+  double largest = std::numeric_limits<double>::max();
+  if (running.defined()) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(
+        at::kHalf, at::kBFloat16, running.scalar_type(), "sync_batch_norm",
+        [&] { largest = static_cast<double>(std::numeric_limits<scalar_t>::max()); });
+  }
+  const std::size_t channels = channels_of(statistics);
+  const double* const means = data(statistics) + 1;
+  const double* const m2s = means + channels;
+  const double n = std::max(data(statistics)[0], 2.0);
+  for (std::size_t c = 0; c < channels; ++c) {
+    const bool is_finite = std::abs(means[c]) <= largest && m2s[c] / (n - 1) <= largest;
+    if (!is_finite) return false;  // also of a NaN
+  }
+  return true;
 }
 
 /// The number of channels for which the data of this rank fits into its threads' caches.
@@ -205,13 +231,7 @@ std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& la
   return static_cast<std::size_t>(most);
 }
 
-bool holds_nonfinite(const Tensor& statistics) {
-  // The kernels make the mean of such a channel non-finite.
-  const std::span means(data(statistics) + 1, channels_of(statistics));
-  return !std::all_of(means.begin(), means.end(), [](double mean) { return std::isfinite(mean); });
-}
-
-void finish_statistics(const Tensor& statistics, const BatchNormSettings& settings,
+bool finish_statistics(const Tensor& statistics, const BatchNormSettings& settings,
                        at::IntArrayRef input_sizes) {
   const double n = data(statistics)[0];
   if (n == 1) {
@@ -221,14 +241,15 @@ void finish_statistics(const Tensor& statistics, const BatchNormSettings& settin
   }
   const std::size_t channels = channels_of(statistics);
   const std::span m2s(data(statistics) + 1 + channels, channels);
-  const bool keeps =
-      settings.on_nonfinite == OnNonfinite::keep_running_stats && holds_nonfinite(statistics);
+  const bool nonfinite = !are_finite(statistics, settings.running_var);
+  const bool keeps = nonfinite && settings.on_nonfinite == OnNonfinite::keep_running_stats;
   if (n > 0 && !keeps) {
     const auto c = static_cast<std::int64_t>(channels);
     update_running(settings.running_mean, settings.factor, statistics, 1, /*scale=*/1);
     update_running(settings.running_var, settings.factor, statistics, 1 + c, 1 / (n - 1));
   }
   invert(m2s, n, settings);
+  return nonfinite;
 }
 
 void normalize(const Activation& x, Channels channels, const Tensor& statistics,
@@ -354,7 +375,7 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
       normalize(x, channels, merged, weight, bias, output);
     });
   });
-  finish_statistics(record.statistics, settings, input.sizes());
+  record.nonfinite = finish_statistics(record.statistics, settings, input.sizes());
   if (at_once) normalize(x, x.all(), record.statistics, weight, bias, output);
   return output;
 }

@@ -123,6 +123,7 @@ struct BatchNormRecord : torch::CustomClassHolder {
   BatchNormSettings settings;
   at::Tensor statistics;  ///< over all ranks: count, mean, invstd
   std::size_t channels_per_message = 0;
+  bool nonfinite = false;  ///< what finish_statistics returned
   bool wants_input_gradient = false;
   bool has_weight = false, has_bias = false;
 };
@@ -169,11 +170,11 @@ void merge_over(at::Tensor& mine, const Layer& layer);
 /// latency, the largest `wish` of any rank, because batches may differ in size and layout between
 /// ranks. Collective, before the messages, also for ranks that want all channels.
 std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer);
-/// Whether some value of the batch is a NaN or an infinity; the same on all ranks.
-bool holds_nonfinite(const at::Tensor& statistics);
 /// Updates the running statistics, unless on_nonfinite keeps them, then replaces m2 by invstd.
-/// Throws UsageError, before any change, if there is only one value per channel.
-void finish_statistics(const at::Tensor& statistics, const BatchNormSettings& settings,
+/// Returns whether the batch has a mean or a variance that is not finite there, as it is with a NaN
+/// or an infinity; the same on all ranks. Throws UsageError, before any change, if there is only
+/// one value per channel.
+bool finish_statistics(const at::Tensor& statistics, const BatchNormSettings& settings,
                        at::IntArrayRef input_sizes);
 /// `statistics`: of these channels. `output` has the layout of x.
 void normalize(const Activation& x, Channels channels, const at::Tensor& statistics,
@@ -219,14 +220,6 @@ at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& we
                                    const at::Tensor& bias,
                                    const c10::intrusive_ptr<BatchNormRecord>& record);
 
-/// While one exists, no SyncBatchNormScope applies on this thread.
-class SuspendedScope {
- public:
-  SuspendedScope();
-  ~SuspendedScope();
-  SuspendedScope(const SuspendedScope&) = delete;
-  SuspendedScope& operator=(const SuspendedScope&) = delete;
-
 /// The tag of a layer with this name, or made at this line; see Layer.
 int tag_of(std::string_view identity);
 
@@ -247,6 +240,14 @@ class ReplicaScope {
  private:
   std::shared_ptr<detail::ScopeEntry> entry_;
 };
+
+/// While one exists, no SyncBatchNormScope applies on this thread.
+class SuspendedScope {
+ public:
+  SuspendedScope();
+  ~SuspendedScope();
+  SuspendedScope(const SuspendedScope&) = delete;
+  SuspendedScope& operator=(const SuspendedScope&) = delete;
 
  private:
   std::shared_ptr<detail::ScopeEntry> entry_;  // null if none applied before

@@ -71,12 +71,13 @@ class Exchange : public Function<Exchange> {
   };
 
   static variable_list forward(AutogradContext* context, at::TensorList locals,
-                               const BatchNormSettings& settings, at::IntArrayRef input_sizes) {
+                               const BatchNormSettings& settings, at::IntArrayRef input_sizes,
+                               bool* nonfinite) {
     Tensor global = merge_statistics(at::stack(locals));
     const auto all = static_cast<std::size_t>(global.size(0) - 1) / 2;
     (void)agree_on_channels(/*wish=*/all, all, settings.layer);  // a peer may have one replica
     merge_over(global, settings.layer);
-    finish_statistics(global, settings, input_sizes);
+    *nonfinite = finish_statistics(global, settings, input_sizes);
     const std::int64_t c = (global.size(0) - 1) / 2;
     auto saved = c10::make_intrusive<Saved>();
     saved->settings = settings;
@@ -99,7 +100,7 @@ class Exchange : public Function<Exchange> {
     average_gradient({data(sums) + 1, static_cast<std::size_t>(sums.size(0) - 1)},
                      data(saved.invstd), saved.count, saved.settings);
     variable_list result(saved.n_replicas, sums);
-    result.resize(saved.n_replicas + 2);
+    result.resize(saved.n_replicas + 3);
     return result;
   }
 };
@@ -149,10 +150,13 @@ std::vector<ReplyTo<Tensor>> answer(std::span<MessageFrom<ReplicaLink::Message>>
   variable_list locals;
   for (auto& [id, message] : messages) locals.push_back(std::move(message.statistics));
   const auto& master = messages[0].message;
-  const variable_list merged =
-      Exchange::apply(at::TensorList(locals), *master.settings, master.input_sizes);
+  const variable_list merged = Exchange::apply(at::TensorList(locals), *master.settings,
+                                               master.input_sizes, master.nonfinite);
   std::vector<ReplyTo<Tensor>> replies;
-  for (std::size_t i = 0; i < merged.size(); ++i) replies.push_back({messages[i].id, merged[i]});
+  for (std::size_t i = 0; i < merged.size(); ++i) {
+    *messages[i].message.nonfinite = *master.nonfinite;  // the replica waits for the reply
+    replies.push_back({messages[i].id, merged[i]});
+  }
   return replies;
 }
 
@@ -173,7 +177,7 @@ std::shared_ptr<ReplicaLink> ReplicaLink::join(CallbackContext& context, int cop
     return std::make_shared<ReplicaLink>(links.master);
   }
   if (!links.master) {
-    throw UsageError({"SyncBatchNorm", "", -1, 0, std::source_location::current()},
+    throw UsageError({.operation = "SyncBatchNorm"},
                      fmt::format("copy {} is told who it is before copy 0", copy_id));
   }
   auto link = links.by_copy[copy_id].lock();
@@ -202,7 +206,7 @@ void ReplicaLink::fail(const std::exception_ptr& error) const {
 
 Tensor replicated_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,
                              const BatchNormSettings& settings, const ReplicaLink& replica,
-                             Tensor& statistics) {
+                             bool& nonfinite) {
   const Activation x = [&] {
     const at::NoGradGuard no_grad;
     return activation_of(input);
@@ -211,7 +215,7 @@ Tensor replicated_batch_norm(const Tensor& input, const Tensor& weight, const Te
   share->layer = settings.layer;
   share->shape = x.shape;
   const Tensor mine = LocalStatistics::apply(input, x, share);
-  statistics = replica.exchange({mine, &settings, input.sizes()});
+  const Tensor statistics = replica.exchange({mine, &settings, input.sizes(), &nonfinite});
   return Normalize::apply(statistics, parameter_for(weight, input), parameter_for(bias, input), x,
                           share);
 }

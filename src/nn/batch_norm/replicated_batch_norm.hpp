@@ -15,6 +15,7 @@ class ReplicaLink {
     at::Tensor statistics;  ///< of the replica's piece, with its autograd history
     const BatchNormSettings* settings;
     at::IntArrayRef input_sizes;
+    bool* nonfinite;  ///< <- what finish_statistics returned
   };
   using Master = SyncMaster<Message, at::Tensor>;
   using Pipe = SlavePipe<Message, at::Tensor>;
@@ -38,9 +39,9 @@ class ReplicaLink {
 
 }  // namespace detail
 
-/// Replaces `statistics` by those of all replicas of all ranks.
+/// Over the batches of all replicas of all ranks. `nonfinite`: see finish_statistics.
 at::Tensor replicated_batch_norm(const at::Tensor& input, const at::Tensor& weight,
                                  const at::Tensor& bias, const BatchNormSettings& settings,
-                                 const detail::ReplicaLink& replica, at::Tensor& statistics);
+                                 const detail::ReplicaLink& replica, bool& nonfinite);
 
 }  // namespace lockstep::nn

@@ -32,16 +32,15 @@ Tensor train(const Tensor& input, const State& state, BatchNormSettings settings
   } else if (counts) {
     settings.factor = 1 / (state.num_batches_tracked.item<double>() + 1);
   }
-  Tensor output, statistics;
+  Tensor output;
   if (replica != nullptr) {
-    output = replicated_batch_norm(input, state.weight, state.bias, settings, *replica, statistics);
+    output = replicated_batch_norm(input, state.weight, state.bias, settings, *replica, nonfinite);
   } else {
     const auto record = c10::make_intrusive<BatchNormRecord>();
     record->settings = std::move(settings);
     output = synchronised_batch_norm(input, state.weight, state.bias, record);
-    statistics = record->statistics;
+    nonfinite = record->nonfinite;
   }
-  nonfinite = holds_nonfinite(statistics);
   const bool keeps = nonfinite && options.on_nonfinite() == OnNonfinite::keep_running_stats;
   if (counts && !keeps) count_batch(state.num_batches_tracked);
   return output;
@@ -73,6 +72,7 @@ std::string describe(const SyncBatchNormOptions& options) {
 }
 
 }  // namespace
+
 bool is_of_a_program(const std::source_location& where) {
   const std::string_view file = where.file_name();
   if (where.line() == 0 || !(file.ends_with(".h") || file.ends_with(".hpp")))
@@ -125,7 +125,7 @@ void NamedLayer::set_name(const std::string& name, Naming naming) {
 void name_layers(const torch::nn::Module& root, Naming naming) {
   for (const auto& item : root.named_modules()) {
     auto* const layer = dynamic_cast<NamedLayer*>(item.value().get());
-    if (layer != nullptr && !item.key().empty()) layer->set_name(item.key());
+    if (layer != nullptr && !item.key().empty()) layer->set_name(item.key(), naming);
   }
 }
 
