@@ -8,6 +8,7 @@
 #include "group/list_calls.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/error.hpp"
+#include "nn/tensors/hash.hpp"
 
 namespace lockstep::nn {
 
@@ -33,6 +34,20 @@ void check_state(const char* name, const Tensor& state, const Tensor& input,
 }
 
 }  // namespace
+
+bool is_of_a_program(const std::source_location& where) {
+  const std::string_view file = where.file_name();
+  if (where.line() == 0 || !(file.ends_with(".h") || file.ends_with(".hpp")))
+    return where.line() != 0;
+  const auto is_under = [file](const char* folder) {
+    return file.find(folder) != std::string_view::npos;
+  };
+  return !is_under("torch/nn/") && !is_under("/include/c++/") && !is_under("lockstep/nn/");
+}
+
+int tag_of(std::string_view identity) {
+  return static_cast<int>(hash_of_bytes(identity.data(), identity.size()) & 0x7fffffffU);
+}
 
 std::string detail::Layer::name() const {
   if (title) return *title;

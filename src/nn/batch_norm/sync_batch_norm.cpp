@@ -5,13 +5,11 @@
 
 #include <lockstep/error.hpp>
 #include <lockstep/launch.hpp>
-#include <string_view>
 
 #include "group/check.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/batch_norm/replicated_batch_norm.hpp"
 #include "nn/error.hpp"
-#include "nn/tensors/hash.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -72,20 +70,6 @@ std::string describe(const SyncBatchNormOptions& options) {
 }
 
 }  // namespace
-
-bool is_of_a_program(const std::source_location& where) {
-  const std::string_view file = where.file_name();
-  if (where.line() == 0 || !(file.ends_with(".h") || file.ends_with(".hpp")))
-    return where.line() != 0;
-  const auto is_under = [file](const char* folder) {
-    return file.find(folder) != std::string_view::npos;
-  };
-  return !is_under("torch/nn/") && !is_under("/include/c++/") && !is_under("lockstep/nn/");
-}
-
-int tag_of(std::string_view identity) {
-  return static_cast<int>(hash_of_bytes(identity.data(), identity.size()) & 0x7fffffffU);
-}
 
 SyncBatchNormOptions::SyncBatchNormOptions(const torch::nn::BatchNormOptions& options,
                                            std::optional<Group> group, std::source_location where)
