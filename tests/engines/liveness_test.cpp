@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
+#include <sys/ptrace.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -23,6 +24,9 @@
 #include <vector>
 
 #include "engines/shared/bootstrap/job.hpp"
+#include "engines/shared/bootstrap/membership.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
+#include "engines/shared/protocol/channel.hpp"
 #include "support/expect.hpp"
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"
@@ -269,6 +273,137 @@ TEST_F(LivenessTest, whose_main_thread_has_ended) {
 TEST_F(LivenessTest, whose_main_thread_has_ended_by_who_may_open_no_pidfd) {
   rank_1_ends_its_main_thread_ = true;
   expect_contains(text_of_a_late_peer(forbid_pidfds, do_nothing), "rank 1 is alive (pid ");
+}
+
+/// Two processes that share a channel, without the calls of a Group around its phases. Rank 1 is
+/// traced, and executed instruction by instruction.
+class TracedPeer {
+ public:
+  enum class End { killed, stopped };
+
+  /// Rank 0 sleeps in the first phase until rank 1 has raised its flag and executed n_instructions
+  /// more. Then rank 1 is killed, or stays stopped. Rank 0 must complete the phase, and miss rank 1
+  /// in the next one. Returns whether rank 1 may be traced.
+  static bool end(End how, int n_instructions) {
+    shared::Job job(2);
+    const SharedCount asleep;
+    int ends[2];  // rank 1 writes the address of its flag
+    EXPECT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+    std::fflush(nullptr);
+    pid_t pids[2];
+    for (int rank = 0; rank < 2; ++rank) {
+      pids[rank] = ::fork();
+      if (pids[rank] == 0) be_rank(rank, job.environment(), how, asleep, ends[1]);
+    }
+    const bool is_traced = trace(job, how, n_instructions, asleep, ends[0], pids);
+    ::kill(pids[1], SIGKILL);
+    ::waitpid(pids[1], nullptr, 0);
+    for (const int fd : ends) ::close(fd);
+    return is_traced;
+  }
+
+ private:
+  static constexpr int kNotTraced = 77;
+
+  [[noreturn]] static void be_rank(int rank, const std::string& segment, End how,
+                                   const SharedCount& asleep, int out) {
+    try {
+      const auto membership =
+          std::make_shared<shared::Membership>(shared::inherit_world(segment), rank);
+      shared::Channel channel(membership, membership->segment().header().world_channel, rank, 2);
+      Call call{.op = Op::barrier, .group = "world", .sequence = 1,
+                .timeout = std::chrono::minutes(10),
+                .where = std::source_location::current()};
+      channel.begin(call);
+      if (rank == 1) {
+        const auto flag = reinterpret_cast<std::uintptr_t>(channel.write_slot(0)) -
+                          offsetof(shared::Flag, payload);
+        if (::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) ::_exit(kNotTraced);
+        EXPECT_EQ(::write(out, &flag, sizeof flag), static_cast<ssize_t>(sizeof flag));
+        ::raise(SIGSTOP);
+        channel.end_phase(call);
+        ::_exit(0);
+      }
+      asleep.store(::gettid());
+      channel.end_phase(call);
+      channel.end();
+      call.sequence = 2;
+      if (how == End::stopped) call.timeout = milliseconds(20);
+      try {
+        channel.begin(call);
+        channel.end_phase(call);
+        ADD_FAILURE() << "no error";
+      } catch (const Error& error) {
+        const bool is_right = how == End::killed ? dynamic_cast<const PeerLost*>(&error) != nullptr
+                                                 : dynamic_cast<const TimeoutError*>(&error) != nullptr;
+        EXPECT_TRUE(is_right) << error.what();
+        EXPECT_EQ(error.context().peers, std::vector<int>{1}) << error.what();
+      }
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << "rank " << rank << ": " << error.what();
+    }
+    std::fflush(nullptr);
+    ::_exit(::testing::Test::HasFailure() ? 1 : 0);
+  }
+
+  static bool trace(shared::Job& job, End how, int n_instructions, const SharedCount& asleep,
+                    int in, const pid_t (&pids)[2]) {
+    int status = 0;
+    EXPECT_EQ(::waitpid(pids[1], &status, 0), pids[1]);
+    if (!WIFSTOPPED(status)) {
+      ::kill(pids[0], SIGKILL);
+      ::waitpid(pids[0], nullptr, 0);
+      EXPECT_EQ(WEXITSTATUS(status), kNotTraced);
+      return false;
+    }
+    std::uintptr_t flag = 0;
+    EXPECT_EQ(::read(in, &flag, sizeof flag), static_cast<ssize_t>(sizeof flag));
+    EXPECT_TRUE(wait_until([&] { return asleep.value() != 0; }) && wait_until_asleep(asleep.value()));
+    const auto step = [&] {
+      EXPECT_EQ(::ptrace(PTRACE_SINGLESTEP, pids[1], nullptr, nullptr), 0);
+      return ::waitpid(pids[1], &status, 0) == pids[1] && WIFSTOPPED(status);
+    };
+    // A PEEK may return any word, so the flag itself says whether it failed: it stays 0.
+    while (::ptrace(PTRACE_PEEKDATA, pids[1], flag, nullptr) == 0) {
+      if (!step()) {
+        ADD_FAILURE() << "rank 1 has ended before it raised its flag";
+        break;
+      }
+    }
+    for (int i = 0; i < n_instructions; ++i) EXPECT_TRUE(step());
+    if (how == End::killed) {
+      ::kill(pids[1], SIGKILL);
+      EXPECT_EQ(::waitpid(pids[1], &status, 0), pids[1]);
+      job.rank_ended(1, status);
+    }
+    const bool has_ended = wait_until(
+        [&] { return ::waitpid(pids[0], &status, WNOHANG) == pids[0]; }, std::chrono::seconds(30));
+    EXPECT_TRUE(has_ended) << "rank 0 hangs where rank 1 ends " << n_instructions
+                           << " instructions after it raised its flag";
+    if (has_ended) {
+      EXPECT_EQ(status, 0);
+    } else {
+      ::kill(pids[0], SIGKILL);
+      ::waitpid(pids[0], nullptr, 0);
+    }
+    return true;
+  }
+};
+
+class TracedPeerTest : public testing::TestWithParam<TracedPeer::End> {};
+
+INSTANTIATE_TEST_SUITE_P(, TracedPeerTest,
+                         testing::Values(TracedPeer::End::killed, TracedPeer::End::stopped),
+                         [](const auto& how) {
+                           return how.param == TracedPeer::End::killed ? "killed" : "stopped";
+                         });
+
+// More than an oversubscribed rank executes from its flag to its first poll.
+TEST_P(TracedPeerTest, that_ends_at_any_instruction_of_a_phase_is_missed_in_the_next) {
+  constexpr int kMost = 40;
+  for (int n = 0; n <= kMost && !HasFailure(); ++n) {
+    if (!TracedPeer::end(GetParam(), n)) GTEST_SKIP() << "this machine has no ptrace";
+  }
 }
 
 }  // namespace

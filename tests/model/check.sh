@@ -8,8 +8,10 @@ mkdir -p "$1" && cd "$1"
 
 look() { # MACRO...: leaves spin's report in report.txt
   rm -f pan report.txt
+  local reduce=
+  [[ " $* " == *' -DSTOPS '* ]] && reduce=-DNOREDUCE  # "provided" excludes partial-order reduction
   spin -a "$@" "$model" >spin.log || { cat spin.log && exit 2; }
-  gcc -O2 -w -DSAFETY -DCOLLAPSE -DMEMLIM=3000 -o pan pan.c
+  gcc -O2 -w -DSAFETY -DCOLLAPSE -DMEMLIM=3000 $reduce -o pan pan.c
   ./pan -m100000 >report.txt || true
   if grep -E 'max search depth too small|out of memory|reached -DMEMLIM' report.txt; then
     echo "$*: spin did not look at everything" && exit 2
@@ -29,8 +31,20 @@ for name in two three; do
   done
 done
 
-breaks() { # MACRO WAITING ERROR: spin must find this error
-  look "${two[@]}" "-D$2" "-DBROKEN_$1"
+# Ranks that die at any step, and that stop and go on. (Three that stop are too many states.)
+for waiting in -DOVERSUBSCRIBED -DNOT_OVERSUBSCRIBED; do
+  for disturbed in "two -DDEATHS" "two -DSTOPS" "three -DDEATHS"; do
+    read -r name what <<<"$disturbed"
+    declare -n sizes=$name
+    look "${sizes[@]}" $waiting "$what"
+    grep -q 'errors: 0' report.txt || { cat report.txt && exit 1; }
+    printf '%s ranks, %s, %s: no error in %s states\n' "$name" "${waiting#-D}" "${what#-D}" \
+      "$(awk '/states, stored/ { print $1 }' report.txt)"
+  done
+done
+
+breaks() { # MACRO WAITING ERROR [MACRO...]: spin must find this error
+  look "${two[@]}" "-D$2" "-DBROKEN_$1" "${@:4}"
   grep -q "^pan:1: $3" report.txt || { cat report.txt && echo "BROKEN_$1, $2: no '$3'" && exit 1; }
   printf 'BROKEN_%s, %s: %s\n' "$1" "$2" "$(sed -nE 's/^pan:1: (.*) \(at.*/\1/p' report.txt)"
 }
@@ -42,6 +56,7 @@ for waiting in OVERSUBSCRIBED NOT_OVERSUBSCRIBED; do
 done
 breaks WAKE_BEFORE_RAISE NOT_OVERSUBSCRIBED 'invalid end state'  # an oversubscribed rank wakes where it arrives
 breaks NO_FENCE NOT_OVERSUBSCRIBED 'invalid end state'
+breaks COUNT OVERSUBSCRIBED 'invalid end state' -DDEATHS
 
 # "model: reduce, publish" in the code, /* reduce */ and /* publish */ in the model.
 in_model() { grep -oE '^ */\* [a-z_]+ \*/$' "$model" | tr -d ' /*' | sort -u; }

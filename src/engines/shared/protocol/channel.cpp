@@ -228,12 +228,15 @@ void Channel::end_phase(const Call& call) {
     flag.store(word, std::memory_order_seq_cst);
   }
   if (is_oversubscribed_) {
-    const std::uint64_t all = phase_ * static_cast<std::uint64_t>(size());
-    // model: arrive, wake_all
-    if (header_->n_arrivals.fetch_add(1, std::memory_order_seq_cst) + 1 == all) wake_sleepers();
+    auto next = peers_.begin();  // the first whose flag may not be raised
+    const auto all_are_raised = [this, &next] {
+      while (next != peers_.end() && is_raised(flag_of(*next))) ++next;
+      return next == peers_.end();
+    };
+    // model: scan, wake_all
+    if (all_are_raised()) wake_sleepers();
     if (call.progress != nullptr) call.progress->arrived(call);
-    wait(call, kAllRanks,
-         [this, all] { return header_->n_arrivals.load(std::memory_order_seq_cst) >= all; });
+    wait(call, kAllRanks, all_are_raised);
   } else {
     wake_sleepers();
     // Recorded while the peers' cache lines are in flight from other cores.
