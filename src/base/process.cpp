@@ -120,6 +120,10 @@ std::optional<Stat> read_identity(pid_t pid) noexcept {
 /// Both are truncated to whole ticks, one before an offset is added and one after.
 bool is_same_start(std::uint64_t a, std::uint64_t b) noexcept { return a + 1 >= b && b + 1 >= a; }
 
+bool is_known_gone(pid_t pid) noexcept { return ::kill(pid, 0) != 0 && errno == ESRCH; }
+
+}  // namespace
+
 UniqueFd open_pidfd(pid_t pid) noexcept {
 #ifdef SYS_pidfd_open
   return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
@@ -128,10 +132,6 @@ UniqueFd open_pidfd(pid_t pid) noexcept {
   return {};
 #endif
 }
-
-bool is_known_gone(pid_t pid) noexcept { return ::kill(pid, 0) != 0 && errno == ESRCH; }
-
-}  // namespace
 
 bool has_shared_inode(int fd) noexcept {
   struct statfs status {};

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "base/fd.hpp"
 #include "base/kept_fd.hpp"
 
 namespace lockstep::base {
@@ -19,6 +20,10 @@ std::uint64_t process_start_time(pid_t pid) noexcept;
 /// Inode of the process's pidfds, which no other process ever has while the system runs. 0: no such
 /// process, or Linux before 6.9.
 std::uint64_t pidfd_inode(pid_t pid) noexcept;
+
+/// A descriptor that is readable when the process has ended; none if there is no such process, no
+/// descriptor is left, or the system has no pidfds.
+UniqueFd open_pidfd(pid_t pid) noexcept;
 
 /// What a process knows of itself and others recognise it by.
 struct ProcessIdentity {

@@ -81,12 +81,14 @@ int doctor(const std::vector<std::string>& arguments) {
   app.add_option("--record", record_dir,
                  "Read the flight records of a job with LOCKSTEP_RECORD_DIR=DIR instead, and say\n"
                  "which rank diverged from the others, and where")
+      ->check(not_empty())
       ->excludes("--json", "-n")
       ->type_name("DIR");
   app.add_option("--operations", engine,
                  "Only run every operation once on a few elements over ENGINE (auto, shared, mpi,\n"
                  "hierarchical, ...) and compare with one core; for all ranks of a launcher:\n"
                  "mpirun -n 2 lockstep doctor --operations mpi")
+      ->check(not_empty())
       ->excludes("--json", "-n", "--record")
       ->type_name("ENGINE");
   if (const auto exit_code = parse(app, arguments)) return *exit_code;

@@ -24,15 +24,24 @@ constexpr int kMostDepth = 16;
 
 }  // namespace
 
-std::string read_regular(std::string_view subcommand, const fs::path& path) {
+base::UniqueFd open_regular(std::string_view subcommand, const fs::path& path) {
   // Without O_NONBLOCK, opening a FIFO waits for its writer.
-  const base::UniqueFd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  base::UniqueFd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct stat status {};
   if (!fd || ::fstat(fd.get(), &status) != 0) {
     reject(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
   }
   if (!S_ISREG(status.st_mode)) {
     reject(subcommand, fmt::format("cannot read '{}': it is not a regular file", path.string()));
+  }
+  return fd;
+}
+
+std::string read_regular(std::string_view subcommand, const fs::path& path) {
+  const base::UniqueFd fd = open_regular(subcommand, path);
+  struct stat status {};
+  if (::fstat(fd.get(), &status) != 0) {
+    reject(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
   }
   if (static_cast<std::size_t>(status.st_size) > kMostBytes) {
     reject(subcommand, fmt::format("cannot read '{}': it has {} bytes, expected at most {}",

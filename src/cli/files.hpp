@@ -5,11 +5,17 @@
 #include <string>
 #include <string_view>
 
+#include "base/fd.hpp"
+
 /// Files that another user may have written, and their contents.
 namespace lockstep::cli {
 
-/// Contents of a regular file. Rejects other file types (a FIFO would block until a writer opens
-/// it), unreadable files, and files longer than lockstep writes for this purpose.
+/// Opens a regular file for reading. Rejects other file types (a FIFO would block until a writer opens
+/// it) and unreadable files.
+base::UniqueFd open_regular(std::string_view subcommand, const std::filesystem::path& path);
+
+/// Contents of a regular file. Rejects what open_regular rejects, and files longer than lockstep
+/// writes for this purpose.
 std::string read_regular(std::string_view subcommand, const std::filesystem::path& path);
 
 /// For json::parse: throws json::other_error if lists and objects are nested deeper than in any

@@ -15,6 +15,15 @@ namespace lockstep::cli {
 /// command line is wrong, which is reported on standard error.
 std::optional<int> parse(CLI::App& app, const std::vector<std::string>& words);
 
+/// Rejects the empty word: `--log-dir "$UNSET"`.
+inline CLI::Validator not_empty() {
+  return CLI::Validator(
+      [](const std::string& text) -> std::string {
+        return text.empty() ? "the name is empty" : std::string();
+      },
+      /*validator_desc=*/"");
+}
+
 /// Accepts numbers from `least` to `most`. `what` describes them.
 template <class Number>
 CLI::Validator number(Number least, Number most, const char* what) {

@@ -4,7 +4,6 @@
 #include <charconv>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
 #include <lockstep/env.hpp>
 #include <map>
 #include <memory>
@@ -12,11 +11,13 @@
 #include <utility>
 #include <vector>
 
+#include "cli/files.hpp"
 #include "cli/parse.hpp"
 #include "cli/subcommands.hpp"
 #include "cli/trace/run_traced.hpp"
 #include "run/launch_ranks.hpp"
 #include "run/options.hpp"
+#include "run/rank_environment.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -29,7 +30,9 @@ name begins with a dash.
 
 Each rank finds in its environment RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, GROUP_RANK (the node's number), MASTER_ADDR, MASTER_PORT (a
-free port, or yours if it is set),
+free port, or yours if it is set), the other variables of torchrun (GROUP_WORLD_SIZE,
+ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME, TORCHELASTIC_RUN_ID,
+TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS),
 LOCKSTEP_RESTART (the number of restarts so far) and
 LOCKSTEP_SEGMENT, by which lockstep::init_dist joins the others.
 OMP_NUM_THREADS is set to the cores per rank, at least 1, unless you have set it.
@@ -37,11 +40,14 @@ Rank 0 reads your standard input unless that is a terminal; the others read noth
 
 When a rank fails, the others have a second to exit with their own error, then
 get SIGTERM and, after --grace seconds, SIGKILL. Ctrl-C goes to all ranks; a
-second one kills them. Processes started by a rank end with it.
+second one kills them. SIGUSR1 and SIGUSR2 (sbatch --signal) go to all ranks and
+end nothing. A signal goes to the process that called init_dist; those that it
+started end after it. Where none has called it, all processes of the rank get it.
 
 On several machines, the same line on each, with its own number:
   lockstep run --nnodes 2 --node-rank R --rdzv HOST:PORT -n 4 ./train
-HOST is an address of node 0's machine and becomes MASTER_ADDR. When a rank fails
+HOST is an address or a name of node 0's machine and becomes MASTER_ADDR. At an
+address node 0 listens there only, at a name on every address of its machine. When a rank fails
 on one node, the ranks of all nodes end, and every `lockstep run` exits with its code.
 
 Exit code: 0 if every rank exited with 0; otherwise that of the rank that failed
@@ -72,6 +78,16 @@ CLI::Validator choice(std::map<std::string, Enum> values) {
       /*validator_desc=*/"");
 }
 
+/// Accepts `auto` for `value`.
+CLI::Validator automatic(int value) {
+  return CLI::Validator(
+      [value](std::string& text) -> std::string {
+        if (text == "auto") text = std::to_string(std::min(value, run::kMaxRanks));
+        return {};
+      },
+      /*validator_desc=*/"");
+}
+
 /// Finds the end of the launcher's own options. The program's arguments never reach the parser, so
 /// none of them is mistaken for ours.
 std::size_t find_program_word(const CLI::App& app, const std::vector<std::string>& arguments) {
@@ -88,6 +104,14 @@ std::size_t find_program_word(const CLI::App& app, const std::vector<std::string
 /// Reads HOST:PORT. Returns what is wrong with the multi-node options; empty: nothing.
 std::string check_nodes(const CLI::App& app, run::NodesOptions& nodes,
                         const std::string& rendezvous) {
+  if (app.count("--nnodes") == 0) {
+    for (const char* option : {"--node-rank", "--rdzv", "--rdzv-secret", "--rdzv-timeout"}) {
+      if (app.count(option) == 0) continue;
+      return fmt::format(
+          "{} needs --nnodes, the number of machines: without it this machine is the whole world",
+          option);
+    }
+  }
   if (nodes.n_nodes == 1 && nodes.node_rank == 0) return {};
   if (app.count("--node-rank") == 0) {
     return fmt::format("--nnodes {} needs --node-rank, from 0 to {}", nodes.n_nodes,
@@ -113,11 +137,7 @@ std::string check_nodes(const CLI::App& app, run::NodesOptions& nodes,
 /// Reads the file without its newline. Returns what is wrong with it.
 std::string read_secret(const std::string& path, std::string& secret) {
   constexpr std::size_t kLeast = 16;
-  std::ifstream file(path);
-  std::string text(run::kMaxSecretBytes + 2, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (!file && !file.eof()) return fmt::format("--rdzv-secret: cannot read {}", path);
-  text.resize(static_cast<std::size_t>(file.gcount()));
+  std::string text = read_regular("lockstep run: --rdzv-secret", path);
   while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
   if (text.size() < kLeast || text.size() > run::kMaxSecretBytes) {
     return fmt::format(
@@ -142,14 +162,18 @@ int run(const std::vector<std::string>& arguments) {
   app.get_formatter()->column_width(30);
   app.footer(kRunFooter);
   app.set_help_flag("-h,--help", "Print this help");
-  app.add_option("-n", options.n_ranks, "Number of ranks to start, 1 to 512")
+  app.add_option("-n", options.n_ranks,
+                 "Number of ranks to start, 1 to 512, or auto: one for\n"
+                 "each core that this command may use")
       ->required()
-      ->check(number(1, run::kMaxRanks, "a whole number"))
+      ->transform(automatic(run::n_usable_cores()))
+      ->check(number(1, run::kMaxRanks, "auto or a whole number"))
       ->type_name("N");
   app.add_option("--log-dir", log_dir,
                  "Also write each rank's output to DIR/rank-R.out and\n"
                  "rank-R.err (rank-R.restart-K.out, ... after restart K);\n"
                  "they must not exist yet")
+      ->check(not_empty())
       ->type_name("DIR");
   app.add_option("--max-restarts", options.max_restarts,
                  "Restart all ranks after a failure, at most K times\n"
@@ -177,6 +201,7 @@ int run(const std::vector<std::string>& arguments) {
                  "Write the calls and regions of all ranks to FILE for\n"
                  "Perfetto; see lockstep trace --help. With --nnodes each\n"
                  "node writes its own, FILE.node-R.json of FILE.json")
+      ->check(not_empty())
       ->type_name("FILE");
 
   run::NodesOptions& nodes = options.nodes;
@@ -196,6 +221,7 @@ int run(const std::vector<std::string>& arguments) {
   app.add_option("--rdzv-secret", secret_file,
                  "A secret of 16 to 64 bytes, the same on all nodes; a node\n"
                  "without it is rejected")
+      ->check(not_empty())
       ->type_name("FILE");
   app.add_option("--rdzv-timeout", rendezvous_timeout_s,
                  "Time until all nodes have connected (default 300)")

@@ -44,6 +44,7 @@ std::unique_ptr<Engine> join_shared(const internal::World& world, const Call& ba
                                  "change the variables it sets",
                                  world.size, segment->n_ranks()));
   }
+  segment = shared::next_world(std::move(segment), *world.segment, world.rank, barrier);
   return shared::join_world(std::move(segment), world.rank, barrier);
 }
 
@@ -109,7 +110,7 @@ Joined join(std::string_view backend, const internal::World& world, const Call& 
       if (entry.name == "shared") {
         joined.recorder = shared::recorder_of(*joined.engine);
       } else if (world.segment) {
-        shared::note_joined(*world.segment);
+        shared::note_joined(*world.segment, world.local_rank);
       }
       return joined;
     }

@@ -13,8 +13,10 @@
 #include <csignal>
 #include <cstring>
 #include <ctime>
+#include <new>
 
-#include "base/cpus.hpp"
+#include "base/process.hpp"
+#include "engines/shared/bootstrap/launcher_socket.hpp"
 #include "run/errors.hpp"
 #include "run/rank_environment.hpp"
 #include "run/rank_logs.hpp"
@@ -60,10 +62,8 @@ int wait_status_of(const siginfo_t& info) {
   }
 }
 
-int n_threads(const Options& options, std::size_t n_cores) {
-  if (options.bind == Bind::core) return 1;
-  const int n_usable = std::min(static_cast<int>(n_cores), base::cpu_quota());
-  return std::max(1, n_usable / options.n_ranks);
+int n_threads(const Options& options) {
+  return options.bind == Bind::core ? 1 : std::max(1, n_usable_cores() / options.n_ranks);
 }
 
 }  // namespace
@@ -72,11 +72,14 @@ Attempt::Attempt(const LaunchContext& context, int n_restarts, Nodes* nodes)
     : context_(context),
       n_restarts_(n_restarts),
       nodes_(nodes),
-      placement_(nodes != nullptr ? nodes->placement() : place_alone(context.options.n_ranks)),
-      job_(context.options.n_ranks, context.options.env.tune) {}
+      placement_(nodes != nullptr ? nodes->placement() : place_alone(context.options.n_ranks, context.run_id)),
+      generations_(context.options.n_ranks) {
+  worlds_.emplace(
+      0, std::make_unique<shared::Job>(context.options.n_ranks, context.options.env.tune));
+}
 
 Attempt::~Attempt() {
-  signal_groups(SIGKILL);
+  kill_ranks();
   for (Rank& rank : ranks_) {
     if (rank.state != State::reaped) reap(rank);
   }
@@ -105,7 +108,10 @@ void Attempt::write_records() {
   if (outcome_.exit_code == 0 || !context_.options.env.record_dir) return;
   const std::string& dir = *context_.options.env.record_dir;
   try {
-    job_.write_records(dir);
+    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+      const int index = static_cast<int>(rank);
+      worlds_.at(generations_.of(index))->write_record(index, dir);
+    }
     say(fmt::format("flight records are in {0}; see lockstep doctor --record {0}", dir));
   } catch (const SystemError& error) {
     say(error.what());
@@ -113,7 +119,8 @@ void Attempt::write_records() {
 }
 
 void Attempt::warn_if_none_joined() {
-  if (outcome_.exit_code != 0 || placement_.world_size == 1 || job_.has_joined_rank() ||
+  if (outcome_.exit_code != 0 || placement_.world_size == 1 || generations_.newest() > 0 ||
+      worlds_.at(0)->has_joined_rank() ||
       !links_lockstep(context_.program)) {
     return;
   }
@@ -136,9 +143,10 @@ void Attempt::start_ranks() {
 
   const WorldEnvironment environment{.n_ranks = options.n_ranks,
                                      .placement = placement_,
-                                     .segment = job_.environment(),
+                                     .segment = worlds_.at(0)->environment(),
                                      .n_restarts = n_restarts_,
-                                     .n_threads = n_threads(options, context_.cores.size())};
+                                     .max_restarts = options.max_restarts,
+                                     .n_threads = n_threads(options)};
   const base::UniqueFd null(open("/dev/null", O_RDONLY | O_CLOEXEC));
   if (!null) throw system_error("cannot open /dev/null");
   // A rank leads its own process group, which a terminal stops when it reads.
@@ -149,19 +157,20 @@ void Attempt::start_ranks() {
     RankLogs& log = logs[static_cast<std::size_t>(rank)];
     const RankOutputs outputs = context_.mux.add(
         placement_.first_rank + rank, std::move(log.stdout_log), std::move(log.stderr_log));
+    shared::LauncherSocket socket = shared::make_launcher_socket();
     ProcessSpec spec{.program = context_.program,
                      .arguments = options.command,
-                     .environment = rank_environment(environment, rank),
+                     .environment = rank_environment(environment, rank, socket.rank.get()),
                      .stdin_fd = rank == 0 && passes_stdin ? STDIN_FILENO : null.get(),
                      .stdout_fd = outputs.stdout_fd.get(),
                      .stderr_fd = outputs.stderr_fd.get(),
-                     .inherited_fd = job_.fd(),
+                     .inherited_fds = {worlds_.at(0)->fd(), socket.rank.get()},
                      .cpu = {},
                      .open_files = context_.open_files};
     if (options.bind == Bind::core) {
       spec.cpu = context_.cores[static_cast<std::size_t>(rank) % context_.cores.size()];
     }
-    ranks_.push_back({starter.start(spec)});
+    ranks_.push_back({.pid = starter.start(spec), .socket = std::move(socket.launcher)});
   }
   starter.wait();
 }
@@ -178,6 +187,11 @@ void Attempt::wait_for_events() {
   }
   poll_entries_.assign(1, {context_.signals.fd(), POLLIN, 0});
   if (nodes_ != nullptr) nodes_->append_to(poll_entries_);
+  for (const Rank& rank : ranks_) {
+    if (rank.signal_after != 0) poll_entries_.push_back({rank.joined.get(), POLLIN, 0});
+  }
+  const std::size_t n_before_sockets = poll_entries_.size();
+  for (const Rank& rank : ranks_) poll_entries_.push_back({rank.socket.get(), POLLIN, 0});
   const std::size_t n_before_mux = poll_entries_.size();
   context_.mux.append_to(poll_entries_);
   if (poll(poll_entries_.data(), poll_entries_.size(), timeout_ms) < 0) {
@@ -189,6 +203,10 @@ void Attempt::wait_for_events() {
   if (nodes_ != nullptr) {
     if (const auto failure = nodes_->service()) end_with(*failure);
   }
+  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+    if (poll_entries_[n_before_sockets + rank].revents != 0) serve(static_cast<int>(rank));
+  }
+  signal_rest();
   if (poll_entries_[0].revents != 0) handle_signals();
 }
 
@@ -203,6 +221,12 @@ void Attempt::handle_signals() {
 }
 
 void Attempt::forward(int signal) {
+  if (is_warning(signal)) {
+    if (phase_ == Phase::killing) return;
+    say(fmt::format("{}: forwarded to the ranks", name_of_signal(signal)));
+    signal_ranks(signal);
+    return;
+  }
   outcome_.interrupted = true;
   if (nodes_ != nullptr) {
     nodes_->say_failed({.exit_code = 128 + signal,
@@ -215,13 +239,40 @@ void Attempt::forward(int signal) {
   if (phase_ == Phase::killing) return;
   if (n_interrupts_ > 1) {
     say("second SIGINT: killing the ranks (SIGKILL)");
-    kill_groups();
+    kill_ranks();
     return;
   }
   say(fmt::format("{}: forwarded to the ranks, which have {:g} s to exit{}", name_of_signal(signal),
                   seconds(context_.options.grace),
                   signal == SIGINT ? "; a second one kills them now" : ""));
-  terminate_groups(signal);
+  terminate_ranks(signal);
+}
+
+void Attempt::serve(int rank) {
+  base::UniqueFd& socket = ranks_[static_cast<std::size_t>(rank)].socket;
+  switch (shared::read_question(socket.get())) {
+    case shared::Question::none: return;
+    case shared::Question::closed: socket.reset(); return;
+    case shared::Question::next_world: break;
+  }
+  try {
+    answer(rank);
+  } catch (const SystemError& error) {
+    shared::refuse(socket.get(), error.error_number(), error.text());
+  } catch (const std::bad_alloc&) {
+    shared::refuse(socket.get(), ENOMEM, "no memory for its segment");
+  }
+}
+
+void Attempt::answer(int rank) {
+  Rank& asking = ranks_[static_cast<std::size_t>(rank)];
+  const shared::Job& newest = *worlds_.at(generations_.newest());
+  const int next = generations_.next_of(rank, newest.has_leaver());
+  if (!worlds_.contains(next)) worlds_.emplace(next, newest.next());
+  asking.asker = process_of(rank);
+  generations_.enter(rank, next);
+  shared::answer(asking.socket.get(), *worlds_.at(next));
+  worlds_.erase(worlds_.begin(), worlds_.lower_bound(generations_.oldest()));
 }
 
 void Attempt::look_for_ends(pid_t first) {
@@ -244,7 +295,7 @@ void Attempt::look_at(int rank) {
   looked_at.end = Clock::now();
   looked_at.deadline = Clock::now() + context_.options.grace;
   const int wait_status = wait_status_of(info);
-  job_.rank_ended(rank, wait_status);
+  for (const auto& [generation, world] : worlds_) world->rank_ended(rank, wait_status);
   if (wait_status != 0 && !failed_) report_failure(rank, wait_status);
 }
 
@@ -286,7 +337,7 @@ std::string Attempt::name_of(int rank) const {
 
 /// Describes the peer whose exit made this rank fail; empty if there is none.
 std::string Attempt::describe_leaver(int failed_rank) const {
-  const auto leaver = job_.who_left_before(failed_rank);
+  const auto leaver = worlds_.at(generations_.of(failed_rank))->who_left_before(failed_rank);
   if (!leaver) return {};
   const Rank& rank = ranks_[static_cast<std::size_t>(*leaver)];
   const std::string how =
@@ -321,7 +372,7 @@ void Attempt::advance() {
   }
   if (Clock::now() < phase_deadline_) return;
   if (phase_ == Phase::notified) {
-    terminate_groups(SIGTERM);
+    terminate_ranks(SIGTERM);
   } else {
     std::vector<int> late;
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
@@ -331,7 +382,7 @@ void Attempt::advance() {
       say(fmt::format("{} did not end within {:g} s: killing (SIGKILL)", list_of(late),
                       seconds(context_.options.grace)));
     }
-    kill_groups();
+    kill_ranks();
   }
 }
 
@@ -365,23 +416,61 @@ void Attempt::reap(Rank& rank) {
   rank.deadline = Clock::now() + kLastOutput;
 }
 
-void Attempt::terminate_groups(int signal) {
-  signal_groups(signal);
+void Attempt::terminate_ranks(int signal) {
+  signal_ranks(signal);
   phase_ = Phase::terminating;
   phase_deadline_ = Clock::now() + context_.options.grace;
 }
 
-void Attempt::kill_groups() {
-  signal_groups(SIGKILL);
+void Attempt::kill_ranks() {
+  for (Rank& rank : ranks_) {
+    rank.signal_after = 0;
+    if (rank.state != State::reaped) kill(-rank.pid, SIGKILL);
+  }
   phase_ = Phase::killing;
   phase_deadline_ = Clock::time_point::max();
 }
 
-void Attempt::signal_groups(int signal) {
-  for (const Rank& rank : ranks_) {
-    if (rank.state == State::reaped) continue;
-    kill(-rank.pid, signal);
-    kill(-rank.pid, SIGCONT);  // a stopped process handles no other signal
+/// The living process that has joined a world as the rank, or waits for the next one.
+std::optional<pid_t> Attempt::process_of(int rank) const {
+  const auto joined = worlds_.at(generations_.of(rank))->process_of(rank);
+  return joined ? joined : ranks_[static_cast<std::size_t>(rank)].asker;
+}
+
+/// Whether a living process has joined as the rank, and has the signal now.
+bool Attempt::signal_joined(int rank, int signal) {
+  Rank& to = ranks_[static_cast<std::size_t>(rank)];
+  const auto joined = process_of(rank);
+  if (!joined) return false;
+  if (!to.joined) to.joined = base::open_pidfd(*joined);
+  // The rank may have written any pid into the segment: none outside its group gets the signal.
+  return to.joined && getpgid(*joined) == to.pid && kill(*joined, signal) == 0;
+}
+
+void Attempt::signal_rank(int rank, int signal) {
+  Rank& to = ranks_[static_cast<std::size_t>(rank)];
+  if (to.state == State::reaped) return;
+  const bool is_alone = signal_joined(rank, signal);
+  if (!is_alone) kill(-to.pid, signal);
+  if (is_warning(signal)) return;
+  to.signal_after = is_alone ? signal : 0;
+  kill(-to.pid, SIGCONT);  // a stopped process handles no other signal
+}
+
+void Attempt::signal_ranks(int signal) {
+  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+    signal_rank(static_cast<int>(rank), signal);
+  }
+}
+
+/// Where the process that joined has ended.
+void Attempt::signal_rest() {
+  for (Rank& rank : ranks_) {
+    if (rank.signal_after == 0) continue;
+    pollfd entry{.fd = rank.joined.get(), .events = POLLIN, .revents = 0};
+    if (poll(&entry, 1, /*timeout=*/0) != 1) continue;
+    if (rank.state != State::reaped) kill(-rank.pid, rank.signal_after);
+    rank.signal_after = 0;
   }
 }
 

@@ -4,12 +4,15 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "engines/shared/bootstrap/job.hpp"
 #include "run/child_process.hpp"
+#include "run/generations.hpp"
 #include "run/guard.hpp"
 #include "run/nodes.hpp"
 #include "run/options.hpp"
@@ -22,6 +25,7 @@ namespace lockstep::run {
 struct LaunchContext {
   const Options& options;
   std::string program;     ///< a path
+  std::string run_id;      ///< see Placement
   std::vector<int> cores;  ///< that ranks may run on
   rlimit open_files;       ///< limit at the start of the launcher
   const Guard& guard;
@@ -39,7 +43,12 @@ struct Outcome {
 ///
 /// After the first failure the others are notified through the segment and have kNotice to exit by
 /// themselves, with their own report; then comes SIGTERM, and SIGKILL after the grace period. A
-/// signal to the launcher is forwarded to the ranks at once and starts the same grace period.
+/// signal to the launcher is forwarded to the ranks at once; SIGINT, SIGTERM and SIGHUP start the
+/// same grace period.
+///
+/// A signal goes to the process that joined as the rank, as the segment tells: the processes that it
+/// started, a DataLoader's workers for example, must serve its handler. They get SIGINT, SIGTERM or
+/// SIGHUP after its end. Where no process has joined, the rank's whole process group gets the signal.
 class Attempt {
  public:
   /// `nodes`: the launchers on other machines; null if there are none.
@@ -62,6 +71,10 @@ class Attempt {
   enum class State : std::uint8_t { running, ended, reaped };
   struct Rank {
     pid_t pid;
+    base::UniqueFd socket;         ///< the launcher's end: see launcher_socket.hpp
+    std::optional<pid_t> asker{};  ///< the process that has left a world and asked for the next
+    base::UniqueFd joined{};       ///< pidfd of the process that joined, if it alone got a signal
+    int signal_after = 0;     ///< what the rest of the group gets when that process has ended
     State state = State::running;
     Clock::time_point end{};                                // of its process
     Clock::time_point deadline = Clock::time_point::max();  // of the state
@@ -72,6 +85,8 @@ class Attempt {
   void wait_for_events();
   void handle_signals();
   void forward(int signal);
+  void serve(int rank);
+  void answer(int rank);
   void look_for_ends(pid_t first);
   void look_at(int rank);
   void report_failure(int rank, int wait_status);
@@ -82,9 +97,13 @@ class Attempt {
   void advance();
   void advance_rank(int rank);
   void reap(Rank& rank);
-  void terminate_groups(int signal);
-  void kill_groups();
-  void signal_groups(int signal);
+  void terminate_ranks(int signal);
+  void kill_ranks();
+  std::optional<pid_t> process_of(int rank) const;
+  bool signal_joined(int rank, int signal);
+  void signal_rank(int rank, int signal);
+  void signal_ranks(int signal);
+  void signal_rest();
   void write_records();
   void warn_if_none_joined();
   bool over() const;
@@ -94,7 +113,8 @@ class Attempt {
   const int n_restarts_;
   Nodes* const nodes_;
   const Placement placement_;
-  shared::Job job_;
+  Generations generations_;
+  std::map<int, std::unique_ptr<shared::Job>> worlds_;  // by generation
   const Clock::time_point start_ = Clock::now();
   std::vector<Rank> ranks_;
   Phase phase_ = Phase::running;

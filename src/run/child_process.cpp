@@ -68,7 +68,9 @@ bool prepare(const Child& child) {
       dup2(spec.stderr_fd, STDERR_FILENO) < 0) {
     return false;
   }
-  if (fcntl(spec.inherited_fd, F_SETFD, 0) != 0) return false;
+  for (const int fd : spec.inherited_fds) {
+    if (fcntl(fd, F_SETFD, 0) != 0) return false;
+  }
   if (setrlimit(RLIMIT_NOFILE, &spec.open_files) != 0) return false;
   child.signals.restore();
   return true;

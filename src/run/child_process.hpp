@@ -29,7 +29,7 @@ struct ProcessSpec {
   int stdin_fd;
   int stdout_fd;
   int stderr_fd;
-  int inherited_fd;        ///< remains open in the program, under the same number
+  std::vector<int> inherited_fds;  ///< remain open in the program, under the same numbers
   std::optional<int> cpu;  ///< the only core it may run on
   rlimit open_files;
 };

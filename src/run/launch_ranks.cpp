@@ -9,6 +9,8 @@
 #include <cerrno>
 #include <csignal>
 #include <optional>
+#include <random>
+#include <string>
 
 #include "base/cpus.hpp"
 #include "run/attempt.hpp"
@@ -23,10 +25,10 @@ namespace {
 rlimit make_room_for_files(const Options& options) {
   rlimit before{};
   if (getrlimit(RLIMIT_NOFILE, &before) != 0) throw system_error("cannot read the file limit");
-  // Per rank two outputs and two logs; a few for the segment, the signals, one start and inherited
+  // Per rank two outputs, two logs and a socket; a few for the segment, the signals, one start and inherited
   // descriptors. On node 0 a connection to each node.
   const bool leads = options.nodes.n_nodes > 1 && options.nodes.node_rank == 0;
-  const rlim_t n_needed = 4 * static_cast<rlim_t>(options.n_ranks) + 64 +
+  const rlim_t n_needed = 5 * static_cast<rlim_t>(options.n_ranks) + 64 +
                           (leads ? static_cast<rlim_t>(options.nodes.n_nodes) : 0);
   // Descriptors for unidentified connections at --rdzv are optional.
   const rlim_t n_wanted = n_needed + (leads ? kMaxStrangers : 0);
@@ -55,6 +57,11 @@ void fill_standard_descriptors() {
   }
 }
 
+std::string draw_run_id() {
+  std::random_device random;
+  return fmt::format("{:08x}{:08x}", random(), random());
+}
+
 }  // namespace
 
 int launch_ranks(const Options& options) {
@@ -69,12 +76,12 @@ int launch_ranks(const Options& options) {
     mux.say(fmt::format("--bind core: {} ranks share {} cores, so some wait for each other",
                         options.n_ranks, cores.size()));
   }
-  const LaunchContext context{options, program, std::move(cores), open_files, guard, signals, mux};
+  const LaunchContext context{options, program, draw_run_id(), std::move(cores), open_files, guard, signals, mux};
   for (int n_restarts = 0;; ++n_restarts) {
     std::optional<Nodes> nodes;
     if (options.nodes.n_nodes > 1) {
       try {
-        nodes.emplace(options.nodes, options.n_ranks, n_restarts, signals);
+        nodes.emplace(options.nodes, options.n_ranks, n_restarts, context.run_id, signals);
       } catch (const Interrupted& interrupted) {
         return 128 + interrupted.signal;
       }

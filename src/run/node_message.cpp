@@ -136,10 +136,12 @@ Placement read_placed(const NodeMessage& reply, const NodesOptions& options,
                     address, n_ranks, reply.first_rank, reply.world_size, reply.master_port));
   }
   return {.node_rank = options.node_rank,
+          .n_nodes = options.n_nodes,
           .first_rank = reply.first_rank,
           .world_size = reply.world_size,
           .master_addr = options.host,
-          .master_port = static_cast<std::uint16_t>(reply.master_port)};
+          .master_port = static_cast<std::uint16_t>(reply.master_port),
+          .run_id = text_of(reply)};
 }
 
 NodeFailure read_failed(const NodeMessage& message) {

@@ -17,11 +17,11 @@
 namespace lockstep::run {
 
 inline constexpr std::uint64_t kGreeting = 0x7365646f6e736b6cULL;
-inline constexpr std::uint32_t kProtocol = 2;
+inline constexpr std::uint32_t kProtocol = 3;
 
 enum class NodeMessageKind : std::uint32_t {
   hello,     // to node 0: node rank, number of ranks
-  placed,    // from node 0: all have connected
+  placed,    // from node 0: all have connected; text has the run id
   rejected,  // from node 0: text has the reason
   done,      // to node 0: all ranks here succeeded
   all_done,

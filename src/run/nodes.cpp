@@ -1,5 +1,6 @@
 #include "run/nodes.hpp"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -47,7 +48,8 @@ void wait_on(std::vector<pollfd> entries, Clock::time_point until, const Signals
     throw system_error("cannot wait for the other nodes");
   }
   while (const std::optional<Signal> signal = signals.next()) {
-    if (signal->number != SIGCHLD) throw Interrupted{signal->number};
+    // Warnings are for ranks, and none runs yet.
+    if (signal->number != SIGCHLD && !is_warning(signal->number)) throw Interrupted{signal->number};
   }
 }
 
@@ -56,13 +58,14 @@ struct FreeAddresses {
 };
 using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
 
-Addresses resolve(const NodesOptions& options) {
+/// Null for `host`: every address of this machine.
+Addresses resolve(const char* host, const NodesOptions& options) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = host == nullptr ? AI_PASSIVE : 0;
   addrinfo* found = nullptr;
-  const int error =
-      ::getaddrinfo(options.host.c_str(), std::to_string(options.port).c_str(), &hints, &found);
+  const int error = ::getaddrinfo(host, std::to_string(options.port).c_str(), &hints, &found);
   if (error != 0) {
     throw usage_error(fmt::format("--rdzv {}:{}: cannot find the host: {}", options.host,
                                   options.port, ::gai_strerror(error)));
@@ -78,6 +81,50 @@ base::UniqueFd open_socket(const addrinfo& address) {
 
 void set_option(int fd, int level, int option, int value) {
   ::setsockopt(fd, level, option, &value, sizeof value);
+}
+
+bool can_bind(const addrinfo& address) {
+  sockaddr_storage any_port{};
+  std::memcpy(&any_port, address.ai_addr, address.ai_addrlen);
+  reinterpret_cast<sockaddr_in&>(any_port).sin_port = 0;  // at the same place in sockaddr_in6
+  const base::UniqueFd fd(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  return fd && ::bind(fd.get(), reinterpret_cast<sockaddr*>(&any_port), address.ai_addrlen) == 0;
+}
+
+base::UniqueFd listen_at(const addrinfo& address) {
+  base::UniqueFd fd(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) return {};
+  set_option(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
+  if (address.ai_family == AF_INET6) set_option(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
+  const bool listens = ::bind(fd.get(), address.ai_addr, address.ai_addrlen) == 0 &&
+                       ::listen(fd.get(), SOMAXCONN) == 0;
+  return listens ? std::move(fd) : base::UniqueFd();
+}
+
+bool is_literal(const std::string& host) {
+  in6_addr ignored{};
+  return ::inet_pton(AF_INET, host.c_str(), &ignored) == 1 ||
+         ::inet_pton(AF_INET6, host.c_str(), &ignored) == 1;
+}
+
+/// None if the host of --rdzv is another machine, or the port is not free: see errno. A literal
+/// address is the only one that listens. A name listens at every address of this machine, which may
+/// resolve it to another address than the other nodes do: Debian's /etc/hosts gives 127.0.1.1.
+base::UniqueFd listen_at(const NodesOptions& options) {
+  Addresses addresses = resolve(options.host.c_str(), options);
+  if (is_literal(options.host)) return listen_at(*addresses);
+  const addrinfo* own = addresses.get();
+  while (own != nullptr && !can_bind(*own)) own = own->ai_next;
+  if (own == nullptr) return {};
+  addresses = resolve(nullptr, options);
+  for (const int family : {AF_INET6, AF_INET}) {  // the first takes both, where the system has it
+    for (own = addresses.get(); own != nullptr; own = own->ai_next) {
+      if (own->ai_family != family) continue;
+      base::UniqueFd listener = listen_at(*own);
+      if (listener || errno == EADDRINUSE) return listener;
+    }
+  }
+  return {};
 }
 
 /// Detects a vanished machine: TCP keepalive gives up after some 20 s.
@@ -135,19 +182,23 @@ class Link {
   NodeMessageReader reader_;
 };
 
-Placement place_alone(int n_ranks) {
+Placement place_alone(int n_ranks, const std::string& run_id) {
   Placement placement;
+  placement.run_id = run_id;
   placement.world_size = n_ranks;
   placement.master_addr = "127.0.0.1";
   choose_master_port(placement);
   return placement;
 }
 
-Nodes::Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const Signals& signals)
+Nodes::Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const std::string& run_id,
+             const Signals& signals)
     : options_(options),
       address_(fmt::format("{}:{}", options.host, options.port)),
       deadline_(Clock::now() + options.timeout) {
   placement_.node_rank = options_.node_rank;
+  placement_.n_nodes = options_.n_nodes;
+  placement_.run_id = run_id;
   placement_.master_addr = options_.host;
   if (options_.node_rank == 0) {
     lead(signals, n_ranks, n_restarts);
@@ -176,11 +227,8 @@ void Nodes::reject(Link& link, const std::string& text) {
 // --- bootstrap ------------------------------------------------------------------------------
 
 void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
-  const Addresses addresses = resolve(options_);
-  const base::UniqueFd listener = open_socket(*addresses);
-  set_option(listener.get(), SOL_SOCKET, SO_REUSEADDR, 1);
-  if (::bind(listener.get(), addresses->ai_addr, addresses->ai_addrlen) != 0 ||
-      ::listen(listener.get(), SOMAXCONN) != 0) {
+  const base::UniqueFd listener = listen_at(options_);
+  if (!listener) {
     throw system_error(
         fmt::format("node 0 cannot listen at {}; --rdzv takes an address of node 0's machine and a "
                     "port that is free there",
@@ -254,7 +302,7 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
 
   std::erase_if(links_, [](const auto& link) { return link->node_rank < 0; });
   choose_master_port(placement_);
-  NodeMessage placed(Kind::placed);
+  NodeMessage placed(Kind::placed, placement_.run_id);
   placed.set_secret(options_.secret);
   placed.master_port = placement_.master_port;
   for (const int n : ranks_of) placed.world_size += n;
@@ -269,7 +317,7 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
 }
 
 void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
-  const Addresses addresses = resolve(options_);
+  const Addresses addresses = resolve(options_.host.c_str(), options_);
   base::UniqueFd fd;
   int error_number = 0;
   for (const addrinfo* address = addresses.get(); !fd;) {

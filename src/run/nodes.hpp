@@ -20,16 +20,18 @@ inline constexpr std::size_t kMaxStrangers = 256;
 /// Position of one launcher's ranks in their world.
 struct Placement {
   int node_rank = 0;
+  int n_nodes = 1;
   int first_rank = 0;
   int world_size = 0;
   std::string master_addr;
   std::uint16_t master_port = 0;
+  std::string run_id;  ///< TORCHELASTIC_RUN_ID: the same on all nodes and after a restart
   /// Holds the port until rank 0 listens on it: see choose_master_port. Null: the user's port.
   std::shared_ptr<const base::UniqueFd> port_holder = nullptr;
 };
 
 /// A launcher's world on one machine. Throws what choose_master_port throws.
-Placement place_alone(int n_ranks);
+Placement place_alone(int n_ranks, const std::string& run_id);
 
 /// Why a failure on another node ends this node's ranks.
 struct NodeFailure {
@@ -51,10 +53,11 @@ class Link;
 /// a node with it is trusted. Nothing is encrypted.
 class Nodes {
  public:
-  /// Waits until all nodes have connected. Throws Interrupted and, with host and port in the text:
+  /// Waits until all nodes have connected. `run_id`: that of node 0 is used on all. Throws Interrupted and, with host and port in the text:
   /// TimeoutError, MismatchError (nodes disagree), UsageError (no such host), PeerLost,
   /// SystemError.
-  Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const Signals& signals);
+  Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const std::string& run_id,
+        const Signals& signals);
   ~Nodes();
   Nodes(const Nodes&) = delete;
   Nodes& operator=(const Nodes&) = delete;

@@ -60,7 +60,12 @@ std::vector<int> allowed_cores() {
   return cores;
 }
 
-std::vector<std::string> rank_environment(const WorldEnvironment& world, int local_rank) {
+int n_usable_cores() {
+  return std::max(1, std::min(static_cast<int>(allowed_cores().size()), base::cpu_quota()));
+}
+
+std::vector<std::string> rank_environment(const WorldEnvironment& world, int local_rank,
+                                          int socket) {
   const Placement& placement = world.placement;
   std::vector<std::string> result = {
       fmt::format("RANK={}", placement.first_rank + local_rank),
@@ -68,9 +73,17 @@ std::vector<std::string> rank_environment(const WorldEnvironment& world, int loc
       fmt::format("LOCAL_RANK={}", local_rank),
       fmt::format("LOCAL_WORLD_SIZE={}", world.n_ranks),
       fmt::format("GROUP_RANK={}", placement.node_rank),
+      fmt::format("GROUP_WORLD_SIZE={}", placement.n_nodes),
+      // All ranks have one role, as without torchrun's --role.
+      "ROLE_NAME=default",
+      fmt::format("ROLE_RANK={}", placement.first_rank + local_rank),
+      fmt::format("ROLE_WORLD_SIZE={}", placement.world_size),
+      fmt::format("TORCHELASTIC_RUN_ID={}", placement.run_id),
+      fmt::format("TORCHELASTIC_RESTART_COUNT={}", world.n_restarts),
+      fmt::format("TORCHELASTIC_MAX_RESTARTS={}", world.max_restarts),
       fmt::format("MASTER_ADDR={}", placement.master_addr),
       fmt::format("MASTER_PORT={}", placement.master_port),
-      fmt::format("LOCKSTEP_SEGMENT={}", world.segment),
+      fmt::format("LOCKSTEP_SEGMENT={}:{}", world.segment, socket),
       fmt::format("LOCKSTEP_RESTART={}", world.n_restarts),
   };
   if (!internal::variable("OMP_NUM_THREADS")) {

@@ -17,7 +17,7 @@ Signals::Signals() {
   sigset_t wanted;
   sigemptyset(&wanted);
   sigaddset(&wanted, SIGCHLD);
-  for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2}) {
     struct sigaction old {};
     sigaction(number, nullptr, &old);
     if (old.sa_handler != SIG_IGN) sigaddset(&wanted, number);

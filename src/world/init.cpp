@@ -4,9 +4,9 @@
 #include <lockstep/launch.hpp>
 #include <utility>
 
-#include "base/exception.hpp"
 #include "engines/catalog.hpp"
 #include "group/group_state.hpp"
+#include "group/leave_on_exception.hpp"
 #include "world/arithmetic.hpp"
 #include "world/environment.hpp"
 #include "world/session.hpp"
@@ -36,14 +36,11 @@ void init_dist(const InitOptions& options, std::source_location where) {
   // A rank that asks for no launcher is alone, whatever the environment describes.
   const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
   engines::Joined joined = engines::join(is_alone ? "solo" : options.backend, world, barrier);
-  int host = 0;
-  try {
-    host = engines::find_host(*joined.engine, world, barrier);
+  const int host = internal::leave_on_exception(*joined.engine, [&] {
+    const int lowest = engines::find_host(*joined.engine, world, barrier);
     internal::check_arithmetic(*joined.engine, barrier, message::parse_costs(world.env.network));
-  } catch (...) {  // possibly on this rank only
-    joined.engine->leave(base::text_of(std::current_exception()));
-    throw;
-  }
+    return lowest;
+  });
   internal::join_process(std::make_unique<internal::Session>(std::move(world), std::move(joined),
                                                              timeout, where, host));
   internal::tell_peers_of_uncaught_exceptions();

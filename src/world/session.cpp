@@ -15,6 +15,7 @@
 #include "base/exception.hpp"
 #include "group/async_groups.hpp"
 #include "group/group_state.hpp"
+#include "group/leave_on_exception.hpp"
 #include "record/recorder.hpp"
 
 namespace lockstep::internal {
@@ -86,13 +87,16 @@ Session::Session(World world, engines::Joined joined, std::chrono::milliseconds 
                  std::source_location where, int host)
     : world_(std::move(world)),
       engine_(joined.engine.get()),
-      recorder_(make_recorder(world_, std::move(joined.recorder))),
+      recorder_(leave_on_exception(
+          *engine_, [&] { return make_recorder(world_, std::move(joined.recorder)); })),
       trace_(recorder_ ? recorder_->trace() : nullptr),
       world_group_(std::make_shared<GroupState>(std::move(joined.engine), "world", timeout,
                                                 recorder_, world_.env.check)),
       local_group_(world_.local_size == world_.size
                        ? world_group_
-                       : world_group_.split(/*color=*/host, /*key=*/world_.rank, where)) {}
+                       : leave_on_exception(*engine_, [&] {
+                           return world_group_.split(/*color=*/host, /*key=*/world_.rank, where);
+                         })) {}
 
 void Session::leave(std::string_view failure) noexcept {
   if (engine_ == nullptr || is_copy()) return;

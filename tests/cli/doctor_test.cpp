@@ -83,6 +83,19 @@ TEST(DoctorTest, operations_of_the_ranks_of_a_launcher) {
   EXPECT_TRUE(contains(none.err, "backend 'abacus' does not exist")) << none.err;
 }
 
+TEST(DoctorTest, empty_names_are_refused) {
+  for (const char* option : {"--operations", "--record"}) {
+    for (const std::vector<std::string>& words :
+         {std::vector<std::string>{"doctor", option, ""},
+          std::vector<std::string>{"doctor", std::string(option) + "="}}) {
+      const Ended ended = Command(StartOptions{.arguments = words}).wait();
+      EXPECT_EQ(ended.exit_code, 2) << words[1];
+      EXPECT_EQ(ended.out, "");
+      EXPECT_TRUE(contains(ended.err, option)) << ended.err;
+    }
+  }
+}
+
 TEST(DoctorTest, lines_for_people) {
   Command command(StartOptions{.arguments = {"doctor"}, .variables = kNoLeakCheck});
   const Ended ended = command.wait();

@@ -227,6 +227,12 @@ TEST_P(MpiTest, levels_of_checking_that_differ_are_reported) {
 TEST_P(MpiTest, an_exception_on_one_rank_reaches_the_others) {
   expect_failure("throw", "out of sheets");
 }
+TEST_P(MpiTest, a_rank_that_cannot_write_its_trace_tells_the_others_why) {
+  for (const std::string& line : lines_of(failures_of(3, "trace"))) {
+    expect_contains(line, "/proc/rank-1");
+    if (!line.starts_with("rank 1: ")) expect_contains(line, "rank 1 failed: ");
+  }
+}
 TEST_P(MpiTest, a_long_text_ends_with_a_mark_where_it_is_cut) {
   int n_told = 0;
   for (const std::string& line : lines_of(failures_of(3, "long_text"))) {

@@ -184,6 +184,78 @@ TEST_P(RunSignalTest, exit_code_tells_the_signal) {
 INSTANTIATE_TEST_SUITE_P(All, RunSignalTest, testing::Values(SIGINT, SIGTERM, SIGHUP),
                          [](const auto& test) { return std::string(sigabbrev_np(test.param)); });
 
+// What a rank started must outlive the rank's own handler, which may need it: a DataLoader's workers.
+TEST_P(RunSignalTest, reaches_what_a_joined_rank_started_when_the_rank_has_ended) {
+  const std::string name = std::string("SIG") + sigabbrev_np(GetParam());
+  Command command(StartOptions{.arguments = {"run", "-n", "2", SIGNALS_PROGRAM}});
+  command.read_until("ready", 2);
+  command.send(GetParam());
+  const Ended ended = command.wait();
+  Lines expected(2, "helper got " + name);
+  expected.insert(expected.end(), 2, "rank got " + name + " alone");
+  expected.insert(expected.end(), 2, "ready");
+  EXPECT_EQ(sorted_lines_of(ended.out), expected) << ended.err;
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  command.expect_nothing_left();
+}
+
+TEST_P(RunSignalTest, reaches_the_parent_of_a_joined_rank_when_the_rank_has_ended) {
+  const std::string name = sigabbrev_np(GetParam());
+  Command command(StartOptions{
+      .arguments =
+          with_run(script({"-n", "1"}, "trap 'echo shell got " + name + "; exit 0' " + name + "; " +
+                                           SIGNALS_PROGRAM + "; echo \"rank ended with $?\"; " +
+                                           "while :; do sleep 0.01; done"))});
+  command.read_until("ready");
+  command.send(GetParam());
+  const Ended ended = command.wait();
+  EXPECT_TRUE(contains(ended.out, "rank got SIG" + name + " alone")) << ended.out;
+  EXPECT_TRUE(contains(ended.out, "helper got SIG" + name)) << ended.out;
+  EXPECT_TRUE(contains(ended.out, "shell got " + name)) << ended.out;
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  command.expect_nothing_left();
+}
+
+// Slurm's warning before it ends a job: sbatch --signal=USR1@60.
+class RunWarningTest : public testing::TestWithParam<int> {};
+
+TEST_P(RunWarningTest, reaches_ranks_that_have_not_joined_and_ends_nothing) {
+  const TemporaryFolder folder;
+  const std::string name = sigabbrev_np(GetParam());
+  Command command(StartOptions{
+      .arguments = with_run(script({"-n", "2", "--grace", "0"},
+                                   "trap 'echo got " + name + "' " + name + "; echo ready; " +
+                                       await_file(folder / "go") + "echo over"))});
+  command.read_until("ready", 2);
+  command.send(GetParam());
+  command.read_until("got " + name, 2);
+  std::ofstream(folder / "go").flush();
+  const Ended ended = command.wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(contains(ended.out, "over")) << ended.out;
+  EXPECT_TRUE(contains(ended.err, "SIG" + name + ": forwarded to the ranks\n")) << ended.err;
+}
+
+TEST_P(RunWarningTest, reaches_a_joined_rank_alone) {
+  const std::string name = std::string("SIG") + sigabbrev_np(GetParam());
+  Command command(
+      StartOptions{.arguments = {"run", "-n", "2", "--grace", "1000", SIGNALS_PROGRAM}});
+  command.read_until("ready", 2);
+  command.send(GetParam());
+  command.read_until("rank got " + name + " alone", 2);
+  command.send(SIGTERM);
+  const Ended ended = command.wait();
+  Lines expected(2, "helper got SIGTERM");
+  expected.insert(expected.end(), 2, "rank got SIGTERM alone");
+  expected.insert(expected.end(), 2, "rank got " + name + " alone");
+  expected.insert(expected.end(), 2, "ready");
+  EXPECT_EQ(sorted_lines_of(ended.out), expected) << ended.err;
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, RunWarningTest, testing::Values(SIGUSR1, SIGUSR2),
+                         [](const auto& test) { return std::string(sigabbrev_np(test.param)); });
+
 TEST(RunInterruptTest, ranks_that_end_well_make_it_a_success) {
   Command command(StartOptions{
       .arguments =
@@ -265,7 +337,7 @@ TEST(RunRestartTest, each_world_has_its_own_segment) {
   const TemporaryFolder folder;
   const std::string said = folder / "$LOCKSTEP_RESTART.";
   const Ended ended = run(script({"-n", "2", "--max-restarts", "1"},
-                                 "echo ${LOCKSTEP_SEGMENT#*:}; touch " + said + "$RANK; " +
+                                 "IFS=:; set -- $LOCKSTEP_SEGMENT; echo $2; touch " + said + "$RANK; " +
                                      await_file(said + "$((1 - RANK))") + "exit 1"));
   const Lines lines = lines_of(ended.out);
   ASSERT_EQ(lines.size(), 4U);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -74,6 +75,18 @@ std::unique_ptr<Command> start(const Node& node) {
 
 constexpr const char* kWho =
     "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR";
+
+TEST(RunNodesTest, ranks_of_all_nodes_have_the_variables_of_torchrun) {
+  const std::string rendezvous = free_rendezvous();
+  const std::string script =
+      "echo $ROLE_RANK/$ROLE_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $TORCHELASTIC_RUN_ID";
+  const auto first = start({.node_rank = 0, .rendezvous = rendezvous, .n_ranks = 1, .script = script});
+  const auto second =
+      start({.node_rank = 1, .rendezvous = rendezvous, .n_ranks = 1, .script = script});
+  const std::string out = first->wait().out;
+  ASSERT_TRUE(out.starts_with("0/2 0/2 ")) << out << first->err();
+  EXPECT_EQ(second->wait().out, "1/2 1/2 " + out.substr(std::string("0/2 0/2 ").size()));
+}
 
 TEST(RunNodesTest, ranks_are_numbered_over_all_nodes) {
   const std::string rendezvous = free_rendezvous();
@@ -316,7 +329,7 @@ TEST(RunNodesTest, random_bytes_at_the_port_do_not_disturb) {
     std::string bytes(random() % 2000, '\0');
     for (char& byte : bytes) byte = static_cast<char>(random());
     // Some know how a launcher begins, and one of them another protocol.
-    if (i % 3 != 0) bytes.insert(0, std::string("lksnodes\2\0\0\0", 12));
+    if (i % 3 != 0) bytes.insert(0, std::string("lksnodes\3\0\0\0", 12));
     if (i == 1) bytes[8] = 77;
     strangers.push_back(connect_to(rendezvous));
     ::send(strangers.back().get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
@@ -353,7 +366,7 @@ TEST(RunNodesTest, more_nodes_than_descriptors_is_reported_at_once) {
                              .shell = "ulimit -n 68; exec \"$@\""})
                           ->wait();
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_TRUE(contains(ended.err, "1 ranks and 70 nodes need 138 open files, and the limit is 68"))
+  EXPECT_TRUE(contains(ended.err, "1 ranks and 70 nodes need 139 open files, and the limit is 68"))
       << ended.err;
 }
 
@@ -399,7 +412,101 @@ TEST(RunNodesTest, who_does_not_know_the_secret_is_rejected) {
     EXPECT_EQ(refused.exit_code, 2);
     EXPECT_TRUE(contains(refused.err, "bytes, expected 16 to 64")) << refused.err;
   }
-  EXPECT_TRUE(contains(node(0, {"--rdzv-secret", "/no/file"})->wait().err, "cannot read /no/file"));
+  EXPECT_TRUE(contains(node(0, {"--rdzv-secret", "/no/file"})->wait().err, "cannot read '/no/file'"));
+}
+
+TEST(RunNodesTest, a_warning_does_not_end_the_wait_for_other_nodes) {
+  const std::string rendezvous = free_rendezvous();
+  const auto first = start({.node_rank = 0, .rendezvous = rendezvous, .script = "echo $RANK"});
+  const base::UniqueFd stranger = connect_to(rendezvous);
+  first->send(SIGUSR1);
+  const auto second = start({.node_rank = 1, .rendezvous = rendezvous, .script = "echo $RANK"});
+  EXPECT_EQ(sorted_lines_of(first->wait().out), (Lines{"0", "1"}));
+  EXPECT_EQ(sorted_lines_of(second->wait().out), (Lines{"2", "3"}));
+}
+
+// Debian's /etc/hosts gives a machine's own name the address 127.0.1.1.
+TEST(RunNodesTest, node_0_whose_own_name_is_a_loopback_address) {
+  const Namespaces machines(2);
+  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
+  const TemporaryFolder folder;
+  std::ofstream(folder / "0") << "127.0.1.1 head\n";
+  std::ofstream(folder / "1") << "10.77.0.1 head\n";
+  std::vector<std::unique_ptr<Command>> nodes;
+  for (const int node : {0, 1}) {
+    const std::string mount = "mount --bind " + (folder / std::to_string(node)) + " /etc/hosts";
+    nodes.push_back(start({.node_rank = node,
+                           .rendezvous = "head:29400",
+                           .script = kWho,
+                           .shell = "set -- unshare -m sh -c '" + mount +
+                                    " && exec \"$@\"' sh \"$@\"; " + Namespaces::shell_of(node)}));
+  }
+  const Ended first = nodes[0]->wait();
+  const Ended second = nodes[1]->wait();
+  EXPECT_EQ(first.exit_code, 0) << first.err;
+  EXPECT_EQ(second.exit_code, 0) << second.err;
+  EXPECT_EQ(sorted_lines_of(first.out), (Lines{"0/4 0/2 0 head", "1/4 1/2 0 head"}));
+  EXPECT_EQ(sorted_lines_of(second.out), (Lines{"2/4 0/2 1 head", "3/4 1/2 1 head"}));
+}
+
+TEST(RunNodesTest, a_host_that_is_another_machine_is_named) {
+  const Namespaces machines(1);
+  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
+  const TemporaryFolder folder;
+  std::ofstream(folder / "hosts") << "10.77.0.99 elsewhere\n";
+  const std::string mount = "mount --bind " + (folder / "hosts") + " /etc/hosts";
+  for (const char* host : {"elsewhere", "10.77.0.99"}) {
+    const Ended ended = start({.node_rank = 0,
+                               .rendezvous = fmt::format("{}:29400", host),
+                               .script = "true",
+                               .timeout_s = "2",
+                               .shell = "set -- unshare -m sh -c '" + mount +
+                                        " && exec \"$@\"' sh \"$@\"; " + Namespaces::shell_of(0)})
+                            ->wait();
+    EXPECT_EQ(ended.exit_code, 1);
+    EXPECT_TRUE(contains(ended.err, fmt::format("node 0 cannot listen at {}:29400", host)))
+        << ended.err;
+  }
+}
+
+TEST(RunNodesTest, options_of_nodes_without_nnodes_are_refused) {
+  const std::vector<std::vector<std::string>> cases = {{"--rdzv", "127.0.0.1:29400"},
+                                                       {"--rdzv-secret", "/no/file"},
+                                                       {"--rdzv-timeout", "5"},
+                                                       {"--node-rank", "0"}};
+  for (const auto& options : cases) {
+    std::vector<std::string> arguments = {"run"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    for (const char* word : {"-n", "1", "true"}) arguments.emplace_back(word);
+    const Ended ended = Command({.arguments = arguments}).wait();
+    EXPECT_EQ(ended.exit_code, 2) << options[0];
+    EXPECT_TRUE(contains(ended.err, options[0] + " needs --nnodes")) << ended.err;
+  }
+}
+
+TEST(RunNodesTest, one_node_may_be_said) {
+  const Ended ended = start({.n_nodes = 1,
+                             .node_rank = 0,
+                             .rendezvous = free_rendezvous(),
+                             .script = "echo $RANK/$WORLD_SIZE"})
+                          ->wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(sorted_lines_of(ended.out), (Lines{"0/2", "1/2"}));
+}
+
+TEST(RunNodesTest, a_secret_that_is_not_a_regular_file_is_refused) {
+  const TemporaryFolder folder;
+  const std::string fifo = folder / "fifo";
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  for (const std::string& path : {fifo, folder.path()}) {
+    const Ended ended = start({.node_rank = 0,
+                               .rendezvous = free_rendezvous(),
+                               .script = "true",
+                               .options = {"--rdzv-secret", path}})
+                            ->wait();
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_TRUE(contains(ended.err, path + "': it is not a regular file")) << ended.err;
+  }
 }
 
 TEST(RunNodesTest, options_that_are_wrong_are_named) {

@@ -38,6 +38,35 @@ TEST(RunRanksTest, each_rank_knows_its_place) {
   EXPECT_EQ(ended.err, "");
 }
 
+TEST(RunRanksTest, each_rank_has_the_variables_of_torchrun) {
+  const char* const kTold =
+      "echo $ROLE_RANK $ROLE_WORLD_SIZE $ROLE_NAME $GROUP_RANK $GROUP_WORLD_SIZE "
+      "$TORCHELASTIC_RESTART_COUNT $TORCHELASTIC_MAX_RESTARTS; echo id $TORCHELASTIC_RUN_ID; "
+      "[ $TORCHELASTIC_RESTART_COUNT = 1 ]";
+  const Ended ended = run(script({"-n", "2", "--max-restarts", "1"}, kTold));
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  Lines lines = sorted_lines_of(ended.out);
+  ASSERT_EQ(lines.size(), 8U) << ended.out;
+  EXPECT_EQ(Lines(lines.begin(), lines.begin() + 4),
+            (Lines{"0 2 default 0 1 0 1", "0 2 default 0 1 1 1", "1 2 default 0 1 0 1",
+                   "1 2 default 0 1 1 1"}));
+  EXPECT_EQ(std::set<std::string>(lines.begin() + 4, lines.end()).size(), 1U) << ended.out;
+  EXPECT_GT(lines[4].size(), std::string("id ").size());
+  const Lines other = sorted_lines_of(run(script({"-n", "1"}, kTold)).out);
+  EXPECT_NE(other.back(), lines.back()) << "the id of another job";
+}
+
+TEST(RunRanksTest, auto_is_a_rank_for_each_core) {
+  // Of one rank they are all cores that it may use.
+  const std::string n_cores = run(script({"-n", "1"}, "echo $OMP_NUM_THREADS")).out;
+  EXPECT_EQ(run(script({"-n", "auto"}, "[ $RANK = 0 ] && echo $WORLD_SIZE; true")).out, n_cores);
+  const Ended one = run(StartOptions{.arguments = script({"-n", "auto"}, "echo $WORLD_SIZE"),
+                                     .shell = "exec taskset -c " +
+                                              std::to_string(allowed_cores().front()) + " \"$@\""});
+  EXPECT_EQ(one.out, "1\n") << one.err;
+  EXPECT_EQ(run({"-n", "cores", "true"}).exit_code, 2);
+}
+
 TEST(RunRanksTest, outer_variables_give_way) {
   const Ended ended = run(
       StartOptions{.arguments = script({"-n", "1"}, "env | grep -c '^RANK='; echo $RANK $RANK_X"),
@@ -81,9 +110,9 @@ TEST(RunRanksTest, the_free_master_port_stays_reserved_for_the_ranks) {
 }
 
 TEST(RunRanksTest, inherits_the_segment_and_nothing_else) {
-  // The descriptors a rank has: 0, 1, 2, the segment's, and that of ls itself, and those that this
-  // test was started with.
-  int n_expected = 5;
+  // The descriptors a rank has: 0, 1, 2, the segment's, the socket to the launcher, and that of ls
+  // itself, and those that this test was started with.
+  int n_expected = 6;
   for (int fd = 3; fd < 1024; ++fd) {
     if (fcntl(fd, F_GETFD) == 0) ++n_expected;  // open, without FD_CLOEXEC
   }

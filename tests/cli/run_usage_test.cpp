@@ -70,6 +70,12 @@ TEST(RunUsageTest, bad_values) {
   expect_refused({"-n", "1", "--max-restarts", "-1", "true"}, "got '-1'");
 }
 
+TEST(RunUsageTest, empty_names) {
+  for (const char* option : {"--log-dir", "--trace", "--rdzv-secret"}) {
+    expect_refused({"-n", "1", option, "", "echo", "started"}, option);
+  }
+}
+
 TEST(RunUsageTest, program_not_found) {
   expect_refused({"-n", "2", "no-such-program-here"}, "no-such-program-here", /*exit_code=*/127);
   expect_refused({"-n", "2", "/no/such/program"}, "/no/such/program", /*exit_code=*/127);

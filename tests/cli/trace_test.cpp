@@ -226,6 +226,18 @@ TEST_F(TraceTest, what_is_no_trace_is_rejected) {
   EXPECT_EQ(trace({}).exit_code, 2);
 }
 
+TEST_F(TraceTest, inputs_that_are_not_regular_files_are_refused) {
+  const std::string fifo = folder_ / "fifo";
+  ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
+  for (const Ended& ended : {trace({"summary", fifo}), trace({"merge", file_, fifo})}) {
+    EXPECT_EQ(ended.exit_code, 2);
+    expect_contains(ended.err, "cannot read '" + fifo + "': it is not a regular file");
+  }
+  const Ended folder = trace({"summary", folder_.path()});
+  EXPECT_EQ(folder.exit_code, 2);
+  expect_contains(folder.err, "cannot read '" + folder_.path() + "': it is not a regular file");
+}
+
 TEST_F(TraceTest, what_is_no_file_is_not_replaced) {
   const std::string fifo = folder_ / "fifo";
   const std::string link = folder_ / "link";

@@ -11,6 +11,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <csignal>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +22,9 @@
 #include <thread>
 
 #include "base/fd.hpp"
+#include "base/text.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
+#include "engines/shared/bootstrap/layout_version.hpp"
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"
 #include "support/waiting.hpp"
@@ -316,6 +320,87 @@ TEST_F(BootstrapTest, a_rank_of_another_version_is_rejected_by_both_versions) {
     char byte = 0;
     EXPECT_GE(::recv(socket.get(), &byte, 1, 0), 0);  // refused, or closed
   });
+  expect_all_pass();
+}
+
+volatile std::sig_atomic_t n_interrupts = 0;
+
+// As those of an interval timer, without SA_RESTART.
+TEST_F(BootstrapTest, signals_at_rank_0_while_a_rank_joins) {
+  struct sigaction action {};
+  action.sa_handler = [](int) { n_interrupts = n_interrupts + 1; };
+  struct sigaction before {};
+  ASSERT_EQ(::sigaction(SIGUSR1, &action, &before), 0);
+  std::atomic<pid_t> leader_id = 0;
+  std::atomic<bool> has_ended = false;
+  std::shared_ptr<Membership> membership;
+  std::thread leader([&] {
+    leader_id = ::gettid();
+    const Call barrier{.op = Op::barrier,
+                       .group = "world",
+                       .sequence = 1,
+                       .timeout = seconds(60),
+                       .where = std::source_location::current()};
+    membership = bootstrap(port_, /*rank=*/0, /*n_ranks=*/2, barrier);
+    has_ended = true;
+  });
+  const std::string leader_name = bootstrap_socket_name(port_);
+  const base::UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const sockaddr_un address = address_of(leader_name);
+  EXPECT_TRUE(test::wait_until([&] {
+    return ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address),
+                     bytes_of(leader_name)) == 0;
+  }));
+  rendezvous::Hello hello{.greeting = rendezvous::kGreeting,
+                          .layout = kVersion,
+                          .release = {},
+                          .rank = 1,
+                          .n_ranks = 2,
+                          .pid = ::getpid(),
+                          .patience_ms = 60'000,
+                          .job = {}};
+  base::copy_text(hello.job, port_);
+  EXPECT_EQ(::send(socket.get(), &hello, sizeof hello, 0), static_cast<ssize_t>(sizeof hello));
+  rendezvous::Reply reply{};
+  EXPECT_EQ(::recv(socket.get(), &reply, sizeof reply, 0), static_cast<ssize_t>(sizeof reply));
+  EXPECT_EQ(reply.failure, 0U);
+  const auto wait_until_it_waits = [&] {
+    EXPECT_TRUE(test::wait_until([&] { return test::is_asleep(leader_id) || has_ended; }));
+  };
+  for (int i = 1; i <= 3; ++i) {  // rank 0 waits for the word that this rank has joined
+    wait_until_it_waits();
+    if (has_ended) break;
+    ::pthread_kill(leader.native_handle(), SIGUSR1);
+    EXPECT_TRUE(test::wait_until([&] { return n_interrupts >= i || has_ended; }));
+  }
+  wait_until_it_waits();
+  ::send(socket.get(), rendezvous::kJoined.data(), rendezvous::kJoined.size(), MSG_NOSIGNAL);
+  leader.join();
+  ::sigaction(SIGUSR1, &before, nullptr);
+  EXPECT_EQ(membership->segment().rank(1).state.load(), RankState::absent)
+      << base::text_in(membership->segment().rank(1).failure);
+}
+
+TEST_F(BootstrapTest, a_rank_that_cannot_write_its_trace_tells_the_others_why) {
+  const test::SharedCount n_told;
+  start_rank(1, 3, [&n_told] {
+    ::setenv("LOCKSTEP_TRACE", "/proc", 1);
+    expect_refusal<SystemError>({"/proc/rank-1"});
+    EXPECT_TRUE(n_told.wait_for(2));
+  });
+  for (const int rank : {0, 2}) {
+    start_rank(rank, 3, [&n_told] {
+      init_dist();
+      try {
+        barrier();
+        ADD_FAILURE() << "no error";
+      } catch (const Error& error) {
+        EXPECT_NE(dynamic_cast<const PeerFailed*>(&error), nullptr) << error.what();
+        EXPECT_NE(error.text().find("/proc/rank-1"), std::string::npos) << error.what();
+      }
+      n_told.raise();
+    });
+  }
   expect_all_pass();
 }
 

@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <lockstep/lockstep.hpp>
 #include <map>
@@ -554,6 +555,31 @@ TEST_F(HierarchicalProcessTest, processes_of_one_system_are_one_host) {
     EXPECT_EQ(find_hosts(*outer, barrier_call()), (Hosts{0, 0, 0}));
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST_F(HierarchicalProcessTest, more_ranks_than_connections_may_wait_are_one_host) {
+  if (const auto why = test::missing_namespaces(); !why.empty()) GTEST_SKIP() << why;
+  constexpr int kRanks = 7;
+  const auto statuses = run(kRanks, [](std::unique_ptr<Engine> outer) {
+    const int rank = outer->rank();
+    const Call call = barrier_call();
+    if (rank == 0) {  // of which all get the limit
+      ASSERT_EQ(::unshare(CLONE_NEWNET), 0);
+      std::ofstream("/proc/sys/net/core/somaxconn") << "1\n";
+    }
+    const auto pids = gather_values(*outer, call, static_cast<int>(::getpid()));
+    if (rank != 0) {
+      const base::UniqueFd space(
+          ::open(fmt::format("/proc/{}/ns/net", pids[0]).c_str(), O_RDONLY | O_CLOEXEC));
+      ASSERT_EQ(::setns(space.get(), CLONE_NEWNET), 0);
+    }
+    int limit = 0;
+    std::ifstream("/proc/sys/net/core/somaxconn") >> limit;
+    ASSERT_EQ(limit, 1) << "this system does not let root set net.core.somaxconn";
+    outer->run(call);
+    EXPECT_EQ(find_hosts(*outer, call), Hosts(kRanks, 0));
+  });
+  EXPECT_EQ(statuses, std::vector<int>(kRanks, 0));
 }
 
 TEST_F(HierarchicalProcessTest, network_namespaces_are_hosts) {

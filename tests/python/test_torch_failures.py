@@ -314,3 +314,22 @@ def test_monitored_barrier_names_a_dead_rank(run_torch):
     call = "dist.monitored_barrier()"
     said = run_torch(3, survivor("os.kill(os.getpid(), 9)", call, "PeerLost", "Rank 1 failed to pass"), code=137)
     assert said.count("heard") == 2
+
+
+def test_a_rank_that_cannot_write_its_trace_tells_the_others_why(run_torch):
+    run_torch(
+        2,
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        rank = int(os.environ["RANK"])
+        if rank == 1: os.environ["LOCKSTEP_TRACE"] = "/proc"  # no files are made there
+        try:
+            dist.init_process_group("lockstep")
+            dist.barrier()
+            raise AssertionError
+        except ls.Error as error:
+            assert "/proc/rank-1" in str(error), error
+            assert rank == 1 or isinstance(error, ls.PeerFailed), error
+        """,
+        prelude="import os, signal; import torch, torch.distributed as dist; import lockstep as ls\n",
+    )

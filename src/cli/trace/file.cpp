@@ -7,7 +7,6 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <lockstep/error.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -25,6 +24,10 @@ using nlohmann::json;
 constexpr const char* kCollective = "collective";
 constexpr const char* kMessage = "message";
 constexpr const char* kRegion = "region";
+
+struct CloseFile {
+  void operator()(std::FILE* file) const { std::fclose(file); }
+};
 
 /// Names may contain arbitrary bytes; JSON is UTF-8.
 std::string quoted(const std::string& text) {
@@ -157,11 +160,13 @@ class Reader {
   explicit Reader(std::string path) : path_(std::move(path)) {}
 
   Trace read() {
-    std::ifstream file(path_, std::ios::binary);
+    base::UniqueFd fd = open_regular("lockstep trace", path_);
+    const std::unique_ptr<std::FILE, CloseFile> file(::fdopen(fd.get(), "rb"));
     if (!file) reject(std::strerror(errno));
+    fd.release();
     json rest;
     try {
-      rest = json::parse(file, [this](int depth, json::parse_event_t what, json& value) {
+      rest = json::parse(file.get(), [this](int depth, json::parse_event_t what, json& value) {
         check_depth(depth, what, value);
         // {"traceEvents": [ {...}, ... ]}
         if (depth == 1 && what == json::parse_event_t::key) {
@@ -282,10 +287,7 @@ void write(const Trace& trace, const std::string& path) {
               SIG_IGN);  // exceeding a file size limit (ulimit -f) is an error like a full disk
   try {
     base::WholeFile whole(path, /*mode=*/0666);
-    struct Close {
-      void operator()(std::FILE* file) const { std::fclose(file); }
-    };
-    const std::unique_ptr<std::FILE, Close> file(
+    const std::unique_ptr<std::FILE, CloseFile> file(
         ::fdopen(::fcntl(whole.fd(), F_DUPFD_CLOEXEC, 0), "w"));
     const auto check = [](bool is_well) {
       if (!is_well) throw std::system_error(errno, std::generic_category());

@@ -42,10 +42,10 @@ base::UniqueFd open_socket() {
 }
 
 /// A socket that other ranks of this host find under the nonce while it is open.
-base::UniqueFd make_findable(std::uint64_t nonce, int n_ranks) {
+base::UniqueFd make_findable(std::uint64_t nonce) {
   base::UniqueFd fd = open_socket();
   const base::AbstractAddress address = address_of(nonce);
-  if (::bind(fd.get(), address.get(), address.n_bytes()) != 0 || ::listen(fd.get(), n_ranks) != 0) {
+  if (::bind(fd.get(), address.get(), address.n_bytes()) != 0 || ::listen(fd.get(), /*backlog=*/1) != 0) {
     throw SystemError({.operation = "init_dist"}, errno, "cannot listen at a Unix socket");
   }
   return fd;
@@ -54,7 +54,12 @@ base::UniqueFd make_findable(std::uint64_t nonce, int n_ranks) {
 bool can_reach(const HostId& id) {
   const base::UniqueFd fd = open_socket();
   const base::AbstractAddress address = address_of(id.nonce);
-  if (::connect(fd.get(), address.get(), address.n_bytes()) != 0) return false;
+  if (::connect(fd.get(), address.get(), address.n_bytes()) != 0) {
+    // Nobody listens under this name here, or a sandbox forbids it.
+    if (errno == ECONNREFUSED || errno == EACCES || errno == EPERM) return false;
+    throw SystemError({.operation = "init_dist"}, errno,
+                      fmt::format("cannot find out whether process {} is on this host", id.pid));
+  }
   const ucred peer = base::peer_of(fd.get());
   return peer.uid == ::geteuid() && peer.pid == id.pid;
 }
@@ -75,14 +80,21 @@ std::vector<int> find_hosts(Engine& outer, const Call& call) {
   mine.nonce = draw_nonce();
   mine.pid = ::getpid();
   // Open before any rank can know the nonce, and until all ranks have looked for it.
-  const base::UniqueFd beacon = make_findable(mine.nonce, outer.size());
+  const base::UniqueFd beacon = make_findable(mine.nonce);
   const std::vector<HostId> ids = gather_values(outer, call, mine);
-  int lowest = 0;
-  for (; lowest < outer.rank(); ++lowest) {
-    const HostId& id = ids[static_cast<std::size_t>(lowest)];
+  // Nobody accepts the connections, and the system limits how many may wait (net.core.somaxconn). So
+  // each rank connects to the next lower one of its host only: to no rank connects more than one.
+  int next_lower = outer.rank() - 1;
+  for (; next_lower >= 0; --next_lower) {
+    const HostId& id = ids[static_cast<std::size_t>(next_lower)];
     if (mine.boot_id[0] != '\0' && id.boot_id == mine.boot_id && can_reach(id)) break;
   }
-  return gather_values(outer, call, lowest);
+  std::vector<int> hosts = gather_values(outer, call, next_lower);
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+    const int lower = hosts[rank];
+    hosts[rank] = lower < 0 ? static_cast<int>(rank) : hosts[static_cast<std::size_t>(lower)];
+  }
+  return hosts;
 }
 
 }  // namespace lockstep::hierarchical

@@ -1,19 +1,21 @@
 #include "nn/python/backend_join.hpp"
 
+#include <cstdlib>
 #include <lockstep/env.hpp>
 
-#include "base/exception.hpp"
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/message/message_engine.hpp"
 #include "engines/shared/bootstrap/job.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/solo/solo.hpp"
 #include "group/group_state.hpp"
+#include "group/leave_on_exception.hpp"
 #include "nn/c10d/c10d_transport.hpp"
 #include "nn/c10d/c10d_wire.hpp"
 #include "record/recorder.hpp"
 #include "world/arithmetic.hpp"
 #include "world/session.hpp"
+#include "world/variables.hpp"
 
 namespace lockstep::python {
 Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGroup> between,
@@ -28,7 +30,10 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
                      .sequence = 1,
                      .timeout = timeout,
                      .where = where};
-  if (env.segment) shared::note_joined(*env.segment);
+  if (env.segment) {
+    const auto local_rank = internal::variable("LOCAL_RANK");
+    shared::note_joined(*env.segment, local_rank ? std::atoi(local_rank->c_str()) : -1);
+  }
   std::unique_ptr<Engine> engine;
   std::shared_ptr<internal::Recorder> recorder;
   if (membership.size == 1) {
@@ -45,24 +50,19 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
     recorder = internal::Recorder::in_process(membership.rank, membership.size);
   }
   std::shared_ptr<shared::TaggedMessages> messages;
-  if (membership.size > 1) {
-    try {
-      internal::check_arithmetic(*engine, barrier, costs);
-      if (meeting.is_on_one_host()) {
-        Call allocate = barrier;
-        allocate.op = Op::allocate;
-        messages = shared::make_messages(*engine, allocate);
-      }
-    } catch (...) {  // possibly on this rank only
-      engine->leave(base::text_of(std::current_exception()));
-      throw;
+  internal::leave_on_exception(*engine, [&] {
+    if (membership.size > 1) internal::check_arithmetic(*engine, barrier, costs);
+    if (membership.size > 1 && meeting.is_on_one_host()) {
+      Call allocate = barrier;
+      allocate.op = Op::allocate;
+      messages = shared::make_messages(*engine, allocate);
     }
-  }
-  // One record per rank: that of lockstep's own world, if the program has joined one.
-  if (recorder && membership.name == kWorld && internal::session() == nullptr) {
-    if (env.record_dir) recorder->write_to(*env.record_dir);
-    if (env.trace_dir) recorder->trace_to(*env.trace_dir, env.restart);
-  }
+    // One record per rank: that of lockstep's own world, if the program has joined one.
+    if (recorder && membership.name == kWorld && internal::session() == nullptr) {
+      if (env.record_dir) recorder->write_to(*env.record_dir);
+      if (env.trace_dir) recorder->trace_to(*env.trace_dir, env.restart);
+    }
+  });
   Engine* const joined = engine.get();
   return {.group = Group(std::make_shared<internal::GroupState>(
               std::move(engine), membership.name, timeout, std::move(recorder), env.check)),

@@ -189,6 +189,7 @@ int main(int argc, char** argv) {
       return 0;
     }
     if (fault == "levels" && rank == 1) ::setenv("LOCKSTEP_CHECK", "off", 1);
+    if (fault == "trace" && rank == 1) ::setenv("LOCKSTEP_TRACE", "/proc", 1);
     lockstep::init_dist({.backend = backend});
     rank = lockstep::get_rank();
     lockstep::barrier();

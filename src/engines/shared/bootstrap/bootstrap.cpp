@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "base/fd.hpp"
+#include "base/fd_message.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
@@ -104,24 +105,13 @@ class Follower : Bootstrap {
                leader_.pid, limit_seconds()));
     }
     Reply reply{};
-    iovec part{.iov_base = &reply, .iov_len = sizeof reply};
-    alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-    msghdr message{};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    ssize_t n = ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC);
+    ssize_t n = base::receive_with_fd(socket_.get(), &reply, sizeof reply, segment_fd);
     // Reported first if rank 0 closed the socket without having read the hello; then comes its
     // reply.
-    if (n < 0 && errno == ECONNRESET) n = ::recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC);
-    if (n != sizeof reply) lose_leader();
-    const cmsghdr* const header = CMSG_FIRSTHDR(&message);
-    if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
-      int fd = -1;
-      std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
-      segment_fd.reset(fd);
+    if (n < 0 && errno == ECONNRESET) {
+      n = base::receive_with_fd(socket_.get(), &reply, sizeof reply, segment_fd);
     }
+    if (n != sizeof reply) lose_leader();
     if (reply.greeting != kGreeting) {
       fail(Kind::mismatch,
            fmt::format("process {} at @{} does not respond as rank 0 of this version of lockstep",

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/fd.hpp"
+#include "base/fd_message.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
@@ -258,12 +259,15 @@ class Leader : Bootstrap {
                       .nonce = segment.header().nonce,
                       .text = {}};
     for (const Member& member : members_) {
-      if (member.rank >= 0) send_segment(member, reply, segment.fd());
+      if (member.rank < 0) continue;
+      // A dead peer is detected below.
+      base::send_with_fd(member.socket.get(), &reply, sizeof reply, segment.fd());
     }
     for (const Member& member : members_) {
       if (member.rank < 0) continue;
       pollfd entry{.fd = member.socket.get(), .events = POLLIN, .revents = 0};
-      while (::poll(&entry, 1, milliseconds_to(deadline_)) == 0 && Clock::now() < deadline_) {
+      // Also after a signal, which interrupts poll.
+      while (::poll(&entry, 1, milliseconds_to(deadline_)) <= 0 && Clock::now() < deadline_) {
       }
       std::array<char, sizeof Reply::text> said{};
       const ssize_t n = ::recv(member.socket.get(), said.data(), said.size() - 1, 0);
@@ -271,22 +275,6 @@ class Leader : Bootstrap {
       declare_failed(segment, member.rank,
                      n > 0 ? base::text_in(said) : "died, or took too long, before it joined");
     }
-  }
-
-  static void send_segment(const Member& member, const Reply& reply, int fd) {
-    iovec part{.iov_base = const_cast<Reply*>(&reply), .iov_len = sizeof reply};
-    alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof fd)> control{};
-    msghdr message{};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    cmsghdr* const header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof fd);
-    std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-    ::sendmsg(member.socket.get(), &message, MSG_NOSIGNAL);  // a dead peer is detected below
   }
 
   base::UniqueFd listener_;

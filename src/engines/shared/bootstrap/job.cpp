@@ -12,7 +12,21 @@
 namespace lockstep::shared {
 
 Job::Job(int n_ranks, const std::optional<std::string>& tune)
-    : segment_(make_world(Segment::for_processes(n_ranks), tune)), n_ranks_(n_ranks) {}
+    : segment_(make_world(Segment::for_processes(n_ranks), tune)), tune_(tune), n_ranks_(n_ranks) {}
+
+std::unique_ptr<Job> Job::next() const {
+  auto job = std::make_unique<Job>(n_ranks_, tune_);
+  // LOCKSTEP_SEGMENT in the ranks' environment names every world of the job.
+  job->segment_->header().nonce = segment_->header().nonce;
+  for (int r = 0; r < n_ranks_; ++r) {
+    const RankBlock& before = segment_->rank(r);
+    RankBlock& rank = job->segment_->rank(r);
+    rank.flight.job = before.flight.job;
+    rank.wait_status_plus_one.store(before.wait_status_plus_one.load(std::memory_order_relaxed),
+                                    std::memory_order_relaxed);
+  }
+  return job;
+}
 
 Job::~Job() = default;
 
@@ -26,11 +40,27 @@ void Job::rank_ended(int rank, int wait_status) noexcept {
   segment_->rank(rank).wait_status_plus_one.store(wait_status + 1, std::memory_order_release);
 }
 
+std::optional<pid_t> Job::process_of(int rank) const noexcept {
+  const RankBlock& block = segment_->rank(rank);
+  const pid_t pid = block.pid.load(std::memory_order_relaxed);
+  if (pid <= 0 || !is_pid_of(base::namespace_of("pid"), block).value_or(false)) return std::nullopt;
+  const auto state = base::process_state(pid, block.start_time.load(std::memory_order_relaxed));
+  return state == base::ProcessState::gone ? std::nullopt : std::optional(pid);
+}
+
 bool Job::has_joined_rank() const noexcept {
   for (int r = 0; r < n_ranks_; ++r) {
     if (segment_->rank(r).pid.load(std::memory_order_relaxed) != 0) return true;
   }
   return segment_->header().has_joined_elsewhere.load(std::memory_order_relaxed);
+}
+
+bool Job::has_leaver() const noexcept {
+  for (int r = 0; r < n_ranks_; ++r) {
+    const RankState state = segment_->rank(r).state.load(std::memory_order_acquire);
+    if (state == RankState::left || state == RankState::failed) return true;
+  }
+  return false;
 }
 
 std::optional<int> Job::who_left_before(int failed_rank) const {
@@ -63,17 +93,17 @@ std::optional<int> Job::who_left_before(int failed_rank) const {
   return std::nullopt;
 }
 
-void Job::write_records(const std::string& dir) const {
-  for (int r = 0; r < n_ranks_; ++r) {
-    const RankBlock& rank = segment_->rank(r);
-    const int status = rank.wait_status_plus_one.load(std::memory_order_acquire);
-    if (status == 0 || rank.flight.is_written.load(std::memory_order_relaxed) != 0) continue;
-    internal::write_record(rank.flight, "the rank " + describe_wait_status(status - 1), dir);
-  }
+void Job::write_record(int rank, const std::string& dir) const {
+  const RankBlock& block = segment_->rank(rank);
+  const int status = block.wait_status_plus_one.load(std::memory_order_acquire);
+  if (status == 0 || block.flight.is_written.load(std::memory_order_relaxed) != 0) return;
+  internal::write_record(block.flight, "the rank " + describe_wait_status(status - 1), dir);
 }
 
-void note_joined(std::string_view variable) noexcept try {
-  inherit_world(variable)->header().has_joined_elsewhere.store(true, std::memory_order_relaxed);
+void note_joined(std::string_view variable, int local_rank) noexcept try {
+  const auto segment = inherit_world(variable);
+  segment->header().has_joined_elsewhere.store(true, std::memory_order_relaxed);
+  if (local_rank >= 0 && local_rank < segment->n_ranks()) take_rank(segment->rank(local_rank));
 } catch (const std::exception&) {  // another library's segment: launcher is not notified
 }
 

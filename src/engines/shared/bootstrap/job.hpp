@@ -12,14 +12,16 @@ namespace lockstep::shared {
 
 class Segment;
 
-/// The launcher's side of a job: creates the segment that the ranks inherit, and records in it how
-/// each rank ended, so that its peers can report it.
+/// The launcher's side of one world of a job: creates its segment, which the ranks inherit or get
+/// (launcher_socket.hpp), and records in it how each rank ended, so that its peers can report it.
 class Job {
  public:
   /// Throws SystemError if there is no memory or no descriptor, UsageError if n_ranks is not in
   /// 1..512.
   /// `tune`: Env::tune.
   explicit Job(int n_ranks, const std::optional<std::string>& tune = {});
+  /// The next world of the same job: ranks that have ended have ended there too.
+  std::unique_ptr<Job> next() const;
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
@@ -30,22 +32,29 @@ class Job {
   std::string environment() const;
   /// Records how a rank ended (a waitpid status).
   void rank_ended(int rank, int wait_status) noexcept;
+  /// The living process that joined a world as this rank, over any engine. nullopt: there is none, or
+  /// it is not visible here (another PID namespace, or no /proc).
+  std::optional<pid_t> process_of(int rank) const noexcept;
   /// Whether any rank joined a world, over any engine.
   bool has_joined_rank() const noexcept;
+  /// Whether a rank has joined and left, or failed.
+  bool has_leaver() const noexcept;
   /// The rank for which `failed_rank` waited in vain: it left the world without a failed call,
   /// while `failed_rank` ended in a failed call. nullopt if there is none.
   std::optional<int> who_left_before(int failed_rank) const;
-  /// Writes DIR/rank-N.json with the last operations of each ended rank that has not done so.
+  /// Writes DIR/rank-N.json with the last operations of a rank, if it has ended and has not done so.
   /// Throws SystemError.
-  void write_records(const std::string& dir) const;
+  void write_record(int rank, const std::string& dir) const;
 
  private:
   std::shared_ptr<Segment> segment_;
+  const std::optional<std::string> tune_;
   const int n_ranks_;  ///< not read from the segment, which the ranks could overwrite
 };
 
-/// Records for the launcher, in the segment that LOCKSTEP_SEGMENT names, that a rank has joined a
-/// world over an engine that does not use the segment. Does nothing if the variable names none.
-void note_joined(std::string_view variable) noexcept;
+/// Records for the launcher, in the segment that LOCKSTEP_SEGMENT names, that this process has joined
+/// a world as `local_rank` over an engine that does not use the segment. Does nothing if the variable
+/// names none.
+void note_joined(std::string_view variable, int local_rank) noexcept;
 
 }  // namespace lockstep::shared

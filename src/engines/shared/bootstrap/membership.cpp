@@ -32,6 +32,25 @@ std::optional<bool> is_pid_of(std::uint64_t here, const RankBlock& rank) noexcep
   return here != 0 && there != 0 ? std::optional(here == there) : std::nullopt;
 }
 
+bool take_rank(RankBlock& block) noexcept {
+  const pid_t pid = ::getpid();
+  std::int32_t holder = 0;
+  const bool has_joined = block.state.load(std::memory_order_relaxed) != RankState::absent;
+  // A process that joined a world over another engine has the block, and may join this one too.
+  if (!block.pid.compare_exchange_strong(holder, pid) && (holder != pid || has_joined)) return false;
+  block.start_time.store(base::process_start_time(pid), std::memory_order_relaxed);
+  block.pidfd_inode.store(base::pidfd_inode(pid), std::memory_order_relaxed);
+  block.pid_namespace.store(base::namespace_of("pid"), std::memory_order_relaxed);
+  block.time_namespace.store(base::namespace_of("time"), std::memory_order_relaxed);
+  return true;
+}
+
+bool has_left(const RankBlock& block) noexcept {
+  const RankState state = block.state.load(std::memory_order_relaxed);
+  return block.pid.load(std::memory_order_relaxed) == ::getpid() &&
+         (state == RankState::left || state == RankState::failed);
+}
+
 void mark_ended(RankBlock& block, std::string_view failure) noexcept {
   if (!failure.empty()) base::copy_marked_text(block.failure, failure);
   // Release: a peer that sees the state also sees the text and all that the rank published before.
@@ -42,17 +61,12 @@ void mark_ended(RankBlock& block, std::string_view failure) noexcept {
 Membership::Membership(std::shared_ptr<Segment> segment, int world_rank)
     : segment_(std::move(segment)), world_rank_(world_rank), pid_(::getpid()) {
   RankBlock& mine = block(world_rank_);
-  std::int32_t expected_pid = 0;
-  if (!mine.pid.compare_exchange_strong(expected_pid, pid_)) {
+  if (!take_rank(mine)) {
     throw UsageError({.operation = "init_dist"},
                      fmt::format("rank {} is taken by process {}; each rank joins once, and a "
                                  "program started by a rank is not a rank (unset LOCKSTEP_SEGMENT)",
-                                 world_rank_, expected_pid));
+                                 world_rank_, mine.pid.load(std::memory_order_relaxed)));
   }
-  mine.start_time.store(base::process_start_time(pid_), std::memory_order_relaxed);
-  mine.pidfd_inode.store(base::pidfd_inode(pid_), std::memory_order_relaxed);
-  mine.pid_namespace.store(base::namespace_of("pid"), std::memory_order_relaxed);
-  mine.time_namespace.store(base::namespace_of("time"), std::memory_order_relaxed);
   mine.cpu_quota.store(base::cpu_quota(), std::memory_order_relaxed);
   const base::CpuMask mask = base::allowed_cpus();
   for (std::size_t i = 0; i < mask.size(); ++i) {

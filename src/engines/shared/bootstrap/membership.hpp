@@ -34,6 +34,13 @@ std::string describe_wait_status(int status);
 /// of the two namespaces is unknown.
 std::optional<bool> is_pid_of(std::uint64_t here, const RankBlock& rank) noexcept;
 
+/// Takes an unjoined rank's block for this process and writes there how others recognise the process.
+/// Returns false if the rank has joined, or another process has taken the block.
+bool take_rank(RankBlock& block) noexcept;
+
+/// Whether this process was the rank and has left, or failed to join.
+bool has_left(const RankBlock& block) noexcept;
+
 /// Marks a rank's block as ended: with an exception if `failure` is not empty.
 void mark_ended(RankBlock& block, std::string_view failure) noexcept;
 

@@ -2,14 +2,20 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <charconv>
+#include <cstdint>
+#include <exception>
 #include <lockstep/error.hpp>
 #include <numeric>
 #include <vector>
 
+#include "base/exception.hpp"
 #include "engines/shared/algorithms/shared_engine.hpp"
 #include "engines/shared/bootstrap/bootstrap.hpp"
+#include "engines/shared/bootstrap/launcher_socket.hpp"
 
 namespace lockstep::shared {
 
@@ -22,40 +28,84 @@ std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment,
   return segment;
 }
 
-std::shared_ptr<Segment> inherit_world(std::string_view variable) {
-  const std::size_t colon = variable.find(':');
-  const char* const end = variable.data() + variable.size();
-  int fd = -1;
+namespace {
+
+/// LOCKSTEP_SEGMENT: FD:NONCE, or FD:NONCE:FD with the socket to the launcher.
+struct Inherited {
+  int segment = -1;
   std::uint64_t nonce = 0;
-  bool is_valid = colon != std::string_view::npos;
-  if (is_valid) {
-    const char* const middle = variable.data() + colon;
-    const auto number = std::from_chars(variable.data(), middle, fd);
-    const auto digits = std::from_chars(middle + 1, end, nonce, 16);
-    is_valid = number.ec == std::errc() && number.ptr == middle && fd >= 0 &&
-               digits.ec == std::errc() && digits.ptr == end;
-  }
-  if (!is_valid) {
-    throw UsageError(
-        {.operation = "init_dist"},
-        fmt::format("LOCKSTEP_SEGMENT is '{}', not FD:NONCE as `lockstep run` sets it; "
-                    "unset it, or start the program with `lockstep run`",
-                    variable));
-  }
-  auto segment = Segment::attach(base::UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)), nonce);
-  ::fcntl(fd, F_SETFD, FD_CLOEXEC);  // child programs of a rank are not ranks
+  int launcher = -1;
+};
+
+template <class Number>
+bool read_field(std::string_view field, Number& number, int base) {
+  const char* const end = field.data() + field.size();
+  const auto [rest, error] = std::from_chars(field.data(), end, number, base);
+  return error == std::errc() && rest == end && number >= 0;
+}
+
+Inherited parse_inherited(std::string_view variable) {
+  Inherited inherited;
+  const std::size_t first = variable.find(':');
+  const std::size_t second = first == variable.npos ? first : variable.find(':', first + 1);
+  const bool is_valid =
+      first != variable.npos && read_field(variable.substr(0, first), inherited.segment, 10) &&
+      read_field(variable.substr(first + 1, second - first - 1), inherited.nonce, 16) &&
+      (second == variable.npos || read_field(variable.substr(second + 1), inherited.launcher, 10));
+  if (is_valid) return inherited;
+  throw UsageError(
+      {.operation = "init_dist"},
+      fmt::format("LOCKSTEP_SEGMENT is '{}', not FD:NONCE or FD:NONCE:FD as `lockstep run` sets it; "
+                  "unset it, or start the program with `lockstep run`",
+                  variable));
+}
+
+}  // namespace
+
+std::shared_ptr<Segment> inherit_world(std::string_view variable) {
+  const Inherited inherited = parse_inherited(variable);
+  auto segment = Segment::attach(
+      base::UniqueFd(::fcntl(inherited.segment, F_DUPFD_CLOEXEC, 0)), inherited.nonce);
+  // Child programs of a rank are not ranks.
+  ::fcntl(inherited.segment, F_SETFD, FD_CLOEXEC);
+  if (inherited.launcher >= 0) ::fcntl(inherited.launcher, F_SETFD, FD_CLOEXEC);
   return segment;
 }
 
+std::shared_ptr<Segment> next_world(std::shared_ptr<Segment> inherited, std::string_view variable,
+                                    int rank, const Call& barrier) {
+  const Inherited of = parse_inherited(variable);
+  if (of.launcher < 0 || !has_left(inherited->rank(rank))) return inherited;
+  base::UniqueFd fd = ask_for_next_world(of.launcher, rank, barrier);
+  // The variable names it from now on. The number is still the former segment's: it was just mapped.
+  if (::dup3(fd.get(), of.segment, O_CLOEXEC) < 0) {
+    throw SystemError(context_of(barrier, rank), errno, "cannot keep the descriptor of another world");
+  }
+  return Segment::attach(std::move(fd), of.nonce);
+}
+
+namespace {
+
+std::unique_ptr<Engine> join(const std::shared_ptr<Membership>& membership, const Call& barrier) {
+  try {
+    return SharedEngine::join(membership, barrier);
+  } catch (...) {  // possibly on this rank only
+    membership->leave(base::text_of(std::current_exception()));
+    throw;
+  }
+}
+
+}  // namespace
+
 std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank,
                                    const Call& barrier) {
-  return SharedEngine::join(std::make_shared<Membership>(std::move(segment), rank), barrier);
+  return join(std::make_shared<Membership>(std::move(segment), rank), barrier);
 }
 
 std::unique_ptr<Engine> bootstrap_world(std::string_view job, int rank, int n_ranks,
                                         const Call& barrier,
                                         const std::optional<std::string>& tune) {
-  return SharedEngine::join(bootstrap(job, rank, n_ranks, barrier, tune), barrier);
+  return join(bootstrap(job, rank, n_ranks, barrier, tune), barrier);
 }
 
 std::shared_ptr<internal::Recorder> recorder_of(const Engine& engine) noexcept {

@@ -19,8 +19,13 @@ class TaggedMessages;
 std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment,
                                     const std::optional<std::string>& tune = {});
 
-/// The segment that LOCKSTEP_SEGMENT ("fd:nonce") names. Throws UsageError, SystemError.
+/// The segment that LOCKSTEP_SEGMENT names. Throws UsageError, SystemError.
 std::shared_ptr<Segment> inherit_world(std::string_view variable);
+
+/// `inherited`, or if this process has left the world there as `rank`: the next world, for which it
+/// asks its launcher. The variable names that one then. Throws TimeoutError, PeerLost, SystemError.
+std::shared_ptr<Segment> next_world(std::shared_ptr<Segment> inherited, std::string_view variable,
+                                    int rank, const Call& barrier);
 
 /// Joins the segment's world as `rank` and waits, up to the timeout of `barrier`, for all other
 /// ranks. Throws UsageError, and what any barrier throws.
