@@ -42,10 +42,8 @@ def all_reduce_params(
                 )
         limit = bucket_size_mb * 1024 * 1024 if coalesce else 0
         for bucket in _buckets(data, limit):
-            if len(bucket) == 1 and bucket[0].is_contiguous():
+            if len(bucket) == 1 and bucket[0].is_contiguous() and not bucket[0].is_neg():
                 _core.all_reduce(bucket[0], op, group, timeout)
-                if not bucket[0].is_inference():
-                    torch.autograd.graph.increment_version(bucket[0])  # a graph may have saved it
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             _core.all_reduce(flat, op, group, timeout)

@@ -99,6 +99,11 @@ std::string described(const char* parameter, nb::handle object) {
                           dtype, kTypes));
 }
 
+/// Whether object.method() is true; false without such a method.
+bool asks(nb::handle object, const char* method) {
+  return nb::hasattr(object, method) && nb::cast<bool>(object.attr(method)());
+}
+
 [[noreturn]] void refuse_layout(const Call& call, const std::string& name) {
   call.reject(
       fmt::format("{} is not C-contiguous: its elements do not lie one behind the other in "
@@ -153,6 +158,16 @@ void Data::take_tensor(nb::handle object, Access access, const Call& call, const
     call.reject(fmt::format("{} requires a gradient, which would be lost: pass x.detach()",
                             described(parameter, object)));
   }
+  nb::object resolved;
+  if (asks(object, "is_neg")) {
+    if (access == Access::write) {
+      call.reject(fmt::format("{} has the negative bit (as z.conj().imag), so that its memory holds "
+                              "the opposite values: pass x.resolve_neg(), and copy the result back",
+                              described(parameter, object)));
+    }
+    resolved = object.attr("resolve_neg")();
+    object = resolved;
+  }
   const auto take = [&](auto& tensor) {
     if (!nb::try_cast(object, tensor) || tensor.device_type() != nb::device::cpu::value) {
       call.reject(fmt::format("{} is no tensor in memory of the CPU that may be {}: pass x.cpu()",
@@ -179,9 +194,18 @@ void Data::take_tensor(nb::handle object, Access access, const Call& call, const
   };
   if (access == Access::write) {
     take(writable_);
+    // Tensors of other libraries, and those of inference mode, have no version.
+    if (nb::hasattr(object, "is_inference") && !asks(object, "is_inference")) {
+      tensor_ = nb::borrow<nb::object>(object);
+    }
   } else {
     take(readable_);
   }
+}
+
+void Data::raise_version() const {
+  if (!tensor_) return;
+  nb::module_::import_("torch.autograd.graph").attr("increment_version")(tensor_);
 }
 
 }  // namespace lockstep::python

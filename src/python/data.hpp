@@ -14,8 +14,10 @@ enum class Access : std::uint8_t { read, write };
 
 /// The elements of a Python object, which it holds: one with the buffer protocol (numpy.ndarray,
 /// bytearray, array.array, memoryview) or, if it has none, with DLPack on the CPU (torch.Tensor).
-/// Throws UsageError through `call` if it has neither, is not C-contiguous, has elements of another
-/// type or byte order, or is read-only and to be written. Needs the GIL, also to be destroyed.
+/// A tensor of torch with the negative bit, whose memory holds the opposite values, is read as a
+/// copy. Throws UsageError through `call` if it has neither, is not C-contiguous, has elements of
+/// another type or byte order, or if it is to be written and is read-only or has the negative bit.
+/// Needs the GIL, also to be destroyed.
 class Data {
  public:
   /// parameter: its name, for errors.
@@ -24,6 +26,9 @@ class Data {
   Data& operator=(const Data&) = delete;
 
   const Elements& elements() const { return elements_; }
+  /// To be called where the elements are written, as torch's own operations in place do: backward
+  /// then finds out if a graph has saved them. Nothing if they are not those of a tensor of torch.
+  void raise_version() const;
 
  private:
   void take_buffer(nanobind::handle object, Access access, const Call& call, const char* parameter);
@@ -38,6 +43,7 @@ class Data {
   };
 
   Buffer buffer_;
+  nanobind::object tensor_;  // of torch, to be written
   nanobind::ndarray<> writable_;
   nanobind::ndarray<nanobind::ro> readable_;
   Elements elements_;

@@ -9,8 +9,10 @@
 #include <lockstep/objects.hpp>
 #include <map>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -170,12 +172,32 @@ struct Value {
   std::int64_t integer = 0;
   double real = 0;
 
+  bool is_integer() const { return !array && nb::isinstance<nb::int_>(object); }
   Elements elements() {
     if (array) return array->elements();
-    if (nb::isinstance<nb::int_>(object)) return {&integer, 1, DType::i64};
+    if (is_integer()) return {&integer, 1, DType::i64};
     return {&real, 1, DType::f64};
   }
 };
+
+/// An int of Python has no width, so that the result is the exact one; the mean is a float.
+nb::object reduced(ReduceOp op, std::span<const std::int64_t> of_ranks) {
+  nb::object result = nb::int_(of_ranks.front());
+  for (const std::int64_t integer : of_ranks.subspan(1)) {
+    const nb::int_ next(integer);
+    switch (op) {
+      case ReduceOp::sum:
+      case ReduceOp::mean: result = result + next; break;
+      case ReduceOp::product: result = result * next; break;
+      case ReduceOp::min: result = next < result ? next : result; break;
+      case ReduceOp::max: result = next > result ? next : result; break;
+      case ReduceOp::band: result = result & next; break;
+      case ReduceOp::bor: result = result | next; break;
+      case ReduceOp::bxor: result = result ^ next; break;
+    }
+  }
+  return op == ReduceOp::mean ? nb::object(result / nb::int_(of_ranks.size())) : result;
+}
 
 void read_value(const Call& call, Value& value) {
   const nb::handle object = value.object;
@@ -198,6 +220,7 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
   const Call call("all_reduce_dict", group, timeout);
   detail::ObjectCall objects = object_call(call, detail::ObjectOp::all_reduce_dict);
   ReduceOp reduction = ReduceOp::sum;
+  const auto n_ranks = static_cast<std::size_t>(call.group().size());
   std::deque<Value> values;  // a Data does not move
   detail::prepare(objects, [&] {
     reduction = call.parse_op(op);
@@ -213,19 +236,28 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
     }
   });
   if (objects.refusal) values.clear();
-  // By type and key: the order of insertion may differ per rank.
-  std::map<std::pair<DType, std::string>, Value*> sorted;
+  // By type and key, integers last: the order of insertion may differ per rank.
+  std::map<std::tuple<bool, DType, std::string>, Value*> sorted;
   std::vector<std::string> names;
   std::vector<detail::DictEntry> entries;
-  for (auto& value : values) sorted.emplace(std::pair(value.elements().dtype, value.key), &value);
+  for (auto& value : values) {
+    sorted.emplace(std::tuple(value.is_integer(), value.elements().dtype, value.key), &value);
+  }
   names.reserve(sorted.size());
   std::map<DType, detail::Bytes> flat;
+  std::vector<std::int64_t> integers;
   for (const auto& [by, value] : sorted) {
     const Elements elements = value->elements();
-    names.push_back(fmt::format("{}: {}", value->key, name_of(elements.dtype)));
+    names.push_back(fmt::format("{}: {}", value->key,
+                                value->is_integer() ? "int" : name_of(elements.dtype)));
     entries.push_back({names.back(), elements.count});
-    flat[elements.dtype].append(elements.data, elements.n_bytes());
+    if (value->is_integer()) {
+      integers.push_back(value->integer);
+    } else {
+      flat[elements.dtype].append(elements.data, elements.n_bytes());
+    }
   }
+  std::vector<std::int64_t> integers_of_ranks(integers.size() * n_ranks);
   call.run([&] {
     detail::check_dicts(objects, entries, reduction);
     for (const auto& [dtype, bytes] : flat) {
@@ -233,17 +265,31 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
           {.data = bytes.data(), .count = bytes.size() / size_of(dtype), .dtype = dtype}, reduction,
           objects.deadline, call.where());
     }
+    if (integers.empty()) return;
+    call.group().all_gather(
+        {.data = integers.data(), .count = integers.size(), .dtype = DType::i64},
+        {.data = integers_of_ranks.data(), .count = integers_of_ranks.size(), .dtype = DType::i64},
+        objects.deadline, call.where());
   });
   std::map<DType, const std::byte*> next;
   for (const auto& [dtype, bytes] : flat) next[dtype] = bytes.data();
+  std::size_t n_reduced = 0;
   for (const auto& [by, value] : sorted) {
+    if (value->is_integer()) {
+      std::vector<std::int64_t> of_ranks(n_ranks);
+      for (std::size_t r = 0; r < n_ranks; ++r) {
+        of_ranks[r] = integers_of_ranks[r * integers.size() + n_reduced];
+      }
+      ++n_reduced;
+      data[value->name] = reduced(reduction, of_ranks);
+      continue;
+    }
     const Elements elements = value->elements();
     if (elements.count == 0) continue;
+    if (value->array) value->array->raise_version();
     std::memcpy(elements.data, next[elements.dtype], elements.n_bytes());
     next[elements.dtype] += elements.n_bytes();
-    if (value->array) continue;
-    data[value->name] = elements.dtype == DType::i64 ? nb::object(nb::int_(value->integer))
-                                                     : nb::object(nb::float_(value->real));
+    if (!value->array) data[value->name] = nb::float_(value->real);
   }
 }
 

@@ -386,3 +386,35 @@ def test_help_says_what_the_stubs_say():
     names = []
     compare(ls._core, ast.parse(Path(ls.__file__).with_name("_core.pyi").read_text()).body)
     assert "all_reduce" in names and "split" in names
+
+
+def test_arguments_of_another_type():
+    for bad in "foo", [("x", 1.0)], None:
+        with pytest.raises(ls.UsageError, match="all_reduce_dict.*data is .*dict") as caught:
+            ls.all_reduce_dict(bad)
+        assert isinstance(caught.value, TypeError)
+    for bad in "foo", (1, 2), None:
+        with pytest.raises(ls.UsageError, match="broadcast_object_list.*data is .*list") as caught:
+            ls.broadcast_object_list(bad)
+        assert isinstance(caught.value, TypeError)
+
+
+def test_the_timeout_error_is_the_builtin_too():
+    import builtins
+
+    assert issubclass(ls.TimeoutError, builtins.TimeoutError) and issubclass(ls.TimeoutError, ls.Error)
+    names = {}
+    exec("from lockstep import *", names)
+    assert "TimeoutError" not in names and "UsageError" in names
+    again = pickle.loads(pickle.dumps(ls.TimeoutError("late")))
+    assert type(again) is ls.TimeoutError and str(again) == "late"
+
+
+def test_lockstep_nn_without_torch_says_what_to_install():
+    import subprocess
+    import sys
+
+    program = "import sys; sys.modules['torch'] = None\nimport lockstep\nimport lockstep.nn"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: ") and "lockstep.nn" in last and "pip install torch" in last, done.stderr

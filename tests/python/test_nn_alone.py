@@ -1,6 +1,7 @@
 """lockstep.nn in a process of its own: the world is one rank."""
 
 import copy
+import io
 import pickle
 import threading
 
@@ -265,3 +266,33 @@ def test_ddp_takes_ours_and_refuses_those_of_torch():
             nn.parallel.DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_symbolic_trace_has_the_layer_as_a_leaf():
+    model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU()))
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1", "2"]
+    x = torch.randn(5, 3)
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(traced(x), copied(x))
+    traced(x).sum().backward()
+    inner = torch.fx.symbolic_trace(nn.Sequential(nn.Sequential(SyncBatchNorm(4))))
+    assert [node.target for node in inner.graph.nodes if node.op == "call_module"] == ["0.0"]
+
+
+def test_copies_of_a_layer_with_a_group():
+    group = lockstep.default_group().duplicate()
+    model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), group)
+    for copied in copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module, copy.copy(model[1]):
+        layer = copied if isinstance(copied, SyncBatchNorm) else copied[1]
+        assert layer.process_group == group and type(layer) is SyncBatchNorm
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for loaded in pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False):
+        assert type(loaded[1]) is SyncBatchNorm and loaded[1].process_group is None
+        torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+    assert model[1].process_group == group
+    assert copy.deepcopy(group) == group and copy.copy(group) == group
+    with pytest.raises(TypeError, match="cannot pickle.*Group"):
+        pickle.dumps(group)

@@ -181,3 +181,66 @@ def test_leaving_and_joining_again_alone(run_ranks):
         assert ls.get_world_size() == 1
         """,
     )
+
+
+def test_numbers_of_dicts_have_no_width(run_ranks):
+    run_ranks(
+        2,
+        """
+        def reduced(value, op):
+            data = {"x": value, "array": np.array([rank], "i8"), "f": 0.5}
+            ls.all_reduce_dict(data, op)
+            assert data["array"].tolist() == [{"sum": 1, "product": 0, "min": 0, "max": 1, "mean": 0}[op]]
+            return data["x"]
+
+        big = 2**62
+        for value, op, expected in [(big, "sum", 2**63), (-big - 1, "sum", -(2**63) - 2), (big, "product", 2**124),
+                                    (big + rank, "max", big + 1), (big + rank, "min", big), (big, "mean", float(big)),
+                                    (3 + rank, "mean", 3.5), (np.int64(3 + rank), "mean", 3.5), (-3 - rank, "mean", -3.5),
+                                    (2**63 - 1, "sum", 2**64 - 2)]:
+            found = reduced(value, op)
+            assert found == expected and type(found) is type(expected), (found, expected)
+        for op, expected in ("band", 1), ("bor", 7), ("bxor", 6):
+            data = {"x": 3 + 2 * rank, "y": -1}
+            ls.all_reduce_dict(data, op)
+            assert data == {"x": expected, "y": 0 if op == "bxor" else -1}, data
+        try:
+            ls.all_reduce_dict({"x": 1 if rank else np.array([1], "i8")})
+            raise AssertionError
+        except ls.MismatchError as error:
+            assert "x: int" in str(error) and "x: i64" in str(error), error
+        ls.barrier()
+        """,
+    )
+
+
+def test_an_object_that_cannot_be_rebuilt_is_named(run_ranks):
+    run_ranks(
+        2,
+        """
+        class Lost:
+            def __init__(self, text): self.text = text
+            def __reduce__(self): return (rebuild, (self.text,))
+        def rebuild(text):
+            raise KeyError("no such model: " + text)
+        class OfArguments(Exception):
+            def __init__(self, code, text): super().__init__(text)
+
+        for value, texts in [(Lost("a"), ("KeyError: 'no such model: a'", "Lost")),
+                             (OfArguments(3, "text"), ("TypeError: ", "OfArguments"))]:
+            for name, call in [("all_gather_object", lambda: ls.all_gather_object([1, {"key": value}])),
+                               ("gather_object", lambda: ls.gather_object(value, 1) if rank == 1 else ls.gather_object(value, 1)),
+                               ("broadcast_object_list", lambda: ls.broadcast_object_list([value], 0)),
+                               ("collect_results", lambda: ls.collect_results([value], 2))]:
+                receives = {"gather_object": rank == 1, "broadcast_object_list": rank == 1, "collect_results": rank == 0}
+                try:
+                    call()
+                    assert not receives.get(name, True), name
+                except ls.MismatchError as error:
+                    assert receives.get(name, True), error
+                    for text in "message of rank", *texts:
+                        assert text in str(error), (name, text, error)
+                    assert "PickledObjects" not in str(error) and "builds" not in str(error), error
+        ls.barrier()
+        """,
+    )

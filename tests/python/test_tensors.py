@@ -100,3 +100,87 @@ def test_devices_of_data():
     for bad in [], {"x": out["x"]}, {"x": out["x"], "z": out["y"]}:
         with pytest.raises(ls.UsageError, match="out"):
             ls.cast_data_device(data, cpu, bad)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: ls.all_reduce(y),
+        lambda y: ls.broadcast(y),
+        lambda y: ls.all_reduce_dict({"y": y}),
+        lambda y: ls.all_reduce_params([y]),
+        lambda y: ls.cast_data_device(torch.zeros(3), "cpu", y),
+    ],
+)
+def test_what_writes_into_a_tensor_is_seen_by_backward(write):
+    y = torch.full((3,), 4.0, requires_grad=True).sqrt()  # saves its result
+    before = y._version
+    write(y.detach())
+    assert y._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.inference_mode():
+        write(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "read", [lambda y: ls.all_gather(y), lambda y: ls.gather(y), lambda y: [] if ls.all_gather_object(y) else []]
+)
+def test_what_reads_a_tensor_leaves_its_version(read):
+    y = torch.full((3,), 4.0, requires_grad=True).sqrt()
+    read(y.detach())
+    y.sum().backward()
+
+
+def test_a_tensor_with_the_negative_bit(run_ranks):
+    run_ranks(
+        2,
+        """
+        import torch
+        refused = []
+        for make in [lambda: torch._neg_view(torch.full((3,), 2.0)), lambda: torch.tensor([1 + 2j]).conj().imag,
+                     lambda: torch.tensor(1 + 2j).conj().imag]:
+            x = make()
+            assert x.is_neg() and (x == -2).all()
+            for parts in ls.all_gather(x), ls.gather(x, 1):
+                assert len(parts) == (2 if parts or rank == 1 else 0)
+                assert all((part == -2).all() and part.shape == x.shape for part in parts), parts
+            both = [make(), x.clone()]
+            ls.all_reduce_params(both)
+            assert all((y == -4).all() for y in both), both
+            one = make()
+            ls.all_reduce_params([one])
+            ls.all_reduce_params([y := make()], coalesce=False)
+            assert (one == -4).all() and (y == -4).all()
+            for write in [ls.all_reduce, lambda y: ls.broadcast(y, 0), lambda y: ls.broadcast(y, 1),
+                          lambda y: ls.all_reduce_dict({"y": y})]:
+                y = make()
+                try:
+                    write(y)
+                    raise AssertionError
+                except ls.UsageError as error:
+                    assert "negative bit" in str(error) and "resolve_neg" in str(error), error
+                assert (y == -2).all()
+        z = ls.all_gather_object(torch.tensor([1 + 2j]).conj())
+        assert z[0].tolist() == [1 - 2j] == z[1].tolist()
+        for verb in ls.all_reduce, ls.broadcast, ls.all_gather, ls.gather:  # complex: refused whatever the bits
+            try:
+                verb(torch.tensor([1 + 2j]).conj())
+                raise AssertionError
+            except ls.UsageError as error:
+                assert "complex64" in str(error), error
+        """,
+    )
+
+
+def test_devices_of_data_raise_what_mmengine_raises():
+    with pytest.raises(ValueError):
+        ls.get_data_device([torch.zeros(1), torch.zeros(1, device="meta")])
+    for bad in [], "text", [1]:
+        with pytest.raises(TypeError if bad else ValueError):
+            ls.get_data_device(bad)
+    for bad, out, error in [(1, None, TypeError), (torch.zeros(1), [torch.zeros(1)], TypeError),
+                            ([torch.zeros(1)], [], ValueError), ({"a": torch.zeros(1)}, {"b": torch.zeros(1)}, ValueError)]:  # fmt: skip
+        with pytest.raises(error) as caught:
+            ls.cast_data_device(bad, "cpu", out)
+        assert isinstance(caught.value, ls.UsageError)

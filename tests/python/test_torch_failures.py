@@ -1,5 +1,7 @@
 """What a rank of torch.distributed hears when another one fails, and what ends a wait."""
 
+import os
+
 import pytest
 from conftest import survivor
 
@@ -333,3 +335,39 @@ def test_a_rank_that_cannot_write_its_trace_tells_the_others_why(run_torch):
         """,
         prelude="import os, signal; import torch, torch.distributed as dist; import lockstep as ls\n",
     )
+
+
+def test_a_fork_after_a_group_was_destroyed(run_ranks):
+    output = run_ranks(
+        1,
+        """
+        import glob, os, torch, torch.distributed as dist
+
+        def train():
+            dist.init_process_group("lockstep")
+            x = torch.ones(3)
+            dist.all_reduce(x, async_op=True).wait()
+            assert x.tolist() == [1, 1, 1]
+
+        def threads():
+            return [name for path in glob.glob("/proc/self/task/*/comm") if "lockstep" in (name := open(path).read())]
+
+        train()
+        assert threads() == ["lockstep-c10d\\n"], threads()
+        dist.destroy_process_group()
+        assert not threads(), threads()
+        for is_destroyed in True, False:
+            if not is_destroyed: train()
+            child = os.fork()
+            if child == 0:
+                if not is_destroyed: dist.destroy_process_group()
+                train()
+                dist.destroy_process_group()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        print("done")
+        """,
+        launcher=["env"],
+        prelude="",
+    )
+    assert "done" in output

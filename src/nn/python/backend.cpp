@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <lockstep/engine.hpp>
+#include <mutex>
 #include <optional>
 
 #include "group/list_calls.hpp"
@@ -17,6 +18,43 @@ namespace lockstep::python {
 
 using c10d::OpType;
 using internal::ListCalls;
+
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<c10::weak_intrusive_ptr<Backend>> backends;
+};
+
+Registry& registry() {
+  static auto& only = *new Registry;
+  return only;
+}
+
+}  // namespace
+
+void LivingBackends::add(const c10::intrusive_ptr<Backend>& backend) {
+  Registry& living = registry();
+  const std::lock_guard lock(living.mutex);
+  living.backends.emplace_back(backend);
+}
+
+std::vector<c10::intrusive_ptr<Backend>> LivingBackends::all() {
+  Registry& living = registry();
+  const std::lock_guard lock(living.mutex);
+  std::vector<c10::intrusive_ptr<Backend>> all;
+  for (const auto& each : living.backends) {
+    if (auto backend = each.lock()) all.push_back(std::move(backend));
+  }
+  return all;
+}
+
+void LivingBackends::remove_released() noexcept {
+  Registry& living = registry();
+  const std::lock_guard lock(living.mutex);
+  // Only weak pointers to a backend that is being released end here: no destructor runs.
+  std::erase_if(living.backends, [](const auto& each) { return each.expired(); });
+}
 
 Backend::Backend(Joined joined, c10::intrusive_ptr<Options> options,
                  c10::intrusive_ptr<c10d::Backend> messages, MonitoredBarrier monitored)
@@ -30,15 +68,18 @@ Backend::Backend(Joined joined, c10::intrusive_ptr<Options> options,
 
 Backend::~Backend() {
   const WithoutGil released;
-  if (process_.is_copy()) {
-    messages_.release();  // it would wait for threads that a fork does not have
+  if (process_.is_copy()) {  // both would wait for threads that a fork does not have
+    messages_.release();
+    static_cast<void>(queue_->release());
     return;
   }
   // The thread ends when its calls have.
-  if (!queue_.is_idle()) group().abandon("the process group was destroyed with calls under way");
-  queue_.close();
+  if (!queue_->is_idle()) group().abandon("the process group was destroyed with calls under way");
+  queue_->close();
   leave({});
 }
+
+void Backend::release_resources() { LivingBackends::remove_released(); }
 
 void Backend::leave(const std::string& failure) noexcept {
   if (process_.is_copy() || has_left_.exchange(true)) return;
@@ -47,8 +88,8 @@ void Backend::leave(const std::string& failure) noexcept {
 
 void Backend::end_callbacks() {
   if (process_.is_copy()) return;
-  if (!queue_.is_idle()) group().abandon("the program ended with calls under way");
-  queue_.wait_for_callbacks();
+  if (!queue_->is_idle()) group().abandon("the program ended with calls under way");
+  queue_->wait_for_callbacks();
 }
 
 void Backend::abort() {
@@ -59,7 +100,7 @@ void Backend::abort() {
 
 void Backend::shutdown() {
   if (process_.is_copy()) return;
-  queue_.wait_until_idle();
+  queue_->wait_until_idle();
   is_shut_down_ = true;
   leave({});
 }
@@ -91,8 +132,8 @@ void Backend::refuse(std::string operation, std::source_location where, std::str
   const auto tell = [this, operation = std::move(operation), where, reason = std::move(reason)] {
     detail::Collective(operation, group(), where).refuse(reason);
   };
-  if (queue_.is_idle()) return tell();
-  queue_.post([tell]() -> CallQueue::Callbacks {
+  if (queue_->is_idle()) return tell();
+  queue_->post([tell]() -> CallQueue::Callbacks {
     tell();
     return {};
   });

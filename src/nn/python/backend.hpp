@@ -103,6 +103,10 @@ class Backend final : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
+  /// The last owner is gone. While the list of living backends points to this one, it is not
+  /// deleted: its thread would live on, also into forks of the process.
+  void release_resources() override;
+
   /// Where and how long one call runs.
   struct Site {
     Timeout timeout;
@@ -162,7 +166,19 @@ class Backend final : public c10d::Backend {
   MonitoredBarrier monitored_;
   std::atomic<std::uint64_t> n_calls_{0};
   std::atomic<bool> has_left_{false}, is_shut_down_{false};
-  CallQueue queue_;  // last: its thread uses the other members
+  // Last: its thread uses the other members.
+  std::unique_ptr<CallQueue> queue_ = std::make_unique<CallQueue>();
+};
+
+/// The backends of this process that still have an owner. Threads: any.
+class LivingBackends {
+ public:
+  static void add(const c10::intrusive_ptr<Backend>& backend);
+  static std::vector<c10::intrusive_ptr<Backend>> all();
+
+ private:
+  friend class Backend;
+  static void remove_released() noexcept;
 };
 
 template <class Run>
@@ -202,7 +218,7 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
       // Throws; the queue may be that of a thread which is not here.
       run_on_group(operation, run, site);
     } else {
-      queue_.run([&] { run_on_group(operation, run, site); });
+      queue_->run([&] { run_on_group(operation, run, site); });
     }
     work->complete(nullptr);
     return work;
@@ -211,7 +227,7 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   auto run = before_call(operation, site.where,
                          [&] { return prepare(context_of_call(operation, site.where)); });
   // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
-  queue_.post([this, operation, work, site, memory = std::move(memory),
+  queue_->post([this, operation, work, site, memory = std::move(memory),
                run = std::move(run)]() mutable {
     std::exception_ptr error;
     try {

@@ -11,12 +11,6 @@ namespace py = pybind11;
 namespace lockstep::python {
 namespace {
 
-/// Guarded by the GIL.
-std::vector<c10::weak_intrusive_ptr<Backend>>& backends() {
-  static auto& all = *new std::vector<c10::weak_intrusive_ptr<Backend>>;
-  return all;
-}
-
 Meeting meet_in(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string name,
                 std::chrono::milliseconds timeout) {
   const std::source_location where = core().where();
@@ -50,17 +44,13 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   }
   auto backend = c10::make_intrusive<Backend>(
       std::move(joined), std::move(options), std::move(messages), MonitoredBarrier(store, meeting));
-  std::erase_if(backends(), [](const auto& each) { return each.expired(); });
-  backends().emplace_back(backend);
+  LivingBackends::add(backend);
   return backend;
 }
 
 void leave_all(const std::string& failure) {
-  std::vector<c10::intrusive_ptr<Backend>> living;
-  for (const auto& each : backends()) {
-    if (auto backend = each.lock()) living.push_back(std::move(backend));
-  }
   const WithoutGil released;
+  auto living = LivingBackends::all();
   for (const auto& backend : living) backend->leave(failure);
   // Python ends the threads that enter it later, in the midst of a destructor.
   for (const auto& backend : living) backend->end_callbacks();

@@ -7,11 +7,6 @@
 namespace lockstep::python {
 
 void CallQueue::close() noexcept {
-  if (process_.is_copy()) {  // a fork has neither the threads nor, perhaps, the mutex
-    for (std::thread& thread : threads_) thread.detach();
-    threads_.clear();
-    return;
-  }
   std::unique_lock lock(mutex_);
   is_closing_ = true;
   changed_.notify_all();

@@ -8,12 +8,11 @@
 #include <thread>
 #include <vector>
 
-#include "base/process_tag.hpp"
-
 namespace lockstep::python {
 
 /// The calls on one group, one at a time: posted ones in their order, on a thread that the first of
-/// them starts; others on the calling thread, after those posted before.
+/// them starts; others on the calling thread, after those posted before. In a fork of its process
+/// it may not be destroyed: its threads and, perhaps, the owner of its mutex are not there.
 class CallQueue {
  public:
   using Callbacks = std::function<void()>;
@@ -48,7 +47,6 @@ class CallQueue {
   void start_thread();  // requires the lock
   void loop();
 
-  base::ProcessTag process_;
   std::mutex running_;  // held by the thread that is in a call
   std::mutex mutex_;    // guards the members below
   std::condition_variable changed_;
