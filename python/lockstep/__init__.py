@@ -39,7 +39,6 @@ __all__ = [
     "MismatchError",
     "PeerFailed",
     "PeerLost",
-    "TimeoutError",
     "UsageError",
     "all_gather",
     "all_gather_object",

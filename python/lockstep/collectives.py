@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from . import _core
 from ._core import Group
+from .errors import _UsageTypeError
 from .world import Timeout
 
 
@@ -36,6 +37,8 @@ def all_reduce_dict(data: dict[str, Any], op: str = "sum", group: Optional[Group
     changed, and the group stays usable.
     """
     with _core.Operation("all_reduce_dict", group):
+        if not isinstance(data, dict):
+            raise _UsageTypeError(f"all_reduce_dict: data is {type(data).__name__}; it must be a dict")
         numpy = sys.modules.get("numpy")
         numbers = {
             key: value.item()

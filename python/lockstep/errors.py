@@ -1,10 +1,16 @@
 """The errors of lockstep. Each names the operation, the rank, the caller's file and line, and the cause."""
 
+import builtins
+
 __all__ = ["EngineError", "Error", "MismatchError", "PeerFailed", "PeerLost", "TimeoutError", "UsageError"]
 
 
 class Error(RuntimeError):
-    """Base of all errors. After any but UsageError the group is dead: later calls raise the same."""
+    """Base of all errors. After any but UsageError the group is dead: later calls raise the same.
+
+    A UsageError's call counts: if all ranks refused as many calls, the group stays usable; if not, the others
+    and this rank's next call raise MismatchError. So do not catch it and call again on one rank alone.
+    """
 
     text: str = ""  #: the message without the context in front
     operation: str = ""  #: "all_reduce", "init_dist", ...
@@ -16,15 +22,15 @@ class Error(RuntimeError):
 
 
 class UsageError(Error):
-    """A bug in the caller, detected before any data is transferred. The group stays usable."""
+    """A bug in the caller, detected before any data is transferred. The group stays usable if all ranks have it."""
 
 
 class MismatchError(Error):
     """Ranks disagree on the operation, type, count, root or reduction; names who called what, where."""
 
 
-class TimeoutError(Error):  # noqa: A001 - the name that the C++ library has
-    """A peer did not arrive within the timeout; names it."""
+class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001 - the name that the C++ library has
+    """A peer did not arrive within the timeout; names it. Also the builtin of this name."""
 
 
 class PeerLost(Error):
@@ -37,3 +43,11 @@ class PeerFailed(Error):
 
 class EngineError(Error):
     """A system call or an engine's own library (MPI) failed, or an engine is not available."""
+
+
+class _UsageTypeError(UsageError, TypeError):
+    """A UsageError about the type of an argument."""
+
+
+class _UsageValueError(UsageError, ValueError):
+    """A UsageError about the value of an argument."""

@@ -8,14 +8,21 @@ initialised, those of lockstep.init_dist().
 """
 
 import contextlib
+import copy
 import threading
 from types import TracebackType
 from typing import Any, Optional
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"lockstep.nn needs PyTorch, which is not installed ({error}): pip install torch", name="torch"
+    ) from None
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _extension
+from ._core import Group
 from .errors import UsageError
 
 __all__ = ["BatchNorm", "SyncBatchNorm", "SyncBatchNormScope", "convert_sync_batchnorm", "revert_sync_batchnorm"]
@@ -49,6 +56,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     _title = ""  # in errors
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not torch.jit.is_scripting() and isinstance(input, torch.fx.Proxy):
+            return self._as_leaf(input)
         if self.training:
             return self._train(input)
         self._check_input_dim(input)
@@ -64,6 +73,29 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             0.0,
             self.eps,
         )
+
+    @torch.jit.ignore
+    def _as_leaf(self, input: Any) -> Any:
+        """Of a torch.fx trace: one node, as for the layers of torch.nn."""
+        return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
+        """With the same group: a group is of this process, and copies of a layer call it in turn."""
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = value if name == "process_group" else copy.deepcopy(value, memo)
+        return new
+
+    def __copy__(self) -> "SyncBatchNorm":
+        return _remade(self, type(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, torch.save: without a lockstep.Group, which is of this process; set process_group after loading."""
+        state = dict(self.__dict__)
+        if isinstance(state["process_group"], Group):
+            state["process_group"] = None
+        return state
 
     @torch.jit.ignore
     def _evaluate_alone(self, input: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Optional, Union
 
 from . import _core
 from ._core import Group
-from .errors import UsageError
+from .errors import UsageError, _UsageTypeError
 from .world import Timeout
 
 _loads = pickle.loads
@@ -36,7 +36,10 @@ def gather_object(data: Any, dst: int = 0, group: Optional[Group] = None, timeou
 
 def broadcast_object_list(data: list[Any], src: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> None:
     """data <- src's data, in place. The lists have the same length on all ranks."""
-    received = _core.broadcast_objects(data, _dumps, _loads, src, group, timeout)
+    with _core.Operation("broadcast_object_list", group):
+        if not isinstance(data, list):
+            raise _UsageTypeError(f"broadcast_object_list: data is {type(data).__name__}; it must be a list")
+        received = _core.broadcast_objects(data, _dumps, _loads, src, group, timeout)
     if received is not None:
         data[:] = received
 

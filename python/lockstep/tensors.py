@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from . import _core
 from ._core import Group
-from .errors import UsageError
+from .errors import UsageError, _UsageTypeError, _UsageValueError
 from .world import Timeout
 
 if TYPE_CHECKING:
@@ -67,12 +67,13 @@ def _buckets(tensors: list[torch.Tensor], limit: float) -> Iterable[list[torch.T
 def get_data_device(data: Any) -> torch.device:
     """The device of the tensors in data: a tensor, or lists, tuples and dicts of them.
 
-    UsageError if there is none, or they are on several devices.
+    UsageError if there is none, or they are on several devices, which is a ValueError too; or if the data holds
+    something else, which is a TypeError too.
     """
     devices = {tensor.device for tensor in _tensors_of(data, "get_data_device")}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices)))
-        raise UsageError(
+        raise _UsageValueError(
             f"get_data_device: tensors are on {found}: move them to one device with cast_data_device"
             if devices
             else "get_data_device: there is no tensor in the data"
@@ -95,12 +96,13 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
     import torch
 
     if out is not None and (type(out) is not type(data) or (not isinstance(data, torch.Tensor) and len(out) != len(data))):
-        raise UsageError(f"cast_data_device: out ({_described(out)}) has not the structure of data ({_described(data)})")
+        kind = _UsageTypeError if type(out) is not type(data) else _UsageValueError
+        raise kind(f"cast_data_device: out ({_described(out)}) must have the structure of data ({_described(data)})")
     if isinstance(data, torch.Tensor):
         return data.to(device) if out is None else out.copy_(data)
     if isinstance(data, dict):
         if out is not None and out.keys() != data.keys():
-            raise UsageError(f"cast_data_device: out has the keys {sorted(out)}, data {sorted(data)}")
+            raise _UsageValueError(f"cast_data_device: out has the keys {sorted(out)}, data {sorted(data)}")
         items = {key: cast_data_device(value, device, None if out is None else out[key]) for key, value in data.items()}
         return type(data)(items) if out is None else out
     if isinstance(data, (list, tuple)):
@@ -108,7 +110,7 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
         if out is not None:
             return out
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    raise UsageError(f"cast_data_device: data is {_described(data)}; it takes tensors, and lists, tuples and dicts of them")
+    raise _UsageTypeError(f"cast_data_device: data is {_described(data)}; it takes tensors, and lists, tuples and dicts of them")
 
 
 def _described(data: Any) -> str:
@@ -124,4 +126,4 @@ def _tensors_of(data: Any, function: str) -> Iterable[torch.Tensor]:
         for item in data.values() if isinstance(data, dict) else data:
             yield from _tensors_of(item, function)
     else:
-        raise UsageError(f"{function}: data holds {_described(data)}; it takes tensors, and lists, tuples and dicts of them")
+        raise _UsageTypeError(f"{function}: data holds {_described(data)}; it takes tensors, and lists, tuples and dicts of them")

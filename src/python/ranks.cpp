@@ -161,6 +161,8 @@ void define_group(nb::module_& module) {
       .def(
           "__eq__", [](const Group& group, const Group& other) { return group == other; },
           nb::is_operator())
+      .def("__copy__", [](nb::handle self) { return nb::borrow(self); })
+      .def("__deepcopy__", [](nb::handle self, nb::handle /*memo*/) { return nb::borrow(self); })
       .def("__hash__", [](const Group& group) { return std::hash<std::string>()(group.name()); })
       .def("__repr__", [](const Group& group) {
         return fmt::format("<lockstep.Group '{}': rank {} of {}, {}>", group.name(), group.rank(),
