@@ -56,8 +56,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     _title = ""  # in errors
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not torch.jit.is_scripting() and isinstance(input, torch.fx.Proxy):
-            return self._as_leaf(input)
+        if not torch.jit.is_scripting():  # of which the compiler of TorchScript takes the branch away
+            if isinstance(input, torch.fx.Proxy):
+                return self._as_leaf(input)
         if self.training:
             return self._train(input)
         self._check_input_dim(input)

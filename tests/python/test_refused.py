@@ -1,0 +1,152 @@
+"""Calls that a rank refuses: on one rank, and on all alike."""
+
+import pytest
+
+CALLS = {
+    "all_reduce of an array in Fortran's order": ("ls.all_reduce(np.ones((2, 2)))", "ls.all_reduce(np.ones((2, 2), order='F'))"),
+    "all_reduce by an unknown op": ("ls.all_reduce(np.ones(2))", "ls.all_reduce(np.ones(2), 'median')"),
+    "all_reduce of strings": ("ls.all_reduce(np.ones(2))", "ls.all_reduce(np.array(['a', 'b']))"),
+    "all_reduce with a timeout of words": ("ls.all_reduce(np.ones(2))", "ls.all_reduce(np.ones(2), timeout='soon')"),
+    "broadcast from no rank": ("ls.broadcast(np.ones(2))", "ls.broadcast(np.ones(2), 9)"),
+    "broadcast from a word": ("ls.broadcast(np.ones(2))", "ls.broadcast(np.ones(2), 'a')"),
+    "all_gather of a list": ("ls.all_gather(np.ones(2))", "ls.all_gather([1, 2])"),
+    "gather to no rank": ("ls.gather(np.ones(2))", "ls.gather(np.ones(2), -1)"),
+    "all_reduce_params of a sparse tensor": (
+        "import torch; ls.all_reduce_params([torch.ones(2)])",
+        "import torch; ls.all_reduce_params([torch.ones(2).to_sparse()])",
+    ),
+    "SyncBatchNorm of another width": (
+        "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)(torch.rand(3, 2))",
+        "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)(torch.rand(3, 1))",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_by_one_rank(run_ranks, name):
+    made, refused = CALLS[name]
+    run_ranks(
+        2,
+        f"""
+        ls.barrier()
+        if rank == 1:
+            try:
+                {refused}
+                raise AssertionError
+            except ls.UsageError:
+                pass
+        try:
+            {made}
+            raise AssertionError
+        except ls.MismatchError as error:
+            assert "refused" in str(error) and "#2: " in str(error) and "program.py:7" in str(error), error
+        """,
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_by_all_ranks(run_ranks, name):
+    made, refused = CALLS[name]
+    run_ranks(
+        2,
+        f"""
+        for _ in range(2):
+            try:
+                {refused}
+                raise AssertionError
+            except ls.UsageError:
+                pass
+            {made}
+        x = np.ones(1)
+        ls.all_reduce(x)
+        assert x[0] == 2
+        """,
+    )
+
+
+OBJECTS = {
+    "all_gather_object": ("ls.all_gather_object(1)", "ls.all_gather_object(lambda: 0)"),
+    "gather_object": ("ls.gather_object(1)", "ls.gather_object(lambda: 0)"),
+    "broadcast_object_list": ("ls.broadcast_object_list([1], 1)", "ls.broadcast_object_list([lambda: 0], 1)"),
+    "all_reduce_dict": ("ls.all_reduce_dict({'a': 1.0})", "ls.all_reduce_dict({'a': 'b'})"),
+    "gather_object to no rank": ("ls.gather_object(1)", "ls.gather_object(1, 9)"),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_carry_the_refusal(run_ranks, name):
+    made, refused = OBJECTS[name]
+    run_ranks(
+        2,
+        f"""
+        for _ in range(2):
+            try:
+                if rank == 1: {refused}
+                else: {made}
+                raise AssertionError
+            except ls.PeerFailed as error:
+                assert rank == 0 and "rank 1 failed: " in str(error) and "program.py:" in str(error), error
+            except Exception as error:
+                assert rank == 1 and not isinstance(error, AssertionError), error
+            {made}
+        """,
+    )
+
+
+TORCH = {
+    "all_reduce of a sparse tensor by max": (
+        "dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX)",
+        "dist.all_reduce(torch.ones(2), dist.ReduceOp.BXOR)",
+    ),
+    "all_gather into tensors of another size": (
+        "dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))",
+        "dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(3))",
+    ),
+    "reduce_scatter of tensors of another size": (
+        "dist.reduce_scatter(torch.ones(2), [torch.ones(2), torch.ones(2)])",
+        "dist.reduce_scatter(torch.ones(2), [torch.ones(3), torch.ones(2)])",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("pending", [False, True])
+def test_of_torch_by_one_rank(run_torch, name, pending):
+    made, refused = TORCH[name]
+    run_torch(
+        2,
+        f"""
+        y = torch.ones(3)
+        work = dist.all_reduce(y, async_op=True) if {pending} else None
+        if rank == 1:
+            try:
+                {refused}
+                raise AssertionError
+            except ls.UsageError:
+                pass
+        try:
+            {made}
+            raise AssertionError
+        except ls.MismatchError as error:
+            assert "refused" in str(error), error
+        if work: work.wait()
+        assert y.tolist() == ([2, 2, 2] if work else [1, 1, 1]), y
+        """,
+    )
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_of_torch_by_all_ranks(run_torch, name):
+    made, refused = TORCH[name]
+    run_torch(
+        2,
+        f"""
+        for _ in range(2):
+            try:
+                {refused}
+                raise AssertionError
+            except ls.UsageError:
+                pass
+            {made}
+        """,
+    )
