@@ -260,8 +260,9 @@ void collect_results(const ObjectCall& call, const std::filesystem::path* tmpdir
                      const Results& results) {
   // Thrown behind the messages: of items that could not be sent or read, of which all ranks know.
   std::exception_ptr error;
-  Collective(name_of(call.op), call.group, call.where).run([&] {
-    const auto headers = exchange_headers(call, {});
+  const Collective collective(name_of(call.op), call.group, call.where);
+  const auto headers = exchange_headers(call, {});
+  collective.run([&] {
     check_agreed(call, headers, "size");
     const Interleaving order(headers, call.agreed);
     if (tmpdir != nullptr) {

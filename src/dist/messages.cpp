@@ -115,11 +115,14 @@ std::vector<MessageHeader> exchange_headers(const ObjectCall& call, const Bytes&
                                      .agreed = call.agreed,
                                      .n_items = call.n_items},
                                     mine.span());
-  std::vector<MessageHeader> headers(static_cast<std::size_t>(call.group.size()));
-  call.group.all_gather(
-      {.data = &header, .count = sizeof header, .dtype = DType::u8},
-      {.data = headers.data(), .count = headers.size() * sizeof header, .dtype = DType::u8},
-      call.deadline, call.where);
+  std::vector<MessageHeader> headers;
+  Collective(name_of(call.op), call.group, call.where).run([&] {
+    headers.resize(static_cast<std::size_t>(call.group.size()));
+    call.group.all_gather(
+        {.data = &header, .count = sizeof header, .dtype = DType::u8},
+        {.data = headers.data(), .count = headers.size() * sizeof header, .dtype = DType::u8},
+        call.deadline, call.where);
+  });
   for (std::size_t r = 0; r < headers.size(); ++r) {
     const auto& theirs = headers[r];
     if (theirs.magic != header.magic || theirs.version != header.version) {
@@ -162,8 +165,9 @@ void check_message(const ObjectCall& call, int sender, const MessageHeader& head
 }
 
 Messages gather_messages(const ObjectCall& call, Bytes mine) {
-  return Collective(name_of(call.op), call.group, call.where).run([&] {
-    const auto headers = exchange_headers(call, mine);
+  const Collective collective(name_of(call.op), call.group, call.where);
+  const auto headers = exchange_headers(call, mine);
+  return collective.run([&] {
     std::vector<std::size_t> counts;
     for (const auto& header : headers) counts.push_back(header.n_bytes);
     Messages all;
@@ -191,8 +195,9 @@ Messages gather_messages(const ObjectCall& call, Bytes mine) {
 }
 
 Bytes broadcast_message(const ObjectCall& call, const Bytes& mine) {
-  return Collective(name_of(call.op), call.group, call.where).run([&] {
-    const auto headers = exchange_headers(call, mine);
+  const Collective collective(name_of(call.op), call.group, call.where);
+  const auto headers = exchange_headers(call, mine);
+  return collective.run([&] {
     if (call.op == ObjectOp::broadcast_object_list) {
       check_agreed(call, headers, "the lengths of their lists");
     }

@@ -189,8 +189,8 @@ nb::object reduced(ReduceOp op, std::span<const std::int64_t> of_ranks) {
       case ReduceOp::sum:
       case ReduceOp::mean: result = result + next; break;
       case ReduceOp::product: result = result * next; break;
-      case ReduceOp::min: result = next < result ? next : result; break;
-      case ReduceOp::max: result = next > result ? next : result; break;
+      case ReduceOp::min: result = next < result ? nb::object(next) : result; break;
+      case ReduceOp::max: result = next > result ? nb::object(next) : result; break;
       case ReduceOp::band: result = result & next; break;
       case ReduceOp::bor: result = result | next; break;
       case ReduceOp::bxor: result = result ^ next; break;

@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <lockstep/lockstep.hpp>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -144,6 +145,27 @@ TEST_P(ObjectsTest, roots_outside_the_group) {
                     "src is ");
     EXPECT_CONTAINS(thrown<UsageError>([] { gather_object(1, -1); }), "dst is -1");
     barrier();
+  });
+}
+
+TEST_P(ObjectsTest, an_object_that_one_rank_cannot_send_fails_on_all_and_leaves_the_group_usable) {
+  run([] {
+    const int last = get_world_size() - 1;
+    Fragile object{get_rank() == last ? "unsendable" : "mine"};
+    std::vector<Fragile> list{object};
+    const std::function<void()> calls[] = {
+        [&] { (void)all_gather_object(object); }, [&] { (void)gather_object(object); },
+        [&] { broadcast_object(object, last); }, [&] { broadcast_object_list(list, last); }};
+    for (const auto& call : calls) {
+      if (get_rank() == last) {
+        EXPECT_CONTAINS(thrown<std::runtime_error>(call), "this one does not travel");
+      } else {
+        const std::string text = thrown<PeerFailed>(call);
+        EXPECT_CONTAINS(text, "rank " + std::to_string(last) + " failed: this one does not travel");
+        EXPECT_CONTAINS(text, ", at objects_test.cpp:");
+      }
+      EXPECT_EQ(all_reduce_value(1), get_world_size());
+    }
   });
 }
 

@@ -316,7 +316,7 @@ class TracedPeer {
                 .where = std::source_location::current()};
       channel.begin(call);
       if (rank == 1) {
-        const auto flag = reinterpret_cast<std::uintptr_t>(channel.write_slot(0)) -
+        const auto flag = reinterpret_cast<std::uintptr_t>(channel.write_slot(call, 0)) -
                           offsetof(shared::Flag, payload);
         if (::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) ::_exit(kNotTraced);
         EXPECT_EQ(::write(out, &flag, sizeof flag), static_cast<ssize_t>(sizeof flag));

@@ -178,7 +178,7 @@ TEST(MachineLimitsTest, pages_are_reserved_before_they_are_used) {
   };
   const std::size_t before = n_bytes_held();
   constexpr std::size_t kBytes = 8U << 20U;
-  const std::uint64_t offset = segment->reserve(kBytes);
+  const std::uint64_t offset = segment->reserve(kBytes, kBytes);
   EXPECT_EQ(n_bytes_held(), before + kBytes);
   EXPECT_EQ(offset, before);
 }

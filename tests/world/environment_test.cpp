@@ -249,7 +249,7 @@ TEST(EnvironmentTest, segments_that_are_none) {
                     {"LOCAL_WORLD_SIZE", "1"},
                     {"LOCKSTEP_SEGMENT", segment}});
   };
-  for (const char* damaged : {"", "3", ":", "x:1", "3:", "3:zz", "-1:0", "3:0:0"}) {
+  for (const char* damaged : {"", "3", ":", "x:1", "3:", "3:zz", "-1:0", "3:0:x", "3:0:-1"}) {
     EXPECT_NE(with(damaged).find("not FD:NONCE"), std::string::npos) << damaged;
   }
   EXPECT_NE(with("999:0123456789abcdef").find("the descriptor is closed"), std::string::npos);

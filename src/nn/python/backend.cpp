@@ -70,7 +70,7 @@ Backend::~Backend() {
   const WithoutGil released;
   if (process_.is_copy()) {  // both would wait for threads that a fork does not have
     messages_.release();
-    static_cast<void>(queue_->release());
+    static_cast<void>(queue_.release());
     return;
   }
   // The thread ends when its calls have.

@@ -101,12 +101,12 @@ class Backend final : public c10d::Backend {
   WorkResult barrier(const c10d::BarrierOptions& options) override;
   /// Unlike barrier(), it leaves the group usable if a rank is late.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
-
- private:
   /// The last owner is gone. While the list of living backends points to this one, it is not
   /// deleted: its thread would live on, also into forks of the process.
   void release_resources() override;
 
+
+ private:
   /// Where and how long one call runs.
   struct Site {
     Timeout timeout;
