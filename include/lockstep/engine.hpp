@@ -87,9 +87,9 @@ ErrorContext context_of(const Call& call, int rank);
 
 /// A call that this rank began and refused: an exception left it before its first message.
 struct Refusal {
-  bool is_pair = false;         ///< a send or recv, of which the two ends compare how many they refused
-  bool is_send = false;         ///< of a pair
-  int peer = -1;                ///< of a pair
+  bool is_pair = false;  ///< a send or recv, of which the two ends compare how many they refused
+  bool is_send = false;  ///< of a pair
+  int peer = -1;         ///< of a pair
   std::uint32_t n_refused = 0;  ///< with this one, see Call::n_refused
   std::string_view operation{}, reason{};
   std::source_location where{};
@@ -143,11 +143,11 @@ class Engine {
   /// `call.count` zeroed bytes on every rank; the engine transfers them without copies if it can.
   /// Collective; the same count on all ranks.
   virtual std::unique_ptr<SharedMemory> allocate(const Call& call) = 0;
-  /// This rank has refused a call after those that it has run. Ranks that have refused as many calls
-  /// still make the same ones. A peer that waits for this rank in a call with a smaller
-  /// Call::n_refused makes the call that this rank refused, or a later one: it throws a MismatchError
-  /// with the text, as does this rank in its next call, and so does every rank whose call meets one
-  /// with another n_refused. Does not wait. Threads: as run().
+  /// This rank has refused a call after those that it has run. Ranks that have refused as many
+  /// calls still make the same ones. A peer that waits for this rank in a call with a smaller
+  /// Call::n_refused makes the call that this rank refused, or a later one: it throws a
+  /// MismatchError with the text, as does this rank in its next call, and so does every rank whose
+  /// call meets one with another n_refused. Does not wait. Threads: as run().
   virtual void refuse(const Refusal& /*refusal*/) noexcept {}
   /// This rank cannot do its part of current or future calls: the group is dead for all ranks, with
   /// PeerFailed and this reason. Callable from any thread, also while run() waits on another.

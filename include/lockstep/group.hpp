@@ -22,7 +22,7 @@ class WorkHandle;
 namespace detail {
 class Collective;
 class Hold;
-}
+}  // namespace detail
 
 /// An asynchronous operation on the group's worker thread.
 ///

@@ -12,7 +12,8 @@
 /// Messages over a Unix socket that may carry a descriptor.
 namespace lockstep::base {
 
-/// Sends one message; `fd`: a copy of it goes along, -1: none. Returns false, with errno, if it fails.
+/// Sends one message; `fd`: a copy of it goes along, -1: none. Returns false, with errno, if it
+/// fails.
 inline bool send_with_fd(int socket, const void* bytes, std::size_t n_bytes, int fd) noexcept {
   iovec part{.iov_base = const_cast<void*>(bytes), .iov_len = n_bytes};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof fd)> control{};
@@ -31,9 +32,10 @@ inline bool send_with_fd(int socket, const void* bytes, std::size_t n_bytes, int
   return ::sendmsg(socket, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(n_bytes);
 }
 
-/// Receives one message of at most n_bytes, and the descriptor that came along, if any. Returns what
-/// recvmsg returns.
-inline ssize_t receive_with_fd(int socket, void* bytes, std::size_t n_bytes, UniqueFd& fd) noexcept {
+/// Receives one message of at most n_bytes, and the descriptor that came along, if any. Returns
+/// what recvmsg returns.
+inline ssize_t receive_with_fd(int socket, void* bytes, std::size_t n_bytes,
+                               UniqueFd& fd) noexcept {
   iovec part{.iov_base = bytes, .iov_len = n_bytes};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr message{};

@@ -86,9 +86,10 @@ void Arguments::reject(const std::string& text) const {
   if (group_ != nullptr) {
     context.group = group_->name;
     context.rank = group().rank();
-    const auto call = context.operation == "send"   ? detail::Collective(Op::send, peer_, group(), where_)
-                      : context.operation == "recv" ? detail::Collective(Op::recv, peer_, group(), where_)
-                                                    : detail::Collective(operation_, group(), where_);
+    const auto call =
+        context.operation == "send"   ? detail::Collective(Op::send, peer_, group(), where_)
+        : context.operation == "recv" ? detail::Collective(Op::recv, peer_, group(), where_)
+                                      : detail::Collective(operation_, group(), where_);
     call.refuse(text);
   }
   throw UsageError(std::move(context), text);

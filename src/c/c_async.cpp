@@ -112,18 +112,24 @@ int lockstep_all_to_all_async(const lockstep_group* group, const void* in, void*
 int lockstep_send_async(const lockstep_group* group, const void* data, size_t count, int dtype,
                         int dst, int64_t timeout_ms, const lockstep_site* site,
                         lockstep_work** work) {
-  return start("send", group, timeout_ms, site, work, [&](const Arguments& call) {
-    return call.group().send_async({data, count, call.dtype(dtype)}, dst, call.timeout(),
-                                   call.where());
-  }, dst);
+  return start(
+      "send", group, timeout_ms, site, work,
+      [&](const Arguments& call) {
+        return call.group().send_async({data, count, call.dtype(dtype)}, dst, call.timeout(),
+                                       call.where());
+      },
+      dst);
 }
 
 int lockstep_recv_async(const lockstep_group* group, void* data, size_t count, int dtype, int src,
                         int64_t timeout_ms, const lockstep_site* site, lockstep_work** work) {
-  return start("recv", group, timeout_ms, site, work, [&](const Arguments& call) {
-    return call.group().recv_async({data, count, call.dtype(dtype)}, src, call.timeout(),
-                                   call.where());
-  }, src);
+  return start(
+      "recv", group, timeout_ms, site, work,
+      [&](const Arguments& call) {
+        return call.group().recv_async({data, count, call.dtype(dtype)}, src, call.timeout(),
+                                       call.where());
+      },
+      src);
 }
 
 int lockstep_work_wait(lockstep_work* work) {

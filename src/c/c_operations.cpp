@@ -128,14 +128,20 @@ int lockstep_all_to_all(const lockstep_group* group, const void* in, void* out, 
 
 int lockstep_send(const lockstep_group* group, const void* data, size_t count, int dtype, int dst,
                   int64_t timeout_ms, const lockstep_site* site) {
-  return run("send", group, timeout_ms, site, [&](const Arguments& call) {
-    call.group().send({data, count, call.dtype(dtype)}, dst, call.timeout(), call.where());
-  }, dst);
+  return run(
+      "send", group, timeout_ms, site,
+      [&](const Arguments& call) {
+        call.group().send({data, count, call.dtype(dtype)}, dst, call.timeout(), call.where());
+      },
+      dst);
 }
 
 int lockstep_recv(const lockstep_group* group, void* data, size_t count, int dtype, int src,
                   int64_t timeout_ms, const lockstep_site* site) {
-  return run("recv", group, timeout_ms, site, [&](const Arguments& call) {
-    call.group().recv({data, count, call.dtype(dtype)}, src, call.timeout(), call.where());
-  }, src);
+  return run(
+      "recv", group, timeout_ms, site,
+      [&](const Arguments& call) {
+        call.group().recv({data, count, call.dtype(dtype)}, src, call.timeout(), call.where());
+      },
+      src);
 }

@@ -10,8 +10,8 @@
 /// Files that another user may have written, and their contents.
 namespace lockstep::cli {
 
-/// Opens a regular file for reading. Rejects other file types (a FIFO would block until a writer opens
-/// it) and unreadable files.
+/// Opens a regular file for reading. Rejects other file types (a FIFO would block until a writer
+/// opens it) and unreadable files.
 base::UniqueFd open_regular(std::string_view subcommand, const std::filesystem::path& path);
 
 /// Contents of a regular file. Rejects what open_regular rejects, and files longer than lockstep

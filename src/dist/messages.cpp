@@ -246,7 +246,8 @@ std::vector<std::string> exchange_texts(const ObjectCall& call, std::string_view
 }
 
 void agree(const ObjectCall& call, const std::exception_ptr& mine) {
-  const auto texts = exchange_texts(call, mine ? fmt::format("x{}", text_with_place(call, mine)) : "");
+  const auto texts =
+      exchange_texts(call, mine ? fmt::format("x{}", text_with_place(call, mine)) : "");
   if (mine) std::rethrow_exception(mine);
   for (std::size_t r = 0; r < texts.size(); ++r) {
     if (texts[r].empty()) continue;

@@ -80,8 +80,8 @@ void check_peer(GroupState& group, const Call& call, std::string_view parameter)
   }
 }
 
-void check_count(GroupState& group, const Call& call, std::string_view parameter,
-                 std::size_t got, std::size_t expected) {
+void check_count(GroupState& group, const Call& call, std::string_view parameter, std::size_t got,
+                 std::size_t expected) {
   if (got != expected) {
     reject(group, call,
            fmt::format("{} has {} elements, expected {} ({} ranks)", parameter, got, expected,

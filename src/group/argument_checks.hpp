@@ -16,8 +16,8 @@ namespace lockstep::internal {
 /// Throws UsageError, and counts the call as refused.
 [[noreturn]] void reject(GroupState& group, const Call& call, const std::string& text);
 [[noreturn]] void reject_reduction(GroupState& group, const Call& call);
-[[noreturn]] void reject_memory(GroupState& group, const Call& call,
-                                const ConstElements& data, std::string_view parameter);
+[[noreturn]] void reject_memory(GroupState& group, const Call& call, const ConstElements& data,
+                                std::string_view parameter);
 
 inline void check_reduction(GroupState& group, const Call& call) {
   const ReduceOp op = call.reduce;
@@ -45,8 +45,8 @@ void check_pair(GroupState& group, const Call& call, const ConstElements& in,
 void check_rank(GroupState& group, const Call& call, std::string_view parameter);
 /// The rank of a peer, which is not this rank.
 void check_peer(GroupState& group, const Call& call, std::string_view parameter);
-void check_count(GroupState& group, const Call& call, std::string_view parameter,
-                 std::size_t got, std::size_t expected);
+void check_count(GroupState& group, const Call& call, std::string_view parameter, std::size_t got,
+                 std::size_t expected);
 /// call.counts, of which this rank's is in_count.
 void check_counts(GroupState& group, const Call& call, std::size_t in_count);
 

@@ -21,8 +21,8 @@ std::string compose(const ErrorContext& context, const std::string& text) {
     message += ')';
   }
   if (context.where.line() != 0) {
-    fmt::format_to(std::back_inserter(message), " at {}:{}", base::base_name(context.where.file_name()),
-                   context.where.line());
+    fmt::format_to(std::back_inserter(message), " at {}:{}",
+                   base::base_name(context.where.file_name()), context.where.line());
   }
   return message + ": " + text;
 }

@@ -172,8 +172,8 @@ void GroupState::run(Call&& call, Deadline deadline, Use use) {
   call.group = name_;
   call.check = check_;
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
-  call.n_refused = is_pair(call.op) ? n_refused(call.op, call.root)
-                                    : n_refused_.load(std::memory_order_relaxed);
+  call.n_refused =
+      is_pair(call.op) ? n_refused(call.op, call.root) : n_refused_.load(std::memory_order_relaxed);
   // Longer timeouts overflow nanosecond clocks.
   call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
   // A fork of a rank is not a rank; in a group of one it is harmless.

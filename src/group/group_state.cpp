@@ -147,19 +147,17 @@ void GroupState::refuse(const Call& call, std::string_view operation,
   try {
     const std::lock_guard lock(mutex_);
     const std::uint64_t sequence = sequence_.load(std::memory_order_relaxed) + 1;
-    std::string text = fmt::format("refused {} #{}: {}", operation, sequence,
-                                   reason.substr(0, reason.find('\n')));
+    std::string text =
+        fmt::format("refused {} #{}: {}", operation, sequence, reason.substr(0, reason.find('\n')));
     if (call.where.line() != 0) {
       fmt::format_to(std::back_inserter(text), ", at {}:{}",
                      base::base_name(call.where.file_name()), call.where.line());
     }
-    refusals_.push_back({{.is_pair = pair,
-                          .is_send = call.op == Op::send,
-                          .peer = call.root,
-                          .where = call.where},
-                         std::string(operation),
-                         std::string(reason),
-                         std::move(text)});
+    refusals_.push_back(
+        {{.is_pair = pair, .is_send = call.op == Op::send, .peer = call.root, .where = call.where},
+         std::string(operation),
+         std::string(reason),
+         std::move(text)});
     refusals_.back().refusal.n_refused =
         pair ? ++refused_pairs_[{call.op, call.root}]
              : n_refused_.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -237,8 +235,8 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Deadline deadli
   call.group = name_;
   call.check = check_;
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
-  call.n_refused = is_pair(call.op) ? n_refused(call.op, call.root)
-                                    : n_refused_.load(std::memory_order_relaxed);
+  call.n_refused =
+      is_pair(call.op) ? n_refused(call.op, call.root) : n_refused_.load(std::memory_order_relaxed);
   call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
   if (process_.is_copy()) throw_copy(call);  // it has no worker, for any size
   // Otherwise the worker and a calling thread would use the engine concurrently.

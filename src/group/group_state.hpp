@@ -63,8 +63,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   Calls calls() const noexcept;
   /// Counts a call that throws before its first message (see Engine::refuse), as `operation`, and
   /// tells the peers, after the calls that are pending. For an operation of several messages the
-  /// call of its first one. Does not wait. Not counted: in a group of one or that is dead, in a fork
-  /// of the rank, and while it is held. Threads: any.
+  /// call of its first one. Does not wait. Not counted: in a group of one or that is dead, in a
+  /// fork of the rank, and while it is held. Threads: any.
   void refuse(const Call& call, std::string_view operation, std::string_view reason) noexcept;
   /// The same as Call::n_refused of a send or recv.
   std::uint32_t n_refused(Op pair, int peer) const noexcept;
@@ -128,10 +128,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   mutable std::mutex mutex_;
   std::exception_ptr death_;
   int n_children_ = 0;
-  std::atomic<std::uint32_t> n_refused_{0};        ///< collectives
-  std::atomic<std::uint64_t> n_refusals_{0};       ///< of any operation
-  std::atomic<bool> has_refusals_{false};          ///< refusals_ is not empty
-  std::vector<Refused> refusals_;                  ///< that the engine does not know; guarded by mutex_
+  std::atomic<std::uint32_t> n_refused_{0};   ///< collectives
+  std::atomic<std::uint64_t> n_refusals_{0};  ///< of any operation
+  std::atomic<bool> has_refusals_{false};     ///< refusals_ is not empty
+  std::vector<Refused> refusals_;             ///< that the engine does not know; guarded by mutex_
   std::map<std::pair<Op, int>, std::uint32_t> refused_pairs_;  ///< by peer; guarded by mutex_
   std::shared_ptr<AsyncGroups> async_groups_ = std::make_shared<AsyncGroups>();
   std::atomic<bool> has_worker_{false};

@@ -95,8 +95,8 @@ void run(GroupState& group, const Call& call, Timeout timeout) {
 
 /// The addresses of the parts, one for each rank.
 template <class Pointer, class Part>
-std::vector<Pointer> addresses(GroupState& group, const Call& call,
-                               std::span<const Part> parts, const char* parameter) {
+std::vector<Pointer> addresses(GroupState& group, const Call& call, std::span<const Part> parts,
+                               const char* parameter) {
   if (parts.size() != static_cast<std::size_t>(group.size())) {
     reject(group, call,
            fmt::format("{} has {} parts for {} ranks", parameter, parts.size(), group.size()));
@@ -109,8 +109,8 @@ std::vector<Pointer> addresses(GroupState& group, const Call& call,
 
 /// The same, if each has call.count elements; check(part) of each.
 template <class Pointer, class Part, class Check>
-std::vector<Pointer> equal_parts(GroupState& group, const Call& call,
-                                 std::span<const Part> parts, const char* parameter, Check check) {
+std::vector<Pointer> equal_parts(GroupState& group, const Call& call, std::span<const Part> parts,
+                                 const char* parameter, Check check) {
   std::vector<Pointer> result = addresses<Pointer>(group, call, parts, parameter);
   for (std::size_t r = 0; r < parts.size(); ++r) {
     check(parts[r]);

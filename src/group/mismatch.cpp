@@ -65,7 +65,8 @@ std::vector<int> MismatchTable::minority() const {
   std::vector<const Line*> lines = sorted();
   std::vector<int> ranks;
   for (const Line* line : lines) {
-    if (line->kind == Kind::refused) ranks.insert(ranks.end(), line->ranks.begin(), line->ranks.end());
+    if (line->kind == Kind::refused)
+      ranks.insert(ranks.end(), line->ranks.begin(), line->ranks.end());
   }
   std::ranges::sort(ranks);
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());

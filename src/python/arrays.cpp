@@ -147,8 +147,9 @@ void define_arrays(nb::module_& module) {
       "data <- reduction of every rank's data, in place, with the same bits on all ranks.\n\n"
       "op: sum, product, min, max, band, bor, bxor or mean; mean of integers truncates "
       "toward zero.\nThe same count, type and op on all ranks.");
-  module.def("broadcast", &broadcast, "data"_a.none(), "src"_a.none() = 0, "group"_a.none() = nb::none(),
-             "timeout"_a.none() = nb::none(), "data <- src's data, in place.");
+  module.def("broadcast", &broadcast, "data"_a.none(), "src"_a.none() = 0,
+             "group"_a.none() = nb::none(), "timeout"_a.none() = nb::none(),
+             "data <- src's data, in place.");
   module.def(
       "all_gather",
       [](nb::handle data, const nb::tuple& shape, const nb::callable& make_flat, const Group* group,
@@ -164,7 +165,8 @@ void define_arrays(nb::module_& module) {
         return gather("gather", data, shape, dst, make_flat, group, timeout,
                       /*to_all=*/false);
       },
-      "data"_a.none(), "shape"_a, "dst"_a.none(), "make_flat"_a, "group"_a.none(), "timeout"_a.none());
+      "data"_a.none(), "shape"_a, "dst"_a.none(), "make_flat"_a, "group"_a.none(),
+      "timeout"_a.none());
   module.def("sync_random_seed", &random_seed, "group"_a.none() = nb::none(),
              "timeout"_a.none() = nb::none(),
              "A random seed of 31 bits, rank 0's, the same on all ranks. No generator is changed.");

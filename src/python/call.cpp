@@ -33,9 +33,8 @@ Call::Call(const char* operation, const Group* group, nb::handle timeout, Timeou
       collective_(operation, group_, where_),
       timeout_(default_timeout) {
   if (timeout.is_none()) return;
-  collective_.run([&] {
-    timeout_ = Timeout(seconds_of(timeout, {.operation = operation, .where = where_}));
-  });
+  collective_.run(
+      [&] { timeout_ = Timeout(seconds_of(timeout, {.operation = operation, .where = where_})); });
 }
 
 Call::~Call() {

@@ -161,9 +161,10 @@ void Data::take_tensor(nb::handle object, Access access, const Call& call, const
   nb::object resolved;
   if (asks(object, "is_neg")) {
     if (access == Access::write) {
-      call.reject(fmt::format("{} has the negative bit (as z.conj().imag), so that its memory holds "
-                              "the opposite values: pass x.resolve_neg(), and copy the result back",
-                              described(parameter, object)));
+      call.reject(
+          fmt::format("{} has the negative bit (as z.conj().imag), so that its memory holds "
+                      "the opposite values: pass x.resolve_neg(), and copy the result back",
+                      described(parameter, object)));
     }
     resolved = object.attr("resolve_neg")();
     object = resolved;

@@ -248,8 +248,8 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
   std::vector<std::int64_t> integers;
   for (const auto& [by, value] : sorted) {
     const Elements elements = value->elements();
-    names.push_back(fmt::format("{}: {}", value->key,
-                                value->is_integer() ? "int" : name_of(elements.dtype)));
+    names.push_back(
+        fmt::format("{}: {}", value->key, value->is_integer() ? "int" : name_of(elements.dtype)));
     entries.push_back({names.back(), elements.count});
     if (value->is_integer()) {
       integers.push_back(value->integer);

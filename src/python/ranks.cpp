@@ -94,7 +94,9 @@ nb::object run_first(const nb::callable& f, const char* operation, const Group* 
 class Operation {
  public:
   Operation(std::string name, const Group* group)
-      : name_(std::move(name)), group_(group_or_default(group)), collective_(name_, group_, where()) {}
+      : name_(std::move(name)),
+        group_(group_or_default(group)),
+        collective_(name_, group_, where()) {}
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 

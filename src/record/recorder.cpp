@@ -47,9 +47,9 @@ std::uint32_t Recorder::site(const std::source_location& where) {
   if (sites_.size() + 1 >= FlightRecord::kMaxSites) return 0;
   sites_.push_back({where.file_name(), where.line()});
   base::copy_text(record_->sites[sites_.size()],
-                  where.line() == 0 ? "an unknown line"
-                                    : fmt::format("{}:{}", base::base_name(where.file_name()),
-                                                  where.line()));
+                  where.line() == 0
+                      ? "an unknown line"
+                      : fmt::format("{}:{}", base::base_name(where.file_name()), where.line()));
   const auto number = static_cast<std::uint32_t>(sites_.size());
   if (trace_) trace_->name_site(number, site_of(*record_, number));
   return number;

@@ -72,10 +72,11 @@ Attempt::Attempt(const LaunchContext& context, int n_restarts, Nodes* nodes)
     : context_(context),
       n_restarts_(n_restarts),
       nodes_(nodes),
-      placement_(nodes != nullptr ? nodes->placement() : place_alone(context.options.n_ranks, context.run_id)),
+      placement_(nodes != nullptr ? nodes->placement()
+                                  : place_alone(context.options.n_ranks, context.run_id)),
       generations_(context.options.n_ranks) {
-  worlds_.emplace(
-      0, std::make_unique<shared::Job>(context.options.n_ranks, context.options.env.tune));
+  worlds_.emplace(0,
+                  std::make_unique<shared::Job>(context.options.n_ranks, context.options.env.tune));
 }
 
 Attempt::~Attempt() {
@@ -120,8 +121,7 @@ void Attempt::write_records() {
 
 void Attempt::warn_if_none_joined() {
   if (outcome_.exit_code != 0 || placement_.world_size == 1 || generations_.newest() > 0 ||
-      worlds_.at(0)->has_joined_rank() ||
-      !links_lockstep(context_.program)) {
+      worlds_.at(0)->has_joined_rank() || !links_lockstep(context_.program)) {
     return;
   }
   say(fmt::format("no rank called lockstep::init_dist: each of the {} worked alone, as rank 0 of 1",

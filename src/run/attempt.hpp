@@ -46,9 +46,10 @@ struct Outcome {
 /// signal to the launcher is forwarded to the ranks at once; SIGINT, SIGTERM and SIGHUP start the
 /// same grace period.
 ///
-/// A signal goes to the process that joined as the rank, as the segment tells: the processes that it
-/// started, a DataLoader's workers for example, must serve its handler. They get SIGINT, SIGTERM or
-/// SIGHUP after its end. Where no process has joined, the rank's whole process group gets the signal.
+/// A signal goes to the process that joined as the rank, as the segment tells: the processes that
+/// it started, a DataLoader's workers for example, must serve its handler. They get SIGINT, SIGTERM
+/// or SIGHUP after its end. Where no process has joined, the rank's whole process group gets the
+/// signal.
 class Attempt {
  public:
   /// `nodes`: the launchers on other machines; null if there are none.
@@ -74,7 +75,7 @@ class Attempt {
     base::UniqueFd socket;         ///< the launcher's end: see launcher_socket.hpp
     std::optional<pid_t> asker{};  ///< the process that has left a world and asked for the next
     base::UniqueFd joined{};       ///< pidfd of the process that joined, if it alone got a signal
-    int signal_after = 0;     ///< what the rest of the group gets when that process has ended
+    int signal_after = 0;          ///< what the rest of the group gets when that process has ended
     State state = State::running;
     Clock::time_point end{};                                // of its process
     Clock::time_point deadline = Clock::time_point::max();  // of the state

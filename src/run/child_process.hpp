@@ -30,7 +30,7 @@ struct ProcessSpec {
   int stdout_fd;
   int stderr_fd;
   std::vector<int> inherited_fds;  ///< remain open in the program, under the same numbers
-  std::optional<int> cpu;  ///< the only core it may run on
+  std::optional<int> cpu;          ///< the only core it may run on
   rlimit open_files;
 };
 

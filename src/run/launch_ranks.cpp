@@ -25,8 +25,8 @@ namespace {
 rlimit make_room_for_files(const Options& options) {
   rlimit before{};
   if (getrlimit(RLIMIT_NOFILE, &before) != 0) throw system_error("cannot read the file limit");
-  // Per rank two outputs, two logs and a socket; a few for the segment, the signals, one start and inherited
-  // descriptors. On node 0 a connection to each node.
+  // Per rank two outputs, two logs and a socket; a few for the segment, the signals, one start and
+  // inherited descriptors. On node 0 a connection to each node.
   const bool leads = options.nodes.n_nodes > 1 && options.nodes.node_rank == 0;
   const rlim_t n_needed = 5 * static_cast<rlim_t>(options.n_ranks) + 64 +
                           (leads ? static_cast<rlim_t>(options.nodes.n_nodes) : 0);
@@ -76,7 +76,8 @@ int launch_ranks(const Options& options) {
     mux.say(fmt::format("--bind core: {} ranks share {} cores, so some wait for each other",
                         options.n_ranks, cores.size()));
   }
-  const LaunchContext context{options, program, draw_run_id(), std::move(cores), open_files, guard, signals, mux};
+  const LaunchContext context{options,    program, draw_run_id(), std::move(cores),
+                              open_files, guard,   signals,       mux};
   for (int n_restarts = 0;; ++n_restarts) {
     std::optional<Nodes> nodes;
     if (options.nodes.n_nodes > 1) {

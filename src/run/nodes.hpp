@@ -53,9 +53,9 @@ class Link;
 /// a node with it is trusted. Nothing is encrypted.
 class Nodes {
  public:
-  /// Waits until all nodes have connected. `run_id`: that of node 0 is used on all. Throws Interrupted and, with host and port in the text:
-  /// TimeoutError, MismatchError (nodes disagree), UsageError (no such host), PeerLost,
-  /// SystemError.
+  /// Waits until all nodes have connected. `run_id`: that of node 0 is used on all. Throws
+  /// Interrupted and, with host and port in the text: TimeoutError, MismatchError (nodes disagree),
+  /// UsageError (no such host), PeerLost, SystemError.
   Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const std::string& run_id,
         const Signals& signals);
   ~Nodes();

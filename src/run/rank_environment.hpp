@@ -17,7 +17,8 @@ void choose_master_port(Placement& placement);
 /// Cores the launcher may run on.
 std::vector<int> allowed_cores();
 
-/// The number of ranks of `-n auto`: those cores, or the fewer of a quota of the cgroup; at least 1.
+/// The number of ranks of `-n auto`: those cores, or the fewer of a quota of the cgroup; at
+/// least 1.
 int n_usable_cores();
 
 /// Common to all ranks of one world.
@@ -27,11 +28,12 @@ struct WorldEnvironment {
   std::string segment;  ///< Job::environment()
   int n_restarts;       ///< number of earlier starts of the world
   int max_restarts;
-  int n_threads;        ///< OMP_NUM_THREADS, unless the user has set it
+  int n_threads;  ///< OMP_NUM_THREADS, unless the user has set it
 };
 
 /// The launcher's environment with the variables of one rank of this machine, as NAME=value.
 /// `socket`: the rank's end to the launcher.
-std::vector<std::string> rank_environment(const WorldEnvironment& world, int local_rank, int socket);
+std::vector<std::string> rank_environment(const WorldEnvironment& world, int local_rank,
+                                          int socket);
 
 }  // namespace lockstep::run

@@ -15,9 +15,9 @@ struct Signal {
 /// Slurm's warnings before the end of a job (sbatch --signal=USR1@60): they end nothing.
 constexpr bool is_warning(int signal) { return signal == SIGUSR1 || signal == SIGUSR2; }
 
-/// Turns the launcher's signals (SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2) into a descriptor for poll, and
-/// ignores SIGPIPE and SIGXFSZ: the failed write reports the error. Signals that were ignored at
-/// the start (nohup) stay ignored.
+/// Turns the launcher's signals (SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2) into a
+/// descriptor for poll, and ignores SIGPIPE and SIGXFSZ: the failed write reports the error.
+/// Signals that were ignored at the start (nohup) stay ignored.
 class Signals {
  public:
   /// Throws SystemError.

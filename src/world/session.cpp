@@ -92,11 +92,10 @@ Session::Session(World world, engines::Joined joined, std::chrono::milliseconds 
       trace_(recorder_ ? recorder_->trace() : nullptr),
       world_group_(std::make_shared<GroupState>(std::move(joined.engine), "world", timeout,
                                                 recorder_, world_.env.check)),
-      local_group_(world_.local_size == world_.size
-                       ? world_group_
-                       : leave_on_exception(*engine_, [&] {
-                           return world_group_.split(/*color=*/host, /*key=*/world_.rank, where);
-                         })) {}
+      local_group_(
+          world_.local_size == world_.size ? world_group_ : leave_on_exception(*engine_, [&] {
+            return world_group_.split(/*color=*/host, /*key=*/world_.rank, where);
+          })) {}
 
 void Session::leave(std::string_view failure) noexcept {
   if (engine_ == nullptr || is_copy()) return;

@@ -21,8 +21,8 @@ std::vector<std::string> sums(int n_ranks, int n_rounds) {
   std::vector<std::string> lines;
   for (int round = 0; round < n_rounds; ++round) {
     for (int rank = 0; rank < n_ranks; ++rank) {
-      lines.push_back(fmt::format("round {}: rank {} sum {} shared", round, rank,
-                                  n_ranks * (n_ranks + 1) / 2));
+      lines.push_back(
+          fmt::format("round {}: rank {} sum {} shared", round, rank, n_ranks * (n_ranks + 1) / 2));
     }
   }
   std::sort(lines.begin(), lines.end());
@@ -45,8 +45,8 @@ TEST(RunAgainTest, ranks_join_one_world_after_another) {
 }
 
 TEST(RunAgainTest, more_worlds_than_the_launcher_may_open_files) {
-  const Ended ended = run(StartOptions{.arguments = again(2, {"rounds", "100"}),
-                                       .shell = "ulimit -n 80; exec \"$@\""});
+  const Ended ended = run(
+      StartOptions{.arguments = again(2, {"rounds", "100"}), .shell = "ulimit -n 80; exec \"$@\""});
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
   EXPECT_EQ(sorted_lines_of(ended.out), sums(2, 100)) << ended.err;
 }

@@ -184,7 +184,8 @@ TEST_P(RunSignalTest, exit_code_tells_the_signal) {
 INSTANTIATE_TEST_SUITE_P(All, RunSignalTest, testing::Values(SIGINT, SIGTERM, SIGHUP),
                          [](const auto& test) { return std::string(sigabbrev_np(test.param)); });
 
-// What a rank started must outlive the rank's own handler, which may need it: a DataLoader's workers.
+// What a rank started must outlive the rank's own handler, which may need it: a DataLoader's
+// workers.
 TEST_P(RunSignalTest, reaches_what_a_joined_rank_started_when_the_rank_has_ended) {
   const std::string name = std::string("SIG") + sigabbrev_np(GetParam());
   Command command(StartOptions{.arguments = {"run", "-n", "2", SIGNALS_PROGRAM}});
@@ -337,8 +338,8 @@ TEST(RunRestartTest, each_world_has_its_own_segment) {
   const TemporaryFolder folder;
   const std::string said = folder / "$LOCKSTEP_RESTART.";
   const Ended ended = run(script({"-n", "2", "--max-restarts", "1"},
-                                 "IFS=:; set -- $LOCKSTEP_SEGMENT; echo $2; touch " + said + "$RANK; " +
-                                     await_file(said + "$((1 - RANK))") + "exit 1"));
+                                 "IFS=:; set -- $LOCKSTEP_SEGMENT; echo $2; touch " + said +
+                                     "$RANK; " + await_file(said + "$((1 - RANK))") + "exit 1"));
   const Lines lines = lines_of(ended.out);
   ASSERT_EQ(lines.size(), 4U);
   EXPECT_EQ(lines[0], lines[1]);

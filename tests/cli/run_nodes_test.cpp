@@ -80,7 +80,8 @@ TEST(RunNodesTest, ranks_of_all_nodes_have_the_variables_of_torchrun) {
   const std::string rendezvous = free_rendezvous();
   const std::string script =
       "echo $ROLE_RANK/$ROLE_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $TORCHELASTIC_RUN_ID";
-  const auto first = start({.node_rank = 0, .rendezvous = rendezvous, .n_ranks = 1, .script = script});
+  const auto first =
+      start({.node_rank = 0, .rendezvous = rendezvous, .n_ranks = 1, .script = script});
   const auto second =
       start({.node_rank = 1, .rendezvous = rendezvous, .n_ranks = 1, .script = script});
   const std::string out = first->wait().out;
@@ -412,7 +413,8 @@ TEST(RunNodesTest, who_does_not_know_the_secret_is_rejected) {
     EXPECT_EQ(refused.exit_code, 2);
     EXPECT_TRUE(contains(refused.err, "bytes, expected 16 to 64")) << refused.err;
   }
-  EXPECT_TRUE(contains(node(0, {"--rdzv-secret", "/no/file"})->wait().err, "cannot read '/no/file'"));
+  EXPECT_TRUE(
+      contains(node(0, {"--rdzv-secret", "/no/file"})->wait().err, "cannot read '/no/file'"));
 }
 
 TEST(RunNodesTest, a_warning_does_not_end_the_wait_for_other_nodes) {

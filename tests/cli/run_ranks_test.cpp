@@ -60,9 +60,9 @@ TEST(RunRanksTest, auto_is_a_rank_for_each_core) {
   // Of one rank they are all cores that it may use.
   const std::string n_cores = run(script({"-n", "1"}, "echo $OMP_NUM_THREADS")).out;
   EXPECT_EQ(run(script({"-n", "auto"}, "[ $RANK = 0 ] && echo $WORLD_SIZE; true")).out, n_cores);
-  const Ended one = run(StartOptions{.arguments = script({"-n", "auto"}, "echo $WORLD_SIZE"),
-                                     .shell = "exec taskset -c " +
-                                              std::to_string(allowed_cores().front()) + " \"$@\""});
+  const Ended one = run(StartOptions{
+      .arguments = script({"-n", "auto"}, "echo $WORLD_SIZE"),
+      .shell = "exec taskset -c " + std::to_string(allowed_cores().front()) + " \"$@\""});
   EXPECT_EQ(one.out, "1\n") << one.err;
   EXPECT_EQ(run({"-n", "cores", "true"}).exit_code, 2);
 }

@@ -830,7 +830,9 @@ std::vector<Refusable> refusable_calls() {
   };
   std::vector<Refusable> calls;
   calls.push_back({"all_reduce", [=](const Group& g) { g.all_reduce(of(data, n)); },
-                   [](const Group& g) { g.all_reduce({nullptr, 3, DType::f64}); }});
+                   [](const Group& g) {
+                     g.all_reduce({nullptr, 3, DType::f64});
+                   }});
   calls.push_back({"all_reduce", [=](const Group& g) { g.all_reduce(of(data, 1)); },
                    [=](const Group& g) { g.all_reduce(of(data, 1), ReduceOp::bxor); }});
   calls.push_back({"all_reduce",
@@ -848,7 +850,9 @@ std::vector<Refusable> refusable_calls() {
   calls.push_back({"gather", [=](const Group& g) { g.gather(of(data, n), of(more, all(g)), 0); },
                    [=](const Group& g) { g.gather(of(data, n), of(more, all(g)), 99); }});
   calls.push_back({"scatter", [=](const Group& g) { g.scatter(of(more, all(g)), of(data, n), 0); },
-                   [=](const Group& g) { g.scatter(of(more, all(g)), {nullptr, n, DType::f64}, 0); }});
+                   [=](const Group& g) {
+                     g.scatter(of(more, all(g)), {nullptr, n, DType::f64}, 0);
+                   }});
   calls.push_back({"reduce_scatter",
                    [=](const Group& g) { g.reduce_scatter(of(more, all(g)), of(data, n)); },
                    [=](const Group& g) {

@@ -311,7 +311,9 @@ class TracedPeer {
       const auto membership =
           std::make_shared<shared::Membership>(shared::inherit_world(segment), rank);
       shared::Channel channel(membership, membership->segment().header().world_channel, rank, 2);
-      Call call{.op = Op::barrier, .group = "world", .sequence = 1,
+      Call call{.op = Op::barrier,
+                .group = "world",
+                .sequence = 1,
                 .timeout = std::chrono::minutes(10),
                 .where = std::source_location::current()};
       channel.begin(call);
@@ -334,8 +336,9 @@ class TracedPeer {
         channel.end_phase(call);
         ADD_FAILURE() << "no error";
       } catch (const Error& error) {
-        const bool is_right = how == End::killed ? dynamic_cast<const PeerLost*>(&error) != nullptr
-                                                 : dynamic_cast<const TimeoutError*>(&error) != nullptr;
+        const bool is_right = how == End::killed
+                                  ? dynamic_cast<const PeerLost*>(&error) != nullptr
+                                  : dynamic_cast<const TimeoutError*>(&error) != nullptr;
         EXPECT_TRUE(is_right) << error.what();
         EXPECT_EQ(error.context().peers, std::vector<int>{1}) << error.what();
       }
@@ -358,7 +361,8 @@ class TracedPeer {
     }
     std::uintptr_t flag = 0;
     EXPECT_EQ(::read(in, &flag, sizeof flag), static_cast<ssize_t>(sizeof flag));
-    EXPECT_TRUE(wait_until([&] { return asleep.value() != 0; }) && wait_until_asleep(asleep.value()));
+    EXPECT_TRUE(wait_until([&] { return asleep.value() != 0; }) &&
+                wait_until_asleep(asleep.value()));
     const auto step = [&] {
       EXPECT_EQ(::ptrace(PTRACE_SINGLESTEP, pids[1], nullptr, nullptr), 0);
       return ::waitpid(pids[1], &status, 0) == pids[1] && WIFSTOPPED(status);

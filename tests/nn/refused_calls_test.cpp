@@ -38,36 +38,83 @@ std::vector<Refusable> refusable_calls() {
                        std::function<void(const Group&)> refused) {
     calls.push_back({std::move(operation), std::move(made), std::move(refused)});
   };
-  add("all_reduce", [](const Group& g) { Tensor x = torch::ones({3}); all_reduce(x, ReduceOp::sum, g); },
-      [](const Group& g) { Tensor x = bad(); all_reduce(x, ReduceOp::sum, g); });
-  add("reduce", [](const Group& g) { Tensor x = torch::ones({3}); reduce(x, 0, ReduceOp::sum, g); },
-      [](const Group& g) { Tensor x = bad(); reduce(x, 0, ReduceOp::sum, g); });
-  add("broadcast", [](const Group& g) { Tensor x = torch::ones({3}); broadcast(x, 0, g); },
-      [](const Group& g) { Tensor x; broadcast(x, 0, g); });
-  add("all_gather", [](const Group& g) { (void)all_gather(torch::ones({3}), g); },
+  add(
+      "all_reduce",
+      [](const Group& g) {
+        Tensor x = torch::ones({3});
+        all_reduce(x, ReduceOp::sum, g);
+      },
+      [](const Group& g) {
+        Tensor x = bad();
+        all_reduce(x, ReduceOp::sum, g);
+      });
+  add(
+      "reduce",
+      [](const Group& g) {
+        Tensor x = torch::ones({3});
+        reduce(x, 0, ReduceOp::sum, g);
+      },
+      [](const Group& g) {
+        Tensor x = bad();
+        reduce(x, 0, ReduceOp::sum, g);
+      });
+  add(
+      "broadcast",
+      [](const Group& g) {
+        Tensor x = torch::ones({3});
+        broadcast(x, 0, g);
+      },
+      [](const Group& g) {
+        Tensor x;
+        broadcast(x, 0, g);
+      });
+  add(
+      "all_gather", [](const Group& g) { (void)all_gather(torch::ones({3}), g); },
       [](const Group& g) { (void)all_gather(bad(), g); });
-  add("gather", [](const Group& g) { (void)gather(torch::ones({3}), 0, g); },
+  add(
+      "gather", [](const Group& g) { (void)gather(torch::ones({3}), 0, g); },
       [](const Group& g) { (void)gather(bad(), 0, g); });
-  add("scatter", [](const Group& g) { Tensor x = torch::ones({2}); scatter(x, parts(g), 0, g); },
-      [](const Group& g) { Tensor x = bad(); scatter(x, parts(g), 0, g); });
-  add("reduce_scatter",
-      [](const Group& g) { Tensor x = torch::ones({2}); reduce_scatter(x, parts(g), ReduceOp::sum, g); },
-      [](const Group& g) { Tensor x = torch::ones({2}); reduce_scatter(x, parts(g, 3), ReduceOp::sum, g); });
-  add("all_to_all", [](const Group& g) { (void)all_to_all(parts(g), g); },
+  add(
+      "scatter",
+      [](const Group& g) {
+        Tensor x = torch::ones({2});
+        scatter(x, parts(g), 0, g);
+      },
+      [](const Group& g) {
+        Tensor x = bad();
+        scatter(x, parts(g), 0, g);
+      });
+  add(
+      "reduce_scatter",
+      [](const Group& g) {
+        Tensor x = torch::ones({2});
+        reduce_scatter(x, parts(g), ReduceOp::sum, g);
+      },
+      [](const Group& g) {
+        Tensor x = torch::ones({2});
+        reduce_scatter(x, parts(g, 3), ReduceOp::sum, g);
+      });
+  add(
+      "all_to_all", [](const Group& g) { (void)all_to_all(parts(g), g); },
       [](const Group& g) { (void)all_to_all(std::vector<Tensor>{}, g); });
-  add("all_reduce", [](const Group& g) { all_reduce_async(torch::ones({3}), ReduceOp::sum, g).wait(); },
+  add(
+      "all_reduce",
+      [](const Group& g) { all_reduce_async(torch::ones({3}), ReduceOp::sum, g).wait(); },
       [](const Group& g) { (void)all_reduce_async(bad(), ReduceOp::sum, g); });
-  add("all_reduce_params",
+  add(
+      "all_reduce_params",
       [](const Group& g) { all_reduce_params({torch::ones({3})}, true, -1, ReduceOp::sum, g); },
       [](const Group& g) { all_reduce_params({bad()}, true, -1, ReduceOp::sum, g); });
-  add("SyncBatchNorm1d(2)",
+  add(
+      "SyncBatchNorm1d(2)",
       [](const Group& g) {
         (void)SyncBatchNorm1d(SyncBatchNormOptions(2).group(g))(torch::rand({3, 2}));
       },
       [](const Group& g) {
         (void)SyncBatchNorm1d(SyncBatchNormOptions(2).group(g))(torch::rand({3, 1}));
       });
-  add("batch_norm",
+  add(
+      "batch_norm",
       [](const Group& g) {
         const SyncBatchNormScope scope(g);
         (void)torch::batch_norm(torch::rand({3, 2}), {}, {}, {}, {}, true, 0.1, 1e-5, false);

@@ -102,7 +102,7 @@ def test_objects(run_ranks, tmp_path):
         data = {"b": 1.0, "a": np.full(2, rank), "n": rank} if rank else {"n": rank, "a": np.full(2, rank), "b": 1.0}
         ls.all_reduce_dict(data)
         assert data["n"] == 3 and data["b"] == 3.0 and (data["a"] == 3).all() and type(data["n"]) is int
-        for bad, text in [({"x": rank} if rank else {"y": 0}, "'y: i64' is on rank 0 but not on rank 1"),
+        for bad, text in [({"x": rank} if rank else {"y": 0}, "'y: int' is on rank 0 but not on rank 1"),
                           ({"x": np.zeros(rank + 1)}, "'x: f64' has 1 elements on rank 0 and 2 on rank 1"),
                           ({"x": 1 if rank else 1.0}, "'x: f64' is on rank 0 but not on rank 1")]:
             try:
@@ -209,38 +209,6 @@ def test_numbers_of_dicts_have_no_width(run_ranks):
             raise AssertionError
         except ls.MismatchError as error:
             assert "x: int" in str(error) and "x: i64" in str(error), error
-        ls.barrier()
-        """,
-    )
-
-
-def test_an_object_that_cannot_be_rebuilt_is_named(run_ranks):
-    run_ranks(
-        2,
-        """
-        class Lost:
-            def __init__(self, text): self.text = text
-            def __reduce__(self): return (rebuild, (self.text,))
-        def rebuild(text):
-            raise KeyError("no such model: " + text)
-        class OfArguments(Exception):
-            def __init__(self, code, text): super().__init__(text)
-
-        for value, texts in [(Lost("a"), ("KeyError: 'no such model: a'", "Lost")),
-                             (OfArguments(3, "text"), ("TypeError: ", "OfArguments"))]:
-            for name, call in [("all_gather_object", lambda: ls.all_gather_object([1, {"key": value}])),
-                               ("gather_object", lambda: ls.gather_object(value, 1) if rank == 1 else ls.gather_object(value, 1)),
-                               ("broadcast_object_list", lambda: ls.broadcast_object_list([value], 0)),
-                               ("collect_results", lambda: ls.collect_results([value], 2))]:
-                receives = {"gather_object": rank == 1, "broadcast_object_list": rank == 1, "collect_results": rank == 0}
-                try:
-                    call()
-                    assert not receives.get(name, True), name
-                except ls.MismatchError as error:
-                    assert receives.get(name, True), error
-                    for text in "message of rank", *texts:
-                        assert text in str(error), (name, text, error)
-                    assert "PickledObjects" not in str(error) and "builds" not in str(error), error
         ls.barrier()
         """,
     )

@@ -106,7 +106,6 @@ def test_devices_of_data():
     "write",
     [
         lambda y: ls.all_reduce(y),
-        lambda y: ls.broadcast(y),
         lambda y: ls.all_reduce_dict({"y": y}),
         lambda y: ls.all_reduce_params([y]),
         lambda y: ls.cast_data_device(torch.zeros(3), "cpu", y),
@@ -152,8 +151,7 @@ def test_a_tensor_with_the_negative_bit(run_ranks):
             ls.all_reduce_params([one])
             ls.all_reduce_params([y := make()], coalesce=False)
             assert (one == -4).all() and (y == -4).all()
-            for write in [ls.all_reduce, lambda y: ls.broadcast(y, 0), lambda y: ls.broadcast(y, 1),
-                          lambda y: ls.all_reduce_dict({"y": y})]:
+            for write in [ls.all_reduce, lambda y: ls.all_reduce_dict({"y": y})]:
                 y = make()
                 try:
                     write(y)

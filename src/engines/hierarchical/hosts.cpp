@@ -45,7 +45,8 @@ base::UniqueFd open_socket() {
 base::UniqueFd make_findable(std::uint64_t nonce) {
   base::UniqueFd fd = open_socket();
   const base::AbstractAddress address = address_of(nonce);
-  if (::bind(fd.get(), address.get(), address.n_bytes()) != 0 || ::listen(fd.get(), /*backlog=*/1) != 0) {
+  if (::bind(fd.get(), address.get(), address.n_bytes()) != 0 ||
+      ::listen(fd.get(), /*backlog=*/1) != 0) {
     throw SystemError({.operation = "init_dist"}, errno, "cannot listen at a Unix socket");
   }
   return fd;
@@ -82,8 +83,9 @@ std::vector<int> find_hosts(Engine& outer, const Call& call) {
   // Open before any rank can know the nonce, and until all ranks have looked for it.
   const base::UniqueFd beacon = make_findable(mine.nonce);
   const std::vector<HostId> ids = gather_values(outer, call, mine);
-  // Nobody accepts the connections, and the system limits how many may wait (net.core.somaxconn). So
-  // each rank connects to the next lower one of its host only: to no rank connects more than one.
+  // Nobody accepts the connections, and the system limits how many may wait (net.core.somaxconn).
+  // So each rank connects to the next lower one of its host only: to no rank connects more than
+  // one.
   int next_lower = outer.rank() - 1;
   for (; next_lower >= 0; --next_lower) {
     const HostId& id = ids[static_cast<std::size_t>(next_lower)];

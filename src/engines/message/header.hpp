@@ -22,9 +22,9 @@ struct Header {
   std::uint8_t reduce;
   std::int32_t root;
   std::uint64_t count;
-  std::uint64_t counts;  ///< hash of the counts of all_gather and gather
+  std::uint64_t counts;     ///< hash of the counts of all_gather and gather
   std::uint32_t n_refused;  ///< see Call::n_refused
-  std::int32_t color;    ///< of split
+  std::int32_t color;       ///< of split
   std::int32_t key;
   std::uint32_t line;
   Check check;                ///< how much this rank compares

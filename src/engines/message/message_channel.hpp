@@ -69,9 +69,10 @@ class Channel {
 
   /// Before each call: counts it.
   void begin(const Call& call) { ++n_calls(call.op, call.root); }
-  /// See Engine::refuse. Tells the peers, which look while they wait. A control message may overtake
-  /// the messages of the calls before, so it holds their number: a rank in a later call, in which it
-  /// has refused fewer, meets this rank in no call with the same number of refused ones.
+  /// See Engine::refuse. Tells the peers, which look while they wait. A control message may
+  /// overtake the messages of the calls before, so it holds their number: a rank in a later call,
+  /// in which it has refused fewer, meets this rank in no call with the same number of refused
+  /// ones.
   void refuse(const Refusal& refusal) noexcept;
   /// The calls that ranks have refused and one of `rows` has not. Waits a little for the control
   /// messages of the others.

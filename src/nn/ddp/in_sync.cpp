@@ -132,9 +132,10 @@ void detail::assert_in_sync(const torch::nn::Module& module,
       const Fingerprints state = fingerprints_of_state(*optimizer, module);
       all.insert(all.end(), state.begin(), state.end());
     }
-    check_fingerprints(all, group, context_of("assert_in_sync", group, where),
-                       "make the same changes on all ranks, average the gradients, and keep buffers "
-                       "equal, as SyncBatchNorm does");
+    check_fingerprints(
+        all, group, context_of("assert_in_sync", group, where),
+        "make the same changes on all ranks, average the gradients, and keep buffers "
+        "equal, as SyncBatchNorm does");
   });
 }
 

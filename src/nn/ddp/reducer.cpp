@@ -24,10 +24,11 @@ void Reducer::before_forward(const std::optional<std::source_location>& where) {
     if (in_step_ && group_.size() == 1) forget_step();  // with one rank none is out of step
     if (in_step_) {
       throw UsageError(
-          context(), fmt::format("the last backward ended with an exception after {} of {} buckets: "
-                                 "the ranks may be out of step. Build a new DistributedDataParallel, "
-                                 "over a new group if the exception says that this one is dead",
-                                 n_sent_, buckets_.size()));
+          context(),
+          fmt::format("the last backward ended with an exception after {} of {} buckets: "
+                      "the ranks may be out of step. Build a new DistributedDataParallel, "
+                      "over a new group if the exception says that this one is dead",
+                      n_sent_, buckets_.size()));
     }
     if (!at::GradMode::is_enabled()) return;
     sync_ = n_no_sync == 0;
@@ -103,10 +104,10 @@ void Reducer::on_gradient(std::size_t index) {
                                               parameter.name));
     }
     if (!parameter.used) {
-      throw UsageError(context(),
-                       fmt::format("parameter {} got a gradient, but none in the first backward: the "
-                                   "graph is not static, leave static_graph off",
-                                   parameter.name));
+      throw UsageError(
+          context(), fmt::format("parameter {} got a gradient, but none in the first backward: the "
+                                 "graph is not static, leave static_graph off",
+                                 parameter.name));
     }
     move_gradient(parameter);
     parameter.ready = true;

@@ -45,8 +45,8 @@ class Backend final : public c10d::Backend {
   const Group& group() const { return joined_.group; }
   /// Later calls fail, and the peers' too: with `failure`, if it is not empty. May be called again.
   void leave(const std::string& failure) noexcept;
-  /// A call that an exception ended before its first message counts as refused, after those that are
-  /// posted: see lockstep::detail::Collective.
+  /// A call that an exception ended before its first message counts as refused, after those that
+  /// are posted: see lockstep::detail::Collective.
   void refuse(std::string operation, std::source_location where, std::string reason);
   /// Ends calls under way and waits for the callbacks of futures.
   void end_callbacks();
@@ -104,7 +104,6 @@ class Backend final : public c10d::Backend {
   /// The last owner is gone. While the list of living backends points to this one, it is not
   /// deleted: its thread would live on, also into forks of the process.
   void release_resources() override;
-
 
  private:
   /// Where and how long one call runs.
@@ -227,16 +226,16 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   auto run = before_call(operation, site.where,
                          [&] { return prepare(context_of_call(operation, site.where)); });
   // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
-  queue_->post([this, operation, work, site, memory = std::move(memory),
-               run = std::move(run)]() mutable {
-    std::exception_ptr error;
-    try {
-      run_on_group(operation, run, site);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    return work->complete(error);
-  });
+  queue_->post(
+      [this, operation, work, site, memory = std::move(memory), run = std::move(run)]() mutable {
+        std::exception_ptr error;
+        try {
+          run_on_group(operation, run, site);
+        } catch (...) {
+          error = std::current_exception();
+        }
+        return work->complete(error);
+      });
   return work;
 }
 

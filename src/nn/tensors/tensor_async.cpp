@@ -53,10 +53,11 @@ TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op, const Group& gr
                             Deadline deadline, std::source_location where) {
   return Collective("all_reduce", group, where).run([&] {
     const at::Tensor dense = for_result("all_reduce", data, group, where);
-    return start({.data = data,
-                  .dense = dense,
-                  .work = group.all_reduce_async(
-                      reduced_elements("all_reduce", dense, op, group, where), op, deadline, where)});
+    return start(
+        {.data = data,
+         .dense = dense,
+         .work = group.all_reduce_async(reduced_elements("all_reduce", dense, op, group, where), op,
+                                        deadline, where)});
   });
 }
 
@@ -66,8 +67,8 @@ TensorWork reduce_async(const at::Tensor& data, int dst, ReduceOp op, const Grou
     const at::Tensor dense = for_result("reduce", data, group, where);
     return start({.data = group.rank() == dst ? data : at::Tensor(),
                   .dense = dense,
-                  .work = group.reduce_async(reduced_elements("reduce", dense, op, group, where), dst,
-                                             op, deadline, where)});
+                  .work = group.reduce_async(reduced_elements("reduce", dense, op, group, where),
+                                             dst, op, deadline, where)});
   });
 }
 
@@ -103,8 +104,8 @@ TensorsWork gather_async(const at::Tensor& data, int dst, const Group& group, De
         {.dense = dense,
          .rows = all,
          .device = data.device(),
-         .work = group.gather_async(bytes_of(dense), all.defined() ? bytes_of(all) : Elements{}, dst,
-                                    deadline, where)});
+         .work = group.gather_async(bytes_of(dense), all.defined() ? bytes_of(all) : Elements{},
+                                    dst, deadline, where)});
   });
 }
 

@@ -136,7 +136,8 @@ void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src, co
     dense = for_result("scatter", data, group, where);
     const at::Tensor all =
         group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
-    group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, deadline, where);
+    group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, deadline,
+                  where);
   });
   copy_back(dense, data);
 }

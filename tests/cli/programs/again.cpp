@@ -38,8 +38,8 @@ long n_files() {
 }
 
 void say_sum(int round) {
-  say("round " + std::to_string(round) + ": rank " + std::to_string(lockstep::get_rank()) + " sum " +
-      std::to_string(lockstep::all_reduce_value(lockstep::get_rank() + 1)) + " " +
+  say("round " + std::to_string(round) + ": rank " + std::to_string(lockstep::get_rank()) +
+      " sum " + std::to_string(lockstep::all_reduce_value(lockstep::get_rank() + 1)) + " " +
       lockstep::get_backend().value_or("none"));
 }
 

@@ -1,6 +1,6 @@
-// A rank with a helper process in its process group, as a DataLoader's worker is: prints the signals
-// that reach the rank, and whether one had reached the helper by then; the helper prints the first
-// signal that it gets after the rank has ended.
+// A rank with a helper process in its process group, as a DataLoader's worker is: prints the
+// signals that reach the rank, and whether one had reached the helper by then; the helper prints
+// the first signal that it gets after the rank has ended.
 #include <signal.h>
 #include <unistd.h>
 

@@ -32,8 +32,8 @@ class Job {
   std::string environment() const;
   /// Records how a rank ended (a waitpid status).
   void rank_ended(int rank, int wait_status) noexcept;
-  /// The living process that joined a world as this rank, over any engine. nullopt: there is none, or
-  /// it is not visible here (another PID namespace, or no /proc).
+  /// The living process that joined a world as this rank, over any engine. nullopt: there is none,
+  /// or it is not visible here (another PID namespace, or no /proc).
   std::optional<pid_t> process_of(int rank) const noexcept;
   /// Whether any rank joined a world, over any engine.
   bool has_joined_rank() const noexcept;
@@ -42,8 +42,8 @@ class Job {
   /// The rank for which `failed_rank` waited in vain: it left the world without a failed call,
   /// while `failed_rank` ended in a failed call. nullopt if there is none.
   std::optional<int> who_left_before(int failed_rank) const;
-  /// Writes DIR/rank-N.json with the last operations of a rank, if it has ended and has not done so.
-  /// Throws SystemError.
+  /// Writes DIR/rank-N.json with the last operations of a rank, if it has ended and has not done
+  /// so. Throws SystemError.
   void write_record(int rank, const std::string& dir) const;
 
  private:
@@ -52,9 +52,9 @@ class Job {
   const int n_ranks_;  ///< not read from the segment, which the ranks could overwrite
 };
 
-/// Records for the launcher, in the segment that LOCKSTEP_SEGMENT names, that this process has joined
-/// a world as `local_rank` over an engine that does not use the segment. Does nothing if the variable
-/// names none.
+/// Records for the launcher, in the segment that LOCKSTEP_SEGMENT names, that this process has
+/// joined a world as `local_rank` over an engine that does not use the segment. Does nothing if the
+/// variable names none.
 void note_joined(std::string_view variable, int local_rank) noexcept;
 
 }  // namespace lockstep::shared

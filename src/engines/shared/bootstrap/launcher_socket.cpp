@@ -57,15 +57,16 @@ base::UniqueFd ask_for_next_world(int socket, int rank, const Call& barrier) {
   if (::send(socket, &kNextWorld, sizeof kNextWorld, MSG_NOSIGNAL) != sizeof kNextWorld) {
     throw SystemError(
         context, errno,
-        fmt::format("cannot ask `lockstep run` for another world over descriptor {}, which this rank "
-                    "inherited; close only descriptors that the program opened",
-                    socket));
+        fmt::format(
+            "cannot ask `lockstep run` for another world over descriptor {}, which this rank "
+            "inherited; close only descriptors that the program opened",
+            socket));
   }
   if (!wait_for_answer(socket, barrier.timeout)) {
-    throw TimeoutError(context,
-                       fmt::format("`lockstep run` gave this rank no other world within {:g} s; is it "
-                                   "stopped?",
-                                   std::chrono::duration<double>(barrier.timeout).count()));
+    throw TimeoutError(
+        context, fmt::format("`lockstep run` gave this rank no other world within {:g} s; is it "
+                             "stopped?",
+                             std::chrono::duration<double>(barrier.timeout).count()));
   }
   Answer answer{};
   base::UniqueFd segment;
@@ -79,9 +80,10 @@ base::UniqueFd ask_for_next_world(int socket, int rank, const Call& barrier) {
         fmt::format("`lockstep run` cannot make another world: {}", base::text_in(answer.text)));
   }
   if (!segment) {
-    throw SystemError(context, EMFILE,
-                      "no descriptor is left for the shared memory of another world; raise the limit "
-                      "on open files (ulimit -n)");
+    throw SystemError(
+        context, EMFILE,
+        "no descriptor is left for the shared memory of another world; raise the limit "
+        "on open files (ulimit -n)");
   }
   return segment;
 }

@@ -5,13 +5,13 @@
 #include "base/fd.hpp"
 #include "engines/shared/bootstrap/job.hpp"
 
-/// Between a rank of `lockstep run` and its launcher: a socket that the rank inherits. A rank that has
-/// left its world asks for the next one; the launcher answers at once, with the segment that all ranks
-/// which ask for the same world get.
+/// Between a rank of `lockstep run` and its launcher: a socket that the rank inherits. A rank that
+/// has left its world asks for the next one; the launcher answers at once, with the segment that
+/// all ranks which ask for the same world get.
 ///
-/// One question and one answer at a time, each a message of its own, which arrives entirely or not at
-/// all. A rank's process alone asks: what it started has not the socket, and a fork of it finds the
-/// rank taken in the segment.
+/// One question and one answer at a time, each a message of its own, which arrives entirely or not
+/// at all. A rank's process alone asks: what it started has not the socket, and a fork of it finds
+/// the rank taken in the segment.
 namespace lockstep::shared {
 
 /// Two ends; both are closed on exec. Throws SystemError.

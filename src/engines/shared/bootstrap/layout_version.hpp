@@ -67,8 +67,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(MessageHead, count),
       LOCKSTEP_FIELD(MessageHead, n_refused),
   });
-  hash.add<RefusalText>(
-      {LOCKSTEP_FIELD(RefusalText, peer), LOCKSTEP_FIELD(RefusalText, words)});
+  hash.add<RefusalText>({LOCKSTEP_FIELD(RefusalText, peer), LOCKSTEP_FIELD(RefusalText, words)});
   hash.add<Refusals>({LOCKSTEP_FIELD(Refusals, n_texts), LOCKSTEP_FIELD(Refusals, texts)});
   hash.add<RefusedPairs>(
       {LOCKSTEP_FIELD(RefusedPairs, n_sends), LOCKSTEP_FIELD(RefusedPairs, n_receives)});

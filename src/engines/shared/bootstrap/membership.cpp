@@ -37,7 +37,8 @@ bool take_rank(RankBlock& block) noexcept {
   std::int32_t holder = 0;
   const bool has_joined = block.state.load(std::memory_order_relaxed) != RankState::absent;
   // A process that joined a world over another engine has the block, and may join this one too.
-  if (!block.pid.compare_exchange_strong(holder, pid) && (holder != pid || has_joined)) return false;
+  if (!block.pid.compare_exchange_strong(holder, pid) && (holder != pid || has_joined))
+    return false;
   block.start_time.store(base::process_start_time(pid), std::memory_order_relaxed);
   block.pidfd_inode.store(base::pidfd_inode(pid), std::memory_order_relaxed);
   block.pid_namespace.store(base::namespace_of("pid"), std::memory_order_relaxed);

@@ -34,8 +34,8 @@ std::string describe_wait_status(int status);
 /// of the two namespaces is unknown.
 std::optional<bool> is_pid_of(std::uint64_t here, const RankBlock& rank) noexcept;
 
-/// Takes an unjoined rank's block for this process and writes there how others recognise the process.
-/// Returns false if the rank has joined, or another process has taken the block.
+/// Takes an unjoined rank's block for this process and writes there how others recognise the
+/// process. Returns false if the rank has joined, or another process has taken the block.
 bool take_rank(RankBlock& block) noexcept;
 
 /// Whether this process was the rank and has left, or failed to join.

@@ -55,17 +55,18 @@ Inherited parse_inherited(std::string_view variable) {
   if (is_valid) return inherited;
   throw UsageError(
       {.operation = "init_dist"},
-      fmt::format("LOCKSTEP_SEGMENT is '{}', not FD:NONCE or FD:NONCE:FD as `lockstep run` sets it; "
-                  "unset it, or start the program with `lockstep run`",
-                  variable));
+      fmt::format(
+          "LOCKSTEP_SEGMENT is '{}', not FD:NONCE or FD:NONCE:FD as `lockstep run` sets it; "
+          "unset it, or start the program with `lockstep run`",
+          variable));
 }
 
 }  // namespace
 
 std::shared_ptr<Segment> inherit_world(std::string_view variable) {
   const Inherited inherited = parse_inherited(variable);
-  auto segment = Segment::attach(
-      base::UniqueFd(::fcntl(inherited.segment, F_DUPFD_CLOEXEC, 0)), inherited.nonce);
+  auto segment = Segment::attach(base::UniqueFd(::fcntl(inherited.segment, F_DUPFD_CLOEXEC, 0)),
+                                 inherited.nonce);
   // Child programs of a rank are not ranks.
   ::fcntl(inherited.segment, F_SETFD, FD_CLOEXEC);
   if (inherited.launcher >= 0) ::fcntl(inherited.launcher, F_SETFD, FD_CLOEXEC);
@@ -77,9 +78,11 @@ std::shared_ptr<Segment> next_world(std::shared_ptr<Segment> inherited, std::str
   const Inherited of = parse_inherited(variable);
   if (of.launcher < 0 || !has_left(inherited->rank(rank))) return inherited;
   base::UniqueFd fd = ask_for_next_world(of.launcher, rank, barrier);
-  // The variable names it from now on. The number is still the former segment's: it was just mapped.
+  // The variable names it from now on. The number is still the former segment's: it was just
+  // mapped.
   if (::dup3(fd.get(), of.segment, O_CLOEXEC) < 0) {
-    throw SystemError(context_of(barrier, rank), errno, "cannot keep the descriptor of another world");
+    throw SystemError(context_of(barrier, rank), errno,
+                      "cannot keep the descriptor of another world");
   }
   return Segment::attach(std::move(fd), of.nonce);
 }

@@ -138,13 +138,13 @@ class Channel {
   /// A call that this rank refused: see Engine::refuse. Between end_phase of one call and begin of
   /// the next.
   ///
-  /// Proof that a rank A which waits in phase s, in a call with n_refused = a, may report a mismatch
-  /// once it reads that a peer B has refused b > a and after that finds B's flag of s not raised. B
-  /// stores its number with release after the calls before it, so A would see the flag of s, had B
-  /// raised it: B has not begun a call that includes phase s, and its next one includes it. That
-  /// call carries b or more, so its fingerprint differs from A's. If b < a, B may still refuse as
-  /// many calls as A, so A waits; what it then meets is compared. Of a send and its recv the same
-  /// holds with the chunks in the outbox in place of the flag.
+  /// Proof that a rank A which waits in phase s, in a call with n_refused = a, may report a
+  /// mismatch once it reads that a peer B has refused b > a and after that finds B's flag of s not
+  /// raised. B stores its number with release after the calls before it, so A would see the flag of
+  /// s, had B raised it: B has not begun a call that includes phase s, and its next one includes
+  /// it. That call carries b or more, so its fingerprint differs from A's. If b < a, B may still
+  /// refuse as many calls as A, so A waits; what it then meets is compared. Of a send and its recv
+  /// the same holds with the chunks in the outbox in place of the flag.
   void refuse(const Refusal& refusal) noexcept;
   /// Ends the phase. Throws MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError.
   void end_phase(const Call& call);
