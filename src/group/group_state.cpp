@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <iterator>
 #include <lockstep/error.hpp>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/marked_text.hpp"
 #include "base/text.hpp"
 #include "record/signature.hpp"
 
@@ -147,8 +149,9 @@ void GroupState::refuse(const Call& call, std::string_view operation,
   try {
     const std::lock_guard lock(mutex_);
     const std::uint64_t sequence = sequence_.load(std::memory_order_relaxed) + 1;
-    std::string text =
-        fmt::format("refused {} #{}: {}", operation, sequence, reason.substr(0, reason.find('\n')));
+    std::array<char, 160> line{};  // so that the place fits behind it, where engines send it
+    base::copy_marked_text(line, reason.substr(0, reason.find('\n')));
+    std::string text = fmt::format("refused {} #{}: {}", operation, sequence, base::text_in(line));
     if (call.where.line() != 0) {
       fmt::format_to(std::back_inserter(text), ", at {}:{}",
                      base::base_name(call.where.file_name()), call.where.line());

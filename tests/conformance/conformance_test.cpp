@@ -983,7 +983,9 @@ TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
     }
     {  // by the sender, which sends no more
       const Group group = world.duplicate();
-      if (rank == 0) EXPECT_THROW(group.send(none, 1), UsageError);
+      if (rank == 0) {
+        EXPECT_THROW(group.send(none, 1), UsageError);
+      }
       if (rank == 1) {
         expect_contains(thrown<MismatchError>([&] { group.recv(one, 0); }), "refused send #1: ");
       }
@@ -1006,7 +1008,9 @@ TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
       if (rank == 0) {
         expect_contains(thrown<MismatchError>([&] { group.send(large, 1); }), "refused recv #1: ");
       }
-      if (rank == 1) EXPECT_THROW(group.recv(none, 0), UsageError);
+      if (rank == 1) {
+        EXPECT_THROW(group.recv(none, 0), UsageError);
+      }
       world.barrier();
     }
   });

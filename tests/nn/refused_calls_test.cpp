@@ -147,7 +147,9 @@ TEST(RefusedCallsTest, by_one_rank_are_a_mismatch_on_all) {
       for (const Refusable& call : refusable_calls()) {
         SCOPED_TRACE(call.operation);
         const Group group = world.duplicate();
-        if (rank == 1) EXPECT_THROW(call.refused(group), UsageError);
+        if (rank == 1) {
+          EXPECT_THROW(call.refused(group), UsageError);
+        }
         const std::string text = thrown<MismatchError>([&] { call.made(group); });
         expect_contains(text, "refused " + call.operation + " #1: ");
         expect_contains(text, "refused_calls_test.cpp:");
@@ -176,7 +178,9 @@ TEST(RefusedCallsTest, a_batch_that_one_rank_skips_mixes_no_statistics) {
     SyncBatchNorm1d layer(SyncBatchNormOptions(2));
     (void)layer(torch::rand({4, 2}));
     const Tensor before = layer->running_mean.clone();
-    if (rank == 1) EXPECT_THROW((void)layer(torch::rand({4, 1})), UsageError);
+    if (rank == 1) {
+      EXPECT_THROW((void)layer(torch::rand({4, 1})), UsageError);
+    }
     EXPECT_THROW((void)layer(torch::rand({4, 2})), MismatchError);
     EXPECT_TRUE(layer->running_mean.equal(before));
   });

@@ -690,32 +690,30 @@ TEST(SyncBatchNormModuleTest, a_peer_in_another_call_is_reported_by_backward) {
 }
 
 TEST(SyncBatchNormModuleTest, wrong_input_is_rejected_before_anything_is_sent) {
-  on_ranks(2, [](int rank) {
+  on_ranks(2, [](int /*rank*/) {
     SyncBatchNorm2d bn(3);
-    if (rank == 0) {
-      EXPECT_EQ(usage_error([&] {
-                  bn->forward(at::ones({2, 3, 4}));
-                }),
-                "expected 4D input, got 3D input");
-      EXPECT_EQ(usage_error([&] {
-                  bn->forward(at::ones({2, 4, 1, 1}));
-                }),
-                "expected 3 channels, got input size [2, 4, 1, 1]");
-      EXPECT_NE(usage_error([&] {
-                  bn->forward(at::ones({2, 3, 1, 1}, at::kInt));
-                }).find("expected input of float64, float32, bfloat16 or float16, got Int"),
-                std::string::npos);
-      EXPECT_NE(usage_error([&] {
-                  bn->forward(at::ones({2, 3, 1, 1}, at::kDouble));
-                }).find("expected weight to be a Double tensor of"),
-                std::string::npos);
-      EXPECT_EQ(usage_error([&] { SyncBatchNorm1d(3)->forward(at::ones({2})); }),
-                "expected 2D or 3D input, got 1D input");
-      EXPECT_EQ(usage_error([&] {
-                  SyncBatchNorm3d(3)->forward(at::ones({2, 3, 1, 1}));
-                }),
-                "expected 5D input, got 4D input");
-    }
+    EXPECT_EQ(usage_error([&] {
+                bn->forward(at::ones({2, 3, 4}));
+              }),
+              "expected 4D input, got 3D input");
+    EXPECT_EQ(usage_error([&] {
+                bn->forward(at::ones({2, 4, 1, 1}));
+              }),
+              "expected 3 channels, got input size [2, 4, 1, 1]");
+    EXPECT_NE(usage_error([&] {
+                bn->forward(at::ones({2, 3, 1, 1}, at::kInt));
+              }).find("expected input of float64, float32, bfloat16 or float16, got Int"),
+              std::string::npos);
+    EXPECT_NE(usage_error([&] {
+                bn->forward(at::ones({2, 3, 1, 1}, at::kDouble));
+              }).find("expected weight to be a Double tensor of"),
+              std::string::npos);
+    EXPECT_EQ(usage_error([&] { SyncBatchNorm1d(3)->forward(at::ones({2})); }),
+              "expected 2D or 3D input, got 1D input");
+    EXPECT_EQ(usage_error([&] {
+                SyncBatchNorm3d(3)->forward(at::ones({2, 3, 1, 1}));
+              }),
+              "expected 5D input, got 4D input");
     bn->forward(at::ones({1, 3, 2, 2}));
   });
 }

@@ -102,10 +102,6 @@ TORCH = {
         "dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))",
         "dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(3))",
     ),
-    "reduce_scatter of tensors of another size": (
-        "dist.reduce_scatter(torch.ones(2), [torch.ones(2), torch.ones(2)])",
-        "dist.reduce_scatter(torch.ones(2), [torch.ones(3), torch.ones(2)])",
-    ),
 }
 
 
