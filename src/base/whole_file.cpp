@@ -40,7 +40,8 @@ std::string follow_links(std::string path) {
     const std::string to(target.data(), static_cast<std::size_t>(n));
     const std::size_t slash = path.rfind('/');
     const bool is_relative = !to.empty() && to.front() != '/' && slash != std::string::npos;
-    path = is_relative ? path.substr(0, slash + 1) + to : to;
+    path.resize(is_relative ? slash + 1 : 0);
+    path += to;
   }
   fail("follow the links of", path, ELOOP);
 }
