@@ -21,6 +21,15 @@ TORCH_PRELUDE = (
 )
 
 
+def in_a_file(name="store"):
+    """For a program's second default group a store of its own.
+
+    Rank 0's server of the first one ends with that group, at a moment that the other ranks do not know: one that asks it
+    for the second group loses the connection.
+    """
+    return f"init_method=f'file://{{os.getcwd()}}/{name}', rank=rank, world_size=size"
+
+
 def survivor(fault, call, error, *texts, before="pass"):
     """A program for run_ranks: rank 1 does `fault`; in `call` the others raise `error`, whose text has `texts`."""
     return f"""

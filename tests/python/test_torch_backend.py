@@ -1,7 +1,7 @@
 """The operations of torch.distributed over the backend lockstep, in real processes."""
 
 import pytest
-from conftest import TORCH_PRELUDE
+from conftest import TORCH_PRELUDE, in_a_file
 
 pytest.importorskip("torch")
 
@@ -344,13 +344,9 @@ def test_messages_where_no_process_may_access_another(run_torch):
 def test_alone_again_and_beside_another_backend(run_torch):
     run_torch(
         2,
-        """
+        f"""
         dist.destroy_process_group()
-        # Not over the store of the first group: rank 0's server goes with it, at a moment that the others do not know.
-        dist.init_process_group(
-            "cpu:lockstep", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=size,
-            timeout=__import__("datetime").timedelta(seconds=30),
-        )
+        dist.init_process_group("cpu:lockstep", {in_a_file()}, timeout=__import__("datetime").timedelta(seconds=30))
         x = torch.ones(1)
         dist.all_reduce(x)
         assert x.item() == 2
@@ -518,14 +514,14 @@ def test_shutdown_lets_calls_end(run_torch):
 def test_init_again(run_torch):
     run_torch(
         2,
-        """
+        f"""
         for i in range(5):
             x = torch.ones(1000)
             work = dist.all_reduce(x, async_op=True)
             if i % 2: work.wait()
             dist.barrier()
             dist.destroy_process_group()
-            dist.init_process_group("lockstep")
+            dist.init_process_group("lockstep", {in_a_file("store-{i}")})
             assert (x == 2).all()
         """,
     )

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import COMMAND
+from conftest import COMMAND, in_a_file
 
 pytest.importorskip("torch")
 
@@ -89,12 +89,12 @@ def test_alone(run_ranks, tmp_path):
 def test_beside_a_backend_that_this_torch_lacks(run_torch):
     run_torch(
         2,
-        """
+        f"""
         dist.destroy_process_group()
         if dist.is_nccl_available():
             sys.exit(0)
         try:
-            dist.init_process_group("cpu:lockstep,cuda:nccl")
+            dist.init_process_group("cpu:lockstep,cuda:nccl", {in_a_file()})
             raise AssertionError
         except RuntimeError as error:
             assert "NCCL" in str(error), error
