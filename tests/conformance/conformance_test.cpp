@@ -969,8 +969,15 @@ TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
     double value = rank;
     const Elements one{&value, 1, DType::f64}, none{nullptr, 1, DType::f64};
     const std::vector<double> many(200'000, 1);
-    {  // refused by both ends
+    // All ranks have left the call that made it: a group that fails ends those that are still
+    // there.
+    const auto new_group = [&world] {
       const Group group = world.duplicate();
+      world.barrier();
+      return group;
+    };
+    {  // refused by both ends
+      const Group group = new_group();
       if (rank == 0) {
         EXPECT_THROW(group.send(none, 1), UsageError);
         group.send(one, 1);
@@ -982,7 +989,7 @@ TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
       EXPECT_EQ(sum_of_ones(group), group.size());  // they do not count among the collectives
     }
     {  // by the sender, which sends no more
-      const Group group = world.duplicate();
+      const Group group = new_group();
       if (rank == 0) {
         EXPECT_THROW(group.send(none, 1), UsageError);
       }
@@ -992,7 +999,7 @@ TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
       world.barrier();
     }
     {  // by the sender, whose next message the receiver would take
-      const Group group = world.duplicate();
+      const Group group = new_group();
       if (rank == 0) {
         EXPECT_THROW(group.send(none, 1), UsageError);
         (void)thrown<MismatchError>([&] { group.send(one, 1); });  // it may be sent already
@@ -1003,7 +1010,7 @@ TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
       world.barrier();
     }
     {  // by the receiver
-      const Group group = world.duplicate();
+      const Group group = new_group();
       const ConstElements large{many.data(), many.size(), DType::f64};
       if (rank == 0) {
         expect_contains(thrown<MismatchError>([&] { group.send(large, 1); }), "refused recv #1: ");

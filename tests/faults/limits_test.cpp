@@ -166,8 +166,9 @@ TEST(MachineLimitsTest, no_address_space_is_left) {
   });
 }
 
-/// Every page that is backed has its place in memory before anybody maps it or stores there. Mapping
-/// would take the pages too, but where there are none it says nothing, and the first store is a SIGBUS.
+/// Every page that is backed has its place in memory before anybody maps it or stores there.
+/// Mapping would take the pages too, but where there are none it says nothing, and the first store
+/// is a SIGBUS.
 TEST(MachineLimitsTest, pages_are_reserved_before_they_are_used) {
   const auto segment = shared::make_world(Segment::for_processes(4));
   const auto n_bytes_held = [&] {
