@@ -65,7 +65,8 @@ bool blames_victim(const Trial& trial, const std::string& text) {
   }
   // Engines that pass messages make a large call in steps: a rank that stops in the middle keeps
   // others from theirs, and who waits for those too names them as well.
-  const bool is_by_steps = trial.engine.backend != "shared" && trial.place == "in";
+  const bool is_inside = trial.place == "in" || trial.place.starts_with("step-");
+  const bool is_by_steps = trial.engine.backend != "shared" && is_inside;
   return is_by_steps ? std::find(blamed.begin(), blamed.end(), trial.victim) != blamed.end()
                      : blamed == std::vector{trial.victim};
 }
@@ -80,11 +81,10 @@ std::string row_of(int rank, const std::string& table) {
 /// Empty, or what is wrong with the table of a mismatch.
 std::string check_table(const Trial& trial, const std::string& text) {
   const bool is_large = trial.place == "in";
-  const std::map<std::string, std::string> wrong = {{"op", "broadcast"},
-                                                    {"count", is_large ? "262143" : "f64   3 "},
-                                                    {"type", "i64"},
-                                                    {"root", "  1  "},
-                                                    {"missing", "barrier"}};
+  const std::map<std::string, std::string> wrong = {
+      {"op", "broadcast"},    {"count", is_large ? "262143" : "f64   3 "},
+      {"type", "i64"},        {"root", "  1  "},
+      {"missing", "barrier"}, {"refuse", "refused broadcast #"}};
   const std::string operation = trial.wrong_operation();
   const std::string fragment = operation.empty() ? wrong.at(trial.fault) : operation + " ";
   const LevelWords words = innermost_level(text, trial.n_ranks);
@@ -98,16 +98,32 @@ std::string check_table(const Trial& trial, const std::string& text) {
   return {};
 }
 
+/// Whether a rank may have got this where an allocation of the victim failed, or none did.
+bool check_memory(const Trial& trial, int rank, const Report& report) {
+  if (report.error == "none" || rank == trial.victim) return true;
+  if (report.error == "PeerFailed" || report.error == "SystemError") {
+    return blames_victim(trial, report.text);
+  }
+  const std::string row = row_of(trial.victim, report.text);
+  return report.error == "MismatchError" && contains(row, "refused ");
+}
+
 /// Empty, or what is wrong with what `rank` got.
 std::string check(const Trial& trial, int rank, const Report& report) {
   const auto is = [&](const char* error) { return report.error == error; };
   const std::string got = fmt::format("rank {} got {}: {}", rank, report.error, report.text);
-  if (trial.is_any({"op", "count", "type", "root", "missing"}) ||
+  if (trial.fault == "alike") return is("none") ? "" : got;
+  if (trial.is_any({"op", "count", "type", "root", "missing", "refuse"}) ||
       !trial.wrong_operation().empty()) {
     if (!is("MismatchError")) return got;
     const std::string complaint = check_table(trial, report.text);
     return complaint.empty() ? "" : complaint + "; " + got;
   }
+  if (trial.fault == "join") {
+    const bool names = contains(report.text, fmt::format("/proc/rank-{}", trial.victim));
+    return names && (rank == trial.victim || is("PeerFailed")) ? "" : got;
+  }
+  if (trial.is_memory()) return check_memory(trial, rank, report) ? "" : got;
   if (trial.fault == "cut") {
     if (!blames_other_machine(trial, rank, report.text)) return "names another: " + got;
     return is("TimeoutError") ? "" : got;
@@ -149,6 +165,7 @@ Outcome judge(const Trial& trial, const std::string& folder, const Ended& ended)
     return outcome;
   }
   const bool is_death = trial.is_any({"kill", "exit", "exception"});
+  std::map<bool, int> n_with_error;
   for (int rank = 0; rank < trial.n_ranks; ++rank) {
     if (rank == trial.victim && (is_death || trial.fault == "stop")) continue;
     const auto report = read_report(fmt::format("{}/{}", folder, rank));
@@ -162,9 +179,15 @@ Outcome judge(const Trial& trial, const std::string& folder, const Ended& ended)
     }
     const std::string complaint = check(trial, rank, *report);
     if (!complaint.empty()) return {.complaint = complaint};
+    ++n_with_error[report->error != "none"];
     const double latency = static_cast<double>(report->at_ns - fault_ns) * 1e-9 -
                            (trial.is_any({"stop", "slow", "cut"}) ? kDeadlineSeconds : 0);
     outcome.latency_s = std::max(outcome.latency_s, latency);
+  }
+  // Where the victim's failed, all are told; where it had none to fail, none is.
+  if (trial.is_memory() && n_with_error[true] != 0 && n_with_error[false] != 0) {
+    outcome.complaint = fmt::format("{} ranks got an error and {} none: {}{}", n_with_error[true],
+                                    n_with_error[false], ended.out, ended.err);
   }
   return outcome;
 }

@@ -34,6 +34,8 @@ struct Trial {
   bool is_any(std::initializer_list<const char*> faults) const {
     return std::find(faults.begin(), faults.end(), fault) != faults.end();
   }
+  /// One of the victim's allocations fails; which, says the number behind it.
+  bool is_memory() const { return fault.starts_with("memory-"); }
   bool is_hierarchical() const { return engine.backend == "hierarchical"; }
   /// The victim's operation, where that is another than the others'.
   std::string wrong_operation() const {

@@ -3,26 +3,35 @@
 //
 //   faulty_rank BACKEND FAULT PLACE VICTIM FOLDER [N_THREADS]
 //
-// FAULT: kill stop exit exception op count type root missing slow limit container cut, or
-// VICTIMS:OTHERS, two operations. LOCKSTEP_FAULT_LOAD: see rank_loads.hpp. PLACE: before (the first
-// call), between (two calls), in (a call of many phases; killed, stopped and ended ranks are inside
-// the call then).
+// FAULT: kill stop exit exception op count type root missing slow refuse alike (all ranks refuse
+// their calls) limit container cut join (the victim's init_dist fails), memory-N (the victim's Nth
+// allocation fails), or VICTIMS:OTHERS, two operations. LOCKSTEP_FAULT_LOAD: see rank_loads.hpp.
+// PLACE: before (the first call), between (two calls), in (a call of many phases; killed, stopped
+// and ended ranks are inside the call then), step-N (N instructions after a call began; killed and
+// stopped ranks).
+#include <sys/prctl.h>
+#include <sys/ptrace.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <lockstep/lockstep.hpp>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "faults/rank_loads.hpp"
+#include "support/allocations.hpp"
 #include "support/waiting.hpp"
 
 namespace {
@@ -48,6 +57,14 @@ struct Plan {
       if (fault == other) return true;
     }
     return false;
+  }
+  /// N of a fault or a place that is called `PREFIX-N`; 0 of others.
+  int n_memory() const { return number(fault, "memory-"); }
+  int n_steps() const { return number(place, "step-"); }
+
+ private:
+  static int number(const std::string& name, const std::string& prefix) {
+    return name.starts_with(prefix) ? std::atoi(name.c_str() + prefix.size()) : 0;
   }
 };
 
@@ -105,6 +122,67 @@ void end_this_process(const Plan& plan) {
   std::exit(0);
 }
 
+/// Ends or stops this process n_steps() instructions from here, wherever its thread is then:
+/// another process traces it to there.
+void end_by_steps(const Plan& plan) {
+  const pid_t rank = ::getpid();
+  const pid_t thread = ::gettid();
+  ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);
+  int ready[2];
+  if (::pipe(ready) != 0) std::abort();
+  if (::fork() == 0) {
+    const auto traced = [thread](auto request, std::intptr_t value) {
+      if (::ptrace(request, thread, nullptr, value) != 0) std::_Exit(1);
+    };
+    traced(PTRACE_SEIZE, 0);
+    if (::write(ready[1], "", 1) != 1) std::_Exit(1);
+    int status = 0;
+    ::waitpid(thread, &status, __WALL);  // at its SIGUSR2
+    for (int i = 0; i < plan.n_steps(); ++i) {
+      traced(PTRACE_SINGLESTEP, 0);
+      if (::waitpid(thread, &status, __WALL) != thread || !WIFSTOPPED(status)) std::_Exit(1);
+    }
+    note_fault(plan);
+    if (plan.fault == "kill") ::kill(rank, SIGKILL);
+    ::syscall(SYS_tgkill, rank, thread, SIGSTOP);
+    ::ptrace(PTRACE_DETACH, thread, nullptr, nullptr);
+    std::_Exit(0);
+  }
+  char byte = 0;
+  if (::read(ready[0], &byte, 1) != 1) std::abort();
+  ::syscall(SYS_tgkill, rank, thread, SIGUSR2);
+}
+
+/// Three mistakes, which this rank's own arguments show.
+void refuse_calls() {
+  const lockstep::Group group = lockstep::default_group();
+  double value = 0;
+  const lockstep::Elements one{&value, 1, lockstep::DType::f64};
+  const auto expect_refusal = [](const auto& call) {
+    try {
+      call();
+    } catch (const lockstep::UsageError&) {
+      return;
+    }
+    std::abort();
+  };
+  expect_refusal([&] { group.broadcast(one, group.size()); });
+  expect_refusal([&] { group.all_reduce({nullptr, 1, lockstep::DType::f64}); });
+  expect_refusal([&] { group.all_gather(one, one); });
+}
+
+/// Calls that allocate.
+void allocate_in_calls() {
+  for (int i = 0; i < 3; ++i) {
+    const lockstep::Group part = lockstep::default_group().split(0);
+    static_cast<void>(lockstep::all_gather_object(std::string(100, 'x'), part));
+    std::vector<double> parts(4, 1.0);
+    static_cast<void>(lockstep::all_gather(std::span<const double>(parts)));
+    static_cast<void>(part.allocate(1000));
+    lockstep::all_reduce(std::span(parts));
+  }
+}
+
 /// That operation, of all the data where its ranks have data of one size.
 void call(const std::string& operation, std::vector<double>& data) {
   const lockstep::Group group = lockstep::default_group();
@@ -134,6 +212,10 @@ bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline d
                bool is_thread) {
   const lockstep::Group group = lockstep::default_group();
   const auto whole = std::span(data);
+  if (plan.n_steps() != 0) {
+    end_by_steps(plan);
+    return false;
+  }
   if (plan.is_any({"kill", "stop", "exit"})) {
     if (is_thread) {  // of which only `exit` exists
       note_fault(plan);
@@ -172,7 +254,15 @@ bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline d
   // link.
   if (plan.fault == "cut" && std::system("ip link set cable down") != 0) std::abort();
   note_fault(plan);
-  if (plan.is_any({"limit", "container", "cut"})) return false;
+  if (plan.is_any({"limit", "container", "cut", "alike"})) return false;
+  if (plan.fault == "refuse") {
+    refuse_calls();
+    return false;
+  }
+  if (plan.n_memory() != 0) {
+    lockstep::test::fail_allocation(plan.n_memory());
+    return false;
+  }
   if (plan.fault == "missing") return true;
   if (const auto colon = plan.fault.find(':'); colon != std::string::npos) {
     call(plan.fault.substr(0, colon), data);
@@ -204,6 +294,7 @@ void run_calls(const Plan& plan, bool is_thread) {
   }
   lockstep::Deadline deadline;
   if (plan.is_any({"slow", "stop", "cut"})) deadline = kDeadline;
+  if (plan.fault == "alike") refuse_calls();
   const bool is_done = is_victim && misbehave(plan, data, deadline, is_thread);
   const bool is_next = group.rank() == (plan.victim + 1) % group.size();
   if (plan.is_any({"kill", "stop", "exit"}) && plan.place == "in" && is_next) wait_for_fault(plan);
@@ -217,6 +308,11 @@ void run_calls(const Plan& plan, bool is_thread) {
       static_cast<void>(group.allocate(plan.fault == "limit" ? 64U << 20U : 1U << 30U));
     } else if (plan.fault == "root") {
       lockstep::broadcast(data, 0, group, deadline);
+    } else if (plan.n_memory() != 0) {
+      allocate_in_calls();
+      lockstep::test::fail_allocation(0);
+    } else if (plan.n_steps() != 0) {
+      for (;;) lockstep::all_reduce(data, lockstep::ReduceOp::sum, group, deadline);
     } else {
       lockstep::all_reduce(data, lockstep::ReduceOp::sum, group, deadline);
     }
@@ -224,15 +320,13 @@ void run_calls(const Plan& plan, bool is_thread) {
   lockstep::barrier(group, deadline);
 }
 
-/// Runs the calls and reports; only what the plan has the victim throw comes out.
-int be_rank(const Plan& plan, bool is_thread) {
-  const int rank = lockstep::get_rank();
-  const int n_ranks = lockstep::get_world_size();
+/// Runs it and reports; only what the plan has the victim throw comes out.
+template <class Run>
+int be_rank(const Plan& plan, int rank, int n_ranks, const Run& run) {
   std::string error = "none";
   std::string text;
   try {
-    run_calls(plan, is_thread);
-    if (!lockstep::is_distributed()) return 0;
+    run();
   } catch (const lockstep::Error& e) {
     text = e.text();
     error = dynamic_cast<const lockstep::MismatchError*>(&e)  ? "MismatchError"
@@ -242,10 +336,34 @@ int be_rank(const Plan& plan, bool is_thread) {
             : dynamic_cast<const lockstep::SystemError*>(&e)  ? "SystemError"
             : dynamic_cast<const lockstep::EngineError*>(&e)  ? "EngineError"
                                                               : "UsageError";
+  } catch (const std::bad_alloc&) {
+    error = "bad_alloc";
+    try {
+      lockstep::barrier();  // the program goes on
+    } catch (const std::exception&) {
+    }
   }
   report(plan, rank, error, text);
   wait_for_reports(plan, n_ranks, !plan.is_any({"kill", "stop", "exit", "exception"}));
   return 1;
+}
+
+/// As its rank of the world.
+int be_rank(const Plan& plan, bool is_thread) {
+  if (is_thread && plan.fault == "exit" && lockstep::get_rank() == plan.victim) {
+    run_calls(plan, is_thread);
+    return 0;
+  }
+  return be_rank(plan, lockstep::get_rank(), lockstep::get_world_size(),
+                 [&] { run_calls(plan, is_thread); });
+}
+
+/// What the launcher says, before there is a world.
+int launchers_number(std::initializer_list<const char*> names) {
+  for (const char* name : names) {
+    if (const char* const text = std::getenv(name)) return std::atoi(text);
+  }
+  std::abort();
 }
 
 }  // namespace
@@ -258,7 +376,21 @@ int main(int argc, char** argv) {
     return 0;
   }
   lockstep::test::rank_loads::apply_before_init();
-  lockstep::init_dist({.backend = plan.backend, .timeout = seconds(60)});
+  const lockstep::InitOptions options{.backend = plan.backend, .timeout = seconds(60)};
+  if (plan.fault == "join") {
+    const int rank = launchers_number({"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"});
+    if (rank == plan.victim) {
+      note_fault(plan);
+      ::setenv("LOCKSTEP_TRACE", "/proc", 1);  // no files are made there
+    }
+    std::signal(SIGTERM, SIG_IGN);
+    return be_rank(plan, rank, launchers_number({"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}),
+                   [&] {
+                     lockstep::init_dist(options);
+                     lockstep::barrier();
+                   });
+  }
+  lockstep::init_dist(options);
   // A launcher that ends the others shall not end them before they have told what they got.
   if (lockstep::get_rank() != plan.victim) std::signal(SIGTERM, SIG_IGN);
   // Once one has returned from init_dist, another's may still be under way, and end with the fault.

@@ -3,10 +3,12 @@
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -104,12 +106,25 @@ inline void fork_a_child(bool calls) {
   std::abort();
 }
 
+/// A signal whose handler does nothing, every millisecond until all have joined: system calls that
+/// wait end with EINTR.
+inline void set_signals(bool come) {
+  struct sigaction action = {};
+  action.sa_handler = [](int) {};
+  ::sigaction(SIGALRM, &action, nullptr);
+  const timeval period{.tv_sec = 0, .tv_usec = come ? 1000 : 0};
+  const itimerval timer{.it_interval = period, .it_value = period};
+  ::setitimer(ITIMER_REAL, &timer, nullptr);
+}
+
 inline void apply_before_init() {
   if (name() == "no-pidfd") forbid(SYS_pidfd_open);
+  if (name() == "signals") set_signals(true);
 }
 
 /// When all have joined.
 inline void apply() {
+  if (name() == "signals") set_signals(false);
   if (name() == "descriptors") Room::use_up();
   if (name() == "address-space") limit_address_space(std::size_t{128} << 20U);
   if (name() == "file-size") set_soft_limit(RLIMIT_FSIZE, 64U << 10U);

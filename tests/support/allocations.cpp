@@ -6,20 +6,26 @@
 
 namespace {
 std::atomic<std::size_t> n_so_far = 0;
+thread_local int n_until_failure = 0;
+
+bool fails() noexcept {
+  n_so_far.fetch_add(1, std::memory_order_relaxed);
+  return n_until_failure > 0 && --n_until_failure == 0;
+}
 }  // namespace
 
 std::size_t lockstep::test::n_allocations() noexcept { return n_so_far.load(); }
+void lockstep::test::fail_allocation(int n) noexcept { n_until_failure = n; }
 
 // In a file of its own: inlined into callers, compilers would report free() as a bug.
 void* operator new(std::size_t n_bytes) {
-  n_so_far.fetch_add(1, std::memory_order_relaxed);
+  if (fails()) throw std::bad_alloc();
   if (void* memory = std::malloc(n_bytes == 0 ? 1 : n_bytes)) return memory;
   throw std::bad_alloc();
 }
 // A sanitizer replaces every form: memory freed by one of these must come from one of these.
 void* operator new(std::size_t n_bytes, const std::nothrow_t&) noexcept {
-  n_so_far.fetch_add(1, std::memory_order_relaxed);
-  return std::malloc(n_bytes == 0 ? 1 : n_bytes);
+  return fails() ? nullptr : std::malloc(n_bytes == 0 ? 1 : n_bytes);
 }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }

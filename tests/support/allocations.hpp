@@ -7,4 +7,7 @@ namespace lockstep::test {
 /// Calls of operator new in this process so far, on all threads.
 std::size_t n_allocations() noexcept;
 
+/// The nth call of operator new on this thread from now on throws std::bad_alloc; 0: none does.
+void fail_allocation(int n) noexcept;
+
 }  // namespace lockstep::test
