@@ -7,9 +7,9 @@
 #include "engines/catalog.hpp"
 #include "group/group_state.hpp"
 #include "group/leave_on_exception.hpp"
-#include "world/arithmetic.hpp"
 #include "world/environment.hpp"
 #include "world/session.hpp"
+#include "world/settings.hpp"
 
 namespace lockstep {
 
@@ -38,7 +38,7 @@ void init_dist(const InitOptions& options, std::source_location where) {
   engines::Joined joined = engines::join(is_alone ? "solo" : options.backend, world, barrier);
   const int host = internal::leave_on_exception(*joined.engine, [&] {
     const int lowest = engines::find_host(*joined.engine, world, barrier);
-    internal::check_arithmetic(*joined.engine, barrier, message::parse_costs(world.env.network));
+    internal::compare_settings(*joined.engine, barrier, message::parse_costs(world.env.network));
     return lowest;
   });
   internal::join_process(std::make_unique<internal::Session>(std::move(world), std::move(joined),

@@ -293,10 +293,6 @@ TEST_P(MpiTest, the_doctor_names_an_engine_that_computes_wrongly) {
   expect_contains(ended.err, "all_reduce of i32, sum on rank ");
   expect_contains(ended.err, " of 2 over mpi is wrong");
 }
-TEST_P(MpiTest, full_checking_names_an_engine_that_computes_wrongly) {
-  const std::string text = failures_of(2, "none", "LOCKSTEP_CHECK=full " + wrong_module());
-  expect_contains(text, "found that engine mpi computes wrongly: all_reduce");
-}
 
 TEST_P(MpiTest, a_wrong_LOCKSTEP_MPI_is_reported) {
   expect_contains(failures_of(1, "none", "LOCKSTEP_MPI=abacus"), "LOCKSTEP_MPI is 'abacus'");

@@ -19,9 +19,10 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-constexpr std::size_t kCount = 5;  // elements of one rank's part
+/// Elements of one rank's part: more than one SIMD vector, plus a remainder.
+constexpr std::size_t kCount = 19;
 
-/// Small positive numbers, different for each rank and position.
+/// Small positive numbers, different for each rank and position; every third float is subnormal.
 Bytes values_of(DType dtype, int rank, std::size_t count) {
   const std::size_t size = size_of(dtype);
   Bytes bytes(count * size);
@@ -30,8 +31,8 @@ Bytes values_of(DType dtype, int rank, std::size_t count) {
     if (name_of(dtype) == "bool") value &= 1U;
     std::byte* const to = bytes.data() + i * size;
     const auto put = [to](auto number) { std::memcpy(to, &number, sizeof number); };
-    if (!is_floating(dtype)) {
-      put(value);  // the lowest byte
+    if (!is_floating(dtype) || i % 3 == 2) {
+      put(value);  // the lowest byte: of a float the smallest subnormals
     } else if (dtype == DType::f64) {
       put(value / 8.0);
     } else if (dtype == DType::f32) {

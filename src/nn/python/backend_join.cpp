@@ -13,8 +13,8 @@
 #include "nn/c10d/c10d_transport.hpp"
 #include "nn/c10d/c10d_wire.hpp"
 #include "record/recorder.hpp"
-#include "world/arithmetic.hpp"
 #include "world/session.hpp"
+#include "world/settings.hpp"
 #include "world/variables.hpp"
 
 namespace lockstep::python {
@@ -51,7 +51,7 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
   }
   std::shared_ptr<shared::TaggedMessages> messages;
   internal::leave_on_exception(*engine, [&] {
-    if (membership.size > 1) internal::check_arithmetic(*engine, barrier, costs);
+    if (membership.size > 1) internal::compare_settings(*engine, barrier, costs);
     if (membership.size > 1 && meeting.is_on_one_host()) {
       Call allocate = barrier;
       allocate.op = Op::allocate;

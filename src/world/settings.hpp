@@ -15,11 +15,7 @@ std::string describe_mode(std::uint64_t mode);
 
 /// Compares floating_point_mode() and `costs` between the ranks, in one small all_gather, whose
 /// algorithm does not depend on the costs, and throws MismatchError naming the ranks if they
-/// differ. If every rank has LOCKSTEP_CHECK=full, also runs check_operations. Collective.
-void check_arithmetic(Engine& engine, const Call& barrier, const message::Costs& costs);
-
-/// Compares the results of the engine's operations, on a few elements of each type, with those of
-/// a plain loop. Throws EngineError naming operation, type and element. Collective.
-void check_operations(Engine& engine, const Call& barrier);
+/// differ. Collective.
+void compare_settings(Engine& engine, const Call& barrier, const message::Costs& costs);
 
 }  // namespace lockstep::internal

@@ -1,4 +1,4 @@
-#include "world/arithmetic.hpp"
+#include "world/settings.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -19,7 +19,7 @@
 #endif
 
 namespace lockstep::internal {
-namespace arithmetic_test {
+namespace settings_test {
 namespace {
 
 using test::expect_contains;
@@ -51,33 +51,33 @@ std::vector<std::string> errors_of(Set set, Body body) {
   return errors;
 }
 
-void check_of_defaults(Engine& engine, const Call& barrier) {
-  internal::check_arithmetic(engine, barrier, {});
+void compare_defaults(Engine& engine, const Call& barrier) {
+  internal::compare_settings(engine, barrier, {});
 }
 
-TEST(ArithmeticTest, equal_ranks_pass) {
-  const auto errors = errors_of([](int) {}, check_of_defaults);
+TEST(SettingsTest, equal_ranks_pass) {
+  const auto errors = errors_of([](int) {}, compare_defaults);
   EXPECT_EQ(errors, std::vector<std::string>(2));
 }
 
-TEST(ArithmeticTest, a_rank_with_another_network_is_named) {
+TEST(SettingsTest, a_rank_with_another_network_is_named) {
   const auto errors =
       errors_of([](int) {},
                 [](Engine& engine, const Call& barrier) {
                   const char* const network = engine.rank() == 1 ? "2us,400Gbit" : "25us,100Gbit";
-                  internal::check_arithmetic(engine, barrier, message::parse_costs(network));
+                  internal::compare_settings(engine, barrier, message::parse_costs(network));
                 });
   for (const std::string& error : errors) {
     expect_contains(error, "LOCKSTEP_NETWORK is 25us,100Gbit on rank 0, 2us,400Gbit on rank 1");
   }
 }
 
-TEST(ArithmeticTest, a_rank_that_rounds_another_way_is_named) {
+TEST(SettingsTest, a_rank_that_rounds_another_way_is_named) {
   const auto errors = errors_of(
       [](int rank) {
         if (rank == 1) std::fesetround(FE_UPWARD);
       },
-      check_of_defaults);
+      compare_defaults);
   for (const std::string& error : errors) {
     expect_contains(error,
                     "rank 0 uses the defaults of IEEE 754, rank 1 does not round to nearest");
@@ -112,7 +112,7 @@ void expect_mismatch_in_init_dist(const std::function<void(int rank)>& change, c
   }
 }
 
-TEST(ArithmeticTest, init_dist_compares_networks) {
+TEST(SettingsTest, init_dist_compares_networks) {
   expect_mismatch_in_init_dist(
       [](int rank) {
         if (rank == 1) ::setenv("LOCKSTEP_NETWORK", "25us,100Gbit", 1);
@@ -121,12 +121,12 @@ TEST(ArithmeticTest, init_dist_compares_networks) {
 }
 
 #if defined(__x86_64__)
-TEST(ArithmeticTest, a_rank_that_flushes_subnormal_numbers_is_named) {
+TEST(SettingsTest, a_rank_that_flushes_subnormal_numbers_is_named) {
   const auto errors = errors_of(
       [](int rank) {
         if (rank == 0) _mm_setcsr(_mm_getcsr() | 0x8040U);
       },
-      check_of_defaults);
+      compare_defaults);
   for (const std::string& error : errors) {
     expect_contains(error,
                     "rank 0 flushes subnormal results to zero (FTZ), treats subnormal operands as "
@@ -135,7 +135,7 @@ TEST(ArithmeticTest, a_rank_that_flushes_subnormal_numbers_is_named) {
   }
 }
 
-TEST(ArithmeticTest, init_dist_compares_modes) {
+TEST(SettingsTest, init_dist_compares_modes) {
   expect_mismatch_in_init_dist(
       [](int rank) {
         if (rank == 1) _mm_setcsr(_mm_getcsr() | 0x8000U);
@@ -144,51 +144,6 @@ TEST(ArithmeticTest, init_dist_compares_modes) {
 }
 #endif
 
-/// An engine that is wrong in one operation.
-class Wrong final : public Engine {
- public:
-  Wrong(Engine& engine, Op op, DType dtype) : engine_(engine), op_(op), dtype_(dtype) {}
-  std::string_view name() const noexcept override { return "wrong"; }
-  int rank() const noexcept override { return engine_.rank(); }
-  int size() const noexcept override { return engine_.size(); }
-  void run(const Call& call) override {
-    engine_.run(call);
-    if (call.op == op_ && call.dtype == dtype_) static_cast<std::uint8_t*>(call.out)[0] ^= 1U;
-  }
-  std::unique_ptr<Engine> split(const Call&, int, int) override { return nullptr; }
-  std::unique_ptr<SharedMemory> allocate(const Call&) override { return nullptr; }
-  void abandon(std::string_view) noexcept override {}
-  void leave(std::string_view) noexcept override {}
-
- private:
-  Engine& engine_;
-  Op op_;
-  DType dtype_;
-};
-
-TEST(ArithmeticTest, operations_that_compute_wrongly_are_named) {
-  for (const Op op :
-       {Op::all_reduce, Op::reduce_scatter, Op::all_gather, Op::all_to_all, Op::broadcast}) {
-    const auto errors = errors_of([](int) {},
-                                  [op](Engine& engine, const Call& barrier) {
-                                    Wrong wrong(engine, op, DType::i32);
-                                    internal::check_operations(wrong, barrier);
-                                  });
-    for (const std::string& error : errors) {
-      expect_contains(error, "engine wrong computes wrongly: " + std::string(name_of(op)));
-      expect_contains(error, "i32, element 0 of 19");
-    }
-  }
-}
-
-TEST(ArithmeticTest, operations_of_the_shared_engine_are_right_in_any_mode) {
-  for (const int mode : {FE_TONEAREST, FE_DOWNWARD}) {
-    const auto errors =
-        errors_of([mode](int) { std::fesetround(mode); }, internal::check_operations);
-    EXPECT_EQ(errors, std::vector<std::string>(2));
-  }
-}
-
 }  // namespace
-}  // namespace arithmetic_test
+}  // namespace settings_test
 }  // namespace lockstep::internal

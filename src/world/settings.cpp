@@ -1,0 +1,78 @@
+#include "world/settings.hpp"
+
+#include <fmt/format.h>
+
+#include <lockstep/error.hpp>
+
+#include "engines/hierarchical/hosts.hpp"
+#include "group/check.hpp"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace lockstep::internal {
+namespace {
+
+constexpr std::uint64_t kFlushResults = 1, kFlushOperands = 2, kRounding = 3 << 2;
+
+struct Settings {
+  std::uint64_t mode;
+  message::Costs costs;
+};
+
+}  // namespace
+
+std::uint64_t floating_point_mode() noexcept {
+  std::uint64_t mode = 0;
+#if defined(__x86_64__)
+  const unsigned control = _mm_getcsr();
+  if ((control & 0x8000U) != 0) mode |= kFlushResults;
+  if ((control & 0x0040U) != 0) mode |= kFlushOperands;
+  mode |= (control >> 13U & 3U) << 2U;
+#elif defined(__aarch64__)
+  std::uint64_t control = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(control));
+  if ((control >> 24U & 1U) != 0) mode |= kFlushResults | kFlushOperands;
+  mode |= (control >> 22U & 3U) << 2U;
+#endif
+  return mode;
+}
+
+std::string describe_mode(std::uint64_t mode) {
+  std::string text;
+  const auto add = [&text](const char* what) {
+    text += (text.empty() ? "" : ", ") + std::string(what);
+  };
+  if ((mode & kFlushResults) != 0) add("flushes subnormal results to zero (FTZ)");
+  if ((mode & kFlushOperands) != 0) add("treats subnormal operands as zero (DAZ)");
+  if ((mode & kRounding) != 0) add("does not round to nearest");
+  return text.empty() ? "uses the defaults of IEEE 754" : text;
+}
+
+void compare_settings(Engine& engine, const Call& barrier, const message::Costs& costs) {
+  if (engine.size() == 1) return;
+  const Settings mine{.mode = floating_point_mode(), .costs = costs};
+  Call step = barrier;
+  step.parent_call = &barrier;  // a later error shows init_dist's barrier as the rank's last call
+  const auto all = hierarchical::gather_values(engine, step, mine);
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].costs != all[0].costs) {
+      throw MismatchError(
+          context_of(barrier, engine.rank()),
+          fmt::format("LOCKSTEP_NETWORK is {} on rank 0, {} on rank {}; the ranks "
+                      "would choose different algorithms. Set it alike everywhere",
+                      message::describe(all[0].costs), message::describe(all[r].costs), r));
+    }
+    if (all[r].mode == all[0].mode) continue;
+    throw MismatchError(
+        context_of(barrier, engine.rank()),
+        fmt::format("the ranks' floating-point environments differ: rank 0 {}, rank {} {}; results "
+                    "would differ between ranks. Make them equal before init_dist: a program or "
+                    "library built with -ffast-math or -Ofast changes its own at startup; so do "
+                    "fesetround, _mm_setcsr and torch::set_flush_denormal",
+                    describe_mode(all[0].mode), r, describe_mode(all[r].mode)));
+  }
+}
+
+}  // namespace lockstep::internal
