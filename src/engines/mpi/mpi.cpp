@@ -59,6 +59,8 @@ static_assert(sizeof(ControlBytes) <= 4096 - 128);
 constexpr std::size_t kTestsPerClock = 8;
 /// Per rank: for the messages of a call and the control messages.
 constexpr int kPollsBeforeExchange = 4;
+/// For each millisecond since the last exchange.
+constexpr int kPollsPerMs = 16;
 /// For one host, so that a piece is still in the cache when it is reduced: docs/mpi.md has others.
 constexpr std::size_t kPieceBytes = 512 << 10;
 
@@ -118,10 +120,14 @@ class Transport final : public message::Transport {
   int n_polls_before_exchange() noexcept override {
     // If peers timed out on this rank, their messages have arrived, so this exchange would not wait
     // and would miss their control messages. A coarse tick is a few milliseconds; reading is free.
+    // Each poll receives one or two of the pending messages. Their number is bounded by the time
+    // since the last exchange, of which they take about one in a hundred with any number of ranks.
     timespec now{};
     ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-    if (std::exchange(last_tick_, now.tv_nsec) == now.tv_nsec) return 0;
-    return kPollsBeforeExchange * size_;  // each receives one or two of the pending messages
+    const std::int64_t now_ms = now.tv_sec * std::int64_t{1000} + now.tv_nsec / 1'000'000;
+    const std::int64_t n_ms = now_ms - std::exchange(last_exchange_ms_, now_ms);
+    return static_cast<int>(
+        std::min<std::int64_t>(kPollsBeforeExchange * size_, kPollsPerMs * n_ms));
   }
 
   std::unique_ptr<message::Transport> split(const std::vector<int>& members,
@@ -152,10 +158,10 @@ class Transport final : public message::Transport {
   int rank_;
   int size_;
   void* exchange_ = nullptr;
-  std::size_t n_messages_ = 0;   // of the current exchange
-  std::uint64_t n_tests_ = 0;    // of the current exchange
-  Clock::time_point next_look_;  // at the control messages
-  long last_tick_ = 0;           // of the coarse clock, at the last exchange
+  std::size_t n_messages_ = 0;         // of the current exchange
+  std::uint64_t n_tests_ = 0;          // of the current exchange
+  Clock::time_point next_look_;        // at the control messages
+  std::int64_t last_exchange_ms_ = 0;  // of the coarse clock
 };
 
 Transport::State Transport::wait(Clock::time_point /*deadline*/) {
