@@ -11,7 +11,7 @@
 namespace lockstep::shared {
 
 /// Counts changes of what the members mean that change no struct: other algorithms, other flags.
-inline constexpr std::size_t kProtocol = 3;
+inline constexpr std::size_t kProtocol = 4;
 
 /// The layout of the segment. Two libraries with the same number may share memory.
 consteval std::uint32_t layout_version() {

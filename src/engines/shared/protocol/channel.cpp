@@ -21,17 +21,16 @@ constexpr bool kWritesDown = false;
 constexpr bool kWritesDown = true;
 #endif
 
-/// Bounds the memory of programs with many groups that exchange large messages: the slots of a
-/// channel take at most about 3 MiB in total, for any number of ranks.
+constexpr std::uint32_t kOutboxBytes = 64 << 10;
+
+/// Bounds the memory of programs with many groups that exchange large messages: slots and outboxes
+/// of a channel take about 3 MiB to 16 ranks and 192 KiB for each rank above, once such messages
+/// use them. With smaller ones a call of many ranks would have as many more phases, each a barrier.
 std::uint32_t slot_bytes_for(int n_ranks) {
   constexpr std::uint32_t kTogether = 1U << 20U;
   constexpr std::uint32_t kPage = 4096;
   const std::uint32_t share = kTogether / static_cast<std::uint32_t>(n_ranks) / kPage * kPage;
-  return std::clamp(share, 16U << 10U, 256U << 10U);
-}
-
-std::uint32_t outbox_bytes_for(int n_ranks) {
-  return std::min(slot_bytes_for(n_ranks), 64U << 10U);
+  return std::clamp(share, kOutboxBytes, 256U << 10U);
 }
 
 /// Offsets of a channel's parts behind its header.
@@ -53,7 +52,7 @@ Parts parts_of(int n_ranks) {
   parts.refused_pairs = parts.refusals + n * sizeof(Refusals);
   parts.slots = (parts.refused_pairs + n * n * sizeof(RefusedPairs) + kPage - 1) / kPage * kPage;
   parts.outboxes = parts.slots + n * kPhases * slot_bytes_for(n_ranks);
-  parts.end = parts.outboxes + n * kOutboxDepth * outbox_bytes_for(n_ranks);
+  parts.end = parts.outboxes + n * kOutboxDepth * kOutboxBytes;
   return parts;
 }
 
@@ -93,7 +92,7 @@ std::uint64_t Channel::make(Segment& segment, std::span<const int> members) {
     auto* header = reinterpret_cast<ChannelHeader*>(data);
     header->n_ranks = n_ranks;
     header->slot_bytes = slot_bytes_for(n_ranks);
-    header->outbox_bytes = outbox_bytes_for(n_ranks);
+    header->outbox_bytes = kOutboxBytes;
     header->tuning = tuning_for(n_ranks, segment.header().tuning);
     std::copy(members.begin(), members.end(), header->members.begin());
   });
