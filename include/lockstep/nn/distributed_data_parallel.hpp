@@ -43,7 +43,8 @@ struct DistributedDataParallelOptions {
   std::optional<Group> group = {};  ///< unset: the default group when the module is wrapped
   double bucket_size_mb = 25;       ///< MiB of gradients per bucket
   double first_bucket_size_mb = 1;  ///< MiB; the first is small, so that communication starts early
-  /// Broadcasts rank 0's buffers before every synchronised forward.
+  /// Broadcasts rank 0's buffers before every synchronised forward. Off, where PyTorch's default is
+  /// on: the buffers of SyncBatchNorm are equal without it; those of a plain BatchNorm are not.
   bool broadcast_buffers = false;
   /// If a parameter got a gradient on some ranks only: true takes zero on the others; false throws
   /// MismatchError with its name on every rank.
