@@ -13,10 +13,10 @@
 
 namespace lockstep::nn {
 
-/// If a data set cannot be divided equally: keep, the default, gives the first ranks one sample more
-/// (none lost or repeated; train in DistributedDataParallel::join, or the others wait for their last
-/// step until the timeout), pad, PyTorch's default, repeats the first samples, drop omits the last
-/// ones.
+/// If a data set cannot be divided equally: keep, the default, gives the first ranks one sample
+/// more (none lost or repeated; train in DistributedDataParallel::join, or the others wait for
+/// their last step until the timeout), pad, PyTorch's default, repeats the first samples, drop
+/// omits the last ones.
 enum class UnevenTail { keep, pad, drop };
 
 /// Of DistributedSampler.
