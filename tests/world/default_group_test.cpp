@@ -240,8 +240,8 @@ TEST(DefaultGroupTest, destructors_of_globals_may_call_in_a_world) {
 TEST(DefaultGroupTest, asynchronous_calls_end_before_the_program_does) {
   expect_all_zero(test::run_processes(2, [] {
     constexpr int kCalls = 2'000;
-    static std::vector<std::int64_t> data(kCalls * 100, 1);
-    // Never destroyed, which would wait for its calls.
+    // Never destroyed: the calls read the one, and the destructor of the other would wait for them.
+    static auto& data = *new std::vector<std::int64_t>(kCalls * 100, 1);
     static const Group& group = *new Group(default_group().duplicate());
     for (int i = 0; i < kCalls; ++i) {
       const std::span<std::int64_t> part(data.data() + i * 100, 100);
