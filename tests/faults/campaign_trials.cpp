@@ -1,5 +1,7 @@
 #include "faults/campaign_trials.hpp"
 
+#include <sys/ptrace.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -91,6 +93,14 @@ bool asks_for_memory() {
   return only != nullptr && std::string(only).find("memory") != std::string::npos;
 }
 
+/// Whether a process of this machine may trace another, as the one that counts a rank's steps does.
+bool can_trace() {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) == 0 ? 0 : 1);
+  int status = -1;
+  return ::waitpid(child, &status, 0) == child && status == 0;
+}
+
 /// Faults inside lockstep's own code: a rank ends or stops between two instructions of a call, has
 /// no memory at one of its allocations, or fails while it joins.
 void add_inner_faults(const Engine& engine, std::mt19937& random, std::vector<Trial>& round) {
@@ -107,7 +117,10 @@ void add_inner_faults(const Engine& engine, std::mt19937& random, std::vector<Tr
     }
   }
   if (engine.name == "threads") return;
-  for (const char* fault : {"kill", "stop"}) add(fault, fmt::format("step-{}", any_up_to(3000)));
+  static const bool has_steps = can_trace();
+  for (const char* fault : {"kill", "stop"}) {
+    if (has_steps) add(fault, fmt::format("step-{}", any_up_to(3000)));
+  }
   add("join", "before");
 }
 

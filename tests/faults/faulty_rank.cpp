@@ -148,8 +148,9 @@ void end_by_steps(const Plan& plan) {
     ::ptrace(PTRACE_DETACH, thread, nullptr, nullptr);
     std::_Exit(0);
   }
+  ::close(ready[1]);
   char byte = 0;
-  if (::read(ready[0], &byte, 1) != 1) std::abort();
+  if (::read(ready[0], &byte, 1) != 1) std::abort();  // it may not trace this process
   ::syscall(SYS_tgkill, rank, thread, SIGUSR2);
 }
 

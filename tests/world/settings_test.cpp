@@ -144,6 +144,30 @@ TEST(SettingsTest, init_dist_compares_modes) {
 }
 #endif
 
+TEST(SettingsTest, operations_of_ranks_that_round_alike_do_so_in_any_mode) {
+  for (const int mode : {FE_TONEAREST, FE_DOWNWARD}) {
+    run_ranks(2, [mode](int rank) {
+      std::fesetround(mode);
+      constexpr std::size_t kCount = 19;  // more than one SIMD vector, plus a remainder
+      const auto value = [](int r, std::size_t i) {
+        return 0.1F * static_cast<float>(r + 1) + static_cast<float>(i);
+      };
+      std::vector<float> sums, means;
+      for (std::size_t i = 0; i < kCount; ++i) sums.push_back(value(rank, i));
+      means = sums;
+      all_reduce(std::span(sums));
+      all_reduce(std::span(means), ReduceOp::mean);
+      for (std::size_t i = 0; i < kCount; ++i) {
+        const volatile float first = value(0, i);  // added here, in this thread's mode
+        const volatile float second = value(1, i);
+        EXPECT_EQ(sums[i], first + second);
+        EXPECT_EQ(means[i], (first + second) / 2);
+      }
+      std::fesetround(FE_TONEAREST);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace settings_test
 }  // namespace lockstep::internal

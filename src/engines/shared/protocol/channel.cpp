@@ -28,9 +28,9 @@ constexpr std::uint32_t kOutboxBytes = 64 << 10;
 /// use them. With smaller ones a call of many ranks would have as many more phases, each a barrier.
 std::uint32_t slot_bytes_for(int n_ranks) {
   constexpr std::uint32_t kTogether = 1U << 20U;
-  constexpr std::uint32_t kPage = 4096;
+  constexpr std::uint32_t kPage = 4096, kLeast = 64 << 10, kMost = 256 << 10;
   const std::uint32_t share = kTogether / static_cast<std::uint32_t>(n_ranks) / kPage * kPage;
-  return std::clamp(share, kOutboxBytes, 256U << 10U);
+  return std::clamp(share, kLeast, kMost);
 }
 
 /// Offsets of a channel's parts behind its header.
