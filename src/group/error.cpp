@@ -38,7 +38,9 @@ SystemError::SystemError(ErrorContext context, int error_number, const std::stri
       error_number_(error_number) {}
 
 ErrorContext context_of(const Call& call, int rank) {
-  return {.operation = std::string(name_of(call.op)),
+  const Call* outermost = &call;
+  while (outermost->parent_call != nullptr) outermost = outermost->parent_call;
+  return {.operation = std::string(name_of(outermost->op)),
           .group = std::string(call.group),
           .rank = rank,
           .sequence = call.sequence,

@@ -8,9 +8,11 @@
 
 #include "group/argument_checks.hpp"
 #include "group/calls.hpp"
+#include "group/step.hpp"
 
 namespace lockstep {
 
+using internal::barrier_of;
 using internal::GroupState;
 using internal::reject;
 
@@ -187,8 +189,8 @@ void GroupState::run(Call&& call, Deadline deadline, Use use) {
   if (is_dead_.load(std::memory_order_acquire)) throw_death();
   sequence_.store(call.sequence, std::memory_order_relaxed);
 
-  track_.begin(call);
   try {
+    track_.begin(call);
     if constexpr (std::is_null_pointer_v<Use>) {
       engine_->run(call);
     } else {
@@ -227,13 +229,16 @@ Group Group::split(int color, int key, Where where) const {
                        "color that no other rank has",
                        color));
   }
-  std::unique_ptr<Engine> engine;
-  state_->run({.op = Op::split, .where = where}, {},
-              [&](Engine& parent, const Call& call) { engine = parent.split(call, color, key); });
-  auto child = std::make_shared<GroupState>(
-      std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
-      state_->timeout(), state_->recorder(), state_->check());
-  child->share_async_groups(*state_);
+  std::shared_ptr<GroupState> child;
+  state_->run({.op = Op::split, .where = where}, {}, [&](Engine& parent, const Call& call) {
+    auto engine = parent.split(call, color, key);
+    child = std::make_shared<GroupState>(
+        std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
+        state_->timeout(), state_->recorder(), state_->check());
+    child->share_async_groups(*state_);
+    // All ranks have their part of the new groups, or this group ends and no rank has.
+    parent.run(barrier_of(call));
+  });
   return Group(std::move(child));
 }
 

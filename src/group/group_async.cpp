@@ -1,5 +1,7 @@
 // The asynchronous forms of Group's operations.
 
+#include <exception>
+#include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 #include <memory>
 
@@ -13,7 +15,14 @@ using internal::GroupState;
 namespace {
 
 Work post(const std::shared_ptr<GroupState>& group, const Call& call, Deadline deadline) {
-  return Work(std::make_shared<internal::WorkHandle>(group, group->post(call, deadline)));
+  try {
+    return Work(std::make_shared<internal::WorkHandle>(group, call, deadline));
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {  // no memory, or no thread: the call was not made
+    group->refuse(call, name_of(call.op), error.what());
+    throw;
+  }
 }
 
 }  // namespace

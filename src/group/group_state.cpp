@@ -60,16 +60,16 @@ void keep_for_ever(Inherited inherited) noexcept try {
 
 }  // namespace
 
-GroupState::GroupState(std::unique_ptr<Engine> engine, std::string name,
+GroupState::GroupState(std::unique_ptr<Engine>&& engine, std::string name,
                        std::chrono::milliseconds timeout, std::shared_ptr<Recorder> recorder,
                        Check check)
-    : engine_(std::move(engine)),
-      name_(std::move(name)),
+    : name_(std::move(name)),
       timeout_(timeout),
-      rank_(engine_->rank()),
-      size_(engine_->size()),
+      rank_(engine->rank()),
+      size_(engine->size()),
       check_(check),
-      track_(std::move(recorder), name_, rank_, size_, engine_->reports_progress()) {}
+      track_(std::move(recorder), name_, rank_, size_, engine->reports_progress()),
+      engine_(std::move(engine)) {}
 
 GroupState::~GroupState() {
   if (process_.is_copy()) {
@@ -245,7 +245,6 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Deadline deadli
   // Otherwise the worker and a calling thread would use the engine concurrently.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
   const Busy busy{*this};
-  sequence_.store(call.sequence, std::memory_order_relaxed);
   {
     const std::lock_guard lock(mutex_);
     if (!worker_) {
@@ -254,26 +253,39 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Deadline deadli
       has_worker_.store(true, std::memory_order_release);
     }
   }
-  return worker_->post([this, call]() mutable {
+  auto work = worker_->post([this, call]() mutable {
     if (is_dead_.load(std::memory_order_acquire)) throw_death();
-    track_.begin(call);
     try {
+      track_.begin(call);
       engine_->run(call);
+      track_.end(call);
     } catch (...) {
       fail(call);
     }
-    track_.end(call);
   });
+  sequence_.store(call.sequence, std::memory_order_relaxed);
+  return work;
 }
 
 void GroupState::fail(const Call& call) {
-  track_.fail(call);
   try {
     throw;
   } catch (const UsageError&) {
+    track_.fail(call);
+    throw;
+  } catch (const Error&) {  // which the peers get too
+    die();
+    track_.fail(call);
+    throw;
+  } catch (const std::exception& error) {  // which no peer knows of: no memory, for example
+    engine_->abandon(error.what());
+    die();
+    track_.fail(call);
     throw;
   } catch (...) {
+    engine_->abandon("an exception that is not a std::exception");
     die();
+    track_.fail(call);
     throw;
   }
 }

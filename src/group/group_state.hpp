@@ -25,7 +25,8 @@ namespace lockstep::internal {
 class GroupState : public std::enable_shared_from_this<GroupState> {
  public:
   /// recorder: this rank's; null: nothing is recorded.
-  GroupState(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
+  /// engine: left to the caller if the constructor throws.
+  GroupState(std::unique_ptr<Engine>&& engine, std::string name, std::chrono::milliseconds timeout,
              std::shared_ptr<Recorder> recorder, Check check);
   ~GroupState();
   GroupState(const GroupState&) = delete;
@@ -40,7 +41,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   const std::shared_ptr<Recorder>& recorder() const noexcept { return track_.recorder(); }
 
   /// Runs a checked call on the calling thread; group.cpp. use(engine, call), if given, stands in
-  /// for Engine::run. Any error but UsageError makes the group dead.
+  /// for Engine::run. Any exception but UsageError makes the group dead; one that is no Error,
+  /// which the engines of the peers cannot know of, is told to them.
   template <class Use = std::nullptr_t>
   void run(Call&& call, Deadline deadline, Use use = nullptr);
   /// The same on the worker thread.
@@ -107,13 +109,12 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   [[noreturn]] void throw_held(const Call& call) const;
   [[noreturn]] void throw_busy(const Call& call);
   [[noreturn]] void throw_copy(const Call& call) const;
-  /// Rethrows what the engine threw.
+  /// Rethrows what the call threw.
   [[noreturn]] void fail(const Call& call);
   void die() noexcept;
   [[noreturn]] void throw_death();
 
   base::ProcessTag process_;
-  std::unique_ptr<Engine> engine_;
   std::string name_;
   std::chrono::milliseconds timeout_;
   int rank_;
@@ -135,6 +136,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::map<std::pair<Op, int>, std::uint32_t> refused_pairs_;  ///< by peer; guarded by mutex_
   std::shared_ptr<AsyncGroups> async_groups_ = std::make_shared<AsyncGroups>();
   std::atomic<bool> has_worker_{false};
+  std::unique_ptr<Engine> engine_;  // behind everything whose construction may throw
   std::unique_ptr<Worker> worker_;  // last: its thread uses the other members
 };
 

@@ -8,10 +8,10 @@
 namespace lockstep {
 namespace internal {
 
-WorkHandle::WorkHandle(std::shared_ptr<GroupState> group, std::shared_ptr<WorkState> state)
+WorkHandle::WorkHandle(std::shared_ptr<GroupState> group, const Call& call, Deadline deadline)
     : group_(std::move(group)),
-      state_(std::move(state)),
-      n_exceptions_(std::uncaught_exceptions()) {}
+      n_exceptions_(std::uncaught_exceptions()),
+      state_(group_->post(call, deadline)) {}
 
 WorkHandle::~WorkHandle() {
   if (is_detached_.load(std::memory_order_relaxed) || process_.is_copy() || state_->done()) return;

@@ -11,7 +11,8 @@ namespace lockstep::internal {
 /// The state shared by the copies of one Work: the caller's buffers must live as long.
 class WorkHandle {
  public:
-  WorkHandle(std::shared_ptr<GroupState> group, std::shared_ptr<WorkState> state);
+  /// Posts the call: the call is not made without a handle that waits for it.
+  WorkHandle(std::shared_ptr<GroupState> group, const Call& call, Deadline deadline);
   /// Waits, unless detached. See Work.
   ~WorkHandle();
   WorkHandle(const WorkHandle&) = delete;
@@ -24,9 +25,9 @@ class WorkHandle {
  private:
   base::ProcessTag process_;
   std::shared_ptr<GroupState> group_;
-  std::shared_ptr<WorkState> state_;
   int n_exceptions_;  ///< uncaught exceptions of the thread when the call was posted
   std::atomic<bool> is_detached_{false};
+  std::shared_ptr<WorkState> state_;  // last: nothing throws behind the post
 };
 
 }  // namespace lockstep::internal

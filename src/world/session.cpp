@@ -90,8 +90,12 @@ Session::Session(World world, engines::Joined joined, std::chrono::milliseconds 
       recorder_(leave_on_exception(
           *engine_, [&] { return make_recorder(world_, std::move(joined.recorder)); })),
       trace_(recorder_ ? recorder_->trace() : nullptr),
-      world_group_(std::make_shared<GroupState>(std::move(joined.engine), "world", timeout,
-                                                recorder_, world_.env.check)),
+      world_group_(leave_on_exception(*engine_,
+                                      [&] {
+                                        return std::make_shared<GroupState>(
+                                            std::move(joined.engine), "world", timeout, recorder_,
+                                            world_.env.check);
+                                      })),
       local_group_(
           world_.local_size == world_.size ? world_group_ : leave_on_exception(*engine_, [&] {
             return world_group_.split(/*color=*/host, /*key=*/world_.rank, where);

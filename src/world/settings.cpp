@@ -6,6 +6,7 @@
 
 #include "engines/hierarchical/hosts.hpp"
 #include "group/check.hpp"
+#include "group/step.hpp"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -53,9 +54,8 @@ std::string describe_mode(std::uint64_t mode) {
 void compare_settings(Engine& engine, const Call& barrier, const message::Costs& costs) {
   if (engine.size() == 1) return;
   const Settings mine{.mode = floating_point_mode(), .costs = costs};
-  Call step = barrier;
-  step.parent_call = &barrier;  // a later error shows init_dist's barrier as the rank's last call
-  const auto all = hierarchical::gather_values(engine, step, mine);
+  // A later error shows init_dist's barrier as the rank's last call.
+  const auto all = hierarchical::gather_values(engine, barrier_of(barrier), mine);
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r].costs != all[0].costs) {
       throw MismatchError(

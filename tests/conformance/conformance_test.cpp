@@ -15,6 +15,7 @@
 #include "conformance/reference.hpp"
 #ifndef LOCKSTEP_CONFORMANCE_ENGINE
 #include "group/list_calls.hpp"
+#include "support/allocations.hpp"
 #endif
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
@@ -820,9 +821,10 @@ struct Refusable {
 
 std::vector<Refusable> refusable_calls() {
   // Larger than what is sent eagerly, and than a slot.
-  static thread_local std::vector<double> data, more;
+  static thread_local std::vector<double> data, more, out;
   data.assign(70'000, 1);
   more.assign(70'000 * 16, 1);
+  out.assign(70'000 * 16, 1);
   static const std::size_t n = 70'000;
   const auto all = [](const Group& group) { return n * static_cast<std::size_t>(group.size()); };
   const auto of = [](std::vector<double>& v, std::size_t count) {
@@ -859,10 +861,7 @@ std::vector<Refusable> refusable_calls() {
                      g.reduce_scatter(of(more, all(g)), {data.data(), n, DType::f32});
                    }});
   calls.push_back({"all_to_all",
-                   [=](const Group& g) {
-                     std::vector<double> out(all(g));
-                     g.all_to_all(of(more, all(g)), of(out, all(g)));
-                   },
+                   [=](const Group& g) { g.all_to_all(of(more, all(g)), of(out, all(g))); },
                    [=](const Group& g) { g.all_to_all(of(more, all(g)), of(more, all(g))); }});
   calls.push_back({"split", [](const Group& g) { (void)g.split(0); },
                    [](const Group& g) { (void)g.split(-1); }});
@@ -875,6 +874,19 @@ double sum_of_ones(const Group& group) {
   double one = 1;
   group.all_reduce({&one, 1, DType::f64});
   return one;
+}
+
+/// "", or what the call threw, of which a timeout is no good.
+std::string text_thrown(const std::function<void()>& call) {
+  try {
+    call();
+    return "";
+  } catch (const TimeoutError& error) {
+    ADD_FAILURE() << error.what();
+    return error.what();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
 }
 
 TEST_P(Conformance, calls_that_all_ranks_refuse_leave_the_group_usable) {
@@ -941,6 +953,40 @@ TEST_P(Conformance, ranks_that_refuse_different_numbers_of_calls_are_reported) {
     expect_contains(text, "refused all_reduce #2: ");
     EXPECT_EQ(text.find("refused all_reduce #1: "), std::string::npos) << text;
     world.barrier();
+  });
+}
+
+/// Allocations of each operation fail in turn on one rank, each of the first eight. It gets an
+/// exception, and its peers an error; or it does without the memory, and the call is right.
+TEST_P(Conformance, no_memory_on_one_rank_ends_the_call_on_all) {
+  run([] {
+    const Group world = default_group();
+    if (world.size() == 1) return;
+    const bool is_victim = world.rank() == world.size() - 1;
+    for (const Refusable& call : refusable_calls()) {
+      SCOPED_TRACE(call.operation);
+      int n_failed = 0;
+      for (int nth = 1, is_over = 0; is_over == 0; nth += 1 + nth / 8) {
+        SCOPED_TRACE(nth);
+        const Group group = world.duplicate();
+        int n_left = 0;
+        std::string text = text_thrown([&] {
+          if (is_victim) fail_allocation(nth);
+          call.made(group);
+        });
+        if (is_victim) n_left = fail_allocation(0);
+        n_failed += text.empty() ? 0 : 1;
+        // It may have failed behind the last message of its part.
+        if (text.empty()) text = text_thrown([&] { EXPECT_EQ(sum_of_ones(group), group.size()); });
+        int has_failed = text.empty() ? 0 : 1;
+        world.broadcast({&has_failed, 1, DType::i32}, world.size() - 1);
+        ASSERT_EQ(has_failed, text.empty() ? 0 : 1) << text;
+        is_over = n_left > 0 ? 1 : 0;
+        world.broadcast({&is_over, 1, DType::i32}, world.size() - 1);
+      }
+      // Every engine needs memory for a new group.
+      EXPECT_TRUE(n_failed > 0 || std::string_view(call.operation) != "split");
+    }
   });
 }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 namespace {
 std::atomic<std::size_t> n_so_far = 0;
@@ -15,7 +16,7 @@ bool fails() noexcept {
 }  // namespace
 
 std::size_t lockstep::test::n_allocations() noexcept { return n_so_far.load(); }
-void lockstep::test::fail_allocation(int n) noexcept { n_until_failure = n; }
+int lockstep::test::fail_allocation(int n) noexcept { return std::exchange(n_until_failure, n); }
 
 // In a file of its own: inlined into callers, compilers would report free() as a bug.
 void* operator new(std::size_t n_bytes) {

@@ -8,6 +8,7 @@ namespace lockstep::test {
 std::size_t n_allocations() noexcept;
 
 /// The nth call of operator new on this thread from now on throws std::bad_alloc; 0: none does.
-void fail_allocation(int n) noexcept;
+/// Returns for how many calls one that was to fail still has waited.
+int fail_allocation(int n) noexcept;
 
 }  // namespace lockstep::test

@@ -24,9 +24,21 @@ std::unique_ptr<Engine> leaders_of(Engine& outer, const Topology& topology, Call
   return outer.split(call, /*color=*/is_leader ? 0 : 1, /*key=*/outer.rank());
 }
 
+/// Ends `engine` on all ranks because of an error found elsewhere, of any type.
+void end(Engine& engine, const std::exception& error) noexcept {
+  if (const auto* const known = dynamic_cast<const Error*>(&error)) {
+    engine.end_with(*known);
+  } else {
+    engine.abandon(error.what());
+  }
+}
+
 class HierarchicalEngine final : public Engine {
  public:
-  explicit HierarchicalEngine(Levels levels) : levels_(std::move(levels)) {}
+  /// The engines are left to the caller if there is no memory for this one.
+  HierarchicalEngine(std::unique_ptr<Engine>&& outer, std::unique_ptr<Engine>&& inner,
+                     std::unique_ptr<Engine>&& between, Topology&& topology) noexcept
+      : levels_{std::move(outer), std::move(inner), std::move(between), std::move(topology)} {}
 
   std::string_view name() const noexcept override { return "hierarchical"; }
   int rank() const noexcept override { return levels_.rank(); }
@@ -59,10 +71,10 @@ class HierarchicalEngine final : public Engine {
         Topology topology(std::move(hosts), outer->rank());
         std::unique_ptr<Engine> between;
         levels_.in_new_group([&] { between = leaders_of(*outer, topology, call); }, call);
-        engine = std::make_unique<HierarchicalEngine>(
-            Levels{std::move(outer), std::move(inner), std::move(between), std::move(topology)});
+        engine = std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
+                                                      std::move(between), std::move(topology));
       } catch (const std::exception& error) {
-        if (outer) end(*outer, error);  // its ranks on other hosts may already wait there
+        end(*outer, error);  // its ranks on other hosts may already wait there
         throw;
       }
     });
@@ -105,10 +117,10 @@ std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<in
                                          topology.place_of(outer->rank()),
                                          static_cast<int>(topology.members.size()), barrier, tune);
     auto between = leaders_of(*outer, topology, barrier);
-    return std::make_unique<HierarchicalEngine>(
-        Levels{std::move(outer), std::move(inner), std::move(between), std::move(topology)});
+    return std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
+                                                std::move(between), std::move(topology));
   } catch (const std::exception& error) {
-    if (outer) outer->abandon(error.what());
+    outer->abandon(error.what());
     throw;
   }
 }

@@ -66,18 +66,10 @@ void Levels::abandon(std::string_view reason) const noexcept {
   outer->abandon(reason);
 }
 
-void Levels::end_with(const std::exception& error) const noexcept {
-  end(*outer, error);
-  if (between) end(*between, error);
-  end(*inner, error);
-}
-
-void end(Engine& engine, const std::exception& error) noexcept {
-  if (const auto* const known = dynamic_cast<const Error*>(&error)) {
-    engine.end_with(*known);
-  } else {
-    engine.abandon(error.what());
-  }
+void Levels::end_with(const Error& error) const noexcept {
+  outer->end_with(error);
+  if (between) between->end_with(error);
+  inner->end_with(error);
 }
 
 void Levels::rethrow_from_within(const Error& error, const Call& call) const {
@@ -121,13 +113,6 @@ void Levels::compare(const Call& call) {
   if (call.check == Check::off) return;
   run_within(barrier_of(call));
   if (n_hosts() > 1 && is_leader()) run_between(barrier_of(call));
-}
-
-Call barrier_of(const Call& call) {
-  Call step = step_of(call, Op::barrier, /*root=*/-1);
-  step.count = 0;
-  step.counts = {};
-  return step;
 }
 
 }  // namespace lockstep::hierarchical

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "engines/hierarchical/topology.hpp"
+#include "group/step.hpp"
 
 namespace lockstep::hierarchical {
 
@@ -24,14 +25,14 @@ struct Levels {
   bool is_here(int r) const { return topology.leader_of(r) == topology.leader_of(rank()); }
 
   /// If one level fails in `work`, ends the other levels with the same error: ranks that wait there
-  /// would otherwise wait forever.
+  /// would otherwise wait forever. The group does so with an exception that is no Error.
   template <class Work>
   void together(const Work& work) {
     try {
       work();
     } catch (const UsageError&) {
       throw;
-    } catch (const std::exception& error) {
+    } catch (const Error& error) {
       end_with(error);
       throw;
     }
@@ -79,22 +80,12 @@ struct Levels {
   void abandon(std::string_view reason) const noexcept;
 
  private:
-  void end_with(const std::exception& error) const noexcept;
+  void end_with(const Error& error) const noexcept;
   [[noreturn]] void rethrow_from_within(const Error& error, const Call& call) const;
   [[noreturn]] void rethrow_from_new_group(const Error& error, const Call& call) const;
 };
 
-/// Ends `engine` on all ranks because of an error found elsewhere, of any type.
-void end(Engine& engine, const std::exception& error) noexcept;
-
-/// A step of `call`: the same except for these.
-inline Call step_of(const Call& call, Op op, int root) {
-  Call step = call;
-  step.parent_call = &call;
-  step.op = op;
-  step.root = root;
-  return step;
-}
-Call barrier_of(const Call& call);
+using internal::barrier_of;
+using internal::step_of;
 
 }  // namespace lockstep::hierarchical

@@ -60,7 +60,7 @@ class MessageEngine final : public Engine {
     channel_->begin(call);
     Limit limit(call.timeout);
     auto memory = make_memory(call);  // first: all ranks get their buffer or none does
-    telling_peers([&] { compare(call, headers_.of(call), {}, limit); });
+    compare(call, headers_.of(call), {}, limit);
     return memory;
   }
   void refuse(const Refusal& refusal) noexcept override { channel_->refuse(refusal); }
@@ -90,20 +90,6 @@ class MessageEngine final : public Engine {
                Limit& limit);
   /// The same, of what the first messages have been given.
   void exchange_firsts(const Call& call, const Header& mine, Limit& limit);
-  void perform(const Call& call);
-  /// Work whose exceptions that no peer knows of end the group on every rank.
-  template <class Work>
-  void telling_peers(Work work) {
-    try {
-      work();
-    } catch (const Error&) {  // known to the peers
-      throw;
-    } catch (const std::exception& error) {  // no memory, for example
-      channel_->abandon(error.what());
-      throw;
-    }
-  }
-  std::unique_ptr<Engine> split_engine(const Call& call, int color, int key);
   void fail_mismatch(const Call& call);
   /// Whether the data of the call is in the first messages, and no other messages follow.
   bool is_eager(const Call& call) const;
@@ -298,13 +284,7 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
 }
 
 void MessageEngine::run(const Call& call) {
-  telling_peers([&] {
-    channel_->begin(call);
-    perform(call);
-  });
-}
-
-void MessageEngine::perform(const Call& call) {
+  channel_->begin(call);
   Limit limit(call.timeout);
   const bool is_pair = internal::is_pair(call.op);
   // A barrier consists of this message only.
@@ -321,15 +301,7 @@ void MessageEngine::perform(const Call& call) {
 }
 
 std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int key) {
-  std::unique_ptr<Engine> part;
-  telling_peers([&] {
-    channel_->begin(call);
-    part = split_engine(call, color, key);
-  });
-  return part;
-}
-
-std::unique_ptr<Engine> MessageEngine::split_engine(const Call& call, int color, int key) {
+  channel_->begin(call);
   Limit limit(call.timeout);
   struct Choice {
     int color;

@@ -25,6 +25,7 @@
 #include "engines/message/message_engine.hpp"
 #include "engines/mpi/abi.hpp"
 #include "group/failure.hpp"
+#include "group/leave_on_exception.hpp"
 
 namespace lockstep::mpi {
 namespace {
@@ -337,7 +338,7 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   auto engine =
       message::make("mpi", std::make_unique<Transport>(mpi, communicator, hosts, rank, n_ranks),
                     message::parse_costs(world.env.network));
-  engine->run(barrier);
+  internal::leave_on_exception(*engine, [&] { engine->run(barrier); });
   return engine;
 }
 

@@ -7,6 +7,7 @@
 
 #include "engines/catalog.hpp"
 #include "engines/message/message_engine.hpp"
+#include "group/leave_on_exception.hpp"
 #include "nn/c10d/c10d_rendezvous.hpp"
 #include "nn/c10d/c10d_transport.hpp"
 #include "world/variables.hpp"
@@ -35,7 +36,7 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
                               std::make_unique<Transport>(rendezvous(kName, world, barrier)),
                               message::parse_costs(world.env.network));
   // No rank may proceed, and possibly exit, while peers are still connecting.
-  engine->run(barrier);
+  internal::leave_on_exception(*engine, [&] { engine->run(barrier); });
   return engine;
 }
 

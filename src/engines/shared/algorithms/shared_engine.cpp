@@ -138,18 +138,6 @@ auto map_on_all(Channel& channel, const Call& call, Map map) {
   return result;
 }
 
-/// If this rank cannot finish a call because of a local error, notifies the waiting peers.
-template <class Body>
-auto abandoning(Channel& channel, Body body) {
-  try {
-    return body();
-  } catch (const std::exception& error) {
-    // Has no effect if the channel has failed already.
-    channel.abandon(error.what());
-    throw;
-  }
-}
-
 /// From how many bytes on ranks access each other's memory.
 std::size_t least_bytes_between_threads(const Channel& channel) {
   // Two phases where slots need one: below, that costs more than the copies (2 KiB, same buffer
@@ -183,10 +171,6 @@ SharedEngine::SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t
       outs_(static_cast<std::size_t>(n_ranks)) {}
 
 std::unique_ptr<Engine> SharedEngine::split(const Call& call, int color, int key) {
-  return abandoning(channel_, [&] { return split_engine(call, color, key); });
-}
-
-std::unique_ptr<Engine> SharedEngine::split_engine(const Call& call, int color, int key) {
   channel_.begin(call);
   publish(channel_, call, ColorKey{.color = color, .key = key});
   channel_.end_phase(call);
@@ -218,10 +202,6 @@ std::unique_ptr<Engine> SharedEngine::split_engine(const Call& call, int color, 
 }
 
 std::unique_ptr<SharedMemory> SharedEngine::allocate(const Call& call) {
-  return abandoning(channel_, [&] { return allocate_buffer(call); });
-}
-
-std::unique_ptr<SharedMemory> SharedEngine::allocate_buffer(const Call& call) {
   constexpr std::size_t kPage = 4096;  // parts do not share pages, so each stays local to its rank
   channel_.begin(call);
   const std::size_t n_part_bytes =
@@ -240,22 +220,19 @@ std::unique_ptr<SharedMemory> SharedEngine::allocate_buffer(const Call& call) {
 }
 
 std::shared_ptr<TaggedMessages> SharedEngine::make_messages(const Call& call) {
-  using Result = std::shared_ptr<TaggedMessages>;
-  return abandoning(channel_, [&]() -> Result {
-    channel_.begin(call);
-    Result messages;
-    TaggedMessages::Permission permission;
-    if (TaggedMessages::are_possible(channel_, call, permission)) {
-      const std::uint64_t offset = reserve_for_all(channel_, call, /*leader=*/0, [&] {
-        return TaggedMessages::make(channel_.membership()->segment(), size());
-      });
-      messages = map_on_all(channel_, call, [&] {
-        return std::make_shared<TaggedMessages>(channel_, offset, permission);
-      });
-    }
-    channel_.end();
-    return messages;
-  });
+  channel_.begin(call);
+  std::shared_ptr<TaggedMessages> messages;
+  TaggedMessages::Permission permission;
+  if (TaggedMessages::are_possible(channel_, call, permission)) {
+    const std::uint64_t offset = reserve_for_all(channel_, call, /*leader=*/0, [&] {
+      return TaggedMessages::make(channel_.membership()->segment(), size());
+    });
+    messages = map_on_all(channel_, call, [&] {
+      return std::make_shared<TaggedMessages>(channel_, offset, permission);
+    });
+  }
+  channel_.end();
+  return messages;
 }
 
 }  // namespace lockstep::shared

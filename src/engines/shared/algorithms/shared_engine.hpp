@@ -77,8 +77,6 @@ class SharedEngine final : public Engine {
   }
 
  private:
-  std::unique_ptr<Engine> split_engine(const Call& call, int color, int key);
-  std::unique_ptr<SharedMemory> allocate_buffer(const Call& call);
   void all_reduce(const Call& call);
   void reduce(const Call& call, bool wants_result);
   void reduce_flat(const Call& call, bool wants_result);
