@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <lockstep/detail/arguments.hpp>
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
@@ -59,20 +60,26 @@ class TimeLeft {
 std::vector<std::size_t> exchange_counts(std::size_t count, const Group& group, Timeout timeout,
                                          Where where);
 
-/// gather to dst, or all_gather if dst is negative, split into one vector per rank.
+/// gather to dst, or all_gather if dst is negative, of data whose sizes differ: one vector per
+/// rank.
 template <Arithmetic T>
-std::vector<std::vector<T>> gather_parts(const ConstElements& data,
-                                         std::span<const std::size_t> counts, const Group& group,
-                                         int dst, Timeout timeout, Where where) {
+std::vector<std::vector<T>> gather_parts(const ConstElements& data, const Group& group, int dst,
+                                         Timeout timeout, Where where) {
   const bool wanted = dst < 0 || dst == group.rank();
-  const std::size_t n_all = wanted ? std::reduce(counts.begin(), counts.end()) : 0;
-  const auto flat = std::make_unique<T[]>(n_all);  // a vector<bool> has no elements to point to
-  const std::span<T> all(flat.get(), n_all);
-  if (dst < 0) {
-    group.all_gather(data, erase(all), counts, timeout, where);
-  } else {
-    group.gather(data, erase(all), counts, dst, timeout, where);
-  }
+  std::vector<std::size_t> counts;
+  std::unique_ptr<T[]> flat;  // a vector<bool> has no elements to point to
+  Collective(name_of(dst < 0 ? Op::all_gather : Op::gather), group, where).run([&] {
+    const TimeLeft left(timeout);
+    counts = exchange_counts(data.count, group, left, where);
+    const std::size_t n_all = wanted ? std::reduce(counts.begin(), counts.end()) : 0;
+    flat = std::make_unique<T[]>(n_all);
+    const std::span<T> all(flat.get(), n_all);
+    if (dst < 0) {
+      group.all_gather(data, erase(all), counts, left, where);
+    } else {
+      group.gather(data, erase(all), counts, dst, left, where);
+    }
+  });
   std::vector<std::vector<T>> parts;
   if (!wanted) return parts;
   parts.reserve(counts.size());
@@ -220,11 +227,8 @@ void broadcast(R&&, const Group&, Rest&&...) {
 template <class R>
 detail::Parts<R> all_gather(const R& data, const Group& group = default_group(),
                             Timeout timeout = {}, Where where = Where::current()) {
-  const auto mine = detail::read(data);
-  const detail::TimeLeft left(timeout);
-  const auto counts = detail::exchange_counts(mine.count, group, left, where);
-  return detail::gather_parts<typename detail::NumberIn<R>::Type>(mine, counts, group, /*dst=*/-1,
-                                                                  left, where);
+  return detail::gather_parts<typename detail::NumberIn<R>::Type>(detail::read(data), group,
+                                                                  /*dst=*/-1, timeout, where);
 }
 
 /// all <- every rank's data, in rank order: group size * data.size() elements, no allocation.
@@ -246,11 +250,8 @@ requires detail::TwoRanges<In, Out>
 template <class R>
 detail::Parts<R> gather(const R& data, int dst = 0, const Group& group = default_group(),
                         Timeout timeout = {}, Where where = Where::current()) {
-  const auto mine = detail::read(data);
-  const detail::TimeLeft left(timeout);
-  const auto counts = detail::exchange_counts(mine.count, group, left, where);
-  return detail::gather_parts<typename detail::NumberIn<R>::Type>(mine, counts, group, dst, left,
-                                                                  where);
+  return detail::gather_parts<typename detail::NumberIn<R>::Type>(detail::read(data), group, dst,
+                                                                  timeout, where);
 }
 template <class R, class... Rest>
 void gather(const R&, const Group&, Rest&&...) {

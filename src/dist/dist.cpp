@@ -15,11 +15,13 @@ std::vector<std::size_t> detail::exchange_counts(std::size_t count, const Group&
 
 std::uint64_t sync_random_seed(const Group& group, Timeout timeout, Where where) {
   std::uint64_t seed = 0;
-  if (group.rank() == 0) {
-    std::random_device source;
-    seed = std::uint64_t{source()} << 32U | source();
-  }
-  group.broadcast({.data = &seed, .count = 1, .dtype = DType::u64}, /*src=*/0, timeout, where);
+  detail::Collective("sync_random_seed", group, where).run([&] {
+    if (group.rank() == 0) {
+      std::random_device source;
+      seed = std::uint64_t{source()} << 32U | source();
+    }
+    group.broadcast({.data = &seed, .count = 1, .dtype = DType::u64}, /*src=*/0, timeout, where);
+  });
   return seed;
 }
 

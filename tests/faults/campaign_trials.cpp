@@ -86,13 +86,6 @@ void add_loads(const Engine& engine, std::mt19937& random, std::vector<Trial>& r
   }
 }
 
-/// Whether LOCKSTEP_FAULT_ONLY asks for the failed allocations, which are in no other round: over
-/// some engines the other ranks are not told yet, but wait for their limit.
-bool asks_for_memory() {
-  const char* const only = std::getenv("LOCKSTEP_FAULT_ONLY");
-  return only != nullptr && std::string(only).find("memory") != std::string::npos;
-}
-
 /// Whether a process of this machine may trace another, as the one that counts a rank's steps does.
 bool can_trace() {
   const pid_t child = ::fork();
@@ -111,10 +104,8 @@ void add_inner_faults(const Engine& engine, std::mt19937& random, std::vector<Tr
     const int n_ranks = choose_n_ranks(engine, random);
     round.push_back({engine, fault, place, n_ranks, any_up_to(n_ranks) - 1});
   };
-  if (asks_for_memory()) {
-    for (const char* place : {"before", "between"}) {
-      add(fmt::format("memory-{}", any_up_to(60)), place);
-    }
+  for (const char* place : {"before", "between"}) {
+    add(fmt::format("memory-{}", any_up_to(60)), place);
   }
   if (engine.name == "threads") return;
   static const bool has_steps = can_trace();

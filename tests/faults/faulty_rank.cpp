@@ -172,12 +172,17 @@ void refuse_calls() {
   expect_refusal([&] { group.all_gather(one, one); });
 }
 
-/// Calls that allocate.
-void allocate_in_calls() {
+/// Calls that allocate, of which the nth allocation fails, one of lockstep's own; 0: none does.
+void allocate_in_calls(int nth) {
+  const struct Disarm {
+    ~Disarm() { lockstep::test::fail_allocation(0); }
+  } disarm;
+  const std::string text(100, 'x');
+  std::array<double, 4> parts{1, 1, 1, 1};
+  lockstep::test::fail_allocation(nth);
   for (int i = 0; i < 3; ++i) {
     const lockstep::Group part = lockstep::default_group().split(0);
-    static_cast<void>(lockstep::all_gather_object(std::string(100, 'x'), part));
-    std::vector<double> parts(4, 1.0);
+    static_cast<void>(lockstep::all_gather_object(text, part));
     static_cast<void>(lockstep::all_gather(std::span<const double>(parts)));
     static_cast<void>(part.allocate(1000));
     lockstep::all_reduce(std::span(parts));
@@ -255,13 +260,11 @@ bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline d
   // link.
   if (plan.fault == "cut" && std::system("ip link set cable down") != 0) std::abort();
   note_fault(plan);
-  if (plan.is_any({"limit", "container", "cut", "alike"})) return false;
-  if (plan.fault == "refuse") {
-    refuse_calls();
+  if (plan.is_any({"limit", "container", "cut", "alike"}) || plan.n_memory() != 0) {
     return false;
   }
-  if (plan.n_memory() != 0) {
-    lockstep::test::fail_allocation(plan.n_memory());
+  if (plan.fault == "refuse") {
+    refuse_calls();
     return false;
   }
   if (plan.fault == "missing") return true;
@@ -310,8 +313,7 @@ void run_calls(const Plan& plan, bool is_thread) {
     } else if (plan.fault == "root") {
       lockstep::broadcast(data, 0, group, deadline);
     } else if (plan.n_memory() != 0) {
-      allocate_in_calls();
-      lockstep::test::fail_allocation(0);
+      allocate_in_calls(is_victim ? plan.n_memory() : 0);
     } else if (plan.n_steps() != 0) {
       for (;;) lockstep::all_reduce(data, lockstep::ReduceOp::sum, group, deadline);
     } else {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <lockstep/error.hpp>
+#include <new>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -76,6 +77,9 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
                                 : wire_->group_->recv(one, peer, channel_));
       wait_.peers.push_back(peer);
       transfers_.push_back(std::move(transfer));
+    } catch (const std::bad_alloc&) {  // not the peer's doing
+      cancel();
+      throw;
     } catch (const std::exception& error) {
       cancel();
       throw transport_error(error, message->peer);
