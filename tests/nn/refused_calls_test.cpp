@@ -7,6 +7,7 @@
 #include <lockstep/nn.hpp>
 
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -184,6 +185,128 @@ TEST(RefusedCallsTest, a_batch_that_one_rank_skips_mixes_no_statistics) {
     EXPECT_THROW((void)layer(torch::rand({4, 2})), MismatchError);
     EXPECT_TRUE(layer->running_mean.equal(before));
   });
+}
+
+struct NoRow : std::runtime_error {
+  NoRow() : std::runtime_error("no such row") {}
+};
+
+/// Its forward fails in two ways: in libtorch by the width of x, and in its own code without rows.
+struct PickyImpl : torch::nn::Module {
+  torch::nn::Linear linear =
+      register_module("linear", torch::nn::Linear(torch::nn::LinearOptions(2, 1).bias(false)));
+  torch::nn::BatchNorm1d norm = register_module(
+      "norm", torch::nn::BatchNorm1d(torch::nn::BatchNorm1dOptions(2).affine(false)));
+  Tensor forward(const Tensor& x) {
+    if (x.size(0) == 0) throw NoRow();
+    return linear(x) + 0 * norm(x).sum();
+  }
+};
+TORCH_MODULE(Picky);
+
+using PickyModel = DistributedDataParallel<Picky>;
+
+void fail_by_width(PickyModel& model) {
+  EXPECT_THROW((void)model(torch::rand({3, 5})), c10::Error);
+}
+void fail_by_own(PickyModel& model) { EXPECT_THROW((void)model(torch::rand({0, 2})), NoRow); }
+
+/// The gradient is 4 times the mean of the ranks' x.
+void step(PickyModel& model, double x) { model(torch::full({4, 2}, x)).sum().backward(); }
+
+/// With its batch norm, and without, whose buffers are broadcast before the forward.
+std::vector<DistributedDataParallelOptions> with_and_without_buffers() {
+  DistributedDataParallelOptions with;
+  with.broadcast_buffers = true;
+  return {{}, with};
+}
+
+TEST(RefusedCallsTest, a_forward_that_fails_on_one_rank_is_a_mismatch_on_all) {
+  for (const auto& options : with_and_without_buffers()) {
+    for (const auto& fail : {fail_by_width, fail_by_own}) {
+      on_ranks(3, [&](int rank) {
+        PickyModel model(Picky(), options);
+        step(model, rank);
+        if (rank == 1) fail(model);
+        const std::string text = thrown<MismatchError>([&] { step(model, 10 * rank); });
+        expect_contains(text, "refused DistributedDataParallel #");
+        expect_contains(text, "refused_calls_test.cpp:");
+        if (fail == fail_by_own) expect_contains(text, "no such row");
+      });
+    }
+  }
+}
+
+TEST(RefusedCallsTest, a_forward_that_fails_on_all_ranks_costs_nothing) {
+  for (const auto& options : with_and_without_buffers()) {
+    on_ranks(3, [&](int rank) {
+      PickyModel model(Picky(), options);
+      for (int i = 0; i < 3; ++i) {
+        rank == 1 ? fail_by_width(model) : fail_by_own(model);
+        model.module()->zero_grad();
+        step(model, rank + i);
+        EXPECT_TRUE(model.module()->linear->weight.grad().eq(4 * (1 + i)).all().item<bool>());
+      }
+    });
+  }
+}
+
+TEST(RefusedCallsTest, a_forward_that_no_message_would_follow_does_not_count) {
+  on_ranks(2, [](int rank) {
+    Picky net;
+    PickyModel model(net);
+    const Group world = default_group();
+    for (int i = 0; i < 2; ++i) {
+      if (rank == 1) {
+        {
+          const at::NoGradGuard no_grad;
+          fail_by_width(model);
+        }
+        net->eval();
+        fail_by_own(model);
+        net->train();
+        {
+          const auto local = model.no_sync();
+          fail_by_own(model);
+        }
+      }
+      net->zero_grad();
+      step(model, rank);
+      EXPECT_TRUE(net->linear->weight.grad().eq(2).all().item<bool>());
+    }
+    for (Tensor& parameter : net->parameters()) parameter.requires_grad_(false);
+    PickyModel frozen(net);
+    if (rank == 1) fail_by_own(frozen);
+    (void)frozen(torch::rand({4, 2}));
+    world.barrier();
+  });
+}
+
+/// In join the ranks agree on each step before its forward.
+TEST(RefusedCallsTest, a_forward_that_fails_in_join) {
+  for (const bool is_caught : {true, false}) {
+    on_ranks(2, [&](int rank) {
+      PickyModel model{Picky()};
+      const auto run = [&] {
+        model.join([&] {
+          for (int i = 0; i < 3; ++i) {
+            if (rank == 1 && i == 1) {
+              if (!is_caught) (void)model(torch::rand({0, 2}));
+              fail_by_own(model);
+            }
+            step(model, rank);
+          }
+        });
+      };
+      if (is_caught) {
+        EXPECT_THROW(run(), MismatchError);
+      } else if (rank == 1) {
+        EXPECT_THROW(run(), NoRow);
+      } else {
+        expect_contains(thrown<PeerFailed>(run), "no such row");
+      }
+    });
+  }
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
 #include <lockstep/nn/replication.hpp>
@@ -74,8 +75,10 @@ class Reducer;
 std::shared_ptr<Reducer> make_reducer(torch::nn::Module& module,
                                       const DistributedDataParallelOptions& options,
                                       std::source_location where);
-/// `where`: the source line of the forward call, if known.
-void before_forward(Reducer& reducer, const std::optional<std::source_location>& where);
+/// `where`: the source line of the forward call, if known. Returns the guard of the module's
+/// forward, if it needs one.
+std::optional<lockstep::detail::Collective> before_forward(
+    Reducer& reducer, const std::optional<std::source_location>& where);
 /// Takes the outputs of a forward; call it if wants_outputs().
 void after_forward(Reducer& reducer, const std::vector<at::Tensor>& outputs);
 bool wants_outputs(const Reducer& reducer);
@@ -138,6 +141,11 @@ class NoSync {
 ///
 /// After the first synchronised backward the buckets are rebuilt in the order in which rank 0's
 /// gradients became ready.
+///
+/// If the module's forward throws in training mode, with gradients, outside no_sync and join, that
+/// is a refused call of this object's group (see Group): on all ranks it costs nothing; on some
+/// ranks only, every rank gets a MismatchError in backward or the next forward. An exception
+/// between forward and backward is not seen: let it end the program, or make it on all ranks.
 ///
 /// Errors: backward() throws what the group's calls throw, with the line of the last forward (in
 /// join: of join; after a forward of more than four arguments: of the construction) and the names
@@ -243,20 +251,23 @@ class DistributedDataParallel {
  private:
   template <class... Args>
   decltype(auto) forward_at(const std::optional<Where>& where, Args&&... args) {
-    if (detail::wants_shadow(*reducer_)) {
-      if (auto shadow = without_samples(args...)) detail::set_shadow(*reducer_, std::move(shadow));
-    }
-    detail::before_forward(*reducer_, where);
+    const auto guard = detail::before_forward(*reducer_, where);
     using Output = decltype(module_->forward(std::forward<Args>(args)...));
-    if constexpr (detail::kHasTensors<std::remove_cvref_t<Output>>) {
-      decltype(auto) output = module_->forward(std::forward<Args>(args)...);
-      if (detail::wants_outputs(*reducer_)) {
-        detail::after_forward(*reducer_, detail::tensors_of<std::remove_cvref_t<Output>>(output));
+    const auto forward = [&]() -> Output {
+      if (detail::wants_shadow(*reducer_)) {
+        if (auto empty = without_samples(args...)) detail::set_shadow(*reducer_, std::move(empty));
       }
-      return output;
-    } else {
-      return module_->forward(std::forward<Args>(args)...);
-    }
+      if constexpr (detail::kHasTensors<std::remove_cvref_t<Output>>) {
+        decltype(auto) output = module_->forward(std::forward<Args>(args)...);
+        if (detail::wants_outputs(*reducer_)) {
+          detail::after_forward(*reducer_, detail::tensors_of<std::remove_cvref_t<Output>>(output));
+        }
+        return output;
+      } else {
+        return module_->forward(std::forward<Args>(args)...);
+      }
+    };
+    return guard ? guard->run(forward) : forward();
   }
 
   /// A forward with these arguments and 0 samples; empty if forward does not return a tensor, or an

@@ -14,8 +14,9 @@ std::shared_ptr<Reducer> make_reducer(torch::nn::Module& module,
                                       std::source_location where) {
   return std::make_shared<Reducer>(module, options, where);
 }
-void before_forward(Reducer& reducer, const std::optional<std::source_location>& where) {
-  reducer.before_forward(where);
+std::optional<lockstep::detail::Collective> before_forward(
+    Reducer& reducer, const std::optional<std::source_location>& where) {
+  return reducer.before_forward(where);
 }
 void after_forward(Reducer& reducer, const std::vector<at::Tensor>& outputs) {
   reducer.after_forward(outputs);

@@ -17,7 +17,8 @@
 
 namespace lockstep::nn::detail {
 
-void Reducer::before_forward(const std::optional<std::source_location>& where) {
+std::optional<lockstep::detail::Collective> Reducer::before_forward(
+    const std::optional<std::source_location>& where) {
   lockstep::detail::Collective(kOperation, group_, where_).run([&] {
     // In join the same line on all ranks, as LOCKSTEP_CHECK=full requires: some make no forward.
     if (!joining_) where_ = where.value_or(made_at_);
@@ -36,6 +37,12 @@ void Reducer::before_forward(const std::optional<std::source_location>& where) {
     if (joining_) announce(sync_ ? NextStep::synchronise : NextStep::accumulate);
     prepare();
   });
+  // The others' next message is of a backward. In join it differs from this rank's, an
+  // announcement, and a forward in eval() may be of this rank alone.
+  const bool is_followed = at::GradMode::is_enabled() && sync_ && !joining_ && !buckets_.empty() &&
+                           module_.is_training();
+  if (!is_followed) return std::nullopt;
+  return lockstep::detail::Collective(kOperation, group_, where_);
 }
 
 /// A backward that begins elsewhere belongs to a forward that bypassed DistributedDataParallel and

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <lockstep/detail/collective.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/nn/distributed_data_parallel.hpp>
 #include <memory>
@@ -52,8 +53,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// `where`: the line of the forward call, if known.
-  void before_forward(const std::optional<std::source_location>& where);
+  /// `where`: the line of the forward call, if known. Returns the guard of the module's forward, if
+  /// a backward with messages follows it on the other ranks: a forward that throws is then a
+  /// refused call.
+  std::optional<lockstep::detail::Collective> before_forward(
+      const std::optional<std::source_location>& where);
   /// After a forward within no_sync(), with its outputs.
   void after_forward(const std::vector<at::Tensor>& outputs);
   void on_gradient(std::size_t index);
