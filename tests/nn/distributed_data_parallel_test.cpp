@@ -9,6 +9,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <functional>
+#include <limits>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <mutex>
@@ -391,6 +392,24 @@ TEST(DistributedDataParallelTest, a_rank_alone_goes_on_after_an_exception) {
   for (const auto& item : net->named_parameters()) {
     EXPECT_LE(difference(item->grad(), expected->named_parameters()[item.key()].grad()), 1e-6)
         << item.key();
+  }
+}
+
+TEST(DistributedDataParallelTest, a_bucket_size_that_is_none_is_rejected) {
+  const double nan = std::nan("");
+  for (const double size : {-1.0, nan}) {
+    for (const bool first : {true, false}) {
+      DistributedDataParallelOptions options;
+      (first ? options.first_bucket_size_mb : options.bucket_size_mb) = size;
+      const std::string text = testing::usage_error(
+          [&] { const DistributedDataParallel model(torch::nn::Linear(2, 1), options); });
+      EXPECT_EQ(text.find(first ? "first_bucket_size_mb is " : "bucket_size_mb is "), 0U) << text;
+      EXPECT_NE(text.find("infinity"), std::string::npos) << text;
+    }
+  }
+  for (const double size : {0.0, std::numeric_limits<double>::infinity()}) {
+    const DistributedDataParallel model(torch::nn::Linear(2, 1),
+                                        {.bucket_size_mb = size, .first_bucket_size_mb = size});
   }
 }
 

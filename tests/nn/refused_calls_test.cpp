@@ -125,6 +125,15 @@ std::vector<Refusable> refusable_calls() {
         (void)torch::batch_norm(torch::rand({3, 2}), torch::ones({3}), {}, {}, {}, true, 0.1, 1e-5,
                                 false);
       });
+  add(
+      "DistributedDataParallel",
+      [](const Group& g) {
+        const DistributedDataParallel model(torch::nn::Linear(2, 1), {.group = g});
+      },
+      [](const Group& g) {
+        const DistributedDataParallel model(torch::nn::Linear(2, 1),
+                                            {.group = g, .bucket_size_mb = -1});
+      });
   return calls;
 }
 

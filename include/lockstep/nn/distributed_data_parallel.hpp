@@ -42,7 +42,7 @@ CommunicationHook bf16_compression();
 /// Of DistributedDataParallel.
 struct DistributedDataParallelOptions {
   std::optional<Group> group = {};  ///< unset: the default group when the module is wrapped
-  double bucket_size_mb = 25;       ///< MiB of gradients per bucket
+  double bucket_size_mb = 25;       ///< MiB of gradients per bucket; 0: one parameter per bucket
   double first_bucket_size_mb = 1;  ///< MiB; the first is small, so that communication starts early
   /// Broadcasts rank 0's buffers before every synchronised forward. Off, where PyTorch's default is
   /// on: the buffers of SyncBatchNorm are equal without it; those of a plain BatchNorm are not.

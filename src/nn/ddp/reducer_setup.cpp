@@ -166,6 +166,14 @@ c10::Storage storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage() : c10::Storage();
 }
 
+void check_bucket_size(const char* name, double size_mb, const ErrorContext& context) {
+  if (size_mb >= 0) return;  // not of a NaN
+  throw UsageError(context,
+                   fmt::format("{} is {}: expected MiB, as 25; infinity puts all gradients "
+                               "of a type into one bucket, 0 each into its own",
+                               name, size_mb));
+}
+
 DistributedDataParallelOptions with_group(DistributedDataParallelOptions options) {
   if (!options.group) options.group = default_group();
   return options;
@@ -187,6 +195,8 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
     lockstep::detail::Collective(kOperation, given, where_).run([&] {
       explain([] { return std::string("comparing the ranks' modules"); },
               [&] {
+                check_bucket_size("bucket_size_mb", options_.bucket_size_mb, context());
+                check_bucket_size("first_bucket_size_mb", options_.first_bucket_size_mb, context());
                 take_parameters();
                 for (at::Tensor buffer : module.buffers()) {
                   broadcast(buffer, /*src=*/0, group_, {}, where_);
