@@ -118,8 +118,15 @@ void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tens
     }
     check_state("weight", weight, input, num_features, settings.layer);
     check_state("bias", bias, input, num_features, settings.layer);
-    check_state("running_mean", settings.running_mean, input, num_features, settings.layer);
-    check_state("running_var", settings.running_var, input, num_features, settings.layer);
+    for (const auto& [name, running] : {std::pair("running_mean", settings.running_mean),
+                                        std::pair("running_var", settings.running_var)}) {
+      check_state(name, running, input, num_features, settings.layer);
+      if (!running.defined() || !running._is_zerotensor()) continue;
+      reject(
+          fmt::format("{} is a zero tensor (_efficientzerotensor), which has no memory for new "
+                      "values: give a clone() of it",
+                      name));
+    }
   });
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernels/isa.hpp"
+#include "nn/elements/dense.hpp"
 
 namespace lockstep::nn {
 
@@ -32,16 +33,18 @@ void update_running(const Tensor& running, double factor, const Tensor& statisti
                     std::int64_t begin, double scale) {
   if (!running.defined()) return;
   if (running.is_cpu() && !is_16_bit(running)) {  // halves the time of a small layer
+    const Tensor in_memory = with_values_in_memory(running);
     AT_DISPATCH_FLOATING_TYPES(running.scalar_type(), "sync_batch_norm", [&] {
-      scalar_t* const to = running.data_ptr<scalar_t>();
+      scalar_t* const to = in_memory.data_ptr<scalar_t>();
       const double* const from = data(statistics) + begin;
-      const std::int64_t channels = running.size(0), stride = running.stride(0);
+      const std::int64_t channels = running.size(0), stride = in_memory.stride(0);
       for (std::int64_t c = 0; c < channels; ++c) {
         scalar_t& value = to[c * stride];
         value = static_cast<scalar_t>(static_cast<double>(value) * (1 - factor) +
                                       from[c] * (factor * scale));
       }
     });
+    if (!in_memory.is_same(running)) running.copy_(in_memory);
     return;
   }
   const Tensor values = statistics.narrow(0, begin, running.size(0));
@@ -171,14 +174,15 @@ OptionalTensor parameter_for(const Tensor& parameter, const Tensor& input) {
   const auto type = is_16_bit(input) ? at::kFloat : input.scalar_type();
   // As it usually is: `to` takes a microsecond to find that out.
   if (parameter.scalar_type() == type && parameter.device() == input.device() &&
-      parameter.is_contiguous()) {
+      is_dense(parameter)) {
     return parameter;
   }
-  return parameter.to(parameter_options(input)).contiguous();
+  return dense(parameter.to(parameter_options(input)));
 }
 
 void count_batch(Tensor n_batches) {
-  if (n_batches.is_cpu() && n_batches.scalar_type() == at::kLong && n_batches.numel() == 1) {
+  if (n_batches.is_cpu() && n_batches.scalar_type() == at::kLong && n_batches.numel() == 1 &&
+      has_values_in_memory(n_batches)) {
     ++*n_batches.data_ptr<std::int64_t>();  // by libtorch's addition it takes microseconds
     n_batches.unsafeGetTensorImpl()->bump_version();  // as every operation in place does
   } else {
@@ -187,7 +191,8 @@ void count_batch(Tensor n_batches) {
 }
 
 Tensor gradient_like(const Tensor& gradient, const Tensor& x) {
-  if (gradient.strides() == x.strides() && gradient.scalar_type() == x.scalar_type()) {
+  if (gradient.strides() == x.strides() && gradient.scalar_type() == x.scalar_type() &&
+      has_values_in_memory(gradient)) {
     return gradient;
   }
   return at::empty_like(x).copy_(gradient);
@@ -199,9 +204,9 @@ Activation activation_of(const Tensor& input) {
   std::size_t inner = 1;
   for (const auto size : input.sizes().slice(2)) inner *= static_cast<std::size_t>(size);
   if (!input.is_contiguous() && input.movedim(1, -1).is_contiguous()) {
-    return {input, {outer * inner, channels, 1}};
+    return {with_values_in_memory(input), {outer * inner, channels, 1}};
   }
-  return {input.contiguous(), {outer, channels, inner}};
+  return {dense(input), {outer, channels, inner}};
 }
 
 Tensor local_statistics(const Activation& x, Channels channels) {

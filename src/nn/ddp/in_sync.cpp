@@ -11,6 +11,7 @@
 #include <sstream>
 #include <type_traits>
 
+#include "nn/elements/dense.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/hash.hpp"
 
@@ -18,10 +19,10 @@ namespace lockstep::nn {
 namespace {
 
 std::uint64_t hash_of_tensor(const at::Tensor& tensor) {
-  const at::Tensor dense = tensor.detach().to_dense().cpu().contiguous();
+  const at::Tensor values = dense(tensor.detach().to_dense().cpu());
   const std::string kind =
-      fmt::format("{} {}", c10::toString(dense.scalar_type()), fmt::join(dense.sizes(), "x"));
-  return hash_of_bytes(dense.data_ptr(), dense.nbytes()) ^
+      fmt::format("{} {}", c10::toString(values.scalar_type()), fmt::join(values.sizes(), "x"));
+  return hash_of_bytes(values.data_ptr(), values.nbytes()) ^
          (3 * hash_of_bytes(kind.data(), kind.size()));
 }
 

@@ -13,6 +13,7 @@
 #include <lockstep/trace.hpp>
 
 #include "nn/ddp/reducer_parts.hpp"
+#include "nn/elements/dense.hpp"
 #include "nn/tensors/tensor_buffers.hpp"
 
 namespace lockstep::nn::detail {
@@ -149,8 +150,12 @@ void Reducer::move_gradient(Parameter& parameter) {
   parameter.has_gradient = gradient.defined() && parameter.touched;
   if (gradient.defined()) check_gradient(parameter);
   if (parameter.is_sparse) return;
+  // Module::zero_grad of libtorch 1.13 leaves another tensor over the same memory.
+  const bool is_in_bucket = gradient.defined() && has_values_in_memory(gradient) &&
+                            gradient.data_ptr() == parameter.slice.data_ptr() &&
+                            gradient.strides() == parameter.slice.strides();
   if (gradient.defined() && !parameter.touched) {
-    if (gradient.data_ptr() == parameter.slice.data_ptr()) {
+    if (is_in_bucket) {
       gradient = gradient.clone();
     } else {
       replace_kept_slice(parameter);
@@ -164,9 +169,6 @@ void Reducer::move_gradient(Parameter& parameter) {
     parameter.slice.zero_();
     return;
   }
-  // Module::zero_grad of libtorch 1.13 leaves another tensor over the same memory.
-  const bool is_in_bucket = gradient.data_ptr() == parameter.slice.data_ptr() &&
-                            gradient.strides() == parameter.slice.strides();
   if (!is_in_bucket) {
     replace_kept_slice(parameter);
     parameter.slice.copy_(gradient);

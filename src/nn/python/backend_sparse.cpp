@@ -4,6 +4,7 @@
 #include <functional>
 #include <numeric>
 
+#include "nn/elements/dense.hpp"
 #include "nn/python/backend.hpp"
 
 namespace lockstep::python {
@@ -44,8 +45,8 @@ Backend::WorkResult Backend::allreduce_sparse(Tensors& tensors,
         return [tensor](const Group& group, const Site& site) {
           const at::NoGradGuard no_grad;
           const at::Tensor in = tensor.coalesce();
-          const at::Tensor indices = in.indices().t().contiguous();
-          const at::Tensor values = in.values().contiguous();
+          const at::Tensor indices = nn::dense(in.indices().t());
+          const at::Tensor values = nn::dense(in.values());
           const std::int64_t n_own = values.size(0);
           std::vector<std::int64_t> n_rows(static_cast<std::size_t>(group.size()));
           group.all_gather({.data = &n_own, .count = 1, .dtype = DType::i64},

@@ -6,6 +6,8 @@
 
 #include <optional>
 
+#include "nn/elements/dense.hpp"
+
 namespace lockstep::python {
 namespace {
 
@@ -107,9 +109,8 @@ at::Tensor contiguous(const at::Tensor& tensor, const ErrorContext& context) {
                     "\"cpu:lockstep,cuda:nccl\"",
                     tensor.layout() == at::kStrided ? "dense" : "sparse", tensor.device().str()));
   }
-  if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) return tensor;
   const at::NoGradGuard no_grad;
-  return tensor.clone(at::MemoryFormat::Contiguous).resolve_conj().resolve_neg();
+  return nn::dense(tensor);
 }
 
 void write_back(const at::Tensor& contiguous, const at::Tensor& tensor) {

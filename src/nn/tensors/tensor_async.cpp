@@ -129,11 +129,13 @@ TensorWork reduce_scatter_async(const at::Tensor& data, const std::vector<at::Te
   return Collective("reduce_scatter", group, where).run([&] {
     const at::Tensor dense = for_result("reduce_scatter", data, group, where);
     const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
-    return start({.data = data,
-                  .dense = dense,
-                  .parts = all,
-                  .work = group.reduce_scatter_async(
-                      elements_of(all, where), elements_of(dense, where), op, deadline, where)});
+    return start(
+        {.data = data,
+         .dense = dense,
+         .parts = all,
+         .work = group.reduce_scatter_async(
+             reduced_elements("reduce_scatter", all, op, group, where),
+             reduced_elements("reduce_scatter", dense, op, group, where), op, deadline, where)});
   });
 }
 

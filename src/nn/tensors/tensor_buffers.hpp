@@ -14,6 +14,7 @@
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 
+#include "nn/elements/dense.hpp"
 #include "nn/error.hpp"
 
 /// Tensors as buffers of a Group's operations, and back.
@@ -35,6 +36,11 @@ inline void check_tensor(const char* operation, const at::Tensor& tensor, const 
 inline void check_result(const char* operation, const at::Tensor& tensor, const Group& group,
                          std::source_location where) {
   check_tensor(operation, tensor, group, where);
+  if (tensor._is_zerotensor()) {
+    throw UsageError(context_of(operation, group, where),
+                     "the result cannot go into a zero tensor (_efficientzerotensor), which has no "
+                     "memory: give a clone() of it");
+  }
   if (at::has_internal_overlap(tensor) != at::MemOverlap::Yes) return;
   throw UsageError(context_of(operation, group, where),
                    fmt::format("the result cannot go into a tensor of size {} with strides {}, "
@@ -42,12 +48,8 @@ inline void check_result(const char* operation, const at::Tensor& tensor, const 
                                c10::str(tensor.sizes()), c10::str(tensor.strides())));
 }
 
-/// A tensor that a group accepts: the tensor itself if its memory is that of its values in their
-/// order, on the CPU.
-inline at::Tensor for_group(const at::Tensor& tensor) {
-  const at::Tensor dense = tensor.detach().cpu().contiguous();
-  return dense.is_conj() || dense.is_neg() ? dense.resolve_conj().resolve_neg() : dense;
-}
+/// A tensor that a group accepts: the tensor itself if it is dense, on the CPU.
+inline at::Tensor for_group(const at::Tensor& tensor) { return dense(tensor.detach().cpu()); }
 
 /// The same, after a check that the tensor can be sent.
 inline at::Tensor for_group(const char* operation, const at::Tensor& tensor, const Group& group,

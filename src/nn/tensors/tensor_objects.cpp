@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "nn/elements/dense.hpp"
+
 /// A tensor in a message: its type (kUndefined ends it); its number of dimensions; its sizes; the
 /// number of bytes; the bytes.
 namespace lockstep::detail {
@@ -39,11 +41,11 @@ void save_tensor(Writer& out, const at::Tensor& tensor) {
                                  tensor.toString()));
   }
   const at::NoGradGuard no_grad;
-  const at::Tensor dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous();
-  out(static_cast<std::uint8_t>(dense.scalar_type()), static_cast<std::uint8_t>(dense.dim()));
-  for (const std::int64_t size : dense.sizes()) out(size);
-  out.write_size(dense.nbytes());
-  out.write(dense.data_ptr(), dense.nbytes());
+  const at::Tensor values = nn::dense(tensor.detach().cpu());
+  out(static_cast<std::uint8_t>(values.scalar_type()), static_cast<std::uint8_t>(values.dim()));
+  for (const std::int64_t size : values.sizes()) out(size);
+  out.write_size(values.nbytes());
+  out.write(values.data_ptr(), values.nbytes());
 }
 
 void load_tensor(Reader& in, at::Tensor& tensor) {

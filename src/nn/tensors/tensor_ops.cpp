@@ -63,10 +63,11 @@ ReducedAs reduced_as(const char* operation, const at::Tensor& tensor, ReduceOp o
 
 Elements elements_of(const at::Tensor& tensor, std::source_location where) {
   check_tensor("elements_of", tensor, Group(), where);
-  if (!tensor.is_contiguous() || !tensor.is_cpu() || tensor.is_conj() || tensor.is_neg()) {
-    throw UsageError({"elements_of", "", -1, 0, where},
-                     "expected a contiguous CPU tensor without a conjugate or negative bit: call "
-                     "cpu().contiguous().resolve_conj().resolve_neg() first");
+  if (!tensor.is_cpu() || !is_dense(tensor)) {
+    throw UsageError(
+        {"elements_of", "", -1, 0, where},
+        "expected a contiguous CPU tensor that is no conjugate or negative view and no "
+        "zero tensor: take cpu().clone(at::MemoryFormat::Contiguous)");
   }
   return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), dtype_of(tensor, where)};
 }

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "nn/elements/dense.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/checkpoint_file.hpp"
 
@@ -70,6 +71,33 @@ std::vector<std::pair<std::string, at::Tensor>> tensors_of(const torch::nn::Modu
   tensors.insert(tensors.end(), buffers.begin(), buffers.end());
   return tensors;
 }
+
+/// While it exists, the tensors of modules have their values in memory: an archive takes the memory
+/// alone, when it becomes bytes, and replaces the memory alone when it is loaded. (The states of
+/// libtorch's optimizers always have them there.)
+class ValuesInMemory {
+ public:
+  ValuesInMemory() = default;
+  /// Of its module, if it is one.
+  void add(const TrainingPart& part) {
+    if (part.module() == nullptr) return;
+    for (const auto& [name, tensor] : tensors_of(*part.module())) {
+      if (!tensor.defined() || has_values_in_memory(tensor)) continue;
+      const at::Tensor values = with_values_in_memory(tensor.detach());
+      before_.emplace_back(tensor, tensor.variable_data());
+      tensor.set_data(values);
+    }
+  }
+  void keep() { before_.clear(); }
+  ~ValuesInMemory() {
+    for (const auto& [tensor, data] : before_) tensor.set_data(data);
+  }
+  ValuesInMemory(const ValuesInMemory&) = delete;
+  ValuesInMemory& operator=(const ValuesInMemory&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+};
 
 std::string shape_of(const at::Tensor& tensor) {
   return fmt::format("{} [{}]", c10::toString(tensor.scalar_type()),
@@ -250,6 +278,7 @@ class Loading {
     check_kinds(archive);
     std::vector<InputArchive> files;
     for_each_part([&](std::size_t i, const TrainingPart& part) {
+      in_memory_.add(part);
       before_.push_back(
           parse_archive(archive_bytes([&part](OutputArchive& to) { part.save(to); })));
       archive.read(fmt::format("part_{}", i), files.emplace_back());
@@ -265,7 +294,10 @@ class Loading {
     });
   }
 
-  void keep() { n_begun_ = 0; }
+  void keep() {
+    n_begun_ = 0;
+    in_memory_.keep();
+  }
 
  private:
   void check_kinds(InputArchive& archive) const {
@@ -305,6 +337,7 @@ class Loading {
   }
 
   std::initializer_list<TrainingPart> parts_;
+  ValuesInMemory in_memory_;
   std::vector<InputArchive> before_;
   std::size_t n_begun_ = 0;
 };
@@ -313,10 +346,12 @@ class Loading {
 
 void save_training(const std::string& path, std::initializer_list<TrainingPart> parts,
                    const Group& group, std::source_location where) {
-  const auto write = [parts](OutputArchive& archive) {
+  ValuesInMemory while_saved;
+  const auto write = [parts, &while_saved](OutputArchive& archive) {
     std::string kinds;
     for (const TrainingPart& part : parts) {
       OutputArchive one;
+      while_saved.add(part);
       part.save(one);
       if (part.optimizer() != nullptr) {
         const OptimizedParameters parameters = parameters_of(*part.optimizer(), parts);
