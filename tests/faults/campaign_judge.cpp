@@ -98,14 +98,15 @@ std::string check_table(const Trial& trial, const std::string& text) {
   return {};
 }
 
-/// Whether a rank may have got this where an allocation of the victim failed, or none did.
+/// Whether a rank may have got this where an allocation of the victim failed, or none did. Behind
+/// the last message of a call the others go on, and the victim calls barrier, or leaves.
 bool check_memory(const Trial& trial, int rank, const Report& report) {
   if (report.error == "none" || rank == trial.victim) return true;
-  if (report.error == "PeerFailed" || report.error == "SystemError") {
+  if (report.error == "PeerFailed" || report.error == "SystemError" || report.error == "PeerLost") {
     return blames_victim(trial, report.text);
   }
   const std::string row = row_of(trial.victim, report.text);
-  return report.error == "MismatchError" && contains(row, "refused ");
+  return report.error == "MismatchError" && (contains(row, "refused ") || contains(row, "barrier"));
 }
 
 /// Empty, or what is wrong with what `rank` got.
