@@ -73,6 +73,13 @@ TEST(CBindingTest, two_groups_at_once_from_two_threads) {
   expect_lines(outcome_of({C_OPERATIONS, "threads"}, 0), "rank \\d: both groups", 3);
 }
 
+TEST(CBindingTest, what_one_rank_refuses_is_a_mismatch_for_the_others) {
+  for (const std::string n : {"2", "3"}) {
+    const std::string text = outcome_of({C_OPERATIONS, "refusals"}, 0, {"-n", n});
+    expect_lines(text, "rank \\d: refusals", std::stoi(n));
+  }
+}
+
 TEST(CBindingTest, a_mismatch_names_the_lines_of_the_callers) {
   const std::string text = outcome_of({C_OPERATIONS, "mismatch", "1"}, 1);
   const int barrier = line_of("status = lockstep_barrier(world, DEFAULT, LOCKSTEP_HERE)");

@@ -5,6 +5,7 @@
  *   operations late R          rank R never comes
  *   operations abandon R       rank R says that it cannot do its part
  *   operations threads         two groups at once, from two threads
+ *   operations refusals        calls that rank 0 alone refuses, and calls that all ranks refuse
  * A rank that gets a failure prints its fields. */
 #define _POSIX_C_SOURCE 200809L
 #include <lockstep/lockstep.h>
@@ -249,6 +250,72 @@ static void usage_errors(void) {
   MUST(lockstep_barrier(world, DEFAULT, LOCKSTEP_HERE));
 }
 
+/* How a call can be wrong. */
+enum fault { NO_FAULT, WRONG_TYPE, NO_DATA, WRONG_ROOT, N_FAULTS };
+
+/* A broadcast from rank 0 that has this fault; its status, or that of its wait. */
+static int broadcast_with(const lockstep_group* group, enum fault fault, int is_async, int* line) {
+  int32_t value = rank;
+  void* const data = fault == NO_DATA ? NULL : &value;
+  const int dtype = fault == WRONG_TYPE ? 99 : LOCKSTEP_I32;
+  const int src = fault == WRONG_ROOT ? size + 3 : 0;
+  if (!is_async) {
+    *line = __LINE__ + 1;
+    return lockstep_broadcast(group, data, 1, dtype, src, DEFAULT, LOCKSTEP_HERE);
+  }
+  lockstep_work* work = NULL;
+  *line = __LINE__ + 1;
+  int status = lockstep_broadcast_async(group, data, 1, dtype, src, DEFAULT, LOCKSTEP_HERE, &work);
+  if (status == LOCKSTEP_OK) status = lockstep_work_wait(work);
+  lockstep_work_free(work);
+  return status;
+}
+
+static const char* const kReasons[N_FAULTS] = {
+    "", "element type 99 does not exist; use a lockstep_dtype, as LOCKSTEP_F32", "data is null",
+    "src is "};
+
+/* The others meet what rank 0 refused as a mismatch, and rank 0 does so in its next call. */
+static void refused_by_rank_0(enum fault fault, int is_async) {
+  lockstep_group* part = NULL;
+  int line = 0;
+  MUST(lockstep_group_duplicate(world, &part, LOCKSTEP_HERE));
+  MUST(lockstep_barrier(part, DEFAULT, LOCKSTEP_HERE));
+  if (rank == 0) {
+    EXPECT(broadcast_with(part, fault, is_async, &line) == LOCKSTEP_USAGE_ERROR);
+    EXPECT(strstr(lockstep_error_message(), kReasons[fault]) != NULL);
+    EXPECT(lockstep_error_line() == line);
+  }
+  int refused_line = line;
+  MUST(lockstep_broadcast(world, &refused_line, 1, LOCKSTEP_I32, 0, DEFAULT, LOCKSTEP_HERE));
+  EXPECT(broadcast_with(part, NO_FAULT, is_async, &line) == LOCKSTEP_MISMATCH_ERROR);
+  const char* const refused = strstr(lockstep_error_message(), "\n  0     refused broadcast #2: ");
+  char place[32];
+  snprintf(place, sizeof place, ", at operations.c:%d", refused_line);
+  EXPECT(refused != NULL && strstr(refused, kReasons[fault]) != NULL);
+  EXPECT(refused != NULL && strstr(refused, place) != NULL);
+  EXPECT(lockstep_error_culprit() == 0);
+  lockstep_group_free(part);
+}
+
+/* All alike: the group stays usable. */
+static void refused_by_all(enum fault fault, int is_async) {
+  int line = 0;
+  EXPECT(broadcast_with(world, fault, is_async, &line) == LOCKSTEP_USAGE_ERROR);
+  EXPECT(strstr(lockstep_error_message(), kReasons[fault]) != NULL);
+  MUST(broadcast_with(world, NO_FAULT, is_async, &line));
+}
+
+static void refusals(void) {
+  for (int fault = WRONG_TYPE; fault < N_FAULTS; ++fault) {
+    for (int is_async = 0; is_async < 2; ++is_async) {
+      refused_by_rank_0(fault, is_async);
+      refused_by_all(fault, is_async);
+    }
+  }
+  printf("rank %d: refusals\n", rank);
+}
+
 static void versions(void) {
   char text[32];
   snprintf(text, sizeof text, "%d.%d.%d", LOCKSTEP_VERSION_MAJOR, LOCKSTEP_VERSION_MINOR,
@@ -321,6 +388,8 @@ int main(int argc, char** argv) {
     printf("rank %d of %d: all, over %s\n", rank, size, lockstep_group_backend(world));
   } else if (strcmp(mode, "threads") == 0) {
     two_threads();
+  } else if (strcmp(mode, "refusals") == 0) {
+    refusals();
   } else {
     int status = LOCKSTEP_OK;
     if (rank == other && strcmp(mode, "mismatch") == 0) {
