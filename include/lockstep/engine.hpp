@@ -135,6 +135,10 @@ class Engine {
   virtual bool has_low_latency() const noexcept { return false; }
   /// See Group::reduces_moments.
   virtual bool reduces_moments() const noexcept { return false; }
+  /// Why all calls must come from the thread that made this engine, and what to do about it; empty:
+  /// any thread calls it. Otherwise the Group refuses asynchronous calls, and those of other
+  /// threads.
+  virtual std::string_view why_one_thread() const noexcept { return {}; }
   virtual void run(const Call& call) = 0;
   /// Whether run() takes Call::ins and Call::outs. If not, lockstep copies the parts together.
   virtual bool takes_lists() const noexcept { return false; }

@@ -180,6 +180,9 @@ void GroupState::run(Call&& call, Deadline deadline, Use use) {
   call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
   // A fork of a rank is not a rank; in a group of one it is harmless.
   if (process_.is_copy() && size_ > 1) throw_copy(call);
+  if (only_thread_ != std::thread::id() && only_thread_ != std::this_thread::get_id()) {
+    throw_other_thread(call);
+  }
   // One locked instruction, so that only one of two concurrent callers continues.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
   const Busy busy{*this};

@@ -4,7 +4,10 @@
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 #include <memory>
+#include <string>
+#include <string_view>
 
+#include "group/argument_checks.hpp"
 #include "group/calls.hpp"
 #include "group/work.hpp"
 
@@ -15,6 +18,10 @@ using internal::GroupState;
 namespace {
 
 Work post(const std::shared_ptr<GroupState>& group, const Call& call, Deadline deadline) {
+  if (const std::string_view reason = group->engine().why_one_thread(); !reason.empty()) {
+    internal::reject(*group, call,
+                     "asynchronous calls run on a thread of their own, but " + std::string(reason));
+  }
   try {
     return Work(std::make_shared<internal::WorkHandle>(group, call, deadline));
   } catch (const Error&) {

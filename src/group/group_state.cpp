@@ -63,7 +63,9 @@ void keep_for_ever(Inherited inherited) noexcept try {
 GroupState::GroupState(std::unique_ptr<Engine>&& engine, std::string name,
                        std::chrono::milliseconds timeout, std::shared_ptr<Recorder> recorder,
                        Check check)
-    : name_(std::move(name)),
+    : only_thread_(engine->why_one_thread().empty() ? std::thread::id()
+                                                    : std::this_thread::get_id()),
+      name_(std::move(name)),
       timeout_(timeout),
       rank_(engine->rank()),
       size_(engine->size()),
@@ -125,6 +127,12 @@ void GroupState::throw_copy(const Call& call) const {
   throw UsageError(context_of(call, rank_),
                    "this process is a fork of a rank, not a rank itself; communicate in the rank, "
                    "and pass the fork what it needs");
+}
+
+void GroupState::throw_other_thread(const Call& call) {
+  const std::string text = "this is another thread, but " + std::string(engine_->why_one_thread());
+  refuse(call, name_of(call.op), text);
+  throw UsageError(context_of(call, rank_), text);
 }
 
 GroupState::Calls GroupState::calls() const noexcept {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -109,12 +110,14 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   [[noreturn]] void throw_held(const Call& call) const;
   [[noreturn]] void throw_busy(const Call& call);
   [[noreturn]] void throw_copy(const Call& call) const;
+  [[noreturn]] void throw_other_thread(const Call& call);
   /// Rethrows what the call threw.
   [[noreturn]] void fail(const Call& call);
   void die() noexcept;
   [[noreturn]] void throw_death();
 
   base::ProcessTag process_;
+  std::thread::id only_thread_;  ///< that may call; none: any may
   std::string name_;
   std::chrono::milliseconds timeout_;
   int rank_;

@@ -273,6 +273,12 @@ TEST_P(MpiTest, an_exchange_that_ended_leaves_its_memory_alone) {
   const Ended ended = mpirun(2, fmt::format("timeout 60 {} cancelled", OVER_MPI_PROGRAM));
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
 }
+TEST_P(MpiTest, only_one_thread_calls_an_mpi_that_grants_no_more) {
+  for (const char* level : {"single", "funneled", "serialized"}) {
+    const Ended ended = mpirun(3, fmt::format("timeout 60 {} {}", OVER_MPI_PROGRAM, level));
+    EXPECT_EQ(ended.exit_code, 0) << level << ": " << ended.err;
+  }
+}
 TEST_P(MpiTest, a_failing_departure_ends_the_ranks_own_pending_calls) {
   for (const std::string& line : lines_of(failures_of(3, "pending"))) {
     expect_contains(line, "rank 1 failed: out of disk");

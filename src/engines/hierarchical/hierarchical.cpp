@@ -45,6 +45,9 @@ class HierarchicalEngine final : public Engine {
   int size() const noexcept override { return levels_.n_ranks(); }
   bool reduces_moments() const noexcept override { return levels_.n_hosts() > 1; }
 
+  std::string_view why_one_thread() const noexcept override {
+    return levels_.outer->why_one_thread();
+  }
   void run(const Call& call) override {
     levels_.together([&] {
       if (levels_.n_hosts() == 1) return levels_.run_within(call);

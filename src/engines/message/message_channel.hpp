@@ -37,6 +37,7 @@ class Channel {
   std::size_t piece_bytes() const noexcept { return transport_.piece_bytes(); }
   bool takes_shorter_messages() const noexcept { return transport_.takes_shorter_messages(); }
   void prepare(std::span<const Message> messages) { transport_.prepare(messages); }
+  std::string_view why_one_thread() const noexcept { return transport_.why_one_thread(); }
 
   /// Returns when all messages, none of them empty, have been sent and received. Notifies
   /// call.progress before it waits. Throws TimeoutError at the limit, PeerLost, PeerFailed,

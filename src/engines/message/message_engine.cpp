@@ -54,6 +54,7 @@ class MessageEngine final : public Engine {
   int size() const noexcept override { return size_; }
   bool reports_progress() const noexcept override { return true; }
   bool reduces_moments() const noexcept override { return true; }
+  std::string_view why_one_thread() const noexcept override { return channel_->why_one_thread(); }
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {

@@ -11,6 +11,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -70,12 +71,15 @@ class TransportError : public std::runtime_error {
 /// An exchange is start(), then test() and wait() until it is complete, or else cancel().
 /// start, test, wait, awaited and split throw TransportError.
 ///
-/// Threads: one at a time per channel; poll_control: one at a time; send_control: any.
+/// Threads: one at a time per channel; poll_control: one at a time; send_control: any. If there is
+/// a why_one_thread(): always the one that made it, but for send_control.
 class Transport {
  public:
   virtual ~Transport() = default;
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
+  /// See Engine::why_one_thread.
+  virtual std::string_view why_one_thread() const noexcept { return {}; }
 
   /// Sends and receives all messages at once, none of them empty. `call` is for a UsageError.
   virtual void start(std::span<const Message> messages, const Call& call) = 0;

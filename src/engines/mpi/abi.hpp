@@ -17,6 +17,9 @@ struct LockstepMpi {
   /// Initializes MPI unless the program has done so. MPI initialized here is finalized when the
   /// program ends.
   int (*start)(int* rank, int* n_ranks);
+  /// After start(): the level that MPI grants, as "MPI_THREAD_FUNNELED", if only the thread that
+  /// initialized it may call it; is_this: whether that is the calling one. Else null.
+  const char* (*one_thread)(std::int32_t* is_this);
   /// The number of ranks on this host, and the cores that any of them may use: adds the other
   /// ranks' bits to mask. Collective.
   int (*neighbours)(std::uint64_t* mask, std::size_t n_words, int* n_ranks);
@@ -52,6 +55,6 @@ struct LockstepMpi {
 
 }  // extern "C"
 
-inline constexpr std::uint32_t kLockstepMpiVersion = 5;
+inline constexpr std::uint32_t kLockstepMpiVersion = 6;
 /// The module's one symbol: const LockstepMpi* lockstep_mpi().
 inline constexpr const char* kLockstepMpiSymbol = "lockstep_mpi";

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <chrono>
 #include <cstdlib>
@@ -13,7 +14,10 @@
 #include <filesystem>
 #include <lockstep/error.hpp>
 #include <memory>
+#include <mutex>
+#include <new>
 #include <optional>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -79,14 +83,22 @@ struct Hosts {
 /// The ranks of one Group on a separate communicator.
 class Transport final : public message::Transport {
  public:
-  Transport(const LockstepMpi& mpi, void* communicator, Hosts hosts, int rank, int size)
-      : mpi_(mpi), communicator_(communicator), hosts_(hosts), rank_(rank), size_(size) {}
+  /// why_one_thread: see Engine.
+  Transport(const LockstepMpi& mpi, void* communicator, Hosts hosts, int rank, int size,
+            std::string why_one_thread)
+      : mpi_(mpi),
+        communicator_(communicator),
+        hosts_(hosts),
+        rank_(rank),
+        size_(size),
+        why_one_thread_(std::move(why_one_thread)) {}
   ~Transport() override { mpi_.release(communicator_); }
   Transport(const Transport&) = delete;
   Transport& operator=(const Transport&) = delete;
 
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
+  std::string_view why_one_thread() const noexcept override { return why_one_thread_; }
 
   void start(std::span<const Message> messages, const Call& /*call*/) override {
     n_messages_ = messages.size();
@@ -138,7 +150,8 @@ class Transport final : public message::Transport {
     const auto mine = static_cast<int>(std::ranges::find(members, rank_) - members.begin());
     void* part = nullptr;
     check(mpi_.split(communicator_, /*color=*/members.front(), /*key=*/mine, &part));
-    return std::make_unique<Transport>(mpi_, part, hosts_, mine, static_cast<int>(members.size()));
+    return std::make_unique<Transport>(mpi_, part, hosts_, mine, static_cast<int>(members.size()),
+                                       why_one_thread_);
   }
 
  private:
@@ -152,6 +165,9 @@ class Transport final : public message::Transport {
     return is_done != 0;
   }
   void give_up_finalize(const message::ControlMessage& message) const noexcept;
+  void send(const ControlBytes& bytes, int to) noexcept;
+  /// Sends what other threads could not.
+  void send_deferred() noexcept;
 
   const LockstepMpi& mpi_;
   void* communicator_;
@@ -163,6 +179,15 @@ class Transport final : public message::Transport {
   std::uint64_t n_tests_ = 0;          // of the current exchange
   Clock::time_point next_look_;        // at the control messages
   std::int64_t last_exchange_ms_ = 0;  // of the coarse clock
+  const std::string why_one_thread_;
+  const std::thread::id thread_ = std::this_thread::get_id();
+  struct Deferred {
+    ControlBytes bytes;
+    int to;
+  };
+  std::mutex deferred_mutex_;
+  std::vector<Deferred> deferred_;  // of other threads, if thread_ alone may call MPI
+  std::atomic<bool> has_deferred_{false};
 };
 
 Transport::State Transport::wait(Clock::time_point /*deadline*/) {
@@ -203,20 +228,42 @@ void Transport::send_control(const message::ControlMessage& message, int to) noe
   ControlBytes bytes{message.kind,  failure.kind,     failure.culprit,
                      failure.peers, message.position, {}};
   base::copy_marked_text(bytes.text, failure.text);
-  const auto send = [&] {
-    for (int r = to == kAllRanks ? 0 : to; r < (to == kAllRanks ? size_ : to + 1); ++r) {
-      if (r != rank_) mpi_.send_control(communicator_, r, &bytes, bytes.n_bytes());
-    }
-  };
-  send();
+  send(bytes, to);
   // mpirun ends the job soon after a rank that fails: its peers report that at once.
   if (message.kind == ControlKind::departure && failure.kind == Kind::peer_failed) {
     bytes.kind = ControlKind::failure;
-    send();
+    send(bytes, to);
   }
 }
 
+void Transport::send(const ControlBytes& bytes, int to) noexcept {
+  if (!why_one_thread_.empty() && thread_ != std::this_thread::get_id()) {
+    const std::lock_guard lock(deferred_mutex_);
+    try {
+      deferred_.push_back({bytes, to});
+      has_deferred_.store(true, std::memory_order_release);
+    } catch (const std::bad_alloc&) {  // the peers time out
+    }
+    return;
+  }
+  if (has_deferred_.load(std::memory_order_acquire)) send_deferred();
+  for (int r = to == kAllRanks ? 0 : to; r < (to == kAllRanks ? size_ : to + 1); ++r) {
+    if (r != rank_) mpi_.send_control(communicator_, r, &bytes, bytes.n_bytes());
+  }
+}
+
+void Transport::send_deferred() noexcept {
+  std::vector<Deferred> deferred;
+  {
+    const std::lock_guard lock(deferred_mutex_);
+    deferred.swap(deferred_);
+    has_deferred_.store(false, std::memory_order_relaxed);
+  }
+  for (const Deferred& message : deferred) send(message.bytes, message.to);
+}
+
 std::optional<message::ControlMessage> Transport::poll_control() {
+  if (has_deferred_.load(std::memory_order_acquire)) send_deferred();
   ControlBytes bytes{};
   std::int32_t has_come = 0;
   if (mpi_.poll_control(communicator_, &bytes, sizeof bytes, &has_come) != 0 || has_come == 0) {
@@ -323,6 +370,17 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
                              "whose mpirun started this? LOCKSTEP_MPI=openmpi|mpich chooses",
                              rank, n_ranks, world.rank, world.size, mpi.library()));
   }
+  std::string why_one_thread;
+  std::int32_t is_that_thread = 0;
+  if (const char* const level = mpi.one_thread(&is_that_thread); level != nullptr) {
+    why_one_thread = fmt::format(
+        "MPI was initialised with {}: only the thread that did so may call it. Let the program "
+        "call MPI_Init_thread with MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE, or let init_dist "
+        "initialise MPI",
+        level);
+    if (is_that_thread == 0)
+      throw UsageError(context, "this is another thread, but " + why_one_thread);
+  }
   if (const int code = mpi.world(&communicator); code != 0) {
     throw EngineError(context, text_of(mpi, code));
   }
@@ -335,9 +393,10 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   for (const std::uint64_t word : cores) n_cores += std::popcount(word);
   const Hosts hosts{.are_oversubscribed = n_neighbours > std::min(n_cores, base::cpu_quota()),
                     .are_one = n_neighbours == n_ranks};
-  auto engine =
-      message::make("mpi", std::make_unique<Transport>(mpi, communicator, hosts, rank, n_ranks),
-                    message::parse_costs(world.env.network));
+  auto engine = message::make("mpi",
+                              std::make_unique<Transport>(mpi, communicator, hosts, rank, n_ranks,
+                                                          std::move(why_one_thread)),
+                              message::parse_costs(world.env.network));
   internal::leave_on_exception(*engine, [&] { engine->run(barrier); });
   return engine;
 }

@@ -11,12 +11,15 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <lockstep/lockstep.hpp>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "engines/mpi/abi.hpp"
@@ -170,6 +173,88 @@ void end_an_exchange_of_receives() {
   require(came && holds(later, kSent), "the messages did not come to the next exchange");
 }
 
+/// As a program that initialises MPI itself. The levels have these values in every MPI here.
+enum ThreadLevel { kSingle, kFunneled, kSerialized };
+void init_mpi(ThreadLevel level) {
+  require(::dlopen(std::getenv("LOCKSTEP_MPI"), RTLD_NOW | RTLD_GLOBAL) != nullptr,
+          "cannot load the module");
+  const auto init =
+      reinterpret_cast<int (*)(int*, char***, int, int*)>(::dlsym(RTLD_DEFAULT, "MPI_Init_thread"));
+  int granted = -1;
+  require(init != nullptr && init(nullptr, nullptr, level, &granted) == 0,
+          "MPI_Init_thread failed");
+  require(granted == level, "MPI grants another level");
+}
+
+template <class E, class F>
+void require_error(F call, const std::string& part) {
+  try {
+    call();
+  } catch (const E& error) {
+    const std::string text = error.what();
+    if (text.find(part) != std::string::npos) return;
+    throw std::runtime_error("'" + text + "' lacks: " + part);
+  }
+  throw std::runtime_error("no error: " + part);
+}
+
+void on_another_thread(const std::function<void()>& body) {
+  std::exception_ptr error;
+  std::thread([&] {
+    try {
+      body();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }).join();
+  if (error) std::rethrow_exception(error);
+}
+
+/// MPI initialised by the program, with this level.
+void call_from_threads(ThreadLevel level, const std::string& name) {
+  using lockstep::UsageError;
+  init_mpi(level);
+  const std::string reason = "MPI was initialised with " + name + ": only the thread that did so";
+  if (level != kSerialized) {
+    require_error<UsageError>(
+        [] { on_another_thread([] { lockstep::init_dist({.backend = "mpi"}); }); }, reason);
+  }
+  lockstep::init_dist({.backend = "mpi"});
+  const lockstep::Group world = lockstep::default_group();
+  std::vector<int> data(1000, 1);
+  const auto check = [&](const lockstep::Group& group) {
+    require(lockstep::all_reduce_value(1, lockstep::ReduceOp::sum, group) == group.size(),
+            "the group is not usable");
+  };
+  const auto post = [&](const lockstep::Group& group) {
+    lockstep::all_reduce_async(data, lockstep::ReduceOp::sum, group).wait();
+  };
+  if (level == kSerialized) {
+    post(world);
+    on_another_thread([&] { check(world); });
+    return check(world);
+  }
+  // All ranks alike: the group stays usable.
+  require_error<UsageError>([&] { post(world); },
+                            "asynchronous calls run on a thread of their own, but " + reason);
+  check(world);
+  require_error<UsageError>([&] { on_another_thread([&] { check(world); }); }, reason);
+  check(world);
+  // One rank: the others meet the refused call.
+  for (const bool is_async : {true, false}) {
+    const lockstep::Group group = world.duplicate();
+    if (world.rank() == 0) {
+      require_error<UsageError>(
+          [&] { is_async ? post(group) : on_another_thread([&] { check(group); }); }, reason);
+    }
+    require_error<lockstep::MismatchError>([&] { check(group); }, "refused all_reduce #1: ");
+  }
+  // What another thread has to tell the peers is told by the next call.
+  const lockstep::Group group = world.duplicate();
+  if (world.rank() == 0) on_another_thread([&] { group.abandon("out of sheets"); });
+  require_error<lockstep::PeerFailed>([&] { check(group); }, "rank 0 failed: out of sheets");
+}
+
 /// The program's own, as of one that has initialised MPI itself.
 int finalize_mpi() {
   const auto finalize = reinterpret_cast<int (*)()>(::dlsym(RTLD_DEFAULT, "MPI_Finalize"));
@@ -187,6 +272,13 @@ int main(int argc, char** argv) {
     if (fault == "cancelled") {
       end_an_exchange_of_receives();
       return 0;
+    }
+    if (fault == "single") call_from_threads(kSingle, "MPI_THREAD_SINGLE");
+    if (fault == "funneled") call_from_threads(kFunneled, "MPI_THREAD_FUNNELED");
+    if (fault == "serialized") call_from_threads(kSerialized, "MPI_THREAD_SERIALIZED");
+    if (fault == "single" || fault == "funneled" || fault == "serialized") {
+      lockstep::destroy_dist();
+      return finalize_mpi();
     }
     if (fault == "levels" && rank == 1) ::setenv("LOCKSTEP_CHECK", "off", 1);
     if (fault == "trace" && rank == 1) ::setenv("LOCKSTEP_TRACE", "/proc", 1);

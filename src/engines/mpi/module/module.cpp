@@ -32,6 +32,7 @@ constexpr double kMostSecondsToFinalize = 2.0;
 // threads of a rank must not split two groups at the same time.
 std::recursive_mutex mutex;
 bool needs_lock = true;
+int granted_level = MPI_THREAD_SINGLE;
 std::atomic<bool> is_ours{false};  // initialized here, so finalized here
 std::atomic<bool> has_given_up{false};
 pid_t pid = 0;
@@ -130,19 +131,18 @@ void error_text(int code, char* text, std::size_t n_bytes) {
 
 int start(int* rank, int* n_ranks) {
   int is_running = 0;
-  int granted = MPI_THREAD_SINGLE;
   int code = MPI_Initialized(&is_running);
   if (code != MPI_SUCCESS) return code;
   if (is_running == 0) {
-    code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &granted);
+    code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &granted_level);
     if (code != MPI_SUCCESS) return code;
     is_ours = true;
     std::atexit(finalize);
   } else {
-    code = MPI_Query_thread(&granted);
+    code = MPI_Query_thread(&granted_level);
     if (code != MPI_SUCCESS) return code;
   }
-  needs_lock = granted < MPI_THREAD_MULTIPLE;
+  needs_lock = granted_level < MPI_THREAD_MULTIPLE;
   if (pid == 0) {
     pid = ::getpid();
     int key = MPI_KEYVAL_INVALID;
@@ -152,6 +152,13 @@ int start(int* rank, int* n_ranks) {
   }
   code = MPI_Comm_rank(MPI_COMM_WORLD, rank);
   return code != MPI_SUCCESS ? code : MPI_Comm_size(MPI_COMM_WORLD, n_ranks);
+}
+
+const char* one_thread(std::int32_t* is_this) {
+  if (granted_level >= MPI_THREAD_SERIALIZED) return nullptr;
+  int is_main = 0;
+  *is_this = MPI_Is_thread_main(&is_main) == MPI_SUCCESS && is_main != 0 ? 1 : 0;
+  return granted_level == MPI_THREAD_SINGLE ? "MPI_THREAD_SINGLE" : "MPI_THREAD_FUNNELED";
 }
 
 int neighbours(std::uint64_t* mask, std::size_t n_words, int* n_ranks) {
@@ -304,6 +311,7 @@ constexpr LockstepMpi kModule = {kLockstepMpiVersion,
                                  library,
                                  error_text,
                                  start,
+                                 one_thread,
                                  neighbours,
                                  give_up_finalize,
                                  WithoutThrowing<world>::call,
