@@ -7,6 +7,7 @@
 #include <numeric>
 #include <source_location>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -60,11 +61,12 @@ class TimeLeft {
 std::vector<std::size_t> exchange_counts(std::size_t count, const Group& group, Timeout timeout,
                                          Where where);
 
-/// gather to dst, or all_gather if dst is negative, of data whose sizes differ: one vector per
+/// gather to dst, or all_gather if dst is negative, of data whose sizes differ: one Part per
 /// rank.
-template <Arithmetic T>
-std::vector<std::vector<T>> gather_parts(const ConstElements& data, const Group& group, int dst,
-                                         Timeout timeout, Where where) {
+template <class Part>
+std::vector<Part> gather_parts(const ConstElements& data, const Group& group, int dst,
+                               Timeout timeout, Where where) {
+  using T = typename Part::value_type;
   const bool wanted = dst < 0 || dst == group.rank();
   std::vector<std::size_t> counts;
   std::unique_ptr<T[]> flat;  // a vector<bool> has no elements to point to
@@ -80,7 +82,7 @@ std::vector<std::vector<T>> gather_parts(const ConstElements& data, const Group&
       group.gather(data, erase(all), counts, dst, left, where);
     }
   });
-  std::vector<std::vector<T>> parts;
+  std::vector<Part> parts;
   if (!wanted) return parts;
   parts.reserve(counts.size());
   const T* next = flat.get();
@@ -120,17 +122,22 @@ template <class R>
   return read<Use::read_later>(std::forward<R>(range));
 }
 
-/// The element type of a range; for any other type check_data reports the error.
+/// What holds another rank's data of a range of this type; for a type that is none check_data
+/// reports the error.
 template <class R>
-struct NumberIn {
-  using Type = char;
+struct PartOf {
+  using Type = std::vector<char>;
 };
 template <ArithmeticRange R>
-struct NumberIn<R> {
-  using Type = std::ranges::range_value_t<R>;
+struct PartOf<R> {
+  using Type = std::vector<std::ranges::range_value_t<R>>;
+};
+template <>
+struct PartOf<std::string> {
+  using Type = std::string;
 };
 template <class R>
-using Parts = std::vector<std::vector<typename NumberIn<R>::Type>>;
+using Parts = std::vector<typename PartOf<R>::Type>;
 
 }  // namespace detail
 
@@ -223,12 +230,13 @@ void broadcast(R&&, const Group&, Rest&&...) {
                 "group)");
 }
 
-/// Returns every rank's data, indexed by rank. Sizes may differ per rank.
+/// Returns every rank's data, indexed by rank: vectors, of a std::string strings. Sizes may differ
+/// per rank.
 template <class R>
 detail::Parts<R> all_gather(const R& data, const Group& group = default_group(),
                             Timeout timeout = {}, Where where = Where::current()) {
-  return detail::gather_parts<typename detail::NumberIn<R>::Type>(detail::read(data), group,
-                                                                  /*dst=*/-1, timeout, where);
+  return detail::gather_parts<typename detail::PartOf<R>::Type>(detail::read(data), group,
+                                                                /*dst=*/-1, timeout, where);
 }
 
 /// all <- every rank's data, in rank order: group size * data.size() elements, no allocation.
@@ -246,12 +254,12 @@ requires detail::TwoRanges<In, Out>
                                 detail::written_later(std::forward<Out>(all)), timeout, where);
 }
 
-/// Returns every rank's data, indexed by rank, on dst; empty elsewhere. Sizes may differ per rank.
+/// The same on dst; empty elsewhere.
 template <class R>
 detail::Parts<R> gather(const R& data, int dst = 0, const Group& group = default_group(),
                         Timeout timeout = {}, Where where = Where::current()) {
-  return detail::gather_parts<typename detail::NumberIn<R>::Type>(detail::read(data), group, dst,
-                                                                  timeout, where);
+  return detail::gather_parts<typename detail::PartOf<R>::Type>(detail::read(data), group, dst,
+                                                                timeout, where);
 }
 template <class R, class... Rest>
 void gather(const R&, const Group&, Rest&&...) {

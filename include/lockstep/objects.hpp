@@ -23,10 +23,12 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <ranges>
 #include <source_location>
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <typeinfo>
 #include <vector>
 
@@ -95,6 +97,22 @@ consteval void check_object() {
         "the standard type");
   }
 }
+
+/// What a deduced T&& of an argument says that the function could not write.
+template <class T>
+concept NotWritable = !std::is_lvalue_reference_v<T> || std::is_const_v<std::remove_reference_t<T>>;
+
+template <class T>
+void take_vector(const std::vector<T>&);
+template <class R>
+concept Vector = requires(const std::remove_cvref_t<R>& range) {
+  take_vector(range);
+};
+
+/// What a caller expects of arrays, so that check_object's is the only error.
+template <class T>
+using ObjectsOfArrays =
+    std::vector<std::conditional_t<std::same_as<T, char>, std::string, std::vector<T>>>;
 
 /// One call of a function of this header, type-erased.
 struct ObjectCall {
@@ -260,8 +278,9 @@ std::vector<T> all_gather_object(const T& object, const Group& group = default_g
   return detail::decode_all<T>(call, detail::gather_messages(call, std::move(mine)));
 }
 template <class T, std::size_t N, class... Rest>
-void all_gather_object(const T (&)[N], Rest&&...) {
+detail::ObjectsOfArrays<T> all_gather_object(const T (&)[N], Rest&&...) {
   detail::check_object<T[N]>();
+  return {};
 }
 
 /// Returns every rank's object, indexed by rank, on dst; nullopt elsewhere, without using memory.
@@ -283,11 +302,18 @@ std::optional<std::vector<T>> gather_object(const T& object, int dst = 0,
   if (group.rank() != dst) return std::nullopt;
   return detail::decode_all<T>(call, messages);
 }
+template <class T, std::size_t N, class... Rest>
+std::optional<detail::ObjectsOfArrays<T>> gather_object(const T (&)[N], Rest&&...) {
+  detail::check_object<T[N]>();
+  return {};
+}
 
 /// object <- src's object. If this throws, object is unchanged.
 template <class T>
-void broadcast_object(T& object, int src = 0, const Group& group = default_group(),
-                      Deadline deadline = {}, Where where = Where::current()) {
+requires(!std::is_const_v<T>) void broadcast_object(T& object, int src = 0,
+                                                    const Group& group = default_group(),
+                                                    Deadline deadline = {},
+                                                    Where where = Where::current()) {
   detail::check_object<T>();
   detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object,
                           .type = typeid(T),
@@ -305,8 +331,8 @@ void broadcast_object(T& object, int src = 0, const Group& group = default_group
   detail::decode_from(call, src, [&] { detail::decode(bytes.span(), received); });
   object = std::move(received);
 }
-template <class T, class... Rest>
-requires(!std::is_lvalue_reference_v<T>) void broadcast_object(T&&, Rest&&...) {
+template <detail::NotWritable T, class... Rest>
+void broadcast_object(T&&, Rest&&...) {
   static_assert(detail::kNever<T>,
                 "lockstep: broadcast_object writes its first argument on all ranks but src: pass a "
                 "named object that is not const");
@@ -340,6 +366,12 @@ void broadcast_object_list(std::vector<T>& objects, int src = 0,
   });
   std::move(received.begin(), received.end(), objects.begin());
 }
+template <class R, class... Rest>
+requires(detail::NotWritable<R> || !detail::Vector<R>) void broadcast_object_list(R&&, Rest&&...) {
+  static_assert(detail::kNever<R>,
+                "lockstep: broadcast_object_list writes its first argument on all ranks but src: "
+                "pass a named std::vector that is not const");
+}
 
 /// Returns, on rank 0, the ranks' parts interleaved: item 0 of rank 0, of rank 1, ..., item 1 of
 /// rank 0, ...; ranks that have no more items are skipped. Truncated to `size` items (the same size
@@ -371,6 +403,23 @@ std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::s
   return detail::collect_results(part, size, &tmpdir, group, deadline, where);
 }
 
+template <class R, class... Rest>
+requires(!detail::Vector<R>) auto collect_results(R&&, Rest&&...) {
+  static_assert(detail::kNever<R>,
+                "lockstep: collect_results takes a std::vector of this rank's items: copy them to "
+                "one");
+  if constexpr (std::ranges::range<R>) {
+    return std::optional<std::vector<std::ranges::range_value_t<R>>>();
+  }
+}
+
+template <class D, class... Rest>
+requires(detail::Dict<std::remove_cvref_t<D>>&& detail::NotWritable<D>) void all_reduce_dict(
+    D&&, Rest&&...) {
+  static_assert(detail::kNever<D>,
+                "lockstep: all_reduce_dict writes its first argument: pass a named dict that is "
+                "not const");
+}
 template <class D, class... Rest>
 requires(!detail::Dict<std::remove_cvref_t<D>> &&
          !detail::TensorDict<std::remove_cvref_t<D>>) void all_reduce_dict(D&&, Rest&&...) {
@@ -384,8 +433,10 @@ requires(!detail::Dict<std::remove_cvref_t<D>> &&
 /// of one. If keys, lengths or op differ, every rank throws MismatchError, which names the keys and
 /// the ranks, and the dicts are unchanged.
 template <detail::Dict D>
-void all_reduce_dict(D& dict, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
-                     Deadline deadline = {}, Where where = Where::current()) {
+requires(!std::is_const_v<D>) void all_reduce_dict(D& dict, ReduceOp op = ReduceOp::sum,
+                                                   const Group& group = default_group(),
+                                                   Deadline deadline = {},
+                                                   Where where = Where::current()) {
   using Value = detail::DictValue<typename D::mapped_type>;
   using Element = typename Value::Element;
   const detail::ObjectCall call{.op = detail::ObjectOp::all_reduce_dict,

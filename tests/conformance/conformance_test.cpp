@@ -254,6 +254,11 @@ TEST_P(Conformance, gathers_of_unequal_parts) {
       }
     }
     EXPECT_EQ(gather(mine, get_world_size() - 1).empty(), rank != get_world_size() - 1);
+    const auto name_of_rank = [](int r) { return std::string(static_cast<std::size_t>(r), 'x'); };
+    const std::vector<std::string> names = all_gather(name_of_rank(rank));
+    for (int r = 0; r < get_world_size(); ++r) {
+      EXPECT_EQ(names[static_cast<std::size_t>(r)], name_of_rank(r));
+    }
   });
 }
 

@@ -23,19 +23,28 @@ struct Snippet {
   const char* sentence;
 };
 
-constexpr const char* kPrelude = R"(
-#include <lockstep/lockstep.hpp>
-#include <complex>
-#include <deque>
-using namespace lockstep;
-using namespace std::chrono_literals;
-namespace at {  // as libtorch's, as far as the core looks at it
+/// As ATen/core/Tensor.h of libtorch, as far as the core looks at it.
+constexpr const char* kTensorHeader = R"(
+#pragma once
+namespace at {
 struct Tensor {
   int scalar_type() const;
   int* sizes() const;
   bool is_contiguous() const;
+  const Tensor& grad() const;
+  Tensor operator[](int) const;
 };
 }
+)";
+
+constexpr const char* kPrelude = R"(
+#include <lockstep/lockstep.hpp>
+#include <lockstep/nn/tensor_ops.hpp>
+#include <complex>
+#include <deque>
+using namespace lockstep;
+using namespace std::chrono_literals;
+extern at::Tensor tensor;
 struct Plain { int x; };
 struct NoDefault { explicit NoDefault(int); };
 enum class Color { red };
@@ -59,6 +68,7 @@ constexpr Snippet kSnippets[] = {
     // no range
     {"float x = 1; all_reduce(x);", "a single number is not a range"},
     {"int x = 1; broadcast(x, 0);", "value = all_reduce_value(value)"},
+    {"send(3, 0);", "pass std::span(&value, 1) or a std::array"},
     {"float* p = nullptr; all_reduce(p);", "a pointer has no length: pass std::span"},
     {"double* p = nullptr; all_reduce(p, 5);", "a pointer and a size are one argument"},
     {"int* p = nullptr; send(p, 1);", "a pointer has no length"},
@@ -77,6 +87,14 @@ constexpr Snippet kSnippets[] = {
     {"recv(std::array<int, 2>{}, 1);", "lost with the temporary"},
     {"const std::array<int, 2> d{}; all_gather(v, d);", "so it cannot be const"},
     {"broadcast_object(std::string(\"x\"));", "pass a named object"},
+    {"const std::string s; broadcast_object(s);", "pass a named object that is not const"},
+    {"const std::vector<int> l; broadcast_object_list(l);",
+     "a named std::vector that is not const"},
+    {"broadcast_object_list(std::span(v));", "a named std::vector that is not const"},
+    {"const std::map<std::string, int> d; all_reduce_dict(d);", "a named dict that is not const"},
+    {"all_reduce_dict(std::map<std::string, float>{});", "a named dict that is not const"},
+    {"nn::all_reduce(tensor.grad());", "pass a named at::Tensor that is not const"},
+    {"nn::broadcast(tensor[0], 0, group);", "pass a named at::Tensor that is not const"},
     {"static_cast<void>(send_async(std::vector<double>(3), 1));",
      "reads the data until Work::wait returns"},
     {"static_cast<void>(all_reduce_async(std::vector<double>(3)));", "lost with the temporary"},
@@ -94,6 +112,9 @@ constexpr Snippet kSnippets[] = {
     {"reduce(v, ReduceOp::sum);", "the receiving rank before the reduction"},
     // objects
     {"static_cast<void>(all_gather_object(\"text\"));", "pass a std::string"},
+    {"std::vector<std::string> all = all_gather_object(\"texts\");", "pass a std::string"},
+    {"auto all = gather_object(\"a text\");", "pass a std::string"},
+    {"auto all = collect_results(std::span(v), 5);", "takes a std::vector of this rank's items"},
     {"Plain p{}; static_cast<void>(all_gather_object(p));", "void serialize(A& archive)"},
     {"const int* p = nullptr; static_cast<void>(all_gather_object(p));",
      "a pointer is meaningless on another rank"},
@@ -109,8 +130,9 @@ struct Output {
 
 Output compile(const std::filesystem::path& file) {
   const std::string command = fmt::format(
-      "LC_ALL=C {} -std=c++20 -fsyntax-only -fmax-errors=0 -fdiagnostics-color=never {} '{}' 2>&1",
-      LOCKSTEP_CXX_COMPILER, LOCKSTEP_CXX_INCLUDES, file.string());
+      "LC_ALL=C {} -std=c++20 -fsyntax-only -fmax-errors=0 -fdiagnostics-color=never {} -I'{}' "
+      "'{}' 2>&1",
+      LOCKSTEP_CXX_COMPILER, LOCKSTEP_CXX_INCLUDES, file.parent_path().string(), file.string());
   Output output;
   std::FILE* const pipe = ::popen(command.c_str(), "r");
   if (pipe == nullptr) return output;
@@ -136,6 +158,8 @@ class DiagnosticsTest : public testing::Test {
     std::string dir = (std::filesystem::temp_directory_path() / "lockstep-XXXXXX").string();
     ASSERT_NE(::mkdtemp(dir.data()), nullptr);
     dir_ = dir;
+    std::filesystem::create_directories(dir_ / "ATen/core");
+    std::ofstream(dir_ / "ATen/core/Tensor.h") << kTensorHeader;
   }
   void TearDown() override {
     if (!dir_.empty()) std::filesystem::remove_all(dir_);
@@ -233,6 +257,10 @@ void f() {
   std::vector<unsigned> all(6);
   all_gather(mine, all);
   std::vector<std::vector<unsigned>> parts = all_gather(mine, group);
+  std::vector<std::string> names = all_gather(std::string("rank 0"), group);
+  at::Tensor gradient = tensor.grad();
+  nn::all_reduce(gradient, ReduceOp::sum, group, 5s);
+  nn::send(tensor[0], 1);
   Work work = all_gather_async(mine, all, group);
   work.wait();
   send(std::vector<int>{1}, 1);

@@ -79,9 +79,12 @@ consteval void check_data() {
   } else if constexpr (std::is_pointer_v<D>) {
     static_assert(kNever<R>, "lockstep: a pointer has no length: pass std::span(pointer, count)");
   } else if constexpr (std::is_arithmetic_v<D>) {
-    static_assert(kNever<R>,
-                  "lockstep: a single number is not a range: use value = all_reduce_value(value), "
-                  "or pass std::span(&value, 1)");
+    static_assert(kWrites,
+                  "lockstep: a single number is not a range: pass std::span(&value, 1) or a "
+                  "std::array");
+    static_assert(!kWrites,
+                  "lockstep: a single number is not a range: pass std::span(&value, 1); to reduce "
+                  "it, use value = all_reduce_value(value)");
   } else if constexpr (std::same_as<D, Group> || std::same_as<D, ReduceOp>) {
     static_assert(
         kNever<R>,

@@ -245,6 +245,12 @@ class DistributedDataParallel {
     }
     detail::join(*reducer_, std::forward<Body>(body), options, std::move(example), where);
   }
+  template <class Body, std::convertible_to<at::Tensor> Example>
+  void join(Body&&, Example&&, Where = Where::current()) {
+    static_assert(
+        !std::convertible_to<Example, at::Tensor>,
+        "lockstep: join takes its options by name: join(body, {.example_input = tensor})");
+  }
   M& module() { return module_; }
   const M& module() const { return module_; }
 

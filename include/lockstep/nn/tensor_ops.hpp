@@ -2,7 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <concepts>
 #include <source_location>
+#include <type_traits>
 #include <vector>
 
 #include <lockstep/group.hpp>
@@ -17,15 +19,36 @@
 /// complex), another device, a sparse or undefined tensor.
 namespace lockstep::nn {
 
+namespace detail {
+/// A tensor whose result the function could not write.
+template <class T>
+concept ConstTensor =
+    std::same_as<std::remove_cvref_t<T>, at::Tensor> && !std::same_as<T, at::Tensor&>;
+template <class T>
+consteval void refuse_const_tensor() {
+  static_assert(!ConstTensor<T>,
+                "lockstep: the result is written to this tensor: pass a named at::Tensor that is "
+                "not const; a copy, as of parameter.grad(), shares the memory");
+}
+}  // namespace detail
+
 /// data <- reduction of every rank's data, on all ranks. Not recorded by autograd.
 void all_reduce(at::Tensor& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                 Deadline deadline = {},
                 std::source_location where = std::source_location::current());
+template <detail::ConstTensor T, class... Rest>
+void all_reduce(T&&, Rest&&...) {
+  detail::refuse_const_tensor<T>();
+}
 
 /// data <- src's data. Any element type: bytes are transferred.
 void broadcast(at::Tensor& data, int src = 0, const Group& group = default_group(),
                Deadline deadline = {},
                std::source_location where = std::source_location::current());
+template <detail::ConstTensor T, class... Rest>
+void broadcast(T&&, Rest&&...) {
+  detail::refuse_const_tensor<T>();
+}
 
 /// Returns every rank's data, indexed by rank: contiguous tensors of data's shape, which must be
 /// the same on all ranks. Any element type: bytes are transferred.
@@ -37,6 +60,10 @@ std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group = 
 void reduce(at::Tensor& data, int dst = 0, ReduceOp op = ReduceOp::sum,
             const Group& group = default_group(), Deadline deadline = {},
             std::source_location where = std::source_location::current());
+template <detail::ConstTensor T, class... Rest>
+void reduce(T&&, Rest&&...) {
+  detail::refuse_const_tensor<T>();
+}
 
 /// As all_gather, but only dst receives; returns an empty vector elsewhere.
 std::vector<at::Tensor> gather(const at::Tensor& data, int dst = 0,
@@ -48,12 +75,20 @@ std::vector<at::Tensor> gather(const at::Tensor& data, int dst = 0,
 void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src = 0,
              const Group& group = default_group(), Deadline deadline = {},
              std::source_location where = std::source_location::current());
+template <detail::ConstTensor T, class... Rest>
+void scatter(T&&, Rest&&...) {
+  detail::refuse_const_tensor<T>();
+}
 
 /// data <- reduction of every rank's parts[rank]: size() tensors of data's shape and type.
 void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts,
                     ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                     Deadline deadline = {},
                     std::source_location where = std::source_location::current());
+template <detail::ConstTensor T, class... Rest>
+void reduce_scatter(T&&, Rest&&...) {
+  detail::refuse_const_tensor<T>();
+}
 
 /// Returns, indexed by rank q, rank q's parts[this rank]. parts: size() tensors of one shape and
 /// type, the same on all ranks. Any element type: bytes are transferred.
@@ -66,6 +101,10 @@ void send(const at::Tensor& data, int dst, const Group& group = default_group(),
           Deadline deadline = {}, std::source_location where = std::source_location::current());
 void recv(at::Tensor& data, int src, const Group& group = default_group(), Deadline deadline = {},
           std::source_location where = std::source_location::current());
+template <detail::ConstTensor T, class... Rest>
+void recv(T&&, Rest&&...) {
+  detail::refuse_const_tensor<T>();
+}
 
 /// The DType of a tensor's elements. Throws UsageError for a type without one.
 DType dtype_of(const at::Tensor& tensor,
