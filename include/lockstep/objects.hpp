@@ -150,14 +150,15 @@ struct Messages {
 Messages gather_messages(const ObjectCall& call, Bytes mine);
 /// Returns the root's bytes on every other rank, and none on the root.
 Bytes broadcast_message(const ObjectCall& call, const Bytes& mine);
-[[noreturn]] void throw_undecodable(const ObjectCall& call, int sender, const char* reason);
+[[noreturn]] void throw_undecodable(const ObjectCall& call, int sender,
+                                    const std::exception& reason);
 
 template <class F>
 void decode_from(const ObjectCall& call, int sender, F decode_it) {
   try {
     decode_it();
   } catch (const std::exception& error) {
-    throw_undecodable(call, sender, error.what());
+    throw_undecodable(call, sender, error);
   }
 }
 
@@ -362,7 +363,7 @@ void broadcast_object_list(std::vector<T>& objects, int src = 0,
   std::vector<T> received;
   detail::decode_from(call, src, [&] {
     detail::decode(bytes.span(), received);
-    if (received.size() != objects.size()) throw std::length_error("it holds another list");
+    if (received.size() != objects.size()) throw detail::DecodeError("it holds another list");
   });
   std::move(received.begin(), received.end(), objects.begin());
 }

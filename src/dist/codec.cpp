@@ -2,7 +2,6 @@
 
 #include <lockstep/detail/codec.hpp>
 #include <new>
-#include <stdexcept>
 
 namespace lockstep::detail {
 
@@ -47,8 +46,8 @@ std::uint64_t Reader::read_size() {
   std::uint64_t n_elements = 0;
   read(&n_elements, sizeof n_elements);
   if (n_elements > left_.size()) {
-    throw std::runtime_error(fmt::format("a container claims {} elements, and {} bytes are left",
-                                         n_elements, left_.size()));
+    throw DecodeError(fmt::format("a container claims {} elements, and {} bytes are left",
+                                  n_elements, left_.size()));
   }
   return n_elements;
 }
@@ -56,24 +55,23 @@ std::uint64_t Reader::read_size() {
 bool Reader::read_bool() {
   std::uint8_t byte = 0;
   read(&byte, sizeof byte);
-  if (byte > 1) throw std::runtime_error(fmt::format("a bool is {}", byte));
+  if (byte > 1) throw DecodeError(fmt::format("a bool is {}", byte));
   return byte == 1;
 }
 
 void Reader::enter() {
   if (++depth_ > kMaxDepth) {
-    throw std::runtime_error(fmt::format("it nests deeper than {} levels", kMaxDepth));
+    throw DecodeError(fmt::format("it nests deeper than {} levels", kMaxDepth));
   }
 }
 
 void Reader::finish() const {
   if (left_.size() != n_padding_) {
-    throw std::runtime_error(
-        fmt::format("{} bytes are left over, expected {}", left_.size(), n_padding_));
+    throw DecodeError(fmt::format("{} bytes are left over, expected {}", left_.size(), n_padding_));
   }
 }
 
-void Reader::throw_truncated() { throw std::runtime_error("it ends too early"); }
+void Reader::throw_truncated() { throw DecodeError("it ends too early"); }
 
 // --- messages -----------------------------------------------------------------------------------
 

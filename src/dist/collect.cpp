@@ -123,7 +123,7 @@ class Incoming {
       }
       decode_from(call_, sender, [&] {
         if (header.n_items == 0 || header.n_items > n_left) {
-          throw std::length_error(fmt::format("it has {} items of {}", header.n_items, n_left));
+          throw DecodeError(fmt::format("it has {} items of {}", header.n_items, n_left));
         }
         results_.decode(bytes, order_.places(rank, first, header.n_items));
       });
@@ -204,7 +204,8 @@ void write_spill(const std::filesystem::path& path, Outgoing& outgoing) {
 void read_spill(const ObjectCall& call, std::size_t rank, SpillFile& file, Incoming& incoming) {
   const int sender = static_cast<int>(rank);
   const auto read = [&](void* data, std::size_t n_bytes) {
-    if (!file.read(data, n_bytes)) throw_undecodable(call, sender, "its file ends too early");
+    if (!file.read(data, n_bytes))
+      throw_undecodable(call, sender, DecodeError("its file ends too early"));
   };
   Bytes bytes;
   while (!incoming.is_complete(rank)) {

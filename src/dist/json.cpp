@@ -2,7 +2,6 @@
 
 #include <lockstep/detail/codec.hpp>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 
 namespace lockstep::detail {
 
@@ -114,7 +113,7 @@ void load_json(Reader& in, json& value) {
       return;
     }
   }
-  throw std::runtime_error(fmt::format("a json value is of kind {}", kind));
+  throw DecodeError(fmt::format("a json value is of kind {}", kind));
 }
 
 }  // namespace lockstep::detail

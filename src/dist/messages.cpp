@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
+#include <string>
+#include <string_view>
 
 #include <lockstep/detail/collective.hpp>
 
@@ -17,11 +19,35 @@ namespace {
 
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;  // a sum over 512 ranks does not wrap
 
+void replace_all(std::string& text, std::string_view what, std::string_view with) {
+  for (std::size_t at = 0; (at = text.find(what, at)) != std::string::npos; at += with.size()) {
+    text.replace(at, what.size(), with);
+  }
+}
+
+/// The type as a program writes it: without the default arguments of the standard containers.
 std::string readable(const std::type_info& type) {
   int status = 0;
   const std::unique_ptr<char, void (*)(void*)> name(
       abi::__cxa_demangle(type.name(), nullptr, nullptr, &status), std::free);
-  return status == 0 ? name.get() : type.name();
+  if (status != 0) return type.name();
+  std::string text = name.get();
+  replace_all(text, "std::__cxx11::", "std::");
+  replace_all(text, "std::basic_string<char, std::char_traits<char>, std::allocator<char> >",
+              "std::string");
+  replace_all(text, "(anonymous namespace)::", "");
+  for (const std::string_view argument :
+       {", std::allocator<", ", std::less<", ", std::hash<", ", std::equal_to<"}) {
+    for (std::size_t at = 0; (at = text.find(argument)) != std::string::npos;) {
+      std::size_t end = at + argument.size();
+      for (int depth = 1; depth > 0 && end < text.size(); ++end) {
+        depth += text[end] == '<' ? 1 : text[end] == '>' ? -1 : 0;
+      }
+      text.erase(at, end - at);
+    }
+  }
+  replace_all(text, " >", ">");
+  return text;
 }
 
 [[noreturn]] void throw_mismatch(const ObjectCall& call, const std::string& text) {
@@ -214,10 +240,14 @@ Bytes broadcast_message(const ObjectCall& call, const Bytes& mine) {
   });
 }
 
-void throw_undecodable(const ObjectCall& call, int sender, const char* reason) {
-  throw_mismatch(call, fmt::format("the message of rank {} cannot be decoded as {}: {}. Do the "
-                                   "ranks run different builds? The group stays usable",
-                                   sender, readable(call.type), reason));
+void throw_undecodable(const ObjectCall& call, int sender, const std::exception& reason) {
+  // Otherwise it is the type's own code that threw.
+  const bool is_of_bytes = dynamic_cast<const DecodeError*>(&reason) != nullptr;
+  throw_mismatch(
+      call, fmt::format("the message of rank {} cannot be decoded as {}: {}.{} The group stays "
+                        "usable",
+                        sender, readable(call.type), reason.what(),
+                        is_of_bytes ? " Do the ranks run different builds?" : ""));
 }
 
 namespace {

@@ -229,9 +229,41 @@ TEST_P(ObjectsTest, a_message_that_does_not_decode) {
     } else {
       const auto refused = thrown<MismatchError>([&] { broadcast_object(object); });
       EXPECT_CONTAINS(refused, "message of rank 0 cannot be decoded as ");
-      EXPECT_CONTAINS(refused, "Fragile: this one does not arrive");
+      EXPECT_CONTAINS(refused, "Fragile: this one does not arrive. The group stays usable");
       EXPECT_EQ(object.text, "mine");
     }
+    barrier();
+  });
+}
+
+/// Each rank reads another number of elements than were sent.
+struct Greedy {
+  std::map<std::string, std::vector<int>> numbers;
+  template <class Archive>
+  void save(Archive& archive) const {
+    archive(numbers);
+  }
+  template <class Archive>
+  void load(Archive& archive) {
+    archive(numbers, numbers);
+  }
+};
+
+TEST_P(ObjectsTest, types_are_named_as_a_program_writes_them) {
+  run([] {
+    if (get_world_size() == 1) return;
+    std::vector<Greedy> list(1);
+    EXPECT_CONTAINS(thrown<MismatchError>([&] { static_cast<void>(all_gather_object(list)); }),
+                    " cannot be decoded as std::vector<lockstep::test::Greedy>: it ends too early. "
+                    "Do the ranks run different builds? The group stays usable");
+    std::map<std::string, std::vector<int>> numbers;
+    std::vector<std::string> texts;
+    const auto differ = [&] {
+      get_rank() == 0 ? broadcast_object(numbers) : broadcast_object(texts);
+    };
+    EXPECT_CONTAINS(thrown<MismatchError>(differ),
+                    "rank 0 has std::map<std::string, std::vector<int>>, rank 1 has "
+                    "std::vector<std::string>;");
     barrier();
   });
 }

@@ -12,6 +12,7 @@
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <typeinfo>
@@ -55,6 +56,12 @@ class Bytes {
   std::size_t capacity_ = 0;
 };
 
+/// The bytes are not those of an object of the type that is read.
+class DecodeError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 /// Maximum nesting depth of objects: more could overflow the stack of the rank that decodes them.
 inline constexpr int kMaxDepth = 2000;
 [[noreturn]] void throw_too_deep();  // UsageError
@@ -80,7 +87,7 @@ class Writer final : public cereal::OutputArchive<Writer, cereal::AllowEmptyClas
   int depth_ = 0;
 };
 
-/// Reads what a Writer wrote; throws a std::exception if the bytes are not valid.
+/// Reads what a Writer wrote; throws DecodeError if the bytes are not valid.
 class Reader final : public cereal::InputArchive<Reader, cereal::AllowEmptyClassElision> {
  public:
   explicit Reader(std::span<const std::byte> bytes);
