@@ -72,7 +72,9 @@ struct Call {
   /// How many collectives this rank has refused in the group so far; of send and recv: how many of
   /// this operation with this peer. Ranks compare it, see Engine::refuse.
   std::uint32_t n_refused = 0;
-  std::string_view group{};    ///< name of the group, for errors
+  std::string_view group{};  ///< name of the group, for errors
+  /// What errors call it, if not by its op: "init_dist" of the barrier of the ranks that join.
+  std::string_view operation{};
   std::uint64_t sequence = 0;  ///< number of the call in its group, from 1
   std::chrono::milliseconds timeout{};
   std::source_location where;

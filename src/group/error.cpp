@@ -40,7 +40,8 @@ SystemError::SystemError(ErrorContext context, int error_number, const std::stri
 ErrorContext context_of(const Call& call, int rank) {
   const Call* outermost = &call;
   while (outermost->parent_call != nullptr) outermost = outermost->parent_call;
-  return {.operation = std::string(name_of(outermost->op)),
+  return {.operation = std::string(outermost->operation.empty() ? name_of(outermost->op)
+                                                                : outermost->operation),
           .group = std::string(call.group),
           .rank = rank,
           .sequence = call.sequence,

@@ -30,6 +30,7 @@ void init_dist(const InitOptions& options, std::source_location where) {
   const Call barrier{.op = Op::barrier,
                      .check = world.env.check,
                      .group = "world",
+                     .operation = context.operation,
                      .sequence = 1,
                      .timeout = timeout,
                      .where = where};

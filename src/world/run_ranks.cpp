@@ -29,6 +29,7 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
   const Call barrier{.op = Op::barrier,
                      .check = env.check,
                      .group = "world",
+                     .operation = "run_ranks",
                      .sequence = 1,
                      .timeout = timeout,
                      .where = where};

@@ -616,6 +616,9 @@ TEST(FailuresOfProcesses, a_rank_that_never_joins_is_named) {
     ::setenv("LOCKSTEP_SEGMENT", job.environment().c_str(), 1);
     const std::string text =
         thrown<TimeoutError>([] { init_dist({.timeout = milliseconds(100)}); });
+    EXPECT_TRUE(
+        text.starts_with("init_dist on group 'world' (rank 0, call #1) at failures_test.cpp"))
+        << text;
     expect_contains(text, "rank 1 has not joined the world yet (init_dist)");
     ::_exit(::testing::Test::HasFailure() ? 1 : 0);
   }
