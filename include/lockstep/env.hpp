@@ -17,7 +17,8 @@ struct Env {
   /// LOCKSTEP_RESTART: set by `lockstep run`: how often it has restarted the ranks, initially 0
   /// (--max-restarts). Programs read it to resume from a checkpoint.
   int restart = 0;
-  /// LOCKSTEP_TIMEOUT: limit of one operation in seconds (decimals allowed); overrides InitOptions.
+  /// LOCKSTEP_TIMEOUT: limit of one operation in seconds (decimals allowed), if InitOptions has
+  /// none.
   std::optional<std::chrono::milliseconds> timeout;
   /// LOCKSTEP_RECORD_DIR: an existing directory. When a group dies, each rank writes its last
   /// operations to rank-N.json there; `lockstep run` writes it for ranks that could not.

@@ -22,7 +22,8 @@ std::string_view name_of(Launcher launcher);
 struct InitOptions {
   Launcher launcher = Launcher::infer;
   std::string backend = "auto";  ///< auto|solo|shared|mpi|hierarchical|gloo|nccl
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< of one operation
+  /// Of one operation; if not given, LOCKSTEP_TIMEOUT, or else 5 minutes.
+  std::optional<std::chrono::milliseconds> timeout{};
 };
 
 /// Joins the world that a launcher started and makes it the default group of every thread of this

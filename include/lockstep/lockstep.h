@@ -147,8 +147,8 @@ LOCKSTEP_API int lockstep_error_number(void);
  * - `launcher`: "infer" or NULL: from the environment; "none", "lockstep", "pytorch", "slurm",
  * "mpi"
  * - `backend`: "auto" or NULL, "solo", "shared", "mpi", "hierarchical"
- * - `timeout_ms`: limit of one operation; LOCKSTEP_GROUP_TIMEOUT: 5 minutes. LOCKSTEP_TIMEOUT in
- * the environment overrides it.
+ * - `timeout_ms`: limit of one operation; LOCKSTEP_GROUP_TIMEOUT: LOCKSTEP_TIMEOUT of the
+ * environment, or else 5 minutes.
  *
  * Without a launcher the world is this process alone, and every operation works. Call it once, from
  * one thread. */

@@ -31,7 +31,7 @@ def init_dist(launcher: str = "infer", backend: str = "auto", timeout: Timeout =
 
     launcher: infer (from the environment), none, lockstep, pytorch, slurm or mpi.
     backend: auto, solo, shared, mpi or hierarchical.
-    timeout: limit of one operation, by default 5 minutes.
+    timeout: limit of one operation, by default LOCKSTEP_TIMEOUT, or else 5 minutes.
     If an uncaught exception ends this rank, the calls of the others raise PeerFailed with its text.
     """
     with _interrupts_end_the_process():

@@ -96,7 +96,8 @@ int lockstep_init(const char* launcher, const char* backend, int64_t timeout_ms,
       if (timeout_ms <= 0) {
         throw UsageError(context, fmt::format("timeout_ms is {}; give the limit of one operation "
                                               "in milliseconds, INT64_MAX for none, or "
-                                              "LOCKSTEP_GROUP_TIMEOUT for 5 minutes",
+                                              "LOCKSTEP_GROUP_TIMEOUT for LOCKSTEP_TIMEOUT of the "
+                                              "environment, or else 5 minutes",
                                               timeout_ms));
       }
       options.timeout = std::chrono::milliseconds(timeout_ms);

@@ -1,7 +1,9 @@
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <lockstep/error.hpp>
 #include <lockstep/launch.hpp>
+#include <optional>
 #include <utility>
 
 #include "engines/catalog.hpp"
@@ -22,11 +24,12 @@ void init_dist(const InitOptions& options, std::source_location where) {
                                   : "this process already belongs to a world, on all its threads; "
                                     "call destroy_dist first");
   }
-  const auto asked = internal::checked_timeout(options.timeout, context);
+  std::optional<std::chrono::milliseconds> asked;
+  if (options.timeout) asked = internal::checked_timeout(*options.timeout, context);
   const Launcher launcher =
       options.launcher == Launcher::infer ? infer_launcher() : options.launcher;
   internal::World world = internal::read_world(launcher);
-  const auto timeout = world.env.timeout.value_or(asked);
+  const auto timeout = asked.value_or(world.env.timeout.value_or(std::chrono::minutes(5)));
   const Call barrier{.op = Op::barrier,
                      .check = world.env.check,
                      .group = "world",

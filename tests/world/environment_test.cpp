@@ -298,6 +298,9 @@ TEST(EnvironmentTest, timeouts_that_are_none) {
               init_dist();
               EXPECT_EQ(default_group().timeout(), std::chrono::milliseconds(250));
               destroy_dist();
+              init_dist({.timeout = std::chrono::seconds(7)});
+              EXPECT_EQ(default_group().timeout(), std::chrono::seconds(7)) << "the program's own";
+              destroy_dist();
             }),
             0);
 }
