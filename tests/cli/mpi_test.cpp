@@ -244,6 +244,17 @@ TEST_P(MpiTest, a_long_text_ends_with_a_mark_where_it_is_cut) {
   EXPECT_EQ(n_told, 2);
 }
 TEST_P(MpiTest, a_late_rank_is_named) { expect_failure("late", "waited 1 s for rank 1 of 3"); }
+TEST_P(MpiTest, ranks_that_wait_for_each_other_in_send_are_named) {
+  const std::string text = failures_of(3, "cycle");
+  const auto cycle_from = [](int rank) {
+    return fmt::format(
+        "rank {} waited 2 s for rank {} of 3, which waits for rank {}, which waits for rank {}\n",
+        rank, (rank + 1) % 3, (rank + 2) % 3, rank);
+  };
+  EXPECT_TRUE(contains(text, cycle_from(0)) || contains(text, cycle_from(1)) ||
+              contains(text, cycle_from(2)))
+      << text;
+}
 TEST_P(MpiTest, a_late_ranks_own_call_fails_too) {
   expect_failure("late", "rank 1: barrier on group 'world'");
 }

@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "group/wait_chain.hpp"
 #include "record/signature.hpp"
 
 namespace lockstep::message {
@@ -235,15 +236,26 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
     }
     // None are awaited if the last message has arrived since.
     if ((!has_ended && now < deadline) || awaited.empty()) continue;
+    std::optional<internal::WaitChain> cycle;
     if (transport_.answers_questions()) {
-      if (auto late = find_late(call, awaited); !late.empty()) awaited = std::move(late);
+      const std::map<int, Position> positions = ask_positions(call);
+      if (auto late = find_late(positions, awaited); !late.empty()) {
+        awaited = std::move(late);
+      } else if (internal::is_pair(call.op)) {
+        cycle = internal::chain_of(rank(), call.root, [&positions](int r) {
+          const auto found = positions.find(r);
+          const bool waits = found != positions.end() && found->second.awaited != Position::kNone;
+          return waits ? found->second.awaited : r;
+        });
+      }
       if (transport_.test()) {
         if (shows_awaited) set_position(Position::kNone, size());
         return true;
       }
       if (const auto departure = departure_among(awaited)) fail(*departure, call);
     }
-    fail_late(awaited, call);
+    if (cycle) fail_late({call.root}, call, cycle->text, cycle->late);
+    fail_late(awaited, call, {}, awaited);
   }
 }
 
@@ -273,7 +285,7 @@ bool Channel::is_impossible(Question& question) {
   return false;
 }
 
-std::vector<int> Channel::find_late(const Call& call, std::span<const int> awaited) {
+std::map<int, Position> Channel::ask_positions(const Call& call) {
   const Position own = [this] {
     const std::lock_guard lock(control_->mutex);
     control_->answers.clear();
@@ -290,11 +302,18 @@ std::vector<int> Channel::find_late(const Call& call, std::span<const int> await
     const std::lock_guard lock(control_->mutex);
     positions = control_->answers;
   }
+  positions.insert_or_assign(rank(), own);
+  return positions;
+}
+
+std::vector<int> Channel::find_late(std::map<int, Position> positions,
+                                    std::span<const int> awaited) const {
+  const auto n = static_cast<std::size_t>(size());
+  const Position own = positions.at(rank());
   // Ranks that are in other calls are late too, but not those that wait in an earlier exchange.
   std::erase_if(positions, [&own](const auto& answer) {
     return answer.second.number < own.number && answer.second.awaited == Position::kNone;
   });
-  positions.insert_or_assign(rank(), own);
   std::vector<bool> has_begun(n), is_awaited(n);
   for (const int r : awaited) is_awaited[static_cast<std::size_t>(r)] = true;
   for (const auto& [r, position] : positions) {
@@ -410,11 +429,13 @@ void Channel::fail_transport(const TransportError& error, const Call& call) {
                         : fmt::format("with rank {}: {}", peer, error.what()));
 }
 
-void Channel::fail_late(const std::vector<int>& late, const Call& call) {
+void Channel::fail_late(const std::vector<int>& awaited, const Call& call, std::string_view detail,
+                        const std::vector<int>& late) {
   fail({.kind = Kind::timeout,
-        .text = fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank(),
-                            std::chrono::duration<double>(call.timeout).count(),
-                            late.size() == 1 ? "" : "s", fmt::join(late, ", "), size()),
+        .text =
+            fmt::format("rank {} waited {:g} s for rank{} {} of {}{}", rank(),
+                        std::chrono::duration<double>(call.timeout).count(),
+                        awaited.size() == 1 ? "" : "s", fmt::join(awaited, ", "), size(), detail),
         .peers = internal::PeerList::of(late)},
        call);
 }

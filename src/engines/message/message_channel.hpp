@@ -106,7 +106,9 @@ class Channel {
   int place_in_windows(const Message& message) const;
   /// The ranks that keep an exchange from completing in which this rank waits for `awaited`: not
   /// those that wait for others themselves.
-  std::vector<int> find_late(const Call& call, std::span<const int> awaited);
+  std::vector<int> find_late(std::map<int, Position> positions, std::span<const int> awaited) const;
+  /// Of all ranks that answer in time, and of this one.
+  std::map<int, Position> ask_positions(const Call& call);
   void poll_control();
   void throw_if_failed(const Call& call) const;
   /// If one of these ranks has left the world: that failure.
@@ -115,7 +117,9 @@ class Channel {
   /// Ends waits on this channel, on every rank; only on this one if it has left the world.
   void notify(const internal::Failure& failure) noexcept;
   [[noreturn]] void fail_transport(const TransportError& error, const Call& call);
-  [[noreturn]] void fail_late(const std::vector<int>& late, const Call& call);
+  /// detail: what follows in the text; late: the ranks that the error is about.
+  [[noreturn]] void fail_late(const std::vector<int>& awaited, const Call& call,
+                              std::string_view detail, const std::vector<int>& late);
 
   std::shared_ptr<Control> control_;
   std::shared_ptr<Control> world_;  // the same on the world's channel

@@ -327,6 +327,15 @@ int main(int argc, char** argv) {
       if (rank == 0) wait_until_said(argv[2], 2);
       lockstep::barrier(lockstep::default_group(), std::chrono::seconds(rank == 1 ? 1 : 8));
     }
+    if (fault == "cycle") {
+      const lockstep::Group world = lockstep::default_group();
+      const int size = world.size();
+      std::array<int, 3> out{}, in{};
+      lockstep::Work sent =
+          lockstep::send_async(out, (rank + 1) % size, world, std::chrono::seconds(2));
+      lockstep::Work received = lockstep::recv_async(in, (rank + size - 1) % size, world);
+      sent.wait();
+    }
     if (fault == "finalize_after_timeout") {
       try {
         if (rank == 1) wait_until_said(argv[2], 2);

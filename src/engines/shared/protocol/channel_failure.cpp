@@ -12,6 +12,7 @@
 #include "engines/shared/protocol/call_record.hpp"
 #include "engines/shared/protocol/channel.hpp"
 #include "group/mismatch.hpp"
+#include "group/wait_chain.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -244,27 +245,12 @@ int Channel::awaited_by(int rank) const {
 }
 
 void Channel::fail_timeout_of_pair(const Call& call, int awaited) {
-  std::vector<int> chain{awaited};  // each waits for the next
-  bool is_cycle = false;
-  while (!is_cycle) {
-    const int next = awaited_by(chain.back());
-    if (next == chain.back()) break;
-    is_cycle = next == rank_ || std::ranges::find(chain, next) != chain.end();
-    chain.push_back(next);
-  }
-  std::string text = waited_for(call, std::span(&awaited, 1));
-  for (const int r : std::span(chain).subspan(1)) {
-    fmt::format_to(std::back_inserter(text), ", which waits for rank {}", r);
-  }
-  const int last = chain.back();
-  std::vector<int> late{last};
-  if (is_cycle) {
-    chain.pop_back();
-    late.assign(std::ranges::find(chain, last), chain.end());
-    if (last == rank_) late = chain;
-  }
-  std::ranges::reverse(chain);
-  fail(call, Kind::timeout, text + conditions_of(chain), late);
+  internal::WaitChain chain =
+      internal::chain_of(rank_, awaited, [this](int rank) { return awaited_by(rank); });
+  std::ranges::reverse(chain.ranks);
+  fail(call, Kind::timeout,
+       waited_for(call, std::span(&awaited, 1)) + chain.text + conditions_of(chain.ranks),
+       chain.late);
 }
 
 void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
