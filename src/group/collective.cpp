@@ -50,19 +50,22 @@ bool Collective::has_begun() const noexcept {
   return now.n_made != n_made_ || now.n_refused != n_refused_;
 }
 
-void Collective::failed() const noexcept {
-  internal::GroupState& group = *group_.state_;
-  const auto now = group.calls();
+void Collective::failed(std::string_view reason, bool is_thrown_together) const noexcept {
+  const auto now = group_.state_->calls();
   if (now.n_refused != n_refused_) return;  // by a call inside, which has told the peers
+  if (now.n_made == n_made_) {
+    refuse(reason);
+  } else if (!is_thrown_together) {
+    group_.state_->abandon(reason);
+  }
+}
+
+void Collective::failed() const noexcept {
   const std::exception_ptr error = std::current_exception();
   try {
-    if (now.n_made == n_made_) {
-      refuse(reason_of(error));
-    } else if (!is_thrown_together(error)) {
-      group.abandon(reason_of(error));
-    }
+    failed(reason_of(error), is_thrown_together(error));
   } catch (const std::exception&) {
-    group.abandon("an exception left a call, and no memory was left to say which");
+    group_.state_->abandon("an exception left a call, and no memory was left to say which");
   }
 }
 

@@ -102,9 +102,12 @@ class Operation {
 
   /// Of a `with` block.
   void exit(nb::handle exception) const {
-    if (exception.is_none() || collective_.has_begun()) return;
-    collective_.refuse(fmt::format("{}: {}", nb::str(exception.type().attr("__name__")).c_str(),
-                                   text_of(nb::str(exception))));
+    if (exception.is_none()) return;
+    const nb::module_ errors = nb::module_::import_("lockstep.errors");
+    const bool is_error = nb::isinstance(exception, errors.attr("Error"));
+    const bool is_refusal = nb::isinstance(exception, errors.attr("UsageError"));
+    collective_.failed(fmt::format("{}: {}", nb::str(exception.type().attr("__name__")).c_str(), text_of(nb::str(exception))),
+                       is_error && !is_refusal);
   }
 
  private:

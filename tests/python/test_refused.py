@@ -93,6 +93,28 @@ def test_objects_carry_the_refusal(run_ranks, name):
     )
 
 
+def test_an_exception_between_two_messages(run_ranks):
+    run_ranks(
+        2,
+        """
+        import torch
+        def no_memory(*_): raise MemoryError("none left")
+        if rank == 1: torch.Tensor.copy_ = no_memory
+        for call in (
+            lambda: ls.all_reduce_params([torch.ones(2, 2).t(), torch.full([1], 1.0, dtype=torch.float64)]),
+            lambda: ls.all_reduce(np.full(1, 1000.0)),
+        ):
+            try:
+                call()
+                raise AssertionError
+            except MemoryError:
+                assert rank == 1
+            except ls.PeerFailed as error:
+                assert "MemoryError: none left" in str(error), error
+        """,
+    )
+
+
 TORCH = {
     "all_reduce of floats by bxor": (
         "dist.all_reduce(torch.ones(2))",

@@ -37,6 +37,9 @@ class Collective {
   static std::string reason_of(const std::exception_ptr& error);
   /// Whether this rank has called, or refused a call, on the group since.
   bool has_begun() const noexcept;
+  /// What run() does when an exception has left it, for an operation that is not in it.
+  /// is_thrown_together: by all ranks, as an Error that is no UsageError.
+  void failed(std::string_view reason, bool is_thrown_together) const noexcept;
 
   template <class F>
   decltype(auto) run(F&& f) const {
@@ -51,7 +54,7 @@ class Collective {
  private:
   Collective(std::string_view operation, const Group& group, std::source_location where, Op op,
              int peer) noexcept;
-  void failed() const noexcept;
+  void failed() const noexcept;  // in a handler
 
   std::string_view operation_;
   const Group& group_;
