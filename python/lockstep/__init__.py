@@ -11,9 +11,19 @@ datetime.timedelta; default: the group's). Their errors are those of lockstep.er
 """
 
 from . import errors
-from ._core import Group, all_reduce, barrier, broadcast, default_group, is_distributed, local_group, sync_random_seed
+from ._core import (
+    Group,
+    all_reduce,
+    barrier,
+    broadcast,
+    default_group,
+    is_distributed,
+    local_group,
+    main_process_first,
+    sync_random_seed,
+)
 from .collectives import all_gather, all_reduce_dict, gather
-from .control import main_process_first, master_only
+from .control import master_only
 from .errors import EngineError, Error, MismatchError, PeerFailed, PeerLost, TimeoutError, UsageError
 from .objects import all_gather_object, broadcast_object_list, collect_results, gather_object
 from .tensors import all_reduce_params, cast_data_device, get_comm_device, get_data_device

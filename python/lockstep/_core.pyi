@@ -1,9 +1,11 @@
 import datetime
+import os
 from collections.abc import Callable
-from typing import Any, Optional, Protocol, Union
+from typing import Any, NoReturn, Optional, Protocol, TypeVar, Union
 
 from typing_extensions import Buffer
 
+_T = TypeVar("_T")
 _Timeout = Union[float, datetime.timedelta, None]
 
 class _Tensor(Protocol):
@@ -54,7 +56,15 @@ def local_group() -> Group:
 def get_backend(group: Optional[Group] = None) -> Optional[str]: ...
 def get_rank(group: Optional[Group] = None) -> int: ...
 def get_world_size(group: Optional[Group] = None) -> int: ...
-def run_first(f: Callable[[], Any], group: Optional[Group], timeout: _Timeout) -> Any: ...
+def refuse_arguments(operation: str, text: str, group: Any) -> NoReturn: ...
+def main_process_first(function: Callable[[], _T], group: Optional[Group] = None, timeout: _Timeout = None) -> _T:
+    """Rank 0 runs function; then the other ranks run it, concurrently. Returns its result. Collective.
+
+    For work that the others can reuse: a download, a cache. timeout: how long the others wait for rank 0,
+    by default forever (they notice its death). If function raises on rank 0, the others raise PeerFailed
+    with its text and do not run it; the group stays usable. Collectives inside raise UsageError.
+    """
+
 def barrier(group: Optional[Group] = None, timeout: _Timeout = None) -> None:
     """Returns when every rank has called it."""
 
@@ -92,12 +102,15 @@ def broadcast_objects(
     data: Any, dumps: Callable[[Any], bytes], loads: Callable[[Any], Any], src: int, group: Optional[Group], timeout: _Timeout
 ) -> Optional[list[Any]]: ...
 def collect_results(
-    part: list[Any],
+    results: list[Any],
     size: int,
     dumps: Callable[[Any], bytes],
     loads: Callable[[Any], Any],
-    tmpdir: Optional[str],
+    check: Callable[[], None],
+    tmpdir: Union[str, os.PathLike[str], None],
     group: Optional[Group],
     timeout: _Timeout,
 ) -> Optional[list[Any]]: ...
-def all_reduce_dict(data: dict[str, Any], op: str, group: Optional[Group], timeout: _Timeout) -> None: ...
+def all_reduce_dict(
+    data: dict[str, Any], with_numbers: Callable[[Any], dict[str, Any]], op: str, group: Optional[Group], timeout: _Timeout
+) -> dict[str, Any]: ...

@@ -9,10 +9,12 @@ from typing import Any, Optional
 
 from . import _core
 from ._core import Group
+from ._operation import operation
 from .errors import _UsageTypeError
 from .world import Timeout
 
 
+@operation
 def all_gather(data: Any, group: Optional[Group] = None, timeout: Timeout = None) -> list[Any]:
     """Every rank's data, by rank, on every rank: new arrays of the type of data.
 
@@ -23,6 +25,7 @@ def all_gather(data: Any, group: Optional[Group] = None, timeout: Timeout = None
     return _split(flat, shapes)
 
 
+@operation
 def gather(data: Any, dst: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> list[Any]:
     """As all_gather, on dst; an empty list elsewhere."""
     with _core.Operation("gather", group):
@@ -30,24 +33,28 @@ def gather(data: Any, dst: int = 0, group: Optional[Group] = None, timeout: Time
     return [] if gathered is None else _split(*gathered)
 
 
+@operation
 def all_reduce_dict(data: dict[str, Any], op: str = "sum", group: Optional[Group] = None, timeout: Timeout = None) -> None:
     """data[key] <- reduction of every rank's data[key], on all ranks: arrays in place, numbers replaced.
 
     If keys, element types, lengths or op differ, every rank raises MismatchError that names them, nothing is
     changed, and the group stays usable.
     """
-    with _core.Operation("all_reduce_dict", group):
-        if not isinstance(data, dict):
-            raise _UsageTypeError(f"all_reduce_dict: data is {type(data).__name__}; it must be a dict")
-        numpy = sys.modules.get("numpy")
-        numbers = {
-            key: value.item()
-            for key, value in data.items()
-            if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.bool_)
-        }
-        reduced = {**data, **numbers}
-        _core.all_reduce_dict(reduced, op, group, timeout)
-        data.update(reduced)
+    reduced = _core.all_reduce_dict(data, _with_numbers, op, group, timeout)
+    data.update(reduced)
+
+
+def _with_numbers(data: Any) -> dict[str, Any]:
+    """A copy, with numbers of Python for those of numpy."""
+    if not isinstance(data, dict):
+        raise _UsageTypeError(f"all_reduce_dict: data is {type(data).__name__}; it must be a dict")
+    numpy = sys.modules.get("numpy")
+    numbers = {
+        key: value.item()
+        for key, value in data.items()
+        if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.bool_)
+    }
+    return {**data, **numbers}
 
 
 def _shape_of(data: Any) -> tuple[int, ...]:

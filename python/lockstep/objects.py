@@ -14,7 +14,8 @@ from typing import Any, Optional, Union
 
 from . import _core
 from ._core import Group
-from .errors import UsageError, _UsageTypeError
+from ._operation import operation
+from .errors import UsageError
 from .world import Timeout
 
 _loads = pickle.loads
@@ -24,26 +25,27 @@ def _dumps(value: object) -> bytes:
     return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
+@operation
 def all_gather_object(data: Any, group: Optional[Group] = None, timeout: Timeout = None) -> list[Any]:
     """Every rank's object, by rank, on every rank."""
     return _core.all_gather_object(data, _dumps, _loads, group, timeout)
 
 
+@operation
 def gather_object(data: Any, dst: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> Optional[list[Any]]:
     """Every rank's object, by rank, on dst; None elsewhere."""
     return _core.gather_object(data, _dumps, _loads, dst, group, timeout)
 
 
+@operation
 def broadcast_object_list(data: list[Any], src: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> None:
     """data <- src's data, in place. The lists have the same length on all ranks."""
-    with _core.Operation("broadcast_object_list", group):
-        if not isinstance(data, list):
-            raise _UsageTypeError(f"broadcast_object_list: data is {type(data).__name__}; it must be a list")
-        received = _core.broadcast_objects(data, _dumps, _loads, src, group, timeout)
+    received = _core.broadcast_objects(data, _dumps, _loads, src, group, timeout)
     if received is not None:
         data[:] = received
 
 
+@operation
 def collect_results(
     results: list[Any],
     size: int,
@@ -61,8 +63,9 @@ def collect_results(
     removed. If an item of another rank cannot be pickled, rank 0 raises PeerFailed with its text, and the
     group stays usable.
     """
-    with _core.Operation("collect_results", group):
+
+    def check() -> None:
         if device != "cpu":
             raise UsageError(f"collect_results: device is {device!r}; objects pass through memory of the CPU: 'cpu'")
-        folder = None if tmpdir is None else os.fspath(tmpdir)
-        return _core.collect_results(list(results), size, _dumps, _loads, folder, group, timeout)
+
+    return _core.collect_results(results, size, _dumps, _loads, check, tmpdir, group, timeout)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from . import _core
 from ._core import Group
+from ._operation import operation
 from .errors import UsageError, _UsageTypeError, _UsageValueError
 from .world import Timeout
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@operation
 def all_reduce_params(
     params: Iterable[torch.Tensor],
     coalesce: bool = True,
@@ -29,9 +31,9 @@ def all_reduce_params(
     are not recorded. The same tensors in the same order on all ranks; one that comes twice is reduced once.
     It sums, as mmengine: op="mean" averages.
     """
-    import torch
-
     with _core.Operation("all_reduce_params", group):
+        import torch
+
         once = {id(param): param for param in params}
         data = [param.detach() for param in once.values()]
         for index, tensor in enumerate(data):
@@ -40,6 +42,8 @@ def all_reduce_params(
                     f"all_reduce_params: tensor {index} is {tensor.layout} on {tensor.device}; expected dense tensors "
                     "on the CPU: pass x.cpu(), and copy the result back"
                 )
+            if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride())):
+                raise UsageError(f"all_reduce_params: tensor {index} is expanded: several of its elements are one in memory")
         limit = bucket_size_mb * 1024 * 1024 if coalesce else 0
         for bucket in _buckets(data, limit):
             if len(bucket) == 1 and bucket[0].is_contiguous() and not bucket[0].is_neg():

@@ -139,17 +139,17 @@ int random_seed(const Group* group, nb::handle timeout) {
 }  // namespace
 
 void define_arrays(nb::module_& module) {
-  module.def("barrier", &barrier, "group"_a.none() = nb::none(), "timeout"_a.none() = nb::none(),
-             "Returns when every rank has called it.");
-  module.def(
-      "all_reduce", &all_reduce, "data"_a.none(), "op"_a = "sum", "group"_a.none() = nb::none(),
-      "timeout"_a.none() = nb::none(),
+  define_operation(module, "barrier", &barrier, "group"_a.none() = nb::none(),
+                   "timeout"_a.none() = nb::none(), "Returns when every rank has called it.");
+  define_operation(
+      module, "all_reduce", &all_reduce, "data"_a.none(), "op"_a = "sum",
+      "group"_a.none() = nb::none(), "timeout"_a.none() = nb::none(),
       "data <- reduction of every rank's data, in place, with the same bits on all ranks.\n\n"
       "op: sum, product, min, max, band, bor, bxor or mean; mean of integers truncates "
       "toward zero.\nThe same count, type and op on all ranks.");
-  module.def("broadcast", &broadcast, "data"_a.none(), "src"_a.none() = 0,
-             "group"_a.none() = nb::none(), "timeout"_a.none() = nb::none(),
-             "data <- src's data, in place.");
+  define_operation(module, "broadcast", &broadcast, "data"_a.none(), "src"_a.none() = 0,
+                   "group"_a.none() = nb::none(), "timeout"_a.none() = nb::none(),
+                   "data <- src's data, in place.");
   module.def(
       "all_gather",
       [](nb::handle data, const nb::tuple& shape, const nb::callable& make_flat, const Group* group,
@@ -167,9 +167,10 @@ void define_arrays(nb::module_& module) {
       },
       "data"_a.none(), "shape"_a, "dst"_a.none(), "make_flat"_a, "group"_a.none(),
       "timeout"_a.none());
-  module.def("sync_random_seed", &random_seed, "group"_a.none() = nb::none(),
-             "timeout"_a.none() = nb::none(),
-             "A random seed of 31 bits, rank 0's, the same on all ranks. No generator is changed.");
+  define_operation(
+      module, "sync_random_seed", &random_seed, "group"_a.none() = nb::none(),
+      "timeout"_a.none() = nb::none(),
+      "A random seed of 31 bits, rank 0's, the same on all ranks. No generator is changed.");
 }
 
 }  // namespace lockstep::python

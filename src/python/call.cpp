@@ -1,11 +1,14 @@
 #include "python/call.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <string_view>
 
+#include "python/exceptions.hpp"
 #include "python/str.hpp"
 
 namespace nb = nanobind;
@@ -50,11 +53,49 @@ int Call::integer(const char* parameter, nb::handle value) const {
   return number;
 }
 
+ErrorContext Call::context() const {
+  return {.operation = operation_, .group = group_.name(), .rank = group_.rank(), .where = where_};
+}
+
 void Call::reject(const std::string& text) const {
   reason_ = text;
-  throw UsageError(
-      {.operation = operation_, .group = group_.name(), .rank = group_.rank(), .where = where_},
-      text);
+  throw UsageError(context(), text);
+}
+
+void Call::reject_type(const std::string& text) const {
+  reason_ = text;
+  throw UsageTypeError(context(), text);
+}
+
+const Group* group_in(nb::handle argument, const char* operation) {
+  if (argument.is_none()) return nullptr;
+  if (nb::isinstance<Group>(argument)) return nb::inst_ptr<Group>(argument);
+  throw UsageTypeError({.operation = operation, .where = where()},
+                       fmt::format("group is {}; it must be a lockstep.Group, or None for the "
+                                   "default group",
+                                   text_of(nb::repr(argument))));
+}
+
+void refuse_arguments(const char* operation, nb::handle group, const std::string& text) {
+  const Call call(operation, group_in(group, operation), nb::none());
+  call.reject_type(text);
+}
+
+void refuse_arguments(const char* operation, const std::vector<std::string>& parameters,
+                      const nb::args& positional, const nb::kwargs& named, nb::handle group) {
+  std::vector<std::string> given;
+  for (const nb::handle each : positional) given.push_back(name_of_type(each));
+  for (const auto [name, each] : named) given.push_back(text_of(name) + "=" + name_of_type(each));
+  nb::object of_call = nb::borrow(group.is_valid() ? group : nb::none());
+  if (!group.is_valid()) {
+    const auto place =
+        static_cast<std::size_t>(std::ranges::find(parameters, "group") - parameters.begin());
+    if (place < positional.size()) of_call = positional[place];
+    if (named.contains("group")) of_call = named["group"];
+  }
+  refuse_arguments(operation, of_call,
+                   fmt::format("the arguments are ({}); it takes ({})", fmt::join(given, ", "),
+                               fmt::join(parameters, ", ")));
 }
 
 ReduceOp Call::parse_op(nb::handle op) const {

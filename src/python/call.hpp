@@ -8,6 +8,9 @@
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
 #include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "python/interrupts.hpp"
 #include "python/where.hpp"
@@ -28,7 +31,8 @@ class Call {
   const Group& group() const { return group_; }
   Timeout timeout() const { return timeout_; }
   std::source_location where() const { return where_; }
-  [[noreturn]] void reject(const std::string& text) const;  // UsageError
+  [[noreturn]] void reject(const std::string& text) const;       // UsageError
+  [[noreturn]] void reject_type(const std::string& text) const;  // UsageTypeError
   ReduceOp parse_op(nanobind::handle op) const;
   /// A rank of the group, or a number: what the binding would reject before the call exists.
   int integer(const char* parameter, nanobind::handle value) const;
@@ -42,6 +46,8 @@ class Call {
   }
 
  private:
+  ErrorContext context() const;
+
   const char* operation_;
   std::source_location where_;
   Group group_;
@@ -50,6 +56,54 @@ class Call {
   mutable std::string reason_;  ///< of a rejection
   Timeout timeout_;
 };
+
+/// Of an argument; null for None, the default group. Throws UsageTypeError if it is no group: then
+/// the call has none in which it could count.
+const Group* group_in(nanobind::handle argument, const char* operation);
+
+/// Counts a call whose arguments do not fit the parameters, and throws UsageTypeError.
+[[noreturn]] void refuse_arguments(const char* operation, nanobind::handle group,
+                                   const std::string& text);
+/// The same for a function of Python: its positional and named arguments.
+[[noreturn]] void refuse_arguments(const char* operation,
+                                   const std::vector<std::string>& parameters,
+                                   const nanobind::args& positional, const nanobind::kwargs& named,
+                                   nanobind::handle group);
+
+/// Defines an operation in a module or as a method of Group. What nanobind does not let pass to f,
+/// because of its number, names or types, is a refused call. `extra`: a nanobind::arg for each
+/// parameter, and the docstring.
+template <class Scope, class F, class... Extra>
+void define_operation(Scope& scope, const char* name, F&& f, const Extra&... extra) {
+  std::vector<std::string> parameters;
+  const char* doc = "";
+  const auto read = [&](const auto& each) {
+    if constexpr (std::is_convertible_v<decltype(each), const char*>) {
+      doc = each;
+    } else {
+      parameters.emplace_back(each.name_);
+    }
+  };
+  (read(extra), ...);
+  scope.def(name, std::forward<F>(f), extra...);
+  // nanobind tries it next, without cost for calls that the first takes.
+  if constexpr (std::is_same_v<Scope, nanobind::module_>) {
+    scope.def(
+        name,
+        [name, parameters](const nanobind::args& positional, const nanobind::kwargs& named) {
+          refuse_arguments(name, parameters, positional, named, nanobind::handle());
+        },
+        doc);
+  } else {
+    scope.def(
+        name,
+        [name, parameters](nanobind::handle self, const nanobind::args& positional,
+                           const nanobind::kwargs& named) {
+          refuse_arguments(name, parameters, positional, named, self);
+        },
+        doc);
+  }
+}
 
 /// Seconds as a float or an int, or a datetime.timedelta.
 std::chrono::duration<double> seconds_of(nanobind::handle timeout, const ErrorContext& context);

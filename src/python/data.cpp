@@ -91,7 +91,7 @@ bool is_masked(nb::handle object) {
 
 /// As errors call it: "data (list)".
 std::string described(const char* parameter, nb::handle object) {
-  return fmt::format("{} ({})", parameter, nb::str(object.type().attr("__name__")).c_str());
+  return fmt::format("{} ({})", parameter, name_of_type(object));
 }
 
 [[noreturn]] void refuse_dtype(const Call& call, const std::string& name, std::string_view dtype) {

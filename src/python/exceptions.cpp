@@ -27,6 +27,7 @@ namespace {
 
 /// The class of lockstep.errors for an error of the core.
 const char* class_of(const Error& error) {
+  if (dynamic_cast<const UsageTypeError*>(&error) != nullptr) return "_UsageTypeError";
   using enum internal::Failure::Kind;
   switch (internal::failure_of(error).kind) {
     case usage: return "UsageError";

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include <exception>
+#include <lockstep/error.hpp>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -12,6 +13,11 @@ namespace lockstep::python {
 
 /// "ValueError: too short"
 std::string text_of_error(const nanobind::python_error& error);
+
+/// A UsageError that is a TypeError of Python's too.
+class UsageTypeError : public UsageError {
+  using UsageError::UsageError;
+};
 
 /// A Python exception on its way through the core, which reads its text: "ValueError: too short".
 class PythonException : public std::runtime_error {

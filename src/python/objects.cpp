@@ -42,16 +42,17 @@ detail::ObjectCall object_call(const Call& call, detail::ObjectOp op, int root =
           .root = root};
 }
 
-/// This rank's message: the pickled object. An exception of pickle's is the call's refusal, which
+/// f prepares this rank's message. Its exception, one of Python's too, is the call's refusal, which
 /// the ranks tell each other.
-detail::Bytes pickle(detail::ObjectCall& call, const nb::callable& dumps, nb::handle object) {
+template <class F>
+void prepare_in_python(detail::ObjectCall& call, F f) {
+  detail::prepare(call, [&] { in_python(f); });
+}
+
+detail::Bytes pickle(const nb::callable& dumps, nb::handle object) {
   detail::Bytes bytes;
-  detail::prepare(call, [&] {
-    in_python([&] {
-      const nb::bytes pickled = nb::cast<nb::bytes>(dumps(object));
-      bytes.append(pickled.c_str(), pickled.size());
-    });
-  });
+  const nb::bytes pickled = nb::cast<nb::bytes>(dumps(object));
+  bytes.append(pickled.c_str(), pickled.size());
   return bytes;
 }
 
@@ -80,12 +81,15 @@ nb::object gather_objects(const char* operation, detail::ObjectOp op, nb::handle
                           const Group* group, nb::handle timeout) {
   const Call call(operation, group, timeout);
   const bool to_all = op == detail::ObjectOp::all_gather_object;
-  const int dst = to_all ? -1 : call.integer("dst", to);
-  detail::ObjectCall objects = object_call(call, op, dst);
-  detail::Bytes pickled = pickle(objects, dumps, object);
+  detail::ObjectCall objects = object_call(call, op);
+  detail::Bytes pickled;
+  prepare_in_python(objects, [&] {
+    if (!to_all) objects.root = call.integer("dst", to);
+    pickled = pickle(dumps, object);
+  });
   const auto messages =
       call.run([&] { return detail::gather_messages(objects, std::move(pickled)); });
-  if (!to_all && call.group().rank() != dst) return nb::none();
+  if (!to_all && call.group().rank() != objects.root) return nb::none();
   nb::list all;
   for (std::size_t r = 0; r < messages.of_rank.size(); ++r) {
     all.append(object_of(objects, static_cast<int>(r), loads, messages.of_rank[r]));
@@ -97,26 +101,40 @@ nb::object gather_objects(const char* operation, detail::ObjectOp op, nb::handle
 nb::object broadcast_objects(nb::handle list, const nb::callable& dumps, const nb::callable& loads,
                              nb::handle from, const Group* group, nb::handle timeout) {
   const Call call("broadcast_object_list", group, timeout);
-  const int src = call.integer("src", from);
-  detail::ObjectCall objects = object_call(call, detail::ObjectOp::broadcast_object_list, src);
+  detail::ObjectCall objects = object_call(call, detail::ObjectOp::broadcast_object_list, 0);
   detail::Bytes pickled;
-  if (call.group().rank() == src) pickled = pickle(objects, dumps, list);
-  detail::prepare(objects, [&] {
-    if (objects.refusal) std::rethrow_exception(objects.refusal);
-    objects.agreed = objects.n_items = in_python([&] { return nb::len(list); });
+  prepare_in_python(objects, [&] {
+    objects.root = call.integer("src", from);
+    if (!nb::isinstance<nb::list>(list)) {
+      call.reject_type(fmt::format("data is {}; it must be a list", name_of_type(list)));
+    }
+    objects.agreed = objects.n_items = nb::len(list);
+    if (call.group().rank() == objects.root) pickled = pickle(dumps, list);
   });
   const auto received = call.run([&] { return detail::broadcast_message(objects, pickled); });
-  if (call.group().rank() == src) return nb::none();
-  return object_of(objects, src, loads, received.span());
+  if (call.group().rank() == objects.root) return nb::none();
+  return object_of(objects, objects.root, loads, received.span());
 }
 
-nb::object collect_results(const nb::list& part, std::size_t size, const nb::callable& dumps,
-                           const nb::callable& loads, const std::optional<std::string>& tmpdir,
+/// check(): raises if an argument is wrong that only Python knows.
+nb::object collect_results(nb::handle results_of_rank, nb::handle size, const nb::callable& dumps,
+                           const nb::callable& loads, const nb::callable& check, nb::handle tmpdir,
                            const Group* group, nb::handle timeout) {
   const Call call("collect_results", group, timeout);
   detail::ObjectCall objects = object_call(call, detail::ObjectOp::collect_results, /*root=*/0);
-  objects.agreed = size;
-  objects.n_items = part.size();
+  nb::list part;
+  std::filesystem::path folder;
+  prepare_in_python(objects, [&] {
+    check();
+    part = nb::list(results_of_rank);
+    if (!tmpdir.is_none()) folder = text_of(nb::module_::import_("os").attr("fspath")(tmpdir));
+    std::uint64_t n_results = 0;
+    if (!nb::try_cast(size, n_results)) {
+      call.reject(fmt::format("size is {}; it must be an int, 0 or more", text_of(nb::repr(size))));
+    }
+    objects.agreed = n_results;
+    objects.n_items = part.size();
+  });
   nb::list all;
   const detail::Results results{
       .n_mine = part.size(),
@@ -155,8 +173,8 @@ nb::object collect_results(const nb::list& part, std::size_t size, const nb::cal
             });
           },
   };
-  const std::filesystem::path folder = tmpdir.value_or("");
-  call.run([&] { detail::collect_results(objects, tmpdir ? &folder : nullptr, results); });
+  call.run(
+      [&] { detail::collect_results(objects, tmpdir.is_none() ? nullptr : &folder, results); });
   if (call.group().rank() != 0) return nb::none();
   return all;
 }
@@ -216,13 +234,17 @@ void read_value(const Call& call, Value& value) {
   }
 }
 
-void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handle timeout) {
+/// with_numbers(data): a copy of a dict, which is returned with the results.
+nb::object all_reduce_dict(nb::handle given, const nb::callable& with_numbers, nb::handle op,
+                           const Group* group, nb::handle timeout) {
   const Call call("all_reduce_dict", group, timeout);
   detail::ObjectCall objects = object_call(call, detail::ObjectOp::all_reduce_dict);
   ReduceOp reduction = ReduceOp::sum;
   const auto n_ranks = static_cast<std::size_t>(call.group().size());
   std::deque<Value> values;  // a Data does not move
-  detail::prepare(objects, [&] {
+  nb::dict data;
+  prepare_in_python(objects, [&] {
+    data = nb::cast<nb::dict>(with_numbers(given));
     reduction = call.parse_op(op);
     for (const auto [key, object] : data) {
       if (!nb::isinstance<nb::str>(key)) {
@@ -258,18 +280,23 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
     }
   }
   std::vector<std::int64_t> integers_of_ranks(integers.size() * n_ranks);
+  const detail::Collective collective("all_reduce_dict", call.group(), call.where());
   call.run([&] {
     detail::check_dicts(objects, entries, reduction);
-    for (const auto& [dtype, bytes] : flat) {
-      call.group().all_reduce(
-          {.data = bytes.data(), .count = bytes.size() / size_of(dtype), .dtype = dtype}, reduction,
+    collective.run([&] {
+      for (const auto& [dtype, bytes] : flat) {
+        call.group().all_reduce(
+            {.data = bytes.data(), .count = bytes.size() / size_of(dtype), .dtype = dtype},
+            reduction, objects.deadline, call.where());
+      }
+      if (integers.empty()) return;
+      call.group().all_gather(
+          {.data = integers.data(), .count = integers.size(), .dtype = DType::i64},
+          {.data = integers_of_ranks.data(),
+           .count = integers_of_ranks.size(),
+           .dtype = DType::i64},
           objects.deadline, call.where());
-    }
-    if (integers.empty()) return;
-    call.group().all_gather(
-        {.data = integers.data(), .count = integers.size(), .dtype = DType::i64},
-        {.data = integers_of_ranks.data(), .count = integers_of_ranks.size(), .dtype = DType::i64},
-        objects.deadline, call.where());
+    });
   });
   std::map<DType, const std::byte*> next;
   for (const auto& [dtype, bytes] : flat) next[dtype] = bytes.data();
@@ -291,33 +318,35 @@ void all_reduce_dict(nb::dict data, nb::handle op, const Group* group, nb::handl
     next[elements.dtype] += elements.n_bytes();
     if (!value->array) data[value->name] = nb::float_(value->real);
   }
+  return data;
 }
 
 }  // namespace
 
 void define_objects(nb::module_& module) {
-  module.def(
-      "all_gather_object",
+  define_operation(
+      module, "all_gather_object",
       [](nb::handle data, const nb::callable& dumps, const nb::callable& loads, const Group* group,
          nb::handle timeout) {
         return gather_objects("all_gather_object", detail::ObjectOp::all_gather_object, data, dumps,
                               loads, nb::none(), group, timeout);
       },
       "data"_a.none(), "dumps"_a, "loads"_a, "group"_a.none(), "timeout"_a.none());
-  module.def(
-      "gather_object",
+  define_operation(
+      module, "gather_object",
       [](nb::handle data, const nb::callable& dumps, const nb::callable& loads, nb::handle dst,
          const Group* group, nb::handle timeout) {
         return gather_objects("gather_object", detail::ObjectOp::gather_object, data, dumps, loads,
                               dst, group, timeout);
       },
       "data"_a.none(), "dumps"_a, "loads"_a, "dst"_a.none(), "group"_a.none(), "timeout"_a.none());
-  module.def("broadcast_objects", &broadcast_objects, "data"_a.none(), "dumps"_a, "loads"_a,
-             "src"_a.none(), "group"_a.none(), "timeout"_a.none());
-  module.def("collect_results", &collect_results, "part"_a, "size"_a, "dumps"_a, "loads"_a,
-             "tmpdir"_a.none(), "group"_a.none(), "timeout"_a.none());
-  module.def("all_reduce_dict", &all_reduce_dict, "data"_a, "op"_a, "group"_a.none(),
-             "timeout"_a.none());
+  define_operation(module, "broadcast_objects", &broadcast_objects, "data"_a.none(), "dumps"_a,
+                   "loads"_a, "src"_a.none(), "group"_a.none(), "timeout"_a.none());
+  define_operation(module, "collect_results", &collect_results, "results"_a.none(), "size"_a.none(),
+                   "dumps"_a, "loads"_a, "check"_a, "tmpdir"_a.none(), "group"_a.none(),
+                   "timeout"_a.none());
+  define_operation(module, "all_reduce_dict", &all_reduce_dict, "data"_a.none(), "with_numbers"_a,
+                   "op"_a.none(), "group"_a.none(), "timeout"_a.none());
 }
 
 }  // namespace lockstep::python

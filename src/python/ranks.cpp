@@ -74,9 +74,8 @@ Group group_or_default(const Group* group) {
   return group != nullptr ? *group : default_group(where());
 }
 
-nb::object run_first(const nb::callable& f, const char* operation, const Group* group,
-                     nb::handle timeout, detail::First first) {
-  const Call call(operation, group, timeout, Timeout::never());
+nb::object main_process_first(const nb::callable& f, const Group* group, nb::handle timeout) {
+  const Call call("main_process_first", group, timeout, Timeout::never());
   nb::object result;
   call.run([&] {
     const std::function<void()> body = [&] {
@@ -85,7 +84,8 @@ nb::object run_first(const nb::callable& f, const char* operation, const Group* 
         result = f();
       });
     };
-    detail::run_first(first, body, call.group(), call.timeout(), call.where());
+    detail::run_first(detail::First::main_process, body, call.group(), call.timeout(),
+                      call.where());
   });
   return result;
 }
@@ -93,9 +93,9 @@ nb::object run_first(const nb::callable& f, const char* operation, const Group* 
 /// An operation whose first lines are Python's: its exceptions before, and between, its calls.
 class Operation {
  public:
-  Operation(std::string name, const Group* group)
+  Operation(std::string name, nb::handle group)
       : name_(std::move(name)),
-        group_(group_or_default(group)),
+        group_(group_or_default(group_in(group, name_.c_str()))),
         collective_(name_, group_, where()) {}
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
@@ -106,7 +106,7 @@ class Operation {
     const nb::module_ errors = nb::module_::import_("lockstep.errors");
     const bool is_error = nb::isinstance(exception, errors.attr("Error"));
     const bool is_refusal = nb::isinstance(exception, errors.attr("UsageError"));
-    collective_.failed(fmt::format("{}: {}", nb::str(exception.type().attr("__name__")).c_str(), text_of(nb::str(exception))),
+    collective_.failed(fmt::format("{}: {}", name_of_type(exception), text_of(nb::str(exception))),
                        is_error && !is_refusal);
   }
 
@@ -118,9 +118,10 @@ class Operation {
 
 void define_group(nb::module_& module) {
   nb::class_<Operation>(module, "Operation",
-                        "A block with the lines of an operation that come before its calls: an "
-                        "exception that leaves it before the first one counts as a refused call.")
-      .def(nb::init<std::string, const Group*>(), "name"_a, "group"_a.none())
+                        "A block with an operation's calls and the lines before and between them: "
+                        "an exception that leaves it before the first one counts as a refused "
+                        "call, and a later one ends the group.")
+      .def(nb::init<std::string, nb::handle>(), "name"_a, "group"_a.none())
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
       .def(
           "__exit__",
@@ -128,10 +129,11 @@ void define_group(nb::module_& module) {
              nb::handle /*traceback*/) { operation.exit(exception); },
           "type"_a.none(), "exception"_a.none(), "traceback"_a.none());
 
-  nb::class_<Group>(module, "Group",
-                    "A group of communicating ranks; default_group() is the world. One call at a "
-                    "time per group: a second thread needs a duplicate().")
-      .def_prop_ro("rank", &Group::rank, "This rank, from 0.")
+  nb::class_<Group> group_class(
+      module, "Group",
+      "A group of communicating ranks; default_group() is the world. One call "
+      "at a time per group: a second thread needs a duplicate().");
+  group_class.def_prop_ro("rank", &Group::rank, "This rank, from 0.")
       .def_prop_ro("size", &Group::size, "The number of ranks.")
       .def_prop_ro(
           "name", [](const Group& group) { return group.name(); },
@@ -143,22 +145,6 @@ void define_group(nb::module_& module) {
           "timeout",
           [](const Group& group) { return std::chrono::duration<double>(group.timeout()).count(); },
           "Limit of one operation in seconds, if the call gives none.")
-      .def(
-          "split",
-          [](const Group& group, int color, int key) {
-            const Call call("split", &group, nb::none());
-            return call.run([&] { return call.group().split(color, key, call.where()); });
-          },
-          "color"_a, "key"_a = -1,
-          "A new group of the ranks that gave the same color (0 or more), ordered by key, then by "
-          "rank. Collective.")
-      .def(
-          "duplicate",
-          [](const Group& group) {
-            const Call call("duplicate", &group, nb::none());
-            return call.run([&] { return call.group().duplicate(call.where()); });
-          },
-          "The same ranks over a separate channel, for a second thread. Collective.")
       .def(
           "abandon", [](const Group& group, const std::string& reason) { group.abandon(reason); },
           "reason"_a,
@@ -173,6 +159,23 @@ void define_group(nb::module_& module) {
         return fmt::format("<lockstep.Group '{}': rank {} of {}, {}>", group.name(), group.rank(),
                            group.size(), group.backend());
       });
+  define_operation(
+      group_class, "split",
+      [](const Group& self, nb::handle color, nb::handle key) {
+        const Call call("split", &self, nb::none());
+        const int color_here = call.integer("color", color), key_here = call.integer("key", key);
+        return call.run([&] { return call.group().split(color_here, key_here, call.where()); });
+      },
+      "color"_a.none(), "key"_a.none() = -1,
+      "A new group of the ranks that gave the same color (0 or more), ordered by key, then by "
+      "rank. Collective.");
+  define_operation(
+      group_class, "duplicate",
+      [](const Group& self) {
+        const Call call("duplicate", &self, nb::none());
+        return call.run([&] { return call.group().duplicate(call.where()); });
+      },
+      "The same ranks over a separate channel, for a second thread. Collective.");
 }
 
 }  // namespace
@@ -200,12 +203,21 @@ void define_ranks(nb::module_& module) {
   module.def(
       "get_world_size", [](const Group* group) { return group_or_default(group).size(); },
       "group"_a.none() = nb::none());
+  define_operation(
+      module, "main_process_first", &main_process_first, "function"_a,
+      "group"_a.none() = nb::none(), "timeout"_a.none() = nb::none(),
+      "Rank 0 runs function; then the other ranks run it, concurrently. Returns its result. "
+      "Collective.\n\n"
+      "For work that the others can reuse: a download, a cache. timeout: how long the others wait "
+      "for rank 0,\nby default forever (they notice its death). If function raises on rank 0, the "
+      "others raise PeerFailed\nwith its text and do not run it; the group stays usable. "
+      "Collectives inside raise UsageError.");
   module.def(
-      "run_first",
-      [](const nb::callable& f, const Group* group, nb::handle timeout) {
-        return run_first(f, "main_process_first", group, timeout, detail::First::main_process);
+      "refuse_arguments",
+      [](const std::string& operation, const std::string& text, nb::handle group) {
+        refuse_arguments(operation.c_str(), group, text);
       },
-      "f"_a, "group"_a.none(), "timeout"_a.none());
+      "operation"_a, "text"_a, "group"_a.none());
 }
 
 }  // namespace lockstep::python

@@ -21,6 +21,10 @@ inline std::string text_of(nanobind::handle str) {
   return {bytes.c_str(), bytes.size()};
 }
 
+inline std::string name_of_type(nanobind::handle object) {
+  return text_of(object.type().attr("__name__"));
+}
+
 /// A str of any bytes: those that are no UTF-8 are replaced.
 inline nanobind::object str_of(std::string_view text) {
   auto str = nanobind::steal<nanobind::object>(

@@ -15,6 +15,30 @@ CALLS = {
         "import torch; ls.all_reduce_params([torch.ones(2)])",
         "import torch; ls.all_reduce_params([torch.ones(2).to_sparse()])",
     ),
+    "all_reduce_params of an expanded tensor": (
+        "import torch; ls.all_reduce_params([torch.ones(2)])",
+        "import torch; ls.all_reduce_params([torch.ones(1).expand(2)])",
+    ),
+    "all_reduce by another name": ("ls.all_reduce(np.ones(2))", "ls.all_reduce(np.ones(2), reduce='sum')"),
+    "all_reduce of nothing": ("ls.all_reduce(np.ones(2))", "ls.all_reduce()"),
+    "broadcast of too much": ("ls.broadcast(np.ones(2))", "ls.broadcast(np.ones(2), 0, None, None, 1)"),
+    "barrier of a tag": ("ls.barrier()", "ls.barrier(tag=1)"),
+    "sync_random_seed of a tag": ("ls.sync_random_seed()", "ls.sync_random_seed(tag=1)"),
+    "main_process_first of nothing": ("ls.main_process_first(lambda: 0)", "ls.main_process_first(None)"),
+    "split by nothing": ("ls.default_group().split(0)", "ls.default_group().split(None)"),
+    "split by a word": ("ls.default_group().split(0)", "ls.default_group().split(0, key='a')"),
+    "duplicate for a thread": ("ls.default_group().duplicate()", "ls.default_group().duplicate(1)"),
+    "all_gather by another name": ("ls.all_gather(np.ones(2))", "ls.all_gather(np.ones(2), dim=0)"),
+    "gather by another name": ("ls.gather(np.ones(2))", "ls.gather(np.ones(2), root=0, group=ls.default_group())"),
+    "all_reduce_dict of nothing": ("ls.all_reduce_dict({})", "ls.all_reduce_dict()"),
+    "all_gather_object of too much": ("ls.all_gather_object(1)", "ls.all_gather_object(1, None, None, 1)"),
+    "gather_object by another name": ("ls.gather_object(1)", "ls.gather_object(1, root=0)"),
+    "broadcast_object_list by another name": ("ls.broadcast_object_list([1])", "ls.broadcast_object_list([1], root=0)"),
+    "collect_results without a size": ("ls.collect_results([1], 2)", "ls.collect_results([1])"),
+    "all_reduce_params by another name": (
+        "import torch; ls.all_reduce_params([torch.ones(2)])",
+        "import torch; ls.all_reduce_params([torch.ones(2)], reduce='sum')",
+    ),
     "SyncBatchNorm of another width": (
         "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)(torch.rand(3, 2))",
         "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)(torch.rand(3, 1))",
@@ -70,6 +94,14 @@ OBJECTS = {
     "broadcast_object_list": ("ls.broadcast_object_list([1], 1)", "ls.broadcast_object_list([lambda: 0], 1)"),
     "all_reduce_dict": ("ls.all_reduce_dict({'a': 1.0})", "ls.all_reduce_dict({'a': 'b'})"),
     "gather_object to no rank": ("ls.gather_object(1)", "ls.gather_object(1, 9)"),
+    "gather_object to a word": ("ls.gather_object(1)", "ls.gather_object(1, dst='a')"),
+    "broadcast_object_list from a word": ("ls.broadcast_object_list([1])", "ls.broadcast_object_list([1], 'a')"),
+    "broadcast_object_list of a tuple": ("ls.broadcast_object_list([1], 1)", "ls.broadcast_object_list((1,), 1)"),
+    "all_reduce_dict of a list": ("ls.all_reduce_dict({'a': 1.0})", "ls.all_reduce_dict([1.0])"),
+    "collect_results of a number": ("ls.collect_results([1], 2)", "ls.collect_results(1, 2)"),
+    "collect_results of a negative size": ("ls.collect_results([1], 2)", "ls.collect_results([1], -1)"),
+    "collect_results on CUDA": ("ls.collect_results([1], 2)", "ls.collect_results([1], 2, 'cuda')"),
+    "collect_results by a number": ("ls.collect_results([1], 2, tmpdir='.')", "ls.collect_results([1], 2, tmpdir=7)"),
 }
 
 
@@ -89,6 +121,26 @@ def test_objects_carry_the_refusal(run_ranks, name):
             except Exception as error:
                 assert rank == 1 and not isinstance(error, AssertionError), error
             {made}
+        """,
+    )
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "barrier", "all_gather", "all_gather_object", "all_reduce_params"])
+def test_a_wrong_group_counts_nowhere(run_ranks, call):
+    data = "" if call == "barrier" else "[np.ones(1)], " if call == "all_reduce_params" else "np.ones(1), "
+    run_ranks(
+        2,
+        f"""
+        if rank == 1:
+            try:
+                ls.{call}({data}group="world")
+                raise AssertionError
+            except ls.UsageError as error:
+                assert isinstance(error, TypeError) and "group is 'world'; it must be" in str(error), error
+                assert error.operation == "{call}" and error.lineno == 4, error
+        x = np.ones(1)
+        ls.all_reduce(x)
+        assert x[0] == 2
         """,
     )
 
