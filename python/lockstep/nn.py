@@ -111,7 +111,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     @torch.compiler.disable
     def _train(self, input: torch.Tensor) -> torch.Tensor:
         group = _group_or_default(self.process_group)
-        if input.is_cuda and _reaches_cuda(group):
+        if isinstance(input, torch.Tensor) and input.is_cuda and _reaches_cuda(group):
             return super().forward(input)
         tracks = self.track_running_stats
         return _torch.sync_batch_norm(

@@ -1,6 +1,9 @@
+#include <fmt/format.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <lockstep/detail/collective.hpp>
+#include <lockstep/error.hpp>
 #include <lockstep/launch.hpp>
 #include <lockstep/nn/sync_batch_norm_scope.hpp>
 #include <memory>
@@ -30,32 +33,69 @@ Group group_of(const py::object& group, std::source_location where) {
   return layer_group(py::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(group));
 }
 
-/// The training forward of a layer. momentum: None for the cumulative average.
-Tensor sync_batch_norm(const Tensor& input, std::int64_t num_features, const MaybeTensor& weight,
-                       const MaybeTensor& bias, const MaybeTensor& running_mean,
-                       const MaybeTensor& running_var, const MaybeTensor& num_batches_tracked,
-                       std::optional<double> momentum, double eps, const py::object& group,
-                       const std::string& title) {
+/// What the program has given to a layer. Throws UsageError if it is of another type.
+template <class T>
+T read(const nn::Layer& layer, const char* name, const char* expected, const py::object& value) {
+  try {
+    return value.cast<T>();
+  } catch (const py::cast_error&) {
+    throw UsageError(
+        layer.context(nn::kForward),
+        fmt::format("{} is {}; it must be {}", name,
+                    py::repr(py::type::of(value).attr("__name__")).cast<std::string>(), expected));
+  }
+}
+
+struct Arguments {
+  Tensor input, weight, bias, running_mean, running_var;
+  MaybeTensor num_batches_tracked;
+  std::int64_t num_features;
+  std::optional<double> momentum;
+  double eps;
+};
+
+/// The training forward of a layer. momentum: None for the cumulative average. Takes objects: what
+/// pybind rejects would not be a refused call.
+Tensor sync_batch_norm(const py::object& input, const py::object& num_features,
+                       const py::object& weight, const py::object& bias,
+                       const py::object& running_mean, const py::object& running_var,
+                       const py::object& num_batches_tracked, const py::object& momentum,
+                       const py::object& eps, const py::object& group, const std::string& title) {
   const auto where = core().where();
   const auto record = c10::make_intrusive<nn::BatchNormRecord>();
-  record->settings = {.layer = {.group = group_of(group, where),
+  const nn::Layer& layer =
+      record->settings.layer = {.group = group_of(group, where),
                                 .title = std::make_shared<const std::string>(title),
                                 .where = where,
-                                .tag = nn::tag_of(title)},
-                      .eps = eps,
-                      .running_mean = value_of(running_mean),
-                      .running_var = value_of(running_var)};
+                                .tag = nn::tag_of(title)};
+  const Arguments given = layer.collective().run([&] {
+    const auto tensor = [&](const char* name, const py::object& value) {
+      return value_of(read<MaybeTensor>(layer, name, "a tensor", value));
+    };
+    return Arguments{
+        .input = read<Tensor>(layer, "input", "a tensor", input),
+        .weight = tensor("weight", weight),
+        .bias = tensor("bias", bias),
+        .running_mean = tensor("running_mean", running_mean),
+        .running_var = tensor("running_var", running_var),
+        .num_batches_tracked =
+            read<MaybeTensor>(layer, "num_batches_tracked", "a tensor", num_batches_tracked),
+        .num_features = read<std::int64_t>(layer, "num_features", "an int", num_features),
+        .momentum = read<std::optional<double>>(layer, "momentum", "a float or None", momentum),
+        .eps = read<double>(layer, "eps", "a float", eps)};
+  });
+  record->settings.eps = given.eps;
+  record->settings.running_mean = given.running_mean;
+  record->settings.running_var = given.running_var;
   const py::gil_scoped_release released;
-  const Tensor w = value_of(weight);
-  const Tensor b = value_of(bias);
-  nn::check_batch_norm(input, num_features, w, b, record->settings);
-  if (momentum) {
-    record->settings.factor = *momentum;
-  } else if (num_batches_tracked) {
-    record->settings.factor = 1 / (num_batches_tracked->item<double>() + 1);
+  nn::check_batch_norm(given.input, given.num_features, given.weight, given.bias, record->settings);
+  if (given.momentum) {
+    record->settings.factor = *given.momentum;
+  } else if (given.num_batches_tracked) {
+    record->settings.factor = 1 / (given.num_batches_tracked->item<double>() + 1);
   }
-  Tensor output = nn::synchronised_batch_norm(input, w, b, record);
-  if (num_batches_tracked) nn::count_batch(*num_batches_tracked);
+  Tensor output = nn::synchronised_batch_norm(given.input, given.weight, given.bias, record);
+  if (given.num_batches_tracked) nn::count_batch(*given.num_batches_tracked);
   return output;
 }
 
