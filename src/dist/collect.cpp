@@ -244,8 +244,8 @@ void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Re
           if (rank != 0) return;
           for (const auto& path : paths) files.push_back(SpillFile::open(path));
           removal.now();
+          keep_own(results, order);
         }));
-  if (rank == 0) keep_own(results, order);
   Incoming incoming(call, results, order);
   for (std::size_t r = 1; r <= paths.size(); ++r) {
     agree(call, error_of([&] {

@@ -222,6 +222,35 @@ TEST(CollectResultsFilesTest, a_disk_that_cannot_be_read_is_an_error_on_all_rank
   EXPECT_TRUE(directory.is_untouched());
 }
 
+/// Cannot be copied into the results.
+struct Uncopied {
+  Uncopied() = default;
+  Uncopied(const Uncopied&) = default;
+  Uncopied& operator=(const Uncopied&) { throw std::runtime_error("no copy"); }
+  Uncopied(Uncopied&&) = default;
+  Uncopied& operator=(Uncopied&&) = default;
+  template <class Archive>
+  void serialize(Archive& archive) {
+    archive(value);
+  }
+  int value = 0;
+};
+
+TEST(CollectResultsFilesTest, an_item_that_rank_0_cannot_copy_is_an_error_on_all_ranks) {
+  const Directory directory;
+  const auto statuses = run_processes(3, [&directory] {
+    const auto collect = [&] { collect_results(std::vector<Uncopied>(2), 100, directory.path); };
+    if (get_rank() == 0) {
+      EXPECT_CONTAINS(thrown<std::runtime_error>(collect), "no copy");
+    } else {
+      EXPECT_CONTAINS(thrown<PeerFailed>(collect), "rank 0 failed: no copy");
+    }
+    EXPECT_EQ(all_reduce_value(1), 3);
+  });
+  EXPECT_EQ(statuses, std::vector<int>(3, 0));
+  EXPECT_TRUE(directory.is_untouched());
+}
+
 TEST_P(CollectResultsTest, sizes_that_differ) {
   run([this] {
     if (get_world_size() == 1) return;
