@@ -14,23 +14,25 @@ void reject(GroupState& group, const Call& call, const std::string& text) {
   throw UsageError(std::move(context), text);
 }
 
+std::string why_no_reduction(ReduceOp op, DType dtype) {
+  if (op > ReduceOp::mean) {
+    return fmt::format("reduction {} does not exist", static_cast<int>(op));
+  }
+  if (dtype == DType::boolean) {
+    return fmt::format(
+        "{} of bool: use bor (any), band (all), bxor, min or max; to count, use an integer type",
+        name_of(op));
+  }
+  if (dtype == DType::moments) {
+    return fmt::format("{} of moments: they have only a sum", name_of(op));
+  }
+  return fmt::format(
+      "{} of {}: bit operations are for integers and bool; use sum, product, min, max or mean",
+      name_of(op), name_of(dtype));
+}
+
 void reject_reduction(GroupState& group, const Call& call) {
-  if (call.reduce > ReduceOp::mean) {
-    reject(group, call, fmt::format("reduction {} does not exist", static_cast<int>(call.reduce)));
-  }
-  if (call.dtype == DType::boolean) {
-    reject(group, call,
-           fmt::format("{} of bool: use bor (any), band (all), bxor, min or max; to count, use an "
-                       "integer type",
-                       name_of(call.reduce)));
-  }
-  if (call.dtype == DType::moments) {
-    reject(group, call, fmt::format("{} of moments: they have only a sum", name_of(call.reduce)));
-  }
-  reject(group, call,
-         fmt::format("{} of {}: bit operations are for integers and bool; use sum, product, "
-                     "min, max or mean",
-                     name_of(call.reduce), name_of(call.dtype)));
+  reject(group, call, why_no_reduction(call.reduce, call.dtype));
 }
 
 void reject_memory(GroupState& group, const Call& call, const ConstElements& data,

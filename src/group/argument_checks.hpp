@@ -11,6 +11,10 @@
 /// Checks of a call's arguments. Those on the path of every call are inline, and gcc inlines them
 /// only if the texts of their errors are elsewhere.
 namespace lockstep::internal {
+
+/// Why elements of this type cannot be reduced so.
+std::string why_no_reduction(ReduceOp op, DType dtype);
+
 #pragma GCC visibility push(hidden)
 
 /// Throws UsageError, and counts the call as refused.
@@ -19,15 +23,15 @@ namespace lockstep::internal {
 [[noreturn]] void reject_memory(GroupState& group, const Call& call, const ConstElements& data,
                                 std::string_view parameter);
 
-inline void check_reduction(GroupState& group, const Call& call) {
-  const ReduceOp op = call.reduce;
+inline bool can_reduce(ReduceOp op, DType dtype) {
   const bool is_arithmetic = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
   const bool is_bitwise = op >= ReduceOp::band && op <= ReduceOp::bxor;
-  if (op > ReduceOp::mean || (is_arithmetic && call.dtype == DType::boolean) ||
-      (is_bitwise && is_floating(call.dtype)) ||
-      (op != ReduceOp::sum && call.dtype == DType::moments)) {
-    reject_reduction(group, call);
-  }
+  return op <= ReduceOp::mean && !(is_arithmetic && dtype == DType::boolean) &&
+         !(is_bitwise && is_floating(dtype)) && (op == ReduceOp::sum || dtype != DType::moments);
+}
+
+inline void check_reduction(GroupState& group, const Call& call) {
+  if (!can_reduce(call.reduce, call.dtype)) reject_reduction(group, call);
 }
 
 inline void check_memory(GroupState& group, const Call& call, const ConstElements& data,

@@ -1,5 +1,7 @@
 """Calls that a rank refuses: on one rank, and on all alike."""
 
+import os
+
 import pytest
 
 CALLS = {
@@ -184,6 +186,18 @@ TORCH = {
         "dist.all_reduce(torch.ones(2))",
         "dist.all_reduce(torch.ones(2), dist.ReduceOp.BXOR)",
     ),
+    "all_reduce into an expanded tensor": (
+        "dist.all_reduce(torch.ones(4))",
+        "dist.all_reduce(torch.ones(1).expand(4))",
+    ),
+    "all_gather_into_tensor into an expanded tensor": (
+        "dist.all_gather_into_tensor(torch.ones(4), torch.ones(2))",
+        "dist.all_gather_into_tensor(torch.ones(1).expand(4), torch.ones(2))",
+    ),
+    "reduce_scatter of too few tensors": (
+        "dist.reduce_scatter(torch.ones(1), [torch.ones(1)] * 2)",
+        "dist.reduce_scatter(torch.ones(1), [torch.ones(1)])",
+    ),
     "all_gather into tensors of another size": (
         "dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))",
         "dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(3))",
@@ -233,4 +247,27 @@ def test_of_torch_by_all_ranks(run_torch, name):
                 pass
             {made}
         """,
+    )
+
+
+def test_of_torch_does_not_wait(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        if rank == 0:
+            while not os.path.exists("refused"): time.sleep(0.01)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        try:
+            dist.all_reduce(torch.ones(2), dist.ReduceOp.BXOR)
+            raise AssertionError
+        except ls.UsageError as error:
+            assert "bit operations are for integers" in str(error), error
+        open("refused", "w").close()
+        work.wait()
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        assert x.item() == 2
+        """,
+        env={**os.environ, "LOCKSTEP_TIMEOUT": "20"},
     )

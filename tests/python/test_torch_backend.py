@@ -525,3 +525,19 @@ def test_init_again(run_torch):
             assert (x == 2).all()
         """,
     )
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tensors_of_inference_mode(run_torch, is_async):
+    run_torch(
+        2,
+        f"""
+        with torch.inference_mode():
+            columns = torch.arange(6.0).view(2, 3).t()
+        for tensor in columns, columns[:, 1]:
+            expected = 2 * tensor
+            work = dist.all_reduce(tensor, async_op={is_async})
+            if work: work.wait()
+            assert tensor.equal(expected), tensor
+        """,
+    )

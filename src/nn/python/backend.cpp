@@ -146,7 +146,8 @@ Backend::WorkResult Backend::message_in_host(const Message& message, const Error
                                           message.peer, size_ - 1));
   }
   const at::Tensor tensor = only(message.tensors, context);
-  const at::Tensor in_place = contiguous(tensor, context);
+  const at::Tensor in_place =
+      is_send ? contiguous(tensor, context) : contiguous_output(tensor, context);
   const Elements elements = elements_of(in_place);
   auto work = c10::make_intrusive<TaggedMessageWork>(
       group(), joined_.messages,
@@ -239,8 +240,9 @@ Backend::WorkResult Backend::broadcast(Tensors& tensors, const c10d::BroadcastOp
               tensors, [&](const ErrorContext& context) {
                 const int root = checked_root(options.rootRank, context);
                 const at::Tensor tensor = only(tensors, context);
-                return [=, in_place = contiguous(tensor, context)](const Group& group,
-                                                                   const Site& site) {
+                const at::Tensor in_place = root == rank_ ? contiguous(tensor, context)
+                                                          : contiguous_output(tensor, context);
+                return [=](const Group& group, const Site& site) {
                   group.broadcast(elements_of(in_place), root, site.timeout, site.where);
                   if (group.rank() != root) write_back(in_place, tensor);
                 };
@@ -252,7 +254,7 @@ Backend::WorkResult Backend::allreduce(Tensors& tensors, const c10d::AllreduceOp
   return call("lockstep:all_reduce", OpType::ALLREDUCE, options.asyncOp, options.timeout, tensors,
               tensors, [&](const ErrorContext& context) {
                 const at::Tensor tensor = only(tensors, context);
-                const at::Tensor in_place = contiguous(tensor, context);
+                const at::Tensor in_place = contiguous_output(tensor, context);
                 const Reduction reduction = reduction_of(in_place, options.reduceOp, context);
                 return [=](const Group& group, const Site& site) {
                   group.all_reduce(reduction.elements, reduction.op, site.timeout, site.where);
@@ -268,7 +270,7 @@ Backend::WorkResult Backend::allreduce_coalesced(Tensors& tensors,
                 Tensors in_place;
                 std::vector<Reduction> reductions;
                 for (const at::Tensor& tensor : tensors) {
-                  in_place.push_back(contiguous(tensor, context));
+                  in_place.push_back(contiguous_output(tensor, context));
                   reductions.push_back(reduction_of(in_place.back(), options.reduceOp, context));
                 }
                 return [=, outputs = tensors](const Group& group, const Site& site) {
@@ -286,7 +288,8 @@ Backend::WorkResult Backend::reduce(Tensors& tensors, const c10d::ReduceOptions&
               [&](const ErrorContext& context) {
                 const int root = checked_root(options.rootRank, context);
                 const at::Tensor tensor = only(tensors, context);
-                const at::Tensor in_place = contiguous(tensor, context);
+                const at::Tensor in_place = root == rank_ ? contiguous_output(tensor, context)
+                                                          : contiguous(tensor, context);
                 const Reduction reduction = reduction_of(in_place, options.reduceOp, context);
                 return [=](const Group& group, const Site& site) {
                   group.reduce(reduction.elements, root, reduction.op, site.timeout, site.where);
@@ -302,7 +305,7 @@ Backend::Gathered Backend::prepare_gather(const at::Tensor& input, const Tensors
     throw UsageError(context, fmt::format("{} output tensors for {} ranks", outputs.size(), size_));
   }
   for (const at::Tensor& output : outputs) {
-    gathered.outs.push_back(contiguous(output, context));
+    gathered.outs.push_back(contiguous_output(output, context));
     if (output.scalar_type() != input.scalar_type()) {
       throw UsageError(context, fmt::format("an output is of type {}, the input of {}",
                                             at::toString(output.scalar_type()),
@@ -417,7 +420,7 @@ Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inp
       inputs.empty() ? outputs : inputs.front(), outputs, [&](const ErrorContext& context) {
         const int root = checked_root(options.rootRank, context);
         const at::Tensor output = only(outputs, context);
-        const at::Tensor out = contiguous(output, context);
+        const at::Tensor out = contiguous_output(output, context);
         Tensors parts;
         if (rank_ == root) {
           if (inputs.size() != 1 || inputs.front().size() != n_ranks()) {

@@ -50,7 +50,9 @@ void check_part(const at::Tensor& part, std::size_t r, const at::Tensor& output,
 }
 
 Ends ends_of(const at::Tensor& input, const at::Tensor& output, const ErrorContext& context) {
-  Ends ends{.in = contiguous(input, context), .out = contiguous(output, context), .output = output};
+  Ends ends{.in = contiguous(input, context),
+            .out = contiguous_output(output, context),
+            .output = output};
   if (overlap(ends.in, ends.out)) ends.in = ends.in.clone();
   return ends;
 }
@@ -128,8 +130,10 @@ Backend::WorkResult Backend::reduce_scatter_tensor_coalesced(
 Backend::WorkResult Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                             const c10d::ReduceScatterOptions& options) {
   if (inputs.size() != 1 || inputs.front().size() != n_ranks()) {
-    throw UsageError(context_of("reduce_scatter", python_line()),
-                     fmt::format("takes one list of {} inputs", size_));
+    const ErrorContext context = context_of("reduce_scatter", python_line());
+    before_call("reduce_scatter", context.where, [&] {
+      throw UsageError(context, fmt::format("takes one list of {} inputs", size_));
+    });
   }
   const Tensors& parts = inputs.front();
   const bool is_even = std::ranges::all_of(
@@ -142,7 +146,7 @@ Backend::WorkResult Backend::scatter_even(const Tensors& outputs, const Tensors&
   return call("lockstep:reduce_scatter", OpType::REDUCE_SCATTER, options.asyncOp, options.timeout,
               inputs, outputs, [&](const ErrorContext& context) {
                 const at::Tensor output = only(outputs, context);
-                const at::Tensor out = contiguous(output, context);
+                const at::Tensor out = contiguous_output(output, context);
                 const Reduction reduction = reduction_of(out, options.reduceOp, context);
                 Tensors ins;
                 for (std::size_t r = 0; r < n_ranks(); ++r) {
@@ -168,6 +172,7 @@ Backend::WorkResult Backend::scatter_uneven(const Tensors& outputs, const Tensor
                 const at::Tensor output = only(outputs, context);
                 const auto own = static_cast<std::size_t>(rank_);
                 check_part(inputs[own], own, output, context);
+                check_output(output, context);
                 const at::NoGradGuard no_grad;
                 Tensors flat;
                 std::int64_t begin = 0;
@@ -330,7 +335,7 @@ Backend::WorkResult Backend::alltoall(Tensors& outputs, Tensors& inputs,
                     throw UsageError(context, "the tensors differ in type");
                   }
                   ins.push_back(contiguous(inputs[r], context));
-                  outs.push_back(contiguous(outputs[r], context));
+                  outs.push_back(contiguous_output(outputs[r], context));
                 }
                 for (at::Tensor& in : ins) {
                   const auto is_in = [&](const at::Tensor& out) { return overlap(in, out); };

@@ -1,11 +1,14 @@
 #include "nn/python/tensors.hpp"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
 #include <optional>
 
+#include "group/argument_checks.hpp"
 #include "nn/elements/dense.hpp"
 
 namespace lockstep::python {
@@ -80,7 +83,12 @@ Reduction reduction_of(const at::Tensor& tensor, const c10d::ReduceOp& op,
   const at::ScalarType type = tensor.scalar_type();
   Elements elements = elements_of(tensor);
   if (const auto dtype = dtype_of(type)) {
-    return {.elements = elements, .op = *dtype == DType::boolean ? op_of_bool(*known) : *known};
+    const ReduceOp reduce = *dtype == DType::boolean ? op_of_bool(*known) : *known;
+    // Here, because a call that is refused does not wait for those before it.
+    if (!internal::can_reduce(reduce, *dtype)) {
+      throw UsageError(context, internal::why_no_reduction(reduce, *dtype));
+    }
+    return {.elements = elements, .op = reduce};
   }
   const bool is_complex = type == at::kComplexFloat || type == at::kComplexDouble;
   if (!is_complex || (*known != ReduceOp::sum && *known != ReduceOp::mean)) {
@@ -113,9 +121,27 @@ at::Tensor contiguous(const at::Tensor& tensor, const ErrorContext& context) {
   return nn::dense(tensor);
 }
 
+void check_output(const at::Tensor& tensor, const ErrorContext& context) {
+  if (at::has_internal_overlap(tensor) != at::MemOverlap::Yes) return;
+  throw UsageError(
+      context, fmt::format("the result cannot be written to a tensor of sizes {} and strides {}, "
+                           "which is expanded: several of its elements are one in memory. Pass "
+                           "x.clone()",
+                           c10::str(tensor.sizes()), c10::str(tensor.strides())));
+}
+
+at::Tensor contiguous_output(const at::Tensor& tensor, const ErrorContext& context) {
+  at::Tensor in_place = contiguous(tensor, context);
+  check_output(tensor, context);
+  return in_place;
+}
+
 void write_back(const at::Tensor& contiguous, const at::Tensor& tensor) {
   if (contiguous.is_same(tensor)) return;
   const at::NoGradGuard no_grad;
+  // The thread of asynchronous calls is not in the inference mode of the caller.
+  std::optional<c10::InferenceMode> inference;
+  if (tensor.is_inference()) inference.emplace();
   at::Tensor(tensor).copy_(contiguous);
 }
 

@@ -39,6 +39,10 @@ const at::Tensor& only(const Tensors& tensors, const ErrorContext& context);
 /// `tensor`, or a contiguous copy that write_back brings into it. Throws UsageError unless it is a
 /// dense tensor of the CPU.
 at::Tensor contiguous(const at::Tensor& tensor, const ErrorContext& context);
+/// Throws UsageError if write_back cannot bring a result into it, as it is expanded.
+void check_output(const at::Tensor& tensor, const ErrorContext& context);
+/// Both.
+at::Tensor contiguous_output(const at::Tensor& tensor, const ErrorContext& context);
 void write_back(const at::Tensor& contiguous, const at::Tensor& tensor);
 
 bool overlap(const at::Tensor& a, const at::Tensor& b);
