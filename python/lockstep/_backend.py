@@ -10,18 +10,27 @@ from typing import Any
 
 from . import _core, _extension, objects, world
 
+_meeting: Any = None  # of the default group
+
 
 def create(options: Any, pg_options: Any) -> Any:
     """A c10d backend for the process group that `options` describes. Collective."""
+    global _meeting
     extension = _extension.load()
     ranks = list(options.global_ranks_in_group)  # empty: all, in the default group
+    if not ranks:
+        _meeting = None
     meeting = extension.meet(
         store=options.store,
         rank=options.group_rank,
         size=options.group_size,
         name=f"process group {options.group_id}" if ranks else "world",
         timeout=options.timeout,
+        earlier=_meeting,
+        global_ranks=ranks,
     )
+    if not ranks:
+        _meeting = meeting
     is_near = meeting.is_on_one_host
     backend = extension.make_backend(
         store=options.store,

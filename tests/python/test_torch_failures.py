@@ -371,3 +371,39 @@ def test_a_fork_after_a_group_was_destroyed(run_ranks):
         prelude="",
     )
     assert "done" in output
+
+
+def test_new_group_notices_that_a_rank_has_ended(run_torch):
+    run_torch(
+        3,
+        """
+        import lockstep as ls
+        if rank == 2: os._exit(0)
+        if rank == 1:
+            try:
+                dist.new_group([1, 2])
+                raise AssertionError
+            except ls.PeerLost as error:
+                assert "rank 1 ended and did not come to" in str(error) and error.lineno == 6, error
+            open("heard", "w").close()
+        while not os.path.exists("heard"): time.sleep(0.01)  # rank 0 has the store
+        """,
+    )
+
+
+def test_new_group_obeys_the_limit(run_torch):
+    run_torch(
+        2,
+        """
+        import lockstep as ls
+        if rank == 0:
+            try:
+                dist.new_group()
+                raise AssertionError
+            except ls.TimeoutError as error:
+                assert "rank 1 did not come" in str(error) and "1000 ms" in str(error), error
+            open("late", "w").close()
+        while not os.path.exists("late"): time.sleep(0.01)
+        """,
+        env={**os.environ, "LOCKSTEP_TIMEOUT": "1"},
+    )

@@ -23,12 +23,11 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
   const Membership& membership = meeting.membership;
   const Env env = Env::read();
   const message::Costs costs = message::parse_costs(env.network);
-  const auto timeout = env.timeout.value_or(membership.timeout);
   const Call barrier{.op = Op::barrier,
                      .check = env.check,
                      .group = membership.name,
                      .sequence = 1,
-                     .timeout = timeout,
+                     .timeout = membership.timeout,
                      .where = where};
   if (env.segment) {
     const auto local_rank = internal::variable("LOCAL_RANK");
@@ -64,10 +63,11 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
     }
   });
   Engine* const joined = engine.get();
-  return {.group = Group(std::make_shared<internal::GroupState>(
-              std::move(engine), membership.name, timeout, std::move(recorder), env.check)),
-          .engine = joined,
-          .messages = std::move(messages)};
+  return {
+      .group = Group(std::make_shared<internal::GroupState>(
+          std::move(engine), membership.name, membership.timeout, std::move(recorder), env.check)),
+      .engine = joined,
+      .messages = std::move(messages)};
 }
 
 }  // namespace lockstep::python

@@ -2,6 +2,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <lockstep/env.hpp>
+
 #include "nn/python/backend_join.hpp"
 #include "nn/python/torch_error.hpp"
 #include "nn/python/torch_module.hpp"
@@ -11,16 +13,19 @@ namespace py = pybind11;
 namespace lockstep::python {
 namespace {
 
+/// earlier: of the default group, if this is not it; global_ranks: its ranks there.
 Meeting meet_in(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string name,
-                std::chrono::milliseconds timeout) {
+                std::chrono::milliseconds timeout, const Meeting* earlier,
+                std::vector<int> global_ranks) {
   const std::source_location where = core().where();
-  const Membership membership{.rank = rank,
-                              .size = size,
-                              .name = std::move(name),
-                              // "For ever" may be more than clocks can add to now.
-                              .timeout = Timeout(timeout).or_else({})};
+  const Membership membership{
+      .rank = rank,
+      .size = size,
+      .name = std::move(name),
+      // "For ever" may be more than clocks can add to now.
+      .timeout = Env::read().timeout.value_or(Timeout(timeout).or_else({}))};
   const WithoutGil released;
-  return meet(*store, membership, where);
+  return meet(*store, membership, {.meeting = earlier, .ranks = std::move(global_ranks)}, where);
 }
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
@@ -69,7 +74,7 @@ void define_backend(py::module_& module) {
   py::class_<Meeting>(module, "Meeting")
       .def_property_readonly("is_on_one_host", &Meeting::is_on_one_host);
   module.def("meet", &meet_in, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("name"),
-             py::arg("timeout"));
+             py::arg("timeout"), py::arg("earlier").none(true), py::arg("global_ranks"));
   module.def("make_backend", &make_backend, py::arg("store"), py::arg("meeting"),
              py::arg("global_ranks"), py::arg("make_messages"), py::arg("between"));
   module.def("leave_all", &leave_all, py::arg("failure"));

@@ -5,16 +5,25 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <fstream>
+#include <iterator>
 #include <lockstep/error.hpp>
 #include <sstream>
 
 #include "base/process.hpp"
 #include "engines/hierarchical/hosts.hpp"
+#include "nn/python/poll.hpp"
 
 namespace lockstep::python {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// How often a rank that waits looks which others have ended.
+constexpr std::chrono::milliseconds kLookInterval{300};
 
 /// What a rank tells the others.
 struct Introduction {
@@ -56,30 +65,53 @@ Introduction introduction_of(const std::string& text) {
 
 /// Every rank's `value`, in rank order.
 std::vector<std::string> exchange(c10d::Store& store, const Membership& membership,
-                                  const std::string& value, const ErrorContext& context) {
+                                  const Earlier& earlier, const std::string& value,
+                                  const ErrorContext& context) {
   // A store may outlive several process groups of one name: the n-th of each rank meet.
   const auto key = [&](int rank, std::int64_t n) { return fmt::format("lockstep/{}/{}", n, rank); };
-  const std::int64_t n = store.add(fmt::format("lockstep/{}", membership.rank), 1);
-  store.set(key(membership.rank, n), value);
+  std::vector<int> missing;
   std::vector<std::string> keys;
-  for (int rank = 0; rank < membership.size; ++rank) keys.push_back(key(rank, n));
+  const auto throw_if_gone = [&] {
+    std::vector<int> gone;
+    std::ranges::copy_if(missing, std::back_inserter(gone),
+                         [&](int rank) { return earlier.is_gone(rank); });
+    if (gone.empty()) return;
+    throw PeerLost(context, fmt::format("rank{} {} ended and did not come to init_process_group or "
+                                        "new_group",
+                                        gone.size() == 1 ? "" : "s", fmt::join(gone, ", ")));
+  };
+  for (int rank = 0; rank < membership.size; ++rank) missing.push_back(rank);
   try {
-    store.wait(keys, membership.timeout);
-  } catch (const std::exception& error) {
-    std::vector<int> late;
-    for (int rank = 0; rank < membership.size; ++rank) {
-      if (!store.check({key(rank, n)})) late.push_back(rank);
+    const std::int64_t n = store.add(fmt::format("lockstep/{}", membership.rank), 1);
+    store.set(key(membership.rank, n), value);
+    for (const int rank : missing) keys.push_back(key(rank, n));
+    auto next_look = Clock::now() + kLookInterval;
+    bool have_come = false;
+    poll_until(Clock::now() + membership.timeout, [&] {
+      have_come = store.check(keys);
+      if (have_come || Clock::now() < next_look) return have_come;
+      std::erase_if(missing, [&](int rank) { return store.check({key(rank, n)}); });
+      throw_if_gone();
+      next_look = Clock::now() + kLookInterval;
+      return false;
+    });
+    if (!have_come) {
+      std::erase_if(missing, [&](int rank) { return store.check({key(rank, n)}); });
+      throw TimeoutError(context,
+                         fmt::format("rank{} {} did not come to init_process_group or new_group "
+                                     "within the timeout of {} ms",
+                                     missing.size() == 1 ? "" : "s", fmt::join(missing, ", "),
+                                     membership.timeout.count()));
     }
-    if (late.empty()) throw EngineError(context, fmt::format("the store failed: {}", error.what()));
-    throw TimeoutError(context,
-                       fmt::format("rank{} {} did not come to init_process_group or new_group "
-                                   "within the timeout of {} ms",
-                                   late.size() == 1 ? "" : "s", fmt::join(late, ", "),
-                                   membership.timeout.count()));
+    std::vector<std::string> values;
+    for (const std::string& each : keys) values.push_back(store.get_to_str(each));
+    return values;
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw_if_gone();  // the store is often in rank 0
+    throw EngineError(context, fmt::format("the store failed: {}", error.what()));
   }
-  std::vector<std::string> values;
-  for (const std::string& each : keys) values.push_back(store.get_to_str(each));
-  return values;
 }
 
 }  // namespace
@@ -90,7 +122,8 @@ bool Meeting::is_gone(int rank) const {
   return base::process_state(processes[r].pid, processes[r].start_time) == base::ProcessState::gone;
 }
 
-Meeting meet(c10d::Store& store, const Membership& membership, std::source_location where) {
+Meeting meet(c10d::Store& store, const Membership& membership, const Earlier& earlier,
+             std::source_location where) {
   const ErrorContext context{.operation = "init_process_group",
                              .group = membership.name,
                              .rank = membership.rank,
@@ -98,7 +131,8 @@ Meeting meet(c10d::Store& store, const Membership& membership, std::source_locat
   Meeting meeting{.membership = membership, .job = {}, .hosts = {0}, .processes = {{}}};
   if (membership.size == 1) return meeting;
   std::vector<Introduction> all;
-  for (const std::string& text : exchange(store, membership, own_introduction(context), context)) {
+  for (const std::string& text :
+       exchange(store, membership, earlier, own_introduction(context), context)) {
     all.push_back(introduction_of(text));
   }
   meeting.job = "torch-" + all.front().nonce;

@@ -39,7 +39,19 @@ struct Meeting {
   bool is_gone(int rank) const;
 };
 
-/// Collective. Throws TimeoutError naming the ranks that did not come to the store, EngineError.
-Meeting meet(c10d::Store& store, const Membership& membership, std::source_location where);
+/// Where the ranks of a group are in one that they have met in before.
+struct Earlier {
+  const Meeting* meeting = nullptr;  // null: none
+  std::vector<int> ranks;            // for each rank of the group its rank there
+
+  bool is_gone(int rank) const {
+    return meeting != nullptr && meeting->is_gone(ranks[static_cast<std::size_t>(rank)]);
+  }
+};
+
+/// Collective. Throws PeerLost naming a rank that has ended before it came to the store,
+/// TimeoutError naming the ranks that did not come, EngineError.
+Meeting meet(c10d::Store& store, const Membership& membership, const Earlier& earlier,
+             std::source_location where);
 
 }  // namespace lockstep::python

@@ -6,9 +6,10 @@
 #include <algorithm>
 #include <iterator>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
+
+#include "nn/python/poll.hpp"
 
 namespace lockstep::python {
 namespace {
@@ -16,20 +17,8 @@ namespace {
 using BarrierClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// Polls, for a store's own wait keeps the store from this process's other threads.
-constexpr milliseconds kFirstPause{1}, kLongestPause{64};
 // How long rank 0 waits at most until the others have read what came of it.
 constexpr milliseconds kTelling{2000};
-
-/// Calls `done` until it returns true, or the deadline has come.
-template <class Done>
-void poll_until(BarrierClock::time_point deadline, Done done) {
-  for (milliseconds pause = kFirstPause; !done(); pause = std::min(2 * pause, kLongestPause)) {
-    const auto left = deadline - BarrierClock::now();
-    if (left <= BarrierClock::duration::zero()) return;
-    std::this_thread::sleep_for(std::min<BarrierClock::duration>(pause, left));
-  }
-}
 
 }  // namespace
 
@@ -129,8 +118,8 @@ class MonitoredBarrier::Round {
 
   static std::string failed(std::vector<int> ranks, const Limits& limits) {
     if (!limits.names_all_late_ranks) ranks.resize(1);
-    return fmt::format("Rank{} {} failed to pass monitoredBarrier", ranks.size() == 1 ? "" : "s",
-                       fmt::join(ranks, ", "));
+    return fmt::format("Rank{} {} failed to pass monitoredBarrier",
+                       ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
   }
 
   c10d::Store& store_;
