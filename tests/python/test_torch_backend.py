@@ -398,6 +398,22 @@ def test_monitored_barrier(run_torch):
     )
 
 
+def test_monitored_barrier_that_waits_for_all_of_one_rank(run_torch):
+    run_torch(
+        2,
+        """
+        import datetime, lockstep as ls
+        if rank == 0:
+            try:
+                dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.1), wait_all_ranks=True)
+                raise AssertionError
+            except ls.TimeoutError as error:
+                assert "Ranks 1 failed to pass" in str(error), error
+        dist.barrier()
+        """,
+    )
+
+
 def test_monitored_barrier_of_ranks_that_never_communicated(run_torch):
     run_torch(
         3,

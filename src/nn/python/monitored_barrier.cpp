@@ -119,7 +119,7 @@ class MonitoredBarrier::Round {
   static std::string failed(std::vector<int> ranks, const Limits& limits) {
     if (!limits.names_all_late_ranks) ranks.resize(1);
     return fmt::format("Rank{} {} failed to pass monitoredBarrier",
-                       ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
+                       limits.names_all_late_ranks ? "s" : "", fmt::join(ranks, ", "));
   }
 
   c10d::Store& store_;
