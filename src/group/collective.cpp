@@ -45,6 +45,10 @@ void Collective::refuse(std::string_view reason) const noexcept {
   group_.state_->refuse({.op = op_, .root = peer_, .where = where_}, operation_, reason);
 }
 
+std::uint32_t Collective::n_refused_of_pair() const noexcept {
+  return group_.state_->n_refused(op_, peer_);
+}
+
 bool Collective::has_begun() const noexcept {
   const auto now = group_.state_->calls();
   return now.n_made != n_made_ || now.n_refused != n_refused_;

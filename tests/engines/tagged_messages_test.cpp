@@ -1,5 +1,6 @@
 // Sends and receives that match by source and tag.
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -49,6 +50,7 @@ class Rank {
   Posted isend(Ints data, int to, int tag = 0) {
     auto owned = std::make_shared<Ints>(std::move(data));
     Call send = call(Op::send, to);
+    send.n_refused = n_refused;
     send.count = owned->size();
     send.in = owned->data();
     return messages_->post(send, tag, owned);
@@ -56,6 +58,7 @@ class Rank {
   Posted irecv(const std::shared_ptr<Ints>& data, int from, int tag = 0, DType dtype = DType::i32) {
     Call recv = call(Op::recv, from);
     recv.dtype = dtype;
+    recv.n_refused = n_refused;
     recv.count = data->size();
     recv.out = data->data();
     return messages_->post(recv, tag, data);
@@ -76,6 +79,7 @@ class Rank {
   }
 
   static constexpr milliseconds kLimit = kWatchdog;
+  std::uint32_t n_refused = 0;  // of the next messages
 
  private:
   static Call call(Op op, int root = -1) {
@@ -239,6 +243,23 @@ TEST_P(TaggedMessagesTest, another_size_or_type_is_an_error_of_both) {
     if (rank == 0) ranks.send({7}, 1);
     if (rank == 1) {
       EXPECT_EQ(ranks.recv(1, 0), Ints{7});
+    }
+  });
+}
+
+TEST_P(TaggedMessagesTest, another_number_of_refused_calls_is_an_error_of_both) {
+  on_ranks(2, [](Rank& ranks, int rank) {
+    for (const int refuser : {0, 1}) {
+      ranks.n_refused = rank == refuser ? 1 : 0;
+      const std::string text = rank == 0 ? thrown<MismatchError>([&] { ranks.send({1}, 1); })
+                                         : thrown<MismatchError>([&] { (void)ranks.recv(1, 0); });
+      expect_contains(text, fmt::format("rank {} has refused 1 call more", refuser));
+    }
+    const auto data = std::make_shared<Ints>(1);  // from any source they are not compared
+    if (rank == 0) ranks.send({7}, 1);
+    if (rank == 1) {
+      ranks.irecv(data, TaggedMessages::kAnySource)->wait(Rank::kLimit);
+      EXPECT_EQ(*data, Ints{7});
     }
   });
 }

@@ -271,3 +271,55 @@ def test_of_torch_does_not_wait(run_torch):
         """,
         env={**os.environ, "LOCKSTEP_TIMEOUT": "20"},
     )
+
+
+# Of rank 1, which refuses the first; and of rank 0.
+MESSAGES = {
+    "send": ("dist.group.WORLD.send([torch.ones(2)] * 2, 0, 7)", "dist.send(torch.ones(2), 0)", "dist.recv(torch.ones(2), 1)"),
+    "recv": ("dist.recv(torch.ones(1).expand(2), 0, tag=7)", "dist.recv(torch.ones(2), 0)", "dist.send(torch.ones(2), 1)"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_of_a_message_of_torch_by_one_rank(run_torch, name, goes_on):
+    refused, made, of_rank_0 = MESSAGES[name]
+    run_torch(
+        2,
+        f"""
+        import lockstep as ls
+        if rank == 1:
+            try:
+                {refused}
+                raise AssertionError
+            except ls.UsageError:
+                pass
+        if rank == 0 or {goes_on}:
+            try:
+                {of_rank_0} if rank == 0 else {made}
+                raise AssertionError
+            except ls.MismatchError as error:
+                assert "rank 1 has refused {name} #1: " in str(error) and "program.py:5" in str(error), error
+        x = torch.ones(1)
+        dist.all_reduce(x)  # the group is as before
+        assert x.item() == 2
+        """,
+    )
+
+
+def test_of_a_message_of_torch_by_both_ranks(run_torch):
+    run_torch(
+        2,
+        f"""
+        import lockstep as ls
+        for _ in range(2):
+            try:
+                {MESSAGES["send"][0]} if rank == 1 else dist.recv(torch.ones(1).expand(2), 1, tag=7)
+                raise AssertionError
+            except ls.UsageError:
+                pass
+            x = torch.full([2], 1.0 + rank)
+            dist.send(x, 0, tag=7) if rank == 1 else dist.recv(x, 1, tag=7)
+            assert x.tolist() == [2, 2], x
+        """,
+    )

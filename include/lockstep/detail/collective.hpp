@@ -32,6 +32,8 @@ class Collective {
 
   /// Counts the operation as refused, for this reason. Before its first call on the group.
   void refuse(std::string_view reason) const noexcept;
+  /// Of a send or recv: how many of them with this peer this rank has refused; see Call::n_refused.
+  std::uint32_t n_refused_of_pair() const noexcept;
   /// What peers are told of an exception: an Error's own text, because its operation and place
   /// stand beside it.
   static std::string reason_of(const std::exception_ptr& error);

@@ -139,7 +139,8 @@ void Backend::refuse(std::string operation, std::source_location where, std::str
   });
 }
 
-Backend::WorkResult Backend::message_in_host(const Message& message, const ErrorContext& context) {
+Backend::WorkResult Backend::message_in_host(const Message& message, const ErrorContext& context,
+                                             std::uint32_t n_refused) {
   const bool is_send = message.type == OpType::SEND;
   if (message.type != OpType::RECVANYSOURCE && (message.peer < 0 || message.peer >= size_)) {
     throw UsageError(context, fmt::format("there is no rank {}; the group's ranks are 0 to {}",
@@ -160,6 +161,7 @@ Backend::WorkResult Backend::message_in_host(const Message& message, const Error
               .count = elements.count,
               .in = is_send ? elements.data : nullptr,
               .out = is_send ? nullptr : elements.data,
+              .n_refused = n_refused,
               .group = group().name(),
               .timeout = Timeout(options_->timeout).or_else({}),
               .where = context.where},
@@ -176,7 +178,24 @@ Backend::WorkResult Backend::message(const Message& message, F start_elsewhere) 
   if (process_.is_copy()) {
     throw UsageError(context, "this process is a fork of a rank; only the rank itself may call");
   }
-  if (joined_.messages) return message_in_host(message, context);
+  if (joined_.messages) {
+    const Op op = message.type == OpType::SEND ? Op::send : Op::recv;
+    const detail::Collective guard(op, message.peer, group(), context.where);
+    const auto refuse = [&] {  // of no peer: nobody counts it
+      guard.refuse(detail::Collective::reason_of(std::current_exception()));
+    };
+    try {
+      return message_in_host(message, context, guard.n_refused_of_pair());
+    } catch (const UsageError&) {
+      refuse();
+      throw;
+    } catch (const Error&) {  // of the message, which has begun
+      throw;
+    } catch (...) {
+      refuse();
+      throw;
+    }
+  }
   return c10::make_intrusive<MessageWork>(start_elsewhere(*messages_), context, message.peer,
                                           message.type, message.title, message.tensors);
 }

@@ -134,7 +134,8 @@ class Backend final : public c10d::Backend {
   auto before_call(const char* operation, std::source_location where, F f);
   template <class F>
   WorkResult message(const Message& message, F start_elsewhere);
-  WorkResult message_in_host(const Message& message, const ErrorContext& context);
+  WorkResult message_in_host(const Message& message, const ErrorContext& context,
+                             std::uint32_t n_refused);
   /// prepare(context): checks the arguments, and returns what runs the call: run(group, site).
   template <class Prepare>
   WorkResult call(const char* title, c10d::OpType type, bool is_async,

@@ -167,6 +167,7 @@ struct Post {
   /// but nobody waits; who looks there takes it out. moving: `mover` has taken it out of the list
   /// and copies. abandoned: its owner no longer waits for the mover. The last three are its ends,
   /// until the owner has seen them.
+  static constexpr std::int32_t kDiffersInRefusals = -1;
   enum State : std::uint32_t {
     free,
     taken,
@@ -189,8 +190,10 @@ struct Post {
   std::uint64_t address;  ///< in the owner's process
   std::uint64_t count;
   std::atomic<std::int32_t> mover;
-  std::int32_t why;           ///< failed: an errno value; differs: the mover's dtype
-  std::uint64_t mover_count;  ///< differs
+  /// failed: an errno value; differs: the mover's dtype, or kDiffersInRefusals.
+  std::int32_t why;
+  std::uint64_t mover_count;  ///< differs; if in refusals: the mover's number of them
+  std::uint32_t n_refused;    ///< Call::n_refused
 };
 
 /// Indices of the oldest and the newest post; -1: none.

@@ -117,6 +117,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(Post, mover),
       LOCKSTEP_FIELD(Post, why),
       LOCKSTEP_FIELD(Post, mover_count),
+      LOCKSTEP_FIELD(Post, n_refused),
   });
   hash.add<PostList>({LOCKSTEP_FIELD(PostList, first), LOCKSTEP_FIELD(PostList, last)});
   hash.add<Mailbox>({

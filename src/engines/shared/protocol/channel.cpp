@@ -200,7 +200,14 @@ void Channel::refuse(const Refusal& refusal) noexcept {
   own.n_texts.store(number + 1, std::memory_order_relaxed);
   // Release: a peer that reads the number also sees the text, and what this rank did in the calls
   // before: its flags, and the chunks that it sent and took.
-  n_refused(rank_, refusal).store(refusal.n_refused, std::memory_order_release);
+  auto& counter = n_refused(rank_, refusal);
+  const std::uint32_t before = counter.load(std::memory_order_relaxed) & ~kSeenToDiffer;
+  counter.fetch_add(refusal.n_refused - before, std::memory_order_release);
+}
+
+void Channel::tell_that_refusals_differ(const Call& call) noexcept {
+  const Refusal pair{.is_pair = true, .is_send = call.op == Op::send, .peer = call.root};
+  n_refused(rank_, pair).fetch_or(kSeenToDiffer, std::memory_order_release);
 }
 
 void Channel::begin_elsewhere(const Call& call) {

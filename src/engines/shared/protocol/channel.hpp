@@ -146,6 +146,14 @@ class Channel {
   /// refuse as many calls as A, so A waits; what it then meets is compared. Of a send and its recv
   /// the same holds with the chunks in the outbox in place of the flag.
   void refuse(const Refusal& refusal) noexcept;
+  /// Of a send or recv that this channel does not carry: its two ends have refused different
+  /// numbers. The peer, if it has refused more, finds kSeenToDiffer in n_refused_by.
+  static constexpr std::uint32_t kSeenToDiffer = std::uint32_t{1} << 31U;
+  void tell_that_refusals_differ(const Call& call) noexcept;
+  /// What to compare call.n_refused with: how many such calls `peer` has refused so far.
+  std::uint32_t n_refused_by(int peer, const Call& call) const noexcept;
+  /// The texts of the last n calls that the rank refused; peer: of the pair; -1: collectives.
+  std::vector<std::string> refused_by(int rank, int peer, std::uint32_t n) const;
   /// Ends the phase. Throws MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError.
   void end_phase(const Call& call);
 
@@ -247,10 +255,6 @@ class Channel {
   [[noreturn]] void fail_mismatch(const Call& call);
   /// Of a send or recv: its two ends have refused different numbers of them.
   [[noreturn]] void fail_pair_mismatch(const Call& call, std::uint32_t n_refused_by_peer);
-  /// What to compare call.n_refused with: how many such calls `peer` has refused so far.
-  std::uint32_t n_refused_by(int peer, const Call& call) const noexcept;
-  /// The texts of the last n calls that the rank refused; peer: of the pair; -1: collectives.
-  std::vector<std::string> refused_by(int rank, int peer, std::uint32_t n) const;
   [[noreturn]] void fail_timeout(const Call& call, std::vector<int> absent);
   /// Of a send or recv, whose peer may wait for another rank in one.
   [[noreturn]] void fail_timeout_of_pair(const Call& call, int awaited);

@@ -337,6 +337,7 @@ Post* TaggedMessages::describe(const Posted& posted, Limit limit) {
   post->dtype = static_cast<std::uint32_t>(call.dtype);
   post->address = reinterpret_cast<std::uint64_t>(posted.is_send() ? call.in : call.out);
   post->count = call.count;
+  post->n_refused = call.n_refused;
   return post;
 }
 
@@ -393,6 +394,15 @@ void TaggedMessages::move(Posted& posted, Post& post) const {
   const Call& call = posted.call_;
   const int peer = owner_of(post);
   const Membership& membership = *channel_.membership();
+  const bool is_any =
+      call.root == kAnySource || post.peer.load(std::memory_order_relaxed) == kAnySource;
+  if (!is_any && post.n_refused != call.n_refused) {
+    const std::exception_ptr error = posted.refusal_error(peer, post.n_refused);
+    post.why = Post::kDiffersInRefusals;
+    post.mover_count = call.n_refused;
+    end(Post::differs);
+    std::rethrow_exception(error);
+  }
   if (post.dtype != static_cast<std::uint32_t>(call.dtype) || post.count != call.count) {
     const std::exception_ptr error = posted.difference(peer, post.dtype, post.count);
     post.why = static_cast<std::int32_t>(call.dtype);

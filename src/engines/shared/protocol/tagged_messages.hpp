@@ -42,6 +42,11 @@ namespace lockstep::shared {
 /// That one finds `abandoned` before its next system call, and copies no more, unless it was
 /// stopped between this look and the system call: then it copies into memory that is never freed.
 ///
+/// A send and its receive carry how many of them each end has refused, as those of a Channel do
+/// (see there), unless the receive is from any source. If the numbers differ, both ends get a
+/// MismatchError. An end that waits gets it when the other has refused more, and tells that one,
+/// whose messages get it too until the numbers are the same.
+///
 /// A rank that dies while it holds a lock ends the group, because the list may be damaged: who
 /// gets the lock later finds that the group has failed, which is recorded before the lock is
 /// released, and leaves the list alone.
@@ -69,10 +74,10 @@ class TaggedMessages {
   /// permission.
   static bool are_possible(Channel& channel, const Call& call, Permission& permission);
 
-  /// Begins call.op, send or recv, with the rank call.root, of a receive also kAnySource. `memory`
-  /// owns the elements, and is kept until nobody accesses them, also if the result is destroyed: at
-  /// least until the next post(). Throws UsageError if its match has not come and too many are
-  /// under way, and what Posted::wait throws.
+  /// Begins call.op, send or recv, with the rank call.root, of a receive also kAnySource, after
+  /// call.n_refused that this rank refused. `memory` owns the elements, and is kept until nobody
+  /// accesses them, also if the result is destroyed: at least until the next post(). Throws
+  /// UsageError if its match has not come and too many are under way, and what Posted::wait throws.
   std::shared_ptr<Posted> post(const Call& call, int tag, std::any memory);
 
  private:
@@ -139,9 +144,9 @@ class TaggedMessages::Posted {
   /// Whether wait() returns or throws at once. Ends it if its peer or the group has ended; a
   /// timeout is a matter of wait().
   bool poll();
-  /// Throws MismatchError (another type or count), TimeoutError, PeerLost, PeerFailed, SystemError,
-  /// UsageError (this rank has left the group), and the error that ended the group. The message is
-  /// then withdrawn, and the group goes on.
+  /// Throws MismatchError (another type, count or number of refused calls), TimeoutError, PeerLost,
+  /// PeerFailed, SystemError, UsageError (this rank has left the group), and the error that ended
+  /// the group. The message is then withdrawn, and the group goes on.
   void wait(std::chrono::milliseconds timeout);
   /// If it waits for its match, withdraws it, and wait() throws `error`. Else no effect.
   void end_with(std::exception_ptr error);
@@ -162,6 +167,9 @@ class TaggedMessages::Posted {
   int mover() const;
   void collect(std::any& memory);  // requires the lock
   std::exception_ptr difference(int peer, std::int64_t dtype, std::uint64_t count) const;
+  /// The peer has refused another number of such calls than this rank; told: Channel::n_refused_by,
+  /// or Call::n_refused of its message. Of the end that has refused fewer it tells the peer.
+  std::exception_ptr refusal_error(int peer, std::uint64_t told) const;
   UsageError left_error() const;
   ErrorContext context(int peer) const;
 

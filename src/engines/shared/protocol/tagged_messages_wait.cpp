@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -45,6 +46,14 @@ void TaggedMessages::check(const Posted& posted, Limit limit, unsigned round) co
     const bool asks = !is_any || (static_cast<unsigned>(r) + round * kSystemChecks) %
                                          static_cast<unsigned>(n_ranks) <
                                      kSystemChecks;
+    // If the peer has taken this message before it refused one, its copy is what counts.
+    const std::uint32_t told = is_any ? 0 : channel_.n_refused_by(r, posted.call_);
+    const std::uint32_t n_refused = told & ~Channel::kSeenToDiffer;
+    const bool has_peer_seen_it =
+        n_refused < posted.call_.n_refused && (told & Channel::kSeenToDiffer) != 0;
+    if (n_refused > posted.call_.n_refused || has_peer_seen_it) {
+      std::rethrow_exception(posted.refusal_error(r, told));
+    }
     const auto ending = channel_.membership()->ending_of(channel_.world_rank(r), asks);
     if (!ending) continue;
     ++n_left;
@@ -123,6 +132,25 @@ std::exception_ptr TaggedMessages::Posted::difference(int peer, std::int64_t dty
                   is_send() ? theirs : mine, tag_)));
 }
 
+std::exception_ptr TaggedMessages::Posted::refusal_error(int peer, std::uint64_t told) const {
+  Channel& channel = messages_.channel_;
+  const auto of_peer = static_cast<std::uint32_t>(told) & ~Channel::kSeenToDiffer;
+  const bool has_peer_more = of_peer > call_.n_refused;
+  if (has_peer_more) channel.tell_that_refusals_differ(call_);  // it may wait for this rank
+  const int refuser = has_peer_more ? peer : channel.rank();
+  const std::uint32_t n = has_peer_more ? of_peer - call_.n_refused : call_.n_refused - of_peer;
+  const auto texts = channel.refused_by(refuser, has_peer_more ? channel.rank() : peer, n);
+  return std::make_exception_ptr(MismatchError(
+      context(peer),
+      fmt::format("rank {} has {}, so this {} (tag {}) and what rank {} calls next may not be one "
+                  "message; a call that throws UsageError counts as one, after which both ends "
+                  "must go on alike",
+                  refuser,
+                  texts.empty() ? fmt::format("refused {} call{} more", n, n == 1 ? "" : "s")
+                                : fmt::to_string(fmt::join(texts, "; ")),
+                  name_of(call_.op), tag_, peer)));
+}
+
 UsageError TaggedMessages::Posted::left_error() const {
   return {context(-1), "this rank has left the group since"};
 }
@@ -139,7 +167,11 @@ void TaggedMessages::Posted::collect(std::any& memory) {
   const Channel& channel = messages_.channel_;
   switch (state) {
     case Post::complete: source_.store(is_send() ? channel.rank() : mover); break;
-    case Post::differs: error_ = difference(mover, post_->why, post_->mover_count); break;
+    case Post::differs:
+      error_ = post_->why == Post::kDiffersInRefusals
+                   ? refusal_error(mover, post_->mover_count)
+                   : difference(mover, post_->why, post_->mover_count);
+      break;
     case Post::failed:
       if (post_->why == ESRCH) {  // the mover found no living rank here
         error_ = std::make_exception_ptr(left_error());
