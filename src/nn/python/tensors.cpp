@@ -122,6 +122,11 @@ at::Tensor contiguous(const at::Tensor& tensor, const ErrorContext& context) {
 }
 
 void check_output(const at::Tensor& tensor, const ErrorContext& context) {
+  if (tensor._is_zerotensor()) {
+    throw UsageError(context,
+                     "the result cannot be written to a zero tensor "
+                     "(_efficientzerotensor), which has no memory; pass x.clone()");
+  }
   if (at::has_internal_overlap(tensor) != at::MemOverlap::Yes) return;
   throw UsageError(
       context, fmt::format("the result cannot be written to a tensor of sizes {} and strides {}, "
