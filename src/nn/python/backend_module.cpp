@@ -18,12 +18,14 @@ Meeting meet_in(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size
                 std::chrono::milliseconds timeout, const Meeting* earlier,
                 std::vector<int> global_ranks) {
   const std::source_location where = core().where();
-  const Membership membership{
-      .rank = rank,
-      .size = size,
-      .name = std::move(name),
-      // "For ever" may be more than clocks can add to now.
-      .timeout = Env::read().timeout.value_or(Timeout(timeout).or_else({}))};
+  const Membership membership{.rank = rank,
+                              .size = size,
+                              .name = std::move(name),
+                              // The program's own, if it is not torch's default. "For ever" may be
+                              // more than clocks can add to now.
+                              .timeout = timeout != c10d::kBackendDefaultTimeout
+                                             ? Timeout(timeout).or_else({})
+                                             : Env::read().timeout.value_or(timeout)};
   const WithoutGil released;
   return meet(*store, membership, {.meeting = earlier, .ranks = std::move(global_ranks)}, where);
 }
