@@ -28,7 +28,7 @@ struct Sample {
   Tensor tensor, values;
 };
 
-struct Layout {
+struct NamedLayout {
   std::string name;
   /// From an ordinary tensor of 4 dimensions; nothing, if the type has no such layout.
   std::function<std::optional<Sample>(const Tensor&)> make;
@@ -39,7 +39,7 @@ Tensor physical_conj(const Tensor& values) {
   return values.is_complex() ? at::complex(at::real(values), -at::imag(values)) : values.clone();
 }
 
-std::vector<Layout> layouts() {
+std::vector<NamedLayout> layouts() {
   using Made = std::optional<Sample>;
   return {
       {"contiguous",
@@ -137,7 +137,7 @@ struct Case {
 /// Calls f for each layout and type, which rank 0, rank 1 or both have; the other has an ordinary
 /// tensor of that shape.
 void for_each_case(int rank, const std::function<void(const Case&)>& f) {
-  for (const Layout& layout : layouts()) {
+  for (const NamedLayout& layout : layouts()) {
     for (const auto type : {at::kDouble, at::kComplexDouble}) {
       if (!layout.make(numbers(0, type))) continue;
       for (const int who : {0, 1, 2}) {
@@ -280,7 +280,7 @@ TEST(LayoutsTest, a_result_cannot_go_into_a_zero_tensor) {
 }
 
 TEST(LayoutsTest, elements_of_takes_memory_that_is_the_values) {
-  for (const Layout& layout : layouts()) {
+  for (const NamedLayout& layout : layouts()) {
     const auto sample = layout.make(numbers(0, at::kDouble));
     if (!sample) continue;
     const bool is_dense =

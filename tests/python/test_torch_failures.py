@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from conftest import survivor
+from conftest import in_a_file, survivor
 
 pytest.importorskip("torch")
 
@@ -406,4 +406,25 @@ def test_new_group_obeys_the_limit(run_torch):
         while not os.path.exists("late"): time.sleep(0.01)
         """,
         env={**os.environ, "LOCKSTEP_TIMEOUT": "1"},
+    )
+
+
+def test_the_programs_timeout_wins_over_the_environments(run_torch):
+    run_torch(
+        2,
+        f"""
+        import lockstep as ls
+        from datetime import timedelta
+        dist.destroy_process_group()
+        dist.init_process_group("lockstep", {in_a_file()}, timeout=timedelta(seconds=1))
+        if rank == 0:
+            try:
+                dist.barrier()
+                raise AssertionError
+            except ls.TimeoutError as error:
+                assert "waited 1 s for rank 1" in str(error), error
+            open("late", "w").close()
+        while not os.path.exists("late"): time.sleep(0.01)
+        """,
+        env={**os.environ, "LOCKSTEP_TIMEOUT": "100"},
     )
