@@ -12,7 +12,6 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -36,13 +35,6 @@ bool needs_lock = true;
 int granted_level = MPI_THREAD_SINGLE;
 std::atomic<bool> is_ours{false};  // initialized here, so finalized here
 std::atomic<bool> has_given_up{false};
-/// An exchange ended in the middle of a message: MPI would write the rest to the caller's memory,
-/// and does so only inside its functions. The module then calls none of them any more.
-std::atomic<bool> must_not_call{false};
-constexpr int kMustNotCall = -1;  // no error code of MPI's is negative
-constexpr const char* kWhyNot =
-    "an exchange ended in the middle of a message that MPI cannot cancel; it would be written to "
-    "memory that has another use now, so this process cannot use MPI any more";
 pid_t pid = 0;
 
 /// Holds the mutex, if one is needed, during a call of the module.
@@ -129,10 +121,6 @@ const char* library() {
 }
 
 void error_text(int code, char* text, std::size_t n_bytes) {
-  if (code == kMustNotCall) {
-    text[std::string_view(kWhyNot).copy(text, n_bytes - 1)] = '\0';
-    return;
-  }
   char whole[MPI_MAX_ERROR_STRING] = {};
   int length = 0;
   if (MPI_Error_string(code, whole, &length) != MPI_SUCCESS) length = 0;
@@ -175,7 +163,6 @@ const char* one_thread(std::int32_t* is_this) {
 
 int neighbours(std::uint64_t* mask, std::size_t n_words, int* n_ranks) {
   const Entry entry;
-  if (must_not_call) return kMustNotCall;
   MPI_Comm host = MPI_COMM_NULL;
   int code = MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
   if (code != MPI_SUCCESS) return code;
@@ -203,7 +190,6 @@ int keep(MPI_Comm comm, void** handle) {
 
 int world(void** handle) {
   const Entry entry;
-  if (must_not_call) return kMustNotCall;
   MPI_Comm comm = MPI_COMM_NULL;
   int code = MPI_Comm_dup(MPI_COMM_WORLD, &comm);
   if (code != MPI_SUCCESS) return code;
@@ -214,7 +200,6 @@ int world(void** handle) {
 
 int split(void* handle, int color, int key, void** result) {
   const Entry entry;
-  if (must_not_call) return kMustNotCall;
   MPI_Comm comm = MPI_COMM_NULL;
   const int code = MPI_Comm_split(communicator(handle).comm, color, key, &comm);
   return code != MPI_SUCCESS ? code : keep(comm, result);
@@ -224,7 +209,6 @@ int split(void* handle, int color, int key, void** result) {
 /// transit, and MPI reuses the context id of a freed communicator.
 void release(void* handle) {
   const Entry entry;
-  if (must_not_call) return;
   Communicator& kept = communicator(handle);
   int is_over = 0;
   MPI_Finalized(&is_over);
@@ -246,14 +230,12 @@ Exchange& exchange_of(void* handle) { return *static_cast<Exchange*>(handle); }
 
 int prepare(void* handle, const Message* messages, std::size_t n_messages) {
   const Entry entry;
-  if (must_not_call) return kMustNotCall;
   Communicator& kept = communicator(handle);
   return prepare(kept.prepared, kept.comm, {messages, n_messages});
 }
 
 int begin(void* handle, const Message* messages, std::size_t n_messages, void** result) {
   const Entry entry;
-  if (must_not_call) return kMustNotCall;
   Communicator& kept = communicator(handle);
   if (kept.prepared.is_prepared && messages == kept.prepared.messages.data()) {
     *result = &kept.prepared;
@@ -265,26 +247,21 @@ int begin(void* handle, const Message* messages, std::size_t n_messages, void** 
 
 int test(void* exchange, std::size_t n_tests, std::int32_t* all_done) {
   const Entry entry;
-  if (must_not_call) return kMustNotCall;
   return test(exchange_of(exchange), n_tests, all_done);
 }
 
 int awaited(void* exchange, std::int32_t* ranks, std::size_t* n_ranks) {
   const Entry entry;
-  if (must_not_call) return kMustNotCall;
   return awaited(exchange_of(exchange), ranks, n_ranks);
 }
 
 void finish(void* exchange) {
   const Entry entry;
-  if (must_not_call || finish(exchange_of(exchange))) return;
-  must_not_call = true;
-  has_given_up = true;
+  finish(exchange_of(exchange));
 }
 
 int send_control(void* handle, int rank, const void* message, std::size_t n_bytes) {
   const Entry entry;
-  if (must_not_call) return kMustNotCall;
   int is_over = 0;
   MPI_Finalized(&is_over);
   if (is_over != 0) return MPI_SUCCESS;  // the program has finalized MPI
@@ -303,7 +280,6 @@ int send_control(void* handle, int rank, const void* message, std::size_t n_byte
 
 int poll_control(void* handle, void* message, std::size_t n_bytes, std::int32_t* has_come) {
   const Entry entry;
-  if (must_not_call) return kMustNotCall;
   MPI_Status status;
   int flag = 0;
   const MPI_Comm comm = communicator(handle).comm;

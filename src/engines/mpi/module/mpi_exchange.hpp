@@ -28,7 +28,6 @@ int begin_prepared(Exchange& exchange, MPI_Comm comm);
 int test(Exchange& exchange, std::size_t n_tests, std::int32_t* all_done);
 /// See LockstepMpi.
 int awaited(Exchange& exchange, std::int32_t* ranks, std::size_t* n_ranks);
-/// Returns false if MPI would go on to write messages into memory that is the caller's again.
-bool finish(Exchange& exchange);
+void finish(Exchange& exchange);
 
 }  // namespace lockstep::mpi_module
