@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <deque>
 #include <lockstep/error.hpp>
+#include <lockstep/group.hpp>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -252,30 +253,17 @@ TEST_F(MessageChannelTest, a_failure_that_has_arrived_comes_before_the_own) {
   EXPECT_TRUE(script.sent.empty());
 }
 
-TEST_F(MessageChannelTest, an_exception_of_the_engine_itself_is_a_failure_for_the_others) {
-  const auto engine = make("scripted", std::make_unique<ScriptedTransport>(script, &part), Costs{});
-  double data = 0;
-  call.op = Op::all_reduce;
-  call.dtype = DType::f64;
-  call.check = Check::off;
-  call.count = std::size_t{1} << 60U;  // more than any vector holds
-  call.in = call.out = &data;
-  EXPECT_THROW(engine->run(call), std::length_error);
-  EXPECT_EQ(sent().kind, Kind::peer_failed);
-  EXPECT_EQ(sent().culprit, 0);
-}
-
-TEST_F(MessageChannelTest, an_exception_in_split_or_allocate_is_a_failure_for_the_others) {
-  for (const Op op : {Op::split, Op::allocate}) {
+TEST_F(MessageChannelTest, an_exception_that_is_no_error_is_a_failure_for_the_others) {
+  for (const Op op : {Op::all_reduce, Op::split, Op::allocate}) {
     script = Script();
     script.has_no_memory = true;
-    const auto engine =
-        make("scripted", std::make_unique<ScriptedTransport>(script, &part), Costs{});
-    call.op = op;
-    call.count = op == Op::allocate ? 1 : 0;
+    const Group group(make("scripted", std::make_unique<ScriptedTransport>(script, &part), Costs{}),
+                      "world", call.timeout);
+    double data = 0;
     const auto run = [&] {
-      if (op == Op::split) engine->split(call, /*color=*/0, /*key=*/0);
-      if (op == Op::allocate) engine->allocate(call);
+      if (op == Op::all_reduce) group.all_reduce({&data, 1, DType::f64});
+      if (op == Op::split) static_cast<void>(group.split(0));
+      if (op == Op::allocate) static_cast<void>(group.allocate(1));
     };
     EXPECT_THROW(run(), std::bad_alloc);
     EXPECT_EQ(internal::text_of(sent()).substr(0, 14), "rank 0 failed:");
