@@ -900,6 +900,8 @@ class TracedEngine final : public Engine {
       trace_.add(is_allocated(call.out) ? "all_reduce" : "all_reduce of other memory");
     } else if (call.op == Op::broadcast) {
       group_.broadcast(out, call.root);
+    } else if (call.op == Op::barrier) {
+      group_.barrier();
     } else if (call.op == Op::all_gather) {
       std::vector<std::size_t> counts(call.counts.begin(), call.counts.end());
       counts.resize(static_cast<std::size_t>(size()), call.count);

@@ -23,7 +23,7 @@ Meeting meet_in(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size
                               .name = std::move(name),
                               // The program's own, if it is not torch's default. "For ever" may be
                               // more than clocks can add to now.
-                              .timeout = timeout != c10d::kBackendDefaultTimeout
+                              .timeout = timeout != kBackendDefaultTimeout
                                              ? Timeout(timeout).or_else({})
                                              : Env::read().timeout.value_or(timeout)};
   const WithoutGil released;
