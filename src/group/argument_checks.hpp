@@ -26,8 +26,9 @@ std::string why_no_reduction(ReduceOp op, DType dtype);
 inline bool can_reduce(ReduceOp op, DType dtype) {
   const bool is_arithmetic = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
   const bool is_bitwise = op >= ReduceOp::band && op <= ReduceOp::bxor;
-  return op <= ReduceOp::mean && !(is_arithmetic && dtype == DType::boolean) &&
-         !(is_bitwise && is_floating(dtype)) && (op == ReduceOp::sum || dtype != DType::moments);
+  if (op > ReduceOp::mean) return false;
+  if (dtype == DType::moments) return op == ReduceOp::sum;
+  return dtype == DType::boolean ? !is_arithmetic : !is_bitwise || !is_floating(dtype);
 }
 
 inline void check_reduction(GroupState& group, const Call& call) {
