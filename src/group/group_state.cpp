@@ -278,24 +278,18 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Deadline deadli
 void GroupState::fail(const Call& call) {
   try {
     throw;
-  } catch (const UsageError&) {
-    track_.fail(call);
-    throw;
-  } catch (const Error&) {  // which the peers get too
+  } catch (const UsageError&) {  // the group stays usable
+  } catch (const Error&) {       // which the peers get too
     die();
-    track_.fail(call);
-    throw;
   } catch (const std::exception& error) {  // which no peer knows of: no memory, for example
     engine_->abandon(error.what());
     die();
-    track_.fail(call);
-    throw;
   } catch (...) {
     engine_->abandon("an exception that is not a std::exception");
     die();
-    track_.fail(call);
-    throw;
   }
+  track_.fail(call);
+  throw;
 }
 
 void GroupState::die() noexcept {

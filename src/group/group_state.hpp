@@ -111,7 +111,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   [[noreturn]] void throw_busy(const Call& call);
   [[noreturn]] void throw_copy(const Call& call) const;
   [[noreturn]] void throw_other_thread(const Call& call);
-  /// Rethrows what the call threw.
+  /// In a handler: rethrows what the call threw.
   [[noreturn]] void fail(const Call& call);
   void die() noexcept;
   [[noreturn]] void throw_death();
