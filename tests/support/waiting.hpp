@@ -33,7 +33,8 @@ inline char thread_state(pid_t tid) {
   const std::string id = std::to_string(tid);
   // Not /proc/TID/stat, which qemu makes up for the process that asks, without a state.
   std::ifstream file("/proc/" + id + "/task/" + id + "/stat");
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::string text;
+  std::getline(file, text, '\0');  // throws nothing if the thread ends between open and read
   const std::size_t name_end = text.rfind(") ");  // the name may contain any character
   return name_end == std::string::npos || name_end + 2 >= text.size() ? 'X' : text[name_end + 2];
 }
@@ -43,7 +44,8 @@ inline bool is_asleep(pid_t tid) { return thread_state(tid) == 'S'; }
 /// How often this thread has slept, including a current sleep.
 inline long n_sleeps(pid_t tid) {
   std::ifstream file("/proc/" + std::to_string(tid) + "/status");
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::string text;
+  std::getline(file, text, '\0');
   const std::string name = "\nvoluntary_ctxt_switches:";
   const std::size_t at = text.find(name);
   return at == std::string::npos ? 0 : std::stol(text.substr(at + name.size()));
