@@ -304,10 +304,25 @@ TEST(LayoutsTest, of_buffers_in_sync) {
   });
 }
 
+/// A file's name in a folder that is gone afterwards.
+class SavedFile {
+ public:
+  SavedFile() {
+    std::string name = (std::filesystem::temp_directory_path() / "layouts-XXXXXX").string();
+    folder_ = ::mkdtemp(name.data());
+  }
+  ~SavedFile() { std::filesystem::remove_all(folder_); }
+  SavedFile(const SavedFile&) = delete;
+  SavedFile& operator=(const SavedFile&) = delete;
+  std::string path() const { return folder_ / "saved.pt"; }
+
+ private:
+  std::filesystem::path folder_;
+};
+
 TEST(LayoutsTest, of_checkpoints) {
-  std::string name = (std::filesystem::temp_directory_path() / "layouts-XXXXXX").string();
-  const std::filesystem::path folder = ::mkdtemp(name.data());
-  const std::string path = folder / "saved.pt";
+  const SavedFile file;
+  const std::string path = file.path();
   on_ranks(2, [&](int rank) {
     for_each_case(rank, [&](const Case& c) {
       Holder saved(c.mine()), loaded(at::ones_like(c.own())), other(c.mine());
@@ -325,12 +340,10 @@ TEST(LayoutsTest, of_checkpoints) {
       expect_values(saved.tensor(), c.own());
     });
   });
-  std::filesystem::remove_all(folder);
 }
 
 TEST(LayoutsTest, of_an_optimizers_state) {
-  std::string name = (std::filesystem::temp_directory_path() / "layouts-XXXXXX").string();
-  const std::filesystem::path folder = ::mkdtemp(name.data());
+  const SavedFile file;
   on_ranks(2, [&](int rank) {
     const Tensor values = numbers(0, at::kComplexDouble);
     struct Training {
@@ -342,30 +355,34 @@ TEST(LayoutsTest, of_an_optimizers_state) {
     training.weight.mutable_grad() = rank == 0 ? values.conj() : physical_conj(values);
     training.optimizer.step();
     assert_in_sync(training.net, training.optimizer);
-    const std::string path = folder / "saved.pt";
+    const std::string path = file.path();
     save_training(path, {training.net, training.optimizer});
     load_training(path, {loaded.net, loaded.optimizer});
     loaded.weight.mutable_grad() = at::zeros_like(values);
     loaded.optimizer.step();
     expect_values(loaded.weight, -1.5 * physical_conj(values));
   });
-  std::filesystem::remove_all(folder);
 }
 
-/// Output, gradients and running statistics of a layer.
-std::vector<Tensor> outcome(const Tensor& x, const Tensor& dy, const Tensor& weight,
-                            const Tensor& bias, const Tensor& running_mean,
-                            const Tensor& running_var) {
+/// Output, gradients and running statistics of a layer, whose own tensors made() makes.
+std::vector<Tensor> outcome(
+    const Tensor& x, const Tensor& dy,
+    const std::function<Tensor(const Tensor&)>& made = [](const Tensor& v) { return v.clone(); }) {
+  const Tensor each = at::tensor({1.0, 2.0, 4.0}, at::kDouble);
   SyncBatchNorm2d layer(3);
   layer->to(at::kDouble);
-  layer->weight = weight;
-  layer->bias = bias;
-  layer->running_mean = running_mean;
-  layer->running_var = running_var;
+  layer->weight = made(each);
+  layer->bias = made(each);
+  layer->running_mean = made(each);
+  layer->running_var = made(each);
   const Tensor leaf = x.detach().requires_grad_();
   const Tensor y = layer(leaf);
   y.backward(dy);
   return {y, leaf.grad(), layer->running_mean, layer->running_var};
+}
+
+void expect_equal(const std::vector<Tensor>& got, const std::vector<Tensor>& expected) {
+  for (std::size_t i = 0; i < expected.size(); ++i) expect_values(got.at(i), plain(expected[i]));
 }
 
 TEST(LayoutsTest, of_a_batch_normalisation) {
@@ -373,11 +390,7 @@ TEST(LayoutsTest, of_a_batch_normalisation) {
     for_each_case(rank, [&](const Case& c) {
       if (c.own().dim() < 2 || c.own().is_complex()) return;
       const Tensor dy = at::arange(c.own().numel(), at::kDouble).view_as(c.own()).square();
-      const Tensor each = at::tensor({1.0, 2.0, 4.0}, at::kDouble);
-      const auto copy = [&each] { return each.clone(); };
-      const auto expected = outcome(c.own(), dy, copy(), copy(), copy(), copy());
-      const auto got = outcome(c.mine(), dy, copy(), copy(), copy(), copy());
-      for (std::size_t i = 0; i < got.size(); ++i) expect_values(got[i], plain(expected[i]));
+      expect_equal(outcome(c.mine(), dy), outcome(c.own(), dy));
     });
     for (const auto& make :
          {std::function<Tensor(const Tensor&)>(
@@ -386,13 +399,9 @@ TEST(LayoutsTest, of_a_batch_normalisation) {
           std::function<Tensor(const Tensor&)>(
               [](const Tensor& v) { return at::imag(at::complex(v, -v).conj()); })}) {
       const Tensor x = numbers(rank, at::kDouble), dy = x.square();
-      const Tensor each = at::tensor({1.0, 2.0, 4.0}, at::kDouble);
-      const auto copy = [&each] { return each.clone(); };
-      const auto expected = outcome(x, dy, copy(), copy(), copy(), copy());
       // On one rank only.
       const auto made = [&](const Tensor& v) { return rank == 0 ? make(v) : v.clone(); };
-      const auto got = outcome(made(x), made(dy), made(each), made(each), made(each), made(each));
-      for (std::size_t i = 0; i < got.size(); ++i) expect_values(got[i], plain(expected[i]));
+      expect_equal(outcome(made(x), made(dy), made), outcome(x, dy));
     }
   });
 }
@@ -411,11 +420,7 @@ TEST(LayoutsTest, of_a_gradient_of_a_batch_normalisation) {
     for_each_case(rank, [&](const Case& c) {
       if (c.own().dim() < 2 || c.own().is_complex()) return;
       const Tensor x = at::arange(c.own().numel(), at::kDouble).view_as(c.own()).square();
-      const Tensor each = at::tensor({1.0, 2.0, 4.0}, at::kDouble);
-      const auto copy = [&each] { return each.clone(); };
-      const auto expected = outcome(x, c.own(), copy(), copy(), copy(), copy());
-      const auto got = outcome(x, c.mine(), copy(), copy(), copy(), copy());
-      for (std::size_t i = 0; i < got.size(); ++i) expect_values(got[i], plain(expected[i]));
+      expect_equal(outcome(x, c.mine()), outcome(x, c.own()));
     });
   });
 }
