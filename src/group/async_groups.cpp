@@ -40,12 +40,12 @@ void AsyncGroups::for_each(F f) noexcept {
   }
 }
 
-void AsyncGroups::wait_until_idle(std::optional<std::chrono::nanoseconds> at_most) noexcept {
-  const auto begin = std::chrono::steady_clock::now();
+void AsyncGroups::wait_until_idle(std::optional<std::chrono::nanoseconds> patience) noexcept {
+  using Clock = std::chrono::steady_clock;
+  auto last_end = Clock::now();
   for_each([&](GroupState& group) {
-    if (!at_most) return group.wait_until_idle();
-    const auto waited = std::chrono::steady_clock::now() - begin;
-    group.wait_until_idle(std::max(*at_most - waited, std::chrono::nanoseconds::zero()));
+    if (!patience) return group.wait_until_idle();
+    while (group.wait_for_one(*patience - (Clock::now() - last_end))) last_end = Clock::now();
   });
 }
 

@@ -216,8 +216,12 @@ bool GroupState::is_idle() const noexcept {
   return !has_worker_.load(std::memory_order_acquire) || worker_->is_idle();
 }
 
-void GroupState::wait_until_idle(std::optional<std::chrono::nanoseconds> at_most) {
-  if (has_worker_.load(std::memory_order_acquire)) worker_->wait_until_idle(at_most);
+void GroupState::wait_until_idle() {
+  if (has_worker_.load(std::memory_order_acquire)) worker_->wait_until_idle();
+}
+
+bool GroupState::wait_for_one(std::chrono::nanoseconds at_most) {
+  return has_worker_.load(std::memory_order_acquire) && worker_->wait_for_one(at_most);
 }
 
 void GroupState::retire() noexcept {

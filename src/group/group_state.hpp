@@ -8,7 +8,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -79,8 +78,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void share_async_groups(const GroupState& parent) { async_groups_ = parent.async_groups_; }
   /// Whether the worker has completed all posted calls.
   bool is_idle() const noexcept;
-  /// For `at_most`, if it is given.
-  void wait_until_idle(std::optional<std::chrono::nanoseconds> at_most = {});
+  void wait_until_idle();
+  /// See Worker::wait_for_one.
+  bool wait_for_one(std::chrono::nanoseconds at_most);
   /// See Session::retire. Does nothing if a thread is inside a call.
   void retire() noexcept;
 

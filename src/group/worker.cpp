@@ -55,14 +55,17 @@ std::shared_ptr<WorkState> Worker::post(std::function<void()> task) {
   return state;
 }
 
-void Worker::wait_until_idle(std::optional<std::chrono::nanoseconds> at_most) {
+void Worker::wait_until_idle() {
   std::unique_lock lock(mutex_);
-  const auto is_over = [this] { return n_pending_.load(std::memory_order_relaxed) == 0; };
-  if (at_most) {
-    changed_.wait_for(lock, *at_most, is_over);
-  } else {
-    changed_.wait(lock, is_over);
-  }
+  changed_.wait(lock, [this] { return n_pending_.load(std::memory_order_relaxed) == 0; });
+}
+
+bool Worker::wait_for_one(std::chrono::nanoseconds at_most) {
+  std::unique_lock lock(mutex_);
+  const std::size_t n = n_pending_.load(std::memory_order_relaxed);
+  return n > 0 && changed_.wait_for(lock, at_most, [this, n] {
+    return n_pending_.load(std::memory_order_relaxed) < n;
+  });
 }
 
 void Worker::loop() {

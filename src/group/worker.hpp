@@ -8,7 +8,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <thread>
 
 namespace lockstep::internal {
@@ -40,8 +39,10 @@ class Worker {
 
   std::shared_ptr<WorkState> post(std::function<void()> task);
   bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
-  /// For `at_most`, if it is given.
-  void wait_until_idle(std::optional<std::chrono::nanoseconds> at_most = {});
+  void wait_until_idle();
+  /// Waits until one of the pending operations has ended; false: none is pending, or none has in
+  /// that time.
+  bool wait_for_one(std::chrono::nanoseconds at_most);
 
  private:
   struct Task {

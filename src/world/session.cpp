@@ -117,8 +117,8 @@ void Session::depart(std::string_view failure) noexcept {
 
 void Session::retire() noexcept {
   if (is_copy()) return;
-  // Peers that make the same calls end them in this time; others wait for this rank elsewhere, and
-  // are to hear soon that it has left.
+  // With peers that make the same calls, one after the other ends; others wait for this rank
+  // elsewhere, and are to hear soon that it has left.
   constexpr std::chrono::seconds kPatience{1};
   if (engine_ != nullptr) world_group_.state_->async_groups().wait_until_idle(kPatience);
   depart({});

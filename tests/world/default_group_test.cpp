@@ -256,6 +256,25 @@ TEST(DefaultGroupTest, asynchronous_calls_end_before_the_program_does) {
   }));
 }
 
+/// Together for longer than a rank that exits waits for one of them.
+TEST(DefaultGroupTest, asynchronous_calls_of_a_slow_peer_end_before_the_program_does) {
+  expect_all_zero(test::run_processes(2, [] {
+    constexpr int kCalls = 10;
+    static auto& data = *new std::vector<std::int64_t>(kCalls, 1);
+    static const Group& group = *new Group(default_group().duplicate());
+    for (std::int64_t& value : data) {
+      if (get_rank() == 1) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(150));
+        all_reduce(std::span(&value, 1), ReduceOp::sum, group);
+        EXPECT_EQ(value, 2);
+      } else {
+        all_reduce_async(std::span(&value, 1), ReduceOp::sum, group).detach();
+      }
+    }
+    if (get_rank() == 0) std::exit(0);
+  }));
+}
+
 // --- forks ---------------------------------------------------------------------------------------
 
 TEST(DefaultGroupTest, a_fork_of_a_rank_is_no_rank) {
