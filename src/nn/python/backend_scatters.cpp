@@ -124,7 +124,7 @@ Backend::WorkResult Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor
 
 Backend::WorkResult Backend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  return scatter_from(outputs, inputs, OpType::REDUCE_SCATTER_TENSOR_COALESCED, options);
+  return scatter_from(outputs, inputs, OpType::COALESCED, options);
 }
 
 Backend::WorkResult Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
