@@ -47,14 +47,10 @@ void update_running(const Tensor& running, double factor, const Tensor& statisti
     if (!in_memory.is_same(running)) running.copy_(in_memory);
     return;
   }
-  const Tensor values = statistics.narrow(0, begin, running.size(0));
-  Tensor updated = running.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
-  updated.mul_(1 - factor).add_(values.to(running.device()), factor * scale);
-  running.copy_(updated);  // rounded once
+  const Tensor values = statistics.narrow(0, begin, running.size(0)).to(running.device());
+  // Of doubles, rounded once.
+  running.copy_(at::add(values * (factor * scale), running, 1 - factor));
 }
-
-/// For ATen's kernels: C or 2C doubles, converted to match x.
-Tensor beside(const Tensor& x, const Tensor& values) { return values.to(parameter_options(x)); }
 
 /// Replaces m2 by invstd.
 void invert(std::span<double> m2s, double n, const BatchNormSettings& settings) {
@@ -250,18 +246,26 @@ bool finish_statistics(const Tensor& statistics, const BatchNormSettings& settin
   const bool keeps = nonfinite && settings.on_nonfinite == OnNonfinite::keep_running_stats;
   if (n > 0 && !keeps) {
     const auto c = static_cast<std::int64_t>(channels);
-    update_running(settings.running_mean, settings.factor, statistics, 1, /*scale=*/1);
-    update_running(settings.running_var, settings.factor, statistics, 1 + c, 1 / (n - 1));
+    const Tensor& mean = settings.running_mean;
+    // Both in one transfer.
+    const Tensor there =
+        mean.defined() && !mean.is_cpu() ? statistics.to(mean.device()) : statistics;
+    update_running(mean, settings.factor, there, 1, /*scale=*/1);
+    update_running(settings.running_var, settings.factor, there, 1 + c, 1 / (n - 1));
   }
   invert(m2s, n, settings);
   return nonfinite;
+}
+
+Tensor for_kernels(const Activation& x, const Tensor& values) {
+  return x.tensor.is_cuda() ? values.to(parameter_options(x.tensor)) : values;
 }
 
 void normalize(const Activation& x, Channels channels, const Tensor& statistics,
                const Tensor& weight, const Tensor& bias, Tensor& output) {
   if (x.tensor.is_cuda()) {
     if (output.numel() == 0) return;
-    const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
+    const auto [mean, invstd] = mean_and_invstd(statistics);
     output = at::batch_norm_elemt(x.tensor, weight, bias, mean, invstd, /*eps=*/0);
     return;
   }
@@ -275,7 +279,7 @@ Tensor sum_gradients(const Tensor& dy, const Activation& x, Channels channels,
   Tensor sums = doubles(2 * c);
   if (x.tensor.is_cuda()) {
     if (dy.numel() == 0) return sums.zero_();
-    const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
+    const auto [mean, invstd] = mean_and_invstd(statistics);
     const auto reduced = at::batch_norm_backward_reduce(
         dy, x.tensor, mean, invstd, {}, /*input_g=*/true, /*weight_g=*/false, /*bias_g=*/false);
     return sums.copy_(at::cat({std::get<0>(reduced), std::get<1>(reduced)}));
@@ -290,8 +294,8 @@ void input_gradient(const Tensor& dy, const Activation& x, Channels channels,
                     Tensor& dx) {
   if (x.tensor.is_cuda()) {
     if (dx.numel() == 0) return;
-    const auto [mean, invstd] = mean_and_invstd(beside(x.tensor, statistics));
-    const auto gradients = beside(x.tensor, mean_gradients).chunk(2);
+    const auto [mean, invstd] = mean_and_invstd(statistics);
+    const auto gradients = for_kernels(x, mean_gradients).chunk(2);
     // The kernel divides by the count: these are means already.
     const Tensor count = at::ones({1}, x.tensor.options().dtype(at::kInt));
     dx = at::batch_norm_backward_elemt(dy, x.tensor, mean, invstd, weight, gradients[0],
@@ -329,8 +333,14 @@ void ParameterGradients::put(const Tensor& sums, Channels channels, const Tensor
 }
 
 BatchNormGradients ParameterGradients::take(Tensor dx) {
-  for (Tensor* const gradient : {&weight_, &bias_}) {
-    if (gradient->defined() && options_.device().is_cuda()) *gradient = gradient->to(options_);
+  if (options_.device().is_cuda()) {
+    if (weight_.defined() && bias_.defined()) {
+      const Tensor both = at::stack({weight_, bias_}).to(options_);  // one transfer
+      weight_ = both[0];
+      bias_ = both[1];
+    } else if (Tensor& one = weight_.defined() ? weight_ : bias_; one.defined()) {
+      one = one.to(options_);
+    }
   }
   return {std::move(dx), std::move(weight_), std::move(bias_)};
 }
@@ -381,7 +391,8 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
     });
   });
   record.nonfinite = finish_statistics(record.statistics, settings, input.sizes());
-  if (at_once) normalize(x, x.all(), record.statistics, weight, bias, output);
+  record.for_kernels = for_kernels(x, record.statistics);
+  if (at_once) normalize(x, x.all(), record.for_kernels, weight, bias, output);
   return output;
 }
 
@@ -399,12 +410,12 @@ BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& inp
     ParameterGradients parameters(x, wanted);
     Tensor dx = wanted.input ? at::empty_like(x.tensor) : Tensor();
     for_each_message(all, record.channels_per_message, [&](Channels channels) {
-      const Tensor message = sum_gradients(dy, x, channels, record.statistics);
+      const Tensor message = sum_gradients(dy, x, channels, record.for_kernels);
       parameters.put(message, channels, record.statistics);
       if (!wanted.input) return;
       average_gradient({data(message), 2 * channels.count}, invstd + channels.first,
                        data(record.statistics)[0], record.settings);
-      input_gradient(dy, x, channels, record.statistics, weight, message, dx);
+      input_gradient(dy, x, channels, record.for_kernels, weight, message, dx);
     });
     return parameters.take(dx);
   };

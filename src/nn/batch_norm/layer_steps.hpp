@@ -23,7 +23,7 @@
 /// The steps of a synchronised batch normalisation, for one module per rank and for replicas.
 /// Statistics are one tensor of 1 + 2C doubles: count, mean[C], and m2[C] or later invstd[C].
 /// They lie on the CPU even if the activations are on CUDA: only the steps that read activations
-/// depend on the device.
+/// depend on the device. A transfer costs some 10 us there, so each pass has as few as it can.
 ///
 /// If the group has low latency, a few channels at a time go through all steps, so the data of the
 /// last step is still in the cache; otherwise all channels go at once, in one message.
@@ -121,7 +121,8 @@ struct BatchNormSettings {
 /// What backward needs from its forward besides the tensors that autograd saves.
 struct BatchNormRecord : torch::CustomClassHolder {
   BatchNormSettings settings;
-  at::Tensor statistics;  ///< over all ranks: count, mean, invstd
+  at::Tensor statistics;   ///< over all ranks: count, mean, invstd
+  at::Tensor for_kernels;  ///< these, see below
   std::size_t channels_per_message = 0;
   bool nonfinite = false;  ///< what finish_statistics returned
   bool wants_input_gradient = false;
@@ -176,10 +177,13 @@ std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& la
 /// one value per channel.
 bool finish_statistics(const at::Tensor& statistics, const BatchNormSettings& settings,
                        at::IntArrayRef input_sizes);
-/// `statistics`: of these channels. `output` has the layout of x.
+/// Doubles beside x: on CUDA in the type in which ATen's kernels compute; else `values` themselves.
+at::Tensor for_kernels(const Activation& x, const at::Tensor& values);
+/// `statistics`: of for_kernels, of these channels. `output` has the layout of x.
 void normalize(const Activation& x, Channels channels, const at::Tensor& statistics,
                const at::Tensor& weight, const at::Tensor& bias, at::Tensor& output);
-/// sum_dy, sum_dy_xmu of this rank's values of these channels, as doubles. `statistics`: of all.
+/// sum_dy, sum_dy_xmu of this rank's values of these channels, as doubles. `statistics`: of
+/// for_kernels, of all.
 at::Tensor sum_gradients(const at::Tensor& dy, const Activation& x, Channels channels,
                          const at::Tensor& statistics);
 /// The gradients of weight and bias, if requested.
@@ -198,7 +202,7 @@ class ParameterGradients {
 /// The message of backward: turns sum_dy, sum_dy_xmu of some channels into means over all ranks.
 void average_gradient(std::span<double> message, const double* invstd, double count,
                       const BatchNormSettings& settings);
-/// `dx` has the layout of x.
+/// `statistics`: of for_kernels, of all. `dx` has the layout of x.
 void input_gradient(const at::Tensor& dy, const Activation& x, Channels channels,
                     const at::Tensor& statistics, const at::Tensor& weight,
                     const at::Tensor& mean_gradients, at::Tensor& dx);

@@ -30,9 +30,10 @@ using torch::autograd::variable_list;
 struct Share : torch::CustomClassHolder {
   Layer layer;
   kernels::BatchNormShape shape;
-  Tensor weight;      // no history; may be undefined
-  Tensor statistics;  // no history: count, mean, invstd
-  Tensor dy;          // from Normalize's backward to that of LocalStatistics
+  Tensor weight;       // no history; may be undefined
+  Tensor statistics;   // no history: count, mean, invstd
+  Tensor for_kernels;  // these, see layer_steps.hpp
+  Tensor dy;           // from Normalize's backward to that of LocalStatistics
   bool has_bias = false;
 };
 
@@ -55,8 +56,8 @@ class LocalStatistics : public Function<LocalStatistics> {
     const Tensor mean_gradients = gradients[0].narrow(0, 1, gradients[0].size(0) - 1);
     const Activation activation{x, share.shape};
     Tensor dx = at::empty_like(x);
-    input_gradient(dy, activation, activation.all(), share.statistics, share.weight, mean_gradients,
-                   dx);
+    input_gradient(dy, activation, activation.all(), share.for_kernels, share.weight,
+                   mean_gradients, dx);
     return {dx, Tensor(), Tensor()};
   }
 };
@@ -113,8 +114,9 @@ class Normalize : public Function<Normalize> {
     share->weight = weight ? weight->detach() : Tensor();
     share->has_bias = bias.has_value();
     share->statistics = statistics.detach();
+    share->for_kernels = for_kernels(x, share->statistics);
     Tensor output = at::empty_like(x.tensor);
-    normalize(x, x.all(), statistics, share->weight, bias.value_or(Tensor()), output);
+    normalize(x, x.all(), share->for_kernels, share->weight, bias.value_or(Tensor()), output);
     // Without its history: the other node computes the gradient of x.
     context->save_for_backward({x.tensor.detach(), share->weight});
     context->saved_data["saved"] = c10::IValue::make_capsule(share);
@@ -127,7 +129,7 @@ class Normalize : public Function<Normalize> {
     refuse_create_graph(share.layer);
     const Activation x{context->get_saved_variables()[0], share.shape};
     const Tensor dy = gradient_like(gradients[0], x.tensor);
-    const Tensor sums = sum_gradients(dy, x, x.all(), share.statistics);
+    const Tensor sums = sum_gradients(dy, x, x.all(), share.for_kernels);
     // Autograd numbers only the tensors that are present.
     const bool has_weight = share.weight.defined();
     ParameterGradients parameters(
