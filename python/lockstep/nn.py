@@ -112,7 +112,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     def _train(self, input: torch.Tensor) -> torch.Tensor:
         group = _group_or_default(self.process_group)
         if isinstance(input, torch.Tensor) and input.is_cuda and _reaches_cuda(group):
-            return super().forward(input)
+            return super().forward(input) if input.numel() else self._without_samples(input)
         tracks = self.track_running_stats
         return _torch.sync_batch_norm(
             input,
@@ -127,6 +127,15 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             group,
             self._title or f"SyncBatchNorm({self.num_features})",
         )
+
+    def _without_samples(self, input: torch.Tensor) -> torch.Tensor:
+        """In torch's own layer, whose backward would then leave tensors without gradients, and which would exchange
+        16-bit statistics with float32 ones of its peers."""
+        is_16_bit = input.dtype in (torch.float16, torch.bfloat16)
+        output = super().forward(input.float() if is_16_bit else input)
+        for tensor in input, self.weight, self.bias:
+            output = output if tensor is None else output + 0 * tensor.sum()
+        return output.to(input.dtype)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
@@ -159,12 +168,12 @@ def _group_or_default(group: Any) -> Any:
 
 
 def _reaches_cuda(group: Any) -> bool:
-    """Whether torch's own SyncBatchNorm can exchange CUDA tensors. Ours goes through the CPU."""
+    """Whether to leave CUDA tensors to torch's own SyncBatchNorm. Ours goes through the CPU, as Gloo does."""
     try:
-        group._get_backend(torch.device("cuda"))
+        backend = group._get_backend(torch.device("cuda"))
     except (AttributeError, RuntimeError):
         return False
-    return True
+    return not isinstance(backend, getattr(torch.distributed, "ProcessGroupGloo", ()))
 
 
 _let_ddp_take_layers_on_cpus()

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "device_ranks.hpp"
 #include "helpers.hpp"
 
 /// The layer on CUDA tensors: a rank alone, replicas on one device, processes on one device,
@@ -16,7 +17,6 @@ namespace lockstep::nn {
 namespace {
 
 using at::Tensor;
-using testing::channels_last;
 using testing::difference;
 using testing::on_ranks;
 using testing::outcome_of;
@@ -50,30 +50,10 @@ class CudaThreadsTest : public CudaTest {
   }
 };
 
-double tolerance_of(at::ScalarType type) {
-  return type == at::kDouble ? 1e-12 : type == at::kFloat ? 1e-5 : 2e-2;
-}
-
 TEST_F(CudaTest, a_world_of_one_equals_batch_norm) {
   for (const auto type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) {
     for (const bool last : {false, true}) {
-      const auto state = type == at::kDouble ? at::kDouble : at::kFloat;
-      torch::nn::BatchNorm2d theirs(5);
-      SyncBatchNorm2d ours(5);
-      theirs->to(kDevice, state);
-      ours->to(kDevice, state);
-      Tensor x = (Random(1).normal({6, 5, 4, 3}) + 0.5).to(kDevice, type);
-      if (last) x = channels_last(x);
-      const Tensor dy = Random(2).normal({6, 5, 4, 3}).to(kDevice, type);
-      const auto expected = outcome_of(theirs, x, dy);
-      const auto got = outcome_of(ours, x, dy);
-      for (std::size_t i = 0; i < got.size(); ++i) {
-        EXPECT_LE(difference(got[i], expected[i]), tolerance_of(type)) << type << " tensor " << i;
-        EXPECT_EQ(got[i].scalar_type(), expected[i].scalar_type());
-        EXPECT_EQ(got[i].device(), kDevice);
-      }
-      EXPECT_EQ(got[0].strides(), x.strides());
-      EXPECT_EQ(got[1].strides(), x.strides());
+      EXPECT_EQ(device_ranks::layer_differs({type, last, {6}}, kDevice), "") << type << last;
     }
   }
 }

@@ -38,6 +38,17 @@ constexpr milliseconds kSlack{5000};
 /// its connections usable.
 constexpr std::size_t kOwnBytes = 64 << 10;
 
+/// NCCL wants to be told that its end is meant; older libtorches have no way to.
+template <class ProcessGroup>
+void end(ProcessGroup& group, bool has_failed) noexcept {
+  if constexpr (requires { group.shutdown(), group.abort(); }) {
+    try {
+      has_failed ? group.abort() : group.shutdown();
+    } catch (...) {  // it ends with its last reference
+    }
+  }
+}
+
 }  // namespace
 
 /// A control message as c10d transfers it.
@@ -92,6 +103,7 @@ Wire::~Wire() {
   control_.join();
   timer_.request_stop();
   timer_.join();
+  end(*group_, !dead_.empty());
 }
 
 at::Tensor Wire::tensor_of(void* data, std::size_t n_bytes) const {

@@ -1,7 +1,9 @@
 #include "nn/python/layer_group.hpp"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
@@ -23,6 +25,15 @@ namespace {
 
 using c10d::ProcessGroup;
 using WeakProcessGroup = c10::weak_intrusive_ptr<ProcessGroup>;
+
+/// Whether its backends take tensors on CUDA only, as NCCL does.
+bool needs_cuda(const ProcessGroup& process_group) {
+  const auto devices = process_group.getDeviceTypes();
+  const auto has = [&](c10::DeviceType type) {
+    return std::ranges::any_of(devices, [&](const at::Device& d) { return d.type() == type; });
+  };
+  return has(at::kCUDA) && !has(at::kCPU);
+}
 
 class LayerEngine : public Engine {
  public:
@@ -83,7 +94,8 @@ class OverProcessGroup final : public LayerEngine {
   explicit OverProcessGroup(const c10::intrusive_ptr<ProcessGroup>& process_group)
       : LayerEngine(process_group->getBackendName(), process_group->getRank(),
                     process_group->getSize()),
-        process_group_(process_group) {}
+        process_group_(process_group),
+        needs_cuda_(needs_cuda(*process_group)) {}
 
   /// Over lockstep's own backend; c10d has no way to tell the peers of another.
   void refuse(const Refusal& refusal) noexcept override {
@@ -104,8 +116,7 @@ class OverProcessGroup final : public LayerEngine {
       throw EngineError(context_of(call, rank_), "the process group has been destroyed");
     }
     try {
-      const auto work = start(*process_group, call);
-      if (work) work->wait();
+      exchange(*process_group, call);
     } catch (const Error&) {
       throw;  // of lockstep's own backend
     } catch (const std::exception& error) {
@@ -122,20 +133,32 @@ class OverProcessGroup final : public LayerEngine {
     return options;
   }
 
-  c10::intrusive_ptr<c10d::Work> start(ProcessGroup& process_group, const Call& call) const {
+  void exchange(ProcessGroup& process_group, const Call& call) const {
     const auto count = static_cast<std::int64_t>(call.count);
     const bool is_sum = call.op == Op::all_reduce && call.reduce == ReduceOp::sum;
     const bool is_gather = call.op == Op::all_gather && call.counts.empty();
     if (call.dtype != DType::f64 || !(is_sum || is_gather)) reject(call);
+    const at::Tensor callers = is_sum ? at::from_blob(call.out, {count}, at::kDouble)
+                                      : at::from_blob(call.out, {size_, count}, at::kDouble);
+    const at::Tensor out = needs_cuda_ ? at::empty_like(callers, cuda()) : callers;
+    c10::intrusive_ptr<c10d::Work> work;
     if (is_sum) {
-      std::vector<at::Tensor> data{at::from_blob(call.out, {count}, at::kDouble)};
-      return process_group.allreduce(data, inline_options<c10d::AllreduceOptions>());
+      if (needs_cuda_) out.copy_(callers);
+      std::vector<at::Tensor> data{out};
+      work = process_group.allreduce(data, inline_options<c10d::AllreduceOptions>());
+    } else {
+      at::Tensor in = at::from_blob(const_cast<void*>(call.in), {count}, at::kDouble);
+      if (needs_cuda_) in = in.to(cuda());
+      std::vector<std::vector<at::Tensor>> outs{out.unbind()};
+      std::vector<at::Tensor> ins{in};
+      work = process_group.allgather(outs, ins, inline_options<c10d::AllgatherOptions>());
     }
-    std::vector<std::vector<at::Tensor>> out{
-        at::from_blob(call.out, {size_, count}, at::kDouble).unbind()};
-    std::vector<at::Tensor> in{at::from_blob(const_cast<void*>(call.in), {count}, at::kDouble)};
-    return process_group.allgather(out, in, inline_options<c10d::AllgatherOptions>());
+    if (work) work->wait();
+    if (needs_cuda_) callers.copy_(out);
   }
+
+  /// The current one of this thread, as c10d expects of every tensor of a group.
+  static at::Device cuda() { return c10::impl::VirtualGuardImpl(at::kCUDA).getDevice(); }
 
   [[noreturn]] void fail(const Call& call, const std::exception& error) const {
     using Kind = nn::detail::C10dError::Kind;
@@ -150,6 +173,7 @@ class OverProcessGroup final : public LayerEngine {
   }
 
   const WeakProcessGroup process_group_;
+  const bool needs_cuda_;
 };
 
 }  // namespace
