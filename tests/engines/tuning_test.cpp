@@ -27,6 +27,7 @@ TEST(TuningTest, text_replaces_what_was_measured) {
   const shared::Tuning measured = shared::tuning_for(3, {});
   const shared::Tuning tuning = shared::tuning_for(3, shared::parse_tuning("flat=100,chunk=9000"));
   EXPECT_EQ(tuning.flat_bytes, 100U);
+  EXPECT_EQ(tuning.flat_bytes_oversubscribed, 100U);
   EXPECT_EQ(tuning.chunk_bytes, 8192U);  // whole pages, so whole elements
   EXPECT_EQ(tuning.in_place_bytes, measured.in_place_bytes);
   EXPECT_EQ(shared::tuning_for(3, shared::parse_tuning("inplace=0")).in_place_bytes, 0U);
@@ -75,10 +76,24 @@ TEST(TuningTest, the_chunk_of_a_zen_does_not_depend_on_its_second_level) {
   for (const unsigned family : {0x17U, 0x19U, 0x1aU}) {
     const auto tuning = shared::default_tuning(4, model("AuthenticAMD", family, 1, 512U << 10));
     EXPECT_EQ(tuning.chunk_bytes, 256U << 10) << family;
-    EXPECT_EQ(tuning.flat_bytes, 32U << 10) << family;
+    EXPECT_EQ(tuning.flat_bytes_oversubscribed, 32U << 10) << family;
   }
   EXPECT_EQ(shared::default_tuning(4, model("AuthenticAMD", 0x16, 1, 512U << 10)).chunk_bytes,
             32U << 10);
+}
+
+TEST(TuningTest, ranks_with_a_core_each_leave_one_phase_sooner_the_more_they_are) {
+  const base::CpuModel cpu = model("GenuineIntel", 6, 207, 2U << 20);
+  EXPECT_EQ(shared::default_tuning(2, cpu).flat_bytes,
+            shared::default_tuning(2, cpu).flat_bytes_oversubscribed);
+  std::uint64_t more = 64U << 10;
+  for (const int n_ranks : {3, 4, 8, 16}) {
+    const auto tuning = shared::default_tuning(n_ranks, cpu);
+    EXPECT_EQ(tuning.flat_bytes_oversubscribed, (256U << 10) / static_cast<std::uint64_t>(n_ranks));
+    EXPECT_LT(tuning.flat_bytes, more) << n_ranks;
+    more = tuning.flat_bytes;
+  }
+  EXPECT_EQ(shared::default_tuning(512, cpu).flat_bytes, 512U);
 }
 
 TEST(TuningTest, this_cpu_says_who_it_is) {

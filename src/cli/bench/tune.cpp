@@ -62,7 +62,7 @@ std::string tuned(const Plan& plan) {
   constexpr std::uint64_t kKiB = 1024;
   const std::string never = kNever;
   const std::uint64_t flat =
-      last_before(compare(plan, {"flat=" + never, "flat=0"}, doubling(4 * kKiB, 1024 * kKiB)),
+      last_before(compare(plan, {"flat=" + never, "flat=0"}, doubling(kKiB / 2, 1024 * kKiB)),
                   "flat=" + never, "flat=0");
 
   std::vector<std::string> chunks;

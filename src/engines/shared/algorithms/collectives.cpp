@@ -79,7 +79,7 @@ void SharedEngine::all_reduce(const Call& call) {
 }
 
 void SharedEngine::reduce(const Call& call, bool wants_result) {
-  if (call.count * size_of(call.dtype) <= channel_.tuning().flat_bytes) {
+  if (call.count * size_of(call.dtype) <= channel_.flat_bytes()) {
     reduce_flat(call, wants_result);
   } else {
     reduce_sliced(call, wants_result);

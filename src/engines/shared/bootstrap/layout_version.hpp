@@ -91,6 +91,7 @@ consteval std::uint32_t layout_version() {
   });
   hash.add<Tuning>({
       LOCKSTEP_FIELD(Tuning, flat_bytes),
+      LOCKSTEP_FIELD(Tuning, flat_bytes_oversubscribed),
       LOCKSTEP_FIELD(Tuning, chunk_bytes),
       LOCKSTEP_FIELD(Tuning, in_place_bytes),
   });

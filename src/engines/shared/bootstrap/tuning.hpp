@@ -14,6 +14,8 @@ struct Tuning {
   /// Up to this size every rank reduces the entire message: one phase for each chunk. Above it,
   /// each rank reduces a slice and publishes it.
   std::uint64_t flat_bytes;
+  /// The same where ranks share cores: a phase takes far longer there.
+  std::uint64_t flat_bytes_oversubscribed;
   /// The most that one phase of a pipeline has, at most a slot: see Channel::chunk_bytes.
   std::uint64_t chunk_bytes;
   /// From this size, two phases on `allocate`d memory, or on any memory of ranks that are threads,

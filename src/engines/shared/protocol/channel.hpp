@@ -89,6 +89,9 @@ class Channel {
   bool swaps_slots() const noexcept { return swaps_slots_; }
   std::size_t slot_bytes() const noexcept { return header_->slot_bytes; }
   const Tuning& tuning() const noexcept { return header_->tuning; }
+  std::size_t flat_bytes() const noexcept {
+    return is_oversubscribed_ ? tuning().flat_bytes_oversubscribed : tuning().flat_bytes;
+  }
   /// Size of one phase in a pipeline of n_bytes: at most what stays in the core's cache. Two ranks
   /// copy and reduce at the same time only from the second chunk on, so they have at least four if
   /// those are not below 64 KiB. A message that leaves the caches shares them with small chunks.
