@@ -44,11 +44,11 @@ Worker::~Worker() {
   thread_.join();
 }
 
-std::shared_ptr<WorkState> Worker::post(std::function<void()> task) {
+std::shared_ptr<WorkState> Worker::post(std::function<void()> task, const Label& label) {
   auto state = std::make_shared<WorkState>();
   {
     const std::lock_guard lock(mutex_);
-    tasks_.push_back({std::move(task), state});
+    tasks_.push_back({std::move(task), state, label});
     n_pending_.fetch_add(1, std::memory_order_relaxed);
   }
   changed_.notify_all();
@@ -58,6 +58,20 @@ std::shared_ptr<WorkState> Worker::post(std::function<void()> task) {
 void Worker::wait_until_idle() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return n_pending_.load(std::memory_order_relaxed) == 0; });
+}
+
+std::optional<Worker::Label> Worker::wait_until_idle(std::chrono::nanoseconds at_most) {
+  if (at_most == std::chrono::nanoseconds::max()) {  // which wait_for adds to now
+    wait_until_idle();
+    return {};
+  }
+  std::unique_lock lock(mutex_);
+  if (changed_.wait_for(lock, at_most,
+                        [this] { return n_pending_.load(std::memory_order_relaxed) == 0; })) {
+    return {};
+  }
+  return n_pending_.load(std::memory_order_relaxed) > tasks_.size() ? current_
+                                                                    : tasks_.front().label;
 }
 
 bool Worker::wait_for_one(std::chrono::nanoseconds at_most) {
@@ -77,6 +91,7 @@ void Worker::loop() {
       if (tasks_.empty()) return;
       task = std::move(tasks_.front());
       tasks_.pop_front();
+      current_ = task.label;
     }
     std::exception_ptr error;
     try {
@@ -84,12 +99,13 @@ void Worker::loop() {
     } catch (...) {
       error = std::current_exception();
     }
-    task.state->finish(std::move(error));
     {
       const std::lock_guard lock(mutex_);
-      // Release: a thread that sees the worker idle may use the engine.
+      // Release: a thread that sees the worker idle may use the engine. First: who has waited for
+      // the last task sees it idle, and a program that ends then has no call under way.
       n_pending_.fetch_sub(1, std::memory_order_release);
     }
+    task.state->finish(std::move(error));
     changed_.notify_all();
   }
 }

@@ -86,9 +86,11 @@ void Backend::leave(const std::string& failure) noexcept {
   joined_.engine->leave(failure);
 }
 
-void Backend::end_callbacks() {
+void Backend::end_callbacks(const std::string& failure) {
   if (process_.is_copy()) return;
-  if (!queue_->is_idle()) group().abandon("the program ended with calls under way");
+  if (!queue_->is_idle()) {
+    group().abandon(failure.empty() ? "the program ended with calls under way" : failure);
+  }
   queue_->wait_for_callbacks();
 }
 
@@ -133,7 +135,7 @@ void Backend::refuse(std::string operation, std::source_location where, std::str
     detail::Collective(operation, group(), where).refuse(reason);
   };
   if (queue_->is_idle()) return tell();
-  queue_->post([tell]() -> CallQueue::Callbacks {
+  queue_->post([tell]() -> CallQueue::Completion {
     tell();
     return {};
   });

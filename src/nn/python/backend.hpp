@@ -48,8 +48,9 @@ class Backend final : public c10d::Backend {
   /// A call that an exception ended before its first message counts as refused, after those that
   /// are posted: see lockstep::detail::Collective.
   void refuse(std::string operation, std::source_location where, std::string reason);
-  /// Ends calls under way and waits for the callbacks of futures.
-  void end_callbacks();
+  /// Ends calls under way, for peers with `failure` if it is not empty, and waits for the callbacks
+  /// of futures.
+  void end_callbacks(const std::string& failure);
 
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -227,16 +228,16 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   auto run = before_call(operation, site.where,
                          [&] { return prepare(context_of_call(operation, site.where)); });
   // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
-  queue_->post(
-      [this, operation, work, site, memory = std::move(memory), run = std::move(run)]() mutable {
-        std::exception_ptr error;
-        try {
-          run_on_group(operation, run, site);
-        } catch (...) {
-          error = std::current_exception();
-        }
-        return work->complete(error);
-      });
+  queue_->post([this, operation, work, site, memory = std::move(memory),
+                run = std::move(run)]() mutable -> CallQueue::Completion {
+    std::exception_ptr error;
+    try {
+      run_on_group(operation, run, site);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    return [work, error] { return work->complete(error); };
+  });
   return work;
 }
 

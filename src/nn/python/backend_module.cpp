@@ -60,7 +60,7 @@ void leave_all(const std::string& failure) {
   auto living = LivingBackends::all();
   for (const auto& backend : living) backend->leave(failure);
   // Python ends the threads that enter it later, in the midst of a destructor.
-  for (const auto& backend : living) backend->end_callbacks();
+  for (const auto& backend : living) backend->end_callbacks(failure);
   living.clear();
 }
 

@@ -25,7 +25,7 @@ void CallQueue::start_thread() {
   ++n_free_;
 }
 
-void CallQueue::post(std::function<Callbacks()> call) {
+void CallQueue::post(std::function<Completion()> call) {
   {
     const std::lock_guard lock(mutex_);
     if (n_free_ == 0) start_thread();
@@ -42,7 +42,9 @@ void CallQueue::wait_until_idle() {
 
 void CallQueue::wait_for_callbacks() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return is_idle() && n_free_ == static_cast<int>(threads_.size()); });
+  changed_.wait(lock, [this] {
+    return is_idle() && !is_calling_ && n_free_ == static_cast<int>(threads_.size());
+  });
 }
 
 void CallQueue::loop() {
@@ -50,19 +52,21 @@ void CallQueue::loop() {
   while (true) {
     changed_.wait(lock, [this] { return !is_calling_ && (is_closing_ || !calls_.empty()); });
     if (calls_.empty()) return;
-    std::function<Callbacks()> call = std::move(calls_.front());
+    std::function<Completion()> call = std::move(calls_.front());
     calls_.pop_front();
     is_calling_ = true;
     lock.unlock();
-    Callbacks callbacks;
+    Completion completion;
     {
       const std::lock_guard running(running_);
-      callbacks = call();
+      completion = call();
     }
     call = nullptr;
+    n_pending_.fetch_sub(1, std::memory_order_release);
+    Callbacks callbacks = completion ? completion() : Callbacks();
+    completion = nullptr;
     lock.lock();
     is_calling_ = false;
-    n_pending_.fetch_sub(1, std::memory_order_release);
     changed_.notify_all();
     if (!callbacks) continue;
     --n_free_;

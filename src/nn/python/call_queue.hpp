@@ -16,6 +16,7 @@ namespace lockstep::python {
 class CallQueue {
  public:
   using Callbacks = std::function<void()>;
+  using Completion = std::function<Callbacks()>;
 
   CallQueue() = default;
   ~CallQueue() { close(); }
@@ -24,9 +25,11 @@ class CallQueue {
 
   /// Runs what is posted, then ends the thread. Nothing may be posted from then on.
   void close() noexcept;
-  /// The call may not throw. It returns what to run next, beside later calls and perhaps waiting
-  /// for them, or an empty function.
-  void post(std::function<Callbacks()> call);
+  /// The call may not throw. It returns what tells of its end, or an empty function: that runs when
+  /// the queue counts the call as ended, so that a program which ends then has none under way. And
+  /// that returns what to run next, beside later calls and perhaps waiting for them, or an empty
+  /// function.
+  void post(std::function<Completion()> call);
   void wait_until_idle();
   /// Also until no callbacks run.
   void wait_for_callbacks();
@@ -50,10 +53,10 @@ class CallQueue {
   std::mutex running_;  // held by the thread that is in a call
   std::mutex mutex_;    // guards the members below
   std::condition_variable changed_;
-  std::deque<std::function<Callbacks()>> calls_;
+  std::deque<std::function<Completion()>> calls_;
   std::atomic<std::size_t> n_pending_{0};
   bool is_closing_ = false;
-  bool is_calling_ = false;  // one of the threads
+  bool is_calling_ = false;  // one of the threads, or telling of the end
   int n_free_ = 0;           // threads that are not in callbacks
   std::vector<std::thread> threads_;
 };
