@@ -30,6 +30,14 @@ class TimeLimit {
     if (end() == Clock::time_point::max()) return std::chrono::nanoseconds::max();
     return std::max<std::chrono::nanoseconds>(end() - Clock::now(), {});
   }
+  /// What is left, as the limit of a step of the call: at least a millisecond (unless the whole has
+  /// less), in which a step finds what has arrived.
+  std::chrono::milliseconds of_step() {
+    using std::chrono::milliseconds;
+    const std::chrono::nanoseconds left = this->left();
+    if (left == std::chrono::nanoseconds::max()) return limit_;
+    return std::max(std::chrono::ceil<milliseconds>(left), std::min(limit_, milliseconds(1)));
+  }
 
  private:
   std::chrono::milliseconds limit_;

@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "base/time_limit.hpp"
 #include "group/argument_checks.hpp"
 #include "group/calls.hpp"
 #include "group/step.hpp"
@@ -187,7 +188,7 @@ void GroupState::run(Call&& call, Deadline deadline, Use use) {
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
   const Busy busy{*this};
   if (has_worker_.load(std::memory_order_acquire) && !process_.is_copy() && !worker_->is_idle()) {
-    worker_->wait_until_idle();
+    wait_for_posted(call);
   }
   if (is_dead_.load(std::memory_order_acquire)) throw_death();
   sequence_.store(call.sequence, std::memory_order_relaxed);
@@ -234,13 +235,17 @@ Group Group::split(int color, int key, Where where) const {
   }
   std::shared_ptr<GroupState> child;
   state_->run({.op = Op::split, .where = where}, {}, [&](Engine& parent, const Call& call) {
+    base::TimeLimit limit(call.timeout);
+    (void)limit.end();
     auto engine = parent.split(call, color, key);
     child = std::make_shared<GroupState>(
         std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
         state_->timeout(), state_->recorder(), state_->check());
     child->share_async_groups(*state_);
     // All ranks have their part of the new groups, or this group ends and no rank has.
-    parent.run(barrier_of(call));
+    Call barrier = barrier_of(call);
+    barrier.timeout = limit.of_step();
+    parent.run(barrier);
   });
   return Group(std::move(child));
 }

@@ -13,6 +13,7 @@
 
 #include "base/marked_text.hpp"
 #include "base/text.hpp"
+#include "base/time_limit.hpp"
 #include "record/signature.hpp"
 
 namespace lockstep::internal {
@@ -203,7 +204,7 @@ void GroupState::tell_refusals() noexcept {
       if (is_idle()) {
         tell();
       } else {
-        worker_->post(tell);
+        worker_->post(tell, {.sequence = sequence_.load(std::memory_order_relaxed)});
       }
     } catch (const std::bad_alloc&) {
       abandon(refused.text);
@@ -218,6 +219,26 @@ bool GroupState::is_idle() const noexcept {
 
 void GroupState::wait_until_idle() {
   if (has_worker_.load(std::memory_order_acquire)) worker_->wait_until_idle();
+}
+
+void GroupState::wait_for_posted(Call& call) {
+  base::TimeLimit limit(call.timeout);
+  const std::optional<Worker::Label> pending = worker_->wait_until_idle(limit.left());
+  if (!pending) {
+    call.timeout = limit.of_step();
+    return;
+  }
+  const std::string text = fmt::format(
+      "rank {} waited {:g} s for its own {} #{}, posted at {}:{}, which has not ended", rank_,
+      std::chrono::duration<double>(call.timeout).count(), name_of(pending->op), pending->sequence,
+      base::base_name(pending->where.file_name()), pending->where.line());
+  abandon(text);
+  try {
+    throw TimeoutError(context_of(call, rank_), text);
+  } catch (const TimeoutError&) {
+    die();
+    throw;
+  }
 }
 
 bool GroupState::wait_for_one(std::chrono::nanoseconds at_most) {
@@ -265,16 +286,21 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Deadline deadli
       has_worker_.store(true, std::memory_order_release);
     }
   }
-  auto work = worker_->post([this, call]() mutable {
-    if (is_dead_.load(std::memory_order_acquire)) throw_death();
-    try {
-      track_.begin(call);
-      engine_->run(call);
-      track_.end(call);
-    } catch (...) {
-      fail(call);
-    }
-  });
+  base::TimeLimit limit(call.timeout);
+  (void)limit.end();  // it begins here
+  auto work = worker_->post(
+      [this, call, limit]() mutable {
+        if (is_dead_.load(std::memory_order_acquire)) throw_death();
+        call.timeout = limit.of_step();
+        try {
+          track_.begin(call);
+          engine_->run(call);
+          track_.end(call);
+        } catch (...) {
+          fail(call);
+        }
+      },
+      {.op = call.op, .sequence = call.sequence, .where = call.where});
   sequence_.store(call.sequence, std::memory_order_relaxed);
   return work;
 }

@@ -79,6 +79,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// Whether the worker has completed all posted calls.
   bool is_idle() const noexcept;
   void wait_until_idle();
+  /// As long as `call` may take; its timeout becomes what is left of it. If a posted call has not
+  /// ended by then, the group ends on all ranks, and this throws a TimeoutError that names it.
+  void wait_for_posted(Call& call);
   /// See Worker::wait_for_one.
   bool wait_for_one(std::chrono::nanoseconds at_most);
   /// See Session::retire. Does nothing if a thread is inside a call.

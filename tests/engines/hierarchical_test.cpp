@@ -303,21 +303,17 @@ TEST(HierarchicalTest, groups_across_and_inside_hosts) {
   }
 }
 
-/// Groups that are split off it are out of memory on rank 1.
-class OutOfMemory final : public Engine {
+/// Another engine, and what is split off it.
+class Forwarding : public Engine {
  public:
-  explicit OutOfMemory(std::unique_ptr<Engine> engine, bool is_split_off = false)
-      : engine_(std::move(engine)), is_split_off_(is_split_off) {}
+  explicit Forwarding(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}
   std::string_view name() const noexcept override { return engine_->name(); }
   int rank() const noexcept override { return engine_->rank(); }
   int size() const noexcept override { return engine_->size(); }
-  void run(const Call& call) override {
-    if (is_split_off_ && rank() == 1) throw std::bad_alloc();
-    engine_->run(call);
-  }
+  void run(const Call& call) override { engine_->run(call); }
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override {
     auto part = engine_->split(call, color, key);
-    return part ? std::make_unique<OutOfMemory>(std::move(part), color == 7) : nullptr;
+    return part ? wrap(std::move(part), color) : nullptr;
   }
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     return engine_->allocate(call);
@@ -327,9 +323,71 @@ class OutOfMemory final : public Engine {
   void leave(std::string_view failure) noexcept override { engine_->leave(failure); }
 
  private:
+  virtual std::unique_ptr<Engine> wrap(std::unique_ptr<Engine> part, int color) const = 0;
+
   std::unique_ptr<Engine> engine_;
+};
+
+/// Groups that are split off it are out of memory on rank 1.
+class OutOfMemory final : public Forwarding {
+ public:
+  explicit OutOfMemory(std::unique_ptr<Engine> engine, bool is_split_off = false)
+      : Forwarding(std::move(engine)), is_split_off_(is_split_off) {}
+  void run(const Call& call) override {
+    if (is_split_off_ && rank() == 1) throw std::bad_alloc();
+    Forwarding::run(call);
+  }
+
+ private:
+  std::unique_ptr<Engine> wrap(std::unique_ptr<Engine> part, int color) const override {
+    return std::make_unique<OutOfMemory>(std::move(part), color == 7);
+  }
+
   bool is_split_off_;
 };
+
+/// Notes the shortest limit of a call.
+class Timed final : public Forwarding {
+ public:
+  using Shortest = std::atomic<std::chrono::milliseconds>;
+
+  Timed(std::unique_ptr<Engine> engine, Shortest& shortest)
+      : Forwarding(std::move(engine)), shortest_(shortest) {}
+  void run(const Call& call) override {
+    for (auto old = shortest_.load();
+         call.timeout < old && !shortest_.compare_exchange_weak(old, call.timeout);) {
+    }
+    Forwarding::run(call);
+  }
+
+ private:
+  std::unique_ptr<Engine> wrap(std::unique_ptr<Engine> part, int /*color*/) const override {
+    return std::make_unique<Timed>(std::move(part), shortest_);
+  }
+
+  Shortest& shortest_;
+};
+
+TEST(HierarchicalTest, the_steps_of_a_call_share_its_limit) {
+  Timed::Shortest shortest;
+  run_hosts(
+      {0, 0, 2, 2},
+      [&](const Group& group) {
+        group.barrier();
+        shortest = std::chrono::hours(1);
+        group.barrier();
+        // In one of them at least the leaders wait for the other rank of their host.
+        for (int i = 0; i < 20; ++i) {
+          if (group.rank() % 2 == 1) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+          group.barrier(seconds(60));
+        }
+      },
+      [&](std::unique_ptr<Engine> outer) {
+        return std::make_unique<Timed>(std::move(outer), shortest);
+      });
+  // 0.7 s longer than what is left, so that the ranks of a late host report first.
+  EXPECT_LT(shortest.load(), std::chrono::milliseconds(60'700));
+}
 
 // The others wait in the new group, and not in one that they were in before.
 TEST(HierarchicalTest, a_rank_out_of_memory_in_a_split_ends_it_on_all_ranks) {

@@ -42,6 +42,27 @@ TEST(GroupTest, solo_outside_a_world) {
   EXPECT_EQ(data[1], 2);
 }
 
+// Its own, and not the one of the posted call, which is the group's: a minute.
+TEST(GroupTest, the_limit_of_a_call_covers_the_wait_for_posted_ones) {
+  const test::SharedCount n_given_up;
+  run_ranks(2, [&](int rank) {
+    const Group group = default_group();
+    if (rank == 1) {
+      EXPECT_TRUE(n_given_up.wait_for(1));
+      expect_contains(thrown<PeerFailed>([&] { group.barrier(); }),
+                      "rank 0 failed: rank 0 waited 0.1 s for its own barrier #1, posted at "
+                      "group_test.cpp:");
+      return;
+    }
+    Work posted = group.barrier_async();
+    expect_contains(thrown<TimeoutError>([&] { group.barrier(std::chrono::milliseconds(100)); }),
+                    "rank 0 waited 0.1 s for its own barrier #1, posted at group_test.cpp:");
+    EXPECT_THROW(posted.wait(), Error);
+    EXPECT_THROW(group.barrier(), TimeoutError);
+    n_given_up.raise();
+  });
+}
+
 TEST(GroupTest, null_data) {
   const Group group;
   expect_contains(thrown<UsageError>([&] {

@@ -49,31 +49,41 @@ class HierarchicalEngine final : public Engine {
     return levels_.outer->why_one_thread();
   }
   void run(const Call& call) override {
+    levels_.limit = base::TimeLimit(call.timeout);
     levels_.together([&] {
-      if (levels_.n_hosts() == 1) return levels_.run_within(call);
+      if (levels_.n_hosts() == 1) return levels_.within([&] { levels_.inner->run(call); }, call);
       run_over_hosts(levels_, call);
     });
   }
 
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override {
     std::unique_ptr<Engine> engine;
+    levels_.limit = base::TimeLimit(call.timeout);
     levels_.together([&] {
       levels_.compare(call);
-      auto outer = levels_.outer->split(call, color, key);
+      auto outer = levels_.outer->split(levels_.limited(call), color, key);
       try {
         std::vector<int> old;  // this group's leaders, by rank of the new group
         levels_.in_new_group(
-            [&] { old = gather_values(*outer, call, levels_.topology.leader_of(rank())); }, call);
+            [&] {
+              old =
+                  gather_values(*outer, levels_.limited(call), levels_.topology.leader_of(rank()));
+            },
+            call);
         std::vector<int> hosts;  // the same as ranks of the new group
         for (const int host : old) {
           hosts.push_back(static_cast<int>(std::find(old.begin(), old.end(), host) - old.begin()));
         }
         std::unique_ptr<Engine> inner;
-        levels_.within([&] { inner = levels_.inner->split(call, color, /*key=*/outer->rank()); },
-                       call);
+        levels_.within(
+            [&] {
+              inner = levels_.inner->split(levels_.limited(call), color, /*key=*/outer->rank());
+            },
+            call);
         Topology topology(std::move(hosts), outer->rank());
         std::unique_ptr<Engine> between;
-        levels_.in_new_group([&] { between = leaders_of(*outer, topology, call); }, call);
+        levels_.in_new_group([&] { between = leaders_of(*outer, topology, levels_.limited(call)); },
+                             call);
         engine = std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
                                                       std::move(between), std::move(topology));
       } catch (const std::exception& error) {
@@ -86,8 +96,9 @@ class HierarchicalEngine final : public Engine {
 
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     std::unique_ptr<SharedMemory> memory;
+    levels_.limit = base::TimeLimit(call.timeout);
     levels_.together([&] {
-      levels_.within([&] { memory = levels_.inner->allocate(call); }, call);
+      levels_.within([&] { memory = levels_.inner->allocate(levels_.limited(call)); }, call);
       if (levels_.n_hosts() == 1) return;
       levels_.compare(call);
       levels_.run_within(barrier_of(call));  // until the leaders have compared

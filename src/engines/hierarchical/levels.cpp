@@ -85,6 +85,7 @@ void Levels::rethrow_from_new_group(const Error& error, const Call& call) const 
 }
 
 void Levels::run_between(Call call) {
+  call = limited(call);
   call.timeout += kReportTime;
   // The other ranks of this host wait for this one, which is not the late one if a host is late.
   shared::extend_deadline(*inner, call.timeout + kPatience);
@@ -97,6 +98,7 @@ void Levels::run_between(Call call) {
 }
 
 void Levels::run_outer(Call call) {
+  call = limited(call);
   call.timeout += kReportTime;
   shared::extend_deadline(*inner, call.timeout + kPatience);
   outer->run(call);
@@ -105,7 +107,7 @@ void Levels::run_outer(Call call) {
 
 void Levels::run_message(const Call& call) {
   shared::begin_elsewhere(*inner, call);
-  outer->run(call);
+  outer->run(limited(call));
   shared::end_elsewhere(*inner);
 }
 

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <chrono>
 #include <lockstep/engine.hpp>
 #include <lockstep/error.hpp>
 #include <memory>
 #include <string_view>
 
+#include "base/time_limit.hpp"
 #include "engines/hierarchical/topology.hpp"
 #include "group/step.hpp"
 
@@ -17,6 +19,8 @@ struct Levels {
   std::unique_ptr<Engine> inner;    ///< the ranks of this host
   std::unique_ptr<Engine> between;  ///< the leaders of all hosts; unused on the other ranks
   Topology topology;
+  /// Of the call that is under way: its steps share it.
+  base::TimeLimit limit{std::chrono::milliseconds::max()};
 
   int rank() const noexcept { return outer->rank(); }
   int n_ranks() const noexcept { return outer->size(); }
@@ -38,9 +42,14 @@ struct Levels {
     }
   }
 
+  /// A step of the call that is under way, with what is left of its limit.
+  Call limited(Call step) {
+    step.timeout = limit.of_step();
+    return step;
+  }
   /// Among the ranks of this host.
   void run_within(const Call& call) {
-    within([&] { inner->run(call); }, call);
+    within([&] { inner->run(limited(call)); }, call);
   }
   /// The same of `work` over `inner`.
   template <class Work>
