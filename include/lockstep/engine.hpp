@@ -75,13 +75,21 @@ struct Call {
   std::string_view group{};  ///< name of the group, for errors
   /// What errors call it, if not by its op: "init_dist" of the barrier of the ranks that join.
   std::string_view operation{};
-  std::uint64_t sequence = 0;  ///< number of the call in its group, from 1
-  std::chrono::milliseconds timeout{};
+  std::uint64_t sequence = 0;           ///< number of the call in its group, from 1
+  std::chrono::milliseconds timeout{};  ///< how long it may wait
+  /// The limit that the program gave, for errors, where `timeout` is what steps and the wait for
+  /// asynchronous calls have left of it; zero: the same.
+  std::chrono::milliseconds limit{};
   std::source_location where;
   /// If an engine issues this call as a step of another: that call, which ranks compare and report.
   const Call* parent_call = nullptr;
   /// See Engine::reports_progress; null: nothing to report.
   Progress* progress = nullptr;
+
+  /// The limit in seconds, for errors.
+  double limit_s() const {
+    return std::chrono::duration<double>(limit.count() > 0 ? limit : timeout).count();
+  }
 };
 
 /// The error context of one call.

@@ -125,66 +125,66 @@ class Group {
   void abandon(std::string_view reason) const noexcept;
 
   /// Returns when every rank has called it.
-  void barrier(Deadline deadline = {}, Where where = Where::current()) const;
+  void barrier(Timeout timeout = {}, Where where = Where::current()) const;
   /// data <- reduction of every rank's data. Same count, type and op on all ranks.
-  void all_reduce(const Elements& data, ReduceOp op = ReduceOp::sum, Deadline deadline = {},
+  void all_reduce(const Elements& data, ReduceOp op = ReduceOp::sum, Timeout timeout = {},
                   Where where = Where::current()) const;
   /// On dst: data <- reduction of every rank's data. On other ranks data is unchanged.
-  void reduce(const Elements& data, int dst = 0, ReduceOp op = ReduceOp::sum,
-              Deadline deadline = {}, Where where = Where::current()) const;
+  void reduce(const Elements& data, int dst = 0, ReduceOp op = ReduceOp::sum, Timeout timeout = {},
+              Where where = Where::current()) const;
   /// data <- src's data.
-  void broadcast(const Elements& data, int src = 0, Deadline deadline = {},
+  void broadcast(const Elements& data, int src = 0, Timeout timeout = {},
                  Where where = Where::current()) const;
   /// out <- every rank's in, in rank order: size() * in.count elements.
-  void all_gather(const ConstElements& in, const Elements& out, Deadline deadline = {},
+  void all_gather(const ConstElements& in, const Elements& out, Timeout timeout = {},
                   Where where = Where::current()) const;
   /// The same with counts[r] elements from rank r; counts has size() entries, same on all ranks.
   void all_gather(const ConstElements& in, const Elements& out, std::span<const std::size_t> counts,
-                  Deadline deadline = {}, Where where = Where::current()) const;
+                  Timeout timeout = {}, Where where = Where::current()) const;
   /// As all_gather, but only dst receives; on other ranks out is not used.
-  void gather(const ConstElements& in, const Elements& out, int dst = 0, Deadline deadline = {},
+  void gather(const ConstElements& in, const Elements& out, int dst = 0, Timeout timeout = {},
               Where where = Where::current()) const;
   void gather(const ConstElements& in, const Elements& out, std::span<const std::size_t> counts,
-              int dst = 0, Deadline deadline = {}, Where where = Where::current()) const;
+              int dst = 0, Timeout timeout = {}, Where where = Where::current()) const;
   /// out <- chunk rank() of src's in (size() equal chunks); on other ranks in is not used.
-  void scatter(const ConstElements& in, const Elements& out, int src = 0, Deadline deadline = {},
+  void scatter(const ConstElements& in, const Elements& out, int src = 0, Timeout timeout = {},
                Where where = Where::current()) const;
   /// out <- reduction over the ranks of chunk rank() of in.
   /// in: size() * out.count elements, rank-major; must not overlap out.
   void reduce_scatter(const ConstElements& in, const Elements& out, ReduceOp op = ReduceOp::sum,
-                      Deadline deadline = {}, Where where = Where::current()) const;
+                      Timeout timeout = {}, Where where = Where::current()) const;
   /// Chunk q of out <- chunk rank() of rank q's in. in, out: size() equal chunks, no overlap.
-  void all_to_all(const ConstElements& in, const Elements& out, Deadline deadline = {},
+  void all_to_all(const ConstElements& in, const Elements& out, Timeout timeout = {},
                   Where where = Where::current()) const;
   /// Matches a recv of the same count and type on dst, which is another rank. May return before the
   /// recv (eager) or wait for it (rendezvous). Messages between two ranks arrive in order.
-  void send(const ConstElements& data, int dst, Deadline deadline = {},
+  void send(const ConstElements& data, int dst, Timeout timeout = {},
             Where where = Where::current()) const;
-  void recv(const Elements& data, int src, Deadline deadline = {},
+  void recv(const Elements& data, int src, Timeout timeout = {},
             Where where = Where::current()) const;
 
   /// The asynchronous forms: the buffers belong to the operation until the Work has completed.
-  [[nodiscard]] Work barrier_async(Deadline deadline = {}, Where where = Where::current()) const;
+  [[nodiscard]] Work barrier_async(Timeout timeout = {}, Where where = Where::current()) const;
   [[nodiscard]] Work all_reduce_async(const Elements& data, ReduceOp op = ReduceOp::sum,
-                                      Deadline deadline = {}, Where where = Where::current()) const;
+                                      Timeout timeout = {}, Where where = Where::current()) const;
   [[nodiscard]] Work reduce_async(const Elements& data, int dst = 0, ReduceOp op = ReduceOp::sum,
-                                  Deadline deadline = {}, Where where = Where::current()) const;
-  [[nodiscard]] Work broadcast_async(const Elements& data, int src = 0, Deadline deadline = {},
+                                  Timeout timeout = {}, Where where = Where::current()) const;
+  [[nodiscard]] Work broadcast_async(const Elements& data, int src = 0, Timeout timeout = {},
                                      Where where = Where::current()) const;
   [[nodiscard]] Work all_gather_async(const ConstElements& in, const Elements& out,
-                                      Deadline deadline = {}, Where where = Where::current()) const;
+                                      Timeout timeout = {}, Where where = Where::current()) const;
   [[nodiscard]] Work gather_async(const ConstElements& in, const Elements& out, int dst = 0,
-                                  Deadline deadline = {}, Where where = Where::current()) const;
+                                  Timeout timeout = {}, Where where = Where::current()) const;
   [[nodiscard]] Work scatter_async(const ConstElements& in, const Elements& out, int src = 0,
-                                   Deadline deadline = {}, Where where = Where::current()) const;
+                                   Timeout timeout = {}, Where where = Where::current()) const;
   [[nodiscard]] Work reduce_scatter_async(const ConstElements& in, const Elements& out,
-                                          ReduceOp op = ReduceOp::sum, Deadline deadline = {},
+                                          ReduceOp op = ReduceOp::sum, Timeout timeout = {},
                                           Where where = Where::current()) const;
   [[nodiscard]] Work all_to_all_async(const ConstElements& in, const Elements& out,
-                                      Deadline deadline = {}, Where where = Where::current()) const;
-  [[nodiscard]] Work send_async(const ConstElements& data, int dst, Deadline deadline = {},
+                                      Timeout timeout = {}, Where where = Where::current()) const;
+  [[nodiscard]] Work send_async(const ConstElements& data, int dst, Timeout timeout = {},
                                 Where where = Where::current()) const;
-  [[nodiscard]] Work recv_async(const Elements& data, int src, Deadline deadline = {},
+  [[nodiscard]] Work recv_async(const Elements& data, int src, Timeout timeout = {},
                                 Where where = Where::current()) const;
 
   /// Whether both are handles of the same group, not merely groups of the same ranks.

@@ -119,7 +119,7 @@ struct ObjectCall {
   ObjectOp op;
   const std::type_info& type;
   const Group& group;
-  TimeLeft deadline;  ///< for all collectives of the call together
+  TimeLeft timeout;  ///< for all collectives of the call together
   Where where;
   int root = -1;
   std::uint64_t agreed = 0;
@@ -194,7 +194,7 @@ void collect_results(const ObjectCall& call, const std::filesystem::path* tmpdir
 template <class T>
 std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
                                               const std::filesystem::path* tmpdir,
-                                              const Group& group, Deadline deadline, Where where) {
+                                              const Group& group, Timeout timeout, Where where) {
   std::vector<T> all;
   const Results results{
       .n_mine = part.size(),
@@ -223,7 +223,7 @@ std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::s
   collect_results({.op = ObjectOp::collect_results,
                    .type = typeid(T),
                    .group = group,
-                   .deadline = deadline,
+                   .timeout = timeout,
                    .where = where,
                    .root = 0,
                    .agreed = size,
@@ -267,12 +267,12 @@ concept Dict = std::same_as<typename D::key_type, std::string> && requires {
 /// Returns every rank's object, indexed by rank, on every rank.
 template <class T>
 std::vector<T> all_gather_object(const T& object, const Group& group = default_group(),
-                                 Deadline deadline = {}, Where where = Where::current()) {
+                                 Timeout timeout = {}, Where where = Where::current()) {
   detail::check_object<T>();
   detail::ObjectCall call{.op = detail::ObjectOp::all_gather_object,
                           .type = typeid(T),
                           .group = group,
-                          .deadline = deadline,
+                          .timeout = timeout,
                           .where = where};
   detail::Bytes mine;
   detail::prepare(call, [&] { detail::encode(mine, object); });
@@ -288,13 +288,12 @@ detail::ObjectsOfArrays<T> all_gather_object(const T (&)[N], Rest&&...) {
 template <class T>
 std::optional<std::vector<T>> gather_object(const T& object, int dst = 0,
                                             const Group& group = default_group(),
-                                            Deadline deadline = {},
-                                            Where where = Where::current()) {
+                                            Timeout timeout = {}, Where where = Where::current()) {
   detail::check_object<T>();
   detail::ObjectCall call{.op = detail::ObjectOp::gather_object,
                           .type = typeid(T),
                           .group = group,
-                          .deadline = deadline,
+                          .timeout = timeout,
                           .where = where,
                           .root = dst};
   detail::Bytes mine;
@@ -313,13 +312,13 @@ std::optional<detail::ObjectsOfArrays<T>> gather_object(const T (&)[N], Rest&&..
 template <class T>
 requires(!std::is_const_v<T>) void broadcast_object(T& object, int src = 0,
                                                     const Group& group = default_group(),
-                                                    Deadline deadline = {},
+                                                    Timeout timeout = {},
                                                     Where where = Where::current()) {
   detail::check_object<T>();
   detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object,
                           .type = typeid(T),
                           .group = group,
-                          .deadline = deadline,
+                          .timeout = timeout,
                           .where = where,
                           .root = src};
   detail::Bytes mine;
@@ -343,13 +342,13 @@ void broadcast_object(T&&, Rest&&...) {
 /// every rank throws MismatchError with the lengths.
 template <class T>
 void broadcast_object_list(std::vector<T>& objects, int src = 0,
-                           const Group& group = default_group(), Deadline deadline = {},
+                           const Group& group = default_group(), Timeout timeout = {},
                            Where where = Where::current()) {
   detail::check_object<T>();
   detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object_list,
                           .type = typeid(T),
                           .group = group,
-                          .deadline = deadline,
+                          .timeout = timeout,
                           .where = where,
                           .root = src,
                           .agreed = objects.size(),
@@ -384,10 +383,10 @@ requires(detail::NotWritable<R> || !detail::Vector<R>) void broadcast_object_lis
 template <class T>
 std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
                                               const Group& group = default_group(),
-                                              Deadline deadline = {},
+                                              Timeout timeout = {},
                                               Where where = Where::current()) {
   detail::check_object<T>();
-  return detail::collect_results(part, size, /*tmpdir=*/nullptr, group, deadline, where);
+  return detail::collect_results(part, size, /*tmpdir=*/nullptr, group, timeout, where);
 }
 
 /// The same out of core: the items are passed in one file per rank in `tmpdir`, an existing
@@ -398,10 +397,10 @@ template <class T>
 std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::size_t size,
                                               const std::filesystem::path& tmpdir,
                                               const Group& group = default_group(),
-                                              Deadline deadline = {},
+                                              Timeout timeout = {},
                                               Where where = Where::current()) {
   detail::check_object<T>();
-  return detail::collect_results(part, size, &tmpdir, group, deadline, where);
+  return detail::collect_results(part, size, &tmpdir, group, timeout, where);
 }
 
 template <class R, class... Rest>
@@ -436,14 +435,14 @@ requires(!detail::Dict<std::remove_cvref_t<D>> &&
 template <detail::Dict D>
 requires(!std::is_const_v<D>) void all_reduce_dict(D& dict, ReduceOp op = ReduceOp::sum,
                                                    const Group& group = default_group(),
-                                                   Deadline deadline = {},
+                                                   Timeout timeout = {},
                                                    Where where = Where::current()) {
   using Value = detail::DictValue<typename D::mapped_type>;
   using Element = typename Value::Element;
   const detail::ObjectCall call{.op = detail::ObjectOp::all_reduce_dict,
                                 .type = typeid(typename D::mapped_type),
                                 .group = group,
-                                .deadline = deadline,
+                                .timeout = timeout,
                                 .where = where};
   std::vector<typename D::pointer> sorted;  // by key: unordered_map order may differ per rank
   std::size_t n_elements = 0;
@@ -462,7 +461,7 @@ requires(!std::is_const_v<D>) void all_reduce_dict(D& dict, ReduceOp op = Reduce
     next = std::copy(elements.begin(), elements.end(), next);
   }
   detail::check_dicts(call, entries, op);
-  all_reduce(std::span<Element>(flat.get(), n_elements), op, group, call.deadline, where);
+  all_reduce(std::span<Element>(flat.get(), n_elements), op, group, call.timeout, where);
   next = flat.get();
   for (auto* const entry : sorted) {
     const auto elements = Value::elements(entry->second);

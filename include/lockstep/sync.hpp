@@ -45,7 +45,7 @@ class FutureGate {
   void begin_put(std::source_location where);
   void end_put() noexcept;
   void cancel_put() noexcept;
-  void begin_get(Deadline deadline, std::source_location where);
+  void begin_get(Timeout timeout, std::source_location where);
   void end_get() noexcept;
   bool is_full() const noexcept;
 
@@ -67,7 +67,7 @@ class SlaveEnd {
   ~SlaveEnd();
 
   int id() const noexcept;
-  Parcel run(Parcel message, Deadline deadline, std::source_location where);
+  Parcel run(Parcel message, Timeout timeout, std::source_location where);
   void fail(const std::exception_ptr& error, std::source_location where);
 
  private:
@@ -87,7 +87,7 @@ class MasterEnd {
 
   SlaveEnd register_slave(int id, std::source_location where);
   void clear_slaves(std::source_location where);
-  Parcel run(Parcel message, Deadline deadline, std::source_location where);
+  Parcel run(Parcel message, Timeout timeout, std::source_location where);
   void fail(const std::exception_ptr& error, std::source_location where);
   int nr_slaves() const;
 
@@ -136,10 +136,10 @@ class FutureResult {
   /// Whether a get would return at once, unless another thread gets first. Never waits.
   bool ready() const noexcept { return gate_.is_full(); }
 
-  /// Waits for a put and takes its value; without a deadline, waits at most 5 minutes.
+  /// Waits for a put and takes its value; without a timeout, waits at most 5 minutes.
   /// Throws TimeoutError, and the exception given to fail.
-  T get(Deadline deadline = {}, Where where = Where::current()) {
-    gate_.begin_get(deadline, where);
+  T get(Timeout timeout = {}, Where where = Where::current()) {
+    gate_.begin_get(timeout, where);
     struct Emptied {
       FutureResult& result;
       ~Emptied() {
@@ -176,9 +176,9 @@ class SlavePipe {
 
   /// Contributes the message to the slave's next round and waits for the reply.
   /// Throws the round's error, see SyncMaster; at once if the round has already failed.
-  Reply run_slave(Message message, Deadline deadline = {}, Where where = Where::current()) {
+  Reply run_slave(Message message, Timeout timeout = {}, Where where = Where::current()) {
     return detail::unpack<Reply>(
-        end_.run(std::make_shared<Message>(std::move(message)), deadline, where));
+        end_.run(std::make_shared<Message>(std::move(message)), timeout, where));
   }
 
   /// Called instead of run_slave: the round fails with PeerFailed, which carries the error's text,
@@ -207,7 +207,7 @@ struct ReplyTo {
 
 /// Of SyncMaster.
 struct SyncMasterOptions {
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< of a call without a deadline
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);  ///< of a call without a timeout
 };
 
 /// Threads of one process that exchange messages in rounds: one master (id 0) and its slaves.
@@ -219,7 +219,7 @@ struct SyncMasterOptions {
 ///
 /// A round that fails, fails for all: waiting participants get the error at once, the others from
 /// their call for that round, without waiting. Later rounds are not affected.
-/// - TimeoutError: a deadline passed; names the missing ids
+/// - TimeoutError: a call's time ran out; names the missing ids
 /// - PeerLost: a pipe or the SyncMaster was destroyed, or the slaves were registered anew
 /// - PeerFailed: a participant failed, or the callback threw (run_master rethrows the original)
 /// - UsageError: the callback's replies lack an id, or have a duplicate or unknown one
@@ -258,9 +258,9 @@ class SyncMaster {
 
   /// Contributes the master's message to its next round, waits for the slaves, runs the callback
   /// and returns the master's reply. The callback itself has no time limit.
-  Reply run_master(Message message, Deadline deadline = {}, Where where = Where::current()) {
+  Reply run_master(Message message, Timeout timeout = {}, Where where = Where::current()) {
     return detail::unpack<Reply>(
-        end_.run(std::make_shared<Message>(std::move(message)), deadline, where));
+        end_.run(std::make_shared<Message>(std::move(message)), timeout, where));
   }
 
   /// Called instead of run_master: the round fails with PeerFailed, which carries the error's text,

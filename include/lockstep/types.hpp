@@ -173,7 +173,6 @@ class Timeout {
 
   std::chrono::milliseconds limit_ = kNone;  // one word, because every call passes one
 };
-using Deadline = Timeout;  ///< former name of Timeout
 
 // --- conversions ----------------------------------------------------------------------------
 

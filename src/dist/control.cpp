@@ -80,20 +80,20 @@ class Hold {
 namespace {
 
 /// Sends rank 0's text to all ranks; empty if f succeeded.
-std::string share_failure(std::string text, const Group& group, const TimeLeft& deadline,
+std::string share_failure(std::string text, const Group& group, const TimeLeft& timeout,
                           std::source_location where) {
   auto n_bytes = static_cast<std::int64_t>(text.size());
-  group.broadcast({.data = &n_bytes, .count = 1, .dtype = DType::i64}, /*src=*/0, deadline, where);
+  group.broadcast({.data = &n_bytes, .count = 1, .dtype = DType::i64}, /*src=*/0, timeout, where);
   if (n_bytes == 0) return text;
   text.resize(static_cast<std::size_t>(n_bytes));
   group.broadcast({.data = text.data(), .count = text.size(), .dtype = DType::u8}, /*src=*/0,
-                  deadline, where);
+                  timeout, where);
   return text;
 }
 
 }  // namespace
 
-void run_first(First function, const std::function<void()>& f, const Group& group, Deadline limit,
+void run_first(First function, const std::function<void()>& f, const Group& group, Timeout limit,
                std::source_location where) {
   Hold::refuse_nesting(function, group, where);
   if (group.rank() != 0) {

@@ -169,7 +169,7 @@ static Call allocate_call(GroupState& group, std::size_t n_bytes, std::source_lo
 
 /// Every blocking call, from top to bottom, after the checks of its arguments.
 template <class Use>
-void GroupState::run(Call&& call, Deadline deadline, Use use) {
+void GroupState::run(Call&& call, Timeout timeout, Use use) {
   // A plain load, and a store when the call begins: a locked addition takes as long as the rest.
   // Two threads that call or post at once, which is not allowed, may get the same number.
   call.group = name_;
@@ -178,7 +178,7 @@ void GroupState::run(Call&& call, Deadline deadline, Use use) {
   call.n_refused =
       is_pair(call.op) ? n_refused(call.op, call.root) : n_refused_.load(std::memory_order_relaxed);
   // Longer timeouts overflow nanosecond clocks.
-  call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
+  call.timeout = call.limit = std::min(timeout.or_else(timeout_), Timeout::never().or_else({}));
   // A fork of a rank is not a rank; in a group of one it is harmless.
   if (process_.is_copy() && size_ > 1) throw_copy(call);
   if (only_thread_ != std::thread::id() && only_thread_ != std::this_thread::get_id()) {
@@ -206,7 +206,7 @@ void GroupState::run(Call&& call, Deadline deadline, Use use) {
   }
 }
 
-template void GroupState::run(Call&& call, Deadline deadline, void (*use)(Engine&, const Call&));
+template void GroupState::run(Call&& call, Timeout timeout, void (*use)(Engine&, const Call&));
 
 }  // namespace internal
 
@@ -261,53 +261,52 @@ SharedBuffer Group::allocate(std::size_t n_bytes, Where where) const {
 
 void Group::abandon(std::string_view reason) const noexcept { state_->abandon(reason); }
 
-void Group::barrier(Deadline deadline, Where where) const {
-  state_->run({.op = Op::barrier, .where = where}, deadline);
+void Group::barrier(Timeout timeout, Where where) const {
+  state_->run({.op = Op::barrier, .where = where}, timeout);
 }
-void Group::all_reduce(const Elements& data, ReduceOp op, Deadline deadline, Where where) const {
-  state_->run(all_reduce_call(*state_, data, op, where), deadline);
+void Group::all_reduce(const Elements& data, ReduceOp op, Timeout timeout, Where where) const {
+  state_->run(all_reduce_call(*state_, data, op, where), timeout);
 }
-void Group::reduce(const Elements& data, int dst, ReduceOp op, Deadline deadline,
-                   Where where) const {
-  state_->run(reduce_call(*state_, data, dst, op, where), deadline);
+void Group::reduce(const Elements& data, int dst, ReduceOp op, Timeout timeout, Where where) const {
+  state_->run(reduce_call(*state_, data, dst, op, where), timeout);
 }
-void Group::broadcast(const Elements& data, int src, Deadline deadline, Where where) const {
-  state_->run(broadcast_call(*state_, data, src, where), deadline);
+void Group::broadcast(const Elements& data, int src, Timeout timeout, Where where) const {
+  state_->run(broadcast_call(*state_, data, src, where), timeout);
 }
-void Group::all_gather(const ConstElements& in, const Elements& out, Deadline deadline,
+void Group::all_gather(const ConstElements& in, const Elements& out, Timeout timeout,
                        Where where) const {
-  state_->run(gather_call(*state_, Op::all_gather, in, out, nullptr, /*dst=*/-1, where), deadline);
+  state_->run(gather_call(*state_, Op::all_gather, in, out, nullptr, /*dst=*/-1, where), timeout);
 }
 void Group::all_gather(const ConstElements& in, const Elements& out,
-                       std::span<const std::size_t> counts, Deadline deadline, Where where) const {
-  state_->run(gather_call(*state_, Op::all_gather, in, out, &counts, /*dst=*/-1, where), deadline);
+                       std::span<const std::size_t> counts, Timeout timeout, Where where) const {
+  state_->run(gather_call(*state_, Op::all_gather, in, out, &counts, /*dst=*/-1, where), timeout);
 }
-void Group::gather(const ConstElements& in, const Elements& out, int dst, Deadline deadline,
+void Group::gather(const ConstElements& in, const Elements& out, int dst, Timeout timeout,
                    Where where) const {
-  state_->run(gather_call(*state_, Op::gather, in, out, nullptr, dst, where), deadline);
+  state_->run(gather_call(*state_, Op::gather, in, out, nullptr, dst, where), timeout);
 }
 void Group::gather(const ConstElements& in, const Elements& out,
-                   std::span<const std::size_t> counts, int dst, Deadline deadline,
+                   std::span<const std::size_t> counts, int dst, Timeout timeout,
                    Where where) const {
-  state_->run(gather_call(*state_, Op::gather, in, out, &counts, dst, where), deadline);
+  state_->run(gather_call(*state_, Op::gather, in, out, &counts, dst, where), timeout);
 }
-void Group::scatter(const ConstElements& in, const Elements& out, int src, Deadline deadline,
+void Group::scatter(const ConstElements& in, const Elements& out, int src, Timeout timeout,
                     Where where) const {
-  state_->run(scatter_call(*state_, in, out, src, where), deadline);
+  state_->run(scatter_call(*state_, in, out, src, where), timeout);
 }
 void Group::reduce_scatter(const ConstElements& in, const Elements& out, ReduceOp op,
-                           Deadline deadline, Where where) const {
-  state_->run(reduce_scatter_call(*state_, in, out, op, where), deadline);
+                           Timeout timeout, Where where) const {
+  state_->run(reduce_scatter_call(*state_, in, out, op, where), timeout);
 }
-void Group::all_to_all(const ConstElements& in, const Elements& out, Deadline deadline,
+void Group::all_to_all(const ConstElements& in, const Elements& out, Timeout timeout,
                        Where where) const {
-  state_->run(all_to_all_call(*state_, in, out, where), deadline);
+  state_->run(all_to_all_call(*state_, in, out, where), timeout);
 }
-void Group::send(const ConstElements& data, int dst, Deadline deadline, Where where) const {
-  state_->run(send_call(*state_, data, dst, where), deadline);
+void Group::send(const ConstElements& data, int dst, Timeout timeout, Where where) const {
+  state_->run(send_call(*state_, data, dst, where), timeout);
 }
-void Group::recv(const Elements& data, int src, Deadline deadline, Where where) const {
-  state_->run(recv_call(*state_, data, src, where), deadline);
+void Group::recv(const Elements& data, int src, Timeout timeout, Where where) const {
+  state_->run(recv_call(*state_, data, src, where), timeout);
 }
 
 }  // namespace lockstep

@@ -204,7 +204,7 @@ void GroupState::tell_refusals() noexcept {
       if (is_idle()) {
         tell();
       } else {
-        worker_->post(tell, {.sequence = sequence_.load(std::memory_order_relaxed)});
+        worker_->post(tell, {.operation = "refused call", .where = refused.refusal.where});
       }
     } catch (const std::bad_alloc&) {
       abandon(refused.text);
@@ -223,15 +223,16 @@ void GroupState::wait_until_idle() {
 
 void GroupState::wait_for_posted(Call& call) {
   base::TimeLimit limit(call.timeout);
-  const std::optional<Worker::Label> pending = worker_->wait_until_idle(limit.left());
+  const std::optional<PostedCall> pending =
+      worker_->wait_until_idle(with_report_time(limit.left()));
   if (!pending) {
     call.timeout = limit.of_step();
     return;
   }
-  const std::string text = fmt::format(
-      "rank {} waited {:g} s for its own {} #{}, posted at {}:{}, which has not ended", rank_,
-      std::chrono::duration<double>(call.timeout).count(), name_of(pending->op), pending->sequence,
-      base::base_name(pending->where.file_name()), pending->where.line());
+  end_late(call, pending->waited_for(rank_, call.limit_s()));
+}
+
+void GroupState::end_late(const Call& call, const std::string& text) {
   abandon(text);
   try {
     throw TimeoutError(context_of(call, rank_), text);
@@ -266,14 +267,14 @@ void GroupState::throw_held(const Call& call) const {
                    "ranks wait and cannot participate; call it before or after");
 }
 
-std::shared_ptr<WorkState> GroupState::post(const Call& checked, Deadline deadline) {
+std::shared_ptr<WorkState> GroupState::post(const Call& checked, Timeout timeout) {
   Call call = checked;
   call.group = name_;
   call.check = check_;
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
   call.n_refused =
       is_pair(call.op) ? n_refused(call.op, call.root) : n_refused_.load(std::memory_order_relaxed);
-  call.timeout = std::min(deadline.or_else(timeout_), Deadline::never().or_else({}));
+  call.timeout = call.limit = std::min(timeout.or_else(timeout_), Timeout::never().or_else({}));
   if (process_.is_copy()) throw_copy(call);  // it has no worker, for any size
   // Otherwise the worker and a calling thread would use the engine concurrently.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
@@ -291,6 +292,11 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Deadline deadli
   auto work = worker_->post(
       [this, call, limit]() mutable {
         if (is_dead_.load(std::memory_order_acquire)) throw_death();
+        if (limit.left() <= std::chrono::nanoseconds::zero() && call.timeout.count() > 0) {
+          end_late(call, fmt::format("rank {} was in earlier asynchronous calls for the {:g} s of "
+                                     "this call's limit",
+                                     rank_, call.limit_s()));
+        }
         call.timeout = limit.of_step();
         try {
           track_.begin(call);
@@ -300,7 +306,7 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Deadline deadli
           fail(call);
         }
       },
-      {.op = call.op, .sequence = call.sequence, .where = call.where});
+      {.operation = name_of(call.op), .where = call.where});
   sequence_.store(call.sequence, std::memory_order_relaxed);
   return work;
 }
@@ -352,7 +358,7 @@ std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout, Err
                                  "for none",
                                  timeout.count()));
   }
-  return std::min(timeout, Deadline::never().or_else({}));
+  return std::min(timeout, Timeout::never().or_else({}));
 }
 
 }  // namespace lockstep::internal

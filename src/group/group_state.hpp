@@ -44,9 +44,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// for Engine::run. Any exception but UsageError makes the group dead; one that is no Error,
   /// which the engines of the peers cannot know of, is told to them.
   template <class Use = std::nullptr_t>
-  void run(Call&& call, Deadline deadline, Use use = nullptr);
+  void run(Call&& call, Timeout timeout, Use use = nullptr);
   /// The same on the worker thread.
-  std::shared_ptr<WorkState> post(const Call& checked, Deadline deadline);
+  std::shared_ptr<WorkState> post(const Call& checked, Timeout timeout);
 
   /// Until release(), calls on this group throw UsageError: this rank runs a function for which the
   /// other ranks wait. Waits for pending calls and throws as a call would.
@@ -82,6 +82,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// As long as `call` may take; its timeout becomes what is left of it. If a posted call has not
   /// ended by then, the group ends on all ranks, and this throws a TimeoutError that names it.
   void wait_for_posted(Call& call);
+  /// Ends the group on all ranks, here by a TimeoutError.
+  [[noreturn]] void end_late(const Call& call, const std::string& text);
   /// See Worker::wait_for_one.
   bool wait_for_one(std::chrono::nanoseconds at_most);
   /// See Session::retire. Does nothing if a thread is inside a call.

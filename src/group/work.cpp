@@ -8,14 +8,14 @@
 namespace lockstep {
 namespace internal {
 
-WorkHandle::WorkHandle(std::shared_ptr<GroupState> group, const Call& call, Deadline deadline)
+WorkHandle::WorkHandle(std::shared_ptr<GroupState> group, const Call& call, Timeout timeout)
     : group_(std::move(group)),
       n_exceptions_(std::uncaught_exceptions()),
-      state_(group_->post(call, deadline)) {}
+      state_(group_->post(call, timeout)) {}
 
 WorkHandle::~WorkHandle() {
   if (is_detached_.load(std::memory_order_relaxed) || process_.is_copy() || state_->done()) return;
-  if (std::uncaught_exceptions() > n_exceptions_) {
+  if (std::uncaught_exceptions() > n_exceptions_ && !group_->is_idle()) {
     group_->abandon("it left because of an exception with an asynchronous call under way");
   }
   state_->wait_until_done();

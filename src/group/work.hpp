@@ -12,7 +12,7 @@ namespace lockstep::internal {
 class WorkHandle {
  public:
   /// Posts the call: the call is not made without a handle that waits for it.
-  WorkHandle(std::shared_ptr<GroupState> group, const Call& call, Deadline deadline);
+  WorkHandle(std::shared_ptr<GroupState> group, const Call& call, Timeout timeout);
   /// Waits, unless detached. See Work.
   ~WorkHandle();
   WorkHandle(const WorkHandle&) = delete;

@@ -44,11 +44,11 @@ Worker::~Worker() {
   thread_.join();
 }
 
-std::shared_ptr<WorkState> Worker::post(std::function<void()> task, const Label& label) {
+std::shared_ptr<WorkState> Worker::post(std::function<void()> task, const PostedCall& call) {
   auto state = std::make_shared<WorkState>();
   {
     const std::lock_guard lock(mutex_);
-    tasks_.push_back({std::move(task), state, label});
+    tasks_.push_back({std::move(task), state, call});
     n_pending_.fetch_add(1, std::memory_order_relaxed);
   }
   changed_.notify_all();
@@ -60,7 +60,7 @@ void Worker::wait_until_idle() {
   changed_.wait(lock, [this] { return n_pending_.load(std::memory_order_relaxed) == 0; });
 }
 
-std::optional<Worker::Label> Worker::wait_until_idle(std::chrono::nanoseconds at_most) {
+std::optional<PostedCall> Worker::wait_until_idle(std::chrono::nanoseconds at_most) {
   if (at_most == std::chrono::nanoseconds::max()) {  // which wait_for adds to now
     wait_until_idle();
     return {};
@@ -71,7 +71,7 @@ std::optional<Worker::Label> Worker::wait_until_idle(std::chrono::nanoseconds at
     return {};
   }
   return n_pending_.load(std::memory_order_relaxed) > tasks_.size() ? current_
-                                                                    : tasks_.front().label;
+                                                                    : tasks_.front().call;
 }
 
 bool Worker::wait_for_one(std::chrono::nanoseconds at_most) {
@@ -91,7 +91,7 @@ void Worker::loop() {
       if (tasks_.empty()) return;
       task = std::move(tasks_.front());
       tasks_.pop_front();
-      current_ = task.label;
+      current_ = task.call;
     }
     std::exception_ptr error;
     try {
@@ -104,8 +104,8 @@ void Worker::loop() {
       // Release: a thread that sees the worker idle may use the engine. First: who has waited for
       // the last task sees it idle, and a program that ends then has no call under way.
       n_pending_.fetch_sub(1, std::memory_order_release);
+      task.state->finish(std::move(error));
     }
-    task.state->finish(std::move(error));
     changed_.notify_all();
   }
 }

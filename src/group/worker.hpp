@@ -3,16 +3,15 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
-#include <lockstep/types.hpp>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <source_location>
 #include <thread>
+
+#include "group/posted_call.hpp"
 
 namespace lockstep::internal {
 
@@ -41,18 +40,11 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  /// What a task runs, for errors.
-  struct Label {
-    Op op = Op::barrier;
-    std::uint64_t sequence = 0;
-    std::source_location where{};
-  };
-
-  std::shared_ptr<WorkState> post(std::function<void()> task, const Label& label);
+  std::shared_ptr<WorkState> post(std::function<void()> task, const PostedCall& call);
   bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
   void wait_until_idle();
   /// At most that long; returns the first task that is pending then.
-  std::optional<Label> wait_until_idle(std::chrono::nanoseconds at_most);
+  std::optional<PostedCall> wait_until_idle(std::chrono::nanoseconds at_most);
   /// Waits until one of the pending operations has ended; false: none is pending, or none has in
   /// that time.
   bool wait_for_one(std::chrono::nanoseconds at_most);
@@ -61,7 +53,7 @@ class Worker {
   struct Task {
     std::function<void()> run;
     std::shared_ptr<WorkState> state;
-    Label label;
+    PostedCall call;
   };
 
   void loop();
@@ -69,7 +61,7 @@ class Worker {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
-  Label current_;  // what runs, if any
+  PostedCall current_;  // what runs, if any
   bool is_closing_ = false;
   std::atomic<std::size_t> n_pending_{0};
   std::thread thread_;  // last: starts when the other members exist

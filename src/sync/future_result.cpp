@@ -55,8 +55,8 @@ void FutureGate::cancel_put() noexcept {
   base::futex_wake_all(state_, base::FutexScope::thread);
 }
 
-void FutureGate::begin_get(Deadline deadline, std::source_location where) {
-  const auto limit = deadline.or_else(kTimeout);
+void FutureGate::begin_get(Timeout timeout, std::source_location where) {
+  const auto limit = timeout.or_else(kTimeout);
   base::TimeLimit time_limit(limit);
   SpinTime spin_time;
   std::uint32_t state = state_.load(std::memory_order_relaxed);
@@ -76,7 +76,7 @@ void FutureGate::begin_get(Deadline deadline, std::source_location where) {
     if (!wait_for_change(state_, state | kAwaited, time_limit, spin_time, /*n_threads=*/2)) {
       throw TimeoutError(context("FutureResult::get", where),
                          fmt::format("no value was put within {} ms; check the thread that should "
-                                     "put it, or give a longer deadline",
+                                     "put it, or give a longer timeout",
                                      limit.count()));
     }
     state = state_.load(std::memory_order_relaxed);

@@ -31,7 +31,7 @@
 // What each side waits for: slaves wait for round_word_, which changes exactly when a round ends.
 // The master waits for master_word_, which changes when its round is complete or has ended. It runs
 // the callback without the lock and then checks that the round is still open (a slave whose
-// deadline passed may have failed it). Both words are read on arrival, under the lock, and change
+// limit passed may have failed it). Both words are read on arrival, under the lock, and change
 // only under it: no wake-up is lost, and each call waits for a single change.
 //
 // One set of participants suffices for all rounds: a participant's outcome (reply, failure) is
@@ -153,10 +153,10 @@ std::shared_ptr<Participant> Rendezvous::add(int id, std::source_location where)
   return participant;
 }
 
-Parcel Rendezvous::run_slave(Participant& participant, Parcel message, Deadline deadline,
+Parcel Rendezvous::run_slave(Participant& participant, Parcel message, Timeout timeout,
                              std::source_location where) {
   const InCall in_call(participant, where);
-  const auto limit = deadline.or_else(timeout_);
+  const auto limit = timeout.or_else(timeout_);
   base::TimeLimit time_limit(limit);
   const Ticket ticket = arrive(participant, std::move(message), where);
   if (!wait_for_change(round_word_, static_cast<std::uint32_t>(ticket.round), time_limit,
@@ -166,10 +166,10 @@ Parcel Rendezvous::run_slave(Participant& participant, Parcel message, Deadline 
   return take_outcome(participant, ticket.round, where);
 }
 
-Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callback,
-                              Deadline deadline, std::source_location where) {
+Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callback, Timeout timeout,
+                              std::source_location where) {
   const InCall in_call(master_, where);
-  const auto limit = deadline.or_else(timeout_);
+  const auto limit = timeout.or_else(timeout_);
   base::TimeLimit time_limit(limit);
   const Ticket ticket = arrive(master_, std::move(message), where);
   if (!wait_for_change(master_word_, ticket.master_word, time_limit, spin_time_,
@@ -281,13 +281,13 @@ void Rendezvous::time_out(const Participant& participant, std::uint64_t round,
                {.kind = Failure::Kind::timeout,
                 .text = fmt::format(
                     "all participants have arrived, but the master's callback did not return "
-                    "within {} ms of {}'s call; make it faster or give a longer deadline",
+                    "within {} ms of {}'s call; make it faster or give a longer timeout",
                     limit.count(), name_of(participant.id))});
     return;
   }
   std::string text = fmt::format(
       "missing within {} ms of {}'s call: {}; every participant must make the same number of "
-      "calls: register the slaves again if there are fewer, or give a longer deadline",
+      "calls: register the slaves again if there are fewer, or give a longer timeout",
       limit.count(), name_of(participant.id), missing());
   fail_round(std::move(lock), {.kind = Failure::Kind::timeout, .text = std::move(text)});
 }

@@ -44,9 +44,9 @@ class Rendezvous {
 
   /// Throws UsageError for an id that is below 1 or taken, and during run_master.
   std::shared_ptr<Participant> add(int id, std::source_location where);
-  Parcel run_slave(Participant& participant, Parcel message, Deadline deadline,
+  Parcel run_slave(Participant& participant, Parcel message, Timeout timeout,
                    std::source_location where);
-  Parcel run_master(Parcel message, const MasterEnd::Callback& callback, Deadline deadline,
+  Parcel run_master(Parcel message, const MasterEnd::Callback& callback, Timeout timeout,
                     std::source_location where);
   /// Ends the participant's next round, if still open, in place of a call.
   void fail(Participant& participant, const std::exception_ptr& error, std::source_location where);

@@ -35,10 +35,10 @@ SlaveEnd::~SlaveEnd() {
 
 int SlaveEnd::id() const noexcept { return participant_ ? participant_->id : -1; }
 
-Parcel SlaveEnd::run(Parcel message, Deadline deadline, std::source_location where) {
+Parcel SlaveEnd::run(Parcel message, Timeout timeout, std::source_location where) {
   if (!participant_)
     reject("run_slave", -1, where, "this SlavePipe is empty; use one returned by register_slave");
-  return rendezvous_->run_slave(*participant_, std::move(message), deadline, where);
+  return rendezvous_->run_slave(*participant_, std::move(message), timeout, where);
 }
 
 void SlaveEnd::fail(const std::exception_ptr& error, std::source_location where) {
@@ -73,8 +73,8 @@ void MasterEnd::clear_slaves(std::source_location where) {
   start_anew("clear_slaves", where);
 }
 
-Parcel MasterEnd::run(Parcel message, Deadline deadline, std::source_location where) {
-  return current()->run_master(std::move(message), callback_, deadline, where);
+Parcel MasterEnd::run(Parcel message, Timeout timeout, std::source_location where) {
+  return current()->run_master(std::move(message), callback_, timeout, where);
 }
 
 void MasterEnd::fail(const std::exception_ptr& error, std::source_location where) {

@@ -515,7 +515,7 @@ TEST(HierarchicalTest, a_message_between_hosts_leaves_the_limits_of_other_ranks)
     std::int64_t value = 1;
     const Elements whole{&value, 1, DType::i64};
     if (group.rank() == 0) group.recv(whole, 2);
-    if (group.rank() == 1) group.barrier(Deadline(std::chrono::milliseconds(200)));
+    if (group.rank() == 1) group.barrier(Timeout(std::chrono::milliseconds(200)));
     if (group.rank() == 2) {
       EXPECT_TRUE(n_given_up.wait_for(2)) << "rank 1 waits for longer than its limit";
       group.send(whole, 0);
@@ -538,7 +538,7 @@ TEST(HierarchicalTest, a_rank_that_waits_for_a_message_of_another_host_is_named_
     if (group.rank() == 2) {
       EXPECT_TRUE(n_given_up.wait_for(3));
     }
-    group.barrier(Deadline(std::chrono::milliseconds(500)));
+    group.barrier(Timeout(std::chrono::milliseconds(500)));
   });
   for (const std::string& text : texts) {
     EXPECT_NE(text.find("rank 0 waited 0.5 s for ranks 1, 2 of 3"), std::string::npos) << text;
@@ -560,7 +560,7 @@ TEST(HierarchicalTest, a_late_rank_is_named_on_all_hosts) {
       return;
     }
     try {
-      group.barrier(Deadline(std::chrono::milliseconds(300)));
+      group.barrier(Timeout(std::chrono::milliseconds(300)));
       ADD_FAILURE() << "no error";
     } catch (const TimeoutError& error) {
       // A level that records no calls of its own says nothing of them.
@@ -709,7 +709,7 @@ TEST_F(HierarchicalProcessTest, a_leader_stopped_between_hosts_is_late_at_the_li
       wait_until(ProcessState::sleeping);
       ::kill(leader, SIGSTOP);
       try {
-        group.broadcast(whole, /*src=*/0, Deadline(std::chrono::milliseconds(500)));
+        group.broadcast(whole, /*src=*/0, Timeout(std::chrono::milliseconds(500)));
         ADD_FAILURE() << "no error";
       } catch (const TimeoutError& error) {
         const std::string text = error.text();
@@ -744,7 +744,7 @@ TEST(HierarchicalTest, a_leader_that_waits_for_another_host_is_not_late) {
     } else {
       EXPECT_TRUE(test::wait_until_asleep(leader));
       waiting.raise();
-      group.all_reduce(whole, ReduceOp::sum, Deadline(kTimeout));
+      group.all_reduce(whole, ReduceOp::sum, Timeout(kTimeout));
     }
     EXPECT_EQ(sum, 4);
   });

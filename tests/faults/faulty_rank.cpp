@@ -214,7 +214,7 @@ void call(const std::string& operation, std::vector<double>& data) {
 }
 
 /// What the victim does where the others make one plain call; returns whether it made it already.
-bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline deadline,
+bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Timeout timeout,
                bool is_thread) {
   const lockstep::Group group = lockstep::default_group();
   const auto whole = std::span(data);
@@ -272,14 +272,14 @@ bool misbehave(const Plan& plan, std::vector<double>& data, lockstep::Deadline d
     call(plan.fault.substr(0, colon), data);
   }
   if (plan.fault == "op") {
-    lockstep::broadcast(whole, 0, group, deadline);
+    lockstep::broadcast(whole, 0, group, timeout);
   } else if (plan.fault == "count") {
-    lockstep::all_reduce(whole.first(data.size() - 1), lockstep::ReduceOp::sum, group, deadline);
+    lockstep::all_reduce(whole.first(data.size() - 1), lockstep::ReduceOp::sum, group, timeout);
   } else if (plan.fault == "type") {
     group.all_reduce({data.data(), data.size(), lockstep::DType::i64}, lockstep::ReduceOp::sum,
-                     deadline);
+                     timeout);
   } else if (plan.fault == "root") {
-    lockstep::broadcast(whole, 1, group, deadline);
+    lockstep::broadcast(whole, 1, group, timeout);
   }
   return true;
 }
@@ -296,10 +296,10 @@ void run_calls(const Plan& plan, bool is_thread) {
       lockstep::barrier();
     }
   }
-  lockstep::Deadline deadline;
-  if (plan.is_any({"slow", "stop", "cut"})) deadline = kDeadline;
+  lockstep::Timeout timeout;
+  if (plan.is_any({"slow", "stop", "cut"})) timeout = kDeadline;
   if (plan.fault == "alike") refuse_calls();
-  const bool is_done = is_victim && misbehave(plan, data, deadline, is_thread);
+  const bool is_done = is_victim && misbehave(plan, data, timeout, is_thread);
   const bool is_next = group.rank() == (plan.victim + 1) % group.size();
   if (plan.is_any({"kill", "stop", "exit"}) && plan.place == "in" && is_next) wait_for_fault(plan);
   // All ranks share the container's memory: whoever asks first fails.
@@ -311,16 +311,16 @@ void run_calls(const Plan& plan, bool is_thread) {
     } else if (plan.is_any({"limit", "container"})) {
       static_cast<void>(group.allocate(plan.fault == "limit" ? 64U << 20U : 1U << 30U));
     } else if (plan.fault == "root") {
-      lockstep::broadcast(data, 0, group, deadline);
+      lockstep::broadcast(data, 0, group, timeout);
     } else if (plan.n_memory() != 0) {
       allocate_in_calls(is_victim ? plan.n_memory() : 0);
     } else if (plan.n_steps() != 0) {
-      for (;;) lockstep::all_reduce(data, lockstep::ReduceOp::sum, group, deadline);
+      for (;;) lockstep::all_reduce(data, lockstep::ReduceOp::sum, group, timeout);
     } else {
-      lockstep::all_reduce(data, lockstep::ReduceOp::sum, group, deadline);
+      lockstep::all_reduce(data, lockstep::ReduceOp::sum, group, timeout);
     }
   }
-  lockstep::barrier(group, deadline);
+  lockstep::barrier(group, timeout);
 }
 
 /// Runs it and reports; only what the plan has the victim throw comes out.

@@ -50,15 +50,33 @@ TEST(GroupTest, the_limit_of_a_call_covers_the_wait_for_posted_ones) {
     if (rank == 1) {
       EXPECT_TRUE(n_given_up.wait_for(1));
       expect_contains(thrown<PeerFailed>([&] { group.barrier(); }),
-                      "rank 0 failed: rank 0 waited 0.1 s for its own barrier #1, posted at "
+                      "rank 0 failed: rank 0 waited 0.1 s for its own barrier, posted at "
                       "group_test.cpp:");
       return;
     }
     Work posted = group.barrier_async();
     expect_contains(thrown<TimeoutError>([&] { group.barrier(std::chrono::milliseconds(100)); }),
-                    "rank 0 waited 0.1 s for its own barrier #1, posted at group_test.cpp:");
+                    "rank 0 waited 0.1 s for its own barrier, posted at group_test.cpp:");
     EXPECT_THROW(posted.wait(), Error);
     EXPECT_THROW(group.barrier(), TimeoutError);
+    n_given_up.raise();
+  });
+}
+
+// The posted call's error is the one that names it.
+TEST(GroupTest, a_rank_late_for_a_posted_call_is_named_where_the_next_call_waits_for_it) {
+  const test::SharedCount n_given_up;
+  run_ranks(3, [&](int rank) {
+    const Group group = default_group();
+    const std::chrono::milliseconds limit(300);
+    if (rank == 2) {
+      EXPECT_TRUE(n_given_up.wait_for(2));
+      return;
+    }
+    Work posted = group.barrier_async(limit);
+    expect_contains(thrown<TimeoutError>([&] { group.barrier(limit); }),
+                    "waited 0.3 s for rank 2 of 3");
+    EXPECT_THROW(posted.wait(), TimeoutError);
     n_given_up.raise();
   });
 }

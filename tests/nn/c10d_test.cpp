@@ -95,7 +95,7 @@ TEST(C10dTest, who_waits_only_for_a_rank_that_failed_with_another_is_notified) {
       // Alive, so that the connection to it says nothing.
       EXPECT_EQ(::read(pipe[0], &done, 1), 1);
     } else {
-      expect_error<PeerFailed>([&] { world.recv(whole, 1, Deadline(5s)); },
+      expect_error<PeerFailed>([&] { world.recv(whole, 1, Timeout(5s)); },
                                "rank 2 failed: no more sheets");
       EXPECT_EQ(::write(pipe[1], &done, 1), 1);
     }
@@ -125,7 +125,7 @@ void kill_while_it_notifies(int n_messages) {
       // It has the beginning of control messages and a closed connection.
       expect_error<Error>([&] { firsts[0].recv(whole, 1); }, "rank 1 ");
       n_done.raise();
-      expect_error<PeerFailed>([&] { second.recv(whole, 2, Deadline(20s)); },
+      expect_error<PeerFailed>([&] { second.recv(whole, 2, Timeout(20s)); },
                                "rank 2 failed: no more sheets");
       n_done.raise();
     } else if (get_rank() == 1) {
@@ -389,7 +389,7 @@ TEST(C10dTest, a_rank_that_leaves_and_keeps_its_connections_ends_the_calls_that_
         EXPECT_TRUE(n_told.wait_for(2));
         return;
       }
-      expect_error<Error>([&] { kept.barrier(Deadline::never()); },
+      expect_error<Error>([&] { kept.barrier(Timeout::never()); },
                           reason.empty() ? "rank 1 left" : "rank 1 failed: no more sheets");
       n_told.raise();
     });

@@ -563,7 +563,7 @@ TEST(JoinTest, a_timeout_without_it_tells_of_it) {
     const Tensor x = at::ones({4, 2});
     try {
       for (int i = 0; i < 3 - rank; ++i) model(x).sum().backward();
-      barrier(default_group(), Deadline(testing::kWatchdog));
+      barrier(default_group(), Timeout(testing::kWatchdog));
     } catch (const TimeoutError& error) {
       if (rank == 0) what = error.what();
       throw;
@@ -586,7 +586,7 @@ TEST(JoinTest, a_timeout_of_the_constructor_does_not_tell_of_it) {
       if (rank == 0) {
         const DistributedDataParallel model(Linear(2, 2));
       }
-      barrier(other, Deadline(testing::kWatchdog));
+      barrier(other, Timeout(testing::kWatchdog));
     } catch (const TimeoutError& error) {
       if (rank == 0) what = error.what();
       throw;

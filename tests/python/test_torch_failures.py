@@ -46,6 +46,39 @@ def test_errors_of_async_calls(run_torch):
     )
 
 
+def test_the_limit_of_a_call_covers_the_wait_for_posted_ones(run_torch):
+    run_torch(
+        2,
+        """
+        import datetime, lockstep as ls
+        options = dist.AllreduceOptions()
+        options.timeout = datetime.timedelta(milliseconds=200)
+        options.asyncOp = False
+        said = "rank 0 waited 0.2 s for its own all_reduce, posted at program.py:8, which has not ended"
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            try:
+                dist.group.WORLD.allreduce([torch.ones(1)], options)
+                raise AssertionError
+            except ls.TimeoutError as error:
+                assert said in str(error) and error.lineno == 10, error
+            open("over", "w").close()
+            try:
+                work.wait()
+                raise AssertionError
+            except ls.PeerFailed:
+                pass
+        else:
+            while not os.path.exists("over"): time.sleep(0.01)
+            try:
+                dist.barrier()
+                raise AssertionError
+            except ls.PeerFailed as error:
+                assert said in str(error), error
+        """,
+    )
+
+
 def test_a_late_rank_is_named(run_torch):
     run_torch(
         2,

@@ -148,14 +148,14 @@ class Batch {
     const Round& round = at(r);
     const std::string culprit = "slave " + std::to_string(round.culprit);
     const std::string planned = Planned(r).what();
-    Deadline deadline = Deadline(60s);  // only a hang takes as long
+    Timeout timeout = Timeout(60s);  // only a hang takes as long
     const bool is_short = (round.fault == Fault::slave_is_late && id == round.watcher) ||
                           (round.fault == Fault::callback_is_slow && id == round.culprit);
-    if (is_short) deadline = Deadline(1ms);
+    if (is_short) timeout = Timeout(1ms);
     std::string got;
     std::string text;
     try {
-      text = call(std::make_unique<Message>(r, id), deadline);
+      text = call(std::make_unique<Message>(r, id), timeout);
       got = "reply";
     } catch (const TimeoutError& error) {
       got = "TimeoutError";
@@ -200,8 +200,8 @@ class Batch {
       master.fail(std::make_exception_ptr(Planned(r)));
       return;
     }
-    expect_planned(0, r, [&](auto message, Deadline deadline) {
-      return master.run_master(std::move(message), deadline);
+    expect_planned(0, r, [&](auto message, Timeout timeout) {
+      return master.run_master(std::move(message), timeout);
     });
   }
 
@@ -229,8 +229,8 @@ class Batch {
         case Fault::callback_is_slow: break;
       }
     }
-    expect_planned(id, r, [&](auto message, Deadline deadline) {
-      return pipe.run_slave(std::move(message), deadline);
+    expect_planned(id, r, [&](auto message, Timeout timeout) {
+      return pipe.run_slave(std::move(message), timeout);
     });
     return true;
   }

@@ -227,8 +227,7 @@ class FaultTest : public Test {
 
   // Runs a round in which these ids and the master take part, and gathers what E told each of them.
   template <class E>
-  std::vector<std::string> failing_round(const std::vector<int>& ids,
-                                         Deadline master_deadline = {}) {
+  std::vector<std::string> failing_round(const std::vector<int>& ids, Timeout master_timeout = {}) {
     std::vector<std::string> texts(ids.size() + 1);
     std::vector<std::jthread> slaves;
     for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -237,7 +236,7 @@ class FaultTest : public Test {
         texts[i + 1] = text_of<E>([&] { pipe(ids[i]).run_slave(1); });
       });
     }
-    texts[0] = text_of<E>([&] { master_.run_master(1, master_deadline); });
+    texts[0] = text_of<E>([&] { master_.run_master(1, master_timeout); });
     return texts;
   }
 
@@ -483,9 +482,9 @@ TEST(SyncMasterTest, deadline_never_waits_on) {
   auto pipe = master.register_slave(1);
   std::jthread slave([&, master_thread = ::gettid()] {
     EXPECT_TRUE(test::wait_until_asleep(master_thread));
-    EXPECT_EQ(pipe.run_slave(1, Deadline::never()), 201);
+    EXPECT_EQ(pipe.run_slave(1, Timeout::never()), 201);
   });
-  EXPECT_EQ(master.run_master(1, Deadline::never()), 200);
+  EXPECT_EQ(master.run_master(1, Timeout::never()), 200);
 }
 
 TEST(SyncMasterTest, errors_carry_their_context) {

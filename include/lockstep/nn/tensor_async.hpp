@@ -59,35 +59,35 @@ class [[nodiscard]] TensorsWork : private TensorWork {
 
 /// The asynchronous forms of tensor_ops.hpp.
 TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op = ReduceOp::sum,
-                            const Group& group = default_group(), Deadline deadline = {},
+                            const Group& group = default_group(), Timeout timeout = {},
                             std::source_location where = std::source_location::current());
 TensorWork reduce_async(const at::Tensor& data, int dst = 0, ReduceOp op = ReduceOp::sum,
-                        const Group& group = default_group(), Deadline deadline = {},
+                        const Group& group = default_group(), Timeout timeout = {},
                         std::source_location where = std::source_location::current());
 TensorWork broadcast_async(const at::Tensor& data, int src = 0,
-                           const Group& group = default_group(), Deadline deadline = {},
+                           const Group& group = default_group(), Timeout timeout = {},
                            std::source_location where = std::source_location::current());
 TensorsWork all_gather_async(const at::Tensor& data, const Group& group = default_group(),
-                             Deadline deadline = {},
+                             Timeout timeout = {},
                              std::source_location where = std::source_location::current());
 TensorsWork gather_async(const at::Tensor& data, int dst = 0, const Group& group = default_group(),
-                         Deadline deadline = {},
+                         Timeout timeout = {},
                          std::source_location where = std::source_location::current());
 TensorWork scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts, int src = 0,
-                         const Group& group = default_group(), Deadline deadline = {},
+                         const Group& group = default_group(), Timeout timeout = {},
                          std::source_location where = std::source_location::current());
 TensorWork reduce_scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts,
                                 ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
-                                Deadline deadline = {},
+                                Timeout timeout = {},
                                 std::source_location where = std::source_location::current());
 TensorsWork all_to_all_async(const std::vector<at::Tensor>& parts,
-                             const Group& group = default_group(), Deadline deadline = {},
+                             const Group& group = default_group(), Timeout timeout = {},
                              std::source_location where = std::source_location::current());
 TensorWork send_async(const at::Tensor& data, int dst, const Group& group = default_group(),
-                      Deadline deadline = {},
+                      Timeout timeout = {},
                       std::source_location where = std::source_location::current());
 TensorWork recv_async(const at::Tensor& data, int src, const Group& group = default_group(),
-                      Deadline deadline = {},
+                      Timeout timeout = {},
                       std::source_location where = std::source_location::current());
 
 }  // namespace lockstep::nn

@@ -34,8 +34,7 @@ consteval void refuse_const_tensor() {
 
 /// data <- reduction of every rank's data, on all ranks. Not recorded by autograd.
 void all_reduce(at::Tensor& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
-                Deadline deadline = {},
-                std::source_location where = std::source_location::current());
+                Timeout timeout = {}, std::source_location where = std::source_location::current());
 template <detail::ConstTensor T, class... Rest>
 void all_reduce(T&&, Rest&&...) {
   detail::refuse_const_tensor<T>();
@@ -43,8 +42,7 @@ void all_reduce(T&&, Rest&&...) {
 
 /// data <- src's data. Any element type: bytes are transferred.
 void broadcast(at::Tensor& data, int src = 0, const Group& group = default_group(),
-               Deadline deadline = {},
-               std::source_location where = std::source_location::current());
+               Timeout timeout = {}, std::source_location where = std::source_location::current());
 template <detail::ConstTensor T, class... Rest>
 void broadcast(T&&, Rest&&...) {
   detail::refuse_const_tensor<T>();
@@ -53,12 +51,12 @@ void broadcast(T&&, Rest&&...) {
 /// Returns every rank's data, indexed by rank: contiguous tensors of data's shape, which must be
 /// the same on all ranks. Any element type: bytes are transferred.
 std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group = default_group(),
-                                   Deadline deadline = {},
+                                   Timeout timeout = {},
                                    std::source_location where = std::source_location::current());
 
 /// On dst: data <- reduction of every rank's data. On other ranks data is unchanged.
 void reduce(at::Tensor& data, int dst = 0, ReduceOp op = ReduceOp::sum,
-            const Group& group = default_group(), Deadline deadline = {},
+            const Group& group = default_group(), Timeout timeout = {},
             std::source_location where = std::source_location::current());
 template <detail::ConstTensor T, class... Rest>
 void reduce(T&&, Rest&&...) {
@@ -67,13 +65,13 @@ void reduce(T&&, Rest&&...) {
 
 /// As all_gather, but only dst receives; returns an empty vector elsewhere.
 std::vector<at::Tensor> gather(const at::Tensor& data, int dst = 0,
-                               const Group& group = default_group(), Deadline deadline = {},
+                               const Group& group = default_group(), Timeout timeout = {},
                                std::source_location where = std::source_location::current());
 
 /// data <- parts[rank] of src: size() tensors of data's shape and type; not used on other ranks.
 /// Any element type: bytes are transferred.
 void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src = 0,
-             const Group& group = default_group(), Deadline deadline = {},
+             const Group& group = default_group(), Timeout timeout = {},
              std::source_location where = std::source_location::current());
 template <detail::ConstTensor T, class... Rest>
 void scatter(T&&, Rest&&...) {
@@ -83,7 +81,7 @@ void scatter(T&&, Rest&&...) {
 /// data <- reduction of every rank's parts[rank]: size() tensors of data's shape and type.
 void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts,
                     ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
-                    Deadline deadline = {},
+                    Timeout timeout = {},
                     std::source_location where = std::source_location::current());
 template <detail::ConstTensor T, class... Rest>
 void reduce_scatter(T&&, Rest&&...) {
@@ -93,13 +91,13 @@ void reduce_scatter(T&&, Rest&&...) {
 /// Returns, indexed by rank q, rank q's parts[this rank]. parts: size() tensors of one shape and
 /// type, the same on all ranks. Any element type: bytes are transferred.
 std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts,
-                                   const Group& group = default_group(), Deadline deadline = {},
+                                   const Group& group = default_group(), Timeout timeout = {},
                                    std::source_location where = std::source_location::current());
 
 /// To and from another rank. The receiver's tensor must have the sender's type and element count.
 void send(const at::Tensor& data, int dst, const Group& group = default_group(),
-          Deadline deadline = {}, std::source_location where = std::source_location::current());
-void recv(at::Tensor& data, int src, const Group& group = default_group(), Deadline deadline = {},
+          Timeout timeout = {}, std::source_location where = std::source_location::current());
+void recv(at::Tensor& data, int src, const Group& group = default_group(), Timeout timeout = {},
           std::source_location where = std::source_location::current());
 template <detail::ConstTensor T, class... Rest>
 void recv(T&&, Rest&&...) {

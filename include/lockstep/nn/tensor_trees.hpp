@@ -233,28 +233,27 @@ concept TensorTree = detail::kHasTensors<T> && !(detail::Tree<T>::kHolds & detai
 /// The operations of tensor_ops.hpp on each tensor of a container, in its order.
 template <TensorTree T>
 void all_reduce(T& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
-                Deadline deadline = {},
+                Timeout timeout = {},
                 std::source_location where = std::source_location::current()) {
-  detail::for_each_tensor(data, [&](at::Tensor& t) { all_reduce(t, op, group, deadline, where); });
+  detail::for_each_tensor(data, [&](at::Tensor& t) { all_reduce(t, op, group, timeout, where); });
 }
 template <TensorTree T>
 void reduce(T& data, int dst = 0, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
-            Deadline deadline = {}, std::source_location where = std::source_location::current()) {
-  detail::for_each_tensor(data, [&](at::Tensor& t) { reduce(t, dst, op, group, deadline, where); });
+            Timeout timeout = {}, std::source_location where = std::source_location::current()) {
+  detail::for_each_tensor(data, [&](at::Tensor& t) { reduce(t, dst, op, group, timeout, where); });
 }
 template <TensorTree T>
-void broadcast(T& data, int src = 0, const Group& group = default_group(), Deadline deadline = {},
+void broadcast(T& data, int src = 0, const Group& group = default_group(), Timeout timeout = {},
                std::source_location where = std::source_location::current()) {
-  detail::for_each_tensor(data, [&](at::Tensor& t) { broadcast(t, src, group, deadline, where); });
+  detail::for_each_tensor(data, [&](at::Tensor& t) { broadcast(t, src, group, timeout, where); });
 }
 /// Returns, indexed by rank, this rank's container with that rank's tensors.
 template <TensorTree T>
-std::vector<T> all_gather(const T& data, const Group& group = default_group(),
-                          Deadline deadline = {},
+std::vector<T> all_gather(const T& data, const Group& group = default_group(), Timeout timeout = {},
                           std::source_location where = std::source_location::current()) {
   detail::TensorsOfTrees gathered;
   for (const at::Tensor& tensor : detail::tensors_of(data)) {
-    gathered.push_back(all_gather(tensor, group, deadline, where));
+    gathered.push_back(all_gather(tensor, group, timeout, where));
   }
   return detail::with_tensors(std::vector<T>(static_cast<std::size_t>(group.size()), data),
                               gathered);
@@ -262,11 +261,11 @@ std::vector<T> all_gather(const T& data, const Group& group = default_group(),
 /// As all_gather, but only dst receives; returns an empty vector elsewhere.
 template <TensorTree T>
 std::vector<T> gather(const T& data, int dst = 0, const Group& group = default_group(),
-                      Deadline deadline = {},
+                      Timeout timeout = {},
                       std::source_location where = std::source_location::current()) {
   detail::TensorsOfTrees gathered;
   for (const at::Tensor& tensor : detail::tensors_of(data)) {
-    gathered.push_back(gather(tensor, dst, group, deadline, where));
+    gathered.push_back(gather(tensor, dst, group, timeout, where));
   }
   if (group.rank() != dst) return {};
   return detail::with_tensors(std::vector<T>(static_cast<std::size_t>(group.size()), data),
@@ -275,7 +274,7 @@ std::vector<T> gather(const T& data, int dst = 0, const Group& group = default_g
 /// The tensors of data <- those of src's parts[rank]; parts is not used on other ranks.
 template <TensorTree T>
 void scatter(T& data, const std::vector<T>& parts, int src = 0,
-             const Group& group = default_group(), Deadline deadline = {},
+             const Group& group = default_group(), Timeout timeout = {},
              std::source_location where = std::source_location::current()) {
   const auto mine = detail::tensors_of(data);
   detail::TensorsOfTrees by_tensor(mine.size());
@@ -285,50 +284,50 @@ void scatter(T& data, const std::vector<T>& parts, int src = 0,
   }
   auto next = by_tensor.begin();
   detail::for_each_tensor(data,
-                          [&](at::Tensor& t) { scatter(t, *next++, src, group, deadline, where); });
+                          [&](at::Tensor& t) { scatter(t, *next++, src, group, timeout, where); });
 }
 /// The tensors of data <- reductions over the ranks of those of parts[rank].
 template <TensorTree T>
 void reduce_scatter(T& data, const std::vector<T>& parts, ReduceOp op = ReduceOp::sum,
-                    const Group& group = default_group(), Deadline deadline = {},
+                    const Group& group = default_group(), Timeout timeout = {},
                     std::source_location where = std::source_location::current()) {
   const auto by_tensor = detail::parts_by_tensor("reduce_scatter", detail::tensors_of_each(parts),
                                                  detail::tensors_of(data), group, where);
   auto next = by_tensor.begin();
   detail::for_each_tensor(
-      data, [&](at::Tensor& t) { reduce_scatter(t, *next++, op, group, deadline, where); });
+      data, [&](at::Tensor& t) { reduce_scatter(t, *next++, op, group, timeout, where); });
 }
 /// Returns, indexed by rank q, this rank's parts[q] with the tensors of rank q's parts[this rank].
 template <TensorTree T>
 std::vector<T> all_to_all(const std::vector<T>& parts, const Group& group = default_group(),
-                          Deadline deadline = {},
+                          Timeout timeout = {},
                           std::source_location where = std::source_location::current()) {
   const auto mine = detail::tensors_of_each(parts);
   detail::TensorsOfTrees received;
   for (const auto& of_tensor : detail::parts_by_tensor(
            "all_to_all", mine, mine.empty() ? std::vector<at::Tensor>() : mine[0], group, where)) {
-    received.push_back(all_to_all(of_tensor, group, deadline, where));
+    received.push_back(all_to_all(of_tensor, group, timeout, where));
   }
   return detail::with_tensors(parts, received);
 }
 template <TensorTree T>
-void send(const T& data, int dst, const Group& group = default_group(), Deadline deadline = {},
+void send(const T& data, int dst, const Group& group = default_group(), Timeout timeout = {},
           std::source_location where = std::source_location::current()) {
   for (const at::Tensor& tensor : detail::tensors_of(data)) {
-    send(tensor, dst, group, deadline, where);
+    send(tensor, dst, group, timeout, where);
   }
 }
 template <TensorTree T>
-void recv(T& data, int src, const Group& group = default_group(), Deadline deadline = {},
+void recv(T& data, int src, const Group& group = default_group(), Timeout timeout = {},
           std::source_location where = std::source_location::current()) {
-  detail::for_each_tensor(data, [&](at::Tensor& t) { recv(t, src, group, deadline, where); });
+  detail::for_each_tensor(data, [&](at::Tensor& t) { recv(t, src, group, timeout, where); });
 }
 
 /// dict[key] <- reduction of every rank's dict[key], on all ranks; a tensor under two keys is
 /// reduced once. If keys, element counts or op differ, every rank throws MismatchError, which names
 /// the keys and the ranks, and nothing is changed.
 void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op = ReduceOp::sum,
-                     const Group& group = default_group(), Deadline deadline = {},
+                     const Group& group = default_group(), Timeout timeout = {},
                      std::source_location where = std::source_location::current());
 
 /// Reduces parameters (or gradients, or any tensors) in place, in messages of up to bucket_size_mb
@@ -337,7 +336,7 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op = Redu
 /// ReduceOp::mean to average.
 void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce = true,
                        double bucket_size_mb = -1, ReduceOp op = ReduceOp::sum,
-                       const Group& group = default_group(), Deadline deadline = {},
+                       const Group& group = default_group(), Timeout timeout = {},
                        std::source_location where = std::source_location::current());
 
 /// The device of all tensors in `data`, a tensor or a container.

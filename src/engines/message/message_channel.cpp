@@ -433,8 +433,7 @@ void Channel::fail_late(const std::vector<int>& awaited, const Call& call, std::
                         const std::vector<int>& late) {
   fail({.kind = Kind::timeout,
         .text =
-            fmt::format("rank {} waited {:g} s for rank{} {} of {}{}", rank(),
-                        std::chrono::duration<double>(call.timeout).count(),
+            fmt::format("rank {} waited {:g} s for rank{} {} of {}{}", rank(), call.limit_s(),
                         awaited.size() == 1 ? "" : "s", fmt::join(awaited, ", "), size(), detail),
         .peers = internal::PeerList::of(late)},
        call);

@@ -177,7 +177,8 @@ std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& la
 /// one value per channel.
 bool finish_statistics(const at::Tensor& statistics, const BatchNormSettings& settings,
                        at::IntArrayRef input_sizes);
-/// Doubles beside x: on CUDA in the type in which ATen's kernels compute; else `values` themselves.
+/// `values`, doubles, on x's device: on CUDA in the type in which ATen's kernels compute, else as
+/// they are.
 at::Tensor for_kernels(const Activation& x, const at::Tensor& values);
 /// `statistics`: of for_kernels, of these channels. `output` has the layout of x.
 void normalize(const Activation& x, Channels channels, const at::Tensor& statistics,

@@ -191,8 +191,8 @@ std::shared_ptr<ReplicaLink> ReplicaLink::join(CallbackContext& context, int cop
 Tensor ReplicaLink::exchange(const Message& message) const {
   const Layer& layer = message.settings->layer;
   return layer.communicate(kForward, [&] {
-    return master_ ? master_->run_master(message, Deadline(), layer.where)
-                   : pipe_.run_slave(message, Deadline(), layer.where);
+    return master_ ? master_->run_master(message, Timeout(), layer.where)
+                   : pipe_.run_slave(message, Timeout(), layer.where);
   });
 }
 

@@ -38,7 +38,8 @@ constexpr milliseconds kSlack{5000};
 /// its connections usable.
 constexpr std::size_t kOwnBytes = 64 << 10;
 
-/// NCCL wants to be told that its end is meant; older libtorches have no way to.
+/// Of a group that nobody else has. NCCL wants to be told that its end is meant; older libtorches
+/// have no way to.
 template <class ProcessGroup>
 void end(ProcessGroup& group, bool has_failed) noexcept {
   if constexpr (requires { group.shutdown(), group.abort(); }) {
@@ -103,7 +104,7 @@ Wire::~Wire() {
   control_.join();
   timer_.request_stop();
   timer_.join();
-  end(*group_, !dead_.empty());
+  if (group_.use_count() == 1) end(*group_, !dead_.empty());
 }
 
 at::Tensor Wire::tensor_of(void* data, std::size_t n_bytes) const {

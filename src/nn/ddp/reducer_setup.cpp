@@ -103,7 +103,7 @@ void check_same_module(const torch::nn::Module& module, const Group& group,
                        const ErrorContext& context) {
   const std::string mine = fmt::format("{}", fmt::join(describe(module), "\n"));
   const std::vector<std::uint8_t> text(mine.begin(), mine.end());
-  const auto texts = all_gather(text, group, Deadline(), context.where);
+  const auto texts = all_gather(text, group, Timeout(), context.where);
   for (std::size_t rank = 1; rank < texts.size(); ++rank) {
     if (texts[rank] == texts[0]) continue;
     auto expected = split_lines(texts[0]);

@@ -129,16 +129,24 @@ int Backend::checked_root(std::int64_t root, const ErrorContext& context) const 
   return static_cast<int>(root);
 }
 
+void Backend::end_late(const ErrorContext& context, std::string text) const {
+  text += "\n  the timeout of a call is that of init_process_group or new_group";
+  group().abandon(text);
+  throw TimeoutError(context, text);
+}
+
 void Backend::refuse(std::string operation, std::source_location where, std::string reason) {
   if (process_.is_copy() || is_shut_down_) return;
   const auto tell = [this, operation = std::move(operation), where, reason = std::move(reason)] {
     detail::Collective(operation, group(), where).refuse(reason);
   };
   if (queue_->is_idle()) return tell();
-  queue_->post([tell]() -> CallQueue::Completion {
-    tell();
-    return {};
-  });
+  queue_->post(
+      [tell]() -> CallQueue::Completion {
+        tell();
+        return {};
+      },
+      {.operation = "refused call", .where = where});
 }
 
 Backend::WorkResult Backend::message_in_host(const Message& message, const ErrorContext& context,

@@ -130,6 +130,8 @@ class Backend final : public c10d::Backend {
     int peer;  // shared::TaggedMessages::kAnySource: any
     int tag;
   };
+  /// Of a call whose limit ended in or behind asynchronous ones. Ends the group.
+  [[noreturn]] void end_late(const ErrorContext& context, std::string text) const;
   /// Runs f, which comes before the call's first message. If it throws, the call is refused.
   template <class F>
   auto before_call(const char* operation, std::source_location where, F f);
@@ -219,7 +221,14 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
       // Throws; the queue may be that of a thread which is not here.
       run_on_group(operation, run, site);
     } else {
-      queue_->run([&] { run_on_group(operation, run, site); });
+      const auto limit = site.timeout.or_else({});
+      const auto pending = queue_->run(limit, [&](std::chrono::milliseconds left) {
+        run_on_group(operation, run, Site{.timeout = left, .where = site.where});
+      });
+      if (pending) {
+        const double limit_s = std::chrono::duration<double>(limit).count();
+        end_late(context_of(operation, site.where), pending->waited_for(rank_, limit_s));
+      }
     }
     work->complete(nullptr);
     return work;
@@ -228,16 +237,18 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   auto run = before_call(operation, site.where,
                          [&] { return prepare(context_of_call(operation, site.where)); });
   // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
-  queue_->post([this, operation, work, site, memory = std::move(memory),
-                run = std::move(run)]() mutable -> CallQueue::Completion {
-    std::exception_ptr error;
-    try {
-      run_on_group(operation, run, site);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    return [work, error] { return work->complete(error); };
-  });
+  queue_->post(
+      [this, operation, work, site, memory = std::move(memory),
+       run = std::move(run)]() mutable -> CallQueue::Completion {
+        std::exception_ptr error;
+        try {
+          run_on_group(operation, run, site);
+        } catch (...) {
+          error = std::current_exception();
+        }
+        return [work, error] { return work->complete(error); };
+      },
+      {.operation = operation, .where = site.where});
   return work;
 }
 

@@ -25,11 +25,11 @@ void CallQueue::start_thread() {
   ++n_free_;
 }
 
-void CallQueue::post(std::function<Completion()> call) {
+void CallQueue::post(std::function<Completion()> call, const internal::PostedCall& label) {
   {
     const std::lock_guard lock(mutex_);
     if (n_free_ == 0) start_thread();
-    calls_.push_back(std::move(call));
+    calls_.push_back({std::move(call), label});
     n_pending_.fetch_add(1, std::memory_order_relaxed);
   }
   changed_.notify_all();
@@ -38,6 +38,17 @@ void CallQueue::post(std::function<Completion()> call) {
 void CallQueue::wait_until_idle() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return is_idle(); });
+}
+
+std::optional<internal::PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds at_most) {
+  if (at_most == std::chrono::nanoseconds::max()) {  // which wait_for adds to now
+    wait_until_idle();
+    return {};
+  }
+  std::unique_lock lock(mutex_);
+  if (changed_.wait_for(lock, at_most, [this] { return is_idle(); })) return {};
+  return n_pending_.load(std::memory_order_relaxed) > calls_.size() ? current_
+                                                                    : calls_.front().label;
 }
 
 void CallQueue::wait_for_callbacks() {
@@ -52,7 +63,8 @@ void CallQueue::loop() {
   while (true) {
     changed_.wait(lock, [this] { return !is_calling_ && (is_closing_ || !calls_.empty()); });
     if (calls_.empty()) return;
-    std::function<Completion()> call = std::move(calls_.front());
+    std::function<Completion()> call = std::move(calls_.front().call);
+    current_ = calls_.front().label;
     calls_.pop_front();
     is_calling_ = true;
     lock.unlock();

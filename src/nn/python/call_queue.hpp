@@ -1,12 +1,18 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
+
+#include "base/time_limit.hpp"
+#include "group/posted_call.hpp"
 
 namespace lockstep::python {
 
@@ -29,31 +35,45 @@ class CallQueue {
   /// the queue counts the call as ended, so that a program which ends then has none under way. And
   /// that returns what to run next, beside later calls and perhaps waiting for them, or an empty
   /// function.
-  void post(std::function<Completion()> call);
+  void post(std::function<Completion()> call, const internal::PostedCall& label);
   void wait_until_idle();
   /// Also until no callbacks run.
   void wait_for_callbacks();
   bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
 
+  /// f(limit): with what the wait for posted calls has left of it. If they have not ended in time
+  /// (see kPostedReportTime), returns the first of them.
   template <class F>
-  void run(F f) {
-    while (true) {
-      {
-        const std::lock_guard running(running_);
-        if (is_idle()) return f();
+  std::optional<internal::PostedCall> run(std::chrono::milliseconds limit, F f) {
+    base::TimeLimit left(limit);
+    for (bool has_waited = false;; has_waited = true) {
+      if (!is_idle()) {
+        const auto late = wait_until_idle(internal::with_report_time(left.left()));
+        if (late) return late;
+        has_waited = true;
       }
-      wait_until_idle();
+      const std::lock_guard running(running_);
+      if (!is_idle()) continue;  // another thread has posted
+      f(has_waited ? left.of_step() : limit);
+      return {};
     }
   }
 
  private:
+  struct Posted {
+    std::function<Completion()> call;
+    internal::PostedCall label;
+  };
+
+  std::optional<internal::PostedCall> wait_until_idle(std::chrono::nanoseconds at_most);
   void start_thread();  // requires the lock
   void loop();
 
   std::mutex running_;  // held by the thread that is in a call
   std::mutex mutex_;    // guards the members below
   std::condition_variable changed_;
-  std::deque<std::function<Completion()>> calls_;
+  std::deque<Posted> calls_;
+  internal::PostedCall current_;  // what runs, if any
   std::atomic<std::size_t> n_pending_{0};
   bool is_closing_ = false;
   bool is_calling_ = false;  // one of the threads, or telling of the end

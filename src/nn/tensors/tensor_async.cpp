@@ -50,39 +50,39 @@ std::vector<at::Tensor> TensorsWork::wait() {
 }
 
 TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op, const Group& group,
-                            Deadline deadline, std::source_location where) {
+                            Timeout timeout, std::source_location where) {
   return Collective("all_reduce", group, where).run([&] {
     const at::Tensor dense = for_result("all_reduce", data, group, where);
     return start(
         {.data = data,
          .dense = dense,
          .work = group.all_reduce_async(reduced_elements("all_reduce", dense, op, group, where), op,
-                                        deadline, where)});
+                                        timeout, where)});
   });
 }
 
 TensorWork reduce_async(const at::Tensor& data, int dst, ReduceOp op, const Group& group,
-                        Deadline deadline, std::source_location where) {
+                        Timeout timeout, std::source_location where) {
   return Collective("reduce", group, where).run([&] {
     const at::Tensor dense = for_result("reduce", data, group, where);
     return start({.data = group.rank() == dst ? data : at::Tensor(),
                   .dense = dense,
                   .work = group.reduce_async(reduced_elements("reduce", dense, op, group, where),
-                                             dst, op, deadline, where)});
+                                             dst, op, timeout, where)});
   });
 }
 
-TensorWork broadcast_async(const at::Tensor& data, int src, const Group& group, Deadline deadline,
+TensorWork broadcast_async(const at::Tensor& data, int src, const Group& group, Timeout timeout,
                            std::source_location where) {
   return Collective("broadcast", group, where).run([&] {
     const at::Tensor dense = for_result("broadcast", data, group, where);
     return start({.data = group.rank() == src ? at::Tensor() : data,
                   .dense = dense,
-                  .work = group.broadcast_async(bytes_of(dense), src, deadline, where)});
+                  .work = group.broadcast_async(bytes_of(dense), src, timeout, where)});
   });
 }
 
-TensorsWork all_gather_async(const at::Tensor& data, const Group& group, Deadline deadline,
+TensorsWork all_gather_async(const at::Tensor& data, const Group& group, Timeout timeout,
                              std::source_location where) {
   return Collective("all_gather", group, where).run([&] {
     const at::Tensor dense = for_group("all_gather", data, group, where);
@@ -91,11 +91,11 @@ TensorsWork all_gather_async(const at::Tensor& data, const Group& group, Deadlin
         {.dense = dense,
          .rows = all,
          .device = data.device(),
-         .work = group.all_gather_async(bytes_of(dense), bytes_of(all), deadline, where)});
+         .work = group.all_gather_async(bytes_of(dense), bytes_of(all), timeout, where)});
   });
 }
 
-TensorsWork gather_async(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
+TensorsWork gather_async(const at::Tensor& data, int dst, const Group& group, Timeout timeout,
                          std::source_location where) {
   return Collective("gather", group, where).run([&] {
     const at::Tensor dense = for_group("gather", data, group, where);
@@ -105,12 +105,12 @@ TensorsWork gather_async(const at::Tensor& data, int dst, const Group& group, De
          .rows = all,
          .device = data.device(),
          .work = group.gather_async(bytes_of(dense), all.defined() ? bytes_of(all) : Elements{},
-                                    dst, deadline, where)});
+                                    dst, timeout, where)});
   });
 }
 
 TensorWork scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts, int src,
-                         const Group& group, Deadline deadline, std::source_location where) {
+                         const Group& group, Timeout timeout, std::source_location where) {
   return Collective("scatter", group, where).run([&] {
     const at::Tensor dense = for_result("scatter", data, group, where);
     const at::Tensor all =
@@ -119,12 +119,12 @@ TensorWork scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& 
                   .dense = dense,
                   .parts = all,
                   .work = group.scatter_async(all.defined() ? bytes_of(all) : Elements{},
-                                              bytes_of(dense), src, deadline, where)});
+                                              bytes_of(dense), src, timeout, where)});
   });
 }
 
 TensorWork reduce_scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts,
-                                ReduceOp op, const Group& group, Deadline deadline,
+                                ReduceOp op, const Group& group, Timeout timeout,
                                 std::source_location where) {
   return Collective("reduce_scatter", group, where).run([&] {
     const at::Tensor dense = for_result("reduce_scatter", data, group, where);
@@ -135,12 +135,12 @@ TensorWork reduce_scatter_async(const at::Tensor& data, const std::vector<at::Te
          .parts = all,
          .work = group.reduce_scatter_async(
              reduced_elements("reduce_scatter", all, op, group, where),
-             reduced_elements("reduce_scatter", dense, op, group, where), op, deadline, where)});
+             reduced_elements("reduce_scatter", dense, op, group, where), op, timeout, where)});
   });
 }
 
 TensorsWork all_to_all_async(const std::vector<at::Tensor>& parts, const Group& group,
-                             Deadline deadline, std::source_location where) {
+                             Timeout timeout, std::source_location where) {
   return Collective("all_to_all", group, where).run([&] {
     const at::Tensor first = parts.empty() ? at::Tensor() : parts[0];
     if (!parts.empty()) check_tensor("all_to_all", first, group, where);
@@ -150,25 +150,25 @@ TensorsWork all_to_all_async(const std::vector<at::Tensor>& parts, const Group& 
         {.parts = all,
          .rows = out,
          .device = first.device(),
-         .work = group.all_to_all_async(bytes_of(all), bytes_of(out), deadline, where)});
+         .work = group.all_to_all_async(bytes_of(all), bytes_of(out), timeout, where)});
   });
 }
 
-TensorWork send_async(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
+TensorWork send_async(const at::Tensor& data, int dst, const Group& group, Timeout timeout,
                       std::source_location where) {
   return Collective(Op::send, dst, group, where).run([&] {
     const at::Tensor dense = for_group("send", data, group, where);
-    return start({.dense = dense, .work = group.send_async(bytes_of(dense), dst, deadline, where)});
+    return start({.dense = dense, .work = group.send_async(bytes_of(dense), dst, timeout, where)});
   });
 }
 
-TensorWork recv_async(const at::Tensor& data, int src, const Group& group, Deadline deadline,
+TensorWork recv_async(const at::Tensor& data, int src, const Group& group, Timeout timeout,
                       std::source_location where) {
   return Collective(Op::recv, src, group, where).run([&] {
     const at::Tensor dense = for_result("recv", data, group, where);
     return start({.data = data,
                   .dense = dense,
-                  .work = group.recv_async(bytes_of(dense), src, deadline, where)});
+                  .work = group.recv_async(bytes_of(dense), src, timeout, where)});
   });
 }
 

@@ -72,79 +72,78 @@ Elements elements_of(const at::Tensor& tensor, std::source_location where) {
   return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), dtype_of(tensor, where)};
 }
 
-void all_reduce(at::Tensor& data, ReduceOp op, const Group& group, Deadline deadline,
+void all_reduce(at::Tensor& data, ReduceOp op, const Group& group, Timeout timeout,
                 std::source_location where) {
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective("all_reduce", group, where).run([&] {
     dense = for_result("all_reduce", data, group, where);
-    group.all_reduce(reduced_elements("all_reduce", dense, op, group, where), op, deadline, where);
+    group.all_reduce(reduced_elements("all_reduce", dense, op, group, where), op, timeout, where);
   });
   copy_back(dense, data);
 }
 
-void broadcast(at::Tensor& data, int src, const Group& group, Deadline deadline,
+void broadcast(at::Tensor& data, int src, const Group& group, Timeout timeout,
                std::source_location where) {
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective("broadcast", group, where).run([&] {
     dense = for_result("broadcast", data, group, where);
-    group.broadcast(bytes_of(dense), src, deadline, where);
+    group.broadcast(bytes_of(dense), src, timeout, where);
   });
   if (group.rank() != src) copy_back(dense, data);
 }
 
-std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group, Deadline deadline,
+std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group, Timeout timeout,
                                    std::source_location where) {
   const at::NoGradGuard no_grad;
   at::Tensor all;
   Collective("all_gather", group, where).run([&] {
     const at::Tensor dense = for_group("all_gather", data, group, where);
     all = rows_like(dense, group);
-    group.all_gather(bytes_of(dense), bytes_of(all), deadline, where);
+    group.all_gather(bytes_of(dense), bytes_of(all), timeout, where);
   });
   return rows_on(data.device(), all);
 }
 
-void reduce(at::Tensor& data, int dst, ReduceOp op, const Group& group, Deadline deadline,
+void reduce(at::Tensor& data, int dst, ReduceOp op, const Group& group, Timeout timeout,
             std::source_location where) {
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective("reduce", group, where).run([&] {
     dense = for_result("reduce", data, group, where);
-    group.reduce(reduced_elements("reduce", dense, op, group, where), dst, op, deadline, where);
+    group.reduce(reduced_elements("reduce", dense, op, group, where), dst, op, timeout, where);
   });
   if (group.rank() == dst) copy_back(dense, data);
 }
 
-std::vector<at::Tensor> gather(const at::Tensor& data, int dst, const Group& group,
-                               Deadline deadline, std::source_location where) {
+std::vector<at::Tensor> gather(const at::Tensor& data, int dst, const Group& group, Timeout timeout,
+                               std::source_location where) {
   const at::NoGradGuard no_grad;
   at::Tensor all;
   Collective("gather", group, where).run([&] {
     const at::Tensor dense = for_group("gather", data, group, where);
     if (group.rank() == dst) all = rows_like(dense, group);
-    group.gather(bytes_of(dense), all.defined() ? bytes_of(all) : Elements{}, dst, deadline, where);
+    group.gather(bytes_of(dense), all.defined() ? bytes_of(all) : Elements{}, dst, timeout, where);
   });
   return all.defined() ? rows_on(data.device(), all) : std::vector<at::Tensor>();
 }
 
 void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src, const Group& group,
-             Deadline deadline, std::source_location where) {
+             Timeout timeout, std::source_location where) {
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective("scatter", group, where).run([&] {
     dense = for_result("scatter", data, group, where);
     const at::Tensor all =
         group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
-    group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, deadline,
-                  where);
+    group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, timeout, where);
   });
   copy_back(dense, data);
 }
 
 void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, ReduceOp op,
-                    const Group& group, Deadline deadline, std::source_location where) {
+                    const Group& group, Timeout timeout, std::source_location where) {
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective("reduce_scatter", group, where).run([&] {
@@ -153,13 +152,13 @@ void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, Redu
     const auto elements = [&](const at::Tensor& tensor) {
       return reduced_elements("reduce_scatter", tensor, op, group, where);
     };
-    group.reduce_scatter(elements(all), elements(dense), op, deadline, where);
+    group.reduce_scatter(elements(all), elements(dense), op, timeout, where);
   });
   copy_back(dense, data);
 }
 
 std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts, const Group& group,
-                                   Deadline deadline, std::source_location where) {
+                                   Timeout timeout, std::source_location where) {
   const at::NoGradGuard no_grad;
   at::Tensor first, out;
   Collective("all_to_all", group, where).run([&] {
@@ -169,36 +168,36 @@ std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts, const G
     }
     const at::Tensor all = join_parts("all_to_all", parts, first, group, where);
     out = at::empty_like(all);
-    group.all_to_all(bytes_of(all), bytes_of(out), deadline, where);
+    group.all_to_all(bytes_of(all), bytes_of(out), timeout, where);
   });
   return rows_on(first.device(), out);
 }
 
-void send(const at::Tensor& data, int dst, const Group& group, Deadline deadline,
+void send(const at::Tensor& data, int dst, const Group& group, Timeout timeout,
           std::source_location where) {
   Collective(Op::send, dst, group, where).run([&] {
-    group.send(bytes_of(for_group("send", data, group, where)), dst, deadline, where);
+    group.send(bytes_of(for_group("send", data, group, where)), dst, timeout, where);
   });
 }
 
-void recv(at::Tensor& data, int src, const Group& group, Deadline deadline,
+void recv(at::Tensor& data, int src, const Group& group, Timeout timeout,
           std::source_location where) {
   const at::NoGradGuard no_grad;
   at::Tensor dense;
   Collective(Op::recv, src, group, where).run([&] {
     dense = for_result("recv", data, group, where);
-    group.recv(bytes_of(dense), src, deadline, where);
+    group.recv(bytes_of(dense), src, timeout, where);
   });
   copy_back(dense, data);
 }
 
 void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const Group& group,
-                     Deadline deadline, std::source_location where) {
+                     Timeout timeout, std::source_location where) {
   std::vector<lockstep::detail::DictEntry> entries;
   lockstep::detail::ObjectCall call{.op = lockstep::detail::ObjectOp::all_reduce_dict,
                                     .type = typeid(at::Tensor),
                                     .group = group,
-                                    .deadline = deadline,
+                                    .timeout = timeout,
                                     .where = where};
   lockstep::detail::prepare(call, [&] {
     for (const auto& [key, tensor] : dict) {
@@ -210,13 +209,14 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const
   lockstep::detail::check_dicts(call, entries, op);
   std::vector<at::Tensor> tensors;
   for (const auto& [key, tensor] : dict) tensors.push_back(tensor);
-  for (at::Tensor& tensor : each_once(tensors)) all_reduce(tensor, op, group, deadline, where);
+  for (at::Tensor& tensor : each_once(tensors)) all_reduce(tensor, op, group, call.timeout, where);
 }
 
 void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, double bucket_size_mb,
-                       ReduceOp op, const Group& group, Deadline deadline,
+                       ReduceOp op, const Group& group, Timeout timeout,
                        std::source_location where) {
   const at::NoGradGuard no_grad;
+  const lockstep::detail::TimeLeft left(timeout);  // of all its collectives together
   Collective("all_reduce_params", group, where).run([&] {
     for (const at::Tensor& param : params) {
       check_result("all_reduce_params", param, group, where);
@@ -226,7 +226,7 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
       std::vector<at::Tensor> flat;
       for (const at::Tensor& param : some) flat.push_back(param.reshape({-1}));
       at::Tensor all = at::cat(flat);
-      all_reduce(all, op, group, deadline, where);
+      all_reduce(all, op, group, left, where);
       std::int64_t offset = 0;
       for (at::Tensor param : some) {
         param.copy_(all.narrow(0, offset, param.numel()).view(param.sizes()));
@@ -237,7 +237,7 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
     std::map<at::ScalarType, std::size_t> n_bytes;
     for (at::Tensor param : each_once(params)) {
       if (!coalesce) {
-        all_reduce(param, op, group, deadline, where);
+        all_reduce(param, op, group, left, where);
         continue;
       }
       auto& bucket = open[param.scalar_type()];

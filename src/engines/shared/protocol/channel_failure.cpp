@@ -268,8 +268,7 @@ void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
 }
 
 std::string Channel::waited_for(const Call& call, std::span<const int> ranks) const {
-  return fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank_,
-                     std::chrono::duration<double>(call.timeout).count(),
+  return fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank_, call.limit_s(),
                      ranks.size() == 1 ? "" : "s", internal::list_of(ranks), size());
 }
 
