@@ -233,11 +233,11 @@ void GroupState::wait_for_posted(Call& call) {
 }
 
 void GroupState::end_late(const Call& call, const std::string& text) {
-  abandon(text);
   try {
     throw TimeoutError(context_of(call, rank_), text);
   } catch (const TimeoutError&) {
     die();
+    abandon(text);  // second: the pending call, which it ends, has another error
     throw;
   }
 }
