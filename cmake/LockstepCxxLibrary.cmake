@@ -2,7 +2,7 @@
 # programs that crash in their streams.
 set(lockstep_probe ${CMAKE_CURRENT_BINARY_DIR}/shared_cxx_library)
 file(WRITE ${lockstep_probe}.cpp "#include <iostream>\nvoid probe() { std::cout << 1; }\n")
-separate_arguments(lockstep_flags UNIX_COMMAND 
+separate_arguments(lockstep_flags UNIX_COMMAND
   "${CMAKE_CXX_FLAGS} ${CMAKE_MODULE_LINKER_FLAGS} ${CMAKE_SHARED_LINKER_FLAGS}")
 execute_process(COMMAND ${CMAKE_CXX_COMPILER} ${lockstep_flags} -shared -fPIC ${lockstep_probe}.cpp
                         -o ${lockstep_probe}.so

@@ -46,11 +46,12 @@ class CallQueue {
   template <class F>
   std::optional<internal::PostedCall> run(std::chrono::milliseconds limit, F f) {
     base::TimeLimit left(limit);
-    for (bool has_waited = false;; has_waited = true) {
+    bool has_waited = false;
+    while (true) {
       if (!is_idle()) {
+        has_waited = true;
         const auto late = wait_until_idle(internal::with_report_time(left.left()));
         if (late) return late;
-        has_waited = true;
       }
       const std::lock_guard running(running_);
       if (!is_idle()) continue;  // another thread has posted
