@@ -89,7 +89,11 @@ test_on_gpu() {
     return
   fi
   if command -v compute-sanitizer >/dev/null; then
-    on_gpu compute-sanitizer compute-sanitizer --error-exitcode 99 "$tests" --gtest_brief=1 --gtest_filter='CudaTest.*'
+    local tool
+    for tool in memcheck racecheck; do
+      on_gpu "$tool" compute-sanitizer --tool "$tool" --error-exitcode 99 "$tests" --gtest_brief=1 \
+        --gtest_filter='CudaTest.*'
+    done
   fi
   say "benchmark"
   on_gpu benchmark build/gpu/venv/bin/python bench/gpu.py

@@ -357,7 +357,8 @@ Module find_module(const std::string& mpi) {
 
 std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) {
   const ErrorContext context = context_of(barrier, world.rank);
-  const LockstepMpi& mpi = load(find_module(world.mpi).path, context);
+  const std::string module = find_module(world.mpi).path;
+  const LockstepMpi& mpi = load(module, context);
   int rank = 0;
   int n_ranks = 0;
   void* communicator = nullptr;
