@@ -328,22 +328,16 @@ class Forwarding : public Engine {
   std::unique_ptr<Engine> engine_;
 };
 
-/// Groups that are split off it are out of memory on rank 1.
+/// Rank 1 is out of memory for the group 7 that is split off it, behind the last message.
 class OutOfMemory final : public Forwarding {
  public:
-  explicit OutOfMemory(std::unique_ptr<Engine> engine, bool is_split_off = false)
-      : Forwarding(std::move(engine)), is_split_off_(is_split_off) {}
-  void run(const Call& call) override {
-    if (is_split_off_ && rank() == 1) throw std::bad_alloc();
-    Forwarding::run(call);
-  }
+  using Forwarding::Forwarding;
 
  private:
   std::unique_ptr<Engine> wrap(std::unique_ptr<Engine> part, int color) const override {
-    return std::make_unique<OutOfMemory>(std::move(part), color == 7);
+    if (color == 7 && rank() == 1) throw std::bad_alloc();
+    return std::make_unique<OutOfMemory>(std::move(part));
   }
-
-  bool is_split_off_;
 };
 
 /// Notes the shortest limit of a call.
@@ -389,7 +383,6 @@ TEST(HierarchicalTest, the_steps_of_a_call_share_its_limit) {
   EXPECT_LT(shortest.load(), std::chrono::milliseconds(60'700));
 }
 
-// The others wait in the new group, and not in one that they were in before.
 TEST(HierarchicalTest, a_rank_out_of_memory_in_a_split_ends_it_on_all_ranks) {
   const Hosts hosts{0, 0, 2, 2};
   const auto wrap = [](std::unique_ptr<Engine> outer) {

@@ -60,6 +60,7 @@ class ScriptedTransport final : public Transport {
   std::vector<int> awaited() override { return script_.awaited; }
   void cancel() noexcept override { ++script_.n_cancelled; }
   bool answers_questions() const noexcept override { return script_.answers_questions; }
+  std::int32_t last_channel() const noexcept override { return 5; }
   void send_control(const ControlMessage& message, int to) noexcept override {
     if (to == rank()) {
       ++script_.n_own;
@@ -73,7 +74,7 @@ class ScriptedTransport final : public Transport {
     script_.received.pop_front();
     return message;
   }
-  std::unique_ptr<Transport> split(const std::vector<int>&, const Exchange&) override {
+  std::unique_ptr<Transport> split(const std::vector<int>&, std::int32_t) override {
     return std::make_unique<ScriptedTransport>(*part_);
   }
 
@@ -199,8 +200,7 @@ TEST_F(MessageChannelTest, a_rank_that_left_just_before_the_deadline_is_not_late
 }
 
 TEST_F(MessageChannelTest, a_departure_is_named_by_the_ranks_of_the_group_that_waits) {
-  Limit limit(call.timeout);
-  const auto group = world.split({0, 2, 1}, call, limit);
+  const auto group = world.split({0, 2, 1}, world.next_number(), call);
   script.received = {departure_of(2)};
   part.awaited = {1};
   part.states = {State::ended};
@@ -209,9 +209,15 @@ TEST_F(MessageChannelTest, a_departure_is_named_by_the_ranks_of_the_group_that_w
   EXPECT_TRUE(script.sent.empty());
 }
 
+TEST_F(MessageChannelTest, a_split_for_which_the_library_has_no_number_is_an_error) {
+  EXPECT_EQ(world.next_number(), 2);
+  EXPECT_EQ(world.next_number(), 5);  // 3 and 4 are of the ranks 1 and 2
+  EXPECT_TRUE(world.split({0, 1, 2}, 5, call));
+  EXPECT_THROW(world.split({0, 1, 2}, world.next_number(), call), EngineError);
+}
+
 TEST_F(MessageChannelTest, a_failure_of_the_world_leaves_its_parts) {
-  Limit limit(call.timeout);
-  const auto group = world.split({0, 1, 2}, call, limit);
+  const auto group = world.split({0, 1, 2}, world.next_number(), call);
   script.received = {{.failure = {.kind = Kind::mismatch, .text = "the table"}}};
   part.states = {State::pending, State::complete};
   exchange(*group);
@@ -282,8 +288,7 @@ TEST_F(MessageChannelTest, leave_announces_a_departure) {
 }
 
 TEST_F(MessageChannelTest, a_failure_after_a_departure_ends_only_this_ranks_calls) {
-  Limit limit(call.timeout);
-  const auto group = world.split({0, 1, 2}, call, limit);
+  const auto group = world.split({0, 1, 2}, world.next_number(), call);
   world.leave("no more sheets");
   script.sent.clear();
   for (Channel* const channel : {&world, group.get()}) {

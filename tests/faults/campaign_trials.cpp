@@ -104,11 +104,8 @@ void add_inner_faults(const Engine& engine, std::mt19937& random, std::vector<Tr
     const int n_ranks = choose_n_ranks(engine, random);
     round.push_back({engine, fault, place, n_ranks, any_up_to(n_ranks) - 1});
   };
-  // Not yet over MPI and between hosts, where a group that splits does not hear of all of them.
-  if (engine.name == "threads" || engine.name == "processes" || engine.name == "gloo") {
-    for (const char* place : {"before", "between"}) {
-      add(fmt::format("memory-{}", any_up_to(60)), place);
-    }
+  for (const char* place : {"before", "between"}) {
+    add(fmt::format("memory-{}", any_up_to(60)), place);
   }
   if (engine.name == "threads") return;
   static const bool has_steps = can_trace();

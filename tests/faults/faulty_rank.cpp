@@ -172,7 +172,9 @@ void refuse_calls() {
   expect_refusal([&] { group.all_gather(one, one); });
 }
 
-/// Calls that allocate, of which the nth allocation fails, one of lockstep's own; 0: none does.
+/// Calls that allocate, of which the nth allocation fails, one of lockstep's own; 0: none does. All
+/// in one group: after a failure behind the last message of a call the victim's next call would be
+/// in another group than that of the others, who could only wait for their limit.
 void allocate_in_calls(int nth) {
   const struct Disarm {
     ~Disarm() { lockstep::test::fail_allocation(0); }
@@ -181,10 +183,11 @@ void allocate_in_calls(int nth) {
   std::array<double, 4> parts{1, 1, 1, 1};
   lockstep::test::fail_allocation(nth);
   for (int i = 0; i < 3; ++i) {
-    const lockstep::Group part = lockstep::default_group().split(0);
-    static_cast<void>(lockstep::all_gather_object(text, part));
+    const lockstep::Group group = lockstep::default_group();
+    static_cast<void>(group.split(0));
+    static_cast<void>(lockstep::all_gather_object(text));
     static_cast<void>(lockstep::all_gather(std::span<const double>(parts)));
-    static_cast<void>(part.allocate(1000));
+    static_cast<void>(group.allocate(1000));
     lockstep::all_reduce(std::span(parts));
   }
 }
@@ -341,6 +344,8 @@ int be_rank(const Plan& plan, int rank, int n_ranks, const Run& run) {
                                                               : "UsageError";
   } catch (const std::bad_alloc&) {
     error = "bad_alloc";
+  }
+  if (plan.n_memory() != 0 && error != "none") {
     try {
       lockstep::barrier();  // the program goes on
     } catch (const std::exception&) {

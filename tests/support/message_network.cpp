@@ -153,12 +153,10 @@ class NetworkTransport final : public message::Transport {
     return message;
   }
   std::unique_ptr<message::Transport> split(const std::vector<int>& members,
-                                            const Exchange& /*exchange*/) override {
+                                            std::int32_t channel) override {
     std::vector<int> world_ranks;
     for (const int member : members) world_ranks.push_back(world_rank(member));
     const auto mine = static_cast<int>(std::ranges::find(members, rank_) - members.begin());
-    ++n_parts_;  // all ranks split equally often
-    const int channel = (channel_ * 16 + n_parts_) * size() + world_ranks.front();
     return std::make_unique<NetworkTransport>(shared_, std::move(world_ranks), mine, channel);
   }
 
@@ -201,7 +199,6 @@ class NetworkTransport final : public message::Transport {
   const std::vector<int> members_;  // ranks of the world
   const int rank_;
   const int channel_;
-  int n_parts_ = 0;
   std::vector<Message> pending_;  // receives
 };
 
@@ -214,7 +211,8 @@ MessageNetwork::~MessageNetwork() = default;
 std::unique_ptr<message::Transport> MessageNetwork::transport(int rank) {
   std::vector<int> all(shared_->mailboxes.size());
   std::iota(all.begin(), all.end(), 0);
-  return std::make_unique<NetworkTransport>(shared_, std::move(all), rank, /*channel=*/0);
+  return std::make_unique<NetworkTransport>(shared_, std::move(all), rank,
+                                            NetworkTransport::kWorld);
 }
 
 void MessageNetwork::on_start(std::function<void(int, int)> function) {

@@ -16,21 +16,13 @@
 namespace lockstep::hierarchical {
 namespace {
 
-/// The engine between the leaders of `outer`; unused on its other ranks. Collective.
-std::unique_ptr<Engine> leaders_of(Engine& outer, const Topology& topology, Call call) {
-  if (topology.leaders.size() == 1) return nullptr;
+/// One of the parts into which the ranks of `outer` split: those that are leaders of `part`, or the
+/// others, whose engine is unused. Collective.
+std::unique_ptr<Engine> leaders_of(Engine& outer, const Topology& topology, int rank, int part,
+                                   Call call) {
   call.op = Op::split;
-  const bool is_leader = topology.leader_of(outer.rank()) == outer.rank();
-  return outer.split(call, /*color=*/is_leader ? 0 : 1, /*key=*/outer.rank());
-}
-
-/// Ends `engine` on all ranks because of an error found elsewhere, of any type.
-void end(Engine& engine, const std::exception& error) noexcept {
-  if (const auto* const known = dynamic_cast<const Error*>(&error)) {
-    engine.end_with(*known);
-  } else {
-    engine.abandon(error.what());
-  }
+  const int is_other = topology.leader_of(rank) == rank ? 0 : 1;
+  return outer.split(call, /*color=*/2 * part + is_other, /*key=*/rank);
 }
 
 class HierarchicalEngine final : public Engine {
@@ -61,35 +53,34 @@ class HierarchicalEngine final : public Engine {
     levels_.limit = base::TimeLimit(call.timeout);
     levels_.together([&] {
       levels_.compare(call);
-      auto outer = levels_.outer->split(levels_.limited(call), color, key);
-      try {
-        std::vector<int> old;  // this group's leaders, by rank of the new group
-        levels_.in_new_group(
-            [&] {
-              old =
-                  gather_values(*outer, levels_.limited(call), levels_.topology.leader_of(rank()));
-            },
-            call);
-        std::vector<int> hosts;  // the same as ranks of the new group
-        for (const int host : old) {
-          hosts.push_back(static_cast<int>(std::find(old.begin(), old.end(), host) - old.begin()));
-        }
-        std::unique_ptr<Engine> inner;
-        levels_.within(
-            [&] {
-              inner = levels_.inner->split(levels_.limited(call), color, /*key=*/outer->rank());
-            },
-            call);
-        Topology topology(std::move(hosts), outer->rank());
-        std::unique_ptr<Engine> between;
-        levels_.in_new_group([&] { between = leaders_of(*outer, topology, levels_.limited(call)); },
-                             call);
-        engine = std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
-                                                      std::move(between), std::move(topology));
-      } catch (const std::exception& error) {
-        end(*outer, error);  // its ranks on other hosts may already wait there
-        throw;
+      // All of it over this group, which ends if a rank fails: over the new one, ranks would wait
+      // for a rank that has not got it.
+      struct Choice {
+        int color, key, leader, rank;
+      };
+      auto all = gather_values(*levels_.outer, levels_.limited(call),
+                               Choice{color, key, levels_.topology.leader_of(rank()), rank()});
+      std::erase_if(all, [color](const Choice& choice) { return choice.color != color; });
+      const int part = all.front().rank;  // a number that no other part has
+      std::ranges::stable_sort(all, {}, &Choice::key);
+      std::vector<int> hosts;
+      for (const Choice& choice : all) {
+        hosts.push_back(
+            static_cast<int>(std::ranges::find(all, choice.leader, &Choice::leader) - all.begin()));
       }
+      auto outer = levels_.outer->split(levels_.limited(call), color, key);
+      std::unique_ptr<Engine> inner;
+      levels_.within(
+          [&] {
+            inner = levels_.inner->split(levels_.limited(call), color, /*key=*/outer->rank());
+          },
+          call);
+      Topology topology(std::move(hosts), outer->rank());
+      auto between =
+          leaders_of(*levels_.outer, topology, outer->rank(), part, levels_.limited(call));
+      if (topology.leaders.size() == 1) between.reset();
+      engine = std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
+                                                    std::move(between), std::move(topology));
     });
     return engine;
   }
@@ -130,7 +121,9 @@ std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<in
     auto inner = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
                                          topology.place_of(outer->rank()),
                                          static_cast<int>(topology.members.size()), barrier, tune);
-    auto between = leaders_of(*outer, topology, barrier);
+    auto between = topology.leaders.size() == 1
+                       ? nullptr
+                       : leaders_of(*outer, topology, outer->rank(), /*part=*/0, barrier);
     return std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
                                                 std::move(between), std::move(topology));
   } catch (const std::exception& error) {

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <chrono>
+#include <exception>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -23,8 +24,14 @@ constexpr std::chrono::milliseconds kReportTime{700};
 /// hosts may time out late; the ranks of its host extend its deadline by this much more.
 constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
 
-/// Prefixes of errors whose text uses the rank numbers of one level.
-constexpr std::string_view kWithin = "on one host", kBetween = "between hosts";
+/// Prefixes of errors that one level has ended the others with. The text of the first two uses the
+/// numbers of the ranks there; that of the last, the group's.
+constexpr std::string_view kWithin = "on one host", kBetween = "between hosts",
+                           kAll = "over all hosts";
+
+bool has_prefix(std::string_view text) {
+  return text.starts_with(kWithin) || text.starts_with(kBetween) || text.starts_with(kAll);
+}
 
 /// Throws the error of one level, which refers to the group's `ranks` by their numbers there.
 [[noreturn]] void rethrow_renumbered(const Error& error, const Levels& levels, const Call& call,
@@ -32,8 +39,7 @@ constexpr std::string_view kWithin = "on one host", kBetween = "between hosts";
   internal::Failure failure = internal::failure_of(error);
   if (failure.kind == internal::Failure::Kind::usage) throw;
   std::string& text = failure.text;
-  // The last two: an error that another level found and ended this one with.
-  if (levels.n_hosts() > 1 && !text.starts_with(kWithin) && !text.starts_with(kBetween)) {
+  if (levels.n_hosts() > 1 && !has_prefix(text)) {
     text = fmt::format("{}, where rank{} {} of the group {} 0 to {}: {}", place,
                        ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
                        ranks.size() == 1 ? "is" : "are", ranks.size() - 1, text);
@@ -67,21 +73,28 @@ void Levels::abandon(std::string_view reason) const noexcept {
 }
 
 void Levels::end_with(const Error& error) const noexcept {
-  outer->end_with(error);
-  if (between) between->end_with(error);
-  inner->end_with(error);
+  const auto end_all = [this](const Error& of_outer, const Error& of_others) {
+    outer->end_with(of_outer);
+    if (between) between->end_with(of_others);
+    inner->end_with(of_others);
+  };
+  try {
+    internal::Failure failure = internal::failure_of(error);
+    // One that a level throws about its caller has no numbers of ranks.
+    if (n_hosts() == 1 || !internal::is_about_peers(failure.kind) || has_prefix(failure.text)) {
+      return end_all(error, error);
+    }
+    failure.text = fmt::format("{}: {}", kAll, failure.text);
+    internal::throw_failure(failure, error.context());
+  } catch (const Error& of_others) {
+    end_all(error, of_others);
+  } catch (const std::exception&) {  // no memory for the text
+    end_all(error, error);
+  }
 }
 
 void Levels::rethrow_from_within(const Error& error, const Call& call) const {
   rethrow_renumbered(error, *this, call, kWithin, topology.members);
-}
-
-void Levels::rethrow_from_new_group(const Error& error, const Call& call) const {
-  internal::Failure failure = internal::failure_of(error);
-  if (failure.kind == internal::Failure::Kind::usage) throw;
-  failure.text = fmt::format("in the new group, by its ranks: {}", failure.text);
-  failure.peers = {};  // not ranks of this group
-  internal::throw_failure(failure, context_of(call, rank()));
 }
 
 void Levels::run_between(Call call) {

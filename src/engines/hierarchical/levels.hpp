@@ -68,15 +68,6 @@ struct Levels {
   /// A message to or from another host. It involves only two ranks, so the others keep their
   /// timeouts; a rank of this host that times out on this one reports what this one waits for.
   void run_message(const Call& call);
-  /// Work of a group that is split off this one, whose errors refer to its ranks.
-  template <class Work>
-  void in_new_group(const Work& work, const Call& call) {
-    try {
-      work();
-    } catch (const Error& error) {
-      rethrow_from_new_group(error, call);
-    }
-  }
   /// Calls that begin on different levels are not compared with each other, so those that begin on
   /// `outer` begin with this: the ranks of a host compare, then the leaders of all hosts. Other
   /// ranks continue meanwhile; if the leaders disagree, they end all levels, which notifies the
@@ -91,7 +82,6 @@ struct Levels {
  private:
   void end_with(const Error& error) const noexcept;
   [[noreturn]] void rethrow_from_within(const Error& error, const Call& call) const;
-  [[noreturn]] void rethrow_from_new_group(const Error& error, const Call& call) const;
 };
 
 using internal::barrier_of;

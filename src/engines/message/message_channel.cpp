@@ -82,6 +82,7 @@ struct Channel::Control {
   Position position{.rank = transport->rank()};  // written by the thread of the current call
   std::vector<Position> questions;
   std::map<int, Position> answers;
+  std::int64_t n_numbers = 0;  // of the world's channel: numbers that this rank got for others
   struct Refused {
     Position of;  // rank, number: the calls before it; header: op, root: the peer, n_refused
     std::string text;
@@ -347,15 +348,26 @@ std::vector<int> Channel::find_late(std::map<int, Position> positions,
   return late;
 }
 
-std::unique_ptr<Channel> Channel::split(const std::vector<int>& members, const Call& call,
-                                        Limit& limit) {
+std::int64_t Channel::next_number() {
+  const Transport& world = *world_->transport;
+  const std::lock_guard lock(world_->mutex);
+  return Transport::kWorld + 1 + world.rank() + world.size() * world_->n_numbers++;
+}
+
+std::unique_ptr<Channel> Channel::split(const std::vector<int>& members, std::int64_t number,
+                                        const Call& call) {
+  if (number > transport_.last_channel()) {
+    throw EngineError(context_of(call, rank()),
+                      fmt::format("too many splits: groups are numbered, here up to {}, and no "
+                                  "number is used twice; keep groups instead of making them again",
+                                  transport_.last_channel()));
+  }
   std::vector<int> world_ranks;
   for (const int member : members) {
     world_ranks.push_back(members_[static_cast<std::size_t>(member)]);
   }
   try {
-    auto part = transport_.split(
-        members, [&](std::span<const Message> messages) { exchange(messages, call, limit); });
+    auto part = transport_.split(members, static_cast<std::int32_t>(number));
     return std::unique_ptr<Channel>(new Channel(std::move(part), std::move(world_ranks), world_));
   } catch (const TransportError& error) {
     fail_transport(error, call);

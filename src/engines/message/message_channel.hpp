@@ -65,8 +65,12 @@ class Channel {
   bool exchange_with(int peer, std::span<const Message> messages, Header& header, const Call& call,
                      Limit& limit);
 
-  /// See Transport::split.
-  std::unique_ptr<Channel> split(const std::vector<int>& members, const Call& call, Limit& limit);
+  /// A number for a channel, which no other rank gets, and this one once.
+  std::int64_t next_number();
+  /// The channel of some of the ranks, with the number of one of them. Exchanges nothing. Throws
+  /// EngineError if the library has no such channel.
+  std::unique_ptr<Channel> split(const std::vector<int>& members, std::int64_t number,
+                                 const Call& call);
 
   /// Before each call: counts it.
   void begin(const Call& call) { ++n_calls(call.op, call.root); }

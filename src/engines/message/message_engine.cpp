@@ -307,8 +307,9 @@ std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int ke
   struct Choice {
     int color;
     int key;
+    std::int64_t number;  // of the part's channel, if this rank is its first
   };
-  const Choice mine{color, key};
+  const Choice mine{color, key, channel_->next_number()};
   compare(call, headers_.of(call, color, key), std::as_bytes(std::span(&mine, 1)), limit);
   std::vector<Choice> choices(payloads_.size());
   for (std::size_t r = 0; r < choices.size(); ++r) {
@@ -320,7 +321,8 @@ std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int ke
   }
   std::ranges::stable_sort(members, {},
                            [&](int r) { return choices[static_cast<std::size_t>(r)].key; });
-  return std::make_unique<MessageEngine>(name_, channel_->split(members, call, limit), costs_);
+  const std::int64_t number = choices[static_cast<std::size_t>(members.front())].number;
+  return std::make_unique<MessageEngine>(name_, channel_->split(members, number, call), costs_);
 }
 
 }  // namespace

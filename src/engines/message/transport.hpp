@@ -3,7 +3,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <lockstep/engine.hpp>
 #include <memory>
@@ -65,6 +64,7 @@ class TransportError : public std::runtime_error {
 };
 
 /// The ranks of one channel over a message-passing library: all that such a library must provide.
+/// Channels are numbered; the world's is kWorld, and others have one that no other has on any rank.
 /// Messages between two ranks arrive in order, and never on another channel. Point-to-point rather
 /// than the library's own collectives, to identify the rank that is late, lost or failed.
 ///
@@ -123,12 +123,15 @@ class Transport {
   /// channel also takes_shorter_messages().
   virtual bool answers_questions() const noexcept { return false; }
 
-  using Exchange = std::function<void(std::span<const Message>)>;
-  /// A transport over `members`, ranks of this one that include this rank. All ranks call it, when
-  /// each knows that all others have reached the call; each belongs to one part. `exchange`: of
-  /// messages of this transport, for what members must agree on.
+  static constexpr std::int32_t kWorld = 1;  // 0: for messages of the transport's own
+  /// The largest number that a channel may have.
+  virtual std::int32_t last_channel() const noexcept {
+    return std::numeric_limits<std::int32_t>::max();
+  }
+  /// The transport of the channel of `members`, ranks of this one that include this rank. Exchanges
+  /// nothing, and so waits for nobody.
   virtual std::unique_ptr<Transport> split(const std::vector<int>& members,
-                                           const Exchange& exchange) = 0;
+                                           std::int32_t channel) = 0;
 };
 
 }  // namespace lockstep::message

@@ -25,20 +25,21 @@ struct LockstepMpi {
   int (*neighbours)(std::uint64_t* mask, std::size_t n_words, int* n_ranks);
   /// Skips MPI_Finalize, which after a failure would wait for ranks that never call it.
   void (*give_up_finalize)();
-  /// A new communicator over the world, and one over the ranks of `communicator` with the same
-  /// color, ordered by key (collective over all of `communicator`).
-  int (*world)(void** communicator);
-  int (*split)(void* communicator, int color, int key, void** part);
-  void (*release)(void* communicator);
-  /// Starts all messages at once; one exchange at a time per communicator. `exchange` is set even
+  /// A new communicator over the world with the group of all its ranks (collective), and groups of
+  /// `ranks` of the world over the same communicator, whose messages have tags from their number.
+  /// Ranks in what follows are those of the group.
+  int (*world)(std::int32_t number, void** group, std::int32_t* last_number);
+  int (*part)(void* group, const std::int32_t* ranks, std::size_t n_ranks, std::int32_t number,
+              void** part);
+  void (*release)(void* group);
+  /// Starts all messages at once; one exchange at a time per group. `exchange` is set even
   /// if an error is returned, for finish(), which only an incomplete exchange needs; the messages
   /// must stay in place until then.
-  int (*begin)(void* communicator, const lockstep::message::Message* messages,
-               std::size_t n_messages, void** exchange);
+  int (*begin)(void* group, const lockstep::message::Message* messages, std::size_t n_messages,
+               void** exchange);
   /// A hint: these messages will be passed to begin() often, with the same pointer. Their receives
   /// do not change.
-  int (*prepare)(void* communicator, const lockstep::message::Message* messages,
-                 std::size_t n_messages);
+  int (*prepare)(void* group, const lockstep::message::Message* messages, std::size_t n_messages);
   /// Makes progress, with up to n_tests tests while messages are incomplete.
   int (*test)(void* exchange, std::size_t n_tests, std::int32_t* all_done);
   /// The ranks that have not sent or received all: at most one entry per message.
@@ -48,13 +49,12 @@ struct LockstepMpi {
   void (*finish)(void* exchange);
   /// Sends a control message of n_bytes to a rank, which receives it with poll_control(), in any
   /// order.
-  int (*send_control)(void* communicator, int rank, const void* message, std::size_t n_bytes);
-  int (*poll_control)(void* communicator, void* message, std::size_t n_bytes,
-                      std::int32_t* has_come);
+  int (*send_control)(void* group, int rank, const void* message, std::size_t n_bytes);
+  int (*poll_control)(void* group, void* message, std::size_t n_bytes, std::int32_t* has_come);
 };
 
 }  // extern "C"
 
-inline constexpr std::uint32_t kLockstepMpiVersion = 6;
+inline constexpr std::uint32_t kLockstepMpiVersion = 7;
 /// The module's one symbol: const LockstepMpi* lockstep_mpi().
 inline constexpr const char* kLockstepMpiSymbol = "lockstep_mpi";

@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <optional>
 #include <string_view>
 #include <thread>
@@ -80,29 +81,30 @@ struct Hosts {
   bool are_one;             ///< all ranks of the world are on one host
 };
 
-/// The ranks of one Group on a separate communicator.
+/// A group of the module.
+using Group = std::unique_ptr<void, void (*)(void*)>;
+
+/// The ranks of one Group.
 class Transport final : public message::Transport {
  public:
-  /// why_one_thread: see Engine.
-  Transport(const LockstepMpi& mpi, void* communicator, Hosts hosts, int rank, int size,
-            std::string why_one_thread)
+  /// `ranks`: the members, of the world. why_one_thread: see Engine.
+  Transport(const LockstepMpi& mpi, Group group, std::int32_t last_channel, Hosts hosts, int rank,
+            std::vector<std::int32_t> ranks, std::string why_one_thread)
       : mpi_(mpi),
-        communicator_(communicator),
+        group_(std::move(group)),
+        last_channel_(last_channel),
         hosts_(hosts),
         rank_(rank),
-        size_(size),
+        ranks_(std::move(ranks)),
         why_one_thread_(std::move(why_one_thread)) {}
-  ~Transport() override { mpi_.release(communicator_); }
-  Transport(const Transport&) = delete;
-  Transport& operator=(const Transport&) = delete;
 
   int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return size_; }
+  int size() const noexcept override { return static_cast<int>(ranks_.size()); }
   std::string_view why_one_thread() const noexcept override { return why_one_thread_; }
 
   void start(std::span<const Message> messages, const Call& /*call*/) override {
     n_messages_ = messages.size();
-    check(mpi_.begin(communicator_, messages.data(), messages.size(), &exchange_));
+    check(mpi_.begin(group_.get(), messages.data(), messages.size(), &exchange_));
   }
   bool test() override {
     n_tests_ = 0;
@@ -119,7 +121,7 @@ class Transport final : public message::Transport {
   void cancel() noexcept override { mpi_.finish(exchange_); }
   void prepare(std::span<const Message> messages) override {
     // If it fails, the calls will fail too and report it.
-    mpi_.prepare(communicator_, messages.data(), messages.size());
+    mpi_.prepare(group_.get(), messages.data(), messages.size());
   }
   bool takes_shorter_messages() const noexcept override { return true; }
   bool is_on_one_host() const noexcept override { return hosts_.are_one; }
@@ -140,18 +142,19 @@ class Transport final : public message::Transport {
     const std::int64_t now_ms = now.tv_sec * std::int64_t{1000} + now.tv_nsec / 1'000'000;
     const std::int64_t n_ms = now_ms - std::exchange(last_exchange_ms_, now_ms);
     return static_cast<int>(
-        std::min<std::int64_t>(kPollsBeforeExchange * size_, kPollsPerMs * n_ms));
+        std::min<std::int64_t>(kPollsBeforeExchange * size(), kPollsPerMs * n_ms));
   }
 
+  std::int32_t last_channel() const noexcept override { return last_channel_; }
   std::unique_ptr<message::Transport> split(const std::vector<int>& members,
-                                            const Exchange& /*exchange*/) override {
-    // MPI waits for all ranks of the group without a timeout: all have reached this call, because
-    // their headers have arrived.
+                                            std::int32_t channel) override {
     const auto mine = static_cast<int>(std::ranges::find(members, rank_) - members.begin());
+    std::vector<std::int32_t> ranks;
+    for (const int member : members) ranks.push_back(ranks_[static_cast<std::size_t>(member)]);
     void* part = nullptr;
-    check(mpi_.split(communicator_, /*color=*/members.front(), /*key=*/mine, &part));
-    return std::make_unique<Transport>(mpi_, part, hosts_, mine, static_cast<int>(members.size()),
-                                       why_one_thread_);
+    check(mpi_.part(group_.get(), ranks.data(), ranks.size(), channel, &part));
+    return std::make_unique<Transport>(mpi_, Group(part, mpi_.release), last_channel_, hosts_, mine,
+                                       std::move(ranks), why_one_thread_);
   }
 
  private:
@@ -170,10 +173,11 @@ class Transport final : public message::Transport {
   void send_deferred() noexcept;
 
   const LockstepMpi& mpi_;
-  void* communicator_;
+  const Group group_;
+  const std::int32_t last_channel_;
   Hosts hosts_;
   int rank_;
-  int size_;
+  std::vector<std::int32_t> ranks_;
   void* exchange_ = nullptr;
   std::size_t n_messages_ = 0;         // of the current exchange
   std::uint64_t n_tests_ = 0;          // of the current exchange
@@ -247,8 +251,8 @@ void Transport::send(const ControlBytes& bytes, int to) noexcept {
     return;
   }
   if (has_deferred_.load(std::memory_order_acquire)) send_deferred();
-  for (int r = to == kAllRanks ? 0 : to; r < (to == kAllRanks ? size_ : to + 1); ++r) {
-    if (r != rank_) mpi_.send_control(communicator_, r, &bytes, bytes.n_bytes());
+  for (int r = to == kAllRanks ? 0 : to; r < (to == kAllRanks ? size() : to + 1); ++r) {
+    if (r != rank_) mpi_.send_control(group_.get(), r, &bytes, bytes.n_bytes());
   }
 }
 
@@ -266,7 +270,7 @@ std::optional<message::ControlMessage> Transport::poll_control() {
   if (has_deferred_.load(std::memory_order_acquire)) send_deferred();
   ControlBytes bytes{};
   std::int32_t has_come = 0;
-  if (mpi_.poll_control(communicator_, &bytes, sizeof bytes, &has_come) != 0 || has_come == 0) {
+  if (mpi_.poll_control(group_.get(), &bytes, sizeof bytes, &has_come) != 0 || has_come == 0) {
     return std::nullopt;
   }
   message::ControlMessage message{.kind = bytes.kind,
@@ -361,7 +365,6 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   const LockstepMpi& mpi = load(module, context);
   int rank = 0;
   int n_ranks = 0;
-  void* communicator = nullptr;
   if (const int code = mpi.start(&rank, &n_ranks); code != 0) {
     throw EngineError(context, text_of(mpi, code));
   }
@@ -382,9 +385,12 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
     if (is_that_thread == 0)
       throw UsageError(context, "this is another thread, but " + why_one_thread);
   }
-  if (const int code = mpi.world(&communicator); code != 0) {
+  void* all = nullptr;
+  std::int32_t last_channel = 0;
+  if (const int code = mpi.world(Transport::kWorld, &all, &last_channel); code != 0) {
     throw EngineError(context, text_of(mpi, code));
   }
+  Group group(all, mpi.release);
   base::CpuMask cores = base::allowed_cpus();
   int n_neighbours = 0;
   if (const int code = mpi.neighbours(cores.data(), cores.size(), &n_neighbours); code != 0) {
@@ -394,10 +400,13 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   for (const std::uint64_t word : cores) n_cores += std::popcount(word);
   const Hosts hosts{.are_oversubscribed = n_neighbours > std::min(n_cores, base::cpu_quota()),
                     .are_one = n_neighbours == n_ranks};
-  auto engine = message::make("mpi",
-                              std::make_unique<Transport>(mpi, communicator, hosts, rank, n_ranks,
-                                                          std::move(why_one_thread)),
-                              message::parse_costs(world.env.network));
+  std::vector<std::int32_t> ranks(static_cast<std::size_t>(n_ranks));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  auto engine =
+      message::make("mpi",
+                    std::make_unique<Transport>(mpi, std::move(group), last_channel, hosts, rank,
+                                                std::move(ranks), std::move(why_one_thread)),
+                    message::parse_costs(world.env.network));
   internal::leave_on_exception(*engine, [&] { engine->run(barrier); });
   return engine;
 }

@@ -30,11 +30,7 @@ message::TransportError transport_error(const std::exception& error, int peer) {
 
 }  // namespace
 
-Transport::Transport(std::shared_ptr<Wire> wire)
-    // The first number of rank 0, on every rank: no communication needed.
-    : Transport(wire, all_ranks_of(*wire), /*channel=*/1) {
-  if (rank_ == 0) wire_->next_channel();
-}
+Transport::Transport(std::shared_ptr<Wire> wire) : Transport(wire, all_ranks_of(*wire), kWorld) {}
 
 Transport::Transport(std::shared_ptr<Wire> wire, std::vector<int> members, int channel)
     : wire_(std::move(wire)),
@@ -66,6 +62,10 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
 
   wait_ = {.channel = channel_, .deadline = {}, .works = {}, .peers = {}};
   transfers_.clear();
+  // Room for all first: a message that has been begun must be kept, or its connection stops.
+  wait_.works.reserve(ordered.size());
+  wait_.peers.reserve(ordered.size());
+  transfers_.reserve(ordered.size());
   const base::NoSigpipe no_sigpipe;
   for (const Message* message : ordered) {
     const int peer = members_[static_cast<std::size_t>(message->peer)];
@@ -132,23 +132,11 @@ void Transport::release() noexcept {
 }
 
 std::unique_ptr<message::Transport> Transport::split(const std::vector<int>& members,
-                                                     const Exchange& exchange) {
+                                                     std::int32_t channel) {
   std::vector<int> wire_ranks;
   for (const int member : members) {
     wire_ranks.push_back(members_[static_cast<std::size_t>(member)]);
   }
-  // The first member chooses a number that no other channel has.
-  int channel = 0;
-  std::vector<Message> messages;
-  if (members.front() == rank_) {
-    channel = wire_->next_channel();
-    for (std::size_t i = 1; i < members.size(); ++i) {
-      messages.push_back({Message::Way::send, members[i], &channel, sizeof channel});
-    }
-  } else {
-    messages.push_back({Message::Way::receive, members.front(), &channel, sizeof channel});
-  }
-  exchange(messages);
   return std::make_unique<Transport>(wire_, std::move(wire_ranks), channel);
 }
 

@@ -17,7 +17,7 @@ class Transport final : public message::Transport {
  public:
   /// All ranks of the wire.
   explicit Transport(std::shared_ptr<Wire> wire);
-  /// `members`: ranks of the wire; `channel`: see Wire::next_channel.
+  /// `members`: ranks of the wire; `channel`: the tag of the messages.
   Transport(std::shared_ptr<Wire> wire, std::vector<int> members, int channel);
 
   int rank() const noexcept override { return rank_; }
@@ -37,7 +37,7 @@ class Transport final : public message::Transport {
     return wire_->poll_control(channel_);
   }
   std::unique_ptr<message::Transport> split(const std::vector<int>& members,
-                                            const Exchange& exchange) override;
+                                            std::int32_t channel) override;
 
  private:
   int rank_of(int wire_rank) const;

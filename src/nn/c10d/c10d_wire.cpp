@@ -133,12 +133,6 @@ void Wire::unstage(const Transfer& transfer) const {
   tensor_of(message.data, message.n_bytes).copy_(transfer.tensor);
 }
 
-int Wire::next_channel() {
-  const std::lock_guard lock(mutex_);
-  // Unique over all ranks, and never the control tag.
-  return 1 + rank() + size() * n_channels_++;
-}
-
 void Wire::start(Wait& wait) {
   const std::lock_guard lock(mutex_);
   waits_.push_back(&wait);

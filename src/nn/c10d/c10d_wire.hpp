@@ -109,8 +109,6 @@ class Wire {
   std::optional<message::ControlMessage> poll_control(int channel);
   /// Waits until the peers have received all control messages, each for a second at most.
   void flush() noexcept;
-  /// A number that no other channel has, on any rank: the tag of its messages.
-  int next_channel();
 
   void listen(const std::stop_token& stop);
   /// Until no more can be received so: Gloo refuses all such receives once a peer has died that had
@@ -141,7 +139,6 @@ class Wire {
   std::vector<bool> stuck_;   // peers with an unfinished message whose memory is gone
   bool has_changed_ = false;  // waits_, since the timer last checked
   c10::intrusive_ptr<c10d::Work> listening_;
-  int n_channels_ = 0;
   std::jthread control_;
   std::jthread timer_;
 };

@@ -111,8 +111,10 @@ void end_an_exchange_of_receives() {
       reinterpret_cast<const LockstepMpi* (*)()>(::dlsym(library, kLockstepMpiSymbol));
   const LockstepMpi& mpi = *entry();
   int rank = 0, n_ranks = 0;
-  void* comm = nullptr;
-  require(mpi.start(&rank, &n_ranks) == 0 && mpi.world(&comm) == 0, "cannot start MPI");
+  void* all = nullptr;
+  std::int32_t last_number = 0;
+  require(mpi.start(&rank, &n_ranks) == 0 && mpi.world(/*number=*/1, &all, &last_number) == 0,
+          "cannot start MPI");
   const int peer = 1 - rank;
 
   constexpr std::size_t kShort = 1000;
@@ -124,7 +126,7 @@ void end_an_exchange_of_receives() {
   };
   const auto begin = [&](const std::array<Message, 2>& messages) {
     void* exchange = nullptr;
-    require(mpi.begin(comm, messages.data(), messages.size(), &exchange) == 0, "begin failed");
+    require(mpi.begin(all, messages.data(), messages.size(), &exchange) == 0, "begin failed");
     return exchange;
   };
   const auto is_done = [&](void* exchange) {
@@ -134,13 +136,13 @@ void end_an_exchange_of_receives() {
   };
   const char message = '!';
   const auto send_control = [&] {
-    require(mpi.send_control(comm, peer, &message, 1) == 0, "send_control failed");
+    require(mpi.send_control(all, peer, &message, 1) == 0, "send_control failed");
   };
   const auto receive_control = [&] {
     require(lockstep::test::wait_until([&] {
               char received = 0;
               std::int32_t has_come = 0;
-              require(mpi.poll_control(comm, &received, 1, &has_come) == 0, "poll_control failed");
+              require(mpi.poll_control(all, &received, 1, &has_come) == 0, "poll_control failed");
               return has_come != 0;
             }),
             "no control message came");
@@ -286,6 +288,16 @@ int main(int argc, char** argv) {
     rank = lockstep::get_rank();
     lockstep::barrier();
     if (fault == "long") send_long_messages(rank);
+    if (fault == "groups") {  // MPICH has 2,048 communicators
+      std::vector<lockstep::Group> groups;
+      for (int i = 0; i < 2500; ++i) {
+        groups.push_back(lockstep::default_group().split(0, i % 2 == 0 ? rank : -rank));
+      }
+      for (const lockstep::Group& group : groups) {
+        require(lockstep::all_reduce_value(rank, lockstep::ReduceOp::sum, group) == 1,
+                "a wrong sum in one of many groups");
+      }
+    }
     if (fault == "mismatch" && rank == 2) lockstep::barrier();
     if (fault == "conditional" && rank == 0) lockstep::barrier();
     if (fault == "conditional") lockstep::barrier();

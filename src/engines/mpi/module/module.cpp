@@ -12,7 +12,9 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engines/mpi/abi.hpp"
@@ -23,13 +25,11 @@ namespace {
 
 using message::Message;
 
-constexpr int kControlTag = 2;
 /// After a failure the ranks call MPI_Finalize at about the same time, or never.
 constexpr double kMostSecondsToFinalize = 2.0;
 
 // If MPI grants less than MPI_THREAD_MULTIPLE, one mutex serialises all calls. Each holds it
-// briefly, except those that make a communicator, which wait for its other members: there, two
-// threads of a rank must not split two groups at the same time.
+// briefly, but for world().
 std::recursive_mutex mutex;
 bool needs_lock = true;
 int granted_level = MPI_THREAD_SINGLE;
@@ -48,11 +48,11 @@ class Entry {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
-struct Communicator {
+/// A communicator over all ranks, never freed: control messages of peers may still be in transit,
+/// and MPI reuses the context id of a freed one.
+struct World {
   MPI_Comm comm = MPI_COMM_NULL;
-  bool is_world = false;
-  Exchange exchange;  ///< the current one; its capacity is reused
-  Exchange prepared;
+  std::vector<int> control_tags;  // of all groups that there have been
   /// Control messages that MPI may still read: no call waits until they are sent.
   struct ControlMessage {
     std::vector<char> bytes;
@@ -62,26 +62,38 @@ struct Communicator {
   std::mutex control_mutex;  // any thread sends them
 };
 
-Communicator& communicator(void* handle) { return *static_cast<Communicator*>(handle); }
+struct Group {
+  World& world;
+  Route route;          ///< of the data; control messages have the tag behind it
+  Exchange exchange{};  ///< the current one; its capacity is reused
+  Exchange prepared{};
 
-std::mutex communicators_mutex;
-std::vector<Communicator*> communicators;  // all that are not freed
+  int control_tag() const { return route.tag + 1; }
+};
+
+Group& group_of(void* handle) { return *static_cast<Group*>(handle); }
+
+std::mutex groups_mutex;
+std::list<World> worlds;
+std::vector<Group*> groups;  // all that are not released
 
 /// Receives the remaining control messages: at its end MPI reports messages that were not received.
 void receive_control_messages() {
-  const std::lock_guard lock(communicators_mutex);
+  const std::lock_guard lock(groups_mutex);
   std::vector<char> message;
-  for (const Communicator* kept : communicators) {
-    for (;;) {
-      int flag = 0;
-      int n_bytes = 0;
-      MPI_Status status;
-      MPI_Iprobe(MPI_ANY_SOURCE, kControlTag, kept->comm, &flag, &status);
-      if (flag == 0) break;
-      MPI_Get_count(&status, MPI_BYTE, &n_bytes);
-      message.resize(static_cast<std::size_t>(n_bytes));
-      MPI_Recv(message.data(), n_bytes, MPI_BYTE, status.MPI_SOURCE, kControlTag, kept->comm,
-               MPI_STATUS_IGNORE);
+  for (const World& world : worlds) {
+    for (const int tag : world.control_tags) {
+      for (;;) {
+        int flag = 0;
+        int n_bytes = 0;
+        MPI_Status status;
+        MPI_Iprobe(MPI_ANY_SOURCE, tag, world.comm, &flag, &status);
+        if (flag == 0) break;
+        MPI_Get_count(&status, MPI_BYTE, &n_bytes);
+        message.resize(static_cast<std::size_t>(n_bytes));
+        MPI_Recv(message.data(), n_bytes, MPI_BYTE, status.MPI_SOURCE, tag, world.comm,
+                 MPI_STATUS_IGNORE);
+      }
     }
   }
 }
@@ -101,7 +113,7 @@ int at_finalize(MPI_Comm, int, void*, void*) {
     }
   }
   receive_control_messages();
-  for (Communicator* kept : communicators) free_prepared(kept->prepared);
+  for (Group* group : groups) free_prepared(group->prepared);
   return MPI_SUCCESS;
 }
 
@@ -177,72 +189,79 @@ int neighbours(std::uint64_t* mask, std::size_t n_words, int* n_ranks) {
 
 void give_up_finalize() { has_given_up = true; }
 
-int keep(MPI_Comm comm, void** handle) {
-  auto kept = std::make_unique<Communicator>();
-  kept->comm = comm;
-  *handle = kept.get();
-  {
-    const std::lock_guard lock(communicators_mutex);
-    communicators.push_back(kept.release());
-  }
-  return MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+/// The tags of a group: of its data, and the next one.
+constexpr int tag_of(std::int32_t number) { return 2 * number; }
+constexpr int kLeastLastTag = 32767;  // by the standard
+
+void* make_group(World& world, std::vector<std::int32_t> ranks, std::int32_t number) {
+  auto group = std::make_unique<Group>(world, Route{world.comm, tag_of(number), std::move(ranks)});
+  const std::lock_guard lock(groups_mutex);
+  world.control_tags.push_back(group->control_tag());
+  groups.push_back(group.get());
+  return group.release();
 }
 
-int world(void** handle) {
+int world(std::int32_t number, void** handle, std::int32_t* last_number) {
   const Entry entry;
   MPI_Comm comm = MPI_COMM_NULL;
   int code = MPI_Comm_dup(MPI_COMM_WORLD, &comm);
   if (code != MPI_SUCCESS) return code;
-  code = keep(comm, handle);
-  communicator(*handle).is_world = true;
-  return code;
+  code = MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+  if (code != MPI_SUCCESS) return code;
+  int n_ranks = 0;
+  code = MPI_Comm_size(comm, &n_ranks);
+  if (code != MPI_SUCCESS) return code;
+  const int* last_tag = nullptr;
+  int is_set = 0;
+  code = MPI_Comm_get_attr(comm, MPI_TAG_UB, static_cast<void*>(&last_tag), &is_set);
+  if (code != MPI_SUCCESS) return code;
+  *last_number = ((is_set != 0 ? *last_tag : kLeastLastTag) - 1) / 2;
+  std::vector<std::int32_t> ranks(static_cast<std::size_t>(n_ranks));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  World& made = []() -> World& {
+    const std::lock_guard lock(groups_mutex);
+    return worlds.emplace_back();
+  }();
+  made.comm = comm;
+  *handle = make_group(made, std::move(ranks), number);
+  return MPI_SUCCESS;
 }
 
-int split(void* handle, int color, int key, void** result) {
-  const Entry entry;
-  MPI_Comm comm = MPI_COMM_NULL;
-  const int code = MPI_Comm_split(communicator(handle).comm, color, key, &comm);
-  return code != MPI_SUCCESS ? code : keep(comm, result);
+int part(void* handle, const std::int32_t* ranks, std::size_t n_ranks, std::int32_t number,
+         void** result) {
+  *result = make_group(group_of(handle).world, {ranks, ranks + n_ranks}, number);
+  return MPI_SUCCESS;
 }
 
-/// Frees a group's communicator. The world's is kept: control messages of peers may still be in
-/// transit, and MPI reuses the context id of a freed communicator.
 void release(void* handle) {
   const Entry entry;
-  Communicator& kept = communicator(handle);
+  const std::unique_ptr<Group> group(&group_of(handle));
+  {
+    const std::lock_guard lock(groups_mutex);
+    std::erase(groups, group.get());
+  }
   int is_over = 0;
   MPI_Finalized(&is_over);
-  {
-    const std::lock_guard lock(kept.control_mutex);
-    if (kept.is_world || !kept.control_messages.empty() || is_over != 0) return;
-  }
-  {
-    const std::lock_guard lock(communicators_mutex);
-    std::erase(communicators, &kept);
-  }
-  free_prepared(kept.prepared);
-  // Collective by the standard, but in Open MPI and MPICH it does not wait for other ranks.
-  MPI_Comm_free(&kept.comm);
-  delete &kept;
+  if (is_over == 0) free_prepared(group->prepared);
 }
 
 Exchange& exchange_of(void* handle) { return *static_cast<Exchange*>(handle); }
 
 int prepare(void* handle, const Message* messages, std::size_t n_messages) {
   const Entry entry;
-  Communicator& kept = communicator(handle);
-  return prepare(kept.prepared, kept.comm, {messages, n_messages});
+  Group& group = group_of(handle);
+  return prepare(group.prepared, group.route, {messages, n_messages});
 }
 
 int begin(void* handle, const Message* messages, std::size_t n_messages, void** result) {
   const Entry entry;
-  Communicator& kept = communicator(handle);
-  if (kept.prepared.is_prepared && messages == kept.prepared.messages.data()) {
-    *result = &kept.prepared;
-    return begin_prepared(kept.prepared, kept.comm);
+  Group& group = group_of(handle);
+  if (group.prepared.is_prepared && messages == group.prepared.messages.data()) {
+    *result = &group.prepared;
+    return begin_prepared(group.prepared, group.route);
   }
-  *result = &kept.exchange;
-  return begin(kept.exchange, kept.comm, {messages, n_messages});
+  *result = &group.exchange;
+  return begin(group.exchange, group.route, {messages, n_messages});
 }
 
 int test(void* exchange, std::size_t n_tests, std::int32_t* all_done) {
@@ -265,29 +284,31 @@ int send_control(void* handle, int rank, const void* message, std::size_t n_byte
   int is_over = 0;
   MPI_Finalized(&is_over);
   if (is_over != 0) return MPI_SUCCESS;  // the program has finalized MPI
-  Communicator& kept = communicator(handle);
+  const Group& group = group_of(handle);
+  World& world = group.world;
   const char* const bytes = static_cast<const char*>(message);
-  const std::lock_guard lock(kept.control_mutex);
-  kept.control_messages.remove_if([](Communicator::ControlMessage& sent) {
+  const std::lock_guard lock(world.control_mutex);
+  world.control_messages.remove_if([](World::ControlMessage& sent) {
     int is_done = 0;
     return MPI_Test(&sent.request, &is_done, MPI_STATUS_IGNORE) == MPI_SUCCESS && is_done != 0;
   });
-  kept.control_messages.push_back({{bytes, bytes + n_bytes}, MPI_REQUEST_NULL});
-  Communicator::ControlMessage& last = kept.control_messages.back();
-  return MPI_Isend(last.bytes.data(), static_cast<int>(n_bytes), MPI_BYTE, rank, kControlTag,
-                   kept.comm, &last.request);
+  world.control_messages.push_back({{bytes, bytes + n_bytes}, MPI_REQUEST_NULL});
+  World::ControlMessage& last = world.control_messages.back();
+  return MPI_Isend(last.bytes.data(), static_cast<int>(n_bytes), MPI_BYTE,
+                   group.route.rank_of(rank), group.control_tag(), world.comm, &last.request);
 }
 
 int poll_control(void* handle, void* message, std::size_t n_bytes, std::int32_t* has_come) {
   const Entry entry;
   MPI_Status status;
   int flag = 0;
-  const MPI_Comm comm = communicator(handle).comm;
-  int code = MPI_Iprobe(MPI_ANY_SOURCE, kControlTag, comm, &flag, &status);
+  const Group& group = group_of(handle);
+  const int tag = group.control_tag();
+  const int code = MPI_Iprobe(MPI_ANY_SOURCE, tag, group.route.comm, &flag, &status);
   *has_come = flag;
   if (code != MPI_SUCCESS || flag == 0) return code;
-  return MPI_Recv(message, static_cast<int>(n_bytes), MPI_BYTE, status.MPI_SOURCE, kControlTag,
-                  comm, MPI_STATUS_IGNORE);
+  return MPI_Recv(message, static_cast<int>(n_bytes), MPI_BYTE, status.MPI_SOURCE, tag,
+                  group.route.comm, MPI_STATUS_IGNORE);
 }
 
 /// For functions that allocate: an exception must not leave the module.
@@ -315,7 +336,7 @@ constexpr LockstepMpi kModule = {kLockstepMpiVersion,
                                  neighbours,
                                  give_up_finalize,
                                  WithoutThrowing<world>::call,
-                                 WithoutThrowing<split>::call,
+                                 WithoutThrowing<part>::call,
                                  release,
                                  WithoutThrowing<kBegin>::call,
                                  WithoutThrowing<kPrepare>::call,

@@ -9,7 +9,6 @@ namespace {
 
 using message::Message;
 
-constexpr int kDataTag = 1;
 /// MPI counts with an int. Longer messages are sent in pieces, which stay in order.
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
 /// Longer messages are sent when their receiver permits it (rendezvous); the limit of Open MPI over
@@ -41,14 +40,15 @@ std::size_t n_pieces(std::span<const Message> messages, Message::Way way) {
   return n;
 }
 
-int begin(Exchange& exchange, MPI_Comm comm, Message::Way way) {
+int begin(Exchange& exchange, const Route& route, Message::Way way) {
   const bool sends = way == Message::Way::send;
   MPI_Request* next = exchange.requests.data() + (sends ? exchange.n_receives : 0);
   return for_each_piece(exchange.messages, way, [&](const Message& message, std::size_t at, int n) {
     char* const data = static_cast<char*>(message.data) + at;
     MPI_Request* const request = next++;
-    return sends ? MPI_Isend(data, n, MPI_BYTE, message.peer, kDataTag, comm, request)
-                 : MPI_Irecv(data, n, MPI_BYTE, message.peer, kDataTag, comm, request);
+    const int rank = route.rank_of(message.peer);
+    return sends ? MPI_Isend(data, n, MPI_BYTE, rank, route.tag, route.comm, request)
+                 : MPI_Irecv(data, n, MPI_BYTE, rank, route.tag, route.comm, request);
   });
 }
 
@@ -70,19 +70,20 @@ void wait_and_free(std::span<MPI_Request> requests, double at_most_s) {
 
 }  // namespace
 
-int prepare(Exchange& exchange, MPI_Comm comm, std::span<const Message> messages) {
+int prepare(Exchange& exchange, const Route& route, std::span<const Message> messages) {
   exchange.messages = messages;
   const int code = for_each_piece(
       messages, Message::Way::receive, [&](const Message& message, std::size_t at, int n) {
-        return MPI_Recv_init(static_cast<char*>(message.data) + at, n, MPI_BYTE, message.peer,
-                             kDataTag, comm, &exchange.requests.emplace_back(MPI_REQUEST_NULL));
+        return MPI_Recv_init(static_cast<char*>(message.data) + at, n, MPI_BYTE,
+                             route.rank_of(message.peer), route.tag, route.comm,
+                             &exchange.requests.emplace_back(MPI_REQUEST_NULL));
       });
   exchange.n_receives = exchange.requests.size();
   exchange.is_prepared = code == MPI_SUCCESS && !messages.empty();
   return code;
 }
 
-int begin(Exchange& exchange, MPI_Comm comm, std::span<const Message> messages) {
+int begin(Exchange& exchange, const Route& route, std::span<const Message> messages) {
   using Way = Message::Way;
   exchange.requests.clear();  // if there is no memory for the new ones, there are none
   exchange.messages = messages;
@@ -95,17 +96,17 @@ int begin(Exchange& exchange, MPI_Comm comm, std::span<const Message> messages) 
   // transferred one after the other.
   const bool is_long = std::ranges::any_of(
       messages, [](const Message& message) { return message.n_bytes > kMostEagerBytes; });
-  const int code = begin(exchange, comm, is_long ? Way::send : Way::receive);
+  const int code = begin(exchange, route, is_long ? Way::send : Way::receive);
   if (code != MPI_SUCCESS) return code;
-  return begin(exchange, comm, is_long ? Way::receive : Way::send);
+  return begin(exchange, route, is_long ? Way::receive : Way::send);
 }
 
-int begin_prepared(Exchange& exchange, MPI_Comm comm) {
+int begin_prepared(Exchange& exchange, const Route& route) {
   using Way = Message::Way;
   exchange.requests.resize(exchange.n_receives + n_pieces(exchange.messages, Way::send),
                            MPI_REQUEST_NULL);
   // Sends first: the receives are started while the data is in transit.
-  const int code = begin(exchange, comm, Way::send);
+  const int code = begin(exchange, route, Way::send);
   if (code != MPI_SUCCESS) return code;
   return MPI_Startall(static_cast<int>(exchange.n_receives), exchange.requests.data());
 }
