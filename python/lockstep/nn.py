@@ -9,6 +9,7 @@ initialised, those of lockstep.init_dist().
 
 import contextlib
 import copy
+import sys
 import threading
 from types import TracebackType
 from typing import Any, Optional
@@ -110,6 +111,15 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     @torch.jit.ignore
     @torch.compiler.disable
     def _train(self, input: torch.Tensor) -> torch.Tensor:
+        if isinstance(input, torch.Tensor):
+            if _is_recorded():
+                raise UsageError(
+                    f"{self._title or type(self).__name__}: a graph that torch.export or make_fx records of a layer in "
+                    "training would not exchange statistics; record the model after eval(), or its copy after "
+                    "revert_sync_batchnorm"
+                )
+            if _is_fake(input) or input.is_meta and all(own.is_meta for own in self.state_dict().values()):
+                return _BatchNorm.forward(self, input)  # for its shape, its type and its layout
         group = _group_or_default(self.process_group)
         if isinstance(input, torch.Tensor) and input.is_cuda and _reaches_cuda(group):
             return super().forward(input) if input.numel() else self._without_samples(input)
@@ -174,6 +184,17 @@ def _reaches_cuda(group: Any) -> bool:
     except (AttributeError, RuntimeError):
         return False
     return not isinstance(backend, getattr(torch.distributed, "ProcessGroupGloo", ()))
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    """Of FakeTensorMode."""
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "fake_mode")
+
+
+def _is_recorded() -> bool:
+    """Whether torch records the operators on tensors, where it would see none of ours."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # torch.export and make_fx import it
+    return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 _let_ddp_take_layers_on_cpus()

@@ -280,6 +280,29 @@ def test_a_symbolic_trace_has_the_layer_as_a_leaf():
     assert [node.target for node in inner.graph.nodes if node.op == "call_module"] == ["0.0"]
 
 
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_tensors_without_values_get_their_shapes(kind):
+    model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    if kind == "meta":
+        out = model.to("meta")(torch.empty(2, 3, 8, 8, device="meta"))
+    else:
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            out = model(torch.empty(2, 3, 8, 8))
+    assert out.shape == (2, 4, 6, 6)
+
+
+def test_a_recorded_graph_is_refused_in_training():
+    model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    x = torch.randn(5, 3)
+    with pytest.raises(lockstep.UsageError, match="SyncBatchNorm '1': a graph that torch.export or make_fx records"):
+        torch.export.export(model, (x,))
+    with pytest.raises(lockstep.UsageError, match="would not exchange statistics"):
+        torch.fx.experimental.proxy_tensor.make_fx(model)(x)
+    model(x)  # which is not recorded
+    model.eval()
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
 def test_copies_of_a_layer_with_a_group():
     group = lockstep.default_group().duplicate()
     model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), group)
