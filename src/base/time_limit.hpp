@@ -12,7 +12,11 @@ class TimeLimit {
  public:
   using Clock = std::chrono::steady_clock;
 
-  explicit TimeLimit(std::chrono::milliseconds limit) : limit_(limit) {}
+  /// By default there is none.
+  explicit TimeLimit(std::chrono::milliseconds limit = std::chrono::milliseconds::max())
+      : limit_(limit) {}
+
+  std::chrono::milliseconds whole() const { return limit_; }
 
   /// Clock::time_point::max() if the clock's range has no such time.
   Clock::time_point end() {
@@ -30,6 +34,7 @@ class TimeLimit {
     if (end() == Clock::time_point::max()) return std::chrono::nanoseconds::max();
     return std::max<std::chrono::nanoseconds>(end() - Clock::now(), {});
   }
+  bool is_over() { return left() == std::chrono::nanoseconds::zero(); }
   /// What is left, as the limit of a step of the call: at least a millisecond (unless the whole has
   /// less), in which a step finds what has arrived.
   std::chrono::milliseconds of_step() {

@@ -153,7 +153,7 @@ void Channel::choose_waiting() {
 
 void Channel::begin(const Call& call) {
   if (has_failed()) throw_failure(call);  // found by peers while this rank was not in a call
-  has_waited_ = false;
+  limit_ = base::TimeLimit(call.timeout);
   if (!kWritesDown) return;
   if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
     site_file_ = call.where.file_name();

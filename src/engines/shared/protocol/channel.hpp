@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/time_limit.hpp"
 #include "engines/shared/bootstrap/layout.hpp"
 #include "engines/shared/bootstrap/membership.hpp"
 #include "engines/shared/bootstrap/segment.hpp"
@@ -301,8 +302,7 @@ class Channel {
   std::uint_least32_t site_line_ = 0;
   std::uint32_t site_ = 0;
   std::uint64_t site_hash_ = 0;
-  std::chrono::steady_clock::time_point wait_began_;
-  bool has_waited_ = false;  ///< wait_began_ belongs to this call
+  base::TimeLimit limit_;  ///< of the current call
 };
 
 template <class Ready>

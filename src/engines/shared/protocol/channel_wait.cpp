@@ -7,6 +7,7 @@
 
 namespace lockstep::shared {
 
+using std::chrono::nanoseconds;
 using std::chrono::steady_clock;
 
 void Channel::increment_wake_counter() noexcept {
@@ -49,10 +50,6 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
     if (ready()) return;
     base::yield_cpu();
   }
-  if (!has_waited_) {
-    has_waited_ = true;
-    wait_began_ = now;  // the polling before it costs less than a clock read in every call
-  }
   auto next_check = now + kLivenessInterval;
   for (unsigned round = 0; !ready(); now = steady_clock::now()) {
     if (has_failed()) throw_failure(call);
@@ -60,15 +57,17 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
       check_peer_liveness(call, awaited, ready, round++);
       next_check = now + kLivenessInterval;
     }
-    const auto left = call.timeout - (now - wait_began_);
-    if (left <= left.zero()) {
+    // It begins with the first such wait: the polling before costs less than a clock read.
+    const auto left = limit_.left();
+    if (left == nanoseconds::zero()) {
       const std::vector<int>& ranks = late(awaited);
       if (ready()) return;
       if (awaited != kAllRanks && !ranks.empty()) fail_timeout_of_pair(call, awaited);
       if (!ranks.empty()) fail_timeout(call, ranks);
     }
-    sleep(ready, left <= left.zero() ? kLivenessInterval
-                                     : std::min<std::chrono::nanoseconds>(left, kLivenessInterval));
+    sleep(ready, left == nanoseconds::zero()
+                     ? kLivenessInterval
+                     : std::min<std::chrono::nanoseconds>(left, kLivenessInterval));
   }
 }
 

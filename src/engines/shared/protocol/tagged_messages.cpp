@@ -95,12 +95,13 @@ std::string name_of_holder(int rank) { return rank < 0 ? "a rank" : fmt::format(
 /// Of a mailbox, for `posted`.
 class TaggedMessages::Lock {
  public:
-  Lock(const TaggedMessages& messages, Mailbox& mailbox, const Posted& posted, Limit limit)
+  Lock(const TaggedMessages& messages, Mailbox& mailbox, const Posted& posted,
+       base::TimeLimit& limit)
       : mailbox_(mailbox) {
     int error = ::pthread_mutex_trylock(&mailbox_.mutex);
     while (error == EBUSY || error == ETIMEDOUT) {
       messages.channel_.throw_if_failed(posted.call_);
-      if (Clock::now() >= limit.end) throw_timeout(messages, posted);
+      if (limit.is_over()) throw_timeout(messages, posted);
       error = base::timed_lock(mailbox_.mutex, kLivenessInterval);
     }
     if (error == EOWNERDEAD) end_group(messages, posted);
@@ -307,7 +308,7 @@ Post* TaggedMessages::take_post(const Posted& posted) {
   return &post;
 }
 
-void TaggedMessages::free_withdrawn(const Posted& posted, Limit limit) const {
+void TaggedMessages::free_withdrawn(const Posted& posted, base::TimeLimit& limit) const {
   for (std::int32_t i = 0; i < n_posts_of(channel_.rank()); ++i) {
     const Post& post = post_at(channel_.rank() * n_posts_ + i);
     if (post.state.load(std::memory_order_acquire) != Post::withdrawn) continue;
@@ -323,7 +324,7 @@ void TaggedMessages::free_withdrawn(const Posted& posted, Limit limit) const {
   }
 }
 
-Post* TaggedMessages::describe(const Posted& posted, Limit limit) {
+Post* TaggedMessages::describe(const Posted& posted, base::TimeLimit& limit) {
   Post* post = take_post(posted);
   if (post == nullptr) {
     free_withdrawn(posted, limit);
@@ -345,7 +346,7 @@ std::shared_ptr<TaggedMessages::Posted> TaggedMessages::post(const Call& call, i
                                                              std::any memory) {
   channel_.throw_if_failed(call);
   auto posted = std::make_shared<Posted>(*this, call, tag, std::move(memory));
-  const Limit limit{.begin = posted->began_, .end = posted->began_ + call.timeout};
+  base::TimeLimit limit(call.timeout);
   settle();
   Post* const own = describe(*posted, limit);
   Post* match = nullptr;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/process_tag.hpp"
+#include "base/time_limit.hpp"
 #include "engines/shared/bootstrap/layout.hpp"
 #include "engines/shared/bootstrap/segment.hpp"
 #include "engines/shared/protocol/channel.hpp"
@@ -83,9 +84,6 @@ class TaggedMessages {
  private:
   class Lock;
   using Clock = std::chrono::steady_clock;
-  struct Limit {
-    Clock::time_point begin, end;
-  };
 
   /// Of the messages to `peer` of a send, or to this rank.
   Mailbox& mailbox_of(bool is_send, int peer) const noexcept {
@@ -107,17 +105,17 @@ class TaggedMessages {
   /// Gives more of this rank's posts memory, twice as many each time. Requires mutex_.
   void back_posts(const Posted& posted);
   /// Takes what this rank has withdrawn out of the lists.
-  void free_withdrawn(const Posted& posted, Limit limit) const;
+  void free_withdrawn(const Posted& posted, base::TimeLimit& limit) const;
   /// A post for it; null: all are under way.
-  Post* describe(const Posted& posted, Limit limit);
+  Post* describe(const Posted& posted, base::TimeLimit& limit);
   void move(Posted& posted, Post& post) const;
   /// Releases what nobody accesses any more.
   void settle();
   /// Throws if the wait is in vain: the group failed, this rank has left it, the peer ended, or the
   /// time is over.
-  void check(const Posted& posted, Limit limit, unsigned round) const;
+  void check(const Posted& posted, base::TimeLimit& limit, unsigned round) const;
   [[noreturn]] void throw_ending(const Posted& posted, int peer, const Ending& ending) const;
-  [[noreturn]] void throw_timeout(const Posted& posted, Limit limit) const;
+  [[noreturn]] void throw_timeout(const Posted& posted, std::chrono::milliseconds limit) const;
   std::string waits_of(int rank) const;
 
   base::ProcessTag process_;
@@ -161,7 +159,7 @@ class TaggedMessages::Posted {
   /// Whether nobody accesses its memory any more, which is then moved to `memory`.
   bool is_settled(std::any& memory);
   bool is_over();
-  void wait_until_over(Limit limit);
+  void wait_until_over(base::TimeLimit limit);
   void release_post();
   /// The rank that copies it; -1: none.
   int mover() const;
@@ -176,7 +174,6 @@ class TaggedMessages::Posted {
   const TaggedMessages& messages_;
   const Call call_;
   const int tag_;
-  const Clock::time_point began_ = Clock::now();
   mutable std::mutex mutex_;  // guards the next four
   std::any memory_;
   Post* post_ = nullptr;

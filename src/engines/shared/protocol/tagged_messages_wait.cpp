@@ -30,7 +30,7 @@ void TaggedMessages::throw_ending(const Posted& posted, int peer, const Ending& 
   throw PeerLost(posted.context(peer), text);
 }
 
-void TaggedMessages::check(const Posted& posted, Limit limit, unsigned round) const {
+void TaggedMessages::check(const Posted& posted, base::TimeLimit& limit, unsigned round) const {
   constexpr unsigned kSystemChecks = 4;  // see Channel::check_peer_liveness
   channel_.throw_if_failed(posted.call_);
   const int n_ranks = channel_.size();
@@ -60,15 +60,14 @@ void TaggedMessages::check(const Posted& posted, Limit limit, unsigned round) co
     // Ranks that have sent all they had may leave while this one waits for others.
     if (!is_any || !ending->is_orderly || n_left == n_ranks - 1) throw_ending(posted, r, *ending);
   }
-  if (Clock::now() >= limit.end) throw_timeout(posted, limit);
+  if (limit.is_over()) throw_timeout(posted, limit.whole());
 }
 
-void TaggedMessages::throw_timeout(const Posted& posted, Limit limit) const {
+void TaggedMessages::throw_timeout(const Posted& posted, milliseconds limit) const {
   const int peer = posted.call_.root;
-  std::string text = fmt::format(
-      "rank {} waited {:.1f} s, until the timeout, for {} to {} (tag {})", channel_.rank(),
-      std::chrono::duration<double>(Clock::now() - limit.begin).count(), name_of_rank(peer),
-      posted.is_send() ? "receive" : "send", posted.tag_);
+  std::string text = fmt::format("rank {} waited {:g} s for {} to {} (tag {})", channel_.rank(),
+                                 std::chrono::duration<double>(limit).count(), name_of_rank(peer),
+                                 posted.is_send() ? "receive" : "send", posted.tag_);
   const int mover = posted.mover();
   for (int r = 0; r < channel_.size(); ++r) {
     if (peer == kAnySource ? r == channel_.rank() : r != peer) continue;
@@ -222,7 +221,8 @@ bool TaggedMessages::Posted::poll() {
   if (now.count() < next_look_.load(std::memory_order_relaxed)) return false;
   next_look_.store((now + kLivenessInterval).count(), std::memory_order_relaxed);
   try {
-    messages_.check(*this, {.begin = began_, .end = Clock::time_point::max()}, n_polls_++);
+    base::TimeLimit none;
+    messages_.check(*this, none, n_polls_++);
   } catch (const Error&) {
     end_with(std::current_exception());
   }
@@ -262,13 +262,13 @@ void TaggedMessages::Posted::wait(std::chrono::milliseconds timeout) {
     if (is_copy()) {
       throw UsageError(context(-1), "this process is a fork of the rank that began it");
     }
-    wait_until_over({.begin = Clock::now(), .end = Clock::now() + timeout});
+    wait_until_over(base::TimeLimit(timeout));
   }
   const std::lock_guard lock(mutex_);
   if (error_) std::rethrow_exception(error_);
 }
 
-void TaggedMessages::Posted::wait_until_over(Limit limit) {
+void TaggedMessages::Posted::wait_until_over(base::TimeLimit limit) {
   const Post* post = nullptr;
   {
     const std::lock_guard lock(mutex_);
@@ -279,7 +279,7 @@ void TaggedMessages::Posted::wait_until_over(Limit limit) {
   const auto is_ready = [&] {
     return post->state.load(std::memory_order_acquire) >= Post::complete || is_over_;
   };
-  while (!is_ready() && Clock::now() < limit.begin + kPatience) {
+  for (const auto end = Clock::now() + kPatience; !is_ready() && Clock::now() < end;) {
     if (messages_.channel_.is_oversubscribed()) {
       base::yield_cpu();
     } else {
@@ -289,7 +289,7 @@ void TaggedMessages::Posted::wait_until_over(Limit limit) {
   for (unsigned round = 0; !is_over(); ++round) {
     const std::uint32_t state = post->state.load(std::memory_order_acquire);
     if (state < Post::complete) {
-      const auto left = std::max<Clock::duration>(limit.end - Clock::now(), milliseconds(1));
+      const auto left = std::max<std::chrono::nanoseconds>(limit.left(), milliseconds(1));
       base::futex_wait(post->state, state,
                        std::min<std::chrono::nanoseconds>(left, kLivenessInterval),
                        base::FutexScope::process);
