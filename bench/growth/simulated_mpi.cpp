@@ -62,8 +62,8 @@ extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mp
       return int{MPI_SUCCESS};
     };
     // Flows that begin together are solved together: 256 ranks take seconds, not hours.
-    changed.world = [](void** communicator) {
-      const int code = lockstep_mpi_without_cost()->world(communicator);
+    changed.world = [](std::int32_t number, void** group, std::int32_t* last_number) {
+      const int code = lockstep_mpi_without_cost()->world(number, group, last_number);
       growth::world().start_line->wait();
       return code;
     };

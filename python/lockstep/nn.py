@@ -118,8 +118,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                     "training would not exchange statistics; record the model after eval(), or its copy after "
                     "revert_sync_batchnorm"
                 )
-            if _is_fake(input) or input.is_meta and all(own.is_meta for own in self.state_dict().values()):
-                return _BatchNorm.forward(self, input)  # for its shape, its type and its layout
+            if _is_fake(input) or input.is_meta and all(own.is_meta for own in (*self.parameters(), *self.buffers())):
+                return self._shape_of(input)
         group = _group_or_default(self.process_group)
         if isinstance(input, torch.Tensor) and input.is_cuda and _reaches_cuda(group):
             return super().forward(input) if input.numel() else self._without_samples(input)
@@ -137,6 +137,15 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             group,
             self._title or f"SyncBatchNorm({self.num_features})",
         )
+
+    def _shape_of(self, input: torch.Tensor) -> torch.Tensor:
+        """For its shape, its type and its layout, of a tensor without values: also of one sample. Changes nothing."""
+        self._check_input_dim(input)
+        suspended = _torch.SuspendedScope()
+        try:
+            return torch.batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps, False)
+        finally:
+            suspended.exit()
 
     def _without_samples(self, input: torch.Tensor) -> torch.Tensor:
         """In torch's own layer, whose backward would then leave tensors without gradients, and which would exchange

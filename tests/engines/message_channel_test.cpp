@@ -214,6 +214,7 @@ TEST_F(MessageChannelTest, a_split_for_which_the_library_has_no_number_is_an_err
   EXPECT_EQ(world.next_number(), 5);  // 3 and 4 are of the ranks 1 and 2
   EXPECT_TRUE(world.split({0, 1, 2}, 5, call));
   EXPECT_THROW(world.split({0, 1, 2}, world.next_number(), call), EngineError);
+  EXPECT_EQ(internal::text_of(sent()).substr(0, 31), "rank 0 failed: too many splits:");
 }
 
 TEST_F(MessageChannelTest, a_failure_of_the_world_leaves_its_parts) {

@@ -439,6 +439,20 @@ TEST_P(MessageRoundsTest, a_rank_that_stops_between_windows_is_named) {
       &network, kSlowNetwork);
 }
 
+// Each has little room behind its header.
+TEST(MessageRoundsManyTest, a_split_of_more_than_512_ranks) {
+  constexpr int kRanks = 520, kParts = 130;
+  run_message_ranks(kRanks, [](Engine& engine) {
+    const int rank = engine.rank(), color = rank % kParts;
+    const auto part = engine.split(call_of(Op::split, 0, nullptr, nullptr), color, rank);
+    ASSERT_EQ(part->size(), kRanks / kParts);
+    ASSERT_EQ(part->rank(), rank / kParts);
+    std::vector<float> one{static_cast<float>(rank)};
+    part->run(call_of(Op::all_reduce, 1, one.data(), one.data()));
+    ASSERT_EQ(one[0], static_cast<float>(4 * color + 6 * kParts));
+  });
+}
+
 TEST(MessageRoundsLateTest, ranks_in_later_calls_name_the_rank_that_the_root_waits_for) {
   constexpr int kRanks = 16, kLate = 9, kRoot = 5;
   for (const Check check : {Check::light, Check::off}) {

@@ -172,9 +172,10 @@ void refuse_calls() {
   expect_refusal([&] { group.all_gather(one, one); });
 }
 
-/// Calls that allocate, of which the nth allocation fails, one of lockstep's own; 0: none does. All
-/// in one group: after a failure behind the last message of a call the victim's next call would be
-/// in another group than that of the others, who could only wait for their limit.
+/// Calls that allocate, of which the nth allocation fails, one of lockstep's own; 0: none does.
+/// They fail in one group alone: after a failure behind the last message of a call the victim's
+/// next call would be in another group than that of the others, who could only wait for their
+/// limit.
 void allocate_in_calls(int nth) {
   const struct Disarm {
     ~Disarm() { lockstep::test::fail_allocation(0); }
@@ -184,7 +185,12 @@ void allocate_in_calls(int nth) {
   lockstep::test::fail_allocation(nth);
   for (int i = 0; i < 3; ++i) {
     const lockstep::Group group = lockstep::default_group();
-    static_cast<void>(group.split(0));
+    {
+      const lockstep::Group part = group.split(0);
+      const int left = lockstep::test::fail_allocation(0);
+      part.barrier();
+      lockstep::test::fail_allocation(left);
+    }
     static_cast<void>(lockstep::all_gather_object(text));
     static_cast<void>(lockstep::all_gather(std::span<const double>(parts)));
     static_cast<void>(group.allocate(1000));

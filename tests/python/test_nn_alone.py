@@ -1,5 +1,6 @@
 """lockstep.nn in a process of its own: the world is one rank."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -283,12 +284,16 @@ def test_a_symbolic_trace_has_the_layer_as_a_leaf():
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_tensors_without_values_get_their_shapes(kind):
     model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
-    if kind == "meta":
-        out = model.to("meta")(torch.empty(2, 3, 8, 8, device="meta"))
-    else:
-        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-            out = model(torch.empty(2, 3, 8, 8))
-    assert out.shape == (2, 4, 6, 6)
+    for scope in contextlib.nullcontext(), lockstep.nn.SyncBatchNormScope():
+        for n, size in (2, 8), (1, 3):  # one value for each channel, as one of several ranks may have
+            with scope if n == 2 else contextlib.nullcontext():
+                if kind == "meta":
+                    out = copy.deepcopy(model).to("meta")(torch.empty(n, 3, size, size, device="meta"))
+                else:
+                    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+                        out = model(torch.empty(n, 3, size, size))
+            assert out.shape == (n, 4, size - 2, size - 2)
+    assert model[1].num_batches_tracked == 0
 
 
 def test_a_recorded_graph_is_refused_in_training():

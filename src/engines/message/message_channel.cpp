@@ -356,17 +356,17 @@ std::int64_t Channel::next_number() {
 
 std::unique_ptr<Channel> Channel::split(const std::vector<int>& members, std::int64_t number,
                                         const Call& call) {
-  if (number > transport_.last_channel()) {
-    throw EngineError(context_of(call, rank()),
-                      fmt::format("too many splits: groups are numbered, here up to {}, and no "
-                                  "number is used twice; keep groups instead of making them again",
-                                  transport_.last_channel()));
-  }
   std::vector<int> world_ranks;
   for (const int member : members) {
     world_ranks.push_back(members_[static_cast<std::size_t>(member)]);
   }
   try {
+    if (number > transport_.last_channel()) {
+      throw TransportError(
+          fmt::format("too many splits: groups are numbered, here up to {}, and no number is used "
+                      "twice; keep groups instead of making them again",
+                      transport_.last_channel()));
+    }
     auto part = transport_.split(members, static_cast<std::int32_t>(number));
     return std::unique_ptr<Channel>(new Channel(std::move(part), std::move(world_ranks), world_));
   } catch (const TransportError& error) {

@@ -309,6 +309,7 @@ std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int ke
     int key;
     std::int64_t number;  // of the part's channel, if this rank is its first
   };
+  static_assert(sizeof(Choice) <= Rounds::kLeastPayloadBytes);
   const Choice mine{color, key, channel_->next_number()};
   compare(call, headers_.of(call, color, key), std::as_bytes(std::span(&mine, 1)), limit);
   std::vector<Choice> choices(payloads_.size());

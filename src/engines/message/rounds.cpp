@@ -3,18 +3,19 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cassert>
 #include <cstdint>
 #include <cstring>
 
 namespace lockstep::message {
 namespace {
 
-/// All payloads of a call together, up to 1,024 ranks: what a rank receives beyond the heads.
+/// All payloads of a call together, up to 512 ranks: what a rank receives beyond the heads.
 constexpr std::size_t kPayloadsBytes = 8 << 10;
 
 std::size_t slot_bytes_of(int n_ranks) {
   const std::size_t share = kPayloadsBytes / static_cast<std::size_t>(n_ranks);
-  return std::clamp(std::bit_floor(share), std::size_t{8}, sizeof(First::payload));
+  return std::clamp(std::bit_floor(share), Rounds::kLeastPayloadBytes, sizeof(First::payload));
 }
 
 }  // namespace
@@ -49,6 +50,7 @@ bool Rounds::compare(const Header& mine, std::span<const std::byte> payload, con
                      Limit& limit) {
   const bool compares_sites = call.check == Check::full;
   std::byte* const slots = known_.data() + sizeof(Head);
+  assert(payload.size() <= slot_bytes_);
   if (!payload.empty()) std::memcpy(slots, payload.data(), payload.size());
   Head head{mine, /*agrees=*/1, 0};
   channel_.begin_rounds(mine);

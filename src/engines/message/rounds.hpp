@@ -34,7 +34,8 @@ class Rounds {
  public:
   explicit Rounds(Channel& channel);
 
-  /// The most bytes of a rank that compare() can send.
+  /// The most bytes of a rank that compare() can send: at least these.
+  static constexpr std::size_t kLeastPayloadBytes = 16;
   std::size_t payload_bytes() const noexcept { return slot_bytes_; }
   /// Sends every rank's payload to all ranks, in the messages that compare calls. False on all
   /// ranks if the calls differ.

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -48,18 +49,18 @@ class Entry {
   std::unique_lock<std::recursive_mutex> lock_;
 };
 
+/// Control messages that MPI may still read: no call waits until they are sent.
+struct Sent {
+  std::vector<char> bytes;
+  MPI_Request request;
+};
+
 /// A communicator over all ranks, never freed: control messages of peers may still be in transit,
 /// and MPI reuses the context id of a freed one.
 struct World {
   MPI_Comm comm = MPI_COMM_NULL;
   std::vector<int> control_tags;  // of all groups that there have been
-  /// Control messages that MPI may still read: no call waits until they are sent.
-  struct ControlMessage {
-    std::vector<char> bytes;
-    MPI_Request request;
-  };
-  std::list<ControlMessage> control_messages;
-  std::mutex control_mutex;  // any thread sends them
+  std::list<Sent> sent;           // by groups that were released since
 };
 
 struct Group {
@@ -67,34 +68,29 @@ struct Group {
   Route route;          ///< of the data; control messages have the tag behind it
   Exchange exchange{};  ///< the current one; its capacity is reused
   Exchange prepared{};
+  std::list<Sent> sent{};
+  std::mutex sent_mutex{};  // any thread sends control messages
 
   int control_tag() const { return route.tag + 1; }
 };
 
 Group& group_of(void* handle) { return *static_cast<Group*>(handle); }
 
-std::mutex groups_mutex;
-std::list<World> worlds;
-std::vector<Group*> groups;  // all that are not released
+// Never destroyed: a program's globals may hold groups.
+std::mutex& groups_mutex = *new std::mutex;  // guards what follows, and what worlds have of groups
+auto& worlds = *new std::list<World>;
+auto& groups = *new std::vector<Group*>;  // all that are not released
 
-/// Receives the remaining control messages: at its end MPI reports messages that were not received.
-void receive_control_messages() {
-  const std::lock_guard lock(groups_mutex);
-  std::vector<char> message;
-  for (const World& world : worlds) {
-    for (const int tag : world.control_tags) {
-      for (;;) {
-        int flag = 0;
-        int n_bytes = 0;
-        MPI_Status status;
-        MPI_Iprobe(MPI_ANY_SOURCE, tag, world.comm, &flag, &status);
-        if (flag == 0) break;
-        MPI_Get_count(&status, MPI_BYTE, &n_bytes);
-        message.resize(static_cast<std::size_t>(n_bytes));
-        MPI_Recv(message.data(), n_bytes, MPI_BYTE, status.MPI_SOURCE, tag, world.comm,
-                 MPI_STATUS_IGNORE);
-      }
-    }
+/// At its end MPI reports messages that were not received.
+void receive_control_messages(MPI_Comm comm, int tag) {
+  std::array<char, 4096> message{};  // longer than any
+  for (;;) {
+    int flag = 0;
+    MPI_Status status;
+    MPI_Iprobe(MPI_ANY_SOURCE, tag, comm, &flag, &status);
+    if (flag == 0) return;
+    MPI_Recv(message.data(), message.size(), MPI_BYTE, status.MPI_SOURCE, tag, comm,
+             MPI_STATUS_IGNORE);
   }
 }
 
@@ -112,7 +108,10 @@ int at_finalize(MPI_Comm, int, void*, void*) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
-  receive_control_messages();
+  const std::lock_guard lock(groups_mutex);
+  for (const World& world : worlds) {
+    for (const int tag : world.control_tags) receive_control_messages(world.comm, tag);
+  }
   for (Group* group : groups) free_prepared(group->prepared);
   return MPI_SUCCESS;
 }
@@ -236,13 +235,15 @@ int part(void* handle, const std::int32_t* ranks, std::size_t n_ranks, std::int3
 void release(void* handle) {
   const Entry entry;
   const std::unique_ptr<Group> group(&group_of(handle));
-  {
-    const std::lock_guard lock(groups_mutex);
-    std::erase(groups, group.get());
-  }
   int is_over = 0;
   MPI_Finalized(&is_over);
-  if (is_over == 0) free_prepared(group->prepared);
+  if (is_over == 0) {
+    free_prepared(group->prepared);
+    receive_control_messages(group->route.comm, group->control_tag());
+  }
+  const std::lock_guard lock(groups_mutex);
+  std::erase(groups, group.get());
+  group->world.sent.splice(group->world.sent.end(), group->sent);
 }
 
 Exchange& exchange_of(void* handle) { return *static_cast<Exchange*>(handle); }
@@ -284,18 +285,17 @@ int send_control(void* handle, int rank, const void* message, std::size_t n_byte
   int is_over = 0;
   MPI_Finalized(&is_over);
   if (is_over != 0) return MPI_SUCCESS;  // the program has finalized MPI
-  const Group& group = group_of(handle);
-  World& world = group.world;
+  Group& group = group_of(handle);
   const char* const bytes = static_cast<const char*>(message);
-  const std::lock_guard lock(world.control_mutex);
-  world.control_messages.remove_if([](World::ControlMessage& sent) {
+  const std::lock_guard lock(group.sent_mutex);
+  group.sent.remove_if([](Sent& sent) {
     int is_done = 0;
     return MPI_Test(&sent.request, &is_done, MPI_STATUS_IGNORE) == MPI_SUCCESS && is_done != 0;
   });
-  world.control_messages.push_back({{bytes, bytes + n_bytes}, MPI_REQUEST_NULL});
-  World::ControlMessage& last = world.control_messages.back();
+  group.sent.push_back({{bytes, bytes + n_bytes}, MPI_REQUEST_NULL});
+  Sent& last = group.sent.back();
   return MPI_Isend(last.bytes.data(), static_cast<int>(n_bytes), MPI_BYTE,
-                   group.route.rank_of(rank), group.control_tag(), world.comm, &last.request);
+                   group.route.rank_of(rank), group.control_tag(), group.route.comm, &last.request);
 }
 
 int poll_control(void* handle, void* message, std::size_t n_bytes, std::int32_t* has_come) {
