@@ -26,8 +26,8 @@ struct LockstepMpi {
   /// Skips MPI_Finalize, which after a failure would wait for ranks that never call it.
   void (*give_up_finalize)();
   /// A new communicator over the world with the group of all its ranks (collective), and groups of
-  /// `ranks` of the world over the same communicator, whose messages have tags from their number.
-  /// Ranks in what follows are those of the group.
+  /// `ranks` of a group over the same communicator, whose messages have tags from their number.
+  /// Ranks are those of the group that is named.
   int (*world)(std::int32_t number, void** group, std::int32_t* last_number);
   int (*part)(void* group, const std::int32_t* ranks, std::size_t n_ranks, std::int32_t number,
               void** part);

@@ -16,7 +16,6 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <numeric>
 #include <optional>
 #include <string_view>
 #include <thread>
@@ -87,19 +86,19 @@ using Group = std::unique_ptr<void, void (*)(void*)>;
 /// The ranks of one Group.
 class Transport final : public message::Transport {
  public:
-  /// `ranks`: the members, of the world. why_one_thread: see Engine.
+  /// why_one_thread: see Engine.
   Transport(const LockstepMpi& mpi, Group group, std::int32_t last_channel, Hosts hosts, int rank,
-            std::vector<std::int32_t> ranks, std::string why_one_thread)
+            int size, std::string why_one_thread)
       : mpi_(mpi),
         group_(std::move(group)),
         last_channel_(last_channel),
         hosts_(hosts),
         rank_(rank),
-        ranks_(std::move(ranks)),
+        size_(size),
         why_one_thread_(std::move(why_one_thread)) {}
 
   int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return static_cast<int>(ranks_.size()); }
+  int size() const noexcept override { return size_; }
   std::string_view why_one_thread() const noexcept override { return why_one_thread_; }
 
   void start(std::span<const Message> messages, const Call& /*call*/) override {
@@ -149,12 +148,10 @@ class Transport final : public message::Transport {
   std::unique_ptr<message::Transport> split(const std::vector<int>& members,
                                             std::int32_t channel) override {
     const auto mine = static_cast<int>(std::ranges::find(members, rank_) - members.begin());
-    std::vector<std::int32_t> ranks;
-    for (const int member : members) ranks.push_back(ranks_[static_cast<std::size_t>(member)]);
     void* part = nullptr;
-    check(mpi_.part(group_.get(), ranks.data(), ranks.size(), channel, &part));
+    check(mpi_.part(group_.get(), members.data(), members.size(), channel, &part));
     return std::make_unique<Transport>(mpi_, Group(part, mpi_.release), last_channel_, hosts_, mine,
-                                       std::move(ranks), why_one_thread_);
+                                       static_cast<int>(members.size()), why_one_thread_);
   }
 
  private:
@@ -177,7 +174,7 @@ class Transport final : public message::Transport {
   const std::int32_t last_channel_;
   Hosts hosts_;
   int rank_;
-  std::vector<std::int32_t> ranks_;
+  int size_;
   void* exchange_ = nullptr;
   std::size_t n_messages_ = 0;         // of the current exchange
   std::uint64_t n_tests_ = 0;          // of the current exchange
@@ -400,12 +397,10 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   for (const std::uint64_t word : cores) n_cores += std::popcount(word);
   const Hosts hosts{.are_oversubscribed = n_neighbours > std::min(n_cores, base::cpu_quota()),
                     .are_one = n_neighbours == n_ranks};
-  std::vector<std::int32_t> ranks(static_cast<std::size_t>(n_ranks));
-  std::iota(ranks.begin(), ranks.end(), 0);
   auto engine =
       message::make("mpi",
                     std::make_unique<Transport>(mpi, std::move(group), last_channel, hosts, rank,
-                                                std::move(ranks), std::move(why_one_thread)),
+                                                n_ranks, std::move(why_one_thread)),
                     message::parse_costs(world.env.network));
   internal::leave_on_exception(*engine, [&] { engine->run(barrier); });
   return engine;

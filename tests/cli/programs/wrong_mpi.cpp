@@ -22,15 +22,15 @@ std::vector<Message> current;
 bool are_firsts = false;
 bool is_wrong = false;  // the call whose messages these are
 
-int prepare(void* communicator, const Message* messages, std::size_t n) {
+int prepare(void* group, const Message* messages, std::size_t n) {
   firsts = messages;
-  return right.prepare(communicator, messages, n);
+  return right.prepare(group, messages, n);
 }
 
-int begin_wrongly(void* communicator, const Message* messages, std::size_t n, void** exchange) {
+int begin_wrongly(void* group, const Message* messages, std::size_t n, void** exchange) {
   current.assign(messages, messages + n);
   are_firsts = messages == firsts;
-  return right.begin(communicator, messages, n, exchange);
+  return right.begin(group, messages, n, exchange);
 }
 
 int test_wrongly(void* exchange, std::size_t n_tests, std::int32_t* all_done) {

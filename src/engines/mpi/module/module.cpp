@@ -228,7 +228,10 @@ int world(std::int32_t number, void** handle, std::int32_t* last_number) {
 
 int part(void* handle, const std::int32_t* ranks, std::size_t n_ranks, std::int32_t number,
          void** result) {
-  *result = make_group(group_of(handle).world, {ranks, ranks + n_ranks}, number);
+  const Group& whole = group_of(handle);
+  std::vector<std::int32_t> of_world;
+  for (std::size_t i = 0; i < n_ranks; ++i) of_world.push_back(whole.route.rank_of(ranks[i]));
+  *result = make_group(whole.world, std::move(of_world), number);
   return MPI_SUCCESS;
 }
 
@@ -237,7 +240,8 @@ void release(void* handle) {
   const std::unique_ptr<Group> group(&group_of(handle));
   int is_over = 0;
   MPI_Finalized(&is_over);
-  if (is_over == 0) {
+  // A fork of the process would take messages that are the rank's.
+  if (is_over == 0 && ::getpid() == pid) {
     free_prepared(group->prepared);
     receive_control_messages(group->route.comm, group->control_tag());
   }
