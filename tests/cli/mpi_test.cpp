@@ -292,6 +292,16 @@ TEST_P(MpiTest, an_exchange_that_ended_leaves_its_memory_alone) {
   const Ended ended = mpirun(2, fmt::format("timeout 60 {} cancelled", OVER_MPI_PROGRAM));
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
 }
+TEST_P(MpiTest, an_exchange_that_ended_in_the_middle_of_a_message_leaves_its_memory_alone) {
+  if (GetParam().name == kIntelMpi) GTEST_SKIP() << "no message of it is known to stop there";
+  const TemporaryFolder said;
+  // Otherwise the receiver reads the sender's memory itself.
+  const Ended ended =
+      mpirun(2, fmt::format("env OMPI_MCA_btl_vader_single_copy_mechanism=none UCX_TLS=posix,self "
+                            "timeout 60 {} stopped {}",
+                            OVER_MPI_PROGRAM, said.path()));
+  EXPECT_TRUE(std::filesystem::exists(said / "3.said")) << ended.err;
+}
 TEST_P(MpiTest, only_one_thread_calls_an_mpi_that_grants_no_more) {
   for (const char* level : {"single", "funneled", "serialized"}) {
     const Ended ended = mpirun(3, fmt::format("timeout 60 {} {}", OVER_MPI_PROGRAM, level));

@@ -45,7 +45,8 @@ struct LockstepMpi {
   /// The ranks that have not sent or received all: at most one entry per message.
   int (*awaited)(void* exchange, std::int32_t* ranks, std::size_t* n_ranks);
   /// Ends an exchange. Cancels pending receives and waits, for about a second at most, for the
-  /// buffers that MPI still reads or writes.
+  /// buffers that MPI still reads or writes. If it would still write one, all later calls of the
+  /// module fail, and call no function of MPI.
   void (*finish)(void* exchange);
   /// Sends a control message of n_bytes to a rank, which receives it with poll_control(), in any
   /// order.

@@ -101,15 +101,19 @@ void require(bool holds, const char* text) {
   if (!holds) throw std::runtime_error(text);
 }
 
-/// On the module itself: rank 0 ends an exchange before rank 1 sends what it was to receive, in two
-/// messages, one short and one long. They must not come into the memory of that exchange, but into
-/// that of the next.
-void end_an_exchange_of_receives() {
+const LockstepMpi& module_of_environment() {
   void* const library = ::dlopen(std::getenv("LOCKSTEP_MPI"), RTLD_NOW | RTLD_GLOBAL);
   require(library != nullptr, "cannot load the module");
   const auto entry =
       reinterpret_cast<const LockstepMpi* (*)()>(::dlsym(library, kLockstepMpiSymbol));
-  const LockstepMpi& mpi = *entry();
+  return *entry();
+}
+
+/// On the module itself: rank 0 ends an exchange before rank 1 sends what it was to receive, in two
+/// messages, one short and one long. They must not come into the memory of that exchange, but into
+/// that of the next.
+void end_an_exchange_of_receives() {
+  const LockstepMpi& mpi = module_of_environment();
   int rank = 0, n_ranks = 0;
   void* all = nullptr;
   std::int32_t last_number = 0;
@@ -173,6 +177,58 @@ void end_an_exchange_of_receives() {
       [&] { return is_done(next) || !holds(data, kUntouched); }, std::chrono::seconds(30));
   require(holds(data, kUntouched), "a receive of an exchange that has ended wrote its memory");
   require(came && holds(later, kSent), "the messages did not come to the next exchange");
+}
+
+/// On the module itself: rank 1 stops in the middle of a message, and goes on when rank 0 has ended
+/// the exchange that receives it. MPI cannot cancel that, and must not write there any more.
+void end_an_exchange_in_the_middle(const std::string& folder) {
+  const LockstepMpi& mpi = module_of_environment();
+  int rank = 0, n_ranks = 0;
+  void* group = nullptr;
+  std::int32_t last_number = 0;
+  require(mpi.start(&rank, &n_ranks) == 0 && mpi.world(/*number=*/1, &group, &last_number) == 0,
+          "cannot start MPI");
+  constexpr std::uint8_t kUntouched = 7, kSent = 9;
+  std::vector<std::uint8_t> data(std::size_t{64} << 20, rank == 0 ? kUntouched : kSent);
+  const Message message{rank == 0 ? Message::Way::receive : Message::Way::send, 1 - rank,
+                        data.data(), data.size()};
+  void* exchange = nullptr;
+  std::int32_t done = 0;
+  require(mpi.begin(group, &message, 1, &exchange) == 0, "begin failed");
+  const auto test_for = [&](std::chrono::milliseconds time) {
+    lockstep::test::wait_until([&] { return mpi.test(exchange, 1, &done) != 0 || done != 0; },
+                               time);
+  };
+  if (rank == 1) {
+    test_for(std::chrono::milliseconds(1));
+    wait_until_said(folder, 1);
+    test_for(std::chrono::seconds(3));
+    say(folder, rank, "has gone on");
+    return wait_until_said(folder, 3);
+  }
+  test_for(std::chrono::milliseconds(500));
+  require(done == 0, "the message came although its sender has stopped");
+  mpi.finish(exchange);
+  const std::vector<std::uint8_t> before = data;
+  require(before.back() == kUntouched, "the message came whole");
+  say(folder, rank, "has ended the exchange");
+  int code = 0;
+  lockstep::test::wait_until(
+      [&] {
+        char control = 0;
+        std::int32_t has_come = 0;
+        code = mpi.poll_control(group, &control, 1, &has_come);
+        return n_said(folder) >= 2;
+      },
+      std::chrono::seconds(30));
+  say(folder, 2, "has looked");
+  require(data == before, "a receive of an exchange that has ended wrote its memory");
+  std::array<char, 256> text{};
+  mpi.error_text(code, text.data(), text.size());
+  require(
+      code != 0 && std::string(text.data()).find("in the middle of a message") != std::string::npos,
+      "MPI is still called");
+  say(folder, 3, "left the memory alone");
 }
 
 /// As a program that initialises MPI itself. The levels have these values in every MPI here.
@@ -274,6 +330,10 @@ int main(int argc, char** argv) {
     if (fault == "cancelled") {
       end_an_exchange_of_receives();
       return 0;
+    }
+    if (fault == "stopped") {
+      end_an_exchange_in_the_middle(argv[2]);
+      std::_Exit(0);  // MPI_Finalize would wait
     }
     if (fault == "single") call_from_threads(kSingle, "MPI_THREAD_SINGLE");
     if (fault == "funneled") call_from_threads(kFunneled, "MPI_THREAD_FUNNELED");

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <new>
 #include <numeric>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -36,6 +37,13 @@ bool needs_lock = true;
 int granted_level = MPI_THREAD_SINGLE;
 std::atomic<bool> is_ours{false};  // initialized here, so finalized here
 std::atomic<bool> has_given_up{false};
+/// An exchange ended in the middle of a message: MPI would write the rest into memory that has
+/// another use now, and does so only inside its functions. The module then calls none of them.
+std::atomic<bool> must_not_call{false};
+constexpr int kMustNotCall = -1;  // no error code of MPI's is negative
+constexpr std::string_view kWhyNot =
+    "an exchange ended in the middle of a message that MPI cannot cancel; it would be written to "
+    "memory that has another use now, so this process cannot use MPI any more";
 pid_t pid = 0;
 
 /// Holds the mutex, if one is needed, during a call of the module.
@@ -132,6 +140,10 @@ const char* library() {
 }
 
 void error_text(int code, char* text, std::size_t n_bytes) {
+  if (code == kMustNotCall) {
+    text[kWhyNot.copy(text, n_bytes - 1)] = '\0';
+    return;
+  }
   char whole[MPI_MAX_ERROR_STRING] = {};
   int length = 0;
   if (MPI_Error_string(code, whole, &length) != MPI_SUCCESS) length = 0;
@@ -174,6 +186,7 @@ const char* one_thread(std::int32_t* is_this) {
 
 int neighbours(std::uint64_t* mask, std::size_t n_words, int* n_ranks) {
   const Entry entry;
+  if (must_not_call) return kMustNotCall;
   MPI_Comm host = MPI_COMM_NULL;
   int code = MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
   if (code != MPI_SUCCESS) return code;
@@ -202,6 +215,7 @@ void* make_group(World& world, std::vector<std::int32_t> ranks, std::int32_t num
 
 int world(std::int32_t number, void** handle, std::int32_t* last_number) {
   const Entry entry;
+  if (must_not_call) return kMustNotCall;
   MPI_Comm comm = MPI_COMM_NULL;
   int code = MPI_Comm_dup(MPI_COMM_WORLD, &comm);
   if (code != MPI_SUCCESS) return code;
@@ -241,7 +255,7 @@ void release(void* handle) {
   int is_over = 0;
   MPI_Finalized(&is_over);
   // A fork of the process would take messages that are the rank's.
-  if (is_over == 0 && ::getpid() == pid) {
+  if (is_over == 0 && !must_not_call && ::getpid() == pid) {
     free_prepared(group->prepared);
     receive_control_messages(group->route.comm, group->control_tag());
   }
@@ -254,12 +268,14 @@ Exchange& exchange_of(void* handle) { return *static_cast<Exchange*>(handle); }
 
 int prepare(void* handle, const Message* messages, std::size_t n_messages) {
   const Entry entry;
+  if (must_not_call) return kMustNotCall;
   Group& group = group_of(handle);
   return prepare(group.prepared, group.route, {messages, n_messages});
 }
 
 int begin(void* handle, const Message* messages, std::size_t n_messages, void** result) {
   const Entry entry;
+  if (must_not_call) return kMustNotCall;
   Group& group = group_of(handle);
   if (group.prepared.is_prepared && messages == group.prepared.messages.data()) {
     *result = &group.prepared;
@@ -271,21 +287,26 @@ int begin(void* handle, const Message* messages, std::size_t n_messages, void** 
 
 int test(void* exchange, std::size_t n_tests, std::int32_t* all_done) {
   const Entry entry;
+  if (must_not_call) return kMustNotCall;
   return test(exchange_of(exchange), n_tests, all_done);
 }
 
 int awaited(void* exchange, std::int32_t* ranks, std::size_t* n_ranks) {
   const Entry entry;
+  if (must_not_call) return kMustNotCall;
   return awaited(exchange_of(exchange), ranks, n_ranks);
 }
 
 void finish(void* exchange) {
   const Entry entry;
-  finish(exchange_of(exchange));
+  if (must_not_call || finish(exchange_of(exchange))) return;
+  must_not_call = true;
+  has_given_up = true;
 }
 
 int send_control(void* handle, int rank, const void* message, std::size_t n_bytes) {
   const Entry entry;
+  if (must_not_call) return kMustNotCall;
   int is_over = 0;
   MPI_Finalized(&is_over);
   if (is_over != 0) return MPI_SUCCESS;  // the program has finalized MPI
@@ -304,6 +325,7 @@ int send_control(void* handle, int rank, const void* message, std::size_t n_byte
 
 int poll_control(void* handle, void* message, std::size_t n_bytes, std::int32_t* has_come) {
   const Entry entry;
+  if (must_not_call) return kMustNotCall;
   MPI_Status status;
   int flag = 0;
   const Group& group = group_of(handle);

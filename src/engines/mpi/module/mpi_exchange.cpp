@@ -52,10 +52,10 @@ int begin(Exchange& exchange, const Route& route, Message::Way way) {
   });
 }
 
-/// Waits for requests, for at_most_s, and frees the rest, which MPI would go on to read or write in
-/// memory that belongs to the caller again. Cancelled requests, and messages between live ranks,
-/// end soon. A message whose peer is stopped in the middle does not, and MPI cannot cancel it.
-void wait_and_free(std::span<MPI_Request> requests, double at_most_s) {
+/// Waits for requests, for at_most_s, and frees the rest. Returns whether there are none. Cancelled
+/// requests, and messages between live ranks, end soon. A message whose peer is stopped in the
+/// middle does not, and MPI cannot cancel it.
+bool wait_and_free(std::span<MPI_Request> requests, double at_most_s) {
   const double give_up = MPI_Wtime() + at_most_s;
   for (int is_done = 0;;) {
     const int code = MPI_Testall(static_cast<int>(requests.size()), requests.data(), &is_done,
@@ -63,9 +63,13 @@ void wait_and_free(std::span<MPI_Request> requests, double at_most_s) {
     if (code != MPI_SUCCESS || is_done != 0 || MPI_Wtime() > give_up) break;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
+  bool are_over = true;
   for (MPI_Request& request : requests) {
-    if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
+    if (request == MPI_REQUEST_NULL) continue;
+    are_over = false;
+    MPI_Request_free(&request);
   }
+  return are_over;
 }
 
 }  // namespace
@@ -149,7 +153,7 @@ int awaited(Exchange& exchange, std::int32_t* ranks, std::size_t* n_ranks) {
 }
 
 /// Allocates nothing: the call that it ends may have failed for want of memory.
-void finish(Exchange& exchange) {
+bool finish(Exchange& exchange) {
   for (std::size_t i = 0; i < exchange.requests.size(); ++i) {
     MPI_Request& request = exchange.requests[i];
     if (request == MPI_REQUEST_NULL) continue;
@@ -163,9 +167,10 @@ void finish(Exchange& exchange) {
   }
   const std::span<MPI_Request> requests(exchange.requests);
   const std::size_t n_receives = std::min(exchange.n_receives, requests.size());
-  wait_and_free(requests.first(n_receives), kMostSecondsToReceive);
+  const bool has_received = wait_and_free(requests.first(n_receives), kMostSecondsToReceive);
   wait_and_free(requests.subspan(n_receives), kMostSecondsToSend);
   exchange = {};
+  return has_received;
 }
 
 }  // namespace lockstep::mpi_module
