@@ -50,7 +50,7 @@ constexpr Counted kCounted[] = {
 /// Of SyncBatchNorm with 64 channels: every rank's count, means and deviations; as moments.
 constexpr std::size_t kChannels = 64;
 constexpr Counted kStatistics = {Op::all_gather, (1 + 2 * kChannels) * sizeof(double)};
-constexpr Counted kMoments = {Op::all_reduce, kChannels* size_of(DType::moments)};
+constexpr Counted kMoments = {Op::all_reduce, kChannels* size_of(detail::kMoments)};
 constexpr Counted kCountedByHost[] = {
     {Op::barrier, 0},          {Op::all_reduce, 4},       {Op::all_reduce, 64 << 10},
     {Op::broadcast, 64 << 10}, {Op::all_gather, 4},       {Op::all_gather, 1 << 10},
@@ -70,7 +70,7 @@ void run(Engine& engine, const Counted& counted) {
   std::vector<float> out(op == Op::scatter || op == Op::reduce_scatter ? n : n_all);
   lockstep::Call call;
   call.op = op;
-  call.dtype = is_of_moments ? DType::moments : DType::f32;
+  call.dtype = is_of_moments ? detail::kMoments : DType::f32;
   call.count = counted.n_bytes / size_of(call.dtype);
   call.root = 0;
   call.out = out.data();

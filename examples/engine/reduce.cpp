@@ -72,7 +72,6 @@ void reduce(DType dtype, ReduceOp op, const std::vector<const std::byte*>& in, s
     case DType::bf16: return reduce_as<lockstep::BFloat16>(op, in, out, count);
     case DType::f32: return reduce_as<float>(op, in, out, count);
     case DType::f64: return reduce_as<double>(op, in, out, count);
-    case DType::moments: return;  // only for engines that say reduces_moments()
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include <lockstep/detail/arguments.hpp>
 #include <lockstep/detail/collective.hpp>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
@@ -39,24 +40,6 @@ ConstElements erase(std::span<const T> data) {
   return {data.data(), data.size(), kDTypeOf<T>};
 }
 
-/// The remaining time of a call that consists of several collectives. If the caller gave no limit,
-/// each collective has the group's timeout.
-class TimeLeft {
- public:
-  TimeLeft(Timeout limit)  // NOLINT: every function with several collectives starts one
-      : is_given_(limit.is_given()),
-        end_(is_given_ ? Clock::now() + limit.or_else({}) : Clock::time_point()) {}
-  operator Timeout() const {  // NOLINT: passed to each collective as its timeout
-    return is_given_ ? Timeout(end_ - Clock::now()) : Timeout();
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-
-  bool is_given_;
-  Clock::time_point end_;
-};
-
 /// Every rank's count, by rank.
 std::vector<std::size_t> exchange_counts(std::size_t count, const Group& group, Timeout timeout,
                                          Where where);
@@ -71,15 +54,15 @@ std::vector<Part> gather_parts(const ConstElements& data, const Group& group, in
   std::vector<std::size_t> counts;
   std::unique_ptr<T[]> flat;  // a vector<bool> has no elements to point to
   Collective(name_of(dst < 0 ? Op::all_gather : Op::gather), group, where).run([&] {
-    const TimeLeft left(timeout);
-    counts = exchange_counts(data.count, group, left, where);
+    const TimeLimit limit(timeout);
+    counts = exchange_counts(data.count, group, limit.timeout(), where);
     const std::size_t n_all = wanted ? std::reduce(counts.begin(), counts.end()) : 0;
     flat = std::make_unique<T[]>(n_all);
     const std::span<T> all(flat.get(), n_all);
     if (dst < 0) {
-      group.all_gather(data, erase(all), counts, left, where);
+      group.all_gather(data, erase(all), counts, limit.timeout(), where);
     } else {
-      group.gather(data, erase(all), counts, dst, left, where);
+      group.gather(data, erase(all), counts, dst, limit.timeout(), where);
     }
   });
   std::vector<Part> parts;

@@ -36,19 +36,9 @@ std::string_view name_of(Op op);
 /// How much of each call ranks compare, see Env::check.
 enum class Check : std::uint8_t { off, light, full };
 
-struct Call;
-
-/// Where an engine reports how far a call is, for the flight recorder.
-class Progress {
- public:
-  /// This rank's part has been sent to the peers. May be called again.
-  virtual void arrived(const Call& call) = 0;
-  /// The call waits so long that the thread sleeps. May be called again.
-  virtual void slept(const Call& call) = 0;
-
- protected:
-  ~Progress() = default;
-};
+namespace internal {
+class Progress;
+}
 
 /// One operation as every rank calls it. The Group has validated it before an engine gets it: in
 /// and out, or the parts of ins and outs, are not null if bytes move, root is a valid rank, the
@@ -64,7 +54,7 @@ struct Call {
   void* out = nullptr;
   /// all_gather, gather: elements per rank; empty: all `count`.
   std::span<const std::size_t> counts{};
-  /// If an engine takes_lists(): the address of each rank's part of in (scatter, reduce_scatter,
+  /// Of Engine::run_lists: the address of each rank's part of in (scatter, reduce_scatter,
   /// all_to_all) or of out (all_gather, gather, all_to_all), which is then null. Empty: the parts
   /// lie one after the other.
   std::span<const void* const> ins{};
@@ -83,16 +73,23 @@ struct Call {
   std::source_location where;
   /// If an engine issues this call as a step of another: that call, which ranks compare and report.
   const Call* parent_call = nullptr;
-  /// See Engine::reports_progress; null: nothing to report.
-  Progress* progress = nullptr;
+  /// Of a step over an engine of some of the group's ranks: their numbers in the group, by which
+  /// errors name them. Empty: the engine's ranks are the group's.
+  std::span<const int> ranks{};
+  /// Where lockstep's own engines report how far the call is; null: nothing to report.
+  internal::Progress* progress = nullptr;
 
   /// The limit in seconds, for errors.
   double limit_s() const {
     return std::chrono::duration<double>(limit.count() > 0 ? limit : timeout).count();
   }
+  /// The number of the engine's rank in the group.
+  int number_of(int rank) const {
+    return ranks.empty() ? rank : ranks[static_cast<std::size_t>(rank)];
+  }
 };
 
-/// The error context of one call.
+/// The error context of one call of the engine's rank.
 ErrorContext context_of(const Call& call, int rank);
 
 /// A call that this rank began and refused: an exception left it before its first message.
@@ -141,17 +138,14 @@ class Engine {
   virtual std::string_view name() const noexcept = 0;
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
-  /// See Group::has_low_latency.
-  virtual bool has_low_latency() const noexcept { return false; }
-  /// See Group::reduces_moments.
-  virtual bool reduces_moments() const noexcept { return false; }
   /// Why all calls must come from the thread that made this engine, and what to do about it; empty:
   /// any thread calls it. Otherwise the Group refuses asynchronous calls, and those of other
   /// threads.
   virtual std::string_view why_one_thread() const noexcept { return {}; }
   virtual void run(const Call& call) = 0;
-  /// Whether run() takes Call::ins and Call::outs. If not, lockstep copies the parts together.
-  virtual bool takes_lists() const noexcept { return false; }
+  /// The same of a call that may have Call::ins and Call::outs. By default it copies the parts
+  /// together for run(), and apart.
+  virtual void run_lists(const Call& call);
   /// A new engine over the ranks that gave the same color, in order of (key, rank). Collective.
   virtual std::unique_ptr<Engine> split(const Call& call, int color, int key) = 0;
   /// `call.count` zeroed bytes on every rank; the engine transfers them without copies if it can.
@@ -173,10 +167,6 @@ class Engine {
   /// This rank leaves the world: peers that wait for it get PeerLost or, if `failure` is not empty,
   /// PeerFailed with that text. Called once, on the world's engine.
   virtual void leave(std::string_view failure) noexcept = 0;
-  /// Whether run() reports to Call::progress, each time before it waits. The call is then recorded
-  /// while the peers' answer is in transit, and a short call needs a single clock read; otherwise
-  /// it is recorded, and timed, before and after run().
-  virtual bool reports_progress() const noexcept { return false; }
 };
 
 }  // namespace lockstep

@@ -16,6 +16,7 @@ namespace lockstep {
 namespace internal {
 class GroupState;
 struct ListCalls;
+struct NativeGroup;
 class Session;
 class WorkHandle;
 }  // namespace internal
@@ -102,12 +103,6 @@ class Group {
   int size() const noexcept;                  ///< the number of ranks
   std::string_view backend() const noexcept;  ///< "shared", "mpi", ...
   const std::string& name() const noexcept;   ///< "world", "world/0.1", ...: for errors
-  /// Whether a small message takes about a microsecond, so that several messages are better than
-  /// one that delays all data: all ranks on one host, one core per rank. The same on all ranks.
-  bool has_low_latency() const noexcept;
-  /// Whether statistics are better reduced (DType::moments) than gathered from every rank, because
-  /// bytes between hosts cost more than a merge. The same on all ranks.
-  bool reduces_moments() const noexcept;
   /// Default limit of one operation, if the call gives none.
   std::chrono::milliseconds timeout() const noexcept;
   /// How much ranks compare of each call.
@@ -193,6 +188,7 @@ class Group {
  private:
   friend class internal::Session;
   friend struct internal::ListCalls;
+  friend struct internal::NativeGroup;
   friend class detail::Collective;
   friend class detail::Hold;
   std::shared_ptr<internal::GroupState> state_;

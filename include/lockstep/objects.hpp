@@ -119,7 +119,7 @@ struct ObjectCall {
   ObjectOp op;
   const std::type_info& type;
   const Group& group;
-  TimeLeft timeout;  ///< for all collectives of the call together
+  TimeLimit limit;  ///< of all its collectives together
   Where where;
   int root = -1;
   std::uint64_t agreed = 0;
@@ -223,7 +223,7 @@ std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::s
   collect_results({.op = ObjectOp::collect_results,
                    .type = typeid(T),
                    .group = group,
-                   .timeout = timeout,
+                   .limit = detail::TimeLimit(timeout),
                    .where = where,
                    .root = 0,
                    .agreed = size,
@@ -272,7 +272,7 @@ std::vector<T> all_gather_object(const T& object, const Group& group = default_g
   detail::ObjectCall call{.op = detail::ObjectOp::all_gather_object,
                           .type = typeid(T),
                           .group = group,
-                          .timeout = timeout,
+                          .limit = detail::TimeLimit(timeout),
                           .where = where};
   detail::Bytes mine;
   detail::prepare(call, [&] { detail::encode(mine, object); });
@@ -293,7 +293,7 @@ std::optional<std::vector<T>> gather_object(const T& object, int dst = 0,
   detail::ObjectCall call{.op = detail::ObjectOp::gather_object,
                           .type = typeid(T),
                           .group = group,
-                          .timeout = timeout,
+                          .limit = detail::TimeLimit(timeout),
                           .where = where,
                           .root = dst};
   detail::Bytes mine;
@@ -318,7 +318,7 @@ requires(!std::is_const_v<T>) void broadcast_object(T& object, int src = 0,
   detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object,
                           .type = typeid(T),
                           .group = group,
-                          .timeout = timeout,
+                          .limit = detail::TimeLimit(timeout),
                           .where = where,
                           .root = src};
   detail::Bytes mine;
@@ -348,7 +348,7 @@ void broadcast_object_list(std::vector<T>& objects, int src = 0,
   detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object_list,
                           .type = typeid(T),
                           .group = group,
-                          .timeout = timeout,
+                          .limit = detail::TimeLimit(timeout),
                           .where = where,
                           .root = src,
                           .agreed = objects.size(),
@@ -442,7 +442,7 @@ requires(!std::is_const_v<D>) void all_reduce_dict(D& dict, ReduceOp op = Reduce
   const detail::ObjectCall call{.op = detail::ObjectOp::all_reduce_dict,
                                 .type = typeid(typename D::mapped_type),
                                 .group = group,
-                                .timeout = timeout,
+                                .limit = detail::TimeLimit(timeout),
                                 .where = where};
   std::vector<typename D::pointer> sorted;  // by key: unordered_map order may differ per rank
   std::size_t n_elements = 0;
@@ -461,7 +461,7 @@ requires(!std::is_const_v<D>) void all_reduce_dict(D& dict, ReduceOp op = Reduce
     next = std::copy(elements.begin(), elements.end(), next);
   }
   detail::check_dicts(call, entries, op);
-  all_reduce(std::span<Element>(flat.get(), n_elements), op, group, call.timeout, where);
+  all_reduce(std::span<Element>(flat.get(), n_elements), op, group, call.limit.timeout(), where);
   next = flat.get();
   for (auto* const entry : sorted) {
     const auto elements = Value::elements(entry->second);

@@ -26,8 +26,13 @@ enum class DType : std::uint8_t {
   u16,
   u32,
   u64,
-  moments,  ///< of a sample: its count, mean, sum of squared deviations, and 0, each an f64
 };
+
+namespace detail {
+/// Of a sample: its count, mean, sum of squared deviations, and 0, each an f64. They have only a
+/// sum, which merges two samples. Only the library's own engines transfer them.
+inline constexpr DType kMoments = static_cast<DType>(static_cast<int>(DType::u64) + 1);
+}  // namespace detail
 
 /// Size of one element in bytes; 0 if the value is not a DType.
 constexpr std::size_t size_of(DType dtype) {
@@ -45,9 +50,8 @@ constexpr std::size_t size_of(DType dtype) {
     case DType::i64:
     case DType::u64:
     case DType::f64: return 8;
-    case DType::moments: return 32;
   }
-  return 0;
+  return dtype == detail::kMoments ? 32 : 0;
 }
 
 /// Whether it is f16, bf16, f32 or f64.
@@ -57,11 +61,10 @@ constexpr bool is_floating(DType dtype) { return dtype >= DType::f16 && dtype <=
 std::string_view name_of(DType dtype);
 
 /// How the ranks' values are combined. Sums and products of integers wrap; `mean` of integers
-/// divides the exact sum and truncates toward zero. 16-bit floats accumulate in f32 and are rounded
-/// once; `min` and `max` propagate NaN. The bitwise operations take integers and bool; bool has no
-/// sum, product or mean. The sum of moments is those of all samples together, and they have no
-/// other reduction. Every reduction is in rank order, so the results are bitwise identical on all
-/// ranks.
+/// divides the exact sum and truncates toward zero; `mean` of f32 and f64 divides the sum, and is
+/// infinite where the sum is. 16-bit floats accumulate in f32 and are rounded once; `min` and `max`
+/// propagate NaN. The bitwise operations take integers and bool; bool has no sum, product or mean.
+/// Every reduction is in rank order, so the results are bitwise identical on all ranks.
 enum class ReduceOp : std::uint8_t { sum, product, min, max, band, bor, bxor, mean };
 
 /// "sum", ... as in errors.

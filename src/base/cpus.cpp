@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <bit>
 #include <climits>
 #include <exception>
 #include <fstream>
@@ -48,5 +49,13 @@ int cpu_quota(const std::string& root) noexcept {
     return INT_MAX;  // no memory for a path: treated as no quota
   }
 }
+
+int n_usable_cores(const CpuMask& mask, int quota) noexcept {
+  int n = 0;
+  for (const std::uint64_t word : mask) n += std::popcount(word);
+  return std::max(1, std::min(n, quota));
+}
+
+int n_usable_cores() noexcept { return n_usable_cores(allowed_cpus(), cpu_quota()); }
 
 }  // namespace lockstep::base

@@ -16,4 +16,9 @@ CpuMask allowed_cpus() noexcept;
 /// there is none. `root`: prefix of /proc and /sys, for tests.
 int cpu_quota(const std::string& root = {}) noexcept;
 
+/// How many cores threads with this affinity and quota can use together: at least 1.
+int n_usable_cores(const CpuMask& mask, int quota) noexcept;
+/// The same of this thread.
+int n_usable_cores() noexcept;
+
 }  // namespace lockstep::base

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/cpus.hpp"
 #include "cli/files.hpp"
 #include "cli/parse.hpp"
 #include "cli/subcommands.hpp"
@@ -166,7 +167,7 @@ int run(const std::vector<std::string>& arguments) {
                  "Number of ranks to start, 1 to 512, or auto: one for\n"
                  "each core that this command may use")
       ->required()
-      ->transform(automatic(run::n_usable_cores()))
+      ->transform(automatic(base::n_usable_cores()))
       ->check(number(1, run::kMaxRanks, "auto or a whole number"))
       ->type_name("N");
   app.add_option("--log-dir", log_dir,

@@ -153,9 +153,9 @@ void send_all(const ObjectCall& call, Outgoing& outgoing) {
   while (!outgoing.is_empty()) {
     const MessageHeader header = outgoing.encode_next(bytes);
     call.group.send({.data = &header, .count = sizeof header, .dtype = DType::u8}, /*dst=*/0,
-                    call.timeout, call.where);
+                    call.limit.timeout(), call.where);
     call.group.send({.data = bytes.data(), .count = bytes.size(), .dtype = DType::u8}, /*dst=*/0,
-                    call.timeout, call.where);
+                    call.limit.timeout(), call.where);
   }
 }
 
@@ -171,10 +171,10 @@ void receive_all(const ObjectCall& call, Incoming& incoming) {
       const int src = static_cast<int>(rank);
       MessageHeader header;
       call.group.recv({.data = &header, .count = sizeof header, .dtype = DType::u8}, src,
-                      call.timeout, call.where);
+                      call.limit.timeout(), call.where);
       bytes.resize(header.n_bytes);
       call.group.recv({.data = bytes.data(), .count = bytes.size(), .dtype = DType::u8}, src,
-                      call.timeout, call.where);
+                      call.limit.timeout(), call.where);
       incoming.take(rank, header, bytes.span());
     }
   }
@@ -224,7 +224,7 @@ void read_spill(const ObjectCall& call, std::size_t rank, SpillFile& file, Incom
 void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Results& results,
            const Interleaving& order) {
   const int rank = call.group.rank();
-  const std::uint64_t job = sync_random_seed(call.group, call.timeout, call.where);
+  const std::uint64_t job = sync_random_seed(call.group, call.limit.timeout(), call.where);
   const auto path_of = [&](std::size_t r) {
     return tmpdir / fmt::format("lockstep-{:016x}-{}", job, r);
   };

@@ -80,14 +80,15 @@ class Hold {
 namespace {
 
 /// Sends rank 0's text to all ranks; empty if f succeeded.
-std::string share_failure(std::string text, const Group& group, const TimeLeft& timeout,
+std::string share_failure(std::string text, const Group& group, const TimeLimit& limit,
                           std::source_location where) {
   auto n_bytes = static_cast<std::int64_t>(text.size());
-  group.broadcast({.data = &n_bytes, .count = 1, .dtype = DType::i64}, /*src=*/0, timeout, where);
+  group.broadcast({.data = &n_bytes, .count = 1, .dtype = DType::i64}, /*src=*/0, limit.timeout(),
+                  where);
   if (n_bytes == 0) return text;
   text.resize(static_cast<std::size_t>(n_bytes));
   group.broadcast({.data = text.data(), .count = text.size(), .dtype = DType::u8}, /*src=*/0,
-                  timeout, where);
+                  limit.timeout(), where);
   return text;
 }
 
@@ -97,7 +98,7 @@ void run_first(First function, const std::function<void()>& f, const Group& grou
                std::source_location where) {
   Hold::refuse_nesting(function, group, where);
   if (group.rank() != 0) {
-    const std::string failure = share_failure({}, group, Timeout(limit), where);
+    const std::string failure = share_failure({}, group, TimeLimit(limit), where);
     if (!failure.empty()) {
       throw PeerFailed(context_of(function, group, where),
                        fmt::format("rank 0 failed inside:{}. This rank did not run its part; the "
@@ -117,7 +118,7 @@ void run_first(First function, const std::function<void()>& f, const Group& grou
     }
   }
   // Rank 0 waits for its peers no longer than in any other collective.
-  share_failure(error ? fmt::format(" {}", base::text_of(error)) : "", group, Timeout(), where);
+  share_failure(error ? fmt::format(" {}", base::text_of(error)) : "", group, TimeLimit(), where);
   if (error) std::rethrow_exception(error);
 }
 

@@ -62,7 +62,7 @@ void check_dicts(const ObjectCall& call, std::span<const DictEntry> entries, Red
   };
   if (std::all_of(headers.begin(), headers.end(), same)) return;
 
-  const auto all = all_gather_object(shapes, call.group, call.timeout, call.where);
+  const auto all = all_gather_object(shapes, call.group, call.limit.timeout(), call.where);
   std::string text = "the ranks' dicts differ:";
   for (std::size_t r = 1; r < all.size(); ++r) {
     if (all[r] != all[0]) text += ' ' + difference(all[0], all[r], r) + ';';

@@ -147,7 +147,7 @@ std::vector<MessageHeader> exchange_headers(const ObjectCall& call, const Bytes&
     call.group.all_gather(
         {.data = &header, .count = sizeof header, .dtype = DType::u8},
         {.data = headers.data(), .count = headers.size() * sizeof header, .dtype = DType::u8},
-        call.timeout, call.where);
+        call.limit.timeout(), call.where);
   });
   for (std::size_t r = 0; r < headers.size(); ++r) {
     const auto& theirs = headers[r];
@@ -199,16 +199,17 @@ Messages gather_messages(const ObjectCall& call, Bytes mine) {
     Messages all;
     const bool to_all = call.root < 0;
     if (!to_all && call.root != call.group.rank()) {
-      call.group.gather(erased(mine.span()), {}, counts, call.root, call.timeout, call.where);
+      call.group.gather(erased(mine.span()), {}, counts, call.root, call.limit.timeout(),
+                        call.where);
       return all;
     }
     all.bytes.resize(std::reduce(counts.begin(), counts.end()));
     if (to_all) {
-      call.group.all_gather(erased(mine.span()), erased(all.bytes), counts, call.timeout,
+      call.group.all_gather(erased(mine.span()), erased(all.bytes), counts, call.limit.timeout(),
                             call.where);
     } else {
-      call.group.gather(erased(mine.span()), erased(all.bytes), counts, call.root, call.timeout,
-                        call.where);
+      call.group.gather(erased(mine.span()), erased(all.bytes), counts, call.root,
+                        call.limit.timeout(), call.where);
     }
     auto rest = all.bytes.span();
     for (std::size_t r = 0; r < counts.size(); ++r) {
@@ -230,10 +231,10 @@ Bytes broadcast_message(const ObjectCall& call, const Bytes& mine) {
     const auto& header = headers[static_cast<std::size_t>(call.root)];
     Bytes received;
     if (call.group.rank() == call.root) {
-      call.group.broadcast(erased(mine), call.root, call.timeout, call.where);
+      call.group.broadcast(erased(mine), call.root, call.limit.timeout(), call.where);
     } else {
       received.resize(header.n_bytes);
-      call.group.broadcast(erased(received), call.root, call.timeout, call.where);
+      call.group.broadcast(erased(received), call.root, call.limit.timeout(), call.where);
       check_message(call, call.root, header, received.span());
     }
     return received;
@@ -269,7 +270,7 @@ std::string text_with_place(const ObjectCall& call, const std::exception_ptr& er
 std::vector<std::string> exchange_texts(const ObjectCall& call, std::string_view mine) {
   const auto parts =
       all_gather(std::span(reinterpret_cast<const std::uint8_t*>(mine.data()), mine.size()),
-                 call.group, call.timeout, call.where);
+                 call.group, call.limit.timeout(), call.where);
   std::vector<std::string> texts;
   for (const auto& part : parts) texts.emplace_back(part.begin(), part.end());
   return texts;

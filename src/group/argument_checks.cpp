@@ -23,7 +23,7 @@ std::string why_no_reduction(ReduceOp op, DType dtype) {
         "{} of bool: use bor (any), band (all), bxor, min or max; to count, use an integer type",
         name_of(op));
   }
-  if (dtype == DType::moments) {
+  if (dtype == detail::kMoments) {
     return fmt::format("{} of moments: they have only a sum", name_of(op));
   }
   return fmt::format(

@@ -27,7 +27,7 @@ inline bool can_reduce(ReduceOp op, DType dtype) {
   const bool is_arithmetic = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
   const bool is_bitwise = op >= ReduceOp::band && op <= ReduceOp::bxor;
   if (op > ReduceOp::mean) return false;
-  if (dtype == DType::moments) return op == ReduceOp::sum;
+  if (dtype == detail::kMoments) return op == ReduceOp::sum;
   return dtype == DType::boolean ? !is_arithmetic : !is_bitwise || !is_floating(dtype);
 }
 

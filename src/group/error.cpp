@@ -43,7 +43,7 @@ ErrorContext context_of(const Call& call, int rank) {
   return {.operation = std::string(outermost->operation.empty() ? name_of(outermost->op)
                                                                 : outermost->operation),
           .group = std::string(call.group),
-          .rank = rank,
+          .rank = call.number_of(rank),
           .sequence = call.sequence,
           .where = call.where};
 }

@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "group/mismatch.hpp"
+
 namespace lockstep::internal {
 
 Failure failure_of(const Error& error) {
@@ -29,6 +31,20 @@ Failure failure_for_peers(const Error& error, int rank) {
   Failure failure = failure_of(error);
   if (is_about_peers(failure.kind)) return failure;
   return {.kind = Failure::Kind::peer_failed, .culprit = rank, .text = error.text()};
+}
+
+std::vector<int> numbers_of(const Call& call, std::span<const int> ranks) {
+  std::vector<int> numbers;
+  numbers.reserve(ranks.size());
+  for (const int rank : ranks) numbers.push_back(call.number_of(rank));
+  return numbers;
+}
+
+std::string text_of_wait(const Call& call, int rank, std::span<const int> awaited, int n_ranks) {
+  return fmt::format(
+      "rank {} waited {:g} s for rank{} {} of {}", call.number_of(rank), call.limit_s(),
+      awaited.size() == 1 ? "" : "s", list_of(numbers_of(call, awaited)),
+      call.ranks.empty() ? std::to_string(n_ranks) : fmt::format("ranks {}", list_of(call.ranks)));
 }
 
 bool is_about_peers(Failure::Kind kind) {

@@ -4,9 +4,11 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <lockstep/engine.hpp>
 #include <lockstep/error.hpp>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace lockstep::internal {
 
@@ -59,6 +61,12 @@ Failure failure_of(const Error& error);
 /// The failure of the other ranks if `rank` throws `error`: the same if it is about peers, because
 /// its text names them; else `rank` failed.
 Failure failure_for_peers(const Error& error, int rank);
+
+/// The numbers in the group of these ranks of the call's engine.
+std::vector<int> numbers_of(const Call& call, std::span<const int> ranks);
+
+/// "rank 0 waited 5 s for ranks 1, 2 of 4": these ranks of the call's engine, of n_ranks.
+std::string text_of_wait(const Call& call, int rank, std::span<const int> awaited, int n_ranks);
 
 /// MismatchError, TimeoutError, PeerLost, PeerFailed: all ranks throw the same.
 bool is_about_peers(Failure::Kind kind);

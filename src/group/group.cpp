@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "base/time_limit.hpp"
+#include <lockstep/detail/time_limit.hpp>
 #include "group/argument_checks.hpp"
 #include "group/calls.hpp"
 #include "group/step.hpp"
@@ -187,9 +187,7 @@ void GroupState::run(Call&& call, Timeout timeout, Use use) {
   // One locked instruction, so that only one of two concurrent callers continues.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
   const Busy busy{*this};
-  if (has_worker_.load(std::memory_order_acquire) && !process_.is_copy() && !worker_->is_idle()) {
-    wait_for_posted(call);
-  }
+  if (has_queue_.load(std::memory_order_acquire)) wait_for_posted(call);
   if (is_dead_.load(std::memory_order_acquire)) throw_death();
   sequence_.store(call.sequence, std::memory_order_relaxed);
 
@@ -220,8 +218,6 @@ Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::mill
 int Group::rank() const noexcept { return state_->rank(); }
 int Group::size() const noexcept { return state_->size(); }
 std::string_view Group::backend() const noexcept { return state_->engine().name(); }
-bool Group::has_low_latency() const noexcept { return state_->engine().has_low_latency(); }
-bool Group::reduces_moments() const noexcept { return state_->engine().reduces_moments(); }
 const std::string& Group::name() const noexcept { return state_->name(); }
 std::chrono::milliseconds Group::timeout() const noexcept { return state_->timeout(); }
 Check Group::check() const noexcept { return state_->check(); }
@@ -235,7 +231,7 @@ Group Group::split(int color, int key, Where where) const {
   }
   std::shared_ptr<GroupState> child;
   state_->run({.op = Op::split, .where = where}, {}, [&](Engine& parent, const Call& call) {
-    base::TimeLimit limit(call.timeout);
+    detail::TimeLimit limit(call.timeout);
     (void)limit.end();
     auto engine = parent.split(call, color, key);
     child = std::make_shared<GroupState>(

@@ -1,4 +1,5 @@
 #include "group/group_state.hpp"
+#include "group/native_engine.hpp"
 
 #include <fmt/format.h>
 
@@ -11,9 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/detail/time_limit.hpp>
 #include "base/marked_text.hpp"
 #include "base/text.hpp"
-#include "base/time_limit.hpp"
 #include "record/signature.hpp"
 
 namespace lockstep::internal {
@@ -49,7 +50,7 @@ class RetiredEngine final : public Engine {
 /// not have and would wait for.
 struct Inherited {
   std::unique_ptr<Engine> engine;
-  std::unique_ptr<Worker> worker;
+  std::unique_ptr<CallQueue> queue;
 };
 
 void keep_for_ever(Inherited inherited) noexcept try {
@@ -71,15 +72,15 @@ GroupState::GroupState(std::unique_ptr<Engine>&& engine, std::string name,
       rank_(engine->rank()),
       size_(engine->size()),
       check_(check),
-      track_(std::move(recorder), name_, rank_, size_, engine->reports_progress()),
+      track_(std::move(recorder), name_, rank_, size_, internal::reports_progress(*engine)),
       engine_(std::move(engine)) {}
 
 GroupState::~GroupState() {
   if (process_.is_copy()) {
-    if (size_ > 1 || worker_) keep_for_ever({std::move(engine_), std::move(worker_)});
+    if (size_ > 1 || queue_) keep_for_ever({std::move(engine_), std::move(queue_)});
     return;
   }
-  // The worker ends when its calls have. If an exception unwinds this rank, its peers never reach
+  // The queue ends when its calls have. If an exception unwinds this rank, its peers never reach
   // those calls, because they wait for this rank elsewhere: without this, both would deadlock.
   if (!is_idle() && std::uncaught_exceptions() > 0) {
     engine_->abandon("it left because of an exception with asynchronous calls under way");
@@ -92,11 +93,12 @@ void GroupState::abandon(std::string_view reason) noexcept {
   engine_->abandon(reason);
 }
 
-void GroupState::hold(const Call& call) {
+void GroupState::hold(Call call) {
+  call.timeout = call.limit = timeout_;
   if (process_.is_copy() && size_ > 1) throw_copy(call);
   if (!try_hold()) throw_busy(call);
   try {
-    if (!process_.is_copy()) wait_until_idle();
+    wait_for_posted(call);
     if (is_dead_.load(std::memory_order_acquire)) throw_death();
   } catch (...) {
     release();
@@ -204,7 +206,12 @@ void GroupState::tell_refusals() noexcept {
       if (is_idle()) {
         tell();
       } else {
-        worker_->post(tell, {.operation = "refused call", .where = refused.refusal.where});
+        queue_->post(
+            [tell]() -> CallQueue::Completion {
+              tell();
+              return {};
+            },
+            {.operation = "refused call", .where = refused.refusal.where});
       }
     } catch (const std::bad_alloc&) {
       abandon(refused.text);
@@ -214,17 +221,17 @@ void GroupState::tell_refusals() noexcept {
 }
 
 bool GroupState::is_idle() const noexcept {
-  return !has_worker_.load(std::memory_order_acquire) || worker_->is_idle();
+  return !has_queue_.load(std::memory_order_acquire) || queue_->is_idle();
 }
 
 void GroupState::wait_until_idle() {
-  if (has_worker_.load(std::memory_order_acquire)) worker_->wait_until_idle();
+  if (has_queue_.load(std::memory_order_acquire)) queue_->wait_until_idle();
 }
 
 void GroupState::wait_for_posted(Call& call) {
-  base::TimeLimit limit(call.timeout);
-  const std::optional<PostedCall> pending =
-      worker_->wait_until_idle(with_report_time(limit.left()));
+  if (is_idle() || process_.is_copy()) return;
+  detail::TimeLimit limit(call.timeout);
+  const std::optional<PostedCall> pending = queue_->wait_until_idle(limit.left());
   if (!pending) {
     call.timeout = limit.of_step();
     return;
@@ -243,13 +250,13 @@ void GroupState::end_late(const Call& call, const std::string& text) {
 }
 
 bool GroupState::wait_for_one(std::chrono::nanoseconds at_most) {
-  return has_worker_.load(std::memory_order_acquire) && worker_->wait_for_one(at_most);
+  return has_queue_.load(std::memory_order_acquire) && queue_->wait_for_one(at_most);
 }
 
 void GroupState::retire() noexcept {
   if (is_busy_.exchange(true, std::memory_order_acquire)) return;
-  has_worker_.store(false, std::memory_order_relaxed);
-  worker_.reset();  // its calls have a timeout
+  has_queue_.store(false, std::memory_order_relaxed);
+  queue_.reset();  // its calls have a timeout
   track_ = Track(nullptr, name_, rank_, size_, /*engine_reports=*/false);
   std::unique_ptr<Engine> engine =
       std::make_unique<RetiredEngine>(std::string(engine_->name()), rank_, size_);
@@ -275,40 +282,54 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Timeout timeout
   call.n_refused =
       is_pair(call.op) ? n_refused(call.op, call.root) : n_refused_.load(std::memory_order_relaxed);
   call.timeout = call.limit = std::min(timeout.or_else(timeout_), Timeout::never().or_else({}));
-  if (process_.is_copy()) throw_copy(call);  // it has no worker, for any size
-  // Otherwise the worker and a calling thread would use the engine concurrently.
+  if (process_.is_copy()) throw_copy(call);  // it has no queue, for any size
+  // Otherwise the queue and a calling thread would use the engine concurrently.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
   const Busy busy{*this};
   {
     const std::lock_guard lock(mutex_);
-    if (!worker_) {
+    if (!queue_) {
       async_groups_->add(shared_from_this());
-      worker_ = std::make_unique<Worker>();
-      has_worker_.store(true, std::memory_order_release);
+      queue_ = std::make_unique<CallQueue>();
+      has_queue_.store(true, std::memory_order_release);
     }
   }
-  base::TimeLimit limit(call.timeout);
+  detail::TimeLimit limit(call.timeout);
   (void)limit.end();  // it begins here
-  auto work = worker_->post(
-      [this, call, limit]() mutable {
-        if (is_dead_.load(std::memory_order_acquire)) throw_death();
-        if (limit.left() <= std::chrono::nanoseconds::zero() && call.timeout.count() > 0) {
-          end_late(call, fmt::format("rank {} was in earlier asynchronous calls for the {:g} s of "
-                                     "this call's limit",
-                                     rank_, call.limit_s()));
-        }
-        call.timeout = limit.of_step();
+  auto work = std::make_shared<WorkState>();
+  CallQueue::Completion finish = [work] {  // made here: the queue's thread may have no memory
+    work->finish();
+    return CallQueue::Callbacks();
+  };
+  queue_->post(
+      [this, call, limit, state = work.get(), finish = std::move(finish)]() mutable {
         try {
-          track_.begin(call);
-          engine_->run(call);
-          track_.end(call);
+          run_posted(call, limit);
         } catch (...) {
-          fail(call);
+          state->fail(std::current_exception());
         }
+        return std::move(finish);
       },
       {.operation = name_of(call.op), .where = call.where});
   sequence_.store(call.sequence, std::memory_order_relaxed);
   return work;
+}
+
+void GroupState::run_posted(Call& call, const detail::TimeLimit& limit) {
+  if (is_dead_.load(std::memory_order_acquire)) throw_death();
+  if (limit.is_over() && call.timeout.count() > 0) {
+    end_late(call, fmt::format("rank {} was in earlier asynchronous calls for the {:g} s of this "
+                               "call's limit",
+                               rank_, call.limit_s()));
+  }
+  call.timeout = limit.of_step();
+  try {
+    track_.begin(call);
+    engine_->run(call);
+    track_.end(call);
+  } catch (...) {
+    fail(call);
+  }
 }
 
 void GroupState::fail(const Call& call) {

@@ -16,7 +16,8 @@
 
 #include "base/process_tag.hpp"
 #include "group/async_groups.hpp"
-#include "group/worker.hpp"
+#include "group/call_queue.hpp"
+#include "group/work_state.hpp"
 #include "record/recorder.hpp"
 
 namespace lockstep::internal {
@@ -45,12 +46,12 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// which the engines of the peers cannot know of, is told to them.
   template <class Use = std::nullptr_t>
   void run(Call&& call, Timeout timeout, Use use = nullptr);
-  /// The same on the worker thread.
+  /// The same on the queue's thread.
   std::shared_ptr<WorkState> post(const Call& checked, Timeout timeout);
 
   /// Until release(), calls on this group throw UsageError: this rank runs a function for which the
   /// other ranks wait. Waits for pending calls and throws as a call would.
-  void hold(const Call& call);
+  void hold(Call call);
   /// The same if no call is in progress on the group; otherwise returns false without effect.
   bool try_hold() noexcept;
   void release() noexcept;
@@ -76,7 +77,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// The async groups of this rank; a split group has its parent's.
   AsyncGroups& async_groups() const noexcept { return *async_groups_; }
   void share_async_groups(const GroupState& parent) { async_groups_ = parent.async_groups_; }
-  /// Whether the worker has completed all posted calls.
+  /// Whether all posted calls have ended.
   bool is_idle() const noexcept;
   void wait_until_idle();
   /// As long as `call` may take; its timeout becomes what is left of it. If a posted call has not
@@ -84,7 +85,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void wait_for_posted(Call& call);
   /// Ends the group on all ranks, here by a TimeoutError.
   [[noreturn]] void end_late(const Call& call, const std::string& text);
-  /// See Worker::wait_for_one.
+  /// See CallQueue::wait_for_one.
   bool wait_for_one(std::chrono::nanoseconds at_most);
   /// See Session::retire. Does nothing if a thread is inside a call.
   void retire() noexcept;
@@ -116,6 +117,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   [[noreturn]] void throw_busy(const Call& call);
   [[noreturn]] void throw_copy(const Call& call) const;
   [[noreturn]] void throw_other_thread(const Call& call);
+  void run_posted(Call& call, const detail::TimeLimit& limit);
   /// In a handler: rethrows what the call threw.
   [[noreturn]] void fail(const Call& call);
   void die() noexcept;
@@ -133,7 +135,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<bool> is_busy_{false};
   std::atomic<bool> is_held_{false};  // is_busy_, which every call checks, is set too
   std::atomic<bool> is_dead_{false};
-  /// Guards death_, the refusals, the creation of worker_, and engine_ in abandon and retire.
+  /// Guards death_, the refusals, the creation of queue_, and engine_ in abandon and retire.
   mutable std::mutex mutex_;
   std::exception_ptr death_;
   int n_children_ = 0;
@@ -143,9 +145,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::vector<Refused> refusals_;             ///< that the engine does not know; guarded by mutex_
   std::map<std::pair<Op, int>, std::uint32_t> refused_pairs_;  ///< by peer; guarded by mutex_
   std::shared_ptr<AsyncGroups> async_groups_ = std::make_shared<AsyncGroups>();
-  std::atomic<bool> has_worker_{false};
-  std::unique_ptr<Engine> engine_;  // behind everything whose construction may throw
-  std::unique_ptr<Worker> worker_;  // last: its thread uses the other members
+  std::atomic<bool> has_queue_{false};
+  std::unique_ptr<Engine> engine_;    // behind everything whose construction may throw
+  std::unique_ptr<CallQueue> queue_;  // last: its thread uses the other members
 };
 
 /// The timeout that a caller gave for one operation, limited to the range of clocks (a hundred

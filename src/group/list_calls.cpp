@@ -15,14 +15,15 @@
 #include "group/argument_checks.hpp"
 #include "group/calls.hpp"
 
-namespace lockstep::internal {
+namespace lockstep {
+namespace internal {
 namespace {
 
 using base::bytes;
 using base::copy_bytes;
 
-/// The call for an engine that takes no lists: parts that do not lie one after the other are copied
-/// together, and apart.
+/// The call for an engine that takes one block: parts that do not lie one after the other are
+/// copied together, and apart.
 class Joined {
  public:
   explicit Joined(const Call& call) : call_(call), joined_(call) {
@@ -84,10 +85,7 @@ Joined join(Engine& engine, const Call& call) try {
   throw SystemError(error);
 }
 
-void run_on(Engine& engine, const Call& call) {
-  if (engine.takes_lists()) return engine.run(call);
-  join(engine, call).run(engine);
-}
+void run_on(Engine& engine, const Call& call) { engine.run_lists(call); }
 
 void run(GroupState& group, const Call& call, Timeout timeout) {
   group.run(Call(call), timeout, &run_on);
@@ -243,4 +241,8 @@ void ListCalls::all_to_all(const Group& group, std::span<const ConstElements> in
   run(state, call, timeout);
 }
 
-}  // namespace lockstep::internal
+}  // namespace internal
+
+void Engine::run_lists(const Call& call) { internal::join(*this, call).run(*this); }
+
+}  // namespace lockstep

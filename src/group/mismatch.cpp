@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "group/failure.hpp"
 #include "record/signature.hpp"
 
 namespace lockstep::internal {
@@ -81,12 +82,12 @@ std::vector<int> MismatchTable::minority() const {
   return ranks;
 }
 
-std::string MismatchTable::text() const {
+std::string MismatchTable::text(const Call& call) const {
   const std::vector<const Line*> lines = sorted();
   std::vector<std::string> ranks;
   std::size_t width = std::string_view("rank").size();
   for (const Line* line : lines) {
-    ranks.push_back(list_of(line->ranks));
+    ranks.push_back(list_of(numbers_of(call, line->ranks)));
     width = std::max(width, std::min(ranks.back().size(), kLongestList));
   }
   std::string text = fmt::format(
@@ -145,11 +146,11 @@ std::string list_of(std::span<const int> numbers) {
   return text;
 }
 
-std::string text_of_checks(std::span<const RankCheck> ranks) {
+std::string text_of_checks(const Call& call, std::span<const RankCheck> ranks) {
   std::string text = "LOCKSTEP_CHECK must be the same on all ranks, but it is";
   for (const auto& [rank, check] : ranks) {
     fmt::format_to(std::back_inserter(text), "{}{} on rank {}",
-                   rank == ranks.front().rank ? " " : ", ", name_of(check), rank);
+                   rank == ranks.front().rank ? " " : ", ", name_of(check), call.number_of(rank));
   }
   return text;
 }

@@ -33,7 +33,8 @@ class MismatchTable {
   void add_absent(int rank, std::string_view last_call);
   /// A call that the rank refused and others did not: "refused all_reduce #2: data is null".
   void add_refused(int rank, std::string_view text);
-  std::string text() const;
+  /// With the numbers of the ranks in the group: the table has those of the call's engine.
+  std::string text(const Call& call) const;
   /// The ranks that refused calls; if none did, those that are here and made another call than the
   /// largest set; none if no set is larger than all others.
   std::vector<int> minority() const;
@@ -64,7 +65,7 @@ struct RankCheck {
   int rank;
   Check check;
 };
-/// The text for ranks with different check levels.
-std::string text_of_checks(std::span<const RankCheck> ranks);
+/// The text for ranks of the call's engine with different check levels.
+std::string text_of_checks(const Call& call, std::span<const RankCheck> ranks);
 
 }  // namespace lockstep::internal

@@ -24,9 +24,8 @@ std::string_view name_of(DType dtype) {
     case DType::u16: return "u16";
     case DType::u32: return "u32";
     case DType::u64: return "u64";
-    case DType::moments: return "moments";
   }
-  return "unknown type";
+  return dtype == detail::kMoments ? "moments" : "unknown type";
 }
 
 std::string_view name_of(ReduceOp op) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <lockstep/engine.hpp>
 #include <string>
 #include <vector>
 
@@ -16,9 +17,10 @@ struct WaitChain {
   std::string text;        ///< ", which waits for rank 1, which waits for rank 2"
 };
 
-/// awaited_by(rank): the rank for which that one waits; itself if it waits for none.
+/// Of ranks of the call's engine. awaited_by(rank): the rank for which that one waits; itself if it
+/// waits for none.
 template <class AwaitedBy>
-WaitChain chain_of(int waiter, int awaited, AwaitedBy awaited_by) {
+WaitChain chain_of(const Call& call, int waiter, int awaited, AwaitedBy awaited_by) {
   WaitChain chain{.ranks = {awaited}, .late = {}, .text = {}};
   for (;;) {
     const int last = chain.ranks.back();
@@ -27,7 +29,8 @@ WaitChain chain_of(int waiter, int awaited, AwaitedBy awaited_by) {
       chain.late = {last};
       return chain;
     }
-    fmt::format_to(std::back_inserter(chain.text), ", which waits for rank {}", next);
+    fmt::format_to(std::back_inserter(chain.text), ", which waits for rank {}",
+                   call.number_of(next));
     const auto begin = next == waiter ? chain.ranks.begin() : std::ranges::find(chain.ranks, next);
     if (begin != chain.ranks.end()) {
       chain.late.assign(begin, chain.ranks.end());

@@ -31,7 +31,7 @@ void reduce(DType dtype, ReduceOp op, const void* const* in, int n, void* out, s
 }
 
 bool can_reduce(DType dtype, ReduceOp op) {
-  if (dtype == DType::moments) return op == ReduceOp::sum;
+  if (dtype == detail::kMoments) return op == ReduceOp::sum;
   switch (op) {
     case ReduceOp::sum:
     case ReduceOp::product:

@@ -74,7 +74,7 @@ nb::object gather(const char* operation, nb::handle data, const nb::tuple& exten
   if (!to_all && (dst < 0 || dst >= n_ranks)) {
     call.reject(fmt::format("dst is {}; the group's ranks are 0 to {}", dst, n_ranks - 1));
   }
-  const detail::TimeLeft time_left = call.timeout();
+  const detail::TimeLimit limit(call.timeout());
   const Shape own = shape_of(extents, call);
   std::size_t n_own = 1;
   for (std::int64_t i = 0; i < own.n_dimensions; ++i) {
@@ -88,8 +88,8 @@ nb::object gather(const char* operation, nb::handle data, const nb::tuple& exten
   call.run([&] {
     call.group().all_gather(
         {.data = &own, .count = sizeof own, .dtype = DType::u8},
-        {.data = shapes.data(), .count = shapes.size() * sizeof own, .dtype = DType::u8}, time_left,
-        call.where());
+        {.data = shapes.data(), .count = shapes.size() * sizeof own, .dtype = DType::u8},
+        limit.timeout(), call.where());
   });
   std::vector<std::size_t> counts;
   nb::list all_extents;
@@ -106,7 +106,8 @@ nb::object gather(const char* operation, nb::handle data, const nb::tuple& exten
   }
   const ConstElements elements = in.elements();
   if (!to_all && dst != call.group().rank()) {
-    call.run([&] { call.group().gather(elements, {}, counts, dst, time_left, call.where()); });
+    call.run(
+        [&] { call.group().gather(elements, {}, counts, dst, limit.timeout(), call.where()); });
     return nb::none();
   }
   nb::object flat;
@@ -121,9 +122,9 @@ nb::object gather(const char* operation, nb::handle data, const nb::tuple& exten
   }
   call.run([&] {
     if (to_all) {
-      call.group().all_gather(elements, out->elements(), counts, time_left, call.where());
+      call.group().all_gather(elements, out->elements(), counts, limit.timeout(), call.where());
     } else {
-      call.group().gather(elements, out->elements(), counts, dst, time_left, call.where());
+      call.group().gather(elements, out->elements(), counts, dst, limit.timeout(), call.where());
     }
   });
   return nb::make_tuple(flat, all_extents);

@@ -37,7 +37,7 @@ detail::ObjectCall object_call(const Call& call, detail::ObjectOp op, int root =
   return {.op = op,
           .type = typeid(PickledObjects),
           .group = call.group(),
-          .timeout = call.timeout(),
+          .limit = detail::TimeLimit(call.timeout()),
           .where = call.where(),
           .root = root};
 }
@@ -287,7 +287,7 @@ nb::object all_reduce_dict(nb::handle given, const nb::callable& with_numbers, n
       for (const auto& [dtype, bytes] : flat) {
         call.group().all_reduce(
             {.data = bytes.data(), .count = bytes.size() / size_of(dtype), .dtype = dtype},
-            reduction, objects.timeout, call.where());
+            reduction, objects.limit.timeout(), call.where());
       }
       if (integers.empty()) return;
       call.group().all_gather(
@@ -295,7 +295,7 @@ nb::object all_reduce_dict(nb::handle given, const nb::callable& with_numbers, n
           {.data = integers_of_ranks.data(),
            .count = integers_of_ranks.size(),
            .dtype = DType::i64},
-          objects.timeout, call.where());
+          objects.limit.timeout(), call.where());
     });
   });
   std::map<DType, const std::byte*> next;

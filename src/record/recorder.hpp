@@ -12,6 +12,7 @@
 #include "base/process_tag.hpp"
 #include "base/ticks.hpp"
 #include "record/flight_record.hpp"
+#include "record/progress.hpp"
 #include "record/signature.hpp"
 #include "record/trace_file.hpp"
 
@@ -64,12 +65,12 @@ class Recorder {
 
 /// Writes one group's calls into its rank's record.
 ///
-/// Cost. See Engine::reports_progress; a call that had to sleep reads the clock twice, and so does
-/// every call for a trace, in which no peer may appear to leave a call before this rank has entered
-/// it. Threads: one at a time.
+/// Cost. See NativeEngine::reports_progress; a call that had to sleep reads the clock twice, and so
+/// does every call for a trace, in which no peer may appear to leave a call before this rank has
+/// entered it. Threads: one at a time.
 class Track final : public Progress {
  public:
-  /// recorder: null if nothing is recorded. engine_reports: see Engine::reports_progress.
+  /// recorder: null if nothing is recorded. engine_reports: see NativeEngine::reports_progress.
   Track(std::shared_ptr<Recorder> recorder, std::string_view group, int rank, int size,
         bool engine_reports);
 

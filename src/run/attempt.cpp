@@ -15,6 +15,7 @@
 #include <ctime>
 #include <new>
 
+#include "base/cpus.hpp"
 #include "base/process.hpp"
 #include "engines/shared/bootstrap/launcher_socket.hpp"
 #include "run/errors.hpp"
@@ -63,7 +64,7 @@ int wait_status_of(const siginfo_t& info) {
 }
 
 int n_threads(const Options& options) {
-  return options.bind == Bind::core ? 1 : std::max(1, n_usable_cores() / options.n_ranks);
+  return options.bind == Bind::core ? 1 : std::max(1, base::n_usable_cores() / options.n_ranks);
 }
 
 }  // namespace

@@ -60,10 +60,6 @@ std::vector<int> allowed_cores() {
   return cores;
 }
 
-int n_usable_cores() {
-  return std::max(1, std::min(static_cast<int>(allowed_cores().size()), base::cpu_quota()));
-}
-
 std::vector<std::string> rank_environment(const WorldEnvironment& world, int local_rank,
                                           int socket) {
   const Placement& placement = world.placement;

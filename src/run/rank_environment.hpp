@@ -17,10 +17,6 @@ void choose_master_port(Placement& placement);
 /// Cores the launcher may run on.
 std::vector<int> allowed_cores();
 
-/// The number of ranks of `-n auto`: those cores, or the fewer of a quota of the cgroup; at
-/// least 1.
-int n_usable_cores();
-
 /// Common to all ranks of one world.
 struct WorldEnvironment {
   int n_ranks;  ///< of this machine

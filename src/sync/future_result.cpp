@@ -57,7 +57,7 @@ void FutureGate::cancel_put() noexcept {
 
 void FutureGate::begin_get(Timeout timeout, std::source_location where) {
   const auto limit = timeout.or_else(kTimeout);
-  base::TimeLimit time_limit(limit);
+  detail::TimeLimit time_limit(limit);
   SpinTime spin_time;
   std::uint32_t state = state_.load(std::memory_order_relaxed);
   for (;;) {

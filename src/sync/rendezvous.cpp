@@ -157,7 +157,7 @@ Parcel Rendezvous::run_slave(Participant& participant, Parcel message, Timeout t
                              std::source_location where) {
   const InCall in_call(participant, where);
   const auto limit = timeout.or_else(timeout_);
-  base::TimeLimit time_limit(limit);
+  detail::TimeLimit time_limit(limit);
   const Ticket ticket = arrive(participant, std::move(message), where);
   if (!wait_for_change(round_word_, static_cast<std::uint32_t>(ticket.round), time_limit,
                        spin_time_, ticket.n_threads)) {
@@ -170,7 +170,7 @@ Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callbac
                               std::source_location where) {
   const InCall in_call(master_, where);
   const auto limit = timeout.or_else(timeout_);
-  base::TimeLimit time_limit(limit);
+  detail::TimeLimit time_limit(limit);
   const Ticket ticket = arrive(master_, std::move(message), where);
   if (!wait_for_change(master_word_, ticket.master_word, time_limit, spin_time_,
                        ticket.n_threads)) {

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <thread>
 
+#include "base/cpus.hpp"
 #include "base/futex.hpp"
 
 namespace lockstep::detail {
@@ -32,8 +32,8 @@ bool SpinTime::spin(const std::atomic<std::uint32_t>& word, std::uint32_t seen) 
 }
 
 bool wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
-                     base::TimeLimit& limit, SpinTime& spin_time, std::size_t n_threads) {
-  static const std::size_t n_cores = std::thread::hardware_concurrency();
+                     detail::TimeLimit& limit, SpinTime& spin_time, std::size_t n_threads) {
+  static const auto n_cores = static_cast<std::size_t>(base::n_usable_cores());
   if (word.load(std::memory_order_acquire) != seen) return true;
   if (n_threads <= n_cores && limit.left() > nanoseconds::zero() && spin_time.spin(word, seen)) {
     return true;

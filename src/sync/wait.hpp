@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/time_limit.hpp"
+#include <lockstep/detail/time_limit.hpp>
 
 namespace lockstep::detail {
 
@@ -24,6 +24,6 @@ class SpinTime {
 /// Returns when word != seen (true) or at the limit (false). Spins first if the process may use at
 /// least `n_threads` cores, because the awaited thread can run meanwhile.
 bool wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
-                     base::TimeLimit& limit, SpinTime& spin_time, std::size_t n_threads);
+                     detail::TimeLimit& limit, SpinTime& spin_time, std::size_t n_threads);
 
 }  // namespace lockstep::detail

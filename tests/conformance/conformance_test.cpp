@@ -168,7 +168,7 @@ TEST_P(Conformance, moments_of_all_ranks) {
       };
       std::vector<Moments> data;
       for (std::size_t i = 0; i < count; ++i) data.push_back(of(i, group.rank()));
-      group.all_reduce({data.data(), count, DType::moments});
+      group.all_reduce({data.data(), count, detail::kMoments});
       for (std::size_t i = 0; i < count; ++i) {
         double n = 0, sum = 0, m2 = 0;
         for (int r = 0; r < group.size(); ++r) {
@@ -185,10 +185,10 @@ TEST_P(Conformance, moments_of_all_ranks) {
       }
       // The same bits on all ranks.
       std::vector<Moments> of_last = data;
-      group.broadcast({of_last.data(), count, DType::moments}, group.size() - 1);
+      group.broadcast({of_last.data(), count, detail::kMoments}, group.size() - 1);
       ASSERT_EQ(std::memcmp(data.data(), of_last.data(), count * sizeof(Moments)), 0);
     }
-    EXPECT_THROW(group.all_reduce({nullptr, 0, DType::moments}, ReduceOp::mean), UsageError);
+    EXPECT_THROW(group.all_reduce({nullptr, 0, detail::kMoments}, ReduceOp::mean), UsageError);
   });
 }
 #endif

@@ -30,8 +30,7 @@ auto visit(DType dtype, Visit visit) {
     case DType::f16: return visit(Float16{});
     case DType::bf16: return visit(BFloat16{});
     case DType::f32: return visit(float{});
-    case DType::f64:
-    case DType::moments: break;
+    case DType::f64: break;
   }
   return visit(double{});
 }

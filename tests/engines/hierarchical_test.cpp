@@ -468,6 +468,10 @@ TEST(HierarchicalTest, a_wrong_operation_is_a_mismatch_on_every_rank) {
             const std::string text = error.what();
             EXPECT_NE(text.find(name + " "), std::string::npos) << text;
             EXPECT_NE(text.find("hierarchical_test.cpp:"), std::string::npos) << text;
+            EXPECT_EQ(error.context().rank, group.rank());
+            for (const int peer : error.context().peers) {
+              EXPECT_NE(std::ranges::find(chosen, peer), chosen.end()) << peer << "\n" << text;
+            }
           } catch (const Error& error) {
             ADD_FAILURE() << name << " where others call " << right << ": " << error.what();
           }
@@ -475,6 +479,23 @@ TEST(HierarchicalTest, a_wrong_operation_is_a_mismatch_on_every_rank) {
       });
     }
   }
+}
+
+TEST(HierarchicalTest, errors_of_a_host_name_ranks_by_their_numbers_in_the_group) {
+  run_hosts({0, 1, 1, 1}, [](const Group& group) {
+    group.barrier();
+    try {
+      group.rank() == 3 ? operations().at("all_gather")(group)
+                        : operations().at("all_reduce")(group);
+      group.barrier();
+      ADD_FAILURE() << "no error";
+    } catch (const MismatchError& error) {
+      EXPECT_EQ(error.context().peers, std::vector{3}) << error.what();
+      EXPECT_EQ(error.context().rank, group.rank());
+      test::expect_contains(error.what(), "\n  3     all_gather ");
+      test::expect_contains(error.what(), "\n  1, 2  all_reduce ");
+    }
+  });
 }
 
 TEST(HierarchicalTest, sizes_of_allocate_are_compared_between_hosts) {
@@ -515,7 +536,7 @@ TEST(HierarchicalTest, a_message_between_hosts_leaves_the_limits_of_other_ranks)
     }
   });
   for (const std::string& text : texts) {
-    EXPECT_NE(text.find("rank 1 waited 0.2 s for rank 0 of 2"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 1 waited 0.2 s for rank 0 of ranks 0, 1"), std::string::npos) << text;
     EXPECT_NE(text.find("recv from rank 2 on another host"), std::string::npos) << text;
     EXPECT_NE(text.find("hierarchical_test.cpp:"), std::string::npos) << text;
   }
@@ -534,7 +555,7 @@ TEST(HierarchicalTest, a_rank_that_waits_for_a_message_of_another_host_is_named_
     group.barrier(Timeout(std::chrono::milliseconds(500)));
   });
   for (const std::string& text : texts) {
-    EXPECT_NE(text.find("rank 0 waited 0.5 s for ranks 1, 2 of 3"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 0 waited 0.5 s for ranks 1, 2 of ranks 0, 1, 2"), std::string::npos) << text;
     EXPECT_LT(text.find("\n  rank 2"), text.find("\n  rank 1")) << text;
   }
 }
@@ -558,9 +579,10 @@ TEST(HierarchicalTest, a_late_rank_is_named_on_all_hosts) {
     } catch (const TimeoutError& error) {
       // A level that records no calls of its own says nothing of them.
       const std::string text = error.what();
-      test::expect_contains(text,
-                            "on one host, where ranks 2, 3 of the group are 0 to 1: rank 0 "
-                            "waited 0.3 s for rank 1 of 2");
+      test::expect_contains(text, "rank 2 waited 0.3 s for rank 3 of ranks 2, 3; here: 2");
+      test::expect_contains(text, "\n  rank 3 ");
+      EXPECT_EQ(error.context().peers, std::vector{3});
+      EXPECT_EQ(error.context().rank, group.rank());
       EXPECT_EQ(text.find("no call yet"), std::string::npos) << text;
       EXPECT_EQ(text.find("elsewhere"), std::string::npos) << text;
     }
@@ -706,7 +728,7 @@ TEST_F(HierarchicalProcessTest, a_leader_stopped_between_hosts_is_late_at_the_li
         ADD_FAILURE() << "no error";
       } catch (const TimeoutError& error) {
         const std::string text = error.text();
-        EXPECT_NE(text.find("waited 0.5 s for rank 0 of 2; here: 1"), std::string::npos) << text;
+        EXPECT_NE(text.find("waited 0.5 s for rank 2 of ranks 2, 3; here: 3"), std::string::npos) << text;
         EXPECT_NE(text.find("is stopped by a signal"), std::string::npos) << text;
       }
       ::kill(leader, SIGCONT);

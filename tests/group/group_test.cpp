@@ -118,7 +118,7 @@ TEST(GroupTest, bit_operations_on_floats) {
 
 TEST(GroupTest, means_of_moments) {
   std::array<double, 4> sample{2, 0.5, 1, 0};
-  const Elements data{sample.data(), 1, DType::moments};
+  const Elements data{sample.data(), 1, detail::kMoments};
   expect_contains(thrown<UsageError>([&] { Group().all_reduce(data, ReduceOp::mean); }),
                   "mean of moments: they have only a sum");
   Group().all_reduce(data);

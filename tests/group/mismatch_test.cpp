@@ -26,7 +26,7 @@ TEST(MismatchTableTest, ranks_that_agree_share_a_line_behind_the_one_that_does_n
   MismatchTable table;
   for (int rank = 0; rank < 399; ++rank) table.add(row_of(rank));
   table.add(row_of(399, Op::barrier));
-  EXPECT_EQ(table.text(),
+  EXPECT_EQ(table.text({}),
             "the ranks made different calls; all ranks must make the same calls in the same order\n"
             "  rank   operation       type  count       root  reduction  where\n"
             "  399    barrier         -     -           -     -          step.cpp:28\n"
@@ -40,7 +40,7 @@ TEST(MismatchTableTest, who_is_not_here_stands_behind) {
   table.add(row_of(2));
   table.add(row_of(3));
   table.add_absent(4, "none");
-  EXPECT_EQ(table.text(),
+  EXPECT_EQ(table.text({}),
             "the ranks made different calls; all ranks must make the same calls in the same order\n"
             "  rank  operation       type  count       root  reduction  where\n"
             "  1     barrier         -     -           -     -          step.cpp:28\n"
@@ -55,7 +55,7 @@ TEST(MismatchTableTest, calls_of_different_layers) {
     row.root = rank == 1 ? 0x12345678 : 0x12340042;
     table.add(row);
   }
-  EXPECT_EQ(table.text(),
+  EXPECT_EQ(table.text({}),
             "the ranks made different calls; all ranks must make the same calls in the same order\n"
             "  rank  operation       type  count       root  reduction  where\n"
             "  1     all_reduce      f32   8           -     sum        step.cpp:39, layer 5678\n"
@@ -71,7 +71,7 @@ TEST(MismatchTableTest, what_differs_without_a_column_is_reported) {
     row.fingerprint = rank == 1 ? 7 : 8;
     table.add(row);
   }
-  const std::string text = table.text();
+  const std::string text = table.text({});
   expect_contains(text, "\n  1     all_reduce      f32   by rank 5678  ");
   expect_contains(text, "\n  0, 2  all_reduce      f32   by rank 5678  ");
   expect_contains(text, "lines that look equal differ");
@@ -87,7 +87,7 @@ TEST(MismatchTableTest, a_broadcast_into_nothing_is_told_what_to_call) {
       row.root = 0;
       table.add(row);
     }
-    return table.text();
+    return table.text({});
   };
   expect_contains(text_of("8", "0"), "\n  broadcast does not resize: ");
   expect_contains(text_of("8", "0"), "or call broadcast_object");

@@ -301,7 +301,7 @@ Moments merged_moments(const std::vector<Moments>& parts) {
   std::vector<const void*> in;
   for (const Moments& part : parts) in.push_back(&part);
   Moments out{};
-  reduce(DType::moments, ReduceOp::sum, in.data(), static_cast<int>(in.size()), &out, 1);
+  reduce(detail::kMoments, ReduceOp::sum, in.data(), static_cast<int>(in.size()), &out, 1);
   return out;
 }
 
@@ -331,7 +331,7 @@ TEST(ReduceMomentsTest, of_no_sample_are_zero_and_of_one_part_are_its_own) {
 }
 
 TEST(ReduceMomentsTest, have_only_a_sum) {
-  for (const ReduceOp op : kOps) EXPECT_EQ(can_reduce(DType::moments, op), op == ReduceOp::sum);
+  for (const ReduceOp op : kOps) EXPECT_EQ(can_reduce(detail::kMoments, op), op == ReduceOp::sum);
 }
 
 // --- conversions --------------------------------------------------------------------------------

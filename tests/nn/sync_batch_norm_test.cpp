@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "group/native_engine.hpp"
 #include "helpers.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "support/ranks.hpp"
@@ -273,7 +274,8 @@ TEST(SyncBatchNormMessagesTest, what_fits_no_cache_goes_a_few_channels_at_a_time
                                std::source_location::current()};
       record.settings.eps = 1e-5;
       batch_norm_forward(input, batch.weight, batch.bias, record);
-      const bool divides = default_group().has_low_latency() && !second.takes_all_at_once;
+      const bool divides =
+          internal::NativeGroup::has_low_latency(default_group()) && !second.takes_all_at_once;
       EXPECT_EQ(record.channels_per_message < 6, divides);
       outcomes[static_cast<std::size_t>(rank)] =
           run(SyncBatchNormOptions(6), input, share_of(batch.output_gradient, c.shares, rank),

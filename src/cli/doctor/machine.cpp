@@ -10,12 +10,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <charconv>
+#include <climits>
 #include <cstring>
 #include <fstream>
-#include <numeric>
 #include <optional>
 
 #include "base/cpus.hpp"
@@ -54,13 +53,10 @@ Finding simd() {
 }
 
 Finding cores(int n_ranks) {
-  const base::CpuMask mask = base::allowed_cpus();
-  const int allowed =
-      std::accumulate(mask.begin(), mask.end(), 0,
-                      [](int count, std::uint64_t word) { return count + std::popcount(word); });
+  const int allowed = base::n_usable_cores(base::allowed_cpus(), INT_MAX);
   const int online = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
   const int quota = base::cpu_quota();
-  const int usable = std::min(allowed, quota);
+  const int usable = base::n_usable_cores();
   std::string text = fmt::format("{} of the machine's {} by affinity", allowed, online);
   if (quota < online) text += fmt::format(", {} by the cgroup's quota", quota);
   text += fmt::format(", for {} rank(s)", n_ranks);

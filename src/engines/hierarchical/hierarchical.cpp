@@ -1,4 +1,5 @@
 #include "engines/hierarchical/hierarchical.hpp"
+#include "group/native_engine.hpp"
 
 #include <fmt/format.h>
 
@@ -25,7 +26,7 @@ std::unique_ptr<Engine> leaders_of(Engine& outer, const Topology& topology, int 
   return outer.split(call, /*color=*/2 * part + is_other, /*key=*/rank);
 }
 
-class HierarchicalEngine final : public Engine {
+class HierarchicalEngine final : public internal::NativeEngine {
  public:
   /// The engines are left to the caller if there is no memory for this one.
   HierarchicalEngine(std::unique_ptr<Engine>&& outer, std::unique_ptr<Engine>&& inner,
@@ -41,16 +42,16 @@ class HierarchicalEngine final : public Engine {
     return levels_.outer->why_one_thread();
   }
   void run(const Call& call) override {
-    levels_.limit = base::TimeLimit(call.timeout);
+    levels_.limit = detail::TimeLimit(call.timeout);
     levels_.together([&] {
-      if (levels_.n_hosts() == 1) return levels_.within([&] { levels_.inner->run(call); }, call);
+      if (levels_.n_hosts() == 1) return levels_.inner->run(call);
       run_over_hosts(levels_, call);
     });
   }
 
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override {
     std::unique_ptr<Engine> engine;
-    levels_.limit = base::TimeLimit(call.timeout);
+    levels_.limit = detail::TimeLimit(call.timeout);
     levels_.together([&] {
       levels_.compare(call);
       // All of it over this group, which ends if a rank fails: over the new one, ranks would wait
@@ -69,12 +70,7 @@ class HierarchicalEngine final : public Engine {
             static_cast<int>(std::ranges::find(all, choice.leader, &Choice::leader) - all.begin()));
       }
       auto outer = levels_.outer->split(levels_.limited(call), color, key);
-      std::unique_ptr<Engine> inner;
-      levels_.within(
-          [&] {
-            inner = levels_.inner->split(levels_.limited(call), color, /*key=*/outer->rank());
-          },
-          call);
+      auto inner = levels_.inner->split(levels_.here(call), color, /*key=*/outer->rank());
       Topology topology(std::move(hosts), outer->rank());
       auto between =
           leaders_of(*levels_.outer, topology, outer->rank(), part, levels_.limited(call));
@@ -87,9 +83,9 @@ class HierarchicalEngine final : public Engine {
 
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     std::unique_ptr<SharedMemory> memory;
-    levels_.limit = base::TimeLimit(call.timeout);
+    levels_.limit = detail::TimeLimit(call.timeout);
     levels_.together([&] {
-      levels_.within([&] { memory = levels_.inner->allocate(levels_.limited(call)); }, call);
+      memory = levels_.inner->allocate(levels_.here(call));
       if (levels_.n_hosts() == 1) return;
       levels_.compare(call);
       levels_.run_within(barrier_of(call));  // until the leaders have compared
@@ -118,9 +114,11 @@ std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<in
   try {
     const std::vector<std::uint64_t> nonces = gather_values(*outer, barrier, draw_nonce());
     const auto leader = static_cast<std::size_t>(topology.leader_of(outer->rank()));
+    Call here = barrier;
+    here.ranks = topology.members;
     auto inner = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
                                          topology.place_of(outer->rank()),
-                                         static_cast<int>(topology.members.size()), barrier, tune);
+                                         static_cast<int>(topology.members.size()), here, tune);
     auto between = topology.leaders.size() == 1
                        ? nullptr
                        : leaders_of(*outer, topology, outer->rank(), /*part=*/0, barrier);

@@ -1,17 +1,11 @@
 #include "engines/hierarchical/levels.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
 #include <chrono>
-#include <exception>
+#include <new>
 #include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
 #include "engines/shared/bootstrap/shared_world.hpp"
-#include "group/check.hpp"
 #include "group/failure.hpp"
 
 namespace lockstep::hierarchical {
@@ -23,33 +17,6 @@ constexpr std::chrono::milliseconds kReportTime{700};
 /// On an oversubscribed machine, or in a library that does not return, a rank that waits for other
 /// hosts may time out late; the ranks of its host extend its deadline by this much more.
 constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
-
-/// Prefixes of errors that one level has ended the others with. The text of the first two uses the
-/// numbers of the ranks there; that of the last, the group's.
-constexpr std::string_view kWithin = "on one host", kBetween = "between hosts",
-                           kAll = "over all hosts";
-
-bool has_prefix(std::string_view text) {
-  return text.starts_with(kWithin) || text.starts_with(kBetween) || text.starts_with(kAll);
-}
-
-/// Throws the error of one level, which refers to the group's `ranks` by their numbers there.
-[[noreturn]] void rethrow_renumbered(const Error& error, const Levels& levels, const Call& call,
-                                     std::string_view place, const std::vector<int>& ranks) {
-  internal::Failure failure = internal::failure_of(error);
-  if (failure.kind == internal::Failure::Kind::usage) throw;
-  std::string& text = failure.text;
-  if (levels.n_hosts() > 1 && !has_prefix(text)) {
-    text = fmt::format("{}, where rank{} {} of the group {} 0 to {}: {}", place,
-                       ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
-                       ranks.size() == 1 ? "is" : "are", ranks.size() - 1, text);
-    for (std::int32_t& peer : failure.peers.ranks) {
-      const auto at = static_cast<std::size_t>(peer);
-      if (at < ranks.size()) peer = ranks[at];
-    }
-  }
-  internal::throw_failure(failure, context_of(call, levels.rank()));
-}
 
 }  // namespace
 
@@ -67,46 +34,39 @@ void Levels::refuse(const Refusal& refusal) const noexcept {
 }
 
 void Levels::abandon(std::string_view reason) const noexcept {
-  inner->abandon(reason);
-  if (between) between->abandon(reason);
-  outer->abandon(reason);
-}
-
-void Levels::end_with(const Error& error) const noexcept {
-  const auto end_all = [this](const Error& of_outer, const Error& of_others) {
-    outer->end_with(of_outer);
-    if (between) between->end_with(of_others);
-    inner->end_with(of_others);
-  };
   try {
-    internal::Failure failure = internal::failure_of(error);
-    // One that a level throws about its caller has no numbers of ranks.
-    if (n_hosts() == 1 || !internal::is_about_peers(failure.kind) || has_prefix(failure.text)) {
-      return end_all(error, error);
-    }
-    failure.text = fmt::format("{}: {}", kAll, failure.text);
-    internal::throw_failure(failure, error.context());
-  } catch (const Error& of_others) {
-    end_all(error, of_others);
-  } catch (const std::exception&) {  // no memory for the text
-    end_all(error, error);
+    end_with(EngineError({}, std::string(reason)));
+  } catch (const std::bad_alloc&) {
+    inner->abandon(reason);
+    if (between) between->abandon(reason);
+    outer->abandon(reason);
   }
 }
 
-void Levels::rethrow_from_within(const Error& error, const Call& call) const {
-  rethrow_renumbered(error, *this, call, kWithin, topology.members);
+/// The levels number their ranks each in its own way, so they get the error of a peer, in the
+/// group's numbers.
+void Levels::end_with(const Error& error) const noexcept {
+  const auto end_all = [this](const Error& of_peer) {
+    outer->end_with(of_peer);
+    if (between) between->end_with(of_peer);
+    inner->end_with(of_peer);
+  };
+  try {
+    internal::throw_failure(internal::failure_for_peers(error, rank()), error.context());
+  } catch (const Error& of_peer) {
+    end_all(of_peer);
+  } catch (const std::bad_alloc&) {
+    end_all(error);
+  }
 }
 
 void Levels::run_between(Call call) {
   call = limited(call);
+  call.ranks = topology.leaders;
   call.timeout += kReportTime;
   // The other ranks of this host wait for this one, which is not the late one if a host is late.
   shared::extend_deadline(*inner, call.timeout + kPatience);
-  try {
-    between->run(call);
-  } catch (const Error& error) {
-    rethrow_renumbered(error, *this, call, kBetween, topology.leaders);
-  }
+  between->run(call);
   shared::extend_deadline(*inner, kReportTime);  // the result is about to reach them
 }
 

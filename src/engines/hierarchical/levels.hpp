@@ -6,21 +6,20 @@
 #include <memory>
 #include <string_view>
 
-#include "base/time_limit.hpp"
+#include <lockstep/detail/time_limit.hpp>
 #include "engines/hierarchical/topology.hpp"
 #include "group/step.hpp"
 
 namespace lockstep::hierarchical {
 
-/// The engines of one group, by the ranks that they connect. Runs calls on one of them, with errors
-/// that use the group's rank numbers.
+/// The engines of one group, by the ranks that they connect.
 struct Levels {
   std::unique_ptr<Engine> outer;    ///< all ranks
   std::unique_ptr<Engine> inner;    ///< the ranks of this host
   std::unique_ptr<Engine> between;  ///< the leaders of all hosts; unused on the other ranks
   Topology topology;
   /// Of the call that is under way: its steps share it.
-  base::TimeLimit limit{std::chrono::milliseconds::max()};
+  detail::TimeLimit limit{std::chrono::milliseconds::max()};
 
   int rank() const noexcept { return outer->rank(); }
   int n_ranks() const noexcept { return outer->size(); }
@@ -47,19 +46,12 @@ struct Levels {
     step.timeout = limit.of_step();
     return step;
   }
-  /// Among the ranks of this host.
-  void run_within(const Call& call) {
-    within([&] { inner->run(limited(call)); }, call);
+  /// The same, of the ranks of this host.
+  Call here(Call step) {
+    step.ranks = topology.members;
+    return limited(step);
   }
-  /// The same of `work` over `inner`.
-  template <class Work>
-  void within(const Work& work, const Call& call) {
-    try {
-      work();
-    } catch (const Error& error) {
-      rethrow_from_within(error, call);
-    }
-  }
+  void run_within(const Call& call) { inner->run(here(call)); }
   /// Of the leader: among all leaders. The other ranks of its host wait that much longer for it.
   void run_between(Call call);
   /// Messages between all ranks. A rank that waits there for another host delays the ranks of its
@@ -76,12 +68,9 @@ struct Levels {
   /// See Engine::refuse: on the levels where ranks wait for this one. A rank of another host waits
   /// for the leader of this one, which finds the refusal here and ends the other levels.
   void refuse(const Refusal& refusal) const noexcept;
-  /// On all levels: see Engine::abandon.
-  void abandon(std::string_view reason) const noexcept;
-
- private:
+  /// On all levels: see Engine.
   void end_with(const Error& error) const noexcept;
-  [[noreturn]] void rethrow_from_within(const Error& error, const Call& call) const;
+  void abandon(std::string_view reason) const noexcept;
 };
 
 using internal::barrier_of;

@@ -6,7 +6,7 @@
 namespace lockstep::hierarchical {
 namespace {
 
-/// Calls visit(Narrow, Wide).
+/// Calls visit(Narrow, Wide), but not of detail::kMoments: they are only summed, in their own type.
 template <class Visit>
 void visit(DType dtype, ReduceOp op, Visit visit) {
   const auto integer = [&]<class T>(T narrow) {
@@ -26,7 +26,6 @@ void visit(DType dtype, ReduceOp op, Visit visit) {
     case DType::bf16: return visit(BFloat16{}, float{});
     case DType::f32: return visit(float{}, float{});
     case DType::f64: return visit(double{}, double{});
-    case DType::moments: return;  // only summed, in their own type
   }
 }
 

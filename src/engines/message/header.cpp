@@ -67,12 +67,14 @@ bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites)
   return a.root == b.root && (!has_reduction(op) || a.reduce == b.reduce);
 }
 
-internal::Failure difference_of(std::span<const Row> rows, std::span<const RefusedCall> refused) {
+internal::Failure difference_of(const Call& call, std::span<const Row> rows,
+                                std::span<const RefusedCall> refused) {
   const auto check_of = [](const Row& row) { return row.header.check; };
   if (std::ranges::adjacent_find(rows, std::not_equal_to(), check_of) != rows.end()) {
     std::vector<internal::RankCheck> checks;
     for (const Row& row : rows) checks.push_back({row.rank, row.header.check});
-    return {.kind = internal::Failure::Kind::mismatch, .text = internal::text_of_checks(checks)};
+    return {.kind = internal::Failure::Kind::mismatch,
+            .text = internal::text_of_checks(call, checks)};
   }
   internal::MismatchTable table;
   for (const auto& [rank, header] : rows) {
@@ -87,7 +89,7 @@ internal::Failure difference_of(std::span<const Row> rows, std::span<const Refus
   }
   for (const auto& [rank, text] : refused) table.add_refused(rank, text);
   return {.kind = internal::Failure::Kind::mismatch,
-          .text = table.text(),
+          .text = table.text(call),
           .peers = internal::PeerList::of(table.minority())};
 }
 

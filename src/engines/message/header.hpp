@@ -71,7 +71,7 @@ struct RefusedCall {
   std::string text;
 };
 /// The MismatchError of ranks that disagree; `refused`: the calls that some of them refused.
-internal::Failure difference_of(std::span<const Row> rows,
-                                std::span<const RefusedCall> refused = {});
+internal::Failure difference_of(const Call& call, std::span<const Row> rows,
+                                std::span<const RefusedCall> refused);
 
 }  // namespace lockstep::message

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "group/wait_chain.hpp"
+#include "record/progress.hpp"
 #include "record/signature.hpp"
 
 namespace lockstep::message {
@@ -243,7 +244,7 @@ bool Channel::wait(const Call& call, Limit& limit, Question* question) {
       if (auto late = find_late(positions, awaited); !late.empty()) {
         awaited = std::move(late);
       } else if (internal::is_pair(call.op)) {
-        cycle = internal::chain_of(rank(), call.root, [&positions](int r) {
+        cycle = internal::chain_of(call, rank(), call.root, [&positions](int r) {
           const auto found = positions.find(r);
           const bool waits = found != positions.end() && found->second.awaited != Position::kNone;
           return waits ? found->second.awaited : r;
@@ -414,9 +415,11 @@ void Channel::notify(const Failure& failure) noexcept {
   }
 }
 
-void Channel::fail(const Failure& failure, const Call& call) {
+void Channel::fail(Failure failure, const Call& call) {
   poll_control();
   throw_if_failed(call);  // all ranks throw the first failure
+  if (failure.culprit != Failure::kNoCulprit) failure.culprit = call.number_of(failure.culprit);
+  failure.peers = internal::PeerList::of(internal::numbers_of(call, failure.peers.get()));
   notify(failure);  // also of a departure: peers may wait for this rank, not for the one that left
   internal::throw_failure(failure, context_of(call, rank()));
 }
@@ -434,19 +437,17 @@ void Channel::fail_transport(const TransportError& error, const Call& call) {
   if (error.is_closed()) {
     fail({.kind = Kind::peer_lost, .culprit = peer, .text = error.what()}, call);
   }
-  notify({.kind = Kind::peer_failed, .culprit = rank(), .text = error.what()});
+  notify({.kind = Kind::peer_failed, .culprit = call.number_of(rank()), .text = error.what()});
   throw EngineError(context_of(call, rank()),
                     peer == TransportError::kNoPeer
                         ? error.what()
-                        : fmt::format("with rank {}: {}", peer, error.what()));
+                        : fmt::format("with rank {}: {}", call.number_of(peer), error.what()));
 }
 
 void Channel::fail_late(const std::vector<int>& awaited, const Call& call, std::string_view detail,
                         const std::vector<int>& late) {
   fail({.kind = Kind::timeout,
-        .text =
-            fmt::format("rank {} waited {:g} s for rank{} {} of {}{}", rank(), call.limit_s(),
-                        awaited.size() == 1 ? "" : "s", fmt::join(awaited, ", "), size(), detail),
+        .text = internal::text_of_wait(call, rank(), awaited, size()).append(detail),
         .peers = internal::PeerList::of(late)},
        call);
 }
@@ -494,7 +495,7 @@ void Channel::throw_if_refused(const Call& call) {
   if (refuser < 0) return;
   const Row own{rank(), headers_.of(call)};
   const std::span<const Row> rows(&own, 1);
-  fail(difference_of(rows, refused_calls(rows, call)), call);
+  fail(difference_of(call, rows, refused_calls(rows, call)), call);
 }
 
 std::vector<RefusedCall> Channel::refused_calls(std::span<const Row> rows, const Call& call) {

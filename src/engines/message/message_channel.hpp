@@ -11,13 +11,13 @@
 #include <utility>
 #include <vector>
 
-#include "base/time_limit.hpp"
+#include <lockstep/detail/time_limit.hpp>
 #include "engines/message/header.hpp"
 #include "engines/message/transport.hpp"
 
 namespace lockstep::message {
 
-using Limit = base::TimeLimit;
+using Limit = detail::TimeLimit;
 
 /// The ranks of one Group over a transport: exchanges of messages, and what ends them.
 ///
@@ -86,8 +86,8 @@ class Channel {
   void abandon(std::string_view reason) noexcept;
   /// See Engine::end_with.
   void end_with(const Error& error) noexcept;
-  /// Throws the failure on every rank.
-  [[noreturn]] void fail(const internal::Failure& failure, const Call& call);
+  /// Throws the failure, of which the ranks are this channel's, on every rank.
+  [[noreturn]] void fail(internal::Failure failure, const Call& call);
   /// Notifies every rank of the world that this rank leaves. On the world's channel.
   void leave(std::string_view failure) noexcept;
 

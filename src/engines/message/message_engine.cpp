@@ -1,4 +1,5 @@
 #include "engines/message/message_engine.hpp"
+#include "group/native_engine.hpp"
 
 #include <fmt/format.h>
 
@@ -45,7 +46,7 @@ class Memory final : public SharedMemory {
 /// Every operation as messages between the ranks: first headers, which are compared, with eager
 /// data; then the remaining data. If LOCKSTEP_CHECK is off, data only. This engine reduces
 /// itself: in rank order, for every type, with the same bits on all ranks.
-class MessageEngine final : public Engine {
+class MessageEngine final : public internal::NativeEngine {
  public:
   MessageEngine(std::string name, std::unique_ptr<Channel> channel, const Costs& costs);
 
@@ -144,7 +145,7 @@ void MessageEngine::exchange_firsts(const Call& call, const Header& mine, Limit&
 void MessageEngine::fail_mismatch(const Call& call) {
   std::vector<Row> rows;
   for (int r = 0; r < size(); ++r) rows.push_back({r, firsts_->header(r)});
-  channel_->fail(difference_of(rows, channel_->refused_calls(rows, call)), call);
+  channel_->fail(difference_of(call, rows, channel_->refused_calls(rows, call)), call);
 }
 
 bool MessageEngine::is_eager(const Call& call) const {
@@ -278,7 +279,7 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
       header.n_refused != mine.n_refused) {
     std::array<Row, 2> rows{Row{rank(), mine}, Row{call.root, header}};
     if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
-    channel_->fail(difference_of(rows, channel_->refused_calls(rows, call)), call);
+    channel_->fail(difference_of(call, rows, channel_->refused_calls(rows, call)), call);
   }
   if (eager && call.op == Op::recv) copy_bytes(call.out, data, n_bytes);
   return eager;

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <bit>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -393,9 +392,8 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   if (const int code = mpi.neighbours(cores.data(), cores.size(), &n_neighbours); code != 0) {
     throw EngineError(context, text_of(mpi, code));
   }
-  int n_cores = 0;
-  for (const std::uint64_t word : cores) n_cores += std::popcount(word);
-  const Hosts hosts{.are_oversubscribed = n_neighbours > std::min(n_cores, base::cpu_quota()),
+  const int n_cores = base::n_usable_cores(cores, base::cpu_quota());
+  const Hosts hosts{.are_oversubscribed = n_neighbours > n_cores,
                     .are_one = n_neighbours == n_ranks};
   auto engine =
       message::make("mpi",

@@ -1,4 +1,5 @@
 #include "engines/solo/solo.hpp"
+#include "group/native_engine.hpp"
 
 #include <cstring>
 #include <lockstep/group.hpp>
@@ -16,7 +17,7 @@ class Buffer final : public SharedMemory {
   mutable std::vector<std::byte> bytes_;
 };
 
-class SoloEngine final : public Engine {
+class SoloEngine final : public internal::NativeEngine {
  public:
   std::string_view name() const noexcept override { return "solo"; }
   int rank() const noexcept override { return 0; }

@@ -1,4 +1,5 @@
 #include "nn/batch_norm/layer_steps.hpp"
+#include "group/native_engine.hpp"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -224,7 +225,8 @@ Tensor local_statistics(const Activation& x, Channels channels) {
 
 std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer) {
   const Group& group = layer.group;
-  if (!group.has_low_latency() || all == 0) return std::max<std::size_t>(all, 1);
+  if (!internal::NativeGroup::has_low_latency(group) || all == 0)
+    return std::max<std::size_t>(all, 1);
   auto most = static_cast<std::int64_t>(wish);
   if (group.size() > 1) {
     layer.all_reduce(kForward, {&most, 1, DType::i64}, ReduceOp::max);

@@ -164,7 +164,7 @@ at::Tensor local_statistics(const Activation& x, Channels channels);
 /// n x (1 + 2C) statistics, merged in order.
 at::Tensor merge_statistics(const at::Tensor& parts);
 /// The message of forward: each rank merges all parts in rank order, or the group does so in a
-/// reduction (Group::reduces_moments), so all ranks get the same bits. Why not sums:
+/// reduction (internal::NativeEngine), so all ranks get the same bits. Why not sums:
 /// docs/design/001. `mine` becomes the result.
 void merge_over(at::Tensor& mine, const Layer& layer);
 /// How many channels each message of this layer covers: all of them or, if the group has low

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "group/native_engine.hpp"
 #include "kernels/batch_norm.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 
@@ -14,8 +15,8 @@ using at::Tensor;
 
 namespace {
 
-/// Doubles in a DType::moments.
-constexpr std::size_t kMoments = size_of(DType::moments) / sizeof(double);
+/// Doubles in an element of the type.
+constexpr std::size_t kMoments = size_of(lockstep::detail::kMoments) / sizeof(double);
 
 /// Parts of 1 + 2C doubles, merged in order into as many of `merged`.
 void merge(std::span<const double> parts, const Tensor& merged) {
@@ -45,7 +46,7 @@ void reduce_moments(const Tensor& mine, const Layer& layer) {
     channel[1] = own[c];
     channel[2] = own[channels + c];
   }
-  layer.all_reduce(kForward, {moments.data(), channels, DType::moments}, ReduceOp::sum);
+  layer.all_reduce(kForward, {moments.data(), channels, lockstep::detail::kMoments}, ReduceOp::sum);
   own[-1] = channels > 0 ? moments[0] : 0;
   for (std::size_t c = 0; c < channels; ++c) {
     const double* const channel = moments.data() + kMoments * c;
@@ -63,7 +64,7 @@ Tensor merge_statistics(const Tensor& parts) {
 }
 
 void merge_over(Tensor& mine, const Layer& layer) {
-  if (layer.group.reduces_moments()) return reduce_moments(mine, layer);
+  if (internal::NativeGroup::reduces_moments(layer.group)) return reduce_moments(mine, layer);
   const auto stride = static_cast<std::size_t>(mine.numel());
   const std::size_t n_all = stride * static_cast<std::size_t>(layer.group.size());
   const auto all = std::make_unique_for_overwrite<double[]>(n_all);

@@ -10,6 +10,7 @@
 
 #include "base/no_sigpipe.hpp"
 #include "nn/c10d/c10d_error.hpp"
+#include "record/progress.hpp"
 
 namespace lockstep::nn::detail {
 namespace {

@@ -142,7 +142,7 @@ void Backend::refuse(std::string operation, std::source_location where, std::str
   };
   if (queue_->is_idle()) return tell();
   queue_->post(
-      [tell]() -> CallQueue::Completion {
+      [tell]() -> internal::CallQueue::Completion {
         tell();
         return {};
       },

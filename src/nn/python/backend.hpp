@@ -15,8 +15,8 @@
 
 #include "base/process_tag.hpp"
 #include "engines/shared/protocol/tagged_messages.hpp"
+#include "group/call_queue.hpp"
 #include "nn/python/backend_work.hpp"
-#include "nn/python/call_queue.hpp"
 #include "nn/python/caller.hpp"
 #include "nn/python/monitored_barrier.hpp"
 #include "nn/python/tensors.hpp"
@@ -170,7 +170,7 @@ class Backend final : public c10d::Backend {
   std::atomic<std::uint64_t> n_calls_{0};
   std::atomic<bool> has_left_{false}, is_shut_down_{false};
   // Last: its thread uses the other members.
-  std::unique_ptr<CallQueue> queue_ = std::make_unique<CallQueue>();
+  std::unique_ptr<internal::CallQueue> queue_ = std::make_unique<internal::CallQueue>();
 };
 
 /// The backends of this process that still have an owner. Threads: any.
@@ -239,7 +239,7 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
   queue_->post(
       [this, operation, work, site, memory = std::move(memory),
-       run = std::move(run)]() mutable -> CallQueue::Completion {
+       run = std::move(run)]() mutable -> internal::CallQueue::Completion {
         std::exception_ptr error;
         try {
           run_on_group(operation, run, site);

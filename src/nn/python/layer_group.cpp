@@ -1,4 +1,5 @@
 #include "nn/python/layer_group.hpp"
+#include "group/native_engine.hpp"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
@@ -35,7 +36,7 @@ bool needs_cuda(const ProcessGroup& process_group) {
   return has(at::kCUDA) && !has(at::kCPU);
 }
 
-class LayerEngine : public Engine {
+class LayerEngine : public internal::NativeEngine {
  public:
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
@@ -63,8 +64,12 @@ class OverGroup final : public LayerEngine {
   explicit OverGroup(const Group& group)
       : LayerEngine(std::string(group.backend()), group.rank(), group.size()), group_(group) {}
 
-  bool has_low_latency() const noexcept override { return group_.has_low_latency(); }
-  bool reduces_moments() const noexcept override { return group_.reduces_moments(); }
+  bool has_low_latency() const noexcept override {
+    return internal::NativeGroup::has_low_latency(group_);
+  }
+  bool reduces_moments() const noexcept override {
+    return internal::NativeGroup::reduces_moments(group_);
+  }
   void refuse(const Refusal& refusal) noexcept override {
     detail::Collective(refusal.operation, group_, refusal.where).refuse(refusal.reason);
   }

@@ -197,7 +197,7 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const
   lockstep::detail::ObjectCall call{.op = lockstep::detail::ObjectOp::all_reduce_dict,
                                     .type = typeid(at::Tensor),
                                     .group = group,
-                                    .timeout = timeout,
+                                    .limit = lockstep::detail::TimeLimit(timeout),
                                     .where = where};
   lockstep::detail::prepare(call, [&] {
     for (const auto& [key, tensor] : dict) {
@@ -209,14 +209,15 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const
   lockstep::detail::check_dicts(call, entries, op);
   std::vector<at::Tensor> tensors;
   for (const auto& [key, tensor] : dict) tensors.push_back(tensor);
-  for (at::Tensor& tensor : each_once(tensors)) all_reduce(tensor, op, group, call.timeout, where);
+  for (at::Tensor& tensor : each_once(tensors))
+    all_reduce(tensor, op, group, call.limit.timeout(), where);
 }
 
 void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, double bucket_size_mb,
                        ReduceOp op, const Group& group, Timeout timeout,
                        std::source_location where) {
   const at::NoGradGuard no_grad;
-  const lockstep::detail::TimeLeft left(timeout);  // of all its collectives together
+  const lockstep::detail::TimeLimit limit(timeout);  // of all its collectives together
   Collective("all_reduce_params", group, where).run([&] {
     for (const at::Tensor& param : params) {
       check_result("all_reduce_params", param, group, where);
@@ -226,7 +227,7 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
       std::vector<at::Tensor> flat;
       for (const at::Tensor& param : some) flat.push_back(param.reshape({-1}));
       at::Tensor all = at::cat(flat);
-      all_reduce(all, op, group, left, where);
+      all_reduce(all, op, group, limit.timeout(), where);
       std::int64_t offset = 0;
       for (at::Tensor param : some) {
         param.copy_(all.narrow(0, offset, param.numel()).view(param.sizes()));
@@ -237,7 +238,7 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
     std::map<at::ScalarType, std::size_t> n_bytes;
     for (at::Tensor param : each_once(params)) {
       if (!coalesce) {
-        all_reduce(param, op, group, left, where);
+        all_reduce(param, op, group, limit.timeout(), where);
         continue;
       }
       auto& bucket = open[param.scalar_type()];

@@ -78,8 +78,9 @@ void Channel::receive(const Call& call) {
       fail(call, internal::Failure::Kind::mismatch,
            fmt::format("rank {} sent {} elements of {}, rank {} receives {} of {}; both ends must "
                        "name the same count and type. The sender's last call: {}",
-                       call.root, head.count, name_of(static_cast<DType>(head.dtype)), rank_,
-                       call.count, name_of(call.dtype), call_of(call.root)),
+                       call.number_of(call.root), head.count,
+                       name_of(static_cast<DType>(head.dtype)), call.number_of(rank_), call.count,
+                       name_of(call.dtype), call_of(call.root)),
            std::span(&call.root, 1));
     }
     const std::size_t n = std::min<std::size_t>(n_left, header_->outbox_bytes);

@@ -114,8 +114,8 @@ void make_with_all(Channel& channel, const Call& call, const char* what, Outcome
     const auto outcome = published_by<Outcome>(channel, r);
     if (outcome.error_number == 0) continue;
     channel.fail_system(call, outcome.error_number,
-                        fmt::format("rank {} could not {} shared memory: {}", r, what,
-                                    base::text_in(outcome.text)));
+                        fmt::format("rank {} could not {} shared memory: {}", call.number_of(r),
+                                    what, base::text_in(outcome.text)));
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include "engines/shared/protocol/channel.hpp"
 #include "engines/shared/protocol/tagged_messages.hpp"
+#include "group/native_engine.hpp"
 
 namespace lockstep::shared {
 
@@ -45,7 +46,7 @@ class BufferTable {
 
 /// Collectives over one channel. collectives.cpp has one function per operation, through slots;
 /// in_place.cpp has those that access the ranks' memory itself.
-class SharedEngine final : public Engine {
+class SharedEngine final : public internal::NativeEngine {
  public:
   /// Attaches to the world's channel as `membership` and waits for all ranks of the world.
   static std::unique_ptr<Engine> join(std::shared_ptr<Membership> membership, const Call& barrier);
@@ -55,9 +56,9 @@ class SharedEngine final : public Engine {
   std::string_view name() const noexcept override { return "shared"; }
   int rank() const noexcept override { return channel_.rank(); }
   int size() const noexcept override { return channel_.size(); }
-  bool has_low_latency() const noexcept override { return !channel_.is_oversubscribed(); }
+  bool has_low_latency() const noexcept override { return !channel_.waiter().is_oversubscribed(); }
   bool reports_progress() const noexcept override { return true; }
-  bool takes_lists() const noexcept override { return true; }
+  void run_lists(const Call& call) override { run(call); }
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;

@@ -61,11 +61,11 @@ class Follower : Bootstrap {
     while (!(socket_ = connect())) {
       if (Clock::now() > deadline_) {
         fail(Kind::timeout,
-             fmt::format("rank 0 of {} did not connect to the ranks of this host within {:g} s; "
+             fmt::format("rank {} of {} did not connect to the ranks of this host within {:g} s; "
                          "did it end early, start with other variables than rank {} ({}), or in a "
                          "separate container (network namespace)? Ranks in several containers "
                          "connect over mpi, gloo or hierarchical",
-                         n_ranks_, limit_seconds(), rank_, job_));
+                         number_of(0), n_ranks_, limit_seconds(), number_of(rank_), job_));
       }
       std::this_thread::sleep_for(kRetryEvery);
     }
@@ -91,18 +91,19 @@ class Follower : Bootstrap {
 
   [[noreturn]] void lose_leader() const {
     fail(Kind::peer_lost,
-         fmt::format("rank 0 (process {}) died or gave up before all {} ranks had connected",
-                     leader_.pid, n_ranks_));
+         fmt::format("rank {} (process {}) died or gave up before all {} ranks had connected",
+                     number_of(0), leader_.pid, n_ranks_));
   }
 
   Reply receive(base::UniqueFd& segment_fd) {
     pollfd entry{.fd = socket_.get(), .events = POLLIN, .revents = 0};
     while (::poll(&entry, 1, milliseconds_to(deadline_ + kReportTime)) <= 0) {
       if (Clock::now() < deadline_ + kReportTime) continue;
-      fail(Kind::timeout,
-           fmt::format(
-               "rank 0 (process {}) has connected, but has sent nothing for {:g} s; is it stopped?",
-               leader_.pid, limit_seconds()));
+      fail(
+          Kind::timeout,
+          fmt::format(
+              "rank {} (process {}) has connected, but has sent nothing for {:g} s; is it stopped?",
+              number_of(0), leader_.pid, limit_seconds()));
     }
     Reply reply{};
     ssize_t n = base::receive_with_fd(socket_.get(), &reply, sizeof reply, segment_fd);
@@ -114,8 +115,8 @@ class Follower : Bootstrap {
     if (n != sizeof reply) lose_leader();
     if (reply.greeting != kGreeting) {
       fail(Kind::mismatch,
-           fmt::format("process {} at @{} does not respond as rank 0 of this version of lockstep",
-                       leader_.pid, socket_name_));
+           fmt::format("process {} at @{} does not respond as rank {} of this version of lockstep",
+                       leader_.pid, socket_name_, number_of(0)));
     }
     return reply;
   }

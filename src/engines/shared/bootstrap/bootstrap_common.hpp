@@ -110,6 +110,9 @@ class Bootstrap {
              peer.pid, peer.uid, socket_name_, ::geteuid()));
   }
 
+  /// Errors name a rank by its number in the group.
+  int number_of(int rank) const { return barrier_.number_of(rank); }
+
   double limit_seconds() const { return std::chrono::duration<double>(barrier_.timeout).count(); }
 
   int milliseconds_to(Clock::time_point when) const {

@@ -119,7 +119,7 @@ class Leader : Bootstrap {
       if (member.rank < 0) return;  // a process that only probed who holds the name
       fail_all(Kind::peer_lost,
                fmt::format("rank {} (process {}) died or gave up before all {} ranks had connected",
-                           member.rank, member.pid, n_ranks_));
+                           number_of(member.rank), member.pid, n_ranks_));
     }
     if (n < static_cast<ssize_t>(sizeof(std::uint64_t)) || hello.greeting != kGreeting) {
       member.socket.reset();
@@ -136,9 +136,9 @@ class Leader : Bootstrap {
   void check(Member& member, const Hello& hello, ssize_t n_bytes) {
     if (n_bytes != sizeof hello || hello.layout != kVersion) {
       fail_all(Kind::mismatch,
-               fmt::format("process {} links {}, and rank 0 {}; build all ranks with one version",
+               fmt::format("process {} links {}, and rank {} {}; build all ranks with one version",
                            member.pid, release_text(base::text_in(hello.release), hello.layout),
-                           release_text(base::version(), kVersion)));
+                           number_of(0), release_text(base::version(), kVersion)));
     }
     if (hello.n_ranks != n_ranks_ || hello.rank <= 0 || hello.rank >= n_ranks_) {
       fail_all(Kind::mismatch,
@@ -150,18 +150,19 @@ class Leader : Bootstrap {
       if (other.rank != hello.rank) continue;
       fail_all(Kind::mismatch, fmt::format("two processes are rank {}: {} and {}; each rank joins "
                                            "once, and a program started by a rank is not a rank",
-                                           hello.rank, other.pid, member.pid));
+                                           number_of(hello.rank), other.pid, member.pid));
     }
     if (hello.pid != member.pid) {
       fail_all(Kind::engine,
                fmt::format("rank {} is in another PID namespace (a separate container), so its "
                            "peers could not detect its death; start all ranks of this host in one "
                            "container, or use another backend",
-                           hello.rank));
+                           number_of(hello.rank)));
     }
     if (base::text_in(hello.job) != base::text_in(my_job())) {
-      fail_all(Kind::mismatch, fmt::format("rank {} belongs to another job ({}) than rank 0 ({})",
-                                           hello.rank, base::text_in(hello.job), job_));
+      fail_all(Kind::mismatch,
+               fmt::format("rank {} belongs to another job ({}) than rank {} ({})",
+                           number_of(hello.rank), base::text_in(hello.job), number_of(0), job_));
     }
   }
 
@@ -176,14 +177,14 @@ class Leader : Bootstrap {
     for (int r = 1; r < n_ranks_; ++r) {
       const bool has_joined = std::any_of(members_.begin(), members_.end(),
                                           [r](const Member& member) { return member.rank == r; });
-      if (!has_joined) missing.push_back(r);
+      if (!has_joined) missing.push_back(number_of(r));
     }
     return fmt::format(
         "rank{} {} of {} did not connect to the ranks of this host within {:g} s; did {} end "
-        "early, start with other variables than rank 0 ({}), or in a separate container (network "
+        "early, start with other variables than rank {} ({}), or in a separate container (network "
         "namespace)? Ranks in several containers connect over mpi, gloo or hierarchical",
         missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), n_ranks_, limit_seconds(),
-        missing.size() == 1 ? "it" : "they", job_);
+        missing.size() == 1 ? "it" : "they", number_of(0), job_);
   }
 
   void tell_all(Kind kind, const std::string& text) {
@@ -214,9 +215,10 @@ class Leader : Bootstrap {
   /// then notifies ranks that connect later, which would otherwise wait until their timeout.
   [[noreturn]] void fail_for_want_of_descriptors(int error_number) {
     const std::string text = fmt::format(
-        "rank 0 (process {}) cannot accept the connections of all {} ranks of this host; raise its "
+        "rank {} (process {}) cannot accept the connections of all {} ranks of this host; raise "
+        "its "
         "limit on open files (ulimit -n) by at least {}, or start the job with `lockstep run`",
-        ::getpid(), n_ranks_, n_ranks_);
+        number_of(0), ::getpid(), n_ranks_, n_ranks_);
     const Reply reply = refusal(Kind::system, text, error_number);
     const auto give_up = std::min(deadline_, Clock::now() + kReportTime);
     for (int n_told = 0; n_told < n_ranks_ - 1 && Clock::now() < give_up;) {

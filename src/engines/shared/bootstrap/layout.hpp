@@ -154,8 +154,6 @@ struct alignas(kLine) ChannelHeader {
   /// World rank of each member.
   std::array<std::int32_t, kMaxRanks> members;
   FailureRecord failure;
-  /// Flags raised so far, over all ranks and phases; used if oversubscribed.
-  alignas(kLine) std::atomic<std::uint64_t> n_arrivals;
   /// Sleepers wait on `wake_counter`; a rank that makes something ready increments it if any sleep.
   alignas(kLine) std::atomic<std::uint32_t> wake_counter;
   std::atomic<std::uint32_t> n_sleepers;

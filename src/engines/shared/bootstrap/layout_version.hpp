@@ -102,7 +102,6 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(ChannelHeader, tuning),
       LOCKSTEP_FIELD(ChannelHeader, members),
       LOCKSTEP_FIELD(ChannelHeader, failure),
-      LOCKSTEP_FIELD(ChannelHeader, n_arrivals),
       LOCKSTEP_FIELD(ChannelHeader, wake_counter),
       LOCKSTEP_FIELD(ChannelHeader, n_sleepers),
   });

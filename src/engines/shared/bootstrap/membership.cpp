@@ -6,12 +6,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <lockstep/error.hpp>
 #include <span>
 #include <thread>
 
+#include "base/cpus.hpp"
 #include "base/marked_text.hpp"
 #include "base/membarrier.hpp"
 #include "base/text.hpp"
@@ -271,9 +271,7 @@ bool Membership::is_oversubscribed() const {
       together[i] |= peer.cpus[i].load(std::memory_order_relaxed);
     }
   }
-  int n_cpus = 0;
-  for (const std::uint64_t word : together) n_cpus += std::popcount(word);
-  return segment_->n_ranks() > std::min(n_cpus, quota);
+  return segment_->n_ranks() > base::n_usable_cores(together, quota);
 }
 
 }  // namespace lockstep::shared

@@ -10,6 +10,7 @@
 #include "base/marked_text.hpp"
 #include "engines/shared/protocol/call_record.hpp"
 #include "group/failure.hpp"
+#include "record/progress.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -140,20 +141,20 @@ std::size_t Channel::back(const Call& call, std::byte* first, std::size_t n_piec
     range_.back(first, n_bytes, n_pieces, /*stride=*/n_piece_bytes);
   } catch (const SystemError& error) {
     fail_system(call, error.error_number(),
-                fmt::format("rank {} could not reserve shared memory: {}", rank_,
+                fmt::format("rank {} could not reserve shared memory: {}", call.number_of(rank_),
                             internal::failure_of(error).text));
   }
   return n_bytes;
 }
 
 void Channel::choose_waiting() {
-  is_oversubscribed_ = membership_->is_oversubscribed();
-  sleepers_fence_ = !is_oversubscribed_ && membership_->all_take_fences();
+  waiter_ = Waiter(membership_->is_oversubscribed());
+  sleepers_fence_ = !waiter_.is_oversubscribed() && membership_->all_take_fences();
 }
 
 void Channel::begin(const Call& call) {
   if (has_failed()) throw_failure(call);  // found by peers while this rank was not in a call
-  limit_ = base::TimeLimit(call.timeout);
+  limit_ = detail::TimeLimit(call.timeout);
   if (!kWritesDown) return;
   if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
     site_file_ = call.where.file_name();
@@ -233,7 +234,7 @@ void Channel::end_phase(const Call& call) {
   } else {
     flag.store(word, std::memory_order_seq_cst);
   }
-  if (is_oversubscribed_) {
+  if (waiter_.is_oversubscribed()) {
     auto next = peers_.begin();  // the first whose flag may not be raised
     const auto all_are_raised = [this, &next] {
       while (next != peers_.end() && is_raised(flag_of(*next))) ++next;

@@ -10,22 +10,14 @@
 #include <string>
 #include <vector>
 
-#include "base/time_limit.hpp"
+#include <lockstep/detail/time_limit.hpp>
 #include "engines/shared/bootstrap/layout.hpp"
 #include "engines/shared/bootstrap/membership.hpp"
 #include "engines/shared/bootstrap/segment.hpp"
+#include "engines/shared/protocol/waiter.hpp"
 #include "group/check.hpp"
 
 namespace lockstep::shared {
-
-/// How often a waiter checks whether the awaited peers are alive: well within the one second in
-/// which every rank must detect a failure.
-inline constexpr std::chrono::milliseconds kLivenessInterval{20};
-
-/// A wake-up takes longer than most ranks are late, especially on a virtual core. If each rank has
-/// a core, a waiter yields it for this long to other threads, such as its group's worker, before it
-/// sleeps. Measured in time because a yield to busy programs takes milliseconds.
-inline constexpr std::chrono::microseconds kPatience{1500};
 
 /// The memory through which the ranks of one group communicate, in phases that all ranks execute.
 ///
@@ -56,8 +48,8 @@ inline constexpr std::chrono::microseconds kPatience{1500};
 /// sleeps while wake_counter keeps its value. A rank that makes something ready reads n_sleepers
 /// afterwards. All these accesses are sequentially consistent, so either the waiter's last poll
 /// succeeds, or the other rank sees the sleeper and increments wake_counter. If the machine is
-/// oversubscribed, flags are counted as well and only the last rank of a phase increments it: one
-/// wake-up per phase, not one per rank.
+/// oversubscribed, only a rank that sees all flags of its phase raised increments it: the last one
+/// to raise its own does. So there is one wake-up per phase, not one per rank.
 ///
 /// Every call raises flags, but few calls sleep. So if the kernel can fence all ranks at once
 /// (base::fence_registered), the sleeper does so between registering and its last poll, and a flag
@@ -85,13 +77,13 @@ class Channel {
     return header_->members[static_cast<std::size_t>(rank)];
   }
   const std::shared_ptr<Membership>& membership() const noexcept { return membership_; }
-  bool is_oversubscribed() const noexcept { return is_oversubscribed_; }
+  const Waiter& waiter() const noexcept { return waiter_; }
   /// Whether a rank later writes to the slot in which it now reads a peer's data.
   bool swaps_slots() const noexcept { return swaps_slots_; }
   std::size_t slot_bytes() const noexcept { return header_->slot_bytes; }
   const Tuning& tuning() const noexcept { return header_->tuning; }
   std::size_t flat_bytes() const noexcept {
-    return is_oversubscribed_ ? tuning().flat_bytes_oversubscribed : tuning().flat_bytes;
+    return waiter_.is_oversubscribed() ? tuning().flat_bytes_oversubscribed : tuning().flat_bytes;
   }
   /// Size of one phase in a pipeline of n_bytes: at most what stays in the core's cache. Two ranks
   /// copy and reduce at the same time only from the second chunk on, so they have at least four if
@@ -184,18 +176,6 @@ class Channel {
   void end_with(const Error& error) noexcept;
 
  private:
-  /// What a waiter waits for: a predicate that costs a few loads.
-  class Condition {
-   public:
-    template <class Ready>
-    explicit Condition(const Ready& ready)
-        : ready_(&ready), ask_([](const void* r) { return (*static_cast<const Ready*>(r))(); }) {}
-    bool operator()() const { return ask_(ready_); }
-
-   private:
-    const void* ready_;
-    bool (*ask_)(const void*);
-  };
   static constexpr int kAllRanks = -1;
 
   Lane& lane(int rank) const noexcept { return lanes_[rank]; }
@@ -235,8 +215,6 @@ class Channel {
   // channel_wait.cpp
   template <class Ready>
   void wait(const Call& call, int awaited, const Ready& ready);
-  /// Lets other threads run, for a short time. Returns whether the condition holds.
-  static bool yield_until(Condition ready);
   void wait_asleep(const Call& call, int awaited, Condition ready);
   void sleep(Condition ready, std::chrono::nanoseconds at_most);
   void check_peer_liveness(const Call& call, int awaited, Condition ready, unsigned round);
@@ -269,9 +247,8 @@ class Channel {
   std::string call_of(int rank) const;
   /// The rank that `rank` waits for in a send or recv; itself, if it waits in none.
   int awaited_by(int rank) const;
-  std::string waited_for(const Call& call, std::span<const int> ranks) const;
   /// A line for each: whether it lives, and what it did last.
-  std::string conditions_of(std::span<const int> ranks) const;
+  std::string conditions_of(const Call& call, std::span<const int> ranks) const;
   /// Whether the rank waits for a rank of another host, which may be the late one.
   bool is_in_call_elsewhere(int rank) const;
 
@@ -295,30 +272,19 @@ class Channel {
   int slot_index_ = 1;       ///< phase_ % kPhases
   int rotation_ = 0;         ///< phase_ / kPhases, its last bit
   std::uint32_t fingerprint_ = 0;
-  bool is_oversubscribed_ = true;  ///< more ranks than cores
-  bool sleepers_fence_ = false;    ///< so raising a flag needs no fence
+  Waiter waiter_;
+  bool sleepers_fence_ = false;  ///< so raising a flag needs no fence
 
   const char* site_file_ = nullptr;
   std::uint_least32_t site_line_ = 0;
   std::uint32_t site_ = 0;
   std::uint64_t site_hash_ = 0;
-  base::TimeLimit limit_;  ///< of the current call
+  detail::TimeLimit limit_;  ///< of the current call
 };
 
 template <class Ready>
 void Channel::wait(const Call& call, int awaited, const Ready& ready) {
-  // With a core for each rank the peers are running now, and a poll costs less than a sleep.
-  // If oversubscribed, every poll keeps the awaited rank from running.
-  constexpr int kPolls = 4000;
-  if (is_oversubscribed_) {
-    if (yield_until(Condition(ready))) return;
-  } else {
-    for (int i = 0; i < kPolls; ++i) {
-      if (ready()) return;
-      if (i > kPolls / 4) base::cpu_relax();
-    }
-  }
-  wait_asleep(call, awaited, Condition(ready));
+  if (!waiter_.poll(ready)) wait_asleep(call, awaited, Condition(ready));
 }
 
 }  // namespace lockstep::shared

@@ -43,7 +43,7 @@ void Channel::note_failure(Kind kind, std::string_view text, int error_number,
 
 void Channel::fail(const Call& call, Kind kind, const std::string& text, std::span<const int> peers,
                    int error_number) {
-  note_failure(kind, text, error_number, peers);
+  note_failure(kind, text, error_number, internal::numbers_of(call, peers));
   throw_failure(call);
 }
 
@@ -162,7 +162,7 @@ void Channel::fail_pair_mismatch(const Call& call, std::uint32_t n_refused_by_pe
              .op = call.op,
              .dtype = call.dtype,
              .reduce = call.reduce,
-             .root = call.root,
+             .root = call.number_of(call.root),
              .count = std::to_string(call.count),
              .where = std::string(membership_->site_name(world_rank(rank_), site_))});
   table.add_absent(call.root, call_of(call.root));
@@ -173,7 +173,7 @@ void Channel::fail_pair_mismatch(const Call& call, std::uint32_t n_refused_by_pe
   for (const auto& text : refused_by(call.root, rank_, n_refused_by_peer - least)) {
     table.add_refused(call.root, text);
   }
-  fail(call, Kind::mismatch, table.text(), table.minority());
+  fail(call, Kind::mismatch, table.text(call), table.minority());
 }
 
 void Channel::fail_mismatch(const Call& call) {
@@ -190,7 +190,7 @@ void Channel::fail_mismatch(const Call& call) {
       continue;
     }
     const internal::RankCheck levels[] = {{rank_, call.check}, {peer, theirs}};
-    fail(call, Kind::mismatch, internal::text_of_checks(levels), /*peers=*/{});
+    fail(call, Kind::mismatch, internal::text_of_checks(call, levels), /*peers=*/{});
   }
 
   internal::MismatchTable table;
@@ -220,7 +220,7 @@ void Channel::fail_mismatch(const Call& call) {
          .where = std::string(membership_->site_name(world_rank(r), site)),
          .fingerprint = r == rank_ ? fingerprint_ : static_cast<std::uint32_t>(flag_of(r))});
   }
-  fail(call, Kind::mismatch, table.text(), table.minority());
+  fail(call, Kind::mismatch, table.text(call), table.minority());
 }
 
 int Channel::awaited_by(int rank) const {
@@ -246,10 +246,11 @@ int Channel::awaited_by(int rank) const {
 
 void Channel::fail_timeout_of_pair(const Call& call, int awaited) {
   internal::WaitChain chain =
-      internal::chain_of(rank_, awaited, [this](int rank) { return awaited_by(rank); });
+      internal::chain_of(call, rank_, awaited, [this](int rank) { return awaited_by(rank); });
   std::ranges::reverse(chain.ranks);
   fail(call, Kind::timeout,
-       waited_for(call, std::span(&awaited, 1)) + chain.text + conditions_of(chain.ranks),
+       internal::text_of_wait(call, rank_, std::span(&awaited, 1), size()) + chain.text +
+           conditions_of(call, chain.ranks),
        chain.late);
 }
 
@@ -259,26 +260,22 @@ void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
     if (std::ranges::find(absent, r) == absent.end()) present.push_back(r);
   }
   // A late rank throws this text too when it arrives, so the text names the ranks that waited.
-  const std::string text = waited_for(call, absent) + "; here: " + internal::list_of(present);
+  const std::string text = internal::text_of_wait(call, rank_, absent, size()) +
+                           "; here: " + internal::list_of(internal::numbers_of(call, present));
   // A rank in another call most likely waits too, for a rank that is in none.
   std::ranges::stable_partition(absent, [this](int r) {
     return !membership_->is_in_call(world_rank(r)) && !is_in_call_elsewhere(r);
   });
-  fail(call, Kind::timeout, text + conditions_of(absent), absent);
+  fail(call, Kind::timeout, text + conditions_of(call, absent), absent);
 }
 
-std::string Channel::waited_for(const Call& call, std::span<const int> ranks) const {
-  return fmt::format("rank {} waited {:g} s for rank{} {} of {}", rank_, call.limit_s(),
-                     ranks.size() == 1 ? "" : "s", internal::list_of(ranks), size());
-}
-
-std::string Channel::conditions_of(std::span<const int> ranks) const {
+std::string Channel::conditions_of(const Call& call, std::span<const int> ranks) const {
   std::string text;
   for (const int r : ranks) {
     const std::string doing = membership_->doing_of(world_rank(r));
-    fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}{}{}", r,
-                   membership_->condition_of(world_rank(r)), call_of(r), doing.empty() ? "" : "; ",
-                   doing);
+    fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}{}{}",
+                   call.number_of(r), membership_->condition_of(world_rank(r)), call_of(r),
+                   doing.empty() ? "" : "; ", doing);
   }
   return text;
 }

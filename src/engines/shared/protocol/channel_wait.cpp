@@ -1,9 +1,9 @@
 #include <algorithm>
-#include <optional>
 
 #include "base/membarrier.hpp"
 #include "base/ticks.hpp"
 #include "engines/shared/protocol/channel.hpp"
+#include "record/progress.hpp"
 
 namespace lockstep::shared {
 
@@ -27,29 +27,10 @@ void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
   header_->n_sleepers.fetch_sub(1, std::memory_order_seq_cst);  // model: deregister
 }
 
-bool Channel::yield_until(Condition ready) {
-  // Beside busy programs a yield takes milliseconds, so the time is limited too.
-  constexpr int kYields = 100, kYieldsPerClock = 4;
-  std::optional<steady_clock::time_point> end;
-  for (int i = 1; i <= kYields; ++i) {
-    if (ready()) return true;
-    base::yield_cpu();
-    if (i % kYieldsPerClock != 0) continue;
-    const auto now = steady_clock::now();
-    if (!end) end = now + kPatience;
-    if (now >= *end) break;
-  }
-  return false;
-}
-
 void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
   if (call.progress != nullptr) call.progress->slept(call);
+  if (waiter_.yield(ready)) return;
   auto now = steady_clock::now();
-  for (const auto end = now + kPatience; !is_oversubscribed_ && now < end;
-       now = steady_clock::now()) {
-    if (ready()) return;
-    base::yield_cpu();
-  }
   auto next_check = now + kLivenessInterval;
   for (unsigned round = 0; !ready(); now = steady_clock::now()) {
     if (has_failed()) throw_failure(call);
@@ -129,8 +110,8 @@ void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready
     if (has_failed()) throw_failure(call);
     fail(call,
          ending->failed ? internal::Failure::Kind::peer_failed : internal::Failure::Kind::peer_lost,
-         "rank " + std::to_string(ranks[i]) + (ending->failed ? " failed: " : " ") + ending->text +
-             ". Its last call here: " + call_of(ranks[i]),
+         "rank " + std::to_string(call.number_of(ranks[i])) + (ending->failed ? " failed: " : " ") +
+             ending->text + ". Its last call here: " + call_of(ranks[i]),
          std::span(&ranks[i], 1));
   }
 }

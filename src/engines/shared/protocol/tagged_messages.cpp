@@ -96,7 +96,7 @@ std::string name_of_holder(int rank) { return rank < 0 ? "a rank" : fmt::format(
 class TaggedMessages::Lock {
  public:
   Lock(const TaggedMessages& messages, Mailbox& mailbox, const Posted& posted,
-       base::TimeLimit& limit)
+       detail::TimeLimit& limit)
       : mailbox_(mailbox) {
     int error = ::pthread_mutex_trylock(&mailbox_.mutex);
     while (error == EBUSY || error == ETIMEDOUT) {
@@ -308,7 +308,7 @@ Post* TaggedMessages::take_post(const Posted& posted) {
   return &post;
 }
 
-void TaggedMessages::free_withdrawn(const Posted& posted, base::TimeLimit& limit) const {
+void TaggedMessages::free_withdrawn(const Posted& posted, detail::TimeLimit& limit) const {
   for (std::int32_t i = 0; i < n_posts_of(channel_.rank()); ++i) {
     const Post& post = post_at(channel_.rank() * n_posts_ + i);
     if (post.state.load(std::memory_order_acquire) != Post::withdrawn) continue;
@@ -324,7 +324,7 @@ void TaggedMessages::free_withdrawn(const Posted& posted, base::TimeLimit& limit
   }
 }
 
-Post* TaggedMessages::describe(const Posted& posted, base::TimeLimit& limit) {
+Post* TaggedMessages::describe(const Posted& posted, detail::TimeLimit& limit) {
   Post* post = take_post(posted);
   if (post == nullptr) {
     free_withdrawn(posted, limit);
@@ -346,7 +346,7 @@ std::shared_ptr<TaggedMessages::Posted> TaggedMessages::post(const Call& call, i
                                                              std::any memory) {
   channel_.throw_if_failed(call);
   auto posted = std::make_shared<Posted>(*this, call, tag, std::move(memory));
-  base::TimeLimit limit(call.timeout);
+  detail::TimeLimit limit(call.timeout);
   settle();
   Post* const own = describe(*posted, limit);
   Post* match = nullptr;

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/detail/time_limit.hpp>
 #include "base/process_tag.hpp"
-#include "base/time_limit.hpp"
 #include "engines/shared/bootstrap/layout.hpp"
 #include "engines/shared/bootstrap/segment.hpp"
 #include "engines/shared/protocol/channel.hpp"
@@ -105,15 +105,15 @@ class TaggedMessages {
   /// Gives more of this rank's posts memory, twice as many each time. Requires mutex_.
   void back_posts(const Posted& posted);
   /// Takes what this rank has withdrawn out of the lists.
-  void free_withdrawn(const Posted& posted, base::TimeLimit& limit) const;
+  void free_withdrawn(const Posted& posted, detail::TimeLimit& limit) const;
   /// A post for it; null: all are under way.
-  Post* describe(const Posted& posted, base::TimeLimit& limit);
+  Post* describe(const Posted& posted, detail::TimeLimit& limit);
   void move(Posted& posted, Post& post) const;
   /// Releases what nobody accesses any more.
   void settle();
   /// Throws if the wait is in vain: the group failed, this rank has left it, the peer ended, or the
   /// time is over.
-  void check(const Posted& posted, base::TimeLimit& limit, unsigned round) const;
+  void check(const Posted& posted, detail::TimeLimit& limit, unsigned round) const;
   [[noreturn]] void throw_ending(const Posted& posted, int peer, const Ending& ending) const;
   [[noreturn]] void throw_timeout(const Posted& posted, std::chrono::milliseconds limit) const;
   std::string waits_of(int rank) const;
@@ -159,7 +159,7 @@ class TaggedMessages::Posted {
   /// Whether nobody accesses its memory any more, which is then moved to `memory`.
   bool is_settled(std::any& memory);
   bool is_over();
-  void wait_until_over(base::TimeLimit limit);
+  void wait_until_over(detail::TimeLimit limit);
   void release_post();
   /// The rank that copies it; -1: none.
   int mover() const;

@@ -30,7 +30,7 @@ void TaggedMessages::throw_ending(const Posted& posted, int peer, const Ending& 
   throw PeerLost(posted.context(peer), text);
 }
 
-void TaggedMessages::check(const Posted& posted, base::TimeLimit& limit, unsigned round) const {
+void TaggedMessages::check(const Posted& posted, detail::TimeLimit& limit, unsigned round) const {
   constexpr unsigned kSystemChecks = 4;  // see Channel::check_peer_liveness
   channel_.throw_if_failed(posted.call_);
   const int n_ranks = channel_.size();
@@ -221,7 +221,7 @@ bool TaggedMessages::Posted::poll() {
   if (now.count() < next_look_.load(std::memory_order_relaxed)) return false;
   next_look_.store((now + kLivenessInterval).count(), std::memory_order_relaxed);
   try {
-    base::TimeLimit none;
+    detail::TimeLimit none;
     messages_.check(*this, none, n_polls_++);
   } catch (const Error&) {
     end_with(std::current_exception());
@@ -262,13 +262,13 @@ void TaggedMessages::Posted::wait(std::chrono::milliseconds timeout) {
     if (is_copy()) {
       throw UsageError(context(-1), "this process is a fork of the rank that began it");
     }
-    wait_until_over(base::TimeLimit(timeout));
+    wait_until_over(detail::TimeLimit(timeout));
   }
   const std::lock_guard lock(mutex_);
   if (error_) std::rethrow_exception(error_);
 }
 
-void TaggedMessages::Posted::wait_until_over(base::TimeLimit limit) {
+void TaggedMessages::Posted::wait_until_over(detail::TimeLimit limit) {
   const Post* post = nullptr;
   {
     const std::lock_guard lock(mutex_);
@@ -279,13 +279,8 @@ void TaggedMessages::Posted::wait_until_over(base::TimeLimit limit) {
   const auto is_ready = [&] {
     return post->state.load(std::memory_order_acquire) >= Post::complete || is_over_;
   };
-  for (const auto end = Clock::now() + kPatience; !is_ready() && Clock::now() < end;) {
-    if (messages_.channel_.is_oversubscribed()) {
-      base::yield_cpu();
-    } else {
-      for (int i = 0; i < 100 && !is_ready(); ++i) base::cpu_relax();
-    }
-  }
+  const Waiter& waiter = messages_.channel_.waiter();
+  if (!waiter.poll(is_ready)) waiter.yield(Condition(is_ready));
   for (unsigned round = 0; !is_over(); ++round) {
     const std::uint32_t state = post->state.load(std::memory_order_acquire);
     if (state < Post::complete) {

@@ -4,10 +4,13 @@
 #include <chrono>
 #include <optional>
 
-namespace lockstep::base {
+#include <lockstep/types.hpp>
 
-/// The time limit of one call. It begins at the first query, so that a call that hardly waits does
-/// not read the clock.
+namespace lockstep::detail {
+
+/// The time limit of one call, which its steps share. It begins at the first query, so that a call
+/// that hardly waits does not read the clock.
+/// Threads: one at a time.
 class TimeLimit {
  public:
   using Clock = std::chrono::steady_clock;
@@ -15,11 +18,16 @@ class TimeLimit {
   /// By default there is none.
   explicit TimeLimit(std::chrono::milliseconds limit = std::chrono::milliseconds::max())
       : limit_(limit) {}
+  /// Of a function that consists of several collectives, which begins now. If the caller gave no
+  /// limit, there is none for the whole, and each of them has the group's.
+  explicit TimeLimit(Timeout limit) : TimeLimit(limit.or_else(std::chrono::milliseconds::max())) {
+    if (limit.is_given()) static_cast<void>(end());
+  }
 
   std::chrono::milliseconds whole() const { return limit_; }
 
   /// Clock::time_point::max() if the clock's range has no such time.
-  Clock::time_point end() {
+  Clock::time_point end() const {
     if (!end_) {
       const auto now = Clock::now();
       // In milliseconds, in which no limit overflows.
@@ -30,23 +38,27 @@ class TimeLimit {
     return *end_;
   }
   /// Zero once it has passed; nanoseconds::max() if there is no end.
-  std::chrono::nanoseconds left() {
+  std::chrono::nanoseconds left() const {
     if (end() == Clock::time_point::max()) return std::chrono::nanoseconds::max();
     return std::max<std::chrono::nanoseconds>(end() - Clock::now(), {});
   }
-  bool is_over() { return left() == std::chrono::nanoseconds::zero(); }
+  bool is_over() const { return left() == std::chrono::nanoseconds::zero(); }
   /// What is left, as the limit of a step of the call: at least a millisecond (unless the whole has
   /// less), in which a step finds what has arrived.
-  std::chrono::milliseconds of_step() {
+  std::chrono::milliseconds of_step() const {
     using std::chrono::milliseconds;
     const std::chrono::nanoseconds left = this->left();
     if (left == std::chrono::nanoseconds::max()) return limit_;
     return std::max(std::chrono::ceil<milliseconds>(left), std::min(limit_, milliseconds(1)));
   }
+  /// The same, of a collective of the function.
+  Timeout timeout() const {
+    return limit_ == std::chrono::milliseconds::max() ? Timeout() : Timeout(of_step());
+  }
 
  private:
   std::chrono::milliseconds limit_;
-  std::optional<Clock::time_point> end_;
+  mutable std::optional<Clock::time_point> end_;
 };
 
-}  // namespace lockstep::base
+}  // namespace lockstep::detail

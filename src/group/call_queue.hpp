@@ -8,17 +8,29 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <source_location>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
-#include "base/time_limit.hpp"
-#include "group/posted_call.hpp"
+#include <lockstep/detail/time_limit.hpp>
 
-namespace lockstep::python {
+namespace lockstep::internal {
+
+/// An asynchronous call, as errors name it.
+struct PostedCall {
+  std::string_view operation;  ///< static
+  std::source_location where{};
+
+  /// Of a call whose limit ended in the wait for this one.
+  std::string waited_for(int rank, double limit_s) const;
+};
 
 /// The calls on one group, one at a time: posted ones in their order, on a thread that the first of
-/// them starts; others on the calling thread, after those posted before. In a fork of its process
-/// it may not be destroyed: its threads and, perhaps, the owner of its mutex are not there.
+/// them starts, to overlap communication with computation (docs/design/002-async-worker.md); others
+/// on the calling thread, after those posted before. In a fork of its process it may not be
+/// destroyed: its threads and, perhaps, the owner of its mutex are not there.
 class CallQueue {
  public:
   using Callbacks = std::function<void()>;
@@ -35,23 +47,28 @@ class CallQueue {
   /// the queue counts the call as ended, so that a program which ends then has none under way. And
   /// that returns what to run next, beside later calls and perhaps waiting for them, or an empty
   /// function.
-  void post(std::function<Completion()> call, const internal::PostedCall& label);
+  void post(std::function<Completion()> call, const PostedCall& label);
   void wait_until_idle();
+  /// As long as `left`, and then a little longer: the limits of posted calls began before, and
+  /// their errors name the ranks that are late. Returns the first call that is pending then.
+  std::optional<PostedCall> wait_until_idle(std::chrono::nanoseconds left);
+  /// Waits until one of the pending calls has ended; false: none is pending, or none has in that
+  /// time.
+  bool wait_for_one(std::chrono::nanoseconds at_most);
   /// Also until no callbacks run.
   void wait_for_callbacks();
   bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
 
-  /// f(limit): with what the wait for posted calls has left of it. If they have not ended in time
-  /// (see kPostedReportTime), returns the first of them.
+  /// f(limit): with what the wait for posted calls has left of it. If they have not ended in time,
+  /// returns the first of them.
   template <class F>
-  std::optional<internal::PostedCall> run(std::chrono::milliseconds limit, F f) {
-    base::TimeLimit left(limit);
+  std::optional<PostedCall> run(std::chrono::milliseconds limit, F f) {
+    detail::TimeLimit left(limit);
     bool has_waited = false;
     while (true) {
       if (!is_idle()) {
         has_waited = true;
-        const auto late = wait_until_idle(internal::with_report_time(left.left()));
-        if (late) return late;
+        if (const auto late = wait_until_idle(left.left())) return late;
       }
       const std::lock_guard running(running_);
       if (!is_idle()) continue;  // another thread has posted
@@ -63,10 +80,9 @@ class CallQueue {
  private:
   struct Posted {
     std::function<Completion()> call;
-    internal::PostedCall label;
+    PostedCall label;
   };
 
-  std::optional<internal::PostedCall> wait_until_idle(std::chrono::nanoseconds at_most);
   void start_thread();  // requires the lock
   void loop();
 
@@ -74,7 +90,7 @@ class CallQueue {
   std::mutex mutex_;    // guards the members below
   std::condition_variable changed_;
   std::deque<Posted> calls_;
-  internal::PostedCall current_;  // what runs, if any
+  PostedCall current_;  // what runs, if any
   std::atomic<std::size_t> n_pending_{0};
   bool is_closing_ = false;
   bool is_calling_ = false;  // one of the threads, or telling of the end
@@ -82,4 +98,4 @@ class CallQueue {
   std::vector<std::thread> threads_;
 };
 
-}  // namespace lockstep::python
+}  // namespace lockstep::internal

@@ -1,10 +1,25 @@
-#include "nn/python/call_queue.hpp"
+#include "group/call_queue.hpp"
 
+#include <fmt/format.h>
 #include <pthread.h>
 
 #include <utility>
 
-namespace lockstep::python {
+#include "base/text.hpp"
+
+namespace lockstep::internal {
+namespace {
+
+/// How much longer than its own limit a call waits for posted ones before it: they look every few
+/// milliseconds, and between hosts they have a second more.
+constexpr std::chrono::milliseconds kReportTime{2000};
+
+}  // namespace
+
+std::string PostedCall::waited_for(int rank, double limit_s) const {
+  return fmt::format("rank {} waited {:g} s for its own {}, posted at {}:{}, which has not ended",
+                     rank, limit_s, operation, base::base_name(where.file_name()), where.line());
+}
 
 void CallQueue::close() noexcept {
   std::unique_lock lock(mutex_);
@@ -21,11 +36,11 @@ void CallQueue::close() noexcept {
 
 void CallQueue::start_thread() {
   std::thread& thread = threads_.emplace_back([this] { loop(); });
-  ::pthread_setname_np(thread.native_handle(), "lockstep-c10d");
+  ::pthread_setname_np(thread.native_handle(), "lockstep-comm");
   ++n_free_;
 }
 
-void CallQueue::post(std::function<Completion()> call, const internal::PostedCall& label) {
+void CallQueue::post(std::function<Completion()> call, const PostedCall& label) {
   {
     const std::lock_guard lock(mutex_);
     if (n_free_ == 0) start_thread();
@@ -40,15 +55,24 @@ void CallQueue::wait_until_idle() {
   changed_.wait(lock, [this] { return is_idle(); });
 }
 
-std::optional<internal::PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds at_most) {
-  if (at_most == std::chrono::nanoseconds::max()) {  // which wait_for adds to now
+std::optional<PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds left) {
+  constexpr auto kMost = std::chrono::nanoseconds::max() / 2;  // wait_for adds it to now
+  if (left >= kMost) {
     wait_until_idle();
     return {};
   }
   std::unique_lock lock(mutex_);
-  if (changed_.wait_for(lock, at_most, [this] { return is_idle(); })) return {};
+  if (changed_.wait_for(lock, left + kReportTime, [this] { return is_idle(); })) return {};
   return n_pending_.load(std::memory_order_relaxed) > calls_.size() ? current_
                                                                     : calls_.front().label;
+}
+
+bool CallQueue::wait_for_one(std::chrono::nanoseconds at_most) {
+  std::unique_lock lock(mutex_);
+  const std::size_t n = n_pending_.load(std::memory_order_relaxed);
+  return n > 0 && changed_.wait_for(lock, at_most, [this, n] {
+    return n_pending_.load(std::memory_order_relaxed) < n;
+  });
 }
 
 void CallQueue::wait_for_callbacks() {
@@ -74,6 +98,7 @@ void CallQueue::loop() {
       completion = call();
     }
     call = nullptr;
+    // Release: a thread that sees the queue idle may use the engine.
     n_pending_.fetch_sub(1, std::memory_order_release);
     Callbacks callbacks = completion ? completion() : Callbacks();
     completion = nullptr;
@@ -92,4 +117,4 @@ void CallQueue::loop() {
   }
 }
 
-}  // namespace lockstep::python
+}  // namespace lockstep::internal

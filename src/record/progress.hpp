@@ -1,0 +1,19 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+
+namespace lockstep::internal {
+
+/// Where an engine reports how far a call is, for the flight recorder.
+class Progress {
+ public:
+  /// This rank's part has been sent to the peers. May be called again.
+  virtual void arrived(const Call& call) = 0;
+  /// The call waits so long that the thread sleeps. May be called again.
+  virtual void slept(const Call& call) = 0;
+
+ protected:
+  ~Progress() = default;
+};
+
+}  // namespace lockstep::internal
