@@ -15,8 +15,9 @@
 /// The operations over tensors. Sizes are those of the tensors; errors and threads as for the
 /// Group's operations (group.hpp). Tensors that are not contiguous or are on CUDA are copied to
 /// contiguous host memory and back. Autograd counts a result as a change in place: backward of a
-/// graph that saved the tensor before throws. UsageError for a type without a DType (bool,
-/// complex), another device, a sparse or undefined tensor.
+/// graph that saved the tensor before throws. Sums and means of complex tensors are those of their
+/// two parts. UsageError for a reduction that the type does not have (ReduceOp), another device, a
+/// sparse or undefined tensor.
 namespace lockstep::nn {
 
 namespace detail {

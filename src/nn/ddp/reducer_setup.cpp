@@ -147,7 +147,7 @@ void check_tensors(const torch::nn::Module& module, const ErrorContext& context)
   const auto check = [&context](const char* kind, const std::string& name,
                                 const at::Tensor& tensor) {
     const at::ScalarType part = c10::toRealValueType(tensor.scalar_type());
-    if (tensor.requires_grad() && !known_dtype(part)) {
+    if (tensor.requires_grad() && !dtype_of(part)) {
       throw UsageError(context, fmt::format("{} {} is of type {}, whose gradients cannot be "
                                             "averaged: convert it with to(), or freeze it",
                                             kind, name, c10::toString(tensor.scalar_type())));

@@ -1,37 +1,16 @@
 #include "nn/python/tensors.hpp"
 
 #include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
 #include <optional>
+#include <string>
 
 #include "group/argument_checks.hpp"
-#include "nn/elements/dense.hpp"
 
 namespace lockstep::python {
 namespace {
-
-std::optional<DType> dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kBool: return DType::boolean;
-    case at::kByte: return DType::u8;
-    case at::kChar: return DType::i8;
-    case at::kShort: return DType::i16;
-    case at::kUInt16: return DType::u16;
-    case at::kInt: return DType::i32;
-    case at::kUInt32: return DType::u32;
-    case at::kLong: return DType::i64;
-    case at::kUInt64: return DType::u64;
-    case at::kHalf: return DType::f16;
-    case at::kBFloat16: return DType::bf16;
-    case at::kFloat: return DType::f32;
-    case at::kDouble: return DType::f64;
-    default: return std::nullopt;  // torch has more, and will have others
-  }
-}
 
 std::optional<ReduceOp> op_of(c10d::ReduceOp::RedOpType op) {
   switch (op) {
@@ -67,7 +46,7 @@ ReduceOp op_of_bool(ReduceOp op) {
 
 Elements elements_of(const at::Tensor& tensor) {
   const auto count = static_cast<std::size_t>(tensor.numel());
-  if (const auto dtype = dtype_of(tensor.scalar_type())) {
+  if (const auto dtype = nn::dtype_of(tensor.scalar_type())) {
     return {.data = tensor.data_ptr(), .count = count, .dtype = *dtype};
   }
   return {.data = tensor.data_ptr(), .count = count * tensor.itemsize(), .dtype = DType::u8};
@@ -81,23 +60,20 @@ Reduction reduction_of(const at::Tensor& tensor, const c10d::ReduceOp& op,
                      "PREMUL_SUM is NCCL's alone: multiply the tensor first, then use SUM");
   }
   const at::ScalarType type = tensor.scalar_type();
-  Elements elements = elements_of(tensor);
-  if (const auto dtype = dtype_of(type)) {
-    const ReduceOp reduce = *dtype == DType::boolean ? op_of_bool(*known) : *known;
-    // Here, because a call that is refused does not wait for those before it.
-    if (!internal::can_reduce(reduce, *dtype)) {
-      throw UsageError(context, internal::why_no_reduction(reduce, *dtype));
-    }
-    return {.elements = elements, .op = reduce};
-  }
-  const bool is_complex = type == at::kComplexFloat || type == at::kComplexDouble;
-  if (!is_complex || (*known != ReduceOp::sum && *known != ReduceOp::mean)) {
+  const ReduceOp reduce = type == at::kBool ? op_of_bool(*known) : *known;
+  const auto as = nn::reduced_as(type, reduce);
+  if (!as) {
     throw UsageError(context, fmt::format("cannot reduce elements of type {} by {}",
-                                          at::toString(type), name_of(*known)));
+                                          at::toString(type), name_of(reduce)));
   }
-  elements.dtype = type == at::kComplexFloat ? DType::f32 : DType::f64;
-  elements.count = static_cast<std::size_t>(tensor.numel()) * 2;
-  return {.elements = elements, .op = *known};
+  // Here, because a call that is refused does not wait for those before it.
+  if (!internal::can_reduce(reduce, as->dtype)) {
+    throw UsageError(context, internal::why_no_reduction(reduce, as->dtype));
+  }
+  return {.elements = {.data = tensor.data_ptr(),
+                       .count = static_cast<std::size_t>(tensor.numel()) * as->n_parts,
+                       .dtype = as->dtype},
+          .op = reduce};
 }
 
 const at::Tensor& only(const Tensors& tensors, const ErrorContext& context) {
@@ -122,32 +98,14 @@ at::Tensor contiguous(const at::Tensor& tensor, const ErrorContext& context) {
 }
 
 void check_output(const at::Tensor& tensor, const ErrorContext& context) {
-  if (tensor._is_zerotensor()) {
-    throw UsageError(context,
-                     "the result cannot be written to a zero tensor "
-                     "(_efficientzerotensor), which has no memory; pass x.clone()");
-  }
-  if (at::has_internal_overlap(tensor) != at::MemOverlap::Yes) return;
-  throw UsageError(
-      context, fmt::format("the result cannot be written to a tensor of sizes {} and strides {}, "
-                           "which is expanded: several of its elements are one in memory. Pass "
-                           "x.clone()",
-                           c10::str(tensor.sizes()), c10::str(tensor.strides())));
+  const std::string why_not = nn::why_no_result(tensor);
+  if (!why_not.empty()) throw UsageError(context, why_not);
 }
 
 at::Tensor contiguous_output(const at::Tensor& tensor, const ErrorContext& context) {
   at::Tensor in_place = contiguous(tensor, context);
   check_output(tensor, context);
   return in_place;
-}
-
-void write_back(const at::Tensor& contiguous, const at::Tensor& tensor) {
-  if (contiguous.is_same(tensor)) return;
-  const at::NoGradGuard no_grad;
-  // The thread of asynchronous calls is not in the inference mode of the caller.
-  std::optional<c10::InferenceMode> inference;
-  if (tensor.is_inference()) inference.emplace();
-  at::Tensor(tensor).copy_(contiguous);
 }
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {

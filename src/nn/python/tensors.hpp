@@ -7,9 +7,12 @@
 #include <lockstep/types.hpp>
 #include <vector>
 
+#include "nn/elements/elements.hpp"
+
 namespace lockstep::python {
 
 using Tensors = std::vector<at::Tensor>;
+using nn::write_back;
 
 /// A tensor's elements, for operations that only move them: of types that lockstep lacks, their
 /// bytes. The tensor is contiguous.
@@ -36,14 +39,13 @@ Reduction reduction_of(const at::Tensor& tensor, const c10d::ReduceOp& op,
 /// The tensor of a list of one. Throws UsageError for others.
 const at::Tensor& only(const Tensors& tensors, const ErrorContext& context);
 
-/// `tensor`, or a contiguous copy that write_back brings into it. Throws UsageError unless it is a
-/// dense tensor of the CPU.
+/// `tensor`, or a contiguous copy, for write_back. Throws UsageError unless it is a dense
+/// tensor of the CPU.
 at::Tensor contiguous(const at::Tensor& tensor, const ErrorContext& context);
-/// Throws UsageError if write_back cannot bring a result into it, as it is expanded.
+/// Throws UsageError if a result cannot be written to it.
 void check_output(const at::Tensor& tensor, const ErrorContext& context);
 /// Both.
 at::Tensor contiguous_output(const at::Tensor& tensor, const ErrorContext& context);
-void write_back(const at::Tensor& contiguous, const at::Tensor& tensor);
 
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 

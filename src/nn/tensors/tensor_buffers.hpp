@@ -1,20 +1,19 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <source_location>
+#include <string>
 #include <unordered_set>
 #include <vector>
 
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 
-#include "nn/elements/dense.hpp"
+#include "nn/elements/elements.hpp"
 #include "nn/error.hpp"
 
 /// Tensors as buffers of a Group's operations, and back.
@@ -36,16 +35,8 @@ inline void check_tensor(const char* operation, const at::Tensor& tensor, const 
 inline void check_result(const char* operation, const at::Tensor& tensor, const Group& group,
                          std::source_location where) {
   check_tensor(operation, tensor, group, where);
-  if (tensor._is_zerotensor()) {
-    throw UsageError(context_of(operation, group, where),
-                     "the result cannot go into a zero tensor (_efficientzerotensor), which has no "
-                     "memory: give a clone() of it");
-  }
-  if (at::has_internal_overlap(tensor) != at::MemOverlap::Yes) return;
-  throw UsageError(context_of(operation, group, where),
-                   fmt::format("the result cannot go into a tensor of size {} with strides {}, "
-                               "whose elements share memory (expand): give a clone() of it",
-                               c10::str(tensor.sizes()), c10::str(tensor.strides())));
+  const std::string why_not = why_no_result(tensor);
+  if (!why_not.empty()) throw UsageError(context_of(operation, group, where), why_not);
 }
 
 /// A tensor that a group accepts: the tensor itself if it is dense, on the CPU.
@@ -65,13 +56,6 @@ inline at::Tensor for_result(const char* operation, const at::Tensor& tensor, co
   return for_group(tensor);
 }
 
-/// How a group reduces the elements of a tensor: a complex number as its two parts.
-struct ReducedAs {
-  DType dtype;
-  std::size_t n_parts;
-};
-/// none: no reduction takes this type.
-std::optional<DType> known_dtype(at::ScalarType type);
 /// Throws UsageError if op does not take the tensor's type.
 ReducedAs reduced_as(const char* operation, const at::Tensor& tensor, ReduceOp op,
                      const Group& group, std::source_location where);
@@ -82,14 +66,12 @@ inline Elements reduced_elements(const char* operation, const at::Tensor& dense,
   return {dense.data_ptr(), static_cast<std::size_t>(dense.numel()) * as.n_parts, as.dtype};
 }
 
-/// Copies the result back. Autograd must see also a result that the group wrote in place: a graph
+/// Writes the result back. Autograd must see also a result that the group wrote in place: a graph
 /// that saved the tensor before would use it.
-inline void copy_back(const at::Tensor& result, at::Tensor& data) {
-  if (result.data_ptr() != data.data_ptr()) {
-    data.copy_(result);
-  } else if (!data.is_inference()) {  // which have no version
-    data.unsafeGetTensorImpl()->bump_version();
-  }
+inline void copy_back(const at::Tensor& result, const at::Tensor& data) {
+  const bool is_in_place = result.data_ptr() == data.data_ptr();
+  write_back(result, data);
+  if (is_in_place && !data.is_inference()) data.unsafeGetTensorImpl()->bump_version();
 }
 
 /// Those tensors that did not come before. libtorch's parameters() has one that is registered under

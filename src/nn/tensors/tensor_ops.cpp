@@ -23,24 +23,8 @@ constexpr const char* kReducible = "bool, u8, i8, i16, i32, i64, f16, bf16, f32 
 
 }  // namespace
 
-std::optional<DType> known_dtype(at::ScalarType type) {
-  switch (type) {
-    case at::kBool: return DType::boolean;
-    case at::kByte: return DType::u8;
-    case at::kChar: return DType::i8;
-    case at::kShort: return DType::i16;
-    case at::kInt: return DType::i32;
-    case at::kLong: return DType::i64;
-    case at::kHalf: return DType::f16;
-    case at::kBFloat16: return DType::bf16;
-    case at::kFloat: return DType::f32;
-    case at::kDouble: return DType::f64;
-    default: return std::nullopt;  // ScalarType is libtorch's and grows with its versions
-  }
-}
-
 DType dtype_of(const at::Tensor& tensor, std::source_location where) {
-  if (const auto dtype = known_dtype(tensor.scalar_type())) return *dtype;
+  if (const auto dtype = dtype_of(tensor.scalar_type())) return *dtype;
   throw UsageError({"dtype_of", "", -1, 0, where},
                    fmt::format("tensors of {} have no element type of a reduction; convert it to "
                                "{}",
@@ -49,12 +33,8 @@ DType dtype_of(const at::Tensor& tensor, std::source_location where) {
 
 ReducedAs reduced_as(const char* operation, const at::Tensor& tensor, ReduceOp op,
                      const Group& group, std::source_location where) {
-  const bool takes_parts = op == ReduceOp::sum || op == ReduceOp::mean;
-  const bool is_complex = tensor.is_complex() && takes_parts;
   const at::ScalarType type = tensor.scalar_type();
-  if (const auto dtype = known_dtype(is_complex ? c10::toRealValueType(type) : type)) {
-    return {*dtype, is_complex ? 2U : 1U};
-  }
+  if (const auto as = reduced_as(type, op)) return *as;
   throw UsageError(
       context_of(operation, group, where),
       fmt::format("cannot reduce a tensor of {} by {}; convert it to {}{}", c10::toString(type),
