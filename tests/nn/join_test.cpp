@@ -460,6 +460,21 @@ TEST(JoinTest, an_exception_that_leaves_body_reaches_the_others) {
   }
 }
 
+TEST(JoinTest, a_join_in_the_body_of_another_is_refused) {
+  on_ranks(2, [](int /*rank*/) {
+    Linear net(2, 1);
+    DistributedDataParallel model(net);
+    try {
+      model.join([&] { model.join([&] { model(at::ones({2, 2})).sum().backward(); }); });
+      ADD_FAILURE() << "no error";
+    } catch (const UsageError& error) {
+      EXPECT_NE(std::string(error.what()).find("in the body of a join"), std::string::npos);
+    } catch (const PeerFailed& error) {  // the other rank's, which came first
+      EXPECT_NE(std::string(error.what()).find("in the body of a join"), std::string::npos);
+    }
+  });
+}
+
 /// A rank out of data takes no part in it.
 TEST(JoinTest, communication_in_body_is_named) {
   for (const bool has_layer : {false, true}) {

@@ -22,26 +22,17 @@ std::optional<lockstep::detail::Collective> Reducer::before_forward(
     const std::optional<std::source_location>& where) {
   lockstep::detail::Collective(kOperation, group_, where_).run([&] {
     // In join the same line on all ranks, as LOCKSTEP_CHECK=full requires: some make no forward.
-    if (!joining_) where_ = where.value_or(made_at_);
-    if (in_step_ && group_.size() == 1) forget_step();  // with one rank none is out of step
-    if (in_step_) {
-      throw UsageError(
-          context(),
-          fmt::format("the last backward ended with an exception after {} of {} buckets: "
-                      "the ranks may be out of step. Build a new DistributedDataParallel, "
-                      "over a new group if the exception says that this one is dead",
-                      n_sent_, buckets_.size()));
-    }
+    if (!join_) where_ = where.value_or(made_at_);
+    check_last_step();
     if (!at::GradMode::is_enabled()) return;
-    sync_ = n_no_sync == 0;
-    is_tagged_ = false;
-    if (joining_) announce(sync_ ? NextStep::synchronise : NextStep::accumulate);
+    forward_ = n_no_sync == 0 ? Forward::synchronised : Forward::local;
+    if (join_) announce(n_no_sync == 0 ? NextStep::synchronise : NextStep::accumulate);
     prepare();
   });
   // The others' next message is of a backward. In join it differs from this rank's, an
   // announcement, and a forward in eval() may be of this rank alone.
-  const bool is_followed = at::GradMode::is_enabled() && sync_ && !joining_ && !buckets_.empty() &&
-                           module_.is_training();
+  const bool is_followed = at::GradMode::is_enabled() && forward_ == Forward::synchronised &&
+                           !join_ && !buckets_.empty() && module_.is_training();
   if (!is_followed) return std::nullopt;
   return lockstep::detail::Collective(kOperation, group_, where_);
 }
@@ -58,21 +49,29 @@ void Reducer::after_forward(const std::vector<at::Tensor>& outputs) {
       self->local_backward_ = in_it;
       torch::autograd::Engine::get_default_engine().queue_callback([in_it] {});
     });
-    is_tagged_ = true;
+    forward_ = Forward::local_marked;
   }
 }
 
-void Reducer::forget_step() {
+void Reducer::check_last_step() {
+  if (phase_ != Phase::reducing) return;
+  if (group_.size() > 1) {
+    throw UsageError(
+        context(), fmt::format("the last backward ended with an exception after {} of {} buckets: "
+                               "the ranks may be out of step. Build a new DistributedDataParallel, "
+                               "over a new group if the exception says that this one is dead",
+                               n_sent_, buckets_.size()));
+  }
   for (Bucket& bucket : buckets_) {
     bucket.work.wait();
     bucket.complete = nullptr;
   }
-  in_step_ = false;
+  phase_ = Phase::outside;
 }
 
 void Reducer::prepare() {
-  if (!sync_) return;
-  prepared_ = true;
+  if (forward_ != Forward::synchronised) return;
+  phase_ = Phase::prepared;
   const std::string changed = changed_parameter();
   explain(
       [&] {
@@ -93,7 +92,7 @@ void Reducer::prepare() {
           // A graph that saved running statistics in another forward before does not use them.
           at::Tensor values = buffer.variable_data();  // with a version of its own
           // In join rank 0 may be out of data.
-          broadcast(values, joining_ && last_active_ >= 0 ? last_active_ : 0, group_, {}, where_);
+          broadcast(values, std::max(join_ ? join_->last_active : 0, 0), group_, {}, where_);
         }
       },
       changed.empty() ? Hint::join : Hint::none);
@@ -104,7 +103,7 @@ void Reducer::on_gradient(std::size_t index) {
     parameters_[index].touched = true;
     if (!synchronises()) return;
     const at::NoGradGuard no_grad;
-    if (!in_step_) start_step();
+    if (phase_ != Phase::reducing) start_step();
     Parameter& parameter = parameters_[index];
     if (parameter.ready && parameter.used) {
       throw UsageError(context(), fmt::format("parameter {} got two gradients in one backward: "
@@ -127,7 +126,7 @@ void Reducer::on_gradient(std::size_t index) {
 
 void Reducer::start_step() {
   check_before_step();
-  in_step_ = true;
+  phase_ = Phase::reducing;
   n_sent_ = 0;
   arrivals_.clear();
   for (Bucket& bucket : buckets_) bucket.n_pending = bucket.parameters.size();
@@ -268,7 +267,7 @@ void Reducer::check_same_gradients() {
   if (options_.find_unused_parameters) return;
   for (const Parameter& parameter : parameters_) {
     if (!(parameter.with > 0 && parameter.without > 0)) continue;
-    in_step_ = false;  // no communication is pending, on any rank
+    phase_ = Phase::outside;  // no communication is pending, on any rank
     const double size = group_.size();
     const double n_ranks = parameter.with < parameter.without  // the smaller is more precise
                                ? std::round(parameter.with * size)
@@ -335,7 +334,8 @@ void Reducer::finish() {
       }
     }
     check_same_gradients();
-    const bool rescale = joining_ && options_.join_divides_by_active && n_active_ < group_.size();
+    const bool rescale =
+        join_ && options_.join_divides_by_active && join_->n_active < group_.size();
     for (Parameter& parameter : parameters_) {
       if (!(parameter.with > 0)) continue;
       if (parameter.is_sparse) {
@@ -345,15 +345,14 @@ void Reducer::finish() {
         give_gradient(parameter);
       }
       if (!rescale) continue;
-      parameter.tensor.mutable_grad().mul_(static_cast<double>(group_.size()) / n_active_);
+      parameter.tensor.mutable_grad().mul_(static_cast<double>(group_.size()) / join_->n_active);
     }
     if (!rebuilt_) {
       for (Parameter& parameter : parameters_)
         parameter.used = parameter.ready || !options_.static_graph;
       explain([] { return std::string("rebuilding the buckets"); }, [this] { rebuild_buckets(); });
     }
-    prepared_ = false;
-    in_step_ = false;
+    phase_ = Phase::outside;
     check_in_sync();
   });
 }

@@ -63,8 +63,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_gradient(std::size_t index);
   void join(const std::function<void()>& body, const JoinOptions& options,
             std::function<at::Tensor()> example, std::source_location where);
-  bool wants_shadow() const { return joining_ || !shadow; }
-  bool wants_outputs() const { return !sync_; }
+  bool wants_shadow() const { return join_.has_value() || !shadow; }
+  bool wants_outputs() const { return forward_ != Forward::synchronised; }
 
   std::function<at::Tensor()> shadow;  ///< a forward of no samples, like the last one
 
@@ -117,6 +117,24 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::int64_t scope_size = 0;
     std::int64_t is_training = 0;  // the module, not those in it
   };
+  /// The last forward: whether the backward of it is synchronised, and if not, whether its outputs
+  /// report when that begins there (marked).
+  enum class Forward { synchronised, local, local_marked };
+  /// outside: since the last step. prepared: a synchronised forward has checked the parameters.
+  /// reducing: between the first hook of a backward and the end of finish().
+  enum class Phase { outside, prepared, reducing };
+  /// What a call of join() has.
+  struct Join {
+    std::function<at::Tensor()> example;  // a forward of no samples
+    bool mirrors = false;                 // this rank mirrors the peers' backward
+    int n_active = 0;                     // ranks that have data
+    int last_active = -1;                 // the lowest such rank, as last announced
+    bool was_uneven = false;
+    bool all_throw = false;      // the UsageError that ends it is one of every rank
+    std::optional<Group> scope;  // around the last forward
+    /// Of each module, whether it was in training mode in that forward.
+    std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes;
+  };
 
   ErrorContext context() const;
   /// Calls f; adds `what` and `hint` to the error of a collective, once.
@@ -140,10 +158,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void add_hooks();
   void remove_hooks();
   void prepare();
-  /// The last backward ended with an exception.
-  void forget_step();
+  /// If the last backward ended with an exception: throws, or forgets it where there is one rank.
+  void check_last_step();
   void check_in_sync();
-  bool synchronises() const { return sync_ || (is_tagged_ && local_backward_.expired()); }
+  bool synchronises() const {
+    return forward_ == Forward::synchronised ||
+           (forward_ == Forward::local_marked && local_backward_.expired());
+  }
   Announcement announce(NextStep step);
   void check_scopes(std::span<const Announcement> all);
   /// The group of the scope that the peers are in.
@@ -170,22 +191,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::int64_t> arrivals_;  // of gradients, in the step
   std::vector<Bucket> buckets_;
   std::size_t n_sent_ = 0;
-  bool sync_ = true;        // of the last forward
-  bool prepared_ = false;   // a synchronised forward has checked the parameters since finish()
-  bool is_tagged_ = false;  // the last forward's outputs report when backward begins there;
+  Forward forward_ = Forward::synchronised;
   std::weak_ptr<void> local_backward_;  // it has begun while this lives
-  bool in_step_ = false;                // between the first hook and the end of finish()
+  Phase phase_ = Phase::outside;
   bool rebuilt_ = false;
-  bool joining_ = false;
-  std::function<at::Tensor()> example_;  // a forward of no samples, in join
-  bool follows_ = false;                 // mirrors the peers' backward, in join
-  int n_active_ = 0;                     // ranks that have data, in join
-  int last_active_ = -1;                 // the lowest such rank, as last announced
-  bool was_uneven_ = false;
-  bool all_throw_ = false;      // the UsageError that ends this join is one of every rank
-  std::optional<Group> scope_;  // around the last forward in join
-  /// Of each module, whether it was in training mode in that forward.
-  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
+  std::optional<Join> join_;  // while it runs
   int n_checks_ = 0;  // synchronised backwards left that compare the parameters, after uneven data
   std::uint64_t n_steps_ = 0;
   const bool checks_fully_;

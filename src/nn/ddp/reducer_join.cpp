@@ -91,7 +91,7 @@ std::optional<Group> group_of_scope() {
 void Reducer::check_scopes(std::span<const Announcement> all) {
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].scope == 0 || all[rank].scope_size >= group_.size()) continue;
-    all_throw_ = true;
+    join_->all_throw = true;
     throw UsageError(
         context(),
         fmt::format("in join, the forward of rank {} is in a SyncBatchNormScope over a group of {} "
@@ -105,12 +105,12 @@ void Reducer::check_scopes(std::span<const Announcement> all) {
 Reducer::Announcement Reducer::announce(NextStep step) {
   Announcement mine{step};
   if (step != NextStep::joined) {
-    modes_ = modes_of(module_);
+    join_->modes = modes_of(module_);
     mine.is_training = module_.is_training() ? 1 : 0;
-    scope_ = group_of_scope();
-    if (scope_) {
-      mine.scope = hash_of_scope(*scope_);
-      mine.scope_size = scope_->size();
+    join_->scope = group_of_scope();
+    if (join_->scope) {
+      mine.scope = hash_of_scope(*join_->scope);
+      mine.scope_size = join_->scope->size();
     }
   }
   std::vector<Announcement> all(static_cast<std::size_t>(group_.size()));
@@ -122,11 +122,11 @@ Reducer::Announcement Reducer::announce(NextStep step) {
           },
           Hint::body);
   check_scopes(all);
-  n_active_ = 0;
+  join_->n_active = 0;
   int first = -1;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].step == NextStep::joined) continue;
-    if (n_active_++ == 0) first = static_cast<int>(rank);
+    if (join_->n_active++ == 0) first = static_cast<int>(rank);
     const Announcement& common = all[static_cast<std::size_t>(first)];
     if (all[rank].scope != common.scope) {
       throw MismatchError(
@@ -144,13 +144,16 @@ Reducer::Announcement Reducer::announce(NextStep step) {
                                     first_accumulates ? static_cast<int>(rank) : first));
   }
   if (first < 0) return {};
-  last_active_ = first;
-  was_uneven_ = was_uneven_ || n_active_ < group_.size();
+  join_->last_active = first;
+  join_->was_uneven = join_->was_uneven || join_->n_active < group_.size();
   return all[static_cast<std::size_t>(first)];
 }
 
 void Reducer::join(const std::function<void()>& body, const JoinOptions& options,
                    std::function<at::Tensor()> example, std::source_location where) {
+  if (join_) {
+    throw UsageError(context(), "join was called in the body of a join: one covers all its steps");
+  }
   where_ = where;
   for (const torch::optim::Optimizer* optimizer : options.optimizers) {
     check_optimizer(*optimizer, context());
@@ -159,67 +162,61 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
     Reducer& reducer;
     std::function<at::Tensor()> shadow_before;
     ~Leave() {
-      reducer.joining_ = false;
-      reducer.follows_ = false;
-      reducer.modes_.clear();
-      reducer.scope_.reset();
-      reducer.example_ = nullptr;
+      reducer.join_.reset();
       if (!reducer.shadow) reducer.shadow = std::move(shadow_before);
     }
   } leave{*this, nullptr};
+  join_.emplace();
   if (example) {  // precedes the forwards of earlier loops
     leave.shadow_before = std::exchange(shadow, nullptr);
-    example_ = std::move(example);
+    join_->example = std::move(example);
   }
-  joining_ = true;
-  was_uneven_ = false;
-  last_active_ = -1;
-  all_throw_ = false;
   const char* stage = "the body of join";
   try {
     explain([] { return std::string("running the body of join"); }, body, Hint::body);
     stage = "join";
     // Gradients that this rank accumulated without synchronisation count in the next one.
-    if (sync_) drop_gradients();
+    if (forward_ == Forward::synchronised) drop_gradients();
     for (;;) {
       const Announcement others = announce(NextStep::joined);
       if (others.step == NextStep::joined) break;
       explain([] { return std::string("making a step without samples in join"); },
               [&] { follow(others); }, Hint::body);
     }
-    n_active_ = group_.size();
-    if (last_active_ >= 0) take_state_of(last_active_, options);
+    join_->n_active = group_.size();
+    if (join_->last_active >= 0) take_state_of(join_->last_active, options);
   } catch (const MismatchError&) {  // the other ranks have one too
     throw;
   } catch (...) {
     // The other ranks wait for this one's next step.
-    if (!all_throw_) {
+    if (!join_->all_throw) {
       group_.abandon(fmt::format("{} ended with an exception: {}", stage,
                                  base::text_of(std::current_exception())));
     }
     throw;
   }
-  if (was_uneven_) n_checks_ = kChecksAfterUnevenData;
+  if (join_->was_uneven) n_checks_ = kChecksAfterUnevenData;
 }
 
 void Reducer::follow(const Announcement& others) {
-  const auto& forward = shadow ? shadow : example_;
+  const auto& forward = shadow ? shadow : join_->example;
   if (!forward) {
     throw UsageError(context(),
                      "join cannot follow the other ranks: no forward was made here that returns "
                      "a tensor and whose arguments are tensors, containers of tensors, numbers and "
                      "texts. Give join an example_input, or an example_forward");
   }
+  check_last_step();
   const at::AutoGradMode with_gradients(true);
-  sync_ = others.step == NextStep::synchronise;
-  is_tagged_ = false;
+  const bool synchronises = others.step == NextStep::synchronise;
+  forward_ = synchronises ? Forward::synchronised : Forward::local;
   prepare();
   // The end of body may have left another mode, in which a SyncBatchNorm does not communicate.
   const struct Restore {
     Modes modes;
     ~Restore() { set_modes(modes); }
   } as_body_left_them{modes_of(module_)};
-  set_modes(modes_);
+  set_modes(join_->modes);
   const bool is_training = others.is_training != 0;
   if (module_.is_training() != is_training) module_.train(is_training);
   at::Tensor output;
@@ -230,15 +227,15 @@ void Reducer::follow(const Announcement& others) {
     const SuspendedScope none;
     output = forward();
   }
-  follows_ = true;
+  join_->mirrors = true;
   // Zeros: a loss may have a part that does not depend on the samples.
   output.backward(at::zeros_like(output));
-  follows_ = false;
-  if (sync_) drop_gradients();
+  join_->mirrors = false;
+  if (synchronises) drop_gradients();
 }
 
 Group Reducer::scope_of(std::uint64_t announced) const {
-  if (scope_ && hash_of_scope(*scope_) == announced) return *scope_;
+  if (join_->scope && hash_of_scope(*join_->scope) == announced) return *join_->scope;
   const std::optional<Group> around = group_of_scope();
   if (around && hash_of_scope(*around) == announced) return *around;
   if (hash_of_scope(*options_.group) == announced) return *options_.group;
@@ -258,7 +255,7 @@ void Reducer::take_state_of(int rank, const JoinOptions& options) {
             for (const auto& tensors : {module_.parameters(), module_.buffers()}) {
               for (at::Tensor tensor : tensors) broadcast(tensor, rank, group_, {}, where_);
             }
-            if (!was_uneven_) return;
+            if (!join_->was_uneven) return;
             for (torch::optim::Optimizer* optimizer : options.optimizers) {
               send_state(*optimizer, rank, group_, where_);
             }
@@ -275,7 +272,8 @@ void Reducer::check_in_sync() {
   explain([] { return std::string("comparing the parameters"); },
           [&] {
             check_fingerprints(
-                follows_ ? Fingerprints() : fingerprints_of_parameters(module_), group_, context(),
+                join_ && join_->mirrors ? Fingerprints() : fingerprints_of_parameters(module_),
+                group_, context(),
                 is_after_join
                     ? "the ranks had different numbers of batches in join, and so made different "
                       "numbers of optimizer steps: pass join the optimizers, whose state it then "

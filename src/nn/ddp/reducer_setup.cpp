@@ -251,7 +251,7 @@ void Reducer::refuse_changed(const std::string& name) const {
 }
 
 void Reducer::check_before_step() const {
-  if (!prepared_) {
+  if (phase_ != Phase::prepared) {
     const std::string name = changed_parameter();
     if (!name.empty()) refuse_changed(name);
   }
