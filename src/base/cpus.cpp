@@ -30,10 +30,10 @@ int quota_of(const std::string& folder, CgroupVersion version) {
 
 }  // namespace
 
-CpuMask allowed_cpus() noexcept {
+CpuMask allowed_cpus(pid_t thread) noexcept {
   CpuMask mask{};
   // Not a cpu_set_t: the system fills nothing if it has more CPUs than the mask.
-  if (::sched_getaffinity(0, sizeof mask, reinterpret_cast<cpu_set_t*>(mask.data())) != 0)
+  if (::sched_getaffinity(thread, sizeof mask, reinterpret_cast<cpu_set_t*>(mask.data())) != 0)
     return {};
   return mask;
 }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <array>
 #include <cstdint>
 #include <string>
@@ -9,8 +11,8 @@ namespace lockstep::base {
 /// Which cores a thread may run on: of the first 8,192, the most that Linux supports.
 using CpuMask = std::array<std::uint64_t, 128>;
 
-/// The calling thread's affinity.
-CpuMask allowed_cpus() noexcept;
+/// The affinity of a thread; 0: the calling one; the process's id: the main one.
+CpuMask allowed_cpus(pid_t thread = 0) noexcept;
 
 /// The CPU quota in cores, rounded up, of this process's cgroups (v1 and v2); a large number if
 /// there is none. `root`: prefix of /proc and /sys, for tests.

@@ -36,8 +36,11 @@ ErrorContext context_of(First function, const Group& group, std::source_location
 /// While it exists, calls on the group, and on the groups f could use in its place, are rejected.
 class Hold {
  public:
-  Hold(const Group& group, std::source_location where) : group_(*group.state_) {
-    group_.hold({.op = Op::barrier, .group = group.name(), .where = where});
+  Hold(First function, const Group& group, Timeout limit, std::source_location where)
+      : group_(*group.state_) {
+    group_.hold(
+        {.op = Op::barrier, .group = group.name(), .operation = name_of(function), .where = where},
+        limit);
     if (is_alone(group)) return;
     const internal::Session* const session = internal::session();
     if (session == nullptr) return;
@@ -105,12 +108,12 @@ void run_first(First function, const std::function<void()>& f, const Group& grou
                                    "group stays usable",
                                    failure));
     }
-    const Hold hold(group, where);
+    const Hold hold(function, group, limit, where);
     return f();
   }
   std::exception_ptr error;
   {
-    const Hold hold(group, where);  // its own errors are not failures of f
+    const Hold hold(function, group, limit, where);  // its own errors are not failures of f
     try {
       f();
     } catch (...) {

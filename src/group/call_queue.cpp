@@ -52,7 +52,7 @@ void CallQueue::post(std::function<Completion()> call, const PostedCall& label) 
 
 void CallQueue::wait_until_idle() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return is_idle(); });
+  changed_.wait(lock, [this] { return is_idle() && !is_calling_; });
 }
 
 std::optional<PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds left) {
@@ -62,7 +62,9 @@ std::optional<PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds le
     return {};
   }
   std::unique_lock lock(mutex_);
-  if (changed_.wait_for(lock, left + kReportTime, [this] { return is_idle(); })) return {};
+  if (changed_.wait_for(lock, left + kReportTime, [this] { return is_idle() && !is_calling_; })) {
+    return {};
+  }
   return n_pending_.load(std::memory_order_relaxed) > calls_.size() ? current_
                                                                     : calls_.front().label;
 }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <deque>
 #include <functional>
+#include <lockstep/detail/time_limit.hpp>
 #include <mutex>
 #include <optional>
 #include <source_location>
@@ -13,8 +14,6 @@
 #include <string_view>
 #include <thread>
 #include <vector>
-
-#include <lockstep/detail/time_limit.hpp>
 
 namespace lockstep::internal {
 
@@ -43,10 +42,10 @@ class CallQueue {
 
   /// Runs what is posted, then ends the thread. Nothing may be posted from then on.
   void close() noexcept;
-  /// The call may not throw. It returns what tells of its end, or an empty function: that runs when
-  /// the queue counts the call as ended, so that a program which ends then has none under way. And
-  /// that returns what to run next, beside later calls and perhaps waiting for them, or an empty
-  /// function.
+  /// The call may not throw. It returns a function, or an empty one, that tells others that the
+  /// call has ended. It runs when the queue counts the call as ended, so that a program which ends
+  /// then has none under way. It returns callbacks, or an empty function, which run beside later
+  /// calls and may wait for them.
   void post(std::function<Completion()> call, const PostedCall& label);
   void wait_until_idle();
   /// As long as `left`, and then a little longer: the limits of posted calls began before, and

@@ -1,12 +1,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/group.hpp>
 #include <numeric>
 #include <type_traits>
 #include <utility>
 
-#include <lockstep/detail/time_limit.hpp>
 #include "group/argument_checks.hpp"
 #include "group/calls.hpp"
 #include "group/step.hpp"

@@ -1,5 +1,4 @@
 #include "group/group_state.hpp"
-#include "group/native_engine.hpp"
 
 #include <fmt/format.h>
 
@@ -7,14 +6,15 @@
 #include <array>
 #include <cstdlib>
 #include <iterator>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/error.hpp>
 #include <new>
 #include <utility>
 #include <vector>
 
-#include <lockstep/detail/time_limit.hpp>
 #include "base/marked_text.hpp"
 #include "base/text.hpp"
+#include "group/native_engine.hpp"
 #include "record/signature.hpp"
 
 namespace lockstep::internal {
@@ -93,8 +93,8 @@ void GroupState::abandon(std::string_view reason) noexcept {
   engine_->abandon(reason);
 }
 
-void GroupState::hold(Call call) {
-  call.timeout = call.limit = timeout_;
+void GroupState::hold(Call call, Timeout timeout) {
+  call.timeout = call.limit = timeout.or_else(timeout_);
   if (process_.is_copy() && size_ > 1) throw_copy(call);
   if (!try_hold()) throw_busy(call);
   try {

@@ -51,7 +51,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
   /// Until release(), calls on this group throw UsageError: this rank runs a function for which the
   /// other ranks wait. Waits for pending calls and throws as a call would.
-  void hold(Call call);
+  void hold(Call call, Timeout timeout);
   /// The same if no call is in progress on the group; otherwise returns false without effect.
   bool try_hold() noexcept;
   void release() noexcept;

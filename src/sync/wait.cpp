@@ -1,5 +1,7 @@
 #include "sync/wait.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 
@@ -33,7 +35,8 @@ bool SpinTime::spin(const std::atomic<std::uint32_t>& word, std::uint32_t seen) 
 
 bool wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
                      detail::TimeLimit& limit, SpinTime& spin_time, std::size_t n_threads) {
-  static const auto n_cores = static_cast<std::size_t>(base::n_usable_cores());
+  static const auto n_cores = static_cast<std::size_t>(
+      base::n_usable_cores(base::allowed_cpus(::getpid()), base::cpu_quota()));
   if (word.load(std::memory_order_acquire) != seen) return true;
   if (n_threads <= n_cores && limit.left() > nanoseconds::zero() && spin_time.spin(word, seen)) {
     return true;

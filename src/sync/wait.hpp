@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-
 #include <lockstep/detail/time_limit.hpp>
 
 namespace lockstep::detail {

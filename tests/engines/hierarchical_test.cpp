@@ -555,7 +555,8 @@ TEST(HierarchicalTest, a_rank_that_waits_for_a_message_of_another_host_is_named_
     group.barrier(Timeout(std::chrono::milliseconds(500)));
   });
   for (const std::string& text : texts) {
-    EXPECT_NE(text.find("rank 0 waited 0.5 s for ranks 1, 2 of ranks 0, 1, 2"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 0 waited 0.5 s for ranks 1, 2 of ranks 0, 1, 2"), std::string::npos)
+        << text;
     EXPECT_LT(text.find("\n  rank 2"), text.find("\n  rank 1")) << text;
   }
 }
@@ -728,7 +729,8 @@ TEST_F(HierarchicalProcessTest, a_leader_stopped_between_hosts_is_late_at_the_li
         ADD_FAILURE() << "no error";
       } catch (const TimeoutError& error) {
         const std::string text = error.text();
-        EXPECT_NE(text.find("waited 0.5 s for rank 2 of ranks 2, 3; here: 3"), std::string::npos) << text;
+        EXPECT_NE(text.find("waited 0.5 s for rank 2 of ranks 2, 3; here: 3"), std::string::npos)
+            << text;
         EXPECT_NE(text.find("is stopped by a signal"), std::string::npos) << text;
       }
       ::kill(leader, SIGCONT);

@@ -42,6 +42,28 @@ TEST(GroupTest, solo_outside_a_world) {
   EXPECT_EQ(data[1], 2);
 }
 
+/// Notices two threads inside it at once.
+class OneCallEngine final : public Engine {
+ public:
+  explicit OneCallEngine(std::atomic<int>& n_overlaps) : n_overlaps_(n_overlaps) {}
+  std::string_view name() const noexcept override { return "one call"; }
+  int rank() const noexcept override { return 0; }
+  int size() const noexcept override { return 1; }
+  void run(const Call&) override {
+    if (n_inside_.fetch_add(1) != 0) ++n_overlaps_;
+    for (int i = 0; i < 100; ++i) std::atomic_signal_fence(std::memory_order_seq_cst);
+    n_inside_.fetch_sub(1);
+  }
+  std::unique_ptr<Engine> split(const Call&, int, int) override { return nullptr; }
+  std::unique_ptr<SharedMemory> allocate(const Call&) override { return nullptr; }
+  void abandon(std::string_view) noexcept override {}
+  void leave(std::string_view) noexcept override {}
+
+ private:
+  std::atomic<int>& n_overlaps_;
+  std::atomic<int> n_inside_{0};
+};
+
 // Its own, and not the one of the posted call, which is the group's: a minute.
 TEST(GroupTest, the_limit_of_a_call_covers_the_wait_for_posted_ones) {
   const test::SharedCount n_given_up;
@@ -61,6 +83,39 @@ TEST(GroupTest, the_limit_of_a_call_covers_the_wait_for_posted_ones) {
     EXPECT_THROW(group.barrier(), TimeoutError);
     n_given_up.raise();
   });
+}
+
+TEST(GroupTest, main_process_first_waits_for_posted_calls_as_long_as_its_limit) {
+  const test::SharedCount n_given_up;
+  run_ranks(2, [&](int rank) {
+    const Group group = default_group();
+    if (rank == 1) {
+      EXPECT_TRUE(n_given_up.wait_for(1));
+      EXPECT_THROW(group.barrier(), PeerFailed);
+      return;
+    }
+    Work posted = group.barrier_async();
+    expect_contains(thrown<TimeoutError>(
+                        [&] { main_process_first([] {}, group, std::chrono::milliseconds(100)); }),
+                    "waited 0.1 s for its own barrier, posted at group_test.cpp:");
+    EXPECT_THROW(posted.wait(), Error);
+    n_given_up.raise();
+  });
+}
+
+/// A program that ends once it has waited has no call under way.
+TEST(GroupTest, is_idle_once_its_last_posted_call_is_done) {
+  std::atomic<int> n_overlaps{0};
+  const auto group = std::make_shared<internal::GroupState>(
+      std::make_unique<OneCallEngine>(n_overlaps), "world", std::chrono::seconds(60),
+      /*recorder=*/nullptr, Check::light);
+  const Call call{.op = Op::barrier, .where = std::source_location::current()};
+  for (int i = 0; i < 20'000; ++i) {
+    const auto work = group->post(call, {});
+    while (!work->done()) {
+    }
+    ASSERT_TRUE(group->is_idle()) << "after call " << i;
+  }
 }
 
 // The posted call's error is the one that names it.
@@ -265,28 +320,6 @@ TEST(GroupTest, lists_for_which_there_is_no_memory) {
   expect_contains(ended_with, "no memory to copy the parts");
 }
 #endif
-
-/// Notices two threads inside it at once.
-class OneCallEngine final : public Engine {
- public:
-  explicit OneCallEngine(std::atomic<int>& n_overlaps) : n_overlaps_(n_overlaps) {}
-  std::string_view name() const noexcept override { return "one call"; }
-  int rank() const noexcept override { return 0; }
-  int size() const noexcept override { return 1; }
-  void run(const Call&) override {
-    if (n_inside_.fetch_add(1) != 0) ++n_overlaps_;
-    for (int i = 0; i < 100; ++i) std::atomic_signal_fence(std::memory_order_seq_cst);
-    n_inside_.fetch_sub(1);
-  }
-  std::unique_ptr<Engine> split(const Call&, int, int) override { return nullptr; }
-  std::unique_ptr<SharedMemory> allocate(const Call&) override { return nullptr; }
-  void abandon(std::string_view) noexcept override {}
-  void leave(std::string_view) noexcept override {}
-
- private:
-  std::atomic<int>& n_overlaps_;
-  std::atomic<int> n_inside_{0};
-};
 
 TEST(GroupTest, two_threads_that_call_at_the_same_moment_are_never_both_inside) {
   constexpr int kRefused = 10'000;  // so often did one come while the other was inside

@@ -386,7 +386,7 @@ def test_a_fork_after_a_group_was_destroyed(run_ranks):
             return [name for path in glob.glob("/proc/self/task/*/comm") if "lockstep" in (name := open(path).read())]
 
         train()
-        assert threads() == ["lockstep-c10d\\n"], threads()
+        assert threads() == ["lockstep-comm\\n"], threads()
         dist.destroy_process_group()
         assert not threads(), threads()
         for is_destroyed in True, False:

@@ -231,12 +231,12 @@ class DistributedDataParallel {
   /// (tensor_trees.hpp), are cut to 0 rows, and arguments without tensors are those of the last
   /// forward on this rank, as are the modules' modes (training or not). A rank that may have no
   /// batch must give an example, and every rank if an argument has another type that may hold
-  /// tensors. `body` must call one backward per forward and must not communicate by other means.
-  /// If an exception leaves it, the other ranks get PeerFailed with its text. If it accumulates
-  /// gradients, all but the last backward before an optimizer step must be in no_sync(): a rank out
-  /// of data adds zeros, not the averages that the others have so far. An LBFGS with steps that
-  /// depend on the loss, which differs between the ranks, is a UsageError; with max_iter(1) and no
-  /// line search they do not depend on it.
+  /// tensors. `body` must call one backward per forward and must not communicate by other means,
+  /// nor call join. If an exception leaves it, the other ranks get PeerFailed with its text. If it
+  /// accumulates gradients, all but the last backward before an optimizer step must be in
+  /// no_sync(): a rank out of data adds zeros, not the averages that the others have so far. An
+  /// LBFGS with steps that depend on the loss, which differs between the ranks, is a UsageError;
+  /// with max_iter(1) and no line search they do not depend on it.
   template <class Body>
   void join(Body&& body, const JoinOptions& options = {}, Where where = Where::current()) {
     std::function<at::Tensor()> example = options.example_forward;

@@ -100,7 +100,7 @@ struct SyncBatchNormOptions {
 /// concatenated batch. Statistics are bitwise identical on all ranks.
 ///
 /// Collective in training mode, also under NoGradGuard: in forward one all_gather of 1 + 2C doubles
-/// on one host, one all_reduce of C moments (DType) over several, and one all_reduce of 2C doubles
+/// on one host, one all_reduce of 4C doubles over several, and one all_reduce of 2C doubles
 /// in backward (none if the input needs no gradient).
 /// Ranks may have different numbers of samples, including none; a rank without samples must still
 /// call backward (`output.sum().backward()` is enough). No communication in eval mode.

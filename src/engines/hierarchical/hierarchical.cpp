@@ -1,5 +1,4 @@
 #include "engines/hierarchical/hierarchical.hpp"
-#include "group/native_engine.hpp"
 
 #include <fmt/format.h>
 
@@ -13,6 +12,7 @@
 #include "engines/hierarchical/levels.hpp"
 #include "engines/hierarchical/topology.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
+#include "group/native_engine.hpp"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -70,7 +70,7 @@ class HierarchicalEngine final : public internal::NativeEngine {
             static_cast<int>(std::ranges::find(all, choice.leader, &Choice::leader) - all.begin()));
       }
       auto outer = levels_.outer->split(levels_.limited(call), color, key);
-      auto inner = levels_.inner->split(levels_.here(call), color, /*key=*/outer->rank());
+      auto inner = levels_.inner->split(levels_.on_host(call), color, /*key=*/outer->rank());
       Topology topology(std::move(hosts), outer->rank());
       auto between =
           leaders_of(*levels_.outer, topology, outer->rank(), part, levels_.limited(call));
@@ -85,7 +85,7 @@ class HierarchicalEngine final : public internal::NativeEngine {
     std::unique_ptr<SharedMemory> memory;
     levels_.limit = detail::TimeLimit(call.timeout);
     levels_.together([&] {
-      memory = levels_.inner->allocate(levels_.here(call));
+      memory = levels_.inner->allocate(levels_.on_host(call));
       if (levels_.n_hosts() == 1) return;
       levels_.compare(call);
       levels_.run_within(barrier_of(call));  // until the leaders have compared
@@ -114,11 +114,11 @@ std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<in
   try {
     const std::vector<std::uint64_t> nonces = gather_values(*outer, barrier, draw_nonce());
     const auto leader = static_cast<std::size_t>(topology.leader_of(outer->rank()));
-    Call here = barrier;
-    here.ranks = topology.members;
+    Call step = barrier;
+    step.ranks = topology.members;
     auto inner = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
                                          topology.place_of(outer->rank()),
-                                         static_cast<int>(topology.members.size()), here, tune);
+                                         static_cast<int>(topology.members.size()), step, tune);
     auto between = topology.leaders.size() == 1
                        ? nullptr
                        : leaders_of(*outer, topology, outer->rank(), /*part=*/0, barrier);

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <chrono>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/engine.hpp>
 #include <lockstep/error.hpp>
 #include <memory>
 #include <string_view>
 
-#include <lockstep/detail/time_limit.hpp>
 #include "engines/hierarchical/topology.hpp"
 #include "group/step.hpp"
 
@@ -47,11 +47,11 @@ struct Levels {
     return step;
   }
   /// The same, of the ranks of this host.
-  Call here(Call step) {
-    step.ranks = topology.members;
+  Call on_host(Call step) {
+    if (n_hosts() > 1) step.ranks = topology.members;
     return limited(step);
   }
-  void run_within(const Call& call) { inner->run(here(call)); }
+  void run_within(const Call& call) { inner->run(on_host(call)); }
   /// Of the leader: among all leaders. The other ranks of its host wait that much longer for it.
   void run_between(Call call);
   /// Messages between all ranks. A rank that waits there for another host delays the ranks of its

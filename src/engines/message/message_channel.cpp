@@ -1,7 +1,6 @@
 #include "engines/message/message_channel.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <bit>

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/engine.hpp>
 #include <map>
 #include <memory>
@@ -11,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include <lockstep/detail/time_limit.hpp>
 #include "engines/message/header.hpp"
 #include "engines/message/transport.hpp"
 

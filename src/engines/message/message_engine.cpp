@@ -1,5 +1,4 @@
 #include "engines/message/message_engine.hpp"
-#include "group/native_engine.hpp"
 
 #include <fmt/format.h>
 
@@ -23,6 +22,7 @@
 #include "engines/message/message_collectives.hpp"
 #include "engines/message/rounds.hpp"
 #include "group/check.hpp"
+#include "group/native_engine.hpp"
 #include "kernels/reduce.hpp"
 #include "record/signature.hpp"
 

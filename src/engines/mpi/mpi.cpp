@@ -71,6 +71,7 @@ constexpr std::size_t kPieceBytes = 512 << 10;
 std::string text_of(const LockstepMpi& mpi, int code) {
   std::array<char, 512> text{};
   mpi.error_text(code, text.data(), text.size());
+  if (code < 0) return fmt::format("{}: {}", mpi.library(), text.data());  // the module's own
   return fmt::format("{}: {} (error {})", mpi.library(), text.data(), code);
 }
 

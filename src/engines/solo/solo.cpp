@@ -1,9 +1,10 @@
 #include "engines/solo/solo.hpp"
-#include "group/native_engine.hpp"
 
 #include <cstring>
 #include <lockstep/group.hpp>
 #include <vector>
+
+#include "group/native_engine.hpp"
 
 namespace lockstep::solo {
 namespace {

@@ -1,5 +1,4 @@
 #include "nn/batch_norm/layer_steps.hpp"
-#include "group/native_engine.hpp"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -14,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "group/native_engine.hpp"
 #include "kernels/isa.hpp"
 #include "nn/elements/dense.hpp"
 

@@ -45,7 +45,7 @@ void Reducer::explain(const std::function<std::string()>& what, const F& f, Hint
             ? " All but its forwards and backwards is for the ranks with data alone: the body of "
               "join must not communicate by other means (all_reduce, barrier)."
             : "";
-    const char* timeout_note = hint == Hint::join && !joining_
+    const char* timeout_note = hint == Hint::join && !join_
                                    ? " Do the ranks have different numbers of batches? Then run "
                                      "the training loop in its join()."
                                    : body_note;

@@ -65,8 +65,8 @@ inline std::string why_no_result(const at::Tensor& tensor) {
       c10::str(tensor.sizes()), c10::str(tensor.strides()));
 }
 
-/// Copies a result to where it belongs, if it is not there: `result` has the memory of the tensor,
-/// or of dense() of it. Threads: any, also one that is not in the caller's inference mode.
+/// Copies a result to the tensor, unless it is there: `result` is the tensor, dense() of it, or in
+/// memory of its own. Threads: any, also one that is not in the caller's inference mode.
 inline void write_back(const at::Tensor& result, const at::Tensor& tensor) {
   if (result.data_ptr() == tensor.data_ptr()) return;
   const at::NoGradGuard no_grad;

@@ -1,5 +1,4 @@
 #include "nn/python/layer_group.hpp"
-#include "group/native_engine.hpp"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "group/list_calls.hpp"
+#include "group/native_engine.hpp"
 #include "nn/c10d/c10d_error.hpp"
 #include "nn/python/backend.hpp"
 #include "nn/python/caller.hpp"

@@ -38,7 +38,8 @@ int granted_level = MPI_THREAD_SINGLE;
 std::atomic<bool> is_ours{false};  // initialized here, so finalized here
 std::atomic<bool> has_given_up{false};
 /// An exchange ended in the middle of a message: MPI would write the rest into memory that has
-/// another use now, and does so only inside its functions. The module then calls none of them.
+/// another use now. Transports that copy do so inside MPI's functions only, so the module then
+/// calls none of them.
 std::atomic<bool> must_not_call{false};
 constexpr int kMustNotCall = -1;  // no error code of MPI's is negative
 constexpr std::string_view kWhyNot =
@@ -46,12 +47,18 @@ constexpr std::string_view kWhyNot =
     "memory that has another use now, so this process cannot use MPI any more";
 pid_t pid = 0;
 
+std::atomic<int> n_inside{0};
+
 /// Holds the mutex, if one is needed, during a call of the module.
 class Entry {
  public:
   Entry() {
     if (needs_lock) lock_ = std::unique_lock(mutex);
+    n_inside.fetch_add(1);  // before must_not_call is read
   }
+  ~Entry() { n_inside.fetch_sub(1); }
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
 
  private:
   std::unique_lock<std::recursive_mutex> lock_;
@@ -302,6 +309,9 @@ void finish(void* exchange) {
   if (must_not_call || finish(exchange_of(exchange))) return;
   must_not_call = true;
   has_given_up = true;
+  // Other threads that have not seen it are inside MPI for microseconds.
+  const double give_up = MPI_Wtime() + kMostSecondsToFinalize;
+  while (n_inside > 1 && MPI_Wtime() < give_up) std::this_thread::yield();
 }
 
 int send_control(void* handle, int rank, const void* message, std::size_t n_bytes) {

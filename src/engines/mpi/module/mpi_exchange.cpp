@@ -57,19 +57,26 @@ int begin(Exchange& exchange, const Route& route, Message::Way way) {
 /// middle does not, and MPI cannot cancel it.
 bool wait_and_free(std::span<MPI_Request> requests, double at_most_s) {
   const double give_up = MPI_Wtime() + at_most_s;
-  for (int is_done = 0;;) {
-    const int code = MPI_Testall(static_cast<int>(requests.size()), requests.data(), &is_done,
-                                 MPI_STATUSES_IGNORE);
-    if (code != MPI_SUCCESS || is_done != 0 || MPI_Wtime() > give_up) break;
+  for (;;) {
+    bool are_over = true;
+    for (MPI_Request& request : requests) {
+      int is_done = 1;
+      // One that failed is over, too.
+      if (request == MPI_REQUEST_NULL ||
+          MPI_Test(&request, &is_done, MPI_STATUS_IGNORE) != MPI_SUCCESS) {
+        continue;
+      }
+      are_over = are_over && is_done != 0;
+    }
+    const bool has_given_up = !are_over && MPI_Wtime() > give_up;
+    if (are_over || has_given_up) {
+      for (MPI_Request& request : requests) {
+        if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
+      }
+      return are_over;
+    }
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
-  bool are_over = true;
-  for (MPI_Request& request : requests) {
-    if (request == MPI_REQUEST_NULL) continue;
-    are_over = false;
-    MPI_Request_free(&request);
-  }
-  return are_over;
 }
 
 }  // namespace

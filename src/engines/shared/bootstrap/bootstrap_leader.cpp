@@ -142,9 +142,9 @@ class Leader : Bootstrap {
     }
     if (hello.n_ranks != n_ranks_ || hello.rank <= 0 || hello.rank >= n_ranks_) {
       fail_all(Kind::mismatch,
-               fmt::format("process {} is rank {} of {}, but rank 0 has a world of {}; all ranks "
-                           "must be started by one launcher",
-                           member.pid, hello.rank, hello.n_ranks, n_ranks_));
+               fmt::format("process {} is rank {} of {}, but rank {} has a world of {}; all "
+                           "ranks must be started by one launcher",
+                           member.pid, hello.rank, hello.n_ranks, number_of(0), n_ranks_));
     }
     for (const Member& other : members_) {
       if (other.rank != hello.rank) continue;

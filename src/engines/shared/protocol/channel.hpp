@@ -4,13 +4,13 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
-#include <lockstep/detail/time_limit.hpp>
 #include "engines/shared/bootstrap/layout.hpp"
 #include "engines/shared/bootstrap/membership.hpp"
 #include "engines/shared/bootstrap/segment.hpp"

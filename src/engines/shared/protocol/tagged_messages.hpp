@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/engine.hpp>
 #include <lockstep/error.hpp>
 #include <memory>
@@ -13,7 +14,6 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/detail/time_limit.hpp>
 #include "base/process_tag.hpp"
 #include "engines/shared/bootstrap/layout.hpp"
 #include "engines/shared/bootstrap/segment.hpp"

@@ -26,8 +26,8 @@ class Condition {
 /// How a rank waits for others of its host before it sleeps in the kernel. With a core for each
 /// rank the peers are running now: a poll costs less than a sleep, and a wake-up takes longer than
 /// most ranks are late, especially on a virtual core; so it polls, and then yields the core for a
-/// while to other threads, such as its group's queue. If oversubscribed, every poll keeps the
-/// awaited rank from running, so it yields at once, and soon sleeps.
+/// while to other threads, such as its group's. If oversubscribed, every poll keeps the awaited
+/// rank from running, so it yields at once, and soon sleeps.
 class Waiter {
  public:
   explicit Waiter(bool is_oversubscribed = true) : is_oversubscribed_(is_oversubscribed) {}
@@ -44,7 +44,7 @@ class Waiter {
     }
     return false;
   }
-  /// The second. Returns whether the condition holds.
+  /// The second; none if oversubscribed. Returns whether the condition holds.
   bool yield(Condition ready) const;
 
  private:
