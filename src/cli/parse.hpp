@@ -4,9 +4,11 @@
 
 #include <CLI/CLI.hpp>
 #include <charconv>
+#include <map>
 #include <optional>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 namespace lockstep::cli {
@@ -34,6 +36,23 @@ CLI::Validator number(Number least, Number most, const char* what) {
         const auto [rest, error] = std::from_chars(text.data(), end, value);
         if (error == std::errc() && rest == end && value >= least && value <= most) return {};
         return fmt::format("got '{}', expected {} from {} to {}", text, what, least, most);
+      },
+      /*validator_desc=*/"");
+}
+
+/// Accepts the names of an enum's values.
+template <class Enum>
+CLI::Validator choice(std::map<std::string, Enum> values) {
+  return CLI::Validator(
+      [values = std::move(values)](std::string& text) -> std::string {
+        const auto found = values.find(text);
+        if (found != values.end()) {
+          text = std::to_string(static_cast<int>(found->second));
+          return {};
+        }
+        std::string names;
+        for (const auto& [name, value] : values) names += (names.empty() ? "" : ", ") + name;
+        return fmt::format("got '{}', expected one of: {}", text, names);
       },
       /*validator_desc=*/"");
 }

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdio>
 #include <lockstep/env.hpp>
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -61,23 +60,6 @@ class Formatter : public CLI::Formatter {
     return "\nUsage: lockstep run -n N [OPTIONS] [--] PROGRAM [ARGUMENTS...]\n";
   }
 };
-
-/// Accepts the names of an enum's values.
-template <class Enum>
-CLI::Validator choice(std::map<std::string, Enum> values) {
-  return CLI::Validator(
-      [values = std::move(values)](std::string& text) -> std::string {
-        const auto found = values.find(text);
-        if (found != values.end()) {
-          text = std::to_string(static_cast<int>(found->second));
-          return {};
-        }
-        std::string names;
-        for (const auto& [name, value] : values) names += (names.empty() ? "" : ", ") + name;
-        return fmt::format("got '{}', expected one of: {}", text, names);
-      },
-      /*validator_desc=*/"");
-}
 
 /// Accepts `auto` for `value`.
 CLI::Validator automatic(int value) {
