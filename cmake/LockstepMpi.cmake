@@ -14,7 +14,7 @@ foreach(mpi openmpi mpich)
     list(APPEND LOCKSTEP_MPIS ${mpi})
   else()
     message(STATUS "No ${mpi}: neither its module of the mpi engine nor its peer of "
-                   "`lockstep bench` is built")
+                   "bench/compare is built")
   endif()
 endforeach()
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What comparing calls costs over the shared engine: LOCKSTEP_CHECK=off, light and full, by turns.
 
-compare_checks.py LOCKSTEP [--rounds N] [NAME=ANOTHER_LOCKSTEP ...]
+compare_checks.py [--rounds N] BUILD [NAME=ANOTHER_BUILD ...]
 
-ANOTHER_LOCKSTEP: a build to compare with, as one whose fingerprint_of (src/engines/shared/protocol/channel.cpp)
-returns 0 at once and so compares nothing. Prints, for each, the fastest and the median run of all_reduce
-over 2 processes, in nanoseconds.
+BUILD: build/release, say. ANOTHER_BUILD: one to compare with, as one whose fingerprint_of
+(src/engines/shared/protocol/channel.cpp) returns 0 at once and so compares nothing.
+Prints, for each, the fastest and the median run of all_reduce over 2 processes, in nanoseconds.
 """
 import argparse
 import json
@@ -19,12 +19,12 @@ import tempfile
 SIZES = {4: "4 B", 1024: "1 KiB"}
 
 
-def run(program, level):
+def run(build, level):
     """Nanoseconds by size, medians over the blocks of one run; those with the two cores near."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         subprocess.run(
-            [program, "bench", "--min", "4", "--max", "1KiB", "--factor", "256",
-             "--blocks", "5", "--block-ms", "20", "--json", file.name],
+            ["bench/compare/compare.py", "--programs", f"{build}/bench", "--min", "4", "--max", "1KiB",
+             "--factor", "256", "--blocks", "5", "--block-ms", "20", "--json", file.name],
             env=dict(os.environ, LOCKSTEP_CHECK=level), stdout=subprocess.DEVNULL, check=True)
         rows = json.load(file)["rows"]
     return {row["bytes"]: row["p50_us"] * 1000 for row in rows if row["placement"] == "near"}
@@ -32,22 +32,22 @@ def run(program, level):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("lockstep")
-    parser.add_argument("others", nargs="*", metavar="NAME=LOCKSTEP")
+    parser.add_argument("build")
+    parser.add_argument("others", nargs="*", metavar="NAME=BUILD")
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
-    contestants = {level: (arguments.lockstep, level) for level in ("off", "light", "full")}
+    candidates = {level: (arguments.build, level) for level in ("off", "light", "full")}
     for other in arguments.others:
-        name, program = other.split("=", 1)
-        contestants[name] = (program, "light")
-    times = {(name, size): [] for name in contestants for size in SIZES}
+        name, build = other.split("=", 1)
+        candidates[name] = (build, "light")
+    times = {(name, size): [] for name in candidates for size in SIZES}
     for _ in range(arguments.rounds):
-        for name in random.sample(list(contestants), len(contestants)):
-            for size, nanoseconds in run(*contestants[name]).items():
+        for name in random.sample(list(candidates), len(candidates)):
+            for size, nanoseconds in run(*candidates[name]).items():
                 times[name, size].append(nanoseconds)
     print(f"{'':12}" + "".join(f"{text + ', ' + what:>18}" for text in SIZES.values()
                                for what in ("fastest", "median")))
-    for name in contestants:
+    for name in candidates:
         if not all(times[name, size] for size in SIZES):
             sys.exit("never were the two cores near each other")
         print(f"{name:12}" + "".join(f"{value:18.0f}" for size in SIZES

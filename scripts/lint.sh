@@ -54,6 +54,7 @@ python3 -B scripts/check_recipes.py || bad+=", $now"
 
 stage "judging of benchmark goals"
 python3 -B scripts/performance_test.py || bad+=", $now"
+python3 -B bench/compare/schedule_test.py || bad+=", $now"
 
 stage "code in the tutorial"
 python3 -B scripts/tutorial.py check || bad+=", $now"

@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 """The comparison behind docs/performance.md. ./dev bench calls it.
 
-measure LOCKSTEP OUT.json [RUN...]  runs `lockstep bench` beside its peers, and the programs of bench/
-                            that compare by themselves, some 15 minutes; with names only those, and
-                            keeps the others of OUT.json. Peers of `./dev setup peers` take part
-                            where they are built
+measure LOCKSTEP OUT.json [RUN...]  runs bench/compare, and the programs of bench/ that compare by
+                            themselves, some 15 minutes; with names only those, and keeps the others
+                            of OUT.json. Peers of `./dev setup peers` take part where they are built
 draw OUT.json PAGE          pictures beside the page, and the tables between its marks; the goals as
                             the other records of bench/results reach them, too
 check OUT.json GOALS.json [RUN...]  which goals these figures reach, with names only those of these
@@ -15,7 +14,7 @@ A record has the run's command, date and peers on one line, and then one line fo
     {"operation": "all_reduce", "bytes": 4, "placement": "near",
      "p50_us": {"lockstep": {"near": 0.1, "far": 0.3}, "openmpi, coll sm": {...}},
      "blocks": {"near": {"n": 60, "one_way_ns": [52.1, 57.3, 66.0], "foreign": 0.01}, "far": {...}}}
-placement: the most frequent one. blocks: of all contestants together, the ping-pongs around them
+placement: the most frequent one. blocks: of all candidates together, the ping-pongs around them
 (least, median, most) and the mean share of the cores that other programs took; where it exceeds a
 tenth, there are no figures. Programs that compare by themselves: {"name": ..., "ratio": ...}.
 """
@@ -30,8 +29,9 @@ import subprocess
 import sys
 import tempfile
 
-from performance_goals import LIMITS, bound, bytes_text, family_of, goals_table, judge, runs_of, time_text
+from performance_goals import LIMITS, bound, bytes_text, library_of, goals_table, judge, runs_of, time_text
 
+COMPARE = 'bench/compare/compare.py'
 MPI = ['--peer', 'openmpi', '--peer', 'mpich', '--peer', 'intelmpi']
 FLOOR = ['--peer', 'floor']
 RUNS = {
@@ -184,9 +184,9 @@ def figures_of(name, lockstep):
     """(command, figures) of a run; the figures are None where it failed or is not built."""
     if name in RUNS:
         arguments = with_wheels(RUNS[name], lockstep)
-        print('lockstep bench', *arguments, flush=True)
-        return (' '.join(['lockstep bench', *arguments]),
-                run_to_json([lockstep, 'bench', *arguments]))
+        command = ' '.join([COMPARE, *arguments])
+        print(command, flush=True)
+        return command, run_to_json([COMPARE, *arguments, '--programs', program_of(lockstep, '.')])
     if name == OVER_MPI:
         print('./dev bench mpi', flush=True)
         return './dev bench mpi', run_over_mpi(lockstep)
@@ -207,25 +207,25 @@ def figures_of(name, lockstep):
         [lockstep, 'run', '-n', '2', '--', path, *arguments])
 
 
-def lines_of(rows):
-    """Those of `lockstep bench --json` by size: a record needs the medians alone."""
+def lines_of(rows, most_foreign=MOST_FOREIGN):
+    """Those of `compare.py --json` by size: a record needs the medians alone."""
     by_line = {}
     for row in rows:
         by_line.setdefault((row['operation'], row['bytes']), []).append(row)
-    return [line_of(operation, n_bytes, rows) for (operation, n_bytes), rows in by_line.items()]
+    return [line_of(operation, n_bytes, rows, most_foreign) for (operation, n_bytes), rows in by_line.items()]
 
 
-def line_of(operation, n_bytes, rows):
-    """Of all contestants at one size."""
+def line_of(operation, n_bytes, rows, most_foreign):
+    """Of all candidates at one size."""
     blocks = {}
     for row in rows:
         for placement, figures in row.get('placements', {}).items():
             blocks.setdefault(placement, []).extend(figures['blocks'])
     blocks = {placement: about(of_placement) for placement, of_placement in blocks.items()}
-    counted = [placement for placement, found in blocks.items() if found['foreign'] <= MOST_FOREIGN]
+    counted = [placement for placement, found in blocks.items() if found['foreign'] <= most_foreign]
     return {'operation': operation, 'bytes': n_bytes,
             'placement': max(counted, key=lambda placement: blocks[placement]['n'], default=None),
-            'p50_us': {row['entrant']: {placement: round(figures['p50_us'], 9)
+            'p50_us': {row['candidate']: {placement: round(figures['p50_us'], 9)
                                         for placement, figures in row.get('placements', {}).items()
                                         if placement in counted} for row in rows},
             'blocks': blocks}
@@ -273,9 +273,9 @@ def measure(lockstep, out, *names):
 
 
 def by_size(run):
-    """(operation, bytes) -> entrant -> median in the most frequent placement."""
+    """(operation, bytes) -> candidate -> median in the most frequent placement."""
     return {(row['operation'], row['bytes']):
-            {entrant: medians[row['placement']] for entrant, medians in row['p50_us'].items()
+            {candidate: medians[row['placement']] for candidate, medians in row['p50_us'].items()
              if row['placement'] in medians}
             for row in run['rows'] if row.get('p50_us')}
 
@@ -289,8 +289,8 @@ def columns(run):
     """name -> size -> median. Ours, and of each peer, at each size, its best settings."""
     table = {}
     for key, medians in by_size(run).items():
-        for entrant, us in medians.items():
-            name = entrant if family_of(entrant) == 'lockstep' else family_of(entrant)
+        for candidate, us in medians.items():
+            name = candidate if library_of(candidate) == 'lockstep' else library_of(candidate)
             sizes = table.setdefault(name, {})
             sizes[key] = min(us, sizes.get(key, us))
     return table
@@ -299,7 +299,7 @@ def columns(run):
 def table_of(run):
     table = columns(run)
     limits = [name for name in table if name in LIMITS]
-    peers = [name for name in table if family_of(name) != 'lockstep' and name not in LIMITS]
+    peers = [name for name in table if library_of(name) != 'lockstep' and name not in LIMITS]
     ratios = ['best peer / lockstep'] if peers else []
     ratios += [f'lockstep / {name}' for name in limits]
     lines = ['| | ' + ' | '.join([*table, *ratios]) + ' | placement |',
@@ -307,7 +307,7 @@ def table_of(run):
     placements = placements_of(run)
     for key in by_size(run):
         operation, n_bytes = key
-        ours = table['lockstep'].get(key)
+        ours = table.get('lockstep', {}).get(key)
         cells = [time_text(sizes[key]) if key in sizes else '-' for sizes in table.values()]
         if peers:
             best = min((table[name][key] for name in peers if key in table[name]), default=None)
@@ -419,12 +419,12 @@ def diff(path_a, path_b):
         sizes_b = by_size(b['runs'][name])
         placements_a, placements_b = placements_of(a['runs'][name]), placements_of(b['runs'][name])
         for key, medians in by_size(a['runs'][name]).items():
-            for entrant, us in medians.items():
-                other = sizes_b.get(key, {}).get(entrant)
+            for candidate, us in medians.items():
+                other = sizes_b.get(key, {}).get(candidate)
                 if not other:
                     continue
                 moved = '' if placements_a[key] == placements_b[key] else '  placements differ'
-                print(f"{key[0]:<12}{bytes_text(key[1]):>9} {entrant:<28}"
+                print(f"{key[0]:<12}{bytes_text(key[1]):>9} {candidate:<28}"
                       f"{time_text(us):>10}{time_text(other):>10}{other / us:>7.2f}{moved}")
 
 

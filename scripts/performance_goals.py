@@ -4,13 +4,13 @@ import json
 import os
 import re
 
-LIMITS = ['floor', 'bare']  # contestants of `lockstep bench` that are no peers
+LIMITS = ['floor', 'bare']  # candidates of bench/compare that are no peers
 AT_THE_LIMIT = 0.95  # of the limit's speed: then a goal is reached too
 
 
-def family_of(entrant):
+def library_of(candidate):
     """The library: 'lockstep' of 'lockstep threads', 'openmpi' of 'openmpi, coll sm'."""
-    return re.split('[ ,]', entrant)[0]
+    return re.split('[ ,]', candidate)[0]
 
 
 def bytes_text(n):
@@ -45,7 +45,7 @@ def runs_of(goal):
 
 
 def times_of(goal, medians):
-    """Of one size, by contestant; empty where the machine never was, for all contestants, in the
+    """Of one size, by candidate; empty where the machine never was, for all candidates, in the
     goal's placement."""
     for placement in [goal['placement']] if 'placement' in goal else ['near', 'siblings']:
         times = {name: by_placement.get(placement) for name, by_placement in medians.items()}
@@ -57,8 +57,8 @@ def times_of(goal, medians):
 def ratio_of(goal, medians):
     times = times_of(goal, medians)
     against = goal.get('against')
-    others = [us for name, us in times.items() if family_of(name) == against or
-              against is None and family_of(name) not in ('lockstep', *LIMITS)]
+    others = [us for name, us in times.items() if library_of(name) == against or
+              against is None and library_of(name) not in ('lockstep', *LIMITS)]
     ours = times.get('lockstep')
     if against == 'threads':
         ours, others = times.get('lockstep threads'), [ours] if ours else []

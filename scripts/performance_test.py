@@ -38,9 +38,9 @@ def line_with(n_bytes):
     return line(n_bytes, lockstep={'near': 1}, mpich={'near': 2})
 
 
-def contestant(name, **placements):
-    """Of one size, in `lockstep bench --json`; placements: (us, ping-pong, foreign share) of each block."""
-    return {'operation': 'all_reduce', 'bytes': 4, 'entrant': name, 'placements': {
+def candidate(name, **placements):
+    """Of one size, in `compare.py --json`; placements: (us, ping-pong, foreign share) of each block."""
+    return {'operation': 'all_reduce', 'bytes': 4, 'candidate': name, 'placements': {
         placement: {'p50_us': blocks[0][0], 'blocks': [
             {'p50_us': us, 'one_way_ns': one_way, 'foreign': foreign} for us, one_way, foreign in blocks]}
         for placement, blocks in placements.items()}}
@@ -101,11 +101,11 @@ class CheckTest(unittest.TestCase):
         self.assertIn('must <= 1.2 us', line)
 
     def test_a_record_keeps_medians_one_line_for_each_size(self):
-        rows = [contestant('lockstep', near=[(1, 50, 0.02), (1, 60, 0)]),
-                contestant('openmpi, coll sm', near=[(0.3 + 0.6, 70, 0.01)]),
-                {'operation': 'all_reduce', 'bytes': 4, 'entrant': 'mpich', 'error': 'failed'}]
+        rows = [candidate('lockstep', near=[(1, 50, 0.02), (1, 60, 0)]),
+                candidate('openmpi, coll sm', near=[(0.3 + 0.6, 70, 0.01)]),
+                {'operation': 'all_reduce', 'bytes': 4, 'candidate': 'mpich', 'error': 'failed'}]
         result = {'machine': {'cores': 2}, 'runs': {
-            'small': {'command': 'lockstep bench', 'rows': performance.lines_of(rows)},
+            'small': {'command': 'bench/compare/compare.py', 'rows': performance.lines_of(rows)},
             'mpi': {'command': './dev bench mpi', 'rows': [{'name': 'openmpi 4 B', 'ratio': 1}]}}}
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, 'record.json')
@@ -121,8 +121,8 @@ class CheckTest(unittest.TestCase):
                          {('all_reduce', 4): {'lockstep': 1, 'openmpi, coll sm': 0.9}})
 
     def test_a_record_has_no_figures_of_a_busy_machine(self):
-        rows = [contestant('lockstep', near=[(1, 50, 0.3)] * 9, far=[(2, 300, 0.0)]),
-                contestant('mpich', near=[(4, 50, -0.01)], far=[(6, 300, 0.04)])]
+        rows = [candidate('lockstep', near=[(1, 50, 0.3)] * 9, far=[(2, 300, 0.0)]),
+                candidate('mpich', near=[(4, 50, -0.01)], far=[(6, 300, 0.04)])]
         line, = performance.lines_of(rows)
         self.assertEqual(line['p50_us'], {'lockstep': {'far': 2}, 'mpich': {'far': 6}})
         self.assertEqual(line['placement'], 'far')

@@ -1,4 +1,4 @@
-// lockstep against itself in `lockstep bench`: the shared engine called directly, without a Group's
+// lockstep against itself in bench/compare: the shared engine called directly, without a Group's
 // overhead (argument checks, timeout, recorder) and without the checks and records of the engine
 // itself (channel.cpp is compiled separately for this program, with LOCKSTEP_BARE). Not for use by
 // hand.
@@ -37,14 +37,14 @@ class Bare : public lockstep::bench::Limit {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) return std::fprintf(stderr, "a part of `lockstep bench`\n"), 2;
+  if (argc != 2) return std::fprintf(stderr, "a part of bench/compare\n"), 2;
   try {
     const auto world = lockstep::internal::read_world(lockstep::Launcher::lockstep);
     lockstep::bench::Rank me(argv[1], world.rank, world.size);
     const auto engine =
         lockstep::engines::join("shared", world, call_of(lockstep::Op::barrier, 0, nullptr)).engine;
-    Bare contestant(*engine);
-    me.serve(contestant);
+    Bare library(*engine);
+    me.serve(library);
     engine->leave({});
   } catch (const std::exception& error) {
     return std::fprintf(stderr, "%s\n", error.what()), 1;

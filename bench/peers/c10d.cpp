@@ -1,35 +1,32 @@
-// c10d's side of `lockstep bench`: one rank of libtorch's ProcessGroupGloo, used in the normal way.
+// c10d's side of bench/compare: one rank of libtorch's ProcessGroupGloo, used in the normal way.
 // Not for use by hand.
 #include <torch/torch.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
 
-#include "cli/bench/wire.hpp"
+#include "protocol.hpp"
 
 namespace {
 
+using lockstep::DType;
 using namespace lockstep::bench;
 
-at::ScalarType dtype_of(Type type) {
-  switch (type) {
-    case Type::u8: return at::kByte;
-    case Type::i32: return at::kInt;
-    case Type::i64: return at::kLong;
-    case Type::f16: return at::kHalf;
-    case Type::bf16: return at::kBFloat16;
-    case Type::f32: return at::kFloat;
-    case Type::f64: return at::kDouble;
-  }
-  return at::kByte;
+at::ScalarType dtype_of(DType type) {
+  static const std::map<DType, at::ScalarType> types = {
+      {DType::u8, at::kByte},   {DType::i32, at::kInt},       {DType::i64, at::kLong},
+      {DType::f16, at::kHalf},  {DType::bf16, at::kBFloat16}, {DType::f32, at::kFloat},
+      {DType::f64, at::kDouble}};
+  return types.at(type);
 }
 
-class Gloo : public Contestant {
+class Gloo : public Collectives {
  public:
   Gloo(c10d::ProcessGroupGloo& group, int n_ranks) : group_(group), n_ranks_(n_ranks) {}
 
@@ -84,7 +81,7 @@ int number(const char* name) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) return std::fprintf(stderr, "a part of `lockstep bench`\n"), 2;
+  if (argc != 2) return std::fprintf(stderr, "a part of bench/compare\n"), 2;
   try {
     const int rank = number("RANK");
     const int n_ranks = number("WORLD_SIZE");
@@ -97,8 +94,8 @@ int main(int argc, char** argv) {
     auto options = c10d::ProcessGroupGloo::Options::create();
     options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
     c10d::ProcessGroupGloo group(store, rank, n_ranks, options);
-    Gloo contestant(group, n_ranks);
-    me.serve(contestant);
+    Gloo library(group, n_ranks);
+    me.serve(library);
   } catch (const std::exception& error) {
     return std::fprintf(stderr, "%s\n", error.what()), 1;
   }

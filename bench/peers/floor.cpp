@@ -1,4 +1,4 @@
-// A lower bound for `lockstep bench`: two processes, each bound to a core, that do only what the
+// A lower bound for bench/compare: two processes, each bound to a core, that do only what the
 // result of a call requires, as fast as possible. No checks, records, sleeps or timeouts. Not for
 // use by hand.
 //
@@ -133,7 +133,7 @@ class Floor : public lockstep::bench::Limit {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) return std::fprintf(stderr, "a part of `lockstep bench`\n"), 2;
+  if (argc != 2) return std::fprintf(stderr, "a part of bench/compare\n"), 2;
   void* memory =
       ::mmap(nullptr, 2 * sizeof(Side), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return std::perror("mmap"), 1;
@@ -144,8 +144,8 @@ int main(int argc, char** argv) {
   if (rank == 1) ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   int code = 0;
   try {
-    Floor contestant(*sides, static_cast<std::size_t>(rank));
-    lockstep::bench::Rank(argv[1], rank, /*n_ranks=*/2).serve(contestant);
+    Floor library(*sides, static_cast<std::size_t>(rank));
+    lockstep::bench::Rank(argv[1], rank, /*n_ranks=*/2).serve(library);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
     code = 1;

@@ -1,15 +1,15 @@
 #pragma once
 
-#include "cli/bench/wire.hpp"
+#include "protocol.hpp"
 
 namespace lockstep::bench {
 
-/// A contestant that bounds lockstep's own times: it supports barrier, and all_reduce of f32.
-class Limit : public Contestant {
+/// What bounds lockstep's own times: supports barrier, and all_reduce of f32.
+class Limit : public Collectives {
  public:
   void call(const Block& block, void* /*in*/, void* out) final {
     if (block.operation == Operation::barrier) return barrier();
-    if (block.operation != Operation::all_reduce || block.type != Type::f32) {
+    if (block.operation != Operation::all_reduce || block.type != DType::f32) {
       throw std::runtime_error("does barrier, and all_reduce of f32");
     }
     all_reduce(static_cast<float*>(out), block.count);

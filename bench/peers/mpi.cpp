@@ -1,4 +1,4 @@
-// MPI's side of `lockstep bench`: one rank of Open MPI or of MPICH. Not for use by hand.
+// MPI's side of bench/compare: one rank of Open MPI or of MPICH. Not for use by hand.
 #include <mpi.h>
 
 #include <cstdio>
@@ -6,10 +6,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "cli/bench/wire.hpp"
+#include "protocol.hpp"
 
 namespace {
 
+using lockstep::DType;
 using namespace lockstep::bench;
 
 void check(int code) {
@@ -20,20 +21,27 @@ void check(int code) {
   throw std::runtime_error(text);
 }
 
-MPI_Datatype datatype_of(Type type) {
+MPI_Datatype datatype_of(DType type) {
   switch (type) {
-    case Type::u8: return MPI_UINT8_T;
-    case Type::i32: return MPI_INT32_T;
-    case Type::i64: return MPI_INT64_T;
-    case Type::f32: return MPI_FLOAT;
-    case Type::f64: return MPI_DOUBLE;
-    case Type::f16:
-    case Type::bf16: throw std::runtime_error("MPI has no 16-bit floats");
+    case DType::u8: return MPI_UINT8_T;
+    case DType::i32: return MPI_INT32_T;
+    case DType::i64: return MPI_INT64_T;
+    case DType::f32: return MPI_FLOAT;
+    case DType::f64: return MPI_DOUBLE;
+    case DType::f16:
+    case DType::bf16: throw std::runtime_error("MPI has no 16-bit floats");
+    case DType::i8:
+    case DType::i16:
+    case DType::u16:
+    case DType::u32:
+    case DType::u64:
+    case DType::boolean:
+    case DType::moments: break;
   }
   return MPI_BYTE;
 }
 
-class Mpi : public Contestant {
+class Mpi : public Collectives {
  public:
   void barrier() override { check(MPI_Barrier(MPI_COMM_WORLD)); }
 
@@ -65,7 +73,7 @@ class Mpi : public Contestant {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) return std::fprintf(stderr, "a part of `lockstep bench`\n"), 2;
+  if (argc != 2) return std::fprintf(stderr, "a part of bench/compare\n"), 2;
   MPI_Init(&argc, &argv);
   MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
   int rank = 0;
@@ -74,8 +82,8 @@ int main(int argc, char** argv) {
   MPI_Comm_size(MPI_COMM_WORLD, &n_ranks);
   int code = 0;
   try {
-    Mpi contestant;
-    Rank(argv[1], rank, n_ranks).serve(contestant);
+    Mpi library;
+    Rank(argv[1], rank, n_ranks).serve(library);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
     code = 1;

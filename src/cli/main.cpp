@@ -22,8 +22,7 @@ struct Subcommand {
 
 constexpr std::array kSubcommands = {
     Subcommand{"run", "start a program as N ranks on this machine", lockstep::cli::run},
-    Subcommand{"bench", "benchmark collectives, alone or against MPI and c10d",
-               lockstep::cli::bench},
+    Subcommand{"bench", "measure collectives and thresholds on this machine", lockstep::cli::bench},
     Subcommand{"doctor", "check machine, build and environment, with advice",
                lockstep::cli::doctor},
     Subcommand{"top", "show what each rank of a running job is doing", lockstep::cli::top},

@@ -16,7 +16,7 @@ inline constexpr int kUsageExitCode = 2;
 /// subcommand and returns the exit code. Throws lockstep::Error.
 int run(const std::vector<std::string>& arguments);
 
-/// `lockstep bench`: measures collectives, alone or against a peer.
+/// `lockstep bench`: measures collectives, or thresholds of the shared engine.
 int bench(const std::vector<std::string>& arguments);
 
 /// `lockstep doctor`: reports on this machine, build and environment, with advice; with

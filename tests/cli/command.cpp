@@ -119,7 +119,7 @@ Command::Command(const StartOptions& start) : mark_(next_mark()), watchdog_(star
 
   std::vector<std::string> arguments;
   if (!start.shell.empty()) arguments = {"/bin/sh", "-c", start.shell, "sh"};
-  arguments.push_back(LOCKSTEP_COMMAND);
+  arguments.push_back(start.program.empty() ? LOCKSTEP_COMMAND : start.program);
   arguments.insert(arguments.end(), start.arguments.begin(), start.arguments.end());
   std::vector<std::string> variables = environment(start, mark_);
   const std::vector<char*> argument_pointers = pointers(arguments);

@@ -31,10 +31,11 @@ struct StartOptions {
   bool terminal = false;                              ///< stdout and stderr are one terminal
   std::string shell = {};  ///< a shell line to start it by, where "$@" is the command line
   std::chrono::seconds watchdog{120};  ///< only a hang takes so long
+  std::string program = {};            ///< other than `lockstep`
 };
 
-/// The real `lockstep` command, running. Every wait has a watchdog, which kills it and fails the
-/// test.
+/// The real `lockstep` command, or another program, running. Every wait has a watchdog, which kills
+/// it and fails the test.
 class Command {
  public:
   explicit Command(const StartOptions& start);

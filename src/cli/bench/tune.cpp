@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <lockstep/error.hpp>
+#include <cstdlib>
+#include <lockstep/launch.hpp>
 #include <map>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,24 +15,32 @@ namespace {
 
 constexpr const char* kNever = "1099511627776";  // larger than any message here
 
-/// Medians by setting and size; a setting without figures for a size is omitted there.
+/// Medians by size and setting.
 using Medians = std::map<std::uint64_t, std::map<std::string, double>>;
 
-/// Teams of ours with different LOCKSTEP_TUNE, measured in alternation.
+/// Ranks with one LOCKSTEP_TUNE after the other, block by block.
 Medians compare(Plan plan, const std::vector<std::string>& settings,
                 std::vector<std::uint64_t> sizes) {
+  const int n_rounds = plan.n_blocks;
   plan.operations = {Operation::all_reduce};
   plan.sizes = std::move(sizes);
-  std::vector<std::unique_ptr<Team>> teams;
-  for (const std::string& setting : settings) {
-    Entrant entrant = ours(plan.n_ranks, /*with_processes=*/true, /*with_threads=*/false).front();
-    entrant.name = setting;
-    entrant.command.insert(entrant.command.begin(), {"env", "LOCKSTEP_TUNE=" + setting});
-    teams.push_back(std::make_unique<Team>(entrant, plan.n_ranks, plan.cores));
+  plan.n_blocks = 1;
+  std::map<std::uint64_t, std::map<std::string, std::vector<double>>> times;
+  for (int round = 0; round < n_rounds; ++round) {
+    for (const std::string& setting : settings) {
+      ::setenv("LOCKSTEP_TUNE", setting.c_str(), /*overwrite=*/1);
+      // As under torchrun, where rank 0 makes the segment; `lockstep run` makes it with its own
+      // LOCKSTEP_TUNE.
+      init_dist({.launcher = Launcher::pytorch});
+      for (const Row& row : measure(default_group(), plan, /*of_threads=*/false)) {
+        times[row.n_bytes][setting].push_back(row.p50_us);
+      }
+      destroy_dist();
+    }
   }
   Medians medians;
-  for (const Row& row : measure_all(plan, teams, [](Operation, std::uint64_t) {})) {
-    if (row.p50_us > 0) medians[row.n_bytes][row.entrant] = row.p50_us;
+  for (const auto& [n_bytes, by_setting] : times) {
+    for (const auto& [setting, us] : by_setting) medians[n_bytes][setting] = quantile(us, 0.5);
   }
   return medians;
 }
@@ -44,13 +52,12 @@ std::vector<std::uint64_t> doubling(std::uint64_t first, std::uint64_t last,
   return sizes;
 }
 
-/// The largest size before `other` becomes faster.
-std::uint64_t last_before(const Medians& medians, const std::string& setting,
-                          const std::string& other) {
+/// The largest size before the second setting becomes faster than the first.
+std::uint64_t last_of_first(const Plan& plan, const std::string& first, const std::string& second,
+                            std::vector<std::uint64_t> sizes) {
   std::uint64_t last = 0;
-  for (const auto& [n_bytes, us] : medians) {
-    if (!us.contains(setting) || !us.contains(other)) continue;
-    if (us.at(other) < us.at(setting)) return last;
+  for (const auto& [n_bytes, us] : compare(plan, {first, second}, std::move(sizes))) {
+    if (us.at(second) < us.at(first)) return last;
     last = n_bytes;
   }
   return std::stoull(kNever);
@@ -62,23 +69,17 @@ std::string tuned(const Plan& plan) {
   constexpr std::uint64_t kKiB = 1024;
   const std::string never = kNever;
   const std::uint64_t flat =
-      last_before(compare(plan, {"flat=" + never, "flat=0"}, doubling(kKiB / 2, 1024 * kKiB)),
-                  "flat=" + never, "flat=0");
+      last_of_first(plan, "flat=" + never, "flat=0", doubling(kKiB / 2, 1024 * kKiB));
 
   std::vector<std::string> chunks;
   for (const std::uint64_t size : doubling(16 * kKiB, 256 * kKiB)) {
     chunks.push_back(fmt::format("flat={},chunk={}", flat, size));
   }
-  const Medians by_chunk = compare(plan, chunks, doubling(1024 * kKiB, 16 * 1024 * kKiB, 4));
-  // The smallest product of the times, over the sizes for which all have figures.
+  // The smallest product of the times.
   std::map<std::string, double> logarithms;
-  for (const auto& [n_bytes, us] : by_chunk) {
-    if (us.size() < chunks.size()) continue;
+  for (const auto& [n_bytes, us] :
+       compare(plan, chunks, doubling(1024 * kKiB, 16 * 1024 * kKiB, 4))) {
     for (const auto& [chunk, time] : us) logarithms[chunk] += std::log(time);
-  }
-  if (logarithms.empty()) {
-    throw EngineError({.operation = "lockstep bench --tune"},
-                      "the cores moved during every block; try again, or with more --blocks");
   }
   const std::string best =
       std::min_element(logarithms.begin(), logarithms.end(), [](const auto& a, const auto& b) {
@@ -89,8 +90,7 @@ std::string tuned(const Plan& plan) {
   touching.mode = Mode::touch;
   touching.in_shared_memory = true;
   const std::uint64_t copied =
-      last_before(compare(touching, {"inplace=" + never, "inplace=0"}, doubling(512, 64 * kKiB)),
-                  "inplace=" + never, "inplace=0");
+      last_of_first(touching, "inplace=" + never, "inplace=0", doubling(512, 64 * kKiB));
   return fmt::format("LOCKSTEP_TUNE={},inplace={}", best, copied + 1);
 }
 

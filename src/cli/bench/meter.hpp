@@ -1,30 +1,25 @@
 #pragma once
 
 #include <sched.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <exception>
+#include <lockstep/types.hpp>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <vector>
 
-#include "base/abstract_socket.hpp"
-
-/// The protocol between `lockstep bench` and the ranks of a contestant, and the measurement itself.
-/// The peers (bench/peers) are separate programs and include little else of lockstep.
-///
-/// Each rank connects to the driver's Unix socket and sleeps in read() between its blocks, so an
-/// inactive contestant uses no core.
+/// What one rank does to measure a library: the calls, their buffers, checks and times. For the
+/// ranks of `lockstep bench`, and of the libraries that bench/compare measures beside lockstep;
+/// their programs include little else of lockstep.
 namespace lockstep::bench {
 
 enum class Operation : std::uint32_t {
@@ -35,84 +30,75 @@ enum class Operation : std::uint32_t {
   reduce_scatter,
   all_to_all
 };
-enum class Type : std::uint32_t { u8, i32, i64, f16, bf16, f32, f64 };
 /// warm: the same buffer again; touch: every rank rewrites it before each call, and only the call
 /// is timed; fresh: each call uses memory not used before.
 enum class Mode : std::uint32_t { warm, touch, fresh };
 
-constexpr std::size_t size_of(Type type) {
-  switch (type) {
-    case Type::u8: return 1;
-    case Type::f16:
-    case Type::bf16: return 2;
-    case Type::i32:
-    case Type::f32: return 4;
-    case Type::i64:
-    case Type::f64: return 8;
-  }
-  return 0;
-}
+/// What to measure, the same on every rank.
+struct Request {
+  Operation operation;
+  DType type;
+  Mode mode;
+  std::uint32_t in_shared_memory;  ///< buffers from the library's own allocator
+  std::uint64_t n_bytes;           ///< of the buffer, counted as in nccl-tests
+  double block_ns = 0;             ///< length of a block; 0: a few calls, to measure ns_per_call
+  double ns_per_call = 0;
 
-/// From a rank, once.
-struct Hello {
-  std::int32_t rank;
-  std::int32_t n_ranks;
+  bool operator==(const Request&) const = default;
 };
 
-/// From the driver, once: the core to bind to, -1 for any.
-struct Welcome {
-  std::int32_t core;
-};
-
-/// From the driver: one block of calls, the same on every rank.
+/// A block of calls.
 struct Block {
   Operation operation;
-  Type type;
+  DType type;
   Mode mode;
-  std::uint32_t in_shared_memory;  ///< buffers from the contestant's own allocator
-  std::uint64_t count;             ///< elements that one rank contributes (all_gather) or receives
+  bool in_shared_memory;
+  std::uint64_t count;  ///< elements that one rank contributes (all_gather) or receives
   std::uint32_t n_samples;
   std::uint32_t calls_per_sample;  ///< timed together if the clock would cost as much as a call
 };
 
-/// From a rank, after each block; if ok, n_samples times in ns per call (double) follow.
-struct Answer {
-  std::uint32_t is_ok;
-  std::array<char, 508> text;  ///< the error, if not ok
-};
-
-inline void read_all(int fd, void* data, std::size_t n_bytes) {
-  auto* at = static_cast<char*>(data);
-  while (n_bytes > 0) {
-    const ssize_t n = ::read(fd, at, n_bytes);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) throw std::system_error(errno, std::generic_category(), "read");
-    if (n == 0) throw std::runtime_error("the peer has closed the connection");
-    at += n;
-    n_bytes -= static_cast<std::size_t>(n);
+inline Block block_of(const Request& request, int n_ranks) {
+  constexpr double kClockWorth = 2'000;
+  constexpr std::uint64_t kMostFreshBytes = std::uint64_t{1} << 30;
+  const std::uint64_t n = request.n_bytes / size_of(request.type);
+  const bool is_barrier = request.operation == Operation::barrier;
+  const bool is_in_place =
+      request.operation == Operation::all_reduce || request.operation == Operation::broadcast;
+  Block block{.operation = request.operation,
+              .type = request.type,
+              .mode = is_barrier ? Mode::warm : request.mode,
+              .in_shared_memory = request.in_shared_memory != 0,
+              .count = is_barrier ? 0
+                       : is_in_place
+                           ? n
+                           : std::max<std::uint64_t>(n / static_cast<unsigned>(n_ranks), 1),
+              .n_samples = 3,
+              .calls_per_sample = 1};
+  if (request.block_ns == 0) return block;
+  if (block.mode == Mode::warm) {
+    const double n_calls = std::ceil(kClockWorth / request.ns_per_call);
+    block.calls_per_sample = static_cast<std::uint32_t>(std::clamp(n_calls, 1.0, 100.0));
   }
+  double most = 20'000;
+  if (block.mode == Mode::fresh) {
+    const auto pair = static_cast<double>(std::max<std::uint64_t>(request.n_bytes, 64)) * 2;
+    most = std::max(3.0, static_cast<double>(kMostFreshBytes) / pair);
+  }
+  block.n_samples = static_cast<std::uint32_t>(
+      std::clamp(request.block_ns / (request.ns_per_call * block.calls_per_sample), 3.0, most));
+  return block;
 }
 
-inline void write_all(int fd, const void* data, std::size_t n_bytes) {
-  const auto* at = static_cast<const char*>(data);
-  while (n_bytes > 0) {
-    const ssize_t n = ::send(fd, at, n_bytes, MSG_NOSIGNAL);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) throw std::system_error(errno, std::generic_category(), "send");
-    at += n;
-    n_bytes -= static_cast<std::size_t>(n);
-  }
-}
-
-/// What a contestant supports, on one rank.
-class Contestant {
+/// The collectives of one library, on one rank.
+class Collectives {
  public:
-  virtual ~Contestant() = default;
+  virtual ~Collectives() = default;
   virtual void barrier() = 0;
   /// One call: sums if it reduces, root 0. all_reduce and broadcast work in place in `out`; in and
   /// out hold n_ranks * count elements if the operation gathers or scatters.
   virtual void call(const Block& block, void* in, void* out) = 0;
-  /// Memory that the contestant transfers fastest; null if it has no allocator.
+  /// Memory that the library transfers fastest; null if it has no allocator.
   virtual std::byte* allocate(std::size_t /*n_bytes*/) { return nullptr; }
 };
 
@@ -122,22 +108,29 @@ inline double value_of(int rank, std::size_t i) {
 }
 
 /// A number as an element of that type, in the first size_of(type) bytes.
-inline std::array<std::byte, 8> encode(Type type, double value) {
+inline std::array<std::byte, 8> encode(DType type, double value) {
   std::array<std::byte, 8> element{};
   const auto put = [&](auto number) { std::memcpy(element.data(), &number, sizeof number); };
   const auto narrow = static_cast<float>(value);
   std::uint32_t bits = 0;
   std::memcpy(&bits, &narrow, sizeof bits);
   switch (type) {
-    case Type::u8: put(static_cast<std::uint8_t>(value)); break;
-    case Type::i32: put(static_cast<std::int32_t>(value)); break;
-    case Type::i64: put(static_cast<std::int64_t>(value)); break;
-    case Type::f32: put(narrow); break;
-    case Type::f64: put(value); break;
-    case Type::bf16: put(static_cast<std::uint16_t>(bits >> 16)); break;
-    case Type::f16:  // a whole number is zero or normal
+    case DType::u8: put(static_cast<std::uint8_t>(value)); break;
+    case DType::i32: put(static_cast<std::int32_t>(value)); break;
+    case DType::i64: put(static_cast<std::int64_t>(value)); break;
+    case DType::f32: put(narrow); break;
+    case DType::f64: put(value); break;
+    case DType::bf16: put(static_cast<std::uint16_t>(bits >> 16)); break;
+    case DType::f16:  // a whole number is zero or normal
       put(static_cast<std::uint16_t>(value == 0 ? 0 : (bits - 0x38000000U) >> 13));
       break;
+    case DType::i8:
+    case DType::i16:
+    case DType::u16:
+    case DType::u32:
+    case DType::u64:
+    case DType::boolean:
+    case DType::moments: throw std::invalid_argument("a type that is not measured");
   }
   return element;
 }
@@ -145,7 +138,7 @@ inline std::array<std::byte, 8> encode(Type type, double value) {
 /// Buffers for one kind of call, with initialisation and checks.
 class Buffers {
  public:
-  Buffers(Contestant& contestant, const Block& block, int rank, int n_ranks)
+  Buffers(Collectives& library, const Block& block, int rank, int n_ranks)
       : block_(block), rank_(rank), n_ranks_(n_ranks), element_(size_of(block.type)) {
     const auto n = static_cast<std::size_t>(n_ranks);
     const bool is_in_place =
@@ -160,7 +153,7 @@ class Buffers {
     n_pairs_ = block.mode == Mode::fresh ? std::max<std::size_t>(block.n_samples, 1) + 1 : 1;
     pair_bytes_ = (n_in_ * element_ + 63) / 64 * 64 + (n_out_ * element_ + 63) / 64 * 64;
     const std::size_t n_bytes = std::max<std::size_t>(pair_bytes_ * n_pairs_, 64);
-    if (block.in_shared_memory != 0) memory_ = contestant.allocate(n_bytes);
+    if (block.in_shared_memory) memory_ = library.allocate(n_bytes);
     if (memory_ == nullptr) {
       own_.reset(static_cast<std::byte*>(::operator new[](n_bytes, std::align_val_t{4096})));
       memory_ = own_.get();
@@ -239,30 +232,60 @@ class Buffers {
   std::vector<std::byte> pattern_;
 };
 
-/// Times per call in ns, one per sample. Checks a result before the first timing.
-inline std::vector<double> measure(Contestant& contestant, const Block& block, Buffers& buffers) {
-  using Clock = std::chrono::steady_clock;
-  buffers.fill(0);
-  contestant.call(block, buffers.in(0), buffers.out(0));
-  buffers.check(0);
-  contestant.barrier();
-  std::vector<double> times(block.n_samples);
-  for (std::size_t sample = 0; sample < times.size(); ++sample) {
-    const std::size_t pair = block.mode == Mode::fresh ? sample + 1 : 0;
-    if (block.mode == Mode::touch) {
-      buffers.fill(0);
-      contestant.barrier();  // no rank's writes are included in another's time
+/// Measures blocks on one rank. Its buffers serve the next block too, if that is of the same kind.
+class Meter {
+ public:
+  Meter(Collectives& library, int rank, int n_ranks)
+      : library_(library), rank_(rank), n_ranks_(n_ranks) {}
+
+  /// Times per call of this rank in ns, one per sample. Checks a result before the first timing:
+  /// throws if it is wrong.
+  std::vector<double> measure(const Request& request) {
+    using Clock = std::chrono::steady_clock;
+    const Block block = block_of(request, n_ranks_);
+    if (!buffers_ || block.mode == Mode::fresh || request != last_) {
+      buffers_.reset();
+      buffers_ = std::make_unique<Buffers>(library_, block, rank_, n_ranks_);
+      last_ = request;
     }
-    const auto begin = Clock::now();
-    for (std::uint32_t i = 0; i < block.calls_per_sample; ++i) {
-      contestant.call(block, buffers.in(pair), buffers.out(pair));
+    const Buffers& buffers = *buffers_;
+    buffers_->fill(0);
+    library_.call(block, buffers.in(0), buffers.out(0));
+    buffers.check(0);
+    library_.barrier();
+    std::vector<double> times(block.n_samples);
+    for (std::size_t sample = 0; sample < times.size(); ++sample) {
+      const std::size_t pair = block.mode == Mode::fresh ? sample + 1 : 0;
+      if (block.mode == Mode::touch) {
+        buffers_->fill(0);
+        library_.barrier();  // no rank's writes are included in another's time
+      }
+      const auto begin = Clock::now();
+      for (std::uint32_t i = 0; i < block.calls_per_sample; ++i) {
+        library_.call(block, buffers.in(pair), buffers.out(pair));
+      }
+      const std::chrono::duration<double, std::nano> taken = Clock::now() - begin;
+      times[sample] = taken.count() / block.calls_per_sample;
     }
-    const std::chrono::duration<double, std::nano> taken = Clock::now() - begin;
-    times[sample] = taken.count() / block.calls_per_sample;
+    return times;
   }
-  return times;
+
+ private:
+  Collectives& library_;
+  int rank_;
+  int n_ranks_;
+  Request last_{};
+  std::unique_ptr<Buffers> buffers_;
+};
+
+/// Of quantile q, from 0 to 1.
+inline double quantile(std::vector<double> values, double q) {
+  const auto at = static_cast<std::ptrdiff_t>(q * static_cast<double>(values.size() - 1));
+  std::nth_element(values.begin(), values.begin() + at, values.end());
+  return values[static_cast<std::size_t>(at)];
 }
 
+/// -1: any core.
 inline void bind_to(int core) {
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -271,66 +294,5 @@ inline void bind_to(int core) {
     throw std::system_error(errno, std::generic_category(), "sched_setaffinity");
   }
 }
-
-/// A rank's connection to the driver.
-class Rank {
- public:
-  Rank(const std::string& driver, int rank, int n_ranks) : rank_(rank), n_ranks_(n_ranks) {
-    fd_ = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const base::AbstractAddress address(driver);
-    if (fd_ < 0 || ::connect(fd_, address.get(), address.n_bytes()) != 0) {
-      throw std::system_error(errno, std::generic_category(), "connect to the socket " + driver);
-    }
-    const Hello hello{rank, n_ranks};
-    write_all(fd_, &hello, sizeof hello);
-    Welcome welcome{};
-    read_all(fd_, &welcome, sizeof welcome);
-    if (welcome.core >= 0) bind_to(welcome.core);
-  }
-  ~Rank() { ::close(fd_); }
-  Rank(const Rank&) = delete;
-  Rank& operator=(const Rank&) = delete;
-
-  /// Runs the driver's blocks until it closes the connection.
-  void serve(Contestant& contestant) {
-    Block block{};
-    Block last{};
-    std::unique_ptr<Buffers> buffers;
-    while (next(block)) {
-      Answer answer{};
-      std::vector<double> times;
-      try {
-        if (!buffers || std::memcmp(&block, &last, sizeof block) != 0) {
-          buffers.reset();
-          buffers = std::make_unique<Buffers>(contestant, block, rank_, n_ranks_);
-          last = block;
-        }
-        times = measure(contestant, block, *buffers);
-        answer.is_ok = 1;
-      } catch (const std::exception& error) {
-        std::strncpy(answer.text.data(), error.what(), answer.text.size() - 1);
-      }
-      write_all(fd_, &answer, sizeof answer);
-      write_all(fd_, times.data(), times.size() * sizeof(double));
-      if (answer.is_ok == 0) return;
-    }
-  }
-
- private:
-  bool next(Block& block) {
-    char first = 0;
-    ssize_t n = 0;
-    do {
-      n = ::recv(fd_, &first, 1, MSG_PEEK);
-    } while (n < 0 && errno == EINTR);
-    if (n <= 0) return false;
-    read_all(fd_, &block, sizeof block);
-    return true;
-  }
-
-  int fd_ = -1;
-  int rank_;
-  int n_ranks_;
-};
 
 }  // namespace lockstep::bench
