@@ -520,6 +520,52 @@ TEST_F(CheckpointTest, a_number_that_does_not_fit_is_refused) {
   expect_loads_as(file, 0.25, 0.25F);
 }
 
+TEST_F(CheckpointTest, a_byte_that_changed_anywhere_is_reported) {
+  const std::string file = path("training.pt");
+  TwoLayers training;
+  save_training(file, {training.net, training.optimizer});
+  std::string good(std::filesystem::file_size(file), 0);
+  std::ifstream(file, std::ios::binary).read(good.data(), static_cast<long>(good.size()));
+  const std::size_t end = good.rfind("lockstep");  // what tells that a checksum follows
+  ASSERT_NE(end, std::string::npos);
+  for (std::size_t at = 0; at < end; at += end / 97) {
+    std::string bytes = good;
+    bytes[at] = static_cast<char>(bytes[at] ^ 1);
+    std::ofstream(file, std::ios::binary) << bytes;
+    expect_in(refusal_of(file, {training.net, training.optimizer}), {"training.pt is damaged"});
+  }
+}
+
+TEST_F(CheckpointTest, a_part_of_another_type_is_refused) {
+  const std::string file = path("training.pt");
+  TwoLayers training;
+  int epoch = 3;
+  const std::vector<std::string> keys = {"kinds", "part_0", "part_1", "part_2"};
+  const auto save_with = [&](const std::string& key, const c10::IValue& value) {
+    save_checkpoint(file, [&](torch::serialize::OutputArchive& archive) {
+      std::size_t i = 1;
+      for (const TrainingPart& part :
+           {TrainingPart(training.net), TrainingPart(training.optimizer), TrainingPart(epoch)}) {
+        torch::serialize::OutputArchive saved;
+        part.save(saved);
+        if (keys[i] != key) archive.write(keys[i], saved);
+        ++i;
+      }
+      if (key != "kinds") archive.write("kinds", c10::IValue("mon"));
+      if (!value.isNone()) archive.write(key, value);
+    });
+  };
+  save_with("", {});
+  load_training(file, {training.net, training.optimizer, epoch});
+  for (const std::string& key : keys) {
+    for (const c10::IValue& value : std::vector<c10::IValue>{
+             {}, 1, 0.5, "text", true, at::ones({2}), c10::List<std::int64_t>()}) {
+      save_with(key, value);
+      expect_in(refusal_of(file, {training.net, training.optimizer, epoch}), {"cannot load"});
+    }
+  }
+}
+
 TEST_F(CheckpointTest, a_callback_of_load_checkpoint_fails_as_a_usage_error) {
   const std::string file = path("training.pt");
   save_checkpoint(file, [](auto& archive) { archive.write("value", at::ones({1})); });
