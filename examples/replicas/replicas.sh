@@ -18,7 +18,7 @@ for replicas in 1 4; do
   "$train" "${flags[@]}" --data-parallel "$replicas" --save "$out/$replicas.pt"
 done
 
-difference=$("$train" --compare "$out/1.pt" "$out/4.pt")
+difference=$("$train" "${flags[@]}" --compare "$out/1.pt" "$out/4.pt")
 printf '\nlargest difference of a parameter or buffer: %s\n' "$difference"
 awk -v difference="${difference%% *}" -v largest="$largest" \
   'BEGIN { exit !(difference + 0 <= largest + 0) }' ||

@@ -5,15 +5,12 @@
 # usage: demo.sh BUILD_DIR OUT_DIR
 set -euo pipefail
 
-if [ $# -ne 2 ]; then
-  echo "usage: demo.sh BUILD_DIR OUT_DIR" >&2
-  exit 2
-fi
 here=$(cd "$(dirname "$0")" && pwd)
-lockstep=$1/src/cli/lockstep
+lockstep=${1:?usage: demo.sh BUILD_DIR OUT_DIR}/src/cli/lockstep
 train=$1/examples/train/lockstep-train
-out=$2
+out=${2:?usage: demo.sh BUILD_DIR OUT_DIR}
 epochs=5
+options=(--batch 8 --epochs "$epochs" --seed 1 --precision f64 --threads 1)
 runs=(one sync plain)
 titles=("one rank" "4 ranks, SyncBatchNorm" "4 ranks, BatchNorm")
 mkdir -p "$out"
@@ -26,8 +23,7 @@ for i in "${!runs[@]}"; do
   run=${runs[i]}
   printf '\n%s, global batch of 8\n' "${titles[i]}"
   rm -f "$out/$run.jsonl" "$out/$run.pt"
-  "train_$run" --batch 8 --epochs "$epochs" --seed 1 --precision f64 --threads 1 \
-    --save "$out/$run.pt" --metrics "$out/$run.jsonl" --metrics-every 20
+  "train_$run" "${options[@]}" --save "$out/$run.pt" --metrics "$out/$run.jsonl" --metrics-every 20
 done
 
 # values EVENT KEY RUN: that number of each such line of the run's metrics.
@@ -45,7 +41,7 @@ of_runs() { # LABEL FORMAT COMMAND...: a row with what the command says of each 
 loss_of_epoch() { values epoch loss "$2" | sed -n "$1p"; }
 accuracy() { values summary test_accuracy "$1" | awk '{ print 100 * $1 }'; }
 difference() {
-  if [ "$1" = one ]; then echo 0; else "$train" --compare "$out/one.pt" "$out/$1.pt" | cut -d' ' -f1; fi
+  if [ "$1" = one ]; then echo 0; else "$train" "${options[@]}" --compare "$out/one.pt" "$out/$1.pt" | cut -d' ' -f1; fi
 }
 
 echo

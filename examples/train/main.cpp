@@ -3,53 +3,76 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <lockstep/env.hpp>
 #include <lockstep/launch.hpp>
-#include <string>
+#include <stdexcept>
 
-#include "train/checkpoint.hpp"
-#include "train/data.hpp"
-#include "train/options.hpp"
-#include "train/trainer.hpp"
+#include "train.hpp"
 
 namespace {
 
-constexpr int kUsage = 2;
+/// The digits that lockstep ships: next to the installed program, else in the source tree.
+std::string shipped_digits() {
+  const auto program = std::filesystem::read_symlink("/proc/self/exe");
+  const auto installed = program.parent_path().parent_path() / INSTALLED_DATA;
+  return std::filesystem::is_directory(installed) ? installed : SOURCE_DATA;
+}
 
-void run(const train::Options& options, const std::string& backend) {
+void add_options(CLI::App& app, train::Options& options) {
+  // CLI11 alone takes -1 for the largest unsigned number.
+  const CLI::Range from_0(std::size_t{0}, std::size_t{1} << 31U);
+  const CLI::Range from_1(std::size_t{1}, std::size_t{1} << 31U);
+  const auto add = [&app](const char* name, auto& value, const char* text) {
+    return app.add_option(name, value, text)->capture_default_str();
+  };
+  options.data = shipped_digits();
+  add("--data", options.data, "folder of MNIST's files, or others of their form, plain or .gz");
+  add("--model", options.model, "the network")->check(CLI::IsMember({"convnet", "resnet18"}));
+  add("--precision", options.precision, "of the network")->check(CLI::IsMember({"f32", "f64"}));
+  add("--sync-bn", options.sync_bn, "on: BatchNorm over all ranks' images; off: each rank's own");
+  add("--epochs", options.epochs, "passes over the training images")->check(from_0);
+  add("--max-steps", options.max_steps, "maximum number of steps; 0: no limit")->check(from_0);
+  add("--batch", options.batch, "images per step, over all ranks")->check(from_1);
+  add("--seed", options.seed, "of the parameters and the order of the images")->check(from_0);
+  add("--threads", options.threads, "libtorch's threads per rank; 0: its default")->check(from_0);
+  add("--data-parallel", options.data_parallel, "replicas in each rank")->check(from_1);
+  add("--backend", options.backend, "auto, shared, gloo, hierarchical, mpi");
+  add("--save", options.save, "write a checkpoint here after every epoch");
+  add("--load", options.load, "resume from this checkpoint");
+  add("--metrics", options.metrics, "append JSON lines to this file: one per epoch, and a summary");
+  add("--metrics-every", options.metrics_every, "and the loss of so many steps")->check(from_0);
+  add("--compare", options.compare, "print how much two checkpoints differ")->expected(2);
+}
+
+void run(const train::Options& options) {
+  // Read first: errors in the files are reported before any rank waits for another.
+  const train::Dataset data = train::read_dataset(options.data);
   if (!options.compare.empty()) {
-    const auto difference = train::compare_checkpoints(options.compare[0], options.compare[1]);
+    const auto difference = train::compare(options, data, options.compare[0], options.compare[1]);
     fmt::print("{:.3g} {}\n", difference.largest, difference.name);
     return;
   }
-  // Read the files first: errors in them are reported before any rank waits for another.
-  const train::Dataset data = train::read_dataset(options.data, options.n_classes);
-  train::Trainer trainer(options, data);
-  lockstep::init_dist({.backend = backend});
-  trainer.run(lockstep::default_group());
+  lockstep::init_dist({.backend = options.backend});
+  train::run(options, data, lockstep::default_group());
   lockstep::destroy_dist();
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  constexpr int kUsage = 2;
   CLI::App app("Trains an image classifier, alone or as one rank of `lockstep run`.",
                "lockstep-train");
   train::Options options;
-  train::add_options(app, options);
-  std::string backend = "auto";
-  app.add_option("--backend", backend,
-                 "How the ranks communicate: auto, shared, gloo, hierarchical, mpi")
-      ->capture_default_str();
   try {
+    add_options(app, options);
     app.parse(argc, argv);
+    options.n_restarts = lockstep::Env::read().restart;
+    run(options);
+    return 0;
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : kUsage;
-  }
-  try {
-    options.n_restarts = lockstep::Env::read().restart;
-    run(options, backend);
-    return 0;
   } catch (const std::exception& error) {
     fmt::print(stderr, "lockstep-train: {}\n", error.what());
     lockstep::destroy_dist(error.what());  // the other ranks get PeerFailed with this text

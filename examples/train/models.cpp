@@ -1,4 +1,4 @@
-#include "train/models.hpp"
+#include "models.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
@@ -10,9 +10,12 @@ namespace {
 
 namespace nn = torch::nn;
 
-nn::Conv2d conv(std::int64_t in, std::int64_t out, std::int64_t kernel, std::int64_t stride = 1) {
-  return nn::Conv2d(
-      nn::Conv2dOptions(in, out, kernel).stride(stride).padding(kernel / 2).bias(false));
+/// Ends with a BatchNorm.
+void add_conv(nn::Sequential& net, std::int64_t in, std::int64_t out, std::int64_t kernel,
+              std::int64_t stride = 1) {
+  net->push_back(nn::Conv2d(
+      nn::Conv2dOptions(in, out, kernel).stride(stride).padding(kernel / 2).bias(false)));
+  net->push_back(nn::BatchNorm2d(out));
 }
 
 /// Two convolutions with a skip connection.
@@ -23,12 +26,13 @@ struct ResidualBlockImpl : nn::Cloneable<ResidualBlockImpl> {
   }
 
   void reset() override {
-    body = register_module(
-        "body", nn::Sequential(conv(in, out, 3, stride), nn::BatchNorm2d(out), nn::ReLU(),
-                               conv(out, out, 3), nn::BatchNorm2d(out)));
+    body = register_module("body", nn::Sequential());
+    add_conv(body, in, out, /*kernel=*/3, stride);
+    body->push_back(nn::ReLU());
+    add_conv(body, out, out, /*kernel=*/3);
     if (stride == 1 && in == out) return;
-    around = register_module(
-        "around", nn::Sequential(conv(in, out, /*kernel=*/1, stride), nn::BatchNorm2d(out)));
+    around = register_module("around", nn::Sequential());
+    add_conv(around, in, out, /*kernel=*/1, stride);
   }
 
   torch::Tensor forward(const torch::Tensor& x) {
@@ -41,47 +45,7 @@ struct ResidualBlockImpl : nn::Cloneable<ResidualBlockImpl> {
 };
 TORCH_MODULE(ResidualBlock);
 
-nn::Sequential make_convnet(std::int64_t channels, std::int64_t n_classes) {
-  nn::Sequential net;
-  std::int64_t in = channels;
-  for (const std::int64_t out : {16, 32, 64}) {
-    net->push_back(conv(in, out, 3, /*stride=*/2));
-    net->push_back(nn::BatchNorm2d(out));
-    net->push_back(nn::ReLU());
-    in = out;
-  }
-  net->push_back(nn::AdaptiveAvgPool2d(1));
-  net->push_back(nn::Flatten());
-  net->push_back(nn::Linear(in, n_classes));
-  return net;
-}
-
-nn::Sequential make_resnet18(std::int64_t channels, std::int64_t n_classes) {
-  nn::Sequential net(conv(channels, 64, 3), nn::BatchNorm2d(64), nn::ReLU());
-  std::int64_t in = 64;
-  for (const std::int64_t out : {64, 128, 256, 512}) {
-    net->push_back(ResidualBlock(in, out, /*stride=*/out == in ? 1 : 2));
-    net->push_back(ResidualBlock(out, out, /*stride=*/1));
-    in = out;
-  }
-  net->push_back(nn::AdaptiveAvgPool2d(1));
-  net->push_back(nn::Flatten());
-  net->push_back(nn::Linear(in, n_classes));
-  return net;
-}
-
-}  // namespace
-
-nn::Sequential make_model(Model model, std::size_t channels, std::size_t n_classes) {
-  const auto in = static_cast<std::int64_t>(channels);
-  const auto out = static_cast<std::int64_t>(n_classes);
-  switch (model) {
-    case Model::convnet: return make_convnet(in, out);
-    case Model::resnet18: return make_resnet18(in, out);
-  }
-  TORCH_CHECK(false, "no such model");
-}
-
+/// Draws from a generator of its own, because the global one is shared by the threads of a process.
 void initialise(nn::Module& model, std::uint64_t seed) {
   const torch::NoGradGuard no_grad;
   const at::Generator random = at::detail::createCPUGenerator(seed);
@@ -95,6 +59,36 @@ void initialise(nn::Module& model, std::uint64_t seed) {
   for (const auto& module : model.modules()) {  // BatchNorm draws nothing, Linear its bias
     if (const auto* linear = module->as<nn::Linear>()) linear->bias.zero_();
   }
+}
+
+}  // namespace
+
+nn::Sequential make_model(const std::string& name, std::int64_t n_classes, torch::Dtype dtype,
+                          std::uint64_t seed) {
+  nn::Sequential net;
+  std::int64_t in = 1;
+  if (name == "resnet18") {
+    in = 64;
+    add_conv(net, 1, in, /*kernel=*/3);
+    net->push_back(nn::ReLU());
+    for (const std::int64_t out : {64, 128, 256, 512}) {
+      net->push_back(ResidualBlock(in, out, /*stride=*/out == in ? 1 : 2));
+      net->push_back(ResidualBlock(out, out, /*stride=*/1));
+      in = out;
+    }
+  } else {
+    for (const std::int64_t out : {16, 32, 64}) {
+      add_conv(net, in, out, /*kernel=*/3, /*stride=*/2);
+      net->push_back(nn::ReLU());
+      in = out;
+    }
+  }
+  net->push_back(nn::AdaptiveAvgPool2d(1));
+  net->push_back(nn::Flatten());
+  net->push_back(nn::Linear(in, n_classes));
+  net->to(dtype);
+  initialise(*net, seed);
+  return net;
 }
 
 }  // namespace train

@@ -18,8 +18,6 @@ namespace {
 
 using Bytes = std::vector<std::uint8_t>;
 
-constexpr std::size_t kCifarRecord = 3073;
-
 Bytes idx(std::vector<std::uint32_t> dims, std::size_t n_data, std::uint8_t value = 0) {
   Bytes bytes = {0, 0, 0x08, static_cast<std::uint8_t>(dims.size())};
   for (const std::uint32_t dim : dims) {
@@ -60,13 +58,12 @@ class DataTest : public testing::Test {
   }
 
   /// Reads the directory and expects an error that says all of `parts`.
-  void expect_error(const std::vector<std::string>& parts, std::size_t n_classes = 0) {
-    expect_error_at(directory_.path(), parts, n_classes);
+  void expect_error(const std::vector<std::string>& parts) {
+    expect_error_at(directory_.path(), parts);
   }
-  void expect_error_at(const std::filesystem::path& path, const std::vector<std::string>& parts,
-                       std::size_t n_classes = 0) {
+  void expect_error_at(const std::filesystem::path& path, const std::vector<std::string>& parts) {
     try {
-      read_dataset(path, n_classes);
+      read_dataset(path);
       ADD_FAILURE() << "no error";
     } catch (const DataError& error) {
       for (const std::string& part : parts) {
@@ -81,10 +78,8 @@ class DataTest : public testing::Test {
 
 TEST_F(DataTest, reads_plain_files) {
   const Dataset set = read_dataset(directory_.path());
-  EXPECT_EQ(set.n_classes, 10U);
   EXPECT_EQ(set.train.size(), 6U);
   EXPECT_EQ(set.test.size(), 3U);
-  EXPECT_EQ(set.train.channels, 1U);
   EXPECT_EQ(set.train.height, 5U);
   EXPECT_EQ(set.train.width, 4U);
   EXPECT_EQ(set.train.pixels, Bytes(120, 7));
@@ -103,7 +98,7 @@ TEST_F(DataTest, a_gzip_file_is_unpacked_no_further_than_its_header_says) {
     std::filesystem::resize_file(path, std::filesystem::file_size(path) - 10);
   };
   write_bomb({1, 2, 3});
-  expect_error({"train-images-idx3-ubyte.gz", "offset 0", "this is not an IDX file"});
+  expect_error({"train-images-idx3-ubyte.gz", "offset 0", "expected 00 00 08 03"});
   write_bomb(idx({6, 5, 4}, 0));
   expect_error({"train-images-idx3-ubyte.gz", "offset 136", "more bytes"});
 }
@@ -112,7 +107,8 @@ TEST_F(DataTest, reads_gzip_as_plain) {
   const Dataset shipped = read_dataset(LOCKSTEP_DIGITS);
   EXPECT_EQ(shipped.train.size(), 1440U);
   EXPECT_EQ(shipped.test.size(), 357U);
-  EXPECT_EQ(shipped.train.image_bytes(), 28U * 28U);
+  EXPECT_EQ(shipped.train.height, 28U);
+  EXPECT_EQ(shipped.train.width, 28U);
   EXPECT_EQ(shipped.train.pixels.size(), 1440U * 28U * 28U);
   std::vector<int> per_class(10);
   for (const std::uint8_t label : shipped.train.labels) ++per_class[label];
@@ -129,32 +125,24 @@ TEST_F(DataTest, reads_gzip_as_plain) {
   EXPECT_EQ(read_dataset(directory_.path()).train.pixels, shipped.train.pixels);
 }
 
-TEST_F(DataTest, reads_names_with_a_dot) {
-  for (const char* name : {"train-images", "t10k-images"}) {
-    std::filesystem::rename(directory_ / (std::string(name) + "-idx3-ubyte"),
-                            directory_ / (std::string(name) + ".idx3-ubyte"));
-  }
-  EXPECT_EQ(read_dataset(directory_.path()).train.size(), 6U);
-}
-
 TEST_F(DataTest, absent_file) {
   std::filesystem::remove(directory_ / "t10k-labels-idx1-ubyte");
-  expect_error({"t10k-labels-idx1-ubyte[.gz]", "absent", "expected"});
+  expect_error({"t10k-labels-idx1-ubyte.gz", "no such file, or without .gz"});
 }
 
 TEST_F(DataTest, absent_directory) {
-  expect_error_at(directory_ / "nowhere", {"nowhere", "expected a directory"});
+  expect_error_at(directory_ / "nowhere", {"nowhere", "expected a folder"});
 }
 
 TEST_F(DataTest, directory_without_images) {
   const TemporaryDirectory empty;
-  expect_error_at(empty.path(), {empty.path().string(), "train-images-idx3-ubyte", "CIFAR-10"});
+  expect_error_at(empty.path(), {empty.path().string(), "train-images-idx3-ubyte"});
 }
 
 TEST_F(DataTest, unreadable_file) {
   std::filesystem::remove(directory_ / "train-images-idx3-ubyte");
   std::filesystem::create_directory(directory_ / "train-images-idx3-ubyte");
-  expect_error({"train-images-idx3-ubyte", "offset 0", "directory", "expected"});
+  expect_error({"train-images-idx3-ubyte", "offset 0", "directory"});
 }
 
 TEST_F(DataTest, empty_file) {
@@ -171,48 +159,47 @@ TEST_F(DataTest, truncated_header) {
 
 TEST_F(DataTest, truncated_pixels) {
   write_file(directory_ / "t10k-images-idx3-ubyte", idx({3, 5, 4}, 59));
-  expect_error({"t10k-images-idx3-ubyte", "offset 75", "76 bytes", "3 x 5 x 4"});
+  expect_error({"t10k-images-idx3-ubyte", "offset 75", "3 x 5 x 4 bytes"});
 }
 
 TEST_F(DataTest, trailing_bytes) {
   write_file(directory_ / "train-labels-idx1-ubyte", idx({6}, 8));
-  expect_error({"train-labels-idx1-ubyte", "offset 14", "more bytes", "end of the file"});
+  expect_error({"train-labels-idx1-ubyte", "offset 14", "more bytes", "expected 6 bytes"});
 }
 
 TEST_F(DataTest, wrong_magic) {
   Bytes bytes = idx({6, 5, 4}, 120);
   bytes[1] = 0x50;
   write_file(directory_ / "train-images-idx3-ubyte", bytes);
-  expect_error({"train-images-idx3-ubyte", "offset 0", "00 50", "expected 00 00"});
+  expect_error({"train-images-idx3-ubyte", "offset 0", "00 50 08 03", "expected 00 00 08 03"});
 }
 
 TEST_F(DataTest, wrong_element_type) {
   Bytes bytes = idx({6, 5, 4}, 120);
   bytes[2] = 0x0d;
   write_file(directory_ / "train-images-idx3-ubyte", bytes);
-  expect_error({"train-images-idx3-ubyte", "offset 2", "0x0d", "expected 0x08"});
+  expect_error({"train-images-idx3-ubyte", "offset 0", "00 00 0d 03", "expected 00 00 08 03"});
 }
 
 TEST_F(DataTest, labels_where_images_belong) {
   write_file(directory_ / "train-images-idx3-ubyte", idx({16}, 16));
-  expect_error({"train-images-idx3-ubyte", "offset 3", "1 dimensions", "expected 3"});
+  expect_error({"train-images-idx3-ubyte", "offset 0", "00 00 08 01", "in 3 dimensions"});
 }
 
 TEST_F(DataTest, dimension_of_zero) {
   write_file(directory_ / "train-images-idx3-ubyte", idx({6, 0, 4}, 0));
-  expect_error({"train-images-idx3-ubyte", "offset 8", "dimension 0", "at least 1"});
+  expect_error({"train-images-idx3-ubyte", "offset 4", "6 x 0 x 4"});
 }
 
 TEST_F(DataTest, dimensions_past_64_bits) {
   // Their product is 2^64: 0 where it wraps.
   write_file(directory_ / "train-images-idx3-ubyte", idx({0x80000000, 0x80000000, 4}, 0));
-  expect_error({"train-images-idx3-ubyte", "offset 16", "2147483648 x 2147483648 x 4"});
+  expect_error({"train-images-idx3-ubyte", "offset 4", "2147483648 x 2147483648 x 4"});
 }
 
 TEST_F(DataTest, fewer_labels_than_images) {
   write_file(directory_ / "train-labels-idx1-ubyte", idx({5}, 5));
-  expect_error(
-      {"train-labels-idx1-ubyte", "offset 4", "5 labels", "expected 6", "train-images-idx3-ubyte"});
+  expect_error({"train-labels-idx1-ubyte", "offset 4", "5 labels", "6 images"});
 }
 
 TEST_F(DataTest, label_out_of_range) {
@@ -220,8 +207,6 @@ TEST_F(DataTest, label_out_of_range) {
   bytes[10] = 10;
   write_file(directory_ / "t10k-labels-idx1-ubyte", bytes);
   expect_error({"t10k-labels-idx1-ubyte", "offset 10", "label 10", "expected 0 to 9"});
-  EXPECT_EQ(read_dataset(directory_.path(), /*n_classes=*/11).n_classes, 11U);
-  expect_error({"expected 0 to 2", "label 3"}, /*n_classes=*/3);
 }
 
 TEST_F(DataTest, test_images_of_another_size) {
@@ -239,7 +224,7 @@ TEST_F(DataTest, truncated_gzip) {
   Bytes packed = read_plain(path);
   packed.resize(packed.size() / 2);
   write_file(path, packed);
-  expect_error({"train-images-idx3-ubyte.gz", "offset", "gzip file ends too early", "expected"});
+  expect_error({"train-images-idx3-ubyte.gz", "offset", "unexpected end of file"});
 }
 
 TEST_F(DataTest, corrupt_gzip) {
@@ -249,99 +234,32 @@ TEST_F(DataTest, corrupt_gzip) {
   Bytes packed = read_plain(path);
   packed[packed.size() - 6] ^= 0xff;  // in its checksum
   write_file(path, packed);
-  expect_error({"train-images-idx3-ubyte.gz", "offset", "incorrect data check", "expected"});
+  expect_error({"train-images-idx3-ubyte.gz", "offset", "incorrect data check"});
 }
 
-/// EMNIST's names, as its archive has them.
-void write_emnist(const TemporaryDirectory& directory, const std::string& split,
-                  std::uint8_t label) {
-  for (const std::string part : {"train", "test"}) {
-    const std::string stem = "emnist-" + split + "-" + part;
-    write_gzip(directory / (stem + "-images-idx3-ubyte.gz"), idx({2, 28, 28}, 2 * 28 * 28));
-    write_gzip(directory / (stem + "-labels-idx1-ubyte.gz"), idx({2}, 2, label));
-  }
-}
-
-TEST_F(DataTest, emnist_alone_in_its_directory) {
-  const TemporaryDirectory directory;
-  write_emnist(directory, "letters", /*label=*/26);
-  const Dataset set = read_dataset(directory.path());
-  EXPECT_EQ(set.n_classes, 27U);
-  EXPECT_EQ(set.train.size(), 2U);
-}
-
-TEST_F(DataTest, emnist_of_several_splits) {
-  const TemporaryDirectory directory;
-  write_emnist(directory, "balanced", /*label=*/46);
-  write_emnist(directory, "digits", /*label=*/10);
-  expect_error_at(directory.path(), {"emnist-balanced, emnist-digits", "expected one"});
-  EXPECT_EQ(read_dataset(directory / "emnist-balanced").n_classes, 47U);
-  expect_error_at(directory / "emnist-digits", {"emnist-digits-train-labels", "label 10"});
-  expect_error_at(directory / "emnist-letters", {"emnist-letters-train-images", "absent"});
-}
-
-class CifarTest : public DataTest {
- protected:
-  CifarTest() {
-    for (const char* name : {"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin",
-                             "data_batch_4.bin", "data_batch_5.bin", "test_batch.bin"}) {
-      write_file(cifar_ / name, Bytes(2 * kCifarRecord, 4));
-    }
-  }
-  TemporaryDirectory cifar_;
-};
-
-TEST_F(CifarTest, reads_all_batches) {
-  const Dataset set = read_dataset(cifar_.path());
-  EXPECT_EQ(set.train.size(), 10U);
-  EXPECT_EQ(set.test.size(), 2U);
-  EXPECT_EQ(set.train.channels, 3U);
-  EXPECT_EQ(set.train.image_bytes(), 3072U);
-  EXPECT_EQ(set.train.pixels, Bytes(10 * 3072, 4));
-  EXPECT_EQ(set.train.labels, Bytes(10, 4));
-}
-
-TEST_F(CifarTest, record_cut_short) {
-  write_file(cifar_ / "data_batch_3.bin", Bytes(kCifarRecord + 100, 4));
-  expect_error_at(cifar_.path(), {"data_batch_3.bin", "offset 3173", "whole records of 3073"});
-}
-
-TEST_F(CifarTest, label_out_of_range) {
-  Bytes bytes(2 * kCifarRecord, 4);
-  bytes[kCifarRecord] = 11;
-  write_file(cifar_ / "test_batch.bin", bytes);
-  expect_error_at(cifar_.path(), {"test_batch.bin", "offset 3073", "label 11", "expected 0 to 9"});
-}
-
-TEST_F(CifarTest, absent_batch) {
-  std::filesystem::remove(cifar_ / "data_batch_4.bin");
-  expect_error_at(cifar_.path(), {"data_batch_4.bin", "absent"});
-}
-
-TEST(DataParserTest, survives_mutations) {
+TEST_F(DataTest, survives_mutations) {
   std::mt19937 random(7);
   const Bytes good_images = idx({6, 5, 4}, 120);
   const Bytes good_labels = idx({6}, 6);
   std::size_t n_errors = 0;
-  for (int i = 0; i < 20'000; ++i) {
+  for (int i = 0; i < 1'000; ++i) {
     Bytes bytes = i % 2 == 0 ? good_images : good_labels;
     for (auto n = random() % 3; n > 0; --n) {
       bytes[random() % std::min<std::size_t>(bytes.size(), 20)] = std::uint8_t(random());
     }
     bytes.resize(random() % 4 == 0 ? random() % (bytes.size() + 8) : bytes.size());
-    try {
-      const Images images = parse_idx_images(bytes, "images");
-      ASSERT_EQ(images.pixels.size() % images.image_bytes(), 0U);
-    } catch (const DataError&) {
-      ++n_errors;
-    }
-    try {
-      parse_idx_labels(bytes, "labels");
-    } catch (const DataError&) {
-      ++n_errors;
+    write_file(directory_ / "mutated", bytes);
+    for (const std::size_t n_dims : {1, 3}) {
+      try {
+        const Idx read = read_idx(directory_ / "mutated", n_dims);
+        ASSERT_EQ(read.sizes.size(), n_dims);
+        ASSERT_EQ(read.bytes.size(), bytes.size() - 4 - 4 * n_dims);
+      } catch (const DataError&) {
+        ++n_errors;
+      }
     }
   }
-  EXPECT_GT(n_errors, 20'000U);
+  EXPECT_GT(n_errors, 1'000U);
 }
 
 }  // namespace

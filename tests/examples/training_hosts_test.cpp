@@ -14,7 +14,8 @@
 #include "support/hosts.hpp"
 #include "support/namespaces.hpp"
 #include "support/waiting.hpp"
-#include "train/checkpoint.hpp"
+#include "train/data.hpp"
+#include "train/train.hpp"
 
 namespace train {
 namespace {
@@ -108,7 +109,10 @@ class TrainingHostsTest : public testing::TestWithParam<int> {
     for (std::size_t i = 0; i < kHostsSteps; ++i) {
       EXPECT_NEAR(got.losses[i], expected.losses[i], kHostsSame) << "step " << i + 1;
     }
-    const Difference difference = compare_checkpoints(checkpoint("alone"), checkpoint("hosts"));
+    Options options;
+    options.precision = "f64";
+    const Difference difference =
+        compare(options, read_dataset(LOCKSTEP_DIGITS), checkpoint("alone"), checkpoint("hosts"));
     EXPECT_LT(difference.largest, kHostsSame) << difference.name;
   }
 
