@@ -35,8 +35,7 @@ MPI_Datatype datatype_of(DType type) {
     case DType::u16:
     case DType::u32:
     case DType::u64:
-    case DType::boolean:
-    case DType::moments: break;
+    case DType::boolean: break;
   }
   return MPI_BYTE;
 }

@@ -300,7 +300,7 @@ TEST_P(MpiTest, an_exchange_that_ended_in_the_middle_of_a_message_leaves_its_mem
       mpirun(2, fmt::format("env OMPI_MCA_btl_vader_single_copy_mechanism=none UCX_TLS=posix,self "
                             "timeout 60 {} stopped {}",
                             OVER_MPI_PROGRAM, said.path()));
-  EXPECT_TRUE(std::filesystem::exists(said / "3.said")) << ended.err;
+  EXPECT_TRUE(std::filesystem::exists(said / "4.said")) << ended.err;
 }
 TEST_P(MpiTest, only_one_thread_calls_an_mpi_that_grants_no_more) {
   for (const char* level : {"single", "funneled", "serialized"}) {

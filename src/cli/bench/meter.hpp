@@ -129,8 +129,7 @@ inline std::array<std::byte, 8> encode(DType type, double value) {
     case DType::u16:
     case DType::u32:
     case DType::u64:
-    case DType::boolean:
-    case DType::moments: throw std::invalid_argument("a type that is not measured");
+    case DType::boolean: throw std::invalid_argument("a type that is not measured");
   }
   return element;
 }

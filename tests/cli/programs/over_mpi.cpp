@@ -182,6 +182,7 @@ void end_an_exchange_of_receives() {
 /// On the module itself: rank 1 stops in the middle of a message, and goes on when rank 0 has ended
 /// the exchange that receives it. MPI cannot cancel that, and must not write there any more.
 void end_an_exchange_in_the_middle(const std::string& folder) {
+  enum Said { kHasBegun, kHasEnded, kHasGoneOn, kHasLooked, kIsAlone };
   const LockstepMpi& mpi = module_of_environment();
   int rank = 0, n_ranks = 0;
   void* group = nullptr;
@@ -189,46 +190,51 @@ void end_an_exchange_in_the_middle(const std::string& folder) {
   require(mpi.start(&rank, &n_ranks) == 0 && mpi.world(/*number=*/1, &group, &last_number) == 0,
           "cannot start MPI");
   constexpr std::uint8_t kUntouched = 7, kSent = 9;
-  std::vector<std::uint8_t> data(std::size_t{64} << 20, rank == 0 ? kUntouched : kSent);
+  std::vector<std::uint8_t> data(std::size_t{256} << 20, rank == 0 ? kUntouched : kSent);
   const Message message{rank == 0 ? Message::Way::receive : Message::Way::send, 1 - rank,
                         data.data(), data.size()};
   void* exchange = nullptr;
   std::int32_t done = 0;
   require(mpi.begin(group, &message, 1, &exchange) == 0, "begin failed");
-  const auto test_for = [&](std::chrono::milliseconds time) {
-    lockstep::test::wait_until([&] { return mpi.test(exchange, 1, &done) != 0 || done != 0; },
-                               time);
+  const auto test_until = [&](const std::function<bool()>& condition) {
+    lockstep::test::wait_until(
+        [&] { return mpi.test(exchange, 1, &done) != 0 || done != 0 || condition(); },
+        std::chrono::seconds(30));
   };
   if (rank == 1) {
-    test_for(std::chrono::milliseconds(1));
-    wait_until_said(folder, 1);
-    test_for(std::chrono::seconds(3));
-    say(folder, rank, "has gone on");
-    return wait_until_said(folder, 3);
+    test_until([&] { return n_said(folder) > kHasBegun; });
+    wait_until_said(folder, kHasEnded + 1);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(3);
+    test_until([&] { return std::chrono::steady_clock::now() > end; });
+    say(folder, kHasGoneOn, "rank 1");
+    return wait_until_said(folder, kIsAlone + 1);
   }
-  test_for(std::chrono::milliseconds(500));
+  test_until([&] { return data.front() == kSent; });
+  say(folder, kHasBegun, "rank 0");
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(500);
+  test_until([&] { return std::chrono::steady_clock::now() > end; });
   require(done == 0, "the message came although its sender has stopped");
   mpi.finish(exchange);
   const std::vector<std::uint8_t> before = data;
-  require(before.back() == kUntouched, "the message came whole");
-  say(folder, rank, "has ended the exchange");
+  require(before.front() == kSent && before.back() == kUntouched, "it is not in the middle");
+  say(folder, kHasEnded, "rank 0");
   int code = 0;
   lockstep::test::wait_until(
       [&] {
         char control = 0;
         std::int32_t has_come = 0;
         code = mpi.poll_control(group, &control, 1, &has_come);
-        return n_said(folder) >= 2;
+        return n_said(folder) > kHasGoneOn;
       },
       std::chrono::seconds(30));
-  say(folder, 2, "has looked");
+  say(folder, kHasLooked, "rank 0");
   require(data == before, "a receive of an exchange that has ended wrote its memory");
   std::array<char, 256> text{};
   mpi.error_text(code, text.data(), text.size());
   require(
       code != 0 && std::string(text.data()).find("in the middle of a message") != std::string::npos,
       "MPI is still called");
-  say(folder, 3, "left the memory alone");
+  say(folder, kIsAlone, "left the memory alone");
 }
 
 /// As a program that initialises MPI itself. The levels have these values in every MPI here.

@@ -68,8 +68,7 @@ bool wait_and_free(std::span<MPI_Request> requests, double at_most_s) {
       }
       are_over = are_over && is_done != 0;
     }
-    const bool has_given_up = !are_over && MPI_Wtime() > give_up;
-    if (are_over || has_given_up) {
+    if (are_over || MPI_Wtime() > give_up) {
       for (MPI_Request& request : requests) {
         if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
       }
