@@ -15,6 +15,7 @@
 
 #include "group/native_engine.hpp"
 #include "kernels/isa.hpp"
+#include "nn/batch_norm/cuda_batch_norm.hpp"
 #include "nn/elements/dense.hpp"
 
 namespace lockstep::nn {
@@ -116,35 +117,47 @@ void put_channels(const double* part, Channels channels, std::size_t all, double
   std::copy_n(part + channels.count, channels.count, to + all + channels.first);
 }
 
-/// batch_norm_forward and batch_norm_backward as an autograd function.
+/// The inputs of all pieces, then their weights, then their biases, if they have them.
 class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
  public:
-  static Tensor forward(AutogradContext* context, const Tensor& input,
-                        const OptionalTensor& optional_weight, const OptionalTensor& optional_bias,
-                        const c10::intrusive_ptr<BatchNormRecord>& record) {
-    const Tensor weight = optional_weight.value_or(Tensor());
-    Tensor output = batch_norm_forward(input, weight, optional_bias.value_or(Tensor()), *record);
-    context->save_for_backward({input, weight});
+  static variable_list forward(AutogradContext* context, at::TensorList tensors,
+                               std::size_t n_pieces,
+                               const c10::intrusive_ptr<BatchNormRecord>& record,
+                               const std::function<variable_list()>& compute) {
+    variable_list outputs = compute();
+    context->save_for_backward(
+        tensors.slice(0, record->has_weight ? 2 * n_pieces : n_pieces).vec());
     context->saved_data["record"] = c10::IValue::make_capsule(record);
     // Whether to communicate must not depend on which gradients this rank requests, but only on the
     // graph, which is the same on all ranks.
-    record->wants_input_gradient = input.requires_grad();
-    record->has_weight = weight.defined();
-    record->has_bias = optional_bias.has_value();
-    return output;
+    record->wants_input_gradient =
+        std::ranges::any_of(tensors.slice(0, n_pieces), &Tensor::requires_grad);
+    return outputs;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto hold = context->saved_data["record"].toCapsule();
     const auto& record = static_cast<const BatchNormRecord&>(*hold);
-    const variable_list tensors = context->get_saved_variables();
-    // Autograd numbers only the tensors that are present.
-    const BatchNormWanted wanted{
-        record.wants_input_gradient, record.has_weight && context->needs_input_grad(1),
-        record.has_bias && context->needs_input_grad(record.has_weight ? 2 : 1)};
-    const auto result = detail::called_by_torch(
-        [&] { return batch_norm_backward(gradients[0], tensors[0], tensors[1], record, wanted); });
-    return {result.input, result.weight, result.bias, Tensor()};
+    const variable_list saved = context->get_saved_variables();
+    const std::size_t n = gradients.size(), first_bias = record.has_weight ? 2 * n : n;
+    std::vector<BatchNormGradient> pieces;
+    for (std::size_t i = 0; i < n; ++i) {
+      pieces.push_back(
+          {gradients[i],
+           saved[i],
+           record.has_weight ? saved[n + i] : Tensor(),
+           {record.wants_input_gradient, record.has_weight && context->needs_input_grad(n + i),
+            record.has_bias && context->needs_input_grad(first_bias + i)}});
+    }
+    const auto results =
+        detail::called_by_torch([&] { return batch_norm_backward(pieces, record); });
+    variable_list all((record.has_bias ? first_bias + n : first_bias) + 3);  // 3: other arguments
+    for (std::size_t i = 0; i < n; ++i) {
+      all[i] = results[i].input;
+      if (record.has_weight) all[n + i] = results[i].weight;
+      if (record.has_bias) all[first_bias + i] = results[i].bias;
+    }
+    return all;
   }
 };
 
@@ -213,13 +226,10 @@ Tensor local_statistics(const Activation& x, Channels channels) {
   double* const out = data(statistics);
   out[0] = n;
   if (x.tensor.is_cuda()) {
-    if (x.tensor.numel() == 0) return statistics.zero_();  // ATen's kernels reject it
-    const auto [mean, var] = at::batch_norm_update_stats(x.tensor, {}, {}, /*momentum=*/0);
-    statistics.narrow(0, 1, 2 * c).copy_(at::cat({mean, var}));
-    statistics.narrow(0, 1 + c, c).mul_(n);
-    return statistics;
+    cuda::stats(x.tensor, statistics.narrow(0, 1, 2 * c));
+  } else {
+    cpu::stats(x.tensor, x.shape, channels, out + 1, out + 1 + c);
   }
-  cpu::stats(x.tensor, x.shape, channels, out + 1, out + 1 + c);
   return statistics;
 }
 
@@ -266,10 +276,7 @@ Tensor for_kernels(const Activation& x, const Tensor& values) {
 void normalize(const Activation& x, Channels channels, const Tensor& statistics,
                const Tensor& weight, const Tensor& bias, Tensor& output) {
   if (x.tensor.is_cuda()) {
-    if (output.numel() == 0) return;
-    const auto [mean, invstd] = mean_and_invstd(statistics);
-    output = at::batch_norm_elemt(x.tensor, weight, bias, mean, invstd, /*eps=*/0);
-    return;
+    return cuda::normalize(x.tensor, statistics, weight, bias, output);
   }
   const double* const means = data(statistics) + 1;
   cpu::normalize(x.tensor, x.shape, channels, means, means + channels.count, weight, bias, output);
@@ -280,14 +287,11 @@ Tensor sum_gradients(const Tensor& dy, const Activation& x, Channels channels,
   const auto c = static_cast<std::int64_t>(channels.count);
   Tensor sums = doubles(2 * c);
   if (x.tensor.is_cuda()) {
-    if (dy.numel() == 0) return sums.zero_();
-    const auto [mean, invstd] = mean_and_invstd(statistics);
-    const auto reduced = at::batch_norm_backward_reduce(
-        dy, x.tensor, mean, invstd, {}, /*input_g=*/true, /*weight_g=*/false, /*bias_g=*/false);
-    return sums.copy_(at::cat({std::get<0>(reduced), std::get<1>(reduced)}));
+    cuda::backward_reduce(dy, x.tensor, statistics, sums);
+  } else {
+    cpu::backward_reduce(dy, x.tensor, x.shape, channels, data(statistics) + 1 + channels.first,
+                         data(sums), data(sums) + c);
   }
-  cpu::backward_reduce(dy, x.tensor, x.shape, channels, data(statistics) + 1 + channels.first,
-                       data(sums), data(sums) + c);
   return sums;
 }
 
@@ -295,14 +299,8 @@ void input_gradient(const Tensor& dy, const Activation& x, Channels channels,
                     const Tensor& statistics, const Tensor& weight, const Tensor& mean_gradients,
                     Tensor& dx) {
   if (x.tensor.is_cuda()) {
-    if (dx.numel() == 0) return;
-    const auto [mean, invstd] = mean_and_invstd(statistics);
-    const auto gradients = for_kernels(x, mean_gradients).chunk(2);
-    // The kernel divides by the count: these are means already.
-    const Tensor count = at::ones({1}, x.tensor.options().dtype(at::kInt));
-    dx = at::batch_norm_backward_elemt(dy, x.tensor, mean, invstd, weight, gradients[0],
-                                       gradients[1], count);
-    return;
+    return cuda::backward_elementwise(dy, x.tensor, statistics, weight,
+                                      for_kernels(x, mean_gradients), dx);
   }
   const double* const means = data(statistics) + 1 + channels.first;
   cpu::backward_elementwise(dy, x.tensor, x.shape, channels, means, means + x.shape.channels,
@@ -393,42 +391,84 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
     });
   });
   record.nonfinite = finish_statistics(record.statistics, settings, input.sizes());
-  record.for_kernels = for_kernels(x, record.statistics);
-  if (at_once) normalize(x, x.all(), record.for_kernels, weight, bias, output);
+  record.for_kernels = {for_kernels(x, record.statistics)};
+  if (at_once) normalize(x, x.all(), record.for_kernels.front(), weight, bias, output);
   return output;
 }
 
-BatchNormGradients batch_norm_backward(const Tensor& gradient, const Tensor& input,
-                                       const Tensor& weight, const BatchNormRecord& record,
-                                       BatchNormWanted wanted) {
+std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormGradient> pieces,
+                                                    const BatchNormRecord& record) {
   const TraceScope scope("SyncBatchNorm backward");
+  const bool wants_input = pieces.front().wanted.input;
+  struct Piece {
+    Activation x;
+    Tensor dy, dx;
+    ParameterGradients parameters;
+  };
   const auto run = [&] {
     refuse_create_graph(record.settings.layer);
     const at::AutoDispatchBelowADInplaceOrView without_history;
-    const Activation x = activation_of(input);
-    const Tensor dy = gradient_like(gradient, x.tensor);
-    const std::size_t all = x.shape.channels;
-    const double* const invstd = data(record.statistics) + 1 + all;
-    ParameterGradients parameters(x, wanted);
-    Tensor dx = wanted.input ? at::empty_like(x.tensor) : Tensor();
-    for_each_message(all, record.channels_per_message, [&](Channels channels) {
-      const Tensor message = sum_gradients(dy, x, channels, record.for_kernels);
-      parameters.put(message, channels, record.statistics);
-      if (!wanted.input) return;
+    std::vector<Piece> all;
+    for (const BatchNormGradient& piece : pieces) {
+      const Activation x = activation_of(piece.input);
+      all.push_back({x,
+                     gradient_like(piece.of_output, x.tensor),
+                     wants_input ? at::empty_like(x.tensor) : Tensor(),
+                     {x, piece.wanted}});
+    }
+    const std::size_t n_channels = all.front().x.shape.channels;
+    const double* const invstd = data(record.statistics) + 1 + n_channels;
+    for_each_message(n_channels, record.channels_per_message, [&](Channels channels) {
+      Tensor message;
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        Piece& piece = all[i];
+        const Tensor sums = sum_gradients(piece.dy, piece.x, channels, record.for_kernels[i]);
+        piece.parameters.put(sums, channels, record.statistics);
+        message = i == 0 ? sums : message.add_(sums);  // in the order of the pieces
+      }
+      if (!wants_input) return;
       average_gradient({data(message), 2 * channels.count}, invstd + channels.first,
                        data(record.statistics)[0], record.settings);
-      input_gradient(dy, x, channels, record.for_kernels, weight, message, dx);
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        Piece& piece = all[i];
+        input_gradient(piece.dy, piece.x, channels, record.for_kernels[i], pieces[i].weight,
+                       message, piece.dx);
+      }
     });
-    return parameters.take(dx);
+    std::vector<BatchNormGradients> results;
+    for (Piece& piece : all) results.push_back(piece.parameters.take(std::move(piece.dx)));
+    return results;
   };
   // Without a gradient of the input it sends nothing.
-  return wanted.input ? record.settings.layer.collective().run(run) : run();
+  return wants_input ? record.settings.layer.collective().run(run) : run();
+}
+
+std::vector<Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
+                                    const c10::intrusive_ptr<BatchNormRecord>& record,
+                                    const std::function<variable_list()>& compute) {
+  record->has_weight = pieces.front().weight.has_value();
+  record->has_bias = pieces.front().bias.has_value();
+  variable_list tensors;
+  tensors.reserve(3 * pieces.size());
+  for (const BatchNormPiece& piece : pieces) tensors.push_back(piece.input);
+  for (const BatchNormPiece& piece : pieces) {
+    if (record->has_weight) tensors.push_back(*piece.weight);
+  }
+  for (const BatchNormPiece& piece : pieces) {
+    if (record->has_bias) tensors.push_back(*piece.bias);
+  }
+  return BatchNormFunction::apply(at::TensorList(tensors), pieces.size(), record, compute);
 }
 
 Tensor synchronised_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,
                                const c10::intrusive_ptr<BatchNormRecord>& record) {
-  return BatchNormFunction::apply(input, parameter_for(weight, input), parameter_for(bias, input),
-                                  record);
+  const BatchNormPiece whole{input, parameter_for(weight, input), parameter_for(bias, input)};
+  return batch_norm_node({&whole, 1}, record,
+                         [&]() -> variable_list {
+                           return {batch_norm_forward(input, value_of(whole.weight),
+                                                      value_of(whole.bias), *record)};
+                         })
+      .front();
 }
 
 }  // namespace lockstep::nn

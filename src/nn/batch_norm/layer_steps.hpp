@@ -5,12 +5,14 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <source_location>
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
@@ -34,6 +36,8 @@ using cpu::Channels;
 /// std::optional or c10::optional, depending on the libtorch version. Autograd accepts this for an
 /// absent tensor, but no undefined tensor.
 using OptionalTensor = torch::autograd::optional_variable_list::value_type;
+/// Undefined if absent.
+inline at::Tensor value_of(const OptionalTensor& tensor) { return tensor.value_or(at::Tensor()); }
 
 /// A tensor in one of the two layouts that the kernels read in place.
 struct Activation {
@@ -121,19 +125,25 @@ struct BatchNormSettings {
 /// What backward needs from its forward besides the tensors that autograd saves.
 struct BatchNormRecord : torch::CustomClassHolder {
   BatchNormSettings settings;
-  at::Tensor statistics;   ///< over all ranks: count, mean, invstd
-  at::Tensor for_kernels;  ///< these, see below
+  at::Tensor statistics;                ///< over all ranks: count, mean, invstd
+  std::vector<at::Tensor> for_kernels;  ///< these, see below; for each piece
   std::size_t channels_per_message = 0;
   bool nonfinite = false;  ///< what finish_statistics returned
   bool wants_input_gradient = false;
   bool has_weight = false, has_bias = false;
 };
 
-struct BatchNormGradients {
-  at::Tensor input, weight, bias;  ///< undefined if not requested
+/// A piece of this rank's batch, with the parameters that it is normalised by: the whole batch, or
+/// a replica's part with the replica's copies. All pieces have weights, or none; biases likewise.
+struct BatchNormPiece {
+  at::Tensor input;
+  OptionalTensor weight, bias;  ///< of parameter_for
 };
 struct BatchNormWanted {
-  bool input, weight, bias;
+  bool input, weight, bias;  ///< input: the same for all pieces
+};
+struct BatchNormGradients {
+  at::Tensor input, weight, bias;  ///< undefined if not requested
 };
 
 /// Views of statistics.
@@ -180,7 +190,7 @@ bool finish_statistics(const at::Tensor& statistics, const BatchNormSettings& se
 /// `values`, doubles, on x's device: on CUDA in the type in which ATen's kernels compute, else as
 /// they are.
 at::Tensor for_kernels(const Activation& x, const at::Tensor& values);
-/// `statistics`: of for_kernels, of these channels. `output` has the layout of x.
+/// `statistics`: of for_kernels, of these channels. `output` has the layout of x; below autograd.
 void normalize(const Activation& x, Channels channels, const at::Tensor& statistics,
                const at::Tensor& weight, const at::Tensor& bias, at::Tensor& output);
 /// sum_dy, sum_dy_xmu of this rank's values of these channels, as doubles. `statistics`: of
@@ -216,11 +226,20 @@ void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const 
 /// The complete forward of one module per rank. `record` must have its settings; fills the rest.
 at::Tensor batch_norm_forward(const at::Tensor& input, const at::Tensor& weight,
                               const at::Tensor& bias, BatchNormRecord& record);
-/// Its backward. Collective if the input's gradient is requested.
-BatchNormGradients batch_norm_backward(const at::Tensor& gradient, const at::Tensor& input,
-                                       const at::Tensor& weight, const BatchNormRecord& record,
-                                       BatchNormWanted wanted);
-/// Both as one autograd node, after the checks. Fills `record`.
+/// What backward gets of a piece.
+struct BatchNormGradient {
+  at::Tensor of_output, input, weight;
+  BatchNormWanted wanted;
+};
+/// The backward of all pieces. Collective if the inputs' gradients are requested.
+std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormGradient> pieces,
+                                                    const BatchNormRecord& record);
+/// One autograd node over the pieces, whose forward is compute() and whose backward is
+/// batch_norm_backward. compute() returns their outputs and fills `record`.
+std::vector<at::Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
+                                        const c10::intrusive_ptr<BatchNormRecord>& record,
+                                        const std::function<std::vector<at::Tensor>()>& compute);
+/// That of one module per rank, after the checks. Fills `record`.
 at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& weight,
                                    const at::Tensor& bias,
                                    const c10::intrusive_ptr<BatchNormRecord>& record);

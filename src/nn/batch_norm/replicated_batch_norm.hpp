@@ -12,13 +12,18 @@ namespace detail {
 class ReplicaLink {
  public:
   struct Message {
-    at::Tensor statistics;  ///< of the replica's piece, with its autograd history
+    BatchNormPiece piece;   ///< with its autograd history
+    Activation x;           ///< of its input
+    at::Tensor statistics;  ///< of it
     const BatchNormSettings* settings;
-    at::IntArrayRef input_sizes;
-    bool* nonfinite;  ///< <- what finish_statistics returned
   };
-  using Master = SyncMaster<Message, at::Tensor>;
-  using Pipe = SlavePipe<Message, at::Tensor>;
+  struct Reply {
+    at::Tensor output;       ///< to be filled, with its autograd history
+    at::Tensor for_kernels;  ///< the statistics
+    bool nonfinite;          ///< what finish_statistics returned
+  };
+  using Master = SyncMaster<Message, Reply>;
+  using Pipe = SlavePipe<Message, Reply>;
 
   /// Copy 0 brings a new master each time, so no round waits for replicas of an earlier batch.
   /// Throws UsageError if copy 0 has not joined yet.
@@ -29,7 +34,7 @@ class ReplicaLink {
 
   /// The master's replicas are gone, or there were none.
   bool is_alone() const { return master_ && master_->nr_slaves() == 0; }
-  at::Tensor exchange(const Message& message) const;
+  Reply exchange(const Message& message) const;
   void fail(const std::exception_ptr& error) const;
 
  private:

@@ -159,8 +159,6 @@ Records& records() {
 
 constexpr std::int64_t kSyncImplementation = 0x6c6f636b;  // libtorch's own are 0, 1, 2
 
-Tensor value_of(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
-
 c10::intrusive_ptr<BatchNormRecord> make_record(ScopeEntry& scope, const Tensor& input,
                                                 const Tensor& weight, const Tensor& bias,
                                                 const Tensor& running_mean,
@@ -250,8 +248,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
           "hooks that replace the tensors autograd saves (offloading, compression) must "
           "leave those of batch_norm as they are");
     }
-    return batch_norm_backward(gradient, input, value_of(parameter_for(value_of(weight), input)),
-                               *record, {wanted[0], wanted[1], wanted[2]});
+    const BatchNormGradient whole{gradient,
+                                  input,
+                                  value_of(parameter_for(value_of(weight), input)),
+                                  {wanted[0], wanted[1], wanted[2]}};
+    return batch_norm_backward({&whole, 1}, *record).front();
   });
   return {result.input, result.weight, result.bias};
 }
