@@ -123,7 +123,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
   static variable_list forward(AutogradContext* context, at::TensorList tensors,
                                std::size_t n_pieces,
                                const c10::intrusive_ptr<BatchNormRecord>& record,
-                               const std::function<variable_list()>& compute) {
+                               c10::function_ref<variable_list()> compute) {
     variable_list outputs = compute();
     context->save_for_backward(
         tensors.slice(0, record->has_weight ? 2 * n_pieces : n_pieces).vec());
@@ -445,7 +445,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormGra
 
 std::vector<Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
                                     const c10::intrusive_ptr<BatchNormRecord>& record,
-                                    const std::function<variable_list()>& compute) {
+                                    c10::function_ref<variable_list()> compute) {
   record->has_weight = pieces.front().weight.has_value();
   record->has_bias = pieces.front().bias.has_value();
   variable_list tensors;

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <source_location>
@@ -238,7 +238,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormGra
 /// batch_norm_backward. compute() returns their outputs and fills `record`.
 std::vector<at::Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
                                         const c10::intrusive_ptr<BatchNormRecord>& record,
-                                        const std::function<std::vector<at::Tensor>()>& compute);
+                                        c10::function_ref<std::vector<at::Tensor>()> compute);
 /// That of one module per rank, after the checks. Fills `record`.
 at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& weight,
                                    const at::Tensor& bias,

@@ -66,7 +66,9 @@ std::shared_ptr<ReplicaLink> ReplicaLink::join(CallbackContext& context, int cop
   }
   if (!links.master) {
     throw UsageError({.operation = "SyncBatchNorm"},
-                     fmt::format("copy {} is told who it is before copy 0", copy_id));
+                     fmt::format("on_replicate of copy {} was called before that of copy 0, with "
+                                 "which each round of replicas begins",
+                                 copy_id));
   }
   auto link = links.by_copy[copy_id].lock();
   if (!link) link = std::make_shared<ReplicaLink>(links.master->register_slave(copy_id));
