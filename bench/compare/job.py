@@ -66,8 +66,11 @@ class Job:
                 connection.close()
                 continue
             connection.settimeout(BLOCK_LIMIT_S)
-            rank, n_ranks = HELLO.unpack(receive(connection, HELLO.size))
-            if n_ranks != len(self.ranks) or self.ranks[rank]:
+            try:
+                rank, n_ranks = HELLO.unpack(receive(connection, HELLO.size))
+            except OSError as error:  # also at the limit
+                self.fail(f'did not say which rank it is: {error}')
+            if n_ranks != len(self.ranks) or not 0 <= rank < n_ranks or self.ranks[rank]:
                 self.fail(f'says rank {rank} of {n_ranks}, expected {len(self.ranks)} ranks')
             connection.sendall(WELCOME.pack(cores[rank % len(cores)] if cores else -1))
             self.ranks[rank] = connection

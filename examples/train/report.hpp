@@ -41,8 +41,9 @@ class Report {
       fmt::print("\r{}  {}  loss {:.4f}\x1b[K", epoch_at(step), bar, loss);
       std::fflush(stdout);
     }
+    if (options_.metrics_every == 0) return;
     losses_.push_back(loss);
-    if (options_.metrics_every == 0 || step % options_.metrics_every != 0) return;
+    if (step % options_.metrics_every != 0) return;
     const double sum = std::accumulate(losses_.begin(), losses_.end(), 0.0);
     const double mean = sum / static_cast<double>(losses_.size());
     write({{"event", "steps"}, {"step", step}, {"loss", mean}});

@@ -94,12 +94,18 @@ void resume(Training& training, const Options& options, std::size_t n_steps, con
   lockstep::broadcast_object(path, /*src=*/0, group);  // other hosts do not have the file
   if (path.empty()) return;
   training.load(path, group);
-  const bool is_done = training.step >= n_steps && options.n_restarts == 0;
-  if (is_done || training.batch != options.batch || training.seed != options.seed) {
-    throw std::invalid_argument(fmt::format(
-        "cannot resume from {}: it has done {} steps with --batch {} --seed {}, got "
-        "--batch {} --seed {} for {} steps; give the same, and more --epochs",
-        path, training.step, training.batch, training.seed, options.batch, options.seed, n_steps));
+  if (training.step >= n_steps && options.n_restarts == 0) {
+    throw std::invalid_argument(
+        fmt::format("cannot resume from {}: it has done {} steps, and --epochs and --max-steps ask "
+                    "for {}; give more",
+                    path, training.step, n_steps));
+  }
+  if (training.batch != options.batch || training.seed != options.seed) {
+    throw std::invalid_argument(
+        fmt::format("cannot resume from {}: it was trained with --batch {} --seed {}, got --batch "
+                    "{} --seed {}; "
+                    "give the same",
+                    path, training.batch, training.seed, options.batch, options.seed));
   }
 }
 

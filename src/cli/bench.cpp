@@ -136,13 +136,27 @@ int bench(const std::vector<std::string>& arguments) {
                least, most, size_of(plan.type), name_of(plan.type));
     return kUsageExitCode;
   }
-  const bool has_processes = is_tuning || !without_processes;
+  if (without_processes && (is_tuning || !with_threads)) {
+    fmt::print(stderr,
+               "lockstep bench: --no-processes leaves nothing to measure; add --threads{}\n",
+               is_tuning ? ", or leave one of --tune and --no-processes out" : "");
+    return kUsageExitCode;
+  }
+  const bool has_processes = !without_processes;
   if (has_processes && !is_rank) return start_ranks(plan.n_ranks, arguments);
   for (std::uint64_t size = least; size <= most; size *= factor) plan.sizes.push_back(size);
   plan.block_time = std::chrono::milliseconds(block_ms);
   if (!is_unpinned) plan.cores = usable_cores();
 
   std::vector<bench::Row> rows;
+  std::ofstream file;  // opened before minutes of measuring, by the rank that prints
+  const auto check_file = [&] {
+    if (!file) throw SystemError({.operation = "lockstep bench"}, errno, "write " + json);
+  };
+  const auto open_file = [&] {
+    if (!json.empty()) file.open(json);
+    check_file();
+  };
   if (has_processes) {
     const int rank = internal::read_world(Launcher::lockstep).rank;
     const Binding binding(plan, rank);  // before it joins: the engine looks at the cores
@@ -157,11 +171,13 @@ int bench(const std::vector<std::string>& arguments) {
       if (rank == 0) fmt::print("{}\n", setting);
       return 0;
     }
+    if (rank == 0) open_file();
     init_dist();
     rows = bench::measure(default_group(), plan, /*of_threads=*/false);
     destroy_dist();
     if (rank != 0) return 0;
   }
+  if (!has_processes) open_file();
   if (with_threads) {
     run_ranks(plan.n_ranks, [&] {
       const Binding binding(plan, get_rank());
@@ -171,9 +187,9 @@ int bench(const std::vector<std::string>& arguments) {
   }
   fmt::print("{}", bench::table_of(plan, rows));
   if (!json.empty()) {
-    std::ofstream file(json);
     file << bench::json_of(plan, rows).dump(2) << '\n';
-    if (!file.flush()) throw SystemError({.operation = "lockstep bench"}, errno, "write " + json);
+    file.flush();
+    check_file();
   }
   return 0;
 }

@@ -65,8 +65,9 @@ std::optional<PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds le
   if (changed_.wait_for(lock, left + kReportTime, [this] { return is_idle() && !is_calling_; })) {
     return {};
   }
-  return n_pending_.load(std::memory_order_relaxed) > calls_.size() ? current_
-                                                                    : calls_.front().label;
+  const std::size_t n = n_pending_.load(std::memory_order_relaxed);
+  if (n == 0) return {};  // the last one has ended since
+  return n > calls_.size() ? current_ : calls_.front().label;
 }
 
 bool CallQueue::wait_for_one(std::chrono::nanoseconds at_most) {

@@ -120,6 +120,8 @@ void put_channels(const double* part, Channels channels, std::size_t all, double
 /// The inputs of all pieces, then their weights, then their biases, if they have them.
 class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
  public:
+  static constexpr std::size_t kOtherArguments = 3;  ///< of forward: none of them a tensor
+
   static variable_list forward(AutogradContext* context, at::TensorList tensors,
                                std::size_t n_pieces,
                                const c10::intrusive_ptr<BatchNormRecord>& record,
@@ -140,7 +142,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const auto& record = static_cast<const BatchNormRecord&>(*hold);
     const variable_list saved = context->get_saved_variables();
     const std::size_t n = gradients.size(), first_bias = record.has_weight ? 2 * n : n;
-    std::vector<BatchNormGradient> pieces;
+    std::vector<BatchNormBackwardPiece> pieces;
     for (std::size_t i = 0; i < n; ++i) {
       pieces.push_back(
           {gradients[i],
@@ -151,7 +153,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     }
     const auto results =
         detail::called_by_torch([&] { return batch_norm_backward(pieces, record); });
-    variable_list all((record.has_bias ? first_bias + n : first_bias) + 3);  // 3: other arguments
+    variable_list all((record.has_bias ? first_bias + n : first_bias) + kOtherArguments);
     for (std::size_t i = 0; i < n; ++i) {
       all[i] = results[i].input;
       if (record.has_weight) all[n + i] = results[i].weight;
@@ -396,7 +398,7 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
   return output;
 }
 
-std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormGradient> pieces,
+std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBackwardPiece> pieces,
                                                     const BatchNormRecord& record) {
   const TraceScope scope("SyncBatchNorm backward");
   const bool wants_input = pieces.front().wanted.input;
@@ -409,7 +411,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormGra
     refuse_create_graph(record.settings.layer);
     const at::AutoDispatchBelowADInplaceOrView without_history;
     std::vector<Piece> all;
-    for (const BatchNormGradient& piece : pieces) {
+    for (const BatchNormBackwardPiece& piece : pieces) {
       const Activation x = activation_of(piece.input);
       all.push_back({x,
                      gradient_like(piece.of_output, x.tensor),
@@ -448,6 +450,14 @@ std::vector<Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
                                     c10::function_ref<variable_list()> compute) {
   record->has_weight = pieces.front().weight.has_value();
   record->has_bias = pieces.front().bias.has_value();
+  for (const BatchNormPiece& piece : pieces) {
+    if (piece.weight.has_value() == record->has_weight &&
+        piece.bias.has_value() == record->has_bias) {
+      continue;
+    }
+    throw UsageError(record->settings.layer.context(kForward),
+                     "its replicas differ: some have a weight or a bias, and others have none");
+  }
   variable_list tensors;
   tensors.reserve(3 * pieces.size());
   for (const BatchNormPiece& piece : pieces) tensors.push_back(piece.input);

@@ -190,7 +190,8 @@ bool finish_statistics(const at::Tensor& statistics, const BatchNormSettings& se
 /// `values`, doubles, on x's device: on CUDA in the type in which ATen's kernels compute, else as
 /// they are.
 at::Tensor for_kernels(const Activation& x, const at::Tensor& values);
-/// `statistics`: of for_kernels, of these channels. `output` has the layout of x; below autograd.
+/// `statistics`: of for_kernels, of these channels. `output` has the layout of x, and may have a
+/// node of the graph, which is not told.
 void normalize(const Activation& x, Channels channels, const at::Tensor& statistics,
                const at::Tensor& weight, const at::Tensor& bias, at::Tensor& output);
 /// sum_dy, sum_dy_xmu of this rank's values of these channels, as doubles. `statistics`: of
@@ -227,19 +228,19 @@ void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const 
 at::Tensor batch_norm_forward(const at::Tensor& input, const at::Tensor& weight,
                               const at::Tensor& bias, BatchNormRecord& record);
 /// What backward gets of a piece.
-struct BatchNormGradient {
+struct BatchNormBackwardPiece {
   at::Tensor of_output, input, weight;
   BatchNormWanted wanted;
 };
 /// The backward of all pieces. Collective if the inputs' gradients are requested.
-std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormGradient> pieces,
+std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBackwardPiece> pieces,
                                                     const BatchNormRecord& record);
 /// One autograd node over the pieces, whose forward is compute() and whose backward is
 /// batch_norm_backward. compute() returns their outputs and fills `record`.
 std::vector<at::Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
                                         const c10::intrusive_ptr<BatchNormRecord>& record,
                                         c10::function_ref<std::vector<at::Tensor>()> compute);
-/// That of one module per rank, after the checks. Fills `record`.
+/// The node of a module that has its rank's whole batch, after the checks. Fills `record`.
 at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& weight,
                                    const at::Tensor& bias,
                                    const c10::intrusive_ptr<BatchNormRecord>& record);

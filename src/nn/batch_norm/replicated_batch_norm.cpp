@@ -1,10 +1,13 @@
 #include "nn/batch_norm/replicated_batch_norm.hpp"
 
 #include <ATen/ATen.h>
+#include <c10/util/intrusive_ptr.h>
 #include <fmt/format.h>
 
 #include <lockstep/error.hpp>
 #include <map>
+#include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <lockstep/sync.hpp>
 #include <memory>
 

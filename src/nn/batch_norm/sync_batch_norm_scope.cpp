@@ -248,10 +248,10 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
           "hooks that replace the tensors autograd saves (offloading, compression) must "
           "leave those of batch_norm as they are");
     }
-    const BatchNormGradient whole{gradient,
-                                  input,
-                                  value_of(parameter_for(value_of(weight), input)),
-                                  {wanted[0], wanted[1], wanted[2]}};
+    const BatchNormBackwardPiece whole{gradient,
+                                       input,
+                                       value_of(parameter_for(value_of(weight), input)),
+                                       {wanted[0], wanted[1], wanted[2]}};
     return batch_norm_backward({&whole, 1}, *record).front();
   });
   return {result.input, result.weight, result.bias};

@@ -29,6 +29,7 @@ using message::Message;
 
 /// After a failure the ranks call MPI_Finalize at about the same time, or never.
 constexpr double kMostSecondsToFinalize = 2.0;
+constexpr double kMostSecondsToLeave = 2.0;
 
 // If MPI grants less than MPI_THREAD_MULTIPLE, one mutex serialises all calls. Each holds it
 // briefly, but for world().
@@ -305,13 +306,16 @@ int awaited(void* exchange, std::int32_t* ranks, std::size_t* n_ranks) {
 }
 
 void finish(void* exchange) {
-  const Entry entry;
-  if (must_not_call || finish(exchange_of(exchange))) return;
-  must_not_call = true;
-  has_given_up = true;
-  // Other threads that have not seen it are inside MPI for microseconds.
-  const double give_up = MPI_Wtime() + kMostSecondsToFinalize;
-  while (n_inside > 1 && MPI_Wtime() < give_up) std::this_thread::yield();
+  {
+    const Entry entry;
+    if (must_not_call || finish(exchange_of(exchange))) return;
+    must_not_call = true;
+    has_given_up = true;
+  }
+  // Other threads that have not seen it are inside MPI for microseconds, but in its collectives,
+  // when a world is made, as long as a peer.
+  const double give_up = MPI_Wtime() + kMostSecondsToLeave;
+  while (n_inside > 0 && MPI_Wtime() < give_up) std::this_thread::yield();
 }
 
 int send_control(void* handle, int rank, const void* message, std::size_t n_bytes) {

@@ -60,13 +60,12 @@ bool wait_and_free(std::span<MPI_Request> requests, double at_most_s) {
   for (;;) {
     bool are_over = true;
     for (MPI_Request& request : requests) {
-      int is_done = 1;
-      // One that failed is over, too.
-      if (request == MPI_REQUEST_NULL ||
-          MPI_Test(&request, &is_done, MPI_STATUS_IGNORE) != MPI_SUCCESS) {
-        continue;
-      }
-      are_over = are_over && is_done != 0;
+      int is_done = 0;
+      const bool is_over = request == MPI_REQUEST_NULL ||
+                           (MPI_Test(&request, &is_done, MPI_STATUS_IGNORE) == MPI_SUCCESS
+                                ? is_done != 0
+                                : request == MPI_REQUEST_NULL);  // it failed
+      are_over = are_over && is_over;
     }
     if (are_over || MPI_Wtime() > give_up) {
       for (MPI_Request& request : requests) {
