@@ -3,8 +3,9 @@
 # A file belongs to the module that its folder in src/ names, a public header to the module that
 # defines it, as detail/collective.hpp to group. launch.hpp and trace.hpp are group's too: every
 # operation takes the default group, and Work traces its waits.
-# types.hpp, engine.hpp and env.hpp (interface) know no other file, so that every module may speak of
-# types, calls and the values of environment variables, which world/ reads.
+# types.hpp, engine.hpp, env.hpp and detail/time_limit.hpp (interface) know no other file, so that
+# every module may speak of types, calls and their limits, and the values of environment variables,
+# which world/ reads.
 BEGIN {
   may["interface"] = ""
   may["base"] = ""
@@ -44,6 +45,7 @@ function breach(text) {
 function module_of(path,   parts, n, name) {
   n = split(path, parts, "/")
   if (path == "lockstep/detail/collective.hpp") return "group"
+  if (path == "lockstep/detail/time_limit.hpp") return "interface"
   if (parts[1] == "lockstep") {
     name = parts[2]
     sub(/\.hpp$/, "", name)
