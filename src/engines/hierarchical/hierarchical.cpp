@@ -115,7 +115,7 @@ std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<in
     const std::vector<std::uint64_t> nonces = gather_values(*outer, barrier, draw_nonce());
     const auto leader = static_cast<std::size_t>(topology.leader_of(outer->rank()));
     Call step = barrier;
-    step.ranks = topology.members;
+    if (topology.leaders.size() > 1) step.ranks = topology.members;
     auto inner = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
                                          topology.place_of(outer->rank()),
                                          static_cast<int>(topology.members.size()), step, tune);

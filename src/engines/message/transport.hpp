@@ -93,8 +93,8 @@ class Transport {
   virtual State wait(std::chrono::steady_clock::time_point deadline) = 0;
   /// After wait(): the ranks whose messages are incomplete, in any order and number.
   virtual std::vector<int> awaited() = 0;
-  /// Ends an exchange that is not complete: its messages' memory is the caller's again, and never
-  /// written any more.
+  /// Ends an exchange that is not complete: its messages' memory is the caller's again, and the
+  /// library writes it no more, as far as that can be had (docs/mpi.md).
   virtual void cancel() noexcept {}
   /// Whether a message may be shorter than its receive.
   virtual bool takes_shorter_messages() const noexcept { return false; }

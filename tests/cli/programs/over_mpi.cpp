@@ -101,25 +101,34 @@ void require(bool holds, const char* text) {
   if (!holds) throw std::runtime_error(text);
 }
 
-const LockstepMpi& module_of_environment() {
+/// The module itself, and its group of all ranks.
+struct Started {
+  const LockstepMpi& mpi;
+  int rank = 0;
+  void* group = nullptr;
+};
+
+Started start_module() {
   void* const library = ::dlopen(std::getenv("LOCKSTEP_MPI"), RTLD_NOW | RTLD_GLOBAL);
   require(library != nullptr, "cannot load the module");
   const auto entry =
       reinterpret_cast<const LockstepMpi* (*)()>(::dlsym(library, kLockstepMpiSymbol));
-  return *entry();
+  Started started{*entry()};
+  int n_ranks = 0;
+  std::int32_t last_number = 0;
+  require(started.mpi.start(&started.rank, &n_ranks) == 0 &&
+              started.mpi.world(/*number=*/1, &started.group, &last_number) == 0,
+          "cannot start MPI");
+  return started;
 }
 
 /// On the module itself: rank 0 ends an exchange before rank 1 sends what it was to receive, in two
 /// messages, one short and one long. They must not come into the memory of that exchange, but into
 /// that of the next.
 void end_an_exchange_of_receives() {
-  const LockstepMpi& mpi = module_of_environment();
-  int rank = 0, n_ranks = 0;
-  void* all = nullptr;
-  std::int32_t last_number = 0;
-  require(mpi.start(&rank, &n_ranks) == 0 && mpi.world(/*number=*/1, &all, &last_number) == 0,
-          "cannot start MPI");
-  const int peer = 1 - rank;
+  const Started started = start_module();
+  const LockstepMpi& mpi = started.mpi;
+  const int rank = started.rank, peer = 1 - rank;
 
   constexpr std::size_t kShort = 1000;
   constexpr std::size_t kLongEnough = std::size_t{4} << 20;  // waits for its receive
@@ -130,7 +139,8 @@ void end_an_exchange_of_receives() {
   };
   const auto begin = [&](const std::array<Message, 2>& messages) {
     void* exchange = nullptr;
-    require(mpi.begin(all, messages.data(), messages.size(), &exchange) == 0, "begin failed");
+    require(mpi.begin(started.group, messages.data(), messages.size(), &exchange) == 0,
+            "begin failed");
     return exchange;
   };
   const auto is_done = [&](void* exchange) {
@@ -140,13 +150,14 @@ void end_an_exchange_of_receives() {
   };
   const char message = '!';
   const auto send_control = [&] {
-    require(mpi.send_control(all, peer, &message, 1) == 0, "send_control failed");
+    require(mpi.send_control(started.group, peer, &message, 1) == 0, "send_control failed");
   };
   const auto receive_control = [&] {
     require(lockstep::test::wait_until([&] {
               char received = 0;
               std::int32_t has_come = 0;
-              require(mpi.poll_control(all, &received, 1, &has_come) == 0, "poll_control failed");
+              require(mpi.poll_control(started.group, &received, 1, &has_come) == 0,
+                      "poll_control failed");
               return has_come != 0;
             }),
             "no control message came");
@@ -183,19 +194,16 @@ void end_an_exchange_of_receives() {
 /// the exchange that receives it. MPI cannot cancel that, and must not write there any more.
 void end_an_exchange_in_the_middle(const std::string& folder) {
   enum Said { kHasBegun, kHasEnded, kHasGoneOn, kHasLooked, kIsAlone };
-  const LockstepMpi& mpi = module_of_environment();
-  int rank = 0, n_ranks = 0;
-  void* group = nullptr;
-  std::int32_t last_number = 0;
-  require(mpi.start(&rank, &n_ranks) == 0 && mpi.world(/*number=*/1, &group, &last_number) == 0,
-          "cannot start MPI");
+  const Started started = start_module();
+  const LockstepMpi& mpi = started.mpi;
+  const int rank = started.rank;
   constexpr std::uint8_t kUntouched = 7, kSent = 9;
   std::vector<std::uint8_t> data(std::size_t{256} << 20, rank == 0 ? kUntouched : kSent);
   const Message message{rank == 0 ? Message::Way::receive : Message::Way::send, 1 - rank,
                         data.data(), data.size()};
   void* exchange = nullptr;
   std::int32_t done = 0;
-  require(mpi.begin(group, &message, 1, &exchange) == 0, "begin failed");
+  require(mpi.begin(started.group, &message, 1, &exchange) == 0, "begin failed");
   const auto test_until = [&](const std::function<bool()>& condition) {
     lockstep::test::wait_until(
         [&] { return mpi.test(exchange, 1, &done) != 0 || done != 0 || condition(); },
@@ -223,7 +231,7 @@ void end_an_exchange_in_the_middle(const std::string& folder) {
       [&] {
         char control = 0;
         std::int32_t has_come = 0;
-        code = mpi.poll_control(group, &control, 1, &has_come);
+        code = mpi.poll_control(started.group, &control, 1, &has_come);
         return n_said(folder) > kHasGoneOn;
       },
       std::chrono::seconds(30));

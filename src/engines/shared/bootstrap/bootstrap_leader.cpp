@@ -216,8 +216,7 @@ class Leader : Bootstrap {
   [[noreturn]] void fail_for_want_of_descriptors(int error_number) {
     const std::string text = fmt::format(
         "rank {} (process {}) cannot accept the connections of all {} ranks of this host; raise "
-        "its "
-        "limit on open files (ulimit -n) by at least {}, or start the job with `lockstep run`",
+        "its limit on open files (ulimit -n) by at least {}, or start the job with `lockstep run`",
         number_of(0), ::getpid(), n_ranks_, n_ranks_);
     const Reply reply = refusal(Kind::system, text, error_number);
     const auto give_up = std::min(deadline_, Clock::now() + kReportTime);
