@@ -14,7 +14,7 @@ void use_a_hook() {
   torch::nn::Linear net(8, 1);
   int n_buckets = 0;
   nn::DistributedDataParallelOptions options;
-  options.hook = [&](const nn::GradientBucket& bucket) -> std::function<void()> {
+  options.comm_hook = [&](const nn::GradientBucket& bucket) -> std::function<void()> {
     ++n_buckets;
     auto work = nn::all_reduce_async(bucket.gradients, lockstep::ReduceOp::mean, bucket.group);
     return [work]() mutable { work.wait(); };  // called before backward returns

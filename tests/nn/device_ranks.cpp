@@ -94,7 +94,7 @@ std::string training_differs(const at::Device& device) {
   };
   torch::nn::Sequential whole = make(), net = make();
   // Rank 0's parameters on every rank; each has a bucket of its own.
-  DistributedDataParallel model(net, {.bucket_size_mb = 0});
+  DistributedDataParallel model(net, {.bucket_cap_mb = 0});
   for (const auto& item : net->named_parameters()) {
     const at::NoGradGuard no_grad;
     whole->named_parameters()[item.key()].copy_(*item);

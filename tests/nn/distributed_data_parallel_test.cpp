@@ -82,7 +82,7 @@ TORCH_MODULE(Linears);
 
 /// So small that each parameter has its own bucket.
 DistributedDataParallelOptions tiny_buckets() {
-  return {.bucket_size_mb = 1e-6, .first_bucket_size_mb = 1e-6};
+  return {.bucket_cap_mb = 1e-6, .first_bucket_cap_mb = 1e-6};
 }
 
 TEST(DistributedDataParallelTest, all_ranks_start_from_rank_0) {
@@ -243,7 +243,7 @@ TEST(DistributedDataParallelTest, complex_parameters_are_averaged) {
     on_ranks(2, [has_hook](int rank) {
       const auto net = std::make_shared<NetImpl>();
       DistributedDataParallelOptions options;
-      if (has_hook) options.hook = bf16_compression();
+      if (has_hook) options.comm_hook = bf16_compression();
       DistributedDataParallel model(net, options);
       const auto number = [](double re, double im) {
         return at::complex(at::full({2}, re, at::kDouble), at::full({2}, im, at::kDouble));
@@ -295,7 +295,7 @@ TEST(DistributedDataParallelTest, sparse_gradients_are_averaged) {
         Tokens net(sparse);
         auto options = tiny_buckets();
         if (has_hook) {
-          options.hook = [](const GradientBucket& bucket) -> std::function<void()> {
+          options.comm_hook = [](const GradientBucket& bucket) -> std::function<void()> {
             Work work =
                 bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::mean);
             return [work]() mutable { work.wait(); };
@@ -400,17 +400,29 @@ TEST(DistributedDataParallelTest, a_bucket_size_that_is_none_is_rejected) {
   for (const double size : {-1.0, nan}) {
     for (const bool first : {true, false}) {
       DistributedDataParallelOptions options;
-      (first ? options.first_bucket_size_mb : options.bucket_size_mb) = size;
+      (first ? options.first_bucket_cap_mb : options.bucket_cap_mb) = size;
       const std::string text = testing::usage_error(
           [&] { const DistributedDataParallel model(torch::nn::Linear(2, 1), options); });
-      EXPECT_EQ(text.find(first ? "first_bucket_size_mb is " : "bucket_size_mb is "), 0U) << text;
+      EXPECT_EQ(text.find(first ? "first_bucket_cap_mb is " : "bucket_cap_mb is "), 0U) << text;
       EXPECT_NE(text.find("infinity"), std::string::npos) << text;
     }
   }
   for (const double size : {0.0, std::numeric_limits<double>::infinity()}) {
     const DistributedDataParallel model(torch::nn::Linear(2, 1),
-                                        {.bucket_size_mb = size, .first_bucket_size_mb = size});
+                                        {.bucket_cap_mb = size, .first_bucket_cap_mb = size});
   }
+}
+
+TEST(DistributedDataParallelTest, former_names_of_options_are_accepted) {
+  std::size_t n_buckets = 0;
+  DistributedDataParallelOptions options{.bucket_size_mb = 0, .first_bucket_size_mb = 0};
+  options.hook = [&](const GradientBucket& /*bucket*/) -> std::function<void()> {
+    ++n_buckets;
+    return [] {};
+  };
+  DistributedDataParallel model(torch::nn::Linear(2, 1), options);
+  model(at::ones({1, 2})).sum().backward();
+  EXPECT_EQ(n_buckets, 2U);  // one for each parameter, not one of 25 MiB
 }
 
 TEST(DistributedDataParallelTest, parameters_on_several_devices_are_rejected) {
@@ -537,7 +549,7 @@ TEST(DistributedDataParallelTest, a_layer_under_two_names_is_averaged_once) {
         bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::sum).wait();
         return [] {};
       };
-      if (has_hook) options.hook = add;
+      if (has_hook) options.comm_hook = add;
       DistributedDataParallel model(net, options);
       const std::vector<Tensor> parameters{net->encoder->weight, net->encoder->bias,
                                            net->between->weight, net->between->bias};
@@ -663,7 +675,7 @@ TEST(DistributedDataParallelTest, an_exception_of_a_hook_reaches_backward) {
     on_ranks(2, [is_late](int /*rank*/) {
       torch::nn::Linear net(2, 3);
       DistributedDataParallelOptions options;
-      options.hook = [is_late](const GradientBucket& /*bucket*/) -> std::function<void()> {
+      options.comm_hook = [is_late](const GradientBucket& /*bucket*/) -> std::function<void()> {
         if (!is_late) throw std::out_of_range("at once");
         return [] { throw std::out_of_range("at its end"); };
       };
@@ -739,7 +751,7 @@ TEST(DistributedDataParallelTest, buckets_are_rebuilt_in_the_order_of_rank_0) {
     Crossed net;
     std::vector<std::size_t> n_elements;  // of the buckets in the order of sending
     auto options = tiny_buckets();
-    options.hook = [&](const GradientBucket& bucket) -> std::function<void()> {
+    options.comm_hook = [&](const GradientBucket& bucket) -> std::function<void()> {
       EXPECT_EQ(bucket.index, n_elements.size());
       n_elements.push_back(static_cast<std::size_t>(bucket.gradients.numel()));
       Work work = bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::mean);
@@ -804,7 +816,7 @@ TEST(DistributedDataParallelTest, a_static_graph_does_not_wait_for_the_unused) {
       bool in_backward = false;
       auto options = tiny_buckets();
       options.static_graph = is_static;
-      options.hook = [&](const GradientBucket&) -> std::function<void()> {
+      options.comm_hook = [&](const GradientBucket&) -> std::function<void()> {
         sent_in_backward.push_back(in_backward);
         return [] {};
       };
@@ -833,7 +845,7 @@ TEST(DistributedDataParallelTest, hooks_compress_and_may_do_anything) {
     const auto gradient = [&](const CommunicationHook& hook, double value) {
       torch::nn::Linear net(torch::nn::LinearOptions(1, 2).bias(false));
       DistributedDataParallelOptions options;
-      options.hook = hook;
+      options.comm_hook = hook;
       DistributedDataParallel model(net, options);
       model(at::full({1, 1}, value)).sum().backward();
       EXPECT_EQ(net->weight.grad().scalar_type(), at::kFloat);
@@ -954,7 +966,7 @@ TEST(DistributedDataParallelTest, the_first_bucket_arrives_before_backward_ends)
       options.group = Group(std::make_unique<TracedEngine>(default_group(), trace), "traced",
                             testing::kWatchdog);
       if (has_hook) {
-        options.hook = [](const GradientBucket& bucket) -> std::function<void()> {
+        options.comm_hook = [](const GradientBucket& bucket) -> std::function<void()> {
           Work work = bucket.group.all_reduce_async(elements_of(bucket.gradients), ReduceOp::mean);
           return [work]() mutable { work.wait(); };
         };
@@ -989,7 +1001,7 @@ TEST(DistributedDataParallelTest, hooks_and_unused_parameters) {
     Linears net;
     auto options = tiny_buckets();
     options.find_unused_parameters = true;
-    options.hook = bf16_compression();
+    options.comm_hook = bf16_compression();
     DistributedDataParallel model(net, options);
     model(at::ones({1, 2}), /*both=*/rank == 1).sum().backward();
     EXPECT_TRUE(net->sometimes->bias.grad().eq(0.5).all().item<bool>());

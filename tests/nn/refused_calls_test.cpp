@@ -132,7 +132,7 @@ std::vector<Refusable> refusable_calls() {
       },
       [](const Group& g) {
         const DistributedDataParallel model(torch::nn::Linear(2, 1),
-                                            {.group = g, .bucket_size_mb = -1});
+                                            {.group = g, .bucket_cap_mb = -1});
       });
   return calls;
 }

@@ -134,8 +134,8 @@ std::vector<Tensor> train_on_this_rank(const Plan& plan, int rank) {
   convert_sync_batchnorm(net);
   // Sequential's forward is a template: DistributedDataParallel calls it with a tensor.
   DistributedDataParallelOptions options;
-  options.bucket_size_mb = 0.2;
-  options.first_bucket_size_mb = 0.02;
+  options.bucket_cap_mb = 0.2;
+  options.first_bucket_cap_mb = 0.02;
   DistributedDataParallel model(net, options);
   auto optimizer = optimizer_of(*net);
   const auto train = [&] {

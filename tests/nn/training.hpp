@@ -33,7 +33,7 @@ inline std::vector<at::Tensor> train(const Group& group, const std::vector<std::
   auto net = make_net(/*seed=*/static_cast<std::uint64_t>(1 + group.rank()));
   if (sync_bn) convert_sync_batchnorm(net, group);
   DistributedDataParallel model(
-      net, {.group = group, .bucket_size_mb = 0.002, .first_bucket_size_mb = 0.0005});
+      net, {.group = group, .bucket_cap_mb = 0.002, .first_bucket_cap_mb = 0.0005});
   torch::optim::SGD optimizer(net->parameters(),
                               torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(1e-3));
   Random random(99);

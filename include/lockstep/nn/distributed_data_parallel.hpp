@@ -39,11 +39,13 @@ using CommunicationHook = std::function<std::function<void()>(const GradientBuck
 CommunicationHook f16_compression();
 CommunicationHook bf16_compression();
 
-/// Of DistributedDataParallel.
+/// Options of DistributedDataParallel. Names are PyTorch's where it has the option.
 struct DistributedDataParallelOptions {
   std::optional<Group> group = {};  ///< unset: the default group when the module is wrapped
-  double bucket_size_mb = 25;       ///< MiB of gradients per bucket; 0: one parameter per bucket
-  double first_bucket_size_mb = 1;  ///< MiB; the first is small, so that communication starts early
+  double bucket_cap_mb = 25;        ///< MiB of gradients per bucket; 0: one parameter per bucket
+  std::optional<double> bucket_size_mb = {};  ///< its former name; wins if set
+  double first_bucket_cap_mb = 1;  ///< MiB; the first is small, so that communication starts early
+  std::optional<double> first_bucket_size_mb = {};  ///< its former name; wins if set
   /// Broadcasts rank 0's buffers before every synchronised forward. Off, where PyTorch's default is
   /// on: the buffers of SyncBatchNorm are equal without it; those of a plain BatchNorm are not.
   bool broadcast_buffers = false;
@@ -53,12 +55,13 @@ struct DistributedDataParallelOptions {
   /// Parameters that got no gradient on this rank in the first backward never get one, so their
   /// buckets need not wait for the end of backward. UsageError if one does get a gradient.
   bool static_graph = false;
-  CommunicationHook hook = {};  ///< replaces the all_reduce with mean
+  CommunicationHook comm_hook = {};  ///< replaces the all_reduce with mean
+  CommunicationHook hook = {};       ///< its former name; wins if set
   /// In join(), gradients are averaged over the ranks that still have data, not over all.
   bool join_divides_by_active = false;
 };
 
-/// Of DistributedDataParallel::join.
+/// Options of DistributedDataParallel::join.
 struct JoinOptions {
   /// An input of the module, for ranks that may have no batch at all; only shape and type matter.
   at::Tensor example_input = {};

@@ -292,7 +292,7 @@ void Reducer::send_complete_buckets() {
     }
     bucket.flag_values.copy_(
         at::from_blob(flags.data(), {static_cast<std::int64_t>(flags.size())}, at::kFloat));
-    if (!options_.hook) {
+    if (!options_.comm_hook) {
       Elements all = bucket.gradients;  // the flags follow the gradients
       all.count += bucket.flags.count;
       bucket.work = group_.all_reduce_async(all, ReduceOp::mean, {}, where_);
@@ -301,8 +301,8 @@ void Reducer::send_complete_buckets() {
     const auto size =
         static_cast<std::int64_t>(bucket.gradients.n_bytes() / c10::elementSize(bucket.type));
     if (size > 0) {
-      bucket.complete =
-          options_.hook({slice_of(bucket.memory, 0, {size}, {1}, bucket.type), n_sent_, group_});
+      bucket.complete = options_.comm_hook(
+          {slice_of(bucket.memory, 0, {size}, {1}, bucket.type), n_sent_, group_});
     }
     bucket.work = group_.all_reduce_async(bucket.flags, ReduceOp::mean, {}, where_);
   }

@@ -174,8 +174,12 @@ void check_bucket_size(const char* name, double size_mb, const ErrorContext& con
                                name, size_mb));
 }
 
-DistributedDataParallelOptions with_group(DistributedDataParallelOptions options) {
+/// With a group, and the options' present names.
+DistributedDataParallelOptions completed(DistributedDataParallelOptions options) {
   if (!options.group) options.group = default_group();
+  options.bucket_cap_mb = options.bucket_size_mb.value_or(options.bucket_cap_mb);
+  options.first_bucket_cap_mb = options.first_bucket_size_mb.value_or(options.first_bucket_cap_mb);
+  if (options.hook) options.comm_hook = std::move(options.hook);
   return options;
 }
 
@@ -184,7 +188,7 @@ DistributedDataParallelOptions with_group(DistributedDataParallelOptions options
 Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
                  std::source_location where)
     : module_(module),
-      options_(with_group(options)),
+      options_(completed(options)),
       checks_fully_(options_.group->check() == Check::full),
       made_at_(where),
       where_(where),
@@ -195,8 +199,8 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
     lockstep::detail::Collective(kOperation, given, where_).run([&] {
       explain([] { return std::string("comparing the ranks' modules"); },
               [&] {
-                check_bucket_size("bucket_size_mb", options_.bucket_size_mb, context());
-                check_bucket_size("first_bucket_size_mb", options_.first_bucket_size_mb, context());
+                check_bucket_size("bucket_cap_mb", options_.bucket_cap_mb, context());
+                check_bucket_size("first_bucket_cap_mb", options_.first_bucket_cap_mb, context());
                 take_parameters();
                 for (at::Tensor buffer : module.buffers()) {
                   broadcast(buffer, /*src=*/0, group_, {}, where_);
@@ -366,7 +370,7 @@ void Reducer::add_buckets(std::span<const std::int64_t> order) {
     buckets_[parameter.bucket].parameters.push_back(i);
     n_bytes[parameter.bucket] += n_bytes_of(parameter.tensor, parameter.is_sparse);
     const double limit_mb =
-        parameter.bucket == 0 ? options_.first_bucket_size_mb : options_.bucket_size_mb;
+        parameter.bucket == 0 ? options_.first_bucket_cap_mb : options_.bucket_cap_mb;
     if (static_cast<double>(n_bytes[parameter.bucket]) >= limit_mb * 1024 * 1024) {
       open.erase(bucket);
     }
