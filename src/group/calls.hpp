@@ -7,9 +7,9 @@
 
 #include "group/group_state.hpp"
 
-/// The checked call of each operation, for its blocking and its asynchronous form; group.cpp. Each
-/// throws UsageError. `counts`: null if each rank gives as many elements. Hidden: else gcc does not
-/// inline them in position-independent code.
+/// The checked call of each operation, for its blocking, asynchronous and list form; group.cpp.
+/// Each throws UsageError. `counts`: null if each rank gives as many elements. Hidden: else gcc
+/// does not inline them in position-independent code.
 namespace lockstep::internal {
 #pragma GCC visibility push(hidden)
 

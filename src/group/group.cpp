@@ -1,15 +1,21 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
 #include <lockstep/detail/time_limit.hpp>
+#include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
+#include <memory>
 #include <numeric>
+#include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
 #include "group/argument_checks.hpp"
 #include "group/calls.hpp"
 #include "group/step.hpp"
+#include "group/work.hpp"
 
 namespace lockstep {
 
@@ -208,6 +214,22 @@ template void GroupState::run(Call&& call, Timeout timeout, void (*use)(Engine&,
 
 }  // namespace internal
 
+/// The asynchronous form of a call, after the checks of its arguments.
+static Work post(const std::shared_ptr<GroupState>& group, const Call& call, Timeout timeout) {
+  if (const std::string_view reason = group->engine().why_one_thread(); !reason.empty()) {
+    reject(*group, call,
+           "asynchronous calls run on a thread of their own, but " + std::string(reason));
+  }
+  try {
+    return Work(std::make_shared<internal::WorkHandle>(group, call, timeout));
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {  // no memory, or no thread: the call was not made
+    group->refuse(call, name_of(call.op), error.what());
+    throw;
+  }
+}
+
 Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
              Check check)
     : state_(
@@ -260,14 +282,28 @@ void Group::abandon(std::string_view reason) const noexcept { state_->abandon(re
 void Group::barrier(Timeout timeout, Where where) const {
   state_->run({.op = Op::barrier, .where = where}, timeout);
 }
+Work Group::barrier_async(Timeout timeout, Where where) const {
+  return post(state_, {.op = Op::barrier, .where = where}, timeout);
+}
 void Group::all_reduce(const Elements& data, ReduceOp op, Timeout timeout, Where where) const {
   state_->run(all_reduce_call(*state_, data, op, where), timeout);
+}
+Work Group::all_reduce_async(const Elements& data, ReduceOp op, Timeout timeout,
+                             Where where) const {
+  return post(state_, all_reduce_call(*state_, data, op, where), timeout);
 }
 void Group::reduce(const Elements& data, int dst, ReduceOp op, Timeout timeout, Where where) const {
   state_->run(reduce_call(*state_, data, dst, op, where), timeout);
 }
+Work Group::reduce_async(const Elements& data, int dst, ReduceOp op, Timeout timeout,
+                         Where where) const {
+  return post(state_, reduce_call(*state_, data, dst, op, where), timeout);
+}
 void Group::broadcast(const Elements& data, int src, Timeout timeout, Where where) const {
   state_->run(broadcast_call(*state_, data, src, where), timeout);
+}
+Work Group::broadcast_async(const Elements& data, int src, Timeout timeout, Where where) const {
+  return post(state_, broadcast_call(*state_, data, src, where), timeout);
 }
 void Group::all_gather(const ConstElements& in, const Elements& out, Timeout timeout,
                        Where where) const {
@@ -276,6 +312,11 @@ void Group::all_gather(const ConstElements& in, const Elements& out, Timeout tim
 void Group::all_gather(const ConstElements& in, const Elements& out,
                        std::span<const std::size_t> counts, Timeout timeout, Where where) const {
   state_->run(gather_call(*state_, Op::all_gather, in, out, &counts, /*dst=*/-1, where), timeout);
+}
+Work Group::all_gather_async(const ConstElements& in, const Elements& out, Timeout timeout,
+                             Where where) const {
+  return post(state_, gather_call(*state_, Op::all_gather, in, out, nullptr, /*dst=*/-1, where),
+              timeout);
 }
 void Group::gather(const ConstElements& in, const Elements& out, int dst, Timeout timeout,
                    Where where) const {
@@ -286,23 +327,45 @@ void Group::gather(const ConstElements& in, const Elements& out,
                    Where where) const {
   state_->run(gather_call(*state_, Op::gather, in, out, &counts, dst, where), timeout);
 }
+Work Group::gather_async(const ConstElements& in, const Elements& out, int dst, Timeout timeout,
+                         Where where) const {
+  return post(state_, gather_call(*state_, Op::gather, in, out, nullptr, dst, where), timeout);
+}
 void Group::scatter(const ConstElements& in, const Elements& out, int src, Timeout timeout,
                     Where where) const {
   state_->run(scatter_call(*state_, in, out, src, where), timeout);
+}
+Work Group::scatter_async(const ConstElements& in, const Elements& out, int src, Timeout timeout,
+                          Where where) const {
+  return post(state_, scatter_call(*state_, in, out, src, where), timeout);
 }
 void Group::reduce_scatter(const ConstElements& in, const Elements& out, ReduceOp op,
                            Timeout timeout, Where where) const {
   state_->run(reduce_scatter_call(*state_, in, out, op, where), timeout);
 }
+Work Group::reduce_scatter_async(const ConstElements& in, const Elements& out, ReduceOp op,
+                                 Timeout timeout, Where where) const {
+  return post(state_, reduce_scatter_call(*state_, in, out, op, where), timeout);
+}
 void Group::all_to_all(const ConstElements& in, const Elements& out, Timeout timeout,
                        Where where) const {
   state_->run(all_to_all_call(*state_, in, out, where), timeout);
 }
+Work Group::all_to_all_async(const ConstElements& in, const Elements& out, Timeout timeout,
+                             Where where) const {
+  return post(state_, all_to_all_call(*state_, in, out, where), timeout);
+}
 void Group::send(const ConstElements& data, int dst, Timeout timeout, Where where) const {
   state_->run(send_call(*state_, data, dst, where), timeout);
 }
+Work Group::send_async(const ConstElements& data, int dst, Timeout timeout, Where where) const {
+  return post(state_, send_call(*state_, data, dst, where), timeout);
+}
 void Group::recv(const Elements& data, int src, Timeout timeout, Where where) const {
   state_->run(recv_call(*state_, data, src, where), timeout);
+}
+Work Group::recv_async(const Elements& data, int src, Timeout timeout, Where where) const {
+  return post(state_, recv_call(*state_, data, src, where), timeout);
 }
 
 }  // namespace lockstep
