@@ -37,9 +37,9 @@ struct Env {
   /// before they use each other's data. light (default): operation, type, count, root and
   /// reduction. full: also the source line, to detect a barrier that only some ranks call and
   /// others would match with a later one; all ranks must then call each collective from the same
-  /// line, and init_dist also checks the engine's operations. off: nothing on mpi, gloo and nccl,
-  /// where a mismatch then gives wrong data or a TimeoutError; the shared engine compares as for
-  /// light, because that costs nothing there. See docs/mpi.md.
+  /// line. off: nothing on mpi, gloo and nccl, where a mismatch then gives wrong data or a
+  /// TimeoutError; the shared engine compares as for light, because that costs nothing there. See
+  /// docs/mpi.md.
   Check check = Check::light;
   /// LOCKSTEP_TUNE: flat=BYTES,chunk=BYTES,inplace=BYTES, each of them optional: the sizes at which
   /// the shared engine changes its algorithm, instead of the measured defaults

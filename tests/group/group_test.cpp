@@ -85,6 +85,28 @@ TEST(GroupTest, the_limit_of_a_call_covers_the_wait_for_posted_ones) {
   });
 }
 
+TEST(GroupTest, the_limit_of_a_posted_call_begins_when_it_is_posted) {
+  const test::SharedCount n_passed;
+  run_ranks(2, [&](int rank) {
+    const Group group = default_group();
+    if (rank == 1) {
+      EXPECT_TRUE(n_passed.wait_for(1));
+      group.barrier();
+      EXPECT_THROW(group.barrier(), Error);
+      return;
+    }
+    constexpr std::chrono::milliseconds kLimit(50);
+    Work first = group.barrier_async();
+    Work second = group.barrier_async(kLimit);
+    const auto end = std::chrono::steady_clock::now() + kLimit;
+    while (std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    n_passed.raise();
+    first.wait();
+    expect_contains(thrown<TimeoutError>([&] { second.wait(); }),
+                    "rank 0 was in earlier asynchronous calls for the 0.05 s of this call's limit");
+  });
+}
+
 TEST(GroupTest, main_process_first_waits_for_posted_calls_as_long_as_its_limit) {
   const test::SharedCount n_given_up;
   run_ranks(2, [&](int rank) {
