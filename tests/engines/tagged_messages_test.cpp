@@ -21,9 +21,9 @@
 #include <utility>
 #include <vector>
 
-#include "engines/shared/bootstrap/segment.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/shared/protocol/tagged_messages.hpp"
+#include "engines/shared/segment/segment.hpp"
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
 #include "support/waiting.hpp"
@@ -40,7 +40,7 @@ class Rank {
  public:
   explicit Rank(const std::shared_ptr<shared::Segment>& segment)
       : engine_(shared::join_world(segment, get_rank(), call(Op::barrier))),
-        messages_(shared::make_messages(*engine_, call(Op::allocate))) {}
+        messages_(engine_->make_messages(call(Op::allocate))) {}
 
   using Posted = std::shared_ptr<TaggedMessages::Posted>;
 
@@ -75,7 +75,7 @@ class Rank {
   }
   void drop_messages() { messages_.reset(); }
   std::shared_ptr<TaggedMessages> more_messages() {
-    return shared::make_messages(*engine_, call(Op::allocate));
+    return engine_->make_messages(call(Op::allocate));
   }
 
   static constexpr milliseconds kLimit = kWatchdog;
@@ -91,7 +91,7 @@ class Rank {
             .where = std::source_location::current()};
   }
 
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<shared::HostEngine> engine_;
   std::shared_ptr<TaggedMessages> messages_;
 };
 

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "engines/hierarchical/host_collectives.hpp"
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/hierarchical/levels.hpp"
 #include "engines/hierarchical/topology.hpp"
@@ -29,7 +28,7 @@ std::unique_ptr<Engine> leaders_of(Engine& outer, const Topology& topology, int 
 class HierarchicalEngine final : public internal::NativeEngine {
  public:
   /// The engines are left to the caller if there is no memory for this one.
-  HierarchicalEngine(std::unique_ptr<Engine>&& outer, std::unique_ptr<Engine>&& inner,
+  HierarchicalEngine(std::unique_ptr<Engine>&& outer, std::unique_ptr<shared::HostEngine>&& inner,
                      std::unique_ptr<Engine>&& between, Topology&& topology) noexcept
       : levels_{std::move(outer), std::move(inner), std::move(between), std::move(topology)} {}
 
@@ -70,7 +69,7 @@ class HierarchicalEngine final : public internal::NativeEngine {
             static_cast<int>(std::ranges::find(all, choice.leader, &Choice::leader) - all.begin()));
       }
       auto outer = levels_.outer->split(levels_.limited(call), color, key);
-      auto inner = levels_.inner->split(levels_.on_host(call), color, /*key=*/outer->rank());
+      auto inner = levels_.inner->split_host(levels_.on_host(call), color, /*key=*/outer->rank());
       Topology topology(std::move(hosts), outer->rank());
       auto between =
           leaders_of(*levels_.outer, topology, outer->rank(), part, levels_.limited(call));

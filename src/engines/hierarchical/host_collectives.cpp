@@ -1,11 +1,10 @@
-#include "engines/hierarchical/host_collectives.hpp"
-
 #include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "base/bytes.hpp"
+#include "engines/hierarchical/levels.hpp"
 #include "engines/hierarchical/wide.hpp"
 
 namespace lockstep::hierarchical {

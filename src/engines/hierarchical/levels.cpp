@@ -5,7 +5,6 @@
 #include <string>
 #include <string_view>
 
-#include "engines/shared/bootstrap/shared_world.hpp"
 #include "group/failure.hpp"
 
 namespace lockstep::hierarchical {
@@ -65,23 +64,23 @@ void Levels::run_between(Call call) {
   call.ranks = topology.leaders;
   call.timeout += kReportTime;
   // The other ranks of this host wait for this one, which is not the late one if a host is late.
-  shared::extend_deadline(*inner, call.timeout + kPatience);
+  inner->extend_deadline(call.timeout + kPatience);
   between->run(call);
-  shared::extend_deadline(*inner, kReportTime);  // the result is about to reach them
+  inner->extend_deadline(kReportTime);  // the result is about to reach them
 }
 
 void Levels::run_outer(Call call) {
   call = limited(call);
   call.timeout += kReportTime;
-  shared::extend_deadline(*inner, call.timeout + kPatience);
+  inner->extend_deadline(call.timeout + kPatience);
   outer->run(call);
-  shared::extend_deadline(*inner, kReportTime);
+  inner->extend_deadline(kReportTime);
 }
 
 void Levels::run_message(const Call& call) {
-  shared::begin_elsewhere(*inner, call);
+  inner->begin_elsewhere(call);
   outer->run(limited(call));
-  shared::end_elsewhere(*inner);
+  inner->end_elsewhere();
 }
 
 void Levels::compare(const Call& call) {

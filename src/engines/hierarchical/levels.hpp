@@ -8,14 +8,15 @@
 #include <string_view>
 
 #include "engines/hierarchical/topology.hpp"
+#include "engines/shared/algorithms/host_engine.hpp"
 #include "group/step.hpp"
 
 namespace lockstep::hierarchical {
 
 /// The engines of one group, by the ranks that they connect.
 struct Levels {
-  std::unique_ptr<Engine> outer;    ///< all ranks
-  std::unique_ptr<Engine> inner;    ///< the ranks of this host
+  std::unique_ptr<Engine> outer;              ///< all ranks
+  std::unique_ptr<shared::HostEngine> inner;  ///< the ranks of this host
   std::unique_ptr<Engine> between;  ///< the leaders of all hosts; unused on the other ranks
   Topology topology;
   /// Of the call that is under way: its steps share it.
@@ -72,6 +73,10 @@ struct Levels {
   void end_with(const Error& error) const noexcept;
   void abandon(std::string_view reason) const noexcept;
 };
+
+/// Performs a call over several hosts, in steps within hosts and between their leaders. Not a split
+/// or an allocation.
+void run_over_hosts(Levels& levels, const Call& call);
 
 using internal::barrier_of;
 using internal::step_of;

@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "engines/shared/bootstrap/layout.hpp"
-#include "engines/shared/bootstrap/membership.hpp"
-#include "engines/shared/bootstrap/segment.hpp"
 #include "engines/shared/protocol/waiter.hpp"
+#include "engines/shared/segment/layout.hpp"
+#include "engines/shared/segment/membership.hpp"
+#include "engines/shared/segment/segment.hpp"
 #include "group/check.hpp"
 
 namespace lockstep::shared {

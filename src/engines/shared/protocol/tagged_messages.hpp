@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "base/process_tag.hpp"
-#include "engines/shared/bootstrap/layout.hpp"
-#include "engines/shared/bootstrap/segment.hpp"
 #include "engines/shared/protocol/channel.hpp"
+#include "engines/shared/segment/layout.hpp"
+#include "engines/shared/segment/segment.hpp"
 
 namespace lockstep::shared {
 

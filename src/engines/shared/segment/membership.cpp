@@ -1,4 +1,4 @@
-#include "engines/shared/bootstrap/membership.hpp"
+#include "engines/shared/segment/membership.hpp"
 
 #include <fmt/format.h>
 #include <sys/resource.h>

@@ -14,7 +14,7 @@
 #include "base/kept_fd.hpp"
 #include "base/process.hpp"
 #include "base/ticks.hpp"
-#include "engines/shared/bootstrap/segment.hpp"
+#include "engines/shared/segment/segment.hpp"
 #include "record/recorder.hpp"
 
 namespace lockstep::shared {

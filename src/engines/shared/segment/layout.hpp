@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "base/cpus.hpp"
-#include "engines/shared/bootstrap/tuning.hpp"
+#include "engines/shared/segment/tuning.hpp"
 #include "group/check.hpp"
 #include "group/failure.hpp"
 #include "record/flight_record.hpp"
@@ -82,6 +82,13 @@ struct CallRecord {
       deadline_extended_until;           ///< base::ticks(): see Channel::extend_deadline
   std::atomic<bool> is_in_peers_memory;  ///< see Channel::enter_peers_memory
 };
+
+/// Set in a CallRecord's `what` when the call has returned.
+inline constexpr std::uint64_t kFinished = 1ULL << 24U;
+/// Set there when the call has a count for each rank.
+inline constexpr std::uint64_t kByRank = 1ULL << 25U;
+/// Set there when the call is between hosts, over another engine; its root is a rank there.
+inline constexpr std::uint64_t kElsewhere = 1ULL << 26U;
 
 inline constexpr std::size_t kInlineBytes = 248;
 

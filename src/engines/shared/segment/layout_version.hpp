@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "engines/shared/bootstrap/layout.hpp"
+#include "engines/shared/segment/layout.hpp"
 #include "record/flight_layout.hpp"
 
 namespace lockstep::shared {
