@@ -25,6 +25,7 @@
 #include "base/futex.hpp"
 #include "base/marked_text.hpp"
 #include "base/text.hpp"
+#include "base/wait_policy.hpp"
 #include "engines/message/message_engine.hpp"
 #include "engines/mpi/abi.hpp"
 #include "group/failure.hpp"
@@ -76,7 +77,7 @@ std::string text_of(const LockstepMpi& mpi, int code) {
 }
 
 struct Hosts {
-  bool are_oversubscribed;  ///< the ranks of this host exceed its cores
+  base::WaitPolicy policy;  ///< by the ranks and the cores of this host
   bool are_one;             ///< all ranks of the world are on one host
 };
 
@@ -192,19 +193,16 @@ class Transport final : public message::Transport {
 };
 
 Transport::State Transport::wait(Clock::time_point /*deadline*/) {
-  // With a core for each rank the peers are running now, and a core that is yielded to another
-  // program returns only when the scheduler decides. If oversubscribed, every poll keeps the
-  // awaited rank from running.
-  const std::uint64_t n_polls = hosts_.are_oversubscribed ? 500 : 20'000;
-  constexpr std::uint64_t kYields = 100'000;
+  const std::uint64_t n_polls = hosts_.policy.n_polls;
+  const std::uint64_t n_tests_before_sleep = n_polls + hosts_.policy.n_yields;
   // Measured in time, not in polls: if another thread wants the core, each poll may take a
   // scheduler slice, also inside MPI, which yields by itself.
   constexpr std::chrono::microseconds kControlInterval{100};
   if (n_tests_ == kTestsPerClock) next_look_ = Clock::now() + kControlInterval;
-  if (n_tests_ > n_polls + kYields) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  if (n_tests_ > n_tests_before_sleep) std::this_thread::sleep_for(std::chrono::microseconds(50));
   for (;;) {
     const bool yields = n_tests_ > n_polls;
-    const bool sleeps = n_tests_ > n_polls + kYields;
+    const bool sleeps = n_tests_ > n_tests_before_sleep;
     if (yields && !sleeps) base::yield_cpu();
     if (test(yields ? 1 : kTestsPerClock)) return State::complete;
     const auto now = Clock::now();
@@ -394,7 +392,7 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
     throw EngineError(context, text_of(mpi, code));
   }
   const int n_cores = base::n_usable_cores(cores, base::cpu_quota());
-  const Hosts hosts{.are_oversubscribed = n_neighbours > n_cores,
+  const Hosts hosts{.policy = base::WaitPolicy::of_messages(n_neighbours, n_cores),
                     .are_one = n_neighbours == n_ranks};
   auto engine =
       message::make("mpi",

@@ -148,7 +148,7 @@ std::size_t Channel::back(const Call& call, std::byte* first, std::size_t n_piec
 }
 
 void Channel::choose_waiting() {
-  waiter_ = Waiter(membership_->is_oversubscribed());
+  waiter_ = Waiter(membership_->wait_policy());
   sleepers_fence_ = !waiter_.is_oversubscribed() && membership_->all_take_fences();
 }
 
