@@ -66,7 +66,7 @@ Availability mpi_available(const internal::World& world) {
 }
 
 /// The engine that hierarchical uses between hosts: the first that can send ordinary memory there.
-const Entry* find_outer(const internal::World& world) {
+const Entry* find_global(const internal::World& world) {
   for (const Entry& entry : catalog()) {
     if (entry.name != "mpi" && entry.name != "gloo") continue;
     if (entry.available(world).is_available) return &entry;
@@ -76,16 +76,16 @@ const Entry* find_outer(const internal::World& world) {
 
 // Uses only what is the same on all ranks: the number of ranks per host may differ.
 Availability hierarchical_available(const internal::World& world) {
-  return {.is_available = world.size > 1 && find_outer(world) != nullptr,
+  return {.is_available = world.size > 1 && find_global(world) != nullptr,
           .reason =
               "needs an engine between hosts, mpi or (with libtorch) gloo, and more than one "
               "rank"};
 }
 
 Joined join_hierarchical(const internal::World& world, const Call& barrier) {
-  auto outer = find_outer(world)->join(world, barrier).engine;
-  const std::vector<int> hosts = hierarchical::find_hosts(*outer, barrier);
-  return {.engine = hierarchical::make(std::move(outer), hosts, barrier, world.env.tune)};
+  auto global = find_global(world)->join(world, barrier).engine;
+  const std::vector<int> hosts = hierarchical::find_hosts(*global, barrier);
+  return {.engine = hierarchical::make(std::move(global), hosts, barrier, world.env.tune)};
 }
 
 }  // namespace

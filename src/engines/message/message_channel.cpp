@@ -37,12 +37,12 @@ void Channel::begin_rounds(const Header& header) {
 
 void Channel::round(std::span<const Message> messages, int awaited, int n_known, const Call& call,
                     Limit& limit) {
-  control_->set_position(awaited, n_known);
+  control_->set_wait_state(awaited, n_known);
   perform(messages, call, limit, nullptr);
 }
 
 void Channel::end_rounds() {
-  control_->set_position(Position::kNone, size());
+  control_->set_wait_state(WaitState::kNone, size());
   is_in_rounds_ = false;
 }
 
@@ -63,7 +63,7 @@ int Channel::place_in_windows(const Message& message) const {
 /// A window is complete before the next one begins: its messages wait for ranks in the same or an
 /// earlier window only, so the earliest one always ends. If a rank stops, others that wait for it
 /// keep further ones from their next window. Those in the earliest window wait for no other rank:
-/// by their positions all ranks find who is late.
+/// by their wait states all ranks find who is late.
 void Channel::exchange_in_windows(std::span<Message> messages, const Call& call, Limit& limit) {
   const auto window_of = [this](const Message& message) {
     return place_in_windows(message) / kWindow;
@@ -79,7 +79,7 @@ void Channel::exchange_in_windows(std::span<Message> messages, const Call& call,
 }
 
 bool Channel::perform(std::span<const Message> messages, const Call& call, Limit& limit,
-                      Question* question) {
+                      StatusQuery* query) {
   if (const int n_polls = transport_.n_polls_before_exchange(); n_polls > 0) {
     for (int i = 0; i < n_polls; ++i) poll_control();
     throw_if_failed(call);
@@ -94,7 +94,7 @@ bool Channel::perform(std::span<const Message> messages, const Call& call, Limit
   try {
     transport_.start(messages, call);
     if (call.progress != nullptr) call.progress->arrived(call);
-    exchange.is_complete = transport_.test() || wait(call, limit, question);
+    exchange.is_complete = transport_.test() || wait(call, limit, query);
   } catch (const TransportError& error) {
     fail_transport(error, call);
   }

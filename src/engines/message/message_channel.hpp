@@ -55,8 +55,8 @@ class Channel {
   bool has_rounds() const noexcept { return has_rounds_; }
   bool is_on_one_host() const noexcept { return transport_.is_on_one_host(); }
   /// Begins an exchange of several rounds; all ranks begin the same, in the same order. Each round
-  /// waits for one message, of rank `awaited`; `n_known`: see Position. If the call's time ends,
-  /// the late ranks are found by asking all for their positions.
+  /// waits for one message, of rank `awaited`; `n_known`: see WaitState. If the call's time ends,
+  /// the late ranks are found by asking all for their wait states.
   void begin_rounds(const Header& header);
   void round(std::span<const Message> messages, int awaited, int n_known, const Call& call,
              Limit& limit);
@@ -95,20 +95,21 @@ class Channel {
  private:
   Channel(std::unique_ptr<Transport> transport, std::vector<int> members,
           std::shared_ptr<Control> world);
-  struct Question;
+  struct StatusQuery;
   /// False: impossible, see exchange_with.
   bool perform(std::span<const Message> messages, const Call& call, Limit& limit,
-               Question* question);
+               StatusQuery* query);
   int place_in_windows(const Message& message) const;
 
   // message_channel_wait.cpp
-  bool wait(const Call& call, Limit& limit, Question* question);
-  bool is_impossible(Question& question);
+  bool wait(const Call& call, Limit& limit, StatusQuery* query);
+  bool is_impossible(StatusQuery& query);
   /// The ranks that keep an exchange from completing in which this rank waits for `awaited`: not
   /// those that wait for others themselves.
-  std::vector<int> find_late(std::map<int, Position> positions, std::span<const int> awaited) const;
+  std::vector<int> find_late(std::map<int, WaitState> wait_states,
+                             std::span<const int> awaited) const;
   /// Of all ranks that answer in time, and of this one.
-  std::map<int, Position> ask_positions(const Call& call);
+  std::map<int, WaitState> query_wait_states(const Call& call);
 
   // message_channel_failure.cpp
   void poll_control();
@@ -130,7 +131,8 @@ class Channel {
   std::shared_ptr<Control> world_;  // the same on the world's channel
   Transport& transport_;
   std::vector<int> members_;  // ranks of the world
-  bool has_rounds_ = transport_.answers_questions() && transport_.size() > Transport::kMostDirect;
+  bool has_rounds_ =
+      transport_.answers_status_queries() && transport_.size() > Transport::kMostDirect;
   bool is_in_rounds_ = false;
   std::uint64_t n_collectives_ = 0;
   std::map<std::pair<Op, int>, std::uint64_t> n_pairs_;  ///< by operation and peer

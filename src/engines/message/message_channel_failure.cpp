@@ -127,15 +127,15 @@ std::uint64_t& Channel::n_calls(Op op, int peer) {
 void Channel::refuse(const Refusal& refusal) noexcept {
   try {
     const Op op = !refusal.is_pair ? Op::barrier : refusal.is_send ? Op::send : Op::recv;
-    Position position{.rank = rank(), .number = n_calls(op, refusal.peer)};
-    position.header.op = static_cast<std::uint8_t>(op);
-    position.header.root = refusal.peer;
-    position.header.n_refused = refusal.n_refused;
+    WaitState wait_state{.rank = rank(), .number = n_calls(op, refusal.peer)};
+    wait_state.header.op = static_cast<std::uint8_t>(op);
+    wait_state.header.root = refusal.peer;
+    wait_state.header.n_refused = refusal.n_refused;
     const std::string text(refusal.text);
-    control_->add_refusal(position, text);
+    control_->add_refusal(wait_state, text);
     transport_.send_control({.kind = ControlMessage::Kind::refusal,
                              .failure = {.kind = Kind::usage, .text = text},
-                             .position = position},
+                             .wait_state = wait_state},
                             refusal.is_pair ? refusal.peer : Transport::kAllRanks);
   } catch (const std::bad_alloc&) {
     abandon(refusal.text);
@@ -147,7 +147,7 @@ void Channel::throw_if_refused(const Call& call) {
   // Of a send, the receives that its peer refused.
   const Op op = !is_pair ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
   int refuser = -1;
-  control_->visit_refusals([&](const Position& of, const std::string&) {
+  control_->visit_refusals([&](const WaitState& of, const std::string&) {
     if (of.rank == rank() || static_cast<Op>(of.header.op) != op) return;
     if (is_pair && of.rank != call.root) return;
     if (of.header.n_refused > call.n_refused && of.number < n_calls(call.op, call.root)) {
@@ -166,7 +166,7 @@ std::vector<RefusedCall> Channel::refused_calls(std::span<const Row> rows, const
                               }).header.n_refused;
   const bool is_pair = internal::is_pair(call.op);
   const Op peers_op = !is_pair ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
-  const auto is_of_call = [&](const Position& of) {
+  const auto is_of_call = [&](const WaitState& of) {
     const Op op = static_cast<Op>(of.header.op);
     if (of.header.n_refused <= least) return false;
     if (!is_pair) return op == Op::barrier;
@@ -181,7 +181,7 @@ std::vector<RefusedCall> Channel::refused_calls(std::span<const Row> rows, const
   for (const auto end = Clock::now() + kControlDelay;;) {
     poll_control();
     calls.clear();
-    control_->visit_refusals([&](const Position& of, const std::string& text) {
+    control_->visit_refusals([&](const WaitState& of, const std::string& text) {
       if (is_of_call(of)) calls.push_back({of.rank, text});
     });
     if (std::ranges::all_of(rows, has_come) || Clock::now() >= end) return calls;

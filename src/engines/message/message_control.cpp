@@ -16,28 +16,28 @@ void Control::poll() {
       case ControlMessage::Kind::departure:
         departures_.emplace(message->failure.culprit, std::move(message->failure));
         break;
-      case ControlMessage::Kind::question: questions_.push_back(message->position); break;
+      case ControlMessage::Kind::status_query: queries_.push_back(message->wait_state); break;
       case ControlMessage::Kind::refusal:
-        refusals_.push_back({message->position, std::move(message->failure.text)});
+        refusals_.push_back({message->wait_state, std::move(message->failure.text)});
         break;
-      case ControlMessage::Kind::position:
-        answers_.insert_or_assign(message->position.rank, message->position);
+      case ControlMessage::Kind::status_reply:
+        answers_.insert_or_assign(message->wait_state.rank, message->wait_state);
         break;
     }
   }
-  answer_questions();
+  answer_queries();
 }
 
 /// Of an exchange that this rank has not begun: the answer is given then, and before once if this
 /// rank waits in an earlier one.
-void Control::answer_questions() {
-  std::erase_if(questions_, [this](Position& question) {
-    const bool has_begun = position_.number >= question.number;
-    const bool waits = position_.awaited != Position::kNone;
-    if (has_begun || (waits && question.awaited == Position::kNone)) {
-      transport_->send_control({.kind = ControlMessage::Kind::position, .position = position_},
-                               question.rank);
-      question.awaited = position_.awaited;
+void Control::answer_queries() {
+  std::erase_if(queries_, [this](WaitState& query) {
+    const bool has_begun = wait_state_.number >= query.number;
+    const bool waits = wait_state_.awaited != WaitState::kNone;
+    if (has_begun || (waits && query.awaited == WaitState::kNone)) {
+      transport_->send_control(
+          {.kind = ControlMessage::Kind::status_reply, .wait_state = wait_state_}, query.rank);
+      query.awaited = wait_state_.awaited;
     }
     return has_begun;
   });
@@ -74,23 +74,23 @@ std::int64_t Control::next_number() {
   return Transport::kWorld + 1 + transport_->rank() + transport_->size() * n_numbers_++;
 }
 
-Position Control::position() const {
+WaitState Control::wait_state() const {
   const std::lock_guard lock(mutex_);
-  return position_;
+  return wait_state_;
 }
 
 void Control::begin_exchange(const Header& header) {
   const std::lock_guard lock(mutex_);
-  ++position_.number;
-  position_.awaited = transport_->rank();  // it does not wait yet
-  position_.n_known = 1;
-  position_.header = header;
+  ++wait_state_.number;
+  wait_state_.awaited = transport_->rank();  // it does not wait yet
+  wait_state_.n_known = 1;
+  wait_state_.header = header;
 }
 
-void Control::set_position(int awaited, int n_known) {
+void Control::set_wait_state(int awaited, int n_known) {
   const std::lock_guard lock(mutex_);
-  position_.awaited = awaited;
-  position_.n_known = n_known;
+  wait_state_.awaited = awaited;
+  wait_state_.n_known = n_known;
 }
 
 void Control::ask(std::uint64_t number, int to) {
@@ -98,17 +98,17 @@ void Control::ask(std::uint64_t number, int to) {
     const std::lock_guard lock(mutex_);
     answers_.clear();
   }
-  transport_->send_control({.kind = ControlMessage::Kind::question,
-                            .position = {.rank = transport_->rank(), .number = number}},
+  transport_->send_control({.kind = ControlMessage::Kind::status_query,
+                            .wait_state = {.rank = transport_->rank(), .number = number}},
                            to);
 }
 
-std::map<int, Position> Control::answers() const {
+std::map<int, WaitState> Control::answers() const {
   const std::lock_guard lock(mutex_);
   return answers_;
 }
 
-void Control::add_refusal(const Position& of, const std::string& text) {
+void Control::add_refusal(const WaitState& of, const std::string& text) {
   const std::lock_guard lock(mutex_);
   refusals_.push_back({of, text});
 }

@@ -13,9 +13,9 @@
 
 namespace lockstep::message {
 
-/// The control messages of one channel: keeps what they said, and answers questions.
+/// The control messages of one channel: keeps what they said, and answers status queries.
 ///
-/// Threads: any. The position is that of the thread of the current call.
+/// Threads: any. The wait state is that of the thread of the current call.
 class Control {
  public:
   explicit Control(std::unique_ptr<Transport> channel) : transport_(std::move(channel)) {}
@@ -38,16 +38,16 @@ class Control {
   std::int64_t next_number();
 
   // How far this rank is in exchanges of several rounds, for ranks that ask:
-  Position position() const;
+  WaitState wait_state() const;
   void begin_exchange(const Header& header);
-  void set_position(int awaited, int n_known);
-  /// Forgets earlier answers, and asks: see ControlMessage::question.
+  void set_wait_state(int awaited, int n_known);
+  /// Forgets earlier answers, and asks: see ControlMessage::Kind::status_query.
   void ask(std::uint64_t number, int to = Transport::kAllRanks);
-  std::map<int, Position> answers() const;
+  std::map<int, WaitState> answers() const;
 
   /// A call that this or another rank has refused. `of`: rank; number: the calls before it; header:
   /// op, root: the peer, n_refused.
-  void add_refusal(const Position& of, const std::string& text);
+  void add_refusal(const WaitState& of, const std::string& text);
   /// visit(of, text) for each, in order by rank.
   template <class Visit>
   void visit_refusals(const Visit& visit) const {
@@ -57,20 +57,20 @@ class Control {
 
  private:
   struct Refused {
-    Position of;
+    WaitState of;
     std::string text;
   };
 
-  void answer_questions();  // with the lock
+  void answer_queries();  // with the lock
 
   const std::unique_ptr<Transport> transport_;
   mutable std::mutex mutex_;  // guards the following
   bool has_left_ = false;
   std::optional<internal::Failure> failure_;
   std::map<int, internal::Failure> departures_;
-  Position position_{.rank = transport_->rank()};
-  std::vector<Position> questions_;
-  std::map<int, Position> answers_;
+  WaitState wait_state_{.rank = transport_->rank()};
+  std::vector<WaitState> queries_;
+  std::map<int, WaitState> answers_;
   std::int64_t n_numbers_ = 0;
   std::vector<Refused> refusals_;
 };

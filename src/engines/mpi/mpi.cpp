@@ -49,7 +49,7 @@ struct ControlBytes {
   Kind failure;
   std::int32_t culprit;
   internal::PeerList peers;
-  message::Position position;
+  message::WaitState wait_state;
   std::array<char, 3784> text;  // to its null
 
   std::size_t n_bytes() const {
@@ -131,7 +131,7 @@ class Transport final : public message::Transport {
 
   void send_control(const message::ControlMessage& message, int to) noexcept override;
   std::optional<message::ControlMessage> poll_control() override;
-  bool answers_questions() const noexcept override { return true; }
+  bool answers_status_queries() const noexcept override { return true; }
   int n_polls_before_exchange() noexcept override {
     // If peers timed out on this rank, their messages have arrived, so this exchange would not wait
     // and would miss their control messages. A coarse tick is a few milliseconds; reading is free.
@@ -224,8 +224,8 @@ void Transport::give_up_finalize(const message::ControlMessage& message) const n
 void Transport::send_control(const message::ControlMessage& message, int to) noexcept {
   give_up_finalize(message);
   const Failure& failure = message.failure;
-  ControlBytes bytes{message.kind,  failure.kind,     failure.culprit,
-                     failure.peers, message.position, {}};
+  ControlBytes bytes{message.kind,  failure.kind,       failure.culprit,
+                     failure.peers, message.wait_state, {}};
   base::copy_marked_text(bytes.text, failure.text);
   send(bytes, to);
   // mpirun ends the job soon after a rank that fails: its peers report that at once.
@@ -273,7 +273,7 @@ std::optional<message::ControlMessage> Transport::poll_control() {
                                               .culprit = bytes.culprit,
                                               .text = std::string(base::text_in(bytes.text)),
                                               .peers = bytes.peers},
-                                  .position = bytes.position};
+                                  .wait_state = bytes.wait_state};
   give_up_finalize(message);
   return message;
 }

@@ -168,17 +168,17 @@ struct alignas(kLine) ChannelHeader {
 
 /// One send or receive of TaggedMessages.
 struct Post {
-  /// taken: its owner fills it in. posted: in a list, waits for its match. withdrawn: in a list,
-  /// but nobody waits; who looks there takes it out. moving: `mover` has taken it out of the list
-  /// and copies. abandoned: its owner no longer waits for the mover. The last three are its ends,
+  /// taken: its owner fills it in. posted: in a list, waits for its match. cancelled: still in a
+  /// list; the next rank that scans it removes it. copying: `copier` has taken it out of the list
+  /// and copies. abandoned: its owner no longer waits for the copier. The last three are its ends,
   /// until the owner has seen them.
   static constexpr std::int32_t kDiffersInRefusals = -1;
   enum State : std::uint32_t {
     free,
     taken,
     posted,
-    withdrawn,
-    moving,
+    cancelled,
+    copying,
     abandoned,
     complete,
     differs,
@@ -194,11 +194,11 @@ struct Post {
   std::uint32_t dtype;
   std::uint64_t address;  ///< in the owner's process
   std::uint64_t count;
-  std::atomic<std::int32_t> mover;
-  /// failed: an errno value; differs: the mover's dtype, or kDiffersInRefusals.
+  std::atomic<std::int32_t> copier;
+  /// failed: an errno value; differs: the copier's dtype, or kDiffersInRefusals.
   std::int32_t why;
-  std::uint64_t mover_count;  ///< differs; if in refusals: the mover's number of them
-  std::uint32_t n_refused;    ///< Call::n_refused
+  std::uint64_t copier_count;  ///< differs; if in refusals: the copier's number of them
+  std::uint32_t n_refused;     ///< Call::n_refused
 };
 
 /// Indices of the oldest and the newest post; -1: none.
