@@ -27,6 +27,12 @@ BEGIN {
   may["umbrella"] = "interface group world dist sync"
   may["programs"] = "interface group world dist sync umbrella nn"
 
+  # The folders of the shared engine, from the segment up to the world.
+  may["engines/shared/segment"] = ""
+  may["engines/shared/protocol"] = "segment"
+  may["engines/shared/algorithms"] = "segment protocol"
+  may["engines/shared/bootstrap"] = "segment protocol algorithms"
+
   n = split("types:interface error:interface engine:interface group:group launch:group trace:group env:interface " \
             "dist:dist objects:dist control:dist detail:dist sync:sync lockstep:umbrella nn:nn " \
             "lockstep.h:c", pairs, " ")
@@ -54,10 +60,18 @@ function module_of(path,   parts, n, name) {
   return (n > 1 && parts[1] in may) ? parts[1] : ""
 }
 
+# The folder of the shared engine in which a path lies; empty elsewhere.
+function folder_of(path,   parts) {
+  return split(path, parts, "/") > 3 && path ~ /^engines\/shared\// ? parts[3] : ""
+}
+
 FNR == 1 {
   module = ""
   path = FILENAME
   if (sub(/^(src|include)\//, "", path)) module = module_of(path)
+  folder = folder_of(path)
+  if (folder != "" && !("engines/shared/" folder in may))
+    breach("folder of the shared engine without a line in check_includes.awk")
   if (path ~ /^nn\/python\//) module = "nn/python"
   if (FILENAME ~ /^examples\//) module = "programs"
   if (module == "unknown") breach("public header of no known module: name it in check_includes.awk")
@@ -83,6 +97,12 @@ line ~ /^ *# *include/ {
   if (module == "run" && header ~ /^engines\/shared\/bootstrap\//) theirs = ""
   if (module != "" && theirs != "" && theirs != module && index(" " may[module] " ", " " theirs " ") == 0)
     breach("module " module " may not include " header " (module " theirs "; it may: " may[module] ")")
+}
+
+folder != "" && line ~ /^ *# *include/ {
+  theirs = folder_of(header)
+  if (theirs != "" && theirs != folder && index(" " may["engines/shared/" folder] " ", " " theirs " ") == 0)
+    breach("engines/shared/" folder " may not include " header " (it may: " may["engines/shared/" folder] ")")
 }
 
 library && line ~ /getenv *\(/ && FILENAME !~ /^src\/world\// {

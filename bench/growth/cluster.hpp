@@ -9,6 +9,9 @@
 #include <simgrid/s4u.hpp>
 #include <string>
 #include <string_view>
+#include <utility>
+
+#include "engines/shared/algorithms/host_engine.hpp"
 
 /// A simulated cluster: its cost model, the ranks on it, and textbook algorithms between its hosts.
 namespace growth {
@@ -53,6 +56,36 @@ class Part : public lockstep::Engine {
  protected:
   const int rank_;
   const int size_;
+};
+
+/// In place of the shared engine of a host.
+class Host final : public lockstep::shared::HostEngine {
+ public:
+  explicit Host(std::unique_ptr<lockstep::Engine> engine) : engine_(std::move(engine)) {}
+  std::string_view name() const noexcept override { return engine_->name(); }
+  int rank() const noexcept override { return engine_->rank(); }
+  int size() const noexcept override { return engine_->size(); }
+  void run(const lockstep::Call& call) override { engine_->run(call); }
+  std::unique_ptr<HostEngine> split_host(const lockstep::Call&, int, int) override {
+    return nullptr;
+  }
+  std::unique_ptr<lockstep::SharedMemory> allocate(const lockstep::Call& call) override {
+    return engine_->allocate(call);
+  }
+  void abandon(std::string_view reason) noexcept override { engine_->abandon(reason); }
+  void leave(std::string_view failure) noexcept override { engine_->leave(failure); }
+  std::shared_ptr<lockstep::internal::Recorder> recorder() const noexcept override {
+    return nullptr;
+  }
+  void extend_deadline(std::chrono::nanoseconds) noexcept override {}
+  void begin_elsewhere(const lockstep::Call&) override {}
+  void end_elsewhere() noexcept override {}
+  std::shared_ptr<lockstep::shared::TaggedMessages> make_messages(const lockstep::Call&) override {
+    return nullptr;
+  }
+
+ private:
+  std::unique_ptr<lockstep::Engine> engine_;
 };
 
 /// Textbook all_reduce ("ring", "halving", "doubling" or "tree"), without lockstep's comparison of

@@ -85,13 +85,11 @@ class AllRanks final : public Part {
 }  // namespace
 
 namespace lockstep::shared {
-std::unique_ptr<Engine> bootstrap_world(std::string_view, int, int n_ranks, const Call& barrier,
-                                        const std::optional<std::string>&) {
-  return growth::join({rank_of(MPI_COMM_WORLD) / n_ranks * n_ranks, 1, n_ranks}, barrier);
+std::unique_ptr<HostEngine> bootstrap_world(std::string_view, int, int n_ranks, const Call& barrier,
+                                            const std::optional<std::string>&) {
+  return std::make_unique<growth::Host>(
+      growth::join({rank_of(MPI_COMM_WORLD) / n_ranks * n_ranks, 1, n_ranks}, barrier));
 }
-void extend_deadline(Engine&, std::chrono::nanoseconds) noexcept {}
-void begin_elsewhere(Engine&, const Call&) {}
-void end_elsewhere(Engine&) noexcept {}
 }  // namespace lockstep::shared
 
 namespace {

@@ -134,13 +134,10 @@ class AllRanks final : public Part {
 }  // namespace
 
 namespace lockstep::shared {
-std::unique_ptr<Engine> bootstrap_world(std::string_view, int, int, const Call&,
-                                        const std::optional<std::string>&) {
-  return std::make_unique<HostMemory>();
+std::unique_ptr<HostEngine> bootstrap_world(std::string_view, int, int, const Call&,
+                                            const std::optional<std::string>&) {
+  return std::make_unique<growth::Host>(std::make_unique<HostMemory>());
 }
-void extend_deadline(Engine&, std::chrono::nanoseconds) noexcept {}
-void begin_elsewhere(Engine&, const Call&) {}
-void end_elsewhere(Engine&) noexcept {}
 }  // namespace lockstep::shared
 
 namespace {

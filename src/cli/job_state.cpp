@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/process.hpp"
-#include "engines/shared/bootstrap/membership.hpp"
+#include "engines/shared/segment/membership.hpp"
 
 namespace lockstep::cli {
 namespace {

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "engines/shared/bootstrap/segment.hpp"
+#include "engines/shared/segment/segment.hpp"
 #include "record/flight_record.hpp"
 
 namespace lockstep::cli {

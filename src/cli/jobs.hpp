@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "engines/shared/bootstrap/segment.hpp"
+#include "engines/shared/segment/segment.hpp"
 
 namespace lockstep::cli {
 

@@ -4,6 +4,7 @@
 
 #include <iterator>
 #include <lockstep/error.hpp>
+#include <utility>
 
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/hierarchical/hosts.hpp"
@@ -19,7 +20,7 @@ Availability solo_available(const internal::World& world) {
   return {world.size == 1, fmt::format("is for a world of one rank, this one has {}", world.size)};
 }
 
-std::unique_ptr<Engine> join_solo(const internal::World&, const Call&) { return solo::make(); }
+Joined join_solo(const internal::World&, const Call&) { return {.engine = solo::make()}; }
 
 Availability shared_available(const internal::World& world) {
   if (world.local_size != world.size) {
@@ -34,9 +35,16 @@ Availability shared_available(const internal::World& world) {
               "SLURM_JOB_ID, or those of PMIx)"};
 }
 
-std::unique_ptr<Engine> join_shared(const internal::World& world, const Call& barrier) {
-  if (!world.segment)
-    return shared::bootstrap_world(world.job, world.rank, world.size, barrier, world.env.tune);
+Joined with_recorder(std::unique_ptr<shared::HostEngine> engine) {
+  auto recorder = engine->recorder();
+  return {.engine = std::move(engine), .recorder = std::move(recorder)};
+}
+
+Joined join_shared(const internal::World& world, const Call& barrier) {
+  if (!world.segment) {
+    return with_recorder(
+        shared::bootstrap_world(world.job, world.rank, world.size, barrier, world.env.tune));
+  }
   auto segment = shared::inherit_world(*world.segment);
   if (segment->n_ranks() != world.size) {
     throw UsageError(context_of(barrier, world.rank),
@@ -45,7 +53,11 @@ std::unique_ptr<Engine> join_shared(const internal::World& world, const Call& ba
                                  world.size, segment->n_ranks()));
   }
   segment = shared::next_world(std::move(segment), *world.segment, world.rank, barrier);
-  return shared::join_world(std::move(segment), world.rank, barrier);
+  return with_recorder(shared::join_world(std::move(segment), world.rank, barrier));
+}
+
+Joined join_mpi(const internal::World& world, const Call& barrier) {
+  return {.engine = mpi::join(world, barrier)};
 }
 
 Availability mpi_available(const internal::World& world) {
@@ -54,7 +66,7 @@ Availability mpi_available(const internal::World& world) {
 }
 
 /// The engine that hierarchical uses between hosts: the first that can send ordinary memory there.
-const Entry* find_outer(const internal::World& world) {
+const Entry* find_global(const internal::World& world) {
   for (const Entry& entry : catalog()) {
     if (entry.name != "mpi" && entry.name != "gloo") continue;
     if (entry.available(world).is_available) return &entry;
@@ -64,16 +76,16 @@ const Entry* find_outer(const internal::World& world) {
 
 // Uses only what is the same on all ranks: the number of ranks per host may differ.
 Availability hierarchical_available(const internal::World& world) {
-  return {.is_available = world.size > 1 && find_outer(world) != nullptr,
+  return {.is_available = world.size > 1 && find_global(world) != nullptr,
           .reason =
               "needs an engine between hosts, mpi or (with libtorch) gloo, and more than one "
               "rank"};
 }
 
-std::unique_ptr<Engine> join_hierarchical(const internal::World& world, const Call& barrier) {
-  auto outer = find_outer(world)->join(world, barrier);
-  const std::vector<int> hosts = hierarchical::find_hosts(*outer, barrier);
-  return hierarchical::make(std::move(outer), hosts, barrier, world.env.tune);
+Joined join_hierarchical(const internal::World& world, const Call& barrier) {
+  auto global = find_global(world)->join(world, barrier).engine;
+  const std::vector<int> hosts = hierarchical::find_hosts(*global, barrier);
+  return {.engine = hierarchical::make(std::move(global), hosts, barrier, world.env.tune)};
 }
 
 }  // namespace
@@ -89,7 +101,7 @@ const std::vector<Entry>& catalog() {
     std::vector<Entry> all = {
         {"shared", shared_available, join_shared},
         {"hierarchical", hierarchical_available, join_hierarchical},
-        {"mpi", mpi_available, mpi::join},
+        {"mpi", mpi_available, join_mpi},
         {"solo", solo_available, join_solo},
     };
     if (lockstep_nn_engines != nullptr) lockstep_nn_engines(all);
@@ -106,10 +118,8 @@ Joined join(std::string_view backend, const internal::World& world, const Call& 
     if (backend != "auto" && backend != entry.name) continue;
     const Availability availability = entry.available(world);
     if (availability.is_available) {
-      Joined joined{.engine = entry.join(world, barrier), .recorder = nullptr};
-      if (entry.name == "shared") {
-        joined.recorder = shared::recorder_of(*joined.engine);
-      } else if (world.segment) {
+      Joined joined = entry.join(world, barrier);
+      if (!joined.recorder && world.segment) {
         shared::note_joined(*world.segment, world.local_rank);
       }
       return joined;

@@ -17,19 +17,19 @@ struct Availability {
   std::string reason;
 };
 
+/// The engine of a world that this rank has joined.
+struct Joined {
+  std::unique_ptr<Engine> engine;
+  /// Of the memory that the engine provides for the rank's flight record; null: it provides none.
+  std::shared_ptr<internal::Recorder> recorder = nullptr;
+};
+
 /// One line of the table of engines.
 struct Entry {
   std::string_view name;
   Availability (*available)(const internal::World& world);
   /// Joins the world as its rank; `barrier` has the timeout and the caller's source line.
-  std::unique_ptr<Engine> (*join)(const internal::World& world, const Call& barrier);
-};
-
-/// The engine of a world that this rank has joined.
-struct Joined {
-  std::unique_ptr<Engine> engine;
-  /// Of the memory that the engine provides for the rank's flight record; null: it provides none.
-  std::shared_ptr<internal::Recorder> recorder;
+  Joined (*join)(const internal::World& world, const Call& barrier);
 };
 
 /// All engines, in the order in which `auto` tries them.

@@ -35,10 +35,12 @@ bool SpinTime::spin(const std::atomic<std::uint32_t>& word, std::uint32_t seen) 
 
 bool wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen,
                      detail::TimeLimit& limit, SpinTime& spin_time, std::size_t n_threads) {
-  static const auto n_cores = static_cast<std::size_t>(
-      base::n_usable_cores(base::allowed_cpus(::getpid()), base::cpu_quota()));
+  static const int n_cores =
+      base::n_usable_cores(base::allowed_cpus(::getpid()), base::cpu_quota());
+  const auto policy = base::WaitPolicy::of_threads(static_cast<int>(n_threads), n_cores);
   if (word.load(std::memory_order_acquire) != seen) return true;
-  if (n_threads <= n_cores && limit.left() > nanoseconds::zero() && spin_time.spin(word, seen)) {
+  if (!policy.is_oversubscribed && limit.left() > nanoseconds::zero() &&
+      spin_time.spin(word, seen)) {
     return true;
   }
   while (word.load(std::memory_order_acquire) == seen) {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <lockstep/detail/time_limit.hpp>
 
+#include "base/wait_policy.hpp"
+
 namespace lockstep::detail {
 
 /// How long the waits of cooperating threads spin before they sleep. It halves when spinning was in
@@ -15,8 +17,9 @@ class SpinTime {
   bool spin(const std::atomic<std::uint32_t>& word, std::uint32_t seen);
 
  private:
-  static constexpr std::uint32_t kLongestNs = 16'000;  // about the cost of sleep and wake-up
-  static constexpr std::uint32_t kShortestNs = 500;    // still detects when spinning pays again
+  static constexpr std::uint32_t kLongestNs = static_cast<std::uint32_t>(
+      base::WaitPolicy::of_threads(/*n=*/1, /*n_cores=*/1).at_most.count());
+  static constexpr std::uint32_t kShortestNs = 500;  // still detects when spinning pays again
   std::atomic<std::uint32_t> time_ns_ = kLongestNs;
 };
 

@@ -8,7 +8,7 @@
 #include <lockstep/env.hpp>
 
 #include "engines/message/costs.hpp"
-#include "engines/shared/bootstrap/tuning.hpp"
+#include "engines/shared/segment/tuning.hpp"
 #include "group/check.hpp"
 #include "kernels/isa.hpp"
 #include "world/variables.hpp"

@@ -40,9 +40,9 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
     try {
       // The thread names itself first, because a trace records the name.
       ::pthread_setname_np(::pthread_self(), fmt::format("lockstep-{}", rank).c_str());
-      engines::Joined joined{.engine = shared::join_world(segment, rank, barrier),
-                             .recorder = nullptr};
-      joined.recorder = shared::recorder_of(*joined.engine);
+      auto engine = shared::join_world(segment, rank, barrier);
+      auto recorder = engine->recorder();
+      engines::Joined joined{.engine = std::move(engine), .recorder = std::move(recorder)};
       internal::join_thread(
           std::make_unique<internal::Session>(internal::World{.launcher = Launcher::none,
                                                               .rank = rank,

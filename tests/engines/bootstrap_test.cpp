@@ -24,7 +24,7 @@
 #include "base/fd.hpp"
 #include "base/text.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
-#include "engines/shared/bootstrap/layout_version.hpp"
+#include "engines/shared/segment/layout_version.hpp"
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"
 #include "support/waiting.hpp"

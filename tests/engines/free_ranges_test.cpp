@@ -1,4 +1,4 @@
-#include "engines/shared/bootstrap/free_ranges.hpp"
+#include "engines/shared/segment/free_ranges.hpp"
 
 #include <gtest/gtest.h>
 

@@ -24,9 +24,9 @@
 #include <vector>
 
 #include "engines/shared/bootstrap/job.hpp"
-#include "engines/shared/bootstrap/membership.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/shared/protocol/channel.hpp"
+#include "engines/shared/segment/membership.hpp"
 #include "support/expect.hpp"
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"

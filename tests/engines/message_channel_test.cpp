@@ -32,7 +32,7 @@ struct Script {
   std::vector<ControlMessage> sent;
   std::optional<TransportError> error;  ///< of start()
   bool has_no_memory = false;           ///< for start()
-  bool answers_questions = false;
+  bool answers_status_queries = false;
   int n_own = 0;  ///< control messages to itself
   int n_cancelled = 0;
 };
@@ -59,7 +59,7 @@ class ScriptedTransport final : public Transport {
   }
   std::vector<int> awaited() override { return script_.awaited; }
   void cancel() noexcept override { ++script_.n_cancelled; }
-  bool answers_questions() const noexcept override { return script_.answers_questions; }
+  bool answers_status_queries() const noexcept override { return script_.answers_status_queries; }
   std::int32_t last_channel() const noexcept override { return 5; }
   void send_control(const ControlMessage& message, int to) noexcept override {
     if (to == rank()) {
@@ -156,15 +156,16 @@ TEST_F(MessageChannelTest, late_ranks_are_named_once_in_order_and_on_all_ranks) 
   EXPECT_EQ(sent().text, text);
 }
 
-TEST_F(MessageChannelTest, a_question_that_ends_the_first_wait_gets_whom_the_rank_waits_for) {
-  script.answers_questions = true;
+TEST_F(MessageChannelTest, a_status_query_that_ends_the_first_wait_gets_whom_the_rank_waits_for) {
+  script.answers_status_queries = true;
   script.awaited = {2};
   script.states = {State::pending, State::complete};
-  script.received_in_wait = {{.kind = ControlMessage::Kind::question, .position = {.rank = 1}}};
+  script.received_in_wait = {
+      {.kind = ControlMessage::Kind::status_query, .wait_state = {.rank = 1}}};
   exchange(world);
   ASSERT_EQ(script.sent.size(), 1U);
-  EXPECT_EQ(script.sent[0].kind, ControlMessage::Kind::position);
-  EXPECT_EQ(script.sent[0].position.awaited, 2);
+  EXPECT_EQ(script.sent[0].kind, ControlMessage::Kind::status_reply);
+  EXPECT_EQ(script.sent[0].wait_state.awaited, 2);
 }
 
 TEST_F(MessageChannelTest, messages_that_arrive_at_the_deadline_are_not_late) {

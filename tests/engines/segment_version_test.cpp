@@ -8,8 +8,8 @@
 
 #include "base/text.hpp"
 #include "base/version.hpp"
-#include "engines/shared/bootstrap/layout_version.hpp"
-#include "engines/shared/bootstrap/segment.hpp"
+#include "engines/shared/segment/layout_version.hpp"
+#include "engines/shared/segment/segment.hpp"
 #include "support/expect.hpp"
 
 namespace lockstep::shared {

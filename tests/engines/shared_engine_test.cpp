@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "engines/shared/bootstrap/segment.hpp"
+#include "engines/shared/segment/segment.hpp"
 #include "support/allocations.hpp"
 #include "support/expect.hpp"
 #include "support/ranks.hpp"

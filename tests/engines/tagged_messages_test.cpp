@@ -21,9 +21,9 @@
 #include <utility>
 #include <vector>
 
-#include "engines/shared/bootstrap/segment.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/shared/protocol/tagged_messages.hpp"
+#include "engines/shared/segment/segment.hpp"
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
 #include "support/waiting.hpp"
@@ -40,14 +40,14 @@ class Rank {
  public:
   explicit Rank(const std::shared_ptr<shared::Segment>& segment)
       : engine_(shared::join_world(segment, get_rank(), call(Op::barrier))),
-        messages_(shared::make_messages(*engine_, call(Op::allocate))) {}
+        messages_(engine_->make_messages(call(Op::allocate))) {}
 
-  using Posted = std::shared_ptr<TaggedMessages::Posted>;
+  using Request = std::shared_ptr<TaggedMessages::Request>;
 
   bool has_messages() const { return messages_ != nullptr; }
   Engine& engine() { return *engine_; }
   void barrier() { engine_->run(call(Op::barrier)); }
-  Posted isend(Ints data, int to, int tag = 0) {
+  Request isend(Ints data, int to, int tag = 0) {
     auto owned = std::make_shared<Ints>(std::move(data));
     Call send = call(Op::send, to);
     send.n_refused = n_refused;
@@ -55,7 +55,8 @@ class Rank {
     send.in = owned->data();
     return messages_->post(send, tag, owned);
   }
-  Posted irecv(const std::shared_ptr<Ints>& data, int from, int tag = 0, DType dtype = DType::i32) {
+  Request irecv(const std::shared_ptr<Ints>& data, int from, int tag = 0,
+                DType dtype = DType::i32) {
     Call recv = call(Op::recv, from);
     recv.dtype = dtype;
     recv.n_refused = n_refused;
@@ -75,7 +76,7 @@ class Rank {
   }
   void drop_messages() { messages_.reset(); }
   std::shared_ptr<TaggedMessages> more_messages() {
-    return shared::make_messages(*engine_, call(Op::allocate));
+    return engine_->make_messages(call(Op::allocate));
   }
 
   static constexpr milliseconds kLimit = kWatchdog;
@@ -91,7 +92,7 @@ class Rank {
             .where = std::source_location::current()};
   }
 
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<shared::HostEngine> engine_;
   std::shared_ptr<TaggedMessages> messages_;
 };
 
@@ -145,7 +146,7 @@ TEST(TaggedMessagesMemoryTest, grows_with_the_messages_under_way) {
     const int next = (get_rank() + 1) % 4;
     const int previous = (get_rank() + 3) % 4;
     constexpr int kUnderWay = 1000;  // more than have memory at first
-    std::vector<Rank::Posted> sends;
+    std::vector<Rank::Request> sends;
     for (int tag = 0; tag < kUnderWay; ++tag) sends.push_back(rank.isend({tag}, next, tag));
     for (int tag = kUnderWay - 1; tag >= 0; --tag) {
       EXPECT_EQ(rank.recv(1, previous, tag), Ints{tag});
@@ -192,7 +193,7 @@ TEST_P(TaggedMessagesTest, of_any_size_whoever_comes_first) {
 TEST_P(TaggedMessagesTest, match_by_tag_and_in_order) {
   on_ranks(2, [](Rank& ranks, int rank) {
     if (rank == 0) {
-      std::vector<Rank::Posted> sent;
+      std::vector<Rank::Request> sent;
       for (int i = 0; i < 6; ++i) sent.push_back(ranks.isend({i}, 1, i % 2));
       ranks.barrier();
       for (const auto& each : sent) each->wait(Rank::kLimit);
@@ -267,7 +268,7 @@ TEST_P(TaggedMessagesTest, another_number_of_refused_calls_is_an_error_of_both) 
 TEST_P(TaggedMessagesTest, a_timeout_names_the_rank_and_what_is_there_instead) {
   on_ranks(2, [](Rank& ranks, int rank) {
     const auto data = std::make_shared<Ints>(1);
-    Rank::Posted other;
+    Rank::Request other;
     if (rank == 0) other = ranks.isend({3}, 1, 4);
     ranks.barrier();
     if (rank == 1) {
@@ -286,7 +287,7 @@ TEST_P(TaggedMessagesTest, a_timeout_names_the_rank_and_what_is_there_instead) {
       other->wait(Rank::kLimit);
     } else {
       EXPECT_EQ(ranks.recv(1, 0, 5), Ints{8});
-      EXPECT_EQ(*data, Ints{0});  // withdrawn
+      EXPECT_EQ(*data, Ints{0});  // cancelled
       EXPECT_EQ(ranks.recv(1, 0, 4), Ints{3});
     }
   });
@@ -308,7 +309,7 @@ TEST_P(TaggedMessagesTest, many_under_way_on_both_sides) {
   on_ranks(2, [](Rank& ranks, int rank) {
     for (int round = 0; round < 3; ++round) {
       std::vector<std::shared_ptr<Ints>> got;
-      std::vector<Rank::Posted> posted;
+      std::vector<Rank::Request> posted;
       for (int i = 0; i < kMessages; ++i) {
         got.push_back(std::make_shared<Ints>(1));
         posted.push_back(ranks.irecv(got.back(), 1 - rank, i % 3));
@@ -325,7 +326,7 @@ TEST_P(TaggedMessagesTest, many_under_way_on_both_sides) {
 TEST_P(TaggedMessagesTest, more_than_may_be_under_way) {
   constexpr int kMost = 4096;
   on_ranks(3, [](Rank& ranks, int rank) {
-    std::vector<Rank::Posted> sent;
+    std::vector<Rank::Request> sent;
     if (rank == 2) sent.push_back(ranks.isend({6}, 0));
     ranks.barrier();
     if (rank == 0) {
@@ -372,7 +373,7 @@ TEST_P(TaggedMessagesTest, of_many_threads_at_once) {
         for (int i = 0; i < kMessages; ++i) {
           const std::size_t n = 1 + static_cast<std::size_t>(i * i % 4099);
           const bool sends_first = random() % 2 == 0;
-          Rank::Posted sent;
+          Rank::Request sent;
           if (sends_first) sent = ranks.isend(numbers(n, 1000 * rank + i), next, t);
           const auto data = std::make_shared<Ints>(n);
           const auto got =
@@ -420,7 +421,7 @@ TEST_P(TaggedMessagesTest, end_when_their_owner_leaves) {
   });
 }
 
-TEST_P(TaggedMessagesTest, withdrawn_by_their_owner) {
+TEST_P(TaggedMessagesTest, cancelled_by_their_owner) {
   on_ranks(2, [](Rank& ranks, int rank) {
     const auto data = std::make_shared<Ints>(1);
     if (rank == 1) {
@@ -455,7 +456,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, TaggedMessagesEndTest, testing::Values(Form::pro
 TEST_P(TaggedMessagesEndTest, a_killed_rank_is_named) {
   const auto statuses = end_on_ranks(3, [](Rank& ranks, int rank) {
     const auto data = std::make_shared<Ints>(1);
-    Rank::Posted waiting;
+    Rank::Request waiting;
     if (rank == 0) waiting = ranks.irecv(data, TaggedMessages::kAnySource);
     if (rank == 1) waiting = ranks.isend({1}, 2);
     if (rank == 2) waiting = ranks.isend({1}, 1, 7);
@@ -523,11 +524,11 @@ TEST_P(TaggedMessagesEndTest, a_poll_sees_the_end_of_a_rank) {
   EXPECT_EQ(statuses[0], 0);
 }
 
-TEST_P(TaggedMessagesEndTest, a_rank_that_died_after_its_copies_is_no_mover) {
+TEST_P(TaggedMessagesEndTest, a_rank_that_died_after_its_copies_is_no_copier) {
   constexpr int kMost = 4096, kTrials = 300;
   static constexpr std::size_t kLong = 100'000;
   const auto statuses = end_on_ranks(3, [](Rank& ranks, int rank) {
-    std::vector<Rank::Posted> posted;  // every post of rank 0 is moved by rank 2
+    std::vector<Rank::Request> posted;  // every post of rank 0 is moved by rank 2
     for (int i = 0; rank == 0 && i < kMost; ++i) {
       posted.push_back(ranks.irecv(std::make_shared<Ints>(1), 2));
     }

@@ -1,4 +1,4 @@
-#include "engines/shared/bootstrap/tuning.hpp"
+#include "engines/shared/segment/tuning.hpp"
 
 #include <gtest/gtest.h>
 

@@ -143,7 +143,7 @@ class NetworkTransport final : public message::Transport {
     }
   }
   bool takes_shorter_messages() const noexcept override { return shared_->answers; }
-  bool answers_questions() const noexcept override { return shared_->answers; }
+  bool answers_status_queries() const noexcept override { return shared_->answers; }
   std::optional<ControlMessage> poll_control() override {
     const std::lock_guard lock(own().mutex);
     auto& messages = own().control[channel_];

@@ -20,7 +20,7 @@ struct Traffic {
 /// A message-passing library whose ranks are threads of this process. It counts.
 class MessageNetwork {
  public:
-  /// `answers`: see Transport::answers_questions, and takes_shorter_messages.
+  /// `answers`: see Transport::answers_status_queries, and takes_shorter_messages.
   explicit MessageNetwork(int n_ranks, bool answers = true);
   ~MessageNetwork();
   MessageNetwork(const MessageNetwork&) = delete;

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "engines/hierarchical/host_collectives.hpp"
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/hierarchical/levels.hpp"
 #include "engines/hierarchical/topology.hpp"
@@ -17,21 +16,21 @@
 namespace lockstep::hierarchical {
 namespace {
 
-/// One of the parts into which the ranks of `outer` split: those that are leaders of `part`, or the
-/// others, whose engine is unused. Collective.
-std::unique_ptr<Engine> leaders_of(Engine& outer, const Topology& topology, int rank, int part,
+/// One of the parts into which the ranks of `global` split: those that are leaders of `part`, or
+/// the others, whose engine is unused. Collective.
+std::unique_ptr<Engine> leaders_of(Engine& global, const Topology& topology, int rank, int part,
                                    Call call) {
   call.op = Op::split;
   const int is_other = topology.leader_of(rank) == rank ? 0 : 1;
-  return outer.split(call, /*color=*/2 * part + is_other, /*key=*/rank);
+  return global.split(call, /*color=*/2 * part + is_other, /*key=*/rank);
 }
 
 class HierarchicalEngine final : public internal::NativeEngine {
  public:
   /// The engines are left to the caller if there is no memory for this one.
-  HierarchicalEngine(std::unique_ptr<Engine>&& outer, std::unique_ptr<Engine>&& inner,
-                     std::unique_ptr<Engine>&& between, Topology&& topology) noexcept
-      : levels_{std::move(outer), std::move(inner), std::move(between), std::move(topology)} {}
+  HierarchicalEngine(std::unique_ptr<Engine>&& global, std::unique_ptr<shared::HostEngine>&& local,
+                     std::unique_ptr<Engine>&& leaders, Topology&& topology) noexcept
+      : levels_{std::move(global), std::move(local), std::move(leaders), std::move(topology)} {}
 
   std::string_view name() const noexcept override { return "hierarchical"; }
   int rank() const noexcept override { return levels_.rank(); }
@@ -39,12 +38,12 @@ class HierarchicalEngine final : public internal::NativeEngine {
   bool reduces_moments() const noexcept override { return levels_.n_hosts() > 1; }
 
   std::string_view why_one_thread() const noexcept override {
-    return levels_.outer->why_one_thread();
+    return levels_.global->why_one_thread();
   }
   void run(const Call& call) override {
     levels_.limit = detail::TimeLimit(call.timeout);
-    levels_.together([&] {
-      if (levels_.n_hosts() == 1) return levels_.inner->run(call);
+    levels_.fail_all_levels([&] {
+      if (levels_.n_hosts() == 1) return levels_.local->run(call);
       run_over_hosts(levels_, call);
     });
   }
@@ -52,14 +51,14 @@ class HierarchicalEngine final : public internal::NativeEngine {
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override {
     std::unique_ptr<Engine> engine;
     levels_.limit = detail::TimeLimit(call.timeout);
-    levels_.together([&] {
+    levels_.fail_all_levels([&] {
       levels_.compare(call);
       // All of it over this group, which ends if a rank fails: over the new one, ranks would wait
       // for a rank that has not got it.
       struct Choice {
         int color, key, leader, rank;
       };
-      auto all = gather_values(*levels_.outer, levels_.limited(call),
+      auto all = gather_values(*levels_.global, levels_.limited(call),
                                Choice{color, key, levels_.topology.leader_of(rank()), rank()});
       std::erase_if(all, [color](const Choice& choice) { return choice.color != color; });
       const int part = all.front().rank;  // a number that no other part has
@@ -69,14 +68,14 @@ class HierarchicalEngine final : public internal::NativeEngine {
         hosts.push_back(
             static_cast<int>(std::ranges::find(all, choice.leader, &Choice::leader) - all.begin()));
       }
-      auto outer = levels_.outer->split(levels_.limited(call), color, key);
-      auto inner = levels_.inner->split(levels_.on_host(call), color, /*key=*/outer->rank());
-      Topology topology(std::move(hosts), outer->rank());
-      auto between =
-          leaders_of(*levels_.outer, topology, outer->rank(), part, levels_.limited(call));
-      if (topology.leaders.size() == 1) between.reset();
-      engine = std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
-                                                    std::move(between), std::move(topology));
+      auto global = levels_.global->split(levels_.limited(call), color, key);
+      auto local = levels_.local->split_host(levels_.on_host(call), color, /*key=*/global->rank());
+      Topology topology(std::move(hosts), global->rank());
+      auto leaders =
+          leaders_of(*levels_.global, topology, global->rank(), part, levels_.limited(call));
+      if (topology.leaders.size() == 1) leaders.reset();
+      engine = std::make_unique<HierarchicalEngine>(std::move(global), std::move(local),
+                                                    std::move(leaders), std::move(topology));
     });
     return engine;
   }
@@ -84,11 +83,11 @@ class HierarchicalEngine final : public internal::NativeEngine {
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     std::unique_ptr<SharedMemory> memory;
     levels_.limit = detail::TimeLimit(call.timeout);
-    levels_.together([&] {
-      memory = levels_.inner->allocate(levels_.on_host(call));
+    levels_.fail_all_levels([&] {
+      memory = levels_.local->allocate(levels_.on_host(call));
       if (levels_.n_hosts() == 1) return;
       levels_.compare(call);
-      levels_.run_within(barrier_of(call));  // until the leaders have compared
+      levels_.run_local(barrier_of(call));  // until the leaders have compared
     });
     return memory;
   }
@@ -97,8 +96,8 @@ class HierarchicalEngine final : public internal::NativeEngine {
   void abandon(std::string_view reason) noexcept override { levels_.abandon(reason); }
 
   void leave(std::string_view failure) noexcept override {
-    levels_.inner->leave(failure);
-    levels_.outer->leave(failure);
+    levels_.local->leave(failure);
+    levels_.global->leave(failure);
   }
 
  private:
@@ -107,25 +106,25 @@ class HierarchicalEngine final : public internal::NativeEngine {
 
 }  // namespace
 
-std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<int>& hosts,
+std::unique_ptr<Engine> make(std::unique_ptr<Engine> global, const std::vector<int>& hosts,
                              const Call& barrier, const std::optional<std::string>& tune) {
-  Topology topology(hosts, outer->rank());
-  if (topology.leaders.size() == hosts.size()) return outer;
+  Topology topology(hosts, global->rank());
+  if (topology.leaders.size() == hosts.size()) return global;
   try {
-    const std::vector<std::uint64_t> nonces = gather_values(*outer, barrier, draw_nonce());
-    const auto leader = static_cast<std::size_t>(topology.leader_of(outer->rank()));
+    const std::vector<std::uint64_t> nonces = gather_values(*global, barrier, draw_nonce());
+    const auto leader = static_cast<std::size_t>(topology.leader_of(global->rank()));
     Call step = barrier;
     if (topology.leaders.size() > 1) step.ranks = topology.members;
-    auto inner = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
-                                         topology.place_of(outer->rank()),
+    auto local = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
+                                         topology.place_of(global->rank()),
                                          static_cast<int>(topology.members.size()), step, tune);
-    auto between = topology.leaders.size() == 1
+    auto leaders = topology.leaders.size() == 1
                        ? nullptr
-                       : leaders_of(*outer, topology, outer->rank(), /*part=*/0, barrier);
-    return std::make_unique<HierarchicalEngine>(std::move(outer), std::move(inner),
-                                                std::move(between), std::move(topology));
+                       : leaders_of(*global, topology, global->rank(), /*part=*/0, barrier);
+    return std::make_unique<HierarchicalEngine>(std::move(global), std::move(local),
+                                                std::move(leaders), std::move(topology));
   } catch (const std::exception& error) {
-    outer->abandon(error.what());
+    global->abandon(error.what());
     throw;
   }
 }

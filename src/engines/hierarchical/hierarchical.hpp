@@ -8,21 +8,21 @@
 
 namespace lockstep::hierarchical {
 
-/// Shared memory inside each host, `outer` between hosts. all_reduce, reduce, reduce_scatter,
+/// Shared memory inside each host, `global` between hosts. all_reduce, reduce, reduce_scatter,
 /// broadcast, all_gather and barrier go through one rank of each host, so that their bytes cross
 /// between hosts once per host and not once per rank. So do gather, scatter and all_to_all if their
 /// parts are short, which joins the messages of a host; longer parts, whose bytes cross only once
-/// anyway, and messages between two ranks on different hosts are outer's.
+/// anyway, and messages between two ranks on different hosts are those of `global`.
 ///
 /// Reductions combine the ranks of each host in rank order, then the hosts in the order of their
-/// lowest ranks, with outer's all_reduce; 16-bit floats and means of integers stay wide between
-/// hosts and are rounded once. One rank of each host rounds, so all ranks have the same bits if
-/// outer gives its ranks the same bits.
+/// lowest ranks, with the all_reduce of `global`; 16-bit floats and means of integers stay wide
+/// between hosts and are rounded once. One rank of each host rounds, so all ranks have the same
+/// bits if `global` gives its ranks the same bits.
 ///
-/// `hosts`: for each rank the lowest rank on its host (find_hosts). Returns `outer` itself if no
+/// `hosts`: for each rank the lowest rank on its host (find_hosts). Returns `global` itself if no
 /// two ranks share a host. Collective; `barrier` has the timeout and the caller's source line.
-/// `tune`: Env::tune. Throws what shared::bootstrap and outer throw.
-std::unique_ptr<Engine> make(std::unique_ptr<Engine> outer, const std::vector<int>& hosts,
+/// `tune`: Env::tune. Throws what shared::bootstrap and `global` throw.
+std::unique_ptr<Engine> make(std::unique_ptr<Engine> global, const std::vector<int>& hosts,
                              const Call& barrier, const std::optional<std::string>& tune = {});
 
 }  // namespace lockstep::hierarchical

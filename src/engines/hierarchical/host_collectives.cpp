@@ -1,12 +1,11 @@
-#include "engines/hierarchical/host_collectives.hpp"
-
 #include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "base/bytes.hpp"
-#include "engines/hierarchical/wide.hpp"
+#include "engines/hierarchical/accumulator.hpp"
+#include "engines/hierarchical/levels.hpp"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -62,7 +61,7 @@ class Steps {
   bool is_root_leader() const { return topology().leader_of(call_.root) == call_.root; }
   Call step(Op op, int root) const { return step_of(call_, op, root); }
 
-  void reduce_to_leaders(const Wide& wide, std::size_t count, void* partial);
+  void reduce_to_leaders(const Accumulator& accumulator, std::size_t count, void* partial);
   std::vector<std::byte> gather_here(const Parts& parts);
   void gather_between(Op op, const Parts& parts, const std::byte* own, void* out);
   void scatter_here(std::size_t count, const std::byte* from, void* to);
@@ -77,9 +76,9 @@ class Steps {
 void Steps::run() {
   switch (call_.op) {
     case Op::barrier:
-      levels_.run_within(call_);
-      if (levels_.is_leader()) levels_.run_between(call_);
-      return levels_.run_within(call_);
+      levels_.run_local(call_);
+      if (levels_.is_leader()) levels_.run_leaders(call_);
+      return levels_.run_local(call_);
     case Op::all_reduce: return all_reduce();
     case Op::reduce: return reduce();
     case Op::reduce_scatter: return reduce_scatter();
@@ -93,7 +92,7 @@ void Steps::run() {
       if (!levels_.is_here(call_.root)) return levels_.run_message(call_);
       Call message = call_;
       message.root = topology().place_of(call_.root);
-      return levels_.run_within(message);
+      return levels_.run_local(message);
     }
     case Op::split:
     case Op::allocate: break;
@@ -102,61 +101,61 @@ void Steps::run() {
 
 void Steps::run_directly() {
   levels_.compare(call_);
-  levels_.run_outer(call_);
+  levels_.run_global(call_);
 }
 
 /// Reduces `count` elements of `partial` on the leader of each host.
-void Steps::reduce_to_leaders(const Wide& wide, std::size_t count, void* partial) {
-  Call within = step(Op::reduce, /*root=*/0);
-  within.dtype = wide.dtype;
-  within.count = count * wide.n_parts;
-  within.reduce = call_.reduce == ReduceOp::mean ? ReduceOp::sum : call_.reduce;
-  within.in = within.out = partial;
-  levels_.run_within(within);
+void Steps::reduce_to_leaders(const Accumulator& accumulator, std::size_t count, void* partial) {
+  Call local = step(Op::reduce, /*root=*/0);
+  local.dtype = accumulator.dtype;
+  local.count = count * accumulator.n_parts;
+  local.reduce = call_.reduce == ReduceOp::mean ? ReduceOp::sum : call_.reduce;
+  local.in = local.out = partial;
+  levels_.run_local(local);
 }
 
 /// The same step as reduce_to_leaders, between them.
-Call between_leaders(Call step, const Wide& wide, std::size_t count, void* partial) {
-  step.dtype = wide.dtype;
-  step.count = count * wide.n_parts;
+Call between_leaders(Call step, const Accumulator& accumulator, std::size_t count, void* partial) {
+  step.dtype = accumulator.dtype;
+  step.count = count * accumulator.n_parts;
   step.reduce = step.reduce == ReduceOp::mean ? ReduceOp::sum : step.reduce;
   step.in = step.out = partial;
   return step;
 }
 
 void Steps::all_reduce() {
-  const Wide wide = wide_type(call_.dtype, call_.reduce);
+  const Accumulator accumulator = accumulator_of(call_.dtype, call_.reduce);
   std::vector<std::byte> room;
   void* partial = call_.out;
-  if (wide.dtype != call_.dtype || wide.n_parts != 1) {
-    room.resize(wide.n_bytes(call_.count));
+  if (accumulator.dtype != call_.dtype || accumulator.n_parts != 1) {
+    room.resize(accumulator.n_bytes(call_.count));
     partial = room.data();
   }
-  widen(call_.dtype, call_.reduce, call_.in, partial, call_.count);
-  reduce_to_leaders(wide, call_.count, partial);
+  to_accumulator(call_.dtype, call_.reduce, call_.in, partial, call_.count);
+  reduce_to_leaders(accumulator, call_.count, partial);
   if (levels_.is_leader()) {
-    levels_.run_between(
-        between_leaders(step(Op::all_reduce, /*root=*/-1), wide, call_.count, partial));
-    finish(call_.dtype, call_.reduce, partial, levels_.n_ranks(), call_.out, call_.count);
+    levels_.run_leaders(
+        between_leaders(step(Op::all_reduce, /*root=*/-1), accumulator, call_.count, partial));
+    from_accumulator(call_.dtype, call_.reduce, partial, levels_.n_ranks(), call_.out, call_.count);
   }
   Call result = step(Op::broadcast, /*root=*/0);
   result.in = call_.out;
-  levels_.run_within(result);
+  levels_.run_local(result);
 }
 
 void Steps::reduce() {
-  const Wide wide = wide_type(call_.dtype, call_.reduce);
-  std::vector<std::byte> partial(wide.n_bytes(call_.count));
-  widen(call_.dtype, call_.reduce, call_.in, partial.data(), call_.count);
-  reduce_to_leaders(wide, call_.count, partial.data());
+  const Accumulator accumulator = accumulator_of(call_.dtype, call_.reduce);
+  std::vector<std::byte> partial(accumulator.n_bytes(call_.count));
+  to_accumulator(call_.dtype, call_.reduce, call_.in, partial.data(), call_.count);
+  reduce_to_leaders(accumulator, call_.count, partial.data());
   if (levels_.is_leader()) {
-    levels_.run_between(between_leaders(step(Op::reduce, topology().host_of(call_.root)), wide,
-                                        call_.count, partial.data()));
+    levels_.run_leaders(between_leaders(step(Op::reduce, topology().host_of(call_.root)),
+                                        accumulator, call_.count, partial.data()));
   }
   if (!levels_.is_here(call_.root)) return;
   if (levels_.is_leader()) {
-    finish(call_.dtype, call_.reduce, partial.data(), levels_.n_ranks(),
-           is_root() ? call_.out : partial.data(), call_.count);
+    from_accumulator(call_.dtype, call_.reduce, partial.data(), levels_.n_ranks(),
+                     is_root() ? call_.out : partial.data(), call_.count);
   }
   pass_to_root(partial.data(), call_.count);
 }
@@ -164,28 +163,29 @@ void Steps::reduce() {
 /// In pieces of each rank's part: reduced on the hosts, then for each host on its leader, which
 /// rounds once.
 void Steps::reduce_scatter() {
-  const Wide wide = wide_type(call_.dtype, call_.reduce);
+  const Accumulator accumulator = accumulator_of(call_.dtype, call_.reduce);
   const std::size_t n_here = topology().most_members;
   const std::size_t n_slots = n_here * static_cast<std::size_t>(levels_.n_hosts());
   const std::size_t piece =
-      std::min(call_.count, std::max<std::size_t>(kPieceBytes / wide.n_bytes(n_slots), 1));
-  std::vector<std::byte> partial(wide.n_bytes(n_slots * piece));
-  std::vector<std::byte> sums(levels_.is_leader() ? wide.n_bytes(n_here * piece) : 0);
+      std::min(call_.count, std::max<std::size_t>(kPieceBytes / accumulator.n_bytes(n_slots), 1));
+  std::vector<std::byte> partial(accumulator.n_bytes(n_slots * piece));
+  std::vector<std::byte> sums(levels_.is_leader() ? accumulator.n_bytes(n_here * piece) : 0);
   std::size_t at = 0;
   do {
     const std::size_t now = std::min(piece, call_.count - at);
     topology().for_each_slot([&](int r, std::size_t slot) {
       const std::size_t from = static_cast<std::size_t>(r) * call_.count + at;
-      widen(call_.dtype, call_.reduce, bytes(call_.in) + from * element_,
-            partial.data() + wide.n_bytes(slot * now), now);
+      to_accumulator(call_.dtype, call_.reduce, bytes(call_.in) + from * element_,
+                     partial.data() + accumulator.n_bytes(slot * now), now);
     });
-    reduce_to_leaders(wide, n_slots * now, partial.data());
+    reduce_to_leaders(accumulator, n_slots * now, partial.data());
     if (levels_.is_leader()) {
-      Call between = between_leaders(step(Op::reduce_scatter, /*root=*/-1), wide, n_here * now,
-                                     partial.data());
-      between.out = sums.data();
-      levels_.run_between(between);
-      finish(call_.dtype, call_.reduce, sums.data(), levels_.n_ranks(), sums.data(), n_here * now);
+      Call leader_step = between_leaders(step(Op::reduce_scatter, /*root=*/-1), accumulator,
+                                         n_here * now, partial.data());
+      leader_step.out = sums.data();
+      levels_.run_leaders(leader_step);
+      from_accumulator(call_.dtype, call_.reduce, sums.data(), levels_.n_ranks(), sums.data(),
+                       n_here * now);
     }
     scatter_here(now, sums.data(), bytes(call_.out) + at * element_);
     at += now;
@@ -194,41 +194,41 @@ void Steps::reduce_scatter() {
 
 void Steps::broadcast() {
   const bool is_here = levels_.is_here(call_.root);
-  if (is_here) levels_.run_within(step(Op::broadcast, topology().place_of(call_.root)));
+  if (is_here) levels_.run_local(step(Op::broadcast, topology().place_of(call_.root)));
   Call further = step(Op::broadcast, /*root=*/0);
   // The leader of the root's host has the data in `out` now.
   further.in = call_.out;
   if (levels_.is_leader()) {
-    Call between = further;
-    between.root = topology().host_of(call_.root);
-    levels_.run_between(between);
+    Call leader_step = further;
+    leader_step.root = topology().host_of(call_.root);
+    levels_.run_leaders(leader_step);
   }
-  if (!is_here) levels_.run_within(further);
+  if (!is_here) levels_.run_local(further);
 }
 
 /// On the leader: the parts of its host, in order.
 std::vector<std::byte> Steps::gather_here(const Parts& parts) {
   std::vector<std::byte> own(
       levels_.is_leader() ? parts.of_hosts[static_cast<std::size_t>(host())] * element_ : 0);
-  Call within = step(Op::gather, /*root=*/0);
-  within.counts = parts.of_members;
-  within.out = own.data();
-  levels_.run_within(within);
+  Call local = step(Op::gather, /*root=*/0);
+  local.counts = parts.of_members;
+  local.out = own.data();
+  levels_.run_local(local);
   return own;
 }
 
 /// Of a leader: the parts of all hosts to `out`, in rank order; for gather on root's host only.
 void Steps::gather_between(Op op, const Parts& parts, const std::byte* own, void* out) {
-  Call between = step(op, op == Op::gather ? topology().host_of(call_.root) : -1);
-  between.count = parts.of_hosts[static_cast<std::size_t>(host())];
-  between.counts = parts.of_hosts;
-  between.in = own;
-  between.out = out;
+  Call leader_step = step(op, op == Op::gather ? topology().host_of(call_.root) : -1);
+  leader_step.count = parts.of_hosts[static_cast<std::size_t>(host())];
+  leader_step.counts = parts.of_hosts;
+  leader_step.in = own;
+  leader_step.out = out;
   const bool is_receiver = op == Op::all_gather || levels_.is_here(call_.root);
-  if (!is_receiver || topology().is_in_order()) return levels_.run_between(between);
+  if (!is_receiver || topology().is_in_order()) return levels_.run_leaders(leader_step);
   std::vector<std::byte> all(parts.total * element_);
-  between.out = all.data();
-  levels_.run_between(between);
+  leader_step.out = all.data();
+  levels_.run_leaders(leader_step);
   topology().put_in_order(
       all, [&parts](int r) { return parts.of(r); }, element_, out);
 }
@@ -241,7 +241,7 @@ void Steps::all_gather() {
   result.count = parts.total;
   result.counts = {};
   result.in = call_.out;
-  levels_.run_within(result);
+  levels_.run_local(result);
 }
 
 void Steps::gather() {
@@ -259,11 +259,11 @@ void Steps::gather() {
 
 /// From this host's leader: `count` elements to each member.
 void Steps::scatter_here(std::size_t count, const std::byte* from, void* to) {
-  Call within = step(Op::scatter, /*root=*/0);
-  within.count = count;
-  within.in = from;
-  within.out = to;
-  levels_.run_within(within);
+  Call local = step(Op::scatter, /*root=*/0);
+  local.count = count;
+  local.in = from;
+  local.out = to;
+  levels_.run_local(local);
 }
 
 void Steps::scatter() {
@@ -285,11 +285,11 @@ void Steps::scatter() {
                    bytes(all) + static_cast<std::size_t>(r) * part_bytes, part_bytes);
       });
     }
-    Call between = step(Op::scatter, topology().host_of(call_.root));
-    between.count = n_here * call_.count;
-    between.in = slots.data();
-    between.out = own.data();
-    levels_.run_between(between);
+    Call leader_step = step(Op::scatter, topology().host_of(call_.root));
+    leader_step.count = n_here * call_.count;
+    leader_step.in = slots.data();
+    leader_step.out = own.data();
+    levels_.run_leaders(leader_step);
   }
   scatter_here(call_.count, own.data(), call_.out);
 }
@@ -304,10 +304,10 @@ void Steps::all_to_all() {
   const std::size_t n_members = topology().members.size();
   const std::size_t n_between = n_here * n_here * static_cast<std::size_t>(levels_.n_hosts());
   std::vector<std::byte> of_members(levels_.is_leader() ? n_members * n * part_bytes : 0);
-  Call within = step(Op::gather, /*root=*/0);
-  within.count = n * call_.count;
-  within.out = of_members.data();
-  levels_.run_within(within);
+  Call local = step(Op::gather, /*root=*/0);
+  local.count = n * call_.count;
+  local.out = of_members.data();
+  levels_.run_local(local);
   if (levels_.is_leader()) {
     std::vector<std::byte> sent(n_between * part_bytes), received(sent.size());
     // Slot s is of the host s / n_here and of its member s % n_here.
@@ -321,11 +321,11 @@ void Steps::all_to_all() {
              m * n + static_cast<std::size_t>(r));
       }
     });
-    Call between = step(Op::all_to_all, /*root=*/-1);
-    between.count = n_here * n_here * call_.count;
-    between.in = sent.data();
-    between.out = received.data();
-    levels_.run_between(between);
+    Call leader_step = step(Op::all_to_all, /*root=*/-1);
+    leader_step.count = n_here * n_here * call_.count;
+    leader_step.in = sent.data();
+    leader_step.out = received.data();
+    levels_.run_leaders(leader_step);
     topology().for_each_slot([&](int r, std::size_t slot) {
       for (std::size_t m = 0; m < n_members; ++m) {
         copy(of_members.data(), m * n + static_cast<std::size_t>(r), received.data(),
@@ -344,12 +344,12 @@ void Steps::pass_to_root(const void* data, std::size_t count) {
     message.count = count;
     message.counts = {};
     message.in = data;
-    levels_.run_within(message);
+    levels_.run_local(message);
   } else if (is_root()) {
     Call message = step(Op::recv, /*root=*/0);
     message.count = count;
     message.counts = {};
-    levels_.run_within(message);
+    levels_.run_local(message);
   }
 }
 
@@ -359,12 +359,12 @@ std::vector<std::byte> Steps::pass_to_leader(const void* data, std::size_t count
   std::vector<std::byte> passed(levels_.is_leader() ? count * element_ : 0);
   std::vector<std::size_t> counts(topology().members.size());
   counts[static_cast<std::size_t>(topology().place_of(call_.root))] = count;
-  Call within = step(Op::gather, /*root=*/0);
-  within.count = is_root() ? count : 0;
-  within.counts = counts;
-  within.in = data;
-  within.out = passed.data();
-  levels_.run_within(within);
+  Call local = step(Op::gather, /*root=*/0);
+  local.count = is_root() ? count : 0;
+  local.counts = counts;
+  local.in = data;
+  local.out = passed.data();
+  levels_.run_local(local);
   return passed;
 }
 

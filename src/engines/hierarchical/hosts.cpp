@@ -75,23 +75,23 @@ std::uint64_t draw_nonce() {
   return nonce;
 }
 
-std::vector<int> find_hosts(Engine& outer, const Call& call) {
+std::vector<int> find_hosts(Engine& global, const Call& call) {
   HostId mine;
   mine.boot_id = boot_id();
   mine.nonce = draw_nonce();
   mine.pid = ::getpid();
   // Open before any rank can know the nonce, and until all ranks have looked for it.
   const base::UniqueFd beacon = make_findable(mine.nonce);
-  const std::vector<HostId> ids = gather_values(outer, call, mine);
+  const std::vector<HostId> ids = gather_values(global, call, mine);
   // Nobody accepts the connections, and the system limits how many may wait (net.core.somaxconn).
   // So each rank connects to the next lower one of its host only: to no rank connects more than
   // one.
-  int next_lower = outer.rank() - 1;
+  int next_lower = global.rank() - 1;
   for (; next_lower >= 0; --next_lower) {
     const HostId& id = ids[static_cast<std::size_t>(next_lower)];
     if (mine.boot_id[0] != '\0' && id.boot_id == mine.boot_id && can_reach(id)) break;
   }
-  std::vector<int> hosts = gather_values(outer, call, next_lower);
+  std::vector<int> hosts = gather_values(global, call, next_lower);
   for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
     const int lower = hosts[rank];
     hosts[rank] = lower < 0 ? static_cast<int>(rank) : hosts[static_cast<std::size_t>(lower)];

@@ -5,12 +5,12 @@
 
 namespace lockstep::hierarchical {
 
-/// For each rank of `outer`, the lowest rank on its host. Two ranks are on one host if they have
+/// For each rank of `global`, the lowest rank on its host. Two ranks are on one host if they have
 /// the same boot id and one can connect to a socket of the other, as the same user and in the same
 /// PID namespace: then they can share memory and detect each other's death. Host names are not
 /// used: containers and clones may share them. Collective; `call` has the timeout and the caller's
 /// source line. Throws what all_gather throws, SystemError.
-std::vector<int> find_hosts(Engine& outer, const Call& call);
+std::vector<int> find_hosts(Engine& global, const Call& call);
 
 /// Every rank's value, in rank order. Throws what all_gather throws.
 template <class T>

@@ -5,7 +5,6 @@
 #include <string>
 #include <string_view>
 
-#include "engines/shared/bootstrap/shared_world.hpp"
 #include "group/failure.hpp"
 
 namespace lockstep::hierarchical {
@@ -22,14 +21,14 @@ constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
 
 void Levels::refuse(const Refusal& refusal) const noexcept {
   if (!refusal.is_pair) {
-    inner->refuse(refusal);
-    if (between && is_leader()) between->refuse(refusal);
+    local->refuse(refusal);
+    if (leaders && is_leader()) leaders->refuse(refusal);
   } else if (is_here(refusal.peer)) {
     Refusal here = refusal;
     here.peer = topology.place_of(refusal.peer);
-    inner->refuse(here);
+    local->refuse(here);
   } else {
-    outer->refuse(refusal);
+    global->refuse(refusal);
   }
 }
 
@@ -37,9 +36,9 @@ void Levels::abandon(std::string_view reason) const noexcept {
   try {
     end_with(EngineError({}, std::string(reason)));
   } catch (const std::bad_alloc&) {
-    inner->abandon(reason);
-    if (between) between->abandon(reason);
-    outer->abandon(reason);
+    local->abandon(reason);
+    if (leaders) leaders->abandon(reason);
+    global->abandon(reason);
   }
 }
 
@@ -47,9 +46,9 @@ void Levels::abandon(std::string_view reason) const noexcept {
 /// group's numbers.
 void Levels::end_with(const Error& error) const noexcept {
   const auto end_all = [this](const Error& of_peer) {
-    outer->end_with(of_peer);
-    if (between) between->end_with(of_peer);
-    inner->end_with(of_peer);
+    global->end_with(of_peer);
+    if (leaders) leaders->end_with(of_peer);
+    local->end_with(of_peer);
   };
   try {
     internal::throw_failure(internal::failure_for_peers(error, rank()), error.context());
@@ -60,34 +59,34 @@ void Levels::end_with(const Error& error) const noexcept {
   }
 }
 
-void Levels::run_between(Call call) {
+void Levels::run_leaders(Call call) {
   call = limited(call);
   call.ranks = topology.leaders;
   call.timeout += kReportTime;
   // The other ranks of this host wait for this one, which is not the late one if a host is late.
-  shared::extend_deadline(*inner, call.timeout + kPatience);
-  between->run(call);
-  shared::extend_deadline(*inner, kReportTime);  // the result is about to reach them
+  local->extend_deadline(call.timeout + kPatience);
+  leaders->run(call);
+  local->extend_deadline(kReportTime);  // the result is about to reach them
 }
 
-void Levels::run_outer(Call call) {
+void Levels::run_global(Call call) {
   call = limited(call);
   call.timeout += kReportTime;
-  shared::extend_deadline(*inner, call.timeout + kPatience);
-  outer->run(call);
-  shared::extend_deadline(*inner, kReportTime);
+  local->extend_deadline(call.timeout + kPatience);
+  global->run(call);
+  local->extend_deadline(kReportTime);
 }
 
 void Levels::run_message(const Call& call) {
-  shared::begin_elsewhere(*inner, call);
-  outer->run(limited(call));
-  shared::end_elsewhere(*inner);
+  local->begin_elsewhere(call);
+  global->run(limited(call));
+  local->end_elsewhere();
 }
 
 void Levels::compare(const Call& call) {
   if (call.check == Check::off) return;
-  run_within(barrier_of(call));
-  if (n_hosts() > 1 && is_leader()) run_between(barrier_of(call));
+  run_local(barrier_of(call));
+  if (n_hosts() > 1 && is_leader()) run_leaders(barrier_of(call));
 }
 
 }  // namespace lockstep::hierarchical

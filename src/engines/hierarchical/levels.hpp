@@ -8,21 +8,22 @@
 #include <string_view>
 
 #include "engines/hierarchical/topology.hpp"
+#include "engines/shared/algorithms/host_engine.hpp"
 #include "group/step.hpp"
 
 namespace lockstep::hierarchical {
 
 /// The engines of one group, by the ranks that they connect.
 struct Levels {
-  std::unique_ptr<Engine> outer;    ///< all ranks
-  std::unique_ptr<Engine> inner;    ///< the ranks of this host
-  std::unique_ptr<Engine> between;  ///< the leaders of all hosts; unused on the other ranks
+  std::unique_ptr<Engine> global;             ///< all ranks
+  std::unique_ptr<shared::HostEngine> local;  ///< the ranks of this host
+  std::unique_ptr<Engine> leaders;  ///< the leaders of all hosts; unused on the other ranks
   Topology topology;
   /// Of the call that is under way: its steps share it.
   detail::TimeLimit limit{std::chrono::milliseconds::max()};
 
-  int rank() const noexcept { return outer->rank(); }
-  int n_ranks() const noexcept { return outer->size(); }
+  int rank() const noexcept { return global->rank(); }
+  int n_ranks() const noexcept { return global->size(); }
   int n_hosts() const noexcept { return static_cast<int>(topology.leaders.size()); }
   bool is_leader() const { return topology.leader_of(rank()) == rank(); }
   bool is_here(int r) const { return topology.leader_of(r) == topology.leader_of(rank()); }
@@ -30,7 +31,7 @@ struct Levels {
   /// If one level fails in `work`, ends the other levels with the same error: ranks that wait there
   /// would otherwise wait forever. The group does so with an exception that is no Error.
   template <class Work>
-  void together(const Work& work) {
+  void fail_all_levels(const Work& work) {
     try {
       work();
     } catch (const UsageError&) {
@@ -51,17 +52,17 @@ struct Levels {
     if (n_hosts() > 1) step.ranks = topology.members;
     return limited(step);
   }
-  void run_within(const Call& call) { inner->run(on_host(call)); }
+  void run_local(const Call& call) { local->run(on_host(call)); }
   /// Of the leader: among all leaders. The other ranks of its host wait that much longer for it.
-  void run_between(Call call);
+  void run_leaders(Call call);
   /// Messages between all ranks. A rank that waits there for another host delays the ranks of its
   /// own host, which may already be in the next call, but is not the late one.
-  void run_outer(Call call);
+  void run_global(Call call);
   /// A message to or from another host. It involves only two ranks, so the others keep their
   /// timeouts; a rank of this host that times out on this one reports what this one waits for.
   void run_message(const Call& call);
   /// Calls that begin on different levels are not compared with each other, so those that begin on
-  /// `outer` begin with this: the ranks of a host compare, then the leaders of all hosts. Other
+  /// `global` begin with this: the ranks of a host compare, then the leaders of all hosts. Other
   /// ranks continue meanwhile; if the leaders disagree, they end all levels, which notifies the
   /// other ranks.
   void compare(const Call& call);
@@ -72,6 +73,10 @@ struct Levels {
   void end_with(const Error& error) const noexcept;
   void abandon(std::string_view reason) const noexcept;
 };
+
+/// Performs a call over several hosts, in steps within hosts and between their leaders. Not a split
+/// or an allocation.
+void run_over_hosts(Levels& levels, const Call& call);
 
 using internal::barrier_of;
 using internal::step_of;

@@ -34,14 +34,14 @@ static_assert(sizeof(Header) == 64);
 static_assert(std::is_trivially_copyable_v<Header>);
 
 /// The first message of a call in rounds, or over a transport that takes no message shorter than
-/// its receive (FirstMessages has the others). It has the same length for every call, so that ranks
+/// its receive (EagerMessages has the others). It has the same length for every call, so that ranks
 /// that make different calls can parse each other's. Data that fits is sent eagerly in it, and no
 /// other message follows.
-struct alignas(64) First {
+struct alignas(64) EagerMessage {
   Header header;
   std::array<std::byte, 64> payload;
 };
-static_assert(sizeof(First) == 128);
+static_assert(sizeof(EagerMessage) == 128);
 
 /// Makes headers of this rank's calls.
 class HeaderMaker {

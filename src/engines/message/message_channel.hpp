@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engines/message/header.hpp"
+#include "engines/message/message_control.hpp"
 #include "engines/message/transport.hpp"
 
 namespace lockstep::message {
@@ -54,8 +55,8 @@ class Channel {
   bool has_rounds() const noexcept { return has_rounds_; }
   bool is_on_one_host() const noexcept { return transport_.is_on_one_host(); }
   /// Begins an exchange of several rounds; all ranks begin the same, in the same order. Each round
-  /// waits for one message, of rank `awaited`; `n_known`: see Position. If the call's time ends,
-  /// the late ranks are found by asking all for their positions.
+  /// waits for one message, of rank `awaited`; `n_known`: see WaitState. If the call's time ends,
+  /// the late ranks are found by asking all for their wait states.
   void begin_rounds(const Header& header);
   void round(std::span<const Message> messages, int awaited, int n_known, const Call& call,
              Limit& limit);
@@ -66,7 +67,7 @@ class Channel {
                      Limit& limit);
 
   /// A number for a channel, which no other rank gets, and this one once.
-  std::int64_t next_number();
+  std::int64_t next_number() { return world_->next_number(); }
   /// The channel of some of the ranks, with the number of one of them. Exchanges nothing. Throws
   /// EngineError if the library has no such channel.
   std::unique_ptr<Channel> split(const std::vector<int>& members, std::int64_t number,
@@ -92,32 +93,33 @@ class Channel {
   void leave(std::string_view failure) noexcept;
 
  private:
-  struct Control;
-
   Channel(std::unique_ptr<Transport> transport, std::vector<int> members,
           std::shared_ptr<Control> world);
-  struct Question;
+  struct StatusQuery;
   /// False: impossible, see exchange_with.
   bool perform(std::span<const Message> messages, const Call& call, Limit& limit,
-               Question* question);
-  bool wait(const Call& call, Limit& limit, Question* question);
-  bool is_impossible(Question& question);
-  /// Calls begun: of this operation with this peer, or collectives.
-  std::uint64_t& n_calls(Op op, int peer);
-  /// Throws if a rank that this one waits for has refused the call, or an earlier one.
-  void throw_if_refused(const Call& call);
-  void set_position(int awaited, int n_known);
+               StatusQuery* query);
   int place_in_windows(const Message& message) const;
+
+  // message_channel_wait.cpp
+  bool wait(const Call& call, Limit& limit, StatusQuery* query);
+  bool is_impossible(StatusQuery& query);
   /// The ranks that keep an exchange from completing in which this rank waits for `awaited`: not
   /// those that wait for others themselves.
-  std::vector<int> find_late(std::map<int, Position> positions, std::span<const int> awaited) const;
+  std::vector<int> find_late(std::map<int, WaitState> wait_states,
+                             std::span<const int> awaited) const;
   /// Of all ranks that answer in time, and of this one.
-  std::map<int, Position> ask_positions(const Call& call);
+  std::map<int, WaitState> query_wait_states(const Call& call);
+
+  // message_channel_failure.cpp
   void poll_control();
   void throw_if_failed(const Call& call) const;
+  /// Throws if a rank that this one waits for has refused the call, or an earlier one.
+  void throw_if_refused(const Call& call);
+  /// Calls begun: of this operation with this peer, or collectives.
+  std::uint64_t& n_calls(Op op, int peer);
   /// If one of these ranks has left the world: that failure.
   std::optional<internal::Failure> departure_among(std::span<const int> ranks) const;
-  bool has_left() const;
   /// Ends waits on this channel, on every rank; only on this one if it has left the world.
   void notify(const internal::Failure& failure) noexcept;
   [[noreturn]] void fail_transport(const TransportError& error, const Call& call);
@@ -129,7 +131,8 @@ class Channel {
   std::shared_ptr<Control> world_;  // the same on the world's channel
   Transport& transport_;
   std::vector<int> members_;  // ranks of the world
-  bool has_rounds_ = transport_.answers_questions() && transport_.size() > Transport::kMostDirect;
+  bool has_rounds_ =
+      transport_.answers_status_queries() && transport_.size() > Transport::kMostDirect;
   bool is_in_rounds_ = false;
   std::uint64_t n_collectives_ = 0;
   std::map<std::pair<Op, int>, std::uint64_t> n_pairs_;  ///< by operation and peer

@@ -16,7 +16,7 @@
 
 #include "base/bytes.hpp"
 #include "base/memory.hpp"
-#include "engines/message/first_messages.hpp"
+#include "engines/message/eager_messages.hpp"
 #include "engines/message/header.hpp"
 #include "engines/message/message_channel.hpp"
 #include "engines/message/message_collectives.hpp"
@@ -90,10 +90,10 @@ class MessageEngine final : public internal::NativeEngine {
   /// Exchanges every rank's header and payload, into payloads_. Throws if headers disagree.
   void compare(const Call& call, const Header& mine, std::span<const std::byte> payload,
                Limit& limit);
-  /// The same, of what the first messages have been given.
-  void exchange_firsts(const Call& call, const Header& mine, Limit& limit);
+  /// The same, of what the eager messages have been given.
+  void exchange_eager(const Call& call, const Header& mine, Limit& limit);
   void fail_mismatch(const Call& call);
-  /// Whether the data of the call is in the first messages, and no other messages follow.
+  /// Whether the data of the call is in the eager messages, and no other messages follow.
   bool is_eager(const Call& call) const;
   void perform_eagerly(const Call& call, Limit& limit);
   void complete_eager(const Call& call);
@@ -109,17 +109,17 @@ class MessageEngine final : public internal::NativeEngine {
   // Null: each rank sends to each.
   const std::unique_ptr<Rounds> rounds_ =
       channel_->has_rounds() ? std::make_unique<Rounds>(*channel_) : nullptr;
-  std::optional<FirstMessages> firsts_;  // with rounds_: to report a mismatch only
-  std::vector<const void*> payloads_;    // by rank
+  std::optional<EagerMessages> eager_;  // with rounds_: to report a mismatch only
+  std::vector<const void*> payloads_;   // by rank
   const Costs costs_;
   Collectives collectives_{*channel_, rounds_.get(), costs_};
 };
 
 MessageEngine::MessageEngine(std::string name, std::unique_ptr<Channel> channel, const Costs& costs)
     : name_(std::move(name)), channel_(std::move(channel)), costs_(costs) {
-  if (!rounds_) firsts_.emplace(*channel_);
+  if (!rounds_) eager_.emplace(*channel_);
   for (int r = 0; r < size(); ++r) {
-    payloads_.push_back(rounds_ ? rounds_->payload(r) : firsts_->payload(r));
+    payloads_.push_back(rounds_ ? rounds_->payload(r) : eager_->payload(r));
   }
 }
 
@@ -127,24 +127,24 @@ void MessageEngine::compare(const Call& call, const Header& mine,
                             std::span<const std::byte> payload, Limit& limit) {
   if (rounds_) {
     if (rounds_->compare(mine, payload, call, limit)) return;
-    firsts_.emplace(*channel_);
+    eager_.emplace(*channel_);
     payload = {};
   }
-  firsts_->send_to_all(mine, payload);
-  exchange_firsts(call, mine, limit);
+  eager_->send_to_all(mine, payload);
+  exchange_eager(call, mine, limit);
 }
 
-void MessageEngine::exchange_firsts(const Call& call, const Header& mine, Limit& limit) {
-  firsts_->exchange(call, limit);
+void MessageEngine::exchange_eager(const Call& call, const Header& mine, Limit& limit) {
+  eager_->exchange(call, limit);
   const bool compares_sites = call.check == Check::full;
   for (int r = 0; r < size(); ++r) {
-    if (!agree(mine, firsts_->header(r), compares_sites)) return fail_mismatch(call);
+    if (!agree(mine, eager_->header(r), compares_sites)) return fail_mismatch(call);
   }
 }
 
 void MessageEngine::fail_mismatch(const Call& call) {
   std::vector<Row> rows;
-  for (int r = 0; r < size(); ++r) rows.push_back({r, firsts_->header(r)});
+  for (int r = 0; r < size(); ++r) rows.push_back({r, eager_->header(r)});
   channel_->fail(difference_of(call, rows, channel_->refused_calls(rows, call)), call);
 }
 
@@ -175,7 +175,7 @@ bool MessageEngine::is_eager(const Call& call) const {
     case Op::split:
     case Op::allocate: return false;
   }
-  return n_bytes <= (rounds_ ? rounds_->payload_bytes() : firsts_->payload_bytes());
+  return n_bytes <= (rounds_ ? rounds_->payload_bytes() : eager_->payload_bytes());
 }
 
 void MessageEngine::perform_eagerly(const Call& call, Limit& limit) {
@@ -190,27 +190,27 @@ void MessageEngine::perform_eagerly(const Call& call, Limit& limit) {
   }
   switch (call.op) {
     case Op::all_reduce:
-    case Op::all_gather: firsts_->send_to_all(mine, own()); break;
+    case Op::all_gather: eager_->send_to_all(mine, own()); break;
     case Op::broadcast:
-      firsts_->send_to_all(mine, is(call.root) ? own() : std::span<const std::byte>());
+      eager_->send_to_all(mine, is(call.root) ? own() : std::span<const std::byte>());
       break;
     case Op::reduce:
-    case Op::gather: firsts_->send_to(call.root, mine, own()); break;
+    case Op::gather: eager_->send_to(call.root, mine, own()); break;
     case Op::scatter:
       if (!is(call.root)) {
-        firsts_->send_to_all(mine, {});
+        eager_->send_to_all(mine, {});
         break;
       }
       [[fallthrough]];
     case Op::reduce_scatter:
-    case Op::all_to_all: firsts_->send_parts(mine, bytes(call.in), n_bytes); break;
+    case Op::all_to_all: eager_->send_parts(mine, bytes(call.in), n_bytes); break;
     case Op::barrier:
     case Op::send:
     case Op::recv:
     case Op::split:
-    case Op::allocate: firsts_->send_to_all(mine, {}); break;
+    case Op::allocate: eager_->send_to_all(mine, {}); break;
   }
-  exchange_firsts(call, mine, limit);
+  exchange_eager(call, mine, limit);
   complete_eager(call);
 }
 
@@ -252,17 +252,17 @@ void MessageEngine::complete_eager(const Call& call) {
 bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   const Header mine = headers_.of(call);
-  const bool eager = n_bytes <= (rounds_ ? sizeof(First::payload) : firsts_->payload_bytes());
+  const bool eager = n_bytes <= (rounds_ ? sizeof(EagerMessage::payload) : eager_->payload_bytes());
   const std::span payload(bytes(call.in), eager && call.op == Op::send ? n_bytes : 0);
   Header header{};  // of the peer
   const std::byte* data = nullptr;
   if (!rounds_) {
-    if (firsts_->exchange_with(call.root, mine, payload, header, call, limit)) {
-      header = firsts_->header(call.root);
+    if (eager_->exchange_with(call.root, mine, payload, header, call, limit)) {
+      header = eager_->header(call.root);
     }
-    data = firsts_->payload(call.root);
+    data = eager_->payload(call.root);
   } else {
-    First first{mine, {}};
+    EagerMessage first{mine, {}};
     copy_bytes(first.payload.data(), payload.data(), payload.size());
     const std::span<std::byte> received = rounds_->first_message();
     const std::array<Message, 2> messages = {

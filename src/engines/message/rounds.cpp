@@ -14,7 +14,8 @@ constexpr std::size_t kPayloadsBytes = 8 << 10;
 
 std::size_t slot_bytes_of(int n_ranks) {
   const std::size_t share = kPayloadsBytes / static_cast<std::size_t>(n_ranks);
-  return std::clamp(std::bit_floor(share), Rounds::kLeastPayloadBytes, sizeof(First::payload));
+  return std::clamp(std::bit_floor(share), Rounds::kLeastPayloadBytes,
+                    sizeof(EagerMessage::payload));
 }
 
 }  // namespace
@@ -31,8 +32,8 @@ Rounds::Rounds(Channel& channel)
       rank_(channel.rank()),
       size_(channel.size()),
       slot_bytes_(slot_bytes_of(size_)),
-      first_bytes_(
-          std::max(sizeof(First), sizeof(Head) + static_cast<std::size_t>(size_) * slot_bytes_)),
+      first_bytes_(std::max(sizeof(EagerMessage),
+                            sizeof(Head) + static_cast<std::size_t>(size_) * slot_bytes_)),
       known_(first_bytes_),
       in_(first_bytes_) {}
 
@@ -59,9 +60,9 @@ bool Rounds::compare(const Header& mine, std::span<const std::byte> payload, con
     const std::array<Message, 2> messages = {
         Message{Message::Way::send, (rank_ + distance) % size_, known_.data(),
                 sizeof(Head) + n_bytes},
-        // Also large enough for the First of a rank that is in a send or recv.
+        // Also large enough for the EagerMessage of a rank that is in a send or recv.
         Message{Message::Way::receive, before(distance), in_.data(),
-                std::max(sizeof(First), sizeof(Head) + n_bytes)}};
+                std::max(sizeof(EagerMessage), sizeof(Head) + n_bytes)}};
     channel_.round(messages, before(distance), /*n_known=*/distance, call, limit);
     Head other{};
     std::memcpy(&other, in_.data(), sizeof(other));

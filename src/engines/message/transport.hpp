@@ -21,30 +21,30 @@
 namespace lockstep::message {
 
 /// How far a rank is in the exchanges of its channel that take several rounds.
-struct Position {
+struct WaitState {
   static constexpr std::int32_t kNone = -1;
 
-  std::int32_t rank = kNone;     ///< whose position
+  std::int32_t rank = kNone;     ///< whose wait state
   std::int32_t awaited = kNone;  ///< the rank whose message it waits for; kNone: it has them all
   std::uint64_t number = 0;      ///< of its last such exchange; all ranks count alike
   /// Ranks rank, rank - 1, ... that have begun that exchange, as far as it knows.
   std::int32_t n_known = 0;
   Header header{};  ///< of its call
 };
-static_assert(std::is_trivially_copyable_v<Position>);
+static_assert(std::is_trivially_copyable_v<WaitState>);
 
 /// Sent beside the messages of a channel. Ranks in it are numbered as in that channel.
 struct ControlMessage {
   enum class Kind : std::int32_t {
-    failure,    ///< the channel is dead
-    departure,  ///< the culprit leaves the world: peer_left, or peer_failed with its reason
-    question,   ///< position.rank asks for the position of ranks that have begun position.number
-    position,   ///< the answer
-    refusal,    ///< of position.rank, after its call position.number; see Channel::refuse
+    failure,       ///< the channel is dead
+    departure,     ///< the culprit leaves the world: peer_left, or peer_failed with its reason
+    status_query,  ///< of wait_state.rank, to ranks that have begun exchange wait_state.number
+    status_reply,  ///< the answer
+    refusal,       ///< of wait_state.rank, after its call wait_state.number; see Channel::refuse
   };
   Kind kind = Kind::failure;
   internal::Failure failure{};
-  Position position{};
+  WaitState wait_state{};
 };
 
 /// The library failed, with its own text.
@@ -119,10 +119,10 @@ class Transport {
 
   /// Up to this many ranks, a message from each to each is faster than rounds.
   static constexpr int kMostDirect = 8;
-  /// Whether wait() returns often while it waits, to answer the question for which rank this one
+  /// Whether wait() returns often while it waits, to answer the query for which rank this one
   /// waits. Exchanges of more than kMostDirect ranks then take several rounds, for which such a
   /// channel also takes_shorter_messages().
-  virtual bool answers_questions() const noexcept { return false; }
+  virtual bool answers_status_queries() const noexcept { return false; }
 
   static constexpr std::int32_t kWorld = 1;  // 0: for messages of the transport's own
   /// The largest number that a channel may have.

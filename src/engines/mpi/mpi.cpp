@@ -25,6 +25,7 @@
 #include "base/futex.hpp"
 #include "base/marked_text.hpp"
 #include "base/text.hpp"
+#include "base/wait_policy.hpp"
 #include "engines/message/message_engine.hpp"
 #include "engines/mpi/abi.hpp"
 #include "group/failure.hpp"
@@ -48,7 +49,7 @@ struct ControlBytes {
   Kind failure;
   std::int32_t culprit;
   internal::PeerList peers;
-  message::Position position;
+  message::WaitState wait_state;
   std::array<char, 3784> text;  // to its null
 
   std::size_t n_bytes() const {
@@ -76,7 +77,7 @@ std::string text_of(const LockstepMpi& mpi, int code) {
 }
 
 struct Hosts {
-  bool are_oversubscribed;  ///< the ranks of this host exceed its cores
+  base::WaitPolicy policy;  ///< by the ranks and the cores of this host
   bool are_one;             ///< all ranks of the world are on one host
 };
 
@@ -130,7 +131,7 @@ class Transport final : public message::Transport {
 
   void send_control(const message::ControlMessage& message, int to) noexcept override;
   std::optional<message::ControlMessage> poll_control() override;
-  bool answers_questions() const noexcept override { return true; }
+  bool answers_status_queries() const noexcept override { return true; }
   int n_polls_before_exchange() noexcept override {
     // If peers timed out on this rank, their messages have arrived, so this exchange would not wait
     // and would miss their control messages. A coarse tick is a few milliseconds; reading is free.
@@ -192,19 +193,16 @@ class Transport final : public message::Transport {
 };
 
 Transport::State Transport::wait(Clock::time_point /*deadline*/) {
-  // With a core for each rank the peers are running now, and a core that is yielded to another
-  // program returns only when the scheduler decides. If oversubscribed, every poll keeps the
-  // awaited rank from running.
-  const std::uint64_t n_polls = hosts_.are_oversubscribed ? 500 : 20'000;
-  constexpr std::uint64_t kYields = 100'000;
+  const std::uint64_t n_polls = hosts_.policy.n_polls;
+  const std::uint64_t n_tests_before_sleep = n_polls + hosts_.policy.n_yields;
   // Measured in time, not in polls: if another thread wants the core, each poll may take a
   // scheduler slice, also inside MPI, which yields by itself.
   constexpr std::chrono::microseconds kControlInterval{100};
   if (n_tests_ == kTestsPerClock) next_look_ = Clock::now() + kControlInterval;
-  if (n_tests_ > n_polls + kYields) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  if (n_tests_ > n_tests_before_sleep) std::this_thread::sleep_for(std::chrono::microseconds(50));
   for (;;) {
     const bool yields = n_tests_ > n_polls;
-    const bool sleeps = n_tests_ > n_polls + kYields;
+    const bool sleeps = n_tests_ > n_tests_before_sleep;
     if (yields && !sleeps) base::yield_cpu();
     if (test(yields ? 1 : kTestsPerClock)) return State::complete;
     const auto now = Clock::now();
@@ -226,8 +224,8 @@ void Transport::give_up_finalize(const message::ControlMessage& message) const n
 void Transport::send_control(const message::ControlMessage& message, int to) noexcept {
   give_up_finalize(message);
   const Failure& failure = message.failure;
-  ControlBytes bytes{message.kind,  failure.kind,     failure.culprit,
-                     failure.peers, message.position, {}};
+  ControlBytes bytes{message.kind,  failure.kind,       failure.culprit,
+                     failure.peers, message.wait_state, {}};
   base::copy_marked_text(bytes.text, failure.text);
   send(bytes, to);
   // mpirun ends the job soon after a rank that fails: its peers report that at once.
@@ -275,7 +273,7 @@ std::optional<message::ControlMessage> Transport::poll_control() {
                                               .culprit = bytes.culprit,
                                               .text = std::string(base::text_in(bytes.text)),
                                               .peers = bytes.peers},
-                                  .position = bytes.position};
+                                  .wait_state = bytes.wait_state};
   give_up_finalize(message);
   return message;
 }
@@ -394,7 +392,7 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
     throw EngineError(context, text_of(mpi, code));
   }
   const int n_cores = base::n_usable_cores(cores, base::cpu_quota());
-  const Hosts hosts{.are_oversubscribed = n_neighbours > n_cores,
+  const Hosts hosts{.policy = base::WaitPolicy::of_messages(n_neighbours, n_cores),
                     .are_one = n_neighbours == n_ranks};
   auto engine =
       message::make("mpi",

@@ -30,14 +30,14 @@ engines::Availability available(const internal::World&) {
 }
 
 template <bool kIsGloo>
-std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) {
+engines::Joined join(const internal::World& world, const Call& barrier) {
   constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
   auto engine = message::make(std::string(kName),
                               std::make_unique<Transport>(rendezvous(kName, world, barrier)),
                               message::parse_costs(world.env.network));
   // No rank may proceed, and possibly exit, while peers are still connecting.
   internal::leave_on_exception(*engine, [&] { engine->run(barrier); });
-  return engine;
+  return {.engine = std::move(engine)};
 }
 
 constexpr engines::Entry kEntries[] = {{"gloo", available<true>, join<true>},

@@ -15,7 +15,7 @@
 namespace lockstep::nn::detail {
 namespace {
 
-/// In a group with rounds, a rank that waits looks this often for questions.
+/// In a group with rounds, a rank that waits looks this often for status queries.
 constexpr std::chrono::milliseconds kControlInterval{50};
 
 std::vector<int> all_ranks_of(const Wire& wire) {
@@ -91,7 +91,7 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
 Transport::State Transport::wait(std::chrono::steady_clock::time_point deadline) {
   const base::NoSigpipe no_sigpipe;
   awaited_.clear();
-  const auto end = answers_questions()
+  const auto end = answers_status_queries()
                        ? std::min(deadline, std::chrono::steady_clock::now() + kControlInterval)
                        : deadline;
   wait_.deadline = end;

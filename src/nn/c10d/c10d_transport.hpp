@@ -27,7 +27,7 @@ class Transport final : public message::Transport {
   void cancel() noexcept override;
   std::vector<int> awaited() override { return awaited_; }
   bool takes_shorter_messages() const noexcept override { return wire_->takes_shorter_messages(); }
-  bool answers_questions() const noexcept override { return wire_->can_wait_again(); }
+  bool answers_status_queries() const noexcept override { return wire_->can_wait_again(); }
   void send_control(const message::ControlMessage& message, int to) noexcept override {
     const std::span<const int> all(members_);
     wire_->send_control(channel_, message,

@@ -59,7 +59,7 @@ struct Wire::ControlBytes {
   internal::Failure::Kind failure;
   std::int32_t culprit;
   internal::PeerList peers;
-  message::Position position;
+  message::WaitState wait_state;
   std::int32_t n_text;
   std::array<char, 65536 - 180> text;  // n_text bytes of it are sent
 
@@ -225,7 +225,7 @@ void Wire::send_control(int channel, const ControlMessage& message,
     bytes->failure = failure.kind;
     bytes->culprit = failure.culprit;
     bytes->peers = failure.peers;
-    bytes->position = message.position;
+    bytes->wait_state = message.wait_state;
     base::copy_marked_text(bytes->text, failure.text);
     bytes->n_text = static_cast<std::int32_t>(base::text_in(bytes->text).size());
     Sent sent{nullptr, {}, Clock::now() + kControlLimit};
@@ -356,7 +356,7 @@ void Wire::receive(const ControlBytes& bytes) {
                                      .culprit = bytes.culprit,
                                      .text = std::string(bytes.text.data(), n_text),
                                      .peers = bytes.peers},
-                         .position = bytes.position};
+                         .wait_state = bytes.wait_state};
   const std::lock_guard lock(mutex_);
   if (message.kind == ControlMessage::Kind::failure) {
     if (dead_.contains(bytes.channel)) return;  // the first failure counts

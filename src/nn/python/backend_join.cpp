@@ -35,12 +35,15 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
   }
   std::unique_ptr<Engine> engine;
   std::shared_ptr<internal::Recorder> recorder;
+  shared::HostEngine* shared_engine = nullptr;
   if (membership.size == 1) {
     engine = solo::make();
   } else if (meeting.is_on_one_host()) {
-    engine =
+    auto joined =
         shared::bootstrap_world(meeting.job, membership.rank, membership.size, barrier, env.tune);
-    recorder = shared::recorder_of(*engine);
+    recorder = joined->recorder();
+    shared_engine = joined.get();
+    engine = std::move(joined);
   } else {
     auto wire = nn::detail::Wire::make(std::move(between), c10::intrusive_ptr<c10d::Store>());
     engine = hierarchical::make(
@@ -51,10 +54,10 @@ Backend::Joined join(const Meeting& meeting, c10::intrusive_ptr<c10d::ProcessGro
   std::shared_ptr<shared::TaggedMessages> messages;
   internal::leave_on_exception(*engine, [&] {
     if (membership.size > 1) internal::compare_settings(*engine, barrier, costs);
-    if (membership.size > 1 && meeting.is_on_one_host()) {
+    if (shared_engine != nullptr) {
       Call allocate = barrier;
       allocate.op = Op::allocate;
-      messages = shared::make_messages(*engine, allocate);
+      messages = shared_engine->make_messages(allocate);
     }
     // One record per rank: that of lockstep's own world, if the program has joined one.
     if (recorder && membership.name == kWorld && internal::session() == nullptr) {

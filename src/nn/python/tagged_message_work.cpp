@@ -18,17 +18,17 @@ TaggedMessageWork::TaggedMessageWork(Group group, std::shared_ptr<shared::Tagged
 void TaggedMessageWork::post(const Call& call, int tag) try {
   timeout_ = call.timeout;
   // The storage: a program may give the tensor another one meanwhile.
-  posted_ = messages_->post(call, tag, message_.in_place.storage());
+  request_ = messages_->post(call, tag, message_.in_place.storage());
 } catch (...) {
   finish(std::current_exception());
   throw;
 }
 
 bool TaggedMessageWork::wait(std::chrono::milliseconds timeout) {
-  if (!posted_->poll()) {
+  if (!request_->poll()) {
     const CallOfPython ended_by_interrupts(group_);
     try {
-      posted_->wait(timeout == kNoTimeout ? timeout_ : Timeout(timeout).or_else(timeout_));
+      request_->wait(timeout == kNoTimeout ? timeout_ : Timeout(timeout).or_else(timeout_));
     } catch (const Error&) {  // complete() throws it
     }
   }
@@ -38,7 +38,7 @@ bool TaggedMessageWork::wait(std::chrono::milliseconds timeout) {
 
 bool TaggedMessageWork::isCompleted() {
   if (Work::isCompleted()) return true;
-  if (!posted_->poll()) return false;
+  if (!request_->poll()) return false;
   try {
     complete();
   } catch (...) {  // wait() throws it
@@ -53,7 +53,7 @@ void TaggedMessageWork::complete() {
     return;
   }
   try {
-    posted_->wait(std::chrono::milliseconds::zero());
+    request_->wait(std::chrono::milliseconds::zero());
     if (opType_ != c10d::OpType::SEND) write_back(message_.in_place, message_.tensor);
   } catch (...) {
     finish(std::current_exception());
@@ -63,7 +63,7 @@ void TaggedMessageWork::complete() {
 }
 
 void TaggedMessageWork::abort() {
-  posted_->end_with(std::make_exception_ptr(EngineError(
+  request_->end_with(std::make_exception_ptr(EngineError(
       {.operation = c10d::opTypeToString(opType_), .group = group_.name(), .rank = group_.rank()},
       "Work.abort was called")));
 }

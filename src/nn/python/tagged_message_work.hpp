@@ -31,7 +31,7 @@ class TaggedMessageWork final : public c10d::Work {
 
   bool wait(std::chrono::milliseconds timeout) override;
   bool isCompleted() override;
-  int sourceRank() const override { return posted_->source(); }
+  int sourceRank() const override { return request_->source(); }
   std::vector<at::Tensor> result() override { return {message_.tensor}; }
   void abort() override;
 
@@ -42,7 +42,7 @@ class TaggedMessageWork final : public c10d::Work {
   std::shared_ptr<shared::TaggedMessages> messages_;
   Message message_;
   std::chrono::milliseconds timeout_{};
-  std::shared_ptr<shared::TaggedMessages::Posted> posted_;
+  std::shared_ptr<shared::TaggedMessages::Request> request_;
   std::mutex completing_;
 };
 

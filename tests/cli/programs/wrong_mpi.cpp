@@ -13,7 +13,7 @@ namespace {
 
 using lockstep::DType;
 using lockstep::Op;
-using lockstep::message::First;
+using lockstep::message::EagerMessage;
 using lockstep::message::Message;
 
 LockstepMpi right;
@@ -40,7 +40,7 @@ int test_wrongly(void* exchange, std::size_t n_tests, std::int32_t* all_done) {
     if (message.way != Message::Way::receive) continue;
     auto* data = static_cast<std::byte*>(message.data);
     if (are_firsts) {
-      First& first = *static_cast<First*>(message.data);
+      EagerMessage& first = *static_cast<EagerMessage*>(message.data);
       is_wrong = first.header.op == static_cast<std::uint8_t>(Op::all_reduce) &&
                  first.header.dtype == static_cast<std::uint8_t>(DType::i32);
       data = first.payload.data();

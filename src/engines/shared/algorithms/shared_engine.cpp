@@ -149,8 +149,8 @@ std::size_t least_bytes_between_threads(const Channel& channel) {
 
 }  // namespace
 
-std::unique_ptr<Engine> SharedEngine::join(std::shared_ptr<Membership> membership,
-                                           const Call& barrier) {
+std::unique_ptr<HostEngine> SharedEngine::join(std::shared_ptr<Membership> membership,
+                                               const Call& barrier) {
   Segment& segment = membership->segment();
   const std::uint64_t offset = segment.header().world_channel;
   const int rank = membership->world_rank();
@@ -170,7 +170,7 @@ SharedEngine::SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t
       ins_(static_cast<std::size_t>(n_ranks)),
       outs_(static_cast<std::size_t>(n_ranks)) {}
 
-std::unique_ptr<Engine> SharedEngine::split(const Call& call, int color, int key) {
+std::unique_ptr<HostEngine> SharedEngine::split_host(const Call& call, int color, int key) {
   channel_.begin(call);
   publish(channel_, call, ColorKey{.color = color, .key = key});
   channel_.end_phase(call);

@@ -7,9 +7,9 @@
 #include <span>
 #include <vector>
 
+#include "engines/shared/algorithms/host_engine.hpp"
 #include "engines/shared/protocol/channel.hpp"
 #include "engines/shared/protocol/tagged_messages.hpp"
-#include "group/native_engine.hpp"
 
 namespace lockstep::shared {
 
@@ -46,10 +46,11 @@ class BufferTable {
 
 /// Collectives over one channel. collectives.cpp has one function per operation, through slots;
 /// in_place.cpp has those that access the ranks' memory itself.
-class SharedEngine final : public internal::NativeEngine {
+class SharedEngine final : public HostEngine {
  public:
   /// Attaches to the world's channel as `membership` and waits for all ranks of the world.
-  static std::unique_ptr<Engine> join(std::shared_ptr<Membership> membership, const Call& barrier);
+  static std::unique_ptr<HostEngine> join(std::shared_ptr<Membership> membership,
+                                          const Call& barrier);
 
   SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank, int n_ranks);
 
@@ -60,22 +61,21 @@ class SharedEngine final : public internal::NativeEngine {
   bool reports_progress() const noexcept override { return true; }
   void run_lists(const Call& call) override { run(call); }
   void run(const Call& call) override;
-  std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
+  std::unique_ptr<HostEngine> split_host(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;
   void refuse(const Refusal& refusal) noexcept override { channel_.refuse(refusal); }
   void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
   void end_with(const Error& error) noexcept override { channel_.end_with(error); }
   void leave(std::string_view failure) noexcept override { channel_.membership()->leave(failure); }
-  /// See make_messages in shared_world.hpp.
-  std::shared_ptr<TaggedMessages> make_messages(const Call& call);
-  void extend_deadline(std::chrono::nanoseconds at_most) noexcept {
-    channel_.extend_deadline(at_most);
-  }
-  void begin_elsewhere(const Call& call) { channel_.begin_elsewhere(call); }
-  void end_elsewhere() noexcept { channel_.end(); }
-  const std::shared_ptr<internal::Recorder>& recorder() const noexcept {
+  std::shared_ptr<internal::Recorder> recorder() const noexcept override {
     return channel_.membership()->recorder();
   }
+  void extend_deadline(std::chrono::nanoseconds at_most) noexcept override {
+    channel_.extend_deadline(at_most);
+  }
+  void begin_elsewhere(const Call& call) override { channel_.begin_elsewhere(call); }
+  void end_elsewhere() noexcept override { channel_.end(); }
+  std::shared_ptr<TaggedMessages> make_messages(const Call& call) override;
 
  private:
   void all_reduce(const Call& call);

@@ -13,8 +13,8 @@
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
-#include "engines/shared/bootstrap/layout.hpp"
-#include "engines/shared/bootstrap/layout_version.hpp"
+#include "engines/shared/segment/layout.hpp"
+#include "engines/shared/segment/layout_version.hpp"
 
 namespace lockstep::shared {
 namespace {

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "engines/shared/bootstrap/membership.hpp"
+#include "engines/shared/segment/membership.hpp"
 
 namespace lockstep::shared {
 

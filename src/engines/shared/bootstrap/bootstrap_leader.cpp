@@ -16,9 +16,9 @@
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
-#include "engines/shared/bootstrap/layout.hpp"
-#include "engines/shared/bootstrap/layout_version.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
+#include "engines/shared/segment/layout.hpp"
+#include "engines/shared/segment/layout_version.hpp"
 
 namespace lockstep::shared::rendezvous {
 namespace {

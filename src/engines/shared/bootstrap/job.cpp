@@ -6,8 +6,8 @@
 #include <exception>
 #include <vector>
 
-#include "engines/shared/bootstrap/membership.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
+#include "engines/shared/segment/membership.hpp"
 
 namespace lockstep::shared {
 

@@ -89,7 +89,8 @@ std::shared_ptr<Segment> next_world(std::shared_ptr<Segment> inherited, std::str
 
 namespace {
 
-std::unique_ptr<Engine> join(const std::shared_ptr<Membership>& membership, const Call& barrier) {
+std::unique_ptr<HostEngine> join(const std::shared_ptr<Membership>& membership,
+                                 const Call& barrier) {
   try {
     return SharedEngine::join(membership, barrier);
   } catch (...) {  // possibly on this rank only
@@ -100,33 +101,15 @@ std::unique_ptr<Engine> join(const std::shared_ptr<Membership>& membership, cons
 
 }  // namespace
 
-std::unique_ptr<Engine> join_world(std::shared_ptr<Segment> segment, int rank,
-                                   const Call& barrier) {
+std::unique_ptr<HostEngine> join_world(std::shared_ptr<Segment> segment, int rank,
+                                       const Call& barrier) {
   return join(std::make_shared<Membership>(std::move(segment), rank), barrier);
 }
 
-std::unique_ptr<Engine> bootstrap_world(std::string_view job, int rank, int n_ranks,
-                                        const Call& barrier,
-                                        const std::optional<std::string>& tune) {
+std::unique_ptr<HostEngine> bootstrap_world(std::string_view job, int rank, int n_ranks,
+                                            const Call& barrier,
+                                            const std::optional<std::string>& tune) {
   return join(bootstrap(job, rank, n_ranks, barrier, tune), barrier);
-}
-
-std::shared_ptr<internal::Recorder> recorder_of(const Engine& engine) noexcept {
-  return static_cast<const SharedEngine&>(engine).recorder();
-}
-
-void extend_deadline(Engine& engine, std::chrono::nanoseconds at_most) noexcept {
-  static_cast<SharedEngine&>(engine).extend_deadline(at_most);
-}
-
-void begin_elsewhere(Engine& engine, const Call& call) {
-  static_cast<SharedEngine&>(engine).begin_elsewhere(call);
-}
-
-void end_elsewhere(Engine& engine) noexcept { static_cast<SharedEngine&>(engine).end_elsewhere(); }
-
-std::shared_ptr<TaggedMessages> make_messages(Engine& engine, const Call& call) {
-  return static_cast<SharedEngine&>(engine).make_messages(call);
 }
 
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept {

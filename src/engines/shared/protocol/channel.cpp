@@ -8,9 +8,9 @@
 #include <lockstep/error.hpp>
 
 #include "base/marked_text.hpp"
-#include "engines/shared/protocol/call_record.hpp"
 #include "group/failure.hpp"
 #include "record/progress.hpp"
+#include "record/signature.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -148,7 +148,7 @@ std::size_t Channel::back(const Call& call, std::byte* first, std::size_t n_piec
 }
 
 void Channel::choose_waiting() {
-  waiter_ = Waiter(membership_->is_oversubscribed());
+  waiter_ = Waiter(membership_->wait_policy());
   sleepers_fence_ = !waiter_.is_oversubscribed() && membership_->all_take_fences();
 }
 
@@ -165,14 +165,14 @@ void Channel::begin(const Call& call) {
   }
   // The fingerprint: 32 bits of a hash of all that the ranks must agree on.
   const Call* recorded = &call;
-  std::uint64_t what = encode_call(call);
+  std::uint64_t what = internal::encode_call(call);
   std::uint64_t hash = site_hash_ ^ call.n_refused * 0x9e3779b97f4a7c15ULL;
   mix(hash, call, what);
   if (call.parent_call != nullptr) {
     recorded = call.parent_call;
-    what = encode_call(*recorded);
+    what = internal::encode_call(*recorded);
     for (const Call* part = recorded; part != nullptr; part = part->parent_call) {
-      mix(hash, *part, encode_call(*part));
+      mix(hash, *part, internal::encode_call(*part));
     }
   }
   fingerprint_ = static_cast<std::uint32_t>(hash >> 16U);

@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "engines/shared/bootstrap/layout.hpp"
-#include "engines/shared/bootstrap/membership.hpp"
-#include "engines/shared/bootstrap/segment.hpp"
 #include "engines/shared/protocol/waiter.hpp"
+#include "engines/shared/segment/layout.hpp"
+#include "engines/shared/segment/membership.hpp"
+#include "engines/shared/segment/segment.hpp"
 #include "group/check.hpp"
 
 namespace lockstep::shared {
@@ -272,7 +272,8 @@ class Channel {
   int slot_index_ = 1;       ///< phase_ % kPhases
   int rotation_ = 0;         ///< phase_ / kPhases, its last bit
   std::uint32_t fingerprint_ = 0;
-  Waiter waiter_;
+  /// As if oversubscribed, until choose_waiting.
+  Waiter waiter_{base::WaitPolicy::of_flags(/*n=*/1, /*n_cores=*/0)};
   bool sleepers_fence_ = false;  ///< so raising a flag needs no fence
 
   const char* site_file_ = nullptr;

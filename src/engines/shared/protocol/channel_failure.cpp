@@ -9,15 +9,19 @@
 
 #include "base/marked_text.hpp"
 #include "base/text.hpp"
-#include "engines/shared/protocol/call_record.hpp"
 #include "engines/shared/protocol/channel.hpp"
 #include "group/mismatch.hpp"
 #include "group/wait_chain.hpp"
+#include "record/signature.hpp"
 
 namespace lockstep::shared {
 namespace {
 
+using internal::dtype_of;
 using internal::Failure;
+using internal::op_of;
+using internal::reduce_of;
+using internal::root_of;
 using Kind = Failure::Kind;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;

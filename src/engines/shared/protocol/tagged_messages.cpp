@@ -58,9 +58,9 @@ int copy_across(pid_t pid, Way way, void* here, std::uint64_t there, std::size_t
   return 0;
 }
 
-/// Ends a post that is moving. False if its owner has abandoned it, which frees it.
+/// Ends a post that is copying. False if its owner has abandoned it, which frees it.
 bool finish(Post& post, Post::State state) noexcept {
-  std::uint32_t expected = Post::moving;
+  std::uint32_t expected = Post::copying;
   if (!post.state.compare_exchange_strong(expected, state, std::memory_order_acq_rel)) {
     expected = Post::abandoned;
     post.state.compare_exchange_strong(expected, Post::free, std::memory_order_acq_rel);
@@ -92,24 +92,24 @@ std::string name_of_holder(int rank) { return rank < 0 ? "a rank" : fmt::format(
 
 }  // namespace
 
-/// Of a mailbox, for `posted`.
+/// Of a mailbox, for `request`.
 class TaggedMessages::Lock {
  public:
-  Lock(const TaggedMessages& messages, Mailbox& mailbox, const Posted& posted,
+  Lock(const TaggedMessages& messages, Mailbox& mailbox, const Request& request,
        detail::TimeLimit& limit)
       : mailbox_(mailbox) {
     int error = ::pthread_mutex_trylock(&mailbox_.mutex);
     while (error == EBUSY || error == ETIMEDOUT) {
-      messages.channel_.throw_if_failed(posted.call_);
-      if (limit.is_over()) throw_timeout(messages, posted);
+      messages.channel_.throw_if_failed(request.call_);
+      if (limit.is_over()) throw_timeout(messages, request);
       error = base::timed_lock(mailbox_.mutex, kLivenessInterval);
     }
-    if (error == EOWNERDEAD) end_group(messages, posted);
+    if (error == EOWNERDEAD) end_group(messages, request);
     if (error != 0) {
-      throw SystemError(posted.context(-1), error, "cannot lock the list of messages to a rank");
+      throw SystemError(request.context(-1), error, "cannot lock the list of messages to a rank");
     }
     try {
-      messages.channel_.throw_if_failed(posted.call_);  // the last holder may have died
+      messages.channel_.throw_if_failed(request.call_);  // the last holder may have died
     } catch (...) {
       ::pthread_mutex_unlock(&mailbox_.mutex);
       throw;
@@ -124,10 +124,10 @@ class TaggedMessages::Lock {
   Lock& operator=(const Lock&) = delete;
 
  private:
-  [[noreturn]] void throw_timeout(const TaggedMessages& messages, const Posted& posted) const {
+  [[noreturn]] void throw_timeout(const TaggedMessages& messages, const Request& request) const {
     const int holder = mailbox_.holder.load(std::memory_order_relaxed) - 1;
     const Channel& channel = messages.channel_;
-    throw TimeoutError(posted.context(holder),
+    throw TimeoutError(request.context(holder),
                        fmt::format("{} holds the list of messages to rank {}{}",
                                    name_of_holder(holder), &mailbox_ - messages.mailboxes_,
                                    holder < 0 ? ""
@@ -135,7 +135,7 @@ class TaggedMessages::Lock {
                                                                channel.world_rank(holder))));
   }
   /// The lists may be damaged: nobody may use them again.
-  [[noreturn]] void end_group(const TaggedMessages& messages, const Posted& posted) const {
+  [[noreturn]] void end_group(const TaggedMessages& messages, const Request& request) const {
     Channel& channel = messages.channel_;
     int culprit = mailbox_.holder.load(std::memory_order_relaxed) - 1;
     if (culprit < 0) {  // it died before it wrote that: known if no other is gone
@@ -147,7 +147,7 @@ class TaggedMessages::Lock {
       }
       if (gone.size() == 1) culprit = gone.front();
     }
-    const PeerLost error(posted.context(culprit),
+    const PeerLost error(request.context(culprit),
                          fmt::format("{} died while it changed the list of messages to rank {}",
                                      name_of_holder(culprit), &mailbox_ - messages.mailboxes_));
     channel.end_with(error);
@@ -247,19 +247,19 @@ Post* TaggedMessages::take_first(PostList& list, Matches matches) const noexcept
   return nullptr;
 }
 
-Post* TaggedMessages::take_match(Mailbox& mailbox, const Posted& posted) const noexcept {
+Post* TaggedMessages::take_match(Mailbox& mailbox, const Request& request) const noexcept {
   const int me = channel_.rank();
-  return take_first(posted.is_send() ? mailbox.receives : mailbox.sends, [&](Post& post) {
+  return take_first(request.is_send() ? mailbox.receives : mailbox.sends, [&](Post& post) {
     const int wanted =
-        posted.is_send() ? post.peer.load(std::memory_order_relaxed) : posted.call_.root;
-    const int sender = posted.is_send() ? me : owner_of(post);
-    if (post.tag.load(std::memory_order_relaxed) != posted.tag_ ||
+        request.is_send() ? post.peer.load(std::memory_order_relaxed) : request.call_.root;
+    const int sender = request.is_send() ? me : owner_of(post);
+    if (post.tag.load(std::memory_order_relaxed) != request.tag_ ||
         (wanted != kAnySource && wanted != sender)) {
       return false;
     }
-    post.mover.store(me, std::memory_order_relaxed);
+    post.copier.store(me, std::memory_order_relaxed);
     std::uint32_t expected = Post::posted;
-    return post.state.compare_exchange_strong(expected, Post::moving, std::memory_order_acq_rel);
+    return post.state.compare_exchange_strong(expected, Post::copying, std::memory_order_acq_rel);
   });
 }
 
@@ -271,7 +271,7 @@ void TaggedMessages::append(PostList& list, Post& post) const noexcept {
   list.last = i;
 }
 
-void TaggedMessages::back_posts(const Posted& posted) {
+void TaggedMessages::back_posts(const Request& request) {
   constexpr std::int32_t kFirst = 64;
   const std::int32_t n_before = n_posts_of(channel_.rank());
   const std::int32_t n = std::min(std::max(2 * n_before, kFirst), n_posts_);
@@ -280,26 +280,26 @@ void TaggedMessages::back_posts(const Posted& posted) {
     range_.back(reinterpret_cast<std::byte*>(posts_ + first),
                 static_cast<std::size_t>(n - n_before) * sizeof(Post));
   } catch (const SystemError& error) {
-    throw SystemError(posted.context(-1), error.error_number(), internal::failure_of(error).text);
+    throw SystemError(request.context(-1), error.error_number(), internal::failure_of(error).text);
   }
   for (std::int32_t i = first + n - n_before - 1; i >= first; --i) free_.push_back(i);
   mailboxes_[channel_.rank()].n_posts.store(n, std::memory_order_release);
 }
 
-Post* TaggedMessages::take_post(const Posted& posted) {
+Post* TaggedMessages::take_post(const Request& request) {
   const std::lock_guard lock(mutex_);
   if (free_.empty()) {
     const std::int32_t first = channel_.rank() * n_posts_;
     for (std::int32_t i = first + n_posts_of(channel_.rank()) - 1; i >= first; --i) {
       const Post& post = post_at(i);
       const std::uint32_t state = post.state.load(std::memory_order_acquire);
-      const auto is_mover_gone = [&] {
-        const int mover = post.mover.load(std::memory_order_relaxed);
-        return channel_.membership()->is_gone(channel_.world_rank(mover));
+      const auto is_copier_gone = [&] {
+        const int copier = post.copier.load(std::memory_order_relaxed);
+        return channel_.membership()->is_gone(channel_.world_rank(copier));
       };
-      if (state == Post::free || (state == Post::abandoned && is_mover_gone())) free_.push_back(i);
+      if (state == Post::free || (state == Post::abandoned && is_copier_gone())) free_.push_back(i);
     }
-    if (free_.empty() && n_posts_of(channel_.rank()) < n_posts_) back_posts(posted);
+    if (free_.empty() && n_posts_of(channel_.rank()) < n_posts_) back_posts(request);
     if (free_.empty()) return nullptr;
   }
   Post& post = post_at(free_.back());
@@ -308,79 +308,79 @@ Post* TaggedMessages::take_post(const Posted& posted) {
   return &post;
 }
 
-void TaggedMessages::free_withdrawn(const Posted& posted, detail::TimeLimit& limit) const {
+void TaggedMessages::free_cancelled(const Request& request, detail::TimeLimit& limit) const {
   for (std::int32_t i = 0; i < n_posts_of(channel_.rank()); ++i) {
     const Post& post = post_at(channel_.rank() * n_posts_ + i);
-    if (post.state.load(std::memory_order_acquire) != Post::withdrawn) continue;
+    if (post.state.load(std::memory_order_acquire) != Post::cancelled) continue;
     const bool is_send = post.is_send.load(std::memory_order_relaxed) != 0;
     const int peer = post.peer.load(std::memory_order_relaxed);
     // Another thread of this rank may be writing them: a peer has freed the post since.
     if (is_send && peer == kAnySource) continue;
     Mailbox& mailbox = mailbox_of(is_send, peer);
-    const Lock lock(*this, mailbox, posted, limit);
+    const Lock lock(*this, mailbox, request, limit);
     for (PostList* const list : {&mailbox.sends, &mailbox.receives}) {
       take_first(*list, [](const Post&) { return false; });
     }
   }
 }
 
-Post* TaggedMessages::describe(const Posted& posted, detail::TimeLimit& limit) {
-  Post* post = take_post(posted);
+Post* TaggedMessages::describe(const Request& request, detail::TimeLimit& limit) {
+  Post* post = take_post(request);
   if (post == nullptr) {
-    free_withdrawn(posted, limit);
-    post = take_post(posted);
+    free_cancelled(request, limit);
+    post = take_post(request);
   }
   if (post == nullptr) return nullptr;
-  const Call& call = posted.call_;
+  const Call& call = request.call_;
   post->peer.store(call.root, std::memory_order_relaxed);
-  post->tag.store(posted.tag_, std::memory_order_relaxed);
-  post->is_send.store(posted.is_send(), std::memory_order_relaxed);
+  post->tag.store(request.tag_, std::memory_order_relaxed);
+  post->is_send.store(request.is_send(), std::memory_order_relaxed);
   post->dtype = static_cast<std::uint32_t>(call.dtype);
-  post->address = reinterpret_cast<std::uint64_t>(posted.is_send() ? call.in : call.out);
+  post->address = reinterpret_cast<std::uint64_t>(request.is_send() ? call.in : call.out);
   post->count = call.count;
   post->n_refused = call.n_refused;
   return post;
 }
 
-std::shared_ptr<TaggedMessages::Posted> TaggedMessages::post(const Call& call, int tag,
-                                                             std::any memory) {
+std::shared_ptr<TaggedMessages::Request> TaggedMessages::post(const Call& call, int tag,
+                                                              std::any memory) {
   channel_.throw_if_failed(call);
-  auto posted = std::make_shared<Posted>(*this, call, tag, std::move(memory));
+  auto request = std::make_shared<Request>(*this, call, tag, std::move(memory));
   detail::TimeLimit limit(call.timeout);
-  settle();
-  Post* const own = describe(*posted, limit);
+  reap();
+  Post* const own = describe(*request, limit);
   Post* match = nullptr;
   try {
-    posted->post_ = own;
+    request->post_ = own;
     if (own != nullptr) {
       const std::lock_guard lock(mutex_);
-      under_way_.push_back(posted);
+      pending_.push_back(request);
     }
-    Mailbox& mailbox = mailbox_of(posted->is_send(), call.root);
-    const Lock lock(*this, mailbox, *posted, limit);
-    match = take_match(mailbox, *posted);
+    Mailbox& mailbox = mailbox_of(request->is_send(), call.root);
+    const Lock lock(*this, mailbox, *request, limit);
+    match = take_match(mailbox, *request);
     // What has come is taken even then: else two ranks whose sends fill their posts never go on.
     if (match == nullptr && own == nullptr) {
-      throw UsageError(posted->context(-1),
+      throw UsageError(request->context(-1),
                        fmt::format("{} sends and receives of this rank are under way, the most; "
                                    "wait for some of them first",
                                    n_posts_));
     }
-    if (match == nullptr) append(posted->is_send() ? mailbox.sends : mailbox.receives, *own);
+    if (match == nullptr) append(request->is_send() ? mailbox.sends : mailbox.receives, *own);
   } catch (...) {
-    posted->release_post();
+    request->release_post();
     throw;
   }
-  if (match == nullptr) return posted;
-  posted->release_post();
-  move(*posted, *match);
+  if (match == nullptr) return request;
+  request->release_post();
+  move(*request, *match);
   std::any done;  // destroyed without the lock
-  const std::lock_guard lock(posted->mutex_);
-  done.swap(posted->memory_);
-  return posted;
+  const std::lock_guard lock(request->mutex_);
+  done.swap(request->memory_);
+  return request;
 }
 
-void TaggedMessages::move(Posted& posted, Post& post) const {
+void TaggedMessages::move(Request& request, Post& post) const {
   struct Guard {
     ~Guard() {
       if (post == nullptr) return;
@@ -392,22 +392,22 @@ void TaggedMessages::move(Posted& posted, Post& post) const {
   const auto end = [&guard](Post::State state) {
     return finish(*std::exchange(guard.post, nullptr), state);
   };
-  const Call& call = posted.call_;
+  const Call& call = request.call_;
   const int peer = owner_of(post);
   const Membership& membership = *channel_.membership();
   const bool is_any =
       call.root == kAnySource || post.peer.load(std::memory_order_relaxed) == kAnySource;
   if (!is_any && post.n_refused != call.n_refused) {
-    const std::exception_ptr error = posted.refusal_error(peer, post.n_refused);
+    const std::exception_ptr error = request.refusal_error(peer, post.n_refused);
     post.why = Post::kDiffersInRefusals;
-    post.mover_count = call.n_refused;
+    post.copier_count = call.n_refused;
     end(Post::differs);
     std::rethrow_exception(error);
   }
   if (post.dtype != static_cast<std::uint32_t>(call.dtype) || post.count != call.count) {
-    const std::exception_ptr error = posted.difference(peer, post.dtype, post.count);
+    const std::exception_ptr error = request.difference(peer, post.dtype, post.count);
     post.why = static_cast<std::int32_t>(call.dtype);
-    post.mover_count = call.count;
+    post.copier_count = call.count;
     end(Post::differs);
     std::rethrow_exception(error);
   }
@@ -417,20 +417,20 @@ void TaggedMessages::move(Posted& posted, Post& post) const {
   int error = ESRCH;
   if (!ending) {
     const pid_t pid = membership.segment().rank(world_rank).pid.load(std::memory_order_relaxed);
-    void* const here = posted.is_send() ? const_cast<void*>(call.in) : call.out;
-    error = copy_across(pid, posted.is_send() ? Way::to_peer : Way::from_peer, here, post.address,
+    void* const here = request.is_send() ? const_cast<void*>(call.in) : call.out;
+    error = copy_across(pid, request.is_send() ? Way::to_peer : Way::from_peer, here, post.address,
                         call.count * size_of(call.dtype), [&post] {
-                          return post.state.load(std::memory_order_acquire) == Post::moving;
+                          return post.state.load(std::memory_order_acquire) == Post::copying;
                         });
   }
   post.why = error;
   if (!end(error == 0 ? Post::complete : Post::failed)) {
-    throw TimeoutError(posted.context(peer),
+    throw TimeoutError(request.context(peer),
                        fmt::format("rank {} has given up while this rank copied", peer));
   }
   if (error == 0) {
-    posted.source_ = posted.is_send() ? channel_.rank() : peer;
-    posted.is_over_.store(true, std::memory_order_release);
+    request.source_ = request.is_send() ? channel_.rank() : peer;
+    request.is_over_.store(true, std::memory_order_release);
     return;
   }
   // Its memory goes a little before the process does.
@@ -438,19 +438,19 @@ void TaggedMessages::move(Posted& posted, Post& post) const {
     std::this_thread::sleep_for(milliseconds(10));
     ending = membership.ending_of(world_rank, /*ask_system=*/true);
   }
-  if (ending) throw_ending(posted, peer, *ending);
-  throw SystemError(posted.context(peer), error,
+  if (ending) throw_ending(request, peer, *ending);
+  throw SystemError(request.context(peer), error,
                     fmt::format("cannot copy {} elements of {} {} rank {}", call.count,
-                                name_of(call.dtype), posted.is_send() ? "to" : "from", peer));
+                                name_of(call.dtype), request.is_send() ? "to" : "from", peer));
 }
 
-void TaggedMessages::settle() {
+void TaggedMessages::reap() {
   std::vector<std::any> memory;  // both destroyed without the lock
-  std::vector<std::shared_ptr<Posted>> settled;
+  std::vector<std::shared_ptr<Request>> reaped;
   const std::lock_guard lock(mutex_);
-  std::erase_if(under_way_, [&](std::shared_ptr<Posted>& posted) {
-    if (!posted->is_settled(memory.emplace_back())) return false;
-    settled.push_back(std::move(posted));
+  std::erase_if(pending_, [&](std::shared_ptr<Request>& request) {
+    if (!request->try_reap(memory.emplace_back())) return false;
+    reaped.push_back(std::move(request));
     return true;
   });
 }

@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "base/process_tag.hpp"
-#include "engines/shared/bootstrap/layout.hpp"
-#include "engines/shared/bootstrap/segment.hpp"
 #include "engines/shared/protocol/channel.hpp"
+#include "engines/shared/segment/layout.hpp"
+#include "engines/shared/segment/segment.hpp"
 
 namespace lockstep::shared {
 
@@ -37,9 +37,9 @@ namespace lockstep::shared {
 /// the order of posting, and never hold two posts that match: the later one would not have been
 /// added. So the oldest match is the one that MPI asks for.
 /// Proof that nobody accesses memory that its owner has left. A peer copies only while the post is
-/// `moving`, which it becomes only from `posted`, by compare-and-swap. The owner returns when it
-/// has seen how the copy ended, when its own compare-and-swap from `posted` to `withdrawn` has
-/// succeeded, when the mover's process has ended, or when it abandons a mover that does not run.
+/// `copying`, which it becomes only from `posted`, by compare-and-swap. The owner returns when it
+/// has seen how the copy ended, when its own compare-and-swap from `posted` to `cancelled` has
+/// succeeded, when the copier's process has ended, or when it abandons a copier that does not run.
 /// That one finds `abandoned` before its next system call, and copies no more, unless it was
 /// stopped between this look and the system call: then it copies into memory that is never freed.
 ///
@@ -57,7 +57,7 @@ class TaggedMessages {
  public:
   static constexpr int kAnySource = -1;
 
-  class Posted;
+  class Request;
 
   /// Reserves the memory for n ranks, to which each of them attaches.
   static std::uint64_t make(Segment& segment, int n_ranks);
@@ -78,8 +78,9 @@ class TaggedMessages {
   /// Begins call.op, send or recv, with the rank call.root, of a receive also kAnySource, after
   /// call.n_refused that this rank refused. `memory` owns the elements, and is kept until nobody
   /// accesses them, also if the result is destroyed: at least until the next post(). Throws
-  /// UsageError if its match has not come and too many are under way, and what Posted::wait throws.
-  std::shared_ptr<Posted> post(const Call& call, int tag, std::any memory);
+  /// UsageError if its match has not come and too many are under way, and what Request::wait
+  /// throws.
+  std::shared_ptr<Request> post(const Call& call, int tag, std::any memory);
 
  private:
   class Lock;
@@ -98,24 +99,24 @@ class TaggedMessages {
   }
   template <class Matches>
   Post* take_first(PostList& list, Matches matches) const noexcept;
-  Post* take_match(Mailbox& mailbox, const Posted& posted) const noexcept;
+  Post* take_match(Mailbox& mailbox, const Request& request) const noexcept;
   void append(PostList& list, Post& post) const noexcept;
   /// A post that is free; null: all are under way. Throws SystemError.
-  Post* take_post(const Posted& posted);
+  Post* take_post(const Request& request);
   /// Gives more of this rank's posts memory, twice as many each time. Requires mutex_.
-  void back_posts(const Posted& posted);
-  /// Takes what this rank has withdrawn out of the lists.
-  void free_withdrawn(const Posted& posted, detail::TimeLimit& limit) const;
+  void back_posts(const Request& request);
+  /// Takes what this rank has cancelled out of the lists.
+  void free_cancelled(const Request& request, detail::TimeLimit& limit) const;
   /// A post for it; null: all are under way.
-  Post* describe(const Posted& posted, detail::TimeLimit& limit);
-  void move(Posted& posted, Post& post) const;
+  Post* describe(const Request& request, detail::TimeLimit& limit);
+  void move(Request& request, Post& post) const;
   /// Releases what nobody accesses any more.
-  void settle();
+  void reap();
   /// Throws if the wait is in vain: the group failed, this rank has left it, the peer ended, or the
   /// time is over.
-  void check(const Posted& posted, detail::TimeLimit& limit, unsigned round) const;
-  [[noreturn]] void throw_ending(const Posted& posted, int peer, const Ending& ending) const;
-  [[noreturn]] void throw_timeout(const Posted& posted, std::chrono::milliseconds limit) const;
+  void check(const Request& request, detail::TimeLimit& limit, unsigned round) const;
+  [[noreturn]] void throw_ending(const Request& request, int peer, const Ending& ending) const;
+  [[noreturn]] void throw_timeout(const Request& request, std::chrono::milliseconds limit) const;
   std::string waits_of(int rank) const;
 
   base::ProcessTag process_;
@@ -127,24 +128,24 @@ class TaggedMessages {
   std::int32_t n_posts_;            // of each rank, at most: those with memory are Mailbox::n_posts
   std::mutex mutex_;                // guards what follows
   std::vector<std::int32_t> free_;  // some of this rank's posts that are free
-  std::vector<std::shared_ptr<Posted>> under_way_;
+  std::vector<std::shared_ptr<Request>> pending_;
 };
 
 /// One send or receive that has begun.
-class TaggedMessages::Posted {
+class TaggedMessages::Request {
  public:
-  Posted(const TaggedMessages& messages, const Call& call, int tag, std::any memory);
+  Request(const TaggedMessages& messages, const Call& call, int tag, std::any memory);
   /// Withdraws it if it is not over.
-  ~Posted();
-  Posted(const Posted&) = delete;
-  Posted& operator=(const Posted&) = delete;
+  ~Request();
+  Request(const Request&) = delete;
+  Request& operator=(const Request&) = delete;
 
   /// Whether wait() returns or throws at once. Ends it if its peer or the group has ended; a
   /// timeout is a matter of wait().
   bool poll();
   /// Throws MismatchError (another type, count or number of refused calls), TimeoutError, PeerLost,
   /// PeerFailed, SystemError, UsageError (this rank has left the group), and the error that ended
-  /// the group. The message is then withdrawn, and the group goes on.
+  /// the group. The message is then cancelled, and the group goes on.
   void wait(std::chrono::milliseconds timeout);
   /// If it waits for its match, withdraws it, and wait() throws `error`. Else no effect.
   void end_with(std::exception_ptr error);
@@ -157,12 +158,12 @@ class TaggedMessages::Posted {
   bool is_send() const noexcept { return call_.op == Op::send; }
   bool is_copy() const noexcept { return messages_.process_.is_copy(); }
   /// Whether nobody accesses its memory any more, which is then moved to `memory`.
-  bool is_settled(std::any& memory);
+  bool try_reap(std::any& memory);
   bool is_over();
   void wait_until_over(detail::TimeLimit limit);
   void release_post();
   /// The rank that copies it; -1: none.
-  int mover() const;
+  int copier() const;
   void collect(std::any& memory);  // requires the lock
   std::exception_ptr difference(int peer, std::int64_t dtype, std::uint64_t count) const;
   /// The peer has refused another number of such calls than this rank; told: Channel::n_refused_by,
@@ -178,7 +179,7 @@ class TaggedMessages::Posted {
   std::any memory_;
   Post* post_ = nullptr;
   std::exception_ptr error_;
-  std::optional<Clock::time_point> given_up_;  // when it was first found moving
+  std::optional<Clock::time_point> copy_seen_at_;  // when it was first found copying
   std::atomic<unsigned> n_polls_{0};
   std::atomic<Clock::rep> next_look_{0};
   std::atomic<bool> is_over_{false};

@@ -23,62 +23,62 @@ std::string name_of_rank(int rank) { return rank < 0 ? "any rank" : fmt::format(
 
 }  // namespace
 
-void TaggedMessages::throw_ending(const Posted& posted, int peer, const Ending& ending) const {
+void TaggedMessages::throw_ending(const Request& request, int peer, const Ending& ending) const {
   const std::string text =
       fmt::format("rank {} {}{}", peer, ending.failed ? "failed: " : "", ending.text);
-  if (ending.failed) throw PeerFailed(posted.context(peer), text);
-  throw PeerLost(posted.context(peer), text);
+  if (ending.failed) throw PeerFailed(request.context(peer), text);
+  throw PeerLost(request.context(peer), text);
 }
 
-void TaggedMessages::check(const Posted& posted, detail::TimeLimit& limit, unsigned round) const {
+void TaggedMessages::check(const Request& request, detail::TimeLimit& limit, unsigned round) const {
   constexpr unsigned kSystemChecks = 4;  // see Channel::check_peer_liveness
-  channel_.throw_if_failed(posted.call_);
+  channel_.throw_if_failed(request.call_);
   const int n_ranks = channel_.size();
   // No peer copies to or from a rank that has left.
   if (channel_.membership()->ending_of(channel_.world_rank(channel_.rank()),
                                        /*ask_system=*/false)) {
-    throw posted.left_error();
+    throw request.left_error();
   }
-  const bool is_any = posted.call_.root == kAnySource;
+  const bool is_any = request.call_.root == kAnySource;
   int n_left = 0;
   for (int r = 0; r < n_ranks; ++r) {
-    if (r == channel_.rank() || (!is_any && r != posted.call_.root)) continue;
+    if (r == channel_.rank() || (!is_any && r != request.call_.root)) continue;
     const bool asks = !is_any || (static_cast<unsigned>(r) + round * kSystemChecks) %
                                          static_cast<unsigned>(n_ranks) <
                                      kSystemChecks;
     // If the peer has taken this message before it refused one, its copy is what counts.
-    const std::uint32_t told = is_any ? 0 : channel_.n_refused_by(r, posted.call_);
+    const std::uint32_t told = is_any ? 0 : channel_.n_refused_by(r, request.call_);
     const std::uint32_t n_refused = told & ~Channel::kSeenToDiffer;
     const bool has_peer_seen_it =
-        n_refused < posted.call_.n_refused && (told & Channel::kSeenToDiffer) != 0;
-    if (n_refused > posted.call_.n_refused || has_peer_seen_it) {
-      std::rethrow_exception(posted.refusal_error(r, told));
+        n_refused < request.call_.n_refused && (told & Channel::kSeenToDiffer) != 0;
+    if (n_refused > request.call_.n_refused || has_peer_seen_it) {
+      std::rethrow_exception(request.refusal_error(r, told));
     }
     const auto ending = channel_.membership()->ending_of(channel_.world_rank(r), asks);
     if (!ending) continue;
     ++n_left;
     // Ranks that have sent all they had may leave while this one waits for others.
-    if (!is_any || !ending->is_orderly || n_left == n_ranks - 1) throw_ending(posted, r, *ending);
+    if (!is_any || !ending->is_orderly || n_left == n_ranks - 1) throw_ending(request, r, *ending);
   }
-  if (limit.is_over()) throw_timeout(posted, limit.whole());
+  if (limit.is_over()) throw_timeout(request, limit.whole());
 }
 
-void TaggedMessages::throw_timeout(const Posted& posted, milliseconds limit) const {
-  const int peer = posted.call_.root;
+void TaggedMessages::throw_timeout(const Request& request, milliseconds limit) const {
+  const int peer = request.call_.root;
   std::string text = fmt::format("rank {} waited {:g} s for {} to {} (tag {})", channel_.rank(),
                                  std::chrono::duration<double>(limit).count(), name_of_rank(peer),
-                                 posted.is_send() ? "receive" : "send", posted.tag_);
-  const int mover = posted.mover();
+                                 request.is_send() ? "receive" : "send", request.tag_);
+  const int copier = request.copier();
   for (int r = 0; r < channel_.size(); ++r) {
     if (peer == kAnySource ? r == channel_.rank() : r != peer) continue;
     const std::string waits = waits_of(r);
-    if (peer == kAnySource && waits.empty() && r != mover) continue;
+    if (peer == kAnySource && waits.empty() && r != copier) continue;
     text += fmt::format("\n  rank {} {}{}{}{}", r,
                         channel_.membership()->condition_of(channel_.world_rank(r)),
-                        r == mover ? ", and has begun to copy the message" : "",
+                        r == copier ? ", and has begun to copy the message" : "",
                         waits.empty() ? "" : ", and waits in ", waits);
   }
-  throw TimeoutError(posted.context(peer == kAnySource ? mover : peer), text);
+  throw TimeoutError(request.context(peer == kAnySource ? copier : peer), text);
 }
 
 /// "send to rank 1 (tag 4), recv from any rank (tag 0)": the first of its messages that wait.
@@ -97,11 +97,11 @@ std::string TaggedMessages::waits_of(int rank) const {
   return text;
 }
 
-TaggedMessages::Posted::Posted(const TaggedMessages& messages, const Call& call, int tag,
-                               std::any memory)
+TaggedMessages::Request::Request(const TaggedMessages& messages, const Call& call, int tag,
+                                 std::any memory)
     : messages_(messages), call_(call), tag_(tag), memory_(std::move(memory)) {}
 
-TaggedMessages::Posted::~Posted() {
+TaggedMessages::Request::~Request() {
   if (is_copy()) return;
   while (!is_over() && post_ != nullptr) {  // a peer may be copying
     end_with(nullptr);
@@ -109,14 +109,14 @@ TaggedMessages::Posted::~Posted() {
   }
 }
 
-ErrorContext TaggedMessages::Posted::context(int peer) const {
+ErrorContext TaggedMessages::Request::context(int peer) const {
   ErrorContext context = context_of(call_, messages_.channel_.rank());
   if (peer >= 0) context.peers = {peer};
   return context;
 }
 
-std::exception_ptr TaggedMessages::Posted::difference(int peer, std::int64_t dtype,
-                                                      std::uint64_t count) const {
+std::exception_ptr TaggedMessages::Request::difference(int peer, std::int64_t dtype,
+                                                       std::uint64_t count) const {
   const auto elements = [](std::uint64_t n, DType type) {
     return fmt::format("{} elements of {}", n, name_of(type));
   };
@@ -131,7 +131,7 @@ std::exception_ptr TaggedMessages::Posted::difference(int peer, std::int64_t dty
                   is_send() ? theirs : mine, tag_)));
 }
 
-std::exception_ptr TaggedMessages::Posted::refusal_error(int peer, std::uint64_t told) const {
+std::exception_ptr TaggedMessages::Request::refusal_error(int peer, std::uint64_t told) const {
   Channel& channel = messages_.channel_;
   const auto of_peer = static_cast<std::uint32_t>(told) & ~Channel::kSeenToDiffer;
   const bool has_peer_more = of_peer > call_.n_refused;
@@ -150,41 +150,41 @@ std::exception_ptr TaggedMessages::Posted::refusal_error(int peer, std::uint64_t
                   name_of(call_.op), tag_, peer)));
 }
 
-UsageError TaggedMessages::Posted::left_error() const {
+UsageError TaggedMessages::Request::left_error() const {
   return {context(-1), "this rank has left the group since"};
 }
 
-void TaggedMessages::Posted::release_post() {
+void TaggedMessages::Request::release_post() {
   const std::lock_guard lock(mutex_);
   if (post_ == nullptr) return;
   std::exchange(post_, nullptr)->state.store(Post::free, std::memory_order_release);
 }
 
-void TaggedMessages::Posted::collect(std::any& memory) {
+void TaggedMessages::Request::collect(std::any& memory) {
   const std::uint32_t state = post_->state.load(std::memory_order_acquire);
-  const int mover = post_->mover.load(std::memory_order_relaxed);  // written before that state
+  const int copier = post_->copier.load(std::memory_order_relaxed);  // written before that state
   const Channel& channel = messages_.channel_;
   switch (state) {
-    case Post::complete: source_.store(is_send() ? channel.rank() : mover); break;
+    case Post::complete: source_.store(is_send() ? channel.rank() : copier); break;
     case Post::differs:
       error_ = post_->why == Post::kDiffersInRefusals
-                   ? refusal_error(mover, post_->mover_count)
-                   : difference(mover, post_->why, post_->mover_count);
+                   ? refusal_error(copier, post_->copier_count)
+                   : difference(copier, post_->why, post_->copier_count);
       break;
     case Post::failed:
-      if (post_->why == ESRCH) {  // the mover found no living rank here
+      if (post_->why == ESRCH) {  // the copier found no living rank here
         error_ = std::make_exception_ptr(left_error());
         break;
       }
       error_ = std::make_exception_ptr(SystemError(
-          context(mover), post_->why, fmt::format("rank {} could not copy the message", mover)));
+          context(copier), post_->why, fmt::format("rank {} could not copy the message", copier)));
       break;
-    case Post::moving:
-      if (!channel.membership()->is_gone(channel.world_rank(mover))) return;
+    case Post::copying:
+      if (!channel.membership()->is_gone(channel.world_rank(copier))) return;
       // It may have ended the copy before it died.
-      if (post_->state.load(std::memory_order_acquire) != Post::moving) return collect(memory);
-      error_ = std::make_exception_ptr(
-          PeerLost(context(mover), fmt::format("rank {} died while it copied the message", mover)));
+      if (post_->state.load(std::memory_order_acquire) != Post::copying) return collect(memory);
+      error_ = std::make_exception_ptr(PeerLost(
+          context(copier), fmt::format("rank {} died while it copied the message", copier)));
       break;
     default: return;
   }
@@ -194,28 +194,28 @@ void TaggedMessages::Posted::collect(std::any& memory) {
   is_over_.store(true, std::memory_order_release);
 }
 
-int TaggedMessages::Posted::mover() const {
+int TaggedMessages::Request::copier() const {
   const std::lock_guard lock(mutex_);
-  const bool is_moving =
-      post_ != nullptr && post_->state.load(std::memory_order_acquire) == Post::moving;
-  return is_moving ? post_->mover.load(std::memory_order_relaxed) : -1;
+  const bool is_copying =
+      post_ != nullptr && post_->state.load(std::memory_order_acquire) == Post::copying;
+  return is_copying ? post_->copier.load(std::memory_order_relaxed) : -1;
 }
 
-bool TaggedMessages::Posted::is_settled(std::any& memory) {
+bool TaggedMessages::Request::try_reap(std::any& memory) {
   if (is_copy()) return false;
   const std::lock_guard lock(mutex_);
   if (post_ != nullptr) collect(memory);
   return post_ == nullptr;
 }
 
-bool TaggedMessages::Posted::is_over() {
+bool TaggedMessages::Request::is_over() {
   if (is_over_.load(std::memory_order_acquire)) return true;
   std::any memory;  // destroyed without the lock
-  (void)is_settled(memory);
+  (void)try_reap(memory);
   return is_over_.load(std::memory_order_acquire);
 }
 
-bool TaggedMessages::Posted::poll() {
+bool TaggedMessages::Request::poll() {
   if (is_over() || is_copy()) return true;  // in a copy wait() throws
   const auto now = Clock::now().time_since_epoch();
   if (now.count() < next_look_.load(std::memory_order_relaxed)) return false;
@@ -229,35 +229,35 @@ bool TaggedMessages::Posted::poll() {
   return is_over();
 }
 
-void TaggedMessages::Posted::end_with(std::exception_ptr error) {
+void TaggedMessages::Request::end_with(std::exception_ptr error) {
   if (is_copy()) return;
   std::any memory;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   if (is_over_ || post_ == nullptr) return;
   std::uint32_t expected = Post::posted;
-  if (post_->state.compare_exchange_strong(expected, Post::withdrawn, std::memory_order_acq_rel)) {
+  if (post_->state.compare_exchange_strong(expected, Post::cancelled, std::memory_order_acq_rel)) {
     memory = std::exchange(memory_, {});
   } else {
     collect(memory);
     if (is_over_) return;
     const Channel& channel = messages_.channel_;
-    const int mover = channel.world_rank(post_->mover.load(std::memory_order_relaxed));
-    if (!given_up_) given_up_ = Clock::now();
+    const int copier = channel.world_rank(post_->copier.load(std::memory_order_relaxed));
+    if (!copy_seen_at_) copy_seen_at_ = Clock::now();
     const bool is_frozen =
-        channel.membership()->is_stopped(mover) || Clock::now() - *given_up_ > kCopyPatience;
-    expected = Post::moving;
+        channel.membership()->is_stopped(copier) || Clock::now() - *copy_seen_at_ > kCopyPatience;
+    expected = Post::copying;
     if (!is_frozen || !post_->state.compare_exchange_strong(expected, Post::abandoned,
                                                             std::memory_order_acq_rel)) {
       return;
     }
-    (void)new std::any(std::move(memory_));  // the mover may write there once more
+    (void)new std::any(std::move(memory_));  // the copier may write there once more
   }
   post_ = nullptr;
   error_ = std::move(error);
   is_over_.store(true, std::memory_order_release);
 }
 
-void TaggedMessages::Posted::wait(std::chrono::milliseconds timeout) {
+void TaggedMessages::Request::wait(std::chrono::milliseconds timeout) {
   if (!is_over()) {
     if (is_copy()) {
       throw UsageError(context(-1), "this process is a fork of the rank that began it");
@@ -268,7 +268,7 @@ void TaggedMessages::Posted::wait(std::chrono::milliseconds timeout) {
   if (error_) std::rethrow_exception(error_);
 }
 
-void TaggedMessages::Posted::wait_until_over(detail::TimeLimit limit) {
+void TaggedMessages::Request::wait_until_over(detail::TimeLimit limit) {
   const Post* post = nullptr;
   {
     const std::lock_guard lock(mutex_);

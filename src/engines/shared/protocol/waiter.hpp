@@ -1,8 +1,10 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 
 #include "base/futex.hpp"
+#include "base/wait_policy.hpp"
 
 namespace lockstep::shared {
 
@@ -23,34 +25,31 @@ class Condition {
   bool (*ask_)(const void*);
 };
 
-/// How a rank waits for others of its host before it sleeps in the kernel. With a core for each
-/// rank the peers are running now: a poll costs less than a sleep, and a wake-up takes longer than
-/// most ranks are late, especially on a virtual core; so it polls, and then yields the core for a
-/// while to other threads, such as its group's. If oversubscribed, every poll keeps the awaited
-/// rank from running, so it yields at once, and soon sleeps.
+/// How a rank waits for others of its host before it sleeps in the kernel.
 class Waiter {
  public:
-  explicit Waiter(bool is_oversubscribed = true) : is_oversubscribed_(is_oversubscribed) {}
-  bool is_oversubscribed() const noexcept { return is_oversubscribed_; }
+  explicit Waiter(const base::WaitPolicy& policy) : policy_(policy) {}
+  bool is_oversubscribed() const noexcept { return policy_.is_oversubscribed; }
 
-  /// The first part of the wait. Returns whether the condition holds.
+  /// The first part of the wait; all of it if oversubscribed. Returns whether the condition holds.
   template <class Ready>
   bool poll(const Ready& ready) const {
-    constexpr int kPolls = 4000;
-    if (is_oversubscribed_) return yield_some(Condition(ready));
-    for (int i = 0; i < kPolls; ++i) {
+    if (policy_.is_oversubscribed) return yield_at_most(Condition(ready));
+    for (std::uint32_t i = 0; i < policy_.n_polls; ++i) {
       if (ready()) return true;
-      if (i > kPolls / 4) base::cpu_relax();
+      if (i > policy_.n_polls / 4) base::cpu_relax();
     }
     return false;
   }
-  /// The second; none if oversubscribed. Returns whether the condition holds.
-  bool yield(Condition ready) const;
+  /// The second part. Returns whether the condition holds.
+  bool yield(Condition ready) const {
+    return policy_.is_oversubscribed ? ready() : yield_at_most(ready);
+  }
 
  private:
-  static bool yield_some(Condition ready);
+  bool yield_at_most(Condition ready) const;
 
-  bool is_oversubscribed_;
+  base::WaitPolicy policy_;
 };
 
 }  // namespace lockstep::shared

@@ -15,16 +15,16 @@ namespace lockstep::message {
 /// message is as long as its data, and its receive as long as any may be: so ranks that make
 /// different calls can parse each other's. Over a transport that takes no message shorter than its
 /// receive, all have the longest length.
-class FirstMessages {
+class EagerMessages {
  public:
   /// Between hosts a copy at each end costs less than another exchange up to some 16 KiB. On one
   /// host an MPI asks the receiver first if the message exceeds 4,096 bytes with its own headers.
   static constexpr std::size_t kMostPayload = 16 << 10, kMostPayloadOfHost = 60 * 64;
 
-  explicit FirstMessages(Channel& channel);
+  explicit EagerMessages(Channel& channel);
   // The messages have addresses of members.
-  FirstMessages(const FirstMessages&) = delete;
-  FirstMessages& operator=(const FirstMessages&) = delete;
+  EagerMessages(const EagerMessages&) = delete;
+  EagerMessages& operator=(const EagerMessages&) = delete;
 
   /// The most bytes that a rank can send eagerly to another.
   std::size_t payload_bytes() const noexcept { return payload_bytes_; }
@@ -55,7 +55,7 @@ class FirstMessages {
 
   Channel& channel_;
   const bool is_shorter_taken_ = channel_.takes_shorter_messages() && !channel_.has_rounds();
-  const std::size_t payload_bytes_ = !is_shorter_taken_          ? sizeof(First::payload)
+  const std::size_t payload_bytes_ = !is_shorter_taken_          ? sizeof(EagerMessage::payload)
                                      : channel_.is_on_one_host() ? kMostPayloadOfHost
                                                                  : kMostPayload;
   const std::size_t stride_ = sizeof(Header) + payload_bytes_;

@@ -1,4 +1,4 @@
-#include "engines/shared/bootstrap/membership.hpp"
+#include "engines/shared/segment/membership.hpp"
 
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -261,7 +261,7 @@ bool Membership::all_take_fences() const {
   return true;
 }
 
-bool Membership::is_oversubscribed() const {
+base::WaitPolicy Membership::wait_policy() const {
   base::CpuMask together{};
   int quota = INT32_MAX;
   for (int r = 0; r < segment_->n_ranks(); ++r) {
@@ -271,7 +271,7 @@ bool Membership::is_oversubscribed() const {
       together[i] |= peer.cpus[i].load(std::memory_order_relaxed);
     }
   }
-  return segment_->n_ranks() > base::n_usable_cores(together, quota);
+  return base::WaitPolicy::of_flags(segment_->n_ranks(), base::n_usable_cores(together, quota));
 }
 
 }  // namespace lockstep::shared

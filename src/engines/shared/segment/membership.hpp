@@ -14,7 +14,8 @@
 #include "base/kept_fd.hpp"
 #include "base/process.hpp"
 #include "base/ticks.hpp"
-#include "engines/shared/bootstrap/segment.hpp"
+#include "base/wait_policy.hpp"
+#include "engines/shared/segment/segment.hpp"
 #include "record/recorder.hpp"
 
 namespace lockstep::shared {
@@ -89,8 +90,8 @@ class Membership {
 
   /// Whether base::fence_registered() reaches every rank of the world; all must have joined.
   bool all_take_fences() const;
-  /// Whether the world has more ranks than cores that they may use together.
-  bool is_oversubscribed() const;
+  /// By the cores that the ranks of the world, which have joined, may use together.
+  base::WaitPolicy wait_policy() const;
 
  private:
   /// `unknown` if the rank's process is not visible to this process.

@@ -1,4 +1,4 @@
-#include "engines/message/first_messages.hpp"
+#include "engines/message/eager_messages.hpp"
 
 #include <array>
 #include <cstdint>
@@ -12,11 +12,11 @@ namespace {
 using base::copy_bytes;
 using Way = Message::Way;
 
-constexpr std::size_t kAlignment = alignof(First);  // for kernels, and of a header's fields
+constexpr std::size_t kAlignment = alignof(EagerMessage);  // for kernels, and of a header's fields
 
 }  // namespace
 
-FirstMessages::FirstMessages(Channel& channel) : channel_(channel) {
+EagerMessages::EagerMessages(Channel& channel) : channel_(channel) {
   static_assert(sizeof(Header) % kAlignment == 0 && kMostPayload % kAlignment == 0 &&
                 kMostPayloadOfHost % kAlignment == 0);
   const auto n = static_cast<std::size_t>(channel_.size());
@@ -35,12 +35,12 @@ FirstMessages::FirstMessages(Channel& channel) : channel_(channel) {
   if (!channel_.has_rounds()) channel_.prepare(messages_);
 }
 
-void FirstMessages::set_own(const Header& mine, std::span<const std::byte> payload) {
+void EagerMessages::set_own(const Header& mine, std::span<const std::byte> payload) {
   std::memcpy(own(), &mine, sizeof(mine));
   copy_bytes(own() + sizeof(mine), payload.data(), payload.size());
 }
 
-void FirstMessages::send_to_all(const Header& mine, std::span<const std::byte> payload) {
+void EagerMessages::send_to_all(const Header& mine, std::span<const std::byte> payload) {
   set_own(mine, payload);
   for (std::size_t i = 0; i < messages_.size(); i += 2) {
     messages_[i].data = own();
@@ -48,7 +48,7 @@ void FirstMessages::send_to_all(const Header& mine, std::span<const std::byte> p
   }
 }
 
-void FirstMessages::send_to(int to, const Header& mine, std::span<const std::byte> payload) {
+void EagerMessages::send_to(int to, const Header& mine, std::span<const std::byte> payload) {
   set_own(mine, payload);
   for (std::size_t i = 0; i < messages_.size(); i += 2) {
     messages_[i].data = own();
@@ -56,7 +56,7 @@ void FirstMessages::send_to(int to, const Header& mine, std::span<const std::byt
   }
 }
 
-void FirstMessages::send_parts(const Header& mine, const std::byte* parts, std::size_t part_bytes) {
+void EagerMessages::send_parts(const Header& mine, const std::byte* parts, std::size_t part_bytes) {
   const auto part = [&](int r) {
     return std::span(parts + static_cast<std::size_t>(r) * part_bytes, part_bytes);
   };
@@ -71,7 +71,7 @@ void FirstMessages::send_parts(const Header& mine, const std::byte* parts, std::
   }
 }
 
-bool FirstMessages::exchange_with(int peer, const Header& mine, std::span<const std::byte> payload,
+bool EagerMessages::exchange_with(int peer, const Header& mine, std::span<const std::byte> payload,
                                   Header& elsewhere, const Call& call, Limit& limit) {
   set_own(mine, payload);
   const std::array<Message, 2> messages = {Message{Way::send, peer, own(), length(payload.size())},

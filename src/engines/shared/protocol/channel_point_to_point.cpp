@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "engines/shared/protocol/call_record.hpp"
 #include "engines/shared/protocol/channel.hpp"
 
 namespace lockstep::shared {

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "engines/shared/bootstrap/layout.hpp"
+#include "engines/shared/segment/layout.hpp"
 #include "record/flight_layout.hpp"
 
 namespace lockstep::shared {
@@ -114,9 +114,9 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(Post, dtype),
       LOCKSTEP_FIELD(Post, address),
       LOCKSTEP_FIELD(Post, count),
-      LOCKSTEP_FIELD(Post, mover),
+      LOCKSTEP_FIELD(Post, copier),
       LOCKSTEP_FIELD(Post, why),
-      LOCKSTEP_FIELD(Post, mover_count),
+      LOCKSTEP_FIELD(Post, copier_count),
       LOCKSTEP_FIELD(Post, n_refused),
   });
   hash.add<PostList>({LOCKSTEP_FIELD(PostList, first), LOCKSTEP_FIELD(PostList, last)});

@@ -1,4 +1,4 @@
-#include "engines/hierarchical/wide.hpp"
+#include "engines/hierarchical/accumulator.hpp"
 
 #include <cstdint>
 #include <cstring>
@@ -67,20 +67,20 @@ void transform(const void* from, void* to, std::size_t count, Change change) {
 
 }  // namespace
 
-Wide wide_type(DType dtype, ReduceOp op) {
+Accumulator accumulator_of(DType dtype, ReduceOp op) {
   if (dtype == DType::f16 || dtype == DType::bf16) return {.dtype = DType::f32, .n_parts = 1};
   if (op != ReduceOp::mean || is_floating(dtype)) return {.dtype = dtype, .n_parts = 1};
   return {.dtype = DType::i64, .n_parts = is_halved(dtype, op) ? 2U : 1U};
 }
 
-void widen(DType dtype, ReduceOp op, const void* from, void* to, std::size_t count) {
+void to_accumulator(DType dtype, ReduceOp op, const void* from, void* to, std::size_t count) {
   if (dtype == DType::i64 && is_halved(dtype, op)) {
     return transform<std::int64_t, Halves>(from, to, count, halves_of<std::int64_t>);
   }
   if (dtype == DType::u64 && is_halved(dtype, op)) {
     return transform<std::uint64_t, Halves>(from, to, count, halves_of<std::uint64_t>);
   }
-  if (wide_type(dtype, op).dtype == dtype) {
+  if (accumulator_of(dtype, op).dtype == dtype) {
     if (from != to && count != 0) std::memcpy(to, from, count * size_of(dtype));
     return;
   }
@@ -89,7 +89,8 @@ void widen(DType dtype, ReduceOp op, const void* from, void* to, std::size_t cou
   });
 }
 
-void finish(DType dtype, ReduceOp op, const void* from, int n, void* to, std::size_t count) {
+void from_accumulator(DType dtype, ReduceOp op, const void* from, int n, void* to,
+                      std::size_t count) {
   // Works in place: no element written is longer than the one read before it.
   if (is_halved(dtype, op)) {
     if (dtype == DType::i64) {
@@ -101,7 +102,7 @@ void finish(DType dtype, ReduceOp op, const void* from, int n, void* to, std::si
     }
     return;
   }
-  if (op != ReduceOp::mean && wide_type(dtype, op).dtype == dtype) {
+  if (op != ReduceOp::mean && accumulator_of(dtype, op).dtype == dtype) {
     if (from != to && count != 0) std::memcpy(to, from, count * size_of(dtype));
     return;
   }

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "engines/shared/bootstrap/layout.hpp"
+#include "engines/shared/segment/layout.hpp"
 
 namespace lockstep::shared {
 

@@ -11,7 +11,7 @@
 #include "base/fd.hpp"
 #include "base/futex.hpp"
 #include "base/kept_fd.hpp"
-#include "engines/shared/bootstrap/layout.hpp"
+#include "engines/shared/segment/layout.hpp"
 
 namespace lockstep::shared {
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "base/cpus.hpp"
-#include "engines/shared/bootstrap/tuning.hpp"
+#include "engines/shared/segment/tuning.hpp"
 #include "group/check.hpp"
 #include "group/failure.hpp"
 #include "record/flight_record.hpp"
@@ -82,6 +82,13 @@ struct CallRecord {
       deadline_extended_until;           ///< base::ticks(): see Channel::extend_deadline
   std::atomic<bool> is_in_peers_memory;  ///< see Channel::enter_peers_memory
 };
+
+/// Set in a CallRecord's `what` when the call has returned.
+inline constexpr std::uint64_t kFinished = 1ULL << 24U;
+/// Set there when the call has a count for each rank.
+inline constexpr std::uint64_t kByRank = 1ULL << 25U;
+/// Set there when the call is between hosts, over another engine; its root is a rank there.
+inline constexpr std::uint64_t kElsewhere = 1ULL << 26U;
 
 inline constexpr std::size_t kInlineBytes = 248;
 
@@ -161,17 +168,17 @@ struct alignas(kLine) ChannelHeader {
 
 /// One send or receive of TaggedMessages.
 struct Post {
-  /// taken: its owner fills it in. posted: in a list, waits for its match. withdrawn: in a list,
-  /// but nobody waits; who looks there takes it out. moving: `mover` has taken it out of the list
-  /// and copies. abandoned: its owner no longer waits for the mover. The last three are its ends,
+  /// taken: its owner fills it in. posted: in a list, waits for its match. cancelled: still in a
+  /// list; the next rank that scans it removes it. copying: `copier` has taken it out of the list
+  /// and copies. abandoned: its owner no longer waits for the copier. The last three are its ends,
   /// until the owner has seen them.
   static constexpr std::int32_t kDiffersInRefusals = -1;
   enum State : std::uint32_t {
     free,
     taken,
     posted,
-    withdrawn,
-    moving,
+    cancelled,
+    copying,
     abandoned,
     complete,
     differs,
@@ -187,11 +194,11 @@ struct Post {
   std::uint32_t dtype;
   std::uint64_t address;  ///< in the owner's process
   std::uint64_t count;
-  std::atomic<std::int32_t> mover;
-  /// failed: an errno value; differs: the mover's dtype, or kDiffersInRefusals.
+  std::atomic<std::int32_t> copier;
+  /// failed: an errno value; differs: the copier's dtype, or kDiffersInRefusals.
   std::int32_t why;
-  std::uint64_t mover_count;  ///< differs; if in refusals: the mover's number of them
-  std::uint32_t n_refused;    ///< Call::n_refused
+  std::uint64_t copier_count;  ///< differs; if in refusals: the copier's number of them
+  std::uint32_t n_refused;     ///< Call::n_refused
 };
 
 /// Indices of the oldest and the newest post; -1: none.

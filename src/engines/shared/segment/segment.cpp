@@ -1,4 +1,4 @@
-#include "engines/shared/bootstrap/segment.hpp"
+#include "engines/shared/segment/segment.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -14,8 +14,8 @@
 #include "base/memory.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
-#include "engines/shared/bootstrap/free_ranges.hpp"
-#include "engines/shared/bootstrap/layout_version.hpp"
+#include "engines/shared/segment/free_ranges.hpp"
+#include "engines/shared/segment/layout_version.hpp"
 
 namespace lockstep::shared {
 namespace {

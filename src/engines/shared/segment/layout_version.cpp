@@ -1,4 +1,4 @@
-#include "engines/shared/bootstrap/layout_version.hpp"
+#include "engines/shared/segment/layout_version.hpp"
 
 #include <fmt/format.h>
 

@@ -1,0 +1,192 @@
+// What ends a channel: failures, departures, and calls that ranks refuse.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <lockstep/error.hpp>
+#include <new>
+#include <thread>
+#include <utility>
+
+#include "engines/message/message_channel.hpp"
+#include "group/wait_chain.hpp"
+#include "record/signature.hpp"
+
+namespace lockstep::message {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using internal::Failure;
+using Kind = Failure::Kind;
+using std::chrono::milliseconds;
+
+/// If a connection broke, the control message with the reason may still be arriving.
+constexpr milliseconds kControlDelay{200};
+
+}  // namespace
+
+void Channel::poll_control() {
+  world_->poll();
+  if (control_ != world_) control_->poll();
+}
+
+void Channel::throw_if_failed(const Call& call) const {
+  if (const auto failure = control_->failure()) {
+    internal::throw_failure(*failure, context_of(call, rank()));
+  }
+}
+
+std::optional<Failure> Channel::departure_among(std::span<const int> ranks) const {
+  for (const int rank : ranks) {
+    auto departure = world_->departure_of(members_[static_cast<std::size_t>(rank)]);
+    if (!departure) continue;
+    departure->culprit = rank;
+    return departure;
+  }
+  return std::nullopt;
+}
+
+void Channel::notify(const Failure& failure) noexcept {
+  try {
+    control_->set_failure(failure);  // for a thread of this rank
+    // After its departure, which tells the peers all, this process may end at any time: the peers
+    // would begin to receive a message that is never sent.
+    transport_.send_control({.failure = failure},
+                            world_->has_left() ? rank() : Transport::kAllRanks);
+  } catch (const std::bad_alloc&) {  // for the text: the peers time out
+  }
+}
+
+void Channel::fail(Failure failure, const Call& call) {
+  poll_control();
+  throw_if_failed(call);  // all ranks throw the first failure
+  if (failure.culprit != Failure::kNoCulprit) failure.culprit = call.number_of(failure.culprit);
+  failure.peers = internal::PeerList::of(internal::numbers_of(call, failure.peers.get()));
+  notify(failure);  // also of a departure: peers may wait for this rank, not for the one that left
+  internal::throw_failure(failure, context_of(call, rank()));
+}
+
+void Channel::fail_transport(const TransportError& error, const Call& call) {
+  const int peer = error.peer();
+  if (peer != TransportError::kNoPeer) {
+    for (const auto end = Clock::now() + kControlDelay; Clock::now() < end;) {
+      poll_control();
+      throw_if_failed(call);
+      if (const auto departure = departure_among(std::span(&peer, 1))) fail(*departure, call);
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+  }
+  if (error.is_closed()) {
+    fail({.kind = Kind::peer_lost, .culprit = peer, .text = error.what()}, call);
+  }
+  notify({.kind = Kind::peer_failed, .culprit = call.number_of(rank()), .text = error.what()});
+  throw EngineError(context_of(call, rank()),
+                    peer == TransportError::kNoPeer
+                        ? error.what()
+                        : fmt::format("with rank {}: {}", call.number_of(peer), error.what()));
+}
+
+void Channel::fail_late(const std::vector<int>& awaited, const Call& call, std::string_view detail,
+                        const std::vector<int>& late) {
+  fail({.kind = Kind::timeout,
+        .text = internal::text_of_wait(call, rank(), awaited, size()).append(detail),
+        .peers = internal::PeerList::of(late)},
+       call);
+}
+
+void Channel::abandon(std::string_view reason) noexcept {
+  try {
+    notify({.kind = Kind::peer_failed, .culprit = rank(), .text = std::string(reason)});
+  } catch (const std::bad_alloc&) {
+  }
+}
+
+void Channel::end_with(const Error& error) noexcept {
+  try {
+    notify(internal::failure_for_peers(error, rank()));
+  } catch (const std::bad_alloc&) {
+  }
+}
+
+void Channel::leave(std::string_view failure) noexcept {
+  try {
+    world_->set_left();
+    transport_.send_control(
+        {.kind = ControlMessage::Kind::departure,
+         .failure = {.kind = failure.empty() ? Kind::peer_left : Kind::peer_failed,
+                     .culprit = rank(),
+                     .text = std::string(failure)}});
+  } catch (const std::bad_alloc&) {
+  }
+}
+
+std::uint64_t& Channel::n_calls(Op op, int peer) {
+  return internal::is_pair(op) ? n_pairs_[{op, peer}] : n_collectives_;
+}
+
+void Channel::refuse(const Refusal& refusal) noexcept {
+  try {
+    const Op op = !refusal.is_pair ? Op::barrier : refusal.is_send ? Op::send : Op::recv;
+    WaitState wait_state{.rank = rank(), .number = n_calls(op, refusal.peer)};
+    wait_state.header.op = static_cast<std::uint8_t>(op);
+    wait_state.header.root = refusal.peer;
+    wait_state.header.n_refused = refusal.n_refused;
+    const std::string text(refusal.text);
+    control_->add_refusal(wait_state, text);
+    transport_.send_control({.kind = ControlMessage::Kind::refusal,
+                             .failure = {.kind = Kind::usage, .text = text},
+                             .wait_state = wait_state},
+                            refusal.is_pair ? refusal.peer : Transport::kAllRanks);
+  } catch (const std::bad_alloc&) {
+    abandon(refusal.text);
+  }
+}
+
+void Channel::throw_if_refused(const Call& call) {
+  const bool is_pair = internal::is_pair(call.op);
+  // Of a send, the receives that its peer refused.
+  const Op op = !is_pair ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
+  int refuser = -1;
+  control_->visit_refusals([&](const WaitState& of, const std::string&) {
+    if (of.rank == rank() || static_cast<Op>(of.header.op) != op) return;
+    if (is_pair && of.rank != call.root) return;
+    if (of.header.n_refused > call.n_refused && of.number < n_calls(call.op, call.root)) {
+      refuser = of.rank;
+    }
+  });
+  if (refuser < 0) return;
+  const Row own{rank(), headers_.of(call)};
+  const std::span<const Row> rows(&own, 1);
+  fail(difference_of(call, rows, refused_calls(rows, call)), call);
+}
+
+std::vector<RefusedCall> Channel::refused_calls(std::span<const Row> rows, const Call& call) {
+  const std::uint32_t least = std::ranges::min(rows, {}, [](const Row& row) {
+                                return row.header.n_refused;
+                              }).header.n_refused;
+  const bool is_pair = internal::is_pair(call.op);
+  const Op peers_op = !is_pair ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
+  const auto is_of_call = [&](const WaitState& of) {
+    const Op op = static_cast<Op>(of.header.op);
+    if (of.header.n_refused <= least) return false;
+    if (!is_pair) return op == Op::barrier;
+    return of.rank == rank() ? op == call.op && of.header.root == call.root
+                             : op == peers_op && of.rank == call.root;
+  };
+  std::vector<RefusedCall> calls;
+  const auto has_come = [&](const Row& row) {
+    return row.header.n_refused == least ||
+           std::ranges::any_of(calls, [&](const auto& one) { return one.rank == row.rank; });
+  };
+  for (const auto end = Clock::now() + kControlDelay;;) {
+    poll_control();
+    calls.clear();
+    control_->visit_refusals([&](const WaitState& of, const std::string& text) {
+      if (is_of_call(of)) calls.push_back({of.rank, text});
+    });
+    if (std::ranges::all_of(rows, has_come) || Clock::now() >= end) return calls;
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+}  // namespace lockstep::message

@@ -1,0 +1,182 @@
+// How an exchange waits, and whom it then finds late.
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <thread>
+
+#include "engines/message/message_channel.hpp"
+#include "group/wait_chain.hpp"
+#include "record/progress.hpp"
+#include "record/signature.hpp"
+
+namespace lockstep::message {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using State = Transport::State;
+using std::chrono::milliseconds;
+
+/// How long messages that a rank sent before it left may still be in transit.
+constexpr milliseconds kTransitTime{500};
+/// How long a rank that runs takes at most to answer a status query. A rank that is late is named
+/// that much after the call's time.
+constexpr milliseconds kAnswerTime{250};
+/// How long a rank waits for its peer in a send or recv before it asks whether that can end.
+constexpr milliseconds kQueryDelay{200};
+
+}  // namespace
+
+/// Whether an exchange with one peer can ever complete.
+struct Channel::StatusQuery {
+  int peer;
+  Header& header;  // of the call in which the peer waits
+  Clock::time_point time = Clock::now() + kQueryDelay;
+  bool is_asked = false;
+  bool is_answered = false;
+};
+
+bool Channel::exchange_with(int peer, std::span<const Message> messages, Header& header,
+                            const Call& call, Limit& limit) {
+  if (!has_rounds_) return perform(messages, call, limit, nullptr);
+  StatusQuery query{.peer = peer, .header = header};
+  return perform(messages, call, limit, &query);
+}
+
+bool Channel::wait(const Call& call, Limit& limit, StatusQuery* query) {
+  if (call.progress != nullptr) call.progress->slept(call);  // polling counts as sleep
+  const auto deadline = limit.end();                         // begins now
+  std::optional<Clock::time_point> departure_seen;
+  // Ranks that wait for this one, also in a later call, must find the rank that it waits for.
+  const bool shows_awaited = transport_.answers_status_queries() && !is_in_rounds_;
+  for (;;) {
+    const State state = transport_.wait(deadline);
+    if (state == State::complete) {
+      if (shows_awaited) control_->set_wait_state(WaitState::kNone, size());
+      return true;
+    }
+    std::vector<int> awaited = transport_.awaited();
+    std::ranges::sort(awaited);
+    awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
+    // Before a status query is answered, which may be what ended the wait.
+    if (shows_awaited && !awaited.empty()) control_->set_wait_state(awaited.front(), size());
+    poll_control();
+    throw_if_failed(call);
+    throw_if_refused(call);
+    if (query != nullptr && is_impossible(*query)) return false;
+    const auto now = Clock::now();
+    const bool has_ended = state == State::ended;
+    if (const auto departure = departure_among(awaited)) {
+      if (!departure_seen) departure_seen = now;
+      if (has_ended || now >= deadline || now - *departure_seen >= kTransitTime) {
+        fail(*departure, call);
+      }
+    }
+    // None are awaited if the last message has arrived since.
+    if ((!has_ended && now < deadline) || awaited.empty()) continue;
+    std::optional<internal::WaitChain> cycle;
+    if (transport_.answers_status_queries()) {
+      const std::map<int, WaitState> wait_states = query_wait_states(call);
+      if (auto late = find_late(wait_states, awaited); !late.empty()) {
+        awaited = std::move(late);
+      } else if (internal::is_pair(call.op)) {
+        cycle = internal::chain_of(call, rank(), call.root, [&wait_states](int r) {
+          const auto found = wait_states.find(r);
+          const bool waits =
+              found != wait_states.end() && found->second.awaited != WaitState::kNone;
+          return waits ? found->second.awaited : r;
+        });
+      }
+      if (transport_.test()) {
+        if (shows_awaited) control_->set_wait_state(WaitState::kNone, size());
+        return true;
+      }
+      if (const auto departure = departure_among(awaited)) fail(*departure, call);
+    }
+    if (cycle) fail_late({call.root}, call, cycle->text, cycle->late);
+    fail_late(awaited, call, {}, awaited);
+  }
+}
+
+bool Channel::is_impossible(StatusQuery& query) {
+  const auto now = Clock::now();
+  if (now < query.time) return false;
+  if (query.is_answered) return true;
+  const std::uint64_t own = control_->wait_state().number;
+  if (!query.is_asked) {
+    query.is_asked = true;
+    control_->ask(own + 1, query.peer);
+    return false;
+  }
+  const auto answers = control_->answers();
+  const auto answer = answers.find(query.peer);
+  // A peer that waits in an exchange that this rank has not begun waits for this rank.
+  if (answer == answers.end() || answer->second.number <= own ||
+      answer->second.awaited == WaitState::kNone) {
+    return false;
+  }
+  query.header = answer->second.header;
+  query.is_answered = true;
+  query.time = now + kTransitTime;  // its message may have been sent before
+  return false;
+}
+
+std::map<int, WaitState> Channel::query_wait_states(const Call& call) {
+  const WaitState own = control_->wait_state();
+  control_->ask(own.number);
+  const auto n = static_cast<std::size_t>(size());
+  std::map<int, WaitState> wait_states;
+  for (const auto end = Clock::now() + kAnswerTime;
+       Clock::now() < end && wait_states.size() + 1 < n;
+       std::this_thread::sleep_for(std::chrono::microseconds(100))) {
+    poll_control();
+    throw_if_failed(call);
+    wait_states = control_->answers();
+  }
+  wait_states.insert_or_assign(rank(), own);
+  return wait_states;
+}
+
+std::vector<int> Channel::find_late(std::map<int, WaitState> wait_states,
+                                    std::span<const int> awaited) const {
+  const auto n = static_cast<std::size_t>(size());
+  const WaitState own = wait_states.at(rank());
+  // Ranks that are in other calls are late too, but not those that wait in an earlier exchange.
+  std::erase_if(wait_states, [&own](const auto& answer) {
+    return answer.second.number < own.number && answer.second.awaited == WaitState::kNone;
+  });
+  std::vector<bool> has_begun(n), is_awaited(n);
+  for (const int r : awaited) is_awaited[static_cast<std::size_t>(r)] = true;
+  for (const auto& [r, wait_state] : wait_states) {
+    if (wait_state.awaited != WaitState::kNone) {
+      is_awaited[static_cast<std::size_t>(wait_state.awaited)] = true;
+    }
+    if (wait_state.number < own.number) continue;
+    if (wait_state.number > own.number || wait_state.awaited == WaitState::kNone) {
+      has_begun.assign(n, true);  // it is complete
+      continue;
+    }
+    for (int i = 0; i < wait_state.n_known; ++i) {
+      has_begun[(static_cast<std::size_t>(r) + n - static_cast<std::size_t>(i)) % n] = true;
+    }
+  }
+  // A rank that waits in a call on another channel may answer too, that it awaits nobody here.
+  const auto waits_itself = [&](int r) {
+    const auto answer = wait_states.find(r);
+    return answer != wait_states.end() &&
+           (has_rounds_ || answer->second.awaited != WaitState::kNone);
+  };
+  // Ranks that have not begun; if all have, those that others wait for and that do not wait.
+  std::vector<int> late;
+  for (const bool is_about_beginning : {true, false}) {
+    for (int r = 0; r < size(); ++r) {
+      const auto i = static_cast<std::size_t>(r);
+      const bool may_be_late = is_about_beginning ? !has_begun[i] : is_awaited[i];
+      if (may_be_late && !waits_itself(r)) late.push_back(r);
+    }
+    if (!late.empty()) break;
+  }
+  return late;
+}
+
+}  // namespace lockstep::message

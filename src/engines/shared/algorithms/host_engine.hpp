@@ -1,0 +1,43 @@
+#pragma once
+
+#include <chrono>
+#include <lockstep/engine.hpp>
+#include <memory>
+
+#include "group/native_engine.hpp"
+#include "record/recorder.hpp"
+
+namespace lockstep::shared {
+
+class TaggedMessages;
+
+/// What the shared engine does beyond the contract of a backend, for the parts of the library that
+/// use it by name. bench/growth simulates it.
+class HostEngine : public internal::NativeEngine {
+ public:
+  std::unique_ptr<Engine> split(const Call& call, int color, int key) final {
+    return split_host(call, color, key);
+  }
+  /// See Engine::split.
+  virtual std::unique_ptr<HostEngine> split_host(const Call& call, int color, int key) = 0;
+
+  /// Writes the rank's flight record, in memory that the segment's other processes can read and
+  /// that outlives the rank.
+  virtual std::shared_ptr<internal::Recorder> recorder() const noexcept = 0;
+
+  /// For `at_most` from now, the other ranks do not count this rank as late, unless its process is
+  /// stopped: it works elsewhere on behalf of them all.
+  virtual void extend_deadline(std::chrono::nanoseconds at_most) noexcept = 0;
+
+  /// Enclose a call over another engine: what the other ranks report about this one if they time
+  /// out waiting for it. begin throws if this engine has already failed.
+  virtual void begin_elsewhere(const Call& call) = 0;
+  virtual void end_elsewhere() noexcept = 0;
+
+  /// Collective. Sends and receives with tags between the ranks of this engine, which must outlive
+  /// the result; null on all ranks if one of them may not access another's memory
+  /// (process_vm_readv).
+  virtual std::shared_ptr<TaggedMessages> make_messages(const Call& call) = 0;
+};
+
+}  // namespace lockstep::shared
