@@ -44,7 +44,7 @@ run_stage() {
       '-*processes*:*ProcessTest.*:*OfProcesses.*:BootstrapTest.*:CollectResultsMemoryTest.*:ConversionTest.*' ;;
     arm64) ./dev test --preset arm64 core --filter "$under_qemu" ;;
     campaign) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM \
-      ./dev test fault train --filter '*CampaignTest.*' ;;
+      ./dev test fault --filter '*CampaignTest.*' ;;
     python) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM ./dev test python --all ;;
     valgrind) ./dev test --valgrind ;;
     fuzz) ./dev fuzz ;;

@@ -1,7 +1,9 @@
 #include "faults/campaign_judge.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <optional>
 #include <regex>
@@ -15,6 +17,9 @@ namespace {
 
 /// As faulty_rank's deadline.
 constexpr double kDeadlineSeconds = 2.0;
+const std::regex kLate(R"(waited [0-9.]+ s for ranks? ([0-9, ]+) of )");
+const std::regex kKilled(R"(rank (\d+) (is gone: |died \(|was killed by signal 9))");
+
 struct Report {
   std::string error;
   long long at_ns = 0;
@@ -30,6 +35,22 @@ std::optional<Report> read_report(const std::string& path) {
                 text.substr(second + 1)};
 }
 
+/// What a rank of a training has printed: the class of its error only by the words of the text.
+std::optional<Report> read_printed(const std::string& folder, int rank, long long fault_ns) {
+  namespace fs = std::filesystem;
+  const std::string path = fmt::format("{}/error-{}", folder, rank);
+  const std::string text = contents_of(path);
+  if (text.empty()) return std::nullopt;
+  const bool is_late = std::regex_search(text, kLate);
+  const bool is_lost = std::regex_search(text, kKilled);
+  Report report{is_late ? "TimeoutError" : is_lost ? "PeerLost" : "another error", 0, text};
+  if (fault_ns == 0) return report;
+  const std::chrono::nanoseconds since_fault =
+      fs::last_write_time(path) - fs::last_write_time(folder + "/fault");
+  report.at_ns = fault_ns + since_fault.count();
+  return report;
+}
+
 std::vector<int> ranks_in(const std::string& list) {
   std::vector<int> ranks;
   std::istringstream numbers(list);
@@ -41,8 +62,7 @@ std::vector<int> ranks_in(const std::string& list) {
 bool blames_other_machine(const Trial& trial, int rank, const std::string& text) {
   const LevelWords words = innermost_level(text, trial.n_ranks);
   std::smatch match;
-  const std::regex late(R"(waited [0-9.]+ s for ranks? ([0-9, ]+) of )");
-  if (!std::regex_search(words.text, match, late)) return false;
+  if (!std::regex_search(words.text, match, kLate)) return false;
   return std::ranges::all_of(ranks_in(match[1].str()), [&](int shown) {
     const auto i = static_cast<std::size_t>(shown);
     return i < words.ranks.size() && words.ranks[i] / 2 != rank / 2;
@@ -53,9 +73,9 @@ bool blames_other_machine(const Trial& trial, int rank, const std::string& text)
 bool blames_victim(const Trial& trial, const std::string& text) {
   const LevelWords words = innermost_level(text, trial.n_ranks);
   std::smatch match;
-  const std::regex late(R"(waited [0-9.]+ s for ranks? ([0-9, ]+) of )");
-  const std::regex gone(R"(rank (\d+) )");
-  const bool is_late = std::regex_search(words.text, match, late);
+  // A training prints more than the error.
+  const std::regex gone = trial.engine.trains() ? kKilled : std::regex(R"(rank (\d+) )");
+  const bool is_late = std::regex_search(words.text, match, kLate);
   if (!is_late && !std::regex_search(words.text, match, gone)) return false;
   std::vector<int> blamed;
   for (const int shown : ranks_in(match[1].str())) {
@@ -66,7 +86,7 @@ bool blames_victim(const Trial& trial, const std::string& text) {
   // Engines that pass messages make a large call in steps: a rank that stops in the middle keeps
   // others from theirs, and who waits for those too names them as well.
   const bool is_inside = trial.place == "in" || trial.place.starts_with("step-");
-  const bool is_by_steps = trial.engine.backend != "shared" && is_inside;
+  const bool is_by_steps = trial.engine.trains() || (trial.engine.backend != "shared" && is_inside);
   return is_by_steps ? std::find(blamed.begin(), blamed.end(), trial.victim) != blamed.end()
                      : blamed == std::vector{trial.victim};
 }
@@ -156,20 +176,30 @@ std::string check(const Trial& trial, int rank, const Report& report) {
 Outcome judge(const Trial& trial, const std::string& folder, const Ended& ended) {
   Outcome outcome;
   const long long fault_ns = std::atoll(contents_of(folder + "/fault").c_str());
+  const auto report_of = [&](int rank) {
+    return trial.engine.trains() ? read_printed(folder, rank, fault_ns)
+                                 : read_report(fmt::format("{}/{}", folder, rank));
+  };
   if (fault_ns == 0) {
     outcome.complaint = "the fault never came: " + ended.out + ended.err;
     for (int rank = 0; rank < trial.n_ranks; ++rank) {
-      const auto report = read_report(fmt::format("{}/{}", folder, rank));
+      const auto report = report_of(rank);
       if (!report) continue;
       outcome.complaint += fmt::format("rank {}: {}: {}\n", rank, report->error, report->text);
     }
+    const std::regex too_late("waited [0-9.]+ s for rank|did not join");
+    if (trial.engine.trains() && std::regex_search(outcome.complaint, too_late)) {
+      return {.complaint = {}, .was_late = true};
+    }
     return outcome;
   }
+  if (trial.engine.trains() && ended.exit_code == 0) return {.complaint = "the job succeeds"};
+  const double deadline_s = trial.timeout_s != 0 ? trial.timeout_s : kDeadlineSeconds;
   const bool is_death = trial.is_any({"kill", "exit", "exception"});
   std::map<bool, int> n_with_error;
   for (int rank = 0; rank < trial.n_ranks; ++rank) {
     if (rank == trial.victim && (is_death || trial.fault == "stop")) continue;
-    const auto report = read_report(fmt::format("{}/{}", folder, rank));
+    const auto report = report_of(rank);
     if (!report) {
       // mpirun ends the whole job when a process dies: docs/mpi.md.
       if (trial.engine.is_launched_by_mpi && is_death) {
@@ -182,7 +212,7 @@ Outcome judge(const Trial& trial, const std::string& folder, const Ended& ended)
     if (!complaint.empty()) return {.complaint = complaint};
     ++n_with_error[report->error != "none"];
     const double latency = static_cast<double>(report->at_ns - fault_ns) * 1e-9 -
-                           (trial.is_any({"stop", "slow", "cut"}) ? kDeadlineSeconds : 0);
+                           (trial.is_any({"stop", "slow", "cut"}) ? deadline_s : 0);
     outcome.latency_s = std::max(outcome.latency_s, latency);
   }
   // Where the victim's failed, all are told; where it had none to fail, none is.

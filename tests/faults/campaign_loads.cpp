@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <filesystem>
@@ -124,6 +125,28 @@ void do_to_job(const std::string& load, const Command& command, const std::strin
   fs::rename(folder + "/go~", folder + "/go");
   wait_until(are_there(reports), kPatience);  // the campaign looks which are missing
   if (stops) command.send(SIGCONT);
+}
+
+std::string training_rank(const Trial& trial, const std::string& folder) {
+  return fmt::format(
+      "trap '' TERM; {4} "
+      "exec {0} --backend {1} --data {2} --batch 12 --epochs 1000 --threads 1 --metrics-every 1 "
+      "--metrics {3}/metrics 2>{3}/error-$RANK",
+      trial.engine.program, trial.engine.backend, LOCKSTEP_DIGITS, folder,
+      write_pid(folder + "/pid-$RANK"));
+}
+
+void fail_training(const Trial& trial, const Command& command, const std::string& folder) {
+  const auto has_come = [&] {
+    const std::string lines = contents_of(folder + "/metrics");
+    return std::ranges::count(lines, '\n') >= trial.n_training_steps();
+  };
+  const auto has_ended = [&] { return thread_state(command.pid()) == 'Z'; };
+  EXPECT_TRUE(wait_until([&] { return has_come() || has_ended(); }));
+  if (!has_come()) return;
+  std::ofstream(folder + "/fault") << std::chrono::steady_clock::now().time_since_epoch().count();
+  const int pid = std::stoi(contents_of(fmt::format("{}/pid-{}", folder, trial.victim)));
+  EXPECT_EQ(::kill(pid, trial.fault == "kill" ? SIGKILL : SIGSTOP), 0);
 }
 
 }  // namespace lockstep::test

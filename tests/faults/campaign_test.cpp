@@ -1,5 +1,6 @@
-// Random faults in real jobs over every engine, some under a load that makes the ranks' life hard:
-// each survivor ends with the right error, which names the right rank, and nothing is left behind.
+// Random faults in real jobs over every engine and in trainings, some under a load that makes the
+// ranks' life hard: each survivor ends with the right error, which names the right rank, and
+// nothing is left behind.
 //
 // LOCKSTEP_FAULT_RUNS=500 for the long form, LOCKSTEP_FAULT_SEED for another choice,
 // LOCKSTEP_FAULT_ONLY="hierarchical stop" for those whose name has these words: an engine, a fault,
@@ -12,6 +13,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -33,14 +35,23 @@ int setting(const char* name, int otherwise) {
   const char* const text = std::getenv(name);
   return text == nullptr ? otherwise : std::atoi(text);
 }
+/// The command of a rank.
+std::string program_of(const Trial& trial, const std::string& folder) {
+  if (!trial.engine.trains()) {
+    return fmt::format("{} {} {} {} {} {}", trial.engine.program, trial.engine.backend, trial.fault,
+                       trial.place, trial.victim, folder);
+  }
+  const std::string file = folder + "/rank.sh";
+  std::ofstream(file) << training_rank(trial, folder);
+  return "sh " + file;
+}
 StartOptions start_options(const Trial& trial, const std::string& folder) {
-  const std::string program =
-      fmt::format("{} {} {} {} {} {}", trial.engine.program, trial.engine.backend, trial.fault,
-                  trial.place, trial.victim, folder);
+  const std::string program = program_of(trial, folder);
   StartOptions start;
   // The libraries' own leaks would fail a sanitized rank.
   start.variables = {{"ASAN_OPTIONS", "detect_leaks=0"}, {"OMP_NUM_THREADS", "1"}};
   if (!trial.load.empty()) start.variables["LOCKSTEP_FAULT_LOAD"] = trial.load;
+  if (trial.timeout_s != 0) start.variables["LOCKSTEP_TIMEOUT"] = std::to_string(trial.timeout_s);
   if (trial.engine.is_between_machines()) {
     start.arguments = {"run", "--node-rank", "--nnodes", "2",
                        "-n",  "2",           "--rdzv",   Namespaces::address(0) + ":29400"};
@@ -109,6 +120,7 @@ class Job {
 
   Outcome run() {
     do_to_job(trial_.load, *command_, path(), trial_.n_ranks, reports_of(trial_));
+    if (trial_.engine.trains()) fail_training(trial_, *command_, path());
     const Ended ended = command_->wait();
     if (machines_ != nullptr) machines_->join_cables();
     return judge(trial_, path(), ended);
@@ -125,12 +137,8 @@ class Job {
   std::optional<Command> command_;
 };
 
-TEST(FaultCampaignTest, every_survivor_gets_the_right_error_with_the_right_rank) {
-  const int n_runs = setting("LOCKSTEP_FAULT_RUNS", 60);
-  const int seed = setting("LOCKSTEP_FAULT_SEED", 7);
-  const std::vector<Trial> runs = choose_runs(n_runs, static_cast<unsigned>(seed));
-  ASSERT_FALSE(runs.empty()) << "LOCKSTEP_FAULT_ONLY leaves nothing";
-
+/// Runs them, `n_jobs` at a time.
+void run_trials(const std::vector<Trial>& runs, int seed, int n_jobs) {
   std::mutex machines_mutex;  // a trial between machines has them for itself
   std::optional<Namespaces> machines;
   const bool has_machines = std::ranges::any_of(
@@ -147,16 +155,20 @@ TEST(FaultCampaignTest, every_survivor_gets_the_right_error_with_the_right_rank)
   std::atomic<std::size_t> next{0};
   const auto work = [&] {
     for (std::size_t i = next++; i < runs.size(); i = next++) {
-      const Trial& trial = runs[i];
+      Trial trial = runs[i];
       const bool is_between_machines = trial.engine.is_between_machines();
       std::unique_lock<std::mutex> alone(machines_mutex, std::defer_lock);
       if (is_between_machines) alone.lock();
       std::optional<Job> job;
-      {
-        const std::lock_guard lock(mutex);
-        job.emplace(trial, is_between_machines ? &*machines : nullptr);
+      Outcome outcome{.complaint = {}, .was_late = true};
+      for (; outcome.was_late; trial.timeout_s *= 2) {
+        job.reset();
+        {
+          const std::lock_guard lock(mutex);
+          job.emplace(trial, is_between_machines ? &*machines : nullptr);
+        }
+        outcome = job->run();
       }
-      const Outcome outcome = job->run();
       const std::lock_guard lock(mutex);
       EXPECT_EQ(outcome.complaint, "") << "seed " << seed << ", run " << i << ": " << trial.name();
       if (outcome.was_aborted) {
@@ -168,7 +180,7 @@ TEST(FaultCampaignTest, every_survivor_gets_the_right_error_with_the_right_rank)
     }
   };
   std::vector<std::thread> workers;
-  for (int i = 0; i < 4; ++i) workers.emplace_back(work);
+  for (int i = 0; i < n_jobs; ++i) workers.emplace_back(work);
   for (std::thread& worker : workers) worker.join();
 
   // Reported, not asserted: the machine may be busy.
@@ -180,6 +192,26 @@ TEST(FaultCampaignTest, every_survivor_gets_the_right_error_with_the_right_rank)
         engine, all.size(), all[all.size() / 2].seconds * 1e3, all.back().seconds * 1e3,
         all.back().trial, n_aborted[engine]);
   }
+}
+
+/// A training takes seconds to start, and half of them wait for a limit: a fifteenth of the runs.
+std::vector<Trial> trainings(int seed) {
+  return choose_trainings(setting("LOCKSTEP_FAULT_RUNS", 60) / 15, static_cast<unsigned>(seed));
+}
+
+TEST(FaultCampaignTest, every_survivor_gets_the_right_error_with_the_right_rank) {
+  const int seed = setting("LOCKSTEP_FAULT_SEED", 7);
+  const std::vector<Trial> runs =
+      choose_runs(setting("LOCKSTEP_FAULT_RUNS", 60), static_cast<unsigned>(seed));
+  ASSERT_FALSE(runs.empty() && trainings(seed).empty()) << "LOCKSTEP_FAULT_ONLY leaves nothing";
+  run_trials(runs, seed, /*n_jobs=*/4);
+}
+
+TEST(TrainingCampaignTest, every_other_rank_names_the_one_that_stopped) {
+  const int seed = setting("LOCKSTEP_FAULT_SEED", 7);
+  const std::vector<Trial> runs = trainings(seed);
+  if (runs.empty()) GTEST_SKIP() << "no libtorch, or LOCKSTEP_FAULT_ONLY leaves no training";
+  run_trials(runs, seed, /*n_jobs=*/1);
 }
 
 }  // namespace

@@ -186,4 +186,30 @@ std::vector<Trial> choose_runs(int n_runs, unsigned seed) {
   return runs;
 }
 
+std::vector<Trial> choose_trainings(int n_runs, unsigned seed) {
+  std::vector<Engine> engines;
+  if (LOCKSTEP_TRAIN[0] != '\0') {
+    for (const char* backend : {"shared", "gloo", "hierarchical"}) {
+      if (std::string(backend) == "hierarchical" && !is_root()) continue;
+      engines.push_back({fmt::format("training-{}", backend), backend, LOCKSTEP_TRAIN});
+    }
+  }
+  std::mt19937 random(seed);
+  std::vector<Trial> runs;
+  const int n_kinds = 2 * static_cast<int>(engines.size());
+  for (int i = 0; i < std::max(n_kinds, n_kinds == 0 ? 0 : n_runs); ++i) {
+    const Engine& engine = engines[static_cast<std::size_t>(i / 2) % engines.size()];
+    const int n_ranks =
+        engine.backend == "hierarchical" ? 4 : std::uniform_int_distribution(2, 3)(random);
+    const int victim = std::uniform_int_distribution(0, n_ranks - 1)(random);
+    const std::string place = fmt::format("after-{}", std::uniform_int_distribution(1, 40)(random));
+    const bool is_kill = i % 2 == 0;
+    // A limit has to outlast init_dist too.
+    const int timeout_s = is_kill ? 60 : engine.backend == "shared" ? 2 : 6;
+    const Trial trial{engine, is_kill ? "kill" : "stop", place, n_ranks, victim, {}, timeout_s};
+    if (is_wanted(trial)) runs.push_back(trial);
+  }
+  return runs;
+}
+
 }  // namespace lockstep::test

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "training.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -80,38 +81,21 @@ struct SplitCase {
 void expect_equal_training(const SplitCase& c) {
   SCOPED_TRACE(::testing::Message() << c.n_devices << " devices, " << c.n_samples << " samples, "
                                     << c10::toString(c.type) << ", affine " << c.affine);
-  const double tolerance = c.type == at::kDouble ? 1e-12 : 1e-5;
-  Sequential plain = make_net(c.type, c.affine);
-  Sequential net = make_net(c.type, c.affine);
-  convert_sync_batchnorm(net);
-  DataParallelWithCallback model(net, cpus(c.n_devices));
-  const auto options = torch::optim::SGDOptions(0.01).momentum(0.9);
-  torch::optim::SGD plain_optimizer(plain->parameters(), options);
-  torch::optim::SGD optimizer(net->parameters(), options);
-  Random random(17);
-  double output = 0, state = 0, input = 0;
-  for (int step = 0; step < 20; ++step) {
-    const Tensor x = random.normal({c.n_samples, 2, 6, 6}, c.type).requires_grad_();
-    const Tensor x2 = x.detach().clone().requires_grad_();
-    const Tensor target = random.normal({c.n_samples, 3}, c.type);
-    const Tensor y = model(x), y2 = plain->forward(x2);
-    optimizer.zero_grad();  // after forward: gradients go where they are wanted all the same
-    plain_optimizer.zero_grad();
-    at::mse_loss(y, target).backward();
-    at::mse_loss(y2, target).backward();
-    optimizer.step();
-    plain_optimizer.step();
-    output = std::max(output, difference(y, y2));
-    input = std::max(input, difference(x.grad(), x2.grad()));
-    state = std::max(state, state_difference(net, plain));
-  }
-  EXPECT_LE(output, tolerance);
-  EXPECT_LE(input, tolerance);
-  EXPECT_LE(state, tolerance);
-  net->eval();
-  plain->eval();
-  const Tensor x = random.normal({c.n_samples, 2, 6, 6}, c.type);
-  EXPECT_LE(difference(model(x), plain->forward(x)), tolerance);
+  testing::Training training;
+  training.make_net = [&](std::uint64_t /*seed*/) { return make_net(c.type, c.affine); };
+  training.make_optimizer = testing::make_sgd(0.01);
+  training.make_batch = [&](Random& random, std::int64_t n) {
+    const Tensor x = random.normal({n, 2, 6, 6}, c.type);
+    return testing::Batch{x, random.normal({n, 3}, c.type)};
+  };
+  training.loss = [](const Tensor& y, const Tensor& target) {
+    return at::mse_loss(y, target) * y.size(0);
+  };
+  training.shares = [&](int /*epoch*/, int /*batch*/) { return testing::Shares{c.n_samples}; };
+  training.n_epochs = 20;  // each compares outputs and gradients
+  training.n_replicas = c.n_devices;
+  testing::expect_like_one_rank(training, {test::Form::solo, 1},
+                                c.type == at::kDouble ? 1e-12 : 1e-5);
 }
 
 TEST(DataParallelTest, trains_as_the_plain_module_on_the_whole_batch) {

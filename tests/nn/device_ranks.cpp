@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "training.hpp"
 
 namespace lockstep::nn::device_ranks {
 namespace {
@@ -79,58 +80,52 @@ std::string operations_differ(const at::Device& device) {
   return {};
 }
 
-/// Four steps by a scope and DistributedDataParallel; behind the second the state is saved, erased
-/// and loaded.
+/// Steps by a scope and DistributedDataParallel; after the second the state is saved, erased and
+/// loaded.
 std::string training_differs(const at::Device& device) {
-  const Shares shares(static_cast<std::size_t>(get_world_size()), 3);
-  const auto make = [&] {
+  testing::Training training;
+  training.make_net = [](std::uint64_t seed) {
     torch::nn::Sequential net(torch::nn::Conv2d(5, 4, 3), torch::nn::BatchNorm2d(4),
                               torch::nn::ReLU(), torch::nn::Conv2d(4, 3, 3));
-    net->to(device, at::kDouble);
+    net->to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    Random random(seed);
+    for (auto& p : net->parameters()) p.copy_(random.normal(p.sizes()) * 0.2);
     return net;
   };
-  const auto optimizer_of = [](torch::nn::Sequential& net) {
-    return torch::optim::SGD(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  training.make_optimizer = testing::make_sgd(0.1);
+  training.make_batch = [](Random& random, std::int64_t n) {
+    return testing::Batch{random.normal({n, 5, 8, 8}), at::zeros({n, 3, 4, 4}, at::kDouble)};
   };
-  torch::nn::Sequential whole = make(), net = make();
-  // Rank 0's parameters on every rank; each has a bucket of its own.
-  DistributedDataParallel model(net, {.bucket_cap_mb = 0});
-  for (const auto& item : net->named_parameters()) {
-    const at::NoGradGuard no_grad;
-    whole->named_parameters()[item.key()].copy_(*item);
-  }
-  auto of_whole = optimizer_of(whole), of_net = optimizer_of(net);
+  training.loss = [](const Tensor& y, const Tensor& target) {
+    return (y - target).square().sum() / 48;
+  };
+  const Shares shares(static_cast<std::size_t>(get_world_size()), 3);
+  training.shares = [&](int /*epoch*/, int /*batch*/) { return shares; };
+  training.n_batches = 2;
+  training.synchronised = testing::Synchronised::by_scope;
+  training.ddp.bucket_cap_mb = 0;  // each parameter has a bucket of its own
+  training.device = device;
+  testing::Trainee alone(training, Group()), trainee(training, default_group());
   const std::string path =
       std::filesystem::temp_directory_path() / fmt::format("device_ranks.{}.pt", ::getpid());
-  for (std::uint64_t step = 0; step < 4; ++step) {
-    const Tensor x = Random(step).normal({sum_of(shares), 5, 8, 8}).to(device);
-    of_whole.zero_grad();
-    whole->forward(x).square().mean().backward();
-    of_whole.step();
-    of_net.zero_grad();
-    const SyncBatchNormScope scope;
-    model(share_of(x, shares, get_rank())).square().mean().backward();
-    of_net.step();
-    if (step != 1) continue;
-    save_training(path, {net, of_net});
+  for (const int epoch : {0, 1}) {
+    alone.epoch(epoch);
+    trainee.epoch(epoch);
+    if (epoch == 1) break;
+    save_training(path, {trainee.net, *trainee.optimizer});
     {
       const at::NoGradGuard no_gradients;
-      for (Tensor& parameter : net->parameters()) parameter.zero_();
-      for (Tensor& buffer : net->buffers()) buffer.zero_();
+      for (Tensor& tensor : trainee.state()) tensor.zero_();
     }
-    of_net.state().clear();
-    load_training(path, {net, of_net});
+    trainee.optimizer->state().clear();
+    load_training(path, {trainee.net, *trainee.optimizer});
     std::filesystem::remove(path);
   }
-  const auto expected = whole->named_parameters(), buffers = whole->named_buffers();
-  auto got = net->named_parameters();
-  for (const auto& item : net->named_buffers()) got.insert(item.key(), *item);
-  for (const auto& item : got) {
-    const Tensor* const other =
-        expected.contains(item.key()) ? expected.find(item.key()) : buffers.find(item.key());
-    const double error = difference(*item, *other);
-    if (!(error <= 1e-10)) return fmt::format("{} by {}", item.key(), error);
-    if (item->device() != device) return fmt::format("{} is {}", item.key(), item->toString());
+  const double error = trainee.difference_from(alone);
+  if (!(error <= 1e-10)) return fmt::format("by {}", error);
+  for (const Tensor& tensor : trainee.state()) {
+    if (tensor.device() != device) return fmt::format("a tensor is {}", tensor.toString());
   }
   return {};
 }

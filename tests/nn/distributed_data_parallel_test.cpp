@@ -32,20 +32,42 @@ using testing::on_ranks;
 using testing::Random;
 using testing::Shares;
 
+/// A batch-normalised network, its parameters in several buckets.
+testing::Training training_of(const Shares& shares) {
+  using namespace torch::nn;  // NOLINT: the net reads as it would in a program
+  testing::Training training;
+  training.make_net = [](std::uint64_t seed) {
+    Sequential net(Conv2d(Conv2dOptions(1, 6, 3).padding(1)), BatchNorm2d(6), ReLU(),
+                   Conv2d(Conv2dOptions(6, 8, 3).stride(2).bias(false)), BatchNorm2d(8), ReLU(),
+                   Flatten(), Linear(72, 16), BatchNorm1d(16), ReLU(), Linear(16, 10));
+    net->to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    Random random(seed);
+    for (auto& p : net->parameters()) p.copy_(random.normal(p.sizes()) * 0.2);
+    return net;
+  };
+  training.make_optimizer = testing::make_sgd(0.05, /*weight_decay=*/1e-3);
+  training.make_batch = [](Random& random, std::int64_t n) {
+    const Tensor images = random.normal({n, 1, 8, 8}) * 2 + 1;
+    return testing::Batch{images, random.classes(10, n)};
+  };
+  training.loss = testing::summed_cross_entropy;
+  training.shares = [&shares](int /*epoch*/, int /*batch*/) { return shares; };
+  training.n_batches = 50;
+  training.ddp = {.bucket_size_mb = 0.002, .first_bucket_size_mb = 0.0005};
+  return training;
+}
+
 class TrainingTest : public ::testing::TestWithParam<std::tuple<test::Form, Shares>> {
  protected:
-  static void on_shares(const Shares& shares, const std::function<void()>& body) {
-    test::run_as({std::get<0>(GetParam()), static_cast<int>(shares.size())}, body);
+  const Shares& shares() const { return std::get<1>(GetParam()); }
+  test::Setting setting() const {
+    return {std::get<0>(GetParam()), static_cast<int>(shares().size())};
   }
 };
 
 TEST_P(TrainingTest, ranks_with_sync_batch_norm_equal_one_rank) {
-  const Shares& shares = std::get<1>(GetParam());
-  on_shares(shares, [&] {
-    const double worst = testing::difference_from_one_rank(default_group(), shares, true);
-    if (is_main_process()) RecordProperty("largest_difference", c10::str(worst));
-    EXPECT_LE(worst, 1e-9);
-  });
+  testing::expect_like_one_rank(training_of(shares()), setting(), 1e-9);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -58,10 +80,10 @@ INSTANTIATE_TEST_SUITE_P(
 class PlainTrainingTest : public TrainingTest {};
 
 TEST_P(PlainTrainingTest, ranks_with_plain_batch_norm_do_not) {
-  const Shares& shares = std::get<1>(GetParam());
-  on_shares(shares, [&] {
-    EXPECT_GE(testing::difference_from_one_rank(default_group(), shares, false), 1e-3);
-  });
+  testing::Training training = training_of(shares());
+  training.synchronised = testing::Synchronised::no;
+  testing::compare_with_one_rank(training, setting(),
+                                 [](double difference) { EXPECT_GE(difference, 1e-3); });
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "training.hpp"
 
 namespace lockstep::nn {
 namespace join_test {
@@ -39,13 +40,9 @@ using torch::nn::Linear;
 using torch::nn::LinearOptions;
 using torch::nn::Sequential;
 
-using MakeOptimizer =
-    std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<Tensor>&)>;
+using testing::MakeOptimizer;
+using testing::Trainee;
 
-std::unique_ptr<torch::optim::Optimizer> make_sgd(const std::vector<Tensor>& parameters) {
-  return std::make_unique<torch::optim::SGD>(parameters,
-                                             torch::optim::SGDOptions(0.05).momentum(0.9));
-}
 std::unique_ptr<torch::optim::Optimizer> make_adam(const std::vector<Tensor>& parameters) {
   return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.01));
 }
@@ -72,101 +69,60 @@ Shares shares_of(int epoch, int batch, int n_ranks) {
   return shares;
 }
 
-struct Training {
+testing::Training training_of(int n_ranks, const MakeOptimizer& make_optimizer) {
+  testing::Training training;
   // No bias in front of the BatchNorm: its gradient is zero but for rounding, which Adam scales up.
-  Sequential net{Linear(LinearOptions(4, 6).bias(false)), BatchNorm1d(6), torch::nn::Tanh(),
-                 Linear(6, 3)};
-  std::unique_ptr<torch::optim::Optimizer> optimizer;
-  Group group;
-
-  Training(const Group& of, const MakeOptimizer& make_optimizer) : group(of) {
+  training.make_net = [](std::uint64_t seed) {
+    Sequential net(Linear(LinearOptions(4, 6).bias(false)), BatchNorm1d(6), torch::nn::Tanh(),
+                   Linear(6, 3));
     net->to(at::kDouble);
-    if (group.size() > 1) convert_sync_batchnorm(net, group);
-    optimizer = make_optimizer(net->parameters());
     const at::NoGradGuard no_grad;
-    Random random(static_cast<std::uint64_t>(1 + group.rank()));
+    Random random(seed);
     for (auto& parameter : net->parameters()) parameter.copy_(random.normal(parameter.sizes()));
-  }
-
-  /// This rank's batches of an epoch of a job of `n_ranks`: all their samples on a group of one.
-  template <class Model>
-  void epoch(Model& model, int epoch, int n_ranks) {
-    for (int batch = 0; batch < 5; ++batch) {
-      const Shares shares = shares_of(epoch, batch, n_ranks);
-      const auto n = std::accumulate(shares.begin(), shares.end(), std::int64_t{0});
-      Random random(static_cast<std::uint64_t>(100 * epoch + batch));
-      Tensor x = random.normal({n, 4}), y = random.normal({n, 3});
-      if (group.size() > 1) {
-        if (shares[static_cast<std::size_t>(group.rank())] == 0) break;
-        x = share_of(x, shares, group.rank());
-        y = share_of(y, shares, group.rank());
-      }
-      optimizer->step([&] {
-        optimizer->zero_grad();
-        Tensor loss = (model(x) - y).square().sum() * (group.size() / static_cast<double>(n));
-        loss.backward();
-        return loss;
-      });
-    }
-  }
-  std::vector<Tensor> state() const {
-    std::vector<Tensor> all;
-    for (const auto& parameter : net->parameters()) all.push_back(parameter.detach());
-    for (const auto& buffer : net->buffers()) all.push_back(buffer);
-    return all;
-  }
-};
-
-double largest_difference(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
-  double worst = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) worst = std::max(worst, difference(a[i], b[i]));
-  return worst;
+    return net;
+  };
+  training.make_optimizer = make_optimizer;
+  training.make_batch = [](Random& random, std::int64_t n) {
+    const Tensor x = random.normal({n, 4});
+    return testing::Batch{x, random.normal({n, 3})};
+  };
+  training.loss = [](const Tensor& y, const Tensor& target) { return (y - target).square().sum(); };
+  training.shares = [n_ranks](int epoch, int i) { return shares_of(epoch, i, n_ranks); };
+  training.n_epochs = kEpochs;
+  training.n_batches = 5;
+  training.joins = true;
+  return training;
 }
 
 class JoinTest : public ::testing::TestWithParam<MakeOptimizer> {};
 
 TEST_P(JoinTest, ranks_equal_one_rank_over_epochs) {
   for (const int n_ranks : {2, 3}) {
-    on_ranks(n_ranks, [&](int /*rank*/) {
-      Training expected(Group(), GetParam());
-      const auto alone = [&](const Tensor& x) { return expected.net->forward(x); };
-      Training training(default_group(), GetParam());
-      DistributedDataParallel model(training.net);
-      for (int epoch = 0; epoch < kEpochs; ++epoch) {
-        expected.epoch(alone, epoch, n_ranks);
-        model.join([&] { training.epoch(model, epoch, n_ranks); },
-                   {.optimizers = {training.optimizer.get()}});
-        assert_in_sync(model, *training.optimizer);
-        EXPECT_LE(largest_difference(training.state(), expected.state()), 1e-9) << epoch;
-      }
-    });
+    testing::expect_like_one_rank(training_of(n_ranks, GetParam()), {test::Form::threads, n_ranks},
+                                  1e-9);
   }
 }
 
 TEST_P(JoinTest, resumes_with_the_same_bits_on_every_rank) {
   on_ranks(2, [&](int /*rank*/) {
-    Training training(default_group(), GetParam());
-    DistributedDataParallel model(training.net);
-    const auto epoch = [](Training& of, auto& wrapped, int i) {
-      wrapped.join([&] { of.epoch(wrapped, i, 2); }, {.optimizers = {of.optimizer.get()}});
-    };
-    epoch(training, model, 0);
+    Trainee training(training_of(2, GetParam()), default_group());
+    training.epoch(0);
     std::ostringstream net, optimizer;  // rank 0's serve all
     torch::save(training.net, net);
     torch::save(*training.optimizer, optimizer);
     std::string bytes_of_net = net.str(), bytes_of_optimizer = optimizer.str();
     broadcast_object(bytes_of_net);
     broadcast_object(bytes_of_optimizer);
-    epoch(training, model, 1);
+    training.epoch(1);
 
-    Training resumed(default_group(), GetParam());
-    DistributedDataParallel again(resumed.net);
+    Trainee resumed(training_of(2, GetParam()), default_group());
     std::istringstream from_net(bytes_of_net), from_optimizer(bytes_of_optimizer);
     torch::load(resumed.net, from_net);
     torch::load(*resumed.optimizer, from_optimizer);
-    epoch(resumed, again, 1);
-    EXPECT_EQ(largest_difference(resumed.state(), training.state()), 0);
-    assert_in_sync(resumed.net, *resumed.optimizer);
+    resumed.epoch(1);
+    const auto got = resumed.state(), expected = training.state();
+    ASSERT_EQ(got.size(), expected.size());
+    for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i].equal(expected[i])) << i;
   });
 }
 
@@ -174,11 +130,10 @@ TEST_P(JoinTest, an_optimizer_left_out_is_reported_in_the_next_epoch) {
   EXPECT_THROW(
       on_ranks(2,
                [&](int /*rank*/) {
-                 Training training(default_group(), GetParam());
-                 DistributedDataParallel model(training.net);
+                 Trainee training(training_of(2, GetParam()), default_group());
                  for (int epoch = 0; epoch < 2; ++epoch) {
                    try {
-                     model.join([&] { training.epoch(model, epoch, 2); });
+                     training.model->join([&] { training.batches(epoch); });
                      EXPECT_EQ(epoch, 0) << "no error";
                    } catch (const MismatchError& error) {
                      EXPECT_EQ(epoch, 1);
@@ -199,7 +154,8 @@ std::string name_of_optimizer(const ::testing::TestParamInfo<MakeOptimizer>& one
   return kNames.at(one.index);
 }
 INSTANTIATE_TEST_SUITE_P(optimizers, JoinTest,
-                         ::testing::Values(make_sgd, make_adam, make_rmsprop, make_lbfgs),
+                         ::testing::Values(testing::make_sgd(0.05), make_adam, make_rmsprop,
+                                           make_lbfgs),
                          name_of_optimizer);
 
 /// How often it calls the closure depends on the loss, which is another on each rank.
@@ -208,14 +164,11 @@ TEST(JoinTest, an_optimizer_that_needs_the_loss_is_rejected) {
   for (const LBFGSOptions& options :
        {LBFGSOptions(0.02), LBFGSOptions(0.02).max_iter(1).line_search_fn("strong_wolfe")}) {
     on_ranks(2, [&](int /*rank*/) {
-      Training training(default_group(), [&](const std::vector<Tensor>& parameters) {
+      const auto make = [&](const std::vector<Tensor>& parameters) {
         return std::make_unique<torch::optim::LBFGS>(parameters, options);
-      });
-      DistributedDataParallel model(training.net);
-      const std::string text = testing::usage_error([&] {
-        model.join([&] { training.epoch(model, 0, 2); },
-                   {.optimizers = {training.optimizer.get()}});
-      });
+      };
+      Trainee training(training_of(2, make), default_group());
+      const std::string text = testing::usage_error([&] { training.epoch(0); });
       EXPECT_NE(text.find("LBFGS"), std::string::npos) << text;
       EXPECT_NE(text.find("max_iter(1)"), std::string::npos) << text;
     });
@@ -224,14 +177,14 @@ TEST(JoinTest, an_optimizer_that_needs_the_loss_is_rejected) {
 
 TEST(JoinTest, without_state_no_optimizer_is_needed) {
   on_ranks(2, [](int /*rank*/) {
-    Training training(default_group(), [](const std::vector<Tensor>& parameters) {
+    const auto make = [](const std::vector<Tensor>& parameters) {
       return std::make_unique<torch::optim::SGD>(parameters, 0.05);
-    });
-    DistributedDataParallel model(training.net);
+    };
+    Trainee training(training_of(2, make), default_group());
     for (int epoch = 0; epoch < kEpochs; ++epoch) {
-      model.join([&] { training.epoch(model, epoch, 2); });
+      training.model->join([&] { training.batches(epoch); });
     }
-    assert_in_sync(model, *training.optimizer);
+    assert_in_sync(*training.model, *training.optimizer);
   });
 }
 

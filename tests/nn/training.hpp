@@ -2,72 +2,93 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
+#include <functional>
 #include <lockstep/nn.hpp>
-#include <string>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/ranks.hpp"
 
-/// The claim of the library as one function: train, and compare with one rank.
+/// The claim of the library: ranks with their shares of each batch train the network that one rank
+/// trains with the whole batches.
 namespace lockstep::nn::testing {
 
-inline constexpr int kSteps = 50;
+using MakeOptimizer =
+    std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
 
-inline torch::nn::Sequential make_net(std::uint64_t seed) {
-  using namespace torch::nn;
-  Sequential net(Conv2d(Conv2dOptions(1, 6, 3).padding(1)), BatchNorm2d(6), ReLU(),
-                 Conv2d(Conv2dOptions(6, 8, 3).stride(2).bias(false)), BatchNorm2d(8), ReLU(),
-                 Flatten(), Linear(72, 16), BatchNorm1d(16), ReLU(), Linear(16, 10));
-  net->to(at::kDouble);
-  const at::NoGradGuard no_grad;
-  Random random(seed);
-  for (auto& parameter : net->parameters()) parameter.copy_(random.normal(parameter.sizes()) * 0.2);
-  return net;
-}
+MakeOptimizer make_sgd(double rate, double weight_decay = 0);
 
-/// Parameters and buffers after kSteps of SGD on batches that are cut into the ranks' shares.
-inline std::vector<at::Tensor> train(const Group& group, const std::vector<std::int64_t>& shares,
-                                     bool sync_bn) {
-  // Only rank 0 starts from the right parameters: the others get them from it.
-  auto net = make_net(/*seed=*/static_cast<std::uint64_t>(1 + group.rank()));
-  if (sync_bn) convert_sync_batchnorm(net, group);
-  DistributedDataParallel model(
-      net, {.group = group, .bucket_cap_mb = 0.002, .first_bucket_cap_mb = 0.0005});
-  torch::optim::SGD optimizer(net->parameters(),
-                              torch::optim::SGDOptions(0.05).momentum(0.9).weight_decay(1e-3));
-  Random random(99);
-  std::int64_t n_samples = 0;
-  for (const auto share : shares) n_samples += share;
-  for (int step = 0; step < kSteps; ++step) {
-    const at::Tensor images = random.normal({n_samples, 1, 8, 8}) * 2 + 1;
-    const at::Tensor labels = random.classes(10, n_samples);
-    const at::Tensor logits = model(share_of(images, shares, group.rank()));
-    const at::Tensor sum = torch::nn::functional::cross_entropy(
-        logits, share_of(labels, shares, group.rank()),
-        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
-    optimizer.zero_grad();
-    (sum * (static_cast<double>(group.size()) / static_cast<double>(n_samples))).backward();
-    optimizer.step();
-  }
-  std::vector<at::Tensor> state;
-  for (const auto& parameter : net->parameters()) state.push_back(parameter.detach());
-  for (const auto& buffer : net->buffers()) state.push_back(buffer);
-  return state;
-}
+struct Batch {
+  at::Tensor input, target;
+};
 
-/// Largest difference of any parameter or buffer from the training on one rank.
-inline double difference_from_one_rank(const Group& group, const std::vector<std::int64_t>& shares,
-                                       bool sync_bn) {
-  const auto got = train(group, shares, sync_bn);
-  std::int64_t n_samples = 0;
-  for (const auto share : shares) n_samples += share;
-  const auto expected = train(Group(), {n_samples}, /*sync_bn=*/false);
-  double worst = 0;
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    worst = std::max(worst, difference(got[i], expected[i]));
-  }
-  return worst;
-}
+at::Tensor summed_cross_entropy(const at::Tensor& output, const at::Tensor& target);
+
+/// How the ranks' BatchNorms become those of all ranks.
+enum class Synchronised { by_conversion, by_scope, no };
+
+struct Training {
+  /// The parameters follow from `seed`; only those of rank 0 are the ones that one rank has.
+  std::function<torch::nn::Sequential(std::uint64_t seed)> make_net;
+  MakeOptimizer make_optimizer = make_sgd(0.05);
+  std::function<Batch(Random&, std::int64_t n_samples)> make_batch;
+  /// Summed over the samples.
+  std::function<at::Tensor(const at::Tensor& output, const at::Tensor& target)> loss;
+  std::function<Shares(int epoch, int batch)> shares;
+  int n_epochs = 1;
+  int n_batches = 1;      ///< of an epoch
+  int n_accumulated = 1;  ///< batches of a step
+  /// A rank whose share is 0 has ended its epoch. Otherwise it takes part without samples.
+  bool joins = false;
+  Synchronised synchronised = Synchronised::by_conversion;
+  DistributedDataParallelOptions ddp = {};
+  /// Instead of ranks, replicas of one rank; 0: none.
+  std::size_t n_replicas = 0;
+  at::Device device = at::kCPU;
+};
+
+/// One rank of a training, or the one rank that has the whole batches, if its group has no other.
+class Trainee {
+ public:
+  Trainee(Training training, const Group& group);
+
+  void epoch(int number);
+  /// What `epoch` runs in DistributedDataParallel::join where the training joins.
+  void batches(int epoch);
+  /// Parameters and buffers, as they are.
+  std::vector<at::Tensor> state() const;
+  /// Largest difference of anything from `alone`, which has the whole batches: of parameters and
+  /// buffers, and unless the training joins, of the last batch's gradients, input gradient, output
+  /// and output in evaluation.
+  double difference_from(const Trainee& alone) const;
+
+  torch::nn::Sequential net;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::optional<DistributedDataParallel<torch::nn::Sequential>> model;
+
+ private:
+  struct Epoch {
+    std::vector<at::Tensor> state, gradients;
+    /// Of this rank's samples; in evaluation of a whole batch.
+    at::Tensor output, input_gradient, evaluated;
+  };
+  bool is_alone() const { return group_.size() == 1; }
+  at::Tensor forward(const at::Tensor& x);
+  at::Tensor share_of_rank(const at::Tensor& whole) const;
+
+  Training training_;
+  Group group_;
+  std::optional<DataParallelWithCallback<torch::nn::Sequential>> replicas_;
+  Shares shares_;  ///< of the last batch
+  Epoch last_;
+  std::vector<Epoch> epochs_;
+};
+
+/// Trains on one rank and over the ranks of `setting`, and has each of these check its difference.
+void compare_with_one_rank(const Training& training, const test::Setting& setting,
+                           const std::function<void(double difference)>& check);
+void expect_like_one_rank(const Training& training, const test::Setting& setting, double tolerance);
 
 }  // namespace lockstep::nn::testing

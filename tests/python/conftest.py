@@ -1,5 +1,6 @@
 """Ranks are real processes, started by the command that comes with the package."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,11 @@ COMMAND = str(Path(sys.executable).parent / "lockstep")
 
 # One line, so that line N of a test's program is line N + 1 of its file.
 PRELUDE = (
-    "import os, signal, sys, threading, time; import numpy as np; import lockstep as ls; "
+    "import os, signal, sys, threading, time; import numpy as np; import lockstep as ls; from ranks import raises; "
     "ls.init_dist(timeout=60); rank, size = ls.get_dist_info()\n"
 )
 TORCH_PRELUDE = (
-    "import os, signal, sys, threading, time; import torch, torch.distributed as dist; "
+    "import os, signal, sys, threading, time; import torch, torch.distributed as dist; from ranks import raises; "
     "dist.init_process_group('lockstep'); rank, size = dist.get_rank(), dist.get_world_size()\n"
 )
 
@@ -61,7 +62,7 @@ def run_ranks(tmp_path):
         done = subprocess.run(
             [*launcher, sys.executable, str(path)],
             cwd=tmp_path,
-            env=env,
+            env={**(env or os.environ), "PYTHONPATH": str(Path(__file__).parent)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -68,16 +68,10 @@ def test_by_one_rank(run_ranks, name):
         f"""
         ls.barrier()
         if rank == 1:
-            try:
+            with raises(ls.UsageError):
                 {refused}
-                raise AssertionError
-            except ls.UsageError:
-                pass
-        try:
+        with raises(ls.MismatchError, "refused", "#2: ", "program.py:5"):
             {made}
-            raise AssertionError
-        except ls.MismatchError as error:
-            assert "refused" in str(error) and "#2: " in str(error) and "program.py:5" in str(error), error
         """,
     )
 
@@ -89,11 +83,8 @@ def test_by_all_ranks(run_ranks, name):
         2,
         f"""
         for _ in range(2):
-            try:
+            with raises(ls.UsageError):
                 {refused}
-                raise AssertionError
-            except ls.UsageError:
-                pass
             {made}
         x = np.ones(1)
         ls.all_reduce(x)
@@ -216,16 +207,10 @@ def test_of_torch_by_one_rank(run_torch, name, pending):
         y = torch.ones(3)
         work = dist.all_reduce(y, async_op=True) if {pending} else None
         if rank == 1:
-            try:
+            with raises(ls.UsageError):
                 {refused}
-                raise AssertionError
-            except ls.UsageError:
-                pass
-        try:
+        with raises(ls.MismatchError, "refused"):
             {made}
-            raise AssertionError
-        except ls.MismatchError as error:
-            assert "refused" in str(error), error
         if work: work.wait()
         assert y.tolist() == ([2, 2, 2] if work else [1, 1, 1]), y
         """,
@@ -240,11 +225,8 @@ def test_of_torch_by_all_ranks(run_torch, name):
         f"""
         import lockstep as ls
         for _ in range(2):
-            try:
+            with raises(ls.UsageError):
                 {refused}
-                raise AssertionError
-            except ls.UsageError:
-                pass
             {made}
         """,
     )
@@ -258,11 +240,8 @@ def test_of_torch_does_not_wait(run_torch):
         if rank == 0:
             while not os.path.exists("refused"): time.sleep(0.01)
         work = dist.all_reduce(torch.ones(3), async_op=True)
-        try:
+        with raises(ls.UsageError, "bit operations are for integers"):
             dist.all_reduce(torch.ones(2), dist.ReduceOp.BXOR)
-            raise AssertionError
-        except ls.UsageError as error:
-            assert "bit operations are for integers" in str(error), error
         open("refused", "w").close()
         work.wait()
         x = torch.ones(1)
@@ -289,17 +268,11 @@ def test_of_a_message_of_torch_by_one_rank(run_torch, name, goes_on):
         f"""
         import lockstep as ls
         if rank == 1:
-            try:
+            with raises(ls.UsageError):
                 {refused}
-                raise AssertionError
-            except ls.UsageError:
-                pass
         if rank == 0 or {goes_on}:
-            try:
+            with raises(ls.MismatchError, "rank 1 has refused {name} #1: ", "program.py:5"):
                 {of_rank_0} if rank == 0 else {made}
-                raise AssertionError
-            except ls.MismatchError as error:
-                assert "rank 1 has refused {name} #1: " in str(error) and "program.py:5" in str(error), error
         x = torch.ones(1)
         dist.all_reduce(x)  # the group is as before
         assert x.item() == 2
@@ -313,11 +286,8 @@ def test_of_a_message_of_torch_by_both_ranks(run_torch):
         f"""
         import lockstep as ls
         for _ in range(2):
-            try:
+            with raises(ls.UsageError):
                 {MESSAGES["send"][0]} if rank == 1 else dist.recv(torch.ones(1).expand(2), 1, tag=7)
-                raise AssertionError
-            except ls.UsageError:
-                pass
             x = torch.full([2], 1.0 + rank)
             dist.send(x, 0, tag=7) if rank == 1 else dist.recv(x, 1, tag=7)
             assert x.tolist() == [2, 2], x

@@ -384,11 +384,8 @@ def test_monitored_barrier(run_torch):
         dist.monitored_barrier()
         dist.monitored_barrier(timeout=datetime.timedelta(seconds=30), wait_all_ranks=True)
         if rank == 0:
-            try:
+            with raises(ls.TimeoutError, "Ranks 1, 2 failed to pass", lambda error: error.lineno == 7):
                 dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.3), wait_all_ranks=True)
-                raise AssertionError
-            except ls.TimeoutError as error:
-                assert "Ranks 1, 2 failed to pass" in str(error) and error.lineno == 7, error
         dist.barrier()  # the group is as before
         others = dist.new_group([1, 2])
         dist.monitored_barrier(others)
@@ -404,11 +401,8 @@ def test_monitored_barrier_that_waits_for_all_of_one_rank(run_torch):
         """
         import datetime, lockstep as ls
         if rank == 0:
-            try:
+            with raises(ls.TimeoutError, "Ranks 1 failed to pass"):
                 dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.1), wait_all_ranks=True)
-                raise AssertionError
-            except ls.TimeoutError as error:
-                assert "Ranks 1 failed to pass" in str(error), error
         dist.barrier()
         """,
     )
@@ -490,18 +484,12 @@ def test_abort_ends_the_calls_of_all_ranks(run_torch):
         if rank == 0:
             work = dist.all_reduce(x, group=group, async_op=True)
             group.abort()
-            try:
+            with raises(ls.PeerFailed, "aborted", lambda error: error.lineno == 6):
                 work.wait()
-                raise AssertionError
-            except ls.PeerFailed as error:
-                assert "aborted" in str(error) and error.lineno == 6, error
             open("aborted", "w").close()
         while not os.path.exists("aborted"): time.sleep(0.01)
-        try:
+        with raises(ls.PeerFailed, "the process group was aborted"):
             dist.all_reduce(x, group=group)
-            raise AssertionError
-        except ls.PeerFailed as error:
-            assert "the process group was aborted" in str(error), error
         dist.barrier()  # other groups go on
         """,
     )
@@ -517,11 +505,8 @@ def test_shutdown_lets_calls_end(run_torch):
         works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(5)]
         group.shutdown()
         assert all(work.is_completed() for work in works) and (x == 32).all()
-        try:
+        with raises(ls.UsageError, "has been shut down", lambda error: error.lineno == 9):
             dist.all_reduce(x, group=group)
-            raise AssertionError
-        except ls.UsageError as error:
-            assert "has been shut down" in str(error) and error.lineno == 9, error
         dist.barrier()
         """,
     )

@@ -17,12 +17,9 @@ def test_errors_name_the_line_of_the_program(run_torch):
             dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)); raise AssertionError
         except ls.UsageError as error:
             assert "PREMUL_SUM" in str(error) and "program.py:4" in str(error), error
-        try:
+        with raises(ls.MismatchError, "program.py:8", "program.py:9"):
             if rank: dist.all_reduce(torch.ones(2))
             else: dist.broadcast(torch.ones(2), 0)
-            raise AssertionError
-        except ls.MismatchError as error:
-            assert "program.py:8" in str(error) and "program.py:9" in str(error), error
         """,
     )
 
@@ -36,11 +33,8 @@ def test_errors_of_async_calls(run_torch):
             work = dist.all_reduce(torch.ones(2), async_op=True)
         else:
             work = dist.all_reduce(torch.ones(3), async_op=True)
-        try:
+        with raises(ls.MismatchError, "program.py:4", "program.py:6"):
             work.wait()
-            raise AssertionError
-        except ls.MismatchError as error:
-            assert "program.py:4" in str(error) and "program.py:6" in str(error), error
         assert not work.is_success()
         """,
     )
@@ -57,24 +51,15 @@ def test_the_limit_of_a_call_covers_the_wait_for_posted_ones(run_torch):
         said = "rank 0 waited 0.2 s for its own all_reduce, posted at program.py:8, which has not ended"
         if rank == 0:
             work = dist.all_reduce(torch.ones(1), async_op=True)
-            try:
+            with raises(ls.TimeoutError, said, lambda error: error.lineno == 10):
                 dist.group.WORLD.allreduce([torch.ones(1)], options)
-                raise AssertionError
-            except ls.TimeoutError as error:
-                assert said in str(error) and error.lineno == 10, error
             open("over", "w").close()
-            try:
+            with raises(ls.PeerFailed):
                 work.wait()
-                raise AssertionError
-            except ls.PeerFailed:
-                pass
         else:
             while not os.path.exists("over"): time.sleep(0.01)
-            try:
+            with raises(ls.PeerFailed, said):
                 dist.barrier()
-                raise AssertionError
-            except ls.PeerFailed as error:
-                assert said in str(error), error
         """,
     )
 
@@ -86,11 +71,8 @@ def test_a_late_rank_is_named(run_torch):
         import datetime, lockstep as ls
         group = dist.new_group(timeout=datetime.timedelta(seconds=1))
         if rank == 0:
-            try:
+            with raises(ls.TimeoutError, "waited 1 s for rank 1", "program.py:6"):
                 dist.all_reduce(torch.ones(1), group=group)
-                raise AssertionError
-            except ls.TimeoutError as error:
-                assert "waited 1 s for rank 1" in str(error) and "program.py:6" in str(error), error
             open("late", "w").close()
         else:
             while not os.path.exists("late"): time.sleep(0.01)
@@ -133,11 +115,8 @@ def test_an_interrupt_ends_a_wait(run_torch, wait):
             while open(f"/proc/{open('pid').read()}/wchan").read() == "0": time.sleep(0.01)
             os.kill(int(open("pid").read()), signal.SIGINT)
             while not os.path.exists("interrupted"): time.sleep(0.01)
-            try:
+            with raises(ls.PeerFailed, "KeyboardInterrupt"):
                 WAIT
-                raise AssertionError
-            except ls.PeerFailed as error:
-                assert "KeyboardInterrupt" in str(error), error
         """.replace("WAIT", wait),
     )
 
@@ -227,11 +206,8 @@ def test_a_group_without_descriptors(run_torch):
             while True: taken.append(os.dup(0))
         except OSError:
             pass
-        try:
+        with raises(ls.EngineError, "Too many open files", lambda error: error.lineno == 10):
             dist.new_group()
-            raise AssertionError
-        except ls.EngineError as error:
-            assert "Too many open files" in str(error) and error.lineno == 10, error
         for each in taken: os.close(each)
         dist.barrier(dist.new_group())
         """,
@@ -266,11 +242,8 @@ def test_a_message_from_a_rank_that_left(run_torch):
             dist.send(x, 0)
             os._exit(3)
         dist.recv(x, 1)
-        try:
+        with raises(ls.PeerLost, "rank 1", "program.py:10"):
             dist.recv(x, 1)
-            raise AssertionError
-        except ls.PeerLost as error:
-            assert "rank 1" in str(error) and "program.py:10" in str(error), error
         """,
         code=3,
     )
@@ -335,12 +308,9 @@ def test_a_scope_raises_the_errors_of_lockstep_in_forward(run_torch):
         2,
         """
         import lockstep as ls, lockstep.nn
-        try:
+        with raises(ls.UsageError, lambda error: "expected weight to be" in error.text and error.rank == rank and error.lineno == 4):
             with ls.nn.SyncBatchNormScope():
                 torch.nn.functional.batch_norm(torch.ones(2, 3), None, None, torch.ones(4), training=True)
-            raise AssertionError
-        except ls.UsageError as error:
-            assert "expected weight to be" in error.text and error.rank == rank and error.lineno == 4, error
         """,
     )
 
@@ -413,11 +383,8 @@ def test_new_group_notices_that_a_rank_has_ended(run_torch):
         import lockstep as ls
         if rank == 2: os._exit(0)
         if rank == 1:
-            try:
+            with raises(ls.PeerLost, "rank 1 ended and did not come to", lambda error: error.lineno == 6):
                 dist.new_group([1, 2])
-                raise AssertionError
-            except ls.PeerLost as error:
-                assert "rank 1 ended and did not come to" in str(error) and error.lineno == 6, error
             open("heard", "w").close()
         while not os.path.exists("heard"): time.sleep(0.01)  # rank 0 has the store
         """,
@@ -430,11 +397,8 @@ def test_new_group_obeys_the_limit(run_torch):
         """
         import lockstep as ls
         if rank == 0:
-            try:
+            with raises(ls.TimeoutError, "rank 1 did not come", "1000 ms"):
                 dist.new_group()
-                raise AssertionError
-            except ls.TimeoutError as error:
-                assert "rank 1 did not come" in str(error) and "1000 ms" in str(error), error
             open("late", "w").close()
         while not os.path.exists("late"): time.sleep(0.01)
         """,
@@ -451,11 +415,8 @@ def test_the_programs_timeout_wins_over_the_environments(run_torch):
         dist.destroy_process_group()
         dist.init_process_group("lockstep", {in_a_file()}, timeout=timedelta(seconds=1))
         if rank == 0:
-            try:
+            with raises(ls.TimeoutError, "waited 1 s for rank 1"):
                 dist.barrier()
-                raise AssertionError
-            except ls.TimeoutError as error:
-                assert "waited 1 s for rank 1" in str(error), error
             open("late", "w").close()
         while not os.path.exists("late"): time.sleep(0.01)
         """,

@@ -7,44 +7,30 @@ pytest.importorskip("torch")
 
 # Two ranks with half of the data each come to the weights of one with all of it.
 TRAINS = """
+    from ranks import compare_training
     from torch.nn.parallel import DistributedDataParallel
+    {imports}
     make = lambda: torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+    sgd = lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    def wrap(model):
+        {wrap}
+        return model
     torch.manual_seed(0)
-    model = make()
-    {wrap}
-    torch.manual_seed(0)
-    data = torch.randn(8, 6, dtype=torch.float64)
-    optimizer = {optimizer}
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(data[rank::size]).square().mean().backward()
-        optimizer.step()
-    {read}
-    parts = [torch.empty_like(weight) for _ in range(size)]
-    dist.all_gather(parts, weight)
-    assert torch.equal(parts[0], parts[1])
-    if rank == 0:
-        torch.manual_seed(0)
-        alone = make()
-        optimizer = torch.optim.SGD(alone.parameters(), 0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            alone(data).square().mean().backward()
-            optimizer.step()
-        assert torch.allclose(alone[0].weight.detach().reshape(-1), weight, rtol=0, atol={tolerance})
+    compare_training(make(), wrap, 3 * [torch.randn(8, 6, dtype=torch.float64)], lambda model: {optimizer},
+                     tolerance={tolerance}, read=lambda model: {read})
 """
 DDP = "model = DistributedDataParallel(model)"
-SGD = "torch.optim.SGD(model.parameters(), 0.1)"
-OF_DDP = "weight = model.module[0].weight.detach().reshape(-1).clone()"
+OF_DDP = "model.module.state_dict()"
 
 
-def trains(wrap, optimizer=SGD, read=OF_DDP, tolerance=1e-9):
-    return TRAINS.format(wrap=wrap, optimizer=optimizer, read=read, tolerance=tolerance)
+def trains(*wrap, imports="", optimizer="sgd(model)", read=OF_DDP, tolerance=1e-9):
+    lines = "\n        ".join(wrap)
+    return TRAINS.format(imports=imports, wrap=lines, optimizer=optimizer, read=read, tolerance=tolerance)
 
 
 def test_distributed_data_parallel(run_torch):
     # Its first broadcast makes the ranks alike.
-    run_torch(2, trains(f"if rank: model = make()\n    {DDP}"))
+    run_torch(2, trains("if rank: model = make()", DDP))
 
 
 def test_ddp_names_the_backend_in_its_logging_data(run_torch):
@@ -59,15 +45,9 @@ def test_ddp_names_the_backend_in_its_logging_data(run_torch):
 
 @pytest.mark.parametrize("hook, tolerance", [("allreduce_hook", 1e-9), ("fp16_compress_hook", 1e-3)])
 def test_communication_hooks(run_torch, hook, tolerance):
-    run_torch(
-        2,
-        trains(
-            f"""{DDP}
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    model.register_comm_hook(None, default_hooks.{hook})""",
-            tolerance=tolerance,
-        ),
-    )
+    imports = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks"
+    register = f"model.register_comm_hook(None, default_hooks.{hook})"
+    run_torch(2, trains(DDP, register, imports=imports, tolerance=tolerance))
 
 
 def test_power_sgd(run_torch):
@@ -92,26 +72,23 @@ def test_power_sgd(run_torch):
 
 
 def test_zero_redundancy_optimizer(run_torch):
-    run_torch(
-        2,
-        trains(
-            f"from torch.distributed.optim import ZeroRedundancyOptimizer\n    {DDP}",
-            optimizer="ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)",
-        ),
-    )
+    imports = "from torch.distributed.optim import ZeroRedundancyOptimizer"
+    optimizer = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)"
+    run_torch(2, trains(DDP, imports=imports, optimizer=optimizer))
 
 
 def test_local_sgd(run_torch):
     run_torch(
         2,
         trains(
-            f"""{DDP}
+            DDP,
+            "state = local.PostLocalSGDState(None, dist.new_group([rank], use_local_synchronization=True), 1)",
+            "model.register_comm_hook(state, local.post_localSGD_hook)",
+            imports="""
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-    from torch.distributed.optim import PostLocalSGDOptimizer
-    state = local.PostLocalSGDState(None, dist.new_group([rank], use_local_synchronization=True), 1)
-    model.register_comm_hook(state, local.post_localSGD_hook)""",
-            optimizer=f"PostLocalSGDOptimizer({SGD}, PeriodicModelAverager(period=1, warmup_steps=0))",
+    from torch.distributed.optim import PostLocalSGDOptimizer""",
+            optimizer="PostLocalSGDOptimizer(sgd(model), PeriodicModelAverager(period=1, warmup_steps=0))",
         ),
     )
 
@@ -123,7 +100,8 @@ FULLY_SHARD = """
 
 
 def test_fully_sharded(run_torch):
-    run_torch(2, trains(FULLY_SHARD, read="weight = model[0].weight.full_tensor().detach().reshape(-1).clone()"))
+    whole = "{name: value.full_tensor() for name, value in model.state_dict().items()}"
+    run_torch(2, trains(FULLY_SHARD.replace("\n", "\n    "), read=whole))
 
 
 def test_checkpoint_of_a_sharded_model(run_torch):

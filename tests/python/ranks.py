@@ -1,0 +1,119 @@
+"""What the programs of ranks use."""
+
+import contextlib
+import copy
+import itertools
+
+
+class raises:
+    """with raises(Error, *checks): an error of this class, whose text has each check, or that each check is true of."""
+
+    def __init__(self, error, *checks):
+        self.error, self.checks = error, checks
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, _):
+        assert kind is not None, f"no {self.error}"
+        if not isinstance(error, self.error):
+            return False
+        for check in self.checks:
+            assert check in str(error) if isinstance(check, str) else check(error), (check, error)
+        return True
+
+
+def close(actual, expected, tolerance, what, dtype=None):
+    """Relative where the expected values are large."""
+    import torch
+
+    if expected is None or expected.dtype is torch.int64:
+        assert (actual is None) if expected is None else torch.equal(actual, expected), what
+        return
+    assert actual.dtype == (dtype or expected.dtype), (what, actual.dtype)
+    assert actual.device.type in ("cpu", expected.device.type), (what, actual.device)
+    actual, expected = actual.double().cpu(), expected.double().cpu()
+    scale = max(1, expected.abs().max().item()) if expected.numel() else 1
+    error = (actual - expected).abs().max().item() if expected.numel() else 0
+    assert error <= tolerance * scale, (what, error)
+
+
+class OverRanks:
+    """Which part of each batch this rank has, and how sums over ranks are made: `sum_over_ranks(tensor)`, in place."""
+
+    def __init__(self, rank, sum_over_ranks):
+        self.rank, self.sum_over_ranks = rank, sum_over_ranks
+
+    def compare(self, plain, layer, counts, *shape, run=None, dtype=None, layout=None, tolerance=1e-9, of_state=None,
+                of_sums=None, n_steps=2, scope=contextlib.nullcontext):  # fmt: skip
+        """`layer` over the ranks, which have `counts` samples, does what `plain` does with the whole batch.
+
+        run: how `layer` is called, if otherwise. of_state, of_sums: tolerance of buffers, and of sums of gradients.
+        """
+        import torch
+
+        dtype, layout = dtype or torch.float64, layout or torch.contiguous_format
+        reference = next(itertools.chain(plain.parameters(), plain.buffers()))
+        for step in range(n_steps):
+            batch = (torch.randn(sum(counts), *shape, dtype=torch.float64) * 3 + 7).to(reference.device, dtype)
+            whole = batch.to(reference.dtype, copy=True).requires_grad_()
+            expected = plain(whole)
+            gradient = torch.randn_like(expected).to(dtype)
+            expected.backward(gradient.to(expected.dtype))
+            mine = batch.split(counts)[self.rank].contiguous(memory_format=layout).requires_grad_()
+            with scope():
+                actual = (layer if run is None else run)(mine)
+                assert actual.is_contiguous(memory_format=layout), "output"
+                actual.backward(gradient.split(counts)[self.rank])
+            assert mine.grad.is_contiguous(memory_format=layout), "gradient"
+            close(actual, expected.split(counts)[self.rank], tolerance, "output", dtype)
+            close(mine.grad, whole.grad.split(counts)[self.rank], tolerance, "gradient", dtype)
+        for name, parameter in layer.named_parameters():
+            total = parameter.grad.cpu()
+            if total is parameter.grad:
+                total = total.clone()
+            self.sum_over_ranks(total)
+            close(total, plain.get_parameter(name).grad, of_sums or tolerance, name, parameter.dtype)
+        assert layer.state_dict().keys() == plain.state_dict().keys()
+        for name, buffer in layer.named_buffers():
+            close(buffer, plain.get_buffer(name), of_state or tolerance, name, buffer.dtype)
+
+
+def state_of(net):
+    return net.state_dict()
+
+
+def compare_training(first, wrap, batches, optimizer=None, scope=contextlib.nullcontext, tolerance=1e-9, read=state_of):
+    """Ranks of torch.distributed with their samples of each batch train `first` as one rank does with all.
+
+    wrap(net): the module that the ranks train. optimizer(module): theirs. read(module): its state, without prefixes.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def sgd(module):
+        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+    def train(module, steps, samples, scope):
+        for batch in batches:
+            steps.zero_grad()
+            with scope():
+                module(batch[samples]).square().mean().backward()
+            steps.step()
+
+    alone = copy.deepcopy(first)
+    train(alone, sgd(alone), slice(None), contextlib.nullcontext)
+    module = wrap(first)
+    train(module, (optimizer or sgd)(module), slice(rank, None, size), scope)
+    state, expected = read(module), alone.state_dict()
+    assert state.keys() == expected.keys(), state.keys()
+    for name, value in state.items():
+        error = (value - expected[name]).abs().max().item()
+        assert error <= tolerance, (name, error)
+        assert value.device == expected[name].device, name
+        if size > 1:
+            parts = [torch.empty_like(value, device="cpu") for _ in range(size)]
+            dist.all_gather(parts, value.cpu().contiguous())
+            assert all(torch.equal(part, parts[0]) for part in parts), name
