@@ -20,8 +20,10 @@ BEGIN {
   may["nn"] = "base interface kernels record group engines world dist sync"
   may["c"] = "base interface group world"
   may["python"] = "interface kernels group world dist sync"
+  # The c10d backend: Python comes in as a struct of functions.
+  may["nn/backend"] = may["nn"] " nn"
   # lockstep._torch: it takes from _core what speaks to Python.
-  may["nn/python"] = "base interface kernels record group engines world dist sync nn python"
+  may["nn/python"] = may["nn/backend"] " nn/backend python"
   may["cli"] = "base interface kernels record group engines world dist sync run"
   # The umbrella is for programs.
   may["umbrella"] = "interface group world dist sync"
@@ -57,6 +59,8 @@ function module_of(path,   parts, n, name) {
     sub(/\.hpp$/, "", name)
     return (name in public) ? public[name] : "unknown"
   }
+  name = parts[1] "/" parts[2]
+  if (n > 2 && name in may) return name
   return (n > 1 && parts[1] in may) ? parts[1] : ""
 }
 
@@ -72,7 +76,6 @@ FNR == 1 {
   folder = folder_of(path)
   if (folder != "" && !("engines/shared/" folder in may))
     breach("folder of the shared engine without a line in check_includes.awk")
-  if (path ~ /^nn\/python\//) module = "nn/python"
   if (FILENAME ~ /^examples\//) module = "programs"
   if (module == "unknown") breach("public header of no known module: name it in check_includes.awk")
   library = FILENAME ~ /^(src|include)\//
@@ -92,6 +95,9 @@ line ~ /^ *# *include/ {
   if (header ~ /^(torch|ATen|c10|caffe2)\// && !torch) breach("libtorch header outside nn: " header)
   if (header == "mpi.h" && FILENAME !~ /^(src\/engines\/mpi|bench\/(peers|over_mpi))\//)
     breach("mpi.h outside engines/mpi")
+  if (header ~ /^(Python\.h$|(pybind11|nanobind|torch\/csrc\/(utils|python_headers))[\/.])/ && library &&
+      module != "python" && module != "nn/python")
+    breach("header of Python outside python and nn/python: " header)
   theirs = module_of(header)
   # The launcher keeps the segment of its ranks.
   if (module == "run" && header ~ /^engines\/shared\/bootstrap\//) theirs = ""

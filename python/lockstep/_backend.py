@@ -5,58 +5,27 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 from . import _core, _extension, objects, world
 
-_meeting: Any = None  # of the default group
-
 
 def create(options: Any, pg_options: Any) -> Any:
     """A c10d backend for the process group that `options` describes. Collective."""
-    global _meeting
     extension = _extension.load()
     ranks = list(options.global_ranks_in_group)  # empty: all, in the default group
-    if not ranks:
-        _meeting = None
-    meeting = extension.meet(
+    backend = extension.make_backend(
         store=options.store,
         rank=options.group_rank,
         size=options.group_size,
         name=f"process group {options.group_id}" if ranks else "world",
         timeout=options.timeout,
-        earlier=_meeting,
         global_ranks=ranks,
-    )
-    if not ranks:
-        _meeting = meeting
-    is_near = meeting.is_on_one_host
-    backend = extension.make_backend(
-        store=options.store,
-        meeting=meeting,
-        global_ranks=ranks,
-        # Called if the ranks may not access each other's memory, or are on several hosts.
-        make_messages=lambda: _gloo(options, "lockstep_messages", is_near),
-        between=None if is_near else _group_over(_gloo(options, "lockstep_between", is_near), options),
     )
     world.leave_at_exit(extension.leave_all)
     _let_torch_monitor_barriers()
     _let_ddp_name_the_backend()
     return backend
-
-
-def split(store: Any, rank: int, global_ranks: list[int], name: str, timeout: Any) -> Any:
-    """A backend for some ranks of a group, of which this is one. Collective over them."""
-    options = SimpleNamespace(
-        store=store,
-        group_rank=rank,
-        group_size=len(global_ranks),
-        global_ranks_in_group=global_ranks,
-        group_id=name,
-        timeout=timeout,
-    )
-    return create(options, None)
 
 
 def rendezvous() -> dict[str, Any]:
@@ -81,27 +50,17 @@ def rendezvous() -> dict[str, Any]:
     return {"store": store or TCPStore(*address[0], size), "rank": rank, "world_size": size}
 
 
-def _gloo(options: Any, prefix: str, is_near: bool) -> Any:
-    from torch.distributed import PrefixStore, ProcessGroupGloo
+def make_gloo(store: Any, rank: int, size: int, timeout: Any, is_on_one_host: bool) -> Any:
+    """What the backend sends through where the ranks share no memory, or are on several hosts."""
+    from torch.distributed import ProcessGroupGloo
 
-    store, rank, size = PrefixStore(prefix, options.store), options.group_rank, options.group_size
-    if not is_near:
-        return ProcessGroupGloo(store, rank, size, timeout=options.timeout)
+    if not is_on_one_host:
+        return ProcessGroupGloo(store, rank, size, timeout=timeout)
     # Connects two ranks when they first need it.
     gloo = ProcessGroupGloo._Options()
     gloo._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
-    gloo._timeout = options.timeout
+    gloo._timeout = timeout
     return ProcessGroupGloo(store, rank, size, gloo)
-
-
-def _group_over(gloo: Any, options: Any) -> Any:
-    import torch
-    from torch.distributed import ProcessGroup
-
-    group = ProcessGroup(options.store, options.group_rank, options.group_size)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    return group
 
 
 @functools.cache

@@ -3,17 +3,20 @@
 #include <algorithm>
 #include <array>
 #include <exception>
+#include <lockstep/error.hpp>
 #include <string>
 #include <string_view>
 #include <utility>
 
 namespace lockstep::nn::detail {
 
-/// What an exception of a c10d backend says. c10d has no classes for it: its text tells.
+/// What an exception of a c10d backend or store says. c10d has no classes for it: its text tells.
 struct C10dError {
   enum class Kind { peer_lost, timeout, other };
   Kind kind;
   std::string text;  // without the C++ stack that libtorch may append
+
+  std::string first_line() const { return text.substr(0, text.find('\n')); }
 };
 
 inline C10dError c10d_error(const std::exception& error) {
@@ -34,6 +37,23 @@ inline C10dError c10d_error(const std::exception& error) {
     kind = Kind::timeout;
   }
   return {.kind = kind, .text = std::move(text)};
+}
+
+/// Throws lockstep's error of that kind.
+[[noreturn]] inline void throw_error(C10dError::Kind kind, const ErrorContext& context,
+                                     std::string text) {
+  using Kind = C10dError::Kind;
+  switch (kind) {
+    case Kind::peer_lost: throw PeerLost(context, std::move(text));
+    case Kind::timeout: throw TimeoutError(context, std::move(text));
+    case Kind::other: break;
+  }
+  throw EngineError(context, std::move(text));
+}
+
+[[noreturn]] inline void throw_store_error(const ErrorContext& context,
+                                           const std::exception& error) {
+  throw EngineError(context, "the store failed: " + c10d_error(error).text);
 }
 
 }  // namespace lockstep::nn::detail

@@ -6,16 +6,11 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "group/world.hpp"
+#include "nn/c10d/c10d_rendezvous.hpp"
 
 namespace lockstep::nn::detail {
-
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
-
-/// How long a rank waits for a store to answer.
-inline constexpr std::chrono::milliseconds kPatience{5000};
 
 struct StoreAddress {
   std::string host;

@@ -10,10 +10,8 @@
 #include <optional>
 #include <string>
 
+#include "nn/backend/layer_group.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
-#include "nn/python/caller.hpp"
-#include "nn/python/layer_group.hpp"
-#include "nn/python/torch_error.hpp"
 #include "nn/python/torch_module.hpp"
 
 namespace py = pybind11;
@@ -22,6 +20,7 @@ namespace lockstep::python {
 namespace {
 
 using at::Tensor;
+using backend::layer_group;
 using MaybeTensor = std::optional<Tensor>;
 
 Tensor value_of(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }

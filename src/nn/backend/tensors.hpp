@@ -9,7 +9,7 @@
 
 #include "nn/elements/elements.hpp"
 
-namespace lockstep::python {
+namespace lockstep::backend {
 
 using Tensors = std::vector<at::Tensor>;
 using nn::write_back;
@@ -53,4 +53,4 @@ bool overlap(const at::Tensor& a, const at::Tensor& b);
 using Storages = std::vector<c10::Storage>;
 Storages storages_of(const Tensors& some, const Tensors& others);
 
-}  // namespace lockstep::python
+}  // namespace lockstep::backend

@@ -1,9 +1,6 @@
-#include "nn/python/backend.hpp"
+#include "nn/backend/backend.hpp"
 
 #include <fmt/format.h>
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <lockstep/engine.hpp>
@@ -11,15 +8,16 @@
 #include <optional>
 
 #include "group/list_calls.hpp"
-#include "nn/python/message_work.hpp"
-#include "nn/python/tagged_message_work.hpp"
+#include "nn/backend/interpreter.hpp"
 
-namespace lockstep::python {
+namespace lockstep::backend {
 
 using c10d::OpType;
 using internal::ListCalls;
 
 namespace {
+
+constinit Interpreter current_interpreter;
 
 struct Registry {
   std::mutex mutex;
@@ -32,6 +30,10 @@ Registry& registry() {
 }
 
 }  // namespace
+
+const Interpreter& interpreter() noexcept { return current_interpreter; }
+
+void set_interpreter(const Interpreter& interpreter) noexcept { current_interpreter = interpreter; }
 
 void LivingBackends::add(const c10::intrusive_ptr<Backend>& backend) {
   Registry& living = registry();
@@ -47,6 +49,15 @@ std::vector<c10::intrusive_ptr<Backend>> LivingBackends::all() {
     if (auto backend = each.lock()) all.push_back(std::move(backend));
   }
   return all;
+}
+
+void LivingBackends::leave(const std::string& failure) {
+  const Released released;
+  auto living = all();
+  for (const auto& backend : living) backend->leave(failure);
+  // The interpreter ends the threads that enter it later, in the midst of a destructor.
+  for (const auto& backend : living) backend->end_callbacks(failure);
+  living.clear();
 }
 
 void LivingBackends::remove_released() noexcept {
@@ -67,7 +78,7 @@ Backend::Backend(Joined joined, c10::intrusive_ptr<Options> options,
 }
 
 Backend::~Backend() {
-  const WithoutGil released;
+  const Released released;
   if (process_.is_copy()) {  // both would wait for threads that a fork does not have
     messages_.release();
     static_cast<void>(queue_.release());
@@ -105,10 +116,6 @@ void Backend::shutdown() {
   queue_->wait_until_idle();
   is_shut_down_ = true;
   leave({});
-}
-
-ErrorContext Backend::context_of(const char* operation, std::source_location where) const {
-  return {.operation = operation, .group = group().name(), .rank = rank_, .where = where};
 }
 
 ErrorContext Backend::context_of_call(const char* operation, std::source_location where) const {
@@ -164,7 +171,7 @@ Backend::WorkResult Backend::message_in_host(const Message& message, const Error
       group(), joined_.messages,
       TaggedMessageWork::Message{
           .tensor = tensor, .in_place = in_place, .type = message.type, .title = message.title});
-  const CallOfPython ended_by_interrupts(group());
+  const InterruptibleCall ended_by_interrupts(group());
   work->post({.op = is_send ? Op::send : Op::recv,
               .dtype = elements.dtype,
               .root = message.peer,
@@ -181,7 +188,7 @@ Backend::WorkResult Backend::message_in_host(const Message& message, const Error
 
 template <class F>
 Backend::WorkResult Backend::message(const Message& message, F start_elsewhere) {
-  const ErrorContext context = context_of_call(operation_of(message.title), python_line());
+  const ErrorContext context = context_of_call(operation_of(message.title), interpreter().where());
   if (size_ == 1) {
     throw UsageError(context, "a group of one rank has no other to send to or to receive from");
   }
@@ -206,8 +213,8 @@ Backend::WorkResult Backend::message(const Message& message, F start_elsewhere) 
       throw;
     }
   }
-  return c10::make_intrusive<MessageWork>(start_elsewhere(*messages_), context, message.peer,
-                                          message.type, message.title, message.tensors);
+  return c10::make_intrusive<GlooMessageWork>(start_elsewhere(*messages_), context, message.peer,
+                                              message.type, message.title, message.tensors);
 }
 
 Backend::WorkResult Backend::send(Tensors& tensors, int dst, int tag) {
@@ -237,11 +244,12 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
     const auto& here = options_->global_ranks_in_group;
     global_ranks.push_back(here.empty() ? r : here.at(r));
   }
-  const pybind11::gil_scoped_acquire gil;
-  return pybind11::module_::import("lockstep._backend")
-      .attr("split")(store, own - ranks.begin(), global_ranks, options->group_name,
-                     options->timeout)
-      .cast<c10::intrusive_ptr<c10d::Backend>>();
+  return make({.store = store,
+               .rank = static_cast<int>(own - ranks.begin()),
+               .size = static_cast<int>(ranks.size()),
+               .name = "process group " + options->group_name,
+               .timeout = options->timeout,
+               .global_ranks = std::move(global_ranks)});
 }
 
 Backend::WorkResult Backend::barrier(const c10d::BarrierOptions& options) {
@@ -254,7 +262,7 @@ Backend::WorkResult Backend::barrier(const c10d::BarrierOptions& options) {
 }
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  const ErrorContext context = context_of_call("monitored_barrier", python_line());
+  const ErrorContext context = context_of_call("monitored_barrier", interpreter().where());
   if (size_ == 1) return;
   const bool has_own_limit = options.timeout != c10d::kUnsetTimeout;
   const std::chrono::milliseconds of_group = Timeout(options_->timeout).or_else({});
@@ -478,4 +486,4 @@ Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inp
       });
 }
 
-}  // namespace lockstep::python
+}  // namespace lockstep::backend

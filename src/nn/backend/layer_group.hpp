@@ -6,7 +6,7 @@
 
 /// What a batch normalisation communicates through: Groups that have all_gather and all_reduce
 /// only, and whose calls Ctrl-C ends also within backward. Not collective. Threads: as the group's.
-namespace lockstep::python {
+namespace lockstep::backend {
 
 Group layer_group(const Group& group);
 
@@ -15,4 +15,4 @@ Group layer_group(const Group& group);
 /// Errors of c10d: EngineError, or PeerLost or TimeoutError where the text says so.
 Group layer_group(const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
 
-}  // namespace lockstep::python
+}  // namespace lockstep::backend

@@ -1,4 +1,4 @@
-#include "nn/python/tensors.hpp"
+#include "nn/backend/tensors.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -9,7 +9,7 @@
 
 #include "group/argument_checks.hpp"
 
-namespace lockstep::python {
+namespace lockstep::backend {
 namespace {
 
 std::optional<ReduceOp> op_of(c10d::ReduceOp::RedOpType op) {
@@ -125,4 +125,4 @@ Storages storages_of(const Tensors& some, const Tensors& others) {
   return storages;
 }
 
-}  // namespace lockstep::python
+}  // namespace lockstep::backend

@@ -7,9 +7,11 @@
 #include <lockstep/error.hpp>
 #include <utility>
 
-#include "nn/python/meeting.hpp"
+#include "nn/c10d/c10d_rendezvous.hpp"
 
-namespace lockstep::python {
+namespace lockstep::backend {
+
+using nn::detail::Membership;
 
 /// torch's monitored barrier: rank 0 waits for the others for a limited time and names those that
 /// did not come. Over the store alone: it needs no connection of the ranks, and whatever comes of
@@ -22,8 +24,8 @@ class MonitoredBarrier {
     bool names_all_late_ranks;  // else the first
   };
 
-  MonitoredBarrier(c10::intrusive_ptr<c10d::Store> store, Meeting meeting)
-      : store_(std::move(store)), meeting_(std::move(meeting)) {}
+  MonitoredBarrier(c10::intrusive_ptr<c10d::Store> store, Membership membership)
+      : store_(std::move(store)), membership_(std::move(membership)) {}
 
   /// Collective. Throws TimeoutError, PeerLost; EngineError if the store fails. Their texts begin
   /// as those of Gloo, which programs look for.
@@ -33,8 +35,8 @@ class MonitoredBarrier {
   class Round;
 
   c10::intrusive_ptr<c10d::Store> store_;
-  Meeting meeting_;
+  Membership membership_;
   std::uint64_t n_calls_ = 0;
 };
 
-}  // namespace lockstep::python
+}  // namespace lockstep::backend

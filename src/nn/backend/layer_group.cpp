@@ -1,4 +1,4 @@
-#include "nn/python/layer_group.hpp"
+#include "nn/backend/layer_group.hpp"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
@@ -17,11 +17,11 @@
 
 #include "group/list_calls.hpp"
 #include "group/native_engine.hpp"
+#include "nn/backend/backend.hpp"
+#include "nn/backend/interpreter.hpp"
 #include "nn/c10d/c10d_error.hpp"
-#include "nn/python/backend.hpp"
-#include "nn/python/caller.hpp"
 
-namespace lockstep::python {
+namespace lockstep::backend {
 namespace {
 
 using c10d::ProcessGroup;
@@ -75,7 +75,7 @@ class OverGroup final : public LayerEngine {
   }
   void abandon(std::string_view reason) noexcept override { group_.abandon(reason); }
   void run(const Call& call) override {
-    const CallOfPython interruptible(group_);
+    const InterruptibleCall interruptible(group_);
     const Elements out{.data = call.out, .count = call.count, .dtype = call.dtype};
     if (call.op == Op::all_reduce) {
       return internal::ListCalls::all_reduce(group_, out, call.reduce, /*tag=*/call.root, Timeout(),
@@ -166,15 +166,9 @@ class OverProcessGroup final : public LayerEngine {
   static at::Device cuda() { return c10::impl::VirtualGuardImpl(at::kCUDA).getDevice(); }
 
   [[noreturn]] void fail(const Call& call, const std::exception& error) const {
-    using Kind = nn::detail::C10dError::Kind;
     const nn::detail::C10dError said = nn::detail::c10d_error(error);
-    const std::string told = fmt::format("{} of torch.distributed failed: {}", name_, said.text);
-    switch (said.kind) {
-      case Kind::peer_lost: throw PeerLost(context_of(call, rank_), told);
-      case Kind::timeout: throw TimeoutError(context_of(call, rank_), told);
-      case Kind::other: break;
-    }
-    throw EngineError(context_of(call, rank_), told);
+    nn::detail::throw_error(said.kind, lockstep::context_of(call, rank_),
+                            fmt::format("{} of torch.distributed failed: {}", name_, said.text));
   }
 
   const WeakProcessGroup process_group_;
@@ -205,4 +199,4 @@ Group layer_group(const c10::intrusive_ptr<ProcessGroup>& process_group) {
   return group;
 }
 
-}  // namespace lockstep::python
+}  // namespace lockstep::backend

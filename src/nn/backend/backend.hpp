@@ -10,24 +10,40 @@
 #include <lockstep/group.hpp>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "base/process_tag.hpp"
 #include "engines/shared/protocol/tagged_messages.hpp"
 #include "group/call_queue.hpp"
-#include "nn/python/backend_work.hpp"
-#include "nn/python/caller.hpp"
-#include "nn/python/monitored_barrier.hpp"
-#include "nn/python/tensors.hpp"
+#include "nn/backend/interpreter.hpp"
+#include "nn/backend/monitored_barrier.hpp"
+#include "nn/backend/tensors.hpp"
+#include "nn/backend/works.hpp"
+#include "nn/error.hpp"
 
-namespace lockstep::python {
+namespace lockstep::backend {
 
 /// A c10d backend for tensors of the CPU over one lockstep group. A call that the caller waits for
 /// at once runs on its own thread, an asynchronous one on the backend's, all in the order of the
 /// program. Threads: any. Errors: lockstep::Error, from the call or from Work::wait.
 class Backend final : public c10d::Backend {
  public:
+  /// A process group as torch describes it, on one of its ranks.
+  struct Config {
+    /// The name of torch's default group.
+    static constexpr std::string_view kWorld = "world";
+
+    c10::intrusive_ptr<c10d::Store> store;
+    int rank;
+    int size;
+    std::string name;
+    std::chrono::milliseconds timeout;
+    std::vector<std::uint64_t> global_ranks;  // empty: all, in the default group
+
+    bool is_world() const { return global_ranks.empty(); }
+  };
   struct Joined {
     Group group;
     Engine* engine;  // the group's
@@ -37,7 +53,11 @@ class Backend final : public c10d::Backend {
   };
   using WorkResult = c10::intrusive_ptr<c10d::Work>;
 
-  /// messages: what sends and receives where joined.messages is null; null in a group of one.
+  /// Collective. Throws PeerLost naming ranks that ended before they joined, TimeoutError naming
+  /// those that did not join, EngineError.
+  static c10::intrusive_ptr<Backend> make(const Config& config);
+  /// Use make(). messages: what sends and receives where joined.messages is null; null in a group
+  /// of one.
   Backend(Joined joined, c10::intrusive_ptr<Options> options,
           c10::intrusive_ptr<c10d::Backend> messages, MonitoredBarrier monitored);
   ~Backend() override;
@@ -113,7 +133,9 @@ class Backend final : public c10d::Backend {
     std::source_location where;
   };
   std::size_t n_ranks() const { return static_cast<std::size_t>(size_); }
-  ErrorContext context_of(const char* operation, std::source_location where) const;
+  ErrorContext context_of(const char* operation, std::source_location where) const {
+    return nn::context_of(operation, group(), where);
+  }
   /// Throws UsageError after shutdown().
   ErrorContext context_of_call(const char* operation, std::source_location where) const;
   Timeout timeout_of(std::chrono::milliseconds timeout) const;
@@ -177,10 +199,12 @@ class Backend final : public c10d::Backend {
 class LivingBackends {
  public:
   static void add(const c10::intrusive_ptr<Backend>& backend);
-  static std::vector<c10::intrusive_ptr<Backend>> all();
+  /// All leave, with `failure` if it is not empty, and their callbacks end.
+  static void leave(const std::string& failure);
 
  private:
   friend class Backend;
+  static std::vector<c10::intrusive_ptr<Backend>> all();
   static void remove_released() noexcept;
 };
 
@@ -211,9 +235,9 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   n_calls_.fetch_add(1, std::memory_order_relaxed);
   const char* const operation = operation_of(title);
   Storages memory = is_async && !process_.is_copy() ? storages_of(inputs, results) : Storages();
-  auto work = c10::make_intrusive<BackendWork>(group(), type, title, inputs, std::move(results));
+  auto work = c10::make_intrusive<CollectiveWork>(group(), type, title, inputs, std::move(results));
   if (!is_async || process_.is_copy()) {
-    const CallOfPython here(group());
+    const InterruptibleCall here(group());
     const Site site{.timeout = timeout_of(timeout), .where = here.where()};
     auto run = before_call(operation, site.where,
                            [&] { return prepare(context_of_call(operation, site.where)); });
@@ -233,7 +257,7 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
     work->complete(nullptr);
     return work;
   }
-  const Site site{.timeout = timeout_of(timeout), .where = python_line()};
+  const Site site{.timeout = timeout_of(timeout), .where = interpreter().where()};
   auto run = before_call(operation, site.where,
                          [&] { return prepare(context_of_call(operation, site.where)); });
   // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
@@ -252,4 +276,4 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   return work;
 }
 
-}  // namespace lockstep::python
+}  // namespace lockstep::backend

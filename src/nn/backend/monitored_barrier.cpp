@@ -1,4 +1,4 @@
-#include "nn/python/monitored_barrier.hpp"
+#include "nn/backend/monitored_barrier.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "nn/python/poll.hpp"
+#include "nn/c10d/c10d_error.hpp"
 
-namespace lockstep::python {
+namespace lockstep::backend {
 namespace {
 
 using BarrierClock = std::chrono::steady_clock;
@@ -28,20 +28,20 @@ constexpr milliseconds kTelling{2000};
 /// is often in its process, which may end after the call.
 class MonitoredBarrier::Round {
  public:
-  Round(c10d::Store& store, const Meeting& meeting, std::uint64_t number,
+  Round(c10d::Store& store, const Membership& membership, std::uint64_t number,
         const ErrorContext& context)
       : store_(store),
-        meeting_(meeting),
+        membership_(membership),
         context_(context),
-        prefix_(fmt::format("{}/monitored_barrier/{}/", meeting.job, number)) {}
+        prefix_(fmt::format("{}/monitored_barrier/{}/", membership.job, number)) {}
 
   void lead(const Limits& limits) {
     std::vector<int> missing, lost;
-    for (int rank = 1; rank < meeting_.membership.size; ++rank) missing.push_back(rank);
-    poll_until(BarrierClock::now() + limits.of_rank_0, [&] {
+    for (int rank = 1; rank < membership_.size(); ++rank) missing.push_back(rank);
+    nn::detail::poll_until(BarrierClock::now() + limits.of_rank_0, [&] {
       std::erase_if(missing, [&](int rank) { return store_.check({key(rank)}); });
       std::ranges::copy_if(missing, std::back_inserter(lost),
-                           [&](int rank) { return meeting_.is_gone(rank); });
+                           [&](int rank) { return membership_.has_ended(rank); });
       return missing.empty() || !lost.empty();
     });
     if (missing.empty()) {
@@ -61,8 +61,8 @@ class MonitoredBarrier::Round {
   void follow(const Limits& limits) {
     store_.set(key(context_.rank), std::string("here"));
     bool is_gone = false, has_outcome = false;
-    poll_until(BarrierClock::now() + limits.of_others, [&] {
-      is_gone = meeting_.is_gone(0);
+    nn::detail::poll_until(BarrierClock::now() + limits.of_others, [&] {
+      is_gone = membership_.has_ended(0);
       has_outcome = store_.check({outcome()});
       return is_gone || has_outcome;
     });
@@ -89,12 +89,13 @@ class MonitoredBarrier::Round {
   bool tell(const std::string& text, const std::vector<int>& missing) {
     store_.set(outcome(), text);
     std::vector<int> told;
-    for (int rank = 1; rank < meeting_.membership.size; ++rank) {
+    for (int rank = 1; rank < membership_.size(); ++rank) {
       if (std::ranges::find(missing, rank) == missing.end()) told.push_back(rank);
     }
-    poll_until(BarrierClock::now() + kTelling, [&] {
-      std::erase_if(told,
-                    [&](int rank) { return !store_.check({key(rank)}) || meeting_.is_gone(rank); });
+    nn::detail::poll_until(BarrierClock::now() + kTelling, [&] {
+      std::erase_if(told, [&](int rank) {
+        return !store_.check({key(rank)}) || membership_.has_ended(rank);
+      });
       return told.empty();
     });
     return told.empty();
@@ -110,8 +111,8 @@ class MonitoredBarrier::Round {
   static constexpr char kLate = 'T', kLost = 'L';  // before the text
 
   [[noreturn]] void fail(bool is_lost, std::string text) const {
-    if (is_lost) throw PeerLost(context_, std::move(text));
-    throw TimeoutError(context_, std::move(text));
+    using Kind = nn::detail::C10dError::Kind;
+    nn::detail::throw_error(is_lost ? Kind::peer_lost : Kind::timeout, context_, std::move(text));
   }
   std::string key(int rank) const { return fmt::format("{}{}", prefix_, rank); }
   std::string outcome() const { return prefix_ + "outcome"; }
@@ -123,13 +124,13 @@ class MonitoredBarrier::Round {
   }
 
   c10d::Store& store_;
-  const Meeting& meeting_;
+  const Membership& membership_;
   const ErrorContext& context_;
   std::string prefix_;
 };
 
 void MonitoredBarrier::wait(const ErrorContext& context, const Limits& limits) {
-  Round round(*store_, meeting_, ++n_calls_, context);
+  Round round(*store_, membership_, ++n_calls_, context);
   try {
     if (context.rank == 0) {
       round.lead(limits);
@@ -140,9 +141,9 @@ void MonitoredBarrier::wait(const ErrorContext& context, const Limits& limits) {
     throw;
   } catch (const std::exception& error) {
     // The store is often in rank 0.
-    if (meeting_.is_gone(0)) throw PeerLost(context, round.reached("it has ended"));
-    throw EngineError(context, fmt::format("the store failed: {}", error.what()));
+    if (membership_.has_ended(0)) throw PeerLost(context, round.reached("it has ended"));
+    nn::detail::throw_store_error(context, error);
   }
 }
 
-}  // namespace lockstep::python
+}  // namespace lockstep::backend

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <exception>
+#include <lockstep/group.hpp>
+#include <source_location>
+
+namespace lockstep::backend {
+
+/// What the backend takes from the language of the program. The defaults are those of C++.
+struct Interpreter {
+  struct Gloo {
+    const c10::intrusive_ptr<c10d::Store>& store;
+    int rank;
+    int size;
+    std::chrono::milliseconds timeout;
+    bool is_on_one_host;
+  };
+
+  /// The caller's line.
+  std::source_location (*where)() = [] { return std::source_location(); };
+  /// A call on `group` by this thread, which an interrupt of the program ends, until end_call with
+  /// the value returned in `before`. Returns the caller's line. Throws if an interrupt has come.
+  std::source_location (*begin_call)(const Group& group, const Group** before) =
+      [](const Group&, const Group**) { return std::source_location(); };
+  void (*end_call)(const Group* before) = [](const Group*) {};
+  /// From now on interrupts end calls of the main thread.
+  void (*watch_interrupts)() = [] {};
+  /// Releases the interpreter's lock, if this thread holds it, until reacquire with what it
+  /// returns: other threads may need it to end.
+  void* (*release)() = []() -> void* { return nullptr; };
+  void (*reacquire)(void* released) = [](void*) {};
+  /// For an error of lockstep that passes through torch's C++ (autograd, a future): one that torch
+  /// raises as the same class instead of a RuntimeError. Others are returned.
+  std::exception_ptr (*error_for_torch)(std::exception_ptr thrown) = [](std::exception_ptr thrown) {
+    return thrown;
+  };
+  /// A ProcessGroupGloo, whose headers PyTorch's package lacks; null: there is none.
+  c10::intrusive_ptr<c10d::Backend> (*make_gloo)(const Gloo& gloo) = [](const Gloo&) {
+    return c10::intrusive_ptr<c10d::Backend>();
+  };
+};
+
+/// Of this process. Set it before the first backend is made.
+const Interpreter& interpreter() noexcept;
+void set_interpreter(const Interpreter& interpreter) noexcept;
+
+/// Without the interpreter's lock.
+class Released {
+ public:
+  Released() : state_(interpreter().release()) {}
+  ~Released() { interpreter().reacquire(state_); }
+  Released(const Released&) = delete;
+  Released& operator=(const Released&) = delete;
+
+ private:
+  void* state_;
+};
+
+/// begin_call and end_call.
+class InterruptibleCall {
+ public:
+  explicit InterruptibleCall(const Group& group)
+      : where_(interpreter().begin_call(group, &before_)) {}
+  ~InterruptibleCall() { interpreter().end_call(before_); }
+  InterruptibleCall(const InterruptibleCall&) = delete;
+  InterruptibleCall& operator=(const InterruptibleCall&) = delete;
+
+  std::source_location where() const { return where_; }
+
+ private:
+  const Group* before_ = nullptr;
+  std::source_location where_;
+};
+
+}  // namespace lockstep::backend

@@ -1,0 +1,188 @@
+#include "nn/backend/backend.hpp"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdlib>
+#include <lockstep/env.hpp>
+#include <mutex>
+#include <optional>
+
+#include "engines/hierarchical/hierarchical.hpp"
+#include "engines/message/message_engine.hpp"
+#include "engines/shared/bootstrap/job.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
+#include "engines/solo/solo.hpp"
+#include "group/group_state.hpp"
+#include "group/leave_on_exception.hpp"
+#include "nn/backend/interpreter.hpp"
+#include "nn/c10d/c10d_error.hpp"
+#include "nn/c10d/c10d_transport.hpp"
+#include "nn/c10d/c10d_wire.hpp"
+#include "record/recorder.hpp"
+#include "world/session.hpp"
+#include "world/settings.hpp"
+#include "world/variables.hpp"
+
+namespace lockstep::backend {
+namespace {
+
+using Config = Backend::Config;
+
+/// Of the default group.
+struct WorldMembership {
+  std::mutex mutex;
+  std::optional<Membership> membership;
+};
+
+WorldMembership& world_membership() {
+  static auto& only = *new WorldMembership;
+  return only;
+}
+
+/// Collective. Throws PeerLost, TimeoutError, EngineError.
+Membership find_members(const Config& config, std::chrono::milliseconds timeout,
+                        std::source_location where) {
+  const std::optional<Membership> earlier = [&]() -> std::optional<Membership> {
+    const std::lock_guard lock(world_membership().mutex);
+    if (config.is_world()) world_membership().membership.reset();
+    return world_membership().membership;
+  }();
+  Membership membership;
+  if (config.size > 1) {
+    const ErrorContext context{.operation = "init_process_group",
+                               .group = config.name,
+                               .rank = config.rank,
+                               .where = where};
+    try {
+      nn::detail::Rendezvous rendezvous(
+          config.store,
+          {.context = context,
+           .size = config.size,
+           .timeout = timeout,
+           .keys = "lockstep",
+           .action = "come to init_process_group or new_group",
+           .earlier = earlier ? &*earlier : nullptr,
+           .earlier_ranks = {config.global_ranks.begin(), config.global_ranks.end()}});
+      rendezvous.join(std::chrono::steady_clock::now() + timeout);
+      membership = rendezvous.membership();
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      nn::detail::throw_store_error(context, error);
+    }
+  }
+  if (config.is_world()) {
+    const std::lock_guard lock(world_membership().mutex);
+    world_membership().membership = membership;
+  }
+  return membership;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_gloo(const Config& config, const char* prefix,
+                                            bool is_on_one_host) {
+  auto gloo = interpreter().make_gloo(
+      {.store = c10::make_intrusive<c10d::PrefixStore>(prefix, config.store),
+       .rank = config.rank,
+       .size = config.size,
+       .timeout = config.timeout,
+       .is_on_one_host = is_on_one_host});
+  if (gloo) return gloo;
+  throw UsageError({.operation = "init_process_group", .group = config.name, .rank = config.rank},
+                   "ranks on several hosts, or that may not access each other's memory, need Gloo");
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> group_between_hosts(const Config& config) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(config.store, config.rank, config.size);
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO,
+                    make_gloo(config, "lockstep_between", /*is_on_one_host=*/false));
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+  return group;
+}
+
+/// Over shared memory and, between hosts, over Gloo. Collective.
+Backend::Joined join(const Config& config, const Membership& membership,
+                     std::chrono::milliseconds timeout, std::source_location where) {
+  const std::string& name = config.name;
+  const Env env = Env::read();
+  const message::Costs costs = message::parse_costs(env.network);
+  const Call barrier{.op = Op::barrier,
+                     .check = env.check,
+                     .group = name,
+                     .sequence = 1,
+                     .timeout = timeout,
+                     .where = where};
+  if (env.segment) {
+    const auto local_rank = internal::variable("LOCAL_RANK");
+    shared::note_joined(*env.segment, local_rank ? std::atoi(local_rank->c_str()) : -1);
+  }
+  std::unique_ptr<Engine> engine;
+  std::shared_ptr<internal::Recorder> recorder;
+  shared::HostEngine* shared_engine = nullptr;
+  if (membership.size() == 1) {
+    engine = solo::make();
+  } else if (membership.is_on_one_host()) {
+    auto joined = shared::bootstrap_world(membership.job, membership.rank, membership.size(),
+                                          barrier, env.tune);
+    recorder = joined->recorder();
+    shared_engine = joined.get();
+    engine = std::move(joined);
+  } else {
+    auto wire =
+        nn::detail::Wire::make(group_between_hosts(config), c10::intrusive_ptr<c10d::Store>());
+    engine = hierarchical::make(
+        message::make("gloo", std::make_unique<nn::detail::Transport>(std::move(wire)), costs),
+        membership.hosts, barrier, env.tune);
+    recorder = internal::Recorder::in_process(membership.rank, membership.size());
+  }
+  std::shared_ptr<shared::TaggedMessages> messages;
+  internal::leave_on_exception(*engine, [&] {
+    if (membership.size() > 1) internal::compare_settings(*engine, barrier, costs);
+    if (shared_engine != nullptr) {
+      Call allocate = barrier;
+      allocate.op = Op::allocate;
+      messages = shared_engine->make_messages(allocate);
+    }
+    // One record per rank: that of lockstep's own world, if the program has joined one.
+    if (recorder && name == Config::kWorld && internal::session() == nullptr) {
+      if (env.record_dir) recorder->write_to(*env.record_dir);
+      if (env.trace_dir) recorder->trace_to(*env.trace_dir, env.restart);
+    }
+  });
+  Engine* const joined = engine.get();
+  return {.group = Group(std::make_shared<internal::GroupState>(std::move(engine), name, timeout,
+                                                                std::move(recorder), env.check)),
+          .engine = joined,
+          .messages = std::move(messages)};
+}
+
+}  // namespace
+
+c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
+  const std::source_location where = interpreter().where();
+  const Released released;
+  // The program's own, if it is not torch's default. "For ever" may be more than clocks can add to
+  // now.
+  const std::chrono::milliseconds timeout =
+      config.timeout != kBackendDefaultTimeout
+          ? Timeout(config.timeout).or_else({})
+          : Env::read().timeout.value_or(std::chrono::milliseconds(config.timeout));
+  Membership membership = find_members(config, timeout, where);
+  Joined joined = join(config, membership, timeout, where);
+  c10::intrusive_ptr<c10d::Backend> messages;
+  if (config.size > 1) {
+    interpreter().watch_interrupts();
+    if (!joined.messages) {
+      messages = make_gloo(config, "lockstep_messages", membership.is_on_one_host());
+    }
+  }
+  auto options = c10::make_intrusive<Options>("lockstep", joined.group.timeout());
+  options->global_ranks_in_group = config.global_ranks;
+  auto backend =
+      c10::make_intrusive<Backend>(std::move(joined), std::move(options), std::move(messages),
+                                   MonitoredBarrier(config.store, std::move(membership)));
+  LivingBackends::add(backend);
+  return backend;
+}
+
+}  // namespace lockstep::backend

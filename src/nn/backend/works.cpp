@@ -1,0 +1,168 @@
+#include "nn/backend/works.hpp"
+
+#include <fmt/format.h>
+
+#include <string>
+#include <utility>
+
+#include "nn/backend/interpreter.hpp"
+#include "nn/backend/tensors.hpp"
+#include "nn/c10d/c10d_error.hpp"
+
+namespace lockstep::backend {
+
+CollectiveWork::CollectiveWork(Group group, c10d::OpType type, const char* title,
+                               const std::vector<at::Tensor>& inputs,
+                               std::vector<at::Tensor> results)
+    : Work(group.rank(), type, title, inputs),
+      group_(std::move(group)),
+      results_(std::move(results)) {}
+
+bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
+  if (!isCompleted()) {
+    const InterruptibleCall call(group_);
+    std::unique_lock lock(mutex_);
+    const auto is_completed = [this] { return completed_; };
+    if (timeout == kNoTimeout) {
+      cv_.wait(lock, is_completed);
+    } else if (!cv_.wait_for(lock, timeout, is_completed)) {
+      throw TimeoutError(
+          {.operation = c10d::opTypeToString(opType_),
+           .group = group_.name(),
+           .rank = group_.rank(),
+           .where = call.where()},
+          fmt::format("timeout: the call had not completed after {} ms, the limit of "
+                      "this wait; it goes on",
+                      timeout.count()));
+    }
+  }
+  if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
+  const std::lock_guard lock(mutex_);
+  if (!future_) {
+    future_ =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (completed_) complete_future();
+  }
+  return future_;
+}
+
+void CollectiveWork::complete_future() {
+  if (exception_) {
+    future_->setError(interpreter().error_for_torch(exception_));  // DDP rethrows it in backward
+  } else {
+    future_->markCompleted(c10::IValue(results_));
+  }
+}
+
+std::function<void()> CollectiveWork::complete(std::exception_ptr error) {
+  finish(std::move(error));
+  const std::lock_guard lock(mutex_);
+  if (!future_ || future_->completed()) return {};  // one made from now on is complete
+  return
+      [work = c10::intrusive_ptr<CollectiveWork>::reclaim_copy(this)] { work->complete_future(); };
+}
+
+TaggedMessageWork::TaggedMessageWork(Group group, std::shared_ptr<shared::TaggedMessages> messages,
+                                     Message message)
+    : Work(group.rank(), message.type, message.title, std::vector<at::Tensor>{message.tensor}),
+      group_(std::move(group)),
+      messages_(std::move(messages)),
+      message_(std::move(message)) {}
+
+void TaggedMessageWork::post(const Call& call, int tag) try {
+  timeout_ = call.timeout;
+  // The storage: a program may give the tensor another one meanwhile.
+  request_ = messages_->post(call, tag, message_.in_place.storage());
+} catch (...) {
+  finish(std::current_exception());
+  throw;
+}
+
+bool TaggedMessageWork::wait(std::chrono::milliseconds timeout) {
+  if (!request_->poll()) {
+    const InterruptibleCall ended_by_interrupts(group_);
+    try {
+      request_->wait(timeout == kNoTimeout ? timeout_ : Timeout(timeout).or_else(timeout_));
+    } catch (const Error&) {  // complete() throws it
+    }
+  }
+  complete();
+  return true;
+}
+
+bool TaggedMessageWork::isCompleted() {
+  if (Work::isCompleted()) return true;
+  if (!request_->poll()) return false;
+  try {
+    complete();
+  } catch (...) {  // wait() throws it
+  }
+  return true;
+}
+
+void TaggedMessageWork::complete() {
+  const std::lock_guard lock(completing_);
+  if (Work::isCompleted()) {
+    if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+    return;
+  }
+  try {
+    request_->wait(std::chrono::milliseconds::zero());
+    if (opType_ != c10d::OpType::SEND) write_back(message_.in_place, message_.tensor);
+  } catch (...) {
+    finish(std::current_exception());
+    throw;
+  }
+  finish();
+}
+
+void TaggedMessageWork::abort() {
+  request_->end_with(std::make_exception_ptr(EngineError(
+      {.operation = c10d::opTypeToString(opType_), .group = group_.name(), .rank = group_.rank()},
+      "Work.abort was called")));
+}
+
+namespace {
+
+/// peer: negative if it may be any.
+[[noreturn]] void throw_error_of_message(const std::exception& error, const ErrorContext& context,
+                                         int peer) {
+  using Kind = nn::detail::C10dError::Kind;
+  const nn::detail::C10dError told = nn::detail::c10d_error(error);
+  const std::string who = peer < 0 ? "another rank" : fmt::format("rank {}", peer);
+  const char* const what = told.kind == Kind::peer_lost ? "{} died or left: {}"
+                           : told.kind == Kind::timeout ? "{} did not come within the timeout: {}"
+                                                        : "with {}: {}";
+  nn::detail::throw_error(told.kind, context,
+                          fmt::format(fmt::runtime(what), who, told.first_line()));
+}
+
+}  // namespace
+
+GlooMessageWork::GlooMessageWork(Inner inner, ErrorContext context, int peer, c10d::OpType type,
+                                 const char* title, const std::vector<at::Tensor>& tensors)
+    : Work(context.rank, type, title, tensors),
+      inner_(std::move(inner)),
+      context_(std::move(context)),
+      peer_(peer) {}
+
+bool GlooMessageWork::wait(std::chrono::milliseconds timeout) {
+  try {
+    inner_->wait(timeout);
+  } catch (const std::exception& error) {
+    try {
+      throw_error_of_message(error, context_, peer_);
+    } catch (...) {
+      finish(std::current_exception());
+      throw;
+    }
+  }
+  finish();
+  return true;
+}
+
+}  // namespace lockstep::backend
