@@ -210,9 +210,9 @@ def run(rank, options, store):
     if rank == 0:
         print(f"\n{'a step':34}{'gloo':>12}{'lockstep':>12}{'one rank':>12}{'no wrapper':>12}   gloo adds")
     # The wrapper over a group of one rank computes all that it does otherwise, and communicates nothing.
-    contestants = {**groups, "one rank": of_one}
-    for of_model in zip(*(steps(group) for group in contestants.values())):
-        calls = {backend: step for backend, (_, _, step) in zip(contestants, of_model)}
+    candidates = {**groups, "one rank": of_one}
+    for of_model in zip(*(steps(group) for group in candidates.values())):
+        calls = {backend: step for backend, (_, _, step) in zip(candidates, of_model)}
         name, make, _ = of_model[0]
         calls["no wrapper"] = step_of(*make())
         medians = measure(calls, 8 * options.seconds)

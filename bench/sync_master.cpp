@@ -44,7 +44,7 @@ class LockedBarrier {
  public:
   explicit LockedBarrier(int n_threads) : n_threads_(n_threads) {}
   /// False once it is closed.
-  bool meet() {
+  bool arrive_and_wait() {
     std::unique_lock lock(mutex_);
     const auto number = number_;
     if (++n_waiting_ == n_threads_) {
@@ -76,13 +76,13 @@ void locked_gather_and_release(benchmark::State& state) {
   std::vector<std::jthread> slaves;
   for (int id = 1; id <= state.range(0); ++id) {
     slaves.emplace_back([&] {
-      while (barrier.meet()) {
+      while (barrier.arrive_and_wait()) {
       }
     });
   }
   for (auto _ : state) {
-    barrier.meet();
-    barrier.meet();
+    barrier.arrive_and_wait();
+    barrier.arrive_and_wait();
   }
   barrier.close();
 }

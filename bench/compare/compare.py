@@ -120,7 +120,7 @@ class Point:
             if found := placements.get(self.placement()):
                 row.update(p50_us=found['p50_us'], p99_us=found['p99_us'], placement=self.placement())
             elif not error:
-                error = 'the machine moved during every block'
+                error = 'the core placement changed during every block'
             if placements:
                 row['placements'] = placements
             if track.n_moved:

@@ -63,7 +63,7 @@ class Schedule:
         if candidate in self.failed or len(self.times[candidate, placement]) >= self.n_blocks:
             return False
         own = self.median_of(candidate, placement)
-        if own is None or self.libraries[candidate] == 'lockstep':  # ours are no settings
+        if own is None or self.libraries[candidate] == 'lockstep':  # lockstep's are not alternative settings
             return True
         others = [self.median_of(i, placement) for i, library in enumerate(self.libraries)
                   if i != candidate and i not in self.failed and library == self.libraries[candidate]]

@@ -44,7 +44,7 @@ class ScheduleTest(unittest.TestCase):
     def test_a_clearly_slower_setting_has_a_trial_only(self):
         n_blocks = self.take_blocks(Schedule(['lockstep', 'lockstep', 'mpich', 'mpich', 'mpich'], n_blocks=5),
                                     [1, 10, 4, 2, 2.5], lambda turn: 'near')
-        # Ranks that are threads are no setting.
+        # Lockstep with ranks as threads is not an alternative setting.
         self.assertEqual([n_blocks[i, 'near'] for i in range(5)], [5, 5, 2, 5, 5])
 
     def test_one_whose_blocks_never_count_leaves_the_others_their_turns(self):

@@ -78,8 +78,8 @@ class Host final : public lockstep::shared::HostEngine {
     return nullptr;
   }
   void extend_deadline(std::chrono::nanoseconds) noexcept override {}
-  void begin_elsewhere(const lockstep::Call&) override {}
-  void end_elsewhere() noexcept override {}
+  void begin_between_hosts(const lockstep::Call&) override {}
+  void end_between_hosts() noexcept override {}
   std::shared_ptr<lockstep::shared::TaggedMessages> make_messages(const lockstep::Call&) override {
     return nullptr;
   }

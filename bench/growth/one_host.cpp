@@ -20,7 +20,8 @@ int number(std::string_view text) {
   int value = 0;
   const auto parsed = std::from_chars(text.data(), text.data() + text.size(), value);
   if (parsed.ec != std::errc() || parsed.ptr != text.data() + text.size() || value < 0) {
-    throw std::invalid_argument(fmt::format("'{}' is no number of RANKS, BYTES or CALLS", text));
+    throw std::invalid_argument(
+        fmt::format("'{}' is not a valid number of RANKS, BYTES or CALLS", text));
   }
   return value;
 }

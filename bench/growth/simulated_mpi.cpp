@@ -57,7 +57,7 @@ extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mp
   static const LockstepMpi table = [] {
     LockstepMpi changed = *lockstep_mpi_without_cost();
     // Ranks do not poll, so cores are not queried.
-    changed.neighbours = [](std::uint64_t*, std::size_t, int* n_ranks) {
+    changed.host_ranks = [](std::uint64_t*, std::size_t, int* n_ranks) {
       *n_ranks = 1;
       return int{MPI_SUCCESS};
     };
@@ -67,8 +67,8 @@ extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mp
       growth::world().start_line->wait();
       return code;
     };
-    changed.poll_control = [](void*, void*, std::size_t, std::int32_t* has_come) {
-      *has_come = 0;
+    changed.poll_control = [](void*, void*, std::size_t, std::int32_t* has_arrived) {
+      *has_arrived = 0;
       return int{MPI_SUCCESS};
     };
     changed.begin = [](void* handle, const lockstep::message::Message* messages,

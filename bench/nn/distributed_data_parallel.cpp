@@ -38,17 +38,17 @@ constexpr std::chrono::seconds kTime{60};  // for each image size
 constexpr std::size_t kMinSteps = 5;
 
 /// One network, and how its gradients are averaged over the ranks.
-class Contestant {
+class Candidate {
  public:
-  explicit Contestant(const lockstep::Group& statistics) {
+  explicit Candidate(const lockstep::Group& statistics) {
     torch::manual_seed(1);
     net_ = resnet18(kClasses);
     lockstep::nn::convert_sync_batchnorm(net_, statistics);
     sgd_ = std::make_unique<torch::optim::SGD>(net_->parameters(), 1e-3);
   }
-  virtual ~Contestant() = default;
-  Contestant(const Contestant&) = delete;
-  Contestant& operator=(const Contestant&) = delete;
+  virtual ~Candidate() = default;
+  Candidate(const Candidate&) = delete;
+  Candidate& operator=(const Candidate&) = delete;
 
   /// From the last moment at which any rank began to the end on this rank.
   double step_ms(const Tensor& x, const Tensor& labels) {
@@ -78,9 +78,9 @@ lockstep::Group this_rank() {
 }
 
 /// Gradients stay local: the ranks only wait for each other.
-class NoExchange : public Contestant {
+class NoExchange : public Candidate {
  public:
-  using Contestant::Contestant;
+  using Candidate::Candidate;
 
  private:
   void forward_and_backward(const Tensor& x, const Tensor& labels) override {
@@ -89,9 +89,9 @@ class NoExchange : public Contestant {
   }
 };
 
-class Ddp : public Contestant {
+class Ddp : public Candidate {
  public:
-  explicit Ddp(const lockstep::Group& statistics) : Contestant(statistics), ddp_(net_) {}
+  explicit Ddp(const lockstep::Group& statistics) : Candidate(statistics), ddp_(net_) {}
 
  private:
   void forward_and_backward(const Tensor& x, const Tensor& labels) override {
@@ -100,9 +100,9 @@ class Ddp : public Contestant {
   lockstep::nn::DistributedDataParallel<Sequential> ddp_;
 };
 
-class AfterBackward : public Contestant {
+class AfterBackward : public Candidate {
  public:
-  AfterBackward() : Contestant(lockstep::default_group()) {}
+  AfterBackward() : Candidate(lockstep::default_group()) {}
 
  private:
   void forward_and_backward(const Tensor& x, const Tensor& labels) override {
@@ -116,9 +116,9 @@ class AfterBackward : public Contestant {
 #ifdef USE_C10D_GLOO
 /// Buckets as in PyTorch's DDP (reverse order, the first of 1 MiB, then 25 MiB; gradients are views
 /// of them), each passed to ProcessGroupGloo as soon as it is full, while backward continues.
-class C10d : public Contestant {
+class C10d : public Candidate {
  public:
-  C10d() : Contestant(lockstep::default_group()), gloo_(make_gloo()) {
+  C10d() : Candidate(lockstep::default_group()), gloo_(make_gloo()) {
     auto parameters = net_->parameters();
     std::reverse(parameters.begin(), parameters.end());
     std::int64_t limit = 1 << 20;
@@ -176,7 +176,7 @@ class C10d : public Contestant {
 
 struct Row {
   std::string name;
-  std::unique_ptr<Contestant> contestant;
+  std::unique_ptr<Candidate> candidate;
   bool is_synchronised = true;  // statistics and gradients
   std::vector<double> ms = {};
 };
@@ -195,7 +195,7 @@ void compare(std::int64_t size, Results& results) {
   torch::manual_seed(2 + lockstep::get_rank());
   const Tensor x = torch::rand({kBatch, 3, size, size});
   const Tensor labels = torch::randint(kClasses, {kBatch});
-  for (Row& row : rows) row.contestant->step_ms(x, labels);  // afterwards the buckets are rebuilt
+  for (Row& row : rows) row.candidate->step_ms(x, labels);  // afterwards the buckets are rebuilt
   const auto end = Clock::now() + kTime;
   std::mt19937 generator(1);  // the same on all ranks
   std::vector<std::size_t> turns(rows.size());
@@ -204,13 +204,13 @@ void compare(std::int64_t size, Results& results) {
     // A step depends on the caches left by the previous one, so the order is shuffled.
     std::shuffle(turns.begin(), turns.end(), generator);
     for (const std::size_t i : turns) {
-      rows[i].ms.push_back(rows[i].contestant->step_ms(x, labels));
+      rows[i].ms.push_back(rows[i].candidate->step_ms(x, labels));
     }
     goes_on = Clock::now() < end || rows[0].ms.size() < kMinSteps;
   }
   std::vector<Tensor> weights;
   for (const Row& row : rows) {
-    if (row.is_synchronised) weights.push_back(row.contestant->first_weight());
+    if (row.is_synchronised) weights.push_back(row.candidate->first_weight());
   }
   for (const Tensor& other : weights) {
     const double difference = (other - weights[0]).abs().max().item<double>();

@@ -52,9 +52,9 @@ struct Times {
 
 /// One step per call of the layer, over one activation.
 template <class Layer>
-class Contestant {
+class Candidate {
  public:
-  Contestant(Layer layer, Tensor x, Tensor dy)
+  Candidate(Layer layer, Tensor x, Tensor dy)
       : layer_(std::move(layer)), x_(std::move(x)), dy_(std::move(dy)) {
     step();
     n_steps_ = lockstep::all_reduce_value(
@@ -101,7 +101,7 @@ struct Shape {
 using Figures = std::array<double, 4>;
 
 template <class Theirs, class Ours>
-Figures take_turns(Theirs& theirs, Ours& ours) {
+Figures alternate(Theirs& theirs, Ours& ours) {
   std::array<std::vector<double>, 4> us;
   for (int i = 0; i < kBlocks; ++i) {
     const Times of_theirs = theirs.block();
@@ -148,9 +148,9 @@ void compare(const Shape& shape, lockstep::bench::Results& results) {
   const std::int64_t channels = shape.sizes[1];
   Plain layer(channels);
   layer->to(shape.type);
-  Contestant plain(layer, x, dy);
-  Contestant synchronised(Synchronised(channels), x, dy);
-  add_row(results, "BatchNorm", shape, take_turns(plain, synchronised));
+  Candidate plain(layer, x, dy);
+  Candidate synchronised(Synchronised(channels), x, dy);
+  add_row(results, "BatchNorm", shape, alternate(plain, synchronised));
 }
 
 #ifdef USE_C10D_GLOO
@@ -163,9 +163,9 @@ void compare_with_composed(const Shape& shape, lockstep::bench::Results& results
   if (!torch::allclose(layer->forward(x), own->forward(x), 1e-4, 1e-4)) {
     throw std::runtime_error("the composed BatchNorm has another result");
   }
-  Contestant composed(layer, x, dy);
-  Contestant synchronised(own, x, dy);
-  add_row(results, "composed", shape, take_turns(composed, synchronised));
+  Candidate composed(layer, x, dy);
+  Candidate synchronised(own, x, dy);
+  add_row(results, "composed", shape, alternate(composed, synchronised));
 }
 #endif
 

@@ -3,19 +3,19 @@
 #include <thread>
 #include <vector>
 
-#include "meeting_engine.hpp"
+#include "thread_engine.hpp"
 
 // Four ranks, the threads of this process, over the engine of this folder.
 int main() {
   constexpr int kRanks = 4;
-  const auto meeting = example::make_meeting(kRanks);
+  const auto state = example::make_shared_state(kRanks);
   std::vector<double> sums(kRanks);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] {
       // The default group of this thread, while `scope` lives.
       const lockstep::GroupScope scope(
-          lockstep::Group(example::join(meeting, rank), "world", std::chrono::seconds(30)));
+          lockstep::Group(example::join(state, rank), "world", std::chrono::seconds(30)));
       sums[static_cast<std::size_t>(rank)] = lockstep::all_reduce_value(rank + 1.0);
     });
   }

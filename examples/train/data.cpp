@@ -46,7 +46,8 @@ Images read_images(const fs::path& folder, const std::string& set) {
 Idx read_idx(fs::path path, std::size_t n_dims) {
   if (!fs::exists(path)) path += ".gz";
   if (!fs::exists(path)) {
-    throw DataError(fmt::format("cannot open {}: no such file, or without .gz", path.string()));
+    throw DataError(
+        fmt::format("cannot open {}: no such file, with or without .gz", path.string()));
   }
   const std::unique_ptr<gzFile_s, int (*)(gzFile)> file(gzopen(path.c_str(), "rb"), gzclose);
   if (!file) {

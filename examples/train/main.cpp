@@ -41,7 +41,8 @@ void add_options(CLI::App& app, train::Options& options) {
   add("--save", options.save, "write a checkpoint here after every epoch");
   add("--load", options.load, "resume from this checkpoint");
   add("--metrics", options.metrics, "append JSON lines to this file: one per epoch, and a summary");
-  add("--metrics-every", options.metrics_every, "and the loss of so many steps")->check(from_0);
+  add("--metrics-every", options.metrics_every, "also write the mean loss every N steps; 0: never")
+      ->check(from_0);
   add("--compare", options.compare, "print how much two checkpoints differ")->expected(2);
 }
 

@@ -17,14 +17,14 @@ namespace lockstep {
 
 namespace detail {
 
-enum class First { main_process, local_main_process };
+enum class FirstScope { main_process, local_main_process };
 
 /// Rank 0 of the group runs f first, then the other ranks.
-void run_first(First function, const std::function<void()>& f, const Group& group, Timeout limit,
-               std::source_location where);
+void run_first(FirstScope function, const std::function<void()>& f, const Group& group,
+               Timeout limit, std::source_location where);
 
 template <std::invocable F>
-auto run_first(First function, F& f, const Group& group, Timeout limit,
+auto run_first(FirstScope function, F& f, const Group& group, Timeout limit,
                std::source_location where) {
   using Result = std::invoke_result_t<F&>;
   if constexpr (std::is_void_v<Result>) {
@@ -89,14 +89,14 @@ auto master_only(F f, const Group& group) {
 template <std::invocable F>
 auto main_process_first(F f, const Group& group = default_group(), Timeout limit = Timeout::never(),
                         std::source_location where = std::source_location::current()) {
-  return detail::run_first(detail::First::main_process, f, group, limit, where);
+  return detail::run_first(detail::FirstScope::main_process, f, group, limit, where);
 }
 
 /// The same on each host separately: the first rank on the host, then the other ranks there.
 template <std::invocable F>
 auto local_main_process_first(F f, Timeout limit = Timeout::never(),
                               std::source_location where = std::source_location::current()) {
-  return detail::run_first(detail::First::local_main_process, f, local_group(), limit, where);
+  return detail::run_first(detail::FirstScope::local_main_process, f, local_group(), limit, where);
 }
 
 }  // namespace lockstep

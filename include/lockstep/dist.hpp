@@ -105,7 +105,7 @@ template <class R>
   return read<Use::read_later>(std::forward<R>(range));
 }
 
-/// What holds another rank's data of a range of this type; for a type that is none check_data
+/// The container for another rank's data of a range of this type; for any other type check_data
 /// reports the error.
 template <class R>
 struct PartOf {
@@ -213,8 +213,8 @@ void broadcast(R&&, const Group&, Rest&&...) {
                 "group)");
 }
 
-/// Returns every rank's data, indexed by rank: vectors, of a std::string strings. Sizes may differ
-/// per rank.
+/// Returns every rank's data, indexed by rank: as vectors, or as strings if data is a std::string.
+/// Sizes may differ per rank.
 template <class R>
 detail::Parts<R> all_gather(const R& data, const Group& group = default_group(),
                             Timeout timeout = {}, Where where = Where::current()) {

@@ -63,7 +63,8 @@ struct Call {
   /// this operation with this peer. Ranks compare it, see Engine::refuse.
   std::uint32_t n_refused = 0;
   std::string_view group{};  ///< name of the group, for errors
-  /// What errors call it, if not by its op: "init_dist" of the barrier of the ranks that join.
+  /// The name of the operation in errors, if not that of `op`: "init_dist" for the barrier of
+  /// joining ranks.
   std::string_view operation{};
   std::uint64_t sequence = 0;           ///< number of the call in its group, from 1
   std::chrono::milliseconds timeout{};  ///< how long it may wait
@@ -143,19 +144,19 @@ class Engine {
   /// threads.
   virtual std::string_view why_one_thread() const noexcept { return {}; }
   virtual void run(const Call& call) = 0;
-  /// The same of a call that may have Call::ins and Call::outs. By default it copies the parts
-  /// together for run(), and apart.
+  /// The same for a call that may have Call::ins and Call::outs. By default it packs the parts into
+  /// one buffer for run(), and unpacks the result.
   virtual void run_lists(const Call& call);
   /// A new engine over the ranks that gave the same color, in order of (key, rank). Collective.
   virtual std::unique_ptr<Engine> split(const Call& call, int color, int key) = 0;
   /// `call.count` zeroed bytes on every rank; the engine transfers them without copies if it can.
   /// Collective; the same count on all ranks.
   virtual std::unique_ptr<SharedMemory> allocate(const Call& call) = 0;
-  /// This rank has refused a call after those that it has run. Ranks that have refused as many
-  /// calls still make the same ones. A peer that waits for this rank in a call with a smaller
-  /// Call::n_refused makes the call that this rank refused, or a later one: it throws a
-  /// MismatchError with the text, as does this rank in its next call, and so does every rank whose
-  /// call meets one with another n_refused. Does not wait. Threads: as run().
+  /// This rank has refused a call after the calls that it has run. Ranks that have refused the same
+  /// number of calls still make matching calls. A peer that waits for this rank in a call with a
+  /// smaller Call::n_refused is in the call that this rank refused, or in a later one: it throws a
+  /// MismatchError with the text. So does this rank in its next call, and every rank whose call is
+  /// matched with one of another n_refused. Does not wait. Threads: as run().
   virtual void refuse(const Refusal& /*refusal*/) noexcept {}
   /// This rank cannot do its part of current or future calls: the group is dead for all ranks, with
   /// PeerFailed and this reason. Callable from any thread, also while run() waits on another.

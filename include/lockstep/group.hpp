@@ -82,10 +82,10 @@ class SharedBuffer {
 /// Errors, for all operations: UsageError; MismatchError, TimeoutError, PeerLost, PeerFailed,
 /// SystemError, EngineError (group is dead: every later call throws the same error).
 ///
-/// A UsageError leaves before a byte moves, and the call counts: if all ranks have refused as many
-/// calls, the group stays usable; if not, the ranks that made the call, and this one at its next
-/// call, throw a MismatchError that names the refused ones. So do not catch a UsageError and call
-/// again on one rank alone.
+/// A UsageError is thrown before any data is transferred, and the call counts as refused: if all
+/// ranks have refused the same number of calls, the group stays usable; if not, the ranks that made
+/// the call, and this rank in its next call, throw a MismatchError that lists the refused calls. So
+/// do not catch a UsageError and retry on one rank alone.
 /// Threads: one call at a time per Group. The *_async forms run in call order on a worker
 /// thread that the Group starts on first use; a blocking call first waits for them.
 class Group {

@@ -155,8 +155,8 @@ LOCKSTEP_API int lockstep_error_number(void);
 LOCKSTEP_API int lockstep_init(const char* launcher, const char* backend, int64_t timeout_ms,
                                const lockstep_site* site);
 /** Leaves the world after pending asynchronous calls; peers that call on get LOCKSTEP_PEER_LOST. If
- * failure is neither NULL nor "", this rank cannot go on: peers get LOCKSTEP_PEER_FAILED with that
- * text at once. Groups must not be used afterwards, but are still to be freed. */
+ * failure is neither NULL nor "", this rank cannot continue: peers get LOCKSTEP_PEER_FAILED with
+ * that text at once. Groups must not be used afterwards, but are still to be freed. */
 LOCKSTEP_API int lockstep_destroy(const char* failure, const lockstep_site* site);
 /** 1 between lockstep_init and lockstep_destroy, if a launcher started this process; else 0. */
 LOCKSTEP_API int lockstep_is_distributed(void);

@@ -98,7 +98,8 @@ consteval void check_object() {
   }
 }
 
-/// What a deduced T&& of an argument says that the function could not write.
+/// Whether an argument deduced as T&& is const or a temporary, so that a function cannot write to
+/// it.
 template <class T>
 concept NotWritable = !std::is_lvalue_reference_v<T> || std::is_const_v<std::remove_reference_t<T>>;
 
@@ -109,7 +110,7 @@ concept Vector = requires(const std::remove_cvref_t<R>& range) {
   take_vector(range);
 };
 
-/// What a caller expects of arrays, so that check_object's is the only error.
+/// The return type for array arguments, so that check_object's error is the only one.
 template <class T>
 using ObjectsOfArrays =
     std::vector<std::conditional_t<std::same_as<T, char>, std::string, std::vector<T>>>;
@@ -124,8 +125,8 @@ struct ObjectCall {
   int root = -1;
   std::uint64_t agreed = 0;
   std::uint64_t n_items = 1;
-  /// Why this rank cannot do its part. The ranks tell each other in their headers, so that every
-  /// rank's call fails, and the group stays usable.
+  /// Why this rank cannot do its part. The ranks exchange this in their headers, so that the call
+  /// fails on every rank and the group stays usable.
   std::exception_ptr refusal{};
 };
 
@@ -362,7 +363,7 @@ void broadcast_object_list(std::vector<T>& objects, int src = 0,
   std::vector<T> received;
   detail::decode_from(call, src, [&] {
     detail::decode(bytes.span(), received);
-    if (received.size() != objects.size()) throw detail::DecodeError("it holds another list");
+    if (received.size() != objects.size()) throw detail::DecodeError("its list has another length");
   });
   std::move(received.begin(), received.end(), objects.begin());
 }

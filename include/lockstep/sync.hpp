@@ -27,16 +27,16 @@ concept Transferable = std::is_object_v<T> && std::move_constructible<T>;
 
 namespace detail {
 
-using Parcel = std::shared_ptr<void>;  ///< type-erased message or reply
+using ErasedValue = std::shared_ptr<void>;  ///< type-erased message or reply
 
-struct NumberedParcel {
+struct NumberedValue {
   int id = 0;
-  Parcel value;
+  ErasedValue value;
 };
 
 template <class T>
-T unpack(Parcel parcel) {
-  return std::move(*static_cast<T*>(parcel.get()));
+T unpack(ErasedValue value) {
+  return std::move(*static_cast<T*>(value.get()));
 }
 
 /// The type-erased half of FutureResult: controls which thread may access the value.
@@ -67,7 +67,7 @@ class SlaveEnd {
   ~SlaveEnd();
 
   int id() const noexcept;
-  Parcel run(Parcel message, Timeout timeout, std::source_location where);
+  ErasedValue run(ErasedValue message, Timeout timeout, std::source_location where);
   void fail(const std::exception_ptr& error, std::source_location where);
 
  private:
@@ -78,7 +78,7 @@ class SlaveEnd {
 /// The type-erased half of SyncMaster.
 class MasterEnd {
  public:
-  using Callback = std::function<std::vector<NumberedParcel>(std::vector<NumberedParcel>)>;
+  using Callback = std::function<std::vector<NumberedValue>(std::vector<NumberedValue>)>;
 
   MasterEnd(Callback callback, std::chrono::milliseconds timeout, std::source_location where);
   MasterEnd(const MasterEnd&) = delete;
@@ -87,13 +87,14 @@ class MasterEnd {
 
   SlaveEnd register_slave(int id, std::source_location where);
   void clear_slaves(std::source_location where);
-  Parcel run(Parcel message, Timeout timeout, std::source_location where);
+  ErasedValue run(ErasedValue message, Timeout timeout, std::source_location where);
   void fail(const std::exception_ptr& error, std::source_location where);
   int nr_slaves() const;
 
  private:
   std::shared_ptr<Rendezvous> current() const;
-  void start_anew(const char* operation, std::source_location where);  // requires mutex_ held
+  void start_new_registration(const char* operation,
+                              std::source_location where);  // requires mutex_ held
 
   Callback callback_;
   std::chrono::milliseconds timeout_;
@@ -220,13 +221,13 @@ struct SyncMasterOptions {
 /// A round that fails, fails for all: waiting participants get the error at once, the others from
 /// their call for that round, without waiting. Later rounds are not affected.
 /// - TimeoutError: a call's time ran out; names the missing ids
-/// - PeerLost: a pipe or the SyncMaster was destroyed, or the slaves were registered anew
+/// - PeerLost: a pipe or the SyncMaster was destroyed, or the slaves were registered again
 /// - PeerFailed: a participant failed, or the callback threw (run_master rethrows the original)
 /// - UsageError: the callback's replies lack an id, or have a duplicate or unknown one
 ///
 /// Any other UsageError concerns only the caller and not the round. After a failure the
 /// participants continue with their next rounds; if they may be out of step (one of them made no
-/// call, instead of a late one), register anew.
+/// call, instead of a late one), register again.
 ///
 /// Registration: ids are any distinct integers above 0, in any order. Register all slaves before
 /// the first of them runs. After run_master has been called or a round has ended, the next
@@ -274,13 +275,13 @@ class SyncMaster {
 
  private:
   static detail::MasterEnd::Callback erase(MasterCallback callback) {
-    return [callback = std::move(callback)](std::vector<detail::NumberedParcel> parcels) {
+    return [callback = std::move(callback)](std::vector<detail::NumberedValue> values) {
       std::vector<MessageFrom<Message>> messages;
-      messages.reserve(parcels.size());
-      for (auto& [id, value] : parcels) {
+      messages.reserve(values.size());
+      for (auto& [id, value] : values) {
         messages.push_back({id, detail::unpack<Message>(std::move(value))});
       }
-      std::vector<detail::NumberedParcel> replies;
+      std::vector<detail::NumberedValue> replies;
       for (auto& [id, reply] : callback(messages)) {
         replies.push_back({id, std::make_shared<Reply>(std::move(reply))});
       }

@@ -23,8 +23,8 @@ def create(options: Any, pg_options: Any) -> Any:
         global_ranks=ranks,
     )
     world.leave_at_exit(extension.leave_all)
-    _let_torch_monitor_barriers()
-    _let_ddp_name_the_backend()
+    _patch_monitored_barrier()
+    _patch_ddp_logging_data()
     return backend
 
 
@@ -64,17 +64,17 @@ def make_gloo(store: Any, rank: int, size: int, timeout: Any, is_on_one_host: bo
 
 
 @functools.cache
-def _let_torch_monitor_barriers() -> None:
+def _patch_monitored_barrier() -> None:
     """torch.distributed.monitored_barrier refuses every backend that is not called gloo."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    of_torch = c10d.monitored_barrier
+    original = c10d.monitored_barrier
 
-    @functools.wraps(of_torch)
+    @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         if c10d._rank_not_in_group(group) or "lockstep" not in c10d.get_backend(group):
-            return of_torch(group, timeout, wait_all_ranks)
+            return original(group, timeout, wait_all_ranks)
         if timeout is not None and not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=timeout)
         limit = {} if timeout is None else {"timeout": timeout}
@@ -84,18 +84,18 @@ def _let_torch_monitor_barriers() -> None:
 
 
 @functools.cache
-def _let_ddp_name_the_backend() -> None:
+def _patch_ddp_logging_data() -> None:
     """The logging data of torch's DistributedDataParallel call every backend "custom" that is not torch's own."""
     from torch.distributed import get_backend
     from torch.nn.parallel import DistributedDataParallel as ddp
 
-    of_torch = getattr(ddp, "_get_ddp_logging_data", None)
-    if of_torch is None:  # private: another torch may do without
+    original = getattr(ddp, "_get_ddp_logging_data", None)
+    if original is None:  # private: another torch may do without
         return
 
-    @functools.wraps(of_torch)
+    @functools.wraps(original)
     def logging_data(self: Any) -> dict[str, Any]:
-        data = of_torch(self)
+        data = original(self)
         if data.get("backend_name") == "custom" and "lockstep" in get_backend(self.process_group):
             data["backend_name"] = str(get_backend(self.process_group))
         return data

@@ -112,5 +112,5 @@ def collect_results(
     timeout: _Timeout,
 ) -> Optional[list[Any]]: ...
 def all_reduce_dict(
-    data: dict[str, Any], with_numbers: Callable[[Any], dict[str, Any]], op: str, group: Optional[Group], timeout: _Timeout
+    data: dict[str, Any], convert_numbers: Callable[[Any], dict[str, Any]], op: str, group: Optional[Group], timeout: _Timeout
 ) -> dict[str, Any]: ...

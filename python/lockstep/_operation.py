@@ -1,4 +1,4 @@
-"""What the public functions that communicate have in common, if their first lines are Python's."""
+"""The decorator of public functions that communicate and are written in Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def operation(function: F) -> F:
-    """A call whose arguments do not fit the parameters of function counts as a refused call."""
+    """Counts a call whose arguments do not match the function's parameters as a refused call."""
     parameters = inspect.signature(function).parameters
     place = list(parameters).index("group")
     if parameters["group"].kind is inspect.Parameter.KEYWORD_ONLY:
@@ -24,7 +24,7 @@ def operation(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # of a line of function
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised inside function
                 raise
             text = str(error)
         _core.refuse_arguments(function.__name__, text, kwargs.get("group", args[place] if place < len(args) else None))

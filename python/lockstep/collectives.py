@@ -1,4 +1,4 @@
-"""Collectives over arrays whose results are new arrays: the others are functions of _core."""
+"""Collectives that return new arrays; those that work in place are functions of _core."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def all_reduce_dict(data: dict[str, Any], op: str = "sum", group: Optional[Group
     If keys, element types, lengths or op differ, every rank raises MismatchError that names them, nothing is
     changed, and the group stays usable.
     """
-    reduced = _core.all_reduce_dict(data, _with_numbers, op, group, timeout)
+    reduced = _core.all_reduce_dict(data, _convert_numbers, op, group, timeout)
     data.update(reduced)
 
 
-def _with_numbers(data: Any) -> dict[str, Any]:
-    """A copy, with numbers of Python for those of numpy."""
+def _convert_numbers(data: Any) -> dict[str, Any]:
+    """A copy with NumPy scalars converted to Python numbers."""
     if not isinstance(data, dict):
         raise _UsageTypeError(f"all_reduce_dict: data is {type(data).__name__}; it must be a dict")
     numpy = sys.modules.get("numpy")

@@ -57,14 +57,14 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     _title = ""  # in errors
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not torch.jit.is_scripting():  # of which the compiler of TorchScript takes the branch away
+        if not torch.jit.is_scripting():  # TorchScript does not compile this branch
             if isinstance(input, torch.fx.Proxy):
-                return self._as_leaf(input)
+                return self._fx_leaf(input)
         if self.training:
             return self._train(input)
         self._check_input_dim(input)
         if self.running_mean is None and self.running_var is None and not torch.compiler.is_compiling():
-            return self._evaluate_alone(input)
+            return self._eval_with_batch_statistics(input)
         return torch.nn.functional.batch_norm(
             input,
             self.running_mean,
@@ -77,8 +77,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         )
 
     @torch.jit.ignore
-    def _as_leaf(self, input: Any) -> Any:
-        """Of a torch.fx trace: one node, as for the layers of torch.nn."""
+    def _fx_leaf(self, input: Any) -> Any:
+        """Records the layer as one node of a torch.fx trace, as for the layers of torch.nn."""
         return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
@@ -90,7 +90,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return new
 
     def __copy__(self) -> "SyncBatchNorm":
-        return _remade(self, type(self))
+        return _copy_as(self, type(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle, torch.save: without a lockstep.Group, which is of this process; set process_group after loading."""
@@ -100,7 +100,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return state
 
     @torch.jit.ignore
-    def _evaluate_alone(self, input: torch.Tensor) -> torch.Tensor:
+    def _eval_with_batch_statistics(self, input: torch.Tensor) -> torch.Tensor:
         """Without running statistics torch uses those of the batch: this rank's, also in a SyncBatchNormScope."""
         suspended = _torch.SuspendedScope()
         try:
@@ -112,16 +112,16 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     @torch.compiler.disable
     def _train(self, input: torch.Tensor) -> torch.Tensor:
         if isinstance(input, torch.Tensor):
-            if _is_recorded():
+            if _is_tracing():
                 raise UsageError(
-                    f"{self._title or type(self).__name__}: a graph that torch.export or make_fx records of a layer in "
-                    "training would not exchange statistics; record the model after eval(), or its copy after "
+                    f"{self._title or type(self).__name__}: torch.export and make_fx cannot trace a layer in training: "
+                    "the graph would not exchange statistics. Trace the model after eval(), or a copy converted by "
                     "revert_sync_batchnorm"
                 )
             if _is_fake(input) or input.is_meta and all(own.is_meta for own in (*self.parameters(), *self.buffers())):
                 return self._shape_of(input)
         group = _group_or_default(self.process_group)
-        if isinstance(input, torch.Tensor) and input.is_cuda and _reaches_cuda(group):
+        if isinstance(input, torch.Tensor) and input.is_cuda and _has_cuda_backend(group):
             return super().forward(input) if input.numel() else self._without_samples(input)
         tracks = self.track_running_stats
         return _torch.sync_batch_norm(
@@ -139,7 +139,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         )
 
     def _shape_of(self, input: torch.Tensor) -> torch.Tensor:
-        """For its shape, its type and its layout, of a tensor without values: also of one sample. Changes nothing."""
+        """Returns an output of the right shape, dtype and layout for a tensor without values, even of one sample."""
         self._check_input_dim(input)
         suspended = _torch.SuspendedScope()
         try:
@@ -148,8 +148,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             suspended.exit()
 
     def _without_samples(self, input: torch.Tensor) -> torch.Tensor:
-        """In torch's own layer, whose backward would then leave tensors without gradients, and which would exchange
-        16-bit statistics with float32 ones of its peers."""
+        """Runs torch's own layer. It needs two fixes: its backward omits gradients, and it exchanges 16-bit statistics
+        with the float32 ones of its peers."""
         is_16_bit = input.dtype in (torch.float16, torch.bfloat16)
         output = super().forward(input.float() if is_16_bit else input)
         for tensor in input, self.weight, self.bias:
@@ -162,7 +162,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return convert_sync_batchnorm(module, process_group)
 
 
-def _let_ddp_take_layers_on_cpus() -> None:
+def _patch_ddp_layer_check() -> None:
     """torch's DistributedDataParallel refuses every torch.nn.SyncBatchNorm on a CPU."""
     ddp = torch.nn.parallel.DistributedDataParallel
     check = getattr(ddp, "_passing_sync_batchnorm_handle", None)
@@ -186,7 +186,7 @@ def _group_or_default(group: Any) -> Any:
     return group
 
 
-def _reaches_cuda(group: Any) -> bool:
+def _has_cuda_backend(group: Any) -> bool:
     """Whether to leave CUDA tensors to torch's own SyncBatchNorm. Ours goes through the CPU, as Gloo does."""
     try:
         backend = group._get_backend(torch.device("cuda"))
@@ -196,17 +196,17 @@ def _reaches_cuda(group: Any) -> bool:
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
-    """Of FakeTensorMode."""
+    """Whether tensor is one of FakeTensorMode."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "fake_mode")
 
 
-def _is_recorded() -> bool:
-    """Whether torch records the operators on tensors, where it would see none of ours."""
+def _is_tracing() -> bool:
+    """Whether torch.export or make_fx traces the operators on tensors; it cannot see ours."""
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # torch.export and make_fx import it
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
-_let_ddp_take_layers_on_cpus()
+_patch_ddp_layer_check()
 
 _CONVERTIBLE = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
 
@@ -222,7 +222,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -
     layer.compile(). SyncBatchNormScope needs no conversion. Not collective.
     """
     targets = {name: layer for name, layer in module.named_modules() if _is_batch_norm(layer)}
-    problems = [f"'{name}' ({type(layer).__name__}): {why}" for name, layer in targets.items() if (why := _obstacle(layer))]
+    problems = [f"'{name}' ({type(layer).__name__}): {why}" for name, layer in targets.items() if (why := _why_not_convertible(layer))]
     if problems:
         raise UsageError(
             "convert_sync_batchnorm: these layers cannot be replaced: "
@@ -231,7 +231,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -
         )
     replacements = {}
     for name, layer in targets.items():
-        new = _remade(layer, SyncBatchNorm)
+        new = _copy_as(layer, SyncBatchNorm)
         new.process_group = process_group
         new._title = f"SyncBatchNorm '{name}'" if name else ""
         new.reverts_to = _plain_type(layer)
@@ -247,7 +247,7 @@ def revert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
     replacements = {}
     for layer in module.modules():
         if isinstance(layer, torch.nn.SyncBatchNorm):
-            new = _remade(layer, _plain_type(layer))
+            new = _copy_as(layer, _plain_type(layer))
             for name in "process_group", "reverts_to", "_title":
                 new.__dict__.pop(name, None)
             replacements[layer] = new
@@ -259,7 +259,7 @@ def _is_batch_norm(module: torch.nn.Module) -> bool:
     return isinstance(module, _BatchNorm) or "BatchNorm" in name
 
 
-def _obstacle(layer: torch.nn.Module) -> Optional[str]:
+def _why_not_convertible(layer: torch.nn.Module) -> Optional[str]:
     if isinstance(layer, torch.jit.ScriptModule):
         return "it is compiled by TorchScript"
     if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
@@ -281,7 +281,7 @@ def _plain_type(layer: torch.nn.Module) -> type[_BatchNorm]:
     return BatchNorm if isinstance(layer, torch.nn.SyncBatchNorm) else type(layer)
 
 
-def _remade(layer: torch.nn.Module, new_type: type[_BatchNorm]) -> Any:
+def _copy_as(layer: torch.nn.Module, new_type: type[_BatchNorm]) -> Any:
     """A module of new_type with the parameters, buffers, hooks and attributes of layer."""
     new = new_type.__new__(new_type)
     new.__dict__ = {
@@ -333,7 +333,7 @@ class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]
         scope.exit()
         _force_eager.exit()
         if not own:
-            raise UsageError("a SyncBatchNormScope, now ended, was left on another thread than the one that entered it")
+            raise UsageError("a SyncBatchNormScope was exited on another thread than the one that entered it; it has ended")
 
 
 class _ForceEager:

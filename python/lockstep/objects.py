@@ -58,7 +58,7 @@ def collect_results(
     """The ranks' results interleaved, on rank 0: item 0 of rank 0, of rank 1, ..., item 1 of rank 0, ...
 
     Their lengths may differ. The list is cut to size, which is the same on all ranks. None on other ranks.
-    device: of mmengine; "cpu" is the only one.
+    device: for compatibility with mmengine; must be "cpu".
     tmpdir: an existing directory that all ranks share; the items then pass through files in it, which are
     removed. If an item of another rank cannot be pickled, rank 0 raises PeerFailed with its text, and the
     group stays usable.
@@ -66,6 +66,6 @@ def collect_results(
 
     def check() -> None:
         if device != "cpu":
-            raise UsageError(f"collect_results: device is {device!r}; objects pass through memory of the CPU: 'cpu'")
+            raise UsageError(f"collect_results: device is {device!r}; objects are sent from CPU memory: use 'cpu'")
 
     return _core.collect_results(results, size, _dumps, _loads, check, tmpdir, group, timeout)

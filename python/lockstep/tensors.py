@@ -1,4 +1,4 @@
-"""Many tensors at once, and where they are: as mmengine.dist. PyTorch is imported at the first use."""
+"""Reducing lists of tensors, and their devices, as in mmengine.dist. PyTorch is imported at the first use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def all_reduce_params(
                     "on the CPU: pass x.cpu(), and copy the result back"
                 )
             if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride())):
-                raise UsageError(f"all_reduce_params: tensor {index} is expanded: several of its elements are one in memory")
+                raise UsageError(f"all_reduce_params: tensor {index} is expanded: several of its elements share memory")
         limit = bucket_size_mb * 1024 * 1024 if coalesce else 0
         for bucket in _buckets(data, limit):
             if len(bucket) == 1 and bucket[0].is_contiguous() and not bucket[0].is_neg():
@@ -56,7 +56,7 @@ def all_reduce_params(
 
 
 def _buckets(tensors: list[torch.Tensor], limit: float) -> Iterable[list[torch.Tensor]]:
-    """Of one type each, closed at `limit` bytes if that is not negative."""
+    """Groups tensors by dtype; a bucket is complete at `limit` bytes if that is not negative."""
     is_open: dict[torch.dtype, list[torch.Tensor]] = {}
     n_bytes: dict[torch.dtype, int] = {}
     for tensor in tensors:
@@ -101,7 +101,7 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
 
     if out is not None and (type(out) is not type(data) or (not isinstance(data, torch.Tensor) and len(out) != len(data))):
         kind = _UsageTypeError if type(out) is not type(data) else _UsageValueError
-        raise kind(f"cast_data_device: out ({_described(out)}) must have the structure of data ({_described(data)})")
+        raise kind(f"cast_data_device: out ({_described(out)}) must have the same structure as data ({_described(data)})")
     if isinstance(data, torch.Tensor):
         return data.to(device) if out is None else out.copy_(data)
     if isinstance(data, dict):
@@ -114,7 +114,7 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
         if out is not None:
             return out
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    raise _UsageTypeError(f"cast_data_device: data is {_described(data)}; it takes tensors, and lists, tuples and dicts of them")
+    raise _UsageTypeError(f"cast_data_device: data is {_described(data)}; expected tensors, or lists, tuples and dicts of them")
 
 
 def _described(data: Any) -> str:
@@ -130,4 +130,4 @@ def _tensors_of(data: Any, function: str) -> Iterable[torch.Tensor]:
         for item in data.values() if isinstance(data, dict) else data:
             yield from _tensors_of(item, function)
     else:
-        raise _UsageTypeError(f"{function}: data holds {_described(data)}; it takes tensors, and lists, tuples and dicts of them")
+        raise _UsageTypeError(f"{function}: data holds {_described(data)}; expected tensors, or lists, tuples and dicts of them")

@@ -1,4 +1,4 @@
-"""Who am I: joining and leaving the world."""
+"""Joining and leaving the world; rank, size and backend."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class DistInfo(NamedTuple):
 
 
 def init_dist(launcher: str = "infer", backend: str = "auto", timeout: Timeout = None) -> None:
-    """Joins the world that a launcher started; without one, the world of this process alone. Collective.
+    """Joins the world that a launcher started, or a world of one rank if there is no launcher. Collective.
 
     launcher: infer (from the environment), none, lockstep, pytorch, slurm or mpi.
     backend: auto, solo, shared, mpi or hierarchical.
     timeout: limit of one operation, by default LOCKSTEP_TIMEOUT, or else 5 minutes.
     If an uncaught exception ends this rank, the calls of the others raise PeerFailed with its text.
     """
-    with _interrupts_end_the_process():
+    with _default_sigint_handling():
         _core.init_dist(launcher, backend, timeout)
     leave_at_exit(_core.destroy_dist)
 
 
 def destroy_dist(failure: str = "") -> None:
-    """Leaves the world; nothing if not initialised. Peers that make further calls get PeerLost.
+    """Leaves the world. Does nothing if not initialised. Peers that make further calls get PeerLost.
 
     failure: why this rank cannot go on; peers then get PeerFailed with it, also those that wait.
     """
@@ -48,7 +48,7 @@ def destroy_dist(failure: str = "") -> None:
 
 
 class _Hooks:
-    """Tells the peers of an uncaught exception, and leaves before the interpreter ends."""
+    """Notifies the peers of an uncaught exception, and leaves the world before the interpreter exits."""
 
     def __init__(self) -> None:
         self.leavers: list[Callable[[str], None]] = []
@@ -56,7 +56,7 @@ class _Hooks:
 
     def install(self, leave: Callable[[str], None]) -> None:
         util = sys.modules.get("multiprocessing.util")
-        if util is not None and self.process != os.getpid():  # its processes end without atexit
+        if util is not None and self.process != os.getpid():  # its processes exit without running atexit
             self.process = os.getpid()
             util.Finalize(None, self.leave, args=("",), exitpriority=0)
         if not self.leavers:
@@ -90,7 +90,7 @@ def leave_at_exit(leave: Callable[[str], None]) -> None:
 
 
 @contextlib.contextmanager
-def _interrupts_end_the_process() -> Iterator[None]:
+def _default_sigint_handling() -> Iterator[None]:
     """Ctrl-C while init_dist waits for the other ranks ends the process: there is no call to end yet."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

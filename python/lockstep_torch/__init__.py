@@ -18,7 +18,7 @@ def register() -> None:
 
         if dist.is_available():
             dist.Backend.register_backend("lockstep", _create, extended_api=True, devices=["cpu"])
-            _let_torch_start_without_variables(dist)
+            _patch_init_process_group(dist)
     except Exception as error:  # a torch that has moved on
         import warnings
 
@@ -31,19 +31,19 @@ def _create(options: Any, pg_options: Any) -> Any:
     return create(options, pg_options)
 
 
-def _let_torch_start_without_variables(dist: Any) -> None:
+def _patch_init_process_group(dist: Any) -> None:
     """torch finds its ranks by the variables of torchrun; without them ours asks srun's and mpirun's, or is alone."""
-    of_torch = dist.init_process_group
-    of_caller = inspect.signature(of_torch)
+    original = dist.init_process_group
+    signature = inspect.signature(original)
 
-    @functools.wraps(of_torch)
+    @functools.wraps(original)
     def init_process_group(*args: Any, **options: Any) -> None:
-        given = of_caller.bind(*args, **options).arguments
-        says_where = {"init_method", "store", "rank", "world_size"} & given.keys() or "RANK" in os.environ
-        if "lockstep" in str(given.get("backend")) and not says_where:
+        given = signature.bind(*args, **options).arguments
+        has_rendezvous = {"init_method", "store", "rank", "world_size"} & given.keys() or "RANK" in os.environ
+        if "lockstep" in str(given.get("backend")) and not has_rendezvous:
             from lockstep._backend import rendezvous
 
             options.update(rendezvous())
-        return of_torch(*args, **options)
+        return original(*args, **options)
 
     dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group

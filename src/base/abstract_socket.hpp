@@ -11,7 +11,7 @@
 
 namespace lockstep::base {
 
-/// The address of a Unix socket with an abstract name: it is no file, and is free as soon as the
+/// The address of a Unix socket with an abstract name: it is not a file, and is released when the
 /// socket is closed.
 class AbstractAddress {
  public:
@@ -30,8 +30,8 @@ class AbstractAddress {
   socklen_t n_bytes_;
 };
 
-/// The process at the other end of a connected Unix socket; pid 0, and no user's uid, if the system
-/// does not tell.
+/// The process at the other end of a connected Unix socket; pid 0 and an invalid uid if the system
+/// does not report it.
 inline ucred peer_of(int socket) noexcept {
   ucred peer{.pid = 0, .uid = static_cast<uid_t>(-1), .gid = static_cast<gid_t>(-1)};
   socklen_t n_bytes = sizeof peer;

@@ -10,8 +10,9 @@ namespace lockstep::base {
 /// if the system does not report it. `root`: prefix of /proc and /sys, for tests.
 std::size_t available_memory(const std::string& root = {}) noexcept;
 
-/// Gives the pages of [at, at + n_bytes) memory and maps them for write, in one system call instead
-/// of a fault for each page. Returns an error number; EINVAL: the kernel cannot (before 5.14).
+/// Allocates memory for the pages of [at, at + n_bytes) and maps them for write, in one system call
+/// instead of a fault for each page. Returns an error number; EINVAL: the kernel cannot (before
+/// 5.14).
 int populate_to_write(void* at, std::size_t n_bytes) noexcept;
 
 /// Prefetches the line at `at` for write (RFO). Not __builtin_prefetch, which on baseline x86-64

@@ -148,9 +148,9 @@ bool is_pidfd_of(int fd, pid_t pid) noexcept {
   return line != nullptr && std::atoi(line + std::strlen("\nPid:")) == pid;
 }
 
-void SpareFd::take() noexcept {
+void ReservedFd::take() noexcept {
   if (of_ != nullptr && of_->is_intact()) {
-    spare_ = KeptFd(UniqueFd(::fcntl(of_->get(), F_DUPFD_CLOEXEC, 0)));
+    spare_ = GuardedFd(UniqueFd(::fcntl(of_->get(), F_DUPFD_CLOEXEC, 0)));
   }
 }
 
@@ -174,13 +174,13 @@ ProcessUse process_use(pid_t pid) noexcept {
       .memory_bytes = stat.n_resident_pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE))};
 }
 
-ProcessState process_state(pid_t pid, std::uint64_t start_time, SpareFd* spare) noexcept {
+ProcessState process_state(pid_t pid, std::uint64_t start_time, ReservedFd* spare) noexcept {
   if (pid <= 0) return ProcessState::unknown;
   if (is_known_gone(pid)) return ProcessState::gone;
   if (start_time == 0 || !is_proc_of_this_namespace()) return ProcessState::unknown;
   auto stat = read_identity(pid);
   if (!stat && (errno == EMFILE || errno == ENFILE) && spare != nullptr) {
-    stat = spare->with_room([pid] { return read_identity(pid); });
+    stat = spare->with_free_fd([pid] { return read_identity(pid); });
   }
   if (!stat) return is_known_gone(pid) ? ProcessState::gone : ProcessState::unknown;
   if (stat->start_time == 0) return ProcessState::unknown;
@@ -197,7 +197,7 @@ ProcessState process_state(pid_t pid, std::uint64_t start_time, SpareFd* spare) 
 }
 
 std::uint64_t pidfd_inode(pid_t pid) noexcept {
-  const KeptFd pidfd(open_pidfd(pid));
+  const GuardedFd pidfd(open_pidfd(pid));
   constexpr auto kPidFs = 0x50494446;
   struct statfs status {};
   const bool is_unique = pidfd && ::fstatfs(pidfd.get(), &status) == 0 && status.f_type == kPidFs;
@@ -214,12 +214,12 @@ WatchedProcess::WatchedProcess(const ProcessIdentity& identity, bool keeps_pidfd
   if (start_time_ == 0) start_time_ = start_time_now;
   // Otherwise another process has the pid now.
   if (!keeps_pidfd || !is_same_start(start_time_, start_time_now)) return;
-  KeptFd pidfd = has_inode ? KeptFd(open_pidfd(pid_)) : KeptFd(open_pidfd(pid_), pid_);
+  GuardedFd pidfd = has_inode ? GuardedFd(open_pidfd(pid_)) : GuardedFd(open_pidfd(pid_), pid_);
   if (!has_inode || pidfd.inode() == identity.pidfd_inode) pidfd_ = std::move(pidfd);
 }
 
 /// Returns alive, gone or unknown. A pidfd becomes readable when the last thread has ended.
-ProcessState WatchedProcess::ask_pidfd() const noexcept {
+ProcessState WatchedProcess::query_pidfd() const noexcept {
 #ifdef SYS_pidfd_send_signal
   if (!pidfd_.is_intact() ||
       (::syscall(SYS_pidfd_send_signal, pidfd_.get(), 0, nullptr, 0) != 0 && errno == EBADF)) {
@@ -234,18 +234,18 @@ ProcessState WatchedProcess::ask_pidfd() const noexcept {
 #endif
 }
 
-bool WatchedProcess::is_gone(SpareFd& spare) const noexcept {
-  const ProcessState state = ask_pidfd();
+bool WatchedProcess::is_gone(ReservedFd& spare) const noexcept {
+  const ProcessState state = query_pidfd();
   return (state == ProcessState::unknown ? process_state(pid_, start_time_, &spare) : state) ==
          ProcessState::gone;
 }
 
-ProcessState WatchedProcess::state(SpareFd& spare) const noexcept {
-  const ProcessState known = ask_pidfd();
+ProcessState WatchedProcess::state(ReservedFd& spare) const noexcept {
+  const ProcessState known = query_pidfd();
   if (known == ProcessState::gone) return known;
   const ProcessState state = process_state(pid_, start_time_, &spare);
-  const bool says_less = state == ProcessState::gone || state == ProcessState::unknown;
-  return known == ProcessState::alive && says_less ? known : state;
+  const bool is_less_specific = state == ProcessState::gone || state == ProcessState::unknown;
+  return known == ProcessState::alive && is_less_specific ? known : state;
 }
 
 }  // namespace lockstep::base

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "base/fd.hpp"
-#include "base/kept_fd.hpp"
+#include "base/guarded_fd.hpp"
 
 namespace lockstep::base {
 
@@ -25,7 +25,7 @@ std::uint64_t pidfd_inode(pid_t pid) noexcept;
 /// descriptor is left, or the system has no pidfds.
 UniqueFd open_pidfd(pid_t pid) noexcept;
 
-/// What a process knows of itself and others recognise it by.
+/// The data by which other processes identify a process.
 struct ProcessIdentity {
   pid_t pid;
   std::uint64_t start_time;   ///< see process_start_time
@@ -35,7 +35,8 @@ struct ProcessIdentity {
 /// State of the process in this PID namespace with this pid and start time. A zombie is gone; a
 /// process whose main thread has ended while others run is alive. `spare`: used if no descriptor
 /// is left.
-ProcessState process_state(pid_t pid, std::uint64_t start_time, SpareFd* spare = nullptr) noexcept;
+ProcessState process_state(pid_t pid, std::uint64_t start_time,
+                           ReservedFd* spare = nullptr) noexcept;
 
 /// Another process, with the data to query its state later. Threads: one at a time.
 class WatchedProcess {
@@ -46,15 +47,15 @@ class WatchedProcess {
   WatchedProcess(const ProcessIdentity& identity, bool keeps_pidfd) noexcept;
 
   bool is_known() const noexcept { return pid_ > 0; }
-  bool is_gone(SpareFd& spare) const noexcept;
-  ProcessState state(SpareFd& spare) const noexcept;
+  bool is_gone(ReservedFd& spare) const noexcept;
+  ProcessState state(ReservedFd& spare) const noexcept;
 
  private:
-  ProcessState ask_pidfd() const noexcept;
+  ProcessState query_pidfd() const noexcept;
 
   pid_t pid_ = 0;
   std::uint64_t start_time_ = 0;
-  KeptFd pidfd_;
+  GuardedFd pidfd_;
 };
 
 /// Id of this process's namespace of a `kind` ("pid", "time", ...), unique in the running system;

@@ -34,10 +34,10 @@ std::int64_t monotonic_ns() noexcept {
 
 TickAnchor now() noexcept {
   // A thread may be preempted between the two clock reads: use the closest pair of a few.
-  constexpr int kLooks = 3;
+  constexpr int kReadings = 3;
   TickAnchor closest{};
   std::uint64_t least = std::numeric_limits<std::uint64_t>::max();
-  for (int i = 0; i < kLooks; ++i) {
+  for (int i = 0; i < kReadings; ++i) {
     const std::uint64_t before = ticks();
     const std::int64_t ns = monotonic_ns();
     const std::uint64_t distance = ticks() - before;

@@ -11,7 +11,7 @@
 
 #include "group/source_place.hpp"
 
-/// What the handles of the C interface hold, and how its arguments become those of the C++ one.
+/// The contents of the C interface's handles, and the conversion of its arguments.
 
 struct lockstep_group {
   explicit lockstep_group(lockstep::Group its_group)

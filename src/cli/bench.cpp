@@ -59,16 +59,16 @@ int start_ranks(int n_ranks, const std::vector<std::string>& arguments) {
 }
 
 /// The calling thread runs on its rank's core, until the destruction.
-class Binding {
+class CoreBinding {
  public:
-  Binding(const bench::Plan& plan, int rank) {
+  CoreBinding(const bench::Plan& plan, int rank) {
     ::sched_getaffinity(0, sizeof before_, &before_);
     if (plan.cores.empty()) return;
     bench::bind_to(plan.cores[static_cast<std::size_t>(rank) % plan.cores.size()]);
   }
-  ~Binding() { ::sched_setaffinity(0, sizeof before_, &before_); }
-  Binding(const Binding&) = delete;
-  Binding& operator=(const Binding&) = delete;
+  ~CoreBinding() { ::sched_setaffinity(0, sizeof before_, &before_); }
+  CoreBinding(const CoreBinding&) = delete;
+  CoreBinding& operator=(const CoreBinding&) = delete;
 
  private:
   cpu_set_t before_{};
@@ -159,7 +159,7 @@ int bench(const std::vector<std::string>& arguments) {
   };
   if (has_processes) {
     const int rank = internal::read_world(Launcher::lockstep).rank;
-    const Binding binding(plan, rank);  // before it joins: the engine looks at the cores
+    const CoreBinding binding(plan, rank);  // before it joins: the engine looks at the cores
     if (is_tuning) {
       const base::CpuModel cpu = base::cpu_model();
       if (rank == 0) {
@@ -180,7 +180,7 @@ int bench(const std::vector<std::string>& arguments) {
   if (!has_processes) open_file();
   if (with_threads) {
     run_ranks(plan.n_ranks, [&] {
-      const Binding binding(plan, get_rank());
+      const CoreBinding binding(plan, get_rank());
       const auto of_threads = bench::measure(default_group(), plan, /*of_threads=*/true);
       if (get_rank() == 0) rows.insert(rows.end(), of_threads.begin(), of_threads.end());
     });

@@ -31,8 +31,7 @@ void print_text(const Findings& findings, bool can_run) {
     fmt::print("{:<8} {:<16} {}\n", name_of(finding.state), finding.name, finding.text);
     if (!finding.advice.empty()) fmt::print("{:<25} -> {}\n", "", finding.advice);
   }
-  fmt::print("{}\n",
-             can_run ? "lockstep can run here." : "lockstep CANNOT run here as things are.");
+  fmt::print("{}\n", can_run ? "lockstep can run here." : "lockstep cannot run here.");
 }
 
 void print_json(const Findings& findings, bool can_run) {

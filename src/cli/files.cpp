@@ -18,7 +18,7 @@ namespace {
 namespace fs = std::filesystem;
 
 /// 1,024 operations, each with a path and group names, take a hundredth of it.
-constexpr std::size_t kMostBytes = std::size_t{64} << 20U;
+constexpr std::size_t kMaxBytes = std::size_t{64} << 20U;
 
 constexpr int kMostDepth = 16;
 
@@ -43,9 +43,9 @@ std::string read_regular(std::string_view subcommand, const fs::path& path) {
   if (::fstat(fd.get(), &status) != 0) {
     reject(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
   }
-  if (static_cast<std::size_t>(status.st_size) > kMostBytes) {
+  if (static_cast<std::size_t>(status.st_size) > kMaxBytes) {
     reject(subcommand, fmt::format("cannot read '{}': it has {} bytes, expected at most {}",
-                                   path.string(), status.st_size, kMostBytes));
+                                   path.string(), status.st_size, kMaxBytes));
   }
   std::string text(static_cast<std::size_t>(status.st_size), '\0');
   std::size_t n_read = 0;

@@ -11,7 +11,7 @@ namespace {
 using shared::RankBlock;
 using shared::RankState;
 
-/// Otherwise the pid is that of another process here, or of none.
+/// Whether the rank's pid is of this PID namespace; otherwise it may name another process here.
 bool has_pid_here(const RankBlock& rank) {
   return shared::is_pid_of(base::namespace_of("pid"), rank).value_or(false);
 }
@@ -81,7 +81,7 @@ std::uint64_t last_collective(const shared::Segment& segment, const RankSample& 
   return last;
 }
 
-/// The ranks that have not reached the operation that this one is in.
+/// The ranks that have not reached this rank's current operation.
 std::vector<int> awaited(const shared::Segment& segment, const std::vector<RankSample>& rows,
                          const RankSample& row) {
   const internal::Operation& operation = *row.current;
@@ -107,19 +107,19 @@ std::string_view group_of(const shared::Segment& segment, const RankSample& row,
 }
 
 JobSample sample_job(const shared::Segment& segment, const std::optional<JobSample>& before) {
-  JobSample moment{.time = std::chrono::steady_clock::now(), .rows = {}};
-  for (int r = 0; r < segment.n_ranks(); ++r) moment.rows.push_back(read(segment.rank(r), r));
-  for (RankSample& row : moment.rows) {
-    if (row.current != nullptr) row.waits_for = awaited(segment, moment.rows, row);
-    if (!before || before->rows.size() != moment.rows.size()) continue;
+  JobSample sample{.time = std::chrono::steady_clock::now(), .rows = {}};
+  for (int r = 0; r < segment.n_ranks(); ++r) sample.rows.push_back(read(segment.rank(r), r));
+  for (RankSample& row : sample.rows) {
+    if (row.current != nullptr) row.waits_for = awaited(segment, sample.rows, row);
+    if (!before || before->rows.size() != sample.rows.size()) continue;
     const RankCounters& old = before->rows[static_cast<std::size_t>(row.rank)].counters;
-    const double seconds = std::chrono::duration<double>(moment.time - before->time).count();
+    const double seconds = std::chrono::duration<double>(sample.time - before->time).count();
     if (seconds <= 0) continue;
     row.calls_per_s = static_cast<double>(row.counters.n_calls - old.n_calls) / seconds;
     row.bytes_per_s = static_cast<double>(row.counters.n_bytes - old.n_bytes) / seconds;
     row.cpu_percent = std::max(row.counters.cpu_s - old.cpu_s, 0.0) / seconds * 100;
   }
-  return moment;
+  return sample;
 }
 
 }  // namespace lockstep::cli

@@ -14,7 +14,7 @@
 
 namespace lockstep::cli {
 
-/// RankCounters of one rank at one moment.
+/// Counters of one rank, sampled once.
 struct RankCounters {
   std::uint64_t n_calls = 0;
   std::uint64_t n_bytes = 0;

@@ -68,13 +68,13 @@ std::string command_of(pid_t pid) {
   std::ifstream file(fmt::format("/proc/{}/cmdline", pid), std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(file), {}};
   while (!text.empty() && text.back() == '\0') text.pop_back();
-  // A command line may contain control characters, which a terminal would obey.
+  // A command line may contain control characters, which a terminal would interpret.
   std::replace_if(
       text.begin(), text.end(), [](unsigned char c) { return std::iscntrl(c) != 0; }, ' ');
   return text;
 }
 
-/// The process whose parent holds no segment: ranks and their children descend from the launcher.
+/// Finds the launcher: the topmost ancestor that has the same segment open.
 RunningJob job_of(Holder found) {
   while (true) {
     const pid_t parent = parent_of(found.pid);
@@ -139,13 +139,13 @@ RunningJob find_job(pid_t process) {
   return job_of(*found);
 }
 
-std::shared_ptr<const shared::Segment> look_at(const RunningJob& job) {
+std::shared_ptr<const shared::Segment> open_segment(const RunningJob& job) {
   base::UniqueFd fd(::open(job.memory.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd) {
     reject("lockstep top",
            fmt::format("cannot inspect job {}: {}", job.launcher, std::strerror(errno)));
   }
-  return shared::Segment::look(std::move(fd));
+  return shared::Segment::attach_read_only(std::move(fd));
 }
 
 }  // namespace lockstep::cli

@@ -10,8 +10,8 @@
 
 namespace lockstep::cli {
 
-/// A running local job of this user. It is found by the memory that its processes hold open,
-/// because it has no name that could be guessed.
+/// A running local job of this user. It is found by the segment that its processes hold open,
+/// because the segment has no name.
 struct RunningJob {
   pid_t launcher;
   std::string command;  ///< of the launcher
@@ -23,11 +23,11 @@ struct RunningJob {
 std::vector<RunningJob> find_jobs();
 
 /// The job of a process, launcher or rank. Throws UsageError if there is no such process, it
-/// belongs to another user, or it belongs to no job.
+/// belongs to another user, or it is not part of a job.
 RunningJob find_job(pid_t process);
 
 /// The job's segment, read-only. Throws UsageError if the job has just ended or has another
 /// version.
-std::shared_ptr<const shared::Segment> look_at(const RunningJob& job);
+std::shared_ptr<const shared::Segment> open_segment(const RunningJob& job);
 
 }  // namespace lockstep::cli

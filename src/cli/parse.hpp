@@ -17,7 +17,7 @@ namespace lockstep::cli {
 /// command line is wrong, which is reported on standard error.
 std::optional<int> parse(CLI::App& app, const std::vector<std::string>& words);
 
-/// Rejects the empty word: `--log-dir "$UNSET"`.
+/// Rejects an empty argument: `--log-dir "$UNSET"`.
 inline CLI::Validator not_empty() {
   return CLI::Validator(
       [](const std::string& text) -> std::string {

@@ -40,9 +40,10 @@ Rank 0 reads your standard input unless that is a terminal; the others read noth
 
 When a rank fails, the others have a second to exit with their own error, then
 get SIGTERM and, after --grace seconds, SIGKILL. Ctrl-C goes to all ranks; a
-second one kills them. SIGUSR1 and SIGUSR2 (sbatch --signal) go to all ranks and
-end nothing. A signal goes to the process that called init_dist; those that it
-started end after it. Where none has called it, all processes of the rank get it.
+second one kills them. SIGUSR1 and SIGUSR2 (sbatch --signal) are forwarded to
+all ranks and do not end the job. A signal goes to the rank's process that called
+init_dist; its child processes are signalled after it has exited. If none has
+called init_dist, all processes of the rank get the signal.
 
 On several machines, the same line on each, with its own number:
   lockstep run --nnodes 2 --node-rank R --rdzv HOST:PORT -n 4 ./train
@@ -119,14 +120,14 @@ std::string check_nodes(const CLI::App& app, run::NodesOptions& nodes,
 
 /// Reads the file without its newline. Returns what is wrong with it.
 std::string read_secret(const std::string& path, std::string& secret) {
-  constexpr std::size_t kLeast = 16;
+  constexpr std::size_t kMin = 16;
   std::string text = read_regular("lockstep run: --rdzv-secret", path);
   while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
-  if (text.size() < kLeast || text.size() > run::kMaxSecretBytes) {
+  if (text.size() < kMin || text.size() > run::kMaxSecretBytes) {
     return fmt::format(
         "--rdzv-secret: {} holds {} bytes, expected {} to {}, as head -c 24 /dev/urandom | base64 "
         "writes",
-        path, text.size() > run::kMaxSecretBytes ? "more" : std::to_string(text.size()), kLeast,
+        path, text.size() > run::kMaxSecretBytes ? "more" : std::to_string(text.size()), kMin,
         run::kMaxSecretBytes);
   }
   secret = text;

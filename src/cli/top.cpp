@@ -35,9 +35,9 @@ constexpr const char* kTopFooter =
     R"(JOB is the process number of `lockstep run`, or of any rank. Shows jobs over the shared engine.
 
 Shows, for each rank: its process and state, processor time, memory, operations
-and bytes per second, and what it is doing: the operation under way and its
-source line, since when, and for which ranks it waits; else its last operation.
-Only reads: the job does not notice. Ends with the job, or with Ctrl-C.
+and bytes per second, and its activity: the current operation, its source line,
+its duration and the ranks that it waits for, or else the last operation. The
+job is not disturbed. Ends with the job, or with Ctrl-C.
 
 Exit code: 0. 2: there is no such job, or it is not yours.)";
 
@@ -54,7 +54,7 @@ std::string describe(const shared::Segment& segment, const RankSample& row,
   return text + fmt::format(", {}", operation.where);
 }
 
-/// Whether timestamps of a process are comparable here: time namespaces have clocks of their own.
+/// Whether a process's timestamps are comparable to ours: each time namespace has its own clock.
 bool has_our_clock(pid_t pid) {
   std::error_code error;
   const auto ours = std::filesystem::read_symlink("/proc/self/ns/time", error);
@@ -67,14 +67,14 @@ double seconds_since(std::int64_t ns) {
   return static_cast<double>(std::max<std::int64_t>(base::now().ns - ns, 0)) * 1e-9;
 }
 
-std::string since(const RankSample& row, std::int64_t ns) {
-  return has_our_clock(row.pid) ? fmt::format(", since {:.1f} s", seconds_since(ns)) : "";
+std::string duration_text(const RankSample& row, std::int64_t ns) {
+  return has_our_clock(row.pid) ? fmt::format(" for {:.1f} s", seconds_since(ns)) : "";
 }
 
-std::string doing(const shared::Segment& segment, const RankSample& row) {
+std::string activity_text(const shared::Segment& segment, const RankSample& row) {
   if (row.current != nullptr) {
     std::string text = describe(segment, row, *row.current);
-    text += since(row, row.current->start_ns);
+    text += duration_text(row, row.current->start_ns);
     if (!row.waits_for.empty()) {
       constexpr std::size_t kShown = 4;
       const std::size_t n = std::min(row.waits_for.size(), kShown);
@@ -88,7 +88,7 @@ std::string doing(const shared::Segment& segment, const RankSample& row) {
   }
   if (row.operations.empty()) return "no call yet";
   const internal::Operation& last = row.operations.back();
-  return fmt::format("in no call{}; last {}", since(row, last.end_ns),
+  return fmt::format("idle{}; last: {}", duration_text(row, last.end_ns),
                      describe(segment, row, last));
 }
 
@@ -103,16 +103,16 @@ std::string in_units(double bytes) {
 }
 
 std::vector<std::string> table(const RunningJob& job, const shared::Segment& segment,
-                               const JobSample& moment) {
+                               const JobSample& sample) {
   std::vector<std::string> lines = {
       fmt::format("job {}: {} ranks: {}", job.launcher, segment.n_ranks(), job.command),
       fmt::format("{:>4}  {:>7}  {:<8}  {:>5}  {:>9}  {:>9}  {:>11}  {}", "rank", "pid", "state",
-                  "cpu", "memory", "ops/s", "moves", "doing")};
-  for (const RankSample& row : moment.rows) {
+                  "cpu", "memory", "ops/s", "bytes", "activity")};
+  for (const RankSample& row : sample.rows) {
     lines.push_back(fmt::format("{:>4}  {:>7}  {:<8}  {:>4.0f}%  {:>9}  {:>9.0f}  {:>9}/s  {}",
                                 row.rank, row.pid, row.state, row.cpu_percent,
                                 in_units(static_cast<double>(row.memory_bytes)), row.calls_per_s,
-                                in_units(row.bytes_per_s), doing(segment, row)));
+                                in_units(row.bytes_per_s), activity_text(segment, row)));
   }
   return lines;
 }
@@ -132,9 +132,9 @@ json json_of(const shared::Segment& segment, const RankSample& row,
   return result;
 }
 
-json json_of(const RunningJob& job, const shared::Segment& segment, const JobSample& moment) {
+json json_of(const RunningJob& job, const shared::Segment& segment, const JobSample& sample) {
   json ranks = json::array();
-  for (const RankSample& row : moment.rows) {
+  for (const RankSample& row : sample.rows) {
     json entry = {{"rank", row.rank},
                   {"pid", row.pid},
                   {"state", row.state},
@@ -203,15 +203,15 @@ std::optional<RunningJob> choose(const std::vector<RunningJob>& jobs) {
                "lockstep top: you have no running job over shared memory on this machine\n");
     return std::nullopt;
   }
-  fmt::print(stderr, "lockstep top: {} jobs are running; say which\n", jobs.size());
+  fmt::print(stderr, "lockstep top: {} jobs are running; choose one:\n", jobs.size());
   for (const RunningJob& job : jobs) {
     fmt::print(stderr, "  lockstep top {}    {}\n", job.launcher, job.command);
   }
   return std::nullopt;
 }
 
-/// The job as it is now, or none after its end. Between two worlds of --max-restarts the launcher
-/// briefly holds none.
+/// The current job, or nullopt after its end. During a restart (--max-restarts) the launcher
+/// briefly has no segment open.
 std::optional<RunningJob> still_running(const RunningJob& job) {
   for (int i = 0; i < 5; ++i) {
     try {
@@ -233,12 +233,12 @@ int top(const std::vector<std::string>& arguments) {
   CLI::App app("Shows what each rank of a running job of yours is doing.", "lockstep top");
   app.set_help_flag("-h,--help", "Print this help");
   app.footer(kTopFooter);
-  app.add_option("JOB", process, "Which job; not needed where only one runs")
+  app.add_option("JOB", process, "Job to show; optional if only one is running")
       ->check(number<pid_t>(1, INT32_MAX, "a process number"))
       ->type_name("");
   app.add_flag("--once", is_once, "Print one table and end; the default without a terminal");
   app.add_flag("--json", is_json, "As JSON; implies --once");
-  app.add_option("--interval", interval_s, "Between two looks (default 1)")
+  app.add_option("--interval", interval_s, "Time between updates (default 1)")
       ->check(CLI::Range(0.05, 3600.0))
       ->type_name("SECONDS");
   if (const auto exit_code = parse(app, arguments)) return *exit_code;
@@ -246,8 +246,8 @@ int top(const std::vector<std::string>& arguments) {
 
   std::optional<RunningJob> job = process != 0 ? find_job(process) : choose(find_jobs());
   if (!job) return kUsageExitCode;
-  auto segment = look_at(*job);
-  std::optional<JobSample> moment = sample_job(*segment, std::nullopt);
+  auto segment = open_segment(*job);
+  std::optional<JobSample> sample = sample_job(*segment, std::nullopt);
   Screen screen;
   while (true) {
     // Rates need two samples.
@@ -263,21 +263,21 @@ int top(const std::vector<std::string>& arguments) {
         return 0;
       }
       if (job->inode != inode) {
-        segment = look_at(*job);
-        moment.reset();
+        segment = open_segment(*job);
+        sample.reset();
       }
     }
-    moment = sample_job(*segment, moment);
+    sample = sample_job(*segment, sample);
     if (is_json) {
-      fmt::print("{}\n", json_of(*job, *segment, *moment)
+      fmt::print("{}\n", json_of(*job, *segment, *sample)
                              .dump(/*indent=*/1, ' ', /*ensure_ascii=*/false,
                                    json::error_handler_t::replace));
     } else if (is_once) {
-      for (const std::string& line : table(*job, *segment, *moment)) {
+      for (const std::string& line : table(*job, *segment, *sample)) {
         fmt::print("{}\n", printable(line));
       }
     } else {
-      screen.draw(table(*job, *segment, *moment));
+      screen.draw(table(*job, *segment, *sample));
     }
     if (is_once) return 0;
   }

@@ -105,7 +105,7 @@ MessageHeader seal(MessageHeader header, std::span<const std::byte> bytes) noexc
   return header;
 }
 
-std::string flaw_of(const MessageHeader& header, std::span<const std::byte> bytes) {
+std::string defect_of(const MessageHeader& header, std::span<const std::byte> bytes) {
   if (header.magic != MessageHeader::kMagic) {
     return fmt::format("is not a serialised object (it begins with {:08x})", header.magic);
   }

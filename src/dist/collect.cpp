@@ -21,7 +21,7 @@ class Interleaving {
     for (std::size_t r = 0; r < n_items_.size(); ++r) {
       std::size_t low = 0;
       std::size_t high = n_items_[r];
-      while (low < high) {  // positions rise with the items: search the first one cut off
+      while (low < high) {  // binary search for the first item beyond the end
         const std::size_t middle = low + (high - low) / 2;
         if (place(r, middle) < n_results_) {
           low = middle + 1;
@@ -143,7 +143,7 @@ class Incoming {
   std::exception_ptr error_;
 };
 
-void keep_own(const Results& results, const Interleaving& order) {
+void store_own(const Results& results, const Interleaving& order) {
   results.make(order.n_results());
   for (std::size_t i = 0; i < order.n_kept(0); ++i) results.keep(i, order.place(0, i));
 }
@@ -219,8 +219,8 @@ void read_spill(const ObjectCall& call, std::size_t rank, SpillFile& file, Incom
 
 /// Every rank writes its file and rank 0 opens all of them; then the names are no longer needed,
 /// and rank 0 removes them before it reads. On an earlier failure each rank removes all files,
-/// because a peer may have been killed. The ranks agree after each file, so that a disk that fails
-/// is an error on all of them, and the timeout is of reading one file.
+/// because a peer may have been killed. The ranks agree after each file, so that a disk failure is
+/// an error on all of them, and the timeout applies to one file at a time.
 void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Results& results,
            const Interleaving& order) {
   const int rank = call.group.rank();
@@ -244,7 +244,7 @@ void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Re
           if (rank != 0) return;
           for (const auto& path : paths) files.push_back(SpillFile::open(path));
           removal.now();
-          keep_own(results, order);
+          store_own(results, order);
         }));
   Incoming incoming(call, results, order);
   for (std::size_t r = 1; r <= paths.size(); ++r) {
@@ -259,7 +259,7 @@ void spill(const ObjectCall& call, const std::filesystem::path& tmpdir, const Re
 
 void collect_results(const ObjectCall& call, const std::filesystem::path* tmpdir,
                      const Results& results) {
-  // Thrown behind the messages: of items that could not be sent or read, of which all ranks know.
+  // Thrown after the last message: an item could not be sent or read, which all ranks know.
   std::exception_ptr error;
   const Collective collective(name_of(call.op), call.group, call.where);
   const auto headers = exchange_headers(call, {});
@@ -269,7 +269,7 @@ void collect_results(const ObjectCall& call, const std::filesystem::path* tmpdir
     if (tmpdir != nullptr) {
       error = error_of([&] { spill(call, *tmpdir, results, order); });
     } else if (call.group.rank() == 0) {
-      keep_own(results, order);
+      store_own(results, order);
       Incoming incoming(call, results, order);
       receive_all(call, incoming);
       error = error_of([&] { incoming.rethrow(); });

@@ -16,15 +16,15 @@ namespace detail {
 
 namespace {
 
-std::string_view name_of(First function) {
+std::string_view name_of(FirstScope function) {
   switch (function) {
-    case First::main_process: return "main_process_first";
-    case First::local_main_process: return "local_main_process_first";
+    case FirstScope::main_process: return "main_process_first";
+    case FirstScope::local_main_process: return "local_main_process_first";
   }
   return {};
 }
 
-ErrorContext context_of(First function, const Group& group, std::source_location where) {
+ErrorContext context_of(FirstScope function, const Group& group, std::source_location where) {
   return {.operation = std::string(name_of(function)),
           .group = group.name(),
           .rank = group.rank(),
@@ -36,7 +36,7 @@ ErrorContext context_of(First function, const Group& group, std::source_location
 /// While it exists, calls on the group, and on the groups f could use in its place, are rejected.
 class Hold {
  public:
-  Hold(First function, const Group& group, Timeout limit, std::source_location where)
+  Hold(FirstScope function, const Group& group, Timeout limit, std::source_location where)
       : group_(*group.state_) {
     group_.hold(
         {.op = Op::barrier, .group = group.name(), .operation = name_of(function), .where = where},
@@ -56,7 +56,7 @@ class Hold {
   Hold& operator=(const Hold&) = delete;
 
   /// Throws if the calling thread is already inside.
-  static void refuse_nesting(First function, const Group& group, std::source_location where) {
+  static void refuse_nesting(FirstScope function, const Group& group, std::source_location where) {
     const internal::Session* const session = is_alone(group) ? nullptr : internal::session();
     if (!group.state_->is_held() &&
         (session == nullptr || (!session->world_group().state_->is_held() &&
@@ -69,7 +69,7 @@ class Hold {
   }
 
  private:
-  /// Then no rank waits, so none is missing in a collective elsewhere.
+  /// In a group of one no other rank waits, so every collective remains possible inside.
   static bool is_alone(const Group& group) { return group.size() == 1; }
   static internal::GroupState* also(const Group& group) {
     return group.state_->try_hold() ? group.state_.get() : nullptr;
@@ -97,8 +97,8 @@ std::string share_failure(std::string text, const Group& group, const TimeLimit&
 
 }  // namespace
 
-void run_first(First function, const std::function<void()>& f, const Group& group, Timeout limit,
-               std::source_location where) {
+void run_first(FirstScope function, const std::function<void()>& f, const Group& group,
+               Timeout limit, std::source_location where) {
   Hold::refuse_nesting(function, group, where);
   if (group.rank() != 0) {
     const std::string failure = share_failure({}, group, TimeLimit(limit), where);

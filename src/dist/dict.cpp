@@ -8,7 +8,7 @@
 namespace lockstep::detail {
 namespace {
 
-constexpr std::size_t kNamed = 3;  // a message names only the first few keys
+constexpr std::size_t kMaxNamedKeys = 3;  // a message names only the first few keys
 
 using Shapes = std::map<std::string, std::uint64_t>;
 
@@ -16,23 +16,24 @@ using Shapes = std::map<std::string, std::uint64_t>;
 std::string difference(const Shapes& first, const Shapes& other, std::size_t rank) {
   std::string text;
   std::size_t n_different = 0;
-  const auto say = [&](const std::string& what) {
-    if (++n_different > kNamed) return;
+  const auto add = [&](const std::string& what) {
+    if (++n_different > kMaxNamedKeys) return;
     text += (n_different == 1 ? "" : ", ") + what;
   };
   for (const auto& [key, count] : first) {
     const auto match = other.find(key);
     if (match == other.end()) {
-      say(fmt::format("'{}' is on rank 0 but not on rank {}", key, rank));
+      add(fmt::format("'{}' is on rank 0 but not on rank {}", key, rank));
     } else if (match->second != count) {
-      say(fmt::format("'{}' has {} elements on rank 0 and {} on rank {}", key, count, match->second,
+      add(fmt::format("'{}' has {} elements on rank 0 and {} on rank {}", key, count, match->second,
                       rank));
     }
   }
   for (const auto& [key, count] : other) {
-    if (!first.contains(key)) say(fmt::format("'{}' is on rank {} but not on rank 0", key, rank));
+    if (!first.contains(key)) add(fmt::format("'{}' is on rank {} but not on rank 0", key, rank));
   }
-  if (n_different > kNamed) text += fmt::format(", and {} more", n_different - kNamed);
+  if (n_different > kMaxNamedKeys)
+    text += fmt::format(", and {} more", n_different - kMaxNamedKeys);
   return text;
 }
 

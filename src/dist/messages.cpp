@@ -17,7 +17,7 @@
 namespace lockstep::detail {
 namespace {
 
-constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 48;  // a sum over 512 ranks does not wrap
+constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 48;  // a sum over 512 ranks does not wrap
 
 void replace_all(std::string& text, std::string_view what, std::string_view with) {
   for (std::size_t at = 0; (at = text.find(what, at)) != std::string::npos; at += with.size()) {
@@ -156,7 +156,7 @@ std::vector<MessageHeader> exchange_headers(const ObjectCall& call, const Bytes&
                                        "this function, with the same version of lockstep",
                                        r, header.version));
     }
-    if (theirs.n_bytes > kMostBytes || theirs.n_items > kMostBytes) {
+    if (theirs.n_bytes > kMaxBytes || theirs.n_items > kMaxBytes) {
       throw_mismatch(
           call, fmt::format("rank {} announces {} objects of {} bytes, more than fit in memory", r,
                             theirs.n_items, theirs.n_bytes));
@@ -184,7 +184,7 @@ void check_agreed(const ObjectCall& call, const std::vector<MessageHeader>& head
 
 void check_message(const ObjectCall& call, int sender, const MessageHeader& header,
                    std::span<const std::byte> bytes) {
-  const std::string flaw = flaw_of(header, bytes);
+  const std::string flaw = defect_of(header, bytes);
   if (!flaw.empty()) {
     throw_mismatch(call, fmt::format("the message of rank {} {}", sender, flaw));
   }

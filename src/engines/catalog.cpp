@@ -20,7 +20,7 @@ Availability solo_available(const internal::World& world) {
   return {world.size == 1, fmt::format("is for a world of one rank, this one has {}", world.size)};
 }
 
-Joined join_solo(const internal::World&, const Call&) { return {.engine = solo::make()}; }
+JoinedEngine join_solo(const internal::World&, const Call&) { return {.engine = solo::make()}; }
 
 Availability shared_available(const internal::World& world) {
   if (world.local_size != world.size) {
@@ -35,12 +35,12 @@ Availability shared_available(const internal::World& world) {
               "SLURM_JOB_ID, or those of PMIx)"};
 }
 
-Joined with_recorder(std::unique_ptr<shared::HostEngine> engine) {
+JoinedEngine with_recorder(std::unique_ptr<shared::HostEngine> engine) {
   auto recorder = engine->recorder();
   return {.engine = std::move(engine), .recorder = std::move(recorder)};
 }
 
-Joined join_shared(const internal::World& world, const Call& barrier) {
+JoinedEngine join_shared(const internal::World& world, const Call& barrier) {
   if (!world.segment) {
     return with_recorder(
         shared::bootstrap_world(world.job, world.rank, world.size, barrier, world.env.tune));
@@ -56,7 +56,7 @@ Joined join_shared(const internal::World& world, const Call& barrier) {
   return with_recorder(shared::join_world(std::move(segment), world.rank, barrier));
 }
 
-Joined join_mpi(const internal::World& world, const Call& barrier) {
+JoinedEngine join_mpi(const internal::World& world, const Call& barrier) {
   return {.engine = mpi::join(world, barrier)};
 }
 
@@ -82,7 +82,7 @@ Availability hierarchical_available(const internal::World& world) {
               "rank"};
 }
 
-Joined join_hierarchical(const internal::World& world, const Call& barrier) {
+JoinedEngine join_hierarchical(const internal::World& world, const Call& barrier) {
   auto global = find_global(world)->join(world, barrier).engine;
   const std::vector<int> hosts = hierarchical::find_hosts(*global, barrier);
   return {.engine = hierarchical::make(std::move(global), hosts, barrier, world.env.tune)};
@@ -110,7 +110,7 @@ const std::vector<Entry>& catalog() {
   return entries;
 }
 
-Joined join(std::string_view backend, const internal::World& world, const Call& barrier) {
+JoinedEngine join(std::string_view backend, const internal::World& world, const Call& barrier) {
   std::string names;
   std::string reasons;
   for (const Entry& entry : catalog()) {
@@ -118,9 +118,9 @@ Joined join(std::string_view backend, const internal::World& world, const Call& 
     if (backend != "auto" && backend != entry.name) continue;
     const Availability availability = entry.available(world);
     if (availability.is_available) {
-      Joined joined = entry.join(world, barrier);
+      JoinedEngine joined = entry.join(world, barrier);
       if (!joined.recorder && world.segment) {
-        shared::note_joined(*world.segment, world.local_rank);
+        shared::record_joined(*world.segment, world.local_rank);
       }
       return joined;
     }

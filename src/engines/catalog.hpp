@@ -18,7 +18,7 @@ struct Availability {
 };
 
 /// The engine of a world that this rank has joined.
-struct Joined {
+struct JoinedEngine {
   std::unique_ptr<Engine> engine;
   /// Of the memory that the engine provides for the rank's flight record; null: it provides none.
   std::shared_ptr<internal::Recorder> recorder = nullptr;
@@ -29,7 +29,7 @@ struct Entry {
   std::string_view name;
   Availability (*available)(const internal::World& world);
   /// Joins the world as its rank; `barrier` has the timeout and the caller's source line.
-  Joined (*join)(const internal::World& world, const Call& barrier);
+  JoinedEngine (*join)(const internal::World& world, const Call& barrier);
 };
 
 /// All engines, in the order in which `auto` tries them.
@@ -37,7 +37,7 @@ const std::vector<Entry>& catalog();
 
 /// Joins with the engine of that name, or for "auto" with the first available one. Throws
 /// UsageError for an unknown name, EngineError with every reason if none is available.
-Joined join(std::string_view backend, const internal::World& world, const Call& barrier);
+JoinedEngine join(std::string_view backend, const internal::World& world, const Call& barrier);
 
 /// The lowest rank on this rank's host. Collective. Throws what all_gather throws.
 int find_host(Engine& engine, const internal::World& world, const Call& barrier);

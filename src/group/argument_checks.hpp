@@ -38,8 +38,8 @@ inline void check_reduction(GroupState& group, const Call& call) {
 inline void check_memory(GroupState& group, const Call& call, const ConstElements& data,
                          std::string_view parameter) {
   // Far enough below SIZE_MAX that the total size over all ranks cannot overflow either.
-  constexpr std::size_t kMost = std::size_t{1} << 46U;
-  if (size_of(data.dtype) == 0 || data.count > kMost || (data.data == nullptr && data.count > 0)) {
+  constexpr std::size_t kMax = std::size_t{1} << 46U;
+  if (size_of(data.dtype) == 0 || data.count > kMax || (data.data == nullptr && data.count > 0)) {
     reject_memory(group, call, data, parameter);
   }
 }

@@ -9,7 +9,7 @@ namespace lockstep::internal {
 void AsyncGroups::add(const std::shared_ptr<GroupState>& group) {
   const std::lock_guard lock(mutex_);
   ++n_added_;
-  // In the place of one that is gone: none moves while for_each is under way.
+  // Reuses the entry of a group that is gone, so that no entry moves during for_each.
   const auto gone =
       std::ranges::find_if(groups_, [](const auto& other) { return other.expired(); });
   if (gone != groups_.end()) {

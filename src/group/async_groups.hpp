@@ -17,8 +17,8 @@ class GroupState;
 class AsyncGroups {
  public:
   void add(const std::shared_ptr<GroupState>& group);
-  /// Waits until every posted call has ended; each has a timeout. Or, if `patience` is given, until
-  /// none has ended for as long.
+  /// Waits until every posted call has ended; each has a timeout. With `patience`, it stops waiting
+  /// when no call has ended for that long.
   void wait_until_idle(std::optional<std::chrono::nanoseconds> patience = {}) noexcept;
   /// This rank leaves because of a failure: ends the calls that have not ended, on all ranks.
   void abandon_pending(std::string_view reason) noexcept;

@@ -10,7 +10,7 @@
 namespace lockstep::internal {
 namespace {
 
-/// How much longer than its own limit a call waits for posted ones before it: they look every few
+/// How much longer than its own limit a call waits for posted ones before it: they check every few
 /// milliseconds, and between hosts they have a second more.
 constexpr std::chrono::milliseconds kReportTime{2000};
 
@@ -56,8 +56,8 @@ void CallQueue::wait_until_idle() {
 }
 
 std::optional<PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds left) {
-  constexpr auto kMost = std::chrono::nanoseconds::max() / 2;  // wait_for adds it to now
-  if (left >= kMost) {
+  constexpr auto kMax = std::chrono::nanoseconds::max() / 2;  // wait_for adds it to now
+  if (left >= kMax) {
     wait_until_idle();
     return {};
   }

@@ -22,14 +22,14 @@ struct PostedCall {
   std::string_view operation;  ///< static
   std::source_location where{};
 
-  /// Of a call whose limit ended in the wait for this one.
+  /// The error of a call that timed out while it waited for this one.
   std::string waited_for(int rank, double limit_s) const;
 };
 
 /// The calls on one group, one at a time: posted ones in their order, on a thread that the first of
 /// them starts, to overlap communication with computation (docs/design/002-async-worker.md); others
-/// on the calling thread, after those posted before. In a fork of its process it may not be
-/// destroyed: its threads and, perhaps, the owner of its mutex are not there.
+/// on the calling thread, after those posted before. It must not be destroyed in a fork of its
+/// process, where its threads and, perhaps, the owner of its mutex do not exist.
 class CallQueue {
  public:
   using Callbacks = std::function<void()>;
@@ -42,19 +42,19 @@ class CallQueue {
 
   /// Runs what is posted, then ends the thread. Nothing may be posted from then on.
   void close() noexcept;
-  /// The call may not throw. It returns a function, or an empty one, that tells others that the
-  /// call has ended. It runs when the queue counts the call as ended, so that a program which ends
-  /// then has none under way. It returns callbacks, or an empty function, which run beside later
-  /// calls and may wait for them.
+  /// The call must not throw. It returns a completion function, or an empty one, which notifies
+  /// waiters that the call has ended. That runs after the queue has counted the call as ended, so
+  /// that a program that exits then has no pending call. It returns callbacks, or an empty
+  /// function, which run concurrently with later calls and may wait for them.
   void post(std::function<Completion()> call, const PostedCall& label);
   void wait_until_idle();
-  /// As long as `left`, and then a little longer: the limits of posted calls began before, and
+  /// Waits for `left`, and then a little longer: the limits of posted calls began earlier, and
   /// their errors name the ranks that are late. Returns the first call that is pending then.
   std::optional<PostedCall> wait_until_idle(std::chrono::nanoseconds left);
   /// Waits until one of the pending calls has ended; false: none is pending, or none has in that
   /// time.
   bool wait_for_one(std::chrono::nanoseconds at_most);
-  /// Also until no callbacks run.
+  /// Also waits until no callbacks are running.
   void wait_for_callbacks();
   bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
 
@@ -92,7 +92,7 @@ class CallQueue {
   PostedCall current_;  // what runs, if any
   std::atomic<std::size_t> n_pending_{0};
   bool is_closing_ = false;
-  bool is_calling_ = false;  // one of the threads, or telling of the end
+  bool is_calling_ = false;  // a thread runs a call or its completion
   int n_free_ = 0;           // threads that are not in callbacks
   std::vector<std::thread> threads_;
 };

@@ -9,7 +9,7 @@
 namespace lockstep::detail {
 namespace {
 
-bool is_thrown_together(const std::exception_ptr& error) {
+bool is_collective_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const UsageError&) {
@@ -54,12 +54,12 @@ bool Collective::has_begun() const noexcept {
   return now.n_made != n_made_ || now.n_refused != n_refused_;
 }
 
-void Collective::failed(std::string_view reason, bool is_thrown_together) const noexcept {
+void Collective::failed(std::string_view reason, bool is_collective_error) const noexcept {
   const auto now = group_.state_->calls();
   if (now.n_refused != n_refused_) return;  // by a call inside, which has told the peers
   if (now.n_made == n_made_) {
     refuse(reason);
-  } else if (!is_thrown_together) {
+  } else if (!is_collective_error) {
     group_.state_->abandon(reason);
   }
 }
@@ -67,7 +67,7 @@ void Collective::failed(std::string_view reason, bool is_thrown_together) const 
 void Collective::failed() const noexcept {
   const std::exception_ptr error = std::current_exception();
   try {
-    failed(reason_of(error), is_thrown_together(error));
+    failed(reason_of(error), is_collective_error(error));
   } catch (const std::exception&) {
     group_.state_->abandon("an exception left a call, and no memory was left to say which");
   }

@@ -70,7 +70,7 @@ std::string text_of(const Failure& failure) {
         failure.culprit, failure.text);
   }
   if (failure.kind == Failure::Kind::peer_left) {
-    return fmt::format("rank {} left the world (destroy_dist, or its end)", failure.culprit);
+    return fmt::format("rank {} left the world (destroy_dist or program exit)", failure.culprit);
   }
   if (failure.kind == Failure::Kind::peer_failed) {
     return fmt::format("rank {} failed: {}", failure.culprit, failure.text);

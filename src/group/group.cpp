@@ -186,7 +186,7 @@ void GroupState::run(Call&& call, Timeout timeout, Use use) {
   // Longer timeouts overflow nanosecond clocks.
   call.timeout = call.limit = std::min(timeout.or_else(timeout_), Timeout::never().or_else({}));
   // A fork of a rank is not a rank; in a group of one it is harmless.
-  if (process_.is_copy() && size_ > 1) throw_copy(call);
+  if (process_.is_forked_child() && size_ > 1) throw_forked_child(call);
   if (only_thread_ != std::thread::id() && only_thread_ != std::this_thread::get_id()) {
     throw_other_thread(call);
   }
@@ -194,17 +194,17 @@ void GroupState::run(Call&& call, Timeout timeout, Use use) {
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
   const Busy busy{*this};
   if (has_queue_.load(std::memory_order_acquire)) wait_for_posted(call);
-  if (is_dead_.load(std::memory_order_acquire)) throw_death();
+  if (is_dead_.load(std::memory_order_acquire)) rethrow_failure();
   sequence_.store(call.sequence, std::memory_order_relaxed);
 
   try {
-    track_.begin(call);
+    group_recorder_.begin(call);
     if constexpr (std::is_null_pointer_v<Use>) {
       engine_->run(call);
     } else {
       use(*engine_, call);
     }
-    track_.end(call);
+    group_recorder_.end(call);
   } catch (...) {
     fail(call);
   }
@@ -260,7 +260,7 @@ Group Group::split(int color, int key, Where where) const {
         std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
         state_->timeout(), state_->recorder(), state_->check());
     child->share_async_groups(*state_);
-    // All ranks have their part of the new groups, or this group ends and no rank has.
+    // Either all ranks have their new group, or this group ends and no rank has one.
     Call barrier = barrier_of(call);
     barrier.timeout = limit.of_step();
     parent.run(barrier);

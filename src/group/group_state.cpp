@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/marked_text.hpp"
 #include "base/text.hpp"
+#include "base/truncated_text.hpp"
 #include "group/native_engine.hpp"
 #include "record/signature.hpp"
 
@@ -53,7 +53,7 @@ struct Inherited {
   std::unique_ptr<CallQueue> queue;
 };
 
-void keep_for_ever(Inherited inherited) noexcept try {
+void leak(Inherited inherited) noexcept try {
   static std::vector<Inherited>& all = *new std::vector<Inherited>;
   all.push_back(std::move(inherited));
 } catch (const std::bad_alloc&) {
@@ -72,34 +72,35 @@ GroupState::GroupState(std::unique_ptr<Engine>&& engine, std::string name,
       rank_(engine->rank()),
       size_(engine->size()),
       check_(check),
-      track_(std::move(recorder), name_, rank_, size_, internal::reports_progress(*engine)),
+      group_recorder_(std::move(recorder), name_, rank_, size_,
+                      internal::reports_progress(*engine)),
       engine_(std::move(engine)) {}
 
 GroupState::~GroupState() {
-  if (process_.is_copy()) {
-    if (size_ > 1 || queue_) keep_for_ever({std::move(engine_), std::move(queue_)});
+  if (process_.is_forked_child()) {
+    if (size_ > 1 || queue_) leak({std::move(engine_), std::move(queue_)});
     return;
   }
   // The queue ends when its calls have. If an exception unwinds this rank, its peers never reach
   // those calls, because they wait for this rank elsewhere: without this, both would deadlock.
   if (!is_idle() && std::uncaught_exceptions() > 0) {
-    engine_->abandon("it left because of an exception with asynchronous calls under way");
+    engine_->abandon("it left because of an exception while asynchronous calls were pending");
   }
 }
 
 void GroupState::abandon(std::string_view reason) noexcept {
-  if (process_.is_copy()) return;
+  if (process_.is_forked_child()) return;
   const std::lock_guard lock(mutex_);  // any thread abandons, also while the program exits
   engine_->abandon(reason);
 }
 
 void GroupState::hold(Call call, Timeout timeout) {
   call.timeout = call.limit = timeout.or_else(timeout_);
-  if (process_.is_copy() && size_ > 1) throw_copy(call);
+  if (process_.is_forked_child() && size_ > 1) throw_forked_child(call);
   if (!try_hold()) throw_busy(call);
   try {
     wait_for_posted(call);
-    if (is_dead_.load(std::memory_order_acquire)) throw_death();
+    if (is_dead_.load(std::memory_order_acquire)) rethrow_failure();
   } catch (...) {
     release();
     throw;
@@ -126,14 +127,14 @@ void GroupState::throw_busy(const Call& call) {
   throw UsageError(context_of(call, rank_), std::string(kReason));
 }
 
-void GroupState::throw_copy(const Call& call) const {
+void GroupState::throw_forked_child(const Call& call) const {
   throw UsageError(context_of(call, rank_),
                    "this process is a fork of a rank, not a rank itself; communicate in the rank, "
                    "and pass the fork what it needs");
 }
 
 void GroupState::throw_other_thread(const Call& call) {
-  const std::string text = "this is another thread, but " + std::string(engine_->why_one_thread());
+  const std::string text = "called on another thread; " + std::string(engine_->why_one_thread());
   refuse(call, name_of(call.op), text);
   throw UsageError(context_of(call, rank_), text);
 }
@@ -152,7 +153,8 @@ std::uint32_t GroupState::n_refused(Op pair, int peer) const noexcept {
 
 void GroupState::refuse(const Call& call, std::string_view operation,
                         std::string_view reason) noexcept {
-  if (size_ == 1 || process_.is_copy() || is_held() || is_dead_.load(std::memory_order_acquire)) {
+  if (size_ == 1 || process_.is_forked_child() || is_held() ||
+      is_dead_.load(std::memory_order_acquire)) {
     return;
   }
   const bool pair = is_pair(call.op);
@@ -161,7 +163,7 @@ void GroupState::refuse(const Call& call, std::string_view operation,
     const std::lock_guard lock(mutex_);
     const std::uint64_t sequence = sequence_.load(std::memory_order_relaxed) + 1;
     std::array<char, 160> line{};  // so that the place fits behind it, where engines send it
-    base::copy_marked_text(line, reason.substr(0, reason.find('\n')));
+    base::copy_truncated(line, reason.substr(0, reason.find('\n')));
     std::string text = fmt::format("refused {} #{}: {}", operation, sequence, base::text_in(line));
     if (call.where.line() != 0) {
       fmt::format_to(std::back_inserter(text), ", at {}:{}",
@@ -181,10 +183,10 @@ void GroupState::refuse(const Call& call, std::string_view operation,
   } catch (const std::exception&) {
     return abandon(reason);  // no memory: the peers cannot be told what was refused
   }
-  tell_refusals();
+  send_refusals();
 }
 
-void GroupState::tell_refusals() noexcept {
+void GroupState::send_refusals() noexcept {
   if (is_busy_.exchange(true, std::memory_order_acquire)) return;
   std::vector<Refused> refusals;
   {
@@ -193,22 +195,22 @@ void GroupState::tell_refusals() noexcept {
     has_refusals_.store(false, std::memory_order_relaxed);
   }
   for (const Refused& refused : refusals) {
-    const auto tell = [this, refused] {
+    const auto notify = [this, refused] {
       Refusal refusal = refused.refusal;
       refusal.operation = refused.operation;
       refusal.reason = refused.reason;
       refusal.text = refused.text;
-      if (!refusal.is_pair) track_.skip_collective();
+      if (!refusal.is_pair) group_recorder_.skip_collective();
       engine_->refuse(refusal);
     };
     try {
       // After the pending calls, which come before it on every rank.
       if (is_idle()) {
-        tell();
+        notify();
       } else {
         queue_->post(
-            [tell]() -> CallQueue::Completion {
-              tell();
+            [notify]() -> CallQueue::Completion {
+              notify();
               return {};
             },
             {.operation = "refused call", .where = refused.refusal.where});
@@ -229,22 +231,22 @@ void GroupState::wait_until_idle() {
 }
 
 void GroupState::wait_for_posted(Call& call) {
-  if (is_idle() || process_.is_copy()) return;
+  if (is_idle() || process_.is_forked_child()) return;
   detail::TimeLimit limit(call.timeout);
   const std::optional<PostedCall> pending = queue_->wait_until_idle(limit.left());
   if (!pending) {
     call.timeout = limit.of_step();
     return;
   }
-  end_late(call, pending->waited_for(rank_, call.limit_s()));
+  fail_with_timeout(call, pending->waited_for(rank_, call.limit_s()));
 }
 
-void GroupState::end_late(const Call& call, const std::string& text) {
+void GroupState::fail_with_timeout(const Call& call, const std::string& text) {
   try {
     throw TimeoutError(context_of(call, rank_), text);
   } catch (const TimeoutError&) {
-    die();
-    abandon(text);  // second: the pending call, which it ends, has another error
+    mark_dead();
+    abandon(text);  // after mark_dead(): the pending call, which this ends, has another error
     throw;
   }
 }
@@ -257,7 +259,7 @@ void GroupState::retire() noexcept {
   if (is_busy_.exchange(true, std::memory_order_acquire)) return;
   has_queue_.store(false, std::memory_order_relaxed);
   queue_.reset();  // its calls have a timeout
-  track_ = Track(nullptr, name_, rank_, size_, /*engine_reports=*/false);
+  group_recorder_ = GroupRecorder(nullptr, name_, rank_, size_, /*engine_reports=*/false);
   std::unique_ptr<Engine> engine =
       std::make_unique<RetiredEngine>(std::string(engine_->name()), rank_, size_);
   {
@@ -282,7 +284,7 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Timeout timeout
   call.n_refused =
       is_pair(call.op) ? n_refused(call.op, call.root) : n_refused_.load(std::memory_order_relaxed);
   call.timeout = call.limit = std::min(timeout.or_else(timeout_), Timeout::never().or_else({}));
-  if (process_.is_copy()) throw_copy(call);  // it has no queue, for any size
+  if (process_.is_forked_child()) throw_forked_child(call);  // it has no queue, for any size
   // Otherwise the queue and a calling thread would use the engine concurrently.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
   const Busy busy{*this};
@@ -316,17 +318,17 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Timeout timeout
 }
 
 void GroupState::run_posted(Call& call, const detail::TimeLimit& limit) {
-  if (is_dead_.load(std::memory_order_acquire)) throw_death();
+  if (is_dead_.load(std::memory_order_acquire)) rethrow_failure();
   if (limit.is_over() && call.timeout.count() > 0) {
-    end_late(call, fmt::format("rank {} was in earlier asynchronous calls for the {:g} s of this "
-                               "call's limit",
-                               rank_, call.limit_s()));
+    fail_with_timeout(call, fmt::format("rank {} spent the {:g} s of this call's limit in earlier "
+                                        "asynchronous calls",
+                                        rank_, call.limit_s()));
   }
   call.timeout = limit.of_step();
   try {
-    track_.begin(call);
+    group_recorder_.begin(call);
     engine_->run(call);
-    track_.end(call);
+    group_recorder_.end(call);
   } catch (...) {
     fail(call);
   }
@@ -337,38 +339,38 @@ void GroupState::fail(const Call& call) {
     throw;
   } catch (const UsageError&) {  // the group stays usable
   } catch (const Error&) {       // which the peers get too
-    die();
+    mark_dead();
   } catch (const std::exception& error) {  // which no peer knows of: no memory, for example
     engine_->abandon(error.what());
-    die();
+    mark_dead();
   } catch (...) {
     engine_->abandon("an exception that is not a std::exception");
-    die();
+    mark_dead();
   }
-  track_.fail(call);
+  group_recorder_.fail(call);
   throw;
 }
 
-void GroupState::die() noexcept {
+void GroupState::mark_dead() noexcept {
   {
     const std::lock_guard lock(mutex_);
-    if (death_) return;
-    death_ = std::current_exception();
+    if (failure_) return;
+    failure_ = std::current_exception();
     is_dead_.store(true, std::memory_order_release);
   }
   if (!recorder()) return;
   try {
     throw;
   } catch (const std::exception& error) {
-    recorder()->died(error.what());
+    recorder()->write_on_failure(error.what());
   } catch (...) {
-    recorder()->died("an exception that is not a std::exception");
+    recorder()->write_on_failure("an exception that is not a std::exception");
   }
 }
 
-void GroupState::throw_death() {
+void GroupState::rethrow_failure() {
   const std::lock_guard lock(mutex_);
-  std::rethrow_exception(death_);
+  std::rethrow_exception(failure_);
 }
 
 std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout, ErrorContext context) {

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/process_tag.hpp"
+#include "base/fork_guard.hpp"
 #include "group/async_groups.hpp"
 #include "group/call_queue.hpp"
 #include "group/work_state.hpp"
@@ -39,11 +39,11 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   const std::string& name() const noexcept { return name_; }
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
   Check check() const noexcept { return check_; }
-  const std::shared_ptr<Recorder>& recorder() const noexcept { return track_.recorder(); }
+  const std::shared_ptr<Recorder>& recorder() const noexcept { return group_recorder_.recorder(); }
 
-  /// Runs a checked call on the calling thread; group.cpp. use(engine, call), if given, stands in
-  /// for Engine::run. Any exception but UsageError makes the group dead; one that is no Error,
-  /// which the engines of the peers cannot know of, is told to them.
+  /// Runs a checked call on the calling thread; group.cpp. use(engine, call), if given, is called
+  /// instead of Engine::run. Any exception but UsageError makes the group dead; the peers are
+  /// notified of an exception that is not an Error, because their engines cannot detect it.
   template <class Use = std::nullptr_t>
   void run(Call&& call, Timeout timeout, Use use = nullptr);
   /// The same on the queue's thread.
@@ -64,10 +64,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
     friend bool operator==(const Calls&, const Calls&) = default;
   };
   Calls calls() const noexcept;
-  /// Counts a call that throws before its first message (see Engine::refuse), as `operation`, and
-  /// tells the peers, after the calls that are pending. For an operation of several messages the
-  /// call of its first one. Does not wait. Not counted: in a group of one or that is dead, in a
-  /// fork of the rank, and while it is held. Threads: any.
+  /// Counts a call that throws before its first message (see Engine::refuse), under the name
+  /// `operation`, and notifies the peers, after the pending calls. For an operation of several
+  /// messages, `call` is that of the first. Does not wait. Not counted: in a group of one or that
+  /// is dead, in a fork of the rank, and while it is held. Threads: any.
   void refuse(const Call& call, std::string_view operation, std::string_view reason) noexcept;
   /// The same as Call::n_refused of a send or recv.
   std::uint32_t n_refused(Op pair, int peer) const noexcept;
@@ -84,7 +84,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// ended by then, the group ends on all ranks, and this throws a TimeoutError that names it.
   void wait_for_posted(Call& call);
   /// Ends the group on all ranks, here by a TimeoutError.
-  [[noreturn]] void end_late(const Call& call, const std::string& text);
+  [[noreturn]] void fail_with_timeout(const Call& call, const std::string& text);
   /// See CallQueue::wait_for_one.
   bool wait_for_one(std::chrono::nanoseconds at_most);
   /// See Session::retire. Does nothing if a thread is inside a call.
@@ -101,7 +101,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
       group.is_busy_.store(false, std::memory_order_release);
       // A refusal by another thread that comes between these two lines reaches the peers with the
       // next call.
-      if (group.has_refusals_.load(std::memory_order_relaxed)) group.tell_refusals();
+      if (group.has_refusals_.load(std::memory_order_relaxed)) group.send_refusals();
     }
   };
   /// A Refusal with its texts.
@@ -111,33 +111,33 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   };
   /// Passes the refusals to the engine, unless another thread is inside a call: then that thread
   /// does.
-  void tell_refusals() noexcept;
+  void send_refusals() noexcept;
 
   [[noreturn]] void throw_held(const Call& call) const;
   [[noreturn]] void throw_busy(const Call& call);
-  [[noreturn]] void throw_copy(const Call& call) const;
+  [[noreturn]] void throw_forked_child(const Call& call) const;
   [[noreturn]] void throw_other_thread(const Call& call);
   void run_posted(Call& call, const detail::TimeLimit& limit);
   /// In a handler: rethrows what the call threw.
   [[noreturn]] void fail(const Call& call);
-  void die() noexcept;
-  [[noreturn]] void throw_death();
+  void mark_dead() noexcept;
+  [[noreturn]] void rethrow_failure();
 
-  base::ProcessTag process_;
+  base::ForkGuard process_;
   std::thread::id only_thread_;  ///< that may call; none: any may
   std::string name_;
   std::chrono::milliseconds timeout_;
   int rank_;
   int size_;
   Check check_;
-  Track track_;
+  GroupRecorder group_recorder_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> is_busy_{false};
   std::atomic<bool> is_held_{false};  // is_busy_, which every call checks, is set too
   std::atomic<bool> is_dead_{false};
-  /// Guards death_, the refusals, the creation of queue_, and engine_ in abandon and retire.
+  /// Guards failure_, the refusals, the creation of queue_, and engine_ in abandon and retire.
   mutable std::mutex mutex_;
-  std::exception_ptr death_;
+  std::exception_ptr failure_;
   int n_children_ = 0;
   std::atomic<std::uint32_t> n_refused_{0};   ///< collectives
   std::atomic<std::uint64_t> n_refusals_{0};  ///< of any operation

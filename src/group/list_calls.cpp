@@ -22,15 +22,15 @@ namespace {
 using base::bytes;
 using base::copy_bytes;
 
-/// The call for an engine that takes one block: parts that do not lie one after the other are
-/// copied together, and apart.
-class Joined {
+/// A list call for an engine that takes one contiguous buffer: packs the parts, and unpacks the
+/// results, unless they are contiguous already.
+class PackedCall {
  public:
-  explicit Joined(const Call& call) : call_(call), joined_(call) {
-    joined_.ins = {};
-    joined_.outs = {};
-    if (!call.ins.empty()) joined_.in = block_of(call.ins, in_);
-    if (!call.outs.empty()) joined_.out = block_of(call.outs, out_);
+  explicit PackedCall(const Call& call) : call_(call), packed_(call) {
+    packed_.ins = {};
+    packed_.outs = {};
+    if (!call.ins.empty()) packed_.in = block_of(call.ins, in_);
+    if (!call.outs.empty()) packed_.out = block_of(call.outs, out_);
   }
 
   void run(Engine& engine) const {
@@ -39,7 +39,7 @@ class Joined {
         copy_bytes(in_.get() + begin, part, n_bytes);
       });
     }
-    engine.run(joined_);
+    engine.run(packed_);
     if (out_) {
       each(call_.outs, [&](void* part, std::size_t begin, std::size_t n_bytes) {
         copy_bytes(part, out_.get() + begin, n_bytes);
@@ -72,15 +72,15 @@ class Joined {
   }
 
   const Call& call_;
-  Call joined_;
+  Call packed_;
   std::unique_ptr<std::byte[]> in_, out_;
 };
 
-Joined join(Engine& engine, const Call& call) try {
-  return Joined(call);
+PackedCall pack_call(Engine& engine, const Call& call) try {
+  return PackedCall(call);
 } catch (const std::bad_alloc&) {
   const SystemError error(context_of(call, engine.rank()), ENOMEM,
-                          "no memory to copy the parts of a list together");
+                          "no memory to pack the parts of a list");
   engine.end_with(error);  // the peers wait in this call
   throw SystemError(error);
 }
@@ -229,7 +229,7 @@ void ListCalls::all_to_all(const Group& group, std::span<const ConstElements> in
   });
   call.ins = in_pointers;
   call.outs = out_pointers;
-  // Not each with each, as long as the inputs lie outside all outputs.
+  // All pairs are checked only for inputs that lie between the outputs.
   const std::byte* const begin = bytes(std::ranges::min(out_pointers));
   const std::byte* const end = bytes(std::ranges::max(out_pointers)) + outs.front().n_bytes();
   for (std::size_t r = 0; r < ins.size(); ++r) {
@@ -243,6 +243,6 @@ void ListCalls::all_to_all(const Group& group, std::span<const ConstElements> in
 
 }  // namespace internal
 
-void Engine::run_lists(const Call& call) { internal::join(*this, call).run(*this); }
+void Engine::run_lists(const Call& call) { internal::pack_call(*this, call).run(*this); }
 
 }  // namespace lockstep

@@ -6,10 +6,10 @@
 
 namespace lockstep::internal {
 
-/// Operations of Group in the forms that the layers above need; as Group's otherwise, and a rank
-/// may call these and its peers Group's. On lists: one part per rank, each in memory of its own, as
-/// torch.distributed has them. With a tag: what the call is for, of which ranks must give the same,
-/// else MismatchError; 0 or more, -1: none, as of Group's.
+/// Operations of Group in the forms that the layers above need. They match Group's own: a rank may
+/// call these while its peers call Group's. On lists: one part per rank, each in separate memory,
+/// as in torch.distributed. With a tag: identifies what the call is for; if ranks give different
+/// tags, they throw MismatchError; 0 or more, or -1 for none, as Group's own calls.
 struct ListCalls {
   static void all_reduce(const Group& group, const Elements& data, ReduceOp op, int tag,
                          Timeout timeout, std::source_location where);

@@ -45,8 +45,7 @@ void MismatchTable::add(const Row& row) {
 }
 
 void MismatchTable::add_absent(int rank, std::string_view last_call) {
-  add(rank, fmt::format("not here yet; its last call: {}", last_call), /*fingerprint=*/0,
-      Kind::absent);
+  add(rank, fmt::format("not arrived; last call: {}", last_call), /*fingerprint=*/0, Kind::absent);
 }
 
 void MismatchTable::add_refused(int rank, std::string_view text) {
@@ -106,8 +105,8 @@ std::string MismatchTable::text(const Call& call) const {
   if (has_refused) {
     text +=
         "\n"
-        "  a call that throws UsageError or the like counts as one: after it, all ranks must go on "
-        "alike";
+        "  a call that throws UsageError counts as a call: afterwards all ranks must continue with "
+        "the same calls";
   } else if (std::ranges::any_of(lines, is_alike)) {
     text +=
         "\n"
@@ -133,12 +132,12 @@ std::string count_by_rank(std::uint64_t hash) {
 }
 
 std::string list_of(std::span<const int> numbers) {
-  constexpr std::size_t kLeast = 4;  // shortest run that is written as "first-last"
+  constexpr std::size_t kMin = 4;  // shortest run that is written as "first-last"
   std::string text;
   for (std::size_t i = 0; i < numbers.size();) {
     std::size_t end = i + 1;
     while (end < numbers.size() && numbers[end] == numbers[end - 1] + 1) ++end;
-    const std::size_t n = end - i >= kLeast ? end - i : 1;
+    const std::size_t n = end - i >= kMin ? end - i : 1;
     fmt::format_to(std::back_inserter(text), "{}{}", text.empty() ? "" : ", ", numbers[i]);
     if (n > 1) fmt::format_to(std::back_inserter(text), "-{}", numbers[end - 1]);
     i += n;

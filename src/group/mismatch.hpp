@@ -35,8 +35,8 @@ class MismatchTable {
   void add_refused(int rank, std::string_view text);
   /// With the numbers of the ranks in the group: the table has those of the call's engine.
   std::string text(const Call& call) const;
-  /// The ranks that refused calls; if none did, those that are here and made another call than the
-  /// largest set; none if no set is larger than all others.
+  /// The ranks that refused calls; if none did, those that have arrived and made another call than
+  /// the largest set; none if no set is larger than all others.
   std::vector<int> minority() const;
 
  private:

@@ -14,9 +14,10 @@ WorkHandle::WorkHandle(std::shared_ptr<GroupState> group, const Call& call, Time
       state_(group_->post(call, timeout)) {}
 
 WorkHandle::~WorkHandle() {
-  if (is_detached_.load(std::memory_order_relaxed) || process_.is_copy() || state_->done()) return;
+  if (is_detached_.load(std::memory_order_relaxed) || process_.is_forked_child() || state_->done())
+    return;
   if (std::uncaught_exceptions() > n_exceptions_ && !group_->is_idle()) {
-    group_->abandon("it left because of an exception with an asynchronous call under way");
+    group_->abandon("it left because of an exception while an asynchronous call was pending");
   }
   state_->wait_until_done();
 }
@@ -25,7 +26,7 @@ WorkHandle::~WorkHandle() {
 
 void Work::wait() {
   if (!handle_) return;
-  if (handle_->is_copy()) {
+  if (handle_->is_forked_child()) {
     throw UsageError({"Work::wait", "", -1, 0, {}},
                      "this process is a fork of the one that made the call; wait there");
   }

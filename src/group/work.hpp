@@ -19,15 +19,15 @@ class WorkHandle {
   WorkHandle& operator=(const WorkHandle&) = delete;
 
   WorkState& state() const noexcept { return *state_; }
-  bool is_copy() const noexcept { return process_.is_copy(); }
+  bool is_forked_child() const noexcept { return process_.is_forked_child(); }
   void detach() noexcept { is_detached_.store(true, std::memory_order_relaxed); }
 
  private:
-  base::ProcessTag process_;
+  base::ForkGuard process_;
   std::shared_ptr<GroupState> group_;
   int n_exceptions_;  ///< uncaught exceptions of the thread when the call was posted
   std::atomic<bool> is_detached_{false};
-  std::shared_ptr<WorkState> state_;  // last: nothing throws behind the post
+  std::shared_ptr<WorkState> state_;  // last: nothing may throw after the call is posted
 };
 
 }  // namespace lockstep::internal

@@ -14,7 +14,7 @@ std::string_view name_of(Isa isa);
 /// Whether this build has a body for `isa` and this CPU supports it.
 bool is_supported(Isa isa);
 
-/// Chooses none wider; has no effect after the first use of a kernel. Threads: any.
+/// Limits the choice to this one; has no effect after the first use of a kernel. Threads: any.
 void limit_isa(Isa widest);
 
 /// The widest supported one within the limit; chosen once.

@@ -165,7 +165,7 @@ struct Call {
 /// Reduces kRegisters vectors of kLanes at a time, from element `at` on while they fit; returns
 /// the start of the remainder. kN: the number of inputs if known at compile time, else 0.
 template <class E, class Op, int kLanes, int kRegisters, int kN>
-LOCKSTEP_INLINE std::size_t fold_while_fits(const Call& call, std::size_t at) {
+LOCKSTEP_INLINE std::size_t reduce_while_fits(const Call& call, std::size_t at) {
   using Storage = typename E::Storage;
   using Stored = Vector<Storage, kLanes>;
   using Values = Vector<typename E::Value, kLanes>;
@@ -202,20 +202,20 @@ LOCKSTEP_INLINE std::size_t fold_while_fits(const Call& call, std::size_t at) {
 }
 
 template <class E, class Op, int kN>
-LOCKSTEP_INLINE void fold_n(const Call& call) {
+LOCKSTEP_INLINE void reduce_n(const Call& call) {
   constexpr int kLanes = kRegisterBytes / static_cast<int>(sizeof(typename E::Value));
-  std::size_t at = fold_while_fits<E, Op, kLanes, 4, kN>(call, 0);
-  at = fold_while_fits<E, Op, kLanes, 1, kN>(call, at);
-  fold_while_fits<E, Op, 1, 1, kN>(call, at);
+  std::size_t at = reduce_while_fits<E, Op, kLanes, 4, kN>(call, 0);
+  at = reduce_while_fits<E, Op, kLanes, 1, kN>(call, at);
+  reduce_while_fits<E, Op, 1, 1, kN>(call, at);
 }
 
 template <class E, class Op>
 void reduce_all(const void* const* in, int n, void* out, std::size_t count) {
   const Call call{in, n, out, count};
   if (n == 2) {
-    fold_n<E, Op, 2>(call);
+    reduce_n<E, Op, 2>(call);
   } else {
-    fold_n<E, Op, 0>(call);
+    reduce_n<E, Op, 0>(call);
   }
 }
 

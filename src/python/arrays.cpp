@@ -27,7 +27,7 @@ void all_reduce(nb::handle data, nb::handle op, const Group* group, nb::handle t
   const Call call("all_reduce", group, timeout);
   const Data in_place(data, Access::write, call);
   const ReduceOp reduction = call.parse_op(op);
-  in_place.raise_version();
+  in_place.bump_version();
   call.run([&] {
     call.group().all_reduce(in_place.elements(), reduction, call.timeout(), call.where());
   });
@@ -38,7 +38,7 @@ void broadcast(nb::handle data, nb::handle from, const Group* group, nb::handle 
   const int src = call.integer("src", from);
   const Access access = call.group().rank() == src ? Access::read : Access::write;
   const Data in_place(data, access, call);
-  in_place.raise_version();
+  in_place.bump_version();
   call.run([&] { call.group().broadcast(in_place.elements(), src, call.timeout(), call.where()); });
 }
 

@@ -21,9 +21,10 @@ std::chrono::duration<double> seconds_of(nb::handle timeout, const ErrorContext&
   const double seconds = PyFloat_AsDouble(number.ptr());
   if (PyErr_Occurred() != nullptr || std::isnan(seconds)) {
     PyErr_Clear();
-    throw UsageError(context, fmt::format("timeout is {}; it takes seconds, as 30 or 0.5, or a "
-                                          "datetime.timedelta",
-                                          text_of(nb::repr(timeout))));
+    throw UsageError(context,
+                     fmt::format("timeout is {}; expected seconds, such as 30 or 0.5, or a "
+                                 "datetime.timedelta",
+                                 text_of(nb::repr(timeout))));
   }
   return std::chrono::duration<double>(seconds);
 }
@@ -94,7 +95,7 @@ void refuse_arguments(const char* operation, const std::vector<std::string>& par
     if (named.contains("group")) of_call = named["group"];
   }
   refuse_arguments(operation, of_call,
-                   fmt::format("the arguments are ({}); it takes ({})", fmt::join(given, ", "),
+                   fmt::format("the arguments are ({}); expected ({})", fmt::join(given, ", "),
                                fmt::join(parameters, ", ")));
 }
 
@@ -104,7 +105,7 @@ ReduceOp Call::parse_op(nb::handle op) const {
       nb::isinstance<nb::str>(op) ? PyUnicode_AsUTF8AndSize(op.ptr(), &n_bytes) : nullptr;
   if (utf8 == nullptr) {
     PyErr_Clear();
-    reject(fmt::format("op is {}; it takes a name, as \"sum\"", text_of(nb::repr(op))));
+    reject(fmt::format("op is {}; expected a name such as \"sum\"", text_of(nb::repr(op))));
   }
   // The usual spellings without the copies that the others take.
   const std::string_view name{utf8, static_cast<std::size_t>(n_bytes)};

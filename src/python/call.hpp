@@ -17,7 +17,7 @@
 
 namespace lockstep::python {
 
-/// What every function that communicates has: its group, its limit, and the caller's line.
+/// State common to all functions that communicate: the group, the timeout, and the caller's line.
 class Call {
  public:
   /// group: null for the default group. timeout: None, seconds, or a datetime.timedelta.
@@ -57,8 +57,8 @@ class Call {
   Timeout timeout_;
 };
 
-/// Of an argument; null for None, the default group. Throws UsageTypeError if it is no group: then
-/// the call has none in which it could count.
+/// The Group of an argument; null for None, the default group. Throws UsageTypeError if it is not a
+/// group: such a call is not counted as refused on any group.
 const Group* group_in(nanobind::handle argument, const char* operation);
 
 /// Counts a call whose arguments do not fit the parameters, and throws UsageTypeError.
@@ -70,8 +70,8 @@ const Group* group_in(nanobind::handle argument, const char* operation);
                                    const nanobind::args& positional, const nanobind::kwargs& named,
                                    nanobind::handle group);
 
-/// Defines an operation in a module or as a method of Group. What nanobind does not let pass to f,
-/// because of its number, names or types, is a refused call. `extra`: a nanobind::arg for each
+/// Defines an operation in a module or as a method of Group. Arguments that nanobind rejects,
+/// because of their number, names or types, make a refused call. `extra`: a nanobind::arg for each
 /// parameter, and the docstring.
 template <class Scope, class F, class... Extra>
 void define_operation(Scope& scope, const char* name, F&& f, const Extra&... extra) {

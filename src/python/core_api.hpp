@@ -8,17 +8,17 @@
 
 namespace lockstep::python {
 
-/// What lockstep._torch takes from lockstep._core, which speaks to Python in another way: the
-/// contents of the capsule _core._api.
+/// The functions of lockstep._core that lockstep._torch uses, as the contents of the capsule
+/// _core._api: _core binds with nanobind, _torch with pybind11.
 struct CoreApi {
   /// The innermost line of Python code outside the package and the folders added. Needs the GIL.
   std::source_location (*where)();
   /// Frames of files in this folder are not the caller's. Call before where().
   void (*add_folder)(const char* folder);
-  /// Makes an error of lockstep Python's current exception. False if it is none. Needs the GIL.
+  /// Sets Python's current exception from a lockstep::Error. False if it is not one. Needs the GIL.
   bool (*raise)(const std::exception_ptr& thrown);
   /// The class of lockstep.errors for an error of lockstep, with the error's attributes as its own:
-  /// a new reference. Null: it is none. Needs the GIL.
+  /// a new reference. Null if it is not one. Needs the GIL.
   PyObject* (*class_of)(const std::exception_ptr& thrown);
   /// A call on `group` by this thread, which Ctrl-C ends, until end_call with the value returned in
   /// `before`. False: a handler of a signal has raised. Needs the GIL.
@@ -26,7 +26,8 @@ struct CoreApi {
   void (*end_call)(const Group* before);
   /// From now on, Ctrl-C ends calls of the main thread. Needs the GIL.
   void (*watch_interrupts)();
-  /// The Group of a lockstep.Group, as long as that lives; null: it is none. Needs the GIL.
+  /// The Group of a lockstep.Group, valid as long as that exists; null if it is not one. Needs the
+  /// GIL.
   const Group* (*group_of)(PyObject* object);
 };
 

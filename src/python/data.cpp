@@ -80,7 +80,7 @@ std::string text_of_current_error() {
 
 /// numpy.ma.MaskedArray: its buffer would be taken without the mask.
 bool is_masked(nb::handle object) {
-  static PyObject* last = nullptr;  // the last type that is none: looked up once
+  static PyObject* last = nullptr;  // the last type found not to be masked, to look it up once
   PyObject* const type = object.type().ptr();
   if (type == last) return false;
   if (PyObject_HasAttrString(type, "harden_mask") != 0) return true;
@@ -94,21 +94,20 @@ std::string described(const char* parameter, nb::handle object) {
   return fmt::format("{} ({})", parameter, name_of_type(object));
 }
 
-[[noreturn]] void refuse_dtype(const Call& call, const std::string& name, std::string_view dtype) {
-  call.reject(fmt::format("{} has elements of type {}; it takes {}, in native byte order", name,
+[[noreturn]] void reject_dtype(const Call& call, const std::string& name, std::string_view dtype) {
+  call.reject(fmt::format("{} has elements of type {}; expected {}, in native byte order", name,
                           dtype, kTypes));
 }
 
 /// Whether object.method() is true; false without such a method.
-bool asks(nb::handle object, const char* method) {
+bool returns_true(nb::handle object, const char* method) {
   return nb::hasattr(object, method) && nb::cast<bool>(object.attr(method)());
 }
 
-[[noreturn]] void refuse_layout(const Call& call, const std::string& name) {
+[[noreturn]] void reject_layout(const Call& call, const std::string& name) {
   call.reject(
-      fmt::format("{} is not C-contiguous: its elements do not lie one behind the other in "
-                  "row order. Pass a contiguous copy (numpy.ascontiguousarray(x), "
-                  "x.contiguous()), and copy the result back where one is written",
+      fmt::format("{} is not C-contiguous: pass a contiguous copy (numpy.ascontiguousarray(x), "
+                  "x.contiguous()), and copy the result back if one is written",
                   name));
 }
 
@@ -120,9 +119,9 @@ Data::Data(nb::handle object, Access access, const Call& call, const char* param
                             described(parameter, object)));
   }
   if (PyObject_CheckBuffer(object.ptr()) != 0) {
-    take_buffer(object, access, call, parameter);
+    read_buffer(object, access, call, parameter);
   } else if (nb::hasattr(object, "__dlpack__")) {
-    take_tensor(object, access, call, parameter);
+    read_dlpack(object, access, call, parameter);
   } else {
     call.reject(
         fmt::format("{} has neither the buffer protocol nor DLPack: pass a numpy array or a "
@@ -132,34 +131,34 @@ Data::Data(nb::handle object, Access access, const Call& call, const char* param
   }
 }
 
-void Data::take_buffer(nb::handle object, Access access, const Call& call, const char* parameter) {
+void Data::read_buffer(nb::handle object, Access access, const Call& call, const char* parameter) {
   Py_buffer& view = buffer_.view;
   if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
     const std::string text = text_of_current_error();
-    call.reject(fmt::format("{} gives no buffer: {}", described(parameter, object), text));
+    call.reject(fmt::format("{} cannot export a buffer: {}", described(parameter, object), text));
   }
   const auto n_bytes = static_cast<std::size_t>(view.itemsize);
   const std::string_view format = view.format == nullptr ? "B" : view.format;
   const auto dtype = dtype_of(format, n_bytes);
   if (!dtype)
-    refuse_dtype(call, described(parameter, object), fmt::format("'{}' (struct module)", format));
+    reject_dtype(call, described(parameter, object), fmt::format("'{}' (struct module)", format));
   if (access == Access::write && view.readonly != 0) {
     call.reject(fmt::format("{} is read-only, and the result is written to it",
                             described(parameter, object)));
   }
-  if (PyBuffer_IsContiguous(&view, 'C') == 0) refuse_layout(call, described(parameter, object));
+  if (PyBuffer_IsContiguous(&view, 'C') == 0) reject_layout(call, described(parameter, object));
   elements_ = {
       .data = view.buf, .count = static_cast<std::size_t>(view.len) / n_bytes, .dtype = *dtype};
 }
 
-void Data::take_tensor(nb::handle object, Access access, const Call& call, const char* parameter) {
-  // Torch's newer exchange gives it away without asking.
+void Data::read_dlpack(nb::handle object, Access access, const Call& call, const char* parameter) {
+  // Newer versions of torch export such a tensor through DLPack without an error.
   if (nb::hasattr(object, "requires_grad") && nb::cast<bool>(object.attr("requires_grad"))) {
     call.reject(fmt::format("{} requires a gradient, which would be lost: pass x.detach()",
                             described(parameter, object)));
   }
   nb::object resolved;
-  if (asks(object, "is_neg")) {
+  if (returns_true(object, "is_neg")) {
     if (access == Access::write) {
       call.reject(
           fmt::format("{} has the negative bit (as z.conj().imag), so that its memory holds "
@@ -171,13 +170,13 @@ void Data::take_tensor(nb::handle object, Access access, const Call& call, const
   }
   const auto take = [&](auto& tensor) {
     if (!nb::try_cast(object, tensor) || tensor.device_type() != nb::device::cpu::value) {
-      call.reject(fmt::format("{} is no tensor in memory of the CPU that may be {}: pass x.cpu()",
+      call.reject(fmt::format("{} must be a {} CPU tensor: pass x.cpu()",
                               described(parameter, object),
-                              access == Access::write ? "written" : "read"));
+                              access == Access::write ? "writable" : "readable"));
     }
     const auto dtype = dtype_of(tensor.dtype());
     if (!dtype) {
-      refuse_dtype(
+      reject_dtype(
           call, described(parameter, object),
           nb::hasattr(object, "dtype") ? text_of(nb::repr(object.attr("dtype"))) : "unknown");
     }
@@ -185,7 +184,7 @@ void Data::take_tensor(nb::handle object, Access access, const Call& call, const
     for (std::size_t i = tensor.ndim(); i-- > 0;) {
       const auto extent = static_cast<std::int64_t>(tensor.shape(i));
       if (extent != 1 && tensor.stride(i) != expected && tensor.size() > 0) {
-        refuse_layout(call, described(parameter, object));
+        reject_layout(call, described(parameter, object));
       }
       expected *= extent;
     }
@@ -196,7 +195,7 @@ void Data::take_tensor(nb::handle object, Access access, const Call& call, const
   if (access == Access::write) {
     take(writable_);
     // Tensors of other libraries, and those of inference mode, have no version.
-    if (nb::hasattr(object, "is_inference") && !asks(object, "is_inference")) {
+    if (nb::hasattr(object, "is_inference") && !returns_true(object, "is_inference")) {
       tensor_ = nb::borrow<nb::object>(object);
     }
   } else {
@@ -204,7 +203,7 @@ void Data::take_tensor(nb::handle object, Access access, const Call& call, const
   }
 }
 
-void Data::raise_version() const {
+void Data::bump_version() const {
   if (!tensor_) return;
   nb::module_::import_("torch.autograd.graph").attr("increment_version")(tensor_);
 }

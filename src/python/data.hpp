@@ -28,11 +28,11 @@ class Data {
   const Elements& elements() const { return elements_; }
   /// To be called where the elements are written, as torch's own operations in place do: backward
   /// then finds out if a graph has saved them. Nothing if they are not those of a tensor of torch.
-  void raise_version() const;
+  void bump_version() const;
 
  private:
-  void take_buffer(nanobind::handle object, Access access, const Call& call, const char* parameter);
-  void take_tensor(nanobind::handle object, Access access, const Call& call, const char* parameter);
+  void read_buffer(nanobind::handle object, Access access, const Call& call, const char* parameter);
+  void read_dlpack(nanobind::handle object, Access access, const Call& call, const char* parameter);
 
   struct Buffer {
     Py_buffer view{};

@@ -70,7 +70,7 @@ void raise(const Error& error) {
 
 PythonException::PythonException(nb::python_error error)
     : std::runtime_error(text_of_error(error)),
-      ends_program_(!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError)),
+      is_fatal_(!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError)),
       error_(std::make_shared<nb::python_error>(std::move(error))) {}
 
 bool raise_error(const std::exception_ptr& thrown) try {
@@ -108,7 +108,7 @@ void register_errors() {
       std::rethrow_exception(thrown);
     } catch (const PythonException& exception) {
       exception.restore();
-    } catch (const EndOfProgram& end) {
+    } catch (const FatalException& end) {
       end.exception.restore();
     } catch (const Error&) {
       raise_error(thrown);

@@ -27,10 +27,10 @@ class PythonException : public std::runtime_error {
   /// Makes it Python's current exception. Call once.
   void restore() const noexcept { error_->restore(); }
   /// KeyboardInterrupt, SystemExit or MemoryError.
-  bool ends_program() const noexcept { return ends_program_; }
+  bool is_fatal() const noexcept { return is_fatal_; }
 
  private:
-  bool ends_program_;
+  bool is_fatal_;
   std::shared_ptr<nanobind::python_error> error_;
 };
 
@@ -45,19 +45,19 @@ auto in_python(F f) {
   }
 }
 
-/// A KeyboardInterrupt, SystemExit or MemoryError while an object is unpickled. No std::exception:
-/// the core would say that the message cannot be decoded.
-struct EndOfProgram {
+/// A KeyboardInterrupt, SystemExit or MemoryError while an object is unpickled. Not derived from
+/// std::exception, which the core would report as a message that cannot be decoded.
+struct FatalException {
   PythonException exception;
 };
 
-/// in_python for what unpickles.
+/// in_python for code that unpickles.
 template <class F>
 auto in_unpickling(F f) {
   try {
     return in_python(std::move(f));
   } catch (const PythonException& exception) {
-    if (exception.ends_program()) throw EndOfProgram{exception};
+    if (exception.is_fatal()) throw FatalException{exception};
     throw;
   }
 }

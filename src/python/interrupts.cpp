@@ -18,20 +18,21 @@ namespace lockstep::python {
 namespace {
 
 constexpr std::chrono::milliseconds kInterval{100};
-/// Looking whether the handler is ours takes a system call, a tenth of a short call.
-constexpr std::chrono::milliseconds kMostRecent{1};
+/// Checking whether the handler is ours takes a system call, a tenth of a short call's time.
+constexpr std::chrono::milliseconds kCheckInterval{1};
 
 constinit std::atomic<bool> is_in_call{false};
-constinit std::atomic<bool> is_pressed{false};
-/// The handler behind ours. Written only while ours is not installed.
-constinit struct sigaction behind {};
+constinit std::atomic<bool> is_interrupt_pending{false};
+/// The handler that ours calls. Written only while ours is not installed.
+constinit struct sigaction previous_handler {};
 
 void on_interrupt(int number, siginfo_t* info, void* context) {
-  if (is_in_call.load(std::memory_order_relaxed)) is_pressed.store(true, std::memory_order_relaxed);
-  if ((behind.sa_flags & SA_SIGINFO) != 0) {
-    behind.sa_sigaction(number, info, context);
+  if (is_in_call.load(std::memory_order_relaxed))
+    is_interrupt_pending.store(true, std::memory_order_relaxed);
+  if ((previous_handler.sa_flags & SA_SIGINFO) != 0) {
+    previous_handler.sa_sigaction(number, info, context);
   } else {
-    behind.sa_handler(number);
+    previous_handler.sa_handler(number);
   }
 }
 
@@ -39,25 +40,25 @@ bool is_ours(const struct sigaction& action) {
   return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == on_interrupt;
 }
 
-/// Python installs its handler anew with each signal.signal().
-void stand_in_front() {
+/// Python reinstalls its handler at each signal.signal().
+void install_handler() {
   struct sigaction now {};
   if (::sigaction(SIGINT, nullptr, &now) != 0 || is_ours(now)) return;
   if ((now.sa_flags & SA_SIGINFO) == 0 &&
       (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN)) {
     return;
   }
-  behind = now;
+  previous_handler = now;
   struct sigaction ours = now;
   ours.sa_flags |= SA_SIGINFO;
   ours.sa_sigaction = on_interrupt;
   ::sigaction(SIGINT, &ours, nullptr);
 }
 
-void stand_back() {
+void restore_handler() {
   struct sigaction now {};
   if (::sigaction(SIGINT, nullptr, &now) == 0 && is_ours(now)) {
-    ::sigaction(SIGINT, &behind, nullptr);
+    ::sigaction(SIGINT, &previous_handler, nullptr);
   }
 }
 
@@ -83,7 +84,7 @@ class Watcher {
     }
     changed_.notify_all();
     thread_.join();
-    stand_back();
+    restore_handler();
   }
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
@@ -92,25 +93,25 @@ class Watcher {
 
   const Group* enter(const Group* group) {
     const std::lock_guard lock(mutex_);
-    if (group != nullptr) look_again();  // else a signal would end no wait before the next look
-    is_pressed.store(false, std::memory_order_relaxed);
+    if (group != nullptr) reinstall_if_due();  // else a signal would not end the wait
+    is_interrupt_pending.store(false, std::memory_order_relaxed);
     is_in_call.store(group != nullptr, std::memory_order_relaxed);
     ++n_calls_;
     return std::exchange(group_, group);
   }
 
  private:
-  void look_again() {
+  void reinstall_if_due() {
     const auto now = std::chrono::steady_clock::now();
-    if (now - looked_at_ < kMostRecent) return;
-    looked_at_ = now;
-    stand_in_front();
+    if (now - checked_at_ < kCheckInterval) return;
+    checked_at_ = now;
+    install_handler();
   }
   void loop() {
     std::unique_lock lock(mutex_);
     for (; !is_closing_; changed_.wait_for(lock, kInterval)) {
-      stand_in_front();
-      if (!is_pressed.exchange(false, std::memory_order_relaxed)) continue;
+      install_handler();
+      if (!is_interrupt_pending.exchange(false, std::memory_order_relaxed)) continue;
       const auto n_calls = n_calls_;
       lock.unlock();  // the GIL's holder may want it
       const bool raises = raises_keyboard_interrupt();
@@ -124,11 +125,11 @@ class Watcher {
   const pthread_t main_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  const Group* group_ = nullptr;                       // the main thread's; guarded by mutex_
-  std::uint64_t n_calls_ = 0;                          // guarded by mutex_
-  std::chrono::steady_clock::time_point looked_at_{};  // guarded by mutex_
-  bool is_closing_ = false;                            // guarded by mutex_
-  std::thread thread_;                                 // last: it uses the other members
+  const Group* group_ = nullptr;                        // the main thread's; guarded by mutex_
+  std::uint64_t n_calls_ = 0;                           // guarded by mutex_
+  std::chrono::steady_clock::time_point checked_at_{};  // guarded by mutex_
+  bool is_closing_ = false;                             // guarded by mutex_
+  std::thread thread_;                                  // last: it uses the other members
 };
 
 Watcher* watcher = nullptr;  // guarded by the GIL
@@ -141,7 +142,7 @@ void watch_interrupts() {
   const auto threading = nb::module_::import_("threading");
   const nb::object main = threading.attr("main_thread")();
   if (watcher != nullptr || !main.is(threading.attr("current_thread")())) return;
-  // A fork has neither the thread nor, perhaps, the mutex. It is no rank either.
+  // A fork is not a rank: it has no such thread, and the mutex may be locked.
   static const int registered = ::pthread_atfork(nullptr, nullptr, [] { watcher = nullptr; });
   static_cast<void>(registered);
   watcher = new Watcher;
@@ -157,7 +158,7 @@ bool begin_call(const Group* group, const Group** before) {
   *before = nullptr;
   if (!is_watched()) return true;
   *before = watcher->enter(group);
-  // The signal may have come after Python's last look and before is_in_call was set.
+  // The signal may have arrived after Python's last check and before is_in_call was set.
   if (PyErr_CheckSignals() == 0) return true;
   watcher->enter(*before);
   return false;

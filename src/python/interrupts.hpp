@@ -3,13 +3,13 @@
 #include <lockstep/group.hpp>
 
 /// Ctrl-C while the main thread waits in a call. Python's own handler only sets a flag, which the
-/// main thread reads after the call. So a thread, lockstep-sigint, puts a handler in front of it
-/// that remembers the signal, and abandons the group if the main thread is in a call: the call then
-/// ends with an error, in place of which the KeyboardInterrupt is raised.
+/// main thread reads after the call. So lockstep installs a handler that records the signal and
+/// then calls Python's; a thread, lockstep-sigint, abandons the group if the main thread is in
+/// a call. The call then fails, and KeyboardInterrupt is raised instead of that error.
 /// Only if SIGINT raises KeyboardInterrupt: any other handler of the program runs after the call.
 namespace lockstep::python {
 
-/// From now on. Call on the main thread, with the GIL; other threads' calls have no effect.
+/// Installs the handler. Call on the main thread, with the GIL; calls of other threads do nothing.
 void watch_interrupts();
 void stop_watching_interrupts() noexcept;
 

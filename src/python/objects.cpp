@@ -28,7 +28,7 @@ using namespace nb::literals;
 /// Objects travel pickled: `dumps` and `loads` are pickle's, given by the Python half.
 namespace lockstep::python {
 
-/// What errors call the type of the objects.
+/// The name of the objects' type in errors.
 struct PickledObjects {};
 
 namespace {
@@ -42,8 +42,8 @@ detail::ObjectCall object_call(const Call& call, detail::ObjectOp op, int root =
           .root = root};
 }
 
-/// f prepares this rank's message. Its exception, one of Python's too, is the call's refusal, which
-/// the ranks tell each other.
+/// f prepares this rank's message. If it throws, a Python exception too, the call is refused and
+/// the other ranks are notified.
 template <class F>
 void prepare_in_python(detail::ObjectCall& call, F f) {
   detail::prepare(call, [&] { in_python(f); });
@@ -163,10 +163,11 @@ nb::object collect_results(nb::handle results_of_rank, nb::handle size, const nb
             in_unpickling([&] {
               for (const std::size_t place : places) {
                 std::uint64_t n_bytes = 0;
-                if (bytes.size() < sizeof n_bytes) throw std::length_error("it ends early");
+                if (bytes.size() < sizeof n_bytes)
+                  throw std::length_error("the message is truncated");
                 std::memcpy(&n_bytes, bytes.data(), sizeof n_bytes);
                 bytes = bytes.subspan(sizeof n_bytes);
-                if (bytes.size() < n_bytes) throw std::length_error("it ends early");
+                if (bytes.size() < n_bytes) throw std::length_error("the message is truncated");
                 all[place] = unpickle(loads, bytes.data(), n_bytes);
                 bytes = bytes.subspan(n_bytes);
               }
@@ -234,8 +235,8 @@ void read_value(const Call& call, Value& value) {
   }
 }
 
-/// with_numbers(data): a copy of a dict, which is returned with the results.
-nb::object all_reduce_dict(nb::handle given, const nb::callable& with_numbers, nb::handle op,
+/// convert_numbers(data): a copy of a dict, which is returned with the results.
+nb::object all_reduce_dict(nb::handle given, const nb::callable& convert_numbers, nb::handle op,
                            const Group* group, nb::handle timeout) {
   const Call call("all_reduce_dict", group, timeout);
   detail::ObjectCall objects = object_call(call, detail::ObjectOp::all_reduce_dict);
@@ -244,7 +245,7 @@ nb::object all_reduce_dict(nb::handle given, const nb::callable& with_numbers, n
   std::deque<Value> values;  // a Data does not move
   nb::dict data;
   prepare_in_python(objects, [&] {
-    data = nb::cast<nb::dict>(with_numbers(given));
+    data = nb::cast<nb::dict>(convert_numbers(given));
     reduction = call.parse_op(op);
     for (const auto [key, object] : data) {
       if (!nb::isinstance<nb::str>(key)) {
@@ -313,7 +314,7 @@ nb::object all_reduce_dict(nb::handle given, const nb::callable& with_numbers, n
     }
     const Elements elements = value->elements();
     if (elements.count == 0) continue;
-    if (value->array) value->array->raise_version();
+    if (value->array) value->array->bump_version();
     std::memcpy(elements.data, next[elements.dtype], elements.n_bytes());
     next[elements.dtype] += elements.n_bytes();
     if (!value->array) data[value->name] = nb::float_(value->real);
@@ -345,8 +346,8 @@ void define_objects(nb::module_& module) {
   define_operation(module, "collect_results", &collect_results, "results"_a.none(), "size"_a.none(),
                    "dumps"_a, "loads"_a, "check"_a, "tmpdir"_a.none(), "group"_a.none(),
                    "timeout"_a.none());
-  define_operation(module, "all_reduce_dict", &all_reduce_dict, "data"_a.none(), "with_numbers"_a,
-                   "op"_a.none(), "group"_a.none(), "timeout"_a.none());
+  define_operation(module, "all_reduce_dict", &all_reduce_dict, "data"_a.none(),
+                   "convert_numbers"_a, "op"_a.none(), "group"_a.none(), "timeout"_a.none());
 }
 
 }  // namespace lockstep::python

@@ -34,7 +34,7 @@ Launcher parse_launcher(const std::string& name, const ErrorContext& context) {
     if (name == known.name) return known.launcher;
   }
   throw UsageError(context,
-                   fmt::format("launcher is '{}'; it takes infer, none, lockstep, pytorch, "
+                   fmt::format("launcher is '{}'; expected infer, none, lockstep, pytorch, "
                                "slurm or mpi",
                                name));
 }
@@ -80,17 +80,18 @@ nb::object main_process_first(const nb::callable& f, const Group* group, nb::han
   call.run([&] {
     const std::function<void()> body = [&] {
       in_python([&] {
-        const InterruptibleCall in_f(nullptr);  // whose own lines see KeyboardInterrupt
+        const InterruptibleCall in_f(nullptr);  // f may raise KeyboardInterrupt
         result = f();
       });
     };
-    detail::run_first(detail::First::main_process, body, call.group(), call.timeout(),
+    detail::run_first(detail::FirstScope::main_process, body, call.group(), call.timeout(),
                       call.where());
   });
   return result;
 }
 
-/// An operation whose first lines are Python's: its exceptions before, and between, its calls.
+/// Context manager of an operation that starts in Python code: counts exceptions raised there as
+/// refused calls.
 class Operation {
  public:
   Operation(std::string name, nb::handle group)

@@ -25,7 +25,7 @@ inline std::string name_of_type(nanobind::handle object) {
   return text_of(object.type().attr("__name__"));
 }
 
-/// A str of any bytes: those that are no UTF-8 are replaced.
+/// A str of any bytes: invalid UTF-8 is replaced.
 inline nanobind::object str_of(std::string_view text) {
   auto str = nanobind::steal<nanobind::object>(
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));

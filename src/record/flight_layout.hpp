@@ -11,7 +11,7 @@ consteval base::LayoutHash flight_layout() {
   hash.add<FlightEntry>({
       LOCKSTEP_FIELD(FlightEntry, begun),
       LOCKSTEP_FIELD(FlightEntry, sequence),
-      LOCKSTEP_FIELD(FlightEntry, what),
+      LOCKSTEP_FIELD(FlightEntry, signature),
       LOCKSTEP_FIELD(FlightEntry, count),
       LOCKSTEP_FIELD(FlightEntry, start),
       LOCKSTEP_FIELD(FlightEntry, end),

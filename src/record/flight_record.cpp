@@ -8,9 +8,9 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
+#include "base/atomic_file.hpp"
 #include "base/text.hpp"
 #include "base/ticks.hpp"
-#include "base/whole_file.hpp"
 #include "record/signature.hpp"
 
 namespace lockstep::internal {
@@ -70,7 +70,7 @@ std::vector<Operation> operations_of(const FlightRecord& record, const base::Tic
   operations.reserve(FlightRecord::kEntries);
   for (const FlightEntry& entry : record.entries) {
     const std::uint32_t complete = entry.complete.load(std::memory_order_acquire);
-    const std::uint64_t what = entry.what.load(std::memory_order_acquire);
+    const std::uint64_t signature = entry.signature.load(std::memory_order_acquire);
     const std::uint64_t start = entry.start.load(std::memory_order_acquire);
     const std::uint64_t end = entry.end.load(std::memory_order_acquire);
     const std::uint64_t sequence = entry.sequence.load(std::memory_order_acquire);
@@ -83,10 +83,10 @@ std::vector<Operation> operations_of(const FlightRecord& record, const base::Tic
     Operation operation{.number = number,
                         .sequence = sequence,
                         .collective = collective,
-                        .op = op_of(what),
-                        .dtype = dtype_of(what),
-                        .reduce = reduce_of(what),
-                        .root = root_of(what),
+                        .op = op_of(signature),
+                        .dtype = dtype_of(signature),
+                        .reduce = reduce_of(signature),
+                        .root = root_of(signature),
                         .count = count,
                         .n_bytes = 0,
                         .state = Operation::State::under_way,
@@ -99,7 +99,7 @@ std::vector<Operation> operations_of(const FlightRecord& record, const base::Tic
       operation.state = Operation::State::failed;
     } else if (end != FlightEntry::kUnderWay) {
       operation.state = Operation::State::finished;
-      operation.end_ns = scale.to_ns(end == FlightEntry::kSoon ? start : end);
+      operation.end_ns = scale.to_ns(end == FlightEntry::kShort ? start : end);
     }
     operations.push_back(operation);
   }
@@ -143,7 +143,7 @@ void write_record(const FlightRecord& record, std::string_view reason, const std
   char host[256] = {};
   ::gethostname(host, sizeof host - 1);
   try {
-    base::WholeFile file(path, /*mode=*/0600);
+    base::AtomicFile file(path, /*mode=*/0600);
     file.write(json_of(record, reason, host));
     file.commit();
   } catch (const std::system_error& error) {

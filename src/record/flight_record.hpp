@@ -30,11 +30,11 @@ struct alignas(64) FlightEntry {
   /// Values of `end` that are not times.
   static constexpr std::uint64_t kUnderWay = 0;
   static constexpr std::uint64_t kFailed = 1;
-  static constexpr std::uint64_t kSoon = 2;  ///< finished a few microseconds after `start` at most
+  static constexpr std::uint64_t kShort = 2;  ///< finished a few microseconds after `start` at most
 
-  std::atomic<std::uint64_t> begun;     ///< number of the call; 0: none
-  std::atomic<std::uint64_t> sequence;  ///< in its group, from 1
-  std::atomic<std::uint64_t> what;      ///< see encode_call
+  std::atomic<std::uint64_t> begun;      ///< number of the call; 0: none
+  std::atomic<std::uint64_t> sequence;   ///< in its group, from 1
+  std::atomic<std::uint64_t> signature;  ///< see encode_call
   std::atomic<std::uint64_t> count;
   std::atomic<std::uint64_t> start;       ///< base::ticks()
   std::atomic<std::uint64_t> end;         ///< base::ticks(), or one of the above

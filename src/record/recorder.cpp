@@ -68,8 +68,8 @@ std::uint32_t Recorder::add_group(std::string_view name, int rank, int size) {
   return number;
 }
 
-void Recorder::died(std::string_view reason) noexcept {
-  if (!dir_ || process_.is_copy()) return;
+void Recorder::write_on_failure(std::string_view reason) noexcept {
+  if (!dir_ || process_.is_forked_child()) return;
   if (record_->is_written.exchange(1, std::memory_order_relaxed) != 0) return;
   try {
     write_record(*record_, reason, *dir_);
@@ -79,8 +79,8 @@ void Recorder::died(std::string_view reason) noexcept {
   }
 }
 
-Track::Track(std::shared_ptr<Recorder> recorder, std::string_view group, int rank, int size,
-             bool engine_reports)
+GroupRecorder::GroupRecorder(std::shared_ptr<Recorder> recorder, std::string_view group, int rank,
+                             int size, bool engine_reports)
     : recorder_(std::move(recorder)), engine_reports_(engine_reports) {
   if (!recorder_) return;
   record_ = &recorder_->record();
@@ -89,7 +89,7 @@ Track::Track(std::shared_ptr<Recorder> recorder, std::string_view group, int ran
   group_ = &record_->groups[group_number_];
 }
 
-void Track::open(const Call& call) {
+void GroupRecorder::open(const Call& call) {
   FlightRecord& record = *record_;
   if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
     site_file_ = call.where.file_name();
@@ -112,13 +112,13 @@ void Track::open(const Call& call) {
   constexpr auto release = std::memory_order_release;
   constexpr auto relaxed = std::memory_order_relaxed;
   const std::uint64_t collective = is_collective ? ++n_collectives_ : 0;
-  const std::uint64_t what = encode_call(call);
+  const std::uint64_t signature = encode_call(call);
   const std::uint64_t start = base::ticks();
   number_ = number;
   entry.begun.store(number, relaxed);  // before the fields, which are stored with release
   entry.sequence.store(call.sequence, release);
   entry.collective.store(collective, release);
-  entry.what.store(what, release);
+  entry.signature.store(signature, release);
   entry.count.store(call.count, release);
   entry.start.store(start, release);
   entry.end.store(FlightEntry::kUnderWay, release);
@@ -126,7 +126,7 @@ void Track::open(const Call& call) {
   entry.group.store(static_cast<std::uint16_t>(group_number_), release);
   entry.complete.store(static_cast<std::uint32_t>(number), release);
   if (trace_ != nullptr) {
-    event_ = trace_->begin({.what = what,
+    event_ = trace_->begin({.signature = signature,
                             .count = call.count,
                             .sequence = call.sequence,
                             .collective = collective,

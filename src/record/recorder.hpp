@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/process_tag.hpp"
+#include "base/fork_guard.hpp"
 #include "base/ticks.hpp"
 #include "record/flight_record.hpp"
 #include "record/progress.hpp"
@@ -35,7 +35,7 @@ class Recorder {
   /// The number under which readers find a group in which this rank is `rank`.
   std::uint32_t add_group(std::string_view name, int rank, int size);
 
-  /// Sets where died() writes the record. Call before the first operation.
+  /// Sets where write_on_failure() writes the record. Call before the first operation.
   void write_to(std::string dir) { dir_ = std::move(dir); }
   /// Begins the rank's trace. Call before the first group. `n_restarts`: Env::restart. Throws
   /// SystemError.
@@ -47,7 +47,7 @@ class Recorder {
   /// A group of this rank is dead: writes the record's file, once, if write_to was called. Never
   /// fails, because the error that the caller is about to throw matters more. A fork of the rank's
   /// process writes nothing.
-  void died(std::string_view reason) noexcept;
+  void write_on_failure(std::string_view reason) noexcept;
 
  private:
   struct Site {
@@ -55,7 +55,7 @@ class Recorder {
     std::uint_least32_t line;
   };
 
-  base::ProcessTag process_;
+  base::ForkGuard process_;
   std::shared_ptr<FlightRecord> record_;
   std::optional<std::string> dir_;
   std::shared_ptr<Trace> trace_;
@@ -68,11 +68,11 @@ class Recorder {
 /// Cost. See NativeEngine::reports_progress; a call that had to sleep reads the clock twice, and so
 /// does every call for a trace, in which no peer may appear to leave a call before this rank has
 /// entered it. Threads: one at a time.
-class Track final : public Progress {
+class GroupRecorder final : public Progress {
  public:
   /// recorder: null if nothing is recorded. engine_reports: see NativeEngine::reports_progress.
-  Track(std::shared_ptr<Recorder> recorder, std::string_view group, int rank, int size,
-        bool engine_reports);
+  GroupRecorder(std::shared_ptr<Recorder> recorder, std::string_view group, int rank, int size,
+                bool engine_reports);
 
   const std::shared_ptr<Recorder>& recorder() const noexcept { return recorder_; }
 
@@ -96,7 +96,7 @@ class Track final : public Progress {
   void end(const Call& call) {
     if (record_ == nullptr) return;
     arrived(call);
-    const std::uint64_t now = is_short_ ? FlightEntry::kSoon : base::ticks();
+    const std::uint64_t now = is_short_ ? FlightEntry::kShort : base::ticks();
     close(now);
     if (event_ != nullptr) Trace::end(*event_, now, /*has_failed=*/false);
   }

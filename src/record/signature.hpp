@@ -12,14 +12,16 @@ inline std::uint64_t encode_call(const Call& call) noexcept {
          static_cast<std::uint64_t>(call.reduce) << 16U |
          static_cast<std::uint64_t>(static_cast<std::uint32_t>(call.root + 1)) << 32U;
 }
-inline Op op_of(std::uint64_t what) noexcept { return static_cast<Op>(what & 0xffU); }
-inline DType dtype_of(std::uint64_t what) noexcept {
-  return static_cast<DType>(what >> 8U & 0xffU);
+inline Op op_of(std::uint64_t signature) noexcept { return static_cast<Op>(signature & 0xffU); }
+inline DType dtype_of(std::uint64_t signature) noexcept {
+  return static_cast<DType>(signature >> 8U & 0xffU);
 }
-inline ReduceOp reduce_of(std::uint64_t what) noexcept {
-  return static_cast<ReduceOp>(what >> 16U & 0xffU);
+inline ReduceOp reduce_of(std::uint64_t signature) noexcept {
+  return static_cast<ReduceOp>(signature >> 16U & 0xffU);
 }
-inline int root_of(std::uint64_t what) noexcept { return static_cast<int>(what >> 32U) - 1; }
+inline int root_of(std::uint64_t signature) noexcept {
+  return static_cast<int>(signature >> 32U) - 1;
+}
 
 /// Whether the operation is between two ranks, and not of all.
 inline bool is_pair(Op op) noexcept { return op == Op::send || op == Op::recv; }

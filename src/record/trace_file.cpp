@@ -58,7 +58,7 @@ std::string name_of_clock() {
 
 Trace::Trace(const std::string& dir, const FlightRecord& record, int n_restarts) {
   std::string path = fmt::format("{}/rank-{}.XXXXXX", dir, record.rank);
-  fd_ = base::KeptFd(base::UniqueFd(::mkostemp(path.data(), O_CLOEXEC)));
+  fd_ = base::GuardedFd(base::UniqueFd(::mkostemp(path.data(), O_CLOEXEC)));
   if (!fd_) fail(errno, fmt::format("cannot make '{}' (LOCKSTEP_TRACE)", path));
   constexpr std::size_t kHead = offsetof(TraceFile, events);
   int error_number = base::exceeds_file_limit(sizeof(TraceFile)) ? EFBIG : 0;

@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-#include "base/kept_fd.hpp"
+#include "base/guarded_fd.hpp"
 #include "base/ticks.hpp"
 #include "record/flight_record.hpp"
 
@@ -25,7 +25,7 @@ struct alignas(64) TraceEvent {
   static constexpr std::size_t kTextLength = 40;
 
   struct CallPart {
-    std::uint64_t what;  ///< see encode_call
+    std::uint64_t signature;  ///< see encode_call
     std::uint64_t count;
     std::uint64_t sequence;
     std::uint64_t collective;  ///< 0: send, recv
@@ -99,7 +99,7 @@ class Trace {
   std::int32_t this_thread() noexcept;
   bool make_room(std::uint64_t number) noexcept;
 
-  base::KeptFd fd_;
+  base::GuardedFd fd_;
   TraceFile* file_ = nullptr;
   std::mutex mutex_;  // guards the reservation of space
 };

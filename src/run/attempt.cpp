@@ -31,7 +31,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kNotice{1000};
 // Between the kill of a process group and the end of its output.
 constexpr milliseconds kLastOutput{1000};
-constexpr milliseconds kLookAgain{50};
+constexpr milliseconds kRecheckInterval{50};
 
 std::string name_of_signal(int signal) {
   const char* name = sigabbrev_np(signal);
@@ -74,7 +74,7 @@ Attempt::Attempt(const LaunchContext& context, int n_restarts, Nodes* nodes)
       n_restarts_(n_restarts),
       nodes_(nodes),
       placement_(nodes != nullptr ? nodes->placement()
-                                  : place_alone(context.options.n_ranks, context.run_id)),
+                                  : single_node_layout(context.options.n_ranks, context.run_id)),
       generations_(context.options.n_ranks) {
   worlds_.emplace(0,
                   std::make_unique<shared::Job>(context.options.n_ranks, context.options.env.tune));
@@ -114,9 +114,9 @@ void Attempt::write_records() {
       const int index = static_cast<int>(rank);
       worlds_.at(generations_.of(index))->write_record(index, dir);
     }
-    say(fmt::format("flight records are in {0}; see lockstep doctor --record {0}", dir));
+    print_line(fmt::format("flight records are in {0}; see lockstep doctor --record {0}", dir));
   } catch (const SystemError& error) {
-    say(error.what());
+    print_line(error.what());
   }
 }
 
@@ -125,12 +125,13 @@ void Attempt::warn_if_none_joined() {
       worlds_.at(0)->has_joined_rank() || !links_lockstep(context_.program)) {
     return;
   }
-  say(fmt::format("no rank called lockstep::init_dist: each of the {} worked alone, as rank 0 of 1",
+  print_line(
+      fmt::format("no rank called lockstep::init_dist: each of the {} ran alone, as rank 0 of 1",
                   placement_.world_size));
 }
 
-void Attempt::say(const std::string& text) {
-  context_.mux.say(
+void Attempt::print_line(const std::string& text) {
+  context_.mux.print_line(
       fmt::format("{:%Y-%m-%d %H:%M:%S} {}", fmt::localtime(std::time(nullptr)), text));
 }
 
@@ -214,7 +215,7 @@ void Attempt::wait_for_events() {
 void Attempt::handle_signals() {
   while (const std::optional<Signal> signal = context_.signals.next()) {
     if (signal->number == SIGCHLD) {
-      look_for_ends(signal->sender);
+      check_exits(signal->sender);
     } else {
       forward(signal->number);
     }
@@ -224,37 +225,37 @@ void Attempt::handle_signals() {
 void Attempt::forward(int signal) {
   if (is_warning(signal)) {
     if (phase_ == Phase::killing) return;
-    say(fmt::format("{}: forwarded to the ranks", name_of_signal(signal)));
+    print_line(fmt::format("{}: forwarded to the ranks", name_of_signal(signal)));
     signal_ranks(signal);
     return;
   }
   outcome_.interrupted = true;
   if (nodes_ != nullptr) {
-    nodes_->say_failed({.exit_code = 128 + signal,
-                        .interrupted = true,
-                        .text = fmt::format("node {} was ended by {}", placement_.node_rank,
-                                            name_of_signal(signal))});
+    nodes_->report_failed({.exit_code = 128 + signal,
+                           .interrupted = true,
+                           .text = fmt::format("node {} was ended by {}", placement_.node_rank,
+                                               name_of_signal(signal))});
     if (outcome_.exit_code == 0) outcome_.exit_code = 128 + signal;
   }
   if (signal == SIGINT) ++n_interrupts_;
   if (phase_ == Phase::killing) return;
   if (n_interrupts_ > 1) {
-    say("second SIGINT: killing the ranks (SIGKILL)");
+    print_line("second SIGINT: killing the ranks (SIGKILL)");
     kill_ranks();
     return;
   }
-  say(fmt::format("{}: forwarded to the ranks, which have {:g} s to exit{}", name_of_signal(signal),
-                  seconds(context_.options.grace),
-                  signal == SIGINT ? "; a second one kills them now" : ""));
+  print_line(fmt::format("{}: forwarded to the ranks, which have {:g} s to exit{}",
+                         name_of_signal(signal), seconds(context_.options.grace),
+                         signal == SIGINT ? "; a second one kills them now" : ""));
   terminate_ranks(signal);
 }
 
 void Attempt::serve(int rank) {
   base::UniqueFd& socket = ranks_[static_cast<std::size_t>(rank)].socket;
-  switch (shared::read_question(socket.get())) {
-    case shared::Question::none: return;
-    case shared::Question::closed: socket.reset(); return;
-    case shared::Question::next_world: break;
+  switch (shared::receive_request(socket.get())) {
+    case shared::LauncherRequest::none: return;
+    case shared::LauncherRequest::closed: socket.reset(); return;
+    case shared::LauncherRequest::next_world: break;
   }
   try {
     answer(rank);
@@ -268,15 +269,15 @@ void Attempt::serve(int rank) {
 void Attempt::answer(int rank) {
   Rank& asking = ranks_[static_cast<std::size_t>(rank)];
   const shared::Job& newest = *worlds_.at(generations_.newest());
-  const int next = generations_.next_of(rank, newest.has_leaver());
+  const int next = generations_.next_of(rank, newest.has_rank_left());
   if (!worlds_.contains(next)) worlds_.emplace(next, newest.next());
-  asking.asker = process_of(rank);
+  asking.requester = process_of(rank);
   generations_.enter(rank, next);
   shared::answer(asking.socket.get(), *worlds_.at(next));
   worlds_.erase(worlds_.begin(), worlds_.lower_bound(generations_.oldest()));
 }
 
-void Attempt::look_for_ends(pid_t first) {
+void Attempt::check_exits(pid_t first) {
   // Several exits may share one SIGCHLD; it names the earliest, so check that one first.
   for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
     if (ranks_[rank].pid == first) look_at(static_cast<int>(rank));
@@ -285,16 +286,16 @@ void Attempt::look_for_ends(pid_t first) {
 }
 
 void Attempt::look_at(int rank) {
-  Rank& looked_at = ranks_[static_cast<std::size_t>(rank)];
-  if (looked_at.state != State::running) return;
+  Rank& checked = ranks_[static_cast<std::size_t>(rank)];
+  if (checked.state != State::running) return;
   siginfo_t info{};
-  if (waitid(P_PID, static_cast<id_t>(looked_at.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
-      info.si_pid != looked_at.pid) {
+  if (waitid(P_PID, static_cast<id_t>(checked.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+      info.si_pid != checked.pid) {
     return;
   }
-  looked_at.state = State::ended;
-  looked_at.end = Clock::now();
-  looked_at.deadline = Clock::now() + context_.options.grace;
+  checked.state = State::ended;
+  checked.end = Clock::now();
+  checked.deadline = Clock::now() + context_.options.grace;
   const int wait_status = wait_status_of(info);
   for (const auto& [generation, world] : worlds_) world->rank_ended(rank, wait_status);
   if (wait_status != 0 && !failed_) report_failure(rank, wait_status);
@@ -323,11 +324,11 @@ void Attempt::report_failure(int rank, int wait_status) {
   }
   const std::string what = fmt::format("{}{} {} after {:.2f} s", describe_leaver(rank),
                                        name_of(rank), how, seconds(Clock::now() - start_));
-  say(what + ending);
+  print_line(what + ending);
   if (nodes_ != nullptr) {
-    nodes_->say_failed({.exit_code = outcome_.exit_code,
-                        .interrupted = outcome_.interrupted,
-                        .text = fmt::format("node {}: {}", placement_.node_rank, what)});
+    nodes_->report_failed({.exit_code = outcome_.exit_code,
+                           .interrupted = outcome_.interrupted,
+                           .text = fmt::format("node {}: {}", placement_.node_rank, what)});
   }
 }
 
@@ -338,7 +339,7 @@ std::string Attempt::name_of(int rank) const {
 
 /// Describes the peer whose exit made this rank fail; empty if there is none.
 std::string Attempt::describe_leaver(int failed_rank) const {
-  const auto leaver = worlds_.at(generations_.of(failed_rank))->who_left_before(failed_rank);
+  const auto leaver = worlds_.at(generations_.of(failed_rank))->rank_that_left_before(failed_rank);
   if (!leaver) return {};
   const Rank& rank = ranks_[static_cast<std::size_t>(*leaver)];
   const std::string how =
@@ -355,7 +356,7 @@ void Attempt::end_with(const NodeFailure& failure) {
   outcome_ = {.exit_code = failure.exit_code, .interrupted = failure.interrupted};
   phase_ = Phase::notified;
   phase_deadline_ = Clock::now() + kNotice;
-  say(failure.text + "; ending the ranks of this node");
+  print_line(failure.text + "; ending the ranks of this node");
 }
 
 int Attempt::world_rank(std::size_t local_rank) const {
@@ -369,7 +370,7 @@ void Attempt::advance() {
   if (nodes_ != nullptr && !failed_ && phase_ == Phase::running &&
       std::none_of(ranks_.begin(), ranks_.end(),
                    [](const Rank& rank) { return rank.state == State::running; })) {
-    nodes_->say_done();
+    nodes_->report_done();
   }
   if (Clock::now() < phase_deadline_) return;
   if (phase_ == Phase::notified) {
@@ -380,37 +381,37 @@ void Attempt::advance() {
       if (ranks_[rank].state == State::running) late.push_back(world_rank(rank));
     }
     if (!late.empty()) {
-      say(fmt::format("{} did not end within {:g} s: killing (SIGKILL)", list_of(late),
-                      seconds(context_.options.grace)));
+      print_line(fmt::format("{} did not end within {:g} s: killing (SIGKILL)", list_of(late),
+                             seconds(context_.options.grace)));
     }
     kill_ranks();
   }
 }
 
 void Attempt::advance_rank(int rank) {
-  Rank& looked_at = ranks_[static_cast<std::size_t>(rank)];
-  const bool late = Clock::now() >= looked_at.deadline;
-  switch (looked_at.state) {
+  Rank& checked = ranks_[static_cast<std::size_t>(rank)];
+  const bool late = Clock::now() >= checked.deadline;
+  switch (checked.state) {
     case State::running: return;
     case State::ended:
       if (late || phase_ == Phase::killing || !context_.mux.is_open(placement_.first_rank + rank))
-        reap(looked_at);
+        reap(checked);
       return;
     case State::reaped:
       if (!late) return;
       // A process that left the group may hold an output forever. The mux closes it when nothing is
       // left to read and its reader has taken everything: check again until then.
       context_.mux.abandon(placement_.first_rank + rank);
-      looked_at.deadline = context_.mux.is_open(placement_.first_rank + rank)
-                               ? Clock::now() + kLookAgain
-                               : Clock::time_point::max();
+      checked.deadline = context_.mux.is_open(placement_.first_rank + rank)
+                             ? Clock::now() + kRecheckInterval
+                             : Clock::time_point::max();
       return;
   }
 }
 
 void Attempt::reap(Rank& rank) {
   kill(-rank.pid, SIGKILL);
-  context_.guard.forget(rank.pid);
+  context_.guard.remove_group(rank.pid);
   while (waitpid(rank.pid, nullptr, 0) < 0 && errno == EINTR) {
   }
   rank.state = State::reaped;
@@ -432,13 +433,13 @@ void Attempt::kill_ranks() {
   phase_deadline_ = Clock::time_point::max();
 }
 
-/// The living process that has joined a world as the rank, or waits for the next one.
+/// The process that has joined a world as this rank, or has asked for the next one, if it is alive.
 std::optional<pid_t> Attempt::process_of(int rank) const {
   const auto joined = worlds_.at(generations_.of(rank))->process_of(rank);
-  return joined ? joined : ranks_[static_cast<std::size_t>(rank)].asker;
+  return joined ? joined : ranks_[static_cast<std::size_t>(rank)].requester;
 }
 
-/// Whether a living process has joined as the rank, and has the signal now.
+/// Signals the process that has joined as this rank. Returns false if there is none.
 bool Attempt::signal_joined(int rank, int signal) {
   Rank& to = ranks_[static_cast<std::size_t>(rank)];
   const auto joined = process_of(rank);
@@ -464,7 +465,7 @@ void Attempt::signal_ranks(int signal) {
   }
 }
 
-/// Where the process that joined has ended.
+/// Signals the remaining processes of ranks whose joined process has ended.
 void Attempt::signal_rest() {
   for (Rank& rank : ranks_) {
     if (rank.signal_after == 0) continue;

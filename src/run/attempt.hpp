@@ -25,7 +25,7 @@ namespace lockstep::run {
 struct LaunchContext {
   const Options& options;
   std::string program;     ///< a path
-  std::string run_id;      ///< see Placement
+  std::string run_id;      ///< see RankLayout
   std::vector<int> cores;  ///< that ranks may run on
   rlimit open_files;       ///< limit at the start of the launcher
   const Guard& guard;
@@ -72,10 +72,10 @@ class Attempt {
   enum class State : std::uint8_t { running, ended, reaped };
   struct Rank {
     pid_t pid;
-    base::UniqueFd socket;         ///< the launcher's end: see launcher_socket.hpp
-    std::optional<pid_t> asker{};  ///< the process that has left a world and asked for the next
-    base::UniqueFd joined{};       ///< pidfd of the process that joined, if it alone got a signal
-    int signal_after = 0;          ///< what the rest of the group gets when that process has ended
+    base::UniqueFd socket;             ///< the launcher's end: see launcher_socket.hpp
+    std::optional<pid_t> requester{};  ///< the process that has left a world and asked for the next
+    base::UniqueFd joined{};  ///< pidfd of the process that joined, if it alone got a signal
+    int signal_after = 0;     ///< what the rest of the group gets when that process has ended
     State state = State::running;
     Clock::time_point end{};                                // of its process
     Clock::time_point deadline = Clock::time_point::max();  // of the state
@@ -88,7 +88,7 @@ class Attempt {
   void forward(int signal);
   void serve(int rank);
   void answer(int rank);
-  void look_for_ends(pid_t first);
+  void check_exits(pid_t first);
   void look_at(int rank);
   void report_failure(int rank, int wait_status);
   std::string name_of(int rank) const;
@@ -108,12 +108,12 @@ class Attempt {
   void write_records();
   void warn_if_none_joined();
   bool over() const;
-  void say(const std::string& text);
+  void print_line(const std::string& text);
 
   const LaunchContext& context_;
   const int n_restarts_;
   Nodes* const nodes_;
-  const Placement placement_;
+  const RankLayout placement_;
   Generations generations_;
   std::map<int, std::unique_ptr<shared::Job>> worlds_;  // by generation
   const Clock::time_point start_ = Clock::now();

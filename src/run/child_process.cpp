@@ -60,7 +60,7 @@ bool prepare(const Child& child) {
   if (setpgid(0, 0) != 0) return false;
   if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return false;
   if (getppid() != child.launcher) _exit(1);  // the launcher died before the line above
-  child.guard.watch_me();
+  child.guard.add_own_group();
   if (child.cpus != nullptr && sched_setaffinity(0, child.n_cpus_bytes, child.cpus) != 0) {
     return false;
   }
@@ -76,7 +76,7 @@ bool prepare(const Child& child) {
   return true;
 }
 
-[[noreturn]] void become(const Child& child) {
+[[noreturn]] void exec_child(const Child& child) {
   if (prepare(child)) {
     execve(child.spec.program.c_str(), child.arguments.data(), child.environment.data());
   }
@@ -169,7 +169,7 @@ pid_t ProcessStarter::start(const ProcessSpec& spec) {
   program_ = spec.program;
   const pid_t pid = fork();
   if (pid < 0) throw system_error("cannot start a process");
-  if (pid == 0) become(child);
+  if (pid == 0) exec_child(child);
   setpgid(pid, pid);  // as the child does, so that a kill of the group reaches it from now on
   return pid;
 }

@@ -14,7 +14,7 @@
 namespace lockstep::run {
 namespace {
 
-[[noreturn]] void stand_guard(int pipe) {
+[[noreturn]] void guard_main(int pipe) {
   sigset_t all;
   sigfillset(&all);
   sigprocmask(SIG_SETMASK, &all, nullptr);
@@ -57,7 +57,7 @@ Guard::Guard() {
   pipe_.reset(ends[1]);
   pid_ = fork();
   if (pid_ < 0) throw system_error("cannot start the guard process");
-  if (pid_ == 0) stand_guard(read_end.get());
+  if (pid_ == 0) guard_main(read_end.get());
 }
 
 Guard::~Guard() {
@@ -66,8 +66,8 @@ Guard::~Guard() {
   }
 }
 
-void Guard::watch_me() const noexcept { send(pipe_.get(), getpid()); }
+void Guard::add_own_group() const noexcept { send(pipe_.get(), getpid()); }
 
-void Guard::forget(pid_t group) const noexcept { send(pipe_.get(), -group); }
+void Guard::remove_group(pid_t group) const noexcept { send(pipe_.get(), -group); }
 
 }  // namespace lockstep::run

@@ -25,8 +25,8 @@ class Guard {
   Guard& operator=(const Guard&) = delete;
 
   /// Writes the process group id of the caller, a group leader. Async-signal-safe.
-  void watch_me() const noexcept;
-  void forget(pid_t group) const noexcept;
+  void add_own_group() const noexcept;
+  void remove_group(pid_t group) const noexcept;
 
  private:
   base::UniqueFd pipe_;

@@ -22,23 +22,23 @@ namespace {
 
 /// Raises the soft limit of open files to the number needed for the ranks and the other launchers.
 /// Returns the previous limits.
-rlimit make_room_for_files(const Options& options) {
+rlimit raise_file_limit(const Options& options) {
   rlimit before{};
   if (getrlimit(RLIMIT_NOFILE, &before) != 0) throw system_error("cannot read the file limit");
   // Per rank two outputs, two logs and a socket; a few for the segment, the signals, one start and
   // inherited descriptors. On node 0 a connection to each node.
-  const bool leads = options.nodes.n_nodes > 1 && options.nodes.node_rank == 0;
+  const bool is_node_0 = options.nodes.n_nodes > 1 && options.nodes.node_rank == 0;
   const rlim_t n_needed = 5 * static_cast<rlim_t>(options.n_ranks) + 64 +
-                          (leads ? static_cast<rlim_t>(options.nodes.n_nodes) : 0);
+                          (is_node_0 ? static_cast<rlim_t>(options.nodes.n_nodes) : 0);
   // Descriptors for unidentified connections at --rdzv are optional.
-  const rlim_t n_wanted = n_needed + (leads ? kMaxStrangers : 0);
+  const rlim_t n_wanted = n_needed + (is_node_0 ? kMaxUnidentified : 0);
   if (before.rlim_cur >= n_wanted) return before;
   if (before.rlim_max < n_needed) {
     throw usage_error(fmt::format(
         "{} ranks{} need {} open files, and the limit is {}; raise it (ulimit -Hn, "
         "/etc/security/limits.conf) or start fewer ranks",
-        options.n_ranks, leads ? fmt::format(" and {} nodes", options.nodes.n_nodes) : "", n_needed,
-        before.rlim_max));
+        options.n_ranks, is_node_0 ? fmt::format(" and {} nodes", options.nodes.n_nodes) : "",
+        n_needed, before.rlim_max));
   }
   const rlimit raised{.rlim_cur = std::min(n_wanted, before.rlim_max), .rlim_max = before.rlim_max};
   if (setrlimit(RLIMIT_NOFILE, &raised) != 0) throw system_error("cannot raise the file limit");
@@ -67,14 +67,14 @@ std::string draw_run_id() {
 int launch_ranks(const Options& options) {
   fill_standard_descriptors();
   const std::string program = find_program(options.command.front());
-  const rlimit open_files = make_room_for_files(options);
+  const rlimit open_files = raise_file_limit(options);
   const Guard guard;
   const Signals signals;
   OutputMux mux(options.prefix);
   std::vector<int> cores = allowed_cores();
   if (options.bind == Bind::core && static_cast<std::size_t>(options.n_ranks) > cores.size()) {
-    mux.say(fmt::format("--bind core: {} ranks share {} cores, so some wait for each other",
-                        options.n_ranks, cores.size()));
+    mux.print_line(fmt::format("--bind core: {} ranks share {} cores, so some wait for each other",
+                               options.n_ranks, cores.size()));
   }
   const LaunchContext context{options,    program, draw_run_id(), std::move(cores),
                               open_files, guard,   signals,       mux};
@@ -94,8 +94,8 @@ int launch_ranks(const Options& options) {
       if (outcome.exit_code != 0 || mux.write_error() == 0) return outcome.exit_code;
       return mux.write_error() == EPIPE ? 128 + SIGPIPE : 1;
     }
-    mux.say(fmt::format("restart {} of {}: starting all {} ranks again", n_restarts + 1,
-                        options.max_restarts, options.n_ranks));
+    mux.print_line(fmt::format("restart {} of {}: starting all {} ranks again", n_restarts + 1,
+                               options.max_restarts, options.n_ranks));
   }
 }
 

@@ -69,7 +69,7 @@ void LineSink::put(int rank, int stream, std::string_view text) {
   }
 }
 
-void LineSink::say(std::string_view line) {
+void LineSink::print_line(std::string_view line) {
   begin(kLauncher);
   if (broken()) return;
   fmt::format_to(std::back_inserter(pending_), "lockstep: {}\n", line);

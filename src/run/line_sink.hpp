@@ -21,7 +21,7 @@ class LineSink {
   /// from its stderr.
   void put(int rank, int stream, std::string_view text);
   /// A line of the launcher's own.
-  void say(std::string_view line);
+  void print_line(std::string_view line);
   /// Writes what can be written now.
   void flush();
 

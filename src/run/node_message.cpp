@@ -13,16 +13,16 @@ namespace lockstep::run {
 namespace {
 
 using Kind = NodeMessageKind;
-using What = Welcome::What;
+using Action = HelloReply::Action;
 using std::chrono::milliseconds;
 
 constexpr std::size_t kHeadBytes = offsetof(NodeMessage, kind);
 constexpr int kMaxPort = 65535;
 /// Longer than any wait; sums with it do not overflow a clock.
-constexpr milliseconds kMaxPatience = std::chrono::hours(24 * 365);
+constexpr milliseconds kMaxTimeout = std::chrono::hours(24 * 365);
 
 /// Constant-time comparison, so the secret cannot be guessed byte by byte.
-bool knows(const NodeMessage& message, std::string_view secret) {
+bool has_secret(const NodeMessage& message, std::string_view secret) {
   NodeMessage expected;
   expected.set_secret(secret);
   unsigned differences = 0;
@@ -45,13 +45,13 @@ void NodeMessageReader::add(std::span<const char> bytes) {
   n_bytes_ += bytes.size();
 }
 
-bool NodeMessageReader::is_stranger() const {
+bool NodeMessageReader::is_foreign() const {
   return n_bytes_ >= sizeof kGreeting && message_.greeting != kGreeting;
 }
 
 std::optional<NodeMessage> NodeMessageReader::next() {
   const bool is_of_another = n_bytes_ >= kHeadBytes && message_.protocol != kProtocol;
-  if (is_stranger() || (n_bytes_ < sizeof(NodeMessage) && !is_of_another)) return std::nullopt;
+  if (is_foreign() || (n_bytes_ < sizeof(NodeMessage) && !is_of_another)) return std::nullopt;
   const NodeMessage message = message_;
   message_ = {};
   n_bytes_ = 0;
@@ -71,46 +71,47 @@ std::string text_of(const NodeMessage& message) {
   return text;
 }
 
-Welcome judge_hello(const NodeMessage& hello, const NodesOptions& options,
-                    const std::string& address, int n_restarts, std::span<const int> ranks_of) {
+HelloReply validate_hello(const NodeMessage& hello, const NodesOptions& options,
+                          const std::string& address, int n_restarts,
+                          std::span<const int> ranks_of) {
   if (hello.protocol != kProtocol) {
-    return {What::reject, fmt::format("a node at {} uses protocol {}, node 0 uses {}; use one "
-                                      "version of lockstep on all nodes",
-                                      address, hello.protocol, kProtocol)};
+    return {Action::reject, fmt::format("a node at {} uses protocol {}, node 0 uses {}; use one "
+                                        "version of lockstep on all nodes",
+                                        address, hello.protocol, kProtocol)};
   }
-  if (!knows(hello, options.secret)) {
-    return {What::reject,
+  if (!has_secret(hello, options.secret)) {
+    return {Action::reject,
             fmt::format("node {} connected to {} with another --rdzv-secret than node 0; give all "
                         "nodes a file with the same content, or none",
                         hello.node_rank, address)};
   }
   if (hello.kind != Kind::hello || hello.n_ranks < 1 || hello.n_ranks > kMaxRanks) {
-    return {What::ignore};
+    return {Action::ignore};
   }
   if (hello.n_nodes != options.n_nodes) {
-    return {What::reject_all,
+    return {Action::reject_all,
             fmt::format("nodes at {} disagree: node {} has --nnodes {}, node 0 has --nnodes {}",
                         address, hello.node_rank, hello.n_nodes, options.n_nodes)};
   }
   if (hello.n_restarts != n_restarts) {
-    return {What::reject_all,
+    return {Action::reject_all,
             fmt::format("nodes at {} disagree: node {} starts after {} restarts, node 0 after {}; "
                         "start all nodes again, with the same --max-restarts",
                         address, hello.node_rank, hello.n_restarts, n_restarts)};
   }
   if (hello.node_rank < 0 || hello.node_rank >= options.n_nodes ||
       ranks_of[static_cast<std::size_t>(hello.node_rank)] != 0) {
-    return {What::reject_all,
+    return {Action::reject_all,
             fmt::format("two launchers at {} have --node-rank {}; it must be unique, from 0 to {}",
                         address, hello.node_rank, options.n_nodes - 1)};
   }
-  const auto patience =
-      std::clamp<std::int64_t>(hello.patience_ms, 0, milliseconds(kMaxPatience).count());
-  return {.what = What::join, .patience = milliseconds(patience)};
+  const auto timeout =
+      std::clamp<std::int64_t>(hello.timeout_ms, 0, milliseconds(kMaxTimeout).count());
+  return {.action = Action::join, .timeout = milliseconds(timeout)};
 }
 
-Placement read_placed(const NodeMessage& reply, const NodesOptions& options,
-                      const std::string& address, int n_ranks) {
+RankLayout parse_layout(const NodeMessage& reply, const NodesOptions& options,
+                        const std::string& address, int n_ranks) {
   if (reply.protocol != kProtocol) {
     throw MismatchError(
         launcher_context(),
@@ -119,9 +120,9 @@ Placement read_placed(const NodeMessage& reply, const NodesOptions& options,
             address, reply.protocol, kProtocol));
   }
   if (reply.kind != Kind::placed) throw MismatchError(launcher_context(), text_of(reply));
-  if (!knows(reply, options.secret)) {
+  if (!has_secret(reply, options.secret)) {
     throw MismatchError(launcher_context(),
-                        fmt::format("the process at {} does not know the secret of --rdzv-secret: "
+                        fmt::format("the process at {} does not have the secret of --rdzv-secret: "
                                     "it is not node 0 of this job",
                                     address));
   }

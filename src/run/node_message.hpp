@@ -37,7 +37,7 @@ struct NodeMessage {
   std::int32_t n_nodes = 0;
   std::int32_t n_ranks = 0;
   std::int32_t n_restarts = 0;
-  std::int64_t patience_ms = 0;  ///< timeout of the sender of hello
+  std::int64_t timeout_ms = 0;  ///< timeout of the sender of hello
   std::int32_t first_rank = 0;
   std::int32_t world_size = 0;
   std::int32_t master_port = 0;
@@ -60,37 +60,38 @@ class NodeMessageReader {
   /// The message received, if complete; of another protocol version: only its head is valid.
   std::optional<NodeMessage> next();
   /// The bytes do not come from lockstep.
-  bool is_stranger() const;
+  bool is_foreign() const;
 
  private:
   NodeMessage message_;
   std::size_t n_bytes_ = 0;  ///< bytes of message_ received
 };
 
-/// Made printable, whatever was sent.
+/// The text of a message, with unprintable bytes replaced.
 std::string text_of(const NodeMessage& message);
 
 /// Node 0's reaction to a connection.
-struct Welcome {
-  enum class What : std::uint8_t {
+struct HelloReply {
+  enum class Action : std::uint8_t {
     join,
     ignore,      ///< not a launcher that is starting
-    reject,      ///< does not belong here: is notified; the wait for the others continues
-    reject_all,  ///< the nodes disagree: all are notified and exit
+    reject,      ///< not part of this job: gets an error; the wait for the others continues
+    reject_all,  ///< the nodes disagree: all get an error and exit
   };
-  What what = What::join;
-  std::string text{};                    ///< of reject and reject_all
-  std::chrono::milliseconds patience{};  ///< of join
+  Action action = Action::join;
+  std::string text{};                   ///< of reject and reject_all
+  std::chrono::milliseconds timeout{};  ///< of join
 };
 
 /// `ranks_of`: the number of ranks of each connected node, else 0. `address`: for texts.
-Welcome judge_hello(const NodeMessage& hello, const NodesOptions& options,
-                    const std::string& address, int n_restarts, std::span<const int> ranks_of);
+HelloReply validate_hello(const NodeMessage& hello, const NodesOptions& options,
+                          const std::string& address, int n_restarts,
+                          std::span<const int> ranks_of);
 
-/// What a node of n_ranks takes from node 0's answer to its hello, except master_addr. Throws
-/// MismatchError.
-Placement read_placed(const NodeMessage& reply, const NodesOptions& options,
-                      const std::string& address, int n_ranks);
+/// Parses node 0's reply to the hello of a node with n_ranks ranks; sets all but master_addr.
+/// Throws MismatchError.
+RankLayout parse_layout(const NodeMessage& reply, const NodesOptions& options,
+                        const std::string& address, int n_ranks);
 
 /// The content of `failed`: never an exit code of success.
 NodeFailure read_failed(const NodeMessage& message);

@@ -42,7 +42,8 @@ int timeout_to(Clock::time_point when) {
 }
 
 /// Polls until `until`, for a second at most. Throws Interrupted.
-void wait_on(std::vector<pollfd> entries, Clock::time_point until, const Signals& signals) {
+void poll_or_interrupt(std::vector<pollfd> entries, Clock::time_point until,
+                       const Signals& signals) {
   entries.push_back({.fd = signals.fd(), .events = POLLIN, .revents = 0});
   if (::poll(entries.data(), entries.size(), timeout_to(until)) < 0 && errno != EINTR) {
     throw system_error("cannot wait for the other nodes");
@@ -107,8 +108,8 @@ bool is_literal(const std::string& host) {
          ::inet_pton(AF_INET6, host.c_str(), &ignored) == 1;
 }
 
-/// None if the host of --rdzv is another machine, or the port is not free: see errno. A literal
-/// address is the only one that listens. A name listens at every address of this machine, which may
+/// Empty if the host of --rdzv is another machine, or the port is in use: see errno. A literal
+/// address is the only one to listen at. A name listens at every address of this machine, which may
 /// resolve it to another address than the other nodes do: Debian's /etc/hosts gives 127.0.1.1.
 base::UniqueFd listen_at(const NodesOptions& options) {
   Addresses addresses = resolve(options.host.c_str(), options);
@@ -117,7 +118,7 @@ base::UniqueFd listen_at(const NodesOptions& options) {
   while (own != nullptr && !can_bind(*own)) own = own->ai_next;
   if (own == nullptr) return {};
   addresses = resolve(nullptr, options);
-  for (const int family : {AF_INET6, AF_INET}) {  // the first takes both, where the system has it
+  for (const int family : {AF_INET6, AF_INET}) {  // an IPv6 socket accepts IPv4 too
     for (own = addresses.get(); own != nullptr; own = own->ai_next) {
       if (own->ai_family != family) continue;
       base::UniqueFd listener = listen_at(*own);
@@ -128,7 +129,7 @@ base::UniqueFd listen_at(const NodesOptions& options) {
 }
 
 /// Detects a vanished machine: TCP keepalive gives up after some 20 s.
-void watch(int fd) {
+void enable_keepalive(int fd) {
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
@@ -142,7 +143,7 @@ void watch(int fd) {
 /// One connection: sends and receives complete messages.
 class Link {
  public:
-  explicit Link(base::UniqueFd fd) : fd_(std::move(fd)) { watch(fd_.get()); }
+  explicit Link(base::UniqueFd fd) : fd_(std::move(fd)) { enable_keepalive(fd_.get()); }
 
   int fd() const { return fd_.get(); }
   bool is_open() const { return static_cast<bool>(fd_); }
@@ -158,7 +159,7 @@ class Link {
   std::optional<NodeMessage> receive() {
     for (;;) {
       if (auto message = reader_.next()) return message;
-      if (reader_.is_stranger()) close();
+      if (reader_.is_foreign()) close();
       if (!fd_) return std::nullopt;
       std::array<char, sizeof(NodeMessage)> bytes;
       const ssize_t n = ::recv(fd_.get(), bytes.data(), reader_.n_wanted(), 0);
@@ -171,7 +172,7 @@ class Link {
       reader_.add({bytes.data(), static_cast<std::size_t>(n)});
     }
   }
-  bool is_stranger() const { return reader_.is_stranger(); }
+  bool is_foreign() const { return reader_.is_foreign(); }
 
   int node_rank = -1;  ///< of the other end; -1: not identified yet
   int n_ranks = 0;
@@ -182,8 +183,8 @@ class Link {
   NodeMessageReader reader_;
 };
 
-Placement place_alone(int n_ranks, const std::string& run_id) {
-  Placement placement;
+RankLayout single_node_layout(int n_ranks, const std::string& run_id) {
+  RankLayout placement;
   placement.run_id = run_id;
   placement.world_size = n_ranks;
   placement.master_addr = "127.0.0.1";
@@ -201,9 +202,9 @@ Nodes::Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const std
   placement_.run_id = run_id;
   placement_.master_addr = options_.host;
   if (options_.node_rank == 0) {
-    lead(signals, n_ranks, n_restarts);
+    accept_nodes(signals, n_ranks, n_restarts);
   } else {
-    follow(signals, n_ranks, n_restarts);
+    connect_to_node_0(signals, n_ranks, n_restarts);
   }
 }
 
@@ -226,37 +227,37 @@ void Nodes::reject(Link& link, const std::string& text) {
 
 // --- bootstrap ------------------------------------------------------------------------------
 
-void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
+void Nodes::accept_nodes(const Signals& signals, int n_ranks, int n_restarts) {
   const base::UniqueFd listener = listen_at(options_);
   if (!listener) {
-    throw system_error(
-        fmt::format("node 0 cannot listen at {}; --rdzv takes an address of node 0's machine and a "
-                    "port that is free there",
-                    address_));
+    throw system_error(fmt::format(
+        "node 0 cannot listen at {}; --rdzv must be an address of node 0's machine and a "
+        "port that is free there",
+        address_));
   }
   std::vector<int> ranks_of(static_cast<std::size_t>(options_.n_nodes), 0);
   ranks_of[0] = n_ranks;
   const auto look_at = [&](Link& link, const NodeMessage& hello) {
-    const Welcome welcome = judge_hello(hello, options_, address_, n_restarts, ranks_of);
-    switch (welcome.what) {
-      case Welcome::What::ignore: link.close(); return;
-      case Welcome::What::reject: reject(link, welcome.text); return;
-      case Welcome::What::reject_all: reject_all(welcome.text);
-      case Welcome::What::join: break;
+    const HelloReply reply = validate_hello(hello, options_, address_, n_restarts, ranks_of);
+    switch (reply.action) {
+      case HelloReply::Action::ignore: link.close(); return;
+      case HelloReply::Action::reject: reject(link, reply.text); return;
+      case HelloReply::Action::reject_all: reject_all(reply.text);
+      case HelloReply::Action::join: break;
     }
     link.node_rank = hello.node_rank;
     link.n_ranks = hello.n_ranks;
     ranks_of[static_cast<std::size_t>(hello.node_rank)] = hello.n_ranks;
     // The report of missing nodes must arrive before any node's timeout.
-    deadline_ = std::min(deadline_, Clock::now() + welcome.patience);
+    deadline_ = std::min(deadline_, Clock::now() + reply.timeout);
   };
 
   while (std::find(ranks_of.begin(), ranks_of.end(), 0) != ranks_of.end()) {
     std::vector<pollfd> entries{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
     append_to(entries);
-    wait_on(entries, deadline_, signals);
+    poll_or_interrupt(entries, deadline_, signals);
     int shortage = 0;  // why a pending connection could not be accepted
-    for (std::size_t i = 0; i < kMaxStrangers; ++i) {
+    for (std::size_t i = 0; i < kMaxUnidentified; ++i) {
       base::UniqueFd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!fd) {
         const bool is_short =
@@ -271,19 +272,19 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
       if (link->is_open() || link->node_rank < 0) continue;
       ranks_of[static_cast<std::size_t>(link->node_rank)] = 0;  // it may connect again
     }
-    auto n_strangers = static_cast<std::size_t>(std::ranges::count_if(
+    auto n_unidentified = static_cast<std::size_t>(std::ranges::count_if(
         links_, [](const auto& link) { return link->is_open() && link->node_rank < 0; }));
-    if (shortage != 0 && n_strangers == 0) {
+    if (shortage != 0 && n_unidentified == 0) {
       errno = shortage;
       throw system_error(
           fmt::format("node 0 cannot accept another node at {}: raise the limit of open files "
                       "(ulimit -n)",
                       address_));
     }
-    const std::size_t most = shortage == 0 ? kMaxStrangers : n_strangers - 1;
+    const std::size_t most = shortage == 0 ? kMaxUnidentified : n_unidentified - 1;
     std::erase_if(links_, [&](const auto& link) {
-      if (link->is_open() && (link->node_rank >= 0 || n_strangers <= most)) return false;
-      if (link->is_open()) --n_strangers;
+      if (link->is_open() && (link->node_rank >= 0 || n_unidentified <= most)) return false;
+      if (link->is_open()) --n_unidentified;
       return true;
     });
     if (Clock::now() <= deadline_) continue;
@@ -316,7 +317,7 @@ void Nodes::lead(const Signals& signals, int n_ranks, int n_restarts) {
   }
 }
 
-void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
+void Nodes::connect_to_node_0(const Signals& signals, int n_ranks, int n_restarts) {
   const Addresses addresses = resolve(options_.host.c_str(), options_);
   base::UniqueFd fd;
   int error_number = 0;
@@ -332,7 +333,7 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
         pollfd entry{.fd = fd.get(), .events = POLLOUT, .revents = 0};
         error_number = ETIMEDOUT;
         while (Clock::now() < until) {
-          wait_on({entry}, until, signals);
+          poll_or_interrupt({entry}, until, signals);
           if (::poll(&entry, 1, 0) != 1) continue;
           socklen_t n_bytes = sizeof error_number;
           ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error_number, &n_bytes);
@@ -349,7 +350,7 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
                       "--node-rank 0` there, and allow connections to its port",
                       options_.node_rank, address_, limit(), std::strerror(error_number)));
     }
-    wait_on({}, std::min(deadline_, Clock::now() + kRetryEvery), signals);
+    poll_or_interrupt({}, std::min(deadline_, Clock::now() + kRetryEvery), signals);
     address = address->ai_next != nullptr ? address->ai_next : addresses.get();
   }
   links_.push_back(std::make_unique<Link>(std::move(fd)));
@@ -362,7 +363,7 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
   hello.n_ranks = n_ranks;
   hello.n_restarts = n_restarts;
   hello.set_secret(options_.secret);
-  hello.patience_ms = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()).count();
+  hello.timeout_ms = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()).count();
   link.send(hello);
   std::optional<NodeMessage> reply;
   while (!(reply = link.receive())) {
@@ -370,7 +371,7 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
       throw PeerLost(
           launcher_context(),
           fmt::format("{} {}", address_,
-                      link.is_stranger()
+                      link.is_foreign()
                           ? "answers, but not as `lockstep run --node-rank 0`; --rdzv takes a port "
                             "that no other program uses"
                           : "closed the connection: node 0 ended, or rejected this node"));
@@ -379,9 +380,10 @@ void Nodes::follow(const Signals& signals, int n_ranks, int n_restarts) {
       throw TimeoutError(launcher_context(),
                          fmt::format("node 0 at {} does not answer within {}", address_, limit()));
     }
-    wait_on({{.fd = link.fd(), .events = POLLIN, .revents = 0}}, deadline_ + kReportTime, signals);
+    poll_or_interrupt({{.fd = link.fd(), .events = POLLIN, .revents = 0}}, deadline_ + kReportTime,
+                      signals);
   }
-  placement_ = read_placed(*reply, options_, address_, n_ranks);
+  placement_ = parse_layout(*reply, options_, address_, n_ranks);
 }
 
 // --- running --------------------------------------------------------------------------------
@@ -398,7 +400,7 @@ std::optional<NodeFailure> Nodes::service() {
     while (const auto message = link->receive()) {
       if (message->kind == Kind::failed && !over_) {
         const NodeFailure failure = read_failed(*message);
-        say_failed(failure);
+        report_failed(failure);
         return failure;
       }
       if (message->kind == Kind::all_done) over_ = true;
@@ -413,15 +415,15 @@ std::optional<NodeFailure> Nodes::service() {
         .interrupted = false,
         .text = fmt::format("node {} is lost: its `lockstep run`, or its machine, is gone",
                             link->node_rank)};
-    say_failed(failure);
+    report_failed(failure);
     return failure;
   }
   return std::nullopt;
 }
 
-void Nodes::say_done() {
-  if (said_done_ || over_) return;
-  said_done_ = true;
+void Nodes::report_done() {
+  if (done_reported_ || over_) return;
+  done_reported_ = true;
   ++n_done_;
   if (placement_.node_rank == 0) {
     finish_if_all_done();
@@ -436,7 +438,7 @@ void Nodes::finish_if_all_done() {
   for (const auto& link : links_) link->send(NodeMessage(Kind::all_done));
 }
 
-void Nodes::say_failed(const NodeFailure& failure) {
+void Nodes::report_failed(const NodeFailure& failure) {
   if (over_) return;
   over_ = true;
   NodeMessage message(Kind::failed, failure.text);

@@ -15,10 +15,10 @@
 namespace lockstep::run {
 
 /// Limit of unidentified connections; the oldest are dropped.
-inline constexpr std::size_t kMaxStrangers = 256;
+inline constexpr std::size_t kMaxUnidentified = 256;
 
 /// Position of one launcher's ranks in their world.
-struct Placement {
+struct RankLayout {
   int node_rank = 0;
   int n_nodes = 1;
   int first_rank = 0;
@@ -31,7 +31,7 @@ struct Placement {
 };
 
 /// A launcher's world on one machine. Throws what choose_master_port throws.
-Placement place_alone(int n_ranks, const std::string& run_id);
+RankLayout single_node_layout(int n_ranks, const std::string& run_id);
 
 /// Why a failure on another node ends this node's ranks.
 struct NodeFailure {
@@ -62,23 +62,23 @@ class Nodes {
   Nodes(const Nodes&) = delete;
   Nodes& operator=(const Nodes&) = delete;
 
-  const Placement& placement() const noexcept { return placement_; }
+  const RankLayout& placement() const noexcept { return placement_; }
 
   void append_to(std::vector<pollfd>& entries) const;
   /// Processes received messages. Returns the first failure once.
   std::optional<NodeFailure> service();
   /// Reports that all ranks here succeeded, once.
-  void say_done();
+  void report_done();
   /// Only the first failure is reported.
-  void say_failed(const NodeFailure& failure);
+  void report_failed(const NodeFailure& failure);
   /// All nodes are done, or one has failed.
   bool over() const noexcept { return over_; }
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  void lead(const Signals& signals, int n_ranks, int n_restarts);
-  void follow(const Signals& signals, int n_ranks, int n_restarts);
+  void accept_nodes(const Signals& signals, int n_ranks, int n_restarts);
+  void connect_to_node_0(const Signals& signals, int n_ranks, int n_restarts);
   void reject(Link& link, const std::string& text);
   [[noreturn]] void reject_all(const std::string& text);
   void finish_if_all_done();
@@ -87,11 +87,11 @@ class Nodes {
   NodesOptions options_;
   std::string address_;  // "HOST:PORT"
   Clock::time_point deadline_;
-  Placement placement_;
+  RankLayout placement_;
   std::string rejected_;                      // why the last peer was rejected
   std::vector<std::unique_ptr<Link>> links_;  // node 0: one to each other; others: one to node 0
   int n_done_ = 0;
-  bool said_done_ = false;
+  bool done_reported_ = false;
   bool over_ = false;
 };
 

@@ -62,8 +62,8 @@ base::UniqueFd OutputMux::open_stream(int rank, int kind, LineSink& sink, base::
   return std::move(pair.rank_end);
 }
 
-void OutputMux::say(std::string_view line) {
-  stderr_->say(line);
+void OutputMux::print_line(std::string_view line) {
+  stderr_->print_line(line);
   stderr_->flush();
 }
 
@@ -106,8 +106,8 @@ void OutputMux::report_loss() {
   // A reader that closed its end, as head does, needs no report.
   if (!stdout_.broken() || stdout_.error_number() == EPIPE || is_loss_reported_) return;
   is_loss_reported_ = true;
-  say(fmt::format("the ranks' output is lost from here on: cannot write stdout: {}",
-                  std::strerror(stdout_.error_number())));
+  print_line(fmt::format("the ranks' output is lost from here on: cannot write stdout: {}",
+                         std::strerror(stdout_.error_number())));
 }
 
 void OutputMux::read_from(Stream& stream) {
@@ -147,8 +147,8 @@ void OutputMux::write_log(Stream& stream, std::string_view text) {
     if (n_bytes >= 0) {
       text.remove_prefix(static_cast<std::size_t>(n_bytes));
     } else if (errno != EINTR) {
-      say(fmt::format("the log of rank {}'s {} ends here: cannot write it: {}", stream.rank,
-                      stream.kind == 0 ? "stdout" : "stderr", std::strerror(errno)));
+      print_line(fmt::format("the log of rank {}'s {} ends here: cannot write it: {}", stream.rank,
+                             stream.kind == 0 ? "stdout" : "stderr", std::strerror(errno)));
       stream.log.reset();
     }
   }

@@ -31,7 +31,7 @@ class OutputMux {
   /// Opens the outputs of a rank. Throws SystemError. The logs may be empty descriptors.
   RankOutputs add(int rank, base::UniqueFd stdout_log, base::UniqueFd stderr_log);
   /// A line of the launcher's own on stderr.
-  void say(std::string_view line);
+  void print_line(std::string_view line);
 
   /// What to poll for. Call service with the same entries after poll.
   void append_to(std::vector<pollfd>& entries);

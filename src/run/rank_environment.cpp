@@ -18,7 +18,7 @@
 namespace lockstep::run {
 namespace {
 
-void take_free_port(Placement& placement) {
+void take_free_port(RankLayout& placement) {
   base::UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
@@ -38,7 +38,7 @@ void take_free_port(Placement& placement) {
 
 }  // namespace
 
-void choose_master_port(Placement& placement) {
+void choose_master_port(RankLayout& placement) {
   const auto value = internal::variable("MASTER_PORT");
   if (!value) return take_free_port(placement);
   std::uint16_t& port = placement.master_port;
@@ -62,7 +62,7 @@ std::vector<int> allowed_cores() {
 
 std::vector<std::string> rank_environment(const WorldEnvironment& world, int local_rank,
                                           int socket) {
-  const Placement& placement = world.placement;
+  const RankLayout& placement = world.placement;
   std::vector<std::string> result = {
       fmt::format("RANK={}", placement.first_rank + local_rank),
       fmt::format("WORLD_SIZE={}", placement.world_size),

@@ -12,7 +12,7 @@ namespace lockstep::run {
 /// free port is bound as long as port_holder lives, so that no other program gets it as a free one,
 /// but it can be listened on with SO_REUSEADDR, as every store does. Throws UsageError if the
 /// variable is not a port, SystemError.
-void choose_master_port(Placement& placement);
+void choose_master_port(RankLayout& placement);
 
 /// Cores the launcher may run on.
 std::vector<int> allowed_cores();
@@ -20,7 +20,7 @@ std::vector<int> allowed_cores();
 /// Common to all ranks of one world.
 struct WorldEnvironment {
   int n_ranks;  ///< of this machine
-  Placement placement;
+  RankLayout placement;
   std::string segment;  ///< Job::environment()
   int n_restarts;       ///< number of earlier starts of the world
   int max_restarts;

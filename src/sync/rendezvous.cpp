@@ -67,11 +67,11 @@ std::string name_of(int id) {
 }
 
 // Sorts the replies by `ids` (ascending); otherwise returns what is wrong with them.
-std::optional<std::string> sort_replies(std::vector<NumberedParcel>& replies,
+std::optional<std::string> sort_replies(std::vector<NumberedValue>& replies,
                                         const std::vector<int>& ids) {
-  std::ranges::stable_sort(replies, {}, &NumberedParcel::id);
+  std::ranges::stable_sort(replies, {}, &NumberedValue::id);
   std::vector<int> got;
-  for (const NumberedParcel& reply : replies) got.push_back(reply.id);
+  for (const NumberedValue& reply : replies) got.push_back(reply.id);
   if (got == ids) return std::nullopt;
   std::vector<int> doubled;
   for (std::size_t i = 1; i < got.size(); ++i) {
@@ -94,7 +94,8 @@ std::optional<std::string> sort_replies(std::vector<NumberedParcel>& replies,
 }
 
 // After the end of the round: the caller owns the outcome, so no lock is needed.
-Parcel take_outcome(Participant& participant, std::uint64_t round, std::source_location where) {
+ErasedValue take_outcome(Participant& participant, std::uint64_t round,
+                         std::source_location where) {
   participant.message.reset();
   const auto failure = std::exchange(participant.failure, nullptr);
   if (failure)
@@ -112,7 +113,7 @@ struct Rendezvous::Ticket {
   std::size_t n_threads;
 };
 
-/// Keeps a second thread out of the same end.
+/// Rejects a second thread in the same end.
 class Rendezvous::InCall {
  public:
   InCall(Participant& participant, std::source_location where) : participant_(participant) {
@@ -153,8 +154,8 @@ std::shared_ptr<Participant> Rendezvous::add(int id, std::source_location where)
   return participant;
 }
 
-Parcel Rendezvous::run_slave(Participant& participant, Parcel message, Timeout timeout,
-                             std::source_location where) {
+ErasedValue Rendezvous::run_slave(Participant& participant, ErasedValue message, Timeout timeout,
+                                  std::source_location where) {
   const InCall in_call(participant, where);
   const auto limit = timeout.or_else(timeout_);
   detail::TimeLimit time_limit(limit);
@@ -166,8 +167,8 @@ Parcel Rendezvous::run_slave(Participant& participant, Parcel message, Timeout t
   return take_outcome(participant, ticket.round, where);
 }
 
-Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callback, Timeout timeout,
-                              std::source_location where) {
+ErasedValue Rendezvous::run_master(ErasedValue message, const MasterEnd::Callback& callback,
+                                   Timeout timeout, std::source_location where) {
   const InCall in_call(master_, where);
   const auto limit = timeout.or_else(timeout_);
   detail::TimeLimit time_limit(limit);
@@ -177,11 +178,11 @@ Parcel Rendezvous::run_master(Parcel message, const MasterEnd::Callback& callbac
     time_out(master_, ticket.round, limit);
   }
   try {
-    std::vector<NumberedParcel> messages = collect(ticket.round);
+    std::vector<NumberedValue> messages = collect(ticket.round);
     if (!messages.empty()) {
       std::vector<int> ids;
-      for (const NumberedParcel& parcel : messages) ids.push_back(parcel.id);
-      std::vector<NumberedParcel> replies = callback(std::move(messages));
+      for (const NumberedValue& value : messages) ids.push_back(value.id);
+      std::vector<NumberedValue> replies = callback(std::move(messages));
       if (auto wrong = sort_replies(replies, ids)) {
         fail_if_open(ticket.round, {.kind = Failure::Kind::usage, .text = *std::move(wrong)});
       } else {
@@ -237,7 +238,7 @@ bool Rendezvous::is_used() const {
   return round_ > 1 || has_arrived(master_) || (departure_ && slaves_.empty());
 }
 
-Rendezvous::Ticket Rendezvous::arrive(Participant& participant, Parcel message,
+Rendezvous::Ticket Rendezvous::arrive(Participant& participant, ErasedValue message,
                                       std::source_location where) {
   Lock lock(mutex_);
   if (participant.next_round < round_) {
@@ -292,8 +293,8 @@ void Rendezvous::time_out(const Participant& participant, std::uint64_t round,
   fail_round(std::move(lock), {.kind = Failure::Kind::timeout, .text = std::move(text)});
 }
 
-std::vector<NumberedParcel> Rendezvous::collect(std::uint64_t round) {
-  std::vector<NumberedParcel> messages;
+std::vector<NumberedValue> Rendezvous::collect(std::uint64_t round) {
+  std::vector<NumberedValue> messages;
   const Lock lock(mutex_);
   if (round_ != round) return messages;
   messages.reserve(slaves_.size() + 1);
@@ -302,7 +303,7 @@ std::vector<NumberedParcel> Rendezvous::collect(std::uint64_t round) {
   return messages;
 }
 
-void Rendezvous::answer(std::uint64_t round, std::vector<NumberedParcel> replies) {
+void Rendezvous::answer(std::uint64_t round, std::vector<NumberedValue> replies) {
   Lock lock(mutex_);
   if (round_ != round) return;
   // Still the participants of collect(): no slave registers now, and one that has arrived cannot

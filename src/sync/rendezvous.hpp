@@ -24,16 +24,16 @@ inline constexpr int kMasterId = 0;
 
 using internal::Failure;
 
-/// One participant's place. Guarded by the Rendezvous's lock, except while the participant owns it
-/// according to the protocol in rendezvous.cpp.
+/// The state of one participant. Guarded by the Rendezvous's lock, except while the participant
+/// owns it according to the protocol in rendezvous.cpp.
 struct Participant {
   explicit Participant(int participant_id) : id(participant_id) {}
 
   const int id;
   std::atomic<bool> in_call = false;
   std::uint64_t next_round = 1;  // the round of its next call
-  Parcel message;
-  Parcel reply;
+  ErasedValue message;
+  ErasedValue reply;
   std::shared_ptr<const Failure> failure;
 };
 
@@ -44,10 +44,10 @@ class Rendezvous {
 
   /// Throws UsageError for an id that is below 1 or taken, and during run_master.
   std::shared_ptr<Participant> add(int id, std::source_location where);
-  Parcel run_slave(Participant& participant, Parcel message, Timeout timeout,
-                   std::source_location where);
-  Parcel run_master(Parcel message, const MasterEnd::Callback& callback, Timeout timeout,
-                    std::source_location where);
+  ErasedValue run_slave(Participant& participant, ErasedValue message, Timeout timeout,
+                        std::source_location where);
+  ErasedValue run_master(ErasedValue message, const MasterEnd::Callback& callback, Timeout timeout,
+                         std::source_location where);
   /// Ends the participant's next round, if still open, in place of a call.
   void fail(Participant& participant, const std::exception_ptr& error, std::source_location where);
   Participant& master() noexcept { return master_; }
@@ -65,12 +65,12 @@ class Rendezvous {
   class InCall;
   struct Ticket;
 
-  Ticket arrive(Participant& participant, Parcel message, std::source_location where);
+  Ticket arrive(Participant& participant, ErasedValue message, std::source_location where);
   void time_out(const Participant& participant, std::uint64_t round,
                 std::chrono::milliseconds limit);
   // All messages, the master's first; empty if the round has ended.
-  std::vector<NumberedParcel> collect(std::uint64_t round);
-  void answer(std::uint64_t round, std::vector<NumberedParcel> replies);
+  std::vector<NumberedValue> collect(std::uint64_t round);
+  void answer(std::uint64_t round, std::vector<NumberedValue> replies);
   void fail_if_open(std::uint64_t round, Failure failure);
 
   // These take ownership of the lock and release it before they wake other threads.

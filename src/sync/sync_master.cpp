@@ -35,7 +35,7 @@ SlaveEnd::~SlaveEnd() {
 
 int SlaveEnd::id() const noexcept { return participant_ ? participant_->id : -1; }
 
-Parcel SlaveEnd::run(Parcel message, Timeout timeout, std::source_location where) {
+ErasedValue SlaveEnd::run(ErasedValue message, Timeout timeout, std::source_location where) {
   if (!participant_)
     reject("run_slave", -1, where, "this SlavePipe is empty; use one returned by register_slave");
   return rendezvous_->run_slave(*participant_, std::move(message), timeout, where);
@@ -64,16 +64,16 @@ MasterEnd::~MasterEnd() {
 
 SlaveEnd MasterEnd::register_slave(int id, std::source_location where) {
   const std::scoped_lock lock(mutex_);
-  if (rendezvous_->is_used()) start_anew("register_slave", where);
+  if (rendezvous_->is_used()) start_new_registration("register_slave", where);
   return SlaveEnd(rendezvous_, rendezvous_->add(id, where));
 }
 
 void MasterEnd::clear_slaves(std::source_location where) {
   const std::scoped_lock lock(mutex_);
-  start_anew("clear_slaves", where);
+  start_new_registration("clear_slaves", where);
 }
 
-Parcel MasterEnd::run(Parcel message, Timeout timeout, std::source_location where) {
+ErasedValue MasterEnd::run(ErasedValue message, Timeout timeout, std::source_location where) {
   return current()->run_master(std::move(message), callback_, timeout, where);
 }
 
@@ -89,7 +89,7 @@ std::shared_ptr<Rendezvous> MasterEnd::current() const {
   return rendezvous_;
 }
 
-void MasterEnd::start_anew(const char* operation, std::source_location where) {
+void MasterEnd::start_new_registration(const char* operation, std::source_location where) {
   auto next = std::make_shared<Rendezvous>(timeout_);
   if (!rendezvous_->close(
           {.kind = Failure::Kind::peer_lost,

@@ -53,18 +53,18 @@ const Group& solo_group(const char* operation, std::source_location where) {
 namespace {
 
 /// On a thread that is not a rank of run_ranks, but may work for one.
-bool is_beside_rank_threads() noexcept {
+bool is_unbound_thread() noexcept {
   return internal::has_rank_threads() && !internal::has_thread_left();
 }
 
 }  // namespace
 
-bool is_distributed() { return internal::session() != nullptr || is_beside_rank_threads(); }
+bool is_distributed() { return internal::session() != nullptr || is_unbound_thread(); }
 
 const Group& default_group(std::source_location where) {
   if (scoped != nullptr) return *scoped;
   if (const auto* session = internal::session()) return session->world_group();
-  if (is_beside_rank_threads()) {
+  if (is_unbound_thread()) {
     reject("default_group",
            "this thread is not a rank of run_ranks, and the rank it works for is unknown; pass it "
            "the rank's group, with GroupScope scope(group) at the start of this thread or as the "
@@ -76,7 +76,7 @@ const Group& default_group(std::source_location where) {
 
 const Group& local_group(std::source_location where) {
   if (const auto* session = internal::session()) return session->local_group();
-  if (is_beside_rank_threads()) {
+  if (is_unbound_thread()) {
     reject("local_group",
            "this thread is not a rank of run_ranks, and the rank it works for is unknown; copy "
            "local_group() on the rank's own thread and pass this thread the copy",

@@ -73,7 +73,7 @@ Env Env::read() {
   if (const auto text = variable("LOCKSTEP_CHECK")) env.check = parse_check(*text);
   if (variable("LOCKSTEP_RESTART")) {
     env.restart =
-        internal::number("lockstep run", {"LOCKSTEP_RESTART"}, 0, internal::kMostRanks).value;
+        internal::number("lockstep run", {"LOCKSTEP_RESTART"}, 0, internal::kMaxWorldSize).value;
   }
   if (const auto text = variable("LOCKSTEP_TIMEOUT")) {
     double seconds = 0;

@@ -20,7 +20,7 @@ namespace lockstep {
 namespace {
 
 using internal::first_set;
-using internal::kMostRanks;
+using internal::kMaxWorldSize;
 using internal::Number;
 using internal::number;
 using internal::reject;
@@ -68,10 +68,10 @@ internal::World make_world(const Number& rank, const Number& size, const Number&
 
 internal::World read_world(const Names& names) {
   const std::string_view launcher = names.launcher;
-  const Number size = number(launcher, {names.size}, 1, kMostRanks);
-  const Number rank = number(launcher, {names.rank}, 0, kMostRanks);
-  const Number local_rank = number(launcher, {names.local_rank}, 0, kMostRanks);
-  const Number local_size = number(launcher, {names.local_size}, 1, kMostRanks);
+  const Number size = number(launcher, {names.size}, 1, kMaxWorldSize);
+  const Number rank = number(launcher, {names.rank}, 0, kMaxWorldSize);
+  const Number local_rank = number(launcher, {names.local_rank}, 0, kMaxWorldSize);
+  const Number local_size = number(launcher, {names.local_size}, 1, kMaxWorldSize);
   return make_world(rank, size, local_rank, local_size);
 }
 
@@ -105,14 +105,14 @@ internal::World read_lockstep() {
 bool in_slurm_step() { return first_set({"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}) != nullptr; }
 
 Number slurm_size() {
-  return number("Slurm", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, 1, kMostRanks);
+  return number("Slurm", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, 1, kMaxWorldSize);
 }
 
 internal::World read_slurm() {
   const Number size = slurm_size();
-  const Number rank = number("Slurm", {"SLURM_PROCID"}, 0, kMostRanks);
-  const Number local_rank = number("Slurm", {"SLURM_LOCALID"}, 0, kMostRanks);
-  const Number node = number("Slurm", {"SLURM_NODEID"}, 0, kMostRanks);
+  const Number rank = number("Slurm", {"SLURM_PROCID"}, 0, kMaxWorldSize);
+  const Number local_rank = number("Slurm", {"SLURM_LOCALID"}, 0, kMaxWorldSize);
+  const Number node = number("Slurm", {"SLURM_NODEID"}, 0, kMaxWorldSize);
   const char* const name = first_set({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
   if (name == nullptr) {
     reject("SLURM_STEP_TASKS_PER_NODE is not set, though the environment is Slurm's");
@@ -172,7 +172,7 @@ internal::World read_mpi() {
 
 /// Throws if mpirun's and torchrun's variables give different world sizes: variables of an outer
 /// launcher, or stale exported ones, cannot be distinguished from those of the inner launcher.
-void check_leftovers_under_mpi(const char* size_name) {
+void check_stale_variables_under_mpi(const char* size_name) {
   const auto left = variable("WORLD_SIZE");
   const auto size = variable(size_name);
   if (!left || !size || *left == *size) return;
@@ -186,10 +186,10 @@ void check_leftovers_under_mpi(const char* size_name) {
 
 /// A launcher started by each task of srun creates at least one rank per task: if WORLD_SIZE is
 /// less, it was exported before srun, and every task would consider itself the entire world.
-void check_leftovers_under_slurm() {
+void check_stale_variables_under_slurm() {
   if (!in_slurm_step() || variable("TORCHELASTIC_RUN_ID") || !variable("WORLD_SIZE")) return;
   const Number size = slurm_size();
-  const Number left = number("torchrun", {"WORLD_SIZE"}, 1, kMostRanks);
+  const Number left = number("torchrun", {"WORLD_SIZE"}, 1, kMaxWorldSize);
   if (left.value >= size.value) return;
   reject(
       fmt::format("{} is {}, but WORLD_SIZE is {}: the variables of two launchers, srun's and "
@@ -216,17 +216,17 @@ Launcher infer_launcher() {
   // The innermost launcher first: programs start inside allocations, not vice versa.
   if (variable("LOCKSTEP_SEGMENT")) return Launcher::lockstep;
   if (kOpenMpi.any_set()) {
-    check_leftovers_under_mpi(kOpenMpi.size);
+    check_stale_variables_under_mpi(kOpenMpi.size);
     return Launcher::mpi;
   }
   // srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, but not the local numbers.
   const bool is_of_srun = in_slurm_step() && !first_set({kHydra.local_rank, kHydra.local_size});
   if (kHydra.any_set() && !is_of_srun) {
-    check_leftovers_under_mpi(kHydra.size);
+    check_stale_variables_under_mpi(kHydra.size);
     return Launcher::mpi;
   }
   if (kTorchrun.any_set()) {
-    check_leftovers_under_slurm();
+    check_stale_variables_under_slurm();
     return Launcher::pytorch;
   }
   if (in_slurm_step()) return Launcher::slurm;

@@ -39,7 +39,7 @@ void init_dist(const InitOptions& options, std::source_location where) {
                      .where = where};
   // A rank that asks for no launcher is alone, whatever the environment describes.
   const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
-  engines::Joined joined = engines::join(is_alone ? "solo" : options.backend, world, barrier);
+  engines::JoinedEngine joined = engines::join(is_alone ? "solo" : options.backend, world, barrier);
   const int host = internal::leave_on_exception(*joined.engine, [&] {
     const int lowest = engines::find_host(*joined.engine, world, barrier);
     internal::compare_settings(*joined.engine, barrier, message::parse_costs(world.env.network));
@@ -47,7 +47,7 @@ void init_dist(const InitOptions& options, std::source_location where) {
   });
   internal::join_process(std::make_unique<internal::Session>(std::move(world), std::move(joined),
                                                              timeout, where, host));
-  internal::tell_peers_of_uncaught_exceptions();
+  internal::install_terminate_handler();
 }
 
 void destroy_dist(std::string_view failure, std::source_location where) {
@@ -61,7 +61,7 @@ void destroy_dist(std::string_view failure, std::source_location where) {
   }
   if (!session) session = internal::take_process_session();
   if (!session) return;
-  if (session->is_copy()) {  // not this process's to close
+  if (session->is_forked_child()) {  // the session belongs to the parent process
     static std::atomic<const internal::Session*> kept{nullptr};
     kept.store(session.release(), std::memory_order_relaxed);
     return;

@@ -24,7 +24,7 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
   const auto timeout =
       internal::checked_timeout(options.timeout, {.operation = "run_ranks", .where = where});
   Env env = Env::read();
-  env.record_dir.reset();  // its files are of processes
+  env.record_dir.reset();  // its files belong to processes
   const auto segment = shared::make_world(shared::Segment::for_threads(n), env.tune);
   const Call barrier{.op = Op::barrier,
                      .check = env.check,
@@ -42,7 +42,7 @@ void run_ranks(int n, const std::function<void(int)>& body, const RunRanksOption
       ::pthread_setname_np(::pthread_self(), fmt::format("lockstep-{}", rank).c_str());
       auto engine = shared::join_world(segment, rank, barrier);
       auto recorder = engine->recorder();
-      engines::Joined joined{.engine = std::move(engine), .recorder = std::move(recorder)};
+      engines::JoinedEngine joined{.engine = std::move(engine), .recorder = std::move(recorder)};
       internal::join_thread(
           std::make_unique<internal::Session>(internal::World{.launcher = Launcher::none,
                                                               .rank = rank,

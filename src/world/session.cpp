@@ -72,7 +72,7 @@ struct LeavesAtExit {
   ~LeavesAtExit() { leave_at_exit(); }
 };
 
-[[noreturn]] void tell_peers_and_terminate() noexcept {
+[[noreturn]] void notify_peers_and_terminate() noexcept {
   // Without unwinding, no destructor runs: this is the last point at which to notify the peers.
   const std::exception_ptr error = std::current_exception();
   if (Session* const mine = session())
@@ -83,7 +83,7 @@ struct LeavesAtExit {
 
 }  // namespace
 
-Session::Session(World world, engines::Joined joined, std::chrono::milliseconds timeout,
+Session::Session(World world, engines::JoinedEngine joined, std::chrono::milliseconds timeout,
                  std::source_location where, int host)
     : world_(std::move(world)),
       engine_(joined.engine.get()),
@@ -102,7 +102,7 @@ Session::Session(World world, engines::Joined joined, std::chrono::milliseconds 
           })) {}
 
 void Session::leave(std::string_view failure) noexcept {
-  if (engine_ == nullptr || is_copy()) return;
+  if (engine_ == nullptr || is_forked_child()) return;
   AsyncGroups& async_groups = world_group_.state_->async_groups();
   if (failure.empty()) async_groups.wait_until_idle();
   depart(failure);
@@ -112,13 +112,13 @@ void Session::leave(std::string_view failure) noexcept {
 void Session::depart(std::string_view failure) noexcept {
   if (engine_ == nullptr) return;
   std::exchange(engine_, nullptr)->leave(failure);
-  if (recorder_ && !failure.empty()) recorder_->died(failure);
+  if (recorder_ && !failure.empty()) recorder_->write_on_failure(failure);
 }
 
 void Session::retire() noexcept {
-  if (is_copy()) return;
-  // With peers that make the same calls, one after the other ends; others wait for this rank
-  // elsewhere, and are to hear soon that it has left.
+  if (is_forked_child()) return;
+  // If the peers make the same calls, these complete one after the other; peers that wait for this
+  // rank elsewhere should learn soon that it has left.
   constexpr std::chrono::seconds kPatience{1};
   if (engine_ != nullptr) world_group_.state_->async_groups().wait_until_idle(kPatience);
   depart({});
@@ -128,9 +128,9 @@ void Session::retire() noexcept {
   recorder_.reset();
 }
 
-void tell_peers_of_uncaught_exceptions() noexcept {
+void install_terminate_handler() noexcept {
   static std::once_flag once;
-  std::call_once(once, [] { former_handler() = std::set_terminate(tell_peers_and_terminate); });
+  std::call_once(once, [] { former_handler() = std::set_terminate(notify_peers_and_terminate); });
 }
 
 Session* session() noexcept {

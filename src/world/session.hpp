@@ -7,7 +7,7 @@
 #include <source_location>
 #include <string_view>
 
-#include "base/process_tag.hpp"
+#include "base/fork_guard.hpp"
 #include "engines/catalog.hpp"
 #include "group/world.hpp"
 
@@ -19,7 +19,7 @@ class Session {
  public:
   /// `host`: the lowest rank on this rank's host. Collective if hosts differ between ranks.
   /// `where`: the program's line, for errors.
-  Session(World world, engines::Joined joined, std::chrono::milliseconds timeout,
+  Session(World world, engines::JoinedEngine joined, std::chrono::milliseconds timeout,
           std::source_location where, int host = 0);
   ~Session() { leave({}); }
   Session(const Session&) = delete;
@@ -38,12 +38,12 @@ class Session {
   /// rank and size, for destructors of globals that read them; calls on them throw UsageError.
   void retire() noexcept;
   /// Whether this process is a fork of the rank's.
-  bool is_copy() const noexcept { return process_.is_copy(); }
+  bool is_forked_child() const noexcept { return process_.is_forked_child(); }
 
  private:
   void depart(std::string_view failure) noexcept;
 
-  base::ProcessTag process_;
+  base::ForkGuard process_;
   World world_;
   Engine* engine_;                      // world_group_ owns it
   std::shared_ptr<Recorder> recorder_;  // null in a world of one without tracing
@@ -53,7 +53,7 @@ class Session {
 };
 
 /// Makes std::terminate notify the peers of the uncaught exception.
-void tell_peers_of_uncaught_exceptions() noexcept;
+void install_terminate_handler() noexcept;
 
 /// The session of the calling thread's rank: from run_ranks if the thread is one of its ranks,
 /// otherwise from init_dist, on every thread of the process. Null if there is none, and on other

@@ -41,7 +41,7 @@ std::vector<int> slurm_tasks_per_node(const char* name, std::string_view text) {
       if (!take(rest, ")")) is_wrong();
     }
     // Division instead of multiplication, to avoid overflow.
-    if (n_tasks == 0 || n_nodes == 0 || n_tasks > (kMostRanks - total) / n_nodes) is_wrong();
+    if (n_tasks == 0 || n_nodes == 0 || n_tasks > (kMaxWorldSize - total) / n_nodes) is_wrong();
     total += n_tasks * n_nodes;
     tasks.insert(tasks.end(), static_cast<std::size_t>(n_nodes), n_tasks);
   } while (take(rest, ","));

@@ -8,7 +8,7 @@ namespace lockstep {
 
 TraceScope::TraceScope(std::string_view name) noexcept {
   const internal::Session* const session = internal::session();
-  if (session == nullptr || !session->trace() || session->is_copy()) return;
+  if (session == nullptr || !session->trace() || session->is_forked_child()) return;
   trace_ = session->trace();
   event_ = trace_->begin(name, base::ticks());
 }

@@ -23,7 +23,7 @@ struct Number {
 };
 
 /// More ranks than any world has.
-inline constexpr int kMostRanks = 1 << 24;
+inline constexpr int kMaxWorldSize = 1 << 24;
 
 /// The integer in [low, high] that the first set variable of `names` holds. Throws UsageError with
 /// the variable and its value if it holds none, or if none is set; `launcher`: whose variables

@@ -17,7 +17,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// Sleeps until the word is no longer `expected`; false when the watchdog of a minute bit.
+// Sleeps until the word is no longer `expected`; false if the one-minute watchdog fired.
 bool wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
                      FutexScope scope) {
   while (word.load(std::memory_order_acquire) == expected) {

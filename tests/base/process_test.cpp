@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "base/fd.hpp"
-#include "base/kept_fd.hpp"
+#include "base/guarded_fd.hpp"
 
 namespace lockstep::base {
 namespace {
@@ -63,8 +63,8 @@ class WatchedProcessTest : public testing::TestWithParam<By> {
     pid_ = 0;
   }
 
-  KeptFd file_{temporary_file()};
-  SpareFd spare_{file_};
+  GuardedFd file_{temporary_file()};
+  ReservedFd spare_{file_};
   pid_t pid_ = 0;
 };
 
@@ -186,12 +186,12 @@ TEST(ProcessStateTest, of_no_process) {
   EXPECT_EQ(process_state(::getpid(), process_start_time(::getpid()) + 2), ProcessState::gone);
 }
 
-TEST(KeptFdTest, a_number_that_became_another_file_is_left_alone) {
+TEST(GuardedFdTest, a_number_that_became_another_file_is_left_alone) {
   const UniqueFd other = temporary_file();
   const int number = ::fcntl(other.get(), F_DUPFD_CLOEXEC, 100);
   ASSERT_GE(number, 100);
   {
-    const KeptFd kept(UniqueFd(::fcntl(temporary_file().get(), F_DUPFD_CLOEXEC, 200)));
+    const GuardedFd kept(UniqueFd(::fcntl(temporary_file().get(), F_DUPFD_CLOEXEC, 200)));
     ASSERT_TRUE(kept.is_intact());
     ASSERT_EQ(::dup2(other.get(), kept.get()), kept.get());
     EXPECT_FALSE(kept.is_intact());
@@ -199,7 +199,7 @@ TEST(KeptFdTest, a_number_that_became_another_file_is_left_alone) {
   EXPECT_GE(::fcntl(200, F_GETFD), 0) << "closed though it was not its own";
   ::close(200);
   {
-    const KeptFd kept{UniqueFd(number)};
+    const GuardedFd kept{UniqueFd(number)};
     EXPECT_TRUE(kept.is_intact());
   }
   EXPECT_LT(::fcntl(number, F_GETFD), 0);

@@ -32,8 +32,8 @@ TEST(TicksTest, globals_that_are_constructed_early_read_the_same_clock) {
   EXPECT_NEAR(long_ago / lately, 1, 0.05);
 }
 
-// A rank may need the scale as soon as it has joined. On a busy machine one look at the two clocks
-// in a hundred has an interruption between them.
+// A rank may need the scale as soon as it has joined. On a busy machine one reading of the two
+// clocks in a hundred is interrupted between them.
 TEST(TicksTest, a_scale_of_a_tenth_of_a_millisecond_is_exact_to_a_thousandth) {
   constexpr int kScales = 2000;
   constexpr std::chrono::seconds kLimit(300);

@@ -216,7 +216,7 @@ TEST_F(BenchCompareTest, every_block_is_in_a_placement_or_moved) {
       n_blocks += figures["blocks"].size();
     }
     if (row.contains("error")) {
-      EXPECT_EQ(row["error"], "the machine moved during every block");
+      EXPECT_EQ(row["error"], "the core placement changed during every block");
     } else {
       EXPECT_EQ(row["p50_us"], row["placements"][row["placement"]]["p50_us"]) << row;
     }

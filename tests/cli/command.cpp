@@ -237,7 +237,7 @@ void Command::expect_nothing_left() const {
       EXPECT_EQ(entry.path().string().find("lockstep"), std::string::npos) << entry.path();
     }
   }
-  // Jobs of other tests may be meeting just now; what is left behind stays.
+  // Jobs of other tests may be in their bootstrap; a leftover socket would stay.
   const auto is_no_socket_left = [] {
     return !contains(contents_of("/proc/net/unix"), "lockstep");
   };

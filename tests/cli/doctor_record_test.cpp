@@ -76,7 +76,7 @@ TEST(DoctorRecordTest, nothing_is_written_where_nothing_fails) {
   EXPECT_TRUE(contains(ended.err, "holds no rank-N.json")) << ended.err;
 }
 
-TEST(DoctorRecordTest, rejects_what_is_no_record) {
+TEST(DoctorRecordTest, rejects_non_records) {
   const TemporaryFolder folder;
   lose_rank_2(folder.path());
   const std::string good = contents_of(folder / "rank-1.json");
@@ -134,7 +134,7 @@ TEST(DoctorRecordTest, a_world_larger_than_memory) {
   EXPECT_TRUE(contains(doctor(folder.path()).err, "it is of rank 1 of 1"));
 }
 
-TEST(DoctorRecordTest, what_is_no_file) {
+TEST(DoctorRecordTest, rejects_non_regular_files) {
   const TemporaryFolder folder;
   for (const char* const name : {"rank-0.json", "rank-0.flight"}) {
     ASSERT_EQ(mkfifo((folder / name).c_str(), 0600), 0);
@@ -158,7 +158,7 @@ TEST(DoctorRecordTest, control_characters_do_not_reach_the_terminal) {
   EXPECT_FALSE(contains(ended.out, "\x1b")) << ended.out;
 }
 
-TEST(DoctorRecordTest, a_folder_that_is_none) {
+TEST(DoctorRecordTest, missing_folder) {
   const Ended ended = doctor("/nonexistent");
   EXPECT_EQ(ended.exit_code, 2);
   EXPECT_TRUE(contains(ended.err, "cannot read the folder '/nonexistent'")) << ended.err;

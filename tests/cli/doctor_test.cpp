@@ -64,8 +64,8 @@ TEST(DoctorTest, a_machine_that_can_run) {
   expect_says(report, "launcher", "ok", "none");
   expect_says(report, "engine shared", "ok", "`lockstep run -n 2`");
   expect_says(report, "engine solo", "note", "one rank");
-  expect_says(report, "results solo", "ok", "over 1 rank(s) give what one core does");
-  expect_says(report, "results shared", "ok", "over 3 rank(s) give what one core does");
+  expect_says(report, "results solo", "ok", "over 1 rank(s) match a single-core reference");
+  expect_says(report, "results shared", "ok", "over 3 rank(s) match a single-core reference");
   for (const char* name : {"simd", "memory", "locked memory", "address space", "/dev/shm",
                            "libtorch", "mpi Open MPI", "mpi MPICH", "mpi Intel MPI"}) {
     EXPECT_TRUE(report.findings.contains(name)) << name;
@@ -75,7 +75,7 @@ TEST(DoctorTest, a_machine_that_can_run) {
 TEST(DoctorTest, operations_of_the_ranks_of_a_launcher) {
   const Ended ended = run({"-n", "2", LOCKSTEP_COMMAND, "doctor", "--operations", "shared"});
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
-  EXPECT_TRUE(contains(ended.out, "over 2 rank(s) and shared give what one core does"))
+  EXPECT_TRUE(contains(ended.out, "over 2 rank(s) and shared match a single-core reference"))
       << ended.out;
   EXPECT_EQ(lines_of(ended.out).size(), 1U) << ended.out;
   const Ended none = run({"-n", "2", LOCKSTEP_COMMAND, "doctor", "--operations", "abacus"});

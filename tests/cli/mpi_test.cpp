@@ -243,7 +243,7 @@ TEST_P(MpiTest, a_long_text_ends_with_a_mark_where_it_is_cut) {
     if (line.starts_with("rank 1: ")) continue;
     ++n_told;
     expect_contains(line, "rank 1 failed: out of sheets: xxx");
-    expect_contains(line, "xxx ... (cut here: too long to pass on whole)");
+    expect_contains(line, "xxx ... (truncated)");
   }
   EXPECT_EQ(n_told, 2);
 }
@@ -318,13 +318,13 @@ TEST_P(MpiTest, a_rank_that_leaves_is_named) { expect_failure("leave", "rank 1 l
 TEST_P(MpiTest, operations_of_the_doctor) {
   const Ended ended = mpirun(2, LOCKSTEP_COMMAND " doctor --operations mpi");
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
-  expect_contains(ended.out, "over 2 rank(s) and mpi give what one core does");
+  expect_contains(ended.out, "over 2 rank(s) and mpi match a single-core reference");
 }
 TEST_P(MpiTest, the_doctor_names_an_engine_that_computes_wrongly) {
   const Ended ended =
       mpirun(2, fmt::format("env {} {} doctor --operations mpi", wrong_module(), LOCKSTEP_COMMAND));
   EXPECT_NE(ended.exit_code, 0);
-  EXPECT_EQ(ended.out.find("give what one core does"), std::string::npos) << ended.out;
+  EXPECT_EQ(ended.out.find("match a single-core reference"), std::string::npos) << ended.out;
   expect_contains(ended.err, "all_reduce of i32, sum on rank ");
   expect_contains(ended.err, " of 2 over mpi is wrong");
 }

@@ -65,7 +65,7 @@ TEST(RunAgainTest, a_rank_that_does_not_ask_is_named) {
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
 }
 
-TEST(RunAgainTest, a_rank_whose_limit_passed_meets_the_late_one) {
+TEST(RunAgainTest, retry_after_timeout) {
   const TemporaryFolder folder;
   const Ended ended = run(again(2, {"late", folder / "go"}));
   EXPECT_EQ(ended.exit_code, 0) << ended.err << ended.out;

@@ -76,13 +76,13 @@ TEST(RunLateTest, a_stopped_rank) {
 
 TEST(RunLateTest, a_rank_in_an_endless_loop) {
   expect_match(told_when_rank_1("loop"),
-               R"(rank 1 is running \(pid \d+\); .* it is in no lockstep call since \d+\.\d s )"
-               R"(\(its last: all_reduce #1 on group 'world' at collectives\.cpp:\d+\))");
+               R"(rank 1 is running \(pid \d+\); .* outside lockstep for \d+\.\d s )"
+               R"(\(last call: all_reduce #1 on group 'world' at collectives\.cpp:\d+\))");
 }
 
 TEST(RunLateTest, a_rank_that_left_early) {
   expect_match(told_when_rank_1("exit"),
-               R"(PeerLost: barrier .*rank 1 left the world \(destroy_dist, or its end\))");
+               R"(PeerLost: barrier .*rank 1 left the world \(destroy_dist or program exit\))");
 }
 
 TEST(RunLateTest, an_uncaught_exception) {
@@ -101,7 +101,7 @@ TEST(RunLateTest, the_launcher_names_who_left_and_not_who_waited) {
 }
 
 TEST(RunAloneTest, ranks_that_never_joined_are_reported) {
-  const std::string note = "no rank called lockstep::init_dist: each of the 2 worked alone";
+  const std::string note = "no rank called lockstep::init_dist: each of the 2 ran alone";
   const Ended ended = run({"-n", "2", COLLECTIVES_PROGRAM, "alone"});
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_TRUE(contains(ended.err, note)) << ended.err;

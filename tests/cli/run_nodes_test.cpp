@@ -210,7 +210,7 @@ TEST(RunNodesTest, all_nodes_start_again_together) {
   }
 }
 
-TEST(RunNodesTest, who_is_missing_is_reported_to_all_present) {
+TEST(RunNodesTest, missing_nodes) {
   const std::string rendezvous = free_rendezvous();
   std::vector<std::unique_ptr<Command>> nodes;
   for (const int node : {0, 2}) {
@@ -269,7 +269,7 @@ TEST(RunNodesTest, nodes_that_disagree_are_rejected) {
   }
 }
 
-TEST(RunNodesTest, a_port_of_somebody_else_is_no_node_0) {
+TEST(RunNodesTest, port_of_another_program) {
   const base::UniqueFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address = loopback(0);
   socklen_t n_bytes = sizeof address;
@@ -286,13 +286,13 @@ TEST(RunNodesTest, a_port_of_somebody_else_is_no_node_0) {
   EXPECT_EQ(ended.exit_code, 1);
   EXPECT_TRUE(contains(ended.err, rendezvous + " answers, but not as `lockstep run")) << ended.err;
 
-  // The other way round: what is no node does not disturb the meeting.
+  // Conversely, node 0 cannot listen at a port that another program has.
   const Ended taken = start({.node_rank = 0, .rendezvous = rendezvous, .script = "true"})->wait();
   EXPECT_EQ(taken.exit_code, 1);
   EXPECT_TRUE(contains(taken.err, "node 0 cannot listen at " + rendezvous)) << taken.err;
 }
 
-TEST(RunNodesTest, a_stranger_at_the_port_does_not_disturb) {
+TEST(RunNodesTest, ignores_foreign_connections) {
   const std::string rendezvous = free_rendezvous();
   const auto first = start({.node_rank = 0, .rendezvous = rendezvous, .script = "echo $RANK"});
   const int port = std::stoi(rendezvous.substr(rendezvous.find(':') + 1));
@@ -371,7 +371,7 @@ TEST(RunNodesTest, more_nodes_than_descriptors_is_reported_at_once) {
       << ended.err;
 }
 
-TEST(RunNodesTest, who_does_not_know_the_secret_is_rejected) {
+TEST(RunNodesTest, rejects_nodes_without_secret) {
   const TemporaryFolder folder;
   const auto secret = [&](const std::string& text) -> std::vector<std::string> {
     const std::string path = fmt::format("{}/{}", folder.path(), text.substr(0, 3));

@@ -353,7 +353,7 @@ TEST_F(TraceTest, each_node_writes_a_file_of_its_own) {
   EXPECT_EQ(n_files(), 2U);
 }
 
-TEST_F(TraceTest, what_a_killed_launcher_left_can_be_merged) {
+TEST_F(TraceTest, merge_after_launcher_killed) {
   Command job(StartOptions{
       .arguments = {"run", "-n", "2", "--trace", file_, COLLECTIVES_PROGRAM, "lose", "1"}});
   job.read_until("joined", 2);

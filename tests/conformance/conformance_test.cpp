@@ -819,7 +819,7 @@ TEST_P(Conformance, ten_thousand_mixed_collectives) {
   });
 }
 
-#ifndef LOCKSTEP_CONFORMANCE_ENGINE  // which need not tell its ranks of refused calls
+#ifndef LOCKSTEP_CONFORMANCE_ENGINE  // which need not report refused calls
 /// A collective in two forms: one that every rank makes, and one that is refused.
 struct Refusable {
   const char* operation;
@@ -952,7 +952,7 @@ TEST_P(Conformance, ranks_that_refuse_different_numbers_of_calls_are_reported) {
 }
 
 #ifndef LOCKSTEP_CONFORMANCE_GLOO  // where a call that ends inside a message takes the connection
-/// "", or what the call threw, of which a timeout is no good.
+/// "", or the error that the call threw, which must not be a timeout.
 std::string text_thrown(const std::function<void()>& call) {
   try {
     call();

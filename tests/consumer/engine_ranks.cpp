@@ -7,11 +7,11 @@
 #include <lockstep/lockstep.hpp>
 #include <thread>
 
-#include "meeting_engine.hpp"
+#include "thread_engine.hpp"
 
 namespace lockstep::test {
 
-std::string name_of(const Setting& setting) { return "meeting_" + std::to_string(setting.n_ranks); }
+std::string name_of(const Setting& setting) { return "threads_" + std::to_string(setting.n_ranks); }
 
 std::ostream& operator<<(std::ostream& out, const Setting& setting) {
   return out << name_of(setting);
@@ -24,12 +24,12 @@ const std::vector<int>& hosts() {
 
 void run_as(const Setting& setting, const std::function<void()>& body,
             std::chrono::seconds watchdog) {
-  const auto meeting = example::make_meeting(setting.n_ranks);
+  const auto state = example::make_shared_state(setting.n_ranks);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < setting.n_ranks; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        const GroupScope scope(Group(example::join(meeting, rank), "world", watchdog));
+        const GroupScope scope(Group(example::join(state, rank), "world", watchdog));
         body();
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();

@@ -53,24 +53,23 @@ Bytes encoded(const T& object) {
 }
 
 template <class T>
-T there_and_back(const T& object) {
+T round_trip(const T& object) {
   T back;
   const Bytes bytes = encoded(object);
   decode(bytes.span(), back);
   return back;
 }
 
-TEST(CodecTest, there_and_back) {
-  EXPECT_EQ(there_and_back(everything()), everything());
-  EXPECT_EQ(there_and_back(std::string()), "");
-  EXPECT_EQ(there_and_back(std::vector<Float16>{Float16(1.5F)})[0], Float16(1.5F));
-  EXPECT_EQ(there_and_back(std::vector<std::monostate>(5)).size(), 5U);
+TEST(CodecTest, round_trip) {
+  EXPECT_EQ(round_trip(everything()), everything());
+  EXPECT_EQ(round_trip(std::string()), "");
+  EXPECT_EQ(round_trip(std::vector<Float16>{Float16(1.5F)})[0], Float16(1.5F));
+  EXPECT_EQ(round_trip(std::vector<std::monostate>(5)).size(), 5U);
 }
 
 TEST(CodecTest, elements_of_no_bytes) {
-  EXPECT_EQ(there_and_back(std::vector<Empty>(1000)).size(), 1000U);
-  EXPECT_EQ(there_and_back(std::vector<std::vector<Empty>>(3, std::vector<Empty>(7)))[2].size(),
-            7U);
+  EXPECT_EQ(round_trip(std::vector<Empty>(1000)).size(), 1000U);
+  EXPECT_EQ(round_trip(std::vector<std::vector<Empty>>(3, std::vector<Empty>(7)))[2].size(), 7U);
 }
 
 TEST(CodecTest, every_kind_of_json) {
@@ -82,7 +81,7 @@ TEST(CodecTest, every_kind_of_json) {
                 {"bytes", json::binary({1, 2, 3}, 42)},
                 {"plain bytes", json::binary({})},
                 {"nested", {1, {2, {3, json::array(), json::object()}}}}};
-  const json back = there_and_back(value);
+  const json back = round_trip(value);
   EXPECT_EQ(back, value);
   EXPECT_EQ(back["large"].type(), json::value_t::number_unsigned);
   EXPECT_TRUE(back["bytes"].get_binary().has_subtype());
@@ -181,27 +180,27 @@ TEST(CodecTest, nesting_has_a_limit_on_both_sides) {
 TEST(CodecTest, an_object_as_deep_as_may_be) {
   json deep = 1;
   for (int i = 0; i < kMaxDepth - 2; ++i) deep = json::array({std::move(deep)});
-  EXPECT_EQ(there_and_back(deep), deep);
+  EXPECT_EQ(round_trip(deep), deep);
 }
 
 TEST(CodecTest, every_flaw_of_a_message_is_found) {
   const Bytes bytes = encoded(everything());
   const MessageHeader header = seal({.type = fingerprint(typeid(Everything))}, bytes.span());
-  EXPECT_EQ(flaw_of(header, bytes.span()), "");
+  EXPECT_EQ(defect_of(header, bytes.span()), "");
   for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
     bytes.data()[bit / 8] ^= std::byte{1} << (bit % 8);
-    EXPECT_CONTAINS(flaw_of(header, bytes.span()), "checksum");
+    EXPECT_CONTAINS(defect_of(header, bytes.span()), "checksum");
     bytes.data()[bit / 8] ^= std::byte{1} << (bit % 8);
   }
   for (std::size_t n = 0; n < bytes.size(); ++n) {
-    EXPECT_CONTAINS(flaw_of(header, bytes.span().first(n)), "bytes where its header says");
+    EXPECT_CONTAINS(defect_of(header, bytes.span().first(n)), "bytes where its header says");
   }
   MessageHeader other = header;
   other.magic = 1;
-  EXPECT_CONTAINS(flaw_of(other, bytes.span()), "is not a serialised object");
+  EXPECT_CONTAINS(defect_of(other, bytes.span()), "is not a serialised object");
   other = header;
   other.version = 9;
-  EXPECT_CONTAINS(flaw_of(other, bytes.span()), "version 9");
+  EXPECT_CONTAINS(defect_of(other, bytes.span()), "version 9");
 }
 
 TEST(CodecTest, fingerprints_tell_types_apart) {

@@ -177,7 +177,7 @@ TEST_P(CollectResultsTest, an_item_that_cannot_be_sent) {
     } else {
       collect(part, 100);
     }
-    EXPECT_EQ(all_reduce_value(1), get_world_size());  // the group goes on
+    EXPECT_EQ(all_reduce_value(1), get_world_size());  // the group stays usable
   });
 }
 

@@ -89,7 +89,7 @@ TEST_P(ControlTest, rank_0_throws_inside) {
       EXPECT_CONTAINS(refused, "control_test.cpp");
       EXPECT_CONTAINS(refused, "rank 0 failed inside: no disk");
     }
-    EXPECT_EQ(all_reduce_value(1), get_world_size());  // the group goes on
+    EXPECT_EQ(all_reduce_value(1), get_world_size());  // the group stays usable
   });
 }
 
@@ -161,7 +161,7 @@ TEST(ControlTimeTest, long_work_outlasts_the_timeout_of_an_operation) {
   run_ranks(3, [&] { main_process_first(work); }, {.timeout = kTimeout});
 }
 
-TEST(ControlTimeTest, a_limit_of_ones_own) {
+TEST(ControlTimeTest, explicit_limit) {
   const SharedCount given_up;
   run_ranks(2, [&](int rank) {
     const auto work = [&] { EXPECT_TRUE(given_up.wait_for(1)); };

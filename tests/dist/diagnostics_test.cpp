@@ -1,5 +1,5 @@
-// What the compiler says to natural mistakes: one sentence that says what to do, near the top, and
-// with the caller's line. One run of the compiler for all snippets; `#line` tells them apart.
+// The compiler's errors for likely mistakes: one sentence with the remedy, near the top, and with
+// the caller's line. One run of the compiler for all snippets; `#line` tells them apart.
 
 #include <gtest/gtest.h>
 
@@ -170,7 +170,7 @@ class DiagnosticsTest : public testing::Test {
 
 /// An instantiation's trail stands before its error, so an error begins at the first line after the
 /// one before it, and ends with its notes.
-TEST_F(DiagnosticsTest, mistakes_are_answered_in_one_sentence) {
+TEST_F(DiagnosticsTest, mistakes_give_one_sentence) {
   const auto file = dir_ / "snippets.cpp";
   std::ofstream source(file);
   source << kPrelude;
@@ -239,7 +239,7 @@ TEST_F(DiagnosticsTest, mistakes_are_answered_in_one_sentence) {
   }
 }
 
-TEST_F(DiagnosticsTest, what_is_right_compiles) {
+TEST_F(DiagnosticsTest, valid_code_compiles) {
   const auto file = dir_ / "right.cpp";
   std::ofstream(file) << kPrelude << R"(
 void f() {

@@ -185,7 +185,7 @@ TEST_P(ObjectsTest, a_rank_of_another_type) {
     EXPECT_CONTAINS(refused, "rank 0 has std::vector<int");
     EXPECT_CONTAINS(refused, "rank " + std::to_string(last) + " has std::");
     EXPECT_CONTAINS(refused, "string");
-    EXPECT_EQ(all_reduce_value(1), get_world_size());  // the group goes on
+    EXPECT_EQ(all_reduce_value(1), get_world_size());  // the group stays usable
   });
 }
 
@@ -331,7 +331,7 @@ TEST_P(ObjectsTest, dicts_of_different_keys_and_lengths) {
     EXPECT_CONTAINS(refused, "'long' has 2 elements on rank 0 and 3 on rank 1");
     EXPECT_CONTAINS(refused, "'extra' is on rank 1 but not on rank 0");
     EXPECT_EQ(dict, before);
-    EXPECT_EQ(all_reduce_value(1), get_world_size());  // the group goes on
+    EXPECT_EQ(all_reduce_value(1), get_world_size());  // the group stays usable
 
     std::map<std::string, int> scalars = {{"a", 1}};
     EXPECT_CONTAINS(thrown<MismatchError>([&] {

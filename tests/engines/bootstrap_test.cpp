@@ -36,7 +36,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-/// Ranks as torchrun would start them: told who they are by variables, with nothing inherited.
+/// Ranks as torchrun starts them: identified by variables, without an inherited segment.
 class BootstrapTest : public testing::Test {
  protected:
   ~BootstrapTest() override {
@@ -97,7 +97,7 @@ class BootstrapTest : public testing::Test {
   }
 
   /// Sockets of the bootstrap in the system: the listening one, and one for each rank that has
-  /// come.
+  /// connected.
   int n_sockets() const {
     std::ifstream table("/proc/net/unix");
     int n = 0;
@@ -174,8 +174,7 @@ TEST_F(BootstrapTest, one_world_after_another) {
       for (int i = 0; i < 50; ++i) {
         init_dist();
         EXPECT_EQ(sum_of_ranks(), 3);
-        // Whoever is late finds the next bootstrap under way, or has it wait; the result is the
-        // same.
+        // A late rank finds the next bootstrap in progress, or delays it; the result is the same.
         if (i % 3 == rank) std::this_thread::sleep_for(milliseconds(3));
         destroy_dist();
       }
@@ -184,19 +183,19 @@ TEST_F(BootstrapTest, one_world_after_another) {
   expect_all_pass();
 }
 
-TEST_F(BootstrapTest, a_rank_that_does_not_come_is_named_on_all) {
+TEST_F(BootstrapTest, missing_rank_is_named_on_all) {
   const auto refused = [](milliseconds timeout) {
     expect_refusal<TimeoutError>({"rank 2 of 4 did not connect"}, timeout);
   };
   start_rank(0, 4, [=] { refused(seconds(30)); });
   const pid_t other = start_rank(3, 4, [=] { refused(seconds(30)); });
   wait_for_sockets(2);
-  EXPECT_TRUE(test::wait_until_asleep(other));  // it said hello and waits for the answer
+  EXPECT_TRUE(test::wait_until_asleep(other));  // it has sent its hello and waits
   start_rank(1, 4, [=] { refused(milliseconds(500)); });
   expect_all_pass();
 }
 
-TEST_F(BootstrapTest, the_shortest_patience_ends_it_for_all) {
+TEST_F(BootstrapTest, shortest_timeout_ends_it_for_all) {
   start_rank(0, 3, [] { expect_refusal<TimeoutError>({"rank 2 of 3 did not connect"}); });
   wait_for_sockets(1);
   start_rank(1, 3, [] {
@@ -205,7 +204,7 @@ TEST_F(BootstrapTest, the_shortest_patience_ends_it_for_all) {
   expect_all_pass();
 }
 
-TEST_F(BootstrapTest, rank_0_that_does_not_come_is_named) {
+TEST_F(BootstrapTest, missing_rank_0_is_named) {
   start_rank(1, 2, [] {
     expect_refusal<TimeoutError>({"rank 0 of 2 did not connect", "MASTER_PORT"}, milliseconds(300));
   });
@@ -245,7 +244,7 @@ TEST_F(BootstrapTest, another_rank_killed_in_the_bootstrap_is_lost) {
     });
   }
   wait_for_sockets(3);
-  EXPECT_TRUE(test::wait_until_asleep(victim));  // it said hello and waits for the answer
+  EXPECT_TRUE(test::wait_until_asleep(victim));  // it has sent its hello and waits
   ::kill(victim, SIGKILL);
   wait_for(victim);
   expect_all_pass();
@@ -258,13 +257,13 @@ TEST_F(BootstrapTest, a_rank_that_rank_0_has_not_accepted_yet_is_told_who_died) 
   };
   const pid_t leader = start_rank(0, 4, rank_2_died);
   wait_for_sockets(2);
-  EXPECT_TRUE(test::wait_until_asleep(victim));  // it said hello and waits for the answer
+  EXPECT_TRUE(test::wait_until_asleep(victim));  // it has sent its hello and waits
   EXPECT_TRUE(test::wait_until_asleep(leader));  // it has read that
   ::kill(leader, SIGSTOP);
   EXPECT_TRUE(test::wait_until([leader] { return test::thread_state(leader) == 'T'; }));
   ::kill(victim, SIGKILL);
   wait_for(victim);
-  EXPECT_TRUE(test::wait_until_asleep(start_rank(1, 4, rank_2_died)));  // waits for the answer
+  EXPECT_TRUE(test::wait_until_asleep(start_rank(1, 4, rank_2_died)));  // waits for the reply
   ::kill(leader, SIGCONT);
   expect_all_pass();
 }
@@ -307,14 +306,14 @@ TEST_F(BootstrapTest, a_rank_of_another_version_is_rejected_by_both_versions) {
                        bytes_of(leader)) == 0;
     }));
     // Only the first members of the message of that version are known.
-    rendezvous::Hello hello{.greeting = rendezvous::kGreeting,
-                            .layout = 0xbeef,
-                            .release = {"9.8.7"},
-                            .rank = 77,
-                            .n_ranks = 0,
-                            .pid = 0,
-                            .patience_ms = 0,
-                            .job = {}};
+    bootstrap_protocol::Hello hello{.greeting = bootstrap_protocol::kGreeting,
+                                    .layout = 0xbeef,
+                                    .release = {"9.8.7"},
+                                    .rank = 77,
+                                    .n_ranks = 0,
+                                    .pid = 0,
+                                    .timeout_ms = 0,
+                                    .job = {}};
     const std::size_t n_bytes = sizeof hello - 8;
     EXPECT_EQ(::send(socket.get(), &hello, n_bytes, 0), static_cast<ssize_t>(n_bytes));
     char byte = 0;
@@ -351,17 +350,17 @@ TEST_F(BootstrapTest, signals_at_rank_0_while_a_rank_joins) {
     return ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address),
                      bytes_of(leader_name)) == 0;
   }));
-  rendezvous::Hello hello{.greeting = rendezvous::kGreeting,
-                          .layout = kVersion,
-                          .release = {},
-                          .rank = 1,
-                          .n_ranks = 2,
-                          .pid = ::getpid(),
-                          .patience_ms = 60'000,
-                          .job = {}};
+  bootstrap_protocol::Hello hello{.greeting = bootstrap_protocol::kGreeting,
+                                  .layout = kVersion,
+                                  .release = {},
+                                  .rank = 1,
+                                  .n_ranks = 2,
+                                  .pid = ::getpid(),
+                                  .timeout_ms = 60'000,
+                                  .job = {}};
   base::copy_text(hello.job, port_);
   EXPECT_EQ(::send(socket.get(), &hello, sizeof hello, 0), static_cast<ssize_t>(sizeof hello));
-  rendezvous::Reply reply{};
+  bootstrap_protocol::Reply reply{};
   EXPECT_EQ(::recv(socket.get(), &reply, sizeof reply, 0), static_cast<ssize_t>(sizeof reply));
   EXPECT_EQ(reply.failure, 0U);
   const auto wait_until_it_waits = [&] {
@@ -374,7 +373,8 @@ TEST_F(BootstrapTest, signals_at_rank_0_while_a_rank_joins) {
     EXPECT_TRUE(test::wait_until([&] { return n_interrupts >= i || has_ended; }));
   }
   wait_until_it_waits();
-  ::send(socket.get(), rendezvous::kJoined.data(), rendezvous::kJoined.size(), MSG_NOSIGNAL);
+  ::send(socket.get(), bootstrap_protocol::kJoined.data(), bootstrap_protocol::kJoined.size(),
+         MSG_NOSIGNAL);
   leader.join();
   ::sigaction(SIGUSR1, &before, nullptr);
   EXPECT_EQ(membership->segment().rank(1).state.load(), RankState::absent)

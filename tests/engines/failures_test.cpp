@@ -1,4 +1,4 @@
-// Ranks that disagree, are late, leave, throw or die: who is told what.
+// Ranks that disagree, are late, leave, throw or die: which error every rank gets.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -53,7 +53,7 @@ TEST_P(Failures, different_operations) {
                               ? "\n  0     all_reduce      f32   1           -     max"
                               : "\n  0, 2  all_reduce      f32   1           -     max");
     expect_contains(text, "failures_test.cpp:");
-    // Dead for good, with the same words.
+    // Every later call throws the same error.
     EXPECT_EQ(thrown<MismatchError>([&] { group.barrier(); }), text);
   });
 }
@@ -143,21 +143,22 @@ TEST_P(Failures, send_and_recv_of_different_counts) {
   });
 }
 
-TEST_P(Failures, a_rank_that_does_not_come) {
+TEST_P(Failures, missing_rank) {
   const SharedCount here;
   run([&] {
     const auto ranks = thread_of_each_rank();
     const Group group = default_group().duplicate();
     if (group.rank() == 0) {
-      barrier();  // comes when the others have given up
+      barrier();  // joins after the others have timed out
       // It did not wait for itself.
       const std::string text = thrown<TimeoutError>([&] { group.barrier(); });
-      expect_contains(text, group.size() == 2 ? ": rank 1 waited 0.1 s for rank 0 of 2; here: 1\n"
-                                              : " waited 0.1 s for rank 0 of 3; here: 1, 2\n");
+      expect_contains(text, group.size() == 2
+                                ? ": rank 1 waited 0.1 s for rank 0 of 2; arrived: 1\n"
+                                : " waited 0.1 s for rank 0 of 3; arrived: 1, 2\n");
       expect_contains(text, ": rank ");
       return;
     }
-    // The limit of rank 1 ends when rank 2 is here too.
+    // The limit of rank 1 ends after rank 2 has arrived.
     const bool is_first = group.rank() == 1;
     if (!is_first) here.raise();
     if (is_first && group.size() == 3) {
@@ -177,11 +178,11 @@ TEST_P(Failures, a_rank_that_does_not_come) {
 TimeoutError chain_of_recvs(const Group& group, bool is_cycle) {
   std::vector<int> data(1);
   const Elements one{data.data(), 1, DType::i32};
-  // The others have nothing left to do but recv when rank 2 begins to wait.
+  // When rank 2 begins to wait, the others are in recv.
   group.barrier();
   try {
     if (group.rank() == 0 && !is_cycle) {
-      barrier();  // comes when the others have given up
+      barrier();  // joins after the others have timed out
       group.barrier();
     } else {
       const int from = is_cycle ? (group.rank() + 1) % 3 : group.rank() - 1;
@@ -203,7 +204,7 @@ TEST_P(Failures, a_late_rank_is_found_behind_those_that_wait_for_it_in_recv) {
     expect_contains(text,
                     "rank 2 waited 3 s for rank 1 of 3, which waits for rank 0\n  rank 0 is ");
     expect_contains(text, "\n  rank 1 is ");
-    EXPECT_EQ(text.find("here: 0"), std::string::npos) << text;
+    EXPECT_EQ(text.find("arrived: 0"), std::string::npos) << text;
   });
 }
 
@@ -249,7 +250,7 @@ TEST_P(Failures, carry_the_ranks_that_they_are_about) {
               world.size() == 2 ? std::vector<int>() : rank_1);
     const Group late = world.duplicate();
     if (!is_odd) {
-      // The limit of rank 0 ends when rank 2 is here too.
+      // The limit of rank 0 ends after rank 2 has arrived.
       if (world.rank() == 2) here.raise();
       if (world.rank() == 0 && world.size() == 3) {
         EXPECT_TRUE(here.wait_for(1));
@@ -295,8 +296,9 @@ TEST(FailuresOfThreads, one_of_many_ranks_that_differs_is_named_first) {
         all_reduce_value(1);
       }
     });
-    // Who has not come when the table is made is named in it, behind the others.
-    if (text.find("not here") == std::string::npos) expect_contains(text, "\n  0-38  all_reduce ");
+    // A rank that has not arrived when the table is made is listed last.
+    if (text.find("not arrived") == std::string::npos)
+      expect_contains(text, "\n  0-38  all_reduce ");
     expect_contains(text, "where\n  39 ");
   });
 }
@@ -358,7 +360,7 @@ TEST_P(Failures, messages_for_several_ranks_from_one_that_has_left_still_arrive)
       return;
     }
     std::vector<int> got(1);
-    // Rank 2 looks for the dead several times while its message lies behind that of rank 1.
+    // Rank 2 checks peer liveness several times while its message is queued behind that of rank 1.
     if (group.rank() == 1) {
       EXPECT_TRUE(left.wait_for(1));
       const long before = n_sleeps(ranks[2][0]);
@@ -369,7 +371,7 @@ TEST_P(Failures, messages_for_several_ranks_from_one_that_has_left_still_arrive)
   });
 }
 
-TEST_P(Failures, who_does_not_take_its_message_is_named_by_those_behind_it) {
+TEST_P(Failures, rank_that_does_not_receive_is_named) {
   run([] {
     const Group group = default_group();
     if (group.size() < 3) return;
@@ -534,8 +536,8 @@ TEST(FailuresOfProcesses, in_an_endless_loop_is_reported) {
         thrown<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
     told.raise();
     expect_contains(text, "rank 1 is running (pid ");
-    expect_contains(text, "it is in no lockstep call since ");
-    expect_contains(text, "(its last: barrier #1 on group 'world' at failures_test.cpp:");
+    expect_contains(text, "outside lockstep for ");
+    expect_contains(text, "(last call: barrier #1 on group 'world' at failures_test.cpp:");
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
@@ -547,14 +549,14 @@ TEST(FailuresOfProcesses, in_another_call_is_reported) {
     const auto ranks = thread_of_each_rank();
     if (get_rank() == 1) {
       calling.raise();
-      other.barrier();  // comes when the other has given up
+      other.barrier();  // joins after the other has timed out
       return;
     }
     EXPECT_TRUE(calling.wait_for(1));
     EXPECT_TRUE(wait_until_asleep(ranks[1][0]));
     const std::string text =
         thrown<TimeoutError>([] { barrier(default_group(), milliseconds(50)); });
-    expect_contains(text, "it is in barrier #1 on group 'world/1.0' at failures_test.cpp:");
+    expect_contains(text, "now in barrier #1 on group 'world/1.0' at failures_test.cpp:");
     other.barrier();
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));

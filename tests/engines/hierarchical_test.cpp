@@ -461,7 +461,7 @@ TEST(HierarchicalTest, a_wrong_operation_is_a_mismatch_on_every_rank) {
           const bool is_victim = std::ranges::find(chosen, group.rank()) != chosen.end();
           try {
             is_victim ? call(group) : operations().at(right)(group);
-            // It may have got all that it needs, and hears of it next time.
+            // It may already have all its data, and gets the error in its next call.
             group.barrier();
             ADD_FAILURE() << "no error";
           } catch (const MismatchError& error) {
@@ -504,7 +504,7 @@ TEST(HierarchicalTest, sizes_of_allocate_are_compared_between_hosts) {
   });
 }
 
-/// Each rank does what it has to until the group fails; returns what the ranks were told.
+/// Each rank runs its part until the group fails; returns the ranks' error texts.
 std::vector<std::string> timeouts_of(
     const Hosts& hosts, const std::function<void(const Group&, const test::SharedCount&)>& body) {
   std::vector<std::string> texts(hosts.size());
@@ -578,9 +578,9 @@ TEST(HierarchicalTest, a_late_rank_is_named_on_all_hosts) {
       group.barrier(Timeout(std::chrono::milliseconds(300)));
       ADD_FAILURE() << "no error";
     } catch (const TimeoutError& error) {
-      // A level that records no calls of its own says nothing of them.
+      // A level that records no calls does not report any.
       const std::string text = error.what();
-      test::expect_contains(text, "rank 2 waited 0.3 s for rank 3 of ranks 2, 3; here: 2");
+      test::expect_contains(text, "rank 2 waited 0.3 s for rank 3 of ranks 2, 3; arrived: 2");
       test::expect_contains(text, "\n  rank 3 ");
       EXPECT_EQ(error.context().peers, std::vector{3});
       EXPECT_EQ(error.context().rank, group.rank());
@@ -731,7 +731,7 @@ TEST_F(HierarchicalProcessTest, a_leader_stopped_between_hosts_is_late_at_the_li
         ADD_FAILURE() << "no error";
       } catch (const TimeoutError& error) {
         const std::string text = error.text();
-        EXPECT_NE(text.find("waited 0.5 s for rank 2 of ranks 2, 3; here: 3"), std::string::npos)
+        EXPECT_NE(text.find("waited 0.5 s for rank 2 of ranks 2, 3; arrived: 3"), std::string::npos)
             << text;
         EXPECT_NE(text.find("is stopped by a signal"), std::string::npos) << text;
       }

@@ -38,7 +38,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// Two ranks as under `lockstep run`, of which rank 1 comes when rank 0 has given up.
+/// Two ranks as under `lockstep run`, of which rank 1 joins after rank 0 has timed out.
 class LivenessTest : public testing::Test {
  protected:
   LivenessTest() { EXPECT_EQ(::pipe2(pipe_, O_CLOEXEC | O_NONBLOCK), 0); }
@@ -48,8 +48,8 @@ class LivenessTest : public testing::Test {
 
   using Step = std::function<void(int rank)>;
 
-  /// What rank 0 is told, which must be that rank 1 is late. prepare: called before a rank joins;
-  /// waste: when both have.
+  /// The error text of rank 0, which must report that rank 1 is late. prepare: called before a rank
+  /// joins; waste: when both have.
   std::string text_of_a_late_peer(const Step& prepare, const Step& waste) {
     const shared::Job job(2);
     std::fflush(nullptr);
@@ -191,14 +191,14 @@ bool can_unshare(int flags) {
 
 TEST_F(LivenessTest, seen) { expect_seen(text_of_a_late_peer(do_nothing, do_nothing)); }
 
-TEST_F(LivenessTest, by_who_has_no_descriptor_left) {
+TEST_F(LivenessTest, without_free_descriptor) {
   if (test::kSanitizerNeedsDescriptors) {
     GTEST_SKIP() << "UndefinedBehaviorSanitizer needs a descriptor";
   }
   expect_seen(text_of_a_late_peer(limit_descriptors, use_up_descriptors));  // by the spare one
 }
 
-TEST_F(LivenessTest, by_who_has_no_descriptor_left_and_may_open_no_pidfd) {
+TEST_F(LivenessTest, without_free_descriptor_and_pidfd) {
   if (test::kSanitizerNeedsDescriptors) {
     GTEST_SKIP() << "UndefinedBehaviorSanitizer needs a descriptor";
   }
@@ -234,7 +234,7 @@ TEST_F(LivenessTest, in_pid_and_ipc_namespaces_of_their_own) {
   expect_contains(text_of_a_late_peer(prepare, do_nothing), "cannot be seen from here");
 }
 
-// Its numbers mean other processes there.
+// Its pids are other processes there.
 TEST_F(LivenessTest, in_one_pid_namespace_with_the_proc_of_another) {
   SKIP_UNLESS_CAN_UNSHARE(CLONE_NEWPID);
   in_one_pid_namespace([this] {
@@ -259,9 +259,9 @@ TEST_F(LivenessTest, in_time_namespaces_of_their_own) {
   };
   const std::string text = text_of_a_late_peer(prepare, wait_for_its_call);
   expect_seen(text);
-  expect_contains(text, "it is in barrier #1 on group 'world/1.0' at ");
-  EXPECT_EQ(text.find(" since 50"), std::string::npos) << text;
-  EXPECT_EQ(text.find(" since 49"), std::string::npos) << text;
+  expect_contains(text, "now in barrier #1 on group 'world/1.0' at ");
+  EXPECT_EQ(text.find(" for 50"), std::string::npos) << text;
+  EXPECT_EQ(text.find(" for 49"), std::string::npos) << text;
 }
 
 /// A rank may live in another thread than the main one.
@@ -270,7 +270,7 @@ TEST_F(LivenessTest, whose_main_thread_has_ended) {
   expect_contains(text_of_a_late_peer(do_nothing, do_nothing), "rank 1 is alive (pid ");
 }
 
-TEST_F(LivenessTest, whose_main_thread_has_ended_by_who_may_open_no_pidfd) {
+TEST_F(LivenessTest, main_thread_ended_without_pidfd) {
   rank_1_ends_its_main_thread_ = true;
   expect_contains(text_of_a_late_peer(forbid_pidfds, do_nothing), "rank 1 is alive (pid ");
 }
@@ -407,8 +407,8 @@ TEST_P(TracedPeerTest, that_ends_at_any_instruction_of_a_phase_is_missed_in_the_
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "the instructions of a sanitizer are not those of the phase";
 #endif
-  constexpr int kMost = 40;
-  for (int n = 0; n <= kMost && !HasFailure(); ++n) {
+  constexpr int kMax = 40;
+  for (int n = 0; n <= kMax && !HasFailure(); ++n) {
     if (!TracedPeer::end(GetParam(), n)) GTEST_SKIP() << "this machine has no ptrace";
   }
 }

@@ -183,7 +183,7 @@ TEST_F(MessageChannelTest, the_last_messages_of_a_rank_that_left_may_still_arriv
   EXPECT_TRUE(script.sent.empty());
 }
 
-TEST_F(MessageChannelTest, who_waits_for_a_rank_that_left_notifies_the_others) {
+TEST_F(MessageChannelTest, waiter_for_departed_rank_notifies_others) {
   script.received = {departure_of(2, Kind::peer_failed, "no more sheets")};
   script.awaited = {1};
   script.states = {State::pending, State::complete};
@@ -205,7 +205,7 @@ TEST_F(MessageChannelTest, a_departure_is_named_by_the_ranks_of_the_group_that_w
   script.received = {departure_of(2)};
   part.awaited = {1};
   part.states = {State::ended};
-  EXPECT_EQ(error_of<PeerLost>(*group), "rank 1 left the world (destroy_dist, or its end)");
+  EXPECT_EQ(error_of<PeerLost>(*group), "rank 1 left the world (destroy_dist or program exit)");
   EXPECT_EQ(part.sent.size(), 1U);
   EXPECT_TRUE(script.sent.empty());
 }
@@ -240,7 +240,7 @@ TEST_F(MessageChannelTest, a_closed_connection_is_a_lost_rank) {
   EXPECT_EQ(internal::text_of(sent()), text);
 }
 
-TEST_F(MessageChannelTest, a_reason_received_after_its_connection_broke_counts) {
+TEST_F(MessageChannelTest, reason_received_after_connection_broke) {
   script.error.emplace("reset by peer", /*peer=*/2, /*is_closed=*/true);
   script.received = {departure_of(2, Kind::peer_failed, "no more sheets")};
   EXPECT_EQ(error<PeerFailed>(), "rank 2 failed: no more sheets");
@@ -255,13 +255,13 @@ TEST_F(MessageChannelTest, abandon_and_end_with_fail_this_ranks_exchange_too) {
   EXPECT_EQ(error<PeerFailed>(), "rank 0 failed: a thread threw");  // the first counts
 }
 
-TEST_F(MessageChannelTest, a_failure_that_has_arrived_comes_before_the_own) {
+TEST_F(MessageChannelTest, received_failure_takes_precedence) {
   script.received = {{.failure = {.kind = Kind::timeout, .text = "the first"}}};
   EXPECT_THROW(world.fail({.kind = Kind::mismatch, .text = "the table"}, call), TimeoutError);
   EXPECT_TRUE(script.sent.empty());
 }
 
-TEST_F(MessageChannelTest, an_exception_that_is_no_error_is_a_failure_for_the_others) {
+TEST_F(MessageChannelTest, non_lockstep_exception_fails_peers) {
   for (const Op op : {Op::all_reduce, Op::split, Op::allocate}) {
     script = Script();
     script.has_no_memory = true;

@@ -20,7 +20,7 @@ TEST(MessageCostsTest, the_defaults_are_those_of_a_network) {
   EXPECT_EQ(parse_costs({}), Costs());
 }
 
-TEST(MessageCostsTest, distance_is_no_cpu_time) {
+TEST(MessageCostsTest, latency_is_not_cpu_time) {
   EXPECT_DOUBLE_EQ(parse_costs("5us,25Gbit").message_us, 2);
   const Costs far = parse_costs("20000us,0.5Gbit");
   EXPECT_DOUBLE_EQ(far.message_us, 10);

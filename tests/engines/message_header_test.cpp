@@ -14,7 +14,7 @@ TEST(MessageHeaderTest, every_difference_of_a_reduce_is_seen) {
                   .where = {}};
   HeaderMaker headers;
   const auto agrees = [&](const Call& other) {
-    return agree(headers.of(call), headers.of(other), /*compares_sites=*/false);
+    return same_signature(headers.of(call), headers.of(other), /*compares_sites=*/false);
   };
   EXPECT_TRUE(agrees(call));
   for (const auto change :
@@ -32,9 +32,9 @@ TEST(MessageHeaderTest, another_tag_is_seen) {
   const Call call{.op = Op::all_reduce, .dtype = DType::f64, .root = 3, .count = 3, .where = {}};
   HeaderMaker headers;
   Call other = call;
-  EXPECT_TRUE(agree(headers.of(call), headers.of(other), /*compares_sites=*/false));
+  EXPECT_TRUE(same_signature(headers.of(call), headers.of(other), /*compares_sites=*/false));
   other.root = 4;
-  EXPECT_FALSE(agree(headers.of(call), headers.of(other), /*compares_sites=*/false));
+  EXPECT_FALSE(same_signature(headers.of(call), headers.of(other), /*compares_sites=*/false));
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ TEST(SegmentVersionTest, both_versions_are_named) {
   const std::string ours = fmt::format("lockstep {} (layout {:08x})", base::version(), kVersion);
   for (const std::string& text :
        {thrown<UsageError>([&] { Segment::attach(copy_of(*segment), segment->header().nonce); }),
-        thrown<UsageError>([&] { Segment::look(copy_of(*segment)); })}) {
+        thrown<UsageError>([&] { Segment::attach_read_only(copy_of(*segment)); })}) {
     expect_contains(text, "it is of " + theirs + ", and this is " + ours);
     expect_contains(text, "use the `lockstep` command of the library that the program links");
   }
@@ -42,7 +42,7 @@ TEST(SegmentVersionTest, both_versions_are_named) {
 
 TEST(SegmentVersionTest, a_name_that_no_version_has_is_not_printed) {
   const auto segment = segment_of_another_version("\x1b[2J");
-  expect_contains(thrown<UsageError>([&] { Segment::look(copy_of(*segment)); }),
+  expect_contains(thrown<UsageError>([&] { Segment::attach_read_only(copy_of(*segment)); }),
                   "it is of lockstep of unknown version (layout ");
 }
 

@@ -255,7 +255,7 @@ TEST(SharedEngineTest, no_memory_for_a_large_message_is_an_error_on_all_ranks) {
     std::vector<float> data(100'000, 1.0F);
     expect_contains(thrown<SystemError>([&] { all_reduce(data, ReduceOp::sum, group); }),
                     "rank 1 could not reserve shared memory: cannot reserve");
-    EXPECT_EQ(all_reduce_value(1), 3);  // the other groups go on
+    EXPECT_EQ(all_reduce_value(1), 3);  // the other groups stay usable
   });
   EXPECT_EQ(statuses, std::vector<int>(3, 0));
 }

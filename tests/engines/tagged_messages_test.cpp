@@ -161,7 +161,7 @@ Ints numbers(std::size_t n, int first) {
   return data;
 }
 
-TEST_P(TaggedMessagesTest, of_any_size_whoever_comes_first) {
+TEST_P(TaggedMessagesTest, any_size_in_either_order) {
   on_ranks(2, [](Rank& ranks, int rank) {
     for (const std::size_t n : {0UL, 1UL, 1000UL, 300'001UL}) {
       for (const bool sender_first : {false, true}) {
@@ -274,7 +274,7 @@ TEST_P(TaggedMessagesTest, a_timeout_names_the_rank_and_what_is_there_instead) {
     if (rank == 1) {
       const auto late = ranks.irecv(data, 0, 5);
       const std::string text = thrown<TimeoutError>([&] { late->wait(milliseconds(50)); });
-      expect_contains(text, "for rank 0 to send (tag 5)");
+      expect_contains(text, "waited 0.05 s for rank 0 to send (tag 5)");
       expect_contains(text, "waits in send to rank 1 (tag 4)");
       EXPECT_EQ(thrown<TimeoutError>([&] { late->wait(milliseconds(50)); }), text);  // again
     } else {
@@ -293,7 +293,7 @@ TEST_P(TaggedMessagesTest, a_timeout_names_the_rank_and_what_is_there_instead) {
   });
 }
 
-TEST_P(TaggedMessagesTest, arrive_though_nobody_keeps_the_handle) {
+TEST_P(TaggedMessagesTest, arrive_without_a_handle) {
   on_ranks(2, [](Rank& ranks, int rank) {
     if (rank == 0) (void)ranks.isend(numbers(50'000, 1), 1);
     ranks.barrier();
@@ -324,28 +324,28 @@ TEST_P(TaggedMessagesTest, many_under_way_on_both_sides) {
 }
 
 TEST_P(TaggedMessagesTest, more_than_may_be_under_way) {
-  constexpr int kMost = 4096;
+  constexpr int kMax = 4096;
   on_ranks(3, [](Rank& ranks, int rank) {
     std::vector<Rank::Request> sent;
     if (rank == 2) sent.push_back(ranks.isend({6}, 0));
     ranks.barrier();
     if (rank == 0) {
-      for (int i = 0; i < kMost; ++i) sent.push_back(ranks.isend({i}, 1));
+      for (int i = 0; i < kMax; ++i) sent.push_back(ranks.isend({i}, 1));
       expect_contains(thrown<UsageError>([&] { (void)ranks.isend({0}, 1); }),
-                      "4096 sends and receives of this rank are under way");
-      EXPECT_EQ(ranks.recv(1, 2), Ints{6});  // what has come needs no place
+                      "4096 sends and receives of this rank are pending");
+      EXPECT_EQ(ranks.recv(1, 2), Ints{6});  // a match needs no free entry
     }
     ranks.barrier();
     if (rank == 2) ranks.send({7}, 1, 5);  // not kept from it by those of rank 0
     if (rank == 1) {
       EXPECT_EQ(ranks.recv(1, 2, 5), Ints{7});
-      for (int i = 0; i < kMost; ++i) ASSERT_EQ(ranks.recv(1, 0), Ints{i});
+      for (int i = 0; i < kMax; ++i) ASSERT_EQ(ranks.recv(1, 0), Ints{i});
     }
     if (rank == 0) {
       for (const auto& each : sent) each->wait(Rank::kLimit);
       ranks.send({1}, 1);
       sent.clear();
-      for (int i = 0; i < kMost; ++i) {  // given up
+      for (int i = 0; i < kMax; ++i) {  // given up
         sent.push_back(ranks.isend({i}, 2, 1));
         sent.back()->end_with(std::make_exception_ptr(UsageError({}, "enough")));
       }
@@ -472,7 +472,7 @@ TEST_P(TaggedMessagesEndTest, a_killed_rank_is_named) {
   EXPECT_EQ(statuses[1], 0);
 }
 
-TEST_P(TaggedMessagesEndTest, the_failure_of_a_rank_is_told) {
+TEST_P(TaggedMessagesEndTest, failure_of_a_rank_reaches_peers) {
   const auto statuses = end_on_ranks(2, [](Rank& ranks, int rank) {
     const auto data = std::make_shared<Ints>(1);
     const auto waiting = ranks.irecv(data, 1 - rank);
@@ -492,7 +492,7 @@ TEST_P(TaggedMessagesEndTest, ranks_that_have_left_in_order_end_no_wait_for_any)
       first->wait(Rank::kLimit);
       EXPECT_EQ(first->source(), 1);
       const auto second = ranks.irecv(data, TaggedMessages::kAnySource);
-      // Rank 2 sends when rank 0 has waited in vain.
+      // Rank 2 sends after rank 0 has waited for a while.
       expect_contains(thrown<TimeoutError>([&] { second->wait(milliseconds(200)); }), "any rank");
       const auto third = ranks.irecv(data, TaggedMessages::kAnySource);
       ranks.send({0}, 2);
@@ -525,16 +525,16 @@ TEST_P(TaggedMessagesEndTest, a_poll_sees_the_end_of_a_rank) {
 }
 
 TEST_P(TaggedMessagesEndTest, a_rank_that_died_after_its_copies_is_no_copier) {
-  constexpr int kMost = 4096, kTrials = 300;
+  constexpr int kMax = 4096, kTrials = 300;
   static constexpr std::size_t kLong = 100'000;
   const auto statuses = end_on_ranks(3, [](Rank& ranks, int rank) {
-    std::vector<Rank::Request> posted;  // every post of rank 0 is moved by rank 2
-    for (int i = 0; rank == 0 && i < kMost; ++i) {
+    std::vector<Rank::Request> posted;  // rank 2 copies every message to rank 0
+    for (int i = 0; rank == 0 && i < kMax; ++i) {
       posted.push_back(ranks.irecv(std::make_shared<Ints>(1), 2));
     }
     ranks.barrier();
     if (rank == 2) {
-      for (int i = 0; i < kMost; ++i) ranks.send({i}, 0);
+      for (int i = 0; i < kMax; ++i) ranks.send({i}, 0);
       ::raise(SIGKILL);
     }
     if (rank == 0) {
@@ -570,7 +570,7 @@ TEST_P(TaggedMessagesEndTest, a_rank_stopped_while_it_copies_is_named) {
       pid.store(::getpid());
       ranks.barrier();
       expect_contains(thrown<TimeoutError>([&] { ranks.send(Ints(kLong, 1), 0); }),
-                      "rank 0 has given up while this rank copied");
+                      "rank 0 abandoned its message while this rank copied it");
       return;
     }
     if (rank == 2) {
@@ -625,7 +625,7 @@ TEST_P(TaggedMessagesEndTest, a_rank_killed_at_any_moment_is_named) {
       const std::string text = text_of_traffic<PeerLost>(ranks, rank, Rank::kLimit);
       if (rank == 2) ::pause();
       expect_contains(text, "rank 2 ");
-      ranks.engine().leave(text);  // what the other one may hear instead
+      ranks.engine().leave(text);  // the error that the other may get
     });
     EXPECT_EQ(statuses[0], 0);
     EXPECT_EQ(statuses[1], 0);
@@ -648,7 +648,8 @@ TEST_P(TaggedMessagesEndTest, a_rank_stopped_at_any_moment_is_named) {
         return;
       }
       const auto text = text_of_traffic<TimeoutError>(ranks, rank, milliseconds(500));
-      // Of the two that run, one may wait for the other, which waits for rank 2 or has given up.
+      // Of the two running ranks, one may wait for the other, which waits for rank 2 or has timed
+      // out.
       if (text.find("rank 2 ") != std::string::npos) named.raise();
       told.raise();
       EXPECT_TRUE(told.wait_for(2));

@@ -96,7 +96,7 @@ TEST(TuningTest, ranks_with_a_core_each_leave_one_phase_sooner_the_more_they_are
   EXPECT_EQ(shared::default_tuning(512, cpu).flat_bytes, 512U);
 }
 
-TEST(TuningTest, this_cpu_says_who_it_is) {
+TEST(TuningTest, model_of_this_cpu) {
   const base::CpuModel cpu = base::cpu_model();
 #if defined(__x86_64__)
   EXPECT_EQ(cpu.vendor_name().size(), 12U);

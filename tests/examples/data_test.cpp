@@ -127,7 +127,7 @@ TEST_F(DataTest, reads_gzip_as_plain) {
 
 TEST_F(DataTest, absent_file) {
   std::filesystem::remove(directory_ / "t10k-labels-idx1-ubyte");
-  expect_error({"t10k-labels-idx1-ubyte.gz", "no such file, or without .gz"});
+  expect_error({"t10k-labels-idx1-ubyte.gz", "no such file, with or without .gz"});
 }
 
 TEST_F(DataTest, absent_directory) {

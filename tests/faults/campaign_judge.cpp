@@ -84,7 +84,7 @@ bool blames_victim(const Trial& trial, const std::string& text) {
     blamed.push_back(words.ranks[rank]);
   }
   // Engines that pass messages make a large call in steps: a rank that stops in the middle keeps
-  // others from theirs, and who waits for those too names them as well.
+  // others from theirs, and ranks that wait for those too name them as well.
   const bool is_inside = trial.place == "in" || trial.place.starts_with("step-");
   const bool is_by_steps = trial.engine.trains() || (trial.engine.backend != "shared" && is_inside);
   return is_by_steps ? std::find(blamed.begin(), blamed.end(), trial.victim) != blamed.end()
@@ -162,10 +162,11 @@ std::string check(const Trial& trial, int rank, const Report& report) {
   if (!blames_victim(trial, report.text)) return "names another: " + got;
   if (trial.is_any({"stop", "slow"})) return is("TimeoutError") ? "" : got;
   if (trial.fault == "exception") {
-    // The peers hear of an asynchronous call under way before anything can catch the exception.
+    // The peers are notified of a pending asynchronous call before anything can catch the
+    // exception.
     const bool has_text =
         contains(report.text, "no more sheets") ||
-        (trial.place == "in" && contains(report.text, "because of an exception with an async"));
+        (trial.place == "in" && contains(report.text, "because of an exception while an async"));
     return (is("PeerFailed") && has_text) || is("PeerLost") ? "" : got;
   }
   return is("PeerLost") ? "" : got;
@@ -215,7 +216,7 @@ Outcome judge(const Trial& trial, const std::string& folder, const Ended& ended)
                            (trial.is_any({"stop", "slow", "cut"}) ? deadline_s : 0);
     outcome.latency_s = std::max(outcome.latency_s, latency);
   }
-  // Where the victim's failed, all are told; where it had none to fail, none is.
+  // If an allocation of the victim failed, all ranks get an error; if none failed, no rank does.
   if (trial.is_memory() && n_with_error[true] != 0 && n_with_error[false] != 0) {
     outcome.complaint = fmt::format("{} ranks got an error and {} none: {}{}", n_with_error[true],
                                     n_with_error[false], ended.out, ended.err);

@@ -42,7 +42,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
 
-/// Of the calls that somebody comes too late to, or never.
+/// The timeout of calls that a rank joins late, or never.
 constexpr milliseconds kDeadline{2000};
 
 struct Plan {
@@ -70,7 +70,7 @@ struct Plan {
 
 long long now_ns() { return steady_clock::now().time_since_epoch().count(); }
 
-/// Whole, or not there.
+/// Written atomically.
 void write_file(const Plan& plan, const std::string& name, const std::string& text) {
   const std::string path = plan.folder + "/" + name;
   const Room room;
@@ -85,7 +85,7 @@ void report(const Plan& plan, int rank, const std::string& error, const std::str
   write_file(plan, std::to_string(rank), error + "\n" + std::to_string(now_ns()) + "\n" + text);
 }
 
-/// A rank that leaves may take the others with it (mpirun does): everyone has its say first.
+/// A rank that leaves may end the others (mpirun does): every rank reports first.
 void wait_for_reports(const Plan& plan, int n_ranks, bool is_victim_waited_for) {
   const auto have_all_reported = [&] {
     for (int rank = 0; rank < n_ranks; ++rank) {
@@ -99,7 +99,7 @@ void wait_for_reports(const Plan& plan, int n_ranks, bool is_victim_waited_for) 
 
 void note_fault(const Plan& plan) { write_file(plan, "fault", std::to_string(now_ns())); }
 
-/// Until the victim has gone, or stands still: its process, where the file of its pid is.
+/// Waits until the victim has exited or is stopped: its process, if the file with its pid exists.
 void wait_for_fault(const Plan& plan) {
   const auto has_come = [&] {
     const Room room;
@@ -172,10 +172,9 @@ void refuse_calls() {
   expect_refusal([&] { group.all_gather(one, one); });
 }
 
-/// Calls that allocate, of which the nth allocation fails, one of lockstep's own; 0: none does.
-/// They fail in one group alone: after a failure behind the last message of a call the victim's
-/// next call would be in another group than that of the others, who could only wait for their
-/// limit.
+/// Calls that allocate, of which lockstep's nth allocation fails; 0: none does. They fail in one
+/// group alone: after a failure behind the last message of a call the victim's next call would be
+/// in another group than that of the others, who could only wait for their limit.
 void allocate_in_calls(int nth) {
   const struct Disarm {
     ~Disarm() { lockstep::test::fail_allocation(0); }
@@ -405,7 +404,7 @@ int main(int argc, char** argv) {
                    });
   }
   lockstep::init_dist(options);
-  // A launcher that ends the others shall not end them before they have told what they got.
+  // A launcher that ends the others must not end them before they have reported their errors.
   if (lockstep::get_rank() != plan.victim) std::signal(SIGTERM, SIG_IGN);
   // Once one has returned from init_dist, another's may still be under way, and end with the fault.
   write_file(plan, "joined" + std::to_string(lockstep::get_rank()), "");

@@ -93,7 +93,7 @@ TEST(MachineLimitsTest, a_forbidden_reservation_is_no_sigbus) {
   });
 }
 
-/// Then who raises a flag fences itself, and calls go on.
+/// Then each rank fences when it raises a flag, and calls still work.
 TEST(MachineLimitsTest, a_forbidden_membarrier_is_done_without) {
   in_child([] {
     forbid(SYS_membarrier);
@@ -200,7 +200,7 @@ TEST(MachineLimitsTest, more_ranks_than_a_host_takes) {
   EXPECT_NO_THROW(shared::Job(512));
 }
 
-TEST(MachineLimitsTest, a_fork_of_a_rank_is_no_rank) {
+TEST(MachineLimitsTest, fork_is_not_a_rank) {
   in_child([] {
     const shared::Job job(1);
     for (const char* name : {"RANK", "LOCAL_RANK"}) ::setenv(name, "0", 1);

@@ -20,7 +20,7 @@
 
 #include "support/seccomp.hpp"
 
-// What makes a rank's life hard beside the fault of another: LOCKSTEP_FAULT_LOAD of faulty_rank.
+// Conditions under which a rank runs while another has a fault: LOCKSTEP_FAULT_LOAD of faulty_rank.
 namespace lockstep::test::rank_loads {
 
 inline const std::string& name() {

@@ -72,7 +72,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       MessageHeader header;
       if (bytes.size() < sizeof header) break;
       std::memcpy(&header, bytes.data(), sizeof header);
-      (void)flaw_of(header, bytes.subspan(sizeof header));
+      (void)defect_of(header, bytes.subspan(sizeof header));
       break;
     }
   }

@@ -1,5 +1,6 @@
-// Whatever bytes come to the port of `lockstep run --rdzv`, in whatever pieces, a launcher takes no
-// message that cannot be: node 0 who came, the others where they are placed, and why a node failed.
+// Whatever bytes arrive at the port of `lockstep run --rdzv`, in whatever pieces, a launcher
+// accepts no invalid message: at node 0 a node's hello, at the others their ranks, and why a node
+// failed.
 
 #include <algorithm>
 #include <array>
@@ -26,18 +27,18 @@ void require_printable(const std::string& text) {
 
 void come_to_node_0(const NodeMessage& message, const NodesOptions& options) {
   std::array<int, 3> ranks_of = {2, 0, 4};
-  const Welcome welcome = judge_hello(message, options, "host:1", /*n_restarts=*/1, ranks_of);
-  if (welcome.what == Welcome::What::join) {
+  const HelloReply welcome = validate_hello(message, options, "host:1", /*n_restarts=*/1, ranks_of);
+  if (welcome.action == HelloReply::Action::join) {
     require(message.node_rank == 1 && message.n_ranks >= 1 && message.n_ranks <= kMaxRanks);
     const auto now = std::chrono::steady_clock::now();
-    require(now + welcome.patience >= now);
+    require(now + welcome.timeout >= now);
   }
 }
 
 void answer(const NodeMessage& message, const NodesOptions& options) {
   try {
     constexpr int kRanks = 2;
-    const Placement placement = read_placed(message, options, "host:1", kRanks);
+    const RankLayout placement = parse_layout(message, options, "host:1", kRanks);
     require(placement.first_rank >= 0 && placement.first_rank + kRanks <= placement.world_size);
     require(placement.world_size <= options.n_nodes * kMaxRanks && placement.master_port > 0);
   } catch (const lockstep::MismatchError& error) {
@@ -63,7 +64,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     require(n > 0);
     reader.add(rest.first(n));
     rest = rest.subspan(n);
-    if (reader.is_stranger()) return 0;  // the connection ends
+    if (reader.is_foreign()) return 0;  // the connection ends
     while (const auto message = reader.next()) {
       require(message->greeting == kGreeting);
       come_to_node_0(*message, options);

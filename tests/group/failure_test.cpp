@@ -84,7 +84,7 @@ TEST(FailureTest, other_errors_are_failures_of_their_rank_for_its_peers) {
 
 TEST(FailureTest, a_culprit_is_named) {
   EXPECT_EQ(thrown_for<PeerLost>({.kind = Failure::Kind::peer_left, .culprit = 4}).text(),
-            "rank 4 left the world (destroy_dist, or its end)");
+            "rank 4 left the world (destroy_dist or program exit)");
   EXPECT_EQ(
       thrown_for<PeerLost>(
           {.kind = Failure::Kind::peer_lost, .culprit = 4, .text = "reset by peer"})

@@ -103,7 +103,7 @@ TEST(GroupTest, the_limit_of_a_posted_call_begins_when_it_is_posted) {
     n_passed.raise();
     first.wait();
     expect_contains(thrown<TimeoutError>([&] { second.wait(); }),
-                    "rank 0 was in earlier asynchronous calls for the 0.05 s of this call's limit");
+                    "rank 0 spent the 0.05 s of this call's limit in earlier asynchronous calls");
   });
 }
 
@@ -180,7 +180,7 @@ TEST(GroupTest, roots_outside_the_group) {
     expect_contains(thrown<UsageError>([&] { group.send(data, group.rank()); }),
                     "is this rank itself");
     expect_contains(thrown<UsageError>([&] { group.recv(data, 9); }), "src is 9");
-    barrier();  // the group goes on
+    barrier();  // the group stays usable
   });
 }
 
@@ -232,7 +232,7 @@ TEST(GroupTest, element_type_that_does_not_exist) {
     expect_refused([&] { group.recv(data, 1 - group.rank()); });
     expect_refused([&] { group.all_reduce({nullptr, 0, none}); });
     expect_refused([&] { static_cast<void>(group.all_reduce_async(data)); });
-    barrier();  // the group goes on
+    barrier();  // the group stays usable
   });
 }
 
@@ -291,7 +291,7 @@ TEST(GroupTest, two_threads_in_one_group) {
   run_ranks(2, [](int rank) {
     const Group group = default_group().duplicate();
     if (rank == 1) {
-      barrier();  // until rank 0 has seen what it wants to see
+      barrier();  // until rank 0 has made its checks
       group.barrier();
       return;
     }
@@ -300,7 +300,7 @@ TEST(GroupTest, two_threads_in_one_group) {
       tid = ::gettid();
       group.barrier();
     });
-    // A call that is refused must come while the other waits.
+    // The refused call must be made while the other waits.
     EXPECT_TRUE(test::wait_until_asleep(tid));
     expect_contains(thrown<UsageError>([&] { group.barrier(); }),
                     "another thread is inside a call");
@@ -338,8 +338,8 @@ TEST(GroupTest, lists_for_which_there_is_no_memory) {
                     internal::ListCalls::all_gather(group, {at(3), kCount, DType::u8}, outs, {},
                                                     std::source_location::current());
                   }),
-                  "no memory to copy the parts");
-  expect_contains(ended_with, "no memory to copy the parts");
+                  "no memory to pack the parts");
+  expect_contains(ended_with, "no memory to pack the parts");
 }
 #endif
 

@@ -33,7 +33,7 @@ TEST(MismatchTableTest, ranks_that_agree_share_a_line_behind_the_one_that_does_n
             "  0-398  all_reduce      f32   8           -     sum        step.cpp:39");
 }
 
-TEST(MismatchTableTest, who_is_not_here_stands_behind) {
+TEST(MismatchTableTest, absent_ranks_are_listed_last) {
   MismatchTable table;
   table.add_absent(0, "none");
   table.add(row_of(1, Op::barrier));
@@ -45,7 +45,7 @@ TEST(MismatchTableTest, who_is_not_here_stands_behind) {
             "  rank  operation       type  count       root  reduction  where\n"
             "  1     barrier         -     -           -     -          step.cpp:28\n"
             "  2, 3  all_reduce      f32   8           -     sum        step.cpp:39\n"
-            "  0, 4  not here yet; its last call: none");
+            "  0, 4  not arrived; last call: none");
 }
 
 TEST(MismatchTableTest, calls_of_different_layers) {
@@ -63,7 +63,7 @@ TEST(MismatchTableTest, calls_of_different_layers) {
             "  layer: a hash of its name in the module, or of the line that made it");
 }
 
-TEST(MismatchTableTest, what_differs_without_a_column_is_reported) {
+TEST(MismatchTableTest, difference_without_column) {
   MismatchTable table;
   for (int rank = 0; rank < 3; ++rank) {
     auto row = row_of(rank);
@@ -78,7 +78,7 @@ TEST(MismatchTableTest, what_differs_without_a_column_is_reported) {
   expect_contains(text, "by rank: a hash of the counts");
 }
 
-TEST(MismatchTableTest, a_broadcast_into_nothing_is_told_what_to_call) {
+TEST(MismatchTableTest, empty_broadcast_hint) {
   const auto text_of = [](const char* count, const char* other) {
     MismatchTable table;
     for (int rank = 0; rank < 2; ++rank) {
@@ -94,7 +94,7 @@ TEST(MismatchTableTest, a_broadcast_into_nothing_is_told_what_to_call) {
   EXPECT_EQ(text_of("8", "7").find("resize"), std::string::npos);
 }
 
-TEST(ListOfTest, neighbours_are_put_together) {
+TEST(ListOfTest, consecutive_ranks_are_merged) {
   EXPECT_EQ(list_of({}), "");
   EXPECT_EQ(list_of(std::array{3}), "3");
   EXPECT_EQ(list_of(std::array{0, 1, 2}), "0, 1, 2");

@@ -27,7 +27,8 @@ std::string describe(BatchNormShape s) {
 
 std::size_t n_values(BatchNormShape s) { return s.outer * s.channels * s.inner; }
 
-/// Both walks, whole registers and rests, folded rows with and without a rest, several tiles.
+/// Both traversals, whole registers and remainders, combined rows with and without a remainder,
+/// several tiles.
 std::vector<BatchNormShape> shapes() {
   std::vector<BatchNormShape> all = {
       {1, 1, 1},    {2, 3, 5},     {1, 1, 5000}, {3, 2, 16},   {3, 2, 17},  {7, 3, 49},
@@ -430,7 +431,7 @@ TYPED_TEST(BatchNormTest, some_channels_in_place_equal_them_alone) {
     const auto part_x = channels_of(x, s, first, n);
     const auto part_dy = channels_of(dy, s, first, n);
     const auto p = random_parameters<TypeParam>(n, 3);
-    // Rows taken together, which only adjoining ones are, are added up in another order.
+    // Combined rows (only adjacent ones are combined) are summed in another order.
     const bool same_bits = s.inner >= kLongRun;
     for (const Isa isa : supported_isas()) {
       const BatchNormTable<TypeParam>& table = batch_norm_table<TypeParam>(isa);
@@ -452,7 +453,7 @@ TYPED_TEST(BatchNormTest, some_channels_in_place_equal_them_alone) {
               << describe(s) << " sum " << i;
         }
       }
-      // What is not asked for stays as it is.
+      // Channels that are not requested stay unchanged.
       std::vector<TypeParam> y(x.size(), TypeParam(-7));
       table.normalize(x.data() + at, in_place, p.mean.data(), p.invstd.data(), p.weight.data(),
                       p.bias.data(), y.data() + at, Stores::cached);

@@ -19,10 +19,13 @@
 #include <lockstep/lockstep.hpp>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <vector>
 
+#include "base/process.hpp"
+#include "nn/c10d/c10d_rendezvous.hpp"
 #include "support/ranks.hpp"
 #include "support/waiting.hpp"
 
@@ -79,7 +82,7 @@ TEST(C10dTest, the_text_of_a_ranks_exception_reaches_the_others) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
-TEST(C10dTest, who_waits_only_for_a_rank_that_failed_with_another_is_notified) {
+TEST(C10dTest, failure_with_another_rank) {
   std::array<int, 2> pipe{};
   ASSERT_EQ(::pipe2(pipe.data(), O_CLOEXEC), 0);
   const auto statuses = over_gloo(3, [&pipe] {
@@ -244,7 +247,7 @@ TEST(C10dTest, a_late_rank_is_found_behind_one_that_waits_for_it) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
-TEST(C10dTest, a_rank_that_comes_as_the_others_give_up_keeps_its_connections) {
+TEST(C10dTest, late_rank_keeps_connections) {
   const auto statuses = over_gloo(2, [] {
     const Group world = default_group();
     for (int round = 0; round < 10; ++round) {
@@ -478,20 +481,20 @@ TEST_F(C10dInitTest, a_port_in_use_is_named) {
   ::close(fd);
 }
 
-TEST_F(C10dInitTest, a_port_that_is_none_is_named) {
+TEST_F(C10dInitTest, invalid_port) {
   for (const std::string port : {"x", "0", "65536", "29500 "}) {
     expect_error<UsageError>([&] { init_alone(0, port, 5s); }, "MASTER_PORT is ");
     expect_error<UsageError>([&] { init_alone(0, port, 5s); }, port);
   }
 }
 
-TEST_F(C10dInitTest, ranks_that_do_not_come_are_named) {
+TEST_F(C10dInitTest, missing_ranks) {
   const test::FreePort port;
   expect_error<TimeoutError>([&] { init_alone(0, std::to_string(port.number()), 300ms); },
                              "of 2 ranks, rank 1 did not join at 127.0.0.1:");
 }
 
-TEST_F(C10dInitTest, ranks_that_do_not_come_are_named_on_all_that_do) {
+TEST_F(C10dInitTest, missing_ranks_on_every_rank) {
   const test::FreePort port;
   const auto join = [&](int rank, std::chrono::milliseconds timeout) {
     expect_error<TimeoutError>([&] { init_alone(rank, std::to_string(port.number()), timeout, 3); },
@@ -541,10 +544,74 @@ TEST_F(C10dInitTest, a_port_where_something_else_speaks_is_named) {
   ASSERT_EQ(::recv(first, &byte, 1, 0), 1);  // it is at work
   ::close(first);
   expect_error<EngineError>([&] { init_alone(1, std::to_string(ntohs(address.sin_port)), 500ms); },
-                            "is no store");
+                            "is not a TCPStore");
   ::shutdown(fd, SHUT_RDWR);  // accept ends
   greeter.join();
   ::close(fd);
+}
+
+/// Of rank `rank` of 3 over a store, in a thread.
+detail::Membership join_over(const detail::StorePtr& store, int rank,
+                             std::chrono::milliseconds limit,
+                             const detail::Membership* earlier = nullptr) {
+  detail::Rendezvous rendezvous(store, {.context = {.operation = "join", .rank = rank},
+                                        .size = 3,
+                                        .timeout = limit,
+                                        .keys = "ranks",
+                                        .action = "join",
+                                        .earlier = earlier,
+                                        .earlier_ranks = {0, 1, 2}});
+  rendezvous.join(std::chrono::steady_clock::now() + limit);
+  return rendezvous.membership();
+}
+
+TEST(RendezvousTest, ranks_learn_of_each_other_again_and_again) {
+  const detail::StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&store, rank] {
+      const detail::Membership first = join_over(store, rank, 50s);
+      EXPECT_EQ(first.size(), 3);
+      EXPECT_EQ(first.rank, rank);
+      EXPECT_TRUE(first.is_on_one_host());
+      EXPECT_FALSE(first.has_ended(1));
+      EXPECT_NE(join_over(store, rank, 50s, &first).job, first.job);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(RendezvousTest, a_rank_that_is_late_is_named_by_all_when_one_has_no_time_left) {
+  const detail::StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::thread other([&] {
+    expect_error<TimeoutError>([&] { join_over(store, 1, 24h); },
+                               "of 3 ranks, rank 2 did not join");
+  });
+  expect_error<TimeoutError>([&] { join_over(store, 0, 300ms); },
+                             "of 3 ranks, rank 2 did not join within 300 ms");
+  other.join();
+  // One that comes later is told too, at once.
+  expect_error<TimeoutError>([&] { join_over(store, 2, 24h); }, "rank 2 did not join");
+}
+
+TEST(RendezvousTest, a_rank_that_has_ended_is_named_by_all) {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(0);
+  const detail::Membership::Process own{::getpid(), base::process_start_time(::getpid())};
+  const detail::Membership earlier{
+      .rank = 0,
+      .job = {},
+      .hosts = {0, 0, 0},
+      .processes = {own, own, {child, base::process_start_time(child)}}};
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  EXPECT_TRUE(earlier.has_ended(2));
+  const detail::StorePtr store = c10::make_intrusive<c10d::HashStore>();
+  std::thread other([&] {  // knows no earlier group
+    expect_error<PeerLost>([&] { join_over(store, 1, 24h); }, "rank 2 ended and did not join");
+  });
+  expect_error<PeerLost>([&] { join_over(store, 0, 24h, &earlier); },
+                         "rank 2 ended and did not join");
+  other.join();
 }
 
 constexpr int kRanks = 3;

@@ -198,14 +198,14 @@ TEST_F(CheckpointTest, a_failure_reaches_every_rank_and_changes_nothing) {
   on_ranks(2, [&](int) { EXPECT_THROW(load_checkpoint(path("text.pt"), read), UsageError); });
 }
 
-TEST_F(CheckpointTest, what_is_no_regular_file_is_not_replaced) {
+TEST_F(CheckpointTest, non_regular_file_is_not_replaced) {
   const std::string fifo = path("fifo");
   ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
   on_ranks(2, [&](int) {
     const std::string text = usage_error([&] {
       save_checkpoint(fifo, [](auto& archive) { archive.write("value", at::ones({1})); });
     });
-    EXPECT_NE(text.find("replace what is no regular file: " + fifo), std::string::npos) << text;
+    EXPECT_NE(text.find("replace (not a regular file) " + fifo), std::string::npos) << text;
   });
   EXPECT_TRUE(std::filesystem::is_fifo(fifo));
   EXPECT_EQ(files(), std::vector<std::string>{"fifo"});

@@ -187,7 +187,7 @@ auto module_of(F f) {
   return std::make_shared<LambdaImpl<F>>(std::move(f));
 }
 
-TEST(DataParallelTest, nested_tensors_are_cut_and_put_together) {
+TEST(DataParallelTest, scatter_and_gather_nested_tensors) {
   using Dict = std::map<std::string, std::vector<Tensor>>;
   DataParallel model(module_of([](const Dict& dict, double factor, const Tensor& number) {
                        torch::OrderedDict<std::string, Tensor> named;
@@ -207,7 +207,7 @@ TEST(DataParallelTest, nested_tensors_are_cut_and_put_together) {
   EXPECT_TRUE(pair.second.at(1).equal(at::tensor({3.0, 3.0, 3.0})));
 }
 
-TEST(DataParallelTest, arrays_and_unordered_maps_are_cut_and_put_together) {
+TEST(DataParallelTest, scatter_and_gather_arrays_and_unordered_maps) {
   using Dict = std::unordered_map<std::string, Tensor>;
   DataParallel model(module_of([](const std::array<Tensor, 2>& pair) {
                        // Replicas insert in other orders.
@@ -221,7 +221,7 @@ TEST(DataParallelTest, arrays_and_unordered_maps_are_cut_and_put_together) {
   EXPECT_TRUE(joined.at("b").equal(x + 3));
 }
 
-TEST(DataParallelTest, pieces_are_those_of_chunk_along_any_dim) {
+TEST(DataParallelTest, chunks_along_any_dim) {
   for (const std::int64_t size : {0, 1, 2, 3, 5, 9, 33}) {
     std::mutex mutex;
     std::multiset<std::int64_t> sizes;
@@ -242,7 +242,7 @@ TEST(DataParallelTest, pieces_are_those_of_chunk_along_any_dim) {
   }
 }
 
-/// Notes what a replica sees of its module and thread.
+/// Records what a replica sees of its module and thread.
 struct WitnessImpl : torch::nn::Cloneable<WitnessImpl> {
   struct Sight {
     std::string thread;
@@ -465,7 +465,7 @@ TEST(DataParallelTest, an_exception_names_its_replica_and_frees_the_others) {
       EXPECT_THROW(std::rethrow_if_nested(error), std::out_of_range);
     }
     x[2 * replica + 1][0] = 0;
-    EXPECT_EQ(model(x).sizes(), x.sizes()) << "and goes on";
+    EXPECT_EQ(model(x).sizes(), x.sizes()) << "the replicas stay usable";
   }
 }
 
@@ -529,7 +529,7 @@ TEST(DataParallelTest, misuse_is_rejected) {
   EXPECT_EQ(usage_error([&] {
               along(at::rand({4, 1}));
             }),
-            "cannot cut a tensor of size [4, 1] along dim 2");
+            "cannot split a tensor of size [4, 1] along dim 2");
   DataParallel stuck(Uncloneable(), cpus(2));
   EXPECT_EQ(stuck(at::rand({1})).size(0), 1) << "one piece needs no copy";
   EXPECT_NE(usage_error([&] { stuck(at::rand({2})); }).find("cannot copy the module: clone()"),
@@ -538,14 +538,15 @@ TEST(DataParallelTest, misuse_is_rejected) {
                      return std::vector<Tensor>(static_cast<std::size_t>(a.size(0)), a);
                    }),
                    cpus(2));
-  EXPECT_NE(usage_error([&] { odd(at::rand({3})); }).find("cannot be put together"),
+  EXPECT_NE(usage_error([&] { odd(at::rand({3})); }).find("cannot gather the replicas' outputs"),
             std::string::npos);
   DataParallel other_keys(module_of([](const Tensor& a) {
                             return std::map<std::int64_t, Tensor>{{a.size(0), a}};
                           }),
                           cpus(2));
-  EXPECT_NE(usage_error([&] { other_keys(at::rand({3})); }).find("cannot be put together"),
-            std::string::npos);
+  EXPECT_NE(
+      usage_error([&] { other_keys(at::rand({3})); }).find("cannot gather the replicas' outputs"),
+      std::string::npos);
 }
 
 std::size_t n_threads_now() {

@@ -417,7 +417,7 @@ TEST(DistributedDataParallelTest, a_rank_alone_goes_on_after_an_exception) {
   }
 }
 
-TEST(DistributedDataParallelTest, a_bucket_size_that_is_none_is_rejected) {
+TEST(DistributedDataParallelTest, invalid_bucket_size) {
   const double nan = std::nan("");
   for (const double size : {-1.0, nan}) {
     for (const bool first : {true, false}) {
@@ -1150,7 +1150,7 @@ TEST(DistributedDataParallelTest, join_divides_by_all_or_by_the_active) {
   }
 }
 
-TEST(DistributedDataParallelTest, join_rejects_what_it_cannot_follow) {
+TEST(DistributedDataParallelTest, join_rejects_unsupported_forwards) {
   EXPECT_THROW(on_ranks(2,
                         [](int rank) {
                           torch::nn::Linear net(1, 1);
@@ -1176,7 +1176,7 @@ TEST(DistributedDataParallelTest, join_rejects_what_it_cannot_follow) {
                MismatchError);
 }
 
-TEST(DistributedDataParallelTest, goes_before_its_module) {
+TEST(DistributedDataParallelTest, destroyed_before_module) {
   on_ranks(2, [](int rank) {
     torch::nn::Linear net(2, 2);
     std::optional<DistributedDataParallel<torch::nn::Linear>> model(net);

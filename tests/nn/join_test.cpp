@@ -523,7 +523,7 @@ TEST(JoinTest, layers_over_part_of_the_ranks) {
 
 /// Uneven data without join: rank 1 has one batch fewer and waits elsewhere. The limit is that of
 /// each call; rank 1 waits for longer, so that rank 0 is the one to tell.
-TEST(JoinTest, a_timeout_without_it_tells_of_it) {
+TEST(JoinTest, timeout_suggests_join) {
   std::string what;
   const auto body = [&what](int rank) {
     Sequential net(Linear(2, 3), BatchNorm1d(3), Linear(3, 1));
@@ -546,7 +546,7 @@ TEST(JoinTest, a_timeout_without_it_tells_of_it) {
 }
 
 /// A wrapper is made by all ranks, whatever their numbers of batches.
-TEST(JoinTest, a_timeout_of_the_constructor_does_not_tell_of_it) {
+TEST(JoinTest, constructor_timeout_does_not_suggest_join) {
   std::string what;
   const auto body = [&what](int rank) {
     const Group other = default_group().duplicate();

@@ -78,7 +78,7 @@ TEST(ReplicationTest, a_submodule_in_two_places_is_one) {
   EXPECT_EQ(text_of(calls), "a0/0 a1/1 a1/2 ");
 }
 
-TEST(ReplicationTest, unlike_copies_are_told_apart) {
+TEST(ReplicationTest, rejects_different_structures) {
   std::vector<Call> calls;
   const auto of = [&](auto... modules) {
     return ModulePtr(Sequential(Teller("a", &calls), Box(Sequential(modules...))).ptr());

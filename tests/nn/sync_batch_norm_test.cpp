@@ -256,7 +256,7 @@ struct SecondShare {
   bool takes_all_at_once;
 };
 
-TEST(SyncBatchNormMessagesTest, what_fits_no_cache_goes_a_few_channels_at_a_time) {
+TEST(SyncBatchNormMessagesTest, chunked_channels) {
   for (const SecondShare& second :
        {SecondShare{24, Layout::contiguous, false}, SecondShare{3, Layout::contiguous, false},
         SecondShare{0, Layout::contiguous, false}, SecondShare{24, Layout::channels_last, true}}) {

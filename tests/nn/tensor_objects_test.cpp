@@ -18,7 +18,7 @@ namespace {
 using at::Tensor;
 using testing::on_ranks;
 
-Tensor there_and_back(const Tensor& tensor) {
+Tensor round_trip(const Tensor& tensor) {
   lockstep::detail::Bytes bytes;
   lockstep::detail::encode(bytes, tensor);
   Tensor back = at::ones({1});
@@ -35,22 +35,21 @@ TEST(TensorObjectsTest, every_type_and_layout) {
        {at::kBool, at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16,
         at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble}) {
     const Tensor values = at::arange(24).remainder(2).to(type).view({2, 3, 4});
-    EXPECT_TRUE(same(there_and_back(values), values)) << type;
+    EXPECT_TRUE(same(round_trip(values), values)) << type;
     const Tensor strided = values.transpose(0, 2).select(1, 1);
-    EXPECT_TRUE(same(there_and_back(strided), strided)) << type;
-    EXPECT_TRUE(there_and_back(strided).is_contiguous());
+    EXPECT_TRUE(same(round_trip(strided), strided)) << type;
+    EXPECT_TRUE(round_trip(strided).is_contiguous());
   }
-  EXPECT_TRUE(same(there_and_back(at::scalar_tensor(3.5)), at::scalar_tensor(3.5)));
+  EXPECT_TRUE(same(round_trip(at::scalar_tensor(3.5)), at::scalar_tensor(3.5)));
   const Tensor none = at::empty({3, 0, 5}, at::kLong);
-  EXPECT_TRUE(same(there_and_back(none), none));
-  EXPECT_FALSE(there_and_back(Tensor()).defined());
-  EXPECT_FALSE(there_and_back(at::ones({2}).requires_grad_()).requires_grad());
+  EXPECT_TRUE(same(round_trip(none), none));
+  EXPECT_FALSE(round_trip(Tensor()).defined());
+  EXPECT_FALSE(round_trip(at::ones({2}).requires_grad_()).requires_grad());
 }
 
-TEST(TensorObjectsTest, what_is_no_dense_array_is_rejected) {
-  EXPECT_THROW(there_and_back(at::ones({2, 2}).to_sparse()), UsageError);
-  EXPECT_THROW(there_and_back(at::quantize_per_tensor(at::ones({2}), 0.1, 0, at::kQInt8)),
-               UsageError);
+TEST(TensorObjectsTest, rejects_non_dense_tensors) {
+  EXPECT_THROW(round_trip(at::ones({2, 2}).to_sparse()), UsageError);
+  EXPECT_THROW(round_trip(at::quantize_per_tensor(at::ones({2}), 0.1, 0, at::kQInt8)), UsageError);
 }
 
 /// A message as a damaged or hostile peer might send it.
@@ -70,15 +69,15 @@ TEST(TensorObjectsTest, a_message_with_false_sizes_is_rejected) {
   };
   constexpr auto kFloat = static_cast<std::uint8_t>(at::kFloat);
   constexpr auto kBool = static_cast<std::uint8_t>(at::kBool);
-  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
   EXPECT_EQ(decode(kFloat, {2}, 8, 8).numel(), 2);
   EXPECT_ANY_THROW(decode(77, {2}, 8, 8));      // no such type
   EXPECT_ANY_THROW(decode(kFloat, {3}, 8, 8));  // sizes and bytes differ
   EXPECT_ANY_THROW(decode(kFloat, {-2}, 8, 8));
-  EXPECT_ANY_THROW(decode(kFloat, {kMost, kMost}, 4, 4));     // overflows
-  EXPECT_ANY_THROW(decode(kFloat, {0, kMost, kMost}, 0, 0));  // overflows in the strides
-  EXPECT_ANY_THROW(decode(kFloat, {1 << 20}, 4 << 20, 8));    // more than was sent
-  EXPECT_ANY_THROW(decode(kBool, {2}, 2, 2));                 // neither true nor false
+  EXPECT_ANY_THROW(decode(kFloat, {kMax, kMax}, 4, 4));     // overflows
+  EXPECT_ANY_THROW(decode(kFloat, {0, kMax, kMax}, 0, 0));  // overflows in the strides
+  EXPECT_ANY_THROW(decode(kFloat, {1 << 20}, 4 << 20, 8));  // more than was sent
+  EXPECT_ANY_THROW(decode(kBool, {2}, 2, 2));               // neither true nor false
 }
 
 TEST(TensorObjectsTest, collectives) {

@@ -17,8 +17,8 @@ rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device({devic
 PROGRAM = START + """
 # torch's own layer, which lockstep's uses over NCCL, that has no two ranks on one GPU; Gloo has.
 WAYS = ["layer", "scope"] + ["torch's"] * ({backend!r} == "gloo" and device.type == "cuda")
-reaches_cuda = ls.nn._reaches_cuda
-ls.nn._reaches_cuda = lambda group: way == "torch's" or reaches_cuda(group)
+reaches_cuda = ls.nn._has_cuda_backend
+ls.nn._has_cuda_backend = lambda group: way == "torch's" or reaches_cuda(group)
 # Against float64 on the same values. A 16-bit result is rounded once; what 16-bit activations leave in parameters
 # and statistics is float32.
 TOLERANCES = {{torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}}

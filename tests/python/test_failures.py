@@ -192,7 +192,7 @@ def test_a_handler_of_the_program_does_not_end_a_wait(run_ranks):
     )
 
 
-def test_a_fork_is_no_rank(run_ranks):
+def test_fork_is_not_a_rank(run_ranks):
     run_ranks(
         2,
         """

@@ -299,7 +299,7 @@ def test_tensors_without_values_get_their_shapes(kind):
 def test_a_recorded_graph_is_refused_in_training():
     model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     x = torch.randn(5, 3)
-    with pytest.raises(lockstep.UsageError, match="SyncBatchNorm '1': a graph that torch.export or make_fx records"):
+    with pytest.raises(lockstep.UsageError, match="SyncBatchNorm '1': torch.export and make_fx cannot trace a layer in training"):
         torch.export.export(model, (x,))
     with pytest.raises(lockstep.UsageError, match="would not exchange statistics"):
         torch.fx.experimental.proxy_tensor.make_fx(model)(x)

@@ -121,7 +121,7 @@ def test_an_interrupt_ends_a_wait(run_torch, wait):
     )
 
 
-def test_a_fork_is_no_rank(run_torch):
+def test_fork_is_not_a_rank(run_torch):
     run_torch(
         2,
         """

@@ -42,7 +42,7 @@ Call call_of(std::uint64_t sequence, Op op = Op::all_reduce) {
 
 TEST(RecorderTest, keeps_the_last_1024_operations) {
   const auto recorder = Recorder::in_process(/*rank=*/1, /*world_size=*/4);
-  Track track(recorder, "world", 1, 4, /*engine_reports=*/false);
+  GroupRecorder track(recorder, "world", 1, 4, /*engine_reports=*/false);
   constexpr std::uint64_t kCalls = 5000;
   for (std::uint64_t i = 1; i <= kCalls; ++i) {
     Call call = call_of(i);
@@ -68,7 +68,7 @@ TEST(RecorderTest, keeps_the_last_1024_operations) {
 
 TEST(RecorderTest, a_call_is_under_way_until_it_ends_or_fails) {
   const auto recorder = Recorder::in_process(0, 2);
-  Track track(recorder, "world", 0, 2, /*engine_reports=*/true);
+  GroupRecorder track(recorder, "world", 0, 2, /*engine_reports=*/true);
   const auto state = [&] { return operations_of(recorder->record()).back().state; };
   Call call = call_of(1);
   track.begin(call);
@@ -88,8 +88,8 @@ TEST(RecorderTest, a_call_is_under_way_until_it_ends_or_fails) {
 
 TEST(RecorderTest, a_call_overtaken_by_a_whole_ring_changes_no_other_entry) {
   const auto recorder = Recorder::in_process(0, 2);
-  Track slow(recorder, "slow", 0, 2, false);
-  Track fast(recorder, "fast", 0, 2, false);
+  GroupRecorder slow(recorder, "slow", 0, 2, false);
+  GroupRecorder fast(recorder, "fast", 0, 2, false);
   Call first = call_of(1);
   slow.begin(first);
   for (std::uint64_t i = 1; i <= 3000; ++i) {
@@ -111,7 +111,7 @@ TEST(RecorderTest, threads_write_while_another_reads) {
   std::vector<std::thread> writers;
   for (int i = 0; i < 3; ++i) {
     writers.emplace_back([&, i] {
-      Track track(recorder, "group" + std::to_string(i), 0, 2, false);
+      GroupRecorder track(recorder, "group" + std::to_string(i), 0, 2, false);
       for (std::uint64_t s = 1; !stop; ++s) {
         Call call = call_of(s);
         track.begin(call);
@@ -135,7 +135,7 @@ TEST(RecorderTest, threads_write_while_another_reads) {
 // What two threads leave that write one entry at once: one began it last, the other completed it.
 TEST(RecorderTest, an_entry_that_two_calls_wrote_is_hidden) {
   const auto recorder = Recorder::in_process(0, 2);
-  Track track(recorder, "world", 0, 2, false);
+  GroupRecorder track(recorder, "world", 0, 2, false);
   for (std::uint64_t i = 1; i <= 3; ++i) {
     Call call = call_of(i);
     track.begin(call);
@@ -163,16 +163,16 @@ TEST(RecorderTest, more_groups_and_places_than_there_is_room_for) {
   EXPECT_EQ(n_groups_of(recorder->record()), FlightRecord::kMaxGroups);
 }
 
-TEST(RecorderTest, is_written_once_and_whole) {
+TEST(RecorderTest, written_once_atomically) {
   const TemporaryFolder folder;
   const auto recorder = Recorder::in_process(/*rank=*/3, /*world_size=*/8);
   recorder->write_to(folder.path().string());
-  Track track(recorder, "world", 3, 8, false);
+  GroupRecorder track(recorder, "world", 3, 8, false);
   Call call = call_of(1, Op::broadcast);
   call.root = 2;
   track.begin(call);
-  recorder->died("the \"first\" reason \xff");
-  recorder->died("the second");
+  recorder->write_on_failure("the \"first\" reason \xff");
+  recorder->write_on_failure("the second");
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(folder.path())) {
     names.push_back(entry.path().filename().string());
@@ -193,10 +193,10 @@ TEST(RecorderTest, is_written_once_and_whole) {
   EXPECT_TRUE(operation["end_ns"].is_null());
 }
 
-TEST(RecorderTest, a_place_that_cannot_be_written_to_hides_no_error) {
+TEST(RecorderTest, unwritable_folder_keeps_the_error) {
   const auto recorder = Recorder::in_process(0, 2);
   recorder->write_to("/nonexistent");
-  recorder->died("reason");  // throws nothing
+  recorder->write_on_failure("reason");  // throws nothing
   EXPECT_EQ(recorder->record().is_written, 0U);
 }
 

@@ -104,7 +104,7 @@ TEST_F(TraceTest, scopes_nest_around_calls) {
     EXPECT_LT(calls[0]->start, calls[0]->end);
     EXPECT_LE(calls[0]->end, regions[1]->end);
     EXPECT_LE(regions[1]->end, regions[0]->end);
-    EXPECT_EQ(op_of(calls[0]->call.what), Op::all_reduce);
+    EXPECT_EQ(op_of(calls[0]->call.signature), Op::all_reduce);
     EXPECT_EQ(calls[0]->call.count, 1U);
     EXPECT_EQ(calls[0]->call.collective, 1U);
     EXPECT_STREQ(file->groups[calls[0]->call.group].data(), "world");
@@ -216,7 +216,7 @@ TEST_F(TraceTest, threads_of_a_rank_share_its_file) {
   EXPECT_EQ(events_of(*file, Kind::region).size(), kThreads * kEach);
 }
 
-TEST_F(TraceTest, cuts_long_names_and_counts_what_finds_no_room) {
+TEST_F(TraceTest, truncates_long_names_and_counts_dropped_events) {
   const auto recorder = Recorder::in_process(0, 1);
   Trace trace(path_, recorder->record(), /*n_restarts=*/0);
   trace.begin(std::string(60, 'x'), /*start=*/1);

@@ -7,8 +7,8 @@
 
 namespace lockstep::test {
 
-/// A hierarchical group's levels number its ranks anew, and say so: what the innermost level says,
-/// and which ranks of the group it numbers.
+/// The levels of a hierarchical group renumber its ranks, and errors report that: the text of the
+/// innermost level, and the ranks of the group at that level.
 struct LevelWords {
   std::string text;
   std::vector<int> ranks;

@@ -90,7 +90,7 @@ class NetworkTransport final : public message::Transport {
     if (shared_->on_start) shared_->on_start(world_rank(rank_), own().n_started);
     pending_.clear();
     for (const Message& message : messages) {
-      if (message.way == Message::Way::receive) {
+      if (message.direction == Message::Direction::receive) {
         pending_.push_back(message);
         continue;
       }

@@ -32,8 +32,8 @@ class MessageNetwork {
   void on_start(std::function<void(int rank, int n_started)> function);
   /// The calling rank is about to block, and sends nothing. Once for each rank that does not wait.
   void stop();
-  /// The time of calls is over, for ranks of which `whose` is true, once every rank has stopped or
-  /// waits for messages that none sends: on a slow machine later.
+  /// Calls time out, for ranks of which `whose` is true, once every rank has stopped or waits for
+  /// messages that none sends: later on a slow machine.
   void end_calls_when_all_wait(std::function<bool(int rank)> whose);
 
   /// Of the rank with the most messages, and of the one with the most bytes. While no call runs.

@@ -73,7 +73,7 @@ std::unique_ptr<internal::Session> join_hosts(internal::World world, std::unique
   const int host = hosts[static_cast<std::size_t>(world.rank)];
   world.local_size = static_cast<int>(std::ranges::count(hosts, host));
   return std::make_unique<internal::Session>(
-      world, engines::Joined{hierarchical::make(std::move(outer), hosts, barrier), nullptr},
+      world, engines::JoinedEngine{hierarchical::make(std::move(outer), hosts, barrier), nullptr},
       barrier.timeout, barrier.where, host);
 }
 

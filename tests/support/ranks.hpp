@@ -50,9 +50,8 @@ std::vector<int> run_processes(int n, const std::function<void()>& body,
                                std::chrono::seconds watchdog = kWatchdog,
                                const std::function<void(std::span<const pid_t>)>& started = {},
                                const std::string& backend = "auto");
-/// Runs body in a fork of this process, which shall not itself join or leave a world, and returns
-/// what it ended by: 0, or 4 where an expectation failed. A fork that hangs is killed: 128 +
-/// SIGALRM.
+/// Runs body in a fork of this process, which must not itself join or leave a world, and returns
+/// its exit status: 0, or 4 if an expectation failed. A fork that hangs is killed: 128 + SIGALRM.
 int in_a_fork(const std::function<void()>& body);
 /// A port of this host that no other program gets as a free one while the object lives. A listener
 /// needs SO_REUSEADDR.

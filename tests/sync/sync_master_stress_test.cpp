@@ -18,8 +18,8 @@
 #include "support/waiting.hpp"
 
 // Rounds with random delays and faults. A script, made before the threads start, says what goes
-// wrong in which round, so that every participant knows what it must get from each of its calls
-// without a word to the others.
+// wrong in which round, so that every participant knows the result of each of its calls without
+// communicating.
 
 namespace lockstep {
 namespace {

@@ -77,7 +77,7 @@ TEST(SyncMasterTest, master_comes_first_and_replies_go_by_id) {
   EXPECT_EQ(pipes[0].id(), 70);
 }
 
-TEST(SyncMasterTest, without_slaves_the_master_talks_to_itself) {
+TEST(SyncMasterTest, master_without_slaves) {
   Master master(sum_for_each);
   EXPECT_EQ(master.nr_slaves(), 0);
   EXPECT_EQ(master.run_master(4), 400);
@@ -134,7 +134,7 @@ TEST(SyncMasterTest, registering_anew_takes_more_or_fewer_slaves) {
   EXPECT_EQ(master.run_master(2), 200);
 }
 
-TEST(SyncMasterTest, pipes_of_an_earlier_registration_say_so) {
+TEST(SyncMasterTest, stale_pipes_are_reported) {
   Master master(sum_for_each);
   auto early = master.register_slave(1);
   {
@@ -271,7 +271,7 @@ TEST_F(FaultTest, callback_that_throws) {
   good_round({1, 2, 3});
 }
 
-TEST_F(FaultTest, callback_that_throws_no_std_exception) {
+TEST_F(FaultTest, callback_throws_non_std_exception) {
   callback_ = [](Messages) -> Replies { throw 7; };
   std::vector<std::jthread> slaves;
   for (int id = 1; id <= 3; ++id) {

@@ -86,7 +86,7 @@ TEST(DefaultGroupTest, a_world_joined_on_another_thread_outlives_it) {
   }));
 }
 
-TEST(DefaultGroupTest, a_thread_that_is_no_rank_of_run_ranks_must_be_told) {
+TEST(DefaultGroupTest, non_rank_thread_needs_a_group) {
   run_ranks(2, [](int rank) {
     const Group group = default_group();
     on_another_thread([&group, rank] {
@@ -277,7 +277,7 @@ TEST(DefaultGroupTest, asynchronous_calls_of_a_slow_peer_end_before_the_program_
 
 // --- forks ---------------------------------------------------------------------------------------
 
-TEST(DefaultGroupTest, a_fork_of_a_rank_is_no_rank) {
+TEST(DefaultGroupTest, fork_is_not_a_rank) {
   std::string dir = (std::filesystem::temp_directory_path() / "lockstep-fork-XXXXXX").string();
   ASSERT_NE(::mkdtemp(dir.data()), nullptr);
   ::setenv("LOCKSTEP_RECORD_DIR", dir.c_str(), 1);

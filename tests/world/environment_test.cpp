@@ -173,7 +173,7 @@ TEST(EnvironmentTest, jobs_that_run_at_once_differ_and_their_ranks_do_not) {
   EXPECT_NE(job(kTorchrun + port), job(kTorchrun + Values{{"MASTER_PORT", "29501"}}));
 }
 
-TEST(EnvironmentTest, lists_of_tasks_that_are_none) {
+TEST(EnvironmentTest, invalid_task_lists) {
   const auto with = [](const std::string& name, const std::string& value) {
     return refusal(kSrun + Values{{name, value}});
   };
@@ -241,7 +241,7 @@ TEST(EnvironmentTest, contradictions_name_variable_and_value) {
   EXPECT_NE(text.find("LOCKSTEP_SEGMENT is not set"), std::string::npos) << text;
 }
 
-TEST(EnvironmentTest, segments_that_are_none) {
+TEST(EnvironmentTest, invalid_segments) {
   const auto with = [](const std::string& segment) {
     return refusal({{"RANK", "0"},
                     {"WORLD_SIZE", "1"},
@@ -256,7 +256,7 @@ TEST(EnvironmentTest, segments_that_are_none) {
 }
 
 // As tests/fuzz/environment_fuzz.cpp, which finds its own values.
-TEST(EnvironmentTest, random_values_make_a_world_that_can_be_or_a_refusal) {
+TEST(EnvironmentTest, random_values_give_a_valid_world_or_an_error) {
   const std::vector<std::string> parts = {"0", "1",   "2", "4",  "9",   "-1", "(x", ")",
                                           ",", "(x2", "x", "1e", "0.5", "=",  "",   "16777216"};
   const std::vector<Launcher> launchers = {Launcher::lockstep, Launcher::pytorch, Launcher::slurm,
@@ -283,7 +283,7 @@ TEST(EnvironmentTest, random_values_make_a_world_that_can_be_or_a_refusal) {
   EXPECT_GT(n_worlds, 100);
 }
 
-TEST(EnvironmentTest, timeouts_that_are_none) {
+TEST(EnvironmentTest, invalid_timeouts) {
   for (const char* damaged : {"", "x", "-1", "0", "nan", "inf", "1e99", "5s"}) {
     EXPECT_NE(refusal({{"LOCKSTEP_TIMEOUT", damaged}}).find("LOCKSTEP_TIMEOUT is '"),
               std::string::npos)
@@ -305,19 +305,19 @@ TEST(EnvironmentTest, timeouts_that_are_none) {
             0);
 }
 
-TEST(EnvironmentTest, levels_and_instruction_sets_that_are_none) {
+TEST(EnvironmentTest, invalid_levels_and_instruction_sets) {
   EXPECT_EQ(refusal({{"LOCKSTEP_CHECK", "most"}}),
             "LOCKSTEP_CHECK is 'most'; it takes off, light or full");
   EXPECT_EQ(refusal({{"LOCKSTEP_SIMD", "mmx"}}),
             "LOCKSTEP_SIMD is 'mmx'; it takes scalar, avx2 or avx512");
 }
 
-TEST(EnvironmentTest, thresholds_that_are_none) {
+TEST(EnvironmentTest, invalid_thresholds) {
   EXPECT_EQ(refusal({{"LOCKSTEP_TUNE", "chunk=64K"}}).rfind("LOCKSTEP_TUNE has 'chunk=64K'", 0),
             0U);
 }
 
-TEST(EnvironmentTest, a_network_that_is_none) {
+TEST(EnvironmentTest, invalid_network) {
   EXPECT_EQ(refusal({{"LOCKSTEP_NETWORK", "25us"}}),
             "LOCKSTEP_NETWORK is '25us'; it takes the latency and the bandwidth of the network "
             "between hosts, both above 0, as 25us,100Gbit");

@@ -229,7 +229,7 @@ std::uint64_t checksum(std::span<const std::byte> bytes) noexcept;
 /// Sets n_bytes and checksum in the header.
 MessageHeader seal(MessageHeader header, std::span<const std::byte> bytes) noexcept;
 /// Describes the defect of the message; empty if it has none.
-std::string flaw_of(const MessageHeader& header, std::span<const std::byte> bytes);
+std::string defect_of(const MessageHeader& header, std::span<const std::byte> bytes);
 
 template <class T>
 void encode(Bytes& out, const T& object) {

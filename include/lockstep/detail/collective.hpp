@@ -12,14 +12,14 @@
 
 namespace lockstep::detail {
 
-/// An operation of a layer above the Group, whose code may throw before, between and after its
-/// messages. Every public function that communicates runs in one, unless the Group's own checks are
-/// all that can fail before its only message.
+/// Guards an operation of a layer above the Group, whose code may throw before, between and after
+/// its messages. Every public function that communicates uses one, unless it sends a single message
+/// and only the Group's own checks can fail before it.
 ///
-/// If an exception leaves run() before this rank's first call on the group, the operation is a
-/// refused call: it counts, and the peers are told (Engine::refuse). Between two calls, it ends the
-/// group with PeerFailed and its text, except an Error that the ranks throw together. So what
-/// throws after the last message belongs behind run(). Costs an accepted call two loads.
+/// If an exception leaves run() before this rank's first call on the group, the operation counts as
+/// a refused call, and the peers are notified (Engine::refuse). Between two calls, the exception
+/// ends the group with PeerFailed and its text, unless it is an Error that all ranks throw. So code
+/// that may throw after the last message belongs after run(). A call that succeeds pays two loads.
 /// Threads: as a call on the Group.
 class Collective {
  public:
@@ -30,18 +30,18 @@ class Collective {
   Collective(Op pair, int peer, const Group& group, std::source_location where) noexcept
       : Collective(name_of(pair), group, where, pair, peer) {}
 
-  /// Counts the operation as refused, for this reason. Before its first call on the group.
+  /// Counts the operation as refused, for this reason. Call it before the first call on the group.
   void refuse(std::string_view reason) const noexcept;
   /// Of a send or recv: how many of them with this peer this rank has refused; see Call::n_refused.
   std::uint32_t n_refused_of_pair() const noexcept;
-  /// What peers are told of an exception: an Error's own text, because its operation and place
-  /// stand beside it.
+  /// The text that peers get of an exception: of an Error only text(), because its operation and
+  /// source line are sent separately.
   static std::string reason_of(const std::exception_ptr& error);
   /// Whether this rank has called, or refused a call, on the group since.
   bool has_begun() const noexcept;
-  /// What run() does when an exception has left it, for an operation that is not in it.
-  /// is_thrown_together: by all ranks, as an Error that is no UsageError.
-  void failed(std::string_view reason, bool is_thrown_together) const noexcept;
+  /// What run() does after an exception, for an operation that does not use run().
+  /// is_collective_error: all ranks throw it, as they do an Error other than UsageError.
+  void failed(std::string_view reason, bool is_collective_error) const noexcept;
 
   template <class F>
   decltype(auto) run(F&& f) const {

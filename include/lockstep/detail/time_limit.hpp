@@ -18,8 +18,8 @@ class TimeLimit {
   /// By default there is none.
   explicit TimeLimit(std::chrono::milliseconds limit = std::chrono::milliseconds::max())
       : limit_(limit) {}
-  /// Of a function that consists of several collectives, which begins now. If the caller gave no
-  /// limit, there is none for the whole, and each of them has the group's.
+  /// For a function that consists of several collectives; its time starts now. Without a limit from
+  /// the caller the function has none, and each collective has the group's timeout.
   explicit TimeLimit(Timeout limit) : TimeLimit(limit.or_else(std::chrono::milliseconds::max())) {
     if (limit.is_given()) static_cast<void>(end());
   }
@@ -43,15 +43,15 @@ class TimeLimit {
     return std::max<std::chrono::nanoseconds>(end() - Clock::now(), {});
   }
   bool is_over() const { return left() == std::chrono::nanoseconds::zero(); }
-  /// What is left, as the limit of a step of the call: at least a millisecond (unless the whole has
-  /// less), in which a step finds what has arrived.
+  /// The remaining time, as the limit of a step of the call: at least a millisecond (unless the
+  /// entire limit is less), so that a step can still receive what has arrived.
   std::chrono::milliseconds of_step() const {
     using std::chrono::milliseconds;
     const std::chrono::nanoseconds left = this->left();
     if (left == std::chrono::nanoseconds::max()) return limit_;
     return std::max(std::chrono::ceil<milliseconds>(left), std::min(limit_, milliseconds(1)));
   }
-  /// The same, of a collective of the function.
+  /// The same, as the timeout of one collective of the function.
   Timeout timeout() const {
     return limit_ == std::chrono::milliseconds::max() ? Timeout() : Timeout(of_step());
   }

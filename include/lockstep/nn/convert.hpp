@@ -25,9 +25,9 @@ namespace lockstep::nn {
 /// Parameters and buffers remain the same tensors (existing optimizers keep working); options,
 /// training flag and requires_grad are kept; a module in several places of the tree remains shared.
 /// BatchNorms are replaced inside Sequential, ModuleList and ModuleDict and classes derived from
-/// them, at any depth. A BatchNorm that is a typed member of your module (of such a class, too)
-/// cannot be replaced: UsageError names all of these, and
-/// nothing is replaced. Declare such a member as a SyncBatchNorm, or use a SyncBatchNormScope,
+/// them, at any depth. A BatchNorm that is a typed member of your module (also of a class derived
+/// from a container) cannot be replaced: UsageError names all such members, and nothing is
+/// replaced. Declare such a member as a SyncBatchNorm, or use a SyncBatchNormScope,
 /// which needs no conversion.
 /// Every SyncBatchNorm in `module` is given its name in the module tree, for errors.
 /// Not collective. Threads: not while the module is in use.
@@ -36,8 +36,8 @@ std::shared_ptr<torch::nn::Module> convert_sync_batchnorm(
     std::source_location where = std::source_location::current());
 
 /// The inverse: every SyncBatchNorm becomes the BatchNorm of its dimension, with the same rules.
-/// UsageError, with nothing replaced, if one is in training mode and has an option with which
-/// BatchNorm would train otherwise: EpsMode::clamp, OnNonfinite::keep_running_stats. In eval mode
+/// Throws UsageError and replaces nothing if one is in training mode and has an option that
+/// BatchNorm does not support: EpsMode::clamp, OnNonfinite::keep_running_stats. In eval mode
 /// both compute the same.
 std::shared_ptr<torch::nn::Module> revert_sync_batchnorm(
     const std::shared_ptr<torch::nn::Module>& module,

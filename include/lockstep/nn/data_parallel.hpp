@@ -27,16 +27,16 @@ namespace detail {
 
 class Replicas;
 
-/// Splits the batch of one call for the replicas, and joins the results.
-class Cut {
+/// Scatters the inputs of one call to the replicas and gathers their outputs.
+class ScatterGather {
  public:
-  explicit Cut(const Replicas& replicas) : replicas_(&replicas) {}
+  explicit ScatterGather(const Replicas& replicas) : replicas_(&replicas) {}
 
-  void measure(const at::Tensor& tensor);  ///< for all tensors, before any other call
-  std::size_t n_pieces() const;
+  void check_size(const at::Tensor& tensor);  ///< of every input tensor, before any other call
+  std::size_t n_chunks() const;
   std::vector<at::Tensor> scatter(const at::Tensor& tensor) const;
   at::Tensor gather(std::vector<at::Tensor> parts) const;
-  [[noreturn]] void fail_unlike() const;
+  [[noreturn]] void throw_structure_mismatch() const;
 
  private:
   const Replicas* replicas_;
@@ -46,9 +46,9 @@ class Cut {
 std::shared_ptr<Replicas> make_replicas(torch::nn::Module& module, std::vector<at::Device> devices,
                                         std::optional<at::Device> output_device, std::int64_t dim,
                                         std::source_location where);
-/// Calls body(i, copy i of the module) on replica i's thread, for i < n_pieces.
+/// Calls body(i, copy i of the module) on replica i's thread, for i < n_chunks.
 using ReplicaBody = std::function<void(std::size_t replica, torch::nn::Module& copy)>;
-void run_replicas(Replicas& replicas, std::size_t n_pieces, const ReplicaBody& body);
+void run_replicas(Replicas& replicas, std::size_t n_chunks, const ReplicaBody& body);
 void refresh_replicas(Replicas& replicas);
 
 /// Returns `converted`, which must be `module`; throws UsageError otherwise.
@@ -57,33 +57,33 @@ std::shared_ptr<torch::nn::Module> in_place(const char* operation, const torch::
                                             std::source_location where);
 
 template <class T>
-void measure(Cut& cut, const T& value) {
-  for (const at::Tensor& tensor : tensors_of(value)) cut.measure(tensor);
+void check_size(ScatterGather& batch, const T& value) {
+  for (const at::Tensor& tensor : tensors_of(value)) batch.check_size(tensor);
 }
-/// A tree for each piece; what is not a tensor is the same in all.
+/// Returns one value per chunk: tensors are scattered, everything else is copied.
 template <class T>
-std::vector<T> scatter(const Cut& cut, const T& value) {
-  std::vector<T> pieces(cut.n_pieces(), value);
+std::vector<T> scatter(const ScatterGather& batch, const T& value) {
+  std::vector<T> chunks(batch.n_chunks(), value);
   if constexpr (kHasTensors<T>) {
-    Tree<T>::visit(pointers_to(pieces), [&cut](const std::vector<at::Tensor*>& tensors) {
-      std::vector<at::Tensor> parts = cut.scatter(*tensors[0]);
+    Tree<T>::visit(pointers_to(chunks), [&batch](const std::vector<at::Tensor*>& tensors) {
+      std::vector<at::Tensor> parts = batch.scatter(*tensors[0]);
       for (std::size_t i = 0; i < tensors.size(); ++i) *tensors[i] = std::move(parts[i]);
     });
   }
-  return pieces;
+  return chunks;
 }
 template <class T>
-T gather(const Cut& cut, std::vector<T> parts) {
+T gather(const ScatterGather& batch, std::vector<T> parts) {
   static_assert((Tree<T>::kHolds & kOthers) == 0,
-                "DataParallel joins tensors only: forward must return a tensor, or a container of "
-                "nothing but tensors");
+                "DataParallel gathers tensors only: forward must return a tensor or a container "
+                "of tensors");
   const bool are_alike =
-      Tree<T>::visit(pointers_to(parts), [&cut](const std::vector<at::Tensor*>& tensors) {
-        std::vector<at::Tensor> of_place;
-        for (const at::Tensor* tensor : tensors) of_place.push_back(*tensor);
-        *tensors[0] = cut.gather(std::move(of_place));
+      Tree<T>::visit(pointers_to(parts), [&batch](const std::vector<at::Tensor*>& tensors) {
+        std::vector<at::Tensor> per_replica;
+        for (const at::Tensor* tensor : tensors) per_replica.push_back(*tensor);
+        *tensors[0] = batch.gather(std::move(per_replica));
       });
-  if (!are_alike) cut.fail_unlike();
+  if (!are_alike) batch.throw_structure_mismatch();
   return std::move(parts[0]);
 }
 
@@ -137,20 +137,20 @@ class DataParallel {
   auto forward(const Args&... args) {
     using Impl = std::remove_cvref_t<decltype(*module_)>;
     using Result = std::remove_cvref_t<decltype(module_->forward(Args(args)...))>;
-    detail::Cut cut(*replicas_);
-    (detail::measure(cut, args), ...);
-    auto pieces = std::make_tuple(detail::scatter(cut, args)...);
-    std::vector<std::optional<Result>> results(cut.n_pieces());
-    detail::run_replicas(*replicas_, cut.n_pieces(), [&](std::size_t i, torch::nn::Module& copy) {
+    detail::ScatterGather batch(*replicas_);
+    (detail::check_size(batch, args), ...);
+    auto chunks = std::make_tuple(detail::scatter(batch, args)...);
+    std::vector<std::optional<Result>> results(batch.n_chunks());
+    detail::run_replicas(*replicas_, batch.n_chunks(), [&](std::size_t i, torch::nn::Module& copy) {
       results[i] = std::apply(
           [&](auto&... of_arg) {
             return dynamic_cast<Impl&>(copy).forward(Args(std::move(of_arg[i]))...);
           },
-          pieces);
+          chunks);
     });
     std::vector<Result> parts;
     for (auto& result : results) parts.push_back(std::move(*result));
-    return detail::gather(cut, std::move(parts));
+    return detail::gather(batch, std::move(parts));
   }
   template <class... Args>
   auto operator()(const Args&... args) {

@@ -82,7 +82,7 @@ std::shared_ptr<Reducer> make_reducer(torch::nn::Module& module,
 /// forward, if it needs one.
 std::optional<lockstep::detail::Collective> before_forward(
     Reducer& reducer, const std::optional<std::source_location>& where);
-/// Takes the outputs of a forward; call it if wants_outputs().
+/// Adds hooks to the outputs of a forward. Call only if wants_outputs().
 void after_forward(Reducer& reducer, const std::vector<at::Tensor>& outputs);
 bool wants_outputs(const Reducer& reducer);
 /// `shadow`: repeats the last forward with 0 samples.
@@ -148,7 +148,7 @@ class NoSync {
 /// If the module's forward throws in training mode, with gradients, outside no_sync and join, that
 /// is a refused call of this object's group (see Group): on all ranks it costs nothing; on some
 /// ranks only, every rank gets a MismatchError in backward or the next forward. An exception
-/// between forward and backward is not seen: let it end the program, or make it on all ranks.
+/// between forward and backward is not detected: let it end the program, or throw it on all ranks.
 ///
 /// Errors: backward() throws what the group's calls throw, with the line of the last forward (in
 /// join: of join; after a forward of more than four arguments: of the construction) and the names
@@ -231,7 +231,7 @@ class DistributedDataParallel {
   /// MismatchError.
   ///
   /// The module must accept inputs of 0 rows and return a tensor; tensors, also those in containers
-  /// (tensor_trees.hpp), are cut to 0 rows, and arguments without tensors are those of the last
+  /// (tensor_trees.hpp), are sliced to 0 rows, and arguments without tensors are those of the last
   /// forward on this rank, as are the modules' modes (training or not). A rank that may have no
   /// batch must give an example, and every rank if an argument has another type that may hold
   /// tensors. `body` must call one backward per forward and must not communicate by other means,

@@ -19,7 +19,7 @@ namespace lockstep::nn {
 /// omits the last ones.
 enum class UnevenTail { keep, pad, drop };
 
-/// Of DistributedSampler.
+/// Options of DistributedSampler.
 struct DistributedSamplerOptions {
   bool shuffle = true;     ///< a new order in every epoch, the same on all ranks
   std::uint64_t seed = 0;  ///< the same on all ranks
@@ -39,19 +39,19 @@ struct DistributedSamplerOptions {
 class DistributedSampler : public torch::data::samplers::Sampler<> {
  public:
   explicit DistributedSampler(std::size_t size, const DistributedSamplerOptions& options = {});
-  // A move copies: a sampler that was moved into a loader is saved too.
+  // Moving copies the handle: a sampler that was moved into a loader can still be saved.
   DistributedSampler(const DistributedSampler&) = default;
   DistributedSampler& operator=(const DistributedSampler&) = default;
   ~DistributedSampler() override = default;
 
-  /// Sets the epoch for the next reset. Between load and reset, the epoch that was saved is gone on
-  /// with.
+  /// Sets the epoch for the next reset. After load, setting the saved epoch resumes it at the saved
+  /// position.
   void set_epoch(std::size_t epoch);
   /// Number of samples of this rank per epoch.
   std::size_t n_samples() const;
 
-  /// Starts the next epoch, with a new size of the data set if given. The first after load, without
-  /// a size, goes on with the epoch that was saved, if that is not over.
+  /// Starts the next epoch, with a new size of the data set if given. The first reset after load,
+  /// without a size, resumes the saved epoch if that is not complete.
   void reset(torch::optional<std::size_t> new_size = {}) override;
   torch::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
   /// Saves the next epoch and the position in this one. One rank's archive serves all.
@@ -67,7 +67,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
     std::size_t epoch = 0;
     std::size_t n_taken = 0;
     std::vector<std::size_t> indices{};  // of this rank
-    bool is_resumed = false;             // by load: the next reset goes on
+    bool is_resumed = false;             // by load: the next reset resumes
   };
 
   void begin_epoch(std::size_t epoch);

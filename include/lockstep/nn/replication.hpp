@@ -120,8 +120,8 @@ struct AnyCall {
 };
 template <class F>
 struct WithAnyCall : F, AnyCall {};
-/// A class with a call operator, which may be overloaded or a template: it makes AnyCall's
-/// ambiguous.
+/// A class with a call operator, which may be overloaded or a template: with two bases that have
+/// one, the name operator() is ambiguous.
 template <class F>
 concept FunctionObject = std::is_class_v<F> &&
     (std::is_final_v<F> || !requires { &WithAnyCall<F>::operator(); });
@@ -159,7 +159,7 @@ auto patch_replication_callback(Replicate replicate) {
     auto replicas = replicate(std::forward<decltype(args)>(args)...);
     static_assert(
         requires { execute_replication_callbacks(replicas, about); },
-        "the function given to patch_replication_callback returns a std::vector of the "
+        "the function given to patch_replication_callback must return a std::vector of the "
         "copies: of ModuleHolders or of std::shared_ptr to modules");
     execute_replication_callbacks(replicas, about);
     return replicas;

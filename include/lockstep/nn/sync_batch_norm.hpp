@@ -23,10 +23,10 @@ namespace detail {
 
 class ReplicaLink;
 
-/// Whether all ranks give a layer its name, or perhaps this one alone.
+/// Whether a layer's name is set on all ranks or only on this rank.
 enum class Naming { on_all_ranks, on_this_rank };
 
-/// A layer that is named in errors, by its place in the module tree if that is known.
+/// A layer that errors name, by its path in the module tree if that is known.
 class NamedLayer {
  public:
   NamedLayer(std::string type, std::int64_t num_features, std::source_location made_at);
@@ -36,15 +36,15 @@ class NamedLayer {
   std::string type_;
   std::shared_ptr<const std::string> title_;  ///< "SyncBatchNorm2d 'layer3.0.bn1'"
   std::source_location made_at_;
-  int tag_;  ///< what ranks compare: of the name that all ranks gave, or of the line made_at_
+  int tag_;  ///< hash that ranks compare: of the name set on all ranks, else of made_at_
 };
 
-/// What a layer knows as one of the copies of a module. A copy of the layer is not one of these.
-struct ReplicaPlace {
-  ReplicaPlace() = default;
-  ReplicaPlace(const ReplicaPlace& /*other*/) {}
-  ReplicaPlace& operator=(const ReplicaPlace& /*other*/) { return *this; }  // NOLINT: keeps its own
-  ~ReplicaPlace() = default;
+/// State of a layer that is one of the replicas of a module. Not copied with the layer.
+struct ReplicaState {
+  ReplicaState() = default;
+  ReplicaState(const ReplicaState& /*other*/) {}
+  ReplicaState& operator=(const ReplicaState& /*other*/) { return *this; }  // NOLINT: keeps its own
+  ~ReplicaState() = default;
 
   std::shared_ptr<ReplicaLink> link{};  ///< null if not a replica
   Group group{};                        ///< of the thread that called on_replicate
@@ -59,9 +59,9 @@ void name_layers(const torch::nn::Module& root, Naming naming);
 /// max(var, eps) (no gradient flows through a variance below eps). Eval mode always uses var + eps.
 enum class EpsMode { plus, clamp };
 
-/// The effect of a NaN or infinity in a training batch, on any rank, on the running statistics, or
-/// of a mean or variance that their type cannot hold: propagate updates them with it;
-/// keep_running_stats leaves them and num_batches_tracked unchanged. All ranks decide alike. The
+/// What happens to the running statistics after a training batch with a NaN or an infinity on any
+/// rank, or with a mean or variance that overflows their type: propagate updates them with it;
+/// keep_running_stats leaves them and num_batches_tracked unchanged. All ranks do the same. The
 /// output is the same in either case.
 enum class OnNonfinite { propagate, keep_running_stats };
 
@@ -122,8 +122,8 @@ struct SyncBatchNormOptions {
 /// what Group::all_gather and all_reduce throw. Errors name the layer, by its place in the module
 /// tree if convert_sync_batchnorm or DataParallel has traversed it, and the line that called
 /// forward; inside torch::nn::Sequential, which does not pass that line on, the one that created or
-/// converted the layer. MismatchError also if the ranks call different layers, of whatever equal
-/// width: they compare the name that convert_sync_batchnorm or DistributedDataParallel gave to the
+/// converted the layer. MismatchError also if the ranks call different layers of equal width:
+/// they compare the name that convert_sync_batchnorm or DistributedDataParallel gave to the
 /// layer, otherwise the line that made it. Threads: one forward or backward at a time per Group.
 template <std::size_t D, class Derived>
 class SyncBatchNormImplBase
@@ -153,7 +153,7 @@ class SyncBatchNormImplBase
   Group resolve_group();
 
   std::int64_t n_nonfinite_batches_ = 0;
-  detail::ReplicaPlace replica_;
+  detail::ReplicaState replica_;
 };
 
 /// A TORCH_MODULE that passes on the caller's source line in construction and calls.

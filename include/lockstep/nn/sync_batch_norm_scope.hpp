@@ -26,13 +26,14 @@ struct ScopeEntry;
 /// weight or running_mean was last used in a scope.
 ///
 /// Not synchronised: eval mode, other threads, instance_norm. In the replicas of a DataParallel a
-/// training batch_norm in a scope throws UsageError: convert_sync_batchnorm is what joins their
-/// pieces. SyncBatchNorm modules keep their own group. A BatchNorm without running statistics calls
+/// training batch_norm in a scope throws UsageError: use convert_sync_batchnorm there.
+/// SyncBatchNorm modules keep their own group. A BatchNorm without running statistics calls
 /// batch_norm in training mode also in eval mode, and libtorch rejects a batch of one value per
 /// channel on this rank before the dispatcher is reached.
 /// Errors name the layer by its number among the calls in this scope, and the scope's line (none if
-/// the standard library makes the scope, as std::optional::emplace). The ranks' calls are matched
-/// by their order and width: layers of one width in another order on one rank are not noticed.
+/// the standard library constructs the scope, as std::optional::emplace does). The ranks' calls are
+/// matched by order and width: layers of equal width called in another order on one rank are not
+/// detected.
 /// Threads: it applies on the thread that created it, until it is destroyed, by any thread and in
 /// any order.
 class SyncBatchNormScope {

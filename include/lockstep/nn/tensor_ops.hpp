@@ -21,7 +21,7 @@
 namespace lockstep::nn {
 
 namespace detail {
-/// A tensor whose result the function could not write.
+/// A const or temporary tensor, to which a result cannot be written.
 template <class T>
 concept ConstTensor =
     std::same_as<std::remove_cvref_t<T>, at::Tensor> && !std::same_as<T, at::Tensor&>;

@@ -33,11 +33,11 @@ namespace lockstep::nn {
 
 namespace detail {
 
-/// What a tree holds: tensors, anything else, containers without an order common to all ranks,
-/// types in which visit would not find a tensor.
+/// What a tree holds: tensors, other values, containers whose order may differ between ranks, types
+/// that may hide a tensor from visit.
 enum Holds : unsigned { kTensors = 1, kOthers = 2, kUnordered = 4, kOpaque = 8 };
 
-/// Whether visit may miss a tensor in a T: none is in what cannot own anything, nor in texts.
+/// Whether a T may own a tensor that visit cannot reach. Trivial types and strings own none.
 template <class T>
 inline constexpr bool kMayHideTensors =
     !std::is_convertible_v<T, std::string_view> && !std::is_same_v<T, std::vector<bool>> &&

@@ -15,7 +15,7 @@
 namespace lockstep::cli {
 namespace {
 
-bool is_of_a_launcher(std::string_view name) {
+bool is_launcher_variable(std::string_view name) {
   static constexpr std::array<std::string_view, 10> kNames = {
       "RANK",        "WORLD_SIZE",  "LOCAL_RANK",      "LOCAL_WORLD_SIZE", "GROUP_RANK",
       "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",  "JOB_COMPLETION_INDEX"};
@@ -30,7 +30,7 @@ Finding variables() {
   std::vector<std::string> seen;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string_view text(*entry);
-    if (is_of_a_launcher(text.substr(0, text.find('=')))) seen.emplace_back(text);
+    if (is_launcher_variable(text.substr(0, text.find('=')))) seen.emplace_back(text);
   }
   std::sort(seen.begin(), seen.end());
   std::string text;
@@ -58,7 +58,8 @@ Findings check_job(int n_ranks) {
   }
   const bool is_alone = world.launcher == Launcher::none;
   if (is_alone) {
-    findings.push_back({"launcher", State::good, "none: a program that starts here runs alone"});
+    findings.push_back(
+        {"launcher", State::good, "none: a program started here runs as rank 0 of 1"});
     world = {.launcher = Launcher::lockstep,
              .rank = 0,
              .size = n_ranks,

@@ -171,7 +171,7 @@ class Trial {
   DType dtype_ = DType::u8;
 };
 
-std::string what_ran() {
+std::string coverage_text() {
   return fmt::format("every operation, {} types, {} reductions and each root", kernels::kDTypes,
                      kernels::kReduceOps);
 }
@@ -181,13 +181,14 @@ Finding finding_of(const std::string& engine, int n_ranks, F run) {
   const std::string name = "results " + engine;
   try {
     run();
-    return {name, State::good,
-            fmt::format("{} over {} rank(s) give what one core does", what_ran(), n_ranks)};
+    return {
+        name, State::good,
+        fmt::format("{} over {} rank(s) match a single-core reference", coverage_text(), n_ranks)};
   } catch (const Error& error) {
     return {name, State::note, error.what(), "the lines above say what this machine lacks"};
   } catch (const std::exception& error) {
     return {name, State::missing, error.what(),
-            "this build computes wrongly here: build it on this machine, run ./dev test, and "
+            "this build gives wrong results here: build it on this machine, run ./dev test, and "
             "report it"};
   }
 }
@@ -215,8 +216,8 @@ int doctor_operations(const std::string& engine) {
   }
   const bool is_right = all_reduce_value(wrong.empty() ? 1 : 0, ReduceOp::min) == 1;
   if (is_right && is_main_process()) {
-    fmt::print("{} over {} rank(s) and {} give what one core does\n", what_ran(), group.size(),
-               group.backend());
+    fmt::print("{} over {} rank(s) and {} match a single-core reference\n", coverage_text(),
+               group.size(), group.backend());
   }
   destroy_dist();
   return is_right ? 0 : 1;

@@ -12,7 +12,7 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
-#include "base/whole_file.hpp"
+#include "base/atomic_file.hpp"
 #include "cli/files.hpp"
 #include "cli/trace/trace_data.hpp"
 
@@ -286,11 +286,11 @@ void write(const Trace& trace, const std::string& path) {
   std::signal(SIGXFSZ,
               SIG_IGN);  // exceeding a file size limit (ulimit -f) is an error like a full disk
   try {
-    base::WholeFile whole(path, /*mode=*/0666);
+    base::AtomicFile whole(path, /*mode=*/0666);
     const std::unique_ptr<std::FILE, CloseFile> file(
         ::fdopen(::fcntl(whole.fd(), F_DUPFD_CLOEXEC, 0), "w"));
-    const auto check = [](bool is_well) {
-      if (!is_well) throw std::system_error(errno, std::generic_category());
+    const auto check = [](bool is_ok) {
+      if (!is_ok) throw std::system_error(errno, std::generic_category());
     };
     check(file != nullptr);
     Writer(trace, file.get()).write();

@@ -136,7 +136,7 @@ Event event_of(const TraceFile& file, const TraceEvent& raw, std::uint32_t row,
     return event;
   }
   const TraceEvent::CallPart& call = raw.call;
-  const Op op = internal::op_of(call.what);
+  const Op op = internal::op_of(call.signature);
   const auto& group = file.groups[std::min<std::size_t>(call.group, file.groups.size() - 1)];
   const auto& site = file.sites[std::min<std::size_t>(call.site, file.sites.size() - 1)];
   event.kind = call.collective != 0 ? Event::Kind::collective : Event::Kind::message;
@@ -146,11 +146,11 @@ Event event_of(const TraceFile& file, const TraceEvent& raw, std::uint32_t row,
   event.sequence = call.sequence;
   event.collective = call.collective;
   if (internal::moves_data(op)) {
-    const DType dtype = internal::dtype_of(call.what);
+    const DType dtype = internal::dtype_of(call.signature);
     event.type = texts.number(lockstep::name_of(dtype));
     event.n_bytes = call.count * size_of(dtype);
   }
-  if (internal::has_root(op)) event.root = internal::root_of(call.what);
+  if (internal::has_root(op)) event.root = internal::root_of(call.signature);
   return event;
 }
 

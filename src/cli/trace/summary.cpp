@@ -45,7 +45,7 @@ struct Total {
   std::int64_t waiting_ns = 0;
 };
 
-struct OfRank {
+struct RankTotals {
   std::int64_t first_ns = INT64_MAX;
   std::int64_t last_ns = INT64_MIN;
   std::int64_t calls_ns = 0;
@@ -67,7 +67,7 @@ std::vector<Total> longest_first(const Totals& totals, const Texts& names) {
   return sorted;
 }
 
-std::string what_is_missing(const Trace& trace, const std::vector<OfRank>& ranks) {
+std::string missing_data_text(const Trace& trace, const std::vector<RankTotals>& ranks) {
   std::string text;
   auto out = std::back_inserter(text);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
@@ -93,9 +93,9 @@ std::string what_is_missing(const Trace& trace, const std::vector<OfRank>& ranks
   return text;
 }
 
-std::string slowest(const Trace& trace, const std::vector<OfRank>& ranks) {
+std::string slowest(const Trace& trace, const std::vector<RankTotals>& ranks) {
   std::int64_t waiting_ns = 0;
-  for (const OfRank& rank : ranks) waiting_ns += rank.waiting_ns;
+  for (const RankTotals& rank : ranks) waiting_ns += rank.waiting_ns;
   if (waiting_ns == 0) return "No rank waited for another\n";
   const auto most = std::max_element(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) {
     return a.awaited_ns < b.awaited_ns;
@@ -111,13 +111,13 @@ std::string slowest(const Trace& trace, const std::vector<OfRank>& ranks) {
 std::string summary_of(const Trace& trace) {
   Totals calls;
   Totals regions;
-  std::vector<OfRank> ranks(trace.rows.size());
+  std::vector<RankTotals> ranks(trace.rows.size());
   std::int64_t first_ns = INT64_MAX;
   std::int64_t last_ns = INT64_MIN;
   const std::vector<Wait> waits = waits_of(trace);
   for (std::size_t i = 0; i < waits.size(); ++i) {
     const Event& event = trace.events[i];
-    OfRank& rank = ranks[event.row];
+    RankTotals& rank = ranks[event.row];
     if (event.state == Event::State::under_way) {
       ++rank.n_open;
       continue;
@@ -151,9 +151,9 @@ std::string summary_of(const Trace& trace) {
                   count_of(hosts.size(), "host", "hosts"),
                   count_of(trace.events.size(), "event", "events"), time_of(span_ns));
   auto out = std::back_inserter(text);
-  text += what_is_missing(trace, ranks);
+  text += missing_data_text(trace, ranks);
   fmt::format_to(out, "\n{:<24} {:>9} {:>10} {:>11} {:>11} {:>11} {:>8}\n", "operation", "calls",
-                 "moves", "all ranks", "mean", "longest", "waiting");
+                 "bytes", "all ranks", "mean", "longest", "waiting");
   for (const Total& total : longest_first(calls, trace.texts)) {
     fmt::format_to(out, "{:<24} {:>9} {:>10} {:>11} {:>11} {:>11} {:>8}\n", total.name, total.n,
                    bytes_of(total.n_bytes), time_of(total.time_ns),
@@ -173,7 +173,7 @@ std::string summary_of(const Trace& trace) {
   fmt::format_to(out, "\n{:<24} {:>9} {:>10} {:>11} {:>11} {:>11}\n", "rank", "time", "in calls",
                  "waiting", "share", "awaited");
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    const OfRank& rank = ranks[i];
+    const RankTotals& rank = ranks[i];
     const std::int64_t time_ns = rank.first_ns < rank.last_ns ? rank.last_ns - rank.first_ns : 0;
     fmt::format_to(out, "{:<24} {:>9} {:>10} {:>11} {:>11} {:>11}\n", name_of(trace.rows[i]),
                    time_of(time_ns), time_of(rank.calls_ns), time_of(rank.waiting_ns),

@@ -53,8 +53,8 @@ class HierarchicalEngine final : public internal::NativeEngine {
     levels_.limit = detail::TimeLimit(call.timeout);
     levels_.fail_all_levels([&] {
       levels_.compare(call);
-      // All of it over this group, which ends if a rank fails: over the new one, ranks would wait
-      // for a rank that has not got it.
+      // All steps use the existing group, which fails on all ranks if one fails: on the new group,
+      // ranks would wait for a rank that could not create it.
       struct Choice {
         int color, key, leader, rank;
       };
@@ -116,7 +116,7 @@ std::unique_ptr<Engine> make(std::unique_ptr<Engine> global, const std::vector<i
     Call step = barrier;
     if (topology.leaders.size() > 1) step.ranks = topology.members;
     auto local = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
-                                         topology.place_of(global->rank()),
+                                         topology.local_rank_of(global->rank()),
                                          static_cast<int>(topology.members.size()), step, tune);
     auto leaders = topology.leaders.size() == 1
                        ? nullptr

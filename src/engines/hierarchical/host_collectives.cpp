@@ -13,10 +13,10 @@ namespace {
 using base::bytes;
 using base::copy_bytes;
 
-/// Up to this many bytes, the data from one host to another is joined to one message between
-/// leaders, also if that saves no bytes. A message of this size takes about as long as an empty one
+/// Up to this many bytes, the data from one host to another is combined in one message between
+/// leaders, even if that saves no bytes. A message of this size takes about as long as an empty one
 /// (10 us at 25 Gbit/s); larger parts are faster from rank to rank, without copies on the leaders.
-constexpr std::size_t kJoinedBytes = 32 << 10;
+constexpr std::size_t kCombinedBytes = 32 << 10;
 /// The partial results of a reduce_scatter that are sent at a time: they stay in the cache.
 constexpr std::size_t kPieceBytes = 4 << 20;
 
@@ -62,11 +62,11 @@ class Steps {
   Call step(Op op, int root) const { return step_of(call_, op, root); }
 
   void reduce_to_leaders(const Accumulator& accumulator, std::size_t count, void* partial);
-  std::vector<std::byte> gather_here(const Parts& parts);
-  void gather_between(Op op, const Parts& parts, const std::byte* own, void* out);
-  void scatter_here(std::size_t count, const std::byte* from, void* to);
-  void pass_to_root(const void* data, std::size_t count);
-  std::vector<std::byte> pass_to_leader(const void* data, std::size_t count);
+  std::vector<std::byte> gather_on_host(const Parts& parts);
+  void gather_on_leaders(Op op, const Parts& parts, const std::byte* own, void* out);
+  void scatter_on_host(std::size_t count, const std::byte* from, void* to);
+  void send_to_root(const void* data, std::size_t count);
+  std::vector<std::byte> send_to_leader(const void* data, std::size_t count);
 
   Levels& levels_;
   const Call& call_;
@@ -89,9 +89,9 @@ void Steps::run() {
     case Op::all_to_all: return all_to_all();
     case Op::send:
     case Op::recv: {
-      if (!levels_.is_here(call_.root)) return levels_.run_message(call_);
+      if (!levels_.is_on_this_host(call_.root)) return levels_.run_message(call_);
       Call message = call_;
-      message.root = topology().place_of(call_.root);
+      message.root = topology().local_rank_of(call_.root);
       return levels_.run_local(message);
     }
     case Op::split:
@@ -152,19 +152,19 @@ void Steps::reduce() {
     levels_.run_leaders(between_leaders(step(Op::reduce, topology().host_of(call_.root)),
                                         accumulator, call_.count, partial.data()));
   }
-  if (!levels_.is_here(call_.root)) return;
+  if (!levels_.is_on_this_host(call_.root)) return;
   if (levels_.is_leader()) {
     from_accumulator(call_.dtype, call_.reduce, partial.data(), levels_.n_ranks(),
                      is_root() ? call_.out : partial.data(), call_.count);
   }
-  pass_to_root(partial.data(), call_.count);
+  send_to_root(partial.data(), call_.count);
 }
 
 /// In pieces of each rank's part: reduced on the hosts, then for each host on its leader, which
 /// rounds once.
 void Steps::reduce_scatter() {
   const Accumulator accumulator = accumulator_of(call_.dtype, call_.reduce);
-  const std::size_t n_here = topology().most_members;
+  const std::size_t n_here = topology().max_local_size;
   const std::size_t n_slots = n_here * static_cast<std::size_t>(levels_.n_hosts());
   const std::size_t piece =
       std::min(call_.count, std::max<std::size_t>(kPieceBytes / accumulator.n_bytes(n_slots), 1));
@@ -187,14 +187,14 @@ void Steps::reduce_scatter() {
       from_accumulator(call_.dtype, call_.reduce, sums.data(), levels_.n_ranks(), sums.data(),
                        n_here * now);
     }
-    scatter_here(now, sums.data(), bytes(call_.out) + at * element_);
+    scatter_on_host(now, sums.data(), bytes(call_.out) + at * element_);
     at += now;
   } while (at < call_.count);
 }
 
 void Steps::broadcast() {
-  const bool is_here = levels_.is_here(call_.root);
-  if (is_here) levels_.run_local(step(Op::broadcast, topology().place_of(call_.root)));
+  const bool is_on_this_host = levels_.is_on_this_host(call_.root);
+  if (is_on_this_host) levels_.run_local(step(Op::broadcast, topology().local_rank_of(call_.root)));
   Call further = step(Op::broadcast, /*root=*/0);
   // The leader of the root's host has the data in `out` now.
   further.in = call_.out;
@@ -203,11 +203,11 @@ void Steps::broadcast() {
     leader_step.root = topology().host_of(call_.root);
     levels_.run_leaders(leader_step);
   }
-  if (!is_here) levels_.run_local(further);
+  if (!is_on_this_host) levels_.run_local(further);
 }
 
 /// On the leader: the parts of its host, in order.
-std::vector<std::byte> Steps::gather_here(const Parts& parts) {
+std::vector<std::byte> Steps::gather_on_host(const Parts& parts) {
   std::vector<std::byte> own(
       levels_.is_leader() ? parts.of_hosts[static_cast<std::size_t>(host())] * element_ : 0);
   Call local = step(Op::gather, /*root=*/0);
@@ -217,26 +217,27 @@ std::vector<std::byte> Steps::gather_here(const Parts& parts) {
   return own;
 }
 
-/// Of a leader: the parts of all hosts to `out`, in rank order; for gather on root's host only.
-void Steps::gather_between(Op op, const Parts& parts, const std::byte* own, void* out) {
+/// On a leader: gathers the parts of all hosts to `out`, in rank order; for gather, on root's host
+/// only.
+void Steps::gather_on_leaders(Op op, const Parts& parts, const std::byte* own, void* out) {
   Call leader_step = step(op, op == Op::gather ? topology().host_of(call_.root) : -1);
   leader_step.count = parts.of_hosts[static_cast<std::size_t>(host())];
   leader_step.counts = parts.of_hosts;
   leader_step.in = own;
   leader_step.out = out;
-  const bool is_receiver = op == Op::all_gather || levels_.is_here(call_.root);
-  if (!is_receiver || topology().is_in_order()) return levels_.run_leaders(leader_step);
+  const bool is_receiver = op == Op::all_gather || levels_.is_on_this_host(call_.root);
+  if (!is_receiver || topology().is_rank_order()) return levels_.run_leaders(leader_step);
   std::vector<std::byte> all(parts.total * element_);
   leader_step.out = all.data();
   levels_.run_leaders(leader_step);
-  topology().put_in_order(
+  topology().to_rank_order(
       all, [&parts](int r) { return parts.of(r); }, element_, out);
 }
 
 void Steps::all_gather() {
   const Parts parts(call_, topology());
-  const std::vector<std::byte> own = gather_here(parts);
-  if (levels_.is_leader()) gather_between(Op::all_gather, parts, own.data(), call_.out);
+  const std::vector<std::byte> own = gather_on_host(parts);
+  if (levels_.is_leader()) gather_on_leaders(Op::all_gather, parts, own.data(), call_.out);
   Call result = step(Op::broadcast, /*root=*/0);
   result.count = parts.total;
   result.counts = {};
@@ -246,19 +247,19 @@ void Steps::all_gather() {
 
 void Steps::gather() {
   const Parts parts(call_, topology());
-  if (*std::ranges::max_element(parts.of_hosts) * element_ > kJoinedBytes) return run_directly();
-  const std::vector<std::byte> own = gather_here(parts);
-  const bool is_here = levels_.is_here(call_.root);
-  std::vector<std::byte> all(levels_.is_leader() && is_here && !is_root() ? parts.total * element_
-                                                                          : 0);
+  if (*std::ranges::max_element(parts.of_hosts) * element_ > kCombinedBytes) return run_directly();
+  const std::vector<std::byte> own = gather_on_host(parts);
+  const bool is_on_this_host = levels_.is_on_this_host(call_.root);
+  std::vector<std::byte> all(
+      levels_.is_leader() && is_on_this_host && !is_root() ? parts.total * element_ : 0);
   if (levels_.is_leader()) {
-    gather_between(Op::gather, parts, own.data(), is_root() ? call_.out : all.data());
+    gather_on_leaders(Op::gather, parts, own.data(), is_root() ? call_.out : all.data());
   }
-  if (is_here) pass_to_root(all.data(), parts.total);
+  if (is_on_this_host) send_to_root(all.data(), parts.total);
 }
 
 /// From this host's leader: `count` elements to each member.
-void Steps::scatter_here(std::size_t count, const std::byte* from, void* to) {
+void Steps::scatter_on_host(std::size_t count, const std::byte* from, void* to) {
   Call local = step(Op::scatter, /*root=*/0);
   local.count = count;
   local.in = from;
@@ -267,18 +268,18 @@ void Steps::scatter_here(std::size_t count, const std::byte* from, void* to) {
 }
 
 void Steps::scatter() {
-  const std::size_t n_here = topology().most_members;
+  const std::size_t n_here = topology().max_local_size;
   const std::size_t part_bytes = call_.count * element_;
-  if (n_here * part_bytes > kJoinedBytes) return run_directly();
+  if (n_here * part_bytes > kCombinedBytes) return run_directly();
   const void* all = call_.in;
   std::vector<std::byte> passed, slots, own;
-  if (levels_.is_here(call_.root) && !is_root_leader()) {
-    passed = pass_to_leader(call_.in, call_.count * static_cast<std::size_t>(levels_.n_ranks()));
+  if (levels_.is_on_this_host(call_.root) && !is_root_leader()) {
+    passed = send_to_leader(call_.in, call_.count * static_cast<std::size_t>(levels_.n_ranks()));
     all = passed.data();
   }
   if (levels_.is_leader()) {
     own.resize(n_here * part_bytes);
-    if (levels_.is_here(call_.root)) {
+    if (levels_.is_on_this_host(call_.root)) {
       slots.resize(own.size() * static_cast<std::size_t>(levels_.n_hosts()));
       topology().for_each_slot([&](int r, std::size_t slot) {
         copy_bytes(slots.data() + slot * part_bytes,
@@ -291,15 +292,15 @@ void Steps::scatter() {
     leader_step.out = own.data();
     levels_.run_leaders(leader_step);
   }
-  scatter_here(call_.count, own.data(), call_.out);
+  scatter_on_host(call_.count, own.data(), call_.out);
 }
 
 /// From a leader to another: for each pair of their members, in the order of senders and then of
 /// receivers, one part.
 void Steps::all_to_all() {
-  const std::size_t n_here = topology().most_members;
+  const std::size_t n_here = topology().max_local_size;
   const std::size_t part_bytes = call_.count * element_;
-  if (n_here * n_here * part_bytes > kJoinedBytes) return run_directly();
+  if (n_here * n_here * part_bytes > kCombinedBytes) return run_directly();
   const auto n = static_cast<std::size_t>(levels_.n_ranks());
   const std::size_t n_members = topology().members.size();
   const std::size_t n_between = n_here * n_here * static_cast<std::size_t>(levels_.n_hosts());
@@ -333,14 +334,14 @@ void Steps::all_to_all() {
       }
     });
   }
-  scatter_here(n * call_.count, of_members.data(), call_.out);
+  scatter_on_host(n * call_.count, of_members.data(), call_.out);
 }
 
 /// On root's host: from its leader to root, which has the result if it is the leader itself.
-void Steps::pass_to_root(const void* data, std::size_t count) {
+void Steps::send_to_root(const void* data, std::size_t count) {
   if (is_root_leader()) return;
   if (levels_.is_leader()) {
-    Call message = step(Op::send, topology().place_of(call_.root));
+    Call message = step(Op::send, topology().local_rank_of(call_.root));
     message.count = count;
     message.counts = {};
     message.in = data;
@@ -355,10 +356,10 @@ void Steps::pass_to_root(const void* data, std::size_t count) {
 
 /// On root's host: from root to its leader. A gather of one part, so that all ranks of the host
 /// compare their calls.
-std::vector<std::byte> Steps::pass_to_leader(const void* data, std::size_t count) {
+std::vector<std::byte> Steps::send_to_leader(const void* data, std::size_t count) {
   std::vector<std::byte> passed(levels_.is_leader() ? count * element_ : 0);
   std::vector<std::size_t> counts(topology().members.size());
-  counts[static_cast<std::size_t>(topology().place_of(call_.root))] = count;
+  counts[static_cast<std::size_t>(topology().local_rank_of(call_.root))] = count;
   Call local = step(Op::gather, /*root=*/0);
   local.count = is_root() ? count : 0;
   local.counts = counts;

@@ -41,8 +41,8 @@ base::UniqueFd open_socket() {
   return fd;
 }
 
-/// A socket that other ranks of this host find under the nonce while it is open.
-base::UniqueFd make_findable(std::uint64_t nonce) {
+/// A listening socket, to which ranks of this host can connect by the nonce while it is open.
+base::UniqueFd listen_for_probe(std::uint64_t nonce) {
   base::UniqueFd fd = open_socket();
   const base::AbstractAddress address = address_of(nonce);
   if (::bind(fd.get(), address.get(), address.n_bytes()) != 0 ||
@@ -52,7 +52,7 @@ base::UniqueFd make_findable(std::uint64_t nonce) {
   return fd;
 }
 
-bool can_reach(const HostId& id) {
+bool is_same_host(const HostId& id) {
   const base::UniqueFd fd = open_socket();
   const base::AbstractAddress address = address_of(id.nonce);
   if (::connect(fd.get(), address.get(), address.n_bytes()) != 0) {
@@ -80,16 +80,16 @@ std::vector<int> find_hosts(Engine& global, const Call& call) {
   mine.boot_id = boot_id();
   mine.nonce = draw_nonce();
   mine.pid = ::getpid();
-  // Open before any rank can know the nonce, and until all ranks have looked for it.
-  const base::UniqueFd beacon = make_findable(mine.nonce);
+  // Open before any rank can know the nonce, and until all ranks have probed for it.
+  const base::UniqueFd probe_listener = listen_for_probe(mine.nonce);
   const std::vector<HostId> ids = gather_values(global, call, mine);
-  // Nobody accepts the connections, and the system limits how many may wait (net.core.somaxconn).
-  // So each rank connects to the next lower one of its host only: to no rank connects more than
-  // one.
+  // The connections are never accepted, and the system limits the backlog (net.core.somaxconn). So
+  // each rank connects only to the next lower rank of its host, and gets at most one connection
+  // itself.
   int next_lower = global.rank() - 1;
   for (; next_lower >= 0; --next_lower) {
     const HostId& id = ids[static_cast<std::size_t>(next_lower)];
-    if (mine.boot_id[0] != '\0' && id.boot_id == mine.boot_id && can_reach(id)) break;
+    if (mine.boot_id[0] != '\0' && id.boot_id == mine.boot_id && is_same_host(id)) break;
   }
   std::vector<int> hosts = gather_values(global, call, next_lower);
   for (std::size_t rank = 0; rank < hosts.size(); ++rank) {

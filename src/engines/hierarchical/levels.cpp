@@ -23,9 +23,9 @@ void Levels::refuse(const Refusal& refusal) const noexcept {
   if (!refusal.is_pair) {
     local->refuse(refusal);
     if (leaders && is_leader()) leaders->refuse(refusal);
-  } else if (is_here(refusal.peer)) {
+  } else if (is_on_this_host(refusal.peer)) {
     Refusal here = refusal;
-    here.peer = topology.place_of(refusal.peer);
+    here.peer = topology.local_rank_of(refusal.peer);
     local->refuse(here);
   } else {
     global->refuse(refusal);
@@ -42,7 +42,7 @@ void Levels::abandon(std::string_view reason) const noexcept {
   }
 }
 
-/// The levels number their ranks each in its own way, so they get the error of a peer, in the
+/// Each level has its own rank numbers, so all levels get the error that peers throw, with the
 /// group's numbers.
 void Levels::end_with(const Error& error) const noexcept {
   const auto end_all = [this](const Error& of_peer) {
@@ -78,9 +78,9 @@ void Levels::run_global(Call call) {
 }
 
 void Levels::run_message(const Call& call) {
-  local->begin_elsewhere(call);
+  local->begin_between_hosts(call);
   global->run(limited(call));
-  local->end_elsewhere();
+  local->end_between_hosts();
 }
 
 void Levels::compare(const Call& call) {

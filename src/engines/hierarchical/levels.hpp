@@ -19,17 +19,17 @@ struct Levels {
   std::unique_ptr<shared::HostEngine> local;  ///< the ranks of this host
   std::unique_ptr<Engine> leaders;  ///< the leaders of all hosts; unused on the other ranks
   Topology topology;
-  /// Of the call that is under way: its steps share it.
+  /// The limit of the current call, which its steps share.
   detail::TimeLimit limit{std::chrono::milliseconds::max()};
 
   int rank() const noexcept { return global->rank(); }
   int n_ranks() const noexcept { return global->size(); }
   int n_hosts() const noexcept { return static_cast<int>(topology.leaders.size()); }
   bool is_leader() const { return topology.leader_of(rank()) == rank(); }
-  bool is_here(int r) const { return topology.leader_of(r) == topology.leader_of(rank()); }
+  bool is_on_this_host(int r) const { return topology.leader_of(r) == topology.leader_of(rank()); }
 
   /// If one level fails in `work`, ends the other levels with the same error: ranks that wait there
-  /// would otherwise wait forever. The group does so with an exception that is no Error.
+  /// would otherwise wait forever. The group does so for an exception that is not an Error.
   template <class Work>
   void fail_all_levels(const Work& work) {
     try {
@@ -42,21 +42,22 @@ struct Levels {
     }
   }
 
-  /// A step of the call that is under way, with what is left of its limit.
+  /// A step of the current call, with what is left of its limit.
   Call limited(Call step) {
     step.timeout = limit.of_step();
     return step;
   }
-  /// The same, of the ranks of this host.
+  /// The same, for the ranks of this host.
   Call on_host(Call step) {
     if (n_hosts() > 1) step.ranks = topology.members;
     return limited(step);
   }
   void run_local(const Call& call) { local->run(on_host(call)); }
-  /// Of the leader: among all leaders. The other ranks of its host wait that much longer for it.
+  /// On a leader: runs the call among all leaders. The other ranks of its host wait that much
+  /// longer for it.
   void run_leaders(Call call);
-  /// Messages between all ranks. A rank that waits there for another host delays the ranks of its
-  /// own host, which may already be in the next call, but is not the late one.
+  /// Runs the call among all ranks. A rank that waits for another host delays the ranks of its own
+  /// host, which may already be in the next call, but is not itself late.
   void run_global(Call call);
   /// A message to or from another host. It involves only two ranks, so the others keep their
   /// timeouts; a rank of this host that times out on this one reports what this one waits for.

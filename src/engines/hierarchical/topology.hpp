@@ -15,7 +15,7 @@ struct Topology {
   std::vector<int> leaders;  ///< the lowest rank of each host, in order
   std::vector<int> members;  ///< the ranks on this host, in order
   std::vector<int> by_host;  ///< all ranks: those of the first host in order, of the second, ...
-  std::size_t most_members = 0;  ///< of a host
+  std::size_t max_local_size = 0;  ///< of a host
 
   Topology(std::vector<int> hosts_of_ranks, int rank)
       : hosts(std::move(hosts_of_ranks)), by_host(hosts.size()) {
@@ -26,7 +26,7 @@ struct Topology {
     }
     std::ranges::stable_sort(by_host, {}, [this](int r) { return leader_of(r); });
     const auto ones = sums_by_host([](int) { return std::size_t{1}; });
-    most_members = *std::ranges::max_element(ones);
+    max_local_size = *std::ranges::max_element(ones);
   }
   int leader_of(int rank) const { return hosts[static_cast<std::size_t>(rank)]; }
   /// Index of a rank's host among the leaders.
@@ -35,7 +35,7 @@ struct Topology {
                             leaders.begin());
   }
   /// Index of a rank of this host among the members.
-  int place_of(int rank) const {
+  int local_rank_of(int rank) const {
     return static_cast<int>(std::lower_bound(members.begin(), members.end(), rank) -
                             members.begin());
   }
@@ -49,7 +49,7 @@ struct Topology {
     }
     return sums;
   }
-  /// Calls f(rank, slot) for all ranks, if each host has most_members slots, for its members in
+  /// Calls f(rank, slot) for all ranks, if each host has max_local_size slots, for its members in
   /// order.
   template <class F>
   void for_each_slot(const F& f) const {
@@ -59,16 +59,16 @@ struct Topology {
         ++host;
         place = 0;
       }
-      f(by_host[i], host * most_members + place);
+      f(by_host[i], host * max_local_size + place);
     }
   }
   /// Whether the ranks of each host are consecutive.
-  bool is_in_order() const { return std::ranges::is_sorted(by_host); }
+  bool is_rank_order() const { return std::ranges::is_sorted(by_host); }
 
-  /// Copies parts of ranks, of count_of(rank) elements, from the order of hosts to that of ranks.
+  /// Copies the parts of all ranks, count_of(rank) elements each, from host order to rank order.
   template <class CountOf>
-  void put_in_order(std::span<const std::byte> from, const CountOf& count_of, std::size_t element,
-                    void* to) const {
+  void to_rank_order(std::span<const std::byte> from, const CountOf& count_of, std::size_t element,
+                     void* to) const {
     std::vector<std::size_t> begins(hosts.size() + 1);
     for (std::size_t r = 0; r < hosts.size(); ++r) {
       begins[r + 1] = begins[r] + count_of(static_cast<int>(r)) * element;

@@ -12,14 +12,14 @@ namespace {
 
 /// The number of `text` if it is above 0 and followed by `unit`, else 0.
 double positive(std::string_view text, std::string_view unit) {
-  constexpr double kLeast = 1e-6, kMost = 1e9;
+  constexpr double kMin = 1e-6, kMax = 1e9;
   if (!text.ends_with(unit)) return 0;
   text.remove_suffix(unit.size());
   double value = 0;
   const char* const end = text.data() + text.size();
   const auto parsed = std::from_chars(text.data(), end, value);
   const bool is_valid = parsed.ec == std::errc() && parsed.ptr == end;
-  return is_valid && value >= kLeast && value <= kMost ? value : 0;
+  return is_valid && value >= kMin && value <= kMax ? value : 0;
 }
 
 }  // namespace

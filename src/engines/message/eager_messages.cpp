@@ -10,26 +10,26 @@ namespace lockstep::message {
 namespace {
 
 using base::copy_bytes;
-using Way = Message::Way;
+using Direction = Message::Direction;
 
 constexpr std::size_t kAlignment = alignof(EagerMessage);  // for kernels, and of a header's fields
 
 }  // namespace
 
 EagerMessages::EagerMessages(Channel& channel) : channel_(channel) {
-  static_assert(sizeof(Header) % kAlignment == 0 && kMostPayload % kAlignment == 0 &&
-                kMostPayloadOfHost % kAlignment == 0);
+  static_assert(sizeof(Header) % kAlignment == 0 && kMaxPayload % kAlignment == 0 &&
+                kMaxPayloadOfHost % kAlignment == 0);
   const auto n = static_cast<std::size_t>(channel_.size());
-  // Not written, so that the system provides only the pages that calls use.
+  // Not initialised, so that only pages that calls use get memory.
   memory_ = std::make_unique_for_overwrite<std::byte[]>(2 * n * stride_ + kAlignment);
   const auto address = reinterpret_cast<std::uintptr_t>(memory_.get());
   data_ = memory_.get() + (kAlignment - address % kAlignment);
-  // What is sent behind shorter data.
-  if (!is_shorter_taken_) std::memset(data_, 0, 2 * n * stride_);
+  // The padding behind shorter data.
+  if (!takes_shorter_) std::memset(data_, 0, 2 * n * stride_);
   for (int r = 0; r < channel_.size(); ++r) {
     if (r == channel_.rank()) continue;
-    messages_.push_back({Way::send, r, own(), stride_});
-    messages_.push_back({Way::receive, r, at(r), stride_});
+    messages_.push_back({Direction::send, r, own(), stride_});
+    messages_.push_back({Direction::receive, r, at(r), stride_});
     std::memset(at(r), 0, sizeof(Header));  // without comparison a peer may send less than that
   }
   if (!channel_.has_rounds()) channel_.prepare(messages_);
@@ -74,8 +74,9 @@ void EagerMessages::send_parts(const Header& mine, const std::byte* parts, std::
 bool EagerMessages::exchange_with(int peer, const Header& mine, std::span<const std::byte> payload,
                                   Header& elsewhere, const Call& call, Limit& limit) {
   set_own(mine, payload);
-  const std::array<Message, 2> messages = {Message{Way::send, peer, own(), length(payload.size())},
-                                           Message{Way::receive, peer, at(peer), stride_}};
+  const std::array<Message, 2> messages = {
+      Message{Direction::send, peer, own(), length(payload.size())},
+      Message{Direction::receive, peer, at(peer), stride_}};
   return channel_.exchange_with(peer, messages, elsewhere, call, limit);
 }
 

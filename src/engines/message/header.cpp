@@ -55,7 +55,7 @@ Header HeaderMaker::of(const Call& step, int color, int key) {
   return header;
 }
 
-bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites) {
+bool same_compared_fields(const Header& a, const Header& b, bool compares_sites) {
   const auto op = static_cast<Op>(a.op);
   if (a.op != b.op || a.step != b.step || a.check != b.check || a.n_refused != b.n_refused) {
     return false;
@@ -67,8 +67,8 @@ bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites)
   return a.root == b.root && (!has_reduction(op) || a.reduce == b.reduce);
 }
 
-internal::Failure difference_of(const Call& call, std::span<const Row> rows,
-                                std::span<const RefusedCall> refused) {
+internal::Failure mismatch_failure(const Call& call, std::span<const Row> rows,
+                                   std::span<const RefusedCall> refused) {
   const auto check_of = [](const Row& row) { return row.header.check; };
   if (std::ranges::adjacent_find(rows, std::not_equal_to(), check_of) != rows.end()) {
     std::vector<internal::RankCheck> checks;

@@ -55,11 +55,11 @@ class HeaderMaker {
 };
 
 /// Used if the headers are not bytewise equal.
-bool agree_in_what_counts(const Header& a, const Header& b, bool compares_sites);
-inline bool agree(const Header& a, const Header& b, bool compares_sites) {
+bool same_compared_fields(const Header& a, const Header& b, bool compares_sites);
+inline bool same_signature(const Header& a, const Header& b, bool compares_sites) {
   return (std::memcmp(&a, &b, offsetof(Header, color)) == 0 && a.check == b.check &&
           !compares_sites) ||
-         agree_in_what_counts(a, b, compares_sites);
+         same_compared_fields(a, b, compares_sites);
 }
 
 struct Row {
@@ -71,7 +71,7 @@ struct RefusedCall {
   std::string text;
 };
 /// The MismatchError of ranks that disagree; `refused`: the calls that some of them refused.
-internal::Failure difference_of(const Call& call, std::span<const Row> rows,
-                                std::span<const RefusedCall> refused);
+internal::Failure mismatch_failure(const Call& call, std::span<const Row> rows,
+                                   std::span<const RefusedCall> refused);
 
 }  // namespace lockstep::message

@@ -46,14 +46,14 @@ void Channel::end_rounds() {
   is_in_rounds_ = false;
 }
 
-/// In what order a rank exchanges messages with the others: both ranks of a message give it the
-/// same place, no two messages to a rank, or from one, have the same, and neighbours by rank come
-/// first. Blocks of B ranks, the largest power of two that divides N, are passed in a ring, and
-/// within a pair of blocks rank i exchanges with i XOR 0, 1, ... B - 1. In aligned blocks, the
-/// messages of a window so cross equally many switches and end together.
-int Channel::place_in_windows(const Message& message) const {
+/// The index of a message in the order of exchange: both ranks of a message compute the same index,
+/// no two messages to one rank, or from one rank, share an index, and neighbouring ranks come
+/// first. Blocks of B ranks, the largest power of two that divides N, exchange in a ring, and
+/// within a pair of blocks rank i exchanges with i XOR 0, 1, ... B - 1. With aligned blocks, the
+/// messages of a window cross equally many switches, so they complete at about the same time.
+int Channel::exchange_index(const Message& message) const {
   const int shift = std::countr_zero(static_cast<unsigned>(size()));  // B is 1 << shift
-  const bool is_sent = message.way == Message::Way::send;
+  const bool is_sent = message.direction == Message::Direction::send;
   const int from = is_sent ? rank() : message.peer, to = is_sent ? message.peer : rank();
   int n_blocks = (to >> shift) - (from >> shift);
   if (n_blocks < 0) n_blocks += size() >> shift;
@@ -66,11 +66,11 @@ int Channel::place_in_windows(const Message& message) const {
 /// by their wait states all ranks find who is late.
 void Channel::exchange_in_windows(std::span<Message> messages, const Call& call, Limit& limit) {
   const auto window_of = [this](const Message& message) {
-    return place_in_windows(message) / kWindow;
+    return exchange_index(message) / kWindow;
   };
   // Messages between two ranks stay in order.
   std::ranges::stable_sort(messages, {},
-                           [this](const Message& message) { return place_in_windows(message); });
+                           [this](const Message& message) { return exchange_index(message); });
   for (std::size_t begin = 0, end = 0; begin < messages.size(); begin = end) {
     const int window = window_of(messages[begin]);
     while (end < messages.size() && window_of(messages[end]) == window) ++end;
@@ -110,8 +110,8 @@ std::unique_ptr<Channel> Channel::split(const std::vector<int>& members, std::in
   try {
     if (number > transport_.last_channel()) {
       throw TransportError(
-          fmt::format("too many splits: groups are numbered, here up to {}, and no number is used "
-                      "twice; keep groups instead of making them again",
+          fmt::format("too many splits: at most {} groups, because their numbers are not "
+                      "reused; keep groups instead of creating them again",
                       transport_.last_channel()));
     }
     auto part = transport_.split(members, static_cast<std::int32_t>(number));

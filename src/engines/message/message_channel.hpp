@@ -20,7 +20,7 @@ namespace lockstep::message {
 
 using Limit = detail::TimeLimit;
 
-/// The ranks of one Group over a transport: exchanges of messages, and what ends them.
+/// The ranks of one Group over a transport: exchanges of messages, and the failures that end them.
 ///
 /// The first rank that detects a failure sends it to all others in a control message, and each
 /// throws it from its current or next exchange; the channel is then dead. A rank that leaves the
@@ -46,12 +46,12 @@ class Channel {
   void exchange(std::span<const Message> messages, const Call& call, Limit& limit);
 
   /// Exchanges long messages, a few at a time in each direction. A network shares a link among the
-  /// messages on it, so all at once would leave 1/N of it to a short message of another group. In a
-  /// channel with rounds. Sorts the messages.
+  /// messages on it, so sending all at once would leave 1/N of it to a short message of another
+  /// group. Only in a channel with rounds. Sorts the messages.
   void exchange_in_windows(std::span<Message> messages, const Call& call, Limit& limit);
   static constexpr int kWindow = 8;
 
-  /// Whether there are so many ranks that short messages should not go from each to each.
+  /// Whether there are too many ranks to send short messages between every pair.
   bool has_rounds() const noexcept { return has_rounds_; }
   bool is_on_one_host() const noexcept { return transport_.is_on_one_host(); }
   /// Begins an exchange of several rounds; all ranks begin the same, in the same order. Each round
@@ -66,21 +66,20 @@ class Channel {
   bool exchange_with(int peer, std::span<const Message> messages, Header& header, const Call& call,
                      Limit& limit);
 
-  /// A number for a channel, which no other rank gets, and this one once.
+  /// A channel number that is never returned again, on any rank.
   std::int64_t next_number() { return world_->next_number(); }
-  /// The channel of some of the ranks, with the number of one of them. Exchanges nothing. Throws
-  /// EngineError if the library has no such channel.
+  /// The channel of some of the ranks, with the number that one of them drew. Sends no messages.
+  /// Throws EngineError if the library has no such channel.
   std::unique_ptr<Channel> split(const std::vector<int>& members, std::int64_t number,
                                  const Call& call);
 
   /// Before each call: counts it.
   void begin(const Call& call) { ++n_calls(call.op, call.root); }
-  /// See Engine::refuse. Tells the peers, which look while they wait. A control message may
-  /// overtake the messages of the calls before, so it holds their number: a rank in a later call,
-  /// in which it has refused fewer, meets this rank in no call with the same number of refused
-  /// ones.
+  /// See Engine::refuse. Notifies the peers, which poll while they wait. A control message may
+  /// overtake the messages of earlier calls, so it contains their number: a rank that has refused
+  /// fewer calls and is in a later call can no longer match any call of this rank.
   void refuse(const Refusal& refusal) noexcept;
-  /// The calls that ranks have refused and one of `rows` has not. Waits a little for the control
+  /// The calls that some ranks have refused but not all of `rows`. Waits briefly for the control
   /// messages of the others.
   std::vector<RefusedCall> refused_calls(std::span<const Row> rows, const Call& call);
   /// Ends waits on this channel with PeerFailed, on every rank.
@@ -99,16 +98,16 @@ class Channel {
   /// False: impossible, see exchange_with.
   bool perform(std::span<const Message> messages, const Call& call, Limit& limit,
                StatusQuery* query);
-  int place_in_windows(const Message& message) const;
+  int exchange_index(const Message& message) const;
 
   // message_channel_wait.cpp
   bool wait(const Call& call, Limit& limit, StatusQuery* query);
   bool is_impossible(StatusQuery& query);
-  /// The ranks that keep an exchange from completing in which this rank waits for `awaited`: not
-  /// those that wait for others themselves.
+  /// The ranks that prevent an exchange from completing in which this rank waits for `awaited`,
+  /// without those that are waiting themselves.
   std::vector<int> find_late(std::map<int, WaitState> wait_states,
                              std::span<const int> awaited) const;
-  /// Of all ranks that answer in time, and of this one.
+  /// The states of this rank and of all ranks that reply in time.
   std::map<int, WaitState> query_wait_states(const Call& call);
 
   // message_channel_failure.cpp
@@ -132,7 +131,7 @@ class Channel {
   Transport& transport_;
   std::vector<int> members_;  // ranks of the world
   bool has_rounds_ =
-      transport_.answers_status_queries() && transport_.size() > Transport::kMostDirect;
+      transport_.answers_status_queries() && transport_.size() > Transport::kMaxDirect;
   bool is_in_rounds_ = false;
   std::uint64_t n_collectives_ = 0;
   std::map<std::pair<Op, int>, std::uint64_t> n_pairs_;  ///< by operation and peer

@@ -49,8 +49,8 @@ std::optional<Failure> Channel::departure_among(std::span<const int> ranks) cons
 void Channel::notify(const Failure& failure) noexcept {
   try {
     control_->set_failure(failure);  // for a thread of this rank
-    // After its departure, which tells the peers all, this process may end at any time: the peers
-    // would begin to receive a message that is never sent.
+    // After the departure, which is all that peers need, this process may end at any time: peers
+    // would begin to receive a message that is never completed.
     transport_.send_control({.failure = failure},
                             world_->has_left() ? rank() : Transport::kAllRanks);
   } catch (const std::bad_alloc&) {  // for the text: the peers time out
@@ -144,7 +144,7 @@ void Channel::refuse(const Refusal& refusal) noexcept {
 
 void Channel::throw_if_refused(const Call& call) {
   const bool is_pair = internal::is_pair(call.op);
-  // Of a send, the receives that its peer refused.
+  // For a send: the receives that its peer refused.
   const Op op = !is_pair ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
   int refuser = -1;
   control_->visit_refusals([&](const WaitState& of, const std::string&) {
@@ -157,7 +157,7 @@ void Channel::throw_if_refused(const Call& call) {
   if (refuser < 0) return;
   const Row own{rank(), headers_.of(call)};
   const std::span<const Row> rows(&own, 1);
-  fail(difference_of(call, rows, refused_calls(rows, call)), call);
+  fail(mismatch_failure(call, rows, refused_calls(rows, call)), call);
 }
 
 std::vector<RefusedCall> Channel::refused_calls(std::span<const Row> rows, const Call& call) {
@@ -174,7 +174,7 @@ std::vector<RefusedCall> Channel::refused_calls(std::span<const Row> rows, const
                              : op == peers_op && of.rank == call.root;
   };
   std::vector<RefusedCall> calls;
-  const auto has_come = [&](const Row& row) {
+  const auto has_arrived = [&](const Row& row) {
     return row.header.n_refused == least ||
            std::ranges::any_of(calls, [&](const auto& one) { return one.rank == row.rank; });
   };
@@ -184,7 +184,7 @@ std::vector<RefusedCall> Channel::refused_calls(std::span<const Row> rows, const
     control_->visit_refusals([&](const WaitState& of, const std::string& text) {
       if (is_of_call(of)) calls.push_back({of.rank, text});
     });
-    if (std::ranges::all_of(rows, has_come) || Clock::now() >= end) return calls;
+    if (std::ranges::all_of(rows, has_arrived) || Clock::now() >= end) return calls;
     std::this_thread::sleep_for(milliseconds(1));
   }
 }

@@ -21,8 +21,9 @@ using std::chrono::milliseconds;
 constexpr milliseconds kTransitTime{500};
 /// How long a rank that runs takes at most to answer a status query. A rank that is late is named
 /// that much after the call's time.
-constexpr milliseconds kAnswerTime{250};
-/// How long a rank waits for its peer in a send or recv before it asks whether that can end.
+constexpr milliseconds kStatusReplyTime{250};
+/// How long a rank waits for its peer in a send or recv before it queries whether the call can
+/// complete.
 constexpr milliseconds kQueryDelay{200};
 
 }  // namespace
@@ -47,7 +48,8 @@ bool Channel::wait(const Call& call, Limit& limit, StatusQuery* query) {
   if (call.progress != nullptr) call.progress->slept(call);  // polling counts as sleep
   const auto deadline = limit.end();                         // begins now
   std::optional<Clock::time_point> departure_seen;
-  // Ranks that wait for this one, also in a later call, must find the rank that it waits for.
+  // Ranks that wait for this one, even in a later call, must be able to find the rank that it waits
+  // for.
   const bool shows_awaited = transport_.answers_status_queries() && !is_in_rounds_;
   for (;;) {
     const State state = transport_.wait(deadline);
@@ -126,7 +128,7 @@ std::map<int, WaitState> Channel::query_wait_states(const Call& call) {
   control_->ask(own.number);
   const auto n = static_cast<std::size_t>(size());
   std::map<int, WaitState> wait_states;
-  for (const auto end = Clock::now() + kAnswerTime;
+  for (const auto end = Clock::now() + kStatusReplyTime;
        Clock::now() < end && wait_states.size() + 1 < n;
        std::this_thread::sleep_for(std::chrono::microseconds(100))) {
     poll_control();
@@ -160,7 +162,8 @@ std::vector<int> Channel::find_late(std::map<int, WaitState> wait_states,
       has_begun[(static_cast<std::size_t>(r) + n - static_cast<std::size_t>(i)) % n] = true;
     }
   }
-  // A rank that waits in a call on another channel may answer too, that it awaits nobody here.
+  // A rank that waits in a call on another channel may also reply: it waits for no rank on this
+  // one.
   const auto waits_itself = [&](int r) {
     const auto answer = wait_states.find(r);
     return answer != wait_states.end() &&

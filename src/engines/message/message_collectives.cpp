@@ -17,21 +17,21 @@ constexpr std::size_t kFlatBytes = 16 << 10;
 /// Above this size, a broadcast or reduce between more than two ranks of one host is sent in
 /// slices.
 constexpr std::size_t kSlicedBytes = 256 << 10;
-/// Parts of up to this size are passed on by other ranks, which copies them.
-constexpr std::size_t kPassedOnBytes = 2 << 10;
+/// Parts of up to this size are forwarded by other ranks, which costs copies.
+constexpr std::size_t kForwardedBytes = 2 << 10;
 /// The root of a reduce buffers this much per rank at a time.
 constexpr std::size_t kChunkBytes = 16 << 20;
 
 }  // namespace
 
 void Collectives::Step::run() {
-  // What windows add is their latencies: they are used if that is 1 % at most.
-  constexpr double kLeastRounds = 100;
+  // Windows add latency: they are used if that is at most 1 %.
+  constexpr double kMinRounds = 100;
   std::size_t most_bytes = 0;
   for (const Message& message : messages) most_bytes = std::max(most_bytes, message.n_bytes);
   const double window_us = Channel::kWindow * static_cast<double>(most_bytes) * costs.byte_us;
   if (channel.has_rounds() && !channel.is_on_one_host() &&
-      window_us >= kLeastRounds * costs.round_us) {
+      window_us >= kMinRounds * costs.round_us) {
     channel.exchange_in_windows(messages, call, limit);
   } else {
     channel.exchange(messages, call, limit);
@@ -72,9 +72,9 @@ bool Collectives::is_faster_in_rounds(int n_exchanges, double n_bytes) const {
              0;
 }
 
-bool Collectives::is_sent_whole(std::size_t n_bytes, Data data) const {
+bool Collectives::is_sent_flat(std::size_t n_bytes, Data data) const {
   if (n_bytes > kFlatBytes || channel_.is_on_one_host()) return n_bytes <= kFlatBytes;
-  // Each rank then sends more bytes, in one exchange less, with the headers in two.
+  // Each rank then sends more bytes, in one exchange less; with the headers, in two less.
   const double n_others = size() - 1, n_more = n_others - 2 * n_others / size();
   return static_cast<double>(n_bytes) * n_more * costs_.byte_us <=
          (data == Data::with_headers ? 2 : 1) * exchange_us();
@@ -82,7 +82,7 @@ bool Collectives::is_sent_whole(std::size_t n_bytes, Data data) const {
 
 bool Collectives::is_sent_in_slices(std::size_t n_bytes, Data data) const {
   if (size() <= 2) return false;
-  if (rounds_ != nullptr) return n_bytes > kPassedOnBytes;
+  if (rounds_ != nullptr) return n_bytes > kForwardedBytes;
   if (channel_.is_on_one_host()) return n_bytes > kSlicedBytes;
   // The root then sends or receives all data twice and not once for each other rank, in one
   // exchange more.
@@ -132,7 +132,7 @@ void Collectives::scatter(Step step) {
   const Call& call = step.call;
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   if (n_bytes == 0) return;
-  if (rounds_ != nullptr && n_bytes <= kPassedOnBytes) {
+  if (rounds_ != nullptr && n_bytes <= kForwardedBytes) {
     return rounds_->scatter(bytes(call.in), bytes(call.out), n_bytes, call.root, call, step.limit);
   }
   for (int r = 0; is(call.root) && r < size(); ++r) {
@@ -183,7 +183,7 @@ void Collectives::all_reduce(Step step) {
     rounds_->all_gather(own, parts.data(), slice, call, step.limit);
     return copy_bytes(data, parts.data(), n_bytes);
   }
-  if (rounds_ == nullptr && is_sent_whole(n_bytes, Data::follows)) {
+  if (rounds_ == nullptr && is_sent_flat(n_bytes, Data::follows)) {
     scratch_.resize(n * n_bytes);
     for (std::size_t r = 0; r < n; ++r) {
       step.send(static_cast<int>(r), data, n_bytes);
@@ -233,7 +233,7 @@ void Collectives::all_reduce(Step step) {
 void Collectives::reduce(Step step) {
   const Call& call = step.call;
   const std::size_t n_bytes = call.count * size_of(call.dtype);
-  if (rounds_ != nullptr && n_bytes > 0 && n_bytes <= kPassedOnBytes) {
+  if (rounds_ != nullptr && n_bytes > 0 && n_bytes <= kForwardedBytes) {
     if (is(call.root)) scratch_.resize(static_cast<std::size_t>(size()) * n_bytes);
     rounds_->gather(bytes(call.in), scratch_.data(), n_bytes, call.root, call, step.limit);
     if (is(call.root)) {
@@ -284,7 +284,7 @@ void Collectives::gather(Step step, bool is_for_all) {
   const std::size_t element = size_of(call.dtype);
   const bool are_equal =
       std::ranges::adjacent_find(call.counts, std::not_equal_to()) == call.counts.end();
-  if (rounds_ != nullptr && are_equal && call.count * element <= kPassedOnBytes) {
+  if (rounds_ != nullptr && are_equal && call.count * element <= kForwardedBytes) {
     const std::size_t part_bytes = call.count * element;
     if (part_bytes == 0) return;
     if (is_for_all) {

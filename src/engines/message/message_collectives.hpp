@@ -11,20 +11,20 @@
 
 namespace lockstep::message {
 
-/// Moves the data of calls that all ranks make alike, as messages between them, and reduces it: in
-/// rank order, for every type, with the same bits on all ranks.
+/// Transfers the data of calls, on which all ranks agree, as messages between the ranks, and
+/// reduces it: in rank order, for every type, with the same bits on all ranks.
 class Collectives {
  public:
-  /// `rounds`: null if each rank is to send to each.
+  /// `rounds`: null if every pair of ranks exchanges messages directly.
   Collectives(Channel& channel, Rounds* rounds, const Costs& costs)
       : channel_(channel), rounds_(rounds), costs_(costs) {}
 
   void run(const Call& call, Limit& limit);
 
-  /// Whether data follows the headers, in an exchange of its own, or is sent behind them.
+  /// Whether data is sent after the headers in a separate exchange, or together with them.
   enum class Data : bool { follows, with_headers };
   /// Whether an all_reduce of that size sends all data to every rank, and not slices.
-  bool is_sent_whole(std::size_t n_bytes, Data data) const;
+  bool is_sent_flat(std::size_t n_bytes, Data data) const;
   /// Whether a broadcast or reduce of that size is one of slices first, and not of all data.
   bool is_sent_in_slices(std::size_t n_bytes, Data data) const;
 
@@ -39,17 +39,17 @@ class Collectives {
 
     void send(int peer, const void* data, std::size_t n_bytes) {
       if (peer == channel.rank() || n_bytes == 0) return;
-      messages.push_back({Message::Way::send, peer, const_cast<void*>(data), n_bytes});
+      messages.push_back({Message::Direction::send, peer, const_cast<void*>(data), n_bytes});
     }
     void receive(int peer, void* data, std::size_t n_bytes) {
       if (peer == channel.rank() || n_bytes == 0) return;
-      messages.push_back({Message::Way::receive, peer, data, n_bytes});
+      messages.push_back({Message::Direction::receive, peer, data, n_bytes});
     }
     void run();
   };
 
-  /// Whether an operation takes fewer microseconds in log2 N rounds than as a message from each to
-  /// each, if it then sends `n_bytes` more.
+  /// Whether an operation takes fewer microseconds in log2 N rounds than as direct messages between
+  /// all pairs, if it then sends `n_bytes` more.
   bool is_faster_in_rounds(int n_exchanges, double n_bytes) const;
   bool is_all_to_all_faster_in_rounds(std::size_t part_bytes) const;
   void all_reduce(Step step);
@@ -69,7 +69,7 @@ class Collectives {
     std::size_t n_bytes;
   };
   Slice slice_of(const Call& call, int r) const;
-  /// Microseconds of an exchange from each to each, but for its bytes.
+  /// Microseconds of an exchange between all pairs of ranks, without its bytes.
   double exchange_us() const { return (size() - 1) * costs_.message_us + costs_.round_us; }
   int n_rounds() const noexcept {
     return static_cast<int>(std::bit_width(static_cast<unsigned>(size() - 1)));

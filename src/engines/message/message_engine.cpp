@@ -32,7 +32,7 @@ namespace {
 using base::bytes;
 using base::copy_bytes;
 
-using Way = Message::Way;
+using Direction = Message::Direction;
 
 class Memory final : public SharedMemory {
  public:
@@ -106,7 +106,7 @@ class MessageEngine final : public internal::NativeEngine {
   const int rank_ = channel_->rank();
   const int size_ = channel_->size();
   HeaderMaker headers_;
-  // Null: each rank sends to each.
+  // Null: every pair of ranks exchanges messages directly.
   const std::unique_ptr<Rounds> rounds_ =
       channel_->has_rounds() ? std::make_unique<Rounds>(*channel_) : nullptr;
   std::optional<EagerMessages> eager_;  // with rounds_: to report a mismatch only
@@ -138,14 +138,14 @@ void MessageEngine::exchange_eager(const Call& call, const Header& mine, Limit& 
   eager_->exchange(call, limit);
   const bool compares_sites = call.check == Check::full;
   for (int r = 0; r < size(); ++r) {
-    if (!agree(mine, eager_->header(r), compares_sites)) return fail_mismatch(call);
+    if (!same_signature(mine, eager_->header(r), compares_sites)) return fail_mismatch(call);
   }
 }
 
 void MessageEngine::fail_mismatch(const Call& call) {
   std::vector<Row> rows;
   for (int r = 0; r < size(); ++r) rows.push_back({r, eager_->header(r)});
-  channel_->fail(difference_of(call, rows, channel_->refused_calls(rows, call)), call);
+  channel_->fail(mismatch_failure(call, rows, channel_->refused_calls(rows, call)), call);
 }
 
 bool MessageEngine::is_eager(const Call& call) const {
@@ -157,7 +157,7 @@ bool MessageEngine::is_eager(const Call& call) const {
   switch (call.op) {
     case Op::barrier: return true;
     case Op::all_reduce:
-      if (!rounds_ && !collectives_.is_sent_whole(n_bytes, kEager)) return false;
+      if (!rounds_ && !collectives_.is_sent_flat(n_bytes, kEager)) return false;
       break;
     case Op::all_gather:
     case Op::gather: break;
@@ -264,10 +264,10 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
   } else {
     EagerMessage first{mine, {}};
     copy_bytes(first.payload.data(), payload.data(), payload.size());
-    const std::span<std::byte> received = rounds_->first_message();
+    const std::span<std::byte> received = rounds_->eager_message();
     const std::array<Message, 2> messages = {
-        Message{Way::send, call.root, &first, sizeof(first)},
-        Message{Way::receive, call.root, received.data(), received.size()}};
+        Message{Direction::send, call.root, &first, sizeof(first)},
+        Message{Direction::receive, call.root, received.data(), received.size()}};
     if (channel_->exchange_with(call.root, messages, header, call, limit)) {
       std::memcpy(&header, received.data(), sizeof(header));
     }
@@ -279,7 +279,7 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
       header.n_refused != mine.n_refused) {
     std::array<Row, 2> rows{Row{rank(), mine}, Row{call.root, header}};
     if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
-    channel_->fail(difference_of(call, rows, channel_->refused_calls(rows, call)), call);
+    channel_->fail(mismatch_failure(call, rows, channel_->refused_calls(rows, call)), call);
   }
   if (eager && call.op == Op::recv) copy_bytes(call.out, data, n_bytes);
   return eager;
@@ -310,7 +310,7 @@ std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int ke
     int key;
     std::int64_t number;  // of the part's channel, if this rank is its first
   };
-  static_assert(sizeof(Choice) <= Rounds::kLeastPayloadBytes);
+  static_assert(sizeof(Choice) <= Rounds::kMinPayloadBytes);
   const Choice mine{color, key, channel_->next_number()};
   compare(call, headers_.of(call, color, key), std::as_bytes(std::span(&mine, 1)), limit);
   std::vector<Choice> choices(payloads_.size());

@@ -14,13 +14,12 @@ constexpr std::size_t kPayloadsBytes = 8 << 10;
 
 std::size_t slot_bytes_of(int n_ranks) {
   const std::size_t share = kPayloadsBytes / static_cast<std::size_t>(n_ranks);
-  return std::clamp(std::bit_floor(share), Rounds::kLeastPayloadBytes,
-                    sizeof(EagerMessage::payload));
+  return std::clamp(std::bit_floor(share), Rounds::kMinPayloadBytes, sizeof(EagerMessage::payload));
 }
 
 }  // namespace
 
-/// In front of the slots.
+/// Precedes the slots.
 struct Rounds::Head {
   Header header;
   std::uint64_t agrees;  ///< all that the sender knows
@@ -32,17 +31,17 @@ Rounds::Rounds(Channel& channel)
       rank_(channel.rank()),
       size_(channel.size()),
       slot_bytes_(slot_bytes_of(size_)),
-      first_bytes_(std::max(sizeof(EagerMessage),
+      eager_bytes_(std::max(sizeof(EagerMessage),
                             sizeof(Head) + static_cast<std::size_t>(size_) * slot_bytes_)),
-      known_(first_bytes_),
-      in_(first_bytes_) {}
+      known_(eager_bytes_),
+      in_(eager_bytes_) {}
 
 void Rounds::run(int distance, std::size_t out_bytes, std::size_t in_bytes, int n_known,
                  const Call& call, Limit& limit) {
   const int from = before(distance);
   const std::array<Message, 2> messages = {
-      Message{Message::Way::send, (rank_ + distance) % size_, out_.data(), out_bytes},
-      Message{Message::Way::receive, from, in_.data(), in_bytes}};
+      Message{Message::Direction::send, (rank_ + distance) % size_, out_.data(), out_bytes},
+      Message{Message::Direction::receive, from, in_.data(), in_bytes}};
   channel_.round(messages, from, n_known, call, limit);
 }
 
@@ -58,15 +57,15 @@ bool Rounds::compare(const Header& mine, std::span<const std::byte> payload, con
         static_cast<std::size_t>(std::min(distance, size_ - distance)) * slot_bytes_;
     std::memcpy(known_.data(), &head, sizeof(head));
     const std::array<Message, 2> messages = {
-        Message{Message::Way::send, (rank_ + distance) % size_, known_.data(),
+        Message{Message::Direction::send, (rank_ + distance) % size_, known_.data(),
                 sizeof(Head) + n_bytes},
         // Also large enough for the EagerMessage of a rank that is in a send or recv.
-        Message{Message::Way::receive, before(distance), in_.data(),
+        Message{Message::Direction::receive, before(distance), in_.data(),
                 std::max(sizeof(EagerMessage), sizeof(Head) + n_bytes)}};
     channel_.round(messages, before(distance), /*n_known=*/distance, call, limit);
     Head other{};
     std::memcpy(&other, in_.data(), sizeof(other));
-    if (other.agrees == 0 || !agree(mine, other.header, compares_sites)) head.agrees = 0;
+    if (other.agrees == 0 || !same_signature(mine, other.header, compares_sites)) head.agrees = 0;
     std::memcpy(slots + static_cast<std::size_t>(distance) * slot_bytes_, in_.data() + sizeof(Head),
                 n_bytes);
   }
@@ -82,7 +81,7 @@ void Rounds::all_gather(const std::byte* part, std::byte* parts, std::size_t par
                         const Call& call, Limit& limit) {
   const auto n = static_cast<std::size_t>(size_);
   out_.resize(n * part_bytes);  // of this rank, the rank before, ...
-  in_.resize(std::max(first_bytes_, n * part_bytes));
+  in_.resize(std::max(eager_bytes_, n * part_bytes));
   std::memcpy(out_.data(), part, part_bytes);
   channel_.begin_rounds({});
   for (int distance = 1; distance < size_; distance *= 2) {
@@ -99,13 +98,13 @@ void Rounds::all_gather(const std::byte* part, std::byte* parts, std::size_t par
 }
 
 void Rounds::send(int to, std::byte* data, std::size_t n_bytes, const Call& call, Limit& limit) {
-  const Message message{Message::Way::send, to, data, n_bytes};
+  const Message message{Message::Direction::send, to, data, n_bytes};
   channel_.round(std::span(&message, 1), to, /*n_known=*/size_, call, limit);
 }
 
 void Rounds::receive(int from, std::byte* data, std::size_t n_bytes, const Call& call,
                      Limit& limit) {
-  const Message message{Message::Way::receive, from, data, n_bytes};
+  const Message message{Message::Direction::receive, from, data, n_bytes};
   channel_.round(std::span(&message, 1), from, /*n_known=*/size_, call, limit);
 }
 
@@ -194,11 +193,11 @@ void Rounds::all_to_all(const std::byte* in, std::byte* out, std::size_t part_by
   const auto place = [part_bytes](std::byte* parts, std::size_t i) {
     return parts + i * part_bytes;
   };
-  // Part i is for the rank that is i ahead of this one; once sent on by all distances of i's bits,
-  // it is from the rank that is i behind.
+  // Part i is for the rank i ahead of this one; after it has been forwarded by all distances of i's
+  // bits, it is from the rank i behind.
   parts_.resize(n * part_bytes);
   out_.resize(n * part_bytes);
-  in_.resize(std::max(first_bytes_, n * part_bytes));
+  in_.resize(std::max(eager_bytes_, n * part_bytes));
   for (std::size_t i = 0; i < n; ++i) {
     const std::size_t to = (static_cast<std::size_t>(rank_) + i) % n;
     std::memcpy(place(parts_.data(), i), in + to * part_bytes, part_bytes);

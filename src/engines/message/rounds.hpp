@@ -10,32 +10,32 @@
 
 namespace lockstep::message {
 
-/// Exchanges between all N ranks of a channel in ceil(log2 N) rounds, in which ranks pass on what
-/// they have received, instead of a message between every two ranks. All ranks call the same, in
-/// the same order.
+/// Exchanges between all N ranks of a channel in ceil(log2 N) rounds, in which ranks forward what
+/// they have received, instead of a message between every two ranks. All ranks make the same calls
+/// in the same order.
 ///
 /// If all send to all, rounds have distances d = 1, 2, 4, ... below N. In each, rank r sends to r +
 /// d and receives from r - d, modulo N. Before the round it knows the data of the d ranks r, r - 1,
 /// ... r - d + 1; it receives those of r - d, ... r - 2 d + 1 and knows 2 d. After the last round
-/// it knows all N, also if N is no power of two: the last message has the N - d parts that are
+/// it knows all N, even if N is not a power of two: the last message has the N - d parts that are
 /// missing.
 ///
-/// Why it ends: in round d a rank waits for r - d, which has sent that message unless it waits in a
+/// Termination: in round d a rank waits for r - d, which has sent that message unless it waits in a
 /// round of a smaller distance, or has not begun. Such a chain of waits has at most log2 N ranks
 /// and ends at one that has not begun, or does not run: that rank is late, not the one waited for.
-/// Channel finds it when the call's time is over, by asking all ranks where they are.
+/// Channel finds it when the call times out, by querying the wait state of all ranks.
 ///
 /// Calls are compared by the same messages, which have the sender's header and whether all headers
 /// that it knows agree. Agreement is an equivalence, so it is enough that each agrees with its
-/// sender. Each message has the same size for every call, to be understood by ranks that make
-/// another one, and a rank that finds a difference completes all rounds: then all ranks know that
-/// the calls differ, and only then exchange their headers, each with each.
+/// sender. Each message has the same size for every call, so that ranks that make another call can
+/// parse it. A rank that finds a difference completes all rounds: then all ranks know that the
+/// calls differ, and only then exchange their headers, between all pairs.
 class Rounds {
  public:
   explicit Rounds(Channel& channel);
 
   /// The most bytes of a rank that compare() can send: at least these.
-  static constexpr std::size_t kLeastPayloadBytes = 16;
+  static constexpr std::size_t kMinPayloadBytes = 16;
   std::size_t payload_bytes() const noexcept { return slot_bytes_; }
   /// Sends every rank's payload to all ranks, in the messages that compare calls. False on all
   /// ranks if the calls differ.
@@ -45,7 +45,7 @@ class Rounds {
   const std::byte* payload(int r) const noexcept;
 
   /// A buffer for the first message of a peer, which may be one of compare().
-  std::span<std::byte> first_message() noexcept { return {in_.data(), first_bytes_}; }
+  std::span<std::byte> eager_message() noexcept { return {in_.data(), eager_bytes_}; }
 
   /// parts[r * part_bytes ...] <- rank r's `part`, for all ranks.
   void all_gather(const std::byte* part, std::byte* parts, std::size_t part_bytes, const Call& call,
@@ -80,7 +80,7 @@ class Rounds {
   const int rank_;
   const int size_;
   const std::size_t slot_bytes_;
-  const std::size_t first_bytes_;
+  const std::size_t eager_bytes_;
   // Of compare(): a head and the slots of this rank, the rank before, ...
   std::vector<std::byte> known_;
   std::vector<std::byte> in_, out_, parts_;

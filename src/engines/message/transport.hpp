@@ -20,20 +20,21 @@
 
 namespace lockstep::message {
 
-/// How far a rank is in the exchanges of its channel that take several rounds.
+/// Which rank another rank waits for in the exchanges of its channel, and how far it is in its
+/// rounds.
 struct WaitState {
   static constexpr std::int32_t kNone = -1;
 
   std::int32_t rank = kNone;     ///< whose wait state
   std::int32_t awaited = kNone;  ///< the rank whose message it waits for; kNone: it has them all
-  std::uint64_t number = 0;      ///< of its last such exchange; all ranks count alike
+  std::uint64_t number = 0;      ///< of its last exchange in rounds, the same on all ranks
   /// Ranks rank, rank - 1, ... that have begun that exchange, as far as it knows.
   std::int32_t n_known = 0;
   Header header{};  ///< of its call
 };
 static_assert(std::is_trivially_copyable_v<WaitState>);
 
-/// Sent beside the messages of a channel. Ranks in it are numbered as in that channel.
+/// Sent in addition to the messages of a channel. Rank numbers are those of that channel.
 struct ControlMessage {
   enum class Kind : std::int32_t {
     failure,       ///< the channel is dead
@@ -64,7 +65,7 @@ class TransportError : public std::runtime_error {
 };
 
 /// The ranks of one channel over a message-passing library: all that such a library must provide.
-/// Channels are numbered; the world's is kWorld, and others have one that no other has on any rank.
+/// Channels are numbered: the world's number is kWorld, the others' are unique over all ranks.
 /// Messages between two ranks arrive in order, and never on another channel. Point-to-point rather
 /// than the library's own collectives, to identify the rank that is late, lost or failed.
 ///
@@ -72,7 +73,7 @@ class TransportError : public std::runtime_error {
 /// start, test, wait, awaited and split throw TransportError.
 ///
 /// Threads: one at a time per channel; poll_control: one at a time; send_control: any. If there is
-/// a why_one_thread(): always the one that made it, but for send_control.
+/// a why_one_thread(): only the thread that created it, except for send_control.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -87,14 +88,14 @@ class Transport {
   virtual bool test() { return false; }
   enum class State {
     complete,
-    pending,  ///< to be continued after a look at the control messages
-    ended,    ///< at the deadline or by a control message; it can not be continued
+    pending,  ///< call wait() again after polling the control messages
+    ended,    ///< at the deadline or by a control message; do not call wait() again
   };
   virtual State wait(std::chrono::steady_clock::time_point deadline) = 0;
   /// After wait(): the ranks whose messages are incomplete, in any order and number.
   virtual std::vector<int> awaited() = 0;
-  /// Ends an exchange that is not complete: its messages' memory is the caller's again, and the
-  /// library writes it no more, as far as that can be had (docs/mpi.md).
+  /// Ends an exchange that is not complete: the caller may reuse its messages' memory, and the
+  /// library no longer writes to it, as far as the library can guarantee that (docs/mpi.md).
   virtual void cancel() noexcept {}
   /// Whether a message may be shorter than its receive.
   virtual bool takes_shorter_messages() const noexcept { return false; }
@@ -117,10 +118,10 @@ class Transport {
   /// How often to poll before an exchange, which may not have to wait and so not poll at all.
   virtual int n_polls_before_exchange() noexcept { return 1; }
 
-  /// Up to this many ranks, a message from each to each is faster than rounds.
-  static constexpr int kMostDirect = 8;
+  /// Up to this many ranks, direct messages between all pairs are faster than rounds.
+  static constexpr int kMaxDirect = 8;
   /// Whether wait() returns often while it waits, to answer the query for which rank this one
-  /// waits. Exchanges of more than kMostDirect ranks then take several rounds, for which such a
+  /// waits. Exchanges of more than kMaxDirect ranks then take several rounds, for which such a
   /// channel also takes_shorter_messages().
   virtual bool answers_status_queries() const noexcept { return false; }
 
@@ -129,8 +130,8 @@ class Transport {
   virtual std::int32_t last_channel() const noexcept {
     return std::numeric_limits<std::int32_t>::max();
   }
-  /// The transport of the channel of `members`, ranks of this one that include this rank. Exchanges
-  /// nothing, and so waits for nobody.
+  /// The transport of the channel of `members`, ranks of this one that include this rank. Sends no
+  /// messages, so it does not wait.
   virtual std::unique_ptr<Transport> split(const std::vector<int>& members,
                                            std::int32_t channel) = 0;
 };

@@ -22,9 +22,9 @@ struct LockstepMpi {
   const char* (*one_thread)(std::int32_t* is_this);
   /// The number of ranks on this host, and the cores that any of them may use: adds the other
   /// ranks' bits to mask. Collective.
-  int (*neighbours)(std::uint64_t* mask, std::size_t n_words, int* n_ranks);
+  int (*host_ranks)(std::uint64_t* mask, std::size_t n_words, int* n_ranks);
   /// Skips MPI_Finalize, which after a failure would wait for ranks that never call it.
-  void (*give_up_finalize)();
+  void (*skip_finalize)();
   /// A new communicator over the world with the group of all its ranks (collective), and groups of
   /// `ranks` of a group over the same communicator, whose messages have tags from their number.
   /// Ranks are those of the group that is named.
@@ -51,7 +51,7 @@ struct LockstepMpi {
   /// Sends a control message of n_bytes to a rank, which receives it with poll_control(), in any
   /// order.
   int (*send_control)(void* group, int rank, const void* message, std::size_t n_bytes);
-  int (*poll_control)(void* group, void* message, std::size_t n_bytes, std::int32_t* has_come);
+  int (*poll_control)(void* group, void* message, std::size_t n_bytes, std::int32_t* has_arrived);
 };
 
 }  // extern "C"

@@ -23,8 +23,8 @@
 
 #include "base/cpus.hpp"
 #include "base/futex.hpp"
-#include "base/marked_text.hpp"
 #include "base/text.hpp"
+#include "base/truncated_text.hpp"
 #include "base/wait_policy.hpp"
 #include "engines/message/message_engine.hpp"
 #include "engines/mpi/abi.hpp"
@@ -165,7 +165,7 @@ class Transport final : public message::Transport {
     n_tests_ += n_tests;
     return is_done != 0;
   }
-  void give_up_finalize(const message::ControlMessage& message) const noexcept;
+  void skip_finalize(const message::ControlMessage& message) const noexcept;
   void send(const ControlBytes& bytes, int to) noexcept;
   /// Sends what other threads could not.
   void send_deferred() noexcept;
@@ -179,7 +179,7 @@ class Transport final : public message::Transport {
   void* exchange_ = nullptr;
   std::size_t n_messages_ = 0;         // of the current exchange
   std::uint64_t n_tests_ = 0;          // of the current exchange
-  Clock::time_point next_look_;        // at the control messages
+  Clock::time_point next_poll_;        // at the control messages
   std::int64_t last_exchange_ms_ = 0;  // of the coarse clock
   const std::string why_one_thread_;
   const std::thread::id thread_ = std::this_thread::get_id();
@@ -198,7 +198,7 @@ Transport::State Transport::wait(Clock::time_point /*deadline*/) {
   // Measured in time, not in polls: if another thread wants the core, each poll may take a
   // scheduler slice, also inside MPI, which yields by itself.
   constexpr std::chrono::microseconds kControlInterval{100};
-  if (n_tests_ == kTestsPerClock) next_look_ = Clock::now() + kControlInterval;
+  if (n_tests_ == kTestsPerClock) next_poll_ = Clock::now() + kControlInterval;
   if (n_tests_ > n_tests_before_sleep) std::this_thread::sleep_for(std::chrono::microseconds(50));
   for (;;) {
     const bool yields = n_tests_ > n_polls;
@@ -206,27 +206,27 @@ Transport::State Transport::wait(Clock::time_point /*deadline*/) {
     if (yields && !sleeps) base::yield_cpu();
     if (test(yields ? 1 : kTestsPerClock)) return State::complete;
     const auto now = Clock::now();
-    if (!sleeps && now < next_look_) continue;
-    next_look_ = now + kControlInterval;
+    if (!sleeps && now < next_poll_) continue;
+    next_poll_ = now + kControlInterval;
     return State::pending;
   }
 }
 
-void Transport::give_up_finalize(const message::ControlMessage& message) const noexcept {
+void Transport::skip_finalize(const message::ControlMessage& message) const noexcept {
   // After a mismatch all ranks are present.
   const bool is_harmless =
       message.kind == ControlKind::failure
           ? message.failure.kind == Kind::mismatch
           : message.kind != ControlKind::departure || message.failure.kind == Kind::peer_left;
-  if (!is_harmless) mpi_.give_up_finalize();
+  if (!is_harmless) mpi_.skip_finalize();
 }
 
 void Transport::send_control(const message::ControlMessage& message, int to) noexcept {
-  give_up_finalize(message);
+  skip_finalize(message);
   const Failure& failure = message.failure;
   ControlBytes bytes{message.kind,  failure.kind,       failure.culprit,
                      failure.peers, message.wait_state, {}};
-  base::copy_marked_text(bytes.text, failure.text);
+  base::copy_truncated(bytes.text, failure.text);
   send(bytes, to);
   // mpirun ends the job soon after a rank that fails: its peers report that at once.
   if (message.kind == ControlKind::departure && failure.kind == Kind::peer_failed) {
@@ -264,8 +264,9 @@ void Transport::send_deferred() noexcept {
 std::optional<message::ControlMessage> Transport::poll_control() {
   if (has_deferred_.load(std::memory_order_acquire)) send_deferred();
   ControlBytes bytes{};
-  std::int32_t has_come = 0;
-  if (mpi_.poll_control(group_.get(), &bytes, sizeof bytes, &has_come) != 0 || has_come == 0) {
+  std::int32_t has_arrived = 0;
+  if (mpi_.poll_control(group_.get(), &bytes, sizeof bytes, &has_arrived) != 0 ||
+      has_arrived == 0) {
     return std::nullopt;
   }
   message::ControlMessage message{.kind = bytes.kind,
@@ -274,7 +275,7 @@ std::optional<message::ControlMessage> Transport::poll_control() {
                                               .text = std::string(base::text_in(bytes.text)),
                                               .peers = bytes.peers},
                                   .wait_state = bytes.wait_state};
-  give_up_finalize(message);
+  skip_finalize(message);
   return message;
 }
 
@@ -326,7 +327,7 @@ const LockstepMpi& load(const std::string& path, const ErrorContext& context) {
   const auto entry = reinterpret_cast<Entry>(::dlsym(library, kLockstepMpiSymbol));
   if (entry == nullptr || entry()->version != kLockstepMpiVersion) {
     throw EngineError(context,
-                      fmt::format("{} is no MPI module of this version of lockstep", path));
+                      fmt::format("{} is not an MPI module of this version of lockstep", path));
   }
   return *entry();
 }
@@ -338,12 +339,12 @@ Module find_module(const std::string& mpi) {
   if (mpi.find('/') != std::string::npos) {
     std::error_code ignored;
     if (fs::exists(mpi, ignored)) return {mpi, {}};
-    return {{}, fmt::format("cannot be had: LOCKSTEP_MPI is '{}', and there is no such file", mpi)};
+    return {{}, fmt::format("is not available: LOCKSTEP_MPI is '{}', which does not exist", mpi)};
   }
   if (mpi != "openmpi" && mpi != "mpich") {
     return {{},
-            fmt::format("cannot be had: LOCKSTEP_MPI is '{}'; it takes openmpi, mpich, or the "
-                        "path of a liblockstep-mpi-*.so",
+            fmt::format("is not available: LOCKSTEP_MPI is '{}'; it takes openmpi, mpich, or "
+                        "the path of a liblockstep-mpi-*.so",
                         mpi)};
   }
   const std::string path = file_of(mpi);
@@ -378,7 +379,7 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
         "initialise MPI",
         level);
     if (is_that_thread == 0)
-      throw UsageError(context, "this is another thread, but " + why_one_thread);
+      throw UsageError(context, "called on another thread; " + why_one_thread);
   }
   void* all = nullptr;
   std::int32_t last_channel = 0;
@@ -387,13 +388,13 @@ std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) 
   }
   Group group(all, mpi.release);
   base::CpuMask cores = base::allowed_cpus();
-  int n_neighbours = 0;
-  if (const int code = mpi.neighbours(cores.data(), cores.size(), &n_neighbours); code != 0) {
+  int n_host_ranks = 0;
+  if (const int code = mpi.host_ranks(cores.data(), cores.size(), &n_host_ranks); code != 0) {
     throw EngineError(context, text_of(mpi, code));
   }
   const int n_cores = base::n_usable_cores(cores, base::cpu_quota());
-  const Hosts hosts{.policy = base::WaitPolicy::of_messages(n_neighbours, n_cores),
-                    .are_one = n_neighbours == n_ranks};
+  const Hosts hosts{.policy = base::WaitPolicy::of_messages(n_host_ranks, n_cores),
+                    .are_one = n_host_ranks == n_ranks};
   auto engine =
       message::make("mpi",
                     std::make_unique<Transport>(mpi, std::move(group), last_channel, hosts, rank,

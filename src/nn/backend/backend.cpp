@@ -79,7 +79,7 @@ Backend::Backend(Joined joined, c10::intrusive_ptr<Options> options,
 
 Backend::~Backend() {
   const Released released;
-  if (process_.is_copy()) {  // both would wait for threads that a fork does not have
+  if (process_.is_forked_child()) {  // both would wait for threads that a fork does not have
     messages_.release();
     static_cast<void>(queue_.release());
     return;
@@ -93,12 +93,12 @@ Backend::~Backend() {
 void Backend::release_resources() { LivingBackends::remove_released(); }
 
 void Backend::leave(const std::string& failure) noexcept {
-  if (process_.is_copy() || has_left_.exchange(true)) return;
+  if (process_.is_forked_child() || has_left_.exchange(true)) return;
   joined_.engine->leave(failure);
 }
 
 void Backend::end_callbacks(const std::string& failure) {
-  if (process_.is_copy()) return;
+  if (process_.is_forked_child()) return;
   if (!queue_->is_idle()) {
     group().abandon(failure.empty() ? "the program ended with calls under way" : failure);
   }
@@ -106,13 +106,13 @@ void Backend::end_callbacks(const std::string& failure) {
 }
 
 void Backend::abort() {
-  if (process_.is_copy()) return;
+  if (process_.is_forked_child()) return;
   group().abandon("the process group was aborted");
   leave("the process group was aborted");
 }
 
 void Backend::shutdown() {
-  if (process_.is_copy()) return;
+  if (process_.is_forked_child()) return;
   queue_->wait_until_idle();
   is_shut_down_ = true;
   leave({});
@@ -143,7 +143,7 @@ void Backend::end_late(const ErrorContext& context, std::string text) const {
 }
 
 void Backend::refuse(std::string operation, std::source_location where, std::string reason) {
-  if (process_.is_copy() || is_shut_down_) return;
+  if (process_.is_forked_child() || is_shut_down_) return;
   const auto tell = [this, operation = std::move(operation), where, reason = std::move(reason)] {
     detail::Collective(operation, group(), where).refuse(reason);
   };
@@ -192,7 +192,7 @@ Backend::WorkResult Backend::message(const Message& message, F start_elsewhere) 
   if (size_ == 1) {
     throw UsageError(context, "a group of one rank has no other to send to or to receive from");
   }
-  if (process_.is_copy()) {
+  if (process_.is_forked_child()) {
     throw UsageError(context, "this process is a fork of a rank; only the rank itself may call");
   }
   if (joined_.messages) {

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/process_tag.hpp"
+#include "base/fork_guard.hpp"
 #include "engines/shared/protocol/tagged_messages.hpp"
 #include "group/call_queue.hpp"
 #include "nn/backend/interpreter.hpp"
@@ -47,8 +47,8 @@ class Backend final : public c10d::Backend {
   struct Joined {
     Group group;
     Engine* engine;  // the group's
-    /// In a group on one host; null if ranks may not access each other's memory. The last member,
-    /// for it uses the engine.
+    /// In a group on one host; null if ranks may not access each other's memory. Declared
+    /// last: it uses the engine.
     std::shared_ptr<shared::TaggedMessages> messages;
   };
   using WorkResult = c10::intrusive_ptr<c10d::Work>;
@@ -184,7 +184,7 @@ class Backend final : public c10d::Backend {
   WorkResult scatter_uneven(const Tensors& outputs, const Tensors& inputs,
                             const c10d::ReduceScatterOptions& options);
 
-  base::ProcessTag process_;
+  base::ForkGuard process_;
   Joined joined_;
   c10::intrusive_ptr<Options> options_;
   c10::intrusive_ptr<c10d::Backend> messages_;
@@ -234,14 +234,15 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
                                   Tensors results, Prepare prepare) {
   n_calls_.fetch_add(1, std::memory_order_relaxed);
   const char* const operation = operation_of(title);
-  Storages memory = is_async && !process_.is_copy() ? storages_of(inputs, results) : Storages();
+  Storages memory =
+      is_async && !process_.is_forked_child() ? storages_of(inputs, results) : Storages();
   auto work = c10::make_intrusive<CollectiveWork>(group(), type, title, inputs, std::move(results));
-  if (!is_async || process_.is_copy()) {
+  if (!is_async || process_.is_forked_child()) {
     const InterruptibleCall here(group());
     const Site site{.timeout = timeout_of(timeout), .where = here.where()};
     auto run = before_call(operation, site.where,
                            [&] { return prepare(context_of_call(operation, site.where)); });
-    if (process_.is_copy()) {
+    if (process_.is_forked_child()) {
       // Throws; the queue may be that of a thread which is not here.
       run_on_group(operation, run, site);
     } else {

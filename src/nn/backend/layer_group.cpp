@@ -130,7 +130,7 @@ class OverProcessGroup final : public LayerEngine {
   }
 
  private:
-  /// Says, to a c10d that wants to know, that the caller waits at once.
+  /// Sets asyncOp = false in versions of c10d that have it.
   template <class Options>
   static Options inline_options() {
     Options options;

@@ -114,7 +114,7 @@ Backend::Joined join(const Config& config, const Membership& membership,
                      .where = where};
   if (env.segment) {
     const auto local_rank = internal::variable("LOCAL_RANK");
-    shared::note_joined(*env.segment, local_rank ? std::atoi(local_rank->c_str()) : -1);
+    shared::record_joined(*env.segment, local_rank ? std::atoi(local_rank->c_str()) : -1);
   }
   std::unique_ptr<Engine> engine;
   std::shared_ptr<internal::Recorder> recorder;

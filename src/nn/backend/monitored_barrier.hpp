@@ -14,8 +14,8 @@ namespace lockstep::backend {
 using nn::detail::Membership;
 
 /// torch's monitored barrier: rank 0 waits for the others for a limited time and names those that
-/// did not come. Over the store alone: it needs no connection of the ranks, and whatever comes of
-/// it, the group stays as it was. Threads: one call at a time.
+/// did not arrive. It uses the store only, needs no connection between the ranks, and leaves the
+/// group unchanged whatever the result. Threads: one call at a time.
 class MonitoredBarrier {
  public:
   struct Limits {

@@ -56,8 +56,8 @@ Reduction reduction_of(const at::Tensor& tensor, const c10d::ReduceOp& op,
                        const ErrorContext& context) {
   const auto known = op_of(op.op_);
   if (!known) {
-    throw UsageError(context,
-                     "PREMUL_SUM is NCCL's alone: multiply the tensor first, then use SUM");
+    throw UsageError(
+        context, "PREMUL_SUM is supported by NCCL only: multiply the tensor first, then use SUM");
   }
   const at::ScalarType type = tensor.scalar_type();
   const ReduceOp reduce = type == at::kBool ? op_of_bool(*known) : *known;

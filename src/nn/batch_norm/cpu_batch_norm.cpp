@@ -82,7 +82,7 @@ const T* data_or_null(const Tensor& tensor, std::size_t offset) {
   return tensor.defined() ? tensor.data_ptr<T>() + offset : nullptr;
 }
 
-/// For the output of a pass over n_tensors of its size. What follows would not find it in a cache.
+/// For the output of a pass over n_tensors of its size: streaming if it would not stay in a cache.
 kernels::Stores stores_for(const Tensor& output, std::size_t n_tensors) {
   return n_tensors * output.nbytes() > kernels::kCaches.streaming_bytes ? kernels::Stores::streaming
                                                                         : kernels::Stores::cached;

@@ -17,8 +17,8 @@ struct Channels {
 };
 
 /// `shape` describes one tensor of float, double or a 16-bit float; weight and bias of a 16-bit one
-/// are float. Only a shape whose channels lie in long runs, or that has no values, can be divided
-/// by channels.
+/// are float. Only a shape whose channels are stored in long contiguous runs, or that has no
+/// values, can be divided by channels.
 bool is_divisible(kernels::BatchNormShape shape);
 
 void stats(const at::Tensor& x, kernels::BatchNormShape shape, Channels channels, double* mean,

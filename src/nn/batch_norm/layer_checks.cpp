@@ -35,7 +35,7 @@ void check_state(const char* name, const Tensor& state, const Tensor& input,
 
 }  // namespace
 
-bool is_of_a_program(const std::source_location& where) {
+bool is_user_code(const std::source_location& where) {
   const std::string_view file = where.file_name();
   if (where.line() == 0 || !(file.ends_with(".h") || file.ends_with(".hpp")))
     return where.line() != 0;
@@ -78,7 +78,7 @@ void detail::Layer::rethrow(std::string_view pass, const Error& error) const {
       std::string_view(its.where.file_name()) == where.file_name()) {
     mine.sequence = its.sequence;
     failure.text = fmt::format("{}: {}", its.operation, failure.text);
-  } else {  // what() is text() behind the context
+  } else {  // what() == context + text()
     const std::string_view what = error.what();
     failure.text =
         fmt::format("{}{}", what.substr(0, what.size() - error.text().size()), failure.text);
@@ -124,7 +124,7 @@ void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tens
       if (!running.defined() || !running._is_zerotensor()) continue;
       reject(
           fmt::format("{} is a zero tensor (_efficientzerotensor), which has no memory for new "
-                      "values: give a clone() of it",
+                      "values: pass a clone() of it",
                       name));
     }
   });

@@ -55,7 +55,7 @@ void update_running(const Tensor& running, double factor, const Tensor& statisti
 }
 
 /// Replaces m2 by invstd.
-void invert(std::span<double> m2s, double n, const BatchNormSettings& settings) {
+void m2_to_invstd(std::span<double> m2s, double n, const BatchNormSettings& settings) {
   for (double& value : m2s) {
     // Without samples any finite number makes the sums of backward 0, whatever eps is.
     if (n == 0) {
@@ -94,7 +94,7 @@ bool are_finite(const Tensor& statistics, const Tensor& running) {
 /// The number of channels for which the data of this rank fits into its threads' caches.
 std::size_t fitting_channels(const Activation& x) {
   const std::size_t all = x.shape.channels;
-  if (x.tensor.numel() == 0) return 1;  // any peer's wish prevails
+  if (x.tensor.numel() == 0) return 1;  // any peer's preference prevails
   if (!x.tensor.is_cpu() || !cpu::is_divisible(x.shape)) return all;
   const auto n_threads = static_cast<std::size_t>(at::get_num_threads());
   // Backward reads and writes the most: dy, x, dx.
@@ -112,7 +112,7 @@ void for_each_message(std::size_t channels, std::size_t per_message, const F& f)
 }
 
 /// Copies `part` of two per-channel arrays to its place among all channels.
-void put_channels(const double* part, Channels channels, std::size_t all, double* to) {
+void copy_channels(const double* part, Channels channels, std::size_t all, double* to) {
   std::copy_n(part, channels.count, to + channels.first);
   std::copy_n(part + channels.count, channels.count, to + all + channels.first);
 }
@@ -152,7 +152,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
             record.has_bias && context->needs_input_grad(first_bias + i)}});
     }
     const auto results =
-        detail::called_by_torch([&] { return batch_norm_backward(pieces, record); });
+        detail::translate_errors_for_torch([&] { return batch_norm_backward(pieces, record); });
     variable_list all((record.has_bias ? first_bias + n : first_bias) + kOtherArguments);
     for (std::size_t i = 0; i < n; ++i) {
       all[i] = results[i].input;
@@ -184,7 +184,7 @@ at::TensorOptions parameter_options(const Tensor& input) {
 OptionalTensor parameter_for(const Tensor& parameter, const Tensor& input) {
   if (!parameter.defined()) return {};
   const auto type = is_16_bit(input) ? at::kFloat : input.scalar_type();
-  // As it usually is: `to` takes a microsecond to find that out.
+  // The usual case, which `to` would take a microsecond to detect.
   if (parameter.scalar_type() == type && parameter.device() == input.device() &&
       is_dense(parameter)) {
     return parameter;
@@ -235,11 +235,11 @@ Tensor local_statistics(const Activation& x, Channels channels) {
   return statistics;
 }
 
-std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer) {
+std::size_t agree_on_channels(std::size_t preferred, std::size_t all, const Layer& layer) {
   const Group& group = layer.group;
   if (!internal::NativeGroup::has_low_latency(group) || all == 0)
     return std::max<std::size_t>(all, 1);
-  auto most = static_cast<std::int64_t>(wish);
+  auto most = static_cast<std::int64_t>(preferred);
   if (group.size() > 1) {
     layer.all_reduce(kForward, {&most, 1, DType::i64}, ReduceOp::max);
   }
@@ -267,7 +267,7 @@ bool finish_statistics(const Tensor& statistics, const BatchNormSettings& settin
     update_running(mean, settings.factor, there, 1, /*scale=*/1);
     update_running(settings.running_var, settings.factor, there, 1 + c, 1 / (n - 1));
   }
-  invert(m2s, n, settings);
+  m2_to_invstd(m2s, n, settings);
   return nonfinite;
 }
 
@@ -310,7 +310,7 @@ void input_gradient(const Tensor& dy, const Activation& x, Channels channels,
                             dx);
 }
 
-ParameterGradients::ParameterGradients(const Activation& x, BatchNormWanted wanted)
+ParameterGradients::ParameterGradients(const Activation& x, RequestedGradients wanted)
     : options_(parameter_options(x.tensor)) {
   const auto size = static_cast<std::int64_t>(x.shape.channels);
   const auto on_cpu = options_.device(at::kCPU);
@@ -318,7 +318,7 @@ ParameterGradients::ParameterGradients(const Activation& x, BatchNormWanted want
   if (wanted.bias) bias_ = at::empty({size}, on_cpu);
 }
 
-void ParameterGradients::put(const Tensor& sums, Channels channels, const Tensor& statistics) {
+void ParameterGradients::compute(const Tensor& sums, Channels channels, const Tensor& statistics) {
   const double* const sum_dy = data(sums);
   const double* const sum_dy_xmu = sum_dy + channels.count;
   const double* const invstd = data(statistics) + 1 + channels_of(statistics) + channels.first;
@@ -334,7 +334,7 @@ void ParameterGradients::put(const Tensor& sums, Channels channels, const Tensor
   fill(bias_, [&](std::size_t c) { return sum_dy[c]; });
 }
 
-BatchNormGradients ParameterGradients::take(Tensor dx) {
+BatchNormGradients ParameterGradients::finish(Tensor dx) {
   if (options_.device().is_cuda()) {
     if (weight_.defined() && bias_.defined()) {
       const Tensor both = at::stack({weight_, bias_}).to(options_);  // one transfer
@@ -355,10 +355,10 @@ void average_gradient(std::span<double> message, const double* invstd, double co
   }
   if (settings.eps_mode == EpsMode::plus) return;
   // A clamped variance is constant: its gradient is zero.
-  const double of_clamped = 1 / std::sqrt(settings.eps);
+  const double clamped_invstd = 1 / std::sqrt(settings.eps);
   const std::size_t channels = message.size() / 2;
   for (std::size_t c = 0; c < channels; ++c) {
-    if (invstd[c] == of_clamped) message[channels + c] = 0;
+    if (invstd[c] == clamped_invstd) message[channels + c] = 0;
   }
 }
 
@@ -378,17 +378,17 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
     output = at::empty_like(x.tensor);
     if (at_once) {
       record.statistics = local_statistics(x, x.all());
-      merge_over(record.statistics, settings.layer);
+      merge_across_ranks(record.statistics, settings.layer);
       return;
     }
     record.statistics = doubles(1 + 2 * static_cast<std::int64_t>(all));
     data(record.statistics)[0] = 0;  // if there are no channels
     for_each_message(all, record.channels_per_message, [&](Channels channels) {
       Tensor merged = local_statistics(x, channels);
-      merge_over(merged, settings.layer);
+      merge_across_ranks(merged, settings.layer);
       data(record.statistics)[0] = data(merged)[0];
-      put_channels(data(merged) + 1, channels, all, data(record.statistics) + 1);
-      invert({data(merged) + 1 + channels.count, channels.count}, data(merged)[0], settings);
+      copy_channels(data(merged) + 1, channels, all, data(record.statistics) + 1);
+      m2_to_invstd({data(merged) + 1 + channels.count, channels.count}, data(merged)[0], settings);
       normalize(x, channels, merged, weight, bias, output);
     });
   });
@@ -414,7 +414,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBac
     for (const BatchNormBackwardPiece& piece : pieces) {
       const Activation x = activation_of(piece.input);
       all.push_back({x,
-                     gradient_like(piece.of_output, x.tensor),
+                     gradient_like(piece.grad_output, x.tensor),
                      wants_input ? at::empty_like(x.tensor) : Tensor(),
                      {x, piece.wanted}});
     }
@@ -425,7 +425,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBac
       for (std::size_t i = 0; i < all.size(); ++i) {
         Piece& piece = all[i];
         const Tensor sums = sum_gradients(piece.dy, piece.x, channels, record.for_kernels[i]);
-        piece.parameters.put(sums, channels, record.statistics);
+        piece.parameters.compute(sums, channels, record.statistics);
         message = i == 0 ? sums : message.add_(sums);  // in the order of the pieces
       }
       if (!wants_input) return;
@@ -438,7 +438,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBac
       }
     });
     std::vector<BatchNormGradients> results;
-    for (Piece& piece : all) results.push_back(piece.parameters.take(std::move(piece.dx)));
+    for (Piece& piece : all) results.push_back(piece.parameters.finish(std::move(piece.dx)));
     return results;
   };
   // Without a gradient of the input it sends nothing.
@@ -456,7 +456,7 @@ std::vector<Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
       continue;
     }
     throw UsageError(record->settings.layer.context(kForward),
-                     "its replicas differ: some have a weight or a bias, and others have none");
+                     "all replicas must have a weight, or none, and likewise a bias");
   }
   variable_list tensors;
   tensors.reserve(3 * pieces.size());

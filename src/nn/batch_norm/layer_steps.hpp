@@ -49,15 +49,16 @@ struct Activation {
 
 namespace detail {
 
-/// What is thrown instead of an error of lockstep whose next caller is torch's C++, which the
-/// Python package sets: torch raises a RuntimeError for all that it does not know.
+/// Converts a lockstep::Error that will propagate through libtorch's C++ into an exception for
+/// which torch raises the right Python class. Set by the Python package: torch raises RuntimeError
+/// for exceptions that it does not know.
 using ErrorForTorch = std::exception_ptr (*)(std::exception_ptr thrown);
 void set_error_for_torch(ErrorForTorch function) noexcept;
 [[noreturn]] void rethrow_for_torch();
 
-/// Runs an operator or a backward, which torch calls.
+/// Runs the body of an operator or backward that torch calls.
 template <class F>
-auto called_by_torch(const F& f) {
+auto translate_errors_for_torch(const F& f) {
   try {
     return f();
   } catch (const Error&) {
@@ -71,14 +72,14 @@ inline constexpr std::string_view kForward = "forward", kBackward = "backward";
 /// One forward of a layer and its backward: their group and how errors name the layer.
 struct Layer {
   Group group;
-  /// "SyncBatchNorm2d 'layer3.0.bn1'"; null for a call in a SyncBatchNormScope, whose name only
-  /// errors format, from its number there and its channels.
+  /// "SyncBatchNorm2d 'layer3.0.bn1'"; null for a call in a SyncBatchNormScope: its name is
+  /// formatted only for errors, from its number in the scope and its channels.
   std::shared_ptr<const std::string> title;
   std::source_location where;  ///< the program's line
   std::int64_t number = 0;
   std::int64_t n_channels = 0;
-  /// What ranks compare, so that two layers of equal width never exchange their statistics; -1:
-  /// nothing, as in a scope, where a step without samples counts its calls from the start.
+  /// Hash that ranks compare, so that two layers of equal width never exchange statistics. -1: not
+  /// compared, as in a scope, where a shadow step of join numbers its calls from 1.
   int tag = -1;
 
   std::string name() const;
@@ -87,7 +88,7 @@ struct Layer {
   /// Throws an error of the same type that names this layer and includes the text of `error`.
   [[noreturn]] void rethrow(std::string_view pass, const Error& error) const;
 
-  /// The guard of a pass: see lockstep::detail::Collective. The layer must live as long.
+  /// The guard of a pass: see lockstep::detail::Collective. The layer must outlive it.
   lockstep::detail::Collective collective() const {
     return {title ? std::string_view(*title) : std::string_view("batch_norm"), group, where};
   }
@@ -96,7 +97,7 @@ struct Layer {
   void all_reduce(std::string_view pass, const Elements& message, ReduceOp op) const;
   void all_gather(std::string_view pass, const ConstElements& in, const Elements& out) const;
 
-  /// Runs one of them, or another exchange.
+  /// Runs `message`; its errors are rethrown with the layer's name.
   template <class F>
   auto communicate(std::string_view pass, const F& message) const {
     try {
@@ -126,7 +127,7 @@ struct BatchNormSettings {
 struct BatchNormRecord : torch::CustomClassHolder {
   BatchNormSettings settings;
   at::Tensor statistics;                ///< over all ranks: count, mean, invstd
-  std::vector<at::Tensor> for_kernels;  ///< these, see below; for each piece
+  std::vector<at::Tensor> for_kernels;  ///< statistics, see for_kernels(); one per piece
   std::size_t channels_per_message = 0;
   bool nonfinite = false;  ///< what finish_statistics returned
   bool wants_input_gradient = false;
@@ -139,7 +140,7 @@ struct BatchNormPiece {
   at::Tensor input;
   OptionalTensor weight, bias;  ///< of parameter_for
 };
-struct BatchNormWanted {
+struct RequestedGradients {
   bool input, weight, bias;  ///< input: the same for all pieces
 };
 struct BatchNormGradients {
@@ -173,39 +174,40 @@ void count_batch(at::Tensor n_batches);
 at::Tensor local_statistics(const Activation& x, Channels channels);
 /// n x (1 + 2C) statistics, merged in order.
 at::Tensor merge_statistics(const at::Tensor& parts);
-/// The message of forward: each rank merges all parts in rank order, or the group does so in a
-/// reduction (internal::NativeEngine), so all ranks get the same bits. Why not sums:
-/// docs/design/001. `mine` becomes the result.
-void merge_over(at::Tensor& mine, const Layer& layer);
+/// The message of forward: replaces `mine` by the statistics of all ranks, merged in rank order by
+/// each rank or in a reduction by the group (internal::NativeEngine), so all ranks get the same
+/// bits. Why not sums: docs/design/001.
+void merge_across_ranks(at::Tensor& mine, const Layer& layer);
 /// How many channels each message of this layer covers: all of them or, if the group has low
 /// latency, the largest `wish` of any rank, because batches may differ in size and layout between
 /// ranks. Collective, before the messages, also for ranks that want all channels.
-std::size_t agree_on_channels(std::size_t wish, std::size_t all, const Layer& layer);
+std::size_t agree_on_channels(std::size_t preferred, std::size_t all, const Layer& layer);
 /// Updates the running statistics, unless on_nonfinite keeps them, then replaces m2 by invstd.
-/// Returns whether the batch has a mean or a variance that is not finite there, as it is with a NaN
-/// or an infinity; the same on all ranks. Throws UsageError, before any change, if there is only
-/// one value per channel.
+/// Returns whether a mean or variance of the batch is not finite in the type of the running
+/// statistics; the same on all ranks. Throws UsageError, before any change, if there is only one
+/// value per channel.
 bool finish_statistics(const at::Tensor& statistics, const BatchNormSettings& settings,
                        at::IntArrayRef input_sizes);
-/// `values`, doubles, on x's device: on CUDA in the type in which ATen's kernels compute, else as
-/// they are.
+/// `values` (doubles) as the kernels take them: on CUDA a copy on x's device, in the type in which
+/// ATen computes; on the CPU unchanged.
 at::Tensor for_kernels(const Activation& x, const at::Tensor& values);
-/// `statistics`: of for_kernels, of these channels. `output` has the layout of x, and may have a
-/// node of the graph, which is not told.
+/// `statistics`: returned by for_kernels, of these channels. `output` has the layout of x. It may
+/// have a grad_fn: it is written without autograd.
 void normalize(const Activation& x, Channels channels, const at::Tensor& statistics,
                const at::Tensor& weight, const at::Tensor& bias, at::Tensor& output);
-/// sum_dy, sum_dy_xmu of this rank's values of these channels, as doubles. `statistics`: of
-/// for_kernels, of all.
+/// sum_dy, sum_dy_xmu of this rank's values of these channels, as doubles. `statistics`: returned
+/// by for_kernels, of all channels.
 at::Tensor sum_gradients(const at::Tensor& dy, const Activation& x, Channels channels,
                          const at::Tensor& statistics);
 /// The gradients of weight and bias, if requested.
 class ParameterGradients {
  public:
-  ParameterGradients(const Activation& x, BatchNormWanted wanted);
-  /// `sums`: sum_gradients of these channels. `statistics`: of all.
-  void put(const at::Tensor& sums, Channels channels, const at::Tensor& statistics);
-  /// Beside dx, on its device.
-  BatchNormGradients take(at::Tensor dx);
+  ParameterGradients(const Activation& x, RequestedGradients wanted);
+  /// Computes them for some channels. `sums`: sum_gradients of these. `statistics`: of all
+  /// channels.
+  void compute(const at::Tensor& sums, Channels channels, const at::Tensor& statistics);
+  /// Returns dx and the gradients, on the device of the input.
+  BatchNormGradients finish(at::Tensor dx);
 
  private:
   at::TensorOptions options_;
@@ -214,7 +216,7 @@ class ParameterGradients {
 /// The message of backward: turns sum_dy, sum_dy_xmu of some channels into means over all ranks.
 void average_gradient(std::span<double> message, const double* invstd, double count,
                       const BatchNormSettings& settings);
-/// `statistics`: of for_kernels, of all. `dx` has the layout of x.
+/// `statistics`: returned by for_kernels, of all channels. `dx` has the layout of x.
 void input_gradient(const at::Tensor& dy, const Activation& x, Channels channels,
                     const at::Tensor& statistics, const at::Tensor& weight,
                     const at::Tensor& mean_gradients, at::Tensor& dx);
@@ -229,8 +231,8 @@ at::Tensor batch_norm_forward(const at::Tensor& input, const at::Tensor& weight,
                               const at::Tensor& bias, BatchNormRecord& record);
 /// What backward gets of a piece.
 struct BatchNormBackwardPiece {
-  at::Tensor of_output, input, weight;
-  BatchNormWanted wanted;
+  at::Tensor grad_output, input, weight;
+  RequestedGradients wanted;
 };
 /// The backward of all pieces. Collective if the inputs' gradients are requested.
 std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBackwardPiece> pieces,
@@ -240,7 +242,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBac
 std::vector<at::Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
                                         const c10::intrusive_ptr<BatchNormRecord>& record,
                                         c10::function_ref<std::vector<at::Tensor>()> compute);
-/// The node of a module that has its rank's whole batch, after the checks. Fills `record`.
+/// The autograd node of a module that has its rank's whole batch. Fills `record`. Check first.
 at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& weight,
                                    const at::Tensor& bias,
                                    const c10::intrusive_ptr<BatchNormRecord>& record);
@@ -248,13 +250,13 @@ at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& we
 /// The tag of a layer with this name, or made at this line; see Layer.
 int tag_of(std::string_view identity);
 
-/// False for lines in headers of libraries, which do not identify the program: those that call a
-/// module's forward, or make an object in place.
-bool is_of_a_program(const std::source_location& where);
+/// Whether a line is in the user's code. False for the library headers that call a module's forward
+/// or construct an object in place.
+bool is_user_code(const std::source_location& where);
 
-/// On the thread of a replica of DataParallel, while it exists: in a scope, its caller's or one of
-/// its own, a batch_norm throws UsageError, because it would see the replica's part of the batch
-/// alone. A SyncBatchNorm exchanges statistics with the other replicas itself.
+/// While it exists on the thread of a DataParallel replica, a batch_norm in a scope (the caller's
+/// or the replica's own) throws UsageError, because it would see only the replica's part of the
+/// batch. A SyncBatchNorm exchanges statistics with the other replicas itself.
 class ReplicaScope {
  public:
   explicit ReplicaScope(std::optional<SyncBatchNormScope::Settings> callers);

@@ -35,7 +35,7 @@ void merge(std::span<const double> parts, const Tensor& merged) {
                             out + 1 + channels);
 }
 
-/// merge_over as one reduction, whose bytes do not grow with the number of ranks.
+/// merge_across_ranks as one reduction, whose bytes do not grow with the number of ranks.
 void reduce_moments(const Tensor& mine, const Layer& layer) {
   const std::size_t channels = (static_cast<std::size_t>(mine.numel()) - 1) / 2;
   std::vector<double> moments(kMoments * channels);
@@ -63,7 +63,7 @@ Tensor merge_statistics(const Tensor& parts) {
   return merged;
 }
 
-void merge_over(Tensor& mine, const Layer& layer) {
+void merge_across_ranks(Tensor& mine, const Layer& layer) {
   if (internal::NativeGroup::reduces_moments(layer.group)) return reduce_moments(mine, layer);
   const auto stride = static_cast<std::size_t>(mine.numel());
   const std::size_t n_all = stride * static_cast<std::size_t>(layer.group.size());

@@ -11,16 +11,16 @@
 #include <utility>
 #include <vector>
 
-/// The replicas' pieces are one node of the graph, which the master's thread makes: backward runs
-/// on one thread, where replicas cannot wait for each other. In forward each replica computes its
-/// own statistics, and normalises its piece into the output that the node gave it.
+/// The replicas' pieces are one node of the graph, created on the master's thread: backward runs on
+/// one thread, where replicas cannot wait for each other. In forward each replica computes its own
+/// statistics, and normalises its piece into the output that the node allocated.
 namespace lockstep::nn {
 namespace {
 
 using at::Tensor;
 using detail::ReplicaLink;
 
-std::vector<ReplyTo<ReplicaLink::Reply>> answer(
+std::vector<ReplyTo<ReplicaLink::Reply>> forward_all_replicas(
     std::span<MessageFrom<ReplicaLink::Message>> messages) {
   const ReplicaLink::Message& master = messages.front().message;
   const auto record = c10::make_intrusive<BatchNormRecord>();
@@ -32,9 +32,9 @@ std::vector<ReplyTo<ReplicaLink::Reply>> answer(
     for (const auto& [id, message] : messages) locals.push_back(message.statistics);
     record->statistics = merge_statistics(at::stack(locals));
     const std::size_t all = master.x.shape.channels;
-    // A peer may have one replica, which asks.
+    // A peer with one replica communicates here too (batch_norm_forward).
     record->channels_per_message = agree_on_channels(/*wish=*/all, all, record->settings.layer);
-    merge_over(record->statistics, record->settings.layer);
+    merge_across_ranks(record->statistics, record->settings.layer);
     record->nonfinite =
         finish_statistics(record->statistics, record->settings, master.piece.input.sizes());
     std::vector<Tensor> to_be_filled;
@@ -64,14 +64,13 @@ namespace detail {
 std::shared_ptr<ReplicaLink> ReplicaLink::join(CallbackContext& context, int copy_id) {
   auto& links = context.state<Links>();
   if (copy_id == 0) {
-    links = {std::make_shared<Master>(answer), {}};
+    links = {std::make_shared<Master>(forward_all_replicas), {}};
     return std::make_shared<ReplicaLink>(links.master);
   }
   if (!links.master) {
-    throw UsageError({.operation = "SyncBatchNorm"},
-                     fmt::format("on_replicate of copy {} was called before that of copy 0, with "
-                                 "which each round of replicas begins",
-                                 copy_id));
+    throw UsageError(
+        {.operation = "SyncBatchNorm"},
+        fmt::format("on_replicate must be called for copy 0 first (got copy {})", copy_id));
   }
   auto link = links.by_copy[copy_id].lock();
   if (!link) link = std::make_shared<ReplicaLink>(links.master->register_slave(copy_id));

@@ -26,7 +26,7 @@ class ReplicaLink {
   using Master = SyncMaster<Message, Reply>;
   using Pipe = SlavePipe<Message, Reply>;
 
-  /// Copy 0 brings a new master each time, so no round waits for replicas of an earlier batch.
+  /// Copy 0 creates a new master each time, so no round waits for replicas of an earlier batch.
   /// Throws UsageError if copy 0 has not joined yet.
   static std::shared_ptr<ReplicaLink> join(CallbackContext& context, int copy_id);
 

@@ -52,12 +52,13 @@ Tensor evaluate(const Tensor& input, const State& state, const Tensor& running_m
   const SuspendedScope suspended;
   const auto type = input.scalar_type();
   const bool through_float = input.is_cpu() && (type == at::kHalf || type == at::kBFloat16);
-  const auto take = [through_float](const Tensor& tensor) {
+  const auto to_float = [through_float](const Tensor& tensor) {
     return through_float && tensor.defined() ? tensor.to(at::kFloat) : tensor;
   };
-  const Tensor output = at::batch_norm(take(input), take(state.weight), take(state.bias),
-                                       take(running_mean), take(running_var), batch_statistics,
-                                       /*momentum=*/0, eps, /*cudnn_enabled=*/false);
+  const Tensor output =
+      at::batch_norm(to_float(input), to_float(state.weight), to_float(state.bias),
+                     to_float(running_mean), to_float(running_var), batch_statistics,
+                     /*momentum=*/0, eps, /*cudnn_enabled=*/false);
   return through_float ? output.to(type) : output;
 }
 
@@ -118,12 +119,11 @@ void name_layers(const torch::nn::Module& root, Naming naming) {
 template <std::size_t D, class Derived>
 SyncBatchNormImplBase<D, Derived>::SyncBatchNormImplBase(const SyncBatchNormOptions& options_)
     : torch::nn::NormImplBase<D, Derived, SyncBatchNormOptions>(options_),
-      NamedLayer(
-          fmt::format("SyncBatchNorm{}d", D), options_.num_features(),
-          is_of_a_program(options_.made_at()) ? options_.made_at() : std::source_location()) {}
+      NamedLayer(fmt::format("SyncBatchNorm{}d", D), options_.num_features(),
+                 is_user_code(options_.made_at()) ? options_.made_at() : std::source_location()) {}
 
-/// Resolved once a world exists: a module made or run before init_dist must join it, and one that
-/// joined must not continue alone after its end.
+/// Binds the group once a world exists: a module made or run before init_dist must use the world,
+/// and one that has used it must not continue alone after destroy_dist.
 template <std::size_t D, class Derived>
 Group SyncBatchNormImplBase<D, Derived>::resolve_group() {
   if (this->options.group().has_value()) return *this->options.group();
@@ -143,13 +143,13 @@ Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::sour
   const bool is_replica = replica_.link && !replica_.link->is_alone();
   bool nonfinite = false;
   const Group group = is_replica ? replica_.group : resolve_group();
-  lockstep::detail::Collective(*title_, group, is_of_a_program(where) ? where : made_at_).run([&] {
+  lockstep::detail::Collective(*title_, group, is_user_code(where) ? where : made_at_).run([&] {
     check_dimensions(input, where);
   });
   Tensor output = train(input, {this->weight, this->bias, this->num_batches_tracked},
                         {{.group = group,
                           .title = title_,
-                          .where = is_of_a_program(where) ? where : made_at_,
+                          .where = is_user_code(where) ? where : made_at_,
                           .tag = tag_},
                          o.eps(),
                          o.eps_mode(),
@@ -174,7 +174,7 @@ void SyncBatchNormImplBase<D, Derived>::check_dimensions(const Tensor& input,
   const auto full = static_cast<std::int64_t>(D) + 2;
   if (n_dims == full || (D == 1 && n_dims == 2)) return;
   const Layer layer{this->options.group().value_or(Group()), title_,
-                    is_of_a_program(where) ? where : made_at_};
+                    is_user_code(where) ? where : made_at_};
   throw UsageError(layer.context(kForward),
                    fmt::format("expected {}D input, got {}D input",
                                D == 1 ? std::string("2D or 3") : std::to_string(full), n_dims));

@@ -17,7 +17,7 @@
 #include <utility>
 
 #include "nn/batch_norm/layer_steps.hpp"
-#include "nn/batch_norm/layers_of_scopes.hpp"
+#include "nn/batch_norm/scoped_layers.hpp"
 #include "nn/error.hpp"
 
 /// The kernels are registered at the autograd keys, which see every call on plain tensors, and at
@@ -29,15 +29,15 @@
 /// the operator's reserve tensor.
 namespace lockstep::nn {
 
-/// A scope, or a suspension of those around it, in the list of its thread. Any thread may end it,
-/// in any order (generators of Python do): only its own takes it out of the list, when it next
-/// looks there.
+/// A scope, or a suspension of the enclosing scopes, in its thread's list. Any thread may end it,
+/// in any order (Python generators do). Only its own thread removes it, when it next reads the
+/// list.
 struct detail::ScopeEntry {
   std::optional<SyncBatchNormScope::Settings> settings;  // none: no scope applies
   std::int64_t n_layers = 0;
   bool is_in_replica = false;
   std::atomic<bool> has_ended{false};
-  std::shared_ptr<ScopeEntry> in_list{};  // this, while it is there
+  std::shared_ptr<ScopeEntry> in_list{};  // keeps it alive while it is in the list
   ScopeEntry* outer = nullptr;
 };
 
@@ -47,7 +47,7 @@ using at::Tensor;
 using detail::ScopeEntry;
 using IndexResult = std::tuple<Tensor, Tensor, Tensor, Tensor, std::int64_t>;
 
-// No object: a scope may outlive its thread's objects.
+// A raw pointer: a scope may outlive its thread's thread_local objects.
 constinit thread_local ScopeEntry* innermost = nullptr;
 
 void drop_ended() noexcept {
@@ -58,7 +58,7 @@ void drop_ended() noexcept {
       continue;
     }
     *place = entry->outer;
-    entry->in_list.reset();  // perhaps the last
+    entry->in_list.reset();  // may free the entry
   }
 }
 
@@ -89,8 +89,8 @@ Layer next_layer(ScopeEntry& scope, std::int64_t n_channels) {
     throw UsageError(
         {.operation = fmt::format("{} of a batch_norm in a SyncBatchNormScope", kForward),
          .where = where},
-        "a replica of DataParallel has a part of the batch only, and a scope does not join the "
-        "parts: give DataParallel the result of convert_sync_batchnorm, whose layers do");
+        "a replica of DataParallel has only its part of the batch, and a scope does not "
+        "synchronise replicas: pass DataParallel the result of convert_sync_batchnorm");
   }
   return {.group = group ? *group : default_group(),
           .title = nullptr,
@@ -173,7 +173,7 @@ c10::intrusive_ptr<BatchNormRecord> make_record(ScopeEntry& scope, const Tensor&
                       running_var};
   const std::int64_t channels = record->settings.layer.n_channels;
   check_batch_norm(input, channels, weight, bias, record->settings);
-  LayersOfScopes::all().add(weight, running_mean);
+  ScopedLayers::all().add(weight, running_mean);
   return record;
 }
 
@@ -183,8 +183,8 @@ ScopeEntry* scope_for(bool training, const OptionalTensor& weight,
   if (!training) return nullptr;
   ScopeEntry* const scope = active_scope();
   if (scope == nullptr) {
-    detail::called_by_torch(
-        [&] { LayersOfScopes::all().remove(value_of(weight), value_of(running_mean)); });
+    detail::translate_errors_for_torch(
+        [&] { ScopedLayers::all().remove(value_of(weight), value_of(running_mean)); });
   }
   return scope;
 }
@@ -199,7 +199,7 @@ Tensor batch_norm(const Tensor& input, const OptionalTensor& weight, const Optio
   }
   const Tensor w = value_of(weight);
   const Tensor b = value_of(bias);
-  return detail::called_by_torch([&] {
+  return detail::translate_errors_for_torch([&] {
     return synchronised_batch_norm(input, w, b,
                                    make_record(*scope, input, w, b, value_of(running_mean),
                                                value_of(running_var), momentum, eps));
@@ -218,7 +218,7 @@ IndexResult batch_norm_impl_index(const Tensor& input, const OptionalTensor& wei
   const at::NoGradGuard no_grad;  // the caller of this operator differentiates it
   const Tensor w = value_of(weight);
   const Tensor b = value_of(bias);
-  return detail::called_by_torch([&]() -> IndexResult {
+  return detail::translate_errors_for_torch([&]() -> IndexResult {
     const auto record = make_record(*scope, input, w, b, value_of(running_mean),
                                     value_of(running_var), momentum, eps);
     Tensor output = batch_norm_forward(input, value_of(parameter_for(w, input)),
@@ -239,14 +239,15 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
         implementation, input, gradient, weight, running_mean, running_var, saved_mean,
         saved_invstd, training, eps, wanted, reserve);
   }
-  const auto result = detail::called_by_torch([&] {  // the grad mode says whether to create a graph
+  // The grad mode says whether to create a graph.
+  const auto result = detail::translate_errors_for_torch([&] {
     const auto record = records().find(reserve);
     if (!record) {
-      throw UsageError(
-          {.operation = "backward of a batch_norm in a SyncBatchNormScope"},
-          "what its forward kept for backward is gone and this is at most a clone of it: "
-          "hooks that replace the tensors autograd saves (offloading, compression) must "
-          "leave those of batch_norm as they are");
+      throw UsageError({.operation = "backward of a batch_norm in a SyncBatchNormScope"},
+                       "the tensor that its forward saved for backward was freed, and this may be "
+                       "a clone of it: "
+                       "hooks on saved tensors (offloading, compression) must not replace those of "
+                       "batch_norm");
     }
     const BatchNormBackwardPiece whole{gradient,
                                        input,
@@ -257,7 +258,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
   return {result.input, result.weight, result.bias};
 }
 
-/// libtorch implements it by a batch_norm with another meaning.
+/// Not synchronised: libtorch implements it as a batch_norm of the reshaped input.
 Tensor instance_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
                      bool use_input_stats, double momentum, double eps, bool cudnn_enabled) {
@@ -281,7 +282,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) { add_kernels(library); }
 }  // namespace
 
 SyncBatchNormScope::SyncBatchNormScope(Settings settings)
-    : entry_(enter_scope(Settings{std::move(settings.group), is_of_a_program(settings.where)
+    : entry_(enter_scope(Settings{std::move(settings.group), is_user_code(settings.where)
                                                                  ? settings.where
                                                                  : std::source_location()})) {}
 SyncBatchNormScope::SyncBatchNormScope(std::optional<Group> group, std::source_location where)

@@ -74,7 +74,7 @@ void expect_silence(const StoreAddress& at, milliseconds timeout) {
     char first = 0;
     if (::poll(&readable, 1, static_cast<int>(kSilence.count())) == 1 &&
         ::recv(fd.get(), &first, 1, MSG_DONTWAIT) == 1) {
-      throw std::runtime_error("the listener there is no store: it sends unsolicited data");
+      throw std::runtime_error("the server there is not a TCPStore: it sends unsolicited data");
     }
     return;
   }
@@ -125,7 +125,7 @@ StorePtr connect_to_store(const StoreAddress& at, const internal::World& world,
     }
   }).detach();
   if (answer.wait_for(std::min(timeout, kPatience)) != std::future_status::ready) {
-    throw std::runtime_error("the listener there does not answer as a store does");
+    throw std::runtime_error("the server there does not answer as a TCPStore does");
   }
   answer.get();
   if (serves_store(world)) ServedStores::keep(at, store);

@@ -23,7 +23,7 @@ bool has_agent_store();
 bool serves_store(const internal::World& world);
 
 /// The store at that address, which this process serves if it must. Throws std::exception if there
-/// is none, or if the listener there is no store that answers.
+/// is none, or if the server there does not answer as a TCPStore.
 StorePtr connect_to_store(const StoreAddress& at, const internal::World& world,
                           std::chrono::milliseconds timeout);
 /// After a failed rendezvous: its ranks may count their attempts differently.

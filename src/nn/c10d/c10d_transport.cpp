@@ -44,7 +44,7 @@ int Transport::rank_of(int wire_rank) const {
 }
 
 void Transport::start(std::span<const Message> messages, const Call& call) {
-  if (wire_->is_copy()) {
+  if (wire_->is_forked_child()) {
     throw UsageError(lockstep::context_of(call, rank_),
                      "this process is a copy (fork) of a rank, whose connections it shares; only "
                      "the rank itself may call");
@@ -58,7 +58,7 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
   // of a pair in the order given.
   std::ranges::stable_partition(ordered, [this](const Message* message) {
     const bool sends_first = !wire_->is_gloo_ && rank_ < message->peer;
-    return (message->way == Message::Way::send) == sends_first;
+    return (message->direction == Message::Direction::send) == sends_first;
   });
 
   wait_ = {.channel = channel_, .deadline = {}, .works = {}, .peers = {}};
@@ -73,7 +73,7 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
     try {
       Wire::Transfer transfer = wire_->stage(*message, peer);
       std::vector<at::Tensor> one{transfer.tensor};
-      wait_.works.push_back(message->way == Message::Way::send
+      wait_.works.push_back(message->direction == Message::Direction::send
                                 ? wire_->group_->send(one, peer, channel_)
                                 : wire_->group_->recv(one, peer, channel_));
       wait_.peers.push_back(peer);
@@ -122,7 +122,7 @@ Transport::State Transport::wait(std::chrono::steady_clock::time_point deadline)
 }
 
 void Transport::cancel() noexcept {
-  if (wire_->is_copy()) return;
+  if (wire_->is_forked_child()) return;
   wire_->finish(wait_, transfers_);
   release();
 }

@@ -12,8 +12,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "base/marked_text.hpp"
 #include "base/no_sigpipe.hpp"
+#include "base/truncated_text.hpp"
 
 namespace lockstep::nn::detail {
 namespace {
@@ -71,7 +71,7 @@ struct Wire::ControlBytes {
 std::shared_ptr<Wire> Wire::make(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                  c10::intrusive_ptr<c10d::Store> store) {
   return {new Wire(std::move(group), std::move(store)), [](Wire* wire) {
-            if (!wire->is_copy()) delete wire;
+            if (!wire->is_forked_child()) delete wire;
           }};
 }
 
@@ -89,7 +89,7 @@ Wire::Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d
   ::pthread_setname_np(control_.native_handle(), "c10d-control");
 }
 
-bool Wire::is_copy() const noexcept { return ::getpid() != pid_; }
+bool Wire::is_forked_child() const noexcept { return ::getpid() != pid_; }
 
 Wire::~Wire() {
   flush();
@@ -123,13 +123,13 @@ Wire::Transfer Wire::stage(const Message& message, int peer) {
   at::Tensor callers = tensor_of(message.data, message.n_bytes);
   if (message.n_bytes > kOwnBytes && device_.is_cpu()) return {std::move(callers), &message};
   Transfer transfer{at::empty(callers.sizes(), callers.options().device(device_)), &message};
-  if (message.way == Message::Way::send) transfer.tensor.copy_(callers);
+  if (message.direction == Message::Direction::send) transfer.tensor.copy_(callers);
   return transfer;
 }
 
 void Wire::unstage(const Transfer& transfer) const {
   const Message& message = *transfer.message;
-  if (message.way == Message::Way::send || transfer.is_callers()) return;
+  if (message.direction == Message::Direction::send || transfer.is_callers()) return;
   tensor_of(message.data, message.n_bytes).copy_(transfer.tensor);
 }
 
@@ -211,7 +211,7 @@ void Wire::finish(Wait& wait, std::span<Transfer> transfers) noexcept {
 
 void Wire::send_control(int channel, const ControlMessage& message,
                         std::span<const int> to) noexcept {
-  if (is_copy()) return;
+  if (is_forked_child()) return;
   try {
     if (message.kind ==
         ControlMessage::Kind::failure) {  // another thread of this rank may be waiting
@@ -226,7 +226,7 @@ void Wire::send_control(int channel, const ControlMessage& message,
     bytes->culprit = failure.culprit;
     bytes->peers = failure.peers;
     bytes->wait_state = message.wait_state;
-    base::copy_marked_text(bytes->text, failure.text);
+    base::copy_truncated(bytes->text, failure.text);
     bytes->n_text = static_cast<std::int32_t>(base::text_in(bytes->text).size());
     Sent sent{nullptr, {}, Clock::now() + kControlLimit};
     const base::NoSigpipe no_sigpipe;
@@ -247,7 +247,7 @@ void Wire::send_control(int channel, const ControlMessage& message,
 }
 
 std::optional<ControlMessage> Wire::poll_control(int channel) {
-  if (is_copy()) return std::nullopt;
+  if (is_forked_child()) return std::nullopt;
   const std::lock_guard lock(mutex_);
   const auto found = received_.find(channel);
   if (found == received_.end()) return std::nullopt;
@@ -258,7 +258,7 @@ std::optional<ControlMessage> Wire::poll_control(int channel) {
 }
 
 void Wire::flush() noexcept {
-  if (is_copy()) return;
+  if (is_forked_child()) return;
   std::list<Sent> all;
   {
     const std::lock_guard lock(mutex_);
@@ -334,9 +334,9 @@ void Wire::listen_to_each(const std::stop_token& stop) {
     start(wait);
     std::erase_if(receives, [&](Receive& one) {
       try {
-        const bool has_come = one.work && wait_for(wait, *one.work, kNoPeer);
-        if (has_come) receive(*one.bytes);
-        if (has_come || !one.work) {
+        const bool has_arrived = one.work && wait_for(wait, *one.work, kNoPeer);
+        if (has_arrived) receive(*one.bytes);
+        if (has_arrived || !one.work) {
           std::vector<at::Tensor> tensors{tensor_of(one.bytes.get(), sizeof(ControlBytes))};
           one.work = group_->recv(tensors, one.peer, kControlTag);
         }

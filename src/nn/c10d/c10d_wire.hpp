@@ -88,7 +88,7 @@ class Wire {
   };
 
   Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
-  bool is_copy() const noexcept;
+  bool is_forked_child() const noexcept;
   at::Tensor tensor_of(void* data, std::size_t n_bytes) const;
   Transfer stage(const Message& message, int peer);
   void unstage(const Transfer& transfer) const;

@@ -115,7 +115,7 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
         context_of("DistributedSampler::load", options_.group, {}),
         fmt::format(
             "the archive is from the middle of an epoch of {} samples on {} ranks, and this "
-            "sampler has {} samples on {}: go on with the same, or save between epochs",
+            "sampler has {} samples on {}: resume with the same, or save between epochs",
             size, n_ranks, state_->size, own_ranks));
   }
   begin_epoch(epoch);

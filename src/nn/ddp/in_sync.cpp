@@ -26,7 +26,7 @@ std::uint64_t hash_of_tensor(const at::Tensor& tensor) {
          (3 * hash_of_bytes(kind.data(), kind.size()));
 }
 
-/// Of an optimizer's options or of its state for one parameter; each type can serialise itself.
+/// Hashes an optimizer's options or its state for one parameter, which can serialise themselves.
 template <class Part>
 std::uint64_t hash_of_saved(const Part& part) {
   torch::serialize::OutputArchive archive;
@@ -113,7 +113,7 @@ void check_fingerprints(const Fingerprints& mine, const Group& group, const Erro
                                                  all[rank][i].first, rank, first, advice));
       }
       throw MismatchError(
-          context, fmt::format("rank {} has {} where rank {} has {}: build the same on every rank",
+          context, fmt::format("rank {} has {} where rank {} has {}: all must construct the same",
                                first, is_in_first ? all[first][i].first : "nothing more", rank,
                                is_in_rank ? all[rank][i].first : "nothing more"));
     }

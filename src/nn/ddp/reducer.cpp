@@ -29,8 +29,8 @@ std::optional<lockstep::detail::Collective> Reducer::before_forward(
     if (join_) announce(n_no_sync == 0 ? NextStep::synchronise : NextStep::accumulate);
     prepare();
   });
-  // The others' next message is of a backward. In join it differs from this rank's, an
-  // announcement, and a forward in eval() may be of this rank alone.
+  // The next message of all ranks is sent in backward, except in join, where it is an announcement.
+  // In eval() this rank may be the only one that calls forward.
   const bool is_followed = at::GradMode::is_enabled() && forward_ == Forward::synchronised &&
                            !join_ && !buckets_.empty() && module_.is_training();
   if (!is_followed) return std::nullopt;
@@ -45,9 +45,9 @@ void Reducer::after_forward(const std::vector<at::Tensor>& outputs) {
     output.register_hook([weak = weak_from_this()](const at::Tensor& /*gradient*/) {
       const auto self = weak.lock();
       if (!self || !self->local_backward_.expired()) return;
-      const auto in_it = std::make_shared<char>();
-      self->local_backward_ = in_it;
-      torch::autograd::Engine::get_default_engine().queue_callback([in_it] {});
+      const auto backward_token = std::make_shared<char>();
+      self->local_backward_ = backward_token;
+      torch::autograd::Engine::get_default_engine().queue_callback([backward_token] {});
     });
     forward_ = Forward::local_marked;
   }
@@ -66,7 +66,7 @@ void Reducer::check_last_step() {
     bucket.work.wait();
     bucket.complete = nullptr;
   }
-  phase_ = Phase::outside;
+  phase_ = Phase::idle;
 }
 
 void Reducer::prepare() {
@@ -83,13 +83,13 @@ void Reducer::prepare() {
       },
       [&] {
         if (!changed.empty()) {
-          wait_for_others_that_changed();
-          take_parameters();
-          add_buckets(order_);
+          barrier_before_rebuild();
+          register_parameters();
+          add_buckets(bucket_order_);
         }
         if (!options_.broadcast_buffers) return;
         for (const at::Tensor& buffer : module_.buffers()) {
-          // A graph that saved running statistics in another forward before does not use them.
+          // A graph of an earlier forward that saved the running statistics does not use them.
           at::Tensor values = buffer.variable_data();  // with a version of its own
           // In join rank 0 may be out of data.
           broadcast(values, std::max(join_ ? join_->last_active : 0, 0), group_, {}, where_);
@@ -100,7 +100,7 @@ void Reducer::prepare() {
 
 void Reducer::on_gradient(std::size_t index) {
   lockstep::detail::Collective(kOperation, group_, where_).run([&] {
-    parameters_[index].touched = true;
+    parameters_[index].has_accumulated = true;
     if (!synchronises()) return;
     const at::NoGradGuard no_grad;
     if (phase_ != Phase::reducing) start_step();
@@ -116,9 +116,9 @@ void Reducer::on_gradient(std::size_t index) {
                                  "graph is not static, leave static_graph off",
                                  parameter.name));
     }
-    move_gradient(parameter);
+    copy_to_bucket(parameter);
     parameter.ready = true;
-    arrivals_.push_back(static_cast<std::int64_t>(index));
+    ready_order_.push_back(static_cast<std::int64_t>(index));
     --buckets_[parameter.bucket].n_pending;
     send_complete_buckets();
   });
@@ -128,12 +128,12 @@ void Reducer::start_step() {
   check_before_step();
   phase_ = Phase::reducing;
   n_sent_ = 0;
-  arrivals_.clear();
+  ready_order_.clear();
   for (Bucket& bucket : buckets_) bucket.n_pending = bucket.parameters.size();
   for (Parameter& parameter : parameters_) {
     parameter.ready = !parameter.used;
     if (parameter.used) continue;
-    move_gradient(parameter);
+    copy_to_bucket(parameter);
     --buckets_[parameter.bucket].n_pending;
   }
   torch::autograd::Engine::get_default_engine().queue_callback(
@@ -144,16 +144,16 @@ void Reducer::start_step() {
 /// it in place, unless the user has dropped it. One that this backward did not touch (an earlier
 /// step's, perhaps zeroed in place, or one set by hand) is only copied into the bucket: it must
 /// stay as it is if no rank has a gradient.
-void Reducer::move_gradient(Parameter& parameter) {
+void Reducer::copy_to_bucket(Parameter& parameter) {
   at::Tensor& gradient = parameter.tensor.mutable_grad();
-  parameter.has_gradient = gradient.defined() && parameter.touched;
+  parameter.has_gradient = gradient.defined() && parameter.has_accumulated;
   if (gradient.defined()) check_gradient(parameter);
   if (parameter.is_sparse) return;
   // Module::zero_grad of libtorch 1.13 leaves another tensor over the same memory.
   const bool is_in_bucket = gradient.defined() && has_values_in_memory(gradient) &&
                             gradient.data_ptr() == parameter.slice.data_ptr() &&
                             gradient.strides() == parameter.slice.strides();
-  if (gradient.defined() && !parameter.touched) {
+  if (gradient.defined() && !parameter.has_accumulated) {
     if (is_in_bucket) {
       gradient = gradient.clone();
     } else {
@@ -179,9 +179,9 @@ void Reducer::check_gradient(const Parameter& parameter) const {
   const at::Tensor& gradient = parameter.tensor.grad();
   if ((gradient.layout() != at::kStrided) != parameter.is_sparse) {
     throw UsageError(
-        context(), fmt::format("the gradient of {} is {}: sparse gradients are for the weights of "
-                               "torch::nn::Embedding and EmbeddingBag with sparse(true), and "
-                               "these have no others",
+        context(), fmt::format("the gradient of {} is {}: the weights of torch::nn::Embedding and "
+                               "EmbeddingBag with sparse(true) must have sparse gradients, all "
+                               "other parameters dense ones",
                                parameter.name, parameter.is_sparse ? "dense" : "sparse"));
   }
   if (gradient.requires_grad()) {
@@ -194,7 +194,7 @@ void Reducer::check_gradient(const Parameter& parameter) const {
   }
   if (gradient.scalar_type() != parameter.slice.scalar_type() ||
       gradient.sizes() != parameter.slice.sizes()) {
-    refuse_changed(parameter.name);
+    throw_parameter_changed(parameter.name);
   }
 }
 
@@ -212,7 +212,7 @@ void Reducer::replace_kept_slice(Parameter& parameter) {
 }
 
 /// On the CPU the slice is the gradient; on another device it is copied.
-void Reducer::give_gradient(Parameter& parameter) {
+void Reducer::publish_gradient(Parameter& parameter) {
   at::Tensor& gradient = parameter.tensor.mutable_grad();
   if (parameter.tensor.is_cpu()) {
     gradient = parameter.slice;
@@ -266,17 +266,18 @@ void Reducer::average_sparse(Parameter& parameter) {
 void Reducer::check_same_gradients() {
   if (options_.find_unused_parameters) return;
   for (const Parameter& parameter : parameters_) {
-    if (!(parameter.with > 0 && parameter.without > 0)) continue;
-    phase_ = Phase::outside;  // no communication is pending, on any rank
+    if (!(parameter.frac_with_grad > 0 && parameter.frac_without_grad > 0)) continue;
+    phase_ = Phase::idle;  // no communication is pending, on any rank
     const double size = group_.size();
-    const double n_ranks = parameter.with < parameter.without  // the smaller is more precise
-                               ? std::round(parameter.with * size)
-                               : size - std::round(parameter.without * size);
+    // The smaller of the two is more precise.
+    const double n_ranks = parameter.frac_with_grad < parameter.frac_without_grad
+                               ? std::round(parameter.frac_with_grad * size)
+                               : size - std::round(parameter.frac_without_grad * size);
     throw MismatchError(
         context(),
-        fmt::format("parameter {} got a gradient on {:.0f} of {} ranks, {} this one: let it take "
-                    "part in every rank's loss, or set find_unused_parameters, which takes a "
-                    "missing one as zero",
+        fmt::format("parameter {} got a gradient on {:.0f} of {} ranks, {} this one: use it in "
+                    "every rank's loss, or set find_unused_parameters, which counts a missing "
+                    "gradient as zero",
                     parameter.name, n_ranks, group_.size(),
                     parameter.has_gradient ? "also on" : "but not on"));
   }
@@ -287,8 +288,8 @@ void Reducer::send_complete_buckets() {
     Bucket& bucket = buckets_[n_sent_];
     std::vector<float> flags;
     for (const std::size_t i : bucket.parameters) {
-      const float with = parameters_[i].has_gradient ? 1.0F : 0.0F;
-      flags.insert(flags.end(), {with, 1 - with});
+      const float has_gradient = parameters_[i].has_gradient ? 1.0F : 0.0F;
+      flags.insert(flags.end(), {has_gradient, 1 - has_gradient});
     }
     bucket.flag_values.copy_(
         at::from_blob(flags.data(), {static_cast<std::int64_t>(flags.size())}, at::kFloat));
@@ -313,8 +314,8 @@ void Reducer::finish() {
     const TraceScope scope("DDP: the last gradients");
     const at::NoGradGuard no_grad;
     for (Parameter& parameter : parameters_) {
-      if (!parameter.ready) move_gradient(parameter);
-      parameter.touched = false;
+      if (!parameter.ready) copy_to_bucket(parameter);
+      parameter.has_accumulated = false;
     }
     for (Bucket& bucket : buckets_) bucket.n_pending = 0;
     send_complete_buckets();
@@ -329,20 +330,20 @@ void Reducer::finish() {
       const at::Tensor flags = bucket.flag_values.to(at::kDouble);
       const auto* flag = flags.data_ptr<double>();
       for (const std::size_t i : bucket.parameters) {
-        parameters_[i].with = *flag++;
-        parameters_[i].without = *flag++;
+        parameters_[i].frac_with_grad = *flag++;
+        parameters_[i].frac_without_grad = *flag++;
       }
     }
     check_same_gradients();
     const bool rescale =
         join_ && options_.join_divides_by_active && join_->n_active < group_.size();
     for (Parameter& parameter : parameters_) {
-      if (!(parameter.with > 0)) continue;
+      if (!(parameter.frac_with_grad > 0)) continue;
       if (parameter.is_sparse) {
         explain([&] { return "averaging the sparse gradient of " + parameter.name; },
                 [&] { average_sparse(parameter); }, Hint::join);
       } else {
-        give_gradient(parameter);
+        publish_gradient(parameter);
       }
       if (!rescale) continue;
       parameter.tensor.mutable_grad().mul_(static_cast<double>(group_.size()) / join_->n_active);
@@ -352,7 +353,7 @@ void Reducer::finish() {
         parameter.used = parameter.ready || !options_.static_graph;
       explain([] { return std::string("rebuilding the buckets"); }, [this] { rebuild_buckets(); });
     }
-    phase_ = Phase::outside;
+    phase_ = Phase::idle;
     check_in_sync();
   });
 }

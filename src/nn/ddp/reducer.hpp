@@ -83,16 +83,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     at::Tensor slice;  // its gradient in the bucket
     std::size_t bucket = 0;
     bool ready = false;
-    bool has_gradient = false;  // in the step, on this rank
-    bool touched = false;       // some backward since the last averaging gave it a gradient
-    bool used = true;           // static graph: false if it got no gradient in the first step
+    bool has_gradient = false;     // in the step, on this rank
+    bool has_accumulated = false;  // some backward since the last averaging gave it a gradient
+    bool used = true;              // static graph: false if it got no gradient in the first step
     // Its gradients are sparse: no bytes in the bucket, and a slice without memory of its own.
     bool is_sparse = false;
-    // Means over the ranks, rounded by the bucket's type: above zero if any rank set the flag.
-    double with = 0, without = 0;
+    // Means of the flags over the ranks, rounded by the bucket's type: above zero if any rank set
+    // one.
+    double frac_with_grad = 0, frac_without_grad = 0;
   };
   /// The hook of a tensor of the module.
-  struct Guard {
+  struct ParameterHook {
     at::Tensor tensor;
     unsigned position = 0;
   };
@@ -101,7 +102,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::vector<std::size_t> parameters;
     SharedBuffer memory;
     Elements gradients, flags;
-    at::Tensor flag_values;  // with, without of each parameter
+    at::Tensor flag_values;  // two flags per parameter: has a gradient, has none
     std::size_t n_pending = 0;
     Work work;
     std::function<void()> complete;  // the hook's
@@ -120,17 +121,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// The last forward: whether the backward of it is synchronised, and if not, whether its outputs
   /// report when that begins there (marked).
   enum class Forward { synchronised, local, local_marked };
-  /// outside: since the last step. prepared: a synchronised forward has checked the parameters.
+  /// idle: between steps. prepared: a synchronised forward has checked the parameters.
   /// reducing: between the first hook of a backward and the end of finish().
-  enum class Phase { outside, prepared, reducing };
-  /// What a call of join() has.
+  enum class Phase { idle, prepared, reducing };
+  /// State of a running join().
   struct Join {
     std::function<at::Tensor()> example;  // a forward of no samples
     bool mirrors = false;                 // this rank mirrors the peers' backward
     int n_active = 0;                     // ranks that have data
     int last_active = -1;                 // the lowest such rank, as last announced
     bool was_uneven = false;
-    bool all_throw = false;      // the UsageError that ends it is one of every rank
+    bool all_throw = false;      // every rank throws the UsageError that ends it
     std::optional<Group> scope;  // around the last forward
     /// Of each module, whether it was in training mode in that forward.
     std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes;
@@ -142,23 +143,23 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void explain(const std::function<std::string()>& what, const F& f, Hint hint = Hint::none) const;
   std::string names_of(const Bucket& bucket) const;
 
-  /// The first parameter whose hook or bucket is no longer valid; empty: none.
+  /// The name of the first parameter whose hook or bucket is no longer valid, or "".
   std::string changed_parameter() const;
   void check_before_step() const;
   void check_attached(const Parameter& parameter) const;
-  [[noreturn]] void refuse_changed(const std::string& name) const;
+  [[noreturn]] void throw_parameter_changed(const std::string& name) const;
   /// The groups in which a forward may communicate before backward uses this object's group.
   std::vector<Group> groups_of_forward() const;
   /// MismatchError if only some ranks call it.
-  void wait_for_others_that_changed() const;
+  void barrier_before_rebuild() const;
   /// Collective: compares the modules and broadcasts rank 0's values of new parameters.
-  void take_parameters();
+  void register_parameters();
   void add_buckets(std::span<const std::int64_t> order);
   void rebuild_buckets();
   void add_hooks();
   void remove_hooks();
   void prepare();
-  /// If the last backward ended with an exception: throws, or forgets it where there is one rank.
+  /// If the last backward ended with an exception: throws, or resets the step in a group of one.
   void check_last_step();
   void check_in_sync();
   bool synchronises() const {
@@ -169,14 +170,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_scopes(std::span<const Announcement> all);
   /// The group of the scope that the peers are in.
   Group scope_of(std::uint64_t announced) const;
-  void follow(const Announcement& others);
+  /// Runs the other ranks' next step with an empty batch.
+  void shadow_step(const Announcement& others);
   void drop_gradients();
-  void take_state_of(int rank, const JoinOptions& options);
+  void broadcast_state_of(int rank, const JoinOptions& options);
   void start_step();
-  void move_gradient(Parameter& parameter);
+  void copy_to_bucket(Parameter& parameter);
   void check_gradient(const Parameter& parameter) const;
   void replace_kept_slice(Parameter& parameter);
-  void give_gradient(Parameter& parameter);
+  void publish_gradient(Parameter& parameter);
   /// Collective, if some rank has a gradient.
   void average_sparse(Parameter& parameter);
   void check_same_gradients();
@@ -186,14 +188,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   torch::nn::Module& module_;  // owned by DistributedDataParallel, the only caller
   const DistributedDataParallelOptions options_;
   std::vector<Parameter> parameters_;
-  std::vector<Guard> guards_;
-  std::vector<std::int64_t> order_;     // of the parameters in the buckets
-  std::vector<std::int64_t> arrivals_;  // of gradients, in the step
+  std::vector<ParameterHook> parameter_hooks_;
+  std::vector<std::int64_t> bucket_order_;  // of the parameters in the buckets
+  std::vector<std::int64_t> ready_order_;   // of gradients, in the step
   std::vector<Bucket> buckets_;
   std::size_t n_sent_ = 0;
   Forward forward_ = Forward::synchronised;
-  std::weak_ptr<void> local_backward_;  // it has begun while this lives
-  Phase phase_ = Phase::outside;
+  std::weak_ptr<void> local_backward_;  // not expired: a local backward is running
+  Phase phase_ = Phase::idle;
   bool rebuilt_ = false;
   std::optional<Join> join_;  // while it runs
   int n_checks_ = 0;  // synchronised backwards left that compare the parameters, after uneven data

@@ -60,7 +60,7 @@ void check_optimizer(const torch::optim::Optimizer& optimizer, const ErrorContex
     const auto& options = static_cast<const torch::optim::LBFGSOptions&>(group.options());
     if (options.max_iter() == 1 && !options.line_search_fn()) continue;
     throw UsageError(context,
-                     "join cannot take this LBFGS: how often it calls the closure depends on the "
+                     "join does not support this LBFGS: the number of closure calls depends on the "
                      "loss, which differs between the ranks. Use max_iter(1) and no line search");
   }
 }
@@ -73,7 +73,7 @@ Modes modes_of(const torch::nn::Module& module) {
   return modes;
 }
 
-/// train() sets the modules in a module too: they come after it.
+/// train() also sets all submodules: they follow their parent in `modes`.
 void set_modes(const Modes& modes) {
   for (const auto& [module, is_training] : modes) module->train(is_training);
 }
@@ -95,7 +95,7 @@ void Reducer::check_scopes(std::span<const Announcement> all) {
     throw UsageError(
         context(),
         fmt::format("in join, the forward of rank {} is in a SyncBatchNormScope over a group of {} "
-                    "of the {} ranks, and a rank out of data would not know in which: convert the "
+                    "of the {} ranks, which a rank out of data cannot identify: convert the "
                     "net with convert_sync_batchnorm and that group instead",
                     rank, all[rank].scope_size, group_.size()));
   }
@@ -131,17 +131,17 @@ Reducer::Announcement Reducer::announce(NextStep step) {
     if (all[rank].scope != common.scope) {
       throw MismatchError(
           context(), fmt::format("in join, the forwards of rank {} and rank {} are not in "
-                                 "SyncBatchNormScopes of the same group: let all ranks have one, "
-                                 "or none",
+                                 "SyncBatchNormScopes of the same group: use one on all ranks or "
+                                 "on none",
                                  first, rank));
     }
     if (all[rank].step == common.step) continue;
     const bool first_accumulates = common.step == NextStep::accumulate;
-    throw MismatchError(context(),
-                        fmt::format("in join, rank {} is in no_sync() and rank {} is not: let all "
-                                    "ranks synchronise at the same steps",
-                                    first_accumulates ? first : static_cast<int>(rank),
-                                    first_accumulates ? static_cast<int>(rank) : first));
+    throw MismatchError(
+        context(), fmt::format("in join, rank {} is in no_sync() and rank {} is not: all ranks "
+                               "must synchronise at the same steps",
+                               first_accumulates ? first : static_cast<int>(rank),
+                               first_accumulates ? static_cast<int>(rank) : first));
   }
   if (first < 0) return {};
   join_->last_active = first;
@@ -167,7 +167,7 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
     }
   } leave{*this, nullptr};
   join_.emplace();
-  if (example) {  // precedes the forwards of earlier loops
+  if (example) {  // takes precedence over forwards of earlier loops
     leave.shadow_before = std::exchange(shadow, nullptr);
     join_->example = std::move(example);
   }
@@ -180,11 +180,11 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
     for (;;) {
       const Announcement others = announce(NextStep::joined);
       if (others.step == NextStep::joined) break;
-      explain([] { return std::string("making a step without samples in join"); },
-              [&] { follow(others); }, Hint::body);
+      explain([] { return std::string("shadowing a step in join"); }, [&] { shadow_step(others); },
+              Hint::body);
     }
     join_->n_active = group_.size();
-    if (join_->last_active >= 0) take_state_of(join_->last_active, options);
+    if (join_->last_active >= 0) broadcast_state_of(join_->last_active, options);
   } catch (const MismatchError&) {  // the other ranks have one too
     throw;
   } catch (...) {
@@ -198,13 +198,14 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
   if (join_->was_uneven) n_checks_ = kChecksAfterUnevenData;
 }
 
-void Reducer::follow(const Announcement& others) {
+void Reducer::shadow_step(const Announcement& others) {
   const auto& forward = shadow ? shadow : join_->example;
   if (!forward) {
-    throw UsageError(context(),
-                     "join cannot follow the other ranks: no forward was made here that returns "
-                     "a tensor and whose arguments are tensors, containers of tensors, numbers and "
-                     "texts. Give join an example_input, or an example_forward");
+    throw UsageError(
+        context(),
+        "join cannot shadow the other ranks: this rank has made no forward that returns "
+        "a tensor and whose arguments are tensors, containers of tensors, numbers and "
+        "strings. Give join an example_input, or an example_forward");
   }
   check_last_step();
   const at::AutoGradMode with_gradients(true);
@@ -241,15 +242,15 @@ Group Reducer::scope_of(std::uint64_t announced) const {
   if (hash_of_scope(*options_.group) == announced) return *options_.group;
   if (hash_of_scope(default_group()) == announced) return default_group();
   throw UsageError(context(),
-                   "join cannot follow the other ranks: their forward is in a SyncBatchNormScope "
-                   "over a group that no forward here was in. Make the scope around join");
+                   "join cannot shadow the other ranks: their forward is in a SyncBatchNormScope "
+                   "over a group that this rank has not used. Construct the scope around join");
 }
 
 void Reducer::drop_gradients() {
   for (Parameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
 }
 
-void Reducer::take_state_of(int rank, const JoinOptions& options) {
+void Reducer::broadcast_state_of(int rank, const JoinOptions& options) {
   explain([&] { return fmt::format("broadcasting the state of rank {}", rank); },
           [&] {
             for (const auto& tensors : {module_.parameters(), module_.buffers()}) {
@@ -262,24 +263,26 @@ void Reducer::take_state_of(int rank, const JoinOptions& options) {
           });
 }
 
-/// At the end of backward, where all ranks are: one rank alone may call forward, to evaluate, and
-/// ranks whose losses reach different layers have their first gradients at different times.
+/// Called at the end of backward, which all ranks reach. Not earlier: a single rank may call
+/// forward to evaluate, and ranks whose losses reach different layers fill buckets in different
+/// order.
 void Reducer::check_in_sync() {
   const bool is_due = checks_fully_ && n_steps_++ % kStepsBetweenChecks == 1;
   if (n_checks_ == 0 && !is_due) return;
   const bool is_after_join = n_checks_ > 0;
   if (is_after_join) --n_checks_;
-  explain([] { return std::string("comparing the parameters"); },
-          [&] {
-            check_fingerprints(
-                join_ && join_->mirrors ? Fingerprints() : fingerprints_of_parameters(module_),
-                group_, context(),
-                is_after_join
-                    ? "the ranks had different numbers of batches in join, and so made different "
-                      "numbers of optimizer steps: pass join the optimizers, whose state it then "
-                      "keeps equal"
-                    : "the ranks have changed them differently: make the same changes on all");
-          });
+  explain(
+      [] { return std::string("comparing the parameters"); },
+      [&] {
+        check_fingerprints(
+            join_ && join_->mirrors ? Fingerprints() : fingerprints_of_parameters(module_), group_,
+            context(),
+            is_after_join
+                ? "the ranks had different numbers of batches in join, and so made different "
+                  "numbers of optimizer steps: pass join the optimizers, whose state it then "
+                  "keeps equal"
+                : "the ranks have changed them differently: apply the same changes on all ranks");
+      });
 }
 
 }  // namespace lockstep::nn::detail

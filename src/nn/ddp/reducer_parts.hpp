@@ -13,7 +13,7 @@
 /// Shared by the source files of the Reducer.
 namespace lockstep::nn::detail {
 
-/// What errors call it.
+/// The operation's name in errors.
 inline constexpr const char* kOperation = "DistributedDataParallel";
 
 /// A tensor over part of a bucket, not a view: optimizers detach gradients in place.
@@ -42,7 +42,7 @@ void Reducer::explain(const std::function<std::string()>& what, const F& f, Hint
     const std::string note = fmt::format("{}{}.", kThis, what());
     const char* body_note =
         hint == Hint::body
-            ? " All but its forwards and backwards is for the ranks with data alone: the body of "
+            ? " Ranks out of data only shadow its forwards and backwards: the body of "
               "join must not communicate by other means (all_reduce, barrier)."
             : "";
     const char* timeout_note = hint == Hint::join && !join_

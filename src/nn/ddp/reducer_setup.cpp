@@ -119,7 +119,7 @@ void check_same_module(const torch::nn::Module& module, const Group& group,
   }
 }
 
-/// Of a parameter's gradient, in a bucket.
+/// The padded size of a parameter's gradient in a bucket.
 std::size_t n_bytes_of(const at::Tensor& tensor, bool is_sparse) {
   return is_sparse ? 0 : (tensor.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
 }
@@ -142,7 +142,7 @@ void check_one_device(const torch::nn::Module& module, const ErrorContext& conte
   }
 }
 
-/// Names what cannot be sent, before anything is.
+/// Throws UsageError for a tensor that cannot be sent, before anything is sent.
 void check_tensors(const torch::nn::Module& module, const ErrorContext& context) {
   const auto check = [&context](const char* kind, const std::string& name,
                                 const at::Tensor& tensor) {
@@ -161,7 +161,7 @@ void check_tensors(const torch::nn::Module& module, const ErrorContext& context)
   for (const auto& item : module.named_buffers()) check("buffer", item.key(), *item);
 }
 
-/// None for a sparse tensor, which a parameter may have become.
+/// Returns an empty Storage for a sparse tensor: set_data may make a parameter sparse.
 c10::Storage storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage() : c10::Storage();
 }
@@ -201,12 +201,12 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
               [&] {
                 check_bucket_size("bucket_cap_mb", options_.bucket_cap_mb, context());
                 check_bucket_size("first_bucket_cap_mb", options_.first_bucket_cap_mb, context());
-                take_parameters();
+                register_parameters();
                 for (at::Tensor buffer : module.buffers()) {
                   broadcast(buffer, /*src=*/0, group_, {}, where_);
                 }
                 group_ = group_.duplicate(where_);
-                add_buckets(order_);
+                add_buckets(bucket_order_);
               });
     });
   } catch (...) {  // the destructor will not run
@@ -245,7 +245,7 @@ std::string Reducer::changed_parameter() const {
   return {};
 }
 
-void Reducer::refuse_changed(const std::string& name) const {
+void Reducer::throw_parameter_changed(const std::string& name) const {
   throw UsageError(
       context(),
       fmt::format("parameter {} has changed (torch::load, to(), set_data, requires_grad_) since "
@@ -257,7 +257,7 @@ void Reducer::refuse_changed(const std::string& name) const {
 void Reducer::check_before_step() const {
   if (phase_ != Phase::prepared) {
     const std::string name = changed_parameter();
-    if (!name.empty()) refuse_changed(name);
+    if (!name.empty()) throw_parameter_changed(name);
   }
   for (const Parameter& parameter : parameters_) {
     for (const auto& hook : parameter.accumulator->post_hooks()) {
@@ -277,7 +277,7 @@ void Reducer::check_attached(const Parameter& parameter) const {
   const auto now = torch::autograd::impl::try_get_grad_accumulator(parameter.tensor);
   if (now == parameter.accumulator) return;
   if (!now && parameter.accumulator.use_count() > 1) return;  // a graph from before the change
-  refuse_changed(parameter.name);
+  throw_parameter_changed(parameter.name);
 }
 
 std::vector<Group> Reducer::groups_of_forward() const {
@@ -302,7 +302,7 @@ std::vector<Group> Reducer::groups_of_forward() const {
 }
 
 /// In all groups at once: the one the peers use next, if any, is unknown here.
-void Reducer::wait_for_others_that_changed() const {
+void Reducer::barrier_before_rebuild() const {
   std::vector<Work> barriers;
   for (const Group& group : groups_of_forward())
     barriers.push_back(group.barrier_async({}, where_));
@@ -319,14 +319,14 @@ void Reducer::wait_for_others_that_changed() const {
   }
 }
 
-void Reducer::take_parameters() {
+void Reducer::register_parameters() {
   check_one_device(module_, context());
   check_tensors(module_, context());
   check_same_module(module_, group_, context());
   remove_hooks();
   const auto known = std::move(parameters_);
   parameters_.clear();
-  order_.clear();
+  bucket_order_.clear();
   rebuilt_ = false;
   std::unordered_set<const void*> taken;
   const auto sparse = sparse_parameters(module_);
@@ -343,11 +343,11 @@ void Reducer::take_parameters() {
     parameter.name = item.key();
     parameter.tensor = *item;
     parameter.storage = storage_of(*item);
-    parameter.touched = before != known.end() && before->touched;
+    parameter.has_accumulated = before != known.end() && before->has_accumulated;
     parameter.is_sparse = sparse.contains(item->unsafeGetTensorImpl());
   }
   for (std::size_t i = parameters_.size(); i-- > 0;) {  // roughly the order of gradients
-    order_.push_back(static_cast<std::int64_t>(i));
+    bucket_order_.push_back(static_cast<std::int64_t>(i));
   }
   add_hooks();
 }
@@ -406,7 +406,7 @@ void Reducer::add_hooks() {
     Parameter& parameter = parameters_[i];
     parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
     parameter.hook = parameter.accumulator->add_post_hook(std::make_unique<GradientHook>(*this, i));
-    guards_.push_back(
+    parameter_hooks_.push_back(
         {parameter.tensor, parameter.tensor.register_hook([this, i](const at::Tensor& /*g*/) {
            check_attached(parameters_[i]);
          })});
@@ -415,9 +415,9 @@ void Reducer::add_hooks() {
     at::Tensor tensor = *item;
     if (tensor.requires_grad() || !tensor.is_floating_point()) continue;
     tensor.requires_grad_(true);  // hooks need requires_grad
-    guards_.push_back(
+    parameter_hooks_.push_back(
         {tensor, tensor.register_hook([this, name = item.key()](const at::Tensor& /*g*/) {
-           if (synchronises()) refuse_changed(name);
+           if (synchronises()) throw_parameter_changed(name);
          })});
     tensor.requires_grad_(false);
   }
@@ -430,20 +430,20 @@ void Reducer::remove_hooks() {
       accumulator->del_post_hook(parameter.hook);
     }
   }
-  for (const Guard& guard : guards_) guard.tensor.remove_hook(guard.position);
-  guards_.clear();
+  for (const ParameterHook& hook : parameter_hooks_) hook.tensor.remove_hook(hook.position);
+  parameter_hooks_.clear();
 }
 
 /// Every rank starts with its current buckets; then all use rank 0's order.
 void Reducer::rebuild_buckets() {
   rebuilt_ = true;
-  for (const std::int64_t i : order_) {  // those without a gradient come last
-    if (!parameters_[static_cast<std::size_t>(i)].ready) arrivals_.push_back(i);
+  for (const std::int64_t i : bucket_order_) {  // those without a gradient come last
+    if (!parameters_[static_cast<std::size_t>(i)].ready) ready_order_.push_back(i);
   }
-  lockstep::broadcast(std::span(arrivals_), /*src=*/0, group_, {}, where_);
-  if (arrivals_ == order_) return;
-  order_ = arrivals_;
-  add_buckets(order_);
+  lockstep::broadcast(std::span(ready_order_), /*src=*/0, group_, {}, where_);
+  if (ready_order_ == bucket_order_) return;
+  bucket_order_ = ready_order_;
+  add_buckets(bucket_order_);
 }
 
 }  // namespace lockstep::nn::detail

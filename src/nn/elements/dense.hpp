@@ -2,11 +2,11 @@
 
 #include <ATen/ATen.h>
 
-/// Tensors whose memory is their values. A view by the conjugate or the negative bit has the memory
-/// of other values, and a zero tensor, as autograd makes, has none. For tensors with strides.
+/// Strided tensors whose memory may not hold their values: lazy conjugate and negative views, whose
+/// memory holds other values, and zero tensors (_efficientzerotensor), which have no memory.
 namespace lockstep::nn {
 
-/// Whether each value stands in memory, at the place that the strides say.
+/// Whether memory holds each value, at the offset given by the strides.
 inline bool has_values_in_memory(const at::Tensor& tensor) {
   return !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
 }
@@ -16,12 +16,12 @@ inline at::Tensor with_values_in_memory(const at::Tensor& tensor) {
   return has_values_in_memory(tensor) ? tensor : tensor.clone();
 }
 
-/// Whether the memory is the values in their order.
+/// Whether memory holds the values contiguously, in order.
 inline bool is_dense(const at::Tensor& tensor) {
   return tensor.is_contiguous() && has_values_in_memory(tensor);
 }
 
-/// The tensor, or a clone whose memory is the values in their order.
+/// The tensor if is_dense, else a contiguous clone.
 inline at::Tensor dense(const at::Tensor& tensor) {
   return is_dense(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }

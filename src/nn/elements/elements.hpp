@@ -17,7 +17,7 @@
 /// A tensor's elements, as a group transfers and reduces them.
 namespace lockstep::nn {
 
-/// None of a type that lockstep does not reduce.
+/// nullopt for a type that lockstep does not reduce.
 inline std::optional<DType> dtype_of(at::ScalarType type) {
   switch (type) {
     case at::kBool: return DType::boolean;
@@ -44,7 +44,7 @@ struct ReducedAs {
   DType dtype;
   std::size_t n_parts;  ///< per element
 };
-/// None of a type that `op` does not take.
+/// nullopt for a type that `op` does not support.
 inline std::optional<ReducedAs> reduced_as(at::ScalarType type, ReduceOp op) {
   const bool has_parts = c10::isComplexType(type) && (op == ReduceOp::sum || op == ReduceOp::mean);
   const auto dtype = dtype_of(has_parts ? c10::toRealValueType(type) : type);
@@ -61,7 +61,7 @@ inline std::string why_no_result(const at::Tensor& tensor) {
   if (at::has_internal_overlap(tensor) != at::MemOverlap::Yes) return {};
   return fmt::format(
       "the result cannot be written to a tensor of sizes {} and strides {}, which is expanded: "
-      "several of its elements are one in memory; pass a clone() of it",
+      "several of its elements share memory; pass a clone() of it",
       c10::str(tensor.sizes()), c10::str(tensor.strides()));
 }
 

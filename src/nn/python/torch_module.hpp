@@ -8,7 +8,7 @@
 
 namespace lockstep::python {
 
-/// Of lockstep._core.
+/// The C++ interface of lockstep._core.
 const CoreApi& core();
 
 /// For an error of lockstep that passes through torch's C++ (autograd, a future): one that torch

@@ -49,10 +49,10 @@ class Replicas {
 
   void run(std::size_t n, const ReplicaBody& body) {
     if (devices_.size() == 1) return body(0, *module_);  // the module itself, with its own errors
-    if (workers_->is_one_of_them()) {
+    if (workers_->is_worker_thread()) {
       throw usage(
-          "called by one of its own replicas, which it would wait for; make an own "
-          "DataParallel for the inner call");
+          "called from one of its own replicas, which would deadlock; use a separate "
+          "DataParallel for the nested call");
     }
     const std::lock_guard lock(mutex_);
     std::vector<std::exception_ptr> errors(n);
@@ -147,7 +147,7 @@ class Replicas {
     } catch (const std::exception& error) {
       std::throw_with_nested(failed(error.what()));
     } catch (...) {
-      std::throw_with_nested(failed("an exception that is no std::exception"));
+      std::throw_with_nested(failed("an exception that is not a std::exception"));
     }
   }
 
@@ -162,12 +162,12 @@ class Replicas {
   int n_threads_shared_ = 0;  // the caller's number of threads when it was divided
 };
 
-void Cut::measure(const Tensor& tensor) {
+void ScatterGather::check_size(const Tensor& tensor) {
   if (!tensor.defined() || tensor.dim() == 0) return;
   const std::int64_t dim = replicas_->dim();
   if (dim >= tensor.dim() || dim < -tensor.dim()) {
-    throw replicas_->usage(
-        fmt::format("cannot cut a tensor of size {} along dim {}", c10::str(tensor.sizes()), dim));
+    throw replicas_->usage(fmt::format("cannot split a tensor of size {} along dim {}",
+                                       c10::str(tensor.sizes()), dim));
   }
   const std::int64_t size = tensor.size(dim);
   if (size_.value_or(size) != size) {
@@ -178,38 +178,38 @@ void Cut::measure(const Tensor& tensor) {
   size_ = size;
 }
 
-std::size_t Cut::n_pieces() const {
+std::size_t ScatterGather::n_chunks() const {
   const auto size = static_cast<std::size_t>(size_.value_or(0));
   if (size == 0) return 1;
   const std::size_t n_devices = replicas_->devices().size();
-  const std::size_t of_piece = (size + n_devices - 1) / n_devices;  // as Tensor::chunk
-  return (size + of_piece - 1) / of_piece;
+  const std::size_t chunk_size = (size + n_devices - 1) / n_devices;  // as Tensor::chunk
+  return (size + chunk_size - 1) / chunk_size;
 }
 
-std::vector<Tensor> Cut::scatter(const Tensor& tensor) const {
-  const std::size_t n = n_pieces();
-  std::vector<Tensor> pieces(n, tensor);
-  if (!tensor.defined()) return pieces;
+std::vector<Tensor> ScatterGather::scatter(const Tensor& tensor) const {
+  const std::size_t n = n_chunks();
+  std::vector<Tensor> chunks(n, tensor);
+  if (!tensor.defined()) return chunks;
   if (tensor.dim() > 0 && n > 1) {
-    pieces = tensor.chunk(static_cast<std::int64_t>(replicas_->devices().size()), replicas_->dim());
+    chunks = tensor.chunk(static_cast<std::int64_t>(replicas_->devices().size()), replicas_->dim());
   }
-  for (std::size_t i = 0; i < n; ++i) pieces[i] = pieces[i].to(replicas_->devices()[i]);
-  return pieces;
+  for (std::size_t i = 0; i < n; ++i) chunks[i] = chunks[i].to(replicas_->devices()[i]);
+  return chunks;
 }
 
-Tensor Cut::gather(std::vector<Tensor> parts) const {
+Tensor ScatterGather::gather(std::vector<Tensor> parts) const {
   for (Tensor& part : parts) {
-    if (!part.defined() || part.dim() != parts[0].dim()) fail_unlike();
+    if (!part.defined() || part.dim() != parts[0].dim()) throw_structure_mismatch();
     part = part.to(replicas_->output_device());
   }
   if (parts.size() == 1) return parts[0];
   return parts[0].dim() == 0 ? at::stack(parts) : at::cat(parts, replicas_->dim());
 }
 
-void Cut::fail_unlike() const {
+void ScatterGather::throw_structure_mismatch() const {
   throw replicas_->usage(
-      "the replicas' outputs cannot be put together: lengths, keys or dimensions differ, or one is "
-      "undefined; forward must return the same structure for every piece of the batch");
+      "cannot gather the replicas' outputs: lengths, keys or dimensions differ, or one is "
+      "undefined; forward must return the same structure for every chunk of the batch");
 }
 
 std::shared_ptr<Replicas> make_replicas(Module& module, std::vector<at::Device> devices,
@@ -218,8 +218,8 @@ std::shared_ptr<Replicas> make_replicas(Module& module, std::vector<at::Device> 
   return std::make_shared<Replicas>(module, std::move(devices), output_device, dim, where);
 }
 
-void run_replicas(Replicas& replicas, std::size_t n_pieces, const ReplicaBody& body) {
-  replicas.run(n_pieces, body);
+void run_replicas(Replicas& replicas, std::size_t n_chunks, const ReplicaBody& body) {
+  replicas.run(n_chunks, body);
 }
 
 void refresh_replicas(Replicas& replicas) { replicas.refresh(); }
@@ -228,8 +228,8 @@ ModulePtr in_place(const char* operation, const Module& module, ModulePtr conver
                    std::source_location where) {
   if (converted.get() == &module) return converted;
   throw UsageError({operation, "", -1, 0, where},
-                   "the module of this DataParallel is itself what is to be replaced: convert it "
-                   "before, and make the DataParallel of the result");
+                   "the wrapped module itself would be replaced: convert it first, then construct "
+                   "the DataParallel from the result");
 }
 
 }  // namespace lockstep::nn::detail

@@ -48,17 +48,17 @@ void renew_buffer(const Tensor& mine, const Tensor& original, const at::Device& 
   }
 }
 
-struct RandomStateKept {
-  RandomStateKept() : generator(at::detail::getDefaultCPUGenerator()) {
+struct RandomStateGuard {
+  RandomStateGuard() : generator(at::detail::getDefaultCPUGenerator()) {
     const std::lock_guard lock(generator.mutex());
     state = generator.get_state();
   }
-  ~RandomStateKept() {
+  ~RandomStateGuard() {
     const std::lock_guard lock(generator.mutex());
     generator.set_state(state);
   }
-  RandomStateKept(const RandomStateKept&) = delete;
-  RandomStateKept& operator=(const RandomStateKept&) = delete;
+  RandomStateGuard(const RandomStateGuard&) = delete;
+  RandomStateGuard& operator=(const RandomStateGuard&) = delete;
   at::Generator generator;
   Tensor state;
 };
@@ -87,8 +87,8 @@ void add_members_of_any(Module& module, std::vector<Tensor*>& members) {
   (void)(add_members<Layers>(module, members) || ...);
 }
 
-/// Of torch's layers and of ours, in the order of `modules`. Not of RNN, LSTM and GRU, which do not
-/// show theirs.
+/// The tensor members of torch's layers and of ours, in the order of `modules`. Without those of
+/// RNN, LSTM and GRU, which do not expose them.
 std::vector<Tensor*> members_of(const std::vector<std::shared_ptr<Module>>& modules) {
   using namespace torch::nn;  // NOLINT: the layers by their names
   std::vector<Tensor*> members;
@@ -214,7 +214,7 @@ ModuleCopies::Copy ModuleCopies::make_copy(const std::vector<ModulePtr>& modules
   try {
     // clone() draws initial values only to overwrite them: keep the random numbers that training
     // would otherwise draw.
-    const RandomStateKept random_state_kept;
+    const RandomStateGuard random_state_guard;
     copy.module = module_->clone();
   } catch (const c10::Error& error) {
     throw data_parallel_error(
@@ -229,12 +229,11 @@ ModuleCopies::Copy ModuleCopies::make_copy(const std::vector<ModulePtr>& modules
       copy.buffers.size() != buffers.size()) {
     throw data_parallel_error(
         where_,
-        fmt::format(
-            "the module's clone() has {} modules, {} parameters and {} buffers, not {}, {} and {} "
-            "as "
-            "the module: its reset() must make what the module has, and tensors must be registered",
-            copy.modules.size(), copy.parameters.size(), copy.buffers.size(), modules.size(),
-            parameters.size(), buffers.size()));
+        fmt::format("the module's clone() has {} modules, {} parameters and {} buffers; the module "
+                    "has {}, {} and {}: its reset() must create all of them, and tensors must be "
+                    "registered",
+                    copy.modules.size(), copy.parameters.size(), copy.buffers.size(),
+                    modules.size(), parameters.size(), buffers.size()));
   }
   return copy;
 }

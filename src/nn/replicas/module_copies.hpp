@@ -29,11 +29,11 @@ class ModuleCopies {
   /// Makes n copies that match the module as it is now.
   void prepare(std::size_t n);
   const ModulePtr& operator[](std::size_t i) const { return copies_[i].module; }
-  /// Forgets the copies.
+  /// Discards the copies.
   void clear() { copies_.clear(); }
 
  private:
-  /// Identifies whether a tensor's copies are still as link made them.
+  /// Detects whether a tensor has changed since its copies were linked.
   struct Identity {
     at::Tensor tensor;  ///< also keeps its address from being reused
     const void* data;

@@ -46,7 +46,7 @@ class ReplicaThreads {
     done_.wait(lock, [this] { return n_running_ == 0; });
   }
 
-  bool is_one_of_them() const {
+  bool is_worker_thread() const {
     return std::any_of(threads_.begin(), threads_.end(), [](const std::jthread& thread) {
       return thread.get_id() == std::this_thread::get_id();
     });

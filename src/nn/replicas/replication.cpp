@@ -12,7 +12,7 @@ namespace {
 
 using torch::nn::Module;
 
-struct Position {
+struct Submodule {
   std::string name;  ///< dotted
   Module* module;
   std::size_t n_children;
@@ -20,7 +20,7 @@ struct Position {
 
 /// Throws UsageError if a submodule is null, as it can be in a clone by torch.
 void flatten(Module& module, const std::string& copy_name, const std::string& name,
-             std::vector<Position>& positions, std::source_location where) {
+             std::vector<Submodule>& positions, std::source_location where) {
   const auto children = module.named_children();
   positions.push_back({name, &module, children.size()});
   for (const auto& child : children) {
@@ -38,7 +38,7 @@ void flatten(Module& module, const std::string& copy_name, const std::string& na
 std::string type_of(const Module& module) { return c10::demangle(typeid(module).name()); }
 
 /// Names are not compared: torch::nn::Sequential::clone renumbers its modules.
-void check_same_structure(const std::vector<Position>& first, const std::vector<Position>& copy,
+void check_same_structure(const std::vector<Submodule>& first, const std::vector<Submodule>& copy,
                           const std::string& copy_name, std::source_location where) {
   // Both walks are in step up to the first difference, so neither ends before it.
   for (std::size_t i = 0; i < first.size(); ++i) {
@@ -80,14 +80,14 @@ void execute_replication_callbacks(std::span<const std::shared_ptr<Module>> repl
     throw UsageError(error, fmt::format("got {} devices, expected one for each of {} copies",
                                         about.devices.size(), replicas.size()));
   }
-  std::vector<std::vector<Position>> copies(replicas.size());
+  std::vector<std::vector<Submodule>> copies(replicas.size());
   for (std::size_t id = 0; id < replicas.size(); ++id) {
     if (!replicas[id]) throw UsageError(error, fmt::format("copy {} is null", id));
     const std::string name = fmt::format("copy {}", id);
     flatten(*replicas[id], name, "", copies[id], where);
     check_same_structure(copies[0], copies[id], name, where);
   }
-  std::vector<Position> originals;
+  std::vector<Submodule> originals;
   if (about.original) {
     flatten(*about.original, "the original", "", originals, where);
     check_same_structure(copies[0], originals, "the original", where);

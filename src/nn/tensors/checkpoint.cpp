@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <string_view>
 
-#include "base/whole_file.hpp"
+#include "base/atomic_file.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/checkpoint_file.hpp"
 #include "nn/tensors/hash.hpp"
@@ -71,20 +71,20 @@ void on_rank_0(const char* operation, const Group& group, std::source_location w
 void save_archive(const char* operation, const std::string& path,
                   const std::function<void(torch::serialize::OutputArchive&)>& write,
                   const Group& group, std::source_location where) {
-  on_rank_0(operation, group, where, [&](const auto& is_working) {
-    base::WholeFile file(path, /*mode=*/0666);
+  on_rank_0(operation, group, where, [&](const auto& report_progress) {
+    base::AtomicFile file(path, /*mode=*/0666);
     std::string bytes = archive_bytes([&](torch::serialize::OutputArchive& archive) {
       write(archive);
-      is_working();
+      report_progress();
     });
-    is_working();
+    report_progress();
     add_footer(bytes);
     const std::string_view all = bytes;
-    for (std::size_t at = 0; at < all.size(); at += base::kPiece) {
-      file.write(all.substr(at, base::kPiece));
-      // Otherwise the system may keep all of it for the last step.
-      if (all.size() > base::kPiece) file.bring_to_disk();
-      is_working();
+    for (std::size_t at = 0; at < all.size(); at += base::kIoChunkBytes) {
+      file.write(all.substr(at, base::kIoChunkBytes));
+      // Otherwise the kernel may delay all writeback until the final fsync.
+      if (all.size() > base::kIoChunkBytes) file.flush_to_disk();
+      report_progress();
     }
     file.commit_to_disk();
   });
@@ -93,8 +93,8 @@ void save_archive(const char* operation, const std::string& path,
 std::string read_archive(const char* operation, const std::string& path, const Group& group,
                          std::source_location where) {
   std::string bytes;
-  on_rank_0(operation, group, where, [&](const auto& is_working) {
-    bytes = base::read_regular_file(path, is_working);
+  on_rank_0(operation, group, where, [&](const auto& report_progress) {
+    bytes = base::read_regular_file(path, report_progress);
     check_footer(path, bytes);
   });
   broadcast_object(bytes, /*src=*/0, group, {}, where);

@@ -52,12 +52,12 @@ std::string archive_bytes(F write) {
 torch::serialize::InputArchive parse_archive(const std::string& bytes,
                                              c10::optional<c10::Device> device = c10::nullopt);
 
-/// save_checkpoint, for the operation of that name.
+/// Implements save_checkpoint and save_training; `operation`: the name in errors.
 void save_archive(const char* operation, const std::string& path,
                   const std::function<void(torch::serialize::OutputArchive&)>& write,
                   const Group& group, std::source_location where);
 
-/// The contents of rank 0's file, on every rank; of an undamaged one, if it has a checksum.
+/// Returns the contents of rank 0's file on every rank. Verifies the checksum if there is one.
 std::string read_archive(const char* operation, const std::string& path, const Group& group,
                          std::source_location where);
 

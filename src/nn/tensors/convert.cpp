@@ -25,7 +25,7 @@ using ModulePtr = std::shared_ptr<Module>;
 /// The same state in a module of the other kind. Assigning the Module base takes over the
 /// registered tensors themselves, the training flag and everything else registered.
 template <class To, class From>
-torch::nn::AnyModule adopt(const From& from, std::shared_ptr<To> to) {
+torch::nn::AnyModule move_state_to(const From& from, std::shared_ptr<To> to) {
   static_cast<Module&>(*to) = from;
   to->weight = from.weight;
   to->bias = from.bias;
@@ -43,7 +43,7 @@ struct Conversion {
   std::function<bool(const Module&)> matches;
   std::function<bool(const Module&)> is_derived;
   std::function<torch::nn::AnyModule(const Module&)> replace;
-  /// What the replacement would compute otherwise; empty: nothing.
+  /// Why the replacement would compute other results, or "".
   std::function<std::string(const Module&)> difference = [](const Module&) {
     return std::string();
   };
@@ -58,12 +58,12 @@ bool is_derived_from(const Module& module) {
   return !is_exactly<From...>(module) && ((dynamic_cast<const From*>(&module) != nullptr) || ...);
 }
 
-/// What a BatchNorm would do otherwise than a SyncBatchNorm in training; they are equal in eval
-/// mode.
+/// How a BatchNorm would differ from this SyncBatchNorm in training, or "". In eval mode they are
+/// equal.
 template <class... Sync>
-std::string difference_of_plain(const Module& module) {
+std::string difference_from_batch_norm(const Module& module) {
   std::string option;
-  const auto look_at = [&](const auto* layer) {
+  const auto check_layer = [&](const auto* layer) {
     if (layer == nullptr || !layer->is_training()) return;
     if (layer->options.eps_mode() == EpsMode::clamp) {
       option = "eps_mode clamp";
@@ -71,11 +71,11 @@ std::string difference_of_plain(const Module& module) {
       option = "on_nonfinite keep_running_stats";
     }
   };
-  (look_at(dynamic_cast<const Sync*>(&module)), ...);
+  (check_layer(dynamic_cast<const Sync*>(&module)), ...);
   if (option.empty()) return option;
   return fmt::format(
-      "has {}, which torch's BatchNorm does not have in training: call eval() before, where both "
-      "compute the same, or set the option to its default before",
+      "has {}, which torch's BatchNorm does not support in training: call eval() first, in which "
+      "both compute the same, or set the option to its default",
       option);
 }
 
@@ -83,22 +83,22 @@ template <class From, class To, class Options>
 bool replace_as(const Module& module, const Options& options, torch::nn::AnyModule& result) {
   if (typeid(module) != typeid(From)) return false;
   const auto& from = dynamic_cast<const From&>(module);
-  result = adopt(from, std::make_shared<To>(options(from)));
+  result = move_state_to(from, std::make_shared<To>(options(from)));
   return true;
 }
 
 /// One slot of a container that holds a module to be replaced.
 struct Slot {
   ModulePtr old;
-  std::function<void(const torch::nn::AnyModule&)> put;
+  std::function<void(const torch::nn::AnyModule&)> setter;
 };
 
-/// Of a container: how the children that it holds as entries are replaced, by their names. A class
-/// derived from it may have others, which its own members hold.
-using Puts = std::map<std::string, std::function<void(const torch::nn::AnyModule&)>>;
+/// For a container: the functions that replace its entries, by name. A class derived from a
+/// container may have other children, held by its own members, which cannot be replaced.
+using Setters = std::map<std::string, std::function<void(const torch::nn::AnyModule&)>>;
 
-Puts puts_of(Module& module) {
-  Puts puts;
+Setters setters_of(Module& module) {
+  Setters setters;
   if (auto* list = dynamic_cast<torch::nn::SequentialImpl*>(&module)) {
     auto entry = list->begin();
     // Both are in the order in which they were added.
@@ -106,7 +106,7 @@ Puts puts_of(Module& module) {
       if (entry == list->end()) break;
       if (entry->ptr() != child.value()) continue;
       const std::string key = child.key();
-      puts[key] = [list, key, entry](const torch::nn::AnyModule& replacement) {
+      setters[key] = [list, key, entry](const torch::nn::AnyModule& replacement) {
         *entry = replacement;
         list->replace_module(key, replacement.ptr());
       };
@@ -115,19 +115,19 @@ Puts puts_of(Module& module) {
   } else if (auto* modules = dynamic_cast<torch::nn::ModuleListImpl*>(&module)) {
     for (std::size_t i = 0; i < modules->size(); ++i) {
       const std::string key = std::to_string(i);
-      puts[key] = [modules, key, i](const torch::nn::AnyModule& replacement) {
+      setters[key] = [modules, key, i](const torch::nn::AnyModule& replacement) {
         modules->begin()[static_cast<std::ptrdiff_t>(i)] = replacement.ptr();
         modules->replace_module(key, replacement.ptr());
       };
     }
   } else if (auto* dict = dynamic_cast<torch::nn::ModuleDictImpl*>(&module)) {
     for (const std::string& key : dict->keys()) {
-      puts[key] = [dict, key](const torch::nn::AnyModule& replacement) {
+      setters[key] = [dict, key](const torch::nn::AnyModule& replacement) {
         dict->update({{key, replacement.ptr()}});
       };
     }
   }
-  return puts;
+  return setters;
 }
 
 /// Walks the tree once without changing it, so an error leaves everything unchanged.
@@ -137,10 +137,10 @@ class Plan {
 
   void visit(const ModulePtr& module, const std::string& name) {
     if (!visited_.insert(module.get()).second) return;
-    const Puts puts = puts_of(*module);
+    const Setters setters = setters_of(*module);
     for (const auto& entry : module->named_children()) {
-      const auto put = puts.find(entry.key());
-      child(entry.value(), name, entry.key(), put == puts.end() ? nullptr : put->second);
+      const auto setter = setters.find(entry.key());
+      child(entry.value(), name, entry.key(), setter == setters.end() ? nullptr : setter->second);
     }
   }
 
@@ -160,16 +160,16 @@ class Plan {
     for (const Slot& slot : slots_) {
       auto& replacement = replacements[slot.old.get()];
       if (replacement.is_empty()) replacement = conversion_.replace(*slot.old);
-      slot.put(replacement);
+      slot.setter(replacement);
     }
   }
 
  private:
   void child(const ModulePtr& module, const std::string& parent, const std::string& key,
-             std::function<void(const torch::nn::AnyModule&)> put) {
+             std::function<void(const torch::nn::AnyModule&)> setter) {
     const std::string name = parent.empty() ? key : parent + "." + key;
     const bool matches = conversion_.matches(*module);
-    if (conversion_.is_derived(*module) || (matches && !put)) {
+    if (conversion_.is_derived(*module) || (matches && !setter)) {
       irreplaceable_.push_back(
           fmt::format("'{}' ({})", name, c10::demangle(typeid(*module).name())));
     } else if (matches) {
@@ -177,7 +177,7 @@ class Plan {
       if (!difference.empty() && different_.empty()) {
         different_ = fmt::format("'{}' {}", name, difference);
       }
-      slots_.push_back({module, std::move(put)});
+      slots_.push_back({module, std::move(setter)});
     } else {
       visit(module, name);
     }
@@ -254,7 +254,7 @@ std::shared_ptr<Module> revert_sync_batchnorm(const std::shared_ptr<Module>& mod
                 replace_as<SyncBatchNorm3dImpl, BatchNorm3dImpl>(from, options, to));
          return to;
        },
-       difference_of_plain<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>},
+       difference_from_batch_norm<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>},
       where);
 }
 

@@ -31,7 +31,7 @@ inline void check_tensor(const char* operation, const at::Tensor& tensor, const 
   }
 }
 
-/// The same for one that a result goes into.
+/// Checks a tensor that a result is written to.
 inline void check_result(const char* operation, const at::Tensor& tensor, const Group& group,
                          std::source_location where) {
   check_tensor(operation, tensor, group, where);
@@ -49,7 +49,7 @@ inline at::Tensor for_group(const char* operation, const at::Tensor& tensor, con
   return for_group(tensor);
 }
 
-/// The same, of a tensor that the result goes into; see copy_back.
+/// As for_group, for a tensor that the result is written to; see copy_back.
 inline at::Tensor for_result(const char* operation, const at::Tensor& tensor, const Group& group,
                              std::source_location where) {
   check_result(operation, tensor, group, where);
@@ -74,9 +74,9 @@ inline void copy_back(const at::Tensor& result, const at::Tensor& data) {
   if (is_in_place && !data.is_inference()) data.unsafeGetTensorImpl()->bump_version();
 }
 
-/// Those tensors that did not come before. libtorch's parameters() has one that is registered under
-/// two names twice.
-inline std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors) {
+/// Removes duplicates. libtorch's parameters() lists a tensor twice if it is registered under two
+/// names.
+inline std::vector<at::Tensor> unique_tensors(const std::vector<at::Tensor>& tensors) {
   std::unordered_set<const c10::TensorImpl*> seen;
   std::vector<at::Tensor> once;
   for (const at::Tensor& tensor : tensors) {

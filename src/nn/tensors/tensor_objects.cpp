@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::uint8_t kUndefined = 0xff;
 
-bool can_travel(at::ScalarType type) {
+bool is_serialisable(at::ScalarType type) {
   constexpr at::ScalarType kTypes[] = {
       at::kBool, at::kByte,     at::kChar,  at::kShort,  at::kInt,          at::kLong,
       at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble};
@@ -34,7 +34,7 @@ void save_tensor(Writer& out, const at::Tensor& tensor) {
     out(kUndefined);
     return;
   }
-  if (tensor.layout() != at::kStrided || !can_travel(tensor.scalar_type())) {
+  if (tensor.layout() != at::kStrided || !is_serialisable(tensor.scalar_type())) {
     throw UsageError({.operation = "tensor as an object"},
                      fmt::format("expected a dense tensor of bool, integers, floats or complex "
                                  "numbers, got {}: convert it with to_dense() or to()",
@@ -56,7 +56,7 @@ void load_tensor(Reader& in, at::Tensor& tensor) {
     return;
   }
   const auto type = static_cast<at::ScalarType>(code);
-  if (!can_travel(type)) throw std::runtime_error(fmt::format("a tensor has type {}", code));
+  if (!is_serialisable(type)) throw std::runtime_error(fmt::format("invalid tensor type {}", code));
   in(n_dims);
   std::vector<std::int64_t> sizes(n_dims);
   // Strides must fit too; they count an empty dimension as one element.
@@ -65,7 +65,7 @@ void load_tensor(Reader& in, at::Tensor& tensor) {
     in(size);
     const std::int64_t steps = std::max<std::int64_t>(size, 1);
     if (size < 0 || steps > std::numeric_limits<std::int64_t>::max() / n_strides) {
-      throw std::runtime_error("a tensor's sizes cannot be");
+      throw std::runtime_error("invalid tensor sizes");
     }
     n_strides *= steps;
     n_elements *= size;
@@ -80,7 +80,7 @@ void load_tensor(Reader& in, at::Tensor& tensor) {
   if (type == at::kBool) {
     const std::span bytes(static_cast<const std::uint8_t*>(read.data_ptr()), n_bytes);
     if (std::any_of(bytes.begin(), bytes.end(), [](std::uint8_t byte) { return byte > 1; })) {
-      throw std::runtime_error("a tensor of bool holds another value");
+      throw std::runtime_error("invalid value in a bool tensor");
     }
   }
   tensor = std::move(read);

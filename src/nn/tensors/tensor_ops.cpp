@@ -26,8 +26,7 @@ constexpr const char* kReducible = "bool, u8, i8, i16, i32, i64, f16, bf16, f32 
 DType dtype_of(const at::Tensor& tensor, std::source_location where) {
   if (const auto dtype = dtype_of(tensor.scalar_type())) return *dtype;
   throw UsageError({"dtype_of", "", -1, 0, where},
-                   fmt::format("tensors of {} have no element type of a reduction; convert it to "
-                               "{}",
+                   fmt::format("cannot reduce tensors of type {}; convert to {}",
                                c10::toString(tensor.scalar_type()), kReducible));
 }
 
@@ -38,7 +37,7 @@ ReducedAs reduced_as(const char* operation, const at::Tensor& tensor, ReduceOp o
   throw UsageError(
       context_of(operation, group, where),
       fmt::format("cannot reduce a tensor of {} by {}; convert it to {}{}", c10::toString(type),
-                  name_of(op), kReducible, tensor.is_complex() ? ", or take sum or mean" : ""));
+                  name_of(op), kReducible, tensor.is_complex() ? ", or use sum or mean" : ""));
 }
 
 Elements elements_of(const at::Tensor& tensor, std::source_location where) {
@@ -46,8 +45,8 @@ Elements elements_of(const at::Tensor& tensor, std::source_location where) {
   if (!tensor.is_cpu() || !is_dense(tensor)) {
     throw UsageError(
         {"elements_of", "", -1, 0, where},
-        "expected a contiguous CPU tensor that is no conjugate or negative view and no "
-        "zero tensor: take cpu().clone(at::MemoryFormat::Contiguous)");
+        "expected a contiguous CPU tensor, not a conjugate or negative view or a zero tensor: "
+        "pass cpu().clone(at::MemoryFormat::Contiguous)");
   }
   return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), dtype_of(tensor, where)};
 }
@@ -189,7 +188,7 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const
   lockstep::detail::check_dicts(call, entries, op);
   std::vector<at::Tensor> tensors;
   for (const auto& [key, tensor] : dict) tensors.push_back(tensor);
-  for (at::Tensor& tensor : each_once(tensors))
+  for (at::Tensor& tensor : unique_tensors(tensors))
     all_reduce(tensor, op, group, call.limit.timeout(), where);
 }
 
@@ -216,7 +215,7 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
     };
     std::map<at::ScalarType, std::vector<at::Tensor>> open;
     std::map<at::ScalarType, std::size_t> n_bytes;
-    for (at::Tensor param : each_once(params)) {
+    for (at::Tensor param : unique_tensors(params)) {
       if (!coalesce) {
         all_reduce(param, op, group, limit.timeout(), where);
         continue;

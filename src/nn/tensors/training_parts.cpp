@@ -44,7 +44,7 @@ std::string describe_parts(std::string_view kinds) {
 
 using NamedTensors = std::map<std::string, at::Tensor>;
 
-/// By their dotted names.
+/// Adds the tensors of an archive, by dotted name.
 void collect_tensors(InputArchive& archive, const std::string& prefix, NamedTensors& tensors) {
   for (const std::string& key : archive.keys()) {
     at::Tensor tensor;
@@ -72,13 +72,13 @@ std::vector<std::pair<std::string, at::Tensor>> tensors_of(const torch::nn::Modu
   return tensors;
 }
 
-/// While it exists, the tensors of modules have their values in memory: an archive takes the memory
-/// alone, when it becomes bytes, and replaces the memory alone when it is loaded. (The states of
-/// libtorch's optimizers always have them there.)
-class ValuesInMemory {
+/// While it exists, conjugate and negative views and zero tensors of modules are materialised:
+/// archives save and load the memory of a tensor only. (The states of libtorch's optimizers never
+/// have such tensors.)
+class MaterialiseTensors {
  public:
-  ValuesInMemory() = default;
-  /// Of its module, if it is one.
+  MaterialiseTensors() = default;
+  /// Materialises the tensors of a part that is a module.
   void add(const TrainingPart& part) {
     if (part.module() == nullptr) return;
     for (const auto& [name, tensor] : tensors_of(*part.module())) {
@@ -89,11 +89,11 @@ class ValuesInMemory {
     }
   }
   void keep() { before_.clear(); }
-  ~ValuesInMemory() {
+  ~MaterialiseTensors() {
     for (const auto& [tensor, data] : before_) tensor.set_data(data);
   }
-  ValuesInMemory(const ValuesInMemory&) = delete;
-  ValuesInMemory& operator=(const ValuesInMemory&) = delete;
+  MaterialiseTensors(const MaterialiseTensors&) = delete;
+  MaterialiseTensors& operator=(const MaterialiseTensors&) = delete;
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> before_;
@@ -105,7 +105,7 @@ std::string shape_of(const at::Tensor& tensor) {
 }
 
 /// Module::load takes any shape, and ignores what the module does not have. `now`: the module,
-/// saved; a class may save other tensors than its parameters and buffers, and judges those itself.
+/// saved; a class may save tensors besides its parameters and buffers, and must check those itself.
 void check_module(const torch::nn::Module& module, InputArchive& now, InputArchive& file) {
   const NamedTensors all_now = tensors_of(now);
   const NamedTensors in_file = tensors_of(file);
@@ -220,21 +220,22 @@ void check_state_shapes(const torch::optim::Optimizer& optimizer, InputArchive& 
   }
 }
 
-/// Optimizer::load takes state by the place of its parameter. `now`: the optimizer, saved.
+/// Optimizer::load assigns state by the parameter's position. `now`: the optimizer, saved.
 void check_optimizer_state(const torch::optim::Optimizer& optimizer,
                            const OptimizedParameters& mine, InputArchive& now, InputArchive& file) {
   const auto expected_options = option_names(now);
   const auto options = option_names(file);
   if (options != expected_options) {
-    throw std::runtime_error(fmt::format(
-        "the file has one with the options {}, expected {}: make an optimizer of the same class",
-        fmt::join(options, ", "), fmt::join(expected_options, ", ")));
+    throw std::runtime_error(
+        fmt::format("the file has an optimizer with options {}, expected {}: use an optimizer of "
+                    "the same class",
+                    fmt::join(options, ", "), fmt::join(expected_options, ", ")));
   }
   const auto names = read_texts(file, "names");
   const auto shapes = read_texts(file, "shapes");
   if (!names || !shapes) return check_state_shapes(optimizer, file);
   if (shapes->size() != mine.shapes.size()) {
-    throw std::runtime_error(fmt::format("the file has one of {} parameters, expected {}",
+    throw std::runtime_error(fmt::format("the file has an optimizer of {} parameters, expected {}",
                                          shapes->size(), mine.shapes.size()));
   }
   const auto describe = [](const std::string& name, const std::string& shape) {
@@ -251,8 +252,8 @@ void check_optimizer_state(const torch::optim::Optimizer& optimizer,
   }
 }
 
-/// Where the modules are, if all are in one place: otherwise a rank would take over the device of
-/// the rank that saved.
+/// The device of the modules, if all are on one: without it, a rank would load to the device of the
+/// rank that saved.
 c10::optional<at::Device> device_of_modules(std::initializer_list<TrainingPart> parts) {
   c10::optional<at::Device> device;
   for (const TrainingPart& part : parts) {
@@ -265,7 +266,7 @@ c10::optional<at::Device> device_of_modules(std::initializer_list<TrainingPart> 
   return device;
 }
 
-/// Loads parts that are as they were before if it is not told to keep them.
+/// Loads parts, and restores them on destruction unless keep() was called.
 class Loading {
  public:
   explicit Loading(std::initializer_list<TrainingPart> parts) : parts_(parts) {}
@@ -308,7 +309,7 @@ class Loading {
       return;
     }
     throw std::runtime_error(fmt::format(
-        "the file has {}, expected {}: give load_training what save_training was given, in the "
+        "the file has {}, expected {}: pass load_training the same parts as save_training, in the "
         "same order",
         kinds.isString() ? describe_parts(kinds.toStringRef()) : "no such parts",
         describe_parts(expected)));
@@ -337,7 +338,7 @@ class Loading {
   }
 
   std::initializer_list<TrainingPart> parts_;
-  ValuesInMemory in_memory_;
+  MaterialiseTensors in_memory_;
   std::vector<InputArchive> before_;
   std::size_t n_begun_ = 0;
 };
@@ -346,7 +347,7 @@ class Loading {
 
 void save_training(const std::string& path, std::initializer_list<TrainingPart> parts,
                    const Group& group, std::source_location where) {
-  ValuesInMemory while_saved;
+  MaterialiseTensors while_saved;
   const auto write = [parts, &while_saved](OutputArchive& archive) {
     std::string kinds;
     for (const TrainingPart& part : parts) {

@@ -133,7 +133,7 @@ void end_an_exchange_of_receives() {
   constexpr std::size_t kShort = 1000;
   constexpr std::size_t kLongEnough = std::size_t{4} << 20;  // waits for its receive
   constexpr std::uint8_t kUntouched = 7, kSent = 9;
-  const auto exchange_of = [&](Message::Way way, std::vector<std::uint8_t>& data) {
+  const auto exchange_of = [&](Message::Direction way, std::vector<std::uint8_t>& data) {
     return std::array{Message{way, peer, data.data(), kShort},
                       Message{way, peer, data.data() + kShort, data.size() - kShort}};
   };
@@ -155,10 +155,10 @@ void end_an_exchange_of_receives() {
   const auto receive_control = [&] {
     require(lockstep::test::wait_until([&] {
               char received = 0;
-              std::int32_t has_come = 0;
-              require(mpi.poll_control(started.group, &received, 1, &has_come) == 0,
+              std::int32_t has_arrived = 0;
+              require(mpi.poll_control(started.group, &received, 1, &has_arrived) == 0,
                       "poll_control failed");
-              return has_come != 0;
+              return has_arrived != 0;
             }),
             "no control message came");
   };
@@ -166,20 +166,20 @@ void end_an_exchange_of_receives() {
   std::vector<std::uint8_t> data(kShort + kLongEnough, rank == 0 ? kUntouched : kSent);
   if (rank == 1) {
     receive_control();
-    const auto messages = exchange_of(Message::Way::send, data);
+    const auto messages = exchange_of(Message::Direction::send, data);
     void* const exchange = begin(messages);
     send_control();
     require(lockstep::test::wait_until([&] { return is_done(exchange); }), "sends never ended");
     return;
   }
-  const auto ended = exchange_of(Message::Way::receive, data);
+  const auto ended = exchange_of(Message::Direction::receive, data);
   void* const exchange = begin(ended);
   require(!is_done(exchange), "received a message that was never sent");
   mpi.finish(exchange);
   send_control();
   receive_control();
   std::vector<std::uint8_t> later(data.size());
-  const auto messages = exchange_of(Message::Way::receive, later);
+  const auto messages = exchange_of(Message::Direction::receive, later);
   void* const next = begin(messages);
   const auto holds = [](const std::vector<std::uint8_t>& bytes, std::uint8_t value) {
     return std::ranges::all_of(bytes, [=](std::uint8_t byte) { return byte == value; });
@@ -199,8 +199,8 @@ void end_an_exchange_in_the_middle(const std::string& folder) {
   const int rank = started.rank;
   constexpr std::uint8_t kUntouched = 7, kSent = 9;
   std::vector<std::uint8_t> data(std::size_t{256} << 20, rank == 0 ? kUntouched : kSent);
-  const Message message{rank == 0 ? Message::Way::receive : Message::Way::send, 1 - rank,
-                        data.data(), data.size()};
+  const Message message{rank == 0 ? Message::Direction::receive : Message::Direction::send,
+                        1 - rank, data.data(), data.size()};
   void* exchange = nullptr;
   std::int32_t done = 0;
   require(mpi.begin(started.group, &message, 1, &exchange) == 0, "begin failed");
@@ -230,8 +230,8 @@ void end_an_exchange_in_the_middle(const std::string& folder) {
   lockstep::test::wait_until(
       [&] {
         char control = 0;
-        std::int32_t has_come = 0;
-        code = mpi.poll_control(started.group, &control, 1, &has_come);
+        std::int32_t has_arrived = 0;
+        code = mpi.poll_control(started.group, &control, 1, &has_arrived);
         return n_said(folder) > kHasGoneOn;
       },
       std::chrono::seconds(30));

@@ -37,7 +37,7 @@ int test_wrongly(void* exchange, std::size_t n_tests, std::int32_t* all_done) {
   const int code = right.test(exchange, n_tests, all_done);
   if (code != 0 || *all_done == 0) return code;
   for (const Message& message : current) {
-    if (message.way != Message::Way::receive) continue;
+    if (message.direction != Message::Direction::receive) continue;
     auto* data = static_cast<std::byte*>(message.data);
     if (are_firsts) {
       EagerMessage& first = *static_cast<EagerMessage*>(message.data);

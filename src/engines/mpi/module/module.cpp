@@ -28,24 +28,24 @@ namespace {
 using message::Message;
 
 /// After a failure the ranks call MPI_Finalize at about the same time, or never.
-constexpr double kMostSecondsToFinalize = 2.0;
-constexpr double kMostSecondsToLeave = 2.0;
+constexpr double kMaxSecondsToFinalize = 2.0;
+constexpr double kMaxSecondsToLeave = 2.0;
 
 // If MPI grants less than MPI_THREAD_MULTIPLE, one mutex serialises all calls. Each holds it
-// briefly, but for world().
+// briefly, except world().
 std::recursive_mutex mutex;
 bool needs_lock = true;
 int granted_level = MPI_THREAD_SINGLE;
 std::atomic<bool> is_ours{false};  // initialized here, so finalized here
 std::atomic<bool> has_given_up{false};
-/// An exchange ended in the middle of a message: MPI would write the rest into memory that has
-/// another use now. Transports that copy do so inside MPI's functions only, so the module then
-/// calls none of them.
+/// An exchange ended in the middle of a message: MPI would write the rest into memory that has been
+/// reused. Transports that copy do so only inside MPI's functions, so the module no longer calls
+/// any of them.
 std::atomic<bool> must_not_call{false};
 constexpr int kMustNotCall = -1;  // no error code of MPI's is negative
 constexpr std::string_view kWhyNot =
-    "an exchange ended in the middle of a message that MPI cannot cancel; it would be written to "
-    "memory that has another use now, so this process cannot use MPI any more";
+    "an exchange ended in the middle of a message that MPI cannot cancel; MPI would write it "
+    "to memory that has been reused, so this process can no longer use MPI";
 pid_t pid = 0;
 
 std::atomic<int> n_inside{0};
@@ -118,7 +118,7 @@ int at_finalize(MPI_Comm, int, void*, void*) {
   MPI_Request barrier = MPI_REQUEST_NULL;
   int is_done = 0;
   if (MPI_Ibarrier(MPI_COMM_WORLD, &barrier) == MPI_SUCCESS) {
-    const double give_up = MPI_Wtime() + kMostSecondsToFinalize;
+    const double give_up = MPI_Wtime() + kMaxSecondsToFinalize;
     while (MPI_Test(&barrier, &is_done, MPI_STATUS_IGNORE) == MPI_SUCCESS && is_done == 0 &&
            MPI_Wtime() < give_up) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -192,7 +192,7 @@ const char* one_thread(std::int32_t* is_this) {
   return granted_level == MPI_THREAD_SINGLE ? "MPI_THREAD_SINGLE" : "MPI_THREAD_FUNNELED";
 }
 
-int neighbours(std::uint64_t* mask, std::size_t n_words, int* n_ranks) {
+int host_ranks(std::uint64_t* mask, std::size_t n_words, int* n_ranks) {
   const Entry entry;
   if (must_not_call) return kMustNotCall;
   MPI_Comm host = MPI_COMM_NULL;
@@ -207,11 +207,11 @@ int neighbours(std::uint64_t* mask, std::size_t n_words, int* n_ranks) {
   return code;
 }
 
-void give_up_finalize() { has_given_up = true; }
+void skip_finalize() { has_given_up = true; }
 
 /// The tags of a group: of its data, and the next one.
 constexpr int tag_of(std::int32_t number) { return 2 * number; }
-constexpr int kLeastLastTag = 32767;  // by the standard
+constexpr int kMinLastTag = 32767;  // by the standard
 
 void* make_group(World& world, std::vector<std::int32_t> ranks, std::int32_t number) {
   auto group = std::make_unique<Group>(world, Route{world.comm, tag_of(number), std::move(ranks)});
@@ -236,7 +236,7 @@ int world(std::int32_t number, void** handle, std::int32_t* last_number) {
   int is_set = 0;
   code = MPI_Comm_get_attr(comm, MPI_TAG_UB, static_cast<void*>(&last_tag), &is_set);
   if (code != MPI_SUCCESS) return code;
-  *last_number = ((is_set != 0 ? *last_tag : kLeastLastTag) - 1) / 2;
+  *last_number = ((is_set != 0 ? *last_tag : kMinLastTag) - 1) / 2;
   std::vector<std::int32_t> ranks(static_cast<std::size_t>(n_ranks));
   std::iota(ranks.begin(), ranks.end(), 0);
   World& made = []() -> World& {
@@ -262,7 +262,7 @@ void release(void* handle) {
   const std::unique_ptr<Group> group(&group_of(handle));
   int is_over = 0;
   MPI_Finalized(&is_over);
-  // A fork of the process would take messages that are the rank's.
+  // A fork of the process would receive the rank's messages.
   if (is_over == 0 && !must_not_call && ::getpid() == pid) {
     free_prepared(group->prepared);
     receive_control_messages(group->route.comm, group->control_tag());
@@ -312,9 +312,9 @@ void finish(void* exchange) {
     must_not_call = true;
     has_given_up = true;
   }
-  // Other threads that have not seen it are inside MPI for microseconds, but in its collectives,
-  // when a world is made, as long as a peer.
-  const double give_up = MPI_Wtime() + kMostSecondsToLeave;
+  // Other threads that have not seen it are inside MPI for microseconds, except in its collectives
+  // (when a world is created), which take as long as the slowest peer.
+  const double give_up = MPI_Wtime() + kMaxSecondsToLeave;
   while (n_inside > 0 && MPI_Wtime() < give_up) std::this_thread::yield();
 }
 
@@ -337,7 +337,7 @@ int send_control(void* handle, int rank, const void* message, std::size_t n_byte
                    group.route.rank_of(rank), group.control_tag(), group.route.comm, &last.request);
 }
 
-int poll_control(void* handle, void* message, std::size_t n_bytes, std::int32_t* has_come) {
+int poll_control(void* handle, void* message, std::size_t n_bytes, std::int32_t* has_arrived) {
   const Entry entry;
   if (must_not_call) return kMustNotCall;
   MPI_Status status;
@@ -345,7 +345,7 @@ int poll_control(void* handle, void* message, std::size_t n_bytes, std::int32_t*
   const Group& group = group_of(handle);
   const int tag = group.control_tag();
   const int code = MPI_Iprobe(MPI_ANY_SOURCE, tag, group.route.comm, &flag, &status);
-  *has_come = flag;
+  *has_arrived = flag;
   if (code != MPI_SUCCESS || flag == 0) return code;
   return MPI_Recv(message, static_cast<int>(n_bytes), MPI_BYTE, status.MPI_SOURCE, tag,
                   group.route.comm, MPI_STATUS_IGNORE);
@@ -373,8 +373,8 @@ constexpr LockstepMpi kModule = {kLockstepMpiVersion,
                                  error_text,
                                  start,
                                  one_thread,
-                                 neighbours,
-                                 give_up_finalize,
+                                 host_ranks,
+                                 skip_finalize,
                                  WithoutThrowing<world>::call,
                                  WithoutThrowing<part>::call,
                                  release,

@@ -37,7 +37,7 @@ int begin_prepared(Exchange& exchange, const Route& route);
 int test(Exchange& exchange, std::size_t n_tests, std::int32_t* all_done);
 /// See LockstepMpi.
 int awaited(Exchange& exchange, std::int32_t* ranks, std::size_t* n_ranks);
-/// Returns false if MPI would go on to write messages into memory that has another use now.
+/// Returns false if MPI could still write messages into memory that is reused.
 bool finish(Exchange& exchange);
 
 }  // namespace lockstep::mpi_module

@@ -73,7 +73,7 @@ void SharedEngine::all_reduce(const Call& call) {
   }
   if (n_allocated_ > 0 && n_bytes >= channel_.tuning().in_place_bytes) {
     const BufferTable::Found found = buffers_->find(call.out, n_bytes);
-    if (agree_on_place(call, found.place)) return all_reduce_in_place(call, found);
+    if (is_same_place_on_all(call, found.place)) return all_reduce_in_place(call, found);
   }
   reduce(call, /*wants_result=*/true);
 }

@@ -31,8 +31,8 @@ class HostEngine : public internal::NativeEngine {
 
   /// Enclose a call over another engine: what the other ranks report about this one if they time
   /// out waiting for it. begin throws if this engine has already failed.
-  virtual void begin_elsewhere(const Call& call) = 0;
-  virtual void end_elsewhere() noexcept = 0;
+  virtual void begin_between_hosts(const Call& call) = 0;
+  virtual void end_between_hosts() noexcept = 0;
 
   /// Collective. Sends and receives with tags between the ranks of this engine, which must outlive
   /// the result; null on all ranks if one of them may not access another's memory

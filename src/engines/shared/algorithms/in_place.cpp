@@ -6,8 +6,8 @@
 #include "engines/shared/algorithms/slices.hpp"
 #include "kernels/reduce.hpp"
 
-/// Collectives that access every rank's memory itself: of `allocate`d buffers, or any memory of
-/// ranks that are threads of one process. A barrier, after which all ranks' memory is ready; the
+/// Collectives that access the memory of other ranks directly: `allocate`d buffers, or any memory
+/// of ranks that are threads of one process. A barrier, after which all ranks' memory is ready; the
 /// accesses; a barrier, after which no rank accesses it any more.
 namespace lockstep::shared {
 namespace {
@@ -27,19 +27,19 @@ bool takes_own_part(Op op) {
 }  // namespace
 
 /// Whether every rank's data is at the same offset of the same shared buffer.
-bool SharedEngine::agree_on_place(const Call& call, const BufferTable::Place& place) {
+bool SharedEngine::is_same_place_on_all(const Call& call, const BufferTable::BufferRef& place) {
   std::memcpy(channel_.write_slot(call, sizeof place), &place, sizeof place);
   channel_.end_phase(call);
   bool agree = place.buffer != 0;
   for (int r = 0; r < size(); ++r) {
-    BufferTable::Place other;
+    BufferTable::BufferRef other;
     std::memcpy(&other, channel_.read_slot(r, 1, sizeof other), sizeof other);
     agree = agree && other == place;
   }
   return agree;
 }
 
-/// agree_on_place is the barrier before it.
+/// is_same_place_on_all is the barrier before it.
 void SharedEngine::all_reduce_in_place(const Call& call, const BufferTable::Found& found) {
   const auto& [place, entry] = found;
   for (std::size_t r = 0; r < ins_.size(); ++r) {
@@ -103,7 +103,7 @@ void SharedEngine::move_between_threads(const Call& call) noexcept {
   std::byte* to = bytes(call.out);
   switch (call.op) {
     case Op::all_reduce:
-      std::swap(outs_.front(), outs_[me]);  // first to the memory that is near
+      std::swap(outs_.front(), outs_[me]);  // write the local memory first
       reduce_slice(call, outs_);
       break;
     case Op::reduce: reduce_slice(call, {&outs_[root], 1}); break;

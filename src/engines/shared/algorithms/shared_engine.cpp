@@ -98,7 +98,7 @@ T published_by(Channel& channel, int rank) {
 /// Calls make(), which may fail on a single rank, and sends the result to all ranks: if one fails,
 /// all fail. This includes the ranks of other leaders, because their group is still one group.
 template <class Make>
-void make_with_all(Channel& channel, const Call& call, const char* what, Outcome& mine, Make make) {
+void run_on_all(Channel& channel, const Call& call, const char* what, Outcome& mine, Make make) {
   try {
     make();
   } catch (const SystemError& error) {
@@ -123,7 +123,7 @@ void make_with_all(Channel& channel, const Call& call, const char* what, Outcome
 template <class Reserve>
 std::uint64_t reserve_for_all(Channel& channel, const Call& call, int leader, Reserve reserve) {
   Outcome mine{};
-  make_with_all(channel, call, "reserve", mine, [&] {
+  run_on_all(channel, call, "reserve", mine, [&] {
     if (leader == channel.rank()) mine.offset = reserve();
   });
   return published_by<Outcome>(channel, leader).offset;
@@ -134,7 +134,7 @@ template <class Map>
 auto map_on_all(Channel& channel, const Call& call, Map map) {
   decltype(map()) result;
   Outcome mine{};
-  make_with_all(channel, call, "map", mine, [&] { result = map(); });
+  run_on_all(channel, call, "map", mine, [&] { result = map(); });
   return result;
 }
 
@@ -142,9 +142,9 @@ auto map_on_all(Channel& channel, const Call& call, Map map) {
 std::size_t least_bytes_between_threads(const Channel& channel) {
   // Two phases where slots need one: below, that costs more than the copies (2 KiB, same buffer
   // again: 0.28 us against 0.18).
-  constexpr std::size_t kLeast = 4096;
+  constexpr std::size_t kMin = 4096;
   if (!channel.is_in_one_process()) return SIZE_MAX;
-  return std::max<std::size_t>(channel.tuning().in_place_bytes, kLeast);
+  return std::max<std::size_t>(channel.tuning().in_place_bytes, kMin);
 }
 
 }  // namespace

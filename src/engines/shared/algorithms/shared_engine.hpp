@@ -16,10 +16,10 @@ namespace lockstep::shared {
 /// The live buffers of one channel's `allocate`, with the same numbers on all ranks.
 class BufferTable {
  public:
-  struct Place {
+  struct BufferRef {
     std::uint64_t buffer = 0;  ///< number of the buffer, from 1; 0: other memory
     std::uint64_t offset = 0;
-    friend bool operator==(const Place&, const Place&) = default;
+    friend bool operator==(const BufferRef&, const BufferRef&) = default;
   };
   struct Entry {
     std::uint64_t buffer = 0;
@@ -28,15 +28,15 @@ class BufferTable {
     std::byte* mine = nullptr;
     std::shared_ptr<const Range> range = nullptr;  ///< which has them
   };
-  /// Keeps the buffer's memory: a call uses it although another thread may destroy the handle.
+  /// Keeps the buffer's memory alive: another thread may destroy the handle during a call.
   struct Found {
-    Place place;
+    BufferRef place;
     Entry entry;
   };
 
   void add(const Entry& entry);
   void remove(std::uint64_t buffer);
-  /// The buffer with this memory; Place::buffer is 0 if there is none.
+  /// The buffer with this memory; BufferRef::buffer is 0 if there is none.
   Found find(const void* data, std::size_t n_bytes) const;
 
  private:
@@ -73,8 +73,8 @@ class SharedEngine final : public HostEngine {
   void extend_deadline(std::chrono::nanoseconds at_most) noexcept override {
     channel_.extend_deadline(at_most);
   }
-  void begin_elsewhere(const Call& call) override { channel_.begin_elsewhere(call); }
-  void end_elsewhere() noexcept override { channel_.end(); }
+  void begin_between_hosts(const Call& call) override { channel_.begin_between_hosts(call); }
+  void end_between_hosts() noexcept override { channel_.end(); }
   std::shared_ptr<TaggedMessages> make_messages(const Call& call) override;
 
  private:
@@ -101,7 +101,7 @@ class SharedEngine final : public HostEngine {
   const std::byte* piece_of(const Call& call, const Parts& part, std::size_t i, int r);
 
   // in_place.cpp
-  bool agree_on_place(const Call& call, const BufferTable::Place& place);
+  bool is_same_place_on_all(const Call& call, const BufferTable::BufferRef& place);
   void all_reduce_in_place(const Call& call, const BufferTable::Found& found);
   /// The same on all ranks: they compare what it depends on in the first phase.
   bool runs_between_threads(const Call& call) const noexcept {

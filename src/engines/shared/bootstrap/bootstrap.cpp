@@ -19,7 +19,7 @@
 namespace lockstep::shared {
 namespace {
 
-using namespace rendezvous;  // NOLINT(google-build-using-namespace)
+using namespace bootstrap_protocol;  // NOLINT(google-build-using-namespace)
 
 class Follower : Bootstrap {
  public:
@@ -27,7 +27,7 @@ class Follower : Bootstrap {
 
   std::shared_ptr<Membership> run() {
     find_leader();
-    say_hello();
+    send_hello();
     base::UniqueFd segment_fd;
     const Reply reply = receive(segment_fd);
     if (reply.failure != 0) {
@@ -45,15 +45,15 @@ class Follower : Bootstrap {
       membership =
           std::make_shared<Membership>(Segment::attach(std::move(segment_fd), reply.nonce), rank_);
     } catch (const Error& error) {
-      say(error.text());
+      send_status(error.text());
       throw;
     }
-    say(kJoined);
+    send_status(kJoined);
     return membership;
   }
 
  private:
-  void say(std::string_view text) const {
+  void send_status(std::string_view text) const {
     ::send(socket_.get(), text.data(), text.size(), MSG_NOSIGNAL);
   }
 
@@ -73,15 +73,15 @@ class Follower : Bootstrap {
     refuse_other_user(leader_);
   }
 
-  void say_hello() {
-    const auto patience = duration_cast<milliseconds>(deadline_ - Clock::now());
+  void send_hello() {
+    const auto timeout = duration_cast<milliseconds>(deadline_ - Clock::now());
     Hello hello{.greeting = kGreeting,
                 .layout = kVersion,
                 .release = {},
                 .rank = rank_,
                 .n_ranks = n_ranks_,
                 .pid = ::getpid(),
-                .patience_ms = patience.count(),
+                .timeout_ms = timeout.count(),
                 .job = {}};
     base::copy_text(hello.release, base::version());
     base::copy_text(hello.job, job_);
@@ -89,9 +89,9 @@ class Follower : Bootstrap {
     ::send(socket_.get(), &hello, sizeof hello, MSG_NOSIGNAL);
   }
 
-  [[noreturn]] void lose_leader() const {
+  [[noreturn]] void throw_leader_lost() const {
     fail(Kind::peer_lost,
-         fmt::format("rank {} (process {}) died or gave up before all {} ranks had connected",
+         fmt::format("rank {} (process {}) died or timed out before all {} ranks connected",
                      number_of(0), leader_.pid, n_ranks_));
   }
 
@@ -107,12 +107,11 @@ class Follower : Bootstrap {
     }
     Reply reply{};
     ssize_t n = base::receive_with_fd(socket_.get(), &reply, sizeof reply, segment_fd);
-    // Reported first if rank 0 closed the socket without having read the hello; then comes its
-    // reply.
+    // Reported first if rank 0 closed the socket without reading the hello; its reply follows.
     if (n < 0 && errno == ECONNRESET) {
       n = base::receive_with_fd(socket_.get(), &reply, sizeof reply, segment_fd);
     }
-    if (n != sizeof reply) lose_leader();
+    if (n != sizeof reply) throw_leader_lost();
     if (reply.greeting != kGreeting) {
       fail(Kind::mismatch,
            fmt::format("process {} at @{} does not respond as rank {} of this version of lockstep",

@@ -20,7 +20,7 @@
 #include "group/failure.hpp"
 
 /// What both sides of bootstrap() share: messages and errors.
-namespace lockstep::shared::rendezvous {
+namespace lockstep::shared::bootstrap_protocol {
 
 using std::chrono::duration_cast;
 using std::chrono::milliseconds;
@@ -46,7 +46,7 @@ struct Hello {
   std::int32_t rank;
   std::int32_t n_ranks;
   std::int32_t pid;
-  std::int64_t patience_ms;  ///< the member's timeout
+  std::int64_t timeout_ms;  ///< the member's timeout
   std::array<char, 512> job;
 };
 
@@ -133,4 +133,4 @@ class Bootstrap {
 std::shared_ptr<Membership> lead_bootstrap(std::string_view job, int n_ranks, const Call& barrier,
                                            const std::optional<std::string>& tune);
 
-}  // namespace lockstep::shared::rendezvous
+}  // namespace lockstep::shared::bootstrap_protocol

@@ -20,7 +20,7 @@
 #include "engines/shared/segment/layout.hpp"
 #include "engines/shared/segment/layout_version.hpp"
 
-namespace lockstep::shared::rendezvous {
+namespace lockstep::shared::bootstrap_protocol {
 namespace {
 
 class Leader : Bootstrap {
@@ -36,12 +36,12 @@ class Leader : Bootstrap {
           std::make_shared<Membership>(make_world(Segment::for_processes(n_ranks_), tune), rank_);
     } catch (const Error& error) {
       const internal::Failure failure = internal::failure_for_peers(error, rank_);
-      tell_all(failure.kind, internal::text_of(failure));
+      send_failure_to_all(failure.kind, internal::text_of(failure));
       throw;
     }
     // check() compared each rank's own pid with the pid that the system reports here.
     membership->segment().header().has_one_pid_namespace.store(true, std::memory_order_relaxed);
-    hand_over(*membership);
+    send_segment(*membership);
     return membership;
   }
 
@@ -87,7 +87,7 @@ class Leader : Bootstrap {
     }
     if (entries[0].revents != 0) accept();
     std::erase_if(members_, [](const Member& member) { return !member.socket; });
-    if (Clock::now() > deadline_) fail_all(Kind::timeout, who_is_missing());
+    if (Clock::now() > deadline_) fail_all(Kind::timeout, describe_missing_ranks());
   }
 
   void accept() {
@@ -99,7 +99,7 @@ class Leader : Bootstrap {
         const int error_number = errno;
         if (error_number == EMFILE || error_number == ENFILE || error_number == ENOBUFS ||
             error_number == ENOMEM) {
-          fail_for_want_of_descriptors(error_number);
+          fail_no_descriptors(error_number);
         }
         return;
       }
@@ -118,7 +118,7 @@ class Leader : Bootstrap {
       member.socket.reset();
       if (member.rank < 0) return;  // a process that only probed who holds the name
       fail_all(Kind::peer_lost,
-               fmt::format("rank {} (process {}) died or gave up before all {} ranks had connected",
+               fmt::format("rank {} (process {}) died or timed out before all {} ranks connected",
                            number_of(member.rank), member.pid, n_ranks_));
     }
     if (n < static_cast<ssize_t>(sizeof(std::uint64_t)) || hello.greeting != kGreeting) {
@@ -129,8 +129,8 @@ class Leader : Bootstrap {
     member.rank = hello.rank;
     ++n_known_;
     // Missing ranks must be reported before any rank's timeout expires.
-    const milliseconds patience(std::clamp<std::int64_t>(hello.patience_ms, 0, kLongest.count()));
-    deadline_ = std::min(deadline_, Clock::now() + patience);
+    const milliseconds timeout(std::clamp<std::int64_t>(hello.timeout_ms, 0, kLongest.count()));
+    deadline_ = std::min(deadline_, Clock::now() + timeout);
   }
 
   void check(Member& member, const Hello& hello, ssize_t n_bytes) {
@@ -172,7 +172,7 @@ class Leader : Bootstrap {
     return job;
   }
 
-  std::string who_is_missing() const {
+  std::string describe_missing_ranks() const {
     std::vector<int> missing;
     for (int r = 1; r < n_ranks_; ++r) {
       const bool has_joined = std::any_of(members_.begin(), members_.end(),
@@ -187,7 +187,7 @@ class Leader : Bootstrap {
         missing.size() == 1 ? "it" : "they", number_of(0), job_);
   }
 
-  void tell_all(Kind kind, const std::string& text) {
+  void send_failure_to_all(Kind kind, const std::string& text) {
     const Reply reply = refusal(kind, text);
     ::shutdown(listener_.get(), SHUT_RD);  // before any rank can retry; ranks in its queue remain
     while (const base::UniqueFd queued{
@@ -213,14 +213,14 @@ class Leader : Bootstrap {
 
   /// Notifies the connected ranks and closes their sockets, which frees descriptors for the next;
   /// then notifies ranks that connect later, which would otherwise wait until their timeout.
-  [[noreturn]] void fail_for_want_of_descriptors(int error_number) {
+  [[noreturn]] void fail_no_descriptors(int error_number) {
     const std::string text = fmt::format(
         "rank {} (process {}) cannot accept the connections of all {} ranks of this host; raise "
         "its limit on open files (ulimit -n) by at least {}, or start the job with `lockstep run`",
         number_of(0), ::getpid(), n_ranks_, n_ranks_);
     const Reply reply = refusal(Kind::system, text, error_number);
     const auto give_up = std::min(deadline_, Clock::now() + kReportTime);
-    for (int n_told = 0; n_told < n_ranks_ - 1 && Clock::now() < give_up;) {
+    for (int n_notified = 0; n_notified < n_ranks_ - 1 && Clock::now() < give_up;) {
       for (const Member& member : members_) {
         // Closing a socket with an unread hello would discard the reply.
         pollfd entry{.fd = member.socket.get(), .events = POLLIN, .revents = 0};
@@ -228,7 +228,7 @@ class Leader : Bootstrap {
           Hello hello{};
           ::recv(member.socket.get(), &hello, sizeof hello, 0);
         }
-        if (::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL) > 0) ++n_told;
+        if (::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL) > 0) ++n_notified;
       }
       members_.clear();
       base::UniqueFd next(
@@ -245,13 +245,13 @@ class Leader : Bootstrap {
   }
 
   [[noreturn]] void fail_all(Kind kind, const std::string& text) {
-    tell_all(kind, text);
+    send_failure_to_all(kind, text);
     fail(kind, text);
   }
 
   /// From here on, failures are visible in the segment, which rank 0 has joined; only the death of
   /// a rank before it has joined would not be visible there.
-  void hand_over(const Membership& membership) {
+  void send_segment(const Membership& membership) {
     listener_.reset();  // a rank that has joined may already start another bootstrap
     Segment& segment = membership.segment();
     const Reply reply{.greeting = kGreeting,
@@ -270,11 +270,11 @@ class Leader : Bootstrap {
       // Also after a signal, which interrupts poll.
       while (::poll(&entry, 1, milliseconds_to(deadline_)) <= 0 && Clock::now() < deadline_) {
       }
-      std::array<char, sizeof Reply::text> said{};
-      const ssize_t n = ::recv(member.socket.get(), said.data(), said.size() - 1, 0);
-      if (base::text_in(said) == kJoined) continue;
+      std::array<char, sizeof Reply::text> status{};
+      const ssize_t n = ::recv(member.socket.get(), status.data(), status.size() - 1, 0);
+      if (base::text_in(status) == kJoined) continue;
       declare_failed(segment, member.rank,
-                     n > 0 ? base::text_in(said) : "died, or took too long, before it joined");
+                     n > 0 ? base::text_in(status) : "died, or took too long, before it joined");
     }
   }
 
@@ -290,4 +290,4 @@ std::shared_ptr<Membership> lead_bootstrap(std::string_view job, int n_ranks, co
   return Leader(job, /*rank=*/0, n_ranks, barrier).run(tune);
 }
 
-}  // namespace lockstep::shared::rendezvous
+}  // namespace lockstep::shared::bootstrap_protocol

@@ -52,10 +52,10 @@ bool Job::has_joined_rank() const noexcept {
   for (int r = 0; r < n_ranks_; ++r) {
     if (segment_->rank(r).pid.load(std::memory_order_relaxed) != 0) return true;
   }
-  return segment_->header().has_joined_elsewhere.load(std::memory_order_relaxed);
+  return segment_->header().has_joined_other_engine.load(std::memory_order_relaxed);
 }
 
-bool Job::has_leaver() const noexcept {
+bool Job::has_rank_left() const noexcept {
   for (int r = 0; r < n_ranks_; ++r) {
     const RankState state = segment_->rank(r).state.load(std::memory_order_acquire);
     if (state == RankState::left || state == RankState::failed) return true;
@@ -63,7 +63,7 @@ bool Job::has_leaver() const noexcept {
   return false;
 }
 
-std::optional<int> Job::who_left_before(int failed_rank) const {
+std::optional<int> Job::rank_that_left_before(int failed_rank) const {
   using State = internal::Operation::State;
   const auto has_failed = [](const std::vector<internal::Operation>& operations) {
     return std::ranges::any_of(operations, [](auto& o) { return o.state == State::failed; });
@@ -100,9 +100,9 @@ void Job::write_record(int rank, const std::string& dir) const {
   internal::write_record(block.flight, "the rank " + describe_wait_status(status - 1), dir);
 }
 
-void note_joined(std::string_view variable, int local_rank) noexcept try {
+void record_joined(std::string_view variable, int local_rank) noexcept try {
   const auto segment = inherit_world(variable);
-  segment->header().has_joined_elsewhere.store(true, std::memory_order_relaxed);
+  segment->header().has_joined_other_engine.store(true, std::memory_order_relaxed);
   if (local_rank >= 0 && local_rank < segment->n_ranks()) take_rank(segment->rank(local_rank));
 } catch (const std::exception&) {  // another library's segment: launcher is not notified
 }

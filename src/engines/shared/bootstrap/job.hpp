@@ -32,16 +32,16 @@ class Job {
   std::string environment() const;
   /// Records how a rank ended (a waitpid status).
   void rank_ended(int rank, int wait_status) noexcept;
-  /// The living process that joined a world as this rank, over any engine. nullopt: there is none,
-  /// or it is not visible here (another PID namespace, or no /proc).
+  /// The running process that joined a world as this rank, over any engine. nullopt: there is none,
+  /// or it is not visible to this process (another PID namespace, or no /proc).
   std::optional<pid_t> process_of(int rank) const noexcept;
   /// Whether any rank joined a world, over any engine.
   bool has_joined_rank() const noexcept;
   /// Whether a rank has joined and left, or failed.
-  bool has_leaver() const noexcept;
-  /// The rank for which `failed_rank` waited in vain: it left the world without a failed call,
-  /// while `failed_rank` ended in a failed call. nullopt if there is none.
-  std::optional<int> who_left_before(int failed_rank) const;
+  bool has_rank_left() const noexcept;
+  /// The rank that `failed_rank` waited for, and that had left: it left the world without a failed
+  /// call, while `failed_rank` ended in a failed call. nullopt if there is none.
+  std::optional<int> rank_that_left_before(int failed_rank) const;
   /// Writes DIR/rank-N.json with the last operations of a rank, if it has ended and has not done
   /// so. Throws SystemError.
   void write_record(int rank, const std::string& dir) const;
@@ -55,6 +55,6 @@ class Job {
 /// Records for the launcher, in the segment that LOCKSTEP_SEGMENT names, that this process has
 /// joined a world as `local_rank` over an engine that does not use the segment. Does nothing if the
 /// variable names none.
-void note_joined(std::string_view variable, int local_rank) noexcept;
+void record_joined(std::string_view variable, int local_rank) noexcept;
 
 }  // namespace lockstep::shared

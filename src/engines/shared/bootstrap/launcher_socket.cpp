@@ -24,8 +24,8 @@ using std::chrono::milliseconds;
 constexpr std::uint64_t kNextWorld = 0x646c726f77747865ULL;
 
 /// With the descriptor of a segment, or why there is none.
-struct Answer {
-  std::uint64_t question;
+struct LauncherReply {
+  std::uint64_t request;
   std::int32_t error_number;
   std::array<char, 512> text;
 };
@@ -52,7 +52,7 @@ LauncherSocket make_launcher_socket() {
   return {.launcher = base::UniqueFd(ends[0]), .rank = base::UniqueFd(ends[1])};
 }
 
-base::UniqueFd ask_for_next_world(int socket, int rank, const Call& barrier) {
+base::UniqueFd request_next_world(int socket, int rank, const Call& barrier) {
   const ErrorContext context = context_of(barrier, rank);
   if (::send(socket, &kNextWorld, sizeof kNextWorld, MSG_NOSIGNAL) != sizeof kNextWorld) {
     throw SystemError(
@@ -68,10 +68,10 @@ base::UniqueFd ask_for_next_world(int socket, int rank, const Call& barrier) {
                              "stopped?",
                              std::chrono::duration<double>(barrier.timeout).count()));
   }
-  Answer answer{};
+  LauncherReply answer{};
   base::UniqueFd segment;
   const ssize_t n = base::receive_with_fd(socket, &answer, sizeof answer, segment);
-  if (n != sizeof answer || answer.question != kNextWorld) {
+  if (n != sizeof answer || answer.request != kNextWorld) {
     throw PeerLost(context, "`lockstep run`, which started this rank, is gone");
   }
   if (answer.error_number != 0) {
@@ -88,21 +88,22 @@ base::UniqueFd ask_for_next_world(int socket, int rank, const Call& barrier) {
   return segment;
 }
 
-Question read_question(int socket) noexcept {
-  std::uint64_t question = 0;
-  const ssize_t n = ::recv(socket, &question, sizeof question, MSG_DONTWAIT);
-  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return Question::none;
-  if (n <= 0) return Question::closed;
-  return n == sizeof question && question == kNextWorld ? Question::next_world : Question::none;
+LauncherRequest receive_request(int socket) noexcept {
+  std::uint64_t request = 0;
+  const ssize_t n = ::recv(socket, &request, sizeof request, MSG_DONTWAIT);
+  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return LauncherRequest::none;
+  if (n <= 0) return LauncherRequest::closed;
+  return n == sizeof request && request == kNextWorld ? LauncherRequest::next_world
+                                                      : LauncherRequest::none;
 }
 
 void answer(int socket, const Job& next) noexcept {
-  const Answer given{.question = kNextWorld, .error_number = 0, .text = {}};
+  const LauncherReply given{.request = kNextWorld, .error_number = 0, .text = {}};
   base::send_with_fd(socket, &given, sizeof given, next.fd());
 }
 
 void refuse(int socket, int error_number, std::string_view text) noexcept {
-  Answer given{.question = kNextWorld, .error_number = error_number, .text = {}};
+  LauncherReply given{.request = kNextWorld, .error_number = error_number, .text = {}};
   base::copy_text(given.text, text);
   base::send_with_fd(socket, &given, sizeof given, /*fd=*/-1);
 }

@@ -77,7 +77,7 @@ std::shared_ptr<Segment> next_world(std::shared_ptr<Segment> inherited, std::str
                                     int rank, const Call& barrier) {
   const Inherited of = parse_inherited(variable);
   if (of.launcher < 0 || !has_left(inherited->rank(rank))) return inherited;
-  base::UniqueFd fd = ask_for_next_world(of.launcher, rank, barrier);
+  base::UniqueFd fd = request_next_world(of.launcher, rank, barrier);
   // The variable names it from now on. The number is still the former segment's: it was just
   // mapped.
   if (::dup3(fd.get(), of.segment, O_CLOEXEC) < 0) {

@@ -19,8 +19,9 @@ std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment,
 /// The segment that LOCKSTEP_SEGMENT names. Throws UsageError, SystemError.
 std::shared_ptr<Segment> inherit_world(std::string_view variable);
 
-/// `inherited`, or if this process has left the world there as `rank`: the next world, for which it
-/// asks its launcher. The variable names that one then. Throws TimeoutError, PeerLost, SystemError.
+/// Returns `inherited`, or if this process has left that world as `rank`, the next world, which it
+/// requests from its launcher. The variable then names the next world. Throws TimeoutError,
+/// PeerLost, SystemError.
 std::shared_ptr<Segment> next_world(std::shared_ptr<Segment> inherited, std::string_view variable,
                                     int rank, const Call& barrier);
 

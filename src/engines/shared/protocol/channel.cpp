@@ -7,7 +7,7 @@
 #include <cstring>
 #include <lockstep/error.hpp>
 
-#include "base/marked_text.hpp"
+#include "base/truncated_text.hpp"
 #include "group/failure.hpp"
 #include "record/progress.hpp"
 #include "record/signature.hpp"
@@ -17,9 +17,9 @@ namespace {
 
 /// bench/peers/bare.cpp measures the cost of a call without comparison and recording.
 #ifdef LOCKSTEP_BARE
-constexpr bool kWritesDown = false;
+constexpr bool kRecordsCalls = false;
 #else
-constexpr bool kWritesDown = true;
+constexpr bool kRecordsCalls = true;
 #endif
 
 constexpr std::uint32_t kOutboxBytes = 64 << 10;
@@ -29,9 +29,9 @@ constexpr std::uint32_t kOutboxBytes = 64 << 10;
 /// use them. With smaller ones a call of many ranks would have as many more phases, each a barrier.
 std::uint32_t slot_bytes_for(int n_ranks) {
   constexpr std::uint32_t kTogether = 1U << 20U;
-  constexpr std::uint32_t kPage = 4096, kLeast = 64 << 10, kMost = 256 << 10;
+  constexpr std::uint32_t kPage = 4096, kMin = 64 << 10, kMax = 256 << 10;
   const std::uint32_t share = kTogether / static_cast<std::uint32_t>(n_ranks) / kPage * kPage;
-  return std::clamp(share, kLeast, kMost);
+  return std::clamp(share, kMin, kMax);
 }
 
 /// Offsets of a channel's parts behind its header.
@@ -75,12 +75,12 @@ std::uint64_t hash_of(std::span<const std::size_t> counts) {
   return hash >> 16U;
 }
 
-/// Adds a call, encoded as `what`. The multiplications do not wait for each other. (A signature XOR
-/// a count would be the same for different calls.)
-void mix(std::uint64_t& hash, const Call& call, std::uint64_t what) {
+/// Adds a call, encoded as `signature`. The multiplications are independent of each other. (A
+/// signature XOR a count would be the same for different calls.)
+void mix(std::uint64_t& hash, const Call& call, std::uint64_t signature) {
   const std::size_t count = call.counts.empty() ? call.count : 0;
-  hash =
-      hash * 0x27d4eb2f165667c5ULL ^ (what * 0xc2b2ae3d27d4eb4fULL + count * 0x9e3779b97f4a7c15ULL);
+  hash = hash * 0x27d4eb2f165667c5ULL ^
+         (signature * 0xc2b2ae3d27d4eb4fULL + count * 0x9e3779b97f4a7c15ULL);
   hash ^= hash >> 29U;
   for (const std::size_t each : call.counts) mix(hash, each);
 }
@@ -132,11 +132,11 @@ void Channel::back_outbox(const Call& call, std::size_t n_bytes) {
       back(call, outbox(rank_, 0), kOutboxDepth, header_->outbox_bytes, n_bytes);
 }
 
-/// Returns how much of each piece has memory: doubled each time, so that there are few times.
+/// Returns how much of each piece has memory: doubled each time, so that this rarely runs.
 std::size_t Channel::back(const Call& call, std::byte* first, std::size_t n_pieces,
                           std::size_t n_piece_bytes, std::size_t n_bytes) {
-  constexpr std::size_t kLeast = 4096;
-  n_bytes = std::min(std::bit_ceil(std::max(n_bytes, kLeast)), n_piece_bytes);
+  constexpr std::size_t kMin = 4096;
+  n_bytes = std::min(std::bit_ceil(std::max(n_bytes, kMin)), n_piece_bytes);
   try {
     range_.back(first, n_bytes, n_pieces, /*stride=*/n_piece_bytes);
   } catch (const SystemError& error) {
@@ -149,13 +149,13 @@ std::size_t Channel::back(const Call& call, std::byte* first, std::size_t n_piec
 
 void Channel::choose_waiting() {
   waiter_ = Waiter(membership_->wait_policy());
-  sleepers_fence_ = !waiter_.is_oversubscribed() && membership_->all_take_fences();
+  sleepers_fence_ = !waiter_.is_oversubscribed() && membership_->all_receive_fences();
 }
 
 void Channel::begin(const Call& call) {
   if (has_failed()) throw_failure(call);  // found by peers while this rank was not in a call
   limit_ = detail::TimeLimit(call.timeout);
-  if (!kWritesDown) return;
+  if (!kRecordsCalls) return;
   if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
     site_file_ = call.where.file_name();
     site_line_ = call.where.line();
@@ -165,12 +165,12 @@ void Channel::begin(const Call& call) {
   }
   // The fingerprint: 32 bits of a hash of all that the ranks must agree on.
   const Call* recorded = &call;
-  std::uint64_t what = internal::encode_call(call);
+  std::uint64_t signature = internal::encode_call(call);
   std::uint64_t hash = site_hash_ ^ call.n_refused * 0x9e3779b97f4a7c15ULL;
-  mix(hash, call, what);
+  mix(hash, call, signature);
   if (call.parent_call != nullptr) {
     recorded = call.parent_call;
-    what = internal::encode_call(*recorded);
+    signature = internal::encode_call(*recorded);
     for (const Call* part = recorded; part != nullptr; part = part->parent_call) {
       mix(hash, *part, internal::encode_call(*part));
     }
@@ -179,7 +179,7 @@ void Channel::begin(const Call& call) {
   CallRecord& record = lane(rank_).record;
   record.sequence.store(call.sequence, std::memory_order_relaxed);
   const bool is_by_rank = !recorded->counts.empty();  // then counts may differ between ranks
-  record.what.store(what | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
+  record.signature.store(signature | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
   record.count.store(is_by_rank ? hash_of(recorded->counts) : recorded->count,
                      std::memory_order_relaxed);
   // Release: a peer that reads the number also sees the text of the source line.
@@ -191,7 +191,7 @@ void Channel::refuse(const Refusal& refusal) noexcept {
   const std::uint32_t number = own.n_texts.load(std::memory_order_relaxed);
   RefusalText& text = own.texts[number % own.texts.size()];
   std::array<char, sizeof(text.words)> chars{};
-  base::copy_marked_text(chars, refusal.text);
+  base::copy_truncated(chars, refusal.text);
   for (std::size_t i = 0; i < text.words.size(); ++i) {
     std::uint64_t word = 0;
     std::memcpy(&word, chars.data() + i * sizeof word, sizeof word);
@@ -202,26 +202,27 @@ void Channel::refuse(const Refusal& refusal) noexcept {
   // Release: a peer that reads the number also sees the text, and what this rank did in the calls
   // before: its flags, and the chunks that it sent and took.
   auto& counter = n_refused(rank_, refusal);
-  const std::uint32_t before = counter.load(std::memory_order_relaxed) & ~kSeenToDiffer;
+  const std::uint32_t before = counter.load(std::memory_order_relaxed) & ~kMismatchSeen;
   counter.fetch_add(refusal.n_refused - before, std::memory_order_release);
 }
 
-void Channel::tell_that_refusals_differ(const Call& call) noexcept {
+void Channel::notify_refusal_mismatch(const Call& call) noexcept {
   const Refusal pair{.is_pair = true, .is_send = call.op == Op::send, .peer = call.root};
-  n_refused(rank_, pair).fetch_or(kSeenToDiffer, std::memory_order_release);
+  n_refused(rank_, pair).fetch_or(kMismatchSeen, std::memory_order_release);
 }
 
-void Channel::begin_elsewhere(const Call& call) {
+void Channel::begin_between_hosts(const Call& call) {
   begin(call);
-  if (!kWritesDown) return;
-  auto& what = lane(rank_).record.what;
-  what.store(what.load(std::memory_order_relaxed) | kElsewhere, std::memory_order_relaxed);
+  if (!kRecordsCalls) return;
+  auto& signature = lane(rank_).record.signature;
+  signature.store(signature.load(std::memory_order_relaxed) | kBetweenHosts,
+                  std::memory_order_relaxed);
 }
 
 void Channel::end() noexcept {
-  if (!kWritesDown) return;
-  auto& what = lane(rank_).record.what;
-  what.store(what.load(std::memory_order_relaxed) | kFinished, std::memory_order_relaxed);
+  if (!kRecordsCalls) return;
+  auto& signature = lane(rank_).record.signature;
+  signature.store(signature.load(std::memory_order_relaxed) | kFinished, std::memory_order_relaxed);
 }
 
 void Channel::end_phase(const Call& call) {

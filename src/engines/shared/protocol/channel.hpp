@@ -87,13 +87,14 @@ class Channel {
   }
   /// Size of one phase in a pipeline of n_bytes: at most what stays in the core's cache. Two ranks
   /// copy and reduce at the same time only from the second chunk on, so they have at least four if
-  /// those are not below 64 KiB. A message that leaves the caches shares them with small chunks.
-  /// All ranks must divide alike: a change is one of kProtocol too.
+  /// those are not below 64 KiB. A message larger than the caches uses small chunks, which leave
+  /// more of the caches to it. All ranks must divide alike, so a change here is also a change of
+  /// kProtocol.
   std::size_t chunk_bytes(std::size_t n_bytes) const noexcept {
-    constexpr std::size_t kSmall = 64 << 10, kPage = 4096, kMostCached = 4 << 20;
+    constexpr std::size_t kSmall = 64 << 10, kPage = 4096, kMaxCached = 4 << 20;
     const std::size_t most = std::min<std::size_t>(tuning().chunk_bytes, slot_bytes());
     if (size() > 2) return most;
-    if (n_bytes > kMostCached) return std::min(most, kSmall);
+    if (n_bytes > kMaxCached) return std::min(most, kSmall);
     return std::min(most, std::max(kSmall, n_bytes / 4 / kPage * kPage));
   }
 
@@ -105,7 +106,7 @@ class Channel {
   void begin(const Call& call);
   void end() noexcept;
   /// Replaces begin for a call over another engine, between hosts.
-  void begin_elsewhere(const Call& call);
+  void begin_between_hosts(const Call& call);
 
   /// The memory this rank writes in this phase: n_bytes, at most slot_bytes(). Throws SystemError
   /// if there is none, on all members.
@@ -139,14 +140,15 @@ class Channel {
   /// raised. B stores its number with release after the calls before it, so A would see the flag of
   /// s, had B raised it: B has not begun a call that includes phase s, and its next one includes
   /// it. That call carries b or more, so its fingerprint differs from A's. If b < a, B may still
-  /// refuse as many calls as A, so A waits; what it then meets is compared. Of a send and its recv
-  /// the same holds with the chunks in the outbox in place of the flag.
+  /// refuse as many calls as A, so A waits; the call that B then makes is compared. For a send and
+  /// its recv the same holds with the chunks in the outbox in place of the flag.
   void refuse(const Refusal& refusal) noexcept;
-  /// Of a send or recv that this channel does not carry: its two ends have refused different
-  /// numbers. The peer, if it has refused more, finds kSeenToDiffer in n_refused_by.
-  static constexpr std::uint32_t kSeenToDiffer = std::uint32_t{1} << 31U;
-  void tell_that_refusals_differ(const Call& call) noexcept;
-  /// What to compare call.n_refused with: how many such calls `peer` has refused so far.
+  /// For a send or recv that is not sent over this channel: reports to the peer that the two ends
+  /// have refused different numbers of calls. If the peer has refused more, it finds kMismatchSeen
+  /// in n_refused_by.
+  static constexpr std::uint32_t kMismatchSeen = std::uint32_t{1} << 31U;
+  void notify_refusal_mismatch(const Call& call) noexcept;
+  /// How many such calls `peer` has refused so far, to compare with call.n_refused.
   std::uint32_t n_refused_by(int peer, const Call& call) const noexcept;
   /// The texts of the last n calls that the rank refused; peer: of the pair; -1: collectives.
   std::vector<std::string> refused_by(int rank, int peer, std::uint32_t n) const;
@@ -230,15 +232,15 @@ class Channel {
 
   // channel_failure.cpp
   /// Records the channel's failure, unless one is recorded already.
-  void note_failure(internal::Failure::Kind kind, std::string_view text, int error_number,
-                    std::span<const int> peers) noexcept;
+  void record_failure(internal::Failure::Kind kind, std::string_view text, int error_number,
+                      std::span<const int> peers) noexcept;
   [[noreturn]] void fail(const Call& call, internal::Failure::Kind kind, const std::string& text,
                          std::span<const int> peers, int error_number = 0);
   [[noreturn]] void fail_mismatch(const Call& call);
-  /// Of a send or recv: its two ends have refused different numbers of them.
+  /// For a send or recv: its two ends have refused different numbers of them.
   [[noreturn]] void fail_pair_mismatch(const Call& call, std::uint32_t n_refused_by_peer);
   [[noreturn]] void fail_timeout(const Call& call, std::vector<int> absent);
-  /// Of a send or recv, whose peer may wait for another rank in one.
+  /// For a send or recv, whose peer may itself wait for another rank in one.
   [[noreturn]] void fail_timeout_of_pair(const Call& call, int awaited);
   [[noreturn]] void throw_failure(const Call& call);
   bool has_failed() const noexcept {
@@ -247,10 +249,10 @@ class Channel {
   std::string call_of(int rank) const;
   /// The rank that `rank` waits for in a send or recv; itself, if it waits in none.
   int awaited_by(int rank) const;
-  /// A line for each: whether it lives, and what it did last.
-  std::string conditions_of(const Call& call, std::span<const int> ranks) const;
+  /// One line for each rank: its liveness and its last call.
+  std::string describe_ranks(const Call& call, std::span<const int> ranks) const;
   /// Whether the rank waits for a rank of another host, which may be the late one.
-  bool is_in_call_elsewhere(int rank) const;
+  bool is_in_call_between_hosts(int rank) const;
 
   std::shared_ptr<Membership> membership_;
   Range range_;

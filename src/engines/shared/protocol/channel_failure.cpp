@@ -7,8 +7,8 @@
 #include <new>
 #include <thread>
 
-#include "base/marked_text.hpp"
 #include "base/text.hpp"
+#include "base/truncated_text.hpp"
 #include "engines/shared/protocol/channel.hpp"
 #include "group/mismatch.hpp"
 #include "group/wait_chain.hpp"
@@ -31,15 +31,15 @@ constexpr milliseconds kReportPatience{300};
 
 }  // namespace
 
-void Channel::note_failure(Kind kind, std::string_view text, int error_number,
-                           std::span<const int> peers) noexcept {
+void Channel::record_failure(Kind kind, std::string_view text, int error_number,
+                             std::span<const int> peers) noexcept {
   FailureRecord& failure = header_->failure;
   auto none = FailureState::none;
   if (!failure.state.compare_exchange_strong(none, FailureState::writing)) return;
   failure.kind = kind;
   failure.error_number = error_number;
   failure.peers = internal::PeerList::of(peers);
-  base::copy_marked_text(failure.text, text);
+  base::copy_truncated(failure.text, text);
   failure.state.store(FailureState::ready, std::memory_order_seq_cst);
   header_->wake_counter.fetch_add(1, std::memory_order_seq_cst);
   base::futex_wake_all(header_->wake_counter, membership_->segment().scope());
@@ -47,29 +47,29 @@ void Channel::note_failure(Kind kind, std::string_view text, int error_number,
 
 void Channel::fail(const Call& call, Kind kind, const std::string& text, std::span<const int> peers,
                    int error_number) {
-  note_failure(kind, text, error_number, internal::numbers_of(call, peers));
+  record_failure(kind, text, error_number, internal::numbers_of(call, peers));
   throw_failure(call);
 }
 
 void Channel::abandon(std::string_view reason) noexcept {
   try {
-    note_failure(Kind::peer_failed, fmt::format("rank {} failed: {}", rank_, reason),
-                 /*error_number=*/0, std::span(&rank_, 1));
+    record_failure(Kind::peer_failed, fmt::format("rank {} failed: {}", rank_, reason),
+                   /*error_number=*/0, std::span(&rank_, 1));
   } catch (const std::bad_alloc&) {
-    note_failure(Kind::peer_failed, reason, /*error_number=*/0, std::span(&rank_, 1));
+    record_failure(Kind::peer_failed, reason, /*error_number=*/0, std::span(&rank_, 1));
   }
 }
 
 void Channel::end_with(const Error& error) noexcept {
   try {
     const Failure failure = internal::failure_for_peers(error, rank_);
-    note_failure(failure.kind, internal::text_of(failure), /*error_number=*/0,
-                 failure.culprit == Failure::kNoCulprit
-                     ? failure.peers.get()
-                     : std::span<const int>(&failure.culprit, 1));
+    record_failure(failure.kind, internal::text_of(failure), /*error_number=*/0,
+                   failure.culprit == Failure::kNoCulprit
+                       ? failure.peers.get()
+                       : std::span<const int>(&failure.culprit, 1));
   } catch (const std::bad_alloc&) {
-    note_failure(Kind::peer_failed, "a rank failed; no memory was left to describe the failure",
-                 /*error_number=*/0, std::span(&rank_, 1));
+    record_failure(Kind::peer_failed, "a rank failed; no memory was left to describe the failure",
+                   /*error_number=*/0, std::span(&rank_, 1));
   }
 }
 
@@ -116,26 +116,26 @@ void Channel::fail_system(const Call& call, int error_number, const std::string&
 std::string Channel::call_of(int rank) const {
   const CallRecord& record = lane(rank).record;
   const std::uint32_t site = record.site.load(std::memory_order_acquire);
-  const std::uint64_t what = record.what.load(std::memory_order_relaxed);
+  const std::uint64_t signature = record.signature.load(std::memory_order_relaxed);
   const std::uint64_t sequence = record.sequence.load(std::memory_order_relaxed);
   if (sequence == 0) return "none";
   const std::string peer =
-      (what & kElsewhere) == 0
+      (signature & kBetweenHosts) == 0
           ? ""
-          : fmt::format(" {} rank {} on another host", op_of(what) == Op::recv ? "from" : "to",
-                        root_of(what));
-  return fmt::format("{}{} #{} at {} ({})", name_of(op_of(what)), peer, sequence,
+          : fmt::format(" {} rank {} on another host", op_of(signature) == Op::recv ? "from" : "to",
+                        root_of(signature));
+  return fmt::format("{}{} #{} at {} ({})", name_of(op_of(signature)), peer, sequence,
                      membership_->site_name(world_rank(rank), site),
-                     (what & kFinished) != 0 ? "finished" : "under way");
+                     (signature & kFinished) != 0 ? "finished" : "under way");
 }
 
-bool Channel::is_in_call_elsewhere(int rank) const {
-  const std::uint64_t what = lane(rank).record.what.load(std::memory_order_relaxed);
-  return (what & kElsewhere) != 0 && (what & kFinished) == 0;
+bool Channel::is_in_call_between_hosts(int rank) const {
+  const std::uint64_t signature = lane(rank).record.signature.load(std::memory_order_relaxed);
+  return (signature & kBetweenHosts) != 0 && (signature & kFinished) == 0;
 }
 
 std::uint32_t Channel::n_refused_by(int peer, const Call& call) const noexcept {
-  // Of a send, the receives that the peer refused, and the other way round.
+  // For a send: the receives that the peer refused, and vice versa.
   const Refusal theirs{
       .is_pair = internal::is_pair(call.op), .is_send = call.op == Op::recv, .peer = rank_};
   return n_refused(peer, theirs).load(std::memory_order_acquire);
@@ -212,40 +212,40 @@ void Channel::fail_mismatch(const Call& call) {
     }
     const CallRecord& record = lane(r).record;
     const std::uint32_t site = record.site.load(std::memory_order_acquire);
-    const std::uint64_t what = record.what.load(std::memory_order_relaxed);
+    const std::uint64_t signature = record.signature.load(std::memory_order_relaxed);
     const std::uint64_t count = record.count.load(std::memory_order_relaxed);
-    table.add(
-        {.rank = r,
-         .op = op_of(what),
-         .dtype = dtype_of(what),
-         .reduce = reduce_of(what),
-         .root = root_of(what),
-         .count = (what & kByRank) != 0 ? internal::count_by_rank(count) : std::to_string(count),
-         .where = std::string(membership_->site_name(world_rank(r), site)),
-         .fingerprint = r == rank_ ? fingerprint_ : static_cast<std::uint32_t>(flag_of(r))});
+    table.add({.rank = r,
+               .op = op_of(signature),
+               .dtype = dtype_of(signature),
+               .reduce = reduce_of(signature),
+               .root = root_of(signature),
+               .count = (signature & kByRank) != 0 ? internal::count_by_rank(count)
+                                                   : std::to_string(count),
+               .where = std::string(membership_->site_name(world_rank(r), site)),
+               .fingerprint = r == rank_ ? fingerprint_ : static_cast<std::uint32_t>(flag_of(r))});
   }
   fail(call, Kind::mismatch, table.text(call), table.minority());
 }
 
 int Channel::awaited_by(int rank) const {
-  const auto what_of = [this](int r) {
-    return lane(r).record.what.load(std::memory_order_relaxed);
+  const auto signature_of = [this](int r) {
+    return lane(r).record.signature.load(std::memory_order_relaxed);
   };
-  const auto waits_for_one = [](std::uint64_t what) {
-    const bool is_pairwise = op_of(what) == Op::send || op_of(what) == Op::recv;
-    return is_pairwise && (what & (kFinished | kElsewhere)) == 0;
+  const auto waits_for_one = [](std::uint64_t signature) {
+    const bool is_pairwise = op_of(signature) == Op::send || op_of(signature) == Op::recv;
+    return is_pairwise && (signature & (kFinished | kBetweenHosts)) == 0;
   };
-  const std::uint64_t what = what_of(rank);
-  const int peer = root_of(what);
+  const std::uint64_t signature = signature_of(rank);
+  const int peer = root_of(signature);
   // One that is stopped keeps others waiting, whatever it waits for itself.
-  if (!waits_for_one(what) || peer >= size() || membership_->is_stopped(world_rank(rank))) {
+  if (!waits_for_one(signature) || peer >= size() || membership_->is_stopped(world_rank(rank))) {
     return rank;
   }
-  // A send and its recv have met: neither waits for the other to come.
-  const std::uint64_t theirs = what_of(peer);
-  const bool have_met =
-      waits_for_one(theirs) && root_of(theirs) == rank && op_of(theirs) != op_of(what);
-  return have_met ? rank : peer;
+  // A send and its recv are matched: neither waits for the other to arrive.
+  const std::uint64_t theirs = signature_of(peer);
+  const bool are_matched =
+      waits_for_one(theirs) && root_of(theirs) == rank && op_of(theirs) != op_of(signature);
+  return are_matched ? rank : peer;
 }
 
 void Channel::fail_timeout_of_pair(const Call& call, int awaited) {
@@ -254,7 +254,7 @@ void Channel::fail_timeout_of_pair(const Call& call, int awaited) {
   std::ranges::reverse(chain.ranks);
   fail(call, Kind::timeout,
        internal::text_of_wait(call, rank_, std::span(&awaited, 1), size()) + chain.text +
-           conditions_of(call, chain.ranks),
+           describe_ranks(call, chain.ranks),
        chain.late);
 }
 
@@ -265,20 +265,20 @@ void Channel::fail_timeout(const Call& call, std::vector<int> absent) {
   }
   // A late rank throws this text too when it arrives, so the text names the ranks that waited.
   const std::string text = internal::text_of_wait(call, rank_, absent, size()) +
-                           "; here: " + internal::list_of(internal::numbers_of(call, present));
+                           "; arrived: " + internal::list_of(internal::numbers_of(call, present));
   // A rank in another call most likely waits too, for a rank that is in none.
   std::ranges::stable_partition(absent, [this](int r) {
-    return !membership_->is_in_call(world_rank(r)) && !is_in_call_elsewhere(r);
+    return !membership_->is_in_call(world_rank(r)) && !is_in_call_between_hosts(r);
   });
-  fail(call, Kind::timeout, text + conditions_of(call, absent), absent);
+  fail(call, Kind::timeout, text + describe_ranks(call, absent), absent);
 }
 
-std::string Channel::conditions_of(const Call& call, std::span<const int> ranks) const {
+std::string Channel::describe_ranks(const Call& call, std::span<const int> ranks) const {
   std::string text;
   for (const int r : ranks) {
-    const std::string doing = membership_->doing_of(world_rank(r));
+    const std::string doing = membership_->last_call_text(world_rank(r));
     fmt::format_to(std::back_inserter(text), "\n  rank {} {}; its last call here: {}{}{}",
-                   call.number_of(r), membership_->condition_of(world_rank(r)), call_of(r),
+                   call.number_of(r), membership_->liveness_text(world_rank(r)), call_of(r),
                    doing.empty() ? "" : "; ", doing);
   }
   return text;

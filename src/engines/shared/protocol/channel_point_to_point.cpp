@@ -22,8 +22,9 @@ void Channel::send(const Call& call) {
     const std::uint64_t chunk = me.n_sent.load(std::memory_order_relaxed);
     for (std::uint64_t taken; chunk - (taken = n_taken()) >= kOutboxDepth;) {
       // The oldest chunk may be for another rank, which must free the entry.
-      const int taker = me.heads[taken % kOutboxDepth].destination.load(std::memory_order_relaxed);
-      wait(call, taker, [&] { return n_taken() != taken; });
+      const int receiver =
+          me.heads[taken % kOutboxDepth].destination.load(std::memory_order_relaxed);
+      wait(call, receiver, [&] { return n_taken() != taken; });
     }
     const std::size_t n = std::min<std::size_t>(n_left, header_->outbox_bytes);
     if (n > n_backed_outbox_bytes_) back_outbox(call, n);
@@ -44,22 +45,22 @@ void Channel::send(const Call& call) {
 std::uint64_t Channel::wait_for_chunk(const Call& call) {
   Lane& sender = lane(call.root);
   const auto n_taken = [&sender] { return sender.n_taken.load(std::memory_order_seq_cst); };
-  const auto taker_of = [&sender](std::uint64_t chunk) {
+  const auto receiver_of = [&sender](std::uint64_t chunk) {
     return sender.heads[chunk % kOutboxDepth].destination.load(std::memory_order_acquire);
   };
   std::uint64_t oldest = 0, mine = 0;
   wait(call, call.root, [&] {
     oldest = n_taken();
     const std::uint64_t end = sender.n_sent.load(std::memory_order_seq_cst);
-    for (mine = oldest; mine < end && taker_of(mine) != rank_;) ++mine;
+    for (mine = oldest; mine < end && receiver_of(mine) != rank_;) ++mine;
     // The oldest chunk may be taken meanwhile and its entry reused. If not, the chunk found is for
     // this rank and stays until this rank takes it.
     return mine < end && n_taken() == oldest;
   });
   // The chunk is here, even if the sender has left; but other ranks must take the chunks before it.
   for (; oldest != mine; oldest = n_taken()) {
-    const int taker = taker_of(oldest);
-    if (n_taken() == oldest) wait(call, taker, [&] { return n_taken() != oldest; });
+    const int receiver = receiver_of(oldest);
+    if (n_taken() == oldest) wait(call, receiver, [&] { return n_taken() != oldest; });
   }
   return mine;
 }

@@ -66,8 +66,8 @@ const std::vector<int>& Channel::absent(int awaited) {
 
 const std::vector<int>& Channel::late(int awaited) {
   absent(awaited);
-  // Relaxed: a rank that returns sets its time again before it raises its flag, so a flag that is
-  // not raised goes with a time that was far enough, or with none.
+  // Relaxed: a returning rank updates its extension before it raises its flag, so while the flag is
+  // not raised, the value read is the valid extension, or none.
   std::erase_if(absent_, [this, now = base::ticks()](int rank) {
     return lane(rank).record.deadline_extended_until.load(std::memory_order_relaxed) > now &&
            !membership_->is_stopped(world_rank(rank));

@@ -23,23 +23,24 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// How many messages of one rank may be under way: two with each peer and more, but little memory
-/// for many ranks.
-std::int32_t posts_of_rank(int n_ranks) { return std::clamp(65536 / n_ranks, 4 * n_ranks, 4096); }
+/// How many messages of one rank may be pending: two with each peer and more, but little memory for
+/// many ranks.
+std::int32_t entries_of_rank(int n_ranks) { return std::clamp(65536 / n_ranks, 4 * n_ranks, 4096); }
 
-/// A rank's posts get memory when it needs them.
+/// A rank's entries get memory when it needs them.
 Range::Size size_for(int n_ranks) {
   const auto n = static_cast<std::size_t>(n_ranks);
-  const std::size_t n_posts_bytes = static_cast<std::size_t>(posts_of_rank(n_ranks)) * sizeof(Post);
-  return {n * (sizeof(Mailbox) + n_posts_bytes), /*backed=*/n * sizeof(Mailbox)};
+  const std::size_t n_entries_bytes =
+      static_cast<std::size_t>(entries_of_rank(n_ranks)) * sizeof(RequestEntry);
+  return {n * (sizeof(Mailbox) + n_entries_bytes), /*backed=*/n * sizeof(Mailbox)};
 }
 
-enum class Way : bool { from_peer, to_peer };
+enum class Direction : bool { from_peer, to_peer };
 
 /// Copies between this process's memory and another's, while go_on(). Returns an errno value.
 template <class GoOn>
-int copy_across(pid_t pid, Way way, void* here, std::uint64_t there, std::size_t n_bytes,
-                GoOn go_on) {
+int copy_across(pid_t pid, Direction direction, void* here, std::uint64_t there,
+                std::size_t n_bytes, GoOn go_on) {
   constexpr std::size_t kAtOnce = std::size_t{64} << 20U;
   auto* data = static_cast<std::byte*>(here);
   while (n_bytes > 0) {
@@ -47,8 +48,9 @@ int copy_across(pid_t pid, Way way, void* here, std::uint64_t there, std::size_t
     const iovec local{.iov_base = data, .iov_len = n_now};
     const iovec remote{.iov_base = reinterpret_cast<void*>(there), .iov_len = n_now};
     if (!go_on()) return ECANCELED;
-    const ssize_t n = way == Way::to_peer ? ::process_vm_writev(pid, &local, 1, &remote, 1, 0)
-                                          : ::process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    const ssize_t n = direction == Direction::to_peer
+                          ? ::process_vm_writev(pid, &local, 1, &remote, 1, 0)
+                          : ::process_vm_readv(pid, &local, 1, &remote, 1, 0);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) return n < 0 ? errno : EFAULT;
     data += n;
@@ -58,15 +60,15 @@ int copy_across(pid_t pid, Way way, void* here, std::uint64_t there, std::size_t
   return 0;
 }
 
-/// Ends a post that is copying. False if its owner has abandoned it, which frees it.
-bool finish(Post& post, Post::State state) noexcept {
-  std::uint32_t expected = Post::copying;
-  if (!post.state.compare_exchange_strong(expected, state, std::memory_order_acq_rel)) {
-    expected = Post::abandoned;
-    post.state.compare_exchange_strong(expected, Post::free, std::memory_order_acq_rel);
+/// Ends an entry that is being copied. False if its owner has abandoned it, which frees it.
+bool finish(RequestEntry& entry, RequestEntry::State state) noexcept {
+  std::uint32_t expected = RequestEntry::copying;
+  if (!entry.state.compare_exchange_strong(expected, state, std::memory_order_acq_rel)) {
+    expected = RequestEntry::abandoned;
+    entry.state.compare_exchange_strong(expected, RequestEntry::free, std::memory_order_acq_rel);
     return false;
   }
-  base::futex_wake_all(post.state, base::FutexScope::process);
+  base::futex_wake_all(entry.state, base::FutexScope::process);
   return true;
 }
 
@@ -131,14 +133,14 @@ class TaggedMessages::Lock {
                        fmt::format("{} holds the list of messages to rank {}{}",
                                    name_of_holder(holder), &mailbox_ - messages.mailboxes_,
                                    holder < 0 ? ""
-                                              : ", and " + channel.membership()->condition_of(
+                                              : ", and " + channel.membership()->liveness_text(
                                                                channel.world_rank(holder))));
   }
   /// The lists may be damaged: nobody may use them again.
   [[noreturn]] void end_group(const TaggedMessages& messages, const Request& request) const {
     Channel& channel = messages.channel_;
     int culprit = mailbox_.holder.load(std::memory_order_relaxed) - 1;
-    if (culprit < 0) {  // it died before it wrote that: known if no other is gone
+    if (culprit < 0) {  // it died before it wrote its rank: known if no other rank is gone
       std::vector<int> gone;
       for (int r = 0; r < channel.size(); ++r) {
         const auto ending =
@@ -179,15 +181,15 @@ TaggedMessages::TaggedMessages(Channel& channel, std::uint64_t offset, Permissio
       channel_(channel),
       range_(channel.membership()->shared_segment(), offset, size_for(channel.size())),
       mailboxes_(reinterpret_cast<Mailbox*>(range_.data())),
-      posts_(reinterpret_cast<Post*>(mailboxes_ + channel.size())),
-      n_posts_(posts_of_rank(channel.size())) {}
+      entries_(reinterpret_cast<RequestEntry*>(mailboxes_ + channel.size())),
+      n_entries_(entries_of_rank(channel.size())) {}
 
 bool TaggedMessages::are_possible(Channel& channel, const Call& call, Permission& permission) {
   struct Probe {
     std::uint64_t address, value;
   };
   Segment& segment = channel.membership()->segment();
-  // Kept for ever: a peer may still write the word when an error has ended this rank's call.
+  // Never freed: a peer may still write the word after an error has ended this rank's call.
   static std::mutex mutex;
   static auto& words = *new std::deque<std::uint64_t>();
   std::uint64_t& mine = [&]() -> std::uint64_t& {
@@ -204,11 +206,12 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call, Permission
       std::memcpy(&theirs, channel.read_slot(r, 1, sizeof theirs), sizeof theirs);
       const pid_t pid = segment.rank(channel.world_rank(r)).pid.load(std::memory_order_relaxed);
       std::uint64_t value = 0;
-      const auto copy = [&](Way way) {
-        return copy_across(pid, way, &value, theirs.address, sizeof value, [] { return true; });
+      const auto copy = [&](Direction direction) {
+        return copy_across(pid, direction, &value, theirs.address, sizeof value,
+                           [] { return true; });
       };
-      is_possible = is_possible && copy(Way::from_peer) == 0 && value == theirs.value &&
-                    copy(Way::to_peer) == 0;  // the same value
+      is_possible = is_possible && copy(Direction::from_peer) == 0 && value == theirs.value &&
+                    copy(Direction::to_peer) == 0;  // the same value
     }
     std::memcpy(channel.write_slot(call, sizeof is_possible), &is_possible, sizeof is_possible);
     channel.end_phase(call);
@@ -219,127 +222,129 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call, Permission
     }
     return is_possible;
   };
-  // Also if that of another group suffices, which may be destroyed first.
+  // Requested even if another group's permission suffices: that group may be destroyed first.
   permission = permit_launcher(/*asks_system=*/false);
   if (agree()) return true;
   permission = permit_launcher(/*asks_system=*/true);
   return agree();
 }
 
-/// Removes from the list the posts that nobody waits for, and the first that `matches` takes.
+/// Removes cancelled entries from the list, and the first entry for which `matches` is true.
 template <class Matches>
-Post* TaggedMessages::take_first(PostList& list, Matches matches) const noexcept {
+RequestEntry* TaggedMessages::take_first(EntryList& list, Matches matches) const noexcept {
   std::int32_t before = -1;
   for (std::int32_t i = list.first; i >= 0;) {
-    Post& post = post_at(i);
-    const std::int32_t next = post.next;
-    const bool is_match = matches(post);
-    if (!is_match && post.state.load(std::memory_order_acquire) == Post::posted) {
+    RequestEntry& entry = entry_at(i);
+    const std::int32_t next = entry.next;
+    const bool is_match = matches(entry);
+    if (!is_match && entry.state.load(std::memory_order_acquire) == RequestEntry::unmatched) {
       before = i;
     } else {
-      (before < 0 ? list.first : post_at(before).next) = next;
+      (before < 0 ? list.first : entry_at(before).next) = next;
       if (next < 0) list.last = before;
-      if (is_match) return &post;
-      post.state.store(Post::free, std::memory_order_release);
+      if (is_match) return &entry;
+      entry.state.store(RequestEntry::free, std::memory_order_release);
     }
     i = next;
   }
   return nullptr;
 }
 
-Post* TaggedMessages::take_match(Mailbox& mailbox, const Request& request) const noexcept {
+RequestEntry* TaggedMessages::take_match(Mailbox& mailbox, const Request& request) const noexcept {
   const int me = channel_.rank();
-  return take_first(request.is_send() ? mailbox.receives : mailbox.sends, [&](Post& post) {
+  return take_first(request.is_send() ? mailbox.receives : mailbox.sends, [&](RequestEntry& entry) {
     const int wanted =
-        request.is_send() ? post.peer.load(std::memory_order_relaxed) : request.call_.root;
-    const int sender = request.is_send() ? me : owner_of(post);
-    if (post.tag.load(std::memory_order_relaxed) != request.tag_ ||
+        request.is_send() ? entry.peer.load(std::memory_order_relaxed) : request.call_.root;
+    const int sender = request.is_send() ? me : owner_of(entry);
+    if (entry.tag.load(std::memory_order_relaxed) != request.tag_ ||
         (wanted != kAnySource && wanted != sender)) {
       return false;
     }
-    post.copier.store(me, std::memory_order_relaxed);
-    std::uint32_t expected = Post::posted;
-    return post.state.compare_exchange_strong(expected, Post::copying, std::memory_order_acq_rel);
+    entry.copier.store(me, std::memory_order_relaxed);
+    std::uint32_t expected = RequestEntry::unmatched;
+    return entry.state.compare_exchange_strong(expected, RequestEntry::copying,
+                                               std::memory_order_acq_rel);
   });
 }
 
-void TaggedMessages::append(PostList& list, Post& post) const noexcept {
-  const auto i = static_cast<std::int32_t>(&post - posts_);
-  post.next = -1;
-  post.state.store(Post::posted, std::memory_order_release);
-  (list.last < 0 ? list.first : post_at(list.last).next) = i;
+void TaggedMessages::append(EntryList& list, RequestEntry& entry) const noexcept {
+  const auto i = static_cast<std::int32_t>(&entry - entries_);
+  entry.next = -1;
+  entry.state.store(RequestEntry::unmatched, std::memory_order_release);
+  (list.last < 0 ? list.first : entry_at(list.last).next) = i;
   list.last = i;
 }
 
-void TaggedMessages::back_posts(const Request& request) {
+void TaggedMessages::back_entries(const Request& request) {
   constexpr std::int32_t kFirst = 64;
-  const std::int32_t n_before = n_posts_of(channel_.rank());
-  const std::int32_t n = std::min(std::max(2 * n_before, kFirst), n_posts_);
-  const std::int32_t first = channel_.rank() * n_posts_ + n_before;
+  const std::int32_t n_before = n_entries_of(channel_.rank());
+  const std::int32_t n = std::min(std::max(2 * n_before, kFirst), n_entries_);
+  const std::int32_t first = channel_.rank() * n_entries_ + n_before;
   try {
-    range_.back(reinterpret_cast<std::byte*>(posts_ + first),
-                static_cast<std::size_t>(n - n_before) * sizeof(Post));
+    range_.back(reinterpret_cast<std::byte*>(entries_ + first),
+                static_cast<std::size_t>(n - n_before) * sizeof(RequestEntry));
   } catch (const SystemError& error) {
     throw SystemError(request.context(-1), error.error_number(), internal::failure_of(error).text);
   }
   for (std::int32_t i = first + n - n_before - 1; i >= first; --i) free_.push_back(i);
-  mailboxes_[channel_.rank()].n_posts.store(n, std::memory_order_release);
+  mailboxes_[channel_.rank()].n_entries.store(n, std::memory_order_release);
 }
 
-Post* TaggedMessages::take_post(const Request& request) {
+RequestEntry* TaggedMessages::take_entry(const Request& request) {
   const std::lock_guard lock(mutex_);
   if (free_.empty()) {
-    const std::int32_t first = channel_.rank() * n_posts_;
-    for (std::int32_t i = first + n_posts_of(channel_.rank()) - 1; i >= first; --i) {
-      const Post& post = post_at(i);
-      const std::uint32_t state = post.state.load(std::memory_order_acquire);
+    const std::int32_t first = channel_.rank() * n_entries_;
+    for (std::int32_t i = first + n_entries_of(channel_.rank()) - 1; i >= first; --i) {
+      const RequestEntry& entry = entry_at(i);
+      const std::uint32_t state = entry.state.load(std::memory_order_acquire);
       const auto is_copier_gone = [&] {
-        const int copier = post.copier.load(std::memory_order_relaxed);
+        const int copier = entry.copier.load(std::memory_order_relaxed);
         return channel_.membership()->is_gone(channel_.world_rank(copier));
       };
-      if (state == Post::free || (state == Post::abandoned && is_copier_gone())) free_.push_back(i);
+      if (state == RequestEntry::free || (state == RequestEntry::abandoned && is_copier_gone()))
+        free_.push_back(i);
     }
-    if (free_.empty() && n_posts_of(channel_.rank()) < n_posts_) back_posts(request);
+    if (free_.empty() && n_entries_of(channel_.rank()) < n_entries_) back_entries(request);
     if (free_.empty()) return nullptr;
   }
-  Post& post = post_at(free_.back());
+  RequestEntry& entry = entry_at(free_.back());
   free_.pop_back();
-  post.state.store(Post::taken, std::memory_order_relaxed);
-  return &post;
+  entry.state.store(RequestEntry::reserved, std::memory_order_relaxed);
+  return &entry;
 }
 
 void TaggedMessages::free_cancelled(const Request& request, detail::TimeLimit& limit) const {
-  for (std::int32_t i = 0; i < n_posts_of(channel_.rank()); ++i) {
-    const Post& post = post_at(channel_.rank() * n_posts_ + i);
-    if (post.state.load(std::memory_order_acquire) != Post::cancelled) continue;
-    const bool is_send = post.is_send.load(std::memory_order_relaxed) != 0;
-    const int peer = post.peer.load(std::memory_order_relaxed);
-    // Another thread of this rank may be writing them: a peer has freed the post since.
+  for (std::int32_t i = 0; i < n_entries_of(channel_.rank()); ++i) {
+    const RequestEntry& entry = entry_at(channel_.rank() * n_entries_ + i);
+    if (entry.state.load(std::memory_order_acquire) != RequestEntry::cancelled) continue;
+    const bool is_send = entry.is_send.load(std::memory_order_relaxed) != 0;
+    const int peer = entry.peer.load(std::memory_order_relaxed);
+    // Another thread of this rank may be writing them, if a peer has freed the entry meanwhile.
     if (is_send && peer == kAnySource) continue;
     Mailbox& mailbox = mailbox_of(is_send, peer);
     const Lock lock(*this, mailbox, request, limit);
-    for (PostList* const list : {&mailbox.sends, &mailbox.receives}) {
-      take_first(*list, [](const Post&) { return false; });
+    for (EntryList* const list : {&mailbox.sends, &mailbox.receives}) {
+      take_first(*list, [](const RequestEntry&) { return false; });
     }
   }
 }
 
-Post* TaggedMessages::describe(const Request& request, detail::TimeLimit& limit) {
-  Post* post = take_post(request);
-  if (post == nullptr) {
+RequestEntry* TaggedMessages::describe(const Request& request, detail::TimeLimit& limit) {
+  RequestEntry* entry = take_entry(request);
+  if (entry == nullptr) {
     free_cancelled(request, limit);
-    post = take_post(request);
+    entry = take_entry(request);
   }
-  if (post == nullptr) return nullptr;
+  if (entry == nullptr) return nullptr;
   const Call& call = request.call_;
-  post->peer.store(call.root, std::memory_order_relaxed);
-  post->tag.store(request.tag_, std::memory_order_relaxed);
-  post->is_send.store(request.is_send(), std::memory_order_relaxed);
-  post->dtype = static_cast<std::uint32_t>(call.dtype);
-  post->address = reinterpret_cast<std::uint64_t>(request.is_send() ? call.in : call.out);
-  post->count = call.count;
-  post->n_refused = call.n_refused;
-  return post;
+  entry->peer.store(call.root, std::memory_order_relaxed);
+  entry->tag.store(request.tag_, std::memory_order_relaxed);
+  entry->is_send.store(request.is_send(), std::memory_order_relaxed);
+  entry->dtype = static_cast<std::uint32_t>(call.dtype);
+  entry->address = reinterpret_cast<std::uint64_t>(request.is_send() ? call.in : call.out);
+  entry->count = call.count;
+  entry->n_refused = call.n_refused;
+  return entry;
 }
 
 std::shared_ptr<TaggedMessages::Request> TaggedMessages::post(const Call& call, int tag,
@@ -348,10 +353,10 @@ std::shared_ptr<TaggedMessages::Request> TaggedMessages::post(const Call& call, 
   auto request = std::make_shared<Request>(*this, call, tag, std::move(memory));
   detail::TimeLimit limit(call.timeout);
   reap();
-  Post* const own = describe(*request, limit);
-  Post* match = nullptr;
+  RequestEntry* const own = describe(*request, limit);
+  RequestEntry* match = nullptr;
   try {
-    request->post_ = own;
+    request->entry_ = own;
     if (own != nullptr) {
       const std::lock_guard lock(mutex_);
       pending_.push_back(request);
@@ -359,81 +364,83 @@ std::shared_ptr<TaggedMessages::Request> TaggedMessages::post(const Call& call, 
     Mailbox& mailbox = mailbox_of(request->is_send(), call.root);
     const Lock lock(*this, mailbox, *request, limit);
     match = take_match(mailbox, *request);
-    // What has come is taken even then: else two ranks whose sends fill their posts never go on.
+    // Matches even without a free entry; otherwise two ranks whose sends fill their tables
+    // deadlock.
     if (match == nullptr && own == nullptr) {
       throw UsageError(request->context(-1),
-                       fmt::format("{} sends and receives of this rank are under way, the most; "
+                       fmt::format("{} sends and receives of this rank are pending, the maximum; "
                                    "wait for some of them first",
-                                   n_posts_));
+                                   n_entries_));
     }
     if (match == nullptr) append(request->is_send() ? mailbox.sends : mailbox.receives, *own);
   } catch (...) {
-    request->release_post();
+    request->release_entry();
     throw;
   }
   if (match == nullptr) return request;
-  request->release_post();
-  move(*request, *match);
+  request->release_entry();
+  copy_message(*request, *match);
   std::any done;  // destroyed without the lock
   const std::lock_guard lock(request->mutex_);
   done.swap(request->memory_);
   return request;
 }
 
-void TaggedMessages::move(Request& request, Post& post) const {
+void TaggedMessages::copy_message(Request& request, RequestEntry& entry) const {
   struct Guard {
     ~Guard() {
-      if (post == nullptr) return;
-      post->why = ENOMEM;  // an exception of this rank
-      finish(*post, Post::failed);
+      if (entry == nullptr) return;
+      entry->why = ENOMEM;  // an exception of this rank
+      finish(*entry, RequestEntry::failed);
     }
-    Post* post;
-  } guard{&post};
-  const auto end = [&guard](Post::State state) {
-    return finish(*std::exchange(guard.post, nullptr), state);
+    RequestEntry* entry;
+  } guard{&entry};
+  const auto end = [&guard](RequestEntry::State state) {
+    return finish(*std::exchange(guard.entry, nullptr), state);
   };
   const Call& call = request.call_;
-  const int peer = owner_of(post);
+  const int peer = owner_of(entry);
   const Membership& membership = *channel_.membership();
   const bool is_any =
-      call.root == kAnySource || post.peer.load(std::memory_order_relaxed) == kAnySource;
-  if (!is_any && post.n_refused != call.n_refused) {
-    const std::exception_ptr error = request.refusal_error(peer, post.n_refused);
-    post.why = Post::kDiffersInRefusals;
-    post.copier_count = call.n_refused;
-    end(Post::differs);
+      call.root == kAnySource || entry.peer.load(std::memory_order_relaxed) == kAnySource;
+  if (!is_any && entry.n_refused != call.n_refused) {
+    const std::exception_ptr error = request.refusal_error(peer, entry.n_refused);
+    entry.why = RequestEntry::kRefusalMismatch;
+    entry.copier_count = call.n_refused;
+    end(RequestEntry::mismatched);
     std::rethrow_exception(error);
   }
-  if (post.dtype != static_cast<std::uint32_t>(call.dtype) || post.count != call.count) {
-    const std::exception_ptr error = request.difference(peer, post.dtype, post.count);
-    post.why = static_cast<std::int32_t>(call.dtype);
-    post.copier_count = call.count;
-    end(Post::differs);
+  if (entry.dtype != static_cast<std::uint32_t>(call.dtype) || entry.count != call.count) {
+    const std::exception_ptr error = request.difference(peer, entry.dtype, entry.count);
+    entry.why = static_cast<std::int32_t>(call.dtype);
+    entry.copier_count = call.count;
+    end(RequestEntry::mismatched);
     std::rethrow_exception(error);
   }
-  // Before each message: when a process is gone, another may get its pid.
+  // Checked before each message: after a process has ended, another may get its pid.
   const int world_rank = channel_.world_rank(peer);
   std::optional<Ending> ending = membership.ending_of(world_rank, /*ask_system=*/true);
   int error = ESRCH;
   if (!ending) {
     const pid_t pid = membership.segment().rank(world_rank).pid.load(std::memory_order_relaxed);
     void* const here = request.is_send() ? const_cast<void*>(call.in) : call.out;
-    error = copy_across(pid, request.is_send() ? Way::to_peer : Way::from_peer, here, post.address,
-                        call.count * size_of(call.dtype), [&post] {
-                          return post.state.load(std::memory_order_acquire) == Post::copying;
-                        });
+    error = copy_across(
+        pid, request.is_send() ? Direction::to_peer : Direction::from_peer, here, entry.address,
+        call.count * size_of(call.dtype),
+        [&entry] { return entry.state.load(std::memory_order_acquire) == RequestEntry::copying; });
   }
-  post.why = error;
-  if (!end(error == 0 ? Post::complete : Post::failed)) {
-    throw TimeoutError(request.context(peer),
-                       fmt::format("rank {} has given up while this rank copied", peer));
+  entry.why = error;
+  if (!end(error == 0 ? RequestEntry::complete : RequestEntry::failed)) {
+    throw TimeoutError(
+        request.context(peer),
+        fmt::format("rank {} abandoned its message while this rank copied it", peer));
   }
   if (error == 0) {
     request.source_ = request.is_send() ? channel_.rank() : peer;
     request.is_over_.store(true, std::memory_order_release);
     return;
   }
-  // Its memory goes a little before the process does.
+  // The memory of an ending process is freed slightly before the process is gone.
   for (int i = 0; !ending && error == ESRCH && i < 100; ++i) {
     std::this_thread::sleep_for(milliseconds(10));
     ending = membership.ending_of(world_rank, /*ask_system=*/true);

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "base/process_tag.hpp"
+#include "base/fork_guard.hpp"
 #include "engines/shared/protocol/channel.hpp"
 #include "engines/shared/segment/layout.hpp"
 #include "engines/shared/segment/segment.hpp"
@@ -22,35 +22,36 @@
 namespace lockstep::shared {
 
 /// Sends and receives that match by source and tag, as those of MPI and torch.distributed: many at
-/// once, in any order, from any source. A send ends when its receive has come.
+/// once, in any order, from any source. A send completes when its data has been copied to the
+/// matching receive.
 ///
-/// The protocol. Shared memory has for each rank a number of posts, which describe its sends and
-/// receives that are under way, and a mailbox with two lists of posts without a match: sends to
-/// this rank, and receives of this rank. A rank that sends or receives looks, under the mailbox's
-/// lock, for the oldest match in the other list. If there is one, it takes that post out, releases
-/// the lock, and copies the bytes between its own memory and that of the post's owner
-/// (process_vm_readv, process_vm_writev). If there is none, it adds a post of its own. So the later
-/// of two ranks moves the message, with one copy, while it begins; the earlier one need not be in
-/// any call.
+/// The protocol. Shared memory has for each rank a table of entries, which describe its pending
+/// sends and receives, and a mailbox with two lists of unmatched entries: sends to this rank, and
+/// receives of this rank. A rank that sends or receives searches, under the mailbox's lock, for the
+/// oldest match in the other list. If there is one, it removes that entry, releases the lock, and
+/// copies the bytes between its own memory and that of the entry's owner (process_vm_readv,
+/// process_vm_writev). If there is none, it adds an entry of its own. So the later of the two ranks
+/// copies the message, once, while it starts its request; the earlier one need not be in any call.
 ///
 /// Proof that messages with the same source and tag do not overtake each other. The lists are in
-/// the order of posting, and never hold two posts that match: the later one would not have been
+/// the order of posting, and never hold two entries that match: the later one would not have been
 /// added. So the oldest match is the one that MPI asks for.
-/// Proof that nobody accesses memory that its owner has left. A peer copies only while the post is
-/// `copying`, which it becomes only from `posted`, by compare-and-swap. The owner returns when it
-/// has seen how the copy ended, when its own compare-and-swap from `posted` to `cancelled` has
-/// succeeded, when the copier's process has ended, or when it abandons a copier that does not run.
-/// That one finds `abandoned` before its next system call, and copies no more, unless it was
-/// stopped between this look and the system call: then it copies into memory that is never freed.
+/// Proof that nobody accesses memory that its owner has left. A peer copies only while the entry
+/// is `copying`, which it becomes only from `unmatched`, by compare-and-swap. The owner returns
+/// when it has seen how the copy ended, when its own compare-and-swap from `unmatched` to
+/// `cancelled` has succeeded, when the copier's process has ended, or when it abandons a copier
+/// that does not run. That one finds `abandoned` before its next system call, and copies no more,
+/// unless it was stopped between this look and the system call: then it copies into memory that is
+/// never freed.
 ///
 /// A send and its receive carry how many of them each end has refused, as those of a Channel do
 /// (see there), unless the receive is from any source. If the numbers differ, both ends get a
-/// MismatchError. An end that waits gets it when the other has refused more, and tells that one,
-/// whose messages get it too until the numbers are the same.
+/// MismatchError. A waiting end gets it when the other has refused more, and notifies that rank,
+/// whose messages fail in the same way until the numbers are equal.
 ///
-/// A rank that dies while it holds a lock ends the group, because the list may be damaged: who
-/// gets the lock later finds that the group has failed, which is recorded before the lock is
-/// released, and leaves the list alone.
+/// A rank that dies while it holds a lock ends the group, because the list may be damaged: the
+/// failure is recorded before the lock is released, so the next rank that gets the lock finds the
+/// group failed and does not use the list.
 ///
 /// Threads: any. The channel must outlive it.
 class TaggedMessages {
@@ -63,7 +64,7 @@ class TaggedMessages {
   static std::uint64_t make(Segment& segment, int n_ranks);
   /// Lets other ranks access this process's memory where Yama restricts that to a tracer, while any
   /// copy exists; null: not needed. A process has one such permission, so this one replaces the
-  /// program's, which the system does not tell.
+  /// program's, which cannot be queried.
   using Permission = std::shared_ptr<const void>;
 
   /// `offset`: what make() returned.
@@ -90,44 +91,44 @@ class TaggedMessages {
   Mailbox& mailbox_of(bool is_send, int peer) const noexcept {
     return mailboxes_[is_send ? peer : channel_.rank()];
   }
-  Post& post_at(std::int32_t index) const noexcept { return posts_[index]; }
-  std::int32_t n_posts_of(int rank) const noexcept {
-    return mailboxes_[rank].n_posts.load(std::memory_order_acquire);
+  RequestEntry& entry_at(std::int32_t index) const noexcept { return entries_[index]; }
+  std::int32_t n_entries_of(int rank) const noexcept {
+    return mailboxes_[rank].n_entries.load(std::memory_order_acquire);
   }
-  int owner_of(const Post& post) const noexcept {
-    return static_cast<int>((&post - posts_) / n_posts_);
+  int owner_of(const RequestEntry& entry) const noexcept {
+    return static_cast<int>((&entry - entries_) / n_entries_);
   }
   template <class Matches>
-  Post* take_first(PostList& list, Matches matches) const noexcept;
-  Post* take_match(Mailbox& mailbox, const Request& request) const noexcept;
-  void append(PostList& list, Post& post) const noexcept;
-  /// A post that is free; null: all are under way. Throws SystemError.
-  Post* take_post(const Request& request);
-  /// Gives more of this rank's posts memory, twice as many each time. Requires mutex_.
-  void back_posts(const Request& request);
+  RequestEntry* take_first(EntryList& list, Matches matches) const noexcept;
+  RequestEntry* take_match(Mailbox& mailbox, const Request& request) const noexcept;
+  void append(EntryList& list, RequestEntry& entry) const noexcept;
+  /// A free entry; null: all are in use. Throws SystemError.
+  RequestEntry* take_entry(const Request& request);
+  /// Allocates memory for more of this rank's entries, twice as many each time. Requires mutex_.
+  void back_entries(const Request& request);
   /// Takes what this rank has cancelled out of the lists.
   void free_cancelled(const Request& request, detail::TimeLimit& limit) const;
-  /// A post for it; null: all are under way.
-  Post* describe(const Request& request, detail::TimeLimit& limit);
-  void move(Request& request, Post& post) const;
-  /// Releases what nobody accesses any more.
+  /// An entry for it; null: all are in use.
+  RequestEntry* describe(const Request& request, detail::TimeLimit& limit);
+  void copy_message(Request& request, RequestEntry& entry) const;
+  /// Releases requests whose memory is no longer accessed.
   void reap();
-  /// Throws if the wait is in vain: the group failed, this rank has left it, the peer ended, or the
-  /// time is over.
+  /// Throws if the request cannot complete: the group failed, this rank has left it, the peer
+  /// ended, or the time is over.
   void check(const Request& request, detail::TimeLimit& limit, unsigned round) const;
   [[noreturn]] void throw_ending(const Request& request, int peer, const Ending& ending) const;
   [[noreturn]] void throw_timeout(const Request& request, std::chrono::milliseconds limit) const;
-  std::string waits_of(int rank) const;
+  std::string pending_of(int rank) const;
 
-  base::ProcessTag process_;
+  base::ForkGuard process_;
   Permission permission_;
   Channel& channel_;
   Range range_;
   Mailbox* mailboxes_;
-  Post* posts_;
-  std::int32_t n_posts_;            // of each rank, at most: those with memory are Mailbox::n_posts
+  RequestEntry* entries_;
+  std::int32_t n_entries_;          // the maximum per rank; Mailbox::n_entries of them have memory
   std::mutex mutex_;                // guards what follows
-  std::vector<std::int32_t> free_;  // some of this rank's posts that are free
+  std::vector<std::int32_t> free_;  // some of this rank's free entries
   std::vector<std::shared_ptr<Request>> pending_;
 };
 
@@ -135,19 +136,19 @@ class TaggedMessages {
 class TaggedMessages::Request {
  public:
   Request(const TaggedMessages& messages, const Call& call, int tag, std::any memory);
-  /// Withdraws it if it is not over.
+  /// Cancels it if it has not completed.
   ~Request();
   Request(const Request&) = delete;
   Request& operator=(const Request&) = delete;
 
-  /// Whether wait() returns or throws at once. Ends it if its peer or the group has ended; a
-  /// timeout is a matter of wait().
+  /// Whether wait() returns or throws at once. Ends it if its peer or the group has ended; only
+  /// wait() times out.
   bool poll();
   /// Throws MismatchError (another type, count or number of refused calls), TimeoutError, PeerLost,
   /// PeerFailed, SystemError, UsageError (this rank has left the group), and the error that ended
   /// the group. The message is then cancelled, and the group goes on.
   void wait(std::chrono::milliseconds timeout);
-  /// If it waits for its match, withdraws it, and wait() throws `error`. Else no effect.
+  /// If it is unmatched, cancels it, and wait() throws `error`. Otherwise no effect.
   void end_with(std::exception_ptr error);
   /// The sender, when a receive is complete.
   int source() const noexcept { return source_.load(std::memory_order_relaxed); }
@@ -156,19 +157,19 @@ class TaggedMessages::Request {
   friend class TaggedMessages;
 
   bool is_send() const noexcept { return call_.op == Op::send; }
-  bool is_copy() const noexcept { return messages_.process_.is_copy(); }
-  /// Whether nobody accesses its memory any more, which is then moved to `memory`.
+  bool is_forked_child() const noexcept { return messages_.process_.is_forked_child(); }
+  /// Whether its memory is no longer accessed; the memory is then moved to `memory`.
   bool try_reap(std::any& memory);
   bool is_over();
   void wait_until_over(detail::TimeLimit limit);
-  void release_post();
+  void release_entry();
   /// The rank that copies it; -1: none.
   int copier() const;
   void collect(std::any& memory);  // requires the lock
   std::exception_ptr difference(int peer, std::int64_t dtype, std::uint64_t count) const;
   /// The peer has refused another number of such calls than this rank; told: Channel::n_refused_by,
-  /// or Call::n_refused of its message. Of the end that has refused fewer it tells the peer.
-  std::exception_ptr refusal_error(int peer, std::uint64_t told) const;
+  /// or Call::n_refused of its message. If this end has refused fewer, it notifies the peer.
+  std::exception_ptr refusal_error(int peer, std::uint64_t peer_n_refused) const;
   UsageError left_error() const;
   ErrorContext context(int peer) const;
 
@@ -177,11 +178,11 @@ class TaggedMessages::Request {
   const int tag_;
   mutable std::mutex mutex_;  // guards the next four
   std::any memory_;
-  Post* post_ = nullptr;
+  RequestEntry* entry_ = nullptr;
   std::exception_ptr error_;
   std::optional<Clock::time_point> copy_seen_at_;  // when it was first found copying
   std::atomic<unsigned> n_polls_{0};
-  std::atomic<Clock::rep> next_look_{0};
+  std::atomic<Clock::rep> next_poll_{0};
   std::atomic<bool> is_over_{false};
   std::atomic<int> source_{kAnySource};
 };

@@ -15,8 +15,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// How long the owner of a message waits, past the time when it gives up, for a peer that copies
-/// and is not known to be stopped.
+/// How long the owner of a message waits beyond its timeout for a peer that is copying and is not
+/// known to be stopped.
 constexpr std::chrono::seconds kCopyPatience{10};
 
 std::string name_of_rank(int rank) { return rank < 0 ? "any rank" : fmt::format("rank {}", rank); }
@@ -47,12 +47,12 @@ void TaggedMessages::check(const Request& request, detail::TimeLimit& limit, uns
                                          static_cast<unsigned>(n_ranks) <
                                      kSystemChecks;
     // If the peer has taken this message before it refused one, its copy is what counts.
-    const std::uint32_t told = is_any ? 0 : channel_.n_refused_by(r, request.call_);
-    const std::uint32_t n_refused = told & ~Channel::kSeenToDiffer;
+    const std::uint32_t peer_n_refused = is_any ? 0 : channel_.n_refused_by(r, request.call_);
+    const std::uint32_t n_refused = peer_n_refused & ~Channel::kMismatchSeen;
     const bool has_peer_seen_it =
-        n_refused < request.call_.n_refused && (told & Channel::kSeenToDiffer) != 0;
+        n_refused < request.call_.n_refused && (peer_n_refused & Channel::kMismatchSeen) != 0;
     if (n_refused > request.call_.n_refused || has_peer_seen_it) {
-      std::rethrow_exception(request.refusal_error(r, told));
+      std::rethrow_exception(request.refusal_error(r, peer_n_refused));
     }
     const auto ending = channel_.membership()->ending_of(channel_.world_rank(r), asks);
     if (!ending) continue;
@@ -71,28 +71,29 @@ void TaggedMessages::throw_timeout(const Request& request, milliseconds limit) c
   const int copier = request.copier();
   for (int r = 0; r < channel_.size(); ++r) {
     if (peer == kAnySource ? r == channel_.rank() : r != peer) continue;
-    const std::string waits = waits_of(r);
+    const std::string waits = pending_of(r);
     if (peer == kAnySource && waits.empty() && r != copier) continue;
     text += fmt::format("\n  rank {} {}{}{}{}", r,
-                        channel_.membership()->condition_of(channel_.world_rank(r)),
+                        channel_.membership()->liveness_text(channel_.world_rank(r)),
                         r == copier ? ", and has begun to copy the message" : "",
                         waits.empty() ? "" : ", and waits in ", waits);
   }
   throw TimeoutError(request.context(peer == kAnySource ? copier : peer), text);
 }
 
-/// "send to rank 1 (tag 4), recv from any rank (tag 0)": the first of its messages that wait.
-std::string TaggedMessages::waits_of(int rank) const {
-  constexpr int kMost = 4;
+/// "send to rank 1 (tag 4), recv from any rank (tag 0)": the first of its unmatched messages.
+std::string TaggedMessages::pending_of(int rank) const {
+  constexpr int kMax = 4;
   std::string text;
   int n = 0;
-  for (std::int32_t i = rank * n_posts_; i < rank * n_posts_ + n_posts_of(rank) && n < kMost; ++i) {
-    const Post& post = post_at(i);
-    if (post.state.load(std::memory_order_acquire) != Post::posted) continue;
-    const bool is_send = post.is_send.load(std::memory_order_relaxed) != 0;
+  for (std::int32_t i = rank * n_entries_; i < rank * n_entries_ + n_entries_of(rank) && n < kMax;
+       ++i) {
+    const RequestEntry& entry = entry_at(i);
+    if (entry.state.load(std::memory_order_acquire) != RequestEntry::unmatched) continue;
+    const bool is_send = entry.is_send.load(std::memory_order_relaxed) != 0;
     text += fmt::format("{}{} {} (tag {})", n++ == 0 ? "" : ", ", is_send ? "send to" : "recv from",
-                        name_of_rank(post.peer.load(std::memory_order_relaxed)),
-                        post.tag.load(std::memory_order_relaxed));
+                        name_of_rank(entry.peer.load(std::memory_order_relaxed)),
+                        entry.tag.load(std::memory_order_relaxed));
   }
   return text;
 }
@@ -102,8 +103,8 @@ TaggedMessages::Request::Request(const TaggedMessages& messages, const Call& cal
     : messages_(messages), call_(call), tag_(tag), memory_(std::move(memory)) {}
 
 TaggedMessages::Request::~Request() {
-  if (is_copy()) return;
-  while (!is_over() && post_ != nullptr) {  // a peer may be copying
+  if (is_forked_child()) return;
+  while (!is_over() && entry_ != nullptr) {  // a peer may be copying
     end_with(nullptr);
     std::this_thread::yield();
   }
@@ -131,19 +132,20 @@ std::exception_ptr TaggedMessages::Request::difference(int peer, std::int64_t dt
                   is_send() ? theirs : mine, tag_)));
 }
 
-std::exception_ptr TaggedMessages::Request::refusal_error(int peer, std::uint64_t told) const {
+std::exception_ptr TaggedMessages::Request::refusal_error(int peer,
+                                                          std::uint64_t peer_n_refused) const {
   Channel& channel = messages_.channel_;
-  const auto of_peer = static_cast<std::uint32_t>(told) & ~Channel::kSeenToDiffer;
+  const auto of_peer = static_cast<std::uint32_t>(peer_n_refused) & ~Channel::kMismatchSeen;
   const bool has_peer_more = of_peer > call_.n_refused;
-  if (has_peer_more) channel.tell_that_refusals_differ(call_);  // it may wait for this rank
+  if (has_peer_more) channel.notify_refusal_mismatch(call_);  // it may wait for this rank
   const int refuser = has_peer_more ? peer : channel.rank();
   const std::uint32_t n = has_peer_more ? of_peer - call_.n_refused : call_.n_refused - of_peer;
   const auto texts = channel.refused_by(refuser, has_peer_more ? channel.rank() : peer, n);
   return std::make_exception_ptr(MismatchError(
       context(peer),
-      fmt::format("rank {} has {}, so this {} (tag {}) and what rank {} calls next may not be one "
-                  "message; a call that throws UsageError counts as one, after which both ends "
-                  "must go on alike",
+      fmt::format("rank {} has {}, so this {} (tag {}) may not match the next call of rank {}; a "
+                  "call that throws UsageError counts as a call: afterwards both ends must "
+                  "continue with matching calls",
                   refuser,
                   texts.empty() ? fmt::format("refused {} call{} more", n, n == 1 ? "" : "s")
                                 : fmt::to_string(fmt::join(texts, "; ")),
@@ -151,45 +153,46 @@ std::exception_ptr TaggedMessages::Request::refusal_error(int peer, std::uint64_
 }
 
 UsageError TaggedMessages::Request::left_error() const {
-  return {context(-1), "this rank has left the group since"};
+  return {context(-1), "this rank has left the group"};
 }
 
-void TaggedMessages::Request::release_post() {
+void TaggedMessages::Request::release_entry() {
   const std::lock_guard lock(mutex_);
-  if (post_ == nullptr) return;
-  std::exchange(post_, nullptr)->state.store(Post::free, std::memory_order_release);
+  if (entry_ == nullptr) return;
+  std::exchange(entry_, nullptr)->state.store(RequestEntry::free, std::memory_order_release);
 }
 
 void TaggedMessages::Request::collect(std::any& memory) {
-  const std::uint32_t state = post_->state.load(std::memory_order_acquire);
-  const int copier = post_->copier.load(std::memory_order_relaxed);  // written before that state
+  const std::uint32_t state = entry_->state.load(std::memory_order_acquire);
+  const int copier = entry_->copier.load(std::memory_order_relaxed);  // written before that state
   const Channel& channel = messages_.channel_;
   switch (state) {
-    case Post::complete: source_.store(is_send() ? channel.rank() : copier); break;
-    case Post::differs:
-      error_ = post_->why == Post::kDiffersInRefusals
-                   ? refusal_error(copier, post_->copier_count)
-                   : difference(copier, post_->why, post_->copier_count);
+    case RequestEntry::complete: source_.store(is_send() ? channel.rank() : copier); break;
+    case RequestEntry::mismatched:
+      error_ = entry_->why == RequestEntry::kRefusalMismatch
+                   ? refusal_error(copier, entry_->copier_count)
+                   : difference(copier, entry_->why, entry_->copier_count);
       break;
-    case Post::failed:
-      if (post_->why == ESRCH) {  // the copier found no living rank here
+    case RequestEntry::failed:
+      if (entry_->why == ESRCH) {  // the copier found no living rank here
         error_ = std::make_exception_ptr(left_error());
         break;
       }
       error_ = std::make_exception_ptr(SystemError(
-          context(copier), post_->why, fmt::format("rank {} could not copy the message", copier)));
+          context(copier), entry_->why, fmt::format("rank {} could not copy the message", copier)));
       break;
-    case Post::copying:
+    case RequestEntry::copying:
       if (!channel.membership()->is_gone(channel.world_rank(copier))) return;
       // It may have ended the copy before it died.
-      if (post_->state.load(std::memory_order_acquire) != Post::copying) return collect(memory);
+      if (entry_->state.load(std::memory_order_acquire) != RequestEntry::copying)
+        return collect(memory);
       error_ = std::make_exception_ptr(PeerLost(
           context(copier), fmt::format("rank {} died while it copied the message", copier)));
       break;
     default: return;
   }
-  post_->state.store(Post::free, std::memory_order_release);
-  post_ = nullptr;
+  entry_->state.store(RequestEntry::free, std::memory_order_release);
+  entry_ = nullptr;
   memory = std::exchange(memory_, {});
   is_over_.store(true, std::memory_order_release);
 }
@@ -197,15 +200,15 @@ void TaggedMessages::Request::collect(std::any& memory) {
 int TaggedMessages::Request::copier() const {
   const std::lock_guard lock(mutex_);
   const bool is_copying =
-      post_ != nullptr && post_->state.load(std::memory_order_acquire) == Post::copying;
-  return is_copying ? post_->copier.load(std::memory_order_relaxed) : -1;
+      entry_ != nullptr && entry_->state.load(std::memory_order_acquire) == RequestEntry::copying;
+  return is_copying ? entry_->copier.load(std::memory_order_relaxed) : -1;
 }
 
 bool TaggedMessages::Request::try_reap(std::any& memory) {
-  if (is_copy()) return false;
+  if (is_forked_child()) return false;
   const std::lock_guard lock(mutex_);
-  if (post_ != nullptr) collect(memory);
-  return post_ == nullptr;
+  if (entry_ != nullptr) collect(memory);
+  return entry_ == nullptr;
 }
 
 bool TaggedMessages::Request::is_over() {
@@ -216,10 +219,10 @@ bool TaggedMessages::Request::is_over() {
 }
 
 bool TaggedMessages::Request::poll() {
-  if (is_over() || is_copy()) return true;  // in a copy wait() throws
+  if (is_over() || is_forked_child()) return true;  // in a forked process wait() throws
   const auto now = Clock::now().time_since_epoch();
-  if (now.count() < next_look_.load(std::memory_order_relaxed)) return false;
-  next_look_.store((now + kLivenessInterval).count(), std::memory_order_relaxed);
+  if (now.count() < next_poll_.load(std::memory_order_relaxed)) return false;
+  next_poll_.store((now + kLivenessInterval).count(), std::memory_order_relaxed);
   try {
     detail::TimeLimit none;
     messages_.check(*this, none, n_polls_++);
@@ -230,36 +233,37 @@ bool TaggedMessages::Request::poll() {
 }
 
 void TaggedMessages::Request::end_with(std::exception_ptr error) {
-  if (is_copy()) return;
+  if (is_forked_child()) return;
   std::any memory;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
-  if (is_over_ || post_ == nullptr) return;
-  std::uint32_t expected = Post::posted;
-  if (post_->state.compare_exchange_strong(expected, Post::cancelled, std::memory_order_acq_rel)) {
+  if (is_over_ || entry_ == nullptr) return;
+  std::uint32_t expected = RequestEntry::unmatched;
+  if (entry_->state.compare_exchange_strong(expected, RequestEntry::cancelled,
+                                            std::memory_order_acq_rel)) {
     memory = std::exchange(memory_, {});
   } else {
     collect(memory);
     if (is_over_) return;
     const Channel& channel = messages_.channel_;
-    const int copier = channel.world_rank(post_->copier.load(std::memory_order_relaxed));
+    const int copier = channel.world_rank(entry_->copier.load(std::memory_order_relaxed));
     if (!copy_seen_at_) copy_seen_at_ = Clock::now();
     const bool is_frozen =
         channel.membership()->is_stopped(copier) || Clock::now() - *copy_seen_at_ > kCopyPatience;
-    expected = Post::copying;
-    if (!is_frozen || !post_->state.compare_exchange_strong(expected, Post::abandoned,
-                                                            std::memory_order_acq_rel)) {
+    expected = RequestEntry::copying;
+    if (!is_frozen || !entry_->state.compare_exchange_strong(expected, RequestEntry::abandoned,
+                                                             std::memory_order_acq_rel)) {
       return;
     }
     (void)new std::any(std::move(memory_));  // the copier may write there once more
   }
-  post_ = nullptr;
+  entry_ = nullptr;
   error_ = std::move(error);
   is_over_.store(true, std::memory_order_release);
 }
 
 void TaggedMessages::Request::wait(std::chrono::milliseconds timeout) {
   if (!is_over()) {
-    if (is_copy()) {
+    if (is_forked_child()) {
       throw UsageError(context(-1), "this process is a fork of the rank that began it");
     }
     wait_until_over(detail::TimeLimit(timeout));
@@ -269,23 +273,23 @@ void TaggedMessages::Request::wait(std::chrono::milliseconds timeout) {
 }
 
 void TaggedMessages::Request::wait_until_over(detail::TimeLimit limit) {
-  const Post* post = nullptr;
+  const RequestEntry* entry = nullptr;
   {
     const std::lock_guard lock(mutex_);
-    post = post_;
+    entry = entry_;
   }
-  if (post == nullptr) return;  // over by now
-  // Another thread may collect the post, and it may be used again: then it is over.
+  if (entry == nullptr) return;  // over by now
+  // Another thread may complete the entry, which may then be reused: then the request is over.
   const auto is_ready = [&] {
-    return post->state.load(std::memory_order_acquire) >= Post::complete || is_over_;
+    return entry->state.load(std::memory_order_acquire) >= RequestEntry::complete || is_over_;
   };
   const Waiter& waiter = messages_.channel_.waiter();
   if (!waiter.poll(is_ready)) waiter.yield(Condition(is_ready));
   for (unsigned round = 0; !is_over(); ++round) {
-    const std::uint32_t state = post->state.load(std::memory_order_acquire);
-    if (state < Post::complete) {
+    const std::uint32_t state = entry->state.load(std::memory_order_acquire);
+    if (state < RequestEntry::complete) {
       const auto left = std::max<std::chrono::nanoseconds>(limit.left(), milliseconds(1));
-      base::futex_wait(post->state, state,
+      base::futex_wait(entry->state, state,
                        std::min<std::chrono::nanoseconds>(left, kLivenessInterval),
                        base::FutexScope::process);
     }

@@ -44,7 +44,7 @@ std::optional<std::uint32_t> FreeRanges::take(std::uint32_t n) noexcept {
 }
 
 void FreeRanges::put(Pages pages) noexcept {
-  // Two ranks that put adjacent ranges at the same time may miss each other: two ranges remain.
+  // If two ranks release adjacent ranges at the same time, the ranges may stay separate.
   for (auto& entry : entries_) {
     const std::uint64_t word = entry.load(std::memory_order_relaxed);
     if (word == 0) continue;

@@ -11,8 +11,9 @@ namespace lockstep::shared {
 
 /// The released ranges of a segment, for reuse. Lock-free, because processes that share it may die
 /// at any instruction: an entry is one word (first page, pages; 0: none), taken by exchanging it
-/// for 0 and put by exchanging 0 for it. A range that a dying process had just taken, or that finds
-/// no free entry, is lost until the job ends; it costs address space but no memory.
+/// for 0 and put by exchanging 0 for it. A range is lost until the job ends if a process dies right
+/// after taking it, or if no entry is free when it is released; this costs address space but no
+/// memory.
 class FreeRanges {
  public:
   struct Pages {

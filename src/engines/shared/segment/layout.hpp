@@ -36,7 +36,7 @@ struct alignas(kLine) RankBlock {
   /// The waitpid status plus one, written by the launcher; 0 while the rank runs.
   std::atomic<std::int32_t> wait_status_plus_one;
   std::atomic<std::int32_t> cpu_quota;
-  std::atomic<bool> takes_fences;  ///< see base/membarrier.hpp
+  std::atomic<bool> receives_fences;  ///< see base/membarrier.hpp
   std::array<std::atomic<std::uint64_t>, std::tuple_size_v<base::CpuMask>> cpus;
   /// Text of the exception with which the rank left; complete before state becomes failed.
   std::array<char, 1024> failure;
@@ -57,7 +57,7 @@ struct alignas(kLine) SegmentHeader {
   /// The bootstrap verified that all ranks are in one PID namespace.
   std::atomic<bool> has_one_pid_namespace;
   /// A rank has joined a world over another engine, which uses no other part of the segment.
-  std::atomic<bool> has_joined_elsewhere;
+  std::atomic<bool> has_joined_other_engine;
   /// Released ranges: see free_ranges.hpp.
   alignas(kLine) std::array<std::atomic<std::uint64_t>, kFreeRanges> free_ranges;
 };
@@ -72,8 +72,8 @@ struct alignas(kLine) RangeHeader {
 /// inconsistent view is harmless.
 struct CallRecord {
   std::atomic<std::uint64_t> sequence;
-  std::atomic<std::uint64_t> what;   ///< op, dtype, reduction, finished, root: see encode_call
-  std::atomic<std::uint64_t> count;  ///< elements, or a hash of Call::counts: see kByRank
+  std::atomic<std::uint64_t> signature;  ///< op, dtype, reduction, finished, root: see encode_call
+  std::atomic<std::uint64_t> count;      ///< elements, or a hash of Call::counts: see kByRank
   std::atomic<std::uint32_t> site;
   std::atomic<Check> check;  ///< how much the rank compares
   /// Collectives that the rank has refused, also since this call: see Channel::refuse.
@@ -83,12 +83,12 @@ struct CallRecord {
   std::atomic<bool> is_in_peers_memory;  ///< see Channel::enter_peers_memory
 };
 
-/// Set in a CallRecord's `what` when the call has returned.
+/// Set in a CallRecord's `signature` when the call has returned.
 inline constexpr std::uint64_t kFinished = 1ULL << 24U;
 /// Set there when the call has a count for each rank.
 inline constexpr std::uint64_t kByRank = 1ULL << 25U;
 /// Set there when the call is between hosts, over another engine; its root is a rank there.
-inline constexpr std::uint64_t kElsewhere = 1ULL << 26U;
+inline constexpr std::uint64_t kBetweenHosts = 1ULL << 26U;
 
 inline constexpr std::size_t kInlineBytes = 248;
 
@@ -122,8 +122,8 @@ struct alignas(kLine) Lane {
   alignas(kLine) std::atomic<std::uint64_t> n_taken;
 };
 
-/// Why a rank refused a call: the text, in words because it may be read while a later one is
-/// written, which only affects a diagnosis.
+/// Why a rank refused a call: the text, stored in words because it may be read while a later text
+/// is written, which only affects a diagnosis.
 struct RefusalText {
   std::atomic<std::int32_t> peer;  ///< of a send or recv; -1: a collective
   std::array<std::atomic<std::uint64_t>, 31> words;
@@ -167,26 +167,26 @@ struct alignas(kLine) ChannelHeader {
 };
 
 /// One send or receive of TaggedMessages.
-struct Post {
-  /// taken: its owner fills it in. posted: in a list, waits for its match. cancelled: still in a
-  /// list; the next rank that scans it removes it. copying: `copier` has taken it out of the list
-  /// and copies. abandoned: its owner no longer waits for the copier. The last three are its ends,
-  /// until the owner has seen them.
-  static constexpr std::int32_t kDiffersInRefusals = -1;
+struct RequestEntry {
+  /// reserved: its owner fills it in. unmatched: in a list, waits for its match. cancelled: still
+  /// in a list; the next rank that scans it removes it. copying: `copier` has taken it out of the
+  /// list and copies. abandoned: its owner no longer waits for the copier. The last three are its
+  /// ends, until the owner has seen them.
+  static constexpr std::int32_t kRefusalMismatch = -1;
   enum State : std::uint32_t {
     free,
-    taken,
-    posted,
+    reserved,
+    unmatched,
     cancelled,
     copying,
     abandoned,
     complete,
-    differs,
+    mismatched,
     failed,
   };
 
   std::atomic<std::uint32_t> state;
-  std::int32_t next;  ///< in its list: an index over the posts of all ranks; -1: the last
+  std::int32_t next;  ///< the next in its list: an index over all ranks' entries; -1: none
   // Atomics, because a timeout is reported without the lock.
   std::atomic<std::int32_t> peer;  ///< the other rank; -1: any
   std::atomic<std::int32_t> tag;
@@ -195,26 +195,26 @@ struct Post {
   std::uint64_t address;  ///< in the owner's process
   std::uint64_t count;
   std::atomic<std::int32_t> copier;
-  /// failed: an errno value; differs: the copier's dtype, or kDiffersInRefusals.
+  /// failed: an errno value; mismatched: the copier's dtype, or kRefusalMismatch.
   std::int32_t why;
-  std::uint64_t copier_count;  ///< differs; if in refusals: the copier's number of them
+  std::uint64_t copier_count;  ///< mismatched; kRefusalMismatch: the copier's n_refused
   std::uint32_t n_refused;     ///< Call::n_refused
 };
 
-/// Indices of the oldest and the newest post; -1: none.
-struct PostList {
+/// Indices of the oldest and the newest entry; -1: none.
+struct EntryList {
   std::int32_t first;
   std::int32_t last;
 };
 
-/// The posts without a match of the messages to one rank: sends of others, and its receives.
+/// The unmatched messages to one rank: the sends of other ranks, and its receives.
 struct alignas(kLine) Mailbox {
-  pthread_mutex_t mutex;             ///< robust; guards the lists and Post::next
+  pthread_mutex_t mutex;             ///< robust; guards the lists and RequestEntry::next
   std::atomic<std::int32_t> holder;  ///< of the mutex: a rank plus one
-  /// How many posts of this rank have memory. Only that rank writes it, after backing them.
-  std::atomic<std::int32_t> n_posts;
-  PostList sends;
-  PostList receives;
+  /// How many entries of this rank have memory. Only that rank writes it, after backing them.
+  std::atomic<std::int32_t> n_entries;
+  EntryList sends;
+  EntryList receives;
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);

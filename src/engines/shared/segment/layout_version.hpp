@@ -10,7 +10,7 @@
 
 namespace lockstep::shared {
 
-/// Counts changes of what the members mean that change no struct: other algorithms, other flags.
+/// Incremented if the meaning of members changes but no struct does: other algorithms, other flags.
 inline constexpr std::size_t kProtocol = 4;
 
 /// The layout of the segment. Two libraries with the same number may share memory.
@@ -26,7 +26,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(RankBlock, time_namespace),
       LOCKSTEP_FIELD(RankBlock, wait_status_plus_one),
       LOCKSTEP_FIELD(RankBlock, cpu_quota),
-      LOCKSTEP_FIELD(RankBlock, takes_fences),
+      LOCKSTEP_FIELD(RankBlock, receives_fences),
       LOCKSTEP_FIELD(RankBlock, cpus),
       LOCKSTEP_FIELD(RankBlock, failure),
       LOCKSTEP_FIELD(RankBlock, flight),
@@ -46,13 +46,13 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(SegmentHeader, world_channel),
       LOCKSTEP_FIELD(SegmentHeader, n_bytes),
       LOCKSTEP_FIELD(SegmentHeader, has_one_pid_namespace),
-      LOCKSTEP_FIELD(SegmentHeader, has_joined_elsewhere),
+      LOCKSTEP_FIELD(SegmentHeader, has_joined_other_engine),
       LOCKSTEP_FIELD(SegmentHeader, free_ranges),
   });
   hash.add<RangeHeader>({LOCKSTEP_FIELD(RangeHeader, n_users)});
   hash.add<CallRecord>({
       LOCKSTEP_FIELD(CallRecord, sequence),
-      LOCKSTEP_FIELD(CallRecord, what),
+      LOCKSTEP_FIELD(CallRecord, signature),
       LOCKSTEP_FIELD(CallRecord, count),
       LOCKSTEP_FIELD(CallRecord, site),
       LOCKSTEP_FIELD(CallRecord, check),
@@ -105,25 +105,25 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(ChannelHeader, wake_counter),
       LOCKSTEP_FIELD(ChannelHeader, n_sleepers),
   });
-  hash.add<Post>({
-      LOCKSTEP_FIELD(Post, state),
-      LOCKSTEP_FIELD(Post, next),
-      LOCKSTEP_FIELD(Post, peer),
-      LOCKSTEP_FIELD(Post, tag),
-      LOCKSTEP_FIELD(Post, is_send),
-      LOCKSTEP_FIELD(Post, dtype),
-      LOCKSTEP_FIELD(Post, address),
-      LOCKSTEP_FIELD(Post, count),
-      LOCKSTEP_FIELD(Post, copier),
-      LOCKSTEP_FIELD(Post, why),
-      LOCKSTEP_FIELD(Post, copier_count),
-      LOCKSTEP_FIELD(Post, n_refused),
+  hash.add<RequestEntry>({
+      LOCKSTEP_FIELD(RequestEntry, state),
+      LOCKSTEP_FIELD(RequestEntry, next),
+      LOCKSTEP_FIELD(RequestEntry, peer),
+      LOCKSTEP_FIELD(RequestEntry, tag),
+      LOCKSTEP_FIELD(RequestEntry, is_send),
+      LOCKSTEP_FIELD(RequestEntry, dtype),
+      LOCKSTEP_FIELD(RequestEntry, address),
+      LOCKSTEP_FIELD(RequestEntry, count),
+      LOCKSTEP_FIELD(RequestEntry, copier),
+      LOCKSTEP_FIELD(RequestEntry, why),
+      LOCKSTEP_FIELD(RequestEntry, copier_count),
+      LOCKSTEP_FIELD(RequestEntry, n_refused),
   });
-  hash.add<PostList>({LOCKSTEP_FIELD(PostList, first), LOCKSTEP_FIELD(PostList, last)});
+  hash.add<EntryList>({LOCKSTEP_FIELD(EntryList, first), LOCKSTEP_FIELD(EntryList, last)});
   hash.add<Mailbox>({
       LOCKSTEP_FIELD(Mailbox, mutex),
       LOCKSTEP_FIELD(Mailbox, holder),
-      LOCKSTEP_FIELD(Mailbox, n_posts),
+      LOCKSTEP_FIELD(Mailbox, n_entries),
       LOCKSTEP_FIELD(Mailbox, sends),
       LOCKSTEP_FIELD(Mailbox, receives),
   });

@@ -12,10 +12,10 @@
 #include <thread>
 
 #include "base/cpus.hpp"
-#include "base/marked_text.hpp"
 #include "base/membarrier.hpp"
 #include "base/text.hpp"
 #include "base/ticks.hpp"
+#include "base/truncated_text.hpp"
 
 namespace lockstep::shared {
 std::string describe_wait_status(int status) {
@@ -53,7 +53,7 @@ bool has_left(const RankBlock& block) noexcept {
 }
 
 void mark_ended(RankBlock& block, std::string_view failure) noexcept {
-  if (!failure.empty()) base::copy_marked_text(block.failure, failure);
+  if (!failure.empty()) base::copy_truncated(block.failure, failure);
   // Release: a peer that sees the state also sees the text and all that the rank published before.
   block.state.store(failure.empty() ? RankState::left : RankState::failed,
                     std::memory_order_release);
@@ -73,7 +73,7 @@ Membership::Membership(std::shared_ptr<Segment> segment, int world_rank)
   for (std::size_t i = 0; i < mask.size(); ++i) {
     mine.cpus[i].store(mask[i], std::memory_order_relaxed);
   }
-  mine.takes_fences.store(base::register_for_fences(), std::memory_order_relaxed);
+  mine.receives_fences.store(base::register_for_fences(), std::memory_order_relaxed);
   recorder_ = std::make_shared<internal::Recorder>(
       std::shared_ptr<internal::FlightRecord>(segment_, &mine.flight));
   // Release: a peer that sees this rank alive also sees its pid and cores.
@@ -99,7 +99,8 @@ std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) con
   }
   const int status = peer.wait_status_plus_one.load(std::memory_order_acquire);
   if (state == RankState::left || status != 0) {
-    std::string text = state == RankState::left ? "left the world (destroy_dist, or its end)" : "";
+    std::string text =
+        state == RankState::left ? "left the world (destroy_dist or program exit)" : "";
     if (status != 0) text += (text.empty() ? "" : " and ") + describe_wait_status(status - 1);
     return Ending{.failed = false,
                   .is_orderly = state == RankState::left && status <= 1,
@@ -133,7 +134,7 @@ base::WatchedProcess& Membership::watched(int world_rank) const {
   const auto n_ranks = static_cast<std::size_t>(segment_->n_ranks());
   if (watched_.empty()) {
     watched_.resize(n_ranks);
-    spare_ = base::SpareFd(segment_->kept_fd());
+    spare_ = base::ReservedFd(segment_->guarded_fd());
     // Leave most descriptors to the program.
     constexpr rlim_t kShare = 8;
     rlimit limit{};
@@ -176,7 +177,7 @@ bool Membership::is_stopped(int world_rank) const {
   return state_of(world_rank) == base::ProcessState::stopped;
 }
 
-std::string Membership::condition_of(int world_rank) const {
+std::string Membership::liveness_text(int world_rank) const {
   const RankBlock& peer = block(world_rank);
   if (peer.state.load(std::memory_order_acquire) == RankState::absent) {
     return "has not joined the world yet (init_dist)";
@@ -218,7 +219,7 @@ bool Membership::is_in_call(int world_rank) const {
   return last && last->state == internal::Operation::State::under_way;
 }
 
-std::string Membership::doing_of(int world_rank) const {
+std::string Membership::last_call_text(int world_rank) const {
   const RankBlock& peer = block(world_rank);
   const internal::FlightRecord& record = peer.flight;
   const auto last = last_operation_of(world_rank);
@@ -227,7 +228,7 @@ std::string Membership::doing_of(int world_rank) const {
     const bool is_recorded_here =
         block(world_rank_).flight.n_groups.load(std::memory_order_relaxed) > 0;
     return is_recorded_here || peer.state.load(std::memory_order_relaxed) == RankState::absent
-               ? "it has made no call yet"
+               ? "no call yet"
                : "";
   }
   const std::string call =
@@ -240,23 +241,23 @@ std::string Membership::doing_of(int world_rank) const {
   const auto since = [&](std::int64_t ns) {
     return has_same_clock
                ? fmt::format(
-                     " since {:.1f} s",
+                     " for {:.1f} s",
                      static_cast<double>(std::max<std::int64_t>(base::now().ns - ns, 0)) * 1e-9)
                : std::string();
   };
   switch (last->state) {
     case internal::Operation::State::under_way:
-      return fmt::format("it is in {}{}", call, since(last->start_ns));
+      return fmt::format("now in {}{}", call, since(last->start_ns));
     case internal::Operation::State::finished:
-      return fmt::format("it is in no lockstep call{} (its last: {})", since(last->end_ns), call);
-    case internal::Operation::State::failed: return fmt::format("its last call, {}, failed", call);
+      return fmt::format("outside lockstep{} (last call: {})", since(last->end_ns), call);
+    case internal::Operation::State::failed: return fmt::format("last call failed: {}", call);
   }
   return {};
 }
 
-bool Membership::all_take_fences() const {
+bool Membership::all_receive_fences() const {
   for (int r = 0; r < segment_->n_ranks(); ++r) {
-    if (!block(r).takes_fences.load(std::memory_order_relaxed)) return false;
+    if (!block(r).receives_fences.load(std::memory_order_relaxed)) return false;
   }
   return true;
 }

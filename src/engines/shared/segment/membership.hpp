@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/kept_fd.hpp"
+#include "base/guarded_fd.hpp"
 #include "base/process.hpp"
 #include "base/ticks.hpp"
 #include "base/wait_policy.hpp"
@@ -20,7 +20,7 @@
 
 namespace lockstep::shared {
 
-/// How a rank ended that will never arrive.
+/// The end of a rank that will never arrive.
 struct Ending {
   bool failed;      ///< left with an exception (PeerFailed); false: PeerLost
   bool is_orderly;  ///< left the world, and exited with code 0 if it has exited
@@ -35,8 +35,8 @@ std::string describe_wait_status(int status);
 /// of the two namespaces is unknown.
 std::optional<bool> is_pid_of(std::uint64_t here, const RankBlock& rank) noexcept;
 
-/// Takes an unjoined rank's block for this process and writes there how others recognise the
-/// process. Returns false if the rank has joined, or another process has taken the block.
+/// Claims the block of a rank that has not joined for this process, and writes the process's
+/// identity there. Returns false if the rank has joined, or another process has claimed the block.
 bool take_rank(RankBlock& block) noexcept;
 
 /// Whether this process was the rank and has left, or failed to join.
@@ -68,7 +68,8 @@ class Membership {
   }
   const std::shared_ptr<internal::Recorder>& recorder() const noexcept { return recorder_; }
 
-  /// Prepares liveness checks of all ranks, which have joined, for when no descriptors are left.
+  /// Prepares liveness checks of all ranks, so that they work when no descriptors are left. All
+  /// ranks must have joined.
   void watch_peers();
   /// Whether a rank has ended, and how; nullopt while it may still arrive, or if that is unknown.
   /// `ask_system` also queries the operating system, which takes about 10 us.
@@ -78,18 +79,18 @@ class Membership {
   /// Whether a signal or a debugger has stopped a rank's process.
   bool is_stopped(int world_rank) const;
   /// "is stopped (pid 12)", "has not joined the world yet", ...
-  std::string condition_of(int world_rank) const;
+  std::string liveness_text(int world_rank) const;
 
   /// Whether a rank is inside a call on any group.
   bool is_in_call(int world_rank) const;
-  /// "it is in no lockstep call since 3.2 s (its last: barrier #1 on group 'world' at a.cpp:40)",
-  /// ... Empty if this segment has no record of it.
-  std::string doing_of(int world_rank) const;
+  /// "outside lockstep for 3.2 s (last call: barrier #1 on group 'world' at a.cpp:40)", ... Empty
+  /// if this segment has no record of it.
+  std::string last_call_text(int world_rank) const;
   /// A reading of both clocks from when this rank joined.
   base::TickAnchor joined() const noexcept;
 
   /// Whether base::fence_registered() reaches every rank of the world; all must have joined.
-  bool all_take_fences() const;
+  bool all_receive_fences() const;
   /// By the cores that the ranks of the world, which have joined, may use together.
   base::WaitPolicy wait_policy() const;
 
@@ -108,7 +109,7 @@ class Membership {
   bool left_ = false;
   mutable std::mutex mutex_;  // guards the next three: the rank's groups wait on several threads
   mutable std::vector<base::WatchedProcess> watched_;  // by world rank, after the first check
-  mutable base::SpareFd spare_;
+  mutable base::ReservedFd spare_;
   mutable bool keeps_pidfds_ = false;
   std::shared_ptr<internal::Recorder> recorder_;
 };

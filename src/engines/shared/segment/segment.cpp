@@ -87,7 +87,8 @@ std::byte* map_pages(int fd, std::uint64_t offset, std::size_t n_bytes, bool pop
   return static_cast<std::byte*>(data);
 }
 
-/// Of many ranks' pages each rank uses few, and to populate all on all grows with their square.
+/// With many ranks, each uses few of the pages, and the cost of populating all pages on all ranks
+/// is quadratic.
 bool populates_all(int n_ranks) { return n_ranks <= 32; }
 
 }  // namespace
@@ -131,7 +132,7 @@ std::shared_ptr<Segment> Segment::for_threads(int n_ranks) {
 std::shared_ptr<Segment> Segment::for_processes(int n_ranks) {
   std::shared_ptr<Segment> segment(new Segment);
   segment->fd_ =
-      base::KeptFd(base::UniqueFd(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
+      base::GuardedFd(base::UniqueFd(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
   if (!segment->fd_) fail("make a memfd for", base_bytes(n_ranks));
   // By default any user may write a memfd that it can reach.
   if (::fchmod(segment->fd_.get(), S_IRUSR | S_IWUSR) != 0) fail("protect", base_bytes(n_ranks));
@@ -153,7 +154,7 @@ void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::u
   const auto n_bytes = static_cast<std::size_t>(status.st_size);
   if (n_bytes < kPage) throw Rejected{"it is too short"};
 
-  fd_ = base::KeptFd(std::move(fd));
+  fd_ = base::GuardedFd(std::move(fd));
   n_base_bytes_ = kPage;
   header_ = reinterpret_cast<SegmentHeader*>(
       map_pages(fd_.get(), 0, kPage, /*populates=*/true, protection));
@@ -190,7 +191,7 @@ std::shared_ptr<Segment> Segment::attach(base::UniqueFd fd, std::uint64_t nonce)
   return segment;
 }
 
-std::shared_ptr<const Segment> Segment::look(base::UniqueFd fd) {
+std::shared_ptr<const Segment> Segment::attach_read_only(base::UniqueFd fd) {
   std::shared_ptr<Segment> segment(new Segment);
   try {
     segment->open(std::move(fd), PROT_READ, std::nullopt);
@@ -232,7 +233,7 @@ std::uint64_t Segment::take_offset(std::size_t n_bytes) noexcept {
   return header_->n_bytes.fetch_add(n_bytes, std::memory_order_relaxed);
 }
 
-void Segment::give_back_offset(std::uint64_t offset, std::size_t n_bytes) noexcept {
+void Segment::free_offset(std::uint64_t offset, std::size_t n_bytes) noexcept {
   if ((offset + n_bytes) / kPage > UINT32_MAX) return;
   FreeRanges(header_->free_ranges)
       .put({.first = static_cast<std::uint32_t>(offset / kPage),
@@ -270,7 +271,7 @@ void Segment::release(std::uint64_t offset, std::size_t n_bytes) noexcept {
   if (!fd_.is_intact()) return;  // the pages stay until the job ends
   const bool is_zero = ::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                                    static_cast<off_t>(offset), static_cast<off_t>(n_bytes)) == 0;
-  if (is_zero) give_back_offset(offset, n_bytes);
+  if (is_zero) free_offset(offset, n_bytes);
 }
 
 std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes, std::size_t n_backed_bytes) {
@@ -280,7 +281,7 @@ std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes, std::size_t n
   check_fd();
   // The offset came from a peer; a store beyond the end would raise SIGBUS.
   struct stat status {};
-  if (::fstat(fd_.get(), &status) != 0) fail("look at", n_bytes);
+  if (::fstat(fd_.get(), &status) != 0) fail("access", n_bytes);
   const auto end = static_cast<std::uint64_t>(status.st_size);
   if (offset < n_base_bytes_ || offset % kPage != 0 || offset > end || n_bytes > end - offset) {
     throw EngineError({.operation = "shared memory"},

@@ -10,7 +10,7 @@
 
 #include "base/fd.hpp"
 #include "base/futex.hpp"
-#include "base/kept_fd.hpp"
+#include "base/guarded_fd.hpp"
 #include "engines/shared/segment/layout.hpp"
 
 namespace lockstep::shared {
@@ -30,7 +30,7 @@ class Segment {
 
   /// Maps the base of any job's segment read-only. Throws UsageError if `fd` is not a segment, or
   /// belongs to another version of the library.
-  static std::shared_ptr<const Segment> look(base::UniqueFd fd);
+  static std::shared_ptr<const Segment> attach_read_only(base::UniqueFd fd);
 
   ~Segment();
   Segment(const Segment&) = delete;
@@ -43,7 +43,7 @@ class Segment {
   bool is_between_processes() const noexcept { return static_cast<bool>(fd_); }
   /// The memfd; -1: ranks are threads.
   int fd() const noexcept { return fd_.get(); }
-  const base::KeptFd& kept_fd() const noexcept { return fd_; }
+  const base::GuardedFd& guarded_fd() const noexcept { return fd_; }
   base::FutexScope scope() const noexcept {
     return fd_ ? base::FutexScope::process : base::FutexScope::thread;
   }
@@ -62,9 +62,9 @@ class Segment {
   void unmap(std::byte* data, std::size_t n_bytes) noexcept;
   void check_fd() const;
   std::uint64_t take_offset(std::size_t n_bytes) noexcept;
-  void give_back_offset(std::uint64_t offset, std::size_t n_bytes) noexcept;
+  void free_offset(std::uint64_t offset, std::size_t n_bytes) noexcept;
 
-  base::KeptFd fd_;  // none: ranks are threads
+  base::GuardedFd fd_;  // none: ranks are threads
   SegmentHeader* header_ = nullptr;
   int n_ranks_ = 0;  // the header may be damaged later
   std::size_t n_base_bytes_ = 0;
@@ -78,8 +78,8 @@ class Range {
     Size(std::size_t all, std::size_t backed) : n_bytes(all), n_backed_bytes(backed) {}
 
     std::size_t n_bytes;
-    /// So many of them have memory from the start; a rank calls back() before it accesses others
-    /// that no rank has backed.
+    /// The first bytes, which have memory from the start; a rank calls back() before it accesses
+    /// others that no rank has backed.
     std::size_t n_backed_bytes;
   };
 
@@ -95,7 +95,7 @@ class Range {
   Range& operator=(const Range&) = delete;
 
   std::byte* data() const noexcept { return data_ + sizeof(RangeHeader); }
-  /// Gives parts of the range memory, unless they have it, so that a store to them cannot raise
+  /// Allocates memory for parts of the range that have none, so that a store to them cannot raise
   /// SIGBUS: n_bytes at `first`, and at n_parts - 1 more places, `stride` bytes apart. Throws
   /// SystemError. Threads: any.
   void back(std::byte* first, std::size_t n_bytes, std::size_t n_parts = 1, std::size_t stride = 0);

@@ -44,9 +44,9 @@ CacheRule rule_for(const base::CpuModel& cpu) {
   return is_zen ? kFastThirdLevel : fits_second_level(cpu.l2_bytes);
 }
 
-/// Of ranks that have a core each. A rank then waits longer for the other ranks' lines than for a
-/// phase: where flat is no longer faster falls with the cube of the number of ranks (measured on
-/// Emerald Rapids: some 48 KiB of 3 ranks, 16 KiB of 4, 1.5 KiB of 8, 0.6 KiB of 16).
+/// For ranks with a core each. A rank then waits longer for the other ranks' lines than for a
+/// phase: the size up to which flat is faster falls with the cube of the number of ranks (measured
+/// on Emerald Rapids: some 48 KiB of 3 ranks, 16 KiB of 4, 1.5 KiB of 8, 0.6 KiB of 16).
 std::uint64_t flat_bytes_on_cores(std::uint64_t n_ranks) {
   return std::max<std::uint64_t>(1'000'000 / (n_ranks * n_ranks * n_ranks), 512);
 }

@@ -17,17 +17,17 @@ namespace lockstep::base {
 /// kill. A symbolic link is kept: the file that it leads to is replaced. Does not replace anything
 /// but a regular file (a device, a FIFO, a folder). One writer per path at a time. All members
 /// throw std::system_error: EFBIG rather than SIGXFSZ.
-class WholeFile {
+class AtomicFile {
  public:
-  WholeFile(std::string path, mode_t mode);
-  ~WholeFile();
-  WholeFile(const WholeFile&) = delete;
-  WholeFile& operator=(const WholeFile&) = delete;
+  AtomicFile(std::string path, mode_t mode);
+  ~AtomicFile();
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
 
   int fd() const noexcept { return fd_.get(); }
   void write(std::string_view bytes);
-  /// What is written so far reaches the disk.
-  void bring_to_disk();
+  /// Flushes what has been written so far to the disk.
+  void flush_to_disk();
   void commit();
   /// The same; when it returns, the file survives a power failure.
   void commit_to_disk();
@@ -40,12 +40,12 @@ class WholeFile {
   bool is_committed_ = false;
 };
 
-/// Long files are read, and should be written, in pieces of this size, so that the caller can tell
-/// others after each that it is at work.
-inline constexpr std::size_t kPiece = std::size_t{16} << 20U;
+/// Long files are read, and should be written, in pieces of this size, so that the caller can
+/// report progress after each.
+inline constexpr std::size_t kIoChunkBytes = std::size_t{16} << 20U;
 
 /// The contents of a regular file. Throws std::system_error, also for anything else (opening a FIFO
-/// would wait for its writer). Calls after_piece, if given, after every kPiece bytes.
+/// would wait for its writer). Calls after_piece, if given, after every kIoChunkBytes bytes.
 std::string read_regular_file(const std::string& path,
                               const std::function<void()>& after_piece = {});
 

@@ -1,4 +1,4 @@
-#include "base/whole_file.hpp"
+#include "base/atomic_file.hpp"
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -20,7 +20,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class WholeFileTest : public testing::Test {
+class AtomicFileTest : public testing::Test {
  protected:
   void SetUp() override {
     std::string name = (fs::temp_directory_path() / "lockstep-whole-XXXXXX").string();
@@ -34,12 +34,12 @@ class WholeFileTest : public testing::Test {
     return {std::istreambuf_iterator<char>(file), {}};
   }
   void save(const std::string& text) const {
-    WholeFile file(path("result"), /*mode=*/0600);
+    AtomicFile file(path("result"), /*mode=*/0600);
     file.write(text);
     file.commit_to_disk();
   }
   void save_as(const std::string& name) const {
-    WholeFile file(path(name), /*mode=*/0600);
+    AtomicFile file(path(name), /*mode=*/0600);
     file.write("new");
     file.commit();
   }
@@ -49,31 +49,31 @@ class WholeFileTest : public testing::Test {
   fs::path folder_;
 };
 
-TEST_F(WholeFileTest, is_there_when_it_is_whole) {
+TEST_F(AtomicFileTest, visible_after_commit) {
   save("old");
   {
-    WholeFile file(path("result"), /*mode=*/0600);
+    AtomicFile file(path("result"), /*mode=*/0600);
     file.write("ne");
     EXPECT_EQ(contents("result"), "old");
     file.write("w");
     file.commit();
   }
   EXPECT_EQ(contents("result"), "new");
-  { WholeFile(path("result"), /*mode=*/0600).write("never done"); }
+  { AtomicFile(path("result"), /*mode=*/0600).write("never done"); }
   EXPECT_EQ(contents("result"), "new");
   EXPECT_EQ(n_files(), 1);
   EXPECT_EQ(fs::status(path("result")).permissions(),
             fs::perms::owner_read | fs::perms::owner_write);
 }
 
-TEST_F(WholeFileTest, what_a_kill_left_is_replaced) {
+TEST_F(AtomicFileTest, stale_part_file_is_replaced) {
   std::ofstream(path("result.part")) << "half of something long";
   save("new");
   EXPECT_EQ(contents("result"), "new");
   EXPECT_EQ(n_files(), 1);
 }
 
-TEST_F(WholeFileTest, a_link_put_there_leads_nowhere) {
+TEST_F(AtomicFileTest, planted_link_is_not_followed) {
   std::ofstream(path("diary")) << "mine";
   fs::create_symlink(path("diary"), path("result.part"));
   save("new");
@@ -82,10 +82,10 @@ TEST_F(WholeFileTest, a_link_put_there_leads_nowhere) {
   EXPECT_FALSE(fs::is_symlink(path("result")));
 }
 
-TEST_F(WholeFileTest, two_writers_make_no_mixture) {
-  WholeFile first(path("result"), /*mode=*/0600);
+TEST_F(AtomicFileTest, concurrent_writers_do_not_mix) {
+  AtomicFile first(path("result"), /*mode=*/0600);
   first.write("first");
-  WholeFile second(path("result"), /*mode=*/0600);
+  AtomicFile second(path("result"), /*mode=*/0600);
   second.write("sec");
   EXPECT_THROW(first.commit(), std::system_error);
   EXPECT_EQ(contents("result"), "");
@@ -94,16 +94,16 @@ TEST_F(WholeFileTest, two_writers_make_no_mixture) {
   EXPECT_EQ(contents("result"), "second");
 }
 
-TEST_F(WholeFileTest, a_place_that_takes_no_file) {
-  EXPECT_THROW(WholeFile(path("no/such/folder"), /*mode=*/0600), std::system_error);
+TEST_F(AtomicFileTest, unwritable_path) {
+  EXPECT_THROW(AtomicFile(path("no/such/folder"), /*mode=*/0600), std::system_error);
   fs::create_directory(path("folder"));
-  EXPECT_THROW(WholeFile(path("folder"), /*mode=*/0600), std::system_error);
-  WholeFile file(path("late"), /*mode=*/0600);
+  EXPECT_THROW(AtomicFile(path("folder"), /*mode=*/0600), std::system_error);
+  AtomicFile file(path("late"), /*mode=*/0600);
   fs::create_directory(path("late"));
   EXPECT_THROW(file.commit(), std::system_error);
 }
 
-TEST_F(WholeFileTest, what_is_no_regular_file_is_not_replaced) {
+TEST_F(AtomicFileTest, non_regular_file_is_not_replaced) {
   ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
   fs::create_symlink(path("fifo"), path("link"));
   for (const char* name : {"fifo", "link"}) {
@@ -118,20 +118,20 @@ TEST_F(WholeFileTest, what_is_no_regular_file_is_not_replaced) {
   EXPECT_TRUE(fs::is_symlink(path("link")));
   EXPECT_EQ(n_files(), 2);
   // Nor what came meanwhile.
-  WholeFile file(path("late"), /*mode=*/0600);
+  AtomicFile file(path("late"), /*mode=*/0600);
   ASSERT_EQ(::mkfifo(path("late").c_str(), 0600), 0);
   EXPECT_THROW(file.commit(), std::system_error);
   EXPECT_TRUE(fs::is_fifo(path("late")));
 }
 
-TEST_F(WholeFileTest, a_limit_on_the_size_of_files_is_an_error) {
+TEST_F(AtomicFileTest, a_limit_on_the_size_of_files_is_an_error) {
   std::fflush(nullptr);
   const pid_t pid = ::fork();
   if (pid == 0) {
     const rlimit limit{.rlim_cur = 1000, .rlim_max = 1000};
     ::setrlimit(RLIMIT_FSIZE, &limit);
     try {
-      WholeFile file(path("result"), /*mode=*/0600);
+      AtomicFile file(path("result"), /*mode=*/0600);
       file.write(std::string(600, 'x'));
       file.write(std::string(600, 'x'));
     } catch (const std::system_error& error) {
@@ -144,7 +144,7 @@ TEST_F(WholeFileTest, a_limit_on_the_size_of_files_is_an_error) {
   EXPECT_EQ(status, 0);  // SIGXFSZ is 25
 }
 
-TEST_F(WholeFileTest, a_symbolic_link_is_kept_and_its_target_replaced) {
+TEST_F(AtomicFileTest, a_symbolic_link_is_kept_and_its_target_replaced) {
   fs::create_directory(path("runs"));
   fs::create_symlink("runs/3", path("latest"));          // to nothing yet
   fs::create_symlink(path("latest"), path("absolute"));  // to another link
@@ -166,11 +166,11 @@ TEST_F(WholeFileTest, a_symbolic_link_is_kept_and_its_target_replaced) {
   }
 }
 
-TEST_F(WholeFileTest, a_path_with_a_nul_is_refused) {
+TEST_F(AtomicFileTest, a_path_with_a_nul_is_refused) {
   std::string cut = path("result");
   cut += '\0';
   try {
-    WholeFile file(cut + "more", /*mode=*/0600);
+    AtomicFile file(cut + "more", /*mode=*/0600);
     ADD_FAILURE() << "no error";
   } catch (const std::system_error& error) {
     EXPECT_EQ(error.code().value(), EINVAL) << error.what();
@@ -179,7 +179,7 @@ TEST_F(WholeFileTest, a_path_with_a_nul_is_refused) {
   EXPECT_EQ(n_files(), 0);
 }
 
-TEST_F(WholeFileTest, only_a_regular_file_is_read) {
+TEST_F(AtomicFileTest, only_a_regular_file_is_read) {
   save("text");
   EXPECT_EQ(read_regular_file(path("result")), "text");
   ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);

@@ -1,4 +1,4 @@
-#include "nn/batch_norm/layers_of_scopes.hpp"
+#include "nn/batch_norm/scoped_layers.hpp"
 
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -8,25 +8,25 @@ namespace lockstep::nn {
 
 using at::Tensor;
 
-LayersOfScopes& LayersOfScopes::all() {
-  static auto* const all = new LayersOfScopes;  // a forward may come after every destructor
+ScopedLayers& ScopedLayers::all() {
+  static auto* const all = new ScopedLayers;  // a forward may come after every destructor
   return *all;
 }
 
-void LayersOfScopes::add(const Tensor& weight, const Tensor& running_mean) {
+void ScopedLayers::add(const Tensor& weight, const Tensor& running_mean) {
   const Tensor& state = weight.defined() ? weight : running_mean;
   if (!state.defined()) return;
   const std::lock_guard lock(mutex_);
-  if (layers_.size() >= most_) {
+  if (layers_.size() >= purge_threshold_) {
     std::erase_if(layers_, [](const auto& layer) { return layer.second.expired(); });
-    most_ = 2 * layers_.size() + 64;
+    purge_threshold_ = 2 * layers_.size() + 64;
   }
   // A weak reference keeps the address from being that of another tensor.
   layers_.try_emplace(state.unsafeGetTensorImpl(), state.getIntrusivePtr());
   is_empty_.store(false, std::memory_order_relaxed);
 }
 
-void LayersOfScopes::remove(const Tensor& weight, const Tensor& running_mean) {
+void ScopedLayers::remove(const Tensor& weight, const Tensor& running_mean) {
   const Tensor& state = weight.defined() ? weight : running_mean;
   // Relaxed: what matters is what this thread, or one that it has waited for, did before.
   if (is_empty_.load(std::memory_order_relaxed) || !state.defined()) return;

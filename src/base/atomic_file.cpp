@@ -1,4 +1,4 @@
-#include "base/whole_file.hpp"
+#include "base/atomic_file.hpp"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -21,7 +21,7 @@ namespace {
   throw std::system_error(error_number, std::generic_category(), std::string(what) + " " + path);
 }
 
-/// The system would take what is in front of the NUL for the path.
+/// The system would use the part before the NUL as the path.
 void refuse_nul(const std::string& path) {
   const std::size_t nul = path.find('\0');
   if (nul != std::string::npos) {
@@ -31,9 +31,9 @@ void refuse_nul(const std::string& path) {
 
 /// The path that a chain of symbolic links leads to, which need not exist.
 std::string follow_links(std::string path) {
-  constexpr int kMostLinks = 40;  // the kernel's own limit
+  constexpr int kMaxLinks = 40;  // the kernel's own limit
   refuse_nul(path);
-  for (int i = 0; i < kMostLinks; ++i) {
+  for (int i = 0; i < kMaxLinks; ++i) {
     std::array<char, PATH_MAX> target{};
     const ssize_t n = ::readlink(path.c_str(), target.data(), target.size());
     if (n < 0) return path;  // not a link, or nothing: errors are those of the open
@@ -46,9 +46,9 @@ std::string follow_links(std::string path) {
   fail("follow the links of", path, ELOOP);
 }
 
-/// Throws if a rename would replace something other than a regular file: a process reads what is
-/// written there, and would find a file the next time. Also if the system does not let this user
-/// follow a link there.
+/// Throws if a rename would replace something other than a regular file: for example a FIFO, whose
+/// reader would find a file the next time. Also if the system does not let this user follow a link
+/// there.
 void check_replaceable(const std::string& path) {
   struct stat there {};
   if (::stat(path.c_str(), &there) != 0) {
@@ -57,7 +57,7 @@ void check_replaceable(const std::string& path) {
   }
   if (S_ISREG(there.st_mode)) return;
   if (S_ISDIR(there.st_mode)) fail("write", path, EISDIR);
-  fail("replace what is no regular file:", path, ENOTSUP);
+  fail("replace (not a regular file)", path, ENOTSUP);
 }
 
 /// The path to write for `path`.
@@ -81,14 +81,14 @@ void sync(int fd, const std::string& path) {
 
 }  // namespace
 
-WholeFile::WholeFile(std::string path, mode_t mode)
+AtomicFile::AtomicFile(std::string path, mode_t mode)
     : path_(replaceable(std::move(path))), part_(path_ + ".part"), fd_(make(part_, mode)) {}
 
-WholeFile::~WholeFile() {
+AtomicFile::~AtomicFile() {
   if (!is_committed_) ::unlink(part_.c_str());
 }
 
-void WholeFile::write(std::string_view bytes) {
+void AtomicFile::write(std::string_view bytes) {
   if (exceeds_file_limit(n_bytes_ + bytes.size())) fail("write", part_, EFBIG);
   n_bytes_ += bytes.size();
   while (!bytes.empty()) {
@@ -98,7 +98,7 @@ void WholeFile::write(std::string_view bytes) {
   }
 }
 
-void WholeFile::commit() {
+void AtomicFile::commit() {
   // If two writers violate the contract, the second has replaced this file and is not done.
   struct stat mine {};
   struct stat there {};
@@ -109,10 +109,10 @@ void WholeFile::commit() {
   is_committed_ = true;
 }
 
-void WholeFile::bring_to_disk() { sync(fd(), part_); }
+void AtomicFile::flush_to_disk() { sync(fd(), part_); }
 
-void WholeFile::commit_to_disk() {
-  bring_to_disk();
+void AtomicFile::commit_to_disk() {
+  flush_to_disk();
   commit();
   // The folder records the rename.
   const std::size_t slash = path_.rfind('/');
@@ -128,12 +128,12 @@ std::string read_regular_file(const std::string& path, const std::function<void(
   const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct stat status {};
   if (!fd || ::fstat(fd.get(), &status) != 0) fail("open", path);
-  if (!S_ISREG(status.st_mode)) fail("read what is not a regular file:", path, ENOTSUP);
+  if (!S_ISREG(status.st_mode)) fail("read (not a regular file)", path, ENOTSUP);
   std::string bytes(static_cast<std::size_t>(status.st_size), '\0');
   std::size_t n_read = 0;
   while (n_read < bytes.size()) {
     const ssize_t n =
-        ::read(fd.get(), bytes.data() + n_read, std::min(bytes.size() - n_read, kPiece));
+        ::read(fd.get(), bytes.data() + n_read, std::min(bytes.size() - n_read, kIoChunkBytes));
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) fail("read", path);
     if (n == 0) break;

@@ -1,4 +1,4 @@
-#include "meeting_engine.hpp"
+#include "thread_engine.hpp"
 
 #include <algorithm>
 #include <condition_variable>
@@ -18,12 +18,13 @@ namespace example {
 using namespace lockstep;
 using Bytes = std::vector<std::byte>;
 
-struct Meeting {
-  explicit Meeting(int n) : n_ranks(n), rounds(n), calls(n), colors(n), children(n), mail(n * n) {}
+struct SharedState {
+  explicit SharedState(int n)
+      : n_ranks(n), rounds(n), calls(n), colors(n), children(n), mail(n * n) {}
 
-  /// Returns once every rank has been here as often as `rank`: between two meetings all ranks may
-  /// read what each wrote before the first.
-  void meet(const Call& call, int rank) {
+  /// A barrier: returns when every rank has entered it as often as `rank`. Between two barriers all
+  /// ranks may read what each wrote before the first.
+  void synchronise(const Call& call, int rank) {
     std::unique_lock lock(mutex);
     const int round = ++rounds[rank];
     changed.notify_all();
@@ -55,12 +56,12 @@ struct Meeting {
   const int n_ranks;
   std::mutex mutex;
   std::condition_variable changed;
-  std::vector<int> rounds;                         ///< meetings of each rank so far
-  std::function<void(ErrorContext)> raise;         ///< throws the group's failure, if it has one
-  std::vector<const Call*> calls;                  ///< of each rank, between two meetings
-  std::vector<std::pair<int, int>> colors;         ///< the same: color and key of a split
-  std::vector<std::shared_ptr<Meeting>> children;  ///< the same: by the new group's first rank
-  std::vector<std::deque<Bytes>> mail;             ///< sent and not received: [from * n_ranks + to]
+  std::vector<int> rounds;                  ///< barriers of each rank so far
+  std::function<void(ErrorContext)> raise;  ///< throws the group's failure, if it has one
+  std::vector<const Call*> calls;           ///< of each rank, between two barriers
+  std::vector<std::pair<int, int>> colors;  ///< the same: color and key of a split
+  std::vector<std::shared_ptr<SharedState>> children;  ///< the same: by the new group's first rank
+  std::vector<std::deque<Bytes>> mail;  ///< sent and not received: [from * n_ranks + to]
 };
 
 namespace {
@@ -71,39 +72,39 @@ struct Memory final : SharedMemory {
   mutable Bytes bytes;
 };
 
-class MeetingEngine final : public Engine {
+class ThreadEngine final : public Engine {
  public:
-  MeetingEngine(std::shared_ptr<Meeting> meeting, int rank)
-      : meeting_(std::move(meeting)), rank_(rank) {}
+  ThreadEngine(std::shared_ptr<SharedState> state, int rank)
+      : state_(std::move(state)), rank_(rank) {}
 
-  std::string_view name() const noexcept override { return "meeting"; }
+  std::string_view name() const noexcept override { return "threads"; }
   int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return meeting_->n_ranks; }
+  int size() const noexcept override { return state_->n_ranks; }
 
   void run(const Call& call) override {
     if (call.op == Op::send) return send(call);
     if (call.op == Op::recv) return receive(call);
-    meeting_->calls[rank_] = &call;
-    meeting_->meet(call, rank_);
+    state_->calls[rank_] = &call;
+    state_->synchronise(call, rank_);
     compare(call);
     const Bytes result = result_of(call);
-    meeting_->meet(call, rank_);  // peers have read `in`, which may be `out`
+    state_->synchronise(call, rank_);  // peers have read `in`, which may be `out`
     if (!result.empty()) std::memcpy(call.out, result.data(), result.size());
   }
 
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override {
-    meeting_->colors[rank_] = {color, key};
-    meeting_->meet(call, rank_);
+    state_->colors[rank_] = {color, key};
+    state_->synchronise(call, rank_);
     std::vector<std::pair<int, int>> members;  // key and rank
     for (int r = 0; r < size(); ++r) {
-      const auto [its_color, its_key] = meeting_->colors[r];
+      const auto [its_color, its_key] = state_->colors[r];
       if (its_color == color) members.emplace_back(its_key, r);
     }
     std::ranges::sort(members);
     const auto own = std::ranges::find(members, std::pair(key, rank_)) - members.begin();
-    std::shared_ptr<Meeting>& child = meeting_->children[members[0].second];
-    if (own == 0) child = make_meeting(static_cast<int>(members.size()));
-    meeting_->meet(call, rank_);
+    std::shared_ptr<SharedState>& child = state_->children[members[0].second];
+    if (own == 0) child = make_shared_state(static_cast<int>(members.size()));
+    state_->synchronise(call, rank_);
     return join(child, static_cast<int>(own));
   }
 
@@ -114,18 +115,18 @@ class MeetingEngine final : public Engine {
   }
 
   void abandon(std::string_view reason) noexcept override {
-    meeting_->fail<PeerFailed>(std::string(reason));
+    state_->fail<PeerFailed>(std::string(reason));
   }
   // Ranks that wait in groups split from the world time out.
   void leave(std::string_view failure) noexcept override {
     if (!failure.empty()) return abandon(failure);
-    meeting_->fail<PeerLost>("rank " + std::to_string(rank_) + " has left");
+    state_->fail<PeerLost>("rank " + std::to_string(rank_) + " has left");
   }
 
  private:
   void compare(const Call& call) const {
     for (int r = 0; r < size(); ++r) {
-      const Call& peer = *meeting_->calls[r];
+      const Call& peer = *state_->calls[r];
       if (peer.op != call.op || peer.dtype != call.dtype || peer.reduce != call.reduce ||
           peer.root != call.root || !std::ranges::equal(peer.counts, call.counts) ||
           (peer.count != call.count && call.counts.empty())) {
@@ -144,12 +145,12 @@ class MeetingEngine final : public Engine {
     Bytes result;
     // `n` bytes of a rank's `in`, after `offset`.
     const auto append = [&](int r, std::size_t offset, std::size_t n) {
-      const auto* const in = static_cast<const std::byte*>(meeting_->calls[r]->in) + offset;
+      const auto* const in = static_cast<const std::byte*>(state_->calls[r]->in) + offset;
       result.insert(result.end(), in, in + n);
     };
     const auto reduce_at = [&](std::size_t offset) {
       std::vector<const std::byte*> in;
-      for (const Call* peer : meeting_->calls) {
+      for (const Call* peer : state_->calls) {
         in.push_back(static_cast<const std::byte*>(peer->in) + offset);
       }
       result.resize(n_bytes);
@@ -179,18 +180,18 @@ class MeetingEngine final : public Engine {
     return result;
   }
 
-  std::deque<Bytes>& mail(int from, int to) const { return meeting_->mail[from * size() + to]; }
+  std::deque<Bytes>& mail(int from, int to) const { return state_->mail[from * size() + to]; }
 
   void send(const Call& call) {
     const auto* const in = static_cast<const std::byte*>(call.in);
-    const std::lock_guard lock(meeting_->mutex);
+    const std::lock_guard lock(state_->mutex);
     mail(rank_, call.root).emplace_back(in, in + call.count * size_of(call.dtype));
-    meeting_->changed.notify_all();
+    state_->changed.notify_all();
   }
   void receive(const Call& call) {
-    std::unique_lock lock(meeting_->mutex);
+    std::unique_lock lock(state_->mutex);
     std::deque<Bytes>& messages = mail(call.root, rank_);
-    meeting_->wait(lock, call, rank_, [&] { return !messages.empty(); });
+    state_->wait(lock, call, rank_, [&] { return !messages.empty(); });
     const Bytes message = std::move(messages.front());
     messages.pop_front();
     if (message.size() != call.count * size_of(call.dtype)) {
@@ -199,16 +200,18 @@ class MeetingEngine final : public Engine {
     if (!message.empty()) std::memcpy(call.out, message.data(), message.size());
   }
 
-  std::shared_ptr<Meeting> meeting_;
+  std::shared_ptr<SharedState> state_;
   int rank_;
 };
 
 }  // namespace
 
-std::shared_ptr<Meeting> make_meeting(int n_ranks) { return std::make_shared<Meeting>(n_ranks); }
+std::shared_ptr<SharedState> make_shared_state(int n_ranks) {
+  return std::make_shared<SharedState>(n_ranks);
+}
 
-std::unique_ptr<Engine> join(std::shared_ptr<Meeting> meeting, int rank) {
-  return std::make_unique<MeetingEngine>(std::move(meeting), rank);
+std::unique_ptr<Engine> join(std::shared_ptr<SharedState> state, int rank) {
+  return std::make_unique<ThreadEngine>(std::move(state), rank);
 }
 
 }  // namespace example

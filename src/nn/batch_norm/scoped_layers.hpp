@@ -9,16 +9,16 @@
 
 namespace lockstep::nn {
 
-/// The layers whose last training forward was in a SyncBatchNormScope, known by their weight or
-/// running_mean; a batch_norm without either is none. Threads: any.
-class LayersOfScopes {
+/// The layers whose last training forward was in a SyncBatchNormScope, identified by their weight
+/// or running_mean. A batch_norm without either is not tracked. Threads: any.
+class ScopedLayers {
  public:
-  static LayersOfScopes& all();
+  static ScopedLayers& all();
 
-  /// This forward is in a scope.
+  /// Records that the layer's forward ran in a scope.
   void add(const at::Tensor& weight, const at::Tensor& running_mean);
-  /// This one is not. Throws UsageError if a backward runs the forward of such a layer again: its
-  /// gradients would be those of this rank's statistics.
+  /// Records that it ran outside any scope. Throws UsageError if backward recomputes the forward of
+  /// a recorded layer: its gradients would be those of this rank's statistics.
   void remove(const at::Tensor& weight, const at::Tensor& running_mean);
 
  private:
@@ -27,7 +27,7 @@ class LayersOfScopes {
   std::atomic<bool> is_empty_{true};  // so that programs without scopes take no lock
   std::mutex mutex_;                  // guards the members below
   std::unordered_map<const c10::TensorImpl*, Weak> layers_;
-  std::size_t most_ = 64;  // at more, those whose tensor is gone are erased
+  std::size_t purge_threshold_ = 64;  // from this size on, entries of freed tensors are erased
 };
 
 }  // namespace lockstep::nn

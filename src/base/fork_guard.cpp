@@ -1,12 +1,12 @@
-#include "base/process_tag.hpp"
+#include "base/fork_guard.hpp"
 
 #include <pthread.h>
 
 namespace lockstep::base {
 
-constinit std::atomic<std::uint32_t> ProcessTag::n_forks{0};
+constinit std::atomic<std::uint32_t> ForkGuard::n_forks{0};
 
-ProcessTag::ProcessTag() noexcept {
+ForkGuard::ForkGuard() noexcept {
   static const int registered =
       ::pthread_atfork(nullptr, nullptr, [] { n_forks.fetch_add(1, std::memory_order_relaxed); });
   static_cast<void>(registered);

@@ -20,32 +20,32 @@ bool has_shared_inode(int fd) noexcept;
 /// A long-lived descriptor of a library inside a user's program. The program may close it (a daemon
 /// closes all above 2) and reuse the number for another file: check is_intact() before each use.
 /// The destructor closes it only if it is still the same file.
-class KeptFd {
+class GuardedFd {
  public:
-  KeptFd() = default;
-  explicit KeptFd(UniqueFd fd) noexcept : fd_(fd.release()) {
+  GuardedFd() = default;
+  explicit GuardedFd(UniqueFd fd) noexcept : fd_(fd.release()) {
     struct stat status {};
     if (fd_ < 0 || ::fstat(fd_, &status) != 0) return;
     device_ = status.st_dev;
     inode_ = status.st_ino;
   }
   /// A pidfd of this process.
-  KeptFd(UniqueFd pidfd, pid_t pid) noexcept : KeptFd(std::move(pidfd)) {
+  GuardedFd(UniqueFd pidfd, pid_t pid) noexcept : GuardedFd(std::move(pidfd)) {
     if (fd_ >= 0 && has_shared_inode(fd_)) pid_ = pid;
   }
-  KeptFd(KeptFd&& other) noexcept
+  GuardedFd(GuardedFd&& other) noexcept
       : fd_(std::exchange(other.fd_, -1)),
         device_(other.device_),
         inode_(other.inode_),
         pid_(other.pid_) {}
-  KeptFd& operator=(KeptFd&& other) noexcept {
+  GuardedFd& operator=(GuardedFd&& other) noexcept {
     std::swap(fd_, other.fd_);
     std::swap(device_, other.device_);
     std::swap(inode_, other.inode_);
     std::swap(pid_, other.pid_);
     return *this;
   }
-  ~KeptFd() {
+  ~GuardedFd() {
     if (is_intact()) ::close(fd_);
   }
 
@@ -69,16 +69,16 @@ class KeptFd {
 
 /// A reserve descriptor, for a query that must work even if the program has used up all other
 /// descriptors. Threads: one at a time.
-class SpareFd {
+class ReservedFd {
  public:
-  SpareFd() = default;
+  ReservedFd() = default;
   /// A duplicate of `of`, which must outlive this object.
-  explicit SpareFd(const KeptFd& of) noexcept : of_(&of) { take(); }
+  explicit ReservedFd(const GuardedFd& of) noexcept : of_(&of) { take(); }
 
   /// Calls ask() with a free descriptor, unless another thread takes it first.
   template <class Ask>
-  auto with_room(Ask ask) noexcept {
-    spare_ = KeptFd();
+  auto with_free_fd(Ask ask) noexcept {
+    spare_ = GuardedFd();
     auto answer = ask();
     take();
     return answer;
@@ -87,8 +87,8 @@ class SpareFd {
  private:
   void take() noexcept;
 
-  const KeptFd* of_ = nullptr;
-  KeptFd spare_;
+  const GuardedFd* of_ = nullptr;
+  GuardedFd spare_;
 };
 
 }  // namespace lockstep::base
