@@ -45,8 +45,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     The same arguments, state_dict and results. Input: (N, C, ...) of float64, float32, bfloat16 or float16, in
     any layout; channels-last is kept. Ranks may have batches of different sizes, also empty ones; a rank
     without samples must still call backward (`output.sum().backward()` is enough).
-    Collective in training mode, also under no_grad: one all_gather in forward, one all_reduce in backward (none
-    if the input needs no gradient). No communication in eval mode.
+    Collective in training mode, also under no_grad: an all_gather in forward, an all_reduce in backward (none
+    if the input needs no gradient). With a core for each rank of one host, an all_reduce of one number precedes
+    them, and a batch that fits into no cache goes a few channels at a time. No communication in eval mode.
     process_group: of torch.distributed, or a lockstep.Group; by default the world of torch.distributed or, if
     that is not initialised, of lockstep.
     Errors are those of lockstep.errors; they name the layer and the line that called the model. Gradients of

@@ -101,7 +101,9 @@ struct SyncBatchNormOptions {
 ///
 /// Collective in training mode, also under NoGradGuard: in forward one all_gather of 1 + 2C doubles
 /// on one host, one all_reduce of 4C doubles over several, and one all_reduce of 2C doubles
-/// in backward (none if the input needs no gradient).
+/// in backward (none if the input needs no gradient). With a core for each rank of one host, an
+/// all_reduce of one number precedes them: if the batch fits into no cache, the ranks then take a
+/// few channels at a time, each with a message of its own.
 /// Ranks may have different numbers of samples, including none; a rank without samples must still
 /// call backward (`output.sum().backward()` is enough). No communication in eval mode.
 ///
