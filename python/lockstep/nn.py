@@ -56,6 +56,12 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
     reverts_to = BatchNorm  #: what revert_sync_batchnorm makes of it
     _title = ""  # in errors
+    _made_at = ""  # the program's line; ranks compare it, or the title of a converted layer
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "SyncBatchNorm":
+        self = super().__new__(cls)
+        self.__dict__["_made_at"] = _torch.line()
+        return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.jit.is_scripting():  # TorchScript does not compile this branch
@@ -125,6 +131,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         if isinstance(input, torch.Tensor) and input.is_cuda and _has_cuda_backend(group):
             return super().forward(input) if input.numel() else self._without_samples(input)
         tracks = self.track_running_stats
+        title = self._title or f"SyncBatchNorm({self.num_features})"
         return _torch.sync_batch_norm(
             input,
             self.num_features,
@@ -136,7 +143,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             self.momentum,
             self.eps,
             group,
-            self._title or f"SyncBatchNorm({self.num_features})",
+            title,
+            self._title or f"{title} at {self._made_at}",
         )
 
     def _shape_of(self, input: torch.Tensor) -> torch.Tensor:
@@ -249,7 +257,7 @@ def revert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
     for layer in module.modules():
         if isinstance(layer, torch.nn.SyncBatchNorm):
             new = _copy_as(layer, _plain_type(layer))
-            for name in "process_group", "reverts_to", "_title":
+            for name in "process_group", "reverts_to", "_title", "_made_at":
                 new.__dict__.pop(name, None)
             replacements[layer] = new
     return _replace(module, replacements)

@@ -183,7 +183,7 @@ void GroupState::run(Call&& call, Timeout timeout, Use use) {
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
   call.n_refused =
       is_pair(call.op) ? n_refused(call.op, call.root) : n_refused_.load(std::memory_order_relaxed);
-  // Longer timeouts overflow nanosecond clocks.
+  // At most never(), a hundred years: longer timeouts overflow nanosecond clocks.
   call.timeout = call.limit = std::min(timeout.or_else(timeout_), Timeout::never().or_else({}));
   // A fork of a rank is not a rank; in a group of one it is harmless.
   if (process_.is_forked_child() && size_ > 1) throw_forked_child(call);
@@ -254,7 +254,7 @@ Group Group::split(int color, int key, Where where) const {
   std::shared_ptr<GroupState> child;
   state_->run({.op = Op::split, .where = where}, {}, [&](Engine& parent, const Call& call) {
     detail::TimeLimit limit(call.timeout);
-    (void)limit.end();
+    (void)limit.end();  // its time begins now, not at the first wait
     auto engine = parent.split(call, color, key);
     child = std::make_shared<GroupState>(
         std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),

@@ -49,8 +49,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// The same on the queue's thread.
   std::shared_ptr<WorkState> post(const Call& checked, Timeout timeout);
 
-  /// Until release(), calls on this group throw UsageError: this rank runs a function for which the
-  /// other ranks wait. Waits for pending calls and throws as a call would.
+  /// Until release(), calls on this group throw UsageError: this rank runs the function that was
+  /// given to main_process_first, for whose end the other ranks wait. Waits for pending calls and
+  /// throws as a call would.
   void hold(Call call, Timeout timeout);
   /// The same if no call is in progress on the group; otherwise returns false without effect.
   bool try_hold() noexcept;
@@ -72,7 +73,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// The same as Call::n_refused of a send or recv.
   std::uint32_t n_refused(Op pair, int peer) const noexcept;
 
-  /// See Work.
+  /// See Group::abandon.
   void abandon(std::string_view reason) noexcept;
   /// The async groups of this rank; a split group has its parent's.
   AsyncGroups& async_groups() const noexcept { return *async_groups_; }

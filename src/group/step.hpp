@@ -4,7 +4,7 @@
 
 namespace lockstep::internal {
 
-/// A step of `call`: the same except for these. Ranks compare and report the call itself.
+/// A step of `call`: the same except for these. Ranks compare both, and report the call itself.
 inline Call step_of(const Call& call, Op op, int root) {
   Call step = call;
   step.parent_call = &call;

@@ -9,7 +9,8 @@ class Progress {
  public:
   /// This rank's part has been sent to the peers. May be called again.
   virtual void arrived(const Call& call) = 0;
-  /// The call waits so long that the thread sleeps. May be called again.
+  /// The call waits longer than the thread polls: from now on it may yield or sleep. May be called
+  /// again.
   virtual void slept(const Call& call) = 0;
 
  protected:

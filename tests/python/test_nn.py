@@ -121,6 +121,20 @@ with raises(ls.UsageError, "this rank is not in the process group"):
     )
 
 
+def test_layers_in_another_order_on_one_rank(run_ranks):
+    run_ranks(
+        2,
+        """
+first = ls.nn.SyncBatchNorm(3)
+second = ls.nn.SyncBatchNorm(3)
+with raises(ls.MismatchError, "SyncBatchNorm(3)"):
+    for layer in (first, second) if rank == 0 else (second, first):
+        layer(torch.rand(2, 3))
+""",
+        prelude=prelude("lockstep"),
+    )
+
+
 def test_groups_of_lockstep(run_ranks):
     run_ranks(
         2,

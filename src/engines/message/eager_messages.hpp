@@ -13,8 +13,9 @@ namespace lockstep::message {
 
 /// The first message of a call between each pair of ranks: a header, followed by eager data. A
 /// message is as long as its data, and every receive has the maximum length, so that ranks that
-/// make different calls can parse each other's messages. If the transport does not allow a message
-/// shorter than its receive, all messages have the maximum length.
+/// make different calls can parse each other's messages. In a channel with rounds, or if the
+/// transport does not allow a message shorter than its receive, all messages have the maximum
+/// length, that of an EagerMessage.
 class EagerMessages {
  public:
   /// Between hosts a copy at each end costs less than another exchange up to some 16 KiB. On one

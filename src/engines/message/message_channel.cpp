@@ -60,10 +60,10 @@ int Channel::exchange_index(const Message& message) const {
   return (n_blocks << shift) + ((from ^ to) & ((1 << shift) - 1));
 }
 
-/// A window is complete before the next one begins: its messages wait for ranks in the same or an
-/// earlier window only, so the earliest one always ends. If a rank stops, others that wait for it
-/// keep further ones from their next window. Those in the earliest window wait for no other rank:
-/// by their wait states all ranks find who is late.
+/// A rank completes a window before it begins the next. A message waits only for a rank in the same
+/// or an earlier window, so the ranks in the earliest one always get on: no deadlock. If a rank
+/// stops, those that wait for it do not begin their next window, for which others wait. All publish
+/// for whom they wait (wait states), and so find the one that waits for nobody: it is late.
 void Channel::exchange_in_windows(std::span<Message> messages, const Call& call, Limit& limit) {
   const auto window_of = [this](const Message& message) {
     return exchange_index(message) / kWindow;

@@ -155,7 +155,7 @@ std::vector<int> Channel::find_late(std::map<int, WaitState> wait_states,
     }
     if (wait_state.number < own.number) continue;
     if (wait_state.number > own.number || wait_state.awaited == WaitState::kNone) {
-      has_begun.assign(n, true);  // it is complete
+      has_begun.assign(n, true);  // that rank has completed it, so all have begun it
       continue;
     }
     for (int i = 0; i < wait_state.n_known; ++i) {

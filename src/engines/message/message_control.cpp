@@ -28,8 +28,8 @@ void Control::poll() {
   answer_queries();
 }
 
-/// Of an exchange that this rank has not begun: the answer is given then, and before once if this
-/// rank waits in an earlier one.
+/// A query about an exchange that this rank has not begun is answered when this rank begins it,
+/// and also once before that, if this rank waits in an earlier exchange.
 void Control::answer_queries() {
   std::erase_if(queries_, [this](WaitState& query) {
     const bool has_begun = wait_state_.number >= query.number;

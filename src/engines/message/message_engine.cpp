@@ -44,8 +44,9 @@ class Memory final : public SharedMemory {
 };
 
 /// Every operation as messages between the ranks: first headers, which are compared, with eager
-/// data; then the remaining data. If LOCKSTEP_CHECK is off, data only. This engine reduces
-/// itself: in rank order, for every type, with the same bits on all ranks.
+/// data; then the remaining data. If LOCKSTEP_CHECK is off, data only; barrier, split and allocate
+/// compare headers even then. This engine reduces itself: in rank order, for every type, with the
+/// same bits on all ranks.
 class MessageEngine final : public internal::NativeEngine {
  public:
   MessageEngine(std::string name, std::unique_ptr<Channel> channel, const Costs& costs);

@@ -25,10 +25,11 @@ namespace lockstep::message {
 struct WaitState {
   static constexpr std::int32_t kNone = -1;
 
-  std::int32_t rank = kNone;     ///< whose wait state
-  std::int32_t awaited = kNone;  ///< the rank whose message it waits for; kNone: it has them all
-  std::uint64_t number = 0;      ///< of its last exchange in rounds, the same on all ranks
-  /// Ranks rank, rank - 1, ... that have begun that exchange, as far as it knows.
+  std::int32_t rank = kNone;  ///< whose wait state
+  /// The rank whose message it waits for; kNone: it has them all; its own: it does not wait yet.
+  std::int32_t awaited = kNone;
+  std::uint64_t number = 0;  ///< of its last exchange in rounds, the same on all ranks
+  /// How many of the ranks rank, rank - 1, ... it knows to have begun that exchange.
   std::int32_t n_known = 0;
   Header header{};  ///< of its call
 };
@@ -57,7 +58,7 @@ class TransportError : public std::runtime_error {
       : std::runtime_error(text), peer_(peer), is_closed_(is_closed) {}
   /// The rank whose connection failed, if that is known.
   int peer() const noexcept { return peer_; }
-  bool is_closed() const noexcept { return is_closed_; }  ///< by the peer, or its end
+  bool is_closed() const noexcept { return is_closed_; }  ///< the peer closed it, or has ended
 
  private:
   int peer_;

@@ -25,8 +25,8 @@
 
 namespace lockstep::backend {
 
-/// A c10d backend for tensors of the CPU over one lockstep group. A call that the caller waits for
-/// at once runs on its own thread, an asynchronous one on the backend's, all in the order of the
+/// A c10d backend for tensors of the CPU over one lockstep group. A call with asyncOp = false runs
+/// on the caller's thread, one with asyncOp = true on the backend's, all in the order of the
 /// program. Threads: any. Errors: lockstep::Error, from the call or from Work::wait.
 class Backend final : public c10d::Backend {
  public:
@@ -212,7 +212,7 @@ template <class Run>
 void Backend::run_on_group(const char* operation, Run& run, const Site& site) const try {
   detail::Collective(operation, group(), site.where).run([&] { run(group(), site); });
 } catch (const TimeoutError& error) {
-  // Programs look for the word.
+  // Programs search the text for "timeout", which it lacks.
   throw TimeoutError(
       error.context(),
       error.text() + "\n  the timeout of a call is that of init_process_group or new_group");

@@ -22,15 +22,16 @@ struct Interpreter {
 
   /// The caller's line.
   std::source_location (*where)() = [] { return std::source_location(); };
-  /// A call on `group` by this thread, which an interrupt of the program ends, until end_call with
-  /// the value returned in `before`. Returns the caller's line. Throws if an interrupt has come.
+  /// This thread begins a call on `group`; until end_call(*before), an interrupt (Ctrl-C) ends that
+  /// call. *before: the group of the enclosing call, null if there is none. Returns the caller's
+  /// line. Throws if an interrupt has already come.
   std::source_location (*begin_call)(const Group& group, const Group** before) =
       [](const Group&, const Group**) { return std::source_location(); };
   void (*end_call)(const Group* before) = [](const Group*) {};
   /// From now on interrupts end calls of the main thread.
   void (*watch_interrupts)() = [] {};
-  /// Releases the interpreter's lock, if this thread holds it, until reacquire with what it
-  /// returns: other threads may need it to end.
+  /// Releases the interpreter's lock (GIL) if this thread holds it, because threads for which it
+  /// waits may need that lock. The result goes to reacquire.
   void* (*release)() = []() -> void* { return nullptr; };
   void (*reacquire)(void* released) = [](void*) {};
   /// For an error of lockstep that passes through torch's C++ (autograd, a future): one that torch

@@ -165,6 +165,8 @@ inline double* data(const at::Tensor& tensor) { return tensor.data_ptr<double>()
 Activation activation_of(const at::Tensor& input);
 /// Type and device of weight, bias and their gradients that the kernels take for this input.
 at::TensorOptions parameter_options(const at::Tensor& input);
+/// A weight or bias as the kernels take it: dense, with parameter_options(input). Absent if it is
+/// undefined.
 OptionalTensor parameter_for(const at::Tensor& parameter, const at::Tensor& input);
 /// `gradient` in the type and layout of x.
 at::Tensor gradient_like(const at::Tensor& gradient, const at::Tensor& x);
@@ -179,8 +181,8 @@ at::Tensor merge_statistics(const at::Tensor& parts);
 /// bits. Why not sums: docs/design/001.
 void merge_across_ranks(at::Tensor& mine, const Layer& layer);
 /// How many channels each message of this layer covers: all of them or, if the group has low
-/// latency, the largest `wish` of any rank, because batches may differ in size and layout between
-/// ranks. Collective, before the messages, also for ranks that want all channels.
+/// latency, the largest `preferred` of any rank, because batches may differ in size and layout
+/// between ranks. Collective, before the messages, also for ranks that want all channels.
 std::size_t agree_on_channels(std::size_t preferred, std::size_t all, const Layer& layer);
 /// Updates the running statistics, unless on_nonfinite keeps them, then replaces m2 by invstd.
 /// Returns whether a mean or variance of the batch is not finite in the type of the running

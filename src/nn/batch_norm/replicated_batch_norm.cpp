@@ -33,7 +33,8 @@ std::vector<ReplyTo<ReplicaLink::Reply>> forward_all_replicas(
     record->statistics = merge_statistics(at::stack(locals));
     const std::size_t all = master.x.shape.channels;
     // A peer with one replica communicates here too (batch_norm_forward).
-    record->channels_per_message = agree_on_channels(/*wish=*/all, all, record->settings.layer);
+    record->channels_per_message =
+        agree_on_channels(/*preferred=*/all, all, record->settings.layer);
     merge_across_ranks(record->statistics, record->settings.layer);
     record->nonfinite =
         finish_statistics(record->statistics, record->settings, master.piece.input.sizes());

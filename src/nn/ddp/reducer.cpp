@@ -38,7 +38,7 @@ std::optional<lockstep::detail::Collective> Reducer::before_forward(
 }
 
 /// A backward that begins elsewhere belongs to a forward that bypassed DistributedDataParallel and
-/// is synchronised. The engine drops its callbacks when a backward ends, also by an exception.
+/// is synchronised. Autograd drops its queued callbacks when a backward ends, even by an exception.
 void Reducer::after_forward(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad() || output.is_leaf()) continue;

@@ -105,7 +105,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     at::Tensor flag_values;  // two flags per parameter: has a gradient, has none
     std::size_t n_pending = 0;
     Work work;
-    std::function<void()> complete;  // the hook's
+    std::function<void()> complete;  // returned by the communication hook
   };
   /// What errors add. join: a TimeoutError asks whether the ranks have different numbers of
   /// batches; body: a TimeoutError and a MismatchError say that body must not communicate.
@@ -118,8 +118,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::int64_t scope_size = 0;
     std::int64_t is_training = 0;  // the module, not those in it
   };
-  /// The last forward: whether the backward of it is synchronised, and if not, whether its outputs
-  /// report when that begins there (marked).
+  /// The last forward. synchronised: its backward averages gradients. local: it was in no_sync().
+  /// local_marked: the same, and hooks on its outputs set local_backward_ when backward begins.
   enum class Forward { synchronised, local, local_marked };
   /// idle: between steps. prepared: a synchronised forward has checked the parameters.
   /// reducing: between the first hook of a backward and the end of finish().

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "base/text.hpp"
 #include "nn/backend/layer_group.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/python/torch_module.hpp"
@@ -54,19 +55,21 @@ struct Arguments {
 };
 
 /// The training forward of a layer. momentum: None for the cumulative average. Takes objects: what
-/// pybind rejects would not be a refused call.
+/// pybind rejects would not be a refused call. identity: what ranks compare, so that two layers of
+/// equal width never exchange their statistics.
 Tensor sync_batch_norm(const py::object& input, const py::object& num_features,
                        const py::object& weight, const py::object& bias,
                        const py::object& running_mean, const py::object& running_var,
                        const py::object& num_batches_tracked, const py::object& momentum,
-                       const py::object& eps, const py::object& group, const std::string& title) {
+                       const py::object& eps, const py::object& group, const std::string& title,
+                       const std::string& identity) {
   const auto where = core().where();
   const auto record = c10::make_intrusive<nn::BatchNormRecord>();
   const nn::Layer& layer =
       record->settings.layer = {.group = group_of(group, where),
                                 .title = std::make_shared<const std::string>(title),
                                 .where = where,
-                                .tag = nn::tag_of(title)};
+                                .tag = nn::tag_of(identity)};
   const Arguments given = layer.collective().run([&] {
     const auto tensor = [&](const char* name, const py::object& value) {
       return value_of(read<MaybeTensor>(layer, name, "a tensor", value));
@@ -125,6 +128,10 @@ class Suspended {
 void define_batch_norm(py::module_& module) {
   nn::detail::set_error_for_torch(error_for_torch);
   module.def("sync_batch_norm", &sync_batch_norm);
+  module.def("line", [] {
+    const auto where = core().where();
+    return fmt::format("{}:{}", base::base_name(where.file_name()), where.line());
+  });
   py::class_<Scope>(module, "SyncBatchNormScope")
       .def(py::init<const py::object&>())
       .def("exit", &Scope::exit);

@@ -52,7 +52,7 @@ namespace lockstep::shared {
 /// to raise its own does. So there is one wake-up per phase, not one per rank.
 ///
 /// Every call raises flags, but few calls sleep. So if the kernel can fence all ranks at once
-/// (base::fence_registered), the sleeper does so between registering and its last poll, and a flag
+/// (base/membarrier.hpp), the sleeper does so between registering and its last poll, and a flag
 /// is raised with a plain release store. The store may then be reordered after the load of
 /// n_sleepers; but the fence takes effect between two instructions of the raising rank. If both the
 /// store and the load precede the fence, the last poll sees the flag. Otherwise the load follows
@@ -162,8 +162,8 @@ class Channel {
   void send(const Call& call);
   void receive(const Call& call);
 
-  /// This rank works elsewhere on behalf of all members for `at_most` from now: until then no peer
-  /// counts it as late, unless its process is stopped.
+  /// This rank communicates with other hosts for all members, for `at_most` from now: until then
+  /// no peer counts it as late, unless its process is stopped.
   void extend_deadline(std::chrono::nanoseconds at_most) noexcept;
 
   /// Throws if the channel is dead. Threads: any.

@@ -189,7 +189,7 @@ void Channel::fail_mismatch(const Call& call) {
 
   for (const int peer : peers_) {
     const Check theirs = lane(peer).record.check.load(std::memory_order_relaxed);
-    // Only `full` compares more in this engine.
+    // `off` and `light` compare the same in this engine; `full` compares the call site too.
     if (!is_raised(flag_of(peer)) || (theirs == Check::full) == (call.check == Check::full)) {
       continue;
     }
@@ -237,7 +237,7 @@ int Channel::awaited_by(int rank) const {
   };
   const std::uint64_t signature = signature_of(rank);
   const int peer = root_of(signature);
-  // One that is stopped keeps others waiting, whatever it waits for itself.
+  // The chain ends at a stopped rank: it is the cause, even if it was waiting when it was stopped.
   if (!waits_for_one(signature) || peer >= size() || membership_->is_stopped(world_rank(rank))) {
     return rank;
   }

@@ -38,7 +38,8 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
       check_peer_liveness(call, awaited, ready, round++);
       next_check = now + kLivenessInterval;
     }
-    // It begins with the first such wait: the polling before costs less than a clock read.
+    // The limit begins here, at the first wait that may sleep: the polls and yields before take
+    // milliseconds at most, and a call that needs no more does not read the clock for it.
     const auto left = limit_.left();
     if (left == nanoseconds::zero()) {
       const std::vector<int>& ranks = late(awaited);
@@ -91,7 +92,7 @@ void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     const std::size_t shift =
         (i + ranks.size() - round * kSystemChecks % ranks.size()) % ranks.size();
-    // Another rank than the call's peer must take a chunk before the one of this call.
+    // It may wait for the receiver of an earlier chunk, whose refusals say nothing of this call.
     const bool is_of_call = awaited == kAllRanks || awaited == call.root;
     const std::uint32_t n_refused = is_of_call ? n_refused_by(ranks[i], call) : 0;
     if (n_refused > call.n_refused) {

@@ -31,7 +31,8 @@ class Waiter {
   explicit Waiter(const base::WaitPolicy& policy) : policy_(policy) {}
   bool is_oversubscribed() const noexcept { return policy_.is_oversubscribed; }
 
-  /// The first part of the wait; all of it if oversubscribed. Returns whether the condition holds.
+  /// The first part of the wait before a sleep: polls; if oversubscribed, yields, and then yield()
+  /// only polls once. Returns whether the condition holds.
   template <class Ready>
   bool poll(const Ready& ready) const {
     if (policy_.is_oversubscribed) return yield_at_most(Condition(ready));

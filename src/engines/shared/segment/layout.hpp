@@ -67,9 +67,9 @@ struct alignas(kLine) RangeHeader {
   std::atomic<std::uint32_t> n_users;
 };
 
-/// A rank's last call on a channel. Only that rank writes it; all fields are relaxed, because a
-/// reader either has acquired the rank's flag of that same call, or prints a diagnosis in which an
-/// inconsistent view is harmless.
+/// A rank's last call on a channel. Only that rank writes it. All fields are relaxed but `site`,
+/// `n_refused` and `is_in_peers_memory`, because a reader either has acquired the rank's flag of
+/// that same call, or prints a diagnosis in which an inconsistent view is harmless.
 struct CallRecord {
   std::atomic<std::uint64_t> sequence;
   std::atomic<std::uint64_t> signature;  ///< op, dtype, reduction, finished, root: see encode_call
