@@ -50,6 +50,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     them, and a batch that fits into no cache goes a few channels at a time. No communication in eval mode.
     process_group: of torch.distributed, or a lockstep.Group; by default the world of torch.distributed or, if
     that is not initialised, of lockstep.
+    MismatchError also if the ranks call different layers of equal width: over a lockstep.Group they compare the
+    name that convert_sync_batchnorm gave, or the line that made the layer.
     Errors are those of lockstep.errors; they name the layer and the line that called the model. Gradients of
     gradients are refused.
     """
@@ -60,7 +62,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "SyncBatchNorm":
         self = super().__new__(cls)
-        self.__dict__["_made_at"] = _torch.line()
+        if args or kwargs:  # none for a copy, or an unpickled layer, which has that of its original
+            self.__dict__["_made_at"] = _torch.line()
         return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

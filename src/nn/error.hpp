@@ -1,7 +1,10 @@
 #pragma once
 
+#include <atomic>
+#include <exception>
 #include <source_location>
 #include <string>
+#include <utility>
 
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
@@ -13,4 +16,18 @@ inline ErrorContext context_of(std::string operation, const Group& group,
   return {std::move(operation), group.name(), group.rank(), /*sequence=*/0, where};
 }
 
+namespace detail {
+
+/// Converts a lockstep::Error that will propagate through libtorch's C++ (autograd, a future) into
+/// an exception for which torch raises the right Python class: for those that it does not know it
+/// raises RuntimeError. Set by the Python package; null: none.
+using ErrorForTorch = std::exception_ptr (*)(std::exception_ptr thrown);
+inline constinit std::atomic<ErrorForTorch> error_converter{nullptr};
+
+inline std::exception_ptr error_for_torch(std::exception_ptr thrown) {
+  const ErrorForTorch convert = error_converter;
+  return convert == nullptr ? thrown : convert(std::move(thrown));
+}
+
+}  // namespace detail
 }  // namespace lockstep::nn

@@ -156,7 +156,7 @@ TEST_F(MessageChannelTest, late_ranks_are_named_once_in_order_and_on_all_ranks) 
   EXPECT_EQ(sent().text, text);
 }
 
-TEST_F(MessageChannelTest, a_status_query_that_ends_the_first_wait_gets_whom_the_rank_waits_for) {
+TEST_F(MessageChannelTest, status_query_that_ends_the_first_wait) {
   script.answers_status_queries = true;
   script.awaited = {2};
   script.states = {State::pending, State::complete};

@@ -63,7 +63,7 @@ int Channel::exchange_index(const Message& message) const {
 /// A rank completes a window before it begins the next. A message waits only for a rank in the same
 /// or an earlier window, so the ranks in the earliest one always get on: no deadlock. If a rank
 /// stops, those that wait for it do not begin their next window, for which others wait. All publish
-/// for whom they wait (wait states), and so find the one that waits for nobody: it is late.
+/// for which rank they wait (wait states), and so find the one that waits for none: it is late.
 void Channel::exchange_in_windows(std::span<Message> messages, const Call& call, Limit& limit) {
   const auto window_of = [this](const Message& message) {
     return exchange_index(message) / kWindow;

@@ -1,4 +1,4 @@
-// How an exchange waits, and whom it then finds late.
+// How an exchange waits, and which ranks it then reports as late.
 
 #include <algorithm>
 #include <map>

@@ -55,7 +55,7 @@ void LivingBackends::leave(const std::string& failure) {
   const Released released;
   auto living = all();
   for (const auto& backend : living) backend->leave(failure);
-  // The interpreter ends the threads that enter it later, in the midst of a destructor.
+  // After its finalization Python ends threads that take the GIL, in the middle of a destructor.
   for (const auto& backend : living) backend->end_callbacks(failure);
   living.clear();
 }

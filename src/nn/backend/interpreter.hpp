@@ -4,7 +4,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
-#include <exception>
 #include <lockstep/group.hpp>
 #include <source_location>
 
@@ -34,11 +33,6 @@ struct Interpreter {
   /// waits may need that lock. The result goes to reacquire.
   void* (*release)() = []() -> void* { return nullptr; };
   void (*reacquire)(void* released) = [](void*) {};
-  /// For an error of lockstep that passes through torch's C++ (autograd, a future): one that torch
-  /// raises as the same class instead of a RuntimeError. Others are returned.
-  std::exception_ptr (*error_for_torch)(std::exception_ptr thrown) = [](std::exception_ptr thrown) {
-    return thrown;
-  };
   /// A ProcessGroupGloo, whose headers PyTorch's package lacks; null: there is none.
   c10::intrusive_ptr<c10d::Backend> (*make_gloo)(const Gloo& gloo) = [](const Gloo&) {
     return c10::intrusive_ptr<c10d::Backend>();

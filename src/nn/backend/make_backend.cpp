@@ -61,7 +61,7 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
            .size = config.size,
            .timeout = timeout,
            .keys = "lockstep",
-           .action = "come to init_process_group or new_group",
+           .action = "join init_process_group or new_group",
            .earlier = earlier ? &*earlier : nullptr,
            .earlier_ranks = {config.global_ranks.begin(), config.global_ranks.end()}});
       rendezvous.join(std::chrono::steady_clock::now() + timeout);
@@ -93,11 +93,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const Config& config, const char* pr
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> group_between_hosts(const Config& config) {
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(config.store, config.rank, config.size);
-  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO,
-                    make_gloo(config, "lockstep_between", /*is_on_one_host=*/false));
-  group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
-  return group;
+  return nn::detail::group_over(make_gloo(config, "lockstep_between", /*is_on_one_host=*/false),
+                                c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO,
+                                config.store);
 }
 
 /// Over shared memory and, between hosts, over Gloo. Collective.
@@ -161,8 +159,8 @@ Backend::Joined join(const Config& config, const Membership& membership,
 c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
   const std::source_location where = interpreter().where();
   const Released released;
-  // The program's own, if it is not torch's default. "For ever" may be more than clocks can add to
-  // now.
+  // The program's own, if it is not torch's default. Without end it may be more than clocks can
+  // add to now.
   const std::chrono::milliseconds timeout =
       config.timeout != kBackendDefaultTimeout
           ? Timeout(config.timeout).or_else({})

@@ -8,6 +8,7 @@
 #include "nn/backend/interpreter.hpp"
 #include "nn/backend/tensors.hpp"
 #include "nn/c10d/c10d_error.hpp"
+#include "nn/error.hpp"
 
 namespace lockstep::backend {
 
@@ -52,7 +53,7 @@ c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
 
 void CollectiveWork::complete_future() {
   if (exception_) {
-    future_->setError(interpreter().error_for_torch(exception_));  // DDP rethrows it in backward
+    future_->setError(nn::detail::error_for_torch(exception_));  // DDP rethrows it in backward
   } else {
     future_->markCompleted(c10::IValue(results_));
   }
@@ -132,13 +133,14 @@ namespace {
 [[noreturn]] void throw_error_of_message(const std::exception& error, const ErrorContext& context,
                                          int peer) {
   using Kind = nn::detail::C10dError::Kind;
-  const nn::detail::C10dError told = nn::detail::c10d_error(error);
+  const nn::detail::C10dError failure = nn::detail::c10d_error(error);
   const std::string who = peer < 0 ? "another rank" : fmt::format("rank {}", peer);
-  const char* const what = told.kind == Kind::peer_lost ? "{} died or left: {}"
-                           : told.kind == Kind::timeout ? "{} did not come within the timeout: {}"
-                                                        : "with {}: {}";
-  nn::detail::throw_error(told.kind, context,
-                          fmt::format(fmt::runtime(what), who, told.first_line()));
+  const char* const what = failure.kind == Kind::peer_lost ? "{} died or left: {}"
+                           : failure.kind == Kind::timeout
+                               ? "{} did not respond within the timeout: {}"
+                               : "with {}: {}";
+  nn::detail::throw_error(failure.kind, context,
+                          fmt::format(fmt::runtime(what), who, failure.first_line()));
 }
 
 }  // namespace

@@ -163,18 +163,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
   }
 };
 
-constinit std::atomic<detail::ErrorForTorch> error_for_torch{nullptr};
-
 }  // namespace
-
-void detail::set_error_for_torch(ErrorForTorch function) noexcept { error_for_torch = function; }
-
-void detail::rethrow_for_torch() {
-  if (const ErrorForTorch function = error_for_torch) {
-    std::rethrow_exception(function(std::current_exception()));
-  }
-  throw;
-}
 
 at::TensorOptions parameter_options(const Tensor& input) {
   return at::TensorOptions(input.device())

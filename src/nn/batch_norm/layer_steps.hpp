@@ -21,6 +21,7 @@
 #include <lockstep/nn/sync_batch_norm_scope.hpp>
 
 #include "nn/batch_norm/cpu_batch_norm.hpp"
+#include "nn/error.hpp"
 
 /// The steps of a synchronised batch normalisation, for one module per rank and for replicas.
 /// Statistics are one tensor of 1 + 2C doubles: count, mean[C], and m2[C] or later invstd[C].
@@ -49,20 +50,13 @@ struct Activation {
 
 namespace detail {
 
-/// Converts a lockstep::Error that will propagate through libtorch's C++ into an exception for
-/// which torch raises the right Python class. Set by the Python package: torch raises RuntimeError
-/// for exceptions that it does not know.
-using ErrorForTorch = std::exception_ptr (*)(std::exception_ptr thrown);
-void set_error_for_torch(ErrorForTorch function) noexcept;
-[[noreturn]] void rethrow_for_torch();
-
 /// Runs the body of an operator or backward that torch calls.
 template <class F>
 auto translate_errors_for_torch(const F& f) {
   try {
     return f();
   } catch (const Error&) {
-    rethrow_for_torch();
+    std::rethrow_exception(error_for_torch(std::current_exception()));
   }
 }
 

@@ -245,9 +245,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
     if (!record) {
       throw UsageError({.operation = "backward of a batch_norm in a SyncBatchNormScope"},
                        "the tensor that its forward saved for backward was freed, and this may be "
-                       "a clone of it: "
-                       "hooks on saved tensors (offloading, compression) must not replace those of "
-                       "batch_norm");
+                       "a clone of it: hooks on saved tensors (offloading, compression) must not "
+                       "replace those of batch_norm");
     }
     const BatchNormBackwardPiece whole{gradient,
                                        input,

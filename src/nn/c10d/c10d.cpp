@@ -124,11 +124,7 @@ GroupPtr make_gloo(const StorePtr& store, const StoreAddress& at, const internal
 #if TORCH_VERSION_MAJOR < 2
   return gloo;
 #else
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, world.rank, world.size);
-  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO,
-                    c10::intrusive_ptr<c10d::Backend>(std::move(gloo)));
-  group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
-  return group;
+  return group_over(std::move(gloo), at::kCPU, c10d::ProcessGroup::BackendType::GLOO, store);
 #endif
 }
 #endif
@@ -142,11 +138,7 @@ GroupPtr make_nccl(const StorePtr& store, const internal::World& world, millisec
 #if TORCH_VERSION_MAJOR < 2
   return nccl;
 #else
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, world.rank, world.size);
-  group->setBackend(at::kCUDA, c10d::ProcessGroup::BackendType::NCCL,
-                    c10::intrusive_ptr<c10d::Backend>(std::move(nccl)));
-  group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
-  return group;
+  return group_over(std::move(nccl), at::kCUDA, c10d::ProcessGroup::BackendType::NCCL, store);
 #endif
 }
 #endif

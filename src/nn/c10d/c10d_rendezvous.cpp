@@ -24,10 +24,10 @@ using std::chrono::milliseconds;
 /// How often a rank that waits checks which others have ended.
 constexpr milliseconds kCheckInterval{300};
 /// How long rank 0 stays for others after a failed rendezvous.
-constexpr milliseconds kToldTime{1000};
+constexpr milliseconds kReadTime{1000};
 
 const std::string kCount = "count", kConclusions = "conclusions", kResult = "result",
-                  kTold = "told";
+                  kRead = "read";
 /// A result is empty if all ranks have joined, or one of these and the ranks.
 constexpr char kLateSign = 'T', kLostSign = 'L';
 
@@ -39,7 +39,7 @@ std::string names_of(const std::vector<int>& ranks) {
   return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
 }
 
-/// What a rank tells the others.
+/// What a rank publishes at the store.
 struct Introduction {
   std::string nonce;
   Membership::Process process;
@@ -114,7 +114,7 @@ void Rendezvous::join(JoinClock::time_point deadline) {
     }
     const std::string result = text_of(store_->get(kResult));
     if (result.empty()) return;
-    store_->add(kTold, 1);
+    store_->add(kRead, 1);
     if (options_.context.rank == 0) stay_for_others();
     fail(result.front(), result.substr(1));
   } catch (const Error&) {
@@ -176,8 +176,8 @@ void Rendezvous::conclude_if_late_or_lost(JoinClock::time_point deadline) {
 }
 
 void Rendezvous::stay_for_others() {
-  poll_until(JoinClock::now() + kToldTime,
-             [this] { return store_->add(kTold, 0) >= store_->add(kCount, 0); });
+  poll_until(JoinClock::now() + kReadTime,
+             [this] { return store_->add(kRead, 0) >= store_->add(kCount, 0); });
 }
 
 void Rendezvous::fail(char kind, const std::string& ranks) const {

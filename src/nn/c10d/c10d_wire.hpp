@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <sys/types.h>
+#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -28,6 +29,19 @@ namespace lockstep::nn::detail {
 
 using message::Message;
 class Transport;
+
+#if TORCH_VERSION_MAJOR >= 2
+/// A process group with this one backend. (Before, each was a process group itself.)
+inline c10::intrusive_ptr<c10d::ProcessGroup> group_over(
+    c10::intrusive_ptr<c10d::Backend> backend, c10::DeviceType device,
+    c10d::ProcessGroup::BackendType type, const c10::intrusive_ptr<c10d::Store>& store) {
+  auto group =
+      c10::make_intrusive<c10d::ProcessGroup>(store, backend->getRank(), backend->getSize());
+  group->setBackend(device, type, std::move(backend));
+  group->setDefaultBackend(type);
+  return group;
+}
+#endif
 
 /// The connections of one c10d::ProcessGroup, shared by any number of channels (one per Group) at
 /// once. Only c10d's send and recv are used: their errors identify the failed connection, and they

@@ -79,7 +79,6 @@ void define_backend(py::module_& module) {
                             .watch_interrupts = watch_interrupts,
                             .release = release_gil,
                             .reacquire = reacquire_gil,
-                            .error_for_torch = error_for_torch,
                             .make_gloo = make_gloo});
   module.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("name"), py::arg("timeout"), py::arg("global_ranks"));

@@ -126,7 +126,7 @@ class Suspended {
 }  // namespace
 
 void define_batch_norm(py::module_& module) {
-  nn::detail::set_error_for_torch(error_for_torch);
+  nn::detail::error_converter = error_for_torch;
   module.def("sync_batch_norm", &sync_batch_norm);
   module.def("line", [] {
     const auto where = core().where();
