@@ -39,7 +39,7 @@ class Bare : public lockstep::bench::Limit {
 int main(int argc, char** argv) {
   if (argc != 2) return std::fprintf(stderr, "a part of bench/compare\n"), 2;
   try {
-    const auto world = lockstep::internal::read_world(lockstep::Launcher::lockstep);
+    auto world = lockstep::internal::read_world(lockstep::Launcher::lockstep);
     lockstep::bench::Rank me(argv[1], world.rank, world.size);
     const auto engine =
         lockstep::engines::join("shared", world, call_of(lockstep::Op::barrier, 0, nullptr)).engine;

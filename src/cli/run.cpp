@@ -7,6 +7,7 @@
 #include <lockstep/env.hpp>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -118,6 +119,29 @@ std::string check_nodes(const CLI::App& app, run::NodesOptions& nodes,
   return fmt::format("--rdzv is '{}', expected HOST:PORT of node 0, as 10.0.0.1:29400", rendezvous);
 }
 
+/// Reads MIN or MIN:MAX. Returns what is wrong with it.
+std::string read_elastic(const std::string& text, run::Options& options) {
+  run::ElasticOptions& elastic = options.elastic;
+  const char* const end = text.data() + text.size();
+  auto [rest, error] = std::from_chars(text.data(), end, elastic.least);
+  elastic.most = options.n_ranks;
+  if (error == std::errc() && rest != end && *rest == ':') {
+    std::tie(rest, error) = [&] {
+      const auto result = std::from_chars(rest + 1, end, elastic.most);
+      return std::pair(result.ptr, result.ec);
+    }();
+  }
+  if (error != std::errc() || rest != end || elastic.least < 1 || elastic.least > elastic.most ||
+      elastic.most > options.n_ranks) {
+    return fmt::format(
+        "--elastic is '{}', expected MIN or MIN:MAX with 1 <= MIN <= MAX <= {}, the "
+        "ranks of -n",
+        text, options.n_ranks);
+  }
+  if (options.nodes.n_nodes > 1) return "--elastic keeps the ranks of one machine; leave --nnodes";
+  return {};
+}
+
 /// Reads the file without its newline. Returns what is wrong with it.
 std::string read_secret(const std::string& path, std::string& secret) {
   constexpr std::size_t kMin = 16;
@@ -164,6 +188,12 @@ int run(const std::vector<std::string>& arguments) {
                  "(default 0)")
       ->check(number(0, 1'000'000, "a whole number"))
       ->type_name("K");
+  std::string elastic;
+  app.add_option("--elastic", elastic,
+                 "Go on without a lost rank while MIN are left, and replace\n"
+                 "it, up to MAX ranks (default N); for programs that call\n"
+                 "regroup or run_elastic")
+      ->type_name("MIN[:MAX]");
   app.add_option("--grace", grace_s, "Time from SIGTERM or Ctrl-C to SIGKILL (default 10)")
       ->check(number(0.0, 86'400.0, "seconds"))
       ->type_name("SECONDS");
@@ -228,6 +258,7 @@ int run(const std::vector<std::string>& arguments) {
   }
   nodes.timeout = std::chrono::milliseconds(static_cast<long>(rendezvous_timeout_s * 1000));
   std::string wrong = check_nodes(app, nodes, rendezvous);
+  if (wrong.empty() && app.count("--elastic") > 0) wrong = read_elastic(elastic, options);
   if (wrong.empty() && !secret_file.empty()) wrong = read_secret(secret_file, nodes.secret);
   if (!wrong.empty()) {
     fmt::print(stderr, "lockstep run: {}\nSee lockstep run --help\n", wrong);

@@ -6,6 +6,7 @@
 #include <lockstep/error.hpp>
 #include <utility>
 
+#include "base/text.hpp"
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/mpi/mpi.hpp"
@@ -20,7 +21,7 @@ Availability solo_available(const internal::World& world) {
   return {world.size == 1, fmt::format("is for a world of one rank, this one has {}", world.size)};
 }
 
-JoinedEngine join_solo(const internal::World&, const Call&) { return {.engine = solo::make()}; }
+JoinedEngine join_solo(internal::World&, const Call&) { return {.engine = solo::make()}; }
 
 Availability shared_available(const internal::World& world) {
   if (world.local_size != world.size) {
@@ -40,23 +41,38 @@ JoinedEngine with_recorder(std::unique_ptr<shared::HostEngine> engine) {
   return {.engine = std::move(engine), .recorder = std::move(recorder)};
 }
 
-JoinedEngine join_shared(const internal::World& world, const Call& barrier) {
+JoinedEngine join_shared(internal::World& world, const Call& barrier) {
   if (!world.segment) {
     return with_recorder(
         shared::bootstrap_world(world.job, world.rank, world.size, barrier, world.env.tune));
   }
-  auto segment = shared::inherit_world(*world.segment);
-  if (segment->n_ranks() != world.size) {
+  auto current = shared::current_world(*world.segment, world.rank, world.last_generation, barrier);
+  if (current.next.size != world.size && !current.segment->header().is_elastic) {
     throw UsageError(context_of(barrier, world.rank),
                      fmt::format("WORLD_SIZE is {}, but `lockstep run` started {} ranks; do not "
                                  "change the variables it sets",
-                                 world.size, segment->n_ranks()));
+                                 world.size, current.next.size));
   }
-  segment = shared::next_world(std::move(segment), *world.segment, world.rank, barrier);
-  return with_recorder(shared::join_world(std::move(segment), world.rank, barrier));
+  world.is_elastic = current.segment->header().is_elastic;
+  world.rank = current.next.rank;
+  if (world.is_elastic) {
+    world.size = world.local_size = current.next.size;
+    world.local_rank = current.next.rank;
+    world.regrouped.generation = current.next.generation;
+    world.regrouped.lost.clear();
+    for (const shared::Lost& lost : current.next.lost) {
+      world.regrouped.lost.push_back({.rank = lost.rank,
+                                      .generation = lost.generation,
+                                      .why = std::string(base::text_in(lost.why))});
+    }
+    world.regrouped.joined = std::move(current.next.joined);
+  }
+  auto joined = with_recorder(shared::join_world(current.segment, world.rank, barrier));
+  if (world.is_elastic) joined.elastic = std::make_shared<shared::Elastic>(current.segment);
+  return joined;
 }
 
-JoinedEngine join_mpi(const internal::World& world, const Call& barrier) {
+JoinedEngine join_mpi(internal::World& world, const Call& barrier) {
   return {.engine = mpi::join(world, barrier)};
 }
 
@@ -82,7 +98,7 @@ Availability hierarchical_available(const internal::World& world) {
               "rank"};
 }
 
-JoinedEngine join_hierarchical(const internal::World& world, const Call& barrier) {
+JoinedEngine join_hierarchical(internal::World& world, const Call& barrier) {
   auto global = find_global(world)->join(world, barrier).engine;
   const std::vector<int> hosts = hierarchical::find_hosts(*global, barrier);
   return {.engine = hierarchical::make(std::move(global), hosts, barrier, world.env.tune)};
@@ -110,7 +126,7 @@ const std::vector<Entry>& catalog() {
   return entries;
 }
 
-JoinedEngine join(std::string_view backend, const internal::World& world, const Call& barrier) {
+JoinedEngine join(std::string_view backend, internal::World& world, const Call& barrier) {
   std::string names;
   std::string reasons;
   for (const Entry& entry : catalog()) {

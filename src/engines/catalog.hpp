@@ -9,6 +9,10 @@
 #include "group/world.hpp"
 #include "record/recorder.hpp"
 
+namespace lockstep::shared {
+class Elastic;
+}
+
 namespace lockstep::engines {
 
 /// Whether an engine can serve a world, or why not.
@@ -22,14 +26,17 @@ struct JoinedEngine {
   std::unique_ptr<Engine> engine;
   /// Of the memory that the engine provides for the rank's flight record; null: it provides none.
   std::shared_ptr<internal::Recorder> recorder = nullptr;
+  /// Of a generation of an elastic world, which the launcher ends; otherwise null.
+  std::shared_ptr<const shared::Elastic> elastic = nullptr;
 };
 
 /// One line of the table of engines.
 struct Entry {
   std::string_view name;
   Availability (*available)(const internal::World& world);
-  /// Joins the world as its rank; `barrier` has the timeout and the caller's source line.
-  JoinedEngine (*join)(const internal::World& world, const Call& barrier);
+  /// Joins the world as its rank; `barrier` has the timeout and the caller's source line. Sets what
+  /// the launcher tells of the world meanwhile: rank and size of a later one.
+  JoinedEngine (*join)(internal::World& world, const Call& barrier);
 };
 
 /// All engines, in the order in which `auto` tries them.
@@ -37,7 +44,7 @@ const std::vector<Entry>& catalog();
 
 /// Joins with the engine of that name, or for "auto" with the first available one. Throws
 /// UsageError for an unknown name, EngineError with every reason if none is available.
-JoinedEngine join(std::string_view backend, const internal::World& world, const Call& barrier);
+JoinedEngine join(std::string_view backend, internal::World& world, const Call& barrier);
 
 /// The lowest rank on this rank's host. Collective. Throws what all_gather throws.
 int find_host(Engine& engine, const internal::World& world, const Call& barrier);

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+#include <lockstep/elastic.hpp>
 #include <lockstep/env.hpp>
 #include <lockstep/launch.hpp>
 #include <optional>
@@ -22,6 +24,10 @@ struct World {
   /// module; empty if there is none.
   std::string mpi{};
   Env env{};
+  bool is_elastic = false;
+  std::int64_t last_generation = -1;  ///< in which this process was a rank; -1: none
+  /// Of an elastic world: what has changed since then. Set by the engine.
+  Regrouped regrouped{};
 };
 
 }  // namespace lockstep::internal

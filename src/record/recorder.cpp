@@ -69,6 +69,7 @@ std::uint32_t Recorder::add_group(std::string_view name, int rank, int size) {
 }
 
 void Recorder::write_on_failure(std::string_view reason) noexcept {
+  has_failed_.store(true, std::memory_order_relaxed);
   if (!dir_ || process_.is_forked_child()) return;
   if (record_->is_written.exchange(1, std::memory_order_relaxed) != 0) return;
   try {

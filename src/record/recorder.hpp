@@ -48,6 +48,8 @@ class Recorder {
   /// fails, because the error that the caller is about to throw matters more. A fork of the rank's
   /// process writes nothing.
   void write_on_failure(std::string_view reason) noexcept;
+  /// Whether write_on_failure was called.
+  bool has_failed() const noexcept { return has_failed_.load(std::memory_order_relaxed); }
 
  private:
   struct Site {
@@ -58,6 +60,7 @@ class Recorder {
   base::ForkGuard process_;
   std::shared_ptr<FlightRecord> record_;
   std::optional<std::string> dir_;
+  std::atomic<bool> has_failed_{false};
   std::shared_ptr<Trace> trace_;
   std::mutex mutex_;         // guards sites_, and writes to the record's sites and groups
   std::vector<Site> sites_;  // element i is the record's entry i + 1

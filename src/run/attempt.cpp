@@ -13,10 +13,15 @@
 #include <csignal>
 #include <cstring>
 #include <ctime>
+#include <iterator>
+#include <lockstep/error.hpp>
 #include <new>
+#include <numeric>
 
 #include "base/cpus.hpp"
 #include "base/process.hpp"
+#include "base/text.hpp"
+#include "base/truncated_text.hpp"
 #include "engines/shared/bootstrap/launcher_socket.hpp"
 #include "run/errors.hpp"
 #include "run/rank_environment.hpp"
@@ -63,6 +68,20 @@ int wait_status_of(const siginfo_t& info) {
   }
 }
 
+/// 128 + n for signal n.
+int exit_code_of(int wait_status) {
+  return WIFSIGNALED(wait_status) ? 128 + WTERMSIG(wait_status) : WEXITSTATUS(wait_status);
+}
+
+std::string how_ended(int wait_status) {
+  if (!WIFSIGNALED(wait_status)) {
+    return fmt::format("exited with code {}", WEXITSTATUS(wait_status));
+  }
+  const int signal = WTERMSIG(wait_status);
+  return fmt::format("was killed by {} (signal {}, {}{})", name_of_signal(signal), signal,
+                     strsignal(signal), WCOREDUMP(wait_status) ? ", core dumped" : "");
+}
+
 int n_threads(const Options& options) {
   return options.bind == Bind::core ? 1 : std::max(1, base::n_usable_cores() / options.n_ranks);
 }
@@ -76,8 +95,19 @@ Attempt::Attempt(const LaunchContext& context, int n_restarts, Nodes* nodes)
       placement_(nodes != nullptr ? nodes->placement()
                                   : single_node_layout(context.options.n_ranks, context.run_id)),
       generations_(context.options.n_ranks) {
-  worlds_.emplace(0,
-                  std::make_unique<shared::Job>(context.options.n_ranks, context.options.env.tune));
+  const bool is_elastic = context.options.elastic.least > 0;
+  World first{.job = std::make_unique<shared::Job>(context.options.n_ranks,
+                                                   context.options.env.tune, is_elastic),
+              .places = std::vector<int>(static_cast<std::size_t>(context.options.n_ranks))};
+  std::iota(first.places.begin(), first.places.end(), 0);
+  worlds_.emplace(0, std::move(first));
+  if (is_elastic) elastic_.emplace(context.options.n_ranks, context.options.elastic);
+}
+
+std::optional<int> Attempt::World::rank_of(int place) const {
+  const auto found = std::ranges::find(places, place);
+  if (found == places.end()) return std::nullopt;
+  return static_cast<int>(found - places.begin());
 }
 
 Attempt::~Attempt() {
@@ -112,7 +142,9 @@ void Attempt::write_records() {
   try {
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
       const int index = static_cast<int>(rank);
-      worlds_.at(generations_.of(index))->write_record(index, dir);
+      if (const auto number = world_of(index).rank_of(index)) {
+        world_of(index).job->write_record(*number, dir);
+      }
     }
     print_line(fmt::format("flight records are in {0}; see lockstep doctor --record {0}", dir));
   } catch (const SystemError& error) {
@@ -122,7 +154,7 @@ void Attempt::write_records() {
 
 void Attempt::warn_if_none_joined() {
   if (outcome_.exit_code != 0 || placement_.world_size == 1 || generations_.newest() > 0 ||
-      worlds_.at(0)->has_joined_rank() || !links_lockstep(context_.program)) {
+      worlds_.at(0).job->has_joined_rank() || !links_lockstep(context_.program)) {
     return;
   }
   print_line(
@@ -143,38 +175,46 @@ void Attempt::start_ranks() {
   if (options.log_dir)
     logs = open_rank_logs(*options.log_dir, placement_.first_rank, options.n_ranks, n_restarts_);
 
+  ProcessStarter starter(context_.guard, context_.signals);
+  for (int rank = 0; rank < options.n_ranks; ++rank) {
+    ranks_.emplace_back();
+    start_rank(rank, std::move(logs[static_cast<std::size_t>(rank)]), /*is_replacement=*/false,
+               starter);
+  }
+  starter.wait();
+}
+
+void Attempt::start_rank(int rank, RankLogs log, bool is_replacement, ProcessStarter& starter) {
+  const Options& options = context_.options;
+  const shared::Job& job = *newest().job;
   const WorldEnvironment environment{.n_ranks = options.n_ranks,
                                      .placement = placement_,
-                                     .segment = worlds_.at(0)->environment(),
+                                     .segment = job.environment(),
+                                     .is_replacement = is_replacement,
                                      .n_restarts = n_restarts_,
                                      .max_restarts = options.max_restarts,
                                      .n_threads = n_threads(options)};
   const base::UniqueFd null(open("/dev/null", O_RDONLY | O_CLOEXEC));
   if (!null) throw system_error("cannot open /dev/null");
   // A rank leads its own process group, which a terminal stops when it reads.
-  const bool passes_stdin = isatty(STDIN_FILENO) == 0;
-
-  ProcessStarter starter(context_.guard, context_.signals);
-  for (int rank = 0; rank < options.n_ranks; ++rank) {
-    RankLogs& log = logs[static_cast<std::size_t>(rank)];
-    const RankOutputs outputs = context_.mux.add(
-        placement_.first_rank + rank, std::move(log.stdout_log), std::move(log.stderr_log));
-    shared::LauncherSocket socket = shared::make_launcher_socket();
-    ProcessSpec spec{.program = context_.program,
-                     .arguments = options.command,
-                     .environment = rank_environment(environment, rank, socket.rank.get()),
-                     .stdin_fd = rank == 0 && passes_stdin ? STDIN_FILENO : null.get(),
-                     .stdout_fd = outputs.stdout_fd.get(),
-                     .stderr_fd = outputs.stderr_fd.get(),
-                     .inherited_fds = {worlds_.at(0)->fd(), socket.rank.get()},
-                     .cpu = {},
-                     .open_files = context_.open_files};
-    if (options.bind == Bind::core) {
-      spec.cpu = context_.cores[static_cast<std::size_t>(rank) % context_.cores.size()];
-    }
-    ranks_.push_back({.pid = starter.start(spec), .socket = std::move(socket.launcher)});
+  const bool passes_stdin = rank == 0 && !is_replacement && isatty(STDIN_FILENO) == 0;
+  const RankOutputs outputs = context_.mux.add(
+      placement_.first_rank + rank, std::move(log.stdout_log), std::move(log.stderr_log));
+  shared::LauncherSocket socket = shared::make_launcher_socket();
+  ProcessSpec spec{.program = context_.program,
+                   .arguments = options.command,
+                   .environment = rank_environment(environment, rank, socket.rank.get()),
+                   .stdin_fd = passes_stdin ? STDIN_FILENO : null.get(),
+                   .stdout_fd = outputs.stdout_fd.get(),
+                   .stderr_fd = outputs.stderr_fd.get(),
+                   .inherited_fds = {job.fd(), socket.rank.get()},
+                   .cpu = {},
+                   .open_files = context_.open_files};
+  if (options.bind == Bind::core) {
+    spec.cpu = context_.cores[static_cast<std::size_t>(rank) % context_.cores.size()];
   }
-  starter.wait();
+  ranks_[static_cast<std::size_t>(rank)] = {.pid = starter.start(spec),
+                                            .socket = std::move(socket.launcher)};
 }
 
 // --- events ---------------------------------------------------------------------------------
@@ -182,6 +222,9 @@ void Attempt::start_ranks() {
 void Attempt::wait_for_events() {
   Clock::time_point next = phase_deadline_;
   for (const Rank& rank : ranks_) next = std::min(next, rank.deadline);
+  if (elastic_ && phase_ == Phase::running) {
+    next = std::min({next, elastic_->wakes_at(), wakes_again_});
+  }
   int timeout_ms = -1;
   if (next != Clock::time_point::max()) {
     const auto left = std::chrono::ceil<milliseconds>(next - Clock::now()).count();
@@ -251,11 +294,20 @@ void Attempt::forward(int signal) {
 }
 
 void Attempt::serve(int rank) {
-  base::UniqueFd& socket = ranks_[static_cast<std::size_t>(rank)].socket;
-  switch (shared::receive_request(socket.get())) {
-    case shared::LauncherRequest::none: return;
-    case shared::LauncherRequest::closed: socket.reset(); return;
-    case shared::LauncherRequest::next_world: break;
+  Rank& asking = ranks_[static_cast<std::size_t>(rank)];
+  base::UniqueFd& socket = asking.socket;
+  const shared::LauncherRequest question = shared::receive_request(socket.get());
+  switch (question.kind) {
+    case shared::LauncherRequest::Kind::none: return;
+    case shared::LauncherRequest::Kind::closed: socket.reset(); return;
+    case shared::LauncherRequest::Kind::next_world: break;
+  }
+  if (elastic_) {
+    if (phase_ != Phase::running) return shared::refuse(socket.get(), 0, "it is ending");
+    asking.requester = process_of(rank);
+    asking.last_generation = question.last_generation;
+    elastic_->asked(rank, question.limit, Clock::now());
+    return;
   }
   try {
     answer(rank);
@@ -268,12 +320,15 @@ void Attempt::serve(int rank) {
 
 void Attempt::answer(int rank) {
   Rank& asking = ranks_[static_cast<std::size_t>(rank)];
-  const shared::Job& newest = *worlds_.at(generations_.newest());
-  const int next = generations_.next_of(rank, newest.has_rank_left());
-  if (!worlds_.contains(next)) worlds_.emplace(next, newest.next());
+  const World& last = newest();
+  const int next = generations_.next_of(rank, last.job->has_rank_left());
+  if (!worlds_.contains(next)) {
+    worlds_.emplace(next, World{.job = last.job->next(), .places = last.places});
+  }
   asking.requester = process_of(rank);
   generations_.enter(rank, next);
-  shared::answer(asking.socket.get(), *worlds_.at(next));
+  shared::answer(asking.socket.get(), worlds_.at(next).job->fd(),
+                 {.rank = rank, .size = context_.options.n_ranks});
   worlds_.erase(worlds_.begin(), worlds_.lower_bound(generations_.oldest()));
 }
 
@@ -297,22 +352,22 @@ void Attempt::look_at(int rank) {
   checked.end = Clock::now();
   checked.deadline = Clock::now() + context_.options.grace;
   const int wait_status = wait_status_of(info);
-  for (const auto& [generation, world] : worlds_) world->rank_ended(rank, wait_status);
-  if (wait_status != 0 && !failed_) report_failure(rank, wait_status);
+  for (const auto& [generation, world] : worlds_) {
+    if (const auto number = world.rank_of(rank)) world.job->rank_ended(*number, wait_status);
+  }
+  if (elastic_ && phase_ == Phase::running) {
+    if (newest().job->has_completed_step()) elastic_->completed_step();
+    if (wait_status != 0) note_end(rank, wait_status);
+    elastic_->ended(rank, /*is_done=*/wait_status == 0, Clock::now());
+  } else if (wait_status != 0 && !failed_) {
+    report_failure(rank, wait_status);
+  }
 }
 
 void Attempt::report_failure(int rank, int wait_status) {
   failed_ = true;
-  std::string how;
-  if (WIFSIGNALED(wait_status)) {
-    const int signal = WTERMSIG(wait_status);
-    outcome_.exit_code = 128 + signal;
-    how = fmt::format("was killed by {} (signal {}, {}{})", name_of_signal(signal), signal,
-                      strsignal(signal), WCOREDUMP(wait_status) ? ", core dumped" : "");
-  } else {
-    outcome_.exit_code = WEXITSTATUS(wait_status);
-    how = fmt::format("exited with code {}", outcome_.exit_code);
-  }
+  outcome_.exit_code = exit_code_of(wait_status);
+  const std::string how = how_ended(wait_status);
   const auto n_running = std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& other) {
     return other.state == State::running;
   });
@@ -339,7 +394,7 @@ std::string Attempt::name_of(int rank) const {
 
 /// Describes the peer whose exit made this rank fail; empty if there is none.
 std::string Attempt::describe_leaver(int failed_rank) const {
-  const auto leaver = worlds_.at(generations_.of(failed_rank))->rank_that_left_before(failed_rank);
+  const auto leaver = world_of(failed_rank).job->rank_that_left_before(failed_rank);
   if (!leaver) return {};
   const Rank& rank = ranks_[static_cast<std::size_t>(*leaver)];
   const std::string how =
@@ -363,9 +418,143 @@ int Attempt::world_rank(std::size_t local_rank) const {
   return placement_.first_rank + static_cast<int>(local_rank);
 }
 
+// --- going on after a loss --------------------------------------------------------------------
+
+void Attempt::note_end(int rank, int wait_status) {
+  const Rank& ended = ranks_[static_cast<std::size_t>(rank)];
+  if (ended.is_late) return;
+  const auto number = newest().rank_of(rank);
+  const bool was_rank = number && ended.first_generation >= 0;
+  print_line(fmt::format("{} {} after {:.2f} s{}", name_of(rank), how_ended(wait_status),
+                         seconds(Clock::now() - start_),
+                         was_rank ? "" : ", before it was a rank of a world"));
+  if (was_rank) note_loss(rank, newest().job->ending_of(*number), exit_code_of(wait_status));
+}
+
+void Attempt::note_loss(int rank, std::string_view why, int exit_code) {
+  if (first_loss_ == 0) first_loss_ = exit_code;
+  shared::Lost lost{.rank = newest().rank_of(rank).value_or(-1),
+                    .generation = newest().job->generation(),
+                    .why = {}};
+  base::copy_truncated(lost.why, why);
+  losses_.push_back(lost);
+}
+
+/// Does what follows from what has happened.
+void Attempt::regroup() {
+  if (!elastic_ || phase_ != Phase::running) return;
+  if (newest().job->has_completed_step()) elastic_->completed_step();
+  const ElasticMembership::Actions actions = elastic_->next(Clock::now());
+  for (const int rank : actions.kill) {
+    Rank& late = ranks_[static_cast<std::size_t>(rank)];
+    late.is_late = true;
+    if (late.first_generation >= 0) {
+      print_line(
+          fmt::format("{} did not call regroup() in time: killing it (SIGKILL)", name_of(rank)));
+      note_loss(rank, "did not call regroup() in time", 128 + SIGKILL);
+    }
+    kill(-late.pid, SIGKILL);
+  }
+  if (actions.ends_generation) {
+    std::string why;
+    for (const shared::Lost& lost : losses_) {
+      if (lost.generation != newest().job->generation()) continue;
+      fmt::format_to(std::back_inserter(why), "{}rank {} {}", why.empty() ? "" : "; ", lost.rank,
+                     base::text_in(lost.why));
+    }
+    newest().job->end_generation(why.empty() ? "a rank called regroup()" : why);
+    wake_delay_ = milliseconds(1);
+    wakes_again_ = Clock::now() + wake_delay_;
+  }
+  if (Clock::now() >= wakes_again_) {
+    newest().job->wake_sleepers();
+    wake_delay_ *= 2;
+    constexpr milliseconds kLastWake{16};
+    wakes_again_ = wake_delay_ > kLastWake ? Clock::time_point::max() : Clock::now() + wake_delay_;
+  }
+  for (const int rank : actions.start) replace(rank);
+  if (!actions.form.empty()) form(actions.form);
+  if (!actions.give_up.empty()) return give_up(actions.give_up);
+  newest().job->set_waiting(elastic_->n_waiting());
+}
+
+void Attempt::replace(int rank) {
+  Rank& former = ranks_[static_cast<std::size_t>(rank)];
+  if (former.state != State::reaped) reap(former);
+  const Options& options = context_.options;
+  try {
+    RankLogs log;
+    if (options.log_dir) {
+      log = append_to_rank_logs(*options.log_dir, placement_.first_rank + rank, n_restarts_);
+    }
+    ProcessStarter starter(context_.guard, context_.signals);
+    start_rank(rank, std::move(log), /*is_replacement=*/true, starter);
+    former.first_generation = -1;
+    starter.wait();
+    print_line(fmt::format("started {} again", name_of(rank)));
+  } catch (const Error& error) {
+    print_line(fmt::format("cannot start rank {} again: {}",
+                           world_rank(static_cast<std::size_t>(rank)), error.what()));
+    if (former.first_generation < 0) return;  // its process ends
+    elastic_->ended(rank, /*is_done=*/false, Clock::now());
+  }
+}
+
+void Attempt::form(const std::vector<int>& places) {
+  const int generation = generations_.newest() + 1;
+  const std::uint32_t last = newest().job->generation();
+  World next{.job = newest().job->next_generation(static_cast<int>(places.size())),
+             .places = places};
+  for (int place = 0; place < context_.options.n_ranks; ++place) {
+    generations_.enter(place, generation);
+  }
+  std::vector<int> new_ranks;
+  for (std::size_t r = 0; r < places.size(); ++r) {
+    Rank& rank = ranks_[static_cast<std::size_t>(places[r])];
+    if (rank.first_generation < 0) rank.first_generation = generation;
+  }
+  for (std::size_t r = 0; r < places.size(); ++r) {
+    const Rank& rank = ranks_[static_cast<std::size_t>(places[r])];
+    shared::NextWorld answer{.segment = {},
+                             .rank = static_cast<int>(r),
+                             .size = static_cast<int>(places.size()),
+                             .generation = last + 1};
+    for (const shared::Lost& lost : losses_) {
+      if (rank.last_generation >= 0 && lost.generation >= rank.last_generation) {
+        answer.lost.push_back(lost);
+      }
+    }
+    for (std::size_t other = 0; other < places.size(); ++other) {
+      const int first = ranks_[static_cast<std::size_t>(places[other])].first_generation;
+      if (first > rank.last_generation) answer.joined.push_back(static_cast<int>(other));
+    }
+    shared::answer(rank.socket.get(), next.job->fd(), answer);
+  }
+  print_line(fmt::format("generation {}: {} rank{}", last + 1, places.size(),
+                         places.size() == 1 ? "" : "s"));
+  worlds_.clear();
+  worlds_.emplace(generation, std::move(next));
+  first_loss_ = 0;
+  wakes_again_ = Clock::time_point::max();
+}
+
+void Attempt::give_up(const std::string& why) {
+  failed_ = true;
+  outcome_.exit_code = first_loss_ != 0 ? first_loss_ : 1;
+  phase_ = Phase::notified;
+  phase_deadline_ = Clock::now() + kNotice;
+  print_line(why + "; ending the job");
+  for (const Rank& rank : ranks_) {
+    if (rank.state == State::running && rank.socket) {
+      shared::refuse(rank.socket.get(), /*error_number=*/0, why);
+    }
+  }
+}
+
 // --- time -----------------------------------------------------------------------------------
 
 void Attempt::advance() {
+  regroup();
   for (std::size_t rank = 0; rank < ranks_.size(); ++rank) advance_rank(static_cast<int>(rank));
   if (nodes_ != nullptr && !failed_ && phase_ == Phase::running &&
       std::none_of(ranks_.begin(), ranks_.end(),
@@ -435,7 +624,8 @@ void Attempt::kill_ranks() {
 
 /// The process that has joined a world as this rank, or has asked for the next one, if it is alive.
 std::optional<pid_t> Attempt::process_of(int rank) const {
-  const auto joined = worlds_.at(generations_.of(rank))->process_of(rank);
+  const auto number = world_of(rank).rank_of(rank);
+  const auto joined = number ? world_of(rank).job->process_of(*number) : std::nullopt;
   return joined ? joined : ranks_[static_cast<std::size_t>(rank)].requester;
 }
 

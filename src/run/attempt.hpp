@@ -11,12 +11,15 @@
 #include <vector>
 
 #include "engines/shared/bootstrap/job.hpp"
+#include "engines/shared/bootstrap/launcher_socket.hpp"
 #include "run/child_process.hpp"
+#include "run/elastic_membership.hpp"
 #include "run/generations.hpp"
 #include "run/guard.hpp"
 #include "run/nodes.hpp"
 #include "run/options.hpp"
 #include "run/output_mux.hpp"
+#include "run/rank_logs.hpp"
 #include "run/signals.hpp"
 
 namespace lockstep::run {
@@ -50,6 +53,10 @@ struct Outcome {
 /// it started, a DataLoader's workers for example, must serve its handler. They get SIGINT, SIGTERM
 /// or SIGHUP after its end. Where no process has joined, the rank's whole process group gets the
 /// signal.
+///
+/// With --elastic a failure does not end the others: ElasticMembership says who are the ranks of
+/// the next generation of the world, and each generation has a segment of its own. `rank` in the
+/// names of this class is the place of a process there, which is its rank in the first generation.
 class Attempt {
  public:
   /// `nodes`: the launchers on other machines; null if there are none.
@@ -65,6 +72,7 @@ class Attempt {
 
  private:
   using Clock = std::chrono::steady_clock;
+  using milliseconds = std::chrono::milliseconds;
 
   // running -> ended: the process has exited but is not reaped, which keeps its process group id
   // from being reused. Processes it left in the group may finish writing.
@@ -74,6 +82,9 @@ class Attempt {
     pid_t pid;
     base::UniqueFd socket;             ///< the launcher's end: see launcher_socket.hpp
     std::optional<pid_t> requester{};  ///< the process that has left a world and asked for the next
+    std::int64_t last_generation = -1;  ///< of that process, when it asked
+    int first_generation = 0;           ///< in which this process was a rank; -1: it waits for one
+    bool is_late = false;               ///< it is killed, and counts as lost already
     base::UniqueFd joined{};  ///< pidfd of the process that joined, if it alone got a signal
     int signal_after = 0;     ///< what the rest of the group gets when that process has ended
     State state = State::running;
@@ -81,8 +92,15 @@ class Attempt {
     Clock::time_point deadline = Clock::time_point::max();  // of the state
   };
   enum class Phase : std::uint8_t { running, notified, terminating, killing };
+  struct World {
+    std::unique_ptr<shared::Job> job;
+    std::vector<int> places;  ///< by rank
+    /// The rank of a place there.
+    std::optional<int> rank_of(int place) const;
+  };
 
   void start_ranks();
+  void start_rank(int rank, RankLogs log, bool is_replacement, ProcessStarter& starter);
   void wait_for_events();
   void handle_signals();
   void forward(int signal);
@@ -91,6 +109,14 @@ class Attempt {
   void check_exits(pid_t first);
   void look_at(int rank);
   void report_failure(int rank, int wait_status);
+  void note_end(int rank, int wait_status);
+  void note_loss(int rank, std::string_view why, int exit_code);
+  void regroup();
+  void replace(int rank);
+  void form(const std::vector<int>& places);
+  void give_up(const std::string& why);
+  World& newest() { return worlds_.at(generations_.newest()); }
+  const World& world_of(int rank) const { return worlds_.at(generations_.of(rank)); }
   std::string name_of(int rank) const;
   std::string describe_leaver(int failed_rank) const;
   void end_with(const NodeFailure& failure);
@@ -115,7 +141,12 @@ class Attempt {
   Nodes* const nodes_;
   const RankLayout placement_;
   Generations generations_;
-  std::map<int, std::unique_ptr<shared::Job>> worlds_;  // by generation
+  std::map<int, World> worlds_;  // by generation
+  std::optional<ElasticMembership> elastic_;
+  std::vector<shared::Lost> losses_;  // of ranks of elastic worlds
+  int first_loss_ = 0;                // the exit code of the generation's first; 0: none
+  Clock::time_point wakes_again_ = Clock::time_point::max();
+  milliseconds wake_delay_{};
   const Clock::time_point start_ = Clock::now();
   std::vector<Rank> ranks_;
   Phase phase_ = Phase::running;

@@ -35,6 +35,12 @@ struct NodesOptions {
   std::string secret;                          ///< at most kMaxSecretBytes; the same on all nodes
 };
 
+/// Going on after a lost rank.
+struct ElasticOptions {
+  int least = 0;  ///< ranks; 0: the loss of a rank ends the job
+  int most = 0;   ///< ranks up to which lost ones are replaced
+};
+
 /// The command line of `lockstep run`.
 struct Options {
   int n_ranks = 0;
@@ -46,6 +52,7 @@ struct Options {
   Bind bind = Bind::none;
   Prefix prefix = Prefix::automatic;
   NodesOptions nodes;
+  ElasticOptions elastic;
 };
 
 }  // namespace lockstep::run

@@ -79,7 +79,8 @@ std::vector<std::string> rank_environment(const WorldEnvironment& world, int loc
       fmt::format("TORCHELASTIC_MAX_RESTARTS={}", world.max_restarts),
       fmt::format("MASTER_ADDR={}", placement.master_addr),
       fmt::format("MASTER_PORT={}", placement.master_port),
-      fmt::format("LOCKSTEP_SEGMENT={}:{}", world.segment, socket),
+      fmt::format("LOCKSTEP_SEGMENT={}:{}{}", world.segment, socket,
+                  world.is_replacement ? ":next" : ""),
       fmt::format("LOCKSTEP_RESTART={}", world.n_restarts),
   };
   if (!internal::variable("OMP_NUM_THREADS")) {

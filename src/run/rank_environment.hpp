@@ -22,6 +22,7 @@ struct WorldEnvironment {
   int n_ranks;  ///< of this machine
   RankLayout placement;
   std::string segment;  ///< Job::environment()
+  bool is_replacement;  ///< joins the next generation of an elastic world
   int n_restarts;       ///< number of earlier starts of the world
   int max_restarts;
   int n_threads;  ///< OMP_NUM_THREADS, unless the user has set it

@@ -20,10 +20,15 @@ fs::path log_path(const fs::path& folder, int rank, int n_restarts, std::string_
   return folder / fmt::format("rank-{}{}.{}", rank, restart, extension);
 }
 
-base::UniqueFd create(const fs::path& path) {
-  base::UniqueFd fd(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+base::UniqueFd open_log(const fs::path& path, int flags) {
+  base::UniqueFd fd(open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | flags, 0666));
   if (!fd) throw system_error(fmt::format("--log-dir: cannot make '{}'", path.string()));
   return fd;
+}
+
+RankLogs open_logs(const fs::path& folder, int rank, int n_restarts, int flags) {
+  return {open_log(log_path(folder, rank, n_restarts, "out"), flags),
+          open_log(log_path(folder, rank, n_restarts, "err"), flags)};
 }
 
 }  // namespace
@@ -49,10 +54,13 @@ std::vector<RankLogs> open_rank_logs(const fs::path& folder, int first_rank, int
   }
   std::vector<RankLogs> logs;
   for (int rank = first_rank; rank < first_rank + n_ranks; ++rank) {
-    logs.push_back({create(log_path(folder, rank, n_restarts, "out")),
-                    create(log_path(folder, rank, n_restarts, "err"))});
+    logs.push_back(open_logs(folder, rank, n_restarts, O_EXCL));
   }
   return logs;
+}
+
+RankLogs append_to_rank_logs(const fs::path& folder, int rank, int n_restarts) {
+  return open_logs(folder, rank, n_restarts, O_APPEND);
 }
 
 }  // namespace lockstep::run

@@ -18,4 +18,7 @@ struct RankLogs {
 std::vector<RankLogs> open_rank_logs(const std::filesystem::path& folder, int first_rank,
                                      int n_ranks, int n_restarts);
 
+/// The same files of one rank again, to which its replacement appends. Throws SystemError.
+RankLogs append_to_rank_logs(const std::filesystem::path& folder, int rank, int n_restarts);
+
 }  // namespace lockstep::run

@@ -15,6 +15,32 @@
 
 namespace lockstep {
 
+namespace internal {
+
+std::unique_ptr<Session> join_world(World world, std::string_view backend, const Call& barrier) {
+  while (true) {
+    try {
+      engines::JoinedEngine joined = engines::join(backend, world, barrier);
+      const int host = leave_on_exception(*joined.engine, [&] {
+        const int lowest = engines::find_host(*joined.engine, world, barrier);
+        compare_settings(*joined.engine, barrier, message::parse_costs(world.env.network));
+        return lowest;
+      });
+      world.regrouped.rank = world.rank;
+      world.regrouped.size = world.size;
+      return std::make_unique<Session>(world, std::move(joined), barrier.timeout, barrier.where,
+                                       host);
+    } catch (const PeerLost&) {
+      if (!world.is_elastic) throw;
+    } catch (const PeerFailed&) {
+      if (!world.is_elastic) throw;
+    }
+    // A rank of this generation ended before all had joined it: there is a next one.
+  }
+}
+
+}  // namespace internal
+
 void init_dist(const InitOptions& options, std::source_location where) {
   const ErrorContext context{.operation = "init_dist", .where = where};
   if (is_distributed() || internal::has_rank_threads()) {
@@ -39,14 +65,8 @@ void init_dist(const InitOptions& options, std::source_location where) {
                      .where = where};
   // A rank that asks for no launcher is alone, whatever the environment describes.
   const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
-  engines::JoinedEngine joined = engines::join(is_alone ? "solo" : options.backend, world, barrier);
-  const int host = internal::leave_on_exception(*joined.engine, [&] {
-    const int lowest = engines::find_host(*joined.engine, world, barrier);
-    internal::compare_settings(*joined.engine, barrier, message::parse_costs(world.env.network));
-    return lowest;
-  });
-  internal::join_process(std::make_unique<internal::Session>(std::move(world), std::move(joined),
-                                                             timeout, where, host));
+  internal::join_process(
+      internal::join_world(std::move(world), is_alone ? "solo" : options.backend, barrier));
   internal::install_terminate_handler();
 }
 

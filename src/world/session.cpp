@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/exception.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
 #include "group/async_groups.hpp"
 #include "group/group_state.hpp"
 #include "group/leave_on_exception.hpp"
@@ -90,6 +91,7 @@ Session::Session(World world, engines::JoinedEngine joined, std::chrono::millise
       recorder_(leave_on_exception(
           *engine_, [&] { return make_recorder(world_, std::move(joined.recorder)); })),
       trace_(recorder_ ? recorder_->trace() : nullptr),
+      elastic_(std::move(joined.elastic)),
       world_group_(leave_on_exception(*engine_,
                                       [&] {
                                         return std::make_shared<GroupState>(
@@ -113,6 +115,11 @@ void Session::depart(std::string_view failure) noexcept {
   if (engine_ == nullptr) return;
   std::exchange(engine_, nullptr)->leave(failure);
   if (recorder_ && !failure.empty()) recorder_->write_on_failure(failure);
+}
+
+bool Session::has_failed() const noexcept {
+  return engine_ == nullptr || (recorder_ && recorder_->has_failed()) ||
+         (elastic_ && elastic_->is_over());
 }
 
 void Session::retire() noexcept {

@@ -33,6 +33,13 @@ class Session {
   /// `failure`: text of the exception with which this rank leaves, which ends its pending
   /// asynchronous calls; if empty, it leaves normally, after they have ended.
   void leave(std::string_view failure) noexcept;
+  /// Leaves an elastic world for its next generation, without waiting for calls under way: they
+  /// end with the generation.
+  void regroup() noexcept { depart({}); }
+  /// Whether any group of this rank is dead, or its generation of an elastic world is over.
+  bool has_failed() const noexcept;
+  /// Null if the world is not elastic.
+  const shared::Elastic* elastic() const noexcept { return elastic_.get(); }
   /// At program exit: leaves, after asynchronous calls that end within a second, and releases the
   /// engines and records. The groups keep their
   /// rank and size, for destructors of globals that read them; calls on them throw UsageError.
@@ -48,9 +55,15 @@ class Session {
   Engine* engine_;                      // world_group_ owns it
   std::shared_ptr<Recorder> recorder_;  // null in a world of one without tracing
   std::shared_ptr<Trace> trace_;
+  std::shared_ptr<const shared::Elastic> elastic_;
   Group world_group_;
   Group local_group_;
 };
+
+/// Joins the world with the engine of that name. `barrier`: what joining looks like in errors, with
+/// the timeout of the world's operations. In an elastic world it goes on to the next generation as
+/// long as ranks are lost while they join.
+std::unique_ptr<Session> join_world(World world, std::string_view backend, const Call& barrier);
 
 /// Makes std::terminate notify the peers of the uncaught exception.
 void install_terminate_handler() noexcept;

@@ -79,7 +79,7 @@ std::unique_ptr<internal::Session> join_hosts(internal::World world, std::unique
 
 void init_hosts(const std::string& outer, std::chrono::milliseconds timeout) {
   const Call barrier = joining(timeout);
-  const internal::World world = internal::read_world(infer_launcher());
+  internal::World world = internal::read_world(infer_launcher());
   current_hosts() = hosts_of(world.size);
   internal::join_process(join_hosts(world, engines::join(outer, world, barrier).engine, barrier));
 }

@@ -355,7 +355,7 @@ Module find_module(const std::string& mpi) {
                       mpi)};
 }
 
-std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier) {
+std::unique_ptr<Engine> join(internal::World& world, const Call& barrier) {
   const ErrorContext context = context_of(barrier, world.rank);
   const std::string module = find_module(world.mpi).path;
   const LockstepMpi& mpi = load(module, context);

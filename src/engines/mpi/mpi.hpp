@@ -22,6 +22,6 @@ Module find_module(const std::string& mpi);
 /// Throws EngineError with MPI's or the loader's text, UsageError if MPI's world differs.
 ///
 /// MPI's launcher must detect a rank that dies without notice: mpirun then ends the entire job.
-std::unique_ptr<Engine> join(const internal::World& world, const Call& barrier);
+std::unique_ptr<Engine> join(internal::World& world, const Call& barrier);
 
 }  // namespace lockstep::mpi

@@ -228,7 +228,7 @@ engines::Availability available(const internal::World&) {
 }
 
 template <bool kIsGloo>
-engines::JoinedEngine join(const internal::World& world, const Call& barrier) {
+engines::JoinedEngine join(internal::World& world, const Call& barrier) {
   constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
   auto engine =
       message::make(std::string(kName), std::make_unique<Transport>(connect(kName, world, barrier)),

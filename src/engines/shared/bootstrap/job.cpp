@@ -6,13 +6,17 @@
 #include <exception>
 #include <vector>
 
+#include "base/text.hpp"
+#include "base/truncated_text.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/shared/segment/membership.hpp"
 
 namespace lockstep::shared {
 
-Job::Job(int n_ranks, const std::optional<std::string>& tune)
-    : segment_(make_world(Segment::for_processes(n_ranks), tune)), tune_(tune), n_ranks_(n_ranks) {}
+Job::Job(int n_ranks, const std::optional<std::string>& tune, bool is_elastic)
+    : segment_(make_world(Segment::for_processes(n_ranks), tune)), tune_(tune), n_ranks_(n_ranks) {
+  segment_->header().is_elastic = is_elastic;
+}
 
 std::unique_ptr<Job> Job::next() const {
   auto job = std::make_unique<Job>(n_ranks_, tune_);
@@ -26,6 +30,54 @@ std::unique_ptr<Job> Job::next() const {
                                     std::memory_order_relaxed);
   }
   return job;
+}
+
+std::unique_ptr<Job> Job::next_generation(int n_ranks) const {
+  auto job = std::make_unique<Job>(n_ranks, tune_, /*is_elastic=*/true);
+  SegmentHeader& header = job->segment_->header();
+  header.nonce = segment_->header().nonce;
+  header.generation = generation() + 1;
+  for (int r = 0; r < n_ranks; ++r) {
+    job->segment_->rank(r).flight.job = segment_->rank(0).flight.job;
+  }
+  return job;
+}
+
+std::uint32_t Job::generation() const noexcept { return segment_->header().generation; }
+
+void Job::end_generation(std::string_view why) noexcept {
+  SegmentHeader& header = segment_->header();
+  base::copy_truncated(header.ending, why);
+  header.is_over.store(true, std::memory_order_seq_cst);
+  wake_sleepers();
+}
+
+void Job::wake_sleepers() noexcept {
+  for (int r = 0; r < n_ranks_; ++r) {
+    for (const auto& offset : segment_->rank(r).sleeps_at) {
+      const std::uint64_t at = offset.load(std::memory_order_relaxed);
+      if (at != 0) segment_->wake_at(at);
+    }
+  }
+}
+
+void Job::set_waiting(int n) noexcept {
+  segment_->header().n_waiting.store(static_cast<std::uint32_t>(n), std::memory_order_relaxed);
+}
+
+bool Job::has_completed_step() const noexcept {
+  return segment_->header().n_steps.load(std::memory_order_relaxed) > 0;
+}
+
+std::string Job::ending_of(int rank) const {
+  const RankBlock& block = segment_->rank(rank);
+  std::string text;
+  if (block.state.load(std::memory_order_acquire) == RankState::failed) {
+    text = fmt::format("failed: {}", base::text_in(block.failure));
+  }
+  const int status = block.wait_status_plus_one.load(std::memory_order_acquire);
+  if (status != 0) text += (text.empty() ? "" : ", and ") + describe_wait_status(status - 1);
+  return text;
 }
 
 Job::~Job() = default;

@@ -19,9 +19,11 @@ class Job {
   /// Throws SystemError if there is no memory or no descriptor, UsageError if n_ranks is not in
   /// 1..512.
   /// `tune`: Env::tune.
-  explicit Job(int n_ranks, const std::optional<std::string>& tune = {});
+  explicit Job(int n_ranks, const std::optional<std::string>& tune = {}, bool is_elastic = false);
   /// The next world of the same job: ranks that have ended have ended there too.
   std::unique_ptr<Job> next() const;
+  /// The next generation of an elastic world, of n_ranks ranks, all of them running.
+  std::unique_ptr<Job> next_generation(int n_ranks) const;
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
@@ -35,6 +37,18 @@ class Job {
   /// The running process that joined a world as this rank, over any engine. nullopt: there is none,
   /// or it is not visible to this process (another PID namespace, or no /proc).
   std::optional<pid_t> process_of(int rank) const noexcept;
+  int n_ranks() const noexcept { return n_ranks_; }
+  std::uint32_t generation() const noexcept;
+  /// Ends the generation: its ranks' waits throw PeerLost, and those that sleep are woken. Once.
+  void end_generation(std::string_view why) noexcept;
+  /// Wakes threads that began to sleep while end_generation() looked for them.
+  void wake_sleepers() noexcept;
+  /// How many processes wait for the next generation, as its ranks see.
+  void set_waiting(int n) noexcept;
+  /// Whether the ranks have completed a step.
+  bool has_completed_step() const noexcept;
+  /// The exception with which a rank left, or how its process ended; empty: it runs.
+  std::string ending_of(int rank) const;
   /// Whether any rank joined a world, over any engine.
   bool has_joined_rank() const noexcept;
   /// Whether a rank has joined and left, or failed.

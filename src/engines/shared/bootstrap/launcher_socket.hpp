@@ -1,13 +1,17 @@
 #pragma once
 
+#include <array>
+#include <chrono>
+#include <cstdint>
 #include <lockstep/engine.hpp>
+#include <string_view>
+#include <vector>
 
 #include "base/fd.hpp"
-#include "engines/shared/bootstrap/job.hpp"
 
 /// Between a rank of `lockstep run` and its launcher: a socket that the rank inherits. A rank that
-/// has left its world requests the next one; the launcher replies at once, with the same segment to
-/// all ranks that request the same world.
+/// has left its world asks for the next one; the launcher answers with the segment that all ranks
+/// which ask for the same world get: at once, or with --elastic when all of them have asked.
 ///
 /// One request and one reply at a time, each a single message, which arrives entirely or not at
 /// all. Only the rank's own process sends requests: programs that it starts do not inherit the
@@ -23,18 +27,44 @@ LauncherSocket make_launcher_socket();
 
 // --- the rank's side
 
-/// The descriptor of the next world's segment. Throws TimeoutError, SystemError, PeerLost (the
-/// launcher is gone), with the context of `barrier`; its timeout is the limit.
-base::UniqueFd request_next_world(int socket, int rank, const Call& barrier);
+/// How a rank of an elastic world was lost.
+struct Lost {
+  std::int32_t rank;  ///< in its generation
+  std::uint32_t generation;
+  std::array<char, 240> why;
+};
+
+/// What a rank is in its next world.
+struct NextWorld {
+  base::UniqueFd segment{};
+  int rank = 0;
+  int size = 0;
+  std::uint32_t generation = 0;
+  std::vector<Lost> lost{};   ///< since the generation in which this process was last
+  std::vector<int> joined{};  ///< ranks that have started since then
+};
+
+/// Throws TimeoutError, SystemError, PeerLost (the launcher is gone), EngineError (it ends the
+/// job), with the context of `barrier`; its timeout is the limit. Of an elastic world the launcher
+/// keeps it, and answers later (is_elastic): this only watches the launcher. last_generation: in
+/// which this process was a rank; -1: none.
+NextWorld request_next_world(int socket, int rank, std::int64_t last_generation, bool is_elastic,
+                             const Call& barrier);
 
 // --- the launcher's side
 
-enum class LauncherRequest : std::uint8_t { none, next_world, closed };
+struct LauncherRequest {
+  enum class Kind : std::uint8_t { none, next_world, closed };
+  Kind kind;
+  std::chrono::milliseconds limit{};  ///< of the rank
+  std::int64_t last_generation = -1;
+};
 
 /// Does not wait. closed: the rank and its forks have closed their end.
 LauncherRequest receive_request(int socket) noexcept;
-/// Both drop the reply if the rank is gone.
-void answer(int socket, const Job& next) noexcept;
+/// Both drop the reply if the rank is gone. `segment`: of next.
+void answer(int socket, int segment, const NextWorld& next) noexcept;
+/// error_number 0: the job ends, and `text` says why.
 void refuse(int socket, int error_number, std::string_view text) noexcept;
 
 }  // namespace lockstep::shared

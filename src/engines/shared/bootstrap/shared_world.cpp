@@ -30,11 +30,13 @@ std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment,
 
 namespace {
 
-/// LOCKSTEP_SEGMENT: FD:NONCE, or FD:NONCE:FD with the socket to the launcher.
+/// LOCKSTEP_SEGMENT: FD:NONCE, or FD:NONCE:FD with the socket to the launcher, or FD:NONCE:FD:next
+/// of a replacement, which is in no world yet.
 struct Inherited {
   int segment = -1;
   std::uint64_t nonce = 0;
   int launcher = -1;
+  bool is_replacement = false;
 };
 
 template <class Number>
@@ -45,7 +47,10 @@ bool read_field(std::string_view field, Number& number, int base) {
 }
 
 Inherited parse_inherited(std::string_view variable) {
-  Inherited inherited;
+  constexpr std::string_view kReplacement = ":next";
+  const std::string_view given = variable;
+  Inherited inherited{.is_replacement = variable.ends_with(kReplacement)};
+  if (inherited.is_replacement) variable.remove_suffix(kReplacement.size());
   const std::size_t first = variable.find(':');
   const std::size_t second = first == variable.npos ? first : variable.find(':', first + 1);
   const bool is_valid =
@@ -58,7 +63,7 @@ Inherited parse_inherited(std::string_view variable) {
       fmt::format(
           "LOCKSTEP_SEGMENT is '{}', not FD:NONCE or FD:NONCE:FD as `lockstep run` sets it; "
           "unset it, or start the program with `lockstep run`",
-          variable));
+          given));
 }
 
 }  // namespace
@@ -73,18 +78,39 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable) {
   return segment;
 }
 
-std::shared_ptr<Segment> next_world(std::shared_ptr<Segment> inherited, std::string_view variable,
-                                    int rank, const Call& barrier) {
+namespace {
+
+/// As which rank this process has joined the segment's world.
+std::optional<int> rank_of_process(const Segment& segment) {
+  for (int r = 0; r < segment.n_ranks(); ++r) {
+    if (segment.rank(r).pid.load(std::memory_order_relaxed) == ::getpid()) return r;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+CurrentWorld current_world(std::string_view variable, int rank, std::int64_t last_generation,
+                           const Call& barrier) {
+  CurrentWorld current{.segment = inherit_world(variable), .next = {}};
   const Inherited of = parse_inherited(variable);
-  if (of.launcher < 0 || !has_left(inherited->rank(rank))) return inherited;
-  base::UniqueFd fd = request_next_world(of.launcher, rank, barrier);
+  const Segment& inherited = *current.segment;
+  const std::optional<int> former = rank_of_process(inherited);
+  current.next.rank = former.value_or(rank);
+  current.next.size = inherited.n_ranks();
+  const bool is_over = current.segment->header().is_over.load(std::memory_order_acquire) ||
+                       (former ? has_left(inherited.rank(*former)) : of.is_replacement);
+  if (of.launcher < 0 || !is_over) return current;
+  current.next = request_next_world(of.launcher, current.next.rank, last_generation,
+                                    current.segment->header().is_elastic, barrier);
   // The variable names it from now on. The number is still the former segment's: it was just
   // mapped.
-  if (::dup3(fd.get(), of.segment, O_CLOEXEC) < 0) {
-    throw SystemError(context_of(barrier, rank), errno,
+  if (::dup3(current.next.segment.get(), of.segment, O_CLOEXEC) < 0) {
+    throw SystemError(context_of(barrier, current.next.rank), errno,
                       "cannot keep the descriptor of another world");
   }
-  return Segment::attach(std::move(fd), of.nonce);
+  current.segment = Segment::attach(std::move(current.next.segment), of.nonce);
+  return current;
 }
 
 namespace {
@@ -110,6 +136,18 @@ std::unique_ptr<HostEngine> bootstrap_world(std::string_view job, int rank, int 
                                             const Call& barrier,
                                             const std::optional<std::string>& tune) {
   return join(bootstrap(job, rank, n_ranks, barrier, tune), barrier);
+}
+
+bool Elastic::is_over() const noexcept {
+  return segment_->header().is_over.load(std::memory_order_acquire);
+}
+
+bool Elastic::replacements_wait() const noexcept {
+  return segment_->header().n_waiting.load(std::memory_order_relaxed) > 0;
+}
+
+void Elastic::count_step() const noexcept {
+  segment_->header().n_steps.fetch_add(1, std::memory_order_relaxed);
 }
 
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept {

@@ -5,8 +5,10 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "engines/shared/algorithms/host_engine.hpp"
+#include "engines/shared/bootstrap/launcher_socket.hpp"
 #include "engines/shared/segment/segment.hpp"
 
 /// The interface of the shared engine to the rest of the library.
@@ -19,11 +21,18 @@ std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment,
 /// The segment that LOCKSTEP_SEGMENT names. Throws UsageError, SystemError.
 std::shared_ptr<Segment> inherit_world(std::string_view variable);
 
-/// Returns `inherited`, or if this process has left that world as `rank`, the next world, which it
-/// requests from its launcher. The variable then names the next world. Throws TimeoutError,
-/// PeerLost, SystemError.
-std::shared_ptr<Segment> next_world(std::shared_ptr<Segment> inherited, std::string_view variable,
-                                    int rank, const Call& barrier);
+/// The world that this process joins now, and as which rank.
+struct CurrentWorld {
+  std::shared_ptr<Segment> segment;
+  NextWorld next;  ///< without a descriptor; of the inherited world: `rank`, and its size
+};
+
+/// The world that LOCKSTEP_SEGMENT names, as `rank`; or if this process has left it, or it is over,
+/// or the process is a replacement: the next one, for which it asks its launcher. The variable
+/// names that one then. Throws UsageError, TimeoutError, PeerLost, SystemError.
+/// last_generation: see request_next_world.
+CurrentWorld current_world(std::string_view variable, int rank, std::int64_t last_generation,
+                           const Call& barrier);
 
 /// Joins the segment's world as `rank` and waits, up to the timeout of `barrier`, for all other
 /// ranks. Throws UsageError, and what any barrier throws.
@@ -35,6 +44,21 @@ std::unique_ptr<HostEngine> join_world(std::shared_ptr<Segment> segment, int ran
 std::unique_ptr<HostEngine> bootstrap_world(std::string_view job, int rank, int n_ranks,
                                             const Call& barrier,
                                             const std::optional<std::string>& tune = {});
+
+/// What a rank and its launcher tell each other of one generation of an elastic world. Threads: any.
+class Elastic {
+ public:
+  explicit Elastic(std::shared_ptr<Segment> segment) : segment_(std::move(segment)) {}
+  /// Whether the launcher has ended the generation.
+  bool is_over() const noexcept;
+  /// Whether processes wait for the next one.
+  bool replacements_wait() const noexcept;
+  /// Tells the launcher that this rank has completed a step.
+  void count_step() const noexcept;
+
+ private:
+  std::shared_ptr<Segment> segment_;
+};
 
 /// Records why a rank will never join.
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstring>
 #include <lockstep/error.hpp>
 
@@ -110,6 +111,7 @@ Channel::Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, i
           reinterpret_cast<RefusedPairs*>(range_.data() + parts_of(n_ranks).refused_pairs)),
       slots_(range_.data() + parts_of(n_ranks).slots),
       outboxes_(range_.data() + parts_of(n_ranks).outboxes),
+      wake_counter_at_(offset + sizeof(RangeHeader) + offsetof(ChannelHeader, wake_counter)),
       rank_(rank),
       swaps_slots_(n_ranks == 2),
       is_in_one_process_(!membership_->segment().is_between_processes()) {
@@ -154,6 +156,7 @@ void Channel::choose_waiting() {
 
 void Channel::begin(const Call& call) {
   if (has_failed()) throw_failure(call);  // found by peers while this rank was not in a call
+  if (membership_->has_regrouped()) fail_over(call);
   limit_ = detail::TimeLimit(call.timeout);
   if (!kRecordsCalls) return;
   if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {

@@ -243,6 +243,8 @@ class Channel {
   /// For a send or recv, whose peer may itself wait for another rank in one.
   [[noreturn]] void fail_timeout_of_pair(const Call& call, int awaited);
   [[noreturn]] void throw_failure(const Call& call);
+  /// Of a group whose generation of the world is over.
+  [[noreturn]] void fail_over(const Call& call);
   bool has_failed() const noexcept {
     return header_->failure.state.load(std::memory_order_seq_cst) != FailureState::none;
   }
@@ -262,6 +264,7 @@ class Channel {
   RefusedPairs* refused_pairs_;
   std::byte* slots_;
   std::byte* outboxes_;
+  std::uint64_t wake_counter_at_;  ///< its offset in the segment
   int rank_;
   bool swaps_slots_;
   bool is_in_one_process_;

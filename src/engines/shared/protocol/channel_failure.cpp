@@ -109,6 +109,10 @@ void Channel::throw_failure(const Call& call) {
                           context_of(call, rank_));
 }
 
+void Channel::fail_over(const Call& call) {
+  fail(call, Kind::peer_lost, membership_->why_over(), /*peers=*/{});
+}
+
 void Channel::fail_system(const Call& call, int error_number, const std::string& text) {
   fail(call, Kind::system, text, /*peers=*/{}, error_number);
 }

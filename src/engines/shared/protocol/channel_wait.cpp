@@ -21,8 +21,15 @@ void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
   const std::uint32_t wake_counter =
       header_->wake_counter.load(std::memory_order_seq_cst);  // model: read_counter
   if (!ready() && !has_failed()) {                            // model: poll
-    // model: block
-    base::futex_wait(header_->wake_counter, wake_counter, at_most, membership_->segment().scope());
+    // A launcher that ends the generation may wake this thread before it sleeps: then it looks at
+    // the next liveness check.
+    auto* const entry = membership_->begin_sleep(wake_counter_at_);
+    if (!membership_->is_over()) {
+      // model: block
+      base::futex_wait(header_->wake_counter, wake_counter, at_most,
+                       membership_->segment().scope());
+    }
+    Membership::end_sleep(entry);
   }
   header_->n_sleepers.fetch_sub(1, std::memory_order_seq_cst);  // model: deregister
 }
@@ -34,10 +41,12 @@ void Channel::wait_asleep(const Call& call, int awaited, Condition ready) {
   auto next_check = now + kLivenessInterval;
   for (unsigned round = 0; !ready(); now = steady_clock::now()) {
     if (has_failed()) throw_failure(call);
-    if (now >= next_check) {
+    const bool is_over = membership_->is_over();
+    if (is_over || now >= next_check) {
       check_peer_liveness(call, awaited, ready, round++);
       next_check = now + kLivenessInterval;
     }
+    if (is_over && !ready()) fail_over(call);
     // The limit begins here, at the first wait that may sleep: the polls and yields before take
     // milliseconds at most, and a call that needs no more does not read the clock for it.
     const auto left = limit_.left();

@@ -60,6 +60,9 @@ void TaggedMessages::check(const Request& request, detail::TimeLimit& limit, uns
     // Ranks that have sent all they had may leave while this one waits for others.
     if (!is_any || !ending->is_orderly || n_left == n_ranks - 1) throw_ending(request, r, *ending);
   }
+  if (channel_.membership()->is_over()) {
+    throw PeerLost(request.context(-1), channel_.membership()->why_over());
+  }
   if (limit.is_over()) throw_timeout(request, limit.whole());
 }
 

@@ -38,6 +38,8 @@ struct alignas(kLine) RankBlock {
   std::atomic<std::int32_t> cpu_quota;
   std::atomic<bool> receives_fences;  ///< see base/membarrier.hpp
   std::array<std::atomic<std::uint64_t>, std::tuple_size_v<base::CpuMask>> cpus;
+  /// Offsets of the words on which its threads sleep, so that a launcher can wake them; 0: none.
+  std::array<std::atomic<std::uint64_t>, 4> sleeps_at;
   /// Text of the exception with which the rank left; complete before state becomes failed.
   std::array<char, 1024> failure;
   internal::FlightRecord flight;
@@ -58,6 +60,13 @@ struct alignas(kLine) SegmentHeader {
   std::atomic<bool> has_one_pid_namespace;
   /// A rank has joined a world over another engine, which uses no other part of the segment.
   std::atomic<bool> has_joined_other_engine;
+  /// Of `lockstep run --elastic`, which makes a segment for each generation of the world.
+  std::uint32_t generation;
+  bool is_elastic;
+  std::atomic<bool> is_over;             ///< the generation; its ranks call regroup()
+  std::atomic<std::uint32_t> n_waiting;  ///< processes that join the next generation
+  std::atomic<std::uint64_t> n_steps;    ///< that its ranks have completed
+  std::array<char, 512> ending;          ///< why it is over; complete before is_over is set
   /// Released ranges: see free_ranges.hpp.
   alignas(kLine) std::array<std::atomic<std::uint64_t>, kFreeRanges> free_ranges;
 };

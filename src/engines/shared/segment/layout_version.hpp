@@ -28,6 +28,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(RankBlock, cpu_quota),
       LOCKSTEP_FIELD(RankBlock, receives_fences),
       LOCKSTEP_FIELD(RankBlock, cpus),
+      LOCKSTEP_FIELD(RankBlock, sleeps_at),
       LOCKSTEP_FIELD(RankBlock, failure),
       LOCKSTEP_FIELD(RankBlock, flight),
   });
@@ -47,6 +48,12 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(SegmentHeader, n_bytes),
       LOCKSTEP_FIELD(SegmentHeader, has_one_pid_namespace),
       LOCKSTEP_FIELD(SegmentHeader, has_joined_other_engine),
+      LOCKSTEP_FIELD(SegmentHeader, generation),
+      LOCKSTEP_FIELD(SegmentHeader, is_elastic),
+      LOCKSTEP_FIELD(SegmentHeader, is_over),
+      LOCKSTEP_FIELD(SegmentHeader, n_waiting),
+      LOCKSTEP_FIELD(SegmentHeader, n_steps),
+      LOCKSTEP_FIELD(SegmentHeader, ending),
       LOCKSTEP_FIELD(SegmentHeader, free_ranges),
   });
   hash.add<RangeHeader>({LOCKSTEP_FIELD(RangeHeader, n_users)});

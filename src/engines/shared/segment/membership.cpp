@@ -86,7 +86,23 @@ void Membership::leave(std::string_view failure) noexcept {
   // A fork of this process inherits the object but is not the rank.
   if (left_ || ::getpid() != pid_) return;
   left_ = true;
+  has_regrouped_ = segment_->header().is_elastic;
   mark_ended(block(world_rank_), failure);
+}
+
+std::string Membership::why_over() const {
+  const SegmentHeader& header = segment_->header();
+  return fmt::format("generation {} of the world is over{}{}; call regroup() for the next one",
+                     header.generation, is_over() ? ": " : "",
+                     is_over() ? base::text_in(header.ending) : std::string_view());
+}
+
+std::atomic<std::uint64_t>* Membership::begin_sleep(std::uint64_t offset) noexcept {
+  for (std::atomic<std::uint64_t>& entry : block(world_rank_).sleeps_at) {
+    std::uint64_t none = 0;
+    if (entry.compare_exchange_strong(none, offset, std::memory_order_relaxed)) return &entry;
+  }
+  return nullptr;
 }
 
 std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) const {

@@ -61,6 +61,21 @@ class Membership {
   /// Marks this rank as ended; later calls have no effect.
   void leave(std::string_view failure) noexcept;
 
+  /// Whether the launcher has ended this generation of the world (`lockstep run --elastic`).
+  bool is_over() const noexcept {
+    return segment_->header().is_over.load(std::memory_order_seq_cst);
+  }
+  /// Whether this rank has left an elastic world: its groups there are dead.
+  bool has_regrouped() const noexcept { return has_regrouped_; }
+  /// "generation 3 of the world is over: rank 1 was killed by signal 9 (SIGKILL); ..."
+  std::string why_over() const;
+  /// Enclose a sleep on a word of the segment: a launcher that ends the generation wakes it.
+  /// Returns the entry for end_sleep; null if there is none left. Threads: any.
+  std::atomic<std::uint64_t>* begin_sleep(std::uint64_t offset) noexcept;
+  static void end_sleep(std::atomic<std::uint64_t>* entry) noexcept {
+    if (entry != nullptr) entry->store(0, std::memory_order_relaxed);
+  }
+
   /// The number under which peers find this source line. Threads: any.
   std::uint32_t site(const std::source_location& where) { return recorder_->site(where); }
   std::string_view site_name(int world_rank, std::uint32_t site) const noexcept {
@@ -107,6 +122,7 @@ class Membership {
   int world_rank_;
   pid_t pid_;
   bool left_ = false;
+  bool has_regrouped_ = false;
   mutable std::mutex mutex_;  // guards the next three: the rank's groups wait on several threads
   mutable std::vector<base::WatchedProcess> watched_;  // by world rank, after the first check
   mutable base::ReservedFd spare_;

@@ -274,6 +274,22 @@ void Segment::release(std::uint64_t offset, std::size_t n_bytes) noexcept {
   if (is_zero) free_offset(offset, n_bytes);
 }
 
+void Segment::wake_at(std::uint64_t offset) noexcept {
+  struct stat status {};
+  if (!fd_.is_intact() || offset % sizeof(std::uint32_t) != 0 || ::fstat(fd_.get(), &status) != 0 ||
+      offset >= static_cast<std::uint64_t>(status.st_size)) {
+    return;
+  }
+  const std::uint64_t page = offset / kPage * kPage;
+  void* const data = ::mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(),
+                            static_cast<off_t>(page));
+  if (data == MAP_FAILED) return;
+  base::futex_wake_all(*reinterpret_cast<std::atomic<std::uint32_t>*>(
+                           static_cast<std::byte*>(data) + (offset - page)),
+                       base::FutexScope::process);
+  ::munmap(data, kPage);
+}
+
 std::byte* Segment::map(std::uint64_t offset, std::size_t n_bytes, std::size_t n_backed_bytes) {
   if (!fd_) return reinterpret_cast<std::byte*>(offset);
   n_bytes = round_to_pages(n_bytes);

@@ -53,6 +53,10 @@ class Segment {
   std::uint64_t reserve(std::size_t n_bytes, std::size_t n_backed_bytes);
   void release(std::uint64_t offset, std::size_t n_bytes) noexcept;
 
+  /// Wakes the threads that sleep on the word at an offset that a rank published; reads and writes
+  /// nothing there. Of a segment between processes.
+  void wake_at(std::uint64_t offset) noexcept;
+
  private:
   friend class Range;
   Segment() = default;

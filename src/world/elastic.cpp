@@ -1,0 +1,77 @@
+#include <lockstep/elastic.hpp>
+
+#include <lockstep/error.hpp>
+#include <memory>
+#include <utility>
+
+#include "engines/shared/bootstrap/shared_world.hpp"
+#include "group/group_state.hpp"
+#include "world/session.hpp"
+
+namespace lockstep {
+namespace {
+
+void check(const internal::Session* session, const ErrorContext& context) {
+  if (session == nullptr || internal::has_rank_threads()) {
+    throw UsageError(context, session == nullptr
+                                  ? "this process is in no world; call init_dist first"
+                                  : "the ranks of run_ranks are threads of one process, and are "
+                                    "lost together");
+  }
+  if (session->is_forked_child()) throw UsageError(context, "this process is a fork of a rank");
+  if (session->elastic() == nullptr) {
+    throw UsageError(context,
+                     "no launcher keeps this world running; start the program with "
+                     "`lockstep run -n N --elastic MIN`");
+  }
+}
+
+}  // namespace
+
+Regrouped regroup(Timeout timeout, std::source_location where) {
+  const internal::Session* const session = internal::session();
+  const ErrorContext context{.operation = "regroup", .where = where};
+  check(session, context);
+  const Group world_group = session->world_group();
+  const auto operations_timeout = world_group.timeout();
+  const auto limit = timeout.or_else(operations_timeout);
+  // Where nothing has failed, every rank ends its calls on other groups before one ends the
+  // generation.
+  if (!session->has_failed()) {
+    try {
+      world_group.barrier(limit, where);
+    } catch (const PeerLost&) {
+    } catch (const PeerFailed&) {
+    } catch (const TimeoutError&) {
+    }
+  }
+  internal::World world = session->world();
+  world.last_generation = static_cast<std::int64_t>(world.regrouped.generation);
+  const Call barrier{.op = Op::barrier,
+                     .check = world.env.check,
+                     .group = "world",
+                     .operation = context.operation,
+                     .sequence = 1,
+                     .timeout = limit,
+                     .where = where};
+  // Kept until the generation is over, which ends its calls under way.
+  const std::unique_ptr<internal::Session> former = internal::take_process_session();
+  former->regroup();
+  auto next = internal::join_world(std::move(world), "shared", barrier);
+  const Regrouped regrouped = next->world().regrouped;
+  internal::join_process(std::move(next));
+  return regrouped;
+}
+
+void count_step() noexcept {
+  const internal::Session* const session = internal::session();
+  if (session != nullptr && session->elastic() != nullptr) session->elastic()->count_step();
+}
+
+bool replacements_wait() noexcept {
+  const internal::Session* const session = internal::session();
+  return session != nullptr && session->elastic() != nullptr &&
+         session->elastic()->replacements_wait();
+}
+
+}  // namespace lockstep

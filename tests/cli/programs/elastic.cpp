@@ -1,0 +1,257 @@
+// A program that goes on after lost ranks.
+//   elastic steps MODE PLACES   the processes of PLACES (as 1,2) end in their third step, unless
+//                               they are replacements: MODE is kill, exit, throw, stop or finish.
+//                               The others go on until the world is full again, or alone: `finish`
+//   elastic soak N FILE         all but one die again and again, by a random signal or exit code at
+//                               a random time, until that one has made N steps; FILE holds the
+//                               time of the last death
+//   elastic group               a group of the first generation is used in the second
+//   elastic boundary            all ranks regroup without a loss
+//   elastic outside             regroup where nobody keeps the world running
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <lockstep/elastic.hpp>
+#include <lockstep/lockstep.hpp>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using std::chrono::milliseconds;
+
+bool is_replacement() {
+  return std::string_view(std::getenv("LOCKSTEP_SEGMENT")).ends_with(":next");
+}
+
+void say(const std::string& text) {
+  std::printf("%s\n", text.c_str());
+  std::fflush(stdout);
+}
+
+long n_files() {
+  const std::filesystem::directory_iterator files("/proc/self/fd");
+  return std::distance(begin(files), end(files));
+}
+
+void say_error(const lockstep::Error& error) { say(error.what()); }
+
+/// Joins the next generation, whatever is lost meanwhile. Rank 0 is a survivor: its step is right.
+void go_on(int& step) {
+  while (true) {
+    try {
+      const lockstep::Regrouped world = lockstep::regroup(milliseconds(2000));
+      std::string lost;
+      for (const lockstep::LostRank& rank : world.lost) {
+        lost += fmt::format(" {}.{} {};", rank.generation, rank.rank, rank.why);
+      }
+      lockstep::broadcast(std::span(&step, 1));
+      say(fmt::format("generation {}: rank {} of {}, lost:{} joined: {}", world.generation,
+                      world.rank, world.size, lost, fmt::join(world.joined, " ")));
+      return;
+    } catch (const lockstep::PeerLost&) {
+    } catch (const lockstep::PeerFailed&) {
+    }
+  }
+}
+
+void end_as(const std::string& mode) {
+  if (mode == "kill") std::raise(SIGKILL);
+  if (mode == "stop") std::raise(SIGSTOP);
+  if (mode == "exit") std::_Exit(3);
+  if (mode == "throw") throw std::runtime_error("no more paper");
+  if (mode == "finish") std::exit(0);
+}
+
+void steps(const std::string& mode, const std::string& places) {
+  const int place = std::atoi(std::getenv("RANK"));
+  const int n_places = std::atoi(std::getenv("WORLD_SIZE"));
+  const bool is_victim = !is_replacement() &&
+                         ("," + places + ",").find(fmt::format(",{},", place)) != std::string::npos;
+  lockstep::init_dist({.timeout = milliseconds(mode == "stop" ? 500 : 60'000)});
+  int step = 0;
+  if (is_replacement()) lockstep::broadcast(std::span(&step, 1));
+  const auto is_done = [&] {
+    if (mode == "finish") return step >= 6;
+    return step > 3 && lockstep::get_world_size() == n_places;
+  };
+  while (!is_done()) {
+    try {
+      if (is_victim && step == 3) end_as(mode);
+      const int n = lockstep::get_world_size();
+      const int sum = lockstep::all_reduce_value(lockstep::get_rank() + 1);
+      if (sum != n * (n + 1) / 2) throw std::logic_error("a wrong sum");
+      const int waits = lockstep::all_reduce_value(lockstep::replacements_wait() ? 1 : 0,
+                                                   lockstep::ReduceOp::max);
+      ++step;
+      lockstep::count_step();
+      if (waits != 0) go_on(step);
+    } catch (const lockstep::PeerLost&) {
+      go_on(step);
+    } catch (const lockstep::PeerFailed&) {
+      go_on(step);
+    } catch (const lockstep::TimeoutError&) {
+      go_on(step);
+    }
+  }
+  say(fmt::format("rank {} of {} is done", lockstep::get_rank(), lockstep::get_world_size()));
+  if (mode != "finish") lockstep::barrier();
+}
+
+/// The time of the last death, for all processes.
+std::atomic<std::int64_t>& last_death(const char* file) {
+  const int fd = ::open(file, O_RDWR | O_CREAT, 0600);
+  if (fd < 0 || ::ftruncate(fd, 4096) != 0) throw std::runtime_error("cannot open the file");
+  void* const page = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  ::close(fd);
+  return *static_cast<std::atomic<std::int64_t>*>(page);
+}
+
+std::int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+/// Ends this process at a random time, unless it is disarmed before.
+class Fate {
+ public:
+  explicit Fate(std::atomic<std::int64_t>& death) {
+    std::thread([this, &death] {
+      std::random_device random;
+      std::this_thread::sleep_for(milliseconds(random() % 150));
+      const std::lock_guard lock(mutex_);
+      if (is_disarmed_) return;
+      death.store(now_ns());
+      switch (random() % 4) {
+        case 0: std::_Exit(3);
+        case 1: std::raise(SIGSEGV); break;
+        default: ::kill(::getpid(), SIGKILL);
+      }
+    }).detach();
+  }
+  void disarm() {
+    const std::lock_guard lock(mutex_);
+    is_disarmed_ = true;
+  }
+
+ private:
+  std::mutex mutex_;
+  bool is_disarmed_ = false;
+};
+
+std::string distribution(const char* name, std::vector<double> ms) {
+  if (ms.empty()) return "";
+  std::ranges::sort(ms);
+  return fmt::format("{}: {} times, median {:.2f} ms, 99 % {:.2f} ms, longest {:.2f} ms\n", name,
+                     ms.size(), ms[ms.size() / 2], ms[ms.size() * 99 / 100], ms.back());
+}
+
+void soak(int n_steps, const char* file) {
+  const bool survives = std::atoi(std::getenv("RANK")) == 0;
+  auto& death = last_death(file);
+  static std::optional<Fate> fate;
+  if (!survives) fate.emplace(death);
+  std::vector<double> to_error, to_sum;
+  lockstep::init_dist();
+  int step = 0;
+  const auto add_up = [&] {
+    const int n = lockstep::get_world_size();
+    if (lockstep::all_reduce_value(lockstep::get_rank() + 1) != n * (n + 1) / 2) {
+      throw std::logic_error("a wrong sum");
+    }
+  };
+  enum class Next { regroup, enter, take_steps };
+  Next next = is_replacement() ? Next::enter : Next::take_steps;
+  bool is_disarmed = false;
+  while (true) {
+    try {
+      const std::int64_t begin = now_ns();
+      if (next == Next::regroup) lockstep::regroup();
+      if (next != Next::take_steps) {  // the same calls, whatever brought each rank here
+        next = Next::regroup;
+        const auto last = lockstep::all_reduce_value(begin, lockstep::ReduceOp::max);
+        add_up();
+        to_sum.push_back(static_cast<double>(now_ns() - last) / 1e6);
+        lockstep::broadcast(std::span(&step, 1));  // rank 0 is a survivor
+        next = Next::take_steps;
+      }
+      while (step < n_steps && next == Next::take_steps) {
+        add_up();
+        const int waits = lockstep::all_reduce_value(lockstep::replacements_wait() ? 1 : 0,
+                                                     lockstep::ReduceOp::max);
+        ++step;
+        lockstep::count_step();
+        if (waits != 0) next = Next::regroup;
+      }
+      if (next == Next::regroup) continue;
+      if (fate && !is_disarmed) fate->disarm();
+      is_disarmed = true;
+      lockstep::barrier();
+      break;
+    } catch (const lockstep::PeerLost&) {
+      if (next == Next::take_steps) {
+        to_error.push_back(static_cast<double>(now_ns() - death.load()) / 1e6);
+      }
+      next = Next::regroup;
+    } catch (const lockstep::PeerFailed&) {
+      next = Next::regroup;
+    }
+  }
+  if (survives) {
+    say(distribution("death to error", to_error) + distribution("request to sum", to_sum) +
+        fmt::format("{} descriptors", n_files()));
+  }
+}
+
+void use_old_group() {
+  lockstep::init_dist();
+  const lockstep::Group world = lockstep::default_group();
+  const lockstep::Group pair = world.duplicate();
+  int step = 0;
+  go_on(step);
+  for (const lockstep::Group& group : {world, pair}) {
+    try {
+      group.barrier();
+    } catch (const lockstep::PeerLost& error) {
+      say_error(error);
+    }
+  }
+  lockstep::barrier();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argv[1];
+  try {
+    if (mode == "steps" && argc > 3) steps(argv[2], argv[3]);
+    if (mode == "soak" && argc > 3) soak(std::atoi(argv[2]), argv[3]);
+    if (mode == "group") use_old_group();
+    if (mode == "boundary") {
+      lockstep::init_dist();
+      int step = lockstep::get_rank();
+      for (int i = 0; i < 20; ++i) go_on(step);
+    }
+    if (mode == "outside") {
+      lockstep::init_dist();
+      lockstep::regroup();
+    }
+  } catch (const lockstep::Error& error) {
+    say_error(error);
+    return 1;
+  }
+}

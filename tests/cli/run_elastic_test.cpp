@@ -1,0 +1,108 @@
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "cli/command.hpp"
+
+// `lockstep run --elastic`, and regroup() in its ranks.
+namespace lockstep::test {
+namespace {
+
+Ended run_elastic(int n_ranks, const std::string& limits, std::vector<std::string> arguments) {
+  std::vector<std::string> all{"-n", std::to_string(n_ranks)};
+  if (!limits.empty()) all.insert(all.end(), {"--elastic", limits});
+  all.emplace_back(ELASTIC_PROGRAM);
+  all.insert(all.end(), arguments.begin(), arguments.end());
+  return run(all);
+}
+
+long n_lines_with(const std::string& text, const std::string& part) {
+  const auto lines = lines_of(text);
+  return std::ranges::count_if(lines, [&](auto& line) { return contains(line, part); });
+}
+
+TEST(RunElasticTest, the_others_go_on_and_the_lost_rank_is_replaced) {
+  const Ended ended = run_elastic(4, "2", {"steps", "kill", "1"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  for (const int rank : {0, 1, 2}) {
+    const std::string line = fmt::format(
+        "generation 1: rank {} of 3, lost: 0.1 was killed by signal 9 (SIGKILL); joined: ", rank);
+    EXPECT_EQ(n_lines_with(ended.out, line), 1) << line << "\n" << ended.out;
+  }
+  // The replacement says nothing: it has not regrouped.
+  EXPECT_EQ(n_lines_with(ended.out, "of 4, lost: joined: 3"), 3) << ended.out;
+  EXPECT_EQ(n_lines_with(ended.out, "of 4 is done"), 4) << ended.out;
+  EXPECT_TRUE(contains(ended.err, "rank 1 (pid ")) << ended.err;
+  EXPECT_TRUE(contains(ended.err, "generation 1: 3 ranks")) << ended.err;
+  EXPECT_TRUE(contains(ended.err, "generation 2: 4 ranks")) << ended.err;
+}
+
+TEST(RunElasticTest, however_ranks_are_lost) {
+  for (const std::string how : {"kill", "exit", "throw", "stop"}) {
+    const Ended ended = run_elastic(4, "2:4", {"steps", how, "0,3"});
+    EXPECT_EQ(ended.exit_code, 0) << how << ended.out << ended.err;
+    EXPECT_EQ(n_lines_with(ended.out, "of 4 is done"), 4) << how << ended.out << ended.err;
+  }
+}
+
+TEST(RunElasticTest, one_rank_goes_on_alone) {
+  const Ended ended = run_elastic(3, "1:3", {"steps", "kill", "0,1"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "of 3 is done"), 3) << ended.out << ended.err;
+}
+
+TEST(RunElasticTest, too_few_ranks_wait_for_replacements) {
+  const Ended ended = run_elastic(3, "3", {"steps", "kill", "1"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "generation 1: rank 0 of 3"), 1) << ended.out;
+  EXPECT_EQ(n_lines_with(ended.out, "of 3 is done"), 3) << ended.out << ended.err;
+}
+
+TEST(RunElasticTest, without_survivors_the_job_ends_as_the_first_lost_rank) {
+  const Ended ended = run_elastic(2, "1", {"steps", "kill", "0,1"});
+  EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.out << ended.err;
+  EXPECT_TRUE(contains(ended.err, "no rank is left to go on from; ending the job")) << ended.err;
+}
+
+TEST(RunElasticTest, a_rank_that_finished_is_not_replaced) {
+  const Ended ended = run_elastic(3, "1", {"steps", "finish", "2"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "of 2 is done"), 2) << ended.out << ended.err;
+}
+
+TEST(RunElasticTest, ranks_regroup_without_a_loss) {
+  const Ended ended = run_elastic(3, "1", {"boundary"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "of 3, lost: joined: "), 60) << ended.out;
+}
+
+TEST(RunElasticTest, groups_of_an_earlier_generation_are_dead) {
+  const Ended ended = run_elastic(2, "1", {"group"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "generation 0 of the world is over: a rank called regroup()"),
+            4)
+      << ended.out;
+}
+
+TEST(RunElasticTest, elsewhere_regroup_says_what_to_do) {
+  const Ended ended = run_elastic(2, "", {"outside"});
+  EXPECT_TRUE(contains(ended.out, "`lockstep run -n N --elastic MIN`")) << ended.out;
+  EXPECT_EQ(ended.exit_code, 1);
+}
+
+TEST(RunElasticTest, limits_that_are_none_are_refused) {
+  for (const std::string limits : {"0", "4", "2:1", "2:4", "2:", ":3", "x", "1:3x", "-1"}) {
+    const Ended ended = run_elastic(3, limits, {"outside"});
+    EXPECT_EQ(ended.exit_code, 2) << limits;
+    EXPECT_TRUE(contains(ended.err, "--elastic is '" + limits +
+                                        "', expected MIN or MIN:MAX with 1 <= "
+                                        "MIN <= MAX <= 3"))
+        << ended.err;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::test
