@@ -52,6 +52,10 @@ Regrouped regroup(Timeout timeout = {},
 /// Does nothing if not elastic. Threads: any.
 void count_step() noexcept;
 
+/// Whether a launcher keeps this world running: `lockstep run --elastic` has started this rank, and
+/// it has joined the world. Then regroup() goes on after a loss.
+bool is_elastic() noexcept;
+
 /// Whether a replacement waits for the ranks to call regroup(). The ranks may see different
 /// answers: reduce them (ReduceOp::max) before acting on one. false if not elastic.
 bool replacements_wait() noexcept;

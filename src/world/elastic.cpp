@@ -26,6 +26,12 @@ void check(const internal::Session* session, const ErrorContext& context) {
   }
 }
 
+/// Null if this rank's world is not elastic.
+const shared::Elastic* elastic() noexcept {
+  const internal::Session* const session = internal::session();
+  return session == nullptr ? nullptr : session->elastic();
+}
+
 }  // namespace
 
 Regrouped regroup(Timeout timeout, std::source_location where) {
@@ -64,14 +70,11 @@ Regrouped regroup(Timeout timeout, std::source_location where) {
 }
 
 void count_step() noexcept {
-  const internal::Session* const session = internal::session();
-  if (session != nullptr && session->elastic() != nullptr) session->elastic()->count_step();
+  if (is_elastic()) elastic()->count_step();
 }
 
-bool replacements_wait() noexcept {
-  const internal::Session* const session = internal::session();
-  return session != nullptr && session->elastic() != nullptr &&
-         session->elastic()->replacements_wait();
-}
+bool is_elastic() noexcept { return elastic() != nullptr; }
+
+bool replacements_wait() noexcept { return is_elastic() && elastic()->replacements_wait(); }
 
 }  // namespace lockstep

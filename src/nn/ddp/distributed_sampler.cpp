@@ -6,11 +6,10 @@
 #include <algorithm>
 #include <limits>
 #include <lockstep/error.hpp>
-#include <numeric>
 #include <optional>
-#include <random>
 #include <utility>
 
+#include "nn/ddp/epoch_order.hpp"
 #include "nn/error.hpp"
 
 namespace lockstep::nn {
@@ -38,14 +37,7 @@ void DistributedSampler::begin_epoch(std::size_t epoch) {
   state.epoch = epoch;
   state.n_taken = 0;
   state.is_resumed = false;
-  std::vector<std::size_t> order(state.size);
-  std::iota(order.begin(), order.end(), std::size_t{0});
-  if (options_.shuffle) {
-    // Not std::shuffle: its order depends on the standard library. The bias of % is below 2^-32.
-    std::seed_seq seeds{options_.seed, options_.seed >> 32U, std::uint64_t{epoch}};
-    std::mt19937_64 random(seeds);
-    for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
-  }
+  const auto order = epoch_order(state.size, options_.shuffle, options_.seed, epoch);
   state.indices.resize(n_samples());
   const auto rank = static_cast<std::size_t>(options_.group.rank());
   const auto n_ranks = static_cast<std::size_t>(options_.group.size());

@@ -10,6 +10,7 @@
 #include <lockstep/objects.hpp>
 #include <map>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -20,6 +21,7 @@
 #include "nn/elements/dense.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/checkpoint_file.hpp"
+#include "nn/tensors/training_parts.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -136,7 +138,7 @@ struct OptimizedParameters {
 };
 
 OptimizedParameters parameters_of(const torch::optim::Optimizer& optimizer,
-                                  std::initializer_list<TrainingPart> parts) {
+                                  std::span<const TrainingPart> parts) {
   std::map<const void*, std::string> names;
   std::size_t i_part = 0;
   for (const TrainingPart& part : parts) {
@@ -254,7 +256,7 @@ void check_optimizer_state(const torch::optim::Optimizer& optimizer,
 
 /// The device of the modules, if all are on one: without it, a rank would load to the device of the
 /// rank that saved.
-c10::optional<at::Device> device_of_modules(std::initializer_list<TrainingPart> parts) {
+c10::optional<at::Device> device_of_modules(std::span<const TrainingPart> parts) {
   c10::optional<at::Device> device;
   for (const TrainingPart& part : parts) {
     if (part.module() == nullptr) continue;
@@ -269,7 +271,7 @@ c10::optional<at::Device> device_of_modules(std::initializer_list<TrainingPart> 
 /// Loads parts, and restores them on destruction unless keep() was called.
 class Loading {
  public:
-  explicit Loading(std::initializer_list<TrainingPart> parts) : parts_(parts) {}
+  explicit Loading(std::span<const TrainingPart> parts) : parts_(parts) {}
   ~Loading() { undo(); }
   Loading(const Loading&) = delete;
   Loading& operator=(const Loading&) = delete;
@@ -337,32 +339,49 @@ class Loading {
     }
   }
 
-  std::initializer_list<TrainingPart> parts_;
+  std::span<const TrainingPart> parts_;
   MaterialiseTensors in_memory_;
   std::vector<InputArchive> before_;
   std::size_t n_begun_ = 0;
 };
 
+/// `while_saved` must exist until the archive is serialised.
+void write_parts(std::span<const TrainingPart> parts, OutputArchive& archive,
+                 MaterialiseTensors& while_saved) {
+  std::string kinds;
+  for (const TrainingPart& part : parts) {
+    OutputArchive one;
+    while_saved.add(part);
+    part.save(one);
+    if (part.optimizer() != nullptr) {
+      const OptimizedParameters parameters = parameters_of(*part.optimizer(), parts);
+      one.write("names", list_of(parameters.names));
+      one.write("shapes", list_of(parameters.shapes));
+    }
+    archive.write(fmt::format("part_{}", kinds.size()), one);
+    kinds += part.kind();
+  }
+  archive.write("kinds", c10::IValue(kinds));
+}
+
 }  // namespace
+
+std::string parts_in_memory(std::span<const TrainingPart> parts) {
+  MaterialiseTensors while_saved;
+  return archive_bytes([&](OutputArchive& to) { write_parts(parts, to, while_saved); });
+}
+
+void load_parts(const std::string& bytes, std::span<const TrainingPart> parts) {
+  Loading loading(parts);
+  loading.load(bytes);
+  loading.keep();
+}
 
 void save_training(const std::string& path, std::initializer_list<TrainingPart> parts,
                    const Group& group, std::source_location where) {
   MaterialiseTensors while_saved;
   const auto write = [parts, &while_saved](OutputArchive& archive) {
-    std::string kinds;
-    for (const TrainingPart& part : parts) {
-      OutputArchive one;
-      while_saved.add(part);
-      part.save(one);
-      if (part.optimizer() != nullptr) {
-        const OptimizedParameters parameters = parameters_of(*part.optimizer(), parts);
-        one.write("names", list_of(parameters.names));
-        one.write("shapes", list_of(parameters.shapes));
-      }
-      archive.write(fmt::format("part_{}", kinds.size()), one);
-      kinds += part.kind();
-    }
-    archive.write("kinds", c10::IValue(kinds));
+    write_parts({parts.begin(), parts.size()}, archive, while_saved);
   };
   save_archive("save_training", path, write, group, where);
 }
@@ -370,7 +389,7 @@ void save_training(const std::string& path, std::initializer_list<TrainingPart> 
 void load_training(const std::string& path, std::initializer_list<TrainingPart> parts,
                    const Group& group, std::source_location where) {
   const std::string bytes = read_archive("load_training", path, group, where);
-  Loading loading(parts);
+  Loading loading({parts.begin(), parts.size()});
   const auto failure = failure_text([&] { loading.load(bytes); });
   const auto failures = all_gather_object(failure, group, {}, where);
   for (std::size_t rank = 0; rank < failures.size(); ++rank) {

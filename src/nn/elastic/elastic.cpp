@@ -1,0 +1,296 @@
+#include <ATen/Context.h>
+#include <fmt/format.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <lockstep/dist.hpp>
+#include <lockstep/error.hpp>
+#include <lockstep/nn/elastic.hpp>
+#include <lockstep/objects.hpp>
+#include <mutex>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "nn/error.hpp"
+#include "nn/tensors/checkpoint_file.hpp"
+#include "nn/tensors/training_parts.hpp"
+
+namespace lockstep::nn {
+namespace {
+
+/// Leaves run_elastic's function after a complete step, to let replacements in. Not a
+/// std::exception, so that the function's own handlers of those let it pass.
+struct ReplacementsWait {};
+
+/// A default generator of torch, and its state.
+struct KeptGenerator {
+  at::Generator generator;
+  at::Tensor state;
+
+  void keep() {
+    const std::lock_guard lock(generator.mutex());
+    state = generator.get_state();
+  }
+  void set_back() {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  }
+  void seed(std::uint64_t seed) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(seed);
+  }
+};
+
+/// Neighbouring steps and ranks get seeds that have nothing in common.
+std::uint64_t mix(std::uint64_t seed, std::uint64_t value) {
+  std::uint64_t mixed = seed + 0x9e3779b97f4a7c15ULL * (value + 1);
+  mixed = (mixed ^ (mixed >> 30U)) * 0xbf58476d1ce4e5b9ULL;
+  mixed = (mixed ^ (mixed >> 27U)) * 0x94d049bb133111ebULL;
+  return mixed ^ (mixed >> 31U);
+}
+
+bool is_module(const TrainingPart& part) { return part.module() != nullptr; }
+
+/// A part is a reference to what it was made of, which was not const.
+torch::nn::Module& module_of(const TrainingPart& part) {
+  return const_cast<torch::nn::Module&>(*part.module());
+}
+
+}  // namespace
+
+/// A rank's training between two calls of run_elastic's function.
+struct ElasticState::Implementation {
+  std::vector<TrainingPart> parts;
+  ElasticOptions options;
+  std::int64_t step = 0;
+  bool has_state = false;   ///< it has had the state of all ranks
+  bool is_running = false;  ///< in run_elastic
+  /// Of the parameters at the begin of the present step.
+  std::vector<std::byte> samples{};
+
+  // What a repetition of the present step begins with, beside parameters and optimizers.
+  std::vector<KeptGenerator> generators{};
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers{};  ///< and their values
+  std::vector<TrainingPart> others{};                        ///< all parts, with a snapshot
+  std::string values_of_others{};
+
+  explicit Implementation(std::initializer_list<TrainingPart> all, ElasticOptions with)
+      : parts(all), options(with) {
+    for (const TrainingPart& part : parts) {
+      const bool is_kept_otherwise = is_module(part) || part.optimizer() != nullptr;
+      if (options.snapshot || !is_kept_otherwise) others.push_back(part);
+    }
+  }
+
+  template <class F>
+  void for_each_parameter(F f) const {
+    for (const TrainingPart& part : parts) {
+      if (is_module(part)) {
+        for (const at::Tensor& parameter : part.module()->parameters()) f(parameter);
+      } else if (part.optimizer() != nullptr) {
+        for (const auto& group : part.optimizer()->param_groups()) {
+          for (const at::Tensor& parameter : group.params()) f(parameter);
+        }
+      }
+    }
+  }
+
+  /// Some values of each parameter, by which a change of all of them shows. Not their versions:
+  /// libtorch's optimizers write through Tensor::data(), which has a version of its own. On a
+  /// device, where reading them costs a synchronisation: none.
+  std::vector<std::byte> sample_parameters() const {
+    constexpr std::size_t kSamples = 16;
+    std::vector<std::byte> bytes;
+    for_each_parameter([&](const at::Tensor& parameter) {
+      if (!parameter.is_cpu() || parameter.layout() != at::kStrided) return;
+      const at::Tensor values = parameter.detach();
+      if (!values.is_non_overlapping_and_dense()) return;
+      const auto* const data = static_cast<const std::byte*>(values.data_ptr());
+      const auto n = static_cast<std::size_t>(values.numel());
+      const std::size_t n_bytes = values.element_size();
+      for (std::size_t i = 0; i < n; i += std::max<std::size_t>(n / kSamples, 1)) {
+        bytes.insert(bytes.end(), data + i * n_bytes, data + (i + 1) * n_bytes);
+      }
+    });
+    return bytes;
+  }
+
+  /// Of CPUs, and of the devices of the parameters.
+  void find_generators() {
+    std::vector<at::Device> devices{at::kCPU};
+    for_each_parameter([&](const at::Tensor& parameter) {
+      const at::Device device = parameter.device();
+      if (device.is_cuda() && std::ranges::count(devices, device) == 0) devices.push_back(device);
+    });
+    generators.clear();
+    for (const at::Device& device : devices) {
+      generators.push_back(
+          {.generator = at::globalContext().defaultGenerator(device), .state = {}});
+    }
+  }
+
+  /// The present step begins with what is now.
+  void keep() {
+    const at::NoGradGuard no_graph;
+    std::size_t n = 0;
+    if (!options.snapshot) {
+      for (const TrainingPart& part : parts) {
+        if (!is_module(part)) continue;
+        for (const at::Tensor& buffer : part.module()->buffers()) {
+          if (!buffer.defined()) continue;
+          if (n < buffers.size() && buffers[n].first.is_same(buffer) &&
+              buffers[n].second.sizes() == buffer.sizes()) {
+            buffers[n].second.copy_(buffer);
+          } else {
+            buffers.resize(n);
+            buffers.emplace_back(buffer, buffer.clone());
+          }
+          ++n;
+        }
+      }
+    }
+    buffers.resize(n);
+    if (!options.snapshot) samples = sample_parameters();
+    if (!others.empty()) values_of_others = parts_in_memory(others);
+    for (KeptGenerator& generator : generators) generator.keep();
+  }
+
+  /// Undoes the part of the present step that was computed.
+  void set_back() {
+    const at::NoGradGuard no_graph;
+    for (const auto& [buffer, value] : buffers) buffer.copy_(value);
+    if (!others.empty()) load_parts(values_of_others, others);
+    for (KeptGenerator& generator : generators) generator.set_back();
+  }
+
+  /// Before the ranks compute the present step.
+  void begin_step(const Group& group) {
+    if (!options.seed) return;
+    const auto rank = static_cast<std::uint64_t>(group.rank());
+    const std::uint64_t seed = mix(mix(*options.seed, static_cast<std::uint64_t>(step)), rank);
+    for (KeptGenerator& generator : generators) generator.seed(seed);
+  }
+
+  /// Collective: gives all ranks the state of those with the newest complete step.
+  void synchronise(std::source_location where) {
+    const Group group = default_group();
+    for (const TrainingPart& part : parts) {
+      if (is_module(part)) module_of(part).zero_grad();
+    }
+    for_each_parameter([](const at::Tensor& parameter) {
+      if (parameter.grad().defined()) parameter.mutable_grad() = at::Tensor();
+    });
+    const bool has_changed = has_state && !options.snapshot && sample_parameters() != samples;
+    const std::array mine{has_state ? step : -1, step, std::int64_t{has_changed}};
+    const auto all = all_gather_object(mine, group, {}, where);
+    const std::int64_t newest = std::ranges::max(all)[0];
+    const auto is_newest = [&](const auto& rank) { return rank[0] == newest; };
+    for (std::size_t r = 0; r < all.size(); ++r) {
+      if (!is_newest(all[r]) || all[r][2] == 0) continue;
+      throw UsageError(
+          context_of("run_elastic", group, where),
+          fmt::format("rank {} cannot repeat step {}, which was not complete: it has changed "
+                      "parameters already. Call step_done() right after Optimizer::step, before "
+                      "any other operation of the ranks, or set ElasticOptions::snapshot",
+                      r, newest));
+    }
+    const bool mine_is_newest = mine[0] == newest;
+    if (has_state && mine_is_newest) set_back();
+    if (!std::ranges::all_of(all, is_newest) || newest < 0) {
+      const auto source = static_cast<int>(std::ranges::find_if(all, is_newest) - all.begin());
+      std::string state;
+      if (group.rank() == source) state = parts_in_memory(parts);
+      broadcast_object(state, source, group, {}, where);
+      const bool is_loaded = group.rank() != source && (newest < 0 || !mine_is_newest);
+      const auto failure =
+          is_loaded ? failure_text([&] { load_parts(state, parts); }) : std::nullopt;
+      const auto failures = all_gather_object(failure, group, {}, where);
+      for (std::size_t r = 0; r < failures.size(); ++r) {
+        if (!failures[r]) continue;
+        throw UsageError(context_of("run_elastic", group, where),
+                         fmt::format("rank {} cannot take the state of rank {}, read as a file: {}",
+                                     r, source, *failures[r]));
+      }
+      step = all[static_cast<std::size_t>(source)][1];
+    }
+    has_state = true;
+    find_generators();
+    keep();
+    begin_step(group);
+  }
+};
+
+ElasticState::ElasticState(std::initializer_list<TrainingPart> parts, ElasticOptions options)
+    : implementation_(std::make_unique<Implementation>(parts, options)) {}
+
+ElasticState::~ElasticState() = default;
+
+std::int64_t ElasticState::step() const noexcept { return implementation_->step; }
+
+void ElasticState::set_step(std::int64_t step) {
+  if (step < 0 || implementation_->is_running) {
+    throw UsageError({.operation = "set_step"},
+                     step < 0 ? fmt::format("{} is negative", step)
+                              : std::string("inside run_elastic, step_done() counts the steps"));
+  }
+  implementation_->step = step;
+}
+
+void ElasticState::step_done(std::source_location where) {
+  Implementation& mine = *implementation_;
+  const Group& group = default_group();
+  if (!mine.is_running) {
+    throw UsageError(context_of("step_done", group, where), "is for the function of run_elastic");
+  }
+  ++mine.step;
+  mine.keep();
+  const bool waits =
+      all_reduce_value(replacements_wait() ? 1 : 0, ReduceOp::max, group, {}, where) != 0;
+  count_step();
+  if (waits) throw ReplacementsWait();
+  mine.begin_step(group);
+}
+
+double ElasticState::scale(std::size_t own, std::source_location where) {
+  const Group& group = default_group();
+  const auto all =
+      all_reduce_value(static_cast<std::int64_t>(own), ReduceOp::sum, group, {}, where);
+  if (all == 0) {
+    throw UsageError(context_of("scale", group, where), "no rank has a sample in this step");
+  }
+  return static_cast<double>(own) * group.size() / static_cast<double>(all);
+}
+
+void run_elastic(ElasticState& state, const std::function<void()>& train,
+                 const InitOptions& options, std::source_location where) {
+  ElasticState::Implementation& mine = *state.implementation_;
+  init_dist(options, where);
+  mine.is_running = true;
+  struct Ends {
+    bool& is_running;
+    ~Ends() { is_running = false; }
+  } const ends{mine.is_running};
+  const auto attempt = [&] {
+    try {
+      mine.synchronise(where);
+      train();
+      barrier(default_group(), {}, where);
+      return true;
+    } catch (const ReplacementsWait&) {
+    } catch (const PeerLost&) {
+      if (!is_elastic()) throw;
+    } catch (const PeerFailed&) {
+      if (!is_elastic()) throw;
+    } catch (const TimeoutError&) {
+      if (!is_elastic()) throw;
+    }
+    return false;
+  };
+  while (!attempt()) regroup({}, where);
+}
+
+}  // namespace lockstep::nn
