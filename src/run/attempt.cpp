@@ -508,7 +508,6 @@ void Attempt::form(const std::vector<int>& places) {
   for (int place = 0; place < context_.options.n_ranks; ++place) {
     generations_.enter(place, generation);
   }
-  std::vector<int> new_ranks;
   for (std::size_t r = 0; r < places.size(); ++r) {
     Rank& rank = ranks_[static_cast<std::size_t>(places[r])];
     if (rank.first_generation < 0) rank.first_generation = generation;
@@ -534,6 +533,13 @@ void Attempt::form(const std::vector<int>& places) {
                          places.size() == 1 ? "" : "s"));
   worlds_.clear();
   worlds_.emplace(generation, std::move(next));
+  // Ranks that fail to join this one ask again from their last generation.
+  std::int64_t oldest = generation;
+  for (const int place : places) {
+    const std::int64_t asked_from = ranks_[static_cast<std::size_t>(place)].last_generation;
+    if (asked_from >= 0) oldest = std::min(oldest, asked_from);
+  }
+  std::erase_if(losses_, [&](const shared::Lost& lost) { return lost.generation < oldest; });
   first_loss_ = 0;
   wakes_again_ = Clock::time_point::max();
 }

@@ -55,7 +55,7 @@ void Job::end_generation(std::string_view why) noexcept {
 void Job::wake_sleepers() noexcept {
   for (int r = 0; r < n_ranks_; ++r) {
     for (const auto& offset : segment_->rank(r).sleeps_at) {
-      const std::uint64_t at = offset.load(std::memory_order_relaxed);
+      const std::uint64_t at = offset.load(std::memory_order_seq_cst);
       if (at != 0) segment_->wake_at(at);
     }
   }

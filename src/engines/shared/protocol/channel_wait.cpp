@@ -21,8 +21,9 @@ void Channel::sleep(Condition ready, std::chrono::nanoseconds at_most) {
   const std::uint32_t wake_counter =
       header_->wake_counter.load(std::memory_order_seq_cst);  // model: read_counter
   if (!ready() && !has_failed()) {                            // model: poll
-    // A launcher that ends the generation may wake this thread before it sleeps: then it looks at
-    // the next liveness check.
+    // A launcher that ends the generation sets is_over, then looks for entries: either this thread
+    // sees is_over or the launcher sees its entry. The launcher may wake it just before it sleeps;
+    // so it wakes again some milliseconds later, and there is the next liveness check.
     auto* const entry = membership_->begin_sleep(wake_counter_at_);
     if (!membership_->is_over()) {
       // model: block

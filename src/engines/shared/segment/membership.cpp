@@ -86,7 +86,7 @@ void Membership::leave(std::string_view failure) noexcept {
   // A fork of this process inherits the object but is not the rank.
   if (left_ || ::getpid() != pid_) return;
   left_ = true;
-  has_regrouped_ = segment_->header().is_elastic;
+  has_regrouped_.store(segment_->header().is_elastic, std::memory_order_relaxed);
   mark_ended(block(world_rank_), failure);
 }
 
@@ -100,7 +100,7 @@ std::string Membership::why_over() const {
 std::atomic<std::uint64_t>* Membership::begin_sleep(std::uint64_t offset) noexcept {
   for (std::atomic<std::uint64_t>& entry : block(world_rank_).sleeps_at) {
     std::uint64_t none = 0;
-    if (entry.compare_exchange_strong(none, offset, std::memory_order_relaxed)) return &entry;
+    if (entry.compare_exchange_strong(none, offset, std::memory_order_seq_cst)) return &entry;
   }
   return nullptr;
 }

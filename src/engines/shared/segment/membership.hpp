@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -66,7 +67,7 @@ class Membership {
     return segment_->header().is_over.load(std::memory_order_seq_cst);
   }
   /// Whether this rank has left an elastic world: its groups there are dead.
-  bool has_regrouped() const noexcept { return has_regrouped_; }
+  bool has_regrouped() const noexcept { return has_regrouped_.load(std::memory_order_relaxed); }
   /// "generation 3 of the world is over: rank 1 was killed by signal 9 (SIGKILL); ..."
   std::string why_over() const;
   /// Enclose a sleep on a word of the segment: a launcher that ends the generation wakes it.
@@ -122,7 +123,7 @@ class Membership {
   int world_rank_;
   pid_t pid_;
   bool left_ = false;
-  bool has_regrouped_ = false;
+  std::atomic<bool> has_regrouped_{false};
   mutable std::mutex mutex_;  // guards the next three: the rank's groups wait on several threads
   mutable std::vector<base::WatchedProcess> watched_;  // by world rank, after the first check
   mutable base::ReservedFd spare_;
