@@ -7,8 +7,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <charconv>
+#include <cstddef>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -16,6 +18,11 @@
 #include <lockstep/error.hpp>
 #include <map>
 #include <optional>
+#include <utility>
+
+#include "base/fd.hpp"
+#include "engines/shared/segment/layout.hpp"
+#include "engines/shared/segment/layout_version.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -29,6 +36,8 @@ struct Holder {
   pid_t pid;
   std::string memory;
   ino_t inode;
+  std::uint64_t job;         ///< the same in all segments of a job
+  std::uint32_t generation;  ///< of an elastic world, which has a segment for each
 };
 
 std::optional<pid_t> pid_of(const std::string& name) {
@@ -39,7 +48,24 @@ std::optional<pid_t> pid_of(const std::string& name) {
   return pid;
 }
 
+/// Reads what the segment says of itself, if it is of this version: another one is its own job.
+void identify(Holder& holder) {
+  const base::UniqueFd fd(::open(holder.memory.c_str(), O_RDONLY | O_CLOEXEC));
+  alignas(shared::SegmentHeader) std::array<std::byte, sizeof(shared::SegmentHeader)> bytes;
+  if (!fd ||
+      ::pread(fd.get(), bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
+    return;
+  }
+  const auto& header = *reinterpret_cast<const shared::SegmentHeader*>(bytes.data());
+  if (header.magic != shared::kMagic || header.version != shared::layout_version()) return;
+  holder.job = header.nonce;
+  holder.generation = header.generation;
+}
+
+/// With the newest generation of a job whose segments this process holds open. A replacement that
+/// has not joined yet holds the segment of the generation in which it was started.
 std::optional<Holder> holder(pid_t pid) {
+  std::optional<Holder> newest;
   std::error_code error;
   for (fs::directory_iterator i(fmt::format("/proc/{}/fd", pid), error), end; !error && i != end;
        i.increment(error)) {
@@ -47,9 +73,17 @@ std::optional<Holder> holder(pid_t pid) {
     if (fs::read_symlink(i->path(), gone) != kMemory || gone) continue;
     struct stat status {};
     if (::stat(i->path().c_str(), &status) != 0) continue;
-    return Holder{.pid = pid, .memory = i->path().string(), .inode = status.st_ino};
+    Holder found{.pid = pid,
+                 .memory = i->path().string(),
+                 .inode = status.st_ino,
+                 .job = status.st_ino,
+                 .generation = 0};
+    identify(found);
+    if (!newest || (found.job == newest->job && found.generation > newest->generation)) {
+      newest = std::move(found);
+    }
   }
-  return std::nullopt;
+  return newest;
 }
 
 pid_t parent_of(pid_t pid) {
@@ -74,15 +108,17 @@ std::string command_of(pid_t pid) {
   return text;
 }
 
-/// Finds the launcher: the topmost ancestor that has the same segment open.
+/// Finds the launcher: the topmost ancestor that has a segment of the same job open, the newest if
+/// the world is elastic.
 RunningJob job_of(Holder found) {
   while (true) {
     const pid_t parent = parent_of(found.pid);
     const auto above = parent > 1 ? holder(parent) : std::nullopt;
-    if (!above || above->inode != found.inode) break;
+    if (!above || above->job != found.job) break;
     found = *above;
   }
-  return RunningJob{.launcher = found.pid,
+  return RunningJob{.job = found.job,
+                    .launcher = found.pid,
                     .command = command_of(found.pid),
                     .memory = found.memory,
                     .inode = found.inode};
@@ -92,7 +128,7 @@ RunningJob job_of(Holder found) {
 
 std::vector<RunningJob> find_jobs() {
   // Ranks started without `lockstep run` have no common launcher: the first one represents all.
-  std::map<ino_t, RunningJob> jobs;
+  std::map<std::uint64_t, RunningJob> jobs;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator("/proc", error)) {
     const auto pid = pid_of(entry.path().filename().string());
@@ -103,13 +139,13 @@ std::vector<RunningJob> find_jobs() {
     const auto found = holder(*pid);
     if (!found) continue;
     RunningJob job = job_of(*found);
-    const auto known = jobs.find(job.inode);
+    const auto known = jobs.find(job.job);
     if (known == jobs.end() || job.launcher < known->second.launcher) {
-      jobs.insert_or_assign(job.inode, std::move(job));
+      jobs.insert_or_assign(job.job, std::move(job));
     }
   }
   std::vector<RunningJob> result;
-  for (auto& [inode, job] : jobs) result.push_back(std::move(job));
+  for (auto& [number, job] : jobs) result.push_back(std::move(job));
   std::sort(result.begin(), result.end(),
             [](const auto& a, const auto& b) { return a.launcher < b.launcher; });
   return result;

@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@ namespace lockstep::cli {
 /// A running local job of this user. It is found by the segment that its processes hold open,
 /// because the segment has no name.
 struct RunningJob {
+  std::uint64_t job;  ///< the same in all its worlds
   pid_t launcher;
   std::string command;  ///< of the launcher
   std::string memory;   ///< path under /proc of a descriptor of the segment

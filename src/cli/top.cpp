@@ -105,7 +105,11 @@ std::string in_units(double bytes) {
 std::vector<std::string> table(const RunningJob& job, const shared::Segment& segment,
                                const JobSample& sample) {
   std::vector<std::string> lines = {
-      fmt::format("job {}: {} ranks: {}", job.launcher, segment.n_ranks(), job.command),
+      fmt::format("job {}: {} ranks{}: {}", job.launcher, segment.n_ranks(),
+                  segment.header().is_elastic
+                      ? fmt::format(", generation {}", segment.header().generation)
+                      : "",
+                  job.command),
       fmt::format("{:>4}  {:>7}  {:<8}  {:>5}  {:>9}  {:>9}  {:>11}  {}", "rank", "pid", "state",
                   "cpu", "memory", "ops/s", "bytes", "activity")};
   for (const RankSample& row : sample.rows) {
@@ -152,7 +156,12 @@ json json_of(const RunningJob& job, const shared::Segment& segment, const JobSam
     }
     ranks.push_back(std::move(entry));
   }
-  return {{"job", job.launcher}, {"command", job.command}, {"ranks", std::move(ranks)}};
+  json result = {{"job", job.launcher},
+                 {"command", job.command},
+                 {"generation", nullptr},
+                 {"ranks", std::move(ranks)}};
+  if (segment.header().is_elastic) result["generation"] = segment.header().generation;
+  return result;
 }
 
 struct TerminalSize {

@@ -36,6 +36,7 @@ consteval base::LayoutHash flight_layout() {
       LOCKSTEP_FIELD(FlightRecord, n_sites),
       LOCKSTEP_FIELD(FlightRecord, n_groups),
       LOCKSTEP_FIELD(FlightRecord, is_written),
+      LOCKSTEP_FIELD(FlightRecord, generation_plus_one),
       LOCKSTEP_FIELD(FlightRecord, anchor_ticks),
       LOCKSTEP_FIELD(FlightRecord, anchor_ns),
       LOCKSTEP_FIELD(FlightRecord, entries),

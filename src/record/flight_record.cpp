@@ -125,16 +125,17 @@ std::string json_of(const FlightRecord& record, std::string_view reason, std::st
   for (const Operation& operation : operations_of(record)) {
     operations.push_back(json_of(record, operation));
   }
-  const nlohmann::json json = {{"lockstep_record", 1},
-                               {"job", fmt::format("{:08x}", record.job)},
-                               {"host", host},
-                               {"rank", record.rank},
-                               {"world_size", record.world_size},
-                               {"pid", record.pid},
-                               {"reason", reason},
-                               {"written_ns", base::now().ns},
-                               {"groups", std::move(groups)},
-                               {"operations", std::move(operations)}};
+  nlohmann::json json = {{"lockstep_record", 1},
+                         {"job", fmt::format("{:08x}", record.job)},
+                         {"host", host},
+                         {"rank", record.rank},
+                         {"world_size", record.world_size},
+                         {"pid", record.pid},
+                         {"reason", reason},
+                         {"written_ns", base::now().ns},
+                         {"groups", std::move(groups)},
+                         {"operations", std::move(operations)}};
+  if (record.generation_plus_one > 0) json["generation"] = record.generation_plus_one - 1;
   return json.dump(/*indent=*/1, ' ', /*ensure_ascii=*/false, kReplace) + "\n";
 }
 

@@ -71,6 +71,7 @@ struct alignas(128) FlightRecord {
   std::atomic<std::uint32_t> n_groups;
   /// The rank has written its record file itself.
   std::atomic<std::uint32_t> is_written;
+  std::uint32_t generation_plus_one;  ///< of an elastic world; 0: it is not elastic
   /// A reading of both clocks from when the rank joined.
   std::uint64_t anchor_ticks;
   std::int64_t anchor_ns;

@@ -428,7 +428,14 @@ void Attempt::note_end(int rank, int wait_status) {
   print_line(fmt::format("{} {} after {:.2f} s{}", name_of(rank), how_ended(wait_status),
                          seconds(Clock::now() - start_),
                          was_rank ? "" : ", before it was a rank of a world"));
-  if (was_rank) note_loss(rank, newest().job->ending_of(*number), exit_code_of(wait_status));
+  if (!was_rank) return;
+  note_loss(rank, newest().job->ending_of(*number), exit_code_of(wait_status));
+  if (!context_.options.env.record_dir) return;
+  try {  // now: the segment is gone when the next generation has formed
+    newest().job->write_record(*number, *context_.options.env.record_dir);
+  } catch (const SystemError& error) {
+    print_line(error.what());
+  }
 }
 
 void Attempt::note_loss(int rank, std::string_view why, int exit_code) {

@@ -108,6 +108,44 @@ std::string record_of(int rank, const std::string& world_size, const std::string
       rank, world_size, reason, rank);
 }
 
+TEST(DoctorRecordTest, names_the_generation_of_an_elastic_world) {
+  const TemporaryFolder folder;
+  Command command(StartOptions{
+      .arguments = {"run", "-n", "3", "--elastic", "2", ELASTIC_PROGRAM, "steps", "kill", "1"},
+      .variables = {{"LOCKSTEP_RECORD_DIR", folder.path()}}});
+  EXPECT_EQ(command.wait().exit_code, 0);
+  const Ended ended = doctor(folder.path());
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(contains(ended.out, "of 3 ranks, generation 0, on ")) << ended.out;
+  EXPECT_TRUE(contains(ended.out, "Culprit: rank 1, which never reached collective ")) << ended.out;
+  EXPECT_TRUE(contains(ended.out, "rank 1: the rank was killed by signal 9 (SIGKILL)"))
+      << ended.out;
+}
+
+TEST(DoctorRecordTest, takes_the_newest_generation) {
+  const TemporaryFolder folder;
+  const auto write_of = [&](int rank, const std::string& world_size,
+                            const std::string& generation) {
+    std::string text = record_of(rank, world_size, "r");
+    text.insert(1, "\"generation\":" + generation + ",");
+    write(folder / fmt::format("rank-{}.json", rank), text);
+  };
+  write_of(0, "2", "4");
+  write_of(1, "2", "4");
+  write_of(2, "4", "3");
+  write_of(3, "4", "3");
+  const Ended ended = doctor(folder.path());
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(contains(ended.out, "of 2 ranks, generation 4, on h: records of ranks 0, 1"))
+      << ended.out;
+  EXPECT_TRUE(
+      contains(ended.out, "Left out, because they are of generation 3: records of ranks 2, 3"))
+      << ended.out;
+  EXPECT_FALSE(contains(ended.out, "No record of")) << ended.out;
+  write_of(1, "3", "4");
+  EXPECT_TRUE(contains(doctor(folder.path()).err, "is of another job"));
+}
+
 TEST(DoctorRecordTest, a_record_nested_without_end) {
   const TemporaryFolder folder;
   constexpr std::size_t kDepth = 200'000;

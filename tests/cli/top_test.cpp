@@ -125,6 +125,34 @@ TEST_F(TopTest, sees_states_but_no_times_of_another_time_namespace) {
   EXPECT_FALSE(contains(ended.out, " s, waits for ")) << ended.out;
 }
 
+TEST_F(TopTest, has_no_generation_where_nothing_keeps_the_world_running) {
+  EXPECT_TRUE(waiting()["generation"].is_null());
+  EXPECT_FALSE(contains(top({number(), "--once"}).out, "generation"));
+}
+
+TEST(TopOfElasticWorldTest, shows_the_newest_generation_for_every_process_of_the_job) {
+  const TemporaryFolder folder;
+  Command job(StartOptions{.arguments = {"run", "-n", "3", "--elastic", "2", ELASTIC_PROGRAM,
+                                         "linger", folder / "file"}});
+  job.read_until("lingers", 2);
+  const std::regex of_replacement(R"(the replacement is pid (\d+)\.)");
+  std::smatch match;
+  ASSERT_TRUE(std::regex_search(job.out(), match, of_replacement)) << job.out();
+  // The replacement has the segment of generation 1, in which it was started.
+  for (const std::string& process : {std::to_string(job.pid()), match[1].str()}) {
+    Command top(StartOptions{.arguments = {"top", process, "--json"}});
+    const Ended ended = top.wait();
+    ASSERT_EQ(ended.exit_code, 0) << ended.err;
+    const auto json = nlohmann::json::parse(ended.out);
+    EXPECT_EQ(json["job"], job.pid());
+    EXPECT_EQ(json["generation"], 2);
+    EXPECT_EQ(json["ranks"].size(), 2U);
+  }
+  Command top(StartOptions{.arguments = {"top", std::to_string(job.pid()), "--once"}});
+  const Ended ended = top.wait();
+  EXPECT_TRUE(contains(ended.out, ": 2 ranks, generation 2: ")) << ended.out;
+}
+
 TEST(TopOfContainersTest, cannot_tell_whether_a_rank_of_another_pid_namespace_lives) {
   if (geteuid() != 0) GTEST_SKIP() << "only root can make a PID namespace";
   Command job(

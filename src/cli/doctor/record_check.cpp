@@ -43,6 +43,7 @@ struct Record {
   int rank;
   int world_size;
   std::string job;
+  std::optional<std::uint32_t> generation;  ///< of an elastic world
   std::string host;
   std::string reason;
   std::map<std::string, int> groups;  ///< by name: this rank's number there
@@ -70,10 +71,12 @@ Record parse(const json& file) {
   Record record{.rank = file.at("rank"),
                 .world_size = file.at("world_size"),
                 .job = file.at("job"),
+                .generation = {},
                 .host = file.at("host"),
                 .reason = file.at("reason"),
                 .groups = {},
                 .operations = {}};
+  if (file.contains("generation")) record.generation = file.at("generation").get<std::uint32_t>();
   for (const json& group : file.at("groups")) {
     record.groups[group.at("name")] = group.at("rank");
   }
@@ -174,7 +177,9 @@ std::vector<Record> read_all(const std::string& dir) {
     records.push_back(record_in(file.text, file.path, rank));
     const Record& first = records.front();
     const Record& last = records.back();
-    if (last.job != first.job || last.world_size != first.world_size) {
+    // Generations of an elastic world may differ in size.
+    if (last.job != first.job || last.generation.has_value() != first.generation.has_value() ||
+        (last.generation == first.generation && last.world_size != first.world_size)) {
       reject("lockstep doctor",
              fmt::format("'{}' is of another job ({}, {} ranks) than rank {}'s record ({}, {} "
                          "ranks); use a separate folder for each job",
@@ -183,6 +188,27 @@ std::vector<Record> read_all(const std::string& dir) {
     }
   }
   return records;
+}
+
+std::string ranks_in_words(const std::vector<int>& ranks) {
+  return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
+}
+
+/// Removes the records of all generations but the newest, whose calls the others did not make.
+/// Returns a line for each generation removed.
+std::string keep_newest_generation(std::vector<Record>& records) {
+  const auto newest = std::ranges::max(records, {}, &Record::generation).generation;
+  std::map<std::optional<std::uint32_t>, std::vector<int>> earlier;
+  for (const Record& record : records) {
+    if (record.generation != newest) earlier[record.generation].push_back(record.rank);
+  }
+  std::erase_if(records, [&](const Record& record) { return record.generation != newest; });
+  std::string text;
+  for (const auto& [generation, ranks] : earlier) {
+    text += fmt::format("Left out, because they are of generation {}: records of {}\n",
+                        generation.value_or(0), ranks_in_words(ranks));
+  }
+  return text;
 }
 
 /// The first call of a group that not all ranks made, or that differs between ranks.
@@ -259,10 +285,6 @@ std::optional<Divergence> divergence_of(const std::vector<Record>& records,
     }
   }
   return std::nullopt;
-}
-
-std::string ranks_in_words(const std::vector<int>& ranks) {
-  return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
 }
 
 /// Ranks not in `present`, which is ascending.
@@ -355,7 +377,8 @@ bool print_open_messages(const std::vector<Record>& records) {
 }  // namespace
 
 int doctor_record(const std::string& dir) {
-  const std::vector<Record> records = read_all(dir);
+  std::vector<Record> records = read_all(dir);
+  const std::string left_out = keep_newest_generation(records);
   const Record& first = records.front();
   std::vector<int> present;
   std::set<std::string> groups;
@@ -363,8 +386,10 @@ int doctor_record(const std::string& dir) {
     present.push_back(record.rank);
     for (const auto& [name, rank] : record.groups) groups.insert(name);
   }
-  print("Job {} of {} ranks on {}: records of {}\n", first.job, first.world_size, first.host,
+  print("Job {} of {} ranks{} on {}: records of {}\n", first.job, first.world_size,
+        first.generation ? fmt::format(", generation {},", *first.generation) : "", first.host,
         ranks_in_words(present));
+  print("{}", left_out);
   const std::string absent = absent_in_words(present, first.world_size);
   if (!absent.empty()) {
     print("No record of {}: still running, or on a host that is gone\n", absent);

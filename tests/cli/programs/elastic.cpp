@@ -6,6 +6,9 @@
 //                               a random time, until that one has made N steps; FILE holds the
 //                               time of the last death
 //   elastic group               a group of the first generation is used in the second
+//   elastic linger FILE         the process of place 1 is lost, and its replacement makes FILE but
+//   does
+//                               not join; the others wait for FILE, regroup again, and wait
 //   elastic boundary            all ranks regroup without a loss
 //   elastic outside             regroup where nobody keeps the world running
 #include <fcntl.h>
@@ -233,6 +236,32 @@ void use_old_group() {
   lockstep::barrier();
 }
 
+[[noreturn]] void stay() {
+  while (true) ::pause();
+}
+
+void linger(const char* file) {
+  if (is_replacement()) {
+    say(fmt::format("the replacement is pid {}.", ::getpid()));
+    ::close(::open(file, O_RDWR | O_CREAT, 0600));
+    stay();
+  }
+  const bool is_victim = std::atoi(std::getenv("RANK")) == 1;
+  lockstep::init_dist();
+  if (is_victim) std::raise(SIGKILL);
+  int step = 0;
+  try {
+    lockstep::barrier();
+  } catch (const lockstep::PeerLost&) {
+    go_on(step);
+  }
+  while (!std::filesystem::exists(file)) std::this_thread::sleep_for(milliseconds(1));
+  go_on(step);
+  say("lingers");
+  if (lockstep::get_rank() == 1) stay();
+  lockstep::barrier();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -241,6 +270,7 @@ int main(int argc, char** argv) {
     if (mode == "steps" && argc > 3) steps(argv[2], argv[3]);
     if (mode == "soak" && argc > 3) soak(std::atoi(argv[2]), argv[3]);
     if (mode == "group") use_old_group();
+    if (mode == "linger" && argc > 2) linger(argv[2]);
     if (mode == "boundary") {
       lockstep::init_dist();
       int step = lockstep::get_rank();

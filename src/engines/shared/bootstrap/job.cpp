@@ -16,6 +16,7 @@ namespace lockstep::shared {
 Job::Job(int n_ranks, const std::optional<std::string>& tune, bool is_elastic)
     : segment_(make_world(Segment::for_processes(n_ranks), tune)), tune_(tune), n_ranks_(n_ranks) {
   segment_->header().is_elastic = is_elastic;
+  for (int r = 0; r < n_ranks && is_elastic; ++r) segment_->rank(r).flight.generation_plus_one = 1;
 }
 
 std::unique_ptr<Job> Job::next() const {
@@ -38,7 +39,9 @@ std::unique_ptr<Job> Job::next_generation(int n_ranks) const {
   header.nonce = segment_->header().nonce;
   header.generation = generation() + 1;
   for (int r = 0; r < n_ranks; ++r) {
-    job->segment_->rank(r).flight.job = segment_->rank(0).flight.job;
+    internal::FlightRecord& flight = job->segment_->rank(r).flight;
+    flight.job = segment_->rank(0).flight.job;
+    flight.generation_plus_one = header.generation + 1;
   }
   return job;
 }

@@ -37,6 +37,7 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
 
   SegmentHeader& header() noexcept { return *header_; }
+  const SegmentHeader& header() const noexcept { return *header_; }
   RankBlock& rank(int world_rank) noexcept;
   const RankBlock& rank(int world_rank) const noexcept;
   int n_ranks() const noexcept { return n_ranks_; }
