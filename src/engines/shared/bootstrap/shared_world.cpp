@@ -82,8 +82,14 @@ namespace {
 
 /// As which rank this process has joined the segment's world.
 std::optional<int> rank_of_process(const Segment& segment) {
+  // Ranks in PID namespaces of their own may all have the same pid.
+  const std::uint64_t here = base::namespace_of("pid");
   for (int r = 0; r < segment.n_ranks(); ++r) {
-    if (segment.rank(r).pid.load(std::memory_order_relaxed) == ::getpid()) return r;
+    const RankBlock& block = segment.rank(r);
+    if (block.pid.load(std::memory_order_relaxed) == ::getpid() &&
+        block.pid_namespace.load(std::memory_order_relaxed) == here) {
+      return r;
+    }
   }
   return std::nullopt;
 }
