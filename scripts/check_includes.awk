@@ -3,7 +3,7 @@
 # A file belongs to the module that its folder in src/ names, a public header to the module that
 # defines it, as detail/collective.hpp to group. launch.hpp and trace.hpp are group's too: every
 # operation takes the default group, and Work traces its waits.
-# types.hpp, engine.hpp, env.hpp and detail/time_limit.hpp (interface) know no other file, so that
+# types.hpp, elastic.hpp, engine.hpp, env.hpp and detail/time_limit.hpp (interface) know no other file, so that
 # every module may speak of types, calls and their limits, and the values of environment variables,
 # which world/ reads.
 BEGIN {
@@ -35,7 +35,7 @@ BEGIN {
   may["engines/shared/algorithms"] = "segment protocol"
   may["engines/shared/bootstrap"] = "segment protocol algorithms"
 
-  n = split("types:interface error:interface engine:interface group:group launch:group trace:group env:interface " \
+  n = split("types:interface error:interface elastic:interface engine:interface group:group launch:group trace:group env:interface " \
             "dist:dist objects:dist control:dist detail:dist sync:sync lockstep:umbrella nn:nn " \
             "lockstep.h:c", pairs, " ")
   for (i = 1; i <= n; ++i) {
