@@ -352,8 +352,10 @@ void Attempt::look_at(int rank) {
   checked.end = Clock::now();
   checked.deadline = Clock::now() + context_.options.grace;
   const int wait_status = wait_status_of(info);
+  const bool was_rank = checked.first_generation >= 0;  // not a replacement that waits
   for (const auto& [generation, world] : worlds_) {
-    if (const auto number = world.rank_of(rank)) world.job->rank_ended(*number, wait_status);
+    const auto number = was_rank ? world.rank_of(rank) : std::nullopt;
+    if (number) world.job->rank_ended(*number, wait_status);
   }
   if (elastic_ && phase_ == Phase::running) {
     if (newest().job->has_completed_step()) elastic_->completed_step();

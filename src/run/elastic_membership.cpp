@@ -135,7 +135,8 @@ ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
 
   const int n_survivors = count({State::regrouping});
   if (n_survivors == 0) {
-    actions.give_up = "no rank is left to go on from";
+    actions.give_up = count({State::done}) > 0 ? "the other ranks have finished without it"
+                                               : "no rank is left to go on from";
     return actions;
   }
   const int n_ready = n_survivors + n_waiting();

@@ -34,8 +34,11 @@ std::unique_ptr<Session> join_world(World world, std::string_view backend, const
       if (!world.is_elastic) throw;
     } catch (const PeerFailed&) {
       if (!world.is_elastic) throw;
+    } catch (const TimeoutError&) {
+      if (!world.is_elastic) throw;
     }
-    // A rank of this generation ended before all had joined it: there is a next one.
+    // A rank of this generation ended before all had joined it, or stopped, which the launcher ends
+    // after the same limit: there is a next one.
   }
 }
 

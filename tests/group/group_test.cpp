@@ -76,7 +76,7 @@ TEST(GroupTest, the_limit_of_a_call_covers_the_wait_for_posted_ones) {
                       "group_test.cpp:");
       return;
     }
-    Work posted = group.barrier_async();
+    Work posted = group.barrier_async(std::chrono::seconds(20));
     expect_contains(thrown<TimeoutError>([&] { group.barrier(std::chrono::milliseconds(100)); }),
                     "rank 0 waited 0.1 s for its own barrier, posted at group_test.cpp:");
     EXPECT_THROW(posted.wait(), Error);

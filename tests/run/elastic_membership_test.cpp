@@ -175,6 +175,12 @@ TEST(ElasticMembershipTest, a_rank_that_finished_is_not_replaced) {
   EXPECT_EQ(launcher.ask(1).form, Places({1}));
 }
 
+TEST(ElasticMembershipTest, a_rank_lost_after_the_others_have_finished_ends_the_job) {
+  Launcher launcher(2, {.least = 1, .most = 2});
+  launcher.finish(0);
+  EXPECT_EQ(launcher.lose(1).give_up, "the other ranks have finished without it");
+}
+
 TEST(ElasticMembershipTest, replacements_end_when_the_ranks_have_finished) {
   Launcher launcher(2, {.least = 1, .most = 2});
   launcher.lose(1);
