@@ -306,7 +306,11 @@ void Attempt::serve(int rank) {
     if (phase_ != Phase::running) return shared::refuse(socket.get(), 0, "it is ending");
     asking.requester = process_of(rank);
     asking.last_generation = question.last_generation;
-    elastic_->asked(rank, question.limit, Clock::now());
+    asking.waits = elastic_->asked(rank, question.limit, Clock::now());
+    if (!asking.waits) {
+      shared::refuse(socket.get(), 0,
+                     "this rank left its world, and the others went on without it");
+    }
     return;
   }
   try {
@@ -396,14 +400,17 @@ std::string Attempt::name_of(int rank) const {
 
 /// Describes the peer whose exit made this rank fail; empty if there is none.
 std::string Attempt::describe_leaver(int failed_rank) const {
-  const auto leaver = world_of(failed_rank).job->rank_that_left_before(failed_rank);
-  if (!leaver) return {};
-  const Rank& rank = ranks_[static_cast<std::size_t>(*leaver)];
+  const World& world = world_of(failed_rank);
+  const auto failed = world.rank_of(failed_rank);
+  const auto left = failed ? world.job->rank_that_left_before(*failed) : std::nullopt;
+  if (!left) return {};
+  const int leaver = world.places[static_cast<std::size_t>(*left)];
+  const Rank& rank = ranks_[static_cast<std::size_t>(leaver)];
   const std::string how =
       rank.state == State::running
           ? "left the world"
           : fmt::format("exited with code 0 after {:.2f} s", seconds(rank.end - start_));
-  return fmt::format("{} {} while rank {} still waited for it; ", name_of(*leaver), how,
+  return fmt::format("{} {} while rank {} still waited for it; ", name_of(leaver), how,
                      world_rank(static_cast<std::size_t>(failed_rank)));
 }
 
@@ -456,6 +463,12 @@ void Attempt::regroup() {
   const ElasticMembership::Actions actions = elastic_->next(Clock::now());
   for (const int rank : actions.kill) {
     Rank& late = ranks_[static_cast<std::size_t>(rank)];
+    const auto number = newest().rank_of(rank);
+    if (late.first_generation >= 0 && number && newest().job->has_left(*number)) {
+      elastic_->ended(rank, /*is_done=*/true,
+                      Clock::now());  // destroy_dist: it does something else
+      continue;
+    }
     late.is_late = true;
     if (late.first_generation >= 0) {
       print_line(
@@ -471,7 +484,7 @@ void Attempt::regroup() {
       fmt::format_to(std::back_inserter(why), "{}rank {} {}", why.empty() ? "" : "; ", lost.rank,
                      base::text_in(lost.why));
     }
-    newest().job->end_generation(why.empty() ? "a rank called regroup()" : why);
+    newest().job->end_generation(why.empty() ? "a rank asked for the next one" : why);
     wake_delay_ = milliseconds(1);
     wakes_again_ = Clock::now() + wake_delay_;
   }
@@ -481,16 +494,26 @@ void Attempt::regroup() {
     constexpr milliseconds kLastWake{16};
     wakes_again_ = wake_delay_ > kLastWake ? Clock::time_point::max() : Clock::now() + wake_delay_;
   }
-  for (const int rank : actions.start) replace(rank);
-  if (!actions.form.empty()) form(actions.form);
+  bool have_started = true;
+  for (const int rank : actions.start) have_started = replace(rank) && have_started;
+  if (!actions.form.empty()) {
+    try {
+      form(actions.form);
+    } catch (const SystemError& error) {
+      return give_up(error.text());
+    }
+  }
   if (!actions.give_up.empty()) return give_up(actions.give_up);
   newest().job->set_waiting(elastic_->n_waiting());
+  if (!have_started) regroup();  // what follows from that
 }
 
-void Attempt::replace(int rank) {
+/// Returns whether the place has a process now.
+bool Attempt::replace(int rank) {
   Rank& former = ranks_[static_cast<std::size_t>(rank)];
   if (former.state != State::reaped) reap(former);
   const Options& options = context_.options;
+  bool has_started = false;
   try {
     RankLogs log;
     if (options.log_dir) {
@@ -499,14 +522,16 @@ void Attempt::replace(int rank) {
     ProcessStarter starter(context_.guard, context_.signals);
     start_rank(rank, std::move(log), /*is_replacement=*/true, starter);
     former.first_generation = -1;
+    has_started = true;
     starter.wait();
     print_line(fmt::format("started {} again", name_of(rank)));
   } catch (const Error& error) {
     print_line(fmt::format("cannot start rank {} again: {}",
                            world_rank(static_cast<std::size_t>(rank)), error.what()));
-    if (former.first_generation < 0) return;  // its process ends
-    elastic_->ended(rank, /*is_done=*/false, Clock::now());
+    // A process that was started and cannot run the program ends by itself.
+    if (!has_started) elastic_->ended(rank, /*is_done=*/false, Clock::now());
   }
+  return has_started;
 }
 
 void Attempt::form(const std::vector<int>& places) {
@@ -537,6 +562,7 @@ void Attempt::form(const std::vector<int>& places) {
       if (first > rank.last_generation) answer.joined.push_back(static_cast<int>(other));
     }
     shared::answer(rank.socket.get(), next.job->fd(), answer);
+    ranks_[static_cast<std::size_t>(places[r])].waits = false;
   }
   print_line(fmt::format("generation {}: {} rank{}", last + 1, places.size(),
                          places.size() == 1 ? "" : "s"));
@@ -559,10 +585,14 @@ void Attempt::give_up(const std::string& why) {
   phase_ = Phase::notified;
   phase_deadline_ = Clock::now() + kNotice;
   print_line(why + "; ending the job");
-  for (const Rank& rank : ranks_) {
-    if (rank.state == State::running && rank.socket) {
-      shared::refuse(rank.socket.get(), /*error_number=*/0, why);
-    }
+  refuse_all(why);
+}
+
+/// Answers the ranks that wait for the next generation: there is none.
+void Attempt::refuse_all(std::string_view why) {
+  for (Rank& rank : ranks_) {
+    if (rank.waits) shared::refuse(rank.socket.get(), /*error_number=*/0, why);
+    rank.waits = false;
   }
 }
 
@@ -624,6 +654,7 @@ void Attempt::reap(Rank& rank) {
 
 void Attempt::terminate_ranks(int signal) {
   signal_ranks(signal);
+  refuse_all("it is ending");
   phase_ = Phase::terminating;
   phase_deadline_ = Clock::now() + context_.options.grace;
 }

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engines/shared/bootstrap/job.hpp"
@@ -85,6 +86,7 @@ class Attempt {
     std::int64_t last_generation = -1;  ///< of that process, when it asked
     int first_generation = 0;           ///< in which this process was a rank; -1: it waits for one
     bool is_late = false;               ///< it is killed, and counts as lost already
+    bool waits = false;                 ///< it has asked for the next generation
     base::UniqueFd joined{};  ///< pidfd of the process that joined, if it alone got a signal
     int signal_after = 0;     ///< what the rest of the group gets when that process has ended
     State state = State::running;
@@ -112,7 +114,8 @@ class Attempt {
   void note_end(int rank, int wait_status);
   void note_loss(int rank, std::string_view why, int exit_code);
   void regroup();
-  void replace(int rank);
+  bool replace(int rank);
+  void refuse_all(std::string_view why);
   void form(const std::vector<int>& places);
   void give_up(const std::string& why);
   World& newest() { return worlds_.at(generations_.newest()); }

@@ -33,23 +33,30 @@ int ElasticMembership::count(std::initializer_list<State> states) const {
 
 int ElasticMembership::n_waiting() const { return count({State::waiting}); }
 
-void ElasticMembership::asked(int place, milliseconds limit, Clock::time_point now) {
+bool ElasticMembership::asked(int place, milliseconds limit, Clock::time_point now) {
   Place& asking = places_[static_cast<std::size_t>(place)];
+  asked_limit_ = limit;
   switch (asking.state) {
     case State::rank:
       asking.state = State::regrouping;
       is_over_ = true;
-      if (limit_ == Clock::time_point::max()) limit_ = now + limit;
-      return;
-    case State::starting: asking.state = State::waiting; return;
+      begin_limit(now);
+      return true;
+    case State::starting: asking.state = State::waiting; return true;
     case State::regrouping:
-    case State::waiting:  // it has given up waiting, and asks again
+    case State::waiting: return true;  // it has given up waiting, and asks again
     case State::late:
     case State::scheduled:
     case State::vacant:
     case State::abandoned:
-    case State::done: return;
+    case State::done: return false;
   }
+  return false;
+}
+
+/// Of all ranks, when the first of them, or a replacement, waits for the others.
+void ElasticMembership::begin_limit(Clock::time_point now) {
+  if (limit_ == Clock::time_point::max()) limit_ = now + asked_limit_;
 }
 
 void ElasticMembership::ended(int place, bool is_done, Clock::time_point now) {
@@ -131,6 +138,7 @@ ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
   }
   actions.ends_generation = !is_told_;
   is_told_ = true;
+  if (n_waiting() > 0) begin_limit(now);
   if (count({State::rank}) > 0) return actions;
 
   const int n_survivors = count({State::regrouping});
@@ -148,7 +156,8 @@ ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
   }
   if (has_lost_rank_ && !has_completed_step_ && ++n_without_step_ >= kGenerationsWithoutStep) {
     actions.give_up = fmt::format(
-        "{} generations in a row lost a rank before they completed a step", n_without_step_);
+        "{} generations in a row lost a rank before they completed a step (count_step())",
+        n_without_step_);
     return actions;
   }
   for (const int place : ranks_) {

@@ -27,7 +27,8 @@ class ElasticMembership {
 
   /// The process of a place asks for the next generation: a rank that regroups, or a replacement
   /// that joins. The limit of the first rank that asks is that of all.
-  void asked(int place, std::chrono::milliseconds limit, Clock::time_point now);
+  /// Returns false for a place that is done: it gets no answer.
+  bool asked(int place, std::chrono::milliseconds limit, Clock::time_point now);
   /// The process of a place has ended. is_done: with exit code 0; it is not replaced then.
   void ended(int place, bool is_done, Clock::time_point now);
   /// The newest generation has completed a step.
@@ -75,6 +76,7 @@ class ElasticMembership {
 
   int count(std::initializer_list<State> states) const;
   void fill(Clock::time_point now);
+  void begin_limit(Clock::time_point now);
 
   ElasticOptions options_;
   std::vector<Place> places_;
@@ -83,6 +85,7 @@ class ElasticMembership {
   bool has_lost_rank_ = false;  // the generation; another reason to end is a request
   bool is_told_ = false;
   Clock::time_point limit_ = Clock::time_point::max();  // of the ranks that have not asked
+  std::chrono::milliseconds asked_limit_{};             // of the last that asked
   int n_without_step_ = 0;  // generations in a row that lost a rank before they completed a step
   bool has_completed_step_ = false;
 };

@@ -21,6 +21,12 @@ constinit thread_local const Group* scoped = nullptr;
 /// Only a program of one process may use the solo group. A rank of several that has not called
 /// init_dist would silently compute something else.
 void check_alone(const char* operation, std::source_location where) {
+  if (internal::has_failed_regroup()) {
+    reject(operation,
+           "an earlier regroup() failed: this process is in no world; call destroy_dist to "
+           "go on alone",
+           where);
+  }
   if (internal::was_initialised() || internal::has_thread_left()) return;
   const std::string world = internal::describe_world();
   if (world.empty()) return;

@@ -22,14 +22,8 @@ void check(const internal::Session* session, const ErrorContext& context) {
   if (session->elastic() == nullptr) {
     throw UsageError(context,
                      "no launcher keeps this world running; start the program with "
-                     "`lockstep run -n N --elastic MIN`");
+                     "`lockstep run -n N --elastic MIN`, over the shared engine");
   }
-}
-
-/// Null if this rank's world is not elastic.
-const shared::Elastic* elastic() noexcept {
-  const internal::Session* const session = internal::session();
-  return session == nullptr ? nullptr : session->elastic();
 }
 
 }  // namespace
@@ -62,6 +56,7 @@ Regrouped regroup(Timeout timeout, std::source_location where) {
                      .where = where};
   // Kept until the generation is over, which ends its calls under way.
   const std::unique_ptr<internal::Session> former = internal::take_process_session();
+  internal::has_failed_regroup() = true;  // until it has joined
   former->regroup();
   auto next = internal::join_world(std::move(world), "shared", barrier);
   const Regrouped regrouped = next->world().regrouped;
@@ -70,11 +65,14 @@ Regrouped regroup(Timeout timeout, std::source_location where) {
 }
 
 void count_step() noexcept {
-  if (is_elastic()) elastic()->count_step();
+  if (const auto elastic = internal::elastic()) elastic->count_step();
 }
 
-bool is_elastic() noexcept { return elastic() != nullptr; }
+bool is_elastic() noexcept { return internal::elastic() != nullptr; }
 
-bool replacements_wait() noexcept { return is_elastic() && elastic()->replacements_wait(); }
+bool replacements_wait() noexcept {
+  const auto elastic = internal::elastic();
+  return elastic != nullptr && elastic->replacements_wait();
+}
 
 }  // namespace lockstep

@@ -83,6 +83,7 @@ void destroy_dist(std::string_view failure, std::source_location where) {
         "destroy_dist on the rank's own thread, or after run_ranks has returned");
   }
   if (!session) session = internal::take_process_session();
+  internal::has_failed_regroup() = false;
   if (!session) return;
   if (session->is_forked_child()) {  // the session belongs to the parent process
     static std::atomic<const internal::Session*> kept{nullptr};

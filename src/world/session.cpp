@@ -147,6 +147,37 @@ Session* session() noexcept {
 
 bool has_rank_threads() noexcept { return n_rank_threads.load(std::memory_order_acquire) > 0; }
 bool has_thread_left() noexcept { return is_rank_thread && of_thread == nullptr; }
+namespace {
+
+/// Never destroyed: other threads may ask until the process has ended.
+struct ElasticOfProcess {
+  std::mutex mutex;
+  std::shared_ptr<const shared::Elastic> elastic;
+};
+ElasticOfProcess& elastic_of_process() {
+  static auto* const of_all = new ElasticOfProcess;
+  return *of_all;
+}
+
+void set_elastic(std::shared_ptr<const shared::Elastic> elastic) {
+  ElasticOfProcess& mine = elastic_of_process();
+  const std::lock_guard lock(mine.mutex);
+  mine.elastic.swap(elastic);
+}
+
+}  // namespace
+
+std::shared_ptr<const shared::Elastic> elastic() noexcept {
+  ElasticOfProcess& mine = elastic_of_process();
+  const std::lock_guard lock(mine.mutex);
+  return mine.elastic;
+}
+
+std::atomic<bool>& has_failed_regroup() noexcept {
+  static constinit std::atomic<bool> has_failed{false};
+  return has_failed;
+}
+
 bool was_initialised() noexcept { return has_joined.load(std::memory_order_relaxed); }
 
 void join_process(std::unique_ptr<Session> session) {
@@ -159,6 +190,8 @@ void join_process(std::unique_ptr<Session> session) {
   }
   static const LeavesAtExit leaves_at_exit;
   static_cast<void>(leaves_at_exit);
+  set_elastic(session->elastic());
+  has_failed_regroup() = false;
   of_process.store(session.release(), std::memory_order_release);
   has_joined.store(true, std::memory_order_relaxed);
 }
@@ -170,6 +203,7 @@ void join_thread(std::unique_ptr<Session> session) {
 }
 
 std::unique_ptr<Session> take_process_session() noexcept {
+  set_elastic(nullptr);
   return std::unique_ptr<Session>(of_process.exchange(nullptr, std::memory_order_acq_rel));
 }
 

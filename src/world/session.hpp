@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
@@ -39,7 +40,7 @@ class Session {
   /// Whether any group of this rank is dead, or its generation of an elastic world is over.
   bool has_failed() const noexcept;
   /// Null if the world is not elastic.
-  const shared::Elastic* elastic() const noexcept { return elastic_.get(); }
+  const std::shared_ptr<const shared::Elastic>& elastic() const noexcept { return elastic_; }
   /// At program exit: leaves, after asynchronous calls that end within a second, and releases the
   /// engines and records. The groups keep their
   /// rank and size, for destructors of globals that read them; calls on them throw UsageError.
@@ -85,6 +86,12 @@ bool was_initialised() noexcept;
 void join_process(std::unique_ptr<Session> session);
 /// Null if there is none.
 std::unique_ptr<Session> take_process_session() noexcept;
+
+/// Of the process's world, null if that is not elastic. Threads: any.
+std::shared_ptr<const shared::Elastic> elastic() noexcept;
+/// Whether a regroup() failed, after which this process is in no world and not alone either; until
+/// it joins one, or calls destroy_dist.
+std::atomic<bool>& has_failed_regroup() noexcept;
 
 /// Makes `session` that of the calling thread alone, until take_thread_session().
 void join_thread(std::unique_ptr<Session> session);

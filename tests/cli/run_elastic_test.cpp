@@ -82,9 +82,37 @@ TEST(RunElasticTest, ranks_regroup_without_a_loss) {
 TEST(RunElasticTest, groups_of_an_earlier_generation_are_dead) {
   const Ended ended = run_elastic(2, "1", {"group"});
   EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
-  EXPECT_EQ(n_lines_with(ended.out, "generation 0 of the world is over: a rank called regroup()"),
-            4)
+  EXPECT_EQ(
+      n_lines_with(ended.out, "generation 0 of the world is over: a rank asked for the next one"),
+      4)
       << ended.out;
+}
+
+TEST(RunElasticTest, a_fork_of_a_rank_is_refused) {
+  const Ended ended = run_elastic(3, "2:2", {"fork"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_TRUE(contains(ended.out, "this process is a fork of rank 0 (pid ")) << ended.out;
+  EXPECT_EQ(n_lines_with(ended.out, "generation 1: rank "), 2) << ended.out;
+}
+
+TEST(RunElasticTest, after_a_refusal_a_rank_is_not_alone_silently) {
+  const Ended ended = run_elastic(3, "3", {"refused"});
+  EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "`lockstep run` ends the job: 2 of at least 3 ranks are left"),
+            2)
+      << ended.out;
+  EXPECT_EQ(n_lines_with(ended.out, "an earlier regroup() failed: this process is in no world"), 2)
+      << ended.out;
+  EXPECT_EQ(n_lines_with(ended.out, "alone: 1 rank"), 2) << ended.out;
+}
+
+TEST(RunElasticTest, a_rank_that_has_left_is_not_waited_for) {
+  const TemporaryFolder folder;
+  const Ended ended = run({.arguments = {"-n", "3", "--elastic", "1:2", ELASTIC_PROGRAM, "left"},
+                           .variables = {{"LEFT_FILE", folder / "left"}}});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "generation 1: rank 0 of 1"), 1) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "the work is done"), 1) << ended.out;
 }
 
 TEST(RunElasticTest, elsewhere_regroup_says_what_to_do) {

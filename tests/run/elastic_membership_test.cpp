@@ -134,6 +134,17 @@ TEST(ElasticMembershipTest, a_rank_that_does_not_ask_is_killed) {
   EXPECT_EQ(launcher.wait().start, Places({1}));
 }
 
+TEST(ElasticMembershipTest, a_rank_that_does_not_ask_is_killed_when_a_replacement_waits) {
+  Launcher launcher(2, {.least = 1, .most = 2});
+  launcher.lose(1);
+  EXPECT_EQ(launcher.wait().start, Places({1}));
+  EXPECT_TRUE(launcher.ask(1).form.empty());  // rank 0 hangs
+  EXPECT_EQ(launcher.to_next(), kLimit);
+  EXPECT_EQ(launcher.wait().kill, Places({0}));
+  EXPECT_EQ(launcher.lose(0).give_up, "no rank is left to go on from");
+  EXPECT_FALSE(launcher.membership.asked(0, kLimit, launcher.now));
+}
+
 TEST(ElasticMembershipTest, delays_double_and_begin_anew_after_a_step) {
   Launcher launcher(2, {.least = 1, .most = 2});
   milliseconds delay{100};
@@ -165,7 +176,7 @@ TEST(ElasticMembershipTest, generations_without_a_step_end_the_job) {
     launcher.ask(1);
     launcher.ask(0);
   }
-  EXPECT_EQ(why, "3 generations in a row lost a rank before they completed a step");
+  EXPECT_EQ(why, "3 generations in a row lost a rank before they completed a step (count_step())");
 }
 
 TEST(ElasticMembershipTest, a_rank_that_finished_is_not_replaced) {

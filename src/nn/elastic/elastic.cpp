@@ -162,7 +162,13 @@ struct ElasticState::Implementation {
   /// Undoes the part of the present step that was computed.
   void set_back() {
     const at::NoGradGuard no_graph;
-    for (const auto& [buffer, value] : buffers) buffer.copy_(value);
+    for (const auto& [buffer, value] : buffers) {
+      if (buffer.sizes() == value.sizes()) {
+        buffer.copy_(value);
+      } else {
+        buffer.set_data(value.clone());
+      }
+    }
     if (!others.empty()) load_parts(values_of_others, others);
     for (KeptGenerator& generator : generators) generator.set_back();
   }
@@ -271,9 +277,10 @@ void run_elastic(ElasticState& state, const std::function<void()>& train,
   init_dist(options, where);
   mine.is_running = true;
   struct Ends {
-    bool& is_running;
-    ~Ends() { is_running = false; }
-  } const ends{mine.is_running};
+    ElasticState::Implementation& mine;
+    // The program may change the parts before another run_elastic.
+    ~Ends() { mine.is_running = mine.has_state = false; }
+  } const ends{mine};
   const auto attempt = [&] {
     try {
       mine.synchronise(where);

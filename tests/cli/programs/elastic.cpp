@@ -10,11 +10,15 @@
 //   does
 //                               not join; the others wait for FILE, regroup again, and wait
 //   elastic boundary            all ranks regroup without a loss
+//   elastic fork                a fork of a rank asks for the next generation
+//   elastic refused             ranks go on after a regroup() that failed
+//   elastic left                a rank that has left the world works on while the others regroup
 //   elastic outside             regroup where nobody keeps the world running
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,6 +29,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <lockstep/elastic.hpp>
 #include <lockstep/lockstep.hpp>
 #include <mutex>
@@ -262,6 +267,80 @@ void linger(const char* file) {
   lockstep::barrier();
 }
 
+/// The first process of place 1 ends; the others see it.
+void lose_place_1() {
+  lockstep::init_dist({.timeout = milliseconds(2000)});
+  if (std::getenv("RANK") == std::string("1")) {
+    if (is_replacement()) std::_Exit(3);
+    lockstep::barrier();
+    std::raise(SIGKILL);
+  }
+  lockstep::barrier();
+  try {
+    lockstep::barrier();
+  } catch (const lockstep::PeerLost&) {
+  }
+}
+
+void ask_from_fork() {
+  lose_place_1();
+  if (lockstep::get_rank() == 0) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      try {
+        lockstep::destroy_dist();
+        lockstep::init_dist();
+        say("the fork is a rank");
+      } catch (const lockstep::Error& error) {
+        say_error(error);
+      }
+      std::_Exit(0);
+    }
+    ::waitpid(child, nullptr, 0);
+  }
+  int step = 0;
+  go_on(step);
+  lockstep::barrier();
+}
+
+void go_on_after_refusal() {
+  if (is_replacement()) std::_Exit(3);
+  lose_place_1();
+  try {
+    lockstep::regroup();
+  } catch (const lockstep::EngineError& error) {
+    say_error(error);
+  }
+  try {
+    lockstep::all_reduce_value(1);
+    say("a world of one");
+  } catch (const lockstep::UsageError& error) {
+    say_error(error);
+  }
+  lockstep::destroy_dist();
+  say(fmt::format("alone: {} rank", lockstep::get_world_size()));
+}
+
+void leave_and_work() {
+  lockstep::init_dist({.timeout = milliseconds(500)});
+  const int rank = lockstep::get_rank();
+  if (is_replacement()) return;
+  lockstep::barrier();
+  if (rank == 0) {
+    lockstep::destroy_dist();
+    // Until the others have gone on without it, which they tell by ending.
+    while (::getppid() > 1 && std::getenv("LEFT_FILE") != nullptr &&
+           !std::filesystem::exists(std::getenv("LEFT_FILE"))) {
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    return say("the work is done");
+  }
+  if (rank == 1) std::raise(SIGKILL);
+  int step = 0;
+  go_on(step);
+  std::ofstream(std::getenv("LEFT_FILE")) << "done";
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -271,6 +350,9 @@ int main(int argc, char** argv) {
     if (mode == "soak" && argc > 3) soak(std::atoi(argv[2]), argv[3]);
     if (mode == "group") use_old_group();
     if (mode == "linger" && argc > 2) linger(argv[2]);
+    if (mode == "fork") ask_from_fork();
+    if (mode == "refused") go_on_after_refusal();
+    if (mode == "left") leave_and_work();
     if (mode == "boundary") {
       lockstep::init_dist();
       int step = lockstep::get_rank();

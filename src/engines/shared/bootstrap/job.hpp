@@ -51,6 +51,8 @@ class Job {
   std::string ending_of(int rank) const;
   /// Whether any rank joined a world, over any engine.
   bool has_joined_rank() const noexcept;
+  /// Whether the rank has joined and left, without an exception.
+  bool has_left(int rank) const noexcept;
   /// Whether a rank has joined and left, or failed.
   bool has_rank_left() const noexcept;
   /// The rank that `failed_rank` waited for, and that had left: it left the world without a failed

@@ -94,6 +94,12 @@ std::optional<int> rank_of_process(const Segment& segment) {
   return std::nullopt;
 }
 
+/// The process that first used the inherited socket: the same number in its forks.
+pid_t owner_of_socket() {
+  static const pid_t owner = ::getpid();
+  return owner;
+}
+
 }  // namespace
 
 CurrentWorld current_world(std::string_view variable, int rank, std::int64_t last_generation,
@@ -106,7 +112,14 @@ CurrentWorld current_world(std::string_view variable, int rank, std::int64_t las
   current.next.size = inherited.n_ranks();
   const bool is_over = current.segment->header().is_over.load(std::memory_order_acquire) ||
                        (former ? has_left(inherited.rank(*former)) : of.is_replacement);
+  const pid_t owner = owner_of_socket();
   if (of.launcher < 0 || !is_over) return current;
+  if (owner != ::getpid()) {
+    throw UsageError(context_of(barrier, rank),
+                     fmt::format("this process is a fork of rank {} (pid {}), which alone can join "
+                                 "another world",
+                                 current.next.rank, owner));
+  }
   current.next = request_next_world(of.launcher, current.next.rank, last_generation,
                                     current.segment->header().is_elastic, barrier);
   // The variable names it from now on. The number is still the former segment's: it was just
