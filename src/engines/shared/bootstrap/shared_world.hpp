@@ -45,7 +45,8 @@ std::unique_ptr<HostEngine> bootstrap_world(std::string_view job, int rank, int 
                                             const Call& barrier,
                                             const std::optional<std::string>& tune = {});
 
-/// What a rank and its launcher tell each other of one generation of an elastic world. Threads: any.
+/// What a rank and its launcher tell each other of one generation of an elastic world. Threads:
+/// any.
 class Elastic {
  public:
   explicit Elastic(std::shared_ptr<Segment> segment) : segment_(std::move(segment)) {}
