@@ -189,6 +189,7 @@ void soak(int n_steps, const char* file) {
     try {
       const std::int64_t begin = now_ns();
       if (next == Next::regroup) lockstep::regroup();
+      lockstep::count_step();  // of so many deaths, three may come before a step of the program
       if (next != Next::take_steps) {  // the same calls, whatever brought each rank here
         next = Next::regroup;
         const auto last = lockstep::all_reduce_value(begin, lockstep::ReduceOp::max);
