@@ -59,7 +59,7 @@ Regrouped regroup(Timeout timeout, std::source_location where) {
   internal::has_failed_regroup() = true;  // until it has joined
   former->regroup();
   auto next = internal::join_world(std::move(world), "shared", barrier);
-  const Regrouped regrouped = next->world().regrouped;
+  Regrouped regrouped = next->world().regrouped;
   internal::join_process(std::move(next));
   return regrouped;
 }
