@@ -36,12 +36,14 @@ struct Regrouped {
 /// call throws PeerLost. Ranks keep their memory; whoever joined has none of it: send it to them.
 ///
 /// `timeout`, by default the world's, counts from the first rank that calls it: one that has not
-/// come by then is killed, and lost. If ranks die meanwhile, the others go on without them. If
+/// come by then is killed, and lost. Where no call has failed before, a barrier with the same limit
+/// comes first. If ranks die meanwhile, the others go on without them. If
 /// fewer than MIN are left, it waits for replacements.
 ///
 /// Throws UsageError if `lockstep run --elastic` has not started this rank, on threads of
 /// run_ranks, and before init_dist; EngineError if the launcher ends the job, because too few ranks
-/// are left. Afterwards this process is in no world.
+/// are left. Afterwards this process is in no world, and not alone either: default_group() throws
+/// UsageError until destroy_dist.
 /// Threads: no other thread of the rank is in a call or in backward.
 Regrouped regroup(Timeout timeout = {},
                   std::source_location where = std::source_location::current());

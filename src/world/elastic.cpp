@@ -33,8 +33,7 @@ Regrouped regroup(Timeout timeout, std::source_location where) {
   const ErrorContext context{.operation = "regroup", .where = where};
   check(session, context);
   const Group world_group = session->world_group();
-  const auto operations_timeout = world_group.timeout();
-  const auto limit = timeout.or_else(operations_timeout);
+  const auto limit = timeout.or_else(world_group.timeout());
   // Where nothing has failed, every rank ends its calls on other groups before one ends the
   // generation.
   if (!session->has_failed()) {
@@ -47,18 +46,11 @@ Regrouped regroup(Timeout timeout, std::source_location where) {
   }
   internal::World world = session->world();
   world.last_generation = static_cast<std::int64_t>(world.regrouped.generation);
-  const Call barrier{.op = Op::barrier,
-                     .check = world.env.check,
-                     .group = "world",
-                     .operation = context.operation,
-                     .sequence = 1,
-                     .timeout = limit,
-                     .where = where};
   // Kept until the generation is over, which ends its calls under way.
   const std::unique_ptr<internal::Session> former = internal::take_process_session();
   internal::has_failed_regroup() = true;  // until it has joined
   former->regroup();
-  auto next = internal::join_world(std::move(world), "shared", barrier);
+  auto next = internal::join_world(std::move(world), "shared", context.operation, limit, where);
   Regrouped regrouped = next->world().regrouped;
   internal::join_process(std::move(next));
   return regrouped;

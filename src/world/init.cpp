@@ -17,7 +17,16 @@ namespace lockstep {
 
 namespace internal {
 
-std::unique_ptr<Session> join_world(World world, std::string_view backend, const Call& barrier) {
+std::unique_ptr<Session> join_world(World world, std::string_view backend,
+                                    const std::string& operation, std::chrono::milliseconds timeout,
+                                    std::source_location where) {
+  const Call barrier{.op = Op::barrier,
+                     .check = world.env.check,
+                     .group = "world",
+                     .operation = operation,
+                     .sequence = 1,
+                     .timeout = timeout,
+                     .where = where};
   while (true) {
     try {
       engines::JoinedEngine joined = engines::join(backend, world, barrier);
@@ -28,8 +37,7 @@ std::unique_ptr<Session> join_world(World world, std::string_view backend, const
       });
       world.regrouped.rank = world.rank;
       world.regrouped.size = world.size;
-      return std::make_unique<Session>(world, std::move(joined), barrier.timeout, barrier.where,
-                                       host);
+      return std::make_unique<Session>(world, std::move(joined), timeout, where, host);
     } catch (const PeerLost&) {
       if (!world.is_elastic) throw;
     } catch (const PeerFailed&) {
@@ -37,8 +45,8 @@ std::unique_ptr<Session> join_world(World world, std::string_view backend, const
     } catch (const TimeoutError&) {
       if (!world.is_elastic) throw;
     }
-    // A rank of this generation ended before all had joined it, or stopped, which the launcher ends
-    // after the same limit: there is a next one.
+    // A rank of this generation ended before all had joined it, or has stopped: then the launcher
+    // kills it, at the limit of this request.
   }
 }
 
@@ -59,17 +67,10 @@ void init_dist(const InitOptions& options, std::source_location where) {
       options.launcher == Launcher::infer ? infer_launcher() : options.launcher;
   internal::World world = internal::read_world(launcher);
   const auto timeout = asked.value_or(world.env.timeout.value_or(std::chrono::minutes(5)));
-  const Call barrier{.op = Op::barrier,
-                     .check = world.env.check,
-                     .group = "world",
-                     .operation = context.operation,
-                     .sequence = 1,
-                     .timeout = timeout,
-                     .where = where};
   // A rank that asks for no launcher is alone, whatever the environment describes.
   const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
-  internal::join_process(
-      internal::join_world(std::move(world), is_alone ? "solo" : options.backend, barrier));
+  internal::join_process(internal::join_world(std::move(world), is_alone ? "solo" : options.backend,
+                                              context.operation, timeout, where));
   internal::install_terminate_handler();
 }
 

@@ -69,6 +69,22 @@ struct RankThread {
   }
 };
 
+/// Never destroyed: other threads may ask until the process has ended.
+struct ElasticOfProcess {
+  std::mutex mutex;
+  std::shared_ptr<const shared::Elastic> elastic;
+};
+ElasticOfProcess& elastic_of_process() {
+  static auto* const of_all = new ElasticOfProcess;
+  return *of_all;
+}
+
+void set_elastic(std::shared_ptr<const shared::Elastic> elastic) {
+  ElasticOfProcess& mine = elastic_of_process();
+  const std::lock_guard lock(mine.mutex);
+  mine.elastic.swap(elastic);
+}
+
 struct LeavesAtExit {
   ~LeavesAtExit() { leave_at_exit(); }
 };
@@ -147,26 +163,6 @@ Session* session() noexcept {
 
 bool has_rank_threads() noexcept { return n_rank_threads.load(std::memory_order_acquire) > 0; }
 bool has_thread_left() noexcept { return is_rank_thread && of_thread == nullptr; }
-namespace {
-
-/// Never destroyed: other threads may ask until the process has ended.
-struct ElasticOfProcess {
-  std::mutex mutex;
-  std::shared_ptr<const shared::Elastic> elastic;
-};
-ElasticOfProcess& elastic_of_process() {
-  static auto* const of_all = new ElasticOfProcess;
-  return *of_all;
-}
-
-void set_elastic(std::shared_ptr<const shared::Elastic> elastic) {
-  ElasticOfProcess& mine = elastic_of_process();
-  const std::lock_guard lock(mine.mutex);
-  mine.elastic.swap(elastic);
-}
-
-}  // namespace
-
 std::shared_ptr<const shared::Elastic> elastic() noexcept {
   ElasticOfProcess& mine = elastic_of_process();
   const std::lock_guard lock(mine.mutex);

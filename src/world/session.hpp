@@ -6,6 +6,7 @@
 #include <lockstep/launch.hpp>
 #include <memory>
 #include <source_location>
+#include <string>
 #include <string_view>
 
 #include "base/fork_guard.hpp"
@@ -61,10 +62,12 @@ class Session {
   Group local_group_;
 };
 
-/// Joins the world with the engine of that name. `barrier`: what joining looks like in errors, with
-/// the timeout of the world's operations. In an elastic world it goes on to the next generation as
+/// Joins the world with the engine of that name. `operation`: what joining is called in errors;
+/// `timeout`: of the world's operations. In an elastic world it goes on to the next generation as
 /// long as ranks are lost while they join.
-std::unique_ptr<Session> join_world(World world, std::string_view backend, const Call& barrier);
+std::unique_ptr<Session> join_world(World world, std::string_view backend,
+                                    const std::string& operation, std::chrono::milliseconds timeout,
+                                    std::source_location where);
 
 /// Makes std::terminate notify the peers of the uncaught exception.
 void install_terminate_handler() noexcept;

@@ -50,9 +50,9 @@ class ElasticState {
 
   /// Ends a step, right after Optimizer::step: a rank has completed the step when it calls this.
   /// Lets replacements in, if any wait: then it does not return, but leaves run_elastic's function
-  /// by an exception (not a std::exception) that run_elastic catches, so that
-  /// what follows in the loop is left out. Collective over the world.
-  /// Throws what all_reduce throws; UsageError outside run_elastic.
+  /// by an exception (not a std::exception) that run_elastic catches, so that what follows in the
+  /// loop is left out. Collective over the world. Throws what all_reduce throws; UsageError outside
+  /// run_elastic.
   void step_done(std::source_location where = std::source_location::current());
 
   /// The factor for the loss of a rank that computes the mean over its `own` samples:
@@ -93,8 +93,8 @@ class ElasticState {
 ///
 /// A loss is a PeerLost, PeerFailed or TimeoutError that leaves `train`. Any other exception leaves
 /// run_elastic; for the others this rank is then lost, when its process ends. Throws UsageError on
-/// every rank if a step that is not complete has changed parameters (ElasticOptions::snapshot; seen
-/// by some values of each parameter on CPUs, not where few values change, and not on GPUs);
+/// every rank if a step that is not complete has changed parameters and there is no snapshot (seen
+/// by some values of each parameter on CPUs; not where few values change, and not on GPUs);
 /// EngineError if the launcher ends the job, because too few ranks are left. Where nobody keeps the
 /// world running (another launcher, `lockstep run` without --elastic), this is an ordinary training
 /// of which a loss is the end: its exception leaves run_elastic. The process stays in the world.

@@ -17,6 +17,7 @@
 
 #include "nn/error.hpp"
 #include "nn/tensors/checkpoint_file.hpp"
+#include "nn/tensors/hash.hpp"
 #include "nn/tensors/training_parts.hpp"
 
 namespace lockstep::nn {
@@ -45,20 +46,7 @@ struct KeptGenerator {
   }
 };
 
-/// Neighbouring steps and ranks get seeds that have nothing in common.
-std::uint64_t mix(std::uint64_t seed, std::uint64_t value) {
-  std::uint64_t mixed = seed + 0x9e3779b97f4a7c15ULL * (value + 1);
-  mixed = (mixed ^ (mixed >> 30U)) * 0xbf58476d1ce4e5b9ULL;
-  mixed = (mixed ^ (mixed >> 27U)) * 0x94d049bb133111ebULL;
-  return mixed ^ (mixed >> 31U);
-}
-
 bool is_module(const TrainingPart& part) { return part.module() != nullptr; }
-
-/// A part is a reference to what it was made of, which was not const.
-torch::nn::Module& module_of(const TrainingPart& part) {
-  return const_cast<torch::nn::Module&>(*part.module());
-}
 
 }  // namespace
 
@@ -69,7 +57,7 @@ struct ElasticState::Implementation {
   std::int64_t step = 0;
   bool has_state = false;   ///< it has had the state of all ranks
   bool is_running = false;  ///< in run_elastic
-  /// Of the parameters at the begin of the present step.
+  /// Of the parameters at the beginning of the present step: see sample_parameters.
   std::vector<std::byte> samples{};
 
   // What a repetition of the present step begins with, beside parameters and optimizers.
@@ -176,17 +164,16 @@ struct ElasticState::Implementation {
   /// Before the ranks compute the present step.
   void begin_step(const Group& group) {
     if (!options.seed) return;
-    const auto rank = static_cast<std::uint64_t>(group.rank());
-    const std::uint64_t seed = mix(mix(*options.seed, static_cast<std::uint64_t>(step)), rank);
+    // Neighbouring steps and ranks get seeds that have nothing in common.
+    const std::array of{*options.seed, static_cast<std::uint64_t>(step),
+                        static_cast<std::uint64_t>(group.rank())};
+    const std::uint64_t seed = hash_of_bytes(of.data(), sizeof of);
     for (KeptGenerator& generator : generators) generator.seed(seed);
   }
 
   /// Collective: gives all ranks the state of those with the newest complete step.
   void synchronise(std::source_location where) {
     const Group group = default_group();
-    for (const TrainingPart& part : parts) {
-      if (is_module(part)) module_of(part).zero_grad();
-    }
     for_each_parameter([](const at::Tensor& parameter) {
       if (parameter.grad().defined()) parameter.mutable_grad() = at::Tensor();
     });

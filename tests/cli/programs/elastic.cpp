@@ -62,10 +62,10 @@ long n_files() {
 void say_error(const lockstep::Error& error) { say(error.what()); }
 
 /// Joins the next generation, whatever is lost meanwhile. Rank 0 is a survivor: its step is right.
-void go_on(int& step) {
+void go_on(int& step, milliseconds limit = milliseconds(60'000)) {
   while (true) {
     try {
-      const lockstep::Regrouped world = lockstep::regroup(milliseconds(2000));
+      const lockstep::Regrouped world = lockstep::regroup(limit);
       std::string lost;
       for (const lockstep::LostRank& rank : world.lost) {
         lost += fmt::format(" {}.{} {};", rank.generation, rank.rank, rank.why);
@@ -93,7 +93,8 @@ void steps(const std::string& mode, const std::string& places) {
   const int n_places = std::atoi(std::getenv("WORLD_SIZE"));
   const bool is_victim = !is_replacement() &&
                          ("," + places + ",").find(fmt::format(",{},", place)) != std::string::npos;
-  lockstep::init_dist({.timeout = milliseconds(mode == "stop" ? 500 : 60'000)});
+  const milliseconds limit(mode == "stop" ? 2000 : 60'000);
+  lockstep::init_dist({.timeout = limit / 4});
   int step = 0;
   if (is_replacement()) lockstep::broadcast(std::span(&step, 1));
   const auto is_done = [&] {
@@ -110,13 +111,13 @@ void steps(const std::string& mode, const std::string& places) {
                                                    lockstep::ReduceOp::max);
       ++step;
       lockstep::count_step();
-      if (waits != 0) go_on(step);
+      if (waits != 0) go_on(step, limit);
     } catch (const lockstep::PeerLost&) {
-      go_on(step);
+      go_on(step, limit);
     } catch (const lockstep::PeerFailed&) {
-      go_on(step);
+      go_on(step, limit);
     } catch (const lockstep::TimeoutError&) {
-      go_on(step);
+      go_on(step, limit);
     }
   }
   say(fmt::format("rank {} of {} is done", lockstep::get_rank(), lockstep::get_world_size()));
@@ -270,7 +271,7 @@ void linger(const char* file) {
 
 /// The first process of place 1 ends; the others see it.
 void lose_place_1() {
-  lockstep::init_dist({.timeout = milliseconds(2000)});
+  lockstep::init_dist();
   if (std::getenv("RANK") == std::string("1")) {
     if (is_replacement()) std::_Exit(3);
     lockstep::barrier();
@@ -338,7 +339,7 @@ void leave_and_work() {
   }
   if (rank == 1) std::raise(SIGKILL);
   int step = 0;
-  go_on(step);
+  go_on(step, milliseconds(2000));
   std::ofstream(std::getenv("LEFT_FILE")) << "done";
 }
 

@@ -80,11 +80,13 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable) {
 
 namespace {
 
-/// As which rank this process has joined the segment's world.
-std::optional<int> rank_of_process(const Segment& segment) {
+/// As which rank this process has joined the segment's world. `rank`: what it was started as, which
+/// may be another only in a later generation of an elastic world.
+std::optional<int> rank_of_process(const Segment& segment, int rank) {
   // Ranks in PID namespaces of their own may all have the same pid.
   const std::uint64_t here = base::namespace_of("pid");
   for (int r = 0; r < segment.n_ranks(); ++r) {
+    if (!segment.header().is_elastic && r != rank) continue;
     const RankBlock& block = segment.rank(r);
     if (block.pid.load(std::memory_order_relaxed) == ::getpid() &&
         block.pid_namespace.load(std::memory_order_relaxed) == here) {
@@ -107,7 +109,7 @@ CurrentWorld current_world(std::string_view variable, int rank, std::int64_t las
   CurrentWorld current{.segment = inherit_world(variable), .next = {}};
   const Inherited of = parse_inherited(variable);
   const Segment& inherited = *current.segment;
-  const std::optional<int> former = rank_of_process(inherited);
+  const std::optional<int> former = rank_of_process(inherited, rank);
   current.next.rank = former.value_or(rank);
   current.next.size = inherited.n_ranks();
   const bool is_over = current.segment->header().is_over.load(std::memory_order_acquire) ||

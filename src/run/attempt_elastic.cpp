@@ -1,0 +1,168 @@
+#include <fmt/format.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <lockstep/error.hpp>
+#include <string>
+#include <utility>
+
+#include "base/text.hpp"
+#include "base/truncated_text.hpp"
+#include "engines/shared/bootstrap/launcher_socket.hpp"
+#include "run/attempt.hpp"
+
+// What an attempt does with --elastic: it carries out what ElasticMembership decides.
+namespace lockstep::run {
+
+void Attempt::note_loss(int rank, std::string_view why, int exit_code) {
+  if (first_loss_ == 0) first_loss_ = exit_code;
+  shared::Lost lost{.rank = newest().rank_of(rank).value_or(-1),
+                    .generation = newest().job->generation(),
+                    .why = {}};
+  base::copy_truncated(lost.why, why);
+  losses_.push_back(lost);
+}
+
+/// Does what follows from what has happened.
+void Attempt::regroup() {
+  if (!elastic_ || phase_ != Phase::running) return;
+  if (newest().job->has_completed_step()) elastic_->completed_step();
+  const ElasticMembership::Actions actions = elastic_->next(Clock::now());
+  for (const int rank : actions.kill) {
+    Rank& late = ranks_[static_cast<std::size_t>(rank)];
+    const auto number = newest().rank_of(rank);
+    if (late.first_generation >= 0 && number && newest().job->has_left(*number)) {
+      elastic_->ended(rank, /*is_done=*/true,
+                      Clock::now());  // destroy_dist: it does something else
+      continue;
+    }
+    late.is_late = true;
+    if (late.first_generation >= 0) {
+      print_line(
+          fmt::format("{} did not call regroup() in time: killing it (SIGKILL)", name_of(rank)));
+      note_loss(rank, "did not call regroup() in time", 128 + SIGKILL);
+    }
+    kill(-late.pid, SIGKILL);
+  }
+  if (actions.ends_generation) {
+    std::string why;
+    for (const shared::Lost& lost : losses_) {
+      if (lost.generation != newest().job->generation()) continue;
+      fmt::format_to(std::back_inserter(why), "{}rank {} {}", why.empty() ? "" : "; ", lost.rank,
+                     base::text_in(lost.why));
+    }
+    newest().job->end_generation(why.empty() ? "a rank asked for the next one" : why);
+    wake_delay_ = milliseconds(1);
+    wakes_again_ = Clock::now() + wake_delay_;
+  }
+  if (Clock::now() >= wakes_again_) {
+    newest().job->wake_sleepers();
+    wake_delay_ *= 2;
+    constexpr milliseconds kLastWake{16};
+    wakes_again_ = wake_delay_ > kLastWake ? Clock::time_point::max() : Clock::now() + wake_delay_;
+  }
+  bool have_started = true;
+  for (const int rank : actions.start) have_started = replace(rank) && have_started;
+  if (!actions.form.empty()) {
+    try {
+      form(actions.form);
+    } catch (const SystemError& error) {
+      return give_up(error.text());
+    }
+  }
+  if (!actions.give_up.empty()) return give_up(actions.give_up);
+  newest().job->set_waiting(elastic_->n_waiting());
+  if (!have_started) regroup();  // what follows from that
+}
+
+/// Returns whether the place has a process now.
+bool Attempt::replace(int rank) {
+  Rank& former = ranks_[static_cast<std::size_t>(rank)];
+  if (former.state != State::reaped) reap(former);
+  const Options& options = context_.options;
+  bool has_started = false;
+  try {
+    RankLogs log;
+    if (options.log_dir) {
+      log = append_to_rank_logs(*options.log_dir, placement_.first_rank + rank, n_restarts_);
+    }
+    ProcessStarter starter(context_.guard, context_.signals);
+    start_rank(rank, std::move(log), /*is_replacement=*/true, starter);
+    former.first_generation = -1;
+    has_started = true;
+    starter.wait();
+    print_line(fmt::format("started {} again", name_of(rank)));
+  } catch (const Error& error) {
+    print_line(fmt::format("cannot start rank {} again: {}",
+                           world_rank(static_cast<std::size_t>(rank)), error.what()));
+    // A process that was started and cannot run the program ends by itself.
+    if (!has_started) elastic_->ended(rank, /*is_done=*/false, Clock::now());
+  }
+  return has_started;
+}
+
+void Attempt::form(const std::vector<int>& places) {
+  const int generation = generations_.newest() + 1;
+  const std::uint32_t last = newest().job->generation();
+  World next{.job = newest().job->next_generation(static_cast<int>(places.size())),
+             .places = places};
+  for (int place = 0; place < context_.options.n_ranks; ++place) {
+    generations_.enter(place, generation);
+  }
+  for (std::size_t r = 0; r < places.size(); ++r) {
+    Rank& rank = ranks_[static_cast<std::size_t>(places[r])];
+    if (rank.first_generation < 0) rank.first_generation = generation;
+  }
+  for (std::size_t r = 0; r < places.size(); ++r) {
+    const Rank& rank = ranks_[static_cast<std::size_t>(places[r])];
+    shared::NextWorld answer{.segment = {},
+                             .rank = static_cast<int>(r),
+                             .size = static_cast<int>(places.size()),
+                             .generation = last + 1};
+    for (const shared::Lost& lost : losses_) {
+      if (rank.last_generation >= 0 && lost.generation >= rank.last_generation) {
+        answer.lost.push_back(lost);
+      }
+    }
+    for (std::size_t other = 0; other < places.size(); ++other) {
+      const int first = ranks_[static_cast<std::size_t>(places[other])].first_generation;
+      if (first > rank.last_generation) answer.joined.push_back(static_cast<int>(other));
+    }
+    shared::answer(rank.socket.get(), next.job->fd(), answer);
+    ranks_[static_cast<std::size_t>(places[r])].waits = false;
+  }
+  print_line(fmt::format("generation {}: {} rank{}", last + 1, places.size(),
+                         places.size() == 1 ? "" : "s"));
+  worlds_.clear();
+  worlds_.emplace(generation, std::move(next));
+  // Ranks that fail to join this one ask again from their last generation.
+  std::int64_t oldest = generation;
+  for (const int place : places) {
+    const std::int64_t asked_from = ranks_[static_cast<std::size_t>(place)].last_generation;
+    if (asked_from >= 0) oldest = std::min(oldest, asked_from);
+  }
+  std::erase_if(losses_, [&](const shared::Lost& lost) { return lost.generation < oldest; });
+  first_loss_ = 0;
+  wakes_again_ = Clock::time_point::max();
+}
+
+void Attempt::give_up(const std::string& why) {
+  failed_ = true;
+  outcome_.exit_code = first_loss_ != 0 ? first_loss_ : 1;
+  phase_ = Phase::notified;
+  phase_deadline_ = Clock::now() + kNotice;
+  print_line(why + "; ending the job");
+  refuse_all(why);
+}
+
+/// Answers the ranks that wait for the next generation: there is none.
+void Attempt::refuse_all(std::string_view why) {
+  for (Rank& rank : ranks_) {
+    if (rank.waits) shared::refuse(rank.socket.get(), /*error_number=*/0, why);
+    rank.waits = false;
+  }
+}
+
+}  // namespace lockstep::run
