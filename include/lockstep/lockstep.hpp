@@ -3,6 +3,7 @@
 /// The whole core. The libtorch layer is <lockstep/nn.hpp>.
 #include <lockstep/control.hpp>
 #include <lockstep/dist.hpp>
+#include <lockstep/elastic.hpp>
 #include <lockstep/env.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>

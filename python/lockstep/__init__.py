@@ -16,10 +16,13 @@ from ._core import (
     all_reduce,
     barrier,
     broadcast,
+    count_step,
     default_group,
     is_distributed,
+    is_elastic,
     local_group,
     main_process_first,
+    replacements_wait,
     sync_random_seed,
 )
 from .collectives import all_gather, all_reduce_dict, gather
@@ -29,6 +32,8 @@ from .objects import all_gather_object, broadcast_object_list, collect_results, 
 from .tensors import all_reduce_params, cast_data_device, get_comm_device, get_data_device
 from .world import (
     DistInfo,
+    LostRank,
+    Regrouped,
     destroy_dist,
     get_backend,
     get_dist_info,
@@ -39,6 +44,7 @@ from .world import (
     infer_launcher,
     init_dist,
     is_main_process,
+    regroup,
 )
 
 __all__ = [
@@ -46,9 +52,11 @@ __all__ = [
     "EngineError",
     "Error",
     "Group",
+    "LostRank",
     "MismatchError",
     "PeerFailed",
     "PeerLost",
+    "Regrouped",
     "UsageError",
     "all_gather",
     "all_gather_object",
@@ -60,6 +68,7 @@ __all__ = [
     "broadcast_object_list",
     "cast_data_device",
     "collect_results",
+    "count_step",
     "default_group",
     "destroy_dist",
     "errors",
@@ -76,9 +85,12 @@ __all__ = [
     "infer_launcher",
     "init_dist",
     "is_distributed",
+    "is_elastic",
     "is_main_process",
     "local_group",
     "main_process_first",
     "master_only",
+    "regroup",
+    "replacements_wait",
     "sync_random_seed",
 ]

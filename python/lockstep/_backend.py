@@ -8,6 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 from . import _core, _extension, objects, world
+from .errors import EngineError
+
+_CONNECT_TIME = timedelta(seconds=3)
+_CONNECT_ATTEMPTS = 100
+_STORE_TIMEOUT = timedelta(minutes=5)  # TCPStore's default
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -28,8 +33,16 @@ def create(options: Any, pg_options: Any) -> Any:
     return backend
 
 
+def leave_all(failure: str) -> None:
+    """This rank leaves its groups of torch.distributed: calls of the others raise PeerFailed with that text."""
+    _extension.load().leave_all(failure)
+
+
 def rendezvous() -> dict[str, Any]:
-    """Arguments of init_process_group for the ranks of lockstep's world, which this joins if the program has not."""
+    """Arguments of init_process_group for the ranks of lockstep's world, which this joins if the program has not.
+
+    Fails on all ranks or on none.
+    """
     import socket
 
     from torch.distributed import HashStore, TCPStore
@@ -47,7 +60,19 @@ def rendezvous() -> dict[str, Any]:
         store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
         address = [(host, store.port)]
     objects.broadcast_object_list(address)
-    return {"store": store or TCPStore(*address[0], size), "rank": rank, "world_size": size}
+    # If rank 0 ended, the store would try to connect for its whole timeout: this looks in between.
+    failure = ""
+    for _ in range(_CONNECT_ATTEMPTS):
+        if store is None:
+            try:
+                store = TCPStore(*address[0], size, timeout=_CONNECT_TIME)
+                store.set_timeout(_STORE_TIMEOUT)
+            except RuntimeError as error:
+                failure = str(error)
+        n_failed = sum(objects.all_gather_object(store is None))
+        if n_failed == 0:
+            return {"store": store, "rank": rank, "world_size": size}
+    raise EngineError(f"init_process_group: {n_failed} of {size} ranks cannot connect to the store of rank 0: {failure}")
 
 
 def make_gloo(store: Any, rank: int, size: int, timeout: Any, is_on_one_host: bool) -> Any:

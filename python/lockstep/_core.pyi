@@ -43,6 +43,22 @@ class Group:
 
 def init_dist(launcher: str, backend: str, timeout: _Timeout) -> None: ...
 def destroy_dist(failure: str) -> None: ...
+def regroup(timeout: _Timeout) -> tuple[int, int, int, list[tuple[int, int, str]], list[int]]: ...
+def count_step() -> None:
+    """Tells the launcher that this rank has completed a step: call it after each.
+
+    If ranks are lost in three generations in a row in which no step was completed, the job ends; and the delay
+    before a replacement, doubled each time, begins anew. Does nothing if not elastic.
+    """
+
+def is_elastic() -> bool:
+    """Whether `lockstep run --elastic` has started this rank, and it has joined the world: then regroup() goes on after a loss."""
+
+def replacements_wait() -> bool:
+    """Whether a replacement waits for the ranks to call regroup(). The ranks may see different answers: reduce
+    them (op "max") before acting on one. False if not elastic.
+    """
+
 def infer_launcher() -> str: ...
 def is_distributed() -> bool:
     """Whether this process is a rank: between init_dist and destroy_dist, if a launcher started it."""

@@ -24,9 +24,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _extension
 from ._core import Group
+from ._elastic import ElasticBatchSampler, ElasticState, run_elastic
 from .errors import UsageError
 
-__all__ = ["BatchNorm", "SyncBatchNorm", "SyncBatchNormScope", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+__all__ = [
+    "BatchNorm",
+    "ElasticBatchSampler",
+    "ElasticState",
+    "SyncBatchNorm",
+    "SyncBatchNormScope",
+    "convert_sync_batchnorm",
+    "revert_sync_batchnorm",
+    "run_elastic",
+]
 
 _torch = _extension.load()
 

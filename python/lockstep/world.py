@@ -47,6 +47,42 @@ def destroy_dist(failure: str = "") -> None:
     _core.destroy_dist(failure)
 
 
+class LostRank(NamedTuple):
+    """A rank that a world has lost."""
+
+    rank: int  #: in its generation
+    generation: int  #: the world in which it was a rank; 0: the first
+    why: str  #: "was killed by signal 9 (SIGKILL)"
+
+
+class Regrouped(NamedTuple):
+    """What this rank is in the next generation of its world."""
+
+    rank: int
+    size: int
+    generation: int
+    lost: list[LostRank]  #: since the generation in which this rank was last
+    joined: list[int]  #: ranks that are new
+
+
+def regroup(timeout: Timeout = None) -> Regrouped:
+    """Joins the next generation of a world that `lockstep run --elastic` keeps running. Collective over the living.
+
+    With the ranks that are left, in their order, and the replacements that have started by then. Call it after
+    PeerLost, PeerFailed or TimeoutError on any group; or on all ranks at the same place of the program, to let
+    replacements in (replacements_wait()). default_group() is the new world then, and every group of the former
+    ones is dead: a call raises PeerLost. A process group of torch.distributed is destroyed before and made anew
+    (lockstep.nn.run_elastic does it).
+    timeout: by default the world's; counts from the first rank that calls it. One that has not come by then is
+    killed, and lost. If fewer ranks are left than MIN of --elastic, it waits for replacements.
+    UsageError if not elastic. EngineError if the launcher ends the job, because too few ranks are left.
+    No other thread of the rank may be in a call or in backward.
+    """
+    with _default_sigint_handling():
+        rank, size, generation, lost, joined = _core.regroup(timeout)
+    return Regrouped(rank, size, generation, [LostRank(*each) for each in lost], joined)
+
+
 class _Hooks:
     """Notifies the peers of an uncaught exception, and leaves the world before the interpreter exits."""
 

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include <lockstep/control.hpp>
+#include <lockstep/elastic.hpp>
 #include <lockstep/launch.hpp>
 #include <optional>
 #include <string>
@@ -67,6 +68,23 @@ void destroy(const std::string& failure) {
   stop_watching_interrupts();
   const nb::gil_scoped_release released;
   destroy_dist(failure, caller);
+}
+
+/// (rank, size, generation, ((rank, generation, why), ...), (joined, ...))
+nb::tuple regroup_here(nb::handle timeout) {
+  const ErrorContext context{.operation = "regroup", .where = where()};
+  const Timeout limit = timeout.is_none() ? Timeout() : Timeout(seconds_of(timeout, context));
+  const Regrouped regrouped = [&] {
+    const nb::gil_scoped_release released;
+    return regroup(limit, context.where);
+  }();
+  if (regrouped.size > 1) watch_interrupts();
+  nb::list lost, joined;
+  for (const LostRank& each : regrouped.lost) {
+    lost.append(nb::make_tuple(each.rank, each.generation, str_of(each.why)));
+  }
+  for (const int rank : regrouped.joined) joined.append(rank);
+  return nb::make_tuple(regrouped.rank, regrouped.size, regrouped.generation, lost, joined);
 }
 
 /// `group`, or the default one.
@@ -185,6 +203,19 @@ void define_ranks(nb::module_& module) {
   define_group(module);
   module.def("init_dist", &init, "launcher"_a, "backend"_a, "timeout"_a.none());
   module.def("destroy_dist", &destroy, "failure"_a);
+  module.def("regroup", &regroup_here, "timeout"_a.none());
+  module.def("count_step", &count_step,
+             "Tells the launcher that this rank has completed a step: call it after each.\n\n"
+             "If ranks are lost in three generations in a row in which no step was completed, the "
+             "job ends; and the delay\nbefore a replacement, doubled each time, begins anew. Does "
+             "nothing if not elastic.");
+  module.def("is_elastic", &is_elastic,
+             "Whether `lockstep run --elastic` has started this rank, and it has joined the world: "
+             "then regroup() goes on after a loss.");
+  module.def("replacements_wait", &replacements_wait,
+             "Whether a replacement waits for the ranks to call regroup(). The ranks may see "
+             "different answers: reduce\nthem (op \"max\") before acting on one. False if not "
+             "elastic.");
   module.def("infer_launcher", [] { return name_in_python(infer_launcher()); });
   module.def(
       "is_distributed", [] { return is_distributed(); },

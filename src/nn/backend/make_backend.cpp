@@ -40,6 +40,12 @@ WorldMembership& world_membership() {
   return only;
 }
 
+/// Throws PeerLost if the program has joined an elastic world whose generation is over: a rank of
+/// it may never come.
+void check_generation(const ErrorContext& context) {
+  if (const auto elastic = internal::elastic()) elastic->check(context);
+}
+
 /// Collective. Throws PeerLost, TimeoutError, EngineError.
 Membership find_members(const Config& config, std::chrono::milliseconds timeout,
                         std::source_location where) {
@@ -56,14 +62,14 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
                                .where = where};
     try {
       nn::detail::Rendezvous rendezvous(
-          config.store,
-          {.context = context,
-           .size = config.size,
-           .timeout = timeout,
-           .keys = "lockstep",
-           .action = "join init_process_group or new_group",
-           .earlier = earlier ? &*earlier : nullptr,
-           .earlier_ranks = {config.global_ranks.begin(), config.global_ranks.end()}});
+          config.store, {.context = context,
+                         .size = config.size,
+                         .timeout = timeout,
+                         .keys = "lockstep",
+                         .action = "join init_process_group or new_group",
+                         .earlier = earlier ? &*earlier : nullptr,
+                         .earlier_ranks = {config.global_ranks.begin(), config.global_ranks.end()},
+                         .while_waiting = [&] { check_generation(context); }});
       rendezvous.join(std::chrono::steady_clock::now() + timeout);
       membership = rendezvous.membership();
     } catch (const Error&) {
@@ -110,7 +116,8 @@ Backend::Joined join(const Config& config, const Membership& membership,
                      .sequence = 1,
                      .timeout = timeout,
                      .where = where};
-  if (env.segment) {
+  // With a session it has recorded that already.
+  if (env.segment && internal::session() == nullptr) {
     const auto local_rank = internal::variable("LOCAL_RANK");
     shared::record_joined(*env.segment, local_rank ? std::atoi(local_rank->c_str()) : -1);
   }
@@ -120,8 +127,9 @@ Backend::Joined join(const Config& config, const Membership& membership,
   if (membership.size() == 1) {
     engine = solo::make();
   } else if (membership.is_on_one_host()) {
-    auto joined = shared::bootstrap_world(membership.job, membership.rank, membership.size(),
-                                          barrier, env.tune);
+    auto joined = shared::bootstrap_world(
+        membership.job, membership.rank, membership.size(), barrier, env.tune,
+        [&] { check_generation(lockstep::context_of(barrier, membership.rank)); });
     recorder = joined->recorder();
     shared_engine = joined.get();
     engine = std::move(joined);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <lockstep/error.hpp>
 #include <string>
 #include <string_view>
@@ -69,6 +70,7 @@ class Rendezvous {
     /// A group that the ranks have joined before, and for each rank its rank there; null: none.
     const Membership* earlier = nullptr;
     std::vector<int> earlier_ranks = {};
+    std::function<void()> while_waiting = [] {};  // may throw to end the wait
   };
 
   Rendezvous(const StorePtr& store, Options options);

@@ -59,6 +59,7 @@ class Follower : Bootstrap {
 
   void find_leader() {
     while (!(socket_ = connect())) {
+      while_waiting_();
       if (Clock::now() > deadline_) {
         fail(Kind::timeout,
              fmt::format("rank {} of {} did not connect to the ranks of this host within {:g} s; "
@@ -98,6 +99,7 @@ class Follower : Bootstrap {
   Reply receive(base::UniqueFd& segment_fd) {
     pollfd entry{.fd = socket_.get(), .events = POLLIN, .revents = 0};
     while (::poll(&entry, 1, milliseconds_to(deadline_ + kReportTime)) <= 0) {
+      while_waiting_();
       if (Clock::now() < deadline_ + kReportTime) continue;
       fail(
           Kind::timeout,
@@ -133,14 +135,15 @@ std::string bootstrap_socket_name(std::string_view job) {
 }
 
 std::shared_ptr<Membership> bootstrap(std::string_view job, int rank, int n_ranks,
-                                      const Call& barrier, const std::optional<std::string>& tune) {
+                                      const Call& barrier, const std::optional<std::string>& tune,
+                                      const std::function<void()>& while_waiting) {
   if (n_ranks > kMaxRanks) {
     throw UsageError(
         context_of(barrier, rank),
         fmt::format("{} ranks on one host; the shared engine takes 1 to {}", n_ranks, kMaxRanks));
   }
-  if (rank == 0) return lead_bootstrap(job, n_ranks, barrier, tune);
-  return Follower(job, rank, n_ranks, barrier).run();
+  if (rank == 0) return lead_bootstrap(job, n_ranks, barrier, tune, while_waiting);
+  return Follower(job, rank, n_ranks, barrier, while_waiting).run();
 }
 
 }  // namespace lockstep::shared

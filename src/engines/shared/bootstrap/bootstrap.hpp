@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <optional>
@@ -20,10 +21,12 @@ namespace lockstep::shared {
 /// Throws TimeoutError naming the ranks that did not connect within barrier.timeout, PeerLost,
 /// MismatchError, PeerFailed, UsageError (too many ranks for a host), EngineError (another user has
 /// the name, or a rank is in a container in which its peers are not visible), SystemError (on all
-/// connected ranks, if rank 0 has too few descriptors for them). `tune`: Env::tune.
-std::shared_ptr<Membership> bootstrap(std::string_view job, int rank, int n_ranks,
-                                      const Call& barrier,
-                                      const std::optional<std::string>& tune = {});
+/// connected ranks, if rank 0 has too few descriptors for them). `tune`: Env::tune. `while_waiting`
+/// is called again and again until all have connected, and may throw to end it.
+std::shared_ptr<Membership> bootstrap(
+    std::string_view job, int rank, int n_ranks, const Call& barrier,
+    const std::optional<std::string>& tune = {},
+    const std::function<void()>& while_waiting = [] {});
 
 /// The abstract name of this user's bootstrap socket for `job`, without the leading zero byte.
 std::string bootstrap_socket_name(std::string_view job);

@@ -62,11 +62,13 @@ struct Reply {
 
 class Bootstrap {
  public:
-  Bootstrap(std::string_view job, int rank, int n_ranks, const Call& barrier)
+  Bootstrap(std::string_view job, int rank, int n_ranks, const Call& barrier,
+            const std::function<void()>& while_waiting)
       : job_(job),
         rank_(rank),
         n_ranks_(n_ranks),
         barrier_(barrier),
+        while_waiting_(while_waiting),
         deadline_(Clock::now() + std::min(barrier.timeout, kLongest)),
         socket_name_(bootstrap_socket_name(job)),
         address_(socket_name_) {}
@@ -124,6 +126,7 @@ class Bootstrap {
   int rank_;
   int n_ranks_;
   const Call& barrier_;
+  const std::function<void()>& while_waiting_;
   Clock::time_point deadline_;
   std::string socket_name_;
   base::AbstractAddress address_;
@@ -131,6 +134,7 @@ class Bootstrap {
 
 /// bootstrap() on rank 0.
 std::shared_ptr<Membership> lead_bootstrap(std::string_view job, int n_ranks, const Call& barrier,
-                                           const std::optional<std::string>& tune);
+                                           const std::optional<std::string>& tune,
+                                           const std::function<void()>& while_waiting);
 
 }  // namespace lockstep::shared::bootstrap_protocol

@@ -68,12 +68,14 @@ class Leader : Bootstrap {
                  "of one user must differ in the variables that their launchers set: {}",
                  holder.pid, socket_name_, job_));
       }
+      while_waiting_();
       std::this_thread::sleep_for(kRetryEvery);
     }
     if (::listen(listener_.get(), n_ranks_) != 0) fail_system("listen at");
   }
 
   void wait_for_hello() {
+    while_waiting_();
     std::vector<pollfd> entries{{.fd = listener_.get(), .events = POLLIN, .revents = 0}};
     for (const Member& member : members_) {
       entries.push_back({.fd = member.socket.get(), .events = POLLIN, .revents = 0});
@@ -286,8 +288,9 @@ class Leader : Bootstrap {
 }  // namespace
 
 std::shared_ptr<Membership> lead_bootstrap(std::string_view job, int n_ranks, const Call& barrier,
-                                           const std::optional<std::string>& tune) {
-  return Leader(job, /*rank=*/0, n_ranks, barrier).run(tune);
+                                           const std::optional<std::string>& tune,
+                                           const std::function<void()>& while_waiting) {
+  return Leader(job, /*rank=*/0, n_ranks, barrier, while_waiting).run(tune);
 }
 
 }  // namespace lockstep::shared::bootstrap_protocol

@@ -155,12 +155,17 @@ std::unique_ptr<HostEngine> join_world(std::shared_ptr<Segment> segment, int ran
 
 std::unique_ptr<HostEngine> bootstrap_world(std::string_view job, int rank, int n_ranks,
                                             const Call& barrier,
-                                            const std::optional<std::string>& tune) {
-  return join(bootstrap(job, rank, n_ranks, barrier, tune), barrier);
+                                            const std::optional<std::string>& tune,
+                                            const std::function<void()>& while_waiting) {
+  return join(bootstrap(job, rank, n_ranks, barrier, tune, while_waiting), barrier);
 }
 
 bool Elastic::is_over() const noexcept {
   return segment_->header().is_over.load(std::memory_order_acquire);
+}
+
+void Elastic::check(const ErrorContext& context) const {
+  if (is_over()) throw PeerLost(context, why_over(segment_->header()));
 }
 
 bool Elastic::replacements_wait() const noexcept {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <optional>
@@ -41,9 +42,11 @@ std::unique_ptr<HostEngine> join_world(std::shared_ptr<Segment> segment, int ran
 
 /// Joins the world of the n_ranks processes of this host that belong to `job` and inherited no
 /// segment. Throws what bootstrap() and any barrier throw. `tune`: as for make_world.
-std::unique_ptr<HostEngine> bootstrap_world(std::string_view job, int rank, int n_ranks,
-                                            const Call& barrier,
-                                            const std::optional<std::string>& tune = {});
+/// `while_waiting`: as for bootstrap().
+std::unique_ptr<HostEngine> bootstrap_world(
+    std::string_view job, int rank, int n_ranks, const Call& barrier,
+    const std::optional<std::string>& tune = {},
+    const std::function<void()>& while_waiting = [] {});
 
 /// What a rank and its launcher tell each other of one generation of an elastic world. Threads:
 /// any.
@@ -52,6 +55,8 @@ class Elastic {
   explicit Elastic(std::shared_ptr<Segment> segment) : segment_(std::move(segment)) {}
   /// Whether the launcher has ended the generation.
   bool is_over() const noexcept;
+  /// Throws PeerLost if it has, for a wait that is not one of the world's engine.
+  void check(const ErrorContext& context) const;
   /// Whether processes wait for the next one.
   bool replacements_wait() const noexcept;
   /// Tells the launcher that this rank has completed a step.

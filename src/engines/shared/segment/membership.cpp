@@ -90,11 +90,11 @@ void Membership::leave(std::string_view failure) noexcept {
   mark_ended(block(world_rank_), failure);
 }
 
-std::string Membership::why_over() const {
-  const SegmentHeader& header = segment_->header();
+std::string why_over(const SegmentHeader& header) {
+  const bool is_over = header.is_over.load(std::memory_order_acquire);
   return fmt::format("generation {} of the world is over{}{}; call regroup() for the next one",
-                     header.generation, is_over() ? ": " : "",
-                     is_over() ? base::text_in(header.ending) : std::string_view());
+                     header.generation, is_over ? ": " : "",
+                     is_over ? base::text_in(header.ending) : std::string_view());
 }
 
 std::atomic<std::uint64_t>* Membership::begin_sleep(std::uint64_t offset) noexcept {

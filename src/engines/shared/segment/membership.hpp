@@ -43,6 +43,9 @@ bool take_rank(RankBlock& block) noexcept;
 /// Whether this process was the rank and has left, or failed to join.
 bool has_left(const RankBlock& block) noexcept;
 
+/// "generation 3 of the world is over: rank 1 was killed by signal 9 (SIGKILL); ..."
+std::string why_over(const SegmentHeader& header);
+
 /// Marks a rank's block as ended: with an exception if `failure` is not empty.
 void mark_ended(RankBlock& block, std::string_view failure) noexcept;
 
@@ -68,8 +71,7 @@ class Membership {
   }
   /// Whether this rank has left an elastic world: its groups there are dead.
   bool has_regrouped() const noexcept { return has_regrouped_.load(std::memory_order_relaxed); }
-  /// "generation 3 of the world is over: rank 1 was killed by signal 9 (SIGKILL); ..."
-  std::string why_over() const;
+  std::string why_over() const { return shared::why_over(segment_->header()); }
   /// Enclose a sleep on a word of the segment: a launcher that ends the generation wakes it.
   /// Returns the entry for end_sleep; null if there is none left. Threads: any.
   std::atomic<std::uint64_t>* begin_sleep(std::uint64_t offset) noexcept;

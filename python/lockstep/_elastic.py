@@ -1,0 +1,403 @@
+"""Training that goes on after lost ranks: what lockstep.nn exports of it."""
+
+from __future__ import annotations
+
+import array
+import copy
+import gc
+import hashlib
+import io
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence, Sized
+from datetime import timedelta
+from typing import Any, Optional
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Sampler
+
+from . import _backend, _core, objects, world
+from .errors import EngineError, Error, PeerFailed, PeerLost, TimeoutError, UsageError
+
+
+class _ReplacementsWait(BaseException):
+    """Leaves run_elastic's function after a complete step. Not an Exception, so that its handlers let it pass."""
+
+
+class ElasticState:
+    """What a training is made of, and how many steps of it are complete: what run_elastic keeps over a loss.
+
+    parts: what training changes and a later step reads, in an order that is the same on all ranks: modules, optimizers,
+    learning rate schedulers, anything else with state_dict and load_state_dict, and dicts or lists of your own
+    numbers, which are changed in place. Not a DistributedDataParallel, which run_elastic's function makes anew.
+    snapshot: keep a copy of all parts at each completed step, not only of the buffers of modules (running statistics)
+    and of what is neither a module nor an optimizer. Needed where a step changes parameters before its last
+    collective operation: several optimizers, as in a GAN. Costs a copy of the parts at each step.
+    seed: seed the generators of torch, of random and of numpy from (seed, step, rank) before each step. Then two runs
+    whose worlds have the same sizes at the same steps compute the same, bit for bit. None: each rank keeps its
+    generators, which are set back where a step is repeated.
+    """
+
+    def __init__(self, parts: Sequence[Any], *, snapshot: bool = False, seed: Optional[int] = None) -> None:
+        if not isinstance(parts, (list, tuple)):
+            raise UsageError(f"ElasticState: parts is a {type(parts).__name__}; give a list, such as [model, optimizer]")
+        for place, part in enumerate(parts):
+            if isinstance(part, DistributedDataParallel):
+                raise UsageError(
+                    f"ElasticState: part {place} is a DistributedDataParallel, which belongs to one world; give its "
+                    "module, and make the DistributedDataParallel in the function of run_elastic"
+                )
+            has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+            if not has_state and not isinstance(part, (dict, list)):
+                raise UsageError(
+                    f"ElasticState: part {place} is a {type(part).__name__}; expected a module, an optimizer, another "
+                    "object with state_dict and load_state_dict, or a dict or a list, which can be changed in place"
+                )
+        self._parts = list(parts)
+        self._snapshot = snapshot
+        self._seed = seed
+        self._step = 0
+        self._has_state = False  # it has had the state of all ranks
+        self._is_running = False  # in run_elastic
+        self._n_optimizer_steps = 0  # since the last completed step
+        # What a repetition of the present step begins with, beside parameters and optimizers.
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # and their values
+        kept_otherwise = () if snapshot else (torch.nn.Module, torch.optim.Optimizer)
+        self._others = [part for part in self._parts if not isinstance(part, kept_otherwise)]
+        self._values_of_others: list[Any] = []
+        self._generators: dict[str, Any] = {}
+        for optimizer in self._parts:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.register_step_post_hook(self._count_optimizer_step)
+
+    @property
+    def step(self) -> int:
+        """How many steps are complete: the number of the present one."""
+        return self._step
+
+    def set_step(self, step: int) -> None:
+        """For a training that resumes from a file: the parts are now those of this step.
+
+        Before run_elastic; or in its function, on all ranks, right after loading.
+        """
+        if step < 0:
+            raise UsageError(f"set_step: {step} is negative")
+        self._step = step
+        if self._is_running:
+            self._keep()
+            self._begin_step()
+
+    def step_done(self) -> None:
+        """Ends a step, right after optimizer.step(): a rank has completed the step when it calls this.
+
+        Lets replacements in, if any wait: then it does not return, but leaves run_elastic's function by an exception
+        (no Exception, a BaseException) that run_elastic catches, so that what follows in the loop is left out.
+        Collective over the world.
+        """
+        if not self._is_running:
+            raise UsageError("step_done: is for the function of run_elastic")
+        self._step += 1
+        self._keep()
+        waits = array.array("i", [_core.replacements_wait()])
+        _core.all_reduce(waits, "max")
+        _core.count_step()
+        if waits[0]:
+            raise _ReplacementsWait
+        self._begin_step()
+
+    def scale(self, own: int) -> float:
+        """The factor for the loss of a rank that computes the mean over its `own` samples: own * ranks / samples of all.
+
+        With it, the gradients that DistributedDataParallel averages are those of the mean over all samples, also if
+        ranks have different numbers of them. Collective over the world. UsageError if no rank has a sample.
+        """
+        count = array.array("q", [own])
+        _core.all_reduce(count)
+        if count[0] == 0:
+            raise UsageError("scale: no rank has a sample in this step")
+        return own * _core.get_world_size() / count[0]
+
+    def _count_optimizer_step(self, *_: Any) -> None:
+        self._n_optimizer_steps += 1
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return [part for part in self._parts if isinstance(part, torch.nn.Module)]
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for part in self._parts:
+            if isinstance(part, torch.nn.Module):
+                yield from part.parameters()
+            elif isinstance(part, torch.optim.Optimizer):
+                for group in part.param_groups:
+                    yield from group["params"]
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        """The present step begins with what is now."""
+        self._n_optimizer_steps = 0
+        if not self._snapshot:
+            buffers = [buffer for module in self._modules() for buffer in module.buffers()]
+            kept = self._buffers
+            self._buffers = []
+            for place, buffer in enumerate(buffers):
+                if place < len(kept) and kept[place][0] is buffer and kept[place][1].shape == buffer.shape:
+                    kept[place][1].copy_(buffer)
+                    self._buffers.append(kept[place])
+                else:
+                    self._buffers.append((buffer, buffer.clone()))
+        self._values_of_others = [copy.deepcopy(_values_of(part)) for part in self._others]
+        self._generators = {"torch": torch.get_rng_state(), "random": random.getstate()}
+        if "numpy" in sys.modules:
+            self._generators["numpy"] = sys.modules["numpy"].random.get_state()
+        for device in {parameter.device for parameter in self._parameters() if parameter.is_cuda}:
+            self._generators[str(device)] = torch.cuda.get_rng_state(device)
+
+    @torch.no_grad()
+    def _set_back(self) -> None:
+        """Undoes the part of the present step that was computed."""
+        for buffer, value in self._buffers:
+            if buffer.shape == value.shape:
+                buffer.copy_(value)
+            else:
+                buffer.data = value.clone()
+        for part, values in zip(self._others, self._values_of_others):
+            _load(part, values)
+        for name, state in self._generators.items():
+            if name == "torch":
+                torch.set_rng_state(state)
+            elif name == "random":
+                random.setstate(state)
+            elif name == "numpy":
+                sys.modules["numpy"].random.set_state(state)
+            else:
+                torch.cuda.set_rng_state(state, name)
+
+    def _begin_step(self) -> None:
+        """Before the ranks compute the present step."""
+        if self._seed is None:
+            return
+        # Neighbouring steps and ranks get seeds that have nothing in common.
+        text = f"{self._seed} {self._step} {_core.get_rank()}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        torch.manual_seed(seed >> 1)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+    def _synchronise(self) -> None:
+        """Collective: gives all ranks the state of those with the newest complete step."""
+        for parameter in self._parameters():
+            parameter.grad = None
+        has_changed = self._has_state and not self._snapshot and self._n_optimizer_steps > 0
+        mine = (self._step if self._has_state else -1, self._step, has_changed)
+        everyone = objects.all_gather_object(mine)
+        newest = max(kept for kept, _, _ in everyone)
+        for rank, (kept, _, changed) in enumerate(everyone):
+            if kept == newest and changed:
+                raise UsageError(
+                    f"run_elastic: rank {rank} cannot repeat step {newest}, which was not complete: an optimizer has "
+                    "changed parameters already. Call step_done() right after optimizer.step(), before any other "
+                    "operation of the ranks, or give ElasticState snapshot=True"
+                )
+        if self._has_state and mine[0] == newest:
+            self._set_back()
+        if newest < 0 or any(kept != newest for kept, _, _ in everyone):
+            self._share(source=[kept for kept, _, _ in everyone].index(newest), is_mine=self._has_state and mine[0] == newest)
+            self._step = next(step for kept, step, _ in everyone if kept == newest)
+        self._has_state = True
+        self._keep()
+        self._begin_step()
+
+    def _share(self, source: int, is_mine: bool) -> None:
+        """The state of source to the ranks that do not have it."""
+        rank = _core.get_rank()
+        packed = [b""]
+        if rank == source:
+            file = io.BytesIO()
+            torch.save([_values_of(part) for part in self._parts], file)
+            packed = [file.getvalue()]
+        objects.broadcast_object_list(packed, source)
+        failure = ""
+        if rank != source and not is_mine:
+            try:
+                values = torch.load(io.BytesIO(packed[0]), map_location="cpu", weights_only=False)
+                for part, own in zip(self._parts, values, strict=True):
+                    _load(part, own)
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+        for each, text in enumerate(objects.all_gather_object(failure)):
+            if text:
+                raise UsageError(f"run_elastic: rank {each} cannot take the state of rank {source}: {text}")
+
+
+def _values_of(part: Any) -> Any:
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+def _load(part: Any, values: Any) -> None:
+    if hasattr(part, "load_state_dict"):
+        part.load_state_dict(values)
+    elif isinstance(part, dict):
+        part.clear()
+        part.update(values)
+    else:
+        part[:] = values
+
+
+def _join_torch() -> None:
+    """Makes torch.distributed's default group of lockstep's world. Collective; fails on all ranks or on none."""
+    failure = None
+    try:
+        limit = timedelta(seconds=_core.default_group().timeout)
+        torch.distributed.init_process_group("lockstep", timeout=limit, **_backend.rendezvous())
+    except (PeerLost, PeerFailed, TimeoutError, UsageError):
+        raise
+    except (Error, RuntimeError) as error:  # such as of the store, which is in rank 0
+        failure = f"{type(error).__name__}: {error}"
+    # PeerLost if that was because a rank has ended.
+    for rank, text in enumerate(objects.all_gather_object(failure)):
+        if text is not None:
+            raise EngineError(f"run_elastic: rank {rank} cannot join torch.distributed's default group: {text}")
+
+
+def _leave_torch(failure: str) -> None:
+    if not torch.distributed.is_initialized():
+        return
+    if failure:
+        # Ends calls under way first, which destroying waits for.
+        _backend.leave_all(failure)
+    torch.distributed.destroy_process_group()
+
+
+def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: world.Timeout = None) -> None:
+    """Calls train, and calls it again whenever a rank is lost or a replacement joins, until it returns on all ranks.
+
+        state = lockstep.nn.ElasticState([model, optimizer])
+        sampler = lockstep.nn.ElasticBatchSampler(data, 64, state)
+
+        def train():
+            ddp = torch.nn.parallel.DistributedDataParallel(model)
+            with lockstep.nn.SyncBatchNormScope():
+                while sampler.epoch < 10:
+                    for images, labels in DataLoader(data, batch_sampler=sampler):
+                        loss = cross_entropy(ddp(images), labels) * state.scale(len(labels))
+                        optimizer.zero_grad()
+                        loss.backward()
+                        optimizer.step()
+                        state.step_done()
+
+        lockstep.nn.run_elastic(state, train)
+
+    Under `lockstep run --elastic MIN[:MAX]`. It joins the world, and makes torch.distributed's default group, over the
+    backend "lockstep", anew for each call of train. Before each call all ranks have the same state: that of the ranks
+    with the newest completed step goes to the others, in memory; gradients are None. A step that was not complete
+    is repeated. Groups, DistributedDataParallel and scopes must be made inside train: those of an earlier call belong
+    to a world that is over. Layers of convert_sync_batchnorm without a process_group may be made before.
+
+    A loss is a PeerLost, PeerFailed or TimeoutError that leaves train. Any other exception leaves run_elastic; for
+    the others this rank is then lost, when its process ends. UsageError on every rank if a step that is not complete
+    has changed parameters, by an optimizer of state, and there is no snapshot; EngineError if the launcher ends the
+    job, because too few ranks are left. Where nobody keeps the world running (another launcher, `lockstep run` without
+    --elastic), this is an ordinary training of which a loss is the end. The process stays in the world and
+    in the default group.
+    timeout: of the world's operations, as for init_dist.
+    """
+    if torch.distributed.is_initialized():
+        raise UsageError(
+            "run_elastic: torch.distributed has a default group; run_elastic makes it itself, so call "
+            "destroy_process_group() before, or do without init_process_group"
+        )
+    if _core.is_elastic() or not _core.is_distributed():
+        world.init_dist(timeout=timeout)
+    state._is_running = True
+    try:
+        while (failure := _attempt(state, train)) is not None:
+            gc.collect()  # a DistributedDataParallel that is still there would act on the gradients of the next one
+            _leave_torch(failure)
+            world.regroup()
+    finally:
+        # The program may change the parts before another run_elastic.
+        state._is_running = state._has_state = False
+
+
+def _attempt(state: ElasticState, train: Callable[[], Any]) -> Optional[str]:
+    """None if train has returned on all ranks, else why not: "" where a replacement waits."""
+    try:
+        _join_torch()
+        state._synchronise()
+        train()
+        _core.barrier()
+    except _ReplacementsWait:
+        return ""
+    except (PeerLost, PeerFailed, TimeoutError) as error:
+        if not _core.is_elastic():
+            raise
+        return str(error)
+    return None
+
+
+class ElasticBatchSampler(Sampler[list[int]]):
+    """The batches of a DataLoader(data, batch_sampler=...): which samples this rank takes, by the completed steps of state.
+
+    A function of the step and of the ranks alone, so that any number of ranks computes the same steps: step k of an epoch
+    consists of the positions k * global_batch to (k + 1) * global_batch - 1 of the epoch's order, which is that
+    of torch's DistributedSampler; rank r of n takes every n-th of them, from the r-th on. Iterating begins
+    with state's present step and ends with the epoch: begin a new iteration in each call of run_elastic's function.
+
+    data: what has a length. global_batch: samples of a step, on all ranks together. shuffle: a new order in every epoch,
+    from seed, the same on all ranks. drop_last: leave out the last step of an epoch if it has fewer samples.
+    """
+
+    def __init__(
+        self, data: Sized, global_batch: int, state: ElasticState, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> None:
+        n_samples = len(data)
+        steps = 0 if global_batch < 1 else n_samples // global_batch if drop_last else -(-n_samples // global_batch)
+        if steps == 0:
+            raise UsageError(
+                f"ElasticBatchSampler: {n_samples} samples in batches of {global_batch}{', without the last' if drop_last else ''} "
+                "make no step; global_batch is the number of samples of a step on all ranks together"
+            )
+        self.steps_per_epoch = steps
+        self._n_samples = n_samples
+        self._global_batch = global_batch
+        self._state = state
+        self._shuffle = shuffle
+        self._seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])  # of an epoch
+
+    @property
+    def epoch(self) -> int:
+        """Of the present step."""
+        return self._state.step // self.steps_per_epoch
+
+    def batch(self, step: int) -> list[int]:
+        """The samples of this rank in a step, counted over all epochs. Empty where there are fewer samples than ranks."""
+        epoch, step = divmod(step, self.steps_per_epoch)
+        if self._order[0] != epoch:
+            order = list(range(self._n_samples))
+            if self._shuffle:
+                generator = torch.Generator()
+                generator.manual_seed(self._seed + epoch)
+                order = torch.randperm(self._n_samples, generator=generator).tolist()
+            self._order = (epoch, order)
+        first = step * self._global_batch
+        return self._order[1][first : first + self._global_batch][_core.get_rank() :: _core.get_world_size()]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        n_last = self._n_samples - (self.steps_per_epoch - 1) * self._global_batch
+        n_fewest = min(n_last, self._global_batch)
+        if n_fewest < _core.get_world_size():
+            raise UsageError(
+                f"ElasticBatchSampler: a step of {n_fewest} samples leaves some of {_core.get_world_size()} ranks without; "
+                "a DataLoader cannot make an empty batch. Give drop_last=True or another global_batch, or take the "
+                "samples of each step from batch()"
+            )
+        step = self._state.step
+        end = (self.epoch + 1) * self.steps_per_epoch
+        return (self.batch(each) for each in range(step, end))
+
+    def __len__(self) -> int:
+        """Steps that are left in the epoch."""
+        return (self.epoch + 1) * self.steps_per_epoch - self._state.step

@@ -1,0 +1,408 @@
+"""Ranks that go on after one was lost, under `lockstep run --elastic`."""
+
+import pytest
+from conftest import COMMAND
+
+import lockstep
+
+
+def elastic(n, limits, *options):
+    """The command that starts n ranks."""
+    return [COMMAND, "run", "-n", str(n), "--elastic", limits, *options, "--"]
+
+
+def test_survivors_of_a_kill_regroup(run_ranks):
+    printed = run_ranks(
+        3,
+        """
+        assert ls.is_elastic() and not ls.replacements_wait()
+        old = ls.default_group().duplicate()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with raises(ls.PeerLost, "rank 1 was killed by signal 9 (SIGKILL)"):
+            while True:
+                ls.barrier()
+                ls.count_step()
+        world = ls.regroup(timeout=30)
+        assert world == (rank // 2, 2, 1, [(1, 0, "was killed by signal 9 (SIGKILL)")], []), world
+        assert world.lost[0].why.startswith("was killed") and ls.get_dist_info() == (world.rank, world.size)
+        x = np.full(1000, world.rank + 1.0)
+        ls.all_reduce(x)
+        assert (x == 3).all()
+        with raises(ls.PeerLost, "generation 0 of the world is over"):
+            old.duplicate()
+        print("went on")
+        """,
+        launcher=elastic(3, "1:2"),
+    )
+    assert printed.count("went on") == 2, printed
+
+
+def test_a_replacement_joins(run_ranks):
+    printed = run_ranks(
+        2,
+        """
+        is_replacement = os.environ["LOCKSTEP_SEGMENT"].endswith(":next")
+        if not is_replacement:
+            if rank == 1:
+                raise ValueError("rank 1 is at its end")
+            with raises(ls.PeerFailed, "rank 1 is at its end"):
+                ls.barrier()
+            alone = ls.regroup()
+            assert alone.size == 1 and "ValueError: rank 1 is at its end" in alone.lost[0].why, alone
+            ls.count_step()
+            while not ls.replacements_wait():
+                time.sleep(0.01)
+            assert ls.regroup() == (0, 2, 2, [], [1])
+        assert ls.get_world_size() == 2
+        numbers = ls.all_gather_object(is_replacement)
+        assert numbers == [False, True]
+        print("together")
+        """,
+        launcher=elastic(2, "1"),
+    )
+    assert printed.count("together") == 2, printed
+
+
+def test_without_elastic_it_is_refused(run_ranks):
+    run_ranks(
+        2,
+        """
+        assert not ls.is_elastic() and not ls.replacements_wait()
+        ls.count_step()
+        with raises(ls.UsageError, "lockstep run -n N --elastic MIN", "program.py:"):
+            ls.regroup()
+        with raises(ls.UsageError, "timeout is 'soon'"):
+            ls.regroup("soon")
+        ls.barrier()
+        """,
+    )
+    with pytest.raises(lockstep.UsageError):
+        lockstep.regroup()
+
+
+# --- with torch -----------------------------------------------------------------------------------
+
+# What the programs below train: a network with batch normalisation on random samples, whose numbers depend on every
+# sample of every step. `end(point)` is called where a rank may end.
+TRAINING = """
+import io, os, random, signal, sys, time, torch
+import numpy as np
+import lockstep as ls, lockstep.nn
+from ranks import raises
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+place = int(os.environ.get("RANK", "0"))
+is_replacement = os.environ.get("LOCKSTEP_SEGMENT", "").endswith(":next")
+torch.manual_seed(1)
+data = TensorDataset(torch.randn(90, 6, dtype=torch.float64), torch.randn(90, 2, dtype=torch.float64))
+torch.manual_seed(2 + place)  # the parameters of rank 0 count
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
+optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+counts = {"steps": 0}
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def end(point):
+    pass
+
+def save(path):
+    digest = sum(p.sum().item() for p in model.state_dict().values())
+    print(f"rank {ls.get_rank()} of {ls.get_world_size()}: step {state.step}, {digest!r}, {counts['steps']}, {schedule.last_epoch}")
+    if ls.is_main_process():
+        torch.save(model.state_dict(), path)
+
+def make_train(n_steps):
+    def train():
+        ddp = DistributedDataParallel(model)
+        with lockstep.nn.SyncBatchNormScope():
+            while state.step < n_steps:
+                for inputs, targets in DataLoader(data, batch_sampler=sampler):
+                    end("forward")
+                    loss = nn.functional.mse_loss(ddp(inputs), targets)
+                    end("backward")
+                    optimizer.zero_grad()
+                    (loss * state.scale(len(targets))).backward()
+                    end("optimizer")
+                    optimizer.step()
+                    schedule.step()
+                    counts["steps"] += 1
+                    end("done")
+                    try:
+                        state.step_done()
+                    except Exception as error:  # not of a replacement that waits
+                        assert isinstance(error, ls.Error), error
+                        raise
+                    if state.step == n_steps:
+                        break
+    return train
+
+state = lockstep.nn.ElasticState([model, optimizer, schedule, counts])
+sampler = lockstep.nn.ElasticBatchSampler(data, 20, state, drop_last=True)
+"""
+
+
+@pytest.fixture
+def train(run_ranks, tmp_path):
+    """train(n, program, launcher): the lines that the ranks print, and the parameters after it."""
+    torch = pytest.importorskip("torch")
+
+    def run(n, program, launcher=None, code=0):
+        printed = run_ranks(n, program, prelude=TRAINING, launcher=launcher, code=code)
+        path = tmp_path / "parameters"
+        parameters = torch.load(path) if path.exists() else {}
+        path.unlink(missing_ok=True)
+        return printed, parameters
+
+    return run
+
+
+def largest_difference(a, b):
+    assert a.keys() == b.keys() and a
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+ALONE = """
+lockstep.nn.run_elastic(state, make_train(25))
+save("parameters")
+"""
+
+KILLED = """
+ends = {1: (5, "forward"), 2: (9, "done"), 0: (14, "backward"), 3: (19, "optimizer")}
+
+def end(point):
+    if not is_replacement and (state.step, point) == ends.get(place):
+        assert ls.get_world_size() == 4
+        die()
+    # The replacement of the last one is there before the next one ends.
+    while point == "forward" and state.step in (8, 13, 18) and ls.get_world_size() < 4 and not ls.replacements_wait():
+        time.sleep(0.01)
+
+lockstep.nn.run_elastic(state, make_train(25))
+save("parameters")
+"""
+
+
+def test_training_over_ranks_that_are_killed_and_replaced_is_that_of_one(train):
+    _, alone = train(1, ALONE)
+    printed, killed = train(4, KILLED, elastic(4, "1"))
+    assert largest_difference(alone, killed) < 1e-9
+    said = [line.split(": ", 1)[1] for line in printed.splitlines() if line.startswith("rank ") and ": step " in line]
+    assert len(said) >= 1 and len(set(said)) == 1, printed
+    assert said[0].startswith("step 25, ") and said[0].endswith(", 25, 25"), said
+    assert printed.count("was killed by SIGKILL") == 4, printed
+
+
+def test_without_elastic_a_loss_is_the_end(train):
+    printed, _ = train(
+        2,
+        """
+        def end(point):
+            if place == 1 and state.step == 3 and point == "forward":
+                die()
+
+        lockstep.nn.run_elastic(state, make_train(5))
+        """,
+        code=128 + 9,
+    )
+    assert "PeerLost" in printed and "rank 1 died" in printed, printed
+
+
+CHANGED = """
+state = lockstep.nn.ElasticState([model, optimizer, schedule, counts], snapshot=SNAPSHOT)
+sampler = lockstep.nn.ElasticBatchSampler(data, 20, state, drop_last=True)
+
+def end(point):
+    if point == "done":  # the step changes parameters before its last operation
+        if place == 2 and state.step == 4:
+            die()
+        ls.barrier()
+
+lockstep.nn.run_elastic(state, make_train(8))
+save("parameters")
+"""
+
+
+def test_a_step_that_has_changed_parameters_needs_a_snapshot(train):
+    printed, _ = train(3, CHANGED.replace("SNAPSHOT", "False"), elastic(3, "1:2"), code=1)
+    assert "cannot repeat step 4, which was not complete: an optimizer has changed parameters already" in printed, printed
+    _, kept = train(3, CHANGED.replace("SNAPSHOT", "True"), elastic(3, "1:2"))
+    _, alone = train(1, ALONE.replace("25", "8"))
+    assert largest_difference(alone, kept) < 1e-9
+
+
+def test_a_kill_while_the_default_group_is_made_anew(train):
+    """Rank 0 ends when the others know the address of its store, and before they connect."""
+    _, alone = train(1, ALONE.replace("25", "8"))
+    printed, killed = train(
+        3,
+        """
+        from lockstep import objects
+        n_stores = 0
+        broadcast = objects.broadcast_object_list
+
+        def broadcast_address(address, *arguments):
+            global n_stores
+            broadcast(address, *arguments)
+            if isinstance(address[0], tuple) and place == 0:
+                n_stores += 1
+                if n_stores == 2:
+                    die()
+
+        objects.broadcast_object_list = broadcast_address
+
+        def end(point):
+            if place == 2 and state.step == 3 and point == "forward":
+                die()
+
+        lockstep.nn.run_elastic(state, make_train(8))
+        save("parameters")
+        """,
+        elastic(3, "1:1"),
+    )
+    assert printed.count("was killed by SIGKILL") == 2, printed
+    assert largest_difference(alone, killed) < 1e-9
+
+
+def test_seeds_make_runs_with_the_same_ranks_the_same(train):
+    """With dropout: ranks that are killed in a step, and ranks that leave before it."""
+    program = """
+    model.append(nn.Dropout(0.5))
+    state = lockstep.nn.ElasticState([model, optimizer, schedule, counts], seed=5)
+    sampler = lockstep.nn.ElasticBatchSampler(data, 20, state, drop_last=True)
+
+    def end(point):
+        if place == 2 and state.step == 4 and point == POINT:
+            die() if POINT == "backward" else os._exit(0)
+
+    lockstep.nn.run_elastic(state, make_train(8))
+    save("parameters")
+    """
+    _, killed = train(3, program.replace("POINT", '"backward"'), elastic(3, "1:2"))
+    _, left = train(3, program.replace("POINT", '"forward"'), elastic(3, "1:2"))
+    assert largest_difference(killed, left) == 0
+
+
+def test_groups_that_the_function_makes(train):
+    printed, _ = train(
+        4,
+        """
+        import torch.distributed as dist
+        losses = []
+
+        def train():
+            group = dist.new_group([0, 1])
+            world = dist.group.WORLD
+            assert dist.get_world_size() == ls.get_world_size() and dist.get_backend() == "lockstep"
+            while state.step < 6:
+                if place == 3 and state.step == 3:
+                    die()
+                x = torch.full((3,), state.step + 1.0)
+                work = dist.all_reduce(x, async_op=True)
+                work.wait()
+                assert x[0] == (state.step + 1) * dist.get_world_size()
+                if dist.get_rank() < 2:
+                    dist.all_reduce(x, group=group)
+                state.step_done()
+            print("trained over", ls.get_world_size())
+
+        lockstep.nn.run_elastic(state, train)
+        with raises(ls.UsageError, "has a default group; run_elastic makes it itself"):
+            lockstep.nn.run_elastic(state, train)
+        """,
+        elastic(4, "1:3"),
+    )
+    assert printed.count("trained over 3") == 3, printed
+
+
+def test_other_exceptions_leave(train):
+    printed, _ = train(
+        2,
+        """
+        def train():
+            if place == 1:
+                raise KeyError("mine")
+            ls.barrier()
+
+        with raises(KeyError if place == 1 else ls.EngineError, "mine" if place == 1 else "ends the job"):
+            lockstep.nn.run_elastic(state, train)
+        sys.exit(3)
+        """,
+        elastic(2, "2"),
+        code=3,
+    )
+
+
+# --- in this process ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nn():
+    pytest.importorskip("torch")
+    import lockstep.nn
+
+    return lockstep.nn
+
+
+def test_wrong_parts_are_refused(nn):
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    for parts, text in [
+        (model, "parts is a Linear; give a list"),
+        ([model, 3], "part 1 is a int; expected a module"),
+        ([lambda: 0], "part 0 is a function"),
+    ]:
+        with pytest.raises(lockstep.UsageError, match=text):
+            nn.ElasticState(parts)
+    state = nn.ElasticState([model, [1], {}])
+    for call in (state.step_done, lambda: state.set_step(-1)):
+        with pytest.raises(lockstep.UsageError):
+            call()
+    state.set_step(7)
+    assert state.step == 7 and state.scale(5) == 1
+    with pytest.raises(lockstep.UsageError, match="no rank has a sample"):
+        state.scale(0)
+
+
+def test_batches_are_those_of_torchs_sampler_and_a_function_of_the_step(nn):
+    from torch.utils.data import DistributedSampler
+
+    data = list(range(50))
+    state = nn.ElasticState([{}])
+    sampler = nn.ElasticBatchSampler(data, 8, state, seed=3)
+    assert sampler.steps_per_epoch == len(sampler) == 7
+    order = DistributedSampler(data, 1, 0, seed=3)
+    for epoch in range(2):
+        order.set_epoch(epoch)
+        batches = list(sampler)
+        assert [len(each) for each in batches] == [8] * 6 + [2]
+        assert [index for each in batches for index in each] == list(order)
+        state.set_step(state.step + 5)
+        assert list(sampler) == batches[5:] and len(sampler) == 2 and sampler.epoch == epoch
+        state.set_step(state.step + 2)
+    assert list(nn.ElasticBatchSampler(data, 20, nn.ElasticState([]), shuffle=False, drop_last=True)) == [data[:20], data[20:40]]
+    for length, batch, drop in (0, 4, False), (5, 0, False), (5, -1, False), (5, 6, True):
+        with pytest.raises(lockstep.UsageError, match="make no step"):
+            nn.ElasticBatchSampler(range(length), batch, state, drop_last=drop)
+
+
+def test_an_empty_batch_is_refused_where_a_loader_would_make_it(train):
+    train(
+        3,
+        """
+        sampler = lockstep.nn.ElasticBatchSampler(range(22), 10, state)
+
+        def train():
+            with raises(ls.UsageError, "a step of 2 samples leaves some of 3 ranks without"):
+                next(iter(sampler))
+            assert [len(sampler.batch(step)) for step in (0, 2)] == [[4, 1], [3, 1], [3, 0]][ls.get_rank()]
+
+        lockstep.nn.run_elastic(state, train)
+        """,
+    )
