@@ -2,9 +2,12 @@
 //   elastic steps MODE PLACES   the processes of PLACES (as 1,2) end in their third step, unless
 //                               they are replacements: MODE is kill, exit, throw, stop or finish.
 //                               The others go on until the world is full again, or alone: `finish`
-//   elastic soak N FILE         all but one die again and again, by a random signal or exit code at
-//                               a random time, until that one has made N steps; FILE holds the
-//                               time of the last death
+//   elastic soak N FILE         all but one end again and again, at random times and in random
+//   ways,
+//                               two at once among them, until N have; fails if the memory or the
+//                               descriptors of that one or of the launcher grow. FILE holds what
+//                               the processes share
+//   elastic soak N FILE stop    some of them stop, and the limit is a second
 //   elastic group               a group of the first generation is used in the second
 //   elastic linger FILE         the process of place 1 is lost, and its replacement makes FILE but
 //   does
@@ -22,6 +25,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <csignal>
@@ -52,11 +56,6 @@ bool is_replacement() {
 void say(const std::string& text) {
   std::printf("%s\n", text.c_str());
   std::fflush(stdout);
-}
-
-long n_files() {
-  const std::filesystem::directory_iterator files("/proc/self/fd");
-  return std::distance(begin(files), end(files));
 }
 
 void say_error(const lockstep::Error& error) { say(error.what()); }
@@ -124,13 +123,18 @@ void steps(const std::string& mode, const std::string& places) {
   if (mode != "finish") lockstep::barrier();
 }
 
-/// The time of the last death, for all processes.
-std::atomic<std::int64_t>& last_death(const char* file) {
+/// What all processes of a soak share.
+struct Shared {
+  std::atomic<std::int64_t> last_death;
+  std::array<std::atomic<pid_t>, 64> process_of;  ///< of each place
+};
+
+Shared& shared_in(const char* file) {
   const int fd = ::open(file, O_RDWR | O_CREAT, 0600);
   if (fd < 0 || ::ftruncate(fd, 4096) != 0) throw std::runtime_error("cannot open the file");
   void* const page = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   ::close(fd);
-  return *static_cast<std::atomic<std::int64_t>*>(page);
+  return *static_cast<Shared*>(page);
 }
 
 std::int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
@@ -138,18 +142,28 @@ std::int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch
 /// Ends this process at a random time, unless it is disarmed before.
 class Fate {
  public:
-  explicit Fate(std::atomic<std::int64_t>& death) {
-    std::thread([this, &death] {
+  Fate(Shared& shared, std::size_t place, bool may_stop) {
+    shared.process_of.at(place) = ::getpid();
+    std::thread([this, &shared, place, may_stop] {
       std::random_device random;
-      std::this_thread::sleep_for(milliseconds(random() % 150));
+      // Longer than a stop takes: three generations in a row without a step would end the job.
+      std::this_thread::sleep_for(milliseconds(random() % (may_stop ? 4000 : 150)));
       const std::lock_guard lock(mutex_);
       if (is_disarmed_) return;
-      death.store(now_ns());
-      switch (random() % 4) {
-        case 0: std::_Exit(3);
-        case 1: std::raise(SIGSEGV); break;
-        default: ::kill(::getpid(), SIGKILL);
+      if (may_stop && random() % 8 == 0) std::raise(SIGSTOP);
+      shared.process_of[place] = 0;  // before another process has this number
+      shared.last_death.store(now_ns());
+      const unsigned how = random() % 6;
+      if (how == 0) std::_Exit(3);
+      if (how == 1) std::raise(SIGSEGV);
+      if (how == 2) throw std::runtime_error("a rank that cannot go on");
+      for (std::size_t other = 0; how == 3 && other < shared.process_of.size(); ++other) {
+        const pid_t pid = shared.process_of[other].exchange(0);
+        if (pid == 0) continue;
+        ::kill(pid, SIGKILL);
+        break;
       }
+      ::kill(::getpid(), SIGKILL);
     }).detach();
   }
   void disarm() {
@@ -169,43 +183,67 @@ std::string distribution(const char* name, std::vector<double> ms) {
                      ms.size(), ms[ms.size() / 2], ms[ms.size() * 99 / 100], ms.back());
 }
 
-void soak(int n_steps, const char* file) {
-  const bool survives = std::atoi(std::getenv("RANK")) == 0;
-  auto& death = last_death(file);
+/// Of this process and of the launcher.
+struct Usage {
+  std::array<long, 2> memory_kib{}, n_files{};
+
+  Usage() {
+    for (const std::size_t i : {0U, 1U}) {
+      const std::string process = fmt::format("/proc/{}/", i == 0 ? ::getpid() : ::getppid());
+      std::ifstream statm(process + "statm");
+      statm >> memory_kib[i] >> memory_kib[i];
+      memory_kib[i] *= ::sysconf(_SC_PAGESIZE) / 1024;
+      const std::filesystem::directory_iterator files(process + "fd");
+      n_files[i] = std::distance(begin(files), end(files));
+    }
+  }
+};
+
+int soak(std::size_t n_deaths, const char* file, bool may_stop) {
+  constexpr std::size_t kDeathsBefore = 100;  // memory and descriptors may grow until then
+  const auto place = static_cast<std::size_t>(std::atoi(std::getenv("RANK")));
+  const bool survives = place == 0;
+  Shared& shared = shared_in(file);
   static std::optional<Fate> fate;
-  if (!survives) fate.emplace(death);
+  if (!survives) fate.emplace(shared, place, may_stop);
   std::vector<double> to_error, to_sum;
-  lockstep::init_dist();
-  int step = 0;
+  std::size_t n_lost = 0;
+  std::optional<Usage> before;
+  lockstep::init_dist({.timeout = may_stop ? milliseconds(1000) : milliseconds(60'000)});
   const auto add_up = [&] {
     const int n = lockstep::get_world_size();
     if (lockstep::all_reduce_value(lockstep::get_rank() + 1) != n * (n + 1) / 2) {
       throw std::logic_error("a wrong sum");
     }
   };
+  const auto join_next = [&] {
+    n_lost += lockstep::regroup().lost.size();
+    if (!before && n_lost >= kDeathsBefore) before.emplace();
+  };
   enum class Next { regroup, enter, take_steps };
+  enum Wish { none, let_in, end };  // the largest is everybody's
   Next next = is_replacement() ? Next::enter : Next::take_steps;
   bool is_disarmed = false;
   while (true) {
     try {
       const std::int64_t begin = now_ns();
-      if (next == Next::regroup) lockstep::regroup();
+      if (next == Next::regroup) join_next();
       lockstep::count_step();  // of so many deaths, three may come before a step of the program
       if (next != Next::take_steps) {  // the same calls, whatever brought each rank here
         next = Next::regroup;
         const auto last = lockstep::all_reduce_value(begin, lockstep::ReduceOp::max);
         add_up();
         to_sum.push_back(static_cast<double>(now_ns() - last) / 1e6);
-        lockstep::broadcast(std::span(&step, 1));  // rank 0 is a survivor
         next = Next::take_steps;
       }
-      while (step < n_steps && next == Next::take_steps) {
+      while (true) {
         add_up();
-        const int waits = lockstep::all_reduce_value(lockstep::replacements_wait() ? 1 : 0,
-                                                     lockstep::ReduceOp::max);
-        ++step;
+        int wish = lockstep::replacements_wait() ? let_in : none;
+        if (survives && n_lost >= n_deaths) wish = end;
+        wish = lockstep::all_reduce_value(wish, lockstep::ReduceOp::max);
         lockstep::count_step();
-        if (waits != 0) next = Next::regroup;
+        if (wish == let_in) next = Next::regroup;
+        if (wish != none) break;
       }
       if (next == Next::regroup) continue;
       if (fate && !is_disarmed) fate->disarm();
@@ -214,17 +252,31 @@ void soak(int n_steps, const char* file) {
       break;
     } catch (const lockstep::PeerLost&) {
       if (next == Next::take_steps) {
-        to_error.push_back(static_cast<double>(now_ns() - death.load()) / 1e6);
+        to_error.push_back(static_cast<double>(now_ns() - shared.last_death.load()) / 1e6);
       }
       next = Next::regroup;
     } catch (const lockstep::PeerFailed&) {
       next = Next::regroup;
+    } catch (const lockstep::TimeoutError&) {
+      next = Next::regroup;
     }
   }
-  if (survives) {
-    say(distribution("death to error", to_error) + distribution("request to sum", to_sum) +
-        fmt::format("{} descriptors", n_files()));
+  if (!survives) return 0;
+  say(fmt::format("{} deaths\n", n_lost) + distribution("death to error", to_error) +
+      distribution("request to sum", to_sum));
+  if (!before) return 0;
+  const Usage after;
+  bool grows = false;
+  for (const std::size_t i : {0U, 1U}) {
+    say(fmt::format("{}: {} KiB, {} KiB after {} deaths; {} descriptors, {} after {}",
+                    i == 0 ? "a survivor" : "the launcher", after.memory_kib[i],
+                    before->memory_kib[i], kDeathsBefore, after.n_files[i], before->n_files[i],
+                    kDeathsBefore));
+    // Descriptors of processes that have just ended come and go.
+    grows |= after.memory_kib[i] > before->memory_kib[i] + 2048 ||
+             after.n_files[i] > before->n_files[i] + 16;
   }
+  return grows ? 1 : 0;
 }
 
 void use_old_group() {
@@ -349,7 +401,9 @@ int main(int argc, char** argv) {
   const std::string mode = argv[1];
   try {
     if (mode == "steps" && argc > 3) steps(argv[2], argv[3]);
-    if (mode == "soak" && argc > 3) soak(std::atoi(argv[2]), argv[3]);
+    if (mode == "soak" && argc > 3) {
+      return soak(static_cast<std::size_t>(std::atoi(argv[2])), argv[3], argc > 4);
+    }
     if (mode == "group") use_old_group();
     if (mode == "linger" && argc > 2) linger(argv[2]);
     if (mode == "fork") ask_from_fork();

@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""Steps per second of a training that loses a rank again and again, of what it makes undisturbed.
+
+usage: elastic.py [--ranks N] [--seconds S] [--every S] [--json FILE]
+
+Three trainings, each for S seconds undisturbed and for S seconds in which every 15 seconds (--every) one of the ranks
+gets SIGKILL: lockstep-train and lockstep.nn.run_elastic under `lockstep run --elastic 1`, and the peer, the same network over
+Gloo under `torchrun --max-restarts`, which restarts all ranks from a checkpoint that is written every 10 seconds.
+The two in Python train one convnet with one global batch; the peer's BatchNorm is each rank's own, because torch has
+no SyncBatchNorm for CPUs. Steps count if they are not done again: the newest completed one counts.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BUILD = Path(__file__).resolve().parent.parent / "build/release"
+BATCH = {"train": 512, "ranks": 512}  # steps of about 50 ms on two cores
+CHECKPOINT_EVERY = 10
+
+
+# --- a rank of the trainings in Python ------------------------------------------------------------
+
+
+def train(mode, progress, checkpoint):
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import TensorDataset
+
+    import lockstep.nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    layers, channels = [], 1
+    for width in 16, 32, 64:
+        layers += [torch.nn.Conv2d(channels, width, 3, 2, 1), torch.nn.BatchNorm2d(width), torch.nn.ReLU()]
+        channels = width
+    model = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(channels, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    data = TensorDataset(torch.randn(16 * BATCH["ranks"], 1, 28, 28), torch.randint(10, (16 * BATCH["ranks"],)))
+
+    def step(ddp, optimizer, samples, scale):
+        images, labels = data[samples]
+        loss = torch.nn.functional.cross_entropy(ddp(images), labels) * scale
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def report(rank, step):
+        if rank == 0:
+            with open(progress, "a") as file:
+                file.write(f"{step}\n")
+
+    if mode == "elastic":
+        state = lockstep.nn.ElasticState([model, optimizer])
+        sampler = lockstep.nn.ElasticBatchSampler(data, BATCH["ranks"], state)
+
+        def loop():
+            ddp = DistributedDataParallel(model)
+            with lockstep.nn.SyncBatchNormScope():
+                while True:
+                    samples = sampler.batch(state.step)
+                    step(ddp, optimizer, samples, state.scale(len(samples)))
+                    report(lockstep.get_rank(), state.step + 1)
+                    state.step_done()
+
+        lockstep.nn.run_elastic(state, loop)
+        return
+    dist.init_process_group("gloo")
+    n_done = 0
+    if os.path.exists(checkpoint):
+        values = torch.load(checkpoint)
+        model.load_state_dict(values["model"])
+        optimizer.load_state_dict(values["optimizer"])
+        n_done = values["step"]
+    ddp = DistributedDataParallel(model)
+    rank, n_ranks = dist.get_rank(), dist.get_world_size()
+    saved = time.monotonic()
+    while True:
+        first = n_done * BATCH["ranks"] % len(data)
+        step(ddp, optimizer, list(range(first + rank, first + BATCH["ranks"], n_ranks)), 1)
+        n_done += 1
+        report(rank, n_done)
+        if rank == 0 and time.monotonic() - saved > CHECKPOINT_EVERY:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": n_done}, checkpoint + ".new")
+            os.replace(checkpoint + ".new", checkpoint)
+            saved = time.monotonic()
+
+
+# --- the measurement ------------------------------------------------------------------------------
+
+
+def children_of(pid):
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def newest_step(progress):
+    """In the last complete line: a number, or a JSON line of lockstep-train."""
+    if not progress.exists():
+        return 0
+    for line in reversed(progress.read_text().rsplit("\n", 8)[-8:]):
+        if line.startswith("{") and line.endswith("}") and '"steps"' in line:
+            return json.loads(line)["step"]
+        if line.isdigit():
+            return int(line)
+    return 0
+
+
+def measure(name, command, progress, seconds, every):
+    """Steps per second; every: seconds between the kills, or None. Also the number of kills."""
+    log = progress.with_suffix(".log")
+    with open(log, "w") as output:
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        while newest_step(progress) < 20:  # all ranks have joined
+            if job.poll() is not None:
+                sys.exit(f"{name} ended: {log.read_text()[-2000:]}")
+            time.sleep(0.1)
+        first, began, n_kills = newest_step(progress), time.monotonic(), 0
+        while (passed := time.monotonic() - began) < seconds:
+            # In the middle of each period, so that the first and the last loss are whole.
+            if every and passed > (n_kills + 0.5) * every:
+                ranks = children_of(job.pid)
+                os.kill(ranks[n_kills % len(ranks)], signal.SIGKILL)
+                n_kills += 1
+            if job.poll() is not None:
+                sys.exit(f"{name} ended: {log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        return (newest_step(progress) - first) / (time.monotonic() - began), n_kills
+    finally:
+        job.terminate()
+        try:
+            job.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=75)
+    parser.add_argument("--every", type=float, default=15)
+    parser.add_argument("--json", help="file for the ratios")
+    options = parser.parse_args()
+    lockstep_command = [str(BUILD / "src/cli/lockstep"), "run", "-n", str(options.ranks), "--elastic", "1", "--"]
+    this = [sys.executable, str(Path(__file__).resolve()), "ranks"]
+    rows = []
+    print(f"{options.ranks} ranks, {options.seconds:g} s each; a rank killed every {options.every:g} s\n")
+    print(f"{'':58}{'steps/s':>9}{'killed':>9}{'kept':>8}{'kills':>7}")
+    with tempfile.TemporaryDirectory() as folder:
+
+        def command(kind, place):
+            progress = Path(folder) / f"{kind}{place}"
+            if kind == "train":
+                train_command = [str(BUILD / "examples/train/lockstep-train"), "--batch", str(BATCH["train"]), "--epochs", "1000000"]
+                return [*lockstep_command, *train_command, "--threads", "1", "--metrics", str(progress), "--metrics-every", "1"], progress
+            rank = [*this, kind, str(progress), f"{progress}.pt"]
+            if kind == "elastic":
+                return [*lockstep_command, *rank], progress
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", "--max-restarts=1000"]
+            return [*torchrun, *rank[1:]], progress
+
+        for kind, name in (
+            ("train", "lockstep-train, run_elastic (C++)"),
+            ("elastic", "lockstep.nn.run_elastic (Python)"),
+            ("restart", f"torchrun --max-restarts, Gloo, checkpoints of each {CHECKPOINT_EVERY} s"),
+        ):
+            undisturbed, _ = measure(name, *command(kind, "-undisturbed"), options.seconds, None)
+            killed, n_kills = measure(name, *command(kind, "-killed"), options.seconds, options.every)
+            print(f"{name:58}{undisturbed:9.1f}{killed:9.1f}{killed / undisturbed:8.1%}{n_kills:7}", flush=True)
+            rows.append({"name": name, "ratio": killed / undisturbed})
+    if options.json:
+        Path(options.json).write_text(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["ranks"]:
+        train(*sys.argv[2:])
+    else:
+        main()
