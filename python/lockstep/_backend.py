@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,6 @@ from .errors import EngineError
 
 _CONNECT_TIME = timedelta(seconds=3)
 _CONNECT_ATTEMPTS = 100
-_STORE_TIMEOUT = timedelta(minutes=5)  # TCPStore's default
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -38,25 +38,28 @@ def leave_all(failure: str) -> None:
     _extension.load().leave_all(failure)
 
 
-def rendezvous() -> dict[str, Any]:
-    """Arguments of init_process_group for the ranks of lockstep's world, which this joins if the program has not.
-
-    Fails on all ranks or on none.
-    """
-    import socket
-
-    from torch.distributed import HashStore, TCPStore
-
+def join_world() -> str:
+    """Joins lockstep's world if the program has not. Returns the host name of rank 0's store, if this is rank 0."""
     if not _core.is_distributed():
         world.init_dist()
+    is_near = world.get_local_size() == world.get_world_size()
+    return "127.0.0.1" if is_near else os.environ.get("MASTER_ADDR", socket.gethostname())
+
+
+def rendezvous() -> tuple[Any, int, int]:
+    """Store, rank and number of ranks: those of lockstep's world, which this joins if the program has not.
+
+    What init_method="lockstep://" does. Fails on all ranks or on none.
+    """
+    from torch.distributed import HashStore, TCPStore
+
+    host = join_world()
     rank, size = world.get_dist_info()
     if size == 1:
-        return {"store": HashStore(), "rank": 0, "world_size": 1}
-    is_near = world.get_local_size() == size
+        return HashStore(), 0, 1
     store = None
     address: list[Any] = [None]
     if rank == 0:
-        host = "127.0.0.1" if is_near else os.environ.get("MASTER_ADDR", socket.gethostname())
         store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
         address = [(host, store.port)]
     objects.broadcast_object_list(address)
@@ -66,12 +69,11 @@ def rendezvous() -> dict[str, Any]:
         if store is None:
             try:
                 store = TCPStore(*address[0], size, timeout=_CONNECT_TIME)
-                store.set_timeout(_STORE_TIMEOUT)
             except RuntimeError as error:
                 failure = str(error)
         n_failed = sum(objects.all_gather_object(store is None))
         if n_failed == 0:
-            return {"store": store, "rank": rank, "world_size": size}
+            return store, rank, size
     raise EngineError(f"init_process_group: {n_failed} of {size} ranks cannot connect to the store of rank 0: {failure}")
 
 

@@ -250,7 +250,7 @@ def _join_torch() -> None:
     failure = None
     try:
         limit = timedelta(seconds=_core.default_group().timeout)
-        torch.distributed.init_process_group("lockstep", timeout=limit, **_backend.rendezvous())
+        torch.distributed.init_process_group("lockstep", init_method="lockstep://", timeout=limit)
     except (PeerLost, PeerFailed, TimeoutError, UsageError):
         raise
     except (Error, RuntimeError) as error:  # such as of the store, which is in rank 0

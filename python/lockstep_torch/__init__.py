@@ -1,24 +1,25 @@
-"""Makes torch.distributed know the backend "lockstep". torch itself imports this, at the end of `import torch`.
+"""Makes torch.distributed know the backend "lockstep" and the init_method "lockstep://".
 
-Apart from the package lockstep, which is imported when a process group is made.
+torch itself imports this: at the end of `import torch` (the entry point torch.backends), or when the backend is first
+named (torch.distributed.backends, from PyTorch 2.14). Apart from the package lockstep, which is imported when a process group is
+made. Nothing of torch is replaced.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import os
+from collections.abc import Iterator
 from typing import Any
 
 
 def register() -> None:
-    """The entry point of the group torch.backends. An exception here would break `import torch`."""
+    """An exception here would break `import torch`."""
     try:
         import torch.distributed as dist
 
-        if dist.is_available():
-            dist.Backend.register_backend("lockstep", _create, extended_api=True, devices=["cpu"])
-            _patch_init_process_group(dist)
+        if not dist.is_available() or "lockstep" in dist.Backend.backend_list:
+            return
+        dist.Backend.register_backend("lockstep", _create, extended_api=True, devices=["cpu"])
+        dist.register_rendezvous_handler("lockstep", _rendezvous)
     except Exception as error:  # a torch that has moved on
         import warnings
 
@@ -31,19 +32,8 @@ def _create(options: Any, pg_options: Any) -> Any:
     return create(options, pg_options)
 
 
-def _patch_init_process_group(dist: Any) -> None:
-    """torch finds its ranks by the variables of torchrun; without them ours asks srun's and mpirun's, or is alone."""
-    original = dist.init_process_group
-    signature = inspect.signature(original)
+def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    from lockstep._backend import rendezvous
 
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **options: Any) -> None:
-        given = signature.bind(*args, **options).arguments
-        has_rendezvous = {"init_method", "store", "rank", "world_size"} & given.keys() or "RANK" in os.environ
-        if "lockstep" in str(given.get("backend")) and not has_rendezvous:
-            from lockstep._backend import rendezvous
-
-            options.update(rendezvous())
-        return original(*args, **options)
-
-    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
+    yield rendezvous()
+    raise RuntimeError("lockstep:// has no second rendezvous of one group")

@@ -23,6 +23,52 @@ assert "lockstep" not in sys.modules
 """)
 
 
+def test_registering_replaces_nothing_of_torch():
+    run("""
+import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import sys, torch, torch.distributed as dist
+import torch.distributed.rendezvous, torch.nn.parallel.distributed
+def attributes():
+    return {
+        (name, attribute): value
+        for name, module in sys.modules.copy().items() if name.split(".")[0] == "torch"
+        for owner in (module, *[kind for kind in vars(module).values() if isinstance(kind, type)])
+        for attribute, value in vars(owner).copy().items()
+    }
+assert "lockstep" not in dist.Backend.backend_list
+before = attributes()
+import lockstep_torch
+lockstep_torch.register()
+lockstep_torch.register()
+after = attributes()
+changed = [name for name, value in before.items() if after.get(name, None) is not value and name[1] != "LOCKSTEP"]
+new = [name for name in after.keys() - before.keys() if name[1] != "LOCKSTEP"]
+assert not changed and not new, (changed, new)
+assert "lockstep" in dist.Backend.backend_list and "lockstep" not in sys.modules
+""")
+
+
+def test_what_lockstep_nn_changes_leaves_torchs_behaviour():
+    run("""
+import torch, torch.distributed as dist, lockstep.nn
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    DistributedDataParallel(torch.nn.SyncBatchNorm(3))
+    raise AssertionError
+except ValueError as error:
+    assert "SyncBatchNorm layers only work with GPU modules" in str(error), error
+DistributedDataParallel(lockstep.nn.SyncBatchNorm(3))
+dist.monitored_barrier()
+dist.destroy_process_group()
+dist.init_process_group("lockstep", store=dist.HashStore(), rank=0, world_size=1)
+dist.monitored_barrier()
+other = dist.new_group(backend="gloo")
+dist.monitored_barrier(other)
+""")
+
+
 def test_one_core_for_both_extensions():
     run("""
 import lockstep, torch

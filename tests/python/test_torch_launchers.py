@@ -49,9 +49,18 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr
 
 
-# Nothing but torch; to a file each, because in a launcher's own output the ranks' lines may break in the middle.
+# To a file each, because in a launcher's own output the ranks' lines may break in the middle.
 SUM_OF_TWO = """
 import os, torch, torch.distributed as dist
+assert "RANK" not in os.environ
+dist.init_process_group("lockstep", init_method="lockstep://")
+x = torch.ones(1)
+dist.all_reduce(x)
+dist.destroy_process_group()
+
+import lockstep.torch  # and as torchrun starts it
+lockstep.torch.set_environment()
+assert os.environ["LOCAL_RANK"] == os.environ["RANK"] and os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
 dist.init_process_group("lockstep")
 x = torch.ones(1)
 dist.all_reduce(x)
@@ -84,6 +93,20 @@ def test_srun(run_ranks, tmp_path):
 def test_alone(run_ranks, tmp_path):
     run_ranks(1, SUM_OF_TWO, launcher=["env"], prelude="")
     assert [path.read_text() for path in tmp_path.glob("*.said")] == ["1.0 1"]
+
+
+def test_without_a_launcher_torch_says_what_it_misses(run_ranks):
+    run_ranks(
+        1,
+        """
+        import torch.distributed as dist
+        from ranks import raises
+        with raises(ValueError, "RANK expected"):
+            dist.init_process_group("lockstep")
+        """,
+        launcher=["env"],
+        prelude="",
+    )
 
 
 def test_beside_a_backend_that_this_torch_lacks(run_torch):

@@ -1,0 +1,41 @@
+"""torch.distributed under every launcher: `import lockstep.torch` registers the backend "lockstep".
+
+`import torch` does so too, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+"""
+
+import os
+import socket
+
+import lockstep_torch
+
+from . import _backend, objects, world
+
+__all__ = ["set_environment"]
+
+lockstep_torch.register()
+
+
+def set_environment() -> None:
+    """Sets the variables that torchrun sets, for init_process_group and frameworks, under srun, mpirun and alone.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, from lockstep's world, which this joins if
+    the program has not. Does nothing if RANK is set, as by torchrun and `lockstep run`. Collective.
+    """
+    if "RANK" in os.environ:
+        return
+    host = _backend.join_world()
+    rank, size = world.get_dist_info()
+    address = [("", 0)]
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            address = [(host, free.getsockname()[1])]
+    objects.broadcast_object_list(address)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(world.get_local_rank()),
+        LOCAL_WORLD_SIZE=str(world.get_local_size()),
+        MASTER_ADDR=address[0][0],
+        MASTER_PORT=str(address[0][1]),
+    )
