@@ -15,6 +15,7 @@ from typing import NamedTuple, Optional, Union
 
 from . import _core
 from ._core import Group
+from .errors import PeerFailed
 
 Timeout = Union[float, datetime.timedelta, None]
 
@@ -114,7 +115,11 @@ class _Hooks:
         try:
             self.leave(f"{kind.__name__}: {text}" if text else kind.__name__)
         finally:
-            self.former(kind, value, traceback)
+            if isinstance(value, PeerFailed) and value.__context__ is None:
+                # The rank that failed shows where; this line says which, and where this rank was.
+                print(f"{kind.__module__}.{kind.__qualname__}: {text}", file=sys.stderr)
+            else:
+                self.former(kind, value, traceback)
 
 
 _hooks = _Hooks()

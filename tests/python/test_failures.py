@@ -44,6 +44,20 @@ def test_a_late_rank(run_ranks):
     )
 
 
+def test_the_traceback_of_an_exception_is_printed_once(run_ranks):
+    output = run_ranks(
+        3,
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
+        if rank == 1:
+            raise ValueError("rank 1 is at its end")
+        ls.barrier()
+        """,
+        code=1,
+    )
+    assert output.count("Traceback") == 1 and output.count("lockstep.errors.PeerFailed: barrier on group 'world'") == 2, output
+
+
 def test_an_uncaught_exception_reaches_the_others(run_ranks):
     program = survivor(
         "raise ValueError('no such file: data.npy')",
