@@ -14,7 +14,7 @@ asan|14|core and command whole under AddressSanitizer and UndefinedBehaviorSanit
 tsan|7|the core whole under ThreadSanitizer
 arm64|6|the core for arm64 under qemu: up to 3 ranks as threads and as processes, kernels
 campaign|6|500 random faults in real jobs over every engine, 33 in trainings
-python|14|the Python package, with 500 random faults, accelerate and Lightning
+python|14|the Python package, with 500 random faults, Accelerate, Lightning and others
 valgrind|2|ranks that are 2 and 3 processes under memcheck
 fuzz|8|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
