@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -67,14 +68,29 @@ def rendezvous() -> tuple[Any, int, int]:
     failure = ""
     for _ in range(_CONNECT_ATTEMPTS):
         if store is None:
-            try:
-                store = TCPStore(*address[0], size, timeout=_CONNECT_TIME)
-            except RuntimeError as error:
-                failure = str(error)
+            store, failure = _connect(*address[0], size)
         n_failed = sum(objects.all_gather_object(store is None))
         if n_failed == 0:
             return store, rank, size
     raise EngineError(f"init_process_group: {n_failed} of {size} ranks cannot connect to the store of rank 0: {failure}")
+
+
+def _connect(host: str, port: int, size: int) -> tuple[Any, str]:
+    """The store of rank 0, or why not: on a thread, because a rank 0 that is stopped lets it wait for ever."""
+    from torch.distributed import TCPStore
+
+    result: list[Any] = [None, "no answer"]
+
+    def connect() -> None:
+        try:
+            result[:] = TCPStore(host, port, size, timeout=_CONNECT_TIME), ""
+        except RuntimeError as error:
+            result[1] = str(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(2 * _CONNECT_TIME.total_seconds())
+    return result[0], result[1]
 
 
 def make_gloo(store: Any, rank: int, size: int, timeout: Any, is_on_one_host: bool) -> Any:

@@ -7,11 +7,12 @@ import copy
 import gc
 import hashlib
 import io
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -48,28 +49,40 @@ class ElasticState:
                     f"ElasticState: part {place} is a DistributedDataParallel, which belongs to one world; give its "
                     "module, and make the DistributedDataParallel in the function of run_elastic"
                 )
-            has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-            if not has_state and not isinstance(part, (dict, list)):
+            if isinstance(part, (dict, list)):
+                if (other := _not_data(part)) is not None:
+                    raise UsageError(
+                        f"ElasticState: part {place}, a {type(part).__name__}, holds a {type(other).__name__}, which would be "
+                        "replaced by a copy; give modules and optimizers as parts of their own, parameters in a ParameterList"
+                    )
+            elif not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise UsageError(
                     f"ElasticState: part {place} is a {type(part).__name__}; expected a module, an optimizer, another "
                     "object with state_dict and load_state_dict, or a dict or a list, which can be changed in place"
                 )
+            if isinstance(part, torch.nn.Module) and any(map(torch.nn.parameter.is_lazy, part.parameters())):
+                raise UsageError(f"ElasticState: part {place}, a {type(part).__name__}, has lazy parameters; run it once before")
         self._parts = list(parts)
         self._snapshot = snapshot
         self._seed = seed
         self._step = 0
         self._has_state = False  # it has had the state of all ranks
         self._is_running = False  # in run_elastic
+        self._n_runs = 0  # calls of run_elastic in this process, with this one
+        self._n_attempts = 0  # calls of its function
         self._n_optimizer_steps = 0  # since the last completed step
+        self._in_optimizer: list[tuple[torch.Tensor, int]] = []  # parameters of one that steps, and their versions before
         # What a repetition of the present step begins with, beside parameters and optimizers.
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # and their values
+        self._buffers: dict[tuple[int, str], torch.Tensor] = {}  # by the place of the module, and name
+        self._groups: list[dict[str, Any]] = []  # of the optimizers, without parameters: learning rates
         kept_otherwise = () if snapshot else (torch.nn.Module, torch.optim.Optimizer)
         self._others = [part for part in self._parts if not isinstance(part, kept_otherwise)]
         self._values_of_others: list[Any] = []
         self._generators: dict[str, Any] = {}
         for optimizer in self._parts:
             if isinstance(optimizer, torch.optim.Optimizer):
-                optimizer.register_step_post_hook(self._count_optimizer_step)
+                optimizer.register_step_pre_hook(self._begin_optimizer_step)
+                optimizer.register_step_post_hook(self._end_optimizer_step)
 
     @property
     def step(self) -> int:
@@ -118,11 +131,21 @@ class ElasticState:
             raise UsageError("scale: no rank has a sample in this step")
         return own * _core.get_world_size() / count[0]
 
-    def _count_optimizer_step(self, *_: Any) -> None:
+    def _begin_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # It may raise after it has changed some, as LBFGS in a later call of its closure.
+        self._in_optimizer = [(p, p._version) for group in optimizer.param_groups for p in group["params"]]
+
+    def _end_optimizer_step(self, *_: Any) -> None:
+        self._in_optimizer = []
         self._n_optimizer_steps += 1
 
-    def _modules(self) -> list[torch.nn.Module]:
-        return [part for part in self._parts if isinstance(part, torch.nn.Module)]
+    def _has_changed_parameters(self) -> bool:
+        return self._n_optimizer_steps > 0 or any(p._version != version for p, version in self._in_optimizer)
+
+    def _param_groups(self) -> Iterator[dict[str, Any]]:
+        for part in self._parts:
+            if isinstance(part, torch.optim.Optimizer):
+                yield from part.param_groups
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for part in self._parts:
@@ -136,16 +159,21 @@ class ElasticState:
     def _keep(self) -> None:
         """The present step begins with what is now."""
         self._n_optimizer_steps = 0
+        self._in_optimizer = []
         if not self._snapshot:
-            buffers = [buffer for module in self._modules() for buffer in module.buffers()]
             kept = self._buffers
-            self._buffers = []
-            for place, buffer in enumerate(buffers):
-                if place < len(kept) and kept[place][0] is buffer and kept[place][1].shape == buffer.shape:
-                    kept[place][1].copy_(buffer)
-                    self._buffers.append(kept[place])
-                else:
-                    self._buffers.append((buffer, buffer.clone()))
+            self._buffers = {}
+            for place, part in enumerate(self._parts):
+                for name, buffer in part.named_buffers() if isinstance(part, torch.nn.Module) else ():
+                    value = kept.get((place, name))
+                    if value is not None and value.shape == buffer.shape and value.dtype == buffer.dtype:
+                        value.copy_(buffer)
+                    else:
+                        value = buffer.clone()
+                    self._buffers[place, name] = value
+            self._groups = [
+                {name: copy.deepcopy(value) for name, value in group.items() if name != "params"} for group in self._param_groups()
+            ]
         self._values_of_others = [copy.deepcopy(_values_of(part)) for part in self._others]
         self._generators = {"torch": torch.get_rng_state(), "random": random.getstate()}
         if "numpy" in sys.modules:
@@ -156,11 +184,16 @@ class ElasticState:
     @torch.no_grad()
     def _set_back(self) -> None:
         """Undoes the part of the present step that was computed."""
-        for buffer, value in self._buffers:
-            if buffer.shape == value.shape:
+        for (place, name), value in self._buffers.items():
+            owner, _, leaf = name.rpartition(".")
+            module = self._parts[place].get_submodule(owner)
+            buffer = module._buffers.get(leaf)  # the program may have assigned another tensor
+            if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
                 buffer.copy_(value)
             else:
-                buffer.data = value.clone()
+                module._buffers[leaf] = value.clone()
+        for group, own in zip(self._param_groups(), self._groups):
+            group.update(copy.deepcopy(own))
         for part, values in zip(self._others, self._values_of_others):
             _load(part, values)
         for name, state in self._generators.items():
@@ -189,28 +222,30 @@ class ElasticState:
         """Collective: gives all ranks the state of those with the newest complete step."""
         for parameter in self._parameters():
             parameter.grad = None
-        has_changed = self._has_state and not self._snapshot and self._n_optimizer_steps > 0
-        mine = (self._step if self._has_state else -1, self._step, has_changed)
-        everyone = objects.all_gather_object(mine)
-        newest = max(kept for kept, _, _ in everyone)
-        for rank, (kept, _, changed) in enumerate(everyone):
-            if kept == newest and changed:
-                raise UsageError(
-                    f"run_elastic: rank {rank} cannot repeat step {newest}, which was not complete: an optimizer has "
-                    "changed parameters already. Call step_done() right after optimizer.step(), before any other "
-                    "operation of the ranks, or give ElasticState snapshot=True"
-                )
-        if self._has_state and mine[0] == newest:
+        self._n_attempts += 1
+        mine = _Rank(
+            completed=self._step if self._has_state else -1,
+            step=self._step,
+            has_changed=self._has_state and not self._snapshot and self._has_changed_parameters(),
+            is_replacement=os.environ.get("LOCKSTEP_SEGMENT", "").endswith(":next"),
+            n_runs=self._n_runs,
+        )
+        everyone = [_Rank(*each) for each in objects.all_gather_object(tuple(mine))]
+        newest = max(each.completed for each in everyone)
+        if _core.is_elastic():
+            mine.check(everyone, newest)
+        has_newest = self._has_state and mine.completed == newest
+        if has_newest:
             self._set_back()
-        if newest < 0 or any(kept != newest for kept, _, _ in everyone):
-            self._share(source=[kept for kept, _, _ in everyone].index(newest), is_mine=self._has_state and mine[0] == newest)
-            self._step = next(step for kept, step, _ in everyone if kept == newest)
+        if newest < 0 or any(each.completed != newest for each in everyone):
+            source = [each.completed for each in everyone].index(newest)
+            self._share(source, step=everyone[source].step, is_mine=has_newest)
         self._has_state = True
         self._keep()
         self._begin_step()
 
-    def _share(self, source: int, is_mine: bool) -> None:
-        """The state of source to the ranks that do not have it."""
+    def _share(self, source: int, step: int, is_mine: bool) -> None:
+        """The state of source, after so many steps, to the ranks that do not have it."""
         rank = _core.get_rank()
         packed = [b""]
         if rank == source:
@@ -224,6 +259,10 @@ class ElasticState:
                 values = torch.load(io.BytesIO(packed[0]), map_location="cpu", weights_only=False)
                 for part, own in zip(self._parts, values, strict=True):
                     _load(part, own)
+                # Also if source is lost before all others have loaded it.
+                self._step = step
+                self._has_state = True
+                self._keep()
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
         for each, text in enumerate(objects.all_gather_object(failure)):
@@ -231,13 +270,68 @@ class ElasticState:
                 raise UsageError(f"run_elastic: rank {each} cannot take the state of rank {source}: {text}")
 
 
+class _Rank(NamedTuple):
+    """What a rank tells the others before they share a state."""
+
+    completed: int  # steps of its state; -1: it has not had that of all ranks
+    step: int
+    has_changed: bool
+    is_replacement: bool
+    n_runs: int
+
+    def check(self, everyone: list[_Rank], newest: int) -> None:
+        if newest < 0 and all(each.is_replacement for each in everyone):
+            raise EngineError("run_elastic: all ranks that had the state are lost; restart from a checkpoint")
+        for rank, each in enumerate(everyone):
+            if each.n_runs != self.n_runs:
+                raise UsageError(
+                    f"run_elastic: this rank is in its call #{self.n_runs} of run_elastic, and rank {rank} in call #{each.n_runs}: a "
+                    "replacement begins the program anew, so a program makes one call"
+                )
+            if each.completed == newest and each.has_changed:
+                raise UsageError(
+                    f"run_elastic: rank {rank} cannot repeat step {newest}, which was not complete: an optimizer has "
+                    "changed parameters already. Call step_done() right after optimizer.step(), before any other "
+                    "operation of the ranks, or give ElasticState snapshot=True"
+                )
+
+
+def _not_data(value: Any) -> Any:
+    """What a dict or list must not hold, because loading puts a copy in its place; None: nothing."""
+    if isinstance(value, dict):
+        return next((found for each in value.values() if (found := _not_data(each)) is not None), None)
+    if isinstance(value, (list, tuple)):
+        return next((found for each in value if (found := _not_data(each)) is not None), None)
+    is_parameter = isinstance(value, torch.Tensor) and value.requires_grad
+    return value if is_parameter or hasattr(value, "load_state_dict") else None
+
+
 def _values_of(part: Any) -> Any:
+    if isinstance(part, torch.nn.Module):
+        state = part.state_dict()
+        return state, {name: buffer for name, buffer in part.named_buffers() if name not in state}
     return part.state_dict() if hasattr(part, "state_dict") else part
 
 
+@torch.no_grad()
 def _load(part: Any, values: Any) -> None:
-    if hasattr(part, "load_state_dict"):
+    if isinstance(part, torch.nn.Module):
+        part.load_state_dict(values[0])
+        for name, value in values[1].items():  # those that are not persistent
+            part.get_buffer(name).copy_(value)
+    elif isinstance(part, torch.optim.Optimizer):
         part.load_state_dict(values)
+        # torch converts them to the parameter's type.
+        places = [place for group in values["param_groups"] for place in group["params"]]
+        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+        for place, parameter in zip(places, parameters, strict=True):
+            for name, value in values["state"].get(place, {}).items():
+                if isinstance(value, torch.Tensor) and part.state[parameter][name].dtype != value.dtype:
+                    part.state[parameter][name] = value.to(parameter.device, copy=True)
+    elif hasattr(part, "load_state_dict"):
+        part.load_state_dict(values)
+        # Of a GradScaler: that gradients were unscaled in this step.
+        getattr(part, "_per_optimizer_states", {}).clear()
     elif isinstance(part, dict):
         part.clear()
         part.update(values)
@@ -261,13 +355,13 @@ def _join_torch() -> None:
             raise EngineError(f"run_elastic: rank {rank} cannot join torch.distributed's default group: {text}")
 
 
-def _leave_torch(failure: str) -> None:
-    if not torch.distributed.is_initialized():
-        return
-    if failure:
-        # Ends calls under way first, which destroying waits for.
-        _backend.leave_all(failure)
-    torch.distributed.destroy_process_group()
+def _leave_torch(failure: str, excepthook: Any) -> None:
+    if torch.distributed.is_initialized():
+        if failure:
+            # Ends calls under way first, which destroying waits for.
+            _backend.leave_all(failure)
+        torch.distributed.destroy_process_group()
+    sys.excepthook = excepthook  # each init_process_group puts one around the former
 
 
 def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: world.Timeout = None) -> None:
@@ -300,25 +394,32 @@ def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: world
     has changed parameters, by an optimizer of state, and there is no snapshot; EngineError if the launcher ends the
     job, because too few ranks are left. Where nobody keeps the world running (another launcher, `lockstep run` without
     --elastic), this is an ordinary training of which a loss is the end. The process stays in the world and
-    in the default group.
+    in the default group. A program calls it once: a replacement begins with the first call.
     timeout: of the world's operations, as for init_dist.
     """
     if torch.distributed.is_initialized():
         raise UsageError(
-            "run_elastic: torch.distributed has a default group; run_elastic makes it itself, so call "
-            "destroy_process_group() before, or do without init_process_group"
+            "run_elastic: torch.distributed has a default group; run_elastic makes it itself, so do without "
+            "init_process_group, or call destroy_process_group() before"
         )
     if _core.is_elastic() or not _core.is_distributed():
         world.init_dist(timeout=timeout)
+    global _n_runs
+    _n_runs += 1
+    state._n_runs = _n_runs
     state._is_running = True
+    excepthook = sys.excepthook
     try:
         while (failure := _attempt(state, train)) is not None:
             gc.collect()  # a DistributedDataParallel that is still there would act on the gradients of the next one
-            _leave_torch(failure)
+            _leave_torch(failure, excepthook)
             world.regroup()
     finally:
         # The program may change the parts before another run_elastic.
         state._is_running = state._has_state = False
+
+
+_n_runs = 0
 
 
 def _attempt(state: ElasticState, train: Callable[[], Any]) -> Optional[str]:
@@ -394,9 +495,15 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 "a DataLoader cannot make an empty batch. Give drop_last=True or another global_batch, or take the "
                 "samples of each step from batch()"
             )
-        step = self._state.step
-        end = (self.epoch + 1) * self.steps_per_epoch
-        return (self.batch(each) for each in range(step, end))
+        return self._batches(self._state.step, (self.epoch + 1) * self.steps_per_epoch, self._state._n_attempts)
+
+    def _batches(self, first: int, end: int, n_attempts: int) -> Iterator[list[int]]:
+        if self._state._is_running:
+            self._state._begin_step()  # a DataLoader has drawn a number for its workers
+        for step in range(first, end):
+            if self._state._n_attempts != n_attempts:
+                raise UsageError("ElasticBatchSampler: begin a new iteration in each call of run_elastic's function")
+            yield self.batch(step)
 
     def __len__(self) -> int:
         """Steps that are left in the epoch."""

@@ -86,7 +86,7 @@ class ElasticMembership {
   bool is_told_ = false;
   Clock::time_point limit_ = Clock::time_point::max();  // of the ranks that have not asked
   std::chrono::milliseconds asked_limit_{};             // of the last that asked
-  int n_without_step_ = 0;  // generations in a row that lost a rank before they completed a step
+  int n_without_step_ = 0;  // generations in a row that failed before they completed a step
   bool has_completed_step_ = false;
 };
 

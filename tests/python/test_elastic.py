@@ -269,6 +269,222 @@ def test_a_kill_while_the_default_group_is_made_anew(train):
     assert largest_difference(alone, killed) < 1e-9
 
 
+def test_what_a_repeated_step_begins_with(train):
+    """A buffer that forward assigns, a rate that is changed before the last operation, an optimizer that fails half way."""
+    program = """
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 2).double()
+            self.register_buffer("n", torch.zeros((), dtype=torch.float64))
+            self.register_buffer("scale", torch.full((), 1.0 + place, dtype=torch.float64), persistent=False)
+
+        def forward(self, x):
+            self.n = self.n + 1
+            return self.layer(x) * self.scale / self.n
+
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    state = lockstep.nn.ElasticState([model, optimizer, schedule])
+    sampler = lockstep.nn.ElasticBatchSampler(data, 20, state, drop_last=True)
+
+    def train():
+        ddp = DistributedDataParallel(model, broadcast_buffers=False)
+        while state.step < 8:
+            inputs, targets = data[sampler.batch(state.step)]
+            schedule.step()
+            loss = nn.functional.mse_loss(ddp(inputs), targets) * state.scale(len(targets))
+            if KILL and place == 2 and state.step == 4:
+                die()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            state.step_done()
+        assert model.n == 8 and model.scale == 1 and schedule.last_epoch == 8, (model.n, model.scale, schedule.last_epoch)
+        assert abs(optimizer.param_groups[0]["lr"] - 0.05 * 0.9**8) < 1e-15
+
+    lockstep.nn.run_elastic(state, train)
+    if ls.is_main_process():
+        torch.save(model.state_dict(), "parameters")
+    """
+    _, killed = train(3, program.replace("KILL", "True"), elastic(3, "1:2"))
+    _, alone = train(1, program.replace("KILL", "False"))
+    assert largest_difference(killed, alone) < 1e-9
+
+
+def test_an_optimizer_that_fails_after_it_has_changed_parameters(train):
+    printed, _ = train(
+        3,
+        """
+        model = nn.Linear(6, 2).double()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+        state = lockstep.nn.ElasticState([model, optimizer])
+        sampler = lockstep.nn.ElasticBatchSampler(data, 20, state, drop_last=True)
+
+        def train():
+            ddp = DistributedDataParallel(model)
+            while state.step < 4:
+                inputs, targets = data[sampler.batch(state.step)]
+                n_calls = 0
+
+                def closure():
+                    nonlocal n_calls
+                    n_calls += 1
+                    if place == 2 and state.step == 2 and n_calls == 3:
+                        die()
+                    optimizer.zero_grad()
+                    loss = nn.functional.mse_loss(ddp(inputs), targets)
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+                state.step_done()
+
+        lockstep.nn.run_elastic(state, train)
+        """,
+        elastic(3, "1:2"),
+        code=1,
+    )
+    assert "cannot repeat step 2, which was not complete" in printed, printed
+
+
+def test_the_last_rank_that_has_the_state_is_lost_while_it_shares_it(train):
+    """A replacement that has taken it goes on; where none has, the training does not begin anew in silence."""
+    for taken in True, False:
+        printed, parameters = train(
+            2,
+            f"""
+            def end(point):
+                if place == 1 and not is_replacement and state.step == 4 and point == "forward":
+                    die()
+                while point == "forward" and state.step == 5 and ls.get_world_size() < 2 and not ls.replacements_wait():
+                    time.sleep(0.01)
+
+            n_gathers = 0
+            gather = lockstep.objects.all_gather_object
+
+            def gather_or_die(*arguments, **options):
+                global n_gathers
+                if place == 0 and state.step >= 5 and ls.get_world_size() == 2:
+                    n_gathers += 1  # of who can join, the steps, who has loaded
+                    if n_gathers == {4 if taken else 3}:
+                        if {taken}:
+                            while not os.path.exists("loaded"):
+                                time.sleep(0.01)
+                        die()
+                return gather(*arguments, **options)
+
+            lockstep.objects.all_gather_object = gather_or_die
+            keep = state._keep
+
+            def keep_and_tell():
+                keep()
+                if is_replacement and state._has_state:
+                    open("loaded", "w").close()
+
+            state._keep = keep_and_tell
+            lockstep.nn.run_elastic(state, make_train(8))
+            save("parameters")
+            """,
+            elastic(2, "1:2"),
+            code=0 if taken else 1,
+        )
+        if taken:
+            _, alone = train(1, ALONE.replace("25", "8"))
+            assert largest_difference(parameters, alone) < 1e-9
+        else:
+            assert "all ranks that had the state are lost; restart from a checkpoint" in printed, printed
+
+
+def test_a_stopped_rank_while_groups_are_made(train):
+    """Also rank 0, which has the store: the others notice at the limit, and go on."""
+    for place in 0, 1:
+        printed, _ = train(
+            3,
+            f"""
+            import torch.distributed as dist
+
+            def train():
+                if place == {place} and not is_replacement:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                group = dist.new_group([0, 1])
+                if dist.get_rank() < 2:
+                    dist.all_reduce(torch.ones(1), group=group)
+                state.step_done()
+                print("trained over", ls.get_world_size())
+
+            lockstep.nn.run_elastic(state, train, timeout=2)
+            """,
+            elastic(3, "1:2"),
+        )
+        assert printed.count("trained over 2") == 2 and "did not call regroup() in time" in printed, printed
+
+
+def test_a_rank_that_is_later_than_the_limit_in_every_step_ends_the_job(train):
+    printed, _ = train(
+        2,
+        """
+        def train():
+            while True:
+                if place == 1:
+                    time.sleep(1.5)
+                state.step_done()
+
+        lockstep.nn.run_elastic(state, train, timeout=1)
+        """,
+        elastic(2, "1"),
+        code=1,
+    )
+    assert "3 generations in a row ended before they completed a step" in printed, printed
+
+
+def test_exceptions_are_prefixed_once_after_many_generations(train):
+    printed, _ = train(
+        2,
+        """
+        from lockstep._elastic import _ReplacementsWait
+        n_calls = 0
+
+        def train():
+            global n_calls
+            n_calls += 1
+            ls.count_step()
+            if n_calls < 5:
+                raise _ReplacementsWait
+            if place == 1:
+                raise KeyError("mine")
+            ls.barrier()
+
+        lockstep.nn.run_elastic(state, train)
+        """,
+        elastic(2, "1:1"),
+    )
+    assert "]: Traceback" in printed and "]: [rank" not in printed, printed
+
+
+def test_a_second_call_of_run_elastic(train):
+    printed, _ = train(
+        2,
+        """
+        lockstep.nn.run_elastic(state, lambda: None)
+        torch.distributed.destroy_process_group()
+        ls.destroy_dist()
+
+        def train():
+            ls.count_step()
+            if place == 1 and not is_replacement:
+                die()
+            ls.barrier()
+
+        lockstep.nn.run_elastic(state, train)
+        """,
+        elastic(2, "2"),
+        code=1,
+    )
+    assert "a replacement begins the program anew, so a program makes one call" in printed, printed
+
+
 def test_seeds_make_runs_with_the_same_ranks_the_same(train):
     """With dropout: ranks that are killed in a step, and ranks that leave before it."""
     program = """
@@ -357,6 +573,9 @@ def test_wrong_parts_are_refused(nn):
         (model, "parts is a Linear; give a list"),
         ([model, 3], "part 1 is a int; expected a module"),
         ([lambda: 0], "part 0 is a function"),
+        ([{"model": model}], "part 0, a dict, holds a Linear, which would be replaced by a copy"),
+        ([model, [[torch.zeros(1, requires_grad=True)]]], "part 1, a list, holds a Tensor"),
+        ([torch.nn.LazyLinear(2)], "part 0, a LazyLinear, has lazy parameters"),
     ]:
         with pytest.raises(lockstep.UsageError, match=text):
             nn.ElasticState(parts)

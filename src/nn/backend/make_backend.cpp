@@ -3,8 +3,10 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
 #include <cstdlib>
 #include <lockstep/env.hpp>
+#include <lockstep/objects.hpp>
 #include <mutex>
 #include <optional>
 
@@ -46,6 +48,29 @@ void check_generation(const ErrorContext& context) {
   if (const auto elastic = internal::elastic()) elastic->check(context);
 }
 
+/// In an elastic world not over the store, whose answer a stopped rank 0 would delay for ever: the
+/// default group asks over the world, and a group of some ranks knows of it.
+std::optional<Membership> find_members_in_elastic_world(const Config& config,
+                                                        const std::optional<Membership>& earlier,
+                                                        const ErrorContext& context) {
+  if (internal::elastic() == nullptr) return {};
+  const Group& world = internal::session()->world_group();
+  if (config.is_world()) {
+    if (world.size() != config.size || world.rank() != config.rank) return {};
+    return nn::detail::membership_of(
+        config.rank,
+        all_gather_object(nn::detail::own_introduction(context), world, {}, context.where));
+  }
+  if (!earlier || earlier->size() != world.size()) return {};
+  Membership membership{
+      .rank = config.rank, .job = earlier->job + "-" + config.name, .hosts = {}, .processes = {}};
+  for (const std::uint64_t rank : config.global_ranks) {
+    membership.hosts.push_back(0);
+    membership.processes.push_back(earlier->processes[rank]);
+  }
+  return membership;
+}
+
 /// Collective. Throws PeerLost, TimeoutError, EngineError.
 Membership find_members(const Config& config, std::chrono::milliseconds timeout,
                         std::source_location where) {
@@ -61,17 +86,22 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
                                .rank = config.rank,
                                .where = where};
     try {
-      nn::detail::Rendezvous rendezvous(
-          config.store, {.context = context,
-                         .size = config.size,
-                         .timeout = timeout,
-                         .keys = "lockstep",
-                         .action = "join init_process_group or new_group",
-                         .earlier = earlier ? &*earlier : nullptr,
-                         .earlier_ranks = {config.global_ranks.begin(), config.global_ranks.end()},
-                         .while_waiting = [&] { check_generation(context); }});
-      rendezvous.join(std::chrono::steady_clock::now() + timeout);
-      membership = rendezvous.membership();
+      if (auto members = find_members_in_elastic_world(config, earlier, context)) {
+        membership = *std::move(members);
+      } else {
+        nn::detail::Rendezvous rendezvous(
+            config.store,
+            {.context = context,
+             .size = config.size,
+             .timeout = timeout,
+             .keys = "lockstep",
+             .action = "join init_process_group or new_group",
+             .earlier = earlier ? &*earlier : nullptr,
+             .earlier_ranks = {config.global_ranks.begin(), config.global_ranks.end()},
+             .while_waiting = [&] { check_generation(context); }});
+        rendezvous.join(std::chrono::steady_clock::now() + timeout);
+        membership = rendezvous.membership();
+      }
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
@@ -169,10 +199,14 @@ c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
   const Released released;
   // The program's own, if it is not torch's default. Without end it may be more than clocks can
   // add to now.
-  const std::chrono::milliseconds timeout =
+  std::chrono::milliseconds timeout =
       config.timeout != kBackendDefaultTimeout
           ? Timeout(config.timeout).or_else({})
           : Env::read().timeout.value_or(std::chrono::milliseconds(config.timeout));
+  // A rank that waits for longer than the world's limit would be lost to the next generation.
+  if (internal::elastic() != nullptr) {
+    timeout = std::min(timeout, internal::session()->world_group().timeout());
+  }
   Membership membership = find_members(config, timeout, where);
   Joined joined = join(config, membership, timeout, where);
   c10::intrusive_ptr<c10d::Backend> messages;

@@ -64,11 +64,6 @@ std::string host_id(const ErrorContext& context) {
   return fmt::format("{} {}", id, ::geteuid());
 }
 
-std::string own_introduction(const ErrorContext& context) {
-  return fmt::format("{:016x} {} {} {}", hierarchical::draw_nonce(), ::getpid(),
-                     base::process_start_time(::getpid()), host_id(context));
-}
-
 Introduction introduction_of(const std::string& text) {
   Introduction introduction;
   std::istringstream in(text);
@@ -85,6 +80,11 @@ StorePtr own_part(const StorePtr& store, const std::string& keys, int rank) {
 }
 
 }  // namespace
+
+std::string own_introduction(const ErrorContext& context) {
+  return fmt::format("{:016x} {} {} {}", hierarchical::draw_nonce(), ::getpid(),
+                     base::process_start_time(::getpid()), host_id(context));
+}
 
 bool Membership::has_ended(int of_rank) const {
   const auto r = static_cast<std::size_t>(of_rank);
@@ -127,21 +127,25 @@ void Rendezvous::join(JoinClock::time_point deadline) {
   }
 }
 
-Membership Rendezvous::membership() const {
+Membership membership_of(int rank, const std::vector<std::string>& introductions) {
   std::vector<Introduction> all;
-  for (int r = 0; r < options_.size; ++r) {
-    all.push_back(introduction_of(text_of(store_->get(key_of(r)))));
-  }
-  Membership membership{.rank = options_.context.rank,
-                        .job = "torch-" + all.front().nonce,
-                        .hosts = {},
-                        .processes = {}};
+  for (const std::string& text : introductions) all.push_back(introduction_of(text));
+  Membership membership{
+      .rank = rank, .job = "torch-" + all.front().nonce, .hosts = {}, .processes = {}};
   for (const Introduction& each : all) {
     const auto lowest = std::ranges::find(all, each.host, &Introduction::host);
     membership.hosts.push_back(static_cast<int>(lowest - all.begin()));
     membership.processes.push_back(each.process);
   }
   return membership;
+}
+
+Membership Rendezvous::membership() const {
+  std::vector<std::string> introductions;
+  for (int r = 0; r < options_.size; ++r) {
+    introductions.push_back(text_of(store_->get(key_of(r))));
+  }
+  return membership_of(options_.context.rank, introductions);
 }
 
 std::vector<int> Rendezvous::ended() const {

@@ -54,6 +54,11 @@ struct Membership {
   bool has_ended(int of_rank) const;
 };
 
+/// What a rank tells the others of itself.
+std::string own_introduction(const ErrorContext& context);
+/// Of the ranks with these introductions.
+Membership membership_of(int rank, const std::vector<std::string>& introductions);
+
 /// How the ranks of a group find each other over a store, and agree on whether all have joined:
 /// each sets its key and counts itself, the last one or the first whose time ends sets the result,
 /// and all wait for that one key. A rank that ends before it joins ends the wait of the others too,
