@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Trains the shipped digits three ways, from the same seed with the same global batch of 8: on one
-# rank, on 4 ranks with SyncBatchNorm, on 4 ranks with each rank's own BatchNorm. Ends with a table
-# and a picture of the three loss curves.
+# Trains the shipped digits four ways, from the same seed with the same global batch of 8: on one
+# rank, on 4 ranks with SyncBatchNorm, on 4 ranks with each rank's own BatchNorm, and on 4 ranks with
+# SyncBatchNorm of which two are killed on the way. Ends with a table and a picture of the four loss
+# curves.
 # usage: demo.sh BUILD_DIR OUT_DIR
 set -euo pipefail
 
@@ -11,13 +12,43 @@ train=$1/examples/train/lockstep-train
 out=${2:?usage: demo.sh BUILD_DIR OUT_DIR}
 epochs=5
 options=(--batch 8 --epochs "$epochs" --seed 1 --precision f64 --threads 1)
-runs=(one sync plain)
-titles=("one rank" "4 ranks, SyncBatchNorm" "4 ranks, BatchNorm")
+runs=(one sync plain elastic)
+titles=("one rank" "4 ranks, SyncBatchNorm" "4 ranks, BatchNorm"
+  "4 ranks, two killed on the way, one replaced")
 mkdir -p "$out"
+
+# values EVENT KEY RUN: that number of each such line of the run's metrics.
+values() { sed -n "s/^{\"event\":\"$1\",.*\"$2\":\([^,}]*\).*/\1/p" "$out/$3.jsonl"; }
 
 train_one() { "$train" "$@"; }
 train_sync() { "$lockstep" run -n 4 -- "$train" --sync-bn on "$@"; }
 train_plain() { "$lockstep" run -n 4 -- "$train" --sync-bn off "$@"; }
+# With fewer than 3 ranks left, the launcher starts a replacement.
+train_elastic() {
+  local n_steps
+  n_steps=$(values epoch step one | tail -n 1)
+  "$lockstep" run -n 4 --elastic 2:3 -- "$train" --sync-bn on "$@" &
+  job=$!
+  trap 'kill "$job"' EXIT
+  kill_rank 2 $((n_steps / 3))
+  kill_rank 1 $((n_steps * 2 / 3))
+  wait "$job"
+  trap - EXIT
+}
+kill_rank() { # RANK STEP: when the metrics show that step
+  local pid step=0
+  until [ "${step:-0}" -ge "$2" ]; do
+    kill -0 "$job"
+    sleep 0.02
+    step=$(values steps step elastic 2>/dev/null | tail -n 1) || true  # no metrics yet
+  done
+  for pid in $(<"/proc/$job/task/$job/children"); do
+    grep -qzx "RANK=$1" "/proc/$pid/environ" || continue
+    [ ! -t 1 ] || printf '\r\033[K'  # over the progress bar
+    echo "kill -9 $pid  # rank $1, after step $step"
+    kill -9 "$pid"
+  done
+}
 
 for i in "${!runs[@]}"; do
   run=${runs[i]}
@@ -26,9 +57,7 @@ for i in "${!runs[@]}"; do
   "train_$run" "${options[@]}" --save "$out/$run.pt" --metrics "$out/$run.jsonl" --metrics-every 20
 done
 
-# values EVENT KEY RUN: that number of each such line of the run's metrics.
-values() { sed -n "s/^{\"event\":\"$1\",.*\"$2\":\([^,}]*\).*/\1/p" "$out/$3.jsonl"; }
-row() { printf '%-28s %14s %24s %20s\n' "$@"; }
+row() { printf '%-22s %14s %15s %15s %22s\n' "$@"; }
 of_runs() { # LABEL FORMAT COMMAND...: a row with what the command says of each run
   local label=$1 format=$2 cells=() run
   shift 2
@@ -45,7 +74,8 @@ difference() {
 }
 
 echo
-row "" "${titles[@]}"
+row "" "one rank" "4 ranks," "4 ranks," "4 ranks, two killed,"
+row "" "" "SyncBatchNorm" "BatchNorm" "one replaced"
 for ((epoch = 1; epoch <= epochs; ++epoch)); do
   of_runs "loss, epoch $epoch" %.9f loss_of_epoch "$epoch"
 done
@@ -55,12 +85,18 @@ of_runs "largest difference *" %.1e difference
 cat <<'TEXT'
 
 * the largest absolute difference of any parameter or buffer from those of the one-rank run.
-  The runs use float64: with SyncBatchNorm only the order of the additions differs. With BatchNorm
-  each rank normalises its own 2 images, so it trains another network.
+  The runs use float64: with SyncBatchNorm only the order of the additions differs, also where the
+  ranks that were left took over a killed rank's share of the batch. With BatchNorm each rank
+  normalises its own 2 images, so it trains another network.
 TEXT
+[ "$(values generation ranks elastic | tail -n 1)" = 3 ] ||
+  echo "  No rank was replaced: the training had ended before the replacement had started."
 
 for run in "${runs[@]}"; do
   paste -d' ' <(values steps step "$run") <(values steps loss "$run") > "$out/$run.dat"
 done
-gnuplot -e "directory='$out'; steps_per_epoch=$(values epoch step one | head -n 1)" "$here/loss.gp"
-printf '\nThe three loss curves: %s\n' "$out/loss.svg"
+# Where the fourth run went on with fewer ranks.
+killed_at=$(values generation step elastic | head -n 2 | tr '\n' ' ')
+gnuplot -e "directory='$out'; steps_per_epoch=$(values epoch step one | head -n 1)" \
+  -e "killed_at='$killed_at'" "$here/loss.gp"
+printf '\nThe four loss curves: %s\n' "$out/loss.svg"

@@ -1,4 +1,5 @@
-# Draws DIRECTORY/{one,sync,plain}.dat (step, mean loss since the line before) to DIRECTORY/loss.svg.
+# Draws DIRECTORY/{one,sync,plain,elastic}.dat (step, mean loss since the line before) to
+# DIRECTORY/loss.svg, with a line where each rank of elastic was killed.
 set terminal svg size 860,500 font "Helvetica,Arial,sans-serif,15" background "#ffffff" rounded
 set output directory . "/loss.svg"
 
@@ -13,16 +14,27 @@ stats directory . "/one.dat" using 2 name "one" nooutput
 stats directory . "/plain.dat" using 2 name "plain" nooutput
 least = one_min < plain_min ? one_min : plain_min
 most = one_max > plain_max ? one_max : plain_max
-set yrange [0.8 * least : 1.25 * most]
+set yrange [0.65 * least : 1.25 * most]
 set logscale y
 set format y "%g"
 set ytics add (0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 set xtics 1
 
 epoch(step) = step / real(steps_per_epoch)
+killed = "#b26a00"
+do for [step in killed_at] {
+  set arrow from first epoch(step), graph 0 rto graph 0, graph 0.62 nohead \
+      linewidth 1 dashtype 2 linecolor rgb killed
+}
+set label "rank 2 killed" at first epoch(word(killed_at, 1)), graph 0.04 offset 0.6,0 \
+    font ",13" textcolor rgb killed
+set label "rank 1 killed, replaced" at first epoch(word(killed_at, 2)), graph 0.04 offset 0.6,0 \
+    font ",13" textcolor rgb killed
 plot directory . "/one.dat" using (epoch($1)):2 with lines linewidth 8 linecolor rgb "#a9cbee" \
        title "one rank", \
      directory . "/sync.dat" using (epoch($1)):2 with lines linewidth 2 linecolor rgb "#0b4f9e" \
        title "4 ranks, SyncBatchNorm", \
+     directory . "/elastic.dat" using (epoch($1)):2 with points pointtype 7 pointsize 0.6 \
+       linecolor rgb "#f2a33a" title "4 ranks, two killed, one replaced", \
      directory . "/plain.dat" using (epoch($1)):2 with lines linewidth 2 linecolor rgb "#d1495b" \
        title "4 ranks, BatchNorm"

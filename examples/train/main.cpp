@@ -54,8 +54,7 @@ void run(const train::Options& options) {
     fmt::print("{:.3g} {}\n", difference.largest, difference.name);
     return;
   }
-  lockstep::init_dist({.backend = options.backend});
-  train::run(options, data, lockstep::default_group());
+  train::run(options, data);
   lockstep::destroy_dist();
 }
 

@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -41,13 +40,16 @@ class Report {
       fmt::print("\r{}  {}  loss {:.4f}\x1b[K", epoch_at(step), bar, loss);
       std::fflush(stdout);
     }
-    if (options_.metrics_every == 0) return;
-    losses_.push_back(loss);
-    if (step % options_.metrics_every != 0) return;
-    const double sum = std::accumulate(losses_.begin(), losses_.end(), 0.0);
-    const double mean = sum / static_cast<double>(losses_.size());
-    write({{"event", "steps"}, {"step", step}, {"loss", mean}});
-    losses_.clear();
+  }
+
+  /// For --metrics-every. loss: mean over the steps since the line before.
+  void mean_loss(std::size_t step, double loss) {
+    write({{"event", "steps"}, {"step", step}, {"loss", loss}});
+  }
+
+  /// Ranks were lost, or have joined.
+  void new_generation(std::size_t step, int n_ranks) {
+    write({{"event", "generation"}, {"step", step}, {"ranks", n_ranks}});
   }
 
   void after_epoch(const EpochResult& result) {
@@ -98,8 +100,7 @@ class Report {
   std::size_t steps_per_epoch_;
   std::ofstream metrics_;
   bool is_on_terminal_ = isatty(STDOUT_FILENO) == 1;
-  std::string bar_;             ///< as it was drawn last
-  std::vector<double> losses_;  ///< since the last line of metrics
+  std::string bar_;  ///< as it was drawn last
 };
 
 }  // namespace train

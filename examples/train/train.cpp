@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <lockstep/dist.hpp>
 #include <lockstep/nn.hpp>
+#include <lockstep/nn/elastic.hpp>
 #include <lockstep/objects.hpp>
 #include <lockstep/trace.hpp>
 #include <optional>
@@ -49,7 +50,7 @@ struct Samples {
   Tensor labels;  ///< (n), int64
 };
 
-/// All that a checkpoint holds.
+/// The state of a training.
 struct Training {
   Training(const Options& options, const Dataset& data)
       : network(make_model(options.model, kClasses, dtype_of(options), options.seed)),
@@ -76,22 +77,23 @@ struct Training {
   std::size_t batch;
   std::size_t step = 0;       ///< steps done since the first epoch
   double epoch_loss_sum = 0;  ///< over the images of this epoch so far
+  // Since the last line of --metrics-every; not in a checkpoint.
+  double recent_loss_sum = 0;
+  std::size_t n_recent_steps = 0;
 };
 
 /// Resumes from the checkpoint of --load, or after a restart from that of --save, if there is one.
 void resume(Training& training, const Options& options, std::size_t n_steps, const Group& group) {
-  std::string path = options.load;
-  if (group.rank() == 0 && std::filesystem::is_regular_file(options.save)) {
-    if (options.n_restarts == 0 && options.load != options.save) {
-      // After a restart it would be taken for the checkpoint of this training.
-      throw std::invalid_argument(
-          fmt::format("--save {0}: this file already exists; resume from it with --load {0}, or "
-                      "remove it to start again",
-                      options.save));
-    }
-    path = options.save;
+  bool is_saved = std::filesystem::is_regular_file(options.save);
+  lockstep::broadcast_object(is_saved, /*src=*/0, group);  // other hosts do not have the file
+  if (is_saved && options.n_restarts == 0 && options.load != options.save) {
+    // After a restart it would be taken for the checkpoint of this training.
+    throw std::invalid_argument(
+        fmt::format("--save {0}: this file already exists; resume from it with --load {0}, or "
+                    "remove it to start again",
+                    options.save));
   }
-  lockstep::broadcast_object(path, /*src=*/0, group);  // other hosts do not have the file
+  const std::string& path = is_saved ? options.save : options.load;
   if (path.empty()) return;
   training.load(path, group);
   if (training.step >= n_steps && options.n_restarts == 0) {
@@ -121,7 +123,7 @@ struct ReplicatedImpl : torch::nn::Module {
 TORCH_MODULE(Replicated);
 using Network = lockstep::nn::DistributedDataParallel<Replicated>;
 
-/// One step; returns the sum of the loss over the whole batch.
+/// One step; returns the mean of the loss over the whole batch.
 double train_step(Network& network, Training& training, const Samples& samples,
                   const Group& group) {
   const auto drawn = training.sampler.next(training.batch).value();
@@ -136,16 +138,22 @@ double train_step(Network& network, Training& training, const Samples& samples,
     loss_sum = torch::cross_entropy_loss(scores, samples.labels.index_select(0, indices),
                                          /*weight=*/{}, at::Reduction::Sum);
   }
+  const auto batch = static_cast<double>(training.batch);
   {
     const lockstep::TraceScope scope("backward");
     // DDP averages the gradients. With this scale the average is the gradient of the mean over the
     // whole batch, also if the ranks' parts differ: sum of (loss_sum * ranks / batch) / ranks.
-    (loss_sum * (static_cast<double>(group.size()) / static_cast<double>(training.batch)))
-        .backward();
+    (loss_sum * (static_cast<double>(group.size()) / batch)).backward();
   }
+  // From here on the step can be completed without the other ranks.
+  const double sum =
+      lockstep::all_reduce_value(loss_sum.item<double>(), lockstep::ReduceOp::sum, group);
   training.optimizer.step();
   ++training.step;
-  return lockstep::all_reduce_value(loss_sum.item<double>(), lockstep::ReduceOp::sum, group);
+  training.epoch_loss_sum += sum;
+  training.recent_loss_sum += sum / batch;
+  ++training.n_recent_steps;
+  return sum / batch;
 }
 
 /// The accuracy (0 .. 1); each rank tests a part of the samples.
@@ -167,64 +175,137 @@ double test(torch::nn::Sequential& network, const Samples& samples, const Group&
   return static_cast<double>(n_right) / static_cast<double>(samples.labels.numel());
 }
 
+/// A training over the ranks that there are at the time.
+class Trainer {
+ public:
+  Trainer(const Options& options, const Dataset& data)
+      : options_(options),
+        n_images_(data.train.size()),
+        // Images that do not fill a batch are left out, other ones in each epoch.
+        steps_per_epoch_(n_images_ / options.batch),
+        n_steps_(options.epochs * steps_per_epoch_),
+        training_(options, data),
+        train_samples_(data.train, data.train, dtype_of(options)),
+        test_samples_(data.test, data.train, dtype_of(options)),
+        state_({training_.network, training_.optimizer, training_.sampler, training_.step,
+                training_.epoch_loss_sum, training_.recent_loss_sum, training_.n_recent_steps}) {
+    if (options.max_steps > 0) n_steps_ = std::min(n_steps_, options.max_steps);
+  }
+
+  std::vector<EpochResult> run() {
+    // Called anew after each loss and for each replacement, with the same state on all ranks.
+    const auto train = [this] {
+      const Group group = lockstep::default_group();
+      begin(group);
+      Network network(Replicated(training_.network, options_.data_parallel), {.group = group});
+      finish_epoch(group);  // if a loss has interrupted that
+      while (training_.step < n_steps_) {
+        train_epoch(network, group);
+        finish_epoch(group);
+      }
+    };
+    lockstep::nn::run_elastic(state_, train, {.backend = options_.backend});
+    if (report_ && !epochs_.empty()) report_->summary(epochs_, lockstep::get_world_size());
+    return epochs_;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void begin(const Group& group) {
+    if (options_.batch < static_cast<std::size_t>(group.size()) || options_.batch > n_images_) {
+      throw std::invalid_argument(
+          fmt::format("--batch {}: expected at least one image for each of {} ranks, and at most "
+                      "the {} images of {}",
+                      options_.batch, group.size(), n_images_, options_.data));
+    }
+    // A replacement does not know where the training is.
+    reported_step_ = lockstep::all_reduce_value(reported_step_, lockstep::ReduceOp::max, group);
+    const bool has_begun = reported_step_ >= 0;
+    if (!has_begun) {
+      resume(training_, options_, n_steps_, group);
+      state_.set_step(static_cast<std::int64_t>(training_.step));
+      reported_step_ = state_.step();
+    }
+    if (group.rank() == 0 && !report_) report_.emplace(options_, steps_per_epoch_);
+    if (report_ && has_begun) report_->new_generation(training_.step, group.size());
+    // At once, so that a path that cannot be written is an error before the first step; and in each
+    // generation, because the end of the one before may have interrupted it.
+    if (!options_.save.empty()) training_.save(options_.save, group);
+    if (options_.sync_bn) {
+      lockstep::nn::revert_sync_batchnorm(training_.network);  // of the generation before
+      lockstep::nn::convert_sync_batchnorm(training_.network, group);
+    }
+    if (!timed_) timed_ = {.from_step = training_.step, .since = Clock::now()};
+  }
+
+  /// What is left of an epoch.
+  void train_epoch(Network& network, const Group& group) {
+    if (training_.step % steps_per_epoch_ == 0) training_.epoch_loss_sum = 0;
+    training_.sampler.set_epoch(training_.step / steps_per_epoch_);
+    training_.sampler.reset();
+    training_.network->train();
+    do {
+      const double loss = train_step(network, training_, train_samples_, group);
+      report_step(loss);
+      state_.step_done();
+    } while (!is_epoch_over());
+  }
+
+  void report_step(double loss) {
+    if (report_) report_->after_step(training_.step, loss);
+    if (options_.metrics_every == 0 || training_.step % options_.metrics_every != 0) return;
+    const double mean = training_.recent_loss_sum / static_cast<double>(training_.n_recent_steps);
+    if (report_) report_->mean_loss(training_.step, mean);
+    training_.recent_loss_sum = 0;
+    training_.n_recent_steps = 0;
+  }
+
+  /// Tests and saves at the end of an epoch.
+  void finish_epoch(const Group& group) {
+    if (!is_epoch_over() || reported_step_ == state_.step()) return;
+    const std::chrono::duration<double> elapsed = Clock::now() - timed_->since;
+    const auto images_since = [&](std::size_t step) {
+      return static_cast<double>((training_.step - step) * options_.batch);
+    };
+    const std::size_t epoch = (training_.step - 1) / steps_per_epoch_;
+    epochs_.push_back({.step = training_.step,
+                       .loss = training_.epoch_loss_sum / images_since(epoch * steps_per_epoch_),
+                       .test_accuracy = test(training_.network, test_samples_, group),
+                       .seconds = elapsed.count(),
+                       .images_per_second = images_since(timed_->from_step) / elapsed.count()});
+    reported_step_ = state_.step();
+    if (report_) report_->after_epoch(epochs_.back());
+    if (!options_.save.empty()) training_.save(options_.save, group);
+    timed_ = {.from_step = training_.step, .since = Clock::now()};
+  }
+
+  bool is_epoch_over() const {
+    return training_.step % steps_per_epoch_ == 0 || training_.step == n_steps_;
+  }
+
+  struct Timed {
+    std::size_t from_step;
+    Clock::time_point since;
+  };
+
+  const Options options_;
+  const std::size_t n_images_, steps_per_epoch_;
+  std::size_t n_steps_;
+  Training training_;
+  const Samples train_samples_, test_samples_;
+  lockstep::nn::ElasticState state_;
+  std::int64_t reported_step_ = -1;  ///< -1: the training has not begun
+  std::vector<EpochResult> epochs_;
+  std::optional<Report> report_;  ///< of rank 0
+  std::optional<Timed> timed_;
+};
+
 }  // namespace
 
-std::vector<EpochResult> run(const Options& options, const Dataset& data, const Group& group) {
-  using Clock = std::chrono::steady_clock;
-  const auto n_ranks = static_cast<std::size_t>(group.size());
-  if (options.batch < n_ranks || options.batch > data.train.size()) {
-    throw std::invalid_argument(
-        fmt::format("--batch {}: expected at least one image for each of {} ranks, and at most the "
-                    "{} images of {}",
-                    options.batch, n_ranks, data.train.size(), options.data));
-  }
-  // Images that do not fill a batch are left out, other ones in each epoch.
-  const std::size_t steps_per_epoch = data.train.size() / options.batch;
-  std::size_t n_steps = options.epochs * steps_per_epoch;
-  if (options.max_steps > 0) n_steps = std::min(n_steps, options.max_steps);
+std::vector<EpochResult> run(const Options& options, const Dataset& data) {
   if (options.threads > 0) at::set_num_threads(options.threads);
-
-  Training training(options, data);
-  resume(training, options, n_steps, group);
-  std::optional<Report> report;
-  if (group.rank() == 0) report.emplace(options, steps_per_epoch);
-  // At once, so that a path that cannot be written is an error before the first step.
-  if (!options.save.empty()) training.save(options.save, group);
-
-  const Samples train_samples(data.train, data.train, dtype_of(options));
-  const Samples test_samples(data.test, data.train, dtype_of(options));
-  if (options.sync_bn) lockstep::nn::convert_sync_batchnorm(training.network, group);
-  Network network(Replicated(training.network, options.data_parallel), {.group = group});
-
-  std::vector<EpochResult> epochs;
-  while (training.step < n_steps) {
-    const std::size_t first_step = training.step;
-    const std::size_t epoch = first_step / steps_per_epoch;
-    const auto start = Clock::now();
-    training.sampler.set_epoch(epoch);
-    training.sampler.reset();
-    training.network->train();
-    do {
-      const double loss_sum = train_step(network, training, train_samples, group);
-      training.epoch_loss_sum += loss_sum;
-      if (report) report->after_step(training.step, loss_sum / static_cast<double>(options.batch));
-    } while (training.step % steps_per_epoch != 0 && training.step < n_steps);
-
-    const std::chrono::duration<double> elapsed = Clock::now() - start;
-    const auto images_since = [&](std::size_t step) {
-      return static_cast<double>((training.step - step) * options.batch);
-    };
-    epochs.push_back({.step = training.step,
-                      .loss = training.epoch_loss_sum / images_since(epoch * steps_per_epoch),
-                      .test_accuracy = test(training.network, test_samples, group),
-                      .seconds = elapsed.count(),
-                      .images_per_second = images_since(first_step) / elapsed.count()});
-    if (training.step % steps_per_epoch == 0) training.epoch_loss_sum = 0;
-    if (report) report->after_epoch(epochs.back());
-    if (!options.save.empty()) training.save(options.save, group);
-  }
-  if (report && !epochs.empty()) report->summary(epochs, group.size());
-  return epochs;
+  return Trainer(options, data).run();
 }
 
 Difference compare(const Options& options, const Dataset& data, const std::string& a,

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <lockstep/group.hpp>
 #include <string>
 #include <vector>
 
@@ -35,12 +34,12 @@ struct EpochResult {
   double images_per_second = 0;
 };
 
-/// Trains over the ranks of `group`; rank 0 writes to the terminal and to files. Collective.
-/// Returns the completed epochs, the same on all ranks except for the speed. Throws
-/// std::invalid_argument for options that do not fit the data, the ranks or the checkpoint, and
-/// lockstep::UsageError for a checkpoint that cannot be read or written.
-std::vector<EpochResult> run(const Options& options, const Dataset& data,
-                             const lockstep::Group& group);
+/// Trains over the ranks of the world, which this joins; a thread of run_ranks is in one. Rank 0
+/// writes to the terminal and to files. Collective. Goes on after lost ranks under
+/// `lockstep run --elastic`. Returns the epochs that this rank completed, the same on all ranks
+/// except for the speed. Throws std::invalid_argument for options that do not fit the data, the
+/// ranks or the checkpoint, lockstep::UsageError for a checkpoint that cannot be read or written.
+std::vector<EpochResult> run(const Options& options, const Dataset& data);
 
 struct Difference {
   double largest = 0;  ///< NaN if a value is NaN in one of them

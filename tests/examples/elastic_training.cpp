@@ -6,6 +6,7 @@
 //   elastic_training DIGITS OUT STEPS change        place 3 is killed when the others have changed
 //                                                   parameters in a step that is not complete
 //   elastic_training DIGITS OUT STEPS snapshot      the same, with a snapshot
+// With a last word `resumed` the first step is step 10, as if that state had been loaded.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/file.h>
@@ -117,6 +118,7 @@ int main(int argc, char** argv) {
   if (argc < 5) return 2;
   const std::string out = argv[2], mode = argv[4];
   const int n_steps = std::atoi(argv[3]);
+  const bool is_resumed = std::string(argv[argc - 1]) == "resumed";
   const int place = std::getenv("RANK") != nullptr ? std::atoi(std::getenv("RANK")) : 0;
   const bool is_replacement =
       std::string(std::getenv("LOCKSTEP_SEGMENT") != nullptr ? std::getenv("LOCKSTEP_SEGMENT") : "")
@@ -153,6 +155,11 @@ int main(int argc, char** argv) {
     };
 
     nn::run_elastic(state, [&] {
+      if (is_resumed && state.step() == 0) {
+        const torch::NoGradGuard no_graph;
+        for (torch::Tensor& parameter : model->parameters()) parameter.mul_(0.5);
+        state.set_step(10);
+      }
       nn::DistributedDataParallel ddp(model);
       const nn::SyncBatchNormScope scope;
       while (state.step() < n_steps) {

@@ -81,6 +81,16 @@ TEST_F(ElasticTrainingTest, a_kill_in_a_step_and_a_rank_that_leaves_before_it_gi
   EXPECT_EQ(killed.bits, left.bits);
 }
 
+TEST_F(ElasticTrainingTest, a_kill_in_the_first_step_after_resuming) {
+  const Trained killed = train({"-n", "4", "--elastic", "1:3"}, 20, {"kill", "resumed"});
+  ASSERT_EQ(killed.ended.exit_code, 0) << killed.ended.out << killed.ended.err;
+  const Trained left = train({"-n", "4", "--elastic", "1:3"}, 20, {"leave", "resumed"});
+  ASSERT_EQ(left.ended.exit_code, 0) << left.ended.out << left.ended.err;
+  EXPECT_EQ(killed.n_ranks, 3U) << killed.ended.out;
+  EXPECT_EQ(killed.bits.size(), 1U) << killed.ended.out;
+  EXPECT_EQ(killed.bits, left.bits);
+}
+
 TEST_F(ElasticTrainingTest, parameters_changed_in_a_step_that_is_not_complete) {
   const Trained refused = train({"-n", "4", "--elastic", "1:3"}, 20, {"change"});
   EXPECT_EQ(refused.ended.exit_code, 1) << refused.ended.out;

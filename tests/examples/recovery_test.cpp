@@ -2,10 +2,12 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
@@ -13,11 +15,13 @@
 #include <functional>
 #include <future>
 #include <iterator>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "support/waiting.hpp"
 #include "temporary_directory.hpp"
 #include "train/data.hpp"
 #include "train/train.hpp"
@@ -27,6 +31,8 @@ namespace {
 
 constexpr int kStepsPerEpoch = 180;  // 1440 digits, 8 a step
 constexpr int kWatchdogMs = 120'000;
+constexpr double kRounding = 1e-9;
+constexpr const char* kF64 = "--precision f64 --metrics-every 1";
 
 std::string contents_of(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
@@ -46,6 +52,13 @@ class Metrics {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
   ~Metrics() { close(fd_); }
+
+  /// Whether there is room for more, so that no rank is in the midst of writing a line.
+  bool has_room() const {
+    int n_bytes = 0;
+    if (ioctl(fd_, FIONREAD, &n_bytes) != 0) throw std::runtime_error("cannot ask the pipe");
+    return n_bytes < 2048;
+  }
 
   /// The next line.
   nlohmann::json next() {
@@ -68,33 +81,55 @@ class Metrics {
   std::string buffer_;
 };
 
-/// What a training of 2 epochs over 2 processes told, and saved.
+/// What a training told, by event.
 struct Training {
   int exit_code = -1;
-  std::vector<nlohmann::json> steps;
+  std::vector<nlohmann::json> steps, epochs, generations;
   std::string errors;
 };
 
+/// Each step and each epoch once, with the same numbers.
+void expect_the_same(const Training& training, const Training& expected) {
+  ASSERT_EQ(training.steps.size(), expected.steps.size());
+  for (std::size_t i = 0; i < expected.steps.size(); ++i) {
+    EXPECT_EQ(training.steps[i]["step"], expected.steps[i]["step"]);
+    EXPECT_NEAR(training.steps[i]["loss"], expected.steps[i]["loss"], kRounding)
+        << "step " << i + 1;
+  }
+  ASSERT_EQ(training.epochs.size(), expected.epochs.size());
+  for (std::size_t i = 0; i < expected.epochs.size(); ++i) {
+    EXPECT_EQ(training.epochs[i]["epoch"], expected.epochs[i]["epoch"]);
+    EXPECT_EQ(training.epochs[i]["step"], expected.epochs[i]["step"]);
+    EXPECT_EQ(training.epochs[i]["test_accuracy"], expected.epochs[i]["test_accuracy"]);
+    EXPECT_NEAR(training.epochs[i]["loss"], expected.epochs[i]["loss"], kRounding);
+  }
+}
+
 class RecoveryTest : public testing::Test {
  protected:
-  /// `on_line` gets each line of the metrics as it comes.
-  Training train(const std::string& name,
-                 const std::function<void(const nlohmann::json&)>& on_line) {
+  using OnLine = std::function<void(const nlohmann::json& line, const Metrics& metrics)>;
+
+  /// A training of two epochs; `launch` and `flags` are options of `lockstep run` and of
+  /// lockstep-train. `on_line` gets each line of the metrics as it comes.
+  Training train(const std::string& name, const std::string& launch, const std::string& flags,
+                 const OnLine& on_line) {
     const std::string base = (directory_ / name).string();
     Metrics metrics(base + ".jsonl");
     // Each rank notes its process's number, then becomes the training.
     const std::string command =
-        std::string(LOCKSTEP_CLI) + " run -n 2 --max-restarts 1 -- sh -c 'echo $$ > " + base +
+        std::string(LOCKSTEP_CLI) + " run " + launch + " -- sh -c 'echo $$ > " + base +
         ".pid-$RANK-$LOCKSTEP_RESTART; exec \"$@\"' sh " + LOCKSTEP_TRAIN + " --data " +
-        LOCKSTEP_DIGITS + " --batch 8 --epochs 2 --threads 1 --metrics-every 1 --metrics " + base +
-        ".jsonl --save " + base + ".pt >" + base + ".out 2>" + base + ".err";
+        LOCKSTEP_DIGITS + " --batch 8 --epochs 2 --threads 1 --metrics " + base + ".jsonl --save " +
+        base + ".pt " + flags + " >" + base + ".out 2>" + base + ".err";
     auto status =
         std::async(std::launch::async, [command] { return std::system(command.c_str()); });
     Training training;
     for (nlohmann::json line; line["event"] != "summary";) {
       line = metrics.next();
       if (line["event"] == "steps") training.steps.push_back(line);
-      on_line(line);
+      if (line["event"] == "epoch") training.epochs.push_back(line);
+      if (line["event"] == "generation") training.generations.push_back(line);
+      on_line(line, metrics);
     }
     const int ended = status.get();
     training.exit_code = WIFEXITED(ended) ? WEXITSTATUS(ended) : -1;
@@ -102,18 +137,54 @@ class RecoveryTest : public testing::Test {
     return training;
   }
 
-  void kill_rank(const std::string& name, int rank) {
+  /// 0 if it has not begun yet. A rank has the number of its place: a replacement that of the rank
+  /// that it replaces.
+  pid_t pid_of(const std::string& name, int rank) const {
     const std::string pid =
         contents_of(directory_ / (name + ".pid-" + std::to_string(rank) + "-0"));
-    ASSERT_FALSE(pid.empty());
-    ASSERT_EQ(kill(std::stoi(pid), SIGKILL), 0);
+    return pid.empty() ? 0 : std::stoi(pid);
+  }
+
+  pid_t kill_rank(const std::string& name, int rank) const {
+    const pid_t pid = pid_of(name, rank);
+    EXPECT_GT(pid, 0);
+    EXPECT_EQ(kill(pid, SIGKILL), 0);
+    return pid;
+  }
+
+  /// While the training waits for its metrics to be read: until one of these places has another
+  /// process, which waits for the others.
+  void await_replacement(const std::string& name, const std::map<int, pid_t>& killed) const {
+    EXPECT_TRUE(lockstep::test::wait_until([&] {
+      return std::ranges::any_of(killed, [&](const auto& place) {
+        const pid_t pid = pid_of(name, place.first);
+        return pid != 0 && pid != place.second && lockstep::test::is_asleep(pid);
+      });
+    }));
+  }
+
+  double difference(const std::string& a, const std::string& b, const std::string& precision) {
+    Options options;
+    options.batch = 8;
+    options.precision = precision;
+    return compare(options, read_dataset(LOCKSTEP_DIGITS), directory_ / a, directory_ / b).largest;
+  }
+
+  /// That this training went as on one rank that nothing disturbs.
+  void expect_one_rank(const std::string& name, const Training& training) {
+    EXPECT_EQ(training.exit_code, 0) << training.errors;
+    const Training alone = train("alone", "-n 1", kF64, [](const auto&...) {});
+    EXPECT_EQ(alone.steps.size(), 2U * kStepsPerEpoch);
+    expect_the_same(training, alone);
+    EXPECT_LT(difference("alone.pt", name + ".pt", "f64"), kRounding);
   }
 
   TemporaryDirectory directory_;
 };
 
 TEST_F(RecoveryTest, kill_9_in_an_epoch_changes_nothing) {
-  const Training straight = train("straight", [](const nlohmann::json&) {});
+  const std::string launch = "-n 2 --max-restarts 1", flags = "--metrics-every 1";
+  const Training straight = train("straight", launch, flags, [](const auto&...) {});
   ASSERT_EQ(straight.exit_code, 0) << straight.errors;
   ASSERT_EQ(straight.steps.size(), 2U * kStepsPerEpoch);
 
@@ -121,12 +192,13 @@ TEST_F(RecoveryTest, kill_9_in_an_epoch_changes_nothing) {
   const auto part = directory_ / "disturbed.pt.part";
   std::ofstream(part) << "half of a checkpoint";
   bool killed = false;
-  const Training disturbed = train("disturbed", [&](const nlohmann::json& line) {
+  const auto kill_one = [&](const nlohmann::json& line, const Metrics&) {
     // In the second epoch: a page of metrics is less than half of one.
     if (killed || line["event"] != "steps" || line["step"] != kStepsPerEpoch + 1) return;
     killed = true;
     kill_rank("disturbed", /*rank=*/1);
-  });
+  };
+  const Training disturbed = train("disturbed", launch, flags, kill_one);
   ASSERT_TRUE(killed);
   EXPECT_EQ(disturbed.exit_code, 0) << disturbed.errors;
   EXPECT_NE(disturbed.errors.find("was killed by SIGKILL"), std::string::npos) << disturbed.errors;
@@ -149,11 +221,46 @@ TEST_F(RecoveryTest, kill_9_in_an_epoch_changes_nothing) {
   EXPECT_EQ(n_starts, 2);
   EXPECT_EQ(last, 2 * kStepsPerEpoch);
   EXPECT_FALSE(std::filesystem::exists(part));
-  Options options;
-  options.batch = 8;
-  const Dataset digits = read_dataset(LOCKSTEP_DIGITS);
-  EXPECT_EQ(
-      compare(options, digits, directory_ / "straight.pt", directory_ / "disturbed.pt").largest, 0);
+  EXPECT_EQ(difference("straight.pt", "disturbed.pt", "f32"), 0);
+}
+
+TEST_F(RecoveryTest, elastic_ranks_of_which_two_are_killed_and_one_is_replaced_are_one_rank) {
+  std::map<int, pid_t> killed;
+  const auto kill_two = [&](const nlohmann::json& line, const Metrics& metrics) {
+    const bool is_epoch = line["event"] == "epoch";
+    if ((!is_epoch && line["event"] != "steps") || !metrics.has_room()) return;
+    if (killed.empty() && line["step"] >= 40) {
+      killed[2] = kill_rank("elastic", 2);
+    } else if (killed.size() == 1 && line["step"] >= kStepsPerEpoch + (is_epoch ? 0 : 1)) {
+      killed[0] = kill_rank("elastic", 0);  // it saves, or has begun the next epoch
+      await_replacement("elastic", killed);
+    }
+  };
+  const Training elastic = train("elastic", "-n 4 --elastic 2:3", kF64, kill_two);
+  ASSERT_EQ(killed.size(), 2U);
+  ASSERT_GE(elastic.generations.size(), 2U) << elastic.errors;
+  EXPECT_EQ(elastic.generations.front()["ranks"], 3);
+  EXPECT_EQ(elastic.generations.back()["ranks"], 3);
+  EXPECT_NE(elastic.errors.find(" again"), std::string::npos) << elastic.errors;
+  expect_one_rank("elastic", elastic);
+}
+
+TEST_F(RecoveryTest, elastic_replacement_becomes_rank_0) {
+  std::map<int, pid_t> killed;
+  bool has_joined = false;
+  const auto kill_rank_0 = [&](const nlohmann::json& line, const Metrics& metrics) {
+    has_joined = has_joined || (line["event"] == "generation" && line["ranks"] == 2);
+    if (line["event"] != "steps" || !metrics.has_room()) return;
+    if (killed.empty() && line["step"] >= 40) {
+      killed[0] = kill_rank("elastic", 0);
+      await_replacement("elastic", killed);
+    } else if (killed.size() == 1 && has_joined) {
+      killed[1] = kill_rank("elastic", 1);
+    }
+  };
+  const Training elastic = train("elastic", "-n 2 --elastic 1", kF64, kill_rank_0);
+  ASSERT_EQ(killed.size(), 2U) << elastic.errors;
+  expect_one_rank("elastic", elastic);
 }
 
 }  // namespace

@@ -45,8 +45,14 @@ Options small_options() {
 
 class TrainTest : public testing::Test {
  protected:
-  void train_over(int n_ranks, const Options& options) {
-    lockstep::run_ranks(n_ranks, [&] { train::run(options, digits(), lockstep::default_group()); });
+  /// Returns what rank 0 returns.
+  std::vector<EpochResult> train_over(int n_ranks, const Options& options) {
+    std::vector<EpochResult> epochs;
+    lockstep::run_ranks(n_ranks, [&](int rank) {
+      auto results = train::run(options, digits());
+      if (rank == 0) epochs = std::move(results);
+    });
+    return epochs;
   }
 
   double difference(const std::string& a, const std::string& b) {
@@ -87,7 +93,7 @@ TEST_F(TrainTest, learns_the_digits) {
   options.precision = "f32";
   options.max_steps = 0;
   options.epochs = 2;
-  const auto epochs = train::run(options, digits(), lockstep::Group());
+  const auto epochs = train_over(1, options);
   ASSERT_EQ(epochs.size(), 2U);
   EXPECT_LT(epochs[1].loss, epochs[0].loss);
   EXPECT_GT(epochs[1].test_accuracy, 0.9);
@@ -149,12 +155,7 @@ TEST_F(TrainTest, loss_curves_in_f32) {
   options.epochs = 1;
   const auto loss = [&](int n_ranks, bool sync_bn) {
     options.sync_bn = sync_bn;
-    std::vector<EpochResult> epochs;
-    lockstep::run_ranks(n_ranks, [&](int rank) {
-      auto results = train::run(options, digits(), lockstep::default_group());
-      if (rank == 0) epochs = std::move(results);
-    });
-    return epochs.at(0).loss;
+    return train_over(n_ranks, options).at(0).loss;
   };
   const double alone = loss(1, /*sync_bn=*/false);
   EXPECT_NEAR(loss(4, /*sync_bn=*/true), alone, 0.02 * alone);
@@ -207,13 +208,13 @@ TEST_F(TrainTest, resume_over_an_epoch_has_its_whole_loss) {
   options.batch = 240;  // 6 steps an epoch
   options.epochs = 2;
   options.max_steps = 0;
-  const auto straight = train::run(options, digits(), lockstep::Group());
+  const auto straight = train_over(1, options);
   options.save = directory_ / "half.pt";
   options.max_steps = 8;
-  train::run(options, digits(), lockstep::Group());
+  train_over(1, options);
   options.load = options.save;
   options.max_steps = 0;
-  const auto resumed = train::run(options, digits(), lockstep::Group());
+  const auto resumed = train_over(1, options);
   ASSERT_EQ(resumed.size(), 1U);
   EXPECT_EQ(resumed.back().loss, straight.back().loss);
   EXPECT_EQ(resumed.back().test_accuracy, straight.back().test_accuracy);
@@ -229,7 +230,7 @@ TEST_F(TrainTest, rank_0_alone_has_the_checkpoint) {
     Options own = options;
     own.n_restarts = 1;
     if (rank == 1) own.save = directory_ / "nowhere.pt";
-    const auto epochs = train::run(own, digits(), lockstep::default_group());
+    const auto epochs = train::run(own, digits());
     ASSERT_EQ(epochs.size(), 1U);
     EXPECT_EQ(epochs[0].step, 2U);
   });
@@ -241,17 +242,17 @@ TEST_F(TrainTest, restart_goes_on_from_what_it_saved) {
   options.max_steps = 3;
   options.save = directory_ / "one.pt";
   options.n_restarts = 1;  // before there was a checkpoint
-  EXPECT_EQ(train::run(options, digits(), lockstep::Group()).size(), 1U);
+  EXPECT_EQ(train_over(1, options).size(), 1U);
   // The last one was complete.
-  EXPECT_TRUE(train::run(options, digits(), lockstep::Group()).empty());
+  EXPECT_TRUE(train_over(1, options).empty());
   options.max_steps = 4;
-  EXPECT_EQ(train::run(options, digits(), lockstep::Group()).at(0).step, 4U);
+  EXPECT_EQ(train_over(1, options).at(0).step, 4U);
   // The first start takes no older training's checkpoint, and none of it is overwritten.
   options.n_restarts = 0;
   expect_error<std::invalid_argument>(options, "this file already exists");
   options.load = options.save;
   options.max_steps = 5;
-  EXPECT_EQ(train::run(options, digits(), lockstep::Group()).at(0).step, 5U);
+  EXPECT_EQ(train_over(1, options).at(0).step, 5U);
 }
 
 TEST_F(TrainTest, checkpoint_of_something_else) {
@@ -337,7 +338,7 @@ TEST_F(TrainTest, metrics_are_json_lines) {
   options.metrics_every = 4;
   std::vector<EpochResult> epochs;
   lockstep::run_ranks(2, [&](int rank) {
-    auto results = train::run(options, digits(), lockstep::default_group());
+    auto results = train::run(options, digits());
     if (rank == 1) epochs = std::move(results);  // all ranks have the same
   });
   std::vector<nlohmann::json> lines;

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/types.h>
 
 #include <algorithm>
 #include <lockstep/error.hpp>
@@ -80,6 +81,53 @@ TEST(ElasticStateTest, steps_are_those_of_run_elastic) {
   EXPECT_THROW(state.set_step(-1), UsageError);
   state.set_step(7);
   EXPECT_EQ(state.step(), 7);
+}
+
+TEST(RunElasticTest, threads_of_run_ranks_train_in_their_world) {
+  std::vector<torch::Tensor> weights(3);
+  run_ranks(3, [&](int rank) {
+    torch::nn::Linear layer(2, 1);
+    const torch::Tensor drawn = layer->weight.detach().clone();
+    if (rank == 0) weights[0] = drawn;
+    ElasticState state({layer});
+    run_elastic(state, [&] {
+      EXPECT_EQ(default_group().size(), 3);
+      state.set_step(4);
+      state.step_done();
+    });
+    EXPECT_EQ(state.step(), 5);
+    if (rank != 0) weights[static_cast<std::size_t>(rank)] = layer->weight.detach();
+  });
+  EXPECT_TRUE(weights[1].equal(weights[0]));
+  EXPECT_TRUE(weights[2].equal(weights[0]));
+}
+
+TEST(RunElasticTest, goes_on_in_a_world_that_no_launcher_keeps_running) {
+  torch::nn::Linear layer(2, 1);
+  ElasticState state({layer});
+  init_dist();
+  int n_calls = 0;
+  for (int i = 0; i < 2; ++i) run_elastic(state, [&] { ++n_calls; });
+  EXPECT_EQ(n_calls, 2);
+  EXPECT_TRUE(is_distributed());
+  destroy_dist();
+}
+
+TEST(RunElasticTest, a_step_that_is_set_has_the_random_numbers_of_that_step) {
+  const auto drawn = [](bool is_inside) {
+    torch::Tensor numbers;
+    run_ranks(1, [&] {
+      torch::nn::Linear layer(2, 1);
+      ElasticState state({layer}, {.seed = 3});
+      if (!is_inside) state.set_step(4);
+      run_elastic(state, [&] {
+        if (is_inside) state.set_step(4);
+        numbers = torch::rand({8});
+      });
+    });
+    return numbers;
+  };
+  EXPECT_TRUE(drawn(/*is_inside=*/true).equal(drawn(/*is_inside=*/false)));
 }
 
 }  // namespace

@@ -44,15 +44,16 @@ class ElasticState {
 
   /// How many steps are complete: the number of the present one.
   std::int64_t step() const noexcept;
-  /// For a training that resumes from a file, before run_elastic. Throws UsageError inside it, and
-  /// for a negative number.
+  /// For a training that resumes from a file: before run_elastic, or inside its function on all
+  /// ranks right after load_training, where the parts as they are now are then those after `step`
+  /// steps. Throws UsageError for a negative number.
   void set_step(std::int64_t step);
 
   /// Ends a step, right after Optimizer::step: a rank has completed the step when it calls this.
   /// Lets replacements in, if any wait: then it does not return, but leaves run_elastic's function
   /// by an exception (not a std::exception) that run_elastic catches, so that what follows in the
-  /// loop is left out. Collective over the world. Throws what all_reduce throws; UsageError outside
-  /// run_elastic.
+  /// loop is left out. Collective over the world; where no launcher keeps it running, this only
+  /// counts. Throws what all_reduce throws; UsageError outside run_elastic.
   void step_done(std::source_location where = std::source_location::current());
 
   /// The factor for the loss of a rank that computes the mean over its `own` samples:
@@ -98,6 +99,8 @@ class ElasticState {
 /// EngineError if the launcher ends the job, because too few ranks are left. Where nobody keeps the
 /// world running (another launcher, `lockstep run` without --elastic), this is an ordinary training
 /// of which a loss is the end: its exception leaves run_elastic. The process stays in the world.
+/// Called in such a world, on threads of run_ranks or after init_dist, it trains in that one;
+/// init_dist throws UsageError where a launcher keeps it running.
 void run_elastic(ElasticState& state, const std::function<void()>& train,
                  const InitOptions& options = {},
                  std::source_location where = std::source_location::current());

@@ -19,6 +19,7 @@
 #include "nn/tensors/checkpoint_file.hpp"
 #include "nn/tensors/hash.hpp"
 #include "nn/tensors/training_parts.hpp"
+#include "world/session.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -55,14 +56,18 @@ struct ElasticState::Implementation {
   std::vector<TrainingPart> parts;
   ElasticOptions options;
   std::int64_t step = 0;
-  bool has_state = false;   ///< it has had the state of all ranks
-  bool is_running = false;  ///< in run_elastic
+  bool has_state = false;       ///< it has had the state of all ranks
+  bool is_running = false;      ///< in run_elastic
+  bool is_elastic = false;      ///< and a step may have to be repeated
+  bool is_replacement = false;  ///< it has joined a later generation
+  std::int64_t n_runs = 0;      ///< calls of run_elastic in this process, with this one
   /// Of the parameters at the beginning of the present step: see sample_parameters.
   std::vector<std::byte> samples{};
 
   // What a repetition of the present step begins with, beside parameters and optimizers.
   std::vector<KeptGenerator> generators{};
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers{};  ///< and their values
+  std::vector<std::optional<double>> learning_rates{};       ///< of all groups of the optimizers
   std::vector<TrainingPart> others{};                        ///< all parts, with a snapshot
   std::string values_of_others{};
 
@@ -107,6 +112,15 @@ struct ElasticState::Implementation {
     return bytes;
   }
 
+  template <class F>
+  void for_each_options(F f) const {
+    for (const TrainingPart& part : parts) {
+      if (part.optimizer() == nullptr) continue;
+      auto& optimizer = const_cast<torch::optim::Optimizer&>(*part.optimizer());
+      for (auto& group : optimizer.param_groups()) f(group.options());
+    }
+  }
+
   /// Of CPUs, and of the devices of the parameters.
   void find_generators() {
     std::vector<at::Device> devices{at::kCPU};
@@ -123,6 +137,7 @@ struct ElasticState::Implementation {
 
   /// The present step begins with what is now.
   void keep() {
+    if (!is_elastic) return;
     const at::NoGradGuard no_graph;
     std::size_t n = 0;
     if (!options.snapshot) {
@@ -142,6 +157,14 @@ struct ElasticState::Implementation {
       }
     }
     buffers.resize(n);
+    learning_rates.clear();
+    for_each_options([&](const auto& group) {
+      try {
+        learning_rates.emplace_back(group.get_lr());
+      } catch (const c10::Error&) {  // an optimizer of the program's own may not tell it
+        learning_rates.emplace_back();
+      }
+    });
     if (!options.snapshot) samples = sample_parameters();
     if (!others.empty()) values_of_others = parts_in_memory(others);
     for (KeptGenerator& generator : generators) generator.keep();
@@ -158,6 +181,12 @@ struct ElasticState::Implementation {
       }
     }
     if (!others.empty()) load_parts(values_of_others, others);
+    auto rate = learning_rates.begin();
+    for_each_options([&](auto& group) {
+      if (rate == learning_rates.end()) return;
+      if (*rate) group.set_lr(**rate);
+      ++rate;
+    });
     for (KeptGenerator& generator : generators) generator.set_back();
   }
 
@@ -171,6 +200,24 @@ struct ElasticState::Implementation {
     for (KeptGenerator& generator : generators) generator.seed(seed);
   }
 
+  void check_others(const std::vector<std::array<std::int64_t, 5>>& all, std::int64_t newest,
+                    const Group& group, std::source_location where) const {
+    if (!is_elastic) return;
+    const auto is_new = [](const auto& rank) { return rank[3] != 0; };
+    if (newest < 0 && std::ranges::all_of(all, is_new)) {
+      throw EngineError(context_of("run_elastic", group, where),
+                        "all ranks that had the state are lost; restart from a checkpoint");
+    }
+    for (std::size_t r = 0; r < all.size(); ++r) {
+      if (all[r][4] == n_runs) continue;
+      throw UsageError(context_of("run_elastic", group, where),
+                       fmt::format("this rank is in its call #{} of run_elastic, and rank {} in "
+                                   "call #{}: a replacement begins the program anew, so a program "
+                                   "makes one call",
+                                   n_runs, r, all[r][4]));
+    }
+  }
+
   /// Collective: gives all ranks the state of those with the newest complete step.
   void synchronise(std::source_location where) {
     const Group group = default_group();
@@ -178,10 +225,13 @@ struct ElasticState::Implementation {
       if (parameter.grad().defined()) parameter.mutable_grad() = at::Tensor();
     });
     const bool has_changed = has_state && !options.snapshot && sample_parameters() != samples;
-    const std::array mine{has_state ? step : -1, step, std::int64_t{has_changed}};
+    const std::array mine{has_state ? step : -1, step, std::int64_t{has_changed},
+                          std::int64_t{is_replacement}, n_runs};
     const auto all = all_gather_object(mine, group, {}, where);
     const std::int64_t newest = std::ranges::max(all)[0];
     const auto is_newest = [&](const auto& rank) { return rank[0] == newest; };
+    check_others(all, newest, group, where);
+    find_generators();
     for (std::size_t r = 0; r < all.size(); ++r) {
       if (!is_newest(all[r]) || all[r][2] == 0) continue;
       throw UsageError(
@@ -201,6 +251,11 @@ struct ElasticState::Implementation {
       const bool is_loaded = group.rank() != source && (newest < 0 || !mine_is_newest);
       const auto failure =
           is_loaded ? failure_text([&] { load_parts(state, parts); }) : std::nullopt;
+      if (!failure) step = all[static_cast<std::size_t>(source)][1];
+      if (is_loaded && !failure) {  // also if that rank is lost before all others have loaded it
+        has_state = true;
+        keep();
+      }
       const auto failures = all_gather_object(failure, group, {}, where);
       for (std::size_t r = 0; r < failures.size(); ++r) {
         if (!failures[r]) continue;
@@ -208,10 +263,8 @@ struct ElasticState::Implementation {
                          fmt::format("rank {} cannot take the state of rank {}, read as a file: {}",
                                      r, source, *failures[r]));
       }
-      step = all[static_cast<std::size_t>(source)][1];
     }
     has_state = true;
-    find_generators();
     keep();
     begin_step(group);
   }
@@ -225,12 +278,14 @@ ElasticState::~ElasticState() = default;
 std::int64_t ElasticState::step() const noexcept { return implementation_->step; }
 
 void ElasticState::set_step(std::int64_t step) {
-  if (step < 0 || implementation_->is_running) {
-    throw UsageError({.operation = "set_step"},
-                     step < 0 ? fmt::format("{} is negative", step)
-                              : std::string("inside run_elastic, step_done() counts the steps"));
+  Implementation& mine = *implementation_;
+  if (step < 0) {
+    throw UsageError({.operation = "set_step"}, fmt::format("{} is negative", step));
   }
-  implementation_->step = step;
+  mine.step = step;
+  if (!mine.is_running) return;
+  mine.keep();
+  mine.begin_step(default_group());
 }
 
 void ElasticState::step_done(std::source_location where) {
@@ -241,10 +296,12 @@ void ElasticState::step_done(std::source_location where) {
   }
   ++mine.step;
   mine.keep();
-  const bool waits =
-      all_reduce_value(replacements_wait() ? 1 : 0, ReduceOp::max, group, {}, where) != 0;
-  count_step();
-  if (waits) throw ReplacementsWait();
+  if (mine.is_elastic) {
+    const bool waits =
+        all_reduce_value(replacements_wait() ? 1 : 0, ReduceOp::max, group, {}, where) != 0;
+    count_step();
+    if (waits) throw ReplacementsWait();
+  }
   mine.begin_step(group);
 }
 
@@ -261,8 +318,15 @@ double ElasticState::scale(std::size_t own, std::source_location where) {
 void run_elastic(ElasticState& state, const std::function<void()>& train,
                  const InitOptions& options, std::source_location where) {
   ElasticState::Implementation& mine = *state.implementation_;
-  init_dist(options, where);
+  const internal::Session* const session = internal::session();
+  if (session == nullptr || session->elastic() != nullptr) init_dist(options, where);
   mine.is_running = true;
+  mine.is_elastic = internal::session()->elastic() != nullptr;
+  if (mine.is_elastic) {
+    static std::int64_t n_runs = 0;
+    mine.n_runs = ++n_runs;
+    mine.is_replacement = internal::session()->world().regrouped.generation > 0;
+  }
   struct Ends {
     ElasticState::Implementation& mine;
     // The program may change the parts before another run_elastic.
@@ -276,11 +340,11 @@ void run_elastic(ElasticState& state, const std::function<void()>& train,
       return true;
     } catch (const ReplacementsWait&) {
     } catch (const PeerLost&) {
-      if (!is_elastic()) throw;
+      if (!mine.is_elastic) throw;
     } catch (const PeerFailed&) {
-      if (!is_elastic()) throw;
+      if (!mine.is_elastic) throw;
     } catch (const TimeoutError&) {
-      if (!is_elastic()) throw;
+      if (!mine.is_elastic) throw;
     }
     return false;
   };
