@@ -162,8 +162,10 @@ void Attempt::warn_if_none_joined() {
 }
 
 void Attempt::print_line(const std::string& text) {
-  context_.mux.print_line(
-      fmt::format("{:%Y-%m-%d %H:%M:%S} {}", fmt::localtime(std::time(nullptr)), text));
+  const std::time_t now = std::time(nullptr);
+  std::tm local{};
+  localtime_r(&now, &local);
+  context_.mux.print_line(fmt::format("{:%Y-%m-%d %H:%M:%S} {}", local, text));
 }
 
 // --- start ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 // rank with the whole batch. The hosts are network namespaces, with Gloo or MPI between them.
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
