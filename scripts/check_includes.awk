@@ -22,7 +22,7 @@ BEGIN {
   may["python"] = "interface kernels group world dist sync"
   # The c10d backend: Python comes in as a struct of functions.
   may["nn/backend"] = may["nn"] " nn"
-  # lockstep._torch: it takes from _core what speaks to Python.
+  # lockstep_torch._torch: it takes from _core what speaks to Python.
   may["nn/python"] = may["nn/backend"] " nn/backend python"
   may["cli"] = "base interface kernels record group engines world dist sync run"
   # The umbrella is for programs.

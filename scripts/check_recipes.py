@@ -62,6 +62,13 @@ expect("packaging/conan: requirements", sorted(re.findall(r'requires\("(\w+)/', 
 front = re.search(r"build_packages=\(([^)]*)\)", text_of("dev"))[1].split()
 expect("dev: build_packages without", sorted({NAMES[name][2] for name in searched} - set(front)), [])
 
+# The Python packages, and what pip brings to build the first; the index has no CLI11.
+PYTHON = {"fmt": "cmeel-fmt", "cereal": "cmeel-cereal", "nlohmann_json": "nlohmann-json"}
+for name in ("pyproject.toml", "python/torch/pyproject.toml"):
+    expect(f"{name}: license", re.findall(r'^license = "(.*)"', text_of(name), re.M), ["Apache-2.0"])
+required = re.search(r"^requires = \[(.*?)^\]", text_of("pyproject.toml"), re.M | re.S)[1]
+expect("pyproject.toml: build requirements without", sorted({PYTHON[name] for name in linked} - set(re.findall(r'"([\w-]+)"', required))), [])
+
 for name in ("packaging/vcpkg/lockstep/portfile.cmake", "packaging/conan/conanfile.py", "pyproject.toml",
              "scripts/clean_root.sh", "docs/packages.md"):
     used = set(re.findall(r"\bLOCKSTEP_[A-Z]+\b", text_of(name)))

@@ -120,7 +120,7 @@ way_cmake() {
 
 way_pip() {
   begin pip
-  run "$apt g++ cmake ninja-build $libraries python3-dev python3-venv" &&
+  run "$apt g++ cmake ninja-build libcli11-dev python3-dev python3-venv" &&
     run 'python3 -m venv /venv && pip install .' &&
     hello 'lockstep run -n 2 python examples/python/hello.py' &&
     run 'pip wheel --no-deps --wheel-dir /wheel .' || return

@@ -44,8 +44,9 @@ install_for_gpu() {
   fi
   "$venv/bin/python" -c 'import nanobind, scikit_build_core, pytest' 2>/dev/null ||
     "$venv/bin/python" -m pip install --no-index --find-links "$gpu_pack/wheels" "${python_build[@]}" pytest
-  "$venv/bin/python" -m pip install --no-build-isolation --no-deps --no-index --force-reinstall \
-    -Cbuild-dir=build/gpu/python -Ccmake.define.LOCKSTEP_BUILT="$PWD/build/gpu" .
+  local install=("$venv/bin/python" -m pip install --no-build-isolation --no-deps --no-index --force-reinstall)
+  "${install[@]}" -Cbuild-dir="$PWD/build/gpu/python" -Ccmake.define.LOCKSTEP_BUILT="$PWD/build/gpu" . &&
+    "${install[@]}" -Cbuild-dir="$PWD/build/gpu/python-torch" ./python/torch
 }
 
 # Runs a command of the tests.

@@ -11,6 +11,7 @@ datetime.timedelta; default: the group's). Their errors are those of lockstep.er
 """
 
 from . import errors
+from ._core import __version__ as __version__
 from ._core import (
     Group,
     all_reduce,

@@ -8,6 +8,9 @@ from typing_extensions import Buffer
 _T = TypeVar("_T")
 _Timeout = Union[float, datetime.timedelta, None]
 
+__version__: str
+_binary_interface: str
+
 class _Tensor(Protocol):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 

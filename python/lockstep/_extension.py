@@ -1,4 +1,4 @@
-"""Loads lockstep._torch, which is compiled for one version of torch and of Python."""
+"""Loads lockstep_torch._torch, of lockstep-torch, which is compiled for one version of torch and of Python."""
 
 from __future__ import annotations
 
@@ -6,27 +6,45 @@ import functools
 import platform
 from types import ModuleType
 
-_REINSTALL = "Install lockstep again beside this torch: pip install --force-reinstall --no-deps lockstep"
+from lockstep_dist import NOT_INSTALLED
+
+from . import _core
+
+_REINSTALL = "pip install --force-reinstall --no-deps --no-cache-dir"
+
+
+def registrar() -> ModuleType:
+    """The package lockstep_torch. Raises ImportError if it is not installed."""
+    try:
+        import lockstep_torch
+    except ImportError:
+        raise ImportError(NOT_INSTALLED) from None
+    return lockstep_torch
 
 
 @functools.lru_cache(maxsize=None)
 def load() -> ModuleType:
-    """lockstep._torch. Raises ImportError if there is none for this torch."""
+    """lockstep_torch._torch. Raises ImportError if there is none for this torch, Python and lockstep-dist."""
     import torch
 
+    registrar()
+    from lockstep_torch import _built_for
+
+    again = f"Install lockstep-torch again: {_REINSTALL} lockstep-torch (in a clone of lockstep: ./python/torch)"
     here = torch.__version__.split("+")[0]
-    try:
-        from . import _built_for
-    except ImportError:
-        raise ImportError(f"this lockstep was installed without torch, and this is torch {here}. {_REINSTALL}") from None
     if here != _built_for.TORCH:
-        raise ImportError(f"this lockstep was built for torch {_built_for.TORCH}, and this is torch {here}. {_REINSTALL}")
+        raise ImportError(f"this lockstep-torch was built for torch {_built_for.TORCH}, and this is torch {here}. {again}")
     python = ".".join(platform.python_version_tuple()[:2])
     if python != _built_for.PYTHON:
         raise ImportError(
-            f"the torch part of this lockstep was built for Python {_built_for.PYTHON}, and this is Python {python}. "
-            f"{_REINSTALL}"
+            f"this lockstep-torch was built for Python {_built_for.PYTHON}, and this is Python {python}. {again}"
         )
-    from . import _torch
+    if _core._binary_interface != _built_for.BINARY_INTERFACE:
+        raise ImportError(
+            f"this lockstep-torch was built for binary interface {_built_for.BINARY_INTERFACE}, and this lockstep-dist "
+            f"{_core.__version__} has {_core._binary_interface}. Install both from one release: {_REINSTALL} "
+            "lockstep-dist lockstep-torch (in a clone of lockstep: . ./python/torch)"
+        )
+    from lockstep_torch import _torch
 
     return _torch

@@ -18,7 +18,7 @@ try:
     import torch
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"lockstep.nn needs PyTorch, which is not installed ({error}): pip install torch", name="torch"
+        f"lockstep.nn needs PyTorch, which is not installed ({error}): pip install torch, then lockstep-torch", name="torch"
     ) from None
 from torch.nn.modules.batchnorm import _BatchNorm
 

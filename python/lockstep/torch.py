@@ -6,13 +6,11 @@
 import os
 import socket
 
-import lockstep_torch
-
-from . import _backend, objects, world
+from . import _backend, _extension, objects, world
 
 __all__ = ["set_environment"]
 
-lockstep_torch.register()
+_extension.registrar().register()
 
 
 def set_environment() -> None:

@@ -25,6 +25,8 @@ void define_api(nb::module_& module) {
       },
   };
   module.attr("_api") = nb::capsule(&kApi, kCoreApi);
+  // Before it loads the other extension, lockstep._extension compares it with that one's.
+  module.attr("_binary_interface") = LOCKSTEP_BINARY_INTERFACE;
 }
 
 }  // namespace lockstep::python

@@ -8,7 +8,7 @@
 
 namespace lockstep::python {
 
-/// The functions of lockstep._core that lockstep._torch uses, as the contents of the capsule
+/// The functions of lockstep._core that lockstep_torch._torch uses, as the contents of the capsule
 /// _core._api: _core binds with nanobind, _torch with pybind11.
 struct CoreApi {
   /// The innermost line of Python code outside the package and the folders added. Needs the GIL.

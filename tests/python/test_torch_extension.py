@@ -1,4 +1,4 @@
-"""lockstep._torch: compiled for one torch, loaded when it is used."""
+"""lockstep_torch._torch: compiled for one torch, loaded when it is used."""
 
 import subprocess
 import sys
@@ -6,6 +6,9 @@ import sys
 import pytest
 
 torch = pytest.importorskip("torch")
+
+import lockstep  # noqa: E402
+from lockstep_torch._built_for import BINARY_INTERFACE as STAMP  # noqa: E402
 
 
 def run(program):
@@ -83,8 +86,11 @@ assert len(libraries) == 1, libraries
     "change, text",
     [
         ("torch.__version__ = '9.8.7+cpu'", f"built for torch {torch.__version__.split('+')[0]}, and this is torch 9.8.7"),
-        ("sys.modules['lockstep._built_for'] = None", "was installed without torch, and this is torch"),
         ("platform.python_version_tuple = lambda: ('3', '99', '0')", ", and this is Python 3.99"),
+        (
+            "lockstep._core._binary_interface = 'other'",
+            f"was built for binary interface {STAMP}, and this lockstep-dist {lockstep.__version__} has other",
+        ),
     ],
 )
 def test_another_torch_is_an_import_error_that_names_both(change, text):
@@ -96,5 +102,33 @@ try:
     load()
     raise AssertionError
 except ImportError as error:
-    assert {text!r} in str(error) and "Install lockstep again" in str(error), error
+    assert {text!r} in str(error) and "pip install" in str(error) and "lockstep-torch" in str(error), error
+""")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import lockstep.nn",
+        "import lockstep.torch",
+        "dist.init_process_group('lockstep', store=dist.HashStore(), rank=0, world_size=1)",
+        "dist.init_process_group('lockstep', init_method='lockstep://')",
+    ],
+)
+def test_without_lockstep_torch_says_what_to_install(use):
+    run(f"""
+import os, sys
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import importlib.metadata, importlib.util, torch, torch.distributed as dist
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "lockstep_torch" else find_spec(name, *rest)
+sys.modules["lockstep_torch"] = None
+(entry_point,) = [e for e in importlib.metadata.entry_points(group="torch.backends") if e.name == "lockstep_dist"]
+entry_point.load()()
+assert "lockstep" not in sys.modules
+try:
+    {use}
+    raise AssertionError
+except ImportError as error:
+    assert "pip install lockstep-torch" in str(error), error
 """)

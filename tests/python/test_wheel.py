@@ -1,8 +1,11 @@
-"""The wheel that `./dev wheel` makes: what is in it, and what it says beside another torch."""
+"""The wheels that `./dev wheel` makes: what is in them, what they say beside another torch; and that lockstep-torch is not
+built without torch."""
 
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -13,31 +16,70 @@ pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 TORCH = torch.__version__.split("+")[0]
+PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
+
+
+def run(command, code=0, **options):
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    assert (done.returncode == 0) == (code == 0), done.stdout
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
-def wheel():
-    done = subprocess.run([ROOT / "dev", "wheel"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
-    (path,) = (ROOT / "build" / "dist").glob("*.whl")
-    return path
+def wheels():
+    run([ROOT / "dev", "wheel"])
+    paths = {path.name.split("-")[0]: path for path in (ROOT / "build" / "dist").glob("*.whl")}
+    assert set(paths) == {"lockstep_dist", "lockstep_torch"}
+    return paths
 
 
-def test_is_small_names_its_torch_and_has_the_command(wheel):
-    assert wheel.stat().st_size < 4_000_000
+def read(wheel):
+    """The names of its files, and the lines of METADATA and WHEEL."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        (metadata,) = [name for name in names if name.endswith(".dist-info/WHEEL")]
-        assert f"Build: 1torch{TORCH}" in archive.read(metadata).decode().splitlines()
-        assert f'TORCH = "{TORCH}"' in archive.read("lockstep/_built_for.py").decode().splitlines()
-    assert not [name for name in names if "libtorch" in name or "libc10" in name]
-    assert [name for name in names if name.startswith("lockstep/_torch.")]
+        texts = [archive.read(name).decode() for name in names if re.search(r"\.dist-info/(METADATA|WHEEL)$", name)]
+    return names, "\n".join(texts).splitlines()
+
+
+def needed(wheel, folder):
+    """The libraries that its binaries need."""
+    run([sys.executable, "-m", "zipfile", "-e", wheel, folder])
+    binaries = [path for path in folder.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
+    assert binaries
+    text = run(["readelf", "--dynamic", *binaries], env={**os.environ, "LC_ALL": "C"})
+    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", text))
+
+
+def test_lockstep_dist_is_free_of_torch_and_says_what_it_runs_on(wheels, tmp_path):
+    wheel = wheels["lockstep_dist"]
+    names, lines = read(wheel)
+    assert wheel.stat().st_size < 4_000_000
+    assert not [name for name in names if re.search(r"_torch\b|lockstep_torch|_built_for|libtorch|libc10", name)]
+    assert not [name for name in needed(wheel, tmp_path) if re.search("torch|c10|fmt", name)]
     assert [name for name in names if name.endswith(".data/scripts/lockstep")]
+    abi = f"{PYTHON}-{PYTHON}" if sys.version_info < (3, 12) else "cp312-abi3"
+    (tag,) = [line for line in lines if line.startswith("Tag: ")]
+    assert tag.startswith(f"Tag: {abi}-")
+    (core,) = [name for name in names if name.startswith("lockstep/_core.") and name.endswith(".so")]
+    assert core.endswith(".abi3.so") == (abi == "cp312-abi3")
+    assert "License-Expression: Apache-2.0" in lines
+    assert not [line for line in lines if line.startswith("Requires-Dist: ") and "; extra ==" not in line]
 
 
-def test_beside_another_torch_is_an_import_error_that_names_both(wheel, tmp_path):
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, wheel]
-    subprocess.run(command, check=True)
+def test_lockstep_torch_pins_what_it_is_compiled_for(wheels, tmp_path):
+    wheel = wheels["lockstep_torch"]
+    names, lines = read(wheel)
+    (version,) = [line.removeprefix("Version: ") for line in lines if line.startswith("Version: ")]
+    assert {f"Requires-Dist: torch=={TORCH}", f"Requires-Dist: lockstep-dist=={version}"} <= set(lines)
+    assert f"Build: 1torch{TORCH}" in lines
+    (tag,) = [line for line in lines if line.startswith("Tag: ")]
+    assert tag.startswith(f"Tag: {PYTHON}-{PYTHON}-")
+    assert not [name for name in names if re.match(r"lockstep/|.*lib(torch|c10|lockstep)", name)]
+    assert "liblockstep.so" in needed(wheel, tmp_path)
+
+
+def test_beside_another_torch_is_an_import_error_that_names_both(wheels, tmp_path):
+    run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, *wheels.values()])
     (tmp_path / "torch.py").write_text("__version__ = '9.8.7+cpu'\n")
     program = """
 import lockstep
@@ -49,14 +91,50 @@ try:
 except ImportError as error:
     print(lockstep.__file__, error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    assert str(tmp_path) in done.stdout
-    assert f"built for torch {TORCH}, and this is torch 9.8.7" in done.stdout
+    printed = run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    assert str(tmp_path) in printed
+    assert f"built for torch {TORCH}, and this is torch 9.8.7" in printed
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory):
+    """The Python of an environment that has what builds the packages, but no torch."""
+    folder = tmp_path_factory.mktemp("venv")
+    run([sys.executable, "-m", "venv", folder])
+    python = folder / "bin" / "python"
+    run([python, "-m", "pip", "install", "--quiet", "build", "scikit-build-core>=1.1", "uv"])
+    return str(python)
+
+
+@pytest.mark.parametrize(
+    "front_end",
+    [
+        "-m pip wheel --no-deps -w OUT",
+        "-m pip wheel --no-deps --no-build-isolation -w OUT",
+        "-m build -o OUT",
+        "-m build --wheel -o OUT",
+        "-m build --wheel --no-isolation -o OUT",
+        "-m uv build --wheel -o OUT",
+        "-m uv pip install --no-deps --target OUT",
+        "-m uv pip install --no-deps --no-build-isolation --target OUT",
+    ],
+)
+def test_without_torch_lockstep_torch_is_not_built(front_end, without_torch, tmp_path):
+    command = [without_torch, *front_end.replace("OUT", str(tmp_path)).split(), ROOT / "python" / "torch"]
+    printed = run(command, code=1, env={**os.environ, "VIRTUAL_ENV": str(Path(without_torch).parents[1])})
+    printed = " ".join(printed.split())
+    assert "install torch first" in printed and "without build isolation" in printed, printed
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_the_source_distribution_of_lockstep_torch_has_what_it_is_compiled_from(tmp_path):
+    run([sys.executable, "-m", "build", "--no-isolation", "-o", tmp_path, ROOT / "python" / "torch"])
+    (sources,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sources) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        (metadata,) = [name for name in archive.getnames() if name.endswith("/PKG-INFO")]
+        lines = archive.extractfile(metadata).read().decode().splitlines()
+    assert {"LICENSE", "find_torch.py", "lockstep/src/nn/python/torch_module.cpp", "lockstep/CMakeLists.txt"} <= names
+    assert "Dynamic: Requires-Dist" in lines and "Requires-Dist: torch" in lines
+    (wheel,) = tmp_path.glob("*.whl")
+    assert f"Requires-Dist: torch=={TORCH}" in read(wheel)[1]

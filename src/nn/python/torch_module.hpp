@@ -15,7 +15,7 @@ const CoreApi& core();
 /// raises as the same class of lockstep.errors instead of a RuntimeError. Others are returned.
 std::exception_ptr error_for_torch(std::exception_ptr thrown);
 
-// What each source file adds to lockstep._torch.
+// What each source file adds to lockstep_torch._torch.
 void define_backend(pybind11::module_& module);
 void define_batch_norm(pybind11::module_& module);
 
