@@ -157,9 +157,9 @@ ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
   // Ended by a loss or by an error, such as of a rank that is later than the limit in every step.
   const bool has_failed = has_lost_rank_ || n_waiting() == 0;
   if (has_failed && !has_completed_step_ && ++n_without_step_ >= kGenerationsWithoutStep) {
-    actions.give_up = fmt::format(
-        "{} generations in a row ended before they completed a step (count_step())",
-        n_without_step_);
+    actions.give_up =
+        fmt::format("{} generations in a row ended before they completed a step (count_step())",
+                    n_without_step_);
     return actions;
   }
   for (const int place : ranks_) {
