@@ -48,9 +48,9 @@ struct Regrouped {
 Regrouped regroup(Timeout timeout = {},
                   std::source_location where = std::source_location::current());
 
-/// Tells the launcher that this rank has completed a step. Call it after each: if ranks are lost in
-/// three generations in a row in which no step was completed, the job ends, because the next one
-/// would fail as they did; and the delay before a replacement, doubled each time, begins anew.
+/// Tells the launcher that this rank has completed a step. Call it after each: if three generations
+/// in a row end by a loss or an error before a step was completed, the job ends, because the next
+/// one would fail as they did; and the delay before a replacement, doubled each time, begins anew.
 /// Does nothing if not elastic. Threads: any.
 void count_step() noexcept;
 

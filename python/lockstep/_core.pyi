@@ -50,7 +50,7 @@ def regroup(timeout: _Timeout) -> tuple[int, int, int, list[tuple[int, int, str]
 def count_step() -> None:
     """Tells the launcher that this rank has completed a step: call it after each.
 
-    If ranks are lost in three generations in a row in which no step was completed, the job ends; and the delay
+    If three generations in a row end by a loss or an error before a step was completed, the job ends; and the delay
     before a replacement, doubled each time, begins anew. Does nothing if not elastic.
     """
 

@@ -204,11 +204,12 @@ void define_ranks(nb::module_& module) {
   module.def("init_dist", &init, "launcher"_a, "backend"_a, "timeout"_a.none());
   module.def("destroy_dist", &destroy, "failure"_a);
   module.def("regroup", &regroup_here, "timeout"_a.none());
-  module.def("count_step", &count_step,
-             "Tells the launcher that this rank has completed a step: call it after each.\n\n"
-             "If ranks are lost in three generations in a row in which no step was completed, the "
-             "job ends; and the delay\nbefore a replacement, doubled each time, begins anew. Does "
-             "nothing if not elastic.");
+  module.def(
+      "count_step", &count_step,
+      "Tells the launcher that this rank has completed a step: call it after each.\n\n"
+      "If three generations in a row end by a loss or an error before a step was completed, the "
+      "job ends; and the delay\nbefore a replacement, doubled each time, begins anew. Does "
+      "nothing if not elastic.");
   module.def("is_elastic", &is_elastic,
              "Whether `lockstep run --elastic` has started this rank, and it has joined the world: "
              "then regroup() goes on after a loss.");

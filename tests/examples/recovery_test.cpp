@@ -120,12 +120,12 @@ class RecoveryTest : public testing::Test {
         std::string(LOCKSTEP_CLI) + " run " + launch + " -- sh -c 'echo $$ > " + base +
         ".pid-$RANK-$LOCKSTEP_RESTART; exec \"$@\"' sh " + LOCKSTEP_TRAIN + " --data " +
         LOCKSTEP_DIGITS + " --batch 8 --epochs 2 --threads 1 --metrics " + base + ".jsonl --save " +
-        base + ".pt " + flags + " >" + base + ".out 2>" + base + ".err";
+        base + ".pt " + flags + " >" + base + ".out 2>" + base +
+        ".err; status=$?; echo '{\"event\": \"end\"}' >" + base + ".jsonl; exit $status";
     auto status =
         std::async(std::launch::async, [command] { return std::system(command.c_str()); });
     Training training;
-    for (nlohmann::json line; line["event"] != "summary";) {
-      line = metrics.next();
+    for (auto line = metrics.next(); line["event"] != "end"; line = metrics.next()) {
       if (line["event"] == "steps") training.steps.push_back(line);
       if (line["event"] == "epoch") training.epochs.push_back(line);
       if (line["event"] == "generation") training.generations.push_back(line);

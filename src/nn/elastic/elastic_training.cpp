@@ -231,7 +231,6 @@ struct ElasticState::Implementation {
     const std::int64_t newest = std::ranges::max(all)[0];
     const auto is_newest = [&](const auto& rank) { return rank[0] == newest; };
     check_others(all, newest, group, where);
-    find_generators();
     for (std::size_t r = 0; r < all.size(); ++r) {
       if (!is_newest(all[r]) || all[r][2] == 0) continue;
       throw UsageError(
@@ -243,6 +242,7 @@ struct ElasticState::Implementation {
     }
     const bool mine_is_newest = mine[0] == newest;
     if (has_state && mine_is_newest) set_back();
+    find_generators();
     if (!std::ranges::all_of(all, is_newest) || newest < 0) {
       const auto source = static_cast<int>(std::ranges::find_if(all, is_newest) - all.begin());
       std::string state;
