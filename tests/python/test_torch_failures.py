@@ -347,7 +347,7 @@ def test_a_fork_after_a_group_was_destroyed(run_ranks):
         import glob, os, torch, torch.distributed as dist
 
         def train():
-            dist.init_process_group("lockstep")
+            dist.init_process_group("lockstep", init_method="lockstep://")
             x = torch.ones(3)
             dist.all_reduce(x, async_op=True).wait()
             assert x.tolist() == [1, 1, 1]
