@@ -410,20 +410,32 @@ def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: world
     state._is_running = True
     excepthook = sys.excepthook
     try:
-        while (failure := _attempt(state, train)) is not None:
+        n_without_cause = 0
+        while True:
+            step = state.step
+            failure = _attempt(state, train)
+            if failure is None:
+                return
             gc.collect()  # a DistributedDataParallel that is still there would act on the gradients of the next one
-            _leave_torch(failure, excepthook)
-            world.regroup()
+            _leave_torch(str(failure), excepthook)
+            regrouped = world.regroup()
+            has_cause = not failure or regrouped.lost or regrouped.joined or state.step != step
+            n_without_cause = 0 if has_cause else n_without_cause + 1
+            if n_without_cause == _ATTEMPTS_WITHOUT_CAUSE:
+                raise failure
     finally:
         # The program may change the parts before another run_elastic.
         state._is_running = state._has_state = False
 
 
 _n_runs = 0
+# In a row that an error ended without a step, and without a rank that was lost or joined: such as a group of an earlier
+# world raises at once in each.
+_ATTEMPTS_WITHOUT_CAUSE = 3
 
 
-def _attempt(state: ElasticState, train: Callable[[], Any]) -> Optional[str]:
-    """None if train has returned on all ranks, else why not: "" where a replacement waits."""
+def _attempt(state: ElasticState, train: Callable[[], Any]) -> Any:
+    """None if train has returned on all ranks, else why not: an error, or "" where a replacement waits."""
     try:
         _join_torch()
         state._synchronise()
@@ -434,7 +446,7 @@ def _attempt(state: ElasticState, train: Callable[[], Any]) -> Optional[str]:
     except (PeerLost, PeerFailed, TimeoutError) as error:
         if not _core.is_elastic():
             raise
-        return str(error)
+        return error.with_traceback(None)  # its frames hold what the function has made
     return None
 
 

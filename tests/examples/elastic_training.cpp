@@ -6,6 +6,8 @@
 //   elastic_training DIGITS OUT STEPS change        place 3 is killed when the others have changed
 //                                                   parameters in a step that is not complete
 //   elastic_training DIGITS OUT STEPS snapshot      the same, with a snapshot
+//   elastic_training DIGITS OUT STEPS stuck         each attempt throws PeerLost, and nobody is
+//   lost
 // With a last word `resumed` the first step is step 10, as if that state had been loaded.
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -167,6 +169,9 @@ int main(int argc, char** argv) {
         const bool is_end = place == 3 && !is_replacement && step == 10;
         if (fate != nullptr) fate->train(step);
         if (is_end && mode == "leave") std::exit(0);
+        if (mode == "stuck") {
+          throw lockstep::PeerLost({.operation = "forward"}, "a layer of an earlier world");
+        }
         const auto [images, labels] = batch_of(sampler.batch(step));
         const auto scores = ddp.forward(images);
         if (is_end && mode == "kill") ::kill(::getpid(), SIGKILL);

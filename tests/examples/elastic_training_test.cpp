@@ -105,6 +105,12 @@ TEST_F(ElasticTrainingTest, parameters_changed_in_a_step_that_is_not_complete) {
   EXPECT_EQ(repeated.bits, left.bits);
 }
 
+TEST_F(ElasticTrainingTest, an_error_of_each_attempt_without_a_loss_ends_the_training) {
+  const Trained ended = train({"-n", "2", "--elastic", "2"}, 20, {"stuck"});
+  EXPECT_EQ(ended.ended.exit_code, 1) << ended.ended.out;
+  EXPECT_TRUE(contains(ended.ended.err, "a layer of an earlier world")) << ended.ended.err;
+}
+
 TEST_F(ElasticTrainingTest, without_elastic_a_loss_ends_the_training) {
   const Trained ended = train({"-n", "4"}, 20, {"kill"});
   EXPECT_EQ(ended.ended.exit_code, 128 + SIGKILL) << ended.ended.out;

@@ -439,6 +439,21 @@ def test_a_rank_that_is_later_than_the_limit_in_every_step_ends_the_job(train):
     assert "3 generations in a row ended before they completed a step" in printed, printed
 
 
+def test_an_error_of_each_attempt_without_a_loss_ends_the_training(train):
+    printed, _ = train(
+        2,
+        """
+        def train():
+            raise ls.PeerLost("a group of an earlier world")
+
+        lockstep.nn.run_elastic(state, train)
+        """,
+        elastic(2, "2"),
+        code=1,
+    )
+    assert "PeerLost: a group of an earlier world" in printed, printed
+
+
 def test_exceptions_are_prefixed_once_after_many_generations(train):
     printed, _ = train(
         2,

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn/elastic.hpp>
@@ -104,7 +105,7 @@ struct ElasticState::Implementation {
       if (!values.is_non_overlapping_and_dense()) return;
       const auto* const data = static_cast<const std::byte*>(values.data_ptr());
       const auto n = static_cast<std::size_t>(values.numel());
-      const std::size_t n_bytes = values.element_size();
+      const std::size_t n_bytes = static_cast<std::size_t>(values.element_size());
       for (std::size_t i = 0; i < n; i += std::max<std::size_t>(n / kSamples, 1)) {
         bytes.insert(bytes.end(), data + i * n_bytes, data + (i + 1) * n_bytes);
       }
@@ -332,23 +333,32 @@ void run_elastic(ElasticState& state, const std::function<void()>& train,
     // The program may change the parts before another run_elastic.
     ~Ends() { mine.is_running = mine.has_state = false; }
   } const ends{mine};
-  const auto attempt = [&] {
+  // Attempts in a row that an error ended without a step, and without a rank that was lost or
+  // joined: such as a layer of an earlier world throws at once in each.
+  constexpr int kAttemptsWithoutCause = 3;
+  for (int n_without_cause = 0; true;) {
+    const std::int64_t step = mine.step;
+    std::exception_ptr failure;
     try {
       mine.synchronise(where);
       train();
       barrier(default_group(), {}, where);
-      return true;
+      return;
     } catch (const ReplacementsWait&) {
     } catch (const PeerLost&) {
-      if (!mine.is_elastic) throw;
+      failure = std::current_exception();
     } catch (const PeerFailed&) {
-      if (!mine.is_elastic) throw;
+      failure = std::current_exception();
     } catch (const TimeoutError&) {
-      if (!mine.is_elastic) throw;
+      failure = std::current_exception();
     }
-    return false;
-  };
-  while (!attempt()) regroup({}, where);
+    if (failure && !mine.is_elastic) std::rethrow_exception(failure);
+    const Regrouped world = regroup({}, where);
+    const bool has_cause =
+        !failure || !world.lost.empty() || !world.joined.empty() || mine.step != step;
+    n_without_cause = has_cause ? 0 : n_without_cause + 1;
+    if (n_without_cause == kAttemptsWithoutCause) std::rethrow_exception(failure);
+  }
 }
 
 }  // namespace lockstep::nn
