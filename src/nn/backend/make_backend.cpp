@@ -42,12 +42,6 @@ WorldMembership& world_membership() {
   return only;
 }
 
-/// Throws PeerLost if the program has joined an elastic world whose generation is over: a rank of
-/// it may never come.
-void check_generation(const ErrorContext& context) {
-  if (const auto elastic = internal::elastic()) elastic->check(context);
-}
-
 /// In an elastic world not over the store, whose answer a stopped rank 0 would delay for ever: the
 /// default group asks over the world, and a group of some ranks knows of it.
 std::optional<Membership> find_members_in_elastic_world(const Config& config,
@@ -97,8 +91,7 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
              .keys = "lockstep",
              .action = "join init_process_group or new_group",
              .earlier = earlier ? &*earlier : nullptr,
-             .earlier_ranks = {config.global_ranks.begin(), config.global_ranks.end()},
-             .while_waiting = [&] { check_generation(context); }});
+             .earlier_ranks = {config.global_ranks.begin(), config.global_ranks.end()}});
         rendezvous.join(std::chrono::steady_clock::now() + timeout);
         membership = rendezvous.membership();
       }
@@ -159,7 +152,9 @@ Backend::Joined join(const Config& config, const Membership& membership,
   } else if (membership.is_on_one_host()) {
     auto joined = shared::bootstrap_world(
         membership.job, membership.rank, membership.size(), barrier, env.tune,
-        [&] { check_generation(lockstep::context_of(barrier, membership.rank)); });
+        [&, elastic = internal::elastic()] {  // a rank of a generation that is over may never come
+          if (elastic) elastic->check(lockstep::context_of(barrier, membership.rank));
+        });
     recorder = joined->recorder();
     shared_engine = joined.get();
     engine = std::move(joined);

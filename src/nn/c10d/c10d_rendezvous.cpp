@@ -103,7 +103,6 @@ void Rendezvous::join(JoinClock::time_point deadline) {
     if (store_->add(kCount, 1) == options_.size) conclude("");
     next_check_ = JoinClock::now() + kCheckInterval;
     poll_until(deadline + kPatience, [&] {
-      options_.while_waiting();
       has_result = store_->check({kResult});
       if (!has_result) conclude_if_late_or_lost(deadline);
       return has_result;

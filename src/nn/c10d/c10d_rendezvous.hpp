@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <lockstep/error.hpp>
 #include <string>
 #include <string_view>
@@ -75,7 +74,6 @@ class Rendezvous {
     /// A group that the ranks have joined before, and for each rank its rank there; null: none.
     const Membership* earlier = nullptr;
     std::vector<int> earlier_ranks = {};
-    std::function<void()> while_waiting = [] {};  // may throw to end the wait
   };
 
   Rendezvous(const StorePtr& store, Options options);
