@@ -68,6 +68,7 @@ class ElasticState:
         self._step = 0
         self._has_state = False  # it has had the state of all ranks
         self._is_running = False  # in run_elastic
+        self._is_elastic = False  # and a step may have to be repeated
         self._n_runs = 0  # calls of run_elastic in this process, with this one
         self._n_attempts = 0  # calls of its function
         self._n_optimizer_steps = 0  # since the last completed step
@@ -106,17 +107,18 @@ class ElasticState:
 
         Lets replacements in, if any wait: then it does not return, but leaves run_elastic's function by an exception
         (no Exception, a BaseException) that run_elastic catches, so that what follows in the loop is left out.
-        Collective over the world.
+        Collective over the world; where no launcher keeps it running, this only counts.
         """
         if not self._is_running:
             raise UsageError("step_done: is for the function of run_elastic")
         self._step += 1
         self._keep()
-        waits = array.array("i", [_core.replacements_wait()])
-        _core.all_reduce(waits, "max")
-        _core.count_step()
-        if waits[0]:
-            raise _ReplacementsWait
+        if self._is_elastic:
+            waits = array.array("i", [_core.replacements_wait()])
+            _core.all_reduce(waits, "max")
+            _core.count_step()
+            if waits[0]:
+                raise _ReplacementsWait
         self._begin_step()
 
     def scale(self, own: int) -> float:
@@ -158,6 +160,8 @@ class ElasticState:
     @torch.no_grad()
     def _keep(self) -> None:
         """The present step begins with what is now."""
+        if not self._is_elastic:
+            return
         self._n_optimizer_steps = 0
         self._in_optimizer = []
         if not self._snapshot:
@@ -232,7 +236,7 @@ class ElasticState:
         )
         everyone = [_Rank(*each) for each in objects.all_gather_object(tuple(mine))]
         newest = max(each.completed for each in everyone)
-        if _core.is_elastic():
+        if self._is_elastic:
             mine.check(everyone, newest)
         has_newest = self._has_state and mine.completed == newest
         if has_newest:
@@ -392,9 +396,11 @@ def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: world
     A loss is a PeerLost, PeerFailed or TimeoutError that leaves train. Any other exception leaves run_elastic; for
     the others this rank is then lost, when its process ends. UsageError on every rank if a step that is not complete
     has changed parameters, by an optimizer of state, and there is no snapshot; EngineError if the launcher ends the
-    job, because too few ranks are left. Where nobody keeps the world running (another launcher, `lockstep run` without
-    --elastic), this is an ordinary training of which a loss is the end. The process stays in the world and
-    in the default group. A program calls it once: a replacement begins with the first call.
+    job, because too few ranks are left, or if all ranks that had the state are lost; the error itself if three attempts in a
+    row end by one without a step, and without a rank that was lost or joined. Where nobody keeps the world running
+    (another launcher, `lockstep run` without --elastic), this is an ordinary training of which a loss is the end. The
+    process stays in the world and in the default group. A program calls it once: a replacement begins with the first
+    call, which is a UsageError beside a second one.
     timeout: of the world's operations, as for init_dist.
     """
     if torch.distributed.is_initialized():
@@ -408,6 +414,7 @@ def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: world
     _n_runs += 1
     state._n_runs = _n_runs
     state._is_running = True
+    state._is_elastic = _core.is_elastic()
     excepthook = sys.excepthook
     try:
         n_without_cause = 0
@@ -444,7 +451,7 @@ def _attempt(state: ElasticState, train: Callable[[], Any]) -> Any:
     except _ReplacementsWait:
         return ""
     except (PeerLost, PeerFailed, TimeoutError) as error:
-        if not _core.is_elastic():
+        if not state._is_elastic:
             raise
         return error.with_traceback(None)  # its frames hold what the function has made
     return None
