@@ -1,14 +1,16 @@
 // A training on the digits that goes on after lost ranks: ends with the parameters in the file OUT,
 // and says of every rank what they are.
-//   elastic_training DIGITS OUT STEPS random KILLS  a process ends at a random time in every 25
-//   steps elastic_training DIGITS OUT STEPS kill          place 3 is killed in the middle of step
-//   10 elastic_training DIGITS OUT STEPS leave         place 3 leaves before step 10
-//   elastic_training DIGITS OUT STEPS change        place 3 is killed when the others have changed
-//                                                   parameters in a step that is not complete
-//   elastic_training DIGITS OUT STEPS snapshot      the same, with a snapshot
-//   elastic_training DIGITS OUT STEPS stuck         each attempt throws PeerLost, and nobody is
-//   lost
-// With a last word `resumed` the first step is step 10, as if that state had been loaded.
+// elastic_training DIGITS OUT STEPS MODE, of which MODE is
+//   alone         nothing disturbs it
+//   random KILLS  a process ends at a random time in every 25 steps
+//   kill          place 3 is killed in the middle of step 10
+//   leave         place 3 leaves before step 10
+//   change        place 3 is killed when the others have changed parameters in a step that is not
+//                 complete
+//   snapshot      the same, with a snapshot
+//   stuck         each attempt throws PeerLost, and nobody is lost
+// With a last word `decays` the learning rate is changed at the begin of each step; with `resumed`
+// the first step is step 10, as if that state had been loaded.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/file.h>
@@ -20,6 +22,7 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <fstream>
@@ -41,6 +44,7 @@ namespace nn = lockstep::nn;
 using std::chrono::milliseconds;
 
 constexpr int kStepsPerKill = 25;
+constexpr double kRate = 0.02, kDecay = 0.95;
 
 /// What the processes of the job share about their ends: a file.
 struct Ends {
@@ -120,7 +124,8 @@ int main(int argc, char** argv) {
   if (argc < 5) return 2;
   const std::string out = argv[2], mode = argv[4];
   const int n_steps = std::atoi(argv[3]);
-  const bool is_resumed = std::string(argv[argc - 1]) == "resumed";
+  const std::string last_word = argv[argc - 1];
+  const bool is_resumed = last_word == "resumed", decays = last_word == "decays";
   const int place = std::getenv("RANK") != nullptr ? std::atoi(std::getenv("RANK")) : 0;
   const bool is_replacement =
       std::string(std::getenv("LOCKSTEP_SEGMENT") != nullptr ? std::getenv("LOCKSTEP_SEGMENT") : "")
@@ -134,7 +139,7 @@ int main(int argc, char** argv) {
     // Parameters that only rank 0 has: the others get them.
     auto model = train::make_model("convnet", train::kClasses, torch::kDouble,
                                    static_cast<std::uint64_t>(place));
-    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.02).momentum(0.9));
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(kRate).momentum(0.9));
     nn::ElasticState state({model, optimizer}, {.snapshot = mode == "snapshot", .seed = 7});
     const nn::ElasticSampler sampler(digits.size(), {.global_batch = 32});
 
@@ -172,6 +177,10 @@ int main(int argc, char** argv) {
         if (mode == "stuck") {
           throw lockstep::PeerLost({.operation = "forward"}, "a layer of an earlier world");
         }
+        if (decays) {
+          auto& rate = optimizer.param_groups()[0].options();
+          rate.set_lr(rate.get_lr() * kDecay);
+        }
         const auto [images, labels] = batch_of(sampler.batch(step));
         const auto scores = ddp.forward(images);
         if (is_end && mode == "kill") ::kill(::getpid(), SIGKILL);
@@ -187,6 +196,10 @@ int main(int argc, char** argv) {
         state.step_done();
       }
     });
+    const double rate = optimizer.param_groups()[0].options().get_lr();
+    if (std::abs(rate - kRate * std::pow(decays ? kDecay : 1, n_steps)) > 1e-12) {
+      throw std::logic_error(fmt::format("the learning rate is {}", rate));
+    }
     const std::vector<double> parameters = parameters_of(*model);
     std::uint64_t bits = 0;
     for (const double value : parameters) {

@@ -105,6 +105,12 @@ TEST_F(ElasticTrainingTest, parameters_changed_in_a_step_that_is_not_complete) {
   EXPECT_EQ(repeated.bits, left.bits);
 }
 
+TEST_F(ElasticTrainingTest, a_repeated_step_begins_with_its_learning_rate) {
+  const Trained killed = train({"-n", "4", "--elastic", "1:3"}, 15, {"kill", "decays"});
+  EXPECT_EQ(killed.ended.exit_code, 0) << killed.ended.out << killed.ended.err;
+  EXPECT_EQ(killed.n_ranks, 3U) << killed.ended.out;
+}
+
 TEST_F(ElasticTrainingTest, an_error_of_each_attempt_without_a_loss_ends_the_training) {
   const Trained ended = train({"-n", "2", "--elastic", "2"}, 20, {"stuck"});
   EXPECT_EQ(ended.ended.exit_code, 1) << ended.ended.out;
