@@ -39,8 +39,8 @@ Regrouped regroup(Timeout timeout, std::source_location where) {
   if (!session->has_failed()) {
     try {
       world_group.barrier(limit, where);
-      session->elastic()
-          ->count_step();  // all ranks agree to leave a generation that has not failed
+      // All agree to leave a generation that has not failed.
+      session->elastic()->count_step();
     } catch (const PeerLost&) {
     } catch (const PeerFailed&) {
     } catch (const TimeoutError&) {

@@ -96,7 +96,10 @@ class ElasticState {
 /// run_elastic; for the others this rank is then lost, when its process ends. Throws UsageError on
 /// every rank if a step that is not complete has changed parameters and there is no snapshot (seen
 /// by some values of each parameter on CPUs; not where few values change, and not on GPUs);
-/// EngineError if the launcher ends the job, because too few ranks are left. Where nobody keeps the
+/// EngineError if the launcher ends the job, because too few ranks are left, or if all ranks that
+/// had the state are lost; the error itself if three attempts in a row end by one without a step,
+/// and without a rank that was lost or joined. A program calls it once: a replacement begins with
+/// the first call, which is a UsageError beside a second one. Where nobody keeps the
 /// world running (another launcher, `lockstep run` without --elastic), this is an ordinary training
 /// of which a loss is the end: its exception leaves run_elastic. The process stays in the world.
 /// Called in such a world, on threads of run_ranks or after init_dist, it trains in that one;

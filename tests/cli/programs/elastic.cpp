@@ -3,15 +3,13 @@
 //                               they are replacements: MODE is kill, exit, throw, stop or finish.
 //                               The others go on until the world is full again, or alone: `finish`
 //   elastic soak N FILE         all but one end again and again, at random times and in random
-//   ways,
-//                               two at once among them, until N have; fails if the memory or the
-//                               descriptors of that one or of the launcher grow. FILE holds what
-//                               the processes share
+//                               ways, two at once among them, until N have; fails if the memory or
+//                               the descriptors of that one or of the launcher grow. FILE holds
+//                               what the processes share
 //   elastic soak N FILE stop    some of them stop, and the limit is a second
 //   elastic group               a group of the first generation is used in the second
 //   elastic linger FILE         the process of place 1 is lost, and its replacement makes FILE but
-//   does
-//                               not join; the others wait for FILE, regroup again, and wait
+//                               does not join; the others wait for FILE, regroup again, and wait
 //   elastic boundary            all ranks regroup without a loss
 //   elastic fork                a fork of a rank asks for the next generation
 //   elastic refused             ranks go on after a regroup() that failed
