@@ -2,12 +2,14 @@
 // and says of every rank what they are.
 // elastic_training DIGITS OUT STEPS MODE, of which MODE is
 //   alone         nothing disturbs it
-//   random KILLS  a process ends at a random time in every 25 steps
+//   random KILLS  a process ends at a random time in every 24 steps
 //   kill          place 3 is killed in the middle of step 10
 //   leave         place 3 leaves before step 10
 //   change        place 3 is killed when the others have changed parameters in a step that is not
 //                 complete
 //   snapshot      the same, with a snapshot
+//   source        place 3 is killed when only place 0 has completed step 10, and place 0 when one
+//                 of the others loads the state that it gave to them
 //   stuck         each attempt throws PeerLost, and nobody is lost
 // With a last word `decays` the learning rate is changed at the begin of each step; with `resumed`
 // the first step is step 10, as if that state had been loaded.
@@ -43,7 +45,7 @@ namespace {
 namespace nn = lockstep::nn;
 using std::chrono::milliseconds;
 
-constexpr int kStepsPerKill = 25;
+constexpr int kStepsPerKill = 24;
 constexpr double kRate = 0.02, kDecay = 0.95;
 
 /// What the processes of the job share about their ends: a file.
@@ -105,6 +107,25 @@ class Fate {
   std::atomic<bool> is_training_{false}, throws_{false};
 };
 
+/// A part of the state that ends the process it came from, if that is place 0.
+struct Source {
+  std::int64_t place = 0;
+  bool is_killed = false;
+
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("place", at::scalar_tensor(place));
+    archive.write("process", at::scalar_tensor(std::int64_t{::getpid()}));
+  }
+  void load(torch::serialize::InputArchive& archive) const {
+    at::Tensor from, process;
+    archive.read("place", from);
+    archive.read("process", process);
+    if (is_killed && from.item<std::int64_t>() == 0) {
+      ::kill(process.item<pid_t>(), SIGKILL);
+    }
+  }
+};
+
 std::vector<double> parameters_of(const torch::nn::Module& model) {
   std::vector<double> values;
   for (const torch::Tensor& parameter : model.parameters()) {
@@ -140,7 +161,8 @@ int main(int argc, char** argv) {
     auto model = train::make_model("convnet", train::kClasses, torch::kDouble,
                                    static_cast<std::uint64_t>(place));
     torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(kRate).momentum(0.9));
-    nn::ElasticState state({model, optimizer}, {.snapshot = mode == "snapshot", .seed = 7});
+    Source source{.place = place};
+    nn::ElasticState state({model, optimizer, source}, {.snapshot = mode == "snapshot", .seed = 7});
     const nn::ElasticSampler sampler(digits.size(), {.global_batch = 32});
 
     const auto batch_of = [&](const std::vector<std::size_t>& samples) {
@@ -188,6 +210,11 @@ int main(int argc, char** argv) {
                     state.scale(static_cast<std::size_t>(labels.size(0)));
         optimizer.zero_grad();
         loss.backward();
+        if (mode == "source" && step == 10 && place != 0) {
+          if (is_end) ::kill(::getpid(), SIGKILL);
+          source.is_killed = true;
+          throw lockstep::PeerLost({.operation = "step"}, "place 3 is killed");
+        }
         optimizer.step();
         if (mode == "change" || mode == "snapshot") {
           if (is_end) ::kill(::getpid(), SIGKILL);

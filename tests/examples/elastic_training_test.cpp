@@ -105,6 +105,16 @@ TEST_F(ElasticTrainingTest, parameters_changed_in_a_step_that_is_not_complete) {
   EXPECT_EQ(repeated.bits, left.bits);
 }
 
+TEST_F(ElasticTrainingTest, ranks_keep_the_state_of_a_rank_that_is_lost_after_it_gave_it_to_them) {
+  const Trained alone = train({"-n", "1"}, 20, {"alone"});
+  ASSERT_EQ(alone.ended.exit_code, 0) << alone.ended.err;
+  const Trained lost = train({"-n", "4", "--elastic", "1:2"}, 20, {"source"});
+  ASSERT_EQ(lost.ended.exit_code, 0) << lost.ended.out << lost.ended.err;
+  EXPECT_EQ(lost.n_ranks, 2U) << lost.ended.out;
+  EXPECT_EQ(lost.bits.size(), 1U) << lost.ended.out;
+  EXPECT_LE(largest_difference(lost.parameters, alone.parameters), 1e-9);
+}
+
 TEST_F(ElasticTrainingTest, a_repeated_step_begins_with_its_learning_rate) {
   const Trained killed = train({"-n", "4", "--elastic", "1:3"}, 15, {"kill", "decays"});
   EXPECT_EQ(killed.ended.exit_code, 0) << killed.ended.out << killed.ended.err;
