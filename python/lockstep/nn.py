@@ -63,7 +63,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     MismatchError also if the ranks call different layers of equal width: over a lockstep.Group they compare the
     name that convert_sync_batchnorm gave, or the line that made the layer.
     Errors are those of lockstep.errors; they name the layer and the line that called the model. Gradients of
-    gradients are refused.
+    gradients (create_graph) are those of BatchNorm too: an all_reduce more wherever backward made one, and all
+    ranks must take them. Third gradients are refused.
     """
 
     reverts_to = BatchNorm  #: what revert_sync_batchnorm makes of it

@@ -188,20 +188,6 @@ TEST(LayerErrorsTest, replicas_are_named_by_their_module) {
   }
 }
 
-TEST(LayerErrorsTest, a_second_derivative_is_rejected_by_name) {
-  SyncBatchNorm1d bn(3);
-  const Tensor x = testing::Random(8).normal({4, 3}, at::kFloat).requires_grad_();
-  const unsigned line = std::source_location::current().line() + 1;
-  const Tensor y = bn->forward(x).pow(2).sum();
-  try {
-    torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
-    FAIL() << "no error";
-  } catch (const UsageError& error) {
-    EXPECT_TRUE(says(error.what(), "backward of SyncBatchNorm1d(3)")) << error.what();
-    EXPECT_TRUE(says(error.what(), at_line(line))) << error.what();
-  }
-}
-
 /// Rank 1 leaves instead of the forward of each kind.
 TEST(LayerErrorsTest, ddp_names_the_line_of_its_forward) {
   struct NetImpl : torch::nn::Module {

@@ -802,14 +802,6 @@ TEST(SyncBatchNormModuleTest, what_a_variance_that_overflows_does) {
   }
 }
 
-TEST(SyncBatchNormModuleTest, gradient_of_gradient_is_rejected) {
-  SyncBatchNorm1d bn(3);
-  const Tensor x = Random(8).normal({4, 3}, at::kFloat).requires_grad_();
-  const Tensor y = bn->forward(x).pow(2).sum();
-  EXPECT_THROW(torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true),
-               UsageError);
-}
-
 TEST(SyncBatchNormModuleTest, clones_and_prints) {
   SyncBatchNorm2d bn(SyncBatchNormOptions(3).momentum(std::nullopt));
   bn->forward(Random(9).normal({2, 3, 2, 2}, at::kFloat));

@@ -184,3 +184,46 @@ with raises(ls.MismatchError, "program.py:8", "program.py:10", of_layer):
 """,
         prelude=prelude("no torch.distributed"),
     )
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients_of_gradients(run_ranks, world):
+    """Of what the ranks compute together, as a function of the whole batch, which each of them has."""
+    run_ranks(
+        2,
+        """
+class Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return Sum.apply(gradient)
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        total = x.contiguous().clone()
+        sum_over_ranks(total)
+        return total
+    @staticmethod
+    def backward(ctx, gradient):
+        return Replicate.apply(gradient)
+
+def whole(layer, own):
+    def f(x, weight, bias):
+        y = torch.func.functional_call(layer, {"weight": Replicate.apply(weight), "bias": Replicate.apply(bias)}, Replicate.apply(x)[own])
+        return Sum.apply(torch.zeros_like(x).index_put((torch.tensor(own),), y))
+    return f
+
+torch.manual_seed(0)
+for plain, shape in (nn.BatchNorm1d(2), ()), (nn.BatchNorm2d(2, affine=True), (2, 2)):
+    x = torch.randn(5, 2, *shape, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    f = whole(converted(plain.double()), [0, 1, 2] if rank == 0 else [3, 4])
+    assert torch.autograd.gradcheck(f, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(f, (x, weight, bias))
+""",
+        prelude=prelude(world),
+    )

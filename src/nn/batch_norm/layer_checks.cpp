@@ -86,11 +86,8 @@ void detail::Layer::rethrow(std::string_view pass, const Error& error) const {
   internal::throw_failure(failure, std::move(mine));
 }
 
-void refuse_create_graph(const Layer& layer) {
-  if (!at::GradMode::is_enabled()) return;
-  throw UsageError(layer.context(kBackward),
-                   "gradients of gradients are not supported: call backward or grad without "
-                   "create_graph");
+void refuse_create_graph(std::string_view pass, const Layer& layer, const char* text) {
+  if (at::GradMode::is_enabled()) throw UsageError(layer.context(pass), text);
 }
 
 void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,

@@ -21,8 +21,6 @@
 namespace lockstep::nn {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 namespace {
 
@@ -116,52 +114,6 @@ void copy_channels(const double* part, Channels channels, std::size_t all, doubl
   std::copy_n(part, channels.count, to + channels.first);
   std::copy_n(part + channels.count, channels.count, to + all + channels.first);
 }
-
-/// The inputs of all pieces, then their weights, then their biases, if they have them.
-class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
- public:
-  static constexpr std::size_t kOtherArguments = 3;  ///< of forward: none of them a tensor
-
-  static variable_list forward(AutogradContext* context, at::TensorList tensors,
-                               std::size_t n_pieces,
-                               const c10::intrusive_ptr<BatchNormRecord>& record,
-                               c10::function_ref<variable_list()> compute) {
-    variable_list outputs = compute();
-    context->save_for_backward(
-        tensors.slice(0, record->has_weight ? 2 * n_pieces : n_pieces).vec());
-    context->saved_data["record"] = c10::IValue::make_capsule(record);
-    // Whether to communicate must not depend on which gradients this rank requests, but only on the
-    // graph, which is the same on all ranks.
-    record->wants_input_gradient =
-        std::ranges::any_of(tensors.slice(0, n_pieces), &Tensor::requires_grad);
-    return outputs;
-  }
-
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const auto hold = context->saved_data["record"].toCapsule();
-    const auto& record = static_cast<const BatchNormRecord&>(*hold);
-    const variable_list saved = context->get_saved_variables();
-    const std::size_t n = gradients.size(), first_bias = record.has_weight ? 2 * n : n;
-    std::vector<BatchNormBackwardPiece> pieces;
-    for (std::size_t i = 0; i < n; ++i) {
-      pieces.push_back(
-          {gradients[i],
-           saved[i],
-           record.has_weight ? saved[n + i] : Tensor(),
-           {record.wants_input_gradient, record.has_weight && context->needs_input_grad(n + i),
-            record.has_bias && context->needs_input_grad(first_bias + i)}});
-    }
-    const auto results =
-        detail::translate_errors_for_torch([&] { return batch_norm_backward(pieces, record); });
-    variable_list all((record.has_bias ? first_bias + n : first_bias) + kOtherArguments);
-    for (std::size_t i = 0; i < n; ++i) {
-      all[i] = results[i].input;
-      if (record.has_weight) all[n + i] = results[i].weight;
-      if (record.has_bias) all[first_bias + i] = results[i].bias;
-    }
-    return all;
-  }
-};
 
 }  // namespace
 
@@ -388,7 +340,8 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
 }
 
 std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBackwardPiece> pieces,
-                                                    const BatchNormRecord& record) {
+                                                    const BatchNormRecord& record,
+                                                    const Tensor& means) {
   const TraceScope scope("SyncBatchNorm backward");
   const bool wants_input = pieces.front().wanted.input;
   struct Piece {
@@ -397,7 +350,10 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBac
     ParameterGradients parameters;
   };
   const auto run = [&] {
-    refuse_create_graph(record.settings.layer);
+    refuse_create_graph(kBackward, record.settings.layer,
+                        "TorchScript cannot take gradients of the gradients of a batch_norm in a "
+                        "SyncBatchNormScope: call the model unscripted, or backward or grad "
+                        "without create_graph");
     const at::AutoDispatchBelowADInplaceOrView without_history;
     std::vector<Piece> all;
     for (const BatchNormBackwardPiece& piece : pieces) {
@@ -420,6 +376,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBac
       if (!wants_input) return;
       average_gradient({data(message), 2 * channels.count}, invstd + channels.first,
                        data(record.statistics)[0], record.settings);
+      if (means.defined()) copy_channels(data(message), channels, n_channels, data(means));
       for (std::size_t i = 0; i < all.size(); ++i) {
         Piece& piece = all[i];
         input_gradient(piece.dy, piece.x, channels, record.for_kernels[i], pieces[i].weight,
@@ -432,42 +389,6 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBac
   };
   // Without a gradient of the input it sends nothing.
   return wants_input ? record.settings.layer.collective().run(run) : run();
-}
-
-std::vector<Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
-                                    const c10::intrusive_ptr<BatchNormRecord>& record,
-                                    c10::function_ref<variable_list()> compute) {
-  record->has_weight = pieces.front().weight.has_value();
-  record->has_bias = pieces.front().bias.has_value();
-  for (const BatchNormPiece& piece : pieces) {
-    if (piece.weight.has_value() == record->has_weight &&
-        piece.bias.has_value() == record->has_bias) {
-      continue;
-    }
-    throw UsageError(record->settings.layer.context(kForward),
-                     "all replicas must have a weight, or none, and likewise a bias");
-  }
-  variable_list tensors;
-  tensors.reserve(3 * pieces.size());
-  for (const BatchNormPiece& piece : pieces) tensors.push_back(piece.input);
-  for (const BatchNormPiece& piece : pieces) {
-    if (record->has_weight) tensors.push_back(*piece.weight);
-  }
-  for (const BatchNormPiece& piece : pieces) {
-    if (record->has_bias) tensors.push_back(*piece.bias);
-  }
-  return BatchNormFunction::apply(at::TensorList(tensors), pieces.size(), record, compute);
-}
-
-Tensor synchronised_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,
-                               const c10::intrusive_ptr<BatchNormRecord>& record) {
-  const BatchNormPiece whole{input, parameter_for(weight, input), parameter_for(bias, input)};
-  return batch_norm_node({&whole, 1}, record,
-                         [&]() -> variable_list {
-                           return {batch_norm_forward(input, value_of(whole.weight),
-                                                      value_of(whole.bias), *record)};
-                         })
-      .front();
 }
 
 }  // namespace lockstep::nn

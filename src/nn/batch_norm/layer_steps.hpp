@@ -4,6 +4,7 @@
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <array>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -61,7 +62,8 @@ auto translate_errors_for_torch(const F& f) {
 }
 
 /// Names of passes.
-inline constexpr std::string_view kForward = "forward", kBackward = "backward";
+inline constexpr std::string_view kForward = "forward", kBackward = "backward",
+                                  kSecondBackward = "second backward";
 
 /// One forward of a layer and its backward: their group and how errors name the layer.
 struct Layer {
@@ -77,7 +79,7 @@ struct Layer {
   int tag = -1;
 
   std::string name() const;
-  /// `pass`: kForward or kBackward.
+  /// `pass`: kForward, kBackward or kSecondBackward.
   ErrorContext context(std::string_view pass) const;
   /// Throws an error of the same type that names this layer and includes the text of `error`.
   [[noreturn]] void rethrow(std::string_view pass, const Error& error) const;
@@ -105,6 +107,7 @@ struct Layer {
 }  // namespace detail
 using detail::kBackward;
 using detail::kForward;
+using detail::kSecondBackward;
 using detail::Layer;
 
 /// Inputs of a forward other than the tensors that autograd knows.
@@ -216,8 +219,8 @@ void average_gradient(std::span<double> message, const double* invstd, double co
 void input_gradient(const at::Tensor& dy, const Activation& x, Channels channels,
                     const at::Tensor& statistics, const at::Tensor& weight,
                     const at::Tensor& mean_gradients, at::Tensor& dx);
-/// Throws UsageError in a backward with create_graph.
-void refuse_create_graph(const Layer& layer);
+/// Throws UsageError, with this text, in a backward with create_graph.
+void refuse_create_graph(std::string_view pass, const Layer& layer, const char* text);
 
 /// Throws UsageError if input or state is invalid. Undefined state is absent.
 void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const at::Tensor& weight,
@@ -230,9 +233,21 @@ struct BatchNormBackwardPiece {
   at::Tensor grad_output, input, weight;
   RequestedGradients wanted;
 };
-/// The backward of all pieces. Collective if the inputs' gradients are requested.
+/// The backward of all pieces. Collective if the inputs' gradients are requested; then `means`, if
+/// defined, gets the means of dy and of dy (x - mean) over all ranks, 2C doubles.
 std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBackwardPiece> pieces,
-                                                    const BatchNormRecord& record);
+                                                    const BatchNormRecord& record,
+                                                    const at::Tensor& means = {});
+/// Of the backward of a piece: its inputs, and the gradients of its results.
+struct BatchNormSecondPiece {
+  BatchNormBackwardPiece first;  ///< wanted: grad_output instead of the bias
+  BatchNormGradients gradients;  ///< undefined where the backward gave no result
+};
+/// The backward of batch_norm_backward. `means`: what that gave. Collective if that was.
+/// Returns the gradients of grad_output, input and weight, in this order.
+std::vector<std::array<at::Tensor, 3>> batch_norm_second_backward(
+    std::span<const BatchNormSecondPiece> pieces, const BatchNormRecord& record,
+    const at::Tensor& means);
 /// One autograd node over the pieces, whose forward is compute() and whose backward is
 /// batch_norm_backward. compute() returns their outputs and fills `record`.
 std::vector<at::Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,

@@ -32,7 +32,7 @@ const std::string kCount = "count", kConclusions = "conclusions", kResult = "res
 constexpr char kLateSign = 'T', kLostSign = 'L';
 
 std::string key_of(int rank) { return fmt::format("joined/{}", rank); }
-std::vector<std::uint8_t> bytes_of(std::string_view text) { return {text.begin(), text.end()}; }
+std::vector<std::uint8_t> to_bytes(std::string_view text) { return {text.begin(), text.end()}; }
 std::string text_of(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
 std::string names_of(const std::vector<int>& ranks) {
@@ -99,7 +99,7 @@ void Rendezvous::join(JoinClock::time_point deadline) {
   const std::string introduction = own_introduction(options_.context);
   bool has_result = false;
   try {
-    store_->set(key_of(options_.context.rank), bytes_of(introduction));
+    store_->set(key_of(options_.context.rank), to_bytes(introduction));
     if (store_->add(kCount, 1) == options_.size) conclude("");
     next_check_ = JoinClock::now() + kCheckInterval;
     poll_until(deadline + kPatience, [&] {
@@ -159,7 +159,7 @@ std::vector<int> Rendezvous::ended() const {
 
 /// The first conclusion is everybody's.
 void Rendezvous::conclude(std::string_view result) {
-  if (store_->add(kConclusions, 1) == 1) store_->set(kResult, bytes_of(result));
+  if (store_->add(kConclusions, 1) == 1) store_->set(kResult, to_bytes(result));
 }
 
 void Rendezvous::conclude_if_late_or_lost(JoinClock::time_point deadline) {
