@@ -18,7 +18,7 @@ twice=$(git ls-files 'src/*.[ch]pp' 'src/*.inc' | sed 's#.*/##' | sort | uniq -d
 [ -z "$twice" ] || { echo "more than one file of src/ is called $twice" && bad+=", $now"; }
 
 stage "tests that the documents name"
-awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md || bad+=", $now"
+awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md docs/howto/programs.md || bad+=", $now"
 
 stage "files that the documents name"
 missing=$(grep -ohE '\b(src|include|tests|scripts|examples)/[a-z0-9_/]+\.[a-z]+' docs/*.md docs/*/*.md |

@@ -9,6 +9,7 @@
 #include <lockstep/nn/distributed_sampler.hpp>
 #include <lockstep/nn/elastic.hpp>
 #include <lockstep/nn/functional.hpp>
+#include <lockstep/nn/parameter_modules.hpp>
 #include <lockstep/nn/replication.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
 #include <lockstep/nn/sync_batch_norm_scope.hpp>

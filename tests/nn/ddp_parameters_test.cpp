@@ -25,7 +25,7 @@ namespace lockstep::nn {
 namespace ddp_parameters_test {
 
 using at::Tensor;
-using testing::on_ranks;
+using testing::difference, testing::on_ranks, testing::Random, testing::share_of, testing::Shares;
 using torch::nn::Linear;
 using torch::nn::LinearOptions;
 using torch::nn::Sequential;
@@ -286,30 +286,202 @@ TEST(DdpParametersTest, in_two_wrappers_are_rejected) {
 }
 
 /// As docs/ddp.md has it.
-struct ScriptImpl : torch::nn::Module {
-  torch::jit::Module script;
-  explicit ScriptImpl(torch::jit::Module module) : script(std::move(module)) {
-    for (const auto& parameter : script.named_parameters()) {
-      std::string name = parameter.name;
-      std::ranges::replace(name, '.', '_');
-      register_parameter(name, parameter.value, parameter.value.requires_grad());
+/// A TorchScript network with a batch normalisation: two layers in a submodule, as of a file.
+torch::jit::Module scripted() {
+  torch::jit::Module inner("Inner"), outer("Outer");
+  Random random(1);
+  inner.register_parameter("weight", random.normal({4, 3}).requires_grad_(), false);
+  inner.register_parameter("scale", random.normal({4}).requires_grad_(), false);
+  inner.register_parameter("shift", random.normal({4}).requires_grad_(), false);
+  inner.register_buffer("mean", at::zeros({4}, at::kDouble));
+  inner.register_buffer("var", at::ones({4}, at::kDouble));
+  inner.register_attribute("training", c10::BoolType::get(), true);
+  inner.define(R"(
+    def forward(self, x):
+      y = torch.matmul(x, self.weight.t())
+      return torch.batch_norm(y, self.scale, self.shift, self.mean, self.var, self.training, 0.1, 1e-5, False)
+  )");
+  outer.register_module("inner", inner);
+  outer.register_parameter("last", random.normal({1, 4}).requires_grad_(), false);
+  outer.register_attribute("training", c10::BoolType::get(), true);
+  outer.define(
+      "def forward(self, x):\n  return torch.matmul(torch.tanh(self.inner.forward(x)), "
+      "self.last.t())\n");
+  std::stringstream file;
+  outer.save(file);
+  return torch::jit::load(file);
+}
+
+std::vector<Tensor> parameters_of(const torch::jit::Module& script) {
+  std::vector<Tensor> parameters;
+  for (const Tensor& parameter : script.parameters()) parameters.push_back(parameter);
+  return parameters;
+}
+
+/// Three steps of SGD on rank `rank`'s rows, which give its share of the loss of the batch.
+std::vector<Tensor> train_scripted(const Shares& shares, int rank, bool with_join = false) {
+  const Tensor batch = Random(2).normal({12, 3}), target = Random(3).normal({12, 1});
+  torch::jit::Module script = scripted();
+  DistributedDataParallel model(script);
+  torch::optim::SGD optimizer(parameters_of(script), torch::optim::SGDOptions(0.1).momentum(0.9));
+  const Tensor x = share_of(batch, shares, rank), y = share_of(target, shares, rank);
+  const SyncBatchNormScope scope;
+  const auto steps = [&] {
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      const Tensor loss = (model(x).toTensor() - y).pow(2).sum() / 12.0 * get_world_size();
+      loss.backward();
+      optimizer.step();
     }
+  };
+  if (with_join) {
+    model.join(steps, {.optimizers = {&optimizer}});
+  } else {
+    steps();
   }
-  Tensor forward(const Tensor& x) { return script.forward({x}).toTensor(); }
-};
-TORCH_MODULE(Script);
+  auto all = parameters_of(script);
+  for (const Tensor& buffer : script.buffers()) all.push_back(buffer);
+  return all;
+}
 
 TEST(DdpParametersTest, of_a_torch_script_module) {
   static_assert(!ModuleHandle<torch::jit::Module>);
+  const auto alone = train_scripted({12}, 0);
+  for (const Shares& shares : {Shares{6, 6}, Shares{3, 5, 4}, Shares{1, 4, 5, 2}}) {
+    for (const bool with_join : {false, true}) {
+      on_ranks(static_cast<int>(shares.size()), [&](int rank) {
+        const auto mine = train_scripted(shares, rank, with_join);
+        for (std::size_t i = 0; i < alone.size(); ++i) {
+          EXPECT_LE(difference(mine[i], alone[i]), 1e-9) << i;
+        }
+      });
+    }
+  }
+}
+
+TEST(DdpParametersTest, of_a_torch_script_module_that_differs) {
   on_ranks(2, [](int rank) {
-    torch::jit::Module script("Scripted");
-    script.register_parameter("weight", at::full({1}, rank + 1.0).requires_grad_(), false);
-    script.define("def forward(self, x):\n  return x * self.weight\n");
-    DistributedDataParallel model(Script{script});
-    model(at::full({1}, rank + 1.0)).sum().backward();
-    const Tensor weight = script.attr("weight").toTensor();
-    EXPECT_EQ(weight.item<double>(), 1) << "rank 0's";
-    EXPECT_EQ(weight.grad().item<double>(), 1.5);
+    torch::jit::Module script = scripted();
+    if (rank == 1) {
+      auto inner = script.attr("inner").toModule();
+      const at::NoGradGuard no_grad;
+      inner.attr("scale").toTensor().set_data(at::ones({5}, at::kDouble));
+    }
+    try {
+      DistributedDataParallel model(script);
+      ADD_FAILURE() << "no error";
+    } catch (const MismatchError& error) {
+      EXPECT_NE(error.text().find("rank 0 has parameter inner.scale Double [4], rank 1 has "
+                                  "parameter inner.scale Double [5]"),
+                std::string::npos)
+          << error.text();
+    }
+  });
+}
+
+/// Its mode is that of the wrapper, and the other way round.
+TEST(DdpParametersTest, the_mode_of_a_torch_script_module) {
+  on_ranks(2, [](int /*rank*/) {
+    torch::jit::Module script = scripted();
+    DistributedDataParallel model(script);
+    model.module()->eval();
+    EXPECT_FALSE(script.is_training());
+    EXPECT_FALSE(script.attr("inner").toModule().is_training());
+    script.train();
+    EXPECT_TRUE(model.module()->is_training());
+  });
+}
+
+/// Without a module: a vector, or tensors with names.
+template <class Make>
+std::vector<Tensor> train_parameters(const Shares& shares, int rank, const Make& make) {
+  const Tensor batch = Random(2).normal({12, 3}), target = Random(3).normal({12, 1});
+  // Rank 0's values.
+  std::vector<Tensor> parameters{Random(4 + static_cast<std::uint64_t>(rank)).normal({4, 3}),
+                                 Random(9 + static_cast<std::uint64_t>(rank)).normal({1, 4})};
+  for (Tensor& parameter : parameters) parameter.requires_grad_();
+  auto model = make(parameters);
+  torch::optim::Adam optimizer(parameters, torch::optim::AdamOptions(0.1));
+  const Tensor x = share_of(batch, shares, rank), y = share_of(target, shares, rank);
+  for (int step = 0; step < 4; ++step) {
+    optimizer.zero_grad();
+    for (const bool is_last : {false, true}) {  // accumulates twice
+      const std::unique_ptr<NoSync> no_sync(is_last ? nullptr : new NoSync(model.no_sync()));
+      model
+          .run([&] {
+            const Tensor scores = x.matmul(parameters[0].t()).tanh().matmul(parameters[1].t());
+            return (scores - y).pow(2).sum() / 24.0 * get_world_size();
+          })
+          .backward();
+    }
+    optimizer.step();
+  }
+  return parameters;
+}
+
+TEST(DdpParametersTest, of_parameters_without_a_module) {
+  const auto of_vector = [](const std::vector<Tensor>& parameters) {
+    return DistributedDataParallel(parameters);
+  };
+  const auto of_names = [](const std::vector<Tensor>& parameters) {
+    torch::OrderedDict<std::string, Tensor> named;
+    named.insert("encoder.layer.0.weight", parameters[0]);
+    named.insert("encoder.layer.1.weight", parameters[1]);
+    return DistributedDataParallel(named, {.bucket_cap_mb = 0});
+  };
+  const auto alone = train_parameters({12}, 0, of_vector);
+  for (const Shares& shares : {Shares{6, 6}, Shares{3, 5, 4}, Shares{1, 4, 5, 2}}) {
+    on_ranks(static_cast<int>(shares.size()), [&](int rank) {
+      const auto mine = train_parameters(shares, rank, of_vector);
+      const auto named = train_parameters(shares, rank, of_names);
+      for (std::size_t i = 0; i < alone.size(); ++i) {
+        EXPECT_LE(difference(mine[i], alone[i]), 1e-9) << i;
+        EXPECT_LE(difference(named[i], alone[i]), 1e-9) << i;
+      }
+    });
+  }
+}
+
+TEST(DdpParametersTest, of_parameters_that_cannot_be_averaged) {
+  on_ranks(2, [](int /*rank*/) {
+    const Tensor leaf = at::ones({2}).requires_grad_();
+    const auto expect = [](const auto& wrapped, const char* part) {
+      const std::string text =
+          testing::usage_error([&] { DistributedDataParallel model(wrapped); });
+      EXPECT_NE(text.find(part), std::string::npos) << text;
+      EXPECT_EQ(all_reduce_value(1), 2);  // all ranks refused: the group goes on
+    };
+    expect(std::vector{leaf, Tensor()}, "parameter 1 is undefined");
+    expect(std::vector{leaf, leaf * 2}, "parameter 1 is the result of an operation");
+    expect(std::vector{leaf, at::eye(2).to_sparse()}, "parameter 1 is a ");
+    torch::OrderedDict<std::string, Tensor> named;
+    named.insert("layer.", leaf);
+    expect(named, "'layer.' cannot be the name of a parameter");
+    torch::jit::Module empty("Empty");
+    empty.define("def forward(self, x):\n  return x\n");
+    expect(empty, "the TorchScript module has no parameters");
+  });
+}
+
+/// One rank gives other parameters, or fewer, or none that can be.
+TEST(DdpParametersTest, of_other_parameters_on_a_rank) {
+  on_ranks(2, [](int rank) {
+    std::vector<Tensor> parameters{at::ones({2}).requires_grad_(), at::ones({3}).requires_grad_()};
+    if (rank == 1) parameters.pop_back();
+    EXPECT_THROW(DistributedDataParallel model(parameters), MismatchError);
+  });
+  on_ranks(2, [](int rank) {
+    const std::vector<Tensor> parameters{rank == 0 ? at::ones({2}).requires_grad_() : Tensor()};
+    try {
+      DistributedDataParallel model(parameters);
+      barrier();
+      ADD_FAILURE() << "no error";
+    } catch (const UsageError&) {
+      EXPECT_EQ(rank, 1);
+      EXPECT_THROW(barrier(), MismatchError);
+    } catch (const MismatchError& error) {
+      EXPECT_NE(error.text().find("parameter 0 is undefined"), std::string::npos) << error.text();
+    }
   });
 }
 

@@ -80,6 +80,31 @@ std::string operations_differ(const at::Device& device) {
   return {};
 }
 
+/// A gradient penalty through a batch normalisation, over rows that all ranks gather.
+std::string penalty_differs(const at::Device& device) {
+  const Shares shares(static_cast<std::size_t>(get_world_size()), 3);
+  const Tensor batch = Random(3).normal({sum_of(shares), 4}).to(device);
+  const auto gradients = [&](const Group& group, const Tensor& part) {
+    SyncBatchNorm1d bn(SyncBatchNormOptions(4).group(group));
+    bn->to(device, at::kDouble);
+    const Tensor x = part.detach().clone().requires_grad_();
+    const Tensor all = at::cat(functional::all_gather(bn->forward(x).tanh(), group));
+    const Tensor loss = all.matmul(all.t()).pow(2).sum() / group.size();
+    const Tensor of_x = torch::autograd::grad({loss}, {x}, {}, true, /*create_graph=*/true)[0];
+    of_x.pow(2).sum().backward();
+    return std::vector<Tensor>{of_x, x.grad()};
+  };
+  const auto expected = gradients(Group(), batch);
+  const auto mine = gradients(default_group(), share_of(batch, shares, get_rank()));
+  for (const std::size_t order : {0U, 1U}) {
+    if (mine[order].device() != device) return fmt::format("one is {}", mine[order].toString());
+    const Tensor here = share_of(expected[order], shares, get_rank());
+    const double error = difference(mine[order], here) / testing::largest(here);
+    if (!(error <= 1e-10)) return fmt::format("gradients of order {} by {}", order + 1, error);
+  }
+  return {};
+}
+
 /// Steps by a scope and DistributedDataParallel; after the second the state is saved, erased and
 /// loaded.
 std::string training_differs(const at::Device& device) {
@@ -190,6 +215,7 @@ int run(const std::string& backend, const std::string& device_name) {
     }
   }
   report("operations on tensors", operations_differ(device));
+  report("a gradient penalty over gathered rows", penalty_differs(device));
   report("scope, DistributedDataParallel and checkpoint", training_differs(device));
   const int n_wrong_anywhere = all_reduce_value(n_wrong);
   if (is_main_process()) std::printf("%d right over %s\n", n_right, backend.c_str());

@@ -153,3 +153,23 @@ def test_distributed_tensor(run_torch):
         assert torch.allclose(actual, expected, atol=1e-6)
         """,
     )
+
+
+def test_collectives_with_gradients(run_torch):
+    """torch.distributed.nn.functional: a loss over the rows of all ranks, on each of them."""
+    run_torch(
+        2,
+        """
+        from torch.distributed.nn import functional
+        batch = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        whole = batch.clone().requires_grad_()
+        (whole @ whole.T).pow(2).sum().backward()
+        mine = batch[3 * rank : 3 * rank + 3].clone().requires_grad_()
+        rows = torch.cat(functional.all_gather(mine))
+        (rows @ rows.T).pow(2).sum().backward()
+        torch.testing.assert_close(mine.grad, 2 * whole.grad[3 * rank : 3 * rank + 3])
+        mine.grad = None
+        functional.all_reduce(mine.pow(2)).sum().backward()
+        torch.testing.assert_close(mine.grad, 4 * mine.detach())
+""",
+    )

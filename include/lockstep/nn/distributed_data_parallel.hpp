@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <source_location>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -18,6 +19,7 @@
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
+#include <lockstep/nn/parameter_modules.hpp>
 #include <lockstep/nn/replication.hpp>
 #include <lockstep/nn/tensor_trees.hpp>
 
@@ -92,6 +94,31 @@ bool wants_shadow(const Reducer& reducer);
 void join(Reducer& reducer, const std::function<void()>& body, const JoinOptions& options,
           std::function<at::Tensor()> example, std::source_location where);
 
+/// What DistributedDataParallel makes a module of.
+template <class T>
+inline constexpr bool kIsNoModule =
+    std::same_as<T, torch::jit::Module> || std::same_as<T, std::vector<at::Tensor>> ||
+    std::same_as<T, torch::OrderedDict<std::string, at::Tensor>>;
+
+/// An exception that leaves f is a refused call of the options' group.
+template <class F>
+auto collectively(const DistributedDataParallelOptions& options, std::source_location where,
+                  const F& f) {
+  const Group group = options.group ? *options.group : default_group();
+  return lockstep::detail::Collective("DistributedDataParallel", group, where).run(f);
+}
+
+/// The output of a forward that can be shadowed in join.
+template <class T>
+requires(std::same_as<T, at::Tensor> || std::same_as<T, at::IValue>) at::Tensor
+    tensor_in(T output) {
+  if constexpr (std::same_as<T, at::IValue>) {
+    return std::move(output).toTensor();
+  } else {
+    return output;
+  }
+}
+
 template <class T>
 T without_samples(T value) {
   for_each_tensor(value, [](at::Tensor& tensor) {
@@ -114,7 +141,12 @@ class NoSync {
   std::shared_ptr<detail::Reducer> reducer_;
 };
 
-/// Wraps a module (a ModuleHolder or a shared_ptr) and averages its gradients over the ranks.
+/// Wraps a module (a ModuleHolder or a shared_ptr) and averages its gradients over the ranks. Also
+/// takes a torch::jit::Module, whose forward it calls (`ddp(images).toTensor()`; open a
+/// SyncBatchNormScope around it for its batch normalisations), and parameters without a module:
+///
+///     DistributedDataParallel ddp(parameters);   // std::vector<at::Tensor>, or named_parameters()
+///     ddp.run([&] { return loss_of(parameters); }).backward();
 ///
 /// Construction is collective over the group: names, shapes and types of parameters and buffers and
 /// strides of parameters are compared (MismatchError on every rank, naming the first difference),
@@ -168,6 +200,13 @@ class DistributedDataParallel {
   explicit DistributedDataParallel(M module, const DistributedDataParallelOptions& options = {},
                                    Where where = Where::current())
       : module_(std::move(module)), reducer_(detail::make_reducer(*module_, options, where)) {}
+  /// Of a torch::jit::Module, or of parameters: M is ScriptModule or Parameters.
+  template <class T>
+  requires(detail::kIsNoModule<T>) explicit DistributedDataParallel(
+      const T& wrapped, const DistributedDataParallelOptions& options = {},
+      Where where = Where::current())
+      : module_(detail::collectively(options, where, [&] { return M(wrapped); })),
+        reducer_(detail::make_reducer(*module_, options, where)) {}
 
   /// The module's forward. A parameter pack cannot be followed by a defaulted `where`, so there is
   /// one overload for each number of arguments up to four.
@@ -216,6 +255,15 @@ class DistributedDataParallel {
     return forward_at(std::nullopt, std::forward<Args>(args)...);
   }
 
+  /// Runs `f` as the forward, for what is none: a loss computed from parameters, or another
+  /// function of the module. Returns what f returns; a backward of it follows, as after forward. In
+  /// join a rank out of data needs JoinOptions::example_forward.
+  template <std::invocable F>
+  decltype(auto) run(F&& f, Where where = Where::current()) {
+    return run_at(
+        where, [] { return std::function<at::Tensor()>(); }, std::forward<F>(f));
+  }
+
   /// Gradients of forward passes during the lifetime of the result only accumulate locally.
   [[nodiscard]] NoSync no_sync() const { return NoSync(reducer_); }
 
@@ -260,20 +308,28 @@ class DistributedDataParallel {
  private:
   template <class... Args>
   decltype(auto) forward_at(const std::optional<Where>& where, Args&&... args) {
+    return run_at(
+        where, [&] { return without_samples(args...); },
+        [&]() -> decltype(auto) { return module_->forward(std::forward<Args>(args)...); });
+  }
+
+  /// `shadow` makes a forward of no samples.
+  template <class Shadow, class F>
+  decltype(auto) run_at(const std::optional<Where>& where, const Shadow& shadow, F&& f) {
     const auto guard = detail::before_forward(*reducer_, where);
-    using Output = decltype(module_->forward(std::forward<Args>(args)...));
+    using Output = decltype(f());
     const auto forward = [&]() -> Output {
       if (detail::wants_shadow(*reducer_)) {
-        if (auto empty = without_samples(args...)) detail::set_shadow(*reducer_, std::move(empty));
+        if (auto empty = shadow()) detail::set_shadow(*reducer_, std::move(empty));
       }
       if constexpr (detail::kHasTensors<std::remove_cvref_t<Output>>) {
-        decltype(auto) output = module_->forward(std::forward<Args>(args)...);
+        decltype(auto) output = f();
         if (detail::wants_outputs(*reducer_)) {
           detail::after_forward(*reducer_, detail::tensors_of<std::remove_cvref_t<Output>>(output));
         }
         return output;
       } else {
-        return module_->forward(std::forward<Args>(args)...);
+        return f();
       }
     };
     return guard ? guard->run(forward) : forward();
@@ -283,15 +339,14 @@ class DistributedDataParallel {
   /// argument may hold tensors that are not found.
   template <class... Args>
   std::function<at::Tensor()> without_samples(const Args&... args) {
-    if constexpr (requires {
-                    { module_->forward(std::declval<Args&>()...) } -> std::same_as<at::Tensor>;
-                  } &&
+    if constexpr (requires { detail::tensor_in(module_->forward(std::declval<Args&>()...)); } &&
                   ((std::copy_constructible<Args> &&
                     !(detail::Tree<Args>::kHolds & detail::kOpaque)) &&
                    ...)) {
       return [module = module_,
               empty = std::tuple<Args...>(detail::without_samples(args)...)]() mutable {
-        return std::apply([&](Args&... again) { return module->forward(again...); }, empty);
+        return std::apply(
+            [&](Args&... again) { return detail::tensor_in(module->forward(again...)); }, empty);
       };
     }
     return {};
@@ -300,5 +355,16 @@ class DistributedDataParallel {
   M module_;
   std::shared_ptr<detail::Reducer> reducer_;
 };
+
+DistributedDataParallel(const torch::jit::Module&, const DistributedDataParallelOptions& = {},
+                        std::source_location = std::source_location::current())
+    ->DistributedDataParallel<ScriptModule>;
+DistributedDataParallel(const std::vector<at::Tensor>&, const DistributedDataParallelOptions& = {},
+                        std::source_location = std::source_location::current())
+    ->DistributedDataParallel<Parameters>;
+DistributedDataParallel(const torch::OrderedDict<std::string, at::Tensor>&,
+                        const DistributedDataParallelOptions& = {},
+                        std::source_location = std::source_location::current())
+    ->DistributedDataParallel<Parameters>;
 
 }  // namespace lockstep::nn

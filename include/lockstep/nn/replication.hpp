@@ -30,8 +30,8 @@ template <class M>
 consteval bool require_module_handle() {
   static_assert(ModuleHandle<M>,
                 "lockstep: this takes a ModuleHolder (as made by TORCH_MODULE) or a "
-                "std::shared_ptr to a torch::nn::Module; for a torch::jit::Module write a "
-                "torch::nn::Module that registers its parameters and calls it (docs/ddp.md)");
+                "std::shared_ptr to a torch::nn::Module; of a torch::jit::Module make a "
+                "lockstep::nn::ScriptModule");
   return true;
 }
 }  // namespace detail

@@ -152,6 +152,11 @@ void check_tensors(const torch::nn::Module& module, const ErrorContext& context)
                                             "averaged: convert it with to(), or freeze it",
                                             kind, name, c10::toString(tensor.scalar_type())));
     }
+    if (tensor.requires_grad() && !tensor.is_leaf()) {
+      throw UsageError(context, fmt::format("{} {} is the result of an operation, which gets no "
+                                            "gradient of its own: pass what it was computed from",
+                                            kind, name));
+    }
     if ((tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided) return;
     throw UsageError(context, fmt::format("{} {} is a {}: make it a dense tensor on a CPU or CUDA "
                                           "device",

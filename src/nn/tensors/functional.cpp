@@ -416,17 +416,17 @@ class CollectiveNode : public torch::autograd::Function<CollectiveNode> {
 };
 
 variable_list run(CallPtr call, variable_list inputs) {
-  call->layer.collective().run([&] {
+  return call->layer.collective().run([&] {
     check_arguments(*call, inputs);
     compare(*call, inputs);
-  });
-  variable_list tensors = inputs;
-  // Backward is for all ranks, also where no input needs a gradient.
-  if (call->needs_gradient() && std::ranges::none_of(inputs, &Tensor::requires_grad)) {
-    tensors.push_back(at::empty({0}, at::kFloat).requires_grad_());
-  }
-  return call->layer.communicate(call->pass, [&] {
-    return CollectiveNode::apply(at::TensorList(tensors), inputs.size(), call);
+    variable_list tensors = inputs;
+    // Backward is for all ranks, also where no input needs a gradient.
+    if (call->needs_gradient() && std::ranges::none_of(inputs, &Tensor::requires_grad)) {
+      tensors.push_back(at::empty({0}, at::kFloat).requires_grad_());
+    }
+    return call->layer.communicate(call->pass, [&] {
+      return CollectiveNode::apply(at::TensorList(tensors), inputs.size(), call);
+    });
   });
 }
 
