@@ -168,7 +168,8 @@ def main():
             rank = [*this, kind, str(progress), f"{progress}.pt"]
             if kind == "elastic":
                 return [*lockstep_command, *rank], progress
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", "--max-restarts=1000"]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1000"]
+            torchrun.append(f"--nproc-per-node={options.ranks}")
             return [*torchrun, *rank[1:]], progress
 
         for kind, name in (

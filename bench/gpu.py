@@ -11,6 +11,7 @@ also a training step of ResNet-18 with these layers, and what the one of one ran
 
 import argparse
 import copy
+import functools
 import itertools
 import os
 import statistics
@@ -52,9 +53,9 @@ def measure(layers, x, turns):
 
     for turn in range(turns + 3):
         for name, layer in layers.items():
-            taken = milliseconds(x.device, lambda: layer(x)), milliseconds(x.device, lambda: both(layer))
+            taken = tuple(milliseconds(x.device, call) for call in (functools.partial(layer, x), functools.partial(both, layer)))
             if turn >= 3:  # the first warm up
-                for list_, t in zip(times[name], taken):
+                for list_, t in zip(times[name], taken, strict=True):
                     list_.append(t)
     return {name: [statistics.median(t) for t in taken] for name, taken in times.items()}
 

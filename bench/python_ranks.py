@@ -178,7 +178,8 @@ def run(rank, options, store):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # names that torch is about to change
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(N_RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(N_RANKS),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID=os.path.basename(os.path.dirname(store)))  # fmt: skip
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
+                      TORCHELASTIC_RUN_ID=os.path.basename(os.path.dirname(store)))  # fmt: skip
     dist.init_process_group("lockstep", init_method=f"file://{store}", rank=rank, world_size=N_RANKS)
     lockstep.init_dist()
     groups = {"gloo": dist.new_group(backend="gloo"), "lockstep": dist.new_group()}
@@ -195,7 +196,11 @@ def run(rank, options, store):
     small = {backend: small_operations(group) for backend, group in groups.items()}
     for name in small["gloo"]:
         calls = {backend: by_name[name] for backend, by_name in small.items()}
-        calls["directly"] = {"barrier": lockstep.barrier, "all_gather_object": lambda: lockstep.all_gather_object({"loss": 0.5, "step": 7})}[name]
+        directly = {
+            "barrier": lockstep.barrier,
+            "all_gather_object": lambda: lockstep.all_gather_object({"loss": 0.5, "step": 7}),
+        }
+        calls["directly"] = directly[name]
         say(name, "", measure(calls, options.seconds))
     size = 4
     while size <= options.max:
@@ -211,8 +216,8 @@ def run(rank, options, store):
         print(f"\n{'a step':34}{'gloo':>12}{'lockstep':>12}{'one rank':>12}{'no wrapper':>12}   gloo adds")
     # The wrapper over a group of one rank computes all that it does otherwise, and communicates nothing.
     candidates = {**groups, "one rank": of_one}
-    for of_model in zip(*(steps(group) for group in candidates.values())):
-        calls = {backend: step for backend, (_, _, step) in zip(candidates, of_model)}
+    for of_model in zip(*(steps(group) for group in candidates.values()), strict=True):
+        calls = {backend: step for backend, (_, _, step) in zip(candidates, of_model, strict=True)}
         name, make, _ = of_model[0]
         calls["no wrapper"] = step_of(*make())
         medians = measure(calls, 8 * options.seconds)

@@ -67,7 +67,8 @@ PYTHON = {"fmt": "cmeel-fmt", "cereal": "cmeel-cereal", "nlohmann_json": "nlohma
 for name in ("pyproject.toml", "python/torch/pyproject.toml"):
     expect(f"{name}: license", re.findall(r'^license = "(.*)"', text_of(name), re.M), ["Apache-2.0"])
 required = re.search(r"^requires = \[(.*?)^\]", text_of("pyproject.toml"), re.M | re.S)[1]
-expect("pyproject.toml: build requirements without", sorted({PYTHON[name] for name in linked} - set(re.findall(r'"([\w-]+)"', required))), [])
+missing = sorted({PYTHON[name] for name in linked} - set(re.findall(r'"([\w-]+)"', required)))
+expect("pyproject.toml: build requirements without", missing, [])
 
 for name in ("packaging/vcpkg/lockstep/portfile.cmake", "packaging/conan/conanfile.py", "pyproject.toml",
              "scripts/clean_root.sh", "docs/packages.md"):

@@ -77,7 +77,7 @@ def one_host(program, page):
         for n in RANKS:
             few = count(program, str(n), operation, str(n_bytes), '1')
             many = count(program, str(n), operation, str(n_bytes), str(1 + n_calls))
-            each = [(b - a) / n_calls / n for a, b in zip(few, many)]
+            each = [(b - a) / n_calls / n for a, b in zip(few, many, strict=True)]
             rows['instructions'].append(number(each[0]))
             rows['messages'].append(f'{each[1]:g}')
             rows['bytes'].append(number(each[2]))
@@ -103,7 +103,7 @@ def messages(program, page):
             operation, n_bytes, *counts = line.split()
             name = (operation if operation == 'barrier' else 'statistics of 64 channels'
                     if operation == 'statistics' else f'{operation} {size(int(n_bytes))}')
-            cells = ''.join(f' {m}, {number(int(b))}B |' for m, b in zip(counts[::2], counts[1::2]))
+            cells = ''.join(f' {m}, {number(int(b))}B |' for m, b in zip(counts[::2], counts[1::2], strict=True))
             lines.append(f'| {name} |{cells}')
         put(page, f'host_messages_{mode}', '\n'.join(lines))
 
@@ -179,13 +179,14 @@ def read(log):
 
 def rounds(n, gbits, bytes_of):
     """Seconds until the last of n ranks has sent to the rank d ahead, for d = 1, 2, 4, ..."""
+    def latency(r, distance):
+        return (2 if r // HOSTS_PER_SWITCH == (r - distance) % n // HOSTS_PER_SWITCH else 4) * LINK
+
     ready = [0.0] * n
     distance = 1
     while distance < n:
-        def latency(r):
-            return (2 if r // HOSTS_PER_SWITCH == (r - distance) % n // HOSTS_PER_SWITCH else 4) * LINK
         each = 2 * MESSAGE + bytes_of(distance) / (gbits * 1e9 / 8)
-        ready = [max(ready[r], ready[r - distance]) + each + latency(r) for r in range(n)]
+        ready = [max(ready[r], ready[r - distance]) + each + latency(r, distance) for r in range(n)]
         distance *= 2
     return max(ready)
 

@@ -229,7 +229,7 @@ def draw(log, page):
                             for engine in ENGINES]
                 cells = [f'({m * 1e3:.1f})' if t is None else
                          f'**{t * 1e3:.1f}**' if t == best else f'{t * 1e3:.1f}'
-                         for t, m in zip(found, by_model)]
+                         for t, m in zip(found, by_model, strict=True)]
                 lines.append(f'| {step} | {gbits} | {n * RANKS_PER_HOST} | '
                              f'{step_time(n, gbits, actions) * 1e3:.1f} | ' + ' | '.join(cells) + ' |')
     put(page, 'steps_beside', '\n'.join(lines))
@@ -240,7 +240,7 @@ def picture(times, path):
     ranks = ', '.join(str(n * RANKS_PER_HOST) for n in HOSTS)
     script = ["set terminal svg size 1000,620 background rgb 'white' font 'sans-serif,12' noenhanced",
               f'set output "{path}"', 'set logscale x 2', 'set grid', 'set key bottom left',
-              f'set xrange [12:11000]', f'set xtics ({ranks}) font ",10"', 'set yrange [0:*]',
+              'set xrange [12:11000]', f'set xtics ({ranks}) font ",10"', 'set yrange [0:*]',
               "set multiplot layout 2,3 title 'A step of training, ms, by ranks (8 per host): points "
               "simulated, line the alpha-beta bound'"]
     for gbits in GBITS:

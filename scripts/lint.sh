@@ -46,6 +46,12 @@ stage "spelling"
 git ls-files -z --cached --others --exclude-standard '*.md' '*.hpp' '*.h' '*.cpp' '*.py' '*.pyi' '*.sh' dev |
   xargs -0 codespell --ignore-words=scripts/docs/words.txt || bad+=", $now"
 
+stage "ruff"
+build/venv-lint/bin/ruff check --quiet || bad+=", $now"
+
+stage "mypy"
+build/venv-lint/bin/mypy --no-error-summary || bad+=", $now"
+
 stage "faults that fit the sources"
 scripts/mutations.sh --check || bad+=", $now"
 

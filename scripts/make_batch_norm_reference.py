@@ -5,6 +5,7 @@ several ranks. Made with torch 2.13.0:  python3 scripts/make_batch_norm_referenc
 """
 
 import sys
+
 import torch
 
 FORMS = {

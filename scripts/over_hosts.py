@@ -36,7 +36,7 @@ class Hosts:
         lines = [f'ip netns add {self.switch}', f'ip -n {self.switch} link add bridge type bridge',
                  f'ip -n {self.switch} link set bridge up']
         starts = []
-        for i, (name, address) in enumerate(zip(self.names, self.addresses)):
+        for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             lines += [f'ip netns add {name}', f'ip -n {name} link add cable type veth peer name '
                       f'port{i} netns {self.switch}',
                       f'ip -n {self.switch} link set port{i} master bridge up',

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 
-from performance_goals import LIMITS, bound, bytes_text, library_of, goals_table, judge, runs_of, time_text
+from performance_goals import LIMITS, bound, bytes_text, goals_table, judge, library_of, runs_of, time_text
 
 COMPARE = 'bench/compare/compare.py'
 MPI = ['--peer', 'openmpi', '--peer', 'mpich', '--peer', 'intelmpi']
@@ -113,7 +113,7 @@ def versions():
 def with_wheels(arguments, lockstep):
     """The newer release of each peer behind it, where it is built; Intel MPI is there as such only."""
     words = []
-    for flag, value in zip([None, *arguments], arguments):
+    for flag, value in zip([None, *arguments], arguments, strict=False):
         if flag != '--peer':
             words.append(value)
             continue
@@ -133,7 +133,7 @@ def program_of(lockstep, name):
 
 def run(command, **more):
     """Its output; None, and a line that says why, where it failed."""
-    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    ended = subprocess.run(command, capture_output=True, text=True, **more)
     print(ended.stdout, end='', flush=True)
     if ended.returncode != 0:
         print(f'left out: exit code {ended.returncode}: {ended.stderr.strip()}', flush=True)
@@ -384,7 +384,7 @@ def draw(result_path, page):
         pattern = re.compile(re.escape(begin) + '.*?' + re.escape(end), re.S)
         if not pattern.search(text):
             sys.exit(f'{page} has no {begin} ... {end}')
-        text = pattern.sub(lambda _: f'{begin}\n{block}\n{end}', text)
+        text = pattern.sub(lambda _, new=f'{begin}\n{block}\n{end}': new, text)
     with open(page, 'w') as file:
         file.write(text)
 

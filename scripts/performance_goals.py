@@ -33,7 +33,7 @@ def goals_table(result_path, bench):
     lines = ['| goal | must | aim | ' + ' | '.join(names) + ' | command |',
              '|---' * (4 + len(paths)) + '|']
     verdicts = [judge(json.load(open(path)), goals) for path in paths]
-    for goal, *columns in zip(goals, *verdicts):
+    for goal, *columns in zip(goals, *verdicts, strict=True):
         cells = [f'{text}, {word}' if text != '-' else word for _, text, word in columns]
         lines.append(f"| {goal['goal']} | {bound(goal, 'must')} | {bound(goal, 'aim')} | "
                      f"{' | '.join(cells)} | `./dev bench --only {','.join(runs_of(goal))}` |")
@@ -116,11 +116,7 @@ def judge(result, goals):
             yield goal, '-', 'not seen in this record' if found else 'not measured'
             continue
         sign = -1 if goal.get('at_most') else 1
-
-        def reaches(where, word):
-            return sign * seen[where] >= sign * goal[word]
-
-        at_limit = [where for where in seen if not reaches(where, 'must') and
+        at_limit = [where for where in seen if sign * seen[where] < sign * goal['must'] and
                     where in limits and limits[where][0] >= AT_THE_LIMIT]
         # The worst of the others.
         where = min([where for where in seen if where not in at_limit] or seen,
@@ -131,5 +127,5 @@ def judge(result, goals):
             text += f"; {size.removeprefix('at ')} at {100 * share:.0f} % of the limit, {time_text(us)} us"
         if len(seen) < len(found):
             text += f' ({len(found) - len(seen)} of {len(found)} not seen)'
-        reached = [word for word in ('aim', 'must') if reaches(where, word)]
+        reached = [word for word in ('aim', 'must') if sign * seen[where] >= sign * goal[word]]
         yield goal, text, reached[0] if reached else 'limit' if where in at_limit else '**short**'

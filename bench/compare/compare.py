@@ -19,13 +19,14 @@ import subprocess
 import sys
 import time
 
-FOLDER = os.path.dirname(os.path.realpath(__file__))
-sys.path.append(os.path.join(FOLDER, '..', '..', 'scripts'))
 import candidates
-import performance
 from job import Job, JobError, cpu_seconds
 from schedule import Occurrences, Schedule
 
+sys.path.append(os.path.join(os.path.dirname(os.path.realpath(__file__)), '..', '..', 'scripts'))
+import performance
+
+FOLDER = os.path.dirname(os.path.realpath(__file__))
 # The enums of src/cli/bench/meter.hpp and lockstep/types.hpp.
 OPERATIONS = ['barrier', 'all_reduce', 'broadcast', 'all_gather', 'reduce_scatter', 'all_to_all']
 MODES = ['warm', 'touch', 'fresh']

@@ -56,7 +56,7 @@ class Job:
                 self.fail(f'did not start in {START_LIMIT_S} s')
             try:
                 connection, _ = listener.accept()
-            except socket.timeout:
+            except TimeoutError:
                 if self.process.poll() is not None:
                     self.fail('ended before all its ranks had connected')
                 continue
@@ -87,7 +87,7 @@ class Job:
                 if not is_ok:
                     raise JobError(text.rstrip(b'\0').decode(errors='replace'))
                 times.frombytes(receive(rank, n * times.itemsize))
-        except socket.timeout:
+        except TimeoutError:
             self.fail(f'sent nothing for {BLOCK_LIMIT_S} s')
         except (OSError, JobError) as error:
             self.fail(str(error))

@@ -64,11 +64,12 @@ def rendezvous() -> tuple[Any, int, int]:
         store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
         address = [(host, store.port)]
     objects.broadcast_object_list(address)
+    host, port = address[0]
     # If rank 0 ended, the store would try to connect for its whole timeout: this looks in between.
     failure = ""
     for _ in range(_CONNECT_ATTEMPTS):
         if store is None:
-            store, failure = _connect(*address[0], size)
+            store, failure = _connect(host, port, size)
         n_failed = sum(objects.all_gather_object(store is None))
         if n_failed == 0:
             return store, rank, size
@@ -115,7 +116,7 @@ def _patch_monitored_barrier() -> None:
     original = c10d.monitored_barrier
 
     @functools.wraps(original)
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         if c10d._rank_not_in_group(group) or "lockstep" not in c10d.get_backend(group):
             return original(group, timeout, wait_all_ranks)
         if timeout is not None and not isinstance(timeout, timedelta):
@@ -138,7 +139,7 @@ def _patch_ddp_logging_data() -> None:
 
     @functools.wraps(original)
     def logging_data(self: Any) -> dict[str, Any]:
-        data = original(self)
+        data: dict[str, Any] = original(self)
         if data.get("backend_name") == "custom" and "lockstep" in get_backend(self.process_group):
             data["backend_name"] = str(get_backend(self.process_group))
         return data

@@ -1,12 +1,12 @@
 import datetime
 import os
 from collections.abc import Callable
-from typing import Any, NoReturn, Optional, Protocol, TypeVar, Union
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from typing_extensions import Buffer
 
 _T = TypeVar("_T")
-_Timeout = Union[float, datetime.timedelta, None]
+_Timeout = float | datetime.timedelta | None
 
 __version__: str
 _binary_interface: str
@@ -14,7 +14,7 @@ _binary_interface: str
 class _Tensor(Protocol):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-_Data = Union[Buffer, _Tensor]
+_Data = Buffer | _Tensor
 
 class Group:
     """A group of communicating ranks; default_group() is the world.
@@ -72,11 +72,11 @@ def default_group() -> Group:
 def local_group() -> Group:
     """The world's ranks on this host."""
 
-def get_backend(group: Optional[Group] = None) -> Optional[str]: ...
-def get_rank(group: Optional[Group] = None) -> int: ...
-def get_world_size(group: Optional[Group] = None) -> int: ...
+def get_backend(group: Group | None = None) -> str | None: ...
+def get_rank(group: Group | None = None) -> int: ...
+def get_world_size(group: Group | None = None) -> int: ...
 def refuse_arguments(operation: str, text: str, group: Any) -> NoReturn: ...
-def main_process_first(function: Callable[[], _T], group: Optional[Group] = None, timeout: _Timeout = None) -> _T:
+def main_process_first(function: Callable[[], _T], group: Group | None = None, timeout: _Timeout = None) -> _T:
     """Rank 0 runs function; then the other ranks run it, concurrently. Returns its result. Collective.
 
     For work that the others can reuse: a download, a cache. timeout: how long the others wait for rank 0,
@@ -84,52 +84,52 @@ def main_process_first(function: Callable[[], _T], group: Optional[Group] = None
     with its text and do not run it; the group stays usable. Collectives inside raise UsageError.
     """
 
-def barrier(group: Optional[Group] = None, timeout: _Timeout = None) -> None:
+def barrier(group: Group | None = None, timeout: _Timeout = None) -> None:
     """Returns when every rank has called it."""
 
-def all_reduce(data: _Data, op: str = "sum", group: Optional[Group] = None, timeout: _Timeout = None) -> None:
+def all_reduce(data: _Data, op: str = "sum", group: Group | None = None, timeout: _Timeout = None) -> None:
     """data <- reduction of every rank's data, in place, with the same bits on all ranks.
 
     op: sum, product, min, max, band, bor, bxor or mean; mean of integers truncates toward zero.
     The same count, type and op on all ranks.
     """
 
-def broadcast(data: _Data, src: int = 0, group: Optional[Group] = None, timeout: _Timeout = None) -> None:
+def broadcast(data: _Data, src: int = 0, group: Group | None = None, timeout: _Timeout = None) -> None:
     """data <- src's data, in place."""
 
-def sync_random_seed(group: Optional[Group] = None, timeout: _Timeout = None) -> int:
+def sync_random_seed(group: Group | None = None, timeout: _Timeout = None) -> int:
     """A random seed of 31 bits, rank 0's, the same on all ranks. No generator is changed."""
 
 def all_gather(
-    data: _Data, shape: tuple[int, ...], make_flat: Callable[[int], Any], group: Optional[Group], timeout: _Timeout
+    data: _Data, shape: tuple[int, ...], make_flat: Callable[[int], Any], group: Group | None, timeout: _Timeout
 ) -> tuple[Any, list[tuple[int, ...]]]: ...
 def gather(
-    data: _Data, shape: tuple[int, ...], dst: int, make_flat: Callable[[int], Any], group: Optional[Group], timeout: _Timeout
-) -> Optional[tuple[Any, list[tuple[int, ...]]]]: ...
+    data: _Data, shape: tuple[int, ...], dst: int, make_flat: Callable[[int], Any], group: Group | None, timeout: _Timeout
+) -> tuple[Any, list[tuple[int, ...]]] | None: ...
 class Operation:
-    def __init__(self, name: str, group: Optional[Group]) -> None: ...
+    def __init__(self, name: str, group: Group | None) -> None: ...
     def __enter__(self) -> Operation: ...
     def __exit__(self, type: Any, exception: Any, traceback: Any) -> None: ...
 
 def all_gather_object(
-    data: Any, dumps: Callable[[Any], bytes], loads: Callable[[Any], Any], group: Optional[Group], timeout: _Timeout
+    data: Any, dumps: Callable[[Any], bytes], loads: Callable[[Any], Any], group: Group | None, timeout: _Timeout
 ) -> list[Any]: ...
 def gather_object(
-    data: Any, dumps: Callable[[Any], bytes], loads: Callable[[Any], Any], dst: int, group: Optional[Group], timeout: _Timeout
-) -> Optional[list[Any]]: ...
+    data: Any, dumps: Callable[[Any], bytes], loads: Callable[[Any], Any], dst: int, group: Group | None, timeout: _Timeout
+) -> list[Any] | None: ...
 def broadcast_objects(
-    data: Any, dumps: Callable[[Any], bytes], loads: Callable[[Any], Any], src: int, group: Optional[Group], timeout: _Timeout
-) -> Optional[list[Any]]: ...
+    data: Any, dumps: Callable[[Any], bytes], loads: Callable[[Any], Any], src: int, group: Group | None, timeout: _Timeout
+) -> list[Any] | None: ...
 def collect_results(
     results: list[Any],
     size: int,
     dumps: Callable[[Any], bytes],
     loads: Callable[[Any], Any],
     check: Callable[[], None],
-    tmpdir: Union[str, os.PathLike[str], None],
-    group: Optional[Group],
+    tmpdir: str | os.PathLike[str] | None,
+    group: Group | None,
     timeout: _Timeout,
-) -> Optional[list[Any]]: ...
+) -> list[Any] | None: ...
 def all_reduce_dict(
-    data: dict[str, Any], convert_numbers: Callable[[Any], dict[str, Any]], op: str, group: Optional[Group], timeout: _Timeout
+    data: dict[str, Any], convert_numbers: Callable[[Any], dict[str, Any]], op: str, group: Group | None, timeout: _Timeout
 ) -> dict[str, Any]: ...

@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
 from datetime import timedelta
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +40,7 @@ class ElasticState:
     generators, which are set back where a step is repeated.
     """
 
-    def __init__(self, parts: Sequence[Any], *, snapshot: bool = False, seed: Optional[int] = None) -> None:
+    def __init__(self, parts: Sequence[Any], *, snapshot: bool = False, seed: int | None = None) -> None:
         if not isinstance(parts, (list, tuple)):
             raise UsageError(f"ElasticState: parts is a {type(parts).__name__}; give a list, such as [model, optimizer]")
         for place, part in enumerate(parts):
@@ -196,9 +196,9 @@ class ElasticState:
                 buffer.copy_(value)
             else:
                 module._buffers[leaf] = value.clone()
-        for group, own in zip(self._param_groups(), self._groups):
+        for group, own in zip(self._param_groups(), self._groups, strict=False):  # the step may have added some
             group.update(copy.deepcopy(own))
-        for part, values in zip(self._others, self._values_of_others):
+        for part, values in zip(self._others, self._values_of_others, strict=True):
             _load(part, values)
         for name, state in self._generators.items():
             if name == "torch":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import platform
 from types import ModuleType
 
@@ -22,14 +23,13 @@ def registrar() -> ModuleType:
     return lockstep_torch
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load() -> ModuleType:
     """lockstep_torch._torch. Raises ImportError if there is none for this torch, Python and lockstep-dist."""
     import torch
 
     registrar()
-    from lockstep_torch import _built_for
-
+    _built_for = importlib.import_module("lockstep_torch._built_for")
     again = f"Install lockstep-torch again: {_REINSTALL} lockstep-torch (in a clone of lockstep: ./python/torch)"
     here = torch.__version__.split("+")[0]
     if here != _built_for.TORCH:
@@ -45,6 +45,4 @@ def load() -> ModuleType:
             f"{_core.__version__} has {_core._binary_interface}. Install both from one release: {_REINSTALL} "
             "lockstep-dist lockstep-torch (in a clone of lockstep: . ./python/torch)"
         )
-    from lockstep_torch import _torch
-
-    return _torch
+    return importlib.import_module("lockstep_torch._torch")

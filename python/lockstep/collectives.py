@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 from . import _core
 from ._core import Group
@@ -15,7 +15,7 @@ from .world import Timeout
 
 
 @operation
-def all_gather(data: Any, group: Optional[Group] = None, timeout: Timeout = None) -> list[Any]:
+def all_gather(data: Any, group: Group | None = None, timeout: Timeout = None) -> list[Any]:
     """Every rank's data, by rank, on every rank: new arrays of the type of data.
 
     Shapes may differ per rank; the element type may not. The arrays share one allocation.
@@ -26,7 +26,7 @@ def all_gather(data: Any, group: Optional[Group] = None, timeout: Timeout = None
 
 
 @operation
-def gather(data: Any, dst: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> list[Any]:
+def gather(data: Any, dst: int = 0, group: Group | None = None, timeout: Timeout = None) -> list[Any]:
     """As all_gather, on dst; an empty list elsewhere."""
     with _core.Operation("gather", group):
         gathered = _core.gather(data, _shape_of(data), dst, _Flat(data), group, timeout)
@@ -34,7 +34,7 @@ def gather(data: Any, dst: int = 0, group: Optional[Group] = None, timeout: Time
 
 
 @operation
-def all_reduce_dict(data: dict[str, Any], op: str = "sum", group: Optional[Group] = None, timeout: Timeout = None) -> None:
+def all_reduce_dict(data: dict[str, Any], op: str = "sum", group: Group | None = None, timeout: Timeout = None) -> None:
     """data[key] <- reduction of every rank's data[key], on all ranks: arrays in place, numbers replaced.
 
     If keys, element types, lengths or op differ, every rank raises MismatchError that names them, nothing is
@@ -62,7 +62,7 @@ def _shape_of(data: Any) -> tuple[int, ...]:
     if shape is not None:
         return tuple(shape)
     try:
-        return memoryview(data).shape
+        return memoryview(data).shape or ()
     except TypeError:
         return ()  # _core says what is wrong with it
 
@@ -83,10 +83,10 @@ class _Flat:
         try:
             view = memoryview(self.like)
         except TypeError:  # another DLPack tensor
-            import numpy
+            import numpy as np
 
-            return numpy.empty(n_elements, numpy.from_dlpack(self.like).dtype)
-        code = view.format.lstrip("@=<")
+            return np.empty(n_elements, np.from_dlpack(self.like).dtype)
+        code: Any = view.format.lstrip("@=<")
         # An empty view cannot be cast.
         return memoryview(bytearray(max(n_elements, 1) * view.itemsize)).cast(code)[:n_elements]
 

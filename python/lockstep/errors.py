@@ -29,7 +29,7 @@ class MismatchError(Error):
     """Ranks disagree on the operation, type, count, root or reduction; names who called what, where."""
 
 
-class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001 - the name that the C++ library has
+class TimeoutError(Error, builtins.TimeoutError):
     """A peer did not arrive within the timeout; names it. Also the builtin of this name."""
 
 

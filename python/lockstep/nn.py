@@ -12,7 +12,7 @@ import copy
 import sys
 import threading
 from types import TracebackType
-from typing import Any, Optional
+from typing import Any
 
 try:
     import torch
@@ -72,7 +72,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     _made_at = ""  # the program's line; ranks compare it, or the title of a converted layer
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "SyncBatchNorm":
-        self = super().__new__(cls)
+        self: SyncBatchNorm = super().__new__(cls)
         if args or kwargs:  # none for a copy, or an unpickled layer, which has that of its original
             self.__dict__["_made_at"] = _torch.line()
         return self
@@ -104,14 +104,15 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
         """With the same group: a group is of this process, and copies of a layer call it in turn."""
-        new = self.__class__.__new__(self.__class__)
+        new: SyncBatchNorm = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         for name, value in self.__dict__.items():
             new.__dict__[name] = value if name == "process_group" else copy.deepcopy(value, memo)
         return new
 
     def __copy__(self) -> "SyncBatchNorm":
-        return _copy_as(self, type(self))
+        new: SyncBatchNorm = _copy_as(self, type(self))
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle, torch.save: without a lockstep.Group, which is of this process; set process_group after loading."""
@@ -282,7 +283,7 @@ def _is_batch_norm(module: torch.nn.Module) -> bool:
     return isinstance(module, _BatchNorm) or "BatchNorm" in name
 
 
-def _why_not_convertible(layer: torch.nn.Module) -> Optional[str]:
+def _why_not_convertible(layer: torch.nn.Module) -> str | None:
     if isinstance(layer, torch.jit.ScriptModule):
         return "it is compiled by TorchScript"
     if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
@@ -306,7 +307,7 @@ def _plain_type(layer: torch.nn.Module) -> type[_BatchNorm]:
 
 def _copy_as(layer: torch.nn.Module, new_type: type[_BatchNorm]) -> Any:
     """A module of new_type with the parameters, buffers, hooks and attributes of layer."""
-    new = new_type.__new__(new_type)
+    new = new_type.__new__(new_type)  # type: ignore[call-overload]
     new.__dict__ = {
         name: value.copy() if name.startswith("_") and hasattr(value, "copy") else value
         for name, value in layer.__dict__.items()
@@ -348,7 +349,7 @@ class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]
         return self
 
     def __exit__(
-        self, kind: Optional[type[BaseException]], value: Optional[BaseException], traceback: Optional[TracebackType]
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         here = threading.get_ident()
         own = [place for place, (thread, _) in enumerate(self._entered) if thread == here]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from typing import Any, Optional, Union
+from typing import Any
 
 from . import _core
 from ._core import Group
@@ -26,19 +26,19 @@ def _dumps(value: object) -> bytes:
 
 
 @operation
-def all_gather_object(data: Any, group: Optional[Group] = None, timeout: Timeout = None) -> list[Any]:
+def all_gather_object(data: Any, group: Group | None = None, timeout: Timeout = None) -> list[Any]:
     """Every rank's object, by rank, on every rank."""
     return _core.all_gather_object(data, _dumps, _loads, group, timeout)
 
 
 @operation
-def gather_object(data: Any, dst: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> Optional[list[Any]]:
+def gather_object(data: Any, dst: int = 0, group: Group | None = None, timeout: Timeout = None) -> list[Any] | None:
     """Every rank's object, by rank, on dst; None elsewhere."""
     return _core.gather_object(data, _dumps, _loads, dst, group, timeout)
 
 
 @operation
-def broadcast_object_list(data: list[Any], src: int = 0, group: Optional[Group] = None, timeout: Timeout = None) -> None:
+def broadcast_object_list(data: list[Any], src: int = 0, group: Group | None = None, timeout: Timeout = None) -> None:
     """data <- src's data, in place. The lists have the same length on all ranks."""
     received = _core.broadcast_objects(data, _dumps, _loads, src, group, timeout)
     if received is not None:
@@ -51,10 +51,10 @@ def collect_results(
     size: int,
     device: str = "cpu",
     *,
-    tmpdir: Union[str, os.PathLike[str], None] = None,
-    group: Optional[Group] = None,
+    tmpdir: str | os.PathLike[str] | None = None,
+    group: Group | None = None,
     timeout: Timeout = None,
-) -> Optional[list[Any]]:
+) -> list[Any] | None:
     """The ranks' results interleaved, on rank 0: item 0 of rank 0, of rank 1, ..., item 1 of rank 0, ...
 
     Their lengths may differ. The list is cut to size, which is the same on all ranks. None on other ranks.

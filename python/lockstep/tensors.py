@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._core import Group
@@ -21,7 +21,7 @@ def all_reduce_params(
     coalesce: bool = True,
     bucket_size_mb: float = -1,
     op: str = "sum",
-    group: Optional[Group] = None,
+    group: Group | None = None,
     timeout: Timeout = None,
 ) -> None:
     """Reduces parameters (or gradients, or any tensors) in place over all ranks.
@@ -42,7 +42,7 @@ def all_reduce_params(
                     f"all_reduce_params: tensor {index} is {tensor.layout} on {tensor.device}; expected dense tensors "
                     "on the CPU: pass x.cpu(), and copy the result back"
                 )
-            if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride())):
+            if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
                 raise UsageError(f"all_reduce_params: tensor {index} is expanded: several of its elements share memory")
         limit = bucket_size_mb * 1024 * 1024 if coalesce else 0
         for bucket in _buckets(data, limit):
@@ -51,7 +51,7 @@ def all_reduce_params(
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             _core.all_reduce(flat, op, group, timeout)
-            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
 
@@ -85,7 +85,7 @@ def get_data_device(data: Any) -> torch.device:
     return devices.pop()
 
 
-def get_comm_device(group: Optional[Group] = None) -> torch.device:
+def get_comm_device(group: Group | None = None) -> torch.device:
     """The device of tensors for the group's operations: the CPU."""
     import torch
 

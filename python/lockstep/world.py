@@ -11,13 +11,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple
 
 from . import _core
 from ._core import Group
 from .errors import PeerFailed
 
-Timeout = Union[float, datetime.timedelta, None]
+Timeout = float | datetime.timedelta | None
 
 
 class DistInfo(NamedTuple):
@@ -107,7 +107,7 @@ class _Hooks:
         for each in reversed(self.leavers):
             each(failure)
 
-    def on_exception(self, kind: type[BaseException], value: BaseException, traceback: Optional[TracebackType]) -> None:
+    def on_exception(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         try:
             text = str(value).encode("utf-8", "replace").decode()
         except Exception:
@@ -149,17 +149,17 @@ def infer_launcher() -> str:
     return _core.infer_launcher()
 
 
-def get_rank(group: Optional[Group] = None) -> int:
+def get_rank(group: Group | None = None) -> int:
     """This rank in the group; 0 if not distributed."""
     return _core.get_rank(group)
 
 
-def get_world_size(group: Optional[Group] = None) -> int:
+def get_world_size(group: Group | None = None) -> int:
     """The number of ranks in the group; 1 if not distributed."""
     return _core.get_world_size(group)
 
 
-def get_dist_info(group: Optional[Group] = None) -> DistInfo:
+def get_dist_info(group: Group | None = None) -> DistInfo:
     """(rank, world_size)"""
     return DistInfo(_core.get_rank(group), _core.get_world_size(group))
 
@@ -174,11 +174,11 @@ def get_local_size() -> int:
     return _core.local_group().size
 
 
-def get_backend(group: Optional[Group] = None) -> Optional[str]:
+def get_backend(group: Group | None = None) -> str | None:
     """shared, mpi, ...; None if not distributed."""
     return _core.get_backend(group)
 
 
-def is_main_process(group: Optional[Group] = None) -> bool:
+def is_main_process(group: Group | None = None) -> bool:
     """Whether this is rank 0 of the group."""
     return _core.get_rank(group) == 0

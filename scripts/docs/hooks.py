@@ -8,14 +8,15 @@ import os
 import posixpath
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 sys.path.insert(0, os.path.dirname(__file__))
-import links  # noqa: E402
-import reference  # noqa: E402
+import links
+import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 _PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
@@ -127,7 +128,8 @@ def _python() -> str:
         ):
             if name != "errors":
                 lines.append(
-                    f"::: {module}.{name}\n    options:\n      show_root_heading: true\n      show_root_toc_entry: true\n      show_root_full_path: false\n"
+                    f"::: {module}.{name}\n    options:\n      show_root_heading: true\n"
+                    "      show_root_toc_entry: true\n      show_root_full_path: false\n"
                 )
     return "\n".join(lines)
 

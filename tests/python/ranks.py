@@ -54,7 +54,7 @@ class OverRanks:
 
         dtype, layout = dtype or torch.float64, layout or torch.contiguous_format
         reference = next(itertools.chain(plain.parameters(), plain.buffers()))
-        for step in range(n_steps):
+        for _ in range(n_steps):
             batch = (torch.randn(sum(counts), *shape, dtype=torch.float64) * 3 + 7).to(reference.device, dtype)
             whole = batch.to(reference.dtype, copy=True).requires_grad_()
             expected = plain(whole)

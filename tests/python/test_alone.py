@@ -7,9 +7,10 @@ import inspect
 import pickle
 from pathlib import Path
 
-import lockstep as ls
 import numpy as np
 import pytest
+
+import lockstep as ls
 
 HERE = Path(__file__).name
 FUNCTIONS = [ls.all_reduce, ls.broadcast, ls.all_gather, ls.gather]
@@ -282,7 +283,7 @@ class Text:
 
 
 def test_keys_and_texts_that_are_no_utf8():
-    values = {"a": 1, "a\0b": 2, "\udcff": 3, "\ud800": 4, "\\ud800": 5, "\ufffd": 6.5}
+    values = {"a": 1, "a\0b": 2, "\udcff": 3, "\ud800": 4, "\\ud800": 5, "\ufffd": 6.5}  # noqa: F601 - not equal
     expected = dict(values)
     ls.all_reduce_dict(values)
     assert values == expected
@@ -306,7 +307,7 @@ def test_a_cut_text_of_two_byte_characters():
     group = ls.default_group().duplicate()
     for pad in ["", "x"]:
         with pytest.raises(ValueError, match="ä"):
-            ls.main_process_first(lambda: (_ for _ in ()).throw(ValueError(pad + "ä" * 5000)), group)
+            ls.main_process_first(lambda pad=pad: (_ for _ in ()).throw(ValueError(pad + "ä" * 5000)), group)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError])

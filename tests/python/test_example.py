@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from conftest import COMMAND
 
 torch = pytest.importorskip("torch")
@@ -42,4 +41,4 @@ def test_four_ranks_train_as_one(tmp_path):
         together = trained(tmp_path, launcher)
         assert together.keys() == alone.keys()
         for name, expected in alone.items():
-            torch.testing.assert_close(together[name], expected, rtol=1e-9, atol=1e-9, msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(together[name], expected, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")

@@ -33,7 +33,9 @@ def test_the_program_of_the_page(run_torch, framework):
     pytest.importorskip(module)
     # Ranks begin with other parameters: equal ones in the end are those of a training over both.
     program = PROGRAMS[framework].replace("model = Model()\n", "model = Model()\nbefore = model.layer.weight.detach().clone()\n", 1)
-    program = program.replace("model = torch.nn.Linear(4, 1)\n", "model = torch.nn.Linear(4, 1)\nbefore = model.weight.detach().clone()\n", 1)
+    program = program.replace(
+        "model = torch.nn.Linear(4, 1)\n", "model = torch.nn.Linear(4, 1)\nbefore = model.weight.detach().clone()\n", 1
+    )
     run_torch(
         2,
         program + check + "assert 'lockstep' in str(dist.get_backend()) and dist.get_world_size() == 2\n",
@@ -47,7 +49,11 @@ def test_the_program_of_the_page(run_torch, framework):
 @pytest.mark.parametrize(
     "module, call, text",
     [
-        ("accelerate", "accelerate.Accelerator(cpu=True, kwargs_handlers=[accelerate.InitProcessGroupKwargs(backend='lockstep')])", "not available"),
+        (
+            "accelerate",
+            "accelerate.Accelerator(cpu=True, kwargs_handlers=[accelerate.InitProcessGroupKwargs(backend='lockstep')])",
+            "not available",
+        ),
         ("ignite.distributed", "ignite.distributed.Parallel(backend='lockstep')", "Unknown backend"),
     ],
 )

@@ -10,11 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 import lockstep  # noqa: E402
 import lockstep.nn  # noqa: E402
 from lockstep.nn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 
 def trained(layer, *shape):
@@ -80,7 +81,7 @@ def test_converting_and_reverting_keeps_everything():
     assert type(first) is SyncBatchNorm and (first.eps, first.momentum, first.note) == (0.1, None, "kept")
     assert not first.training and model[2].training and type(model[4]) is SyncBatchNorm
     assert model[2] is model[3]["x"][0]
-    same = lambda: all(a is b for a, b in zip([*parameters, *buffers], [*model.parameters(), *model.buffers()]))  # noqa: E731
+    same = lambda: all(a is b for a, b in zip([*parameters, *buffers], [*model.parameters(), *model.buffers()], strict=True))  # noqa: E731
     assert same() and not first.weight.requires_grad
     n_before = len(calls)
     first(torch.randn(2, 3))
@@ -157,7 +158,7 @@ def test_a_compiled_model():
     compiled = torch.compile(model, backend="aot_eager")
     compiled(x).sum().backward()
     expected(x).sum().backward()
-    for a, b in zip(model.parameters(), expected.parameters()):
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
     with pytest.raises(Exception, match="_train"):  # it breaks the graph, and whoever forbids that is told
@@ -210,7 +211,7 @@ def assert_no_scope():
 
 
 def test_scopes_that_end_in_another_order():
-    for _ in zip(in_a_scope(), in_a_scope()):
+    for _ in zip(in_a_scope(), in_a_scope(), strict=False):
         pass
     assert_no_scope()
     first, second = in_a_scope(), in_a_scope()

@@ -300,7 +300,8 @@ def test_messages_beside_collectives_and_threads(run_torch):
             right, left = (rank + 1) % size, (rank - 1) % size
             for i in range(50):
                 got = torch.empty(1000 + i)
-                works = [dist.irecv(got, left if i % 2 else None, tag=tag), dist.isend(torch.full((1000 + i,), rank + i / 100), right, tag=tag)]
+                sent = torch.full((1000 + i,), rank + i / 100)
+                works = [dist.irecv(got, left if i % 2 else None, tag=tag), dist.isend(sent, right, tag=tag)]
                 for w in works: w.wait()
                 assert (got == torch.tensor(left + i / 100)).all()
         threads = [threading.Thread(target=exchange, args=(tag,)) for tag in range(2)]

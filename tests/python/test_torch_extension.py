@@ -7,8 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import lockstep  # noqa: E402
 from lockstep_torch._built_for import BINARY_INTERFACE as STAMP  # noqa: E402
+
+import lockstep  # noqa: E402
 
 
 def run(program):
