@@ -11,6 +11,8 @@ datetime.timedelta; default: the group's). Their errors are those of lockstep.er
 """
 
 from . import errors
+from ._collectives import all_gather, all_reduce_dict, gather
+from ._control import master_only
 from ._core import (
     Group,
     all_reduce,
@@ -26,13 +28,9 @@ from ._core import (
     sync_random_seed,
 )
 from ._core import __version__ as __version__
-from .collectives import all_gather, all_reduce_dict, gather
-from .control import master_only
-from .errors import EngineError, Error, MismatchError, PeerFailed, PeerLost, UsageError
-from .errors import TimeoutError as TimeoutError
-from .objects import all_gather_object, broadcast_object_list, collect_results, gather_object
-from .tensors import all_reduce_params, cast_data_device, get_comm_device, get_data_device
-from .world import (
+from ._objects import all_gather_object, broadcast_object_list, collect_results, gather_object
+from ._tensors import all_reduce_params, cast_data_device, get_comm_device, get_data_device
+from ._world import (
     DistInfo,
     LostRank,
     Regrouped,
@@ -48,6 +46,8 @@ from .world import (
     is_main_process,
     regroup,
 )
+from .errors import EngineError, Error, MismatchError, PeerFailed, PeerLost, UsageError
+from .errors import TimeoutError as TimeoutError
 
 __all__ = [
     "DistInfo",

@@ -9,7 +9,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from . import _core, _extension, objects, world
+from . import _core, _extension, _objects, _world
 from .errors import EngineError
 
 _CONNECT_TIME = timedelta(seconds=3)
@@ -28,7 +28,7 @@ def create(options: Any, pg_options: Any) -> Any:
         timeout=options.timeout,
         global_ranks=ranks,
     )
-    world.leave_at_exit(extension.leave_all)
+    _world.leave_at_exit(extension.leave_all)
     _patch_monitored_barrier()
     _patch_ddp_logging_data()
     return backend
@@ -42,8 +42,8 @@ def leave_all(failure: str) -> None:
 def join_world() -> str:
     """Joins lockstep's world if the program has not. Returns the host name of rank 0's store, if this is rank 0."""
     if not _core.is_distributed():
-        world.init_dist()
-    is_near = world.get_local_size() == world.get_world_size()
+        _world.init_dist()
+    is_near = _world.get_local_size() == _world.get_world_size()
     return "127.0.0.1" if is_near else os.environ.get("MASTER_ADDR", socket.gethostname())
 
 
@@ -55,7 +55,7 @@ def rendezvous() -> tuple[Any, int, int]:
     from torch.distributed import HashStore, TCPStore
 
     host = join_world()
-    rank, size = world.get_dist_info()
+    rank, size = _world.get_dist_info()
     if size == 1:
         return HashStore(), 0, 1
     store = None
@@ -63,14 +63,14 @@ def rendezvous() -> tuple[Any, int, int]:
     if rank == 0:
         store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
         address = [(host, store.port)]
-    objects.broadcast_object_list(address)
+    _objects.broadcast_object_list(address)
     host, port = address[0]
     # If rank 0 ended, the store would try to connect for its whole timeout: this looks in between.
     failure = ""
     for _ in range(_CONNECT_ATTEMPTS):
         if store is None:
             store, failure = _connect(host, port, size)
-        n_failed = sum(objects.all_gather_object(store is None))
+        n_failed = sum(_objects.all_gather_object(store is None))
         if n_failed == 0:
             return store, rank, size
     raise EngineError(f"init_process_group: {n_failed} of {size} ranks cannot connect to the store of rank 0: {failure}")

@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Sampler
 
-from . import _backend, _core, objects, world
+from . import _backend, _core, _objects, _world
 from .errors import EngineError, Error, PeerFailed, PeerLost, TimeoutError, UsageError
 
 
@@ -234,7 +234,7 @@ class ElasticState:
             is_replacement=os.environ.get("LOCKSTEP_SEGMENT", "").endswith(":next"),
             n_runs=self._n_runs,
         )
-        everyone = [_Rank(*each) for each in objects.all_gather_object(tuple(mine))]
+        everyone = [_Rank(*each) for each in _objects.all_gather_object(tuple(mine))]
         newest = max(each.completed for each in everyone)
         if self._is_elastic:
             mine.check(everyone, newest)
@@ -256,7 +256,7 @@ class ElasticState:
             file = io.BytesIO()
             torch.save([_values_of(part) for part in self._parts], file)
             packed = [file.getvalue()]
-        objects.broadcast_object_list(packed, source)
+        _objects.broadcast_object_list(packed, source)
         failure = ""
         if rank != source and not is_mine:
             try:
@@ -269,7 +269,7 @@ class ElasticState:
                 self._keep()
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-        for each, text in enumerate(objects.all_gather_object(failure)):
+        for each, text in enumerate(_objects.all_gather_object(failure)):
             if text:
                 raise UsageError(f"run_elastic: rank {each} cannot take the state of rank {source}: {text}")
 
@@ -354,7 +354,7 @@ def _join_torch() -> None:
     except (Error, RuntimeError) as error:  # such as of the store, which is in rank 0
         failure = f"{type(error).__name__}: {error}"
     # PeerLost if that was because a rank has ended.
-    for rank, text in enumerate(objects.all_gather_object(failure)):
+    for rank, text in enumerate(_objects.all_gather_object(failure)):
         if text is not None:
             raise EngineError(f"run_elastic: rank {rank} cannot join torch.distributed's default group: {text}")
 
@@ -368,7 +368,7 @@ def _leave_torch(failure: str, excepthook: Any) -> None:
     sys.excepthook = excepthook  # each init_process_group puts one around the former
 
 
-def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: world.Timeout = None) -> None:
+def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: _world.Timeout = None) -> None:
     """Calls train, and calls it again whenever a rank is lost or a replacement joins, until it returns on all ranks.
 
         state = lockstep.nn.ElasticState([model, optimizer])
@@ -409,7 +409,7 @@ def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: world
             "init_process_group, or call destroy_process_group() before"
         )
     if _core.is_elastic() or not _core.is_distributed():
-        world.init_dist(timeout=timeout)
+        _world.init_dist(timeout=timeout)
     global _n_runs
     _n_runs += 1
     state._n_runs = _n_runs
@@ -425,7 +425,7 @@ def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: world
                 return
             gc.collect()  # a DistributedDataParallel that is still there would act on the gradients of the next one
             _leave_torch(str(failure), excepthook)
-            regrouped = world.regroup()
+            regrouped = _world.regroup()
             has_cause = not failure or regrouped.lost or regrouped.joined or state.step != step
             n_without_cause = 0 if has_cause else n_without_cause + 1
             if n_without_cause == _ATTEMPTS_WITHOUT_CAUSE:

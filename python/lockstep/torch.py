@@ -6,7 +6,7 @@
 import os
 import socket
 
-from . import _backend, _extension, objects, world
+from . import _backend, _extension, _objects, _world
 
 __all__ = ["set_environment"]
 
@@ -22,18 +22,18 @@ def set_environment() -> None:
     if "RANK" in os.environ:
         return
     host = _backend.join_world()
-    rank, size = world.get_dist_info()
+    rank, size = _world.get_dist_info()
     address = [("", 0)]
     if rank == 0:
         with socket.socket() as free:
             free.bind(("", 0))
             address = [(host, free.getsockname()[1])]
-    objects.broadcast_object_list(address)
+    _objects.broadcast_object_list(address)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
-        LOCAL_RANK=str(world.get_local_rank()),
-        LOCAL_WORLD_SIZE=str(world.get_local_size()),
+        LOCAL_RANK=str(_world.get_local_rank()),
+        LOCAL_WORLD_SIZE=str(_world.get_local_size()),
         MASTER_ADDR=address[0][0],
         MASTER_PORT=str(address[0][1]),
     )

@@ -242,9 +242,9 @@ def test_a_kill_while_the_default_group_is_made_anew(train):
     printed, killed = train(
         3,
         """
-        from lockstep import objects
+        from lockstep import _objects
         n_stores = 0
-        broadcast = objects.broadcast_object_list
+        broadcast = _objects.broadcast_object_list
 
         def broadcast_address(address, *arguments):
             global n_stores
@@ -254,7 +254,7 @@ def test_a_kill_while_the_default_group_is_made_anew(train):
                 if n_stores == 2:
                     die()
 
-        objects.broadcast_object_list = broadcast_address
+        _objects.broadcast_object_list = broadcast_address
 
         def end(point):
             if place == 2 and state.step == 3 and point == "forward":
@@ -362,7 +362,7 @@ def test_the_last_rank_that_has_the_state_is_lost_while_it_shares_it(train):
                     time.sleep(0.01)
 
             n_gathers = 0
-            gather = lockstep.objects.all_gather_object
+            gather = lockstep._objects.all_gather_object
 
             def gather_or_die(*arguments, **options):
                 global n_gathers
@@ -375,7 +375,7 @@ def test_the_last_rank_that_has_the_state_is_lost_while_it_shares_it(train):
                         die()
                 return gather(*arguments, **options)
 
-            lockstep.objects.all_gather_object = gather_or_die
+            lockstep._objects.all_gather_object = gather_or_die
             keep = state._keep
 
             def keep_and_tell():

@@ -241,10 +241,10 @@ def test_no_memory_for_the_result_of_gather(run_ranks):
     run_ranks(
         2,
         """
-        from lockstep import collectives
+        from lockstep import _collectives
         if rank == 0:
             def no_memory(self, n): raise MemoryError("none left")
-            collectives._Flat.__call__ = no_memory
+            _collectives._Flat.__call__ = no_memory
         try:
             ls.all_gather(np.zeros(3))
             raise AssertionError

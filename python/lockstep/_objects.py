@@ -15,8 +15,8 @@ from typing import Any
 from . import _core
 from ._core import Group
 from ._operation import operation
+from ._world import Timeout
 from .errors import UsageError
-from .world import Timeout
 
 _loads = pickle.loads
 

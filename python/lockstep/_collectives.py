@@ -10,8 +10,8 @@ from typing import Any
 from . import _core
 from ._core import Group
 from ._operation import operation
+from ._world import Timeout
 from .errors import _UsageTypeError
-from .world import Timeout
 
 
 @operation

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from ._core import Group
 from ._operation import operation
+from ._world import Timeout
 from .errors import UsageError, _UsageTypeError, _UsageValueError
-from .world import Timeout
 
 if TYPE_CHECKING:
     import torch
