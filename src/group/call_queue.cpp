@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/text.hpp"
+#include "base/wait_until_true.hpp"
 
 namespace lockstep::internal {
 namespace {
@@ -52,7 +53,7 @@ void CallQueue::post(std::function<Completion()> call, const PostedCall& label) 
 
 void CallQueue::wait_until_idle() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return is_idle() && !is_calling_; });
+  base::wait_until_true(changed_, lock, [this] { return is_idle() && !is_calling_; });
 }
 
 std::optional<PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds left) {
@@ -80,7 +81,7 @@ bool CallQueue::wait_for_one(std::chrono::nanoseconds at_most) {
 
 void CallQueue::wait_for_callbacks() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] {
+  base::wait_until_true(changed_, lock, [this] {
     return is_idle() && !is_calling_ && n_free_ == static_cast<int>(threads_.size());
   });
 }
@@ -88,7 +89,8 @@ void CallQueue::wait_for_callbacks() {
 void CallQueue::loop() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return !is_calling_ && (is_closing_ || !calls_.empty()); });
+    base::wait_until_true(changed_, lock,
+                          [this] { return !is_calling_ && (is_closing_ || !calls_.empty()); });
     if (calls_.empty()) return;
     std::function<Completion()> call = std::move(calls_.front().call);
     current_ = calls_.front().label;

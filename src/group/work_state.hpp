@@ -5,6 +5,8 @@
 #include <mutex>
 #include <utility>
 
+#include "base/wait_until_true.hpp"
+
 namespace lockstep::internal {
 
 /// The result of one posted call.
@@ -21,7 +23,7 @@ class WorkState {
   }
   void wait_until_done() noexcept {
     std::unique_lock lock(mutex_);
-    finished_.wait(lock, [this] { return is_done_; });
+    base::wait_until_true(finished_, lock, [this] { return is_done_; });
   }
   /// Rethrows the call's error.
   void wait() {

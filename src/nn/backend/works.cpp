@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/wait_until_true.hpp"
 #include "nn/backend/interpreter.hpp"
 #include "nn/backend/tensors.hpp"
 #include "nn/c10d/c10d_error.hpp"
@@ -25,7 +26,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex_);
     const auto is_completed = [this] { return completed_; };
     if (timeout == kNoTimeout) {
-      cv_.wait(lock, is_completed);
+      base::wait_until_true(cv_, lock, is_completed);
     } else if (!cv_.wait_for(lock, timeout, is_completed)) {
       throw TimeoutError(
           {.operation = c10d::opTypeToString(opType_),
