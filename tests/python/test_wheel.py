@@ -1,5 +1,5 @@
-"""The wheels that `./dev wheel` makes: what is in them, what they say beside another torch; and that lockstep-torch is not
-built without torch."""
+"""The wheels that `./dev wheel` makes: what is in them, what their tags and requirements say, what they do beside another
+torch; and that lockstep-torch is not built without torch."""
 
 import os
 import re
@@ -41,13 +41,43 @@ def read(wheel):
     return names, "\n".join(texts).splitlines()
 
 
-def needed(wheel, folder):
-    """The libraries that its binaries need."""
+def readelf(option, wheel, folder):
     run([sys.executable, "-m", "zipfile", "-e", wheel, folder])
     binaries = [path for path in folder.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
     assert binaries
-    text = run(["readelf", "--dynamic", *binaries], env={**os.environ, "LC_ALL": "C"})
-    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", text))
+    return run(["readelf", option, *binaries], env={**os.environ, "LC_ALL": "C"})
+
+
+def needed(wheel, folder):
+    """The libraries that its binaries need."""
+    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("--dynamic", wheel, folder)))
+
+
+def versions(wheel, folder, library):
+    """The versions of the symbols that its binaries need of a library, as tuples."""
+    found = re.findall(rf"\b{library}_([\d.]+)", readelf("--version-info", wheel, folder))
+    return {tuple(map(int, each.split("."))) for each in found}
+
+
+@pytest.mark.parametrize("name", ["lockstep_dist", "lockstep_torch"])
+def test_the_platform_tag_says_what_the_binaries_need(name, wheels, tmp_path):
+    names, lines = read(wheels[name])
+    (tag,) = [line for line in lines if line.startswith("Tag: ")]
+    found = re.fullmatch(r"Tag: .*-manylinux_2_(\d+)_\w+", tag)
+    assert found and int(found[1]) <= 34, tag
+    assert wheels[name].name.endswith(tag.rpartition("-")[2] + ".whl")
+    # By PEP 600, the libraries of the distributions of that time: libstdc++ of GCC 11 beside glibc 2.34.
+    assert max(versions(wheels[name], tmp_path, "GLIBC")) <= (2, int(found[1]))
+    assert max(versions(wheels[name], tmp_path, "GLIBCXX")) <= (3, 4, 29)
+    # Nothing is copied into it: an MPI or a torch is the user's, and of one kind in a process.
+    assert not [each for each in names if re.search(r"\.libs/|/lib(mpi|mpich|open-|udev|numa|torch|c10|stdc)", each)]
+    system = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2"}
+    own = {"liblockstep.so"}
+    others = {
+        "lockstep_dist": {"libmpi.so.40", "libmpich.so.12"},
+        "lockstep_torch": {"libtorch_python.so", "libtorch_cpu.so", "libtorch.so", "libc10.so"},
+    }
+    assert needed(wheels[name], tmp_path) <= system | own | others[name]
 
 
 def test_lockstep_dist_is_free_of_torch_and_says_what_it_runs_on(wheels, tmp_path):
