@@ -80,6 +80,14 @@ def test_the_platform_tag_says_what_the_binaries_need(name, wheels, tmp_path):
     assert needed(wheels[name], tmp_path) <= system | own | others[name]
 
 
+def test_lockstep_dist_looks_for_nothing_in_a_temporary_folder(wheels, tmp_path):
+    """As that of the build is, which anybody may make where the wheel is installed."""
+    run([sys.executable, "-m", "zipfile", "-e", wheels["lockstep_dist"], tmp_path])
+    for path in tmp_path.rglob("*"):
+        found = path.is_file() and re.search(rb"/(tmp|var/tmp)/[!-~]+", path.read_bytes())
+        assert not found, (path, found[0])
+
+
 def test_lockstep_dist_is_free_of_torch_and_says_what_it_runs_on(wheels, tmp_path):
     wheel = wheels["lockstep_dist"]
     names, lines = read(wheel)

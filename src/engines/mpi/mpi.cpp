@@ -299,7 +299,7 @@ constexpr char kOwnAddress = 0;  // in the program or the shared library that co
 /// Searches for the module beside an installed program, in the run path (find_package(lockstep)
 /// sets one for programs that link the library), beside the shared library that contains this code
 /// (a Python extension) and in its folder `lockstep` (liblockstep.so), then in the configured
-/// install prefix.
+/// install prefix, which a wheel has not.
 std::string file_of(const std::string& mpi) {
   const std::string name = "liblockstep-mpi-" + mpi + ".so";
   std::error_code ignored;
@@ -315,7 +315,9 @@ std::string file_of(const std::string& mpi) {
       if (fs::exists(module, ignored)) return module.string();
     }
   }
-  const fs::path installed = fs::path(LOCKSTEP_MODULE_DIR) / name;
+  const fs::path prefix = LOCKSTEP_MODULE_DIR;
+  if (prefix.empty()) return {};
+  const fs::path installed = prefix / name;
   return fs::exists(installed, ignored) ? installed.string() : std::string();
 }
 
