@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # scripts/clean_root.sh DEBS [WAY ...]: from nothing to hello with 2 ranks, in a bare root of this system's release. A
-# way is deb (the packages in the folder DEBS), cmake, or pip (of the sources, then of the wheel). Prints each command with
-# its seconds, downloads included, and those of the processor. Needs root and debootstrap; `./dev package --test` runs it.
+# way is deb (the packages in the folder DEBS), cmake, pip (of the sources), or wheels (those of `./dev wheel` in build/dist,
+# with PyTorch to a training). Prints each command with its seconds, downloads included, and those of the processor. Needs
+# root and debootstrap; `./dev package --test` runs it.
 #
 # debootstrap makes the root, and each way gets a copy. Mounts and processes are in namespaces that end with this
 # script, also by SIGKILL; then only the folder is left, which the next run removes.
@@ -17,7 +18,7 @@ remove() { # until the last process in it has ended
 }
 if [ "${1:-}" != --inside ]; then
   debs=$(realpath "${1:?the folder of the packages}") || exit
-  [ $# -gt 1 ] || set -- "$1" deb cmake pip
+  [ $# -gt 1 ] || set -- "$1" deb cmake pip wheels
   setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc \
     "scripts/${0##*/}" --inside "$debs" "${@:2}" &
   inside=$!
@@ -40,7 +41,8 @@ measure() { # LOG COMMAND...; sets the seconds that it took, and those of the pr
 
 # --- the bare root -------------------------------------------------------------------------------
 
-# Release and mirror are those of this machine and its apt; so are the proxies and the package index of pip.
+# Release and mirror are those of this machine and its apt; so are the proxies, and the package index of pip
+# and its folder of wheels, which may have a torch without CUDA.
 codename=$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)
 sources=$(apt-get indextargets --format '$(SITE) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
   awk -v name="$codename" '$2 ~ "^" name "(-updates|-security)?$" { print "deb", $0 }' | sort -u)
@@ -49,6 +51,8 @@ mirror=$(awk -v name="$codename" '$3 == name { print $2; exit }' <<<"$sources")
 components=$(awk -v name="$codename" '$3 == name { print $4 }' <<<"$sources" | paste -sd,)
 certificates=/etc/ssl/certs/ca-certificates.crt  # with an authority of this machine's own, if it has one
 index=${PIP_INDEX_URL:-$(python3 -m pip config get global.index-url 2>/dev/null)}
+found=${PIP_FIND_LINKS:-$(python3 -m pip config get global.find-links 2>/dev/null)}
+[ -d "$found" ] || found=''
 
 remove && mkdir -p "$out"
 measure "$out/bare.log" debootstrap --variant=minbase --components="$components" "$codename" "$out/bare" "$mirror" ||
@@ -69,6 +73,9 @@ begin() { # WAY: a copy of the bare root, with 64 MiB of shared memory, as conta
   cp -a "$out/bare" "$root"
   mount -t proc proc "$root/proc"
   mount -t tmpfs -o size=64m tmpfs "$root/dev/shm"
+  if [ -n "$found" ]; then
+    mkdir "$root/found" && mount --bind -o ro "$found" "$root/found"
+  fi
   printf '\n%s\n' "$way"
 }
 
@@ -80,7 +87,7 @@ fail() { # COMMAND
 
 run() { # COMMAND, in the root, in the sources
   measure "$log" chroot "$root" env -i HOME=/root LANG=C.UTF-8 PATH=/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    DEBIAN_FRONTEND=noninteractive PIP_CERT=/etc/machine.crt ${index:+PIP_INDEX_URL="$index"} \
+    DEBIAN_FRONTEND=noninteractive PIP_CERT=/etc/machine.crt ${found:+PIP_FIND_LINKS=/found} ${index:+PIP_INDEX_URL="$index"} \
     bash -c "cd /lockstep && $1" || { fail "$1"; return 1; }
   total=$((total + seconds)) total_cpu=$((total_cpu + cpu))
   printf '%6d s, %4d s of CPU  %s\n' "$seconds" "$cpu" "$1"
@@ -122,20 +129,26 @@ way_pip() {
   begin pip
   run "$apt g++ cmake ninja-build libcli11-dev python3-dev python3-venv" &&
     run 'python3 -m venv /venv && pip install .' &&
-    hello 'lockstep run -n 2 python examples/python/hello.py' &&
-    run 'pip wheel --no-deps --wheel-dir /wheel .' || return
-  local built=$root/wheel
-  begin wheel
-  cp -r "$built" "$root/wheel"
-  run "$apt python3-venv" &&
-    run 'python3 -m venv /venv && pip install /wheel/*.whl' &&
     hello 'lockstep run -n 2 python examples/python/hello.py'
+}
+
+way_wheels() {
+  compgen -G 'build/dist/*.whl' >/dev/null || { printf '\nwheels: skipped, `./dev wheel` has made none\n' && return; }
+  begin wheels
+  cp -r build/dist "$root/wheels"
+  run "$apt python3-venv" &&
+    run 'python3 -m venv /venv && pip install /wheels/lockstep_dist-*.whl' &&
+    hello 'lockstep run -n 2 python examples/python/hello.py' || return
+  compgen -G 'build/dist/lockstep_torch-*.whl' >/dev/null || return 0
+  run 'pip install /wheels/*.whl' &&
+    run 'lockstep run -n 2 python examples/python/train.py --epochs 1' || return
+  grep -q '^epoch 1: ' "$log" || fail train.py
 }
 
 for name in "${ways[@]}"; do
   case $name in
-    deb | cmake | pip) "way_$name" ;;
-    *) die "unknown way '$name', expected: deb, cmake, pip" ;;
+    deb | cmake | pip | wheels) "way_$name" ;;
+    *) die "unknown way '$name', expected: deb, cmake, pip, wheels" ;;
   esac
 done
 [ $failed -eq 0 ]
