@@ -3,8 +3,12 @@
 #include <lockstep/error.hpp>
 #include <lockstep/nn.hpp>
 
-#include <numeric>
+#include <cstring>
+#include <lockstep/engine.hpp>
+#include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "helpers.hpp"
@@ -246,6 +250,52 @@ TEST(SecondGradientTest, a_third_gradient_is_refused_by_name) {
   EXPECT_NE(text.find("second backward of SyncBatchNorm1d(3)"), std::string::npos) << text;
   EXPECT_NE(text.find("third gradients are not supported"), std::string::npos) << text;
   EXPECT_NO_THROW(grad({penalty}, {x}));
+}
+
+/// Rank 0 of two, of which the other sends what this one sends: notes the numbers of a call.
+class CountingEngine final : public Engine {
+ public:
+  explicit CountingEngine(std::vector<std::size_t>& counts) : counts_(counts) {}
+  std::string_view name() const noexcept override { return "counting"; }
+  int rank() const noexcept override { return 0; }
+  int size() const noexcept override { return 2; }
+  void run(const lockstep::Call& call) override {
+    counts_.push_back(call.count);
+    const std::size_t n_bytes = call.count * size_of(call.dtype);
+    if (call.op == Op::all_gather) {
+      for (const std::size_t r : {0U, 1U}) {
+        std::memcpy(static_cast<char*>(call.out) + r * n_bytes, call.in, n_bytes);
+      }
+    }
+  }
+  std::unique_ptr<Engine> split(const lockstep::Call&, int, int) override { return nullptr; }
+  std::unique_ptr<SharedMemory> allocate(const lockstep::Call&) override { return nullptr; }
+  void abandon(std::string_view) noexcept override {}
+  void leave(std::string_view) noexcept override {}
+
+ private:
+  std::vector<std::size_t>& counts_;
+};
+
+/// 1 + 2C numbers in forward, 2C in backward, 5C in its backward, of C = 3 channels.
+TEST(SecondGradientTest, each_pass_sends_one_message) {
+  using Counts = std::vector<std::size_t>;
+  for (const bool input_needs_gradient : {true, false}) {
+    Counts counts;
+    const Group group(std::make_unique<CountingEngine>(counts), "counted",
+                      std::chrono::milliseconds(1000));
+    SyncBatchNorm1d bn(SyncBatchNormOptions(3).group(group));
+    bn->to(at::kDouble);
+    const Tensor x = Random(8).normal({4, 3}).requires_grad_(input_needs_gradient);
+    const Tensor loss = bn->forward(x).pow(3).sum();
+    EXPECT_EQ(counts, Counts{7});
+    const std::vector<Tensor> leaves{input_needs_gradient ? x : bn->weight};
+    const Tensor first = grad({loss}, leaves, {}, true, /*create_graph=*/true)[0];
+    EXPECT_EQ(counts, input_needs_gradient ? (Counts{7, 6}) : Counts{7});
+    first.pow(2).sum().backward();
+    // The second backward, and the backward that goes on from there.
+    EXPECT_EQ(counts, input_needs_gradient ? (Counts{7, 6, 15, 6}) : Counts{7});
+  }
 }
 
 /// A rank that leaves the penalty out does not take part in the message of its backward.

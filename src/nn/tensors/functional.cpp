@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
@@ -134,11 +135,15 @@ void check_arguments(const FunctionalCall& call, const variable_list& inputs) {
       reject(
           fmt::format("a tensor of {} dimensions; at most {} are possible", input.dim(), kMaxDims));
     }
-    if (input.scalar_type() != inputs.front().scalar_type() ||
-        (call.kind != Kind::reduce_scatter && input.sizes() != inputs.front().sizes())) {
-      reject(fmt::format("parts must be of one shape and type: got {} {} and {} {}",
-                         inputs.front().toString(), c10::str(inputs.front().sizes()),
-                         input.toString(), c10::str(input.sizes())));
+    const Tensor& first = inputs.front();
+    const bool may_differ_first = call.kind == Kind::reduce_scatter && first.dim() > 0;
+    if (input.scalar_type() != first.scalar_type() || input.dim() != first.dim() ||
+        input.sizes().slice(may_differ_first ? 1 : 0) !=
+            first.sizes().slice(may_differ_first ? 1 : 0)) {
+      reject(fmt::format("parts must be of one type and {}: got {} {} and {} {}",
+                         may_differ_first ? "one shape but for the first size" : "one shape",
+                         first.toString(), c10::str(first.sizes()), input.toString(),
+                         c10::str(input.sizes())));
     }
   }
   const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce ||
@@ -196,7 +201,8 @@ std::string text_of(const Header& header) {
       fmt::format("{}{}", header.backward_of != 0 ? "backward by " : "", name_of(header.kind));
   const auto type = static_cast<at::ScalarType>(header.type);
   if (header.kind == Kind::reduce_scatter) {
-    fmt::format_to(std::back_inserter(text), " of {} parts of other shapes", c10::toString(type));
+    fmt::format_to(std::back_inserter(text), " of {} parts (a hash of their shapes: {:04x})",
+                   c10::toString(type), header.sizes[0] & 0xffff);
   } else if (header.kind != Kind::scatter) {
     const at::IntArrayRef sizes(header.sizes.data(), header.n_dims);
     fmt::format_to(std::back_inserter(text), " of {} {}", c10::toString(type), c10::str(sizes));
