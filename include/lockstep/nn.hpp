@@ -17,3 +17,4 @@
 #include <lockstep/nn/tensor_objects.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
 #include <lockstep/nn/tensor_trees.hpp>
+#include <lockstep/nn/zero_redundancy_optimizer.hpp>

@@ -151,7 +151,8 @@ class TrainingPart {
 /// and every rank loads them from rank 0's file, see load_checkpoint:
 ///     load_training("training.pt", {net, optimizer, sampler, epoch});
 /// Both are collective. If all ranks have the same state (assert_in_sync), training resumes bitwise
-/// identically; learning rates are part of the optimizer.
+/// identically; learning rates are part of the optimizer. Rank 0 first gathers the state of a
+/// ZeroRedundancyOptimizer; the file is that of the plain optimizer, for any number of ranks.
 /// load_training throws UsageError on every rank, and then no part is changed on any, if the file
 /// does not have these parts in this order, or if on one rank a parameter or buffer has another
 /// name, shape or type; an optimizer is of another kind or has other parameters, or has them in

@@ -9,22 +9,14 @@
 #include <lockstep/nn/assert_in_sync.hpp>
 #include <lockstep/objects.hpp>
 #include <sstream>
-#include <type_traits>
 
+#include "nn/ddp/optimizer_state.hpp"
 #include "nn/elements/dense.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/hash.hpp"
 
 namespace lockstep::nn {
 namespace {
-
-std::uint64_t hash_of_tensor(const at::Tensor& tensor) {
-  const at::Tensor values = dense(tensor.detach().to_dense().cpu());
-  const std::string kind =
-      fmt::format("{} {}", c10::toString(values.scalar_type()), fmt::join(values.sizes(), "x"));
-  return hash_of_bytes(values.data_ptr(), values.nbytes()) ^
-         (3 * hash_of_bytes(kind.data(), kind.size()));
-}
 
 /// Hashes an optimizer's options or its state for one parameter, which can serialise themselves.
 template <class Part>
@@ -37,24 +29,15 @@ std::uint64_t hash_of_saved(const Part& part) {
   return hash_of_bytes(bytes.data(), bytes.size());
 }
 
-/// The key is a string or a pointer, depending on the libtorch version.
-template <class States>
-const torch::optim::OptimizerParamState* find_state(const States& states, const at::Tensor& of) {
-  using Key = typename States::key_type;
-  const auto find = [&](const Key& key) {
-    const auto state = states.find(key);
-    return state == states.end() ? nullptr : state->second.get();
-  };
-  if constexpr (std::is_same_v<Key, std::string>) {
-    std::ostringstream key;
-    key << static_cast<const void*>(of.unsafeGetTensorImpl());
-    return find(key.str());
-  } else {
-    return find(of.unsafeGetTensorImpl());
-  }
-}
-
 }  // namespace
+
+std::uint64_t hash_of_tensor(const at::Tensor& tensor) {
+  const at::Tensor values = dense(tensor.detach().to_dense().cpu());
+  const std::string kind =
+      fmt::format("{} {}", c10::toString(values.scalar_type()), fmt::join(values.sizes(), "x"));
+  return hash_of_bytes(values.data_ptr(), values.nbytes()) ^
+         (3 * hash_of_bytes(kind.data(), kind.size()));
+}
 
 Fingerprints fingerprints_of_parameters(const torch::nn::Module& module) {
   Fingerprints result;

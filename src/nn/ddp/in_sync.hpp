@@ -15,6 +15,9 @@ namespace lockstep::nn {
 /// Names and hashes of values that should be the same on all ranks.
 using Fingerprints = std::vector<std::pair<std::string, std::uint64_t>>;
 
+/// Of values, shape and type.
+std::uint64_t hash_of_tensor(const at::Tensor& tensor);
+
 Fingerprints fingerprints_of_parameters(const torch::nn::Module& module);
 Fingerprints fingerprints_of_buffers(const torch::nn::Module& module);
 /// The options of each parameter group and the state of each parameter.

@@ -20,6 +20,7 @@
 #include "nn/ddp/in_sync.hpp"
 #include "nn/ddp/reducer.hpp"
 #include "nn/ddp/reducer_parts.hpp"
+#include "nn/ddp/sharded_state.hpp"
 #include "nn/tensors/hash.hpp"
 
 namespace lockstep::nn::detail {
@@ -53,8 +54,15 @@ void send_state(torch::optim::Optimizer& optimizer, int root, const Group& group
   load_optimizer(optimizer, archive);
 }
 
-/// Rejects an LBFGS whose number of forwards or whose step depends on this rank's loss.
+/// Rejects an LBFGS whose number of forwards or whose step depends on this rank's loss, and an
+/// optimizer whose step needs all ranks.
 void check_optimizer(const torch::optim::Optimizer& optimizer, const ErrorContext& context) {
+  if (ShardedState::find(&optimizer) != nullptr) {
+    throw UsageError(context,
+                     "join does not support ZeroRedundancyOptimizer: its steps are collective, and "
+                     "ranks out of data make none. Use the plain optimizer, or give all ranks the "
+                     "same number of batches, as DistributedSampler does");
+  }
   if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr) return;
   for (const auto& group : optimizer.param_groups()) {
     const auto& options = static_cast<const torch::optim::LBFGSOptions&>(group.options());

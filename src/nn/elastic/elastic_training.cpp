@@ -16,6 +16,7 @@
 #include <string>
 #include <utility>
 
+#include "nn/ddp/sharded_state.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/checkpoint_file.hpp"
 #include "nn/tensors/hash.hpp"
@@ -75,6 +76,11 @@ struct ElasticState::Implementation {
   explicit Implementation(std::initializer_list<TrainingPart> all, ElasticOptions with)
       : parts(all), options(with) {
     for (const TrainingPart& part : parts) {
+      if (detail::ShardedState::find(part.optimizer()) != nullptr) {
+        throw UsageError({.operation = "ElasticState"},
+                         "ElasticState does not support ZeroRedundancyOptimizer: a part of its "
+                         "state is lost with each rank. Use the plain optimizer");
+      }
       const bool is_kept_otherwise = is_module(part) || part.optimizer() != nullptr;
       if (options.snapshot || !is_kept_otherwise) others.push_back(part);
     }

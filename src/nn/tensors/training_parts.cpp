@@ -5,6 +5,7 @@
 #include <torch/optim.h>
 
 #include <algorithm>
+#include <functional>
 #include <lockstep/error.hpp>
 #include <lockstep/nn/checkpoint.hpp>
 #include <lockstep/objects.hpp>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "nn/ddp/sharded_state.hpp"
 #include "nn/elements/dense.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/checkpoint_file.hpp"
@@ -175,6 +177,15 @@ std::optional<std::vector<std::string>> read_texts(InputArchive& archive, const 
   return texts;
 }
 
+void save_options(const torch::optim::Optimizer& optimizer, OutputArchive& archive) {
+  std::size_t i = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    OutputArchive options;
+    if (group.has_options()) group.options().serialize(options);
+    archive.write(fmt::format("options_{}", i++), options);
+  }
+}
+
 /// The names of the options of every parameter group.
 std::vector<std::string> option_names(InputArchive& optimizer) {
   std::vector<std::string> names;
@@ -282,8 +293,16 @@ class Loading {
     std::vector<InputArchive> files;
     for_each_part([&](std::size_t i, const TrainingPart& part) {
       in_memory_.add(part);
-      before_.push_back(
-          parse_archive(archive_bytes([&part](OutputArchive& to) { part.save(to); })));
+      const auto* const sharded = detail::ShardedState::find(part.optimizer());
+      // It cannot be saved without the other ranks.
+      undo_.push_back(sharded == nullptr ? nullptr : detail::ShardedState::undo_of_load(*sharded));
+      before_.push_back(parse_archive(archive_bytes([&](OutputArchive& to) {
+        if (sharded == nullptr) {
+          part.save(to);
+        } else {
+          save_options(*sharded, to);
+        }
+      })));
       archive.read(fmt::format("part_{}", i), files.emplace_back());
       if (part.module() != nullptr) check_module(*part.module(), before_[i], files[i]);
       if (part.optimizer() != nullptr) {
@@ -334,7 +353,13 @@ class Loading {
     std::size_t i = 0;
     for (const TrainingPart& part : parts_) {
       if (i >= n_begun_) return;
-      (void)failure_text([&] { part.load(before_[i]); });
+      (void)failure_text([&] {
+        if (undo_[i]) {
+          undo_[i]();
+        } else {
+          part.load(before_[i]);
+        }
+      });
       ++i;
     }
   }
@@ -342,7 +367,35 @@ class Loading {
   std::span<const TrainingPart> parts_;
   MaterialiseTensors in_memory_;
   std::vector<InputArchive> before_;
+  std::vector<std::function<void()>> undo_;  ///< where loading before_ does not do it
   std::size_t n_begun_ = 0;
+};
+
+/// While it exists, rank 0 of the group has the whole state of the parts that are a
+/// ZeroRedundancyOptimizer. Collective.
+class ConsolidatedParts {
+ public:
+  ConsolidatedParts(std::span<const TrainingPart> parts, const Group& group,
+                    std::source_location where)
+      : parts_(parts) {
+    for_each([&](const auto& optimizer) {
+      detail::ShardedState::consolidate(optimizer, group.rank() == 0, where);
+    });
+  }
+  ~ConsolidatedParts() {
+    for_each([](const auto& optimizer) { detail::ShardedState::drop_consolidated(optimizer); });
+  }
+  ConsolidatedParts(const ConsolidatedParts&) = delete;
+  ConsolidatedParts& operator=(const ConsolidatedParts&) = delete;
+
+ private:
+  template <class F>
+  void for_each(F f) const {
+    for (const TrainingPart& part : parts_) {
+      if (const auto* const found = detail::ShardedState::find(part.optimizer())) f(*found);
+    }
+  }
+  std::span<const TrainingPart> parts_;
 };
 
 /// `while_saved` must exist until the archive is serialised.
@@ -379,6 +432,7 @@ void load_parts(const std::string& bytes, std::span<const TrainingPart> parts) {
 
 void save_training(const std::string& path, std::initializer_list<TrainingPart> parts,
                    const Group& group, std::source_location where) {
+  const ConsolidatedParts consolidated({parts.begin(), parts.size()}, group, where);
   MaterialiseTensors while_saved;
   const auto write = [parts, &while_saved](OutputArchive& archive) {
     write_parts({parts.begin(), parts.size()}, archive, while_saved);
@@ -408,12 +462,7 @@ void detail::save_optimizer(const torch::optim::Optimizer& optimizer, OutputArch
   OutputArchive state;
   optimizer.save(state);
   archive.write("state", state);
-  std::size_t i = 0;
-  for (const auto& group : optimizer.param_groups()) {
-    OutputArchive options;
-    if (group.has_options()) group.options().serialize(options);
-    archive.write(fmt::format("options_{}", i++), options);
-  }
+  save_options(optimizer, archive);
 }
 
 void detail::load_optimizer(torch::optim::Optimizer& optimizer, InputArchive& archive) {
