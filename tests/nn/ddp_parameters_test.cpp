@@ -392,6 +392,27 @@ TEST(DdpParametersTest, the_mode_of_a_torch_script_module) {
   });
 }
 
+/// A frozen batch normalisation of a script stays frozen on a rank that shadows the others.
+TEST(DdpParametersTest, the_modes_of_a_script_in_join) {
+  on_ranks(2, [](int rank) {
+    torch::jit::Module script = scripted();
+    auto inner = script.attr("inner").toModule();
+    inner.eval();
+    DistributedDataParallel model(script);
+    const SyncBatchNormScope scope;
+    model.join(
+        [&] {
+          for (int step = 0; step < 2 + 2 * rank; ++step) {
+            model(Random(2).normal({4, 3})).toTensor().sum().backward();
+          }
+        },
+        {});
+    EXPECT_TRUE(script.is_training());
+    EXPECT_FALSE(inner.is_training());
+    EXPECT_EQ(testing::largest(inner.attr("mean").toTensor()), 0);
+  });
+}
+
 /// Without a module: a vector, or tensors with names.
 template <class Make>
 std::vector<Tensor> train_parameters(const Shares& shares, int rank, const Make& make) {
@@ -457,6 +478,10 @@ TEST(DdpParametersTest, of_parameters_that_cannot_be_averaged) {
     torch::OrderedDict<std::string, Tensor> named;
     named.insert("layer.", leaf);
     expect(named, "'layer.' cannot be the name of a parameter");
+    torch::OrderedDict<std::string, Tensor> with_two_dots;
+    with_two_dots.insert("a..b", leaf);
+    expect(with_two_dots, "'a..b' cannot be the name of a parameter");
+    expect(std::vector<Tensor>(), "there are no parameters");
     torch::jit::Module empty("Empty");
     empty.define("def forward(self, x):\n  return x\n");
     expect(empty, "the TorchScript module has no parameters");

@@ -272,6 +272,33 @@ TEST(FunctionalTest, without_a_gradient_nothing_is_recorded) {
   });
 }
 
+TEST(FunctionalTest, a_gradient_is_needed_where_that_of_the_source_is) {
+  on_ranks(2, [](int rank) {
+    const Tensor other = at::ones({2}).requires_grad_(rank == 1);
+    EXPECT_FALSE(collective::broadcast(other, /*src=*/0).requires_grad());
+    EXPECT_FALSE(collective::scatter({other, other}, /*src=*/0).requires_grad());
+    const Tensor result = collective::broadcast(other, /*src=*/1);
+    EXPECT_TRUE(result.requires_grad());
+    result.sum().backward();
+    if (rank == 1) {
+      EXPECT_TRUE(other.grad().eq(2).all().item<bool>());
+    }
+  });
+}
+
+TEST(FunctionalTest, results_are_tensors_of_their_own) {
+  on_ranks(2, [](int /*rank*/) {
+    for (const bool needs_gradient : {false, true}) {
+      const Tensor data = -at::ones({2}).requires_grad_(needs_gradient);
+      for (Tensor result : {collective::replicate(data), collective::all_reduce(data),
+                            collective::broadcast(data), collective::all_gather(data)[0]}) {
+        result.relu_();
+        EXPECT_TRUE(data.eq(-1).all().item<bool>());
+      }
+    }
+  });
+}
+
 std::string mismatch_of(int n, int rank_of_text, const std::function<void(int)>& body) {
   std::string text = "no error";
   on_ranks(n, [&](int rank) {
@@ -313,6 +340,20 @@ TEST(FunctionalTest, other_calls_shapes_and_types_are_named) {
     (void)collective::broadcast(rank == 0 ? at::ones({2}) : at::ones({2}, at::kDouble));
   });
   EXPECT_TRUE(says(text, "rank 1: broadcast of Double [2], root 0")) << text;
+}
+
+TEST(FunctionalTest, create_graph_on_some_ranks_and_parts_of_other_shapes_are_named) {
+  std::string text = mismatch_of(2, 0, [](int rank) {
+    const Tensor x = at::ones({2}).requires_grad_();
+    const Tensor loss = collective::all_reduce(x.pow(2)).pow(2).sum();
+    (void)grad({loss}, {x}, {}, true, /*create_graph=*/rank == 1);
+  });
+  EXPECT_TRUE(says(text, ", with create_graph, line")) << text;
+  text = mismatch_of(2, 1, [](int rank) {
+    const Tensor part = at::ones({2 + rank}).requires_grad_();
+    (void)collective::scatter({part, part});
+  });
+  EXPECT_TRUE(says(text, "rank 1: scatter of Float [3], root 0")) << text;
 }
 
 /// The graphs of two calls are walked in another order on rank 1.

@@ -113,7 +113,7 @@ template <class T>
 requires(std::same_as<T, at::Tensor> || std::same_as<T, at::IValue>) at::Tensor
     tensor_in(T output) {
   if constexpr (std::same_as<T, at::IValue>) {
-    return std::move(output).toTensor();
+    return tensor_of_output(output);
   } else {
     return output;
   }

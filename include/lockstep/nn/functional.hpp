@@ -27,13 +27,14 @@
 /// run backward is named by the TimeoutError of the others. Backward of the calls runs in the
 /// inverse order, as autograd does it on all ranks with the same graph.
 ///
-/// Gradients have gradients: each backward consists of these operations. On ranks whose tensor has
-/// no part in the result (see broadcast, scatter) they are zero.
+/// Gradients have gradients: each backward consists of these operations. Where a rank's tensor has
+/// no part in the result (see broadcast, scatter) they are zero; such a rank takes part in second
+/// gradients only if it has passed tensors with requires_grad, and asks for their gradients.
 ///
-/// Tensors are dense, of any type, on CPUs or CUDA (through host memory, as in tensor_ops.hpp), of
-/// at most 10 dimensions. Sums and means only: other reductions have no such gradient.
-/// Errors and threads as for the Group's operations (group.hpp); what is wrong with an argument is
-/// a UsageError. `timeout`: of forward; backward has the group's.
+/// Tensors are dense, of any type but quantized ones, on CPUs or CUDA (through host memory, as in
+/// tensor_ops.hpp), of at most 10 dimensions. Sums and means only: other reductions have no such
+/// gradient. Errors and threads as for the Group's operations (group.hpp); what is wrong with an
+/// argument is a UsageError. `timeout`: of forward; backward has the group's.
 namespace lockstep::nn::functional {
 
 /// The sum or mean of all ranks' data, on each rank. Gradient: the sum or mean of the ranks'.
@@ -81,14 +82,14 @@ namespace lockstep::nn::functional {
     std::source_location where = std::source_location::current());
 
 /// src's parts[rank]: size() tensors of one shape and type. On the other ranks parts may be empty,
-/// and the result is then on the CPU. Gradient, on src: that of each rank's result; zero on the
-/// others.
+/// and the result is then on the CPU; if not, they have src's shape and type. Gradient, on src:
+/// that of each rank's result; zero on the others.
 [[nodiscard]] at::Tensor scatter(const std::vector<at::Tensor>& parts, int src = 0,
                                  const Group& group = default_group(), Timeout timeout = {},
                                  std::source_location where = std::source_location::current());
 
-/// For a layer of which each rank computes a part from all of its input (column-parallel): returns
-/// data, which has the same values on all ranks. Gradient: the sum of the ranks'.
+/// For a layer of which each rank computes a part from all of its input (column-parallel): a copy
+/// of data, which has the same values on all ranks. Gradient: the sum of the ranks'.
 [[nodiscard]] at::Tensor replicate(const at::Tensor& data, const Group& group = default_group(),
                                    Timeout timeout = {},
                                    std::source_location where = std::source_location::current());

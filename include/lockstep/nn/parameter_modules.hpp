@@ -16,7 +16,9 @@ namespace lockstep::nn {
 /// "0", "1", ...
 class ParametersImpl : public torch::nn::Module {
  public:
-  /// Throws UsageError for an undefined tensor, and for a name that ends with a dot.
+  /// Throws UsageError if there are none, for an undefined tensor, and for a name with an empty
+  /// part
+  /// ("a..b").
   explicit ParametersImpl(const std::vector<at::Tensor>& parameters);
   explicit ParametersImpl(const torch::OrderedDict<std::string, at::Tensor>& parameters);
 };
@@ -41,5 +43,10 @@ class ScriptModuleImpl : public torch::nn::Module {
   torch::jit::Module script_;
 };
 TORCH_MODULE(ScriptModule);
+
+namespace detail {
+/// Throws UsageError if it is something else.
+at::Tensor tensor_of_output(const at::IValue& output);
+}  // namespace detail
 
 }  // namespace lockstep::nn

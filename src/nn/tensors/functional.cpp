@@ -84,7 +84,8 @@ struct Header {
   Kind kind{};
   std::uint8_t reduce = 0, type = 0, n_dims = 0;
   Gradient gradient{};
-  std::array<std::uint8_t, 3> unused{};
+  bool has_tensors = false;
+  std::array<std::uint8_t, 2> unused{};
 };
 static_assert(sizeof(Header) == 112);
 
@@ -114,7 +115,8 @@ using CallPtr = c10::intrusive_ptr<FunctionalCall>;
 
 void check_arguments(const FunctionalCall& call, const variable_list& inputs) {
   const auto reject = [&](const std::string& text) { throw UsageError(call.context(), text); };
-  const char* const name = name_of(call.kind);
+  const std::string operation = call.context().operation;
+  const char* const name = operation.c_str();
   const Group& group = call.group();
   const bool has_root =
       is_from_root(call.kind) || call.kind == Kind::reduce || call.kind == Kind::gather;
@@ -131,6 +133,7 @@ void check_arguments(const FunctionalCall& call, const variable_list& inputs) {
   }
   for (const Tensor& input : inputs) {
     check_tensor(name, input, group, call.layer.where);
+    if (input.is_quantized()) reject("got a quantized tensor: pass dequantize() of it");
     if (input.dim() > static_cast<std::int64_t>(kMaxDims)) {
       reject(
           fmt::format("a tensor of {} dimensions; at most {} are possible", input.dim(), kMaxDims));
@@ -168,6 +171,7 @@ Header header_of(const FunctionalCall& call, const variable_list& inputs) {
     header.gradient = !has_part ? Gradient::as_root : is_needed ? Gradient::needed : Gradient::none;
   }
   if (inputs.empty()) return header;
+  header.has_tensors = true;
   header.type = static_cast<std::uint8_t>(inputs.front().scalar_type());
   header.n_dims = static_cast<std::uint8_t>(inputs.front().dim());
   if (call.kind == Kind::reduce_scatter) {
@@ -187,10 +191,11 @@ Header header_of(const FunctionalCall& call, const variable_list& inputs) {
 Header comparable(Header header, const Header& of_root) {
   header.number = header.line = 0;
   if (header.kind == Kind::all_gather && header.n_dims > 0) header.sizes[0] = 0;
-  if (header.kind == Kind::scatter) {
+  if (header.kind == Kind::scatter && !header.has_tensors) {
     header.sizes = of_root.sizes;
     header.type = of_root.type;
     header.n_dims = of_root.n_dims;
+    header.has_tensors = of_root.has_tensors;
   }
   if (header.gradient == Gradient::as_root) header.gradient = of_root.gradient;
   return header;
@@ -203,14 +208,15 @@ std::string text_of(const Header& header) {
   if (header.kind == Kind::reduce_scatter) {
     fmt::format_to(std::back_inserter(text), " of {} parts (a hash of their shapes: {:04x})",
                    c10::toString(type), header.sizes[0] & 0xffff);
-  } else if (header.kind != Kind::scatter) {
+  } else if (header.has_tensors) {
     const at::IntArrayRef sizes(header.sizes.data(), header.n_dims);
     fmt::format_to(std::back_inserter(text), " of {} {}", c10::toString(type), c10::str(sizes));
   }
   if (header.root >= 0) fmt::format_to(std::back_inserter(text), ", root {}", header.root);
   if (static_cast<ReduceOp>(header.reduce) != ReduceOp::sum) text += ", mean";
   if (header.backward_of != 0) {
-    fmt::format_to(std::back_inserter(text), ", of forward #{}", header.backward_of);
+    fmt::format_to(std::back_inserter(text), ", of forward #{}{}", header.backward_of,
+                   header.gradient == Gradient::none ? "" : ", with create_graph");
   } else {
     text += header.gradient == Gradient::needed    ? ", needs a gradient"
             : header.gradient == Gradient::as_root ? ""
@@ -348,7 +354,7 @@ variable_list compute(const FunctionalCall& call, const variable_list& inputs) {
       scatter(result, call.is_root() ? inputs : variable_list(), call.root, group, timeout, where);
       return {result};
     }
-    case Kind::replicate: return inputs;
+    case Kind::replicate: return {inputs.front().clone()};
   }
   return {};
 }
@@ -426,8 +432,11 @@ variable_list run(CallPtr call, variable_list inputs) {
     check_arguments(*call, inputs);
     compare(*call, inputs);
     variable_list tensors = inputs;
-    // Backward is for all ranks, also where no input needs a gradient.
-    if (call->needs_gradient() && std::ranges::none_of(inputs, &Tensor::requires_grad)) {
+    // Backward is for all ranks, also where no input needs a gradient, or for none, also where one
+    // has requires_grad that has no part in the result.
+    if (!call->needs_gradient()) {
+      for (Tensor& tensor : tensors) tensor = tensor.detach();
+    } else if (std::ranges::none_of(inputs, &Tensor::requires_grad)) {
       tensors.push_back(at::empty({0}, at::kFloat).requires_grad_());
     }
     return call->layer.communicate(call->pass, [&] {
