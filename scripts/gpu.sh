@@ -100,8 +100,8 @@ test_on_gpu() {
   on_gpu benchmark build/gpu/venv/bin/python bench/gpu.py
 }
 
-# build/venv-cuda: a CUDA PyTorch and CUDA's compiler from pip, 5 GB; --compile builds over it, without a GPU.
-venv_cuda=(torch==2.15.0 nvidia-cuda-nvcc==13.2.86 nvidia-cuda-crt==13.2.86 nvidia-nvvm==13.2.86)
+# build/venv-cuda: a CUDA PyTorch and the compiler of its CUDA from pip, 5 GB; --compile builds over it, without a GPU.
+venv_cuda=("${venv_torch_newer[-1]}" nvidia-cuda-nvcc==13.2.86 nvidia-cuda-crt==13.2.86 nvidia-nvvm==13.2.86)
 
 compile_for_gpu() {
   local cuda library
