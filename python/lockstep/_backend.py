@@ -109,10 +109,13 @@ def make_gloo(store: Any, rank: int, size: int, timeout: Any, is_on_one_host: bo
 
 @functools.cache
 def _patch_monitored_barrier() -> None:
-    """torch.distributed.monitored_barrier refuses every backend that is not called gloo."""
+    """torch.distributed.monitored_barrier of PyTorch 2.13 refuses every backend that is not called gloo."""
+    import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
+    if torch.__version__ >= (2, 14):
+        return
     original = c10d.monitored_barrier
 
     @functools.wraps(original)

@@ -3,7 +3,7 @@
 import pytest
 from conftest import TORCH_PRELUDE, in_a_file
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 
 def test_collectives(run_torch):
@@ -392,6 +392,11 @@ def test_monitored_barrier(run_torch):
         dist.monitored_barrier(others)
         gloo = dist.new_group(backend="gloo")
         dist.monitored_barrier(gloo)
+        impatient = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
+        if rank == 0:
+            with raises(ls.TimeoutError, "Rank 1 failed to pass"):
+                dist.monitored_barrier(impatient)
+        dist.barrier()
         """,
     )
 
@@ -452,6 +457,20 @@ def test_rank_0_may_end_after_a_monitored_barrier(run_torch):
         """,
     )
     assert said.count("passed") == 2, said
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 15), reason="wants an accelerator")
+def test_split_group_of_torch(run_torch):
+    run_torch(
+        3,
+        """
+        half = dist.split_group(split_ranks=[[0, 2], [1]])
+        x = torch.full((2,), rank + 1.0)
+        dist.all_reduce(x, group=half)
+        assert x.tolist() == [2.0 if rank == 1 else 4.0] * 2
+        assert dist.get_backend(half) == "lockstep"
+        """,
+    )
 
 
 def test_split_group(run_torch):

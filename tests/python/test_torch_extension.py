@@ -53,6 +53,19 @@ assert "lockstep" in dist.Backend.backend_list and "lockstep" not in sys.modules
 """)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="has no entry points of backends")
+def test_naming_the_backend_registers_it():
+    run("""
+import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch, torch.distributed as dist
+assert "lockstep" not in dist.Backend.backend_list
+original = dist.monitored_barrier
+dist.init_process_group("lockstep", store=dist.HashStore(), rank=0, world_size=1)
+assert dist.get_backend() == "lockstep" and dist.monitored_barrier is original
+""")
+
+
 def test_what_lockstep_nn_changes_leaves_torchs_behaviour():
     run("""
 import torch, torch.distributed as dist, lockstep.nn

@@ -264,7 +264,9 @@ Backend::WorkResult Backend::barrier(const c10d::BarrierOptions& options) {
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   const ErrorContext context = context_of_call("monitored_barrier", interpreter().where());
   if (size_ == 1) return;
-  const bool has_own_limit = options.timeout != c10d::kUnsetTimeout;
+  // torch's function passes its default, from PyTorch 2.14, where the program names no limit.
+  const bool has_own_limit =
+      options.timeout != c10d::kUnsetTimeout && options.timeout != kBackendDefaultTimeout;
   const std::chrono::milliseconds of_group = Timeout(options_->timeout).or_else({});
   monitored_.wait(context,
                   {.of_rank_0 = has_own_limit ? Timeout(options.timeout).or_else({}) : of_group,
