@@ -22,7 +22,7 @@ void compare_with_the_samples_of_all_ranks() {
   torch::nn::Linear encoder(8, 4);
   const Tensor views = torch::randn({2, 6, 8});  // of the whole batch: 6 samples
   const auto own = [&](int view) {
-    return views[view].chunk(lockstep::get_world_size())[lockstep::get_rank()];
+    return views[view].tensor_split(lockstep::get_world_size())[lockstep::get_rank()];
   };
   nn::DistributedDataParallel model(encoder);
   const auto embed = [&](int view) {
@@ -39,8 +39,8 @@ void cut_two_layers() {
   torch::manual_seed(2);
   const int n = lockstep::get_world_size(), rank = lockstep::get_rank();
   const Tensor x = torch::randn({3, 8}), up = torch::randn({16, 8}), down = torch::randn({8, 16});
-  const Tensor own_up = up.chunk(n, 0)[rank].clone().requires_grad_();
-  const Tensor own_down = down.chunk(n, 1)[rank].clone().requires_grad_();
+  const Tensor own_up = up.tensor_split(n, 0)[rank].clone().requires_grad_();
+  const Tensor own_down = down.tensor_split(n, 1)[rank].clone().requires_grad_();
   const Tensor hidden = torch::relu(nn::functional::replicate(x).matmul(own_up.t()));
   const Tensor y = nn::functional::reduce_replicated(hidden.matmul(own_down.t()));
   y.square().sum().backward();
