@@ -116,19 +116,18 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const auto hold = context->saved_data["record"].toCapsule();
     const BatchNormRecord& record = record_in(hold);
     const variable_list saved = context->get_saved_variables();
-    const std::size_t n = gradients.size();
-    const auto results = detail::translate_errors_for_torch([&] {
+    return detail::translate_errors_for_torch([&] {
       return at::GradMode::is_enabled() ? with_graph(gradients, saved, hold)
                                         : without_graph(*context, gradients, saved, record);
     });
-    variable_list all((1 + std::size_t{record.has_weight} + std::size_t{record.has_bias}) * n +
-                      kOtherArguments);
-    std::ranges::copy(results, all.begin());
-    return all;
   }
 
  private:
-  /// Both return the gradients in the order of forward's tensors.
+  static std::size_t n_arguments(const BatchNormRecord& record, std::size_t n_pieces) {
+    return (1 + std::size_t{record.has_weight} + std::size_t{record.has_bias}) * n_pieces +
+           kOtherArguments;
+  }
+  /// Both return the gradients of forward's arguments.
   static variable_list with_graph(const variable_list& gradients, const variable_list& saved,
                                   const c10::intrusive_ptr<torch::CustomClassHolder>& capsule) {
     const BatchNormRecord& record = record_in(capsule);
@@ -137,6 +136,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     tensors.insert(tensors.end(), saved.begin(), saved.end());
     variable_list all = BatchNormBackward::apply(at::TensorList(tensors), n, capsule);
     if (!record.wants_input_gradient) all.insert(all.begin(), n, Tensor());
+    all.resize(n_arguments(record, n));
     return all;
   }
   static variable_list without_graph(const AutogradContext& context, const variable_list& gradients,
@@ -152,7 +152,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
             record.has_bias && context.needs_input_grad(first_bias + i)}});
     }
     const auto results = batch_norm_backward(pieces, record);
-    variable_list all(record.has_bias ? first_bias + n : first_bias);
+    variable_list all(n_arguments(record, n));
     for (std::size_t i = 0; i < n; ++i) {
       all[i] = results[i].input;
       if (record.has_weight) all[n + i] = results[i].weight;
