@@ -75,11 +75,12 @@ class ZeroRedundancyOptimizerBase : public torch::optim::Optimizer {
   /// on, and so does a parameter group that was added (add_param_group) on all ranks alike.
   ///
   /// Errors, in addition to those of the group's collectives: UsageError on this rank, as a refused
-  /// call of the group (see Group), if a gradient is sparse or the parameters of a group have been
-  /// exchanged; MismatchError on every rank, naming the first difference, if options, the number of
-  /// groups or of their parameters, or which parameters have gradients differ between the ranks, or
-  /// the parameters of an added group. In all these cases nothing is changed. All have the line of
-  /// the construction.
+  /// call of the group (see Group), if a gradient is sparse, the parameters of a group have been
+  /// exchanged, or one has got another type, shape or order in memory since (to(), set_data, load);
+  /// MismatchError on every rank, naming the first difference, if options, the number of groups or
+  /// of their parameters, or which parameters have gradients differ between the ranks, or the
+  /// parameters of an added group. In all these cases nothing is changed. All have the line of the
+  /// construction.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// Gathers the state of all ranks on rank `to`, where save() may then be called until the next
@@ -123,7 +124,9 @@ class ZeroRedundancyOptimizerBase : public torch::optim::Optimizer {
 /// `Plain`: torch::optim::SGD, Adam, AdamW, RMSprop or Adagrad, with all their options. The
 /// elements of each parameter group, in order, are cut in size() parts that differ by one element
 /// at most, so a parameter may be cut. After a step the parameters have the same bits on all ranks
-/// and as after a step of the plain optimizer.
+/// and, in float32 and float64, as after a step of the plain optimizer. (libtorch rounds 16-bit and
+/// complex numbers otherwise at the end of a vector than within one: there single elements may
+/// differ by a rounding.)
 ///
 /// It is used as the plain optimizer is: parameter groups, schedulers, zero_grad, save_training and
 /// load_training, assert_in_sync (of its options). What differs: step() and consolidate() are
@@ -145,9 +148,9 @@ class ZeroRedundancyOptimizer final : public ZeroRedundancyOptimizerBase {
   /// Collective over the group. Throws MismatchError on every rank, naming the first difference, if
   /// parameters, their values or options differ between the ranks; construct it after
   /// DistributedDataParallel, which makes them equal, or seed all ranks alike. UsageError if a
-  /// tensor is listed twice, is not a dense tensor on a CPU or CUDA device or has elements that
-  /// share memory; c10::Error for options that the plain optimizer rejects: both before anything is
-  /// sent, as a refused call of the group.
+  /// tensor is listed twice, shares memory with another, is not a dense tensor on a CPU or CUDA
+  /// device or has elements that share memory; c10::Error for options that the plain optimizer
+  /// rejects: both before anything is sent, as a refused call of the group.
   explicit ZeroRedundancyOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
                                    const Options& defaults = {},
                                    const Group& group = default_group(),

@@ -45,8 +45,19 @@ struct ShardedState {
     std::size_t parameter = 0;
     std::int64_t begin = 0, n = 0;
   };
+  /// How a parameter lay in memory when it was cut: its state is in the order of its elements
+  /// there.
+  struct Form {
+    at::ScalarType type;
+    std::vector<std::int64_t> sizes, strides;
+
+    explicit Form(const at::Tensor& of)
+        : type(of.scalar_type()), sizes(of.sizes().vec()), strides(of.strides().vec()) {}
+    bool operator==(const Form&) const = default;
+  };
   struct ParameterGroup {
     std::vector<at::Tensor> parameters;
+    std::vector<Form> forms;
     std::vector<std::vector<Piece>> pieces;  ///< by rank
     std::vector<at::Tensor> slices;          ///< of this rank's pieces: the optimizer's parameters
     std::shared_ptr<torch::optim::Optimizer> optimizer;  ///< null if there is no such piece
@@ -65,11 +76,13 @@ struct ShardedState {
   /// Returns what undoes a load. Local.
   static std::function<void()> undo_of_load(const ZeroRedundancyOptimizerBase& optimizer);
 
-  /// Cuts parameter groups that are new. Throws UsageError if known ones have changed.
+  /// Cuts parameter groups that are new. Throws UsageError if known ones have changed, or if
+  /// parameters share memory.
   void add_groups(const Groups& all, const torch::optim::OptimizerOptions& defaults);
   std::shared_ptr<torch::optim::Optimizer> make_optimizer(
       const std::vector<at::Tensor>& slices, const torch::optim::OptimizerOptions& options,
       const torch::optim::OptimizerOptions& defaults) const;
+  void check_memory() const;
   void check_parameter(const at::Tensor& parameter, std::size_t i, std::size_t i_group) const;
   /// Collective: throws MismatchError if the ranks differ. Compares the values of parameters in new
   /// groups.

@@ -1,6 +1,7 @@
 #include <lockstep/nn/zero_redundancy_optimizer.hpp>
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/variable.h>
@@ -15,6 +16,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "nn/ddp/in_sync.hpp"
@@ -272,7 +274,10 @@ void ShardedState::check_parameter(const Tensor& parameter, std::size_t i,
 std::shared_ptr<Optimizer> ShardedState::make_optimizer(const std::vector<Tensor>& slices,
                                                         const OptimizerOptions& options,
                                                         const OptimizerOptions& defaults) const {
-  if (slices.empty()) return nullptr;
+  if (slices.empty()) {
+    optimizer_class.make({at::empty({0})}, defaults);  // refuses options on all ranks alike
+    return nullptr;
+  }
   std::shared_ptr<Optimizer> optimizer = optimizer_class.make(slices, defaults);
   optimizer->param_groups().front().set_options(options.clone());
   return optimizer;
@@ -290,8 +295,15 @@ void ShardedState::add_groups(const Groups& all, const OptimizerOptions& default
                                    "optimizer",
                                    g));
     }
-    for (const Tensor& parameter : groups[g].parameters) {
+    for (std::size_t i = 0; i < groups[g].parameters.size(); ++i) {
+      const Tensor& parameter = groups[g].parameters[i];
       known.insert(parameter.unsafeGetTensorImpl());
+      if (Form(parameter) == groups[g].forms[i]) continue;
+      throw UsageError(context(where),
+                       fmt::format("{} is {} now: its type, shape or order in memory has changed "
+                                   "(to(), set_data, load) since the optimizer cut it; construct "
+                                   "the optimizer afterwards, and load its state into that one",
+                                   name_of(i, g), describe(parameter)));
     }
   }
   const at::NoGradGuard no_graph;
@@ -307,6 +319,7 @@ void ShardedState::add_groups(const Groups& all, const OptimizerOptions& default
                          fmt::format("{} is listed twice: list each once", name_of(i, g)));
       }
       n_elements += parameter.numel();
+      added.forms.emplace_back(parameter);
     }
     const std::int64_t n_ranks = group.size();
     for (std::int64_t rank = 0; rank < n_ranks; ++rank) {
@@ -327,6 +340,30 @@ void ShardedState::add_groups(const Groups& all, const OptimizerOptions& default
     }
     added.optimizer = make_optimizer(added.slices, all[g].options(), defaults);
     groups.push_back(std::move(added));
+  }
+  check_memory();
+}
+
+/// Each rank updates its pieces from the old values: of two that are one piece of memory, the ranks
+/// would keep different ones.
+void ShardedState::check_memory() const {
+  std::unordered_map<const void*, std::vector<std::pair<const Tensor*, std::string>>> by_storage;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    for (std::size_t i = 0; i < groups[g].parameters.size(); ++i) {
+      const Tensor& parameter = groups[g].parameters[i];
+      auto& others = by_storage[parameter.storage().unsafeGetStorageImpl()];
+      for (const auto& [other, name] : others) {
+        const auto overlap = at::get_overlap_status(parameter, *other);
+        if (overlap == at::MemOverlapStatus::No || overlap == at::MemOverlapStatus::TooHard) {
+          continue;
+        }
+        throw UsageError(context(where),
+                         fmt::format("{} shares memory with {}: tie weights by registering one "
+                                     "tensor twice, and list it once",
+                                     name_of(i, g), name));
+      }
+      others.emplace_back(&parameter, name_of(i, g));
+    }
   }
 }
 
@@ -558,7 +595,10 @@ void ShardedState::load(torch::serialize::InputArchive& archive, const Groups& a
       const auto state = optimizer_class.state_of(*plain, of.parameters[i]);
       if (!state) continue;
       for (const Tensor& tensor : state->tensors) {
-        if (!tensor.defined() || tensor.sizes() == of.parameters[i].sizes()) continue;
+        if (!tensor.defined() || (tensor.sizes() == of.parameters[i].sizes() &&
+                                  tensor.scalar_type() == of.parameters[i].scalar_type())) {
+          continue;
+        }
         throw std::runtime_error(
             fmt::format("the state of {} is {} in the archive, and the parameter is {} here: give "
                         "the optimizer the same parameters in the same order",
