@@ -573,5 +573,32 @@ TEST(ZeroRedundancyOptimizerTest, join_and_elastic_state_refuse_it) {
   });
 }
 
+/// Its state would be in the order of other elements, or of another type.
+TEST(ZeroRedundancyOptimizerTest, a_parameter_of_another_form_is_refused) {
+  on_ranks(2, [](int /*rank*/) {
+    const auto refused = [](const std::function<void(at::Tensor&)>& change) {
+      at::Tensor parameter = Random(1).normal({2, 3, 4, 5}).requires_grad_();
+      ZeroRedundancyOptimizer<torch::optim::SGD> optimizer(
+          std::vector{parameter}, torch::optim::SGDOptions(0.1).momentum(0.9));
+      change(parameter);
+      const at::Tensor before = parameter.detach().clone();
+      const std::string text = testing::usage_error([&] { optimizer.step(); });
+      EXPECT_NE(text.find("its type, shape or order in memory has changed"), std::string::npos)
+          << text;
+      EXPECT_TRUE(parameter.detach().equal(before));
+    };
+    refused([](at::Tensor& p) { p.set_data(p.detach().to(at::kFloat)); });
+    refused([](at::Tensor& p) { p.set_data(testing::channels_last(p.detach())); });
+    refused([](at::Tensor& p) { p.set_data(at::ones({9}, at::kDouble)); });
+    const at::Tensor whole = at::ones({6}, at::kDouble);
+    const std::vector<at::Tensor> tied{whole.narrow(0, 0, 4).requires_grad_(),
+                                       whole.narrow(0, 2, 4).requires_grad_()};
+    const std::string text =
+        testing::usage_error([&] { ZeroRedundancyOptimizer<torch::optim::SGD> o(tied, 0.1); });
+    EXPECT_NE(text.find("shares memory with parameter 0"), std::string::npos) << text;
+    EXPECT_EQ(all_reduce_value(1), 2);
+  });
+}
+
 }  // namespace zero_redundancy_optimizer_test
 }  // namespace lockstep::nn
