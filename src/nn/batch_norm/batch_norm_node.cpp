@@ -71,14 +71,11 @@ class BatchNormBackward : public torch::autograd::Function<BatchNormBackward> {
     take(record.wants_input_gradient, &BatchNormGradients::input);
     take(record.has_weight, &BatchNormGradients::weight);
     take(record.has_bias, &BatchNormGradients::bias);
-    const auto wants = [&](std::size_t i) { return context->needs_input_grad(i); };
-    for (std::size_t i = 0; i < n; ++i) {
-      pieces[i].first = {saved[i],
-                         saved[n + i],
-                         record.has_weight ? saved[2 * n + i] : Tensor(),
-                         {.input = wants(n + i),
-                          .weight = record.has_weight && wants(2 * n + i),
-                          .bias = wants(i)}};
+    for (std::size_t kind = 0; kind < n_kinds; ++kind) {
+      for (std::size_t i = 0; i < n; ++i) {
+        pieces[i].inputs[kind] = saved[kind * n + i];
+        pieces[i].wanted[kind] = context->needs_input_grad(kind * n + i);
+      }
     }
     const auto results = detail::translate_errors_for_torch([&] {
       return batch_norm_second_backward(pieces, record,

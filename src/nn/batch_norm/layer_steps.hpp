@@ -238,13 +238,15 @@ struct BatchNormBackwardPiece {
 std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBackwardPiece> pieces,
                                                     const BatchNormRecord& record,
                                                     const at::Tensor& means = {});
-/// Of the backward of a piece: its inputs, and the gradients of its results.
+/// What the backward of a backward gets of a piece: its grad_output, input and weight, and the
+/// gradients of its results.
 struct BatchNormSecondPiece {
-  BatchNormBackwardPiece first;  ///< wanted: grad_output instead of the bias
-  BatchNormGradients gradients;  ///< undefined where the backward gave no result
+  std::array<at::Tensor, 3> inputs;  ///< the last undefined if there is no weight
+  std::array<bool, 3> wanted;        ///< whose gradients
+  BatchNormGradients gradients;      ///< undefined where the backward gave no result
 };
 /// The backward of batch_norm_backward. `means`: what that gave. Collective if that was.
-/// Returns the gradients of grad_output, input and weight, in this order.
+/// Returns the gradients of the pieces' inputs; undefined if not wanted.
 std::vector<std::array<at::Tensor, 3>> batch_norm_second_backward(
     std::span<const BatchNormSecondPiece> pieces, const BatchNormRecord& record,
     const at::Tensor& means);

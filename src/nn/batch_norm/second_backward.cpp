@@ -16,8 +16,9 @@
 /// With v, u, w the gradients of dx, dg, db, D = m(v h) and e = u dy - g s (v B + dy D), which is
 /// the gradient of h, the sum of v dx + u dg + w db has the gradients
 ///     of dy: g s (v - m(v) - h D) + u h + w
-///     of x:  s (e - m(e) - h m(e h)) - g s^2 h (m(v dy) - m(v) A - B D); the last term is that of
-///     s of g:  s times the sum of this piece's v (dy - A - h B).
+///     of x:  s (e - m(e) - h m(e h)) - g s^2 h (m(v dy) - m(v) A - B D)
+///     of g:  s times the sum of this piece's v (dy - A - h B).
+/// (The last term of x's is that of the factor s.)
 /// So the message has m(v), m(v h), m(v dy), m(u dy) and m(u dy h). A clamped variance is constant:
 /// then B, D, m(e h) and the last term are 0.
 namespace lockstep::nn {
@@ -46,14 +47,14 @@ struct Piece {
   Tensor sums = Tensor();             ///< kSums x C doubles on the CPU, of this piece alone
 
   Piece(const BatchNormSecondPiece& piece, const Tensor& mean, const Tensor& invstd)
-      : dy(piece.first.grad_output.to(at::kDouble)) {
+      : dy(piece.inputs[0].to(at::kDouble)) {
     const auto channels = [&](const Tensor& values, double otherwise) {
       return values.defined() ? values.to(at::kCPU, at::kDouble)
                               : at::full({mean.size(0)}, otherwise, at::kDouble);
     };
-    const Tensor x = piece.first.input.to(at::kDouble);
+    const Tensor x = piece.inputs[1].to(at::kDouble);
     h = (x - as_channels(mean, x)) * as_channels(invstd, x);
-    weight = channels(piece.first.weight, 1);
+    weight = channels(piece.inputs[2], 1);
     of_weight = channels(piece.gradients.weight, 0);
     of_bias = channels(piece.gradients.bias, 0);
     if (!piece.gradients.input.defined()) return;
@@ -79,14 +80,13 @@ std::vector<std::array<Tensor, 3>> batch_norm_second_backward(
     std::vector<Piece> all;
     for (const BatchNormSecondPiece& piece : pieces) all.emplace_back(piece, mean, invstd);
     std::vector<std::array<Tensor, 3>> results(pieces.size());
-    const auto give = [&](std::size_t i, std::size_t kind, bool is_wanted, const Tensor& like,
-                          const auto& compute) {
-      if (is_wanted) results[i][kind] = compute().to(like.scalar_type());
+    const auto give = [&](std::size_t i, std::size_t kind, const auto& compute) {
+      if (pieces[i].wanted[kind]) results[i][kind] = compute().to(pieces[i].inputs[kind].options());
     };
     if (!means.defined()) {  // the gradients of weight and bias alone, which are this rank's sums
       for (std::size_t i = 0; i < pieces.size(); ++i) {
         const Tensor& dy = all[i].dy;
-        give(i, 0, pieces[i].first.wanted.bias, pieces[i].first.grad_output, [&] {
+        give(i, 0, [&] {
           return as_channels(all[i].of_weight, dy) * all[i].h + as_channels(all[i].of_bias, dy);
         });
       }
@@ -107,14 +107,13 @@ std::vector<std::array<Tensor, 3>> batch_norm_second_backward(
     const Tensor d = message[v_h] * varies;
     for (std::size_t i = 0; i < pieces.size(); ++i) {
       const Piece& mine = all[i];
-      const BatchNormBackwardPiece& first = pieces[i].first;
       const auto each = [&](const Tensor& values) { return as_channels(values, mine.dy); };
       const Tensor g_s = mine.weight * invstd;
-      give(i, 0, first.wanted.bias, first.grad_output, [&] {
+      give(i, 0, [&] {
         return each(g_s) * (mine.gradient_of_dx - each(message[v]) - mine.h * each(d)) +
                each(mine.of_weight) * mine.h + each(mine.of_bias);
       });
-      give(i, 1, first.wanted.input, first.input, [&] {
+      give(i, 1, [&] {
         const Tensor e = each(mine.of_weight) * mine.dy - each(g_s * b) * mine.gradient_of_dx -
                          each(g_s * d) * mine.dy;
         const Tensor mean_e = message[u_dy] - g_s * (message[v] * b + a * d);
@@ -122,10 +121,8 @@ std::vector<std::array<Tensor, 3>> batch_norm_second_backward(
         const Tensor of_s = g_s * (message[v_dy] - message[v] * a - b * d) * varies;
         return each(invstd) * (e - each(mean_e) - mine.h * each(mean_e_h + of_s));
       });
-      give(i, 2, first.wanted.weight, first.weight, [&] {
-        return (invstd * (mine.sums[v_dy] - a * mine.sums[v] - b * mine.sums[v_h]))
-            .to(first.weight.device());
-      });
+      give(i, 2,
+           [&] { return invstd * (mine.sums[v_dy] - a * mine.sums[v] - b * mine.sums[v_h]); });
     }
     return results;
   };
