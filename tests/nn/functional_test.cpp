@@ -406,12 +406,12 @@ TEST(FunctionalTest, wrong_arguments_are_refused_and_the_group_stays_usable) {
         [&] {
           (void)collective::all_to_all({data, at::ones({3})});
         },
-        "parts must be of one type and one shape");
+        "parts must be of one shape and type");
     expect(
         [&] {
           (void)collective::reduce_scatter({at::ones({2, 3}), at::ones({4, 4})});
         },
-        "one shape but for the first size");
+        "one shape, but for the first size,");
     expect([&] { (void)collective::reduce_scatter({at::ones({}), at::ones({2})}); }, "one shape");
     expect([&] { (void)collective::broadcast(data, 2); }, "there is no rank 2 among 2 ranks");
     expect([&] { (void)collective::all_gather(at::ones(std::vector<std::int64_t>(11, 1))); },

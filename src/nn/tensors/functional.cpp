@@ -129,7 +129,8 @@ void check_arguments(const FunctionalCall& call, const variable_list& inputs) {
   }
   const bool may_be_empty = call.kind == Kind::scatter && !call.is_root();
   if (takes_parts(call.kind) && !(may_be_empty && inputs.empty())) {
-    check_n_parts(name, inputs.size(), group, call.layer.where);
+    check_parts(name, inputs, inputs.empty() ? Tensor() : inputs.front(), group, call.layer.where,
+                /*are_rows=*/call.kind == Kind::reduce_scatter);
   }
   for (const Tensor& input : inputs) {
     check_tensor(name, input, group, call.layer.where);
@@ -137,16 +138,6 @@ void check_arguments(const FunctionalCall& call, const variable_list& inputs) {
     if (input.dim() > static_cast<std::int64_t>(kMaxDims)) {
       reject(
           fmt::format("a tensor of {} dimensions; at most {} are possible", input.dim(), kMaxDims));
-    }
-    const Tensor& first = inputs.front();
-    const bool may_differ_first = call.kind == Kind::reduce_scatter && first.dim() > 0;
-    if (input.scalar_type() != first.scalar_type() || input.dim() != first.dim() ||
-        input.sizes().slice(may_differ_first ? 1 : 0) !=
-            first.sizes().slice(may_differ_first ? 1 : 0)) {
-      reject(fmt::format("parts must be of one type and {}: got {} {} and {} {}",
-                         may_differ_first ? "one shape but for the first size" : "one shape",
-                         first.toString(), c10::str(first.sizes()), input.toString(),
-                         c10::str(input.sizes())));
     }
   }
   const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce ||

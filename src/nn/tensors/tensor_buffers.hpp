@@ -96,17 +96,22 @@ inline void check_n_parts(const char* operation, std::size_t n, const Group& gro
                    fmt::format("got {} parts, expected one for each of {} ranks", n, group.size()));
 }
 
-/// Parts must be like `like`, one per rank.
+/// Parts must be like `like`, one per rank; their first sizes may differ if are_rows.
 inline void check_parts(const char* operation, const std::vector<at::Tensor>& parts,
-                        const at::Tensor& like, const Group& group, std::source_location where) {
+                        const at::Tensor& like, const Group& group, std::source_location where,
+                        bool are_rows = false) {
   check_n_parts(operation, parts.size(), group, where);
   for (const at::Tensor& part : parts) {
     check_tensor(operation, part, group, where);
-    if (part.sizes() == like.sizes() && part.scalar_type() == like.scalar_type()) continue;
-    throw UsageError(
-        context_of(operation, group, where),
-        fmt::format("parts must be of one shape and type: got {} {} and {} {}", like.toString(),
-                    c10::str(like.sizes()), part.toString(), c10::str(part.sizes())));
+    const std::size_t n_free = are_rows && part.dim() > 0 && part.dim() == like.dim() ? 1 : 0;
+    if (part.sizes().slice(n_free) == like.sizes().slice(n_free) &&
+        part.scalar_type() == like.scalar_type()) {
+      continue;
+    }
+    throw UsageError(context_of(operation, group, where),
+                     fmt::format("parts must be of one shape{} and type: got {} {} and {} {}",
+                                 are_rows ? ", but for the first size," : "", like.toString(),
+                                 c10::str(like.sizes()), part.toString(), c10::str(part.sizes())));
   }
 }
 
