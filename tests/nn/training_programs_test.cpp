@@ -4,6 +4,7 @@
 #include <lockstep/nn.hpp>
 
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
@@ -51,9 +52,22 @@ Tensor mean_loss(const Tensor& output, const Tensor& target, std::int64_t n_samp
   return (output - target).pow(2).sum() / static_cast<double>(n_samples) * get_world_size();
 }
 
-void append(std::vector<Tensor>& all, const torch::nn::Module& module) {
-  for (const Tensor& tensor : module.parameters()) all.push_back(tensor.detach());
-  for (const Tensor& tensor : module.buffers()) all.push_back(tensor);
+template <class Module>
+void take_step(DistributedDataParallel<Module>& model, torch::optim::Optimizer& optimizer,
+               const Data& data, int step) {
+  optimizer.zero_grad();
+  mean_loss(model(data.batch(step)), data.target(step)).backward();
+  optimizer.step();
+}
+
+/// The parameters and buffers of the modules, and what else is to be compared.
+std::vector<Tensor> state_of(std::initializer_list<const torch::nn::Module*> modules,
+                             std::vector<Tensor> all = {}) {
+  for (const auto* const module : modules) {
+    for (const Tensor& tensor : module->parameters()) all.push_back(tensor.detach());
+    for (const Tensor& tensor : module->buffers()) all.push_back(tensor);
+  }
+  return all;
 }
 
 using Program = std::function<std::vector<Tensor>(const Data&)>;
@@ -84,8 +98,7 @@ TEST(TrainingProgramsTest, clips_by_the_norm_of_all_gradients) {
       all.push_back(at::scalar_tensor(norm));
       optimizer.step();
     }
-    append(all, *net);
-    return all;
+    return state_of({net.get()}, all);
   });
 }
 
@@ -103,9 +116,7 @@ TEST(TrainingProgramsTest, accumulates_gradients) {
       }
       optimizer.step();
     }
-    std::vector<Tensor> all;
-    append(all, *net);
-    return all;
+    return state_of({net.get()});
   });
 }
 
@@ -116,9 +127,7 @@ TEST(TrainingProgramsTest, keeps_an_average_of_the_model) {
     const auto average = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
     torch::optim::SGD optimizer(net->parameters(), 0.1);
     for (int step = 0; step < 3; ++step) {
-      optimizer.zero_grad();
-      mean_loss(model(data.batch(step)), data.target(step)).backward();
-      optimizer.step();
+      take_step(model, optimizer, data, step);
       const at::NoGradGuard no_grad;
       for (std::size_t i = 0; i < net->parameters().size(); ++i) {
         average->parameters()[i].lerp_(net->parameters()[i], 0.1);
@@ -128,9 +137,7 @@ TEST(TrainingProgramsTest, keeps_an_average_of_the_model) {
       }
     }
     assert_in_sync(*average);
-    std::vector<Tensor> all;
-    append(all, *average);
-    return all;
+    return state_of({average.get()});
   });
 }
 
@@ -145,13 +152,9 @@ TEST(TrainingProgramsTest, thaws_a_layer) {
       if (step == 2) {
         for (Tensor& parameter : first->parameters()) parameter.requires_grad_(true);
       }
-      optimizer.zero_grad();
-      mean_loss(model(data.batch(step)), data.target(step)).backward();
-      optimizer.step();
+      take_step(model, optimizer, data, step);
     }
-    std::vector<Tensor> all;
-    append(all, *net);
-    return all;
+    return state_of({net.get()});
   });
 }
 
@@ -162,9 +165,7 @@ TEST(TrainingProgramsTest, evaluates_in_the_middle_of_an_epoch) {
     torch::optim::SGD optimizer(net->parameters(), 0.1);
     std::vector<Tensor> all;
     for (int step = 0; step < 4; ++step) {
-      optimizer.zero_grad();
-      mean_loss(model(data.batch(step)), data.target(step)).backward();
-      optimizer.step();
+      take_step(model, optimizer, data, step);
       if (step != 1) continue;
       const at::NoGradGuard no_grad;
       net->eval();
@@ -173,8 +174,7 @@ TEST(TrainingProgramsTest, evaluates_in_the_middle_of_an_epoch) {
       all.push_back(error);
       net->train();
     }
-    append(all, *net);
-    return all;
+    return state_of({net.get()}, all);
   });
 }
 
@@ -204,10 +204,7 @@ TEST(TrainingProgramsTest, trains_two_models_against_each_other) {
       for (Tensor& parameter : critic->parameters()) parameter.requires_grad_(true);
       of_generator.step();
     }
-    std::vector<Tensor> all;
-    append(all, *generator);
-    append(all, *critic);
-    return all;
+    return state_of({generator.get(), critic.get()});
   });
 }
 
@@ -226,9 +223,7 @@ TEST(TrainingProgramsTest, penalises_gradients) {
       (mean_loss(output, data.target(step)) + 0.1 * penalty).backward();
       optimizer.step();
     }
-    std::vector<Tensor> all;
-    append(all, *net);
-    return all;
+    return state_of({net.get()});
   });
 }
 

@@ -5,10 +5,12 @@
 #include <lockstep/error.hpp>
 #include <memory>
 
+#include "nn/ddp/reducer_parts.hpp"
+
 namespace lockstep::nn {
 namespace {
 
-constexpr const char* kOperation = "DistributedDataParallel";
+using detail::kOperation;
 
 /// A module whose children are made here.
 struct Part : torch::nn::Module {};
