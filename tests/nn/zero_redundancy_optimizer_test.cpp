@@ -600,5 +600,44 @@ TEST(ZeroRedundancyOptimizerTest, a_parameter_of_another_form_is_refused) {
   });
 }
 
+TEST(ZeroRedundancyOptimizerTest, a_step_beside_a_consolidation_is_named) {
+  on_ranks(2, [](int rank) {
+    at::Tensor parameter = at::ones({8}).requires_grad_();
+    ZeroRedundancyOptimizer<torch::optim::SGD> optimizer(std::vector{parameter}, 0.1);
+    parameter.mutable_grad() = at::ones({8});
+    try {
+      if (rank == 0) {
+        optimizer.step();
+      } else {
+        optimizer.consolidate();
+      }
+      ADD_FAILURE() << "no error";
+    } catch (const MismatchError& error) {
+      EXPECT_NE(error.text().find("rank 0 has a step where rank 1 has a consolidation"),
+                std::string::npos)
+          << error.text();
+    }
+    EXPECT_TRUE(parameter.detach().eq(1).all().item<bool>());
+  });
+}
+
+/// Again at the next step, too.
+TEST(ZeroRedundancyOptimizerTest, parameters_that_are_tied_later_are_refused) {
+  on_ranks(2, [](int /*rank*/) {
+    at::Tensor a = at::ones({4}).requires_grad_(), b = at::ones({4}).requires_grad_();
+    ZeroRedundancyOptimizer<torch::optim::SGD> optimizer(std::vector{a, b}, 0.1);
+    b.set_data(a.detach());
+    a.mutable_grad() = at::ones({4});
+    for (int step = 0; step < 2; ++step) {
+      const std::string text = testing::usage_error([&] { optimizer.step(); });
+      EXPECT_NE(text.find("parameter 1 of the optimizer's parameter group 0 shares memory"),
+                std::string::npos)
+          << text;
+    }
+    b.set_data(at::ones({4}));
+    EXPECT_NO_THROW(optimizer.step());
+  });
+}
+
 }  // namespace zero_redundancy_optimizer_test
 }  // namespace lockstep::nn

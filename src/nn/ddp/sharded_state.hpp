@@ -1,5 +1,9 @@
 #pragma once
 
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <cstdint>
 #include <functional>
 #include <lockstep/error.hpp>
@@ -9,17 +13,19 @@
 #include <optional>
 #include <source_location>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "nn/ddp/optimizer_class.hpp"
+#include "nn/elements/dense.hpp"
+
 namespace lockstep::nn::detail {
 
-/// Of a parameter or a piece of one: the tensors in the order of the class, undefined where it has
-/// none.
-struct ElementState {
-  std::int64_t step = 0;
-  std::vector<at::Tensor> tensors;
-};
+/// The operation's name in errors.
+inline constexpr const char* kZeroRedundancy = "ZeroRedundancyOptimizer";
+/// What ranks agree on before they gather their states.
+inline constexpr const char* kConsolidation = "a consolidation, as of save_training,";
 
 /// The state of a piece as bytes.
 struct SentState {
@@ -50,10 +56,17 @@ struct ShardedState {
   struct Form {
     at::ScalarType type;
     std::vector<std::int64_t> sizes, strides;
+    const void* address;  ///< at the last look; it may move
 
     explicit Form(const at::Tensor& of)
-        : type(of.scalar_type()), sizes(of.sizes().vec()), strides(of.strides().vec()) {}
-    bool operator==(const Form&) const = default;
+        : type(of.scalar_type()),
+          sizes(of.sizes().vec()),
+          strides(of.strides().vec()),
+          address(of.data_ptr()) {}
+    bool fits(const at::Tensor& parameter) const {
+      return parameter.layout() == at::kStrided && parameter.scalar_type() == type &&
+             parameter.sizes() == sizes && parameter.strides() == strides;
+    }
   };
   struct ParameterGroup {
     std::vector<at::Tensor> parameters;
@@ -82,11 +95,17 @@ struct ShardedState {
   std::shared_ptr<torch::optim::Optimizer> make_optimizer(
       const std::vector<at::Tensor>& slices, const torch::optim::OptimizerOptions& options,
       const torch::optim::OptimizerOptions& defaults) const;
-  void check_memory() const;
+  /// Throws UsageError if the parameters of a group that was cut are others now, or have another
+  /// form. Returns whether one has moved in memory.
+  bool check_known(const Groups& all) const;
+  /// Throws UsageError if two parameters share memory: each rank updates its pieces from the old
+  /// values, so the ranks would keep different ones.
+  void check_memory(const Groups& all) const;
+  ParameterGroup cut(const std::vector<at::Tensor>& parameters) const;
   void check_parameter(const at::Tensor& parameter, std::size_t i, std::size_t i_group) const;
-  /// Collective: throws MismatchError if the ranks differ. Compares the values of parameters in new
-  /// groups.
-  void agree(const Groups& all, std::source_location at);
+  /// Collective: throws MismatchError if the ranks differ, also in what they are about to do.
+  /// Compares the values of parameters in new groups.
+  void agree(std::string_view what, const Groups& all, std::source_location at);
   void update(const Groups& all);
   void send_updated(const std::vector<std::vector<at::Tensor>>& streams);
   std::vector<SentState> own_state() const;
@@ -109,5 +128,47 @@ struct ShardedState {
   std::size_t slot_bytes = 0;
   std::unique_ptr<torch::optim::Optimizer> consolidated;
 };
+
+// --- tensors as sequences of elements -----------------------------------------------------------
+
+/// Whether its elements fill a block of memory, in any order of dimensions.
+inline bool fills_memory(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && has_values_in_memory(tensor);
+}
+
+/// The elements in the order in which `parameter` has them in memory, or their logical order if it
+/// has gaps. A view where possible.
+inline at::Tensor flat_like(const at::Tensor& parameter, const at::Tensor& values) {
+  if (!fills_memory(parameter)) return values.reshape({-1});
+  at::Tensor same = values;
+  if (values.strides() != parameter.strides() || !has_values_in_memory(values)) {
+    same = at::empty_strided(parameter.sizes(), parameter.strides(), values.options());
+    same.copy_(values);
+  }
+  return same.as_strided({same.numel()}, {1}, same.storage_offset());
+}
+
+/// The tensor of the parameter's shape that has these elements.
+inline at::Tensor shaped_like(const at::Tensor& parameter, const at::Tensor& flat) {
+  if (!fills_memory(parameter)) return flat.view(parameter.sizes());
+  return flat.as_strided(parameter.sizes(), parameter.strides());
+}
+
+inline at::Tensor piece_of(const at::Tensor& flat, const ShardedState::Piece& piece) {
+  return flat.narrow(0, piece.begin, piece.n);
+}
+
+// --- texts ---------------------------------------------------------------------------------------
+
+inline std::string name_of_parameter(std::size_t i, std::size_t i_group) {
+  return fmt::format("parameter {} of the optimizer's parameter group {}", i, i_group);
+}
+
+inline std::string describe(const at::Tensor& tensor) {
+  const std::string shape =
+      fmt::format("{} [{}]", c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "));
+  if (tensor.is_contiguous()) return shape;
+  return fmt::format("{} with strides [{}]", shape, fmt::join(tensor.strides(), ", "));
+}
 
 }  // namespace lockstep::nn::detail
