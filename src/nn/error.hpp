@@ -1,5 +1,7 @@
 #pragma once
 
+#include <fmt/format.h>
+
 #include <atomic>
 #include <exception>
 #include <source_location>
@@ -14,6 +16,12 @@ namespace lockstep::nn {
 inline ErrorContext context_of(std::string operation, const Group& group,
                                std::source_location where) {
   return {std::move(operation), group.name(), group.rank(), /*sequence=*/0, where};
+}
+
+/// Why the group has no such rank, in the words of its own calls; empty if it has.
+inline std::string why_no_rank(const char* parameter, int rank, const Group& group) {
+  if (rank >= 0 && rank < group.size()) return {};
+  return fmt::format("{} is {}; the group's ranks are 0 to {}", parameter, rank, group.size() - 1);
 }
 
 namespace detail {

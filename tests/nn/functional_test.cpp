@@ -413,7 +413,7 @@ TEST(FunctionalTest, wrong_arguments_are_refused_and_the_group_stays_usable) {
         },
         "one shape, but for the first size,");
     expect([&] { (void)collective::reduce_scatter({at::ones({}), at::ones({2})}); }, "one shape");
-    expect([&] { (void)collective::broadcast(data, 2); }, "there is no rank 2 among 2 ranks");
+    expect([&] { (void)collective::broadcast(data, 2); }, "src is 2; the group's ranks are 0 to 1");
     expect([&] { (void)collective::all_gather(at::ones(std::vector<std::int64_t>(11, 1))); },
            "at most 10");
     expect([&] { (void)collective::all_reduce(at::ones({2}, at::kBool)); }, "sum of bool");

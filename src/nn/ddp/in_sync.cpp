@@ -96,8 +96,8 @@ void check_fingerprints(const Fingerprints& mine, const Group& group, const Erro
                                                  all[rank][i].first, rank, first, advice));
       }
       throw MismatchError(
-          context, fmt::format("rank {} has {} where rank {} has {}: all must have the same",
-                               first, is_in_first ? all[first][i].first : "nothing more", rank,
+          context, fmt::format("rank {} has {} where rank {} has {}: all must have the same", first,
+                               is_in_first ? all[first][i].first : "nothing more", rank,
                                is_in_rank ? all[rank][i].first : "nothing more"));
     }
   }

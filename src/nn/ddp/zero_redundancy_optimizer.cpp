@@ -385,9 +385,7 @@ at::Tensor ZeroRedundancyOptimizerBase::step(LossClosure closure) {
 
 void ZeroRedundancyOptimizerBase::consolidate(int to, std::source_location where) {
   detail::ShardedState& sharded = *sharded_;
-  if (to < 0 || to >= sharded.group.size()) {
-    const std::string text =
-        fmt::format("there is no rank {} among {} ranks", to, sharded.group.size());
+  if (const std::string text = why_no_rank("to", to, sharded.group); !text.empty()) {
     lockstep::detail::Collective(detail::kZeroRedundancy, sharded.group, where).refuse(text);
     throw UsageError(sharded.context(where), text);
   }

@@ -118,10 +118,10 @@ void check_arguments(const FunctionalCall& call, const variable_list& inputs) {
   const std::string operation = call.context().operation;
   const char* const name = operation.c_str();
   const Group& group = call.group();
-  const bool has_root =
-      is_from_root(call.kind) || call.kind == Kind::reduce || call.kind == Kind::gather;
-  if (has_root && (call.root < 0 || call.root >= group.size())) {
-    reject(fmt::format("there is no rank {} among {} ranks", call.root, group.size()));
+  const bool is_to_root = call.kind == Kind::reduce || call.kind == Kind::gather;
+  if (is_from_root(call.kind) || is_to_root) {
+    const std::string text = why_no_rank(is_to_root ? "dst" : "src", call.root, group);
+    if (!text.empty()) reject(text);
   }
   if (call.op != ReduceOp::sum && call.op != ReduceOp::mean) {
     reject(fmt::format("the reduction is {}; those with a gradient are sum and mean",
