@@ -4,8 +4,9 @@
 usage: python_ranks.py [--max BYTES] [--seconds S] [--json FILE]
 
 Prints a row for each operation and size: median microseconds of a call, the slower rank's, and how many times as long
-Gloo takes. The backends take turns, several times, so that both see the same load of the machine. Models: the
-median of a training step, and what communication adds to it, compared with the same wrapper over a group of one rank.
+Gloo takes. "directly" is a function of lockstep, of an array of NumPy, "tensor" the same of a tensor. The backends take
+turns, several times, so that both see the same load of the machine. Models: the median of a training step, and what
+communication adds to it, compared with the same wrapper over a group of one rank.
 FILE gets rows for scripts/performance.py: of each operation of torch.distributed Gloo's time over ours, of lockstep called
 directly the microseconds, of each model what lockstep adds over what Gloo adds.
 """
@@ -164,10 +165,12 @@ def add_rows(rows, name, size, medians, base=0):
     rows.append({"name": f"dist.{name}", "ratio": medians["gloo"] / medians["lockstep"]})
     if "directly" in medians:
         rows.append({"name": f"lockstep.{name}", "ratio": medians["directly"]})
+    if "tensor" in medians:
+        rows.append({"name": f"lockstep.{name} of a tensor", "ratio": medians["tensor"]})
 
 
 def print_row(name, size, medians, base=0):
-    columns = ("gloo", "lockstep", "one rank", "no wrapper") if base else ("gloo", "lockstep", "directly")
+    columns = ("gloo", "lockstep", "one rank", "no wrapper") if base else ("gloo", "lockstep", "directly", "tensor")
     values = [medians.get(backend) for backend in columns]
     cells = "".join(f"{'' if value is None else f'{value:.1f}':>12}" for value in values)
     times = (medians["gloo"] - base) / max(medians["lockstep"] - base, 1e-9)
@@ -192,7 +195,7 @@ def run(rank, options, store):
             add_rows(rows, *row)
 
     if rank == 0:
-        print(f"{'':24}{'bytes':>10}{'gloo':>12}{'lockstep':>12}{'directly':>12}  {'gloo is':>9}")
+        print(f"{'':24}{'bytes':>10}{'gloo':>12}{'lockstep':>12}{'directly':>12}{'tensor':>12}  {'gloo is':>9}")
     small = {backend: small_operations(group) for backend, group in groups.items()}
     for name in small["gloo"]:
         calls = {backend: by_name[name] for backend, by_name in small.items()}
@@ -208,8 +211,10 @@ def run(rank, options, store):
         for name in by_backend["gloo"]:
             calls = {backend: by_name[name] for backend, by_name in by_backend.items()}
             if name == "all_reduce":
-                x = torch.ones(size // 4).numpy()
-                calls["directly"] = lambda x=x: lockstep.all_reduce(x)
+                x = torch.ones(size // 4)
+                array = x.numpy()
+                calls["directly"] = lambda x=array: lockstep.all_reduce(x)
+                calls["tensor"] = lambda x=x: lockstep.all_reduce(x)
             say(name, size, measure(calls, options.seconds))
         size *= 64
     if rank == 0:

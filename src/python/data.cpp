@@ -89,6 +89,59 @@ bool is_masked(nb::handle object) {
   return false;
 }
 
+/// The parts that are used here of DLPack's exchange of a tensor in C.
+struct DlpackManagedTensor {
+  std::uint32_t major, minor;
+  void* manager_ctx;
+  void (*deleter)(DlpackManagedTensor*);
+};
+struct DlpackExchangeApi {
+  std::uint32_t major, minor;
+  void* prev_api;
+  void* managed_tensor_allocator;
+  int (*managed_tensor_from_py_object_no_sync)(void* py_object, DlpackManagedTensor** out);
+};
+
+/// Null if the object's type has none of its own: a subclass may have its elements elsewhere.
+const DlpackExchangeApi* exchange_api_of(nb::handle object) {
+  static PyObject* last = nullptr;  // the last type that was asked
+  static const DlpackExchangeApi* api = nullptr;
+  PyObject* const type = object.type().ptr();
+  if (type == last) return api;
+  const nb::object own = nb::handle(type).attr("__dict__").attr("get")("__dlpack_c_exchange_api__");
+  api =
+      static_cast<const DlpackExchangeApi*>(PyCapsule_GetPointer(own.ptr(), "dlpack_exchange_api"));
+  if (api == nullptr) PyErr_Clear();
+  if (api != nullptr && api->major != nb::dlpack::major_version) api = nullptr;
+  Py_INCREF(type);  // no other type gets its address
+  Py_XDECREF(std::exchange(last, type));
+  return api;
+}
+
+/// What object.__dlpack__(max_version=...) returns, in a tenth of the time (torch: 2.5 us), or the
+/// object itself where that is to be called.
+nb::object export_by_dlpack(nb::handle object) {
+  static constexpr const char* kName = "dltensor_versioned";
+  const DlpackExchangeApi* const api = exchange_api_of(object);
+  if (api == nullptr) return nb::borrow(object);
+  DlpackManagedTensor* tensor = nullptr;
+  if (api->managed_tensor_from_py_object_no_sync(object.ptr(), &tensor) != 0) {
+    PyErr_Clear();
+    return nb::borrow(object);  // it may know more; else the error is the same
+  }
+  const auto destroy = [](PyObject* capsule) {  // renamed if its tensor was taken
+    if (PyCapsule_IsValid(capsule, kName) == 0) return;
+    auto* const owned = static_cast<DlpackManagedTensor*>(PyCapsule_GetPointer(capsule, kName));
+    owned->deleter(owned);
+  };
+  PyObject* const capsule = PyCapsule_New(tensor, kName, destroy);
+  if (capsule == nullptr) {
+    tensor->deleter(tensor);
+    throw nb::python_error();
+  }
+  return nb::steal(capsule);
+}
+
 /// As errors call it: "data (list)".
 std::string described(const char* parameter, nb::handle object) {
   return fmt::format("{} ({})", parameter, name_of_type(object));
@@ -99,9 +152,17 @@ std::string described(const char* parameter, nb::handle object) {
                           dtype, kTypes));
 }
 
+/// An attribute that the object may have; null without it.
+nb::object attribute(nb::handle object, PyObject* name) {
+  PyObject* const value = PyObject_GetAttr(object.ptr(), name);
+  if (value == nullptr) PyErr_Clear();
+  return nb::steal(value);
+}
+
 /// Whether object.method() is true; false without such a method.
-bool returns_true(nb::handle object, const char* method) {
-  return nb::hasattr(object, method) && nb::cast<bool>(object.attr(method)());
+bool returns_true(nb::handle object, PyObject* method) {
+  const nb::object function = attribute(object, method);
+  return function.is_valid() && nb::cast<bool>(function());
 }
 
 [[noreturn]] void reject_layout(const Call& call, const std::string& name) {
@@ -152,13 +213,17 @@ void Data::read_buffer(nb::handle object, Access access, const Call& call, const
 }
 
 void Data::read_dlpack(nb::handle object, Access access, const Call& call, const char* parameter) {
+  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  static PyObject* const is_inference = PyUnicode_InternFromString("is_inference");
   // Newer versions of torch export such a tensor through DLPack without an error.
-  if (nb::hasattr(object, "requires_grad") && nb::cast<bool>(object.attr("requires_grad"))) {
+  const nb::object has_gradient = attribute(object, requires_grad);
+  if (has_gradient.is_valid() && nb::cast<bool>(has_gradient)) {
     call.reject(fmt::format("{} requires a gradient, which would be lost: pass x.detach()",
                             described(parameter, object)));
   }
   nb::object resolved;
-  if (returns_true(object, "is_neg")) {
+  if (returns_true(object, is_neg)) {
     if (access == Access::write) {
       call.reject(
           fmt::format("{} has the negative bit (as z.conj().imag), so that its memory holds "
@@ -168,8 +233,9 @@ void Data::read_dlpack(nb::handle object, Access access, const Call& call, const
     resolved = object.attr("resolve_neg")();
     object = resolved;
   }
+  const nb::object exported = export_by_dlpack(object);
   const auto take = [&](auto& tensor) {
-    if (!nb::try_cast(object, tensor) || tensor.device_type() != nb::device::cpu::value) {
+    if (!nb::try_cast(exported, tensor) || tensor.device_type() != nb::device::cpu::value) {
       call.reject(fmt::format("{} must be a {} CPU tensor: pass x.cpu()",
                               described(parameter, object),
                               access == Access::write ? "writable" : "readable"));
@@ -195,9 +261,8 @@ void Data::read_dlpack(nb::handle object, Access access, const Call& call, const
   if (access == Access::write) {
     take(writable_);
     // Tensors of other libraries, and those of inference mode, have no version.
-    if (nb::hasattr(object, "is_inference") && !returns_true(object, "is_inference")) {
-      tensor_ = nb::borrow<nb::object>(object);
-    }
+    const nb::object function = attribute(object, is_inference);
+    if (function.is_valid() && !nb::cast<bool>(function())) tensor_ = nb::borrow(object);
   } else {
     take(readable_);
   }
@@ -205,7 +270,9 @@ void Data::read_dlpack(nb::handle object, Access access, const Call& call, const
 
 void Data::bump_version() const {
   if (!tensor_) return;
-  nb::module_::import_("torch.autograd.graph").attr("increment_version")(tensor_);
+  static const nb::handle increment =
+      nb::object(nb::module_::import_("torch.autograd.graph").attr("increment_version")).release();
+  increment(tensor_);
 }
 
 }  // namespace lockstep::python

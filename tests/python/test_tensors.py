@@ -1,6 +1,8 @@
 """Tensors of PyTorch in the collectives, and what mmengine.dist has for them."""
 
+import resource
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +131,31 @@ def test_what_reads_a_tensor_leaves_its_version(read):
     y = torch.full((3,), 4.0, requires_grad=True).sqrt()
     read(y.detach())
     y.sum().backward()
+
+
+def test_a_subclass_that_exports_other_elements_is_asked_for_them():
+    class Indirect(torch.Tensor):
+        def __dlpack__(self, **options):
+            asked.append(options)
+            return self.elements.__dlpack__(**options)
+
+    asked = []
+    x = torch.zeros(3).as_subclass(Indirect)
+    x.elements = torch.full((3,), 4.0)
+    assert ls.all_gather(x)[0].tolist() == [4, 4, 4] and asked
+
+
+def test_a_tensor_is_not_kept_after_the_call():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    for _ in range(50):  # 1.6 GB, if they were
+        x, y = torch.ones(1 << 22), torch.ones(1 << 22)
+        ls.all_reduce(x)
+        with pytest.raises(ls.UsageError, match="nothing"):
+            ls.all_reduce(y, op="nothing")
+    assert resident() - before < 400 << 20
 
 
 def test_a_tensor_with_the_negative_bit(run_ranks):
