@@ -63,6 +63,7 @@ TITLES = {
 TABLES = {
     'sync_batch_norm_wheel': ('BatchNorm (.*) (forward|backward)', "PyTorch 2.13's time / ours"),
     'python': (r'dist\.(.*) (\d+ .?i?B)', "Gloo's time / ours"),
+    'steps': (r'(.*): (.*)', 'images per second'),
 }
 MOST_FOREIGN = 0.1  # share of the cores that other programs may have
 # Of 2 ranks that `lockstep run` starts; they write {"rows": [{"name": ..., "ratio": ...}]}.
@@ -73,8 +74,8 @@ PROGRAMS = {
 }
 # Of 2 ranks that mpirun starts: over_mpi.py.
 OVER_MPI = 'mpi'
-# Of 2 ranks that bench/python_ranks.py starts.
-PYTHON = 'python'
+# Of 2 ranks that these start.
+SCRIPTS = {'python': 'bench/python_ranks.py', 'steps': 'bench/training_steps.py'}
 # What a user would do instead of 2 ranks of 1 thread: one process of 2.
 TRAINING = 'training'
 TRAININGS = {'convnet': '--epochs=12', 'resnet18': '--max-steps=8'}
@@ -194,11 +195,11 @@ def figures_of(name, lockstep):
         command = 'lockstep run -n 2 -- lockstep-train --threads=1 --batch=64 --model=convnet|resnet18'
         print(command, flush=True)
         return command, run_trainings(lockstep)
-    if name == PYTHON:
+    if name in SCRIPTS:
         interpreter = 'build/venv-python/bin/python'
-        print('./dev bench python', flush=True)
-        return './dev bench python', os.path.exists(interpreter) and run_to_json(
-            [interpreter, 'bench/python_ranks.py'])
+        command = f'./dev bench {name}'
+        print(command, flush=True)
+        return command, os.path.exists(interpreter) and run_to_json([interpreter, SCRIPTS[name]])
     program, *arguments = PROGRAMS[name]
     path = os.path.relpath(program_of(lockstep, program))
     command = ' '.join(['lockstep run -n 2 --', path, *arguments])
@@ -249,7 +250,7 @@ def save(result, path):
 
 
 def measure(lockstep, out, *names):
-    every = [*RUNS, *PROGRAMS, OVER_MPI, PYTHON, TRAINING]
+    every = [*RUNS, *PROGRAMS, OVER_MPI, *SCRIPTS, TRAINING]
     for name in names:
         if name not in every:
             sys.exit(f"there is no run '{name}'; there are {', '.join(every)}")

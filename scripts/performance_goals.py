@@ -5,6 +5,7 @@ import os
 import re
 
 LIMITS = ['floor', 'bare']  # candidates of bench/compare that are no peers
+PLACEMENTS = ['near', 'siblings', 'far']  # of the two cores, in the order in which they stand in for one another
 AT_THE_LIMIT = 0.95  # of the limit's speed: then a goal is reached too
 
 
@@ -45,17 +46,17 @@ def runs_of(goal):
 
 
 def times_of(goal, medians):
-    """Of one size, by candidate; empty where the machine never was, for all candidates, in the
-    goal's placement."""
-    for placement in [goal['placement']] if 'placement' in goal else ['near', 'siblings']:
+    """Of one size: the placement in which a goal is judged, and the times by candidate. That is the goal's own, else the
+    nearest in which the machine was for all candidates; None and no times if there is none."""
+    own = goal.get('placement', PLACEMENTS[0])
+    for placement in PLACEMENTS[PLACEMENTS.index(own):]:
         times = {name: by_placement.get(placement) for name, by_placement in medians.items()}
         if times and all(times.values()):
-            return times
-    return {}
+            return placement, times
+    return None, {}
 
 
-def ratio_of(goal, medians):
-    times = times_of(goal, medians)
+def ratio_of(goal, times):
     against = goal.get('against')
     others = [us for name, us in times.items() if library_of(name) == against or
               against is None and library_of(name) not in ('lockstep', *LIMITS)]
@@ -72,23 +73,25 @@ def ratios_of(goal, run):
     if 'rows' in goal:
         return {row['name']: row['ratio'] for row in run['rows']
                 if re.fullmatch(goal['rows'], row['name'])}
-    return {where: ratio_of(goal, row['p50_us']) for where, row in sizes_of(goal, run)}
+    return {where: ratio_of(goal, times) for where, times in sizes_of(goal, run)}
 
 
 def sizes_of(goal, run):
-    """(where, row) of each size of the goal."""
+    """(where, times by candidate) of each size of the goal. A placement that is not the goal's is said."""
     operation = goal.get('operation', 'all_reduce')
-    return [('' if operation == 'barrier' else f"at {bytes_text(row['bytes'])}", row)
-            for row in run['rows'] if row['operation'] == operation and
-            (operation == 'barrier' or goal['from'] <= row['bytes'] <= goal['to'])]
+    for row in run['rows']:
+        if row['operation'] != operation or operation != 'barrier' and not goal['from'] <= row['bytes'] <= goal['to']:
+            continue
+        placement, times = times_of(goal, row['p50_us'])
+        where = '' if operation == 'barrier' else f"at {bytes_text(row['bytes'])}"
+        yield where + (f', {placement}' if placement not in (None, goal.get('placement', PLACEMENTS[0])) else ''), times
 
 
 def limits_of(goal, run):
     """Where -> the limit's time over ours, and the limit's in us, where it was measured beside ours."""
     limits = {}
-    for where, row in sizes_of(goal, run) if 'limit' in goal else []:
-        times = times_of(goal, row['p50_us'])
-        if 'lockstep' in times and goal['limit'] in times:
+    for where, times in sizes_of(goal, run) if 'limit' in goal else []:
+        if {'lockstep', goal['limit']} <= times.keys():
             limits[where] = times[goal['limit']] / times['lockstep'], times[goal['limit']]
     return limits
 

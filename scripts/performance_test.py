@@ -66,13 +66,25 @@ class CheckTest(unittest.TestCase):
         far = {'placement': 'far', 'must': 2, 'aim': 3}
         near = {'must': 2, 'aim': 3}
         self.expect(check(rows, far)[0], 'short', '1.50x at 4 B')
-        self.expect(check(rows, near)[0], 'aim', '9.00x at 4 B')
+        self.expect(check(rows, near)[0], 'aim', '9.00x at 4 B  ')
         rows[0]['p50_us']['openmpi'] = {'near': 5}  # which may have been the best when far
         lines = check(rows, far)
         self.expect(lines[0], 'not seen in this record')
         self.assertEqual(lines[1], '0 of 1 goals fall short')
-        rows[0]['p50_us']['openmpi'] = {'far': 5}
-        self.expect(check(rows, near)[0], 'not seen in this record')
+
+    def test_where_its_placement_did_not_occur_another_stands_in_and_is_said(self):
+        rows = [line(4, lockstep={'far': 2, 'near': 1}, mpich={'far': 3, 'near': 9}, openmpi={'far': 5})]
+        self.expect(check(rows, {'must': 2, 'aim': 3})[0], 'short', '1.50x at 4 B, far')
+        rows[0]['p50_us']['floor'] = {'far': 1.92}
+        goal = {'must': 2, 'aim': 3, 'limit': 'floor'}
+        self.expect(check(rows, goal)[0], 'limit', '1.50x at 4 B, far; 4 B, far at 96 % of the limit')
+        for of_library in rows[0]['p50_us'].values():
+            of_library['siblings'] = 1
+        rows[0]['p50_us']['floor']['siblings'] = 0.5
+        self.expect(check(rows, goal)[0], 'short', '1.00x at 4 B, siblings')
+        far = {**goal, 'placement': 'far'}
+        del rows[0]['p50_us']['mpich']['far']
+        self.expect(check(rows, far)[0], 'not seen in this record')
 
     def test_a_goal_is_reached_near_the_limit_too(self):
         goal = {'limit': 'floor', 'must': 2, 'aim': 3}
@@ -128,8 +140,8 @@ class CheckTest(unittest.TestCase):
         self.assertEqual(line['placement'], 'far')
         self.assertEqual(line['blocks']['near']['foreign'], 0.269)
         goal = {'must': 2, 'aim': 3}
-        self.expect(check([line], goal)[0], 'not seen in this record')
-        self.expect(check([line], {**goal, 'placement': 'far'})[0], 'aim', '3.00x at 4 B')
+        self.expect(check([line], goal)[0], 'aim', '3.00x at 4 B, far')
+        self.expect(check([line], {**goal, 'placement': 'far'})[0], 'aim', '3.00x at 4 B  ')
         for row in rows:
             del row['placements']['far']
         line, = performance.lines_of(rows)
