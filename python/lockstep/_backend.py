@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import socket
@@ -91,6 +92,8 @@ def _connect(host: str, port: int, size: int) -> tuple[Any, str]:
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(2 * _CONNECT_TIME.total_seconds())
+    if thread.is_alive():  # an exception of C++ while Python ends would end the process by SIGABRT
+        atexit.register(thread.join, 3 * _CONNECT_TIME.total_seconds())
     return result[0], result[1]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -152,3 +153,25 @@ def test_hosts(run_torch, tmp_path):
                   '[ "$RANK" != 2 ] || exec unshare --pid --fork --kill-child "$@"; exec "$@"', "sh"],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
+
+
+def test_a_rank_may_end_while_it_connects_to_a_store_that_is_gone():
+    """As a survivor that has no other rank to wait for; its store's answer is that the connection ends."""
+    program = """
+import sys
+from datetime import timedelta
+from lockstep import _backend
+_backend._CONNECT_TIME = timedelta(seconds=0.5)
+store, why = _backend._connect("127.0.0.1", int(sys.argv[1]), 2)
+assert store is None and why == "no answer", (store, why)
+print("ends", flush=True)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", program, str(server.getsockname()[1])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
+            accepted, _ = server.accept()
+            assert rank.stdout.readline() == "ends\n"
+            accepted.close()
+            server.close()
+            _, errors = rank.communicate(timeout=120)
+            assert rank.returncode == 0, errors
