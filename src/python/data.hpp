@@ -43,9 +43,10 @@ class Data {
   };
 
   Buffer buffer_;
-  nanobind::object tensor_;  // of torch, to be written
+  nanobind::object owner_;  // of the elements, if it has no buffer
   nanobind::ndarray<> writable_;
   nanobind::ndarray<nanobind::ro> readable_;
+  bool has_version_ = false;
   Elements elements_;
 };
 
