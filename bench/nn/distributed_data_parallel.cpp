@@ -3,15 +3,17 @@
 // communication, compared with the same step without any. Gradients are reduced by
 // DistributedDataParallel, by buckets over c10d's Gloo, or by averaging every gradient after
 // backward. Two more rows each have one half of DistributedDataParallel's row: synchronised
-// statistics with local gradients, or the reverse. All alternate step by step. A row is the median
-// over the steps, in ms, on rank 0; "not hidden" is the median of the excess of a step over the
-// step without communication of the same round. `--json FILE`: as shares of the step.
+// statistics with local gradients, or the reverse. "waits only" exchanges nothing, but has a
+// barrier where SyncBatchNorm synchronises: what is added is the time for which a rank waits
+// because the other has not finished the same computation. All alternate step by step. A row is
+// the median over the steps, in ms, on rank 0; "not hidden" is the median of the excess of a step
+// over the step without communication of the same round, "beyond waits" that over "waits only".
+// `--json FILE`: as shares of the step. `--layers`: also how long each rank waits at each barrier.
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <functional>
 #include <lockstep/lockstep.hpp>
 #include <lockstep/nn.hpp>
@@ -86,6 +88,58 @@ class NoExchange : public Candidate {
   void forward_and_backward(const Tensor& x, const Tensor& labels) override {
     torch::cross_entropy_loss(net_->forward(x), labels).backward();
     lockstep::barrier();
+  }
+};
+
+/// For each barrier of a step, in their order, for how long this rank has waited there.
+struct Waits {
+  std::size_t next = 0;  ///< the step's next barrier
+  std::vector<double> ms = {};
+
+  void wait() {
+    const auto begin = Clock::now();
+    lockstep::barrier();
+    const std::chrono::duration<double, std::milli> waited = Clock::now() - begin;
+    if (next == ms.size()) ms.push_back(0);
+    ms[next++] += waited.count();
+  }
+};
+
+/// A barrier in forward, and one in backward.
+struct WaitImpl : Cloneable<WaitImpl> {
+  explicit WaitImpl(std::shared_ptr<Waits> of_step) : waits(std::move(of_step)) {}
+  void reset() override {}
+  Tensor forward(const Tensor& x) {
+    waits->wait();
+    Tensor y = x.view_as(x);
+    y.register_hook([all = waits](const Tensor&) { all->wait(); });
+    return y;
+  }
+  std::shared_ptr<Waits> waits;
+};
+TORCH_MODULE(Wait);
+
+/// Sets what resnet18() adds while it lives.
+struct WaitsInNetwork {
+  std::shared_ptr<Waits> waits = std::make_shared<Waits>();
+  WaitsInNetwork() {
+    add_before_batch_norm = [this](Sequential& net) { net->push_back(Wait(waits)); };
+  }
+  ~WaitsInNetwork() { add_before_batch_norm = nullptr; }
+  WaitsInNetwork(const WaitsInNetwork&) = delete;
+  WaitsInNetwork& operator=(const WaitsInNetwork&) = delete;
+};
+
+class WaitsOnly : WaitsInNetwork, public Candidate {
+ public:
+  WaitsOnly() : Candidate(this_rank()) { add_before_batch_norm = nullptr; }
+  const std::vector<double>& waited_ms() const { return waits->ms; }
+
+ private:
+  void forward_and_backward(const Tensor& x, const Tensor& labels) override {
+    waits->next = 0;
+    torch::cross_entropy_loss(net_->forward(x), labels).backward();
+    waits->wait();
   }
 };
 
@@ -181,10 +235,34 @@ struct Row {
   std::vector<double> ms = {};
 };
 
-void compare(std::int64_t size, Results& results) {
+/// Of the steps of the same rounds.
+double median_excess(const Row& row, const Row& other) {
+  std::vector<double> added;
+  for (std::size_t i = 0; i < row.ms.size(); ++i) added.push_back(row.ms[i] - other.ms[i]);
+  return median(added);
+}
+
+/// All ranks call it.
+void print_waits(const std::vector<double>& sums, std::size_t n_steps) {
+  const auto by_rank = lockstep::all_gather_object(sums);
+  if (!lockstep::is_main_process()) return;
+  fmt::print("barrier: ms that each rank waits there, mean of {} steps\n", n_steps);
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    fmt::print("{:>7}", i);
+    for (const auto& waited : by_rank) {
+      fmt::print("{:>10.3f}", waited[i] / static_cast<double>(n_steps));
+    }
+    fmt::print("\n");
+  }
+}
+
+void compare(std::int64_t size, bool prints_layers, Results& results) {
   const lockstep::Group world = lockstep::default_group();
   std::vector<Row> rows;
   rows.push_back({"no other rank", std::make_unique<NoExchange>(this_rank()), false});
+  auto waits_only = std::make_unique<WaitsOnly>();
+  const std::vector<double>& waited_ms = waits_only->waited_ms();
+  rows.push_back({"waits only", std::move(waits_only), false});
   rows.push_back({"statistics only", std::make_unique<NoExchange>(world), false});
   rows.push_back({"gradients only", std::make_unique<Ddp>(this_rank()), false});
   rows.push_back({"DistributedDataParallel", std::make_unique<Ddp>(world)});
@@ -219,14 +297,16 @@ void compare(std::int64_t size, Results& results) {
           fmt::format("two ways that should agree have other weights, by {}", difference));
     }
   }
+  if (prints_layers) print_waits(waited_ms, rows[0].ms.size() + 1);
   if (!lockstep::is_main_process()) return;
   for (const Row& row : rows) {
-    std::vector<double> added;
-    for (std::size_t i = 0; i < row.ms.size(); ++i) added.push_back(row.ms[i] - rows[0].ms[i]);
-    const double ms = median(row.ms), not_hidden = median(added);
-    fmt::print("{:<12} {:<24} {:>10.1f} {:>10.1f} {:>8.1f} %\n", fmt::format("{0}x{0}", size),
-               row.name, ms, not_hidden, 100 * not_hidden / ms);
-    results.add(fmt::format("{0}x{0} {1}: not hidden", size, row.name), not_hidden / ms);
+    const double ms = median(row.ms), not_hidden = median_excess(row, rows[0]) / ms,
+                 beyond_waits = median_excess(row, rows[1]) / ms;
+    const std::string name = fmt::format("{0}x{0} {1}", size, row.name);
+    fmt::print("{:<37} {:>10.1f} {:>8.1f} % {:>8.1f} %\n", name, ms, 100 * not_hidden,
+               100 * beyond_waits);
+    results.add(name + ": not hidden", not_hidden);
+    results.add(name + ": beyond waits", beyond_waits);
   }
   std::fflush(stdout);
 }
@@ -235,17 +315,17 @@ void compare(std::int64_t size, Results& results) {
 
 int main(int argc, char** argv) {
   const std::string json_path = take_json_path(argc, argv);
+  std::vector<std::string> arguments(argv + 1, argv + argc);
+  const bool prints_layers = std::erase(arguments, "--layers") > 0;
+  if (arguments.empty()) arguments = {"64", "224"};
   Results results;
   init_rank();
   if (lockstep::is_main_process()) {
     fmt::print("resnet18, {} ranks, batch {}, libtorch {}\n{:<37} {:>10} {:>10} {:>10}\n",
                lockstep::get_world_size(), kBatch, TORCH_VERSION, "", "step, ms", "not hidden",
-               "of step");
+               "beyond waits");
   }
-  if (argc == 1) {
-    for (const int size : {64, 224}) compare(size, results);
-  }
-  for (int i = 1; i < argc; ++i) compare(std::atoi(argv[i]), results);
+  for (const std::string& size : arguments) compare(std::stoi(size), prints_layers, results);
   if (lockstep::is_main_process() && !json_path.empty()) results.write(json_path);
   lockstep::destroy_dist();
   return 0;

@@ -2,17 +2,24 @@
 
 #include <torch/torch.h>
 
+#include <functional>
+
 /// ResNet-18 (He et al., 2015), as in torchvision: 11.7 million parameters with 1,000 classes.
 namespace lockstep::bench {
 
 using torch::Tensor;
 using namespace torch::nn;  // NOLINT: the modules by their names
 
+/// Adds modules between each convolution and its BatchNorm, while it is set.
+inline std::function<void(Sequential&)> add_before_batch_norm;
+
 inline Sequential conv_bn(std::int64_t in, std::int64_t out, std::int64_t kernel,
                           std::int64_t stride) {
-  return Sequential(
-      Conv2d(Conv2dOptions(in, out, kernel).stride(stride).padding(kernel / 2).bias(false)),
-      BatchNorm2d(out));
+  Sequential net(
+      Conv2d(Conv2dOptions(in, out, kernel).stride(stride).padding(kernel / 2).bias(false)));
+  if (add_before_batch_norm) add_before_batch_norm(net);
+  net->push_back(BatchNorm2d(out));
+  return net;
 }
 
 struct BlockImpl : Cloneable<BlockImpl> {
@@ -35,11 +42,18 @@ struct BlockImpl : Cloneable<BlockImpl> {
 TORCH_MODULE(Block);
 
 inline Sequential resnet18(std::int64_t n_classes) {
-  Sequential net(Conv2d(Conv2dOptions(3, 64, 7).stride(2).padding(3).bias(false)), BatchNorm2d(64),
-                 ReLU(), MaxPool2d(MaxPool2dOptions(3).stride(2).padding(1)), Block(64, 64, 1),
-                 Block(64, 64, 1), Block(64, 128, 2), Block(128, 128, 1), Block(128, 256, 2),
-                 Block(256, 256, 1), Block(256, 512, 2), Block(512, 512, 1), AdaptiveAvgPool2d(1),
-                 Flatten(), Linear(512, n_classes));
+  Sequential net = conv_bn(3, 64, 7, 2);
+  net->push_back(ReLU());
+  net->push_back(MaxPool2d(MaxPool2dOptions(3).stride(2).padding(1)));
+  std::int64_t in = 64;
+  for (const std::int64_t out : {64, 128, 256, 512}) {
+    net->push_back(Block(in, out, /*first_stride=*/out == in ? 1 : 2));
+    net->push_back(Block(out, out, /*first_stride=*/1));
+    in = out;
+  }
+  net->push_back(AdaptiveAvgPool2d(1));
+  net->push_back(Flatten());
+  net->push_back(Linear(in, n_classes));
   return net;
 }
 
