@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# scripts/clean_root.sh DEBS [WAY ...]: from nothing to hello with 2 ranks, in a bare root of this system's release. A
-# way is deb (the packages in the folder DEBS), cmake, pip (of the sources), or wheels (those of `./dev wheel` in build/dist,
-# with PyTorch to a training). Prints each command with its seconds, downloads included, and those of the processor. Needs
-# root and debootstrap; `./dev package --test` runs it.
+# [RELEASE=jammy|noble] scripts/clean_root.sh DEBS [WAY ...]: from nothing to hello with 2 ranks, in a bare root of this
+# system's release or of that Ubuntu. A way is deb (the packages in the folder DEBS, of this system), cmake, pip (of the
+# sources), or wheels (those of `./dev wheel` in build/dist, with PyTorch to a training). Prints each command with its
+# seconds, downloads included, and those of the processor. Needs root and debootstrap; `./dev package --test` runs it.
 #
 # debootstrap makes the root, and each way gets a copy. Mounts and processes are in namespaces that end with this
 # script, also by SIGKILL; then only the folder is left, which the next run removes.
@@ -18,7 +18,7 @@ remove() { # until the last process in it has ended
 }
 if [ "${1:-}" != --inside ]; then
   debs=$(realpath "${1:?the folder of the packages}") || exit
-  [ $# -gt 1 ] || set -- "$1" deb cmake pip wheels
+  [ $# -gt 1 ] || if [ -n "${RELEASE:-}" ]; then set -- "$1" cmake pip wheels; else set -- "$1" deb cmake pip wheels; fi
   setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc \
     "scripts/${0##*/}" --inside "$debs" "${@:2}" &
   inside=$!
@@ -41,11 +41,23 @@ measure() { # LOG COMMAND...; sets the seconds that it took, and those of the pr
 
 # --- the bare root -------------------------------------------------------------------------------
 
-# Release and mirror are those of this machine and its apt; so are the proxies, and the package index of pip
-# and its folder of wheels, which may have a torch without CUDA.
-codename=$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)
-sources=$(apt-get indextargets --format '$(SITE) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
-  awk -v name="$codename" '$2 ~ "^" name "(-updates|-security)?$" { print "deb", $0 }' | sort -u)
+remove && mkdir -p "$out"
+# Release and mirror are those of this machine and its apt, if it is no other; so are the proxies, and the package index
+# of pip and its folder of wheels, which may have a torch without CUDA.
+ubuntu=http://archive.ubuntu.com/ubuntu keyring=() rules=()
+codename=${RELEASE:-$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)}
+if [ -n "${RELEASE:-}" ]; then
+  sources=$(printf "deb $ubuntu %s\n" "$codename"{,-updates,-security}{' main',' universe'})
+  keys=ubuntu-keyring_2023.11.28.1_all.deb  # Debian has no package of them
+  curl -fsS -o "$out/$keys" "$ubuntu/pool/main/u/ubuntu-keyring/$keys" &&
+    sha256sum --quiet -c <<<"36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0311adb8a8  $out/$keys" &&
+    dpkg-deb -x "$out/$keys" "$out/keys" || die "no keys of Ubuntu's archive"
+  keyring=("--keyring=$out/keys/usr/share/keyrings/ubuntu-archive-keyring.gpg")
+  rules=(/usr/share/debootstrap/scripts/gutsy)  # of all Ubuntus, also of those that are newer than debootstrap
+else
+  sources=$(apt-get indextargets --format '$(SITE) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
+    awk -v name="$codename" '$2 ~ "^" name "(-updates|-security)?$" { print "deb", $0 }' | sort -u)
+fi
 mirror=$(awk -v name="$codename" '$3 == name { print $2; exit }' <<<"$sources")
 [ -n "$mirror" ] || die "apt of this machine has no mirror of '$codename'"
 components=$(awk -v name="$codename" '$3 == name { print $4 }' <<<"$sources" | paste -sd,)
@@ -54,8 +66,7 @@ index=${PIP_INDEX_URL:-$(python3 -m pip config get global.index-url 2>/dev/null)
 found=${PIP_FIND_LINKS:-$(python3 -m pip config get global.find-links 2>/dev/null)}
 [ -d "$found" ] || found=''
 
-remove && mkdir -p "$out"
-measure "$out/bare.log" debootstrap --variant=minbase --components="$components" "$codename" "$out/bare" "$mirror" ||
+measure "$out/bare.log" debootstrap "${keyring[@]}" --variant=minbase --components="$components" "$codename" "$out/bare" "$mirror" "${rules[@]}" ||
   { tail -n 20 "$out/bare.log" && die "debootstrap failed"; }
 echo "$sources" >"$out/bare/etc/apt/sources.list"
 apt-config dump | grep -E '^Acquire::(https?::Proxy|Check-)' >"$out/bare/etc/apt/apt.conf.d/99machine"
@@ -134,10 +145,12 @@ way_pip() {
 
 way_wheels() {
   compgen -G 'build/dist/*.whl' >/dev/null || { printf '\nwheels: skipped, `./dev wheel` has made none\n' && return; }
+  local python
+  python=$(compgen -G 'build/dist/lockstep_dist-*.whl' | sed -E 's/.*-cp3([0-9]+)-[^-]*-[^-]*$/python3.\1/; q')
   begin wheels
   cp -r build/dist "$root/wheels"
-  run "$apt python3-venv" &&
-    run 'python3 -m venv /venv && pip install /wheels/lockstep_dist-*.whl' &&
+  run "$apt $python-venv" &&
+    run "$python -m venv /venv && pip install /wheels/lockstep_dist-*.whl" &&
     hello 'lockstep run -n 2 python examples/python/hello.py' || return
   compgen -G 'build/dist/lockstep_torch-*.whl' >/dev/null || return 0
   run 'pip install /wheels/*.whl' &&
