@@ -1,7 +1,9 @@
 """lockstep_torch._torch: compiled for one torch, loaded when it is used."""
 
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +53,13 @@ new = [name for name in after.keys() - before.keys() if name[1] != "LOCKSTEP"]
 assert not changed and not new, (changed, new)
 assert "lockstep" in dist.Backend.backend_list and "lockstep" not in sys.modules
 """)
+
+
+def test_the_binary_names_no_folder_in_which_it_was_compiled():
+    folder = Path(torch.__file__).parent
+    (binary,) = Path(importlib.util.find_spec("lockstep_torch").origin).parent.glob("_torch*.so")
+    for path in folder, Path(__file__).parents[2]:
+        assert str(path).encode() not in binary.read_bytes()
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 14), reason="has no entry points of backends")
