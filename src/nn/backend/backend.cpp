@@ -160,8 +160,8 @@ Backend::WorkResult Backend::message_in_host(const Message& message, const Error
                                              std::uint32_t n_refused) {
   const bool is_send = message.type == OpType::SEND;
   if (message.type != OpType::RECVANYSOURCE && (message.peer < 0 || message.peer >= size_)) {
-    throw UsageError(context, fmt::format("there is no rank {}; the group's ranks are 0 to {}",
-                                          message.peer, size_ - 1));
+    throw UsageError(context, fmt::format("{} is {}; the group's ranks are 0 to {}",
+                                          is_send ? "dst" : "src", message.peer, size_ - 1));
   }
   const at::Tensor tensor = only(message.tensors, context);
   const at::Tensor in_place =
