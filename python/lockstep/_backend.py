@@ -7,6 +7,7 @@ import functools
 import os
 import socket
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from .errors import EngineError
 
 _CONNECT_TIME = timedelta(seconds=3)
 _CONNECT_ATTEMPTS = 100
+_late_threads: list[threading.Thread] = []
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -92,9 +94,22 @@ def _connect(host: str, port: int, size: int) -> tuple[Any, str]:
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(2 * _CONNECT_TIME.total_seconds())
-    if thread.is_alive():  # an exception of C++ while Python ends would end the process by SIGABRT
-        atexit.register(thread.join, 3 * _CONNECT_TIME.total_seconds())
+    if thread.is_alive():
+        if not _late_threads:
+            atexit.register(_join_late_threads)
+        _late_threads.append(thread)
     return result[0], result[1]
+
+
+def _join_late_threads() -> None:
+    """An exception of C++ on one of them while Python ends would end the process by SIGABRT.
+
+    TCPStore tries for its timeout, and each try may take as long; one that a stopped rank 0 keeps waiting stays, and
+    raises nothing.
+    """
+    end = time.monotonic() + 3 * _CONNECT_TIME.total_seconds()
+    for thread in _late_threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def make_gloo(store: Any, rank: int, size: int, timeout: Any, is_on_one_host: bool) -> Any:

@@ -99,34 +99,41 @@ struct DlpackExchangeApi {
   int (*dltensor_from_py_object_no_sync)(void* py_object, nb::dlpack::dltensor* out);
 };
 
-/// Null if the object's type has none of its own: a subclass may have its elements elsewhere.
+/// Of torch.Tensor; null for any other type. A subclass may override __dlpack__, and types of other
+/// libraries may have read-only tensors, which a dltensor does not tell.
 const DlpackExchangeApi* exchange_api_of(nb::handle object) {
   static PyObject* last = nullptr;  // the last type that was asked
-  static const DlpackExchangeApi* api = nullptr;
-  PyObject* const type = object.type().ptr();
-  if (type == last) return api;
-  const nb::object own = nb::handle(type).attr("__dict__").attr("get")("__dlpack_c_exchange_api__");
-  api =
-      static_cast<const DlpackExchangeApi*>(PyCapsule_GetPointer(own.ptr(), "dlpack_exchange_api"));
-  if (api == nullptr) PyErr_Clear();
-  const bool is_known = api != nullptr && api->major == nb::dlpack::major_version &&
-                        api->dltensor_from_py_object_no_sync != nullptr;
-  if (!is_known) api = nullptr;
-  Py_INCREF(type);  // no other type gets its address
-  Py_XDECREF(std::exchange(last, type));
+  static const DlpackExchangeApi* last_api = nullptr;
+  const nb::handle type = object.type();
+  if (type.ptr() == last) return last_api;
+  const DlpackExchangeApi* api = nullptr;
+  const nb::object module = nb::getattr(type, "__module__", nb::none());
+  const nb::object name = nb::getattr(type, "__name__", nb::none());
+  if (nb::str("torch").equal(module) && nb::str("Tensor").equal(name)) {
+    const nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
+    if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api") != 0) {
+      api = static_cast<const DlpackExchangeApi*>(
+          PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    }
+    const bool is_known = api != nullptr && api->major == nb::dlpack::major_version &&
+                          api->dltensor_from_py_object_no_sync != nullptr;
+    if (!is_known) api = nullptr;
+  }
+  Py_INCREF(type.ptr());  // no other type gets its address
+  Py_XDECREF(std::exchange(last, type.ptr()));
+  last_api = api;
   return api;
 }
 
-/// Where the elements are that object.__dlpack__() would export, in a hundredth of the time
-/// (torch: 2.2 us). nullopt where that is to be called: it may know more, else the error is the
-/// same.
-std::optional<nb::dlpack::dltensor> view_by_dlpack(nb::handle object) {
+/// Sets `view` to a tensor of torch, which goes on to own its memory. It takes less than 0.1 us,
+/// torch.Tensor.__dlpack__ 2.2. False if this torch cannot; then __dlpack__ may, or gives the
+/// error.
+bool view_tensor(nb::handle object, nb::dlpack::dltensor& view) {
   const DlpackExchangeApi* const api = exchange_api_of(object);
-  nb::dlpack::dltensor view;
-  if (api == nullptr) return std::nullopt;
-  if (api->dltensor_from_py_object_no_sync(object.ptr(), &view) == 0) return view;
+  if (api == nullptr) return false;
+  if (api->dltensor_from_py_object_no_sync(object.ptr(), &view) == 0) return true;
   PyErr_Clear();
-  return std::nullopt;
+  return false;
 }
 
 /// As errors call it: "data (list)".
@@ -139,18 +146,29 @@ std::string described(const char* parameter, nb::handle object) {
                           dtype, kTypes));
 }
 
-/// A name that is looked up in each call.
+/// Never freed.
 PyObject* interned(const char* name) { return PyUnicode_InternFromString(name); }
+
+bool is_true(nb::handle object) {
+  const int result = PyObject_IsTrue(object.ptr());
+  if (result < 0) throw nb::python_error();
+  return result != 0;
+}
+
+/// Null if the object has none.
+nb::object attribute(nb::handle object, PyObject* name) {
+  PyObject* const value = PyObject_GetAttr(object.ptr(), name);
+  if (value == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw nb::python_error();
+    PyErr_Clear();
+  }
+  return nb::steal(value);
+}
 
 /// What object.method() returns; nullopt without such a method.
 std::optional<bool> ask(nb::handle object, PyObject* method) {
-  PyObject* arguments[] = {object.ptr()};
-  const auto answer =
-      nb::steal(PyObject_VectorcallMethod(method, arguments, /*nargsf=*/1, /*kwnames=*/nullptr));
-  if (answer.is_valid()) return nb::cast<bool>(answer);
-  if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw nb::python_error();
-  PyErr_Clear();
-  return std::nullopt;
+  const nb::object function = attribute(object, method);
+  return function.is_valid() ? std::optional(is_true(function())) : std::nullopt;
 }
 
 [[noreturn]] void reject_layout(const Call& call, const std::string& name) {
@@ -158,6 +176,22 @@ std::optional<bool> ask(nb::handle object, PyObject* method) {
       fmt::format("{} is not C-contiguous: pass a contiguous copy (numpy.ascontiguousarray(x), "
                   "x.contiguous()), and copy the result back if one is written",
                   name));
+}
+
+std::size_t count_of(const nb::dlpack::dltensor& view) {
+  std::size_t count = 1;
+  for (std::int32_t i = 0; i < view.ndim; ++i) count *= static_cast<std::size_t>(view.shape[i]);
+  return count;
+}
+
+bool is_contiguous(const nb::dlpack::dltensor& view) {
+  if (view.strides == nullptr || count_of(view) == 0) return true;
+  std::int64_t expected = 1;
+  for (std::int32_t i = view.ndim; i-- > 0;) {
+    if (view.shape[i] != 1 && view.strides[i] != expected) return false;
+    expected *= view.shape[i];
+  }
+  return true;
 }
 
 }  // namespace
@@ -203,72 +237,64 @@ void Data::read_buffer(nb::handle object, Access access, const Call& call, const
 void Data::read_dlpack(nb::handle object, Access access, const Call& call, const char* parameter) {
   static PyObject* const requires_grad = interned("requires_grad");
   static PyObject* const is_neg = interned("is_neg");
+  static PyObject* const is_inference = interned("is_inference");
+  const bool writes = access == Access::write;
   // Newer versions of torch export such a tensor through DLPack without an error.
-  const auto has_gradient = nb::steal(PyObject_GetAttr(object.ptr(), requires_grad));
-  if (!has_gradient.is_valid()) PyErr_Clear();
-  if (has_gradient.is_valid() && nb::cast<bool>(has_gradient)) {
+  const nb::object has_gradient = attribute(object, requires_grad);
+  if (has_gradient.is_valid() && is_true(has_gradient)) {
     call.reject(fmt::format("{} requires a gradient, which would be lost: pass x.detach()",
                             described(parameter, object)));
   }
-  owner_ = nb::borrow(object);
-  const std::optional<bool> has_opposite_values = ask(object, is_neg);
-  if (has_opposite_values.value_or(false)) {
-    if (access == Access::write) {
+  tensor_ = nb::borrow(object);
+  if (ask(object, is_neg).value_or(false)) {
+    if (writes) {
       call.reject(
           fmt::format("{} has the negative bit (as z.conj().imag), so that its memory holds "
                       "the opposite values: pass x.resolve_neg(), and copy the result back",
                       described(parameter, object)));
     }
-    owner_ = object.attr("resolve_neg")();
-    object = owner_;
+    tensor_ = object.attr("resolve_neg")();
   }
-  std::optional<nb::dlpack::dltensor> view = view_by_dlpack(object);
-  const auto take = [&view](const auto& array) {
+  nb::dlpack::dltensor view;
+  const auto import_as = [this, &view](auto& array) {
+    if (!nb::try_cast(tensor_, array)) return false;
     view = {.data = const_cast<void*>(static_cast<const void*>(array.data())),
             .device = {array.device_type(), array.device_id()},
             .ndim = static_cast<std::int32_t>(array.ndim()),
             .dtype = array.dtype(),
             .shape = const_cast<std::int64_t*>(array.shape_ptr()),
             .strides = const_cast<std::int64_t*>(array.stride_ptr())};
+    return true;
   };
-  if (!view && access == Access::write && nb::try_cast(object, writable_)) take(writable_);
-  if (!view && access == Access::read && nb::try_cast(object, readable_)) take(readable_);
-  if (!view || view->device.device_type != nb::device::cpu::value) {
+  const bool has_view =
+      view_tensor(tensor_, view) || (writes ? import_as(writable_) : import_as(readable_));
+  if (!has_view || view.device.device_type != nb::device::cpu::value) {
     call.reject(fmt::format("{} must be a {} CPU tensor: pass x.cpu()",
-                            described(parameter, object),
-                            access == Access::write ? "writable" : "readable"));
+                            described(parameter, object), writes ? "writable" : "readable"));
   }
-  const auto dtype = dtype_of(view->dtype);
+  const auto dtype = dtype_of(view.dtype);
   if (!dtype) {
     reject_dtype(
         call, described(parameter, object),
         nb::hasattr(object, "dtype") ? text_of(nb::repr(object.attr("dtype"))) : "unknown");
   }
-  std::int64_t count = 1;
-  for (std::int32_t i = 0; i < view->ndim; ++i) count *= view->shape[i];
-  std::int64_t expected = 1;
-  for (std::int32_t i = view->ndim; i-- > 0;) {
-    const std::int64_t extent = view->shape[i];
-    const bool is_dense = view->strides == nullptr || view->strides[i] == expected;
-    if (extent != 1 && !is_dense && count > 0) reject_layout(call, described(parameter, object));
-    expected *= extent;
-  }
-  elements_ = {.data = static_cast<std::byte*>(view->data) + view->byte_offset,
-               .count = static_cast<std::size_t>(count),
+  if (!is_contiguous(view)) reject_layout(call, described(parameter, object));
+  elements_ = {.data = static_cast<std::byte*>(view.data) + view.byte_offset,
+               .count = count_of(view),
                .dtype = *dtype};
-  has_version_ = has_opposite_values.has_value();  // so it is a tensor of torch
+  // Tensors of other libraries, and those of inference mode, have no version.
+  is_versioned_ = writes && !ask(object, is_inference).value_or(true);
 }
 
 void Data::bump_version() const {
-  if (!has_version_) return;
-  static const nb::handle increment =
-      nb::object(nb::module_::import_("torch.autograd.graph").attr("increment_version")).release();
-  try {
-    increment(owner_);
-  } catch (const nb::python_error&) {
-    static PyObject* const is_inference = interned("is_inference");
-    if (!ask(owner_, is_inference).value_or(false)) throw;  // those of inference mode have none
+  if (!is_versioned_) return;
+  // Not initialised as a static: the import may release the GIL, and another thread then waits.
+  static nb::handle increment;
+  if (!increment.is_valid()) {
+    const auto module = nb::module_::import_("torch.autograd.graph");
+    increment = nb::object(module.attr("increment_version")).release();
   }
+  increment(tensor_);
 }
 
 }  // namespace lockstep::python

@@ -43,10 +43,10 @@ class Data {
   };
 
   Buffer buffer_;
-  nanobind::object owner_;  // of the elements, if it has no buffer
+  nanobind::object tensor_;  // whose elements they are, if the object has no buffer
   nanobind::ndarray<> writable_;
   nanobind::ndarray<nanobind::ro> readable_;
-  bool has_version_ = false;
+  bool is_versioned_ = false;  // a tensor of torch, and to be written
   Elements elements_;
 };
 

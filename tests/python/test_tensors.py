@@ -1,6 +1,7 @@
 """Tensors of PyTorch in the collectives, and what mmengine.dist has for them."""
 
 import resource
+import signal
 from collections import namedtuple
 from pathlib import Path
 
@@ -125,7 +126,13 @@ def test_what_writes_into_a_tensor_is_seen_by_backward(write):
 
 
 @pytest.mark.parametrize(
-    "read", [lambda y: ls.all_gather(y), lambda y: ls.gather(y), lambda y: [] if ls.all_gather_object(y) else []]
+    "read",
+    [
+        lambda y: ls.all_gather(y),
+        lambda y: ls.gather(y),
+        lambda y: ls.broadcast(y, src=0),
+        lambda y: [] if ls.all_gather_object(y) else [],
+    ],
 )
 def test_what_reads_a_tensor_leaves_its_version(read):
     y = torch.full((3,), 4.0, requires_grad=True).sqrt()
@@ -143,6 +150,53 @@ def test_a_subclass_that_exports_other_elements_is_asked_for_them():
     x = torch.zeros(3).as_subclass(Indirect)
     x.elements = torch.full((3,), 4.0)
     assert ls.all_gather(x)[0].tolist() == [4, 4, 4] and asked
+
+
+def test_a_tensor_of_another_library_with_names_of_torch():
+    class Other:
+        shape = (2,)
+
+        def __init__(self):
+            self.elements = torch.full((2,), 3.0)
+
+        def __dlpack__(self, **options):
+            return self.elements.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.elements.__dlpack_device__()
+
+        def is_neg(self):
+            return False
+
+    class Broken(Other):
+        def is_neg(self):
+            raise AttributeError("of something else")
+
+    ls.all_reduce(Other())
+    assert ls.all_gather(Other())[0].tolist() == [3, 3]
+    with pytest.raises(AttributeError, match="of something else"):
+        ls.all_reduce(Broken())
+
+
+def test_what_a_signal_raises_in_a_call_is_raised():
+    class Alarm(BaseException):
+        pass
+
+    def ring(*_):
+        raise Alarm
+
+    with torch.inference_mode():
+        x = torch.ones(1)
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        for _ in range(30):
+            with pytest.raises(Alarm):
+                signal.setitimer(signal.ITIMER_REAL, 0.002)
+                for _ in range(10**7):
+                    ls.all_reduce(x)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_tensor_is_not_kept_after_the_call():
