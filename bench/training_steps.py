@@ -125,8 +125,11 @@ def main():
                 turns[name].append(json.loads(ended.stdout))
         rates = {name: [turn["images_per_second"] for turn in of_name] for name, of_name in turns.items()}
         losses = {name: of_name[0]["loss"] for name, of_name in turns.items()}
-        for name, (_, alone) in found.items():
-            difference = abs(losses[name] - losses[alone])
+        differences = {name: abs(losses[name] - losses[alone]) for name, (_, alone) in found.items()}
+        for name in found:
+            difference = differences[name]
+            if name.startswith("lockstep") and difference > differences["Gloo"] / 3:
+                sys.exit(f"{name}: its loss differs by {difference} from that of one process")
             rate = statistics.median(rates[name])
             print(f"{name:24}{rate:10.1f}{min(rates[name]):10.1f}{max(rates[name]):10.1f}   {difference:.1e}", flush=True)
             rows.append({"name": f"{name}: {model} {dtype}", "ratio": rate})

@@ -91,7 +91,7 @@ def of_peer(programs, peer, n_ranks):
     if library in ('c10d', 'bare'):
         name = f'{peer} gloo' if library == 'c10d' else peer
         return [Candidate(name, peer, [*lockstep_run(programs, n_ranks), program])]
-    # Its own name, for MPICH's mpirun looks for its parts beside the name it is called by.
+    # MPICH's mpirun finds its helpers beside the path that it is called by.
     mpirun = os.path.realpath(f'{program}.mpirun') if is_wheel else f'mpirun.{peer}'
     if not shutil.which(mpirun):
         raise Missing(f'{peer}: its mpirun is not installed')

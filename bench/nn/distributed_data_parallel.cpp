@@ -4,10 +4,11 @@
 // DistributedDataParallel, by buckets over c10d's Gloo, or by averaging every gradient after
 // backward. Two more rows each have one half of DistributedDataParallel's row: synchronised
 // statistics with local gradients, or the reverse. "waits only" exchanges nothing, but has a
-// barrier where SyncBatchNorm synchronises: what is added is the time for which a rank waits
-// because the other has not finished the same computation. All alternate step by step. A row is
-// the median over the steps, in ms, on rank 0; "not hidden" is the median of the excess of a step
-// over the step without communication of the same round, "beyond waits" that over "waits only".
+// barrier before each BatchNorm's forward and after its backward: what is added is the time for
+// which a rank waits because the other has not finished the same computation. All alternate step by
+// step. A row is the median over the steps, in ms, on rank 0; "not hidden" is the median of the
+// excess of a step over the step without communication of the same round, "beyond waits" that over
+// "waits only".
 // `--json FILE`: as shares of the step. `--layers`: also how long each rank waits at each barrier.
 
 #include <fmt/format.h>
@@ -42,9 +43,9 @@ constexpr std::size_t kMinSteps = 5;
 /// One network, and how its gradients are averaged over the ranks.
 class Candidate {
  public:
-  explicit Candidate(const lockstep::Group& statistics) {
+  explicit Candidate(const lockstep::Group& statistics, const Between& between = nullptr) {
     torch::manual_seed(1);
-    net_ = resnet18(kClasses);
+    net_ = resnet18(kClasses, between);
     lockstep::nn::convert_sync_batchnorm(net_, statistics);
     sgd_ = std::make_unique<torch::optim::SGD>(net_->parameters(), 1e-3);
   }
@@ -119,28 +120,19 @@ struct WaitImpl : Cloneable<WaitImpl> {
 };
 TORCH_MODULE(Wait);
 
-/// Sets what resnet18() adds while it lives.
-struct WaitsInNetwork {
-  std::shared_ptr<Waits> waits = std::make_shared<Waits>();
-  WaitsInNetwork() {
-    add_before_batch_norm = [this](Sequential& net) { net->push_back(Wait(waits)); };
-  }
-  ~WaitsInNetwork() { add_before_batch_norm = nullptr; }
-  WaitsInNetwork(const WaitsInNetwork&) = delete;
-  WaitsInNetwork& operator=(const WaitsInNetwork&) = delete;
-};
-
-class WaitsOnly : WaitsInNetwork, public Candidate {
+class WaitsOnly : public Candidate {
  public:
-  WaitsOnly() : Candidate(this_rank()) { add_before_batch_norm = nullptr; }
-  const std::vector<double>& waited_ms() const { return waits->ms; }
+  explicit WaitsOnly(std::shared_ptr<Waits> waits)
+      : Candidate(this_rank(), [waits](Sequential& net) { net->push_back(Wait(waits)); }),
+        waits_(std::move(waits)) {}
 
  private:
   void forward_and_backward(const Tensor& x, const Tensor& labels) override {
-    waits->next = 0;
+    waits_->next = 0;
     torch::cross_entropy_loss(net_->forward(x), labels).backward();
-    waits->wait();
+    waits_->wait();
   }
+  std::shared_ptr<Waits> waits_;
 };
 
 class Ddp : public Candidate {
@@ -260,9 +252,8 @@ void compare(std::int64_t size, bool prints_layers, Results& results) {
   const lockstep::Group world = lockstep::default_group();
   std::vector<Row> rows;
   rows.push_back({"no other rank", std::make_unique<NoExchange>(this_rank()), false});
-  auto waits_only = std::make_unique<WaitsOnly>();
-  const std::vector<double>& waited_ms = waits_only->waited_ms();
-  rows.push_back({"waits only", std::move(waits_only), false});
+  const auto waits = std::make_shared<Waits>();
+  rows.push_back({"waits only", std::make_unique<WaitsOnly>(waits), false});
   rows.push_back({"statistics only", std::make_unique<NoExchange>(world), false});
   rows.push_back({"gradients only", std::make_unique<Ddp>(this_rank()), false});
   rows.push_back({"DistributedDataParallel", std::make_unique<Ddp>(world)});
@@ -297,7 +288,7 @@ void compare(std::int64_t size, bool prints_layers, Results& results) {
           fmt::format("two ways that should agree have other weights, by {}", difference));
     }
   }
-  if (prints_layers) print_waits(waited_ms, rows[0].ms.size() + 1);
+  if (prints_layers) print_waits(waits->ms, rows[0].ms.size() + 1);
   if (!lockstep::is_main_process()) return;
   for (const Row& row : rows) {
     const double ms = median(row.ms), not_hidden = median_excess(row, rows[0]) / ms,

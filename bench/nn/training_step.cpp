@@ -41,6 +41,9 @@ Sequential convnet() {
 int main(int argc, char** argv) {
   if (argc != 5) throw std::runtime_error("expected MODEL TYPE THREADS STEPS");
   const std::string model = argv[1], type = argv[2];
+  if ((model != "convnet" && model != "resnet18") || (type != "f32" && type != "bf16")) {
+    throw std::runtime_error("there is no " + model + " of " + type);
+  }
   const int n_steps = std::atoi(argv[4]);
   init_rank(std::atoi(argv[3]));
   const int rank = lockstep::get_rank(), n_ranks = lockstep::get_world_size();
