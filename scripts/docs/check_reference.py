@@ -55,6 +55,8 @@ def names_of_headers() -> dict[str, str]:
         "LOCKSTEP_API",
         "-D",
         "TORCH_ARG(T,name)=T name",
+        "-D",
+        "TORCH_MODULE(name)=",
         *headers,
     ]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -62,6 +64,7 @@ def names_of_headers() -> dict[str, str]:
     functions = tuple(
         f"{tag.get('scope', '')}::{tag['name']}" for tag in tags if tag["kind"] in ("function", "prototype")
     )
+    private = {f"{tag.get('scope', '')}::{tag['name']}" for tag in tags if tag.get("access", "public") != "public"}
     found = {}
     for tag in tags:
         name, scope, kind = tag["name"], tag.get("scope", ""), tag["kind"]
@@ -69,6 +72,8 @@ def names_of_headers() -> dict[str, str]:
             kind not in KINDS
             or tag.get("access", "public") != "public"
             or scope.startswith(functions)
+            or scope in private
+            or "= delete;" in tag.get("pattern", "")
             or INTERNAL.search(scope)
             or INTERNAL.search(name)
         ):

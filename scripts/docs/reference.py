@@ -69,9 +69,13 @@ def page_of(header: str) -> str:
 
 
 def _add_members(compound: ET.Element, found: dict[str, list[Entry]]) -> None:
+    """Names of a namespace within lockstep or lockstep::nn have its name before them."""
+    namespace = re.sub(r"^lockstep(::nn)?(::|$)", "", compound.findtext("compoundname", ""))
+    is_within = compound.get("kind") == "namespace" and namespace != ""
     for member in compound.iter("memberdef"):
         entry = _member(member)
         if entry:
+            entry.name = f"{namespace.replace('::', '.')}.{entry.name}" if is_within else entry.name
             found.setdefault(member.find("location").get("file"), []).append(entry)
 
 
