@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # [RELEASE=jammy|noble] scripts/clean_root.sh DEBS [WAY ...]: from nothing to hello with 2 ranks, in a bare root of this
 # system's release or of that Ubuntu. A way is deb (the packages in the folder DEBS, of this system), cmake, pip (of the
-# sources), or wheels (those of `./dev wheel` in build/dist, with PyTorch to a training). Prints each command with its
-# seconds, downloads included, and those of the processor. Needs root and debootstrap; `./dev package --test` runs it.
+# sources), wheels (those of `./dev wheel` in build/dist, with PyTorch to a training), or demo (README's first command).
+# Prints each command with its seconds, downloads included, and those of the processor. Needs root and debootstrap;
+# `./dev package --test` runs it.
 #
 # debootstrap makes the root, and each way gets a copy. Mounts and processes are in namespaces that end with this
 # script, also by SIGKILL; then only the folder is left, which the next run removes.
@@ -18,7 +19,7 @@ remove() { # until the last process in it has ended
 }
 if [ "${1:-}" != --inside ]; then
   debs=$(realpath "${1:?the folder of the packages}") || exit
-  [ $# -gt 1 ] || if [ -n "${RELEASE:-}" ]; then set -- "$1" cmake pip wheels; else set -- "$1" deb cmake pip wheels; fi
+  [ $# -gt 1 ] || if [ -n "${RELEASE:-}" ]; then set -- "$1" cmake pip wheels; else set -- "$1" deb cmake pip wheels demo; fi
   setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc \
     "scripts/${0##*/}" --inside "$debs" "${@:2}" &
   inside=$!
@@ -158,10 +159,16 @@ way_wheels() {
   grep -q '^epoch 1: ' "$log" || fail train.py
 }
 
+way_demo() {
+  begin demo
+  run './dev demo' || return
+  grep -q '^largest difference' "$log" || fail './dev demo'
+}
+
 for name in "${ways[@]}"; do
   case $name in
-    deb | cmake | pip | wheels) "way_$name" ;;
-    *) die "unknown way '$name', expected: deb, cmake, pip, wheels" ;;
+    deb | cmake | pip | wheels | demo) "way_$name" ;;
+    *) die "unknown way '$name', expected: deb, cmake, pip, wheels, demo" ;;
   esac
 done
 [ $failed -eq 0 ]
