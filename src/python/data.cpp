@@ -125,9 +125,8 @@ const DlpackExchangeApi* exchange_api_of(nb::handle object) {
   return api;
 }
 
-/// Sets `view` to a tensor of torch, which goes on to own its memory. It takes less than 0.1 us,
-/// torch.Tensor.__dlpack__ 2.2. False if this torch cannot; then __dlpack__ may, or gives the
-/// error.
+/// Sets `view` to a tensor of torch, which goes on to own its memory, without the 2.2 us of
+/// torch.Tensor.__dlpack__. False if this torch cannot; then __dlpack__ may, or gives the error.
 bool view_tensor(nb::handle object, nb::dlpack::dltensor& view) {
   const DlpackExchangeApi* const api = exchange_api_of(object);
   if (api == nullptr) return false;
