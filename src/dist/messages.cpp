@@ -13,6 +13,7 @@
 
 #include "base/exception.hpp"
 #include "base/text.hpp"
+#include "group/no_rank_text.hpp"
 
 namespace lockstep::detail {
 namespace {
@@ -85,9 +86,9 @@ void check_types(const ObjectCall& call, const std::vector<MessageHeader>& heade
 void check_root(const ObjectCall& call) {
   if (call.op == ObjectOp::all_gather_object || call.op == ObjectOp::all_reduce_dict) return;
   if (call.root >= 0 && call.root < call.group.size()) return;
-  throw UsageError(context_of(call), fmt::format("{} is {}; the group's ranks are 0 to {}",
-                                                 call.op == ObjectOp::gather_object ? "dst" : "src",
-                                                 call.root, call.group.size() - 1));
+  const char* const parameter = call.op == ObjectOp::gather_object ? "dst" : "src";
+  throw UsageError(context_of(call),
+                   internal::no_rank_text(parameter, call.root, call.group.size()));
 }
 
 ConstElements erased(std::span<const std::byte> bytes) {

@@ -5,6 +5,8 @@
 #include <lockstep/error.hpp>
 #include <utility>
 
+#include "group/no_rank_text.hpp"
+
 namespace lockstep::internal {
 
 void reject(GroupState& group, const Call& call, const std::string& text) {
@@ -67,9 +69,7 @@ void check_pair(GroupState& group, const Call& call, const ConstElements& in,
 
 void check_rank(GroupState& group, const Call& call, std::string_view parameter) {
   if (call.root < 0 || call.root >= group.size()) {
-    reject(group, call,
-           fmt::format("{} is {}; the group's ranks are 0 to {}", parameter, call.root,
-                       group.size() - 1));
+    reject(group, call, no_rank_text(parameter, call.root, group.size()));
   }
 }
 

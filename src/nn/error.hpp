@@ -1,7 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <atomic>
 #include <exception>
 #include <source_location>
@@ -11,6 +9,8 @@
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 
+#include "group/no_rank_text.hpp"
+
 namespace lockstep::nn {
 
 inline ErrorContext context_of(std::string operation, const Group& group,
@@ -18,10 +18,10 @@ inline ErrorContext context_of(std::string operation, const Group& group,
   return {std::move(operation), group.name(), group.rank(), /*sequence=*/0, where};
 }
 
-/// Why the group has no such rank, in the words of its own calls; empty if it has.
+/// Why the group has no such rank; empty if it has.
 inline std::string why_no_rank(const char* parameter, int rank, const Group& group) {
   if (rank >= 0 && rank < group.size()) return {};
-  return fmt::format("{} is {}; the group's ranks are 0 to {}", parameter, rank, group.size() - 1);
+  return internal::no_rank_text(parameter, rank, group.size());
 }
 
 namespace detail {

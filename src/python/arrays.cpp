@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "group/no_rank_text.hpp"
 #include "python/call.hpp"
 #include "python/core_module.hpp"
 #include "python/data.hpp"
@@ -72,7 +73,7 @@ nb::object gather(const char* operation, nb::handle data, const nb::tuple& exten
   const Data in(data, Access::read, call);
   const int n_ranks = call.group().size();
   if (!to_all && (dst < 0 || dst >= n_ranks)) {
-    call.reject(fmt::format("dst is {}; the group's ranks are 0 to {}", dst, n_ranks - 1));
+    call.reject(internal::no_rank_text("dst", dst, n_ranks));
   }
   const detail::TimeLimit limit(call.timeout());
   const Shape own = shape_of(extents, call);

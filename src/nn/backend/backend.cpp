@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "group/list_calls.hpp"
+#include "group/no_rank_text.hpp"
 #include "nn/backend/interpreter.hpp"
 
 namespace lockstep::backend {
@@ -130,8 +131,7 @@ Timeout Backend::timeout_of(std::chrono::milliseconds timeout) const {
 
 int Backend::checked_root(std::int64_t root, const ErrorContext& context) const {
   if (root < 0 || root >= size_) {
-    throw UsageError(context,
-                     fmt::format("the root is {}; the group's ranks are 0 to {}", root, size_ - 1));
+    throw UsageError(context, internal::no_rank_text("the root", root, size_));
   }
   return static_cast<int>(root);
 }
@@ -160,8 +160,7 @@ Backend::WorkResult Backend::message_in_host(const Message& message, const Error
                                              std::uint32_t n_refused) {
   const bool is_send = message.type == OpType::SEND;
   if (message.type != OpType::RECVANYSOURCE && (message.peer < 0 || message.peer >= size_)) {
-    throw UsageError(context, fmt::format("{} is {}; the group's ranks are 0 to {}",
-                                          is_send ? "dst" : "src", message.peer, size_ - 1));
+    throw UsageError(context, internal::no_rank_text(is_send ? "dst" : "src", message.peer, size_));
   }
   const at::Tensor tensor = only(message.tensors, context);
   const at::Tensor in_place =
