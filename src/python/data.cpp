@@ -78,17 +78,6 @@ std::string text_of_current_error() {
   return text_of(nb::str(error.value()));
 }
 
-/// numpy.ma.MaskedArray: its buffer would be taken without the mask.
-bool is_masked(nb::handle object) {
-  static PyObject* last = nullptr;  // the last type found not to be masked, to look it up once
-  PyObject* const type = object.type().ptr();
-  if (type == last) return false;
-  if (PyObject_HasAttrString(type, "harden_mask") != 0) return true;
-  Py_INCREF(type);  // no other type gets its address
-  Py_XDECREF(std::exchange(last, type));
-  return false;
-}
-
 /// The parts that are used here of DLPack's exchange of a tensor in C.
 struct DlpackExchangeApi {
   std::uint32_t major, minor;
@@ -101,34 +90,43 @@ struct DlpackExchangeApi {
 
 /// Of torch.Tensor; null for any other type. A subclass may override __dlpack__, and types of other
 /// libraries may have read-only tensors, which a dltensor does not tell.
-const DlpackExchangeApi* exchange_api_of(nb::handle object) {
-  static PyObject* last = nullptr;  // the last type that was asked
-  static const DlpackExchangeApi* last_api = nullptr;
-  const nb::handle type = object.type();
-  if (type.ptr() == last) return last_api;
-  const DlpackExchangeApi* api = nullptr;
+const DlpackExchangeApi* exchange_api_of(nb::handle type) {
   const nb::object module = nb::getattr(type, "__module__", nb::none());
   const nb::object name = nb::getattr(type, "__name__", nb::none());
-  if (nb::str("torch").equal(module) && nb::str("Tensor").equal(name)) {
-    const nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
-    if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api") != 0) {
-      api = static_cast<const DlpackExchangeApi*>(
-          PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-    }
-    const bool is_known = api != nullptr && api->major == nb::dlpack::major_version &&
-                          api->dltensor_from_py_object_no_sync != nullptr;
-    if (!is_known) api = nullptr;
-  }
+  if (!nb::str("torch").equal(module) || !nb::str("Tensor").equal(name)) return nullptr;
+  constexpr const char* kName = "dlpack_exchange_api";
+  const nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
+  if (PyCapsule_IsValid(capsule.ptr(), kName) == 0) return nullptr;
+  const auto* const api =
+      static_cast<const DlpackExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), kName));
+  const bool is_known =
+      api->major == nb::dlpack::major_version && api->dltensor_from_py_object_no_sync != nullptr;
+  return is_known ? api : nullptr;
+}
+
+/// What depends on an object's type alone.
+struct TypeFacts {
+  bool is_masked = false;  ///< numpy.ma.MaskedArray: its buffer would be taken without the mask
+  const DlpackExchangeApi* api = nullptr;
+};
+
+TypeFacts facts_of_type(nb::handle object) {
+  static PyObject* last = nullptr;  // the last type that was looked up
+  static TypeFacts facts;
+  const nb::handle type = object.type();
+  if (type.ptr() == last) return facts;
+  const TypeFacts found{.is_masked = PyObject_HasAttrString(type.ptr(), "harden_mask") != 0,
+                        .api = exchange_api_of(type)};
   Py_INCREF(type.ptr());  // no other type gets its address
   Py_XDECREF(std::exchange(last, type.ptr()));
-  last_api = api;
-  return api;
+  facts = found;
+  return found;
 }
 
 /// Sets `view` to a tensor of torch, which goes on to own its memory, without the 2.2 us of
 /// torch.Tensor.__dlpack__. False if this torch cannot; then __dlpack__ may, or gives the error.
 bool view_tensor(nb::handle object, nb::dlpack::dltensor& view) {
-  const DlpackExchangeApi* const api = exchange_api_of(object);
+  const DlpackExchangeApi* const api = facts_of_type(object).api;
   if (api == nullptr) return false;
   if (api->dltensor_from_py_object_no_sync(object.ptr(), &view) == 0) return true;
   PyErr_Clear();
@@ -166,8 +164,16 @@ nb::object attribute(nb::handle object, PyObject* name) {
 
 /// What object.method() returns; nullopt without such a method.
 std::optional<bool> ask(nb::handle object, PyObject* method) {
-  const nb::object function = attribute(object, method);
-  return function.is_valid() ? std::optional(is_true(function())) : std::nullopt;
+  PyObject* arguments[] = {object.ptr()};
+  const auto answer =
+      nb::steal(PyObject_VectorcallMethod(method, arguments, /*nargsf=*/1, /*kwnames=*/nullptr));
+  if (answer.is_valid()) return is_true(answer);
+  nb::python_error error;
+  // An AttributeError may also come from within the method.
+  if (!error.matches(PyExc_AttributeError) || PyObject_HasAttr(object.ptr(), method) != 0) {
+    throw error;
+  }
+  return std::nullopt;
 }
 
 [[noreturn]] void reject_layout(const Call& call, const std::string& name) {
@@ -196,7 +202,7 @@ bool is_contiguous(const nb::dlpack::dltensor& view) {
 }  // namespace
 
 Data::Data(nb::handle object, Access access, const Call& call, const char* parameter) {
-  if (is_masked(object)) {
+  if (facts_of_type(object).is_masked) {
     call.reject(fmt::format("{} has a mask, which would be lost: pass x.data or x.filled()",
                             described(parameter, object)));
   }
