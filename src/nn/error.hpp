@@ -37,5 +37,15 @@ inline std::exception_ptr error_for_torch(std::exception_ptr thrown) {
   return convert == nullptr ? thrown : convert(std::move(thrown));
 }
 
+/// Runs the body of an operator or backward that torch calls.
+template <class F>
+auto translate_errors_for_torch(const F& f) {
+  try {
+    return f();
+  } catch (const Error&) {
+    std::rethrow_exception(error_for_torch(std::current_exception()));
+  }
+}
+
 }  // namespace detail
 }  // namespace lockstep::nn

@@ -31,8 +31,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Ranks waiting for a dead peer are notified within milliseconds, even on a busy machine.
-constexpr milliseconds kNotice{1000};
 // Between the kill of a process group and the end of its output.
 constexpr milliseconds kLastOutput{1000};
 constexpr milliseconds kRecheckInterval{50};

@@ -73,6 +73,8 @@ class Attempt {
 
  private:
   using Clock = std::chrono::steady_clock;
+  // Ranks waiting for a dead peer are notified within milliseconds, even on a busy machine.
+  static constexpr std::chrono::milliseconds kNotice{1000};
   using milliseconds = std::chrono::milliseconds;
 
   // running -> ended: the process has exited but is not reaped, which keeps its process group id

@@ -1,4 +1,4 @@
-#include "nn/replicas/parallel.hpp"
+#include "nn/batch_norm/cpu_batch_norm.hpp"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ struct Parts {
 Parts visit(std::size_t n, std::size_t n_values) {
   Parts parts{std::vector<int>(n), {}};
   std::mutex mutex;
-  in_parallel(n, n_values, [&](std::size_t first, std::size_t n_mine) {
+  cpu::in_parallel(n, n_values, [&](std::size_t first, std::size_t n_mine) {
     const std::lock_guard lock(mutex);
     for (std::size_t i = first; i < first + n_mine; ++i) ++parts.visits.at(i);
     parts.threads.insert(std::this_thread::get_id());

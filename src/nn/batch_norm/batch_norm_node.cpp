@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "nn/batch_norm/layer_steps.hpp"
+#include "nn/error.hpp"
 
 /// The autograd nodes. The backward of a batch normalisation is a node of its own where autograd
 /// asks for a graph of it (create_graph), so that gradients have gradients.

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <functional>
 
 #include "kernels/batch_norm.hpp"
 
@@ -15,6 +16,11 @@ struct Channels {
   std::size_t first = 0;
   std::size_t count = 0;
 };
+
+/// Calls f(first, n) for parts of [0, n) on libtorch's threads, and returns when all are done.
+/// Each of n has `n_values`; if the total is small, there is one part, on the calling thread.
+void in_parallel(std::size_t n, std::size_t n_values,
+                 const std::function<void(std::size_t first, std::size_t n)>& f);
 
 /// `shape` describes one tensor of float, double or a 16-bit float; weight and bias of a 16-bit one
 /// are float. Only a shape whose channels are stored in long contiguous runs, or that has no

@@ -4,25 +4,18 @@
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
-#include <exception>
-#include <memory>
 #include <optional>
-#include <source_location>
 #include <span>
-#include <string>
-#include <string_view>
 #include <vector>
 
-#include <lockstep/detail/collective.hpp>
-#include <lockstep/error.hpp>
-#include <lockstep/group.hpp>
 #include <lockstep/nn/sync_batch_norm.hpp>
-#include <lockstep/nn/sync_batch_norm_scope.hpp>
 
 #include "nn/batch_norm/cpu_batch_norm.hpp"
-#include "nn/error.hpp"
+#include "nn/batch_norm/layer.hpp"
 
 /// The steps of a synchronised batch normalisation, for one module per rank and for replicas.
 /// Statistics are one tensor of 1 + 2C doubles: count, mean[C], and m2[C] or later invstd[C].
@@ -31,6 +24,9 @@
 ///
 /// If the group has low latency, a few channels at a time go through all steps, so the data of the
 /// last step is still in the cache; otherwise all channels go at once, in one message.
+///
+/// A module's forward: begin_batch, synchronised_batch_norm (or replicated_batch_norm), which runs
+/// batch_norm_forward in a node of the autograd graph, and count_batch.
 namespace lockstep::nn {
 
 using cpu::Channels;
@@ -49,67 +45,6 @@ struct Activation {
   Channels all() const { return {0, shape.channels}; }
 };
 
-namespace detail {
-
-/// Runs the body of an operator or backward that torch calls.
-template <class F>
-auto translate_errors_for_torch(const F& f) {
-  try {
-    return f();
-  } catch (const Error&) {
-    std::rethrow_exception(error_for_torch(std::current_exception()));
-  }
-}
-
-/// Names of passes.
-inline constexpr std::string_view kForward = "forward", kBackward = "backward",
-                                  kSecondBackward = "second backward";
-
-/// One forward of a layer and its backward: their group and how errors name the layer.
-struct Layer {
-  Group group;
-  /// "SyncBatchNorm2d 'layer3.0.bn1'"; null for a call in a SyncBatchNormScope: its name is
-  /// formatted only for errors, from its number in the scope and its channels.
-  std::shared_ptr<const std::string> title;
-  std::source_location where;  ///< the program's line
-  std::int64_t number = 0;
-  std::int64_t n_channels = 0;
-  /// Hash that ranks compare, so that two layers of equal width never exchange statistics. -1: not
-  /// compared, as in a scope, where a shadow step of join numbers its calls from 1.
-  int tag = -1;
-
-  std::string name() const;
-  /// `pass`: kForward, kBackward or kSecondBackward.
-  ErrorContext context(std::string_view pass) const;
-  /// Throws an error of the same type that names this layer and includes the text of `error`.
-  [[noreturn]] void rethrow(std::string_view pass, const Error& error) const;
-
-  /// The guard of a pass: see lockstep::detail::Collective. The layer must outlive it.
-  lockstep::detail::Collective collective() const {
-    return {title ? std::string_view(*title) : std::string_view("batch_norm"), group, where};
-  }
-
-  /// This layer's messages.
-  void all_reduce(std::string_view pass, const Elements& message, ReduceOp op) const;
-  void all_gather(std::string_view pass, const ConstElements& in, const Elements& out) const;
-
-  /// Runs `message`; its errors are rethrown with the layer's name.
-  template <class F>
-  auto communicate(std::string_view pass, const F& message) const {
-    try {
-      return message();
-    } catch (const Error& error) {
-      rethrow(pass, error);
-    }
-  }
-};
-
-}  // namespace detail
-using detail::kBackward;
-using detail::kForward;
-using detail::kSecondBackward;
-using detail::Layer;
-
 /// Inputs of a forward other than the tensors that autograd knows.
 struct BatchNormSettings {
   Layer layer;
@@ -118,6 +53,13 @@ struct BatchNormSettings {
   double factor = 0;  ///< weight of this batch in the running statistics
   at::Tensor running_mean, running_var;
   OnNonfinite on_nonfinite = OnNonfinite::propagate;
+};
+
+/// A module's parameters and options that BatchNormSettings do not have. Undefined: absent.
+struct BatchNormState {
+  std::int64_t num_features = 0;
+  at::Tensor weight, bias, num_batches_tracked;
+  std::optional<double> momentum;  ///< none: the cumulative average
 };
 
 /// What backward needs from its forward besides the tensors that autograd saves.
@@ -165,10 +107,6 @@ at::TensorOptions parameter_options(const at::Tensor& input);
 /// A weight or bias as the kernels take it: dense, with parameter_options(input). Absent if it is
 /// undefined.
 OptionalTensor parameter_for(const at::Tensor& parameter, const at::Tensor& input);
-/// `gradient` in the type and layout of x.
-at::Tensor gradient_like(const at::Tensor& gradient, const at::Tensor& x);
-/// Adds 1 to num_batches_tracked.
-void count_batch(at::Tensor n_batches);
 /// On CUDA `channels` must be all channels.
 at::Tensor local_statistics(const Activation& x, Channels channels);
 /// n x (1 + 2C) statistics, merged in order.
@@ -194,37 +132,27 @@ at::Tensor for_kernels(const Activation& x, const at::Tensor& values);
 /// have a grad_fn: it is written without autograd.
 void normalize(const Activation& x, Channels channels, const at::Tensor& statistics,
                const at::Tensor& weight, const at::Tensor& bias, at::Tensor& output);
-/// sum_dy, sum_dy_xmu of this rank's values of these channels, as doubles. `statistics`: returned
-/// by for_kernels, of all channels.
-at::Tensor sum_gradients(const at::Tensor& dy, const Activation& x, Channels channels,
-                         const at::Tensor& statistics);
-/// The gradients of weight and bias, if requested.
-class ParameterGradients {
- public:
-  ParameterGradients(const Activation& x, RequestedGradients wanted);
-  /// Computes them for some channels. `sums`: sum_gradients of these. `statistics`: of all
-  /// channels.
-  void compute(const at::Tensor& sums, Channels channels, const at::Tensor& statistics);
-  /// Returns dx and the gradients, on the device of the input.
-  BatchNormGradients finish(at::Tensor dx);
 
- private:
-  at::TensorOptions options_;
-  at::Tensor weight_, bias_;
-};
-/// The message of backward: turns sum_dy, sum_dy_xmu of some channels into means over all ranks.
-void average_gradient(std::span<double> message, const double* invstd, double count,
-                      const BatchNormSettings& settings);
-/// `statistics`: returned by for_kernels, of all channels. `dx` has the layout of x.
-void input_gradient(const at::Tensor& dy, const Activation& x, Channels channels,
-                    const at::Tensor& statistics, const at::Tensor& weight,
-                    const at::Tensor& mean_gradients, at::Tensor& dx);
-/// Throws UsageError, with this text, in a backward with create_graph.
-void refuse_create_graph(std::string_view pass, const Layer& layer, const char* text);
+/// Calls f(some channels) until all are done.
+template <class F>
+void for_each_message(std::size_t channels, std::size_t per_message, const F& f) {
+  for (std::size_t c = 0; c < channels; c += per_message) {
+    f(Channels{c, std::min(per_message, channels - c)});
+  }
+}
+/// Copies `part` of two per-channel arrays to its place among all channels.
+inline void copy_channels(const double* part, Channels channels, std::size_t all, double* to) {
+  std::copy_n(part, channels.count, to + channels.first);
+  std::copy_n(part + channels.count, channels.count, to + all + channels.first);
+}
 
 /// Throws UsageError if input or state is invalid. Undefined state is absent.
 void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const at::Tensor& weight,
                       const at::Tensor& bias, const BatchNormSettings& settings);
+/// check_batch_norm; then sets the weight of this batch in the running statistics.
+void begin_batch(const at::Tensor& input, const BatchNormState& state, BatchNormSettings& settings);
+/// After a forward: adds 1 to num_batches_tracked, unless on_nonfinite keeps it.
+void count_batch(const BatchNormState& state, const BatchNormRecord& record);
 /// The complete forward of one module per rank. `record` must have its settings; fills the rest.
 at::Tensor batch_norm_forward(const at::Tensor& input, const at::Tensor& weight,
                               const at::Tensor& bias, BatchNormRecord& record);
@@ -259,38 +187,5 @@ std::vector<at::Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
 at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& weight,
                                    const at::Tensor& bias,
                                    const c10::intrusive_ptr<BatchNormRecord>& record);
-
-/// The tag of a layer with this name, or made at this line; see Layer.
-int tag_of(std::string_view identity);
-
-/// Whether a line is in the user's code. False for the library headers that call a module's forward
-/// or construct an object in place.
-bool is_user_code(const std::source_location& where);
-
-/// While it exists on the thread of a DataParallel replica, a batch_norm in a scope (the caller's
-/// or the replica's own) throws UsageError, because it would see only the replica's part of the
-/// batch. A SyncBatchNorm exchanges statistics with the other replicas itself.
-class ReplicaScope {
- public:
-  explicit ReplicaScope(std::optional<SyncBatchNormScope::Settings> callers);
-  ~ReplicaScope();
-  ReplicaScope(const ReplicaScope&) = delete;
-  ReplicaScope& operator=(const ReplicaScope&) = delete;
-
- private:
-  std::shared_ptr<detail::ScopeEntry> entry_;
-};
-
-/// While one exists, no SyncBatchNormScope applies on this thread.
-class SuspendedScope {
- public:
-  SuspendedScope();
-  ~SuspendedScope();
-  SuspendedScope(const SuspendedScope&) = delete;
-  SuspendedScope& operator=(const SuspendedScope&) = delete;
-
- private:
-  std::shared_ptr<detail::ScopeEntry> entry_;  // null if none applied before
-};
 
 }  // namespace lockstep::nn

@@ -98,8 +98,7 @@ void ReplicaLink::fail(const std::exception_ptr& error) const {
 }  // namespace detail
 
 Tensor replicated_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,
-                             const BatchNormSettings& settings, const ReplicaLink& replica,
-                             bool& nonfinite) {
+                             BatchNormRecord& record, const ReplicaLink& replica) {
   const BatchNormPiece piece{input, parameter_for(weight, input), parameter_for(bias, input)};
   const auto [x, statistics] = [&] {
     const at::AutoDispatchBelowADInplaceOrView without_history;
@@ -107,8 +106,8 @@ Tensor replicated_batch_norm(const Tensor& input, const Tensor& weight, const Te
     Tensor local = local_statistics(activation, activation.all());
     return std::pair(std::move(activation), std::move(local));
   }();
-  ReplicaLink::Reply reply = replica.exchange({piece, x, statistics, &settings});
-  nonfinite = reply.nonfinite;
+  ReplicaLink::Reply reply = replica.exchange({piece, x, statistics, &record.settings});
+  record.nonfinite = reply.nonfinite;
   const at::AutoDispatchBelowADInplaceOrView without_history;
   normalize(x, x.all(), reply.for_kernels, value_of(piece.weight), value_of(piece.bias),
             reply.output);

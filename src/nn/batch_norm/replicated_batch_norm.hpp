@@ -45,9 +45,9 @@ class ReplicaLink {
 
 }  // namespace detail
 
-/// Over the batches of all replicas of all ranks. `nonfinite`: see finish_statistics.
+/// Over the batches of all replicas of all ranks. `record` must have its settings; sets nonfinite.
 at::Tensor replicated_batch_norm(const at::Tensor& input, const at::Tensor& weight,
-                                 const at::Tensor& bias, const BatchNormSettings& settings,
-                                 const detail::ReplicaLink& replica, bool& nonfinite);
+                                 const at::Tensor& bias, BatchNormRecord& record,
+                                 const detail::ReplicaLink& replica);
 
 }  // namespace lockstep::nn

@@ -7,6 +7,7 @@
 #include <lockstep/launch.hpp>
 
 #include "group/check.hpp"
+#include "nn/batch_norm/inner_scopes.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/batch_norm/replicated_batch_norm.hpp"
 #include "nn/error.hpp"
@@ -15,39 +16,10 @@ namespace lockstep::nn {
 namespace {
 
 using at::Tensor;
-struct State {
-  Tensor weight, bias, num_batches_tracked;
-};
-
-/// `nonfinite`: see finish_statistics.
-Tensor train(const Tensor& input, const State& state, BatchNormSettings settings,
-             const SyncBatchNormOptions& options, const detail::ReplicaLink* replica,
-             bool& nonfinite) {
-  check_batch_norm(input, options.num_features(), state.weight, state.bias, settings);
-  const bool counts = state.num_batches_tracked.defined();
-  if (options.momentum().has_value()) {
-    settings.factor = *options.momentum();
-  } else if (counts) {
-    settings.factor = 1 / (state.num_batches_tracked.item<double>() + 1);
-  }
-  Tensor output;
-  if (replica != nullptr) {
-    output = replicated_batch_norm(input, state.weight, state.bias, settings, *replica, nonfinite);
-  } else {
-    const auto record = c10::make_intrusive<BatchNormRecord>();
-    record->settings = std::move(settings);
-    output = synchronised_batch_norm(input, state.weight, state.bias, record);
-    nonfinite = record->nonfinite;
-  }
-  const bool keeps = nonfinite && options.on_nonfinite() == OnNonfinite::keep_running_stats;
-  if (counts && !keeps) count_batch(state.num_batches_tracked);
-  return output;
-}
-
 /// Eval mode, as torch computes it. libtorch lacks kernels for some pairs of 16-bit types of input
 /// and state: those go through float32.
-Tensor evaluate(const Tensor& input, const State& state, const Tensor& running_mean,
-                const Tensor& running_var, double eps) {
+Tensor evaluate(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                const Tensor& running_mean, const Tensor& running_var, double eps) {
   const bool batch_statistics = !running_mean.defined() || !running_var.defined();
   const SuspendedScope suspended;
   const auto type = input.scalar_type();
@@ -56,8 +28,8 @@ Tensor evaluate(const Tensor& input, const State& state, const Tensor& running_m
     return through_float && tensor.defined() ? tensor.to(at::kFloat) : tensor;
   };
   const Tensor output =
-      at::batch_norm(to_float(input), to_float(state.weight), to_float(state.bias),
-                     to_float(running_mean), to_float(running_var), batch_statistics,
+      at::batch_norm(to_float(input), to_float(weight), to_float(bias), to_float(running_mean),
+                     to_float(running_var), batch_statistics,
                      /*momentum=*/0, eps, /*cudnn_enabled=*/false);
   return through_float ? output.to(type) : output;
 }
@@ -136,29 +108,31 @@ template <std::size_t D, class Derived>
 Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::source_location where) {
   if (!this->is_training()) {  // nothing to synchronise
     check_dimensions(input, where);
-    return evaluate(input, {this->weight, this->bias, {}}, this->running_mean, this->running_var,
+    return evaluate(input, this->weight, this->bias, this->running_mean, this->running_var,
                     this->options.eps());
   }
   const auto& o = this->options;
   const bool is_replica = replica_.link && !replica_.link->is_alone();
-  bool nonfinite = false;
-  const Group group = is_replica ? replica_.group : resolve_group();
-  lockstep::detail::Collective(*title_, group, is_user_code(where) ? where : made_at_).run([&] {
-    check_dimensions(input, where);
-  });
-  Tensor output = train(input, {this->weight, this->bias, this->num_batches_tracked},
-                        {{.group = group,
-                          .title = title_,
-                          .where = is_user_code(where) ? where : made_at_,
-                          .tag = tag_},
-                         o.eps(),
-                         o.eps_mode(),
-                         /*factor=*/0,
-                         this->running_mean,
-                         this->running_var,
-                         o.on_nonfinite()},
-                        o, is_replica ? replica_.link.get() : nullptr, nonfinite);
-  n_nonfinite_batches_ += nonfinite ? 1 : 0;
+  const auto record = c10::make_intrusive<BatchNormRecord>();
+  BatchNormSettings& settings = record->settings;
+  settings.layer = {.group = is_replica ? replica_.group : resolve_group(),
+                    .title = title_,
+                    .where = is_user_code(where) ? where : made_at_,
+                    .tag = tag_};
+  settings.eps = o.eps();
+  settings.eps_mode = o.eps_mode();
+  settings.running_mean = this->running_mean;
+  settings.running_var = this->running_var;
+  settings.on_nonfinite = o.on_nonfinite();
+  settings.layer.collective().run([&] { check_dimensions(input, where); });
+  const BatchNormState state{o.num_features(), this->weight, this->bias, this->num_batches_tracked,
+                             o.momentum()};
+  begin_batch(input, state, settings);
+  Tensor output =
+      is_replica ? replicated_batch_norm(input, state.weight, state.bias, *record, *replica_.link)
+                 : synchronised_batch_norm(input, state.weight, state.bias, record);
+  count_batch(state, *record);
+  n_nonfinite_batches_ += record->nonfinite ? 1 : 0;
   return output;
 }
 

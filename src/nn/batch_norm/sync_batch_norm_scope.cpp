@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "nn/batch_norm/inner_scopes.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/batch_norm/scoped_layers.hpp"
 #include "nn/error.hpp"

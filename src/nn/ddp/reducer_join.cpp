@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "base/exception.hpp"
-#include "nn/batch_norm/layer_steps.hpp"
+#include "nn/batch_norm/inner_scopes.hpp"
 #include "nn/ddp/in_sync.hpp"
 #include "nn/ddp/reducer.hpp"
 #include "nn/ddp/reducer_parts.hpp"

@@ -12,6 +12,7 @@
 
 #include "base/text.hpp"
 #include "nn/backend/layer_group.hpp"
+#include "nn/batch_norm/inner_scopes.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/python/torch_module.hpp"
 
@@ -46,14 +47,6 @@ T read(const nn::Layer& layer, const char* name, const char* expected, const py:
   }
 }
 
-struct Arguments {
-  Tensor input, weight, bias, running_mean, running_var;
-  MaybeTensor num_batches_tracked;
-  std::int64_t num_features;
-  std::optional<double> momentum;
-  double eps;
-};
-
 /// The training forward of a layer. momentum: None for the cumulative average. Takes objects: what
 /// pybind rejects would not be a refused call. identity: what ranks compare, so that two layers of
 /// equal width never exchange their statistics.
@@ -65,39 +58,31 @@ Tensor sync_batch_norm(const py::object& input, const py::object& num_features,
                        const std::string& identity) {
   const auto where = core().where();
   const auto record = c10::make_intrusive<nn::BatchNormRecord>();
-  const nn::Layer& layer =
-      record->settings.layer = {.group = group_of(group, where),
-                                .title = std::make_shared<const std::string>(title),
-                                .where = where,
-                                .tag = nn::tag_of(identity)};
-  const Arguments given = layer.collective().run([&] {
+  nn::BatchNormSettings& settings = record->settings;
+  const nn::Layer& layer = settings.layer = {.group = group_of(group, where),
+                                             .title = std::make_shared<const std::string>(title),
+                                             .where = where,
+                                             .tag = nn::tag_of(identity)};
+  Tensor x;
+  nn::BatchNormState state;
+  layer.collective().run([&] {
     const auto tensor = [&](const char* name, const py::object& value) {
       return value_of(read<MaybeTensor>(layer, name, "a tensor", value));
     };
-    return Arguments{
-        .input = read<Tensor>(layer, "input", "a tensor", input),
-        .weight = tensor("weight", weight),
-        .bias = tensor("bias", bias),
-        .running_mean = tensor("running_mean", running_mean),
-        .running_var = tensor("running_var", running_var),
-        .num_batches_tracked =
-            read<MaybeTensor>(layer, "num_batches_tracked", "a tensor", num_batches_tracked),
-        .num_features = read<std::int64_t>(layer, "num_features", "an int", num_features),
-        .momentum = read<std::optional<double>>(layer, "momentum", "a float or None", momentum),
-        .eps = read<double>(layer, "eps", "a float", eps)};
+    x = read<Tensor>(layer, "input", "a tensor", input);
+    state.weight = tensor("weight", weight);
+    state.bias = tensor("bias", bias);
+    settings.running_mean = tensor("running_mean", running_mean);
+    settings.running_var = tensor("running_var", running_var);
+    state.num_batches_tracked = tensor("num_batches_tracked", num_batches_tracked);
+    state.num_features = read<std::int64_t>(layer, "num_features", "an int", num_features);
+    state.momentum = read<std::optional<double>>(layer, "momentum", "a float or None", momentum);
+    settings.eps = read<double>(layer, "eps", "a float", eps);
   });
-  record->settings.eps = given.eps;
-  record->settings.running_mean = given.running_mean;
-  record->settings.running_var = given.running_var;
   const py::gil_scoped_release released;
-  nn::check_batch_norm(given.input, given.num_features, given.weight, given.bias, record->settings);
-  if (given.momentum) {
-    record->settings.factor = *given.momentum;
-  } else if (given.num_batches_tracked) {
-    record->settings.factor = 1 / (given.num_batches_tracked->item<double>() + 1);
-  }
-  Tensor output = nn::synchronised_batch_norm(given.input, given.weight, given.bias, record);
-  if (given.num_batches_tracked) nn::count_batch(*given.num_batches_tracked);
+  nn::begin_batch(x, state, settings);
+  Tensor output = nn::synchronised_batch_norm(x, state.weight, state.bias, record);
+  nn::count_batch(state, *record);
   return output;
 }
 

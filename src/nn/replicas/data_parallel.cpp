@@ -12,7 +12,7 @@
 #include <string>
 
 #include "group/root_cause.hpp"
-#include "nn/batch_norm/layer_steps.hpp"
+#include "nn/batch_norm/inner_scopes.hpp"
 #include "nn/replicas/module_copies.hpp"
 #include "nn/replicas/replica_threads.hpp"
 

@@ -16,7 +16,7 @@
 #include <string>
 
 #include "group/mismatch.hpp"
-#include "nn/batch_norm/layer_steps.hpp"
+#include "nn/batch_norm/layer.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/hash.hpp"
 #include "nn/tensors/tensor_buffers.hpp"

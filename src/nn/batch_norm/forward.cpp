@@ -1,21 +1,23 @@
-#include "nn/batch_norm/layer_steps.hpp"
-
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <c10/util/SmallVector.h>
+#include <fmt/format.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <exception>
 #include <limits>
 #include <lockstep/error.hpp>
 #include <lockstep/trace.hpp>
+#include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "group/native_engine.hpp"
+#include "kernels/batch_norm.hpp"
 #include "kernels/isa.hpp"
 #include "nn/batch_norm/cuda_batch_norm.hpp"
+#include "nn/batch_norm/layer_steps.hpp"
 #include "nn/elements/dense.hpp"
 
 namespace lockstep::nn {
@@ -26,6 +28,63 @@ namespace {
 
 std::size_t channels_of(const Tensor& statistics) {
   return static_cast<std::size_t>(statistics.size(-1) - 1) / 2;
+}
+
+void check_state(const char* name, const Tensor& state, const Tensor& input,
+                 std::int64_t num_features, const Layer& layer) {
+  if (!state.defined()) return;
+  const bool type_fits = state.scalar_type() == input.scalar_type() ||
+                         (is_16_bit(input) && state.scalar_type() == at::kFloat);
+  if (!type_fits || state.device() != input.device() || state.dim() != 1 ||
+      state.size(0) != num_features) {
+    throw UsageError(
+        layer.context(kForward),
+        fmt::format("expected {} to be a {}{} tensor of {} elements on {}, as the input; got {} of "
+                    "{} on {}: convert the module or the input with to()",
+                    name, c10::toString(input.scalar_type()), is_16_bit(input) ? " or Float" : "",
+                    num_features, input.device().str(), state.toString(), c10::str(state.sizes()),
+                    state.device().str()));
+  }
+}
+
+/// Doubles in an element of the type.
+constexpr std::size_t kMoments = size_of(lockstep::detail::kMoments) / sizeof(double);
+
+/// Parts of 1 + 2C doubles, merged in order into as many of `merged`.
+void merge(std::span<const double> parts, const Tensor& merged) {
+  const auto stride = static_cast<std::size_t>(merged.numel());
+  const std::size_t n_parts = parts.size() / stride;
+  const std::size_t channels = (stride - 1) / 2;
+  double* const out = data(merged);
+  c10::SmallVector<double, 16> counts(n_parts);
+  out[0] = 0;
+  for (std::size_t part = 0; part < n_parts; ++part) {
+    counts[part] = parts[part * stride];
+    out[0] += counts[part];
+  }
+  kernels::batch_norm_merge(static_cast<int>(n_parts), counts.data(), parts.data() + 1,
+                            parts.data() + 1 + channels, stride, channels, out + 1,
+                            out + 1 + channels);
+}
+
+/// merge_across_ranks as one reduction, whose bytes do not grow with the number of ranks.
+void reduce_moments(const Tensor& mine, const Layer& layer) {
+  const std::size_t channels = (static_cast<std::size_t>(mine.numel()) - 1) / 2;
+  std::vector<double> moments(kMoments * channels);
+  double* const own = data(mine) + 1;
+  for (std::size_t c = 0; c < channels; ++c) {
+    double* const channel = moments.data() + kMoments * c;
+    channel[0] = own[-1];
+    channel[1] = own[c];
+    channel[2] = own[channels + c];
+  }
+  layer.all_reduce(kForward, {moments.data(), channels, lockstep::detail::kMoments}, ReduceOp::sum);
+  own[-1] = channels > 0 ? moments[0] : 0;
+  for (std::size_t c = 0; c < channels; ++c) {
+    const double* const channel = moments.data() + kMoments * c;
+    own[c] = channel[1];
+    own[channels + c] = channel[2];
+  }
 }
 
 /// With the C values of the statistics from `begin` on.
@@ -101,21 +160,44 @@ std::size_t fitting_channels(const Activation& x) {
                   std::max(n_threads * kernels::kCaches.reuse_bytes / channel_bytes, n_threads));
 }
 
-/// Calls f(some channels) until all are done.
-template <class F>
-void for_each_message(std::size_t channels, std::size_t per_message, const F& f) {
-  for (std::size_t c = 0; c < channels; c += per_message) {
-    f(Channels{c, std::min(per_message, channels - c)});
-  }
-}
-
-/// Copies `part` of two per-channel arrays to its place among all channels.
-void copy_channels(const double* part, Channels channels, std::size_t all, double* to) {
-  std::copy_n(part, channels.count, to + channels.first);
-  std::copy_n(part + channels.count, channels.count, to + all + channels.first);
-}
-
 }  // namespace
+
+void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
+                      const Tensor& bias, const BatchNormSettings& settings) {
+  settings.layer.collective().run([&] {
+    const auto reject = [&settings](const std::string& text) {
+      throw UsageError(settings.layer.context(kForward), text);
+    };
+    if (input.dim() < 2) {
+      reject(fmt::format("expected input of 2 or more dimensions, got {}D", input.dim()));
+    }
+    if (!(input.is_cpu() || input.is_cuda()) || input.layout() != at::kStrided) {
+      reject(fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there with to()",
+                         input.toString()));
+    }
+    if (!input.is_floating_point()) {
+      reject(
+          fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: convert "
+                      "it with to()",
+                      c10::toString(input.scalar_type())));
+    }
+    if (input.size(1) != num_features) {
+      reject(fmt::format("expected {} channels, got input size {}", num_features,
+                         c10::str(input.sizes())));
+    }
+    check_state("weight", weight, input, num_features, settings.layer);
+    check_state("bias", bias, input, num_features, settings.layer);
+    for (const auto& [name, running] : {std::pair("running_mean", settings.running_mean),
+                                        std::pair("running_var", settings.running_var)}) {
+      check_state(name, running, input, num_features, settings.layer);
+      if (!running.defined() || !running._is_zerotensor()) continue;
+      reject(
+          fmt::format("{} is a zero tensor (_efficientzerotensor), which has no memory for new "
+                      "values: pass a clone() of it",
+                      name));
+    }
+  });
+}
 
 at::TensorOptions parameter_options(const Tensor& input) {
   return at::TensorOptions(input.device())
@@ -131,24 +213,6 @@ OptionalTensor parameter_for(const Tensor& parameter, const Tensor& input) {
     return parameter;
   }
   return dense(parameter.to(parameter_options(input)));
-}
-
-void count_batch(Tensor n_batches) {
-  if (n_batches.is_cpu() && n_batches.scalar_type() == at::kLong && n_batches.numel() == 1 &&
-      has_values_in_memory(n_batches)) {
-    ++*n_batches.data_ptr<std::int64_t>();  // by libtorch's addition it takes microseconds
-    n_batches.unsafeGetTensorImpl()->bump_version();  // as every operation in place does
-  } else {
-    n_batches += 1;
-  }
-}
-
-Tensor gradient_like(const Tensor& gradient, const Tensor& x) {
-  if (gradient.strides() == x.strides() && gradient.scalar_type() == x.scalar_type() &&
-      has_values_in_memory(gradient)) {
-    return gradient;
-  }
-  return at::empty_like(x).copy_(gradient);
 }
 
 Activation activation_of(const Tensor& input) {
@@ -174,6 +238,21 @@ Tensor local_statistics(const Activation& x, Channels channels) {
     cpu::stats(x.tensor, x.shape, channels, out + 1, out + 1 + c);
   }
   return statistics;
+}
+
+Tensor merge_statistics(const Tensor& parts) {
+  Tensor merged = doubles(parts.size(-1));
+  merge({data(parts), static_cast<std::size_t>(parts.numel())}, merged);
+  return merged;
+}
+
+void merge_across_ranks(Tensor& mine, const Layer& layer) {
+  if (internal::NativeGroup::reduces_moments(layer.group)) return reduce_moments(mine, layer);
+  const auto stride = static_cast<std::size_t>(mine.numel());
+  const std::size_t n_all = stride * static_cast<std::size_t>(layer.group.size());
+  const auto all = std::make_unique_for_overwrite<double[]>(n_all);
+  layer.all_gather(kForward, {data(mine), stride, DType::f64}, {all.get(), n_all, DType::f64});
+  merge({all.get(), n_all}, mine);
 }
 
 std::size_t agree_on_channels(std::size_t preferred, std::size_t all, const Layer& layer) {
@@ -225,84 +304,6 @@ void normalize(const Activation& x, Channels channels, const Tensor& statistics,
   cpu::normalize(x.tensor, x.shape, channels, means, means + channels.count, weight, bias, output);
 }
 
-Tensor sum_gradients(const Tensor& dy, const Activation& x, Channels channels,
-                     const Tensor& statistics) {
-  const auto c = static_cast<std::int64_t>(channels.count);
-  Tensor sums = doubles(2 * c);
-  if (x.tensor.is_cuda()) {
-    cuda::backward_reduce(dy, x.tensor, statistics, sums);
-  } else {
-    cpu::backward_reduce(dy, x.tensor, x.shape, channels, data(statistics) + 1 + channels.first,
-                         data(sums), data(sums) + c);
-  }
-  return sums;
-}
-
-void input_gradient(const Tensor& dy, const Activation& x, Channels channels,
-                    const Tensor& statistics, const Tensor& weight, const Tensor& mean_gradients,
-                    Tensor& dx) {
-  if (x.tensor.is_cuda()) {
-    return cuda::backward_elementwise(dy, x.tensor, statistics, weight,
-                                      for_kernels(x, mean_gradients), dx);
-  }
-  const double* const means = data(statistics) + 1 + channels.first;
-  cpu::backward_elementwise(dy, x.tensor, x.shape, channels, means, means + x.shape.channels,
-                            weight, data(mean_gradients), data(mean_gradients) + channels.count,
-                            dx);
-}
-
-ParameterGradients::ParameterGradients(const Activation& x, RequestedGradients wanted)
-    : options_(parameter_options(x.tensor)) {
-  const auto size = static_cast<std::int64_t>(x.shape.channels);
-  const auto on_cpu = options_.device(at::kCPU);
-  if (wanted.weight) weight_ = at::empty({size}, on_cpu);
-  if (wanted.bias) bias_ = at::empty({size}, on_cpu);
-}
-
-void ParameterGradients::compute(const Tensor& sums, Channels channels, const Tensor& statistics) {
-  const double* const sum_dy = data(sums);
-  const double* const sum_dy_xmu = sum_dy + channels.count;
-  const double* const invstd = data(statistics) + 1 + channels_of(statistics) + channels.first;
-  // Written by hand: a libtorch operation costs as much as a small layer's kernel.
-  const auto fill = [channels](const Tensor& gradient, const auto& value_of) {
-    if (!gradient.defined()) return;
-    AT_DISPATCH_FLOATING_TYPES(gradient.scalar_type(), "sync_batch_norm_backward", [&] {
-      scalar_t* const to = gradient.data_ptr<scalar_t>() + channels.first;
-      for (std::size_t c = 0; c < channels.count; ++c) to[c] = static_cast<scalar_t>(value_of(c));
-    });
-  };
-  fill(weight_, [&](std::size_t c) { return sum_dy_xmu[c] * invstd[c]; });
-  fill(bias_, [&](std::size_t c) { return sum_dy[c]; });
-}
-
-BatchNormGradients ParameterGradients::finish(Tensor dx) {
-  if (options_.device().is_cuda()) {
-    if (weight_.defined() && bias_.defined()) {
-      const Tensor both = at::stack({weight_, bias_}).to(options_);  // one transfer
-      weight_ = both[0];
-      bias_ = both[1];
-    } else if (Tensor& one = weight_.defined() ? weight_ : bias_; one.defined()) {
-      one = one.to(options_);
-    }
-  }
-  return {std::move(dx), std::move(weight_), std::move(bias_)};
-}
-
-void average_gradient(std::span<double> message, const double* invstd, double count,
-                      const BatchNormSettings& settings) {
-  settings.layer.all_reduce(kBackward, {message.data(), message.size(), DType::f64}, ReduceOp::sum);
-  if (count > 0) {
-    for (double& value : message) value /= count;
-  }
-  if (settings.eps_mode == EpsMode::plus) return;
-  // A clamped variance is constant: its gradient is zero.
-  const double clamped_invstd = 1 / std::sqrt(settings.eps);
-  const std::size_t channels = message.size() / 2;
-  for (std::size_t c = 0; c < channels; ++c) {
-    if (invstd[c] == clamped_invstd) message[channels + c] = 0;
-  }
-}
-
 Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
                           BatchNormRecord& record) {
   const TraceScope scope("SyncBatchNorm forward");
@@ -339,56 +340,27 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
   return output;
 }
 
-std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBackwardPiece> pieces,
-                                                    const BatchNormRecord& record,
-                                                    const Tensor& means) {
-  const TraceScope scope("SyncBatchNorm backward");
-  const bool wants_input = pieces.front().wanted.input;
-  struct Piece {
-    Activation x;
-    Tensor dy, dx;
-    ParameterGradients parameters;
-  };
-  const auto run = [&] {
-    refuse_create_graph(kBackward, record.settings.layer,
-                        "TorchScript cannot take gradients of the gradients of a batch_norm in a "
-                        "SyncBatchNormScope: call the model unscripted, or backward or grad "
-                        "without create_graph");
-    const at::AutoDispatchBelowADInplaceOrView without_history;
-    std::vector<Piece> all;
-    for (const BatchNormBackwardPiece& piece : pieces) {
-      const Activation x = activation_of(piece.input);
-      all.push_back({x,
-                     gradient_like(piece.grad_output, x.tensor),
-                     wants_input ? at::empty_like(x.tensor) : Tensor(),
-                     {x, piece.wanted}});
-    }
-    const std::size_t n_channels = all.front().x.shape.channels;
-    const double* const invstd = data(record.statistics) + 1 + n_channels;
-    for_each_message(n_channels, record.channels_per_message, [&](Channels channels) {
-      Tensor message;
-      for (std::size_t i = 0; i < all.size(); ++i) {
-        Piece& piece = all[i];
-        const Tensor sums = sum_gradients(piece.dy, piece.x, channels, record.for_kernels[i]);
-        piece.parameters.compute(sums, channels, record.statistics);
-        message = i == 0 ? sums : message.add_(sums);  // in the order of the pieces
-      }
-      if (!wants_input) return;
-      average_gradient({data(message), 2 * channels.count}, invstd + channels.first,
-                       data(record.statistics)[0], record.settings);
-      if (means.defined()) copy_channels(data(message), channels, n_channels, data(means));
-      for (std::size_t i = 0; i < all.size(); ++i) {
-        Piece& piece = all[i];
-        input_gradient(piece.dy, piece.x, channels, record.for_kernels[i], pieces[i].weight,
-                       message, piece.dx);
-      }
-    });
-    std::vector<BatchNormGradients> results;
-    for (Piece& piece : all) results.push_back(piece.parameters.finish(std::move(piece.dx)));
-    return results;
-  };
-  // Without a gradient of the input it sends nothing.
-  return wants_input ? record.settings.layer.collective().run(run) : run();
+void begin_batch(const Tensor& input, const BatchNormState& state, BatchNormSettings& settings) {
+  check_batch_norm(input, state.num_features, state.weight, state.bias, settings);
+  if (state.momentum.has_value()) {
+    settings.factor = *state.momentum;
+  } else if (state.num_batches_tracked.defined()) {
+    settings.factor = 1 / (state.num_batches_tracked.item<double>() + 1);
+  }
+}
+
+void count_batch(const BatchNormState& state, const BatchNormRecord& record) {
+  Tensor n_batches = state.num_batches_tracked;
+  const bool keeps =
+      record.nonfinite && record.settings.on_nonfinite == OnNonfinite::keep_running_stats;
+  if (!n_batches.defined() || keeps) return;
+  if (n_batches.is_cpu() && n_batches.scalar_type() == at::kLong && n_batches.numel() == 1 &&
+      has_values_in_memory(n_batches)) {
+    ++*n_batches.data_ptr<std::int64_t>();  // by libtorch's addition it takes microseconds
+    n_batches.unsafeGetTensorImpl()->bump_version();  // as every operation in place does
+  } else {
+    n_batches += 1;
+  }
 }
 
 }  // namespace lockstep::nn
