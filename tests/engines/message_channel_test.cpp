@@ -85,13 +85,13 @@ class ScriptedTransport final : public Transport {
 
 class MessageChannelTest : public ::testing::Test {
  protected:
-  void exchange(Channel& channel) {
+  void exchange(MessageChannel& channel) {
     Limit limit(call.timeout);
     channel.exchange({}, call, limit);
   }
   /// The text of the E that the next exchange throws.
   template <class E>
-  std::string error_of(Channel& channel) {
+  std::string error_of(MessageChannel& channel) {
     try {
       exchange(channel);
     } catch (const E& error) {
@@ -112,7 +112,7 @@ class MessageChannelTest : public ::testing::Test {
   Script script;
   Script part;
   Call call{.group = "world", .sequence = 1, .timeout = 10min, .where = {}};
-  Channel world{std::make_unique<ScriptedTransport>(script, &part)};
+  MessageChannel world{std::make_unique<ScriptedTransport>(script, &part)};
 };
 
 ControlMessage departure_of(int rank, Kind kind = Kind::peer_left, std::string text = "") {
@@ -293,7 +293,7 @@ TEST_F(MessageChannelTest, a_failure_after_a_departure_ends_only_this_ranks_call
   const auto group = world.split({0, 1, 2}, world.next_number(), call);
   world.leave("no more sheets");
   script.sent.clear();
-  for (Channel* const channel : {&world, group.get()}) {
+  for (MessageChannel* const channel : {&world, group.get()}) {
     channel->abandon("no more sheets");
     EXPECT_EQ(error_of<PeerFailed>(*channel), "rank 0 failed: no more sheets");
   }

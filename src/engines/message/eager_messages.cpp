@@ -16,7 +16,7 @@ constexpr std::size_t kAlignment = alignof(EagerMessage);  // for kernels, and o
 
 }  // namespace
 
-EagerMessages::EagerMessages(Channel& channel) : channel_(channel) {
+EagerMessages::EagerMessages(MessageChannel& channel) : channel_(channel) {
   static_assert(sizeof(Header) % kAlignment == 0 && kMaxPayload % kAlignment == 0 &&
                 kMaxPayloadOfHost % kAlignment == 0);
   const auto n = static_cast<std::size_t>(channel_.size());

@@ -22,7 +22,7 @@ class EagerMessages {
   /// host an MPI uses rendezvous if the message exceeds 4,096 bytes with its own headers.
   static constexpr std::size_t kMaxPayload = 16 << 10, kMaxPayloadOfHost = 60 * 64;
 
-  explicit EagerMessages(Channel& channel);
+  explicit EagerMessages(MessageChannel& channel);
   // messages_ points to members.
   EagerMessages(const EagerMessages&) = delete;
   EagerMessages& operator=(const EagerMessages&) = delete;
@@ -37,8 +37,8 @@ class EagerMessages {
   void send_parts(const Header& mine, const std::byte* parts, std::size_t part_bytes);
   void exchange(const Call& call, Limit& limit) { channel_.exchange(messages_, call, limit); }
 
-  /// For a send or recv: the same with `peer` only. False: see Channel::exchange_with; `elsewhere`
-  /// is then the header of the peer.
+  /// For a send or recv: the same with `peer` only. False: see MessageChannel::exchange_with;
+  /// `elsewhere` is then the header of the peer.
   bool exchange_with(int peer, const Header& mine, std::span<const std::byte> payload,
                      Header& elsewhere, const Call& call, Limit& limit);
 
@@ -54,7 +54,7 @@ class EagerMessages {
     return takes_shorter_ ? sizeof(Header) + payload_bytes : stride_;
   }
 
-  Channel& channel_;
+  MessageChannel& channel_;
   const bool takes_shorter_ = channel_.takes_shorter_messages() && !channel_.has_rounds();
   const std::size_t payload_bytes_ = !takes_shorter_             ? sizeof(EagerMessage::payload)
                                      : channel_.is_on_one_host() ? kMaxPayloadOfHost

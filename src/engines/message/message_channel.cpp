@@ -11,7 +11,7 @@
 
 namespace lockstep::message {
 
-Channel::Channel(std::unique_ptr<Transport> transport)
+MessageChannel::MessageChannel(std::unique_ptr<Transport> transport)
     : control_(std::make_shared<Control>(std::move(transport))),
       world_(control_),
       transport_(control_->transport()),
@@ -19,29 +19,29 @@ Channel::Channel(std::unique_ptr<Transport> transport)
   std::iota(members_.begin(), members_.end(), 0);
 }
 
-Channel::Channel(std::unique_ptr<Transport> transport, std::vector<int> members,
-                 std::shared_ptr<Control> world)
+MessageChannel::MessageChannel(std::unique_ptr<Transport> transport, std::vector<int> members,
+                               std::shared_ptr<Control> world)
     : control_(std::make_shared<Control>(std::move(transport))),
       world_(std::move(world)),
       transport_(control_->transport()),
       members_(std::move(members)) {}
 
-void Channel::exchange(std::span<const Message> messages, const Call& call, Limit& limit) {
+void MessageChannel::exchange(std::span<const Message> messages, const Call& call, Limit& limit) {
   perform(messages, call, limit, nullptr);
 }
 
-void Channel::begin_rounds(const Header& header) {
+void MessageChannel::begin_rounds(const Header& header) {
   control_->begin_exchange(header);
   is_in_rounds_ = true;
 }
 
-void Channel::round(std::span<const Message> messages, int awaited, int n_known, const Call& call,
-                    Limit& limit) {
+void MessageChannel::round(std::span<const Message> messages, int awaited, int n_known,
+                           const Call& call, Limit& limit) {
   control_->set_wait_state(awaited, n_known);
   perform(messages, call, limit, nullptr);
 }
 
-void Channel::end_rounds() {
+void MessageChannel::end_rounds() {
   control_->set_wait_state(WaitState::kNone, size());
   is_in_rounds_ = false;
 }
@@ -51,7 +51,7 @@ void Channel::end_rounds() {
 /// first. Blocks of B ranks, the largest power of two that divides N, exchange in a ring, and
 /// within a pair of blocks rank i exchanges with i XOR 0, 1, ... B - 1. With aligned blocks, the
 /// messages of a window cross equally many switches, so they complete at about the same time.
-int Channel::exchange_index(const Message& message) const {
+int MessageChannel::exchange_index(const Message& message) const {
   const int shift = std::countr_zero(static_cast<unsigned>(size()));  // B is 1 << shift
   const bool is_sent = message.direction == Message::Direction::send;
   const int from = is_sent ? rank() : message.peer, to = is_sent ? message.peer : rank();
@@ -64,7 +64,8 @@ int Channel::exchange_index(const Message& message) const {
 /// or an earlier window, so the ranks in the earliest one always get on: no deadlock. If a rank
 /// stops, those that wait for it do not begin their next window, for which others wait. All publish
 /// for which rank they wait (wait states), and so find the one that waits for none: it is late.
-void Channel::exchange_in_windows(std::span<Message> messages, const Call& call, Limit& limit) {
+void MessageChannel::exchange_in_windows(std::span<Message> messages, const Call& call,
+                                         Limit& limit) {
   const auto window_of = [this](const Message& message) {
     return exchange_index(message) / kWindow;
   };
@@ -78,8 +79,8 @@ void Channel::exchange_in_windows(std::span<Message> messages, const Call& call,
   }
 }
 
-bool Channel::perform(std::span<const Message> messages, const Call& call, Limit& limit,
-                      StatusQuery* query) {
+bool MessageChannel::perform(std::span<const Message> messages, const Call& call, Limit& limit,
+                             StatusQuery* query) {
   if (const int n_polls = transport_.n_polls_before_exchange(); n_polls > 0) {
     for (int i = 0; i < n_polls; ++i) poll_control();
     throw_if_failed(call);
@@ -101,8 +102,8 @@ bool Channel::perform(std::span<const Message> messages, const Call& call, Limit
   return exchange.is_complete;
 }
 
-std::unique_ptr<Channel> Channel::split(const std::vector<int>& members, std::int64_t number,
-                                        const Call& call) {
+std::unique_ptr<MessageChannel> MessageChannel::split(const std::vector<int>& members,
+                                                      std::int64_t number, const Call& call) {
   std::vector<int> world_ranks;
   for (const int member : members) {
     world_ranks.push_back(members_[static_cast<std::size_t>(member)]);
@@ -115,7 +116,8 @@ std::unique_ptr<Channel> Channel::split(const std::vector<int>& members, std::in
                       transport_.last_channel()));
     }
     auto part = transport_.split(members, static_cast<std::int32_t>(number));
-    return std::unique_ptr<Channel>(new Channel(std::move(part), std::move(world_ranks), world_));
+    return std::unique_ptr<MessageChannel>(
+        new MessageChannel(std::move(part), std::move(world_ranks), world_));
   } catch (const TransportError& error) {
     fail_transport(error, call);
   }

@@ -28,10 +28,10 @@ using Limit = detail::TimeLimit;
 /// messages may still be in transit.
 ///
 /// Threads: one at a time per channel; abandon, end_with: any.
-class Channel {
+class MessageChannel {
  public:
   /// The world's: all ranks of `transport`.
-  explicit Channel(std::unique_ptr<Transport> transport);
+  explicit MessageChannel(std::unique_ptr<Transport> transport);
 
   int rank() const noexcept { return transport_.rank(); }
   int size() const noexcept { return transport_.size(); }
@@ -70,8 +70,8 @@ class Channel {
   std::int64_t next_number() { return world_->next_number(); }
   /// The channel of some of the ranks, with the number that one of them drew. Sends no messages.
   /// Throws EngineError if the library has no such channel.
-  std::unique_ptr<Channel> split(const std::vector<int>& members, std::int64_t number,
-                                 const Call& call);
+  std::unique_ptr<MessageChannel> split(const std::vector<int>& members, std::int64_t number,
+                                        const Call& call);
 
   /// Before each call: counts it.
   void begin(const Call& call) { ++n_calls(call.op, call.root); }
@@ -92,8 +92,8 @@ class Channel {
   void leave(std::string_view failure) noexcept;
 
  private:
-  Channel(std::unique_ptr<Transport> transport, std::vector<int> members,
-          std::shared_ptr<Control> world);
+  MessageChannel(std::unique_ptr<Transport> transport, std::vector<int> members,
+                 std::shared_ptr<Control> world);
   struct StatusQuery;
   /// False: impossible, see exchange_with.
   bool perform(std::span<const Message> messages, const Call& call, Limit& limit,

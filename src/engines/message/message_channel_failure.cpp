@@ -25,18 +25,18 @@ constexpr milliseconds kControlDelay{200};
 
 }  // namespace
 
-void Channel::poll_control() {
+void MessageChannel::poll_control() {
   world_->poll();
   if (control_ != world_) control_->poll();
 }
 
-void Channel::throw_if_failed(const Call& call) const {
+void MessageChannel::throw_if_failed(const Call& call) const {
   if (const auto failure = control_->failure()) {
     internal::throw_failure(*failure, context_of(call, rank()));
   }
 }
 
-std::optional<Failure> Channel::departure_among(std::span<const int> ranks) const {
+std::optional<Failure> MessageChannel::departure_among(std::span<const int> ranks) const {
   for (const int rank : ranks) {
     auto departure = world_->departure_of(members_[static_cast<std::size_t>(rank)]);
     if (!departure) continue;
@@ -46,7 +46,7 @@ std::optional<Failure> Channel::departure_among(std::span<const int> ranks) cons
   return std::nullopt;
 }
 
-void Channel::notify(const Failure& failure) noexcept {
+void MessageChannel::notify(const Failure& failure) noexcept {
   try {
     control_->set_failure(failure);  // for a thread of this rank
     // After the departure, which is all that peers need, this process may end at any time: peers
@@ -57,7 +57,7 @@ void Channel::notify(const Failure& failure) noexcept {
   }
 }
 
-void Channel::fail(Failure failure, const Call& call) {
+void MessageChannel::fail(Failure failure, const Call& call) {
   poll_control();
   throw_if_failed(call);  // all ranks throw the first failure
   if (failure.culprit != Failure::kNoCulprit) failure.culprit = call.number_of(failure.culprit);
@@ -66,7 +66,7 @@ void Channel::fail(Failure failure, const Call& call) {
   internal::throw_failure(failure, context_of(call, rank()));
 }
 
-void Channel::fail_transport(const TransportError& error, const Call& call) {
+void MessageChannel::fail_transport(const TransportError& error, const Call& call) {
   const int peer = error.peer();
   if (peer != TransportError::kNoPeer) {
     for (const auto end = Clock::now() + kControlDelay; Clock::now() < end;) {
@@ -86,29 +86,29 @@ void Channel::fail_transport(const TransportError& error, const Call& call) {
                         : fmt::format("with rank {}: {}", call.number_of(peer), error.what()));
 }
 
-void Channel::fail_late(const std::vector<int>& awaited, const Call& call, std::string_view detail,
-                        const std::vector<int>& late) {
+void MessageChannel::fail_late(const std::vector<int>& awaited, const Call& call,
+                               std::string_view detail, const std::vector<int>& late) {
   fail({.kind = Kind::timeout,
         .text = internal::text_of_wait(call, rank(), awaited, size()).append(detail),
         .peers = internal::PeerList::of(late)},
        call);
 }
 
-void Channel::abandon(std::string_view reason) noexcept {
+void MessageChannel::abandon(std::string_view reason) noexcept {
   try {
     notify({.kind = Kind::peer_failed, .culprit = rank(), .text = std::string(reason)});
   } catch (const std::bad_alloc&) {
   }
 }
 
-void Channel::end_with(const Error& error) noexcept {
+void MessageChannel::end_with(const Error& error) noexcept {
   try {
     notify(internal::failure_for_peers(error, rank()));
   } catch (const std::bad_alloc&) {
   }
 }
 
-void Channel::leave(std::string_view failure) noexcept {
+void MessageChannel::leave(std::string_view failure) noexcept {
   try {
     world_->set_left();
     transport_.send_control(
@@ -120,11 +120,11 @@ void Channel::leave(std::string_view failure) noexcept {
   }
 }
 
-std::uint64_t& Channel::n_calls(Op op, int peer) {
+std::uint64_t& MessageChannel::n_calls(Op op, int peer) {
   return internal::is_pair(op) ? n_pairs_[{op, peer}] : n_collectives_;
 }
 
-void Channel::refuse(const Refusal& refusal) noexcept {
+void MessageChannel::refuse(const Refusal& refusal) noexcept {
   try {
     const Op op = !refusal.is_pair ? Op::barrier : refusal.is_send ? Op::send : Op::recv;
     WaitState wait_state{.rank = rank(), .number = n_calls(op, refusal.peer)};
@@ -142,7 +142,7 @@ void Channel::refuse(const Refusal& refusal) noexcept {
   }
 }
 
-void Channel::throw_if_refused(const Call& call) {
+void MessageChannel::throw_if_refused(const Call& call) {
   const bool is_pair = internal::is_pair(call.op);
   // For a send: the receives that its peer refused.
   const Op op = !is_pair ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
@@ -160,7 +160,8 @@ void Channel::throw_if_refused(const Call& call) {
   fail(mismatch_failure(call, rows, refused_calls(rows, call)), call);
 }
 
-std::vector<RefusedCall> Channel::refused_calls(std::span<const Row> rows, const Call& call) {
+std::vector<RefusedCall> MessageChannel::refused_calls(std::span<const Row> rows,
+                                                       const Call& call) {
   const std::uint32_t least = std::ranges::min(rows, {}, [](const Row& row) {
                                 return row.header.n_refused;
                               }).header.n_refused;

@@ -29,7 +29,7 @@ constexpr milliseconds kQueryDelay{200};
 }  // namespace
 
 /// Whether an exchange with one peer can ever complete.
-struct Channel::StatusQuery {
+struct MessageChannel::StatusQuery {
   int peer;
   Header& header;  // of the call in which the peer waits
   Clock::time_point time = Clock::now() + kQueryDelay;
@@ -37,14 +37,14 @@ struct Channel::StatusQuery {
   bool is_answered = false;
 };
 
-bool Channel::exchange_with(int peer, std::span<const Message> messages, Header& header,
-                            const Call& call, Limit& limit) {
+bool MessageChannel::exchange_with(int peer, std::span<const Message> messages, Header& header,
+                                   const Call& call, Limit& limit) {
   if (!has_rounds_) return perform(messages, call, limit, nullptr);
   StatusQuery query{.peer = peer, .header = header};
   return perform(messages, call, limit, &query);
 }
 
-bool Channel::wait(const Call& call, Limit& limit, StatusQuery* query) {
+bool MessageChannel::wait(const Call& call, Limit& limit, StatusQuery* query) {
   if (call.progress != nullptr) call.progress->slept(call);  // polling counts as sleep
   const auto deadline = limit.end();                         // begins now
   std::optional<Clock::time_point> departure_seen;
@@ -100,7 +100,7 @@ bool Channel::wait(const Call& call, Limit& limit, StatusQuery* query) {
   }
 }
 
-bool Channel::is_impossible(StatusQuery& query) {
+bool MessageChannel::is_impossible(StatusQuery& query) {
   const auto now = Clock::now();
   if (now < query.time) return false;
   if (query.is_answered) return true;
@@ -123,7 +123,7 @@ bool Channel::is_impossible(StatusQuery& query) {
   return false;
 }
 
-std::map<int, WaitState> Channel::query_wait_states(const Call& call) {
+std::map<int, WaitState> MessageChannel::query_wait_states(const Call& call) {
   const WaitState own = control_->wait_state();
   control_->ask(own.number);
   const auto n = static_cast<std::size_t>(size());
@@ -139,8 +139,8 @@ std::map<int, WaitState> Channel::query_wait_states(const Call& call) {
   return wait_states;
 }
 
-std::vector<int> Channel::find_late(std::map<int, WaitState> wait_states,
-                                    std::span<const int> awaited) const {
+std::vector<int> MessageChannel::find_late(std::map<int, WaitState> wait_states,
+                                           std::span<const int> awaited) const {
   const auto n = static_cast<std::size_t>(size());
   const WaitState own = wait_states.at(rank());
   // Ranks that are in other calls are late too, but not those that wait in an earlier exchange.

@@ -29,7 +29,8 @@ void Collectives::Step::run() {
   constexpr double kMinRounds = 100;
   std::size_t most_bytes = 0;
   for (const Message& message : messages) most_bytes = std::max(most_bytes, message.n_bytes);
-  const double window_us = Channel::kWindow * static_cast<double>(most_bytes) * costs.byte_us;
+  const double window_us =
+      MessageChannel::kWindow * static_cast<double>(most_bytes) * costs.byte_us;
   if (channel.has_rounds() && !channel.is_on_one_host() &&
       window_us >= kMinRounds * costs.round_us) {
     channel.exchange_in_windows(messages, call, limit);

@@ -16,7 +16,7 @@ namespace lockstep::message {
 class Collectives {
  public:
   /// `rounds`: null if every pair of ranks exchanges messages directly.
-  Collectives(Channel& channel, Rounds* rounds, const Costs& costs)
+  Collectives(MessageChannel& channel, Rounds* rounds, const Costs& costs)
       : channel_(channel), rounds_(rounds), costs_(costs) {}
 
   void run(const Call& call, Limit& limit);
@@ -31,7 +31,7 @@ class Collectives {
  private:
   /// One step of a call: its messages and the call they belong to.
   struct Step {
-    Channel& channel;
+    MessageChannel& channel;
     const Call& call;
     Limit& limit;
     const Costs& costs;
@@ -78,7 +78,7 @@ class Collectives {
   int size() const noexcept { return channel_.size(); }
   bool is(int r) const { return r == rank(); }
 
-  Channel& channel_;
+  MessageChannel& channel_;
   Rounds* rounds_;
   Costs costs_;
   std::vector<Message> messages_;

@@ -49,7 +49,7 @@ class Memory final : public SharedMemory {
 /// same bits on all ranks.
 class MessageEngine final : public internal::NativeEngine {
  public:
-  MessageEngine(std::string name, std::unique_ptr<Channel> channel, const Costs& costs);
+  MessageEngine(std::string name, std::unique_ptr<MessageChannel> channel, const Costs& costs);
 
   std::string_view name() const noexcept override { return name_; }
   int rank() const noexcept override { return rank_; }
@@ -103,7 +103,7 @@ class MessageEngine final : public internal::NativeEngine {
   bool is(int r) const { return r == rank(); }
 
   std::string name_;
-  std::unique_ptr<Channel> channel_;
+  std::unique_ptr<MessageChannel> channel_;
   const int rank_ = channel_->rank();
   const int size_ = channel_->size();
   HeaderMaker headers_;
@@ -116,7 +116,8 @@ class MessageEngine final : public internal::NativeEngine {
   Collectives collectives_{*channel_, rounds_.get(), costs_};
 };
 
-MessageEngine::MessageEngine(std::string name, std::unique_ptr<Channel> channel, const Costs& costs)
+MessageEngine::MessageEngine(std::string name, std::unique_ptr<MessageChannel> channel,
+                             const Costs& costs)
     : name_(std::move(name)), channel_(std::move(channel)), costs_(costs) {
   if (!rounds_) eager_.emplace(*channel_);
   for (int r = 0; r < size(); ++r) {
@@ -332,8 +333,8 @@ std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int ke
 
 std::unique_ptr<Engine> make(std::string name, std::unique_ptr<Transport> transport,
                              const Costs& costs) {
-  return std::make_unique<MessageEngine>(std::move(name),
-                                         std::make_unique<Channel>(std::move(transport)), costs);
+  return std::make_unique<MessageEngine>(
+      std::move(name), std::make_unique<MessageChannel>(std::move(transport)), costs);
 }
 
 }  // namespace lockstep::message

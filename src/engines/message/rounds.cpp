@@ -26,7 +26,7 @@ struct Rounds::Head {
   std::uint64_t unused;  ///< aligns the slots
 };
 
-Rounds::Rounds(Channel& channel)
+Rounds::Rounds(MessageChannel& channel)
     : channel_(channel),
       rank_(channel.rank()),
       size_(channel.size()),

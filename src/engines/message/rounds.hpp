@@ -23,7 +23,7 @@ namespace lockstep::message {
 /// Termination: in round d a rank waits for r - d, which has sent that message unless it waits in a
 /// round of a smaller distance, or has not begun. Such a chain of waits has at most log2 N ranks
 /// and ends at one that has not begun, or does not run: that rank is late, not the one waited for.
-/// Channel finds it when the call times out, by querying the wait state of all ranks.
+/// MessageChannel finds it when the call times out, by querying the wait state of all ranks.
 ///
 /// Calls are compared by the same messages, which have the sender's header and whether all headers
 /// that it knows agree. Agreement is an equivalence, so it is enough that each agrees with its
@@ -32,7 +32,7 @@ namespace lockstep::message {
 /// calls differ, and only then exchange their headers, between all pairs.
 class Rounds {
  public:
-  explicit Rounds(Channel& channel);
+  explicit Rounds(MessageChannel& channel);
 
   /// The most bytes of a rank that compare() can send: at least these.
   static constexpr std::size_t kMinPayloadBytes = 16;
@@ -76,7 +76,7 @@ class Rounds {
   void send_down(const Tree& tree, const Part& part, const Call& call, Limit& limit);
   int before(int distance) const noexcept { return (rank_ + size_ - distance) % size_; }
 
-  Channel& channel_;
+  MessageChannel& channel_;
   const int rank_;
   const int size_;
   const std::size_t slot_bytes_;

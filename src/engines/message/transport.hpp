@@ -42,7 +42,7 @@ struct ControlMessage {
     departure,     ///< the culprit leaves the world: peer_left, or peer_failed with its reason
     status_query,  ///< of wait_state.rank, to ranks that have begun exchange wait_state.number
     status_reply,  ///< the answer
-    refusal,       ///< of wait_state.rank, after its call wait_state.number; see Channel::refuse
+    refusal,  ///< of wait_state.rank, after its call wait_state.number; see MessageChannel::refuse
   };
   Kind kind = Kind::failure;
   internal::Failure failure{};

@@ -131,7 +131,11 @@ void SharedEngine::move_between_threads(const Call& call) noexcept {
         copy_bytes(part_of_output(call, static_cast<int>(r), r * n_bytes), ins_[r], n_bytes);
       }
       break;
-    default: break;  // runs_between_threads excludes them
+    case Op::barrier:
+    case Op::send:
+    case Op::recv:
+    case Op::split:
+    case Op::allocate: break;  // runs_between_threads excludes them
   }
 }
 

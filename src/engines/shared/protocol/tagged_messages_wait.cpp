@@ -166,7 +166,7 @@ void TaggedMessages::Request::release_entry() {
 }
 
 void TaggedMessages::Request::collect(std::any& memory) {
-  const std::uint32_t state = entry_->state.load(std::memory_order_acquire);
+  const auto state = RequestEntry::State{entry_->state.load(std::memory_order_acquire)};
   const int copier = entry_->copier.load(std::memory_order_relaxed);  // written before that state
   const Channel& channel = messages_.channel_;
   switch (state) {
@@ -192,7 +192,11 @@ void TaggedMessages::Request::collect(std::any& memory) {
       error_ = std::make_exception_ptr(PeerLost(
           context(copier), fmt::format("rank {} died while it copied the message", copier)));
       break;
-    default: return;
+    case RequestEntry::free:
+    case RequestEntry::reserved:
+    case RequestEntry::unmatched:
+    case RequestEntry::cancelled:
+    case RequestEntry::abandoned: return;
   }
   entry_->state.store(RequestEntry::free, std::memory_order_release);
   entry_ = nullptr;
