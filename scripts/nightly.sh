@@ -15,7 +15,7 @@ tsan|7|the core whole under ThreadSanitizer
 arm64|6|the core for arm64 under qemu: up to 3 ranks as threads and as processes, kernels
 campaign|6|500 random faults in real jobs over every engine, 33 in trainings
 python|14|the Python package, with 500 random faults, Accelerate, Lightning and others
-newer|60|the Python package for torch over the newer versions of PyTorch (venv_torch_newer in dev)
+newer|80|Python package for torch and libtorch layer over the newer versions of PyTorch (venv_torch_newer in dev)
 valgrind|2|ranks that are 2 and 3 processes under memcheck
 fuzz|8|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
@@ -47,7 +47,7 @@ run_stage() {
     campaign) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM \
       ./dev test fault --filter '*CampaignTest.*' ;;
     python) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM ./dev test python --all ;;
-    newer) ./dev test python --torch newer ;;
+    newer) ./dev test python nn --torch newer ;;
     valgrind) ./dev test --valgrind ;;
     fuzz) ./dev fuzz ;;
     soak) ./dev soak ;;
