@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -72,14 +73,17 @@ bool raises_keyboard_interrupt() {
   }
 }
 
+/// Guards the watcher, and what is said to be guarded in it.
+constinit std::mutex mutex;
+
 class Watcher {
  public:
-  Watcher() : main_(::pthread_self()), thread_([this] { loop(); }) {
+  Watcher() : thread_([this] { loop(); }) {
     ::pthread_setname_np(thread_.native_handle(), "lockstep-sigint");
   }
   ~Watcher() {
     {
-      const std::lock_guard lock(mutex_);
+      const std::lock_guard lock(mutex);
       is_closing_ = true;
     }
     changed_.notify_all();
@@ -89,10 +93,8 @@ class Watcher {
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
 
-  bool is_main_thread() const { return ::pthread_equal(main_, ::pthread_self()) != 0; }
-
+  /// Under the mutex.
   const Group* enter(const Group* group) {
-    const std::lock_guard lock(mutex_);
     if (group != nullptr) reinstall_if_due();  // else a signal would not end the wait
     is_interrupt_pending.store(false, std::memory_order_relaxed);
     is_in_call.store(group != nullptr, std::memory_order_relaxed);
@@ -108,7 +110,7 @@ class Watcher {
     install_handler();
   }
   void loop() {
-    std::unique_lock lock(mutex_);
+    std::unique_lock lock(mutex);
     for (; !is_closing_; changed_.wait_for(lock, kInterval)) {
       install_handler();
       if (!is_interrupt_pending.exchange(false, std::memory_order_relaxed)) continue;
@@ -122,50 +124,65 @@ class Watcher {
     }
   }
 
-  const pthread_t main_;
-  std::mutex mutex_;
   std::condition_variable changed_;
-  const Group* group_ = nullptr;                        // the main thread's; guarded by mutex_
-  std::uint64_t n_calls_ = 0;                           // guarded by mutex_
-  std::chrono::steady_clock::time_point checked_at_{};  // guarded by mutex_
-  bool is_closing_ = false;                             // guarded by mutex_
+  const Group* group_ = nullptr;                        // the main thread's; guarded
+  std::uint64_t n_calls_ = 0;                           // guarded
+  std::chrono::steady_clock::time_point checked_at_{};  // guarded
+  bool is_closing_ = false;                             // guarded
   std::thread thread_;                                  // last: it uses the other members
 };
 
-Watcher* watcher = nullptr;  // guarded by the GIL
+constinit Watcher* watcher = nullptr;               // guarded
+constinit std::atomic<pthread_t> watched_thread{};  // the main thread while there is a watcher
 
-bool is_watched() { return watcher != nullptr && watcher->is_main_thread(); }
+bool is_watched() {
+  return ::pthread_equal(watched_thread.load(std::memory_order_relaxed), ::pthread_self()) != 0;
+}
+
+const Group* enter(const Group* group) {
+  const std::lock_guard lock(mutex);  // destroy_dist on another thread ends the watcher
+  return watcher == nullptr ? nullptr : watcher->enter(group);
+}
 
 }  // namespace
 
 void watch_interrupts() {
   const auto threading = nb::module_::import_("threading");
   const nb::object main = threading.attr("main_thread")();
-  if (watcher != nullptr || !main.is(threading.attr("current_thread")())) return;
+  if (is_watched() || !main.is(threading.attr("current_thread")())) return;
   // A fork is not a rank: it has no such thread, and the mutex may be locked.
-  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { watcher = nullptr; });
+  static const int registered = ::pthread_atfork(nullptr, nullptr, [] {
+    std::construct_at(&mutex);
+    watcher = nullptr;
+    watched_thread.store({}, std::memory_order_relaxed);
+  });
   static_cast<void>(registered);
+  const std::lock_guard lock(mutex);
   watcher = new Watcher;
+  watched_thread.store(::pthread_self(), std::memory_order_relaxed);
 }
 
 void stop_watching_interrupts() noexcept {
-  Watcher* const ended = std::exchange(watcher, nullptr);
   const nb::gil_scoped_release released;
+  std::unique_lock lock(mutex);
+  watched_thread.store({}, std::memory_order_relaxed);
+  Watcher* const ended = std::exchange(watcher, nullptr);
+  lock.unlock();
   delete ended;
 }
 
 bool begin_call(const Group* group, const Group** before) {
   *before = nullptr;
   if (!is_watched()) return true;
-  *before = watcher->enter(group);
+  *before = enter(group);
   // The signal may have arrived after Python's last check and before is_in_call was set.
   if (PyErr_CheckSignals() == 0) return true;
-  watcher->enter(*before);
+  enter(*before);
   return false;
 }
 
 void end_call(const Group* before) {
-  if (is_watched()) watcher->enter(before);
+  if (is_watched()) enter(before);
 }
 
 InterruptibleCall::InterruptibleCall(const Group* group) {

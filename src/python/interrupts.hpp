@@ -11,12 +11,14 @@ namespace lockstep::python {
 
 /// Installs the handler. Call on the main thread, with the GIL; calls of other threads do nothing.
 void watch_interrupts();
+/// Needs the GIL.
 void stop_watching_interrupts() noexcept;
 
 /// A call on `group` by this thread, until end_call with the value put into `before`; null: Python
 /// code runs within a call. Returns false if a signal handler of Python raised: then there is no
-/// call to end. Both need the GIL.
+/// call to end. Needs the GIL.
 bool begin_call(const Group* group, const Group** before);
+/// Needs no GIL.
 void end_call(const Group* before);
 
 /// begin_call and end_call.

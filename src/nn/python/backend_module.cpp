@@ -26,10 +26,7 @@ std::source_location begin_call(const Group& group, const Group** before) {
   return core().where();
 }
 
-void end_call(const Group* before) {
-  const py::gil_scoped_acquire gil;
-  core().end_call(before);
-}
+void end_call(const Group* before) { core().end_call(before); }
 
 void watch_interrupts() {
   const py::gil_scoped_acquire gil;
