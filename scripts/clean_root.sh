@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# [RELEASE=jammy|noble] scripts/clean_root.sh DEBS [WAY ...]: from nothing to hello with 2 ranks, in a bare root of this
-# system's release or of that Ubuntu. A way is deb (the packages in the folder DEBS, of this system), cmake, pip (of the
-# sources), wheels (those of `./dev wheel` in build/dist, with PyTorch to a training), or demo (README's first command).
+# [RELEASE=jammy|noble|trixie] scripts/clean_root.sh DEBS [WAY ...]: from nothing to hello with 2 ranks, in a bare root of
+# this system's release, of that Ubuntu or of that Debian. A way is deb (the packages in the folder DEBS, of this system),
+# cmake, pip (of the sources), wheels (those of `./dev wheel` in build/dist, here with PyTorch to a training), demo (README's
+# first command), or wheel-from-source (of jammy alone: build/wheel/unrepaired gets lockstep-dist of its Python and of 3.12).
 # Prints each command with its seconds, downloads included, and those of the processor. Needs root and debootstrap;
 # `./dev package --test` runs it.
 #
@@ -46,8 +47,9 @@ remove && mkdir -p "$out"
 # Release and mirror are those of this machine and its apt, if it is no other; so are the proxies, and the package index
 # of pip and its folder of wheels, which may have a torch without CUDA.
 ubuntu=http://archive.ubuntu.com/ubuntu keyring=() rules=()
-codename=${RELEASE:-$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)}
-if [ -n "${RELEASE:-}" ]; then
+own=$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)
+codename=${RELEASE:-$own}
+if [[ ${RELEASE:-} =~ ^(jammy|noble)$ ]]; then
   sources=$(printf "deb $ubuntu %s\n" "$codename"{,-updates,-security}{' main',' universe'})
   keys=ubuntu-keyring_2023.11.28.1_all.deb  # Debian has no package of them
   curl -fsS -o "$out/$keys" "$ubuntu/pool/main/u/ubuntu-keyring/$keys" &&
@@ -57,7 +59,8 @@ if [ -n "${RELEASE:-}" ]; then
   rules=(/usr/share/debootstrap/scripts/gutsy)  # of all Ubuntus, also of those that are newer than debootstrap
 else
   sources=$(apt-get indextargets --format '$(SITE) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
-    awk -v name="$codename" '$2 ~ "^" name "(-updates|-security)?$" { print "deb", $0 }' | sort -u)
+    awk -v name="$own" '$2 ~ "^" name "(-updates|-security)?$" { print "deb", $0 }' | sort -u)
+  sources=${sources//$own/$codename}
 fi
 mirror=$(awk -v name="$codename" '$3 == name { print $2; exit }' <<<"$sources")
 [ -n "$mirror" ] || die "apt of this machine has no mirror of '$codename'"
@@ -146,17 +149,33 @@ way_pip() {
 
 way_wheels() {
   compgen -G 'build/dist/*.whl' >/dev/null || { printf '\nwheels: skipped, `./dev wheel` has made none\n' && return; }
-  local python
-  python=$(compgen -G 'build/dist/lockstep_dist-*.whl' | sed -E 's/.*-cp3([0-9]+)-[^-]*-[^-]*$/python3.\1/; q')
   begin wheels
   cp -r build/dist "$root/wheels"
-  run "$apt $python-venv" &&
-    run "$python -m venv /venv && pip install /wheels/lockstep_dist-*.whl" &&
+  run "$apt python3-venv" &&
+    run 'python3 -m venv /venv && pip install --no-index --find-links /wheels lockstep-dist' &&
     hello 'lockstep run -n 2 python examples/python/hello.py' || return
+  # That of PyTorch is for the Python of this system.
+  [ -z "${RELEASE:-}" ] || return 0
   compgen -G 'build/dist/lockstep_torch-*.whl' >/dev/null || return 0
-  run 'pip install /wheels/*.whl' &&
+  run 'pip install /wheels/lockstep_torch-*.whl' &&
     run 'lockstep run -n 2 python examples/python/train.py --epochs 1' || return
   grep -q '^epoch 1: ' "$log" || fail train.py
+}
+
+way_wheel-from-source() {
+  [ "${RELEASE:-}" = jammy ] || die 'wheel-from-source needs RELEASE=jammy'
+  begin wheel-from-source
+  run "$apt g++ libcli11-dev libmpich-dev libopenmpi-dev python3-dev python3-venv" &&
+    run 'python3 -m venv /venv && pip wheel --no-deps --wheel-dir /wheels .' || return
+  # That of the stable ABI needs Python 3.12, which only newer systems have: compiled here, the wheel needs no newer glibc.
+  echo "deb-src $ubuntu noble main" >"$root/etc/apt/sources.list.d/python.list"
+  run "$apt dpkg-dev libffi-dev libssl-dev make zlib1g-dev" &&
+    run 'mkdir /python && cd /python && apt-get source --download-only python3.12 && tar -xf *.orig.tar.xz --strip-components=1' &&
+    run 'cd /python && ./configure --disable-test-modules OPT=-O1 && make -j"$(nproc)" install' &&
+    run '/usr/local/bin/python3.12 -m pip wheel --no-deps --wheel-dir /wheels .' &&
+    run 'pip install --no-index --find-links /wheels lockstep-dist' &&
+    hello 'lockstep run -n 2 python examples/python/hello.py' || return
+  mkdir -p build/wheel/unrepaired && cp "$root"/wheels/lockstep_dist-*.whl build/wheel/unrepaired
 }
 
 way_demo() {
@@ -167,8 +186,8 @@ way_demo() {
 
 for name in "${ways[@]}"; do
   case $name in
-    deb | cmake | pip | wheels | demo) "way_$name" ;;
-    *) die "unknown way '$name', expected: deb, cmake, pip, wheels, demo" ;;
+    deb | cmake | pip | wheels | demo | wheel-from-source) "way_$name" ;;
+    *) die "unknown way '$name', expected: deb, cmake, pip, wheels, demo, wheel-from-source" ;;
   esac
 done
 [ $failed -eq 0 ]
