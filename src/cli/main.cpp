@@ -61,7 +61,9 @@ int dispatch(const std::vector<std::string>& arguments) {
   for (const Subcommand& subcommand : kSubcommands) {
     if (first == subcommand.name) return subcommand.run({arguments.begin() + 1, arguments.end()});
   }
-  fmt::print(stderr, "lockstep: unknown subcommand '{}'; see lockstep --help\n", first);
+  const bool is_program = first.starts_with("-n") || first.find('/') != std::string::npos;
+  fmt::print(stderr, "lockstep: unknown subcommand '{}'; {}see lockstep --help\n", first,
+             is_program ? "a program is started by lockstep run -n N ./program; " : "");
   return lockstep::cli::kUsageExitCode;
 }
 

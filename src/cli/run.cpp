@@ -1,11 +1,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <lockstep/env.hpp>
 #include <memory>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -84,6 +86,23 @@ std::size_t find_program_word(const CLI::App& app, const std::vector<std::string
     i += option != nullptr && option->get_items_expected_max() > 0 ? 2 : 1;
   }
   return arguments.size();
+}
+
+/// The first of these words that is not an option; empty: all are. CLI11 would first say what is
+/// missing, and takes -np for -n with the value p.
+std::string find_unknown_option(const CLI::App& app, std::span<const std::string> words) {
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const std::string name = words[i].substr(0, words[i].find('='));
+    if (const CLI::Option* const option = app.get_option_no_throw(name)) {
+      if (name == words[i] && option->get_items_expected_max() > 0) ++i;  // its value
+      continue;
+    }
+    const bool is_number =
+        name.starts_with("-n") && name.size() > 2 &&
+        (std::isdigit(static_cast<unsigned char>(name[2])) != 0 || name == "-nauto");
+    if (!is_number) return name;
+  }
+  return {};
 }
 
 /// Reads HOST:PORT. Returns what is wrong with the multi-node options; empty: nothing.
@@ -244,6 +263,12 @@ int run(const std::vector<std::string>& arguments) {
 
   const std::size_t program = find_program_word(app, arguments);
   const auto end = arguments.begin() + static_cast<std::ptrdiff_t>(program);
+  if (const auto unknown = find_unknown_option(app, {arguments.begin(), end}); !unknown.empty()) {
+    const bool has_number = std::find(arguments.begin(), end, "-n") != end;
+    fmt::print(stderr, "lockstep run: unknown option '{}'{}\nSee lockstep run --help\n", unknown,
+               has_number ? "" : "; the number of ranks is -n N");
+    return kUsageExitCode;
+  }
   if (const auto exit_code = parse(app, {arguments.begin(), end})) return *exit_code;
   options.command.assign(arguments.begin() + static_cast<std::ptrdiff_t>(program), arguments.end());
   if (!options.command.empty() && options.command.front() == "--") {

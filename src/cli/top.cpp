@@ -88,6 +88,9 @@ std::string activity_text(const shared::Segment& segment, const RankSample& row)
   }
   if (row.operations.empty()) return "no call yet";
   const internal::Operation& last = row.operations.back();
+  if (last.state == internal::Operation::State::failed) {  // when is not recorded
+    return fmt::format("idle; last: {} (failed)", describe(segment, row, last));
+  }
   return fmt::format("idle{}; last: {}", duration_text(row, last.end_ns),
                      describe(segment, row, last));
 }

@@ -143,8 +143,12 @@ JoinedEngine join(std::string_view backend, internal::World& world, const Call& 
     fmt::format_to(std::back_inserter(reasons), "\n  {} {}", entry.name, availability.reason);
   }
   if (reasons.empty()) {
+    const bool is_of_torch = backend == "gloo" || backend == "nccl";
     throw UsageError(context_of(barrier, world.rank),
-                     fmt::format("backend '{}' does not exist; use auto, {}", backend, names));
+                     fmt::format("backend '{}' {}; use auto, {}", backend,
+                                 is_of_torch ? "is only in C++ programs that link lockstep::nn"
+                                             : "does not exist",
+                                 names));
   }
   throw EngineError(context_of(barrier, world.rank),
                     fmt::format("no engine can join rank {} of {} (launcher: {}):{}", world.rank,

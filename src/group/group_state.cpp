@@ -335,6 +335,7 @@ void GroupState::run_posted(Call& call, const detail::TimeLimit& limit) {
 }
 
 void GroupState::fail(const Call& call) {
+  group_recorder_.fail(call);  // before mark_dead, which may write the record to a file
   try {
     throw;
   } catch (const UsageError&) {  // the group stays usable
@@ -347,7 +348,6 @@ void GroupState::fail(const Call& call) {
     engine_->abandon("an exception that is not a std::exception");
     mark_dead();
   }
-  group_recorder_.fail(call);
   throw;
 }
 

@@ -86,6 +86,12 @@ bool prepare(const Child& child) {
   _exit(kCannotRun);
 }
 
+/// What starts a program that cannot be started by itself, in parentheses; empty: unknown.
+std::string how_to_start(const std::string& program) {
+  if (!program.ends_with(".py")) return {};
+  return fmt::format(" (a Python program: lockstep run -n N python {})", program);
+}
+
 std::string exec_failure(const std::string& program, int error_number) {
   std::string text = fmt::format("cannot run '{}'", program);
   if (error_number == ENOEXEC) {
@@ -103,7 +109,7 @@ std::string find_program(const std::string& name) {
     const int error_number = runnable(name);
     if (error_number == 0) return name;
     throw ExecError(error_number == ENOENT ? kNotFound : kCannotRun, error_number,
-                    fmt::format("cannot run '{}'", name));
+                    fmt::format("cannot run '{}'{}", name, how_to_start(name)));
   }
   const std::string path = internal::variable("PATH").value_or("/usr/local/bin:/usr/bin:/bin");
   std::string_view rest = path;
@@ -119,8 +125,10 @@ std::string find_program(const std::string& name) {
     rest.remove_prefix(colon + 1);
   }
   throw ExecError(error_number == ENOENT ? kNotFound : kCannotRun, error_number,
-                  fmt::format("cannot find program '{}' in PATH (for one in this folder, use ./{})",
-                              name, name));
+                  fmt::format("cannot find program '{}' in PATH{}", name,
+                              name.ends_with(".py")
+                                  ? how_to_start(name)
+                                  : fmt::format(" (for one in this folder, use ./{})", name)));
 }
 
 bool links_lockstep(const std::string& path) {

@@ -33,7 +33,7 @@ void check_alone(const char* operation, std::source_location where) {
   reject(operation,
          fmt::format("this process never called init_dist, but its environment describes a world: "
                      "{}. Call init_dist first; if this process is to run alone, call "
-                     "init_dist({{.launcher = Launcher::none}})",
+                     "init_dist with the launcher none",
                      world),
          where);
 }

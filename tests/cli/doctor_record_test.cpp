@@ -50,6 +50,9 @@ TEST(DoctorRecordTest, names_the_rank_that_was_killed_and_the_call_it_missed) {
       << ended.out;
   EXPECT_TRUE(contains(ended.out, "rank 2: the rank was killed by signal 9 (SIGKILL)"))
       << ended.out;
+  for (const char* rank : {"0", "1", "3"}) {  // whose call threw
+    EXPECT_TRUE(contains(ended.out, fmt::format("\n  {}     failed ", rank))) << ended.out;
+  }
 }
 
 TEST(DoctorRecordTest, names_the_rank_that_called_something_else) {

@@ -36,6 +36,7 @@ TEST(CliTest, unknown_subcommand) {
   const Ended ended = command({"walk"});
   EXPECT_EQ(ended.exit_code, 2);
   EXPECT_NE(ended.err.find("'walk'"), std::string::npos) << ended.err;
+  EXPECT_NE(command({"./walk"}).err.find("lockstep run -n N ./program"), std::string::npos);
 }
 
 TEST(RunUsageTest, help_explains) {
@@ -61,6 +62,8 @@ TEST(RunUsageTest, bad_number_of_ranks) {
   expect_refused({"-n", "four", "true"}, "got 'four'");
   expect_refused({"-n", "4x", "true"}, "got '4x'");
   expect_refused({"true"}, "-n is required");
+  expect_refused({"--ranks", "3", "true"}, "unknown option '--ranks'; the number of ranks is -n N");
+  expect_refused({"-np", "3", "true"}, "unknown option '-np'");
 }
 
 TEST(RunUsageTest, bad_values) {
@@ -79,6 +82,7 @@ TEST(RunUsageTest, empty_names) {
 TEST(RunUsageTest, program_not_found) {
   expect_refused({"-n", "2", "no-such-program-here"}, "no-such-program-here", /*exit_code=*/127);
   expect_refused({"-n", "2", "/no/such/program"}, "/no/such/program", /*exit_code=*/127);
+  expect_refused({"-n", "2", "hello.py"}, "lockstep run -n N python hello.py", /*exit_code=*/127);
 }
 
 TEST(RunUsageTest, program_cannot_run) {
@@ -87,6 +91,9 @@ TEST(RunUsageTest, program_cannot_run) {
   const std::string plain = folder / "plain";
   std::ofstream(plain) << "echo hello\n";
   expect_refused({"-n", "2", plain}, "Permission denied", /*exit_code=*/126);
+  const std::string script = plain + ".py";
+  std::ofstream(script) << "print('hello')\n";
+  expect_refused({"-n", "2", script}, "lockstep run -n N python ", /*exit_code=*/126);
   chmod(plain.c_str(), 0755);
   expect_refused({"-n", "2", plain}, "'#!'", /*exit_code=*/126);
   const std::string orphan = folder / "orphan";

@@ -153,6 +153,19 @@ TEST(TopOfElasticWorldTest, shows_the_newest_generation_for_every_process_of_the
   EXPECT_TRUE(contains(ended.out, ": 2 ranks, generation 2: ")) << ended.out;
 }
 
+TEST(TopOfFailedCallTest, says_that_it_failed_and_no_time) {
+  Command job(StartOptions{.arguments = {"run", "-n", "3", COLLECTIVES_PROGRAM, "linger", "1"}});
+  job.read_until("lingers", 2);
+  Command top(StartOptions{.arguments = {"top", std::to_string(job.pid()), "--once"}});
+  const Ended ended = top.wait();
+  const auto lines = lines_of(ended.out);
+  ASSERT_EQ(lines.size(), 5U) << ended.out;
+  for (const std::size_t line : {2, 4}) {
+    EXPECT_TRUE(contains(lines[line], "idle; last: barrier #2, collectives.cpp:")) << lines[line];
+    EXPECT_TRUE(lines[line].ends_with(" (failed)")) << lines[line];
+  }
+}
+
 TEST(TopOfContainersTest, cannot_tell_whether_a_rank_of_another_pid_namespace_lives) {
   if (geteuid() != 0) GTEST_SKIP() << "only root can make a PID namespace";
   Command job(

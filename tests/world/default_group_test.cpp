@@ -177,7 +177,7 @@ TEST(DefaultGroupTest, a_rank_that_never_called_init_dist) {
         const std::string text = thrown<UsageError>([] { static_cast<void>(get_world_size()); });
         expect_contains(text, "never called init_dist");
         expect_contains(text, "WORLD_SIZE=2, RANK=1 (torchrun)");
-        expect_contains(text, "Launcher::none");
+        expect_contains(text, "init_dist with the launcher none");
       }
       expect_contains(thrown<UsageError>([] { static_cast<void>(get_local_rank()); }),
                       "never called");

@@ -80,9 +80,15 @@ Findings check_job(int n_ranks) {
                         is_available ? State::good : State::note,
                         is_available ? "can serve " + which : reason});
   }
+  findings.push_back({"engine gloo, nccl", State::note,
+                      "in programs that link lockstep::nn (libtorch), as this command does not"});
   if (!can_run) {
-    findings.push_back({"engines", State::missing, "none can serve " + which,
-                        "the lines above say what each lacks"});
+    const bool is_on_one_host = world.size == world.local_size;
+    findings.push_back({"engines", is_on_one_host ? State::missing : State::note,
+                        "none of this command's can serve " + which,
+                        is_on_one_host ? "the lines above say what each lacks"
+                                       : "a program that links lockstep::nn can, over gloo; for "
+                                         "others the lines above say what each engine lacks"});
   }
   return findings;
 }

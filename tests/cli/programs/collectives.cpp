@@ -23,7 +23,7 @@ namespace {
 /// What rank R does while its peers wait.
 void misbehave(const std::string& mode) {
   if (mode == "differ") lockstep::barrier();
-  if (mode == "lose") {
+  if (mode == "lose" || mode == "linger") {
     while (true) pause();
   }
   if (mode == "stop") std::raise(SIGSTOP);
@@ -54,6 +54,15 @@ int main(int argc, char** argv) {
     std::printf("joined: rank %d is pid %d.\n", rank, getpid());
     std::fflush(stdout);
     if (rank == std::atoi(argv[2])) misbehave(mode);
+    if (mode == "linger") {  // after a call that failed
+      try {
+        lockstep::barrier(lockstep::default_group(), std::chrono::milliseconds(200));
+      } catch (const lockstep::TimeoutError&) {
+        std::printf("lingers\n");
+        std::fflush(stdout);
+        while (true) pause();
+      }
+    }
     if (mode == "lose" || mode == "differ") {
       lockstep::all_reduce(std::span(&value, 1));
     } else {

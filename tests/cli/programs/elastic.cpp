@@ -14,7 +14,7 @@
 //   elastic fork                a fork of a rank asks for the next generation
 //   elastic refused             ranks go on after a regroup() that failed
 //   elastic left                a rank that has left the world works on while the others regroup
-//   elastic outside             regroup where nobody keeps the world running
+//   elastic outside             regroup without --elastic
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
