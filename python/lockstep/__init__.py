@@ -10,6 +10,8 @@ Functions that communicate take `group` (default: the world) and `timeout` (seco
 datetime.timedelta; default: the group's). Their errors are those of lockstep.errors.
 """
 
+import importlib
+
 from . import errors
 from ._collectives import all_gather, all_reduce_dict, gather
 from ._control import master_only
@@ -96,3 +98,12 @@ __all__ = [
     "replacements_wait",
     "sync_random_seed",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """lockstep.nn and lockstep.torch, which import torch, at their first use."""
+    if name in ("nn", "torch"):
+        return importlib.import_module(f"lockstep.{name}")
+    if name in ("all_to_all", "recv", "reduce", "reduce_scatter", "scatter", "send"):
+        raise AttributeError(f"lockstep has no {name} in Python: call that of torch.distributed, with backend 'lockstep'")
+    raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

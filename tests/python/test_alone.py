@@ -41,6 +41,13 @@ def test_world_queries():
     ls.barrier()
 
 
+def test_names_that_only_torch_has_say_so():
+    with pytest.raises(AttributeError, match="call that of torch.distributed"):
+        ls.reduce  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'all_redcue'"):
+        ls.all_redcue  # noqa: B018
+
+
 def test_init_and_destroy():
     ls.init_dist(launcher="none", timeout=datetime.timedelta(seconds=7))
     try:

@@ -1,4 +1,4 @@
-"""examples/python/train.py: several ranks train the network that one rank trains."""
+"""The programs of examples/python: several ranks train the network that one rank trains."""
 
 import os
 import subprocess
@@ -42,3 +42,19 @@ def test_four_ranks_train_as_one(tmp_path):
         assert together.keys() == alone.keys()
         for name, expected in alone.items():
             torch.testing.assert_close(together[name], expected, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_ranks_of_which_one_is_lost_train_as_one():
+    program = str(Path(TRAIN).parent / "elastic.py")
+    run = [COMMAND, "run", "-n", "4", "--elastic", "2", "--", sys.executable, program]
+    sums = []
+    for command in [sys.executable, program], run:
+        done = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        last = done.stdout.splitlines()[-1]
+        assert last.startswith("step 40: ")
+        sums.append(float(last.split()[-1]))
+    assert "rank 1" in done.stderr and "SIGKILL" in done.stderr
+    assert abs(sums[0] - sums[1]) < 1e-9

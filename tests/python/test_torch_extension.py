@@ -29,6 +29,15 @@ assert "lockstep" not in sys.modules
 """)
 
 
+def test_nn_is_imported_at_its_first_use():
+    run("""
+import sys, lockstep
+assert "torch" not in sys.modules
+assert lockstep.nn.convert_sync_batchnorm
+assert lockstep.torch.set_environment and "torch" in sys.modules
+""")
+
+
 def test_registering_replaces_nothing_of_torch():
     run("""
 import os

@@ -193,7 +193,11 @@ Group layer_group(const c10::intrusive_ptr<ProcessGroup>& process_group) {
   // Another process group may have the address of one that is gone.
   if (found != known.end() && !found->second.process_group.expired()) return found->second.group;
   std::erase_if(known, [](const auto& item) { return item.second.process_group.expired(); });
-  Group group(std::make_unique<OverProcessGroup>(process_group), process_group->getGroupName(),
+  // As the backend names it (_backend.py).
+  const std::string name = process_group->getGroupDesc() == "default_pg"
+                               ? "world"
+                               : "process group " + process_group->getGroupName();
+  Group group(std::make_unique<OverProcessGroup>(process_group), name,
               std::chrono::hours(24));  // not used: the process group's own timeout ends its calls
   known.insert_or_assign(process_group.get(), Known{WeakProcessGroup(process_group), group});
   return group;
