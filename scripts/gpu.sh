@@ -100,20 +100,31 @@ test_on_gpu() {
   on_gpu benchmark build/gpu/venv/bin/python bench/gpu.py
 }
 
-# build/venv-cuda: a CUDA PyTorch and the compiler of its CUDA from pip, 5 GB; --compile builds over it, without a GPU.
-venv_cuda=("${venv_torch_newer[-1]}" nvidia-cuda-nvcc==13.2.86 nvidia-cuda-crt==13.2.86 nvidia-nvvm==13.2.86)
-
-compile_for_gpu() {
-  local cuda library
-  need "${build_packages[@]}" "$gloo_package"
-  need_venv build/venv-cuda "${venv_cuda[@]}" "${python_build[@]}" pytest
-  cuda=$(build/venv-cuda/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13
+# The compiler of CUDA for the PyTorch of an environment, from pip: CMake's package of such a PyTorch asks for it.
+need_cuda() { # VENV
+  local version cuda library
+  version=$("$1/bin/python" -W ignore -c 'import torch; print(torch.version.cuda or "")')
+  [ -n "$version" ] || return 0
+  if [ ! -e "$1/cuda-$version" ]; then
+    "$1/bin/pip" install "nvidia-cuda-nvcc==$version.*" "nvidia-cuda-crt==$version.*" "nvidia-nvvm==$version.*" >build/pip.log 2>&1 ||
+      die "pip cannot install the compiler of CUDA $version, see build/pip.log"
+    touch "$1/cuda-$version"
+  fi
+  cuda=$(cd "$1" && bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu${version%%.*}
   # The compiler's linker and CMake want the names that pip's packages leave out.
   [ -e "$cuda/lib64" ] || ln -s lib "$cuda/lib64"
   for library in "$cuda"/lib/lib*.so.*; do
     [ -e "${library%%.so.*}.so" ] || ln -s "${library##*/}" "${library%%.so.*}.so"
   done
-  export CUDACXX=$cuda/bin/nvcc CUDA_PATH=$cuda PATH=$PWD/build/venv-cuda/bin:$PATH
+  export CUDACXX=$cuda/bin/nvcc CUDA_PATH=$cuda TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
+}
+
+# Over a CUDA PyTorch from pip, in build/venv-cuda, 5 GB, without a GPU.
+compile_for_gpu() {
+  need "${build_packages[@]}" "$gloo_package"
+  need_venv build/venv-cuda "${venv_torch_newer[-1]}" "${python_build[@]}" pytest
+  need_cuda build/venv-cuda
+  export PATH=$PWD/build/venv-cuda/bin:$PATH
   gpu_seconds=3600
   test_on_gpu
 }
