@@ -26,7 +26,7 @@ missing=$(grep -ohE '\b(src|include|tests|scripts|examples)/[a-z0-9_/]+\.[a-z]+'
 [ -z "$missing" ] || { echo "$missing" && bad+=", $now"; }
 
 stage "lines that the documents name"
-missing=$(grep -ohE '`[a-z_/]+\.[ch]pp:[0-9]+` `[^`]+`' docs/*.md docs/*/*.md |
+missing=$(grep -ohE '`[a-z0-9_/]+\.[ch]pp:[0-9]+` `[^`]+`' docs/*.md docs/*/*.md |
   sed -E 's/`([^:]+):([0-9]+)` `.*\b([a-zA-Z_]+)`/\1 \2 \3/' |
   while read -r file line name; do
     sed -n "${line}p" "$file" | grep -qw "$name" || echo "$file:$line is not $name"; done)

@@ -11,6 +11,7 @@ datetime.timedelta; default: the group's). Their errors are those of lockstep.er
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from . import errors
 from ._collectives import all_gather, all_reduce_dict, gather
@@ -100,10 +101,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """lockstep.nn and lockstep.torch, which import torch, at their first use."""
-    if name in ("nn", "torch"):
-        return importlib.import_module(f"lockstep.{name}")
-    if name in ("all_to_all", "recv", "reduce", "reduce_scatter", "scatter", "send"):
-        raise AttributeError(f"lockstep has no {name} in Python: call that of torch.distributed, with backend 'lockstep'")
-    raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+if TYPE_CHECKING:
+    from . import nn as nn
+    from . import torch as torch
+else:
+
+    def __getattr__(name):
+        """lockstep.nn and lockstep.torch, which import torch, at their first use."""
+        if name in ("nn", "torch"):
+            try:
+                return importlib.import_module(f"lockstep.{name}")
+            except ImportError as error:  # hasattr and getattr with a default take no other
+                raise AttributeError(f"lockstep.{name}: {error}") from error
+        if name in ("all_to_all", "recv", "reduce", "reduce_scatter", "scatter", "send"):
+            raise AttributeError(f"lockstep has no {name} in Python: call that of torch.distributed, with backend 'lockstep'")
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cctype>
 #include <charconv>
 #include <chrono>
 #include <cstdio>
@@ -88,6 +87,12 @@ std::size_t find_program_word(const CLI::App& app, const std::vector<std::string
   return arguments.size();
 }
 
+/// -n4, -n-4 (whose range is checked later) or -nauto.
+bool is_number_of_ranks(const std::string& word) {
+  return word == "-nauto" || (word.starts_with("-n") && word.size() > 2 &&
+                              word.find_first_not_of("-0123456789", 2) == std::string::npos);
+}
+
 /// The first of these words that is not an option; empty: all are. CLI11 would first say what is
 /// missing, and takes -np for -n with the value p.
 std::string find_unknown_option(const CLI::App& app, std::span<const std::string> words) {
@@ -97,10 +102,7 @@ std::string find_unknown_option(const CLI::App& app, std::span<const std::string
       if (name == words[i] && option->get_items_expected_max() > 0) ++i;  // its value
       continue;
     }
-    const bool is_number =
-        name.starts_with("-n") && name.size() > 2 &&
-        (std::isdigit(static_cast<unsigned char>(name[2])) != 0 || name == "-nauto");
-    if (!is_number) return name;
+    if (!is_number_of_ranks(name)) return name;
   }
   return {};
 }
@@ -264,7 +266,9 @@ int run(const std::vector<std::string>& arguments) {
   const std::size_t program = find_program_word(app, arguments);
   const auto end = arguments.begin() + static_cast<std::ptrdiff_t>(program);
   if (const auto unknown = find_unknown_option(app, {arguments.begin(), end}); !unknown.empty()) {
-    const bool has_number = std::find(arguments.begin(), end, "-n") != end;
+    const bool has_number = std::any_of(arguments.begin(), end, [](const std::string& word) {
+      return word == "-n" || is_number_of_ranks(word);
+    });
     fmt::print(stderr, "lockstep run: unknown option '{}'{}\nSee lockstep run --help\n", unknown,
                has_number ? "" : "; the number of ranks is -n N");
     return kUsageExitCode;

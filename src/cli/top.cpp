@@ -130,7 +130,8 @@ json json_of(const shared::Segment& segment, const RankSample& row,
                  {"group", group_of(segment, row, operation)},
                  {"sequence", operation.sequence},
                  {"where", operation.where},
-                 {"bytes", operation.n_bytes}};
+                 {"bytes", operation.n_bytes},
+                 {"failed", operation.state == internal::Operation::State::failed}};
   const bool is_finished = operation.state == internal::Operation::State::finished;
   result["seconds"] = nullptr;
   if (has_our_clock(row.pid)) {

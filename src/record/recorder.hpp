@@ -3,6 +3,7 @@
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <source_location>
 #include <string>
@@ -103,11 +104,12 @@ class GroupRecorder final : public Progress {
     close(now);
     if (event_ != nullptr) Trace::end(*event_, now, /*has_failed=*/false);
   }
-  void fail(const Call& call) {
+  void fail(const Call& call) noexcept try {
     if (record_ == nullptr) return;
     arrived(call);
     close(FlightEntry::kFailed);
     if (event_ != nullptr) Trace::end(*event_, base::ticks(), /*has_failed=*/true);
+  } catch (const std::bad_alloc&) {  // the call is not recorded; its own error matters more
   }
   /// A collective that this rank refused: it has a number, so that those of the later ones are the
   /// same on all ranks that refused as many.

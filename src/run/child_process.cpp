@@ -94,7 +94,9 @@ std::string how_to_start(const std::string& program) {
 
 std::string exec_failure(const std::string& program, int error_number) {
   std::string text = fmt::format("cannot run '{}'", program);
-  if (error_number == ENOEXEC) {
+  if (error_number == ENOEXEC && !how_to_start(program).empty()) {
+    text += how_to_start(program);
+  } else if (error_number == ENOEXEC) {
     text += " (neither a program for this machine nor a script that begins with '#!')";
   } else if (error_number == ENOENT) {
     text += " (it exists, but its interpreter or loader does not)";
@@ -108,8 +110,9 @@ std::string find_program(const std::string& name) {
   if (name.find('/') != std::string::npos) {
     const int error_number = runnable(name);
     if (error_number == 0) return name;
-    throw ExecError(error_number == ENOENT ? kNotFound : kCannotRun, error_number,
-                    fmt::format("cannot run '{}'{}", name, how_to_start(name)));
+    throw ExecError(
+        error_number == ENOENT ? kNotFound : kCannotRun, error_number,
+        fmt::format("cannot run '{}'{}", name, error_number == ENOENT ? "" : how_to_start(name)));
   }
   const std::string path = internal::variable("PATH").value_or("/usr/local/bin:/usr/bin:/bin");
   std::string_view rest = path;

@@ -64,6 +64,8 @@ TEST(RunUsageTest, bad_number_of_ranks) {
   expect_refused({"true"}, "-n is required");
   expect_refused({"--ranks", "3", "true"}, "unknown option '--ranks'; the number of ranks is -n N");
   expect_refused({"-np", "3", "true"}, "unknown option '-np'");
+  expect_refused({"-n2", "--nope", "true"}, "unknown option '--nope'\n");
+  expect_refused({"-n-2", "true"}, "got '-2'");
 }
 
 TEST(RunUsageTest, bad_values) {

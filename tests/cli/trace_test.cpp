@@ -157,6 +157,16 @@ TEST_F(TraceTest, shows_calls_of_the_worker_thread_and_who_waits_for_it) {
   EXPECT_EQ(names[wait[0]["tid"].get<int>()], "main");
 }
 
+TEST_F(TraceTest, names_each_of_many_groups) {
+  const Ended job = run_traced("2", {TRACED_PROGRAM, "groups", "40"});
+  ASSERT_EQ(job.exit_code, 0) << job.err;
+  const auto calls = events_of(read(), 0, "all_reduce");
+  ASSERT_EQ(calls.size(), 40U);
+  std::set<std::string> groups;
+  for (const json& call : calls) groups.insert(call["args"]["group"].get<std::string>());
+  EXPECT_EQ(groups.size(), calls.size());
+}
+
 TEST_F(TraceTest, shows_ranks_that_are_threads) {
   ASSERT_EQ(run_traced("1", {TRACED_PROGRAM, "threads", "3"}).exit_code, 0);
   const json trace = read();

@@ -469,6 +469,38 @@ TEST(DataParallelTest, an_exception_names_its_replica_and_frees_the_others) {
   }
 }
 
+/// Each replica finds the error on its own thread; a rank refuses one call all the same.
+TEST(DataParallelTest, an_error_that_all_ranks_throw_leaves_the_group_usable) {
+  testing::on_ranks(3, [](int) {
+    Sequential net(SyncBatchNorm2d(3));
+    DataParallelWithCallback model(net, cpus(2));
+    const Tensor good = at::rand({4, 3, 2, 2});
+    for (int round = 0; round < 30; ++round) {
+      SCOPED_TRACE(round);
+      EXPECT_THROW(model(at::rand({4, round % 2 == 0 ? 5 : 3, 2})), PeerFailed);
+      ASSERT_EQ(model(good).sizes(), good.sizes());
+    }
+  });
+}
+
+TEST(DataParallelTest, an_error_of_one_ranks_replica_is_a_mismatch_of_the_others) {
+  testing::on_ranks(2, [](int rank) {
+    Sequential net(Tripwire(), SyncBatchNorm1d(2));
+    net->to(at::kDouble);
+    DataParallelWithCallback model(net, cpus(2));
+    Tensor x = at::rand({4, 2}, at::kDouble);
+    if (rank == 1) x[3][0] = TripwireImpl::kTrip;
+    try {
+      model(x);
+      ADD_FAILURE() << "no error";
+    } catch (const PeerFailed& error) {
+      EXPECT_NE(error.text().find(rank == 1 ? "tripped" : "refused SyncBatchNorm1d"),
+                std::string::npos)
+          << error.what();
+    }
+  });
+}
+
 TEST(DataParallelTest, one_value_per_channel_is_rejected_as_by_the_module) {
   Sequential net(SyncBatchNorm1d(2));
   DataParallelWithCallback model(net, cpus(2));

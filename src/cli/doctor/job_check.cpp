@@ -11,6 +11,7 @@
 #include "cli/doctor/checks.hpp"
 #include "engines/catalog.hpp"
 #include "world/environment.hpp"
+#include "world/variables.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -83,12 +84,14 @@ Findings check_job(int n_ranks) {
   findings.push_back({"engine gloo, nccl", State::note,
                       "in programs that link lockstep::nn (libtorch), as this command does not"});
   if (!can_run) {
-    const bool is_on_one_host = world.size == world.local_size;
-    findings.push_back({"engines", is_on_one_host ? State::missing : State::note,
+    // What gloo needs of the environment.
+    const bool may_use_gloo = world.size > world.local_size && internal::variable("MASTER_ADDR") &&
+                              internal::variable("MASTER_PORT");
+    findings.push_back({"engines", may_use_gloo ? State::note : State::missing,
                         "none of this command's can serve " + which,
-                        is_on_one_host ? "the lines above say what each lacks"
-                                       : "a program that links lockstep::nn can, over gloo; for "
-                                         "others the lines above say what each engine lacks"});
+                        may_use_gloo ? "a program that links lockstep::nn may, over gloo; for "
+                                       "others the lines above say what each engine lacks"
+                                     : "the lines above say what each lacks"});
   }
   return findings;
 }

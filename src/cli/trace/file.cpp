@@ -7,6 +7,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <lockstep/error.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -151,7 +152,7 @@ class Writer {
   std::FILE* file_;
   std::int64_t origin_ns_ = 0;
   bool is_first_ = true;
-  std::vector<std::string> quoted_;
+  std::deque<std::string> quoted_;  // not a vector: several texts of a line are used at once
 };
 
 /// Takes events one by one from the parser, which then discards them.

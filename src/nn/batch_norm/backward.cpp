@@ -169,7 +169,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBac
     return results;
   };
   // Without a gradient of the input it sends nothing.
-  return wants_input ? record.settings.layer.collective().run(run) : run();
+  return wants_input ? record.settings.layer.guard(run) : run();
 }
 
 }  // namespace lockstep::nn

@@ -164,7 +164,7 @@ std::size_t fitting_channels(const Activation& x) {
 
 void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
                       const Tensor& bias, const BatchNormSettings& settings) {
-  settings.layer.collective().run([&] {
+  settings.layer.guard([&] {
     const auto reject = [&settings](const std::string& text) {
       throw UsageError(settings.layer.context(kForward), text);
     };
@@ -312,7 +312,7 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
   Activation x;
   Tensor output;
   bool at_once = true;  // all channels in one message
-  settings.layer.collective().run([&] {
+  settings.layer.guard([&] {
     x = activation_of(input);
     const std::size_t all = x.shape.channels;
     record.channels_per_message = agree_on_channels(fitting_channels(x), all, settings.layer);
@@ -345,7 +345,8 @@ void begin_batch(const Tensor& input, const BatchNormState& state, BatchNormSett
   if (state.momentum.has_value()) {
     settings.factor = *state.momentum;
   } else if (state.num_batches_tracked.defined()) {
-    settings.factor = 1 / (state.num_batches_tracked.item<double>() + 1);
+    settings.layer.guard(
+        [&] { settings.factor = 1 / (state.num_batches_tracked.item<double>() + 1); });
   }
 }
 

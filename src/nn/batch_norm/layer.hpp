@@ -5,6 +5,7 @@
 #include <source_location>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
@@ -29,6 +30,8 @@ struct Layer {
   /// Hash that ranks compare, so that two layers of equal width never exchange statistics. -1: not
   /// compared, as in a scope, where a shadow step of join numbers its calls from 1.
   int tag = -1;
+  /// False of a replica other than copy 0, the master, which refuses a call for all of them.
+  bool refuses = true;
 
   std::string name() const;
   /// `pass`: kForward, kBackward or kSecondBackward.
@@ -36,9 +39,14 @@ struct Layer {
   /// Throws an error of the same type that names this layer and includes the text of `error`.
   [[noreturn]] void rethrow(std::string_view pass, const Error& error) const;
 
-  /// The guard of a pass: see lockstep::detail::Collective. The layer must outlive it.
+  /// See lockstep::detail::Collective. The layer must outlive it.
   lockstep::detail::Collective collective() const {
     return {title ? std::string_view(*title) : std::string_view("batch_norm"), group, where};
+  }
+  /// Runs a pass, or a part of one: if it throws before its first message, the call is refused.
+  template <class F>
+  decltype(auto) guard(F&& f) const {
+    return refuses ? collective().run(std::forward<F>(f)) : std::forward<F>(f)();
   }
 
   /// This layer's messages.

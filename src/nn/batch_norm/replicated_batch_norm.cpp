@@ -81,10 +81,18 @@ std::shared_ptr<ReplicaLink> ReplicaLink::join(CallbackContext& context, int cop
 
 ReplicaLink::Reply ReplicaLink::exchange(const Message& message) const {
   const Layer& layer = message.settings->layer;
-  return layer.communicate(kForward, [&] {
-    return master_ ? master_->run_master(message, Timeout(), layer.where)
-                   : pipe_.run_slave(message, Timeout(), layer.where);
-  });
+  const lockstep::detail::Collective guard = layer.collective();
+  try {
+    return layer.communicate(kForward, [&] {
+      return master_ ? master_->run_master(message, Timeout(), layer.where)
+                     : pipe_.run_slave(message, Timeout(), layer.where);
+    });
+  } catch (...) {  // of another replica, perhaps, which refuses nothing itself
+    if (layer.refuses && !guard.has_begun()) {
+      guard.refuse(lockstep::detail::Collective::reason_of(std::current_exception()));
+    }
+    throw;
+  }
 }
 
 void ReplicaLink::fail(const std::exception_ptr& error) const {

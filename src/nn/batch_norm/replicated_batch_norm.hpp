@@ -35,6 +35,7 @@ class ReplicaLink {
 
   /// The master's replicas are gone, or there were none.
   bool is_alone() const { return master_ && master_->nr_slaves() == 0; }
+  bool is_master() const { return master_ != nullptr; }
   Reply exchange(const Message& message) const;
   void fail(const std::exception_ptr& error) const;
 

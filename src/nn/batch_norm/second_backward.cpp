@@ -126,7 +126,7 @@ std::vector<std::array<Tensor, 3>> batch_norm_second_backward(
     }
     return results;
   };
-  return means.defined() ? settings.layer.collective().run(run) : run();
+  return means.defined() ? settings.layer.guard(run) : run();
 }
 
 }  // namespace lockstep::nn

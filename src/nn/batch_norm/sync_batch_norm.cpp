@@ -118,13 +118,14 @@ Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::sour
   settings.layer = {.group = is_replica ? replica_.group : resolve_group(),
                     .title = title_,
                     .where = is_user_code(where) ? where : made_at_,
-                    .tag = tag_};
+                    .tag = tag_,
+                    .refuses = !is_replica || replica_.link->is_master()};
   settings.eps = o.eps();
   settings.eps_mode = o.eps_mode();
   settings.running_mean = this->running_mean;
   settings.running_var = this->running_var;
   settings.on_nonfinite = o.on_nonfinite();
-  settings.layer.collective().run([&] { check_dimensions(input, where); });
+  settings.layer.guard([&] { check_dimensions(input, where); });
   const BatchNormState state{o.num_features(), this->weight, this->bias, this->num_batches_tracked,
                              o.momentum()};
   begin_batch(input, state, settings);

@@ -65,7 +65,7 @@ Tensor sync_batch_norm(const py::object& input, const py::object& num_features,
                                              .tag = nn::tag_of(identity)};
   Tensor x;
   nn::BatchNormState state;
-  layer.collective().run([&] {
+  layer.guard([&] {
     const auto tensor = [&](const char* name, const py::object& value) {
       return value_of(read<MaybeTensor>(layer, name, "a tensor", value));
     };

@@ -419,7 +419,7 @@ class CollectiveNode : public torch::autograd::Function<CollectiveNode> {
 };
 
 variable_list run(CallPtr call, variable_list inputs) {
-  return call->layer.collective().run([&] {
+  return call->layer.guard([&] {
     check_arguments(*call, inputs);
     compare(*call, inputs);
     variable_list tensors = inputs;

@@ -4,6 +4,7 @@
 //   traced die R       rank R is killed in its second all_reduce's place, inside a region
 //   traced async       an all_reduce on the worker thread
 //   traced threads N   ranks that are threads: one all_reduce
+//   traced groups N    one all_reduce in each of N groups
 #include <unistd.h>
 
 #include <csignal>
@@ -58,7 +59,7 @@ void add_in_steps(int n) {
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "steps";
-  const int number = argc > 2 ? std::atoi(argv[2]) : 1;
+  int number = argc > 2 ? std::atoi(argv[2]) : 1;
   std::signal(SIGTERM, SIG_IGN);  // each rank ends by its own error, however slow the machine
   try {
     if (mode == "threads") {
@@ -69,6 +70,12 @@ int main(int argc, char** argv) {
     if (mode == "steps") add_in_steps(number);
     if (mode == "late") come_late(number);
     if (mode == "die") die(number);
+    if (mode == "groups") {
+      for (std::int64_t value = 1; number-- > 0;) {
+        const lockstep::Group group = lockstep::default_group().duplicate();
+        lockstep::all_reduce(std::span(&value, 1), lockstep::ReduceOp::sum, group);
+      }
+    }
     if (mode == "async") {
       double value = 1;
       lockstep::default_group().all_reduce_async({&value, 1, lockstep::DType::f64}).wait();
