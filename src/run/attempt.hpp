@@ -73,9 +73,9 @@ class Attempt {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // Ranks waiting for a dead peer are notified within milliseconds, even on a busy machine.
-  static constexpr std::chrono::milliseconds kNotice{1000};
   using milliseconds = std::chrono::milliseconds;
+  // Ranks waiting for a dead peer are notified within milliseconds, even on a busy machine.
+  static constexpr milliseconds kNotice{1000};
 
   // running -> ended: the process has exited but is not reaped, which keeps its process group id
   // from being reused. Processes it left in the group may finish writing.

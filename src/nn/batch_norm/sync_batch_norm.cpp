@@ -16,6 +16,7 @@ namespace lockstep::nn {
 namespace {
 
 using at::Tensor;
+
 /// Eval mode, as torch computes it. libtorch lacks kernels for some pairs of 16-bit types of input
 /// and state: those go through float32.
 Tensor evaluate(const Tensor& input, const Tensor& weight, const Tensor& bias,
