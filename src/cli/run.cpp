@@ -97,7 +97,7 @@ bool is_number_of_ranks(const std::string& word) {
 /// missing, and takes -np for -n with the value p.
 std::string find_unknown_option(const CLI::App& app, std::span<const std::string> words) {
   for (std::size_t i = 0; i < words.size(); ++i) {
-    const std::string name = words[i].substr(0, words[i].find('='));
+    std::string name = words[i].substr(0, words[i].find('='));
     if (const CLI::Option* const option = app.get_option_no_throw(name)) {
       if (name == words[i] && option->get_items_expected_max() > 0) ++i;  // its value
       continue;
