@@ -110,7 +110,7 @@ need_cuda() { # VENV
       die "pip cannot install the compiler of CUDA $version, see build/pip.log"
     touch "$1/cuda-$version"
   fi
-  cuda=$(cd "$1" && bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu${version%%.*}
+  cuda=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu${version%%.*}
   # The compiler's linker and CMake want the names that pip's packages leave out.
   [ -e "$cuda/lib64" ] || ln -s lib "$cuda/lib64"
   for library in "$cuda"/lib/lib*.so.*; do

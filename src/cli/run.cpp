@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <lockstep/env.hpp>
 #include <memory>
-#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -74,37 +73,34 @@ CLI::Validator automatic(int value) {
       /*validator_desc=*/"");
 }
 
-/// Finds the end of the launcher's own options. The program's arguments never reach the parser, so
-/// none of them is mistaken for ours.
-std::size_t find_program_word(const CLI::App& app, const std::vector<std::string>& arguments) {
-  std::size_t i = 0;
-  while (i < arguments.size()) {
-    const std::string& word = arguments[i];
-    if (word == "--" || !word.starts_with('-') || word == "-") return i;
-    const CLI::Option* option = app.get_option_no_throw(word);  // none for --name=value and -n4
-    i += option != nullptr && option->get_items_expected_max() > 0 ? 2 : 1;
-  }
-  return arguments.size();
-}
-
 /// -n4, -n-4 (whose range is checked later) or -nauto.
 bool is_number_of_ranks(const std::string& word) {
   return word == "-nauto" || (word.starts_with("-n") && word.size() > 2 &&
                               word.find_first_not_of("-0123456789", 2) == std::string::npos);
 }
 
-/// The first of these words that is not an option; empty: all are. CLI11 would first say what is
-/// missing, and takes -np for -n with the value p.
-std::string find_unknown_option(const CLI::App& app, std::span<const std::string> words) {
-  for (std::size_t i = 0; i < words.size(); ++i) {
-    std::string name = words[i].substr(0, words[i].find('='));
-    if (const CLI::Option* const option = app.get_option_no_throw(name)) {
-      if (name == words[i] && option->get_items_expected_max() > 0) ++i;  // its value
-      continue;
-    }
-    if (!is_number_of_ranks(name)) return name;
+struct OwnWords {
+  std::size_t n = 0;         ///< so many come before the program
+  std::string unknown = {};  ///< the first that is not an option; empty: all are
+};
+
+/// The launcher's own words. The program's arguments never reach the parser, so none of them is
+/// mistaken for ours. An unknown option is found here: CLI11 would first say what is missing, and
+/// takes -np for -n with the value p.
+OwnWords own_words(const CLI::App& app, const std::vector<std::string>& arguments) {
+  OwnWords own;
+  while (own.n < arguments.size()) {
+    const std::string& word = arguments[own.n];
+    if (word == "--" || !word.starts_with('-') || word == "-") break;
+    const std::string name = word.substr(0, word.find('='));
+    const CLI::Option* const option = app.get_option_no_throw(name);
+    if (option == nullptr && own.unknown.empty() && !is_number_of_ranks(name)) own.unknown = name;
+    const bool has_value =
+        option != nullptr && name == word && option->get_items_expected_max() > 0;
+    own.n += has_value ? 2 : 1;
   }
-  return {};
+  own.n = std::min(own.n, arguments.size());
+  return own;
 }
 
 /// Reads HOST:PORT. Returns what is wrong with the multi-node options; empty: nothing.
@@ -263,18 +259,18 @@ int run(const std::vector<std::string>& arguments) {
       ->check(number(0.1, 86'400.0, "seconds"))
       ->type_name("SECONDS");
 
-  const std::size_t program = find_program_word(app, arguments);
-  const auto end = arguments.begin() + static_cast<std::ptrdiff_t>(program);
-  if (const auto unknown = find_unknown_option(app, {arguments.begin(), end}); !unknown.empty()) {
+  const OwnWords own = own_words(app, arguments);
+  const auto end = arguments.begin() + static_cast<std::ptrdiff_t>(own.n);
+  if (!own.unknown.empty()) {
     const bool has_number = std::any_of(arguments.begin(), end, [](const std::string& word) {
       return word == "-n" || is_number_of_ranks(word);
     });
-    fmt::print(stderr, "lockstep run: unknown option '{}'{}\nSee lockstep run --help\n", unknown,
-               has_number ? "" : "; the number of ranks is -n N");
+    fmt::print(stderr, "lockstep run: unknown option '{}'{}\nSee lockstep run --help\n",
+               own.unknown, has_number ? "" : "; the number of ranks is -n N");
     return kUsageExitCode;
   }
   if (const auto exit_code = parse(app, {arguments.begin(), end})) return *exit_code;
-  options.command.assign(arguments.begin() + static_cast<std::ptrdiff_t>(program), arguments.end());
+  options.command.assign(end, arguments.end());
   if (!options.command.empty() && options.command.front() == "--") {
     options.command.erase(options.command.begin());
   }

@@ -164,6 +164,10 @@ TEST(TopOfFailedCallTest, says_that_it_failed_and_no_time) {
     EXPECT_TRUE(contains(lines[line], "idle; last: barrier #2, collectives.cpp:")) << lines[line];
     EXPECT_TRUE(lines[line].ends_with(" (failed)")) << lines[line];
   }
+  Command json(StartOptions{.arguments = {"top", std::to_string(job.pid()), "--json"}});
+  const auto ranks = nlohmann::json::parse(json.wait().out)["ranks"];
+  EXPECT_EQ(ranks[0]["last"]["failed"], true);
+  EXPECT_EQ(ranks[1]["last"]["failed"], false);
 }
 
 TEST(TopOfContainersTest, cannot_tell_whether_a_rank_of_another_pid_namespace_lives) {

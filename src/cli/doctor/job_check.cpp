@@ -82,7 +82,7 @@ Findings check_job(int n_ranks) {
                         is_available ? "can serve " + which : reason});
   }
   findings.push_back({"engine gloo, nccl", State::note,
-                      "in programs that link lockstep::nn (libtorch), as this command does not"});
+                      "only in programs that link lockstep::nn (libtorch); this command does not"});
   if (!can_run) {
     // What gloo needs of the environment.
     const bool may_use_gloo = world.size > world.local_size && internal::variable("MASTER_ADDR") &&

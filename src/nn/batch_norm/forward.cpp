@@ -164,39 +164,37 @@ std::size_t fitting_channels(const Activation& x) {
 
 void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
                       const Tensor& bias, const BatchNormSettings& settings) {
-  settings.layer.guard([&] {
-    const auto reject = [&settings](const std::string& text) {
-      throw UsageError(settings.layer.context(kForward), text);
-    };
-    if (input.dim() < 2) {
-      reject(fmt::format("expected input of 2 or more dimensions, got {}D", input.dim()));
-    }
-    if (!(input.is_cpu() || input.is_cuda()) || input.layout() != at::kStrided) {
-      reject(fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there with to()",
-                         input.toString()));
-    }
-    if (!input.is_floating_point()) {
-      reject(
-          fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: convert "
-                      "it with to()",
-                      c10::toString(input.scalar_type())));
-    }
-    if (input.size(1) != num_features) {
-      reject(fmt::format("expected {} channels, got input size {}", num_features,
-                         c10::str(input.sizes())));
-    }
-    check_state("weight", weight, input, num_features, settings.layer);
-    check_state("bias", bias, input, num_features, settings.layer);
-    for (const auto& [name, running] : {std::pair("running_mean", settings.running_mean),
-                                        std::pair("running_var", settings.running_var)}) {
-      check_state(name, running, input, num_features, settings.layer);
-      if (!running.defined() || !running._is_zerotensor()) continue;
-      reject(
-          fmt::format("{} is a zero tensor (_efficientzerotensor), which has no memory for new "
-                      "values: pass a clone() of it",
-                      name));
-    }
-  });
+  const auto reject = [&settings](const std::string& text) {
+    throw UsageError(settings.layer.context(kForward), text);
+  };
+  if (input.dim() < 2) {
+    reject(fmt::format("expected input of 2 or more dimensions, got {}D", input.dim()));
+  }
+  if (!(input.is_cpu() || input.is_cuda()) || input.layout() != at::kStrided) {
+    reject(fmt::format("expected a dense CPU or CUDA tensor, got {}: move it there with to()",
+                       input.toString()));
+  }
+  if (!input.is_floating_point()) {
+    reject(
+        fmt::format("expected input of float64, float32, bfloat16 or float16, got {}: convert "
+                    "it with to()",
+                    c10::toString(input.scalar_type())));
+  }
+  if (input.size(1) != num_features) {
+    reject(fmt::format("expected {} channels, got input size {}", num_features,
+                       c10::str(input.sizes())));
+  }
+  check_state("weight", weight, input, num_features, settings.layer);
+  check_state("bias", bias, input, num_features, settings.layer);
+  for (const auto& [name, running] : {std::pair("running_mean", settings.running_mean),
+                                      std::pair("running_var", settings.running_var)}) {
+    check_state(name, running, input, num_features, settings.layer);
+    if (!running.defined() || !running._is_zerotensor()) continue;
+    reject(
+        fmt::format("{} is a zero tensor (_efficientzerotensor), which has no memory for new "
+                    "values: pass a clone() of it",
+                    name));
+  }
 }
 
 at::TensorOptions parameter_options(const Tensor& input) {
@@ -341,13 +339,14 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
 }
 
 void begin_batch(const Tensor& input, const BatchNormState& state, BatchNormSettings& settings) {
-  check_batch_norm(input, state.num_features, state.weight, state.bias, settings);
-  if (state.momentum.has_value()) {
-    settings.factor = *state.momentum;
-  } else if (state.num_batches_tracked.defined()) {
-    settings.layer.guard(
-        [&] { settings.factor = 1 / (state.num_batches_tracked.item<double>() + 1); });
-  }
+  settings.layer.guard([&] {
+    check_batch_norm(input, state.num_features, state.weight, state.bias, settings);
+    if (state.momentum.has_value()) {
+      settings.factor = *state.momentum;
+    } else if (state.num_batches_tracked.defined()) {
+      settings.factor = 1 / (state.num_batches_tracked.item<double>() + 1);
+    }
+  });
 }
 
 void count_batch(const BatchNormState& state, const BatchNormRecord& record) {

@@ -173,7 +173,8 @@ c10::intrusive_ptr<BatchNormRecord> make_record(ScopeEntry& scope, const Tensor&
                       running_mean,
                       running_var};
   const std::int64_t channels = record->settings.layer.n_channels;
-  check_batch_norm(input, channels, weight, bias, record->settings);
+  record->settings.layer.guard(
+      [&] { check_batch_norm(input, channels, weight, bias, record->settings); });
   ScopedLayers::all().add(weight, running_mean);
   return record;
 }
