@@ -149,8 +149,8 @@ inline void copy_channels(const double* part, Channels channels, std::size_t all
 /// Throws UsageError if input or state is invalid. Undefined state is absent.
 void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const at::Tensor& weight,
                       const at::Tensor& bias, const BatchNormSettings& settings);
-/// check_batch_norm; then sets the weight of this batch in the running statistics. What it throws is
-/// a refused call.
+/// check_batch_norm; then sets the weight of this batch in the running statistics. If it throws,
+/// the call is refused.
 void begin_batch(const at::Tensor& input, const BatchNormState& state, BatchNormSettings& settings);
 /// After a forward: adds 1 to num_batches_tracked, unless on_nonfinite keeps it.
 void count_batch(const BatchNormState& state, const BatchNormRecord& record);
