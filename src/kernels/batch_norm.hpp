@@ -8,7 +8,7 @@ namespace lockstep::kernels {
 
 /// From this `inner` on, a channel's values are processed in runs instead of row by row, and its
 /// results do not depend on which other channels are requested.
-inline constexpr std::size_t kLongRun = 16;
+inline constexpr std::size_t kLongRun = 32;
 
 /// Type of weight and bias for an activation of T, and of the calculation.
 template <class T>

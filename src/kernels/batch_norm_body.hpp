@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <lockstep/types.hpp>
+#include <type_traits>
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -33,6 +34,8 @@
 #endif
 
 #define LOCKSTEP_INLINE [[gnu::always_inline]] static inline
+// Where a call between vector instructions costs more than they do.
+#define LOCKSTEP_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace lockstep::kernels::LOCKSTEP_ISA {
 namespace {
@@ -147,5 +150,6 @@ const BatchNormTable<BFloat16> kBatchNormBFloat16 = LOCKSTEP_TABLE(BFloat16);
 
 #undef LOCKSTEP_UNROLL
 #undef LOCKSTEP_INLINE
+#undef LOCKSTEP_INLINE_LAMBDA
 
 }  // namespace lockstep::kernels::LOCKSTEP_ISA

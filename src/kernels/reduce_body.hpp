@@ -40,20 +40,6 @@ constexpr int kRegisterBytes = 16;
 
 // --- elements: type in memory (Storage) and of the reduction (Value) ----------------------------
 
-template <class T>
-struct Plain {
-  using Storage = T;
-  using Value = T;
-  template <int kLanes>
-  LOCKSTEP_INLINE Vector<T, kLanes> widen(Vector<T, kLanes> x) {
-    return x;
-  }
-  template <int kLanes>
-  LOCKSTEP_INLINE Vector<T, kLanes> narrow(Vector<T, kLanes> x) {
-    return x;
-  }
-};
-
 /// The sum for a mean of integers of at most 32 bits. A double is exact up to 2^53, that is for
 /// 2^21 inputs; below 2^53 the rounded quotient truncates to the same integer as the exact one.
 /// Via: the 32-bit type used for the conversions.
@@ -167,36 +153,28 @@ struct Call {
 template <class E, class Op, int kLanes, int kRegisters, int kN>
 LOCKSTEP_INLINE std::size_t reduce_while_fits(const Call& call, std::size_t at) {
   using Storage = typename E::Storage;
-  using Stored = Vector<Storage, kLanes>;
   using Values = Vector<typename E::Value, kLanes>;
   const int n = kN != 0 ? kN : call.n;
-  char* out = static_cast<char*>(call.out);
+  const auto input = [&](int r) {
+    return static_cast<const char*>(call.in[r]) + at * sizeof(Storage);
+  };
   for (; call.count - at >= kLanes * kRegisters; at += kLanes * kRegisters) {
     Values reduced[kRegisters];
-    const char* first = static_cast<const char*>(call.in[0]) + at * sizeof(Storage);
-    LOCKSTEP_UNROLL
-    for (int k = 0; k < kRegisters; ++k) {
-      Stored stored;
-      __builtin_memcpy(&stored, first + static_cast<std::size_t>(k) * sizeof(Stored),
-                       sizeof(Stored));
-      reduced[k] = E::template widen<kLanes>(stored);
-    }
+    load_registers<E, kLanes>(input(0), reduced);
     for (int r = 1; r < n; ++r) {
-      const char* next = static_cast<const char*>(call.in[r]) + at * sizeof(Storage);
+      Values next[kRegisters];
+      load_registers<E, kLanes>(input(r), next);
       LOCKSTEP_UNROLL
       for (int k = 0; k < kRegisters; ++k) {
-        Stored stored;
-        __builtin_memcpy(&stored, next + static_cast<std::size_t>(k) * sizeof(Stored),
-                         sizeof(Stored));
-        reduced[k] = Op::template apply<Values>(reduced[k], E::template widen<kLanes>(stored));
+        reduced[k] = Op::template apply<Values>(reduced[k], next[k]);
       }
     }
     LOCKSTEP_UNROLL
-    for (int k = 0; k < kRegisters; ++k) {
-      const Stored stored = E::template narrow<kLanes>(Op::template finish<Values>(reduced[k], n));
-      __builtin_memcpy(out + at * sizeof(Storage) + static_cast<std::size_t>(k) * sizeof(Stored),
-                       &stored, sizeof(Stored));
-    }
+    for (int k = 0; k < kRegisters; ++k) reduced[k] = Op::template finish<Values>(reduced[k], n);
+    char* const out = static_cast<char*>(call.out) + at * sizeof(Storage);
+    store_registers<E, kLanes>(reduced, [out](std::size_t offset, auto stored) {
+      __builtin_memcpy(out + offset, &stored, sizeof(stored));
+    });
   }
   return at;
 }

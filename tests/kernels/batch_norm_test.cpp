@@ -28,12 +28,13 @@ std::string describe(BatchNormShape s) {
 std::size_t n_values(BatchNormShape s) { return s.outer * s.channels * s.inner; }
 
 /// Both traversals, whole registers and remainders, combined rows with and without a remainder,
-/// several tiles.
+/// several tiles, more channels in runs than share a table of parameters.
 std::vector<BatchNormShape> shapes() {
   std::vector<BatchNormShape> all = {
-      {1, 1, 1},    {2, 3, 5},     {1, 1, 5000}, {3, 2, 16},   {3, 2, 17},  {7, 3, 49},
-      {2, 2, 4096}, {2, 1, 10000}, {2, 3, 4097}, {40, 5, 7},   {9, 33, 15}, {3, 100, 9},
-      {2, 1030, 2}, {1000, 2, 1},  {300, 1, 1},  {1, 4096, 1}, {5, 4096, 1}};
+      {1, 1, 1},     {2, 3, 5},    {1, 1, 5000}, {3, 2, 16},   {3, 2, 17},  {3, 2, 31},
+      {3, 2, 32},    {3, 2, 33},   {5, 3, 63},   {2, 520, 33}, {7, 3, 49},  {2, 2, 4096},
+      {2, 1, 10000}, {2, 3, 4097}, {40, 5, 7},   {9, 33, 15},  {3, 100, 9}, {2, 1030, 2},
+      {1000, 2, 1},  {300, 1, 1},  {1, 4096, 1}, {5, 4096, 1}};
   for (const std::size_t channels : {1, 2, 3, 5, 8, 10, 16, 31, 33, 64, 127, 128, 511, 512, 513}) {
     all.push_back({263, channels, 1});
   }
