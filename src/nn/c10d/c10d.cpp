@@ -184,8 +184,10 @@ std::shared_ptr<Wire> connect([[maybe_unused]] std::string_view backend,
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
-      // It may be the previous world's store, which rank 0 is about to close.
-      const bool is_last = serves_store(world) || Clock::now() > std::min(end, start + kPatience);
+      // It may be the previous world's store, which rank 0 is about to close: the next one gets an
+      // attempt even if that took kPatience to not answer.
+      const bool is_last =
+          serves_store(world) || Clock::now() > std::min(end, start + 2 * kPatience);
       if (is_last) throw_no_store(error, at, world, barrier);
       std::this_thread::sleep_for(milliseconds(50));
     }
