@@ -7,7 +7,8 @@
 namespace lockstep::kernels {
 
 /// From this `inner` on, a channel's values are processed in runs instead of row by row, and its
-/// results do not depend on which other channels are requested.
+/// results do not depend on which other channels are requested. Not below the values that kernels
+/// process together.
 inline constexpr std::size_t kLongRun = 32;
 
 /// Type of weight and bias for an activation of T, and of the calculation.

@@ -34,13 +34,14 @@
 #endif
 
 #define LOCKSTEP_INLINE [[gnu::always_inline]] static inline
-// Where a call between vector instructions costs more than they do.
+// For lambdas: a call would cost more than the few vector instructions in it.
 #define LOCKSTEP_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace lockstep::kernels::LOCKSTEP_ISA {
 namespace {
 
 using Index = std::size_t;
+using Offset = std::ptrdiff_t;  // between elements, either way
 
 constexpr Index kRunBlock = 4096;        // values between two merges
 constexpr Index kRunTile = 64;           // channels per tile, at most: their lanes stay in L1
@@ -105,12 +106,15 @@ void backward_reduce(const T* dy, const T* x, BatchNormShape shape, const double
                           : backward_reduce_rows(dy, x, shape, mean, sum_dy, sum_dy_xmu);
 }
 
-/// Whether each contiguous piece of the output is whole cache lines: writing one with both kinds of
-/// stores is slow.
+/// Whether each stretch of the output that is written at once, a run or a tile's part of a row,
+/// begins a cache line, as streaming stores require. A stretch that also ends with a line is not
+/// written with both kinds of stores, which is slow.
 template <class T>
 bool can_stream(BatchNormShape shape, const T* out) {
-  const Index piece = shape.inner >= kLongRun ? shape.inner : stride_of(shape);
-  return (shape.outer == 1 || piece * sizeof(T) % kLineBytes == 0) &&
+  const auto is_whole_lines = [](Index n) { return n * sizeof(T) % kLineBytes == 0; };
+  const Index most = shape.inner >= kLongRun ? 1 : channels_of_tile(shape);
+  return (shape.channels <= most || is_whole_lines(most * shape.inner)) &&
+         (shape.outer == 1 || is_whole_lines(stride_of(shape))) &&
          reinterpret_cast<std::uintptr_t>(out) % kLineBytes == 0;
 }
 

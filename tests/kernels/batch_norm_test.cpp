@@ -28,7 +28,7 @@ std::string describe(BatchNormShape s) {
 std::size_t n_values(BatchNormShape s) { return s.outer * s.channels * s.inner; }
 
 /// Both traversals, whole registers and remainders, combined rows with and without a remainder,
-/// several tiles, more channels in runs than share a table of parameters.
+/// several tiles, more than kWidth channels in runs.
 std::vector<BatchNormShape> shapes() {
   std::vector<BatchNormShape> all = {
       {1, 1, 1},     {2, 3, 5},    {1, 1, 5000}, {3, 2, 16},   {3, 2, 17},  {3, 2, 31},
@@ -505,6 +505,10 @@ TYPED_TEST(StreamingBatchNormTest, streamed_outputs_have_the_same_bits) {
   auto all = shapes();
   all.push_back({5, 3, 64});
   all.push_back({5, 3, 96});
+  // Memory in whole cache lines, whose channels or tiles are not.
+  for (const BatchNormShape s : {BatchNormShape{1, 3, 33}, {2, 64, 25}, {3, 512, 9}}) {
+    all.push_back(s);
+  }
   for (const BatchNormShape s : all) {
     std::vector<T> x;
     std::vector<T> dy;
