@@ -169,9 +169,10 @@ std::shared_ptr<Wire> connect([[maybe_unused]] std::string_view backend,
       if (!has_joined) forget_store(at);
     }
   } forget{at};
-  while (!store) {
+  for (int attempt = 1; !store; ++attempt) {
     try {
-      whole = connect_to_store(at, world, barrier.timeout);
+      const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
+      whole = connect_to_store(at, world, std::max(left, milliseconds(1)));
       Rendezvous rendezvous(
           whole,
           {.context = context_of(barrier, world.rank),
@@ -185,9 +186,10 @@ std::shared_ptr<Wire> connect([[maybe_unused]] std::string_view backend,
       throw;
     } catch (const std::exception& error) {
       // It may be the previous world's store, which rank 0 is about to close: the next one gets an
-      // attempt even if that took kPatience to not answer.
+      // attempt even if this one stayed silent for kPatience.
+      const auto now = Clock::now();
       const bool is_last =
-          serves_store(world) || Clock::now() > std::min(end, start + 2 * kPatience);
+          serves_store(world) || now > end || (attempt > 1 && now > start + kPatience);
       if (is_last) throw_no_store(error, at, world, barrier);
       std::this_thread::sleep_for(milliseconds(50));
     }
