@@ -15,6 +15,7 @@ namespace lockstep::shared {
 
 Job::Job(int n_ranks, const std::optional<std::string>& tune, bool is_elastic)
     : segment_(make_world(Segment::for_processes(n_ranks), tune)), tune_(tune), n_ranks_(n_ranks) {
+  segment_->header().has_launcher = true;
   segment_->header().is_elastic = is_elastic;
   for (int r = 0; r < n_ranks && is_elastic; ++r) segment_->rank(r).flight.generation_plus_one = 1;
 }

@@ -60,6 +60,7 @@ struct alignas(kLine) SegmentHeader {
   std::atomic<bool> has_one_pid_namespace;
   /// A rank has joined a world over another engine, which uses no other part of the segment.
   std::atomic<bool> has_joined_other_engine;
+  bool has_launcher;  ///< that writes RankBlock::wait_status_plus_one
   /// Of `lockstep run --elastic`, which makes a segment for each generation of the world.
   std::uint32_t generation;
   bool is_elastic;

@@ -48,6 +48,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(SegmentHeader, n_bytes),
       LOCKSTEP_FIELD(SegmentHeader, has_one_pid_namespace),
       LOCKSTEP_FIELD(SegmentHeader, has_joined_other_engine),
+      LOCKSTEP_FIELD(SegmentHeader, has_launcher),
       LOCKSTEP_FIELD(SegmentHeader, generation),
       LOCKSTEP_FIELD(SegmentHeader, is_elastic),
       LOCKSTEP_FIELD(SegmentHeader, is_over),

@@ -123,14 +123,16 @@ std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) con
                   .text = std::move(text)};
   }
   if (state != RankState::alive || !ask_system || !is_gone(world_rank)) return std::nullopt;
-  // A launcher knows the signal or the code as soon as it has reaped the process.
-  for (int i = 0; i < 25; ++i) {
-    if (peer.wait_status_plus_one.load(std::memory_order_acquire) != 0 ||
-        peer.state.load(std::memory_order_acquire) != RankState::alive) {
-      return ending_of(world_rank, /*ask_system=*/false);
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  // A launcher knows the signal or the code as soon as it has reaped the process. The segment of a
+  // torch process group has none, also under `lockstep run`.
+  const auto is_known = [&peer] {
+    return peer.wait_status_plus_one.load(std::memory_order_acquire) != 0 ||
+           peer.state.load(std::memory_order_acquire) != RankState::alive;
+  };
+  for (int i = 0; i < 250 && segment_->header().has_launcher && !is_known(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  if (is_known()) return ending_of(world_rank, /*ask_system=*/false);
   return Ending{.failed = false,
                 .is_orderly = false,
                 .text = fmt::format("died (its process {} is gone)",
