@@ -420,6 +420,23 @@ void expect_all_notice_the_death_of(int victim, int n, const std::function<void(
   }
 }
 
+TEST_P(Failures, the_first_of_two_ranks_that_left_is_named) {
+  if (GetParam().n_ranks < 3) GTEST_SKIP() << "needs three ranks";
+  const SharedCount n_left;
+  run([&] {
+    const int rank = get_rank();
+    barrier();
+    EXPECT_TRUE(n_left.wait_for(2 - rank));
+    if (rank > 0) {
+      destroy_dist();
+      return n_left.raise();
+    }
+    const std::string text = thrown<PeerLost>([] { barrier(); });
+    expect_contains(text, "rank 2 left the world");
+    EXPECT_EQ(text.find("rank 1"), std::string::npos) << text;
+  });
+}
+
 TEST(FailuresOfProcesses, killed) {
   expect_all_notice_the_death_of(
       1, 4, [] { ::raise(SIGKILL); }, SIGKILL, "was killed by signal 9 (SIGKILL)");

@@ -5,10 +5,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <lockstep/error.hpp>
 #include <optional>
+#include <vector>
 
 #include "engines/shared/bootstrap/shared_world.hpp"
+#include "engines/shared/protocol/waiter.hpp"
 #include "engines/shared/segment/membership.hpp"
 #include "support/expect.hpp"
 #include "support/waiting.hpp"
@@ -56,24 +59,23 @@ TEST(JobTest, a_process_that_has_ended_is_not_the_rank) {
   EXPECT_EQ(job.process_of(0), std::nullopt);
 }
 
-/// A segment of two ranks, of which rank 1 has joined and been killed, in a process whose status no
-/// launcher has written.
-std::shared_ptr<Segment> with_a_killed_rank(bool has_launcher) {
-  std::shared_ptr<Segment> segment = Segment::for_processes(2);
-  segment->header().has_launcher = has_launcher;
+/// A process joins as the rank and is killed; no launcher writes its status.
+void join_and_be_killed(const std::shared_ptr<Segment>& segment, int world_rank) {
   const pid_t child = ::fork();
   if (child == 0) {
-    const Membership membership(segment, /*world_rank=*/1);
+    const Membership membership(segment, world_rank);
     ::raise(SIGKILL);
   }
   EXPECT_EQ(::waitpid(child, nullptr, 0), child);
-  return segment;
 }
 
 TEST(EndingTest, a_status_is_awaited_where_a_launcher_writes_it_only) {
   EXPECT_TRUE(inherit_world(Job(1).environment())->header().has_launcher);
   const auto n_sleeps_until_told = [](bool has_launcher) {
-    const Membership membership(with_a_killed_rank(has_launcher), /*world_rank=*/0);
+    const std::shared_ptr<Segment> segment = Segment::for_processes(2);
+    segment->header().has_launcher = has_launcher;
+    const Membership membership(segment, /*world_rank=*/0);
+    join_and_be_killed(segment, 1);
     const long before = test::n_sleeps(::gettid());
     const auto ending = membership.ending_of(1, /*ask_system=*/true);
     const long n = test::n_sleeps(::gettid()) - before;
@@ -83,6 +85,59 @@ TEST(EndingTest, a_status_is_awaited_where_a_launcher_writes_it_only) {
   constexpr long kSome = 20;  // a thread may sleep for reasons of the system
   EXPECT_LT(n_sleeps_until_told(/*has_launcher=*/false), kSome);
   EXPECT_GT(n_sleeps_until_told(/*has_launcher=*/true), kSome);
+}
+
+/// Of ranks 1 to 3, as rank 0 finds them.
+internal::Failure failure_of_the_first(const Membership& membership) {
+  FirstEnded first;
+  for (const int rank : {1, 2, 3}) {
+    const auto ending = membership.ending_of(rank, /*ask_system=*/true);
+    if (ending) first.add(rank, *ending);
+  }
+  return first.failure();
+}
+
+TEST(EndingTest, ranks_of_which_nobody_saw_who_ended_first_are_all_named) {
+  const std::shared_ptr<Segment> segment = Segment::for_processes(4);
+  const Membership membership(segment, /*world_rank=*/0);
+  for (const int rank : {3, 1}) join_and_be_killed(segment, rank);
+  const internal::Failure failure = failure_of_the_first(membership);
+  for (const char* part : {"rank 1 died (", "rank 3 died (", "which of them ended first is not"})
+    test::expect_contains(failure.text, part);
+  EXPECT_EQ(failure.peers.n, 2);
+}
+
+TEST(EndingTest, a_rank_that_left_after_it_had_found_a_dead_one_is_not_named) {
+  const std::shared_ptr<Segment> segment = Segment::for_processes(4);
+  const Membership membership(segment, /*world_rank=*/0);
+  Membership finder(segment, /*world_rank=*/1);
+  join_and_be_killed(segment, 3);
+  EXPECT_TRUE(finder.ending_of(3, /*ask_system=*/true));
+  finder.leave("it lost rank 3");
+  join_and_be_killed(segment, 2);
+  const internal::Failure failure = failure_of_the_first(membership);
+  EXPECT_TRUE(failure.text.starts_with("rank 3 died (")) << failure.text;
+  EXPECT_EQ(failure.peers.n, 1) << failure.text;
+}
+
+TEST(EndingTest, a_launcher_knows_which_rank_it_reaped_first) {
+  Job job(4);
+  const Membership membership(inherit_world(job.environment()), /*world_rank=*/0);
+  for (const int rank : {3, 1, 2}) job.rank_ended(rank, SIGKILL);
+  const internal::Failure failure = failure_of_the_first(membership);
+  EXPECT_EQ(failure.text, "rank 3 was killed by signal 9 (SIGKILL)");
+}
+
+// All within half a second: a rank that died is named within one.
+TEST(LivenessCheckTest, asks_the_system_about_every_rank_in_time) {
+  for (const std::size_t n : {1, 3, 4, 5, 100, 101, 199, 511}) {
+    std::vector<int> n_asked(n);
+    for (unsigned round = 7; round < 7 + 500 / kLivenessInterval.count(); ++round) {
+      for (std::size_t i = 0; i < n; ++i) n_asked[i] += asks_system(i, n, round) ? 1 : 0;
+    }
+    EXPECT_GE(std::ranges::min(n_asked), 1) << n;
+    EXPECT_LE(std::ranges::max(n_asked), n <= 4 ? 25 : 25 * 4 / static_cast<int>(n) + 2) << n;
+  }
 }
 
 }  // namespace

@@ -30,7 +30,10 @@ std::unique_ptr<Job> Job::next() const {
     rank.flight.job = before.flight.job;
     rank.wait_status_plus_one.store(before.wait_status_plus_one.load(std::memory_order_relaxed),
                                     std::memory_order_relaxed);
+    rank.ended_as.store(before.ended_as.load(std::memory_order_relaxed), std::memory_order_relaxed);
   }
+  job->segment_->header().n_ended.store(segment_->header().n_ended.load(std::memory_order_relaxed),
+                                        std::memory_order_relaxed);
   return job;
 }
 
@@ -93,6 +96,7 @@ std::string Job::environment() const {
 }
 
 void Job::rank_ended(int rank, int wait_status) noexcept {
+  note_ended(segment_->header(), segment_->rank(rank), /*is_found=*/false);
   segment_->rank(rank).wait_status_plus_one.store(wait_status + 1, std::memory_order_release);
 }
 

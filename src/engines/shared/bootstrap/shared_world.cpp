@@ -177,7 +177,7 @@ void Elastic::count_step() const noexcept {
 }
 
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept {
-  mark_ended(segment.rank(rank), failure);
+  mark_ended(segment, rank, failure);
 }
 
 }  // namespace lockstep::shared

@@ -236,6 +236,8 @@ class Channel {
                       std::span<const int> peers) noexcept;
   [[noreturn]] void fail(const Call& call, internal::Failure::Kind kind, const std::string& text,
                          std::span<const int> peers, int error_number = 0);
+  /// Of the awaited ranks, names the one that ended first. At least one has ended.
+  [[noreturn]] void fail_ended(const Call& call, int awaited);
   [[noreturn]] void fail_mismatch(const Call& call);
   /// For a send or recv: its two ends have refused different numbers of them.
   [[noreturn]] void fail_pair_mismatch(const Call& call, std::uint32_t n_refused_by_peer);

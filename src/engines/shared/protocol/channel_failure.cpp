@@ -109,6 +109,20 @@ void Channel::throw_failure(const Call& call) {
                           context_of(call, rank_));
 }
 
+void Channel::fail_ended(const Call& call, int awaited) {
+  FirstEnded first;
+  for (const int r : absent(awaited)) {
+    auto ending = membership_->ending_of(world_rank(r), /*ask_system=*/true);
+    // A rank that is not absent any more has completed its part before it ended.
+    if (!ending || (awaited == kAllRanks && is_raised(flag_of(r)))) continue;
+    ending->text += ". Its last call here: " + call_of(r);
+    first.add(call.number_of(r), *ending);
+  }
+  const Failure failure = first.failure();
+  record_failure(failure.kind, failure.text, /*error_number=*/0, failure.peers.get());
+  throw_failure(call);
+}
+
 void Channel::fail_over(const Call& call) {
   fail(call, Kind::peer_lost, membership_->why_over(), /*peers=*/{});
 }

@@ -95,13 +95,8 @@ void Channel::extend_deadline(std::chrono::nanoseconds at_most) noexcept {
 }
 
 void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready, unsigned round) {
-  // Asking the system about 63 peers 50 times a second would cost more than the collective, so
-  // each round checks a few peers in rotation.
-  constexpr std::size_t kSystemChecks = 4;
   const std::vector<int>& ranks = absent(awaited);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    const std::size_t shift =
-        (i + ranks.size() - round * kSystemChecks % ranks.size()) % ranks.size();
     // It may wait for the receiver of an earlier chunk, whose refusals say nothing of this call.
     const bool is_of_call = awaited == kAllRanks || awaited == call.root;
     const std::uint32_t n_refused = is_of_call ? n_refused_by(ranks[i], call) : 0;
@@ -112,18 +107,13 @@ void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready
       if (awaited == kAllRanks) fail_mismatch(call);
       fail_pair_mismatch(call, n_refused);
     }
-    const auto ending =
-        membership_->ending_of(world_rank(ranks[i]), /*ask_system=*/shift < kSystemChecks);
-    if (!ending) continue;
+    if (!membership_->ending_of(world_rank(ranks[i]), asks_system(i, ranks.size(), round)))
+      continue;
     // Before it ended, the peer may have completed its part, or recorded a failure in the channel.
     if (ready()) return;
     if (awaited == kAllRanks && is_raised(flag_of(ranks[i]))) continue;
     if (has_failed()) throw_failure(call);
-    fail(call,
-         ending->failed ? internal::Failure::Kind::peer_failed : internal::Failure::Kind::peer_lost,
-         "rank " + std::to_string(call.number_of(ranks[i])) + (ending->failed ? " failed: " : " ") +
-             ending->text + ". Its last call here: " + call_of(ranks[i]),
-         std::span(&ranks[i], 1));
+    fail_ended(call, awaited);
   }
 }
 

@@ -445,7 +445,11 @@ void TaggedMessages::copy_message(Request& request, RequestEntry& entry) const {
     std::this_thread::sleep_for(milliseconds(10));
     ending = membership.ending_of(world_rank, /*ask_system=*/true);
   }
-  if (ending) throw_ending(request, peer, *ending);
+  if (ending) {
+    FirstEnded first;
+    first.add(peer, *ending);
+    throw_ending(request, first);
+  }
   throw SystemError(request.context(peer), error,
                     fmt::format("cannot copy {} elements of {} {} rank {}", call.count,
                                 name_of(call.dtype), request.is_send() ? "to" : "from", peer));

@@ -116,7 +116,7 @@ class TaggedMessages {
   /// Throws if the request cannot complete: the group failed, this rank has left it, the peer
   /// ended, or the time is over.
   void check(const Request& request, detail::TimeLimit& limit, unsigned round) const;
-  [[noreturn]] void throw_ending(const Request& request, int peer, const Ending& ending) const;
+  [[noreturn]] void throw_ending(const Request& request, const FirstEnded& first) const;
   [[noreturn]] void throw_timeout(const Request& request, std::chrono::milliseconds limit) const;
   std::string pending_of(int rank) const;
 

@@ -9,6 +9,7 @@
 
 #include "base/futex.hpp"
 #include "engines/shared/protocol/tagged_messages.hpp"
+#include "group/failure.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -23,15 +24,11 @@ std::string name_of_rank(int rank) { return rank < 0 ? "any rank" : fmt::format(
 
 }  // namespace
 
-void TaggedMessages::throw_ending(const Request& request, int peer, const Ending& ending) const {
-  const std::string text =
-      fmt::format("rank {} {}{}", peer, ending.failed ? "failed: " : "", ending.text);
-  if (ending.failed) throw PeerFailed(request.context(peer), text);
-  throw PeerLost(request.context(peer), text);
+void TaggedMessages::throw_ending(const Request& request, const FirstEnded& first) const {
+  internal::throw_failure(first.failure(), request.context(-1));
 }
 
 void TaggedMessages::check(const Request& request, detail::TimeLimit& limit, unsigned round) const {
-  constexpr unsigned kSystemChecks = 4;  // see Channel::check_peer_liveness
   channel_.throw_if_failed(request.call_);
   const int n_ranks = channel_.size();
   // No peer copies to or from a rank that has left.
@@ -41,11 +38,11 @@ void TaggedMessages::check(const Request& request, detail::TimeLimit& limit, uns
   }
   const bool is_any = request.call_.root == kAnySource;
   int n_left = 0;
+  FirstEnded left, lost;
   for (int r = 0; r < n_ranks; ++r) {
     if (r == channel_.rank() || (!is_any && r != request.call_.root)) continue;
-    const bool asks = !is_any || (static_cast<unsigned>(r) + round * kSystemChecks) %
-                                         static_cast<unsigned>(n_ranks) <
-                                     kSystemChecks;
+    const bool asks = !is_any || asks_system(static_cast<std::size_t>(r),
+                                             static_cast<std::size_t>(n_ranks), round);
     // If the peer has taken this message before it refused one, its copy is what counts.
     const std::uint32_t peer_n_refused = is_any ? 0 : channel_.n_refused_by(r, request.call_);
     const std::uint32_t n_refused = peer_n_refused & ~Channel::kMismatchSeen;
@@ -57,9 +54,11 @@ void TaggedMessages::check(const Request& request, detail::TimeLimit& limit, uns
     const auto ending = channel_.membership()->ending_of(channel_.world_rank(r), asks);
     if (!ending) continue;
     ++n_left;
-    // Ranks that have sent all they had may leave while this one waits for others.
-    if (!is_any || !ending->is_orderly || n_left == n_ranks - 1) throw_ending(request, r, *ending);
+    (ending->is_orderly ? left : lost).add(r, *ending);
   }
+  if (!lost.is_empty()) throw_ending(request, lost);
+  // Ranks that have sent all they had may leave while this one waits for others.
+  if (n_left == (is_any ? n_ranks - 1 : 1)) throw_ending(request, left);
   if (channel_.membership()->is_over()) {
     throw PeerLost(request.context(-1), channel_.membership()->why_over());
   }

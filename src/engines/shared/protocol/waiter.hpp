@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 
 #include "base/futex.hpp"
@@ -11,6 +13,14 @@ namespace lockstep::shared {
 /// How often a waiter checks whether the awaited peers are alive: well within the one second in
 /// which every rank must detect a failure.
 inline constexpr std::chrono::milliseconds kLivenessInterval{20};
+
+/// Whether the round-th liveness check of a wait asks the system about the i-th of n peers. To ask
+/// takes about 10 us, so a check asks about a few, in rotation: all in half a second.
+inline bool asks_system(std::size_t i, std::size_t n, unsigned round) noexcept {
+  constexpr std::size_t kMin = 4, kRounds = 500 / kLivenessInterval.count();
+  const std::size_t n_asked = std::max(kMin, (n + kRounds - 1) / kRounds);
+  return (i + n - round * n_asked % n) % n < n_asked;
+}
 
 /// What a waiter waits for: a predicate that costs a few loads.
 class Condition {

@@ -35,6 +35,8 @@ struct alignas(kLine) RankBlock {
   std::atomic<std::uint64_t> time_namespace;  ///< the same
   /// The waitpid status plus one, written by the launcher; 0 while the rank runs.
   std::atomic<std::int32_t> wait_status_plus_one;
+  /// The order in which ranks end: see note_ended. 0: the rank runs, or nobody has noticed its end.
+  std::atomic<std::uint32_t> ended_as;
   std::atomic<std::int32_t> cpu_quota;
   std::atomic<bool> receives_fences;  ///< see base/membarrier.hpp
   std::array<std::atomic<std::uint64_t>, std::tuple_size_v<base::CpuMask>> cpus;
@@ -67,6 +69,7 @@ struct alignas(kLine) SegmentHeader {
   std::atomic<bool> is_over;             ///< the generation; its ranks call regroup()
   std::atomic<std::uint32_t> n_waiting;  ///< processes that join the next generation
   std::atomic<std::uint64_t> n_steps;    ///< that its ranks have completed
+  std::atomic<std::uint32_t> n_ended;    ///< see note_ended
   std::array<char, 512> ending;          ///< why it is over; complete before is_over is set
   /// Released ranges: see free_ranges.hpp.
   alignas(kLine) std::array<std::atomic<std::uint64_t>, kFreeRanges> free_ranges;

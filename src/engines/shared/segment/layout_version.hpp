@@ -25,6 +25,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(RankBlock, pid_namespace),
       LOCKSTEP_FIELD(RankBlock, time_namespace),
       LOCKSTEP_FIELD(RankBlock, wait_status_plus_one),
+      LOCKSTEP_FIELD(RankBlock, ended_as),
       LOCKSTEP_FIELD(RankBlock, cpu_quota),
       LOCKSTEP_FIELD(RankBlock, receives_fences),
       LOCKSTEP_FIELD(RankBlock, cpus),
@@ -54,6 +55,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(SegmentHeader, is_over),
       LOCKSTEP_FIELD(SegmentHeader, n_waiting),
       LOCKSTEP_FIELD(SegmentHeader, n_steps),
+      LOCKSTEP_FIELD(SegmentHeader, n_ended),
       LOCKSTEP_FIELD(SegmentHeader, ending),
       LOCKSTEP_FIELD(SegmentHeader, free_ranges),
   });

@@ -27,6 +27,26 @@ std::string describe_wait_status(int status) {
   return fmt::format("exited with code {}", WEXITSTATUS(status));
 }
 
+void FirstEnded::add(int rank, const Ending& ending) {
+  if (!ranks_.empty() && ending.order > order_) return;
+  if (ending.order != order_) {
+    ranks_.clear();
+    text_.clear();
+  }
+  order_ = ending.order;
+  failed_ = ending.failed;
+  text_ += fmt::format("{}rank {} {}{}", ranks_.empty() ? "" : "; ", rank,
+                       failed_ ? "failed: " : "", ending.text);
+  ranks_.push_back(rank);
+}
+
+internal::Failure FirstEnded::failure() const {
+  using Kind = internal::Failure::Kind;
+  return {.kind = failed_ ? Kind::peer_failed : Kind::peer_lost,
+          .text = text_ + (ranks_.size() > 1 ? "; which of them ended first is not known" : ""),
+          .peers = internal::PeerList::of(ranks_)};
+}
+
 std::optional<bool> is_pid_of(std::uint64_t here, const RankBlock& rank) noexcept {
   const std::uint64_t there = rank.pid_namespace.load(std::memory_order_relaxed);
   return here != 0 && there != 0 ? std::optional(here == there) : std::nullopt;
@@ -52,7 +72,18 @@ bool has_left(const RankBlock& block) noexcept {
          (state == RankState::left || state == RankState::failed);
 }
 
-void mark_ended(RankBlock& block, std::string_view failure) noexcept {
+void note_ended(SegmentHeader& header, RankBlock& block, bool is_found) noexcept {
+  if (block.ended_as.load(std::memory_order_relaxed) != 0) return;
+  std::uint32_t none = 0;
+  const std::uint32_t number = is_found
+                                   ? header.n_ended.load(std::memory_order_relaxed) + 1
+                                   : header.n_ended.fetch_add(2, std::memory_order_relaxed) + 2;
+  block.ended_as.compare_exchange_strong(none, number, std::memory_order_relaxed);
+}
+
+void mark_ended(Segment& segment, int world_rank, std::string_view failure) noexcept {
+  RankBlock& block = segment.rank(world_rank);
+  note_ended(segment.header(), block, /*is_found=*/false);
   if (!failure.empty()) base::copy_truncated(block.failure, failure);
   // Release: a peer that sees the state also sees the text and all that the rank published before.
   block.state.store(failure.empty() ? RankState::left : RankState::failed,
@@ -87,7 +118,7 @@ void Membership::leave(std::string_view failure) noexcept {
   if (left_ || ::getpid() != pid_) return;
   left_ = true;
   has_regrouped_.store(segment_->header().is_elastic, std::memory_order_relaxed);
-  mark_ended(block(world_rank_), failure);
+  mark_ended(*segment_, world_rank_, failure);
 }
 
 std::string why_over(const SegmentHeader& header) {
@@ -106,12 +137,14 @@ std::atomic<std::uint64_t>* Membership::begin_sleep(std::uint64_t offset) noexce
 }
 
 std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) const {
-  const RankBlock& peer = block(world_rank);
+  RankBlock& peer = block(world_rank);
   // Acquire: makes the text of a failure visible, and all that the peer published before leaving.
   const RankState state = peer.state.load(std::memory_order_acquire);
   if (state == RankState::failed) {
-    return Ending{
-        .failed = true, .is_orderly = false, .text = std::string(base::text_in(peer.failure))};
+    return Ending{.failed = true,
+                  .is_orderly = false,
+                  .order = peer.ended_as.load(std::memory_order_relaxed),
+                  .text = std::string(base::text_in(peer.failure))};
   }
   const int status = peer.wait_status_plus_one.load(std::memory_order_acquire);
   if (state == RankState::left || status != 0) {
@@ -120,6 +153,7 @@ std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) con
     if (status != 0) text += (text.empty() ? "" : " and ") + describe_wait_status(status - 1);
     return Ending{.failed = false,
                   .is_orderly = state == RankState::left && status <= 1,
+                  .order = peer.ended_as.load(std::memory_order_relaxed),
                   .text = std::move(text)};
   }
   if (state != RankState::alive || !ask_system || !is_gone(world_rank)) return std::nullopt;
@@ -133,8 +167,10 @@ std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) con
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   if (is_known()) return ending_of(world_rank, /*ask_system=*/false);
+  note_ended(segment_->header(), peer, /*is_found=*/true);
   return Ending{.failed = false,
                 .is_orderly = false,
+                .order = peer.ended_as.load(std::memory_order_relaxed),
                 .text = fmt::format("died (its process {} is gone)",
                                     peer.pid.load(std::memory_order_relaxed))};
 }

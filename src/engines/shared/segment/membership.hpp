@@ -17,15 +17,32 @@
 #include "base/ticks.hpp"
 #include "base/wait_policy.hpp"
 #include "engines/shared/segment/segment.hpp"
+#include "group/failure.hpp"
 #include "record/recorder.hpp"
 
 namespace lockstep::shared {
 
 /// The end of a rank that will never arrive.
 struct Ending {
-  bool failed;      ///< left with an exception (PeerFailed); false: PeerLost
-  bool is_orderly;  ///< left the world, and exited with code 0 if it has exited
+  bool failed;          ///< left with an exception (PeerFailed); false: PeerLost
+  bool is_orderly;      ///< left the world, and exited with code 0 if it has exited
+  std::uint32_t order;  ///< RankBlock::ended_as
   std::string text;
+};
+
+/// Of ranks that have ended, those that did so first: several, if their order is not known.
+class FirstEnded {
+ public:
+  void add(int rank, const Ending& ending);
+  bool is_empty() const noexcept { return ranks_.empty(); }
+  /// Of a call that waits for them.
+  internal::Failure failure() const;
+
+ private:
+  std::uint32_t order_ = 0;
+  bool failed_ = false;
+  std::vector<int> ranks_;
+  std::string text_;
 };
 
 /// Text for a waitpid status: "was killed by signal 9 (SIGKILL)", "left the program with exit code
@@ -46,8 +63,14 @@ bool has_left(const RankBlock& block) noexcept;
 /// "generation 3 of the world is over: rank 1 was killed by signal 9 (SIGKILL); ..."
 std::string why_over(const SegmentHeader& header);
 
-/// Marks a rank's block as ended: with an exception if `failure` is not empty.
-void mark_ended(RankBlock& block, std::string_view failure) noexcept;
+/// Gives a rank that has ended its place in the order, once. A rank that leaves, and a launcher
+/// that reaps it, know that it ended after those that have a number, and take one of their own; a
+/// peer that finds its process gone knows only that, so ranks found in this way may have the same
+/// number. Whoever ends because it found another rank's end therefore has the higher one.
+void note_ended(SegmentHeader& header, RankBlock& block, bool is_found) noexcept;
+
+/// Marks a rank as ended: with an exception if `failure` is not empty.
+void mark_ended(Segment& segment, int world_rank, std::string_view failure) noexcept;
 
 /// This rank's membership in the world: its RankBlock, held from joining to leaving.
 class Membership {
