@@ -16,6 +16,8 @@ namespace {
 /// Longer lists do not move the columns further to the right.
 constexpr std::size_t kLongestList = 16;
 
+constexpr std::string_view kByRank = "by rank ";
+
 }  // namespace
 
 void MismatchTable::add(int rank, std::string call, std::uint32_t fingerprint, Kind kind) {
@@ -23,7 +25,9 @@ void MismatchTable::add(int rank, std::string call, std::uint32_t fingerprint, K
     if (line.fingerprint != fingerprint || line.kind != kind || line.call != call) {
       continue;
     }
-    line.ranks.insert(std::ranges::upper_bound(line.ranks, rank), rank);
+    // Two threads of a rank may have refused calls with the same text.
+    const auto at = std::ranges::lower_bound(line.ranks, rank);
+    if (at == line.ranks.end() || *at != rank) line.ranks.insert(at, rank);
     return;
   }
   lines_.push_back({{rank}, std::move(call), fingerprint, kind});
@@ -32,6 +36,8 @@ void MismatchTable::add(int rank, std::string call, std::uint32_t fingerprint, K
 void MismatchTable::add(const Row& row) {
   const bool moves = moves_data(row.op);
   const bool is_tagged = !has_root(row.op) && row.root >= 0;
+  has_layer_ |= is_tagged;
+  has_count_by_rank_ |= moves && row.count.starts_with(kByRank);
   if (row.op == Op::broadcast) {
     (row.count == "0" ? has_empty_broadcast_ : has_filled_broadcast_) = true;
   }
@@ -52,41 +58,46 @@ void MismatchTable::add_refused(int rank, std::string_view text) {
   add(rank, std::string(text), /*fingerprint=*/0, Kind::refused);
 }
 
-std::vector<const MismatchTable::Line*> MismatchTable::sorted() const {
-  std::vector<const Line*> lines;
-  for (const Line& line : lines_) lines.push_back(&line);
-  std::ranges::sort(lines, {}, [](const Line* line) {
-    return std::tuple(line->kind, line->ranks.size(), line->ranks.front());
+std::vector<MismatchTable::Line> MismatchTable::sorted() const {
+  MismatchTable merged;
+  // Ranks that have refused different numbers of calls differ in nothing else that is not shown.
+  const bool has_refused = std::ranges::find(lines_, Kind::refused, &Line::kind) != lines_.end();
+  for (const Line& line : lines_) {
+    for (const int rank : line.ranks) {
+      merged.add(rank, line.call, has_refused ? 0 : line.fingerprint, line.kind);
+    }
+  }
+  std::ranges::sort(merged.lines_, {}, [](const Line& line) {
+    return std::tuple(line.kind, line.ranks.size(), line.ranks.front());
   });
-  return lines;
+  return std::move(merged.lines_);
 }
 
 std::vector<int> MismatchTable::minority() const {
-  std::vector<const Line*> lines = sorted();
+  std::vector<Line> lines = sorted();
   std::vector<int> ranks;
-  for (const Line* line : lines) {
-    if (line->kind == Kind::refused)
-      ranks.insert(ranks.end(), line->ranks.begin(), line->ranks.end());
+  for (const Line& line : lines) {
+    if (line.kind == Kind::refused) ranks.insert(ranks.end(), line.ranks.begin(), line.ranks.end());
   }
   std::ranges::sort(ranks);
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   if (!ranks.empty()) return ranks;
-  std::erase_if(lines, [](const Line* line) { return line->kind == Kind::absent; });
-  if (lines.size() < 2 || lines.back()->ranks.size() == lines[lines.size() - 2]->ranks.size()) {
+  std::erase_if(lines, [](const Line& line) { return line.kind == Kind::absent; });
+  if (lines.size() < 2 || lines.back().ranks.size() == lines[lines.size() - 2].ranks.size()) {
     return ranks;
   }
   lines.pop_back();
-  for (const Line* line : lines) ranks.insert(ranks.end(), line->ranks.begin(), line->ranks.end());
+  for (const Line& line : lines) ranks.insert(ranks.end(), line.ranks.begin(), line.ranks.end());
   std::ranges::sort(ranks);
   return ranks;
 }
 
 std::string MismatchTable::text(const Call& call) const {
-  const std::vector<const Line*> lines = sorted();
+  const std::vector<Line> lines = sorted();
   std::vector<std::string> ranks;
   std::size_t width = std::string_view("rank").size();
-  for (const Line* line : lines) {
-    ranks.push_back(list_of(numbers_of(call, line->ranks)));
+  for (const Line& line : lines) {
+    ranks.push_back(list_of(numbers_of(call, line.ranks)));
     width = std::max(width, std::min(ranks.back().size(), kLongestList));
   }
   std::string text = fmt::format(
@@ -94,12 +105,12 @@ std::string MismatchTable::text(const Call& call) const {
       "  {:<{}}  operation       type  count       root  reduction  where",
       "rank", width);
   for (std::size_t i = 0; i < lines.size(); ++i) {
-    fmt::format_to(std::back_inserter(text), "\n  {:<{}}  {}", ranks[i], width, lines[i]->call);
+    fmt::format_to(std::back_inserter(text), "\n  {:<{}}  {}", ranks[i], width, lines[i].call);
   }
-  const bool has_refused = !lines.empty() && lines.front()->kind == Kind::refused;
-  const auto is_alike = [&](const Line* line) {
-    return std::ranges::any_of(lines, [line](const Line* other) {
-      return other != line && other->kind == line->kind && other->call == line->call;
+  const bool has_refused = !lines.empty() && lines.front().kind == Kind::refused;
+  const auto is_alike = [&](const Line& line) {
+    return std::ranges::any_of(lines, [&line](const Line& other) {
+      return &other != &line && other.kind == line.kind && other.call == line.call;
     });
   };
   if (has_refused) {
@@ -118,17 +129,17 @@ std::string MismatchTable::text(const Call& call) const {
         "  broadcast does not resize: give the data its size on all ranks before, or call "
         "broadcast_object";
   }
-  if (text.find(", layer ") != std::string::npos) {
+  if (has_layer_) {
     text += "\n  layer: a hash of its name in the module, or of the line that made it";
   }
-  if (text.find("  by rank ") != std::string::npos) {
+  if (has_count_by_rank_) {
     text += "\n  by rank: a hash of the counts that a rank gives for all ranks";
   }
   return text;
 }
 
 std::string count_by_rank(std::uint64_t hash) {
-  return fmt::format("by rank {:04x}", hash & 0xffffU);
+  return fmt::format("{}{:04x}", kByRank, hash & 0xffffU);
 }
 
 std::string list_of(std::span<const int> numbers) {

@@ -48,11 +48,13 @@ class MismatchTable {
     Kind kind;
   };
   void add(int rank, std::string call, std::uint32_t fingerprint, Kind kind);
-  std::vector<const Line*> sorted() const;
+  std::vector<Line> sorted() const;
 
   std::vector<Line> lines_;
   bool has_empty_broadcast_ = false;
   bool has_filled_broadcast_ = false;
+  bool has_layer_ = false;
+  bool has_count_by_rank_ = false;
 };
 
 /// "by rank 3fa1": a hash of the counts, for a call that has one count per rank.

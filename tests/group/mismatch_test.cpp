@@ -78,6 +78,33 @@ TEST(MismatchTableTest, difference_without_column) {
   expect_contains(text, "by rank: a hash of the counts");
 }
 
+TEST(MismatchTableTest, ranks_that_differ_in_refused_calls_only_share_a_line) {
+  MismatchTable table;
+  for (int rank = 0; rank < 3; ++rank) {
+    auto row = row_of(rank);
+    row.fingerprint = rank == 1 ? 7 : 8;
+    table.add(row);
+  }
+  for (int i = 0; i < 2; ++i) table.add_refused(1, "refused barrier #2: two threads");
+  EXPECT_EQ(
+      table.text({}),
+      "the ranks made different calls; all ranks must make the same calls in the same order\n"
+      "  rank     operation       type  count       root  reduction  where\n"
+      "  1        refused barrier #2: two threads\n"
+      "  0, 1, 2  all_reduce      f32   8           -     sum        step.cpp:39\n"
+      "  a call that throws UsageError counts as a call: afterwards all ranks must continue with "
+      "the same calls");
+  EXPECT_EQ(table.minority(), std::vector{1});
+}
+
+// The text of a refused call is the program's.
+TEST(MismatchTableTest, a_line_that_reads_like_a_column_has_no_footer) {
+  MismatchTable table;
+  table.add(row_of(0));
+  table.add_refused(1, "refused all_reduce #2: give it by rank , layer by layer: by  by rank 0");
+  EXPECT_EQ(table.text({}).find("a hash of"), std::string::npos) << table.text({});
+}
+
 TEST(MismatchTableTest, empty_broadcast_hint) {
   const auto text_of = [](const char* count, const char* other) {
     MismatchTable table;

@@ -277,14 +277,7 @@ std::string Membership::last_call_text(int world_rank) const {
   const RankBlock& peer = block(world_rank);
   const internal::FlightRecord& record = peer.flight;
   const auto last = last_operation_of(world_rank);
-  if (!last) {
-    // A level of another engine records its calls elsewhere, none here.
-    const bool is_recorded_here =
-        block(world_rank_).flight.n_groups.load(std::memory_order_relaxed) > 0;
-    return is_recorded_here || peer.state.load(std::memory_order_relaxed) == RankState::absent
-               ? "no call yet"
-               : "";
-  }
+  if (!last) return {};
   const std::string call =
       fmt::format("{} #{} on group '{}' at {}", name_of(last->op), last->sequence,
                   internal::name_of(record.groups[last->group]), last->where);

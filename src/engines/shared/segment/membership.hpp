@@ -125,7 +125,7 @@ class Membership {
   /// Whether a rank is inside a call on any group.
   bool is_in_call(int world_rank) const;
   /// "outside lockstep for 3.2 s (last call: barrier #1 on group 'world' at a.cpp:40)", ... Empty
-  /// if this segment has no record of it.
+  /// if this segment has no record of one: it has made none, or a level of another engine has it.
   std::string last_call_text(int world_rank) const;
   /// A reading of both clocks from when this rank joined.
   base::TickAnchor joined() const noexcept;
