@@ -46,11 +46,6 @@ constinit std::atomic<Session*> of_process{nullptr};
 constinit std::atomic<int> n_rank_threads{0};
 constinit std::atomic<bool> has_joined{false};
 
-void leave_at_exit() noexcept {
-  Session* const session = of_process.load(std::memory_order_acquire);
-  if (session != nullptr) session->retire();
-}
-
 /// Counted until the thread ends: a thread that left by destroy_dist does not join the process's
 /// world.
 struct RankThread {
@@ -69,20 +64,34 @@ struct RankThread {
   }
 };
 
-/// Never destroyed: other threads may ask until the process has ended.
-struct ElasticOfProcess {
+/// What other threads use of the process's session while one destroys it. Never destroyed: they may
+/// ask until the process has ended.
+struct SharedParts {
   std::mutex mutex;
   std::shared_ptr<const shared::Elastic> elastic;
+  std::shared_ptr<Trace> trace;
+  std::atomic<base::ForkGuard> process{};  // read before the mutex, which a fork may inherit locked
 };
-ElasticOfProcess& elastic_of_process() {
-  static auto* const of_all = new ElasticOfProcess;
+SharedParts& shared_parts() {
+  static auto* const of_all = new SharedParts;
   return *of_all;
 }
+constinit std::atomic<bool> is_traced{false};
 
-void set_elastic(std::shared_ptr<const shared::Elastic> elastic) {
-  ElasticOfProcess& mine = elastic_of_process();
+void share_parts(std::shared_ptr<const shared::Elastic> elastic, std::shared_ptr<Trace> trace) {
+  SharedParts& mine = shared_parts();
   const std::lock_guard lock(mine.mutex);
+  mine.process = base::ForkGuard();
+  is_traced = trace != nullptr;
   mine.elastic.swap(elastic);
+  mine.trace.swap(trace);
+}
+
+void leave_at_exit() noexcept {
+  Session* const session = of_process.load(std::memory_order_acquire);
+  if (session == nullptr || session->is_forked_child()) return;
+  share_parts(session->elastic(), nullptr);
+  session->retire();
 }
 
 struct LeavesAtExit {
@@ -164,9 +173,18 @@ Session* session() noexcept {
 bool has_rank_threads() noexcept { return n_rank_threads.load(std::memory_order_acquire) > 0; }
 bool has_thread_left() noexcept { return is_rank_thread && of_thread == nullptr; }
 std::shared_ptr<const shared::Elastic> elastic() noexcept {
-  ElasticOfProcess& mine = elastic_of_process();
+  SharedParts& mine = shared_parts();
   const std::lock_guard lock(mine.mutex);
   return mine.elastic;
+}
+
+std::shared_ptr<Trace> trace() noexcept {
+  if (of_thread != nullptr) return of_thread->is_forked_child() ? nullptr : of_thread->trace();
+  if (has_rank_threads() || !is_traced.load(std::memory_order_acquire)) return nullptr;
+  SharedParts& mine = shared_parts();
+  if (mine.process.load().is_forked_child()) return nullptr;
+  const std::lock_guard lock(mine.mutex);
+  return mine.trace;
 }
 
 std::atomic<bool>& has_failed_regroup() noexcept {
@@ -186,7 +204,7 @@ void join_process(std::unique_ptr<Session> session) {
   }
   static const LeavesAtExit leaves_at_exit;
   static_cast<void>(leaves_at_exit);
-  set_elastic(session->elastic());
+  share_parts(session->elastic(), session->trace());
   has_failed_regroup() = false;
   of_process.store(session.release(), std::memory_order_release);
   has_joined.store(true, std::memory_order_relaxed);
@@ -199,7 +217,7 @@ void join_thread(std::unique_ptr<Session> session) {
 }
 
 std::unique_ptr<Session> take_process_session() noexcept {
-  set_elastic(nullptr);
+  share_parts(nullptr, nullptr);
   return std::unique_ptr<Session>(of_process.exchange(nullptr, std::memory_order_acq_rel));
 }
 

@@ -92,6 +92,9 @@ std::unique_ptr<Session> take_process_session() noexcept;
 
 /// Of the process's world, null if that is not elastic. Threads: any.
 std::shared_ptr<const shared::Elastic> elastic() noexcept;
+/// Of the calling thread's rank; null if it is not traced. Threads: any, also while another one
+/// leaves the world.
+std::shared_ptr<Trace> trace() noexcept;
 /// Whether a regroup() failed, after which this process is in no world and not alone either; until
 /// it joins one, or calls destroy_dist.
 std::atomic<bool>& has_failed_regroup() noexcept;

@@ -6,11 +6,8 @@
 
 namespace lockstep {
 
-TraceScope::TraceScope(std::string_view name) noexcept {
-  const internal::Session* const session = internal::session();
-  if (session == nullptr || !session->trace() || session->is_forked_child()) return;
-  trace_ = session->trace();
-  event_ = trace_->begin(name, base::ticks());
+TraceScope::TraceScope(std::string_view name) noexcept : trace_(internal::trace()) {
+  if (trace_ != nullptr) event_ = trace_->begin(name, base::ticks());
 }
 
 TraceScope::~TraceScope() {

@@ -28,6 +28,7 @@
 #include "support/allocations.hpp"
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::internal {
 namespace {
@@ -182,6 +183,32 @@ TEST_F(TraceTest, a_scope_may_outlive_its_rank) {
   const auto regions = events_of(*file, Kind::region);
   ASSERT_EQ(regions.size(), 1U);
   EXPECT_NE(regions[0]->end, 0U);
+}
+
+// ThreadSanitizer sees what one thread reads of the session that another destroys.
+TEST_F(TraceTest, a_thread_may_wait_while_another_leaves_the_world) {
+  const int status = test::in_a_fork([] {
+    std::atomic<bool> has_waited{false}, is_over{false};
+    std::thread waiting;
+    for (int i = 0; i < 20; ++i) {
+      init_dist({.launcher = Launcher::none});
+      if (i == 0) {
+        waiting = std::thread([&] {
+          Work work = Group().barrier_async();
+          while (!is_over) {
+            work.wait();
+            has_waited = true;
+          }
+        });
+      }
+      has_waited = false;
+      EXPECT_TRUE(test::wait_until([&] { return has_waited.load(); }));
+      destroy_dist();
+    }
+    is_over = true;
+    waiting.join();
+  });
+  EXPECT_EQ(status, 0);
 }
 
 TEST_F(TraceTest, says_which_call_failed) {
