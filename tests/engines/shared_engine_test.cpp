@@ -190,6 +190,7 @@ std::int64_t n_segment_bytes() {
 
 TEST(SharedEngineTest, a_group_has_little_memory_before_its_first_large_message) {
   constexpr std::size_t kGroups = 20;
+  constexpr std::int64_t kLittle = 32 << 10;
   run_as({Form::processes, 4}, [] {
     barrier();
     const std::int64_t before = n_segment_bytes();
@@ -200,8 +201,10 @@ TEST(SharedEngineTest, a_group_has_little_memory_before_its_first_large_message)
       EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, groups.back()), 4);
       groups.back().barrier();
     }
-    EXPECT_LE(n_segment_bytes() - before, std::int64_t{kGroups} * (64 << 10));
+    EXPECT_LE(n_segment_bytes() - before, std::int64_t{kGroups} * kLittle);
     barrier();
+    EXPECT_THROW(groups[1].broadcast({nullptr, 4, DType::f32}, 0), UsageError);
+    groups[1].barrier();
     std::vector<float> data(1 << 20, 1.0F);
     all_reduce(data, ReduceOp::sum, groups[0]);
     EXPECT_EQ(data.back(), 4.0F);

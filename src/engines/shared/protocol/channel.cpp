@@ -58,11 +58,11 @@ Parts parts_of(int n_ranks) {
   return parts;
 }
 
-/// What has memory before the first message that does not fit into a flag: all but the slots and
-/// the outboxes.
+/// What has memory before the first refused call, and the first message that does not fit into a
+/// flag: the lanes.
 Range::Size size_of_channel(int n_ranks) {
   const Parts parts = parts_of(n_ranks);
-  return {parts.end, /*backed=*/parts.slots};
+  return {parts.end, /*backed=*/parts.refusals};
 }
 
 void mix(std::uint64_t& hash, std::uint64_t value) {
@@ -189,7 +189,24 @@ void Channel::begin(const Call& call) {
   record.site.store(site_, std::memory_order_release);
 }
 
+bool Channel::back_refusals() noexcept {
+  std::atomic<bool>& has_refusals = lane(rank_).record.has_refusals;
+  if (has_refusals.load(std::memory_order_relaxed)) return true;
+  const auto n = static_cast<std::size_t>(size());
+  try {
+    range_.back(reinterpret_cast<std::byte*>(refusals_ + rank_), sizeof(Refusals));
+    range_.back(reinterpret_cast<std::byte*>(refused_pairs_ + rank_ * size()),
+                n * sizeof(RefusedPairs));
+  } catch (const std::exception& error) {
+    abandon(error.what());
+    return false;
+  }
+  has_refusals.store(true, std::memory_order_release);
+  return true;
+}
+
 void Channel::refuse(const Refusal& refusal) noexcept {
+  if (!back_refusals()) return;
   Refusals& own = refusals_[rank_];
   const std::uint32_t number = own.n_texts.load(std::memory_order_relaxed);
   RefusalText& text = own.texts[number % own.texts.size()];
@@ -210,6 +227,7 @@ void Channel::refuse(const Refusal& refusal) noexcept {
 }
 
 void Channel::notify_refusal_mismatch(const Call& call) noexcept {
+  if (!back_refusals()) return;
   const Refusal pair{.is_pair = true, .is_send = call.op == Op::send, .peer = call.root};
   n_refused(rank_, pair).fetch_or(kMismatchSeen, std::memory_order_release);
 }

@@ -196,6 +196,12 @@ class Channel {
   /// writes: many groups only ever exchange messages that fit into flags.
   void back_slots(const Call& call, std::size_t n_bytes);
   void back_outbox(const Call& call, std::size_t n_bytes);
+  /// The same for the refusals of this rank; if there is no memory, ends the channel and returns
+  /// false. Peers read no page without memory: that would allocate it.
+  bool back_refusals() noexcept;
+  bool has_refusals(int rank) const noexcept {
+    return lane(rank).record.has_refusals.load(std::memory_order_acquire);
+  }
   std::size_t back(const Call& call, std::byte* first, std::size_t n_pieces,
                    std::size_t n_piece_bytes, std::size_t n_bytes);
   /// Waits until the oldest chunk in call.root's outbox is for this rank; returns its number.

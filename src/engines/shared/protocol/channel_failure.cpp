@@ -153,6 +153,7 @@ bool Channel::is_in_call_between_hosts(int rank) const {
 }
 
 std::uint32_t Channel::n_refused_by(int peer, const Call& call) const noexcept {
+  if (!has_refusals(peer)) return 0;
   // For a send: the receives that the peer refused, and vice versa.
   const Refusal theirs{
       .is_pair = internal::is_pair(call.op), .is_send = call.op == Op::recv, .peer = rank_};
@@ -160,6 +161,7 @@ std::uint32_t Channel::n_refused_by(int peer, const Call& call) const noexcept {
 }
 
 std::vector<std::string> Channel::refused_by(int rank, int peer, std::uint32_t n) const {
+  if (!has_refusals(rank)) return {};
   const Refusals& refusals = refusals_[rank];
   const std::uint32_t end = refusals.n_texts.load(std::memory_order_acquire);
   const auto n_kept = static_cast<std::uint32_t>(refusals.texts.size());

@@ -81,8 +81,8 @@ struct alignas(kLine) RangeHeader {
 };
 
 /// A rank's last call on a channel. Only that rank writes it. All fields are relaxed but `site`,
-/// `n_refused` and `is_in_peers_memory`, because a reader either has acquired the rank's flag of
-/// that same call, or prints a diagnosis in which an inconsistent view is harmless.
+/// `n_refused`, `is_in_peers_memory` and `has_refusals`, because a reader either has acquired the
+/// rank's flag of that same call, or prints a diagnosis in which an inconsistent view is harmless.
 struct CallRecord {
   std::atomic<std::uint64_t> sequence;
   std::atomic<std::uint64_t> signature;  ///< op, dtype, reduction, finished, root: see encode_call
@@ -94,6 +94,7 @@ struct CallRecord {
   std::atomic<std::uint64_t>
       deadline_extended_until;           ///< base::ticks(): see Channel::extend_deadline
   std::atomic<bool> is_in_peers_memory;  ///< see Channel::enter_peers_memory
+  std::atomic<bool> has_refusals;        ///< the rank's Refusals and RefusedPairs have memory
 };
 
 /// Set in a CallRecord's `signature` when the call has returned.

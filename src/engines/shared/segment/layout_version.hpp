@@ -69,6 +69,7 @@ consteval std::uint32_t layout_version() {
       LOCKSTEP_FIELD(CallRecord, n_refused),
       LOCKSTEP_FIELD(CallRecord, deadline_extended_until),
       LOCKSTEP_FIELD(CallRecord, is_in_peers_memory),
+      LOCKSTEP_FIELD(CallRecord, has_refusals),
   });
   hash.add<Flag>({LOCKSTEP_FIELD(Flag, word), LOCKSTEP_FIELD(Flag, payload)});
   hash.add<MessageHead>({
