@@ -34,11 +34,12 @@ ErrorContext context_of(FirstScope function, const Group& group, std::source_loc
 }  // namespace
 
 /// While it exists, calls on the group, and on the groups f could use in its place, are rejected.
+/// Keeps them: f may destroy the program's last handle, or leave the world.
 class Hold {
  public:
   Hold(FirstScope function, const Group& group, Timeout limit, std::source_location where)
-      : group_(*group.state_) {
-    group_.hold(
+      : group_(group.state_) {
+    group_->hold(
         {.op = Op::barrier, .group = group.name(), .operation = name_of(function), .where = where},
         limit);
     if (is_alone(group)) return;
@@ -50,7 +51,7 @@ class Hold {
   ~Hold() {
     if (local_ != nullptr) local_->release();
     if (default_ != nullptr) default_->release();
-    group_.release();
+    group_->release();
   }
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;
@@ -71,13 +72,13 @@ class Hold {
  private:
   /// In a group of one no other rank waits, so every collective remains possible inside.
   static bool is_alone(const Group& group) { return group.size() == 1; }
-  static internal::GroupState* also(const Group& group) {
-    return group.state_->try_hold() ? group.state_.get() : nullptr;
+  static std::shared_ptr<internal::GroupState> also(const Group& group) {
+    return group.state_->try_hold() ? group.state_ : nullptr;
   }
 
-  internal::GroupState& group_;
-  internal::GroupState* default_ = nullptr;
-  internal::GroupState* local_ = nullptr;
+  std::shared_ptr<internal::GroupState> group_;
+  std::shared_ptr<internal::GroupState> default_;
+  std::shared_ptr<internal::GroupState> local_;
 };
 
 namespace {
@@ -97,8 +98,9 @@ std::string share_failure(std::string text, const Group& group, const TimeLimit&
 
 }  // namespace
 
-void run_first(FirstScope function, const std::function<void()>& f, const Group& group,
+void run_first(FirstScope function, const std::function<void()>& f, const Group& of,
                Timeout limit, std::source_location where) {
+  const Group group = of;  // f may change the program's
   Hold::refuse_nesting(function, group, where);
   if (group.rank() != 0) {
     const std::string failure = share_failure({}, group, TimeLimit(limit), where);

@@ -129,6 +129,20 @@ TEST_P(ControlTest, collectives_inside_are_rejected) {
   });
 }
 
+TEST_P(ControlTest, the_last_handle_of_the_group_may_be_destroyed_inside) {
+  run([] {
+    Group group = default_group().duplicate();
+    int n_runs = 0;
+    const auto replace = [&] {
+      group = Group();
+      ++n_runs;
+    };
+    main_process_first(replace, group);
+    EXPECT_EQ(n_runs, 1);
+    barrier();
+  });
+}
+
 TEST_P(ControlTest, nesting_is_rejected) {
   run([] {
     const Group other = default_group().duplicate();
