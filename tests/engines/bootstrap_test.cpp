@@ -25,6 +25,7 @@
 #include "base/text.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
 #include "engines/shared/segment/layout_version.hpp"
+#include "support/expect.hpp"
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"
 #include "support/waiting.hpp"
@@ -117,14 +118,8 @@ class BootstrapTest : public testing::Test {
 /// Expects init_dist to throw Thrown with all of `parts` in its text.
 template <class Thrown>
 void expect_refusal(std::initializer_list<std::string> parts, milliseconds timeout = seconds(30)) {
-  try {
-    init_dist({.timeout = timeout});
-    ADD_FAILURE() << "no error";
-  } catch (const Thrown& error) {
-    for (const std::string& part : parts) {
-      EXPECT_NE(error.text().find(part), std::string::npos) << error.what();
-    }
-  }
+  const std::string text = test::thrown<Thrown>([&] { init_dist({.timeout = timeout}); });
+  for (const std::string& part : parts) test::expect_contains(text, part);
 }
 
 std::int64_t sum_of_ranks() {
@@ -382,23 +377,35 @@ TEST_F(BootstrapTest, signals_at_rank_0_while_a_rank_joins) {
 }
 
 TEST_F(BootstrapTest, a_rank_that_cannot_write_its_trace_tells_the_others_why) {
-  const test::SharedCount n_told;
-  start_rank(1, 3, [&n_told] {
-    ::setenv("LOCKSTEP_TRACE", "/proc", 1);
-    expect_refusal<SystemError>({"/proc/rank-1"});
-    EXPECT_TRUE(n_told.wait_for(2));
+  for (const int culprit : {0, 1}) {
+    const test::SharedCount n_told;
+    const std::string file = fmt::format("/proc/rank-{}", culprit);
+    for (const int rank : {0, 1, 2}) {
+      start_rank(rank, 3, [&, rank] {
+        if (rank == culprit) {
+          ::setenv("LOCKSTEP_TRACE", "/proc", 1);
+          expect_refusal<SystemError>({file.c_str()});
+          EXPECT_TRUE(n_told.wait_for(2));
+          return;
+        }
+        init_dist();
+        test::expect_contains(test::thrown<PeerFailed>([] { barrier(); }), file);
+        n_told.raise();
+      });
+    }
+    expect_all_pass();
+  }
+}
+
+TEST_F(BootstrapTest, rank_0_without_memory_for_the_segment_is_named) {
+  start_rank(0, 3, [] {
+    const rlimit limit{.rlim_cur = 4096, .rlim_max = 4096};  // files of memory are limited too
+    ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+    expect_refusal<SystemError>({"cannot reserve", "(ulimit -f)"});
   });
-  for (const int rank : {0, 2}) {
-    start_rank(rank, 3, [&n_told] {
-      init_dist();
-      try {
-        barrier();
-        ADD_FAILURE() << "no error";
-      } catch (const Error& error) {
-        EXPECT_NE(dynamic_cast<const PeerFailed*>(&error), nullptr) << error.what();
-        EXPECT_NE(error.text().find("/proc/rank-1"), std::string::npos) << error.what();
-      }
-      n_told.raise();
+  for (const int rank : {1, 2}) {
+    start_rank(rank, 3, [] {
+      expect_refusal<PeerFailed>({"rank 0 failed: cannot reserve", "(ulimit -f)"});
     });
   }
   expect_all_pass();
