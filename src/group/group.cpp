@@ -259,7 +259,7 @@ Group Group::split(int color, int key, Where where) const {
     child = std::make_shared<GroupState>(
         std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
         state_->timeout(), state_->recorder(), state_->check());
-    child->share_async_groups(*state_);
+    child->share_membership(*state_);
     // Either all ranks have their new group, or this group ends and no rank has one.
     Call barrier = barrier_of(call);
     barrier.timeout = limit.of_step();

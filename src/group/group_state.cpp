@@ -291,7 +291,7 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Timeout timeout
   {
     const std::lock_guard lock(mutex_);
     if (!queue_) {
-      async_groups_->add(shared_from_this());
+      membership_->async_groups.add(shared_from_this());
       queue_ = std::make_unique<CallQueue>();
       has_queue_.store(true, std::memory_order_release);
     }

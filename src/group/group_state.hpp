@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "base/fork_guard.hpp"
-#include "group/async_groups.hpp"
 #include "group/call_queue.hpp"
+#include "group/membership.hpp"
 #include "group/work_state.hpp"
 #include "record/recorder.hpp"
 
@@ -75,9 +75,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
   /// See Group::abandon.
   void abandon(std::string_view reason) noexcept;
-  /// The async groups of this rank; a split group has its parent's.
-  AsyncGroups& async_groups() const noexcept { return *async_groups_; }
-  void share_async_groups(const GroupState& parent) { async_groups_ = parent.async_groups_; }
+  const std::shared_ptr<Membership>& membership() const noexcept { return membership_; }
+  /// For a group split from `parent`.
+  void share_membership(const GroupState& parent) { membership_ = parent.membership_; }
   /// Whether all posted calls have ended.
   bool is_idle() const noexcept;
   void wait_until_idle();
@@ -145,7 +145,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<bool> has_refusals_{false};     ///< refusals_ is not empty
   std::vector<Refused> refusals_;             ///< that the engine does not know; guarded by mutex_
   std::map<std::pair<Op, int>, std::uint32_t> refused_pairs_;  ///< by peer; guarded by mutex_
-  std::shared_ptr<AsyncGroups> async_groups_ = std::make_shared<AsyncGroups>();
+  std::shared_ptr<Membership> membership_ = std::make_shared<Membership>();
   std::atomic<bool> has_queue_{false};
   std::unique_ptr<Engine> engine_;    // behind everything whose construction may throw
   std::unique_ptr<CallQueue> queue_;  // last: its thread uses the other members

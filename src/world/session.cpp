@@ -14,13 +14,14 @@
 
 #include "base/exception.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
-#include "group/async_groups.hpp"
 #include "group/group_state.hpp"
 #include "group/leave_on_exception.hpp"
 #include "record/recorder.hpp"
 
 namespace lockstep::internal {
 namespace {
+
+constexpr const char* kWorldName = "world";
 
 /// recorder: the engine's, or null.
 std::shared_ptr<Recorder> make_recorder(const World& world, std::shared_ptr<Recorder> recorder) {
@@ -120,17 +121,23 @@ Session::Session(World world, engines::JoinedEngine joined, std::chrono::millise
       world_group_(leave_on_exception(*engine_,
                                       [&] {
                                         return std::make_shared<GroupState>(
-                                            std::move(joined.engine), "world", timeout, recorder_,
-                                            world_.env.check);
+                                            std::move(joined.engine), kWorldName, timeout,
+                                            recorder_, world_.env.check);
                                       })),
       local_group_(
           world_.local_size == world_.size ? world_group_ : leave_on_exception(*engine_, [&] {
             return world_group_.split(/*color=*/host, /*key=*/world_.rank, where);
-          })) {}
+          })) {
+  membership_of(world_group_)->generation = world_.regrouped.generation;
+}
+
+const std::shared_ptr<Membership>& Session::membership_of(const Group& group) noexcept {
+  return group.state_->membership();
+}
 
 void Session::leave(std::string_view failure) noexcept {
   if (engine_ == nullptr || is_forked_child()) return;
-  AsyncGroups& async_groups = world_group_.state_->async_groups();
+  AsyncGroups& async_groups = membership_of(world_group_)->async_groups;
   if (failure.empty()) async_groups.wait_until_idle();
   depart(failure);
   if (!failure.empty()) async_groups.abandon_pending(failure);
@@ -138,6 +145,7 @@ void Session::leave(std::string_view failure) noexcept {
 
 void Session::depart(std::string_view failure) noexcept {
   if (engine_ == nullptr) return;
+  membership_of(world_group_)->has_ended = true;
   std::exchange(engine_, nullptr)->leave(failure);
   if (recorder_ && !failure.empty()) recorder_->write_on_failure(failure);
 }
@@ -152,7 +160,7 @@ void Session::retire() noexcept {
   // If the peers make the same calls, these complete one after the other; peers that wait for this
   // rank elsewhere should learn soon that it has left.
   constexpr std::chrono::seconds kPatience{1};
-  if (engine_ != nullptr) world_group_.state_->async_groups().wait_until_idle(kPatience);
+  if (engine_ != nullptr) membership_of(world_group_)->async_groups.wait_until_idle(kPatience);
   depart({});
   local_group_.state_->retire();
   world_group_.state_->retire();
@@ -168,6 +176,26 @@ void install_terminate_handler() noexcept {
 Session* session() noexcept {
   if (of_thread != nullptr) return of_thread;
   return has_rank_threads() ? nullptr : of_process.load(std::memory_order_acquire);
+}
+
+void throw_left(const Group& group, const Membership& world, ErrorContext context) {
+  throw UsageError(
+      std::move(context),
+      fmt::format("group '{}' is of generation {} of the world, which this rank has left{}",
+                  group.name(), world.generation,
+                  session() != nullptr
+                      ? ": split the world again, and make anew what uses the group"
+                      : " without joining another: to go on alone, give it the group of one rank, "
+                        "lockstep::Group()"));
+}
+
+Group follow_world(const Group& given, ErrorContext context) {
+  const Membership& world = *Session::membership_of(given);
+  if (!world.has_ended) return given;
+  const Session* const now = session();
+  const bool is_whole = given.name() == kWorldName;
+  if (now == nullptr || !is_whole) throw_left(given, world, std::move(context));
+  return now->world_group();
 }
 
 bool has_rank_threads() noexcept { return n_rank_threads.load(std::memory_order_acquire) > 0; }

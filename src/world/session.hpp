@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
 #include <memory>
@@ -11,6 +12,7 @@
 
 #include "base/fork_guard.hpp"
 #include "engines/catalog.hpp"
+#include "group/membership.hpp"
 #include "group/world.hpp"
 
 namespace lockstep::internal {
@@ -27,6 +29,7 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
+  static const std::shared_ptr<Membership>& membership_of(const Group& group) noexcept;
   const World& world() const noexcept { return world_; }
   const Group& world_group() const noexcept { return world_group_; }
   const Group& local_group() const noexcept { return local_group_; }
@@ -76,6 +79,16 @@ void install_terminate_handler() noexcept;
 /// otherwise from init_dist, on every thread of the process. Null if there is none, and on other
 /// threads while run_ranks is running, because the rank that they work for is unknown.
 Session* session() noexcept;
+/// What a group that the program has kept stands for: itself, or, if it is the group of a world
+/// that this rank has left, that of its world now. Throws UsageError if the rank is in none now,
+/// and for another group of the former world.
+Group follow_world(const Group& given, ErrorContext context);
+/// Whether this rank has left the world of `group`.
+inline bool has_left(const Group& group) noexcept {
+  return Session::membership_of(group)->has_ended;
+}
+/// Throws that UsageError. `world`: of `group`, or in which `group` was bound.
+[[noreturn]] void throw_left(const Group& group, const Membership& world, ErrorContext context);
 /// Whether threads of this process are ranks of run_ranks now, or were until destroy_dist.
 bool has_rank_threads() noexcept;
 /// Whether the calling thread was a rank of run_ranks until destroy_dist, and is now alone.

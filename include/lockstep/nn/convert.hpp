@@ -29,7 +29,8 @@ namespace lockstep::nn {
 /// from a container) cannot be replaced: UsageError names all such members, and nothing is
 /// replaced. Declare such a member as a SyncBatchNorm, or use a SyncBatchNormScope,
 /// which needs no conversion.
-/// Every SyncBatchNorm in `module` is given its name in the module tree, for errors.
+/// Every SyncBatchNorm in `module`, typed members too, is given the group, and for errors its name
+/// in the module tree.
 /// Not collective. Threads: not while the module is in use.
 std::shared_ptr<torch::nn::Module> convert_sync_batchnorm(
     const std::shared_ptr<torch::nn::Module>& module, std::optional<Group> group = std::nullopt,

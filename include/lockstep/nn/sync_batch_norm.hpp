@@ -14,8 +14,13 @@
 #include <string>
 #include <utility>
 
+#include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/nn/replication.hpp>
+
+namespace lockstep::internal {
+struct Membership;
+}  // namespace lockstep::internal
 
 namespace lockstep::nn {
 
@@ -30,7 +35,12 @@ enum class Naming { on_all_ranks, on_this_rank };
 class NamedLayer {
  public:
   NamedLayer(std::string type, std::int64_t num_features, std::source_location made_at);
+  virtual ~NamedLayer() = default;
   void set_name(const std::string& name, Naming naming);
+  /// As SyncBatchNormOptions::group.
+  virtual void set_group(const std::optional<Group>& group) = 0;
+  /// The group of a training forward on this thread now.
+  virtual Group present_group(std::source_location where) const = 0;
 
  protected:
   std::string type_;
@@ -46,8 +56,15 @@ struct ReplicaState {
   ReplicaState& operator=(const ReplicaState& /*other*/) { return *this; }  // NOLINT: keeps its own
   ~ReplicaState() = default;
 
-  std::shared_ptr<ReplicaLink> link{};  ///< null if not a replica
-  Group group{};                        ///< of the thread that called on_replicate
+  std::shared_ptr<ReplicaLink> link{};          ///< null if not a replica
+  Group group{};                                ///< of the thread that called on_replicate
+  std::weak_ptr<torch::nn::Module> original{};  ///< of copy 0; null if not known
+};
+
+/// The group to which a layer of an unset group is bound, and the world in which that was.
+struct BoundGroup {
+  std::optional<Group> group{};
+  std::shared_ptr<const internal::Membership> world{};
 };
 
 /// Sets the name of every NamedLayer below `root`.
@@ -84,7 +101,9 @@ struct SyncBatchNormOptions {
   TORCH_ARG(bool, track_running_stats) = true;
   TORCH_ARG(OnNonfinite, on_nonfinite) = OnNonfinite::propagate;
   /// The ranks that share a batch. Unset: the default group of the thread that calls forward; the
-  /// module keeps the first it gets when distributed, so it can be constructed before init_dist.
+  /// module keeps the first it gets in a world, and in the next world (init_dist after
+  /// destroy_dist, regroup, another run_ranks) the first that it gets there. The group of a whole
+  /// world stands for that of the world now; one split from an earlier world is a UsageError.
   TORCH_ARG(std::optional<Group>, group);
 
  public:
@@ -105,7 +124,8 @@ struct SyncBatchNormOptions {
 /// all_reduce of one number precedes them: if the batch fits into no cache, the ranks then take a
 /// few channels at a time, each with a message of its own.
 /// Ranks may have different numbers of samples, including none; a rank without samples must still
-/// call backward (`output.sum().backward()` is enough). No communication in eval mode.
+/// call backward (`output.sum().backward()` is enough). No communication in eval mode, which
+/// without running statistics uses those of this rank's batch.
 ///
 /// weight and bias get this rank's contribution to their gradients, as in PyTorch: the full
 /// gradient is the sum over the ranks, which DistributedDataParallel computes.
@@ -141,8 +161,10 @@ class SyncBatchNormImplBase
   void pretty_print(std::ostream& stream) const override;
   void on_replicate(CallbackContext& context, int copy_id) override;
   void on_failure(const std::exception_ptr& error) override;
+  void set_group(const std::optional<Group>& group) override;
+  Group present_group(std::source_location where) const override;
   /// Number of training batches so far whose statistics were not finite (see OnNonfinite); the same
-  /// on all ranks.
+  /// on all ranks. Of a module in replicas: in which its copies trained.
   std::int64_t n_nonfinite_batches() const { return n_nonfinite_batches_; }
 
  protected:
@@ -152,9 +174,11 @@ class SyncBatchNormImplBase
 
  private:
   void check_dimensions(const at::Tensor& input, std::source_location where) const;
-  Group resolve_group();
+  Group bind_group(std::source_location where);
+  ErrorContext context(std::source_location where) const;
 
   std::int64_t n_nonfinite_batches_ = 0;
+  detail::BoundGroup bound_;
   detail::ReplicaState replica_;
 };
 

@@ -11,6 +11,7 @@
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/batch_norm/replicated_batch_norm.hpp"
 #include "nn/error.hpp"
+#include "world/session.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -95,13 +96,43 @@ SyncBatchNormImplBase<D, Derived>::SyncBatchNormImplBase(const SyncBatchNormOpti
       NamedLayer(fmt::format("SyncBatchNorm{}d", D), options_.num_features(),
                  is_user_code(options_.made_at()) ? options_.made_at() : std::source_location()) {}
 
-/// Binds the group once a world exists: a module made or run before init_dist must use the world,
-/// and one that has used it must not continue alone after destroy_dist.
 template <std::size_t D, class Derived>
-Group SyncBatchNormImplBase<D, Derived>::resolve_group() {
-  if (this->options.group().has_value()) return *this->options.group();
-  const Group group = default_group();
-  if (is_distributed()) this->options.group(group);
+ErrorContext SyncBatchNormImplBase<D, Derived>::context(std::source_location where) const {
+  const auto& given = this->options.group();
+  const Layer layer{given ? *given : bound_.group.value_or(Group()), title_,
+                    is_user_code(where) ? where : made_at_};
+  return layer.context(kForward);
+}
+
+template <std::size_t D, class Derived>
+void SyncBatchNormImplBase<D, Derived>::set_group(const std::optional<Group>& group) {
+  this->options.group(group);
+  bound_ = {};
+}
+
+template <std::size_t D, class Derived>
+Group SyncBatchNormImplBase<D, Derived>::present_group(std::source_location where) const {
+  const auto& given = this->options.group();
+  if (!given && bound_.group && !bound_.world->has_ended) return *bound_.group;
+  // One that has used a world must not go on alone.
+  if (!given && bound_.group && !is_distributed()) {
+    internal::throw_left(*bound_.group, *bound_.world, context(where));
+  }
+  const Group& group = given ? *given : default_group();
+  if (!internal::has_left(group)) return group;
+  return internal::follow_world(group, context(where));
+}
+
+/// Not before a world exists: a module made or run before init_dist must use the world.
+template <std::size_t D, class Derived>
+Group SyncBatchNormImplBase<D, Derived>::bind_group(std::source_location where) {
+  const Group group = present_group(where);
+  const bool is_bound = bound_.group && !bound_.world->has_ended;
+  if (!this->options.group() && !is_bound && is_distributed()) {
+    // A group over an engine of the program's own is bound as long as the world lasts, too.
+    const auto* const session = internal::session();
+    bound_ = {group, internal::Session::membership_of(session ? session->world_group() : group)};
+  }
   return group;
 }
 
@@ -116,7 +147,7 @@ Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::sour
   const bool is_replica = replica_.link && !replica_.link->is_alone();
   const auto record = c10::make_intrusive<BatchNormRecord>();
   BatchNormSettings& settings = record->settings;
-  settings.layer = {.group = is_replica ? replica_.group : resolve_group(),
+  settings.layer = {.group = is_replica ? replica_.group : bind_group(where),
                     .title = title_,
                     .where = is_user_code(where) ? where : made_at_,
                     .tag = tag_,
@@ -134,7 +165,11 @@ Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::sour
       is_replica ? replicated_batch_norm(input, state.weight, state.bias, *record, *replica_.link)
                  : synchronised_batch_norm(input, state.weight, state.bias, record);
   count_batch(state, *record);
-  n_nonfinite_batches_ += record->nonfinite ? 1 : 0;
+  if (record->nonfinite) {
+    ++n_nonfinite_batches_;
+    const auto original = std::dynamic_pointer_cast<Derived>(replica_.original.lock());
+    if (original) ++original->n_nonfinite_batches_;
+  }
   return output;
 }
 
@@ -149,9 +184,7 @@ void SyncBatchNormImplBase<D, Derived>::check_dimensions(const Tensor& input,
   const std::int64_t n_dims = input.defined() ? input.dim() : 0;
   const auto full = static_cast<std::int64_t>(D) + 2;
   if (n_dims == full || (D == 1 && n_dims == 2)) return;
-  const Layer layer{this->options.group().value_or(Group()), title_,
-                    is_user_code(where) ? where : made_at_};
-  throw UsageError(layer.context(kForward),
+  throw UsageError(context(where),
                    fmt::format("expected {}D input, got {}D input",
                                D == 1 ? std::string("2D or 3") : std::to_string(full), n_dims));
 }
@@ -164,7 +197,11 @@ void SyncBatchNormImplBase<D, Derived>::pretty_print(std::ostream& stream) const
 template <std::size_t D, class Derived>
 void SyncBatchNormImplBase<D, Derived>::on_replicate(CallbackContext& context, int copy_id) {
   replica_.link = detail::ReplicaLink::join(context, copy_id);
-  replica_.group = resolve_group();  // here, on the calling thread
+  replica_.group = bind_group({});  // here, on the calling thread
+  auto* const original = context.original();
+  if (copy_id == 0 && original != nullptr && original != this) {
+    replica_.original = original->weak_from_this();
+  }
 }
 
 template <std::size_t D, class Derived>

@@ -20,6 +20,7 @@
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/batch_norm/scoped_layers.hpp"
 #include "nn/error.hpp"
+#include "world/session.hpp"
 
 /// The kernels are registered at the autograd keys, which see every call on plain tensors, and at
 /// the CPU and CUDA keys for inference mode, which skips the former. Without a scope they call the
@@ -93,11 +94,15 @@ Layer next_layer(ScopeEntry& scope, std::int64_t n_channels) {
         "a replica of DataParallel has only its part of the batch, and a scope does not "
         "synchronise replicas: pass DataParallel the result of convert_sync_batchnorm");
   }
-  return {.group = group ? *group : default_group(),
-          .title = nullptr,
-          .where = where,
-          .number = ++scope.n_layers,
-          .n_channels = n_channels};
+  Layer layer{.group = group ? *group : default_group(),
+              .title = nullptr,
+              .where = where,
+              .number = ++scope.n_layers,
+              .n_channels = n_channels};
+  if (internal::has_left(layer.group)) {
+    layer.group = internal::follow_world(layer.group, layer.context(kForward));
+  }
+  return layer;
 }
 
 /// Records of forwards, by the id in the tensor kept for backward. That tensor owns the record; a

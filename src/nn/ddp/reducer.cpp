@@ -20,6 +20,7 @@ namespace lockstep::nn::detail {
 
 std::optional<lockstep::detail::Collective> Reducer::before_forward(
     const std::optional<std::source_location>& where) {
+  check_world();
   lockstep::detail::Collective(kOperation, group_, where_).run([&] {
     // In join the same line on all ranks, as LOCKSTEP_CHECK=full requires: some make no forward.
     if (!join_) where_ = where.value_or(made_at_);
@@ -99,6 +100,7 @@ void Reducer::prepare() {
 }
 
 void Reducer::on_gradient(std::size_t index) {
+  check_world();
   lockstep::detail::Collective(kOperation, group_, where_).run([&] {
     parameters_[index].has_accumulated = true;
     if (!synchronises()) return;

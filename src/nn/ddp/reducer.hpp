@@ -138,6 +138,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
 
   ErrorContext context() const;
+  /// Throws UsageError if this object was made in an earlier world, or before the world.
+  void check_world() const;
   /// Calls f; adds `what` and `hint` to the error of a collective, once.
   template <class F>
   void explain(const std::function<std::string()>& what, const F& f, Hint hint = Hint::none) const;
@@ -201,6 +203,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int n_checks_ = 0;  // synchronised backwards left that compare the parameters, after uneven data
   std::uint64_t n_steps_ = 0;
   const bool checks_fully_;
+  const bool is_alone_;  // made where there was no world, of an unset group
   const std::source_location made_at_;
   std::source_location where_;  // of the last forward or join, for errors
   Group group_;                 // after the buckets: destroyed first, together with its worker

@@ -22,6 +22,7 @@
 #include "nn/ddp/reducer.hpp"
 #include "nn/ddp/reducer_parts.hpp"
 #include "nn/tensors/tensor_buffers.hpp"
+#include "world/session.hpp"
 
 namespace lockstep::nn::detail {
 namespace {
@@ -180,8 +181,10 @@ void check_bucket_size(const char* name, double size_mb, const ErrorContext& con
 }
 
 /// With a group, and the options' present names.
-DistributedDataParallelOptions completed(DistributedDataParallelOptions options) {
-  if (!options.group) options.group = default_group();
+DistributedDataParallelOptions completed(DistributedDataParallelOptions options,
+                                         std::source_location where) {
+  const Group given = options.group ? *options.group : default_group();
+  options.group = internal::follow_world(given, context_of(kOperation, given, where));
   options.bucket_cap_mb = options.bucket_size_mb.value_or(options.bucket_cap_mb);
   options.first_bucket_cap_mb = options.first_bucket_size_mb.value_or(options.first_bucket_cap_mb);
   if (options.hook) options.comm_hook = std::move(options.hook);
@@ -193,8 +196,9 @@ DistributedDataParallelOptions completed(DistributedDataParallelOptions options)
 Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
                  std::source_location where)
     : module_(module),
-      options_(completed(options)),
+      options_(completed(options, where)),
       checks_fully_(options_.group->check() == Check::full),
+      is_alone_(!options.group && !is_distributed()),
       made_at_(where),
       where_(where),
       group_(*options_.group) {
@@ -221,6 +225,16 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
 }
 
 Reducer::~Reducer() { remove_hooks(); }
+
+void Reducer::check_world() const {
+  const internal::Membership& world = *internal::Session::membership_of(group_);
+  if (world.has_ended) internal::throw_left(group_, world, context());
+  if (is_alone_ && is_distributed()) {
+    throw UsageError(context(),
+                     "was made before this rank was in a world, whose gradients it would not "
+                     "average: make it after init_dist, or give it a group");
+  }
+}
 
 ErrorContext Reducer::context() const { return context_of(kOperation, group_, where_); }
 
@@ -287,22 +301,18 @@ void Reducer::check_attached(const Parameter& parameter) const {
 
 std::vector<Group> Reducer::groups_of_forward() const {
   std::vector<Group> groups;
-  const auto add = [&](const std::optional<Group>& set) {
-    const Group group = set ? *set : default_group();
+  const auto add = [&](const Group& group) {
     // In a larger group some ranks do not have this module.
     if (group.size() == 1 || group.size() > group_.size()) return;
     if (std::ranges::find(groups, group) == groups.end()) groups.push_back(group);
   };
-  const auto add_of = [&]<class Layer>(const torch::nn::Module& module, const Layer*) {
-    const auto* const layer = dynamic_cast<const Layer*>(&module);
-    if (layer != nullptr) add(layer->options.group());
-  };
   for (const auto& module : module_.modules()) {
-    add_of(*module, static_cast<SyncBatchNorm1dImpl*>(nullptr));
-    add_of(*module, static_cast<SyncBatchNorm2dImpl*>(nullptr));
-    add_of(*module, static_cast<SyncBatchNorm3dImpl*>(nullptr));
+    const auto* const layer = dynamic_cast<const NamedLayer*>(module.get());
+    if (layer != nullptr) add(layer->present_group(where_));
   }
-  if (const auto scope = SyncBatchNormScope::active()) add(scope->group);
+  if (const auto scope = SyncBatchNormScope::active()) {
+    add(scope->group ? internal::follow_world(*scope->group, context()) : default_group());
+  }
   return groups;
 }
 

@@ -233,6 +233,9 @@ std::shared_ptr<Module> convert_sync_batchnorm(const std::shared_ptr<Module>& mo
                }},
               where);
   detail::name_layers(*converted, detail::Naming::on_all_ranks);
+  for (const auto& layer : converted->modules()) {
+    if (auto* const own = dynamic_cast<detail::NamedLayer*>(layer.get())) own->set_group(group);
+  }
   return converted;
 }
 
