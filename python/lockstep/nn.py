@@ -57,7 +57,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     without samples must still call backward (`output.sum().backward()` is enough).
     Collective in training mode, also under no_grad: an all_gather in forward, an all_reduce in backward (none
     if the input needs no gradient). With a core for each rank of one host, an all_reduce of one number precedes
-    them, and a batch that fits into no cache goes a few channels at a time. No communication in eval mode.
+    them, and a batch that fits into no cache goes a few channels at a time. No communication in eval mode,
+    which without running statistics uses those of this rank's batch.
     process_group: of torch.distributed, or a lockstep.Group; by default the world of torch.distributed or, if
     that is not initialised, of lockstep.
     MismatchError also if the ranks call different layers of equal width: over a lockstep.Group they compare the
@@ -334,8 +335,10 @@ class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]
     compiled runs uncompiled in all threads while there is a scope.
     Blocks may end in any order, as those of generators do; one that ends on another thread than it began on is
     a UsageError, and has ended.
-    Not synchronised: eval mode, other threads, instance_norm; SyncBatchNorm layers keep their own group.
-    PyTorch refuses a batch of one value per channel on this rank before the scope sees it.
+    Not synchronised: eval mode with running statistics, other threads, instance_norm; SyncBatchNorm layers keep their own
+    group. A BatchNorm without running statistics makes the same call in eval mode as in training: it is synchronised,
+    unlike that of a converted layer. PyTorch refuses a batch of one value per channel on this rank before the scope sees
+    it (a converted layer takes it).
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -356,6 +359,8 @@ class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]
         _, scope = self._entered.pop(own[-1] if own else -1)
         scope.exit()
         _force_eager.exit()
+        if isinstance(value, ValueError) and "more than 1 value per channel" in str(value) and hasattr(value, "add_note"):
+            value.add_note("in a SyncBatchNormScope, where PyTorch refuses such a share of the batch; convert_sync_batchnorm takes it")
         if not own:
             raise UsageError("a SyncBatchNormScope was exited on another thread than the one that entered it; it has ended")
 

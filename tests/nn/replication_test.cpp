@@ -384,6 +384,22 @@ TEST(ReplicatedBatchNormTest, a_nan_in_one_replica_keeps_the_statistics_of_all) 
   EXPECT_TRUE(bn->running_var.eq(1).all().item<bool>());
 }
 
+TEST(ReplicatedBatchNormTest, a_module_in_data_parallel_counts_nonfinite_batches) {
+  Sequential net(SyncBatchNorm1d(4));
+  auto* const layer = net->ptr(0)->as<SyncBatchNorm1d>();
+  DataParallel<Sequential> model(net, {at::kCPU, at::kCPU});
+  Tensor batch = Random(5).normal({6, 4}, at::kFloat);
+  model(batch);
+  EXPECT_EQ(layer->n_nonfinite_batches(), 0);
+  batch[5][1] = std::nan("");
+  model(batch);
+  model(batch);
+  EXPECT_EQ(layer->n_nonfinite_batches(), 2);
+  DataParallel<Sequential> alone(net, {at::kCPU});
+  alone(batch);
+  EXPECT_EQ(layer->n_nonfinite_batches(), 3);
+}
+
 TEST(ReplicatedBatchNormTest, the_module_works_alone_when_its_copies_are_gone) {
   const auto [batch, dy] = rows(6);
   SyncBatchNorm1d bn(4);

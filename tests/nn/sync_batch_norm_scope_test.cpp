@@ -93,6 +93,23 @@ TEST(SyncBatchNormScopeTest, without_one_everything_is_torchs) {
   });
 }
 
+/// batch_norm's call is that of training then, so that a scope cannot tell; a layer can.
+TEST(SyncBatchNormScopeTest, eval_without_running_statistics) {
+  on_ranks(2, [](int rank) {
+    const auto options = torch::nn::BatchNormOptions(1).affine(false).track_running_stats(false);
+    torch::nn::Sequential net{torch::nn::BatchNorm1d(options)};
+    net->eval();
+    const Tensor mine = at::full({2, 1}, rank * 2.0);  // the mean of both ranks is 1
+    {
+      const SyncBatchNormScope scope;
+      EXPECT_LE(difference(net->forward(mine), at::full({2, 1}, rank * 2.0 - 1)), 1e-4);
+    }
+    convert_sync_batchnorm(net);
+    const SyncBatchNormScope scope;
+    EXPECT_LE(difference(net->forward(mine), at::zeros({2, 1})), 1e-4);
+  });
+}
+
 TEST(SyncBatchNormScopeTest, no_grad_and_inference_mode) {
   const Tensor batch = Random(5).normal({9, 3});
   torch::nn::BatchNorm1d whole(3);

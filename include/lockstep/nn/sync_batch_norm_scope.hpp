@@ -25,13 +25,14 @@ struct ScopeEntry;
 /// the function that is run again opens one. Elsewhere such a forward throws UsageError if its
 /// weight or running_mean was last used in a scope.
 ///
-/// Not synchronised: eval mode, other threads, instance_norm. In the replicas of a DataParallel a
-/// training batch_norm in a scope throws UsageError: use convert_sync_batchnorm there.
-/// SyncBatchNorm modules keep their own group. A BatchNorm without running statistics calls
-/// batch_norm in training mode also in eval mode, and libtorch rejects a batch of one value per
-/// channel on this rank before the dispatcher is reached.
-/// Errors name the layer by its number among the calls in this scope, and the scope's line (none if
-/// the standard library constructs the scope, as std::optional::emplace does). The ranks' calls are
+/// Not synchronised: eval mode with running statistics, other threads, instance_norm. In the
+/// replicas of a DataParallel a training batch_norm in a scope throws UsageError: use
+/// convert_sync_batchnorm there. SyncBatchNorm modules keep their own group. A BatchNorm without
+/// running statistics calls batch_norm in training mode also in eval mode, so that its eval is
+/// synchronised, unlike that of a converted layer; and libtorch rejects a batch of one value per
+/// channel on this rank before the dispatcher is reached (a converted layer does not). Errors name
+/// the layer by its number among the calls in this scope, and the scope's line (none if the
+/// standard library constructs the scope, as std::optional::emplace does). The ranks' calls are
 /// matched by order and width: layers of equal width called in another order on one rank are not
 /// detected.
 /// Threads: it applies on the thread that created it, until it is destroyed, by any thread and in
