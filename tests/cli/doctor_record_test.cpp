@@ -69,6 +69,19 @@ TEST(DoctorRecordTest, names_the_rank_that_called_something_else) {
       << ended.out;
 }
 
+TEST(DoctorRecordTest, names_the_rank_that_refused_a_call) {
+  const TemporaryFolder folder;
+  Command command(StartOptions{.arguments = {"run", "-n", "3", COLLECTIVES_PROGRAM, "refuse", "1"},
+                               .variables = {{"LOCKSTEP_RECORD_DIR", folder.path()}}});
+  EXPECT_EQ(command.wait().exit_code, 2);
+  const Ended ended = doctor(folder.path());
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(contains(ended.out,
+                       "Culprit: rank 1, which refused its call of collective 2 of group 'world': "
+                       "all_reduce of 1 i64, sum"))
+      << ended.out;
+}
+
 TEST(DoctorRecordTest, nothing_is_written_where_nothing_fails) {
   const TemporaryFolder folder;
   Command command(StartOptions{.arguments = {"run", "-n", "2", COLLECTIVES_PROGRAM, "sum"},

@@ -20,6 +20,7 @@
 #include "cli/files.hpp"
 #include "cli/subcommands.hpp"
 #include "record/flight_file.hpp"
+#include "record/flight_record.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -218,6 +219,7 @@ struct Divergence {
   std::map<int, const Operation*> calls;  ///< by index of the record; null: not reached
   std::vector<std::size_t> culprits;      ///< empty: there is no majority
   bool is_missing;
+  bool is_refused;  ///< missing, and the rank has made later calls
   std::int64_t start_ns;
 };
 
@@ -226,7 +228,7 @@ std::optional<Divergence> divergence_of(const std::vector<Record>& records,
   struct Member {
     std::size_t index;
     std::map<std::uint64_t, const Operation*> calls;
-    std::uint64_t last = 0;
+    std::uint64_t first = 0, last = 0;
   };
   std::vector<Member> members;
   for (std::size_t i = 0; i < records.size(); ++i) {
@@ -236,6 +238,12 @@ std::optional<Divergence> divergence_of(const std::vector<Record>& records,
       if (operation.group != group || operation.collective == 0) continue;
       member.calls[operation.collective] = &operation;
       member.last = std::max(member.last, operation.collective);
+    }
+    // As long as every block of the recorder has an entry at most, none was overwritten.
+    constexpr std::size_t kBlocks =
+        internal::FlightRecord::kEntries / internal::FlightRecord::kBlock;
+    if (records[i].operations.size() >= kBlocks && !member.calls.empty()) {
+      member.first = member.calls.begin()->first;
     }
     members.push_back(std::move(member));
   }
@@ -249,15 +257,19 @@ std::optional<Divergence> divergence_of(const std::vector<Record>& records,
                           .calls = {},
                           .culprits = {},
                           .is_missing = false,
+                          .is_refused = false,
                           .start_ns = INT64_MAX};
     std::map<std::string, std::vector<std::size_t>> sides;
     std::vector<std::size_t> missing;
     for (const Member& member : members) {
       const auto found = member.calls.find(number);
       if (found == member.calls.end()) {
-        // Calls before a rank's oldest entry were overwritten, not missing.
-        if (number > member.last) missing.push_back(member.index);
-        if (number > member.last) divergence.calls[static_cast<int>(member.index)] = nullptr;
+        // Calls before a rank's oldest entry were overwritten, if any were; one that it refused has
+        // a number and no entry.
+        if (number < member.first) continue;
+        missing.push_back(member.index);
+        divergence.calls[static_cast<int>(member.index)] = nullptr;
+        divergence.is_refused |= number < member.last;
         continue;
       }
       sides[found->second->call].push_back(member.index);
@@ -318,8 +330,9 @@ void print(const std::vector<Record>& records, const Divergence& divergence) {
   const auto any = std::find_if(divergence.calls.begin(), divergence.calls.end(),
                                 [](const auto& call) { return call.second != nullptr; });
   if (divergence.is_missing) {
-    print("Culprit: {}, which never reached collective {} of group '{}': {}\n",
-          ranks_in_words(culprits), divergence.collective, divergence.group, any->second->call);
+    print("Culprit: {}, which {} collective {} of group '{}': {}\n", ranks_in_words(culprits),
+          divergence.is_refused ? "refused its call of" : "never reached", divergence.collective,
+          divergence.group, any->second->call);
   } else if (culprits.empty()) {
     print("The ranks diverge at collective {} of group '{}', without a majority\n",
           divergence.collective, divergence.group);

@@ -3,6 +3,7 @@
 //   collectives alone     ends without joining
 //   collectives lose R    rank R goes silent, the others wait for it; prints what they get
 //   collectives differ R  rank R calls barrier where the others add up
+//   collectives refuse R  rank R's all_reduce has no data, and it calls barrier next
 //   collectives stop|loop|exit|throw R   rank R stops itself, loops, leaves or throws while the
 //                         others wait for it, for half a second
 #include <unistd.h>
@@ -22,7 +23,13 @@ namespace {
 
 /// What rank R does while its peers wait.
 void misbehave(const std::string& mode) {
-  if (mode == "differ") lockstep::barrier();
+  if (mode == "refuse") {
+    try {
+      lockstep::default_group().all_reduce({nullptr, 1, lockstep::DType::i64});
+    } catch (const lockstep::UsageError&) {
+    }
+  }
+  if (mode == "differ" || mode == "refuse") lockstep::barrier();
   if (mode == "lose" || mode == "linger") {
     while (true) pause();
   }
@@ -63,7 +70,7 @@ int main(int argc, char** argv) {
         while (true) pause();
       }
     }
-    if (mode == "lose" || mode == "differ") {
+    if (mode == "lose" || mode == "differ" || mode == "refuse") {
       lockstep::all_reduce(std::span(&value, 1));
     } else {
       lockstep::barrier(lockstep::default_group(), std::chrono::milliseconds(500));
