@@ -176,6 +176,13 @@ std::optional<bool> ask(nb::handle object, PyObject* method) {
   return std::nullopt;
 }
 
+/// Whether torch exports elements of less than a byte (int4) as such bytes.
+bool is_less_than_a_byte(DType dtype, nb::handle type) {
+  if (!type.is_valid() || (dtype != DType::i8 && dtype != DType::u8)) return false;
+  const std::string name = text_of(nb::repr(type));
+  return name.starts_with("torch.") && !name.ends_with("int8");
+}
+
 [[noreturn]] void reject_layout(const Call& call, const std::string& name) {
   call.reject(
       fmt::format("{} is not C-contiguous: pass a contiguous copy (numpy.ascontiguousarray(x), "
@@ -277,11 +284,12 @@ void Data::read_dlpack(nb::handle object, Access access, const Call& call, const
     call.reject(fmt::format("{} must be a {} CPU tensor: pass x.cpu()",
                             described(parameter, object), writes ? "writable" : "readable"));
   }
+  static PyObject* const dtype_name = interned("dtype");
+  const nb::object type = attribute(object, dtype_name);
   const auto dtype = dtype_of(view.dtype);
-  if (!dtype) {
-    reject_dtype(
-        call, described(parameter, object),
-        nb::hasattr(object, "dtype") ? text_of(nb::repr(object.attr("dtype"))) : "unknown");
+  if (!dtype || is_less_than_a_byte(*dtype, type)) {
+    reject_dtype(call, described(parameter, object),
+                 type.is_valid() ? text_of(nb::repr(type)) : "unknown");
   }
   if (!is_contiguous(view)) reject_layout(call, described(parameter, object));
   elements_ = {.data = static_cast<std::byte*>(view.data) + view.byte_offset,
