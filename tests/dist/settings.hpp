@@ -11,10 +11,11 @@
 
 namespace lockstep::test {
 
-/// Alone, as threads and as processes, 1 to 4 ranks.
-inline std::vector<Setting> few_ranks() {
-  std::vector<Setting> all = {{Form::solo, 1}};
-  for (const int n : {1, 2, 3, 4}) {
+/// Alone, as threads and as processes, 1 to 4 ranks, but no fewer than `fewest`.
+inline std::vector<Setting> few_ranks(int fewest = 1) {
+  std::vector<Setting> all;
+  if (fewest == 1) all.push_back({Form::solo, 1});
+  for (int n = fewest; n <= 4; ++n) {
     all.push_back({Form::threads, n});
     all.push_back({Form::processes, n});
   }
