@@ -656,9 +656,10 @@ TEST_P(LocalConformance, a_detached_call_ends_before_its_rank_leaves) {
 }
 
 TEST_P(LocalConformance, a_failing_departure_ends_the_ranks_own_pending_calls) {
+  SKIP_UNLESS_RANKS(2, GetParam());
   const SharedCount n_left;
   run([&] {
-    if (get_world_size() == 1) return;  // the call does not wait
+    if (get_world_size() == 1) return;  // launched alone
     const Group world = default_group();
     const Group other = world.duplicate();
     if (get_rank() == 0) {
@@ -896,9 +897,10 @@ TEST_P(Conformance, calls_that_all_ranks_refuse_leave_the_group_usable) {
 }
 
 TEST_P(Conformance, a_call_that_one_rank_refuses_is_a_mismatch_on_all) {
+  SKIP_UNLESS_RANKS(2, GetParam());
   run([] {
     const Group world = default_group();
-    if (world.size() == 1) return;  // no rank differs; the calls alone are in the test before
+    if (world.size() == 1) return;  // launched alone
     const int refuser = world.size() - 1;
     for (const Refusable& call : refusable_calls()) {
       SCOPED_TRACE(call.operation);
@@ -922,9 +924,10 @@ TEST_P(Conformance, a_call_that_one_rank_refuses_is_a_mismatch_on_all) {
 }
 
 TEST_P(Conformance, a_rank_that_refuses_a_call_and_makes_no_other_is_reported) {
+  SKIP_UNLESS_RANKS(2, GetParam());
   run([] {
     const Group world = default_group();
-    if (world.size() == 1) return;
+    if (world.size() == 1) return;  // launched alone
     const Group group = world.duplicate();
     if (group.rank() == 0) {
       EXPECT_THROW(group.all_reduce({nullptr, 3, DType::f64}), UsageError);
@@ -936,9 +939,10 @@ TEST_P(Conformance, a_rank_that_refuses_a_call_and_makes_no_other_is_reported) {
 }
 
 TEST_P(Conformance, ranks_that_refuse_different_numbers_of_calls_are_reported) {
+  SKIP_UNLESS_RANKS(2, GetParam());
   run([] {
     const Group world = default_group();
-    if (world.size() == 1) return;
+    if (world.size() == 1) return;  // launched alone
     const Group group = world.duplicate();
     const int n = group.rank() == 0 ? 2 : 1;
     for (int i = 0; i < n; ++i) {
@@ -968,9 +972,10 @@ std::string text_thrown(const std::function<void()>& call) {
 /// Allocations of each operation fail in turn on one rank, each of the first eight. It gets an
 /// exception, and its peers an error; or it does without the memory, and the call is right.
 TEST_P(LocalConformance, no_memory_on_one_rank_ends_the_call_on_all) {
+  SKIP_UNLESS_RANKS(2, GetParam());
   run([] {
     const Group world = default_group();
-    if (world.size() == 1) return;
+    if (world.size() == 1) return;  // launched alone
     const bool is_victim = world.rank() == world.size() - 1;
     for (const Refusable& call : refusable_calls()) {
       SCOPED_TRACE(call.operation);
@@ -1018,9 +1023,10 @@ TEST_P(Conformance, a_refused_call_follows_the_pending_ones) {
 }
 
 TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
+  SKIP_UNLESS_RANKS(2, GetParam());
   run([] {
     const Group world = default_group();
-    if (world.size() == 1) return;
+    if (world.size() == 1) return;  // launched alone
     const int rank = world.rank();
     double value = rank;
     const Elements one{&value, 1, DType::f64}, none{nullptr, 1, DType::f64};

@@ -24,6 +24,12 @@ struct Setting {
   int n_ranks;
 };
 
+/// In a test, before run_as: skips it where it has nothing to check with fewer ranks than n.
+/// Of `launched` the number is known to the ranks only.
+#define SKIP_UNLESS_RANKS(n, setting)                                                \
+  if ((setting).form != ::lockstep::test::Form::launched && (setting).n_ranks < (n)) \
+  GTEST_SKIP() << "of " << (n) << " ranks or more"
+
 std::string name_of(const Setting& setting);
 std::ostream& operator<<(std::ostream& out, const Setting& setting);
 
