@@ -61,6 +61,7 @@ for coalesce, bucket_size_mb in [(True, -1), (True, 1e-5), (False, -1)]:
         (torch.nn.Parameter(torch.zeros(3)), "x.detach"),
         (torch.zeros(3, device="meta"), "CPU"),
         (torch.zeros(3, dtype=torch.complex64), "complex64"),
+        *((torch.empty(3, dtype=getattr(torch, name)), name) for name in ("int4", "uint2") if hasattr(torch, name)),
         (torch.zeros(3).to_sparse(), "CPU|sparse"),
     ],
 )
