@@ -21,8 +21,8 @@
 #include <utility>
 
 #include "base/fd.hpp"
+#include "base/version.hpp"
 #include "engines/shared/segment/layout.hpp"
-#include "engines/shared/segment/layout_version.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -57,7 +57,7 @@ void identify(Holder& holder) {
     return;
   }
   const auto& header = *reinterpret_cast<const shared::SegmentHeader*>(bytes.data());
-  if (header.magic != shared::kMagic || header.version != shared::layout_version()) return;
+  if (header.magic != shared::kMagic || header.version != base::layout_version()) return;
   holder.job = header.nonce;
   holder.generation = header.generation;
 }

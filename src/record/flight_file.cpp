@@ -15,19 +15,17 @@
 #include "base/fd.hpp"
 #include "base/file_limit.hpp"
 #include "base/text.hpp"
-#include "record/flight_layout.hpp"
+#include "base/version.hpp"
 
 namespace lockstep::internal {
 namespace {
-
-constexpr std::uint32_t kFlightLayout = flight_layout().value();
 
 struct FlightFile {
   /// Written last.
   static constexpr std::array<char, 4> kMagic = {'l', 's', 'f', 'l'};
 
   std::array<char, 4> magic;
-  std::uint32_t layout;  ///< of FlightRecord
+  std::uint32_t layout;  ///< base::layout_version()
   std::array<char, 256> host;
   FlightRecord record;
 };
@@ -55,7 +53,7 @@ std::shared_ptr<FlightRecord> make_flight_file(const std::string& dir, int rank)
   }
   file->record.rank = rank;
   ::gethostname(file->host.data(), file->host.size() - 1);
-  file->layout = kFlightLayout;
+  file->layout = base::layout_version();
   std::copy(FlightFile::kMagic.begin(), FlightFile::kMagic.end(), file->magic.begin());
   return {&file->record, [file, path = std::move(path), pid = ::getpid()](FlightRecord*) {
             ::munmap(file, sizeof(FlightFile));
@@ -75,7 +73,7 @@ std::optional<std::string> read_flight_file(const std::string& path) {
   const std::shared_ptr<FlightFile> file(map(fd.get(), PROT_READ), [](FlightFile* mapped) {
     if (mapped != nullptr) ::munmap(mapped, sizeof(FlightFile));
   });
-  if (!file || file->magic != FlightFile::kMagic || file->layout != kFlightLayout ||
+  if (!file || file->magic != FlightFile::kMagic || file->layout != base::layout_version() ||
       file->record.is_written.load(std::memory_order_relaxed) != 0) {
     return std::nullopt;
   }

@@ -23,8 +23,8 @@
 
 #include "base/fd.hpp"
 #include "base/text.hpp"
+#include "base/version.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
-#include "engines/shared/segment/layout_version.hpp"
 #include "support/expect.hpp"
 #include "support/namespaces.hpp"
 #include "support/sanitizers.hpp"
@@ -346,7 +346,7 @@ TEST_F(BootstrapTest, signals_at_rank_0_while_a_rank_joins) {
                      bytes_of(leader_name)) == 0;
   }));
   bootstrap_protocol::Hello hello{.greeting = bootstrap_protocol::kGreeting,
-                                  .layout = kVersion,
+                                  .layout = base::layout_version(),
                                   .release = {},
                                   .rank = 1,
                                   .n_ranks = 2,

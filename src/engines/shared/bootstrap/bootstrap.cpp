@@ -14,7 +14,6 @@
 #include "base/version.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
 #include "engines/shared/segment/layout.hpp"
-#include "engines/shared/segment/layout_version.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -77,7 +76,7 @@ class Follower : Bootstrap {
   void send_hello() {
     const auto timeout = duration_cast<milliseconds>(deadline_ - Clock::now());
     Hello hello{.greeting = kGreeting,
-                .layout = kVersion,
+                .layout = base::layout_version(),
                 .release = {},
                 .rank = rank_,
                 .n_ranks = n_ranks_,

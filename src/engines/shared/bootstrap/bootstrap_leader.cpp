@@ -18,7 +18,6 @@
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/shared/segment/layout.hpp"
-#include "engines/shared/segment/layout_version.hpp"
 
 namespace lockstep::shared::bootstrap_protocol {
 namespace {
@@ -136,11 +135,12 @@ class Leader : Bootstrap {
   }
 
   void check(Member& member, const Hello& hello, ssize_t n_bytes) {
-    if (n_bytes != sizeof hello || hello.layout != kVersion) {
-      fail_all(Kind::mismatch,
-               fmt::format("process {} links {}, and rank {} {}; build all ranks with one version",
-                           member.pid, release_text(base::text_in(hello.release), hello.layout),
-                           number_of(0), release_text(base::version(), kVersion)));
+    if (n_bytes != sizeof hello || hello.layout != base::layout_version()) {
+      fail_all(
+          Kind::mismatch,
+          fmt::format("process {} links {}, and rank {} {}; build all ranks with one version",
+                      member.pid, base::release_text(base::text_in(hello.release), hello.layout),
+                      number_of(0), base::release_text(base::version(), base::layout_version())));
     }
     if (hello.n_ranks != n_ranks_ || hello.rank <= 0 || hello.rank >= n_ranks_) {
       fail_all(Kind::mismatch,

@@ -13,9 +13,14 @@
 #include "group/failure.hpp"
 #include "record/flight_record.hpp"
 
-/// The layout of shared memory. All processes that map it have the same: see layout_version.hpp.
+/// The layout of shared memory. All processes that map it have the same base::layout_version(), the
+/// hash of this header and of those whose types it uses.
 /// Every type here but Mailbox is plain data and lock-free atomics, initially all zero bytes.
 namespace lockstep::shared {
+
+/// Incremented if the meaning of members changes but no struct does: other algorithms, other flags.
+/// Nothing reads it: a part of this text, it changes the hash.
+inline constexpr int kProtocol = 4;
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
 inline constexpr int kMaxRanks = 512;
@@ -51,7 +56,7 @@ struct alignas(kLine) RankBlock {
 struct alignas(kLine) SegmentHeader {
   /// These three are read before the version is known to be the same, so they stay where they are.
   std::uint64_t magic;
-  std::uint32_t version;         ///< layout_version()
+  std::uint32_t version;         ///< base::layout_version()
   std::array<char, 20> release;  ///< base::version()
   std::int32_t n_ranks;
   std::uint64_t nonce;
@@ -112,7 +117,6 @@ struct alignas(kLine) Flag {
   std::atomic<std::uint64_t> word;
   std::array<std::byte, kInlineBytes> payload;
 };
-static_assert(sizeof(Flag) == 256);
 
 /// Head of a point-to-point message, in its first chunk.
 struct MessageHead {
@@ -231,6 +235,15 @@ struct alignas(kLine) Mailbox {
   EntryList receives;
 };
 
+// The same headers give the same layout, whatever the compiler and the standard library.
+static_assert(offsetof(SegmentHeader, version) == 8 && offsetof(SegmentHeader, release) == 12);
+static_assert(sizeof(SegmentHeader) == 2560 && offsetof(SegmentHeader, free_ranges) == 768);
+static_assert(sizeof(RankBlock) == 93568 && offsetof(RankBlock, flight) == 2176);
+static_assert(sizeof(internal::FlightEntry) == 64 && sizeof(internal::FlightRecord) == 91392);
+static_assert(sizeof(ChannelHeader) == 18816 && offsetof(ChannelHeader, failure) == 2176);
+static_assert(sizeof(Lane) == 1152 && sizeof(Flag) == 256 && sizeof(CallRecord) == 56);
+static_assert(sizeof(Refusals) == 2176 && sizeof(RefusedPairs) == 8);
+static_assert(sizeof(RequestEntry) == 64 && sizeof(Mailbox) == 128);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<RankState>::is_always_lock_free);
 

@@ -15,7 +15,6 @@
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "engines/shared/segment/free_ranges.hpp"
-#include "engines/shared/segment/layout_version.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -108,7 +107,7 @@ void Segment::create(int n_ranks) {
   header_ = reinterpret_cast<SegmentHeader*>(
       map_pages(fd_.get(), 0, n_base_bytes_, populates_all(n_ranks)));
   header_->magic = kMagic;
-  header_->version = kVersion;
+  header_->version = base::layout_version();
   base::copy_text(header_->release, base::version());
   header_->n_ranks = n_ranks;
   if (::getrandom(&header_->nonce, sizeof header_->nonce, 0) != sizeof header_->nonce) {
@@ -159,12 +158,12 @@ void Segment::open(base::UniqueFd fd, int protection, const std::optional<std::u
   header_ = reinterpret_cast<SegmentHeader*>(
       map_pages(fd_.get(), 0, kPage, /*populates=*/true, protection));
   if (header_->magic != kMagic) throw Rejected{"it contains something else"};
-  if (header_->version != kVersion) {
+  if (header_->version != base::layout_version()) {
     throw Rejected{
         fmt::format("it is of {}, and this is {}; use the `lockstep` command of the library that "
                     "the program links",
-                    release_text(base::text_in(header_->release), header_->version),
-                    release_text(base::version(), kVersion))};
+                    base::release_text(base::text_in(header_->release), header_->version),
+                    base::release_text(base::version(), base::layout_version()))};
   }
   if (nonce && header_->nonce != *nonce) throw Rejected{"it belongs to another job"};
   const int n_ranks = header_->n_ranks;
