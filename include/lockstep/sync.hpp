@@ -1,9 +1,8 @@
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <concepts>
-#include <cstdint>
+#include <condition_variable>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -39,18 +38,18 @@ T unpack(ErasedValue value) {
   return std::move(*static_cast<T*>(value.get()));
 }
 
-/// The type-erased half of FutureResult: controls which thread may access the value.
+/// The type-erased half of FutureResult. The value is accessed under the locks that it returns.
 class FutureGate {
  public:
-  void begin_put(std::source_location where);
-  void end_put() noexcept;
-  void cancel_put() noexcept;
-  void begin_get(Timeout timeout, std::source_location where);
-  void end_get() noexcept;
+  std::unique_lock<std::mutex> begin_put(std::source_location where);
+  void end_put(std::unique_lock<std::mutex> lock);
+  std::unique_lock<std::mutex> get(Timeout timeout, std::source_location where);
   bool is_full() const noexcept;
 
  private:
-  std::atomic<std::uint32_t> state_{0};
+  mutable std::mutex mutex_;
+  std::condition_variable filled_;
+  bool is_full_ = false;  // guarded by mutex_
 };
 
 class Rendezvous;
@@ -115,42 +114,29 @@ class FutureResult {
   FutureResult(const FutureResult&) = delete;
   FutureResult& operator=(const FutureResult&) = delete;
 
-  /// Never waits. Throws UsageError if the previous value has not been fetched yet.
+  /// Does not wait for a get. Throws UsageError if the previous value has not been fetched yet.
   void put(T value, Where where = Where::current()) {
-    gate_.begin_put(where);
-    try {
-      value_.emplace(std::move(value));
-    } catch (...) {
-      gate_.cancel_put();
-      throw;
-    }
-    gate_.end_put();
+    auto lock = gate_.begin_put(where);
+    value_.emplace(std::move(value));
+    gate_.end_put(std::move(lock));
   }
 
   /// Called instead of put: get throws `error`.
   void fail(std::exception_ptr error, Where where = Where::current()) {
-    gate_.begin_put(where);
+    auto lock = gate_.begin_put(where);
     error_ = std::move(error);
-    gate_.end_put();
+    gate_.end_put(std::move(lock));
   }
 
-  /// Whether a get would return at once, unless another thread gets first. Never waits.
+  /// Whether a get would return at once, unless another thread gets first.
   bool ready() const noexcept { return gate_.is_full(); }
 
   /// Waits for a put and takes its value; without a timeout, waits at most 5 minutes.
   /// Throws TimeoutError, and the exception given to fail.
   T get(Timeout timeout = {}, Where where = Where::current()) {
-    gate_.begin_get(timeout, where);
-    struct Emptied {
-      FutureResult& result;
-      ~Emptied() {
-        result.value_.reset();
-        result.error_ = nullptr;
-        result.gate_.end_get();
-      }
-    } const emptied{*this};
-    if (error_) std::rethrow_exception(error_);
-    return std::move(*value_);
+    const auto lock = gate_.get(timeout, where);
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+    return *std::exchange(value_, std::nullopt);
   }
 
  private:
