@@ -1,5 +1,6 @@
 #include <lockstep/lockstep.h>
 
+#include <memory>
 #include <numeric>
 #include <span>
 
@@ -11,10 +12,24 @@ using lockstep::c::guarded;
 
 namespace {
 
+constexpr int kNoPeer = -1;
+
 template <class F>
 int run(const char* operation, const lockstep_group* group, int64_t timeout_ms,
-        const lockstep_site* site, F body, int peer = -1) noexcept {
+        const lockstep_site* site, int peer, F body) noexcept {
   return guarded(operation, [&] { body(Arguments(operation, group, timeout_ms, site, peer)); });
+}
+
+template <class F>
+int start(const char* operation, const lockstep_group* group, int64_t timeout_ms,
+          const lockstep_site* site, int peer, lockstep_work** work, F body) noexcept {
+  if (work != nullptr) *work = nullptr;  // may be freed, also if this fails
+  return run(operation, group, timeout_ms, site, peer, [&](const Arguments& call) {
+    call.check_given(work, "work");
+    auto handle = std::make_unique<lockstep_work>();
+    handle->work = body(call);
+    *work = handle.release();
+  });
 }
 
 /// counts, whose entries are the numbers of elements of each rank.
@@ -34,114 +49,111 @@ std::size_t sum_of(const Arguments& call, const size_t* counts) {
 
 }  // namespace
 
-int lockstep_barrier(const lockstep_group* group, int64_t timeout_ms, const lockstep_site* site) {
-  return run("barrier", group, timeout_ms, site,
-             [&](const Arguments& call) { call.group().barrier(call.timeout(), call.where()); });
-}
+#define LOCKSTEP_LIST(...) __VA_ARGS__
 
-int lockstep_all_reduce(const lockstep_group* group, void* data, size_t count, int dtype,
-                        int reduction, int64_t timeout_ms, const lockstep_site* site) {
-  return run("all_reduce", group, timeout_ms, site, [&](const Arguments& call) {
-    call.group().all_reduce({data, count, call.dtype(dtype)}, call.reduction(reduction),
-                            call.timeout(), call.where());
-  });
-}
+/// Defines lockstep_OPERATION and lockstep_OPERATION_async. `parameters`: those before timeout_ms;
+/// the rest: the arguments of Group's function, in terms of these and of `call`.
+#define LOCKSTEP_BOTH_FORMS(operation, peer, parameters, ...)                                  \
+  int lockstep_##operation(LOCKSTEP_LIST parameters, int64_t timeout_ms,                       \
+                           const lockstep_site* site) {                                        \
+    return run(#operation, group, timeout_ms, site, peer, [&](const Arguments& call) {         \
+      call.group().operation(__VA_ARGS__ __VA_OPT__(, ) call.timeout(), call.where());         \
+    });                                                                                        \
+  }                                                                                            \
+  int lockstep_##operation##_async(LOCKSTEP_LIST parameters, int64_t timeout_ms,               \
+                                   const lockstep_site* site, lockstep_work** work) {          \
+    return start(#operation, group, timeout_ms, site, peer, work, [&](const Arguments& call) { \
+      return call.group().operation##_async(__VA_ARGS__ __VA_OPT__(, ) call.timeout(),         \
+                                            call.where());                                     \
+    });                                                                                        \
+  }
 
-int lockstep_reduce(const lockstep_group* group, void* data, size_t count, int dtype, int reduction,
-                    int dst, int64_t timeout_ms, const lockstep_site* site) {
-  return run("reduce", group, timeout_ms, site, [&](const Arguments& call) {
-    call.group().reduce({data, count, call.dtype(dtype)}, dst, call.reduction(reduction),
-                        call.timeout(), call.where());
-  });
-}
+LOCKSTEP_BOTH_FORMS(barrier, kNoPeer, (const lockstep_group* group))
 
-int lockstep_broadcast(const lockstep_group* group, void* data, size_t count, int dtype, int src,
-                       int64_t timeout_ms, const lockstep_site* site) {
-  return run("broadcast", group, timeout_ms, site, [&](const Arguments& call) {
-    call.group().broadcast({data, count, call.dtype(dtype)}, src, call.timeout(), call.where());
-  });
-}
+LOCKSTEP_BOTH_FORMS(all_reduce, kNoPeer,
+                    (const lockstep_group* group, void* data, size_t count, int dtype,
+                     int reduction),
+                    {data, count, call.dtype(dtype)}, call.reduction(reduction))
 
-int lockstep_all_gather(const lockstep_group* group, const void* in, void* out, size_t count,
-                        int dtype, int64_t timeout_ms, const lockstep_site* site) {
-  return run("all_gather", group, timeout_ms, site, [&](const Arguments& call) {
-    call.group().all_gather({in, count, call.dtype(dtype)},
-                            {out, call.count_of_all(count), call.dtype(dtype)}, call.timeout(),
-                            call.where());
-  });
-}
+LOCKSTEP_BOTH_FORMS(reduce, kNoPeer,
+                    (const lockstep_group* group, void* data, size_t count, int dtype,
+                     int reduction, int dst),
+                    {data, count, call.dtype(dtype)}, dst, call.reduction(reduction))
+
+LOCKSTEP_BOTH_FORMS(broadcast, kNoPeer,
+                    (const lockstep_group* group, void* data, size_t count, int dtype, int src),
+                    {data, count, call.dtype(dtype)}, src)
+
+LOCKSTEP_BOTH_FORMS(all_gather, kNoPeer,
+                    (const lockstep_group* group, const void* in, void* out, size_t count,
+                     int dtype),
+                    {in, count, call.dtype(dtype)},
+                    {out, call.count_of_all(count), call.dtype(dtype)})
+
+LOCKSTEP_BOTH_FORMS(gather, kNoPeer,
+                    (const lockstep_group* group, const void* in, void* out, size_t count,
+                     int dtype, int dst),
+                    {in, count, call.dtype(dtype)},
+                    {out, call.count_of_all(count), call.dtype(dtype)}, dst)
+
+LOCKSTEP_BOTH_FORMS(scatter, kNoPeer,
+                    (const lockstep_group* group, const void* in, void* out, size_t count,
+                     int dtype, int src),
+                    {in, call.count_of_all(count), call.dtype(dtype)},
+                    {out, count, call.dtype(dtype)}, src)
+
+LOCKSTEP_BOTH_FORMS(reduce_scatter, kNoPeer,
+                    (const lockstep_group* group, const void* in, void* out, size_t count,
+                     int dtype, int reduction),
+                    {in, call.count_of_all(count), call.dtype(dtype)},
+                    {out, count, call.dtype(dtype)}, call.reduction(reduction))
+
+LOCKSTEP_BOTH_FORMS(all_to_all, kNoPeer,
+                    (const lockstep_group* group, const void* in, void* out, size_t count,
+                     int dtype),
+                    {in, call.count_of_all(count), call.dtype(dtype)},
+                    {out, call.count_of_all(count), call.dtype(dtype)})
+
+LOCKSTEP_BOTH_FORMS(send, dst,
+                    (const lockstep_group* group, const void* data, size_t count, int dtype,
+                     int dst),
+                    {data, count, call.dtype(dtype)}, dst)
+
+LOCKSTEP_BOTH_FORMS(recv, src,
+                    (const lockstep_group* group, void* data, size_t count, int dtype, int src),
+                    {data, count, call.dtype(dtype)}, src)
 
 int lockstep_all_gather_v(const lockstep_group* group, const void* in, void* out,
                           const size_t* counts, int dtype, int64_t timeout_ms,
                           const lockstep_site* site) {
-  return run("all_gather", group, timeout_ms, site, [&](const Arguments& call) {
+  return run("all_gather", group, timeout_ms, site, kNoPeer, [&](const Arguments& call) {
     call.group().all_gather({in, count_of_this_rank(call, counts), call.dtype(dtype)},
                             {out, sum_of(call, counts), call.dtype(dtype)}, counts_of(call, counts),
                             call.timeout(), call.where());
   });
 }
 
-int lockstep_gather(const lockstep_group* group, const void* in, void* out, size_t count, int dtype,
-                    int dst, int64_t timeout_ms, const lockstep_site* site) {
-  return run("gather", group, timeout_ms, site, [&](const Arguments& call) {
-    call.group().gather({in, count, call.dtype(dtype)},
-                        {out, call.count_of_all(count), call.dtype(dtype)}, dst, call.timeout(),
-                        call.where());
-  });
-}
-
 int lockstep_gather_v(const lockstep_group* group, const void* in, void* out, const size_t* counts,
                       int dtype, int dst, int64_t timeout_ms, const lockstep_site* site) {
-  return run("gather", group, timeout_ms, site, [&](const Arguments& call) {
+  return run("gather", group, timeout_ms, site, kNoPeer, [&](const Arguments& call) {
     call.group().gather({in, count_of_this_rank(call, counts), call.dtype(dtype)},
                         {out, sum_of(call, counts), call.dtype(dtype)}, counts_of(call, counts),
                         dst, call.timeout(), call.where());
   });
 }
 
-int lockstep_scatter(const lockstep_group* group, const void* in, void* out, size_t count,
-                     int dtype, int src, int64_t timeout_ms, const lockstep_site* site) {
-  return run("scatter", group, timeout_ms, site, [&](const Arguments& call) {
-    call.group().scatter({in, call.count_of_all(count), call.dtype(dtype)},
-                         {out, count, call.dtype(dtype)}, src, call.timeout(), call.where());
+int lockstep_work_wait(lockstep_work* work) {
+  return guarded("wait", [&] {
+    if (work == nullptr) {
+      throw lockstep::UsageError({.operation = "wait"}, "work is NULL");
+    }
+    work->work.wait();
   });
 }
 
-int lockstep_reduce_scatter(const lockstep_group* group, const void* in, void* out, size_t count,
-                            int dtype, int reduction, int64_t timeout_ms,
-                            const lockstep_site* site) {
-  return run("reduce_scatter", group, timeout_ms, site, [&](const Arguments& call) {
-    call.group().reduce_scatter({in, call.count_of_all(count), call.dtype(dtype)},
-                                {out, count, call.dtype(dtype)}, call.reduction(reduction),
-                                call.timeout(), call.where());
-  });
+int lockstep_work_done(const lockstep_work* work) {
+  if (work == nullptr) return -1;
+  return work->work.done() ? 1 : 0;
 }
 
-int lockstep_all_to_all(const lockstep_group* group, const void* in, void* out, size_t count,
-                        int dtype, int64_t timeout_ms, const lockstep_site* site) {
-  return run("all_to_all", group, timeout_ms, site, [&](const Arguments& call) {
-    call.group().all_to_all({in, call.count_of_all(count), call.dtype(dtype)},
-                            {out, call.count_of_all(count), call.dtype(dtype)}, call.timeout(),
-                            call.where());
-  });
-}
-
-int lockstep_send(const lockstep_group* group, const void* data, size_t count, int dtype, int dst,
-                  int64_t timeout_ms, const lockstep_site* site) {
-  return run(
-      "send", group, timeout_ms, site,
-      [&](const Arguments& call) {
-        call.group().send({data, count, call.dtype(dtype)}, dst, call.timeout(), call.where());
-      },
-      dst);
-}
-
-int lockstep_recv(const lockstep_group* group, void* data, size_t count, int dtype, int src,
-                  int64_t timeout_ms, const lockstep_site* site) {
-  return run(
-      "recv", group, timeout_ms, site,
-      [&](const Arguments& call) {
-        call.group().recv({data, count, call.dtype(dtype)}, src, call.timeout(), call.where());
-      },
-      src);
-}
+void lockstep_work_free(lockstep_work* work) { delete work; }
