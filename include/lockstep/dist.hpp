@@ -22,7 +22,7 @@
 /// The operations over typed data and the default group. Each converts its types and makes one or
 /// more Group calls: see group.hpp for sizes, errors and threads. Data is an ArithmeticRange: any
 /// contiguous range of numbers (vector, array, span, ...). Output must be neither const nor a
-/// temporary that would take the result with it. Any other argument fails to compile with a
+/// temporary that would take the result with it. The most likely mistakes fail to compile with a
 /// message that says what to do.
 namespace lockstep {
 
@@ -161,9 +161,14 @@ Work all_reduce_async(R&&, Second&&, Rest&&...) {
 template <class T>
 T all_reduce_value(T value, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                    Timeout timeout = {}, Where where = Where::current()) {
-  detail::check_value<T>();
   if constexpr (Arithmetic<T>) {
     group.all_reduce(detail::erase(std::span<T>(&value, 1)), op, timeout, where);
+  } else {
+    static_assert(
+        detail::kNever<T>,
+        "lockstep: a value is a bool, an integer of 8 to 64 bits, Float16, BFloat16, float "
+        "or double: static_cast to one of them; for several use all_reduce, for tensors "
+        "lockstep::nn::all_reduce");
   }
   return value;
 }
@@ -187,12 +192,6 @@ requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
                  Where where = Where::current()) {
   return group.reduce_async(detail::written_later(std::forward<R>(data)), dst, op, timeout, where);
 }
-template <class R>
-void reduce(R&&, ReduceOp, const Group& = Group()) {
-  static_assert(detail::kNever<R>,
-                "lockstep: reduce takes the receiving rank before the reduction: (data, /*dst=*/0, "
-                "ReduceOp::sum)");
-}
 
 /// data <- src's data.
 template <class R>
@@ -205,12 +204,6 @@ requires(!detail::kHasOwnOperations<R>) [[nodiscard]] Work
     broadcast_async(R&& data, int src = 0, const Group& group = default_group(),
                     Timeout timeout = {}, Where where = Where::current()) {
   return group.broadcast_async(detail::written_later(std::forward<R>(data)), src, timeout, where);
-}
-template <class R, class... Rest>
-void broadcast(R&&, const Group&, Rest&&...) {
-  static_assert(detail::kNever<R>,
-                "lockstep: broadcast takes the sending rank before the group: (data, /*src=*/0, "
-                "group)");
 }
 
 /// Returns every rank's data, indexed by rank: as vectors, or as strings if data is a std::string.
@@ -243,12 +236,6 @@ detail::Parts<R> gather(const R& data, int dst = 0, const Group& group = default
                         Timeout timeout = {}, Where where = Where::current()) {
   return detail::gather_parts<typename detail::PartOf<R>::Type>(detail::read(data), group, dst,
                                                                 timeout, where);
-}
-template <class R, class... Rest>
-void gather(const R&, const Group&, Rest&&...) {
-  static_assert(detail::kNever<R>,
-                "lockstep: gather takes the receiving rank before the group: (data, /*dst=*/0, "
-                "group)");
 }
 
 /// part <- this rank's chunk of src's all (equal chunks). On the other ranks, all may be empty.

@@ -77,38 +77,17 @@ consteval void check_object() {
     static_assert(kNever<T>,
                   "lockstep: tensors are sent by the functions of lockstep::nn: include "
                   "<lockstep/nn.hpp> and call all_gather, gather or broadcast there");
-  } else if constexpr (std::is_array_v<T>) {
+  } else if constexpr (std::is_array_v<T> || std::is_pointer_v<T>) {
     static_assert(kNever<T>,
-                  "lockstep: an array or a string literal is not an object: pass a std::string, "
-                  "std::array or std::vector");
-  } else if constexpr (std::is_pointer_v<T>) {
-    static_assert(
-        kNever<T>,
-        "lockstep: a pointer is meaningless on another rank: pass the object it points to");
-  } else if constexpr (!std::default_initializable<T> || !std::movable<T>) {
-    static_assert(kNever<T>,
-                  "lockstep: received objects are default-constructed and then moved: give the "
-                  "type a default constructor and moves");
+                  "lockstep: an array, a string literal or a pointer is not an object: pass a "
+                  "std::string, std::array or std::vector, or what it points to");
   } else {
-    static_assert(
-        Serializable<T>,
-        "lockstep: the type is not serialisable: give it a member template <class A> void "
-        "serialize(A& archive) { archive(member, ...); }, or include cereal's header of "
-        "the standard type");
+    static_assert(Serializable<T>,
+                  "lockstep: the type is not serialisable: give it a default constructor, moves "
+                  "and a member template <class A> void serialize(A& archive) { archive(member, "
+                  "...); }, or include cereal's header of the standard type");
   }
 }
-
-/// Whether an argument deduced as T&& is const or a temporary, so that a function cannot write to
-/// it.
-template <class T>
-concept NotWritable = !std::is_lvalue_reference_v<T> || std::is_const_v<std::remove_reference_t<T>>;
-
-template <class T>
-void take_vector(const std::vector<T>&);
-template <class R>
-concept Vector = requires(const std::remove_cvref_t<R>& range) {
-  take_vector(range);
-};
 
 /// The return type for array arguments, so that check_object's error is the only one.
 template <class T>
@@ -257,8 +236,6 @@ requires(!std::same_as<E, bool>) struct DictValue<std::vector<E>> {
 };
 
 template <class D>
-concept TensorDict = TensorLike<typename D::mapped_type>;
-template <class D>
 concept Dict = std::same_as<typename D::key_type, std::string> && requires {
   typename DictValue<typename D::mapped_type>::Element;
 };
@@ -332,12 +309,6 @@ requires(!std::is_const_v<T>) void broadcast_object(T& object, int src = 0,
   detail::decode_from(call, src, [&] { detail::decode(bytes.span(), received); });
   object = std::move(received);
 }
-template <detail::NotWritable T, class... Rest>
-void broadcast_object(T&&, Rest&&...) {
-  static_assert(detail::kNever<T>,
-                "lockstep: broadcast_object writes its first argument on all ranks but src: pass a "
-                "named object that is not const");
-}
 
 /// objects <- src's objects, in place. The lists must have the same length on all ranks; otherwise
 /// every rank throws MismatchError with the lengths.
@@ -366,12 +337,6 @@ void broadcast_object_list(std::vector<T>& objects, int src = 0,
     if (received.size() != objects.size()) throw detail::DecodeError("its list has another length");
   });
   std::move(received.begin(), received.end(), objects.begin());
-}
-template <class R, class... Rest>
-requires(detail::NotWritable<R> || !detail::Vector<R>) void broadcast_object_list(R&&, Rest&&...) {
-  static_assert(detail::kNever<R>,
-                "lockstep: broadcast_object_list writes its first argument on all ranks but src: "
-                "pass a named std::vector that is not const");
 }
 
 /// Returns, on rank 0, the ranks' parts interleaved: item 0 of rank 0, of rank 1, ..., item 1 of
@@ -402,31 +367,6 @@ std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::s
                                               Where where = Where::current()) {
   detail::check_object<T>();
   return detail::collect_results(part, size, &tmpdir, group, timeout, where);
-}
-
-template <class R, class... Rest>
-requires(!detail::Vector<R>) auto collect_results(R&&, Rest&&...) {
-  static_assert(detail::kNever<R>,
-                "lockstep: collect_results takes a std::vector of this rank's items: copy them to "
-                "one");
-  if constexpr (std::ranges::range<R>) {
-    return std::optional<std::vector<std::ranges::range_value_t<R>>>();
-  }
-}
-
-template <class D, class... Rest>
-requires(detail::Dict<std::remove_cvref_t<D>>&& detail::NotWritable<D>) void all_reduce_dict(
-    D&&, Rest&&...) {
-  static_assert(detail::kNever<D>,
-                "lockstep: all_reduce_dict writes its first argument: pass a named dict that is "
-                "not const");
-}
-template <class D, class... Rest>
-requires(!detail::Dict<std::remove_cvref_t<D>> &&
-         !detail::TensorDict<std::remove_cvref_t<D>>) void all_reduce_dict(D&&, Rest&&...) {
-  static_assert(detail::kNever<D>,
-                "lockstep: all_reduce_dict takes a std::map or std::unordered_map from std::string "
-                "to a number or a std::vector of numbers");
 }
 
 /// dict[key] <- reduction of every rank's dict[key], on all ranks, in one all_reduce.

@@ -4,8 +4,8 @@
 #include <concepts>
 #include <ranges>
 #include <span>
-#include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include <lockstep/group.hpp>
 #include <lockstep/types.hpp>
@@ -31,15 +31,6 @@ concept TensorLike = requires(const T& t) {
   t.scalar_type();
   t.sizes();
   t.is_contiguous();
-};
-
-template <class T>
-struct LeafOf {
-  using Type = T;
-};
-template <std::ranges::range T>
-requires(!TensorLike<T> && !std::same_as<std::ranges::range_value_t<T>, T>) struct LeafOf<T> {
-  using Type = typename LeafOf<std::ranges::range_value_t<T>>::Type;
 };
 
 /// True for types that have overloads of the same names in another header, by const reference:
@@ -79,42 +70,26 @@ consteval void check_data() {
   } else if constexpr (std::is_pointer_v<D>) {
     static_assert(kNever<R>, "lockstep: a pointer has no length: pass std::span(pointer, count)");
   } else if constexpr (std::is_arithmetic_v<D>) {
-    static_assert(kWrites,
+    static_assert(kNever<R>,
                   "lockstep: a single number is not a range: pass std::span(&value, 1) or a "
-                  "std::array");
-    static_assert(!kWrites,
-                  "lockstep: a single number is not a range: pass std::span(&value, 1); to reduce "
-                  "it, use value = all_reduce_value(value)");
-  } else if constexpr (std::same_as<D, Group> || std::same_as<D, ReduceOp>) {
-    static_assert(
-        kNever<R>,
-        "lockstep: the data is the first argument, then those of the operation, then the group");
-  } else if constexpr (!std::ranges::range<D>) {
-    static_assert(kNever<R>,
-                  "lockstep: pass contiguous numbers (std::vector, std::array, std::span); for one "
-                  "object of any type use all_gather_object or broadcast_object");
-  } else if constexpr (TensorLike<typename LeafOf<D>::Type>) {
-    static_assert(kNever<R>,
-                  "lockstep: containers of tensors are not supported here: include "
-                  "<lockstep/nn.hpp> and call the function of the same name in lockstep::nn");
-  } else if constexpr (std::same_as<std::ranges::range_value_t<D>, bool> &&
-                       !std::ranges::contiguous_range<D>) {
+                  "std::array; to reduce it, use value = all_reduce_value(value)");
+  } else if constexpr (std::same_as<D, std::vector<bool>>) {
     static_assert(kNever<R>,
                   "lockstep: std::vector<bool> packs its elements into bits: use std::array<bool, "
                   "N>, or a std::vector of std::uint8_t");
-  } else if constexpr (!Arithmetic<std::ranges::range_value_t<D>>) {
+  } else if constexpr (!std::ranges::contiguous_range<D>) {
     static_assert(kNever<R>,
-                  "lockstep: elements are bool, integers of 8 to 64 bits, Float16, BFloat16, float "
-                  "or double; for other types use all_gather_object, broadcast_object or "
-                  "collect_results");
+                  "lockstep: pass contiguous numbers (std::vector, std::array, std::span); for one "
+                  "object of any type use all_gather_object or broadcast_object");
   } else if constexpr (!ArithmeticRange<D>) {
     static_assert(kNever<R>,
-                  "lockstep: the elements must be contiguous: copy them to a std::vector");
-  } else if constexpr (kWrites && std::is_const_v<ElementOf<R>>) {
-    static_assert(kNever<R>, "lockstep: the result is written here, so it cannot be const");
-  } else if constexpr (kWrites && kIsTemporary && !std::ranges::borrowed_range<D>) {
+                  "lockstep: elements are bool, integers of 8 to 64 bits, Float16, BFloat16, float "
+                  "or double; tensors are for the functions of <lockstep/nn.hpp>, other types for "
+                  "all_gather_object, broadcast_object and collect_results");
+  } else if constexpr (kWrites && (std::is_const_v<ElementOf<R>> ||
+                                   (kIsTemporary && !std::ranges::borrowed_range<D>))) {
     static_assert(kNever<R>,
-                  "lockstep: the result would be lost with the temporary: pass a named object");
+                  "lockstep: the result is written here: pass a named object that is not const");
   } else if constexpr (kUse == Use::read_later && kIsTemporary && !std::ranges::borrowed_range<D>) {
     static_assert(kNever<R>,
                   "lockstep: an asynchronous call reads the data until Work::wait returns, but the "
@@ -122,55 +97,17 @@ consteval void check_data() {
   }
 }
 
-/// The same check for the value of all_reduce_value.
-template <class T>
-consteval void check_value() {
-  if constexpr (TensorLike<T>) {
-    static_assert(kNever<T>,
-                  "lockstep: tensors are not supported here: include <lockstep/nn.hpp> and call "
-                  "lockstep::nn::all_reduce");
-  } else if constexpr (std::ranges::range<T>) {
-    static_assert(kNever<T>,
-                  "lockstep: all_reduce_value takes one number: for several use all_reduce, which "
-                  "reduces them in place");
-  } else if constexpr (!Arithmetic<T>) {
-    static_assert(kNever<T>,
-                  "lockstep: a value is a bool, an integer of 8 to 64 bits, Float16, BFloat16, "
-                  "float or double; static_cast to one of them");
-  }
-}
-
 /// A type given in place of a ReduceOp.
 template <class T>
 concept NoReduceOp = !std::convertible_to<T, ReduceOp>;
 
-template <class First, class Second>
+template <class First, NoReduceOp Second>
 consteval void explain_second() {
-  using S = std::remove_cvref_t<Second>;
-  if constexpr (std::is_pointer_v<std::decay_t<First>> && std::is_integral_v<S>) {
-    static_assert(kNever<Second>,
-                  "lockstep: a pointer and a size are one argument: std::span(pointer, size)");
-  } else if constexpr (std::same_as<S, Group>) {
-    static_assert(kNever<Second>,
-                  "lockstep: the reduction comes before the group: (data, ReduceOp::sum, group)");
-  } else if constexpr (std::convertible_to<Second, std::string_view>) {
-    static_assert(
-        kNever<Second>,
-        "lockstep: the reduction is a ReduceOp: use ReduceOp::sum, or parse_reduce_op for "
-        "text");
-  } else if constexpr (std::convertible_to<Second, Timeout>) {
-    static_assert(
-        kNever<Second>,
-        "lockstep: the timeout comes after the group: (data, ReduceOp::sum, group, timeout)");
-  } else if constexpr (std::ranges::range<S>) {
-    static_assert(kNever<Second>,
-                  "lockstep: this function has no separate output, it reduces its first argument "
-                  "in place: copy the input to the output first");
-  } else {
-    static_assert(kNever<Second>,
-                  "lockstep: the second argument is a ReduceOp: sum, product, min, max, band, bor, "
-                  "bxor or mean");
-  }
+  static_assert(
+      kNever<Second>,
+      "lockstep: the arguments are (data, op, group, timeout): data is one range, such as "
+      "std::span(pointer, size), which is reduced in place, and op is a ReduceOp, such as "
+      "ReduceOp::sum or parse_reduce_op(text)");
 }
 
 }  // namespace detail
