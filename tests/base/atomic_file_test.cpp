@@ -15,10 +15,23 @@
 #include <string>
 #include <system_error>
 
+#include "support/expect.hpp"
+
 namespace lockstep::base {
 namespace {
 
 namespace fs = std::filesystem;
+
+/// The errno value of the std::system_error that `f` throws; 0: none.
+template <class F>
+int error_of(F f) {
+  try {
+    f();
+  } catch (const std::system_error& error) {
+    return error.code().value();
+  }
+  return 0;
+}
 
 class AtomicFileTest : public testing::Test {
  protected:
@@ -107,12 +120,7 @@ TEST_F(AtomicFileTest, non_regular_file_is_not_replaced) {
   ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
   fs::create_symlink(path("fifo"), path("link"));
   for (const char* name : {"fifo", "link"}) {
-    try {
-      save_as(name);
-      ADD_FAILURE() << name << " is replaced";
-    } catch (const std::system_error& error) {
-      EXPECT_EQ(error.code().value(), ENOTSUP) << error.what();
-    }
+    EXPECT_EQ(error_of([&] { save_as(name); }), ENOTSUP) << name;
   }
   EXPECT_TRUE(fs::is_fifo(path("fifo")));
   EXPECT_TRUE(fs::is_symlink(path("link")));
@@ -158,23 +166,13 @@ TEST_F(AtomicFileTest, a_symbolic_link_is_kept_and_its_target_replaced) {
   EXPECT_EQ(n_files(), 3) << "nothing is left beside the links";
   EXPECT_TRUE(fs::is_empty(path("runs")));
   fs::create_symlink("loop", path("loop"));
-  try {
-    save_as("loop");
-    ADD_FAILURE() << "no error";
-  } catch (const std::system_error& error) {
-    EXPECT_EQ(error.code().value(), ELOOP) << error.what();
-  }
+  EXPECT_EQ(error_of([&] { save_as("loop"); }), ELOOP);
 }
 
 TEST_F(AtomicFileTest, a_path_with_a_nul_is_refused) {
   std::string cut = path("result");
   cut += '\0';
-  try {
-    AtomicFile file(cut + "more", /*mode=*/0600);
-    ADD_FAILURE() << "no error";
-  } catch (const std::system_error& error) {
-    EXPECT_EQ(error.code().value(), EINVAL) << error.what();
-  }
+  EXPECT_EQ(error_of([&] { AtomicFile file(cut + "more", /*mode=*/0600); }), EINVAL);
   EXPECT_THROW(read_regular_file(cut), std::system_error);
   EXPECT_EQ(n_files(), 0);
 }
@@ -185,13 +183,8 @@ TEST_F(AtomicFileTest, only_a_regular_file_is_read) {
   ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
   fs::create_directory(path("folder"));
   for (const char* name : {"fifo", "folder"}) {
-    try {
-      read_regular_file(path(name));
-      ADD_FAILURE() << "no error: " << name;
-    } catch (const std::system_error& error) {
-      EXPECT_NE(std::string(error.what()).find("not a regular file"), std::string::npos)
-          << error.what();
-    }
+    test::expect_contains(test::thrown<std::system_error>([&] { read_regular_file(path(name)); }),
+                          "not a regular file");
   }
   EXPECT_THROW(read_regular_file(path("none")), std::system_error);
 }

@@ -15,6 +15,7 @@ namespace lockstep::detail {
 namespace {
 
 using nlohmann::json;
+using test::expect_contains;
 
 struct Empty {
   friend bool operator==(const Empty&, const Empty&) = default;
@@ -150,7 +151,7 @@ TEST(CodecTest, a_size_of_more_than_the_bytes_left) {
   const std::uint64_t size = std::uint64_t{1} << 40U;
   std::memcpy(bytes.data(), &size, sizeof size);
   std::vector<int> back;
-  EXPECT_CONTAINS(test::thrown<std::runtime_error>([&] { decode(bytes.span(), back); }),
+  expect_contains(test::thrown<std::runtime_error>([&] { decode(bytes.span(), back); }),
                   "a container claims 1099511627776 elements");
   EXPECT_EQ(back.capacity(), 0U);
 }
@@ -162,7 +163,7 @@ TEST(CodecTest, nesting_has_a_limit_on_both_sides) {
     parent.children.push_back(std::move(deep));
     deep = std::move(parent);
   }
-  EXPECT_CONTAINS(test::thrown<UsageError>([&] { encoded(deep); }), "nests deeper than 2000");
+  expect_contains(test::thrown<UsageError>([&] { encoded(deep); }), "nests deeper than 2000");
 
   Bytes bytes;  // [[[[...
   for (int i = 0; i < 1'000'000; ++i) {
@@ -171,7 +172,7 @@ TEST(CodecTest, nesting_has_a_limit_on_both_sides) {
     bytes.append(&one, sizeof one);
   }
   json value;
-  EXPECT_CONTAINS(test::thrown<std::runtime_error>([&] { decode(bytes.span(), value); }),
+  expect_contains(test::thrown<std::runtime_error>([&] { decode(bytes.span(), value); }),
                   "nests deeper than 2000");
   Tree tree;
   EXPECT_THROW(decode(bytes.span().subspan(1), tree), std::exception);
@@ -189,18 +190,18 @@ TEST(CodecTest, every_flaw_of_a_message_is_found) {
   EXPECT_EQ(defect_of(header, bytes.span()), "");
   for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
     bytes.data()[bit / 8] ^= std::byte{1} << (bit % 8);
-    EXPECT_CONTAINS(defect_of(header, bytes.span()), "checksum");
+    expect_contains(defect_of(header, bytes.span()), "checksum");
     bytes.data()[bit / 8] ^= std::byte{1} << (bit % 8);
   }
   for (std::size_t n = 0; n < bytes.size(); ++n) {
-    EXPECT_CONTAINS(defect_of(header, bytes.span().first(n)), "bytes where its header says");
+    expect_contains(defect_of(header, bytes.span().first(n)), "bytes where its header says");
   }
   MessageHeader other = header;
   other.magic = 1;
-  EXPECT_CONTAINS(defect_of(other, bytes.span()), "is not a serialised object");
+  expect_contains(defect_of(other, bytes.span()), "is not a serialised object");
   other = header;
   other.version = 9;
-  EXPECT_CONTAINS(defect_of(other, bytes.span()), "version 9");
+  expect_contains(defect_of(other, bytes.span()), "version 9");
 }
 
 TEST(CodecTest, fingerprints_tell_types_apart) {

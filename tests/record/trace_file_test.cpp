@@ -287,19 +287,13 @@ TEST_F(TraceTest, every_chunk_is_mapped_when_it_gets_room) {
 }
 
 TEST_F(TraceTest, a_folder_that_is_not_there_and_a_limit_are_errors) {
-  const auto error_of_a_rank = [] {
-    try {
-      run_ranks(1, [](int) { ADD_FAILURE() << "the rank began"; });
-    } catch (const SystemError& error) {
-      return std::string(error.what());
-    }
-    return std::string();
-  };
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
   const rlimit small{.rlim_cur = 1 << 20U, .rlim_max = before.rlim_max};
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
-  test::expect_contains(error_of_a_rank(), "ulimit -f");
+  test::expect_contains(test::thrown<SystemError>(
+                            [] { run_ranks(1, [](int) { ADD_FAILURE() << "the rank began"; }); }),
+                        "ulimit -f");
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
   EXPECT_TRUE(fs::is_empty(path_));
   ::setenv("LOCKSTEP_TRACE", "/nonexistent", 1);

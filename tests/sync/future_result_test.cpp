@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "support/expect.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep {
@@ -42,7 +43,7 @@ TEST(FutureResultTest, second_put_is_an_error_until_the_first_is_taken) {
     FAIL() << "the second put passed";
   } catch (const UsageError& error) {
     EXPECT_EQ(static_cast<int>(error.context().where.line()), line);
-    EXPECT_NE(std::string(error.what()).find("second put"), std::string::npos) << error.what();
+    test::expect_contains(error.what(), "second put");
   }
   EXPECT_EQ(result.get(), 1);
   result.put(3);
@@ -52,12 +53,7 @@ TEST(FutureResultTest, second_put_is_an_error_until_the_first_is_taken) {
 TEST(FutureResultTest, get_times_out) {
   FutureResult<int> result;
   const auto start = std::chrono::steady_clock::now();
-  try {
-    result.get(20ms);
-    FAIL() << "got a value that was never put";
-  } catch (const TimeoutError& error) {
-    EXPECT_NE(std::string(error.what()).find("20 ms"), std::string::npos) << error.what();
-  }
+  test::expect_contains(test::thrown<TimeoutError>([&] { result.get(20ms); }), "20 ms");
   EXPECT_GE(std::chrono::steady_clock::now() - start, 20ms);
   EXPECT_THROW(result.get(0ms), TimeoutError);
   result.put(4);  // too late for that get, in time for the next

@@ -14,12 +14,15 @@
 #include <thread>
 #include <vector>
 
+#include "support/expect.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep {
 namespace {
 
 using namespace std::chrono_literals;
+using test::expect_contains;
+using test::thrown;
 using ::testing::Test;
 
 using Master = SyncMaster<int, int>;
@@ -35,23 +38,6 @@ Replies sum_for_each(Messages messages) {
   for (const auto& [id, message] : messages) replies.push_back({id, 100 * sum + id});
   return replies;
 }
-
-// The text of the E that `f` must throw.
-template <class E, class F>
-std::string text_of(F f) {
-  try {
-    f();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "another error: " << error.what();
-    return {};
-  }
-  ADD_FAILURE() << "no error";
-  return {};
-}
-
-#define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
 TEST(SyncMasterTest, master_comes_first_and_replies_go_by_id) {
   std::vector<int> seen;
@@ -144,12 +130,12 @@ TEST(SyncMasterTest, stale_pipes_are_reported) {
   std::atomic<pid_t> tid{0};
   std::jthread waiting([&] {
     tid = ::gettid();
-    EXPECT_HAS(text_of<PeerLost>([&] { early.run_slave(1); }), "new registration");
+    expect_contains(thrown<PeerLost>([&] { early.run_slave(1); }), "new registration");
   });
   EXPECT_TRUE(test::wait_until_asleep(tid));
   auto late = master.register_slave(2);
   waiting.join();
-  EXPECT_HAS(text_of<PeerLost>([&] { early.run_slave(1); }), "new registration");
+  expect_contains(thrown<PeerLost>([&] { early.run_slave(1); }), "new registration");
   early = Pipe();  // its leaving is nothing to the new registration
   std::jthread slave([&] { EXPECT_EQ(late.run_slave(1), 202); });
   EXPECT_EQ(master.run_master(1), 200);
@@ -175,13 +161,13 @@ TEST(SyncMasterTest, all_pipes_gone_before_a_round_starts_anew) {
 
 TEST(SyncMasterTest, bad_ids_are_rejected) {
   Master master(sum_for_each);
-  EXPECT_HAS(text_of<UsageError>([&] { master.register_slave(0); }), "got id 0");
-  EXPECT_HAS(text_of<UsageError>([&] { master.register_slave(-3); }), "got id -3");
+  expect_contains(thrown<UsageError>([&] { master.register_slave(0); }), "got id 0");
+  expect_contains(thrown<UsageError>([&] { master.register_slave(-3); }), "got id -3");
   auto pipe = master.register_slave(4);
-  const auto text = text_of<UsageError>([&] { master.register_slave(4); });
-  EXPECT_HAS(text, "id 4 is registered already");
-  EXPECT_HAS(text, "register_slave on group 'replicas' (rank 4");
-  EXPECT_HAS(text, "sync_master_test.cpp:");
+  const auto text = thrown<UsageError>([&] { master.register_slave(4); });
+  expect_contains(text, "id 4 is registered already");
+  expect_contains(text, "register_slave on group 'replicas' (rank 4");
+  expect_contains(text, "sync_master_test.cpp:");
   EXPECT_EQ(master.nr_slaves(), 1);
   std::jthread slave([&] { EXPECT_EQ(pipe.run_slave(1), 204); });
   EXPECT_EQ(master.run_master(1), 200);
@@ -191,14 +177,14 @@ TEST(SyncMasterTest, misuse_is_rejected) {
   EXPECT_THROW(Master(nullptr), UsageError);
   Pipe empty;
   EXPECT_EQ(empty.id(), -1);
-  EXPECT_HAS(text_of<UsageError>([&] { empty.run_slave(1); }), "empty");
+  expect_contains(thrown<UsageError>([&] { empty.run_slave(1); }), "empty");
   EXPECT_THROW(empty.fail(std::make_exception_ptr(1)), UsageError);
 
   Master* self = nullptr;
   Master master([&](Messages messages) {
-    EXPECT_HAS(text_of<UsageError>([&] { self->run_master(1); }), "another thread");
-    EXPECT_HAS(text_of<UsageError>([&] { self->register_slave(1); }), "under way");
-    EXPECT_HAS(text_of<UsageError>([&] { self->clear_slaves(); }), "under way");
+    expect_contains(thrown<UsageError>([&] { self->run_master(1); }), "another thread");
+    expect_contains(thrown<UsageError>([&] { self->register_slave(1); }), "under way");
+    expect_contains(thrown<UsageError>([&] { self->clear_slaves(); }), "under way");
     return sum_for_each(messages);
   });
   self = &master;
@@ -208,7 +194,7 @@ TEST(SyncMasterTest, misuse_is_rejected) {
 TEST(SyncMasterTest, one_pipe_serves_one_thread_at_a_time) {
   Pipe pipe;
   Master master([&](Messages messages) {
-    EXPECT_HAS(text_of<UsageError>([&] { pipe.run_slave(1); }), "another thread");
+    expect_contains(thrown<UsageError>([&] { pipe.run_slave(1); }), "another thread");
     return sum_for_each(messages);
   });
   pipe = master.register_slave(1);
@@ -233,10 +219,12 @@ class FaultTest : public Test {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       slaves.emplace_back([&, i] {
         tids_.at(static_cast<std::size_t>(ids[i])) = ::gettid();
-        texts[i + 1] = text_of<E>([&] { pipe(ids[i]).run_slave(1); });
+        texts[i + 1] = thrown<E>([&] { pipe(ids[i]).run_slave(1); });
       });
     }
-    texts[0] = text_of<E>([&] { master_.run_master(1, master_timeout); });
+    texts[0] = thrown<E>([&] { master_.run_master(1, master_timeout); });
+    slaves.clear();
+    for (const auto& text : texts) expect_contains(text, "on group 'replicas'");
     return texts;
   }
 
@@ -260,12 +248,13 @@ TEST_F(FaultTest, callback_that_throws) {
   std::vector<std::jthread> slaves;
   for (int id = 1; id <= 3; ++id) {
     slaves.emplace_back([&, id] {
-      const auto text = text_of<PeerFailed>([&] { pipe(id).run_slave(1); });
-      EXPECT_HAS(text, "callback threw: channel 9");
-      EXPECT_HAS(text, "run_slave on group 'replicas' (rank " + std::to_string(id) + ", call #1)");
+      const auto text = thrown<PeerFailed>([&] { pipe(id).run_slave(1); });
+      expect_contains(text, "callback threw: channel 9");
+      expect_contains(text,
+                      "run_slave on group 'replicas' (rank " + std::to_string(id) + ", call #1)");
     });
   }
-  EXPECT_EQ(text_of<std::out_of_range>([&] { master_.run_master(1); }), "channel 9");
+  EXPECT_EQ(thrown<std::out_of_range>([&] { master_.run_master(1); }), "channel 9");
   slaves.clear();
   callback_ = sum_for_each;
   good_round({1, 2, 3});
@@ -283,7 +272,7 @@ TEST_F(FaultTest, callback_throws_non_std_exception) {
 TEST_F(FaultTest, callback_with_wrong_ids) {
   const auto expect_everywhere = [&](Replies replies, const std::string& part) {
     callback_ = [&](Messages) { return replies; };
-    for (const auto& text : failing_round<UsageError>({1, 2, 3})) EXPECT_HAS(text, part);
+    for (const auto& text : failing_round<UsageError>({1, 2, 3})) expect_contains(text, part);
   };
   expect_everywhere({}, "no reply for 0, 1, 2, 3;");
   expect_everywhere({{0, 1}, {2, 1}, {1, 1}}, "wrong ids: no reply for 3; return");
@@ -306,7 +295,7 @@ TEST_F(FaultTest, slave_that_fails) {
     pipe(2).fail(std::make_exception_ptr(std::runtime_error("bad sample 17")));
   });
   for (const auto& text : failing_round<PeerFailed>({1, 3})) {
-    EXPECT_HAS(text, "slave 2 failed: bad sample 17");
+    expect_contains(text, "slave 2 failed: bad sample 17");
   }
   failing.join();
   good_round({1, 2, 3});
@@ -315,7 +304,7 @@ TEST_F(FaultTest, slave_that_fails) {
 TEST_F(FaultTest, slave_that_failed_before_the_others_came) {
   pipe(2).fail(std::make_exception_ptr(std::runtime_error("bad sample 17")));
   for (const auto& text : failing_round<PeerFailed>({1, 3})) {
-    EXPECT_HAS(text, "slave 2 failed: bad sample 17");
+    expect_contains(text, "slave 2 failed: bad sample 17");
   }
   good_round({1, 2, 3});
 }
@@ -324,8 +313,8 @@ TEST_F(FaultTest, master_that_fails) {
   std::vector<std::jthread> slaves;
   for (int id = 1; id <= 3; ++id) {
     slaves.emplace_back([&, id] {
-      EXPECT_HAS(text_of<PeerFailed>([&] { pipe(id).run_slave(1); }),
-                 "the master failed: no memory");
+      expect_contains(thrown<PeerFailed>([&] { pipe(id).run_slave(1); }),
+                      "the master failed: no memory");
     });
   }
   master_.fail(std::make_exception_ptr(std::runtime_error("no memory")));
@@ -340,7 +329,7 @@ TEST_F(FaultTest, slave_that_leaves_while_others_wait) {
       EXPECT_TRUE(test::wait_until_asleep(tids_.at(static_cast<std::size_t>(id))));
     pipe(2) = Pipe();
   });
-  for (const auto& text : failing_round<PeerLost>({1, 3})) EXPECT_HAS(text, "slave 2 left");
+  for (const auto& text : failing_round<PeerLost>({1, 3})) expect_contains(text, "slave 2 left");
   leaving.join();
   EXPECT_EQ(master_.nr_slaves(), 2);
   good_round({1, 3});
@@ -351,8 +340,8 @@ TEST_F(FaultTest, slaves_that_left_before_the_round) {
   pipe(1) = Pipe();
   EXPECT_EQ(master_.nr_slaves(), 1);
   for (const auto& text : failing_round<PeerLost>({3})) {
-    EXPECT_HAS(text, "slave 2 left");
-    EXPECT_HAS(text, "slave 1 left");
+    expect_contains(text, "slave 2 left");
+    expect_contains(text, "slave 1 left");
   }
   good_round({3});
 }
@@ -360,10 +349,10 @@ TEST_F(FaultTest, slaves_that_left_before_the_round) {
 TEST_F(FaultTest, slave_that_leaves_between_rounds) {
   good_round({1, 2, 3});
   pipe(3) = Pipe();
-  for (const auto& text : failing_round<PeerLost>({1, 2})) EXPECT_HAS(text, "slave 3 left");
+  for (const auto& text : failing_round<PeerLost>({1, 2})) expect_contains(text, "slave 3 left");
   good_round({1, 2});
   pipes_.clear();
-  EXPECT_HAS(text_of<PeerLost>([&] { master_.run_master(1); }), "slave 1 left");
+  expect_contains(thrown<PeerLost>([&] { master_.run_master(1); }), "slave 1 left");
   pipes_.push_back(master_.register_slave(1));
   good_round({1});
 }
@@ -377,8 +366,8 @@ TEST_F(FaultTest, slave_that_leaves_by_an_exception) {
     }
   });
   for (const auto& text : failing_round<PeerFailed>({1, 3})) {
-    EXPECT_HAS(text, "slave 2 left");
-    EXPECT_HAS(text, "exception");
+    expect_contains(text, "slave 2 left");
+    expect_contains(text, "exception");
   }
 }
 
@@ -387,25 +376,25 @@ TEST_F(FaultTest, missing_slaves_are_named_to_all) {
   pipe(2).fail(std::make_exception_ptr(std::runtime_error("x")));
   failing_round<PeerFailed>({1, 3});
   for (const auto& text : failing_round<TimeoutError>({1}, 50ms)) {
-    EXPECT_HAS(text, "call #3)");
-    EXPECT_HAS(text, "slave 2 (its last call was #2)");
-    EXPECT_HAS(text, "slave 3 (its last call was #2)");
-    EXPECT_HAS(text, "50 ms of the master's call");
+    expect_contains(text, "call #3)");
+    expect_contains(text, "slave 2 (its last call was #2)");
+    expect_contains(text, "slave 3 (its last call was #2)");
+    expect_contains(text, "50 ms of the master's call");
   }
 }
 
 TEST_F(FaultTest, late_slave_gets_the_timeout_and_harms_no_later_round) {
-  EXPECT_HAS(failing_round<TimeoutError>({1, 3}, 30ms)[0], "missing within 30 ms");
+  expect_contains(failing_round<TimeoutError>({1, 3}, 30ms)[0], "missing within 30 ms");
   std::vector<std::jthread> others;  // wait in round 2 already
   for (const int id : {1, 3}) {
     others.emplace_back([&, id] { EXPECT_EQ(pipe(id).run_slave(1), 400 + id); });
   }
   std::jthread late([&, master = ::gettid()] {
     EXPECT_TRUE(test::wait_until_asleep(master));
-    const auto text = text_of<TimeoutError>([&] { pipe(2).run_slave(50); });
-    EXPECT_HAS(text, "call #1)");
-    EXPECT_HAS(text, "late");
-    EXPECT_HAS(text, "slave 2 (has not called yet)");
+    const auto text = thrown<TimeoutError>([&] { pipe(2).run_slave(50); });
+    expect_contains(text, "call #1)");
+    expect_contains(text, "late");
+    expect_contains(text, "slave 2 (has not called yet)");
     EXPECT_EQ(pipe(2).run_slave(1), 402);
   });
   EXPECT_EQ(master_.run_master(1), 400);
@@ -420,7 +409,7 @@ TEST_F(FaultTest, slave_that_is_several_rounds_late) {
   failing_round<TimeoutError>({1, 3}, 10ms);
   callback_ = sum_for_each;
   std::jthread late([&] {
-    EXPECT_HAS(text_of<TimeoutError>([&] { pipe(2).run_slave(1); }), "call #1)");
+    expect_contains(thrown<TimeoutError>([&] { pipe(2).run_slave(1); }), "call #1)");
     pipe(2).fail(std::make_exception_ptr(std::runtime_error("x")));  // its call of round 2
   });
   late.join();
@@ -428,10 +417,10 @@ TEST_F(FaultTest, slave_that_is_several_rounds_late) {
 }
 
 TEST_F(FaultTest, missing_master_is_named) {
-  const auto text = text_of<TimeoutError>([&] { pipe(1).run_slave(1, 20ms); });
-  EXPECT_HAS(text, "the master (has not called yet), slave 2 (has");
-  EXPECT_HAS(text, "20 ms of slave 1's call");
-  for (const auto& late : failing_round<TimeoutError>({2, 3})) EXPECT_HAS(late, "late");
+  const auto text = thrown<TimeoutError>([&] { pipe(1).run_slave(1, 20ms); });
+  expect_contains(text, "the master (has not called yet), slave 2 (has");
+  expect_contains(text, "20 ms of slave 1's call");
+  for (const auto& late : failing_round<TimeoutError>({2, 3})) expect_contains(late, "late");
   good_round({1, 2, 3});
 }
 
@@ -442,12 +431,12 @@ TEST_F(FaultTest, callback_slower_than_a_slave_waits) {
     return sum_for_each(messages);
   };
   std::jthread impatient([&] {
-    EXPECT_HAS(text_of<TimeoutError>([&] { pipe(2).run_slave(1, 500ms); }),
-               "callback did not return");
+    expect_contains(thrown<TimeoutError>([&] { pipe(2).run_slave(1, 500ms); }),
+                    "callback did not return");
     slave_gave_up.put(true);
   });
   for (const auto& text : failing_round<TimeoutError>({1, 3})) {
-    EXPECT_HAS(text, "500 ms of slave 2's call");
+    expect_contains(text, "500 ms of slave 2's call");
   }
   impatient.join();
   callback_ = sum_for_each;
@@ -461,20 +450,20 @@ TEST(SyncMasterTest, master_that_leaves) {
   std::atomic<pid_t> tid{0};
   std::jthread slave([&] {
     tid = ::gettid();
-    EXPECT_HAS(text_of<PeerLost>([&] { waiting.run_slave(1); }), "the master left");
+    expect_contains(thrown<PeerLost>([&] { waiting.run_slave(1); }), "the master left");
   });
   EXPECT_TRUE(test::wait_until_asleep(tid));
   master.reset();
-  EXPECT_HAS(text_of<PeerLost>([&] { late.run_slave(1); }), "the master left");
-  EXPECT_HAS(text_of<PeerLost>([&] { late.run_slave(1); }), "the master left");
+  expect_contains(thrown<PeerLost>([&] { late.run_slave(1); }), "the master left");
+  expect_contains(thrown<PeerLost>([&] { late.run_slave(1); }), "the master left");
 }
 
 TEST(SyncMasterTest, options_give_the_default_deadline) {
   Master master(sum_for_each, {.timeout = 20ms});
   auto pipe = master.register_slave(1);
-  EXPECT_HAS(text_of<TimeoutError>([&] { master.run_master(1); }), "20 ms");
-  EXPECT_HAS(text_of<TimeoutError>([&] { pipe.run_slave(1); }), "late");
-  EXPECT_HAS(text_of<TimeoutError>([&] { pipe.run_slave(1); }), "20 ms");
+  expect_contains(thrown<TimeoutError>([&] { master.run_master(1); }), "20 ms");
+  expect_contains(thrown<TimeoutError>([&] { pipe.run_slave(1); }), "late");
+  expect_contains(thrown<TimeoutError>([&] { pipe.run_slave(1); }), "20 ms");
 }
 
 TEST(SyncMasterTest, deadline_never_waits_on) {
