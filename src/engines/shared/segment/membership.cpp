@@ -163,9 +163,12 @@ std::optional<Ending> Membership::ending_of(int world_rank, bool ask_system) con
     return peer.wait_status_plus_one.load(std::memory_order_acquire) != 0 ||
            peer.state.load(std::memory_order_acquire) != RankState::alive;
   };
-  for (int i = 0; i < 250 && segment_->header().has_launcher && !is_known(); ++i) {
+  const bool is_awaited = segment_->header().has_launcher && !is_launcher_late_;
+  for (int i = 0; i < 250 && is_awaited && !is_known(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  // One that is stopped delays the error once, however many ranks have died.
+  is_launcher_late_ = is_launcher_late_ || (is_awaited && !is_known());
   if (is_known()) return ending_of(world_rank, /*ask_system=*/false);
   note_ended(segment_->header(), peer, /*is_found=*/true);
   return Ending{.failed = false,

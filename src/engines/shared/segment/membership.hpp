@@ -149,6 +149,7 @@ class Membership {
   pid_t pid_;
   bool left_ = false;
   std::atomic<bool> has_regrouped_{false};
+  mutable std::atomic<bool> is_launcher_late_{false};  ///< with a rank's wait status
   mutable std::mutex mutex_;  // guards the next three: the rank's groups wait on several threads
   mutable std::vector<base::WatchedProcess> watched_;  // by world rank, after the first check
   mutable base::ReservedFd spare_;
