@@ -16,6 +16,7 @@
 #include <string>
 #include <utility>
 
+#include "engines/shared/bootstrap/shared_world.hpp"
 #include "nn/ddp/sharded_state.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/checkpoint_file.hpp"
@@ -58,11 +59,10 @@ struct ElasticState::Implementation {
   std::vector<TrainingPart> parts;
   ElasticOptions options;
   std::int64_t step = 0;
-  bool has_state = false;       ///< it has had the state of all ranks
-  bool is_running = false;      ///< in run_elastic
-  bool is_elastic = false;      ///< and a step may have to be repeated
-  bool is_replacement = false;  ///< it has joined a later generation
-  std::int64_t n_runs = 0;      ///< calls of run_elastic in this process, with this one
+  bool has_state = false;   ///< it has had the state of all ranks
+  bool is_running = false;  ///< in run_elastic
+  bool is_elastic = false;  ///< and a step may have to be repeated
+  std::int64_t n_runs = 0;  ///< calls of run_elastic in this process, with this one
   /// Of the parameters at the beginning of the present step: see sample_parameters.
   std::vector<std::byte> samples{};
 
@@ -135,10 +135,11 @@ struct ElasticState::Implementation {
       const at::Device device = parameter.device();
       if (device.is_cuda() && std::ranges::count(devices, device) == 0) devices.push_back(device);
     });
-    generators.clear();
-    for (const at::Device& device : devices) {
-      generators.push_back(
-          {.generator = at::globalContext().defaultGenerator(device), .state = {}});
+    generators.resize(devices.size());  // those that are there keep the states of the present step
+    for (std::size_t i = 0; i < devices.size(); ++i) {
+      if (generators[i].generator.defined()) continue;
+      generators[i].generator = at::globalContext().defaultGenerator(devices[i]);
+      generators[i].keep();
     }
   }
 
@@ -207,21 +208,20 @@ struct ElasticState::Implementation {
     for (KeptGenerator& generator : generators) generator.seed(seed);
   }
 
-  void check_others(const std::vector<std::array<std::int64_t, 5>>& all, std::int64_t newest,
+  void check_others(const std::vector<std::array<std::int64_t, 4>>& all, std::int64_t newest,
                     const Group& group, std::source_location where) const {
     if (!is_elastic) return;
-    const auto is_new = [](const auto& rank) { return rank[3] != 0; };
-    if (newest < 0 && std::ranges::all_of(all, is_new)) {
+    if (newest < 0 && internal::session()->elastic()->has_earlier_steps()) {
       throw EngineError(context_of("run_elastic", group, where),
                         "all ranks that had the state are lost; restart from a checkpoint");
     }
     for (std::size_t r = 0; r < all.size(); ++r) {
-      if (all[r][4] == n_runs) continue;
+      if (all[r][3] == n_runs) continue;
       throw UsageError(context_of("run_elastic", group, where),
                        fmt::format("this rank is in its call #{} of run_elastic, and rank {} in "
                                    "call #{}: a replacement begins the program anew, so a program "
                                    "makes one call",
-                                   n_runs, r, all[r][4]));
+                                   n_runs, r, all[r][3]));
     }
   }
 
@@ -232,8 +232,7 @@ struct ElasticState::Implementation {
       if (parameter.grad().defined()) parameter.mutable_grad() = at::Tensor();
     });
     const bool has_changed = has_state && !options.snapshot && sample_parameters() != samples;
-    const std::array mine{has_state ? step : -1, step, std::int64_t{has_changed},
-                          std::int64_t{is_replacement}, n_runs};
+    const std::array mine{has_state ? step : -1, step, std::int64_t{has_changed}, n_runs};
     const auto all = all_gather_object(mine, group, {}, where);
     const std::int64_t newest = std::ranges::max(all)[0];
     const auto is_newest = [&](const auto& rank) { return rank[0] == newest; };
@@ -327,12 +326,19 @@ void run_elastic(ElasticState& state, const std::function<void()>& train,
   ElasticState::Implementation& mine = *state.implementation_;
   const internal::Session* const session = internal::session();
   if (session == nullptr || session->elastic() != nullptr) init_dist(options, where);
-  mine.is_running = true;
   mine.is_elastic = internal::session()->elastic() != nullptr;
+  const auto& segment = internal::session()->world().segment;
+  if (!mine.is_elastic && segment && shared::is_elastic(*segment)) {
+    throw UsageError(context_of("run_elastic", default_group(), where),
+                     fmt::format("`lockstep run --elastic` keeps a world of the shared engine "
+                                 "running, and this one is over {}: leave the backend out, or "
+                                 "--elastic",
+                                 default_group().backend()));
+  }
+  mine.is_running = true;
   if (mine.is_elastic) {
     static std::int64_t n_runs = 0;
     mine.n_runs = ++n_runs;
-    mine.is_replacement = internal::session()->world().regrouped.generation > 0;
   }
   struct Ends {
     ElasticState::Implementation& mine;

@@ -42,6 +42,7 @@ std::unique_ptr<Job> Job::next_generation(int n_ranks) const {
   SegmentHeader& header = job->segment_->header();
   header.nonce = segment_->header().nonce;
   header.generation = generation() + 1;
+  header.has_earlier_steps = segment_->header().has_earlier_steps || has_completed_step();
   for (int r = 0; r < n_ranks; ++r) {
     internal::FlightRecord& flight = job->segment_->rank(r).flight;
     flight.job = segment_->rank(0).flight.job;

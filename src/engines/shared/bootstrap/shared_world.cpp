@@ -78,6 +78,8 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable) {
   return segment;
 }
 
+bool is_elastic(std::string_view variable) { return inherit_world(variable)->header().is_elastic; }
+
 namespace {
 
 /// As which rank this process has joined the segment's world. `rank`: what it was started as, which
@@ -175,6 +177,8 @@ bool Elastic::replacements_wait() const noexcept {
 void Elastic::count_step() const noexcept {
   segment_->header().n_steps.fetch_add(1, std::memory_order_relaxed);
 }
+
+bool Elastic::has_earlier_steps() const noexcept { return segment_->header().has_earlier_steps; }
 
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept {
   mark_ended(segment, rank, failure);

@@ -21,6 +21,9 @@ std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment,
 
 /// The segment that LOCKSTEP_SEGMENT names. Throws UsageError, SystemError.
 std::shared_ptr<Segment> inherit_world(std::string_view variable);
+/// Whether `lockstep run --elastic` has made the world that LOCKSTEP_SEGMENT names. Throws as
+/// inherit_world.
+bool is_elastic(std::string_view variable);
 
 /// The world that this process joins now, and as which rank.
 struct CurrentWorld {
@@ -61,6 +64,8 @@ class Elastic {
   bool replacements_wait() const noexcept;
   /// Tells the launcher that this rank has completed a step.
   void count_step() const noexcept;
+  /// Whether an earlier generation has completed a step: a rank without its result lacks the state.
+  bool has_earlier_steps() const noexcept;
 
  private:
   std::shared_ptr<Segment> segment_;

@@ -75,6 +75,7 @@ struct alignas(kLine) SegmentHeader {
   std::atomic<std::uint32_t> n_waiting;  ///< processes that join the next generation
   std::atomic<std::uint64_t> n_steps;    ///< that its ranks have completed
   std::atomic<std::uint32_t> n_ended;    ///< see note_ended
+  bool has_earlier_steps;                ///< an earlier generation has completed one
   std::array<char, 512> ending;          ///< why it is over; complete before is_over is set
   /// Released ranges: see free_ranges.hpp.
   alignas(kLine) std::array<std::atomic<std::uint64_t>, kFreeRanges> free_ranges;
