@@ -54,6 +54,11 @@ def count_step() -> None:
     before a replacement, doubled each time, begins anew. Does nothing if not elastic.
     """
 
+def finish_elastic() -> None:
+    """Tells the launcher that this rank has done its part, which all ranks have completed: for run_elastic, after
+    its last barrier. The launcher no longer waits for this rank when others are lost. Does nothing if not elastic.
+    """
+
 def is_elastic() -> bool:
     """Whether `lockstep run --elastic` has started this rank, and it has joined the world: then regroup() goes on after a loss."""
 

@@ -68,7 +68,9 @@ JoinedEngine join_shared(internal::World& world, const Call& barrier) {
     world.regrouped.joined = std::move(current.next.joined);
   }
   auto joined = with_recorder(shared::join_world(current.segment, world.rank, barrier));
-  if (world.is_elastic) joined.elastic = std::make_shared<shared::Elastic>(current.segment);
+  if (world.is_elastic) {
+    joined.elastic = std::make_shared<shared::Elastic>(current.segment, world.rank);
+  }
   return joined;
 }
 

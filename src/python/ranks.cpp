@@ -15,6 +15,7 @@
 #include "python/interrupts.hpp"
 #include "python/str.hpp"
 #include "python/where.hpp"
+#include "world/session.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -210,6 +211,11 @@ void define_ranks(nb::module_& module) {
       "If three generations in a row end by a loss or an error before a step was completed, the "
       "job ends; and the delay\nbefore a replacement, doubled each time, begins anew. Does "
       "nothing if not elastic.");
+  module.def(
+      "finish_elastic", &internal::finish_elastic,
+      "Tells the launcher that this rank has done its part, which all ranks have completed: for "
+      "run_elastic, after\nits last barrier. The launcher no longer waits for this rank when "
+      "others are lost. Does nothing if not elastic.");
   module.def("is_elastic", &is_elastic,
              "Whether `lockstep run --elastic` has started this rank, and it has joined the world: "
              "then regroup() goes on after a loss.");

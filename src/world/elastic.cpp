@@ -62,6 +62,10 @@ void count_step() noexcept {
   if (const auto elastic = internal::elastic()) elastic->count_step();
 }
 
+void internal::finish_elastic() noexcept {
+  if (const auto elastic = internal::elastic()) elastic->finish();
+}
+
 bool is_elastic() noexcept { return internal::elastic() != nullptr; }
 
 bool replacements_wait() noexcept {

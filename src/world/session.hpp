@@ -108,6 +108,8 @@ std::shared_ptr<const shared::Elastic> elastic() noexcept;
 /// Of the calling thread's rank; null if it is not traced. Threads: any, also while another one
 /// leaves the world.
 std::shared_ptr<Trace> trace() noexcept;
+/// shared::Elastic::finish, of the process's world; nothing if that is not elastic.
+void finish_elastic() noexcept;
 /// Whether a regroup() failed, after which this process is in no world and not alone either; until
 /// it joins one, or calls destroy_dist.
 std::atomic<bool>& has_failed_regroup() noexcept;

@@ -120,6 +120,10 @@ bool Job::has_left(int rank) const noexcept {
   return segment_->rank(rank).state.load(std::memory_order_acquire) == RankState::left;
 }
 
+bool Job::has_finished(int rank) const noexcept {
+  return segment_->rank(rank).has_finished.load(std::memory_order_relaxed);
+}
+
 bool Job::has_rank_left() const noexcept {
   for (int r = 0; r < n_ranks_; ++r) {
     const RankState state = segment_->rank(r).state.load(std::memory_order_acquire);

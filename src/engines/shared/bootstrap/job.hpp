@@ -53,6 +53,8 @@ class Job {
   bool has_joined_rank() const noexcept;
   /// Whether the rank has joined and left, without an exception.
   bool has_left(int rank) const noexcept;
+  /// Whether the rank has done its part: see Elastic::finish.
+  bool has_finished(int rank) const noexcept;
   /// Whether a rank has joined and left, or failed.
   bool has_rank_left() const noexcept;
   /// The rank that `failed_rank` waited for, and that had left: it left the world without a failed

@@ -180,6 +180,10 @@ void Elastic::count_step() const noexcept {
 
 bool Elastic::has_earlier_steps() const noexcept { return segment_->header().has_earlier_steps; }
 
+void Elastic::finish() const noexcept {
+  segment_->rank(rank_).has_finished.store(true, std::memory_order_relaxed);
+}
+
 void declare_failed(Segment& segment, int rank, std::string_view failure) noexcept {
   mark_ended(segment, rank, failure);
 }

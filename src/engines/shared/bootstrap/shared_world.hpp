@@ -55,7 +55,7 @@ std::unique_ptr<HostEngine> bootstrap_world(
 /// any.
 class Elastic {
  public:
-  explicit Elastic(std::shared_ptr<Segment> segment) : segment_(std::move(segment)) {}
+  Elastic(std::shared_ptr<Segment> segment, int rank) : segment_(std::move(segment)), rank_(rank) {}
   /// Whether the launcher has ended the generation.
   bool is_over() const noexcept;
   /// Throws PeerLost if it has, for a wait that is not one of the world's engine.
@@ -66,9 +66,14 @@ class Elastic {
   void count_step() const noexcept;
   /// Whether an earlier generation has completed a step: a rank without its result lacks the state.
   bool has_earlier_steps() const noexcept;
+  /// Tells the launcher that this rank has done its part, which all ranks have completed: call it
+  /// after the last barrier. From then on the launcher does not wait for it when others are lost,
+  /// and does not replace it; it may still join a next generation (init_dist after destroy_dist).
+  void finish() const noexcept;
 
  private:
   std::shared_ptr<Segment> segment_;
+  int rank_;
 };
 
 /// Records why a rank will never join.

@@ -42,6 +42,7 @@ struct alignas(kLine) RankBlock {
   std::atomic<std::int32_t> wait_status_plus_one;
   /// The order in which ranks end: see note_ended. 0: the rank runs, or nobody has noticed its end.
   std::atomic<std::uint32_t> ended_as;
+  std::atomic<bool> has_finished;  ///< see Elastic::finish
   std::atomic<std::int32_t> cpu_quota;
   std::atomic<bool> receives_fences;  ///< see base/membarrier.hpp
   std::array<std::atomic<std::uint64_t>, std::tuple_size_v<base::CpuMask>> cpus;
