@@ -25,7 +25,7 @@ bool train(State& state, bool is_first_generation) {
     // The state changes after the step's last collective operation: a repeated step starts from the
     // old one.
     state = {state.first + 1, state.second + sum};
-    lockstep::count_step();
+    lockstep::step_done();
     const int waits = lockstep::replacements_wait() ? 1 : 0;
     if (lockstep::all_reduce_value(waits, lockstep::ReduceOp::max) != 0) return false;
   }

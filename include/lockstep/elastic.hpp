@@ -52,7 +52,8 @@ Regrouped regroup(Timeout timeout = {},
 /// in a row end by a loss or an error before a step was completed, the job ends, because the next
 /// one would fail as they did; and the delay before a replacement, doubled each time, begins anew.
 /// Does nothing if not elastic. Threads: any.
-void count_step() noexcept;
+void step_done() noexcept;
+[[deprecated("use step_done")]] inline void count_step() noexcept { step_done(); }
 
 /// Whether a launcher keeps this world running: `lockstep run --elastic` has started this rank, and
 /// it has joined the world. Then regroup() goes on after a loss.

@@ -158,7 +158,7 @@ ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
   const bool has_failed = has_lost_rank_ || n_waiting() == 0;
   if (has_failed && !has_completed_step_ && ++n_without_step_ >= kGenerationsWithoutStep) {
     actions.give_up =
-        fmt::format("{} generations in a row ended before they completed a step (count_step())",
+        fmt::format("{} generations in a row ended before they completed a step (step_done())",
                     n_without_step_);
     return actions;
   }

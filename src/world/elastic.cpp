@@ -40,7 +40,7 @@ Regrouped regroup(Timeout timeout, std::source_location where) {
     try {
       world_group.barrier(limit, where);
       // All agree to leave a generation that has not failed.
-      session->elastic()->count_step();
+      session->elastic()->step_done();
     } catch (const PeerLost&) {
     } catch (const PeerFailed&) {
     } catch (const TimeoutError&) {
@@ -58,8 +58,8 @@ Regrouped regroup(Timeout timeout, std::source_location where) {
   return regrouped;
 }
 
-void count_step() noexcept {
-  if (const auto elastic = internal::elastic()) elastic->count_step();
+void step_done() noexcept {
+  if (const auto elastic = internal::elastic()) elastic->step_done();
 }
 
 void internal::finish_elastic() noexcept {

@@ -176,7 +176,7 @@ TEST(ElasticMembershipTest, generations_without_a_step_end_the_job) {
     launcher.ask(1);
     launcher.ask(0);
   }
-  EXPECT_EQ(why, "3 generations in a row ended before they completed a step (count_step())");
+  EXPECT_EQ(why, "3 generations in a row ended before they completed a step (step_done())");
 }
 
 TEST(ElasticMembershipTest, a_rank_that_finished_is_not_replaced) {

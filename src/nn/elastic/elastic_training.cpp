@@ -305,7 +305,7 @@ void ElasticState::step_done(std::source_location where) {
   if (mine.is_elastic) {
     const bool waits =
         all_reduce_value(replacements_wait() ? 1 : 0, ReduceOp::max, group, {}, where) != 0;
-    count_step();
+    lockstep::step_done();
     if (waits) throw ReplacementsWait();
   }
   mine.begin_step(group);

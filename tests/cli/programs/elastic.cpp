@@ -107,7 +107,7 @@ void steps(const std::string& mode, const std::string& places) {
       const int waits = lockstep::all_reduce_value(lockstep::replacements_wait() ? 1 : 0,
                                                    lockstep::ReduceOp::max);
       ++step;
-      lockstep::count_step();
+      lockstep::step_done();
       if (waits != 0) go_on(step, limit);
     } catch (const lockstep::PeerLost&) {
       go_on(step, limit);
@@ -226,7 +226,7 @@ int soak(std::size_t n_deaths, const char* file, bool may_stop) {
     try {
       const std::int64_t begin = now_ns();
       if (next == Next::regroup) join_next();
-      lockstep::count_step();  // of so many deaths, three may come before a step of the program
+      lockstep::step_done();  // of so many deaths, three may come before a step of the program
       if (next != Next::take_steps) {  // the same calls, whatever brought each rank here
         next = Next::regroup;
         const auto last = lockstep::all_reduce_value(begin, lockstep::ReduceOp::max);
@@ -239,7 +239,7 @@ int soak(std::size_t n_deaths, const char* file, bool may_stop) {
         int wish = lockstep::replacements_wait() ? let_in : none;
         if (survives && n_lost >= n_deaths) wish = end;
         wish = lockstep::all_reduce_value(wish, lockstep::ReduceOp::max);
-        lockstep::count_step();
+        lockstep::step_done();
         if (wish == let_in) next = Next::regroup;
         if (wish != none) break;
       }

@@ -174,7 +174,7 @@ bool Elastic::replacements_wait() const noexcept {
   return segment_->header().n_waiting.load(std::memory_order_relaxed) > 0;
 }
 
-void Elastic::count_step() const noexcept {
+void Elastic::step_done() const noexcept {
   segment_->header().n_steps.fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -63,7 +63,7 @@ class Elastic {
   /// Whether processes wait for the next one.
   bool replacements_wait() const noexcept;
   /// Tells the launcher that this rank has completed a step.
-  void count_step() const noexcept;
+  void step_done() const noexcept;
   /// Whether an earlier generation has completed a step: a rank without its result lacks the state.
   bool has_earlier_steps() const noexcept;
   /// Tells the launcher that this rank has done its part, which all ranks have completed: call it
