@@ -21,13 +21,13 @@ from ._core import (
     all_reduce,
     barrier,
     broadcast,
-    count_step,
     default_group,
     is_distributed,
     is_elastic,
     local_group,
     main_process_first,
     replacements_wait,
+    step_done,
     sync_random_seed,
 )
 from ._core import __version__ as __version__
@@ -37,6 +37,7 @@ from ._world import (
     DistInfo,
     LostRank,
     Regrouped,
+    count_step,
     destroy_dist,
     get_backend,
     get_dist_info,
@@ -97,6 +98,7 @@ __all__ = [
     "master_only",
     "regroup",
     "replacements_wait",
+    "step_done",
     "sync_random_seed",
 ]
 

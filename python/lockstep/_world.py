@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NamedTuple
@@ -82,6 +83,12 @@ def regroup(timeout: Timeout = None) -> Regrouped:
     with _default_sigint_handling():
         rank, size, generation, lost, joined = _core.regroup(timeout)
     return Regrouped(rank, size, generation, [LostRank(*each) for each in lost], joined)
+
+
+def count_step() -> None:
+    """The former name of step_done()."""
+    warnings.warn("lockstep.count_step is called lockstep.step_done", DeprecationWarning, stacklevel=2)
+    _core.step_done()
 
 
 class _Hooks:

@@ -24,7 +24,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _extension
 from ._core import Group
-from ._elastic import ElasticBatchSampler, ElasticState, run_elastic
+from ._elastic import run_elastic
+from ._elastic_sampler import ElasticBatchSampler
+from ._elastic_state import ElasticState
 from .errors import UsageError
 
 __all__ = [

@@ -206,7 +206,7 @@ void define_ranks(nb::module_& module) {
   module.def("destroy_dist", &destroy, "failure"_a);
   module.def("regroup", &regroup_here, "timeout"_a.none());
   module.def(
-      "count_step", &step_done,
+      "step_done", &step_done,
       "Tells the launcher that this rank has completed a step: call it after each.\n\n"
       "If three generations in a row end by a loss or an error before a step was completed, the "
       "job ends; and the delay\nbefore a replacement, doubled each time, begins anew. Does "
