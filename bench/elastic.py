@@ -2,12 +2,16 @@
 """Steps per second of a training that loses a rank again and again, of what it makes undisturbed.
 
 usage: elastic.py [--ranks N] [--seconds S] [--every S] [--json FILE]
+       elastic.py --losses N [--ranks N] [--limits]
 
 Three trainings, each for S seconds undisturbed and for S seconds in which every 15 seconds (--every) one of the ranks
 gets SIGKILL: lockstep-train and lockstep.nn.run_elastic under `lockstep run --elastic 1`, and the peer, the same network over
 Gloo under `torchrun --max-restarts`, which restarts all ranks from a checkpoint that is written every 10 seconds.
 The two in Python train one convnet with one global batch; the peer's BatchNorm is each rank's own, because torch has
 no SyncBatchNorm for CPUs. Steps count if they are not done again: the newest completed one counts.
+
+--losses: instead, the time from the death of a rank to the first right all_reduce of each other one, over N losses, by
+lockstep.regroup and by run_elastic, and its parts; --limits: fails where one is above what docs/howto/elastic.md promises.
 """
 
 import argparse
@@ -94,6 +98,150 @@ def train(mode, progress, checkpoint):
             saved = time.monotonic()
 
 
+# --- a rank of which others are lost --------------------------------------------------------------
+
+
+class Losses:
+    """When one of the full number of ranks has made some steps it ends; the others say when they go on."""
+
+    def __init__(self, log, n_losses):
+        self.file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self.n_losses, self.n_places, self.n_steps = int(n_losses), int(os.environ["WORLD_SIZE"]), 0
+        self.died, self.marks = None, []
+
+    def say(self, *what):
+        os.write(self.file, (" ".join(map(str, what)) + "\n").encode())
+
+    def mark(self, part):
+        self.marks.append((part, time.monotonic()))
+
+    def step(self, n_done, rank, n_ranks):
+        """After a right all_reduce. Returns whether the training is complete."""
+        if any(part == "lost" for part, _ in self.marks):
+            self.say("alive", *(f"{part}={at:.6f}" for part, at in [*self.marks, ("all_reduce", time.monotonic())]))
+        self.marks.clear()
+        self.n_steps += 1
+        if n_ranks == self.n_places and n_done % 7 == 0 and n_done // 7 % n_ranks == rank and self.n_steps > 3:
+            self.say("died", f"{time.monotonic():.6f}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.fstat(self.file).st_size > 0 and Path(f"/proc/self/fd/{self.file}").read_text().count("died") >= self.n_losses
+
+
+def go_on_by_hand(log, n_losses):
+    import numpy as np
+
+    import lockstep
+
+    losses = Losses(log, n_losses)
+    lockstep.init_dist()
+
+    def train(n_done):
+        n_done = max(lockstep.all_gather_object(n_done))
+        while True:
+            x = np.ones(1000)
+            lockstep.all_reduce(x)
+            assert (x == lockstep.get_world_size()).all()
+            n_done += 1
+            words = np.array([lockstep.replacements_wait(), losses.step(n_done, *lockstep.get_dist_info())], np.int32)
+            lockstep.all_reduce(words, "max")
+            lockstep.step_done()
+            if words.any():
+                return n_done, bool(words[1])
+
+    n_done, is_complete = 0, False
+    while not is_complete:
+        try:
+            n_done, is_complete = train(n_done)
+        except (lockstep.PeerLost, lockstep.PeerFailed, lockstep.TimeoutError):
+            losses.mark("lost")
+        if not is_complete:
+            lockstep.regroup()
+            losses.mark("regroup")
+
+
+def go_on_elastic(log, n_losses):
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    import lockstep.nn
+    from lockstep import _backend, _elastic
+
+    torch.set_num_threads(1)
+    losses = Losses(log, n_losses)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    state = lockstep.nn.ElasticState([model, optimizer])
+
+    def timed(module, name, part, before=None):
+        original = getattr(module, name)
+
+        def function(*arguments, **options):
+            if before and arguments[0]:  # a failure
+                losses.mark(before)
+            result = original(*arguments, **options)
+            losses.mark(part)
+            return result
+
+        setattr(module, name, function)
+
+    timed(_elastic, "_leave_torch", "left", before="lost")
+    timed(_elastic._world, "regroup", "regroup")
+    timed(_backend, "rendezvous", "store")
+    timed(_elastic, "_join_torch", "process group")
+    timed(_elastic, "_synchronise", "state")
+
+    def train():
+        ddp = DistributedDataParallel(model)
+        losses.mark("DDP")
+        while True:
+            x = torch.ones(1000)
+            torch.distributed.all_reduce(x)
+            assert (x == lockstep.get_world_size()).all()
+            complete = torch.tensor(losses.step(state.step, *lockstep.get_dist_info()), dtype=torch.int32)
+            torch.distributed.all_reduce(complete, torch.distributed.ReduceOp.MAX)
+            if complete:
+                return
+            ddp(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step_done()
+
+    lockstep.nn.run_elastic(state, train)
+
+
+def measure_losses(options):
+    """Seconds from each death, by part, of each survivor."""
+    late = []
+    for kind, name, limits in (("by_hand", "lockstep.regroup", (0.010, 0.100)), ("run_elastic", "run_elastic", (0.050, 0.200))):
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "log"
+            command = [str(BUILD / "src/cli/lockstep"), "run", "-n", str(options.ranks), "--elastic", "1", "--", sys.executable, __file__]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            job = subprocess.run([*command, "ranks", kind, str(log), str(options.losses)], env=environment, capture_output=True, text=True)
+            if job.returncode != 0:
+                sys.exit(f"{name} ended: {job.stderr[-3000:]}")
+            lines = [line.split(" ", 1) for line in log.read_text().splitlines()]
+        died, passed = None, {}
+        for what, rest in lines:
+            if what == "died":
+                died = float(rest)
+                continue
+            former = died
+            for part, at in (each.rsplit("=", 1) for each in rest.replace(" group", "_group").split()):
+                passed.setdefault(part, []).append(float(at) - former)
+                former = float(at)
+            passed.setdefault("sum", []).append(former - died)
+        print(f"{name}: {options.losses} losses, {len(passed['sum'])} survivors; ms")
+        for part, seconds in passed.items():
+            seconds.sort()
+            median, most = seconds[len(seconds) // 2], seconds[int(len(seconds) * 0.99)]
+            print(f"  {part:14} median {1e3 * median:7.1f}   99 % {1e3 * most:7.1f}   most {1e3 * seconds[-1]:7.1f}", flush=True)
+        if median > limits[0] or most > limits[1]:
+            late.append(name)
+    if options.limits and late:
+        sys.exit(f"above the promised times: {', '.join(late)}")
+
+
 # --- the measurement ------------------------------------------------------------------------------
 
 
@@ -152,7 +300,11 @@ def main():
     parser.add_argument("--seconds", type=float, default=75)
     parser.add_argument("--every", type=float, default=15)
     parser.add_argument("--json", help="file for the ratios")
+    parser.add_argument("--losses", type=int, help="measure the time from so many losses to going on")
+    parser.add_argument("--limits", action="store_true", help="fail where it is above what is promised")
     options = parser.parse_args()
+    if options.losses:
+        return measure_losses(options)
     lockstep_command = [str(BUILD / "src/cli/lockstep"), "run", "-n", str(options.ranks), "--elastic", "1", "--"]
     this = [sys.executable, str(Path(__file__).resolve()), "ranks"]
     rows = []
@@ -187,6 +339,7 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ranks"]:
-        train(*sys.argv[2:])
+        modes = {"by_hand": go_on_by_hand, "run_elastic": go_on_elastic}
+        modes[sys.argv[2]](*sys.argv[3:]) if sys.argv[2] in modes else train(*sys.argv[2:])
     else:
         main()

@@ -20,7 +20,7 @@ data = TensorDataset(images, (images.sum(1) > 0).long())
 # [train]
 model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2)).double()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
 state = lockstep.nn.ElasticState([model, optimizer, schedule])  # what training changes
 sampler = lockstep.nn.ElasticBatchSampler(data, 64, state, drop_last=True)
 
@@ -28,7 +28,7 @@ sampler = lockstep.nn.ElasticBatchSampler(data, 64, state, drop_last=True)
 def train():
     ddp = DistributedDataParallel(model)  # made anew for each generation
     with lockstep.nn.SyncBatchNormScope():
-        while sampler.epoch < 10:
+        for _ in state.epochs(sampler, 10):
             for images, labels in DataLoader(data, batch_sampler=sampler):
                 if (lockstep.get_rank(), lockstep.get_world_size(), state.step) == (1, 4, 12):
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -36,8 +36,8 @@ def train():
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                schedule.step()
                 state.step_done()
+            schedule.step()  # the end of the epoch
 
 
 lockstep.nn.run_elastic(state, train)

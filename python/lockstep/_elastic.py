@@ -48,6 +48,7 @@ class _Rank(NamedTuple):
     is_replacement: bool
     has_file: bool
     n_runs: int
+    generators: dict[str, bytes]  # digests, by name
 
     def check(self, everyone: list[_Rank], newest: tuple[int, int]) -> None:
         has_state = newest >= (0, 0)
@@ -81,11 +82,16 @@ def _synchronise(state: ElasticState) -> None:
         is_replacement=os.environ.get("LOCKSTEP_SEGMENT", "").endswith(":next"),
         has_file=state._save is not None and os.path.exists(state._save),
         n_runs=_n_runs,
+        generators=state._digests(),
     )
     everyone = [_Rank(*each) for each in _objects.all_gather_object(tuple(mine))]
     newest = max(each.completed for each in everyone)
     if state._is_elastic:
         mine.check(everyone, newest)
+    # A replacement takes the generators that drew the same numbers on all ranks until now, and has its own of the others.
+    givers = [each.generators for each in everyone if each.completed == newest]
+    common = {name for name, digest in givers[0].items() if all(each.get(name) == digest for each in givers)}
+    state._common = common & state._common if state._has_state else common
     has_newest = state._has_state and mine.completed == newest
     if has_newest:
         state._set_back()
@@ -111,7 +117,7 @@ def _share(state: ElasticState, source: int, path: str | None, takes: bool, has_
     _objects.broadcast_object_list(packed, source)
     if packed[0] and takes and (path is not None or _core.get_rank() != source):
         try:
-            state._unpack(packed[0])
+            state._unpack(packed[0], is_file=path is not None)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
     failed = [(rank, text) for rank, text in enumerate(_objects.all_gather_object(failure)) if text]

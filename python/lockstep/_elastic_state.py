@@ -75,6 +75,7 @@ class ElasticState:
         self._n_attempts = 0  # calls of its function
         self._n_micro = 0  # batches of the present step that are done
         self._generators: dict[str, Any] = {}  # as a repetition begins
+        self._common: set[str] = set()  # generators that have drawn the same numbers on all ranks
         # Of the samplers of this state.
         self._accumulating: ElasticBatchSampler | None = None  # that with micro_batches
         self._in_epochs: ElasticBatchSampler | None = None
@@ -304,19 +305,35 @@ class ElasticState:
                 if isinstance(part, _elastic_parts.Module):
                     part.module.zero_grad()  # none, the same on all ranks
 
+    def _digests(self) -> dict[str, bytes]:
+        """Of the generators as the present step begins, or of those that the program has made."""
+        if self._seed is not None:
+            return {}
+        states = self._generators if self._has_state else _generators({})
+        return {name: _digest(state) for name, state in states.items()}
+
     def _packed(self) -> bytes:
+        values = {
+            "step": self._step,
+            "epoch_ends": self._epoch_ends,
+            "parts": [part.values() for part in self._parts],
+            "generators": {name: state for name, state in self._generators.items() if name in self._common},
+        }
         file = io.BytesIO()
-        torch.save({"step": self._step, "epoch_ends": self._epoch_ends, "parts": [part.values() for part in self._parts]}, file)
+        torch.save(values, file)
         return file.getvalue()
 
     @torch.no_grad()
-    def _unpack(self, packed: bytes) -> None:
+    def _unpack(self, packed: bytes, is_file: bool) -> None:
         values = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
         if len(values["parts"]) != len(self._parts):
             raise ValueError(f"it has {len(values['parts'])} parts, and the state here {len(self._parts)}")
         for part, own in zip(self._parts, values["parts"], strict=True):
             part.load(own)
         self._step, self._epoch_ends = values["step"], values["epoch_ends"]
+        generators = {name: state for name, state in values["generators"].items() if not is_file or name in self._common}
+        _set_generators(generators)
+        self._common = set(generators)
         # Also if the one who gave it is lost before all others have loaded it.
         self._has_state = True
         self._keep()
@@ -379,10 +396,17 @@ def _generators(former: dict[str, Any]) -> dict[str, Any]:
         if words and former_state is not None and former_state[0] == words and not former_state[1][3]:
             states["numpy"] = former_state
         else:
-            states["numpy"] = words, generator.get_state()
+            states["numpy"] = words, generator.get_state()  # the digest reads the words
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
+
+
+def _digest(state: Any) -> bytes:
+    if isinstance(state, list):
+        return b"".join(map(_digest, state))
+    data = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _set_generators(states: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def run_ranks(tmp_path):
     def run(n, program, code=0, launcher=None, env=None, prelude=PRELUDE):
         path = tmp_path / "program.py"
         path.write_text(prelude + textwrap.dedent(program).lstrip("\n"))
-        launcher = launcher or [COMMAND, "run", "-n", str(n), "--"]
+        launcher = [COMMAND, "run", "-n", str(n), "--"] if launcher is None else launcher
         done = subprocess.run(
             [*launcher, sys.executable, str(path)],
             cwd=tmp_path,
@@ -79,6 +79,45 @@ def run_ranks(tmp_path):
 def run_torch(run_ranks):
     """run_ranks for a program that has torch's `dist`, over lockstep."""
     return lambda n, program, **options: run_ranks(n, program, **{"prelude": TORCH_PRELUDE, **options})
+
+
+@pytest.fixture
+def elastic_program(run_ranks, tmp_path):
+    """elastic_program(name, kills): trains it alone, or as 3 ranks that are killed. Returns its result, and the kills.
+
+    Of two results: difference(a, b).
+    """
+    torch = pytest.importorskip("torch")
+
+    def run(name, kills=None):
+        for path in [*tmp_path.glob("started-*"), *tmp_path.glob("has-state-*"), tmp_path / "kills", tmp_path / "result"]:
+            path.unlink(missing_ok=True)
+        program = f"""
+        import runpy, sys
+        sys.argv = ["elastic_programs.py", {name!r}, {kills or ""!r}]
+        runpy.run_path({str(Path(__file__).parent / "elastic_programs.py")!r}, run_name="__main__")
+        """
+        launcher = [] if kills is None else [COMMAND, "run", "-n", "3", "--elastic", "1", "--"]
+        printed = run_ranks(1 if kills is None else 3, program, prelude="", launcher=launcher)
+        done = (tmp_path / "kills").read_text().splitlines() if (tmp_path / "kills").exists() else []
+        return torch.load(tmp_path / "result", weights_only=False), done, printed
+
+    return run
+
+
+def difference(a, b):
+    """The largest between two trainings: parameters, and the log of their epochs."""
+    import torch
+
+    if isinstance(a, torch.Tensor):
+        return (a.double() - b.double()).abs().max().item()
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        return max(difference(value, b[name]) for name, value in a.items())
+    if isinstance(a, (list, tuple)):
+        assert len(a) == len(b), (a, b)
+        return max(difference(*each) for each in zip(a, b, strict=True))
+    return abs(a - b)
 
 
 @pytest.fixture(params=["openmpi", "mpich"])

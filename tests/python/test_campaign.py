@@ -1,12 +1,15 @@
 """Random faults, a few of them: LOCKSTEP_FAULT_RUNS is their number, LOCKSTEP_FAULT_SEED chooses others."""
 
+import itertools
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import difference
 
 pytest.importorskip("torch")
 
@@ -38,3 +41,27 @@ print(*campaign.run_trial(trial, pathlib.Path(sys.argv[1]), collections.defaultd
     )
     assert "rank 0 reported nothing" in done.stdout, done.stdout
     assert re.search(r"(?s)rank 0:\nTimeout \(0:00:10\)!\n.*, line \d+ in run_rank\n", done.stdout), done.stdout
+
+
+def test_trainings_go_on_after_random_kills(elastic_program):
+    """All programs of elastic_programs.py in turn, four kills in each, until there were as many as LOCKSTEP_FAULT_RUNS."""
+    from test_elastic import KILLS
+
+    wanted = int(os.environ.get("LOCKSTEP_FAULT_RUNS", "4"))
+    rng = random.Random(int(os.environ.get("LOCKSTEP_FAULT_SEED", "1")))
+    n_kills = n_generations = 0
+    largest, alone = 0.0, {}
+    for name in itertools.cycle(rng.sample(sorted(KILLS), len(KILLS))):
+        seed = rng.randrange(1 << 30)
+        if name not in alone:
+            alone[name] = elastic_program(name)[0]
+        result, kills, printed = elastic_program(name, f"random:{seed}:4")
+        n_kills += len(kills)
+        n_generations += len(re.findall(r"lockstep: .*generation \d+: ", printed))
+        distance = difference(alone[name], result)
+        largest = max(largest, distance)
+        print(f"{name}, random:{seed}:4: difference {distance:.1e} after {'; '.join(kills)}")
+        assert distance < 1e-9, printed
+        if n_kills >= wanted:
+            break
+    print(f"{n_kills} kills, {n_generations} generations, largest difference {largest:.1e}")

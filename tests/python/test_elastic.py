@@ -1,7 +1,7 @@
 """Ranks that go on after one was lost, under `lockstep run --elastic`."""
 
 import pytest
-from conftest import COMMAND
+from conftest import COMMAND, difference
 
 import lockstep
 
@@ -22,7 +22,7 @@ def test_survivors_of_a_kill_regroup(run_ranks):
         with raises(ls.PeerLost, "rank 1 was killed by signal 9 (SIGKILL)"):
             while True:
                 ls.barrier()
-                ls.count_step()
+                ls.step_done()
         world = ls.regroup(timeout=30)
         assert world == (rank // 2, 2, 1, [(1, 0, "was killed by signal 9 (SIGKILL)")], []), world
         assert world.lost[0].why.startswith("was killed") and ls.get_dist_info() == (world.rank, world.size)
@@ -50,7 +50,7 @@ def test_a_replacement_joins(run_ranks):
                 ls.barrier()
             alone = ls.regroup()
             assert alone.size == 1 and "ValueError: rank 1 is at its end" in alone.lost[0].why, alone
-            ls.count_step()
+            ls.step_done()
             while not ls.replacements_wait():
                 time.sleep(0.01)
             assert ls.regroup() == (0, 2, 2, [], [1])
@@ -69,7 +69,7 @@ def test_without_elastic_it_is_refused(run_ranks):
         2,
         """
         assert not ls.is_elastic() and not ls.replacements_wait()
-        ls.count_step()
+        ls.step_done()
         with raises(ls.UsageError, "lockstep run -n N --elastic MIN", "program.py:"):
             ls.regroup()
         with raises(ls.UsageError, "timeout is 'soon'"):
@@ -464,7 +464,7 @@ def test_exceptions_are_prefixed_once_after_many_generations(train):
         def train():
             global n_calls
             n_calls += 1
-            ls.count_step()
+            ls.step_done()
             if n_calls < 5:
                 raise _ReplacementsWait
             if place == 1:
@@ -487,7 +487,7 @@ def test_a_second_call_of_run_elastic(train):
         ls.destroy_dist()
 
         def train():
-            ls.count_step()
+            ls.step_done()
             if place == 1 and not is_replacement:
                 die()
             ls.barrier()
@@ -567,6 +567,30 @@ def test_other_exceptions_leave(train):
         elastic(2, "2"),
         code=3,
     )
+
+
+# --- every row of what a step reads, killed at every kind of point ----------------------------------
+
+KILLS = {
+    "plain": "1.0@forward#3,2.0@in backward#10",
+    "gradients": "1.0@in forward#6,0.0@after done#9",
+    "flags": "1.0@validation#2,0.0@epoch end#4",
+    "accumulate": "1.0@micro#4,0.0@done#10",
+    "gan": "1.0@between#5,2.0@optimizer#11",
+    "scaler": "1.0@forward#5,0.0@share#2",
+    "random": "1.0@backward#5,1.1@load#1",
+    "seeded": "2.0@optimizer#6,1.0@done#12",
+    "objects": "1.0@forward#4,2.0@regroup#1",
+    "by hand": "1.0@epoch end#3,2.0@end#1",
+}
+
+
+@pytest.mark.parametrize("program", KILLS)
+def test_nothing_is_forgotten(elastic_program, program):
+    alone, _, _ = elastic_program(program)
+    killed, kills, printed = elastic_program(program, KILLS[program])
+    assert len(kills) == 2, printed
+    assert difference(alone, killed) < 1e-9, (alone["log"], killed["log"], kills)
 
 
 # --- in this process ------------------------------------------------------------------------------
