@@ -59,6 +59,9 @@ def finish_elastic() -> None:
     its last barrier. The launcher no longer waits for this rank when others are lost. Does nothing if not elastic.
     """
 
+def has_earlier_steps() -> bool:
+    """Whether an earlier generation of the world has completed a step: where no rank has its result, it is lost."""
+
 def is_elastic() -> bool:
     """Whether `lockstep run --elastic` has started this rank, and it has joined the world: then regroup() goes on after a loss."""
 

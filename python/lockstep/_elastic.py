@@ -52,7 +52,8 @@ class _Rank(NamedTuple):
 
     def check(self, everyone: list[_Rank], newest: tuple[int, int]) -> None:
         has_state = newest >= (0, 0)
-        if not has_state and all(each.is_replacement for each in everyone) and not everyone[0].has_file:
+        is_lost = all(each.is_replacement for each in everyone) and _core.has_earlier_steps()
+        if not has_state and is_lost and not everyone[0].has_file:
             raise EngineError("run_elastic: all ranks that had the state are lost; restart from a checkpoint")
         first = next(each for each in everyone if each.completed == newest)
         for rank, each in enumerate(everyone):

@@ -216,6 +216,9 @@ void define_ranks(nb::module_& module) {
       "Tells the launcher that this rank has done its part, which all ranks have completed: for "
       "run_elastic, after\nits last barrier. The launcher no longer waits for this rank when "
       "others are lost. Does nothing if not elastic.");
+  module.def("has_earlier_steps", &internal::has_earlier_steps,
+             "Whether an earlier generation of the world has completed a step: where no rank has "
+             "its result, it is lost.");
   module.def("is_elastic", &is_elastic,
              "Whether `lockstep run --elastic` has started this rank, and it has joined the world: "
              "then regroup() goes on after a loss.");

@@ -66,6 +66,11 @@ void internal::finish_elastic() noexcept {
   if (const auto elastic = internal::elastic()) elastic->finish();
 }
 
+bool internal::has_earlier_steps() noexcept {
+  const auto elastic = internal::elastic();
+  return elastic != nullptr && elastic->has_earlier_steps();
+}
+
 bool is_elastic() noexcept { return internal::elastic() != nullptr; }
 
 bool replacements_wait() noexcept {

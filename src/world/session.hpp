@@ -110,6 +110,8 @@ std::shared_ptr<const shared::Elastic> elastic() noexcept;
 std::shared_ptr<Trace> trace() noexcept;
 /// shared::Elastic::finish, of the process's world; nothing if that is not elastic.
 void finish_elastic() noexcept;
+/// shared::Elastic::has_earlier_steps, of the process's world; false if that is not elastic.
+bool has_earlier_steps() noexcept;
 /// Whether a regroup() failed, after which this process is in no world and not alone either; until
 /// it joins one, or calls destroy_dist.
 std::atomic<bool>& has_failed_regroup() noexcept;
