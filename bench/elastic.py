@@ -3,6 +3,7 @@
 
 usage: elastic.py [--ranks N] [--seconds S] [--every S] [--json FILE]
        elastic.py --losses N [--ranks N] [--limits]
+       elastic.py --keep
 
 Three trainings, each for S seconds undisturbed and for S seconds in which every 15 seconds (--every) one of the ranks
 gets SIGKILL: lockstep-train and lockstep.nn.run_elastic under `lockstep run --elastic 1`, and the peer, the same network over
@@ -12,6 +13,7 @@ no SyncBatchNorm for CPUs. Steps count if they are not done again: the newest co
 
 --losses: instead, the time from the death of a rank to the first right all_reduce of each other one, over N losses, by
 lockstep.regroup and by run_elastic, and its parts; --limits: fails where one is above what docs/howto/elastic.md promises.
+--keep: instead, what keeping the state costs in each step, of a network with the tensors of ResNet-18.
 """
 
 import argparse
@@ -242,6 +244,34 @@ def measure_losses(options):
         sys.exit(f"above the promised times: {', '.join(late)}")
 
 
+def measure_keep():
+    import torch
+
+    import lockstep.nn
+
+    torch.set_num_threads(1)
+    widths = [64] * 5 + [128] * 5 + [256] * 5 + [512] * 5
+    layers = [layer for width in widths for layer in (torch.nn.Conv2d(width, width, 3, bias=False), torch.nn.BatchNorm2d(width))]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(512, 1000))
+    optimizer = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    sizes = f"{len(list(model.parameters()))} parameters, {len(list(model.buffers()))} buffers"
+    for parts, name in ([model], "model"), ([model, optimizer, schedule], "model, Adam, StepLR"):
+        for seed in 1, None:
+            state = lockstep.nn.ElasticState(parts, seed=seed)
+            times = []
+            for _ in range(300):
+                began = time.perf_counter()
+                for _ in range(10):
+                    state._keep()
+                times.append((time.perf_counter() - began) / 10)
+            times.sort()
+            of = f"{name}{', generators' if seed is None else ''}"
+            print(f"{of:34} {sizes}: median {1e6 * times[150]:.1f} us, least {1e6 * times[0]:.1f} us")
+
+
 # --- the measurement ------------------------------------------------------------------------------
 
 
@@ -302,7 +332,10 @@ def main():
     parser.add_argument("--json", help="file for the ratios")
     parser.add_argument("--losses", type=int, help="measure the time from so many losses to going on")
     parser.add_argument("--limits", action="store_true", help="fail where it is above what is promised")
+    parser.add_argument("--keep", action="store_true", help="measure what keeping the state costs in each step")
     options = parser.parse_args()
+    if options.keep:
+        return measure_keep()
     if options.losses:
         return measure_losses(options)
     lockstep_command = [str(BUILD / "src/cli/lockstep"), "run", "-n", str(options.ranks), "--elastic", "1", "--"]
