@@ -458,7 +458,7 @@ def test_exceptions_are_prefixed_once_after_many_generations(train):
     printed, _ = train(
         2,
         """
-        from lockstep._elastic import _ReplacementsWait
+        from lockstep._elastic_state import Regroup
         n_calls = 0
 
         def train():
@@ -466,7 +466,7 @@ def test_exceptions_are_prefixed_once_after_many_generations(train):
             n_calls += 1
             ls.step_done()
             if n_calls < 5:
-                raise _ReplacementsWait
+                raise Regroup
             if place == 1:
                 raise KeyError("mine")
             ls.barrier()
@@ -593,6 +593,138 @@ def test_nothing_is_forgotten(elastic_program, program):
     assert difference(alone, killed) < 1e-9, (alone["log"], killed["log"], kills)
 
 
+def test_a_replacement_that_does_not_fit_harms_nobody_else(train):
+    """A network of other sizes, and one of another type, which torch would convert without a word."""
+    _, alone = train(1, ALONE.replace("25", "12"))
+    printed, killed = train(
+        3,
+        """
+        if is_replacement and not os.path.exists("fits"):
+            with open("rejected", "a") as file:
+                file.write("x")
+            if os.path.getsize("rejected") == 1:
+                model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 2)).double()
+            else:
+                model = model.float()
+                open("fits", "w").close()
+            optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+            state = lockstep.nn.ElasticState([model, optimizer, schedule, counts])
+
+        def end(point):
+            if place == 1 and state.step == 3 and point == "backward" and not is_replacement:
+                die()
+            while point == "forward" and state.step == 9 and ls.get_world_size() < 3 and not ls.replacements_wait():
+                time.sleep(0.01)
+
+        lockstep.nn.run_elastic(state, make_train(12))
+        save("parameters")
+        """,
+        elastic(3, "1"),
+    )
+    assert "cannot take the state of rank 0: RuntimeError: Error(s) in loading state_dict" in printed, printed
+    assert "cannot take the state of rank 0: TypeError: 0.weight is torch.float32 here, and torch.float64 there" in printed, printed
+    assert printed.count("of 3: step 12, ") == 3, printed
+    assert largest_difference(alone, killed) < 1e-9
+
+
+def test_the_same_command_resumes_when_all_ranks_were_lost(train, tmp_path):
+    _, alone = train(1, ALONE.replace("25", "12"))
+    program = """
+    state = lockstep.nn.ElasticState([model, optimizer, schedule, counts], save="training.state", save_every=4)
+    sampler = lockstep.nn.ElasticBatchSampler(data, 20, state, drop_last=True)
+
+    def end(point):
+        if point == "backward" and state.step == 9 and not os.path.exists(f"lost-{place}"):
+            open(f"lost-{place}", "w").close()
+            ls.barrier()
+            die()
+
+    lockstep.nn.run_elastic(state, make_train(12))
+    save("parameters")
+    """
+    printed, _ = train(2, program, elastic(2, "1"), code=128 + 9)
+    assert "no rank is left to go on from" in printed, printed
+    printed, resumed = train(2, program, elastic(2, "1"))
+    assert largest_difference(alone, resumed) < 1e-9
+    assert ": step 12, " in printed, printed
+    # It is complete, and another command finds that.
+    printed, again = train(1, program)
+    assert largest_difference(resumed, again) == 0
+
+
+def test_a_rank_that_is_lost_before_any_has_joined(train):
+    printed, _ = train(
+        1,
+        """
+        if not is_replacement:
+            die()
+        lockstep.nn.run_elastic(state, make_train(3))
+        save("parameters")
+        """,
+        elastic(1, "1"),
+    )
+    assert "of 1: step 3, " in printed, printed
+
+
+def test_a_rank_that_has_finished_tells_the_launcher(train):
+    """Which then waits for it no more, whatever happens to the others: tests/cli."""
+    train(
+        2,
+        """
+        calls = []
+        ls._core.finish_elastic = lambda: calls.append(state.step)
+        lockstep.nn.run_elastic(state, make_train(3))
+        assert calls == [3], calls
+        """,
+        elastic(2, "1"),
+    )
+
+
+def test_a_store_that_rank_0_cannot_open(train):
+    train(
+        3,
+        """
+        def refuse(*_, **__):
+            raise RuntimeError("no port is free")
+
+        ls.init_dist()
+        if ls.get_rank() == 0:
+            torch.distributed.TCPStore = refuse
+        with raises(ls.EngineError, "rank 0 cannot open its store: no port is free"):
+            torch.distributed.init_process_group("lockstep", init_method="lockstep://")
+        """,
+    )
+
+
+def test_an_exception_that_the_program_keeps_does_not_keep_its_ddp_acting(train):
+    _, alone = train(1, ALONE.replace("25", "8"))
+    _, killed = train(
+        3,
+        """
+        kept = []
+        inner = make_train(8)
+
+        def train():
+            try:
+                inner()
+            except Exception:
+                kept.append(sys.exc_info())  # with the frames, and the DistributedDataParallel in one
+                raise
+
+        def end(point):
+            if place == 2 and state.step == 3 and point == "backward":
+                die()
+
+        lockstep.nn.run_elastic(state, train)
+        assert len(kept) == 1
+        save("parameters")
+        """,
+        elastic(3, "1:2"),
+    )
+    assert largest_difference(alone, killed) < 1e-9
+
+
 # --- in this process ------------------------------------------------------------------------------
 
 
@@ -664,3 +796,243 @@ def test_an_empty_batch_is_refused_where_a_loader_would_make_it(train):
         lockstep.nn.run_elastic(state, train)
         """,
     )
+
+
+class Training:
+    """A network and an optimizer in a state; run(step) trains with step(inputs, targets) for each batch of two epochs."""
+
+    def __init__(self, nn, micro_batches=1, **options):
+        import torch
+
+        torch.manual_seed(1)
+        self.data = torch.utils.data.TensorDataset(torch.randn(24, 3), torch.randn(24, 2))
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
+        self.state = nn.ElasticState([self.model, self.optimizer, *options.pop("parts", [])], **options)
+        self.sampler = nn.ElasticBatchSampler(self.data, 6, self.state, micro_batches=micro_batches)
+        self.nn = nn
+
+    def backward(self, inputs, targets):
+        loss = (self.model(inputs) - targets).square().mean() * self.state.scale(len(targets))
+        loss.backward()
+
+    def step(self, inputs, targets):
+        self.optimizer.zero_grad()
+        self.backward(inputs, targets)
+        self.optimizer.step()
+        self.state.step_done()
+
+    def loader(self, **options):
+        import torch
+
+        return torch.utils.data.DataLoader(self.data, batch_sampler=self.sampler, **options)
+
+    def epochs(self, step=None):
+        for _ in self.state.epochs(self.sampler, 2):
+            for inputs, targets in self.loader():
+                (step or self.step)(inputs, targets)
+
+    def run(self, train=None):
+        import torch
+
+        try:
+            self.nn.run_elastic(self.state, train or self.epochs)
+        finally:
+            torch.distributed.destroy_process_group()
+            lockstep.destroy_dist()
+
+
+def test_what_changes_parameters_and_is_not_in_the_state(nn):
+    import torch
+
+    training = Training(nn)
+
+    def optimizer_inside():
+        training.optimizer = torch.optim.SGD(training.model.parameters(), 0.1)
+        training.epochs()
+
+    with pytest.raises(lockstep.UsageError, match="a SGD that is not a part of the state has changed parameters"):
+        training.run(optimizer_inside)
+    stray = torch.nn.Linear(3, 2)
+
+    def uses_stray(self, inputs, targets):
+        (stray(inputs) - targets).square().mean().backward()
+        self.step(inputs, targets)
+
+    training = Training(nn, parts=[stray])
+    with pytest.raises(lockstep.UsageError, match=r"parameter 2/(weight|bias) of the state \(part/name\) has got a gradient"):
+        training.run(lambda: training.epochs(lambda *batch: uses_stray(training, *batch)))
+    for by_hand in [stray], list(stray.parameters()):
+        training = Training(nn, parts=[stray], by_hand=by_hand)
+        training.run(lambda: training.epochs(lambda *batch: uses_stray(training, *batch)))  # noqa: B023
+    stray.requires_grad_(False)
+    training = Training(nn, parts=[stray])
+    training.run()
+    training = Training(nn)
+    training.state = nn.ElasticState([torch.optim.SGD(stray.parameters(), 0.1)])
+    with pytest.raises(lockstep.UsageError, match=r"a parameter of shape \(2, 3\) of an optimizer of the state"):
+        training.run()
+
+
+def test_gradients_that_no_optimizer_has_used(nn):
+    def run(step):
+        training = Training(nn)
+        training.run(lambda: training.epochs(lambda *batch: step(training, *batch)))
+
+    def sums(training, inputs, targets):  # gradient accumulation, as it must not be
+        training.backward(inputs, targets)
+        if training.state.step % 4 == 3:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        training.state.step_done()
+
+    with pytest.raises(lockstep.UsageError, match="no optimizer of the state has used the gradients of this step.*micro_batches"):
+        run(sums)
+
+    def leaves_out(training, inputs, targets):
+        if training.state.step % 2:  # with the gradients of the step before
+            training.state.step_done()
+        elif training.state.step % 4 == 2:
+            training.optimizer.zero_grad()
+            training.backward(inputs, targets * float("inf"))  # as a GradScaler sees it
+            training.state.step_done()
+        else:
+            training.step(inputs, targets)
+
+    run(leaves_out)
+
+    def leaves_out_on_purpose(training, inputs, targets):
+        training.backward(inputs, targets)
+        training.optimizer.zero_grad()
+        training.state.step_done()
+
+    run(leaves_out_on_purpose)
+
+
+def test_batches_that_are_no_steps(nn):
+    training = Training(nn)
+
+    def skips(*batch):
+        if training.state.step != 2:
+            training.step(*batch)
+
+    def by_hand():
+        while training.sampler.epoch < 2:
+            for batch in training.loader():
+                skips(*batch)
+
+    with pytest.raises(lockstep.UsageError, match="of steps 0 to 3, were taken, and step 2 is not complete"):
+        training.run(by_hand)
+    training = Training(nn)
+    with pytest.raises(lockstep.UsageError, match="epoch 0 was left after 2 of its 4 steps"):
+        training.run(lambda: training.epochs(skips))
+    training = Training(nn)
+    with pytest.raises(lockstep.UsageError, match="of steps 0 to 3, were taken, and step 0 is not complete"):
+        training.run(lambda: [training.backward(*batch) for batch in training.loader()])
+
+    def leaves():  # workers have read ahead
+        while training.state.step < 3:
+            for batch in training.loader(num_workers=1):
+                training.step(*batch)
+                break
+
+    training = Training(nn)
+    training.run(leaves)
+    assert training.state.step == 3
+
+
+def test_epochs_end_once(nn):
+    training = Training(nn)
+    ends = []
+
+    def train():
+        for epoch in training.state.epochs(training.sampler, 3):
+            assert training.sampler.epoch == epoch and len(training.sampler) == (0 if epoch == 0 else 4)
+            n = sum(1 for batch in training.loader() if training.step(*batch) is None)
+            assert training.sampler.epoch == epoch and len(training.sampler) == 0
+            ends.append((epoch, n, training.state.step, training.state.epoch_ends))
+
+    training.state.set_step(4, 0)  # the end of the first epoch is owed
+    training.run(train)
+    assert ends == [(0, 0, 4, 0), (1, 4, 8, 1), (2, 4, 12, 2)] and training.state.epoch_ends == 3
+    training.state.set_step(8)  # as an own file says it, which has no ends
+    training.run(lambda: ends.extend(training.state.epochs(training.sampler, 2)))
+    assert len(ends) == 3 and training.state.epoch_ends == 2
+    training.state.set_step(7, 0)
+    with pytest.raises(lockstep.UsageError, match="7 steps and 0 ends of epochs of 4 steps do not fit"):
+        training.run(train)
+    for call in (lambda: next(training.state.epochs(training.sampler, 1)), lambda: training.state.set_step(1, -1)):
+        with pytest.raises(lockstep.UsageError):
+            call()
+
+
+def test_micro_batches(nn):
+    import torch
+
+    whole, parts = Training(nn), Training(nn, micro_batches=3)
+    whole.run()
+    lasts = []
+
+    def step(inputs, targets):
+        assert len(inputs) == 2
+        with parts.state.micro_batch() as last:
+            parts.backward(inputs, targets)
+        lasts.append(last)
+        if last:
+            with pytest.raises(lockstep.UsageError, match="the 3 of step . are done"), parts.state.micro_batch():
+                pass
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+            parts.state.step_done()
+
+    parts.run(lambda: parts.epochs(step))
+    assert lasts == [False, False, True] * 8
+    torch.testing.assert_close(parts.model.state_dict(), whole.model.state_dict())
+    assert parts.state.scale(2) == 2 / 6 and parts.state.scale(2, 8) == 2 / 8
+    with pytest.raises(lockstep.UsageError, match="there is no micro batch 3 of 3"):
+        parts.sampler.batch(0, 3)
+    with pytest.raises(lockstep.UsageError, match="another number of micro_batches"):
+        nn.ElasticBatchSampler(parts.data, 6, parts.state, micro_batches=2)
+    with pytest.raises(lockstep.UsageError, match="no ElasticBatchSampler of this state has micro_batches"), whole.state.micro_batch():
+        pass
+    parts = Training(nn, micro_batches=3)
+    with pytest.raises(lockstep.UsageError, match="0 of the 3 micro batches of step 0 are done"):
+        parts.run()
+
+
+def test_a_file_of_the_state(nn, tmp_path):
+    import torch
+
+    path = tmp_path / "training.state"
+    whole, first, second = Training(nn), Training(nn, save=path), Training(nn, save=path)
+    whole.run()
+
+    def stops(*batch):
+        if first.state.step == 6:
+            raise KeyError("here")
+        first.step(*batch)
+
+    with pytest.raises(KeyError):
+        first.run(lambda: first.epochs(stops))
+    values = torch.load(path, weights_only=False)
+    assert (values["step"], values["epoch_ends"]) == (4, 1)  # at the end of the first epoch
+    second.run()
+    assert (second.state.step, second.state.epoch_ends) == (8, 2)
+    torch.testing.assert_close(second.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    written = path.read_bytes()
+    path.write_bytes(written[:99] + b"x" + written[100:])
+    with pytest.raises(lockstep.UsageError, match=f"rank 0 cannot take the state of {path}: ValueError: it is damaged"):
+        Training(nn, save=path).run()
+    path.write_bytes(written)
+    with pytest.raises(lockstep.UsageError, match="it has 2 parts, and the state here 3"):
+        Training(nn, save=path, parts=[[1]]).run()
+    with pytest.raises(FileNotFoundError):
+        Training(nn, save=tmp_path / "none" / "state").run()
+    for options in {"save_every": 2}, {"save": path, "save_every": -1}:
+        with pytest.raises(lockstep.UsageError, match="save_every"):
+            Training(nn, **options)
+
+
+def test_the_former_name_of_step_done():
+    with pytest.warns(DeprecationWarning, match="is called lockstep.step_done"):
+        lockstep.count_step()
