@@ -62,6 +62,11 @@ def finish_elastic() -> None:
 def has_earlier_steps() -> bool:
     """Whether an earlier generation of the world has completed a step: where no rank has its result, it is lost."""
 
+def is_beside_elastic() -> bool:
+    """Whether `lockstep run --elastic` has started this rank, and its world is over another backend, which the
+    launcher does not keep running.
+    """
+
 def is_elastic() -> bool:
     """Whether `lockstep run --elastic` has started this rank, and it has joined the world: then regroup() goes on after a loss."""
 

@@ -176,6 +176,11 @@ def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: _worl
         )
     if _core.is_elastic() or not _core.is_distributed():
         _world.init_dist(timeout=timeout)
+    if _core.is_beside_elastic():
+        raise UsageError(
+            "run_elastic: `lockstep run --elastic` keeps a world of the shared engine running, and this one is over "
+            f"{_world.get_backend()}: leave the backend out of init_dist, or --elastic"
+        )
     global _n_runs
     _n_runs += 1
     state._is_running = True

@@ -206,6 +206,6 @@ def _copied(values: Any) -> Any:
     return {name: value if type(value) in _CONSTANTS else copy.deepcopy(value, memo) for name, value in values.items()}
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def _options(group: dict[str, Any]) -> Any:
     """Of a group of an optimizer, without its parameters."""
     return _copied({name: value for name, value in group.items() if name != "params"})

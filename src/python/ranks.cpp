@@ -219,6 +219,10 @@ void define_ranks(nb::module_& module) {
   module.def("has_earlier_steps", &internal::has_earlier_steps,
              "Whether an earlier generation of the world has completed a step: where no rank has "
              "its result, it is lost.");
+  module.def(
+      "is_beside_elastic", &internal::is_beside_elastic,
+      "Whether `lockstep run --elastic` has started this rank, and its world is over another "
+      "backend, which the\nlauncher does not keep running.");
   module.def("is_elastic", &is_elastic,
              "Whether `lockstep run --elastic` has started this rank, and it has joined the world: "
              "then regroup() goes on after a loss.");

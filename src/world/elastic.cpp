@@ -71,6 +71,13 @@ bool internal::has_earlier_steps() noexcept {
   return elastic != nullptr && elastic->has_earlier_steps();
 }
 
+bool internal::is_beside_elastic() {
+  const Session* const session = internal::session();
+  if (session == nullptr || session->elastic() != nullptr) return false;
+  const auto& segment = session->world().segment;
+  return segment && shared::is_elastic(*segment);
+}
+
 bool is_elastic() noexcept { return internal::elastic() != nullptr; }
 
 bool replacements_wait() noexcept {

@@ -112,6 +112,9 @@ std::shared_ptr<Trace> trace() noexcept;
 void finish_elastic() noexcept;
 /// shared::Elastic::has_earlier_steps, of the process's world; false if that is not elastic.
 bool has_earlier_steps() noexcept;
+/// Whether `lockstep run --elastic` has started this rank, and its world is over another engine,
+/// which the launcher does not keep running.
+bool is_beside_elastic();
 /// Whether a regroup() failed, after which this process is in no world and not alone either; until
 /// it joins one, or calls destroy_dist.
 std::atomic<bool>& has_failed_regroup() noexcept;
