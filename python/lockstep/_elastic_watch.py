@@ -27,6 +27,8 @@ class Watch:
         self._hooks_of_parameters: dict[torch.Tensor, Any] = {}
         self._requires_grad: list[list[bool]] = []  # of the modules, when the parameters were looked at
         self._has_new_structure = True
+        self._ids: set[int] = set()  # of the modules
+        self._owned: dict[torch.Tensor, str] = {}  # their parameters: part/name
         self._ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self.forget_step()
 
@@ -56,8 +58,7 @@ class Watch:
         if not self._has_new_structure:
             return
         self._has_new_structure = False
-        self._ids: set[int] = set()
-        self._owned: dict[torch.Tensor, str] = {}
+        self._ids, self._owned = set(), {}
         for place, part in self._modules:
             part.find()
             self._ids.update(map(id, part.modules))
