@@ -102,6 +102,8 @@ def _synchronise(state: ElasticState) -> None:
         _share(state, source, state._save if is_from_file else None, takes=not has_newest, has_state=newest >= (0, 0))
     state._has_state = True
     state._keep()
+    if newest < (0, 0) and state._save is not None:
+        state._agree(state._write())  # a path that cannot be written to is known now
     state._begin_step()
 
 

@@ -42,8 +42,8 @@ class ElasticState:
     numbers. None: each rank keeps its generators, which are set back where a step is repeated.
     by_hand: parameters of the modules, or modules, that the program changes itself, without an optimizer. A parameter
     that is neither in an optimizer of parts nor here must get no gradient.
-    save: a file to which rank 0 writes the state, atomically, every save_every steps (0: at each end of an epoch of
-    epochs()), and when the training is complete. Where no rank has a state, run_elastic begins with that of the file,
+    save: a file to which rank 0 writes the state, atomically, when run_elastic begins, every save_every steps (0: at each
+    end of an epoch of epochs()), and when the training is complete. Where no rank has a state, run_elastic begins with that of the file,
     if there is one: the same command resumes.
     """
 
