@@ -22,6 +22,7 @@ class _Iteration:
         self.first, self.end, self.n_micro = first, end, n_micro  # steps; batches of each
         self.n_before_a_step = 0  # batches that were taken before the first step was complete: a loader's workers read ahead
         self.is_exhausted = False
+        self.generator = torch.get_rng_state()  # before the DataLoader draws a number, for its workers
 
     def check(self, step: int) -> None:
         n_missing = (self.end - step) * self.n_micro
@@ -121,15 +122,20 @@ class ElasticBatchSampler(Sampler[list[int]]):
         state = self._state
         iteration = _Iteration(state.step, (self.epoch + 1) * self.steps_per_epoch, self.micro_batches)
         if state._is_running:
-            if id(self) in state._iterations:
-                state._iterations[id(self)].check(state.step)
+            if (former := state._iterations.get(id(self))) is not None:
+                former.check(state.step)
+                if former.first == state.step and former.n_before_a_step == 0:  # a loader with workers begins twice
+                    iteration.generator = former.generator
             state._iterations[id(self)] = iteration
         return self._batches(iteration, state._n_attempts)
 
     def _batches(self, iteration: _Iteration, n_attempts: int) -> Iterator[list[int]]:
         state = self._state
         if state._is_running:
-            state._begin_step()  # a DataLoader has drawn a number for its workers
+            # Without losses a DataLoader draws one number in each epoch.
+            if iteration.first % self.steps_per_epoch:
+                torch.set_rng_state(iteration.generator)
+            state._begin_step()
         for step in range(iteration.first, iteration.end):
             for micro in range(self.micro_batches):
                 if state._n_attempts != n_attempts:

@@ -1036,3 +1036,24 @@ def test_a_file_of_the_state(nn, tmp_path):
 def test_the_former_name_of_step_done():
     with pytest.warns(DeprecationWarning, match="is called lockstep.step_done"):
         lockstep.count_step()
+
+
+def test_a_loader_that_begins_again_in_an_epoch_draws_nothing(nn):
+    """It draws a number for its workers when it begins; after a loss it begins once more than without one."""
+    import torch
+
+    drawn = []
+    for n_workers, leaves in (0, False), (0, True), (1, False), (1, True):
+        training = Training(nn)
+        torch.manual_seed(5)
+
+        def train(n_workers=n_workers, leaves=leaves, training=training):
+            while training.state.step < 8:
+                for batch in training.loader(num_workers=n_workers):
+                    training.step(*batch)
+                    if leaves and training.state.step == 6:
+                        break
+
+        training.run(train)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[1:] == drawn[:1] * 3
