@@ -614,7 +614,7 @@ def test_a_replacement_that_does_not_fit_harms_nobody_else(train):
         def end(point):
             if place == 1 and state.step == 3 and point == "backward" and not is_replacement:
                 die()
-            while point == "forward" and state.step == 9 and ls.get_world_size() < 3 and not ls.replacements_wait():
+            while point == "forward" and state.step >= 9 and ls.get_world_size() < 3 and not ls.replacements_wait():
                 time.sleep(0.01)
 
         lockstep.nn.run_elastic(state, make_train(12))
@@ -653,18 +653,27 @@ def test_the_same_command_resumes_when_all_ranks_were_lost(train, tmp_path):
     assert largest_difference(resumed, again) == 0
 
 
-def test_a_rank_that_is_lost_before_any_has_joined(train):
+def test_all_ranks_are_lost_one_after_the_other_before_the_first_step(train):
+    """Nothing is lost: the replacements begin anew."""
     printed, _ = train(
-        1,
+        2,
         """
-        if not is_replacement:
+        if place == 1 and not is_replacement:
             die()
+        pack = state._packed
+
+        def pack_or_die():
+            if not is_replacement:
+                die()
+            return pack()
+
+        state._packed = pack_or_die
         lockstep.nn.run_elastic(state, make_train(3))
         save("parameters")
         """,
-        elastic(1, "1"),
+        elastic(2, "2"),
     )
-    assert "of 1: step 3, " in printed, printed
+    assert printed.count("of 2: step 3, ") == 2, printed
 
 
 def test_a_rank_that_has_finished_tells_the_launcher(train):
