@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <pthread.h>
 
+#include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "base/text.hpp"
@@ -22,13 +24,28 @@ std::string PostedCall::waited_for(int rank, double limit_s) const {
                      rank, limit_s, operation, base::base_name(where.file_name()), where.line());
 }
 
+void CallQueue::Delete::operator()(CallQueue* queue) const noexcept {
+  queue->close();
+  if (queue->threads_.empty()) {
+    delete queue;
+  } else {
+    queue->threads_.front().detach();
+    queue->is_left_to_thread_ = true;
+  }
+}
+
 void CallQueue::close() noexcept {
   std::unique_lock lock(mutex_);
   is_closing_ = true;
   changed_.notify_all();
-  while (!threads_.empty()) {  // one may start another until its calls have ended
-    std::thread thread = std::move(threads_.back());
-    threads_.pop_back();
+  const auto is_other = [](const std::thread& thread) {
+    return thread.get_id() != std::this_thread::get_id();
+  };
+  while (true) {  // one may start another until its calls have ended
+    const auto other = std::ranges::find_if(threads_, is_other);
+    if (other == threads_.end()) return;
+    std::thread thread = std::move(*other);
+    threads_.erase(other);
     lock.unlock();
     thread.join();
     lock.lock();
@@ -41,11 +58,18 @@ void CallQueue::start_thread() {
   ++n_free_;
 }
 
+bool CallQueue::try_start_thread() noexcept try {
+  start_thread();
+  return true;
+} catch (const std::exception&) {
+  return false;
+}
+
 void CallQueue::post(std::function<Completion()> call, const PostedCall& label) {
   {
     const std::lock_guard lock(mutex_);
     if (n_free_ == 0) start_thread();
-    calls_.push_back({std::move(call), label});
+    calls_.push_back({std::move(call), label, {}});
     n_pending_.fetch_add(1, std::memory_order_relaxed);
   }
   changed_.notify_all();
@@ -87,35 +111,45 @@ void CallQueue::wait_for_callbacks() {
 }
 
 void CallQueue::loop() {
+  std::list<Posted> ended;  // with callbacks
   std::unique_lock lock(mutex_);
   while (true) {
-    base::wait_until_true(changed_, lock,
-                          [this] { return !is_calling_ && (is_closing_ || !calls_.empty()); });
-    if (calls_.empty()) return;
-    std::function<Completion()> call = std::move(calls_.front().call);
-    current_ = calls_.front().label;
-    calls_.pop_front();
-    is_calling_ = true;
-    lock.unlock();
-    Completion completion;
-    {
-      const std::lock_guard running(running_);
-      completion = call();
+    base::wait_until_true(changed_, lock, [&] {
+      return !is_calling_ && (is_closing_ || !calls_.empty() || !ended.empty());
+    });
+    if (!calls_.empty()) {
+      const auto posted = calls_.begin();
+      ended.splice(ended.end(), calls_, posted);
+      current_ = posted->label;
+      is_calling_ = true;
+      lock.unlock();
+      Completion completion;
+      {
+        const std::lock_guard running(running_);
+        completion = posted->call();
+      }
+      posted->call = nullptr;
+      // Release: a thread that sees the queue idle may use the engine.
+      n_pending_.fetch_sub(1, std::memory_order_release);
+      if (completion) posted->callbacks = completion();
+      completion = nullptr;
+      if (!posted->callbacks) ended.erase(posted);
+      lock.lock();
+      is_calling_ = false;
+      changed_.notify_all();
+    } else if (ended.empty()) {
+      return;
     }
-    call = nullptr;
-    // Release: a thread that sees the queue idle may use the engine.
-    n_pending_.fetch_sub(1, std::memory_order_release);
-    Callbacks callbacks = completion ? completion() : Callbacks();
-    completion = nullptr;
-    lock.lock();
-    is_calling_ = false;
-    changed_.notify_all();
-    if (!callbacks) continue;
+    // They may wait for later calls, which therefore come first if they have no other thread.
+    if (ended.empty() || (n_free_ == 1 && !calls_.empty() && !try_start_thread())) continue;
     --n_free_;
-    if (n_free_ == 0 && !calls_.empty()) start_thread();
     lock.unlock();
-    callbacks();
-    callbacks = nullptr;
+    for (Posted& posted : ended) posted.callbacks();
+    ended.clear();
+    if (is_left_to_thread_) {
+      delete this;
+      return;
+    }
     lock.lock();
     ++n_free_;
     changed_.notify_all();

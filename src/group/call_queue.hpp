@@ -4,9 +4,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
-#include <deque>
 #include <functional>
+#include <list>
 #include <lockstep/detail/time_limit.hpp>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <source_location>
@@ -35,17 +36,25 @@ class CallQueue {
   using Callbacks = std::function<void()>;
   using Completion = std::function<Callbacks()>;
 
-  CallQueue() = default;
-  ~CallQueue() { close(); }
+  /// Closes a queue and deletes it. If that happens on a thread of the queue, in callbacks that
+  /// were its last owner, this thread deletes it once they have returned.
+  struct Delete {
+    void operator()(CallQueue* queue) const noexcept;
+  };
+  using Owner = std::unique_ptr<CallQueue, Delete>;
+  static Owner make() { return Owner(new CallQueue); }
+
   CallQueue(const CallQueue&) = delete;
   CallQueue& operator=(const CallQueue&) = delete;
 
-  /// Runs what is posted, then ends the thread. Nothing may be posted from then on.
+  /// Runs what is posted, then ends the threads, but for the calling one. Nothing may be posted
+  /// from then on.
   void close() noexcept;
   /// The call must not throw. It returns a completion function, or an empty one, which notifies
   /// waiters that the call has ended. That runs after the queue has counted the call as ended, so
   /// that a program that exits then has no pending call. It returns callbacks, or an empty
-  /// function, which run concurrently with later calls and may wait for them.
+  /// function, which run concurrently with later calls and may wait for them: after those that are
+  /// posted, if no thread can be started. Throws std::system_error if the call has no thread.
   void post(std::function<Completion()> call, const PostedCall& label);
   void wait_until_idle();
   /// Waits for `left`, and then a little longer: the limits of posted calls began earlier, and
@@ -80,20 +89,25 @@ class CallQueue {
   struct Posted {
     std::function<Completion()> call;
     PostedCall label;
+    Callbacks callbacks;
   };
 
-  void start_thread();  // requires the lock
+  CallQueue() = default;
+  ~CallQueue() = default;
+  void start_thread();               // requires the lock
+  bool try_start_thread() noexcept;  // too
   void loop();
 
   std::mutex running_;  // held by the thread that is in a call
   std::mutex mutex_;    // guards the members below
   std::condition_variable changed_;
-  std::deque<Posted> calls_;
-  PostedCall current_;  // what runs, if any
+  std::list<Posted> calls_;  // a thread moves them without memory
+  PostedCall current_;       // what runs, if any
   std::atomic<std::size_t> n_pending_{0};
   bool is_closing_ = false;
-  bool is_calling_ = false;  // a thread runs a call or its completion
-  int n_free_ = 0;           // threads that are not in callbacks
+  bool is_left_to_thread_ = false;  // the thread in whose callbacks the last owner went
+  bool is_calling_ = false;         // a thread runs a call or its completion
+  int n_free_ = 0;                  // threads that are not in callbacks
   std::vector<std::thread> threads_;
 };
 

@@ -50,7 +50,7 @@ class RetiredEngine final : public Engine {
 /// not have and would wait for.
 struct Inherited {
   std::unique_ptr<Engine> engine;
-  std::unique_ptr<CallQueue> queue;
+  CallQueue::Owner queue;
 };
 
 void leak(Inherited inherited) noexcept try {
@@ -186,6 +186,15 @@ void GroupState::refuse(const Call& call, std::string_view operation,
   send_refusals();
 }
 
+void GroupState::tell(const Refused& refused) noexcept {
+  Refusal refusal = refused.refusal;
+  refusal.operation = refused.operation;
+  refusal.reason = refused.reason;
+  refusal.text = refused.text;
+  if (!refusal.is_pair) group_recorder_.skip_collective();
+  engine_->refuse(refusal);
+}
+
 void GroupState::send_refusals() noexcept {
   if (is_busy_.exchange(true, std::memory_order_acquire)) return;
   std::vector<Refused> refusals;
@@ -195,27 +204,19 @@ void GroupState::send_refusals() noexcept {
     has_refusals_.store(false, std::memory_order_relaxed);
   }
   for (const Refused& refused : refusals) {
-    const auto notify = [this, refused] {
-      Refusal refusal = refused.refusal;
-      refusal.operation = refused.operation;
-      refusal.reason = refused.reason;
-      refusal.text = refused.text;
-      if (!refusal.is_pair) group_recorder_.skip_collective();
-      engine_->refuse(refusal);
-    };
+    // After the pending calls, which come before it on every rank.
+    if (is_idle()) {
+      tell(refused);
+      continue;
+    }
     try {
-      // After the pending calls, which come before it on every rank.
-      if (is_idle()) {
-        notify();
-      } else {
-        queue_->post(
-            [notify]() -> CallQueue::Completion {
-              notify();
-              return {};
-            },
-            {.operation = "refused call", .where = refused.refusal.where});
-      }
-    } catch (const std::bad_alloc&) {
+      queue_->post(
+          [this, refused]() -> CallQueue::Completion {
+            tell(refused);
+            return {};
+          },
+          {.operation = "refused call", .where = refused.refusal.where});
+    } catch (const std::exception&) {  // no memory, or no thread
       abandon(refused.text);
     }
   }
@@ -292,7 +293,7 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Timeout timeout
     const std::lock_guard lock(mutex_);
     if (!queue_) {
       membership_->async_groups.add(shared_from_this());
-      queue_ = std::make_unique<CallQueue>();
+      queue_ = CallQueue::make();
       has_queue_.store(true, std::memory_order_release);
     }
   }

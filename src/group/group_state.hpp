@@ -110,6 +110,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
     Refusal refusal;
     std::string operation, reason, text;
   };
+  void tell(const Refused& refused) noexcept;
   /// Passes the refusals to the engine, unless another thread is inside a call: then that thread
   /// does.
   void send_refusals() noexcept;
@@ -147,8 +148,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::map<std::pair<Op, int>, std::uint32_t> refused_pairs_;  ///< by peer; guarded by mutex_
   std::shared_ptr<Membership> membership_ = std::make_shared<Membership>();
   std::atomic<bool> has_queue_{false};
-  std::unique_ptr<Engine> engine_;    // behind everything whose construction may throw
-  std::unique_ptr<CallQueue> queue_;  // last: its thread uses the other members
+  std::unique_ptr<Engine> engine_;  // behind everything whose construction may throw
+  CallQueue::Owner queue_;          // last: its thread uses the other members
 };
 
 /// The timeout that a caller gave for one operation, limited to the range of clocks (a hundred

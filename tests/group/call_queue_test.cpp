@@ -3,10 +3,19 @@
 #include "group/call_queue.hpp"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <fstream>
+#include <future>
+#include <memory>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "support/ranks.hpp"
 
 namespace lockstep::internal {
 namespace {
@@ -15,7 +24,8 @@ using namespace std::chrono_literals;
 
 TEST(CallQueueTest, calls_of_several_threads_run_one_at_a_time) {
   constexpr int kThreads = 3, kCalls = 200;
-  CallQueue queue;
+  const auto owner = CallQueue::make();
+  CallQueue& queue = *owner;
   int n_run = 0;
   const auto count = [&n_run] {
     const int before = n_run;
@@ -42,7 +52,8 @@ TEST(CallQueueTest, calls_of_several_threads_run_one_at_a_time) {
 }
 
 TEST(CallQueueTest, what_a_call_wrote_is_seen_when_it_has_ended) {
-  CallQueue queue;
+  const auto owner = CallQueue::make();
+  CallQueue& queue = *owner;
   for (int i = 0; i < 1000; ++i) {
     int value = 0, completed = 0;
     queue.post(
@@ -62,7 +73,8 @@ TEST(CallQueueTest, what_a_call_wrote_is_seen_when_it_has_ended) {
 }
 
 TEST(CallQueueTest, callbacks_run_beside_later_calls_and_wait_for_them) {
-  CallQueue queue;
+  const auto owner = CallQueue::make();
+  CallQueue& queue = *owner;
   std::vector<int> seen(100);
   int n_calls = 0;
   for (int& each : seen) {
@@ -88,6 +100,70 @@ TEST(CallQueueTest, callbacks_run_beside_later_calls_and_wait_for_them) {
   queue.wait_for_callbacks();
   EXPECT_EQ(n_calls, 200);
   for (const int each : seen) EXPECT_GT(each, 0);
+}
+
+/// From now on this process has no memory for the stack of another thread.
+void forbid_threads() {
+  std::size_t n_pages = 0;
+  std::ifstream("/proc/self/statm") >> n_pages;
+  const rlim_t n_bytes = n_pages * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)) + (2U << 20U);
+  const rlimit limit{n_bytes, n_bytes};
+  ASSERT_EQ(::setrlimit(RLIMIT_AS, &limit), 0);
+}
+
+TEST(CallQueueTest, callbacks_without_another_thread_run_after_the_posted_calls) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer's memory has no limit";
+#endif
+  const auto statuses = test::run_processes(1, [] {
+    std::promise<void> may_end;
+    std::vector<std::string> order;
+    const auto queue = CallQueue::make();
+    queue->post(
+        [&]() -> CallQueue::Completion {
+          may_end.get_future().wait();
+          return [&] { return CallQueue::Callbacks([&] { order.emplace_back("callbacks"); }); };
+        },
+        {.operation = "first"});
+    queue->post(
+        [&]() -> CallQueue::Completion {
+          order.emplace_back("second");
+          return {};
+        },
+        {.operation = "second"});
+    forbid_threads();
+    may_end.set_value();
+    queue->wait_for_callbacks();
+    EXPECT_EQ(order, (std::vector<std::string>{"second", "callbacks"}));
+  });
+  EXPECT_EQ(statuses, std::vector<int>{0});
+}
+
+TEST(CallQueueTest, callbacks_may_be_the_last_owner) {
+  std::weak_ptr<CallQueue::Owner> left;
+  std::promise<void> is_released;
+  bool has_run_second = false;
+  {
+    const auto owner = std::make_shared<CallQueue::Owner>(CallQueue::make());
+    left = owner;
+    (*owner)->post(
+        [owner, released = is_released.get_future().share()]() -> CallQueue::Completion {
+          return [owner, released] {
+            return CallQueue::Callbacks([owner, released] { released.wait(); });
+          };
+        },
+        {.operation = "first"});
+    (*owner)->post(
+        [&has_run_second]() -> CallQueue::Completion {
+          has_run_second = true;
+          return {};
+        },
+        {.operation = "second"});
+    (*owner)->wait_until_idle();
+  }
+  is_released.set_value();
+  while (!left.expired()) std::this_thread::yield();
+  EXPECT_TRUE(has_run_second);
 }
 
 }  // namespace

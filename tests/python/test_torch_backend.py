@@ -562,3 +562,27 @@ def test_tensors_of_inference_mode(run_torch, is_async):
             assert tensor.equal(expected), tensor
         """,
     )
+
+
+def test_the_last_owner_may_be_a_callback(run_torch):
+    run_torch(
+        2,
+        """
+        group = dist.new_group([0, 1])
+        has_ended = threading.Event()
+        may_end = threading.Event()
+        class Ends:
+            def __del__(self): has_ended.set()
+        if rank == 1:
+            dist.distributed_c10d._get_default_store().wait(["posted"])
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        work.get_future().then(lambda _, group=group, ends=Ends(): may_end.wait())
+        if rank == 0:
+            dist.distributed_c10d._get_default_store().set("posted", "")
+        dist.destroy_process_group(group)
+        del work, group
+        may_end.set()
+        assert has_ended.wait()
+        dist.barrier()
+        """,
+    )

@@ -192,7 +192,7 @@ class Backend final : public c10d::Backend {
   std::atomic<std::uint64_t> n_calls_{0};
   std::atomic<bool> has_left_{false}, is_shut_down_{false};
   // Last: its thread uses the other members.
-  std::unique_ptr<internal::CallQueue> queue_ = std::make_unique<internal::CallQueue>();
+  internal::CallQueue::Owner queue_ = internal::CallQueue::make();
 };
 
 /// The backends of this process that still have an owner. Threads: any.
