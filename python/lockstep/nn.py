@@ -9,6 +9,8 @@ initialised, those of lockstep.init_dist().
 
 import contextlib
 import copy
+import itertools
+import os
 import sys
 import threading
 from types import TracebackType
@@ -63,8 +65,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     which without running statistics uses those of this rank's batch.
     process_group: of torch.distributed, or a lockstep.Group; by default the world of torch.distributed or, if
     that is not initialised, of lockstep.
-    MismatchError also if the ranks call different layers of equal width: over a lockstep.Group they compare the
-    name that convert_sync_batchnorm gave, or the line that made the layer.
+    MismatchError also if the ranks call different layers of equal width: they compare the name that
+    convert_sync_batchnorm gave, or the place in the program (line and column) that made the layer.
     Errors are those of lockstep.errors; they name the layer and the line that called the model. Gradients of
     gradients (create_graph) are those of BatchNorm too: an all_reduce more wherever backward made one, and all
     ranks must take them. Third gradients are refused.
@@ -72,12 +74,12 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
     reverts_to = BatchNorm  #: what revert_sync_batchnorm makes of it
     _title = ""  # in errors
-    _made_at = ""  # the program's line; ranks compare it, or the title of a converted layer
+    _made_at = ""  # the program's line and column; ranks compare it, or the title of a converted layer
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "SyncBatchNorm":
         self: SyncBatchNorm = super().__new__(cls)
         if args or kwargs:  # none for a copy, or an unpickled layer, which has that of its original
-            self.__dict__["_made_at"] = _torch.line()
+            self.__dict__["_made_at"] = _line_and_column()
         return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -187,6 +189,18 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
         """As the function of this name."""
         return convert_sync_batchnorm(module, process_group)
+
+
+def _line_and_column() -> str:
+    """Of the program's call that makes a layer, so that two on one line differ."""
+    line: str = _torch.line()
+    frame = sys._getframe(2)
+    while frame.f_back and f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" != line:
+        frame = frame.f_back
+    column: int | None = frame.f_lasti  # Python 3.10 knows the instruction
+    if sys.version_info >= (3, 11):
+        column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))[2]
+    return line if column is None else f"{line}:{column}"
 
 
 def _patch_ddp_layer_check() -> None:

@@ -121,14 +121,29 @@ with raises(ls.UsageError, "this rank is not in the process group"):
     )
 
 
-def test_layers_in_another_order_on_one_rank(run_ranks):
+@pytest.mark.parametrize("made", ["a = layer(); b = layer()", "a, b = layer(), layer()"], ids=["two lines", "one line"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_layers_in_another_order_on_one_rank(run_ranks, world, made):
+    """In forward, and in backward: gradients of two losses that one rank takes in another order."""
+    made = made.replace("; ", "\n").replace("layer()", "ls.nn.SyncBatchNorm(3)")
     run_ranks(
         2,
-        """
-first = ls.nn.SyncBatchNorm(3)
-second = ls.nn.SyncBatchNorm(3)
-with raises(ls.MismatchError, "or of the line that made it"):
-    for layer in (first, second) if rank == 0 else (second, first):
+        made
+        + """
+x, z = (torch.rand(2, 3, requires_grad=True) for _ in range(2))
+losses = [a(x).sum(), b(z).sum()]
+with raises(ls.MismatchError, "layer", "of the line that made it" if IS_OURS else "different layers"):
+    for loss in losses if rank == 0 else reversed(losses):
+        loss.backward()
+""".replace("IS_OURS", str(world != "gloo")),
+        prelude=prelude(world),
+    )
+    said = run_ranks(
+        2,
+        made
+        + """
+try:
+    for layer in (a, b) if rank == 0 else (b, a):
         layer(torch.rand(2, 3))
 """,
         prelude=prelude("no torch.distributed"),

@@ -142,18 +142,23 @@ void Backend::end_late(const ErrorContext& context, std::string text) const {
   throw TimeoutError(context, text);
 }
 
-void Backend::refuse(std::string operation, std::source_location where, std::string reason) {
+void Backend::refuse(std::string operation, std::source_location where,
+                     std::string reason) noexcept {
   if (process_.is_forked_child() || is_shut_down_) return;
-  const auto tell = [this, operation = std::move(operation), where, reason = std::move(reason)] {
+  const auto tell = [this, where](const std::string& operation, const std::string& reason) {
     detail::Collective(operation, group(), where).refuse(reason);
   };
-  if (queue_->is_idle()) return tell();
-  queue_->post(
-      [tell]() -> internal::CallQueue::Completion {
-        tell();
-        return {};
-      },
-      {.operation = "refused call", .where = where});
+  if (queue_->is_idle()) return tell(operation, reason);
+  try {
+    queue_->post(
+        [tell, operation = std::move(operation), reason]() -> internal::CallQueue::Completion {
+          tell(operation, reason);
+          return {};
+        },
+        {.operation = "refused call", .where = where});
+  } catch (const std::exception&) {  // no memory, or no thread
+    group().abandon(reason);
+  }
 }
 
 Backend::WorkResult Backend::message_in_host(const Message& message, const ErrorContext& context,

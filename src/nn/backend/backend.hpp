@@ -67,7 +67,14 @@ class Backend final : public c10d::Backend {
   void leave(const std::string& failure) noexcept;
   /// A call that an exception ended before its first message counts as refused, after those that
   /// are posted: see lockstep::detail::Collective.
-  void refuse(std::string operation, std::source_location where, std::string reason);
+  void refuse(std::string operation, std::source_location where, std::string reason) noexcept;
+  /// run(group, timeout) on this thread, as a blocking call of the program.
+  template <class Run>
+  void run_in_order(const char* title, c10d::OpType type, Run run) {
+    call(title, type, /*is_async=*/false, c10d::kUnsetTimeout, {}, {}, [&](const ErrorContext&) {
+      return [&](const Group& group, const Site& site) { run(group, site.timeout); };
+    });
+  }
   /// Ends calls under way, for peers with `failure` if it is not empty, and waits for the callbacks
   /// of futures.
   void end_callbacks(const std::string& failure);
@@ -155,6 +162,7 @@ class Backend final : public c10d::Backend {
   /// Of a call whose limit ended in or behind asynchronous ones. Ends the group.
   [[noreturn]] void end_late(const ErrorContext& context, std::string text) const;
   /// Runs f, which comes before the call's first message. If it throws, the call is refused.
+  /// where: empty if f finds it.
   template <class F>
   auto before_call(const char* operation, std::source_location where, F f);
   template <class F>
@@ -223,7 +231,8 @@ auto Backend::before_call(const char* operation, std::source_location where, F f
   try {
     return f();
   } catch (...) {
-    refuse(operation, where, detail::Collective::reason_of(std::current_exception()));
+    refuse(operation, where.line() != 0 ? where : interpreter().where(),
+           detail::Collective::reason_of(std::current_exception()));
     throw;
   }
 }
@@ -238,7 +247,8 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
       is_async && !process_.is_forked_child() ? storages_of(inputs, results) : Storages();
   auto work = c10::make_intrusive<CollectiveWork>(group(), type, title, inputs, std::move(results));
   if (!is_async || process_.is_forked_child()) {
-    const InterruptibleCall here(group());
+    const InterruptibleCall here =
+        before_call(operation, {}, [&] { return InterruptibleCall(group()); });
     const Site site{.timeout = timeout_of(timeout), .where = here.where()};
     auto run = before_call(operation, site.where,
                            [&] { return prepare(context_of_call(operation, site.where)); });
@@ -262,18 +272,19 @@ Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_
   auto run = before_call(operation, site.where,
                          [&] { return prepare(context_of_call(operation, site.where)); });
   // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
-  queue_->post(
-      [this, operation, work, site, memory = std::move(memory),
-       run = std::move(run)]() mutable -> internal::CallQueue::Completion {
-        std::exception_ptr error;
-        try {
-          run_on_group(operation, run, site);
-        } catch (...) {
-          error = std::current_exception();
-        }
-        return [work, error] { return work->complete(error); };
-      },
-      {.operation = operation, .where = site.where});
+  auto run_posted = [this, operation, work, site, memory = std::move(memory),
+                     run = std::move(run)]() mutable -> internal::CallQueue::Completion {
+    std::exception_ptr error;
+    try {
+      run_on_group(operation, run, site);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    return [work, error] { return work->complete(error); };
+  };
+  before_call(operation, site.where, [&] {
+    queue_->post(std::move(run_posted), {.operation = operation, .where = site.where});
+  });
   return work;
 }
 

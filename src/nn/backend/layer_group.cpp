@@ -7,15 +7,16 @@
 #include <chrono>
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
+#include <map>
 #include <memory>
-#include <mutex>
+#include <stdexcept>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "group/list_calls.hpp"
+#include "group/mismatch.hpp"
 #include "group/native_engine.hpp"
 #include "nn/backend/backend.hpp"
 #include "nn/backend/interpreter.hpp"
@@ -27,13 +28,38 @@ namespace {
 using c10d::ProcessGroup;
 using WeakProcessGroup = c10::weak_intrusive_ptr<ProcessGroup>;
 
-/// Whether its backends take tensors on CUDA only, as NCCL does.
-bool needs_cuda(const ProcessGroup& process_group) {
-  const auto devices = process_group.getDeviceTypes();
-  const auto has = [&](c10::DeviceType type) {
-    return std::ranges::any_of(devices, [&](const at::Device& d) { return d.type() == type; });
-  };
-  return has(at::kCUDA) && !has(at::kCPU);
+bool has_device(const ProcessGroup& process_group, c10::DeviceType type) {
+  return std::ranges::any_of(process_group.getDeviceTypes(),
+                             [&](const at::Device& device) { return device.type() == type; });
+}
+
+/// tags: each rank's.
+std::string text_of_layers(const std::vector<double>& tags) {
+  std::map<double, std::vector<int>> ranks;
+  for (std::size_t r = 0; r < tags.size(); ++r) ranks[tags[r]].push_back(static_cast<int>(r));
+  std::string text = "the ranks are in different layers:";
+  for (const auto& [tag, of_layer] : ranks) {
+    const auto hash = static_cast<std::int64_t>(tag);
+    text += fmt::format(
+        "\n  rank {}: {}", internal::list_of(of_layer),
+        hash < 0 ? "a batch_norm of a scope" : fmt::format("layer {:04x}", hash & 0xffff));
+  }
+  return text + "\n  layer: a hash of its name in the module, or of the line that made it";
+}
+
+/// A call of a layer on `group`, whose ranks compare its tag.
+void run_tagged(const Group& group, const Call& call, Timeout timeout) {
+  const Elements out{.data = call.out, .count = call.count, .dtype = call.dtype};
+  if (call.op == Op::all_reduce) {
+    return internal::ListCalls::all_reduce(group, out, call.reduce, /*tag=*/call.root, timeout,
+                                           call.where);
+  }
+  internal::ListCalls::all_gather(group,
+                                  {.data = call.in, .count = call.count, .dtype = call.dtype},
+                                  {.data = call.out,
+                                   .count = call.count * static_cast<std::size_t>(group.size()),
+                                   .dtype = call.dtype},
+                                  /*tag=*/call.root, timeout, call.where);
 }
 
 class LayerEngine : public internal::NativeEngine {
@@ -46,6 +72,12 @@ class LayerEngine : public internal::NativeEngine {
   }
   std::unique_ptr<SharedMemory> allocate(const Call& call) override { reject(call); }
   void leave(std::string_view /*failure*/) noexcept override {}
+  void run(const Call& call) final {
+    if (call.op != Op::all_reduce && (call.op != Op::all_gather || !call.counts.empty())) {
+      reject(call);
+    }
+    run_layer(call);
+  }
 
  protected:
   LayerEngine(std::string name, int rank, int size)
@@ -57,6 +89,9 @@ class LayerEngine : public internal::NativeEngine {
 
   const std::string name_;
   const int rank_, size_;
+
+ private:
+  virtual void run_layer(const Call& call) = 0;
 };
 
 class OverGroup final : public LayerEngine {
@@ -74,23 +109,13 @@ class OverGroup final : public LayerEngine {
     detail::Collective(refusal.operation, group_, refusal.where).refuse(refusal.reason);
   }
   void abandon(std::string_view reason) noexcept override { group_.abandon(reason); }
-  void run(const Call& call) override {
-    const InterruptibleCall interruptible(group_);
-    const Elements out{.data = call.out, .count = call.count, .dtype = call.dtype};
-    if (call.op == Op::all_reduce) {
-      return internal::ListCalls::all_reduce(group_, out, call.reduce, /*tag=*/call.root, Timeout(),
-                                             call.where);
-    }
-    if (call.op != Op::all_gather || !call.counts.empty()) reject(call);
-    internal::ListCalls::all_gather(group_,
-                                    {.data = call.in, .count = call.count, .dtype = call.dtype},
-                                    {.data = call.out,
-                                     .count = call.count * static_cast<std::size_t>(size_),
-                                     .dtype = call.dtype},
-                                    /*tag=*/call.root, Timeout(), call.where);
-  }
 
  private:
+  void run_layer(const Call& call) override {
+    const InterruptibleCall interruptible(group_);
+    run_tagged(group_, call, {});
+  }
+
   const Group group_;
 };
 
@@ -100,36 +125,54 @@ class OverProcessGroup final : public LayerEngine {
       : LayerEngine(process_group->getBackendName(), process_group->getRank(),
                     process_group->getSize()),
         process_group_(process_group),
-        needs_cuda_(needs_cuda(*process_group)) {}
+        has_cpu_(has_device(*process_group, at::kCPU)),
+        needs_cuda_(!has_cpu_ && has_device(*process_group, at::kCUDA)) {}
 
-  /// Over lockstep's own backend; c10d has no way to tell the peers of another.
   void refuse(const Refusal& refusal) noexcept override {
-    try {
-      const auto process_group = process_group_.lock();
-      if (!process_group) return;
-      const auto backend = process_group->getBackend(c10::DeviceType::CPU);
-      if (auto* const own = dynamic_cast<Backend*>(backend.get())) {
-        own->refuse(std::string(refusal.operation), refusal.where, std::string(refusal.reason));
-      }
-    } catch (const std::exception&) {  // it has no backend for the CPU
-    }
+    with_own_backend([&](Backend& own) {
+      own.refuse(std::string(refusal.operation), refusal.where, std::string(refusal.reason));
+    });
   }
-  void abandon(std::string_view /*reason*/) noexcept override {}  // c10d cannot tell the peers
-  void run(const Call& call) override {
+  void abandon(std::string_view reason) noexcept override {
+    with_own_backend([&](Backend& own) { own.group().abandon(reason); });
+  }
+
+ private:
+  /// lockstep's own backend; null: another's, where c10d has no way to tell the peers.
+  Backend* own_backend(ProcessGroup& process_group) const {
+    return has_cpu_ ? dynamic_cast<Backend*>(process_group.getBackend(c10::DeviceType::CPU).get())
+                    : nullptr;
+  }
+  template <class F>
+  void with_own_backend(F f) noexcept try {
+    const auto process_group = process_group_.lock();
+    if (Backend* const own = process_group ? own_backend(*process_group) : nullptr) f(*own);
+  } catch (const std::exception&) {  // no memory, or no backend after all
+  }
+
+  void run_layer(const Call& call) override {
     const auto process_group = process_group_.lock();
     if (!process_group) {
       throw EngineError(context_of(call, rank_), "the process group has been destroyed");
     }
+    if (Backend* const own = own_backend(*process_group)) {
+      const bool is_gather = call.op == Op::all_gather;
+      return own->run_in_order(
+          is_gather ? "lockstep:all_gather" : "lockstep:all_reduce",
+          is_gather ? c10d::OpType::ALLGATHER : c10d::OpType::ALLREDUCE,
+          [&](const Group& group, Timeout timeout) { run_tagged(group, call, timeout); });
+    }
+    // Not of other exceptions: a process group in Python may raise one, KeyboardInterrupt too.
     try {
       exchange(*process_group, call);
     } catch (const Error&) {
-      throw;  // of lockstep's own backend
-    } catch (const std::exception& error) {
+      throw;
+    } catch (const c10::Error& error) {
+      fail(call, error);
+    } catch (const std::runtime_error& error) {
       fail(call, error);
     }
   }
-
- private:
   /// Sets asyncOp = false in versions of c10d that have it.
   template <class Options>
   static Options inline_options() {
@@ -138,28 +181,37 @@ class OverProcessGroup final : public LayerEngine {
     return options;
   }
 
+  /// With the tag as one more element, because c10d compares no calls.
   void exchange(ProcessGroup& process_group, const Call& call) const {
+    const bool is_sum = call.op == Op::all_reduce;
+    if (call.dtype != DType::f64 || (is_sum && call.reduce != ReduceOp::sum)) reject(call);
     const auto count = static_cast<std::int64_t>(call.count);
-    const bool is_sum = call.op == Op::all_reduce && call.reduce == ReduceOp::sum;
-    const bool is_gather = call.op == Op::all_gather && call.counts.empty();
-    if (call.dtype != DType::f64 || !(is_sum || is_gather)) reject(call);
-    const at::Tensor callers = is_sum ? at::from_blob(call.out, {count}, at::kDouble)
-                                      : at::from_blob(call.out, {size_, count}, at::kDouble);
-    const at::Tensor out = needs_cuda_ ? at::empty_like(callers, cuda()) : callers;
+    const at::Tensor own = at::empty({1, count + 1}, at::kDouble);
+    std::copy_n(static_cast<const double*>(call.in), count, own.data_ptr<double>());
+    own.data_ptr<double>()[count] = call.root;
+    std::vector<at::Tensor> in{needs_cuda_ ? own.to(cuda()) : own};
+    at::Tensor out = in.front();
     c10::intrusive_ptr<c10d::Work> work;
     if (is_sum) {
-      if (needs_cuda_) out.copy_(callers);
-      std::vector<at::Tensor> data{out};
-      work = process_group.allreduce(data, inline_options<c10d::AllreduceOptions>());
+      work = process_group.allreduce(in, inline_options<c10d::AllreduceOptions>());
     } else {
-      at::Tensor in = at::from_blob(const_cast<void*>(call.in), {count}, at::kDouble);
-      if (needs_cuda_) in = in.to(cuda());
-      std::vector<std::vector<at::Tensor>> outs{out.unbind()};
-      std::vector<at::Tensor> ins{in};
-      work = process_group.allgather(outs, ins, inline_options<c10d::AllgatherOptions>());
+      out = at::empty({size_, count + 1}, out.options());
+      std::vector<std::vector<at::Tensor>> outs{out.split(1)};
+      work = process_group.allgather(outs, in, inline_options<c10d::AllgatherOptions>());
     }
     if (work) work->wait();
-    if (needs_cuda_) callers.copy_(out);
+    out = out.cpu();
+    const double* row = out.data_ptr<double>();
+    std::vector<double> tags;  // a sum's is the sum of them
+    for (std::int64_t r = 0; r < out.size(0); ++r, row += count + 1) {
+      std::copy_n(row, count, static_cast<double*>(call.out) + r * count);
+      tags.push_back(row[count]);
+    }
+    const double expected = is_sum ? static_cast<double>(call.root) * size_ : call.root;
+    if (std::ranges::any_of(tags, [&](double tag) { return tag != expected; })) {
+      throw MismatchError(context_of(call, rank_),
+                          is_sum ? "the ranks are in different layers" : text_of_layers(tags));
+    }
   }
 
   /// The current one of this thread, as c10d expects of every tensor of a group.
@@ -172,7 +224,7 @@ class OverProcessGroup final : public LayerEngine {
   }
 
   const WeakProcessGroup process_group_;
-  const bool needs_cuda_;
+  const bool has_cpu_, needs_cuda_;
 };
 
 }  // namespace
@@ -182,25 +234,12 @@ Group layer_group(const Group& group) {
 }
 
 Group layer_group(const c10::intrusive_ptr<ProcessGroup>& process_group) {
-  struct Known {
-    WeakProcessGroup process_group;
-    Group group;
-  };
-  static std::mutex mutex;
-  static auto& known = *new std::unordered_map<const ProcessGroup*, Known>;
-  const std::lock_guard lock(mutex);
-  const auto found = known.find(process_group.get());
-  // Another process group may have the address of one that is gone.
-  if (found != known.end() && !found->second.process_group.expired()) return found->second.group;
-  std::erase_if(known, [](const auto& item) { return item.second.process_group.expired(); });
   // As the backend names it (_backend.py).
   const std::string name = process_group->getGroupDesc() == "default_pg"
                                ? "world"
                                : "process group " + process_group->getGroupName();
-  Group group(std::make_unique<OverProcessGroup>(process_group), name,
-              std::chrono::hours(24));  // not used: the process group's own timeout ends its calls
-  known.insert_or_assign(process_group.get(), Known{WeakProcessGroup(process_group), group});
-  return group;
+  return {std::make_unique<OverProcessGroup>(process_group), name,
+          std::chrono::hours(24)};  // not used: the process group's own timeout ends its calls
 }
 
 }  // namespace lockstep::backend

@@ -10,9 +10,10 @@ namespace lockstep::backend {
 
 Group layer_group(const Group& group);
 
-/// The same Group for each process group, which it does not keep alive. Its calls take their place
-/// among the other users' of the process group, in the order of the program, and have its timeout.
-/// Errors of c10d: EngineError, or PeerLost or TimeoutError where the text says so.
+/// Does not keep the process group alive. Its calls take their place among the other users' of the
+/// process group, in the order of the program, and have its timeout. Ranks in different layers are
+/// a MismatchError over any backend. Over lockstep's own, errors are its own; of others
+/// EngineError, or PeerLost or TimeoutError where the text says so.
 Group layer_group(const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
 
 }  // namespace lockstep::backend

@@ -21,8 +21,22 @@ std::source_location python_line() {
 }
 
 std::source_location begin_call(const Group& group, const Group** before) {
+/// What a handler of a signal raised, with the text that peers get of it.
+class RaisedByHandler final : public py::error_already_set {
+ public:
+  RaisedByHandler() {
+    text_ = py::str(type().attr("__name__")).cast<std::string>();
+    const auto value_text = py::str(value()).cast<std::string>();
+    if (!value_text.empty()) text_ += ": " + value_text;
+  }
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
   const py::gil_scoped_acquire gil;
-  if (!core().begin_call(&group, before)) throw py::error_already_set();
+  if (!core().begin_call(&group, before)) throw RaisedByHandler();
   return core().where();
 }
 
