@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +29,20 @@ def all_reduce_params(
 
     In one message per element type or, with a bucket_size_mb above 0, in messages of about that many MiB;
     coalesce=False: one message per tensor. The tensors may have any layout and may require gradients, which
-    are not recorded. The same tensors in the same order on all ranks; one that comes twice is reduced once.
+    are not recorded. The same tensors in the same order on all ranks; one that comes twice is reduced once, and
+    of tensors that overlap every element once.
     It sums, as mmengine: op="mean" averages.
     """
     with _core.Operation("all_reduce_params", group):
         import torch
 
-        once = {id(param): param for param in params}
-        data = [param.detach() for param in once.values()]
+        if isinstance(params, (dict, str, torch.Tensor)) or not isinstance(params, Iterable):
+            raise _UsageTypeError(f"all_reduce_params: params is {type(params).__name__}; it must be an iterable of tensors")
+        once = list({id(param): param for param in params}.values())
+        for index, param in enumerate(once):
+            if not isinstance(param, torch.Tensor):
+                raise _UsageTypeError(f"all_reduce_params: params holds {type(param).__name__} at {index}; expected tensors")
+        data = [param.detach() for param in once]
         for index, tensor in enumerate(data):
             if tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 raise UsageError(
@@ -45,6 +52,9 @@ def all_reduce_params(
             if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
                 raise UsageError(f"all_reduce_params: tensor {index} is expanded: several of its elements share memory")
         limit = bucket_size_mb * 1024 * 1024 if coalesce else 0
+        own = data
+        if _share_memory(own):  # a message must not have what another one has already reduced
+            data = [tensor.clone() for tensor in own]
         for bucket in _buckets(data, limit):
             if len(bucket) == 1 and bucket[0].is_contiguous() and not bucket[0].is_neg():
                 _core.all_reduce(bucket[0], op, group, timeout)
@@ -53,6 +63,20 @@ def all_reduce_params(
             _core.all_reduce(flat, op, group, timeout)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
+        for tensor, copy in zip(own, data, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+
+def _share_memory(tensors: list[torch.Tensor]) -> bool:
+    """Whether the memory of two of them overlaps, gaps of strided tensors included."""
+    ranges = []
+    for tensor in tensors:
+        if tensor.numel() and not tensor._is_zerotensor():
+            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    ranges.sort()
+    return any(end > begin for (_, end), (begin, _) in itertools.pairwise(ranges))
 
 
 def _buckets(tensors: list[torch.Tensor], limit: float) -> Iterable[list[torch.Tensor]]:

@@ -387,6 +387,84 @@ TEST(TensorTreesTest, a_tensor_that_comes_twice_is_reduced_once) {
   });
 }
 
+/// Each entry's values are those from before the call, whichever way it shares memory.
+TEST(TensorTreesTest, entries_that_share_memory_are_reduced_once) {
+  const auto is = [](const Tensor& tensor, float value) {
+    return tensor.eq(value).all().item<bool>();
+  };
+  on_ranks(3, [&](int rank) {
+    const auto make = [&] { return at::full({4, 3}, rank + 1.0F); };
+    const auto twice = [](const Tensor& x) { return std::vector{x, x}; };
+    const auto view = [](const Tensor& x) { return std::vector{x.view({12}), x.detach()}; };
+    const auto rows = [](const Tensor& x) {
+      return std::vector{x.narrow(0, 0, 3), x.narrow(0, 1, 3)};
+    };
+    const auto columns = [](const Tensor& x) { return std::vector{x, x.t(), x.select(1, 1)}; };
+    for (const auto& entries_of : std::vector<std::function<std::vector<Tensor>(const Tensor&)>>{
+             twice, view, rows, columns}) {
+      Tensor x = make();
+      auto list = entries_of(x);
+      all_reduce(list);
+      EXPECT_TRUE(is(x, 6)) << x;
+      x = make();
+      list = entries_of(x);
+      reduce(list, /*dst=*/1);
+      EXPECT_TRUE(is(x, rank == 1 ? 6 : rank + 1)) << x;
+      x = make();
+      list = entries_of(x);
+      broadcast(list, /*src=*/2);
+      EXPECT_TRUE(is(x, 3)) << x;
+      for (const bool coalesce : {true, false}) {
+        for (const double mb : {-1.0, 0.0}) {
+          x = make();
+          all_reduce_params(entries_of(x), coalesce, mb);
+          EXPECT_TRUE(is(x, 6)) << x;
+        }
+      }
+      x = make();
+      std::map<std::string, Tensor> dict;
+      for (const Tensor& entry : entries_of(x)) dict[std::to_string(dict.size())] = entry;
+      all_reduce_dict(dict);
+      EXPECT_TRUE(is(x, 6)) << x;
+      x = make();
+      dict.clear();
+      for (const Tensor& entry : entries_of(x)) dict[std::to_string(dict.size())] = entry;
+      all_reduce(dict);
+      EXPECT_TRUE(is(x, 6)) << x;
+    }
+  });
+}
+
+TEST(TensorTreesTest, results_that_differ_cannot_share_memory) {
+  on_ranks(2, [](int rank) {
+    const Tensor x = at::zeros({3});
+    std::vector<Tensor> twice{x, x}, views{x.narrow(0, 0, 2), x.narrow(0, 1, 2)};
+    for (auto* const data : {&twice, &views}) {
+      const std::vector<std::vector<Tensor>> parts(
+          2, {at::ones_like((*data)[0]), at::ones_like((*data)[1])});
+      EXPECT_THROW(reduce_scatter(*data, parts), UsageError);
+      EXPECT_THROW(scatter(*data, parts), UsageError);
+      if (rank == 1) {
+        EXPECT_THROW(recv(*data, /*src=*/0), UsageError);
+      } else {
+        EXPECT_THROW(recv(*data, /*src=*/1), UsageError);
+      }
+    }
+    // Columns lie between each other, and share none.
+    const Tensor matrix = at::zeros({4, 2});
+    std::vector<Tensor> columns{matrix.select(1, 0), matrix.select(1, 1)};
+    scatter(columns, {{at::full({4}, 1), at::full({4}, 2)}, {at::full({4}, 3), at::full({4}, 4)}});
+    EXPECT_TRUE(columns[0].eq(rank == 0 ? 1 : 3).all().item<bool>());
+    EXPECT_TRUE(columns[1].eq(rank == 0 ? 2 : 4).all().item<bool>());
+    // A part that is the place of an earlier result is sent with the values from before the call.
+    const Tensor a = at::full({2}, 1), b = at::full({2}, 2);
+    std::vector<Tensor> results{a, b};
+    reduce_scatter(results, {{a, a}, {b, a}});
+    EXPECT_TRUE(a.eq(rank == 0 ? 2 : 4).all().item<bool>()) << a;
+    EXPECT_TRUE(b.eq(2).all().item<bool>()) << b;
+  });
+}
+
 TEST(TensorTreesTest, devices) {
   const std::vector<Tensor> cpu{at::ones({1}), at::ones({2})};
   EXPECT_EQ(get_data_device(cpu), at::Device(at::kCPU));

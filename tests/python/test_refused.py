@@ -37,6 +37,18 @@ CALLS = {
     "gather_object by another name": ("ls.gather_object(1)", "ls.gather_object(1, root=0)"),
     "broadcast_object_list by another name": ("ls.broadcast_object_list([1])", "ls.broadcast_object_list([1], root=0)"),
     "collect_results without a size": ("ls.collect_results([1], 2)", "ls.collect_results([1])"),
+    "all_reduce_params of one tensor": (
+        "import torch; ls.all_reduce_params([torch.ones(2)])",
+        "import torch; ls.all_reduce_params(torch.ones(2))",
+    ),
+    "all_reduce_params of a dict": (
+        "import torch; ls.all_reduce_params([torch.ones(2)])",
+        "import torch; ls.all_reduce_params({'a': torch.ones(2)})",
+    ),
+    "all_reduce_params of numbers": (
+        "import torch; ls.all_reduce_params([torch.ones(2)])",
+        "import torch; ls.all_reduce_params([1.0, 2.0])",
+    ),
     "all_reduce_params by another name": (
         "import torch; ls.all_reduce_params([torch.ones(2)])",
         "import torch; ls.all_reduce_params([torch.ones(2)], reduce='sum')",

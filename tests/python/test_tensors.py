@@ -33,6 +33,9 @@ assert flags.tolist() == [True, False]
 part = torch.zeros(4)
 ls.all_reduce(part[1:3].fill_(1))  # contiguous, and a view
 assert part.tolist() == [0, 2, 2, 0]
+shared = torch.ones(4)
+ls.all_reduce_dict({"a": shared, "b": shared, "c": shared[1:], "d": shared[:3]})
+assert shared.eq(size).all(), shared
 data = {"loss": torch.tensor(rank + 1.0), "n": rank}
 ls.all_reduce_dict(data, "mean")
 assert data["loss"].item() == 1.5
@@ -46,6 +49,9 @@ for coalesce, bucket_size_mb in [(True, -1), (True, 1e-5), (False, -1)]:
     twice = torch.ones(3)
     ls.all_reduce_params([twice, twice], coalesce, bucket_size_mb)
     assert twice.eq(size).all(), twice
+    views = torch.ones(6)
+    ls.all_reduce_params([views[:4], views[2:], views.view(2, 3).t(), views.detach()], coalesce, bucket_size_mb)
+    assert views.eq(size).all(), views
     assert all(p.eq(3).all() for p in params) and params[0].grad is None and params[0].is_leaf, params
 """,
         prelude=PRELUDE,

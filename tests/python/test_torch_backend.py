@@ -132,6 +132,105 @@ def test_lists_of_temporaries_views_and_results(run_torch):
     )
 
 
+def test_entries_that_share_memory_are_reduced_once(run_torch):
+    run_torch(
+        3,
+        """
+        import warnings
+        from torch.distributed import _functional_collectives as funcol
+        warnings.simplefilter("ignore")
+        def coalesced(entries):
+            with dist._coalescing_manager():
+                for each in entries:
+                    dist.all_reduce(each)
+        def behind_another(entries):  # which changes the memory before this one runs
+            works = [dist.all_reduce(entries[0], op=dist.ReduceOp.MAX, async_op=True),
+                     dist.all_reduce_coalesced(entries, async_op=True)]
+            for work in works:
+                work.wait()
+        forms = {
+            "blocking": lambda entries: dist.all_reduce_coalesced(entries),
+            "asynchronous": lambda entries: dist.all_reduce_coalesced(entries, async_op=True).wait(),
+            "coalesced": coalesced,
+        }
+        lists = {
+            "twice": lambda x: [x, x],
+            "views": lambda x: [x[:4], x[2:]],
+            "contained": lambda x: [x, x[1:3], x[2:]],
+            "strided": lambda x: [x, x.view(2, 3).t(), x[::2]],
+        }
+        for form, reduce in forms.items():
+            for kind, entries_of in lists.items():
+                x = torch.full((6,), rank + 1.0)
+                reduce(entries_of(x))
+                assert x.eq(6).all(), (form, kind, x)
+        x = torch.full((6,), rank + 1.0)
+        behind_another([x, x])
+        assert x.eq(9).all(), x
+        for entries_of in lists.values():
+            results = funcol.all_reduce_coalesced(entries_of(torch.full((6,), rank + 1.0)), "sum", dist.group.WORLD)
+            assert all(result.eq(6).all() for result in results)
+        """,
+    )
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_results_that_differ_cannot_share_memory(run_torch, is_async):
+    run_torch(
+        2,
+        """
+        import warnings, lockstep as ls
+        from torch.distributed import distributed_c10d as c10d
+        warnings.simplefilter("ignore")
+        def run(call, *arguments, **options):
+            work = call(*arguments, **options, async_op=IS_ASYNC)
+            if work is not None: work.wait()
+        def coalesce(call, pairs):
+            with dist._coalescing_manager():
+                for pair in pairs:
+                    call(*pair)
+        for shared in (lambda x: [x, x]), (lambda x: [x[:2], x[1:3]]), (lambda x: [x[::2], x[::2]]):
+            outs = shared(torch.zeros(4))
+            like = [torch.ones_like(out) for out in outs]
+            wide = shared(torch.zeros(8, 2))
+            for refused in [
+                lambda: run(dist.all_gather, outs, like[0]),
+                lambda: run(dist.all_to_all, outs, like),
+                lambda: run(dist.gather, like[0], outs if rank == 0 else None, dst=0) if rank == 0 else 1 / 0,
+                lambda: coalesce(dist.reduce_scatter_tensor, [(out, torch.ones(2 * len(out))) for out in outs]),
+                lambda: coalesce(dist.all_gather_into_tensor, [(out, torch.ones(len(out) // 2, 2)) for out in wide]),
+            ]:
+                if rank == 0:
+                    with raises(ls.UsageError, "outputs 0 and 1 share memory"): refused()
+                else:
+                    try: refused()
+                    except (ls.UsageError, ZeroDivisionError): pass
+        """.replace("IS_ASYNC", str(is_async)),
+    )
+
+
+def test_an_input_that_is_anothers_output(run_torch):
+    run_torch(
+        2,
+        """
+        x, y = torch.zeros(4), torch.zeros(4)
+        x[:2] = rank + 1
+        with dist._coalescing_manager():
+            dist.all_gather_into_tensor(y, x[:2])
+            dist.all_gather_into_tensor(x, torch.full((2,), 7.0))
+        assert y.tolist() == [1, 1, 2, 2] and x.eq(7).all(), (x, y)
+        x, y = torch.full((4,), rank + 1.0), torch.zeros(2)
+        with dist._coalescing_manager():
+            dist.reduce_scatter_tensor(x[:2], torch.full((4,), 5.0))
+            dist.reduce_scatter_tensor(y, x)
+        assert y.eq(3).all() and x[:2].eq(10).all(), (x, y)
+        columns = torch.zeros(3, 2)
+        dist.all_gather(list(columns.unbind(1)), torch.full((3,), rank + 1.0))  # they share none
+        assert columns.eq(torch.tensor([1.0, 2.0])).all(), columns
+        """,
+    )
+
+
 def test_a_tensor_may_get_other_memory_while_a_call_is_pending(run_torch):
     run_torch(
         2,

@@ -27,6 +27,8 @@
 /// @file
 /// The operations over nested containers of tensors: vector, array, map, torch::OrderedDict, pair,
 /// tuple, optional, at any depth; other elements are unchanged. One message per tensor, in order.
+/// A tensor that comes twice is reduced once, and of tensors that overlap every element once; where
+/// the results differ (scatter, reduce_scatter, recv), tensors that share memory are a UsageError.
 /// The containers must have the same structure on all ranks, otherwise MismatchError (or
 /// TimeoutError, if one rank has more tensors).
 namespace lockstep::nn {
@@ -213,6 +215,16 @@ TensorsOfTrees tensors_of_each(const std::vector<T>& trees) {
 TensorsOfTrees parts_by_tensor(const char* operation, const TensorsOfTrees& parts,
                                const std::vector<at::Tensor>& like, const Group& group,
                                std::source_location where);
+/// all_reduce, and reduce, of each tensor: of the values before the call also where two share
+/// memory.
+void all_reduce_each(const std::vector<at::Tensor>& tensors, ReduceOp op, const Group& group,
+                     Timeout timeout, std::source_location where);
+void reduce_each(const std::vector<at::Tensor>& tensors, int dst, ReduceOp op, const Group& group,
+                 Timeout timeout, std::source_location where);
+/// Throws UsageError if two of the tensors, which get different results, share memory. Replaces
+/// those of `parts` that share memory with one of them by copies. src: of recv.
+void separate(const char* operation, const std::vector<at::Tensor>& results, TensorsOfTrees& parts,
+              const Group& group, std::source_location where, int src = -1);
 /// The i-th tensor of the r-th tree <- by_tensor[i][r].
 template <class T>
 std::vector<T> with_tensors(std::vector<T> trees, const TensorsOfTrees& by_tensor) {
@@ -235,12 +247,12 @@ template <TensorTree T>
 void all_reduce(T& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                 Timeout timeout = {},
                 std::source_location where = std::source_location::current()) {
-  detail::for_each_tensor(data, [&](at::Tensor& t) { all_reduce(t, op, group, timeout, where); });
+  detail::all_reduce_each(detail::tensors_of(data), op, group, timeout, where);
 }
 template <TensorTree T>
 void reduce(T& data, int dst = 0, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
             Timeout timeout = {}, std::source_location where = std::source_location::current()) {
-  detail::for_each_tensor(data, [&](at::Tensor& t) { reduce(t, dst, op, group, timeout, where); });
+  detail::reduce_each(detail::tensors_of(data), dst, op, group, timeout, where);
 }
 template <TensorTree T>
 void broadcast(T& data, int src = 0, const Group& group = default_group(), Timeout timeout = {},
@@ -282,6 +294,7 @@ void scatter(T& data, const std::vector<T>& parts, int src = 0,
     by_tensor =
         detail::parts_by_tensor("scatter", detail::tensors_of_each(parts), mine, group, where);
   }
+  detail::separate("scatter", mine, by_tensor, group, where);
   auto next = by_tensor.begin();
   detail::for_each_tensor(data,
                           [&](at::Tensor& t) { scatter(t, *next++, src, group, timeout, where); });
@@ -291,8 +304,10 @@ template <TensorTree T>
 void reduce_scatter(T& data, const std::vector<T>& parts, ReduceOp op = ReduceOp::sum,
                     const Group& group = default_group(), Timeout timeout = {},
                     std::source_location where = std::source_location::current()) {
-  const auto by_tensor = detail::parts_by_tensor("reduce_scatter", detail::tensors_of_each(parts),
-                                                 detail::tensors_of(data), group, where);
+  const auto mine = detail::tensors_of(data);
+  auto by_tensor =
+      detail::parts_by_tensor("reduce_scatter", detail::tensors_of_each(parts), mine, group, where);
+  detail::separate("reduce_scatter", mine, by_tensor, group, where);
   auto next = by_tensor.begin();
   detail::for_each_tensor(
       data, [&](at::Tensor& t) { reduce_scatter(t, *next++, op, group, timeout, where); });
@@ -320,6 +335,8 @@ void send(const T& data, int dst, const Group& group = default_group(), Timeout 
 template <TensorTree T>
 void recv(T& data, int src, const Group& group = default_group(), Timeout timeout = {},
           std::source_location where = std::source_location::current()) {
+  detail::TensorsOfTrees no_parts;
+  detail::separate("recv", detail::tensors_of(data), no_parts, group, where, src);
   detail::for_each_tensor(data, [&](at::Tensor& t) { recv(t, src, group, timeout, where); });
 }
 

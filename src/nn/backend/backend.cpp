@@ -317,10 +317,13 @@ Backend::WorkResult Backend::allreduce_coalesced(Tensors& tensors,
                   reductions.push_back(reduction_of(in_place.back(), options.reduceOp, context));
                 }
                 return [=, outputs = tensors](const Group& group, const Site& site) {
+                  // Here: earlier calls have written their results.
+                  const Tensors apart = nn::without_shared_memory(in_place);
                   for (std::size_t i = 0; i < outputs.size(); ++i) {
-                    group.all_reduce(reductions[i].elements, reductions[i].op, site.timeout,
-                                     site.where);
-                    write_back(in_place[i], outputs[i]);
+                    Elements elements = reductions[i].elements;
+                    elements.data = apart[i].data_ptr();
+                    group.all_reduce(elements, reductions[i].op, site.timeout, site.where);
+                    write_back(apart[i], outputs[i]);
                   }
                 };
               });
@@ -355,15 +358,13 @@ Backend::Gathered Backend::prepare_gather(const at::Tensor& input, const Tensors
                                             at::toString(input.scalar_type())));
     }
   }
+  check_outputs_apart(outputs, context);
   const auto own = static_cast<std::size_t>(rank_);
   if (gathered.outs[own].numel() != input.numel()) {
     throw UsageError(context, fmt::format("output {} has {} elements, this rank's input {}", own,
                                           gathered.outs[own].numel(), input.numel()));
   }
-  if (std::any_of(gathered.outs.begin(), gathered.outs.end(),
-                  [&](const at::Tensor& out) { return overlap(out, gathered.in); })) {
-    gathered.in = gathered.in.clone();
-  }
+  gathered.in = apart_from(ranges_of(outputs), gathered.in);
   return gathered;
 }
 
@@ -396,7 +397,9 @@ Backend::WorkResult Backend::allgather_coalesced(std::vector<Tensors>& outputs, 
   for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
   // outputs: for each rank its tensors, or for each input the ranks' tensors.
   return call("lockstep:all_gather", OpType::ALLGATHER_COALESCED, options.asyncOp, options.timeout,
-              inputs, std::move(results), [&](const ErrorContext& context) {
+              inputs, results, [&](const ErrorContext& context) {
+                check_outputs_apart(results, context);
+                const auto written = ranges_of(results);
                 if (outputs.size() != n_ranks()) {
                   throw UsageError(context, fmt::format("{} lists of outputs for {} ranks",
                                                         outputs.size(), size_));
@@ -413,6 +416,7 @@ Backend::WorkResult Backend::allgather_coalesced(std::vector<Tensors>& outputs, 
                     of_input.push_back(of_rank[i]);
                   }
                   all.push_back(prepare_gather(inputs[i], of_input, context));
+                  all.back().in = apart_from(written, all.back().in);
                   tensors.push_back(std::move(of_input));
                 }
                 return [all = std::move(all), tensors = std::move(tensors)](const Group& group,
@@ -471,8 +475,7 @@ Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inp
                              fmt::format("the source takes one list of {} tensors", size_));
           }
           for (const at::Tensor& part : inputs.front()) {
-            parts.push_back(contiguous(part, context));
-            if (overlap(parts.back(), out)) parts.back() = parts.back().clone();
+            parts.push_back(apart_from(ranges_of(outputs), contiguous(part, context)));
             if (part.numel() != output.numel() || part.scalar_type() != output.scalar_type()) {
               throw UsageError(context, "the tensors differ in size or type");
             }

@@ -52,12 +52,12 @@ void check_part(const at::Tensor& part, std::size_t r, const at::Tensor& output,
                                         output.numel(), at::toString(output.scalar_type())));
 }
 
-Ends ends_of(const at::Tensor& input, const at::Tensor& output, const ErrorContext& context) {
-  Ends ends{.in = contiguous(input, context),
-            .out = contiguous_output(output, context),
-            .output = output};
-  if (overlap(ends.in, ends.out)) ends.in = ends.in.clone();
-  return ends;
+/// written: by the whole call.
+Ends ends_of(const at::Tensor& input, const at::Tensor& output,
+             const std::vector<nn::MemoryRange>& written, const ErrorContext& context) {
+  return {.in = apart_from(written, contiguous(input, context)),
+          .out = contiguous_output(output, context),
+          .output = output};
 }
 
 }  // namespace
@@ -66,10 +66,12 @@ Backend::WorkResult Backend::gather_into(const Tensors& outputs, const Tensors& 
                                          const c10d::AllgatherOptions& options) {
   return call("lockstep:all_gather", type, options.asyncOp, options.timeout, inputs, outputs,
               [&](const ErrorContext& context) {
+                check_outputs_apart(outputs, context);
+                const auto written = ranges_of(outputs);
                 std::vector<Ends> parts;
                 for (std::size_t i = 0; i < std::max(inputs.size(), outputs.size()); ++i) {
                   check_sizes({"output", outputs.at(i)}, {"input", inputs.at(i)}, size_, context);
-                  parts.push_back(ends_of(inputs[i], outputs[i], context));
+                  parts.push_back(ends_of(inputs[i], outputs[i], written, context));
                 }
                 return [parts = std::move(parts)](const Group& group, const Site& site) {
                   for (const Ends& part : parts) {
@@ -101,10 +103,12 @@ Backend::WorkResult Backend::scatter_from(const Tensors& outputs, const Tensors&
   return call(
       "lockstep:reduce_scatter", type, options.asyncOp, options.timeout, inputs, outputs,
       [&](const ErrorContext& context) {
+        check_outputs_apart(outputs, context);
+        const auto written = ranges_of(outputs);
         std::vector<Part> parts;
         for (std::size_t i = 0; i < std::max(inputs.size(), outputs.size()); ++i) {
           check_sizes({"input", inputs.at(i)}, {"output", outputs.at(i)}, size_, context);
-          Ends ends = ends_of(inputs[i], outputs[i], context);
+          Ends ends = ends_of(inputs[i], outputs[i], written, context);
           const Reduction reduction = reduction_of(ends.in, options.reduceOp, context);
           void* const out = ends.out.data_ptr();
           parts.push_back({.ends = std::move(ends), .reduction = reduction, .out = out});
@@ -154,8 +158,7 @@ Backend::WorkResult Backend::scatter_even(const Tensors& outputs, const Tensors&
                 Tensors ins;
                 for (std::size_t r = 0; r < n_ranks(); ++r) {
                   check_part(inputs[r], r, output, context);
-                  ins.push_back(contiguous(inputs[r], context));
-                  if (overlap(ins.back(), out)) ins.back() = ins.back().clone();
+                  ins.push_back(apart_from(ranges_of(outputs), contiguous(inputs[r], context)));
                 }
                 std::vector<ConstElements> parts(ins.size(), reduction.elements);
                 for (std::size_t r = 0; r < ins.size(); ++r) parts[r].data = ins[r].data_ptr();
@@ -308,7 +311,7 @@ Backend::WorkResult Backend::alltoall_base(at::Tensor& output, at::Tensor& input
         if (input.scalar_type() != output.scalar_type()) {
           throw UsageError(context, "the input and the output differ in type");
         }
-        const Ends ends = ends_of(input, output, context);
+        const Ends ends = ends_of(input, output, ranges_of({output}), context);
         const auto ins = split_rows<ConstElements>(ends.in, input_sizes, n_ranks(), context);
         const auto outs = split_rows<Elements>(ends.out, output_sizes, n_ranks(), context);
         const bool is_even = output_sizes.empty() && input_sizes.empty();
@@ -331,6 +334,7 @@ Backend::WorkResult Backend::alltoall(Tensors& outputs, Tensors& inputs,
                   throw UsageError(context, fmt::format("{} inputs and {} outputs for {} ranks",
                                                         inputs.size(), outputs.size(), size_));
                 }
+                check_outputs_apart(outputs, context);
                 Tensors ins, outs;
                 for (std::size_t r = 0; r < n_ranks(); ++r) {
                   if (inputs[r].scalar_type() != inputs[0].scalar_type() ||
@@ -340,10 +344,7 @@ Backend::WorkResult Backend::alltoall(Tensors& outputs, Tensors& inputs,
                   ins.push_back(contiguous(inputs[r], context));
                   outs.push_back(contiguous_output(outputs[r], context));
                 }
-                for (at::Tensor& in : ins) {
-                  const auto is_in = [&](const at::Tensor& out) { return overlap(in, out); };
-                  if (std::ranges::any_of(outs, is_in)) in = in.clone();
-                }
+                for (at::Tensor& in : ins) in = apart_from(ranges_of(outputs), in);
                 return [=, tensors = outputs](const Group& group, const Site& site) {
                   all_to_all_lists(group, elements_of_each<ConstElements>(ins),
                                    elements_of_each(outs), ins.front().itemsize(), site.timeout,

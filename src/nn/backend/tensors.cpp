@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -102,16 +103,28 @@ void check_output(const at::Tensor& tensor, const ErrorContext& context) {
   if (!why_not.empty()) throw UsageError(context, why_not);
 }
 
+void check_outputs_apart(const Tensors& tensors, const ErrorContext& context) {
+  if (const auto shared = nn::find_shared_results(tensors)) {
+    throw UsageError(context, fmt::format("outputs {} and {} share memory; give each its own",
+                                          shared->first, shared->second));
+  }
+}
+
 at::Tensor contiguous_output(const at::Tensor& tensor, const ErrorContext& context) {
   at::Tensor in_place = contiguous(tensor, context);
   check_output(tensor, context);
   return in_place;
 }
 
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  const auto* const a_begin = static_cast<const std::byte*>(a.data_ptr());
-  const auto* const b_begin = static_cast<const std::byte*>(b.data_ptr());
-  return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
+std::vector<nn::MemoryRange> ranges_of(const Tensors& tensors) {
+  return {tensors.begin(), tensors.end()};
+}
+
+at::Tensor apart_from(const std::vector<nn::MemoryRange>& outputs, const at::Tensor& input) {
+  const auto is_written = [range = nn::MemoryRange(input)](const nn::MemoryRange& output) {
+    return range.overlaps(output);
+  };
+  return std::ranges::any_of(outputs, is_written) ? input.clone() : input;
 }
 
 Storages storages_of(const Tensors& some, const Tensors& others) {

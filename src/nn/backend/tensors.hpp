@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "nn/elements/elements.hpp"
+#include "nn/elements/memory_ranges.hpp"
 
 namespace lockstep::backend {
 
@@ -44,10 +45,14 @@ const at::Tensor& only(const Tensors& tensors, const ErrorContext& context);
 at::Tensor contiguous(const at::Tensor& tensor, const ErrorContext& context);
 /// Throws UsageError if a result cannot be written to it.
 void check_output(const at::Tensor& tensor, const ErrorContext& context);
-/// Both.
+/// Throws UsageError if two of the tensors, which get different results, share memory.
+void check_outputs_apart(const Tensors& tensors, const ErrorContext& context);
+/// Both of contiguous and check_output.
 at::Tensor contiguous_output(const at::Tensor& tensor, const ErrorContext& context);
 
-bool overlap(const at::Tensor& a, const at::Tensor& b);
+std::vector<nn::MemoryRange> ranges_of(const Tensors& tensors);
+/// `input`, or a copy if a result is written to memory of it.
+at::Tensor apart_from(const std::vector<nn::MemoryRange>& outputs, const at::Tensor& input);
 
 /// The memory of tensors, which keeps it.
 using Storages = std::vector<c10::Storage>;

@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 
+#include "nn/elements/memory_ranges.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/tensor_buffers.hpp"
 
@@ -20,6 +21,26 @@ using lockstep::detail::Collective;
 namespace {
 
 constexpr const char* kReducible = "bool, u8, i8, i16, i32, i64, f16, bf16, f32 or f64";
+
+/// Of without_shared_memory.
+void write_back_copies(const std::vector<at::Tensor>& apart,
+                       const std::vector<at::Tensor>& tensors) {
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!apart[i].is_same(tensors[i])) write_back(apart[i], tensors[i]);
+  }
+}
+
+/// work(tensor) of each tensor, with the values from before the first.
+template <class F>
+void work_on_each(const char* operation, const std::vector<at::Tensor>& tensors, const Group& group,
+                  std::source_location where, F work) {
+  const at::NoGradGuard no_grad;
+  Collective(operation, group, where).run([&] {
+    auto apart = without_shared_memory(tensors);
+    for (at::Tensor& tensor : apart) work(tensor);
+    write_back_copies(apart, tensors);
+  });
+}
 
 }  // namespace
 
@@ -188,8 +209,9 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const
   lockstep::detail::check_dicts(call, entries, op);
   std::vector<at::Tensor> tensors;
   for (const auto& [key, tensor] : dict) tensors.push_back(tensor);
-  for (at::Tensor& tensor : unique_tensors(tensors))
+  work_on_each("all_reduce_dict", tensors, group, where, [&](at::Tensor& tensor) {
     all_reduce(tensor, op, group, call.limit.timeout(), where);
+  });
 }
 
 void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, double bucket_size_mb,
@@ -215,7 +237,9 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
     };
     std::map<at::ScalarType, std::vector<at::Tensor>> open;
     std::map<at::ScalarType, std::size_t> n_bytes;
-    for (at::Tensor param : unique_tensors(params)) {
+    const auto once = unique_tensors(params);
+    const auto apart = without_shared_memory(once);
+    for (at::Tensor param : apart) {
       if (!coalesce) {
         all_reduce(param, op, group, limit.timeout(), where);
         continue;
@@ -232,10 +256,45 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
     for (const auto& [type, bucket] : open) {
       if (!bucket.empty()) reduce_together(bucket);
     }
+    write_back_copies(apart, once);
   });
 }
 
 at::Device get_comm_device(const Group& /*group*/) { return at::kCPU; }
+
+void detail::all_reduce_each(const std::vector<at::Tensor>& tensors, ReduceOp op,
+                             const Group& group, Timeout timeout, std::source_location where) {
+  work_on_each("all_reduce", tensors, group, where,
+               [&](at::Tensor& tensor) { nn::all_reduce(tensor, op, group, timeout, where); });
+}
+
+void detail::reduce_each(const std::vector<at::Tensor>& tensors, int dst, ReduceOp op,
+                         const Group& group, Timeout timeout, std::source_location where) {
+  work_on_each("reduce", tensors, group, where,
+               [&](at::Tensor& tensor) { nn::reduce(tensor, dst, op, group, timeout, where); });
+}
+
+void detail::separate(const char* operation, const std::vector<at::Tensor>& results,
+                      TensorsOfTrees& parts, const Group& group, std::source_location where,
+                      int src) {
+  if (results.size() < 2) return;
+  const Collective collective =
+      src < 0 ? Collective(operation, group, where) : Collective(Op::recv, src, group, where);
+  collective.run([&] {
+    if (const auto shared = find_shared_results(results)) {
+      throw UsageError(context_of(operation, group, where),
+                       fmt::format("tensors {} and {} share memory; give each its own",
+                                   shared->first, shared->second));
+    }
+    MemoryRanges written;
+    for (std::size_t i = 0; i < results.size(); ++i) written.add(results[i], i);
+    for (auto& of_tensor : parts) {
+      for (at::Tensor& part : of_tensor) {
+        if (written.overlap(part)) part = part.clone();
+      }
+    }
+  });
+}
 
 detail::TensorsOfTrees detail::parts_by_tensor(const char* operation, const TensorsOfTrees& parts,
                                                const std::vector<at::Tensor>& like,
