@@ -175,3 +175,26 @@ print("ends", flush=True)
             server.close()
             _, errors = rank.communicate(timeout=120)
             assert rank.returncode == 0, errors
+
+
+def test_groups_of_the_same_number_after_another_init(run_ranks):
+    """The store outlives the world: a rank that was not in the earlier group of that number is in the next."""
+    run_ranks(
+        3,
+        """
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 3, int(os.environ["RANK"]) == 0)
+        for members in [0, 1], [1, 2], [0, 1, 2]:
+            dist.init_process_group("lockstep", store=store, rank=int(os.environ["RANK"]), world_size=3)
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                x = torch.ones(1)
+                dist.all_reduce(x, group=group)
+                assert x.item() == len(members)
+            dist.barrier()
+            dist.destroy_process_group()
+        # Rank 0's store ends last.
+        store.add("ended", 1)
+        while int(os.environ["RANK"]) == 0 and store.add("ended", 0) < 3: time.sleep(0.01)
+        """,
+        prelude="import os, time, torch, torch.distributed as dist\n",
+    )

@@ -88,7 +88,8 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
             {.context = context,
              .size = config.size,
              .timeout = timeout,
-             .keys = "lockstep",
+             // A store may outlive the world, whose groups then have the numbers of earlier ones.
+             .keys = earlier ? "lockstep/" + earlier->job : "lockstep",
              .action = "join init_process_group or new_group",
              .earlier = earlier ? &*earlier : nullptr,
              .earlier_ranks = {config.global_ranks.begin(), config.global_ranks.end()}});
@@ -108,10 +109,12 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
   return membership;
 }
 
-c10::intrusive_ptr<c10d::Backend> make_gloo(const Config& config, const char* prefix,
-                                            bool is_on_one_host) {
+/// prefix: of the keys, before the job.
+c10::intrusive_ptr<c10d::Backend> make_gloo(const Config& config, const std::string& prefix,
+                                            const Membership& membership) {
+  const bool is_on_one_host = membership.is_on_one_host();
   auto gloo = interpreter().make_gloo(
-      {.store = c10::make_intrusive<c10d::PrefixStore>(prefix, config.store),
+      {.store = c10::make_intrusive<c10d::PrefixStore>(prefix + membership.job, config.store),
        .rank = config.rank,
        .size = config.size,
        .timeout = config.timeout,
@@ -121,8 +124,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const Config& config, const char* pr
                    "ranks on several hosts, or that may not access each other's memory, need Gloo");
 }
 
-c10::intrusive_ptr<c10d::ProcessGroup> group_between_hosts(const Config& config) {
-  return nn::detail::group_over(make_gloo(config, "lockstep_between", /*is_on_one_host=*/false),
+c10::intrusive_ptr<c10d::ProcessGroup> group_between_hosts(const Config& config,
+                                                           const Membership& membership) {
+  return nn::detail::group_over(make_gloo(config, "lockstep_between/", membership),
                                 c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO,
                                 config.store);
 }
@@ -159,8 +163,8 @@ Backend::Joined join(const Config& config, const Membership& membership,
     shared_engine = joined.get();
     engine = std::move(joined);
   } else {
-    auto wire =
-        nn::detail::Wire::make(group_between_hosts(config), c10::intrusive_ptr<c10d::Store>());
+    auto wire = nn::detail::Wire::make(group_between_hosts(config, membership),
+                                       c10::intrusive_ptr<c10d::Store>());
     engine = hierarchical::make(
         message::make("gloo", std::make_unique<nn::detail::Transport>(std::move(wire)), costs),
         membership.hosts, barrier, env.tune);
@@ -208,7 +212,7 @@ c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
   if (config.size > 1) {
     interpreter().watch_interrupts();
     if (!joined.messages) {
-      messages = make_gloo(config, "lockstep_messages", membership.is_on_one_host());
+      messages = make_gloo(config, "lockstep_messages/", membership);
     }
   }
   auto options = c10::make_intrusive<Options>("lockstep", joined.group.timeout());
