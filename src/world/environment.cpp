@@ -138,15 +138,18 @@ internal::World read_slurm() {
   return world;
 }
 
+std::string pmi_job_of(pid_t launcher) {
+  return fmt::format("pmi {} {}", launcher, base::process_start_time(launcher));
+}
+
 /// The peer process of PMI_FD, through which MPICH's ranks talk to their launcher: the same for all
 /// ranks of a job on one host, even with a shell in between. Otherwise the parent process.
 std::string pmi_job() {
-  ucred launcher{.pid = ::getppid(), .uid = 0, .gid = 0};
   if (const auto fd = variable("PMI_FD")) {
     const ucred peer = base::peer_of(std::atoi(fd->c_str()));
-    if (peer.pid > 0) launcher = peer;
+    if (peer.pid > 0) return pmi_job_of(peer.pid);
   }
-  return fmt::format("pmi {} {}", launcher.pid, base::process_start_time(launcher.pid));
+  return pmi_job_of(::getppid());
 }
 
 internal::World read_mpi() {
@@ -198,7 +201,36 @@ void check_stale_variables_under_slurm() {
                   size.name, size.value, left.value));
 }
 
+std::string rank_in_job(const internal::World& world, std::string_view job) {
+  return fmt::format("{}: rank {} of {}, {}", name_of(world.launcher), world.rank, world.size, job);
+}
+
 }  // namespace
+
+void internal::check_not_started_by_rank(const World& world) {
+  const auto joined = variable(kJoined);
+  if (!joined) return;
+  const std::size_t end = joined->find(' ');
+  const pid_t process = std::atoi(joined->c_str());
+  if (end == std::string::npos || process == ::getpid()) return;
+  const std::string of_process = joined->substr(end + 1);
+  // A launcher started by a rank gives other values. The parent is the job where PMI_FD is closed.
+  if (of_process != rank_in_job(world, world.job) &&
+      !(of_process.starts_with(rank_in_job(world, "pmi ")) && world.job == pmi_job_of(process))) {
+    return;
+  }
+  reject(
+      fmt::format("rank {} is process {}; each rank joins once, and a program started by a rank "
+                  "is not a rank: give it launcher 'none' to be alone",
+                  world.rank, process));
+}
+
+void internal::mark_joined(const World& world) {
+  const std::string value = fmt::format("{} {}", ::getpid(), rank_in_job(world, world.job));
+  ::setenv(kJoined, value.c_str(), /*overwrite=*/1);
+}
+
+void internal::unmark_joined() noexcept { ::unsetenv(kJoined); }
 
 std::string_view name_of(Launcher launcher) {
   switch (launcher) {

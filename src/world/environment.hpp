@@ -12,6 +12,14 @@ namespace lockstep::internal {
 /// another.
 World read_world(Launcher launcher);
 
+/// Set by a rank, for the programs that it starts: its process, and what it is a rank of.
+inline constexpr const char* kJoined = "LOCKSTEP_JOINED";
+/// Throws UsageError if a rank, which is this one by the variables, has started this process.
+void check_not_started_by_rank(const World& world);
+/// For that, in the programs that this rank starts. `world`: as it was read.
+void mark_joined(const World& world);
+void unmark_joined() noexcept;
+
 /// World::mpi of a rank that `launcher` started.
 std::string find_mpi(Launcher launcher, const Env& env);
 

@@ -69,8 +69,12 @@ void init_dist(const InitOptions& options, std::source_location where) {
   const auto timeout = asked.value_or(world.env.timeout.value_or(std::chrono::minutes(5)));
   // A rank that asks for no launcher is alone, whatever the environment describes.
   const bool is_alone = options.launcher == Launcher::none && options.backend == "auto";
-  internal::join_process(internal::join_world(std::move(world), is_alone ? "solo" : options.backend,
+  // Under `lockstep run` the segment knows the process of each rank.
+  const bool may_be_taken = !is_alone && world.size > 1 && launcher != Launcher::lockstep;
+  if (may_be_taken) internal::check_not_started_by_rank(world);
+  internal::join_process(internal::join_world(world, is_alone ? "solo" : options.backend,
                                               context.operation, timeout, where));
+  if (may_be_taken) internal::mark_joined(world);
   internal::install_terminate_handler();
 }
 
@@ -83,7 +87,8 @@ void destroy_dist(std::string_view failure, std::source_location where) {
         "threads of this process are ranks of run_ranks, and this thread is not one of them; call "
         "destroy_dist on the rank's own thread, or after run_ranks has returned");
   }
-  if (!session) session = internal::take_process_session();
+  const bool is_of_process = !session;
+  if (is_of_process) session = internal::take_process_session();
   internal::has_failed_regroup() = false;
   if (!session) return;
   if (session->is_forked_child()) {  // the session belongs to the parent process
@@ -91,6 +96,7 @@ void destroy_dist(std::string_view failure, std::source_location where) {
     kept.store(session.release(), std::memory_order_relaxed);
     return;
   }
+  if (is_of_process) internal::unmark_joined();
   if (failure.empty() && std::uncaught_exceptions() > 0) {
     failure = "an exception (destroy_dist was called while it unwound the stack)";
   }
