@@ -38,6 +38,8 @@ def init_dist(launcher: str = "infer", backend: str = "auto", timeout: Timeout =
     """
     with _default_sigint_handling():
         _core.init_dist(launcher, backend, timeout)
+    if joined := _core.joined():
+        os.environ["LOCKSTEP_JOINED"] = joined  # for programs that get a copy of it
     leave_at_exit(_core.destroy_dist)
 
 
@@ -47,6 +49,7 @@ def destroy_dist(failure: str = "") -> None:
     failure: why this rank cannot go on; peers then get PeerFailed with it, also those that wait.
     """
     _core.destroy_dist(failure)
+    os.environ.pop("LOCKSTEP_JOINED", None)
 
 
 class LostRank(NamedTuple):
@@ -102,13 +105,17 @@ class _Hooks:
         util = sys.modules.get("multiprocessing.util")
         if util is not None and self.process != os.getpid():  # its processes exit without running atexit
             self.process = os.getpid()
-            util.Finalize(None, self.leave, args=("",), exitpriority=0)
+            util.Finalize(None, self.leave_at_exit, exitpriority=0)
         if not self.leavers:
             self.former = sys.excepthook
             sys.excepthook = self.on_exception
-            atexit.register(self.leave, "")
+            atexit.register(self.leave_at_exit)
         if leave not in self.leavers:
             self.leavers.append(leave)
+
+    def leave_at_exit(self) -> None:
+        _core.keep_daemons_in_calls()
+        self.leave("")
 
     def leave(self, failure: str) -> None:
         for each in reversed(self.leavers):

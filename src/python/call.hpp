@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "python/gil.hpp"
 #include "python/interrupts.hpp"
 #include "python/where.hpp"
 
@@ -41,7 +42,7 @@ class Call {
   template <class F>
   auto run(F f) const {
     const InterruptibleCall interruptible(&group_);
-    const nanobind::gil_scoped_release released;
+    const GilReleased released;
     return f();
   }
 

@@ -13,6 +13,8 @@
 #include <thread>
 #include <utility>
 
+#include "python/gil.hpp"
+
 namespace nb = nanobind;
 
 namespace lockstep::python {
@@ -139,6 +141,19 @@ bool is_watched() {
   return ::pthread_equal(watched_thread.load(std::memory_order_relaxed), ::pthread_self()) != 0;
 }
 
+constinit std::atomic<bool> is_python_ending{false};
+enum class IsDaemon : std::uint8_t { unknown, no, yes };
+constinit thread_local IsDaemon is_daemon = IsDaemon::unknown;
+
+/// Whether this thread is a daemon of Python. Of threads that Python did not start, which have a
+/// dummy object, callbacks may run at its end.
+IsDaemon find_daemon() {
+  const auto threading = nb::module_::import_("threading");
+  const nb::object thread = threading.attr("current_thread")();
+  const bool is_dummy = nb::isinstance(thread, threading.attr("_DummyThread"));
+  return !is_dummy && nb::cast<bool>(thread.attr("daemon")) ? IsDaemon::yes : IsDaemon::no;
+}
+
 const Group* enter(const Group* group) {
   const std::lock_guard lock(mutex);  // destroy_dist on another thread ends the watcher
   return watcher == nullptr ? nullptr : watcher->enter(group);
@@ -163,7 +178,7 @@ void watch_interrupts() {
 }
 
 void stop_watching_interrupts() noexcept {
-  const nb::gil_scoped_release released;
+  const GilReleased released;
   std::unique_lock lock(mutex);
   watched_thread.store({}, std::memory_order_relaxed);
   Watcher* const ended = std::exchange(watcher, nullptr);
@@ -173,7 +188,10 @@ void stop_watching_interrupts() noexcept {
 
 bool begin_call(const Group* group, const Group** before) {
   *before = nullptr;
-  if (!is_watched()) return true;
+  if (!is_watched()) {
+    if (is_daemon == IsDaemon::unknown) is_daemon = find_daemon();
+    return true;
+  }
   *before = enter(group);
   // The signal may have arrived after Python's last check and before is_in_call was set.
   if (PyErr_CheckSignals() == 0) return true;
@@ -182,8 +200,14 @@ bool begin_call(const Group* group, const Group** before) {
 }
 
 void end_call(const Group* before) {
-  if (is_watched()) enter(before);
+  if (is_watched()) {
+    enter(before);
+  } else if (is_daemon == IsDaemon::yes && is_python_ending.load(std::memory_order_relaxed)) {
+    stop_thread();
+  }
 }
+
+void keep_daemons_in_calls() noexcept { is_python_ending = true; }
 
 InterruptibleCall::InterruptibleCall(const Group* group) {
   if (!begin_call(group, &before_)) throw nb::python_error();

@@ -21,6 +21,9 @@ bool begin_call(const Group* group, const Group** before);
 /// Needs no GIL.
 void end_call(const Group* before);
 
+/// Python ends: a call of a daemon thread, which must not take the GIL again, does not return.
+void keep_daemons_in_calls() noexcept;
+
 /// begin_call and end_call.
 /// Throws nanobind::python_error if a signal handler of Python raised. Needs the GIL.
 class InterruptibleCall {

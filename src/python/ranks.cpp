@@ -12,10 +12,13 @@
 #include "python/call.hpp"
 #include "python/core_module.hpp"
 #include "python/exceptions.hpp"
+#include "python/gil.hpp"
 #include "python/interrupts.hpp"
 #include "python/str.hpp"
 #include "python/where.hpp"
+#include "world/environment.hpp"
 #include "world/session.hpp"
+#include "world/variables.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -58,7 +61,7 @@ void init(const std::string& launcher, const std::string& backend, nb::handle ti
                                          : std::chrono::milliseconds(kCentury);
   }
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     init_dist(options, context.where);
   }
   if (default_group(context.where).size() > 1) watch_interrupts();
@@ -67,7 +70,7 @@ void init(const std::string& launcher, const std::string& backend, nb::handle ti
 void destroy(const std::string& failure) {
   const auto caller = where();
   stop_watching_interrupts();
-  const nb::gil_scoped_release released;
+  const GilReleased released;
   destroy_dist(failure, caller);
 }
 
@@ -76,7 +79,7 @@ nb::tuple regroup_here(nb::handle timeout) {
   const ErrorContext context{.operation = "regroup", .where = where()};
   const Timeout limit = timeout.is_none() ? Timeout() : Timeout(seconds_of(timeout, context));
   const Regrouped regrouped = [&] {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     return regroup(limit, context.where);
   }();
   if (regrouped.size > 1) watch_interrupts();
@@ -204,6 +207,8 @@ void define_ranks(nb::module_& module) {
   define_group(module);
   module.def("init_dist", &init, "launcher"_a, "backend"_a, "timeout"_a.none());
   module.def("destroy_dist", &destroy, "failure"_a);
+  module.def("joined", [] { return internal::variable(internal::kJoined).value_or(""); });
+  module.def("keep_daemons_in_calls", &keep_daemons_in_calls);
   module.def("regroup", &regroup_here, "timeout"_a.none());
   module.def(
       "step_done", &step_done,

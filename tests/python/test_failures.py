@@ -291,3 +291,38 @@ def test_a_rank_of_multiprocessing_leaves(run_ranks):
         """,
         prelude="",
     )
+
+
+@pytest.mark.parametrize("wait", ["ls.barrier(group)", "ls.all_reduce(np.zeros(1), group=group)"])
+def test_a_daemon_in_a_call_when_python_ends(run_ranks, wait):
+    for _ in range(5):
+        run_ranks(
+            2,
+            f"""
+            group = ls.default_group().duplicate()
+            if rank == 0:
+                threading.Thread(target=lambda: {wait}, daemon=True).start()
+            ls.barrier()
+            """,
+        )
+
+
+def test_a_program_started_by_a_rank_is_not_a_rank(run_ranks, mpirun):
+    """It inherits the variables of the launcher, which do not tell the two apart."""
+    run_ranks(
+        2,
+        """
+        import subprocess
+        child = "import lockstep as ls; ls.init_dist(timeout=5)"
+        def start(program, **options):
+            return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, **options)
+        for environment in None, dict(os.environ):
+            told = start(child, env=environment)
+            assert told.returncode == 1 and "a program started by a rank is not a rank" in told.stderr, told.stderr
+        alone = start("import lockstep as ls; ls.init_dist('none'); assert ls.get_world_size() == 1")
+        assert alone.returncode == 0, alone.stderr
+        ls.barrier()
+        ls.destroy_dist()
+        """,
+        launcher=mpirun,
+    )

@@ -422,3 +422,32 @@ def test_the_programs_timeout_wins_over_the_environments(run_torch):
         """,
         env={**os.environ, "LOCKSTEP_TIMEOUT": "100"},
     )
+
+
+@pytest.mark.parametrize("wait", ["dist.barrier(group)", "dist.all_reduce(torch.ones(1), group, async_op=True).wait()"])
+def test_a_daemon_in_a_call_when_python_ends(run_torch, wait):
+    for _ in range(5):
+        run_torch(
+            2,
+            f"""
+            group = dist.new_group([0, 1])
+            if rank == 0:
+                threading.Thread(target=lambda: {wait.replace("(torch.ones(1), group", "(torch.ones(1), group=group")}, daemon=True).start()
+            dist.barrier()
+            """,
+        )
+
+
+def test_rank_0_cannot_open_its_store(run_ranks):
+    run_ranks(
+        2,
+        """
+        def refuse(*arguments, **options):
+            if options.get("is_master"): raise RuntimeError("no port is free")
+            return store(*arguments, **options)
+        store, dist.TCPStore = dist.TCPStore, refuse
+        with raises(ls.EngineError, "rank 0 cannot open its store", "no port is free"):
+            dist.init_process_group("lockstep", init_method="lockstep://")
+        """,
+        prelude="import torch, torch.distributed as dist, lockstep as ls; from ranks import raises\n",
+    )

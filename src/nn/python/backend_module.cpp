@@ -9,6 +9,7 @@
 #include "nn/backend/backend.hpp"
 #include "nn/backend/interpreter.hpp"
 #include "nn/python/torch_module.hpp"
+#include "python/gil.hpp"
 
 namespace py = pybind11;
 
@@ -20,7 +21,6 @@ std::source_location python_line() {
   return core().where();
 }
 
-std::source_location begin_call(const Group& group, const Group** before) {
 /// What a handler of a signal raised, with the text that peers get of it.
 class RaisedByHandler final : public py::error_already_set {
  public:
@@ -35,6 +35,7 @@ class RaisedByHandler final : public py::error_already_set {
   std::string text_;
 };
 
+std::source_location begin_call(const Group& group, const Group** before) {
   const py::gil_scoped_acquire gil;
   if (!core().begin_call(&group, before)) throw RaisedByHandler();
   return core().where();
@@ -53,7 +54,7 @@ void* release_gil() {
 }
 
 void reacquire_gil(void* released) {
-  if (released != nullptr) PyEval_RestoreThread(static_cast<PyThreadState*>(released));
+  if (released != nullptr) take_gil(static_cast<PyThreadState*>(released));
 }
 
 c10::intrusive_ptr<c10d::Backend> make_gloo(const backend::Interpreter::Gloo& gloo) {

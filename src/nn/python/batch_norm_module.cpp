@@ -15,6 +15,7 @@
 #include "nn/batch_norm/inner_scopes.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/python/torch_module.hpp"
+#include "python/gil.hpp"
 
 namespace py = pybind11;
 
@@ -79,7 +80,7 @@ Tensor sync_batch_norm(const py::object& input, const py::object& num_features,
     state.momentum = read<std::optional<double>>(layer, "momentum", "a float or None", momentum);
     settings.eps = read<double>(layer, "eps", "a float", eps);
   });
-  const py::gil_scoped_release released;
+  const GilReleased released;
   nn::begin_batch(x, state, settings);
   Tensor output = nn::synchronised_batch_norm(x, state.weight, state.bias, record);
   nn::count_batch(state, *record);
