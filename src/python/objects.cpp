@@ -25,17 +25,19 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+namespace {
+/// The name of the objects' type in errors.
+struct Pickle {};
+}  // namespace
+
 /// Objects travel pickled: `dumps` and `loads` are pickle's, given by the Python half.
 namespace lockstep::python {
-
-/// The name of the objects' type in errors.
-struct PickledObjects {};
 
 namespace {
 
 detail::ObjectCall object_call(const Call& call, detail::ObjectOp op, int root = -1) {
   return {.op = op,
-          .type = typeid(PickledObjects),
+          .type = typeid(Pickle),
           .group = call.group(),
           .limit = detail::TimeLimit(call.timeout()),
           .where = call.where(),
@@ -75,6 +77,12 @@ nb::object object_of(const detail::ObjectCall& call, int sender, const nb::calla
   return object;
 }
 
+/// list(value). It must be one: of a dict that would be its keys, of a str its letters.
+nb::list list_of(const Call& call, const char* parameter, nb::handle value) {
+  if (nb::isinstance<nb::list>(value)) return nb::borrow<nb::list>(value);
+  call.reject_type(fmt::format("{} is {}; it must be a list", parameter, name_of_type(value)));
+}
+
 /// to: dst; None: all ranks.
 nb::object gather_objects(const char* operation, detail::ObjectOp op, nb::handle object,
                           const nb::callable& dumps, const nb::callable& loads, nb::handle to,
@@ -105,10 +113,7 @@ nb::object broadcast_objects(nb::handle list, const nb::callable& dumps, const n
   detail::Bytes pickled;
   prepare_in_python(objects, [&] {
     objects.root = call.integer("src", from);
-    if (!nb::isinstance<nb::list>(list)) {
-      call.reject_type(fmt::format("data is {}; it must be a list", name_of_type(list)));
-    }
-    objects.agreed = objects.n_items = nb::len(list);
+    objects.agreed = objects.n_items = nb::len(list_of(call, "data", list));
     if (call.group().rank() == objects.root) pickled = pickle(dumps, list);
   });
   const auto received = call.run([&] { return detail::broadcast_message(objects, pickled); });
@@ -126,7 +131,7 @@ nb::object collect_results(nb::handle results_of_rank, nb::handle size, const nb
   std::filesystem::path folder;
   prepare_in_python(objects, [&] {
     check();
-    part = nb::list(results_of_rank);
+    part = nb::list(nb::handle(list_of(call, "results", results_of_rank)));  // a copy
     if (!tmpdir.is_none()) folder = text_of(nb::module_::import_("os").attr("fspath")(tmpdir));
     std::uint64_t n_results = 0;
     if (!nb::try_cast(size, n_results)) {
